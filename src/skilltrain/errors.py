@@ -1,0 +1,11 @@
+"""The one error a user is meant to read: what is wrong, where, and what to do."""
+
+
+class SkilltrainError(Exception):
+    """A fault in what the user gave us; the command line prints it as one line and exits with code 2."""
+
+    def __init__(self, what: str, *, where: object = None, fix: str = "") -> None:
+        self.what, self.where, self.fix = what, where, fix
+        place = f"{where}: " if where is not None else ""
+        advice = f" ({fix})" if fix else ""
+        super().__init__(f"{place}{what}{advice}".replace("\n", " "))

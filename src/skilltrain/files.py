@@ -1,0 +1,97 @@
+"""Files that are never half-written, and readers that say which line is broken."""
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from skilltrain.errors import SkilltrainError
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary name beside `path`; rename it to `path` only if the block succeeds.
+
+    A kill, a full disk or an exception leaves the old file as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except OSError as error:
+        raise SkilltrainError(f"cannot write: {error.strerror or error}", where=path) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` as UTF-8, atomically."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON, atomically; NaN is refused, for JSON has none."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError as error:
+        raise SkilltrainError("no such file", where=path) from error
+    except (OSError, ValueError) as error:
+        raise SkilltrainError(f"is not JSON: {error}", where=path) from error
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number, object) of a .jsonl or .jsonl.gz file; blank lines are skipped.
+
+    Raises SkilltrainError naming file and line where a line is not a JSON object.
+    """
+    number = 0
+    try:
+        with _open_text(path) as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                value = json.loads(line)
+                if not isinstance(value, dict):
+                    raise ValueError(f"expected an object, found {type(value).__name__}")
+                yield number, value
+    except FileNotFoundError as error:
+        raise SkilltrainError("no such file", where=path) from error
+    except (OSError, EOFError, ValueError) as error:
+        raise SkilltrainError(f"is not JSON Lines: {error}", where=f"{path}, line {number}") from error
+
+
+def _open_text(path: Path) -> io.TextIOBase:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig")  # type: ignore[return-value]
+    return path.open(encoding="utf-8-sig")
+
+
+def fingerprint(path: Path) -> str:
+    """SHA-256 over a file, or over the names and contents of all files below a folder."""
+    digest = hashlib.sha256()
+    if not path.exists():
+        raise SkilltrainError("no such file or folder", where=path)
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    for file in files:
+        digest.update(str(file.relative_to(path) if file != path else path.name).encode())
+        with file.open("rb") as source:
+            digest.update(hashlib.file_digest(source, "sha256").digest())
+    return digest.hexdigest()

@@ -1,0 +1,165 @@
+"""Recipes: every stage's settings in one union, and the one way in which a stage runs."""
+
+import importlib
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skilltrain import __version__
+from skilltrain.config import Config, input_paths, load_recipe, to_yaml, validate
+from skilltrain.errors import SkilltrainError
+from skilltrain.files import fingerprint, read_json, write_json, write_text
+from skilltrain.terminal import console, say
+
+RUN_FILE, RECIPE_FILE = "run.json", "recipe.yaml"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where a stage lives; imported only when it runs, for some need seconds to import."""
+
+    module: str
+    config: str
+    function: str
+    trains: bool = False
+
+    def load(self) -> tuple[type[Config], Callable[..., dict[str, Any]]]:
+        """(settings class, function)."""
+        module = importlib.import_module(f"skilltrain.{self.module}")
+        return getattr(module, self.config), getattr(module, self.function)
+
+
+STAGES = {
+    "pool": Stage("data.skill_pool", "PoolConfig", "run_pool"),
+    "queries": Stage("data.query_files", "QueriesConfig", "run_queries"),
+    "synthesize": Stage("data.synthesize", "SynthesizeConfig", "run_synthesize"),
+    "mine": Stage("data.mine", "MineConfig", "run_mine"),
+    "filter": Stage("data.filters", "FilterConfig", "run_filter"),
+    "lists": Stage("data.lists", "ListsConfig", "run_lists"),
+    "train_encoder": Stage("training.stages", "TrainEncoderConfig", "run_train_encoder", trains=True),
+    "candidates": Stage("routing.candidates", "CandidatesConfig", "run_candidates"),
+    "train_reranker": Stage("training.stages", "TrainRerankerConfig", "run_train_reranker", trains=True),
+    "evaluate": Stage("routing.evaluate", "EvaluateConfig", "run_evaluate"),
+}
+
+
+def parse_recipe(values: dict[str, Any], where: object) -> Any:
+    """The settings of the stage that `values` name. Raises SkilltrainError for an unknown stage or any other fault."""
+    name = values.get("stage")
+    if name not in STAGES:
+        found = "missing key 'stage'" if name is None else f"stage: unknown stage {name!r}"
+        raise SkilltrainError(f"{found}; allowed: {', '.join(STAGES)}", where=where)
+    config_class, _ = STAGES[name].load()
+    return validate(config_class, values, where)
+
+
+def run_recipe(config: Any, resume: bool) -> dict[str, Any]:
+    """Run a stage into its `out` folder and return its summary.
+
+    A data stage writes into a folder beside `out` that is renamed when all is done; training writes checkpoints into
+    `out` itself. The resolved recipe and the fingerprints of its inputs are saved beside the output. A folder that
+    already holds this very run is left as it is; one that holds another is refused.
+    """
+    stage, out = STAGES[config.stage], config.out
+    inputs = {key: _fingerprint(path) for key, path in input_paths(config).items()}
+    identity = {"recipe": config.model_dump(mode="json", exclude={"out"}), "inputs": inputs}
+    if (done := _finished_run(out, identity, resume and stage.trains)) is not None:
+        say(f"{out}: already holds this run; nothing to do")
+        return done
+    _, function = stage.load()
+    record = {"skilltrain": __version__, **identity}
+    if stage.trains:
+        out.mkdir(parents=True, exist_ok=True)
+        _write_record(out, config, record | {"finished": False})
+        summary = function(config, out, resume)
+        _write_record(out, config, record | {"finished": True, "summary": summary})
+        shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    else:
+        partial = out.with_name(f".{out.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            summary = function(config, partial)
+            _write_record(partial, config, record | {"finished": True, "summary": summary})
+            if out.is_dir():
+                out.rmdir()
+            partial.rename(out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return summary
+
+
+def _fingerprint(path: Path) -> str:
+    try:
+        return fingerprint(path)
+    except OSError as error:
+        raise SkilltrainError(f"cannot be read: {error.strerror}", where=path) from error
+
+
+def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str, Any] | None:
+    """The summary of the same run, if `out` holds it, finished. Raises SkilltrainError if `out` is not free."""
+    if out.exists() and not out.is_dir():
+        raise SkilltrainError("is a file; the output is a folder", where=out)
+    if not out.is_dir() or not any(out.iterdir()):
+        if resume:
+            raise SkilltrainError("holds no run to resume", where=out, fix="leave --resume out")
+        return None
+    fix = "choose another out=…, or delete the folder"
+    if not (out / RUN_FILE).is_file():
+        raise SkilltrainError("the output folder is not empty and holds no run", where=out, fix=fix)
+    found = read_json(out / RUN_FILE)
+    if {key: found.get(key) for key in identity} != identity:
+        changed = _first_difference(found.get("recipe", {}), identity["recipe"]) or "its inputs"
+        raise SkilltrainError(f"the output folder holds another run: {changed} differ(s)", where=out, fix=fix)
+    if found["finished"]:
+        return found["summary"]
+    if not resume:
+        raise SkilltrainError("holds an unfinished run", where=out, fix="add --resume, or delete the folder")
+    return None
+
+
+def _first_difference(old: Any, new: Any, path: str = "") -> str:
+    """The key path of the first value that differs; empty if none does."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = [*new, *(key for key in old if key not in new)]
+        found = (_first_difference(old.get(key), new.get(key), f"{path}.{key}" if path else str(key)) for key in keys)
+        return next(filter(None, found), "")
+    return "" if old == new else path
+
+
+def _write_record(folder: Path, config: Config, record: dict[str, Any]) -> None:
+    write_text(folder / RECIPE_FILE, to_yaml(config))
+    write_json(folder / RUN_FILE, record)
+
+
+def dry_run(config: Any) -> dict[str, Any]:
+    """Print the resolved recipe; what training would do with it, found without writing anything."""
+    console.print(to_yaml(config), markup=False, highlight=False)
+    for path in input_paths(config).values():
+        if not path.exists():
+            raise SkilltrainError("no such file or folder", where=path)
+    if not STAGES[config.stage].trains:
+        return {}
+    from skilltrain.training.stages import plan
+
+    return plan(config)
+
+
+def run(module_name: str, file: str, arguments: Sequence[str] | None = None) -> None:
+    """What a recipe's last line calls, so that `accelerate launch recipes/x.yaml` trains it.
+
+    Returns at once unless the file is run as a program: spawned workers execute it again.
+    """
+    if module_name != "__main__":
+        return
+    from skilltrain.cli import main
+
+    main(["train", str(Path(file)), *(sys.argv[1:] if arguments is None else arguments)])
+
+
+def read_recipe(file: Path, overrides: Sequence[str]) -> Any:
+    """The settings in a recipe file, overrides applied."""
+    return parse_recipe(load_recipe(file, overrides), file)

@@ -1,0 +1,188 @@
+"""The declared tables between stages; a row that does not fit is refused, never bent.
+
+`pa.Table.from_pylist` drops unknown keys and lets nulls into non-null columns, so `write_table` checks both.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.files import atomic_path
+from skilltrain.records import Query, Skill, Verdict
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """A table's file name, columns and unique key."""
+
+    name: str
+    schema: pa.Schema
+    key: tuple[str, ...]
+
+
+def _field(name: str, kind: pa.DataType, optional: bool = False) -> pa.Field:
+    return pa.field(name, kind, nullable=optional)
+
+
+_text, _number = pa.string(), pa.float64()
+_texts = pa.list_(pa.field("item", _text, nullable=False))
+
+SKILLS = TableSpec("skills", pa.schema([
+    _field("skill_id", _text), _field("name", _text), _field("description", _text), _field("body", _text),
+    _field("category", _text, optional=True), _field("lang", _text, optional=True),
+    _field("source", _text), _field("license", _text, optional=True),
+]), key=("skill_id",))  # fmt: skip
+QUERIES = TableSpec("queries", pa.schema([
+    _field("query_id", _text), _field("text", _text), _field("kind", _text),
+    _field("origin", _text), _field("split", _text),
+]), key=("query_id",))  # fmt: skip
+JUDGEMENTS = TableSpec("judgements", pa.schema([
+    _field("query_id", _text), _field("skill_id", _text), _field("verdict", _text),
+    _field("reason", _text, optional=True), _field("group", _text, optional=True), _field("judge", _text),
+]), key=("query_id", "skill_id"))  # fmt: skip
+RANKINGS = TableSpec("rankings", pa.schema([
+    _field("query_id", _text), _field("skill_id", _text), _field("rank", pa.int32()),
+    _field("score", _number), _field("stage", _text),
+]), key=("stage", "query_id", "skill_id"))  # fmt: skip
+LISTS = TableSpec("lists", pa.schema([
+    _field("query_id", _text), _field("skill_ids", _texts), _field("verdicts", _texts), _field("sources", _texts),
+    _field("ranks", pa.list_(pa.field("item", pa.int32(), nullable=False))),
+    _field("teacher_scores", pa.list_(pa.field("item", _number, nullable=False)), optional=True),
+]), key=("query_id",))  # fmt: skip
+DROPPED = TableSpec("dropped", pa.schema([
+    _field("query_id", _text), _field("skill_id", _text), _field("filter", _text),
+    _field("value", _number, optional=True), _field("reason", _text),
+]), key=())  # fmt: skip
+PLANS = TableSpec("plans", pa.schema([
+    _field("query_id", _text), _field("step_id", _text), _field("text", _text),
+    _field("depends_on", _texts), _field("skill_id", _text, optional=True),
+]), key=("query_id", "step_id"))  # fmt: skip
+
+
+def table_from_rows(rows: Iterable[Mapping[str, Any]], spec: TableSpec) -> pa.Table:
+    """`rows` as a checked table. Raises SkilltrainError for an unknown, missing, null or ill-typed value."""
+    rows = list(rows)
+    names = set(spec.schema.names)
+    required = {field.name for field in spec.schema if not field.nullable}
+    for position, row in enumerate(rows):
+        if unknown := row.keys() - names:
+            raise _refused(spec, position, f"unknown column {sorted(unknown)[0]!r}")
+        if missing := required - row.keys():
+            raise _refused(spec, position, f"missing column {sorted(missing)[0]!r}")
+    try:
+        columns = [pa.array([row.get(f.name) for row in rows], f.type) for f in spec.schema]
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, UnicodeError) as error:
+        raise SkilltrainError(f"a value does not fit table {spec.name}: {error}") from error
+    return check_table(pa.Table.from_arrays(columns, schema=spec.schema), spec, spec.name)
+
+
+def check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
+    """`table` itself if it is a `spec` table: the same columns, no null where none may be, unique keys."""
+    if not table.schema.equals(spec.schema):
+        have = {field.name: str(field.type) for field in table.schema}
+        need = {field.name: str(field.type) for field in spec.schema}
+        wrong = sorted(name for name in have.keys() | need.keys() if have.get(name) != need.get(name))
+        raise SkilltrainError(
+            f"is not a {spec.name} table: column(s) {', '.join(wrong) or 'order'} differ", where=where
+        )
+    for name in spec.schema.names:
+        field, column = spec.schema.field(name), table.column(name)
+        if not field.nullable and column.null_count:
+            raise SkilltrainError(f"column '{name}' of table {spec.name} holds a null", where=where)
+        if pa.types.is_list(field.type) and pc.call_function("list_flatten", [column]).null_count:
+            raise SkilltrainError(f"a list in column '{name}' of table {spec.name} holds a null", where=where)
+    _check_key(table, spec, where)
+    return table
+
+
+def _check_key(table: pa.Table, spec: TableSpec, where: object) -> None:
+    if not spec.key or table.num_rows < 2:
+        return
+    counts = table.select(list(spec.key)).group_by(list(spec.key)).aggregate([([], "count_all")])
+    if counts.num_rows < table.num_rows:
+        repeated = (
+            counts.filter(pc.call_function("greater", [counts.column("count_all"), pa.scalar(1)]))
+            .slice(0, 1)
+            .to_pylist()[0]
+        )
+        key = ", ".join(repr(repeated[name]) for name in spec.key)
+        raise SkilltrainError(f"table {spec.name} holds {key} more than once", where=where)
+
+
+def _refused(spec: TableSpec, position: int, why: str) -> SkilltrainError:
+    return SkilltrainError(f"{why} in a row for table {spec.name}", where=f"row {position}")
+
+
+def table_path(path: Path, spec: TableSpec) -> Path:
+    """The file of a table: `path` itself, or the table's file in the folder `path`."""
+    return path / f"{spec.name}.parquet" if path.is_dir() or not path.suffix else path
+
+
+def write_table(rows: pa.Table | Iterable[Mapping[str, Any]], spec: TableSpec, path: Path) -> Path:
+    """Write `rows` as a checked parquet table, atomically; returns the file's path."""
+    is_table = isinstance(rows, pa.Table)
+    table = check_table(rows.cast(spec.schema), spec, path) if is_table else table_from_rows(rows, spec)  # type: ignore[union-attr,arg-type]
+    file = table_path(path, spec)
+    with atomic_path(file) as temporary:
+        pq.write_table(table, temporary, compression="zstd")
+    return file
+
+
+def read_table(path: Path, spec: TableSpec) -> pa.Table:
+    """Read and check a table. Raises SkilltrainError if the file is missing or is not this table."""
+    file = table_path(path, spec)
+    try:
+        table = pq.read_table(file)
+    except FileNotFoundError as error:
+        raise SkilltrainError(f"no {spec.name} table here", where=file) from error
+    except (pa.ArrowInvalid, OSError) as error:
+        raise SkilltrainError(f"is not parquet: {error}", where=file) from error
+    return check_table(table.replace_schema_metadata(None), spec, file)
+
+
+def skills_from_table(table: pa.Table) -> list[Skill]:
+    """The rows of a SKILLS table as records, in order."""
+    return [Skill(**row) for row in table.to_pylist()]
+
+
+def queries_from_table(table: pa.Table) -> list[Query]:
+    """The rows of a QUERIES table as records, in order."""
+    return [Query(**row) for row in table.to_pylist()]
+
+
+def rows_of(records: Iterable[Skill | Query]) -> list[dict[str, Any]]:
+    """Records as table rows."""
+    return [asdict(record) for record in records]
+
+
+def verdicts_by_query(judgements: pa.Table) -> dict[str, dict[str, Verdict]]:
+    """query_id → skill_id → verdict. Raises SkilltrainError for a word that is no verdict."""
+    result: dict[str, dict[str, Verdict]] = {}
+    for query_id, skill_id, verdict in zip(
+        *(judgements.column(name).to_pylist() for name in ("query_id", "skill_id", "verdict")), strict=True
+    ):
+        try:
+            result.setdefault(query_id, {})[skill_id] = Verdict(verdict)
+        except ValueError as error:
+            choices = ", ".join(Verdict)
+            raise SkilltrainError(f"'{verdict}' is no verdict; choose from {choices}", where=query_id) from error
+    return result
+
+
+def rankings_by_query(rankings: pa.Table) -> dict[str, list[tuple[str, float]]]:
+    """query_id → [(skill_id, score)] in order of rank. Raises SkilltrainError where two stages are mixed."""
+    stages = rankings.column("stage").unique().to_pylist()
+    if len(stages) > 1:
+        raise SkilltrainError(f"rankings of {len(stages)} stages are mixed: {', '.join(sorted(stages))}")
+    ordered = rankings.sort_by([("query_id", "ascending"), ("rank", "ascending")])
+    result: dict[str, list[tuple[str, float]]] = {}
+    columns = (ordered.column(name).to_pylist() for name in ("query_id", "skill_id", "score"))
+    for query_id, skill_id, score in zip(*columns, strict=True):
+        result.setdefault(query_id, []).append((skill_id, score))
+    return result

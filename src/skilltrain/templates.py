@@ -1,0 +1,75 @@
+"""Every string a model sees. Saved inside a checkpoint and read back by evaluate, export and route.
+
+Caps count characters (SkillRouter, section 4.2 and its released code), token limits come on top of them.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from skilltrain.config import Config
+from skilltrain.records import Skill
+
+QWEN3_RERANKER_PREFIX = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+QWEN3_RERANKER_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+SKILL_TASK = "Given a task description, retrieve the skills that an agent needs to complete it"
+
+
+class SkillTemplate(Config):
+    """How a skill becomes one text: `name | description | body`, each within its cap."""
+
+    fields: Literal["full", "nd"] = "full"
+    description_chars: int = Field(default=300, ge=0)
+    body_chars: int = Field(default=2500, ge=0)
+    separator: str = " | "
+
+    def render(self, skill: Skill) -> str:
+        """The text of a skill; `nd` leaves the body out, empty fields leave no separator behind."""
+        parts = [skill.name, skill.description[: self.description_chars]]
+        if self.fields == "full":
+            parts.append(skill.body[: self.body_chars])
+        return self.separator.join(part.strip() for part in parts if part.strip())
+
+
+class EncoderTemplate(Config):
+    """What the encoder sees of a query and of a skill."""
+
+    instruction: str | None = None
+    query_chars: int = Field(default=1500, ge=1)
+    skill: SkillTemplate = SkillTemplate()
+
+    def query_prompt(self) -> str:
+        """What precedes the query; Qwen3-Embedding's form has no space after `Query:`."""
+        return f"Instruct: {self.instruction}\nQuery:" if self.instruction else ""
+
+    def render_query(self, text: str) -> str:
+        """The text of a query, prompt included."""
+        return self.query_prompt() + text[: self.query_chars]
+
+
+class RerankerTemplate(Config):
+    """What the reranker sees of a (query, skill) pair.
+
+    `pair` is the two-segment input of BERT-like models; `yes_no` is Qwen3-Reranker's chat form, whose two
+    official separators between the parts are a newline and a blank line (SkillRouter uses the latter).
+    """
+
+    form: Literal["pair", "yes_no"] = "pair"
+    instruction: str = SKILL_TASK
+    separator: Literal["\n", "\n\n"] = "\n\n"
+    query_chars: int = Field(default=1500, ge=1)
+    skill: SkillTemplate = SkillTemplate(description_chars=500, body_chars=2000)
+
+    def render_query(self, text: str) -> str:
+        """Everything before the skill's text (without the chat prefix)."""
+        text = text[: self.query_chars]
+        if self.form == "pair":
+            return text
+        return f"<Instruct>: {self.instruction}{self.separator}<Query>: {text}{self.separator}<Document>: "
+
+    def render_skill(self, skill: Skill) -> str:
+        """The text that alone may be truncated."""
+        return self.skill.render(skill)
