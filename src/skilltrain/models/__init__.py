@@ -1,0 +1,1 @@
+"""The two models: an encoder that finds candidates, a reranker that orders them."""

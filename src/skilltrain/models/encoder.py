@@ -1,0 +1,125 @@
+"""The encoder: one text in, one unit vector out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor, nn
+
+from skilltrain.config import Config
+from skilltrain.errors import SkilltrainError
+from skilltrain.models.loading import Precision, load_pretrained, resolve_dtype, resolve_model, stored_settings
+from skilltrain.models.micro_batches import TokenIds, pad
+from skilltrain.models.pooling import Pooling, at_least_float32, pool
+from skilltrain.templates import EncoderTemplate
+
+
+class EncoderSettings(Config):
+    """What, beside its weights, makes an encoder; saved in its folder."""
+
+    pooling: Pooling = "mean"
+    max_tokens: int = Field(default=256, ge=8)
+    query_max_tokens: int = Field(default=512, ge=8)
+    template: EncoderTemplate = EncoderTemplate()
+
+
+class EncoderConfig(Config):
+    """Which encoder to load. What is left out comes from the model's own folder."""
+
+    source: str = Field(description="folder, Hub id owner/name, or package:NAME (a package that ships a model)")
+    pooling: Pooling | None = Field(default=None, description="mean, last_token or cls; else as the folder says")
+    max_tokens: int | None = Field(default=None, ge=8, description="token limit of a skill's text")
+    query_max_tokens: int | None = Field(default=None, ge=8, description="token limit of a query's text")
+    template: EncoderTemplate | None = Field(default=None, description="the texts the model sees")
+    precision: Precision = Field(default="float32", description="number format of the weights")
+
+
+class Encoder(nn.Module):
+    """A backbone with pooling and L2 normalisation."""
+
+    def __init__(self, backbone: Any, tokenizer: Any, settings: EncoderSettings) -> None:
+        super().__init__()
+        self.backbone: Any = backbone
+        self.tokenizer, self.settings = tokenizer, settings
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return next(self.backbone.parameters()).device
+
+    @property
+    def dim(self) -> int:
+        """Length of a vector."""
+        return self.backbone.config.hidden_size
+
+    def tokenize(self, texts: Sequence[str], max_tokens: int) -> list[TokenIds]:
+        """Token ids of each text, cut to `max_tokens`, special tokens included.
+
+        With last-token pooling every text ends with the pad token exactly once, whether or not the tokenizer
+        appends it itself (Qwen3-Embedding's does, the base model's does not).
+        """
+        ids = self.tokenizer(list(texts), truncation=True, max_length=max_tokens, padding=False)["input_ids"]
+        if self.settings.pooling != "last_token":
+            return ids
+        end = self.tokenizer.pad_token_id
+        return [text if text and text[-1] == end else [*text[: max_tokens - 1], end] for text in ids]
+
+    def tokenize_queries(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Token ids of raw queries, rendered and capped as the template says."""
+        rendered = [self.settings.template.render_query(text) for text in texts]
+        return self.tokenize(rendered, self.settings.query_max_tokens)
+
+    def forward(self, texts: Sequence[TokenIds]) -> Float[Tensor, "text dim"]:
+        """Unit vectors of one micro-batch, in float32 or wider."""
+        ids, mask = pad(texts, self.tokenizer.pad_token_id, self.device)
+        hidden = self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
+        return nn.functional.normalize(pool(at_least_float32(hidden), mask, self.settings.pooling), dim=-1)
+
+
+def load_encoder(config: EncoderConfig, device: torch.device) -> Encoder:
+    """The encoder that `config` names, in evaluation mode on `device`.
+
+    Raises SkilltrainError if there is no such model, or it is a reranker.
+    """
+    from transformers import AutoModel, AutoTokenizer
+
+    folder = resolve_model(config.source)
+    settings = _settings(folder, config)
+    tokenizer = load_pretrained(AutoTokenizer, folder, "tokenizer", padding_side="right")
+    if tokenizer.pad_token_id is None:
+        raise SkilltrainError("the tokenizer has no pad token", where=config.source)
+    dtype = resolve_dtype(config.precision, device)
+    backbone = load_pretrained(AutoModel, folder, "encoder", dtype=dtype, use_safetensors=True, **bert_options(folder))
+    limit = getattr(backbone.config, "max_position_embeddings", None)
+    if limit is not None and max(settings.max_tokens, settings.query_max_tokens) > limit:
+        raise SkilltrainError(f"max_tokens exceeds the model's {limit} positions", where=config.source)
+    return Encoder(backbone.to(device).eval(), tokenizer, settings)
+
+
+def bert_options(folder: str) -> dict[str, Any]:
+    """Options for BERT-like backbones: no unused pooler (it breaks DDP's second step), and no attention dropout,
+    which would put PyTorch's attention on its slow path on CPU.
+    """
+    from transformers import AutoConfig
+
+    config = load_pretrained(AutoConfig, folder, "model configuration")
+    options: dict[str, Any] = {}
+    if getattr(config, "attention_probs_dropout_prob", None) is not None:
+        options["attention_probs_dropout_prob"] = 0.0
+    if config.model_type in ("bert", "roberta", "xlm-roberta"):
+        options["add_pooling_layer"] = False
+    return options
+
+
+def _settings(folder: str, config: EncoderConfig) -> EncoderSettings:
+    from transformers import AutoConfig
+
+    stored = stored_settings(folder, "encoder")
+    if not stored:
+        model_config = load_pretrained(AutoConfig, folder, "model configuration")
+        if model_config.model_type.startswith("qwen"):
+            stored = {"pooling": "last_token"}
+    given = config.model_dump(exclude_none=True, exclude={"source", "precision"})
+    return EncoderSettings.model_validate(stored | given)

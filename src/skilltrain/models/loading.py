@@ -1,0 +1,91 @@
+"""Where a model comes from, and what kind of model a folder holds."""
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.files import read_json
+
+CHECKPOINT_FILE = "skilltrain.json"
+Precision = Literal["auto", "float32", "bfloat16"]
+_UNFINISHED = "training that has not finished leaves only checkpoints; continue it with --resume"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def resolve_model(source: str) -> str:
+    """A folder or Hub id that transformers can load.
+
+    `package:NAME` is the folder `model` of an installed package (found without importing it).
+    Raises SkilltrainError for a folder that does not exist.
+    """
+    if source.startswith("package:"):
+        name = source.removeprefix("package:")
+        spec = importlib.util.find_spec(name) if name.isidentifier() else None
+        folders = [Path(place) / "model" for place in (spec.submodule_search_locations or [])] if spec else []
+        found = [folder for folder in folders if folder.is_dir()]
+        if not found:
+            fix = f"pip install {name.replace('_', '-')}"
+            raise SkilltrainError("no installed package holds this model", where=source, fix=fix)
+        return str(found[0])
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise SkilltrainError("is no model folder: it has no config.json", where=source, fix=_UNFINISHED)
+        return str(folder)
+    if folder.exists() or not _HUB_ID.fullmatch(source) or source.startswith((".", "runs/")):
+        raise SkilltrainError("no such model", where=source, fix="give a folder, a Hub id owner/name, or package:NAME")
+    return source
+
+
+def stored_settings(folder: str, kind: Literal["encoder", "reranker"]) -> dict[str, Any]:
+    """The settings that training saved in a model folder; empty for a base model.
+
+    Raises SkilltrainError if the folder holds the other kind of model.
+    """
+    file = Path(folder) / CHECKPOINT_FILE
+    if file.is_file():
+        stored = read_json(file)
+        if stored["kind"] != kind:
+            raise SkilltrainError(f"holds a {stored['kind']}, but a model of kind {kind} is needed here", where=folder)
+        return stored["settings"]
+    config_file = Path(folder) / "config.json"
+    architectures = read_json(config_file).get("architectures") or [] if config_file.is_file() else []
+    if kind == "encoder" and any("SequenceClassification" in name for name in architectures):
+        raise SkilltrainError(f"holds a reranker ({architectures[0]}), but an encoder is needed here", where=folder)
+    return {}
+
+
+def resolve_dtype(precision: Precision, device: torch.device) -> torch.dtype:
+    """The number format to compute in; `auto` is bfloat16 where the hardware multiplies it natively."""
+    if precision != "auto":
+        return torch.bfloat16 if precision == "bfloat16" else torch.float32
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    capabilities = torch.cpu.get_capabilities()
+    native = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    return torch.bfloat16 if native else torch.float32
+
+
+def default_device() -> torch.device:
+    """The GPU where there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_pretrained(auto_class: Any, folder: str, what: str, **options: Any) -> Any:
+    """`auto_class.from_pretrained` from safetensors only; a failure is one clear line."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # silences the load report on heads that are absent by design
+    try:
+        return auto_class.from_pretrained(folder, trust_remote_code=False, **options)
+    except (OSError, ValueError, KeyError) as error:
+        message = str(error).strip().split("\n")[0]
+        raise SkilltrainError(f"cannot load the {what}: {message}", where=folder) from error
+    finally:
+        logging.set_verbosity(verbosity)

@@ -1,0 +1,1 @@
+"""Systems that answer queries with skills: candidates, evaluation, routing."""

@@ -1,0 +1,1 @@
+"""One loop on accelerate, for both models."""

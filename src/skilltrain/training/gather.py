@@ -1,0 +1,44 @@
+"""Rows of all ranks, with gradient."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+
+
+def rank_and_world() -> tuple[int, int]:
+    """(this process's rank, number of processes); (0, 1) outside a distributed run."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def gather_rows(rows: Float[Tensor, "own dim"], total: int) -> Float[Tensor, "total dim"]:
+    """The `total` rows of which rank r holds rows r, r + world, r + 2 world, …, in order, on every rank.
+
+    The gradient reaches the rank that made a row. Ranks may hold unequal counts: short ones are padded on the wire.
+    """
+    _, world = rank_and_world()
+    if world == 1:
+        return rows
+    longest = -(-total // world)
+    padded = torch.cat([rows, rows.new_zeros(longest - len(rows), rows.shape[1])])
+    gathered: Tensor = _Gather.apply(padded)  # [rank, row, dim]
+    return gathered.transpose(0, 1).reshape(world * longest, -1)[:total]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        _, world = rank_and_world()
+        parts = [torch.empty_like(rows) for _ in range(world)]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        gradient = gradients[0].contiguous()
+        dist.all_reduce(gradient)
+        return gradient[rank_and_world()[0]]

@@ -1,0 +1,84 @@
+"""LISTS as a trainer sees them: tokens, gains, and which skills may serve as negatives for which query."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from skilltrain.config import Config, InputPath
+from skilltrain.errors import SkilltrainError
+from skilltrain.records import Skill, Verdict
+from skilltrain.tables import JUDGEMENTS, LISTS, QUERIES, SKILLS, read_table, skills_from_table, verdicts_by_query
+
+
+class ListsSource(Config):
+    """What to train on, and what a verdict is worth."""
+
+    pool: InputPath = Field(description="folder with skills.parquet")
+    lists: InputPath = Field(description="folder of the stage lists: lists, queries and judgements")
+    gains: dict[Verdict, float] = Field(
+        default={Verdict.REQUIRED: 1.0, Verdict.USEFUL: 0.5, Verdict.IRRELEVANT: 0.0, Verdict.REJECTED: 0.0},
+        description="gain of each verdict",
+    )
+    max_lists: int | None = Field(default=None, ge=1, description="train on the first so many lists only")
+
+
+@dataclass(frozen=True)
+class TrainingList:
+    """One query with its candidates; `positives` are all skills known to answer it, in the list or not."""
+
+    query_id: str
+    query: str
+    skill_ids: tuple[str, ...]
+    gains: tuple[float, ...]
+    positives: frozenset[str]
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """All lists, and the skills they name."""
+
+    lists: tuple[TrainingList, ...]
+    skills: Mapping[str, Skill]
+
+
+def load_training_set(source: ListsSource) -> TrainingSet:
+    """Read and check the tables. Raises SkilltrainError for a list that cannot be trained on, naming its query."""
+    skills = {skill.skill_id: skill for skill in skills_from_table(read_table(source.pool, SKILLS))}
+    queries = read_table(source.lists, QUERIES)
+    texts = dict(zip(queries.column("query_id").to_pylist(), queries.column("text").to_pylist(), strict=True))
+    verdicts = verdicts_by_query(read_table(source.lists, JUDGEMENTS))
+    _check_gains(source.gains)
+    rows = read_table(source.lists, LISTS).to_pylist()[: source.max_lists]
+    if not rows:
+        raise SkilltrainError("holds no list to train on", where=source.lists)
+    lists = tuple(_training_list(row, texts, verdicts, source) for row in rows)
+    used = {skill_id for one in lists for skill_id in one.skill_ids}
+    if missing := sorted(used - skills.keys()):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise SkilltrainError(f"skill {missing[0]!r}{more} of {source.lists} is not in the pool", where=source.pool)
+    return TrainingSet(lists, {skill_id: skills[skill_id] for skill_id in sorted(used)})
+
+
+def _check_gains(gains: Mapping[Verdict, float]) -> None:
+    if missing := sorted(set(Verdict) - gains.keys()):
+        raise SkilltrainError(f"gains name no value for '{missing[0]}'", where="lists.gains")
+    if min(gains.values()) < 0 or max(gains.values()) <= 0:
+        raise SkilltrainError("gains must be >= 0, and one of them > 0", where="lists.gains")
+
+
+def _training_list(
+    row: dict, texts: Mapping[str, str], verdicts: Mapping[str, Mapping[str, Verdict]], source: ListsSource
+) -> TrainingList:
+    query_id = row["query_id"]
+    if query_id not in texts:
+        raise SkilltrainError(f"the list of query {query_id!r} has no query text", where=source.lists)
+    gains = tuple(source.gains[Verdict(verdict)] for verdict in row["verdicts"])
+    if not max(gains, default=0.0) > 0:
+        raise SkilltrainError(f"the list of query {query_id!r} holds no positive", where=source.lists)
+    if not min(gains) < max(gains):
+        raise SkilltrainError(f"the list of query {query_id!r} holds no negative", where=source.lists)
+    known = verdicts.get(query_id, {})
+    positives = {skill_id for skill_id, verdict in known.items() if source.gains[verdict] > 0}
+    positives |= {s for s, gain in zip(row["skill_ids"], gains, strict=True) if gain > 0}
+    return TrainingList(query_id, texts[query_id], tuple(row["skill_ids"]), gains, frozenset(positives))
