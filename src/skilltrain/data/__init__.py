@@ -1,0 +1,1 @@
+"""From skills and queries as they are found to the tables that training reads."""

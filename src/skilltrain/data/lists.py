@@ -1,0 +1,274 @@
+"""Stage `lists`: what trainers read, each query with its positives and its negatives."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pyarrow as pa
+from pydantic import Field, model_validator
+
+from skilltrain.config import Config, InputPath
+from skilltrain.data.filters import POSITIVE, rows_by_query, texts_of
+from skilltrain.data.mine import SOURCES, select_queries
+from skilltrain.errors import SkilltrainError
+from skilltrain.records import Verdict
+from skilltrain.tables import (
+    DROPPED,
+    JUDGEMENTS,
+    LISTS,
+    QUERIES,
+    RANKINGS,
+    SKILLS,
+    read_table,
+    rows_of,
+    verdicts_by_query,
+    write_table,
+)
+from skilltrain.terminal import track
+
+GOLD = "gold"
+
+
+class ListsConfig(Config):
+    """Build training lists: `quotas` of sampled negatives for the encoder, or `list_size` top candidates to rerank."""
+
+    stage: Literal["lists"]
+    pool: InputPath = Field(description="SKILLS table (file or folder)")
+    queries: InputPath = Field(description="folder with the QUERIES and JUDGEMENTS tables")
+    rankings: InputPath = Field(description="RANKINGS, false negatives already filtered out")
+    split: str | None = Field(default="train", description="build for the queries of this split only; null for all")
+    quotas: dict[str, Annotated[int, Field(ge=0)]] | None = Field(
+        default=None,
+        description="negatives by source, sampled; SkillRouter: {semantic: 4, lexical: 3, taxonomy: 2, random: 1}. "
+        "What one source lacks the others give, in the order written; a quota of 0 only helps out",
+    )
+    list_size: int | None = Field(
+        default=None,
+        ge=2,
+        description="skills a list, from the top of one ranking, positives included; SkillRouter: 20",
+    )
+    positives: Literal["together", "one_list_each"] = Field(
+        default="together",
+        description="a query with several required skills: one list with all, or a list for each (ids q#1, q#2, …)",
+    )
+    min_negatives: int = Field(default=1, ge=0, description="a list with fewer negatives is dropped")
+    seed: int = Field(default=0, description="seed of the sampling")
+    out: Path = Field(description="folder to write: LISTS, their QUERIES and JUDGEMENTS, DROPPED")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "ListsConfig":
+        if (self.quotas is None) == (self.list_size is None):
+            raise ValueError("set either 'quotas' (the encoder's lists) or 'list_size' (the reranker's)")
+        if self.quotas is not None and not sum(self.quotas.values()):
+            raise ValueError("all 'quotas' are 0")
+        return self
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One skill of a list; `rank` counts from 1 within `source`. A gold that no ranking held: source gold, rank 0."""
+
+    skill_id: str
+    source: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class ListPlan:
+    """A list to be built: its id, its query's id and judgements, and the positives it shall hold."""
+
+    list_id: str
+    query_id: str
+    judged: dict[str, Verdict]
+    positives: tuple[str, ...]
+
+
+def run_lists(config: ListsConfig, out: Path) -> dict[str, Any]:
+    """Counts by source, verdict and length; writes LISTS, DROPPED, and the lists' own QUERIES and JUDGEMENTS.
+
+    LISTS has one row a query_id. Where a query gives several lists (`one_list_each`), they are `q12#1`, `q12#2`, …,
+    and the QUERIES and JUDGEMENTS written here hold the query's text and all its judgements under each of these ids:
+    a trainer joins on query_id as ever, needs this folder and the pool, and never takes an id apart.
+    Raises SkilltrainError where not one list is left.
+    """
+    queries = {query.query_id: query for query in select_queries(config.queries, config.split)}
+    judgements = read_table(config.queries, JUDGEMENTS)
+    verdicts = verdicts_by_query(judgements)
+    pool = set(read_table(config.pool, SKILLS).column("skill_id").to_pylist())
+    candidates = RankedCandidates(read_table(config.rankings, RANKINGS))
+    _check_candidates(candidates, pool, config)
+    plans, unplanned = _plan(list(queries), verdicts, pool, config.positives)
+    built, unbuilt = _build_all(plans, candidates, config)
+    dropped = unplanned + unbuilt
+    if not built:
+        raise SkilltrainError(
+            f"no list is left of {len(queries)} queries; the first: {dropped[0]['reason']}",
+            where=config.rankings,
+            fix="check that rankings, queries and pool belong together",
+        )
+    rows = [_row(plan, entries) for plan, entries in built]
+    write_table(rows, LISTS, out)
+    write_table(rows_of(replace(queries[plan.query_id], query_id=plan.list_id) for plan, _ in built), QUERIES, out)
+    write_table(_judgements_of([plan for plan, _ in built], judgements), JUDGEMENTS, out)
+    write_table(dropped, DROPPED, out)
+    return _summary(rows, dropped)
+
+
+def build_list(plan: ListPlan, candidates: Sequence[Entry], config: ListsConfig) -> list[Entry]:
+    """The entries of one list, positives among them; fewer than asked for where candidates are lacking.
+
+    A known positive is never a negative, whatever the ranking says. Depends on the plan, the candidates as a set
+    and the seed only.
+    """
+    known = {skill_id for skill_id, verdict in plan.judged.items() if verdict in POSITIVE}
+    negatives = [entry for entry in candidates if entry.skill_id not in known]
+    if config.quotas is not None:
+        golds = [Entry(skill_id, GOLD, 0) for skill_id in plan.positives]
+        return golds + sample_negatives(negatives, config.quotas, f"{config.seed}/{plan.list_id}")
+    assert config.list_size is not None
+    found = {entry.skill_id: entry for entry in candidates if entry.skill_id in plan.positives}
+    absent = [Entry(skill_id, GOLD, 0) for skill_id in plan.positives if skill_id not in found]
+    room = max(0, config.list_size - len(plan.positives))
+    ranked = [*found.values(), *sorted(negatives, key=_in_order)[:room]]
+    return sorted(ranked, key=_in_order) + absent
+
+
+def sample_negatives(candidates: Sequence[Entry], quotas: dict[str, int], key: str) -> list[Entry]:
+    """Each source's quota, drawn uniformly from its candidates without taking a skill twice; the same for one `key`.
+
+    What a source could not give is drawn from what is left of the sources, in the order of `quotas`. Every source has
+    draws of its own, so that a change of one quota leaves the sources before it as they were.
+    """
+    waiting: dict[str, list[Entry]] = {}
+    for source in quotas:
+        waiting[source] = sorted((entry for entry in candidates if entry.source == source), key=_in_order)
+        random.Random(f"{key}/{source}").shuffle(waiting[source])
+    chosen: dict[str, Entry] = {}
+    for source, quota in quotas.items():
+        _take(waiting[source], quota, chosen)
+    for source in quotas:
+        _take(waiting[source], sum(quotas.values()) - len(chosen), chosen)
+    return list(chosen.values())
+
+
+def _take(waiting: Sequence[Entry], count: int, chosen: dict[str, Entry]) -> None:
+    """Put the first `count` entries of skills not yet chosen into `chosen`."""
+    fresh = [entry for entry in waiting if entry.skill_id not in chosen]
+    chosen.update((entry.skill_id, entry) for entry in fresh[: max(0, count)])
+
+
+def _in_order(entry: Entry) -> tuple[int, str]:
+    return entry.rank, entry.skill_id
+
+
+class RankedCandidates:
+    """A RANKINGS table by query; entries are made when asked for, so millions of rows stay columns."""
+
+    def __init__(self, rankings: pa.Table) -> None:
+        self._rows = rows_by_query(rankings)
+        self.skill_ids, self.stages = texts_of(rankings.column("skill_id")), texts_of(rankings.column("stage"))
+        self._ranks = rankings.column("rank").to_pylist()
+
+    def of(self, query_id: str) -> list[Entry]:
+        """The candidates of a query, none where it was not ranked."""
+        rows = self._rows[query_id].tolist() if query_id in self._rows else []
+        return [Entry(self.skill_ids[row], self.stages[row], self._ranks[row]) for row in rows]
+
+
+def _check_candidates(candidates: RankedCandidates, pool: set[str], config: ListsConfig) -> None:
+    """Raise SkilltrainError where rankings fit neither the pool nor the way lists are to be built."""
+    sources = sorted(set(candidates.stages))
+    here = f"the rankings hold: {', '.join(sources) or 'nothing'}"
+    if config.list_size is not None and len(sources) > 1:
+        raise SkilltrainError(
+            f"'list_size' takes the top of one ranking; {here}", where=config.rankings, fix="set quotas instead"
+        )
+    strangers = [source for source in config.quotas or {} if source not in sources and source not in SOURCES]
+    if strangers:
+        raise SkilltrainError(f"'quotas' names an unknown source '{strangers[0]}'; {here}", where=config.rankings)
+    if unknown := set(candidates.skill_ids) - pool:
+        raise SkilltrainError(
+            f"{len(unknown)} ranked skill(s) are not in this pool, '{min(unknown)}' among them",
+            where=config.pool,
+            fix="give the pool that was ranked",
+        )
+
+
+def _plan(
+    query_ids: Sequence[str], verdicts: dict[str, dict[str, Verdict]], pool: set[str], positives: str
+) -> tuple[list[ListPlan], list[dict[str, Any]]]:
+    """The lists to build, and DROPPED rows for positives outside the pool and queries that have none in it."""
+    plans, dropped = [], []
+    for query_id in query_ids:
+        judged = verdicts.get(query_id, {})
+        known = sorted(skill_id for skill_id, verdict in judged.items() if verdict in POSITIVE)
+        for skill_id in known:
+            if skill_id not in pool:
+                dropped.append(_drop(query_id, skill_id, "not_in_pool", "a positive that is not in the pool"))
+        required = [s for s in known if s in pool and judged[s] is Verdict.REQUIRED]
+        if not required:
+            dropped.append(_drop(query_id, "", "no_positive", "no required skill of this query is in the pool"))
+        elif positives == "together":
+            plans.append(ListPlan(query_id, query_id, judged, tuple(s for s in known if s in pool)))
+        elif len(required) == 1:
+            plans.append(ListPlan(query_id, query_id, judged, (required[0],)))
+        else:
+            plans += [ListPlan(f"{query_id}#{n}", query_id, judged, (s,)) for n, s in enumerate(required, 1)]
+    return plans, dropped
+
+
+def _build_all(
+    plans: Sequence[ListPlan], candidates: RankedCandidates, config: ListsConfig
+) -> tuple[list[tuple[ListPlan, list[Entry]]], list[dict[str, Any]]]:
+    """The lists with enough negatives, and DROPPED rows for the others."""
+    built, dropped = [], []
+    for plan in track(plans, "building lists", len(plans)):
+        entries = build_list(plan, candidates.of(plan.query_id), config)
+        num_negatives = len(entries) - len(plan.positives)
+        if num_negatives >= config.min_negatives:
+            built.append((plan, entries))
+            continue
+        skill_id = plan.positives[0] if len(plan.positives) == 1 else ""
+        reason = f"{num_negatives} negative(s), at least {config.min_negatives} wanted"
+        dropped.append(_drop(plan.query_id, skill_id, "min_negatives", reason, float(num_negatives)))
+    return built, dropped
+
+
+def _drop(query_id: str, skill_id: str, name: str, reason: str, value: float | None = None) -> dict[str, Any]:
+    """A DROPPED row; an empty `skill_id` means that the whole query goes."""
+    return {"query_id": query_id, "skill_id": skill_id, "filter": name, "value": value, "reason": reason}
+
+
+def _row(plan: ListPlan, entries: Sequence[Entry]) -> dict[str, Any]:
+    return {
+        "query_id": plan.list_id,
+        "skill_ids": [entry.skill_id for entry in entries],
+        # A mined candidate that nobody judged is taken for irrelevant: that is what mining assumes.
+        "verdicts": [str(plan.judged.get(e.skill_id, Verdict.IRRELEVANT)) for e in entries],
+        "sources": [entry.source for entry in entries],
+        "ranks": [entry.rank for entry in entries],
+    }
+
+
+def _judgements_of(plans: Sequence[ListPlan], judgements: pa.Table) -> Iterator[dict[str, Any]]:
+    """All judgements of each list's query, under the list's id."""
+    by_query: dict[str, list[dict[str, Any]]] = {}
+    for row in judgements.to_pylist():
+        by_query.setdefault(row["query_id"], []).append(row)
+    for plan in plans:
+        yield from (row | {"query_id": plan.list_id} for row in by_query[plan.query_id])
+
+
+def _summary(rows: Sequence[dict[str, Any]], dropped: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    lengths = [len(row["skill_ids"]) for row in rows]
+    sources = Counter(source for row in rows for source in row["sources"])
+    return {
+        "num_lists": len(rows),
+        "by_source": dict(sorted(sources.items())),
+        "by_verdict": dict(sorted(Counter(verdict for row in rows for verdict in row["verdicts"]).items())),
+        "list_length": {"min": min(lengths), "mean": round(sum(lengths) / len(lengths), 2), "max": max(lengths)},
+        "dropped": dict(sorted(Counter(row["filter"] for row in dropped).items())),
+    }

@@ -1,0 +1,53 @@
+"""Does a query name its skill? Such a query teaches a model to match names, not needs (SkillRouter, section 4.1)."""
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+# Chinese, Japanese and Korean are written without spaces: there, every character is a word of its own.
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W_\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a text in order, case-folded; punctuation, hyphens and underscores only separate."""
+    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+
+
+def names_skill(query: str, name: str, exempt: Collection[str] = frozenset()) -> bool:
+    """Whether whole consecutive words of `query` spell `name`, whatever the case and the separators.
+
+    `web-scraper` is named by "Web Scraper", "web_scraper", "WebScraper" and "webscraper", but not by
+    "webscrapers" or "scrape the web"; `pdf` is named by "a PDF", not by "pdfs". Single-word names count like any
+    other, common or not, unless they stand in `exempt` (see common_words): the strict reading is the default.
+    """
+    parts = words_of(name)
+    spelled = "".join(parts)
+    if not spelled:
+        return bool(name.strip()) and name.strip() in query
+    if len(parts) == 1 and spelled in exempt:
+        return False
+    words = words_of(query)
+    return any(_spells(words, start, spelled) for start in range(len(words)))
+
+
+def _spells(words: list[str], start: int, spelled: str) -> bool:
+    """Whether the words from `start` on, written together, are exactly `spelled` at some word's end."""
+    position = 0
+    for word in words[start:]:
+        if not spelled.startswith(word, position):
+            return False
+        position += len(word)
+        if position == len(spelled):
+            return True
+    return False
+
+
+def common_words(bodies: Iterable[str], min_share: float) -> frozenset[str]:
+    """The words that stand in at least `min_share` of the bodies: ordinary words, which a request may need."""
+    counts: Counter[str] = Counter()
+    num_bodies = 0
+    for body in bodies:
+        counts.update(set(words_of(body)))
+        num_bodies += 1
+    return frozenset(word for word, count in counts.items() if count >= min_share * num_bodies)

@@ -1,0 +1,200 @@
+"""One SKILL.md, however untidy, read into its parts. The text is untrusted: it is parsed, never executed."""
+
+import codecs
+import re
+import unicodedata
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from skilltrain.errors import SkilltrainError
+
+MAX_HEADER_CHARS = 65_536
+MAX_DESCRIPTION_CHARS = 1_000  # of a description taken from the body
+
+_BOMS = (
+    (codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),
+)  # fmt: skip
+_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
+_NOT_ASCII = re.compile("[^\x00-\x7f]")
+_CONTROL = re.compile("[\x01-\x08\x0b\x0e-\x1f]")
+_OPENING = re.compile(r"(?:(?><!--.*?-->)\s*)*---[ \t]*\n", re.DOTALL)
+_CLOSING = re.compile(r"^(?:---|\.\.\.)[ \t]*$", re.MULTILINE)
+_KEY = re.compile(r"([A-Za-z_][\w-]*)[ \t]*:(?!//)[ \t]*(.*)")
+_INDENTED_FIELD = re.compile(r" +(name|description)[ ]*:[ ]+(.*)")
+_NO_PLAIN_VALUE = ("", "|", ">", "|-", ">-", "|+", ">+")
+_HEADING_AFTER_BLANK = re.compile(r"\n[ \t]*\n#+ [^\n]*\n[ \t]*\n")
+_HEADER_END = re.compile(r"\n[ \t]*\n|\n(?=#)|\Z")
+_LANG = re.compile(r"[a-z]{2,3}")
+
+
+@dataclass(frozen=True, slots=True)
+class SkillFile:
+    """What one SKILL.md says; empty or None where it says nothing."""
+
+    name: str
+    description: str
+    body: str
+    category: str | None
+    lang: str | None
+    license: str | None
+
+
+def parse_skill_file(text: str, fallback_name: str) -> SkillFile:
+    """The parts of a SKILL.md, from the frontmatter where it has them.
+
+    Without a name the skill is called `fallback_name`, without a description its first paragraph stands in.
+    Frontmatter that is not YAML (`description: Use when: x`) is read line by line.
+    """
+    header, body = split_header(clean_text(text))
+    fields = read_header(header)
+    metadata = fields["metadata"] if isinstance(fields.get("metadata"), dict) else {}
+    lang = as_text(fields.get("lang")).lower()[:2]
+    return SkillFile(
+        name=one_line(as_text(fields.get("name"))) or one_line(clean_text(fallback_name)),
+        description=one_line(as_text(fields.get("description"))) or first_paragraph(body),
+        body=body.strip(),
+        category=one_line(as_text(fields.get("category")) or as_text(metadata.get("category"))) or None,
+        lang=lang if _LANG.fullmatch(lang) else None,
+        license=one_line(as_text(fields.get("license"))) or None,
+    )
+
+
+def decode_text(data: bytes) -> str:
+    """The text in `data`: by its byte order mark, else UTF-8, else gb18030 or cp1252, whichever fits.
+
+    Raises SkilltrainError where the bytes are no text in any of them.
+    """
+    text = _decode(data)
+    start = text[:4096].replace("\x00", "")
+    num_control = sum(unicodedata.category(char) == "Cc" and char not in "\t\n\r\f" for char in start)
+    if num_control > 0.05 * len(start):
+        raise SkilltrainError("is not text")
+    return text
+
+
+def _decode(data: bytes) -> str:
+    for mark, encoding in _BOMS:
+        if data.startswith(mark):
+            return data.decode(encoding, errors="replace")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        pass
+    # A few broken bytes in what is UTF-8 otherwise.
+    text = data.decode("utf-8", errors="replace")
+    num_broken = text.count("\ufffd")
+    if num_broken * 10 <= len(_NOT_ASCII.findall(text)) - num_broken:
+        return text
+    # In gb18030 nearly all bytes above 127 come in pairs of two such bytes, in cp1252 they stand alone.
+    num_high = len(data.translate(None, bytes(range(128))))
+    num_paired = 2 * len(re.findall(rb"[\xa1-\xf7][\xa1-\xfe]", data))
+    encodings = ("gb18030", "cp1252") if num_paired > 0.8 * num_high else ("cp1252",)
+    for encoding in encodings:
+        try:
+            return data.decode(encoding)
+        except UnicodeDecodeError:
+            continue
+    return data.decode("latin-1")
+
+
+def clean_text(text: str) -> str:
+    """`text` with one kind of line end and without what no table can hold: NULs and lone surrogates."""
+    return _UNSTORABLE.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def one_line(text: str) -> str:
+    """`text` with every run of white space as one space."""
+    return " ".join(text.split())
+
+
+def as_text(value: Any) -> str:
+    """A field's value as text: a list becomes its items joined by commas, a map or nothing becomes empty."""
+    if isinstance(value, str):
+        return "" if value in ("~", "null") else clean_text(value)
+    if isinstance(value, list):
+        return ", ".join(part for item in value if not isinstance(item, list) and (part := as_text(item)))
+    return "" if value is None or isinstance(value, dict) else str(value)
+
+
+def split_header(text: str) -> tuple[str, str]:
+    """(frontmatter, body) of a SKILL.md; the frontmatter is empty where there is none.
+
+    Frontmatter that is never closed ends at the first blank line or heading.
+    """
+    text = text.lstrip("\ufeff \t\n")
+    opening = _OPENING.match(text)
+    if not opening:
+        return "", text
+    rest = text[opening.end() :]
+    closing = _CLOSING.search(rest)
+    header, body = (rest[: closing.start()], rest[closing.end() :]) if closing else (rest, "")
+    if closing and not header.strip():
+        return "", body
+    lines = (line for line in header.split("\n") if line.strip() and not line.startswith("#"))
+    if not _KEY.match(next(lines, "").strip()):
+        return "", text
+    if closing is None or _HEADING_AFTER_BLANK.search(header):
+        end = _HEADER_END.search(rest)
+        cut = end.start() if end else len(rest)
+        return rest[:cut], rest[cut:]
+    return header, body
+
+
+def read_header(header: str) -> dict[str, Any]:
+    """Frontmatter as key → value, keys in lower case; scalars stay the text they are (`version: 1.10`, `yes`)."""
+    header = _CONTROL.sub("", header[:MAX_HEADER_CHARS].expandtabs(2))
+    try:
+        # The loader in pure Python, on purpose: libyaml overflows the C stack on deeply nested input.
+        value = yaml.load(header, yaml.BaseLoader)
+    except (yaml.YAMLError, RecursionError, ValueError):
+        value = None
+    if not isinstance(value, dict):
+        return _read_lines(header.split("\n"))
+    return {str(key).lower(): item for key, item in value.items()}
+
+
+def _read_lines(lines: list[str]) -> dict[str, Any]:
+    """`key: value` lines as a map; a line without a key goes on with the value before it.
+
+    `name` and `description` are keys when indented too (a tab before them), unless they stand below an empty value.
+    """
+    parts: dict[str, list[str]] = {}
+    key = ""
+    for line in lines:
+        after_plain_value = bool(key) and parts[key][0] not in _NO_PLAIN_VALUE
+        found = _KEY.match(line) or (_INDENTED_FIELD.match(line) if after_plain_value else None)
+        if found:
+            key = found[1].lower()
+            parts[key] = [found[2].strip()]
+        elif key and line.strip():
+            parts[key].append(line.strip())
+    fields: dict[str, Any] = {key: _join(values) for key, values in parts.items()}
+    if "metadata" in parts:
+        fields["metadata"] = {key: _join([value]) for key, value in _pairs(parts["metadata"])}
+    return fields
+
+
+def _pairs(lines: list[str]) -> list[tuple[str, str]]:
+    return [(found[1].lower(), found[2]) for line in lines if (found := _KEY.match(line))]
+
+
+def _join(values: list[str]) -> str:
+    if values[0] in _NO_PLAIN_VALUE:
+        values = values[1:]
+    text = " ".join(value.removeprefix("- ") for value in values).strip()
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" and text[0] not in text[1:-1]
+    return text[1:-1] if quoted else text
+
+
+def first_paragraph(body: str) -> str:
+    """The first paragraph of prose in Markdown on one line, cut to 1,000 characters; empty if there is none."""
+    without_code = re.sub(r"^(```|~~~).*?(?:^\1[^\n]*$|\Z)", "", body, flags=re.MULTILINE | re.DOTALL)
+    for block in re.split(r"\n[ \t]*\n", without_code):
+        lines = [line.strip().removeprefix("> ").removeprefix("- ") for line in block.split("\n")]
+        prose = [line for line in lines if line and not line.startswith(("#", "<", "|", "---", "===", "![", "[!["))]
+        if prose:
+            return one_line(" ".join(prose))[:MAX_DESCRIPTION_CHARS]
+    return ""

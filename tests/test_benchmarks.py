@@ -1,0 +1,160 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.benchmarks import check_pool, load_benchmark
+from skilltrain.evaluation.metrics import Relevance
+from skilltrain.records import Query, Skill
+from skilltrain.tables import JUDGEMENTS, QUERIES, rows_of, write_table
+
+
+def task(task_id: str, **more: Any) -> dict[str, Any]:
+    return {"task_id": task_id, "instruction_text": f"do {task_id}", "difficulty": "hard", "excluded": False, **more}
+
+
+def entry(*gold: str, **more: Any) -> dict[str, Any]:
+    return {"gt_skill_ids": list(gold), "relevance": dict.fromkeys(gold, 3), "core_gt_ids": list(gold),
+            "auxiliary_gt_ids": [], "task_type": "clean", **more}  # fmt: skip
+
+
+def skillrouter(folder: Path, tasks: list[Any], relevance: Any, skills: list[dict[str, Any]] | None = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tasks))
+    (folder / "relevance.json").write_text(json.dumps(relevance))
+    if skills is not None:
+        (folder / "gold_skills.jsonl").write_text("".join(json.dumps(row) + "\n" for row in skills))
+    return folder
+
+
+def ours(folder: Path, queries: list[tuple[str, str]], judgements: list[tuple[str, str, str]]) -> Path:
+    folder.mkdir()
+    rows = [Query(query_id, f"do {query_id}", "single", "person", split) for query_id, split in queries]
+    write_table(rows_of(rows), QUERIES, folder)
+    judged = [{"query_id": q, "skill_id": s, "verdict": v, "judge": "person"} for q, s, v in judgements]
+    write_table(judged, JUDGEMENTS, folder)
+    return folder
+
+
+def test_skillrouter_folder_scores_what_relevance_json_says(tmp_path: Path):
+    """An excluded task is scored, a generic_only one is not; gold are core_gt_ids, a degraded copy only gains."""
+    relevance = {
+        "t2": entry("g/b", "g/a"),
+        "t1": entry("g/a", "g/aux", core_gt_ids=["g/a"], relevance={"g/a": 3, "g/aux": 1, "copy": 1}),
+        "t3": entry("g/generic", core_gt_ids=[], task_type="generic_only"),
+    }
+    skill = {"skill_id": "g/a", "name": "A", "description": "does a", "body": "# A", "stars": 3}
+    folder = skillrouter(tmp_path / "bench", [task("t1"), task("t2", excluded=True), task("t3")], relevance, [skill])
+    benchmark = load_benchmark(folder)
+    assert benchmark.name == "bench"
+    assert benchmark.gold_skills == (Skill("g/a", "A", "does a", "# A"),)
+    first, second = benchmark.tasks
+    assert first.query == Query("t1", "do t1", "single", "skillsbench", "test")
+    assert first.relevance == Relevance(frozenset({"g/a"}), {"g/a": 3.0, "g/aux": 1.0, "copy": 1.0})
+    assert (first.slice, second.slice, second.query.kind) == ("single", "multi", "multi")
+    assert second.query.query_id == "t2"
+    assert load_benchmark(folder, split="test") == benchmark
+
+
+def test_gold_skills_are_optional_and_gt_skill_ids_stand_in_for_core(tmp_path: Path):
+    row = entry("g/a", "g/b")
+    del row["core_gt_ids"]
+    benchmark = load_benchmark(skillrouter(tmp_path, [task("t")], {"t": row}))
+    assert benchmark.gold_skills == ()
+    assert benchmark.tasks[0].relevance.gold == {"g/a", "g/b"}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "relevance", "message"),
+    [
+        ([task("t")], {}, "tasks.jsonl, line 1: task 't' has no entry in relevance.json"),
+        ([task("t")], {"t": entry("g"), "u": entry("g")}, "tasks.jsonl: relevance.json has 1 tasks .* here: u"),
+        ([task("t"), task("t")], {"t": entry("g")}, "tasks.jsonl, line 2: task 't' stands twice"),
+        ([task("t", instruction_text="")], {"t": entry("g")}, "line 1: instruction_text: "),
+        ([["t"]], {"t": entry("g")}, "tasks.jsonl, line 1: is not JSON Lines: expected an object, found list"),
+        ([task("t")], [], "relevance.json: expected a map"),
+        ([task("t")], {"t": entry()}, "relevance.json, task t: no skill is gold"),
+        ([task("t")], {"t": entry("g", relevance={"g": 0})}, "task t: gold skill 'g' has no positive relevance"),
+        ([task("t")], {"t": entry("g", relevance={"g": -3})}, "relevance.json, task t: relevance.g: "),
+        ([task("t")], {"t": entry("g", relevance={"g": float("nan")})}, "relevance.json, task t: relevance.g: "),
+        ([task("t")], {"t": entry("g", gt_skill_ids="g")}, "relevance.json, task t: gt_skill_ids: "),
+        ([task("t")], {"t": 3}, "relevance.json, task t: "),
+        ([task("t")], {"t": entry("g", task_type="generic_only")}, "holds no query to score"),
+    ],
+)
+def test_malformed_skillrouter_folders_name_file_and_task(tmp_path: Path, tasks: Any, relevance: Any, message: str):
+    with pytest.raises(SkilltrainError, match=message):
+        load_benchmark(skillrouter(tmp_path, tasks, relevance))
+
+
+def test_gold_skills_that_are_broken_or_stand_twice_are_refused(tmp_path: Path):
+    skill = {"skill_id": "g", "name": "A", "description": "", "body": ""}
+    with pytest.raises(SkilltrainError, match=r"gold_skills\.jsonl, line 2: skill 'g' stands twice"):
+        load_benchmark(skillrouter(tmp_path, [task("t")], {"t": entry("g")}, [skill, skill]))
+    with pytest.raises(SkilltrainError, match=r"gold_skills\.jsonl, line 1: body: "):
+        load_benchmark(skillrouter(tmp_path, [task("t")], {"t": entry("g")}, [skill | {"body": None}]))
+
+
+def test_missing_and_torn_files_are_named(tmp_path: Path):
+    with pytest.raises(SkilltrainError, match="nowhere: no such folder"):
+        load_benchmark(tmp_path / "nowhere")
+    with pytest.raises(SkilltrainError, match=r"is not a benchmark \(a benchmark holds queries.parquet"):
+        load_benchmark(tmp_path)
+    skillrouter(tmp_path, [task("t")], {"t": entry("g")})
+    (tmp_path / "relevance.json").write_text('{"t": ')
+    with pytest.raises(SkilltrainError, match=r"relevance\.json: is not JSON"):
+        load_benchmark(tmp_path)
+    (tmp_path / "relevance.json").unlink()
+    with pytest.raises(SkilltrainError, match=r"relevance\.json: no such file"):
+        load_benchmark(tmp_path)
+
+
+def test_our_tables_required_is_gold_useful_gains_half(tmp_path: Path):
+    folder = ours(
+        tmp_path / "ours",
+        [("q1", "test"), ("q2", "dev"), ("q3", "train")],
+        [("q1", "a", "required"), ("q1", "b", "useful"), ("q1", "c", "irrelevant"), ("q1", "d", "rejected"),
+         ("q2", "a", "required"), ("q2", "b", "required")],
+    )  # fmt: skip
+    (only,) = load_benchmark(folder, split="test").tasks  # q3 awaits its judgements, but is not asked for
+    assert only.relevance == Relevance(frozenset("a"), {"a": 1.0, "b": 0.5})
+    assert only.query.text == "do q1"
+    (dev,) = load_benchmark(folder, split="dev").tasks
+    assert dev.slice == "multi"
+
+
+@pytest.mark.parametrize(
+    ("judgements", "split", "message"),
+    [
+        ([("q1", "a", "required")], None, r"judgements\.parquet, query q2: the query has no judgement"),
+        ([("q1", "a", "useful")], "test", r"query q1: no skill is judged required"),
+        ([("q9", "a", "required")], "test", r"1 judged queries are not in queries\.parquet, first 'q9'"),
+        ([("q1", "a", "perhaps")], "test", "'perhaps' is no verdict"),
+        ([("q1", "a", "required")], "tset", r"no query of split 'tset' \(its splits are dev \(1\), test \(1\)\)"),
+    ],
+)
+def test_faults_in_our_tables_are_named(tmp_path: Path, judgements: Any, split: str | None, message: str):
+    folder = ours(tmp_path / "ours", [("q1", "test"), ("q2", "dev")], judgements)
+    with pytest.raises(SkilltrainError, match=message):
+        load_benchmark(folder, split)
+
+
+def test_check_pool_names_query_skill_and_count(tmp_path: Path):
+    relevance = {"t1": entry("a", "b"), "t2": entry("b", "c")}
+    benchmark = load_benchmark(skillrouter(tmp_path / "bench", [task("t1"), task("t2")], relevance))
+    message = (
+        "benchmark bench, query t1: gold skill 'b' is not among the 2 skills of the pool; "
+        r"missing in all: 2 gold skill\(s\) of 2 queries"
+    )
+    with pytest.raises(SkilltrainError, match=message):
+        check_pool(benchmark, ["a", "x"])
+
+
+def test_check_pool_leaves_out_gains_no_ranking_could_earn(tmp_path: Path):
+    row = entry("a", relevance={"a": 3, "copy": 1, "other": 1})
+    benchmark = load_benchmark(skillrouter(tmp_path, [task("t")], {"t": row}))
+    checked = check_pool(benchmark, {"a", "copy", "x"})
+    assert checked.tasks[0].relevance == Relevance(frozenset("a"), {"a": 3.0, "copy": 1.0})
+    assert check_pool(benchmark, {"a", "copy", "other"}) == benchmark

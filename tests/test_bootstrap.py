@@ -1,0 +1,128 @@
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation import bootstrap
+from skilltrain.evaluation.bootstrap import (
+    Interval,
+    compact,
+    interval,
+    intervals,
+    paired_difference,
+    paired_differences,
+    resampled_means,
+)
+
+
+def test_one_value_and_equal_values_have_no_width():
+    assert interval([0.3], seed=0) == Interval(0.3, 0.3, 0.3, 1)
+    assert interval([0.1] * 7, seed=0) == Interval(0.1, 0.1, 0.1, 7)
+
+
+def test_two_values_worked_by_hand():
+    """Half of all draws of {0, 1} have mean .5, a quarter each 0 and 1: the middle 95 percent reach both ends."""
+    assert interval([0, 1], seed=3) == Interval(0.5, 0.0, 1.0, 2)
+
+
+def test_agrees_with_the_binomial():
+    """Of 100 queries 60 hit: resampled means are Binomial(100, .6) / 100."""
+    found = interval([1.0] * 60 + [0.0] * 40, seed=0)
+    exact = scipy.stats.binom.ppf([0.025, 0.975], 100, 0.6) / 100
+    assert [found.low, found.high] == pytest.approx(exact, abs=0.0101)
+
+
+def test_agrees_with_scipy():
+    values = np.random.default_rng(5).beta(0.5, 0.8, size=75)
+    found = interval(values.tolist(), seed=1)
+    theirs = scipy.stats.bootstrap(
+        (values,), np.mean, method="percentile", n_resamples=10_000, rng=np.random.default_rng(2)
+    ).confidence_interval
+    assert [found.low, found.high] == pytest.approx([theirs.low, theirs.high], abs=0.006)
+    assert found.mean == pytest.approx(values.mean())
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=30), st.integers(0, 2**32))
+def test_the_interval_lies_within_the_values_and_is_repeatable(values: list[float], seed: int):
+    found = interval(values, seed=seed, resamples=200)
+    assert min(values) <= found.low <= found.high <= max(values)
+    assert found == interval(values, seed=seed, resamples=200)
+
+
+def test_columns_share_their_draws():
+    values = np.random.default_rng(0).random((40, 3))
+    together = intervals(values, seed=9)
+    for column, found in enumerate(together):
+        alone = interval(values[:, column].tolist(), seed=9)
+        assert (found.low, found.high) == pytest.approx((alone.low, alone.high), abs=1e-12)
+
+
+def test_pieces_are_as_good_as_the_whole(monkeypatch: pytest.MonkeyPatch):
+    values = np.random.default_rng(0).random((50, 1))
+    whole = resampled_means(values, seed=4, resamples=1000)
+    monkeypatch.setattr(bootstrap, "_CELLS_AT_ONCE", 333)  # 6 draws at once, the last piece shorter
+    pieces = resampled_means(values, seed=4, resamples=1000)
+    assert pieces.shape == whole.shape
+    np.testing.assert_allclose(pieces, whole, atol=1e-12)
+
+
+def test_a_paired_difference_has_its_own_sign_and_width():
+    """b always lies .1 above a: paired, this is certain, however far the queries spread."""
+    a = np.random.default_rng(0).random(60)
+    found = paired_difference(a.tolist(), (a + 0.1).tolist(), seed=0)
+    assert found.interval.mean == pytest.approx(-0.1)
+    assert found.interval.high - found.interval.low < 1e-9
+    assert found.p == pytest.approx(2 / 10_001)
+
+
+def test_equal_systems_have_p_one():
+    values = [0.1, 0.7, 0.3]
+    assert paired_difference(values, values, seed=0).p == 1.0
+    assert paired_difference([1, 0], [0, 1], seed=0).p == 1.0
+
+
+def test_p_agrees_with_the_sign_of_few_queries():
+    """Four queries, one lost and three won: draws at or below 0 are Binomial(4, 3/4) <= 2, which is 67/256."""
+    found = paired_difference([1, 1, 1, 0], [0, 0, 0, 1], seed=0)
+    assert found.interval.mean == 0.5
+    assert found.p == pytest.approx(2 * 67 / 256, abs=0.02)
+
+
+def test_p_is_symmetric_and_columns_agree():
+    generator = np.random.default_rng(1)
+    a, b = generator.random(30), generator.random(30) + 0.05
+    forth, back = (paired_difference(x.tolist(), y.tolist(), seed=2) for x, y in ((a, b), (b, a)))
+    assert forth.p == back.p
+    assert forth.interval.low == pytest.approx(-back.interval.high)
+    both = paired_differences(np.stack([a - b, b - a], axis=1), seed=2)
+    assert [difference.p for difference in both] == [forth.p, back.p]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [([], "no values"), ([0.1, float("nan")], "value 1: .*not a finite number"), ([float("inf")], "value 0")],
+)
+def test_bad_values_are_refused(values: list[float], message: str):
+    with pytest.raises(SkilltrainError, match=message):
+        interval(values, seed=0)
+    with pytest.raises(SkilltrainError, match=message):
+        paired_difference(values, [0.0] * len(values), seed=0)
+
+
+def test_other_bad_input_is_refused():
+    with pytest.raises(SkilltrainError, match="found 2 and 1"):
+        paired_difference([0, 1], [0], seed=0)
+    with pytest.raises(SkilltrainError, match="at least one resample, found 0"):
+        interval([0.5], seed=0, resamples=0)
+
+
+@pytest.mark.parametrize(
+    ("value", "places", "text"),
+    [(0.573, 3, ".573"), (1, 2, "1.00"), (-0.054, 2, "-.05"), (-0.001, 2, ".00"), (0, 3, ".000"), (-1, 2, "-1.00"),
+     (10.5, 2, "10.50"), (0.9999, 3, "1.000")],
+)  # fmt: skip
+def test_compact_prints_shares_as_papers_do(value: float, places: int, text: str):
+    assert compact(value, places) == text
+    assert str(Interval(0.573, 0.45, 0.694, 75)) == ".573 [.45, .69]"

@@ -1,0 +1,268 @@
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skilltrain.config import validate
+from skilltrain.data.lists import Entry, ListPlan, ListsConfig, build_list, run_lists, sample_negatives
+from skilltrain.errors import SkilltrainError
+from skilltrain.records import Query, Skill, Verdict
+from skilltrain.tables import (
+    DROPPED,
+    JUDGEMENTS,
+    LISTS,
+    QUERIES,
+    RANKINGS,
+    SKILLS,
+    read_table,
+    rows_of,
+    verdicts_by_query,
+    write_table,
+)
+
+QUOTAS = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
+
+
+def settings(**changes):
+    values = {"stage": "lists", "pool": "p", "queries": "q", "rankings": "r", "out": "o"}
+    return validate(ListsConfig, values | changes, "recipe")
+
+
+def ranked(source, *skill_ids):
+    return [Entry(skill_id, source, rank) for rank, skill_id in enumerate(skill_ids, 1)]
+
+
+def plan(*positives, **judged):
+    return ListPlan("q1", "q1", dict.fromkeys(positives, Verdict.REQUIRED) | judged, positives)
+
+
+def plenty():
+    return [entry for source in QUOTAS for entry in ranked(source, *(f"{source}{n}" for n in range(50)))]
+
+
+def test_quotas_are_filled_from_each_source():
+    chosen = sample_negatives(plenty(), QUOTAS, "0/q1")
+    assert Counter(entry.source for entry in chosen) == QUOTAS
+    assert len({entry.skill_id for entry in chosen}) == 10
+
+
+def test_each_negative_keeps_its_rank_in_its_source():
+    at = {(e.source, e.skill_id): e.rank for e in plenty()}
+    assert all(at[e.source, e.skill_id] == e.rank for e in sample_negatives(plenty(), QUOTAS, "0/q1"))
+
+
+def test_a_lacking_source_is_filled_up_in_the_order_of_the_quotas():
+    candidates = ranked("semantic", *"abcdef") + ranked("lexical", *"ghijkl") + ranked("random", "z")
+    chosen = sample_negatives(candidates, QUOTAS, "0/q1")
+    # taxonomy has none: its two come from semantic, which has six for four.
+    assert Counter(entry.source for entry in chosen) == {"semantic": 6, "lexical": 3, "random": 1}
+
+
+def test_filling_goes_on_to_the_next_source_and_ends_when_all_are_empty():
+    candidates = ranked("semantic", *"abcd") + ranked("lexical", *"ghij")
+    assert {entry.skill_id for entry in sample_negatives(candidates, QUOTAS, "k")} == set("abcdghij")
+
+
+def test_a_skill_of_two_sources_comes_once():
+    candidates = ranked("semantic", *"abcd") + ranked("lexical", *"abcdef")
+    chosen = sample_negatives(candidates, {"semantic": 4, "lexical": 3}, "k")
+    assert Counter(e.source for e in chosen) == {"semantic": 4, "lexical": 2}
+    assert len({e.skill_id for e in chosen}) == 6
+
+
+def test_a_source_without_quota_gives_nothing_and_one_of_quota_0_only_helps_out():
+    candidates = ranked("semantic", "a") + ranked("lexical", *"gh") + ranked("random", *"xyz")
+    assert {e.source for e in sample_negatives(candidates, {"semantic": 3}, "k")} == {"semantic"}
+    chosen = sample_negatives(candidates, {"semantic": 2, "lexical": 0}, "k")
+    assert Counter(e.source for e in chosen) == {"semantic": 1, "lexical": 1}
+
+
+@given(st.permutations(plenty()[:30] + plenty()[50:80]), st.text(max_size=5))
+def test_samples_do_not_depend_on_the_order_of_rows(candidates, key):
+    expected = sample_negatives(plenty()[:30] + plenty()[50:80], QUOTAS, key)
+    assert sample_negatives(candidates, QUOTAS, key) == expected
+
+
+def test_samples_are_uniform_and_change_with_the_key():
+    candidates = ranked("semantic", *"abcde")
+    counts = Counter(
+        entry.skill_id for n in range(2000) for entry in sample_negatives(candidates, {"semantic": 2}, str(n))
+    )
+    # Binomial(2000, .4): mean 800, standard deviation 22.
+    assert set(counts) == set("abcde") and all(abs(count - 800) < 110 for count in counts.values())
+
+
+def test_encoder_lists_begin_with_the_golds():
+    entries = build_list(plan("g1", "g2"), plenty(), settings(quotas=QUOTAS))
+    assert entries[:2] == [Entry("g1", "gold", 0), Entry("g2", "gold", 0)] and len(entries) == 12
+
+
+@pytest.mark.parametrize("verdict", [Verdict.REQUIRED, Verdict.USEFUL])
+def test_a_known_positive_is_never_a_negative(verdict):
+    candidates = ranked("semantic", "g", "other", "n")
+    entries = build_list(plan("g", other=verdict), candidates, settings(quotas={"semantic": 4}))
+    assert [entry.skill_id for entry in entries] == ["g", "n"]
+
+
+def test_reranker_list_with_the_positive_at_its_rank():
+    candidates = ranked("encoder", "a", "g", "b", "c")
+    entries = build_list(plan("g"), candidates, settings(list_size=3))
+    assert [(e.skill_id, e.source, e.rank) for e in entries] == [
+        ("a", "encoder", 1),
+        ("g", "encoder", 2),
+        ("b", "encoder", 3),
+    ]
+
+
+def test_a_positive_that_was_not_retrieved_replaces_the_last():
+    entries = build_list(plan("g"), ranked("encoder", "a", "b", "c", "d"), settings(list_size=3))
+    assert [(e.skill_id, e.rank) for e in entries] == [("a", 1), ("b", 2), ("g", 0)]
+    assert entries[-1].source == "gold"
+
+
+def test_a_positive_found_below_the_cut_replaces_the_last_and_keeps_its_rank():
+    entries = build_list(plan("g"), ranked("encoder", "a", "b", "c", "g"), settings(list_size=3))
+    assert [(e.skill_id, e.source, e.rank) for e in entries][2] == ("g", "encoder", 4)
+    assert [e.skill_id for e in entries] == ["a", "b", "g"]
+
+
+def test_all_positives_are_in_a_reranker_list():
+    entries = build_list(plan("g1", "g2"), ranked("encoder", "a", "g2", "b", "c"), settings(list_size=4))
+    assert [e.skill_id for e in entries] == ["a", "g2", "b", "g1"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "set either 'quotas'"),
+        ({"quotas": {"semantic": 1}, "list_size": 20}, "set either 'quotas'"),
+        ({"quotas": {"semantic": 0}}, "all 'quotas' are 0"),
+        ({"quotas": {"semantic": -1}}, "quotas.semantic"),
+        ({"list_size": 1}, "list_size"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes, message):
+    with pytest.raises(SkilltrainError, match=message):
+        settings(**changes)
+
+
+def write_rankings(folder, rows):
+    names = ("query_id", "skill_id", "rank", "stage")
+    write_table(
+        [dict(zip(names, row, strict=True)) | {"score": 0.0} for row in rows], RANKINGS, folder / "rankings.parquet"
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """q1 has one gold, q2 two golds and a useful skill, q3 a gold outside the pool, q4 no candidates."""
+    write_table(rows_of(Skill(s, s, "", s) for s in "abcdefghz"), SKILLS, tmp_path / "pool.parquet")
+    (tmp_path / "queries").mkdir()
+    queries = [Query(f"q{n}", f"text {n}", "single", "human", "train") for n in (4, 3, 2, 1)]
+    write_table(rows_of([*queries, Query("q5", "dev", "single", "human", "dev")]), QUERIES, tmp_path / "queries")
+    judged = [
+        ("q1", "a", "required"), ("q1", "e", "rejected"), ("q2", "c", "required"), ("q2", "b", "required"),
+        ("q2", "d", "useful"), ("q3", "gone", "required"), ("q4", "a", "required"), ("q5", "a", "required"),
+    ]  # fmt: skip
+    names = ("query_id", "skill_id", "verdict")
+    write_table(
+        [dict(zip(names, row, strict=True)) | {"judge": "human"} for row in judged], JUDGEMENTS, tmp_path / "queries"
+    )
+    write_rankings(
+        tmp_path,
+        [(q, s, rank, "semantic") for q in ("q1", "q2", "q3", "q5") for rank, s in enumerate("efgh", 1)]
+        + [("q2", "d", 9, "semantic"), ("q1", "z", 1, "random")],
+    )
+    (tmp_path / "out").mkdir()
+    return tmp_path
+
+
+def run(folder, **changes):
+    places = {"pool": folder / "pool.parquet", "queries": folder / "queries", "rankings": folder / "rankings.parquet"}
+    return run_lists(settings(**places, out=folder / "out", **changes), folder / "out")
+
+
+def lists_of(folder):
+    return {row["query_id"]: row for row in read_table(folder / "out", LISTS).to_pylist()}
+
+
+def test_together_gives_one_list_a_query_with_verdicts_from_judgements(folder):
+    summary = run(folder, quotas={"semantic": 4, "random": 1})
+    lists = lists_of(folder)
+    assert list(lists) == ["q1", "q2"]
+    q1 = dict(zip(lists["q1"]["skill_ids"], lists["q1"]["verdicts"], strict=True))
+    assert q1 == {"a": "required", "e": "rejected"} | dict.fromkeys("fghz", "irrelevant")
+    assert lists["q2"]["skill_ids"][:3] == ["b", "c", "d"]
+    assert lists["q2"]["verdicts"][:3] == ["required", "required", "useful"]
+    assert lists["q1"]["ranks"][lists["q1"]["skill_ids"].index("h")] == 4
+    assert lists["q1"]["teacher_scores"] is None
+    assert summary == {
+        "num_lists": 2,
+        "by_source": {"gold": 4, "random": 1, "semantic": 8},
+        "by_verdict": {"irrelevant": 8, "rejected": 1, "required": 3, "useful": 1},
+        "list_length": {"min": 6, "mean": 6.5, "max": 7},
+        "dropped": {"min_negatives": 1, "no_positive": 1, "not_in_pool": 1},
+    }
+
+
+def test_what_is_left_out_has_a_reason(folder):
+    run(folder, quotas={"semantic": 4})
+    dropped = {(row["query_id"], row["filter"]): row for row in read_table(folder / "out", DROPPED).to_pylist()}
+    assert set(dropped) == {("q3", "not_in_pool"), ("q3", "no_positive"), ("q4", "min_negatives")}
+    assert dropped["q3", "not_in_pool"]["skill_id"] == "gone"
+    assert dropped["q4", "min_negatives"]["reason"] == "0 negative(s), at least 1 wanted"
+
+
+def test_one_list_each_numbers_the_lists_and_repeats_text_and_judgements(folder):
+    run(folder, quotas={"semantic": 4}, positives="one_list_each")
+    lists = lists_of(folder)
+    assert list(lists) == ["q1", "q2#1", "q2#2"]
+    assert lists["q2#1"]["skill_ids"][0] == "b" and lists["q2#2"]["skill_ids"][0] == "c"
+    for list_id in ("q2#1", "q2#2"):
+        assert set(lists[list_id]["skill_ids"][1:]) == set("efgh")
+    texts = {row["query_id"]: row["text"] for row in read_table(folder / "out", QUERIES).to_pylist()}
+    assert texts == {"q1": "text 1", "q2#1": "text 2", "q2#2": "text 2"}
+    judged = verdicts_by_query(read_table(folder / "out", JUDGEMENTS))
+    assert judged["q2#1"] == judged["q2#2"] == {"b": "required", "c": "required", "d": "useful"}
+
+
+def test_more_negatives_wanted_than_there_are(folder):
+    with pytest.raises(SkilltrainError, match=r"rankings.parquet: no list is left of 4 queries"):
+        run(folder, quotas={"semantic": 4}, min_negatives=5)
+    run(folder, quotas={"semantic": 4, "random": 1}, min_negatives=5)
+    assert list(lists_of(folder)) == ["q1"]
+
+
+def test_rankings_of_two_stages_have_no_single_top(folder):
+    with pytest.raises(SkilltrainError, match=r"'list_size' takes the top of one ranking.*random, semantic"):
+        run(folder, list_size=3)
+
+
+def test_reranker_lists(folder):
+    write_rankings(folder, [("q1", s, rank, "encoder") for rank, s in enumerate("eafgh", 1)])
+    run(folder, list_size=3)
+    row = lists_of(folder)["q1"]
+    assert (row["skill_ids"], row["sources"], row["ranks"]) == (["e", "a", "f"], ["encoder"] * 3, [1, 2, 3])
+    assert row["verdicts"] == ["rejected", "required", "irrelevant"]
+
+
+def test_an_unknown_source_is_refused_and_an_empty_one_is_not(folder):
+    with pytest.raises(SkilltrainError, match=r"unknown source 'sematic'; the rankings hold: random, semantic"):
+        run(folder, quotas={"sematic": 4})
+    assert run(folder, quotas={"semantic": 4, "taxonomy": 2})["num_lists"] == 2
+
+
+def test_a_candidate_outside_the_pool_is_refused(folder):
+    write_rankings(folder, [("q1", "stranger", 1, "semantic")])
+    with pytest.raises(SkilltrainError, match=r"pool.parquet: 1 ranked skill\(s\) are not in this pool"):
+        run(folder, quotas={"semantic": 1})
+
+
+def test_the_order_of_the_tables_does_not_matter(folder):
+    run(folder, quotas={"semantic": 2, "random": 1}, seed=3)
+    first = read_table(folder / "out", LISTS)
+    for name, spec in (("rankings.parquet", RANKINGS), ("queries", QUERIES), ("pool.parquet", SKILLS)):
+        write_table(read_table(folder / name, spec).to_pylist()[::-1], spec, folder / name)
+    run(folder, quotas={"semantic": 2, "random": 1}, seed=3)
+    assert read_table(folder / "out", LISTS).equals(first)

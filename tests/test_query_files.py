@@ -1,0 +1,160 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skilltrain.data.query_files import QueriesConfig, run_queries
+from skilltrain.errors import SkilltrainError
+from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, SKILLS, read_table, write_table
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Path:
+    folder = tmp_path / "pool"
+    folder.mkdir()
+    rows = [{"skill_id": i, "name": i, "description": "d", "body": "b", "source": "s"} for i in "abcd"]
+    write_table(rows, SKILLS, folder)
+    same = {"query_id": "", "skill_id": "a2", "filter": "duplicate", "reason": "has the same name and body as a"}
+    write_table([same], DROPPED, folder)
+    return folder
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+def make(tmp_path: Path, files: Any, **settings: Any) -> tuple[list[dict], list[dict], list[dict], dict]:
+    out = tmp_path / f"out{len(list(tmp_path.glob('out*')))}"
+    out.mkdir()
+    summary = run_queries(QueriesConfig(files=files, pool=tmp_path / "pool", out=out, **settings), out)
+    return *(read_table(out, spec).to_pylist() for spec in (QUERIES, JUDGEMENTS, DROPPED)), summary  # type: ignore[return-value]
+
+
+def test_shapes_of_query_rows(tmp_path: Path, pool: Path):
+    train = write_jsonl(tmp_path / "train.jsonl", [
+        {"query_id": "q1", "query": " Send mail. ", "skill_ids": ["a"], "origin": "llm", "lang_pair": "en2zh"},
+        {"text": "Two\x00 skills", "skill_ids": ["a", "b", "a"], "split": "dev"},
+        {"query_id": 3, "query": "One id", "skill_id": "c", "kind": "multi"},
+    ])  # fmt: skip
+    queries, judgements, dropped, summary = make(tmp_path, train, origin="hand")
+    made_up = queries[1]["query_id"]
+    assert made_up.startswith("train-") and len(made_up) == len("train-") + 12
+    assert queries == [
+        {"query_id": "q1", "text": "Send mail.", "kind": "single", "origin": "llm", "split": "train"},
+        {"query_id": made_up, "text": "Two skills", "kind": "multi", "origin": "hand", "split": "dev"},
+        {"query_id": "3", "text": "One id", "kind": "multi", "origin": "hand", "split": "train"},
+    ]
+    assert [(j["query_id"], j["skill_id"], j["verdict"], j["judge"]) for j in judgements] == [
+        ("q1", "a", "required", "llm"), (made_up, "a", "required", "hand"),
+        (made_up, "b", "required", "hand"), ("3", "c", "required", "hand"),
+    ]  # fmt: skip
+    assert dropped == []
+    assert summary["num_by_split"] == {"dev": 1, "train": 2}
+    forced, _, _, _ = make(tmp_path, train, split="test")
+    assert {query["split"] for query in forced} == {"test"}
+
+
+def test_made_up_ids_do_not_depend_on_the_line(tmp_path: Path, pool: Path):
+    rows = [{"query": "x", "skill_ids": ["a"]}, {"query": "y", "skill_ids": ["a"]}]
+    first, _, _, _ = make(tmp_path, write_jsonl(tmp_path / "train.jsonl", rows))
+    again, _, dropped, _ = make(tmp_path, write_jsonl(tmp_path / "train.jsonl", [*reversed(rows), rows[0]]))
+    assert [query["query_id"] for query in again] == [query["query_id"] for query in reversed(first)]
+    assert [row["filter"] for row in dropped] == ["duplicate_query"]
+    assert "line 3 repeats" in dropped[0]["reason"] and dropped[0]["reason"].endswith("line 2")
+
+
+def test_judgement_files(tmp_path: Path, pool: Path):
+    file = write_jsonl(tmp_path / "judgements.jsonl", [{
+        "group_id": "g1", "query": "Do it", "required": ["a", "b"], "useful": ["d"], "irrelevant": ["nowhere", "b"],
+        "rejected": [{"skill_id": "c", "reason": "scope_mismatch", "why": "too wide"}, {"skill_id": "a2"}],
+    }])  # fmt: skip
+    queries, judgements, dropped, summary = make(tmp_path, [file], split="train", origin="llm")
+    assert (queries[0]["query_id"], queries[0]["kind"]) == ("g1", "multi")
+    assert [(j["skill_id"], j["verdict"], j["reason"]) for j in judgements] == [
+        ("a", "required", None), ("b", "required", None), ("d", "useful", None),
+        ("c", "rejected", "scope_mismatch: too wide"),
+    ]  # fmt: skip
+    assert [(row["skill_id"], row["filter"]) for row in dropped] == [
+        ("a", "contradiction"), ("b", "contradiction"), ("nowhere", "not_in_pool"),
+    ]  # fmt: skip
+    assert summary["num_by_verdict"] == {"rejected": 1, "required": 2, "useful": 1}
+
+
+def test_gold_that_was_a_duplicate_goes_to_the_kept_skill(tmp_path: Path, pool: Path):
+    file = write_jsonl(tmp_path / "dev.jsonl", [{"query": "x", "skill_ids": ["a2", "a"]}])
+    queries, judgements, _, summary = make(tmp_path, file)
+    assert [j["skill_id"] for j in judgements] == ["a"]
+    assert (queries[0]["kind"], summary["num_moved_to_kept_duplicate"]) == ("single", 1)
+
+
+def test_missing_gold(tmp_path: Path, pool: Path):
+    rows = [{"query_id": f"q{i}", "query": "x", "skill_ids": ["a", f"gone{i}"]} for i in range(4)]
+    file = write_jsonl(tmp_path / "train.jsonl", [*rows, {"query_id": "ok", "query": "y", "skill_ids": ["b"]}])
+    with pytest.raises(
+        SkilltrainError, match=r"train.jsonl, line 1: query 'q0' requires skill 'gone0'.*\(and 3 more\)"
+    ):
+        make(tmp_path, file)
+    queries, judgements, dropped, _ = make(tmp_path, file, missing_gold="drop")
+    assert [query["query_id"] for query in queries] == ["ok"]
+    assert [j["query_id"] for j in judgements] == ["ok"]
+    assert [(row["query_id"], row["skill_id"], row["filter"]) for row in dropped] == [
+        (f"q{i}", f"gone{i}", "missing_gold") for i in range(4)
+    ]
+
+
+def test_empty_queries_and_queries_without_gold_are_dropped(tmp_path: Path, pool: Path):
+    rows = [
+        {"query_id": "e", "query": " ", "skill_ids": ["a"]},
+        {"query_id": "n", "query": None, "skill_ids": ["a"]},
+        {"query_id": "g", "query": "x", "skill_ids": []},
+    ]
+    file = write_jsonl(tmp_path / "train.jsonl", [*rows, {"query_id": "ok", "query": "y", "skill_ids": ["b"]}])
+    _, _, dropped, _ = make(tmp_path, file)
+    assert [(row["query_id"], row["filter"]) for row in dropped] == [
+        ("e", "empty_query"), ("n", "empty_query"), ("g", "no_gold"),
+    ]  # fmt: skip
+    with pytest.raises(SkilltrainError, match=r"no query is left of 1 file\(s\)"):
+        make(tmp_path, write_jsonl(tmp_path / "train.jsonl", rows))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"task": "x"}], r"line 1: is no query: no key query or text among task"),
+        ([{"query": "x", "golds": []}], r"no key skill_ids, skill_id or required among query, golds"),
+        ([{"query": ["x"], "skill_ids": ["a"]}], "query is a list, not text"),
+        ([{"query": "x", "skill_ids": [1]}], "skill_ids holds 1, not a skill_id"),
+        ([{"query": "x", "rejected": [{"id": "a"}]}], "rejected holds .*, not a skill_id"),
+        ([{"query": "x", "skill_ids": "a", "split": "valid"}], "split 'valid' is not one of train, dev, test"),
+        ([{"query": "x", "skill_ids": "a", "kind": ["x"]}], "kind .* is not one of single, multi"),
+        (
+            [{"query_id": "q", "query": t, "skill_ids": "a"} for t in "xy"],
+            r"line 2: query_id 'q' stands in .*line 1 too",
+        ),
+    ],
+)
+def test_wrong_rows_name_file_and_line(tmp_path: Path, pool: Path, rows: list[dict[str, Any]], message: str):
+    file = write_jsonl(tmp_path / "train.jsonl", rows)
+    with pytest.raises(SkilltrainError, match=message) as caught:
+        make(tmp_path, file)
+    assert "train.jsonl, line" in str(caught.value)
+
+
+def test_files_and_patterns(tmp_path: Path, pool: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("b", "a"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"query": name, "skill_ids": "a"}])
+    queries, _, _, _ = make(tmp_path, str(tmp_path / "*.jsonl"), split="train")
+    assert [query["text"] for query in queries] == ["a", "b"]
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    config = QueriesConfig.model_validate({"files": ["../*.jsonl"], "pool": "../pool", "out": "o"})
+    assert config.files == [Path("../a.jsonl"), Path("../b.jsonl")]
+    with pytest.raises(SkilltrainError, match="neither its rows nor its name say a split"):
+        make(tmp_path, tmp_path / "a.jsonl")
+    with pytest.raises(SkilltrainError, match=r"x\*.jsonl: no such file"):
+        make(tmp_path, str(tmp_path / "x*.jsonl"), split="train")
+    (tmp_path / "bad.jsonl").write_text('{"query": "x", "skill_ids": "a"}\n{oops')
+    with pytest.raises(SkilltrainError, match=r"bad.jsonl, line 2: is not JSON Lines"):
+        make(tmp_path, tmp_path / "bad.jsonl", split="train")

@@ -1,0 +1,213 @@
+import base64
+import hashlib
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.benchmarks import Slice
+from skilltrain.evaluation.metrics import DEFAULT_MEASURES, Relevance, parse_measures, per_query
+from skilltrain.evaluation.report import (
+    Report,
+    ReportTexts,
+    SystemResult,
+    build_report,
+    markdown_table,
+    terminal_table,
+    write_report,
+)
+
+RELEVANCES = {
+    "q1": Relevance(frozenset("a"), {"a": 1.0}),
+    "q2": Relevance(frozenset("ab"), {"a": 1.0, "b": 1.0}),
+    "q3": Relevance(frozenset("c"), {"c": 1.0}),
+}
+SLICES: dict[str, Slice] = {"q1": "single", "q2": "multi", "q3": "single"}
+MEASURES = parse_measures(DEFAULT_MEASURES)
+EVIL = "</script><img src=http://x.invalid onerror='alert(1)'>\"&|`*"
+
+
+def system(name: str, **rankings: str) -> SystemResult:
+    ranked = {query_id: tuple(ranking) for query_id, ranking in rankings.items()}
+    return SystemResult(name, per_query(ranked, RELEVANCES, MEASURES), ranked)
+
+
+def report_of(*systems: SystemResult) -> Report:
+    return build_report("bench", systems, SLICES, MEASURES, seed=7)
+
+
+BASE = system("base", q1="xa", q2="ab", q3="xyz")
+BETTER = system("better", q1="ax", q2="ax", q3="xc")
+SAME = system("same", q1="xa", q2="ab", q3="xyz")
+
+
+def test_metrics_json_holds_means_by_slice_worked_by_hand():
+    base, better = report_of(BASE, BETTER).to_json()["systems"]
+    assert base["name"] == "base"
+    assert base["metrics"]["Hit@1"]["mean"] == pytest.approx(1 / 3)
+    assert base["metrics"]["MRR@10"]["mean"] == pytest.approx((1 / 2 + 1 + 0) / 3)
+    assert base["single"]["MRR@10"]["mean"] == pytest.approx(1 / 4)
+    assert base["multi"]["FC@10"] == {"mean": 1.0, "low": 1.0, "high": 1.0, "n": 1}
+    assert better["multi"]["Recall@10"]["mean"] == 0.5
+    assert better["metrics"]["Hit@1"]["n"] == 3
+    assert list(better["metrics"]) == list(DEFAULT_MEASURES)
+
+
+def test_each_system_is_compared_with_the_first_and_the_one_before_once():
+    report = report_of(BASE, BETTER, SAME)
+    rows = report.to_json()["differences"]
+    pairs = [(row["system"], row["baseline"], row["measure"]) for row in rows]
+    names = [("better", "base"), ("same", "base"), ("same", "better")]
+    assert pairs == [(*pair, measure) for pair in names for measure in ("Hit@1", "MRR@10")]
+    assert rows[0]["mean"] == pytest.approx(1 / 3)
+    assert rows[1]["mean"] == pytest.approx((1 / 2 + 0 + 1 / 2) / 3)
+    assert rows[2] | {"p": 1.0} == rows[2]
+    assert rows[4]["mean"] == -rows[0]["mean"]
+    assert set(rows[0]) == {"system", "baseline", "measure", "mean", "low", "high", "n", "p"}
+    assert report_of(BASE).comparisons == ()
+
+
+def test_an_empty_slice_is_left_out():
+    only = build_report("b", [BASE], dict.fromkeys(SLICES, "single"), MEASURES, seed=0)
+    assert only.sections() == {"all": 3, "single": 3}
+    assert "multi" not in only.to_json()["systems"][0]
+
+
+def test_the_best_mean_stands_out_unless_all_are_equal():
+    report = report_of(BASE, BETTER)
+    assert report.is_best("all", "better", "Hit@1")
+    assert not report.is_best("all", "base", "Hit@1")
+    assert not report_of(BASE, SAME).is_best("all", "base", "Hit@1")
+    assert not report_of(BASE).is_best("all", "base", "Hit@1")
+
+
+def test_terminal_table_fits_120_columns_and_shows_mean_over_interval():
+    console = Console(width=120, record=True, file=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(terminal_table(report_of(BASE, BETTER, system(EVIL * 2, q1="a"))))
+    lines = capture.get().splitlines()
+    assert max(map(len, lines)) <= 120
+    text = "\n".join(lines)
+    for part in ("all, n = 3", "single, n = 2", "multi, n = 1", "R@50", "FC@10", ".333", "[.00, 1.00]"):
+        assert part in text
+    assert "…" not in text
+
+
+def test_markdown_escapes_names_and_marks_the_best():
+    text = markdown_table(report_of(BASE, BETTER, system(EVIL, q1="")))
+    assert "| better | **.667** [.00, 1.00] |" in text
+    assert "<img" not in text
+    rows = [line for line in text.splitlines() if line.startswith("| &lt;/script")]
+    assert all(line.replace("\\|", "").count("|") in (9, 7) for line in rows)
+    assert "## Single (n = 2)" in text
+    assert "| better | base | Hit@1 | .333 |" in text
+
+
+class Tags(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in {"meta", "link", "input", "line", "circle", "polyline"}:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in {"line", "circle", "polyline"}:
+            assert self.open.pop() == tag
+
+
+def html_of(tmp_path: Path, *systems: SystemResult, texts: bool = True) -> str:
+    names = {skill_id: f"{skill_id}: {EVIL}" for skill_id in "abcxyz"}
+    gold = {query_id: relevance.gold for query_id, relevance in RELEVANCES.items()}
+    queries = {query_id: f"{query_id} {EVIL}\ud800" for query_id in RELEVANCES}
+    report = build_report(EVIL, systems, SLICES, MEASURES, seed=7)
+    write_report(report, tmp_path, ReportTexts(queries, names, gold) if texts else None)
+    return (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("texts", [True, False])
+def test_html_is_well_formed_escaped_and_asks_for_nothing(tmp_path: Path, texts: bool):
+    page = Tags(text := html_of(tmp_path, BASE, BETTER, system(EVIL, q1="a"), texts=texts))
+    assert page.open == []
+    kinds = [tag for tag, _ in page.tags]
+    assert "img" not in kinds
+    assert kinds.count("script") == 1
+    assert "style" not in {name for _, attributes in page.tags for name in attributes}
+    assert [a["href"] for _, a in page.tags if "href" in a] == ["data:,"]
+    assert not [a for _, a in page.tags if "src" in a]
+    assert "url(" not in text
+    assert "@import" not in text
+
+
+def test_html_policy_admits_its_own_script_and_style_only(tmp_path: Path):
+    text = html_of(tmp_path, BASE)
+    policy = next(a["content"] or "" for tag, a in Tags(text).tags if tag == "meta" and "http-equiv" in a)
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe" not in policy
+    for tag in ("script", "style"):
+        content = text.split(f"<{tag}>")[1].split(f"</{tag}>")[0]
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+
+
+def test_html_lists_the_queries_where_systems_differ_with_the_rank_of_the_first_gold(tmp_path: Path):
+    tags = Tags(text := html_of(tmp_path, BASE, BETTER)).tags
+    listed = [a["class"] for tag, a in tags if tag == "details"]
+    assert listed == ["query single", "query multi", "query single"]
+    third = text.split("<details")[3]  # by decreasing spread: q3 (never found), q2 (half found), q1 (found later)
+    assert "<b>q1</b>" in third
+    assert '<i class="swatch c0"></i>2</span><span><i class="swatch c1"></i>1</span>' in third
+    assert "<b>q3</b>" in text.split("<details")[1]
+    assert "none</span>" in text.split("<details")[1]
+    assert "<details" not in html_of(tmp_path, BASE, SAME)
+
+
+def test_html_plots_mean_and_interval_in_percent_and_the_recall_curve(tmp_path: Path):
+    report = report_of(BASE, BETTER)
+    value = report.summaries["better"]["all"]["Hit@1"]
+    text = html_of(tmp_path, BASE, BETTER)
+    assert f'cx="{value.mean:.2%}"' in text
+    assert f'x1="{value.low:.2%}" x2="{value.high:.2%}"' in text
+    curve = text.split('class="curve"')[1].split("</figure>")[0]
+    # base, all queries: recall at 1, 2, 3 is (0 + 1/2 + 0)/3, (1 + 1 + 0)/3, (1 + 1 + 0)/3; y runs down from 100
+    assert 'points="0.00,83.33 63.09,33.33 100.00,33.33"' in curve
+    assert "curve" not in html_of(tmp_path, BASE, texts=False).split("</style>")[1]
+
+
+def test_per_query_values_are_written_for_every_system(tmp_path: Path):
+    write_report(report_of(BASE, BETTER), tmp_path, None)
+    rows = [json.loads(line) for line in (tmp_path / "per_query.jsonl").read_text().splitlines()]
+    assert [(row["system"], row["query_id"], row["slice"]) for row in rows[:4]] == [
+        ("base", "q1", "single"), ("base", "q2", "multi"), ("base", "q3", "single"), ("better", "q1", "single"),
+    ]  # fmt: skip
+    assert rows[0]["MRR@10"] == 0.5
+    saved = json.loads((tmp_path / "metrics.json").read_text())
+    assert saved["systems"][1]["metrics"]["Hit@1"]["mean"] == pytest.approx(2 / 3)
+    assert (tmp_path / "report.md").read_text() == markdown_table(report_of(BASE, BETTER))
+
+
+def test_the_same_seed_writes_the_same_bytes(tmp_path: Path):
+    for name in ("one", "two"):
+        write_report(report_of(BASE, BETTER), tmp_path / name, None)
+    for file in ("metrics.json", "report.md", "report.html", "per_query.jsonl"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+
+
+def test_systems_that_cannot_stand_side_by_side_are_refused():
+    with pytest.raises(SkilltrainError, match="two systems are named 'base'"):
+        report_of(BASE, BETTER, BASE)
+    with pytest.raises(SkilltrainError, match=r"system part: its queries are not the benchmark's: 2 .* first 'q2'"):
+        report_of(BASE, SystemResult("part", {"q1": BASE.per_query["q1"]}, {}))
+    with pytest.raises(SkilltrainError, match=r"system odd: query q1 has no value of MRR@10"):
+        report_of(SystemResult("odd", {query_id: {"Hit@1": 1.0} for query_id in SLICES}, {}))
+    with pytest.raises(SkilltrainError, match="at least one system"):
+        report_of()
+    with pytest.raises(SkilltrainError, match="a measure is named twice"):
+        build_report("b", [BASE], SLICES, [*MEASURES, MEASURES[0]], seed=0)

@@ -1,0 +1,136 @@
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from skilltrain.data.skill_file import decode_text, first_paragraph, parse_skill_file, split_header
+from skilltrain.errors import SkilltrainError
+
+
+def test_clean_frontmatter_gives_every_field():
+    skill = parse_skill_file(
+        "---\nname: pdf-fill\ndescription: Fill forms.\nlicense: MIT\nlang: zh-CN\nmetadata:\n  category: Documents\n"
+        "---\n\n# Title\nDo it.\n",
+        "folder",
+    )
+    assert (skill.name, skill.description, skill.body) == ("pdf-fill", "Fill forms.", "# Title\nDo it.")
+    assert (skill.category, skill.lang, skill.license) == ("Documents", "zh", "MIT")
+
+
+@pytest.mark.parametrize(
+    ("header", "description"),
+    [
+        ("description: Use when: the user says x", "Use when: the user says x"),
+        ('description: "Quoted: yes"', "Quoted: yes"),
+        ("description: >\n  Folded\n  text", "Folded text"),
+        ("description: >-\n  Folded\n  text\nbad: a: b", "Folded text"),
+        ("description: |\n  Two\n  lines", "Two lines"),
+        ("description: first\n  second: line\n  third", "first second: line third"),
+        ("\tdescription:\ttabs", "tabs"),
+        ("description: [a, b, c]", "a, b, c"),
+        ("description:\n  - a\n  - b", "a, b"),
+        ("description: 1.10", "1.10"),
+        ("description: yes", "yes"),
+        ("description: 2024-13-45", "2024-13-45"),
+        ("Description: upper key", "upper key"),
+        ("description: @odd *start", "@odd *start"),
+        ("description: see https://example.org: there", "see https://example.org: there"),
+        ("description: 'it''s' fine: 'really'", "'it''s' fine: 'really'"),
+        ("description: bell \x07 rings", "bell rings"),
+    ],
+)
+def test_descriptions_of_untidy_frontmatter(header: str, description: str):
+    assert parse_skill_file(f"---\nname: n\n{header}\n---\nBody.", "f").description == description
+
+
+def test_category_survives_frontmatter_that_is_not_yaml():
+    text = "---\nname: n\ndescription: Use when: x\nmetadata:\n  version: 1\n  category: Finance\n---\nBody."
+    assert parse_skill_file(text, "f").category == "Finance"
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff", "\n\n", "<!-- made by a machine -->\n", "<!-- a --> <!-- b -->\n\n"])
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
+def test_marks_comments_and_line_ends_before_frontmatter(mark: str, newline: str):
+    text = (mark + "---\nname: n\ndescription: d\n---\nOne.\nTwo.").replace("\n", newline)
+    skill = parse_skill_file(text, "f")
+    assert (skill.name, skill.description, skill.body) == ("n", "d", "One.\nTwo.")
+
+
+def test_without_frontmatter_name_is_the_folder_and_description_the_first_paragraph():
+    text = "# Heading\n\n![badge](x.png)\n\n```sh\nrun --it\n```\n\n> Sends mail\n> to people.\n\nMore."
+    skill = parse_skill_file(text, "mail-sender")
+    assert (skill.name, skill.description, skill.body) == ("mail-sender", "Sends mail to people.", text)
+
+
+def test_unclosed_frontmatter_ends_at_the_first_blank_line_or_heading():
+    for gap in ("\n\n", "\n"):
+        skill = parse_skill_file(f"---\nname: n\ndescription: d{gap}# Title\n\ntext", "f")
+        assert (skill.name, skill.description, skill.body) == ("n", "d", "# Title\n\ntext")
+
+
+def test_thematic_break_far_below_does_not_close_frontmatter():
+    skill = parse_skill_file("---\nname: n\ndescription: d\n\n# Title\n\nprose: here\n\n---\n\nend", "f")
+    assert skill.description == "d"
+    assert skill.body == "# Title\n\nprose: here\n\n---\n\nend"
+
+
+def test_markdown_that_opens_with_a_break_has_no_frontmatter():
+    text = "---\n\nSome prose without keys.\n\n---\nmore"
+    assert split_header(text) == ("", text)
+    assert parse_skill_file("---\n---\nBody", "f").body == "Body"
+
+
+@pytest.mark.parametrize("bomb", ["x: " + "[" * 60_000, "x: " + "{a: " * 15_000, "x:\n" + "- " * 30_000])
+def test_hostile_nesting_is_read_line_by_line(bomb: str):
+    assert parse_skill_file(f"---\nname: n\ndescription: d\n{bomb}\n---\nBody", "f").name == "n"
+
+
+def test_yaml_aliases_do_not_multiply():
+    laughs = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefghijk", "bcdefghijkl"))  # noqa: B905
+    assert parse_skill_file(f"---\nname: n\n{laughs}description: [*l, *k, y]\n---\nBody", "f").description == "y"
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [
+        ("naïve café — “quoted”", "utf-8-sig"),
+        ("naïve café 中文", "utf-16"),
+        ("中文 utf-32", "utf-32"),
+        ("Le café où l’été à Orléans", "cp1252"),
+        ("déjà vu, garçon", "latin-1"),
+        ("用于处理表格和文档的技能，支持中文。", "gb18030"),
+    ],
+)
+def test_encodings(text: str, encoding: str):
+    assert decode_text(text.encode(encoding)) == text
+
+
+def test_a_broken_byte_in_utf8_stays_one_broken_byte():
+    data = "用于处理表格和文档的技能，支持中文。".encode()
+    assert decode_text(data + b"\xff") == data.decode() + "\ufffd"
+
+
+def test_binary_is_refused():
+    with pytest.raises(SkilltrainError, match="is not text"):
+        decode_text(bytes(range(256)) * 20)
+
+
+def test_nuls_and_lone_surrogates_go():
+    skill = parse_skill_file("---\nname: a\x00b\ndescription: c\ud800d\n---\nx\x00\udfffy", "f")
+    assert (skill.name, skill.description, skill.body) == ("ab", "cd", "xy")
+
+
+def test_first_paragraph_is_capped_and_may_be_missing():
+    assert len(first_paragraph("word " * 1000)) == 1000
+    assert first_paragraph("# only\n\n## headings\n```\ncode") == ""
+
+
+@settings(max_examples=150, deadline=None)
+@example("---\n: \n---")
+@example("---\n? a\n---\n")
+@example("---\na:\n\xa0- b\n...")
+@given(st.text(alphabet=st.sampled_from("-\n:#ab [{}]|>'\"&*!?\t\x00\ud800é中 "), max_size=80))
+def test_any_text_parses_into_storable_text(tail: str):
+    skill = parse_skill_file("---\n" + tail, "f")
+    for part in (skill.name, skill.description, skill.body, skill.category or ""):
+        part.encode()
+    assert skill.name

