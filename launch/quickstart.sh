@@ -7,12 +7,12 @@ runs=runs/quickstart
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 # 1. The pool: SKILL.md files become one table; skills without a category get the nearest one.
-skilltrain pool sources=examples/skill_library/skills categories=from_pool encoder.source=$base out=$runs/pool
+skilltrain pool sources=examples/skill_library/skills categories=from_pool encoder.source=$base encoder.cache=$runs/vectors out=$runs/pool
 # 2. Queries with the skills that answer them (`skilltrain synthesize` writes queries where you have none).
 skilltrain queries files='examples/skill_library/queries/*.jsonl' pool=$runs/pool out=$runs/queries
 # 3. Hard negatives from four sources, false negatives filtered in three layers, one list a query.
-skilltrain mine pool=$runs/pool queries=$runs/queries encoder.source=$base out=$runs/mined
-skilltrain filter pool=$runs/pool queries=$runs/queries rankings=$runs/mined encoder.source=$base out=$runs/filtered
+skilltrain mine pool=$runs/pool queries=$runs/queries encoder.source=$base encoder.cache=$runs/vectors out=$runs/mined
+skilltrain filter pool=$runs/pool queries=$runs/queries rankings=$runs/mined encoder.source=$base encoder.cache=$runs/vectors out=$runs/filtered
 skilltrain lists pool=$runs/pool queries=$runs/queries rankings=$runs/filtered \
   quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}' out=$runs/encoder_lists
 # 4. The encoder.
@@ -21,7 +21,7 @@ skilltrain train recipes/tiny/sr_emb_minilm.yaml
 skilltrain candidates pool=$runs/pool queries=$runs/queries \
   system='{name: encoder, encoder: {source: runs/quickstart/encoder}}' out=$runs/candidates
 skilltrain filter pool=$runs/pool queries=$runs/queries rankings=$runs/candidates judged_positives=keep \
-  encoder.source=$base out=$runs/candidates_filtered
+  encoder.source=$base encoder.cache=$runs/vectors out=$runs/candidates_filtered
 skilltrain lists pool=$runs/pool queries=$runs/queries rankings=$runs/candidates_filtered list_size=20 \
   out=$runs/reranker_lists
 skilltrain train recipes/tiny/sr_rank_minilm.yaml

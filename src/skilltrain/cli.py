@@ -1,7 +1,6 @@
 """The command line: `skilltrain STAGE [RECIPE] [key=value …]`, and shortcuts for evaluating and routing."""
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from skilltrain import __version__
 from skilltrain.config import Config, apply_overrides, load_recipe
 from skilltrain.errors import SkilltrainError
 from skilltrain.recipe import STAGES, dry_run, parse_recipe, run_recipe
-from skilltrain.terminal import console, say
+from skilltrain.terminal import console, is_main_process, say
 
 app = typer.Typer(
     help="Fine-tune the encoder and the reranker that route an agent's task to the right skill.",
@@ -66,12 +65,8 @@ def _execute(config: Any, only_plan: bool, resume: bool) -> None:
 
 
 def _show(summary: dict[str, Any]) -> None:
-    if summary and _is_main_process():
+    if summary and is_main_process():
         typer.echo(json.dumps(summary, ensure_ascii=False, indent=1))
-
-
-def _is_main_process() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _describe_fields(config_class: type[Config]) -> str:
@@ -139,15 +134,14 @@ def evaluate(
     encoder: Annotated[list[str] | None, typer.Option(help="an encoder to evaluate; may be repeated")] = None,
     reranker: Annotated[str | None, typer.Option(help="a reranker on top of the last encoder (or of BM25)")] = None,
     predictions: Annotated[Path | None, typer.Option(help="JSON {query_id: [skill_id, …]} to score")] = None,
-    out: Annotated[Path | None, typer.Option(help="folder to write")] = None,
     only_plan: DryRun = False,
 ) -> None:
     """Compare systems on a benchmark, with 95% intervals.
 
-    Example: skilltrain evaluate --benchmark bench --pool runs/pool --encoder runs/encoder --out runs/report
+    Example: skilltrain evaluate --benchmark bench --pool runs/pool --encoder runs/encoder out=runs/report
     """
     values, where = _values("evaluate", arguments or [])
-    given = {"benchmark": benchmark, "pool": pool, "predictions": predictions, "out": out}
+    given = {"benchmark": benchmark, "pool": pool, "predictions": predictions}
     values |= {key: str(value) for key, value in given.items() if value is not None}
     if "systems" not in values and values.get("pool") is not None:
         values["systems"] = _systems(encoder or [], reranker)

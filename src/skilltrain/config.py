@@ -3,7 +3,7 @@
 import difflib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +30,11 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                continue  # PyYAML's own error says it well
             if key in seen:
                 line = key_node.start_mark.line + 1
                 raise SkilltrainError(f"key '{key}' stands twice (again on line {line})")
@@ -97,32 +101,69 @@ def validate(config_class: type[ConfigT], values: Mapping[str, Any], where: obje
         faults = error.errors(include_url=False)
         first = min(faults, key=lambda fault: fault["type"] != "extra_forbidden")
         more = f"; {len(faults) - 1} more" if len(faults) > 1 else ""
-        raise SkilltrainError(_describe(config_class, first) + more, where=where) from error
+        raise SkilltrainError(_describe(config_class, first, values) + more, where=where) from error
 
 
-def _describe(config_class: type[BaseModel], fault: Any) -> str:
-    path = [str(part) for part in fault["loc"]]
-    key = ".".join(path) if path else "recipe"
-    if fault["type"] == "extra_forbidden":
+def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, Any]) -> str:
+    path = _key_path(fault, values)
+    key, kind, found = ".".join(path), fault["type"], _short(fault["input"])
+    if kind == "extra_forbidden":
         choices = _keys_at(config_class, fault["loc"][:-1])
-        near = difflib.get_close_matches(path[-1], choices, n=1)
-        hint = f", did you mean '{near[0]}'?" if near else ""
-        known = f" allowed here: {', '.join(choices)}" if choices else ""
-        return f"unknown key '{key}'{hint}{known}"
-    if fault["type"] == "missing":
+        return f"unknown key '{key}'{_nearest(path[-1], choices)} allowed here: {', '.join(choices)}"
+    if kind == "missing":
         return f"missing key '{key}'"
-    message = fault["msg"].removeprefix("Value error, ")
-    return f"{key}: {message[:1].lower()}{message[1:]}, found {_short(fault['input'])}"
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        tag = fault["ctx"]["discriminator"].strip("'")
+        key = ".".join([*path, tag])
+        choices = sorted(_tag_choices(config_class, fault["loc"], tag))
+        if kind == "union_tag_not_found":
+            return f"missing key '{key}': choose from {', '.join(choices)}"
+        found = str(fault["ctx"]["tag"])
+        return f"{key}: unknown choice '{found}'{_nearest(found, choices)} choose from {', '.join(choices)}"
+    if kind in ("model_type", "model_attributes_type"):
+        return f"{key}: must be a section of keys ({', '.join(_keys_at(config_class, fault['loc']))}), found {found}"
+    message = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    message = "must be a path" if kind == "path_type" else message
+    place = f"{key}: " if key else ""
+    found = f", found {found}" if kind != "value_error" else ""  # a validator of ours says itself what it found
+    return f"{place}{message[:1].lower()}{message[1:]}{found}"
+
+
+def _key_path(fault: Any, values: Any) -> list[str]:
+    """The keys that lead to a fault in `values`; pydantic's location also names the chosen members of unions."""
+    path: list[str] = []
+    for part in fault["loc"]:
+        inside_list = isinstance(values, Sequence) and isinstance(part, int)
+        if inside_list or (isinstance(values, Mapping) and part in values):
+            path.append(str(part))
+            values = values[part]
+    return [*path, str(fault["loc"][-1])] if fault["type"] == "missing" else path
+
+
+def _nearest(word: str, choices: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, choices, n=1)
+    return f", did you mean '{near[0]}'?" if near else ";"
 
 
 def _keys_at(config_class: type[BaseModel], location: Sequence[Any]) -> list[str]:
-    """Keys allowed in the section at `location`; a part that is a union's tag selects no field and is skipped."""
+    """Keys allowed in the section at `location`."""
+    return sorted({name for c in _classes_at(config_class, location) for name in c.model_fields})
+
+
+def _tag_choices(config_class: type[BaseModel], location: Sequence[Any], tag: str) -> set[str]:
+    """The values by which the union at `location` tells its members apart."""
+    fields = [c.model_fields[tag] for c in _classes_at(config_class, location) if tag in c.model_fields]
+    return {str(value) for field in fields for value in typing.get_args(field.annotation)}
+
+
+def _classes_at(config_class: type[BaseModel], location: Sequence[Any]) -> list[type[BaseModel]]:
+    """The sections that may stand at `location`; a part that is a union's tag selects among them."""
     current: list[type[BaseModel]] = [config_class]
     for part in location:
         inner = [m for c in current if part in c.model_fields for m in _models(c.model_fields[part].annotation)]
         tagged = [c for c in current if part in _tags(c)]
         current = inner or tagged or current
-    return sorted({name for c in current for name in c.model_fields})
+    return current
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
@@ -143,7 +184,7 @@ def _tags(config_class: type[BaseModel]) -> set[Any]:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = "null" if value is None else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +21,11 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
     A kill, a full disk or an exception leaves the old file as it was.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    except OSError as error:
+        raise SkilltrainError(f"cannot write: {error.strerror or error}", where=path) from error
     os.close(handle)
     temporary = Path(name)
     try:
@@ -74,7 +78,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield number, value
     except FileNotFoundError as error:
         raise SkilltrainError("no such file", where=path) from error
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise SkilltrainError(f"is not JSON Lines: {error}", where=f"{path}, line {number}") from error
 
 

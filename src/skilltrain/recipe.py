@@ -12,7 +12,7 @@ from skilltrain import __version__
 from skilltrain.config import Config, input_paths, load_recipe, to_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import fingerprint, read_json, write_json, write_text
-from skilltrain.terminal import console, say
+from skilltrain.terminal import console, is_main_process, say
 
 RUN_FILE, RECIPE_FILE = "run.json", "recipe.yaml"
 
@@ -64,12 +64,18 @@ def run_recipe(config: Any, resume: bool) -> dict[str, Any]:
     already holds this very run is left as it is; one that holds another is refused.
     """
     stage, out = STAGES[config.stage], config.out
+    _, function = stage.load()
+    if not is_main_process():
+        if not stage.trains:
+            raise SkilltrainError(
+                f"the stage {config.stage} runs in one process", fix="run it without accelerate launch"
+            )
+        return function(config, out, resume)
     inputs = {key: _fingerprint(path) for key, path in input_paths(config).items()}
     identity = {"recipe": config.model_dump(mode="json", exclude={"out"}), "inputs": inputs}
     if (done := _finished_run(out, identity, resume and stage.trains)) is not None:
         say(f"{out}: already holds this run; nothing to do")
         return done
-    _, function = stage.load()
     record = {"skilltrain": __version__, **identity}
     if stage.trains:
         out.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,9 @@ class TableSpec:
     key: tuple[str, ...]
 
 
+_MISFIT = (pa.ArrowException, TypeError, ValueError, OverflowError)
+
+
 def _field(name: str, kind: pa.DataType, optional: bool = False) -> pa.Field:
     return pa.field(name, kind, nullable=optional)
 
@@ -75,22 +78,45 @@ def table_from_rows(rows: Iterable[Mapping[str, Any]], spec: TableSpec) -> pa.Ta
             raise _refused(spec, position, f"unknown column {sorted(unknown)[0]!r}")
         if missing := required - row.keys():
             raise _refused(spec, position, f"missing column {sorted(missing)[0]!r}")
-    try:
-        columns = [pa.array([row.get(f.name) for row in rows], f.type) for f in spec.schema]
-    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, UnicodeError) as error:
-        raise SkilltrainError(f"a value does not fit table {spec.name}: {error}") from error
+    columns = [_column([row.get(field.name) for row in rows], field, spec) for field in spec.schema]
     return check_table(pa.Table.from_arrays(columns, schema=spec.schema), spec, spec.name)
+
+
+def _column(values: list[Any], field: pa.Field, spec: TableSpec) -> pa.Array:
+    try:
+        return _array(values, field.type)
+    except _MISFIT as error:
+        what = f"a value does not fit column '{field.name}' of table {spec.name}: {error}"
+        raise SkilltrainError(what, where=_first_misfit(values, field)) from error
+
+
+def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
+    for value in values:
+        if _bends(value, kind):
+            raise ValueError(f"{value!r} is not {kind}")
+    return pa.array(values, kind)
+
+
+def _bends(value: Any, kind: pa.DataType) -> bool:
+    """Whether Arrow would silently change `value`: cut off a fraction, or spell a text out as a list of letters."""
+    if pa.types.is_list(kind) and value is not None:
+        return isinstance(value, str) or any(_bends(item, kind.value_type) for item in value)
+    return pa.types.is_integer(kind) and isinstance(value, float)
+
+
+def _first_misfit(values: list[Any], field: pa.Field) -> str | None:
+    for position, value in enumerate(values):
+        try:
+            _array([value], field.type)
+        except _MISFIT:
+            return f"row {position}"
+    return None
 
 
 def check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
     """`table` itself if it is a `spec` table: the same columns, no null where none may be, unique keys."""
     if not table.schema.equals(spec.schema):
-        have = {field.name: str(field.type) for field in table.schema}
-        need = {field.name: str(field.type) for field in spec.schema}
-        wrong = sorted(name for name in have.keys() | need.keys() if have.get(name) != need.get(name))
-        raise SkilltrainError(
-            f"is not a {spec.name} table: column(s) {', '.join(wrong) or 'order'} differ", where=where
-        )
+        raise SkilltrainError(f"is not a {spec.name} table: {_difference(table.schema, spec.schema)}", where=where)
     for name in spec.schema.names:
         field, column = spec.schema.field(name), table.column(name)
         if not field.nullable and column.null_count:
@@ -99,6 +125,21 @@ def check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
             raise SkilltrainError(f"a list in column '{name}' of table {spec.name} holds a null", where=where)
     _check_key(table, spec, where)
     return table
+
+
+def _difference(have: pa.Schema, need: pa.Schema) -> str:
+    """What tells two unlike schemas apart, in words."""
+    if missing := [name for name in need.names if name not in have.names]:
+        return f"it lacks column '{missing[0]}'"
+    if unknown := [name for name in have.names if name not in need.names]:
+        return f"its column '{unknown[0]}' is unknown; the columns are {', '.join(need.names)}"
+    for field in need:
+        found = have.field(field.name)
+        if found.type != field.type:
+            return f"column '{field.name}' is {found.type}, not {field.type}"
+        if found.nullable != field.nullable:
+            return f"column '{field.name}' is declared {'nullable' if found.nullable else 'not null'}"
+    return f"the order of the columns is not {', '.join(need.names)}"
 
 
 def _check_key(table: pa.Table, spec: TableSpec, where: object) -> None:
@@ -126,12 +167,23 @@ def table_path(path: Path, spec: TableSpec) -> Path:
 
 def write_table(rows: pa.Table | Iterable[Mapping[str, Any]], spec: TableSpec, path: Path) -> Path:
     """Write `rows` as a checked parquet table, atomically; returns the file's path."""
-    is_table = isinstance(rows, pa.Table)
-    table = check_table(rows.cast(spec.schema), spec, path) if is_table else table_from_rows(rows, spec)  # type: ignore[union-attr,arg-type]
+    if isinstance(rows, pa.Table):
+        table = check_table(_cast(rows, spec, path), spec, path)
+    else:
+        table = table_from_rows(rows, spec)
     file = table_path(path, spec)
     with atomic_path(file) as temporary:
         pq.write_table(table, temporary, compression="zstd")
     return file
+
+
+def _cast(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
+    if table.schema.names != spec.schema.names:
+        raise SkilltrainError(f"is not a {spec.name} table: {_difference(table.schema, spec.schema)}", where=where)
+    try:
+        return table.cast(spec.schema)
+    except (pa.ArrowException, ValueError) as error:
+        raise SkilltrainError(f"a value does not fit table {spec.name}: {error}", where=where) from error
 
 
 def read_table(path: Path, spec: TableSpec) -> pa.Table:

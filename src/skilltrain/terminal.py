@@ -1,6 +1,6 @@
 """What a person sees while work goes on: one console, one kind of progress bar."""
 
-import logging
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -20,7 +20,8 @@ from rich.progress import (
 from rich.text import Text
 
 console = Console(stderr=True, highlight=False)
-log = logging.getLogger("skilltrain")
+if not console.is_terminal:
+    console.width = 120  # a log file has no width of its own; tables need this much
 ItemT = TypeVar("ItemT")
 
 
@@ -36,7 +37,7 @@ def progress(description: str, total: int | None) -> Iterator[tuple[Progress, Ta
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RateColumn(),
         TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
     )  # fmt: skip
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, disable=not (console.is_terminal and is_main_process())) as bar:
         yield bar, bar.add_task(description, total=total, note="")
 
 
@@ -48,6 +49,12 @@ def track(items: Iterable[ItemT], description: str, total: int) -> Iterator[Item
             bar.advance(task)
 
 
+def is_main_process() -> bool:
+    """Whether this process speaks and writes for all ranks of a run; true outside a distributed run."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def say(message: str) -> None:
     """One plain line to the person at the terminal (stderr, so that stdout stays machine-readable)."""
-    console.print(message, markup=False, soft_wrap=True)
+    if is_main_process():
+        console.print(message, markup=False, soft_wrap=True)

@@ -8,8 +8,8 @@ import torch
 
 from skilltrain import __version__
 from skilltrain.errors import SkilltrainError
-from skilltrain.models.encoder import Encoder
-from skilltrain.models.loading import CHECKPOINT_FILE
+from skilltrain.models.encoder import Encoder, bert_options
+from skilltrain.models.loading import CHECKPOINT_FILE, quietly
 from skilltrain.models.pooling import Pooling
 from skilltrain.models.reranker import Reranker
 
@@ -25,9 +25,11 @@ def save_encoder(encoder: Encoder, folder: Path, base: str) -> None:
 
     settings = encoder.settings
     _save_weights(encoder.backbone, encoder.tokenizer, folder)
-    transformer = Transformer(
+    transformer = quietly(
+        Transformer,
         str(folder),
         max_seq_length=settings.max_tokens,
+        model_kwargs=bert_options(str(folder)),
         modality_config={"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
         module_output_name="token_embeddings",
     )

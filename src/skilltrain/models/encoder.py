@@ -60,6 +60,8 @@ class Encoder(nn.Module):
         With last-token pooling every text ends with the pad token exactly once, whether or not the tokenizer
         appends it itself (Qwen3-Embedding's does, the base model's does not).
         """
+        if not texts:  # transformers' tokenizers fail on an empty batch
+            return []
         ids = self.tokenizer(list(texts), truncation=True, max_length=max_tokens, padding=False)["input_ids"]
         if self.settings.pooling != "last_token":
             return ids

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,12 +51,14 @@ def stored_settings(folder: str, kind: Literal["encoder", "reranker"]) -> dict[s
     if file.is_file():
         stored = read_json(file)
         if stored["kind"] != kind:
-            raise SkilltrainError(f"holds a {stored['kind']}, but a model of kind {kind} is needed here", where=folder)
+            raise SkilltrainError(f"its model is of kind {stored['kind']}, but {kind} is needed here", where=folder)
         return stored["settings"]
     config_file = Path(folder) / "config.json"
     architectures = read_json(config_file).get("architectures") or [] if config_file.is_file() else []
     if kind == "encoder" and any("SequenceClassification" in name for name in architectures):
-        raise SkilltrainError(f"holds a reranker ({architectures[0]}), but an encoder is needed here", where=folder)
+        raise SkilltrainError(
+            f"its model is of kind reranker ({architectures[0]}), but encoder is needed here", where=folder
+        )
     return {}
 
 
@@ -75,17 +78,25 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load_pretrained(auto_class: Any, folder: str, what: str, **options: Any) -> Any:
-    """`auto_class.from_pretrained` from safetensors only; a failure is one clear line."""
+def quietly(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """`function(…)` without transformers' progress bars and its report on heads that are absent by design."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
     logging.disable_progress_bar()
-    logging.set_verbosity_error()  # silences the load report on heads that are absent by design
+    logging.set_verbosity_error()
     try:
-        return auto_class.from_pretrained(folder, trust_remote_code=False, **options)
-    except (OSError, ValueError, KeyError) as error:
-        message = str(error).strip().split("\n")[0]
-        raise SkilltrainError(f"cannot load the {what}: {message}", where=folder) from error
+        return function(*arguments, **options)
     finally:
         logging.set_verbosity(verbosity)
+
+
+def load_pretrained(auto_class: Any, folder: str, what: str, **options: Any) -> Any:
+    """`auto_class.from_pretrained`, remote code refused; a failure is one clear line."""
+    from safetensors import SafetensorError
+
+    try:
+        return quietly(auto_class.from_pretrained, folder, trust_remote_code=False, **options)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        message = str(error).strip().split("\n")[0]
+        raise SkilltrainError(f"cannot load the {what}: {message}", where=folder) from error

@@ -87,6 +87,8 @@ class Reranker(nn.Module):
         return [self.frame.join(head, body, settings.max_tokens) for body in bodies]
 
     def _plain_ids(self, texts: list[str]) -> list[list[int]]:
+        if not texts:  # transformers' tokenizers fail on an empty batch
+            return []
         return self.tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
 
     def forward(self, pairs: Sequence[PairIds]) -> Float[Tensor, "pair"]:

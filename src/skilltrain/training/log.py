@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Self
 
 
 class TrainingLog:
@@ -11,7 +10,7 @@ class TrainingLog:
     def __init__(self, path: Path, resumed_step: int, active: bool) -> None:
         self.path, self.resumed_step, self.active = path, resumed_step, active
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "TrainingLog":
         if self.active:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lines = self.path.read_text().splitlines() if self.resumed_step and self.path.is_file() else []

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Literal
 
 import numpy as np
 import torch
@@ -19,8 +18,9 @@ from torch import nn
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
+from skilltrain.models.loading import Precision, default_device, resolve_dtype
 from skilltrain.terminal import progress
-from skilltrain.training.checkpoint import Position, load_checkpoint, save_checkpoint
+from skilltrain.training.checkpoint import Position, checkpoints, load_checkpoint, save_checkpoint
 from skilltrain.training.log import TrainingLog
 from skilltrain.training.training_set import TrainingList
 
@@ -39,7 +39,7 @@ class TrainingConfig(Config):
     recompute: bool = Field(
         default=False, description="rebuild activations in the backward pass: less memory, more time"
     )
-    precision: Literal["float32", "bfloat16"] = Field(default="float32", description="bfloat16 computes mixed")
+    precision: Precision = Field(default="float32", description="bfloat16 computes mixed; auto where it is native")
     seed: int = Field(default=42, ge=0, description="order of the lists, dropout, new layers")
     save_every: int = Field(default=50, ge=1, description="optimiser steps between checkpoints")
     keep_checkpoints: int = Field(default=2, ge=1, description="checkpoints kept while training")
@@ -78,8 +78,11 @@ def train(
     `step_module(batch)` gives the loss summed over this rank's queries of the batch. Raises SkilltrainError when the
     loss or the gradient is not finite (naming the step's queries), and on Ctrl-C, after saving a checkpoint.
     """
+    mixed = resolve_dtype(config.precision, default_device()) == torch.bfloat16
     accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(), mixed_precision="bf16" if config.precision == "bfloat16" else "no"
+        cpu=not torch.cuda.is_available(),
+        mixed_precision="bf16" if mixed else "no",
+        step_scheduler_with_optimizer=False,  # else accelerate steps it once a rank, and the schedule ends too early
     )
     set_seed(config.seed)
     total, position = num_steps(len(lists), config), Position()
@@ -89,6 +92,8 @@ def train(
     accelerator.register_for_checkpointing(position)
     if resume:
         load_checkpoint(accelerator, folder / "checkpoints")
+    elif found := checkpoints(folder / "checkpoints"):
+        raise SkilltrainError("checkpoints of an earlier run lie here", where=found[-1], fix="--resume, or another out")
     started, loss, queries = time.monotonic(), math.nan, 0
     with (
         TrainingLog(folder / "train_log.jsonl", position.step, accelerator.is_main_process) as log,
@@ -98,20 +103,30 @@ def train(
         for number, batches in enumerate(step_batches(lists, config)):
             if number < position.step:
                 continue
+            learning_rate = scheduler.get_last_lr()[0]
             loss, norm = _optimiser_step(accelerator, model, optimizer, batches, config.max_grad_norm)
             scheduler.step()
             position.step = number + 1
             queries += sum(len(batch) for batch in batches)
             rate = queries / (time.monotonic() - started)
-            log.write(position.step, loss, scheduler.get_last_lr()[0], norm, rate)
+            log.write(position.step, loss, learning_rate, norm, rate)
             bar.update(task, completed=position.step, note=f"loss {loss:.4f}  {rate:.1f} queries/s")
-            if stop.asked or (position.step % config.save_every == 0 and position.step < total):
+            if position.step == total:
+                break
+            stopping = _on_any_rank(accelerator, stop.asked)
+            if stopping or position.step % config.save_every == 0:
                 save_checkpoint(accelerator, folder / "checkpoints", position.step, config.keep_checkpoints)
-            if stop.asked:
+            if stopping:
                 raise _interrupted(position.step, total, folder)
     accelerator.unwrap_model(model).eval()
     accelerator.end_training()
     return TrainingResult(total, queries, loss, time.monotonic() - started)
+
+
+def _on_any_rank(accelerator: Accelerator, asked: bool) -> bool:
+    """Whether any rank was asked to stop: a signal reaches the ranks in different steps, and all must save together."""
+    flag = torch.tensor(float(asked), device=accelerator.device)
+    return bool(accelerator.reduce(flag, "sum") > 0)  # type: ignore[operator]
 
 
 def _interrupted(step: int, total: int, folder: Path) -> SkilltrainError:

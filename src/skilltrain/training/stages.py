@@ -12,6 +12,7 @@ from skilltrain.losses import InfoNCE, ListwiseCE, Loss
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.loading import default_device
 from skilltrain.models.reranker import RerankerConfig, load_reranker
+from skilltrain.terminal import is_main_process
 from skilltrain.training.loop import TrainingConfig, TrainingResult, num_steps, train
 from skilltrain.training.steps import EncoderStep, RerankerStep
 from skilltrain.training.training_set import ListsSource, TrainingSet, load_training_set
@@ -49,7 +50,8 @@ def run_train_encoder(config: TrainEncoderConfig, out: Path, resume: bool) -> di
     """Train and save the encoder; the summary counts what was trained on."""
     step, data = _encoder_step(config)
     result = train(step, data.lists, config.training, out, resume)
-    save_encoder(step.encoder, out, config.model.source)
+    if is_main_process():
+        save_encoder(step.encoder, out, config.model.source)
     return _summary(result, data, step)
 
 
@@ -57,7 +59,8 @@ def run_train_reranker(config: TrainRerankerConfig, out: Path, resume: bool) -> 
     """Train and save the reranker; the summary counts what was trained on."""
     step, data = _reranker_step(config)
     result = train(step, data.lists, config.training, out, resume)
-    save_reranker(step.reranker, out, config.model.source)
+    if is_main_process():
+        save_reranker(step.reranker, out, config.model.source)
     return _summary(result, data, step)
 
 

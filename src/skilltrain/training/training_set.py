@@ -1,5 +1,6 @@
 """LISTS as a trainer sees them: tokens, gains, and which skills may serve as negatives for which query."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -62,9 +63,9 @@ def load_training_set(source: ListsSource) -> TrainingSet:
 
 def _check_gains(gains: Mapping[Verdict, float]) -> None:
     if missing := sorted(set(Verdict) - gains.keys()):
-        raise SkilltrainError(f"gains name no value for '{missing[0]}'", where="lists.gains")
-    if min(gains.values()) < 0 or max(gains.values()) <= 0:
-        raise SkilltrainError("gains must be >= 0, and one of them > 0", where="lists.gains")
+        raise SkilltrainError(f"gains name no value for '{missing[0]}'", where="data.gains")
+    if not all(0 <= gain < math.inf for gain in gains.values()) or max(gains.values()) == 0:
+        raise SkilltrainError("gains must be >= 0, and one of them > 0", where="data.gains")
 
 
 def _training_list(
@@ -73,6 +74,7 @@ def _training_list(
     query_id = row["query_id"]
     if query_id not in texts:
         raise SkilltrainError(f"the list of query {query_id!r} has no query text", where=source.lists)
+    _check_candidates(row, source)
     gains = tuple(source.gains[Verdict(verdict)] for verdict in row["verdicts"])
     if not max(gains, default=0.0) > 0:
         raise SkilltrainError(f"the list of query {query_id!r} holds no positive", where=source.lists)
@@ -82,3 +84,16 @@ def _training_list(
     positives = {skill_id for skill_id, verdict in known.items() if source.gains[verdict] > 0}
     positives |= {s for s, gain in zip(row["skill_ids"], gains, strict=True) if gain > 0}
     return TrainingList(query_id, texts[query_id], tuple(row["skill_ids"]), gains, frozenset(positives))
+
+
+def _check_candidates(row: dict, source: ListsSource) -> None:
+    query_id, skill_ids, verdicts = row["query_id"], row["skill_ids"], row["verdicts"]
+    if len(skill_ids) != len(verdicts):
+        what = f"the list of query {query_id!r} holds {len(skill_ids)} skills, but {len(verdicts)} verdicts"
+        raise SkilltrainError(what, where=source.lists)
+    if len(set(skill_ids)) < len(skill_ids):
+        twice = next(s for position, s in enumerate(skill_ids) if s in skill_ids[:position])
+        raise SkilltrainError(f"the list of query {query_id!r} holds skill {twice!r} twice", where=source.lists)
+    if unknown := sorted(set(verdicts) - set(Verdict)):
+        what = f"'{unknown[0]}' in the list of query {query_id!r} is no verdict; choose from {', '.join(Verdict)}"
+        raise SkilltrainError(what, where=source.lists)

@@ -1,0 +1,53 @@
+# Everything a developer or CI runs. `make` alone lists the targets.
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --retries 5
+
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help install test lint format quickstart clean
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+
+install: $(INSTALLED) ## set up .venv with everything pinned in constraints.txt (once)
+
+# One install command for everything, so that torch is chosen together with what needs it. Registries hiccup: three tries.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "skilltrain needs Python 3.11 or newer: make PYTHON=python3.11 install")'
+	@echo "Setting up $(VENV): about 2 GB, about 2 minutes"
+	@$(PYTHON) -m venv $(VENV)
+	@for try in 1 2 3; do \
+	  if $(PIP_INSTALL) -c constraints.txt -e '.[dev,quickstart]'; then touch $@; exit 0; fi; \
+	  echo "installation failed (try $$try of 3)" >&2; sleep $$((5 * try)); \
+	done; exit 1
+
+# Two test processes on two cores: one compute thread each, or they fight for the cores.
+test: export OMP_NUM_THREADS := 1
+test: export PATH := $(CURDIR)/$(BIN):$(PATH)
+test: lint ## lint, types and all tests; what CI runs
+	@$(BIN)/python -m pytest -n 2
+
+lint: $(INSTALLED) ## ruff (rules and format) and pyright, changing nothing
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/pyright
+
+format: $(INSTALLED) ## apply ruff's fixes and format
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+quickstart: export PATH := $(CURDIR)/$(BIN):$(PATH)
+quickstart: $(INSTALLED) ## every stage on the example skills, on a CPU
+	@bash launch/quickstart.sh
+
+clean: ## remove .venv and caches; runs/ stays
+	rm -rf $(VENV) dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

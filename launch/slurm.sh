@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=skilltrain
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --time=24:00:00
+#SBATCH --output=slurm-%j.log
+#
+# Train on the machines of a Slurm job, one launcher a machine. From the repository root, skilltrain installed:
+#   sbatch launch/slurm.sh recipes/my_encoder.yaml out=runs/my_encoder
+# A job that ran out of time goes on from its newest checkpoint:
+#   sbatch launch/slurm.sh recipes/my_encoder.yaml out=runs/my_encoder --resume
+# LAUNCH_CONFIG chooses another accelerate config for the same machines.
+set -euo pipefail
+
+if [[ $# -eq 0 ]]; then
+  echo "usage: sbatch launch/slurm.sh RECIPE.yaml [key=value ...] [--resume]" >&2
+  exit 2
+fi
+: "${SLURM_JOB_NODELIST:?is not set: start this script with sbatch}"
+: "${SLURM_GPUS_ON_NODE:?is not set: ask for GPUs with --gpus-per-node}"
+
+FIRST_MACHINE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+export FIRST_MACHINE
+export PORT=$((20000 + SLURM_JOB_ID % 20000))
+export NUM_PROCESSES=$((SLURM_NNODES * SLURM_GPUS_ON_NODE))
+export LAUNCH_CONFIG=${LAUNCH_CONFIG:-launch/multi_node.yaml}
+
+# Single quotes: SLURM_NODEID is known only on the machine that srun starts the launcher on.
+srun --kill-on-bad-exit=1 bash -c 'exec accelerate launch --config_file "$LAUNCH_CONFIG" \
+  --num_machines "$SLURM_NNODES" --num_processes "$NUM_PROCESSES" --machine_rank "$SLURM_NODEID" \
+  --main_process_ip "$FIRST_MACHINE" --main_process_port "$PORT" "$@"' launch "$@"

@@ -1,0 +1,54 @@
+"""Shapes are checked in tests, and tiny models with random weights are there for all of them."""
+
+import os
+
+import pytest
+from jaxtyping import install_import_hook
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Before the first import of these packages: every annotated shape in them is checked at every call.
+install_import_hook(["skilltrain.losses", "skilltrain.models", "skilltrain.training"], "beartype.beartype")
+
+
+@pytest.fixture(scope="session")
+def model_folders(tmp_path_factory):
+    """Name → folder of a saved model: bert, bert_reranker, qwen3, qwen3_base_tokenizer, qwen3_reranker."""
+    from tiny_models import save_bert, save_qwen3
+
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "bert": save_bert(root / "bert", reranker=False),
+        "bert_dropout": save_bert(root / "bert_dropout", reranker=False, dropout=0.1),
+        "bert_reranker": save_bert(root / "bert_reranker", reranker=True),
+        "qwen3": save_qwen3(root / "qwen3", reranker=False),
+        "qwen3_base_tokenizer": save_qwen3(root / "qwen3_base_tokenizer", reranker=False, appends_end=False),
+        "qwen3_reranker": save_qwen3(root / "qwen3_reranker", reranker=True),
+    }
+
+
+@pytest.fixture
+def open_encoder_of(model_folders):
+    """name, settings → a freshly loaded encoder."""
+    import torch
+
+    from skilltrain.models.encoder import EncoderConfig, load_encoder
+
+    def load(name, **settings):
+        return load_encoder(EncoderConfig(source=str(model_folders[name]), **settings), torch.device("cpu"))
+
+    return load
+
+
+@pytest.fixture
+def open_reranker_of(model_folders):
+    """name, settings → a freshly loaded reranker."""
+    import torch
+
+    from skilltrain.models.reranker import RerankerConfig, load_reranker
+
+    def load(name, **settings):
+        return load_reranker(RerankerConfig(source=str(model_folders[name]), **settings), torch.device("cpu"))
+
+    return load

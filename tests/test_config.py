@@ -1,0 +1,235 @@
+import runpy
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field
+
+from skilltrain.config import Config, InputPath, apply_overrides, input_paths, load_recipe, to_yaml, validate
+from skilltrain.errors import SkilltrainError
+
+
+class Small(Config):
+    name: Literal["small"]
+    width: int = Field(default=1, ge=1)
+
+
+class Large(Config):
+    name: Literal["large"]
+    depth: float = 0.5
+
+
+class Inner(Config):
+    rate: float = Field(default=2e-5, gt=0)
+    label: str = ""
+    mode: Literal["fast", "exact"] = "fast"
+
+
+class Section(Config):
+    inner: Inner = Inner()
+    source: InputPath | None = None
+
+
+class Whole(Config):
+    section: Section = Section()
+    shape: Annotated[Small | Large, Field(discriminator="name")] = Small(name="small")
+    shapes: tuple[Annotated[Small | Large, Field(discriminator="name")], ...] = ()
+    weights: dict[str, float] = Field(default={})
+    parts: list[InputPath] = Field(default=[])
+    out: Path = Path("out")
+
+
+def refusal(values):
+    with pytest.raises(SkilltrainError) as error:
+        validate(Whole, values, "recipe.yaml")
+    text = str(error.value)
+    assert text.startswith("recipe.yaml: ") and "\n" not in text
+    return text.removeprefix("recipe.yaml: ")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"section": {"inner": {"rat": 1}}},
+            "unknown key 'section.inner.rat', did you mean 'rate'? allowed here: label, mode, rate",
+        ),
+        ({"zzz": 1}, "unknown key 'zzz'; allowed here: out, parts, section, shape, shapes, weights"),
+        (
+            {"shape": {"name": "large", "dept": 1}},
+            "unknown key 'shape.dept', did you mean 'depth'? allowed here: depth, name",
+        ),
+        (
+            {"shapes": [{"name": "small"}, {"name": "small", "colour": 1}]},
+            "unknown key 'shapes.1.colour'; allowed here: name, width",
+        ),
+        (
+            {"shape": {"name": "smal"}},
+            "shape.name: unknown choice 'smal', did you mean 'small'? choose from large, small",
+        ),
+        ({"shapes": [{"name": "cube"}]}, "shapes.0.name: unknown choice 'cube'; choose from large, small"),
+        ({"shape": {"width": 2}}, "missing key 'shape.name': choose from large, small"),
+        ({"shape": {"name": "small", "width": 0}}, "shape.width: must be greater than or equal to 1, found 0"),
+        ({"section": {"inner": {"rate": "-2e-5"}}}, "section.inner.rate: must be greater than 0, found '-2e-5'"),
+        (
+            {"section": {"inner": {"rate": "fast"}}},
+            "section.inner.rate: must be a valid number, unable to parse string as a number, found 'fast'",
+        ),
+        ({"section": {"inner": {"label": 3}}}, "section.inner.label: must be a valid string, found 3"),
+        ({"section": {"inner": {"mode": "slow"}}}, "section.inner.mode: must be 'fast' or 'exact', found 'slow'"),
+        ({"section": 5}, "section: must be a section of keys (inner, source), found 5"),
+        ({"section": {"inner": None}}, "section.inner: must be a section of keys (label, mode, rate), found null"),
+        ({"out": None}, "out: must be a path, found null"),
+        ({"weights": {"a": "b"}}, "weights.a: must be a valid number, unable to parse string as a number, found 'b'"),
+    ],
+)
+def test_a_refused_recipe_names_the_key_and_the_choices(values, message):
+    assert refusal(values) == message
+
+
+def test_several_faults_are_counted_and_unknown_keys_come_first():
+    values = {"section": {"inner": {"rate": -1, "mode": "slow", "labels": ""}}}
+    assert refusal(values).startswith("unknown key 'section.inner.labels', did you mean 'label'?")
+    assert refusal(values).endswith("; 2 more")
+
+
+def test_a_missing_key_is_named():
+    class Needs(Config):
+        section: Small
+
+    with pytest.raises(SkilltrainError, match=r"^here: missing key 'section.name'$"):
+        validate(Needs, {"section": {}}, "here")
+
+
+def test_settings_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        Whole().out = Path("elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("section.inner.rate=2e-5", {"section": {"inner": {"rate": "2e-5", "label": "x"}}, "a": 1}),
+        ("a=[1, 2]", {"section": {"inner": {"label": "x"}}, "a": [1, 2]}),
+        ("a=", {"section": {"inner": {"label": "x"}}, "a": None}),
+        ("a=null", {"section": {"inner": {"label": "x"}}, "a": None}),
+        ("a=b=c", {"section": {"inner": {"label": "x"}}, "a": "b=c"}),
+        ("new.key=yes please", {"section": {"inner": {"label": "x"}}, "a": 1, "new": {"key": "yes please"}}),
+        ("section.inner={rate: 1}", {"section": {"inner": {"rate": 1}}, "a": 1}),
+    ],
+)
+def test_overrides(override, expected):
+    before = {"section": {"inner": {"label": "x"}}, "a": 1}
+    assert apply_overrides(before, [override]) == expected
+    assert before == {"section": {"inner": {"label": "x"}}, "a": 1}
+
+
+def test_a_number_written_as_2e_minus_5_arrives_as_a_number():
+    values = apply_overrides({}, ["section.inner.rate=2e-5"])
+    assert validate(Whole, values, "recipe").section.inner.rate == 2e-5
+
+
+@pytest.mark.parametrize("override", ["a", "=1", ".a=1", "a..b=1", "a.=1", "--a"])
+def test_a_malformed_override_is_refused(override):
+    with pytest.raises(SkilltrainError, match="an override has the form key=value") as error:
+        apply_overrides({}, [override])
+    assert error.value.where == override
+
+
+def test_an_override_below_a_value_is_refused():
+    with pytest.raises(SkilltrainError, match=r"^a\.b=1: 'a' is a value, not a section$"):
+        apply_overrides({"a": 1}, ["a.b=1"])
+
+
+def test_an_override_that_is_no_yaml_is_refused():
+    with pytest.raises(SkilltrainError, match=r"^a=\[1, 2, line 1: is not YAML"):
+        apply_overrides({}, ["a=[1, 2"])
+
+
+def write(tmp_path, text):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_duplicate_key_is_refused_with_its_line(tmp_path):
+    path = write(tmp_path, "a: 1\nb:\n  c: 1\n  d: 2\n  c: 3\n")
+    with pytest.raises(SkilltrainError) as error:
+        load_recipe(path)
+    assert str(error.value) == f"{path}: key 'c' stands twice (again on line 5)"
+
+
+def test_merge_keys_work_and_may_be_overridden(tmp_path):
+    path = write(tmp_path, "base: &base {x: 1, y: 2}\na:\n  <<: *base\n  y: 3\n")
+    assert load_recipe(path)["a"] == {"x": 1, "y": 3}
+
+
+@pytest.mark.parametrize(
+    "text", ["a: [1\n", "a: b: c\n", "? [1]\n: 2\n", "a: !!python/object:os.system x\n", "a: @b\n"]
+)
+def test_broken_yaml_is_refused_with_file_and_line(tmp_path, text):
+    path = write(tmp_path, text)
+    with pytest.raises(SkilltrainError, match="is not YAML") as error:
+        load_recipe(path)
+    assert str(error.value).startswith(f"{path}, line ")
+
+
+@pytest.mark.parametrize("text", ["", "just words\n", "- 1\n- 2\n"])
+def test_a_recipe_that_is_no_map_is_refused(tmp_path, text):
+    with pytest.raises(SkilltrainError, match="a recipe is a map of keys to values"):
+        load_recipe(write(tmp_path, text))
+
+
+def test_a_missing_or_binary_recipe_is_refused(tmp_path):
+    with pytest.raises(SkilltrainError, match="cannot read the recipe"):
+        load_recipe(tmp_path / "none.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
+    with pytest.raises(SkilltrainError, match="cannot read the recipe"):
+        load_recipe(tmp_path / "binary.yaml")
+
+
+def test_a_recipe_that_runs_itself_is_python_and_yaml_and_loses_its_key(tmp_path):
+    path = write(tmp_path, 'recipe: r"""\nout: here  # a comment\nparts: ["a", b]\n# """; ran = __name__\n')
+    assert load_recipe(path, ["out=there"]) == {"out": "there", "parts": ["a", "b"]}
+    assert runpy.run_path(str(path))["ran"] == "<run_path>"
+
+
+texts = st.text(max_size=20)
+shapes = st.one_of(
+    st.builds(Small, name=st.just("small"), width=st.integers(1, 10**9)),
+    st.builds(Large, name=st.just("large"), depth=st.floats(allow_nan=False)),
+)
+paths = st.text(st.characters(blacklist_categories=["Cs", "Cc"]), min_size=1, max_size=12).map(Path)
+wholes = st.builds(
+    Whole,
+    section=st.builds(
+        Section,
+        inner=st.builds(Inner, rate=st.floats(1e-300, 1e300), label=texts, mode=st.sampled_from(["fast", "exact"])),
+        source=st.none() | paths,
+    ),
+    shape=shapes,
+    shapes=st.lists(shapes, max_size=3).map(tuple),
+    weights=st.dictionaries(texts, st.floats(allow_nan=False), max_size=3),
+    parts=st.lists(paths, max_size=2),
+    out=paths,
+)
+
+
+@given(wholes)
+def test_what_to_yaml_writes_reads_back_as_the_same_settings(tmp_path_factory, config):
+    path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
+    path.write_text(to_yaml(config), encoding="utf-8")
+    assert validate(Whole, load_recipe(path), path) == config
+
+
+def test_to_yaml_writes_the_defaults_out():
+    assert yaml.safe_load(to_yaml(Whole()))["section"]["inner"] == {"rate": 2e-5, "label": "", "mode": "fast"}
+
+
+def test_input_paths_finds_marked_fields_at_any_depth():
+    config = Whole(section=Section(source=Path("s")), parts=[Path("x"), Path("y")])
+    assert input_paths(config) == {"section.source": Path("s"), "parts.0": Path("x"), "parts.1": Path("y")}
+    assert input_paths(Whole()) == {}

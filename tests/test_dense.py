@@ -1,0 +1,106 @@
+import numpy as np
+import pytest
+import torch
+
+from skilltrain.records import Skill
+from skilltrain.retrieval.dense import EncoderSource, encode_queries, encode_skills, nearest, open_encoder
+from skilltrain.templates import EncoderTemplate
+
+SKILLS = [
+    Skill(f"s{i}", name, f"find the {name}", "task " * length)
+    for i, (name, length) in enumerate(
+        [("pods", 3), ("chart", 60), ("clip", 1), ("audio", 20), ("pdf", 9), ("table", 0)]
+    )
+]
+
+
+def source(model_folders, name="bert", **settings):
+    return EncoderSource(source=str(model_folders[name]), precision="float32", **settings)
+
+
+def test_skills_and_queries_become_unit_vectors(model_folders):
+    encoder = open_encoder(source(model_folders, token_budget=64))
+    skills, queries = encode_skills(encoder, SKILLS), encode_queries(encoder, ["deploy pods", "chart"])
+    assert skills.shape == (6, 32) and queries.shape == (2, 32) and skills.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(np.vstack([skills, queries]), axis=1), 1, atol=1e-6)
+    texts = [encoder.model.settings.template.skill.render(skill) for skill in SKILLS]
+    with torch.inference_mode():
+        alone = torch.cat([encoder.model([ids]) for ids in encoder.model.tokenize(texts, 256)])
+    np.testing.assert_allclose(skills, alone.numpy(), atol=1e-5)
+
+
+def test_nothing_to_encode_is_an_empty_table(model_folders):
+    assert encode_skills(open_encoder(source(model_folders)), []).shape == (0, 32)
+
+
+def test_the_query_prompt_is_applied_here(model_folders):
+    plain = open_encoder(source(model_folders, "qwen3"))
+    prompted = open_encoder(source(model_folders, "qwen3", template=EncoderTemplate(instruction="find the skill")))
+    by_hand = encode_queries(plain, ["Instruct: find the skill\nQuery:deploy pods"])
+    np.testing.assert_allclose(encode_queries(prompted, ["deploy pods"]), by_hand, atol=1e-6)
+
+
+def counted(encoder, monkeypatch):
+    """The texts that the model really encodes, as they come."""
+    seen, forward = [], encoder.model.forward
+    monkeypatch.setattr(encoder.model, "forward", lambda texts: seen.extend(texts) or forward(texts))
+    return seen
+
+
+def test_equal_texts_are_encoded_once(model_folders, monkeypatch):
+    encoder = open_encoder(source(model_folders))
+    seen = counted(encoder, monkeypatch)
+    vectors = encode_skills(encoder, [SKILLS[0], SKILLS[1], SKILLS[0]])
+    assert len(seen) == 2 and (vectors[0] == vectors[2]).all()
+
+
+def test_the_cache_is_asked_first_and_never_mixes_models_or_settings(model_folders, tmp_path, monkeypatch):
+    first = open_encoder(source(model_folders, cache=tmp_path))
+    vectors = encode_skills(first, SKILLS[:4])
+    again = open_encoder(source(model_folders, cache=tmp_path))
+    seen = counted(again, monkeypatch)
+    assert (encode_skills(again, SKILLS)[:4] == vectors).all()
+    assert len(seen) == 2
+    for other in (
+        source(model_folders, "qwen3", cache=tmp_path),
+        source(model_folders, cache=tmp_path, max_tokens=8),
+        source(model_folders, "bert_dropout", cache=tmp_path, template=EncoderTemplate(query_chars=3)),
+    ):
+        encoder = open_encoder(other)
+        seen = counted(encoder, monkeypatch)
+        encode_skills(encoder, SKILLS)
+        assert len(seen) == len(SKILLS)
+
+
+def test_changed_weights_are_another_model(model_folders, tmp_path):
+    encoder = open_encoder(source(model_folders, cache=tmp_path))
+    from skilltrain.retrieval.dense import _identity
+
+    before = _identity(encoder.model)
+    with torch.no_grad():
+        encoder.model.backbone.embeddings.word_embeddings.weight[5, 0] += 1e-3
+    assert _identity(encoder.model) != before
+
+
+def test_nearest_by_hand_with_ties_by_position():
+    pool = np.array([[0, 1], [1, 0], [0.6, 0.8], [1, 0], [1, 0]], dtype=np.float32)
+    positions, scores = nearest(np.array([[1, 0], [0, 1]], dtype=np.float32), pool, 4)
+    assert positions.tolist() == [[1, 3, 4, 2], [0, 2, 1, 3]]
+    np.testing.assert_allclose(scores, [[1, 1, 1, 0.6], [1, 0.8, 0, 0]], atol=1e-6)
+
+
+@pytest.mark.parametrize("num_queries", [1, 30])
+def test_a_tie_at_the_cut_keeps_the_lower_positions(num_queries):
+    pool = np.tile(np.array([[1, 0]], dtype=np.float32), (50, 1))
+    positions, _ = nearest(pool[:num_queries], pool, 3)
+    assert positions.tolist() == [[0, 1, 2]] * num_queries
+
+
+def test_nearest_equals_a_full_sort_and_k_is_capped():
+    generator = np.random.default_rng(0)
+    pool, queries = generator.normal(size=(2, 40, 8)).astype(np.float32)
+    positions, scores = nearest(queries, pool, 7)
+    full = queries @ pool.T
+    assert (positions == np.argsort(-full, axis=1, kind="stable")[:, :7]).all()
+    np.testing.assert_allclose(scores, np.take_along_axis(full, positions, 1), rtol=1e-5)
+    assert nearest(queries, pool[:3], 7)[0].shape == (40, 3)

@@ -1,0 +1,155 @@
+import json
+
+import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.models.encoder import EncoderConfig, load_encoder
+from skilltrain.models.pooling import at_least_float32, pool
+from skilltrain.templates import EncoderTemplate
+from tiny_models import save_bert
+
+CPU = torch.device("cpu")
+TEXTS = [
+    "deploy pods",
+    "",
+    "review the merge commit of the agent " * 6,
+    "chart",
+    "运行 clip 🚀",
+    "extract pdf text " * 40,
+]
+
+
+def test_pooling_by_hand():
+    hidden = torch.tensor([[[1.0, 2.0], [3.0, 4.0], [9.0, 9.0]], [[1.0, 0.0], [2.0, 0.0], [6.0, 3.0]]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    assert pool(hidden, mask, "cls").tolist() == [[1, 2], [1, 0]]
+    assert pool(hidden, mask, "last_token").tolist() == [[3, 4], [6, 3]]
+    assert pool(hidden, mask, "mean").tolist() == [[2, 3], [3, 1]]
+
+
+def test_half_precision_is_widened_and_float64_kept():
+    assert at_least_float32(torch.zeros(1, dtype=torch.bfloat16)).dtype == torch.float32
+    assert at_least_float32(torch.zeros(1, dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("name", "pooling"), [("bert", "mean"), ("bert", "cls"), ("qwen3", "last_token"), ("qwen3", "mean")]
+)
+def test_a_padded_batch_equals_one_text_at_a_time(open_encoder_of, name, pooling):
+    encoder = open_encoder_of(name, pooling=pooling)
+    ids = encoder.tokenize(TEXTS, 100)
+    with torch.inference_mode():
+        together = encoder(ids)
+        alone = torch.cat([encoder([text]) for text in ids if text])
+    assert torch.allclose(together[[i for i, text in enumerate(ids) if text]], alone, atol=1e-5)
+    assert torch.allclose(together.norm(dim=1), torch.ones(len(TEXTS)), atol=1e-6)
+
+
+def test_bert_equals_plain_transformers_code(open_encoder_of, model_folders):
+    encoder, model = open_encoder_of("bert"), AutoModel.from_pretrained(model_folders["bert"]).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_folders["bert"])
+    inputs = tokenizer(TEXTS, padding=True, truncation=True, max_length=100, return_tensors="pt")
+    with torch.inference_mode():
+        hidden = model(**inputs).last_hidden_state
+        mask = inputs["attention_mask"].unsqueeze(-1)
+        expected = torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
+        assert torch.allclose(encoder(encoder.tokenize(TEXTS, 100)), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_qwen3_equals_plain_transformers_code(open_encoder_of, model_folders, side):
+    encoder, model = open_encoder_of("qwen3"), AutoModel.from_pretrained(model_folders["qwen3"]).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_folders["qwen3"], padding_side=side)
+    inputs = tokenizer(TEXTS, padding=True, truncation=True, max_length=100, return_tensors="pt")
+    with torch.inference_mode():
+        hidden = model(**inputs).last_hidden_state
+        last = torch.full((len(TEXTS),), hidden.shape[1] - 1) if side == "left" else inputs["attention_mask"].sum(1) - 1
+        expected = torch.nn.functional.normalize(hidden[torch.arange(len(TEXTS)), last], dim=1)
+        assert torch.allclose(encoder(encoder.tokenize(TEXTS, 100)), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_base_tokenizer"])
+def test_last_token_texts_end_with_the_end_token_exactly_once(open_encoder_of, name):
+    encoder = open_encoder_of(name)
+    end = encoder.tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    for max_tokens in (8, 9, 40, 200):
+        texts = encoder.tokenize(TEXTS, max_tokens)
+        assert all(text[-1] == end and text.count(end) == 1 for text in texts)
+        assert max(len(text) for text in texts) <= max_tokens
+    assert encoder.tokenize([""], 8) == [[end]]
+
+
+def test_both_tokenizers_give_the_same_ids(open_encoder_of):
+    own, base = open_encoder_of("qwen3"), open_encoder_of("qwen3_base_tokenizer")
+    for max_tokens in (8, 40, 400):
+        assert own.tokenize(TEXTS, max_tokens) == base.tokenize(TEXTS, max_tokens)
+
+
+def test_mean_pooling_keeps_what_the_tokenizer_gives(open_encoder_of):
+    encoder = open_encoder_of("bert")
+    assert encoder.tokenize(["deploy pods"], 8) == [encoder.tokenizer("deploy pods")["input_ids"]]
+    (cut,) = encoder.tokenize(["pods " * 20], 8)
+    assert len(cut) == 8 and cut[-1] == encoder.tokenizer.sep_token_id
+
+
+def test_queries_are_rendered_with_their_own_limit(open_encoder_of):
+    template = EncoderTemplate(instruction="find the skill", query_chars=11)
+    encoder = open_encoder_of("qwen3", template=template, query_max_tokens=16, max_tokens=8)
+    assert encoder.tokenizer.decode(encoder.tokenize_queries(["pods chart and audio"])[0]).startswith("Instruct: find")
+    encoder = open_encoder_of("qwen3", template=template)
+    rendered = "Instruct: find the skill\nQuery:pods chart <|endoftext|>"
+    assert encoder.tokenizer.decode(encoder.tokenize_queries(["pods chart and audio"])[0]) == rendered
+
+
+def test_settings_come_from_the_config_then_the_folder_then_the_model(tmp_path, open_encoder_of):
+    assert open_encoder_of("bert").settings.pooling == "mean"
+    assert open_encoder_of("qwen3").settings.pooling == "last_token"
+    folder = save_bert(tmp_path / "trained", reranker=False)
+    stored = {"kind": "encoder", "settings": {"pooling": "cls", "max_tokens": 64}}
+    (folder / "skilltrain.json").write_text(json.dumps(stored))
+    encoder = load_encoder(EncoderConfig(source=str(folder), max_tokens=32), CPU)
+    assert (encoder.settings.pooling, encoder.settings.max_tokens) == ("cls", 32)
+
+
+def test_attention_dropout_is_off_and_the_pooler_is_gone(open_encoder_of):
+    backbone = open_encoder_of("bert_dropout").backbone
+    assert backbone.config.attention_probs_dropout_prob == 0 and backbone.config.hidden_dropout_prob == 0.1
+    assert backbone.pooler is None and not backbone.training
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("no/such/folder", "no such model"),
+        ("./nothing", "no such model"),
+        ("package:no_such_package_here", "no installed package holds this model"),
+        ("package:not a name", "no installed package holds this model"),
+        ("one_word", "no such model"),
+    ],
+)
+def test_a_model_that_is_not_there_is_one_clear_line(source, message):
+    with pytest.raises(SkilltrainError, match=message) as error:
+        load_encoder(EncoderConfig(source=source), CPU)
+    assert error.value.where == source
+
+
+def test_a_folder_that_is_no_encoder_is_refused(tmp_path, model_folders):
+    with pytest.raises(SkilltrainError, match=r"is no model folder: it has no config\.json"):
+        load_encoder(EncoderConfig(source=str(tmp_path)), CPU)
+    with pytest.raises(SkilltrainError, match="its model is of kind reranker"):
+        load_encoder(EncoderConfig(source=str(model_folders["bert_reranker"])), CPU)
+    with pytest.raises(SkilltrainError, match="max_tokens exceeds the model's 512 positions"):
+        load_encoder(EncoderConfig(source=str(model_folders["bert"]), max_tokens=513), CPU)
+
+
+def test_a_truncated_weights_file_is_one_clear_line(tmp_path):
+    folder = save_bert(tmp_path / "broken", reranker=False)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(SkilltrainError, match="cannot load the encoder"):
+        load_encoder(EncoderConfig(source=str(folder)), CPU)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(SkilltrainError):
+        load_encoder(EncoderConfig(source=str(folder)), CPU)

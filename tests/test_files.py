@@ -1,0 +1,105 @@
+import gzip
+import json
+import os
+
+import pytest
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.files import atomic_path, fingerprint, read_json, read_jsonl, write_json, write_text
+
+
+def test_the_old_file_stays_when_the_block_fails(tmp_path):
+    path = tmp_path / "a.txt"
+    write_text(path, "old")
+    with pytest.raises(RuntimeError), atomic_path(path) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_folders_are_made_and_the_file_is_readable_by_all(tmp_path):
+    write_text(tmp_path / "x" / "y" / "a.txt", "Fähre")
+    assert (tmp_path / "x" / "y" / "a.txt").read_text(encoding="utf-8") == "Fähre"
+    assert (tmp_path / "x" / "y" / "a.txt").stat().st_mode & 0o777 == 0o644
+
+
+def test_an_impossible_place_is_one_clear_line(tmp_path):
+    write_text(tmp_path / "file", "x")
+    for path in (tmp_path / "file" / "below.txt", tmp_path / "file" / "below" / "deep.txt"):
+        with pytest.raises(SkilltrainError, match="cannot write") as error:
+            write_text(path, "y")
+        assert error.value.where == path
+
+
+def test_a_full_disk_is_one_clear_line(tmp_path):
+    with pytest.raises(SkilltrainError, match="cannot write: No space left on device"), atomic_path(tmp_path / "a"):
+        raise OSError(28, os.strerror(28))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_round_trip_and_nan_is_refused(tmp_path):
+    write_json(tmp_path / "a.json", {"a": [1, None, "ü"]})
+    assert read_json(tmp_path / "a.json") == {"a": [1, None, "ü"]}
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(tmp_path / "a.json", float("nan"))
+    assert read_json(tmp_path / "a.json") == {"a": [1, None, "ü"]}
+
+
+def test_broken_json_is_named(tmp_path):
+    (tmp_path / "a.json").write_text("{")
+    with pytest.raises(SkilltrainError, match="is not JSON"):
+        read_json(tmp_path / "a.json")
+    with pytest.raises(SkilltrainError, match="no such file"):
+        read_json(tmp_path / "b.json")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_json_lines_come_with_their_numbers(tmp_path, suffix):
+    text = '\ufeff{"a": 1}\n\n  \n{"a": "ü"}\r\n{"a": 3}'
+    path = tmp_path / f"rows{suffix}"
+    path.write_bytes(gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode())
+    assert list(read_jsonl(path)) == [(1, {"a": 1}), (4, {"a": "ü"}), (5, {"a": 3})]
+
+
+@pytest.mark.parametrize(
+    ("line", "what"), [('{"a": ', "is not JSON Lines"), ("[1]", "expected an object, found list"), ("x", "Expecting")]
+)
+def test_a_broken_line_is_named(tmp_path, line, what):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"a": 1}}\n{line}\n')
+    with pytest.raises(SkilltrainError, match=what) as error:
+        list(read_jsonl(path))
+    assert str(error.value).startswith(f"{path}, line 2: ")
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"a": "\xff"}\n')
+    with pytest.raises(SkilltrainError, match="is not JSON Lines"):
+        list(read_jsonl(path))
+
+
+def test_truncated_and_corrupt_gzip_are_refused(tmp_path):
+    path = tmp_path / "rows.jsonl.gz"
+    whole = gzip.compress("\n".join(json.dumps({"a": i, "b": os.urandom(8).hex()}) for i in range(500)).encode())
+    corrupt = bytearray(whole)
+    corrupt[200:260] = bytes(60)
+    for broken in (whole[: len(whole) // 2], bytes(corrupt), b"not gzip"):
+        path.write_bytes(broken)
+        with pytest.raises(SkilltrainError, match="is not JSON Lines"):
+            list(read_jsonl(path))
+
+
+def test_a_fingerprint_changes_with_names_and_contents_only(tmp_path):
+    for folder in ("one", "two"):
+        write_text(tmp_path / folder / "x" / "a.txt", "1")
+        write_text(tmp_path / folder / "b.txt", "2")
+    assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "two")
+    write_text(tmp_path / "two" / "b.txt", "3")
+    assert fingerprint(tmp_path / "one") != fingerprint(tmp_path / "two")
+    (tmp_path / "one" / "b.txt").rename(tmp_path / "one" / "c.txt")
+    write_text(tmp_path / "two" / "b.txt", "2")
+    assert fingerprint(tmp_path / "one") != fingerprint(tmp_path / "two")
+    with pytest.raises(SkilltrainError, match="no such file or folder"):
+        fingerprint(tmp_path / "three")

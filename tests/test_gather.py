@@ -1,0 +1,62 @@
+import pytest
+import torch
+import torch.multiprocessing as multiprocessing
+from accelerate.state import AcceleratorState, PartialState
+
+import two_ranks
+from skilltrain.training.checkpoint import checkpoints
+from skilltrain.training.gather import gather_rows, rank_and_world
+
+
+def test_one_process_gathers_nothing():
+    rows = torch.zeros(3, 2)
+    assert rank_and_world() == (0, 1)
+    assert gather_rows(rows, 3) is rows
+
+
+@pytest.fixture(scope="module")
+def both_ranks(model_folders, tmp_path_factory):
+    """(the folder, what rank 0 and rank 1 came to)."""
+    root = tmp_path_factory.mktemp("two_ranks")
+    arguments = (root, model_folders["bert"], model_folders["bert_reranker"])
+    multiprocessing.spawn(two_ranks.on_rank, args=arguments, nprocs=2)
+    return root, [torch.load(root / f"rank{rank}.pt") for rank in (0, 1)]
+
+
+def furthest(one, other):
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "reranker"])
+def test_two_ranks_equal_one_process_after_five_steps(both_ranks, model_folders, kind):
+    step = (
+        two_ranks.encoder_step(model_folders["bert"])
+        if kind == "encoder"
+        else two_ranks.reranker_step(model_folders["bert_reranker"])
+    )
+    before = {name: value.detach().clone() for name, value in step.named_parameters()}
+    losses, parameters = two_ranks.five_steps(step, world=1)
+    for rank_losses, rank_parameters in (results[kind] for results in both_ranks[1]):
+        assert rank_losses == pytest.approx(losses, abs=1e-9)
+        assert furthest(rank_parameters, parameters) < 1e-9
+    assert furthest(parameters, before) > 1e-3
+
+
+def test_the_loop_on_two_ranks_equals_the_loop_on_one(both_ranks, model_folders, tmp_path):
+    PartialState._reset_state()
+    AcceleratorState._reset_state()
+    alone = two_ranks.whole_training(model_folders["bert"], tmp_path)
+    assert furthest(both_ranks[1][0]["loop"], alone) < 1e-9
+    assert furthest(both_ranks[1][1]["loop"], alone) < 1e-9
+
+
+def test_a_signal_to_one_rank_stops_both_with_one_checkpoint(both_ranks):
+    root, results = both_ranks
+    said = [result["interrupted"] for result in results]
+    assert said == ["interrupted after step 2 of 6; a checkpoint is saved"] * 2
+    (checkpoint,) = checkpoints(root / "interrupted" / "checkpoints")
+    assert checkpoint.name == "step-2"
+    assert {path.name for path in checkpoint.glob("random_states_*")} == {
+        f"random_states_{rank}.pkl" for rank in (0, 1)
+    }

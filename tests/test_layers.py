@@ -1,0 +1,143 @@
+"""Imports point down only: the layers of CONTRIBUTING.md, checked over every module of src/."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "skilltrain"
+SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
+
+# Top to bottom. A part is a package or a module directly below skilltrain; parts on one level do not import each other.
+LAYERS = (
+    ("__main__",),
+    ("cli",),
+    ("recipe",),
+    ("training", "routing"),
+    ("data", "export"),
+    ("retrieval",),
+    ("models", "losses", "evaluation"),
+    ("templates", "llm"),
+    ("tables",),
+    ("records",),
+    ("files", "terminal"),
+    ("config",),
+    ("errors", "__init__"),
+)
+# A recipe file run as a program enters through the command line.
+ENTRANCES = {("recipe", "cli")}
+# One part in two files.
+SAME_PART = {"llm_local": "llm"}
+LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+
+
+def part_of(module: str) -> str:
+    """`skilltrain.data.mine` → `data`; the package itself → `__init__`."""
+    names = module.split(".")
+    part = names[1] if len(names) > 1 else "__init__"
+    return SAME_PART.get(part, part)
+
+
+def imported_modules(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import of ours in `source`, at the top or inside a function, relative ones resolved."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names if _is_ours(alias.name))
+        elif isinstance(node, ast.ImportFrom):
+            target = _target(node, module, is_package)
+            if target == PACKAGE:  # `from skilltrain import tables` imports a part, `… import __version__` none
+                names = (alias.name for alias in node.names)
+                yield from ((node.lineno, f"{PACKAGE}.{name}" if name in LEVEL else PACKAGE) for name in names)
+            elif _is_ours(target):
+                yield node.lineno, target
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+            first = node.args[0]
+            if isinstance(first, ast.Constant) and _is_ours(str(first.value)):
+                yield node.lineno, str(first.value)
+
+
+def _is_ours(module: str) -> bool:
+    return module == PACKAGE or module.startswith(f"{PACKAGE}.")
+
+
+def _target(node: ast.ImportFrom, module: str, is_package: bool) -> str:
+    if not node.level:
+        return node.module or ""
+    parents = module.split(".")
+    parents = parents[: len(parents) - node.level + is_package]
+    return ".".join([*parents, *([node.module] if node.module else [])])
+
+
+def violations(source: str, module: str, is_package: bool = False) -> list[str]:
+    """One line for every import of `module` that does not point down."""
+    own = part_of(module)
+    if own not in LEVEL:
+        return [f"{module} has no layer: add '{own}' to LAYERS in tests/test_layers.py"]
+    found = []
+    for line, target in imported_modules(source, module, is_package):
+        other = part_of(target)
+        if other not in LEVEL:
+            found.append(f"{module}, line {line}: imports {target}, which has no layer in tests/test_layers.py")
+        elif other != own and LEVEL[other] <= LEVEL[own] and (own, other) not in ENTRANCES:
+            relation = "beside" if LEVEL[other] == LEVEL[own] else "above"
+            found.append(f"{module}, line {line}: imports {target}, but '{other}' stands {relation} '{own}'")
+    return found
+
+
+def test_every_import_points_down():
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        names = [PACKAGE, *path.relative_to(SOURCE).with_suffix("").parts]
+        is_package = names[-1] == "__init__"
+        module = ".".join(names[:-1] if is_package else names)
+        found += violations(path.read_text(encoding="utf-8"), module, is_package)
+    assert not found, "imports that do not point down:\n" + "\n".join(found)
+
+
+def test_every_layer_is_named_once():
+    parts = [part for layer in LAYERS for part in layer]
+    assert len(parts) == len(set(parts))
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("from skilltrain.training.loop import train", "imports skilltrain.training.loop, but 'training' stands"),
+        ("import skilltrain.cli as c", "'cli' stands above 'models'"),
+        ("def f():\n    from skilltrain.data import mine", "line 2: imports skilltrain.data, but 'data' stands above"),
+        ("from skilltrain import recipe", "'recipe' stands above 'models'"),
+        ("from ..losses import InfoNCE", "'losses' stands beside 'models'"),
+        ("if TYPE_CHECKING:\n    from skilltrain.retrieval.dense import nearest", "'retrieval' stands above"),
+        ("importlib.import_module('skilltrain.export.hub')", "'export' stands above 'models'"),
+        ("from skilltrain.toolbox import saw", "skilltrain.toolbox, which has no layer"),
+    ],
+)
+def test_an_import_that_does_not_point_down_is_found(source: str, complaint: str):
+    (found,) = violations(source, "skilltrain.models.made_up")
+    assert found.startswith("skilltrain.models.made_up, line ")
+    assert complaint in found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from skilltrain.templates import EncoderTemplate",
+        "from skilltrain.models.pooling import pool",
+        "from .pooling import pool\nfrom . import loading",
+        "from skilltrain import __version__",
+        "import torch\nfrom transformers import AutoModel",
+    ],
+)
+def test_imports_that_point_down_or_stay_inside_pass(source: str):
+    assert violations(source, "skilltrain.models.made_up") == []
+
+
+def test_relative_imports_of_a_package_start_at_the_package():
+    assert violations("from .infonce import InfoNCE", "skilltrain.losses", is_package=True) == []
+    assert violations("from ..cli import main", "skilltrain.losses", is_package=True) != []
+
+
+def test_a_module_without_a_layer_is_named():
+    (found,) = violations("", "skilltrain.toolbox")
+    assert "add 'toolbox' to LAYERS" in found

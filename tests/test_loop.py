@@ -1,0 +1,175 @@
+import json
+import math
+import signal
+
+import pytest
+import torch
+import torch.multiprocessing as multiprocessing
+from accelerate.state import AcceleratorState, PartialState
+
+import training_runs
+from skilltrain.errors import SkilltrainError
+from skilltrain.losses import InfoNCE
+from skilltrain.training.loop import TrainingConfig, _parameter_groups, _schedule, num_steps, step_batches, train
+from skilltrain.training.steps import EncoderStep
+from training_data import training_set
+from training_runs import CONFIG, NUM_LISTS, new_step, run, signal_in
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    yield
+    PartialState._reset_state()
+    AcceleratorState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(model_folders, tmp_path_factory):
+    """(the folder, the parameters) of a training that nothing disturbed."""
+    out = tmp_path_factory.mktemp("uninterrupted")
+    return out, run(new_step(model_folders["bert_dropout"]), out, resume=False)
+
+
+def log_of(out):
+    rows = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "queries_per_second"} for row in rows]
+
+
+def identical(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_every_list_once_an_epoch_in_an_order_of_seed_and_epoch():
+    lists = training_set(NUM_LISTS).lists
+    steps = list(step_batches(lists, CONFIG))
+    assert len(steps) == num_steps(NUM_LISTS, CONFIG) == 6
+    assert [[len(batch) for batch in batches] for batches in steps] == [[4, 4], [4, 4], [4]] * 2
+    order = [one.query_id for batches in steps for batch in batches for one in batch]
+    assert sorted(order[:20]) == sorted(order[20:]) == sorted(one.query_id for one in lists)
+    assert order[:20] != order[20:]
+    again = [one.query_id for batches in step_batches(lists, CONFIG) for batch in batches for one in batch]
+    other = step_batches(lists, CONFIG.model_copy(update={"seed": 1}))
+    assert order == again != [one.query_id for batches in other for batch in batches for one in batch]
+
+
+def test_the_schedule_by_hand():
+    # Ten steps, a fifth of them warming up: 1/3 and 2/3 of the peak, then half a cosine over eight steps.
+    values = [_schedule(step, 10, 0.2) for step in range(10)]
+    assert values[:3] == pytest.approx([1 / 3, 2 / 3, 1])
+    assert values[6] == pytest.approx(0.5) and values[9] == pytest.approx(0.5 * (1 + math.cos(7 * math.pi / 8)))
+    assert _schedule(0, 10, 0.0) == 1 and _schedule(10, 10, 0.2) == 0
+
+
+def test_only_matrices_decay():
+    decayed, kept = _parameter_groups(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3)), CONFIG)
+    assert [p.shape for p in decayed["params"]] == [(3, 2)] and decayed["weight_decay"] == 0.01
+    assert [p.shape for p in kept["params"]] == [(3,), (3,), (3,)] and kept["weight_decay"] == 0
+
+
+def test_the_log_holds_each_steps_figures(uninterrupted):
+    rows = log_of(uninterrupted[0])
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    # One of six steps warms up, at half the peak; then half a cosine over five.
+    shares = [0.5, *(0.5 * (1 + math.cos(math.pi * step / 5)) for step in range(5))]
+    assert [row["learning_rate"] for row in rows] == pytest.approx([1e-3 * share for share in shares])
+    assert all(row["loss"] > 0 and row["grad_norm"] > 0 for row in rows)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+@pytest.mark.parametrize("number", [1, 3, 4])
+def test_ctrl_c_saves_a_checkpoint_and_the_resumed_run_is_bit_identical(uninterrupted, model_folders, tmp_path, number):
+    step = signal_in(new_step(model_folders["bert_dropout"]), number, signal.SIGINT)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SkilltrainError) as error:
+        run(step, tmp_path, resume=False)
+    assert str(error.value) == (
+        f"{tmp_path}: interrupted after step {number} of 6; a checkpoint is saved "
+        "(run the same command with --resume to go on)"
+    )
+    assert signal.getsignal(signal.SIGINT) is before
+    assert (tmp_path / "checkpoints" / f"step-{number}").is_dir()
+    torch.manual_seed(99)  # whatever the random state of the new process
+    assert identical(run(new_step(model_folders["bert_dropout"]), tmp_path, resume=True), uninterrupted[1])
+    assert log_of(tmp_path) == log_of(uninterrupted[0])
+
+
+def test_a_run_killed_with_9_resumes_bit_identically(uninterrupted, model_folders, tmp_path):
+    arguments = (6, model_folders["bert_dropout"], tmp_path)
+    with pytest.raises(multiprocessing.ProcessExitedException, match="SIGKILL"):
+        multiprocessing.spawn(training_runs.killed_in_step, args=arguments, nprocs=1)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-2", "step-4"]
+    assert len(log_of(tmp_path)) == 5
+    with (tmp_path / "train_log.jsonl").open("a") as log:
+        log.write('{"step": 6, "lo')  # torn by the kill
+    half = tmp_path / "checkpoints" / "step-6.partial"
+    half.mkdir()
+    (half / "model.safetensors").write_text("half")
+    assert identical(run(new_step(model_folders["bert_dropout"]), tmp_path, resume=True), uninterrupted[1])
+    assert log_of(tmp_path) == log_of(uninterrupted[0])
+
+
+def test_ctrl_c_in_the_last_step_finishes(uninterrupted, model_folders, tmp_path):
+    step = signal_in(new_step(model_folders["bert_dropout"]), 6, signal.SIGINT)
+    assert identical(run(step, tmp_path, resume=False), uninterrupted[1])
+
+
+def test_dropout_is_on_while_training_and_off_after(model_folders, tmp_path):
+    step, losses = new_step(model_folders["bert_dropout"]), []
+    forward = step.forward
+
+    def twice(batch):
+        losses.extend(forward(batch).item() for _ in range(2))
+        return forward(batch)
+
+    step.forward = twice
+    result = train(step, step.data.lists[:4], CONFIG.model_copy(update={"epochs": 1}), tmp_path, resume=False)
+    assert losses[0] != losses[1]
+    assert not step.training and not step.encoder.backbone.training
+    assert forward(step.data.lists[:4]).item() == forward(step.data.lists[:4]).item()
+    assert (result.num_steps, result.num_queries) == (1, 4) and math.isfinite(result.last_loss)
+
+
+def test_resuming_where_there_is_nothing_starts_afresh(uninterrupted, model_folders, tmp_path):
+    assert identical(run(new_step(model_folders["bert_dropout"]), tmp_path, resume=True), uninterrupted[1])
+
+
+def test_an_earlier_runs_checkpoints_are_not_overwritten(model_folders, tmp_path):
+    with pytest.raises(SkilltrainError, match="interrupted"):
+        run(signal_in(new_step(model_folders["bert"]), 1, signal.SIGINT), tmp_path, resume=False)
+    with pytest.raises(SkilltrainError, match="checkpoints of an earlier run lie here"):
+        run(new_step(model_folders["bert"]), tmp_path, resume=False)
+
+
+def test_a_loss_that_is_no_number_names_the_queries(model_folders, tmp_path):
+    step = new_step(model_folders["bert"])
+    with torch.no_grad():
+        step.encoder.backbone.embeddings.word_embeddings.weight[:] = math.nan
+    first = [one.query_id for batch in next(iter(step_batches(step.data.lists, CONFIG))) for one in batch]
+    with pytest.raises(SkilltrainError) as error:
+        run(step, tmp_path, resume=False)
+    assert str(error.value).startswith(
+        f"the loss is not a finite number in a step with queries {', '.join(first)}, … (look at these lists;"
+    )
+
+
+def test_a_gradient_that_is_no_number_stops_before_the_step(model_folders, tmp_path):
+    step = new_step(model_folders["bert"])
+    weight = step.encoder.backbone.embeddings.LayerNorm.weight
+    weight.register_hook(lambda gradient: gradient * math.nan)
+    before = weight.detach().clone()
+    with pytest.raises(SkilltrainError, match="the gradient is not a finite number in a step with queries q"):
+        run(step, tmp_path, resume=False)
+    assert (weight == before).all()
+
+
+def test_accumulation_does_not_change_what_a_query_weighs(open_encoder_of, tmp_path):
+    """Twenty lists as 6 + 6 + 6 + 2 queries a step, in one batch or in pieces of 3, 2 or 1."""
+    results = []
+    for batch_size, accumulation in ((6, 1), (3, 2), (2, 3), (1, 6)):
+        encoder, data = open_encoder_of("bert").double(), training_set(NUM_LISTS)
+        step = EncoderStep(encoder, InfoNCE(), data, 200, False, in_batch=False)
+        config = TrainingConfig(batch_size=batch_size, accumulation=accumulation, learning_rate=1e-3, precision="float32")
+        train(step, data.lists, config, tmp_path / str(batch_size), resume=False)
+        results.append(torch.cat([parameter.detach().flatten() for parameter in step.parameters()]))
+    for other in results[1:]:
+        assert (other - results[0]).abs().max() < 1e-9

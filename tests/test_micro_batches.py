@@ -1,0 +1,78 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skilltrain.losses import InfoNCE, ScoredBatch
+from skilltrain.models.micro_batches import map_micro_batches, micro_batches, pad
+
+lengths = st.lists(st.integers(1, 300), min_size=1, max_size=60)
+
+
+@given(lengths, st.integers(1, 1000))
+def test_every_text_once_and_the_budget_is_kept(lengths, budget):
+    groups = micro_batches(lengths, budget)
+    assert sorted(position for group in groups for position in group) == list(range(len(lengths)))
+    for group in groups:
+        assert len(group) == 1 or max(lengths[position] for position in group) * len(group) <= budget
+    order = [lengths[position] for group in groups for position in group]
+    assert order == sorted(order, reverse=True)
+
+
+def test_groups_by_hand():
+    # Budget 10: the 9 alone, then 5 and 4 (padded 10), then 2, 2, 1 (padded 6).
+    assert micro_batches([2, 9, 5, 1, 4, 2], 10) == [[1], [2, 4], [0, 5, 3]]
+    assert micro_batches([50, 3], 10) == [[0], [1]]
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=12), min_size=1, max_size=20), st.integers(1, 40))
+def test_results_come_in_the_order_of_the_texts(texts, budget):
+    seen = []
+
+    def total(batch):
+        seen.append(len(batch))
+        return torch.tensor([[float(sum(text)), float(len(text))] for text in batch])
+
+    result = map_micro_batches(total, texts, budget, recompute=False)
+    assert result.tolist() == [[sum(text), len(text)] for text in texts]
+    assert sum(seen) == len(texts)
+
+
+def test_padding_stands_on_the_right():
+    ids, mask = pad([[5, 6, 7], [8]], 0, torch.device("cpu"))
+    assert ids.tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+
+
+TEXTS = ["deploy pods", "chart", "review the merge commit " * 8, "audio video clip " * 5, "extract pdf text", "task"]
+
+
+def loss_and_gradients(encoder, texts, budget, recompute):
+    """Loss and gradients of an InfoNCE over texts 0-2 as queries and 3-5 as skills."""
+    encoder.zero_grad()
+    vectors = map_micro_batches(encoder, encoder.tokenize(texts, 128), budget, recompute)
+    scores = vectors[:3] @ vectors[3:].T
+    loss = InfoNCE()(ScoredBatch(scores, torch.eye(3).to(scores), torch.ones(3, 3, dtype=torch.bool)))
+    loss.backward()
+    return loss.item(), [parameter.grad.clone() for parameter in encoder.parameters()]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("budget", [1, 40, 130])
+def test_chunks_give_the_loss_and_gradient_of_the_whole_batch(open_encoder_of, recompute, budget):
+    encoder = open_encoder_of("bert").double()
+    whole, expected = loss_and_gradients(encoder, TEXTS, 10**6, False)
+    loss, gradients = loss_and_gradients(encoder, TEXTS, budget, recompute)
+    assert loss == pytest.approx(whole, abs=1e-9)
+    assert max((a - b).abs().max().item() for a, b in zip(gradients, expected, strict=True)) < 1e-9
+
+
+def test_recompute_repeats_the_dropout(open_encoder_of):
+    results = []
+    for recompute in (False, True):
+        encoder = open_encoder_of("bert_dropout").double().train()
+        torch.manual_seed(3)
+        results.append(loss_and_gradients(encoder, TEXTS, 40, recompute))
+    (loss, gradients), (again, repeated) = results
+    assert loss == pytest.approx(again, abs=1e-12)
+    assert max((a - b).abs().max().item() for a, b in zip(gradients, repeated, strict=True)) < 1e-9

@@ -1,0 +1,170 @@
+"""What ships beside the code: metadata, pins, launch files, recipes, and documents that name real things."""
+
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+import skilltrain
+from skilltrain.config import load_recipe
+from skilltrain.recipe import STAGES, parse_recipe
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+LAUNCH_CONFIGS = sorted((ROOT / "launch").glob("*.yaml"))
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def lines_of(path: Path) -> list[str]:
+    """Lines that are neither empty nor a comment."""
+    return [line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+
+
+def code_in(markdown: str) -> list[str]:
+    """Fenced blocks and inline code of a document."""
+    fence = re.compile(r"^```.*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    return [*fence.findall(markdown), *re.findall(r"`([^`\n]+)`", fence.sub("", markdown))]
+
+
+# Metadata and pins ---------------------------------------------------------------------------------------------------
+
+
+def test_version_is_the_same_everywhere():
+    assert PROJECT["version"] == skilltrain.__version__
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"## [{skilltrain.__version__}]" in changelog
+
+
+def test_metadata_points_at_files_that_exist():
+    names = [PROJECT["readme"], *PROJECT["license-files"]]
+    assert [name for name in names if not (ROOT / name).is_file()] == []
+    assert PROJECT["license"] == "Apache-2.0"
+    assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert Version("3.11") in Requirement(f"python{PROJECT['requires-python']}").specifier
+
+
+def test_the_script_is_installed():
+    (script,) = metadata.entry_points(group="console_scripts", name="skilltrain")
+    assert script.value == PROJECT["scripts"]["skilltrain"]
+    assert callable(script.load())
+
+
+def test_every_pin_is_one_plain_release():
+    pins = lines_of(ROOT / "constraints.txt")
+    assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\d.]+", pin)] == []
+    names = [canonicalize_name(pin.partition("==")[0]) for pin in pins]
+    assert len(names) == len(set(names))
+    assert names == sorted(names)
+
+
+def test_every_dependency_has_a_lower_bound_and_a_pin_within_its_range():
+    pins = {
+        canonicalize_name(name): version
+        for name, version in (pin.split("==") for pin in lines_of(ROOT / "constraints.txt"))
+    }
+    extras = PROJECT["optional-dependencies"]
+    for text in (*PROJECT["dependencies"], *extras["dev"], *extras["quickstart"]):
+        needed = Requirement(text)
+        assert needed.specifier, f"{text} has no version range"
+        assert pins[canonicalize_name(needed.name)] in needed.specifier, text
+
+
+# The command line and the recipes ------------------------------------------------------------------------------------
+
+
+def test_help_names_every_stage():
+    shown = subprocess.run(
+        [sys.executable, "-m", "skilltrain", "--help"], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    commands = {"train" if stage.trains else name for name, stage in STAGES.items()}
+    assert [name for name in commands if not re.search(rf"\b{name}\b", shown)] == []
+
+
+def test_there_are_recipes():
+    assert RECIPES
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_recipe_holds_valid_settings(path: Path):
+    config = parse_recipe(load_recipe(path), path)
+    assert config.stage in STAGES
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_training_recipe_is_python_that_starts_nothing_when_imported(path: Path):
+    if STAGES[load_recipe(path)["stage"]].trains:
+        assert "run" in runpy.run_path(str(path), run_name="imported")  # what a spawned worker does
+
+
+# Launch files --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", LAUNCH_CONFIGS, ids=lambda path: path.name)
+def test_accelerate_loads_the_launch_config(path: Path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(path))  # refuses unknown keys at the top
+    assert config.num_processes % config.num_machines == 0
+    assert config.mixed_precision is None, "precision is the recipe's"
+
+
+@pytest.mark.parametrize("path", LAUNCH_CONFIGS, ids=lambda path: path.name)
+def test_every_nested_key_is_an_option_of_accelerate_launch(path: Path):
+    from accelerate.commands.launch import launch_command_parser
+
+    options = vars(launch_command_parser().parse_args(["train.py"]))
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    nested = {key for section in values.values() if isinstance(section, dict) for key in section}
+    assert nested <= options.keys()
+
+
+def test_the_launch_configs_are_the_ones_we_promise():
+    kinds = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))["distributed_type"] for path in LAUNCH_CONFIGS}
+    assert kinds == {"cpu": "NO", "single_gpu": "NO", "ddp": "MULTI_GPU", "multi_node": "MULTI_GPU"}
+
+
+def test_shell_scripts_are_valid():
+    scripts = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / ".ci" / "run"]
+    for script in scripts:
+        subprocess.run(["bash", "-n", str(script)], check=True)
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o100, ".ci/run must be executable"
+
+
+def test_the_slurm_script_says_how_to_start_it():
+    done = subprocess.run(["bash", str(ROOT / "launch" / "slurm.sh")], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: sbatch launch/slurm.sh RECIPE.yaml")
+
+
+# Documents -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_make_target_in_a_document_exists(document: Path):
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    code = "\n".join(code_in(document.read_text(encoding="utf-8")))
+    assert set(re.findall(r"\bmake ([a-z][\w-]*)", code)) <= targets
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_file_in_a_document_exists(document: Path):
+    folders = "recipes|data_pipelines|launch|examples|src|tests|benchmarks"
+    code = "\n".join(code_in(document.read_text(encoding="utf-8")))
+    named = set(re.findall(rf"(?<![\w./-])(?:{folders})/[\w./-]*\w", code))
+    assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
+def test_code_in_a_document_is_found():
+    text = "say `make a` or\n```bash\nmake b\n```\nbut make c is prose"
+    assert code_in(text) == ["make b\n", "make a"]

@@ -1,0 +1,134 @@
+import pytest
+import torch
+
+from skilltrain.losses import InfoNCE, ListwiseCE, PointwiseBCE
+from skilltrain.records import Skill
+from skilltrain.training.steps import EncoderStep, RerankerStep, candidate_labels
+from skilltrain.training.training_set import TrainingList, TrainingSet
+from training_data import training_set
+
+SKILLS = {
+    skill_id: Skill(skill_id, name, "", "")
+    for skill_id, name in [("a", "Pod Debug"), ("b", "Chart"), ("c", "Clip"), ("d", "POD debug"), ("e", "Table")]
+}
+ONE = TrainingList("q1", "pods", ("a", "b"), (1.0, 0.0), frozenset("a"))
+TWO = TrainingList("q2", "clips", ("c", "e"), (0.5, 0.0), frozenset("cb"))
+DATA = TrainingSet((ONE, TWO), SKILLS)
+
+
+def test_known_positives_and_twins_by_name_are_no_in_batch_negatives():
+    gains, valid = candidate_labels([ONE, TWO], "abcde", DATA, in_batch=True)
+    assert gains.tolist() == [[1, 0, 0, 0, 0], [0, 0, 0.5, 0, 0]]
+    # q1: d bears a's name. q2: b is known to answer it, though it is no candidate of its list.
+    assert valid.tolist() == [[True, True, True, False, True], [True, False, True, True, True]]
+
+
+def test_without_in_batch_negatives_only_the_own_list_counts():
+    _, valid = candidate_labels([ONE, TWO], "abcde", DATA, in_batch=False)
+    assert valid.tolist() == [[True, True, False, False, False], [False, False, True, False, True]]
+
+
+def test_a_lists_own_candidate_counts_even_with_a_positives_name():
+    own = TrainingList("q", "pods", ("a", "d"), (1.0, 0.0), frozenset("a"))
+    _, valid = candidate_labels([own], "abd", DATA, in_batch=True)
+    assert valid.tolist() == [[True, True, True]]
+
+
+def test_positives_outside_the_training_set_are_passed_over():
+    far = TrainingList("q", "pods", ("a", "b"), (1.0, 0.0), frozenset({"a", "never seen"}))
+    assert candidate_labels([far], "ab", DATA, in_batch=True)[1].all()
+
+
+def naive_encoder_loss(encoder, batch, data, loss):
+    """Every query, and every candidate of every query again, padded into two batches."""
+    settings = encoder.settings
+    skills = [skill_id for one in batch for skill_id in one.skill_ids]
+    texts = [settings.template.skill.render(data.skills[skill_id]) for skill_id in skills]
+    queries = encoder(encoder.tokenize_queries([one.query for one in batch]))
+    candidates = encoder(encoder.tokenize(texts, settings.max_tokens))
+    total = 0
+    for row, one in enumerate(batch):
+        scores, gains, seen = [], [], set()
+        for column, skill_id in enumerate(skills):
+            own = skill_id in one.skill_ids
+            if skill_id in seen or (not own and skill_id in one.positives):
+                continue
+            seen.add(skill_id)
+            scores.append(queries[row] @ candidates[column] / loss.temperature)
+            gains.append(one.gains[one.skill_ids.index(skill_id)] if own else 0.0)
+        row_scores, row_gains = torch.stack(scores), torch.tensor(gains)
+        for position, gain in enumerate(gains):
+            if gain > 0:
+                against = row_scores[row_gains < gain]
+                both = torch.cat([row_scores[position : position + 1], against])
+                total = total - gain / sum(gains) * torch.log_softmax(both, 0)[0]
+    return total
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_each_distinct_skill_is_encoded_once_and_the_loss_is_the_naive_one(open_encoder_of, recompute):
+    encoder, data = open_encoder_of("bert").double(), training_set(8)
+    step = EncoderStep(encoder, InfoNCE(), data, 120, recompute, in_batch=True)
+    expected = naive_encoder_loss(encoder, data.lists, data, InfoNCE())
+    expected_gradients = gradients(encoder, expected)
+    seen = []
+    handle = encoder.register_forward_pre_hook(lambda _, inputs: seen.extend(map(tuple, inputs[0])))
+    loss = step(data.lists)
+    handle.remove()
+    distinct = {skill_id for one in data.lists for skill_id in one.skill_ids}
+    assert len(seen) == len(distinct) + len(data.lists) < sum(len(one.skill_ids) for one in data.lists)
+    assert step.num_tokens == sum(map(len, seen))
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-9)
+    for got, wanted in zip(gradients(encoder, loss), expected_gradients, strict=True):
+        assert torch.allclose(got, wanted, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["bert_reranker", "qwen3_reranker"])
+@pytest.mark.parametrize("loss", [ListwiseCE(), PointwiseBCE()], ids=lambda loss: loss.name)
+def test_the_rerankers_loss_is_the_sum_of_each_list_alone(open_reranker_of, name, loss):
+    reranker, data = open_reranker_of(name), training_set(5)
+    step = RerankerStep(reranker, loss, data, 400, recompute=True)
+    together = step(data.lists)
+    alone = [RerankerStep(reranker, loss, data, 10**6, recompute=False)([one]) for one in data.lists]
+    assert together.item() == pytest.approx(sum(one.item() for one in alone), rel=1e-5)
+    expected = gradients(reranker, sum(alone))
+    for got, wanted in zip(gradients(reranker, together), expected, strict=True):
+        assert torch.allclose(got, wanted, atol=1e-4)
+
+
+def test_a_list_by_hand(open_reranker_of):
+    reranker, data = open_reranker_of("bert_reranker"), training_set(1, most_candidates=2)
+    (one,) = data.lists
+    scores = reranker(reranker.tokenize(one.query, [data.skills[skill_id] for skill_id in one.skill_ids]))
+    expected = -torch.log_softmax(scores, 0)[0]
+    loss = RerankerStep(reranker, ListwiseCE(), data, 10**6, recompute=False)(data.lists)
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_the_qwen3_encoder_learns_from_every_list(open_encoder_of):
+    encoder, data = open_encoder_of("qwen3"), training_set(6)
+    step = EncoderStep(encoder, InfoNCE(), data, 200, True, in_batch=False)
+    optimizer = torch.optim.AdamW(step.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(12):
+        loss = step(data.lists)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+
+
+def test_bfloat16_autocast_does_not_round_the_cosines(open_encoder_of):
+    encoder, data, seen = open_encoder_of("bert"), training_set(6), []
+    step = EncoderStep(encoder, InfoNCE(), data, 200, False, in_batch=True)
+    step.loss = lambda batch: seen.append(batch.scores) or InfoNCE()(batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        step(data.lists)
+    assert seen[0].dtype == torch.float32 and (seen[0] != seen[0].bfloat16().float()).any()

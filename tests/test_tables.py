@@ -1,0 +1,196 @@
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.records import Query, Skill, Verdict
+from skilltrain.tables import (
+    DROPPED,
+    JUDGEMENTS,
+    LISTS,
+    QUERIES,
+    RANKINGS,
+    SKILLS,
+    queries_from_table,
+    rankings_by_query,
+    read_table,
+    rows_of,
+    skills_from_table,
+    table_from_rows,
+    verdicts_by_query,
+    write_table,
+)
+
+QUERY = {"query_id": "q1", "text": "t", "kind": "single", "origin": "test", "split": "train"}
+LIST = {"query_id": "q1", "skill_ids": ["a", "b"], "verdicts": ["required", "rejected"], "sources": ["gold", "mined"],
+        "ranks": [0, 3], "teacher_scores": None}  # fmt: skip
+
+
+def refusal(rows, spec):
+    with pytest.raises(SkilltrainError) as error:
+        table_from_rows(rows, spec)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def without(row, *names):
+    return {name: value for name, value in row.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([QUERY, QUERY | {"lang": "en"}], "row 1: unknown column 'lang' in a row for table queries"),
+        ([QUERY, without(QUERY, "split")], "row 1: missing column 'split' in a row for table queries"),
+        ([QUERY | {"text": None}], "queries: column 'text' of table queries holds a null"),
+        ([QUERY, QUERY], "queries: table queries holds 'q1' more than once"),
+    ],
+)
+def test_a_row_that_does_not_fit_is_refused(rows, message):
+    assert refusal(rows, QUERIES) == message
+
+
+@pytest.mark.parametrize(
+    ("change", "column"),
+    [
+        ({"text": 5}, "text"),
+        ({"text": ["x"]}, "text"),
+        ({"text": {"a": 1}}, "text"),
+        ({"text": "\ud800"}, "text"),
+        ({"text": b"\xff\xfe"}, "text"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_its_row(change, column):
+    rows = [QUERY, QUERY | {"query_id": "q2"} | change]
+    assert refusal(rows, QUERIES).startswith(f"row 1: a value does not fit column '{column}' of table queries")
+
+
+@pytest.mark.parametrize(
+    "change", [{"ranks": [1.5]}, {"ranks": [2**40]}, {"skill_ids": "ab"}, {"teacher_scores": ["x"]}]
+)
+def test_a_list_of_another_type_is_refused(change):
+    assert refusal([LIST | change], LISTS).startswith(f"row 0: a value does not fit column '{next(iter(change))}'")
+
+
+@pytest.mark.parametrize("change", [{"skill_ids": ["a", None]}, {"ranks": [None, 1]}, {"teacher_scores": [None, 1.0]}])
+def test_a_null_inside_a_list_is_refused(change):
+    name = next(iter(change))
+    assert f"a list in column '{name}' of table lists holds a null" in refusal([LIST | change], LISTS)
+
+
+def test_keys_of_several_columns_may_repeat_in_part():
+    row = {"query_id": "q", "skill_id": "a", "rank": 1, "score": 1.0, "stage": "x"}
+    assert table_from_rows([row, row | {"stage": "y"}, row | {"skill_id": "b"}], RANKINGS).num_rows == 3
+    assert "holds 'x', 'q', 'a' more than once" in refusal([row, row], RANKINGS)
+    dropped = {"query_id": "q", "skill_id": "a", "filter": "f", "value": None, "reason": "r"}
+    assert table_from_rows([dropped, dropped], DROPPED).num_rows == 2
+
+
+def test_no_rows_are_a_table():
+    assert table_from_rows([], LISTS).schema == LISTS.schema
+
+
+def test_a_missing_truncated_or_foreign_file_is_named(tmp_path):
+    with pytest.raises(SkilltrainError, match=r"queries\.parquet: no queries table here"):
+        read_table(tmp_path, QUERIES)
+    file = write_table([QUERY], QUERIES, tmp_path)
+    whole = file.read_bytes()
+    for length in (0, 10, len(whole) - 5):
+        file.write_bytes(whole[:length])
+        with pytest.raises(SkilltrainError, match=r"queries\.parquet: is not parquet"):
+            read_table(tmp_path, QUERIES)
+
+
+def test_a_parquet_of_another_table_is_refused(tmp_path):
+    file = write_table([QUERY], QUERIES, tmp_path)
+    with pytest.raises(SkilltrainError, match="is not a skills table: it lacks column 'skill_id'"):
+        read_table(file, SKILLS)
+    table = pq.read_table(file)
+    pq.write_table(table.append_column("extra", pa.array(["x"])), file)
+    with pytest.raises(SkilltrainError, match="its column 'extra' is unknown; the columns are query_id, text"):
+        read_table(file, QUERIES)
+    pq.write_table(table.set_column(1, pa.field("text", pa.int64(), nullable=False), pa.array([5])), file)
+    with pytest.raises(SkilltrainError, match="column 'text' is int64, not string"):
+        read_table(file, QUERIES)
+    pq.write_table(table.select(["text", "query_id", "kind", "origin", "split"]), file)
+    with pytest.raises(SkilltrainError, match="the order of the columns is not query_id, text, kind"):
+        read_table(file, QUERIES)
+    pq.write_table(pa.Table.from_pylist([QUERY]), file)
+    with pytest.raises(SkilltrainError, match="column 'query_id' is declared nullable"):
+        read_table(file, QUERIES)
+
+
+def test_a_file_with_a_repeated_key_is_refused_on_reading(tmp_path):
+    table = table_from_rows([QUERY], QUERIES)
+    pq.write_table(pa.concat_tables([table, table]), tmp_path / "queries.parquet")
+    with pytest.raises(SkilltrainError, match="holds 'q1' more than once"):
+        read_table(tmp_path, QUERIES)
+
+
+def test_writing_an_arrow_table_checks_it_too(tmp_path):
+    loose = pa.Table.from_pylist([QUERY])
+    assert read_table(write_table(loose, QUERIES, tmp_path), QUERIES).to_pylist() == [QUERY]
+    with pytest.raises(SkilltrainError, match="it lacks column 'split'"):
+        write_table(loose.drop_columns(["split"]), QUERIES, tmp_path)
+    with pytest.raises(SkilltrainError, match="null"):
+        write_table(pa.Table.from_pylist([QUERY | {"text": None}], schema=loose.schema), QUERIES, tmp_path)
+
+
+def test_a_refused_write_leaves_the_old_table(tmp_path):
+    file = write_table([QUERY], QUERIES, tmp_path)
+    with pytest.raises(SkilltrainError):
+        write_table([QUERY, QUERY], QUERIES, tmp_path)
+    assert read_table(file, QUERIES).to_pylist() == [QUERY]
+    assert [path.name for path in tmp_path.iterdir()] == ["queries.parquet"]
+
+
+words = st.text(st.characters(blacklist_categories=["Cs"]), max_size=8)
+
+
+def list_row(query_id, n, scored):
+    return {
+        "query_id": query_id, "skill_ids": [f"s{i}" for i in range(n)], "verdicts": ["useful"] * n,
+        "sources": ["x"] * n, "ranks": list(range(n)), "teacher_scores": [0.1] * n if scored else None,
+    }  # fmt: skip
+
+
+lists = st.builds(list_row, words, st.integers(0, 4), st.booleans())
+
+
+@given(st.lists(lists, max_size=5, unique_by=lambda row: row["query_id"]))
+def test_what_is_written_is_read_back(tmp_path_factory, rows):
+    folder = tmp_path_factory.getbasetemp()
+    assert read_table(write_table(rows, LISTS, folder), LISTS).to_pylist() == rows
+
+
+def test_records_round_trip():
+    skills = [Skill("a", "n", "d", "b"), Skill("b", "n", "", "", "c", "en", "s", "MIT")]
+    queries = [Query("q", "t", "multi", "test", "dev")]
+    assert skills_from_table(table_from_rows(rows_of(skills), SKILLS)) == skills
+    assert queries_from_table(table_from_rows(rows_of(queries), QUERIES)) == queries
+
+
+def judgement(query_id, skill_id, verdict):
+    return {"query_id": query_id, "skill_id": skill_id, "verdict": verdict, "judge": "test"}
+
+
+def test_verdicts_are_read_by_query():
+    rows = [judgement("q1", "a", Verdict.REQUIRED), judgement("q2", "a", "rejected"), judgement("q1", "b", "useful")]
+    table = table_from_rows(rows, JUDGEMENTS)
+    assert verdicts_by_query(table) == {
+        "q1": {"a": Verdict.REQUIRED, "b": Verdict.USEFUL},
+        "q2": {"a": Verdict.REJECTED},
+    }
+    with pytest.raises(SkilltrainError, match=r"^q1: 'good' is no verdict; choose from required, useful, irrelevant"):
+        verdicts_by_query(table_from_rows([judgement("q1", "a", "good")], JUDGEMENTS))
+
+
+def test_rankings_come_in_order_of_rank_and_never_mixed():
+    row = {"query_id": "q", "skill_id": "a", "rank": 2, "score": 0.1, "stage": "x"}
+    table = table_from_rows([row, row | {"skill_id": "b", "rank": 1, "score": 0.0}], RANKINGS)
+    assert rankings_by_query(table) == {"q": [("b", 0.0), ("a", 0.1)]}
+    mixed = table_from_rows([row, row | {"stage": "y"}], RANKINGS)
+    with pytest.raises(SkilltrainError, match="rankings of 2 stages are mixed: x, y"):
+        rankings_by_query(mixed)

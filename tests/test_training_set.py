@@ -1,0 +1,123 @@
+import pytest
+
+from skilltrain.config import validate
+from skilltrain.errors import SkilltrainError
+from skilltrain.records import Query, Skill, Verdict
+from skilltrain.tables import JUDGEMENTS, LISTS, QUERIES, SKILLS, rows_of, write_table
+from skilltrain.training.training_set import ListsSource, load_training_set
+
+SKILL_IDS = "abcde"
+
+
+def a_list(query_id, **verdicts):
+    return {
+        "query_id": query_id, "skill_ids": list(verdicts), "verdicts": list(verdicts.values()),
+        "sources": ["x"] * len(verdicts), "ranks": [0] * len(verdicts), "teacher_scores": None,
+    }  # fmt: skip
+
+
+def judged(query_id, **verdicts):
+    return [{"query_id": query_id, "skill_id": s, "verdict": v, "judge": "test"} for s, v in verdicts.items()]
+
+
+LISTS_OF_TEST = [
+    a_list("q1", a="required", b="useful", c="irrelevant"),
+    a_list("q2#1", d="required", a="rejected"),
+    a_list("q2#2", e="required", b="irrelevant"),
+]
+JUDGEMENTS_OF_TEST = [
+    *judged("q1", a="required", b="useful", e="useful", d="rejected"),
+    *judged("q2#1", d="required", e="required"),
+    *judged("q2#2", d="required", e="required"),
+]
+
+
+@pytest.fixture
+def build(tmp_path):
+    def write(lists=LISTS_OF_TEST, judgements=JUDGEMENTS_OF_TEST, queries=("q1", "q2#1", "q2#2"), **settings):
+        pool = [Skill(s, f"name {s}", "d", "b") for s in SKILL_IDS]
+        write_table(rows_of(pool), SKILLS, tmp_path)
+        write_table(lists, LISTS, tmp_path)
+        write_table(judgements, JUDGEMENTS, tmp_path)
+        write_table(rows_of(Query(q, f"text of {q}", "single", "test", "train") for q in queries), QUERIES, tmp_path)
+        return validate(ListsSource, {"pool": tmp_path, "lists": tmp_path} | settings, "recipe")
+
+    return write
+
+
+def test_lists_come_with_gains_texts_and_all_known_positives(build):
+    data = load_training_set(build())
+    one, two, three = data.lists
+    assert (one.query_id, one.query, one.skill_ids) == ("q1", "text of q1", ("a", "b", "c"))
+    assert one.gains == (1.0, 0.5, 0.0) and one.positives == {"a", "b", "e"}
+    assert two.gains == (1.0, 0.0) and two.positives == three.positives == {"d", "e"}
+    assert sorted(data.skills) == list(SKILL_IDS)
+
+
+def test_gains_are_the_recipes_preference(build):
+    gains = {"required": 3, "useful": 0, "irrelevant": 0, "rejected": 0}
+    (one, *_) = load_training_set(build(gains=gains)).lists
+    assert one.gains == (3.0, 0.0, 0.0) and one.positives == {"a"}
+
+
+def test_only_the_first_lists_and_their_skills(build):
+    data = load_training_set(build(max_lists=1))
+    assert len(data.lists) == 1 and sorted(data.skills) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        ([], "holds no list to train on"),
+        ([a_list("q1", a="irrelevant", b="rejected")], "the list of query 'q1' holds no positive"),
+        ([a_list("q1")], "the list of query 'q1' holds no positive"),
+        ([a_list("q1", a="required", b="required")], "the list of query 'q1' holds no negative"),
+        ([a_list("q9", a="required", b="rejected")], "the list of query 'q9' has no query text"),
+        (
+            [a_list("q1", a="required", b="good")],
+            "'good' in the list of query 'q1' is no verdict; choose from required, useful, irrelevant, rejected",
+        ),
+        (
+            [a_list("q1", a="required", b="rejected") | {"verdicts": ["required"]}],
+            "the list of query 'q1' holds 2 skills, but 1 verdicts",
+        ),
+        (
+            [a_list("q1", a="required", b="rejected") | {"skill_ids": ["b", "b"]}],
+            "the list of query 'q1' holds skill 'b' twice",
+        ),
+        ([a_list("q1", a="required", x="rejected", y="rejected")], "skill 'x' and 1 more of "),
+    ],
+)
+def test_a_list_that_cannot_be_trained_on_is_named(build, lists, message):
+    with pytest.raises(SkilltrainError) as error:
+        load_training_set(build(lists=lists))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("gains", "message"),
+    [
+        ({"required": 1, "useful": 1, "irrelevant": 0}, "gains name no value for 'rejected'"),
+        (dict.fromkeys(Verdict, 0), "gains must be >= 0, and one of them > 0"),
+        ({**dict.fromkeys(Verdict, 1), "rejected": -1}, "gains must be >= 0, and one of them > 0"),
+        ({**dict.fromkeys(Verdict, 1), "rejected": ".nan"}, "gains must be >= 0, and one of them > 0"),
+    ],
+)
+def test_gains_that_make_no_sense_are_refused(build, gains, message):
+    gains = {str(verdict): float("nan") if gain == ".nan" else gain for verdict, gain in gains.items()}
+    with pytest.raises(SkilltrainError) as error:
+        load_training_set(build(gains=gains))
+    assert str(error.value) == f"data.gains: {message}"
+
+
+def test_a_verdict_that_does_not_exist_is_refused_in_the_recipe(build):
+    with pytest.raises(SkilltrainError, match=r"recipe: gains\.good: must be 'required', 'useful', 'irrelevant' or"):
+        build(gains={"good": 1})
+
+
+@pytest.mark.parametrize("missing", ["skills", "lists", "queries", "judgements"])
+def test_a_missing_table_is_named(build, tmp_path, missing):
+    source = build()
+    (tmp_path / f"{missing}.parquet").unlink()
+    with pytest.raises(SkilltrainError, match=f"no {missing} table here"):
+        load_training_set(source)

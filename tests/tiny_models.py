@@ -1,0 +1,95 @@
+"""Models with random weights, small enough to build in a test: a BERT and a Qwen3, each as encoder and as reranker."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    BertTokenizerFast,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+)
+from transformers.utils import logging
+
+logging.disable_progress_bar()
+
+TEXT = (
+    "yes no deploy pods kubernetes chart table spreadsheet extract pdf text translate review merge commit audio "
+    "video clip query skill agent task document find the a an of and to in with for from that files data report"
+)
+WORDS = TEXT.split()
+
+
+def bert_tokenizer():
+    """WordPiece over WORDS and single characters; lower-cases."""
+    letters = [chr(code) for code in range(33, 127) if not chr(code).isupper()]
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *letters, *(f"##{letter}" for letter in letters)]
+    vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+    raw = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    raw.normalizer = normalizers.BertNormalizer(lowercase=True)
+    raw.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    ends = [("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])]
+    raw.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
+    )
+    return BertTokenizerFast(tokenizer_object=raw, model_max_length=512)
+
+
+def qwen3_tokenizer(appends_end: bool):
+    """Byte-level BPE with Qwen3's special tokens; `appends_end` as Qwen3-Embedding's tokenizer does."""
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    raw.train_from_iterator([f"{word} {word}" for word in WORDS] * 3, trainer)
+    raw.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    raw.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
+    if appends_end:
+        end = ("<|endoftext|>", raw.token_to_id("<|endoftext|>"))
+        raw.post_processor = processors.TemplateProcessing(
+            single="$A <|endoftext|>", pair="$A $B <|endoftext|>", special_tokens=[end]
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<|endoftext|>", eos_token="<|im_end|>")
+
+
+def _bert_config(vocabulary: int, dropout: float) -> BertConfig:
+    return BertConfig(
+        vocab_size=vocabulary, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=512, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        initializer_range=0.2, num_labels=1,
+    )  # fmt: skip
+
+
+def _qwen3_config(vocabulary: int) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=vocabulary, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, intermediate_size=64, max_position_embeddings=2048, initializer_range=0.2,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def save_bert(folder: Path, reranker: bool, dropout: float = 0.0) -> Path:
+    """A BERT encoder, or a BERT with a one-output classification head."""
+    torch.manual_seed(0)
+    tokenizer = bert_tokenizer()
+    config = _bert_config(len(tokenizer), dropout)
+    (BertForSequenceClassification if reranker else BertModel)(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_qwen3(folder: Path, reranker: bool, appends_end: bool = True) -> Path:
+    """A Qwen3 base model, or a Qwen3 causal language model."""
+    torch.manual_seed(0)
+    tokenizer = qwen3_tokenizer(appends_end and not reranker)
+    config = _qwen3_config(len(tokenizer))
+    (Qwen3ForCausalLM if reranker else Qwen3Model)(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,51 @@
+"""A short training with dropout, and ways to break it off; also run by spawned processes."""
+
+import os
+import signal
+from pathlib import Path
+
+import torch
+
+from skilltrain.losses import InfoNCE
+from skilltrain.models.encoder import EncoderConfig, load_encoder
+from skilltrain.training.loop import TrainingConfig, train
+from skilltrain.training.steps import EncoderStep
+from training_data import training_set
+
+CONFIG = TrainingConfig(
+    epochs=2, batch_size=4, accumulation=2, learning_rate=1e-3, token_budget=150, precision="float32", save_every=2, recompute=True
+)
+NUM_LISTS = 20  # three optimiser steps an epoch, the third of them half as large: steps 1 to 6
+CALLS_A_STEP = (2, 2, 1, 2, 2, 1)
+
+
+def new_step(folder: Path, seed: int = 0) -> EncoderStep:
+    """The step of an encoder with dropout."""
+    encoder = load_encoder(EncoderConfig(source=str(folder)), torch.device("cpu"))
+    return EncoderStep(encoder, InfoNCE(), training_set(NUM_LISTS, seed=seed), 150, CONFIG.recompute, in_batch=True)
+
+
+def signal_in(step: EncoderStep, number: int, which: signal.Signals) -> EncoderStep:
+    """The same step module, which sends its process a signal in the `number`-th optimiser step."""
+    forward, calls = step.forward, []
+
+    def counting(batch):
+        calls.append(batch)
+        if len(calls) == 1 + sum(CALLS_A_STEP[: number - 1]):
+            os.kill(os.getpid(), which)
+        return forward(batch)
+
+    step.forward = counting
+    return step
+
+
+def run(step: EncoderStep, out: Path, resume: bool) -> dict[str, torch.Tensor]:
+    """The parameters after training."""
+    train(step, step.data.lists, CONFIG, out, resume)
+    return {name: value.detach().clone() for name, value in step.named_parameters()}
+
+
+def killed_in_step(rank: int, number: int, folder: Path, out: Path) -> None:
+    """Train until a kill -9 in the `number`-th step."""
+    torch.set_num_threads(1)
+    run(signal_in(new_step(folder), number, signal.SIGKILL), out, resume=False)
