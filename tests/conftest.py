@@ -3,10 +3,15 @@
 import os
 
 import pytest
+from hypothesis import settings
 from jaxtyping import install_import_hook
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# A busy machine is no fault: no test is timed.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 # Before the first import of these packages: every annotated shape in them is checked at every call.
 install_import_hook(["skilltrain.losses", "skilltrain.models", "skilltrain.training"], "beartype.beartype")

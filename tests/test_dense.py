@@ -6,12 +6,8 @@ from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource, encode_queries, encode_skills, nearest, open_encoder
 from skilltrain.templates import EncoderTemplate
 
-SKILLS = [
-    Skill(f"s{i}", name, f"find the {name}", "task " * length)
-    for i, (name, length) in enumerate(
-        [("pods", 3), ("chart", 60), ("clip", 1), ("audio", 20), ("pdf", 9), ("table", 0)]
-    )
-]
+LENGTHS = {"pods": 3, "chart": 60, "clip": 1, "audio": 20, "pdf": 9, "table": 0}
+SKILLS = [Skill(f"id of {name}", name, f"find the {name}", "task " * length) for name, length in LENGTHS.items()]
 
 
 def source(model_folders, name="bert", **settings):

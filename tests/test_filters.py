@@ -16,12 +16,11 @@ from skilltrain.data.filters import (
     JaccardLayer,
     NameLayer,
     find_false_negatives,
-    name_key,
     rows_by_query,
     run_filter,
 )
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Skill, Verdict
+from skilltrain.records import Skill, Verdict, name_key
 from skilltrain.tables import DROPPED, JUDGEMENTS, RANKINGS, SKILLS, read_table, rows_of, table_from_rows, write_table
 
 GOLD_BODY = "read the pages of a pdf file and print them"  # 10 words, 8 trigrams
@@ -214,7 +213,7 @@ def test_layers_are_chosen_by_name_in_the_recipe(folder):
         ({"encoder": None}, "layer 'cosine' needs the section 'encoder'"),
         ({"layers": [{"name": "name"}, {"name": "name"}]}, "a layer stands twice"),
         ({"layers": [{"name": "nmae"}]}, "layers.0"),
-        ({"layers": [{"name": "jaccard", "above": 60}]}, "layers.0.jaccard.above"),
+        ({"layers": [{"name": "jaccard", "above": 60}]}, "layers.0.above"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(folder, changes, message):

@@ -168,7 +168,9 @@ def test_accumulation_does_not_change_what_a_query_weighs(open_encoder_of, tmp_p
     for batch_size, accumulation in ((6, 1), (3, 2), (2, 3), (1, 6)):
         encoder, data = open_encoder_of("bert").double(), training_set(NUM_LISTS)
         step = EncoderStep(encoder, InfoNCE(), data, 200, False, in_batch=False)
-        config = TrainingConfig(batch_size=batch_size, accumulation=accumulation, learning_rate=1e-3, precision="float32")
+        config = TrainingConfig(
+            batch_size=batch_size, accumulation=accumulation, learning_rate=1e-3, precision="float32"
+        )
         train(step, data.lists, config, tmp_path / str(batch_size), resume=False)
         results.append(torch.cat([parameter.detach().flatten() for parameter in step.parameters()]))
     for other in results[1:]:

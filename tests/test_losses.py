@@ -80,9 +80,8 @@ def test_one_positive_equals_torch_cross_entropy(temperature):
 
 def test_pointwise_by_hand():
     # Scores 0 and 1 against 1 and 0: log 2 and log(1 + e), averaged over the list.
-    assert PointwiseBCE()(batch([[0.0, 1.0]], [[1.0, 0.0]])).item() == pytest.approx(
-        (0.693147 + 1.313262) / 2, abs=1e-6
-    )
+    expected = pytest.approx((0.693147 + 1.313262) / 2, abs=1e-6)
+    assert PointwiseBCE()(batch([[0.0, 1.0]], [[1.0, 0.0]])).item() == expected
     # An invalid third candidate changes neither the sum nor the average.
     masked = batch([[0.0, 1.0, 9.0]], [[1.0, 0.0, 1.0]], [[True, True, False]])
     assert PointwiseBCE()(masked).item() == expected

@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.micro_batches import map_micro_batches
@@ -24,7 +24,7 @@ SKILLS = [
 
 @pytest.mark.parametrize("max_tokens", [32, 48, 512])
 def test_pair_ids_equal_the_tokenizers_own_pair_with_the_skill_cut(open_reranker_of, max_tokens):
-    reranker = open_reranker_of("bert_reranker", max_tokens=max_tokens)
+    reranker = open_reranker_of("bert_reranker", max_tokens=max_tokens, query_max_tokens=16)
     for skill, pair in zip(SKILLS, reranker.tokenize(QUERY, SKILLS), strict=True):
         text = reranker.settings.template.render_skill(skill)
         own = reranker.tokenizer([QUERY], [text], truncation="only_second", max_length=max_tokens)
@@ -43,20 +43,33 @@ def test_yes_no_ids_are_prefix_body_suffix_and_only_the_skill_is_cut(open_rerank
     whole = open_reranker_of("qwen3_reranker", max_tokens=2000).tokenize(QUERY, SKILLS)
     limit = len(whole[2]) - 10
     reranker = open_reranker_of("qwen3_reranker", max_tokens=limit)
-    tokenizer, template = reranker.tokenizer, reranker.settings.template
-    prefix, suffix = (tokenizer.encode(text) for text in (QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX))
+    encode, template = reranker.tokenizer.encode, reranker.settings.template
+    prefix, suffix = encode(QWEN3_RERANKER_PREFIX), encode(QWEN3_RERANKER_SUFFIX)
     pairs = reranker.tokenize(QUERY, SKILLS)
     for skill, pair in zip(SKILLS, pairs, strict=True):
-        assert pair.ids[: len(prefix)] == prefix and pair.ids[-len(suffix) :] == suffix
-        body = tokenizer.decode(pair.ids[len(prefix) : -len(suffix)])
-        text = template.render_query(QUERY) + template.render_skill(skill)
-        assert body == text or (len(pair) == limit and text.startswith(body.rstrip("\ufffd")))
+        body = encode(template.render_query(QUERY) + template.render_skill(skill))
+        assert pair.ids == prefix + body[: limit - len(prefix) - len(suffix)] + suffix
     assert [len(pair) < len(one) for pair, one in zip(pairs, whole, strict=True)] == [False, False, True, False]
-    assert len(pairs[2]) == limit
+
+
+def test_the_border_of_query_and_skill_is_tokenised_as_one_text(open_reranker_of):
+    reranker = open_reranker_of("qwen3_reranker")
+    (pair,) = reranker.tokenize(QUERY, SKILLS[:1])
+    # " pods" is one token, though the space stands in the query's part and the word in the skill's.
+    assert reranker.tokenizer.decode(pair.ids[pair.second_start]) == " pods"
+    (empty,) = reranker.tokenize(QUERY, SKILLS[3:])
+    assert reranker.tokenizer.decode(empty.ids).endswith(f"<Document>: {QWEN3_RERANKER_SUFFIX}")
+
+
+def test_a_query_longer_than_the_limit_is_never_cut(open_reranker_of):
+    reranker = open_reranker_of("qwen3_reranker", max_tokens=32)
+    (pair,) = reranker.tokenize(QUERY, SKILLS[:1])
+    text = reranker.settings.template.render_query(QUERY).rstrip()
+    assert reranker.tokenizer.decode(pair.ids) == QWEN3_RERANKER_PREFIX + text + QWEN3_RERANKER_SUFFIX
 
 
 def test_bert_scores_equal_plain_transformers_code(open_reranker_of, model_folders):
-    reranker = open_reranker_of("bert_reranker", max_tokens=64)
+    reranker = open_reranker_of("bert_reranker", max_tokens=64, query_max_tokens=16)
     model = AutoModelForSequenceClassification.from_pretrained(model_folders["bert_reranker"]).eval()
     texts = [reranker.settings.template.render_skill(skill) for skill in SKILLS]
     inputs = reranker.tokenizer(
@@ -107,6 +120,10 @@ def test_the_wrong_form_and_the_wrong_folder_are_refused(tmp_path, model_folders
         load_reranker(RerankerConfig(source=str(model_folders["bert_reranker"]), template=yes_no), CPU)
     with pytest.raises(SkilltrainError, match="max_tokens exceeds the model's 512 positions"):
         load_reranker(RerankerConfig(source=str(model_folders["bert_reranker"]), max_tokens=600), CPU)
+    with pytest.raises(
+        SkilltrainError, match=r"query_max_tokens \(256\) leaves no room for a skill in max_tokens \(128\)"
+    ):
+        load_reranker(RerankerConfig(source=str(model_folders["bert_reranker"]), max_tokens=128), CPU)
     folder = save_bert(tmp_path / "trained", reranker=False)
     (folder / "skilltrain.json").write_text(json.dumps({"kind": "encoder", "settings": {}}))
     with pytest.raises(SkilltrainError, match="its model is of kind encoder, but reranker is needed here"):
@@ -124,3 +141,21 @@ def test_candidates_come_back_best_first_with_ties_in_their_order(model_folders)
     assert scores == sorted(scores, reverse=True) and sorted(ranked) == sorted(candidates["q1"])
     assert ranked.index("a") < ranked.index("a2") and dict(result["q1"])["a"] == pytest.approx(dict(result["q1"])["a2"])
     assert result["q2"] == [] and [skill_id for skill_id, _ in result["q3"]] == ["b"]
+
+
+def test_cosine_pair_is_the_cosine_of_the_two_segments_mean_vectors(open_reranker_of, model_folders):
+    template = RerankerTemplate(form="cosine_pair")
+    reranker = open_reranker_of("bert", template=template, max_tokens=64, query_max_tokens=16)
+    pairs = reranker.tokenize(QUERY, SKILLS)
+    assert [pair.ids for pair in pairs] == [
+        pair.ids
+        for pair in open_reranker_of("bert_reranker", max_tokens=64, query_max_tokens=16).tokenize(QUERY, SKILLS)
+    ]
+    model = AutoModel.from_pretrained(model_folders["bert"]).eval()
+    expected = []
+    with torch.inference_mode():
+        for pair in pairs:
+            hidden = model(torch.tensor([pair.ids])).last_hidden_state[0]
+            parts = hidden[: pair.second_start].mean(0), hidden[pair.second_start :].mean(0)
+            expected.append(torch.nn.functional.cosine_similarity(*parts, dim=0))
+        assert torch.allclose(reranker(pairs), torch.stack(expected), atol=1e-5)

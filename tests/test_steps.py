@@ -3,6 +3,7 @@ import torch
 
 from skilltrain.losses import InfoNCE, ListwiseCE, PointwiseBCE
 from skilltrain.records import Skill
+from skilltrain.training import steps
 from skilltrain.training.steps import EncoderStep, RerankerStep, candidate_labels
 from skilltrain.training.training_set import TrainingList, TrainingSet
 from training_data import training_set
@@ -87,6 +88,17 @@ def test_each_distinct_skill_is_encoded_once_and_the_loss_is_the_naive_one(open_
     assert loss.item() == pytest.approx(expected.item(), abs=1e-9)
     for got, wanted in zip(gradients(encoder, loss), expected_gradients, strict=True):
         assert torch.allclose(got, wanted, atol=1e-9)
+
+
+def test_a_rank_without_any_text_still_takes_part(open_encoder_of, monkeypatch):
+    encoder, data = open_encoder_of("bert"), training_set(1)
+    step = EncoderStep(encoder, InfoNCE(), data, 120, False, in_batch=True)
+    monkeypatch.setattr(steps, "rank_and_world", lambda: (6, 8))
+    monkeypatch.setattr(steps, "gather_rows", lambda rows, total: torch.cat([rows, rows.new_zeros(total, 32)]))
+    loss = step(data.lists)
+    assert loss.item() == 0
+    assert all((gradient == 0).all() for gradient in gradients(encoder, loss))
+    assert all(parameter.grad is not None for parameter in encoder.parameters())
 
 
 @pytest.mark.parametrize("name", ["bert_reranker", "qwen3_reranker"])

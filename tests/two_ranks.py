@@ -2,6 +2,7 @@
 
 import os
 import signal
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -19,8 +20,9 @@ from training_data import training_set
 CPU = torch.device("cpu")
 BATCH_SIZES = (5, 3, 1, 4, 1)
 CONFIG = TrainingConfig(
-    epochs=2, batch_size=3, accumulation=2, learning_rate=1e-3, warmup_share=0.2, token_budget=150, precision="float32", save_every=100
-)
+    epochs=2, batch_size=3, accumulation=2, learning_rate=1e-3, warmup_share=0.2, token_budget=150,
+    precision="float32", save_every=100,
+)  # fmt: skip
 
 
 def encoder_step(folder: Path, recompute: bool = False) -> EncoderStep:
@@ -31,7 +33,7 @@ def encoder_step(folder: Path, recompute: bool = False) -> EncoderStep:
 
 def reranker_step(folder: Path, recompute: bool = False) -> RerankerStep:
     """The reranker's step in float64 on the same lists."""
-    reranker = load_reranker(RerankerConfig(source=str(folder), max_tokens=100), CPU).double()
+    reranker = load_reranker(RerankerConfig(source=str(folder), max_tokens=100, query_max_tokens=40), CPU).double()
     return RerankerStep(reranker, ListwiseCE(), training_set(14), 150, recompute)
 
 
@@ -65,7 +67,9 @@ def on_rank(rank: int, root: Path, bert: Path, bert_reranker: Path) -> None:
     """Everything above as rank `rank` of two; rank 0 leaves its results in `root`."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    dist.init_process_group("gloo", init_method=f"file://{root / 'store'}", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{root / 'store'}", rank=rank, world_size=2, timeout=timedelta(seconds=40)
+    )
     results = {
         "encoder": five_steps(encoder_step(bert, recompute=True), 2),
         "reranker": five_steps(reranker_step(bert_reranker), 2),

@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand
@@ -13,15 +13,15 @@ from skilltrain import __version__
 from skilltrain.config import Config, apply_overrides, load_recipe
 from skilltrain.errors import SkilltrainError
 from skilltrain.recipe import STAGES, dry_run, parse_recipe, run_recipe
-from skilltrain.terminal import console, is_main_process, say
+from skilltrain.terminal import console, is_main_process
 
 app = typer.Typer(
     help="Fine-tune the encoder and the reranker that route an agent's task to the right skill.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+_INTERRUPTED = 130
 Overrides = Annotated[list[str] | None, typer.Argument(help="RECIPE.yaml (optional) and key=value settings")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print what would be done, and do nothing")]
 _EXAMPLES = {
@@ -48,17 +48,17 @@ def _split(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 def _values(stage: str, arguments: Sequence[str]) -> tuple[dict[str, Any], object]:
     file, overrides = _split(arguments)
-    if file is None:
-        return {"stage": stage} | apply_overrides({}, overrides), f"skilltrain {stage}"
-    values = load_recipe(file, overrides)
+    values = load_recipe(file, overrides) if file else apply_overrides({}, overrides)
+    where = file or f"skilltrain {stage}"
     if values.get("stage", stage) != stage:
-        raise SkilltrainError(f"is a recipe of stage {values['stage']}, not {stage}", where=file)
-    return {"stage": stage} | values, file
+        raise SkilltrainError(f"is a recipe of stage {values['stage']}, not {stage}", where=where)
+    return {"stage": stage} | values, where
 
 
 def _execute(config: Any, only_plan: bool, resume: bool) -> None:
     if only_plan:
-        _show({"plan": dry_run(config)} if STAGES[config.stage].trains else {})
+        plan = dry_run(config)
+        _show({"plan": plan} if plan else {})
         return
     summary = run_recipe(config, resume)
     _show({"out": str(config.out), **summary})
@@ -143,7 +143,10 @@ def evaluate(
     values, where = _values("evaluate", arguments or [])
     given = {"benchmark": benchmark, "pool": pool, "predictions": predictions}
     values |= {key: str(value) for key, value in given.items() if value is not None}
-    if "systems" not in values and values.get("pool") is not None:
+    named = encoder or reranker
+    if named and "systems" in values:
+        raise SkilltrainError("systems stand in the recipe", where=where, fix="leave --encoder and --reranker out")
+    if "systems" not in values and (named or values.get("pool") is not None):
         values["systems"] = _systems(encoder or [], reranker)
     _execute(parse_recipe(values, where), only_plan, resume=False)
 
@@ -207,18 +210,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     command = typer.main.get_command(app)
+    code: Any = 0
     try:
-        command.main([argument for argument in given if argument != "--debug"], prog_name="skilltrain")
-    except SkilltrainError as error:
+        kept = [argument for argument in given if argument != "--debug"]
+        code = command.main(kept or ["--help"], prog_name="skilltrain", standalone_mode=False)
+    except (SkilltrainError, OSError) as error:
         if debug:
             raise
-        console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        say("interrupted; what was finished is kept")
-        sys.exit(2)
-    except OSError as error:
-        if debug:
-            raise
-        console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
-        sys.exit(2)
+        _fail(str(error))
+    except typer.TyperException as error:  # a fault in the command line itself
+        _fail(f"{error.format_message()} (see skilltrain --help)")
+    except (KeyboardInterrupt, typer.Abort):
+        code = _INTERRUPTED
+    if code == _INTERRUPTED:  # what typer makes of Ctrl-C
+        _fail("interrupted; what was finished is kept")
+    if code:
+        sys.exit(code)
+
+
+def _fail(message: str) -> NoReturn:
+    line = " ".join(message.splitlines())
+    console.print(f"error: {line}", style="bold red", markup=False, soft_wrap=True)
+    sys.exit(2)

@@ -12,7 +12,7 @@ from skilltrain import __version__
 from skilltrain.config import Config, input_paths, load_recipe, to_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import fingerprint, read_json, write_json, write_text
-from skilltrain.terminal import console, is_main_process, say
+from skilltrain.terminal import is_main_process, say
 
 RUN_FILE, RECIPE_FILE = "run.json", "recipe.yaml"
 
@@ -49,7 +49,7 @@ STAGES = {
 def parse_recipe(values: dict[str, Any], where: object) -> Any:
     """The settings of the stage that `values` name. Raises SkilltrainError for an unknown stage or any other fault."""
     name = values.get("stage")
-    if name not in STAGES:
+    if not isinstance(name, str) or name not in STAGES:
         found = "missing key 'stage'" if name is None else f"stage: unknown stage {name!r}"
         raise SkilltrainError(f"{found}; allowed: {', '.join(STAGES)}", where=where)
     config_class, _ = STAGES[name].load()
@@ -70,32 +70,63 @@ def run_recipe(config: Any, resume: bool) -> dict[str, Any]:
             raise SkilltrainError(
                 f"the stage {config.stage} runs in one process", fix="run it without accelerate launch"
             )
-        return function(config, out, resume)
-    inputs = {key: _fingerprint(path) for key, path in input_paths(config).items()}
+        return _summary_in(out) or function(config, out, resume)
+    inputs = {key: _fingerprint(path) for key, path in _paths_read(config).items()}
     identity = {"recipe": config.model_dump(mode="json", exclude={"out"}), "inputs": inputs}
     if (done := _finished_run(out, identity, resume and stage.trains)) is not None:
         say(f"{out}: already holds this run; nothing to do")
         return done
     record = {"skilltrain": __version__, **identity}
-    if stage.trains:
-        out.mkdir(parents=True, exist_ok=True)
-        _write_record(out, config, record | {"finished": False})
+    return _train(config, function, record, resume) if stage.trains else _produce(config, function, record)
+
+
+def _train(config: Any, function: Callable[..., dict[str, Any]], record: dict[str, Any], resume: bool) -> Any:
+    """The summary of a training; one that fails before its first checkpoint leaves nothing behind."""
+    out = config.out
+    is_new = not (out / RUN_FILE).is_file()
+    out.mkdir(parents=True, exist_ok=True)
+    _write_record(out, config, record | {"finished": False})
+    try:
         summary = function(config, out, resume)
-        _write_record(out, config, record | {"finished": True, "summary": summary})
-        shutil.rmtree(out / "checkpoints", ignore_errors=True)
-    else:
-        partial = out.with_name(f".{out.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        try:
-            summary = function(config, partial)
-            _write_record(partial, config, record | {"finished": True, "summary": summary})
-            if out.is_dir():
-                out.rmdir()
-            partial.rename(out)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    except BaseException:
+        if is_new and not any(out.glob("checkpoints/step-*")):
+            shutil.rmtree(out, ignore_errors=True)
+        raise
+    _write_record(out, config, record | {"finished": True, "summary": summary})
+    shutil.rmtree(out / "checkpoints", ignore_errors=True)
     return summary
+
+
+def _produce(config: Any, function: Callable[..., dict[str, Any]], record: dict[str, Any]) -> Any:
+    """The summary of a data stage, whose folder appears whole or not at all."""
+    partial = config.out.with_name(f".{config.out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        summary = function(config, partial)
+        _write_record(partial, config, record | {"finished": True, "summary": summary})
+        partial.rename(config.out)  # takes the place of an empty folder
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return summary
+
+
+def _paths_read(config: Config) -> dict[str, Path]:
+    """Key path → what the stage reads: its input paths, and the model folders that its settings name."""
+    return input_paths(config) | _model_folders(config.model_dump(mode="json"))
+
+
+def _model_folders(values: Any, path: str = "") -> dict[str, Path]:
+    """Key path → every folder under a key `source` of settings; Hub ids and packages keep to one content by name."""
+    found: dict[str, Path] = {}
+    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    for key, value in items:
+        place = f"{path}.{key}" if path else str(key)
+        if key == "source" and isinstance(value, str):
+            found |= {place: folder} if (folder := Path(value).expanduser()).is_dir() else {}
+        else:
+            found |= _model_folders(value, place)
+    return found
 
 
 def _fingerprint(path: Path) -> str:
@@ -105,8 +136,16 @@ def _fingerprint(path: Path) -> str:
         raise SkilltrainError(f"cannot be read: {error.strerror}", where=path) from error
 
 
+def _summary_in(out: Path) -> dict[str, Any] | None:
+    """The summary of the finished run in `out`, which the main process leaves as it is (or refuses to touch)."""
+    record = read_json(out / RUN_FILE) if (out / RUN_FILE).is_file() else None
+    return record["summary"] if isinstance(record, dict) and record.get("finished") else None
+
+
 def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str, Any] | None:
     """The summary of the same run, if `out` holds it, finished. Raises SkilltrainError if `out` is not free."""
+    if out.name in ("", ".."):
+        raise SkilltrainError("is no name for an output folder", where=out, fix="give out=… a name")
     if out.exists() and not out.is_dir():
         raise SkilltrainError("is a file; the output is a folder", where=out)
     if not out.is_dir() or not any(out.iterdir()):
@@ -114,12 +153,13 @@ def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str
             raise SkilltrainError("holds no run to resume", where=out, fix="leave --resume out")
         return None
     fix = "choose another out=…, or delete the folder"
-    if not (out / RUN_FILE).is_file():
+    found = read_json(out / RUN_FILE) if (out / RUN_FILE).is_file() else None
+    if not isinstance(found, dict) or not found.keys() >= {*identity, "finished"}:
         raise SkilltrainError("the output folder is not empty and holds no run", where=out, fix=fix)
-    found = read_json(out / RUN_FILE)
-    if {key: found.get(key) for key in identity} != identity:
-        changed = _first_difference(found.get("recipe", {}), identity["recipe"]) or "its inputs"
-        raise SkilltrainError(f"the output folder holds another run: {changed} differ(s)", where=out, fix=fix)
+    if changed := _first_difference({key: found[key] for key in identity}, identity):
+        section, _, key = changed.partition(".")
+        what = f"{key} differs" if section == "recipe" else f"the content of {key} differs"
+        raise SkilltrainError(f"the output folder holds another run: {what}", where=out, fix=fix)
     if found["finished"]:
         return found["summary"]
     if not resume:
@@ -143,7 +183,7 @@ def _write_record(folder: Path, config: Config, record: dict[str, Any]) -> None:
 
 def dry_run(config: Any) -> dict[str, Any]:
     """Print the resolved recipe; what training would do with it, found without writing anything."""
-    console.print(to_yaml(config), markup=False, highlight=False)
+    say(to_yaml(config))
     for path in input_paths(config).values():
         if not path.exists():
             raise SkilltrainError("no such file or folder", where=path)

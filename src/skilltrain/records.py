@@ -1,5 +1,7 @@
 """What moves between stages when it is one thing and not a table."""
 
+import re
+import unicodedata
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -55,3 +57,8 @@ class Plan:
     query_id: str
     text: str
     steps: tuple[Step, ...]
+
+
+def name_key(name: str) -> str:
+    """A name without case and separators: `PDF-Tools`, `pdf_tools` and `pdf tools` are one name, `c++` and `c#` two."""
+    return re.sub(r"[\s\-_./:]+", "", unicodedata.normalize("NFKC", name).casefold())

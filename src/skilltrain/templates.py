@@ -53,11 +53,13 @@ class EncoderTemplate(Config):
 class RerankerTemplate(Config):
     """What the reranker sees of a (query, skill) pair.
 
-    `pair` is the two-segment input of BERT-like models; `yes_no` is Qwen3-Reranker's chat form, whose two
+    `pair` is the two-segment input of BERT-like models, scored by a classification head. `cosine_pair` is the same
+    input, scored by the cosine of the two segments' mean vectors: it starts from what an encoder knows, where a new
+    head first has to learn what relevance is. `yes_no` is Qwen3-Reranker's chat form, whose two
     official separators between the parts are a newline and a blank line (SkillRouter uses the latter).
     """
 
-    form: Literal["pair", "yes_no"] = "pair"
+    form: Literal["pair", "cosine_pair", "yes_no"] = "pair"
     instruction: str = SKILL_TASK
     separator: Literal["\n", "\n\n"] = "\n\n"
     query_chars: int = Field(default=1500, ge=1)
@@ -66,7 +68,7 @@ class RerankerTemplate(Config):
     def render_query(self, text: str) -> str:
         """Everything before the skill's text (without the chat prefix)."""
         text = text[: self.query_chars]
-        if self.form == "pair":
+        if self.form != "yes_no":
             return text
         return f"<Instruct>: {self.instruction}{self.separator}<Query>: {text}{self.separator}<Document>: "
 

@@ -1,5 +1,6 @@
 """What a person sees while work goes on: one console, one kind of progress bar."""
 
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from rich.text import Text
 console = Console(stderr=True, highlight=False)
 if not console.is_terminal:
     console.width = 120  # a log file has no width of its own; tables need this much
+log = logging.getLogger("skilltrain")
 ItemT = TypeVar("ItemT")
 
 

@@ -6,8 +6,6 @@ A layer answers, for candidates held against one gold skill, keep or drop with t
 A recipe then lists it under `layers:`; counts, DROPPED rows and the order of layers need no further line.
 """
 
-import re
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from pydantic import Field, model_validator
 from skilltrain.config import Config, InputPath
 from skilltrain.data.near_duplicates import TrigramReader, jaccard
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Skill, Verdict
+from skilltrain.records import Skill, Verdict, name_key
 from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
 from skilltrain.tables import (
     DROPPED,
@@ -151,11 +149,6 @@ class CosineLayer(Config):
 
 
 Layer = Annotated[NameLayer | JaccardLayer | CosineLayer, Field(discriminator="name")]
-
-
-def name_key(name: str) -> str:
-    """A name without case and separators: `PDF-Tools`, `pdf_tools` and `pdf tools` are one name, `c++` and `c#` two."""
-    return re.sub(r"[\s\-_./:]+", "", unicodedata.normalize("NFKC", name).casefold())
 
 
 class FilterConfig(Config):

@@ -13,9 +13,9 @@ from jaxtyping import Bool, Float32, Int64
 from pydantic import Field
 
 from skilltrain.config import Config, InputPath
-from skilltrain.data.filters import POSITIVE, name_key
+from skilltrain.data.filters import POSITIVE
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Query, Skill, Verdict
+from skilltrain.records import Query, Skill, Verdict, name_key
 from skilltrain.retrieval.dense import EncoderSource, encode_queries, encode_skills, nearest, open_encoder
 from skilltrain.retrieval.lexical import BM25Index, bm25_text
 from skilltrain.tables import (

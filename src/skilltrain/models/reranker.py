@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
+from skilltrain.models.encoder import bert_options
 from skilltrain.models.loading import Precision, load_pretrained, resolve_dtype, resolve_model, stored_settings
 from skilltrain.models.micro_batches import pad
-from skilltrain.models.pooling import at_least_float32
+from skilltrain.models.pooling import at_least_float32, pool
 from skilltrain.records import Skill
 from skilltrain.templates import QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX, RerankerTemplate
 
@@ -80,11 +81,15 @@ class Reranker(nn.Module):
     def tokenize(self, query: str, skills: Sequence[Skill]) -> list[PairIds]:
         """Token ids of one raw query paired with each skill; template and caps are applied here."""
         template, settings = self.settings.template, self.settings
-        head = self._plain_ids([template.render_query(query)])[0]
-        if template.form == "pair":
+        start, texts = template.render_query(query), [template.render_skill(skill) for skill in skills]
+        head = self._plain_ids([start])[0]
+        if template.form != "yes_no":
             head = head[: settings.query_max_tokens]
-        bodies = self._plain_ids([template.render_skill(skill) for skill in skills])
-        return [self.frame.join(head, body, settings.max_tokens) for body in bodies]
+            return [self.frame.join(head, skill, settings.max_tokens) for skill in self._plain_ids(texts)]
+        # One text, as the model was trained: tokens merge across the border of `<Document>: ` and the skill.
+        bodies = self._plain_ids([start + text for text in texts])
+        borders = [_num_shared(head, body) for body in bodies]
+        return [self.frame.join(b[:at], b[at:], settings.max_tokens) for b, at in zip(bodies, borders, strict=True)]
 
     def _plain_ids(self, texts: list[str]) -> list[list[int]]:
         if not texts:  # transformers' tokenizers fail on an empty batch
@@ -98,8 +103,16 @@ class Reranker(nn.Module):
             return self._yes_no_scores(ids, mask)
         starts = torch.tensor([pair.second_start for pair in pairs], device=ids.device)
         segments = (torch.arange(ids.shape[1], device=ids.device) >= starts[:, None]).long() * mask
+        if self.settings.template.form == "cosine_pair":
+            return self._cosines(ids, mask, segments)
         logits = self.network(input_ids=ids, attention_mask=mask, token_type_ids=segments).logits
         return at_least_float32(logits[:, 0])
+
+    def _cosines(self, ids: Tensor, mask: Tensor, segments: Tensor) -> Float[Tensor, "pair"]:
+        """Cosine of the mean vectors of query and skill, each token having attended to both."""
+        hidden = at_least_float32(self.network(input_ids=ids, attention_mask=mask).last_hidden_state)
+        query, skill = pool(hidden, mask - segments, "mean"), pool(hidden, segments, "mean")
+        return nn.functional.cosine_similarity(query, skill, dim=-1)
 
     def _yes_no_scores(self, ids: Tensor, mask: Tensor) -> Float[Tensor, "pair"]:
         """logit(yes) - logit(no) from two rows of the head at the last real position; no other logits are computed."""
@@ -108,6 +121,11 @@ class Reranker(nn.Module):
         rows = self.network.get_output_embeddings().weight[list(self.yes_no_ids or ())]
         with torch.autocast(last.device.type, enabled=False):  # bfloat16 would round the score itself
             return at_least_float32(last) @ at_least_float32(rows[0] - rows[1])
+
+
+def _num_shared(one: list[int], other: list[int]) -> int:
+    """Length of the longest common prefix."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def yes_no_ids(tokenizer: Any) -> tuple[int, int]:
@@ -135,29 +153,41 @@ def load_reranker(config: RerankerConfig, device: torch.device) -> Reranker:
     """The reranker that `config` names, in evaluation mode on `device`.
 
     Causal language models score by yes/no logits, others by a classification head with one output, which is new
-    (and random) if the folder has none. Raises SkilltrainError if there is no such model, or it is an encoder's folder.
+    (and random) if the folder has none. With the form `cosine_pair` an encoder may be the start of a reranker.
+    Raises SkilltrainError if there is no such model, or it is an encoder's folder.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     folder = resolve_model(config.source)
-    stored = stored_settings(folder, "reranker")
-    given = config.model_dump(exclude_none=True, exclude={"source", "precision"})
+    grows_from_encoder = config.template is not None and config.template.form == "cosine_pair"
+    stored = {} if grows_from_encoder else stored_settings(folder, "reranker")
     model_config = load_pretrained(AutoConfig, folder, "model configuration")
     causal = any("CausalLM" in name for name in model_config.architectures or [])
+    given = config.model_dump(exclude_none=True, exclude={"source", "precision"})
     if causal and "template" not in stored | given:
         stored["template"] = {"form": "yes_no"}
     settings = RerankerSettings.model_validate(stored | given)
-    tokenizer = load_pretrained(AutoTokenizer, folder, "tokenizer", padding_side="right")
     if settings.template.form == "yes_no" and not causal:
         raise SkilltrainError("template.form=yes_no needs a causal language model", where=config.source)
     limit = getattr(model_config, "max_position_embeddings", settings.max_tokens)
     if settings.max_tokens > limit:
         raise SkilltrainError(f"max_tokens exceeds the model's {limit} positions", where=config.source)
-    options: dict[str, Any] = {"dtype": resolve_dtype(config.precision, device), "use_safetensors": True}
-    if settings.template.form == "pair":
-        options |= {"num_labels": 1}
-        if getattr(model_config, "attention_probs_dropout_prob", None) is not None:
-            options["attention_probs_dropout_prob"] = 0.0  # attention dropout takes PyTorch's slow path on CPU
-    auto_class = AutoModelForCausalLM if settings.template.form == "yes_no" else AutoModelForSequenceClassification
-    network = load_pretrained(auto_class, folder, "reranker", **options)
+    if settings.template.form != "yes_no" and settings.query_max_tokens > settings.max_tokens - 8:
+        room = f"query_max_tokens ({settings.query_max_tokens}) leaves no room for a skill in max_tokens"
+        raise SkilltrainError(f"{room} ({settings.max_tokens})", where=config.source)
+    tokenizer = load_pretrained(AutoTokenizer, folder, "tokenizer", padding_side="right")
+    network = _network(folder, settings.template.form, resolve_dtype(config.precision, device))
     return Reranker(network.to(device).eval(), tokenizer, settings)
+
+
+def _network(folder: str, form: str, dtype: torch.dtype) -> Any:
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}
+    if form == "yes_no":
+        return load_pretrained(AutoModelForCausalLM, folder, "reranker", **options)
+    options |= bert_options(folder)
+    if form == "cosine_pair":
+        return load_pretrained(AutoModel, folder, "reranker", **options)
+    options.pop("add_pooling_layer", None)  # here the pooler is part of the head
+    return load_pretrained(AutoModelForSequenceClassification, folder, "reranker", num_labels=1, **options)

@@ -52,7 +52,10 @@ def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
         write_table(pa.concat_tables(tables), RANKINGS, out)
         rankings = {name: _ids(found) for name, found in scored.items()}
     if config.predictions is not None:
-        rankings[config.predictions.stem] = read_predictions(config.predictions)
+        name = config.predictions.stem
+        if name in rankings:
+            raise SkilltrainError(f"a system is called '{name}' as well", where=config.predictions, fix="rename it")
+        rankings[name] = read_predictions(config.predictions)
     report = _report(config, benchmark, rankings, measures)
     names = {skill.skill_id: skill.name for skill in skills}
     gold = {task.query.query_id: task.relevance.gold for task in benchmark.tasks}
@@ -77,6 +80,8 @@ def read_predictions(path: Path) -> dict[str, list[str]]:
     values = read_json(path)
     if not isinstance(values, dict):
         raise SkilltrainError("predictions are an object {query_id: [skill_id, …]}", where=path)
+    if not values:
+        raise SkilltrainError("holds no prediction", where=path)
     for query_id, ranking in values.items():
         if not isinstance(ranking, list) or not all(isinstance(skill_id, str) for skill_id in ranking):
             raise SkilltrainError("predictions are lists of skill ids", where=f"{path}, query {query_id}")
@@ -95,7 +100,12 @@ def _report(
 ) -> Report:
     relevances = {task.query.query_id: task.relevance for task in benchmark.tasks}
     slices: dict[str, Slice] = {task.query.query_id: task.slice for task in benchmark.tasks}
-    results = [SystemResult(name, per_query(found, relevances, measures), found) for name, found in rankings.items()]
+    results: list[SystemResult] = []
+    for name, found in rankings.items():
+        try:
+            results.append(SystemResult(name, per_query(found, relevances, measures), found))
+        except SkilltrainError as error:
+            raise SkilltrainError(str(error), where=f"system {name}") from error
     return build_report(benchmark.name, results, slices, measures, config.seed)
 
 

@@ -1,5 +1,6 @@
 """A system: a first stage (BM25 or an encoder) and, if it has one, a reranker on top."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -52,16 +53,17 @@ def rank_with_systems(
     names = [system.name for system in systems]
     if len(set(names)) < len(names):
         raise SkilltrainError("two systems have the same name", where="systems")
+    deepest = max([depth, *(system.num_candidates for system in systems if system.reranker)])
     first_stages: dict[str, dict[str, Ranking]] = {}
     result: dict[str, dict[str, Ranking]] = {}
     for system in systems:
         say(f"{system.name}: {len(queries)} queries over {len(skills)} skills")
         key = repr((system.lexical, system.encoder))
         if key not in first_stages:
-            first_stages[key] = _first_stage(system, queries, skills, max(depth, system.num_candidates))
+            first_stages[key] = _first_stage(system, queries, skills, deepest)
         found = first_stages[key]
         if system.reranker is not None:
-            found = _rerank(system.reranker, found, queries, skills, system.num_candidates)
+            found = _rerank(system, system.reranker, found, queries, skills)
         result[system.name] = {query_id: ranking[:depth] for query_id, ranking in found.items()}
     return result
 
@@ -90,23 +92,26 @@ def _lexical_text(skill: Skill, source: LexicalSource) -> str:
 
 
 def _rerank(
+    system: SystemConfig,
     source: RerankerSource,
     found: Mapping[str, Ranking],
     queries: Mapping[str, str],
     skills: Sequence[Skill],
-    num_candidates: int,
 ) -> dict[str, Ranking]:
     """The top candidates by the reranker's score, the rest behind them in the first stage's order.
 
     The rest score below the lowest reranked candidate, so that scores fall with rank; their size means nothing.
     """
     by_id = {skill.skill_id: skill for skill in skills}
-    top = {query_id: [skill_id for skill_id, _ in ranking[:num_candidates]] for query_id, ranking in found.items()}
+    count = system.num_candidates
+    top = {query_id: [skill_id for skill_id, _ in ranking[:count]] for query_id, ranking in found.items()}
     ranked = rerank(open_reranker(source), queries, top, by_id, source.token_budget)
+    if not all(math.isfinite(score) for ranking in ranked.values() for _, score in ranking):
+        raise SkilltrainError("the reranker gave scores that are no numbers", where=f"system {system.name}")
     result: dict[str, Ranking] = {}
     for query_id, ranking in found.items():
         lowest = ranked[query_id][-1][1] if ranked[query_id] else 0.0
-        rest = [(skill_id, lowest - place) for place, (skill_id, _) in enumerate(ranking[num_candidates:], 1)]
+        rest = [(skill_id, lowest - place) for place, (skill_id, _) in enumerate(ranking[count:], 1)]
         result[query_id] = ranked[query_id] + rest
     return result
 

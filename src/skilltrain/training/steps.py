@@ -10,6 +10,7 @@ from skilltrain.losses import Loss, ScoredBatch
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import TokenIds, map_micro_batches
 from skilltrain.models.reranker import PairIds, Reranker
+from skilltrain.records import name_key
 from skilltrain.training.gather import gather_rows, rank_and_world
 from skilltrain.training.training_set import TrainingList, TrainingSet
 
@@ -57,12 +58,12 @@ def candidate_labels(
     negatives except those known, or likely by their name, to answer the query.
     """
     column = {skill_id: position for position, skill_id in enumerate(skill_ids)}
-    names = [data.skills[skill_id].name.casefold() for skill_id in skill_ids]
+    names = [name_key(data.skills[skill_id].name) for skill_id in skill_ids]
     gains = torch.zeros(len(lists), len(skill_ids))
     valid = torch.zeros(len(lists), len(skill_ids), dtype=torch.bool)
     for row, one in enumerate(lists):
         if in_batch:
-            twins = {data.skills[s].name.casefold() for s in one.positives if s in data.skills}
+            twins = {name_key(data.skills[s].name) for s in one.positives if s in data.skills}
             safe = [s not in one.positives and name not in twins for s, name in zip(skill_ids, names, strict=True)]
             valid[row] = torch.tensor(safe)
         own = torch.tensor([column[skill_id] for skill_id in one.skill_ids])

@@ -1,0 +1,209 @@
+"""Twenty skills as SKILL.md files, sixteen queries, recipes for tiny models, and the command line run in-process."""
+
+import contextlib
+import functools
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate.state import AcceleratorState, PartialState
+
+from skilltrain.cli import main
+
+# family → name: (what it does, first step, second step)
+SKILLS = {
+    "documents": {
+        "pdf-text-extract": ("extract the text of a pdf", "read every page of the pdf", "write its text to a file"),
+        "pdf-merge": ("merge pdf files into one document", "sort the files by name", "join their pages in that order"),
+        "contract-review": ("review a contract for risky clauses", "find clauses on payment", "list what is missing"),
+        "report-format": ("format a report for print", "set the margins of the report", "number its headings"),
+        "scan-cleanup": ("clean scanned paper documents", "straighten each scanned sheet", "remove dark borders"),
+    },
+    "data": {
+        "chart-maker": ("draw a chart from a table", "choose a chart for the data", "label both axes of the chart"),
+        "table-join": ("join two tables of data", "find the common column", "check that no row of data is lost"),
+        "spreadsheet-audit": ("audit a spreadsheet for errors", "trace each formula", "mark cells with constants"),
+        "csv-repair": ("repair broken csv data", "detect the delimiter of the data", "quote fields with line breaks"),
+        "outlier-report": ("report outliers in sales data", "compute the median of each month", "flag what is far"),
+    },
+    "operations": {
+        "pod-deploy": ("deploy pods to kubernetes", "write the manifest of the pods", "wait until they are ready"),
+        "pod-debug": ("find out why pods crash", "read the last log of the crashed pods", "compare memory limits"),
+        "image-slim": ("make a container image smaller", "use a builder layer", "leave caches out of the image"),
+        "log-search": ("search the logs of a cluster", "filter log lines by request", "count errors each minute"),
+        "backup-plan": ("plan backups of a database", "measure how fast data grows", "test one restore a month"),
+    },
+    "media": {
+        "audio-clip": ("cut a clip out of audio", "find the silence around the clip", "fade both ends of it"),
+        "video-subtitle": ("write subtitles for a video", "transcribe speech of the video", "keep two short lines"),
+        "photo-sort": ("sort photos by place and day", "read the date of each photo", "group those of one trip"),
+        "translate-text": ("translate a text for the web", "keep names and numbers", "ask a native speaker to review"),
+        "podcast-notes": ("write notes for a podcast", "split the talk into topics", "link what guests mention"),
+    },
+}
+QUERIES = [
+    ("train", "get the words out of this pdf page by page", ["documents/pdf-text-extract"]),
+    ("train", "I have nine pdf files and want one document", ["documents/pdf-merge"]),
+    ("train", "tell me which clauses in this agreement are dangerous", ["documents/contract-review"]),
+    ("train", "the scanned sheets are crooked and dark at the border", ["documents/scan-cleanup"]),
+    ("train", "show my table of sales as a picture with labelled axes", ["data/chart-maker"]),
+    ("train", "combine two tables by their common column without losing rows", ["data/table-join"]),
+    ("train", "somebody typed constants over formulas in our spreadsheet", ["data/spreadsheet-audit"]),
+    ("train", "bring three pods up on kubernetes and wait for them", ["operations/pod-deploy"]),
+    ("train", "pods restart again and again, what do the logs say", ["operations/pod-debug", "operations/log-search"]),
+    ("train", "our container image has two gigabytes, make it small", ["operations/image-slim"]),
+    ("train", "cut the laughter out of the audio and fade the ends", ["media/audio-clip"]),
+    ("train", "put short lines of speech under my video", ["media/video-subtitle"]),
+    ("test", "number the headings of a report before print", ["documents/report-format"]),
+    ("test", "fields with line breaks destroy my csv import", ["data/csv-repair"]),
+    ("test", "thousands of photos, put those of one trip together", ["media/photo-sort"]),
+    ("test", "write notes for a talk and translate them", ["media/podcast-notes", "media/translate-text"]),
+]
+# An untrained encoder finds all texts alike.
+LAYERS = "layers=[{name: name}, {name: jaccard}, {name: cosine, above: 0.998}]"
+RECIPE = 'recipe: r"""\n{}\n# """; from skilltrain.recipe import run; run(__name__, __file__)\n'
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left on the terminal."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error_line(self) -> str:
+        """The line that a failed command ends with; there is one such line, no traceback, and the exit code is 2."""
+        lines = self.err.splitlines()
+        assert self.code == 2 and "Traceback" not in self.err, self
+        assert [line.startswith("error: ") for line in lines].count(True) == 1, self
+        assert lines[-1].startswith("error: "), self
+        return lines[-1]
+
+    @property
+    def only_line(self) -> str:
+        """The same, where the command wrote nothing else."""
+        assert self.err.count("\n") == 1 and not self.out, self
+        return self.error_line
+
+
+def skilltrain(*arguments: object) -> Outcome:
+    """The command line in this process, without a terminal."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main([str(argument) for argument in arguments])
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else 1
+        finally:
+            PartialState._reset_state()
+            AcceleratorState._reset_state()
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def succeeds(*arguments: object) -> Outcome:
+    """The same, for a command that must succeed."""
+    outcome = skilltrain(*arguments)
+    assert outcome.code == 0, outcome
+    return outcome
+
+
+def write_library(folder: Path) -> Path:
+    """`folder` with skills/FAMILY/NAME/SKILL.md and queries/all.jsonl; one skill states no category."""
+    for family, members in SKILLS.items():
+        for name, (what, first, second) in members.items():
+            category = "" if name == "backup-plan" else f"category: {family}\n"
+            title = name.replace("-", " ")
+            body = (
+                f"# {title.capitalize()}\n\n## When to use\n- The user wants to {what} today\n"
+                f"- Somebody needs help to {first} without asking a colleague\n\n"
+                f"## Steps\n1. {first.capitalize()} before anything else is changed.\n"
+                f"2. {second.capitalize()}, then show the user what was done and why.\n"
+            )
+            file = folder / "skills" / family / name / "SKILL.md"
+            file.parent.mkdir(parents=True)
+            file.write_text(f"---\nname: {name}\ndescription: How to {what}.\n{category}---\n{body}")
+    rows = [
+        {"query_id": f"q{number:02}", "query": query, "skill_ids": skill_ids, "split": split, "origin": "test"}
+        for number, (split, query, skill_ids) in enumerate(QUERIES)
+    ]
+    (folder / "queries").mkdir()
+    (folder / "queries" / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def write_recipe(file: Path, text: str) -> Path:
+    """A recipe that runs itself."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(RECIPE.format(text.strip()))
+    return file
+
+
+def encoder_recipe(runs: Path, model: Path, lists: str = "lists") -> str:
+    """Two epochs over the encoder's lists: six steps of four queries."""
+    return f"""
+stage: train_encoder
+model: {{source: {model}, max_tokens: 48, query_max_tokens: 48}}
+data: {{pool: {runs}/pool, lists: {runs}/{lists}}}
+loss: {{name: infonce, temperature: 0.05}}
+training: {{epochs: 2, batch_size: 4, accumulation: 1, learning_rate: 1.0e-3, token_budget: 512}}
+out: {runs}/encoder
+"""
+
+
+def reranker_recipe(runs: Path, model: Path, max_tokens: int = 96) -> str:
+    """One epoch over the reranker's lists: three steps of two times two queries."""
+    return f"""
+stage: train_reranker
+model: {{source: {model}, max_tokens: {max_tokens}, query_max_tokens: 24}}
+data: {{pool: {runs}/pool, lists: {runs}/reranker_lists}}
+training: {{batch_size: 2, accumulation: 2, learning_rate: 1.0e-3, token_budget: 512}}
+out: {runs}/reranker
+"""
+
+
+def list_stages(runs: Path, library: Path, model: Path) -> list[tuple[str, ...]]:
+    """The commands from pool to lists: what an encoder is trained on."""
+    pool, queries, vectors = f"pool={runs}/pool", f"queries={runs}/queries", f"encoder.cache={runs}/vectors"
+    encoder = f"encoder.source={model}"
+    return [
+        ("pool", f"sources={library}/skills", "categories=from_pool", encoder, vectors, f"out={runs}/pool"),
+        ("queries", f"files={library}/queries/*.jsonl", pool, f"out={runs}/queries"),
+        ("mine", pool, queries, encoder, vectors, "depth=8", f"out={runs}/mined"),
+        ("filter", pool, queries, f"rankings={runs}/mined", encoder, vectors, LAYERS, f"out={runs}/filtered"),
+        ("lists", pool, queries, f"rankings={runs}/filtered",
+         "quotas={semantic: 3, lexical: 2, taxonomy: 2, random: 1}", f"out={runs}/lists"),
+    ]  # fmt: skip
+
+
+def training_stages(runs: Path, model: Path) -> list[tuple[str, ...]]:
+    """The commands that train both models on these lists, with what lies between."""
+    pool, queries = f"pool={runs}/pool", f"queries={runs}/queries"
+    encoder = write_recipe(runs / "recipes" / "encoder.yaml", encoder_recipe(runs, model))
+    reranker = write_recipe(runs / "recipes" / "reranker.yaml", reranker_recipe(runs, model))
+    return [
+        ("train", str(encoder)),
+        ("candidates", pool, queries, "system.name=trained", f"system.encoder.source={runs}/encoder", "depth=12",
+         f"out={runs}/candidates"),
+        ("filter", pool, queries, f"rankings={runs}/candidates", "judged_positives=keep", f"encoder.source={model}",
+         LAYERS, f"out={runs}/candidates_filtered"),
+        ("lists", pool, queries, f"rankings={runs}/candidates_filtered", "list_size=8", f"out={runs}/reranker_lists"),
+        ("train", str(reranker)),
+    ]  # fmt: skip
+
+
+@functools.cache
+def trained(root: Path, model: Path) -> Path:
+    """A folder `runs` in `root` in which all of these commands have run."""
+    library = write_library(root / "library")
+    for stage in [*list_stages(root / "runs", library, model), *training_stages(root / "runs", model)]:
+        succeeds(*stage)
+    return root / "runs"
+
+
+def contents(*folders: Path) -> dict[Path, tuple[int, int]]:
+    """Path → (time of change, size) of everything below `folders`."""
+    paths = (path for folder in folders for path in folder.rglob("*"))
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in paths}

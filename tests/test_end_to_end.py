@@ -1,0 +1,216 @@
+"""Every stage by its command, from SKILL.md files to a routed answer: twice the same, and never done twice."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from small_library import (
+    contents,
+    encoder_recipe,
+    list_stages,
+    reranker_recipe,
+    skilltrain,
+    succeeds,
+    training_stages,
+    write_library,
+    write_recipe,
+)
+from skilltrain.tables import DROPPED, JUDGEMENTS, LISTS, QUERIES, RANKINGS, SKILLS, read_table
+
+SYSTEMS = ["bm25", "base encoder", "trained encoder", "trained encoder + reranker"]
+
+
+def evaluation(runs: Path, model: Path, encoder: str = "encoder", reranker: str = "reranker") -> tuple[str, ...]:
+    """The command that compares four systems on the held-out queries."""
+    trained = f"{{source: {runs}/{encoder}}}"
+    recipe = f"""
+stage: evaluate
+pool: {runs}/pool
+benchmark: {runs}/queries
+split: test
+systems:
+- {{name: bm25, lexical: {{}}}}
+- {{name: base encoder, encoder: {{source: {model}}}}}
+- {{name: trained encoder, encoder: {trained}}}
+- {{name: trained encoder + reranker, encoder: {trained}, reranker: {{source: {runs}/{reranker}}}, num_candidates: 8}}
+out: {runs}/report_{encoder}
+"""
+    return "evaluate", str(write_recipe(runs / "recipes" / f"evaluate_{encoder}.yaml", recipe))
+
+
+def all_stages(runs: Path, library: Path, model: Path) -> list[tuple[str, ...]]:
+    return [*list_stages(runs, library, model), *training_stages(runs, model), evaluation(runs, model)]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return write_library(tmp_path_factory.mktemp("library"))
+
+
+@pytest.fixture(scope="module")
+def done(library, tmp_path_factory, model_folders):
+    """(the folder of all runs, the commands that made it, what they said)."""
+    runs = tmp_path_factory.mktemp("runs")
+    stages = all_stages(runs, library, model_folders["bert"])
+    return runs, stages, [succeeds(*stage) for stage in stages]
+
+
+def metrics_of(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
+    return {system["name"]: system["metrics"] for system in json.loads((folder / "metrics.json").read_text())["systems"]}
+
+
+def test_every_stage_leaves_its_tables_and_says_where(done):
+    runs, stages, outcomes = done
+    tables = {
+        "pool": [SKILLS, DROPPED], "queries": [QUERIES, JUDGEMENTS, DROPPED], "mined": [RANKINGS, DROPPED],
+        "filtered": [RANKINGS, DROPPED], "lists": [LISTS, QUERIES, JUDGEMENTS, DROPPED], "candidates": [RANKINGS],
+        "candidates_filtered": [RANKINGS, DROPPED], "reranker_lists": [LISTS, QUERIES, JUDGEMENTS, DROPPED],
+        "report_encoder": [RANKINGS],
+    }  # fmt: skip
+    rows = {(name, spec.name): read_table(runs / name, spec).num_rows for name in tables for spec in tables[name]}
+    assert rows["pool", "skills"] == 20 and rows["queries", "queries"] == 16 and rows["queries", "judgements"] == 18
+    assert rows["lists", "lists"] == rows["reranker_lists", "lists"] == 12  # the train split
+    assert rows["candidates", "rankings"] == 12 * 12
+    assert rows["candidates_filtered", "rankings"] + rows["candidates_filtered", "dropped"] == 12 * 12
+    assert rows["report_encoder", "rankings"] == 4 * 4 * 20
+    for (command, *_), outcome in zip(stages, outcomes, strict=True):
+        summary = json.loads(outcome.out)
+        assert Path(summary["out"]).is_dir() and Path(summary["out"]).parent == runs, command
+    assert not [path for path in runs.rglob("*") if "partial" in path.name or path.name == "checkpoints"]
+
+
+def test_both_trainings_changed_every_matrix_and_logged_every_step(done, model_folders):
+    runs, _, _ = done
+    before, after = (load_file(folder / "model.safetensors") for folder in (model_folders["bert"], runs / "encoder"))
+    assert after.keys() == {name for name in before if not name.startswith("pooler.")}
+    # The gradient never reaches the rows of unused positions and tokens, but it reaches every matrix.
+    assert [name for name, value in after.items() if value.ndim > 1 and value.equal(before[name])] == []
+    assert len((runs / "encoder" / "train_log.jsonl").read_text().splitlines()) == 6
+    assert len((runs / "reranker" / "train_log.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_reranker_learns_from_the_trained_encoders_candidates(done):
+    runs, _, _ = done
+    lists = read_table(runs / "reranker_lists", LISTS).to_pylist()
+    assert {source for row in lists for source in row["sources"]} <= {"trained", "gold"}
+    assert all(len(row["skill_ids"]) == 8 and "required" in row["verdicts"] for row in lists)
+
+
+def test_metrics_have_the_promised_shape(done):
+    runs, _, _ = done
+    metrics = metrics_of(runs / "report_encoder")
+    assert list(metrics) == SYSTEMS
+    for name in SYSTEMS:
+        assert set(metrics[name]) == {"Hit@1", "MRR@10", "nDCG@10", "Recall@10", "Recall@20", "Recall@50", "FC@10"}
+        for value in metrics[name].values():
+            assert value.keys() == {"mean", "low", "high", "n"}
+            assert 0 <= value["low"] <= value["mean"] <= value["high"] <= 1 and value["n"] == 4
+        assert metrics[name]["Recall@20"]["mean"] == 1  # the pool has 20 skills
+    assert metrics["bm25"]["Hit@1"]["mean"] >= 0.75  # the queries share rare words with their skills
+
+
+def test_the_report_is_one_file_that_loads_nothing(done):
+    runs, _, _ = done
+    page = (runs / "report_encoder" / "report.html").read_text()
+    assert all(name in page for name in SYSTEMS) and "thousands of photos" in page
+    loaded = re.findall(r"""(?:src|href)=["']?([^"'> ]*)|url\(["']?([^)]*)|@import (.*)""", page)
+    assert [place for places in loaded for place in places if not place.startswith(("data:", "#")) and place] == []
+    assert "default-src 'none'" in page and "://" not in page
+
+
+def test_route_answers_in_json(done):
+    runs, _, _ = done
+    answer = succeeds(
+        "route", "cut the laughter out of the audio", "--pool", runs / "pool", "--encoder", runs / "encoder",
+        "--reranker", runs / "reranker", "--cache", runs / "vectors", "--top", 3, "--json",
+    )  # fmt: skip
+    found = json.loads(answer.out)
+    assert found["request"] == "cut the laughter out of the audio"
+    assert [skill["rank"] for skill in found["skills"]] == [1, 2, 3]
+    scores = [skill["score"] for skill in found["skills"]]
+    assert scores == sorted(scores, reverse=True)
+    pool = {skill["skill_id"]: skill for skill in read_table(runs / "pool", SKILLS).to_pylist()}
+    for skill in found["skills"]:
+        assert skill["name"] == pool[skill["skill_id"]]["name"]
+        assert skill["description"] == pool[skill["skill_id"]]["description"]
+
+
+def test_a_second_call_does_nothing_and_says_so(done):
+    runs, stages, outcomes = done
+    before = contents(runs)
+    for stage, first in zip(stages, outcomes, strict=True):
+        again = succeeds(*stage)
+        assert "already holds this run; nothing to do" in again.err, stage
+        assert again.out == first.out
+    assert contents(runs) == before
+
+
+def test_another_folder_gets_the_same_bytes(done, library, model_folders, tmp_path):
+    runs, _, _ = done
+    for stage in all_stages(tmp_path, library, model_folders["bert"]):
+        succeeds(*stage)
+    names = [
+        path.relative_to(runs)
+        for path in runs.rglob("*")
+        if path.suffix in (".parquet", ".safetensors") or path.name in ("metrics.json", "per_query.jsonl", "report.html")
+    ]
+    assert len(names) > 20
+    assert [str(name) for name in names if (runs / name).read_bytes() != (tmp_path / name).read_bytes()] == []
+
+
+def test_qwen3_by_last_token_and_by_yes_or_no(done, model_folders):
+    runs, _, _ = done
+    encoder = encoder_recipe(runs, model_folders["qwen3"])
+    reranker = reranker_recipe(runs, model_folders["qwen3_reranker"], max_tokens=320)
+    for name, recipe in (("qwen3_encoder", encoder), ("qwen3_reranker", reranker)):
+        file = write_recipe(runs / "recipes" / f"{name}.yaml", recipe)
+        succeeds("train", file, f"out={runs}/{name}")
+        settings = json.loads((runs / name / "skilltrain.json").read_text())["settings"]
+        assert settings.get("pooling") == ("last_token" if name == "qwen3_encoder" else None)
+        assert settings["template"].get("form") == ("yes_no" if name == "qwen3_reranker" else None)
+    succeeds(*evaluation(runs, model_folders["qwen3"], "qwen3_encoder", "qwen3_reranker"))
+    metrics = metrics_of(runs / "report_qwen3_encoder")
+    assert list(metrics) == SYSTEMS
+    assert metrics["bm25"] == metrics_of(runs / "report_encoder")["bm25"]
+
+
+def test_queries_written_from_the_skills_themselves(done, model_folders, tmp_path):
+    runs, _, _ = done
+    pool, model = f"pool={runs}/pool", f"encoder.source={model_folders['bert']}"
+    stages = [
+        ("synthesize", pool, "llm.kind=extractive", "dev_share=0.3", f"out={tmp_path}/queries"),
+        ("mine", pool, f"queries={tmp_path}/queries", model, "depth=8", f"out={tmp_path}/mined"),
+        ("lists", pool, f"queries={tmp_path}/queries", f"rankings={tmp_path}/mined",
+         "quotas={semantic: 4, lexical: 3, taxonomy: 2, random: 1}", f"out={tmp_path}/lists"),
+    ]  # fmt: skip
+    for stage in stages:
+        succeeds(*stage)
+    queries, judgements = read_table(tmp_path / "queries", QUERIES), read_table(tmp_path / "queries", JUDGEMENTS)
+    dropped = read_table(tmp_path / "queries", DROPPED).num_rows
+    assert queries.num_rows == judgements.num_rows == 20 - dropped > 15
+    recipe = encoder_recipe(runs, model_folders["bert"])
+    file = write_recipe(tmp_path / "encoder.yaml", recipe)
+    succeeds("train", file, f"data.lists={tmp_path}/lists", f"out={tmp_path}/encoder")
+    report = succeeds(
+        "evaluate", "--benchmark", tmp_path / "queries", "--pool", runs / "pool", "--encoder", tmp_path / "encoder",
+        "split=dev", f"out={tmp_path}/report",
+    )  # fmt: skip
+    num_dev = queries.column("split").to_pylist().count("dev")
+    assert json.loads(report.out)["num_queries"] == num_dev > 0
+    assert list(metrics_of(tmp_path / "report")) == ["bm25", f"encoder {tmp_path / 'encoder'}"]
+
+
+def test_a_dry_run_plans_and_touches_nothing(done, model_folders):
+    runs, stages, _ = done
+    before = contents(runs)
+    for stage in stages:
+        outcome = succeeds(*stage, "--dry-run")
+        assert f"out: {runs}/" in outcome.err
+    plan = json.loads(succeeds("train", runs / "recipes" / "encoder.yaml", "--dry-run").out)["plan"]
+    assert plan["num_steps"] == 6 and plan["num_lists"] == 12
+    assert contents(runs) == before
+    missing = skilltrain("train", runs / "recipes" / "encoder.yaml", "--dry-run", "data.lists=nowhere")
+    assert missing.error_line.startswith("error: nowhere: no such file or folder")

@@ -1,0 +1,153 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from skilltrain.config import validate
+from skilltrain.errors import SkilltrainError
+from skilltrain.records import Query, Skill
+from skilltrain.routing.evaluate import EvaluateConfig, read_predictions, run_evaluate
+from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_table, rows_of, write_table
+
+SKILLS_OF_POOL = [Skill(f"s{i}", f"name {i}", f"about {word}", f"the body says {word}") for i, word in
+                  enumerate(["apples", "bridges", "candles", "drums"])]  # fmt: skip
+BM25 = {"name": "bm25", "lexical": {}}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """pool: four skills; bench: q1 wants s0, q2 wants s1 and s2 and finds s3 useful, q3 (dev) wants s3."""
+    queries = [Query(f"q{i}", text, "single", "test", split) for i, text, split in
+               [(1, "apples", "test"), (2, "bridges and candles", "test"), (3, "drums", "dev")]]  # fmt: skip
+    judged = [("q1", "s0", "required"), ("q2", "s1", "required"), ("q2", "s2", "required"), ("q2", "s3", "useful"),
+              ("q3", "s3", "required")]  # fmt: skip
+    rows = [{"query_id": q, "skill_id": s, "verdict": verdict, "judge": "test"} for q, s, verdict in judged]
+    (tmp_path / "bench").mkdir()
+    write_table(rows_of(queries), QUERIES, tmp_path / "bench")
+    write_table(rows, JUDGEMENTS, tmp_path / "bench")
+    (tmp_path / "pool").mkdir()
+    write_table(rows_of(SKILLS_OF_POOL), SKILLS, tmp_path / "pool")
+    (tmp_path / "out").mkdir()
+    return tmp_path
+
+
+def predict(folder: Path, values: object, name: str = "mine") -> str:
+    file = folder / f"{name}.json"
+    file.write_text(json.dumps(values))
+    return str(file)
+
+
+def evaluate(folder: Path, **settings):
+    values = {"stage": "evaluate", "benchmark": str(folder / "bench"), "out": str(folder / "out"), **settings}
+    return run_evaluate(validate(EvaluateConfig, values, "test"), folder / "out")
+
+
+def means(folder: Path, section: str = "metrics") -> dict[str, dict[str, float]]:
+    systems = json.loads((folder / "out" / "metrics.json").read_text())["systems"]
+    return {
+        one["name"]: {measure: value["mean"] for measure, value in one[section].items()}
+        for one in systems
+        if section in one
+    }
+
+
+def test_predictions_by_hand(folder):
+    ranked = {"q1": ["s3", "s0"], "q2": ["s1", "s3", "s2"], "q3": []}
+    summary = evaluate(folder, predictions=predict(folder, ranked), measures=["Hit@1", "MRR@10", "Recall@2", "FC@3"])
+    # q1: first gold at rank 2; q2: at rank 1, both gold within 3, one within 2; q3: nothing.
+    expected = {"Hit@1": 1 / 3, "MRR@10": (0.5 + 1) / 3, "Recall@2": (1 + 0.5) / 3, "FC@3": 2 / 3}
+    assert means(folder)["mine"] == pytest.approx(expected)
+    assert means(folder, "single")["mine"] == pytest.approx({"Hit@1": 0, "MRR@10": 0.25, "Recall@2": 0.5, "FC@3": 0.5})
+    assert means(folder, "multi")["mine"] == pytest.approx({"Hit@1": 1, "MRR@10": 1, "Recall@2": 0.5, "FC@3": 1})
+    assert summary == {"num_queries": 3, "systems": {"mine": {name: round(v, 4) for name, v in expected.items()}}}
+
+
+def test_a_query_without_prediction_scores_nothing(folder):
+    evaluate(folder, predictions=predict(folder, {"q1": ["s0"]}), split="test", measures=["Hit@1"])
+    assert means(folder)["mine"] == {"Hit@1": 0.5}
+
+
+def test_systems_and_predictions_side_by_side_with_their_rankings(folder):
+    settings = {"pool": str(folder / "pool"), "systems": [BM25, {"name": "nd", "lexical": {"fields": "nd"}}]}
+    evaluate(folder, predictions=predict(folder, {"q1": ["s1"]}), measures=["Hit@1"], depth=2, **settings)
+    assert means(folder) == {"bm25": {"Hit@1": 1}, "nd": {"Hit@1": 1}, "mine": {"Hit@1": 0}}
+    rankings = read_table(folder / "out", RANKINGS).to_pylist()
+    assert {(row["stage"], row["query_id"]) for row in rankings} == {(s, q) for s in ("bm25", "nd") for q in
+                                                                     ("q1", "q2", "q3")}  # fmt: skip
+    assert sorted({row["rank"] for row in rankings}) == [1, 2]
+    values = [json.loads(line) for line in (folder / "out" / "per_query.jsonl").read_text().splitlines()]
+    assert [(row["system"], row["query_id"], row["Hit@1"]) for row in values][-3:] == [
+        ("mine", "q1", 0.0), ("mine", "q2", 0.0), ("mine", "q3", 0.0),
+    ]  # fmt: skip
+
+
+def test_a_benchmarks_own_gold_skills_join_the_pool(tmp_path):
+    """SkillRouter's form; a gold skill that the pool has under the same id stays the pool's."""
+    bench = tmp_path / "bench"
+    bench.mkdir()
+    relevance = {"gt_skill_ids": ["new"], "relevance": {"new": 3, "s0": 0}, "task_type": "single"}
+    (bench / "relevance.json").write_text(json.dumps({"t1": relevance}))
+    (bench / "tasks.jsonl").write_text(json.dumps({"task_id": "t1", "instruction_text": "zebra"}) + "\n")
+    gold = [
+        {"skill_id": "new", "name": "new", "description": "", "body": "about a zebra"},
+        {"skill_id": "s0", "name": "s0", "description": "", "body": "zebra zebra zebra zebra"},
+    ]
+    (bench / "gold_skills.jsonl").write_text("".join(json.dumps(row) + "\n" for row in gold))
+    (tmp_path / "pool").mkdir()
+    write_table(rows_of(SKILLS_OF_POOL), SKILLS, tmp_path / "pool")
+    (tmp_path / "out").mkdir()
+    evaluate(tmp_path, pool=str(tmp_path / "pool"), systems=[BM25], measures=["Hit@1"])
+    assert means(tmp_path)["bm25"] == {"Hit@1": 1}
+    assert read_table(tmp_path / "out", RANKINGS).num_rows == 5
+
+
+def test_a_gold_skill_that_the_pool_lacks_is_refused(folder):
+    (folder / "small").mkdir()
+    write_table(rows_of(SKILLS_OF_POOL[:2]), SKILLS, folder / "small")
+    with pytest.raises(SkilltrainError, match=r"benchmark bench, query q2: gold skill 's2' is not among the 2 skills"):
+        evaluate(folder, pool=str(folder / "small"), systems=[BM25])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "there is nothing to evaluate"),
+        ({"systems": [BM25]}, r"systems need a pool to rank \(give pool=…\)"),
+        ({"systems": [BM25, BM25], "pool": "pool"}, "systems: two systems have the same name"),
+        ({"systems": [BM25], "pool": "pool", "measures": ["hit@1"]}, r"unknown measure 'hit@1', did you mean 'Hit@1'"),
+        ({"systems": [BM25], "pool": "pool", "split": "nowhere"}, r"no query of split 'nowhere' \(its splits are dev"),
+        ({"systems": [BM25], "pool": "none"}, "none: no such file or folder"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(folder, monkeypatch, settings, message):
+    monkeypatch.chdir(folder)
+    with pytest.raises(SkilltrainError, match=message):
+        evaluate(folder, **settings)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, r"mine\.json: holds no prediction"),
+        ([["q1", "s0"]], r"mine\.json: predictions are an object \{query_id: \[skill_id, …\]\}"),
+        ({"q1": "s0"}, r"mine\.json, query q1: predictions are lists of skill ids"),
+        ({"q1": ["s0", 3]}, r"mine\.json, query q1: predictions are lists of skill ids"),
+        ({"q1": ["s0"], "q9": ["s0"]}, "system mine: query q9: 1 of 2 ranked queries are not in the benchmark"),
+        ({"q1": ["s0", "s1", "s0"]}, "system mine: query q1: skill 's0' stands twice in the ranking, again at rank 3"),
+    ],
+)
+def test_predictions_that_make_no_sense_are_refused(folder, values, message):
+    with pytest.raises(SkilltrainError, match=message):
+        evaluate(folder, predictions=predict(folder, values))
+
+
+def test_predictions_may_not_take_a_systems_name(folder):
+    settings = {"pool": str(folder / "pool"), "systems": [BM25]}
+    with pytest.raises(SkilltrainError, match=r"bm25\.json: a system is called 'bm25' as well \(rename it\)"):
+        evaluate(folder, predictions=predict(folder, {"q1": ["s0"]}, "bm25"), **settings)
+
+
+def test_predictions_that_are_not_json(tmp_path):
+    (tmp_path / "torn.json").write_text('{"q1": ["s0"')
+    with pytest.raises(SkilltrainError, match=r"torn\.json: is not JSON"):
+        read_predictions(tmp_path / "torn.json")
