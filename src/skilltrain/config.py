@@ -190,7 +190,10 @@ def _short(value: Any) -> str:
 
 def to_yaml(config: BaseModel) -> str:
     """The resolved settings as YAML, defaults written out, so that a run can be repeated from it alone."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    values = config.model_dump(mode="json")
+    # PyYAML folds Unicode's own line breaks away unless it escapes them.
+    readable = not any(mark in repr(values) for mark in (r"\x85", r"\u2028", r"\u2029"))
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=readable)
 
 
 class _Input:

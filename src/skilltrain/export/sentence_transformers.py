@@ -16,6 +16,7 @@ from skilltrain.models.encoder import Encoder, bert_options
 from skilltrain.models.loading import CHECKPOINT_FILE, quietly
 from skilltrain.models.pooling import Pooling
 from skilltrain.models.reranker import Reranker
+from skilltrain.terminal import say
 
 _POOLING: dict[Pooling, Literal["mean", "lasttoken", "cls"]] = {"mean": "mean", "last_token": "lasttoken", "cls": "cls"}
 
@@ -76,13 +77,20 @@ def _written_aside(folder: Path) -> Iterator[Path]:
 
 
 def _ending_tokenizer(encoder: Encoder) -> Any:
-    """The encoder's tokenizer; with last-token pooling one that appends the end token itself, as `tokenize` does."""
-    tokenizer = encoder.tokenizer
+    """The encoder's tokenizer; with last-token pooling one that appends the end token itself, as `tokenize` does.
+
+    So base Qwen3 becomes like Qwen3-Embedding. A tokenizer that adds other tokens of its own, as BERT's does, is left
+    as it is: with last-token pooling its folder is for skilltrain's reader only.
+    """
+    tokenizer, end = encoder.tokenizer, encoder.tokenizer.pad_token
     if encoder.settings.pooling != "last_token" or tokenizer("a")["input_ids"][-1] == tokenizer.pad_token_id:
+        return tokenizer
+    if tokenizer.num_special_tokens_to_add():
+        say(f"plain sentence-transformers will not append {end!r} to texts; this tokenizer adds tokens of its own")
         return tokenizer
     from tokenizers.processors import Sequence, TemplateProcessing
 
-    tokenizer, end = copy.deepcopy(tokenizer), tokenizer.pad_token
+    tokenizer = copy.deepcopy(tokenizer)
     ending = TemplateProcessing(
         single=["$A", end], pair=["$A", "$B", end], special_tokens=[(end, tokenizer.pad_token_id)]
     )

@@ -1,0 +1,200 @@
+"""Saved folders: plain sentence-transformers computes our numbers, and a broken model is not saved."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from sentence_transformers import CrossEncoder, SentenceTransformer
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.export.sentence_transformers import save_encoder, save_reranker
+from skilltrain.models.encoder import EncoderConfig, load_encoder
+from skilltrain.models.loading import resolve_model
+from skilltrain.models.reranker import RerankerConfig, load_reranker
+from skilltrain.records import Skill
+from skilltrain.templates import EncoderTemplate
+from tiny_models import save_bert
+
+CPU = torch.device("cpu")
+CHAT = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
+SKILLS = [
+    Skill("short", "pods", "deploy pods", "to find the task"),
+    Skill("cut", "chart", "table of data", "review the commit and merge " * 40),
+    Skill("odd", "运行 💥", "", "<|im_end|> yes no"),
+    Skill("empty", "", "", ""),
+]
+QUERIES = ["deploy the pods", "", "运行 chart " * 3]
+
+
+@pytest.fixture
+def saved(tmp_path, open_encoder_of):
+    """name, settings → (the encoder, its saved folder)."""
+
+    def save(name, **settings):
+        encoder = open_encoder_of(name, max_tokens=32, query_max_tokens=32, **settings)
+        save_encoder(encoder, tmp_path / name, base=name)
+        return encoder, tmp_path / name
+
+    return save
+
+
+def vectors_of(encoder, texts):
+    with torch.inference_mode():
+        return encoder(encoder.tokenize(texts, 32))
+
+
+def assert_opens_as(folder, encoder):
+    """Plain sentence-transformers gives the encoder's vectors, prompts included."""
+    plain = SentenceTransformer(str(folder), device="cpu")
+    texts = [encoder.settings.template.skill.render(skill) for skill in SKILLS]
+    lengths = [len(ids) for ids in encoder.tokenize(texts, 1000)]
+    assert min(lengths) < 32 < max(lengths)  # one is cut
+    assert torch.allclose(plain.encode_document(texts, convert_to_tensor=True), vectors_of(encoder, texts), atol=1e-5)
+    rendered = [encoder.settings.template.render_query(query) for query in QUERIES]
+    queries = plain.encode_query(QUERIES, convert_to_tensor=True)
+    assert torch.allclose(queries, vectors_of(encoder, rendered), atol=1e-5)
+    assert torch.allclose(queries.norm(dim=1), torch.ones(len(QUERIES)))
+    assert plain.similarity_fn_name == "cosine"
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_bert_opens_in_plain_sentence_transformers(saved, pooling):
+    encoder, folder = saved("bert_dropout", pooling=pooling)
+    assert_opens_as(folder, encoder)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_base_tokenizer"])
+def test_qwen3_opens_in_plain_sentence_transformers(saved, name):
+    """The base tokenizer does not append the end token by itself: the saved one must."""
+    encoder, folder = saved(name, template=EncoderTemplate(instruction="Find the skill"))
+    assert_opens_as(folder, encoder)
+
+
+def test_a_tokenizer_with_tokens_of_its_own_is_left_alone_and_told(saved, capsys):
+    encoder, folder = saved("bert", pooling="last_token")
+    assert "plain sentence-transformers will not append '[PAD]'" in capsys.readouterr().err
+    again = load_encoder(EncoderConfig(source=str(folder)), CPU)
+    assert torch.equal(vectors_of(again, QUERIES), vectors_of(encoder, QUERIES))
+
+
+def test_a_chat_template_is_kept_but_never_applied(tmp_path, open_encoder_of):
+    encoder = open_encoder_of("qwen3", max_tokens=32, query_max_tokens=32)
+    encoder.tokenizer.chat_template = CHAT
+    save_encoder(encoder, tmp_path, base="qwen3")
+    assert_opens_as(tmp_path, encoder)
+    assert load_encoder(EncoderConfig(source=str(tmp_path)), CPU).tokenizer.chat_template == CHAT
+
+
+@pytest.mark.parametrize("name", ["bert", "qwen3", "qwen3_base_tokenizer"])
+def test_our_own_reader_gets_the_same_encoder_back(saved, name):
+    template = EncoderTemplate(instruction="Find the skill", query_chars=20)
+    encoder, folder = saved(name, template=template)
+    again = load_encoder(EncoderConfig(source=str(folder)), CPU)
+    assert again.settings == encoder.settings
+    texts = [skill.body for skill in SKILLS]
+    assert again.tokenize(texts, 32) == encoder.tokenize(texts, 32)
+    assert again.tokenize_queries(QUERIES) == encoder.tokenize_queries(QUERIES)
+    assert torch.equal(vectors_of(again, texts), vectors_of(encoder, texts))
+
+
+@pytest.mark.parametrize("name", ["bert", "qwen3"])
+def test_the_weights_are_the_backbones_alone(saved, name):
+    encoder, folder = saved(name)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == set(encoder.backbone.state_dict())
+        assert not [key for key in file.keys() if "pooler" in key or "lora" in key]  # noqa: SIM118
+
+
+def test_saving_twice_gives_the_same_bytes(tmp_path, open_encoder_of, open_reranker_of):
+    for number in (1, 2):
+        save_encoder(open_encoder_of("bert"), tmp_path / f"encoder{number}", base="b")
+        save_reranker(open_reranker_of("bert_reranker"), tmp_path / f"reranker{number}", base="b")
+    save_encoder(open_encoder_of("bert"), tmp_path / "encoder2", base="b")  # over what is there
+    for kind in ("encoder", "reranker"):
+        first, second = (
+            {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+            for root in (tmp_path / f"{kind}1", tmp_path / f"{kind}2")
+        )
+        assert first == second
+
+
+@pytest.mark.parametrize("name", ["bert_reranker", "qwen3_reranker"])
+def test_our_own_reader_gets_the_same_reranker_back(tmp_path, open_reranker_of, name):
+    reranker = open_reranker_of(name, max_tokens=400)
+    save_reranker(reranker, tmp_path, base=name)
+    again = load_reranker(RerankerConfig(source=str(tmp_path)), CPU)
+    assert again.settings == reranker.settings
+    pairs = reranker.tokenize(QUERIES[0], SKILLS)
+    assert again.tokenize(QUERIES[0], SKILLS) == pairs
+    with torch.inference_mode():
+        assert torch.equal(again(pairs), reranker(pairs))
+    content = json.loads((tmp_path / "skilltrain.json").read_text())
+    assert content["kind"] == "reranker" and content["base"] == name
+
+
+def test_a_bert_reranker_opens_in_plain_cross_encoder(tmp_path, open_reranker_of):
+    """Its logits are ours where nothing is cut; the limit and the activation are the caller's to set."""
+    reranker = open_reranker_of("bert_reranker")
+    save_reranker(reranker, tmp_path, base="bert_reranker")
+    plain = CrossEncoder(str(tmp_path), device="cpu", activation_fn=torch.nn.Identity())
+    with torch.inference_mode():
+        ours = reranker(reranker.tokenize(QUERIES[0], SKILLS))
+    pairs = [(QUERIES[0], reranker.settings.template.render_skill(skill)) for skill in SKILLS]
+    assert torch.allclose(plain.predict(pairs, convert_to_tensor=True), ours, atol=1e-5)
+
+
+def test_weights_that_are_no_numbers_are_not_saved(tmp_path, open_encoder_of, open_reranker_of):
+    encoder, reranker = open_encoder_of("bert"), open_reranker_of("bert_reranker")
+    with torch.no_grad():
+        encoder.backbone.embeddings.word_embeddings.weight[3, 2] = float("nan")
+        reranker.network.classifier.bias[0] = float("inf")
+    with pytest.raises(SkilltrainError, match=r"encoder: the weight embeddings\.word_embeddings\.weight holds values"):
+        save_encoder(encoder, tmp_path / "encoder", base="bert")
+    with pytest.raises(SkilltrainError, match=r"reranker: the weight classifier\.bias holds values that are no numb"):
+        save_reranker(reranker, tmp_path / "reranker", base="bert")
+    assert [path for path in tmp_path.rglob("*") if path.is_file() or "partial" in path.name] == []
+
+
+def test_an_adapter_that_is_not_merged_is_not_saved(tmp_path, open_encoder_of):
+    from peft import LoraConfig, get_peft_model
+
+    encoder = open_encoder_of("bert")
+    adapted = get_peft_model(encoder.backbone, LoraConfig(target_modules=["query", "value"], r=2))
+    encoder.backbone = adapted
+    with pytest.raises(SkilltrainError, match=r"the adapter is not merged: .*(base_layer|lora_)"):
+        save_encoder(encoder, tmp_path, base="bert")
+    assert not (tmp_path / "config.json").exists()
+    encoder.backbone = adapted.merge_and_unload()
+    save_encoder(encoder, tmp_path, base="bert")
+    assert torch.allclose(
+        vectors_of(load_encoder(EncoderConfig(source=str(tmp_path), max_tokens=32), CPU), QUERIES),
+        vectors_of(encoder, QUERIES),
+        atol=1e-5,
+    )
+
+
+def test_what_failed_half_way_is_no_model_and_a_finished_model_stays(tmp_path, open_encoder_of, monkeypatch):
+    """A kill or a full disk while saving must not leave weights without the settings that belong to them."""
+    save_encoder(open_encoder_of("bert"), tmp_path / "finished", base="bert")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    monkeypatch.setattr("skilltrain.export.sentence_transformers._write_checkpoint_file", _disk_full)
+    for name in ("finished", "fresh"):
+        with pytest.raises(SkilltrainError, match=f"{name}: cannot save the model: No space left on device"):
+            save_encoder(open_encoder_of("bert"), tmp_path / name, base="other")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    with pytest.raises(SkilltrainError, match=r"is no model folder: it has no config\.json"):
+        resolve_model(str(tmp_path / "fresh"))
+
+
+def _disk_full(*_):
+    raise OSError(28, "No space left on device")
+
+
+def test_the_base_is_named_and_a_second_training_starts_from_the_saved_settings(tmp_path):
+    source = save_bert(tmp_path / "base", reranker=False)
+    encoder = load_encoder(EncoderConfig(source=str(source), pooling="cls", max_tokens=40), CPU)
+    save_encoder(encoder, tmp_path / "first", base=str(source))
+    assert json.loads((tmp_path / "first" / "skilltrain.json").read_text())["base"] == str(source)
+    again = load_encoder(EncoderConfig(source=str(tmp_path / "first"), max_tokens=50), CPU)
+    assert (again.settings.pooling, again.settings.max_tokens) == ("cls", 50)
