@@ -17,16 +17,16 @@ skilltrain lists pool=$runs/pool queries=$runs/queries rankings=$runs/filtered \
   quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}' out=$runs/encoder_lists
 # 4. The encoder.
 skilltrain train recipes/tiny/sr_emb_minilm.yaml
-# 5. Its candidates, filtered the same way, are what the reranker learns to order.
+# 5. Its candidates, filtered the same way, are what the reranker learns to order (SkillRouter: lists of 20; 6 for time).
 skilltrain candidates pool=$runs/pool queries=$runs/queries \
-  system='{name: encoder, encoder: {source: runs/quickstart/encoder}}' out=$runs/candidates
+  system='{name: encoder, encoder: {source: runs/quickstart/encoder, cache: runs/quickstart/vectors}}' out=$runs/candidates
 skilltrain filter pool=$runs/pool queries=$runs/queries rankings=$runs/candidates judged_positives=keep \
   encoder.source=$base encoder.cache=$runs/vectors out=$runs/candidates_filtered
-skilltrain lists pool=$runs/pool queries=$runs/queries rankings=$runs/candidates_filtered list_size=20 \
+skilltrain lists pool=$runs/pool queries=$runs/queries rankings=$runs/candidates_filtered list_size=6 \
   out=$runs/reranker_lists
 skilltrain train recipes/tiny/sr_rank_minilm.yaml
 # 6. Four systems side by side on held-out queries.
-skilltrain evaluate recipes/tiny/evaluate.yaml
+skilltrain evaluate recipes/quickstart_systems.yaml
 cp $runs/report/metrics.json $runs/report/report.html $runs/
 # 7. A routed answer.
 skilltrain route "Customers send me scanned contracts; I need the text searchable, without uploading anything" \

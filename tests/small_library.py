@@ -98,9 +98,14 @@ def skilltrain(*arguments: object) -> Outcome:
         except SystemExit as leaving:
             code = leaving.code if isinstance(leaving.code, int) else 1
         finally:
-            PartialState._reset_state()
-            AcceleratorState._reset_state()
+            forget_ranks()
     return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def forget_ranks() -> None:
+    """Let the next training of this process set accelerate up anew."""
+    PartialState._reset_state()
+    AcceleratorState._reset_state()
 
 
 def succeeds(*arguments: object) -> Outcome:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from skilltrain.tables import DROPPED, JUDGEMENTS, LISTS, QUERIES, RANKINGS, SKILLS, read_table
 from small_library import (
     contents,
     encoder_recipe,
@@ -18,7 +19,6 @@ from small_library import (
     write_library,
     write_recipe,
 )
-from skilltrain.tables import DROPPED, JUDGEMENTS, LISTS, QUERIES, RANKINGS, SKILLS, read_table
 
 SYSTEMS = ["bm25", "base encoder", "trained encoder", "trained encoder + reranker"]
 
@@ -59,7 +59,9 @@ def done(library, tmp_path_factory, model_folders):
 
 
 def metrics_of(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
-    return {system["name"]: system["metrics"] for system in json.loads((folder / "metrics.json").read_text())["systems"]}
+    return {
+        system["name"]: system["metrics"] for system in json.loads((folder / "metrics.json").read_text())["systems"]
+    }
 
 
 def test_every_stage_leaves_its_tables_and_says_where(done):
@@ -152,11 +154,9 @@ def test_another_folder_gets_the_same_bytes(done, library, model_folders, tmp_pa
     runs, _, _ = done
     for stage in all_stages(tmp_path, library, model_folders["bert"]):
         succeeds(*stage)
-    names = [
-        path.relative_to(runs)
-        for path in runs.rglob("*")
-        if path.suffix in (".parquet", ".safetensors") or path.name in ("metrics.json", "per_query.jsonl", "report.html")
-    ]
+    texts = ("metrics.json", "per_query.jsonl", "report.html", "report.md", "skilltrain.json")
+    paths = [path for path in tmp_path.rglob("*") if path.suffix in (".parquet", ".safetensors") or path.name in texts]
+    names = [path.relative_to(tmp_path) for path in paths]
     assert len(names) > 20
     assert [str(name) for name in names if (runs / name).read_bytes() != (tmp_path / name).read_bytes()] == []
 

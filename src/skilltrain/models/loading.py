@@ -50,6 +50,8 @@ def stored_settings(folder: str, kind: Literal["encoder", "reranker"]) -> dict[s
     file = Path(folder) / CHECKPOINT_FILE
     if file.is_file():
         stored = read_json(file)
+        if not isinstance(stored, dict) or not isinstance(stored.get("settings"), dict) or "kind" not in stored:
+            raise SkilltrainError("is no record of a skilltrain model", where=file, fix="export the model again")
         if stored["kind"] != kind:
             raise SkilltrainError(f"its model is of kind {stored['kind']}, but {kind} is needed here", where=folder)
         return stored["settings"]

@@ -12,6 +12,7 @@ from jaxtyping import Float32, Int64
 from pydantic import Field
 
 from skilltrain.config import Config
+from skilltrain.errors import SkilltrainError
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision, default_device
 from skilltrain.models.micro_batches import TokenIds, micro_batches
@@ -88,6 +89,8 @@ def _encode(encoder: SkillEncoder, texts: Sequence[str], max_tokens: int, what: 
             block = missing[start : start + 4096]
             ids = encoder.model.tokenize([text_of[key] for key in block], max_tokens)
             vectors = _encode_ids(encoder, ids, lambda done: bar.advance(task, done))
+            if not np.isfinite(vectors).all():
+                raise SkilltrainError("the encoder gave vectors that are no numbers", fix="its weights are broken")
             if encoder.cache:
                 encoder.cache.add(block, vectors)
             known |= dict(zip(block, vectors, strict=True))

@@ -34,6 +34,9 @@ class SystemConfig(Config):
     encoder: EncoderSource | None = Field(default=None, description="first stage: an encoder")
     reranker: RerankerSource | None = Field(default=None, description="orders the first stage's top candidates")
     num_candidates: int = Field(default=20, ge=1, description="how many candidates the reranker orders")
+    first_stage_weight: float = Field(
+        default=0.0, ge=0, description="candidates are ordered by reranker + weight x first-stage score; SkillRouter: 0"
+    )
 
     @model_validator(mode="after")
     def _one_first_stage(self) -> "SystemConfig":
@@ -79,10 +82,10 @@ def _first_stage(
         assert system.encoder is not None
         encoder = open_encoder(system.encoder)
         positions, scores = nearest(encode_queries(encoder, texts), encode_skills(encoder, skills), depth)
-    if not np.isfinite(scores).all():
+    if not np.isfinite(scores).all() or (positions < 0).any():  # faiss answers -1 to what it cannot compare
         raise SkilltrainError("the first stage gave scores that are no numbers", where=f"system {system.name}")
     return {
-        query_id: [(skills[p].skill_id, float(s)) for p, s in zip(row, row_scores, strict=True) if p >= 0]
+        query_id: [(skills[p].skill_id, float(s)) for p, s in zip(row, row_scores, strict=True)]
         for query_id, row, row_scores in zip(queries, positions.tolist(), scores.tolist(), strict=True)
     }
 
@@ -100,7 +103,9 @@ def _rerank(
 ) -> dict[str, Ranking]:
     """The top candidates by the reranker's score, the rest behind them in the first stage's order.
 
-    The rest score below the lowest reranked candidate, so that scores fall with rank; their size means nothing.
+    A first-stage weight above 0 adds what the first stage thought: with few lists to learn from, the two models err
+    on different queries. The rest score below the lowest reranked candidate, so that scores fall with rank; their
+    size means nothing.
     """
     by_id = {skill.skill_id: skill for skill in skills}
     count = system.num_candidates
@@ -110,9 +115,12 @@ def _rerank(
         raise SkilltrainError("the reranker gave scores that are no numbers", where=f"system {system.name}")
     result: dict[str, Ranking] = {}
     for query_id, ranking in found.items():
-        lowest = ranked[query_id][-1][1] if ranked[query_id] else 0.0
+        first, weight = dict(ranking), system.first_stage_weight
+        mixed = [(skill_id, score + weight * first[skill_id]) for skill_id, score in ranked[query_id]]
+        mixed.sort(key=lambda pair: -pair[1])
+        lowest = mixed[-1][1] if mixed else 0.0
         rest = [(skill_id, lowest - place) for place, (skill_id, _) in enumerate(ranking[count:], 1)]
-        result[query_id] = ranked[query_id] + rest
+        result[query_id] = mixed + rest
     return result
 
 

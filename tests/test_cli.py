@@ -1,0 +1,390 @@
+"""The command line as a person meets it: one line for every fault, nothing lost, and trainings that can be broken off.
+
+Every fault ends with exit code 2 and one line on stderr that begins with `error: ` and names the place.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
+
+from skilltrain.recipe import STAGES
+from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_table, write_table
+from small_library import contents, encoder_recipe, skilltrain, succeeds, trained, write_recipe
+from tiny_models import WORDS
+
+BASE = "stage: train_encoder\nmodel: {source: {bert}}\ndata: {pool: {runs}/pool, lists: {runs}/lists}\n"
+RECIPES = {
+    "good": BASE + "out: {tmp}/out\n",
+    "reranker": BASE.replace("encoder", "reranker").replace("/lists", "/reranker_lists") + "out: {tmp}/out\n",
+    "stage": "stage: trian_encoder\nout: {tmp}/out\n",
+    "no_stage": "out: {tmp}/out\n",
+    "unknown_key": BASE + "training: {learning_rat: 1}\nout: {tmp}/out\n",
+    "duplicate_key": BASE + "out: a\nout: {tmp}/out\n",
+    "wrong_type": BASE + "training: {epochs: many}\nout: {tmp}/out\n",
+    "range": BASE + "training: {warmup_share: 1.5}\nout: {tmp}/out\n",
+    "loss": BASE + "loss: {name: infonc}\nout: {tmp}/out\n",
+    "no_out": BASE,
+    "no_yaml": "stage: [\n",
+    "no_map": "just words\n",
+    "systems": "stage: evaluate\nsystems: [{name: a, lexical: {}}, {name: a, lexical: {fields: nd}}]\n"
+    "pool: {runs}/pool\nbenchmark: {runs}/queries\nout: {tmp}/out\n",
+}
+PREDICTIONS = {"empty": {}, "unknown": {"q99": ["data/csv-repair"]}, "twice": {"q01": ["a", "b", "a"]}, "list": [1]}
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory, model_folders):
+    return trained(tmp_path_factory.getbasetemp() / "trained", model_folders["bert"])
+
+
+@pytest.fixture(scope="module")
+def places(runs, tmp_path_factory, model_folders):
+    """Name → place, for the commands below; `tmp` is a folder full of bad input."""
+    tmp = tmp_path_factory.mktemp("bad")
+    names = {"tmp": tmp, "runs": runs, **{name: str(folder) for name, folder in model_folders.items()}}
+    for name, text in RECIPES.items():
+        write = write_recipe if name == "good" else Path.write_text
+        write(tmp / f"{name}.yaml", fill(text, names))
+    for name, values in PREDICTIONS.items():
+        (tmp / f"{name}.json").write_text(json.dumps(values))
+    (tmp / "binary.yaml").write_bytes(b"\xff\xfe\x00stage")
+    (tmp / "empty").mkdir()
+    (tmp / "text.parquet").write_text("these are words")
+    (tmp / "file").write_text("a file")
+    (tmp / "foreign").mkdir()
+    (tmp / "foreign" / "letters.txt").write_text("dear")
+    (tmp / "foreign_run").mkdir()
+    (tmp / "foreign_run" / "run.json").write_text("[1, 2]")
+    (tmp / "unfinished").mkdir()
+    (tmp / "unfinished" / "checkpoints").mkdir()
+    rows = [{"query": name, "skill_ids": [f"data/{name}"], "split": "train"} for name in ("csv-repair", "nothing")]
+    (tmp / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    poison(Path(model_folders["bert"]), tmp / "poisoned")
+    few = read_table(runs / "pool", SKILLS).slice(0, 10)
+    (tmp / "few").mkdir()
+    write_table(few, SKILLS, tmp / "few")
+    (tmp / "no_rankings").mkdir()
+    write_table([], RANKINGS, tmp / "no_rankings")
+    return names
+
+
+def poison(model: Path, folder: Path) -> None:
+    """A model whose vectors are no numbers."""
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["embeddings.LayerNorm.weight"][0] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def fill(text: str, places) -> str:
+    for name, place in places.items():
+        text = text.replace(f"{{{name}}}", str(place))
+    return text
+
+
+def arguments(command: str, places) -> list[str]:
+    return shlex.split(fill(command, places))
+
+
+LISTS = "lists pool={runs}/pool queries={runs}/queries "
+EVALUATE = "evaluate --benchmark {runs}/queries split=test out={tmp}/out "
+TRAIN = "train {tmp}/good.yaml "
+FAULTS = {
+    # Inputs that are not what they should be.
+    "pool sources={tmp}/empty out={tmp}/out": "{tmp}/empty: holds no SKILL.md",
+    "pool sources={tmp}/text.parquet out={tmp}/out": "{tmp}/text.parquet: is not parquet",
+    "pool sources={tmp}/nowhere out={tmp}/out": "{tmp}/nowhere: no such file or folder",
+    "pool sources={tmp}/file out={tmp}/out": "{tmp}/file: cannot tell what this file is",
+    "queries files={tmp}/queries.jsonl pool={runs}/pool out={tmp}/out":
+        "{tmp}/queries.jsonl, line 2: query 'queries-",
+    "queries files={tmp}/nothing*.jsonl pool={runs}/pool out={tmp}/out": "{tmp}/nothing*.jsonl",
+    "mine pool={tmp}/empty queries={runs}/queries encoder.source={bert} out={tmp}/out":
+        "{tmp}/empty/skills.parquet: no skills table here",
+    "mine pool={runs}/pool queries={runs}/pool encoder.source={bert} out={tmp}/out":
+        "{runs}/pool/queries.parquet: no queries table here",
+    LISTS + "rankings={tmp}/no_rankings list_size=4 out={tmp}/out":
+        "{tmp}/no_rankings: no list is left of 12 queries; the first: 0 negative(s), at least 1 wanted",
+    LISTS + "rankings={runs}/filtered quotas='{semantic: 1}' min_negatives=99 out={tmp}/out":
+        "{runs}/filtered: no list is left",
+    # Models.
+    TRAIN + "model.source=nowhere": "nowhere: no such model",
+    TRAIN + "model.source=./not/here": "./not/here: no such model",
+    TRAIN + "model.source={tmp}/not/here": "{tmp}/not/here: no such model",
+    TRAIN + "model.source=nobody/no-such-model": "nobody/no-such-model: cannot load the",
+    TRAIN + "model.source=package:no_such_package": "package:no_such_package: no installed package holds this model",
+    TRAIN + "model.source={tmp}/empty": "{tmp}/empty: is no model folder: it has no config.json",
+    TRAIN + "model.source={tmp}/unfinished": "continue it with --resume",
+    TRAIN + "model.source={runs}/reranker": "{runs}/reranker: its model is of kind reranker, but encoder is needed",
+    TRAIN + "model.source={bert_reranker}": "{bert_reranker}: its model is of kind reranker (BertForSequenceClass",
+    "train {tmp}/reranker.yaml model.source={runs}/encoder":
+        "{runs}/encoder: its model is of kind encoder, but reranker is needed here",
+    EVALUATE + "--pool {runs}/pool --encoder {runs}/reranker": "its model is of kind reranker, but encoder is needed",
+    EVALUATE + "--pool {runs}/pool --reranker {runs}/encoder": "its model is of kind encoder, but reranker is needed",
+    TRAIN + "model.max_tokens=5000": "{bert}: max_tokens exceeds the model's 512 positions",
+    TRAIN + "model.source={tmp}/poisoned": "the loss is not a finite number in a step with queries q",
+    EVALUATE + "--pool {runs}/pool --encoder {tmp}/poisoned":
+        "system encoder {tmp}/poisoned: the first stage gave scores that are no numbers",
+    # The output folder.
+    "train {runs}/recipes/encoder.yaml training.seed=1":
+        "{runs}/encoder: the output folder holds another run: training.seed differs",
+    "pool sources={tmp}/few out={runs}/pool": "{runs}/pool: the output folder holds another run: sources",
+    TRAIN + "out={tmp}/foreign": "{tmp}/foreign: the output folder is not empty and holds no run",
+    "pool sources={runs}/pool out={tmp}/foreign": "{tmp}/foreign: the output folder is not empty and holds no run",
+    "pool sources={runs}/pool out={tmp}/foreign_run": "{tmp}/foreign_run: the output folder is not empty and holds no",
+    TRAIN + "out={tmp}/file": "{tmp}/file: is a file; the output is a folder",
+    "pool sources={runs}/pool out={tmp}/file/below": "{tmp}/file/",
+    TRAIN + "--resume": "{tmp}/out: holds no run to resume (leave --resume out)",
+    # Recipes.
+    "train {tmp}/stage.yaml": "{tmp}/stage.yaml: stage: unknown stage 'trian_encoder'; allowed: pool, queries,",
+    "train {tmp}/no_stage.yaml": "{tmp}/no_stage.yaml: missing key 'stage'; allowed: pool,",
+    "train {tmp}/unknown_key.yaml": "unknown key 'training.learning_rat', did you mean 'learning_rate'?",
+    "train {tmp}/duplicate_key.yaml": "{tmp}/duplicate_key.yaml: key 'out' stands twice (again on line 5)",
+    "train {tmp}/wrong_type.yaml": "{tmp}/wrong_type.yaml: training.epochs: must be a valid integer",
+    "train {tmp}/range.yaml": "{tmp}/range.yaml: training.warmup_share: must be less than 1, found 1.5",
+    "train {tmp}/loss.yaml": "loss.name: unknown choice 'infonc', did you mean 'infonce'?",
+    "train {tmp}/no_out.yaml": "{tmp}/no_out.yaml: missing key 'out'",
+    "train {tmp}/no_yaml.yaml": "{tmp}/no_yaml.yaml, line 2: is not YAML",
+    "train {tmp}/no_map.yaml": "{tmp}/no_map.yaml: a recipe is a map of keys to values",
+    "train {tmp}/binary.yaml": "{tmp}/binary.yaml: cannot read the recipe",
+    "train {tmp}/nowhere.yaml": "{tmp}/nowhere.yaml: cannot read the recipe",
+    "train {tmp}": "{tmp}: cannot read the recipe",
+    TRAIN + "training.seed": "training.seed: an override has the form key=value",
+    TRAIN + "=3": "=3: an override has the form key=value",
+    TRAIN + "training.seed=[": "training.seed=[, line 1: is not YAML",
+    TRAIN + "out.sub=3": "out.sub=3: 'out' is a value, not a section",
+    TRAIN + "training.sed=3": "unknown key 'training.sed', did you mean 'seed'?",
+    "mine {tmp}/good.yaml": "{tmp}/good.yaml: is a recipe of stage train_encoder, not mine",
+    "evaluate {tmp}/good.yaml": "{tmp}/good.yaml: is a recipe of stage train_encoder, not evaluate",
+    "train {runs}/pool/recipe.yaml": "{runs}/pool/recipe.yaml: is a recipe of stage pool (run: skilltrain pool",
+    "pool {runs}/pool/recipe.yaml {tmp}/good.yaml": "more than one recipe: {runs}/pool/recipe.yaml {tmp}/good.yaml",
+    "pool stage=mine out={tmp}/out": "skilltrain pool: is a recipe of stage mine, not pool",
+    "pool out={tmp}/out": "skilltrain pool: missing key 'sources'",
+    # Evaluation.
+    EVALUATE + "--pool {runs}/pool measures=[Hit@1,nDGC@10]": "unknown measure 'nDGC@10', did you mean 'nDCG@10'?",
+    EVALUATE + "--pool {runs}/pool measures=[Hit@0]": "measure 'Hit@0' needs a whole cutoff from 1, like Hit@10",
+    EVALUATE + "--pool {runs}/pool split=nowhere": "{runs}/queries: holds no query of split 'nowhere'",
+    EVALUATE + "--predictions {tmp}/empty.json": "{tmp}/empty.json: holds no prediction",
+    EVALUATE + "--predictions {tmp}/unknown.json": "system unknown: query q99: 1 of 1 ranked queries are not in",
+    EVALUATE + "--predictions {tmp}/twice.json split=null": "system twice: query q01: skill 'a' stands twice",
+    EVALUATE + "--predictions {tmp}/list.json": "{tmp}/list.json: predictions are an object",
+    EVALUATE + "--predictions {tmp}/nowhere.json": "{tmp}/nowhere.json: no such file or folder",
+    EVALUATE: "there is nothing to evaluate: give systems or predictions",
+    EVALUATE + "--encoder {bert}": "systems need a pool to rank (give pool=…)",
+    EVALUATE + "--pool {tmp}/few": "benchmark queries, query q14: gold skill 'media/photo-sort' is not among the 10",
+    "evaluate {tmp}/systems.yaml": "systems: two systems have the same name",
+    "evaluate {tmp}/systems.yaml --encoder {bert}": "{tmp}/systems.yaml: systems stand in the recipe",
+    "evaluate --benchmark {tmp}/empty --pool {runs}/pool out={tmp}/out": "{tmp}/empty: is not a benchmark",
+    # Routing.
+    "route '' --pool {runs}/pool": "the request is empty",
+    "route words --pool {tmp}/nowhere": "{tmp}/nowhere: no such file or folder",
+    "route words --pool {tmp}/empty": "{tmp}/empty: holds no SKILL.md",
+    "route words --pool {runs}/pool --top 0": "Invalid value for '--top': ",
+    "route words --pool {runs}/pool --top few": "Invalid value for '--top': ",
+    "route words": "Missing option '--pool'",
+    "route --pool {runs}/pool": "Missing argument 'request'",
+    "route words --pool {runs}/pool --encoder {tmp}/nowhere": "{tmp}/nowhere: no such model",
+    # The command itself.
+    "rout words": "No such command 'rout'",
+    "train": "Missing argument 'file'",
+    TRAIN + "--resum": "No such option: --resum",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", FAULTS)
+def test_a_fault_is_one_line_and_changes_nothing(command, places, runs, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    before = contents(places["tmp"], runs)
+    outcome = skilltrain(*arguments(command, places))
+    assert fill(FAULTS[command], places) in outcome.error_line
+    assert contents(places["tmp"], runs) == before
+
+
+def test_faults_leave_stderr_and_stdout_otherwise_empty(places):
+    for command in ("train {tmp}/range.yaml", "pool sources={tmp}/empty out={tmp}/out", TRAIN + "model.source=nowhere",
+                    TRAIN + "model.source={tmp}/poisoned", "rout words"):  # fmt: skip
+        assert skilltrain(*arguments(command, places)).only_line
+
+
+def test_debug_shows_where_it_happened(places):
+    with pytest.raises(Exception, match="no such model") as raised:
+        skilltrain(*arguments(TRAIN + "model.source=nowhere --debug", places))
+    assert raised.traceback[-1].name == "resolve_model"
+
+
+def test_a_query_that_lost_its_positive_or_its_negatives_is_dropped_with_a_reason(runs, tmp_path):
+    (tmp_path / "pool").mkdir()
+    skills = read_table(runs / "pool", SKILLS)
+    gone = skills.column("skill_id").to_pylist().index("documents/pdf-text-extract")
+    write_table(skills.take([i for i in range(20) if i != gone]), SKILLS, tmp_path / "pool")
+    rows = [row for row in read_table(runs / "filtered", RANKINGS).to_pylist()
+            if row["skill_id"] != "documents/pdf-text-extract" and row["query_id"] != "q01"]  # fmt: skip
+    (tmp_path / "rankings").mkdir()
+    write_table(rows, RANKINGS, tmp_path / "rankings")
+    outcome = succeeds("lists", f"pool={tmp_path}/pool", f"queries={runs}/queries", f"rankings={tmp_path}/rankings",
+                       "quotas={semantic: 2}", "min_negatives=2", f"out={tmp_path}/lists")  # fmt: skip
+    summary = json.loads(outcome.out)
+    dropped = {(row["query_id"], row["filter"]): row["reason"] for row in read_table(tmp_path / "lists", DROPPED)
+               .to_pylist()}  # fmt: skip
+    assert dropped["q00", "no_positive"] == "no required skill of this query is in the pool"
+    assert dropped["q00", "not_in_pool"] == "a positive that is not in the pool"
+    assert dropped["q01", "min_negatives"] == "0 negative(s), at least 2 wanted"
+    assert summary["num_lists"] == 10 and summary["dropped"] == {"min_negatives": 1, "no_positive": 1, "not_in_pool": 1}
+
+
+def test_a_gold_skill_outside_the_pool_can_be_dropped_on_request(places, tmp_path):
+    command = "queries files={tmp}/queries.jsonl pool={runs}/pool missing_gold=drop"
+    succeeds(*arguments(command, places), f"out={tmp_path}/queries")
+    assert read_table(tmp_path / "queries", QUERIES).num_rows == 1
+    assert read_table(tmp_path / "queries", JUDGEMENTS).num_rows == 1
+    assert read_table(tmp_path / "queries", DROPPED).to_pylist()[0]["filter"] == "missing_gold"
+
+
+def test_ctrl_c_in_a_data_stage_is_one_line_too(runs, tmp_path, monkeypatch):
+    def interrupted(config, out):
+        (out / "half").write_text("")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("skilltrain.data.skill_pool.run_pool", interrupted)
+    line = skilltrain("pool", f"sources={runs}/pool", f"out={tmp_path}/out").only_line
+    assert line == "error: interrupted; what was finished is kept"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_training_can_be_corrected_in_the_same_folder(places, tmp_path):
+    """What fails before its first checkpoint leaves no folder that would refuse the corrected command."""
+    out = f"out={tmp_path}/out"
+    assert skilltrain(*arguments(TRAIN + "model.source=nowhere", places), out).code == 2
+    assert skilltrain(*arguments(TRAIN + "model.source={tmp}/poisoned", places), out).code == 2
+    assert not (tmp_path / "out").exists()
+    succeeds(*arguments(TRAIN, places), out)
+
+
+@pytest.mark.parametrize("command", [name for name, stage in STAGES.items() if not stage.trains])
+def test_help_lists_settings_and_an_example(command):
+    shown = succeeds(command, "--help").out
+    config_class, _ = STAGES[command].load()
+    if command != "evaluate":  # its options stand beside the settings
+        assert [key for key in config_class.model_fields if key != "stage" and f"  {key}: " not in shown] == []
+    assert f"skilltrain {command} " in shown
+
+
+def test_help_of_the_whole_and_of_the_other_commands():
+    assert "evaluate" in succeeds("--help").out and "evaluate" in succeeds().out
+    assert "--resume" in succeeds("train", "--help").out
+    assert "--json" in succeeds("route", "--help").out
+    assert succeeds("version").out.strip()
+
+
+# Real processes ------------------------------------------------------------------------------------------------------
+
+
+def program(*command: object) -> subprocess.Popen:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+    return subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env=environment)  # fmt: skip
+
+
+def finished(process: subprocess.Popen) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def wait_for_step(process: subprocess.Popen, log: Path, step: int) -> None:
+    deadline = time.monotonic() + 100
+    while not (log.is_file() and len(log.read_text().splitlines()) >= step):
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            pytest.fail(f"no step {step}: {process.communicate()}")
+        time.sleep(0.005)
+
+
+@pytest.mark.slow
+def test_killed_then_interrupted_then_resumed_is_the_same_model(runs, model_folders, tmp_path):
+    """kill -9 in `python recipe.yaml`, Ctrl-C in `skilltrain train --resume`, and resumed to the end."""
+    text = encoder_recipe(runs, model_folders["bert_dropout"]).replace("epochs: 2", "epochs: 60, save_every: 10")
+    recipe, out = write_recipe(tmp_path / "r.yaml", text), tmp_path / "out"
+    succeeds("train", recipe, f"out={tmp_path}/undisturbed")
+
+    process = program(sys.executable, recipe, f"out={out}")
+    wait_for_step(process, out / "train_log.jsonl", 15)
+    process.send_signal(signal.SIGKILL)
+    assert finished(process)[0] == -signal.SIGKILL
+    kept = sorted(path.name for path in (out / "checkpoints").glob("step-*0"))
+    assert kept and not (out / "config.json").exists()
+
+    refused = skilltrain("train", recipe, f"out={out}")
+    assert refused.only_line == f"error: {out}: holds an unfinished run (add --resume, or delete the folder)"
+    changed = skilltrain("train", recipe, f"out={out}", "training.seed=1", "--resume")
+    assert "holds another run: training.seed differs" in changed.only_line
+
+    process = program(sys.executable, "-m", "skilltrain", "train", recipe, f"out={out}", "--resume")
+    wait_for_step(process, out / "train_log.jsonl", len((out / "train_log.jsonl").read_text().splitlines()) + 5)
+    process.send_signal(signal.SIGINT)
+    code, output, err = finished(process)
+    assert code == 2 and not output
+    assert err.count("\n") == 1 and err.startswith(f"error: {out}: interrupted after step ")
+    assert err.endswith("of 180; a checkpoint is saved (run the same command with --resume to go on)\n")
+    step = int(err.split("after step ")[1].split()[0])
+    assert (out / "checkpoints" / f"step-{step}").is_dir()
+
+    succeeds("train", recipe, f"out={out}", "--resume")
+    for name in ("model.safetensors", "skilltrain.json", "config.json"):
+        assert (out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
+    assert not (out / "checkpoints").exists()
+    log, whole = ([json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
+                  for folder in (out, tmp_path / "undisturbed"))  # fmt: skip
+    assert [(row["step"], row["loss"]) for row in log] == [(row["step"], row["loss"]) for row in whole]
+
+
+@pytest.mark.slow
+def test_accelerate_launch_runs_a_recipe(runs, tmp_path):
+    launch = (sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1")
+    code, _, err = finished(program(*launch, runs / "recipes" / "encoder.yaml", f"out={tmp_path}/out"))
+    assert code == 0, err
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        runs / "encoder" / "model.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks on the CPU, where there is no GPU")
+def test_two_ranks_train_to_the_parameters_of_one(runs, tmp_path):
+    launch = (sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
+              "--main_process_port", "0")  # fmt: skip
+    command = (*launch, runs / "recipes" / "encoder.yaml", f"out={tmp_path}/out")
+    code, out, err = finished(program(*command))
+    assert code == 0, err
+    one, two = (load_file(folder / "model.safetensors") for folder in (runs / "encoder", tmp_path / "out"))
+    assert one.keys() == two.keys()
+    # A key's bias shifts all attention scores of a token alike: its gradient is rounding noise, and it changes nothing.
+    compared = [name for name in one if not name.endswith("key.bias")]
+    assert max(float((one[name] - two[name]).abs().max()) for name in compared) < 1e-5
+    texts = [" ".join(WORDS[start : start + 9]) for start in range(0, len(WORDS), 3)]
+    vectors = [SentenceTransformer(str(f), device="cpu").encode(texts) for f in (runs / "encoder", tmp_path / "out")]
+    assert abs(vectors[0] - vectors[1]).max() < 1e-5
+    summary = json.loads(out)  # one rank speaks
+    assert summary["num_steps"] == 6
+    assert len((tmp_path / "out" / "train_log.jsonl").read_text().splitlines()) == 6
+    before = contents(tmp_path)
+    code, again, err = finished(program(*command))
+    assert code == 0 and json.loads(again) == summary and "nothing to do" in err
+    assert contents(tmp_path) == before
+
+
+def test_torch_has_one_thread_here():
+    """The comparisons of bytes between processes rest on it."""
+    assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
