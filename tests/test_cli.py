@@ -134,7 +134,7 @@ FAULTS = {
     TRAIN + "model.max_tokens=5000": "{bert}: max_tokens exceeds the model's 512 positions",
     TRAIN + "model.source={tmp}/poisoned": "the loss is not a finite number in a step with queries q",
     EVALUATE + "--pool {runs}/pool --encoder {tmp}/poisoned":
-        "system encoder {tmp}/poisoned: the first stage gave scores that are no numbers",
+        "{tmp}/poisoned: the encoder gave vectors that are no numbers",
     # The output folder.
     "train {runs}/recipes/encoder.yaml training.seed=1":
         "{runs}/encoder: the output folder holds another run: training.seed differs",

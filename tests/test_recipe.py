@@ -12,7 +12,7 @@ from skilltrain import __version__
 from skilltrain.config import load_recipe
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import fingerprint
-from skilltrain.recipe import STAGES, parse_recipe, read_recipe, run, run_recipe
+from skilltrain.recipe import STAGES, parse_recipe, run, run_recipe
 from small_library import (
     contents,
     encoder_recipe,
@@ -62,7 +62,7 @@ def test_run_trains_what_the_file_says_with_overrides(runs, tmp_path, model_fold
 
 
 def test_a_recipe_is_read_with_its_overrides(runs):
-    config = read_recipe(runs / "recipes" / "encoder.yaml", ["training.seed=5"])
+    config = parse_recipe(load_recipe(runs / "recipes" / "encoder.yaml", ["training.seed=5"]), "here")
     assert config.stage == "train_encoder" and config.training.seed == 5
 
 
@@ -202,6 +202,6 @@ def test_a_second_rank_leaves_records_to_the_first(runs, library, tmp_path, monk
     assert not (tmp_path / "out").exists()
     # Where the first finds the run finished it returns at once: the second must not wait for it in a training.
     before = contents(runs)
-    config = read_recipe(runs / "recipes" / "encoder.yaml", [])
+    config = parse_recipe(load_recipe(runs / "recipes" / "encoder.yaml"), "here")
     assert run_recipe(config, resume=False) == record_of(runs / "encoder")["summary"]
     assert contents(runs) == before

@@ -14,7 +14,6 @@ from skilltrain.tables import (
     RANKINGS,
     SKILLS,
     queries_from_table,
-    rankings_by_query,
     read_table,
     rows_of,
     skills_from_table,
@@ -185,12 +184,3 @@ def test_verdicts_are_read_by_query():
     }
     with pytest.raises(SkilltrainError, match=r"^q1: 'good' is no verdict; choose from required, useful, irrelevant"):
         verdicts_by_query(table_from_rows([judgement("q1", "a", "good")], JUDGEMENTS))
-
-
-def test_rankings_come_in_order_of_rank_and_never_mixed():
-    row = {"query_id": "q", "skill_id": "a", "rank": 2, "score": 0.1, "stage": "x"}
-    table = table_from_rows([row, row | {"skill_id": "b", "rank": 1, "score": 0.0}], RANKINGS)
-    assert rankings_by_query(table) == {"q": [("b", 0.0), ("a", 0.1)]}
-    mixed = table_from_rows([row, row | {"stage": "y"}], RANKINGS)
-    with pytest.raises(SkilltrainError, match="rankings of 2 stages are mixed: x, y"):
-        rankings_by_query(mixed)

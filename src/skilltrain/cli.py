@@ -195,8 +195,13 @@ def route(
         return
     for routed in found:
         skill = routed.skill
-        typer.echo(f"{routed.rank:>2}  {routed.score:8.4f}  {skill.skill_id}")
-        typer.echo(f"                {' '.join(skill.description.split())[:90]}")
+        typer.echo(f"{routed.rank:>2}  {routed.score:8.4f}  {_printable(skill.skill_id)}")
+        typer.echo(f"                {_printable(skill.description)[:90]}")
+
+
+def _printable(text: str) -> str:
+    """Untrusted text without the control characters by which it could steer a terminal."""
+    return "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))
 
 
 @app.command()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from skilltrain import __version__
-from skilltrain.config import Config, input_paths, load_recipe, to_yaml, validate
+from skilltrain.config import Config, input_paths, to_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import fingerprint, read_json, write_json, write_text
 from skilltrain.terminal import is_main_process, say
@@ -204,8 +204,3 @@ def run(module_name: str, file: str, arguments: Sequence[str] | None = None) -> 
     from skilltrain.cli import main
 
     main(["train", str(Path(file)), *(sys.argv[1:] if arguments is None else arguments)])
-
-
-def read_recipe(file: Path, overrides: Sequence[str]) -> Any:
-    """The settings in a recipe file, overrides applied."""
-    return parse_recipe(load_recipe(file, overrides), file)

@@ -225,16 +225,3 @@ def verdicts_by_query(judgements: pa.Table) -> dict[str, dict[str, Verdict]]:
             choices = ", ".join(Verdict)
             raise SkilltrainError(f"'{verdict}' is no verdict; choose from {choices}", where=query_id) from error
     return result
-
-
-def rankings_by_query(rankings: pa.Table) -> dict[str, list[tuple[str, float]]]:
-    """query_id → [(skill_id, score)] in order of rank. Raises SkilltrainError where two stages are mixed."""
-    stages = rankings.column("stage").unique().to_pylist()
-    if len(stages) > 1:
-        raise SkilltrainError(f"rankings of {len(stages)} stages are mixed: {', '.join(sorted(stages))}")
-    ordered = rankings.sort_by([("query_id", "ascending"), ("rank", "ascending")])
-    result: dict[str, list[tuple[str, float]]] = {}
-    columns = (ordered.column(name).to_pylist() for name in ("query_id", "skill_id", "score"))
-    for query_id, skill_id, score in zip(*columns, strict=True):
-        result.setdefault(query_id, []).append((skill_id, score))
-    return result

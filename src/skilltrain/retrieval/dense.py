@@ -38,6 +38,7 @@ class SkillEncoder:
     """An encoder opened for retrieval."""
 
     model: Encoder
+    source: str
     token_budget: int
     cache: VectorCache | None
 
@@ -49,7 +50,7 @@ def open_encoder(source: EncoderSource) -> SkillEncoder:
     )
     model = load_encoder(config, default_device())
     cache = VectorCache.open(source.cache, _identity(model)) if source.cache else None
-    return SkillEncoder(model, source.token_budget, cache)
+    return SkillEncoder(model, source.source, source.token_budget, cache)
 
 
 def _identity(model: Encoder) -> str:
@@ -90,7 +91,7 @@ def _encode(encoder: SkillEncoder, texts: Sequence[str], max_tokens: int, what: 
             ids = encoder.model.tokenize([text_of[key] for key in block], max_tokens)
             vectors = _encode_ids(encoder, ids, lambda done: bar.advance(task, done))
             if not np.isfinite(vectors).all():
-                raise SkilltrainError("the encoder gave vectors that are no numbers", fix="its weights are broken")
+                raise SkilltrainError("the encoder gave vectors that are no numbers", where=encoder.source)
             if encoder.cache:
                 encoder.cache.add(block, vectors)
             known |= dict(zip(block, vectors, strict=True))

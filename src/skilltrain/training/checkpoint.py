@@ -1,5 +1,6 @@
 """Checkpoints that are whole or not there: written aside, synced, then renamed to step-N."""
 
+import math
 import os
 import re
 import shutil
@@ -13,18 +14,18 @@ _NAME = re.compile(r"step-(\d+)")
 
 
 class Position:
-    """How many optimiser steps are done; saved with every checkpoint by accelerate."""
+    """How many optimiser steps are done, and the last one's loss; saved with every checkpoint by accelerate."""
 
     def __init__(self) -> None:
-        self.step = 0
+        self.step, self.loss = 0, math.nan
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int | float]:
         """The state that accelerate saves."""
-        return {"step": self.step}
+        return {"step": self.step, "loss": self.loss}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, int | float]) -> None:
         """Restore what `state_dict` gave."""
-        self.step = state["step"]
+        self.step, self.loss = int(state["step"]), state["loss"]
 
 
 def save_checkpoint(accelerator: Accelerator, folder: Path, step: int, keep: int) -> None:

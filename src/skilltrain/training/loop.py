@@ -94,7 +94,7 @@ def train(
         load_checkpoint(accelerator, folder / "checkpoints")
     elif found := checkpoints(folder / "checkpoints"):
         raise SkilltrainError("checkpoints of an earlier run lie here", where=found[-1], fix="--resume, or another out")
-    started, loss, queries = time.monotonic(), math.nan, 0
+    started, queries = time.monotonic(), 0
     with (
         TrainingLog(folder / "train_log.jsonl", position.step, accelerator.is_main_process) as log,
         _Stop() as stop,
@@ -106,21 +106,19 @@ def train(
             learning_rate = scheduler.get_last_lr()[0]
             loss, norm = _optimiser_step(accelerator, model, optimizer, batches, config.max_grad_norm)
             scheduler.step()
-            position.step = number + 1
+            position.step, position.loss = number + 1, loss
             queries += sum(len(batch) for batch in batches)
             rate = queries / (time.monotonic() - started)
             log.write(position.step, loss, learning_rate, norm, rate)
             bar.update(task, completed=position.step, note=f"loss {loss:.4f}  {rate:.1f} queries/s")
-            if position.step == total:
-                break
-            stopping = _on_any_rank(accelerator, stop.asked)
-            if stopping or position.step % config.save_every == 0:
+            stopping, is_last = _on_any_rank(accelerator, stop.asked), position.step == total
+            if stopping or is_last or position.step % config.save_every == 0:  # the last, lest saving the model fails
                 save_checkpoint(accelerator, folder / "checkpoints", position.step, config.keep_checkpoints)
-            if stopping:
+            if stopping and not is_last:
                 raise _interrupted(position.step, total, folder)
     accelerator.unwrap_model(model).eval()
     accelerator.end_training()
-    return TrainingResult(total, queries, loss, time.monotonic() - started)
+    return TrainingResult(total, queries, position.loss, time.monotonic() - started)
 
 
 def _on_any_rank(accelerator: Accelerator, asked: bool) -> bool:
