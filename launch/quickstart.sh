@@ -20,12 +20,12 @@ skilltrain lists pool=$runs/pool queries=$runs/queries rankings=$runs/filtered \
   quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}' out=$runs/encoder_lists
 # 4. The encoder.
 train recipes/tiny/sr_emb_minilm.yaml $runs/encoder
-# 5. Its candidates, filtered the same way, are what the reranker learns to order (SkillRouter: lists of 20; 6 for time).
+# 5. Its candidates, filtered the same way, are what the reranker learns to order (SkillRouter: lists of 20; 5 for time).
 skilltrain candidates pool=$runs/pool queries=$runs/queries \
   system='{name: encoder, encoder: {source: runs/quickstart/encoder, cache: runs/quickstart/vectors}}' out=$runs/candidates
 skilltrain filter pool=$runs/pool queries=$runs/queries rankings=$runs/candidates judged_positives=keep \
   encoder.source=$base encoder.cache=$runs/vectors out=$runs/candidates_filtered
-skilltrain lists pool=$runs/pool queries=$runs/queries rankings=$runs/candidates_filtered list_size=6 \
+skilltrain lists pool=$runs/pool queries=$runs/queries rankings=$runs/candidates_filtered list_size=5 \
   out=$runs/reranker_lists
 train recipes/tiny/sr_rank_minilm.yaml $runs/reranker
 # 6. Four systems side by side on held-out queries.

@@ -159,3 +159,12 @@ def test_cosine_pair_is_the_cosine_of_the_two_segments_mean_vectors(open_reranke
             parts = hidden[: pair.second_start].mean(0), hidden[pair.second_start :].mean(0)
             expected.append(torch.nn.functional.cosine_similarity(*parts, dim=0))
         assert torch.allclose(reranker(pairs), torch.stack(expected), atol=1e-5)
+
+
+def test_a_classification_head_scores_in_float32_even_where_the_weights_are_bfloat16(open_reranker_of):
+    reranker = open_reranker_of("bert_reranker", precision="bfloat16")
+    skills = [Skill(str(n), f"skill {n}", "find the text " * n, "deploy pods " * n) for n in range(1, 6)]
+    with torch.no_grad():
+        scores = reranker(reranker.tokenize("translate a document", skills))
+    assert scores.dtype == torch.float32
+    assert (scores != scores.bfloat16().float()).any()  # else every score would be one of bfloat16's few

@@ -190,4 +190,8 @@ def _network(folder: str, form: str, dtype: torch.dtype) -> Any:
     if form == "cosine_pair":
         return load_pretrained(AutoModel, folder, "reranker", **options)
     options.pop("add_pooling_layer", None)  # here the pooler is part of the head
-    return load_pretrained(AutoModelForSequenceClassification, folder, "reranker", num_labels=1, **options)
+    network = load_pretrained(AutoModelForSequenceClassification, folder, "reranker", num_labels=1, **options)
+    for head in (child for child in network.children() if child is not network.base_model):
+        head.float()  # logits in bfloat16 are steps of up to 1/32: close candidates would tie
+        head.register_forward_pre_hook(lambda _, inputs: tuple(value.float() for value in inputs))
+    return network
