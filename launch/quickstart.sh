@@ -33,4 +33,4 @@ skilltrain evaluate recipes/quickstart_systems.yaml
 cp $runs/report/metrics.json $runs/report/report.html $runs/
 # 7. A routed answer.
 skilltrain route "Customers send me scanned contracts; I need the text searchable, without uploading anything" \
-  --pool $runs/pool --encoder $runs/encoder --reranker $runs/reranker --top 3
+  --pool $runs/pool --encoder $runs/encoder --reranker $runs/reranker --first-stage-weight 1 --top 3

@@ -1,11 +1,13 @@
 """Shapes are checked in tests, and tiny models with random weights are there for all of them."""
 
 import os
+import tempfile
 
 import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="skilltrain-tests-")  # the user's own cache stays untouched
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

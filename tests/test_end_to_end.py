@@ -127,7 +127,7 @@ def test_route_answers_in_json(done):
     runs, _, _ = done
     answer = succeeds(
         "route", "cut the laughter out of the audio", "--pool", runs / "pool", "--encoder", runs / "encoder",
-        "--reranker", runs / "reranker", "--cache", runs / "vectors", "--top", 3, "--json",
+        "--reranker", runs / "reranker", "--first-stage-weight", 1, "--top", 3, "--json",
     )  # fmt: skip
     found = json.loads(answer.out)
     assert found["request"] == "cut the laughter out of the audio"

@@ -1,6 +1,7 @@
 """The command line: `skilltrain STAGE [RECIPE] [key=value …]`, and shortcuts for evaluating and routing."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -167,22 +168,26 @@ def route(
     encoder: Annotated[str | None, typer.Option(help="encoder; BM25 finds the candidates without one")] = None,
     reranker: Annotated[str | None, typer.Option(help="reranker for the top 20 candidates")] = None,
     top: Annotated[int, typer.Option(min=1, help="how many skills to show")] = 5,
-    cache: Annotated[Path, typer.Option(help="folder that keeps the pool's vectors")] = Path(
-        "~/.cache/skilltrain/vectors"
-    ),
+    first_stage_weight: Annotated[
+        float, typer.Option(min=0, help="order by reranker + weight x first-stage score; 1 for small rerankers")
+    ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Find the skills for a task.
+    """Find the skills for a task. The pool's vectors are kept in ~/.cache/skilltrain for the next request.
 
     Example: skilltrain route "merge these PDFs and stamp page numbers" --pool runs/pool --encoder runs/encoder
     """
     from skilltrain.data.skill_pool import open_pool
     from skilltrain.routing.router import route as find
-    from skilltrain.routing.systems import SystemConfig
+    from skilltrain.routing.systems import EncoderSource, LexicalSource, RerankerSource, SystemConfig
 
-    first = {"encoder": {"source": encoder, "cache": cache.expanduser()}} if encoder else {"lexical": {}}
-    system = SystemConfig.model_validate(
-        {"name": "route", **first, "reranker": {"source": reranker} if reranker else None}
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "skilltrain" / "vectors"
+    system = SystemConfig(
+        name="route",
+        lexical=None if encoder else LexicalSource(),
+        encoder=EncoderSource(source=encoder, cache=cache) if encoder else None,
+        reranker=RerankerSource(source=reranker) if reranker else None,
+        first_stage_weight=first_stage_weight,
     )
     found = find(request, open_pool(pool), system, top)
     if as_json:
