@@ -191,7 +191,13 @@ def _network(folder: str, form: str, dtype: torch.dtype) -> Any:
         return load_pretrained(AutoModel, folder, "reranker", **options)
     options.pop("add_pooling_layer", None)  # here the pooler is part of the head
     network = load_pretrained(AutoModelForSequenceClassification, folder, "reranker", num_labels=1, **options)
-    for head in (child for child in network.children() if child is not network.base_model):
+    heads = [child for child in network.children() if child is not network.base_model and [*child.parameters()]]
+    for head in heads:
         head.float()  # logits in bfloat16 are steps of up to 1/32: close candidates would tie
-        head.register_forward_pre_hook(lambda _, inputs: tuple(value.float() for value in inputs))
+        head.register_forward_pre_hook(_in_own_dtype)
     return network
+
+
+def _in_own_dtype(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    dtype = next(module.parameters()).dtype
+    return tuple(value.to(dtype) for value in inputs)
