@@ -11,8 +11,9 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --re
 
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+export DS_BUILD_OPS := 0
 
-.PHONY: help install test lint format quickstart clean
+.PHONY: help install test lint format quickstart tiny clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -25,7 +26,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): about 2 GB, about 2 minutes"
 	@$(PYTHON) -m venv $(VENV)
 	@for try in 1 2 3; do \
-	  if $(PIP_INSTALL) -c constraints.txt -e '.[dev,quickstart]'; then touch $@; exit 0; fi; \
+	  if $(PIP_INSTALL) -c constraints.txt -e '.[dev,quickstart,deepspeed,trackers,qlora]'; then touch $@; exit 0; fi; \
 	  echo "installation failed (try $$try of 3)" >&2; sleep $$((5 * try)); \
 	done; exit 1
 
@@ -47,6 +48,10 @@ format: $(INSTALLED) ## apply ruff's fixes and format
 quickstart: export PATH := $(CURDIR)/$(BIN):$(PATH)
 quickstart: $(INSTALLED) ## every stage on the example skills, on a CPU
 	@bash launch/quickstart.sh
+
+tiny: export PATH := $(CURDIR)/$(BIN):$(PATH)
+tiny: $(INSTALLED) ## what the recipes in recipes/tiny/ train on, in a minute
+	@bash launch/tiny_data.sh
 
 clean: ## remove .venv and caches; runs/ stays
 	rm -rf $(VENV) dist .pytest_cache .ruff_cache .hypothesis

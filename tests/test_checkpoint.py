@@ -4,7 +4,16 @@ import torch
 from accelerate import Accelerator
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.training.checkpoint import Position, checkpoints, load_checkpoint, save_checkpoint
+from skilltrain.training.checkpoint import (
+    Position,
+    best_checkpoint,
+    checkpoints,
+    load_checkpoint,
+    load_weights,
+    mark_best,
+    rotate,
+    save_checkpoint,
+)
 
 
 @pytest.fixture
@@ -23,7 +32,7 @@ def test_weights_position_and_random_states_come_back(run, tmp_path):
     accelerator, model, position = run
     position.step = 7
     saved = model.weight.detach().clone()
-    save_checkpoint(accelerator, tmp_path, 7, keep=2)
+    save_checkpoint(accelerator, model, tmp_path, 7)
     expected = torch.rand(1), np.random.rand()
     with torch.no_grad():
         model.weight.zero_()
@@ -34,11 +43,24 @@ def test_weights_position_and_random_states_come_back(run, tmp_path):
 
 
 def test_only_the_newest_are_kept_in_order_of_step(run, tmp_path):
-    accelerator, _, _ = run
+    accelerator, model, _ = run
     for step in (2, 9, 10, 100):
-        save_checkpoint(accelerator, tmp_path, step, keep=2)
+        save_checkpoint(accelerator, model, tmp_path, step)
+        rotate(accelerator, tmp_path, keep=2)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-10", "step-100"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-100"]
+
+
+def test_the_best_is_kept_whatever_its_age(run, tmp_path):
+    accelerator, model, _ = run
+    assert best_checkpoint(tmp_path) is None
+    for step in (2, 4, 6, 8):
+        save_checkpoint(accelerator, model, tmp_path, step)
+        if step == 4:
+            mark_best(tmp_path, 4, "MRR@10", 0.5)
+        rotate(accelerator, tmp_path, keep=1)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-4", "step-8"]
+    assert best_checkpoint(tmp_path) == tmp_path / "step-4"
 
 
 def test_nothing_to_load(run, tmp_path):
@@ -47,35 +69,75 @@ def test_nothing_to_load(run, tmp_path):
 
 
 def test_a_half_written_checkpoint_is_never_picked_up(run, tmp_path):
-    accelerator, _, position = run
+    accelerator, model, position = run
     position.step = 2
-    save_checkpoint(accelerator, tmp_path, 2, keep=2)
+    save_checkpoint(accelerator, model, tmp_path, 2)
     for name in ("step-9.partial", "step-x", "step-", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_text("half")
     assert [path.name for path in checkpoints(tmp_path)] == ["step-2"]
     position.step = 0
     assert load_checkpoint(accelerator, tmp_path) and position.step == 2
-    save_checkpoint(accelerator, tmp_path, 9, keep=2)  # takes the place of its own leftover
+    save_checkpoint(accelerator, model, tmp_path, 9)  # takes the place of its own leftover
     assert [path.name for path in checkpoints(tmp_path)] == ["step-2", "step-9"]
     assert not (tmp_path / "step-9.partial").exists()
 
 
 def test_a_failed_save_leaves_no_checkpoint(run, tmp_path, monkeypatch):
-    accelerator, _, _ = run
+    accelerator, model, _ = run
 
     def full_disk(folder):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(accelerator, "save_state", full_disk)
     with pytest.raises(SkilltrainError, match=r"step-3\.partial: cannot save a checkpoint: No space left on device"):
-        save_checkpoint(accelerator, tmp_path, 3, keep=2)
+        save_checkpoint(accelerator, model, tmp_path, 3)
     assert checkpoints(tmp_path) == []
 
 
 def test_a_missing_random_state_is_refused(run, tmp_path):
-    accelerator, _, _ = run
-    save_checkpoint(accelerator, tmp_path, 3, keep=2)
+    accelerator, model, _ = run
+    save_checkpoint(accelerator, model, tmp_path, 3)
     (tmp_path / "step-3" / "random_states_0.pkl").unlink()
     with pytest.raises(SkilltrainError, match="the checkpoint holds no random state for this rank"):
         load_checkpoint(accelerator, tmp_path)
+
+
+def test_another_number_of_processes_is_refused(run, tmp_path):
+    accelerator, model, _ = run
+    save_checkpoint(accelerator, model, tmp_path, 3)
+    (tmp_path / "step-3" / "world.json").write_text('{"num_processes": 8, "kind": "MULTI_GPU"}')
+    with pytest.raises(SkilltrainError) as error:
+        load_checkpoint(accelerator, tmp_path)
+    assert str(error.value) == (
+        f"{tmp_path}/step-3: was written by 8 x MULTI_GPU, not by 1 x NO (resume with that launcher)"
+    )
+
+
+class Holder(torch.nn.Module):
+    """A step module: the model is one part of it."""
+
+    def __init__(self, width=3, tied=False):
+        super().__init__()
+        self.encoder = torch.nn.ModuleDict({"a": torch.nn.Linear(width, width), "b": torch.nn.Linear(width, width)})
+        if tied:
+            self.encoder["b"].weight = self.encoder["a"].weight
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_alone_can_be_loaded_into_the_model(tmp_path, tied):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Holder(tied=tied))
+    save_checkpoint(accelerator, model, tmp_path, 1)
+    other = Holder(tied=tied)
+    load_weights(other.encoder, "encoder", tmp_path / "step-1")
+    assert all((one == two).all() for one, two in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_weights_of_another_model_are_refused(run, tmp_path):
+    accelerator = Accelerator(cpu=True)
+    save_checkpoint(accelerator, accelerator.prepare(Holder()), tmp_path, 1)
+    with pytest.raises(SkilltrainError, match=r"step-1: the checkpoint does not fit the recipe's model"):
+        load_weights(torch.nn.Linear(3, 3), "encoder", tmp_path / "step-1")
+    with pytest.raises(SkilltrainError, match=r"step-1: the checkpoint does not fit the recipe's model"):
+        load_weights(Holder(width=4).encoder, "encoder", tmp_path / "step-1")

@@ -19,9 +19,11 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 
 from skilltrain.recipe import STAGES
-from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_table, write_table
+from skilltrain.tables import DROPPED, JUDGEMENTS, LISTS, QUERIES, RANKINGS, SKILLS, read_table, write_table
 from small_library import contents, encoder_recipe, skilltrain, succeeds, trained, write_recipe
 from tiny_models import WORDS
+
+ROOT = Path(__file__).parents[1]
 
 BASE = "stage: train_encoder\nmodel: {source: {bert}}\ndata: {pool: {runs}/pool, lists: {runs}/lists}\n"
 RECIPES = {
@@ -71,6 +73,9 @@ def places(runs, tmp_path_factory, model_folders):
     rows = [{"query": name, "skill_ids": [f"data/{name}"], "split": "train"} for name in ("csv-repair", "nothing")]
     (tmp / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     poison(Path(model_folders["bert"]), tmp / "poisoned")
+    without_yes_and_no(Path(model_folders["qwen3_reranker"]), tmp / "without_yes")
+    names["without_yes"] = str(tmp / "without_yes")
+    without_positive(runs / "lists", tmp / "no_positive")
     few = read_table(runs / "pool", SKILLS).slice(0, 10)
     (tmp / "few").mkdir()
     write_table(few, SKILLS, tmp / "few")
@@ -87,6 +92,22 @@ def poison(model: Path, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def without_yes_and_no(model: Path, folder: Path) -> None:
+    """A causal language model whose tokenizer knows single bytes alone."""
+    shutil.copytree(model, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"] = []
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def without_positive(lists: Path, folder: Path) -> None:
+    """The same lists, the first without a skill that answers its query."""
+    shutil.copytree(lists, folder)
+    rows = sorted(read_table(lists, LISTS).to_pylist(), key=lambda row: row["query_id"])
+    rows[0]["verdicts"] = ["irrelevant" for _ in rows[0]["verdicts"]]
+    write_table(rows, LISTS, folder)
+
+
 def fill(text: str, places) -> str:
     for name, place in places.items():
         text = text.replace(f"{{{name}}}", str(place))
@@ -97,7 +118,7 @@ def arguments(command: str, places) -> list[str]:
     return shlex.split(fill(command, places))
 
 
-LISTS = "lists pool={runs}/pool queries={runs}/queries "
+BUILD = "lists pool={runs}/pool queries={runs}/queries "
 EVALUATE = "evaluate --benchmark {runs}/queries split=test out={tmp}/out "
 TRAIN = "train {tmp}/good.yaml "
 FAULTS = {
@@ -113,9 +134,9 @@ FAULTS = {
         "{tmp}/empty/skills.parquet: no skills table here",
     "mine pool={runs}/pool queries={runs}/pool encoder.source={bert} out={tmp}/out":
         "{runs}/pool/queries.parquet: no queries table here",
-    LISTS + "rankings={tmp}/no_rankings list_size=4 out={tmp}/out":
+    BUILD + "rankings={tmp}/no_rankings list_size=4 out={tmp}/out":
         "{tmp}/no_rankings: no list is left of 12 queries; the first: 0 negative(s), at least 1 wanted",
-    LISTS + "rankings={runs}/filtered quotas='{semantic: 1}' min_negatives=99 out={tmp}/out":
+    BUILD + "rankings={runs}/filtered quotas='{semantic: 1}' min_negatives=99 out={tmp}/out":
         "{runs}/filtered: no list is left",
     # Models.
     TRAIN + "model.source=nowhere": "nowhere: no such model",
@@ -194,6 +215,21 @@ FAULTS = {
     "route words": "Missing option '--pool'",
     "route --pool {runs}/pool": "Missing argument 'request'",
     "route words --pool {runs}/pool --encoder {tmp}/nowhere": "{tmp}/nowhere: no such model",
+    # Recipes and runs.
+    "recipes --dir {tmp}/nowhere": "{tmp}/nowhere: no such folder (recipes come with the repository",
+    "recipes --dir {tmp}/empty": "{tmp}/empty: holds no recipe",
+    "recipes --schema trian": "--schema: unknown stage 'trian'; allowed: pool, ",
+    "export {tmp}/empty --out {tmp}/out": "{tmp}/empty",
+    "export {runs}/pool --out {tmp}/out": "{runs}/pool",
+    "export {runs}/encoder --checkpoint step-4711 --out {tmp}/out": "step-4711",
+    "export {runs}/encoder --checkpoint best --out {tmp}/out": "{runs}/encoder",
+    "export {runs}/encoder": "Missing option '--out'",
+    TRAIN + "loss='{name: kl}'": "loss kl needs teacher scores, and 12 of 12 lists have none",
+    TRAIN + "loss='{name: infonce, temperature: 0}'": "loss.temperature: must be greater than 0",
+    "train {tmp}/reranker.yaml loss.name=matryoshka": "loss.name: unknown choice 'matryoshka'",
+    "train {tmp}/reranker.yaml model.source={without_yes} model.template.form=yes_no":
+        "has no single tokens 'yes' and 'no'",
+    TRAIN + "data.lists={tmp}/no_positive": "{tmp}/no_positive: the list of query 'q00' holds no positive",
     # The command itself.
     "rout words": "No such command 'rout'",
     "train": "Missing argument 'file'",
@@ -286,6 +322,30 @@ def test_help_of_the_whole_and_of_the_other_commands():
     assert succeeds("version").out.strip()
 
 
+def test_recipes_are_listed_with_what_they_train(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    lines = succeeds("recipes").out.splitlines()
+    (line,) = [line for line in lines if line.startswith("recipes/sr_rank_0.6b_pointwise.yaml ")]
+    assert line.split()[1:] == ["train_reranker", "Qwen/Qwen3-Reranker-0.6B", "pointwise_bce"]
+    assert lines[lines.index(line) + 1].startswith("    The ablation")
+    assert "tiny/sr_emb_minilm.yaml" in succeeds("recipes", "--dir", "recipes/tiny").out
+
+
+def test_the_schema_of_a_recipe_is_json():
+    schema = json.loads(succeeds("recipes", "--schema", "train_reranker").out)
+    assert schema["properties"]["stage"]["const"] == "train_reranker" and "ListwiseCE" in schema["$defs"]
+
+
+def test_a_run_and_its_checkpoints_are_exported(runs, tmp_path):
+    for name, extra in (("kept", ()), ("last", ("--checkpoint", "step-6"))):
+        summary = json.loads(succeeds("export", runs / "encoder", "--out", tmp_path / name, *extra).out)
+        assert isinstance(summary, dict)
+        weights = load_file(tmp_path / name / "model.safetensors")
+        trained_weights = load_file(runs / "encoder" / "model.safetensors")
+        assert weights.keys() == trained_weights.keys()
+        assert all(torch.equal(value, trained_weights[key]) for key, value in weights.items())
+
+
 # Real processes ------------------------------------------------------------------------------------------------------
 
 
@@ -344,20 +404,59 @@ def test_killed_then_interrupted_then_resumed_is_the_same_model(runs, model_fold
     succeeds("train", recipe, f"out={out}", "--resume")
     for name in ("model.safetensors", "skilltrain.json", "config.json"):
         assert (out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
-    assert not (out / "checkpoints").exists()
+    kept = {path.name for path in (out / "checkpoints").glob("step-*")}
+    assert "step-180" in kept  # any of them can be exported
     log, whole = ([json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
                   for folder in (out, tmp_path / "undisturbed"))  # fmt: skip
     assert [(row["step"], row["loss"]) for row in log] == [(row["step"], row["loss"]) for row in whole]
 
 
+LAUNCHERS = {
+    "plain": "accelerate launch {recipe}",
+    "config": "accelerate launch --config_file {root}/launch/cpu.yaml {recipe}",
+    "torchrun": "torchrun --nproc_per_node 1 {recipe}",
+    "skilltrain": "skilltrain train {recipe}",
+}
+
+
+def launch(command: str, *more: object, cwd: Path) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a command as a user types it, with a tiny recipe of the repository."""
+    text = command.format(root=ROOT, recipe=ROOT / "recipes" / "tiny" / "sr_emb_8b_full.yaml")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "PATH": path, "ACCELERATE_USE_CPU": "true"}
+    process = subprocess.Popen([*shlex.split(text), *map(str, more)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True, env=environment, cwd=cwd)  # fmt: skip
+    return finished(process)
+
+
+def small_training(runs: Path, model: Path) -> list[str]:
+    """Settings that let a tiny recipe train on the library of these tests, in two updates."""
+    return [f"model.source={model}", f"data.pool={runs}/pool", f"data.lists={runs}/lists", "data.max_lists=8",
+            "training.accumulation=1", "training.batch_size=4", "model.max_tokens=48"]  # fmt: skip
+
+
 @pytest.mark.slow
-def test_accelerate_launch_runs_a_recipe(runs, tmp_path):
-    launch = (sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1")
-    code, _, err = finished(program(*launch, runs / "recipes" / "encoder.yaml", f"out={tmp_path}/out"))
+def test_every_way_to_start_a_recipe_gives_the_same_model(runs, model_folders, tmp_path):
+    settings, models = small_training(runs, model_folders["qwen3"]), {}
+    for name, command in LAUNCHERS.items():
+        code, out, err = launch(command, *settings, f"out={tmp_path}/{name}", cwd=tmp_path)
+        assert code == 0, err
+        assert json.loads(out)["num_steps"] == 2
+        models[name] = (tmp_path / name / "model.safetensors").read_bytes()
+    assert len(set(models.values())) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(LAUNCHERS)
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_a_launcher_prints_the_plan_once_and_touches_nothing(runs, model_folders, tmp_path):
+    command = "accelerate launch --config_file {root}/launch/ddp.yaml --num_processes 2 --main_process_port 0 {recipe}"
+    before = contents(runs, ROOT / "recipes")
+    settings = [*small_training(runs, model_folders["qwen3"]), f"out={tmp_path}/out", "--dry-run"]
+    code, out, err = launch(command, *settings, cwd=tmp_path)
     assert code == 0, err
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
-        runs / "encoder" / "model.safetensors"
-    ).read_bytes()
+    assert json.loads(out)["plan"]["num_steps"] == 2
+    assert err.count("stage: train_encoder") == 1 and f"out: {tmp_path}/out" in err
+    assert list(tmp_path.iterdir()) == [] and contents(runs, ROOT / "recipes") == before
 
 
 @pytest.mark.slow

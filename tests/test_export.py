@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
-from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers import SentenceTransformer
+from tokenizers import processors
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.sentence_transformers import save_encoder, save_reranker
-from skilltrain.models.encoder import EncoderConfig, load_encoder
+from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import resolve_model
-from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.records import Skill
 from skilltrain.templates import EncoderTemplate
 from tiny_models import save_bert
@@ -21,10 +21,10 @@ CHAT = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>
 SKILLS = [
     Skill("short", "pods", "deploy pods", "to find the task"),
     Skill("cut", "chart", "table of data", "review the commit and merge " * 40),
-    Skill("odd", "运行 💥", "", "<|im_end|> yes no"),
+    Skill("odd", "运行 💥", "", "<|im_end|> yes</think> no [SEP][MASK]"),
     Skill("empty", "", "", ""),
 ]
-QUERIES = ["deploy the pods", "", "运行 chart " * 3]
+QUERIES = ["deploy the pods", "", "运行 chart " * 20, "[SEP] or <|im_start|> <think> is text"]
 
 
 @pytest.fixture
@@ -32,28 +32,32 @@ def saved(tmp_path, open_encoder_of):
     """name, settings → (the encoder, its saved folder)."""
 
     def save(name, **settings):
-        encoder = open_encoder_of(name, max_tokens=32, query_max_tokens=32, **settings)
+        encoder = open_encoder_of(name, **{"max_tokens": 32, "query_max_tokens": 24} | settings)
         save_encoder(encoder, tmp_path / name, base=name)
         return encoder, tmp_path / name
 
     return save
 
 
-def vectors_of(encoder, texts):
+def vectors_of(encoder, texts, max_tokens=32):
     with torch.inference_mode():
-        return encoder(encoder.tokenize(texts, 32))
+        return encoder(encoder.tokenize(texts, max_tokens))
 
 
 def assert_opens_as(folder, encoder):
-    """Plain sentence-transformers gives the encoder's vectors, prompts included."""
+    """Plain sentence-transformers gives the encoder's vectors, prompts and both token limits included."""
     plain = SentenceTransformer(str(folder), device="cpu")
     texts = [encoder.settings.template.skill.render(skill) for skill in SKILLS]
     lengths = [len(ids) for ids in encoder.tokenize(texts, 1000)]
     assert min(lengths) < 32 < max(lengths)  # one is cut
     assert torch.allclose(plain.encode_document(texts, convert_to_tensor=True), vectors_of(encoder, texts), atol=1e-5)
+    assert torch.allclose(plain.encode(texts, convert_to_tensor=True), vectors_of(encoder, texts), atol=1e-5)
     rendered = [encoder.settings.template.render_query(query) for query in QUERIES]
+    assert max(len(ids) for ids in encoder.tokenize(rendered, 1000)) > encoder.settings.query_max_tokens
+    with torch.inference_mode():
+        ours = encoder(encoder.tokenize_queries(QUERIES))
     queries = plain.encode_query(QUERIES, convert_to_tensor=True)
-    assert torch.allclose(queries, vectors_of(encoder, rendered), atol=1e-5)
+    assert torch.allclose(queries, ours, atol=1e-5)
     assert torch.allclose(queries.norm(dim=1), torch.ones(len(QUERIES)))
     assert plain.similarity_fn_name == "cosine"
 
@@ -71,15 +75,36 @@ def test_qwen3_opens_in_plain_sentence_transformers(saved, name):
     assert_opens_as(folder, encoder)
 
 
-def test_a_tokenizer_with_tokens_of_its_own_is_left_alone_and_told(saved, capsys):
+def test_a_poolers_absence_is_not_reported(saved, capfd):
+    _, folder = saved("bert")
+    capfd.readouterr()
+    SentenceTransformer(str(folder), device="cpu")
+    assert "pooler" not in "".join(capfd.readouterr())
+
+
+def test_the_end_token_follows_a_tokenizers_own_first_token(tmp_path, open_encoder_of, capsys):
+    """As with Mistral's or Llama's tokenizers, which begin every text with a token of their own."""
+    encoder = open_encoder_of("qwen3_base_tokenizer", max_tokens=32, query_max_tokens=24)
+    backend = encoder.tokenizer.backend_tokenizer
+    first = ("<|im_start|>", backend.token_to_id("<|im_start|>"))
+    beginning = processors.TemplateProcessing(single="<|im_start|> $A", pair="$A $B", special_tokens=[first])
+    backend.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), beginning])
+    encoder = Encoder(encoder.backbone, encoder.tokenizer, encoder.settings)
+    save_encoder(encoder, tmp_path, base="b")
+    assert "plain sentence-transformers" not in capsys.readouterr().err
+    assert_opens_as(tmp_path, encoder)
+
+
+def test_where_plain_sentence_transformers_would_end_cut_texts_otherwise_it_is_told(saved, capsys):
+    """The class BertTokenizer always ends a text with its own [SEP], whatever its folder says."""
     encoder, folder = saved("bert", pooling="last_token")
-    assert "plain sentence-transformers will not append '[PAD]'" in capsys.readouterr().err
+    assert "plain sentence-transformers will not end all texts with '[PAD]'" in capsys.readouterr().err
     again = load_encoder(EncoderConfig(source=str(folder)), CPU)
     assert torch.equal(vectors_of(again, QUERIES), vectors_of(encoder, QUERIES))
 
 
 def test_a_chat_template_is_kept_but_never_applied(tmp_path, open_encoder_of):
-    encoder = open_encoder_of("qwen3", max_tokens=32, query_max_tokens=32)
+    encoder = open_encoder_of("qwen3", max_tokens=32, query_max_tokens=24)
     encoder.tokenizer.chat_template = CHAT
     save_encoder(encoder, tmp_path, base="qwen3")
     assert_opens_as(tmp_path, encoder)
@@ -119,31 +144,6 @@ def test_saving_twice_gives_the_same_bytes(tmp_path, open_encoder_of, open_reran
         assert first == second
 
 
-@pytest.mark.parametrize("name", ["bert_reranker", "qwen3_reranker"])
-def test_our_own_reader_gets_the_same_reranker_back(tmp_path, open_reranker_of, name):
-    reranker = open_reranker_of(name, max_tokens=400)
-    save_reranker(reranker, tmp_path, base=name)
-    again = load_reranker(RerankerConfig(source=str(tmp_path)), CPU)
-    assert again.settings == reranker.settings
-    pairs = reranker.tokenize(QUERIES[0], SKILLS)
-    assert again.tokenize(QUERIES[0], SKILLS) == pairs
-    with torch.inference_mode():
-        assert torch.equal(again(pairs), reranker(pairs))
-    content = json.loads((tmp_path / "skilltrain.json").read_text())
-    assert content["kind"] == "reranker" and content["base"] == name
-
-
-def test_a_bert_reranker_opens_in_plain_cross_encoder(tmp_path, open_reranker_of):
-    """Its logits are ours where nothing is cut; the limit and the activation are the caller's to set."""
-    reranker = open_reranker_of("bert_reranker")
-    save_reranker(reranker, tmp_path, base="bert_reranker")
-    plain = CrossEncoder(str(tmp_path), device="cpu", activation_fn=torch.nn.Identity())
-    with torch.inference_mode():
-        ours = reranker(reranker.tokenize(QUERIES[0], SKILLS))
-    pairs = [(QUERIES[0], reranker.settings.template.render_skill(skill)) for skill in SKILLS]
-    assert torch.allclose(plain.predict(pairs, convert_to_tensor=True), ours, atol=1e-5)
-
-
 def test_weights_that_are_no_numbers_are_not_saved(tmp_path, open_encoder_of, open_reranker_of):
     encoder, reranker = open_encoder_of("bert"), open_reranker_of("bert_reranker")
     with torch.no_grad():
@@ -178,7 +178,7 @@ def test_what_failed_half_way_is_no_model_and_a_finished_model_stays(tmp_path, o
     """A kill or a full disk while saving must not leave weights without the settings that belong to them."""
     save_encoder(open_encoder_of("bert"), tmp_path / "finished", base="bert")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    monkeypatch.setattr("skilltrain.export.sentence_transformers._write_checkpoint_file", _disk_full)
+    monkeypatch.setattr("skilltrain.export.sentence_transformers.write_record", _disk_full)
     for name in ("finished", "fresh"):
         with pytest.raises(SkilltrainError, match=f"{name}: cannot save the model: No space left on device"):
             save_encoder(open_encoder_of("bert"), tmp_path / name, base="other")
@@ -191,10 +191,17 @@ def _disk_full(*_):
     raise OSError(28, "No space left on device")
 
 
-def test_the_base_is_named_and_a_second_training_starts_from_the_saved_settings(tmp_path):
+def test_the_base_is_named_without_its_place_and_a_second_training_starts_from_the_saved_settings(tmp_path):
     source = save_bert(tmp_path / "base", reranker=False)
     encoder = load_encoder(EncoderConfig(source=str(source), pooling="cls", max_tokens=40), CPU)
     save_encoder(encoder, tmp_path / "first", base=str(source))
-    assert json.loads((tmp_path / "first" / "skilltrain.json").read_text())["base"] == str(source)
+    assert json.loads((tmp_path / "first" / "skilltrain.json").read_text())["base"] == "base"
     again = load_encoder(EncoderConfig(source=str(tmp_path / "first"), max_tokens=50), CPU)
     assert (again.settings.pooling, again.settings.max_tokens) == ("cls", 50)
+
+
+def test_the_card_is_the_folders_readme(tmp_path, open_encoder_of):
+    save_encoder(open_encoder_of("bert"), tmp_path, base="b", card="# A card, 运行\n")
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == "# A card, 运行\n"
+    listed = json.loads((tmp_path / "skilltrain.json").read_text())["files"]
+    assert listed == sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())

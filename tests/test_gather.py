@@ -63,7 +63,7 @@ def test_the_loop_on_two_ranks_equals_the_loop_on_one(both_ranks, model_folders,
 def test_a_signal_to_one_rank_stops_both_with_one_checkpoint(both_ranks):
     root, results = both_ranks
     said = [result["interrupted"] for result in results]
-    assert said == ["interrupted after step 2 of 6; a checkpoint is saved"] * 2
+    assert said == ["interrupted after step 2 of 4; a checkpoint is saved"] * 2
     (checkpoint,) = checkpoints(root / "interrupted" / "checkpoints")
     assert checkpoint.name == "step-2"
     assert {path.name for path in checkpoint.glob("random_states_*")} == {

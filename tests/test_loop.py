@@ -10,8 +10,10 @@ from accelerate.state import AcceleratorState, PartialState
 import training_runs
 from skilltrain.errors import SkilltrainError
 from skilltrain.losses import InfoNCE
-from skilltrain.training.loop import TrainingConfig, _parameter_groups, _schedule, num_steps, step_batches, train
-from skilltrain.training.steps import EncoderStep
+from skilltrain.training.engine import EngineSettings, new_accelerator
+from skilltrain.training.loop import Run, TrainingConfig, num_steps, step_batches, train
+from skilltrain.training.optimizer import new_optimizer, schedule
+from skilltrain.training.steps import EncoderStep, StepSettings
 from training_data import training_set
 from training_runs import CONFIG, NUM_LISTS, new_step, run, signal_in
 
@@ -32,7 +34,7 @@ def uninterrupted(model_folders, tmp_path_factory):
 
 def log_of(out):
     rows = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "queries_per_second"} for row in rows]
+    return [{key: value for key, value in row.items() if not key.endswith("per_second")} for row in rows]
 
 
 def identical(one, other):
@@ -54,14 +56,15 @@ def test_every_list_once_an_epoch_in_an_order_of_seed_and_epoch():
 
 def test_the_schedule_by_hand():
     # Ten steps, a fifth of them warming up: 1/3 and 2/3 of the peak, then half a cosine over eight steps.
-    values = [_schedule(step, 10, 0.2) for step in range(10)]
+    values = [schedule(step, 10, 0.2) for step in range(10)]
     assert values[:3] == pytest.approx([1 / 3, 2 / 3, 1])
     assert values[6] == pytest.approx(0.5) and values[9] == pytest.approx(0.5 * (1 + math.cos(7 * math.pi / 8)))
-    assert _schedule(0, 10, 0.0) == 1 and _schedule(10, 10, 0.2) == 0
+    assert schedule(0, 10, 0.0) == 1 and schedule(10, 10, 0.2) == 0
 
 
 def test_only_matrices_decay():
-    decayed, kept = _parameter_groups(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3)), CONFIG)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
+    decayed, kept = new_optimizer(model, 1e-3, 0.01).param_groups
     assert [p.shape for p in decayed["params"]] == [(3, 2)] and decayed["weight_decay"] == 0.01
     assert [p.shape for p in kept["params"]] == [(3,), (3,), (3,)] and kept["weight_decay"] == 0
 
@@ -113,7 +116,7 @@ def test_ctrl_c_in_the_last_step_finishes(uninterrupted, model_folders, tmp_path
     assert identical(run(step, tmp_path, resume=False), uninterrupted[1])
 
 
-def test_dropout_is_on_while_training_and_off_after(model_folders, tmp_path):
+def test_dropout_is_on_while_training(model_folders, tmp_path):
     step, losses = new_step(model_folders["bert_dropout"]), []
     forward = step.forward
 
@@ -122,11 +125,11 @@ def test_dropout_is_on_while_training_and_off_after(model_folders, tmp_path):
         return forward(batch)
 
     step.forward = twice
-    result = train(step, step.data.lists[:4], CONFIG.model_copy(update={"epochs": 1}), tmp_path, resume=False)
+    config = CONFIG.model_copy(update={"epochs": 1})
+    result = train(training_runs.accelerator(), step, step.data.lists[:4], config, Run(tmp_path, False, {}))
     assert losses[0] != losses[1]
-    assert not step.training and not step.encoder.backbone.training
-    assert forward(step.data.lists[:4]).item() == forward(step.data.lists[:4]).item()
-    assert (result.num_steps, result.num_queries) == (1, 4) and math.isfinite(result.last_loss)
+    assert (result.position.step, result.position.queries) == (1, 4) and math.isfinite(result.position.loss)
+    assert result.checkpoint == tmp_path / "checkpoints" / "step-1"
 
 
 def test_resuming_where_there_is_nothing_starts_afresh(uninterrupted, model_folders, tmp_path):
@@ -145,11 +148,22 @@ def test_a_loss_that_is_no_number_names_the_queries(model_folders, tmp_path):
     with torch.no_grad():
         step.encoder.backbone.embeddings.word_embeddings.weight[:] = math.nan
     first = [one.query_id for batch in next(iter(step_batches(step.data.lists, CONFIG))) for one in batch]
+    assert len(first) == 8
     with pytest.raises(SkilltrainError) as error:
         run(step, tmp_path, resume=False)
     assert str(error.value).startswith(
-        f"the loss is not a finite number in a step with queries {', '.join(first)}, … (look at these lists;"
+        f"the loss is not a finite number in a step with queries {', '.join(first)} (look at these lists;"
     )
+
+
+def test_an_exploding_gradient_stops_before_the_step(model_folders, tmp_path):
+    step = new_step(model_folders["bert"])
+    before = [parameter.detach().clone() for parameter in step.parameters()]
+    config = CONFIG.model_copy(update={"stop_grad_norm": 1e-3})
+    with pytest.raises(SkilltrainError, match=r"the gradient norm .* exceeds training.stop_grad_norm 0.001 in a step"):
+        train(training_runs.accelerator(), step, step.data.lists, config, Run(tmp_path, False, {}))
+    assert all((one == other).all() for one, other in zip(step.parameters(), before, strict=True))
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_gradient_that_is_no_number_stops_before_the_step(model_folders, tmp_path):
@@ -167,11 +181,12 @@ def test_accumulation_does_not_change_what_a_query_weighs(open_encoder_of, tmp_p
     results = []
     for batch_size, accumulation in ((6, 1), (3, 2), (2, 3), (1, 6)):
         encoder, data = open_encoder_of("bert").double(), training_set(NUM_LISTS)
-        step = EncoderStep(encoder, InfoNCE(), data, 200, False, in_batch=False)
+        step = EncoderStep(encoder, InfoNCE(), data, StepSettings(200, in_batch=False))
         config = TrainingConfig(
             batch_size=batch_size, accumulation=accumulation, learning_rate=1e-3, precision="float32"
         )
-        train(step, data.lists, config, tmp_path / str(batch_size), resume=False)
+        engine = EngineSettings("float32", batch_size, config.max_grad_norm, quantized=False)
+        train(new_accelerator(engine), step, data.lists, config, Run(tmp_path / str(batch_size), False, {}))
         results.append(torch.cat([parameter.detach().flatten() for parameter in step.parameters()]))
     for other in results[1:]:
         assert (other - results[0]).abs().max() < 1e-9

@@ -6,24 +6,51 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from skilltrain.losses import InfoNCE, ListwiseCE, Loss, PointwiseBCE, ScoredBatch
+from skilltrain.errors import SkilltrainError
+from skilltrain.losses import (
+    KL,
+    EncoderLoss,
+    InfoNCE,
+    LambdaRank,
+    ListNet,
+    ListwiseCE,
+    MarginMSE,
+    Matryoshka,
+    PointwiseBCE,
+    RankNet,
+    RerankerLoss,
+    ScoredBatch,
+)
 
-LOSSES = [InfoNCE(), ListwiseCE(), PointwiseBCE()]
+LOSSES = [
+    InfoNCE(), ListwiseCE(), PointwiseBCE(), ListNet(), RankNet(), LambdaRank(), LambdaRank(mu=10, k=2), MarginMSE(),
+    KL(teacher_temperature=2),
+]  # fmt: skip
+EVERY_LOSS = pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss.name}{getattr(loss, 'k', '') or ''}")
 
 
-def batch(scores, gains, valid=None):
+def batch(scores, gains, valid=None, teacher=None):
     scores = torch.tensor(scores, dtype=torch.float64, requires_grad=True)
     gains = torch.tensor(gains, dtype=torch.float64)
     valid = torch.ones(scores.shape, dtype=torch.bool) if valid is None else torch.tensor(valid, dtype=torch.bool)
-    return ScoredBatch(scores, gains, valid)
+    return ScoredBatch(scores, gains, valid, None if teacher is None else torch.tensor(teacher, dtype=torch.float64))
 
 
-def random_batch(seed, queries=5, candidates=7):
+def random_batch(seed, queries=5, candidates=7, graded=False):
+    """One positive a query, or a required and a useful skill."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(queries, candidates, generator=generator, dtype=torch.float64, requires_grad=True)
+    places = torch.stack([torch.randperm(candidates, generator=generator)[:3] for _ in range(queries)])
     gains = torch.zeros(queries, candidates, dtype=torch.float64)
-    gains[torch.arange(queries), torch.randint(candidates, (queries,), generator=generator)] = 1
-    return ScoredBatch(scores, gains, torch.ones(queries, candidates, dtype=torch.bool))
+    gains[torch.arange(queries), places[:, 0]] = 1
+    if graded:
+        gains[torch.arange(queries), places[:, 1]] = 0.5
+        gains[torch.arange(queries), places[:, 2]] = 1
+    teacher = torch.randn(queries, candidates, generator=generator, dtype=torch.float64)
+    return ScoredBatch(scores, gains, torch.ones(queries, candidates, dtype=torch.bool), teacher)
+
+
+# Each loss by hand ---------------------------------------------------------------------------------------------------
 
 
 def test_one_positive_by_hand():
@@ -35,6 +62,15 @@ def test_one_positive_by_hand():
 def test_the_temperature_divides_the_scores():
     assert ListwiseCE(temperature=0.5)(batch([[0.5, 0.0]], [[1.0, 0.0]])).item() == pytest.approx(0.313262, abs=1e-6)
     assert InfoNCE()(batch([[0.0, 0.05]], [[1.0, 0.0]])).item() == pytest.approx(1.313262, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "loss", [InfoNCE, ListwiseCE, PointwiseBCE, ListNet, RankNet, LambdaRank, MarginMSE, KL], ids=lambda c: c.__name__
+)
+def test_every_temperature_means_the_same(loss):
+    one = random_batch(3)
+    cooler = ScoredBatch(one.scores / 0.1, one.gains, one.valid, one.teacher_scores)
+    assert loss(temperature=0.1)(one).item() == pytest.approx(loss(temperature=1)(cooler).item(), rel=1e-12)
 
 
 def test_queries_are_summed():
@@ -62,7 +98,11 @@ def test_graded_gains():
 
 
 def test_a_list_of_equal_positives_alone_costs_nothing():
-    assert ListwiseCE()(batch([[0.3, 5.0]], [[1.0, 1.0]])).item() == 0
+    one = batch([[0.3, 5.0]], [[1.0, 1.0]])
+    loss = ListwiseCE()(one)
+    loss.backward()
+    assert loss.item() == 0
+    assert one.scores.grad.tolist() == [[0, 0]]
 
 
 @pytest.mark.parametrize("temperature", [0.05, 1.0])
@@ -91,8 +131,99 @@ def test_pointwise_takes_every_gain_above_zero_as_a_yes():
     assert PointwiseBCE()(batch([[0.0]], [[0.5]])).item() == PointwiseBCE()(batch([[0.0]], [[1.0]])).item()
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
-@pytest.mark.parametrize("filler", [0.0, 50.0, -1e4, 1e30])
+def test_list_net_by_hand():
+    # Shares 3/4 and 1/4 of the gains against 1/2 and 1/2 of the softmax.
+    assert ListNet()(batch([[0.0, 0.0]], [[3.0, 1.0]])).item() == pytest.approx(math.log(2))
+    # Softmax of (1, 0): logs -0.313262 and -1.313262.
+    graded = ListNet()(batch([[1.0, 0.0]], [[1.0, 0.5]]))
+    assert graded.item() == pytest.approx(2 / 3 * 0.313262 + 1 / 3 * 1.313262, abs=1e-6)
+
+
+def test_list_net_gives_one_positive_among_eleven_the_whole_target():
+    expected = ListwiseCE()(batch([[0.0] * 11], [[1.0] + [0.0] * 10]))
+    assert ListNet()(batch([[0.0] * 11], [[1.0] + [0.0] * 10])).item() == pytest.approx(math.log(11))
+    assert expected.item() == pytest.approx(math.log(11))
+
+
+def test_list_net_is_least_where_the_scores_are_the_log_gains():
+    one = batch([[math.log(3), 0.0]], [[3.0, 1.0]])
+    ListNet()(one).backward()
+    assert torch.allclose(one.scores.grad, torch.zeros(1, 2, dtype=torch.float64), atol=1e-15)
+
+
+def test_ranknet_by_hand():
+    assert RankNet()(batch([[0.0, 1.0]], [[1.0, 0.0]])).item() == pytest.approx(math.log(1 + math.e))
+    # Pairs (1, 1/2), (1, 0), (1/2, 0) with margins 1, 0, -1.
+    three = RankNet()(batch([[0.0, -1.0, 0.0]], [[1.0, 0.5, 0.0]]))
+    assert three.item() == pytest.approx((0.313262 + 0.693147 + 1.313262) / 3, abs=1e-6)
+
+
+def test_ranknet_averages_over_the_querys_own_pairs():
+    # The first query has two pairs at margin 0, the second one at margin 1.
+    both = batch([[0.0, 0.0, 0.0], [1.0, 0.0, 0.0]], [[1.0, 0, 0], [1.0, 0, 0]], [[True] * 3, [True, True, False]])
+    assert RankNet()(both).item() == pytest.approx(0.693147 + 0.313262, abs=1e-6)
+
+
+def test_lambda_rank_by_hand():
+    # Places 1 and 2: discounts 1 and 1/log2(3) = 0.630930; maxDCG 1; margin 1.
+    one = batch([[1.0, 0.0]], [[1.0, 0.0]])
+    swap = 1 - 1 / math.log2(3)
+    assert LambdaRank()(one).item() == pytest.approx(swap * 0.313262 / math.log(2), abs=1e-6)
+    assert LambdaRank()(one).item() == pytest.approx(0.166798, abs=1e-6)
+    # One place apart: 1/D(1) - 1/D(2) is the same number, so NDCG-Loss2++ weighs 11 times as much.
+    assert LambdaRank(mu=10)(one).item() == pytest.approx(11 * 0.166798, abs=1e-5)
+
+
+def test_lambda_rank_normalises_by_the_best_order_and_grades():
+    # Best order 1, 1/2: maxDCG 1 + 0.5 * 0.63093 = 1.315465. The useful skill stands above the required one.
+    one = batch([[0.0, 1.0]], [[1.0, 0.5]])
+    expected = 0.5 / 1.315465 * (1 - 0.630930) * 1.313262 / math.log(2)
+    assert LambdaRank()(one).item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_lambda_rank_at_k_leaves_out_pairs_below_it():
+    # Scores 3, 2, 1: the positive stands last. At k = 1 only its pair with the first place counts.
+    one = batch([[3.0, 2.0, 1.0]], [[0.0, 0.0, 1.0]])
+    softplus = math.log(1 + math.e**2) / math.log(2)
+    assert LambdaRank(k=1)(one).item() == pytest.approx((1 - 0.5) * softplus, abs=1e-6)
+    whole = (1 - 0.5) * softplus + (0.630930 - 0.5) * math.log(1 + math.e) / math.log(2)
+    assert LambdaRank()(one).item() == pytest.approx(whole, abs=1e-6)
+
+
+def test_lambda_rank_passes_no_gradient_through_the_weights():
+    one = random_batch(4, graded=True)
+    loss = LambdaRank(mu=10)
+    loss(one).backward()
+    bound = (one.scores.grad.sum(1)).abs().max()  # softplus sees differences only
+    assert bound < 1e-12
+    assert one.scores.grad[one.gains == 1].max() < 0
+
+
+def test_margin_mse_by_hand():
+    assert MarginMSE()(batch([[1.0, 0.0]], [[1.0, 0.0]], teacher=[[3.0, 0.0]])).item() == pytest.approx(4)
+    # Temperature 1/2 doubles the margin 1; the second negative's is 4 against 1: (1 + 9) / 2.
+    two = batch([[1.0, 0.0, -1.0]], [[1.0, 0.0, 0.0]], teacher=[[3.0, 0.0, 2.0]])
+    assert MarginMSE(temperature=0.5)(two).item() == pytest.approx(5)
+
+
+def test_margin_mse_follows_a_teacher_that_doubts_a_negative():
+    doubted = batch([[1.0, 0.0]], [[1.0, 0.0]], teacher=[[0.0, 1.0]])
+    MarginMSE()(doubted).backward()
+    assert doubted.scores.grad.tolist() == [[4, -4]]  # 2 (1 - -1)
+
+
+def test_kl_by_hand():
+    one = batch([[0.0, 0.0]], [[0.0, 0.0]], teacher=[[math.log(3), 0.0]])
+    assert KL()(one).item() == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5))
+    same = batch([[math.log(3), 0.0]], [[0.0, 0.0]], teacher=[[2 * math.log(3) + 1, 1.0]])
+    assert KL(teacher_temperature=2)(same).item() == pytest.approx(0, abs=1e-15)
+
+
+# What holds for every loss -------------------------------------------------------------------------------------------
+
+
+@EVERY_LOSS
+@pytest.mark.parametrize("filler", [0.0, 50.0, -1e4, 1e30, math.inf, -math.inf, math.nan])
 def test_masked_candidates_change_nothing_and_get_no_gradient(loss, filler):
     plain = random_batch(1)
     expected = loss(plain)
@@ -101,40 +232,157 @@ def test_masked_candidates_change_nothing_and_get_no_gradient(loss, filler):
     scores = torch.cat([plain.scores.detach(), extra], 1).requires_grad_()
     gains = torch.cat([plain.gains, torch.ones(5, 2, dtype=torch.float64)], 1)
     valid = torch.cat([plain.valid, torch.zeros(5, 2, dtype=torch.bool)], 1)
-    got = loss(ScoredBatch(scores, gains, valid))
+    got = loss(ScoredBatch(scores, gains, valid, torch.cat([plain.teacher_scores, extra], 1)))
     got.backward()
     assert got.item() == pytest.approx(expected.item(), rel=1e-12)
     assert (scores.grad[:, 7:] == 0).all()
     assert torch.allclose(scores.grad[:, :7], gradient, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
-def test_no_queries_cost_nothing(loss):
-    assert loss(ScoredBatch(torch.zeros(0, 3), torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.bool))).item() == 0
+@EVERY_LOSS
+@pytest.mark.parametrize("graded", [False, True])
+def test_gradients_equal_finite_differences(loss, graded):
+    one = random_batch(5, queries=3, candidates=5, graded=graded)
+    valid = one.valid & (torch.arange(5) != one.gains.argmin(1)[:, None])  # one negative of each list does not count
+
+    def of(scores):
+        return loss(ScoredBatch(scores, one.gains, valid, one.teacher_scores))
+
+    assert torch.autograd.gradcheck(of, (one.scores,))
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
+@EVERY_LOSS
+def test_no_queries_cost_nothing_but_keep_the_graph(loss):
+    nothing = torch.zeros(0, 3, requires_grad=True)
+    value = loss(ScoredBatch(nothing, torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.bool), torch.zeros(0, 3)))
+    assert value.item() == 0
+    value.backward()
+
+
+@EVERY_LOSS
 def test_the_order_of_candidates_does_not_matter(loss):
-    one = random_batch(2)
+    one = random_batch(2, graded=True)
     order = torch.randperm(7, generator=torch.Generator().manual_seed(0))
-    turned = ScoredBatch(one.scores[:, order], one.gains[:, order], one.valid[:, order])
+    turned = ScoredBatch(one.scores[:, order], one.gains[:, order], one.valid[:, order], one.teacher_scores[:, order])
     assert loss(turned).item() == pytest.approx(loss(one).item(), rel=1e-12)
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
+@EVERY_LOSS
+def test_a_batch_is_the_sum_of_its_queries(loss):
+    one = random_batch(6, graded=True)
+    parts = (one.scores, one.gains, one.valid, one.teacher_scores)
+    alone = [loss(ScoredBatch(*(part[i : i + 1] for part in parts))).item() for i in range(5)]
+    assert loss(one).item() == pytest.approx(sum(alone), rel=1e-12)
+
+
+@EVERY_LOSS
 def test_gradients_are_finite_at_extreme_scores(loss):
-    one = batch([[1e4, -1e4, 0.0]], [[0.0, 1.0, 0.0]])
+    one = batch([[1e4, -1e4, 0.0]], [[0.0, 1.0, 0.0]], teacher=[[-1e4, 1e4, 0.0]])
     loss(one).backward()
     assert torch.isfinite(one.scores.grad).all()
 
 
-def test_a_loss_is_chosen_by_name():
-    adapter = TypeAdapter(Loss)
-    assert adapter.validate_python({"name": "infonce"}) == InfoNCE(temperature=0.05)
-    assert adapter.validate_python({"name": "listwise_ce"}) == ListwiseCE(temperature=1.0)
-    assert adapter.validate_python({"name": "pointwise_bce"}) == PointwiseBCE()
+@EVERY_LOSS
+def test_float32_stays_float32(loss):
+    one = random_batch(7)
+    small = ScoredBatch(one.scores.detach().float(), one.gains.float(), one.valid, one.teacher_scores.float())
+    assert loss(small).dtype == torch.float32
+    assert loss(small).item() == pytest.approx(loss(one).item(), rel=1e-5)
+
+
+@EVERY_LOSS
+def test_following_the_gradient_ranks_the_list(loss):
+    scores = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
+    gains = torch.tensor([[0.0, 1.0, 0.0, 0.5]], dtype=torch.float64)
+    optimizer = torch.optim.Adam([scores], lr=0.1)
+    for _ in range(100):
+        value = loss(ScoredBatch(scores, gains, torch.ones(1, 4, dtype=torch.bool), 4 * gains))
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+    first, second = scores.argsort(descending=True)[0, :2].tolist()
+    assert first == 1 or loss.name == "pointwise_bce"  # which knows no grades
+    assert {first, second} == {1, 3}
+
+
+# Directions, widths, and names ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("directions", "partition", "complaint"),
+    [
+        (("skill_to_query",), "joint", "must hold query_to_skill"),
+        ((), "joint", "must hold query_to_skill"),
+        (("query_to_skill", "query_to_skill"), "joint", "twice"),
+        (("query_to_skill", "query_to_query"), "per_direction", "query_to_query holds no positive"),
+        (("query_to_skill", "skill_to_skill"), "per_direction", "partition must be joint"),
+        (("query_to_skill", "sideways"), "joint", "skill_to_query"),
+    ],
+)
+def test_directions_that_make_no_sense_are_refused(directions, partition, complaint):
+    with pytest.raises(ValidationError, match=complaint):
+        InfoNCE(directions=directions, partition=partition)
+
+
+def test_a_reranker_has_one_direction():
+    with pytest.raises(SkilltrainError, match=r"loss\.directions: only an encoder"):
+        InfoNCE(directions=("query_to_skill", "skill_to_query"))(random_batch(0))
+
+
+def test_a_reranker_has_no_vectors_to_cut():
+    with pytest.raises(SkilltrainError, match="only an encoder has vectors"):
+        Matryoshka(dims=(4,))(random_batch(0))
+
+
+@pytest.mark.parametrize(
+    ("dims", "weights", "complaint"),
+    [
+        ((), None, "at least 1 item"),
+        ((0, 4), None, "at least 1, found"),
+        ((4, 4), None, "different numbers"),
+        ((4, 8), (1.0,), "1 weights for 2 dims"),
+        ((4,), (0.0,), "weights must be > 0"),
+    ],
+)
+def test_widths_that_make_no_sense_are_refused(dims, weights, complaint):
+    with pytest.raises(ValidationError, match=complaint):
+        Matryoshka(dims=dims, weights=weights)
+
+
+def test_matryoshka_weighs_the_losses_of_its_widths():
+    at = {2: batch([[0.0, 0.0]], [[1.0, 0.0]]), 4: batch([[1.0, 0.0]], [[1.0, 0.0]])}
+    whole = ScoredBatch(at[4].scores, at[4].gains, at[4].valid, truncated=at.__getitem__)
+    loss = Matryoshka(loss=ListwiseCE(), dims=(2, 4), weights=(0.5, 2.0))
+    assert loss(whole).item() == pytest.approx(0.5 * 0.693147 + 2 * 0.313262, abs=1e-6)
+    assert Matryoshka(loss=ListwiseCE(), dims=(2, 4))(whole).item() == pytest.approx(0.693147 + 0.313262, abs=1e-6)
+
+
+def test_what_a_loss_needs():
+    both = ("query_to_skill", "skill_to_query")
+    assert not InfoNCE().needs_sides and InfoNCE(directions=both).needs_sides
+    assert Matryoshka(loss=InfoNCE(directions=both), dims=(4,)).needs_sides
+    assert Matryoshka(loss=KL(), dims=(4,)).needs_teacher_scores and not Matryoshka(dims=(4,)).needs_teacher_scores
+    assert {loss.name for loss in LOSSES if loss.needs_teacher_scores} == {"kl", "margin_mse"}
+
+
+@pytest.mark.parametrize("union", [EncoderLoss, RerankerLoss])
+def test_a_loss_is_chosen_by_name(union):
+    adapter = TypeAdapter(union)
+    for default in (InfoNCE(), ListwiseCE(), PointwiseBCE(), ListNet(), RankNet(), LambdaRank(), MarginMSE(), KL()):
+        assert adapter.validate_python({"name": default.name}) == default
+    assert InfoNCE().temperature == 0.05 and ListwiseCE().temperature == 1
     with pytest.raises(ValidationError):
         adapter.validate_python({"name": "infonce", "temperature": 0})
+
+
+def test_matryoshka_is_the_encoders_alone():
+    values = {"name": "matryoshka", "dims": [32, 8], "loss": {"name": "listwise_ce"}}
+    loss = TypeAdapter(EncoderLoss).validate_python(values)
+    assert loss == Matryoshka(loss=ListwiseCE(), dims=(32, 8))
+    with pytest.raises(ValidationError, match="does not match any of the expected tags"):
+        TypeAdapter(RerankerLoss).validate_python(values)
+    with pytest.raises(ValidationError, match="does not match any of the expected tags"):
+        TypeAdapter(EncoderLoss).validate_python({**values, "loss": values})
 
 
 def test_shapes_are_checked_in_tests():

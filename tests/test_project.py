@@ -17,11 +17,12 @@ from packaging.version import Version
 
 import skilltrain
 from skilltrain.config import load_recipe
-from skilltrain.recipe import STAGES, parse_recipe
+from skilltrain.recipe import STAGES, list_recipes, parse_recipe
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 LAUNCH_CONFIGS = sorted((ROOT / "launch").glob("*.yaml"))
+FULL_SIZE = [path.stem for path in sorted((ROOT / "recipes").glob("sr_*.yaml"))]
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -62,7 +63,8 @@ def test_the_script_is_installed():
 
 def test_every_pin_is_one_plain_release():
     pins = lines_of(ROOT / "constraints.txt")
-    assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\d.]+", pin)] == []
+    # Betas only where a dependency has nothing else: we ask for none ourselves (the next test).
+    assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\d.]+(b\d+)?", pin)] == []
     names = [canonicalize_name(pin.partition("==")[0]) for pin in pins]
     assert len(names) == len(set(names))
     assert names == sorted(names)
@@ -74,10 +76,12 @@ def test_every_dependency_has_a_lower_bound_and_a_pin_within_its_range():
         for name, version in (pin.split("==") for pin in lines_of(ROOT / "constraints.txt"))
     }
     extras = PROJECT["optional-dependencies"]
-    for text in (*PROJECT["dependencies"], *extras["dev"], *extras["quickstart"]):
+    pinned = [text for name in ("dev", "quickstart", "deepspeed", "trackers", "qlora") for text in extras[name]]
+    for text in (*PROJECT["dependencies"], *pinned):
         needed = Requirement(text)
         assert needed.specifier, f"{text} has no version range"
-        assert pins[canonicalize_name(needed.name)] in needed.specifier, text
+        release = Version(pins[canonicalize_name(needed.name)])
+        assert release in needed.specifier and not release.is_prerelease, text
 
 
 # The command line and the recipes ------------------------------------------------------------------------------------
@@ -92,7 +96,9 @@ def test_help_names_every_stage():
 
 
 def test_there_are_recipes():
-    assert RECIPES
+    wanted = {"sr_emb_0.6b", "sr_emb_8b", "sr_emb_8b_full", "sr_rank_0.6b", "sr_rank_8b", "sr_rank_0.6b_pointwise"}
+    assert set(FULL_SIZE) == wanted
+    assert {path.stem for path in RECIPES if path.parent.name == "tiny"} == wanted | {"sr_emb_minilm", "sr_rank_minilm"}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -105,6 +111,50 @@ def test_a_recipe_holds_valid_settings(path: Path):
 def test_a_training_recipe_is_python_that_starts_nothing_when_imported(path: Path):
     if STAGES[load_recipe(path)["stage"]].trains:
         assert "run" in runpy.run_path(str(path), run_name="imported")  # what a spawned worker does
+
+
+def keys_of(values: Any, path: str = "") -> set[str]:
+    """The key paths of nested settings; what gains and layers hold is theirs."""
+    if not isinstance(values, dict):
+        return {path}
+    return {key for name, value in values.items() for key in keys_of(value, f"{path}.{name}".lstrip("."))}
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_every_recipe_of_full_size_has_a_twin_with_the_same_keys(name: str):
+    full, twin = (load_recipe(ROOT / "recipes" / folder / f"{name}.yaml") for folder in ("", "tiny"))
+    assert keys_of(full) <= keys_of(twin)
+    more = {key for key in keys_of(twin) - keys_of(full) if not key.startswith("dev.")}
+    assert more <= {"data.max_lists"}
+    alike = ("stage", "gains", "loss", "in_batch_negatives", "near_duplicates")
+    assert [key for key in alike if full.get(key) != twin.get(key)] == []
+    for key in ("epochs", "batch_size", "accumulation", "warmup_share", "weight_decay", "recompute", "seed"):
+        assert full["training"][key] == twin["training"][key], key
+    assert full["model"]["template"] == twin["model"]["template"]
+
+
+def test_the_recipes_hold_skillrouters_values():
+    encoder, reranker = (load_recipe(ROOT / "recipes" / f"sr_{name}_0.6b.yaml") for name in ("emb", "rank"))
+    training = {"epochs": 1, "warmup_share": 0.05, "weight_decay": 0.01, "recompute": True, "precision": "bfloat16"}
+    own = {"batch_size": 8, "accumulation": 4, "learning_rate": 2e-5}, {
+        "batch_size": 1, "accumulation": 16, "learning_rate": 1e-5,
+    }  # fmt: skip
+    for recipe, mine in zip((encoder, reranker), own, strict=True):
+        assert {key: recipe["training"][key] for key in (*training, *mine)} == training | mine
+        assert recipe["model"]["template"]["query_chars"] == 1500
+    assert encoder["loss"] == {"name": "infonce", "temperature": 0.05}
+    assert reranker["loss"] == {"name": "listwise_ce", "temperature": 1.0}
+    assert (encoder["model"]["max_tokens"], reranker["model"]["max_tokens"]) == (2048, 4096)
+    skills = [recipe["model"]["template"]["skill"] for recipe in (encoder, reranker)]
+    assert [(skill["description_chars"], skill["body_chars"]) for skill in skills] == [(300, 2500), (500, 2000)]
+    assert reranker["model"]["template"]["separator"] == "\n\n"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_recipe_says_in_its_first_comment_what_it_is(path: Path):
+    (found,) = [one for one in list_recipes(path.parent) if one.path == path]
+    assert found.about.endswith(".") and 20 < len(found.about) < 140
+    assert bool(found.base and found.loss) == STAGES[found.stage].trains
 
 
 # Launch files --------------------------------------------------------------------------------------------------------
@@ -131,7 +181,8 @@ def test_every_nested_key_is_an_option_of_accelerate_launch(path: Path):
 
 def test_the_launch_configs_are_the_ones_we_promise():
     kinds = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))["distributed_type"] for path in LAUNCH_CONFIGS}
-    assert kinds == {"cpu": "NO", "single_gpu": "NO", "ddp": "MULTI_GPU", "multi_node": "MULTI_GPU"}
+    one, ddp = {"cpu": "NO", "single_gpu": "NO"}, {"ddp": "MULTI_GPU", "multi_node": "MULTI_GPU"}
+    assert kinds == {**one, **ddp, "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 
 
 def test_shell_scripts_are_valid():

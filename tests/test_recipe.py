@@ -11,8 +11,16 @@ import yaml
 from skilltrain import __version__
 from skilltrain.config import load_recipe
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import fingerprint
-from skilltrain.recipe import STAGES, parse_recipe, run, run_recipe
+from skilltrain.recipe import (
+    FREE_TO_CHANGE,
+    STAGES,
+    input_fingerprint,
+    list_recipes,
+    parse_recipe,
+    run,
+    run_recipe,
+    schema_of,
+)
 from small_library import (
     contents,
     encoder_recipe,
@@ -88,6 +96,27 @@ def test_every_stage_has_settings_with_descriptions(name):
     assert bare == [] and {"stage", "out"} <= config_class.model_fields.keys()
 
 
+@pytest.mark.parametrize("name", STAGES)
+def test_the_schema_of_a_stage_names_its_settings_and_the_line_of_python(name):
+    schema = json.loads(json.dumps(schema_of(name)))
+    config_class, _ = STAGES[name].load()
+    assert schema["properties"].keys() == {"recipe", *config_class.model_fields}
+    assert (
+        schema["additionalProperties"] is False and "out" in schema["required"] and "recipe" not in schema["required"]
+    )
+
+
+def test_recipes_are_listed_by_what_they_train(tmp_path):
+    text = "# An encoder.\nstage: train_encoder\nmodel: {source: owner/name}\ndata: {pool: a, lists: b}\nout: c\n"
+    write_recipe(tmp_path / "below" / "encoder.yaml", text)
+    (tmp_path / "pool.yaml").write_text("stage: pool\nsources: a\nout: b\n")
+    (tmp_path / "launch.yaml").write_text("num_processes: 2\n")
+    pool, encoder = list_recipes(tmp_path)
+    assert (pool.path, pool.stage, pool.base, pool.loss, pool.about) == (tmp_path / "pool.yaml", "pool", "", "", "")
+    assert (encoder.stage, encoder.base, encoder.loss) == ("train_encoder", "owner/name", "infonce")
+    assert encoder.about == "An encoder." and encoder.path == tmp_path / "below" / "encoder.yaml"
+
+
 # The record ----------------------------------------------------------------------------------------------------------
 
 
@@ -97,15 +126,15 @@ def test_the_record_holds_settings_inputs_and_summary(runs):
     assert found["summary"]["num_candidates"] == found["summary"]["num_kept"] + found["summary"]["num_dropped"]
     places = {"pool": runs / "pool", "queries": runs / "queries", "rankings": runs / "mined"}
     places["encoder.source"] = Path(found["recipe"]["encoder"]["source"])
-    assert found["inputs"] == {key: fingerprint(path) for key, path in places.items()}
+    assert found["inputs"] == {key: input_fingerprint(path) for key, path in places.items()}
 
 
 def test_models_inside_lists_of_systems_are_inputs_too(runs, tmp_path):
     systems = f"[{{name: a, encoder: {{source: {runs}/encoder}}, reranker: {{source: {runs}/reranker}}}}]"
     succeeds("evaluate", f"systems={systems}", f"pool={runs}/pool", f"benchmark={runs}/queries", f"out={tmp_path}/out")
     found = record_of(tmp_path / "out")["inputs"]
-    assert found["systems.0.encoder.source"] == fingerprint(runs / "encoder")
-    assert found["systems.0.reranker.source"] == fingerprint(runs / "reranker")
+    assert found["systems.0.encoder.source"] == input_fingerprint(runs / "encoder")
+    assert found["systems.0.reranker.source"] == input_fingerprint(runs / "reranker")
 
 
 def test_the_resolved_recipe_runs_to_the_same_tables(runs, tmp_path):
@@ -190,6 +219,27 @@ def test_a_changed_model_is_another_run(runs, tmp_path):
     shutil.copytree(runs / "reranker", tmp_path / "encoder")
     line = skilltrain(*command).only_line
     assert "holds another run: the content of system.encoder.source differs" in line
+
+
+def test_a_models_checkpoints_are_no_part_of_it(runs, tmp_path):
+    assert (runs / "encoder" / "checkpoints").is_dir()
+    shutil.copytree(runs / "encoder", tmp_path / "encoder")
+    shutil.rmtree(tmp_path / "encoder" / "checkpoints")
+    assert input_fingerprint(tmp_path / "encoder") == input_fingerprint(runs / "encoder")
+    (tmp_path / "encoder" / "model.safetensors").write_bytes(b"other")
+    assert input_fingerprint(tmp_path / "encoder") != input_fingerprint(runs / "encoder")
+
+
+def test_what_no_update_depends_on_may_change_in_a_run(runs):
+    recipe, before = runs / "recipes" / "encoder.yaml", contents(runs)
+    free = {"save_every": 7, "keep_checkpoints": 9, "stop_grad_norm": 50, "trackers": "[]", "project": "other"}
+    assert set(free) == set(FREE_TO_CHANGE)
+    changes = [f"training.{key}={value}" for key, value in free.items()]
+    assert "nothing to do" in succeeds("train", recipe, *changes).err
+    for change in ("training.token_budget=100", "training.recompute=true", "loss.temperature=0.1", "data.max_lists=3"):
+        line = skilltrain("train", recipe, change).only_line
+        assert f"holds another run: {change.partition('=')[0]} differs" in line
+    assert contents(runs) == before
 
 
 # Several processes ---------------------------------------------------------------------------------------------------

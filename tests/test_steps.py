@@ -2,42 +2,9 @@ import pytest
 import torch
 
 from skilltrain.losses import InfoNCE, ListwiseCE, PointwiseBCE
-from skilltrain.records import Skill
 from skilltrain.training import steps
-from skilltrain.training.steps import EncoderStep, RerankerStep, candidate_labels
-from skilltrain.training.training_set import TrainingList, TrainingSet
+from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
 from training_data import training_set
-
-SKILLS = {
-    skill_id: Skill(skill_id, name, "", "")
-    for skill_id, name in [("a", "Pod Debug"), ("b", "Chart"), ("c", "Clip"), ("d", "POD debug"), ("e", "Table")]
-}
-ONE = TrainingList("q1", "pods", ("a", "b"), (1.0, 0.0), frozenset("a"))
-TWO = TrainingList("q2", "clips", ("c", "e"), (0.5, 0.0), frozenset("cb"))
-DATA = TrainingSet((ONE, TWO), SKILLS)
-
-
-def test_known_positives_and_twins_by_name_are_no_in_batch_negatives():
-    gains, valid = candidate_labels([ONE, TWO], "abcde", DATA, in_batch=True)
-    assert gains.tolist() == [[1, 0, 0, 0, 0], [0, 0, 0.5, 0, 0]]
-    # q1: d bears a's name. q2: b is known to answer it, though it is no candidate of its list.
-    assert valid.tolist() == [[True, True, True, False, True], [True, False, True, True, True]]
-
-
-def test_without_in_batch_negatives_only_the_own_list_counts():
-    _, valid = candidate_labels([ONE, TWO], "abcde", DATA, in_batch=False)
-    assert valid.tolist() == [[True, True, False, False, False], [False, False, True, False, True]]
-
-
-def test_a_lists_own_candidate_counts_even_with_a_positives_name():
-    own = TrainingList("q", "pods", ("a", "d"), (1.0, 0.0), frozenset("a"))
-    _, valid = candidate_labels([own], "abd", DATA, in_batch=True)
-    assert valid.tolist() == [[True, True, True]]
-
-
-def test_positives_outside_the_training_set_are_passed_over():
-    far = TrainingList("q", "pods", ("a", "b"), (1.0, 0.0), frozenset({"a", "never seen"}))
-    assert candidate_labels([far], "ab", DATA, in_batch=True)[1].all()
 
 
 def naive_encoder_loss(encoder, batch, data, loss):
@@ -75,16 +42,18 @@ def gradients(model, loss):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_each_distinct_skill_is_encoded_once_and_the_loss_is_the_naive_one(open_encoder_of, recompute):
     encoder, data = open_encoder_of("bert").double(), training_set(8)
-    step = EncoderStep(encoder, InfoNCE(), data, 120, recompute, in_batch=True)
+    step = EncoderStep(encoder, InfoNCE(), data, StepSettings(120, recompute))
     expected = naive_encoder_loss(encoder, data.lists, data, InfoNCE())
     expected_gradients = gradients(encoder, expected)
     seen = []
-    handle = encoder.register_forward_pre_hook(lambda _, inputs: seen.extend(map(tuple, inputs[0])))
+    handle = encoder.register_forward_pre_hook(
+        lambda _, inputs: seen.extend(tuple(text.tolist()) for text in inputs[0])
+    )
     loss = step(data.lists)
     handle.remove()
     distinct = {skill_id for one in data.lists for skill_id in one.skill_ids}
     assert len(seen) == len(distinct) + len(data.lists) < sum(len(one.skill_ids) for one in data.lists)
-    assert step.num_tokens == sum(map(len, seen))
+    assert step.count.tokens == sum(map(len, seen)) <= step.count.slots
     assert loss.item() == pytest.approx(expected.item(), abs=1e-9)
     for got, wanted in zip(gradients(encoder, loss), expected_gradients, strict=True):
         assert torch.allclose(got, wanted, atol=1e-9)
@@ -92,7 +61,7 @@ def test_each_distinct_skill_is_encoded_once_and_the_loss_is_the_naive_one(open_
 
 def test_a_rank_without_any_text_still_takes_part(open_encoder_of, monkeypatch):
     encoder, data = open_encoder_of("bert"), training_set(1)
-    step = EncoderStep(encoder, InfoNCE(), data, 120, False, in_batch=True)
+    step = EncoderStep(encoder, InfoNCE(), data, StepSettings(120))
     monkeypatch.setattr(steps, "rank_and_world", lambda: (6, 8))
     monkeypatch.setattr(steps, "gather_rows", lambda rows, total: torch.cat([rows, rows.new_zeros(total, 32)]))
     loss = step(data.lists)
@@ -105,9 +74,9 @@ def test_a_rank_without_any_text_still_takes_part(open_encoder_of, monkeypatch):
 @pytest.mark.parametrize("loss", [ListwiseCE(), PointwiseBCE()], ids=lambda loss: loss.name)
 def test_the_rerankers_loss_is_the_sum_of_each_list_alone(open_reranker_of, name, loss):
     reranker, data = open_reranker_of(name), training_set(5)
-    step = RerankerStep(reranker, loss, data, 400, recompute=True)
+    step = RerankerStep(reranker, loss, data, StepSettings(400, recompute=True))
     together = step(data.lists)
-    alone = [RerankerStep(reranker, loss, data, 10**6, recompute=False)([one]) for one in data.lists]
+    alone = [RerankerStep(reranker, loss, data, StepSettings(10**6))([one]) for one in data.lists]
     assert together.item() == pytest.approx(sum(one.item() for one in alone), rel=1e-5)
     expected = gradients(reranker, sum(alone))
     for got, wanted in zip(gradients(reranker, together), expected, strict=True):
@@ -119,13 +88,13 @@ def test_a_list_by_hand(open_reranker_of):
     (one,) = data.lists
     scores = reranker(reranker.tokenize(one.query, [data.skills[skill_id] for skill_id in one.skill_ids]))
     expected = -torch.log_softmax(scores, 0)[0]
-    loss = RerankerStep(reranker, ListwiseCE(), data, 10**6, recompute=False)(data.lists)
+    loss = RerankerStep(reranker, ListwiseCE(), data, StepSettings(10**6))(data.lists)
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
 
 
 def test_the_qwen3_encoder_learns_from_every_list(open_encoder_of):
     encoder, data = open_encoder_of("qwen3"), training_set(6)
-    step = EncoderStep(encoder, InfoNCE(), data, 200, True, in_batch=False)
+    step = EncoderStep(encoder, InfoNCE(), data, StepSettings(200, recompute=True, in_batch=False))
     optimizer = torch.optim.AdamW(step.parameters(), lr=3e-3)
     losses = []
     for _ in range(12):
@@ -139,7 +108,7 @@ def test_the_qwen3_encoder_learns_from_every_list(open_encoder_of):
 
 def test_bfloat16_autocast_does_not_round_the_cosines(open_encoder_of):
     encoder, data, seen = open_encoder_of("bert"), training_set(6), []
-    step = EncoderStep(encoder, InfoNCE(), data, 200, False, in_batch=True)
+    step = EncoderStep(encoder, InfoNCE(), data, StepSettings(200))
     step.loss = lambda batch: seen.append(batch.scores) or InfoNCE()(batch)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         step(data.lists)

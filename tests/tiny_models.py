@@ -1,10 +1,14 @@
 """Models with random weights, small enough to build in a test: a BERT and a Qwen3, each as encoder and as reranker."""
 
+import copy
+import os
 from pathlib import Path
 
+import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
+    AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
     BertModel,
@@ -92,4 +96,42 @@ def save_qwen3(folder: Path, reranker: bool, appends_end: bool = True) -> Path:
     config = _qwen3_config(len(tokenizer))
     (Qwen3ForCausalLM if reranker else Qwen3Model)(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def real_qwen3_tokenizer():
+    """Qwen3's own tokenizer, which is no part of the project; the test that asks for it is skipped where it is absent.
+
+    It lies in qwen3-tokenizer of SKILLTRAIN_SHARED_DATA, or of ../shared/data beside the repository.
+    """
+    beside = Path(__file__).parents[2] / "shared" / "data"
+    folder = Path(os.environ.get("SKILLTRAIN_SHARED_DATA", beside)) / "qwen3-tokenizer"
+    if not (folder / "tokenizer.json").is_file():
+        pytest.skip("no Qwen3 tokenizer here; set SKILLTRAIN_SHARED_DATA to the folder that holds qwen3-tokenizer")
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def as_embedding_tokenizer(tokenizer):
+    """A copy that appends `<|endoftext|>` to every text, as Qwen3-Embedding's tokenizer does by its post-processor."""
+    tokenizer = copy.deepcopy(tokenizer)
+    end = ("<|endoftext|>", tokenizer.convert_tokens_to_ids("<|endoftext|>"))
+    tokenizer.backend_tokenizer.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False),
+            processors.TemplateProcessing(
+                single="$A <|endoftext|>", pair="$A <|endoftext|> $B:1 <|endoftext|>:1", special_tokens=[end]
+            ),
+        ]
+    )
+    return tokenizer
+
+
+def save_real_qwen3(folder: Path, reranker: bool) -> Path:
+    """Like `save_qwen3`, with the real tokenizer's 151,669 rows of 16 numbers each."""
+    tokenizer = real_qwen3_tokenizer()
+    torch.manual_seed(0)
+    config = _qwen3_config(len(tokenizer))
+    config.hidden_size = 16
+    (Qwen3ForCausalLM if reranker else Qwen3Model)(config).save_pretrained(folder)
+    (tokenizer if reranker else as_embedding_tokenizer(tokenizer)).save_pretrained(folder)
     return folder

@@ -8,8 +8,9 @@ import torch
 
 from skilltrain.losses import InfoNCE
 from skilltrain.models.encoder import EncoderConfig, load_encoder
-from skilltrain.training.loop import TrainingConfig, train
-from skilltrain.training.steps import EncoderStep
+from skilltrain.training.engine import EngineSettings, new_accelerator
+from skilltrain.training.loop import Run, TrainingConfig, train
+from skilltrain.training.steps import EncoderStep, StepSettings
 from training_data import training_set
 
 CONFIG = TrainingConfig(
@@ -29,7 +30,7 @@ CALLS_A_STEP = (2, 2, 1, 2, 2, 1)
 def new_step(folder: Path, seed: int = 0) -> EncoderStep:
     """The step of an encoder with dropout."""
     encoder = load_encoder(EncoderConfig(source=str(folder)), torch.device("cpu"))
-    return EncoderStep(encoder, InfoNCE(), training_set(NUM_LISTS, seed=seed), 150, CONFIG.recompute, in_batch=True)
+    return EncoderStep(encoder, InfoNCE(), training_set(NUM_LISTS, seed=seed), StepSettings(150, CONFIG.recompute))
 
 
 def signal_in(step: EncoderStep, number: int, which: signal.Signals) -> EncoderStep:
@@ -46,9 +47,14 @@ def signal_in(step: EncoderStep, number: int, which: signal.Signals) -> EncoderS
     return step
 
 
+def accelerator():
+    """One process on a CPU."""
+    return new_accelerator(EngineSettings("float32", CONFIG.batch_size, CONFIG.max_grad_norm, quantized=False))
+
+
 def run(step: EncoderStep, out: Path, resume: bool) -> dict[str, torch.Tensor]:
     """The parameters after training."""
-    train(step, step.data.lists, CONFIG, out, resume)
+    train(accelerator(), step, step.data.lists, CONFIG, Run(out, resume, {}))
     return {name: value.detach().clone() for name, value in step.named_parameters()}
 
 

@@ -13,14 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 from skilltrain.losses import InfoNCE, ListwiseCE
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.reranker import RerankerConfig, load_reranker
-from skilltrain.training.loop import TrainingConfig, train
-from skilltrain.training.steps import EncoderStep, RerankerStep
+from skilltrain.training.engine import EngineSettings, new_accelerator
+from skilltrain.training.loop import Run, TrainingConfig, train
+from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
 from training_data import training_set
 
 CPU = torch.device("cpu")
 BATCH_SIZES = (5, 3, 1, 4, 1)
 CONFIG = TrainingConfig(
-    epochs=2, batch_size=3, accumulation=2, learning_rate=1e-3, warmup_share=0.2, token_budget=150,
+    epochs=2, batch_size=4, accumulation=2, learning_rate=1e-3, warmup_share=0.2, token_budget=150,
     precision="float32", save_every=100,
 )  # fmt: skip
 
@@ -28,13 +29,15 @@ CONFIG = TrainingConfig(
 def encoder_step(folder: Path, recompute: bool = False) -> EncoderStep:
     """The encoder's step in float64 on fourteen lists."""
     encoder = load_encoder(EncoderConfig(source=str(folder)), CPU).double()
-    return EncoderStep(encoder, InfoNCE(), training_set(14), 150, recompute, in_batch=True)
+    return EncoderStep(encoder, InfoNCE(), training_set(14), StepSettings(150, recompute))
 
 
 def reranker_step(folder: Path, recompute: bool = False) -> RerankerStep:
     """The reranker's step in float64 on the same lists."""
-    reranker = load_reranker(RerankerConfig(source=str(folder), max_tokens=100, query_max_tokens=40), CPU).double()
-    return RerankerStep(reranker, ListwiseCE(), training_set(14), 150, recompute)
+    reranker = load_reranker(
+        RerankerConfig(source=str(folder), max_tokens=100 if "bert" in folder.name else 300), CPU
+    ).double()
+    return RerankerStep(reranker, ListwiseCE(), training_set(14), StepSettings(150, recompute))
 
 
 def five_steps(step: EncoderStep | RerankerStep, world: int) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -56,10 +59,15 @@ def five_steps(step: EncoderStep | RerankerStep, world: int) -> tuple[list[float
     return losses, {name: value.detach().clone() for name, value in step.named_parameters()}
 
 
+def accelerator():
+    """As the launcher of this process says."""
+    return new_accelerator(EngineSettings("float32", CONFIG.batch_size, CONFIG.max_grad_norm, quantized=False))
+
+
 def whole_training(folder: Path, out: Path) -> dict[str, torch.Tensor]:
     """The parameters after the loop has trained two epochs."""
     step = encoder_step(folder)
-    train(step, step.data.lists, CONFIG, out, resume=False)
+    train(accelerator(), step, step.data.lists, CONFIG, Run(out, False, {}))
     return {name: value.detach().clone() for name, value in step.named_parameters()}
 
 
@@ -94,7 +102,7 @@ def interrupted(bert: Path, out: Path, rank: int) -> str:
 
     step.forward = counting
     try:
-        train(step, step.data.lists, CONFIG, out, resume=False)
+        train(accelerator(), step, step.data.lists, CONFIG, Run(out, False, {}))
     except SkilltrainError as error:
         return error.what
     return "not interrupted"

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -13,7 +14,7 @@ from typer.core import TyperCommand
 from skilltrain import __version__
 from skilltrain.config import Config, apply_overrides, load_recipe
 from skilltrain.errors import SkilltrainError
-from skilltrain.recipe import STAGES, dry_run, parse_recipe, run_recipe
+from skilltrain.recipe import STAGES, dry_run, list_recipes, parse_recipe, run_recipe, schema_of
 from skilltrain.terminal import console, is_main_process
 
 app = typer.Typer(
@@ -57,12 +58,12 @@ def _values(stage: str, arguments: Sequence[str]) -> tuple[dict[str, Any], objec
 
 
 def _execute(config: Any, only_plan: bool, resume: bool) -> None:
+    with redirect_stdout(sys.stderr):  # some libraries log to stdout, which is for what the command answers
+        found = dry_run(config) if only_plan else run_recipe(config, resume)
     if only_plan:
-        plan = dry_run(config)
-        _show({"plan": plan} if plan else {})
-        return
-    summary = run_recipe(config, resume)
-    _show({"out": str(config.out), **summary})
+        _show({"plan": found} if found else {})
+    else:
+        _show({"out": str(config.out), **found})
 
 
 def _show(summary: dict[str, Any]) -> None:
@@ -125,6 +126,40 @@ def train(
             f"is a recipe of stage {config.stage}", where=file, fix=f"run: skilltrain {config.stage} {file}"
         )
     _execute(config, only_plan, resume)
+
+
+@app.command()
+def recipes(
+    folder: Annotated[Path, typer.Option("--dir", help="where the recipes are")] = Path("recipes"),
+    schema: Annotated[str | None, typer.Option(metavar="STAGE", help="print the JSON Schema of this stage")] = None,
+) -> None:
+    """List the recipes of a folder, or print what a stage's recipe may hold, as JSON Schema.
+
+    Example: skilltrain recipes --schema train_encoder > train_encoder.schema.json
+    """
+    if schema is not None:
+        typer.echo(json.dumps(schema_of(schema), ensure_ascii=False, indent=1))
+        return
+    for found in list_recipes(folder):
+        facts = [found.stage, found.base, found.loss]
+        typer.echo(f"{found.path}  {'  '.join(fact for fact in facts if fact)}\n    {found.about}")
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="folder of a training, finished or not")],
+    out: Annotated[Path, typer.Option(help="folder to write the model to")],
+    checkpoint: Annotated[str | None, typer.Option(help="step-N or best; else what the run ended with")] = None,
+) -> None:
+    """Write the model of a training run, or of one of its checkpoints, as a folder of its own.
+
+    Example: skilltrain export runs/full/sr_emb_0.6b --checkpoint best --out models/sr_emb
+    """
+    from skilltrain.training.export_run import export_run
+
+    with redirect_stdout(sys.stderr):
+        exported = export_run(run, out, checkpoint)
+    _show(exported)
 
 
 @app.command()

@@ -88,6 +88,11 @@ def _open_text(path: Path) -> io.TextIOBase:
     return path.open(encoding="utf-8-sig")
 
 
+def cache_folder(name: str) -> Path:
+    """The user's folder for what can be made again: $XDG_CACHE_HOME/skilltrain/`name`."""
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "skilltrain" / name
+
+
 def fingerprint(path: Path) -> str:
     """SHA-256 over a file, or over the names and contents of all files below a folder."""
     digest = hashlib.sha256()

@@ -5,16 +5,19 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from skilltrain import __version__
-from skilltrain.config import Config, input_paths, to_yaml, validate
+from skilltrain.config import Config, input_paths, load_recipe, to_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import fingerprint, read_json, write_json, write_text
 from skilltrain.terminal import is_main_process, say
 
-RUN_FILE, RECIPE_FILE = "run.json", "recipe.yaml"
+RUN_FILE, RECIPE_FILE, CHECKPOINTS = "run.json", "recipe.yaml", "checkpoints"
+# What may change between a training and its resumption, for no update of a weight depends on it.
+FREE_TO_CHANGE = ("save_every", "keep_checkpoints", "stop_grad_norm", "trackers", "project")
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,9 @@ def run_recipe(config: Any, resume: bool) -> dict[str, Any]:
                 f"the stage {config.stage} runs in one process", fix="run it without accelerate launch"
             )
         return _summary_in(out) or function(config, out, resume)
-    inputs = {key: _fingerprint(path) for key, path in _paths_read(config).items()}
+    inputs = {key: input_fingerprint(path) for key, path in _paths_read(config).items()}
     identity = {"recipe": config.model_dump(mode="json", exclude={"out"}), "inputs": inputs}
-    if (done := _finished_run(out, identity, resume and stage.trains)) is not None:
+    if (done := _finished_run(out, _that_matters(identity), resume and stage.trains)) is not None:
         say(f"{out}: already holds this run; nothing to do")
         return done
     record = {"skilltrain": __version__, **identity}
@@ -81,7 +84,7 @@ def run_recipe(config: Any, resume: bool) -> dict[str, Any]:
 
 
 def _train(config: Any, function: Callable[..., dict[str, Any]], record: dict[str, Any], resume: bool) -> Any:
-    """The summary of a training; one that fails before its first checkpoint leaves nothing behind."""
+    """The summary of a training; its checkpoints stay, and one that fails before the first leaves nothing behind."""
     out = config.out
     is_new = not (out / RUN_FILE).is_file()
     out.mkdir(parents=True, exist_ok=True)
@@ -89,11 +92,10 @@ def _train(config: Any, function: Callable[..., dict[str, Any]], record: dict[st
     try:
         summary = function(config, out, resume)
     except BaseException:
-        if is_new and not any(out.glob("checkpoints/step-*")):
+        if is_new and not any(out.glob(f"{CHECKPOINTS}/step-*")):
             shutil.rmtree(out, ignore_errors=True)
         raise
     _write_record(out, config, record | {"finished": True, "summary": summary})
-    shutil.rmtree(out / "checkpoints", ignore_errors=True)
     return summary
 
 
@@ -129,9 +131,13 @@ def _model_folders(values: Any, path: str = "") -> dict[str, Path]:
     return found
 
 
-def _fingerprint(path: Path) -> str:
+def input_fingerprint(path: Path) -> str:
+    """A SHA-256; a run's checkpoints do not count: they come and go while its model stays what it is."""
     try:
-        return fingerprint(path)
+        if not (path / RUN_FILE).is_file():
+            return fingerprint(path)
+        parts = {part.name: fingerprint(part) for part in path.iterdir() if part.name != CHECKPOINTS}
+        return sha256(repr(sorted(parts.items())).encode()).hexdigest()
     except OSError as error:
         raise SkilltrainError(f"cannot be read: {error.strerror}", where=path) from error
 
@@ -156,7 +162,7 @@ def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str
     found = read_json(out / RUN_FILE) if (out / RUN_FILE).is_file() else None
     if not isinstance(found, dict) or not found.keys() >= {*identity, "finished"}:
         raise SkilltrainError("the output folder is not empty and holds no run", where=out, fix=fix)
-    if changed := _first_difference({key: found[key] for key in identity}, identity):
+    if changed := _first_difference(_that_matters({key: found[key] for key in identity}), identity):
         section, _, key = changed.partition(".")
         what = f"{key} differs" if section == "recipe" else f"the content of {key} differs"
         raise SkilltrainError(f"the output folder holds another run: {what}", where=out, fix=fix)
@@ -165,6 +171,15 @@ def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str
     if not resume:
         raise SkilltrainError("holds an unfinished run", where=out, fix="add --resume, or delete the folder")
     return None
+
+
+def _that_matters(identity: dict[str, Any]) -> dict[str, Any]:
+    """The identity of a run without the settings of a training that are free to change."""
+    recipe = identity["recipe"]
+    if not isinstance(recipe, dict) or not isinstance(training := recipe.get("training"), dict):
+        return identity
+    kept = {key: value for key, value in training.items() if key not in FREE_TO_CHANGE}
+    return identity | {"recipe": recipe | {"training": kept}}
 
 
 def _first_difference(old: Any, new: Any, path: str = "") -> str:
@@ -181,8 +196,55 @@ def _write_record(folder: Path, config: Config, record: dict[str, Any]) -> None:
     write_json(folder / RUN_FILE, record)
 
 
+def schema_of(stage: str) -> dict[str, Any]:
+    """The JSON Schema of a stage's recipe, for an editor. Raises SkilltrainError for an unknown stage."""
+    if stage not in STAGES:
+        raise SkilltrainError(f"unknown stage {stage!r}; allowed: {', '.join(STAGES)}", where="--schema")
+    schema = STAGES[stage].load()[0].model_json_schema()
+    line = {"type": "string", "description": "the line that makes the file valid Python; not a setting"}
+    schema["properties"] = {"recipe": line} | schema["properties"]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One recipe of a folder, in the words of `skilltrain recipes`; base and loss are empty where there is none."""
+
+    path: Path
+    stage: str
+    base: str
+    loss: str
+    about: str
+
+
+def list_recipes(folder: Path) -> list[Listed]:
+    """The recipes below `folder`, those of the folder itself first. Raises SkilltrainError where there is none."""
+    files = sorted(folder.rglob("*.yaml"), key=lambda file: (len(file.parts), file))
+    found = [listed for file in files if (listed := _listed(file)) is not None]
+    if not found:
+        what = "holds no recipe" if folder.is_dir() else "no such folder"
+        fix = "recipes come with the repository, not with the installed package: clone it, or give --dir"
+        raise SkilltrainError(what, where=folder, fix=fix)
+    return found
+
+
+def _listed(file: Path) -> Listed | None:
+    """What a file says of itself; None if it is no recipe."""
+    values = load_recipe(file)
+    if (stage := values.get("stage")) not in STAGES:
+        return None
+    model, loss = ("", "")
+    if STAGES[stage].trains:
+        config = parse_recipe(values, file)
+        model, loss = config.model.source, config.loss.name
+    comments = (line[1:].strip() for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
+    return Listed(file, stage, model, loss, next(comments, ""))
+
+
 def dry_run(config: Any) -> dict[str, Any]:
-    """Print the resolved recipe; what training would do with it, found without writing anything."""
+    """Print the resolved recipe; what training would do with it, found by one process that writes nothing."""
+    if not is_main_process():
+        return {}
     say(to_yaml(config))
     for path in input_paths(config).values():
         if not path.exists():

@@ -65,12 +65,21 @@ class RerankerTemplate(Config):
     query_chars: int = Field(default=1500, ge=1)
     skill: SkillTemplate = SkillTemplate(description_chars=500, body_chars=2000)
 
+    def query_prompt(self) -> str:
+        """What precedes the query's own text (after the chat prefix)."""
+        return f"<Instruct>: {self.instruction}{self.separator}<Query>: " if self.form == "yes_no" else ""
+
+    def query_end(self) -> str:
+        """What follows the query's own text."""
+        return self.separator if self.form == "yes_no" else ""
+
+    def skill_prompt(self) -> str:
+        """What precedes the skill's own text."""
+        return "<Document>: " if self.form == "yes_no" else ""
+
     def render_query(self, text: str) -> str:
         """Everything before the skill's text (without the chat prefix)."""
-        text = text[: self.query_chars]
-        if self.form != "yes_no":
-            return text
-        return f"<Instruct>: {self.instruction}{self.separator}<Query>: {text}{self.separator}<Document>: "
+        return self.query_prompt() + text[: self.query_chars] + self.query_end() + self.skill_prompt()
 
     def render_skill(self, skill: Skill) -> str:
         """The text that alone may be truncated."""

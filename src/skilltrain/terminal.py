@@ -2,11 +2,14 @@
 
 import logging
 import os
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TypeVar
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -49,6 +52,51 @@ def track(items: Iterable[ItemT], description: str, total: int) -> Iterator[Item
         for item in items:
             yield item
             bar.advance(task)
+
+
+@contextmanager
+def long_progress(description: str, total: int, done: int) -> Iterator[Callable[[int, str], None]]:
+    """For work of minutes to days, of which `done` is done already; yields show(completed, note).
+
+    In a terminal a bar with the note below it; elsewhere (a batch job's log) a plain line now and then.
+    """
+    if not (console.is_terminal and is_main_process()):
+        yield PlainProgress(description, total, done, time.monotonic).show
+        return
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("eta"),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    bar, line = Progress(*columns, console=console), Text(style="dim")
+    task = bar.add_task(description, total=total, completed=done)
+
+    def show(completed: int, note: str) -> None:
+        bar.update(task, completed=completed)
+        line.plain = note
+
+    with Live(Group(bar, line), console=console, refresh_per_second=4):
+        yield show
+
+
+class PlainProgress:
+    """One line about every 30 seconds, and at each tenth of the way where these are further apart than 5 seconds."""
+
+    def __init__(self, description: str, total: int, done: int, clock: Callable[[], float]) -> None:
+        self.description, self.total, self.done_before, self.clock = description, total, done, clock
+        self.started = self.last_time = clock()
+        self.last_tenth = 10 * done // max(1, total)
+
+    def show(self, completed: int, note: str) -> None:
+        """Say how far it is, and how long it will take, if it is time to."""
+        now, tenth = self.clock(), 10 * completed // max(1, self.total)
+        if now - self.last_time < (5 if tenth > self.last_tenth else 30):
+            return
+        self.last_time, self.last_tenth = now, tenth
+        share = f"{100 * completed // max(1, self.total)}%"
+        done = completed - self.done_before
+        seconds = (now - self.started) / done * (self.total - completed) if done else 0
+        eta = f"  eta {timedelta(seconds=round(seconds))}" if done else ""
+        say(f"{self.description} {completed:,}/{self.total:,} ({share}){eta}  {note}")
 
 
 def is_main_process() -> bool:

@@ -1,114 +1,168 @@
-"""Model folders that skilltrain reads back, and that plain sentence-transformers opens."""
+"""Model folders that skilltrain reads back, and that plain sentence-transformers opens and scores alike."""
 
 import copy
-import json
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from transformers import AutoTokenizer
 
-from skilltrain import __version__
-from skilltrain.errors import SkilltrainError
+from skilltrain.export.chat_template import yes_no_chat_template
+from skilltrain.export.folder import (
+    TRANSFORMER,
+    Module,
+    Record,
+    write_modules,
+    write_record,
+    write_weights,
+    written_aside,
+)
+from skilltrain.export.tokenizer import append_token, control_tokens, reading_names_as_text, write_tokenizer
 from skilltrain.models.encoder import Encoder, bert_options
-from skilltrain.models.loading import CHECKPOINT_FILE, quietly
+from skilltrain.models.loading import load_pretrained
 from skilltrain.models.pooling import Pooling
-from skilltrain.models.reranker import Reranker
+from skilltrain.models.reranker import Reranker, RerankerSettings, yes_no_ids
 from skilltrain.terminal import say
 
 _POOLING: dict[Pooling, Literal["mean", "lasttoken", "cls"]] = {"mean": "mean", "last_token": "lasttoken", "cls": "cls"}
+_PROBES = ("a", "a " * 5, "a " * 30)
+_PROBE_TOKENS = 12
 
 
-def save_encoder(encoder: Encoder, folder: Path, base: str) -> None:
-    """Write weights (safetensors), tokenizer, prompts, pooling and skilltrain.json into `folder`."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.base.modules import Transformer
-    from sentence_transformers.sentence_transformer.modules import Normalize
-    from sentence_transformers.sentence_transformer.modules import Pooling as PoolingModule
+def save_encoder(encoder: Encoder, folder: Path, base: str, card: str | None = None) -> None:
+    """Write what `SentenceTransformer(folder)` needs to give our vectors, skilltrain.json and the model card.
 
+    Raises SkilltrainError for weights that must not be saved, and where the folder cannot be written.
+    """
     settings = encoder.settings
-    with _written_aside(folder) as aside:
-        _save_weights(encoder.backbone, _ending_tokenizer(encoder), aside, folder)
+    with written_aside(folder) as aside:
+        write_weights(encoder.backbone, aside, folder)
+        write_tokenizer(_tokenizer_of(encoder), settings.max_tokens, aside)
+        _tell_of_other_ids(encoder, aside)
         without_pooler = {key: value for key, value in bert_options(str(aside)).items() if key == "add_pooling_layer"}
-        transformer = quietly(
-            Transformer,
-            str(aside),
-            max_seq_length=settings.max_tokens,
-            model_kwargs=without_pooler,
-            modality_config={"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
-            module_output_name="token_embeddings",
-        )
-        modules = [transformer, PoolingModule(encoder.dim, _POOLING[settings.pooling]), Normalize()]
-        prompts = {"query": settings.template.query_prompt(), "document": ""}
-        model = SentenceTransformer(modules=modules, prompts=prompts, similarity_fn_name="cosine", device="cpu")
-        model.save_pretrained(str(aside), safe_serialization=True, create_model_card=False)
-        _write_checkpoint_file(aside, "encoder", settings.model_dump(mode="json"), base)
+        transformer = {
+            "transformer_task": "feature-extraction",
+            # Without this entry, a tokenizer that has a chat template would wrap every text in it.
+            "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+            "module_output_name": "token_embeddings",
+            "query_length": settings.query_max_tokens,
+        }
+        if without_pooler:  # else a report about a pooler that we never use appears at every opening
+            transformer["model_kwargs"] = without_pooler
+        package = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"
+        pooling = {"embedding_dimension": encoder.dim, "pooling_mode": _POOLING[settings.pooling]}
+        modules = [
+            Module(TRANSFORMER, "", transformer),
+            Module(package, "1_Pooling", pooling | {"include_prompt": True}),
+            Module("sentence_transformers.base.modules.normalize.Normalize", "2_Normalize", {}),
+        ]
+        model = {
+            "model_type": "SentenceTransformer",
+            "prompts": {"query": settings.template.query_prompt(), "document": ""},
+            "default_prompt_name": None,
+            "similarity_fn_name": "cosine",
+        }
+        write_modules(aside, modules, model)
+        write_record(aside, Record("encoder", settings.model_dump(mode="json"), base), card)
 
 
-def save_reranker(reranker: Reranker, folder: Path, base: str) -> None:
-    """Write weights (safetensors), tokenizer and skilltrain.json into `folder`."""
-    with _written_aside(folder) as aside:
-        _save_weights(reranker.network, reranker.tokenizer, aside, folder)
-        _write_checkpoint_file(aside, "reranker", reranker.settings.model_dump(mode="json"), base)
+def save_reranker(reranker: Reranker, folder: Path, base: str, card: str | None = None) -> None:
+    """Write what `CrossEncoder(folder)` needs to give our scores, skilltrain.json and the model card.
 
-
-@contextmanager
-def _written_aside(folder: Path) -> Iterator[Path]:
-    """A folder inside `folder` whose files move into it when the block succeeds.
-
-    config.json goes last: without it no reader takes `folder` for a model, so that none reads half of one.
+    No module of sentence-transformers computes the form `cosine_pair`: its folder names our loader, and CrossEncoder
+    refuses it. For errors see `save_encoder`.
     """
-    aside = folder / ".model.partial"
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir(parents=True)
-        yield aside
-        (folder / "config.json").unlink(missing_ok=True)
-        for path in sorted(aside.iterdir(), key=lambda path: path.name == "config.json"):
-            if path.is_dir():
-                shutil.rmtree(folder / path.name, ignore_errors=True)
-            path.replace(folder / path.name)
-    except OSError as error:
-        raise SkilltrainError(f"cannot save the model: {error.strerror or error}", where=folder) from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    settings = reranker.settings
+    with written_aside(folder) as aside:
+        write_weights(reranker.network, aside, folder)
+        modules, prompts = _cross_encoder_modules(reranker)
+        if settings.template.form == "yes_no":
+            tokenizer = copy.copy(reranker.tokenizer)
+            tokenizer.chat_template = yes_no_chat_template(settings.template, control_tokens(tokenizer))
+        else:
+            tokenizer = reading_names_as_text(reranker.tokenizer)
+        write_tokenizer(tokenizer, settings.max_tokens, aside)
+        model = {
+            "model_type": "CrossEncoder",
+            "prompts": prompts,
+            "default_prompt_name": next(iter(prompts), None),
+            "activation_fn": "torch.nn.modules.linear.Identity",
+        }
+        if float32_layer := _half_precision_head(reranker):
+            model["keep_in_fp32_modules"] = [float32_layer]
+        write_modules(aside, modules, model)
+        write_record(aside, Record("reranker", settings.model_dump(mode="json"), base), card)
 
 
-def _ending_tokenizer(encoder: Encoder) -> Any:
-    """The encoder's tokenizer; with last-token pooling one that appends the end token itself, as `tokenize` does.
+def _cross_encoder_modules(reranker: Reranker) -> tuple[list[Module], dict[str, str]]:
+    """(modules, prompts) that compute a reranker's score."""
+    form, settings = reranker.settings.template.form, reranker.settings
+    if form == "cosine_pair":
+        return [Module("skilltrain.models.reranker.load_reranker", "", {})], {}
+    if form == "pair":
+        return [Module(TRANSFORMER, "", _pair_settings(settings, reranker.tokenizer))], {}
+    logits = {"method": "forward", "method_output_name": "logits"}
+    transformer = {
+        "transformer_task": "text-generation",
+        "modality_config": {"text": logits, "message": logits | {"format": "flat"}},
+        "module_output_name": "causal_logits",
+    }
+    yes, no = yes_no_ids(reranker.tokenizer)
+    score = {"true_token_id": yes, "false_token_id": no, "module_input_name": "causal_logits"}
+    package = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
+    prompts = {"instruction": settings.template.instruction}
+    return [Module(TRANSFORMER, "", transformer), Module(package, "1_LogitScore", score)], prompts
 
-    So base Qwen3 becomes like Qwen3-Embedding. A tokenizer that adds other tokens of its own, as BERT's does, is left
-    as it is: with last-token pooling its folder is for skilltrain's reader only.
+
+def _pair_settings(settings: RerankerSettings, tokenizer: Any) -> dict[str, Any]:
+    """A classification head on the two segments, of which, as in our reranker, the skill alone is cut.
+
+    `longest_first` does so as long as the query takes no more than half of the tokens, and it can cut a longer query;
+    `only_second` always does so, but fails for a query that fills the whole pair.
     """
-    tokenizer, end = encoder.tokenizer, encoder.tokenizer.pad_token
-    if encoder.settings.pooling != "last_token" or tokenizer("a")["input_ids"][-1] == tokenizer.pad_token_id:
-        return tokenizer
-    if tokenizer.num_special_tokens_to_add():
-        say(f"plain sentence-transformers will not append {end!r} to texts; this tokenizer adds tokens of its own")
-        return tokenizer
-    from tokenizers.processors import Sequence, TemplateProcessing
+    half = (settings.max_tokens - tokenizer.num_special_tokens_to_add(pair=True)) // 2
+    truncation = "longest_first" if settings.query_max_tokens <= half else "only_second"
+    return {
+        "transformer_task": "sequence-classification",
+        "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}},
+        "module_output_name": "scores",
+        "processing_kwargs": {"text": {"truncation": truncation}},
+    }
 
-    tokenizer = copy.deepcopy(tokenizer)
-    ending = TemplateProcessing(
-        single=["$A", end], pair=["$A", "$B", end], special_tokens=[(end, tokenizer.pad_token_id)]
-    )
-    backend = tokenizer.backend_tokenizer
-    backend.post_processor = Sequence([backend.post_processor, ending]) if backend.post_processor else ending
+
+def _half_precision_head(reranker: Reranker) -> str | None:
+    """Where the layer lies that gives the score, if weights are of 16 bits: like ours it then computes in float32.
+
+    Logits in bfloat16 are steps of up to 1/8, in which close candidates tie.
+    """
+    network = reranker.network
+    if network.dtype.itemsize > 2 or reranker.settings.template.form == "cosine_pair":
+        return None
+    is_causal = reranker.settings.template.form == "yes_no"
+    layers = [network.get_output_embeddings()] if is_causal else [*network.children()]
+    names = (name for name, module in network.named_modules() if any(module is layer for layer in layers))
+    found = [name for name in names if type(network.get_submodule(name)) is torch.nn.Linear]
+    return f"0.model.{found[-1]}" if found else None
+
+
+def _tokenizer_of(encoder: Encoder) -> Any:
+    """A copy of the encoder's tokenizer that makes of a text what `Encoder.tokenize` does.
+
+    With last-token pooling it appends the end token itself, as Qwen3-Embedding's does and base Qwen3's does not.
+    """
+    tokenizer = reading_names_as_text(encoder.tokenizer)
+    if encoder.settings.pooling == "last_token" and tokenizer("a")["input_ids"][-1] != tokenizer.pad_token_id:
+        append_token(tokenizer, tokenizer.pad_token)
     return tokenizer
 
 
-def _save_weights(network: Any, tokenizer: Any, aside: Path, folder: Path) -> None:
-    names = network.state_dict()
-    if adapted := [name for name in names if "lora_" in name or "base_layer" in name]:
-        raise SkilltrainError(f"the adapter is not merged: {adapted[0]}", where=folder)
-    if bad := [name for name, value in names.items() if value.is_floating_point() and not torch.isfinite(value).all()]:
-        raise SkilltrainError(f"the weight {bad[0]} holds values that are no numbers", where=folder)
-    network.save_pretrained(str(aside), safe_serialization=True)
-    tokenizer.save_pretrained(str(aside))
+def _tell_of_other_ids(encoder: Encoder, aside: Path) -> None:
+    """Say so if the saved tokenizer cuts or ends texts otherwise than `Encoder.tokenize`: some classes of tokenizers
+    cannot be told to append a token. Then the folder is for skilltrain's reader only.
+    """
 
-
-def _write_checkpoint_file(aside: Path, kind: str, settings: dict[str, Any], base: str) -> None:
-    content = {"kind": kind, "settings": settings, "base": base, "skilltrain": __version__}
-    (aside / CHECKPOINT_FILE).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    saved = load_pretrained(AutoTokenizer, str(aside), "tokenizer")
+    cut = saved([*_PROBES], truncation=True, max_length=_PROBE_TOKENS)["input_ids"]
+    ours = encoder.tokenize(_PROBES, _PROBE_TOKENS)
+    if any([*one] != [*other] for one, other in zip(cut, ours, strict=True)):
+        say(f"plain sentence-transformers will not end all texts with {saved.pad_token!r} as skilltrain does")

@@ -1,7 +1,7 @@
 """Losses by name. A loss sees scores, never a model.
 
-A new loss is one file with a frozen Config (`name: Literal[...]`, its hyper-parameters, `__call__`) and its class
-in the union below.
+A new loss is one file with a frozen Config (`name: Literal[...]`, what it needs, its hyper-parameters, `__call__`)
+and its class in the union in plain.py; the settings of both stages then know it.
 """
 
 from typing import Annotated
@@ -9,10 +9,35 @@ from typing import Annotated
 from pydantic import Field
 
 from skilltrain.losses.infonce import InfoNCE
+from skilltrain.losses.kl import KL
+from skilltrain.losses.lambda_rank import LambdaRank
+from skilltrain.losses.list_net import ListNet
 from skilltrain.losses.listwise_ce import ListwiseCE
+from skilltrain.losses.margin_mse import MarginMSE
+from skilltrain.losses.matryoshka import Matryoshka
+from skilltrain.losses.plain import PlainLoss
 from skilltrain.losses.pointwise_bce import PointwiseBCE
-from skilltrain.losses.scored_batch import ScoredBatch
+from skilltrain.losses.positives import positive_cells
+from skilltrain.losses.ranknet import RankNet
+from skilltrain.losses.scored_batch import ScoredBatch, SideScores, SideTerm
 
-Loss = Annotated[InfoNCE | ListwiseCE | PointwiseBCE, Field(discriminator="name")]
+EncoderLoss = Annotated[PlainLoss | Matryoshka, Field(discriminator="name")]
+RerankerLoss = Annotated[PlainLoss, Field(discriminator="name")]
 
-__all__ = ["InfoNCE", "ListwiseCE", "Loss", "PointwiseBCE", "ScoredBatch"]
+__all__ = [
+    "KL",
+    "EncoderLoss",
+    "InfoNCE",
+    "LambdaRank",
+    "ListNet",
+    "ListwiseCE",
+    "MarginMSE",
+    "Matryoshka",
+    "PointwiseBCE",
+    "RankNet",
+    "RerankerLoss",
+    "ScoredBatch",
+    "SideScores",
+    "SideTerm",
+    "positive_cells",
+]

@@ -1,30 +1,89 @@
-"""InfoNCE: listwise cross-entropy over the step's skills."""
+"""InfoNCE: listwise cross-entropy over the step's skills, with symmetric and same-side terms where asked for."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
+import torch
 from jaxtyping import Float
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from skilltrain.config import Config
+from skilltrain.errors import SkilltrainError
 from skilltrain.losses.listwise_ce import contrast
-from skilltrain.losses.scored_batch import ScoredBatch
+from skilltrain.losses.positives import gain_shares, positive_cells
+from skilltrain.losses.scored_batch import ScoredBatch, SideScores
+
+Direction = Literal["query_to_skill", "skill_to_query", "query_to_query", "skill_to_skill"]
+SAME_SIDE = {"query_to_query", "skill_to_skill"}
 
 
 class InfoNCE(Config):
-    """InfoNCE over hard and in-batch negatives.
+    """InfoNCE over hard and in-batch negatives, in one direction or more.
 
-    Use: the encoder's default; the other queries' skills serve as further negatives.
-    Formula: `contrast`, the one formula that listwise cross-entropy has too; scores are cosines.
-    Inputs: cosines in [-1, 1]; gains >= 0 with one > 0 a query; false negatives in the batch are marked invalid.
-    Returns: the sum over queries.
+    Use: the encoder's default; the other queries' skills serve as further negatives. For symmetric InfoNCE (Jina)
+        add skill_to_query, per_direction; for GTE's improved contrast take all four directions, joint.
+    Formula: `contrast`, the one formula that listwise cross-entropy has too; scores are cosines. joint adds to a
+        positive's denominator the queries it does not answer and itself once more (skill_to_query), the queries that
+        share no skill with its own (query_to_query), and the skills of other lists (skill_to_skill). per_direction is
+        the mean of the query's cross-entropy over skills and the positive's over queries.
+    Inputs: cosines in [-1, 1]; gains >= 0 with one > 0 a query; false negatives in the batch are marked invalid;
+        `sides` for directions beyond the first.
+    Returns: the sum over queries. sentence-transformers' MultipleNegativesRankingLoss is the mean, and the same for
+        lists with one positive each that share no skill and hold no false negative for one another: it knows neither.
     Example: cosines (1, 0), gains (1, 0), temperature 1: log(1 + 1/e).
-    Source: SkillRouter, section 4.2, equation 1 (temperature 0.05).
+    Source: SkillRouter, section 4.2, equation 1 (temperature 0.05); van den Oord et al. 2018; joint: Li et al. 2023
+        (GTE), whose sums hold the positive pair twice; per_direction: Günther et al. 2023 (Jina Embeddings 2).
     """
 
+    needs_teacher_scores: ClassVar[bool] = False
     name: Literal["infonce"] = "infonce"
-    temperature: float = Field(default=0.05, gt=0)
+    temperature: float = Field(default=0.05, gt=0, description="the scores are divided by it")
+    directions: tuple[Direction, ...] = Field(default=("query_to_skill",), description="what is contrasted with what")
+    partition: Literal["joint", "per_direction"] = Field(
+        default="joint", description="one denominator for all directions, or the mean of one loss for each"
+    )
+
+    @model_validator(mode="after")
+    def _check_directions(self) -> "InfoNCE":
+        chosen = set(self.directions)
+        if "query_to_skill" not in chosen:
+            raise ValueError("directions must hold query_to_skill: it compares a query with its positive")
+        if len(chosen) < len(self.directions):
+            raise ValueError("directions hold one direction twice")
+        if self.partition == "per_direction" and (alone := sorted(chosen & SAME_SIDE)):
+            raise ValueError(f"{alone[0]} holds no positive to find, so partition must be joint")
+        return self
+
+    @property
+    def needs_sides(self) -> bool:
+        """Whether the batch must bring `sides`."""
+        return len(self.directions) > 1
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
-        """The loss, summed over queries."""
-        return contrast(batch, self.temperature)
+        """The loss, summed over queries. Raises SkilltrainError for directions that the batch has no scores for."""
+        if not self.needs_sides:
+            return contrast(batch, self.temperature)
+        if batch.sides is None:
+            raise SkilltrainError("only an encoder has directions beyond query_to_skill", where="loss.directions")
+        if self.partition == "joint":
+            return contrast(batch, self.temperature, self._joint(batch, batch.sides))
+        return (contrast(batch, self.temperature) + self._symmetric(batch, batch.sides)) / 2
+
+    def _joint(self, batch: ScoredBatch, sides: SideScores) -> Float[Tensor, "positive"]:
+        """What else stands in each positive's denominator, as a log."""
+        row, column = positive_cells(batch.gains, batch.valid)
+        terms = []
+        if "skill_to_query" in self.directions:
+            terms += [sides.skill_to_query.strength(self.temperature), batch.scores[row, column] / self.temperature]
+        if "query_to_query" in self.directions:
+            terms.append(sides.query_to_query.strength(self.temperature)[row])
+        if "skill_to_skill" in self.directions:
+            terms.append(sides.skill_to_skill.strength(self.temperature))
+        return torch.stack(terms).logsumexp(0)
+
+    def _symmetric(self, batch: ScoredBatch, sides: SideScores) -> Float[Tensor, ""]:
+        """Each positive against the queries that it does not answer, weighted as in `contrast`."""
+        cells = positive_cells(batch.gains, batch.valid)
+        others = sides.skill_to_query.strength(self.temperature)
+        each = torch.nn.functional.softplus(others - batch.scores[cells] / self.temperature)
+        return (gain_shares(batch)[cells] * each).sum()

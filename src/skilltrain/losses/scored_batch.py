@@ -1,9 +1,36 @@
 """What every loss sees."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SideTerm:
+    """Scores between one thing a row and all others of the step, and which of those are its negatives."""
+
+    scores: Float[Tensor, "row other"]
+    is_negative: Bool[Tensor, "row other"]
+
+    def strength(self, temperature: float) -> Float[Tensor, "row"]:
+        """Log of the sum of e^(score / temperature) over each row's negatives; -inf where it has none."""
+        return (self.scores / temperature).masked_fill(~self.is_negative, -torch.inf).logsumexp(1)
+
+
+@dataclass(frozen=True)
+class SideScores:
+    """What a symmetric or same-side contrast adds to a batch, for the rows that this rank has.
+
+    A positive is a row of `skill_to_*` for each query that it answers, in the order of `positive_cells`. The others
+    are all queries, or all skills, of the step. A row's negatives depend on no other row, so that ranks add up.
+    """
+
+    query_to_query: SideTerm
+    skill_to_query: SideTerm
+    skill_to_skill: SideTerm
 
 
 @dataclass(frozen=True)
@@ -12,8 +39,22 @@ class ScoredBatch:
 
     Losses return the sum over queries: the trainer divides by the number of queries in the global step, so that
     neither ranks nor accumulation change what a query weighs. Gradients through invalid candidates are exactly zero.
+    Where a loss learns from teacher scores, every valid candidate has one. `truncated(dim)` is the same batch scored
+    by the first `dim` coordinates of an encoder's vectors, made unit vectors again.
     """
 
     scores: Float[Tensor, "query candidate"]
     gains: Float[Tensor, "query candidate"]
     valid: Bool[Tensor, "query candidate"]
+    teacher_scores: Float[Tensor, "query candidate"] | None = None
+    sides: SideScores | None = None
+    truncated: "Callable[[int], ScoredBatch] | None" = None
+
+    def filled(self, filler: float) -> Float[Tensor, "query candidate"]:
+        """Scores with `filler` for invalid candidates, whatever theirs are: no gradient reaches them."""
+        return self.scores.masked_fill(~self.valid, filler)
+
+    def teacher(self) -> Float[Tensor, "query candidate"]:
+        """The teacher's scores, 0 for invalid candidates. A loss that calls this declares `needs_teacher_scores`."""
+        assert self.teacher_scores is not None, "the step gives teacher scores to a loss that needs them"
+        return self.teacher_scores.to(self.scores).masked_fill(~self.valid, 0.0)

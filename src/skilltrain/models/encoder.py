@@ -1,6 +1,7 @@
 """The encoder: one text in, one unit vector out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.loading import Precision, load_pretrained, resolve_dtype, resolve_model, stored_settings
-from skilltrain.models.micro_batches import TokenIds, pad
+from skilltrain.models.micro_batches import TokenIds, embed_together, pad, pad_rows
 from skilltrain.models.pooling import Pooling, at_least_float32, pool
+from skilltrain.models.text_tokens import TextTokenizer
 from skilltrain.templates import EncoderTemplate
 
 
@@ -43,6 +45,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.backbone: Any = backbone
         self.tokenizer, self.settings = tokenizer, settings
+        self.text_tokenizer = TextTokenizer(tokenizer)
 
     @property
     def device(self) -> torch.device:
@@ -55,14 +58,14 @@ class Encoder(nn.Module):
         return self.backbone.config.hidden_size
 
     def tokenize(self, texts: Sequence[str], max_tokens: int) -> list[TokenIds]:
-        """Token ids of each text, cut to `max_tokens`, special tokens included.
+        """Token ids of each text, cut to `max_tokens`, special tokens included; none of these stems from the text.
 
         With last-token pooling every text ends with the pad token exactly once, whether or not the tokenizer
         appends it itself (Qwen3-Embedding's does, the base model's does not).
         """
         if not texts:  # transformers' tokenizers fail on an empty batch
             return []
-        ids = self.tokenizer(list(texts), truncation=True, max_length=max_tokens, padding=False)["input_ids"]
+        ids: list[TokenIds] = [*self.text_tokenizer.framed_ids(texts, max_tokens)]
         if self.settings.pooling != "last_token":
             return ids
         end = self.tokenizer.pad_token_id
@@ -73,15 +76,27 @@ class Encoder(nn.Module):
         rendered = [self.settings.template.render_query(text) for text in texts]
         return self.tokenize(rendered, self.settings.query_max_tokens)
 
-    def forward(self, texts: Sequence[TokenIds]) -> Float[Tensor, "text dim"]:
-        """Unit vectors of one micro-batch, in float32 or wider."""
-        ids, mask = pad(texts, self.tokenizer.pad_token_id, self.device)
-        hidden = self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
+    def embed(self, texts: Sequence[TokenIds]) -> list[Float[Tensor, "_ width"]]:
+        """What `forward` takes for the texts in place of their ids where it runs in several micro-batches."""
+        return embed_together(self.backbone, texts)
+
+    def forward(self, texts: Sequence[TokenIds] | Sequence[Float[Tensor, "_ width"]]) -> Float[Tensor, "text dim"]:
+        """Unit vectors of one micro-batch of token ids or embedded tokens, in float32 or wider."""
+        rows = [text for text in texts if isinstance(text, Tensor)]
+        if rows:
+            embeddings, mask = pad_rows(rows)
+            hidden = self.backbone(inputs_embeds=embeddings, attention_mask=mask).last_hidden_state
+        else:
+            plain = [text for text in texts if not isinstance(text, Tensor)]
+            ids, mask = pad(plain, self.tokenizer.pad_token_id, self.device)
+            hidden = self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
         return nn.functional.normalize(pool(at_least_float32(hidden), mask, self.settings.pooling), dim=-1)
 
 
-def load_encoder(config: EncoderConfig, device: torch.device) -> Encoder:
-    """The encoder that `config` names, in evaluation mode on `device`.
+def load_encoder(
+    config: EncoderConfig, device: torch.device, options: Mapping[str, Any] = MappingProxyType({})
+) -> Encoder:
+    """The encoder that `config` names, in evaluation mode on `device`; `options` go to `from_pretrained`.
 
     Raises SkilltrainError if there is no such model, or it is a reranker.
     """
@@ -93,7 +108,9 @@ def load_encoder(config: EncoderConfig, device: torch.device) -> Encoder:
     if tokenizer.pad_token_id is None:
         raise SkilltrainError("the tokenizer has no pad token", where=config.source)
     dtype = resolve_dtype(config.precision, device)
-    backbone = load_pretrained(AutoModel, folder, "encoder", dtype=dtype, use_safetensors=True, **bert_options(folder))
+    given = {"dtype": dtype, "use_safetensors": True, **bert_options(folder), **options}
+    backbone = load_pretrained(AutoModel, folder, "encoder", **given)
+    backbone.config.use_cache = False  # keys and values of texts that are never continued
     limit = getattr(backbone.config, "max_position_embeddings", None)
     if limit is not None and max(settings.max_tokens, settings.query_max_tokens) > limit:
         raise SkilltrainError(f"max_tokens exceeds the model's {limit} positions", where=config.source)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor, nn
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json
@@ -102,3 +103,9 @@ def load_pretrained(auto_class: Any, folder: str, what: str, **options: Any) -> 
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         message = str(error).strip().split("\n")[0]
         raise SkilltrainError(f"cannot load the {what}: {message}", where=folder) from error
+
+
+def in_own_dtype(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A layer's inputs in the number format of its weights: a forward pre-hook for float32 heads of bfloat16 models."""
+    dtype = next(module.parameters()).dtype
+    return tuple(value.to(dtype) for value in inputs)

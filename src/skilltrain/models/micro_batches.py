@@ -1,24 +1,26 @@
 """Cutting texts into micro-batches by tokens, so that short texts never pay for long ones."""
 
 from collections.abc import Callable, Sequence, Sized
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-TokenIds = Sequence[int]
+TokenIds = Sequence[int] | np.ndarray
 TextT = TypeVar("TextT", bound=Sized)
+Groups = list[list[int]]
 
 
-def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+def micro_batches(lengths: Sequence[int], token_budget: int) -> Groups:
     """Positions of the texts, longest first, in groups whose padded size stays within `token_budget` tokens.
 
     A text longer than the budget forms a group of its own. Longest first, so that memory peaks at the start.
     """
     order = sorted(range(len(lengths)), key=lambda position: (-lengths[position], position))
-    groups: list[list[int]] = []
+    groups: Groups = []
     for position in order:
         if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= token_budget:
             groups[-1].append(position)
@@ -27,29 +29,81 @@ def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     return groups
 
 
-def map_micro_batches(
-    function: Callable[[list[TextT]], Tensor], texts: Sequence[TextT], token_budget: int, recompute: bool
+def num_slots(lengths: Sequence[int], groups: Groups) -> int:
+    """Tokens that the groups cost, padding included."""
+    return sum(max(lengths[position] for position in group) * len(group) for group in groups if group)
+
+
+def split_to(groups: Groups, count: int) -> Groups:
+    """The same texts in `count` groups or more: the fullest groups are halved, in place of their order.
+
+    Ranks that shard their weights (FSDP2, ZeRO-3) must run the model equally often. Where every group is down to one
+    text, empty groups fill up; `run_micro_batches` runs the model on a text for each of them and uses nothing of it.
+    """
+    groups = [*groups]
+    while len(groups) < count:
+        fullest = max(range(len(groups)), key=lambda number: (len(groups[number]), -number), default=None)
+        if fullest is None or len(groups[fullest]) < 2:
+            return [*groups, *([] for _ in range(count - len(groups)))]
+        half = len(groups[fullest]) // 2
+        groups[fullest : fullest + 1] = [groups[fullest][:half], groups[fullest][half:]]
+    return groups
+
+
+def run_micro_batches(
+    function: Callable[[list[TextT]], Tensor], texts: Sequence[TextT], groups: Groups, recompute: bool
 ) -> Float[Tensor, "text ..."]:
-    """`function` over all `texts`, one micro-batch at a time, in the order of `texts`.
+    """`function` over all `texts`, one group at a time, in the order of `texts`.
 
     With `recompute`, activations are rebuilt in the backward pass: the gradient of the whole batch at the
     memory of one micro-batch (GradCache, without its second forward pass written by hand).
     """
-    groups = micro_batches([len(text) for text in texts], token_budget)
-    outputs = []
+    shortest = min(range(len(texts)), key=lambda position: len(texts[position]))
+    outputs, unused = [], []
     for group in groups:
-        batch = [texts[position] for position in group]
+        batch = [texts[position] for position in group or [shortest]]
         output = checkpoint(function, batch, use_reentrant=False) if recompute else function(batch)
         assert isinstance(output, Tensor)
-        outputs.append(output)
+        (outputs if group else unused).append(output)
     order = torch.tensor([position for group in groups for position in group], device=outputs[0].device)
-    return torch.cat(outputs)[torch.argsort(order)]
+    result = torch.cat(outputs)[torch.argsort(order)]
+    return result + sum(output.sum() * 0 for output in unused) if unused else result
 
 
-def pad(texts: Sequence[TokenIds], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(token ids, attention mask), each [text, token], padded on the right to the longest text."""
-    longest = max(len(text) for text in texts)
-    ids = torch.tensor([[*text, *[pad_id] * (longest - len(text))] for text in texts], device=device)
-    lengths = torch.tensor([len(text) for text in texts], device=device)
-    mask = (torch.arange(longest, device=device) < lengths[:, None]).long()
-    return ids, mask
+def map_micro_batches(
+    function: Callable[[list[TextT]], Tensor], texts: Sequence[TextT], token_budget: int, recompute: bool
+) -> Float[Tensor, "text ..."]:
+    """`function` over all `texts` in micro-batches of `token_budget` tokens, in the order of `texts`."""
+    groups = micro_batches([len(text) for text in texts], token_budget)
+    return run_micro_batches(function, texts, groups, recompute)
+
+
+def pad(
+    texts: Sequence[TokenIds], pad_id: int, device: torch.device
+) -> tuple[Int[Tensor, "text token"], Int[Tensor, "text token"]]:
+    """(token ids, attention mask), padded on the right to the longest text."""
+    lengths = np.array([len(text) for text in texts])
+    ids = np.full((len(texts), lengths.max()), pad_id, dtype=np.int64)
+    mask = np.arange(ids.shape[1]) < lengths[:, None]
+    ids[mask] = np.concatenate([np.asarray(text, dtype=np.int64) for text in texts])
+    return torch.from_numpy(ids).to(device), torch.from_numpy(mask.astype(np.int64)).to(device)
+
+
+def pad_rows(
+    rows: Sequence[Float[Tensor, "_ dim"]],
+) -> tuple[Float[Tensor, "text token dim"], Int[Tensor, "text token"]]:
+    """(token embeddings, attention mask), padded on the right to the longest text."""
+    padded = torch.nn.utils.rnn.pad_sequence([*rows], batch_first=True)
+    lengths = torch.tensor([len(text) for text in rows], device=padded.device)
+    return padded, (torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]).long()
+
+
+def embed_together(network: Any, texts: Sequence[TokenIds]) -> list[Float[Tensor, "_ dim"]]:
+    """Each text's token embeddings, all looked up at once.
+
+    The gradient of a lookup is as large as the vocabulary's whole table: one for all texts, not one a micro-batch.
+    """
+    table = network.get_input_embeddings()
+    ids = torch.from_numpy(np.concatenate([np.asarray(text, dtype=np.int64) for text in texts]))
+    rows = table(ids.to(table.weight.device))
+    return [*rows.split([len(text) for text in texts])]

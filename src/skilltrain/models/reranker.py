@@ -1,30 +1,32 @@
 """The reranker: a query and a skill in, one relevance score out."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor, nn
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
+from skilltrain.models import shared_prompt
 from skilltrain.models.encoder import bert_options
-from skilltrain.models.loading import Precision, load_pretrained, resolve_dtype, resolve_model, stored_settings
-from skilltrain.models.micro_batches import pad
+from skilltrain.models.loading import (
+    Precision,
+    in_own_dtype,
+    load_pretrained,
+    resolve_dtype,
+    resolve_model,
+    stored_settings,
+)
+from skilltrain.models.micro_batches import Groups, TokenIds, embed_together, micro_batches, pad, pad_rows
+from skilltrain.models.pairs import PairIds, PairTokenizer, RerankerSettings
 from skilltrain.models.pooling import at_least_float32, pool
 from skilltrain.records import Skill
-from skilltrain.templates import QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX, RerankerTemplate
-
-
-class RerankerSettings(Config):
-    """What, beside its weights, makes a reranker; saved in its folder."""
-
-    max_tokens: int = Field(default=512, ge=32)
-    query_max_tokens: int = Field(default=256, ge=8)
-    template: RerankerTemplate = RerankerTemplate()
+from skilltrain.templates import RerankerTemplate
 
 
 class RerankerConfig(Config):
@@ -37,32 +39,6 @@ class RerankerConfig(Config):
     precision: Precision = Field(default="float32", description="number format of the weights")
 
 
-@dataclass(frozen=True, slots=True)
-class PairIds:
-    """Token ids of one (query, skill) pair; ids from `second_start` on belong to the second segment."""
-
-    ids: list[int]
-    second_start: int
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-
-@dataclass(frozen=True)
-class PairFrame:
-    """The fixed token ids around a query and a skill, found by asking the tokenizer once."""
-
-    before: list[int]
-    between: list[int]
-    after: list[int]
-
-    def join(self, query: list[int], skill: list[int], max_tokens: int) -> PairIds:
-        """The pair's ids; only the skill's text is cut to fit `max_tokens`."""
-        head = [*self.before, *query, *self.between]
-        room = max(0, max_tokens - len(head) - len(self.after))
-        return PairIds([*head, *skill[:room], *self.after], len(head))
-
-
 class Reranker(nn.Module):
     """A transformer that scores pairs: by a classification head, or by logit(yes) - logit(no)."""
 
@@ -70,8 +46,11 @@ class Reranker(nn.Module):
         super().__init__()
         self.network: Any = network
         self.tokenizer, self.settings = tokenizer, settings
-        self.frame = _frame(tokenizer, settings.template.form)
+        self.pair_tokenizer = PairTokenizer(tokenizer, settings)
         self.yes_no_ids = yes_no_ids(tokenizer) if settings.template.form == "yes_no" else None
+        self.is_packed = self.yes_no_ids is not None and network is not None and shared_prompt.can_share(network)
+        if self.is_packed:
+            shared_prompt.enable(network)
 
     @property
     def device(self) -> torch.device:
@@ -80,52 +59,116 @@ class Reranker(nn.Module):
 
     def tokenize(self, query: str, skills: Sequence[Skill]) -> list[PairIds]:
         """Token ids of one raw query paired with each skill; template and caps are applied here."""
-        template, settings = self.settings.template, self.settings
-        start, texts = template.render_query(query), [template.render_skill(skill) for skill in skills]
-        head = self._plain_ids([start])[0]
-        if template.form != "yes_no":
-            head = head[: settings.query_max_tokens]
-            return [self.frame.join(head, skill, settings.max_tokens) for skill in self._plain_ids(texts)]
-        # One text, as the model was trained: tokens merge across the border of `<Document>: ` and the skill.
-        bodies = self._plain_ids([start + text for text in texts])
-        borders = [_num_shared(head, body) for body in bodies]
-        return [self.frame.join(b[:at], b[at:], settings.max_tokens) for b, at in zip(bodies, borders, strict=True)]
+        query_ids = self.tokenize_query(query)
+        return [self.join(query_ids, skill_ids) for skill_ids in self.tokenize_skills(skills)]
 
-    def _plain_ids(self, texts: list[str]) -> list[list[int]]:
-        if not texts:  # transformers' tokenizers fail on an empty batch
-            return []
-        return self.tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+    def tokenize_query(self, query: str) -> list[int]:
+        """Token ids of a raw query's part of its pairs, cut to `query_max_tokens`."""
+        return self.pair_tokenizer.query(query)
+
+    def tokenize_skills(self, skills: Sequence[Skill]) -> list[list[int]]:
+        """Token ids of each skill's part, good for any query; `join` cuts them."""
+        return self.pair_tokenizer.skills(skills)
+
+    def join(self, query_ids: TokenIds, skill_ids: TokenIds) -> PairIds:
+        """The pair of a query's part and a skill's part, whose end is cut to keep `max_tokens`."""
+        return self.pair_tokenizer.join(query_ids, skill_ids)
+
+    def micro_batches(self, lists: Sequence[Sequence[PairIds]], token_budget: int) -> Groups:
+        """Positions of the pairs of all lists, one after the other, in groups to score together.
+
+        A packed group is of one list and, its prompt counted once, stays within `token_budget` tokens; a pair longer
+        than that forms a group of its own. Other groups are of pairs of similar length (`micro_batches.micro_batches`).
+        """
+        if not self.is_packed:
+            return micro_batches([len(pair) for pairs in lists for pair in pairs], token_budget)
+        groups, first = [], 0
+        for pairs in lists:
+            groups += [[first + place for place in group] for group in _packed_groups(pairs, token_budget)]
+            first += len(pairs)
+        return groups
+
+    def num_slots(self, pairs: Sequence[PairIds]) -> int:
+        """Tokens that `forward` computes for these pairs, padding included."""
+        if self.is_packed:
+            return shared_prompt.num_packed([pair.ids for pair in pairs])
+        return max(map(len, pairs)) * len(pairs)
+
+    def embed(self, pairs: Sequence[PairIds]) -> list[PairIds]:
+        """The same pairs with their tokens' embeddings, for scoring them in several micro-batches."""
+        rows = embed_together(self.network, [pair.ids for pair in pairs])
+        return [replace(pair, rows=row) for pair, row in zip(pairs, rows, strict=True)]
+
+    def direction(self) -> Float[Tensor, "dim"] | None:
+        """The head's row of `yes` less its row of `no`, in float32 or wider; None for the other forms.
+
+        Read once a step: its gradient is as large as the vocabulary's whole table.
+        """
+        if self.yes_no_ids is None:
+            return None
+        rows = at_least_float32(self.network.get_output_embeddings().weight[list(self.yes_no_ids)])
+        return rows[0] - rows[1]
 
     def forward(self, pairs: Sequence[PairIds]) -> Float[Tensor, "pair"]:
         """Scores of one micro-batch, in float32 or wider: logits, not probabilities."""
-        ids, mask = pad([pair.ids for pair in pairs], self.tokenizer.pad_token_id, self.device)
-        if self.yes_no_ids is not None:
-            return self._yes_no_scores(ids, mask)
-        starts = torch.tensor([pair.second_start for pair in pairs], device=ids.device)
-        segments = (torch.arange(ids.shape[1], device=ids.device) >= starts[:, None]).long() * mask
+        return self.score(pairs, self.direction())
+
+    def score(self, pairs: Sequence[PairIds], direction: Float[Tensor, "dim"] | None) -> Float[Tensor, "pair"]:
+        """`forward`, given what `direction()` says."""
+        if direction is not None:
+            last = self._last_hidden(pairs)
+            with torch.autocast(last.device.type, enabled=False):  # bfloat16 would round the score itself
+                return at_least_float32(last) @ direction
+        inputs, mask = self._inputs(pairs)
+        starts = torch.tensor([pair.second_start for pair in pairs], device=mask.device)
+        segments = (torch.arange(mask.shape[1], device=mask.device) >= starts[:, None]).long() * mask
         if self.settings.template.form == "cosine_pair":
-            return self._cosines(ids, mask, segments)
-        logits = self.network(input_ids=ids, attention_mask=mask, token_type_ids=segments).logits
+            return self._cosines(inputs, mask, segments)
+        logits = self.network(**inputs, attention_mask=mask, token_type_ids=segments).logits
         return at_least_float32(logits[:, 0])
 
-    def _cosines(self, ids: Tensor, mask: Tensor, segments: Tensor) -> Float[Tensor, "pair"]:
+    def _inputs(self, pairs: Sequence[PairIds]) -> tuple[dict[str, Tensor], Int[Tensor, "pair token"]]:
+        """(padded ids or embeddings by the name that transformers gives them, attention mask)."""
+        rows = [pair.rows for pair in pairs if pair.rows is not None]
+        if rows:
+            embeddings, mask = pad_rows(rows)
+            return {"inputs_embeds": embeddings}, mask
+        ids, mask = pad([pair.ids for pair in pairs], self.tokenizer.pad_token_id, self.device)
+        return {"input_ids": ids}, mask
+
+    def _cosines(self, inputs: dict[str, Tensor], mask: Tensor, segments: Tensor) -> Float[Tensor, "pair"]:
         """Cosine of the mean vectors of query and skill, each token having attended to both."""
-        hidden = at_least_float32(self.network(input_ids=ids, attention_mask=mask).last_hidden_state)
+        hidden = at_least_float32(self.network(**inputs, attention_mask=mask).last_hidden_state)
         query, skill = pool(hidden, mask - segments, "mean"), pool(hidden, segments, "mean")
         return nn.functional.cosine_similarity(query, skill, dim=-1)
 
-    def _yes_no_scores(self, ids: Tensor, mask: Tensor) -> Float[Tensor, "pair"]:
-        """logit(yes) - logit(no) from two rows of the head at the last real position; no other logits are computed."""
-        hidden = self.network.get_decoder()(input_ids=ids, attention_mask=mask).last_hidden_state
-        last = hidden[torch.arange(len(hidden), device=hidden.device), mask.sum(1) - 1]
-        rows = self.network.get_output_embeddings().weight[list(self.yes_no_ids or ())]
-        with torch.autocast(last.device.type, enabled=False):  # bfloat16 would round the score itself
-            return at_least_float32(last) @ at_least_float32(rows[0] - rows[1])
+    def _last_hidden(self, pairs: Sequence[PairIds]) -> Float[Tensor, "pair dim"]:
+        """The hidden state of each pair's last token; no vocabulary logits are computed."""
+        decoder = self.network.get_decoder()
+        if self.is_packed:
+            packed = shared_prompt.pack([pair.ids for pair in pairs], self.device)
+            rows = [pair.rows for pair in pairs if pair.rows is not None]
+            return shared_prompt.last_hidden(decoder, packed, rows or None)
+        inputs, mask = self._inputs(pairs)
+        hidden = decoder(**inputs, attention_mask=mask, use_cache=False).last_hidden_state
+        return pool(hidden, mask, "last_token")
 
 
-def _num_shared(one: list[int], other: list[int]) -> int:
-    """Length of the longest common prefix."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+def _packed_groups(pairs: Sequence[PairIds], token_budget: int) -> Groups:
+    """Positions of a list's pairs, longest first, in groups whose packed size stays within `token_budget`."""
+    if not pairs:
+        return []
+    shared = shared_prompt.num_shared([pair.ids for pair in pairs])
+    groups: Groups = []
+    size = 0
+    for place in sorted(range(len(pairs)), key=lambda place: (-len(pairs[place]), place)):
+        length = len(pairs[place]) - shared
+        if not groups or size + length > token_budget:
+            groups.append([])
+            size = shared
+        groups[-1].append(place)
+        size += length
+    return groups
 
 
 def yes_no_ids(tokenizer: Any) -> tuple[int, int]:
@@ -136,21 +179,10 @@ def yes_no_ids(tokenizer: Any) -> tuple[int, int]:
     return ids[0][0], ids[1][0]
 
 
-def _frame(tokenizer: Any, form: str) -> PairFrame:
-    if form == "yes_no":
-        prefix, suffix = (
-            tokenizer.encode(text, add_special_tokens=False) for text in (QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX)
-        )
-        return PairFrame(prefix, [], suffix)
-    letter = tokenizer.encode("a", add_special_tokens=False)
-    pair = tokenizer("a", "a")["input_ids"]
-    first = next(i for i in range(len(pair)) if pair[i : i + len(letter)] == letter)
-    second = next(i for i in range(first + len(letter), len(pair)) if pair[i : i + len(letter)] == letter)
-    return PairFrame(pair[:first], pair[first + len(letter) : second], pair[second + len(letter) :])
-
-
-def load_reranker(config: RerankerConfig, device: torch.device) -> Reranker:
-    """The reranker that `config` names, in evaluation mode on `device`.
+def load_reranker(
+    config: RerankerConfig, device: torch.device, options: Mapping[str, Any] = MappingProxyType({})
+) -> Reranker:
+    """The reranker that `config` names, in evaluation mode on `device`; `options` go to `from_pretrained`.
 
     Causal language models score by yes/no logits, others by a classification head with one output, which is new
     (and random) if the folder has none. With the form `cosine_pair` an encoder may be the start of a reranker.
@@ -166,24 +198,41 @@ def load_reranker(config: RerankerConfig, device: torch.device) -> Reranker:
     given = config.model_dump(exclude_none=True, exclude={"source", "precision"})
     if causal and "template" not in stored | given:
         stored["template"] = {"form": "yes_no"}
-    settings = RerankerSettings.model_validate(stored | given)
+    settings = _fitting(RerankerSettings.model_validate(stored | given), model_config, config.source)
     if settings.template.form == "yes_no" and not causal:
         raise SkilltrainError("template.form=yes_no needs a causal language model", where=config.source)
-    limit = getattr(model_config, "max_position_embeddings", settings.max_tokens)
-    if settings.max_tokens > limit:
-        raise SkilltrainError(f"max_tokens exceeds the model's {limit} positions", where=config.source)
-    if settings.template.form != "yes_no" and settings.query_max_tokens > settings.max_tokens - 8:
-        room = f"query_max_tokens ({settings.query_max_tokens}) leaves no room for a skill in max_tokens"
-        raise SkilltrainError(f"{room} ({settings.max_tokens})", where=config.source)
     tokenizer = load_pretrained(AutoTokenizer, folder, "tokenizer", padding_side="right")
-    network = _network(folder, settings.template.form, resolve_dtype(config.precision, device))
+    settings = _with_room(settings, PairTokenizer(tokenizer, settings).query_room(), config.source)
+    network = _network(folder, settings.template.form, resolve_dtype(config.precision, device), options)
     return Reranker(network.to(device).eval(), tokenizer, settings)
 
 
-def _network(folder: str, form: str, dtype: torch.dtype) -> Any:
+def _fitting(settings: RerankerSettings, model_config: Any, where: str) -> RerankerSettings:
+    """`settings` within the model's positions: a default adapts to them, a chosen limit must."""
+    limit = getattr(model_config, "max_position_embeddings", settings.max_tokens)
+    if settings.max_tokens <= limit:
+        return settings
+    if "max_tokens" in settings.model_fields_set:
+        raise SkilltrainError(f"max_tokens exceeds the model's {limit} positions", where=where)
+    chosen = {name: getattr(settings, name) for name in settings.model_fields_set}
+    return RerankerSettings.model_validate(chosen | {"max_tokens": limit})
+
+
+def _with_room(settings: RerankerSettings, room: int, where: str) -> RerankerSettings:
+    """`settings` whose queries leave room for a skill: a default adapts to `room` tokens, a chosen limit must."""
+    chosen = "query_max_tokens" in settings.model_fields_set
+    if settings.query_max_tokens <= room:
+        return settings
+    if chosen or room < 8:
+        what = f"query_max_tokens ({settings.query_max_tokens}) leaves no room for a skill in max_tokens"
+        raise SkilltrainError(f"{what} ({settings.max_tokens})", where=where)
+    return settings.model_copy(update={"query_max_tokens": room})
+
+
+def _network(folder: str, form: str, dtype: torch.dtype, given: Mapping[str, Any]) -> Any:
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}
+    options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, **given}
     if form == "yes_no":
         return load_pretrained(AutoModelForCausalLM, folder, "reranker", **options)
     options |= bert_options(folder)
@@ -194,10 +243,5 @@ def _network(folder: str, form: str, dtype: torch.dtype) -> Any:
     heads = [child for child in network.children() if child is not network.base_model and [*child.parameters()]]
     for head in heads:
         head.float()  # logits in bfloat16 are steps of up to 1/32: close candidates would tie
-        head.register_forward_pre_hook(_in_own_dtype)
+        head.register_forward_pre_hook(in_own_dtype)
     return network
-
-
-def _in_own_dtype(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    dtype = next(module.parameters()).dtype
-    return tuple(value.to(dtype) for value in inputs)

@@ -15,6 +15,16 @@ def rank_and_world() -> tuple[int, int]:
     return 0, 1
 
 
+def highest_on_any_rank(number: int, device: torch.device) -> int:
+    """The largest `number` that any rank gives."""
+    _, world = rank_and_world()
+    if world == 1:
+        return number
+    highest = torch.tensor(number, device=device)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    return int(highest)
+
+
 def gather_rows(rows: Float[Tensor, "own dim"], total: int) -> Float[Tensor, "total dim"]:
     """The `total` rows of which rank r holds rows r, r + world, r + 2 world, …, in order, on every rank.
 

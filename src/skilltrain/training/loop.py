@@ -3,26 +3,42 @@
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, set_seed
 from pydantic import Field
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
-from skilltrain.models.loading import Precision, default_device, resolve_dtype
-from skilltrain.terminal import progress
-from skilltrain.training.checkpoint import Position, checkpoints, load_checkpoint, save_checkpoint
-from skilltrain.training.log import TrainingLog
+from skilltrain.models.loading import Precision
+from skilltrain.terminal import long_progress, say
+from skilltrain.training.checkpoint import (
+    Position,
+    best_checkpoint,
+    checkpoints,
+    load_checkpoint,
+    mark_best,
+    rotate,
+    save_checkpoint,
+)
+from skilltrain.training.dev import Best, Dev, DevFigure
+from skilltrain.training.log import TrackedRun, TrackerName, TrainingLog, open_trackers
+from skilltrain.training.meter import Meter, StepResult
+from skilltrain.training.optimizer import new_optimizer, schedule, set_learning_rate
+from skilltrain.training.steps import EncoderStep, Pairs, RerankerStep, Texts, TokenCount
 from skilltrain.training.training_set import TrainingList
+
+StepModule = EncoderStep | RerankerStep
 
 
 class TrainingConfig(Config):
@@ -35,6 +51,7 @@ class TrainingConfig(Config):
     warmup_share: float = Field(default=0.05, ge=0, lt=1, description="share of the steps that warm up")
     weight_decay: float = Field(default=0.01, ge=0, description="AdamW's decay of matrices")
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are clipped to this norm")
+    stop_grad_norm: float = Field(default=1e4, gt=0, description="a larger norm, before clipping, stops the run")
     token_budget: int = Field(default=4096, ge=64, description="padded tokens a micro-batch")
     recompute: bool = Field(
         default=False, description="rebuild activations in the backward pass: less memory, more time"
@@ -42,17 +59,33 @@ class TrainingConfig(Config):
     precision: Precision = Field(default="float32", description="bfloat16 computes mixed; auto where it is native")
     seed: int = Field(default=42, ge=0, description="order of the lists, dropout, new layers")
     save_every: int = Field(default=50, ge=1, description="optimiser steps between checkpoints")
-    keep_checkpoints: int = Field(default=2, ge=1, description="checkpoints kept while training")
+    keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept, beside the best")
+    trackers: tuple[TrackerName, ...] = Field(default=(), description="beside train_log.jsonl")
+    project: str = Field(default="skilltrain", description="project name for wandb")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a training keeps its files, whether it goes on from them, and what it is evaluated on meanwhile."""
+
+    folder: Path
+    resume: bool
+    recipe: Mapping[str, Any]
+    dev: Dev | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of its checkpoints."""
+        return self.folder / "checkpoints"
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a finished training has to say of itself."""
+    """Where a finished training stands, the checkpoint that counts, and what that one scored on the dev benchmark."""
 
-    num_steps: int
-    num_queries: int
-    last_loss: float
-    seconds: float
+    position: Position
+    checkpoint: Path
+    dev: Mapping[str, DevFigure]
 
 
 def num_steps(num_lists: int, config: TrainingConfig) -> int:
@@ -70,55 +103,157 @@ def step_batches(lists: Sequence[TrainingList], config: TrainingConfig) -> Itera
             yield [chosen[i : i + config.batch_size] for i in range(0, len(chosen), config.batch_size)]
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """What a running training consists of."""
+
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    config: TrainingConfig
+    run: Run
+    position: Position
+    best: Best
+
+
 def train(
-    step_module: nn.Module, lists: Sequence[TrainingList], config: TrainingConfig, folder: Path, resume: bool
+    accelerator: Accelerator, step_module: StepModule, lists: Sequence[TrainingList], config: TrainingConfig, run: Run
 ) -> TrainingResult:
-    """Train the model inside `step_module` in place; checkpoints and train_log.jsonl go to `folder`.
+    """Train the model inside `step_module`; checkpoints and train_log.jsonl go to the run's folder.
 
     `step_module(batch)` gives the loss summed over this rank's queries of the batch. Raises SkilltrainError when the
-    loss or the gradient is not finite (naming the step's queries), and on Ctrl-C, after saving a checkpoint.
+    loss or the gradient is not finite or explodes (naming the step's queries), and on Ctrl-C or SIGTERM, after saving
+    a checkpoint. What is trained is in the result's checkpoint: the best on the dev benchmark, or the last.
     """
-    mixed = resolve_dtype(config.precision, default_device()) == torch.bfloat16
-    accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),
-        mixed_precision="bf16" if mixed else "no",
-        step_scheduler_with_optimizer=False,  # else accelerate steps it once a rank, and the schedule ends too early
-    )
     set_seed(config.seed)
-    total, position = num_steps(len(lists), config), Position()
-    optimizer = torch.optim.AdamW(_parameter_groups(step_module, config), lr=config.learning_rate)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, total, config.warmup_share))
-    model, optimizer, scheduler = accelerator.prepare(step_module.train(), optimizer, scheduler)
-    accelerator.register_for_checkpointing(position)
-    if resume:
-        load_checkpoint(accelerator, folder / "checkpoints")
-    elif found := checkpoints(folder / "checkpoints"):
-        raise SkilltrainError("checkpoints of an earlier run lie here", where=found[-1], fix="--resume, or another out")
-    started, queries = time.monotonic(), 0
+    parts = _prepare(accelerator, step_module, config, run)
+    total, position = num_steps(len(lists), config), parts.position
+    meter, started = Meter(math.ceil(total / config.epochs)), time.monotonic() - position.seconds
+    tracked = TrackedRun(config.project, run.folder, run.recipe, position.step)
+    is_main = accelerator.is_main_process
+    trackers = open_trackers(config.trackers, tracked, is_main)
     with (
-        TrainingLog(folder / "train_log.jsonl", position.step, accelerator.is_main_process) as log,
+        TrainingLog(run.folder / "train_log.jsonl", position.step, is_main, trackers) as log,
         _Stop() as stop,
-        progress("training", total) as (bar, task),
+        long_progress("training", total, position.step) as show,
     ):
         for number, batches in enumerate(step_batches(lists, config)):
-            if number < position.step:
+            if number < position.step or parts.best.should_stop:
                 continue
-            learning_rate = scheduler.get_last_lr()[0]
-            loss, norm = _optimiser_step(accelerator, model, optimizer, batches, config.max_grad_norm)
-            scheduler.step()
-            position.step, position.loss = number + 1, loss
-            queries += sum(len(batch) for batch in batches)
-            rate = queries / (time.monotonic() - started)
-            log.write(position.step, loss, learning_rate, norm, rate)
-            bar.update(task, completed=position.step, note=f"loss {loss:.4f}  {rate:.1f} queries/s")
-            stopping, is_last = _on_any_rank(accelerator, stop.asked), position.step == total
-            if stopping or is_last or position.step % config.save_every == 0:  # the last, lest saving the model fails
-                save_checkpoint(accelerator, folder / "checkpoints", position.step, config.keep_checkpoints)
-            if stopping and not is_last:
-                raise _interrupted(position.step, total, folder)
-    accelerator.unwrap_model(model).eval()
-    accelerator.end_training()
-    return TrainingResult(total, queries, position.loss, time.monotonic() - started)
+            learning_rate = config.learning_rate * schedule(number, total, config.warmup_share)
+            result = _optimiser_step(parts, step_module, batches, learning_rate)
+            position.advance(result.loss, result.num_queries, result.num_tokens, time.monotonic() - started)
+            log.write(position.step, meter.update(position.step, result))
+            show(position.step, meter.note())
+            is_last = position.step == total
+            improved = _is_due(run.dev, position.step, is_last) and _evaluate(parts, step_module, log)
+            ending, stopping = is_last or parts.best.should_stop, _on_any_rank(accelerator, stop.asked)
+            if stopping or ending or improved or position.step % config.save_every == 0:
+                _save(parts)
+            if stopping and not ending:
+                raise _interrupted(position.step, total, run.folder)
+    checkpoint = best_checkpoint(run.checkpoints) or checkpoints(run.checkpoints)[-1]
+    return TrainingResult(position, checkpoint, parts.best.figures)
+
+
+def _prepare(accelerator: Accelerator, step_module: StepModule, config: TrainingConfig, run: Run) -> _Parts:
+    """Everything in place, and as the newest checkpoint left it if the run is resumed."""
+    optimizer = new_optimizer(step_module, config.learning_rate, config.weight_decay)
+    model, optimizer = accelerator.prepare(step_module.train(), optimizer)
+    position, best = Position(), Best(run.dev)
+    accelerator.register_for_checkpointing(position, best)
+    if run.resume:
+        load_checkpoint(accelerator, run.checkpoints)
+    elif found := checkpoints(run.checkpoints):
+        raise SkilltrainError("checkpoints of an earlier run lie here", where=found[-1], fix="--resume, or another out")
+    return _Parts(accelerator, model, optimizer, config, run, position, best)
+
+
+def _optimiser_step(
+    parts: _Parts, step_module: StepModule, batches: list[list[TrainingList]], learning_rate: float
+) -> StepResult:
+    """One step, in which every query weighs the same."""
+    accelerator, model, started = parts.accelerator, parts.model, time.monotonic()
+    count = sum(len(batch) for batch in batches)
+    total = torch.zeros((), device=accelerator.device)
+    set_learning_rate(parts.optimizer, learning_rate)
+    for position, batch in enumerate(batches):
+        is_last = position == len(batches) - 1
+        accelerator.sync_gradients = is_last  # DeepSpeed steps in the backward pass that it is told is the last
+        with nullcontext() if is_last or _steps_itself(accelerator) else accelerator.no_sync(model):
+            loss = model(batch) * (accelerator.num_processes / count)
+            accelerator.backward(loss)
+        total += loss.detach().float()
+    mean = float(accelerator.reduce(total, "mean"))  # type: ignore[arg-type]
+    norm = _number(accelerator.clip_grad_norm_(model.parameters(), parts.config.max_grad_norm))
+    _check_step(mean, norm, batches, parts.config.stop_grad_norm)
+    parts.optimizer.step()
+    parts.optimizer.zero_grad(set_to_none=True)
+    tokens, slots = _counted(accelerator, step_module)
+    return StepResult(mean, learning_rate, norm, count, tokens, slots, time.monotonic() - started)
+
+
+def _steps_itself(accelerator: Accelerator) -> bool:
+    return accelerator.distributed_type == DistributedType.DEEPSPEED
+
+
+def _number(norm: Any) -> float:
+    """A gradient norm as a number; FSDP2 gives it as a sharded tensor, DeepSpeed as a float."""
+    return float(norm.full_tensor()) if isinstance(norm, DTensor) else float(norm)
+
+
+def _check_step(loss: float, norm: float, batches: list[list[TrainingList]], highest_norm: float) -> None:
+    """Raises SkilltrainError, naming the step's queries, before a bad gradient reaches the weights."""
+    if not math.isfinite(loss):
+        what = "the loss is not a finite number"
+    elif not math.isfinite(norm):
+        what = "the gradient is not a finite number"
+    elif norm > highest_norm:
+        what = f"the gradient norm {norm:.3g} exceeds training.stop_grad_norm {highest_norm:.3g}"
+    else:
+        return
+    queries = [one.query_id for batch in batches for one in batch]
+    more = f", … ({len(queries)} in all)" if len(queries) > 8 else ""
+    raise SkilltrainError(
+        f"{what} in a step with queries {', '.join(queries[:8])}{more}",
+        fix="look at these lists; a lower learning_rate or precision=float32 may help",
+    )
+
+
+def _counted(accelerator: Accelerator, step_module: StepModule) -> tuple[int, int]:
+    """(tokens without, tokens with padding) of all ranks since the last call."""
+    count = step_module.count
+    both = torch.tensor([count.tokens, count.slots], device=accelerator.device)
+    step_module.count = TokenCount()
+    tokens, slots = accelerator.reduce(both, "sum").tolist()  # type: ignore[union-attr]
+    return tokens, slots
+
+
+def _is_due(dev: Dev | None, step: int, is_last: bool) -> bool:
+    return dev is not None and (is_last or step % dev.every == 0)
+
+
+def _evaluate(parts: _Parts, step_module: StepModule, log: TrainingLog) -> bool:
+    """Whether the model does better on the dev benchmark than ever before; all ranks compute it together."""
+    dev, model = parts.run.dev, parts.model
+    assert dev is not None
+    wrap = Texts if isinstance(step_module, EncoderStep) else Pairs
+    model.eval()
+    with torch.no_grad():
+        figures = dev.evaluate(lambda texts: model(wrap(texts)).float())
+    model.train()
+    step_module.count = TokenCount()
+    log.write_dev(parts.position.step, figures)
+    say(f"step {parts.position.step}: {dev.line(figures)}")
+    return parts.best.update(parts.position.step, figures)
+
+
+def _save(parts: _Parts) -> None:
+    folder, step = parts.run.checkpoints, parts.position.step
+    save_checkpoint(parts.accelerator, parts.model, folder, step)
+    if parts.best.step == step and parts.accelerator.is_main_process:
+        mark_best(folder, step, parts.best.metric, parts.best.value)
+    rotate(parts.accelerator, folder, parts.config.keep_checkpoints)
 
 
 def _on_any_rank(accelerator: Accelerator, asked: bool) -> bool:
@@ -132,64 +267,25 @@ def _interrupted(step: int, total: int, folder: Path) -> SkilltrainError:
     return SkilltrainError(what, where=folder, fix="run the same command with --resume to go on")
 
 
-def _optimiser_step(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: list[list[TrainingList]],
-    max_norm: float,
-) -> tuple[float, float]:
-    """(mean loss, gradient norm) of one step; every query of the step weighs the same."""
-    count = sum(len(batch) for batch in batches)
-    total = torch.zeros((), device=accelerator.device)
-    for position, batch in enumerate(batches):
-        with accelerator.no_sync(model) if position < len(batches) - 1 else nullcontext():
-            loss = model(batch) * (accelerator.num_processes / count)
-            accelerator.backward(loss)
-        total += loss.detach().float()
-    mean = float(accelerator.reduce(total, "mean"))  # type: ignore[arg-type]
-    norm = float(accelerator.clip_grad_norm_(model.parameters(), max_norm))  # type: ignore[arg-type]
-    if not (math.isfinite(mean) and math.isfinite(norm)):
-        names = ", ".join(one.query_id for batch in batches for one in batch[:4])
-        what = "loss" if not math.isfinite(mean) else "gradient"
-        raise SkilltrainError(
-            f"the {what} is not a finite number in a step with queries {names}, …",
-            fix="look at these lists; a lower learning_rate or precision=float32 may help",
-        )
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return mean, norm
-
-
-def _parameter_groups(model: nn.Module, config: TrainingConfig) -> list[dict]:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-
-
-def _schedule(step: int, total: int, warmup_share: float) -> float:
-    """Linear warm-up, then half a cosine down to 0."""
-    warmup = math.ceil(warmup_share * total)
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
-
-
 class _Stop:
-    """Ctrl-C asks the loop to stop after the running step; a second one stops at once."""
+    """Ctrl-C and SIGTERM ask the loop to stop after the running step; a second one stops at once."""
+
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
         self.asked = False
 
     def __enter__(self) -> "_Stop":
-        self._before = signal.signal(signal.SIGINT, self._ask)
+        self._before = {number: signal.signal(number, self._ask) for number in self._SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        self._restore()
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
-        signal.signal(signal.SIGINT, self._before)
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

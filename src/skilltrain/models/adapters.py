@@ -1,0 +1,183 @@
+"""LoRA and QLoRA adapters: a small trainable addition to frozen linear layers, merged away before the model is saved.
+
+Hu et al. 2021 (arXiv 2106.09685): y = W x + (alpha / rank) B A x, with only A and B trained. Dettmers et al. 2023
+(arXiv 2305.14314) keep W in the 4-bit number format NF4.
+"""
+
+import importlib.util
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor, nn
+
+from skilltrain.config import Config
+from skilltrain.errors import SkilltrainError
+from skilltrain.models.loading import in_own_dtype
+
+_NAME = "default"  # peft's name for a model's only adapter
+_MARK = f".lora_A.{_NAME}."
+# Kept out of 4 bits by name: heads, which are trained or read as they are, and the pooler, which is part of a head.
+_HEADS = ("lm_head", "score", "classifier", "classifier.dense", "classifier.out_proj", "head.dense", "pooler.dense")
+
+
+class AdapterConfig(Config):
+    """Train low-rank additions to linear layers instead of all weights; the saved model has them merged in."""
+
+    rank: int = Field(default=32, ge=1, description="width of the low-rank matrices")
+    alpha: int = Field(default=64, ge=1, description="the addition is scaled by alpha / rank")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="share of an adapter's inputs set to 0 in training")
+    targets: Literal["all_linear"] | tuple[str, ...] = Field(
+        default="all_linear", description="all linear layers but heads, or names' endings, such as [q_proj, v_proj]"
+    )
+    quantize: Literal["none", "nf4"] = Field(
+        default="none", description="nf4 loads the frozen weights in 4 bits (QLoRA; pip install 'skilltrain[qlora]')"
+    )
+
+
+def loading_options(adapter: AdapterConfig | None) -> dict[str, Any]:
+    """What `from_pretrained` needs beside the usual: NF4 with double quantisation, computing in bfloat16, or nothing.
+
+    Raises SkilltrainError where 4 bits are asked for and bitsandbytes is not installed.
+    """
+    if adapter is None or adapter.quantize == "none":
+        return {}
+    if importlib.util.find_spec("bitsandbytes") is None:
+        what = "adapter.quantize=nf4 needs bitsandbytes, which is not installed"
+        raise SkilltrainError(what, fix="pip install 'skilltrain[qlora]'")
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        llm_int8_skip_modules=[*_HEADS],
+    )
+    return {"quantization_config": config}
+
+
+def is_adapted(network: nn.Module) -> bool:
+    """Whether an adapter lies in `network`, not merged yet."""
+    return any(_MARK in name for name, _ in network.named_parameters())
+
+
+def add_adapter(network: Any, adapter: AdapterConfig) -> None:
+    """Put an adapter into `network` in place: it keeps its class and methods, and at first its outputs.
+
+    Only the adapter trains, in float32, and the classification head (with BERT's pooler) of a model that has one.
+    A is random: every rank must come here with the same seed. Raises SkilltrainError for a model that already has an
+    adapter, and for a target that no linear layer's name ends with.
+    """
+    if is_adapted(network):
+        raise SkilltrainError("the model already has an adapter", where="adapter", fix="merge it first")
+    from peft import LoraConfig, inject_adapter_in_model
+
+    targets = _target_names(network, adapter)
+    config = LoraConfig(
+        r=adapter.rank, lora_alpha=adapter.alpha, lora_dropout=adapter.dropout, target_modules=targets, bias="none"
+    )  # type: ignore[call-arg]
+    for name, module in network.named_modules():
+        if _is_4bit(module):
+            _prepare_for_cpu(name, module)
+    inject_adapter_in_model(config, network)
+    for name, parameter in network.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.float()
+    for head in _heads(network):  # in float32 as well: FSDP2 wants one number format of what trains
+        head.float().requires_grad_(True).register_forward_pre_hook(in_own_dtype)
+
+
+def merge_adapter(network: Any) -> Any:
+    """`network` with its adapter added into plain linear layers: W + (alpha / rank) B A, summed in float32.
+
+    4-bit weights come back in the number format that they were loaded in (float32 or bfloat16). Every parameter must
+    be whole, on this process. Raises SkilltrainError where there is no adapter.
+    """
+    if not is_adapted(network):
+        raise SkilltrainError("the model has no adapter to merge", where="adapter")
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in [*network.named_modules()]:
+        if isinstance(module, LoraLayer):
+            network.set_submodule(name, _merged(module))
+    if getattr(network, "is_quantized", False):
+        for name, module in [*network.named_modules()]:
+            if _is_4bit(module):
+                network.set_submodule(name, _plain(module))
+        network.hf_quantizer.remove_quantization_config(network)
+        network.is_loaded_in_4bit = False
+    return network.requires_grad_(True)
+
+
+def _merged(layer: Any) -> nn.Linear:
+    """The linear layer that computes what an adapted one does (without its dropout)."""
+    plain = _plain(layer.get_base_layer())
+    addition: Float[Tensor, "out in"] = layer.lora_B[_NAME].weight.float() @ layer.lora_A[_NAME].weight.float()
+    with torch.no_grad():
+        plain.weight.copy_(plain.weight.float() + layer.scaling[_NAME] * addition)
+    return plain
+
+
+def _plain(linear: Any) -> nn.Linear:
+    """A linear layer whose weights are numbers again; one that is not in 4 bits is given back itself."""
+    if not _is_4bit(linear):
+        return linear
+    from bitsandbytes.functional import dequantize_4bit  # type: ignore[import-not-found]
+
+    weight = dequantize_4bit(linear.weight.data, linear.weight.quant_state)
+    plain = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+    plain.weight = nn.Parameter(weight)
+    if linear.bias is not None:
+        plain.bias = nn.Parameter(linear.bias.data.to(weight.dtype))
+    return plain
+
+
+def _prepare_for_cpu(name: str, linear: Any) -> None:
+    """What bitsandbytes 0.50 needs on CPU. Raises SkilltrainError for a layer that it would compute wrongly.
+
+    Its kernel takes a scale a row, so that rows must be whole blocks of 64 weights. And where the CPU multiplies
+    bfloat16, it repacks the weights at the first evaluation, after which no gradient passes them; state_dict() unpacks.
+    """
+    if linear.weight.device.type != "cpu":
+        return
+    if linear.in_features % 64:
+        what = f"adapter.quantize=nf4 on a CPU needs layers whose width is a multiple of 64; {name} is"
+        raise SkilltrainError(f"{what} {linear.in_features} wide", fix="train it on a GPU, or with quantize=none")
+    linear.support_avx512bf16_for_cpu = False
+    linear.state_dict()
+
+
+def _is_4bit(module: nn.Module) -> bool:
+    return type(module).__name__ == "Linear4bit"  # by name: bitsandbytes need not be installed
+
+
+def _target_names(network: Any, adapter: AdapterConfig) -> list[str]:
+    """Full names of the linear layers to adapt."""
+    in_heads = {id(module) for head in _heads(network) for module in head.modules()}
+    in_heads.add(id(network.get_output_embeddings()))
+    names = [
+        name
+        for name, module in network.named_modules()
+        if (isinstance(module, nn.Linear) or _is_4bit(module)) and id(module) not in in_heads
+    ]
+    if adapter.targets == "all_linear":
+        return names
+    chosen = {target: [n for n in names if f".{n}".endswith(f".{target}")] for target in adapter.targets}
+    for target, found in chosen.items():
+        if not found:
+            endings = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+            what = f"no linear layer's name ends with '{target}'; this model's end with {endings}"
+            raise SkilltrainError(what, where="adapter.targets")
+    return [name for name in names if any(name in found for found in chosen.values())]
+
+
+def _heads(network: Any) -> list[nn.Module]:
+    """What a sequence-classification model puts on its backbone, BERT's pooler included; of other models nothing."""
+    if "SequenceClassification" not in type(network).__name__:
+        return []
+    backbone = network.base_model
+    heads = [child for child in network.children() if child is not backbone and [*child.parameters()]]
+    pooler = getattr(backbone, "pooler", None)
+    return heads if pooler is None else [*heads, pooler]

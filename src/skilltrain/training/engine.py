@@ -1,0 +1,141 @@
+"""How the processes of a run share the work: one process, DDP, FSDP2 or DeepSpeed ZeRO, set up through accelerate."""
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.models.loading import Precision, default_device, resolve_dtype
+
+_SUPPORTED = (
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.FSDP,
+    DistributedType.DEEPSPEED,
+)
+_LAUNCH_FIX = "launch/ holds a configuration for each way that works"
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What the launcher does not say: number format, queries a forward pass, clipping, whether weights are 4-bit."""
+
+    precision: Precision
+    batch_size: int
+    max_grad_norm: float
+    quantized: bool
+
+
+def new_accelerator(settings: EngineSettings) -> Accelerator:
+    """An accelerator for the way in which this process was launched.
+
+    Raises SkilltrainError for a combination that cannot work, before anything is loaded.
+    """
+    _refuse_from_environment()
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would say on stdout that it had to look
+    mixed = resolve_dtype(settings.precision, default_device()) == torch.bfloat16
+    on_cpu, deepspeed = not torch.cuda.is_available(), _asks_for("DEEPSPEED")
+    accelerator = Accelerator(
+        cpu=on_cpu and not deepspeed,
+        mixed_precision="bf16" if mixed else "no",
+        kwargs_handlers=[_process_group(on_cpu and deepspeed)] if _asks_for_several() else None,
+    )
+    _refuse_unsupported(accelerator, settings)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        _set_deepspeed(accelerator, settings)
+    if accelerator.distributed_type == DistributedType.FSDP and mixed:
+        plugin = accelerator.state.fsdp_plugin
+        assert plugin is not None
+        # accelerate's own policy would round what the step gives back, the loss, to bfloat16, and reduce in it.
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return accelerator
+
+
+def shards_weights(accelerator: Accelerator) -> bool:
+    """Whether no rank holds the whole model (FSDP2, ZeRO-3)."""
+    return accelerator.distributed_type == DistributedType.FSDP or zero_stage(accelerator) == 3
+
+
+def zero_stage(accelerator: Accelerator) -> int:
+    """DeepSpeed's ZeRO stage; 0 without DeepSpeed."""
+    plugin = accelerator.state.deepspeed_plugin
+    return plugin.zero_stage if plugin is not None else 0
+
+
+def whole_weights(accelerator: Accelerator, model: nn.Module) -> Mapping[str, Tensor]:
+    """Every weight by its name in the step module, gathered; all ranks must call it, only rank 0 may use it."""
+    return accelerator.get_state_dict(model)  # type: ignore[return-value]
+
+
+def _process_group(gloo: bool) -> InitProcessGroupKwargs:
+    """An hour's patience: ranks wait for the first one while it saves a model. DeepSpeed must be told of gloo."""
+    return InitProcessGroupKwargs(backend="gloo" if gloo else None, timeout=timedelta(hours=1))
+
+
+def _asks_for_several() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def _asks_for(what: str) -> bool:
+    return os.environ.get(f"ACCELERATE_USE_{what}", "false").lower() == "true"
+
+
+def _refuse_from_environment() -> None:
+    """Refuse what accelerate would silently run as something else."""
+    if _asks_for("FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
+        raise SkilltrainError("FSDP version 1 is not supported", fix="set fsdp_version: 2, as launch/fsdp2.yaml does")
+    if _asks_for("DEEPSPEED") and importlib.util.find_spec("deepspeed") is None:
+        raise SkilltrainError("DeepSpeed is not installed", fix="pip install 'skilltrain[deepspeed]'")
+
+
+def _refuse_unsupported(accelerator: Accelerator, settings: EngineSettings) -> None:
+    kind, world = accelerator.distributed_type, accelerator.num_processes
+    if kind not in _SUPPORTED:
+        raise SkilltrainError(f"the launcher asks for {kind.value}, which is not supported", fix=_LAUNCH_FIX)
+    if _asks_for("FSDP") and kind != DistributedType.FSDP:
+        what = "accelerate would run FSDP on a CPU, or in one process, as plain DDP"
+        raise SkilltrainError(what, fix="use launch/ddp.yaml or launch/cpu.yaml there")
+    if kind == DistributedType.DEEPSPEED and not zero_stage(accelerator):
+        raise SkilltrainError("DeepSpeed's ZeRO stage 0 shares nothing", fix="use launch/ddp.yaml, or zero_stage: 2")
+    if settings.batch_size % world:
+        what = f"training.batch_size {settings.batch_size} cannot be shared equally by {world} processes"
+        raise SkilltrainError(what, fix=f"choose a multiple of {world}; training.accumulation can make up for it")
+    if settings.quantized and (shards_weights(accelerator) or kind == DistributedType.DEEPSPEED):
+        what = f"4-bit weights (adapter.quantize) cannot be combined with {_name(accelerator)}"
+        raise SkilltrainError(what, fix="use launch/ddp.yaml, or adapter.quantize=none")
+
+
+def _name(accelerator: Accelerator) -> str:
+    return "DeepSpeed" if accelerator.distributed_type == DistributedType.DEEPSPEED else "FSDP2"
+
+
+def _set_deepspeed(accelerator: Accelerator, settings: EngineSettings) -> None:
+    """Settings that DeepSpeed keeps in its own configuration; its defaults would clip, or fail to save, unasked.
+
+    Accumulation is ours: accelerate tells the engine at each backward pass whether a step follows. transformers must
+    not know of ZeRO-3: it would load empty weights, also where rank 0 loads the trained model to save it.
+    """
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    plugin = accelerator.state.deepspeed_plugin
+    assert plugin is not None
+    plugin.deepspeed_config |= {
+        "train_micro_batch_size_per_gpu": settings.batch_size // accelerator.num_processes,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": settings.max_grad_norm,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if plugin.zero_stage == 3:
+        plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True

@@ -1,0 +1,129 @@
+"""From a training run to a model folder: at its end, and later from any of its checkpoints."""
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skilltrain.config import load_recipe, validate
+from skilltrain.errors import SkilltrainError
+from skilltrain.export.folder import copy_model
+from skilltrain.export.model_card import RunRecord, model_card
+from skilltrain.export.sentence_transformers import save_encoder, save_reranker
+from skilltrain.files import read_json
+from skilltrain.models.adapters import merge_adapter
+from skilltrain.models.encoder import Encoder
+from skilltrain.terminal import say
+from skilltrain.training.checkpoint import best_checkpoint, checkpoints, load_weights
+from skilltrain.training.settings import TrainConfig, TrainEncoderConfig, TrainRerankerConfig, load_model
+
+_RUN_FILE, _RECIPE_FILE, _CHECKPOINTS = "run.json", "recipe.yaml", "checkpoints"
+_CONFIGS: dict[str, type[TrainEncoderConfig] | type[TrainRerankerConfig]] = {
+    "train_encoder": TrainEncoderConfig,
+    "train_reranker": TrainRerankerConfig,
+}
+# What every checkpoint of a run has in common with its end.
+_SAME_FOR_ALL = ("num_lists", "num_skills", "num_pairs", "num_positives", "num_parameters", "num_trained_parameters")
+_NAME = re.compile(r"step-\d+|best")
+
+
+def save_trained(config: TrainConfig, checkpoint: Path, out: Path, summary: Mapping[str, Any]) -> None:
+    """Write the model of a finished training, from the checkpoint that counts, with its card."""
+    _save(config, checkpoint, out, summary, exported=None)
+
+
+def export_run(run: Path, out: Path, checkpoint: str | None) -> dict[str, Any]:
+    """Write the model of the training in the folder `run` to the folder `out`; says which one that was.
+
+    `checkpoint` is step-N or best; without it a finished run's own model is copied, and an unfinished run's newest
+    checkpoint is used. Raises SkilltrainError if there is no such run or checkpoint, or `out` is not empty.
+    """
+    config, summary = _read(run)
+    found = None if summary and checkpoint is None else _checkpoint(run / _CHECKPOINTS, checkpoint)
+    with _new_folder(out) as partial:
+        if found is None:
+            copy_model(run, partial)
+        elif summary.get("checkpoint") == found.name:  # this one became the run's model: its figures are the run's
+            _save(config, found, partial, summary, exported=None)
+        else:
+            told = {key: summary[key] for key in _SAME_FOR_ALL if key in summary}
+            _save(config, found, partial, told, exported=found.name)
+    say(f"{out}: {found.name if found else 'the model'} of {run}")
+    return {"out": str(out), "stage": config.stage, "checkpoint": found.name if found else summary.get("checkpoint")}
+
+
+def _save(config: TrainConfig, checkpoint: Path, out: Path, summary: Mapping[str, Any], exported: str | None) -> None:
+    """Load the model as training did, with the checkpoint's weights, and save it with its adapter merged.
+
+    On the CPU: the GPU may still hold the model that was trained.
+    """
+    model = load_model(config, torch.device("cpu"))
+    load_weights(model, "encoder" if isinstance(model, Encoder) else "reranker", checkpoint)
+    base, recipe = config.model.source, config.model_dump(mode="json")
+    card = model_card(RunRecord(model.settings, base, recipe, summary, exported))
+    if isinstance(model, Encoder):
+        if config.adapter is not None:
+            model.backbone = merge_adapter(model.backbone)
+        save_encoder(model.eval(), out, base, card)
+    else:
+        if config.adapter is not None:
+            model.network = merge_adapter(model.network)
+        save_reranker(model.eval(), out, base, card)
+
+
+def _read(run: Path) -> tuple[TrainConfig, Mapping[str, Any]]:
+    """(settings, summary) of a run; the summary is empty while the run is not finished."""
+    if not (run / _RUN_FILE).is_file() or not (run / _RECIPE_FILE).is_file():
+        what = f"holds no run: it has no {_RUN_FILE}" if run.is_dir() else "no such folder"
+        raise SkilltrainError(what, where=run, fix="give the folder that a training wrote to (its out=…)")
+    recipe, record = load_recipe(run / _RECIPE_FILE), read_json(run / _RUN_FILE)
+    stage = recipe.get("stage")
+    if stage not in _CONFIGS:
+        raise SkilltrainError(f"is a run of stage {stage}, which trains no model", where=run)
+    if not isinstance(record, dict) or "finished" not in record:
+        raise SkilltrainError("is no record of a run", where=run / _RUN_FILE)
+    config = validate(_CONFIGS[stage], recipe, run / _RECIPE_FILE)
+    return config, record["summary"] if record["finished"] else {}
+
+
+def _checkpoint(folder: Path, name: str | None) -> Path:
+    """The checkpoint of that name in `folder`; the newest without a name."""
+    found = checkpoints(folder)
+    if name is not None and not _NAME.fullmatch(name):
+        raise SkilltrainError(f"checkpoint '{name}' is neither step-N nor best", where=folder)
+    if not found:
+        raise SkilltrainError("holds no checkpoint", where=folder, fix="train for longer, or lower training.save_every")
+    there = ", ".join(path.name for path in found)
+    if name == "best":
+        if (best := best_checkpoint(folder)) is None:
+            raise SkilltrainError(f"no checkpoint was marked as best; there are {there}", where=folder)
+        return best
+    if name is not None and folder / name not in found:
+        raise SkilltrainError(f"no checkpoint '{name}'; there are {there}", where=folder)
+    return found[-1] if name is None else folder / name
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that takes its name when the block succeeds."""
+    fix = "choose another --out, or delete the folder"
+    if out.name in ("", ".."):
+        raise SkilltrainError("is no name for an output folder", where=out)
+    if out.exists() and not out.is_dir():
+        raise SkilltrainError("is a file; the output is a folder", where=out)
+    if out.is_dir() and any(out.iterdir()):
+        raise SkilltrainError("the output folder is not empty", where=out, fix=fix)
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        partial.rename(out)  # takes the place of an empty folder
+    except OSError as error:
+        raise SkilltrainError(f"cannot write: {error.strerror or error}", where=out) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,77 @@
+"""The settings of the two training stages, and the model that they name."""
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from accelerate.utils import set_seed
+from pydantic import Field, field_validator
+
+from skilltrain.config import Config
+from skilltrain.errors import SkilltrainError
+from skilltrain.losses import EncoderLoss, InfoNCE, ListwiseCE, Matryoshka, RerankerLoss
+from skilltrain.models.adapters import AdapterConfig, add_adapter, loading_options
+from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
+from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
+from skilltrain.training.dev import EncoderDevConfig, RerankerDevConfig
+from skilltrain.training.loop import TrainingConfig
+from skilltrain.training.training_set import ListsSource
+
+
+class TrainEncoderConfig(Config):
+    """Train an encoder on lists of one or more positives and hard negatives."""
+
+    stage: Literal["train_encoder"]
+    model: EncoderConfig = Field(description="the encoder to start from")
+    adapter: AdapterConfig | None = Field(default=None, description="train low-rank adapters (LoRA) instead of all")
+    data: ListsSource = Field(description="what to train on")
+    loss: EncoderLoss = Field(default=InfoNCE(), description="what to minimise")
+    in_batch_negatives: bool = Field(default=True, description="the other queries' skills are negatives too")
+    near_duplicates: float | None = Field(
+        default=0.6, gt=0, le=1, description="skills whose bodies' Jaccard reaches this are no in-batch negatives"
+    )
+    training: TrainingConfig = Field(default=TrainingConfig(), description="how to train")
+    dev: EncoderDevConfig | None = Field(default=None, description="what to evaluate on while training")
+    out: Path = Field(description="folder to write the model to")
+
+
+class TrainRerankerConfig(Config):
+    """Train a reranker on lists of a trained encoder's candidates."""
+
+    stage: Literal["train_reranker"]
+    model: RerankerConfig = Field(description="the reranker, or the plain model, to start from")
+    adapter: AdapterConfig | None = Field(default=None, description="train low-rank adapters (LoRA) instead of all")
+    data: ListsSource = Field(description="what to train on")
+    loss: RerankerLoss = Field(default=ListwiseCE(), description="what to minimise")
+    training: TrainingConfig = Field(
+        default=TrainingConfig(batch_size=1, accumulation=16, learning_rate=1e-5), description="how to train"
+    )
+    dev: RerankerDevConfig | None = Field(default=None, description="what to evaluate on while training")
+    out: Path = Field(description="folder to write the model to")
+
+    @field_validator("loss")
+    @classmethod
+    def _sees_lists_only(cls, loss: RerankerLoss) -> RerankerLoss:
+        if loss.needs_sides:
+            raise ValueError("a reranker compares skills with its own query only: directions must be query_to_skill")
+        return loss
+
+
+TrainConfig = TrainEncoderConfig | TrainRerankerConfig
+
+
+def load_model(config: TrainConfig, device: torch.device) -> Encoder | Reranker:
+    """The model that training starts from, with its adapter; new layers depend on the seed alone."""
+    set_seed(config.training.seed)
+    if isinstance(config, TrainEncoderConfig):
+        model = load_encoder(config.model, device, loading_options(config.adapter))
+        network = model.backbone
+        if isinstance(config.loss, Matryoshka) and max(config.loss.dims) > model.dim:
+            what = f"{max(config.loss.dims)} is more than the encoder's {model.dim}"
+            raise SkilltrainError(what, where="loss.dims")
+    else:
+        model = load_reranker(config.model, device, loading_options(config.adapter))
+        network = model.network
+    if config.adapter is not None:
+        add_adapter(network, config.adapter)
+    return model

@@ -1,0 +1,280 @@
+"""Adapters: only they train, merging changes no score, and a saved model shows no trace of them."""
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+from transformers import AutoModel, Qwen3Config, Qwen3Model
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.export.sentence_transformers import save_encoder, save_reranker
+from skilltrain.models.adapters import AdapterConfig, add_adapter, is_adapted, loading_options, merge_adapter
+from skilltrain.models.encoder import EncoderConfig, load_encoder
+from skilltrain.models.micro_batches import map_micro_batches
+from skilltrain.models.reranker import RerankerConfig, load_reranker
+from skilltrain.records import Skill
+from skilltrain.templates import RerankerTemplate
+from tiny_models import qwen3_tokenizer
+
+SMALL = AdapterConfig(rank=4, alpha=8)
+TEXTS = ["deploy pods", "extract text from pdf files", "translate the report and review it with care"]
+SKILLS = [Skill(f"s{i}", f"chart {i}", text, text * i) for i, text in enumerate(TEXTS)]
+ENCODERS = ["bert", "qwen3"]
+RERANKERS = ["pair", "cosine_pair", "yes_no"]
+
+
+def reranker_of(open_reranker_of, form):
+    """A tiny reranker of each form."""
+    name = {"pair": "bert_reranker", "cosine_pair": "bert", "yes_no": "qwen3_reranker"}[form]
+    return open_reranker_of(name, template=RerankerTemplate(form=form))
+
+
+def encoder_outputs(encoder, token_budget=4096, recompute=False):
+    """Vectors of the queries TEXTS, in one micro-batch or more."""
+    return map_micro_batches(encoder, encoder.tokenize_queries(TEXTS), token_budget, recompute)
+
+
+def reranker_outputs(reranker):
+    """Scores of SKILLS for one query."""
+    return reranker(reranker.tokenize("review a commit", SKILLS))
+
+
+def train_a_little(model, outputs):
+    """Three optimiser steps towards some target, on what can be trained."""
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    target = torch.randn_like(outputs(model))
+    for _ in range(3):
+        (outputs(model) - target).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def check(model, network, outputs, tolerance):
+    """Train an adapter; only it changes, and merged it computes the same. Returns the trained outputs."""
+    with torch.no_grad():
+        plain_names, before = set(network.state_dict()), outputs(model)
+    add_adapter(network, SMALL)
+    assert is_adapted(network)
+    frozen = {name: p.clone() for name, p in network.named_parameters() if not p.requires_grad}
+    with torch.no_grad():
+        assert torch.equal(outputs(model), before)  # B starts at zero
+    train_a_little(model, outputs)
+    for name, parameter in network.named_parameters():
+        if name in frozen:
+            assert torch.equal(parameter, frozen[name]), name
+    with torch.no_grad():
+        trained = outputs(model)
+        assert (trained - before).abs().max() > 1e-3
+        assert merge_adapter(network) is network
+        assert (outputs(model) - trained).abs().max() <= tolerance * max(1, float(trained.abs().max()))
+    assert not is_adapted(network)
+    assert set(network.state_dict()) == plain_names
+    return trained
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoder_trained_merged_saved_and_read_again(open_encoder_of, name, tmp_path):
+    encoder = open_encoder_of(name)
+    trained = check(encoder, encoder.backbone, encoder_outputs, 2e-6)
+    save_encoder(encoder, tmp_path, "base")
+    again = load_encoder(EncoderConfig(source=str(tmp_path)), torch.device("cpu"))
+    with torch.no_grad():
+        torch.testing.assert_close(encoder_outputs(again), trained, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("form", RERANKERS)
+def test_reranker_trained_merged_saved_and_read_again(open_reranker_of, form, tmp_path):
+    reranker = reranker_of(open_reranker_of, form)
+    trained = check(reranker, reranker.network, reranker_outputs, 2e-6)
+    save_reranker(reranker, tmp_path, "base")
+    again = load_reranker(RerankerConfig(source=str(tmp_path)), torch.device("cpu"))
+    with torch.no_grad():
+        torch.testing.assert_close(reranker_outputs(again), trained, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_bfloat16_base_with_float32_adapter(open_encoder_of, name):
+    encoder = open_encoder_of(name, precision="bfloat16")
+    add_adapter(encoder.backbone, SMALL)
+    assert {p.dtype for p in encoder.parameters() if p.requires_grad} == {torch.float32}
+    train_a_little(encoder, encoder_outputs)
+    with torch.no_grad():
+        trained = encoder_outputs(encoder)
+        merge_adapter(encoder.backbone)
+        assert (encoder_outputs(encoder) * trained).sum(-1).min() > 1 - 1e-2
+    assert {p.dtype for p in encoder.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("form", RERANKERS)
+def test_bfloat16_reranker_trains_in_float32(open_reranker_of, form):
+    name = {"pair": "bert_reranker", "cosine_pair": "bert", "yes_no": "qwen3_reranker"}[form]
+    reranker = open_reranker_of(name, template=RerankerTemplate(form=form), precision="bfloat16")
+    add_adapter(reranker.network, SMALL)
+    assert {p.dtype for p in reranker.parameters() if p.requires_grad} == {torch.float32}
+    train_a_little(reranker, reranker_outputs)
+    with torch.no_grad():
+        trained = reranker_outputs(reranker)
+        merge_adapter(reranker.network)
+        torch.testing.assert_close(reranker_outputs(reranker), trained, atol=0.2, rtol=5e-2)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_recomputed_micro_batches_give_the_gradient_of_one_batch(open_encoder_of, name):
+    encoder = open_encoder_of(name).train()
+    torch.manual_seed(0)
+    add_adapter(encoder.backbone, SMALL)
+    gradients = []
+    for token_budget, recompute in ((4096, False), (16, True)):
+        vectors = encoder_outputs(encoder, token_budget, recompute)
+        (vectors @ vectors.T).exp().sum().backward()
+        gradients.append({n: p.grad.clone() for n, p in encoder.named_parameters() if p.requires_grad})
+        encoder.zero_grad()
+    for key, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][key], gradient, atol=1e-6, rtol=1e-4, msg=key)
+    assert all(gradient.abs().max() > 0 for key, gradient in gradients[0].items() if ".lora_B." in key)
+
+
+@pytest.mark.parametrize("form", RERANKERS)
+def test_only_adapter_and_head_train(open_reranker_of, form):
+    reranker = reranker_of(open_reranker_of, form)
+    add_adapter(reranker.network, SMALL)
+    trained = {name for name, p in reranker.network.named_parameters() if p.requires_grad}
+    heads = {name for name in trained if ".lora_" not in name}
+    bert_head = {f"{part}.{kind}" for part in ("classifier", "bert.pooler.dense") for kind in ("weight", "bias")}
+    assert heads == (bert_head if form == "pair" else set())
+    assert len(trained) > len(heads)
+
+
+def test_trained_parameters_are_few_and_counted_by_hand(open_encoder_of):
+    backbone = open_encoder_of("bert").backbone
+    add_adapter(backbone, AdapterConfig(rank=2, targets=("attention.self.query", "intermediate.dense")))
+    trained = {name: p.numel() for name, p in backbone.named_parameters() if p.requires_grad}
+    # Two layers; the query layer is 32 to 32, the intermediate layer 32 to 64: rank (in + out) each.
+    assert sum(trained.values()) == 2 * (2 * (32 + 32) + 2 * (32 + 64))
+    assert {name.partition(".lora_")[0].rpartition(".")[2] for name in trained} == {"query", "dense"}
+
+
+def test_head_of_two_rows_stays_whole(open_reranker_of):
+    """The yes and no rows are read from the frozen head, tied to the embeddings, which no adapter may wrap."""
+    network = open_reranker_of("qwen3_reranker").network
+    add_adapter(network, SMALL)
+    head = network.get_output_embeddings()
+    assert type(head) is torch.nn.Linear
+    assert not head.weight.requires_grad
+    assert network.get_decoder() is network.model
+    assert type(network).__name__ == "Qwen3ForCausalLM"
+
+
+def test_the_same_seed_gives_the_same_adapter(open_encoder_of):
+    states = []
+    for _ in range(2):
+        backbone = open_encoder_of("qwen3").backbone
+        torch.manual_seed(3)
+        add_adapter(backbone, SMALL)
+        states.append(backbone.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_unmerged_model_is_not_saved(open_encoder_of, tmp_path):
+    encoder = open_encoder_of("bert")
+    add_adapter(encoder.backbone, SMALL)
+    with pytest.raises(SkilltrainError, match="not merged"):
+        save_encoder(encoder, tmp_path, "base")
+
+
+def test_bad_input_is_named(open_encoder_of):
+    backbone = open_encoder_of("qwen3").backbone
+    with pytest.raises(SkilltrainError, match=r"ends with 'query'.*q_proj, k_proj, .*down_proj"):
+        add_adapter(backbone, AdapterConfig(targets=("q_proj", "query")))
+    with pytest.raises(SkilltrainError, match="ends with 'proj'"):  # a whole name, not a part of one
+        add_adapter(backbone, AdapterConfig(targets=("proj",)))
+    with pytest.raises(SkilltrainError, match="ends with 'embed_tokens'"):
+        add_adapter(backbone, AdapterConfig(targets=("embed_tokens",)))
+    assert not is_adapted(backbone)
+    with pytest.raises(SkilltrainError, match="no adapter to merge"):
+        merge_adapter(backbone)
+    add_adapter(backbone, SMALL)
+    with pytest.raises(SkilltrainError, match="already has an adapter"):
+        add_adapter(backbone, SMALL)
+
+
+def test_four_bits_without_bitsandbytes(monkeypatch):
+    assert loading_options(None) == loading_options(SMALL) == {}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SkilltrainError, match=r"pip install 'skilltrain\[qlora\]'"):
+        loading_options(AdapterConfig(quantize="nf4"))
+
+
+class TestFourBits:
+    """QLoRA, on the CPU."""
+
+    ADAPTER = AdapterConfig(rank=4, alpha=8, quantize="nf4")
+
+    @pytest.fixture(autouse=True)
+    def _bitsandbytes(self):
+        pytest.importorskip("bitsandbytes")
+
+    def save(self, folder, width):
+        """A Qwen3 whose layers are `width` wide."""
+        torch.manual_seed(0)
+        config = Qwen3Config(
+            vocab_size=len(qwen3_tokenizer(True)), hidden_size=width, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=32, intermediate_size=128, max_position_embeddings=256,
+            initializer_range=0.1,
+        )  # fmt: skip
+        Qwen3Model(config).save_pretrained(folder)
+        return folder
+
+    def load(self, folder):
+        """The model with 4-bit weights."""
+        return AutoModel.from_pretrained(folder, dtype=torch.float32, **loading_options(self.ADAPTER)).eval()
+
+    def hidden(self, network):
+        """Directions of the last position."""
+        ids = torch.arange(5, 65).view(3, 20)
+        last = network(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[:, -1].float()
+        return torch.nn.functional.normalize(last, dim=-1)
+
+    def test_trained_merged_saved_and_read_again(self, tmp_path):
+        network = self.load(self.save(tmp_path / "base", 64))
+        with torch.no_grad():
+            before = self.hidden(network)  # on some CPUs this repacks the weights for inference
+        add_adapter(network, self.ADAPTER)
+        packed = {n: copy.deepcopy(p.data) for n, p in network.named_parameters() if p.dtype == torch.uint8}
+        assert len(packed) == 14
+        train_a_little(network.train(), self.hidden)
+        network.eval()
+        assert all(torch.equal(network.get_parameter(name), weight) for name, weight in packed.items())
+        with torch.no_grad():
+            trained = self.hidden(network)
+            assert (trained * before).sum(-1).max() < 0.98
+            merged = self.hidden(merge_adapter(network))
+        assert (trained * merged).sum(-1).min() > 1 - 1e-2
+        assert {p.dtype for p in network.parameters()} == {torch.float32}
+        network.save_pretrained(tmp_path / "merged")
+        again = AutoModel.from_pretrained(tmp_path / "merged").eval()
+        assert "quantization_config" not in again.config.to_dict()
+        with torch.no_grad():
+            torch.testing.assert_close(self.hidden(again), merged, atol=1e-6, rtol=0)
+
+    def test_gradients_flow_after_an_evaluation(self, tmp_path):
+        network = self.load(self.save(tmp_path, 64))
+        add_adapter(network, self.ADAPTER)
+        with torch.no_grad():
+            self.hidden(network)
+        self.hidden(network.train())[:, 0].sum().backward()
+        first = network.get_submodule("layers.0.self_attn.q_proj")
+        assert first.lora_B.default.weight.grad.abs().max() > 0
+
+    def test_quantized_layers_without_an_adapter_become_plain_too(self, tmp_path):
+        network = self.load(self.save(tmp_path, 64))
+        add_adapter(network, self.ADAPTER.model_copy(update={"targets": ("q_proj",)}))
+        merge_adapter(network)
+        assert {type(m).__name__ for m in network.modules() if "Linear" in type(m).__name__} == {"Linear"}
+
+    def test_a_width_that_the_cpu_kernel_gets_wrong_is_refused(self, tmp_path):
+        network = self.load(self.save(tmp_path, 96))
+        with pytest.raises(SkilltrainError, match=r"layers.0.self_attn.q_proj is 96 wide"):
+            add_adapter(network, self.ADAPTER)

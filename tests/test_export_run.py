@@ -1,0 +1,181 @@
+"""Exporting a run: the finished model, or any checkpoint, with adapters merged; one clear line for every fault."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from sentence_transformers import CrossEncoder, SentenceTransformer
+
+from skilltrain.config import to_yaml
+from skilltrain.errors import SkilltrainError
+from skilltrain.models.adapters import AdapterConfig
+from skilltrain.models.encoder import Encoder, EncoderConfig
+from skilltrain.models.reranker import RerankerConfig
+from skilltrain.records import Skill
+from skilltrain.training.checkpoint import mark_best
+from skilltrain.training.export_run import export_run, save_trained
+from skilltrain.training.settings import TrainEncoderConfig, TrainRerankerConfig, load_model
+from skilltrain.training.training_set import ListsSource
+
+CPU = torch.device("cpu")
+TEXTS = ["deploy pods", "", "review the commit and merge " * 20]
+DATA = {"num_lists": 7, "num_steps": 4, "seconds": 1.5, "last_loss": 0.25, "checkpoint": "step-4"}
+DEV = {"dev": {"MRR@10": {"mean": 0.5, "low": 0.25, "high": 0.75, "n": 8}}}
+
+
+def config_of(folder, source, adapter=None, reranker=False):
+    data = ListsSource(pool=folder / "pool", lists=folder / "lists")
+    if reranker:
+        model = RerankerConfig(source=str(source), max_tokens=64, query_max_tokens=16)
+        return TrainRerankerConfig(stage="train_reranker", model=model, data=data, adapter=adapter, out=folder / "run")
+    model = EncoderConfig(source=str(source), max_tokens=32, query_max_tokens=32)
+    return TrainEncoderConfig(stage="train_encoder", model=model, data=data, adapter=adapter, out=folder / "run")
+
+
+def add_checkpoint(config, step):
+    """A checkpoint as training leaves it, its weights a little off the start; the model that holds them."""
+    model = load_model(config, CPU).eval()
+    torch.manual_seed(step)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    prefix = "encoder" if isinstance(model, Encoder) else "reranker"
+    folder = config.out / "checkpoints" / f"step-{step}"
+    folder.mkdir(parents=True)
+    seen = {value.data_ptr(): name for name, value in reversed(model.state_dict().items())}  # tied weights once
+    weights = {f"{prefix}.{name}": model.state_dict()[name].contiguous() for name in seen.values()}
+    save_file(weights, folder / "model.safetensors")
+    return model
+
+
+def write_run(config, finished, summary):
+    config.out.mkdir(parents=True, exist_ok=True)
+    (config.out / "recipe.yaml").write_text(to_yaml(config))
+    record = {"skilltrain": "0", "recipe": {}, "inputs": {}, "finished": finished}
+    (config.out / "run.json").write_text(json.dumps(record | ({"summary": summary} if finished else {})))
+
+
+def assert_same_vectors(folder, encoder):
+    plain = SentenceTransformer(str(folder), device="cpu")
+    with torch.inference_mode():
+        ours = encoder(encoder.tokenize(TEXTS, 32))
+    assert torch.allclose(plain.encode(TEXTS, convert_to_tensor=True), ours, atol=1e-5)
+
+
+@pytest.fixture
+def unfinished(tmp_path, model_folders):
+    """(settings, models by step) of a run with three checkpoints, the second of them the best."""
+    config = config_of(tmp_path, model_folders["bert"])
+    models = {step: add_checkpoint(config, step) for step in (2, 4, 10)}
+    write_run(config, finished=False, summary={})
+    mark_best(config.out / "checkpoints", 4, "MRR@10", 0.5)
+    return config, models
+
+
+@pytest.mark.parametrize(("checkpoint", "step"), [(None, 10), ("step-2", 2), ("best", 4)])
+def test_any_checkpoint_of_an_unfinished_run_becomes_a_model(tmp_path, unfinished, checkpoint, step):
+    config, models = unfinished
+    found = export_run(config.out, tmp_path / "out", checkpoint)
+    assert found == {"out": str(tmp_path / "out"), "stage": "train_encoder", "checkpoint": f"step-{step}"}
+    assert_same_vectors(tmp_path / "out", models[step])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"checkpoint `step-{step}`" in card and "Not evaluated" in card
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("name", ["bert", "qwen3"])
+def test_an_adapter_is_merged(tmp_path, model_folders, name):
+    config = config_of(tmp_path, model_folders[name], adapter=AdapterConfig(rank=2))
+    model = add_checkpoint(config, 3)
+    write_run(config, finished=False, summary={})
+    export_run(config.out, tmp_path / "out", None)
+    assert_same_vectors(tmp_path / "out", model)
+
+
+@pytest.mark.parametrize("name", ["bert_reranker", "qwen3_reranker"])
+def test_a_reranker_is_exported_too(tmp_path, model_folders, name):
+    config = config_of(tmp_path, model_folders[name], reranker=True)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"max_tokens": 400})})
+    model = add_checkpoint(config, 3)
+    write_run(config, finished=False, summary={})
+    export_run(config.out, tmp_path / "out", None)
+    skill = Skill("s", "pods", "deploy pods", "to find the task")
+    with torch.inference_mode():
+        ours = model(model.tokenize("deploy", [skill]))
+    pairs = [("deploy", model.settings.template.render_skill(skill))]
+    plain = CrossEncoder(str(tmp_path / "out"), device="cpu").predict(pairs, convert_to_tensor=True)
+    assert torch.allclose(plain, ours, atol=1e-5)
+
+
+def test_a_finished_run_is_copied_without_its_logs(tmp_path, unfinished):
+    config, models = unfinished
+    save_trained(config, config.out / "checkpoints" / "step-4", config.out, DATA | DEV)
+    write_run(config, finished=True, summary=DATA | DEV)
+    (config.out / "train_log.jsonl").write_text("{}\n")
+    (tmp_path / "out").mkdir()  # an empty folder is no obstacle
+    assert export_run(config.out, tmp_path / "out", None)["checkpoint"] == "step-4"
+    assert_same_vectors(tmp_path / "out", models[4])
+    copied = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert copied.isdisjoint({"run.json", "recipe.yaml", "train_log.jsonl"}) and "1_Pooling/config.json" in copied
+    for name in copied:
+        assert (tmp_path / "out" / name).read_bytes() == (config.out / name).read_bytes()
+
+
+def test_a_checkpoints_card_has_only_the_figures_that_are_its_own(tmp_path, unfinished):
+    config, _ = unfinished
+    write_run(config, finished=True, summary=DATA | DEV)
+    export_run(config.out, tmp_path / "chosen", "step-4")
+    export_run(config.out, tmp_path / "other", "step-2")
+    chosen, other = ((tmp_path / name / "README.md").read_text() for name in ("chosen", "other"))
+    assert "| MRR@10 | 0.500 | 0.250 to 0.750 | 8 |" in chosen and "last loss" in chosen
+    assert "MRR@10 |" not in other and "last loss" not in other and "| lists | 7 |" in other
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "message"),
+    [
+        ("step-3", r"checkpoints: no checkpoint 'step-3'; there are step-2, step-4, step-10"),
+        ("../step-2", r"checkpoint '\.\./step-2' is neither step-N nor best"),
+        ("last", r"checkpoint 'last' is neither step-N nor best"),
+    ],
+)
+def test_an_unknown_checkpoint_is_refused(tmp_path, unfinished, checkpoint, message):
+    with pytest.raises(SkilltrainError, match=message):
+        export_run(unfinished[0].out, tmp_path / "out", checkpoint)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_run_is_refused(tmp_path, model_folders):
+    config = config_of(tmp_path, model_folders["bert"])
+    with pytest.raises(SkilltrainError, match=r"nowhere: no such folder \(give the folder that a training wrote to"):
+        export_run(tmp_path / "nowhere", tmp_path / "out", None)
+    with pytest.raises(SkilltrainError, match=r"holds no run: it has no run\.json"):
+        export_run(model_folders["bert"], tmp_path / "out", None)
+    write_run(config, finished=False, summary={})
+    with pytest.raises(SkilltrainError, match=r"checkpoints: holds no checkpoint"):
+        export_run(config.out, tmp_path / "out", None)
+    (config.out / "recipe.yaml").write_text("stage: mine\n")
+    with pytest.raises(SkilltrainError, match="is a run of stage mine, which trains no model"):
+        export_run(config.out, tmp_path / "out", None)
+
+
+def test_no_best_checkpoint_is_said(tmp_path, model_folders):
+    config = config_of(tmp_path, model_folders["bert"])
+    add_checkpoint(config, 2)
+    write_run(config, finished=False, summary={})
+    with pytest.raises(SkilltrainError, match="no checkpoint was marked as best; there are step-2"):
+        export_run(config.out, tmp_path / "out", "best")
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path, unfinished):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("kept")
+    with pytest.raises(SkilltrainError, match=r"out: the output folder is not empty \(choose another --out"):
+        export_run(unfinished[0].out, out, None)
+    with pytest.raises(SkilltrainError, match="is a file; the output is a folder"):
+        export_run(unfinished[0].out, out / "mine.txt", None)
+    assert [path.name for path in out.iterdir()] == ["mine.txt"]
+    assert not (tmp_path / ".out.partial").exists()

@@ -1,0 +1,248 @@
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+import time
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.training.dev import DevFigure
+from skilltrain.training.log import TrackedRun, TrainingLog, flattened, open_trackers
+
+FIGURES = {"loss": 0.5, "learning_rate": 2e-5, "padding_share": 0.25}
+DEV = {"MRR@10": DevFigure(0.625, 0.5, 0.75, 40)}
+RECIPE = {"stage": "train_encoder", "data": {"pool": "/secret/place/pool", "lists": Path("runs/lists")},
+          "training": {"epochs": 1, "recompute": False, "betas": (0.9, 0.999), "adapter": None}}  # fmt: skip
+has_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+has_tensorboard = pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed"
+)
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def tracked(folder, resumed_step=0):
+    return TrackedRun("project", folder, RECIPE, resumed_step)
+
+
+class Recorder:
+    """A tracker that remembers what it is told, and breaks at a step."""
+
+    def __init__(self, breaks_at=None):
+        self.breaks_at, self.told, self.exit_codes = breaks_at, [], []
+
+    def write(self, step, figures):
+        if step == self.breaks_at:
+            raise ConnectionError("no network")
+        self.told.append((step, dict(figures)))
+
+    def close(self, exit_code):
+        self.exit_codes.append(exit_code)
+
+
+def test_a_line_a_step_and_one_an_evaluation(tmp_path):
+    path, tracker = tmp_path / "out" / "train_log.jsonl", Recorder()
+    with TrainingLog(path, 0, True, [tracker]) as log:
+        log.write(1, {"loss": 0.123456789, "grad_norm": math.inf})
+        log.write_dev(1, DEV)
+        assert len(rows(path)) == 2  # at once, not at the end
+    assert rows(path) == [
+        {"step": 1, "loss": 0.1234568, "grad_norm": None},
+        {"step": 1, "dev": {"MRR@10": {"mean": 0.625, "low": 0.5, "high": 0.75, "n": 40}}},
+    ]
+    assert tracker.told == [
+        (1, {"train/loss": 0.123456789, "train/grad_norm": math.inf}),
+        (1, {"dev/MRR@10": 0.625, "dev/MRR@10/low": 0.5, "dev/MRR@10/high": 0.75}),
+    ]
+    assert tracker.exit_codes == [0]
+
+
+def test_resuming_drops_all_lines_after_the_step_and_torn_ones(tmp_path):
+    path = tmp_path / "train_log.jsonl"
+    with TrainingLog(path, 0, True, []) as log:
+        for step in (1, 2, 3):
+            log.write(step, FIGURES)
+            log.write_dev(step, DEV)
+    with path.open("a") as file:
+        file.write('{"step": 1, "lo\n[3]\n')
+        file.write('{"step": 2, "loss": 0.')
+    with TrainingLog(path, 2, True, []) as log:
+        assert [(row["step"], "dev" in row) for row in rows(path)] == [(1, False), (1, True), (2, False), (2, True)]
+        log.write(3, FIGURES)
+    assert [row["step"] for row in rows(path)] == [1, 1, 2, 2, 3]
+    with TrainingLog(path, 0, True, []):
+        assert rows(path) == []
+
+
+def test_only_the_main_process_writes(tmp_path):
+    tracker = Recorder()
+    with TrainingLog(tmp_path / "log.jsonl", 0, False, [tracker]) as log:
+        log.write(1, FIGURES)
+        log.write_dev(1, DEV)
+    assert not any(tmp_path.iterdir()) and not tracker.told and not tracker.exit_codes
+
+
+@has_tensorboard
+def test_other_processes_open_no_tracker(tmp_path):
+    assert open_trackers(["tensorboard"], tracked(tmp_path), active=False) == []
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [SkilltrainError("interrupted"), KeyboardInterrupt()])
+def test_what_breaks_off_a_run_is_marked_in_its_trackers(tmp_path, error):
+    tracker = Recorder()
+    with pytest.raises(type(error)), TrainingLog(tmp_path / "log.jsonl", 0, True, [tracker]) as log:
+        log.write(1, FIGURES)
+        raise error
+    assert tracker.exit_codes == [1] and len(rows(tmp_path / "log.jsonl")) == 1
+
+
+def test_a_tracker_that_fails_is_left_out_and_training_goes_on(tmp_path, capsys):
+    broken, well = Recorder(breaks_at=2), Recorder()
+    with TrainingLog(tmp_path / "log.jsonl", 0, True, [broken, well]) as log:
+        for step in (1, 2, 3):
+            log.write(step, FIGURES)
+    assert [step for step, _ in broken.told] == [1] and [step for step, _ in well.told] == [1, 2, 3]
+    assert capsys.readouterr().err == "warning: recorder failed at step 2 and is left out from now on: no network\n"
+
+
+def test_a_log_that_cannot_be_written_closes_the_trackers(tmp_path):
+    tracker, blocked = Recorder(), tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(SkilltrainError, match="cannot write"), TrainingLog(blocked / "log", 0, True, [tracker]):
+        pass
+    assert tracker.exit_codes == [1]
+
+
+def test_nested_settings_become_flat_ones():
+    assert dict(flattened(RECIPE["training"])) == {
+        "epochs": 1, "recompute": False, "betas": "[0.9, 0.999]", "adapter": "null"
+    }  # fmt: skip
+    assert dict(flattened({"a": {"b": {"c": 2e-5}}, "d": "x"})) == {"a.b.c": 2e-5, "d": "x"}
+
+
+@pytest.mark.parametrize("found", [None, ModuleSpec("wandb", None)], ids=["nothing", "a folder of runs"])
+@pytest.mark.parametrize("active", [True, False])
+def test_a_missing_package_is_named_before_training(tmp_path, monkeypatch, found, active):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    with pytest.raises(SkilltrainError) as error:
+        open_trackers(["wandb"], tracked(tmp_path), active)
+    assert str(error.value) == "wandb is not installed (pip install 'skilltrain[trackers]')"
+
+
+@has_tensorboard
+def test_tensorboard_holds_the_figures_and_the_recipe(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with TrainingLog(tmp_path / "log.jsonl", 0, True, open_trackers(["tensorboard"], tracked(tmp_path), True)) as log:
+        log.write(1, FIGURES)
+        log.write(2, FIGURES | {"loss": 0.25})
+        log.write_dev(2, DEV)
+        log.write(3, FIGURES | {"loss": 99.0})
+    trackers = open_trackers(["tensorboard"], tracked(tmp_path, resumed_step=2), True)
+    with TrainingLog(tmp_path / "log.jsonl", 2, True, trackers) as log:
+        log.write(3, FIGURES | {"loss": 0.125})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(one.step, one.value) for one in events.Scalars("train/loss")] == [(1, 0.5), (2, 0.25), (3, 0.125)]
+    assert [(one.step, one.value) for one in events.Scalars("dev/MRR@10")] == [(2, 0.625)]
+    content = b"".join(file.read_bytes() for file in (tmp_path / "tensorboard").iterdir())
+    assert b"data.pool" in content and b"training.betas" in content and b"/secret" not in content
+
+
+def wandb_records(folder):
+    """Every record of the offline runs in `folder`, oldest first."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    return [Record.FromString(data) for file in files for data in leveldb_records(file.read_bytes())]
+
+
+def leveldb_records(content):
+    """The records of a LevelDB log after wandb's 7 bytes of header: blocks of 32 KiB, a record in one or more parts."""
+    parts, position, block = [], 7, 2**15
+    while position < len(content):
+        if block - position % block < 7:  # no room for a part's own header
+            position += block - position % block
+            continue
+        length, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
+        parts.append(content[position + 7 : position + 7 + length])
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield b"".join(parts)
+            parts = []
+
+
+def wandb_steps(folder):
+    """step → figures, as the offline runs hold them."""
+    steps = {}
+    for record in wandb_records(folder):
+        if record.WhichOneof("record_type") == "history":
+            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            row = {key: value for key, value in items.items() if not key.startswith("_")}
+            steps.setdefault(record.history.step.num, {}).update(row)
+    return steps
+
+
+@has_wandb
+def test_wandb_offline_needs_neither_key_nor_network(tmp_path, monkeypatch, capfd):
+    for name, value in {"WANDB_MODE": "offline", "WANDB_API_KEY": "", "HF_TOKEN": "very-secret"}.items():
+        monkeypatch.setenv(name, value)
+    with TrainingLog(tmp_path / "log.jsonl", 0, True, open_trackers(["wandb"], tracked(tmp_path), True)) as log:
+        log.write(1, FIGURES)
+        log.write(2, FIGURES | {"loss": 0.25})
+        log.write_dev(2, DEV)
+    time.sleep(1.1)  # wandb names an offline run's folder by the second; no training is resumed within one
+    broken = pytest.raises(SkilltrainError, match="interrupted")
+    trackers = open_trackers(["wandb"], tracked(tmp_path, resumed_step=2), True)
+    with broken, TrainingLog(tmp_path / "log.jsonl", 2, True, trackers) as log:
+        log.write(3, FIGURES | {"loss": 0.125})
+        raise SkilltrainError("interrupted")
+    steps = wandb_steps(tmp_path)
+    assert {step: row["train/loss"] for step, row in steps.items()} == {1: 0.5, 2: 0.25, 3: 0.125}
+    assert steps[2]["dev/MRR@10"] == 0.625
+    records = wandb_records(tmp_path)
+    runs = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    run_id = (tmp_path / "wandb" / "run_id").read_text().strip()
+    assert {run.run_id for run in runs} == {run_id} and {run.project for run in runs} == {"project"}
+    config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
+    assert config["data"] == {"pool": "pool", "lists": "lists"} and config["training"]["betas"] == [0.9, 0.999]
+    exits = [record.exit.exit_code for record in records if record.WhichOneof("record_type") == "exit"]
+    assert exits == [0, 1]
+    for file in tmp_path.glob("wandb/offline-run-*/run-*.wandb"):
+        content = file.read_bytes()
+        assert not any(word in content for word in (b"very-secret", b"/secret", bytes(tmp_path)))
+        assert not any(run.host for run in runs)
+    printed = capfd.readouterr()
+    assert printed.out == "" and printed.err.count(f"wandb: run {run_id}, offline in") == 2
+
+
+@has_wandb
+def test_a_run_begun_anew_is_another_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    ids = set()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        with TrainingLog(tmp_path / "log.jsonl", 0, True, open_trackers(["wandb"], tracked(tmp_path / name), True)):
+            ids.add((tmp_path / name / "wandb" / "run_id").read_text())
+    assert len(ids) == 2
+
+
+@has_wandb
+def test_wandb_online_without_a_key_is_refused_before_training(tmp_path):
+    program = (
+        "from pathlib import Path\n"
+        "from skilltrain.training.log import TrackedRun, open_trackers\n"
+        f"open_trackers(['wandb'], TrackedRun('p', Path({str(tmp_path)!r}), {{}}, 0), True)\n"
+    )
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "WANDB_MODE": "online", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("skilltrain.errors.SkilltrainError: wandb cannot start: ") and "WANDB_MODE=offline" in last

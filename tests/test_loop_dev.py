@@ -1,0 +1,127 @@
+"""The loop with a dev benchmark: the best step is kept, patience ends a run, and a resumed run takes the same turns."""
+
+import json
+import os
+import signal
+from dataclasses import dataclass
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, PartialState
+
+import training_runs
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.metrics import Relevance
+from skilltrain.losses import InfoNCE, ListwiseCE
+from skilltrain.training.checkpoint import best_checkpoint, checkpoints
+from skilltrain.training.dev import Dev, EncoderDevConfig
+from skilltrain.training.loop import Run, train
+from skilltrain.training.steps import EncoderStep, Pairs, RerankerStep, StepSettings, Texts
+from training_data import training_set
+from training_runs import CONFIG, new_step
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    yield
+    PartialState._reset_state()
+    AcceleratorState._reset_state()
+
+
+@dataclass
+class ScriptedRank:
+    """Ranks the gold skill at a place written down beforehand for each evaluation, whatever the model says."""
+
+    places: list[int]
+    signal_in: int = 0
+    seen: int = 0
+
+    def __call__(self, vectors):
+        assert vectors.shape == (3, 32) and vectors.norm(dim=1).allclose(torch.ones(3))
+        place = self.places[self.seen]
+        self.seen += 1
+        if self.seen == self.signal_in:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {"q": [*(f"s{i}" for i in range(place - 1)), "gold"]}
+
+
+def scripted_dev(places, tmp_path, signal_in=0, **settings):
+    config = EncoderDevConfig(benchmark=tmp_path, **{"every": 1} | settings)
+    relevance = {"q": Relevance(gold=frozenset({"gold"}), gains={"gold": 1.0})}
+    return Dev(config, ("q",), relevance, [[2, 9, 3], [2, 8, 3], [2, 7, 7, 3]], ScriptedRank(places, signal_in))
+
+
+def run(step, out, dev, resume=False, **changes):
+    config = CONFIG.model_copy(update=changes)
+    return train(training_runs.accelerator(), step, step.data.lists, config, Run(out, resume, {}, dev))
+
+
+def dev_rows(out):
+    rows = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
+    return [(row["step"], row["dev"]["MRR@10"]["mean"]) for row in rows if "dev" in row]
+
+
+def test_the_best_step_is_kept_and_is_what_the_run_gives(model_folders, tmp_path):
+    dev = scripted_dev([5, 2, 4, 4, 3, 2], tmp_path)  # the second is best; the last is equal, not better
+    result = run(new_step(model_folders["bert"]), tmp_path / "out", dev, keep_checkpoints=1, save_every=100)
+    assert dev_rows(tmp_path / "out") == [(1, 0.2), (2, 0.5), (3, 0.25), (4, 0.25), (5, pytest.approx(1 / 3)), (6, 0.5)]
+    assert result.checkpoint.name == "step-2" and result.dev["MRR@10"].mean == 0.5 and result.position.step == 6
+    assert [path.name for path in checkpoints(tmp_path / "out" / "checkpoints")] == ["step-2", "step-6"]
+
+
+def test_the_last_step_is_evaluated_too(model_folders, tmp_path):
+    dev = scripted_dev([3, 2], tmp_path, every=4)
+    run(new_step(model_folders["bert"]), tmp_path / "out", dev)
+    assert [step for step, _ in dev_rows(tmp_path / "out")] == [4, 6]
+
+
+def test_patience_ends_the_run_and_a_finished_run_is_not_taken_up_again(model_folders, tmp_path):
+    dev = scripted_dev([2, 3, 4, 1, 1, 1], tmp_path, patience=2)
+    result = run(new_step(model_folders["bert"]), tmp_path / "out", dev)
+    assert result.position.step == 3 and result.checkpoint.name == "step-1"
+    again = run(new_step(model_folders["bert"]), tmp_path / "out", scripted_dev([], tmp_path, patience=2), resume=True)
+    assert again.position.step == 3 and again.checkpoint.name == "step-1"
+    assert again.dev == result.dev
+
+
+@pytest.mark.parametrize("stopped_in", [2, 4])
+def test_a_resumed_run_knows_what_was_best(model_folders, tmp_path, stopped_in):
+    places = [3, 2, 4, 5, 6, 7]
+    whole = run(new_step(model_folders["bert"]), tmp_path / "whole", scripted_dev(places, tmp_path, patience=3))
+    broken_off = scripted_dev(places, tmp_path, signal_in=stopped_in, patience=3)
+    with pytest.raises(SkilltrainError, match=f"interrupted after step {stopped_in} of 6; a checkpoint is saved"):
+        run(new_step(model_folders["bert"]), tmp_path / "out", broken_off)
+    rest = scripted_dev(places[stopped_in:], tmp_path, patience=3)
+    resumed = run(new_step(model_folders["bert"]), tmp_path / "out", rest, resume=True)
+    assert whole.position.step == resumed.position.step == 5
+    assert resumed.checkpoint.name == whole.checkpoint.name == best_checkpoint(tmp_path / "out" / "checkpoints").name
+    assert dev_rows(tmp_path / "out") == dev_rows(tmp_path / "whole")
+
+
+def test_evaluating_changes_nothing_of_the_training(model_folders, tmp_path):
+    with_dev, without = new_step(model_folders["bert_dropout"]), new_step(model_folders["bert_dropout"])
+    run(with_dev, tmp_path / "with", scripted_dev([1] * 6, tmp_path))
+    PartialState._reset_state()
+    AcceleratorState._reset_state()
+    run(without, tmp_path / "without", None)
+    assert all(torch.equal(*both) for both in zip(with_dev.parameters(), without.parameters(), strict=True))
+
+
+def test_a_step_module_gives_vectors_and_scores_for_evaluation(open_encoder_of, open_reranker_of):
+    encoder, reranker, data = open_encoder_of("bert"), open_reranker_of("qwen3_reranker"), training_set(4)
+    step = EncoderStep(encoder, InfoNCE(), data, StepSettings(60)).eval()
+    texts = encoder.tokenize_queries([one.query for one in data.lists])
+    assert torch.allclose(step(Texts(texts)), torch.cat([encoder([text]) for text in texts]), atol=1e-6)
+    ranker = RerankerStep(reranker, ListwiseCE(), data, StepSettings(400)).eval()
+    pairs = [ranker.pairs(one) for one in data.lists]
+    one_by_one = torch.cat([reranker([pair]) for row in pairs for pair in row])
+    assert torch.allclose(ranker(Pairs(pairs)), one_by_one, atol=1e-5)
+
+
+def test_figures_reach_tensorboard(model_folders, tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run(new_step(model_folders["bert"]), tmp_path / "out", scripted_dev([2] * 6, tmp_path), trackers=("tensorboard",))
+    found = events.EventAccumulator(str(tmp_path / "out" / "tensorboard"))
+    found.Reload()
+    assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+    assert {event.value for event in found.Scalars("dev/MRR@10")} == {0.5}

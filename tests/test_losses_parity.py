@@ -1,0 +1,260 @@
+"""Against sentence-transformers on the same scores and vectors, wherever the definition is the same."""
+
+import math
+
+import pytest
+import torch
+
+from skilltrain.losses import (
+    KL,
+    InfoNCE,
+    LambdaRank,
+    ListNet,
+    ListwiseCE,
+    MarginMSE,
+    Matryoshka,
+    PointwiseBCE,
+    RankNet,
+    ScoredBatch,
+)
+from skilltrain.records import Skill
+from skilltrain.training.scores import ScoreContext, encoder_scores
+from skilltrain.training.training_set import TrainingList, TrainingSet
+
+GTE = ("query_to_skill", "query_to_query", "skill_to_query", "skill_to_skill")
+THEIRS = {
+    "query_to_skill": "query_to_doc", "skill_to_query": "doc_to_query", "query_to_query": "query_to_query",
+    "skill_to_skill": "doc_to_doc",
+}  # fmt: skip
+
+
+class Scores:
+    """Stands where sentence-transformers has its model: gives back the scores it was made with."""
+
+    num_labels = 1
+    device = torch.device("cpu")
+
+    def __init__(self, scores):
+        self.scores, self.training = scores, True
+
+    def preprocess(self, pairs, prompt=None, task=None):
+        return {}
+
+    def __call__(self, tokens):
+        return {"scores": self.scores}
+
+
+def lists(sizes, seed=0, grades=(1.0,)):
+    """Lists of unequal length as one padded batch; their first candidates have the grades."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(len(sizes), max(sizes), generator=generator)
+    valid = torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]
+    gains = torch.zeros(len(sizes), max(sizes))
+    gains[:, : len(grades)] = torch.tensor(grades)
+    teacher = torch.randn(len(sizes), max(sizes), generator=generator)
+    return ScoredBatch(scores.requires_grad_(), gains, valid, teacher)
+
+
+def theirs(loss_class, batch, labels, **settings):
+    """Their loss and its gradient on the scores."""
+    sizes = batch.valid.sum(1).tolist()
+    columns = [[f"{i}" for i in range(size)] for size in sizes]
+    targets = [row[:size] for row, size in zip(labels, sizes, strict=True)]
+    loss = loss_class(Scores(batch.scores[batch.valid]), mini_batch_size=-1, **settings)
+    value = loss([["q"] * len(sizes), columns], targets)
+    return value, torch.autograd.grad(value, batch.scores)[0]
+
+
+def assert_same(loss, batch, expected, factor):
+    """Our loss and gradient are `factor` times theirs."""
+    value, gradient = expected
+    ours = loss(batch)
+    assert ours.item() == pytest.approx(factor * value.item(), rel=1e-5)
+    assert torch.allclose(torch.autograd.grad(ours, batch.scores)[0], factor * gradient, rtol=1e-4, atol=1e-6)
+
+
+# Rerankers -----------------------------------------------------------------------------------------------------------
+
+
+def test_list_net_given_log_gains():
+    from sentence_transformers.cross_encoder.losses import ListNetLoss
+
+    batch = lists((6, 4, 5), grades=(1.0, 0.5, 0.5))
+    assert_same(ListNet(), batch, theirs(ListNetLoss, batch, batch.gains.log()), 3)
+
+
+def test_one_of_eleven_gets_a_fifth_of_their_target():
+    from sentence_transformers.cross_encoder.losses import ListNetLoss
+
+    batch = lists((11,))
+    _, gradient = theirs(ListNetLoss, batch, batch.gains)
+    share = torch.softmax(batch.scores.detach(), 1)[0, 0] - gradient[0, 0]
+    assert share.item() == pytest.approx(0.214, abs=1e-3)
+    assert (batch.gains.softmax(1)[0, 0]).item() == pytest.approx(share.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.25])
+def test_ranknet_on_one_list(temperature):
+    from sentence_transformers.cross_encoder.losses import RankNetLoss
+
+    batch = lists((7,), grades=(1.0, 0.5, 0.5))
+    expected = theirs(RankNetLoss, batch, batch.gains, sigma=1 / temperature, reduction_log="natural")
+    assert_same(RankNet(temperature=temperature), batch, expected, 1)
+
+
+def test_ranknet_on_lists_of_one_length():
+    from sentence_transformers.cross_encoder.losses import RankNetLoss
+
+    batch = lists((5, 5, 5))
+    assert_same(RankNet(), batch, theirs(RankNetLoss, batch, batch.gains), 3 * math.log(2))
+
+
+@pytest.mark.parametrize("mu", [0.0, 10.0, 3.0])
+@pytest.mark.parametrize("k", [None, 2])
+def test_lambda_rank(mu, k):
+    from sentence_transformers.cross_encoder.losses import LambdaLoss, LambdaRankScheme, NDCGLoss2PPScheme
+
+    batch = lists((8, 5, 6), grades=(1.0, 0.5, 0.5))
+    scheme = NDCGLoss2PPScheme(mu) if mu else LambdaRankScheme()
+    expected = theirs(LambdaLoss, batch, torch.log2(1 + batch.gains), weighting_scheme=scheme, k=k, sigma=0.5)
+    assert_same(LambdaRank(mu=mu, k=k, temperature=2.0), batch, expected, num_counted_pairs(batch, k))
+
+
+def num_counted_pairs(batch, k):
+    """Pairs over which their mean goes."""
+    count = 0
+    for scores, gains, valid in zip(batch.scores, batch.gains, batch.valid, strict=True):
+        order = [i for i in scores.argsort(descending=True).tolist() if valid[i]]
+        for place, i in enumerate(order):
+            count += sum(bool(gains[i] > gains[j]) and min(place, other) < (k or 99) for other, j in enumerate(order))
+    return count
+
+
+def test_pointwise_on_one_list():
+    from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
+
+    batch = lists((9,), grades=(1.0, 1.0))
+    model = Scores(batch.scores[0])
+    loss = BinaryCrossEntropyLoss.__new__(BinaryCrossEntropyLoss)  # its constructor asks for a whole model
+    torch.nn.Module.__init__(loss)
+    loss.model, loss.activation_fn, loss.bce_with_logits_loss = model, torch.nn.Identity(), torch.nn.BCEWithLogitsLoss()
+    value = loss([["q"] * 9, ["s"] * 9], batch.gains[0])
+    assert_same(PointwiseBCE(), batch, (value, torch.autograd.grad(value, batch.scores)[0]), 1)
+
+
+# Distillation: a query vector (1) and skill vectors (score) have the score as their dot product ----------------------
+
+
+def as_vectors(batch):
+    ones = torch.ones(len(batch.scores), 1)
+    return [ones, *(column.unsqueeze(1) for column in batch.scores.T)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_kl(temperature):
+    from sentence_transformers.sentence_transformer.losses import DistillKLDivLoss
+
+    batch = lists((6, 6))
+    loss = DistillKLDivLoss(None, student_temperature=temperature, teacher_temperature=2.0)
+    value = loss.compute_loss_from_embeddings(as_vectors(batch), batch.teacher_scores)
+    expected = (value, torch.autograd.grad(value, batch.scores)[0])
+    assert_same(KL(temperature=temperature, teacher_temperature=2.0), batch, expected, 2 / temperature**2)
+
+
+def test_margin_mse():
+    from sentence_transformers.sentence_transformer.losses import MarginMSELoss
+
+    batch = lists((6, 6))
+    value = MarginMSELoss(None).compute_loss_from_embeddings(as_vectors(batch), batch.teacher_scores)
+    assert_same(MarginMSE(), batch, (value, torch.autograd.grad(value, batch.scores)[0]), 2)
+
+
+# Encoders: the same vectors through our scores and labels ------------------------------------------------------------
+
+
+def vectors(count, seed, dim=12):
+    values = torch.randn(count, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.nn.functional.normalize(values, dim=1).requires_grad_()
+
+
+def one_positive_each(num_queries=4, num_negatives=2):
+    """Lists of distinct skills: p0, n0-0, n0-1, …"""
+    made = []
+    for q in range(num_queries):
+        skill_ids = (f"p{q}", *(f"n{i}-{q}" for i in range(num_negatives)))
+        made.append(TrainingList(f"q{q}", f"query {q}", skill_ids, (1.0, *[0.0] * num_negatives), frozenset({f"p{q}"})))
+    ids = [f"p{q}" for q in range(num_queries)] + [
+        f"n{i}-{q}" for i in range(num_negatives) for q in range(num_queries)
+    ]
+    return tuple(made), ids
+
+
+def ours_on(loss, queries, skills):
+    made, ids = one_positive_each()
+    data = TrainingSet(made, {skill_id: Skill(skill_id, skill_id, "", "") for skill_id in ids})
+    context = ScoreContext.of(data, loss, in_batch=True)
+    return loss(encoder_scores(made, made, queries, queries, ids, skills, context))
+
+
+@pytest.mark.parametrize(
+    ("directions", "partition"),
+    [
+        (("query_to_skill",), "joint"),
+        (("query_to_skill",), "per_direction"),
+        (("query_to_skill", "skill_to_query"), "per_direction"),
+        (("query_to_skill", "skill_to_query"), "joint"),
+        (("query_to_skill", "query_to_query"), "joint"),
+        (("query_to_skill", "skill_to_skill"), "joint"),
+        (GTE, "joint"),
+    ],
+)
+def test_infonce_in_every_direction(directions, partition):
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    queries, skills = vectors(4, 1), vectors(12, 2)
+    names = tuple(THEIRS[direction] for direction in directions)
+    reference = MultipleNegativesRankingLoss(None, scale=10.0, directions=names, partition_mode=partition)
+    expected = 4 * reference.compute_loss_from_embeddings([queries, *skills.split(4)], torch.zeros(4))
+    ours = ours_on(InfoNCE(temperature=0.1, directions=directions, partition=partition), queries, skills)
+    assert ours.item() == pytest.approx(expected.item(), rel=1e-12)
+    theirs_by = torch.autograd.grad(expected, (queries, skills), retain_graph=True)
+    for got, wanted in zip(torch.autograd.grad(ours, (queries, skills)), theirs_by, strict=True):
+        # Theirs goes through a normalisation: only the part of ours across the vector is comparable.
+        of = queries if len(got) == 4 else skills
+        across = got - (got * of).sum(1, keepdim=True) * of
+        assert torch.allclose(across, wanted, rtol=1e-9, atol=1e-12)
+
+
+class Vectors(torch.nn.Module):
+    """Stands where sentence-transformers has its encoder: column i of a batch has the i-th vectors."""
+
+    def __init__(self, columns):
+        super().__init__()
+        self.columns = columns
+
+    def get_embedding_dimension(self):
+        return self.columns[0].shape[1]
+
+    def forward(self, features):
+        return {"sentence_embedding": self.columns[int(features["column"])]}
+
+
+@pytest.mark.parametrize("inner", [InfoNCE(temperature=0.05), InfoNCE(directions=GTE)], ids=["one", "gte"])
+def test_matryoshka(inner):
+    from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss, MultipleNegativesRankingLoss
+
+    queries, skills = vectors(4, 3), vectors(12, 4)
+    model = Vectors([queries, *skills.split(4)])
+    names = tuple(THEIRS[direction] for direction in inner.directions)
+    reference = MatryoshkaLoss(model, MultipleNegativesRankingLoss(model, directions=names), [12, 6, 3], [1, 0.5, 0.25])
+    expected = 4 * reference([{"column": torch.tensor(i)} for i in range(4)], torch.zeros(4))
+    ours = ours_on(Matryoshka(loss=inner, dims=(3, 6, 12), weights=(0.25, 0.5, 1.0)), queries, skills)
+    assert ours.item() == pytest.approx(expected.item(), rel=1e-9)
+
+
+def test_listwise_ce_is_their_infonce_on_lists_alone():
+    from sentence_transformers.cross_encoder.losses import ListNetLoss
+
+    batch = lists((6, 4))
+    expected = theirs(ListNetLoss, batch, batch.gains.log())
+    assert_same(ListwiseCE(), batch, expected, 2)

@@ -1,0 +1,119 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from skilltrain import terminal
+from skilltrain.terminal import PlainProgress, long_progress
+from skilltrain.training.meter import Meter, StepResult
+
+
+def result(seconds=1.0, queries=8, tokens=900, slots=1000, loss=0.5):
+    return StepResult(loss, 2e-5, 2.31, queries, tokens, slots, seconds)
+
+
+def test_the_figures_of_a_step_by_hand():
+    figures = Meter(steps_per_epoch=4).update(6, result(seconds=2.0))
+    assert figures == pytest.approx(
+        {
+            "epoch": 1.5,
+            "loss": 0.5,
+            "learning_rate": 2e-5,
+            "grad_norm": 2.31,
+            "queries_per_second": 4.0,
+            "tokens_per_second": 450.0,
+            "padding_share": 0.1,
+        }
+    )
+
+
+def test_the_first_step_warms_up_and_is_forgotten():
+    meter = Meter(10)
+    assert meter.update(7, result(seconds=80.0))["queries_per_second"] == pytest.approx(0.1)
+    assert meter.update(8, result(seconds=2.0))["queries_per_second"] == pytest.approx(4.0)
+    assert meter.update(9, result(seconds=6.0))["queries_per_second"] == pytest.approx(16 / 8)
+
+
+def test_rates_look_back_on_twenty_steps():
+    meter = Meter(100)
+    for step in range(1, 22):
+        figures = meter.update(step, result(seconds=8.0))
+    assert figures["queries_per_second"] == pytest.approx(1.0)
+    for step in range(22, 42):
+        figures = meter.update(step, result(seconds=1.0))
+    assert figures["queries_per_second"] == pytest.approx(8.0)
+
+
+def test_padding_is_the_steps_own_share_and_zero_where_nothing_was_computed():
+    meter = Meter(10)
+    for step in (1, 2):
+        assert meter.update(step, result(tokens=1000, slots=1000))["padding_share"] == 0
+    assert meter.update(3, result(tokens=600, slots=1000))["padding_share"] == pytest.approx(0.4)
+    assert meter.note().endswith("padding 20%")  # over the window, the first step left out
+    assert meter.update(4, result(tokens=0, slots=0))["padding_share"] == 0
+
+
+def test_a_step_in_no_time_has_no_rate():
+    assert Meter(10).update(1, result(seconds=0.0))["tokens_per_second"] == 0
+
+
+def test_the_line_for_the_terminal():
+    meter = Meter(10)
+    assert meter.note() == ""
+    meter.update(1, StepResult(0.12344, 1.9e-5, 2.314, 37, 16_800, 17_320, 3.0))
+    assert meter.note() == "loss 0.1234  lr 1.9e-05  |g| 2.31  12.3 queries/s  5.6k tokens/s  padding 3%"
+    meter.update(2, StepResult(0.1, 1e-5, 2.0, 3000, 2_500_000, 2_500_000, 1.0))
+    assert "3.0k queries/s  2.5M tokens/s" in meter.note()
+
+
+@pytest.fixture
+def output(monkeypatch):
+    """What is printed where stderr is no terminal."""
+    file = io.StringIO()
+    monkeypatch.setattr(terminal, "console", Console(file=file, width=120))
+    return file
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_log_file_gets_a_line_every_thirty_seconds_and_at_each_tenth(output):
+    clock = Clock()
+    lines = PlainProgress("training", 1000, 400, clock)
+    for second, completed in ((4, 500), (10, 501), (12, 502), (39, 503), (40, 520), (45, 640)):
+        clock.now = 100.0 + second
+        lines.show(completed, f"loss {second}")
+    assert output.getvalue().splitlines() == [
+        "training 501/1,000 (50%)  eta 0:00:49  loss 10",  # the tenth at 500 came within 5 seconds of the start
+        "training 520/1,000 (52%)  eta 0:02:40  loss 40",
+        "training 640/1,000 (64%)  eta 0:01:08  loss 45",
+    ]
+
+
+def test_only_the_main_process_writes_lines(output, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    clock = Clock()
+    lines = PlainProgress("training", 10, 0, clock)
+    clock.now += 60
+    lines.show(5, "")
+    assert output.getvalue() == ""
+
+
+def test_work_of_seconds_leaves_no_lines_in_a_log_file(output):
+    with long_progress("training", 3, 0) as show:
+        for step in (1, 2, 3):
+            show(step, "loss 1")
+    assert output.getvalue() == ""
+
+
+def test_a_terminal_gets_a_bar_with_the_note_below(monkeypatch):
+    file = io.StringIO()
+    monkeypatch.setattr(terminal, "console", Console(file=file, width=80, force_terminal=True))
+    with long_progress("training", 30, 10) as show:
+        show(20, "loss 0.1234  padding 3%")
+    text = file.getvalue()
+    assert "20/30" in text and "loss 0.1234  padding 3%" in text and "eta" in text

@@ -1,0 +1,256 @@
+"""Qwen3's two formats, id by id: with the real tokenizer where it is at hand, and with a small one of its kind."""
+
+import functools
+import unicodedata
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from skilltrain.models.encoder import Encoder, EncoderConfig, EncoderSettings, load_encoder
+from skilltrain.models.pairs import PairTokenizer, RerankerSettings
+from skilltrain.models.reranker import RerankerConfig, load_reranker, yes_no_ids
+from skilltrain.models.text_tokens import TextTokenizer
+from skilltrain.records import Skill
+from skilltrain.templates import QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX, EncoderTemplate, RerankerTemplate
+from tiny_models import (
+    as_embedding_tokenizer,
+    qwen3_tokenizer,
+    real_qwen3_tokenizer,
+    save_qwen3,
+    save_real_qwen3,
+)
+
+CPU = torch.device("cpu")
+TEXTS = [
+    "deploy pods",
+    "",
+    "x",
+    "review the merge commit of the agent " * 12,
+    "运行 技能 并部署容器",
+    "e\u0301 \u0301 ﬁ 🚀👩‍👩‍👧 \u200b\ufeff",
+    "\r\n\n  \t",
+    "ends with blank lines\n\n\n",
+]
+SKILLS = [Skill(str(n), f"name {n}", text[:30], text) for n, text in enumerate(TEXTS)]
+REAL = {"prefix": 39, "suffix": [151645, 198, 151644, 77091, 198, 151667, 271, 151668, 271], "end": 151643}
+
+
+@pytest.fixture(scope="module", params=["tiny", "real"])
+def tokenizer(request):
+    return real_qwen3_tokenizer() if request.param == "real" else qwen3_tokenizer(appends_end=False)
+
+
+@pytest.fixture(scope="module", params=["tiny", "real"])
+def encoder(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("encoder")
+    (save_real_qwen3 if request.param == "real" else save_qwen3)(folder, reranker=False)
+    return load_encoder(EncoderConfig(source=str(folder)), CPU)
+
+
+@pytest.fixture(scope="module", params=["tiny", "real"])
+def reranker(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reranker")
+    (save_real_qwen3 if request.param == "real" else save_qwen3)(folder, reranker=True)
+    return load_reranker(RerankerConfig(source=str(folder), max_tokens=600), CPU)
+
+
+@functools.cache
+def pair_tokenizer(tokenizer, **chosen):
+    """Made once a test file: the real tokenizer takes half a second to copy."""
+    separator = chosen.pop("separator", "\n\n")
+    settings = RerankerSettings(template=RerankerTemplate(form="yes_no", separator=separator), **chosen)
+    return PairTokenizer(tokenizer, settings)
+
+
+def official_ids(tokenizer, template, query, skill, max_tokens):
+    """Prefix, body and suffix tokenised one by one, as Qwen3-Reranker's and SkillRouter's code do; the body is cut."""
+    prefix, body, suffix = (
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text in (
+            QWEN3_RERANKER_PREFIX,
+            template.render_query(query) + template.render_skill(skill),
+            QWEN3_RERANKER_SUFFIX,
+        )
+    )
+    return prefix + body[: max_tokens - len(prefix) - len(suffix)] + suffix
+
+
+def test_the_frame_of_the_real_tokenizer():
+    tokenizer = real_qwen3_tokenizer()
+    frame = PairTokenizer(tokenizer, RerankerSettings(template=RerankerTemplate(form="yes_no"))).frame
+    assert (len(frame.before), frame.after, frame.between) == (REAL["prefix"], REAL["suffix"], [])
+    assert yes_no_ids(tokenizer) == (9693, 2152)
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (REAL["end"], 151645)
+
+
+@pytest.mark.parametrize("separator", ["\n", "\n\n"])
+def test_pairs_are_the_official_ids(tokenizer, separator):
+    for max_tokens in (4096, 700):
+        pairs = pair_tokenizer(tokenizer, separator=separator, max_tokens=max_tokens)
+        parts = pairs.skills(SKILLS)
+        for query in TEXTS:
+            for skill, part in zip(SKILLS, parts, strict=True):
+                pair = pairs.join(pairs.query(query), part)
+                assert pair.ids == official_ids(tokenizer, pairs.template, query, skill, max_tokens)
+                assert len(pair) + pair.num_cut == len(pairs.join(pairs.query(query), part[:1])) + len(part) - 1
+
+
+def test_only_the_skill_is_cut(tokenizer):
+    whole = pair_tokenizer(tokenizer)
+    (part,) = whole.skills(SKILLS[3:4])
+    full = whole.join(whole.query("deploy pods"), part)
+    for short in (1, 5, len(part) - 3):
+        pairs = pair_tokenizer(tokenizer, max_tokens=len(full) - short)
+        cut = pairs.join(pairs.query("deploy pods"), part)
+        frame = len(pairs.frame.after)
+        assert cut.ids == full.ids[: -frame - short] + full.ids[-frame:] and cut.num_cut == short
+        assert cut.ids == official_ids(tokenizer, pairs.template, "deploy pods", SKILLS[3], len(full) - short)
+
+
+odd_letters = st.sampled_from([*"ab .,:<>|\n\r\t", "\u0301", "\u00a0", "\u2028", "é", "运", "🚀", "٣"])
+odd = st.text(odd_letters, max_size=12)
+
+
+@settings(max_examples=150)
+@given(odd, odd, st.sampled_from(["\n", "\n\n"]))
+@example("ends in a line break\r\n", "\u0301x", "\n")
+@example("ends in spaces   ", "", "\n\n")
+def test_parts_tokenised_alone_are_the_ids_of_the_whole(tokenizer, query, body, separator):
+    skill = Skill("s", body, "", body + " end")
+    pairs = pair_tokenizer(tokenizer, separator=separator)
+    joined = pairs.join(pairs.query(query), pairs.skills([skill])[0])
+    assert joined.ids == official_ids(tokenizer, pairs.template, query, skill, 4096)
+
+
+@settings(max_examples=80)
+@given(st.text(odd_letters, max_size=60), st.sampled_from([8, 9, 20]))
+@example("👩‍👩‍👧" * 9, 8)
+@example("deploy   \n\n pods " * 9, 9)
+def test_a_cut_query_keeps_its_frame(tokenizer, query, limit):
+    pairs = pair_tokenizer(tokenizer, query_max_tokens=limit)
+    ids, template = pairs.query(query), pairs.template
+    text = unicodedata.normalize("NFC", tokenizer.decode(ids))
+    assert text.startswith(template.query_prompt()) and text.endswith(template.query_end())
+    kept = text.removeprefix(template.query_prompt()).removesuffix(template.query_end())
+    assert unicodedata.normalize("NFC", query).startswith(kept)  # no half of a letter
+    assert len(ids) <= len(pairs.query("")) + limit + 1  # without a query, the space and the separator are one token
+    if len(pair_tokenizer(tokenizer).query(query)) <= len(pairs.query("")) + limit - 2:
+        assert kept == unicodedata.normalize("NFC", query)
+
+
+def test_the_queries_of_the_papers_are_never_cut():
+    pairs = pair_tokenizer(real_qwen3_tokenizer())
+    for letters in ("运行技能，部署容器。", "a b ", "1 ", "é", "Ж ", "การ", "كتاب ", "🚀"):
+        (ids,) = pairs.text.ids([(letters * 1500)[:1500]])
+        assert len(ids) <= pairs.settings.query_max_tokens
+
+
+def test_control_strings_become_letters(tokenizer):
+    names = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    text = TextTokenizer(tokenizer)
+    for name in [*names, "".join(names)]:
+        (ids,) = text.ids([f"a {name} b"])
+        assert not {*ids} & {*tokenizer.added_tokens_decoder} and tokenizer.decode(ids) == f"a {name} b"
+    plain = [one for one in TEXTS if not any(name in one for name in names)]
+    assert text.ids(plain) == tokenizer(plain, add_special_tokens=False)["input_ids"]
+
+
+def test_a_unigram_vocabulary_does_not_leak_its_control_tokens():
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<s>", "</s>", "<unk>", "▁", "▁pods", "<", ">", "/", "s", "a"]
+    raw = Tokenizer(models.Unigram([(piece, -float(n)) for n, piece in enumerate(pieces)], unk_id=2))
+    raw.pre_tokenizer = pre_tokenizers.Metaspace()
+    raw.add_special_tokens(pieces[:3])
+    raw.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    assert 1 in tokenizer("pods </s> a", add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    text = TextTokenizer(tokenizer)
+    assert text.ids(["pods </s> a", "pods Q a"]) == [[4, 3, 3, 9], [4, 3, 2, 3, 9]]
+    assert text.framed_ids(["pods </s> a"], 9) == [[0, 4, 3, 3, 9, 1]]
+    assert text.ids_and_spans("pods </s> a")[0] == [4, 3, 3, 9]
+
+
+@pytest.mark.parametrize("appends_end", [False, True])
+def test_texts_of_the_encoder_end_with_one_end_token(tokenizer, appends_end):
+    own = as_embedding_tokenizer(tokenizer) if appends_end else tokenizer
+    end = own.convert_tokens_to_ids("<|endoftext|>")
+    encoder = Encoder(None, own, EncoderSettings(pooling="last_token"))
+    texts = [*TEXTS, "<|endoftext|>", "stop <|endoftext|>"]
+    for max_tokens in (16, 1000):
+        for text, ids in zip(texts, encoder.tokenize(texts, max_tokens), strict=True):
+            assert ids[-1] == end and ids.count(end) == 1 and len(ids) <= max_tokens
+            if "endoftext" not in text:
+                assert ids[:-1] == tokenizer(text, add_special_tokens=False)["input_ids"][: max_tokens - 1]
+
+
+def test_queries_of_the_encoder_have_the_official_form(tokenizer):
+    template = EncoderTemplate(instruction="Find the skill")
+    encoder = Encoder(None, tokenizer, EncoderSettings(pooling="last_token", template=template))
+    (ids,) = encoder.tokenize_queries(["deploy pods"])
+    assert ids == tokenizer.encode("Instruct: Find the skill\nQuery:deploy pods<|endoftext|>")
+    assert encoder.tokenize([SKILLS[0].body], 99) == [tokenizer.encode("deploy pods<|endoftext|>")]
+
+
+def test_vectors_equal_plain_code_with_left_padding(encoder):
+    """Qwen3-Embedding's model card: pad on the left, take the last position, divide by the norm."""
+    tokenizer = encoder.tokenizer
+    inputs = tokenizer(
+        TEXTS, padding=True, padding_side="left", truncation=True, max_length=100, return_tensors="pt"
+    )  # fmt: skip
+    assert (inputs["input_ids"][:, -1] == tokenizer.pad_token_id).all() and inputs["attention_mask"][:, -1].all()
+    with torch.inference_mode():
+        expected = torch.nn.functional.normalize(encoder.backbone(**inputs).last_hidden_state[:, -1], dim=1)
+        assert torch.allclose(encoder(encoder.tokenize(TEXTS, 100)), expected, atol=1e-5)
+
+
+def test_vectors_equal_plain_sentence_transformers(encoder):
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
+
+    transformer = Transformer(
+        encoder.backbone.name_or_path,
+        max_seq_length=100,
+        processor_kwargs={"padding_side": "left"},
+        modality_config={"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+        module_output_name="token_embeddings",
+    )
+    plain = SentenceTransformer(modules=[transformer, Pooling(encoder.dim, "lasttoken"), Normalize()], device="cpu")
+    with torch.inference_mode():
+        ours = encoder(encoder.tokenize(TEXTS, 100))
+    assert torch.allclose(plain.encode(TEXTS, convert_to_tensor=True), ours, atol=1e-5)
+
+
+def test_scores_equal_plain_code_with_left_padding(reranker):
+    """Qwen3-Reranker's model card: pad on the left, compare the logits of yes and no at the last position."""
+    model = AutoModelForCausalLM.from_pretrained(reranker.network.name_or_path).eval()
+    tokenizer, template = reranker.tokenizer, reranker.settings.template
+    ids = [official_ids(tokenizer, template, TEXTS[0], skill, 600) for skill in SKILLS]
+    inputs = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")
+    yes, no = yes_no_ids(tokenizer)
+    with torch.inference_mode():
+        logits = model(**inputs, logits_to_keep=1).logits[:, -1]
+        expected = logits[:, yes] - logits[:, no]
+        ours = reranker(reranker.tokenize(TEXTS[0], SKILLS))
+    assert torch.allclose(ours, expected, atol=1e-5 * max(1, float(expected.abs().max())))
+
+
+def test_scores_equal_plain_sentence_transformers(reranker, tmp_path):
+    from sentence_transformers import CrossEncoder
+
+    from skilltrain.export.sentence_transformers import save_reranker
+
+    save_reranker(reranker, tmp_path, base="qwen3")
+    plain = CrossEncoder(str(tmp_path), device="cpu")
+    texts = [reranker.settings.template.render_skill(skill) for skill in SKILLS]
+    with torch.inference_mode():
+        ours = reranker(reranker.tokenize(TEXTS[0], SKILLS))
+    theirs = plain.predict([(TEXTS[0], text) for text in texts], convert_to_tensor=True)
+    assert torch.allclose(theirs, ours, atol=1e-5 * max(1, float(ours.abs().max())))

@@ -1,0 +1,263 @@
+import pytest
+import torch
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.losses import KL, InfoNCE, ListwiseCE, MarginMSE, Matryoshka, RankNet
+from skilltrain.records import Skill
+from skilltrain.training.scores import (
+    ScoreContext,
+    candidate_labels,
+    check_teacher_scores,
+    encoder_scores,
+    in_batch_negatives,
+    list_scores,
+)
+from skilltrain.training.training_set import TrainingList, TrainingSet
+
+SKILLS = {
+    skill_id: Skill(skill_id, name, "", "")
+    for skill_id, name in [("a", "Pod Debug"), ("b", "Chart"), ("c", "Clip"), ("d", "POD debug"), ("e", "Table")]
+}
+ONE = TrainingList("q1", "pods", ("a", "b"), (1.0, 0.0), frozenset("a"))
+TWO = TrainingList("q2", "clips", ("c", "e"), (0.5, 0.0), frozenset("cb"))
+DATA = TrainingSet((ONE, TWO), SKILLS)
+ALL_SIDES = InfoNCE(directions=("query_to_skill", "skill_to_query", "query_to_query", "skill_to_skill"))
+ONE_WAY = InfoNCE()
+SYMMETRIC = InfoNCE(directions=("query_to_skill", "skill_to_query"), partition="per_direction")
+
+
+def context(*lists, clusters=None, loss=ONE_WAY, in_batch=True):
+    return ScoreContext.of(TrainingSet(lists, SKILLS, clusters or {}), loss, in_batch)
+
+
+def unit(rows, seed, dim=8):
+    values = torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.nn.functional.normalize(values, dim=1).requires_grad_()
+
+
+# Who may be a negative -----------------------------------------------------------------------------------------------
+
+
+def test_known_positives_and_twins_by_name_are_no_in_batch_negatives():
+    gains, valid = candidate_labels([ONE, TWO], "abcde", context(ONE, TWO))
+    assert gains.tolist() == [[1, 0, 0, 0, 0], [0, 0, 0.5, 0, 0]]
+    # q1: d bears a's name. q2: b is known to answer it, though it is no candidate of its list.
+    assert valid.tolist() == [[True, True, True, False, True], [True, False, True, True, True]]
+    # The own lists, (a, b) and (c, e), are not negatives from the batch.
+    negatives = in_batch_negatives([ONE, TWO], "abcde", context(ONE, TWO))
+    assert negatives.tolist() == [[False, False, True, False, True], [True, False, False, True, False]]
+
+
+def test_near_duplicates_of_a_positive_are_no_in_batch_negatives():
+    of = context(ONE, TWO, clusters={"a": 7, "e": 7, "d": 3, "x": 3})
+    _, valid = candidate_labels([ONE, TWO], "abcde", of)
+    # q1 loses e, its positive's duplicate. q2 keeps a: its own negative e is a's duplicate, no positive.
+    assert valid.tolist() == [[True, True, True, False, False], [True, False, True, True, True]]
+
+
+def test_twins_are_not_passed_on():
+    # d bears a's name and is a duplicate of e; that does not make e a positive of q1.
+    _, valid = candidate_labels([ONE], "abcde", context(ONE, clusters={"d": 1, "e": 1}))
+    assert valid.tolist() == [[True, True, True, False, True]]
+
+
+def test_queries_of_the_same_text_share_their_positives():
+    again = TrainingList("q3", "pods", ("e", "b"), (1.0, 0.0), frozenset("e"))
+    for lists in ([ONE, TWO], [ONE]):  # whether or not the other list is in the batch
+        _, valid = candidate_labels(lists, "abcde", context(ONE, TWO, again))
+        assert valid[0].tolist() == [True, True, True, False, False]
+
+
+def test_without_in_batch_negatives_only_the_own_list_counts():
+    _, valid = candidate_labels([ONE, TWO], "abcde", context(ONE, TWO, in_batch=False))
+    assert valid.tolist() == [[True, True, False, False, False], [False, False, True, False, True]]
+
+
+def test_a_lists_own_candidate_counts_even_with_a_positives_name():
+    own = TrainingList("q", "pods", ("a", "d"), (1.0, 0.0), frozenset("a"))
+    _, valid = candidate_labels([own], "abd", context(own, clusters={"a": 1, "d": 1}))
+    assert valid.tolist() == [[True, True, True]]
+
+
+def test_positives_outside_the_training_set_count_by_their_cluster_alone():
+    far = TrainingList("q", "pods", ("a", "b"), (1.0, 0.0), frozenset({"a", "never seen"}))
+    assert candidate_labels([far], "abc", context(far))[1].all()
+    of = context(far, clusters={"never seen": 4, "c": 4})
+    assert candidate_labels([far], "abc", of)[1].tolist() == [[True, True, False]]
+
+
+def test_skills_without_a_name_are_not_twins():
+    skills = {skill_id: Skill(skill_id, "--", "", "") for skill_id in "ab"}
+    one = TrainingList("q", "pods", ("a",), (1.0,), frozenset("a"))
+    of = ScoreContext.of(TrainingSet((one,), skills), InfoNCE(), in_batch=True)
+    assert candidate_labels([one], "ab", of)[1].all()
+
+
+# Scores --------------------------------------------------------------------------------------------------------------
+
+
+def test_scores_are_cosines_of_own_queries_with_all_skills():
+    queries, skills = unit(2, 0), unit(5, 1)
+    batch = encoder_scores([ONE, TWO], [ONE, TWO], queries, None, "abcde", skills, context(ONE, TWO))
+    assert torch.equal(batch.scores, queries @ skills.T)
+    assert batch.teacher_scores is None and batch.sides is None
+
+
+def test_sides_by_hand():
+    three = TrainingList("q3", "tables", ("e", "d"), (1.0, 0.5), frozenset("ed"))
+    of = context(ONE, TWO, three, loss=ALL_SIDES)
+    lists = [ONE, TWO, three]
+    sides = encoder_scores(lists, lists, unit(3, 0), unit(3, 0), "abcde", unit(5, 1), of).sides
+    assert sides is not None
+    # q1's a and q3's d are twins by name, so the two queries are no negatives of each other.
+    assert sides.query_to_query.is_negative.tolist() == [
+        [False, True, False], [True, False, True], [False, True, False],
+    ]  # fmt: skip
+    # Positives by row: q1 a; q2 c; q3 d (1/2), e (1).
+    assert sides.skill_to_query.is_negative.tolist() == [
+        [False, True, False],  # a: q3 has its twin d among its answers
+        [True, False, True],  # c
+        [False, True, False],  # d: q1 has its twin a
+        [True, True, False],  # e: q2 has judged it, with gain 0
+    ]
+    assert sides.skill_to_skill.is_negative.tolist() == [
+        [False, False, True, False, True],  # a: not its own list (a, b) nor its twin d
+        [True, False, False, True, False],  # c: not its own list (c, e) nor the known positive b
+        [False, True, True, False, False],  # d and e: not their own list nor a
+        [False, True, True, False, False],
+    ]
+
+
+def test_a_skill_with_a_higher_gain_for_another_query_is_no_negative_of_it():
+    half = TrainingList("q2", "clips", ("a", "e"), (0.5, 0.0), frozenset("a"))
+    of = context(ONE, half, loss=SYMMETRIC)
+    sides = encoder_scores([ONE, half], [ONE, half], unit(2, 0), unit(2, 0), "abe", unit(3, 1), of).sides
+    assert sides is not None
+    # a is worth 1 to q1 and 1/2 to q2: q2 comes after q1 for a, as among a query's skills, and not the other way.
+    assert sides.skill_to_query.is_negative.tolist() == [[False, True], [False, False]]
+
+
+@pytest.mark.parametrize("loss", [ALL_SIDES, SYMMETRIC, Matryoshka(loss=ALL_SIDES, dims=(3, 8)), InfoNCE()])
+def test_ranks_add_up_to_one_process(loss):
+    three = TrainingList("q3", "tables", ("e", "d"), (1.0, 0.5), frozenset("ed"))
+    lists, queries, skills = [ONE, TWO, three], unit(3, 0), unit(5, 1)
+    of = context(*lists, loss=loss)
+    whole = loss(encoder_scores(lists, lists, queries, queries, "abcde", skills, of))
+    parts = [
+        loss(encoder_scores(lists[rank::4], lists, queries[rank::4], queries, "abcde", skills, of)) for rank in range(4)
+    ]
+    assert sum(part.item() for part in parts) == pytest.approx(whole.item(), rel=1e-12)
+    wanted = torch.autograd.grad(whole, (queries, skills))
+    for got, expected in zip(torch.autograd.grad(sum(parts), (queries, skills)), wanted, strict=True):
+        assert torch.allclose(got, expected, atol=1e-12)
+
+
+def test_all_directions_by_hand():
+    # Two orthogonal queries, each at its own skill: every cosine that should be high is 1, all others 0.
+    lists = [
+        TrainingList("q1", "x", ("a",), (1.0,), frozenset("a")),
+        TrainingList("q2", "y", ("b",), (1.0,), frozenset("b")),
+    ]
+    vectors = torch.eye(2, dtype=torch.float64)
+    loss = ALL_SIDES.model_copy(update={"temperature": 1.0})
+    batch = encoder_scores(lists, lists, vectors, vectors, "ab", vectors, context(*lists, loss=loss))
+    # Denominator: e + 1 (skills), e + 1 (queries of the skill), 1 (the other query), 1 (the other skill).
+    e = torch.e
+    assert loss(batch).item() == pytest.approx(2 * torch.log(torch.tensor((2 * e + 4) / e)).item(), rel=1e-6)
+    symmetric = SYMMETRIC.model_copy(update={"temperature": 1.0})
+    assert symmetric(batch).item() == pytest.approx(2 * 0.313262, abs=1e-6)
+
+
+@pytest.mark.parametrize("loss", [ALL_SIDES, SYMMETRIC, InfoNCE(directions=SYMMETRIC.directions)])
+def test_gradients_through_sides_equal_finite_differences(loss):
+    three = TrainingList("q3", "tables", ("e", "d"), (1.0, 0.5), frozenset("ed"))
+    lists = [ONE, TWO, three]
+    of = context(*lists, loss=loss)
+
+    def value(queries, skills):
+        return loss(encoder_scores(lists, lists, queries, queries, "abcde", skills, of))
+
+    assert torch.autograd.gradcheck(value, (unit(3, 0), unit(5, 1)))
+
+
+def test_queries_without_any_negative_keep_their_gradients_finite():
+    loss, queries, skills = ALL_SIDES, unit(1, 0), unit(1, 1)
+    alone = TrainingList("q", "x", ("a",), (1.0,), frozenset("a"))
+    value = loss(encoder_scores([alone], [alone], queries, queries, "a", skills, context(alone, loss=loss)))
+    assert value.item() == pytest.approx(0.693147, abs=1e-6)  # the positive against itself, as GTE has it
+    value.backward()
+    assert torch.isfinite(queries.grad).all() and torch.isfinite(skills.grad).all()
+    half = SYMMETRIC(encoder_scores([alone], [alone], queries, queries, "a", skills, context(alone, loss=loss)))
+    assert half.item() == 0
+    assert torch.isfinite(torch.autograd.grad(half, queries)[0]).all()
+
+
+def test_truncated_scores_are_cosines_of_the_first_coordinates():
+    queries, skills = torch.tensor([[0.6, 0.0, 0.8]]), torch.tensor([[0.0, 0.6, 0.8], [0.3, 0.4, 0.866]])
+    one = TrainingList("q", "x", ("a", "b"), (1.0, 0.0), frozenset("a"))
+    batch = encoder_scores([one], [one], queries, queries, "ab", skills, context(one, loss=ALL_SIDES))
+    assert batch.truncated is not None
+    two = batch.truncated(2)
+    assert torch.allclose(two.scores, torch.tensor([[0.0, 0.6]]))
+    assert two.sides is not None and torch.allclose(two.sides.query_to_query.scores, torch.tensor([[1.0]]))
+    assert two.gains is batch.gains or torch.equal(two.gains, batch.gains)
+    with pytest.raises(SkilltrainError, match=r"loss\.dims: 4 is more than the encoder's 3"):
+        batch.truncated(4)
+
+
+def test_autocast_does_not_round_the_cosines():
+    queries, skills = unit(2, 0).detach().float(), unit(5, 1).detach().float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        batch = encoder_scores([ONE, TWO], [ONE, TWO], queries, queries, "abcde", skills, context(ONE, TWO))
+        cut = batch.truncated(4) if batch.truncated else None
+    assert torch.equal(batch.scores, queries @ skills.T)
+    assert cut is not None and cut.scores.dtype == torch.float32
+    half = encoder_scores(
+        [ONE, TWO], [ONE, TWO], queries.bfloat16(), None, "abcde", skills.bfloat16(), context(ONE, TWO)
+    )
+    assert half.scores.dtype == torch.float32 and half.gains.dtype == torch.float32
+
+
+# Teachers ------------------------------------------------------------------------------------------------------------
+
+TAUGHT = TrainingList("q1", "pods", ("a", "b", "e"), (1.0, 0.0, 0.0), frozenset("a"), (3.0, 1.0, float("nan")))
+TAUGHT_TOO = TrainingList("q2", "clips", ("c", "e"), (1.0, 0.0), frozenset("c"), (2.0, -2.0))
+
+
+@pytest.mark.parametrize("loss", [KL(), MarginMSE()])
+def test_only_candidates_that_the_teacher_scored_count(loss):
+    of = context(TAUGHT, TAUGHT_TOO, loss=loss)
+    lists, queries, skills = [TAUGHT, TAUGHT_TOO], unit(2, 0), unit(5, 1)
+    batch = encoder_scores(lists, lists, queries, None, "abcde", skills, of)
+    assert batch.valid.tolist() == [[True, True, False, False, False], [False, False, True, False, True]]
+    assert batch.teacher().tolist() == [[3, 1, 0, 0, 0], [0, 0, 2, 0, -2]]
+    loss(batch).backward()
+    assert torch.isfinite(skills.grad).all() and (skills.grad[3] == 0).all()
+
+
+@pytest.mark.parametrize("scores", [None, (float("nan"), float("nan"))])
+def test_a_list_without_teacher_scores_is_named(scores):
+    lists = (TAUGHT, TrainingList("q9", "clips", ("c", "e"), (1.0, 0.0), frozenset("c"), scores))
+    with pytest.raises(SkilltrainError, match=r"data\.lists: loss kl needs teacher scores, and 1 of 2 lists"):
+        check_teacher_scores(TrainingSet(lists, SKILLS), KL())
+    check_teacher_scores(TrainingSet(lists, SKILLS), ListwiseCE())
+
+
+# Lists of a reranker -------------------------------------------------------------------------------------------------
+
+
+def test_lists_of_unequal_length_become_one_table():
+    flat = torch.tensor([1.0, 2, 3, 4, 5], requires_grad=True)
+    batch = list_scores([TAUGHT, TAUGHT_TOO], flat, needs_teacher_scores=False)
+    assert batch.scores.tolist() == [[1, 2, 3], [4, 5, 0]]
+    assert batch.gains.tolist() == [[1, 0, 0], [1, 0, 0]]
+    assert batch.valid.tolist() == [[True, True, True], [True, True, False]]
+    assert batch.teacher_scores is None
+    (gradient,) = torch.autograd.grad(RankNet()(batch), flat)
+    assert (gradient != 0).all()
+
+
+def test_a_rerankers_teacher():
+    batch = list_scores([TAUGHT, TAUGHT_TOO], torch.zeros(5), needs_teacher_scores=True)
+    assert batch.valid.tolist() == [[True, True, False], [True, True, False]]
+    assert batch.teacher().tolist() == [[3, 1, 0], [2, -2, 0]]

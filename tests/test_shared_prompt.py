@@ -1,0 +1,210 @@
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from skilltrain.models import shared_prompt
+from skilltrain.models.micro_batches import pad, run_micro_batches
+from skilltrain.models.pairs import PairIds
+from skilltrain.models.reranker import Reranker, RerankerSettings, load_reranker
+from skilltrain.models.reranker import RerankerConfig as Source
+from skilltrain.templates import RerankerTemplate
+from tiny_models import qwen3_tokenizer, save_qwen3
+
+CPU = torch.device("cpu")
+
+
+def pairs_of(lengths, num_shared=20, seed=0):
+    """Pairs of random ids that begin alike."""
+    source = random.Random(seed)
+    prompt = [source.randrange(300) for _ in range(num_shared)]
+    return [PairIds(prompt + [source.randrange(300) for _ in range(length)], num_shared, 0) for length in lengths]
+
+
+PAIRS = pairs_of([7, 30, 1, 12, 30, 29, 12])
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def folder(request, tmp_path_factory):
+    folder = save_qwen3(tmp_path_factory.mktemp("qwen3"), reranker=True)
+    if request.param == "untied":
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_pretrained(folder, tie_word_embeddings=False)
+        torch.nn.init.normal_(model.lm_head.weight)
+        model.save_pretrained(folder)
+    return folder
+
+
+def opened(folder):
+    """The reranker, and the same network as plain transformers code reads it, both in float64."""
+    reranker = load_reranker(Source(source=str(folder)), CPU).double()
+    return reranker, AutoModelForCausalLM.from_pretrained(folder).double().eval()
+
+
+def plain_scores(reranker, network, pairs):
+    """Scores by a padded batch with all logits."""
+    ids, mask = pad([pair.ids for pair in pairs], 0, CPU)
+    logits = network(input_ids=ids, attention_mask=mask).logits[torch.arange(len(pairs)), mask.sum(1) - 1]
+    yes, no = reranker.yes_no_ids
+    return logits[:, yes] - logits[:, no]
+
+
+def gradients(network, scores):
+    network.zero_grad()
+    (torch.linspace(-1, 1, len(scores), dtype=scores.dtype) * scores).sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in network.named_parameters()}
+
+
+def largest_deviation(ours, theirs):
+    """Of any gradient, relative to the largest entry of its tensor."""
+    assert ours.keys() == theirs.keys()
+    return max((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max() for name in ours)
+
+
+GROUPINGS = [
+    [[0, 1, 2, 3, 4, 5, 6]],
+    [[3], [0, 6], [5, 4, 1], [2]],
+    [[number] for number in range(7)],
+    [[6, 0], [], [1, 2, 3, 4, 5]],
+]
+
+
+@pytest.mark.parametrize("groups", GROUPINGS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_scores_and_gradients_are_those_of_the_padded_batch(folder, groups, recompute):
+    reranker, network = opened(folder)
+    assert reranker.is_packed
+    scores = run_micro_batches(reranker, PAIRS, groups, recompute)
+    expected = plain_scores(reranker, network, PAIRS)
+    assert torch.allclose(scores, expected, rtol=0, atol=1e-12)
+    ours, theirs = gradients(reranker.network, scores), gradients(network, expected)
+    assert largest_deviation(ours, theirs) < 1e-7  # not less: Qwen3's norms compute in float32
+
+
+def test_float32_and_bfloat16_autocast_stay_close(folder):
+    reranker, network = opened(folder)
+    with torch.no_grad():
+        expected = plain_scores(reranker, network, PAIRS)
+        assert torch.allclose(reranker.float()(PAIRS).double(), expected, atol=1e-5 * expected.abs().max())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            rounded = reranker(PAIRS)
+            alone = torch.cat([reranker([pair]) for pair in PAIRS])
+        assert rounded.dtype == torch.float32
+        assert torch.allclose(rounded.double(), expected, atol=0.05 * expected.abs().max())
+        assert torch.allclose(rounded, alone, atol=0.05 * float(expected.abs().max()))
+
+
+def test_lora_layers_inside_the_network_are_trained_alike(folder):
+    from peft import LoraConfig, inject_adapter_in_model
+
+    reranker, network = opened(folder)
+    for one in (reranker.network, network):
+        torch.manual_seed(3)
+        inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False), one)
+        one.double()
+        for name, parameter in one.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+    scores = run_micro_batches(reranker, PAIRS, GROUPINGS[1], recompute=True)
+    expected = plain_scores(reranker, network, PAIRS)
+    assert torch.allclose(scores, expected, rtol=0, atol=1e-12)
+    scores.sum().backward()
+    expected.sum().backward()
+    ours, theirs = (
+        {name: parameter.grad for name, parameter in one.named_parameters() if parameter.requires_grad}
+        for one in (reranker.network, network)
+    )
+    assert len(ours) == 2 * 2 * 2 and largest_deviation(ours, theirs) < 1e-7
+
+
+def llama(**options):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=800, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=64, initializer_range=0.2, **options,
+        )
+    ).double().eval()  # fmt: skip
+
+
+def mistral():
+    torch.manual_seed(0)
+    return MistralForCausalLM(
+        MistralConfig(
+            vocab_size=800, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=64, initializer_range=0.2, sliding_window=8,
+        )
+    ).double().eval()  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "is_packed"), [(llama, True), (mistral, False)])
+def test_other_causal_models_are_packed_if_they_see_all_tokens_before(make, is_packed):
+    settings = RerankerSettings(template=RerankerTemplate(form="yes_no"))
+    reranker = Reranker(make(), qwen3_tokenizer(appends_end=False), settings)
+    assert reranker.is_packed == is_packed
+    expected = plain_scores(reranker, make(), PAIRS)
+    assert torch.allclose(reranker(PAIRS), expected, rtol=0, atol=1e-10)
+    assert reranker.num_slots(PAIRS) == (20 + 121 if is_packed else 50 * 7)
+
+
+def test_a_packed_network_still_reads_padded_batches(folder):
+    reranker, network = opened(folder)
+    with torch.no_grad():
+        assert torch.equal(plain_scores(reranker, reranker.network, PAIRS), plain_scores(reranker, network, PAIRS))
+        ids = torch.tensor([PAIRS[1].ids])
+        assert torch.equal(reranker.network(ids).logits, network(ids).logits)
+
+
+texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=5)
+
+
+@given(texts)
+def test_the_shared_beginning_is_the_longest_that_leaves_each_text_a_token(texts):
+    shared = shared_prompt.num_shared(texts)
+    assert all(len(text) > shared and text[:shared] == texts[0][:shared] for text in texts)
+    longer = [text[: shared + 1] for text in texts]
+    assert any(len(text) == shared + 1 for text in texts) or any(one != longer[0] for one in longer)
+
+
+@given(texts)
+def test_every_token_stands_once_in_the_packed_row(texts):
+    packed = shared_prompt.pack(texts, CPU)
+    shared, row = packed.num_shared, packed.ids[0].tolist()
+    assert len(row) == shared_prompt.num_packed(texts) == packed.positions.shape[1]
+    used = []
+    for bucket in packed.buckets:
+        used += bucket.tokens.flatten()[bucket.kept].tolist()
+    assert used == [*range(shared, len(row))]
+    for text, end in zip(texts, packed.ends.tolist(), strict=True):
+        first = end - len(text) + shared + 1
+        assert row[:shared] + row[first : end + 1] == text
+        assert packed.positions[0, first : end + 1].tolist() == [*range(shared, len(text))]
+
+
+def test_groups_hold_pairs_of_one_list_within_the_budget(folder):
+    reranker = load_reranker(Source(source=str(folder)), CPU)
+    lists = [PAIRS, [], pairs_of([5, 200, 5], seed=1), pairs_of([3], seed=2)]
+    groups = reranker.micro_batches(lists, 80)
+    assert groups == [[1, 4], [5, 3, 6, 0], [2], [8], [7, 9], [10]]  # 20 + 30 + 30; 20 + 29 + 12 + 12 + 7; …
+    flat = [pair for pairs in lists for pair in pairs]
+    assert [reranker.num_slots([flat[place] for place in group]) for group in groups] == [80, 80, 21, 220, 30, 23]
+    assert reranker.micro_batches([[], []], 80) == []
+
+
+def test_two_segment_pairs_are_grouped_by_length(open_reranker_of):
+    reranker = open_reranker_of("bert_reranker")
+    lists = [pairs_of([10, 30], 1), pairs_of([9, 31], 1)]
+    assert not reranker.is_packed
+    assert reranker.micro_batches(lists, 64) == [[3, 1], [0, 2]] and reranker.num_slots([*lists[0], *lists[1]]) == 128
+
+
+def test_a_list_in_one_group_is_scored_as_in_many(open_reranker_of):
+    reranker = open_reranker_of("qwen3_reranker")
+    with torch.inference_mode():
+        scores = [
+            run_micro_batches(reranker, PAIRS, reranker.micro_batches([PAIRS], budget), recompute=False)
+            for budget in (10**6, 60, 1)
+        ]
+    assert torch.allclose(scores[0], scores[1], atol=1e-5) and torch.allclose(scores[0], scores[2], atol=1e-5)

@@ -1,0 +1,170 @@
+"""Token ids: exactly those of the tokenizer, each text tokenised once, and a cache that is never trusted blindly."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from skilltrain.models import token_store
+from skilltrain.models.token_store import tokenized, tokenizer_identity
+from skilltrain.records import Skill
+from tiny_models import bert_tokenizer, qwen3_tokenizer
+
+
+class Letters:
+    """A tokenizer that gives a text its letters' code points, and counts the texts that it saw."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, texts):
+        self.seen += texts
+        return [[ord(letter) for letter in text] for text in texts]
+
+
+def test_ids_and_lengths_by_hand():
+    letters = Letters()
+    store = tokenized(["x", "y", "z", "empty"], ["ab", "c", "ab", ""], letters, "letters", None)
+    assert [store[key].tolist() for key in ("x", "y", "z", "empty")] == [[97, 98], [99], [97, 98], []]
+    assert store.lengths.tolist() == [2, 1, 2, 0]
+    assert len(store) == 4
+    assert "x" in store
+    assert "w" not in store
+    assert letters.seen == ["ab", "c", ""]  # the text of x and z once
+    assert store["x"].dtype == np.int32
+    assert np.shares_memory(store["x"], store["z"])
+    with pytest.raises(KeyError):
+        store["w"]
+
+
+def test_no_texts():
+    store = tokenized([], [], Letters(), "letters", None)
+    assert len(store) == 0
+    assert store.lengths.tolist() == []
+
+
+def test_more_texts_than_a_block(monkeypatch):
+    monkeypatch.setattr(token_store, "_BLOCK", 3)
+    texts = [f"text {number}" for number in range(10)]
+    store = tokenized(texts, texts, Letters(), "letters", None)
+    assert all("".join(map(chr, store[text])) == text for text in texts)
+
+
+def test_a_tokenizer_that_loses_a_text_is_found():
+    with pytest.raises(ValueError, match="1 texts for 2"):
+        tokenized(["x", "y"], ["a", "b"], lambda texts: [[1]], "broken", None)
+
+
+def test_keys_and_texts_must_match():
+    with pytest.raises(ValueError, match="shorter"):
+        tokenized(["x", "y"], ["a"], Letters(), "letters", None)
+
+
+def test_texts_that_are_skills():
+    skills = [Skill("s1", "name", "ab", ""), Skill("s2", "name", "c", "")]
+    store = tokenized(["s1", "s2"], skills, lambda chosen: [[len(s.description)] for s in chosen], "sizes", None)
+    assert [store[key].tolist() for key in ("s1", "s2")] == [[2], [1]]
+
+
+class TestCache:
+    """The file that later runs read."""
+
+    KEYS, TEXTS = ("x", "y", "z"), ("ab", "c", "ab")
+
+    def run(self, folder, texts=TEXTS, identity="letters"):
+        """(ids of every key, the texts that had to be tokenised)."""
+        letters = Letters()
+        store = tokenized(self.KEYS, texts, letters, identity, folder)
+        return [store[key].tolist() for key in self.KEYS], letters.seen
+
+    def test_the_second_run_tokenizes_nothing(self, tmp_path):
+        first, seen = self.run(tmp_path / "new")
+        assert seen == ["ab", "c"]
+        assert self.run(tmp_path / "new") == (first, [])
+        assert len(list((tmp_path / "new").iterdir())) == 1
+
+    def test_another_text_or_identity_is_another_file(self, tmp_path):
+        self.run(tmp_path)
+        assert self.run(tmp_path, texts=("ab", "d", "ab"))[1] == ["ab", "d"]
+        assert self.run(tmp_path, texts=("a", "bc", "ab"))[1] == ["a", "bc", "ab"]  # no two lists run together
+        assert self.run(tmp_path, identity="other")[1] == ["ab", "c"]
+        assert self.run(tmp_path)[1] == []
+
+    @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.99])
+    def test_a_cut_file_is_written_anew(self, tmp_path, share):
+        expected, _ = self.run(tmp_path)
+        (file,) = tmp_path.iterdir()
+        content = file.read_bytes()
+        file.write_bytes(content[: int(share * len(content))])
+        assert self.run(tmp_path) == (expected, ["ab", "c"])
+        assert file.read_bytes() == content
+
+    def test_every_damaged_byte_is_found(self, tmp_path):
+        expected, _ = self.run(tmp_path)
+        (file,) = tmp_path.iterdir()
+        content = file.read_bytes()
+        for position in range(0, len(content), 13):
+            damaged = bytearray(content)
+            damaged[position] ^= 0x15
+            file.write_bytes(bytes(damaged))
+            assert self.run(tmp_path)[0] == expected
+        assert self.run(tmp_path) == (expected, [])
+
+    def test_a_pickle_is_never_opened(self, tmp_path):
+        expected, _ = self.run(tmp_path)
+        (file,) = tmp_path.iterdir()
+        with file.open("wb") as damaged:
+            np.save(damaged, np.array([object()]), allow_pickle=True)
+        assert self.run(tmp_path) == (expected, ["ab", "c"])
+
+    def test_without_room_training_goes_on_and_says_so_once(self, tmp_path, monkeypatch):
+        said = []
+        monkeypatch.setattr(token_store, "say", said.append)
+        blocked = tmp_path / "file"
+        blocked.write_text("no folder")
+        for _ in range(2):
+            assert self.run(blocked)[1] == ["ab", "c"]
+        assert len(said) == 1
+        assert "not kept" in said[0]
+
+    def test_a_full_disk_leaves_no_part_of_a_file(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(token_store, "say", lambda message: None)
+
+        def full(descriptor):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", full)
+        expected, _ = self.run(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+        monkeypatch.undo()
+        assert self.run(tmp_path) == (expected, ["ab", "c"])
+
+    def test_many_ranks_at_once(self, tmp_path):
+        results = []
+        ranks = [threading.Thread(target=lambda: results.append(self.run(tmp_path)[0])) for _ in range(4)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        assert results == [self.run(tmp_path)[0]] * 4
+        assert self.run(tmp_path)[1] == []
+        assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_identity_of_a_tokenizer():
+    tokenizer = bert_tokenizer()
+    identity = tokenizer_identity(tokenizer)
+    tokenizer(["deploy pods"], truncation=True, max_length=3, padding=True)  # both stay set in the backend
+    assert tokenizer_identity(tokenizer) == identity == tokenizer_identity(bert_tokenizer())
+    others = {tokenizer_identity(qwen3_tokenizer(appends)) for appends in (True, False)} | {identity}
+    assert len(others) == 3
+    tokenizer.add_tokens(["skill_name"])
+    assert tokenizer_identity(tokenizer) != identity
+
+
+def test_ids_are_the_tokenizers_own(open_encoder_of):
+    encoder = open_encoder_of("qwen3_base_tokenizer")
+    texts = ["deploy pods to kubernetes", "", "extract text from pdf"]
+    store = tokenized(texts, texts, encoder.tokenize_queries, "qwen3", None)
+    assert [store[text].tolist() for text in texts] == [list(ids) for ids in encoder.tokenize_queries(texts)]
