@@ -4,9 +4,8 @@
 python benchmarks/train_speed.py --data DIR [--threads 2] [--rounds N] [--only CASE ...] [--sweep] [--json OUT]
 
 DIR holds pool/*.parquet (skill_id, name, description, body), queries/train.jsonl (query_id, query, skill_ids) and, for
-the Qwen3 cases, qwen3-tokenizer/tokenizer.json. Every mode runs in a process of its own, which takes one step when it
-is its turn (A B C A B C ...), so that a noisy machine hits all alike. Each mode's first step is a warm-up, in which the
-losses must agree to 1e-5. Progress goes to stderr, Markdown tables to stdout.
+the Qwen3 cases, qwen3-tokenizer/tokenizer.json. Every mode runs in a process of its own and alone: on an idle machine.
+Its first step is a warm-up, in which the losses must agree to 1e-5. Progress goes to stderr, Markdown tables to stdout.
 """
 
 import argparse
@@ -72,48 +71,49 @@ class Worker:
 
 
 @contextmanager
-def workers(works: Sequence[Work]) -> Iterator[tuple[dict[str, Worker], Worker]]:
-    """(a process for each mode by its name, one that measures the GEMM peak), all loaded; they end with the block."""
-    gemm = Worker(measure_gemm, works[0].threads)
-    started = {work.mode.name: Worker(run, work) for work in works}
+def workers(work: Work) -> Iterator[tuple[Worker, Worker]]:
+    """(the process that trains, one that measures the GEMM peak), both loaded; they end with the block."""
+    started = [Worker(run, work), Worker(measure_gemm, work.threads)]
     try:
-        for worker in (gemm, *started.values()):
+        for worker in started:
             worker.answer()
-        yield started, gemm
+        yield started[0], started[1]
     finally:
-        for worker in (gemm, *started.values()):
+        for worker in started:
             worker.stop()
 
 
-def run_case(case: Case, groups: Sequence[Sequence[Work]], what: Material, options: Options) -> CaseResult:
-    """The modes of each group, a step in turn, in `what`'s batches: one to warm up, the others timed.
+def run_case(case: Case, works: Sequence[Work], what: Material, options: Options) -> CaseResult:
+    """Each mode alone on the machine, in `what`'s batches: one to warm up, the others timed.
 
     After each mode's first step all losses must agree. Where skills repeat, sentence-transformers counts a repeated
     skill twice and skilltrain does not: then losses may differ and are not checked.
     """
-    reports: dict[str, list[StepReport]] = {work.mode.name: [] for group in groups for work in group}
+    reports: dict[str, list[StepReport]] = {}
     gemm_flops: list[float] = []
-    for group in groups:
-        with workers(group) as (started, gemm):
+    for work in works:
+        name = work.mode.name
+        reports[name] = []
+        with workers(work) as (worker, gemm):
             for number in range(len(what.lists) // case.batch):
                 gemm_flops.append(gemm.ask())
-                for work in group:
-                    report: StepReport = started[work.mode.name].ask()
-                    times = f"{report.seconds:.2f} s ({report.cpu_seconds:.2f} s of CPU time)"
-                    say(f"  round {number}: {times}, loss {report.loss:.6f}, {work.mode.name}")
-                    reports[work.mode.name].append(report)
+                report: StepReport = worker.ask()
+                times = f"{report.seconds:.2f} s ({report.cpu_seconds:.2f} s of CPU time)"
+                say(f"  round {number}: {times}, loss {report.loss:.6f}, {name}")
+                reports[name].append(report)
                 if number == 0 and not options.repeats:
-                    _assert_same(_losses(groups, reports, 0))
-    differences = [_difference(_losses(groups, reports, number)) for number in range(len(what.lists) // case.batch)]
+                    _assert_same(_losses(works, reports, 0))
+    differences = [_difference(_losses(works, reports, number)) for number in range(len(what.lists) // case.batch)]
     timed = {name: steps[1:] for name, steps in reports.items()}
-    modes = [work.mode for group in groups for work in group]
-    return CaseResult(case, modes, timed, gemm_flops, max(differences), _repeated_share(case, what))
+    return CaseResult(
+        case, [work.mode for work in works], timed, gemm_flops, max(differences), _repeated_share(case, what)
+    )
 
 
-def _losses(groups: Sequence[Sequence[Work]], reports: dict[str, list[StepReport]], number: int) -> dict[str, float]:
+def _losses(works: Sequence[Work], reports: dict[str, list[StepReport]], number: int) -> dict[str, float]:
     """The losses of step `number` that can be compared, of the modes that have come so far."""
-    modes = [work.mode for group in groups for work in group if work.mode.same_loss]
-    return {mode.name: reports[mode.name][number].loss for mode in modes if len(reports[mode.name]) > number}
+    names = [work.mode.name for work in works if work.mode.same_loss and work.mode.name in reports]
+    return {name: reports[name][number].loss for name in names if len(reports[name]) > number}
 
 
 def _difference(losses: dict[str, float]) -> float:
@@ -160,8 +160,7 @@ def measure(options: Options, cases: Sequence[Case]) -> Iterator[CaseResult]:
         what = material(skills, mined[case.negatives], case, rounds + 1, options.repeats)
         with tempfile.TemporaryDirectory(prefix="train-speed-") as folder:
             works = prepare(case, options, Path(folder), what)
-            # A sweep has too many modes to keep all their processes at once.
-            yield run_case(case, [[work] for work in works] if options.sweep else [works], what, options)
+            yield run_case(case, works, what, options)
         say(f"{case.name}: {time.monotonic() - started:.0f} s")
 
 

@@ -1,6 +1,5 @@
 """The process that trains one case in one mode, a step at a time, on demand; its peak memory is its own."""
 
-import ctypes
 import os
 import resource
 import time
@@ -98,7 +97,6 @@ class _Training:
         padding = 1 - self.tokens.real / self.tokens.slots
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - self.baseline
         flops = next(self.flops) if self.flops else 0.0
-        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what a step has freed: all idle processes would not fit
         kept = int(_resident_bytes() - self.baseline)
         self.pipe.send(StepReport(seconds, cpu_seconds, loss, padding, int(peak), kept, flops))
         self._wait()

@@ -218,7 +218,7 @@ FAULTS = {
     # Recipes and runs.
     "recipes --dir {tmp}/nowhere": "{tmp}/nowhere: no such folder (recipes come with the repository",
     "recipes --dir {tmp}/empty": "{tmp}/empty: holds no recipe",
-    "recipes --schema trian": "--schema: unknown stage 'trian'; allowed: pool, ",
+    "recipes --schema trian": "skilltrain recipes: unknown stage 'trian'; allowed: pool, ",
     "export {tmp}/empty --out {tmp}/out": "{tmp}/empty",
     "export {runs}/pool --out {tmp}/out": "{runs}/pool",
     "export {runs}/encoder --checkpoint step-4711 --out {tmp}/out": "step-4711",
@@ -334,6 +334,8 @@ def test_recipes_are_listed_with_what_they_train(monkeypatch):
 def test_the_schema_of_a_recipe_is_json():
     schema = json.loads(succeeds("recipes", "--schema", "train_reranker").out)
     assert schema["properties"]["stage"]["const"] == "train_reranker" and "ListwiseCE" in schema["$defs"]
+    any_stage = json.loads(succeeds("recipes", "--schema").out)
+    assert [one["properties"]["stage"]["const"] for one in any_stage["oneOf"]] == [*STAGES]
 
 
 def test_a_run_and_its_checkpoints_are_exported(runs, tmp_path):

@@ -15,7 +15,7 @@ from skilltrain.records import Skill
 from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate
 from skilltrain.training.loop import TrainingConfig
 from skilltrain.training.memory import Load, activation_bytes, by_way, memory_of, weights_of
-from skilltrain.training.plan import plan_lines, plan_of
+from skilltrain.training.plan import plan_lines, plan_of, say_cut_positives
 from skilltrain.training.settings import TrainEncoderConfig, TrainRerankerConfig
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
 from skilltrain.training.training_set import ListsSource, TrainingList, TrainingSet
@@ -79,6 +79,15 @@ def test_encoder_by_hand(open_encoder_of):
         "num_plain_slots": 84,
         "plain_share": round(27 / 84, 4),
     }
+
+
+def test_positives_that_are_cut_are_told_of_before_training(open_encoder_of, capsys):
+    template, data = EncoderTemplate(skill=NAME_ONLY), lists_by_hand()
+    for max_tokens in (12, 64):
+        encoder = open_encoder_of("bert", max_tokens=max_tokens, template=template)
+        say_cut_positives(EncoderStep(encoder, InfoNCE(), data, StepSettings(64)), data)
+    told = "warning: 66.7% of the positives are longer than model.max_tokens=12, and cut there\n"
+    assert capsys.readouterr().err == told
 
 
 def test_reranker_pair_by_hand(open_reranker_of):

@@ -98,12 +98,18 @@ def test_every_stage_has_settings_with_descriptions(name):
 
 @pytest.mark.parametrize("name", STAGES)
 def test_the_schema_of_a_stage_names_its_settings_and_the_line_of_python(name):
-    schema = json.loads(json.dumps(schema_of(name)))
+    schema = json.loads(json.dumps(schema_of([name])))
     config_class, _ = STAGES[name].load()
     assert schema["properties"].keys() == {"recipe", *config_class.model_fields}
     assert (
         schema["additionalProperties"] is False and "out" in schema["required"] and "recipe" not in schema["required"]
     )
+
+
+def test_the_schema_of_all_stages_keeps_each_ones_definitions():
+    whole = schema_of([*STAGES])["$defs"]
+    for name in STAGES:
+        assert schema_of([name])["$defs"].items() <= whole.items(), name
 
 
 def test_recipes_are_listed_by_what_they_train(tmp_path):

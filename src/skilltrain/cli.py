@@ -130,19 +130,23 @@ def train(
 
 @app.command()
 def recipes(
+    stage: Annotated[str | None, typer.Argument(help="of this stage only, e.g. train_encoder")] = None,
     folder: Annotated[Path, typer.Option("--dir", help="where the recipes are")] = Path("recipes"),
-    schema: Annotated[str | None, typer.Option(metavar="STAGE", help="print the JSON Schema of this stage")] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="print what a recipe may hold, as JSON Schema")] = False,
 ) -> None:
-    """List the recipes of a folder, or print what a stage's recipe may hold, as JSON Schema.
+    """List the recipes of a folder, or print what a recipe may hold, as JSON Schema.
 
     Example: skilltrain recipes --schema train_encoder > train_encoder.schema.json
     """
-    if schema is not None:
-        typer.echo(json.dumps(schema_of(schema), ensure_ascii=False, indent=1))
+    if stage is not None and stage not in STAGES:
+        raise SkilltrainError(f"unknown stage {stage!r}; allowed: {', '.join(STAGES)}", where="skilltrain recipes")
+    if schema:
+        typer.echo(json.dumps(schema_of([stage] if stage else [*STAGES]), ensure_ascii=False, indent=1))
         return
     for found in list_recipes(folder):
-        facts = [found.stage, found.base, found.loss]
-        typer.echo(f"{found.path}  {'  '.join(fact for fact in facts if fact)}\n    {found.about}")
+        if stage in (None, found.stage):
+            facts = [found.stage, found.base, found.loss]
+            typer.echo(f"{found.path}  {'  '.join(fact for fact in facts if fact)}\n    {found.about}")
 
 
 @app.command()

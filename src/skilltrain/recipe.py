@@ -196,14 +196,16 @@ def _write_record(folder: Path, config: Config, record: dict[str, Any]) -> None:
     write_json(folder / RUN_FILE, record)
 
 
-def schema_of(stage: str) -> dict[str, Any]:
-    """The JSON Schema of a stage's recipe, for an editor. Raises SkilltrainError for an unknown stage."""
-    if stage not in STAGES:
-        raise SkilltrainError(f"unknown stage {stage!r}; allowed: {', '.join(STAGES)}", where="--schema")
-    schema = STAGES[stage].load()[0].model_json_schema()
+def schema_of(stages: Sequence[str]) -> dict[str, Any]:
+    """The JSON Schema of a recipe of any of `stages`, for an editor."""
+    schemas = [STAGES[stage].load()[0].model_json_schema() for stage in stages]
     line = {"type": "string", "description": "the line that makes the file valid Python; not a setting"}
-    schema["properties"] = {"recipe": line} | schema["properties"]
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
+    definitions: dict[str, Any] = {}
+    for schema in schemas:
+        schema["properties"] = {"recipe": line} | schema["properties"]
+        definitions |= schema.pop("$defs", {})
+    any_of = schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **any_of, "$defs": definitions}
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def _optimiser_step(
     for position, batch in enumerate(batches):
         is_last = position == len(batches) - 1
         accelerator.sync_gradients = is_last  # DeepSpeed steps in the backward pass that it is told is the last
-        with nullcontext() if is_last or _steps_itself(accelerator) else accelerator.no_sync(model):
+        with nullcontext() if is_last or _shares_gradients(accelerator) else accelerator.no_sync(model):
             loss = model(batch) * (accelerator.num_processes / count)
             accelerator.backward(loss)
         total += loss.detach().float()
@@ -193,8 +193,9 @@ def _optimiser_step(
     return StepResult(mean, learning_rate, norm, count, tokens, slots, time.monotonic() - started)
 
 
-def _steps_itself(accelerator: Accelerator) -> bool:
-    return accelerator.distributed_type == DistributedType.DEEPSPEED
+def _shares_gradients(accelerator: Accelerator) -> bool:
+    """Whether a rank keeps its part of the gradient only: putting off the exchange would make it keep all of it."""
+    return accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
 
 
 def _number(norm: Any) -> float:

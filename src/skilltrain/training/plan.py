@@ -10,6 +10,7 @@ import torch
 
 from skilltrain.models.loading import resolve_dtype
 from skilltrain.models.micro_batches import micro_batches
+from skilltrain.terminal import say
 from skilltrain.training.gather import rank_and_world
 from skilltrain.training.loop import num_steps, step_batches
 from skilltrain.training.memory import Load, by_way, in_mib, memory_of, weights_of
@@ -55,6 +56,14 @@ def plan_of(step: Step, data: TrainingSet, config: TrainConfig) -> dict[str, Any
         "padding": _padding(works),
         "memory_mib": _memory(step, works, config),
     }
+
+
+def say_cut_positives(step: Step, data: TrainingSet) -> None:
+    """Warn of positives whose text is longer than the limit: training never sees their ends."""
+    lengths = _encoder_tokens(step, data) if isinstance(step, EncoderStep) else _reranker_tokens(step, data)
+    if share := lengths["positives_cut_share"]:
+        limit = (step.encoder if isinstance(step, EncoderStep) else step.reranker).settings.max_tokens
+        say(f"warning: {share:.1%} of the positives are longer than model.max_tokens={limit}, and cut there")
 
 
 def _first_epoch(data: TrainingSet, config: TrainConfig) -> Iterator[Batch]:

@@ -13,7 +13,7 @@ from skilltrain.training.dev_sets import open_encoder_dev, open_reranker_dev, sa
 from skilltrain.training.engine import EngineSettings, new_accelerator
 from skilltrain.training.export_run import save_trained
 from skilltrain.training.loop import Run, StepModule, TrainingResult, train
-from skilltrain.training.plan import plan_lines, plan_of
+from skilltrain.training.plan import plan_lines, plan_of, say_cut_positives
 from skilltrain.training.scores import check_teacher_scores
 from skilltrain.training.settings import TrainConfig, TrainEncoderConfig, TrainRerankerConfig, load_model
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
@@ -49,6 +49,7 @@ def _run(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]:
     accelerator = new_accelerator(engine)  # first, for it refuses launches that cannot work
     data = _load_data(config)
     step = _step(config, data, cache_folder("tokens"))
+    say_cut_positives(step, data)
     dev = _dev(config, step)
     if dev is not None:
         say_seen_queries(dev, data.lists)

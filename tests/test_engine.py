@@ -1,0 +1,97 @@
+"""Launches that cannot work are refused in one line, before anything is loaded."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.training import engine
+from skilltrain.training.engine import EngineSettings, new_accelerator, shards_weights
+
+SETTINGS = EngineSettings("float32", batch_size=8, max_grad_norm=1.0, quantized=False)
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    yield
+    PartialState._reset_state()
+    AcceleratorState._reset_state()
+
+
+class Launched(Accelerator):
+    """What accelerate makes of a launch, as far as it is looked at."""
+
+    def __init__(self, kind, num_processes=2, stage=None):
+        self.kind, self.count = kind, num_processes
+        self.state = SimpleNamespace(deepspeed_plugin=None if stage is None else SimpleNamespace(zero_stage=stage))
+
+    @property
+    def distributed_type(self):
+        return self.kind
+
+    @property
+    def num_processes(self):
+        return self.count
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "changes", "message"),
+    [
+        (
+            Launched(DistributedType.MULTI_GPU, 3),
+            {},
+            "training.batch_size 8 cannot be shared equally by 3 processes (choose a multiple of 3; "
+            "training.accumulation can make up for it)",
+        ),
+        (Launched(DistributedType.MEGATRON_LM), {}, "the launcher asks for MEGATRON_LM, which is not supported"),
+        (Launched(DistributedType.DEEPSPEED, stage=0), {}, "DeepSpeed's ZeRO stage 0 shares nothing"),
+        (Launched(DistributedType.FSDP), {"quantized": True}, "4-bit weights (adapter.quantize) cannot be combined"),
+        (
+            Launched(DistributedType.DEEPSPEED, stage=2),
+            {"quantized": True},
+            "4-bit weights (adapter.quantize) cannot be combined with DeepSpeed (use launch/ddp.yaml, or",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(accelerator, changes, message):
+    settings = EngineSettings("float32", 8, 1.0, changes.get("quantized", False))
+    with pytest.raises(SkilltrainError) as error:
+        engine._refuse_unsupported(accelerator, settings)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4, 8])
+def test_batches_that_ranks_can_share_are_taken(num_processes):
+    engine._refuse_unsupported(Launched(DistributedType.MULTI_GPU, num_processes), SETTINGS)
+
+
+def test_fsdp_version_1_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(SkilltrainError, match=r"FSDP version 1 is not supported \(set fsdp_version: 2"):
+        new_accelerator(SETTINGS)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can run it")
+def test_fsdp_that_accelerate_would_run_as_ddp_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(SkilltrainError, match="accelerate would run FSDP on a CPU, or in one process, as plain DDP"):
+        new_accelerator(SETTINGS)
+
+
+def test_deepspeed_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SkilltrainError, match=r"DeepSpeed is not installed .pip install 'skilltrain\[deepspeed\]'"):
+        new_accelerator(SETTINGS)
+
+
+def test_who_holds_shards():
+    kinds = [Launched(DistributedType.NO, 1), Launched(DistributedType.MULTI_GPU), Launched(DistributedType.FSDP)]
+    assert [shards_weights(kind) for kind in kinds] == [False, False, True]
+    zero = [Launched(DistributedType.DEEPSPEED, stage=stage) for stage in (1, 2, 3)]
+    assert [shards_weights(kind) for kind in zero] == [False, False, True]
