@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast
 
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -64,7 +65,7 @@ def save_checkpoint(accelerator: Accelerator, model: nn.Module, folder: Path, st
         accelerator.save_state(str(partial))
         if accelerator.is_main_process:
             if weights is not None:
-                _write_weights(weights, accelerator.unwrap_model(model), partial / WEIGHTS_FILE)
+                _write_weights(weights, cast(nn.Module, accelerator.unwrap_model(model)), partial / WEIGHTS_FILE)
             write_json(partial / _WORLD_FILE, _world(accelerator))
     except OSError as error:
         raise SkilltrainError(f"cannot save a checkpoint: {error.strerror or error}", where=partial) from error
