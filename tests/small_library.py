@@ -84,8 +84,9 @@ class Outcome:
 
     @property
     def only_line(self) -> str:
-        """The same, where the command wrote nothing else."""
-        assert self.err.count("\n") == 1 and not self.out, self
+        """The same, where the command wrote nothing else but warnings."""
+        lines = [line for line in self.err.splitlines() if not line.startswith("warning: ")]
+        assert len(lines) == 1 and not self.out, self
         return self.error_line
 
 
