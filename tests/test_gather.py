@@ -22,7 +22,7 @@ def both_ranks(model_folders, tmp_path_factory):
     root = tmp_path_factory.mktemp("two_ranks")
     arguments = (root, model_folders["bert"], model_folders["bert_reranker"])
     multiprocessing.spawn(two_ranks.on_rank, args=arguments, nprocs=2)
-    return root, [torch.load(root / f"rank{rank}.pt") for rank in (0, 1)]
+    return root, [torch.load(root / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
 def furthest(one, other):

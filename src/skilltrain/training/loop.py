@@ -8,14 +8,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from skilltrain.config import Config
@@ -184,7 +184,7 @@ def _optimiser_step(
             loss = model(batch) * (accelerator.num_processes / count)
             accelerator.backward(loss)
         total += loss.detach().float()
-    mean = float(accelerator.reduce(total, "mean"))  # type: ignore[arg-type]
+    mean = float(_summed(accelerator, total)) / accelerator.num_processes
     norm = _number(accelerator.clip_grad_norm_(model.parameters(), parts.config.max_grad_norm))
     _check_step(mean, norm, batches, parts.config.stop_grad_norm)
     parts.optimizer.step()
@@ -226,7 +226,7 @@ def _counted(accelerator: Accelerator, step_module: StepModule) -> tuple[int, in
     count = step_module.count
     both = torch.tensor([count.tokens, count.slots], device=accelerator.device)
     step_module.count = TokenCount()
-    tokens, slots = accelerator.reduce(both, "sum").tolist()  # type: ignore[union-attr]
+    tokens, slots = _summed(accelerator, both).tolist()
     return tokens, slots
 
 
@@ -260,7 +260,12 @@ def _save(parts: _Parts) -> None:
 def _on_any_rank(accelerator: Accelerator, asked: bool) -> bool:
     """Whether any rank was asked to stop: a signal reaches the ranks in different steps, and all must save together."""
     flag = torch.tensor(float(asked), device=accelerator.device)
-    return bool(accelerator.reduce(flag, "sum") > 0)  # type: ignore[operator]
+    return bool(_summed(accelerator, flag) > 0)
+
+
+def _summed(accelerator: Accelerator, values: Tensor) -> Tensor:
+    """The sum over all ranks; accelerate's own signature allows for nested containers."""
+    return cast(Tensor, accelerator.reduce(values, "sum"))
 
 
 def _interrupted(step: int, total: int, folder: Path) -> SkilltrainError:
