@@ -17,7 +17,8 @@ from packaging.version import Version
 
 import skilltrain
 from skilltrain.config import load_recipe
-from skilltrain.recipe import STAGES, list_recipes, parse_recipe
+from skilltrain.recipe import list_recipes, parse_recipe
+from skilltrain.stages import STAGES
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -52,7 +53,7 @@ def test_metadata_points_at_files_that_exist():
     assert [name for name in names if not (ROOT / name).is_file()] == []
     assert PROJECT["license"] == "Apache-2.0"
     assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")
-    assert Version("3.11") in Requirement(f"python{PROJECT['requires-python']}").specifier
+    assert Version("3.11.4") in Requirement(f"python{PROJECT['requires-python']}").specifier
 
 
 def test_the_script_is_installed():

@@ -3,7 +3,8 @@
 `pa.Table.from_pylist` drops unknown keys and lets nulls into non-null columns, so `write_table` checks both.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ class TableSpec:
     key: tuple[str, ...]
 
 
+ROW_GROUP = 1 << 17  # rows that table_writer gathers before it writes them
 _MISFIT = (pa.ArrowException, TypeError, ValueError, OverflowError)
 
 
@@ -62,6 +64,13 @@ DROPPED = TableSpec("dropped", pa.schema([
     _field("query_id", _text), _field("skill_id", _text), _field("filter", _text),
     _field("value", _number, optional=True), _field("reason", _text),
 ]), key=())  # fmt: skip
+CLUSTERS = TableSpec("clusters", pa.schema([
+    _field("skill_id", _text), _field("cluster", pa.int32()),
+]), key=("skill_id",))  # fmt: skip
+FLAGS = TableSpec("flags", pa.schema([
+    _field("skill_id", _text), _field("rule", _text), _field("field", _text),
+    _field("start", pa.int32()), _field("end", pa.int32()), _field("span", _text), _field("reason", _text),
+]), key=("skill_id", "rule", "field", "start"))  # fmt: skip
 PLANS = TableSpec("plans", pa.schema([
     _field("query_id", _text), _field("step_id", _text), _field("text", _text),
     _field("depends_on", _texts), _field("skill_id", _text, optional=True),
@@ -189,13 +198,87 @@ def _cast(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
 def read_table(path: Path, spec: TableSpec) -> pa.Table:
     """Read and check a table. Raises SkilltrainError if the file is missing or is not this table."""
     file = table_path(path, spec)
-    try:
+    with _reading(file, spec):
         table = pq.read_table(file)
+    return check_table(table.replace_schema_metadata(None), spec, file)
+
+
+def read_columns(path: Path, spec: TableSpec, columns: Sequence[str]) -> pa.Table:
+    """Some columns of a table, the others left on disk; checked as far as they go (the key if they hold it)."""
+    file, part = table_path(path, spec), _part(spec, columns)
+    with _reading(file, spec), _open(file, spec) as source:
+        table = source.read(list(columns))
+    return check_table(table.replace_schema_metadata(None), part, file)
+
+
+def read_batches(path: Path, spec: TableSpec, columns: Sequence[str], num_rows: int) -> Iterator[pa.Table]:
+    """Yield the rows of some columns, at most `num_rows` at a time and in order, so that no table need be held whole.
+
+    Each piece is checked; that the key is unique is for `read_columns` to say.
+    """
+    file, part = table_path(path, spec), TableSpec(spec.name, _part(spec, columns).schema, ())
+    with _reading(file, spec), _open(file, spec) as source:
+        for batch in source.iter_batches(num_rows, columns=list(columns)):
+            yield check_table(pa.Table.from_batches([batch]).replace_schema_metadata(None), part, file)
+
+
+@contextmanager
+def _reading(file: Path, spec: TableSpec) -> Iterator[None]:
+    """Turn what Arrow says of a file into one of our errors."""
+    try:
+        yield
     except FileNotFoundError as error:
         raise SkilltrainError(f"no {spec.name} table here", where=file) from error
     except (pa.ArrowInvalid, OSError) as error:
         raise SkilltrainError(f"is not parquet: {error}", where=file) from error
-    return check_table(table.replace_schema_metadata(None), spec, file)
+
+
+@contextmanager
+def _open(file: Path, spec: TableSpec) -> Iterator[pq.ParquetFile]:
+    with pq.ParquetFile(file) as source:
+        schema = source.schema_arrow.remove_metadata()
+        if not schema.equals(spec.schema):
+            raise SkilltrainError(f"is not a {spec.name} table: {_difference(schema, spec.schema)}", where=file)
+        yield source
+
+
+def _part(spec: TableSpec, columns: Sequence[str]) -> TableSpec:
+    key = spec.key if set(spec.key) <= set(columns) else ()
+    return TableSpec(spec.name, pa.schema([spec.schema.field(name) for name in columns]), key)
+
+
+@contextmanager
+def table_writer(spec: TableSpec, path: Path, whole: str) -> Iterator[Callable[[pa.Table], None]]:
+    """Yield a function that appends a checked block of rows; the file appears, complete, when the `with` block ends.
+
+    `whole` is a column of the key. Rows that agree in it stand in one block, so keys that are unique in each block are
+    unique in the file. The file's bytes depend on its rows alone, not on how they were cut into blocks.
+    """
+    seen: set[Any] = set()
+    waiting: list[pa.Table] = []
+    with (
+        atomic_path(table_path(path, spec)) as temporary,
+        pq.ParquetWriter(temporary, spec.schema, compression="zstd") as writer,
+    ):
+
+        def flush(num_rows: int) -> None:
+            table = pa.concat_tables(waiting)
+            writer.write_table(table.slice(0, num_rows).combine_chunks(), row_group_size=ROW_GROUP)
+            waiting[:] = [table.slice(num_rows)]
+
+        def append(rows: pa.Table) -> None:
+            block = check_table(_cast(rows, spec, path), spec, path)
+            values = set(block.column(whole).unique().to_pylist())
+            if torn := values & seen:
+                raise SkilltrainError(f"rows of {min(torn)!r} stand in two blocks of table {spec.name}", where=path)
+            seen.update(values)
+            waiting.append(block)
+            while sum(table.num_rows for table in waiting) >= ROW_GROUP:
+                flush(ROW_GROUP)
+
+        yield append
+        if any(table.num_rows for table in waiting):
+            flush(ROW_GROUP)
 
 
 def skills_from_table(table: pa.Table) -> list[Skill]:

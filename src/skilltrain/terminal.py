@@ -107,4 +107,4 @@ def is_main_process() -> bool:
 def say(message: str) -> None:
     """One plain line to the person at the terminal (stderr, so that stdout stays machine-readable)."""
     if is_main_process():
-        console.print(message, markup=False, soft_wrap=True)
+        console.print(message, markup=False, emoji=False, soft_wrap=True)
