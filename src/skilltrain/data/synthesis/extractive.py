@@ -9,8 +9,8 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from skilltrain.data.name_leak import names_skill
-from skilltrain.data.skill_phrases import Phrase, Tongue, lower_first, num_words, skill_phrases, tongue_of
+from skilltrain.data.synthesis.name_leak import names_skill
+from skilltrain.data.synthesis.skill_phrases import Phrase, Tongue, lower_first, num_words, skill_phrases, tongue_of
 from skilltrain.records import Skill
 
 MIN_WORDS, MAX_WORDS = 20, 90

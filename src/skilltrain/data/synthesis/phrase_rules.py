@@ -1,4 +1,4 @@
-"""What data/skill_phrases.py knows of English and Chinese instructions: patterns and word lists, no code.
+"""What data/synthesis/skill_phrases.py knows of English and Chinese instructions: patterns and word lists, no code.
 
 Fitted by reading bodies of public skills; a wrong guess costs a clumsy request, never a wrong judgement.
 """

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from skilltrain.data import phrase_rules as rules
+from skilltrain.data.synthesis import phrase_rules as rules
 
 Kind = Literal["ask", "topic", "fact", "quote"]
 Tongue = Literal["en", "zh"]

@@ -1,0 +1,105 @@
+"""Who writes queries: a chat model, or nobody but the skill's own body."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from skilltrain.data.synthesis.extractive import extractive_query, repeated_lines, without_lines
+from skilltrain.data.synthesis.prompt import Ask, request
+from skilltrain.data.synthesis.settings import ExtractiveConfig, SynthesizeConfig
+from skilltrain.data.synthesis.stratify import stable_number
+from skilltrain.llm import LLM, Answer, Completion, estimate, open_llm
+from skilltrain.records import Skill
+
+_TOKENS_PER_WORD = 1.5  # of an answer, in the mean of English (1.3) and languages that take more
+
+
+class Writer(Protocol):
+    """Writes queries."""
+
+    @property
+    def origin(self) -> str:
+        """Who it is, as the tables say it."""
+        ...
+
+    def write(self, asks: Sequence[Ask]) -> Iterator[tuple[int, Answer]]:
+        """(position, answer) of every ask, in the order in which they come."""
+        ...
+
+    def plan(self, asks: Sequence[Ask]) -> dict[str, Any]:
+        """What writing will take: requests, tokens, dollars (None: price unknown); empty if nothing. Asks nobody."""
+        ...
+
+    def usage(self) -> dict[str, Any]:
+        """What writing has taken."""
+        ...
+
+
+def open_writer(config: SynthesizeConfig, pool: Sequence[Skill]) -> Writer:
+    """The writer of a recipe's `llm:` section. SkilltrainError: its package is missing, or a setting."""
+    if isinstance(config.llm, ExtractiveConfig):
+        return ExtractiveWriter(pool, config.seed)
+    return LLMWriter(open_llm(config.llm), config)
+
+
+class ExtractiveWriter:
+    """Writes from the body alone, leaving out lines that many bodies share."""
+
+    origin = "extractive"
+
+    def __init__(self, pool: Sequence[Skill], seed: int) -> None:
+        sample = sorted(pool, key=lambda skill: stable_number(seed, "boilerplate", skill.skill_id))[:8000]
+        self._boilerplate = repeated_lines(skill.body for skill in sample)
+        self._seed = seed
+
+    def write(self, asks: Sequence[Ask]) -> Iterator[tuple[int, Answer]]:
+        """Requests made of the bodies, in order; an empty one where a body holds too little plain text."""
+        for position, ask in enumerate(asks):
+            bodies = (without_lines(ask.skill.body, self._boilerplate), ask.skill.body)
+            texts = (extractive_query(replace(ask.skill, body=body), ask.seed(self._seed)) for body in bodies)
+            yield position, Completion(next(filter(None, texts), ""))
+
+    def plan(self, asks: Sequence[Ask]) -> dict[str, Any]:
+        """Nothing: no model is asked."""
+        return {}
+
+    def usage(self) -> dict[str, Any]:
+        """Nothing: no model was asked."""
+        return {}
+
+
+class LLMWriter:
+    """Asks a chat model."""
+
+    def __init__(self, llm: LLM, config: SynthesizeConfig) -> None:
+        self._llm, self._config = llm, config
+
+    @property
+    def origin(self) -> str:
+        return f"llm:{self._llm.model}"
+
+    def write(self, asks: Sequence[Ask]) -> Iterator[tuple[int, Answer]]:
+        """The model's answers."""
+        return self._llm.complete_all(request(ask, self._config) for ask in asks)
+
+    def plan(self, asks: Sequence[Ask]) -> dict[str, Any]:
+        """The first answer to every ask; those in the cache cost nothing."""
+        num_tokens = round(self._config.num_words * _TOKENS_PER_WORD)
+        found = estimate(self._llm, (request(ask, self._config) for ask in asks), num_tokens)
+        return {
+            "num_requests": found.num_requests - found.num_answered, "num_answered_before": found.num_answered,
+            "num_prompt_tokens": found.usage.prompt, "num_completion_tokens": found.usage.completion,
+            "dollars": _rounded(found.dollars), "budget": str(self._llm.budget) or None,
+        }  # fmt: skip
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens and dollars of all answers, those from the cache as when they were made."""
+        used = self._llm.budget.used
+        return {
+            "num_prompt_tokens": used.prompt, "num_completion_tokens": used.completion,
+            "dollars": _rounded(self._llm.budget.dollars),
+        }  # fmt: skip
+
+
+def _rounded(dollars: float | None) -> float | None:
+    return None if dollars is None else round(dollars, 6)

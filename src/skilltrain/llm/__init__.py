@@ -1,0 +1,60 @@
+"""Chat models behind one protocol: an OpenAI-compatible server, live or in batches, or a small local model.
+
+Answers are kept on disk, and a run never takes more tokens or dollars than its budget holds.
+"""
+
+from skilltrain.llm.batch import BatchLLM
+from skilltrain.llm.budget import Budget, prices_of
+from skilltrain.llm.cache import Answers, CompletionCache
+from skilltrain.llm.chat_model import LLM, Estimate, estimate
+from skilltrain.llm.live import LiveLLM
+from skilltrain.llm.protocol import Answer, Completion, CompletionError, Message, Request, Usage, in_order
+from skilltrain.llm.settings import (
+    BatchConfig,
+    BudgetConfig,
+    LLMConfig,
+    OpenAIConfig,
+    Prices,
+    SmolLM2Config,
+)
+
+__all__ = [
+    "LLM",
+    "Answer",
+    "Answers",
+    "BatchConfig",
+    "BatchLLM",
+    "Budget",
+    "BudgetConfig",
+    "Completion",
+    "CompletionCache",
+    "CompletionError",
+    "Estimate",
+    "LLMConfig",
+    "LiveLLM",
+    "Message",
+    "OpenAIConfig",
+    "Prices",
+    "Request",
+    "SmolLM2Config",
+    "Usage",
+    "estimate",
+    "in_order",
+    "open_llm",
+]
+
+
+def open_llm(config: OpenAIConfig | SmolLM2Config) -> LLM:
+    """The model of a recipe's `llm:` section, ready to be asked. SkilltrainError: a package or a setting is missing."""
+    if isinstance(config, SmolLM2Config):
+        from skilltrain.llm.local import SmolLM2
+
+        free = Budget(BudgetConfig(), Prices(prompt=0, completion=0))
+        answers = Answers(config.cache, config.model_dump(mode="json", include={"kind", "temperature", "max_tokens"}))
+        return SmolLM2(config.temperature, config.max_tokens, answers, free)
+    # What decides an answer; neither the mode, nor the budget, nor the pace does.
+    parameters = {"kind", "model", "base_url", "temperature", "max_tokens"}
+    answers = Answers(config.cache, config.model_dump(mode="json", include=parameters))
+    budget = Budget(config.budget, prices_of(config))
+    client = LiveLLM if config.mode == "live" else BatchLLM
+    return client(config, answers, budget)

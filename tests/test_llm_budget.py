@@ -1,0 +1,162 @@
+"""Tokens, dollars and the budget that no server can overshoot, however it lies about its usage."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llm_server import LLMServer, Reply, honest_usage, llm_server
+from skilltrain.config import validate
+from skilltrain.errors import SkilltrainError
+from skilltrain.llm import (
+    LLM,
+    Budget,
+    BudgetConfig,
+    Completion,
+    CompletionError,
+    Message,
+    OpenAIConfig,
+    Prices,
+    Request,
+    Usage,
+    open_llm,
+    prices_of,
+)
+from skilltrain.llm.budget import counted, dollars_of, estimate_tokens, most_of
+
+ASK = (Message("user", "Say hello."),)  # 10 bytes: at most 10 + 32 + 32 tokens read
+MAX_TOKENS = 26
+MOST = 100  # 74 read, 26 written
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LLMServer]:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with llm_server() as running:
+        yield running
+
+
+def client(server: LLMServer, cache: Path | None = None, **changed: Any) -> LLM:
+    values = {"model": "m", "base_url": server.base_url, "cache": cache, "max_retries": 0, "max_tokens": MAX_TOKENS}
+    return open_llm(validate(OpenAIConfig, values | changed, "test"))
+
+
+def kinds(llm: LLM, num_requests: int, first: int = 0) -> str:
+    """One letter an answer, by position: a(nswered), or the first letter of what went wrong."""
+    found = dict(llm.complete_all(Request(ASK, seed) for seed in range(first, first + num_requests)))
+    return "".join("a" if isinstance(a, Completion) else a.kind[0] for _, a in sorted(found.items()))
+
+
+def test_tokens_are_estimated_by_letters() -> None:
+    assert [estimate_tokens(text) for text in ("", "a", "abcd", "abcde", "整理", "整理PDF")] == [0, 1, 1, 2, 2, 3]
+    assert most_of(Request(ASK, 0), MAX_TOKENS) == Usage(74, 26)
+
+
+def test_dollars_by_hand() -> None:
+    assert dollars_of(Usage(2_000_000, 500_000), Prices(prompt=0.15, completion=0.60)) == pytest.approx(0.60)
+    assert dollars_of(Usage(1, 1), None) is None
+
+
+def test_prices_are_known_for_openais_own_server_only() -> None:
+    assert prices_of(OpenAIConfig(model="gpt-4o-mini")) == Prices(prompt=0.15, completion=0.60)
+    assert prices_of(OpenAIConfig(model="gpt-4o-mini", mode="batch")) == Prices(prompt=0.075, completion=0.30)
+    assert prices_of(OpenAIConfig(model="gpt-4o-mini", base_url="http://localhost:8000/v1")) is None
+    assert prices_of(OpenAIConfig(model="gpt-99")) is None
+    own = Prices(prompt=1, completion=2)
+    assert prices_of(OpenAIConfig(model="gpt-4o-mini", mode="batch", prices=own)) == own
+
+
+@given(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 100)), max_size=30), st.integers(1, 3000))
+def test_what_was_reserved_first_is_never_overshot(uses: list[tuple[int, int]], limit: int) -> None:
+    budget = Budget(BudgetConfig(max_tokens=limit, max_dollars=1), Prices(prompt=100, completion=500))
+    under_way: list[tuple[Usage, Usage]] = []
+    for prompt, completion in uses:
+        most = Usage(prompt, 100)
+        if budget.reserve(most):
+            under_way.append((most, Usage(prompt, completion)))
+        elif under_way:
+            budget.settle(*under_way.pop(0))
+        assert (budget.used + budget.reserved).total <= limit
+        assert (budget.price(budget.used + budget.reserved) or 0) <= 1
+
+
+@pytest.mark.parametrize("lie", [None, {}, 0, "much", {"prompt_tokens": 0, "completion_tokens": 0},
+                                 {"prompt_tokens": -5, "completion_tokens": -10**9},
+                                 {"prompt_tokens": 10**15, "completion_tokens": 2.5},
+                                 {"prompt_tokens": True, "completion_tokens": "7"}])  # fmt: skip
+def test_what_is_no_figure_is_replaced_by_our_estimate(server: LLMServer, lie: Any) -> None:
+    server.otherwise = lambda _: Reply("hello there", usage=lie)
+    llm = client(server)
+    assert kinds(llm, 2) == "aa"
+    # 3 tokens and 4 of the chat format read, 3 written, twice.
+    assert llm.budget.used == Usage(14, 6)
+
+
+def test_the_larger_of_both_figures_counts() -> None:
+    assert counted(Completion("hello there", "stop", 9, 1), 7) == Completion("hello there", "stop", 9, 3)
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_requests_that_do_not_fit_are_not_sent_whatever_the_concurrency(server: LLMServer, concurrency: int) -> None:
+    usage = {"prompt_tokens": 20, "completion_tokens": 10}
+    server.otherwise = lambda request: Reply("hi", usage=usage, delay=0.02 * (request["seed"] % 3))
+    llm = client(server, budget={"max_tokens": 250}, concurrency=concurrency)
+    # 30 each: before the sixth 150 are used, and 100 more fit; before the seventh 180 are, and they do not.
+    assert kinds(llm, 10) == "aaaaaabbbb"
+    assert len(server.requests) == 6
+    assert llm.budget.used.total == 180
+    assert kinds(llm, 2, first=20) == "bb"
+
+
+def test_a_dollar_limit_holds_and_needs_prices(server: LLMServer) -> None:
+    usage = {"prompt_tokens": 20, "completion_tokens": 10}
+    server.otherwise = lambda _: Reply("hi", usage=usage)
+    # $74 and $52 at most, $20 and $20 in fact: before the third $80 are used; 126 more fit into 210, into 205 not.
+    prices = {"prompt": 1e6, "completion": 2e6}
+    llm = client(server, budget={"max_dollars": 206.0}, prices=prices, concurrency=1)
+    assert kinds(llm, 4) == "aaab"
+    assert llm.budget.dollars == pytest.approx(120)
+    with pytest.raises(SkilltrainError, match=r"set llm\.prices"):
+        client(server, budget={"max_dollars": 1.0})
+
+
+def test_a_run_taken_up_again_ends_where_it_would_have_ended(server: LLMServer, tmp_path: Path) -> None:
+    server.otherwise = lambda _: Reply("hi", usage={"prompt_tokens": 20, "completion_tokens": 10})
+    budget = {"max_tokens": 250}
+    assert kinds(client(server, tmp_path, budget=budget), 3) == "aaa"
+    assert kinds(client(server, tmp_path, budget=budget), 10) == "aaaaaabbbb"
+    assert kinds(client(server, tmp_path, budget=budget), 10) == "aaaaaabbbb"
+    assert len(server.requests) == 6
+
+
+@pytest.mark.parametrize(
+    ("reply", "used"), [(Reply(cut=True), MOST), (Reply(drop=True), MOST), (Reply(raw="{"), MOST),
+                        (Reply(delay=1), MOST), (Reply(status=500), 0), (Reply(status=429), 0), (Reply(status=400), 0)],
+)  # fmt: skip
+def test_what_the_server_may_charge_for_counts_as_the_longest_answer(
+    server: LLMServer, reply: Reply, used: int
+) -> None:
+    server.otherwise = lambda _: reply
+    llm = client(server, timeout=0.3)
+    assert kinds(llm, 1) in "fm"
+    assert llm.budget.used.total == used
+    assert llm.budget.reserved == Usage()
+
+
+def test_retries_are_paid_from_the_same_budget(server: LLMServer) -> None:
+    server.otherwise = lambda _: Reply(cut=True)
+    llm = client(server, budget={"max_tokens": 250}, max_retries=9)
+    ((_, answer),) = llm.complete_all([Request(ASK, 0)])
+    assert isinstance(answer, CompletionError) and answer.kind == "budget"
+    assert "250 tokens" in answer.reason
+    assert len(server.requests) == 2
+
+
+def test_the_servers_own_figures_are_what_is_reported(server: LLMServer) -> None:
+    llm = client(server)
+    assert kinds(llm, 3) == "aaa"
+    honest = honest_usage(server.requests[0], "Please plan my week.")
+    assert llm.budget.used == Usage(3 * honest["prompt_tokens"], 3 * honest["completion_tokens"])
