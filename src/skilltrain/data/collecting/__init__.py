@@ -1,0 +1,1 @@
+"""Skills from a registry over HTTP: its listing, its archives, and what was fetched so far."""

@@ -1,0 +1,179 @@
+"""A real HTTP server on loopback that lists and hands out skills as a registry does, and fails as it is told to."""
+
+import hashlib
+import io
+import json
+import tarfile
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the server says. `length` is a Content-Length that lies; `cut` closes after so many bytes of the body."""
+
+    body: bytes = b""
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    length: int | None = None
+    cut: int | None = None
+
+
+@dataclass
+class Entry:
+    """A skill that the registry lists."""
+
+    body: bytes
+    updated: str = "2026-01-01"
+    digest: str = ""
+    etag: str = ""
+    url: str | None = None  # None: the registry's own
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request as it came in."""
+
+    path: str
+    headers: dict[str, str]
+
+
+@dataclass
+class Registry:
+    """The running registry: what it has, what it was asked, what it says instead."""
+
+    base_url: str = ""
+    skills: dict[str, Entry] = field(default_factory=dict)
+    page_size: int = 3
+    style: str = "number"
+    log: list[Asked] = field(default_factory=list)
+    # path and query → replies that come first, or a function that makes one (None: the usual reply)
+    script: dict[str, list[Reply]] = field(default_factory=dict)
+    before: Callable[[str], Reply | None] = field(default=lambda path: None)
+
+    @property
+    def paths(self) -> list[str]:
+        """What was asked for, in order."""
+        return [asked.path for asked in self.log]
+
+    def downloads(self) -> list[str]:
+        """Ids of the skills that were asked for, in order."""
+        return [path.rpartition("/")[2] for path in self.paths if path.startswith("/api/get/")]
+
+    def reply(self, path: str, headers: dict[str, str]) -> Reply:
+        """The usual reply: a page of the listing, or a skill."""
+        parts = urlsplit(path)
+        if parts.path == "/api/skills":
+            return self._page({key: values[0] for key, values in parse_qs(parts.query).items()})
+        entry = self.skills.get(parts.path.rpartition("/")[2])
+        if entry is None:
+            return Reply(b"no such skill", 404)
+        own = {"ETag": entry.etag} if entry.etag else {}
+        if entry.etag and headers.get("if-none-match") == entry.etag:
+            return Reply(b"", 304, own)
+        return Reply(entry.body, 200, own)
+
+    def _page(self, query: dict[str, str]) -> Reply:
+        start = int(query.get("cursor", 0)) if self.style != "number" else (int(query["page"]) - 1) * self.page_size
+        ids = list(self.skills)
+        page: dict[str, Any] = {"items": [self._item(i) for i in ids[start : start + self.page_size]]}
+        end = start + self.page_size
+        headers = {"Content-Type": "application/json"}
+        if self.style == "cursor":
+            page["next_cursor"] = str(end) if end < len(ids) else None
+        elif self.style == "link":
+            page["next"] = f"/api/skills?cursor={end}" if end < len(ids) else None
+        elif self.style == "header" and end < len(ids):
+            headers["Link"] = f'</api/skills?cursor={end}>; rel="next"'
+        return Reply(json.dumps(page).encode(), headers=headers)
+
+    def _item(self, skill_id: str) -> dict[str, Any]:
+        entry = self.skills[skill_id]
+        return {
+            "id": skill_id, "name": f"The {skill_id}", "updated_at": entry.updated, "digest": entry.digest,
+            "download_url": f"get/{skill_id}" if entry.url is None else entry.url,
+        }  # fmt: skip
+
+
+def skill_md(name: str, body: str = "Do it well.") -> bytes:
+    """A SKILL.md."""
+    return f"---\nname: {name}\ndescription: How to {name}.\n---\n# {name}\n{body}\n".encode()
+
+
+def zip_of(files: dict[str, bytes]) -> bytes:
+    """A zip archive."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+def tar_of(files: dict[str, bytes], mode: str = "w:gz") -> bytes:
+    """A tar archive, compressed by `mode`."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode=mode) as archive:  # type: ignore[call-overload]
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def digest_of(content: bytes) -> str:
+    """The SHA-256 as a listing writes it."""
+    return "sha256:" + hashlib.sha256(content).hexdigest()
+
+
+@contextmanager
+def registry_server() -> Iterator[Registry]:
+    """Yield a registry below /api on a free port of loopback."""
+    state, lock = Registry(), threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            with lock:
+                state.log.append(Asked(self.path, headers))
+                scripted = state.script.get(self.path, [])
+                reply = scripted.pop(0) if scripted else None
+            reply = reply or state.before(self.path) or state.reply(self.path, headers)
+            try:
+                self._send(reply)
+            except (BrokenPipeError, ConnectionResetError):
+                self.close_connection = True  # the client went away, as it does when it has read enough
+
+        def _send(self, reply: Reply) -> None:
+            self.send_response(reply.status)
+            for name, value in reply.headers.items():
+                self.send_header(name, value)
+            if reply.length != -1 and reply.status != 304:
+                self.send_header("Content-Length", str(len(reply.body) if reply.length is None else reply.length))
+            if reply.length is not None or reply.cut is not None:
+                self.close_connection = True
+                self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.write(reply.body if reply.cut is None else reply.body[: reply.cut])
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    state.base_url = f"http://127.0.0.1:{server.server_port}/api"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield state
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,332 @@
+"""Archives from strangers: what is hostile is refused with a reason, and nothing is ever written beside the folder."""
+
+import gzip
+import io
+import random
+import stat
+import struct
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from registry_server import skill_md, tar_of, zip_of
+from skilltrain.data.collecting.archive_members import ArchiveError, ArchiveLimits, path_key, path_parts
+from skilltrain.data.collecting.archives import kind_of, unpack
+
+LIMITS = ArchiveLimits()
+SKILL = skill_md("saw")
+
+
+def unpacked(content, root, limits=LIMITS, only_skill_files=False):
+    """(the folder's files → content, what unpack returned)."""
+    archive = root / "archive"
+    archive.write_bytes(content)
+    result = unpack(archive, root / "box" / "skill", limits, only_skill_files)
+    return files_in(root / "box" / "skill"), result
+
+
+def files_in(folder):
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def refusal(content, root, limits=LIMITS):
+    """The error of a refused archive, after a look that nothing was left or written anywhere."""
+    with pytest.raises(ArchiveError) as caught:
+        unpacked(content, root, limits)
+    assert [p.name for p in root.rglob("*") if not p.is_dir()] == ["archive"]
+    assert list((root / "box").iterdir()) == []
+    return caught.value
+
+
+def tar_with(*infos, content=SKILL, **settings):
+    """A tar archive of a SKILL.md and `infos`."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", **settings) as archive:
+        for info in (tarfile.TarInfo("SKILL.md"), *infos):
+            if info.isreg():
+                info.size = len(content)
+            archive.addfile(info, io.BytesIO(content) if info.isreg() else None)
+    return buffer.getvalue()
+
+
+def tar_entry(name, kind=tarfile.REGTYPE, link=""):
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, link
+    return info
+
+
+def zip_entry(name, mode):
+    info = zipfile.ZipInfo(name)
+    info.external_attr = mode << 16
+    return info
+
+
+@pytest.mark.parametrize("pack", [zip_of, tar_of, lambda files: tar_of(files, "w")], ids=["zip", "tar.gz", "tar"])
+def test_a_skill_comes_out_as_it_was_packed(tmp_path, pack):
+    files = {"SKILL.md": SKILL, "scripts/run.sh": b"echo", "empty": b"", "a/b/c/d.txt": b"x" * 70_000}
+    found, result = unpacked(pack(files), tmp_path)
+    assert found == files
+    assert (result.num_files, result.num_bytes, result.left_out) == (4, len(SKILL) + 4 + 70_000, [])
+    assert not (tmp_path / "box/skill/scripts/run.sh").stat().st_mode & 0o111
+
+
+def test_the_folder_around_everything_is_taken_off_and_folders_and_dots_do_not_count(tmp_path):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        archive.addfile(tar_entry("./", tarfile.DIRTYPE))
+        archive.addfile(tar_entry("./repo-abc123/", tarfile.DIRTYPE))
+        for name in ("./repo-abc123/SKILL.md", "./repo-abc123//more/x.md"):
+            info = tar_entry(name)
+            info.size = len(SKILL)
+            archive.addfile(info, io.BytesIO(SKILL))
+    assert unpacked(buffer.getvalue(), tmp_path)[0] == {"SKILL.md": SKILL, "more/x.md": SKILL}
+
+
+def test_a_text_is_a_skill_file(tmp_path):
+    assert unpacked(SKILL, tmp_path)[0] == {"SKILL.md": SKILL}
+
+
+def test_only_skill_files_are_written_if_no_more_is_wanted(tmp_path):
+    files = {"r/SKILL.md": SKILL, "r/data.bin": b"0" * 99, "r/sub/skill.md": SKILL}
+    found, result = unpacked(zip_of(files), tmp_path, only_skill_files=True)
+    assert found == {"SKILL.md": SKILL, "sub/skill.md": SKILL}
+    assert result.num_files == 2
+
+
+def test_a_nested_archive_stays_packed(tmp_path):
+    inner = zip_of({"../../evil": b"x"})
+    assert unpacked(zip_of({"SKILL.md": SKILL, "inner.zip": inner}), tmp_path)[0]["inner.zip"] == inner
+
+
+HOSTILE_NAMES = [
+    "../evil", "a/../../evil", "/etc/evil", "//evil", "C:/evil", "c:evil", "..\\evil", "a\\b", "\\\\host\\evil",
+    "a/\x01b", "line\nbreak", "..", ". ./evil", ".. /evil", ".../evil", "\uff0e\uff0e/evil", "a\uff0fb", "a\u2215b",
+    "\u2025/evil", "\u2024\u2024/evil", "a\uff3cb", "safe\u202etxt.exe", "x" * 300, "d/" * 40 + "x", "\x7fdel", "\x85x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES, ids=ascii)
+@pytest.mark.parametrize("pack", [zip_of, tar_of], ids=["zip", "tar"])
+def test_a_name_that_leads_out_or_deceives_refuses_the_archive(tmp_path, pack, name):
+    error = refusal(pack({"SKILL.md": SKILL, name: b"evil"}), tmp_path)
+    assert error.filter == "unsafe_name"
+    assert error.reason.isascii()
+    assert "\n" not in error.reason
+
+
+def test_what_stands_behind_a_nul_in_a_zip_name_is_seen(tmp_path):
+    content = zip_of({"SKILL.md": SKILL, "good.md#../evil": b"x"}).replace(b"good.md#", b"good.md\0")
+    assert refusal(content, tmp_path).filter == "unsafe_name"
+
+
+@given(st.text(max_size=40))
+def test_a_name_leads_below_its_folder_or_is_refused(name):
+    try:
+        parts = path_parts(name)
+    except ArchiveError:
+        return
+    assert not {"..", "", "."} & set(parts)
+    assert not any(char in part for part in parts for char in "/\\\0")
+    assert Path("/box/skill", *parts).is_relative_to("/box/skill")
+
+
+def test_names_that_some_file_system_takes_for_one_are_one():
+    assert path_key(("A", "Fi\u0301le.md")) == path_key(("a", "f\u00edle.MD"))
+    assert path_key(("a", "b")) != path_key(("a", "c"))
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+@pytest.mark.parametrize("target", ["/etc/passwd", "../../evil", "SKILL.md"])
+def test_links_in_a_tar_are_left_out_and_nothing_is_written_through_them(tmp_path, kind, target):
+    (tmp_path / "evil").mkdir()
+    link = tar_entry("trap", kind, str(tmp_path / "evil") if target == "/etc/passwd" else target)
+    found, result = unpacked(tar_with(link, tar_entry("trap/loot.md")), tmp_path)
+    assert found == {"SKILL.md": SKILL, "trap/loot.md": SKILL}
+    assert [(row.filter, row.value) for row in result.left_out] == [("link", 1.0)]
+    assert list((tmp_path / "evil").iterdir()) == []
+
+
+def test_links_in_a_zip_are_left_out(tmp_path):
+    buffer = io.BytesIO(zip_of({"SKILL.md": SKILL}))
+    with zipfile.ZipFile(buffer, "a") as archive:
+        archive.writestr(zip_entry("trap", stat.S_IFLNK | 0o777), "/etc/passwd")
+        archive.writestr(zip_entry("pipe", stat.S_IFIFO | 0o644), "")
+    found, result = unpacked(buffer.getvalue(), tmp_path)
+    assert found == {"SKILL.md": SKILL}
+    assert [row.filter for row in result.left_out] == ["link", "special_file"]
+
+
+@pytest.mark.parametrize("kind", [tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, b"9"])
+def test_devices_pipes_and_unknown_kinds_are_left_out(tmp_path, kind):
+    found, result = unpacked(tar_with(tar_entry("special", kind)), tmp_path)
+    assert found == {"SKILL.md": SKILL}
+    assert [(row.filter, row.value) for row in result.left_out] == [("special_file", 1.0)]
+    assert "'special'" in result.left_out[0].reason
+
+
+def test_of_colliding_paths_the_first_is_written(tmp_path):
+    files = {"SKILL.md": SKILL, "skill.md": b"other", "a": b"file", "a/b": b"below a file", "c/d": b"1", "C": b"2"}
+    found, result = unpacked(zip_of(files), tmp_path)
+    assert found == {"SKILL.md": SKILL, "a": b"file", "c/d": b"1"}
+    assert [(row.filter, row.value) for row in result.left_out] == [("collision", 3.0)]
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_a_name_that_stands_twice_is_written_once(tmp_path):
+    buffer = io.BytesIO(zip_of({"SKILL.md": SKILL}))
+    with zipfile.ZipFile(buffer, "a") as archive:
+        archive.writestr("SKILL.md", b"what a scanner does not see")
+    found, result = unpacked(buffer.getvalue(), tmp_path)
+    assert found == {"SKILL.md": SKILL}
+    assert result.left_out[0].filter == "collision"
+
+
+def test_a_large_file_is_left_out(tmp_path):
+    limits = ArchiveLimits(max_file_bytes=100)
+    found, result = unpacked(tar_of({"SKILL.md": b"# x", "model.bin": b"0" * 101}), tmp_path, limits)
+    assert found == {"SKILL.md": b"# x"}
+    assert [(row.filter, row.value) for row in result.left_out] == [("file_too_big", 1.0)]
+
+
+@pytest.mark.parametrize("pack", [zip_of, tar_of], ids=["zip", "tar.gz"])
+def test_bombs_are_refused_by_ratio_by_size_and_by_count(tmp_path, pack):
+    zeros = pack({"SKILL.md": SKILL, "zeros": bytes(3_000_000)})
+    assert len(zeros) < 15_000
+    assert "more than 200 times" in refusal(zeros, tmp_path).reason
+    many = pack({"SKILL.md": SKILL, **{f"f{number}": b"" for number in range(20)}})
+    assert refusal(many, tmp_path, ArchiveLimits(max_files=5)).filter == "bomb"
+    noise = pack({"SKILL.md": SKILL, **{f"n{i}": random.Random(i).randbytes(40_000) for i in range(6)}})
+    assert "100,000 bytes" in refusal(noise, tmp_path, ArchiveLimits(max_unpacked_bytes=100_000)).reason
+    assert unpacked(noise, tmp_path)[1].num_files == 7
+
+
+def test_a_gzip_bomb_is_not_unpacked_to_its_end(tmp_path):
+    error = refusal(gzip.compress(bytes(20_000_000), 1), tmp_path)
+    assert error.filter == "bomb"
+    assert error.value is not None
+    assert 200 < error.value < 202  # the ratio at which it was stopped, of 230 in all
+
+
+def test_an_encrypted_zip_is_refused(tmp_path):
+    content = bytearray(zip_of({"SKILL.md": SKILL, "secret": b"x"}))
+    entry = content.rfind(b"PK\x01\x02")
+    content[entry + 8] |= 1
+    error = refusal(bytes(content), tmp_path)
+    assert (error.filter, "'secret'" in error.reason) == ("encrypted", True)
+
+
+def test_zip_entries_that_share_bytes_are_refused(tmp_path):
+    """Two entries of the directory on one local header: the seed of every overlapping bomb."""
+    content = zip_of({"SKILL.md": SKILL, "aaaa": b"x", "bbbb": b"x"})
+    first, second = content.find(b"PK\x01\x02"), content.rfind(b"PK\x01\x02")
+    third = content.find(b"PK\x01\x02", first + 1)
+    offset = content[third + 42 : third + 46]
+    overlapping = content[: second + 42] + offset + content[second + 46 :]
+    assert "shares bytes" in refusal(overlapping, tmp_path).reason
+
+
+def test_a_wrong_crc_and_a_cut_are_refused(tmp_path):
+    files = {"SKILL.md": SKILL, "noise": random.Random(0).randbytes(5000)}
+    for pack in (zip_of, tar_of):
+        content = pack(files)
+        for place in (len(content) // 2, len(content) - 30):
+            assert refusal(content[:place], tmp_path).filter == "broken_archive"
+    content = bytearray(zip_of(files))
+    content[2000] ^= 255
+    assert refusal(bytes(content), tmp_path).filter == "broken_archive"
+    assert refusal(tar_of(files, "w")[:3000], tmp_path).filter == "broken_archive"
+
+
+def test_an_unknown_compression_zip64_and_a_giant_directory_are_refused(tmp_path):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("SKILL.md", SKILL)
+    assert "method 14" in refusal(buffer.getvalue(), tmp_path).reason
+    content = zip_of({"SKILL.md": SKILL})
+    end = content.rfind(b"PK\x05\x06")
+    locator = struct.pack("<4sLQL", b"PK\x06\x07", 0, 0, 1)
+    assert "zip64" in refusal(content[:end] + locator + content[end:], tmp_path).reason
+    giant = content[: end + 12] + struct.pack("<L", 2**31) + content[end + 16 :]
+    assert refusal(giant, tmp_path).filter == "broken_archive"
+    many = zip_of(
+        {"SKILL.md": SKILL, **{f"{n:0900}"[:200]: b"" for n in range(3)}, **{f"x{n}": b"" for n in range(200)}}
+    )
+    assert refusal(many, tmp_path, ArchiveLimits(max_files=4)).filter == "bomb"
+
+
+@pytest.mark.parametrize(
+    ("pax", "filter"),
+    [
+        ({"comment": "x" * 10_000}, "bomb"),
+        ({"comment": "9" * 100}, "bomb"),
+        ({"size": "1"}, "special_file"),
+        ({"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}, "special_file"),
+    ],
+)
+def test_pax_headers_that_cost_time_or_move_the_reader_are_refused(tmp_path, pax, filter):
+    assert refusal(tar_with(format=tarfile.PAX_FORMAT, pax_headers=pax), tmp_path).filter == filter
+
+
+def test_a_long_path_in_a_pax_or_gnu_header_is_read(tmp_path):
+    name = "/".join(["folder"] * 25) + "/file-with-a-name-that-takes-some-room.md"
+    for form in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
+        root = tmp_path / str(form)
+        root.mkdir()
+        assert name in unpacked(tar_with(tar_entry(name), format=form), root)[0]
+
+
+def test_negative_sizes_broken_checksums_and_long_chains_of_headers_are_refused(tmp_path):
+    def with_size(field):
+        block = bytearray(tar_with(tar_entry("second"))[:512])
+        block[124:136] = field
+        block[148:156] = b" " * 8
+        block[148:156] = f"{sum(block):06o}\0 ".encode()
+        return bytes(block)
+
+    assert "negative" in refusal(with_size(b"\xff" * 12) + bytes(2048), tmp_path).reason
+    content = bytearray(tar_with(tar_entry("second")))
+    content[1024 + 5] ^= 1  # in the name of the second header, which its checksum covers
+    assert "byte 1,024" in refusal(bytes(content), tmp_path).reason
+    long_name = tar_with(tar_entry("n" * 150), format=tarfile.GNU_FORMAT)[1024:2048]
+    assert refusal(long_name * 3000 + bytes(1024), tmp_path).filter in ("broken_archive", "bomb")
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "filter"),
+    [
+        (b"7z\xbc\xaf\x27\x1c" + bytes(50), "other", "unknown_format"),
+        (b"BZh9" + bytes(range(256)), "other", "unknown_format"),
+        (b"\n <!DOCTYPE html><html>", "html", "unknown_format"),
+        (b'{"error": "log in"}', "json", "unknown_format"),
+        (gzip.compress(SKILL, mtime=0), "gzip", "unknown_format"),
+        (zip_of({}), "zip", "no_skill_file"),
+        (zip_of({"README.md": b"x"}), "zip", "no_skill_file"),
+    ],
+)
+def test_what_is_no_skill_is_refused(tmp_path, content, kind, filter):
+    assert refusal(content, tmp_path).filter == filter
+    assert kind_of(tmp_path / "archive") == kind
+
+
+def test_any_damage_ends_in_a_skill_or_a_refusal(tmp_path):
+    """400 archives with a few random bytes changed: no other exception, nothing outside the folder."""
+    draw = random.Random(7)
+    files = {"SKILL.md": SKILL, "sub/x.txt": b"text " * 50}
+    long = tar_with(tar_entry("long/" * 22 + "name.md"), tar_entry("link", tarfile.SYMTYPE, "SKILL.md"))
+    for number in range(400):
+        content = bytearray((zip_of(files), tar_of(files), tar_of(files, "w"), long)[number % 4])
+        for _ in range(draw.randint(1, 4)):
+            content[draw.randrange(len(content))] = draw.choice([0, 255, 47, 46, draw.randrange(256)])
+        root = tmp_path / str(number)
+        root.mkdir()
+        try:
+            unpacked(bytes(content), root)
+        except ArchiveError as error:
+            assert error.reason
+        assert {path.name for path in root.iterdir()} == {"archive", "box"}
+        assert {path.name for path in (root / "box").iterdir()} <= {"skill"}
+        assert not any(path.is_symlink() for path in root.rglob("*"))

@@ -1,0 +1,714 @@
+"""The collector against a real server on loopback: polite, bounded, resumable, never led astray."""
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from email.utils import formatdate
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from registry_server import Entry, Reply, digest_of, registry_server, skill_md, tar_of, zip_of
+from skilltrain.config import validate
+from skilltrain.data.collecting.collect import CollectConfig, collect, run_collect
+from skilltrain.data.collecting.output import folder_name
+from skilltrain.data.collecting.pace import Clock, Pace
+from skilltrain.data.collecting.state import open_state
+from skilltrain.data.pool.skill_pool import PoolConfig, run_pool
+from skilltrain.errors import SkilltrainError
+from skilltrain.recipe import parse_recipe, run_recipe
+from skilltrain.tables import DROPPED, SKILLS, read_table
+
+FAST = {"requests_per_second": 1e6, "min_backoff": 0, "max_backoff": 0, "timeout": 10}
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    """Loopback is reached directly wherever the tests run."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+
+
+@pytest.fixture
+def registry():
+    with registry_server() as server:
+        server.skills = {f"s{number}": Entry(zip_of({"SKILL.md": skill_md(f"skill {number}")})) for number in range(7)}
+        yield server
+
+
+def config_for(registry, root, **changes):
+    """Settings; `registry__x` and `http__x` change a key of these sections."""
+    sections = {"registry": {"base_url": registry.base_url}, "http": dict(FAST)}
+    for key in list(changes):
+        section, found, name = key.partition("__")
+        if found:
+            sections[section][name] = changes.pop(key)
+    values = {"stage": "collect", "state": root / "state", "out": root / "out", **sections, **changes}
+    return validate(CollectConfig, values, "test")
+
+
+def sync(registry, root, out="out", **changes):
+    """(summary, skill_id → row of SKILLS, {(skill_id, filter)} of DROPPED, rows of DROPPED) of one run."""
+    registry.log.clear()
+    folder = root / out
+    folder.mkdir()
+    summary = run_collect(config_for(registry, root, **changes), folder)
+    dropped = read_table(folder, DROPPED).to_pylist()
+    skills = {row["skill_id"]: row for row in read_table(folder, SKILLS).to_pylist()}
+    return summary, skills, {(row["skill_id"], row["filter"]) for row in dropped}, dropped
+
+
+def failure(registry, root, **changes):
+    with pytest.raises(SkilltrainError) as caught:
+        sync(registry, root, out=f"out{random.random()}", **changes)
+    return str(caught.value)
+
+
+class FakeTime:
+    """A clock that only sleeping moves."""
+
+    def __init__(self):
+        self.seconds, self.slept = 1000.0, []
+        self.clock = Clock(lambda: self.seconds, lambda: self.seconds, self.sleep)
+
+    def sleep(self, seconds):
+        self.slept.append(seconds)
+        self.seconds += seconds
+
+
+# ---- what comes out
+
+
+def test_every_listed_skill_is_collected_and_the_pool_reads_it(registry, tmp_path):
+    summary, skills, dropped, _ = sync(registry, tmp_path)
+    assert list(skills) == [f"s{number}" for number in range(7)]
+    assert skills["s3"]["name"] == "skill 3"
+    assert skills["s3"]["source"] == "127.0.0.1"
+    assert not dropped
+    # pages of 3 + 3 + 1 and an empty one, then each skill once
+    assert registry.paths[:4] == [f"/api/skills?page={page}" for page in (1, 2, 3, 4)]
+    assert registry.downloads() == list(skills)
+    assert summary == {
+        "num_listed": 7, "num_collected": 7, "num_skills": 7, "num_fetched": 7, "num_not_modified": 0,
+        "num_up_to_date": 0, "num_requests": 11, "num_dropped": {},
+    }  # fmt: skip
+    (tmp_path / "pool").mkdir()
+    found = run_pool(PoolConfig(sources=[tmp_path / "out"], out=tmp_path / "pool"), tmp_path / "pool")
+    assert found["num_skills"] == 7
+    assert set(read_table(tmp_path / "pool", SKILLS)["skill_id"].to_pylist()) == set(skills)
+
+
+def test_as_a_recipe_it_fills_out_and_leaves_a_finished_run_alone(registry, tmp_path):
+    values = config_for(registry, tmp_path).model_dump(mode="json")
+    first = run_recipe(parse_recipe(values, "test"), resume=False)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "skills", "skills.parquet", "dropped.parquet", "collected.jsonl", "run.json", "recipe.yaml",
+    }  # fmt: skip
+    num_asked = len(registry.log)
+    assert run_recipe(parse_recipe(values, "test"), resume=False) == first
+    assert len(registry.log) == num_asked
+
+
+@pytest.mark.parametrize(
+    ("style", "pages"),
+    [
+        ("cursor", {"kind": "cursor"}),
+        ("link", {"kind": "link"}),
+        ("header", {"kind": "link", "key": None}),
+        ("number", {"kind": "number"}),
+    ],
+)
+def test_each_kind_of_pages_is_read_to_its_end(registry, tmp_path, style, pages):
+    registry.style = style
+    _, skills, _, _ = sync(registry, tmp_path, registry__pages=pages, registry__params={"limit": "3"})
+    assert len(skills) == 7
+    assert "limit=3" in registry.paths[0]
+    assert len(set(registry.paths)) == len(registry.paths)
+
+
+def test_keys_nested_lists_at_the_root_and_a_template_of_the_download(registry, tmp_path):
+    page = {"data": {"list": [{"slug": "own er/ns", "meta": {"v": 3, "title": "T"}}], "more": False}}
+    registry.script["/api/skills?page=1"] = [Reply(json.dumps(page).encode())]
+    registry.script["/api/get/own%20er%2Fns"] = [Reply(b"# no header\nA body.")]
+    _, skills, _, _ = sync(
+        registry, tmp_path, registry__pages={"kind": "number", "more": "data.more"}, registry__download="get/{slug}",
+        registry__keys={"items": "data.list", "id": "slug", "updated": "meta.v", "name": "meta.title"},
+    )  # fmt: skip
+    assert skills["own er/ns"]["name"] == "T"
+    assert registry.paths == ["/api/skills?page=1", "/api/get/own%20er%2Fns"]
+    listed = [{"id": 5, "download_url": "get/s1"}]
+    registry.script["/api/skills?page=1"] = [Reply(json.dumps(listed).encode())]
+    registry.script["/api/skills?page=2"] = [Reply(b"[]")]
+    assert list(sync(registry, tmp_path, "b", registry__keys={"items": ""}, state=tmp_path / "s2")[1]) == ["5"]
+
+
+def test_several_skills_in_one_archive_have_their_paths_behind_the_id(registry, tmp_path):
+    repository = {f"repo-1/skills/{name}/SKILL.md": skill_md(name) for name in ("saw", "drill")}
+    registry.skills = {
+        "owner/repo": Entry(zip_of(repository | {"repo-1/README.md": b"x"})),
+        "owner/repo/skills/saw": Entry(skill_md("the real saw")),
+        "one": Entry(tar_of({"deep/er/SKILL.md": skill_md("deep"), "deep/x": b""})),
+    }
+    registry.skills["owner/repo"].url, registry.skills["owner/repo/skills/saw"].url = "get/a", "get/b"
+    registry.script["/api/get/a"] = [Reply(registry.skills["owner/repo"].body)]
+    registry.script["/api/get/b"] = [Reply(registry.skills["owner/repo/skills/saw"].body)]
+    _, skills, dropped, _ = sync(registry, tmp_path)
+    assert {skill_id: row["name"] for skill_id, row in skills.items()} == {
+        "one": "deep", "owner/repo/skills/drill": "drill", "owner/repo/skills/saw": "the real saw",
+        "owner/repo/skills/saw~2": "saw",
+    }  # fmt: skip
+    assert not dropped
+    lines = [json.loads(line) for line in (tmp_path / "out/collected.jsonl").read_text().splitlines()]
+    assert [(line["skill_id"], line["folder"]) for line in lines] == [
+        (skill_id, folder_name(skill_id)) for skill_id in ("one", "owner/repo", "owner/repo/skills/saw")
+    ]
+
+
+def test_ids_become_safe_folders_that_never_collide():
+    taken = "foo~" + folder_name("Foo").partition("~")[2]
+    ids = ["foo", "Foo", "FOO", taken, "..", ".", "", "a/b", "a-b", "a\\b", "/etc", "x" * 500, "COM1", "ä", "b.", "-x"]
+    names = [folder_name(skill_id) for skill_id in ids]
+    assert len({name.casefold() for name in names}) == len(ids)
+    for name in names:
+        assert name.isascii()
+        assert len(name) <= 80
+        assert not {"/", "\\", "\0"} & set(name)
+        assert name.strip(". ") == name != ""
+    assert (names[0], names[8]) == ("foo", "a-b")
+
+
+def test_hostile_archives_and_entries_are_dropped_with_a_reason_and_touch_nothing(registry, tmp_path):
+    good = registry.skills.pop("s0")
+    registry.skills = {
+        "../../evil": good,
+        "zip-slip": Entry(zip_of({"SKILL.md": b"x", "../../../evil": b"x"})),
+        "no-skill": Entry(zip_of({"README.md": b"x"})),
+        "bad\nid": Entry(b"x"),
+        "x" * 600: Entry(b"x"),
+        "fine": Entry(good.body),
+    }
+    registry.skills["../../evil"].url = "get/fine"
+    _, skills, dropped, rows = sync(registry, tmp_path)
+    assert set(skills) == {"fine", "../../evil"}
+    assert dropped == {("zip-slip", "unsafe_name"), ("no-skill", "no_skill_file"), ("bad id", "bad_id"), ("", "no_id")}
+    assert all(row["reason"] and "\n" not in row["reason"] for row in rows)
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "state"}
+    assert {path.parent for path in (tmp_path / "out/skills").iterdir()} == {tmp_path / "out/skills"}
+
+
+def test_only_skill_files_on_request(registry, tmp_path):
+    registry.skills = {"s": Entry(zip_of({"SKILL.md": skill_md("s"), "big.bin": b"x" * 1000}))}
+    sync(registry, tmp_path, unpack="skill_files")
+    assert [path.name for path in (tmp_path / "out/skills/s").iterdir()] == ["SKILL.md"]
+
+
+# ---- the second run
+
+
+def test_a_second_run_asks_only_for_what_is_new_or_changed(registry, tmp_path):
+    registry.skills["gone"] = Entry(b"", url="get/nowhere")
+    _, _, dropped, _ = sync(registry, tmp_path)
+    assert dropped == {("gone", "gone")}
+    registry.skills["s2"] = Entry(skill_md("two, changed"), updated="2026-02-02")
+    registry.skills["new"] = Entry(skill_md("new"))
+    del registry.skills["s5"]
+    summary, skills, dropped, rows = sync(registry, tmp_path, "b")
+    assert sorted(registry.downloads()) == ["new", "s2"]
+    assert skills["s2"]["name"] == "two, changed"
+    assert "s5" not in skills
+    assert dropped == {("gone", "gone"), ("s5", "unlisted")}
+    assert {row["reason"] for row in rows if row["skill_id"] == "gone"} == {"HTTP 404"}
+    assert (summary["num_fetched"], summary["num_up_to_date"]) == (2, 6)
+    # the old download of s2 is gone, the others are there
+    assert len(list((tmp_path / "state/downloads").glob("*/*"))) == 8
+
+
+def test_403_and_404_are_skipped_for_good_until_the_listing_shows_another_version(registry, tmp_path):
+    registry.script["/api/get/s1"] = [Reply(b"", 403)]
+    registry.script["/api/get/s2"] = [Reply(b"", 404)]
+    assert sync(registry, tmp_path)[2] == {("s1", "gone"), ("s2", "gone")}
+    assert sync(registry, tmp_path, "b")[2] == {("s1", "gone"), ("s2", "gone")}
+    assert registry.downloads() == []
+    registry.skills["s1"].updated = "2027"
+    assert sync(registry, tmp_path, "c")[2] == {("s2", "gone")}
+    assert registry.downloads() == ["s1"]
+
+
+def test_5xx_is_tried_three_times_and_again_in_the_next_run(registry, tmp_path):
+    registry.script["/api/get/s1"] = [Reply(b"", 503)] * 3
+    registry.script["/api/get/s2"] = [Reply(b"", 500)] * 2
+    _, skills, dropped, rows = sync(registry, tmp_path)
+    assert dropped == {("s1", "failed")}
+    assert "HTTP 503 (tried 3 times)" in rows[0]["reason"]
+    assert "s2" in skills
+    assert (registry.downloads().count("s1"), registry.downloads().count("s2")) == (3, 3)
+    assert not sync(registry, tmp_path, "b")[2]
+    assert registry.downloads() == ["s1"]
+
+
+def test_a_skill_whose_new_version_cannot_be_had_keeps_the_old_one(registry, tmp_path):
+    sync(registry, tmp_path)
+    registry.skills["s1"].updated = "2027"
+    registry.script["/api/get/s1"] = [Reply(b"", 500)] * 3
+    _, skills, _, rows = sync(registry, tmp_path, "b")
+    assert skills["s1"]["name"] == "skill 1"
+    assert "the version of before is kept" in rows[0]["reason"]
+    registry.skills["s1"].body = skill_md("fresh")
+    assert sync(registry, tmp_path, "c")[1]["s1"]["name"] == "fresh"
+
+
+def test_what_the_listing_cannot_tell_is_asked_for_with_the_etag(registry, tmp_path):
+    for number, entry in enumerate(registry.skills.values()):
+        entry.updated, entry.etag = "", f'"{number}"'
+    sync(registry, tmp_path)
+    registry.skills["s4"].body, registry.skills["s4"].etag = skill_md("four, changed"), '"new"'
+    summary, skills, _, _ = sync(registry, tmp_path, "b")
+    assert (summary["num_fetched"], summary["num_not_modified"]) == (1, 6)
+    assert skills["s4"]["name"] == "four, changed"
+    assert [asked.headers.get("if-none-match") for asked in registry.log if "get/s1" in asked.path] == ['"1"']
+
+
+def test_an_etag_of_another_url_is_not_used(registry, tmp_path):
+    registry.skills = {"s": Entry(skill_md("one"), etag='"1"')}
+    sync(registry, tmp_path)
+    registry.skills = {"s": Entry(skill_md("two"), etag='"1"', updated="2", url="get/s?v=2")}
+    assert sync(registry, tmp_path, "b")[1]["s"]["name"] == "two"
+
+
+def test_a_page_that_has_not_changed_is_not_read_again(registry, tmp_path):
+    etag = {"ETag": '"p1"'}
+    body = registry.reply("/api/skills?page=1", {}).body
+    registry.script["/api/skills?page=1"] = [Reply(body, headers=etag), Reply(b"", 304, etag)]
+    sync(registry, tmp_path)
+    _, skills, _, _ = sync(registry, tmp_path, "b")
+    assert registry.log[0].headers["if-none-match"] == '"p1"'
+    assert len(skills) == 7
+
+
+def test_a_lost_download_is_fetched_again(registry, tmp_path):
+    sync(registry, tmp_path)
+    next((tmp_path / "state/downloads").glob("*/*")).unlink()
+    assert sync(registry, tmp_path, "b")[0]["num_fetched"] == 1
+
+
+# ---- limits and lies
+
+
+def test_a_download_is_stopped_at_the_limit_whatever_its_length_says(registry, tmp_path):
+    big = Reply(b"x" * 3_000_000, length=-1)  # no Content-Length: ends with the connection
+    registry.script["/api/get/s1"] = [big]
+    registry.script["/api/get/s2"] = [Reply(b"x", length=10**12)]
+    registry.script["/api/get/s3"] = [Reply(gzip.compress(bytes(30_000_000)), headers={"Content-Encoding": "gzip"})]
+    _, _, dropped, rows = sync(registry, tmp_path, http__max_download_bytes=100_000, http__attempts=1)
+    assert dropped == {("s1", "too_big"), ("s2", "too_big"), ("s3", "too_big")}
+    assert {row["value"] for row in rows} == {100_000.0}
+    assert not (tmp_path / "state/.partial").exists()
+    sync(registry, tmp_path, "b", http__max_download_bytes=100_000)
+    assert registry.downloads() == []
+    assert not sync(registry, tmp_path, "c")[2]
+    assert registry.downloads() == ["s1", "s2", "s3"]
+
+
+def test_a_cut_download_a_wrong_digest_and_an_unasked_encoding_are_not_taken(registry, tmp_path):
+    for skill_id in ("s1", "s2"):
+        registry.skills[skill_id].digest = digest_of(registry.skills[skill_id].body)
+    whole = registry.skills["s1"].body
+    registry.script["/api/get/s0"] = [Reply(whole, cut=20)]
+    registry.script["/api/get/s1"] = [Reply(whole[:-9], length=-1)]
+    registry.script["/api/get/s2"] = [Reply(whole)] * 3
+    registry.script["/api/get/s3"] = [Reply(gzip.compress(whole)[:-9], headers={"Content-Encoding": "gzip"})]
+    registry.script["/api/get/s4"] = [Reply(whole, headers={"Content-Encoding": "br"})]
+    _, skills, dropped, rows = sync(registry, tmp_path)
+    assert dropped == {("s2", "failed"), ("s4", "failed")}
+    assert {"s0", "s1", "s3"} <= set(skills)
+    assert [registry.downloads().count(f"s{number}") for number in range(5)] == [2, 2, 3, 2, 1]
+    reasons = {row["skill_id"]: row["reason"] for row in rows}
+    assert "is not what the listing says" in reasons["s2"]
+    assert "'br' was not asked for" in reasons["s4"]
+
+
+def test_an_archive_that_came_broken_is_asked_for_again_in_full(registry, tmp_path):
+    registry.skills["s1"].etag = '"1"'
+    registry.script["/api/get/s1"] = [Reply(registry.skills["s1"].body[:-30], length=-1, headers={"ETag": '"1"'})]
+    assert sync(registry, tmp_path)[2] == {("s1", "broken_archive")}
+    assert not sync(registry, tmp_path, "b")[2]
+    assert registry.downloads() == ["s1"]
+
+
+def test_a_page_of_html_in_place_of_a_skill_is_asked_for_again_in_the_next_run(registry, tmp_path):
+    registry.script["/api/get/s1"] = [Reply(b"<!doctype html><html>Log in")]
+    registry.script["/api/get/s2"] = [Reply(b'{"error": "slow down"}')]
+    _, _, dropped, rows = sync(registry, tmp_path)
+    assert dropped == {("s1", "failed"), ("s2", "failed")}
+    assert {row["reason"] for row in rows} == {"the answer is an HTML page", "the answer is a JSON object"}
+    assert not sync(registry, tmp_path, "b")[2]
+
+
+def test_the_run_stops_when_it_is_the_registry_that_fails(registry, tmp_path):
+    registry.before = lambda path: Reply(b"", 500) if "/get/" in path else None
+    assert "4 skills in a row could not be had; the last: HTTP 500" in failure(
+        registry, tmp_path, max_failures_in_row=4
+    )
+    assert len(registry.downloads()) == 12
+    registry.before = lambda path: None
+    assert len(sync(registry, tmp_path)[1]) == 7
+    assert not any("skills?" in path for path in registry.paths)  # the listing was there already
+
+
+# ---- where it may be led
+
+
+def test_other_hosts_private_addresses_and_other_schemes_are_refused_without_a_request(registry, tmp_path):
+    host = registry.base_url.removeprefix("http://").removesuffix("/api")
+    urls = [
+        "http://169.254.169.254/latest/meta-data", "http://localhost:1/x", "http://127.0.0.1:1/x", "file:///etc/passwd",
+        "http://[::1]/x", f"http://user:pw@{host}/x", f"http://{host}@evil.example/x", "ftp://evil.example/x",
+        "//evil.example/x", "http://2130706433/x", "https://evil.example/x", "http://[", "javascript:alert(1)",
+    ]  # fmt: skip
+    for number, url in enumerate(urls):
+        registry.skills[f"bad{number}"] = Entry(b"x", url=url)
+    _, skills, dropped, rows = sync(registry, tmp_path)
+    assert {skill_id for skill_id, _ in dropped} == {f"bad{number}" for number in range(len(urls))}
+    assert {filter for _, filter in dropped} <= {"host_not_allowed", "no_url"}
+    assert len(skills) == 7
+    assert not any(path.rpartition("/")[2] == "x" for path in registry.paths)
+    assert "169.254.169.254:80 is a private address and not in allow_hosts" in str(rows)
+
+
+def test_the_token_goes_to_the_registry_alone_and_is_never_written(registry, tmp_path, monkeypatch):
+    monkeypatch.setenv("REGISTRY_TOKEN", "s3cret-token")
+    with registry_server() as elsewhere:
+        host = elsewhere.base_url.removeprefix("http://").removesuffix("/api")
+        elsewhere.script["/x"] = [Reply(skill_md("from elsewhere"))] * 2
+        registry.script["/api/get/s1"] = [Reply(b"", 302, {"Location": f"http://{host}/x"})]
+        registry.skills["s2"].url = f"http://{host}/x"
+        settings = {"registry__token_env": "REGISTRY_TOKEN", "registry__allow_hosts": [host]}
+        _, skills, _, _ = sync(registry, tmp_path, **settings)
+        assert skills["s1"]["name"] == skills["s2"]["name"] == "from elsewhere"
+        assert len(elsewhere.log) == 2
+        assert not any("authorization" in asked.headers for asked in elsewhere.log)
+    assert all(asked.headers["authorization"] == "Bearer s3cret-token" for asked in registry.log)
+    written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(b"s3cret" in content for content in written)
+
+
+def test_redirects_stay_on_allowed_hosts_and_come_to_an_end(registry, tmp_path):
+    registry.script["/api/get/s1"] = [Reply(b"", 301, {"Location": "/api/moved"})]
+    registry.script["/api/moved"] = [Reply(skill_md("moved"))]
+    registry.script["/api/get/s2"] = [Reply(b"", 302, {"Location": "http://169.254.169.254/"})]
+    registry.script["/api/get/s3"] = [Reply(b"", 302, {"Location": "file:///etc/passwd"})]
+    registry.script["/api/get/s4"] = [Reply(b"", 307, {"Location": "/api/get/s4"})] * 99
+    registry.script["/api/get/s5"] = [Reply(b"", 302)]
+    _, skills, dropped, rows = sync(registry, tmp_path)
+    assert skills["s1"]["name"] == "moved"
+    assert dropped == {(f"s{number}", "failed") for number in (2, 3, 4, 5)}
+    assert registry.downloads().count("s4") == 6
+    reasons = {row["skill_id"]: row["reason"] for row in rows}
+    assert "not in allow_hosts" in reasons["s2"]
+    assert "only http and https" in reasons["s3"]
+    assert "more than 5 redirects" in reasons["s4"]
+    assert "without a Location" in reasons["s5"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"registry__base_url": "ftp://h/x"}, "http:// or https://"),
+        ({"registry__base_url": "http://user:pw@h/x"}, "no user, password or query"),
+        ({"registry__base_url": "http://h:99999/"}, "http:// or https://"),
+        ({"registry__token_env": "sk-123"}, "must name an environment variable"),
+        ({"registry__token_env": "NOT_SET_ANYWHERE"}, "NOT_SET_ANYWHERE is not set"),
+        ({"registry__allow_hosts": ["*.example.org"]}, "is not a host"),
+        ({"registry__allow_hosts": ["http://h/"]}, "is not a host"),
+        ({"registry__pages": {"kind": "numbers"}}, "unknown choice 'numbers', did you mean 'number'"),
+        ({"http__min_backoff": 5}, "min_backoff is more than max_backoff"),
+    ],
+)
+def test_wrong_settings_are_refused(registry, tmp_path, changes, message):
+    assert message in failure(registry, tmp_path, **changes)
+    assert "pw" not in failure(registry, tmp_path, **changes).replace("password", "")
+
+
+def test_a_state_inside_out_and_a_token_that_is_none_are_refused(registry, tmp_path, monkeypatch):
+    assert "state must not lie in out" in failure(registry, tmp_path, state=tmp_path / "out" / "state")
+    monkeypatch.setenv("REGISTRY_TOKEN", "line\nbreak")
+    message = failure(registry, tmp_path, registry__token_env="REGISTRY_TOKEN")
+    assert "is no token" in message
+    assert "break" not in message
+
+
+# ---- a listing that misbehaves
+
+
+def test_pages_that_repeat_forever_end_with_an_error(registry, tmp_path):
+    first = registry.reply("/api/skills?page=1", {})
+    registry.before = lambda path: first if "skills?" in path else None
+    assert "the last 3 pages list nothing new: the listing goes round in circles" in failure(registry, tmp_path)
+    assert len(registry.paths) == 4
+
+
+def test_cursors_that_go_in_a_circle_end_with_an_error(registry, tmp_path):
+    registry.style = "cursor"
+    page = json.dumps({"items": [{"id": "s0", "download_url": "x"}], "next_cursor": "0"}).encode()
+    registry.before = lambda path: Reply(page) if "cursor" in path else None
+    assert "round in circles" in failure(registry, tmp_path, registry__pages={"kind": "cursor"})
+    assert not registry.downloads()
+
+
+def test_an_id_that_comes_twice_is_one_skill_and_its_later_entry_counts(registry, tmp_path):
+    body = json.dumps({"items": [
+        {"id": "s0", "download_url": "get/s0", "updated_at": "old"}, {"id": "s6", "download_url": "get/s1"},
+    ]}).encode()  # fmt: skip
+    registry.script["/api/skills?page=1"] = [Reply(body)]
+    registry.before = lambda path: registry.reply("/api/skills?page=1", {}) if path.endswith("page=2") else None
+    _, skills, dropped, _ = sync(registry, tmp_path)
+    assert sorted(skills) == ["s0", "s1", "s2", "s6"]
+    assert registry.downloads() == ["s0", "s1", "s2", "s6"]
+    assert dropped == {("s6", "same_id")}  # its two entries led to different downloads
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (Reply(b"<html>Welcome"), "the answer is an HTML page (tried 3 times)"),
+        (Reply(b'{"items": [{"id": 1'), "the answer is no JSON"),
+        (Reply(b"[" * 100_000), "the answer is no JSON"),
+        (Reply(b'{"skills": []}'), "no list under 'items'; it is an object with the keys skills"),
+        (Reply(b'{"items": []}'), "lists no skill"),
+        (Reply(b'{"items": [{"slug": "a"}, 7]}'), "has no usable id among its keys slug"),
+        (Reply(b'{"items": [{"id": "a"}]}'), "has no usable download_url among its keys id"),
+        (Reply(b"", 401), "set token_env"),
+        (Reply(b"", 404), "HTTP 404 (check registry.base_url and listing)"),
+        (Reply(b"", 502), "HTTP 502 (tried 3 times)"),
+        (Reply(b"x" * 2000), "has more than 1,000 bytes"),
+        (Reply(b"", 302, {"Location": "http://evil.example/"}), "name it in registry.allow_hosts"),
+    ],
+    ids=str,
+)
+def test_a_first_page_that_is_none_is_one_clear_line(registry, tmp_path, reply, message):
+    registry.before = lambda path: reply
+    settings = {"http__max_page_bytes": 1000} if len(reply.body) == 2000 else {}
+    assert message in failure(registry, tmp_path, **settings)
+    assert not registry.downloads()
+
+
+def test_the_end_may_be_a_404_and_a_trial_may_stop_early(registry, tmp_path):
+    registry.script["/api/skills?page=4"] = [Reply(b"", 404)]
+    assert len(sync(registry, tmp_path)[1]) == 7
+    settings = {"registry__max_skills": 4, "state": tmp_path / "trial"}
+    assert list(sync(registry, tmp_path, "b", **settings)[1]) == ["s0", "s1", "s2", "s3"]
+    assert len(registry.paths) == 2 + 4
+
+
+def test_nothing_usable_is_an_error_that_says_why(registry, tmp_path):
+    registry.skills = {"a": Entry(b"x", url="http://evil.example/x")}
+    message = failure(registry, tmp_path)
+    assert "no skill is left of 1 listed" in message
+    assert "evil.example:80 is not the registry" in message
+
+
+# ---- pace
+
+
+def test_requests_keep_the_pace_through_retries_and_redirects(registry, tmp_path):
+    time = FakeTime()
+    at = []
+    registry.before = lambda path: at.append((path, time.seconds))
+    registry.script["/api/skills?page=2"] = [Reply(b"", 500)] * 2
+    config = config_for(registry, tmp_path, http__requests_per_second=1, http__min_backoff=1, http__max_backoff=10)
+    (tmp_path / "out").mkdir()
+    summary = collect(config, tmp_path / "out", time.clock)
+    assert summary["num_requests"] == len(registry.log) == 13
+    # 13 requests: 12 gaps of a second, but the back-off of 2 seconds before the third try is one second longer
+    assert time.seconds - 1000 == pytest.approx(13)
+    gaps = [later - earlier for (_, earlier), (_, later) in pairwise(at)]
+    assert min(gaps) >= 1 - 1e-9
+
+
+def test_back_off_doubles_up_to_its_limit(registry, tmp_path):
+    time = FakeTime()
+    registry.script["/api/get/s0"] = [Reply(b"", 500)] * 6
+    settings = {"min_backoff": 1, "max_backoff": 10, "attempts": 6}
+    config = config_for(registry, tmp_path, **{f"http__{name}": value for name, value in settings.items()})
+    (tmp_path / "out").mkdir()
+    collect(config, tmp_path / "out", time.clock)
+    waited = [seconds for seconds in time.slept if seconds > 0.5]
+    assert waited == pytest.approx([1, 2, 4, 8, 10], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("reply", "seconds"),
+    [
+        (Reply(b"", 429, {"Retry-After": "33"}), 33),
+        (Reply(b"", 503, {"Retry-After": "0"}), 0),
+        (Reply(b"", 403, {"Retry-After": "60"}), 60),
+        (Reply(b"", 429, {"Retry-After": formatdate(1077, usegmt=True)}), 77),
+        (Reply(b"", 403, {"X-RateLimit-Remaining": "0", "X-RateLimit-Reset": "1500"}), 500),
+        (Reply(b"", 429, {"Retry-After": "soon"}), 0),
+    ],
+    ids=lambda value: str(value),
+)
+def test_retry_after_is_honoured(registry, tmp_path, reply, seconds):
+    time = FakeTime()
+    registry.skills = {"s0": registry.skills["s0"]}
+    registry.script["/api/get/s0"] = [reply]
+    (tmp_path / "out").mkdir()
+    collect(config_for(registry, tmp_path), tmp_path / "out", time.clock)
+    assert time.seconds - 1000 == pytest.approx(seconds, abs=1e-3)
+    assert registry.downloads() == ["s0", "s0"]
+
+
+def test_a_wait_beyond_patience_ends_the_run_which_goes_on_later(registry, tmp_path):
+    registry.script["/api/get/s3"] = [Reply(b"", 429, {"Retry-After": "7200"})]
+    assert "asks to wait 7,200 seconds (HTTP 429), more than http.max_wait" in failure(registry, tmp_path)
+    assert len(sync(registry, tmp_path)[1]) == 7
+    assert registry.downloads() == ["s3", "s4", "s5", "s6"]
+
+
+def test_a_steady_drip_is_cut_off(registry, tmp_path):
+    time = FakeTime()
+    real = time.clock
+
+    def now():
+        time.seconds += 1  # each look at the clock is a second later
+        return time.seconds
+
+    clock = Clock(now, real.date, real.sleep)
+    registry.skills = {"s0": Entry(random.Random(0).randbytes(3_000_000)), "s1": registry.skills["s1"]}
+    (tmp_path / "out").mkdir()
+    collect(config_for(registry, tmp_path, http__max_seconds=5), tmp_path / "out", clock)
+    rows = read_table(tmp_path / "out", DROPPED).to_pylist()
+    assert [(row["skill_id"], "longer than 5 seconds" in row["reason"]) for row in rows] == [("s0", True)]
+
+
+def test_the_pace_itself():
+    time = FakeTime()
+    pace = Pace(2, time.clock)
+    for _ in range(3):
+        pace.wait()
+    assert time.slept == [0.5, 0.5]
+    pace.hold(7)
+    pace.hold(3)
+    pace.wait()
+    assert time.slept[2:] == [7]
+
+
+# ---- stopped and gone on with
+
+
+RUN = """
+import sys, json
+from pathlib import Path
+from skilltrain.config import validate
+from skilltrain.data.collecting.collect import CollectConfig, run_collect
+run_collect(validate(CollectConfig, json.loads(sys.argv[1]), "test"), Path(sys.argv[2]))
+"""
+
+
+def stop_at(registry, root, path, how):
+    """Run a collector in a process of its own and stop it by signal `how` while it waits for the answer to `path`."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(asked):
+        if asked == path:
+            reached.set()
+            go_on.wait(60)
+
+    registry.before = hold
+    (root / "killed").mkdir()
+    config = config_for(registry, root).model_dump_json()
+    environment = {**os.environ, "NO_PROXY": "127.0.0.1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", RUN, config, str(root / "killed")], env=environment, stderr=subprocess.PIPE
+    ) as process:
+        assert reached.wait(120), process.communicate()[1]
+        process.send_signal(how)
+        process.wait(60)
+    go_on.set()
+    registry.before = lambda path: None
+    assert process.returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("path", "how"),
+    [
+        ("/api/skills?page=2", signal.SIGKILL),
+        ("/api/get/s4", signal.SIGKILL),
+        ("/api/get/s4", signal.SIGINT),
+    ],
+    ids=["killed in the listing", "killed in the downloads", "Ctrl-C in the downloads"],
+)
+def test_a_stopped_run_goes_on_where_it_was_and_asks_for_nothing_twice(registry, tmp_path, path, how):
+    stop_at(registry, tmp_path, path, how)
+    before = list(registry.paths)
+    assert before[-1] == path
+    _, skills, dropped, _ = sync(registry, tmp_path)  # clears the log
+    assert len(skills) == 7
+    assert not dropped
+    asked = before + registry.paths
+    # the request that was under way is made again; no other
+    assert {p for p in asked if asked.count(p) > 1} == {path}
+    assert set(asked) == {f"/api/skills?page={n}" for n in (1, 2, 3, 4)} | {f"/api/get/s{n}" for n in range(7)}
+    assert [p.name for p in (tmp_path / "state").iterdir() if "partial" in p.name] == []
+
+
+def test_a_journal_cut_anywhere_is_gone_on_with(registry, tmp_path):
+    """A kill, or a power cut, may leave any first part of the journals."""
+    registry.before = lambda path: Reply(b"", 500) if path == "/api/get/s6" else None
+    failure(registry, tmp_path, max_failures_in_row=1)
+    registry.before = lambda path: None
+    journals = {name: (tmp_path / "state" / name).read_bytes() for name in ("listing.jsonl", "outcomes.jsonl")}
+    draw = random.Random(3)
+    for name, content in journals.items():
+        for number in range(3):
+            for other, whole in journals.items():
+                (tmp_path / "state" / other).write_bytes(whole)
+            cut = draw.randrange(len(content))
+            (tmp_path / "state" / name).write_bytes(content[:cut])
+            assert len(sync(registry, tmp_path, f"{name}{number}")[1]) == 7
+
+
+def test_a_foreign_journal_another_registry_and_another_collector_are_refused(registry, tmp_path):
+    sync(registry, tmp_path)
+    assert "holds what was collected from http://127" in failure(
+        registry, tmp_path, registry__base_url="http://localhost:1"
+    )
+    config = config_for(registry, tmp_path)
+    identity = config.registry.model_dump(mode="json")
+    with open_state(tmp_path / "state", identity):
+        assert "another collector is at work" in failure(registry, tmp_path)
+    (tmp_path / "state/outcomes.jsonl").write_text("not json\n")
+    assert "outcomes.jsonl, line 1: is not JSON Lines" in failure(registry, tmp_path)
+    (tmp_path / "state/outcomes.jsonl").write_text('{"other": 1}\n')
+    assert "holds no state of a collector" in failure(registry, tmp_path)
+
+
+def test_other_keys_begin_the_listing_anew(registry, tmp_path):
+    registry.before = lambda path: Reply(b"", 500) if path == "/api/skills?page=3" else None
+    assert "run again to go on" in failure(registry, tmp_path)
+    registry.before = lambda path: None
+    sync(registry, tmp_path, registry__keys={"digest": "sha256"})
+    assert registry.paths[0] == "/api/skills?page=1"
+
+
+def test_a_cursor_that_the_registry_has_forgotten_begins_the_listing_anew(registry, tmp_path):
+    registry.style = "cursor"
+    settings = {"registry__pages": {"kind": "cursor"}}
+    registry.before = lambda path: Reply(b"", 500) if "cursor=6" in path else None
+    failure(registry, tmp_path, **settings)
+    registry.before = lambda path: None
+    registry.script["/api/skills?cursor=6"] = [Reply(b"", 410)]
+    assert len(sync(registry, tmp_path, **settings)[1]) == 7
+    assert registry.paths[:2] == ["/api/skills?cursor=6", "/api/skills"]
+
+
+def test_a_state_folder_that_cannot_be_made_is_one_line(registry, tmp_path):
+    (tmp_path / "file").write_text("x")
+    assert "cannot write" in failure(registry, tmp_path, state=Path(tmp_path / "file" / "state"))
