@@ -1,9 +1,8 @@
 import numpy as np
-import pytest
 import torch
 
 from skilltrain.records import Skill
-from skilltrain.retrieval.dense import EncoderSource, encode_queries, encode_skills, nearest, open_encoder
+from skilltrain.retrieval.dense import EncoderSource, _identity, encode_queries, encode_skills, open_encoder
 from skilltrain.templates import EncoderTemplate
 
 LENGTHS = {"pods": 3, "chart": 60, "clip": 1, "audio": 20, "pdf": 9, "table": 0}
@@ -68,35 +67,37 @@ def test_the_cache_is_asked_first_and_never_mixes_models_or_settings(model_folde
         assert len(seen) == len(SKILLS)
 
 
-def test_changed_weights_are_another_model(model_folders, tmp_path):
+def test_changed_weights_are_another_model(model_folders, tmp_path, open_encoder_of):
+    model = open_encoder_of("bert")
+    before = _identity(model)
+    assert open_encoder(source(model_folders, cache=tmp_path)).identity == before
+    for weights in (
+        model.backbone.embeddings.word_embeddings.weight,
+        model.backbone.encoder.layer[1].output.dense.bias,
+    ):
+        with torch.no_grad():
+            weights.flatten()[5] += 1e-3
+        assert _identity(model) != before
+        before = _identity(model)
+
+
+def test_repeats_known_and_new_texts_come_in_order(model_folders, tmp_path, monkeypatch):
+    plain = encode_skills(open_encoder(source(model_folders)), SKILLS)
     encoder = open_encoder(source(model_folders, cache=tmp_path))
-    from skilltrain.retrieval.dense import _identity
-
-    before = _identity(encoder.model)
-    with torch.no_grad():
-        encoder.model.backbone.embeddings.word_embeddings.weight[5, 0] += 1e-3
-    assert _identity(encoder.model) != before
-
-
-def test_nearest_by_hand_with_ties_by_position():
-    pool = np.array([[0, 1], [1, 0], [0.6, 0.8], [1, 0], [1, 0]], dtype=np.float32)
-    positions, scores = nearest(np.array([[1, 0], [0, 1]], dtype=np.float32), pool, 4)
-    assert positions.tolist() == [[1, 3, 4, 2], [0, 2, 1, 3]]
-    np.testing.assert_allclose(scores, [[1, 1, 1, 0.6], [1, 0.8, 0, 0]], atol=1e-6)
+    encode_skills(encoder, SKILLS[2:4])
+    seen = counted(encoder, monkeypatch)
+    order = [5, 2, 0, 3, 5, 0, 1]
+    np.testing.assert_allclose(encode_skills(encoder, [SKILLS[n] for n in order]), plain[order], atol=1e-6)
+    assert len(seen) == 3
 
 
-@pytest.mark.parametrize("num_queries", [1, 30])
-def test_a_tie_at_the_cut_keeps_the_lower_positions(num_queries):
-    pool = np.tile(np.array([[1, 0]], dtype=np.float32), (50, 1))
-    positions, _ = nearest(pool[:num_queries], pool, 3)
-    assert positions.tolist() == [[0, 1, 2]] * num_queries
-
-
-def test_nearest_equals_a_full_sort_and_k_is_capped():
-    generator = np.random.default_rng(0)
-    pool, queries = generator.normal(size=(2, 40, 8)).astype(np.float32)
-    positions, scores = nearest(queries, pool, 7)
-    full = queries @ pool.T
-    assert (positions == np.argsort(-full, axis=1, kind="stable")[:, :7]).all()
-    np.testing.assert_allclose(scores, np.take_along_axis(full, positions, 1), rtol=1e-5)
-    assert nearest(queries, pool[:3], 7)[0].shape == (40, 3)
+def test_a_damaged_vector_is_encoded_again(model_folders, tmp_path, monkeypatch):
+    encoder = open_encoder(source(model_folders, cache=tmp_path))
+    before = encode_skills(encoder, SKILLS)
+    (file,) = tmp_path.rglob("*.vectors")
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    again = open_encoder(source(model_folders, cache=tmp_path))
+    seen = counted(again, monkeypatch)
+    np.testing.assert_allclose(encode_skills(again, SKILLS), before, atol=1e-6)
+    assert len(seen) == 1

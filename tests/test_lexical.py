@@ -8,7 +8,17 @@ from hypothesis.extra import numpy as npst
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
-from skilltrain.retrieval.lexical import K1, B, BM25Index, bm25_text, english_stemmer, tokenize, top_k
+from skilltrain.retrieval.lexical import (
+    K1,
+    B,
+    BM25Index,
+    SavedBM25,
+    bm25_text,
+    english_stemmer,
+    read_terms,
+    tokenize,
+    top_k,
+)
 
 
 def terms(text):
@@ -79,3 +89,46 @@ def test_bm25_text_holds_name_description_and_whole_body():
 def test_top_k_is_the_stable_sort(scores, k):
     k = min(k, len(scores))
     assert top_k(scores, k).tolist() == np.argsort(-scores, kind="stable")[:k].tolist()
+
+
+TEXTS = [
+    "red apple, green pear", "数据库备份 backup of red databases", "", "the red red red tree of apples",
+    "read_pdf-file", "天气预报 weather", "pear pear", "red apple, green pear",
+]  # fmt: skip
+
+
+def parts_of(texts, size):
+    return [read_terms(texts[start : start + size]) for start in range(0, len(texts), size)]
+
+
+def test_terms_of_texts_are_counted_as_tokenize_gives_them():
+    found, place = read_terms(TEXTS), 0
+    for text, length in zip(TEXTS, found.lengths, strict=True):
+        occurrences = [found.terms[number] for number in found.occurrences[place : place + length]]
+        assert sorted(occurrences) == sorted(terms(text))
+        place += length
+    assert place == len(found.occurrences) and len(set(found.terms)) == len(found.terms)
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_an_index_does_not_depend_on_how_the_texts_were_cut(size):
+    whole, cut = BM25Index.build(TEXTS), BM25Index.from_terms(parts_of(TEXTS, size), range(len(TEXTS)))
+    for query in ("red apples", "备份 pdf", "nothing"):
+        assert whole.scores(query).tolist() == cut.scores(query).tolist()
+
+
+def test_texts_may_be_read_in_another_order_than_they_are_numbered():
+    order = [3, 0, 7, 1, 6, 5, 4, 2]
+    index = BM25Index.from_terms(parts_of(TEXTS, 3), order)
+    assert index.scores("red pear").tolist() == BM25Index.build([TEXTS[i] for i in order]).scores("red pear").tolist()
+
+
+def test_a_saved_index_answers_alike_to_the_last_bit(tmp_path):
+    queries = ["red apple and apple", "数据库", "", "nothing shared", "weather pdf pear"]
+    index = BM25Index.build(TEXTS)
+    index.save(tmp_path / "index")
+    saved = SavedBM25.open(tmp_path / "index")
+    for found, expected in zip(
+        saved.search([index.term_ids(query) for query in queries], 20), index.search(queries, 20), strict=True
+    ):
+        assert found.tolist() == expected.tolist() and found.shape == (5, 8)

@@ -1,10 +1,12 @@
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
-from skilltrain.data import mine as mine_module
-from skilltrain.data.mine import MineConfig, MiningPool, draw, mine, run_mine, select_queries
+from skilltrain.data.mining import mine as mine_module
+from skilltrain.data.mining.draws import PoolGroups, draw
+from skilltrain.data.mining.mine import MineConfig, run_mine, select_queries
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
 from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_table, rows_of, write_table
@@ -24,149 +26,296 @@ POOL = [
 ]
 # Cosines to the query (1, 0): 1, .8, .6, 0, -.6, .28
 VECTORS = np.array([[1, 0], [0.8, 0.6], [0.6, 0.8], [0, 1], [-0.6, 0.8], [0.28, 0.96]], dtype=np.float32)
+ALL_INDEXES = [{"kind": "exact"}, {"kind": "hnsw"}, {"kind": "ivf"}]
 
 
 def query(query_id="q1", text="read a pdf", split="train"):
     return Query(query_id, text, "single", "human", split)
 
 
-def settings(**changes):
-    values = {"stage": "mine", "pool": "p", "queries": "q", "encoder": {"source": "x"}, "out": "o"}
-    return MineConfig.model_validate(values | changes)
+class Workshop:
+    """Tables in a folder, vectors in place of a model, and the stage that is run on them."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.out = folder, folder / "out"
+        self.vectors: dict[str, np.ndarray] = {}
+        self.query_vectors: dict[str, np.ndarray] = {}
+        self.out.mkdir()
+        monkeypatch.setattr(mine_module, "open_encoder", lambda source: None)
+        monkeypatch.setattr(
+            mine_module, "encode_skills", lambda _, skills: np.stack([self.vectors[s.skill_id] for s in skills])
+        )
+        monkeypatch.setattr(
+            mine_module, "encode_queries", lambda _, texts: np.stack([self.query_vectors[text] for text in texts])
+        )
+
+    def write_pool(self, skills, vectors):
+        write_table(rows_of(skills), SKILLS, self.folder / "pool.parquet")
+        self.vectors = {s.skill_id: vector for s, vector in zip(skills, vectors, strict=True)}
+
+    def write_queries(self, queries, judged, vectors=None):
+        """`judged`: (query_id, skill_id, verdict); without `vectors` every query's is (1, 0)."""
+        (self.folder / "queries").mkdir(exist_ok=True)
+        write_table(rows_of(queries), QUERIES, self.folder / "queries")
+        columns = ("query_id", "skill_id", "verdict")
+        rows = [dict(zip(columns, row, strict=True)) | {"judge": "human"} for row in judged]
+        write_table(rows, JUDGEMENTS, self.folder / "queries")
+        vectors = np.array([[1, 0]] * len(queries), np.float32) if vectors is None else vectors
+        self.query_vectors = {query.text: vector for query, vector in zip(queries, vectors, strict=True)}
+
+    def run(self, **changes):
+        paths = {"pool": self.folder / "pool.parquet", "queries": self.folder / "queries", "out": self.out}
+        values = {"stage": "mine", "encoder": {"source": "x"}, "workers": {"num": 1}, **paths, **changes}
+        return run_mine(MineConfig.model_validate(values), self.out)
+
+    def rows(self):
+        return read_table(self.out, RANKINGS).to_pylist()
+
+    def mined(self, positives, skills=POOL, vectors=VECTORS, **changes):
+        """source → [(skill_id, score)] of one query with these positives."""
+        self.write_pool(skills, vectors)
+        self.write_queries([query()], [("q1", skill_id, "required") for skill_id in positives])
+        self.run(**changes)
+        found = {}
+        for row in self.rows():
+            found.setdefault(row["stage"], []).append((row["skill_id"], row["score"]))
+        return found
 
 
-def mined(positives, config, vectors=VECTORS, pool=POOL):
-    built = MiningPool.build(pool)
-    places = np.array([built.position[s] for s in positives])
-    found = mine(built, [(query(), places)], np.array([[1, 0]], dtype=np.float32), vectors, config)
-    return {
-        item.source: list(zip([built.skills[i].skill_id for i in item.ranked[0]], item.ranked[1].tolist(), strict=True))
-        for item in found
-    }
+@pytest.fixture
+def workshop(tmp_path, monkeypatch):
+    return Workshop(tmp_path, monkeypatch)
 
 
-def test_semantic_candidates_are_the_nearest_others_with_their_cosines():
-    semantic = mined(["s0"], settings(depth=3))["semantic"]
-    assert [skill_id for skill_id, _ in semantic] == ["s1", "s2", "s5"]
+def ids(ranked):
+    return [skill_id for skill_id, _ in ranked]
+
+
+# The sources ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", ALL_INDEXES, ids=lambda index: index["kind"])
+def test_semantic_candidates_are_the_nearest_others_with_their_cosines(workshop, index):
+    semantic = workshop.mined(["s0"], depth=3, index=index)["semantic"]
+    assert ids(semantic) == ["s1", "s2", "s5"]
     assert [score for _, score in semantic] == pytest.approx([0.8, 0.6, 0.28])
 
 
-def test_positives_are_no_candidates_of_any_source_and_cost_no_depth():
-    found = mined(["s0", "s2"], settings(depth=3, num_taxonomy=9, num_random=9))
-    assert not {"s0", "s2"} & {skill_id for ranked in found.values() for skill_id, _ in ranked}
-    assert [skill_id for skill_id, _ in found["semantic"]] == ["s1", "s5", "s3"]
+def test_positives_are_no_candidates_of_any_source_and_cost_no_depth(workshop):
+    found = workshop.mined(["s0", "s2"], depth=3, num_taxonomy=9, num_random=9)
+    assert not {"s0", "s2"} & {skill_id for ranked in found.values() for skill_id in ids(ranked)}
+    assert ids(found["semantic"]) == ["s1", "s5", "s3"]
 
 
-def test_lexical_candidates_share_a_term():
-    assert {skill_id for skill_id, _ in mined(["s0"], settings())["lexical"]} == {"s1", "s4"}
+def test_lexical_candidates_share_a_term(workshop):
+    assert set(ids(workshop.mined(["s0"])["lexical"])) == {"s1", "s4"}
 
 
-def test_taxonomy_is_the_same_category_under_another_name():
-    taxonomy = mined(["s0"], settings(num_taxonomy=9))["taxonomy"]
-    assert [skill_id for skill_id, _ in taxonomy] == ["s2"]
-    assert taxonomy[0][1] == pytest.approx(0.6)
+def test_taxonomy_is_the_same_category_under_another_name(workshop):
+    taxonomy = workshop.mined(["s0"], num_taxonomy=9)["taxonomy"]
+    assert ids(taxonomy) == ["s2"] and taxonomy[0][1] == pytest.approx(0.6)
 
 
-def test_a_positive_without_category_has_no_taxonomy_and_all_others_are_elsewhere():
-    found = mined(["s5"], settings(num_random=9))
-    assert found["taxonomy"] == []
-    assert {skill_id for skill_id, _ in found["random"]} == {"s0", "s1", "s2", "s3", "s4"}
+@pytest.mark.parametrize("category", [None, "", "  "])
+def test_a_positive_without_category_has_no_taxonomy_and_all_others_are_elsewhere(workshop, category):
+    skills = [*POOL[:5], skill("s5", "loose", category)]
+    found = workshop.mined(["s5"], skills=skills, num_random=9)
+    assert "taxonomy" not in found
+    assert set(ids(found["random"])) == {"s0", "s1", "s2", "s3", "s4"}
 
 
-def test_random_candidates_are_of_other_categories_nearest_first():
-    random = mined(["s0"], settings(num_random=9))["random"]
-    assert [skill_id for skill_id, _ in random] == ["s5", "s3", "s4"]
+def test_random_candidates_are_of_other_categories_nearest_first(workshop):
+    assert ids(workshop.mined(["s0"], num_random=9)["random"]) == ["s5", "s3", "s4"]
 
 
-def test_a_source_can_be_switched_off():
-    found = mined(["s0"], settings(depth=0, num_random=0))
-    assert "semantic" not in found and "lexical" not in found and found["random"] == []
+def test_a_source_can_be_switched_off(workshop):
+    assert workshop.mined(["s0"], depth=0, num_random=0).keys() == {"taxonomy"}
+
+
+@pytest.mark.parametrize("source", ["semantic", "lexical", "taxonomy", "random"])
+@pytest.mark.parametrize("index", ALL_INDEXES, ids=lambda index: index["kind"])
+def test_one_source_alone_gives_what_it_gives_among_all(workshop, source, index):
+    assert workshop.mined(["s0"], sources=[source], index=index) == {
+        source: workshop.mined(["s0"], index=index)[source]
+    }
+
+
+def test_a_pool_of_one_skill_has_no_candidate(workshop):
+    workshop.write_pool(POOL[:1], VECTORS[:1])
+    workshop.write_queries([query()], [("q1", "s0", "required")])
+    summary = workshop.run()
+    assert workshop.rows() == [] and summary["num_queries"] == 1
+    assert set(summary["num_queries_without"].values()) == {1}
+
+
+def test_a_pool_of_one_category_has_no_random_candidate(workshop):
+    found = workshop.mined(["s0"], skills=[skill(s.skill_id, s.name, "all", s.body) for s in POOL], num_taxonomy=9)
+    assert "random" not in found
+    assert ids(found["taxonomy"]) == ["s2", "s5", "s3", "s4"]
+
+
+# Draws ---------------------------------------------------------------------------------------------------------------
 
 
 def test_draws_depend_on_the_key_only():
-    allowed = np.arange(100)
-    first = draw(allowed, 10, "0/q1/random")
-    assert first.tolist() == draw(allowed, 10, "0/q1/random").tolist()
-    assert first.tolist() != draw(allowed, 10, "1/q1/random").tolist()
+    first = draw(100, 10, "0/q1/random")
+    assert first.tolist() == draw(100, 10, "0/q1/random").tolist()
+    assert first.tolist() != draw(100, 10, "1/q1/random").tolist()
     assert len(set(first.tolist())) == 10
-    assert sorted(draw(np.arange(3), 10, "k").tolist()) == [0, 1, 2]
+    assert sorted(draw(3, 10, "k").tolist()) == [0, 1, 2]
+    assert draw(0, 10, "k").tolist() == []
 
 
 def test_draws_are_uniform():
-    counts = np.bincount(np.concatenate([draw(np.arange(5), 2, str(n)) for n in range(2000)]), minlength=5)
+    counts = np.bincount(np.concatenate([draw(5, 2, str(n)) for n in range(2000)]), minlength=5)
     # Binomial(2000, .4): mean 800, standard deviation 22.
     assert abs(counts - 800).max() < 110
 
 
+def test_groups_answer_as_a_look_at_every_skill_would():
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        size = int(generator.integers(1, 30))
+        categories, names = generator.integers(-1, 4, size), generator.integers(0, 6, size)
+        positives = np.sort(generator.choice(size, int(generator.integers(1, min(4, size) + 1)), replace=False))
+        groups = PoolGroups.build(categories, names)
+        near = np.isin(categories, categories[positives]) & (categories >= 0)
+        away = ~near
+        away[positives] = False
+        alike = np.flatnonzero(near & ~np.isin(names, names[positives]))
+        assert groups.alike(positives).tolist() == alike.tolist()
+        allowed = np.flatnonzero(away)
+        expected = allowed[draw(len(allowed), 5, "key")]
+        assert groups.draw_elsewhere(positives, 5, "key").tolist() == expected.tolist()
+
+
+# The stage -----------------------------------------------------------------------------------------------------------
+
+
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """Tables of two train queries (one without a gold in the pool) and a dev query; vectors instead of a model."""
-    write_table(rows_of(reversed(POOL)), SKILLS, tmp_path / "pool.parquet")
-    queries = [query("q2", "weather"), query("q1"), query("q3", split="dev"), query("q4")]
-    (tmp_path / "queries").mkdir()
-    write_table(rows_of(queries), QUERIES, tmp_path / "queries")
+def shop(workshop):
+    """Two train queries (one without a gold in the pool), a dev query and one without any judgement."""
+    workshop.write_pool(POOL[::-1], VECTORS[::-1])
     judged = [("q1", "s0", "required"), ("q1", "s3", "rejected"), ("q2", "gone", "required"), ("q3", "s0", "required")]
-    columns = ("query_id", "skill_id", "verdict")
-    rows = [dict(zip(columns, row, strict=True)) | {"judge": "human"} for row in judged]
-    write_table(rows, JUDGEMENTS, tmp_path / "queries")
-    of = {s.skill_id: vector for s, vector in zip(POOL, VECTORS, strict=True)}
-    monkeypatch.setattr(mine_module, "open_encoder", lambda source: None)
-    monkeypatch.setattr(mine_module, "encode_skills", lambda _, skills: np.stack([of[s.skill_id] for s in skills]))
-    monkeypatch.setattr(
-        mine_module, "encode_queries", lambda _, texts: np.array([[1, 0]] * len(texts), dtype=np.float32)
-    )
-    (tmp_path / "out").mkdir()
-    return tmp_path
+    workshop.write_queries([query("q2", "weather"), query("q1"), query("q3", split="dev"), query("q4")], judged)
+    return workshop
 
 
-def run(folder: Path, **changes):
-    config = settings(pool=folder / "pool.parquet", queries=folder / "queries", out=folder / "out", **changes)
-    return run_mine(config, folder / "out")
-
-
-def test_the_stage_writes_rankings_by_source_and_names_lost_queries(folder):
-    summary = run(folder, depth=2)
-    rows = read_table(folder / "out", RANKINGS).to_pylist()
-    assert {row["query_id"] for row in rows} == {"q1"}
-    semantic = [(row["skill_id"], row["rank"]) for row in rows if row["stage"] == "semantic"]
+def test_the_stage_writes_rankings_by_source_and_names_lost_queries(shop):
+    summary = shop.run(depth=2)
+    assert {row["query_id"] for row in shop.rows()} == {"q1"}
+    semantic = [(row["skill_id"], row["rank"]) for row in shop.rows() if row["stage"] == "semantic"]
     assert semantic == [("s1", 1), ("s2", 2)]
     assert summary["num_candidates"] == {"semantic": 2, "lexical": 2, "taxonomy": 1, "random": 3}
-    assert summary["num_queries_dropped"] == 2
-    dropped = {row["query_id"]: row for row in read_table(folder / "out", DROPPED).to_pylist()}
+    assert summary["num_queries_dropped"] == 2 and summary["index"] == {"kind": "exact"}
+    dropped = {row["query_id"]: row for row in read_table(shop.out, DROPPED).to_pylist()}
     assert dropped["q2"]["skill_id"] == "gone" and "not" not in dropped["q2"]["reason"]
     assert dropped["q4"]["skill_id"] == "" and "no skill is judged" in dropped["q4"]["reason"]
+    assert sorted(path.name for path in shop.out.iterdir()) == ["dropped.parquet", "rankings.parquet"]
 
 
-def test_judged_negatives_may_be_mined(folder):
-    run(folder, depth=6)
-    rows = read_table(folder / "out", RANKINGS).to_pylist()
-    assert any(row["skill_id"] == "s3" for row in rows)
+def test_judged_negatives_may_be_mined(shop):
+    shop.run(depth=6)
+    assert any(row["skill_id"] == "s3" for row in shop.rows())
 
 
-def test_the_order_of_the_pool_does_not_matter(folder):
-    run(folder)
-    first = read_table(folder / "out", RANKINGS)
-    write_table(rows_of(POOL), SKILLS, folder / "pool.parquet")
-    run(folder)
-    assert read_table(folder / "out", RANKINGS).equals(first)
+def test_the_order_of_the_pool_does_not_matter(shop):
+    shop.run()
+    first = (shop.out / "rankings.parquet").read_bytes()
+    shop.write_pool(POOL, VECTORS)
+    shop.run()
+    assert (shop.out / "rankings.parquet").read_bytes() == first
 
 
-def test_a_split_without_queries_is_refused_with_the_splits_there_are(folder):
+def test_the_recall_of_an_approximate_index_is_told(shop):
+    found = shop.run(depth=3, index={"kind": "ivf", "num_cells": 3, "num_probes": 1})["index"]
+    assert found["kind"] == "ivf" and 0 < found["recall@3"] < 1 and found["num_queries_sampled"] == 1
+    assert shop.run(depth=3, index={"kind": "hnsw"})["index"]["recall@3"] == 1
+
+
+def test_a_split_without_queries_is_refused_with_the_splits_there_are(shop):
     with pytest.raises(SkilltrainError, match=r"no query of split 'test' \(splits here: dev, train\)"):
-        select_queries(folder / "queries", "test")
+        select_queries(shop.folder / "queries", "test")
 
 
-def test_all_splits_with_null(folder):
-    assert [q.query_id for q in select_queries(folder / "queries", None)] == ["q1", "q2", "q3", "q4"]
+def test_all_splits_with_null(shop):
+    assert [q.query_id for q in select_queries(shop.folder / "queries", None)] == ["q1", "q2", "q3", "q4"]
 
 
-def test_queries_of_another_pool_are_refused(folder):
-    write_table(rows_of([skill("other", "other")]), SKILLS, folder / "pool.parquet")
+def test_queries_of_another_pool_are_refused(shop):
+    shop.write_pool([skill("other", "other")], VECTORS[:1])
     with pytest.raises(SkilltrainError, match="has a positive in the pool"):
-        run(folder)
+        shop.run()
 
 
-def test_an_empty_pool_is_refused(folder):
-    write_table([], SKILLS, folder / "pool.parquet")
+def test_an_empty_pool_is_refused(shop):
+    shop.write_pool([], [])
     with pytest.raises(SkilltrainError, match="holds no skill"):
-        run(folder)
+        shop.run()
+
+
+def test_an_id_that_stands_twice_is_refused_by_name(shop):
+    file = shop.folder / "pool.parquet"
+    table = pq.read_table(file)
+    pq.write_table(table.take([0, 1, 2, 1]), file)
+    with pytest.raises(SkilltrainError, match=r"pool\.parquet: table skills holds 's4' more than once"):
+        shop.run()
+    assert list(shop.out.iterdir()) == []
+
+
+# Workers and blocks --------------------------------------------------------------------------------------------------
+
+
+def large(workshop):
+    """300 skills in 7 categories, some of them copies, and 90 queries with one to three positives."""
+    generator = np.random.default_rng(0)
+    words = [f"word{number}" for number in range(40)]
+    skills = [
+        skill(f"s{i:03}", f"name {i % 250}", f"c{i % 7}" if i % 11 else None, " ".join(generator.choice(words, 30)))
+        for i in range(300)
+    ]
+    vectors = generator.normal(size=(390, 12)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    vectors[50:90] = vectors[40]
+    queries = [query(f"q{i:03}", f"{i} " + " ".join(generator.choice(words, 12))) for i in range(90)]
+    judged = [
+        (q.query_id, f"s{(i * 17 + n * 5) % 300:03}", "required")
+        for i, q in enumerate(queries)
+        for n in range(1 + i % 3)
+    ]
+    workshop.write_pool(skills, vectors[:300])
+    workshop.write_queries(queries, judged, vectors[300:])
+
+
+@pytest.mark.parametrize("index", ALL_INDEXES, ids=lambda index: index["kind"])
+def test_the_same_bytes_with_any_size_of_blocks(workshop, monkeypatch, index):
+    large(workshop)
+    contents = set()
+    monkeypatch.setattr("skilltrain.tables.ROW_GROUP", 1000)
+    for query_block in (256, 1, 7):
+        monkeypatch.setattr(mine_module, "QUERY_BLOCK", query_block)
+        summary = workshop.run(depth=20, index=index)
+        contents.add((workshop.out / "rankings.parquet").read_bytes())
+    assert len(contents) == 1
+    assert summary["num_candidates"]["semantic"] == 90 * 20
+
+
+def test_the_same_bytes_with_two_workers_as_with_one(workshop, monkeypatch):
+    large(workshop)
+    monkeypatch.setattr(mine_module, "QUERY_BLOCK", 20)
+    workshop.run(depth=20)
+    alone = (workshop.out / "rankings.parquet").read_bytes()
+    workshop.run(depth=20, workers={"num": 2})
+    assert (workshop.out / "rankings.parquet").read_bytes() == alone
+
+
+def test_another_seed_draws_others_and_finds_the_same(workshop):
+    large(workshop)
+    found = []
+    for seed in (0, 1):
+        workshop.run(depth=5, seed=seed)
+        rows = workshop.rows()
+        found.append(
+            {stage: [row["skill_id"] for row in rows if row["stage"] == stage] for stage in ("semantic", "random")}
+        )
+    assert found[0]["semantic"] == found[1]["semantic"] and found[0]["random"] != found[1]["random"]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from skilltrain.models.encoder import Encoder, EncoderConfig, EncoderSettings, load_encoder
@@ -181,7 +182,7 @@ def test_a_unigram_vocabulary_does_not_leak_its_control_tokens():
 def test_texts_of_the_encoder_end_with_one_end_token(tokenizer, appends_end):
     own = as_embedding_tokenizer(tokenizer) if appends_end else tokenizer
     end = own.convert_tokens_to_ids("<|endoftext|>")
-    encoder = Encoder(None, own, EncoderSettings(pooling="last_token"))
+    encoder = Encoder(nn.Identity(), own, EncoderSettings(pooling="last_token"))
     texts = [*TEXTS, "<|endoftext|>", "stop <|endoftext|>"]
     for max_tokens in (16, 1000):
         for text, ids in zip(texts, encoder.tokenize(texts, max_tokens), strict=True):
@@ -192,7 +193,7 @@ def test_texts_of_the_encoder_end_with_one_end_token(tokenizer, appends_end):
 
 def test_queries_of_the_encoder_have_the_official_form(tokenizer):
     template = EncoderTemplate(instruction="Find the skill")
-    encoder = Encoder(None, tokenizer, EncoderSettings(pooling="last_token", template=template))
+    encoder = Encoder(nn.Identity(), tokenizer, EncoderSettings(pooling="last_token", template=template))
     (ids,) = encoder.tokenize_queries(["deploy pods"])
     assert ids == tokenizer.encode("Instruct: Find the skill\nQuery:deploy pods<|endoftext|>")
     assert encoder.tokenize([SKILLS[0].body], 99) == [tokenizer.encode("deploy pods<|endoftext|>")]

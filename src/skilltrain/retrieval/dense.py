@@ -1,10 +1,11 @@
-"""Dense retrieval: skills and queries as unit vectors, nearest by cosine."""
+"""Dense retrieval: skills and queries as unit vectors."""
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -13,13 +14,15 @@ from pydantic import Field
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
+from skilltrain.models.cpu_linear import pack_linear_layers
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision, default_device
-from skilltrain.models.micro_batches import TokenIds, micro_batches
 from skilltrain.records import Skill
-from skilltrain.retrieval.vector_cache import KEY_BYTES, VectorCache
+from skilltrain.retrieval.encode_texts import EncodingCount, OrderedTexts, encode_texts, longest_first, text_keys
+from skilltrain.retrieval.vector_cache import VectorCache
 from skilltrain.templates import EncoderTemplate
-from skilltrain.terminal import progress
+
+ItemT = TypeVar("ItemT")
 
 
 class EncoderSource(Config):
@@ -35,22 +38,40 @@ class EncoderSource(Config):
 
 @dataclass(frozen=True)
 class SkillEncoder:
-    """An encoder opened for retrieval."""
+    """An encoder opened for retrieval; `identity` tells its vectors from those of any other (empty without a cache)."""
 
     model: Encoder
     source: str
     token_budget: int
     cache: VectorCache | None
+    identity: str
+
+
+@dataclass(frozen=True)
+class _Rendered(Generic[ItemT]):
+    """The texts of `items` at `positions`, each rendered when it is asked for."""
+
+    render: Callable[[ItemT], str]
+    items: Sequence[ItemT]
+    positions: Int64[np.ndarray, " position"]
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __getitem__(self, place: int) -> str:
+        return self.render(self.items[self.positions[place]])
 
 
 def open_encoder(source: EncoderSource) -> SkillEncoder:
-    """The encoder ready to encode, on the GPU where there is one."""
+    """The encoder ready to encode and no more to be trained, on the GPU where there is one."""
     config = EncoderConfig(
         source=source.source, max_tokens=source.max_tokens, template=source.template, precision=source.precision
     )
-    model = load_encoder(config, default_device())
-    cache = VectorCache.open(source.cache, _identity(model)) if source.cache else None
-    return SkillEncoder(model, source.source, source.token_budget, cache)
+    model = load_encoder(config, default_device()).requires_grad_(False)
+    identity = _identity(model) if source.cache else ""
+    cache = VectorCache.open(source.cache, identity, model.dim) if source.cache else None
+    pack_linear_layers(model.backbone, source.token_budget)
+    return SkillEncoder(model, source.source, source.token_budget, cache, identity)
 
 
 def _identity(model: Encoder) -> str:
@@ -65,62 +86,47 @@ def _identity(model: Encoder) -> str:
 
 def encode_skills(encoder: SkillEncoder, skills: Sequence[Skill]) -> Float32[np.ndarray, "skill dim"]:
     """One unit vector a skill; equal texts are encoded once, cached texts not at all."""
-    model = encoder.model
-    texts = [model.settings.template.skill.render(skill) for skill in skills]
-    return _encode(encoder, texts, model.settings.max_tokens, "encoding skills")
+    settings = encoder.model.settings
+    return _encode(encoder, settings.template.skill.render, skills, settings.max_tokens, "encoding skills")
 
 
 def encode_queries(encoder: SkillEncoder, texts: Sequence[str]) -> Float32[np.ndarray, "query dim"]:
     """One unit vector a raw query; the template's prompt and cap are applied here."""
     settings = encoder.model.settings
-    rendered = [settings.template.render_query(text) for text in texts]
-    return _encode(encoder, rendered, settings.query_max_tokens, "encoding queries")
+    return _encode(encoder, settings.template.render_query, texts, settings.query_max_tokens, "encoding queries")
 
 
-def _encode(encoder: SkillEncoder, texts: Sequence[str], max_tokens: int, what: str) -> Float32[np.ndarray, "text dim"]:
-    """Encode each distinct text that the cache does not hold, in blocks: they bound the memory of token ids and
-    let an interrupted run keep what it has encoded.
-    """
-    keys = [hashlib.sha256(f"{max_tokens} {text}".encode("utf-8", "replace")).digest()[:KEY_BYTES] for text in texts]
-    text_of = dict(zip(keys, texts, strict=True))
-    known = encoder.cache.get(list(text_of)) if encoder.cache else {}
-    missing = [key for key in text_of if key not in known]
-    with progress(what, len(missing)) as (bar, task):
-        for start in range(0, len(missing), 4096):
-            block = missing[start : start + 4096]
-            ids = encoder.model.tokenize([text_of[key] for key in block], max_tokens)
-            vectors = _encode_ids(encoder, ids, lambda done: bar.advance(task, done))
-            if not np.isfinite(vectors).all():
-                raise SkilltrainError("the encoder gave vectors that are no numbers", where=encoder.source)
+def encode_and_keep(
+    encoder: SkillEncoder, work: OrderedTexts, count: EncodingCount
+) -> Iterator[tuple[Int64[np.ndarray, " some"], Float32[np.ndarray, "some dim"]]]:
+    """Yield (positions in `work`, their vectors) as they are done, each part after the cache has it."""
+    try:
+        for part, vectors in encode_texts(encoder.model, work, encoder.token_budget, count):
             if encoder.cache:
-                encoder.cache.add(block, vectors)
-            known |= dict(zip(block, vectors, strict=True))
-    return np.stack([known[key] for key in keys]) if keys else np.zeros((0, encoder.model.dim), dtype=np.float32)
+                encoder.cache.add(work.keys[part], vectors)
+            yield part, vectors
+    except SkilltrainError as error:
+        raise SkilltrainError(error.what, where=error.where or encoder.source, fix=error.fix) from error
 
 
-@torch.inference_mode()
-def _encode_ids(
-    encoder: SkillEncoder, ids: Sequence[TokenIds], advance: Callable[[int], None]
-) -> Float32[np.ndarray, "text dim"]:
-    result = np.zeros((len(ids), encoder.model.dim), dtype=np.float32)
-    for group in micro_batches([len(text) for text in ids], encoder.token_budget):
-        result[group] = encoder.model([ids[position] for position in group]).float().cpu().numpy()
-        advance(len(group))
+def _encode(
+    encoder: SkillEncoder, render: Callable[[ItemT], str], items: Sequence[ItemT], max_tokens: int, description: str
+) -> Float32[np.ndarray, "item dim"]:
+    """The vector of each item's text: from the cache, or encoded, each distinct text once."""
+    keys, lengths = text_keys(map(render, items), max_tokens)
+    _, first, which = np.unique(keys, return_index=True, return_inverse=True)
+    result = np.empty((len(keys), encoder.model.dim), dtype=np.float32)
+    missing = np.ones(len(first), dtype=bool)
+    if encoder.cache:
+        places = encoder.cache.places(keys[first])
+        known = np.flatnonzero(places[:, 0] >= 0)
+        for some, vectors in encoder.cache.read(places[known]):
+            result[first[known[some]]] = vectors
+            missing[known[some]] = False
+    order = first[missing][longest_first(lengths[first[missing]])]
+    work = OrderedTexts(_Rendered(render, items, order), keys[order], max_tokens, description)
+    for part, vectors in encode_and_keep(encoder, work, EncodingCount()):
+        result[order[part]] = vectors
+    repeated = np.flatnonzero(first[which] != np.arange(len(keys)))
+    result[repeated] = result[first[which[repeated]]]
     return result
-
-
-def nearest(
-    queries: Float32[np.ndarray, "query dim"], pool: Float32[np.ndarray, "skill dim"], k: int
-) -> tuple[Int64[np.ndarray, "query k"], Float32[np.ndarray, "query k"]]:
-    """Positions and cosines of the `k` nearest skills of each query, exact; ties go to the lower position."""
-    import faiss
-
-    k = min(k, len(pool))
-    scores, positions = faiss.knn(
-        np.ascontiguousarray(queries, dtype=np.float32),
-        np.ascontiguousarray(pool, dtype=np.float32),
-        k,
-        metric=faiss.METRIC_INNER_PRODUCT,
-    )
-    order = np.lexsort((positions, -scores), axis=1)
-    return np.take_along_axis(positions, order, 1), np.take_along_axis(scores, order, 1)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
+from skilltrain.models.cpu_linear import train_with_onednn
 from skilltrain.models.loading import Precision
 from skilltrain.terminal import long_progress, say
 from skilltrain.training.checkpoint import (
@@ -32,6 +33,7 @@ from skilltrain.training.checkpoint import (
     save_checkpoint,
 )
 from skilltrain.training.dev import Best, Dev, DevFigure
+from skilltrain.training.engine import shards_weights
 from skilltrain.training.log import TrackedRun, TrackerName, TrainingLog, open_trackers
 from skilltrain.training.meter import Meter, StepResult
 from skilltrain.training.optimizer import new_optimizer, schedule, set_learning_rate
@@ -158,6 +160,8 @@ def train(
 
 def _prepare(accelerator: Accelerator, step_module: StepModule, config: TrainingConfig, run: Run) -> _Parts:
     """Everything in place, and as the newest checkpoint left it if the run is resumed."""
+    if not shards_weights(accelerator):
+        train_with_onednn(step_module)
     optimizer = new_optimizer(step_module, config.learning_rate, config.weight_decay)
     model, optimizer = accelerator.prepare(step_module.train(), optimizer)
     position, best = Position(), Best(run.dev)

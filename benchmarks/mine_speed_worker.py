@@ -1,0 +1,163 @@
+"""One measurement in a process of its own: python mine_speed_worker.py MODE FOLDER THREADS prints its result as JSON.
+
+FOLDER is what `write_case` wrote. Imports and the reading of vectors are not timed: both sides have them.
+"""
+
+import json
+import resource
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from skilltrain.records import Skill
+from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_columns, read_table
+
+DEPTH = 50
+NUM_COMPARED = 100  # queries whose candidates are told, so that both sides can be compared
+INDEXES = {"ours": "exact", "ours-semantic": "exact", "ours-semantic-hnsw": "hnsw", "ours-semantic-ivf": "ivf"}
+MODES = (*INDEXES, "st", "st-faiss")
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """All that the stages ask of an encoder's model."""
+
+    dim: int
+
+
+class KnownVectors:
+    """Stands for an encoder, so that its work is not timed; knows skills by id and queries by text."""
+
+    def __init__(self, folder: Path) -> None:
+        self.skills, self.queries = (np.load(folder / name, mmap_mode="r") for name in ("skills.npy", "queries.npy"))
+        ids = read_columns(folder / "pool", SKILLS, ["skill_id"]).column(0).to_pylist()
+        texts = read_columns(folder / "queries", QUERIES, ["text"]).column(0).to_pylist()
+        self.skill_rows = {skill_id: row for row, skill_id in enumerate(ids)}
+        self.query_rows = {text: row for row, text in enumerate(texts)}
+        self.model = Dimensions(self.skills.shape[1])
+
+    def encode_skills(self, _: Any, skills: list[Skill]) -> np.ndarray:
+        """In place of skilltrain.retrieval.dense.encode_skills."""
+        return self.skills[[self.skill_rows[skill.skill_id] for skill in skills]]
+
+    def encode_queries(self, _: Any, texts: list[str]) -> np.ndarray:
+        """In place of skilltrain.retrieval.dense.encode_queries."""
+        return self.queries[[self.query_rows[text] for text in texts]]
+
+
+def measure_ours(mode: str, folder: Path, threads: int) -> dict[str, Any]:
+    """Run the stage `mine` and, with all sources, the stage `filter`, from tables to tables."""
+    from skilltrain.data.filtering import pool as filter_pool
+    from skilltrain.data.filtering.filters import FilterConfig, run_filter
+    from skilltrain.data.mining import mine
+
+    vectors = KnownVectors(folder)
+    for module in (mine, filter_pool):
+        module.open_encoder = lambda source: vectors
+        module.encode_skills, module.encode_queries = vectors.encode_skills, vectors.encode_queries
+    paths = {"pool": folder / "pool", "queries": folder / "queries", "workers": {"num": threads}}
+    settings = {"stage": "mine", "depth": DEPTH, "encoder": {"source": "known"}, "index": {"kind": INDEXES[mode]}}
+    settings |= {} if mode == "ours" else {"sources": ["semantic"]}
+    with tempfile.TemporaryDirectory(prefix="mine-speed-") as out:
+        config = mine.MineConfig.model_validate(settings | paths | {"out": out})
+        started = time.perf_counter()
+        summary = mine.run_mine(config, Path(out))
+        result = {"mine_seconds": time.perf_counter() - started, "summary": summary, "filter_seconds": 0.0}
+        result["nearest"] = _nearest_of_table(Path(out))
+        if mode == "ours":
+            filtered = Path(out) / "filtered"
+            filtered.mkdir()
+            settings = {"stage": "filter", "encoder": {"source": "known"}, "rankings": out, "out": filtered}
+            started = time.perf_counter()
+            result["filter_summary"] = run_filter(FilterConfig.model_validate(settings | paths), filtered)
+            result["filter_seconds"] = time.perf_counter() - started
+    return result
+
+
+def _nearest_of_table(folder: Path) -> dict[str, list[str]]:
+    rows = read_columns(folder, RANKINGS, ["query_id", "skill_id", "rank", "stage"]).to_pydict()
+    found: dict[str, list[str]] = {}
+    for query_id, skill_id, stage in zip(rows["query_id"], rows["skill_id"], rows["stage"], strict=True):
+        if len(found) == NUM_COMPARED and query_id not in found:
+            break
+        if stage == "semantic":
+            found.setdefault(query_id, []).append(skill_id)
+    return found
+
+
+class PeerModel:
+    """What mine_hard_negatives asks of a SentenceTransformer; its texts are our ids, the smallest there can be."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+
+        vectors = KnownVectors(folder)
+        query_ids = read_columns(folder / "queries", QUERIES, ["query_id"]).column(0).to_pylist()
+        self.device, self._skills, self._queries = torch.device("cpu"), vectors.skills, vectors.queries
+        self._skill_rows = vectors.skill_rows
+        self._query_rows = {query_id: row for row, query_id in enumerate(query_ids)}
+
+    def encode_document(self, texts: list[str], **_: Any) -> np.ndarray:
+        return self._skills[[self._skill_rows[text] for text in texts]]
+
+    def encode_query(self, texts: list[str], **_: Any) -> np.ndarray:
+        return self._queries[[self._query_rows[text] for text in texts]]
+
+    def get_embedding_dimension(self) -> int:
+        return self._skills.shape[1]
+
+    def similarity(self, left: Any, right: Any) -> Any:
+        from sentence_transformers.util import dot_score
+
+        return dot_score(left, right)
+
+    def similarity_pairwise(self, left: Any, right: Any) -> Any:
+        from sentence_transformers.util import pairwise_dot_score
+
+        return pairwise_dot_score(left, right)
+
+
+def measure_peer(mode: str, folder: Path, threads: int) -> dict[str, Any]:
+    """sentence-transformers' mine_hard_negatives: the 50 nearest that are no positives, with scores, in memory."""
+    import torch
+    from datasets import Dataset
+    from sentence_transformers.util import mine_hard_negatives
+
+    torch.set_num_threads(threads)
+    judged = read_table(folder / "queries", JUDGEMENTS).to_pydict()
+    pairs = Dataset.from_dict({"query": judged["query_id"], "skill": judged["skill_id"]})
+    corpus, model = read_columns(folder / "pool", SKILLS, ["skill_id"]).column(0).to_pylist(), PeerModel(folder)
+    started = time.perf_counter()
+    mined = mine_hard_negatives(
+        pairs,
+        model,  # pyright: ignore[reportArgumentType]
+        corpus=corpus,
+        range_max=DEPTH,
+        num_negatives=DEPTH,
+        output_format="labeled-list",
+        output_scores=True,
+        use_faiss=mode == "st-faiss",
+        verbose=False,
+    )
+    seconds = time.perf_counter() - started
+    nearest: dict[str, list[str]] = {}
+    first = np.argsort(np.array(mined["query"]))[:NUM_COMPARED]  # our table is in this order
+    for row in mined.select(first):
+        nearest[row["query"]] = row["skill"][1:]
+    return {"mine_seconds": seconds, "filter_seconds": 0.0, "nearest": nearest, "num_rows": len(mined)}
+
+
+def main(mode: str, folder: Path, threads: int) -> None:
+    """Measure and print."""
+    result = measure_ours(mode, folder, threads) if mode in INDEXES else measure_peer(mode, folder, threads)
+    result["own_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

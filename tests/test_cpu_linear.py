@@ -1,0 +1,227 @@
+import copy
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from skilltrain.losses import InfoNCE, ListwiseCE
+from skilltrain.models import cpu_linear
+from skilltrain.models.adapters import AdapterConfig, add_adapter
+from skilltrain.models.cpu_linear import OneDnnLinear, pack_linear_layers, train_with_onednn
+from skilltrain.training import loop
+from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
+from training_data import training_set
+from training_runs import new_step, run
+
+SHAPES = [
+    ((7, 5), 3, True), ((0, 5), 3, True), ((1, 5), 3, False), ((1, 1), 1, True), ((2, 9, 16), 33, True),
+    ((2, 0, 16), 4, True), ((130, 257), 65, False), ((3, 2, 4, 8), 8, True), ((600, 48), 96, True), ((12,), 5, True),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def any_processor(monkeypatch):
+    """oneDNN computes on every processor; which one chooses it by itself is another question."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("PyTorch was built without oneDNN")
+    monkeypatch.setattr(cpu_linear, "onednn_is_faster", lambda: True)
+
+
+def both(inner, outer, bias=True):
+    """(a plain layer, one of the same weights that oneDNN computes)."""
+    torch.manual_seed(inner * 1000 + outer)
+    plain = nn.Linear(inner, outer, bias)
+    fast = copy.deepcopy(plain)
+    train_with_onednn(fast)
+    assert type(fast) is OneDnnLinear
+    return plain, fast
+
+
+def outcome(layer, values, call=None):
+    """Outputs and the gradients of inputs, weight and bias, for a weighted sum of the outputs."""
+    values = values.detach().requires_grad_(True)
+    layer.zero_grad()
+    output = (call or layer)(values)
+    (output * torch.linspace(-1, 2, max(1, output.numel()))[: output.numel()].view(output.shape)).sum().backward()
+    return [output.detach(), values.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+def assert_close(got, wanted, tolerance=1e-5):
+    assert len(got) == len(wanted)
+    for one, other in zip(got, wanted, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.shape == other.shape and one.dtype == other.dtype
+            furthest = (one - other).abs().max().item() if one.numel() else 0.0
+            assert furthest <= tolerance * max(1.0, other.abs().max().item() if other.numel() else 0.0)
+
+
+@pytest.mark.parametrize(("shape", "outer", "bias"), SHAPES)
+def test_values_and_all_gradients_are_those_of_a_plain_layer(shape, outer, bias):
+    plain, fast = both(shape[-1], outer, bias)
+    values = torch.randn(shape)
+    assert_close(outcome(fast, values), outcome(plain, values))
+
+
+VIEWS = {
+    "transposed": lambda layer: lambda values: layer(values.transpose(0, 1)),
+    "every other row": lambda layer: lambda values: layer(values[::2, 1:]),
+    "expanded": lambda layer: lambda values: layer(values[:1].expand(3, *values.shape[1:])),
+    "transposed gradient": lambda layer: lambda values: layer(values).transpose(0, 2).contiguous(),
+    "part of the outputs": lambda layer: lambda values: layer(values)[..., ::2],
+    "expanded gradient": lambda layer: lambda values: layer(values).sum(0, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
+@pytest.mark.parametrize("shape", [(4, 9, 24), (9, 24, 24)])
+def test_values_and_gradients_that_are_not_contiguous(view, shape):
+    plain, fast = both(24, 40)
+    values = torch.randn(shape)
+    assert_close(outcome(fast, values, view(fast)), outcome(plain, values, view(plain)))
+
+
+@pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")])
+def test_frozen_parameters_get_no_gradient_and_their_inputs_do(frozen):
+    plain, fast = both(12, 20)
+    for layer in (plain, fast):
+        for name in frozen:
+            getattr(layer, name).requires_grad_(False)
+    values = torch.randn(2, 5, 12)
+    assert_close(outcome(fast, values), outcome(plain, values))
+
+
+def test_values_without_gradient_leave_that_of_the_weights():
+    plain, fast = both(12, 20)
+    values = torch.randn(5, 12)
+    for layer in (plain, fast):
+        layer(values).square().sum().backward()
+    assert_close([p.grad for p in fast.parameters()], [p.grad for p in plain.parameters()])
+    with torch.no_grad():
+        assert not fast(values).requires_grad
+        assert_close([fast(values)], [plain(values)])
+
+
+def test_checkpointing_and_a_weight_used_twice():
+    plain, fast = both(16, 16)
+
+    def twice(layer):
+        return lambda values: checkpoint(lambda v: layer(torch.tanh(layer(v))), values, use_reentrant=False)
+
+    values = torch.randn(3, 7, 16)
+    assert_close(outcome(fast, values, twice(fast)), outcome(plain, values, twice(plain)))
+    assert_close(outcome(fast, values, twice(fast)), outcome(fast, values, lambda v: fast(torch.tanh(fast(v)))))
+
+
+def test_state_dict_hooks_ties_and_subclasses_stay():
+    class Own(nn.Linear):
+        pass
+
+    network = nn.ModuleDict({"table": nn.Embedding(9, 4), "head": nn.Linear(4, 9, bias=False), "own": Own(4, 4)})
+    network["head"].weight = network["table"].weight
+    called = []
+    network["head"].register_forward_pre_hook(lambda *_: called.append(True))
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    train_with_onednn(network)
+    assert [type(network[name]) for name in ("head", "own")] == [OneDnnLinear, Own]
+    assert network["head"].weight is network["table"].weight
+    assert network.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    network["head"](torch.randn(2, 4)).sum().backward()
+    assert called == [True] and network["table"].weight.grad is not None
+    pack_linear_layers(network, 8)  # inference lays plain layers out, and leaves these
+    assert type(network["head"]) is OneDnnLinear
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_number_formats_are_computed_as_ever(dtype):
+    plain, fast = (layer.to(dtype) for layer in both(12, 20))
+    values = torch.randn(5, 12, dtype=dtype)
+    for got, wanted in zip(outcome(fast, values), outcome(plain, values), strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_autocast_is_computed_as_ever():
+    plain, fast = both(12, 20)
+    with torch.autocast("cpu", torch.bfloat16):
+        values = torch.randn(5, 12)
+        assert torch.equal(fast(values), plain(values)) and fast(values).dtype == torch.bfloat16
+
+
+def test_equal_inputs_give_equal_bits():
+    _, fast = both(96, 384)
+    values = torch.randn(1031, 96)
+    first = outcome(fast, values)
+    moved = torch.empty(values.numel() + 1)[1:].view(values.shape).copy_(values)  # elsewhere, and not aligned
+    for again in (outcome(fast, values), outcome(fast, values.clone()), outcome(fast, moved)):
+        assert all(torch.equal(one, other) for one, other in zip(again, first, strict=True))
+
+
+def step_gradients(model, step, data):
+    model.zero_grad()
+    loss = step(data.lists)
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_step(model, make_step):
+    """A training step's loss and gradients, plain and by oneDNN; no name changes."""
+    data = training_set(6)
+    names = list(model.state_dict())
+    plain_loss, plain = step_gradients(model, make_step(model, data), data)
+    train_with_onednn(model)
+    assert any(type(module) is OneDnnLinear for module in model.modules()) and list(model.state_dict()) == names
+    loss, got = step_gradients(model, make_step(model, data), data)
+    assert loss == pytest.approx(plain_loss, rel=1e-5)
+    assert got.keys() == plain.keys()
+    largest = max(value.abs().max().item() for value in plain.values())
+    assert max((got[name] - plain[name]).abs().max().item() for name in plain) <= 1e-5 * largest
+
+
+@pytest.mark.parametrize("name", ["bert", "qwen3"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("adapter", [None, AdapterConfig(rank=4, alpha=8)], ids=["full", "lora"])
+def test_an_encoders_step_is_the_plain_one(open_encoder_of, name, recompute, adapter):
+    encoder = open_encoder_of(name)
+    if adapter:
+        encoder.requires_grad_(False)
+        add_adapter(encoder.backbone, adapter)
+    assert_same_step(encoder, lambda model, data: EncoderStep(model, InfoNCE(), data, StepSettings(150, recompute)))
+
+
+@pytest.mark.parametrize("name", ["bert_reranker", "qwen3_reranker"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_rerankers_step_is_the_plain_one(open_reranker_of, name, recompute):
+    reranker = open_reranker_of(name)
+    assert_same_step(
+        reranker, lambda model, data: RerankerStep(model, ListwiseCE(), data, StepSettings(400, recompute))
+    )
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_training_uses_it_unless_weights_are_sharded(model_folders, monkeypatch, tmp_path, sharded):
+    monkeypatch.setattr(loop, "shards_weights", lambda _: sharded)
+    step = new_step(model_folders["bert_dropout"])
+    run(step, tmp_path, resume=False)
+    PartialState._reset_state()
+    AcceleratorState._reset_state()
+    linear = {type(module) for module in step.modules() if isinstance(module, nn.Linear)}
+    assert linear == ({nn.Linear} if sharded else {OneDnnLinear})
+
+
+def test_the_processor_decides(monkeypatch):
+    monkeypatch.undo()
+    for name, avx512, wanted in [
+        ("AMD EPYC 9B45", True, True),
+        ("AMD EPYC 7763", False, False),
+        ("Intel(R) Xeon(R) Platinum 8481C", True, False),
+    ]:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda n=name, a=avx512: {"cpu_name": n, "avx512_f": a})
+        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+        assert cpu_linear.onednn_is_faster() is wanted
+    layer = nn.Linear(2, 2)
+    train_with_onednn(layer)  # on the last of them
+    assert type(layer) is nn.Linear
