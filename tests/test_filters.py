@@ -1,4 +1,5 @@
-import math
+import json
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -8,21 +9,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skilltrain.config import Config, validate
-from skilltrain.data import filters
-from skilltrain.data.filters import (
+from skilltrain.data.filtering import pool as filter_pool
+from skilltrain.data.filtering.filters import FilterConfig, find_false_negatives, run_filter
+from skilltrain.data.filtering.layers import (
+    CeilingLayer,
+    ClusterLayer,
     CosineLayer,
-    FilterConfig,
-    FilterPool,
     JaccardLayer,
     NameLayer,
-    find_false_negatives,
-    rows_by_query,
-    run_filter,
+    RankWindowLayer,
+    against_each_gold,
 )
+from skilltrain.data.filtering.pool import PoolMaker
+from skilltrain.data.filtering.ranked_queries import RankedQueries, rows_by_query, texts_of
+from skilltrain.data.near_duplicates.trigrams import WordHashes, jaccard, word_trigrams
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill, Verdict, name_key
-from skilltrain.tables import DROPPED, JUDGEMENTS, RANKINGS, SKILLS, read_table, rows_of, table_from_rows, write_table
+from skilltrain.retrieval.dense import EncoderSource
+from skilltrain.tables import (
+    CLUSTERS,
+    DROPPED,
+    JUDGEMENTS,
+    QUERIES,
+    RANKINGS,
+    SKILLS,
+    read_table,
+    rows_of,
+    table_from_rows,
+    write_table,
+)
+from skilltrain.workers import WorkersConfig
 
+ONE = WorkersConfig(num=1)
 GOLD_BODY = "read the pages of a pdf file and print them"  # 10 words, 8 trigrams
 SKILLS_HERE = [
     Skill("gold", "pdf-reader", "", GOLD_BODY),
@@ -32,29 +50,62 @@ SKILLS_HERE = [
     Skill("far", "git", "", "commit and push to a remote"),
 ]
 VECTORS = np.array([[1, 0], [0, 1], [0, 1], [0.96, 0.28], [0.6, 0.8]], dtype=np.float32)
+QUERY_VECTOR = np.array([0.8, 0.6], dtype=np.float32)  # cosines: .8, .6, .6, .936, .96
 POSITION = {skill.skill_id: place for place, skill in enumerate(SKILLS_HERE)}
+CLUSTER_OF = {"gold": 3, "name": 0, "body": 3, "vector": 1, "far": 2}
 
 
-def fake_pool():
-    pool = FilterPool(SKILLS_HERE, None)
-    pool.__dict__["vectors"] = VECTORS
-    return pool
+FAKE_ENCODER = SimpleNamespace(model=SimpleNamespace(dim=2))
 
 
-def rankings(*rows, query_id="q1", stage="semantic"):
+@pytest.fixture(autouse=True)
+def encoder(monkeypatch):
+    monkeypatch.setattr(filter_pool, "open_encoder", lambda source: FAKE_ENCODER)
+    monkeypatch.setattr(filter_pool, "encode_skills", lambda _, skills: VECTORS[[POSITION[s.skill_id] for s in skills]])
+    monkeypatch.setattr(filter_pool, "encode_queries", lambda _, texts: np.tile(QUERY_VECTOR, (len(texts), 1)))
+
+
+def rankings(*rows, query_id="q1", stage="semantic", scores=None):
     return table_from_rows(
         [
-            {"query_id": query_id, "skill_id": skill_id, "rank": rank, "score": 0.5, "stage": stage}
-            for rank, skill_id in enumerate(rows, 1)
+            {"query_id": query_id, "skill_id": skill_id, "rank": rank, "score": score, "stage": stage}
+            for rank, (skill_id, score) in enumerate(zip(rows, scores or [0.5] * len(rows), strict=True), 1)
         ],
         RANKINGS,
     )
 
 
-def found(table, verdicts, layers):
-    findings = find_false_negatives(table, verdicts, fake_pool(), layers)
-    skill_ids = table.column("skill_id").to_pylist()
-    return {skill_ids[finding.row]: finding for finding in findings}
+@pytest.fixture
+def found(tmp_path):
+    """rankings, verdicts, layers → skill_id → (layer, value, gold skill or None)."""
+
+    def find(table, verdicts, layers, skills=SKILLS_HERE, workers=ONE):
+        folder = tmp_path / f"scratch {len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        write_table(rows_of(skills), SKILLS, tmp_path / "skills.parquet")
+        write_table(
+            [{"skill_id": s, "cluster": c} for s, c in CLUSTER_OF.items()], CLUSTERS, tmp_path / "clusters.parquet"
+        )
+        columns = pa.table({"skill_id": [s.skill_id for s in skills], "name": [s.name for s in skills]})
+        ranked = RankedQueries.write(table, verdicts, ([s.skill_id for s in skills], "pool"), folder)
+        maker = PoolMaker(
+            folder, tmp_path / "skills.parquet", columns, ranked.in_use(), ranked.query_ids, ranked.source_names,
+            EncoderSource(source="x"), tmp_path / "clusters.parquet", workers,
+        )  # fmt: skip
+        for layer in layers:
+            layer.prepare(maker)
+        findings = find_false_negatives(folder, len(ranked.query_ids), layers, workers)
+        rows = zip(findings.rows, findings.layers, findings.values, findings.golds, strict=True)
+        skill_ids = table.column("skill_id").to_pylist()
+        return {
+            skill_ids[row]: (layers[layer].name, float(value), skills[gold].skill_id if gold >= 0 else None)
+            for row, layer, value, gold in rows
+        }
+
+    return find
+
+
+JUDGED = {"q1": {"gold": Verdict.REQUIRED}}
 
 
 @pytest.mark.parametrize(
@@ -72,98 +123,197 @@ def test_name_key_ignores_case_and_separators(left, right, same):
     assert (name_key(left) == name_key(right)) is same
 
 
-def test_each_layer_drops_what_it_is_for_and_names_the_gold():
-    verdicts = {"q1": {"gold": Verdict.REQUIRED}}
-    table = rankings("name", "body", "vector", "far")
-    dropped = found(table, verdicts, [NameLayer(), JaccardLayer(), CosineLayer()])
-    assert {skill_id: finding.filter for skill_id, finding in dropped.items()} == {
-        "name": "name",
-        "body": "jaccard",
-        "vector": "cosine",
+def test_each_layer_drops_what_it_is_for_and_names_the_gold(found):
+    dropped = found(rankings("name", "body", "vector", "far"), JUDGED, [NameLayer(), JaccardLayer(), CosineLayer()])
+    assert dropped == {
+        "name": ("name", 1.0, "gold"),
+        "body": ("jaccard", pytest.approx(8 / 9), "gold"),
+        "vector": ("cosine", pytest.approx(0.96), "gold"),
     }
-    assert dropped["body"].value == pytest.approx(8 / 9)
-    assert dropped["vector"].value == pytest.approx(0.96)
-    assert dropped["name"].reason == "same name as gold skill gold"
-    assert dropped["body"].reason == "body overlap 0.889 > 0.6 with gold skill gold"
-    assert dropped["vector"].reason == "cosine 0.960 > 0.92 to gold skill gold"
 
 
-def test_thresholds_are_exclusive():
-    table, verdicts = rankings("body", "vector"), {"q1": {"gold": Verdict.REQUIRED}}
-    assert not found(table, verdicts, [JaccardLayer(above=8 / 9), CosineLayer(above=float(VECTORS[3, 0]))])
+def test_layers_say_what_their_value_means():
+    assert NameLayer().explain(1.0) == "same name as"
+    assert JaccardLayer().explain(8 / 9) == "body overlap 0.889 > 0.6 with"
+    assert CosineLayer().explain(0.96) == "cosine 0.960 > 0.92 to"
+    assert ClusterLayer().explain(1.0) == "in one near-duplicate cluster with"
+    assert CeilingLayer().explain(0.96) == "score 0.960 for the query too close to that of"
+    assert RankWindowLayer(ranks={"lexical": (1, 2)}).explain(3.0) == "rank 3 outside the window of its source"
 
 
-def test_a_layer_left_out_does_not_run():
-    table, verdicts = rankings("name", "body", "vector"), {"q1": {"gold": Verdict.REQUIRED}}
-    assert set(found(table, verdicts, [NameLayer()])) == {"name"}
-    assert not found(table, verdicts, [])
+def test_thresholds_are_exclusive(found):
+    layers = [JaccardLayer(above=8 / 9), CosineLayer(above=float(VECTORS[3, 0]))]
+    assert not found(rankings("body", "vector"), JUDGED, layers)
 
 
-def test_useful_skills_are_golds_too_and_positives_themselves_go():
-    table, verdicts = rankings("name", "gold", "far"), {"q1": {"gold": Verdict.USEFUL}}
-    dropped = found(table, verdicts, [NameLayer()])
-    assert {k: v.filter for k, v in dropped.items()} == {"gold": "judged", "name": "name"}
-    assert dropped["gold"].reason == "judged useful for this query"
+def test_a_layer_left_out_does_not_run(found):
+    assert set(found(rankings("name", "body", "vector"), JUDGED, [NameLayer()])) == {"name"}
+    assert not found(rankings("name", "body", "vector"), JUDGED, [])
+
+
+def test_useful_skills_are_golds_too(found):
+    assert set(found(rankings("name", "gold", "far"), {"q1": {"gold": Verdict.USEFUL}}, [NameLayer()])) == {"name"}
 
 
 @pytest.mark.parametrize("verdict", [Verdict.REJECTED, Verdict.IRRELEVANT])
-def test_a_judgement_outranks_a_likeness(verdict):
+def test_a_judgement_outranks_a_likeness(found, verdict):
     verdicts = {"q1": {"gold": Verdict.REQUIRED, "name": verdict, "body": verdict}}
     assert not found(rankings("name", "body"), verdicts, [NameLayer(), JaccardLayer()])
 
 
-def test_a_gold_of_one_query_is_none_of_another():
-    table = pa.concat_tables([rankings("name"), rankings("name", query_id="q2")])
+def test_a_gold_of_one_query_is_none_of_another(found):
+    table = pa.concat_tables([rankings("name"), rankings("body", query_id="q2")])
     verdicts = {"q1": {"gold": Verdict.REQUIRED}, "q2": {"far": Verdict.REQUIRED}}
-    findings = find_false_negatives(table, verdicts, fake_pool(), [NameLayer()])
-    assert [finding.row for finding in findings] == [0]
+    assert set(found(table, verdicts, [NameLayer(), JaccardLayer()])) == {"name"}
 
 
-def test_a_new_layer_is_one_class():
-    class InitialLayer(Config):
-        name: Literal["initial"] = "initial"
+def test_of_several_golds_the_first_by_id_counts(found):
+    verdicts = {"q1": {"vector": Verdict.REQUIRED, "gold": Verdict.REQUIRED, "body": Verdict.USEFUL}}
+    dropped = found(rankings("name", "far"), verdicts, [CosineLayer(above=0.5)])
+    assert dropped == {
+        "name": ("cosine", pytest.approx(1.0), "body"),
+        "far": ("cosine", pytest.approx(0.8), "body"),
+    }
 
-        def prepare(self, pool):
-            initials = np.array([ord(skill.name[0]) for skill in pool.skills], dtype=float)
-            return lambda gold, candidates: np.where(initials[candidates] == initials[gold], initials[gold], math.nan)
 
-        def explain(self, value):
-            return f"begins with {chr(int(value))} as does"
+def test_a_gold_outside_the_pool_is_passed_over(found):
+    verdicts = {"q1": {"gone": Verdict.REQUIRED}}
+    layers = [
+        NameLayer(),
+        JaccardLayer(),
+        CosineLayer(),
+        ClusterLayer(),
+        CeilingLayer(),
+        CeilingLayer(scores="ranking"),
+    ]
+    assert not found(rankings("name", "body", "vector"), verdicts, layers)
 
-    verdicts = {"q1": {"gold": Verdict.REQUIRED}}
-    dropped = found(rankings("name", "vector", "far"), verdicts, [NameLayer(), InitialLayer()])
-    assert {skill_id: finding.filter for skill_id, finding in dropped.items()} == {"name": "name", "vector": "initial"}
-    assert dropped["vector"].reason == "begins with p as does gold skill gold"
+
+def test_copies_of_copies_go_with_their_cluster(found):
+    assert found(rankings("name", "body"), JUDGED, [ClusterLayer()]) == {"body": ("cluster", 1.0, "gold")}
+
+
+def test_siblings_of_a_template_stay_unless_plain_trigrams_are_asked_for(found):
+    template = "automate {} tasks via the hub after you have searched all its tools for the current schemas"
+    siblings = [Skill(name, f"{name}-automation", "", template.format(name)) for name in ("a", "b", "c", "d", "e", "f")]
+    copy = Skill("a2", "a-automation", "", template.format("a") + " first")
+    table, verdicts, pool = rankings("a2", "b", "c"), {"q1": {"a": Verdict.REQUIRED}}, [*siblings, copy]
+    assert set(found(table, verdicts, [JaccardLayer(max_names=None)], pool)) == {"a2", "b", "c"}
+    assert set(found(table, verdicts, [JaccardLayer()], pool)) == {"a2"}
+
+
+def test_a_ceiling_stands_a_margin_below_the_gold(found):
+    # cosines to the query: gold .8; name .6, vector .936, far .96
+    def over(**settings):
+        return found(rankings("name", "vector", "far"), JUDGED, [CeilingLayer(**settings)])
+
+    assert over() == {
+        "vector": ("ceiling", pytest.approx(0.936), "gold"),
+        "far": ("ceiling", pytest.approx(0.96), "gold"),
+    }
+    assert set(over(relative_margin=0.24)) == {"vector", "far"}  # ceiling .608
+    assert set(over(relative_margin=0.26)) == {"name", "vector", "far"}  # ceiling .592
+    assert set(over(relative_margin=None, absolute_margin=0.21)) == {"name", "vector", "far"}
+    assert set(over(relative_margin=None, absolute_margin=0.19)) == {"vector", "far"}
+
+
+def test_of_several_golds_the_weakest_sets_the_ceiling(found):
+    verdicts = {"q1": {"gold": Verdict.REQUIRED, "body": Verdict.REQUIRED}}  # .8 and .6
+    dropped = found(rankings("name", "far"), verdicts, [CeilingLayer(relative_margin=0)])
+    assert dropped == {"far": ("ceiling", pytest.approx(0.96), "body")}
+
+
+def test_a_ceiling_by_ranking_takes_the_sources_own_scores(found):
+    both = pa.concat_tables(
+        [
+            rankings("gold", "name", "body", scores=[10.0, 9.6, 9.4], stage="lexical"),
+            rankings("name", "far", scores=[0.9, 0.1]),  # ranked no gold: nothing to hold against
+            rankings("gold", "vector", scores=[-2.0, -2.05], stage="teacher"),
+        ]
+    )
+    dropped = found(both, JUDGED, [CeilingLayer(scores="ranking")])
+    assert dropped == {"name": ("ceiling", 9.6, "gold"), "vector": ("ceiling", -2.05, "gold")}
+
+
+def test_a_window_keeps_ranks_of_the_sources_it_names(found):
+    table = pa.concat_tables([rankings("name", "body", "vector", "far"), rankings("gold", "far", stage="random")])
+    dropped = found(table, {}, [RankWindowLayer(ranks={"semantic": (2, 3)})])
+    assert dropped == {"name": ("rank_window", 1.0, None), "far": ("rank_window", 4.0, None)}
+    assert set(found(table, {}, [RankWindowLayer(ranks={"semantic": (2, None)})])) == {"name"}
+
+
+def test_a_window_of_a_source_that_ranks_nothing_is_refused(found):
+    with pytest.raises(SkilltrainError, match=r"no candidate is of source 'bm25' \(sources: semantic\)"):
+        found(rankings("far"), JUDGED, [RankWindowLayer(ranks={"bm25": (1, 3)})])
+
+
+class InitialLayer(Config):
+    """A layer of one's own."""
+
+    name: Literal["initial"] = "initial"
+
+    def prepare(self, maker):
+        initials = [ord(name[0]) for name in maker.skills.column("name").to_pylist()]
+        np.save(maker.folder / "initials.npy", np.array(initials, dtype=float))
+
+    def check(self, pool, candidates):
+        initials = np.load(pool.folder / "initials.npy")
+        here = initials[candidates.skills]
+        return against_each_gold(candidates, lambda gold: np.where(here == initials[gold], here, np.nan))
+
+    def explain(self, value):
+        return f"begins with {chr(int(value))} as does"
+
+
+def test_a_new_layer_is_one_class(found):
+    dropped = found(rankings("name", "vector", "far"), JUDGED, [NameLayer(), InitialLayer()])
+    assert dropped == {"name": ("name", 1.0, "gold"), "vector": ("initial", float(ord("p")), "gold")}
 
 
 @given(st.lists(st.sampled_from("abcde"), min_size=1, max_size=20), st.floats(0, 1))
 def test_the_size_bound_never_changes_the_answer(tokens, above):
-    skills = [Skill("a", "a", "", "a b c d e a b c"), Skill("b", "b", "", " ".join(tokens))]
-    pool = FilterPool(skills, None)
-    values = JaccardLayer(above=above).prepare(pool)(0, np.array([1]))
-    exact = filters.jaccard(pool.trigrams[0], pool.trigrams[1])
-    assert (values[0] == exact) if exact > above else np.isnan(values[0])
+    bodies = ["a b c d e a b c", " ".join(tokens)]
+    sets = [word_trigrams(body, WordHashes()) for body in bodies]
+
+    class Sets(list):
+        starts = np.cumsum([0, *(len(one) for one in sets)])
+
+    pool = SimpleNamespace(trigrams=lambda max_names: Sets(sets))
+    candidates = SimpleNamespace(skills=np.array([1]), golds=np.array([0]))
+    (value,) = JaccardLayer(above=above).check(pool, candidates).values
+    exact = jaccard(*sets)
+    assert (value == exact) if exact > above else np.isnan(value)
 
 
-def test_nameless_skills_do_not_share_a_name():
-    pool = FilterPool([Skill("a", "--", "", ""), Skill("b", "_", "", "")], None)
-    assert np.isnan(NameLayer().prepare(pool)(0, np.array([1])))[0]
+def test_nameless_skills_do_not_share_a_name(found):
+    skills = [Skill("a", "--", "", ""), Skill("b", "_", "", "")]
+    assert not found(rankings("b"), {"q1": {"a": Verdict.REQUIRED}}, [NameLayer()], skills)
+
+
+def test_bodies_of_every_kind_are_compared(found):
+    odd = ["", "word", "word", "\U00012000\U00012001\U00012002", "read it " * 2_000_000, "read it " * 2_000_001]
+    skills = [Skill(str(n), f"name {n}", "", body) for n, body in enumerate(odd)]
+    table = pa.concat_tables([rankings("2", "0", query_id="q1"), rankings("5", "3", query_id="q4")])
+    verdicts = {"q1": {"1": Verdict.REQUIRED}, "q4": {"4": Verdict.REQUIRED}}
+    assert set(found(table, verdicts, [JaccardLayer()], skills)) == {"2", "5"}
 
 
 def test_rows_by_query_keeps_row_order():
     table = pa.concat_tables([rankings("a", query_id="z"), rankings("a", "b"), rankings("b", query_id="z")])
     assert {k: v.tolist() for k, v in rows_by_query(table).items()} == {"q1": [1, 2], "z": [0, 3]}
     assert rows_by_query(table.slice(0, 0)) == {}
+    assert texts_of(table.column("query_id")) == ["z", "q1", "q1", "z"]
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(filters, "open_encoder", lambda source: None)
-    monkeypatch.setattr(filters, "encode_skills", lambda _, skills: VECTORS[[POSITION[s.skill_id] for s in skills]])
+def folder(tmp_path):
     write_table(rows_of(SKILLS_HERE), SKILLS, tmp_path / "pool.parquet")
     (tmp_path / "queries").mkdir()
     judged = {"query_id": "q1", "skill_id": "gold", "verdict": "required", "judge": "human"}
     write_table([judged], JUDGEMENTS, tmp_path / "queries")
+    query = {"query_id": "q1", "text": "print this pdf", "kind": "single", "origin": "test", "split": "train"}
+    write_table([query], QUERIES, tmp_path / "queries")
+    write_table([{"skill_id": s, "cluster": c} for s, c in CLUSTER_OF.items()], CLUSTERS, tmp_path / "clusters.parquet")
     both = pa.concat_tables([rankings("gold", "name", "body", "far"), rankings("vector", "far", stage="random")])
     write_table(both, RANKINGS, tmp_path / "rankings.parquet")
     (tmp_path / "out").mkdir()
@@ -174,6 +324,7 @@ def settings(folder, **changes):
     values = {
         "stage": "filter", "pool": folder / "pool.parquet", "queries": folder / "queries",
         "rankings": folder / "rankings.parquet", "encoder": {"source": "x"}, "out": folder / "out",
+        "workers": {"num": 1},
     }  # fmt: skip
     return validate(FilterConfig, values | changes, "recipe")
 
@@ -184,9 +335,22 @@ def test_the_stage_splits_rankings_into_kept_and_dropped(folder):
     assert kept == [("semantic", "far"), ("random", "far")]
     dropped = read_table(folder / "out", DROPPED).to_pylist()
     assert [row["skill_id"] for row in dropped] == ["gold", "name", "body", "vector"]
-    assert dropped[3]["reason"].endswith("to gold skill gold (random candidate)")
+    assert [row["reason"] for row in dropped] == [
+        "judged required for this query (semantic candidate)",
+        "same name as gold skill gold (semantic candidate)",
+        "body overlap 0.889 > 0.6 with gold skill gold (semantic candidate)",
+        "cosine 0.960 > 0.92 to gold skill gold (random candidate)",
+    ]
+    assert dropped[0]["value"] is None and dropped[1]["value"] == 1.0
+    assert sorted(path.name for path in (folder / "out").iterdir()) == ["dropped.parquet", "rankings.parquet"]
     assert summary["dropped_by_layer"] == {"judged": 1, "name": 1, "jaccard": 1, "cosine": 1}
     assert summary["dropped_by_source"] == {"random": 1, "semantic": 3}
+    assert summary["dropped_by_layer_and_source"] == {
+        "judged": {"semantic": 1},
+        "name": {"semantic": 1},
+        "jaccard": {"semantic": 1},
+        "cosine": {"random": 1},
+    }
     assert summary["kept_by_source"] == {"random": 1, "semantic": 1}
     assert summary["num_candidates"] == 6 and summary["num_kept"] == 2 and summary["num_dropped"] == 4
 
@@ -214,6 +378,10 @@ def test_layers_are_chosen_by_name_in_the_recipe(folder):
         ({"layers": [{"name": "name"}, {"name": "name"}]}, "a layer stands twice"),
         ({"layers": [{"name": "nmae"}]}, "layers.0"),
         ({"layers": [{"name": "jaccard", "above": 60}]}, "layers.0.above"),
+        ({"layers": [{"name": "ceiling"}], "encoder": None}, "layer 'ceiling' needs the section 'encoder'"),
+        ({"layers": [{"name": "cluster"}]}, "layer 'cluster' needs 'clusters'"),
+        ({"layers": [{"name": "ceiling", "relative_margin": None}]}, "needs relative_margin or absolute_margin"),
+        ({"layers": [{"name": "rank_window", "ranks": {"semantic": [9, 2]}}]}, "1 <= first <= last"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(folder, changes, message):
@@ -230,3 +398,49 @@ def test_a_candidate_outside_the_pool_is_refused(folder):
 def test_empty_rankings_stay_empty(folder):
     write_table([], RANKINGS, folder / "rankings.parquet")
     assert run_filter(settings(folder), folder / "out")["num_kept"] == 0
+
+
+def test_all_layers_run_from_a_recipe(folder):
+    layers = [
+        {"name": "cluster"},
+        {"name": "ceiling", "relative_margin": 0.1},
+        {"name": "rank_window", "ranks": {"semantic": [1, 2]}},
+    ]
+    summary = run_filter(settings(folder, layers=layers, clusters=folder / "clusters.parquet"), folder / "out")
+    assert summary["dropped_by_layer"] == {"judged": 1, "cluster": 1, "ceiling": 3, "rank_window": 0}
+    reasons = [row["reason"] for row in read_table(folder / "out", DROPPED).to_pylist()]
+    assert reasons[1] == "in one near-duplicate cluster with gold skill gold (semantic candidate)"
+    assert reasons[2] == "score 0.960 for the query too close to that of gold skill gold (semantic candidate)"
+
+
+def test_a_ceiling_by_ranking_needs_no_encoder(folder):
+    layers = [{"name": "ceiling", "scores": "ranking"}]
+    summary = run_filter(settings(folder, layers=layers, encoder=None), folder / "out")
+    assert summary["dropped_by_layer"] == {"judged": 1, "ceiling": 3}  # all scores are the gold's
+
+
+def test_a_query_without_text_is_named_where_its_vector_is_needed(folder):
+    write_table([], QUERIES, folder / "queries")
+    config = settings(folder, layers=[{"name": "ceiling"}])
+    with pytest.raises(SkilltrainError, match=r"queries: 1 ranked querie\(s\) have no text here, 'q1' among them"):
+        run_filter(config, folder / "out")
+
+
+def test_clusters_of_another_pool_are_refused(folder):
+    write_table([{"skill_id": "gold", "cluster": 0}], CLUSTERS, folder / "clusters.parquet")
+    config = settings(folder, layers=[{"name": "cluster"}], clusters=folder / "clusters.parquet")
+    with pytest.raises(SkilltrainError, match=r"clusters\.parquet: 4 skill\(s\) of the pool are in no cluster, 'body'"):
+        run_filter(config, folder / "out")
+
+
+def test_any_number_of_workers_drops_the_same(folder):
+    many = [rankings("name", "body", "vector", "far", query_id=f"q{n}") for n in range(300)]
+    write_table(pa.concat_tables(many), RANKINGS, folder / "rankings.parquet")
+    judged = {"skill_id": "gold", "verdict": "required", "judge": "human"}
+    write_table([judged | {"query_id": f"q{n}"} for n in range(0, 300, 2)], JUDGEMENTS, folder / "queries")
+    for num in (1, 2):
+        (folder / str(num)).mkdir()
+        summary = run_filter(settings(folder, workers={"num": num}), folder / str(num))
+        assert json.loads(json.dumps(summary))["dropped_by_layer"]["cosine"] == 150
+    for spec in (RANKINGS, DROPPED):
+        assert read_table(folder / "1", spec).equals(read_table(folder / "2", spec))

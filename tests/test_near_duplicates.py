@@ -1,23 +1,20 @@
 import random
-import subprocess
-import sys
 
+import numpy as np
+import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from skilltrain.data.near_duplicates import TrigramReader, bands_and_rows, jaccard, near_duplicate_clusters
+from skilltrain.data.near_duplicates.linking import bands_and_rows, link_near_duplicates, near_duplicate_clusters
+from skilltrain.data.near_duplicates.trigrams import TrigramSets, jaccard
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
+from skilltrain.workers import WorkersConfig
+
+ONE = WorkersConfig(num=1)
 
 
 def skill(skill_id, body):
     return Skill(skill_id, skill_id, "", body)
-
-
-def sets(*bodies):
-    reader = TrigramReader([skill(str(n), body) for n, body in enumerate(bodies)])
-    return [reader[n] for n in range(len(bodies))]
 
 
 def words(seed, count):
@@ -25,52 +22,25 @@ def words(seed, count):
     return " ".join(f"w{generator.randrange(5000)}" for _ in range(count))
 
 
-def test_jaccard_of_word_trigrams_worked_by_hand():
-    # abc bcd cde / bcd cde def: 2 shared of 4.
-    left, right = sets("a b c d e", "b c d e f")
-    assert len(left) == len(right) == 3
-    assert jaccard(left, right) == 0.5
+def edited(body, share, seed):
+    """`body` with about `share` of its words replaced."""
+    generator = random.Random(seed)
+    return " ".join(word if generator.random() >= share else f"x{generator.random()}" for word in body.split())
 
 
-def test_case_layout_width_and_punctuation_do_not_matter():
-    left, right = sets("# Read the\n\nPDF, twice!", "read THE ｐｄｆ twice")
-    assert jaccard(left, right) == 1.0
+def read(bodies, folder, workers=ONE):
+    return TrigramSets.read([pa.table({"body": bodies})], folder, workers)
 
 
-def test_the_order_of_words_matters():
-    left, right = sets("a b c", "c b a")
-    assert jaccard(left, right) == 0.0
-    assert jaccard(*sets("a a b", "a b a")) == 0.0
-
-
-def test_cjk_characters_are_words():
-    left, right = sets("解析文件吧", "解析文件")
-    assert len(left) == 3 and jaccard(left, right) == pytest.approx(2 / 3)
-
-
-def test_short_bodies_compare_whole_and_empty_ones_resemble_nothing():
-    assert jaccard(*sets("run it", "Run it!")) == 1.0
-    assert jaccard(*sets("run it", "run")) == 0.0
-    assert jaccard(*sets("", "!!")) == 0.0
-
-
-def test_trigrams_are_the_same_in_every_process():
-    code = (
-        "from skilltrain.data.near_duplicates import TrigramReader; from skilltrain.records import Skill; "
-        "print(TrigramReader([Skill('a', 'a', '', 'read the pdf')])[0].tolist())"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.strip() == str(sets("read the pdf")[0].tolist())
-
-
-@given(st.lists(st.sampled_from("abc"), max_size=12), st.lists(st.sampled_from("abc"), max_size=12))
-def test_jaccard_agrees_with_python_sets(left, right):
-    def grams(tokens):
-        width = min(3, len(tokens))
-        return {tuple(tokens[i : i + width]) for i in range(len(tokens) - width + 1)} if width else set()
-
-    expected = len(grams(left) & grams(right)) / max(1, len(grams(left) | grams(right)))
-    assert jaccard(*sets(" ".join(left), " ".join(right))) == pytest.approx(expected)
+def exact_roots(sets, threshold):
+    """The lowest position of each connected component, by comparing every pair."""
+    roots = list(range(len(sets)))
+    for right in range(len(sets)):
+        for left in range(right):
+            if jaccard(sets[left], sets[right]) >= threshold and roots[left] != roots[right]:
+                low, high = sorted((roots[left], roots[right]))
+                roots = [low if root == high else root for root in roots]
+    return roots
 
 
 def test_copies_share_a_cluster_and_clusters_are_numbered_by_lowest_id():
@@ -88,24 +58,69 @@ def test_clusters_do_not_depend_on_order():
     assert near_duplicate_clusters(skills, 0.6) == expected
 
 
-def test_a_chain_of_pairs_is_one_cluster():
+def test_a_chain_of_pairs_is_one_cluster(tmp_path):
     tokens = words(4, 140).split()
     chain = [" ".join(tokens[start : start + 100]) for start in (0, 20, 40)]
-    left, _, right = sets(*chain)
-    assert jaccard(left, right) < 0.6
-    clusters = near_duplicate_clusters([skill(str(n), body) for n, body in enumerate(chain)], 0.6)
-    assert set(clusters.values()) == {0}
+    sets = read(chain, tmp_path / "sets")
+    assert jaccard(sets[0], sets[2]) < 0.6
+    assert link_near_duplicates(sets, 0.6, ONE) == [0, 0, 0]
+
+
+def test_all_pairs_that_exact_comparison_finds_are_found(tmp_path):
+    families = [words(seed, 150) for seed in range(8)]
+    bodies = [edited(families[n % 8], share, n) for n, share in enumerate(np.linspace(0, 0.25, 96))]
+    random.Random(1).shuffle(bodies)
+    sets = read(bodies, tmp_path / "sets")
+    exact = exact_roots(sets, 0.6)
+    assert 8 < len(set(exact)) < 96
+    assert link_near_duplicates(sets, 0.6, ONE) == exact
+
+
+def test_any_number_of_workers_finds_the_same(tmp_path):
+    bodies = [edited(words(n % 60, 80), 0.05, n) for n in range(600)]
+    one, two = read(bodies, tmp_path / "one"), read(bodies, tmp_path / "two", WorkersConfig(num=2))
+    assert one.trigrams.tobytes() == two.trigrams.tobytes() and one.starts.tolist() == two.starts.tolist()
+    assert link_near_duplicates(one, 0.6, ONE) == link_near_duplicates(two, 0.6, WorkersConfig(num=2))
+
+
+def test_a_large_bucket_needs_few_comparisons(tmp_path, monkeypatch):
+    from skilltrain.data.near_duplicates import linking as near_duplicates
+
+    compared = []
+    confirm = near_duplicates._confirm
+    monkeypatch.setattr(near_duplicates, "_confirm", lambda *a: compared.append(len(a[2][0])) or confirm(*a))
+    sets = read([words(0, 100) + f" tail {n}" for n in range(400)], tmp_path / "sets")
+    assert set(link_near_duplicates(sets, 0.6, ONE)) == {0}
+    assert sum(compared) < 400 * 34  # of 79,800 pairs
 
 
 def test_empty_bodies_are_no_copies_of_each_other():
     assert near_duplicate_clusters([skill("a", ""), skill("b", "")], 0.6) == {"a": 0, "b": 1}
+    assert near_duplicate_clusters([skill("a", "?!"), skill("b", "run"), skill("c", "Run!")], 0.6) == {
+        "a": 0,
+        "b": 1,
+        "c": 1,
+    }
     assert near_duplicate_clusters([], 0.6) == {}
+
+
+def test_equal_bodies_are_found_at_a_threshold_of_one():
+    skills = [skill("a", words(1, 50)), skill("b", words(1, 50)), skill("c", words(1, 50) + " more")]
+    assert near_duplicate_clusters(skills, 1.0) == {"a": 0, "b": 0, "c": 1}
+
+
+def test_a_body_of_20_mb_and_one_in_no_known_script_are_read():
+    large = "word other " * 1_900_000
+    glyphs = "\U00012000\U00012001 \U00012002 \ue000\ue001 \u200b\u0000 \U0001f600"
+    assert near_duplicate_clusters([skill("a", glyphs), skill("b", glyphs)], 0.6) == {"a": 0, "b": 0}
+    clusters = near_duplicate_clusters([skill("a", large), skill("b", large + "end"), skill("c", "word")], 0.3)
+    assert clusters == {"a": 0, "b": 0, "c": 1}
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.6, 0.8, 0.95, 1.0])
 def test_the_lsh_layout_finds_99_percent_at_the_threshold(threshold):
     bands, rows = bands_and_rows(threshold)
-    assert bands * rows <= 128 and bands >= 2
+    assert bands * rows <= 160 and bands >= 2
     assert 1 - (1 - threshold**rows) ** bands >= 0.99
 
 

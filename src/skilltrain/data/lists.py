@@ -11,8 +11,9 @@ import pyarrow as pa
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath
-from skilltrain.data.filters import POSITIVE, rows_by_query, texts_of
-from skilltrain.data.mine import SOURCES, select_queries
+from skilltrain.data.filtering.filters import POSITIVE, rows_by_query, texts_of
+from skilltrain.data.mining.mine import SOURCES, select_queries
+from skilltrain.data.screening import read_flags
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Verdict
 from skilltrain.tables import (
@@ -53,6 +54,11 @@ class ListsConfig(Config):
     positives: Literal["together", "one_list_each"] = Field(
         default="together",
         description="a query with several required skills: one list with all, or a list for each (ids q#1, q#2, …)",
+    )
+    flagged: Literal["leave_out", "use"] = Field(
+        default="leave_out",
+        description="skills with a flag of the safety screening: leave_out makes no positive of them, use does; "
+        "negatives they may be either way",
     )
     min_negatives: int = Field(default=1, ge=0, description="a list with fewer negatives is dropped")
     seed: int = Field(default=0, description="seed of the sampling")
@@ -100,7 +106,9 @@ def run_lists(config: ListsConfig, out: Path) -> dict[str, Any]:
     pool = set(read_table(config.pool, SKILLS).column("skill_id").to_pylist())
     candidates = RankedCandidates(read_table(config.rankings, RANKINGS))
     _check_candidates(candidates, pool, config)
-    plans, unplanned = _plan(list(queries), verdicts, pool, config.positives)
+    flags = (read_flags(config.pool) if config.flagged == "leave_out" else None) or {}
+    usable = Usable(pool, {skill_id: sorted({flag.rule for flag in found}) for skill_id, found in flags.items()})
+    plans, unplanned = _plan(list(queries), verdicts, usable, config.positives)
     built, unbuilt = _build_all(plans, candidates, config)
     dropped = unplanned + unbuilt
     if not built:
@@ -197,22 +205,39 @@ def _check_candidates(candidates: RankedCandidates, pool: set[str], config: List
         )
 
 
+@dataclass(frozen=True)
+class Usable:
+    """What may be a positive: a skill of the pool that has no flag; `rules` holds those of the flagged."""
+
+    pool: set[str]
+    rules: dict[str, list[str]]
+
+    def refusal(self, query_id: str, skill_id: str) -> dict[str, Any] | None:
+        """The DROPPED row of a positive that cannot be one; None for one that can."""
+        if skill_id not in self.pool:
+            return _drop(query_id, skill_id, "not_in_pool", "a positive that is not in the pool")
+        if skill_id in self.rules:
+            reason = f"a positive with the flag {', '.join(self.rules[skill_id])}"
+            return _drop(query_id, skill_id, "flagged", reason)
+        return None
+
+
 def _plan(
-    query_ids: Sequence[str], verdicts: dict[str, dict[str, Verdict]], pool: set[str], positives: str
+    query_ids: Sequence[str], verdicts: dict[str, dict[str, Verdict]], usable: Usable, positives: str
 ) -> tuple[list[ListPlan], list[dict[str, Any]]]:
-    """The lists to build, and DROPPED rows for positives outside the pool and queries that have none in it."""
+    """The lists to build, and DROPPED rows for positives that cannot be used and queries that have no other."""
     plans, dropped = [], []
     for query_id in query_ids:
         judged = verdicts.get(query_id, {})
         known = sorted(skill_id for skill_id, verdict in judged.items() if verdict in POSITIVE)
-        for skill_id in known:
-            if skill_id not in pool:
-                dropped.append(_drop(query_id, skill_id, "not_in_pool", "a positive that is not in the pool"))
-        required = [s for s in known if s in pool and judged[s] is Verdict.REQUIRED]
+        refusals = {skill_id: row for skill_id in known if (row := usable.refusal(query_id, skill_id))}
+        dropped += refusals.values()
+        known = [skill_id for skill_id in known if skill_id not in refusals]
+        required = [skill_id for skill_id in known if judged[skill_id] is Verdict.REQUIRED]
         if not required:
-            dropped.append(_drop(query_id, "", "no_positive", "no required skill of this query is in the pool"))
+            dropped.append(_drop(query_id, "", "no_positive", "no required skill of this query can be a positive"))
         elif positives == "together":
-            plans.append(ListPlan(query_id, query_id, judged, tuple(s for s in known if s in pool)))
+            plans.append(ListPlan(query_id, query_id, judged, tuple(known)))
         elif len(required) == 1:
             plans.append(ListPlan(query_id, query_id, judged, (required[0],)))
         else:

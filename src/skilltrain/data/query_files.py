@@ -11,8 +11,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from skilltrain.config import Config, InputPath
-from skilltrain.data.skill_file import as_text, clean_text, one_line
-from skilltrain.data.skill_pool import kept_duplicates
+from skilltrain.data.pool.skill_file import as_text, clean_text, one_line
+from skilltrain.data.pool.skill_pool import kept_duplicates
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_jsonl
 from skilltrain.records import Query, Verdict

@@ -12,8 +12,9 @@ import pyarrow as pa
 from pydantic import Field, field_validator, model_validator
 
 from skilltrain.config import Config, InputPath
-from skilltrain.data.skill_sources import HF_PREFIX, Refused, read_source
-from skilltrain.data.taxonomy import DEFAULT_TAXONOMY, assign_categories, categories_from_members, load_taxonomy
+from skilltrain.data.pool.skill_sources import HF_PREFIX, Refused, read_source
+from skilltrain.data.pool.taxonomy import DEFAULT_TAXONOMY, assign_categories, categories_from_members, load_taxonomy
+from skilltrain.data.screening import count_flagged, screen_pool, write_flags
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
@@ -47,7 +48,7 @@ class PoolConfig(Config):
         default=None, description="YAML list of name and description, for categories: taxonomy; else the packaged one"
     )
     encoder: EncoderSource | None = Field(default=None, description="what tells which category is nearest")
-    out: Path = Field(description="folder to write skills.parquet and dropped.parquet to")
+    out: Path = Field(description="folder to write skills.parquet, dropped.parquet and flags.parquet to")
 
     @field_validator("sources", mode="before")
     @classmethod
@@ -69,7 +70,7 @@ class PoolConfig(Config):
 
 
 def run_pool(config: PoolConfig, out: Path) -> dict[str, Any]:
-    """Write SKILLS and DROPPED; the counts of what was found, dropped, renamed and put into categories.
+    """Write SKILLS, DROPPED and FLAGS; the counts of what was found, dropped, renamed, categorised and flagged.
 
     Raises SkilltrainError where a source cannot be read at all or where no skill is left.
     """
@@ -82,7 +83,9 @@ def run_pool(config: PoolConfig, out: Path) -> dict[str, Any]:
         )
     num_own = sum(skill.category is not None for skill in skills)
     skills = fill_categories(skills, config)
+    flags = screen_pool(skills)
     write_table(rows_of(skills), SKILLS, out)
+    write_flags(flags, out)
     write_table(({**asdict(drop), "query_id": ""} for drop in dropped), DROPPED, out)
     return {
         "num_skills": len(skills),
@@ -93,6 +96,8 @@ def run_pool(config: PoolConfig, out: Path) -> dict[str, Any]:
         "num_with_own_category": num_own,
         "num_with_assigned_category": sum(skill.category is not None for skill in skills) - num_own,
         "num_categories": len({skill.category for skill in skills} - {None}),
+        "num_flagged_skills": len(flags),
+        "num_flagged": count_flagged(flags),
     }
 
 

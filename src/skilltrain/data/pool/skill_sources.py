@@ -13,7 +13,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skilltrain.data.skill_file import as_text, clean_text, decode_text, first_paragraph, one_line, parse_skill_file
+from skilltrain.data.pool.skill_file import (
+    as_text,
+    clean_text,
+    decode_text,
+    first_paragraph,
+    one_line,
+    parse_skill_file,
+)
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.tables import SKILLS, table_path

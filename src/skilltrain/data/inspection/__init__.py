@@ -1,0 +1,1 @@
+"""What training lists hold, on one page: `skilltrain inspect`."""

@@ -1,0 +1,1 @@
+"""Skills from many sources become one pool: files parsed, ids made unique, categories given."""

@@ -1,0 +1,102 @@
+"""Keys that look real: the right prefix and length, no placeholder's words, as mixed as random letters are."""
+
+import base64
+import binascii
+import math
+import re
+from collections import Counter
+from itertools import pairwise
+
+from skilltrain.data.screening.reading import Reading
+from skilltrain.data.screening.rule import Rule, Spans
+
+_KEY = re.compile(
+    r"(?:(?:AKIA|ASIA)[0-9A-Z]{16}|gh[pousr]_[A-Za-z0-9]{36}|github_pat_[A-Za-z0-9]{22}_[A-Za-z0-9]{59}"
+    r"|glpat-[\w-]{20}|sk-(?:proj-|ant-(?:api\d\d-)?|or-v1-|svcacct-)?[A-Za-z0-9_-]{32,200}|[sr]k_live_[A-Za-z0-9]{24,99}"
+    r"|xox[abeprs]-(?:\d{8,14}-){1,3}[A-Za-z0-9-]{16,64}|AIza[\w-]{35}|npm_[A-Za-z0-9]{36}|hf_[A-Za-z]{34}"
+    r"|SG\.[\w-]{22}\.[\w-]{43}|\d{8,10}:AA[\w-]{33}|pypi-AgEIcHlwaS5vcmc[\w-]{50,200}"
+    r"|dop_v1_[0-9a-f]{64}|shpat_[0-9a-f]{32})(?![A-Za-z0-9_])"
+    r"|https://hooks\.slack\.com/services/T[A-Z0-9]{8,12}/B[A-Z0-9]{8,12}/[A-Za-z0-9]{24}"
+    r"|https://(?:canary\.|ptb\.)?discord(?:app)?\.com/api/webhooks/\d{17,20}/[\w-]{60,80}"
+)
+_PRIVATE_KEY = re.compile(
+    r"-----BEGIN (?:[A-Z]{2,9} ){0,2}PRIVATE KEY-----(?:\s|\\n){0,4}(?P<key>[A-Za-z0-9+/=\s\\]{64,4000})"
+)
+_WEB_TOKEN = re.compile(r"eyJ[\w-]{10,300}\.(?P<claims>eyJ[\w-]{10,2000})\.[\w-]{20,700}(?![\w-])")
+_PLACEHOLDER = re.compile(
+    r"x{4}|\*{3}|\.{3}|0{5}|your|example|placeholder|dummy|sample|fake|test|redact|mask|change|replace|insert|secret"
+    r"|demo|foobar|deadbeef|1234567|7654321|abcdef|qwerty|token_?here|(.)\1{4}",
+    re.IGNORECASE,
+)
+_KNOWN_CLAIMS = re.compile(rb"1234567890|john|example|test|demo|\bfoo|user_?id\W{1,4}1\b|alice|bob", re.IGNORECASE)
+_EXPIRY = re.compile(rb'"exp"\s{0,4}:\s{0,4}(\d{1,12})')
+_LONG_AGO = 1_735_689_600  # 2025-01-01; not today: the same text is to have the same flags tomorrow
+_LEAST_BITS = 3.0  # a letter; random keys of 16 to 40 letters have 3.4 to 5, words and patterns less
+_SHOWN = 8
+
+
+def _find_secret(reading: Reading, field: str) -> Spans:
+    text = reading.text
+    for found in _KEY.finditer(text):
+        if _starts_word(text, found.start()) and _looks_random(found[0]):
+            yield found.start(), found.end()
+    for found in _PRIVATE_KEY.finditer(text):
+        if _bits_a_letter(found["key"][:400]) > 4 and not _PLACEHOLDER.search(found["key"][:200]):
+            yield found.start(), found.end()
+    for found in _WEB_TOKEN.finditer(text):
+        if _starts_word(text, found.start()) and not _is_sample_token(found["claims"]):
+            yield found.start(), found.end()
+
+
+def _starts_word(text: str, start: int) -> bool:
+    before = text[start - 1 : start]
+    return not (before.isascii() and (before.isalnum() or before in ("_", "-")) and before)
+
+
+def _looks_random(key: str) -> bool:
+    tail = re.split(r"[_:/.-]", key)[-1] if "/" not in key else key.rpartition("/")[2]
+    longest = max(re.split(r"[_:/.-]", key), key=len)
+    if _PLACEHOLDER.search(key) or _has_staircase(key) or len(longest) < 12:
+        return False
+    if not any(letter.isdigit() for letter in longest + tail) and not key.startswith("hf_"):
+        return False  # a name in words, such as sk-my-own-very-long-model-name
+    return _bits_a_letter(longest) >= _LEAST_BITS
+
+
+def _has_staircase(key: str) -> bool:
+    """Whether five letters in a row follow each other, up or down: abcde, 98765."""
+    steps = [ord(second) - ord(first) for first, second in pairwise(key)]
+    return any(abs(steps[i]) == 1 and len(set(steps[i : i + 4])) == 1 for i in range(len(steps) - 3))
+
+
+def _bits_a_letter(text: str) -> float:
+    """Shannon entropy of the letters of `text`, in bits."""
+    counts = Counter(text)
+    return -sum(count / len(text) * math.log2(count / len(text)) for count in counts.values())
+
+
+def _is_sample_token(claims: str) -> bool:
+    """Whether a JSON Web Token's claims are no claims at all, those of a textbook, or expired long ago."""
+    try:
+        decoded = base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4))
+    except (binascii.Error, ValueError):
+        return True
+    if not decoded.rstrip().endswith(b"}") or _KNOWN_CLAIMS.search(decoded):
+        return True
+    expires = _EXPIRY.search(decoded)
+    return expires is not None and int(expires[1]) < _LONG_AGO
+
+
+def show_beginning(span: str) -> str:
+    """The first letters of a secret: a report that names it must not spread it."""
+    return f"{span[:_SHOWN]}… ({len(span)} characters)"
+
+
+EMBEDDED_SECRET = Rule(
+    "embedded_secret",
+    "holds what looks like a real key or password: whoever reads the skill can use it",
+    ("akia", "asia", "gh", "glpat-", "sk-", "k_live_", "xox", "aiza", "npm_", "hf_", "sg.", ":aa", "agei", "dop_v1",
+     "shpat_", "hooks.slack", "webhooks/", "private key", "eyj"),
+    _find_secret,
+    show_beginning,
+)  # fmt: skip

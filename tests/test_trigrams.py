@@ -1,0 +1,121 @@
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skilltrain.data.near_duplicates.trigrams import TrigramSets, WordHashes, jaccard, word_trigrams
+from skilltrain.workers import WorkersConfig
+
+ONE = WorkersConfig(num=1)
+
+
+def sets(*texts):
+    return [word_trigrams(text, WordHashes()) for text in texts]
+
+
+def test_jaccard_of_word_trigrams_worked_by_hand():
+    # abc bcd cde / bcd cde def: 2 shared of 4.
+    left, right = sets("a b c d e", "b c d e f")
+    assert len(left) == len(right) == 3
+    assert jaccard(left, right) == 0.5
+
+
+def test_case_layout_width_and_punctuation_do_not_matter():
+    left, right = sets("# Read the\n\nPDF, twice!", "read THE ｐｄｆ twice")
+    assert jaccard(left, right) == 1.0
+
+
+def test_the_order_of_words_matters():
+    left, right = sets("a b c", "c b a")
+    assert jaccard(left, right) == 0.0
+    assert jaccard(*sets("a a b", "a b a")) == 0.0
+
+
+def test_cjk_characters_are_words():
+    left, right = sets("解析文件吧", "解析文件")
+    assert len(left) == 3 and jaccard(left, right) == pytest.approx(2 / 3)
+
+
+def test_short_bodies_compare_whole_and_empty_ones_resemble_nothing():
+    assert jaccard(*sets("run it", "Run it!")) == 1.0
+    assert jaccard(*sets("run it", "run")) == 0.0
+    assert jaccard(*sets("", "!!")) == 0.0
+
+
+def test_trigrams_are_the_same_in_every_process():
+    code = (
+        "from skilltrain.data.near_duplicates.trigrams import WordHashes, word_trigrams; "
+        "print(word_trigrams('read the pdf', WordHashes()).tolist())"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == str(sets("read the pdf")[0].tolist())
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=12), st.lists(st.sampled_from("abc"), max_size=12))
+def test_jaccard_agrees_with_python_sets(left, right):
+    def grams(tokens):
+        width = min(3, len(tokens))
+        return {tuple(tokens[i : i + width]) for i in range(len(tokens) - width + 1)} if width else set()
+
+    expected = len(grams(left) & grams(right)) / max(1, len(grams(left) | grams(right)))
+    assert jaccard(*sets(" ".join(left), " ".join(right))) == pytest.approx(expected)
+
+
+def test_the_sets_of_a_pool_come_back_from_disk(tmp_path):
+    bodies = ["a b c d", "", "one", "日本語 text", *("w x y z" for _ in range(300))]
+    stored = TrigramSets.read([pa.table({"body": bodies[:3]}), pa.table({"body": bodies[3:]})], tmp_path / "s", ONE)
+    assert len(stored) == len(bodies) and stored.sizes.tolist()[:4] == [2, 0, 1, 2]
+    for position, body in enumerate(bodies):
+        assert stored[position].tolist() == sets(body)[0].tolist()
+    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["starts.npy", "trigrams.bin"]
+
+
+def test_an_empty_pool_and_empty_bodies_have_no_trigrams(tmp_path):
+    nothing = pa.table({"body": pa.array([], pa.string())})
+    assert len(TrigramSets.read([nothing], tmp_path / "a", ONE)) == 0
+    hollow = TrigramSets.read([pa.table({"body": ["", "!"]})], tmp_path / "b", ONE)
+    assert hollow.sizes.tolist() == [0, 0] and len(hollow[1]) == 0
+    assert hollow.without_templates(np.array([0, 1]), 1, tmp_path / "c", ONE).sizes.tolist() == [0, 0]
+
+
+TEMPLATE = "automate {} tasks via the hub"  # 4 trigrams, one of them the same in all
+NAMES = np.array([0, 1, 2, 3, 3, 4])
+SERVICES = ["brex", "bench", "nasa", "gleap", "gleap", "zoho"]
+
+
+def read(tmp_path, max_names, workers=ONE):
+    stored = TrigramSets.read([pa.table({"body": [TEMPLATE.format(s) for s in SERVICES]})], tmp_path / "s", ONE)
+    return stored, stored.without_templates(NAMES, max_names, tmp_path / "d", workers)
+
+
+def test_what_stands_under_many_names_is_left_out(tmp_path):
+    stored, distinct = read(tmp_path, 4)
+    assert stored.sizes.tolist() == [4] * 6
+    assert distinct.sizes.tolist() == [2] * 6  # "tasks via the" and "via the hub" stand under five names
+    assert jaccard(stored[0], stored[1]) == pytest.approx(2 / 6)
+    assert jaccard(distinct[0], distinct[1]) == 0.0
+
+
+def test_copies_under_one_name_count_once(tmp_path):
+    _, distinct = read(tmp_path, 5)
+    assert distinct.sizes.tolist() == [4] * 6  # six skills, five names
+    assert jaccard(distinct[3], distinct[4]) == 1.0
+
+
+def test_skills_without_a_name_count_as_one_name(tmp_path):
+    stored = TrigramSets.read([pa.table({"body": ["a b c", "a b c", "a b c d"]})], tmp_path / "s", ONE)
+    names = np.array([-1, -1, 0])
+    assert stored.without_templates(names, 2, tmp_path / "two", ONE).sizes.tolist() == [1, 1, 2]
+    assert stored.without_templates(names, 1, tmp_path / "one", ONE).sizes.tolist() == [0, 0, 1]
+
+
+def test_templates_are_the_same_for_any_cut_of_the_hash_range(tmp_path, monkeypatch):
+    from skilltrain.data.near_duplicates import trigrams
+
+    monkeypatch.setattr(trigrams, "_PART", 5)
+    _, distinct = read(tmp_path, 4, WorkersConfig(num=2))
+    assert distinct.sizes.tolist() == [2] * 6
