@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 
-from skilltrain.recipe import STAGES
+from skilltrain.stages import STAGES
 from skilltrain.tables import DROPPED, JUDGEMENTS, LISTS, QUERIES, RANKINGS, SKILLS, read_table, write_table
 from small_library import contents, encoder_recipe, skilltrain, succeeds, trained, write_recipe
 from tiny_models import WORDS
@@ -167,8 +167,8 @@ FAULTS = {
     "pool sources={runs}/pool out={tmp}/file/below": "{tmp}/file/",
     TRAIN + "--resume": "{tmp}/out: holds no run to resume (leave --resume out)",
     # Recipes.
-    "train {tmp}/stage.yaml": "{tmp}/stage.yaml: stage: unknown stage 'trian_encoder'; allowed: pool, queries,",
-    "train {tmp}/no_stage.yaml": "{tmp}/no_stage.yaml: missing key 'stage'; allowed: pool,",
+    "train {tmp}/stage.yaml": "{tmp}/stage.yaml: stage: unknown stage 'trian_encoder'; allowed: collect, pool,",
+    "train {tmp}/no_stage.yaml": "{tmp}/no_stage.yaml: missing key 'stage'; allowed: collect, pool,",
     "train {tmp}/unknown_key.yaml": "unknown key 'training.learning_rat', did you mean 'learning_rate'?",
     "train {tmp}/duplicate_key.yaml": "{tmp}/duplicate_key.yaml: key 'out' stands twice (again on line 5)",
     "train {tmp}/wrong_type.yaml": "{tmp}/wrong_type.yaml: training.epochs: must be a valid integer",
@@ -218,7 +218,7 @@ FAULTS = {
     # Recipes and runs.
     "recipes --dir {tmp}/nowhere": "{tmp}/nowhere: no such folder (recipes come with the repository",
     "recipes --dir {tmp}/empty": "{tmp}/empty: holds no recipe",
-    "recipes --schema trian": "skilltrain recipes: unknown stage 'trian'; allowed: pool, ",
+    "recipes --schema trian": "skilltrain recipes: unknown stage 'trian'; allowed: collect, pool, ",
     "export {tmp}/empty --out {tmp}/out": "{tmp}/empty",
     "export {runs}/pool --out {tmp}/out": "{runs}/pool",
     "export {runs}/encoder --checkpoint step-4711 --out {tmp}/out": "step-4711",
@@ -272,7 +272,7 @@ def test_a_query_that_lost_its_positive_or_its_negatives_is_dropped_with_a_reaso
     summary = json.loads(outcome.out)
     dropped = {(row["query_id"], row["filter"]): row["reason"] for row in read_table(tmp_path / "lists", DROPPED)
                .to_pylist()}  # fmt: skip
-    assert dropped["q00", "no_positive"] == "no required skill of this query is in the pool"
+    assert dropped["q00", "no_positive"] == "no required skill of this query can be a positive"
     assert dropped["q00", "not_in_pool"] == "a positive that is not in the pool"
     assert dropped["q01", "min_negatives"] == "0 negative(s), at least 2 wanted"
     assert summary["num_lists"] == 10 and summary["dropped"] == {"min_negatives": 1, "no_positive": 1, "not_in_pool": 1}
@@ -291,7 +291,7 @@ def test_ctrl_c_in_a_data_stage_is_one_line_too(runs, tmp_path, monkeypatch):
         (out / "half").write_text("")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("skilltrain.data.skill_pool.run_pool", interrupted)
+    monkeypatch.setattr("skilltrain.data.pool.skill_pool.run_pool", interrupted)
     line = skilltrain("pool", f"sources={runs}/pool", f"out={tmp_path}/out").only_line
     assert line == "error: interrupted; what was finished is kept"
     assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,5 @@
 import json
 import math
-from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -19,9 +18,7 @@ from skilltrain.training.dev_sets import (
     open_encoder_dev,
     open_reranker_dev,
     ordered_candidates,
-    say_seen_queries,
 )
-from skilltrain.training.training_set import TrainingList
 
 WORDS = ["deploy pods", "chart table", "extract pdf", "translate text", "review commit", "audio clip"]
 SKILLS_OF_POOL = [Skill(f"s{i}", f"name {word}", f"about {word}", f"the body {word}") for i, word in enumerate(WORDS)]
@@ -276,7 +273,7 @@ def test_every_field_says_what_it_is_and_inputs_are_known(tmp_path):
 
 
 def empty_dev(tmp_path, **settings):
-    return Dev(EncoderDevConfig(benchmark=tmp_path, **settings), (), {}, [], lambda output: {})
+    return Dev(EncoderDevConfig(benchmark=tmp_path, **settings), {}, [], lambda output: {})
 
 
 def figure(value):
@@ -323,16 +320,6 @@ def test_the_state_survives_json(tmp_path):
     assert fresh.update(1, figure(0.0))
 
 
-def test_dev_queries_that_are_trained_on_are_counted(folder, open_encoder_of, capsys):
-    dev = encoder_dev(folder, open_encoder_of("bert"))
-    one = TrainingList("t", "Find  Q2\n", ("s0", "s1"), (1.0, 0.0), frozenset({"s0"}))
-    capsys.readouterr()
-    assert say_seen_queries(dev, [one, replace(one, query="find q4")]) == 1
-    assert capsys.readouterr().err.startswith("warning: 1 of 3 dev queries are trained on as well")
-    assert say_seen_queries(dev, [replace(one, query="find q4")]) == 0
-    assert capsys.readouterr().err == ""
-
-
 def _figure_on_rank(rank, root):
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -340,7 +327,7 @@ def _figure_on_rank(rank, root):
     )
     relevances = {"q1": Relevance(frozenset({"s0"}), {"s0": 1.0})}
     # A last bit orders the skills differently on the second rank.
-    dev = Dev(EncoderDevConfig(benchmark=root), ("q",), relevances, ["q", "s0", "s1"],
+    dev = Dev(EncoderDevConfig(benchmark=root), relevances, ["q", "s0", "s1"],
               lambda output: {"q1": ["s0", "s1"] if rank == 0 else ["s1", "s0"]})  # fmt: skip
     figures = dev.evaluate(lambda texts: torch.ones(3, 2))
     (root / f"rank{rank}.json").write_text(json.dumps(figures["MRR@10"].mean))

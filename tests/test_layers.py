@@ -14,6 +14,7 @@ LAYERS = (
     ("__main__",),
     ("cli",),
     ("recipe",),
+    ("stages",),
     ("training", "routing"),
     ("data", "export"),
     ("retrieval",),
@@ -21,22 +22,20 @@ LAYERS = (
     ("templates", "llm"),
     ("tables",),
     ("records",),
+    ("workers",),
     ("files", "terminal"),
     ("config",),
     ("errors", "__init__"),
 )
 # A recipe file run as a program enters through the command line.
 ENTRANCES = {("recipe", "cli")}
-# One part in two files.
-SAME_PART = {"llm_local": "llm"}
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
 
 def part_of(module: str) -> str:
-    """`skilltrain.data.mine` → `data`; the package itself → `__init__`."""
+    """`skilltrain.data.mining.mine` → `data`; the package itself → `__init__`."""
     names = module.split(".")
-    part = names[1] if len(names) > 1 else "__init__"
-    return SAME_PART.get(part, part)
+    return names[1] if len(names) > 1 else "__init__"
 
 
 def imported_modules(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:

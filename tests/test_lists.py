@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from skilltrain.config import validate
 from skilltrain.data.lists import Entry, ListPlan, ListsConfig, build_list, run_lists, sample_negatives
+from skilltrain.data.screening import Flag, write_flags
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill, Verdict
 from skilltrain.tables import (
@@ -212,6 +213,30 @@ def test_what_is_left_out_has_a_reason(folder):
     assert set(dropped) == {("q3", "not_in_pool"), ("q3", "no_positive"), ("q4", "min_negatives")}
     assert dropped["q3", "not_in_pool"]["skill_id"] == "gone"
     assert dropped["q4", "min_negatives"]["reason"] == "0 negative(s), at least 1 wanted"
+
+
+def flag(folder, *skill_ids):
+    flags = {skill_id: [Flag("locked_archive", "body", 0, 4, "pass", "why")] for skill_id in skill_ids}
+    write_flags(flags, folder)
+
+
+def test_a_flagged_skill_is_no_positive_and_may_be_a_negative(folder):
+    flag(folder, "a", "c", "e")
+    summary = run(folder, quotas={"semantic": 4})
+    lists = lists_of(folder)
+    assert list(lists) == ["q2"]  # all that q1 and q4 require is flagged
+    assert lists["q2"]["skill_ids"][:2] == ["b", "d"] and "c" not in lists["q2"]["skill_ids"]
+    assert "e" in lists["q2"]["skill_ids"]
+    dropped = [row for row in read_table(folder / "out", DROPPED).to_pylist() if row["filter"] == "flagged"]
+    assert sorted((row["query_id"], row["skill_id"]) for row in dropped) == [("q1", "a"), ("q2", "c"), ("q4", "a")]
+    assert {row["reason"] for row in dropped} == {"a positive with the flag locked_archive"}
+    assert summary["dropped"] == {"flagged": 3, "no_positive": 3, "not_in_pool": 1}
+
+
+def test_a_flagged_skill_is_a_positive_where_the_recipe_says_so(folder):
+    flag(folder, "a", "c")
+    summary = run(folder, quotas={"semantic": 4}, flagged="use")
+    assert lists_of(folder)["q1"]["skill_ids"][0] == "a" and "flagged" not in summary["dropped"]
 
 
 def test_one_list_each_numbers_the_lists_and_repeats_text_and_judgements(folder):

@@ -48,7 +48,7 @@ class ScriptedRank:
 def scripted_dev(places, tmp_path, signal_in=0, **settings):
     config = EncoderDevConfig(benchmark=tmp_path, **{"every": 1} | settings)
     relevance = {"q": Relevance(gold=frozenset({"gold"}), gains={"gold": 1.0})}
-    return Dev(config, ("q",), relevance, [[2, 9, 3], [2, 8, 3], [2, 7, 7, 3]], ScriptedRank(places, signal_in))
+    return Dev(config, relevance, [[2, 9, 3], [2, 8, 3], [2, 7, 7, 3]], ScriptedRank(places, signal_in))
 
 
 def run(step, out, dev, resume=False, **changes):

@@ -77,8 +77,8 @@ def test_a_recipe_is_read_with_its_overrides(runs):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({}, "test: missing key 'stage'; allowed: pool, queries, "),
-        ({"stage": "trian"}, "test: stage: unknown stage 'trian'; allowed: pool, "),
+        ({}, "test: missing key 'stage'; allowed: collect, pool, queries, "),
+        ({"stage": "trian"}, "test: stage: unknown stage 'trian'; allowed: collect, pool, "),
         ({"stage": ["pool"]}, r"test: stage: unknown stage \['pool'\]; allowed"),
         ({"stage": "pool", "out": "x"}, "test: missing key 'sources'"),
     ],
@@ -170,7 +170,7 @@ def test_an_empty_folder_is_taken_and_its_parents_are_made(library, tmp_path):
     for out in (tmp_path / "empty", tmp_path / "a" / "b" / "c"):
         assert run_recipe(pool_config(library, out), resume=False)["num_skills"] == 20
         assert sorted(path.name for path in out.iterdir()) == [
-            "dropped.parquet", "recipe.yaml", "run.json", "skills.parquet",
+            "dropped.parquet", "flags.parquet", "recipe.yaml", "run.json", "skills.parquet",
         ]  # fmt: skip
 
 
@@ -188,7 +188,7 @@ def test_a_stage_that_fails_leaves_no_output(library, tmp_path, monkeypatch, fau
         (out / "half.parquet").write_text("")
         raise fault
 
-    monkeypatch.setattr("skilltrain.data.skill_pool.run_pool", half)
+    monkeypatch.setattr("skilltrain.data.pool.skill_pool.run_pool", half)
     before = contents(tmp_path)
     with pytest.raises(type(fault)):
         run_recipe(pool_config(library, tmp_path / "out"), resume=False)

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from skilltrain.data.skill_file import decode_text, first_paragraph, parse_skill_file, split_header
+from skilltrain.data.pool.skill_file import decode_text, first_paragraph, parse_skill_file, split_header
 from skilltrain.errors import SkilltrainError
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skilltrain.data.taxonomy import (
+from skilltrain.data.pool.taxonomy import (
     DEFAULT_TAXONOMY,
     Category,
     assign_categories,

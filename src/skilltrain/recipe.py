@@ -1,6 +1,5 @@
 """Recipes: every stage's settings in one union, and the one way in which a stage runs."""
 
-import importlib
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -13,40 +12,12 @@ from skilltrain import __version__
 from skilltrain.config import Config, input_paths, load_recipe, to_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import fingerprint, read_json, write_json, write_text
+from skilltrain.stages import STAGES
 from skilltrain.terminal import is_main_process, say
 
 RUN_FILE, RECIPE_FILE, CHECKPOINTS = "run.json", "recipe.yaml", "checkpoints"
 # What may change between a training and its resumption, for no update of a weight depends on it.
 FREE_TO_CHANGE = ("save_every", "keep_checkpoints", "stop_grad_norm", "trackers", "project")
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Where a stage lives; imported only when it runs, for some need seconds to import."""
-
-    module: str
-    config: str
-    function: str
-    trains: bool = False
-
-    def load(self) -> tuple[type[Config], Callable[..., dict[str, Any]]]:
-        """(settings class, function)."""
-        module = importlib.import_module(f"skilltrain.{self.module}")
-        return getattr(module, self.config), getattr(module, self.function)
-
-
-STAGES = {
-    "pool": Stage("data.skill_pool", "PoolConfig", "run_pool"),
-    "queries": Stage("data.query_files", "QueriesConfig", "run_queries"),
-    "synthesize": Stage("data.synthesize", "SynthesizeConfig", "run_synthesize"),
-    "mine": Stage("data.mine", "MineConfig", "run_mine"),
-    "filter": Stage("data.filters", "FilterConfig", "run_filter"),
-    "lists": Stage("data.lists", "ListsConfig", "run_lists"),
-    "train_encoder": Stage("training.stages", "TrainEncoderConfig", "run_train_encoder", trains=True),
-    "candidates": Stage("routing.candidates", "CandidatesConfig", "run_candidates"),
-    "train_reranker": Stage("training.stages", "TrainRerankerConfig", "run_train_reranker", trains=True),
-    "evaluate": Stage("routing.evaluate", "EvaluateConfig", "run_evaluate"),
-}
 
 
 def parse_recipe(values: dict[str, Any], where: object) -> Any:
@@ -69,6 +40,8 @@ def run_recipe(config: Any, resume: bool) -> dict[str, Any]:
     stage, out = STAGES[config.stage], config.out
     _, function = stage.load()
     if not is_main_process():
+        if stage.on_ranks:
+            return function(config, out)
         if not stage.trains:
             raise SkilltrainError(
                 f"the stage {config.stage} runs in one process", fix="run it without accelerate launch"
@@ -77,6 +50,8 @@ def run_recipe(config: Any, resume: bool) -> dict[str, Any]:
     inputs = {key: input_fingerprint(path) for key, path in _paths_read(config).items()}
     identity = {"recipe": config.model_dump(mode="json", exclude={"out"}), "inputs": inputs}
     if (done := _finished_run(out, _that_matters(identity), resume and stage.trains)) is not None:
+        if stage.on_ranks:
+            return function(config, out)
         say(f"{out}: already holds this run; nothing to do")
         return done
     record = {"skilltrain": __version__, **identity}
@@ -174,12 +149,13 @@ def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str
 
 
 def _that_matters(identity: dict[str, Any]) -> dict[str, Any]:
-    """The identity of a run without the settings of a training that are free to change."""
-    recipe = identity["recipe"]
-    if not isinstance(recipe, dict) or not isinstance(training := recipe.get("training"), dict):
+    """The identity of a run without who computes it and without the settings of a training that are free to change."""
+    if not isinstance(identity["recipe"], dict):
         return identity
-    kept = {key: value for key, value in training.items() if key not in FREE_TO_CHANGE}
-    return identity | {"recipe": recipe | {"training": kept}}
+    recipe = {key: value for key, value in identity["recipe"].items() if key != "workers"}
+    if isinstance(training := recipe.get("training"), dict):
+        recipe["training"] = {key: value for key, value in training.items() if key not in FREE_TO_CHANGE}
+    return identity | {"recipe": recipe}
 
 
 def _first_difference(old: Any, new: Any, path: str = "") -> str:
@@ -244,18 +220,14 @@ def _listed(file: Path) -> Listed | None:
 
 
 def dry_run(config: Any) -> dict[str, Any]:
-    """Print the resolved recipe; what training would do with it, found by one process that writes nothing."""
+    """Print the resolved recipe; what the stage would do with it, found by one process that writes nothing."""
     if not is_main_process():
         return {}
     say(to_yaml(config))
     for path in input_paths(config).values():
         if not path.exists():
             raise SkilltrainError("no such file or folder", where=path)
-    if not STAGES[config.stage].trains:
-        return {}
-    from skilltrain.training.stages import plan
-
-    return plan(config)
+    return STAGES[config.stage].load_plan()(config)
 
 
 def run(module_name: str, file: str, arguments: Sequence[str] | None = None) -> None:
@@ -267,4 +239,13 @@ def run(module_name: str, file: str, arguments: Sequence[str] | None = None) -> 
         return
     from skilltrain.cli import main
 
-    main(["train", str(Path(file)), *(sys.argv[1:] if arguments is None else arguments)])
+    main([_command(Path(file)), str(Path(file)), *(sys.argv[1:] if arguments is None else arguments)])
+
+
+def _command(file: Path) -> str:
+    """The command that runs a recipe; what is wrong with a recipe that names no stage, `train` will say."""
+    try:
+        stage = load_recipe(file).get("stage")
+    except SkilltrainError:
+        return "train"
+    return stage if stage in STAGES and STAGES[stage].on_ranks else "train"

@@ -20,6 +20,8 @@ _DATA = {
     "num_skills": "distinct skills",
     "num_pairs": "(query, skill) pairs",
     "num_positives": "positive pairs",
+    "num_contaminated_lists": "lists contaminated by held-out benchmarks",
+    "num_lists_of_dev_queries": "lists that ask a development query",
 }
 _TRAINING = {
     "num_parameters": "parameters",

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from skilltrain.config import Config, InputPath
-from skilltrain.data.mine import select_queries
+from skilltrain.data.mining.mine import select_queries
 from skilltrain.routing.systems import SystemConfig, rank_with_systems, rankings_table
 from skilltrain.tables import RANKINGS, SKILLS, read_table, skills_from_table, write_table
 

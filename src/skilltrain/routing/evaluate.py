@@ -8,7 +8,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from skilltrain.config import Config, InputPath
-from skilltrain.data.skill_pool import open_pool
+from skilltrain.data.pool.skill_pool import open_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks import Benchmark, Slice, check_pool, load_benchmark
 from skilltrain.evaluation.metrics import DEFAULT_MEASURES, Measure, parse_measures, per_query

@@ -10,8 +10,9 @@ from pydantic import Field, model_validator
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
-from skilltrain.retrieval.dense import EncoderSource, encode_queries, encode_skills, nearest, open_encoder
+from skilltrain.retrieval.dense import EncoderSource, encode_queries, encode_skills, open_encoder
 from skilltrain.retrieval.lexical import BM25Index, bm25_text
+from skilltrain.retrieval.nearest import nearest
 from skilltrain.retrieval.rerank import RerankerSource, open_reranker, rerank
 from skilltrain.tables import RANKINGS, table_from_rows
 from skilltrain.terminal import say

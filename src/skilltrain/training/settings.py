@@ -28,7 +28,11 @@ class TrainEncoderConfig(Config):
     loss: EncoderLoss = Field(default=InfoNCE(), description="what to minimise")
     in_batch_negatives: bool = Field(default=True, description="the other queries' skills are negatives too")
     near_duplicates: float | None = Field(
-        default=0.6, gt=0, le=1, description="skills whose bodies' Jaccard reaches this are no in-batch negatives"
+        default=0.6,
+        gt=0,
+        le=1,
+        description="skills whose bodies reach this Jaccard index are no in-batch negatives; in a pool with families "
+        "made from one template, data.clusters tells them apart better",
     )
     training: TrainingConfig = Field(default=TrainingConfig(), description="how to train")
     dev: EncoderDevConfig | None = Field(default=None, description="what to evaluate on while training")

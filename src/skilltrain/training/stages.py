@@ -9,9 +9,10 @@ from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import default_device
 from skilltrain.terminal import is_main_process, say
 from skilltrain.training.dev import Dev
-from skilltrain.training.dev_sets import open_encoder_dev, open_reranker_dev, say_seen_queries
+from skilltrain.training.dev_sets import open_encoder_dev, open_reranker_dev
 from skilltrain.training.engine import EngineSettings, new_accelerator
 from skilltrain.training.export_run import save_trained
+from skilltrain.training.held_out import check_held_out
 from skilltrain.training.loop import Run, StepModule, TrainingResult, train
 from skilltrain.training.plan import plan_lines, plan_of, say_cut_positives
 from skilltrain.training.scores import check_teacher_scores
@@ -35,6 +36,7 @@ def run_train_reranker(config: TrainRerankerConfig, out: Path, resume: bool) -> 
 def plan(config: TrainConfig) -> dict[str, Any]:
     """What training would do, found by loading everything and touching nothing (`--dry-run`)."""
     data = _load_data(config)
+    check_held_out(config.data, config.dev, data)
     step = _step(config, data, token_cache=None)
     found = plan_of(step, data, config)
     for line in plan_lines(found):
@@ -48,13 +50,11 @@ def _run(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]:
     engine = EngineSettings(training.precision, training.batch_size, training.max_grad_norm, quantized)
     accelerator = new_accelerator(engine)  # first, for it refuses launches that cannot work
     data = _load_data(config)
+    contaminated = check_held_out(config.data, config.dev, data)
     step = _step(config, data, cache_folder("tokens"))
     say_cut_positives(step, data)
-    dev = _dev(config, step)
-    if dev is not None:
-        say_seen_queries(dev, data.lists)
-    run = Run(out, resume, config.model_dump(mode="json"), dev)
-    counts = _counts(data, step)  # before the launcher shards the weights
+    run = Run(out, resume, config.model_dump(mode="json"), _dev(config, step))
+    counts = _counts(data, step) | contaminated  # before the launcher shards the weights
     result = train(accelerator, step, data.lists, training, run)
     summary = counts | _figures(result)
     if is_main_process():

@@ -4,14 +4,25 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pydantic import Field
 
 from skilltrain.config import Config, InputPath
-from skilltrain.data.near_duplicates import near_duplicate_clusters
+from skilltrain.data.contamination.grounds import BenchmarkPaths, ContaminationLimits
+from skilltrain.data.near_duplicates.linking import near_duplicate_clusters
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill, Verdict
-from skilltrain.tables import JUDGEMENTS, LISTS, QUERIES, SKILLS, read_table, skills_from_table, verdicts_by_query
+from skilltrain.tables import (
+    CLUSTERS,
+    JUDGEMENTS,
+    LISTS,
+    QUERIES,
+    SKILLS,
+    read_table,
+    skills_from_table,
+    verdicts_by_query,
+)
 
 
 class ListsSource(Config):
@@ -24,6 +35,20 @@ class ListsSource(Config):
         description="gain of each verdict",
     )
     max_lists: int | None = Field(default=None, ge=1, description="train on the first so many lists only")
+    clusters: InputPath | None = Field(
+        default=None,
+        description="CLUSTERS of the pool (stage clusters) for the in-batch mask of an encoder; null: they are found "
+        "at the start, by near_duplicates",
+    )
+    held_out: BenchmarkPaths = Field(
+        default=(), description="folders of benchmarks that no list may be contaminated by: queries and gold skills"
+    )
+    contamination: Literal["refuse", "allow"] = Field(
+        default="refuse", description="what to do with lists that held_out, or the queries of dev, contaminate"
+    )
+    contamination_limits: ContaminationLimits = Field(
+        default=ContaminationLimits(), description="what counts as contaminated"
+    )
 
 
 @dataclass(frozen=True)
@@ -48,7 +73,8 @@ class TrainingSet:
 
 
 def load_training_set(source: ListsSource, near_duplicates: float | None = None) -> TrainingSet:
-    """Read and check the tables; skills whose bodies' Jaccard reaches `near_duplicates` share a cluster.
+    """Read and check the tables; skills whose bodies' Jaccard reaches `near_duplicates` share a cluster,
+    unless the source names a table of clusters; without `near_duplicates` there are none.
 
     Raises SkilltrainError for a list that cannot be trained on, naming its query.
     """
@@ -66,12 +92,22 @@ def load_training_set(source: ListsSource, near_duplicates: float | None = None)
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise SkilltrainError(f"skill {missing[0]!r}{more} of {source.lists} is not in the pool", where=source.pool)
     kept = {skill_id: skills[skill_id] for skill_id in sorted(used)}
-    return TrainingSet(lists, kept, _clusters(list(kept.values()), near_duplicates) if near_duplicates else {})
+    return TrainingSet(lists, kept, _clusters(source, list(kept.values()), near_duplicates))
 
 
-def _clusters(skills: list[Skill], threshold: float) -> dict[str, int]:
-    """skill_id → cluster of the skills that have near-duplicates among `skills`."""
-    clusters = near_duplicate_clusters(skills, threshold)
+def _clusters(source: ListsSource, skills: list[Skill], near_duplicates: float | None) -> dict[str, int]:
+    """skill_id → cluster of the skills that have near-duplicates among `skills`; empty where nobody asks for them."""
+    if near_duplicates is None:
+        return {}
+    if source.clusters is None:
+        clusters = near_duplicate_clusters(skills, near_duplicates)
+    else:
+        table = read_table(source.clusters, CLUSTERS)
+        of = dict(zip(table.column("skill_id").to_pylist(), table.column("cluster").to_pylist(), strict=True))
+        if missing := [skill.skill_id for skill in skills if skill.skill_id not in of]:
+            what = f"{len(missing)} skill(s) of the lists are in no cluster, {missing[0]!r} among them"
+            raise SkilltrainError(what, where=source.clusters, fix="make the clusters of this pool")
+        clusters = {skill.skill_id: of[skill.skill_id] for skill in skills}
     sizes = Counter(clusters.values())
     return {skill_id: cluster for skill_id, cluster in clusters.items() if sizes[cluster] > 1}
 

