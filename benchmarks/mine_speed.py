@@ -5,8 +5,8 @@ python benchmarks/mine_speed.py --pool DIR --queries DIR --encoder SOURCE --cach
 
 The pool (SKILLS) and its queries (QUERIES, JUDGEMENTS) are real tables; `--encoder` makes their vectors before anything
 is timed. At every size both sides mine the 50 nearest skills of every query; skilltrain then mines from four sources
-and filters. Every measurement has a process of its own, alone: on an idle machine. Progress goes to stderr, Markdown
-tables to stdout. Needs Linux.
+and filters, and finds near-duplicate clusters. Every measurement has a process of its own, alone: on an idle machine.
+Progress goes to stderr, Markdown tables to stdout. Needs Linux.
 """
 
 import argparse

@@ -89,7 +89,7 @@ def _skill_copy(skill: Skill, copy: int, choice: random.Random) -> Skill:
     moved = choice.sample(range(len(lines)), len(lines) // 3)
     for here, there in zip(moved, sorted(moved), strict=True):
         lines[here], lines[there] = lines[there], lines[here]
-    return replace(skill, skill_id=f"{skill.skill_id}~{copy}", name=f"{skill.name}-{copy}", body="\n".join(lines))
+    return replace(skill, skill_id=f"{skill.skill_id} copy {copy}", name=f"{skill.name}-{copy}", body="\n".join(lines))
 
 
 def _query_copy(query: Query, copy: int, choice: random.Random) -> Query:
@@ -97,7 +97,7 @@ def _query_copy(query: Query, copy: int, choice: random.Random) -> Query:
         return query
     words = query.text.split()
     choice.shuffle(words)
-    return replace(query, query_id=f"{query.query_id}~{copy}", text=" ".join(words))
+    return replace(query, query_id=f"{query.query_id} copy {copy}", text=" ".join(words))
 
 
 def _drifted(vectors: np.ndarray, places: Sequence[tuple[int, int]], chosen: np.random.Generator) -> np.ndarray:

@@ -13,6 +13,7 @@ NAMES = {
     "ours-semantic-hnsw": "skilltrain, semantic, HNSW",
     "ours-semantic-ivf": "skilltrain, semantic, IVF",
     "ours": "skilltrain, four sources + filter",
+    "clusters": "skilltrain, near-duplicate clusters",
 }
 
 

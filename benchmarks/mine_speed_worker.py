@@ -20,7 +20,7 @@ from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_column
 DEPTH = 50
 NUM_COMPARED = 100  # queries whose candidates are told, so that both sides can be compared
 INDEXES = {"ours": "exact", "ours-semantic": "exact", "ours-semantic-hnsw": "hnsw", "ours-semantic-ivf": "ivf"}
-MODES = (*INDEXES, "st", "st-faiss")
+MODES = (*INDEXES, "clusters", "st", "st-faiss")
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,19 @@ def _nearest_of_table(folder: Path) -> dict[str, list[str]]:
     return found
 
 
+def measure_clusters(folder: Path, threads: int) -> dict[str, Any]:
+    """Run the stage `clusters` over the pool."""
+    from skilltrain.data.near_duplicates.clusters import ClustersConfig, run_clusters
+
+    settings = {"stage": "clusters", "pool": folder / "pool", "workers": {"num": threads}}
+    with tempfile.TemporaryDirectory(prefix="mine-speed-") as out:
+        config = ClustersConfig.model_validate(settings | {"out": out})
+        started = time.perf_counter()
+        summary = run_clusters(config, Path(out))
+        seconds = time.perf_counter() - started
+    return {"mine_seconds": seconds, "filter_seconds": 0.0, "nearest": {}, "found": summary}
+
+
 class PeerModel:
     """What mine_hard_negatives asks of a SentenceTransformer; its texts are our ids, the smallest there can be."""
 
@@ -154,7 +167,10 @@ def measure_peer(mode: str, folder: Path, threads: int) -> dict[str, Any]:
 
 def main(mode: str, folder: Path, threads: int) -> None:
     """Measure and print."""
-    result = measure_ours(mode, folder, threads) if mode in INDEXES else measure_peer(mode, folder, threads)
+    if mode == "clusters":
+        result = measure_clusters(folder, threads)
+    else:
+        result = measure_ours(mode, folder, threads) if mode in INDEXES else measure_peer(mode, folder, threads)
     result["own_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps(result))
 

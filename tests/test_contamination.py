@@ -19,8 +19,9 @@ from skilltrain.data.contamination.grounds import (
     open_benchmarks,
     query_index,
 )
-from skilltrain.data.contamination.ngrams import NgramIndex, ngrams, words_of
+from skilltrain.data.contamination.ngrams import NgramIndex, ngrams
 from skilltrain.data.near_duplicates.trigrams import WordHashes, jaccard, word_trigrams
+from skilltrain.data.words import words_of
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks import Task
 from skilltrain.evaluation.metrics import Relevance

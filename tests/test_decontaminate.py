@@ -8,7 +8,7 @@ from skilltrain.data.contamination.decontaminate import POOL_COPIES, Decontamina
 from skilltrain.errors import SkilltrainError
 from skilltrain.recipe import parse_recipe, run_recipe
 from skilltrain.records import Query, Skill
-from skilltrain.tables import DROPPED, JUDGEMENTS, LISTS, QUERIES, SKILLS, read_table, rows_of, write_table
+from skilltrain.tables import CLUSTERS, DROPPED, JUDGEMENTS, LISTS, QUERIES, SKILLS, read_table, rows_of, write_table
 from skilltrain.training.held_out import check_held_out
 from skilltrain.training.stages import TrainEncoderConfig, plan
 from skilltrain.training.training_set import load_training_set
@@ -100,7 +100,7 @@ def test_what_the_benchmark_asks_for_is_dropped_with_its_ground(folder):
     assert {key: summary[key] for key in ("num_queries", "num_kept", "num_dropped", "num_of_other_splits")} == {
         "num_queries": 5, "num_kept": 2, "num_dropped": 3, "num_of_other_splits": 1,
     }  # fmt: skip
-    assert summary["dropped_by_ground"] == {"query_overlap": 1, "name": 1, "jaccard": 1, "cosine": 0}
+    assert summary["dropped_by_ground"] == {"query_overlap": 1, "name": 1, "jaccard": 1, "cluster": 0, "cosine": 0}
     assert summary["dropped_by_benchmark"] == {"bench": 3}
     assert not (folder / "out" / "lists.parquet").exists() and "num_lists_kept" not in summary
 
@@ -281,3 +281,18 @@ def test_the_model_card_says_that_lists_were_contaminated(folder, model_folders)
     done = skilltrain("train", file, f"data.held_out=[{folder}/bench]", "data.contamination=allow")
     assert done.code == 0 and json.loads(done.out)["num_contaminated_lists"] == 3, done
     assert "| lists contaminated by held-out benchmarks | 3 |" in (folder / "model" / "README.md").read_text()
+
+
+def test_a_positive_linked_to_a_gold_skill_by_a_chain_of_copies_goes(folder):
+    linked = ("bench/pdf", "own/chart")
+    rows = [{"skill_id": one.skill_id, "cluster": 0 if one.skill_id in linked else n} for n, one in enumerate(POOL, 1)]
+    write_table(rows, CLUSTERS, folder / "clusters")
+    summary, kept, rows = run(folder, clusters=folder / "clusters")
+    assert summary["dropped_by_ground"]["cluster"] == 1 and "q1" not in kept
+    assert rows[0] == ("q1", "own/chart", "cluster", 1.0, f"in one cluster with {GOLD}")
+
+
+def test_clusters_of_another_pool_are_refused(folder):
+    write_table([{"skill_id": "someone/else", "cluster": 0}], CLUSTERS, folder / "clusters")
+    with pytest.raises(SkilltrainError, match=r"clusters: holds no cluster of skill 'near/pdf'.*make the clusters of"):
+        run(folder, clusters=folder / "clusters")

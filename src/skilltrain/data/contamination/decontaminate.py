@@ -31,6 +31,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill, Verdict
 from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
 from skilltrain.tables import (
+    CLUSTERS,
     DROPPED,
     JUDGEMENTS,
     LISTS,
@@ -64,6 +65,11 @@ class DecontaminateConfig(Config):
         default=TRAIN, description="clean the queries of this split, keep the others as they are; null: clean all"
     )
     limits: ContaminationLimits = Field(default=ContaminationLimits(), description="what counts as contaminated")
+    clusters: InputPath | None = Field(
+        default=None,
+        description="CLUSTERS of the pool (stage clusters): a positive in one cluster with a gold skill contaminates; "
+        "null: not compared",
+    )
     encoder: EncoderSource | None = Field(
         default=None, description="compares positives with gold skills by cosine too; null: by text alone"
     )
@@ -107,7 +113,7 @@ def run_decontaminate(config: DecontaminateConfig, out: Path) -> dict[str, Any]:
 
 
 def _needs_golds(config: DecontaminateConfig) -> bool:
-    return config.limits.compares_skills or config.encoder is not None
+    return config.limits.compares_skills or config.clusters is not None or config.encoder is not None
 
 
 def _training_queries(queries: pa.Table, judgements: pa.Table, config: DecontaminateConfig) -> list[TrainingQuery]:
@@ -148,6 +154,9 @@ def _compare_pool(
     if len(known) < len(positives):
         say(f"warning: {len(positives) - len(known):,} of {len(positives):,} positives are not in {config.pool}, "
             "so they were compared with no gold skill")  # fmt: skip
+    if config.clusters is not None:
+        for skill_id, match in _same_cluster(known, golds, config.clusters):
+            by_skill[skill_id].append(match)
     if config.encoder is not None:
         for skill_id, match in _close_vectors(known, golds, config.encoder, config.cosine):
             by_skill[skill_id].append(match)
@@ -159,6 +168,23 @@ def _skills(pool: Path) -> Iterator[Skill]:
     num_skills = read_columns(pool, SKILLS, ["skill_id"]).num_rows
     batches = read_batches(pool, SKILLS, SKILLS.schema.names, SKILLS_AT_ONCE)
     yield from track((skill for rows in batches for skill in skills_from_table(rows)), "comparing skills", num_skills)
+
+
+def _same_cluster(skills: Sequence[Skill], golds: Sequence[Gold], clusters: Path) -> Iterator[tuple[str, Match]]:
+    """(skill_id, match) where a chain of near-duplicates links a skill to a gold skill of the pool."""
+    table = read_table(clusters, CLUSTERS)
+    cluster_of = dict(zip(table.column("skill_id").to_pylist(), table.column("cluster").to_pylist(), strict=True))
+    if strangers := [skill.skill_id for skill in skills if skill.skill_id not in cluster_of]:
+        what = f"holds no cluster of skill '{strangers[0]}' (of {len(strangers)} skills)"
+        raise SkilltrainError(what, where=clusters, fix="make the clusters of this pool")
+    for skill in skills:
+        for gold in golds:
+            if (
+                gold.skill.skill_id != skill.skill_id
+                and cluster_of.get(gold.skill.skill_id) == cluster_of[skill.skill_id]
+            ):
+                reason = f"in one cluster with {gold}"
+                yield skill.skill_id, Match("cluster", 1.0, gold.benchmark, gold.skill.skill_id, reason)
 
 
 def _close_vectors(

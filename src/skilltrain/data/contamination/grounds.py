@@ -2,7 +2,8 @@
 
 Grounds, of which the first speaks of queries and the others of skills, a query's positives against the benchmark's
 gold skills: `query_overlap` (the same words, or many n-grams of words in common), `name` (the same skill, or one
-that bears its name), `jaccard` (bodies with most word trigrams in common) and `cosine` (vectors all but the same).
+that bears its name), `jaccard` (bodies with most word trigrams in common), `cluster` (linked by a chain of
+near-duplicates) and `cosine` (vectors all but the same).
 A query that says the same in other words is found by none of them, unless it asks for a gold skill.
 """
 
@@ -19,14 +20,15 @@ from jaxtyping import Float64
 from pydantic import BeforeValidator, Field, model_validator
 
 from skilltrain.config import Config, InputPath
-from skilltrain.data.contamination.ngrams import NgramIndex, ngrams, words_of
+from skilltrain.data.contamination.ngrams import NgramIndex, ngrams
+from skilltrain.data.words import words_of
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks import Task, load_benchmark
 from skilltrain.records import Skill, name_key
 from skilltrain.tables import SKILLS, read_batches, skills_from_table
 
-Ground = Literal["query_overlap", "name", "jaccard", "cosine"]
-GROUNDS: tuple[Ground, ...] = ("query_overlap", "name", "jaccard", "cosine")
+Ground = Literal["query_overlap", "name", "jaccard", "cluster", "cosine"]
+GROUNDS: tuple[Ground, ...] = ("query_overlap", "name", "jaccard", "cluster", "cosine")
 TRAIN = "train"
 SKILLS_AT_ONCE = 1024  # of a pool in memory
 _FEWEST_WORDS = 4  # shorter queries stand within many others by chance; they are compared as a whole

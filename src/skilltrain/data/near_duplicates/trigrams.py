@@ -1,7 +1,5 @@
 """Skill bodies as sets of word trigrams: of one text, and of a whole pool in memory-mapped files."""
 
-import re
-import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -12,11 +10,9 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Int64, UInt64
 
-from skilltrain.retrieval.lexical import CJK
+from skilltrain.data.words import words_of
 from skilltrain.workers import WorkersConfig, map_blocks
 
-# A word is a run of letters and digits; a CJK character, in scripts that mark no words, is a word of its own.
-_WORD = re.compile(rf"[{CJK}]|[^\W_{CJK}]+")
 _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], dtype=np.uint64)
 BODY_BLOCK = 256  # bodies that a worker reads at once
 _PART = 2**22  # trigrams that a worker counts at once
@@ -43,7 +39,7 @@ def word_trigrams(text: str, hashes: WordHashes) -> Trigrams:
     lower-cased, everything but letters and digits separates words. A text of one or two words is one "trigram".
     Among 10^8 trigrams of a pool a collision is possible, within two bodies it is not in practice (10^-11).
     """
-    words = _WORD.findall(unicodedata.normalize("NFKC", text).lower())
+    words = words_of(text)
     numbers = np.fromiter(map(hashes.__getitem__, words), dtype=np.uint64, count=len(words))
     width = min(3, len(numbers))
     if not width:
