@@ -89,7 +89,7 @@ class _StageCommand(TyperCommand):
 
 
 def _add_stage(stage: str) -> None:
-    @app.command(stage, cls=_StageCommand, help=f"Run the stage {stage}.")
+    @app.command(stage, cls=_StageCommand, help=STAGES[stage].about)
     def run_stage(arguments: Overrides = None, only_plan: DryRun = False) -> None:
         values, where = _values(stage, arguments or [])
         _execute(parse_recipe(values, where), only_plan, resume=False)
