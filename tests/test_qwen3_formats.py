@@ -130,13 +130,16 @@ def test_parts_tokenised_alone_are_the_ids_of_the_whole(tokenizer, query, body, 
 @given(st.text(odd_letters, max_size=60), st.sampled_from([8, 9, 20]))
 @example("👩‍👩‍👧" * 9, 8)
 @example("deploy   \n\n pods " * 9, 9)
+@example(":\xa0\u2028a\u0301", 8)
 def test_a_cut_query_keeps_its_frame(tokenizer, query, limit):
     pairs = pair_tokenizer(tokenizer, query_max_tokens=limit)
     ids, template = pairs.query(query), pairs.template
     text = unicodedata.normalize("NFC", tokenizer.decode(ids))
     assert text.startswith(template.query_prompt()) and text.endswith(template.query_end())
     kept = text.removeprefix(template.query_prompt()).removesuffix(template.query_end())
-    assert unicodedata.normalize("NFC", query).startswith(kept)  # no half of a letter
+    # No half of a character; a letter may lose its accent where the tokenizer has it as a character of its own.
+    beginnings = {unicodedata.normalize("NFC", query[:end]) for end in range(len(query) + 1)}
+    assert unicodedata.normalize("NFC", query).startswith(kept) or kept in beginnings
     assert len(ids) <= len(pairs.query("")) + limit + 1  # without a query, the space and the separator are one token
     if len(pair_tokenizer(tokenizer).query(query)) <= len(pairs.query("")) + limit - 2:
         assert kept == unicodedata.normalize("NFC", query)
