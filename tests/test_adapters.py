@@ -11,11 +11,10 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.export.sentence_transformers import save_encoder, save_reranker
 from skilltrain.models.adapters import AdapterConfig, add_adapter, is_adapted, loading_options, merge_adapter
 from skilltrain.models.encoder import EncoderConfig, load_encoder
-from skilltrain.models.micro_batches import map_micro_batches
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.records import Skill
 from skilltrain.templates import RerankerTemplate
-from tiny_models import qwen3_tokenizer
+from tiny_models import map_micro_batches, qwen3_tokenizer
 
 SMALL = AdapterConfig(rank=4, alpha=8)
 TEXTS = ["deploy pods", "extract text from pdf files", "translate the report and review it with care"]

@@ -6,12 +6,11 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.models.micro_batches import map_micro_batches
 from skilltrain.models.reranker import RerankerConfig, RerankerSettings, load_reranker
 from skilltrain.records import Skill
 from skilltrain.retrieval.rerank import RerankerSource, open_reranker, rerank
 from skilltrain.templates import QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX, RerankerTemplate
-from tiny_models import save_bert
+from tiny_models import map_micro_batches, save_bert
 
 CPU = torch.device("cpu")
 QUERY = "deploy the pods and review the chart"

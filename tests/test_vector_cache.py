@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import write_json
 from skilltrain.retrieval.vector_block import KEY
 from skilltrain.retrieval.vector_cache import VectorCache
 
@@ -139,31 +138,8 @@ def test_vectors_of_another_width_are_not_used(tmp_path, capsys):
     assert "is damaged and not used" in capsys.readouterr().err
 
 
-def old_cache(folder, *numbers):
-    """As version 0.1.0 wrote it."""
-    folder.mkdir(exist_ok=True)
-    write_json(folder / "model.json", {"dim": 3})
-    (folder / "model.keys").write_bytes(b"".join(map(key, numbers)))
-    (folder / "model.vectors").write_bytes(vectors(*numbers).tobytes())
-    return [folder / f"model.{suffix}" for suffix in ("json", "keys", "vectors")]
-
-
-@pytest.mark.parametrize(("file", "cut", "left"), [(1, 5, 1), (2, 7, 1), (1, 16, 1), (2, 24, 0), (0, 0, 2)])
-def test_a_cache_of_an_earlier_version_is_read_and_left_alone(tmp_path, file, cut, left):
-    paths = old_cache(tmp_path, 1, 2)
-    data = paths[file].read_bytes()
-    paths[file].write_bytes(data[: len(data) - cut])
-    before = [path.read_bytes() for path in paths]
-    cache = opened(tmp_path)
-    assert held(cache, 1, 2) == expected(*range(1, left + 1))
-    cache.add([key(2), key(3)], vectors(2, 3))
-    assert held(opened(tmp_path), 1, 2, 3) == expected(*range(1, left + 1), 2, 3)
-    assert [path.read_bytes() for path in paths] == before
-    assert opened(tmp_path, dim=4).get([key(1)]) == {}
-
-
 def test_a_folder_that_may_not_be_written_to_can_be_read(tmp_path, monkeypatch):
-    old_cache(tmp_path, 1, 2)
+    filled(tmp_path, 1, 2)
 
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
@@ -237,11 +213,7 @@ def test_caches_of_two_machines_are_one_when_their_files_lie_together(tmp_path):
     assert held(opened(tmp_path / "one"), 1, 2, 3) == expected(1, 2, 3)
 
 
-def test_an_impossible_folder_and_a_broken_header_are_one_clear_line(tmp_path):
+def test_an_impossible_folder_is_one_clear_line(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(SkilltrainError, match="cannot make the vector cache"):
         opened(tmp_path / "file")
-    for file in old_cache(tmp_path, 1)[:1]:
-        file.write_text("")
-    with pytest.raises(SkilltrainError, match="is not JSON"):
-        opened(tmp_path)

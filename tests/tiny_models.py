@@ -20,7 +20,15 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from skilltrain.models.micro_batches import micro_batches, run_micro_batches
+
 logging.disable_progress_bar()
+
+
+def map_micro_batches(function, texts, token_budget, recompute):
+    """`function` over all `texts` in micro-batches of `token_budget` tokens, in the order of `texts`."""
+    return run_micro_batches(function, texts, micro_batches([len(text) for text in texts], token_budget), recompute)
+
 
 TEXT = (
     "yes no deploy pods kubernetes chart table spreadsheet extract pdf text translate review merge commit audio "

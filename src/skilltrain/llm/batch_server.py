@@ -44,11 +44,8 @@ class BatchServer:
         num_tries = 1
         while True:
             try:
-                return _id_of(
-                    batches.create(
-                        input_file_id=input_file_id, endpoint=ENDPOINT, completion_window="24h"  # type: ignore[arg-type]
-                    )
-                )  # fmt: skip
+                made = batches.create(input_file_id=input_file_id, endpoint=ENDPOINT, completion_window="24h")
+                return _id_of(made)
             except (openai.OpenAIError, ValueError) as error:
                 fault = self._fault("create a batch", error)
                 if isinstance(error, openai.APIStatusError) and not is_passing(error):

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from typing import Any
+from typing import Any, Final
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm.budget import counted
@@ -11,7 +11,7 @@ from skilltrain.llm.pace import retry_after
 from skilltrain.llm.protocol import Completion, CompletionError, Request
 from skilltrain.llm.settings import OpenAIConfig
 
-ENDPOINT = "/v1/chat/completions"
+ENDPOINT: Final = "/v1/chat/completions"
 _SECRET_CHARS = 8  # a shorter key, such as "none", is no secret, and common words must not be blotted out
 
 
@@ -70,9 +70,9 @@ def completion_of(body: Any, num_prompt_tokens: int) -> Completion:
         finish_reason, text = "refusal", refusal or text
     if not isinstance(text, str | None) or not isinstance(finish_reason, str):
         raise CompletionError("malformed", "the reply's content is not text")
-    usage = usage if isinstance(usage, dict) else {}
-    reported = (usage.get("prompt_tokens"), usage.get("completion_tokens"))
-    return counted(Completion(text or "", finish_reason, *reported), num_prompt_tokens)  # type: ignore[arg-type]
+    reported: dict[str, Any] = usage if isinstance(usage, dict) else {}
+    num_prompt, num_completion = (reported.get(f"{part}_tokens", 0) for part in ("prompt", "completion"))
+    return counted(Completion(text or "", finish_reason, num_prompt, num_completion), num_prompt_tokens)
 
 
 def wait_asked(error: Exception) -> float | None:

@@ -70,14 +70,6 @@ def run_micro_batches(
     return result + sum(output.sum() * 0 for output in unused) if unused else result
 
 
-def map_micro_batches(
-    function: Callable[[list[TextT]], Tensor], texts: Sequence[TextT], token_budget: int, recompute: bool
-) -> Float[Tensor, "text ..."]:
-    """`function` over all `texts` in micro-batches of `token_budget` tokens, in the order of `texts`."""
-    groups = micro_batches([len(text) for text in texts], token_budget)
-    return run_micro_batches(function, texts, groups, recompute)
-
-
 def pad(
     texts: Sequence[TokenIds], pad_id: int, device: torch.device
 ) -> tuple[Int[Tensor, "text token"], Int[Tensor, "text token"]]:

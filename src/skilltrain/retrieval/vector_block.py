@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int64, UInt32
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import atomic_path, read_json
+from skilltrain.files import atomic_path
 from skilltrain.terminal import say
 
 KEY = np.dtype("S16")
@@ -21,13 +21,13 @@ _ALIGN = 64
 
 @dataclass(frozen=True)
 class Block:
-    """Whose vectors a file holds, and where they begin; `checks` is None in a file of an earlier version."""
+    """Whose vectors a file holds, where they begin, and a checksum of each."""
 
     path: Path
     dim: int
     offset: int
     keys: np.ndarray
-    checks: UInt32[np.ndarray, " vector"] | None
+    checks: UInt32[np.ndarray, " vector"]
 
     def read(self, rows: Int64[np.ndarray, " row"]) -> tuple[Float32[np.ndarray, "row dim"], Bool[np.ndarray, " row"]]:
         """(the vectors of `rows`, which of them are whole); none is where the file is gone."""
@@ -36,8 +36,6 @@ class Block:
             vectors = np.asarray(np.memmap(self.path, np.float32, "r", self.offset, shape)[rows])
         except (OSError, ValueError):  # gone, or cut since
             return np.zeros((len(rows), self.dim), dtype=np.float32), np.zeros(len(rows), dtype=bool)
-        if self.checks is None:
-            return vectors, np.ones(len(rows), dtype=bool)
         return vectors, _checks(vectors) == self.checks[rows]
 
 
@@ -74,15 +72,6 @@ def read_block(path: Path, dim: int) -> Block | None:
     left = max(0, min(num, (size - _offset(num)) // (4 * dim)))
     keys, checks = np.frombuffer(table, KEY, num), np.frombuffer(table, np.uint32, num, num * KEY.itemsize)
     return Block(path, dim, _offset(num), keys[:left], checks[:left])
-
-
-def read_old_cache(stem: Path, dim: int) -> Block | None:
-    """What STEM.keys and STEM.vectors hold, which version 0.1.0 wrote; None where they are not, or of another width."""
-    header, keys, vectors = (stem.with_name(f"{stem.name}.{suffix}") for suffix in ("json", "keys", "vectors"))
-    if not (header.is_file() and keys.is_file() and vectors.is_file()) or read_json(header) != {"dim": dim}:
-        return None
-    num = min(keys.stat().st_size // KEY.itemsize, vectors.stat().st_size // (4 * dim))
-    return Block(vectors, dim, 0, np.frombuffer(keys.read_bytes()[: num * KEY.itemsize], KEY), None)
 
 
 def _offset(num: int) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float32, Int64
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.retrieval.vector_block import KEY, Block, read_block, read_old_cache, write_block
+from skilltrain.retrieval.vector_block import KEY, Block, read_block, write_block
 from skilltrain.terminal import say
 
 _SMALL, _MANY = 512, 64  # so many files with fewer vectors than this are joined into one
@@ -23,7 +23,7 @@ class VectorCache:
 
     So there is nothing to lock: any number of processes, on any number of machines that share the folder, add to it at
     once, and what one of them was killed over is not there. Every vector has a checksum: a damaged one is not there
-    either. The files MODEL.keys and MODEL.vectors of earlier versions are read, never written.
+    either.
     """
 
     def __init__(self, folder: Path, dim: int) -> None:
@@ -48,10 +48,8 @@ class VectorCache:
     def refresh(self) -> None:
         """Take notice of what other processes have added."""
         known = {block.path for block in self._blocks}
-        found = [] if self._blocks else [read_old_cache(self.folder, self.dim)]
-        found += [read_block(path, self.dim) for path in sorted(self.folder.glob("*.vectors")) if path not in known]
-        for block in found:
-            if block is not None:
+        for path in sorted(self.folder.glob("*.vectors")):
+            if path not in known and (block := read_block(path, self.dim)) is not None:
                 self._take(block)
 
     def places(self, keys: Sequence[bytes] | np.ndarray) -> Int64[np.ndarray, "key 2"]:
@@ -94,7 +92,7 @@ class VectorCache:
         if not len(keys):
             return
         self._write(np.asarray(keys, dtype=KEY), vectors)
-        small = [block.path for block in self._blocks if len(block.keys) < _SMALL and block.checks is not None]
+        small = [block.path for block in self._blocks if len(block.keys) < _SMALL]
         if len(small) >= _MANY:
             self._rewrite(set(small))
 
@@ -134,8 +132,7 @@ class VectorCache:
         if len(keys):
             self._write(keys, vectors)
         for block in blocks:
-            if block.checks is not None:
-                block.path.unlink(missing_ok=True)
+            block.path.unlink(missing_ok=True)
         self._forget(paths)
 
     def _forget(self, paths: set[Path]) -> None:
