@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks import check_pool, load_benchmark
+from skilltrain.evaluation.benchmarks.benchmark import check_pool
+from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.records import Query, Skill
 from skilltrain.tables import JUDGEMENTS, QUERIES, rows_of, write_table

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation import bootstrap
-from skilltrain.evaluation.bootstrap import (
+from skilltrain.evaluation.statistics import bootstrap
+from skilltrain.evaluation.statistics.bootstrap import (
     Interval,
     compact,
     interval,

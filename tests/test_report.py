@@ -8,17 +8,17 @@ import pytest
 from rich.console import Console
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks import Slice
+from skilltrain.evaluation.benchmarks.benchmark import Slice
 from skilltrain.evaluation.metrics import DEFAULT_MEASURES, Relevance, parse_measures, per_query
-from skilltrain.evaluation.report import (
+from skilltrain.evaluation.report.report import (
     Report,
     ReportTexts,
-    SystemResult,
     build_report,
     markdown_table,
     terminal_table,
     write_report,
 )
+from skilltrain.evaluation.results import SystemResult
 
 RELEVANCES = {
     "q1": Relevance(frozenset("a"), {"a": 1.0}),

@@ -10,9 +10,11 @@ from pydantic import Field
 from skilltrain.config import Config, InputPath
 from skilltrain.data.pool.skill_pool import open_pool
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks import Benchmark, Slice, check_pool, load_benchmark
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Slice, check_pool
+from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.metrics import DEFAULT_MEASURES, Measure, parse_measures, per_query
-from skilltrain.evaluation.report import Report, ReportTexts, SystemResult, build_report, terminal_table, write_report
+from skilltrain.evaluation.report.report import Report, ReportTexts, build_report, terminal_table, write_report
+from skilltrain.evaluation.results import SystemResult
 from skilltrain.files import read_json
 from skilltrain.records import Skill
 from skilltrain.routing.systems import SystemConfig, rank_with_systems, rankings_table

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from skilltrain.config import Config, InputPath
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.bootstrap import Interval, compact, intervals
 from skilltrain.evaluation.metrics import Relevance, parse_measure, parse_measures, per_query
+from skilltrain.evaluation.statistics.bootstrap import Interval, compact, intervals
 from skilltrain.training.gather import rank_and_world
 
 DEV_MEASURES = ("Hit@1", "MRR@10", "nDCG@10", "Recall@10", "Recall@20")

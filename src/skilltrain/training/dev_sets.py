@@ -14,7 +14,8 @@ from torch import Tensor
 
 from skilltrain.data.pool.skill_pool import open_pool
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks import Benchmark, Task, load_benchmark
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task
+from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.metrics import Relevance, parse_measures
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import TokenIds

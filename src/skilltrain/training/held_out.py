@@ -16,7 +16,7 @@ from skilltrain.data.contamination.grounds import (
     query_index,
 )
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks import load_benchmark
+from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.terminal import say
 from skilltrain.training.dev import EncoderDevConfig, RerankerDevConfig
 from skilltrain.training.training_set import ListsSource, TrainingSet

@@ -23,7 +23,8 @@ from skilltrain.config import Config, InputPath
 from skilltrain.data.contamination.ngrams import NgramIndex, ngrams
 from skilltrain.data.words import words_of
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks import Task, load_benchmark
+from skilltrain.evaluation.benchmarks.benchmark import Task
+from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.records import Skill, name_key
 from skilltrain.tables import SKILLS, read_batches, skills_from_table
 

@@ -12,23 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks import Slice
-from skilltrain.evaluation.bootstrap import RESAMPLES, Interval, compact, intervals, paired_differences
+from skilltrain.evaluation.benchmarks.benchmark import Slice
 from skilltrain.evaluation.metrics import Measure
-from skilltrain.evaluation.report_html import page
+from skilltrain.evaluation.report.page import page
+from skilltrain.evaluation.results import SystemResult
+from skilltrain.evaluation.statistics.bootstrap import RESAMPLES, Interval, compact, intervals, paired_differences
 from skilltrain.files import write_json, write_text
 
 SECTIONS = ("all", "single", "multi")
 COMPARED = ("Hit@1", "MRR@10")  # the measures by which systems are compared in pairs
-
-
-@dataclass(frozen=True)
-class SystemResult:
-    """What one system scored: query_id → measure name → value (metrics.per_query), and its rankings of skill ids."""
-
-    name: str
-    per_query: Mapping[str, Mapping[str, float]]
-    rankings: Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES, compact
 from skilltrain.evaluation.metrics import MEANINGS, Measure, Relevance
+from skilltrain.evaluation.statistics.bootstrap import LEVEL, RESAMPLES, compact
 
 if TYPE_CHECKING:
-    from skilltrain.evaluation.report import Report, ReportTexts, SystemResult
+    from skilltrain.evaluation.report.report import Report, ReportTexts
+    from skilltrain.evaluation.results import SystemResult
 
 NUM_COLORS = 8
 NUM_TOP = 5  # names shown of each ranking
@@ -28,7 +29,9 @@ _ROW = 44  # height of a system's row of an interval plot in pixels, as in repor
 
 def page(report: "Report", texts: "ReportTexts | None") -> str:
     """The whole page. Without `texts` it shows ids in place of texts and names, and no recall curve."""
-    style, script = (files("skilltrain.evaluation").joinpath(f"report.{kind}").read_text("utf-8") for kind in _KINDS)
+    style, script = (
+        files("skilltrain.evaluation.report").joinpath(f"report.{kind}").read_text("utf-8") for kind in _KINDS
+    )
     policy = f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'"
     sections = report.sections()
     return (

@@ -1,0 +1,1 @@
+"""Benchmarks as they are published, read into tasks: queries, gold skills, gains."""

@@ -1,0 +1,57 @@
+"""Rows of foreign files, checked: a fault names file and row."""
+
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.files import read_jsonl
+from skilltrain.records import Skill
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Row(BaseModel):
+    """What we read of a foreign file; keys we do not need are allowed there."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+
+class SkillRow(Row):
+    """A skill in a JSON Lines file."""
+
+    skill_id: Text
+    name: str
+    description: str
+    body: str
+    category: str | None = None
+    lang: str | None = None
+    source: str = ""
+    license: str | None = None
+
+
+RowT = TypeVar("RowT", bound=Row)
+
+
+def parse_row(row_class: type[RowT], values: Any, where: str) -> RowT:
+    """`values` as a row. Raises SkilltrainError naming `where` and the key at fault."""
+    try:
+        return row_class.model_validate(values)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in fault["loc"])
+        raise SkilltrainError(f"{key}: {fault['msg']}" if key else fault["msg"], where=where) from error
+
+
+def read_skills(file: Path) -> tuple[Skill, ...]:
+    """The skills of a JSON Lines file; none where there is no file."""
+    if not file.exists():
+        return ()
+    skills: dict[str, Skill] = {}
+    for line, values in read_jsonl(file):
+        skill = Skill(**parse_row(SkillRow, values, f"{file}, line {line}").model_dump())
+        if skill.skill_id in skills:
+            raise SkilltrainError(f"skill '{skill.skill_id}' stands twice", where=f"{file}, line {line}")
+        skills[skill.skill_id] = skill
+    return tuple(skills.values())
