@@ -1,10 +1,13 @@
-"""A real HTTP server on loopback that speaks OpenAI's chat completions and batches, and fails as it is told to."""
+"""A real HTTP server on loopback that speaks OpenAI's chat completions, batches and embeddings, and fails as told."""
 
+import base64
+import hashlib
 import json
 import math
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.parser import BytesParser
@@ -24,7 +27,10 @@ def honest_usage(request: dict[str, Any], text: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Reply:
-    """One scripted reply: an answer's text, or a status, a raw body, a refusal, a delay, a connection that breaks."""
+    """One scripted reply: an answer's text, or a status, a raw body, a refusal, a delay, a connection that breaks.
+
+    It goes out `delay` seconds after `until` says yes.
+    """
 
     text: str = "Please plan my week."
     status: int = 200
@@ -33,6 +39,7 @@ class Reply:
     refusal: str | None = None
     finish_reason: str = "stop"
     delay: float = 0.0
+    until: Callable[[], bool] = lambda: True
     code: str | None = None
     usage: Any = HONEST
     cut: bool = False  # the connection ends in the middle of the body
@@ -53,12 +60,42 @@ class Reply:
         return (json.dumps(self.content(request)) if self.raw is None else self.raw).encode()
 
 
+NUM_DIMENSIONS = 4
+
+
+def vector_of(text: str, num_dimensions: int) -> list[float]:
+    """Numbers that only the text decides; exact in float32, not of length 1."""
+    return [byte - 127.5 for byte in hashlib.sha256(text.encode()).digest()[:num_dimensions]]
+
+
+def vectors_body(vectors: Sequence[Sequence[float] | str], num_tokens: int, is_base64: bool = True) -> str:
+    """An answer of the embeddings API; the last vector comes first, for no order is promised."""
+    data = [
+        {
+            "object": "embedding", "index": index,
+            "embedding": base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+            if is_base64 and not isinstance(vector, str) else vector,
+        }
+        for index, vector in enumerate(vectors)
+    ]  # fmt: skip
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return json.dumps({"object": "list", "data": data[::-1], "model": "scripted", "usage": usage})
+
+
+def embeddings(request: dict[str, Any]) -> Reply:
+    """What an honest server replies to an embeddings request: three bytes a token."""
+    texts, num_dimensions = request["input"], request.get("dimensions", NUM_DIMENSIONS)
+    num_tokens = sum(math.ceil(len(text.encode()) / 3) for text in texts)
+    vectors = [vector_of(text, num_dimensions) for text in texts]
+    return Reply(raw=vectors_body(vectors, num_tokens, request["encoding_format"] == "base64"))
+
+
 @dataclass
 class LLMServer:
     """The running server: where it is, what it was asked and has answered, what it says next.
 
-    `requests` are chat requests as they came in, `answered` those whose answer went out whole; requests of batches
-    stand in `batched`. `faults` maps an endpoint, as in `POST /batches`, to replies given instead of its own.
+    `requests` are chat and embeddings requests as they came in, `answered` those whose answer went out whole; those of
+    batches stand in `batched`. `faults` maps an endpoint, as in `POST /batches`, to replies given instead of its own.
     """
 
     base_url: str = ""
@@ -69,7 +106,9 @@ class LLMServer:
     authorizations: list[str | None] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     script: list[Reply] = field(default_factory=list)
-    otherwise: Callable[[dict[str, Any]], Reply] = field(default=lambda request: Reply())
+    otherwise: Callable[[dict[str, Any]], Reply] = field(
+        default=lambda request: embeddings(request) if "input" in request else Reply()
+    )
     faults: dict[str, list[Reply]] = field(default_factory=dict)
     batch_steps: list[str] = field(default_factory=lambda: ["validating", "in_progress", "completed"])
     leaves_out: Callable[[dict[str, Any]], bool] = field(default=lambda request: False)
@@ -151,8 +190,8 @@ def llm_server() -> Iterator[LLMServer]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             endpoint = urlsplit(self.path).path.removeprefix("/v1")
-            if endpoint == "/chat/completions":
-                self.chat(json.loads(body))
+            if endpoint in ("/chat/completions", "/embeddings"):
+                self.answer(json.loads(body))
             elif endpoint == "/files":
                 self.api(f"POST {endpoint}", lambda: state.upload(_uploaded(self.headers["Content-Type"], body)))
             else:
@@ -185,7 +224,7 @@ def llm_server() -> Iterator[LLMServer]:
             body = found if isinstance(found, bytes) else json.dumps(found).encode()
             self.send(reply, reply.body({"messages": []}) if fault else body)
 
-        def chat(self, request: dict[str, Any]) -> None:
+        def answer(self, request: dict[str, Any]) -> None:
             with lock:
                 state.requests.append(request)
                 state.authorizations.append(self.headers["Authorization"])
@@ -193,6 +232,8 @@ def llm_server() -> Iterator[LLMServer]:
                 state.num_busy += 1
                 state.most_busy = max(state.most_busy, state.num_busy)
                 reply = state.reply_to(request)
+            while not reply.until():
+                time.sleep(0.01)
             time.sleep(reply.delay)
             went_out = self.send(reply, reply.body(request))
             with lock:

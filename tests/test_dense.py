@@ -1,9 +1,15 @@
+import json
+import shutil
+
 import numpy as np
+import pytest
 import torch
 
+from skilltrain.errors import SkilltrainError
+from skilltrain.models.loading import CHECKPOINT_FILE
 from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource, _identity, encode_queries, encode_skills, open_encoder
-from skilltrain.templates import EncoderTemplate
+from skilltrain.templates import EncoderTemplate, SkillTemplate
 
 LENGTHS = {"pods": 3, "chart": 60, "clip": 1, "audio": 20, "pdf": 9, "table": 0}
 SKILLS = [Skill(f"id of {name}", name, f"find the {name}", "task " * length) for name, length in LENGTHS.items()]
@@ -101,3 +107,60 @@ def test_a_damaged_vector_is_encoded_again(model_folders, tmp_path, monkeypatch)
     seen = counted(again, monkeypatch)
     np.testing.assert_allclose(encode_skills(again, SKILLS), before, atol=1e-6)
     assert len(seen) == 1
+
+
+TWO = [Skill("a", "pdf", "find text", "deploy pods"), Skill("b", "pdf", "find text", "review the chart")]
+
+
+def test_without_bodies_skills_that_differ_only_there_are_one(model_folders):
+    full, nd = (encode_skills(open_encoder(source(model_folders, fields=fields)), TWO) for fields in ("full", "nd"))
+    assert (nd[0] == nd[1]).all() and not np.allclose(full[0], full[1])
+    plain = encode_skills(open_encoder(source(model_folders)), TWO)
+    np.testing.assert_array_equal(full, plain)
+    bare = [Skill(skill.skill_id, skill.name, skill.description, "") for skill in TWO]
+    np.testing.assert_allclose(nd, encode_skills(open_encoder(source(model_folders)), bare), atol=1e-6)
+
+
+def saved_with(folder, kind, settings, copy_to):
+    """A copy of a model folder as training leaves it, with these settings."""
+    shutil.copytree(folder, copy_to)
+    (copy_to / CHECKPOINT_FILE).write_text(json.dumps({"kind": kind, "settings": settings}))
+    return copy_to
+
+
+def test_fields_change_nothing_else_of_a_saved_models_settings(model_folders, tmp_path):
+    template = EncoderTemplate(
+        instruction="find it", query_chars=40, skill=SkillTemplate(description_chars=20, body_chars=7, separator=" ; ")
+    )
+    stored = {"pooling": "cls", "max_tokens": 50, "template": template.model_dump()}
+    folder = str(saved_with(model_folders["bert"], "encoder", stored, tmp_path / "model"))
+    plain, full, nd = (
+        open_encoder(EncoderSource(source=folder, fields=f)).model.settings for f in (None, "full", "nd")
+    )
+    assert plain == full and plain.template == template and plain.pooling == "cls"
+    assert nd.template.skill.render(TWO[0]) == "pdf ; find text"
+    back = nd.model_dump()
+    back["template"]["skill"]["fields"] = "full"
+    assert back == plain.model_dump()
+    stored["template"]["skill"]["fields"] = "nd"
+    trained = str(saved_with(model_folders["bert"], "encoder", stored, tmp_path / "trained without bodies"))
+    assert open_encoder(EncoderSource(source=trained)).model.settings == nd
+    assert open_encoder(EncoderSource(source=trained, fields="full")).model.settings == full
+
+
+def test_the_cache_never_gives_vectors_without_bodies_for_those_with(model_folders, tmp_path, monkeypatch):
+    vectors = {}
+    for fields, num_encoded in (("nd", 1), ("full", 2), (None, 0), ("nd", 0)):
+        encoder = open_encoder(source(model_folders, cache=tmp_path, fields=fields))
+        seen = counted(encoder, monkeypatch)
+        found = encode_skills(encoder, TWO)
+        assert len(seen) == num_encoded
+        np.testing.assert_array_equal(vectors.setdefault(fields or "full", found), found)
+    assert not np.allclose(vectors["nd"], vectors["full"])
+
+
+def test_fields_that_there_are_not_are_refused(model_folders):
+    with pytest.raises(ValueError, match="fields"):
+        source(model_folders, fields="body")
+    with pytest.raises(SkilltrainError, match="no such model"):
+        open_encoder(EncoderSource(source="nowhere", fields="nd"))

@@ -130,10 +130,10 @@ def test_what_cannot_be_evaluated_is_refused(folder, monkeypatch, settings, mess
     [
         ({}, r"mine\.json: holds no prediction"),
         ([["q1", "s0"]], r"mine\.json: predictions are an object \{query_id: \[skill_id, …\]\}"),
-        ({"q1": "s0"}, r"mine\.json, query q1: predictions are lists of skill ids"),
-        ({"q1": ["s0", 3]}, r"mine\.json, query q1: predictions are lists of skill ids"),
-        ({"q1": ["s0"], "q9": ["s0"]}, "system mine: query q9: 1 of 2 ranked queries are not in the benchmark"),
-        ({"q1": ["s0", "s1", "s0"]}, "system mine: query q1: skill 's0' stands twice in the ranking, again at rank 3"),
+        ({"q1": "s0"}, r"mine\.json, query q1: a prediction is a list of skill ids"),
+        ({"q1": ["s0", 3]}, r"mine\.json, query q1: a prediction is a list of skill ids"),
+        ({"q1": ["s0"], "q9": ["s0"]}, r"mine\.json: 1 of 2 predicted queries are not in the benchmark, first 'q9'"),
+        ({"q1": ["s0", "s1", "s0"]}, r"mine\.json, query q1: skill 's0' stands twice, again at rank 3"),
     ],
 )
 def test_predictions_that_make_no_sense_are_refused(folder, values, message):
@@ -143,7 +143,7 @@ def test_predictions_that_make_no_sense_are_refused(folder, values, message):
 
 def test_predictions_may_not_take_a_systems_name(folder):
     settings = {"pool": str(folder / "pool"), "systems": [BM25]}
-    with pytest.raises(SkilltrainError, match=r"bm25\.json: a system is called 'bm25' as well \(rename it\)"):
+    with pytest.raises(SkilltrainError, match=r"bm25\.json: another system is called 'bm25' as well \(rename it\)"):
         evaluate(folder, predictions=predict(folder, {"q1": ["s0"]}, "bm25"), **settings)
 
 

@@ -13,6 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 LAYERS = (
     ("__main__",),
     ("cli",),
+    ("ablation",),
     ("recipe",),
     ("stages",),
     ("training", "routing"),

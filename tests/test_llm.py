@@ -179,7 +179,7 @@ def test_answers_are_put_back_in_order() -> None:
 
 
 def test_many_failures_in_a_row_stop_the_run_but_what_is_under_way_is_kept(server: LLMServer, tmp_path: Path) -> None:
-    slow = {0: Reply("kept", delay=0.5)}
+    slow = {0: Reply("kept", delay=0.5, until=lambda: len(server.requests) == 4)}
     server.otherwise = lambda request: slow.get(request["seed"], Reply(status=500))
     llm = open_client(server, cache=tmp_path, max_retries=0, max_failures=3, concurrency=2)
     with pytest.raises(SkilltrainError, match=r"3 requests in a row failed.*run again later"):

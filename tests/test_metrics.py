@@ -1,8 +1,10 @@
 import math
+import shutil
+from collections.abc import Sequence
 
 import ir_measures
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ir_measures import RR, P, R, Success, nDCG
 
@@ -22,7 +24,11 @@ BINARY = Relevance(gold=frozenset("abc"), gains=dict.fromkeys("abc", 1.0))
 
 
 def value(measure: str, ranking: str, relevance: Relevance = BINARY) -> float:
-    return evaluate_query(tuple(ranking), relevance, [parse_measure(measure)])[measure]
+    return value_of(measure, tuple(ranking), relevance)
+
+
+def value_of(measure: str, ranking: Sequence[str], relevance: Relevance) -> float:
+    return evaluate_query(ranking, relevance, [parse_measure(measure)])[measure]
 
 
 def test_parse_measure_reads_name_and_cutoff_and_prints_them_back():
@@ -42,6 +48,9 @@ def test_parse_measure_reads_name_and_cutoff_and_prints_them_back():
         ("Hit@-1", "needs a whole cutoff from 1"),
         ("Hit@" + "9" * 5000, "needs a whole cutoff from 1"),
         ("Hit@ 1", "needs a whole cutoff from 1"),
+        ("SetCompat", "did you mean 'Set-Compat'?"),
+        ("Set-Compat@3", "measure 'Set-Compat@3' takes no cutoff"),
+        ("nDCG_exp@5", "did you mean 'nDCG-exp@5'?"),
         ("", "unknown measure ''"),
     ],
 )
@@ -49,12 +58,17 @@ def test_parse_measure_names_the_nearest_and_all_allowed(text: str, message: str
     with pytest.raises(SkilltrainError) as error:
         parse_measure(text)
     assert message in str(error.value)
-    assert "measures are Hit@k, MRR@k, nDCG@k, Recall@k, Precision@k, FC@k, COMP@k" in str(error.value)
+    if "Set-Compat@" not in text:
+        names = "Hit@k, MRR@k, nDCG@k, nDCG-exp@k, nDCG-bin@k, Recall@k, Precision@k, FC@k, COMP@k, Set-Compat"
+        assert f"measures are {names}" in str(error.value)
+
+
+CUT = [name for name in MEANINGS if name != "Set-Compat"]  # the measures with a cutoff
 
 
 def test_every_measure_has_a_meaning_and_a_formula():
-    for name in MEANINGS:
-        assert value(f"{name}@3", "abc") == 1.0
+    for name in (*(f"{name}@3" for name in CUT), "Set-Compat"):
+        assert value(name, "abc") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -77,6 +91,11 @@ def test_every_measure_has_a_meaning_and_a_formula():
         ("Hit@2", "xa", 1.0),
         ("Hit@1", "", 0.0),
         ("nDCG@10", "", 0.0),
+        ("Set-Compat", "abc", 1.0),
+        ("Set-Compat", "cabx", 1.0),
+        ("Set-Compat", "abxc", 0.0),  # a stranger among the first three
+        ("Set-Compat", "ab", 0.0),
+        ("Set-Compat", "", 0.0),
     ],
 )
 def test_values_worked_by_hand(measure: str, ranking: str, expected: float):
@@ -93,38 +112,155 @@ def test_ndcg_has_linear_gains_and_counts_degraded_copies():
     assert value("Recall@1", "dg", relevance) == 0.0
 
 
+def test_ndcg_names_its_gain():
+    """Gains 3 (gold), 2 (gold) and 1 (a degraded copy), ranked worst first."""
+    relevance = Relevance(frozenset("ab"), {"a": 3.0, "b": 2.0, "c": 1.0})
+    second, third = 1 / math.log2(3), 1 / math.log2(4)
+    assert value("nDCG@3", "cba", relevance) == pytest.approx((1 + 2 * second + 3 * third) / (3 + 2 * second + third))
+    assert value("nDCG-exp@3", "cba", relevance) == pytest.approx(
+        (1 + 3 * second + 7 * third) / (7 + 3 * second + third)
+    )
+    assert value("nDCG-bin@3", "cba", relevance) == pytest.approx((second + third) / (1 + second))
+
+
+def test_the_three_gains_agree_where_all_grades_are_one_and_stay_numbers_at_the_ends_of_the_range():
+    for ranking in ("abc", "xaybzc", "cx"):
+        assert value("nDCG@4", ranking) == value("nDCG-exp@4", ranking) == value("nDCG-bin@4", ranking)
+    for gain in (1e-300, 1000.0):
+        relevance = Relevance(frozenset("abc"), dict.fromkeys("abc", gain))
+        assert value("nDCG-exp@3", "abc", relevance) == pytest.approx(1.0)
+
+
 IDS = [f"s{i}" for i in range(12)]
 THEIRS = {"Hit": Success(rel=3), "MRR": RR(rel=3), "nDCG": nDCG, "Recall": R(rel=3), "Precision": P(rel=3)}
 
 
+def assert_parity(ranking: list[str], gains: dict[str, int], cutoff: int):
+    """Gain 3 is gold. Each nDCG against pytrec_eval's linear one, over gains as they are, 2^gain - 1, or 0 and 1."""
+    gold = frozenset(skill_id for skill_id, gain in gains.items() if gain == 3)
+    run = {"q": {skill_id: -float(rank) for rank, skill_id in enumerate(ranking)}}
+    qrels = {
+        "nDCG": gains,
+        "nDCG-exp": {skill_id: 2**gain - 1 for skill_id, gain in gains.items()},
+        "nDCG-bin": {skill_id: int(skill_id in gold) for skill_id in gains},
+    }
+    wanted = {f"{name}@{cutoff}": (measure @ cutoff, gains) for name, measure in THEIRS.items()}
+    wanted |= {f"{name}@{cutoff}": (nDCG @ cutoff, judged) for name, judged in qrels.items()}
+    ours = evaluate_query(ranking, Relevance(gold, dict(gains)), [parse_measure(name) for name in wanted])
+    for name, (measure, judged) in wanted.items():
+        theirs = ir_measures.calc_aggregate([measure], {"q": judged}, run)
+        assert ours[name] == pytest.approx(theirs[measure], abs=1e-9), name
+
+
+@settings(deadline=None, max_examples=50)
 @given(
     ranking=st.lists(st.sampled_from(IDS), unique=True),
     gains=st.dictionaries(st.sampled_from(IDS), st.sampled_from([0, 1, 3]), min_size=1),
     cutoff=st.integers(1, 15),
 )
-def test_agrees_with_ir_measures_on_random_and_degenerate_rankings(
-    ranking: list[str], gains: dict[str, int], cutoff: int
-):
-    gains |= {"s0": 3}
-    relevance = Relevance(frozenset(s for s, gain in gains.items() if gain == 3), dict(gains))
-    ours = evaluate_query(ranking, relevance, [Measure(name, cutoff) for name in THEIRS])
-    run = {"q": {skill_id: -float(rank) for rank, skill_id in enumerate(ranking)}}
-    wanted = {f"{name}@{cutoff}": measure @ cutoff for name, measure in THEIRS.items()}
-    theirs = ir_measures.calc_aggregate(list(wanted.values()), {"q": gains}, run)
-    for name, measure in wanted.items():
-        assert ours[name] == pytest.approx(theirs[measure], abs=1e-9), name
+def test_agrees_with_ir_measures_on_random_rankings(ranking: list[str], gains: dict[str, int], cutoff: int):
+    assert_parity(ranking, gains | {"s0": 3}, cutoff)
+
+
+@pytest.mark.parametrize("cutoff", [1, 3, 10])
+@pytest.mark.parametrize(
+    ("ranking", "gains"),
+    [
+        ([], {"s0": 3}),  # no answer
+        (["s0"], {"s0": 3}),  # a pool of one skill
+        (["s1"], {"s0": 3}),  # all gold outside the ranking
+        (["s1", "s0"], {"s0": 3, "s1": 3, "s2": 1}),  # shorter than the cutoff
+        (IDS, dict.fromkeys(IDS, 3)),  # more gold than places
+        (["x", "y", "s0", "z"], {"s0": 3, "s1": 1}),  # skills that nobody judged
+        (["s1", "s2", "s0"], {"s0": 3, "s1": 0, "s2": 0}),  # judged as worth nothing
+    ],
+)
+def test_agrees_with_ir_measures_on_degenerate_rankings(ranking: list[str], gains: dict[str, int], cutoff: int):
+    assert_parity(ranking, gains, cutoff)
+
+
+def test_exponential_ndcg_agrees_with_ir_measures_own():
+    """Its gdeval, a Perl script, prints five places."""
+    if shutil.which("perl") is None:
+        pytest.skip("gdeval needs perl")
+    gains, ranking = {"s0": 3, "s1": 1, "s2": 2}, ["x", "s1", "s0", "y", "s2"]
+    measure = nDCG(dcg="exp-log2") @ 4
+    run = {"1": {skill_id: 10.0 - rank for rank, skill_id in enumerate(ranking)}}  # it knows no other query ids
+    theirs = ir_measures.gdeval.calc_aggregate([measure], {"1": gains}, run)
+    ours = value_of("nDCG-exp@4", ranking, Relevance(frozenset({"s0"}), dict(gains)))
+    assert ours == pytest.approx(theirs[measure], abs=1e-5)
 
 
 @given(ranking=st.permutations(IDS), num_gold=st.integers(1, 12), cutoff=st.integers(1, 15))
 def test_bounds_and_order_between_measures(ranking: list[str], num_gold: int, cutoff: int):
     gold = frozenset(IDS[:num_gold])
     relevance = Relevance(gold, dict.fromkeys(gold, 1.0))
-    values = evaluate_query(ranking, relevance, [Measure(name, cutoff) for name in MEANINGS])
+    values = evaluate_query(ranking, relevance, [Measure(name, cutoff) for name in CUT] + [Measure("Set-Compat", 0)])
     assert all(0 <= number <= 1 for number in values.values())
-    names = {name: values[f"{name}@{cutoff}"] for name in MEANINGS}
+    names = {name: values[f"{name}@{cutoff}"] for name in CUT}
     assert names["FC"] <= names["Recall"] <= names["COMP"] <= names["Hit"]
     assert names["Precision"] <= names["COMP"]
     assert names["MRR"] <= names["Hit"]
+    at_gold = evaluate_query(ranking, relevance, [Measure("FC", num_gold), Measure("Precision", num_gold)])
+    if num_gold > 1:
+        assert values["Set-Compat"] == at_gold[f"FC@{num_gold}"] == float(at_gold[f"Precision@{num_gold}"] == 1)
+    else:
+        assert "Set-Compat" not in values
+
+
+@given(
+    ranking=st.lists(st.sampled_from(IDS), unique=True), num_gold=st.integers(1, 6), cutoff=st.sampled_from([5, 10, 15])
+)
+def test_agrees_with_the_released_r3_evaluation(ranking: list[str], num_gold: int, cutoff: int):
+    """Its definitions, written down here once more: binary nDCG, comp, and the gold set as a subset of the top."""
+    gold, top = set(IDS[:num_gold]), ranking[:cutoff]
+    relevance = Relevance(frozenset(gold), dict.fromkeys(gold, 1.0))
+    gained = sum(1 / math.log2(place + 2) for place, skill_id in enumerate(top) if skill_id in gold)
+    ideal = sum(1 / math.log2(place + 2) for place in range(min(cutoff, num_gold)))
+    assert value_of(f"nDCG-bin@{cutoff}", ranking, relevance) == pytest.approx(gained / ideal)
+    assert value_of(f"COMP@{cutoff}", ranking, relevance) == len(gold & set(top)) / min(num_gold, cutoff)
+    if num_gold > 1:
+        assert value_of("Set-Compat", ranking, relevance) == float(gold <= set(ranking[:num_gold]))
+
+
+def test_a_measure_has_no_value_where_it_is_not_defined():
+    """Set-Compat asks whether skills go together; its mean runs over the queries that have a value, here one."""
+    one = Relevance(frozenset("a"), {"a": 1.0})
+    measures = parse_measures(["Set-Compat", "Hit@1"])
+    values = per_query({"single": ["a"], "multi": ["a", "b", "c"]}, {"single": one, "multi": BINARY}, measures)
+    assert values == {"single": {"Hit@1": 1.0}, "multi": {"Set-Compat": 1.0, "Hit@1": 1.0}}
+    assert [measure.applies_to(one) for measure in measures] == [False, True]
+    assert per_query({}, {"multi": BINARY}, measures) == {"multi": {"Set-Compat": 0.0, "Hit@1": 0.0}}
+
+
+@pytest.mark.parametrize(
+    ("ranking", "recall", "ndcg"),
+    [
+        ("ax", 1 / 2, 1 / (1 + 1 / math.log2(3))),
+        ("Ax", 1 / 2, 1 / (1 + 1 / math.log2(3))),  # an alternative is as good as the gold skill
+        ("Aab", 1 / 2, 1 / (1 + 1 / math.log2(3))),  # a second copy earns nothing and keeps its place …
+        ("aAb", 1 / 2, 1 / (1 + 1 / math.log2(3))),  # … whichever comes first
+        ("bA", 1.0, 1.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_any_alternative_meets_a_need_once(ranking: str, recall: float, ndcg: float):
+    relevance = Relevance(frozenset("ab"), {"a": 1.0, "b": 1.0}, {"A": "a"})
+    values = evaluate_query(tuple(ranking), relevance, parse_measures(["Recall@2", "nDCG@2"]))
+    assert values == pytest.approx({"Recall@2": recall, "nDCG@2": ndcg})
+
+
+@given(ranking=st.lists(st.sampled_from("abcAaBx"), unique=True), cutoff=st.integers(1, 6))
+def test_alternatives_change_nothing_but_the_name(ranking: list[str], cutoff: int):
+    """Naming the first of each group like the gold skill, and every other copy like a stranger, scores the same."""
+    relevance = Relevance(frozenset("abc"), {"a": 3.0, "b": 1.0, "c": 1.0, "x": 1.0}, {"A": "a", "B": "b"})
+    plain = Relevance(relevance.gold, relevance.gains)
+    renamed: list[str] = []
+    for skill_id in ranking:
+        gold = relevance.alternatives.get(skill_id, skill_id)
+        renamed.append(f"copy of {gold}" if gold in renamed else gold)
+    measures = [*(Measure(name, cutoff) for name in CUT), Measure("Set-Compat", 0)]
+    assert evaluate_query(ranking, relevance, measures) == evaluate_query(renamed, plain, measures)
 
 
 def test_per_query_scores_a_missing_query_zero_and_keeps_the_benchmarks_order():
@@ -149,6 +285,10 @@ def test_per_query_refuses_queries_the_benchmark_does_not_hold():
         (Relevance(frozenset("ab"), {"a": 1.0}), "gold skill 'b' has no positive gain"),
         (Relevance(frozenset("a"), {"a": math.nan}), "gain of skill 'a' is nan"),
         (Relevance(frozenset("a"), {"a": 1.0, "b": -1.0}), "gain of skill 'b' is -1.0"),
+        (Relevance(frozenset("a"), {"a": math.inf}), "gain of skill 'a' is inf, not a number from 0 to 1,000"),
+        (Relevance(frozenset("a"), {"a": 2e3}), "gain of skill 'a' is 2000.0"),
+        (Relevance(frozenset("a"), {"a": 1.0}, {"A": "b"}), "skill 'A' stands for 'b', which is not gold"),
+        (Relevance(frozenset("a"), {"a": 1.0, "A": 1.0}, {"A": "a"}), "stands for 'a' and has a gain of its own"),
     ],
 )
 def test_a_relevance_no_ranking_can_meet_is_refused_naming_the_query(relevance: Relevance, message: str):

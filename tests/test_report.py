@@ -8,16 +8,14 @@ import pytest
 from rich.console import Console
 
 from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.analysis.analysis import Analysis
+from skilltrain.evaluation.analysis.outcomes import Outcomes
 from skilltrain.evaluation.benchmarks.benchmark import Slice
 from skilltrain.evaluation.metrics import DEFAULT_MEASURES, Relevance, parse_measures, per_query
-from skilltrain.evaluation.report.report import (
-    Report,
-    ReportTexts,
-    build_report,
-    markdown_table,
-    terminal_table,
-    write_report,
-)
+from skilltrain.evaluation.report.contents import Report, ReportTexts
+from skilltrain.evaluation.report.markdown import markdown_table
+from skilltrain.evaluation.report.report import build_report, write_report
+from skilltrain.evaluation.report.terminal_table import terminal_table
 from skilltrain.evaluation.results import SystemResult
 
 RELEVANCES = {
@@ -42,6 +40,7 @@ def report_of(*systems: SystemResult) -> Report:
 BASE = system("base", q1="xa", q2="ab", q3="xyz")
 BETTER = system("better", q1="ax", q2="ax", q3="xc")
 SAME = system("same", q1="xa", q2="ab", q3="xyz")
+BASE_ELSEWHERE = system("elsewhere", q1="ya", q2="ab", q3="zyx")
 
 
 def test_metrics_json_holds_means_by_slice_worked_by_hand():
@@ -66,7 +65,12 @@ def test_each_system_is_compared_with_the_first_and_the_one_before_once():
     assert rows[1]["mean"] == pytest.approx((1 / 2 + 0 + 1 / 2) / 3)
     assert rows[2] | {"p": 1.0} == rows[2]
     assert rows[4]["mean"] == -rows[0]["mean"]
-    assert set(rows[0]) == {"system", "baseline", "measure", "mean", "low", "high", "n", "p"}
+    assert set(rows[0]) == {
+        "system", "baseline", "measure", "mean", "low", "high", "n", "p", "p_holm", "wilcoxon_p", "mcnemar_p",
+        "cohens_h", "reading",
+    }  # fmt: skip
+    assert {row["reading"] for row in rows} == {"not told apart"}
+    assert [row["mcnemar_p"] for row in rows[:2]] == [1.0, None]  # one fixed, none broken; MRR is not 0 or 1
     assert report_of(BASE).comparisons == ()
 
 
@@ -101,9 +105,12 @@ def test_markdown_escapes_names_and_marks_the_best():
     assert "| better | **.667** [.00, 1.00] |" in text
     assert "<img" not in text
     rows = [line for line in text.splitlines() if line.startswith("| &lt;/script")]
-    assert all(line.replace("\\|", "").count("|") in (9, 7) for line in rows)
+    assert all(line.replace("\\|", "").count("|") in (9, 11) for line in rows)
     assert "## Single (n = 2)" in text
-    assert "| better | base | Hit@1 | .333 |" in text
+    assert "| better | base | Hit@1 | 1 | not told apart | +.333 [.00, 1.00] |" in text
+
+
+SHAPES = {"line", "circle", "polyline", "polygon", "rect"}
 
 
 class Tags(HTMLParser):
@@ -115,11 +122,11 @@ class Tags(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        if tag not in {"meta", "link", "input", "line", "circle", "polyline"}:
+        if tag not in {"meta", "link", "input", *SHAPES}:
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        if tag not in {"line", "circle", "polyline"}:
+        if tag not in SHAPES:
             assert self.open.pop() == tag
 
 
@@ -140,7 +147,9 @@ def test_html_is_well_formed_escaped_and_asks_for_nothing(tmp_path: Path, texts:
     assert "img" not in kinds
     assert kinds.count("script") == 1
     assert "style" not in {name for _, attributes in page.tags for name in attributes}
-    assert [a["href"] for _, a in page.tags if "href" in a] == ["data:,"]
+    targets = [a["href"] or "" for _, a in page.tags if "href" in a]
+    assert targets == ["data:,", "#differences", "#queries"]
+    assert {target[1:] for target in targets[1:]} <= {a.get("id") for _, a in page.tags}
     assert not [a for _, a in page.tags if "src" in a]
     assert "url(" not in text
     assert "@import" not in text
@@ -157,16 +166,39 @@ def test_html_policy_admits_its_own_script_and_style_only(tmp_path: Path):
         assert f"{tag}-src 'sha256-{digest}'" in policy
 
 
-def test_html_lists_the_queries_where_systems_differ_with_the_rank_of_the_first_gold(tmp_path: Path):
-    tags = Tags(text := html_of(tmp_path, BASE, BETTER)).tags
-    listed = [a["class"] for tag, a in tags if tag == "details"]
+def test_html_lists_failures_first_and_then_the_queries_where_systems_differ(tmp_path: Path):
+    text = html_of(tmp_path, BASE, BETTER)
+    listed = [a["class"] for tag, a in Tags(text).tags if tag == "details"]
     assert listed == ["query single", "query multi", "query single"]
-    third = text.split("<details")[3]  # by decreasing spread: q3 (never found), q2 (half found), q1 (found later)
-    assert "<b>q1</b>" in third
-    assert '<i class="swatch c0"></i>2</span><span><i class="swatch c1"></i>1</span>' in third
-    assert "<b>q3</b>" in text.split("<details")[1]
-    assert "none</span>" in text.split("<details")[1]
-    assert "<details" not in html_of(tmp_path, BASE, SAME)
+    failures, differing = text.split('id="failures"')[1].split('id="differing"')
+    assert "1 of 3 queries, the hardest first" in failures
+    assert "<b>q3</b>" in failures  # base never finds it, better at rank 2
+    assert '<span title="base"><i class="swatch c0"></i>none</span>' in failures
+    assert '<span title="better"><i class="swatch c1"></i>2</span>' in failures
+    assert "<b>q3</b>" not in differing
+    assert differing.index("<b>q2</b>") < differing.index("<b>q1</b>")  # half found, found later
+    assert "<details" not in html_of(tmp_path, BASE, BASE_ELSEWHERE, texts=False)
+
+
+def test_html_names_what_stood_on_top_and_marks_the_gold(tmp_path: Path):
+    failures = html_of(tmp_path, BASE, BETTER).split('id="failures"')[1].split('id="differing"')[0]
+    wanted, base, better = failures.split("<h4>")[1:4]
+    assert wanted.startswith("Gold") and 'class=gold title="c"' in wanted
+    assert "class=gold" not in base
+    assert [part.split('"')[0] for part in better.split('title="')[1:]] == ["x", "c"]
+    assert 'class=gold title="c"' in better
+
+
+def test_an_alternative_counts_as_gold_on_the_page(tmp_path: Path):
+    relevance = Relevance(frozenset("a"), {"a": 1.0}, {"b": "a"})
+    ranked = {"q1": ("x", "b", "a")}
+    result = SystemResult("one", per_query(ranked, {"q1": relevance}, MEASURES), ranked)
+    texts = ReportTexts({"q1": "text"}, {}, {"q1": relevance.gold}, {"q1": relevance.alternatives})
+    assert texts.first_rank(result, "q1") == 2
+    write_report(build_report("b", [result], {"q1": "single"}, MEASURES, seed=0), tmp_path, texts)
+    ranking = (tmp_path / "report.html").read_text().split("<ol>")[1].split("</ol>")[0]
+    assert ranking.count("class=gold") == 1
+    assert 'class=gold title="b"' in ranking
 
 
 def test_html_plots_mean_and_interval_in_percent_and_the_recall_curve(tmp_path: Path):
@@ -205,8 +237,16 @@ def test_systems_that_cannot_stand_side_by_side_are_refused():
         report_of(BASE, BETTER, BASE)
     with pytest.raises(SkilltrainError, match=r"system part: its queries are not the benchmark's: 2 .* first 'q2'"):
         report_of(BASE, SystemResult("part", {"q1": BASE.per_query["q1"]}, {}))
-    with pytest.raises(SkilltrainError, match=r"system odd: query q1 has no value of MRR@10"):
-        report_of(SystemResult("odd", {query_id: {"Hit@1": 1.0} for query_id in SLICES}, {}))
+    without = SystemResult("odd", {query_id: {"Hit@1": 1.0} for query_id in SLICES}, {})
+    for order in ((BASE, without), (without, BASE)):
+        with pytest.raises(SkilltrainError, match=r"system odd: query q1 has no value of MRR@10, but has one in base"):
+            report_of(*order)
+    outcome = Outcomes("base", "gone", "Hit@1", ("q1",), (), (), (), 1.0)
+    with pytest.raises(SkilltrainError, match="analysis is of a system 'gone'"):
+        build_report("b", [BASE], SLICES, MEASURES, 0, Analysis(outcomes=(outcome,)))
+    outcome = Outcomes("base", "same", "Hit@1", ("q1",), ("q9",), (), (), 1.0)
+    with pytest.raises(SkilltrainError, match="analysis is of a query 'q9'"):
+        build_report("b", [BASE, SAME], SLICES, MEASURES, 0, Analysis(outcomes=(outcome,)))
     with pytest.raises(SkilltrainError, match="at least one system"):
         report_of()
     with pytest.raises(SkilltrainError, match="a measure is named twice"):

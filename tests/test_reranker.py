@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -6,10 +7,11 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from skilltrain.errors import SkilltrainError
+from skilltrain.models.loading import CHECKPOINT_FILE
 from skilltrain.models.reranker import RerankerConfig, RerankerSettings, load_reranker
 from skilltrain.records import Skill
 from skilltrain.retrieval.rerank import RerankerSource, open_reranker, rerank
-from skilltrain.templates import QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX, RerankerTemplate
+from skilltrain.templates import QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX, RerankerTemplate, SkillTemplate
 from tiny_models import map_micro_batches, save_bert
 
 CPU = torch.device("cpu")
@@ -208,3 +210,27 @@ def test_a_classification_head_scores_in_float32_even_where_the_weights_are_bflo
         scores = reranker(reranker.tokenize("translate a document", skills))
     assert scores.dtype == torch.float32
     assert (scores != scores.bfloat16().float()).any()  # else every score would be one of bfloat16's few
+
+
+@pytest.mark.parametrize("name", ["bert_reranker", "qwen3_reranker"])
+def test_without_bodies_the_score_ignores_them_and_the_rest_of_a_saved_template_stays(model_folders, tmp_path, name):
+    form = "yes_no" if name == "qwen3_reranker" else "pair"
+    template = RerankerTemplate(
+        form=form, separator="\n", query_chars=30, skill=SkillTemplate(description_chars=9, body_chars=200)
+    )
+    folder = tmp_path / "saved"
+    shutil.copytree(model_folders[name], folder)
+    settings = {"template": template.model_dump(), "max_tokens": 400, "query_max_tokens": 40}
+    (folder / CHECKPOINT_FILE).write_text(json.dumps({"kind": "reranker", "settings": settings}))
+    skills = [Skill("a", "pdf", "find text", "deploy pods"), Skill("b", "pdf", "find text", "review the chart " * 9)]
+    scores, chosen = {}, {}
+    for fields in (None, "full", "nd"):
+        reranker = open_reranker(RerankerSource(source=str(folder), precision="float32", fields=fields))
+        chosen[fields] = reranker.settings.model_dump()
+        ranked = rerank(reranker, {"q": QUERY}, {"q": ["a", "b"]}, {skill.skill_id: skill for skill in skills}, 512)
+        scores[fields] = dict(ranked["q"])
+    assert scores["nd"]["a"] == pytest.approx(scores["nd"]["b"], abs=1e-6)
+    assert abs(scores["full"]["a"] - scores["full"]["b"]) > 1e-4 and scores["full"] == scores[None]
+    assert chosen[None] == chosen["full"] == RerankerSettings.model_validate(settings).model_dump()
+    chosen["nd"]["template"]["skill"]["fields"] = "full"
+    assert chosen["nd"] == chosen["full"]

@@ -27,8 +27,10 @@ from skilltrain.data.screening import (
     write_flags,
 )
 from skilltrain.data.screening.reading import read_text
+from skilltrain.data.stored_skills import StoredSkills
 from skilltrain.records import Skill
 from skilltrain.tables import FLAGS, read_table
+from skilltrain.workers import WorkersConfig
 
 PAYLOAD = base64.b64encode(b"echo a harmless line of a test").decode()
 WEB_TOKEN = ".".join(
@@ -561,7 +563,7 @@ def test_the_work_grows_linearly_with_the_body(unit: str):
 def test_flags_are_written_and_read_beside_a_pool(tmp_path: Path):
     skills = [Skill("a/good", "n", "d", "b"), Skill("a/bad", "n", "d", "See http://45.140.17.2/b")]
     assert read_flags(tmp_path) is None and flagged_skill_ids(tmp_path) == frozenset()
-    flags = screen_pool(skills)
+    flags = screen_pool(StoredSkills.write(skills, tmp_path / "skills.jsonl"), WorkersConfig(num=1))
     write_flags(flags, tmp_path)
     assert read_flags(tmp_path) == flags and flagged_skill_ids(tmp_path) == {"a/bad"}
     assert flagged_skill_ids(tmp_path / "skills.parquet") == {"a/bad"}

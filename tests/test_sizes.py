@@ -44,7 +44,7 @@ def _faults(node: ast.AST) -> Iterator[str]:
         length = (node.end_lineno or node.lineno) - node.lineno + 1
         if length > MAX_FUNCTION_LINES:
             yield f"{node.name} has {length} lines, at most {MAX_FUNCTION_LINES}"
-        if (count := _num_parameters(node)) > MAX_PARAMETERS:
+        if (count := _num_parameters(node)) > MAX_PARAMETERS and not _is_command(node):
             yield f"{node.name} has {count} parameters, at most {MAX_PARAMETERS}"
     elif isinstance(node, ast.Call):
         for keyword in node.keywords:
@@ -60,6 +60,11 @@ def _faults(node: ast.AST) -> Iterator[str]:
 def _num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
     return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def _is_command(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """A command of the command line, whose parameters are its options."""
+    return any(ast.unparse(decorator).startswith("app.command") for decorator in node.decorator_list)
 
 
 def _is_false(value: ast.expr) -> bool:

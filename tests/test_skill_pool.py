@@ -10,7 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from skilltrain.config import input_paths
-from skilltrain.data.pool.skill_pool import PoolConfig, guess_lang, merge_sources, run_pool
+from skilltrain.data.pool.merge import content_digest, merge_sources
+from skilltrain.data.pool.skill_pool import PoolConfig, guess_lang, open_pool, run_pool, store_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.tables import DROPPED, FLAGS, SKILLS, read_table
@@ -246,18 +247,61 @@ def test_duplicates_and_colliding_ids():
         skill("b", "n", "BODY\none"),
         skill("c", "m", "Other"),
     ]
-    kept, dropped, num_renamed = merge_sources([first, second], drop_duplicates=True)
-    assert [(item.skill_id, item.body) for item in kept] == [
+    read = first + second
+    ids, contents = [item.skill_id for item in read], [content_digest(item) for item in read]
+    merged = merge_sources(ids, contents, [len(first), len(second)], drop_duplicates=True)
+    assert [(skill_id, read[place].body) for skill_id, place in zip(merged.skill_ids, merged.places, strict=True)] == [
         ("a", "Body  one"), ("a~3", "Other"), ("a~2", "Third"), ("a~4", "Fourth"), ("c", "Other"),
     ]  # fmt: skip
-    assert [(item.skill_id, item.reason) for item in dropped] == [
+    assert [(item.skill_id, item.reason) for item in merged.dropped] == [
         ("a", "has the same name and body as a"),
         ("b", "has the same name and body as a"),
     ]
-    assert num_renamed == 2
-    kept, dropped, _ = merge_sources([first, second], drop_duplicates=False)
-    assert [item.skill_id for item in kept] == ["a", "a~3", "a~2", "a~4", "b", "c"]
-    assert [item.skill_id for item in dropped] == ["a"]
+    assert merged.num_renamed == 2
+    merged = merge_sources(ids, contents, [len(first), len(second)], drop_duplicates=False)
+    assert merged.skill_ids == ["a", "a~3", "a~2", "a~4", "b", "c"]
+    assert [item.skill_id for item in merged.dropped] == ["a"]
+
+
+def test_skills_stand_in_order_of_id_within_their_source_however_they_were_read():
+    ids, contents = ["c", "a", "b", "b", "a"], [b"1", b"2", b"3", b"2", b"4"]
+    merged = merge_sources(ids, contents, [3, 0, 2], drop_duplicates=True)
+    assert (list(merged.places), merged.skill_ids) == ([1, 2, 0, 4], ["a", "b", "c", "a~2"])
+    assert [(item.skill_id, item.reason) for item in merged.dropped] == [("b", "has the same name and body as a")]
+
+
+def test_a_pool_of_many_blocks_is_the_same_from_any_source_and_on_any_number_of_workers(tmp_path: Path):
+    """Sorted by hand, with bodies of many lengths, more skills than stand in memory at once."""
+    rows = [row(f"s{n * 7919 % 1000:03}", f"Use {n} {'x' * (n % 50)}.", source="s") for n in range(600)]
+    rows[5]["body"] = "See http://45.140.17.2/"
+    lines = write_jsonl(tmp_path / "s.jsonl", rows)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "s.parquet", row_group_size=7)
+    skills, _, summary = make(tmp_path, lines, workers={"num": 1})
+    assert [item["skill_id"] for item in skills] == sorted(item["skill_id"] for item in rows)
+    assert {item["skill_id"]: item["body"] for item in skills} == {item["skill_id"]: item["body"] for item in rows}
+    assert (summary["num_skills"], summary["num_flagged_skills"]) == (600, 1)
+    assert make(tmp_path, tmp_path / "s.parquet", workers={"num": 1})[0] == skills
+    assert make(tmp_path, lines, workers={"num": 2})[0] == skills
+    for name in ("skills", "dropped", "flags"):
+        files = [tmp_path / f"out{run}" / f"{name}.parquet" for run in range(3)]
+        assert len({file.read_bytes() for file in files}) == 1
+    assert {file.name for file in (tmp_path / "out0").iterdir()} == {
+        "skills.parquet", "dropped.parquet", "flags.parquet",
+    }  # fmt: skip
+
+
+def test_a_pool_is_opened_in_memory_and_on_disk_alike(tmp_path: Path):
+    file = write_jsonl(tmp_path / "s.jsonl", [row("b"), row("a", "Other."), row("b", "Third.")])
+    make(tmp_path, file)
+    for path in (file, tmp_path / "out0"):
+        folder = tmp_path / f"on_disk_{path.name}"
+        folder.mkdir()
+        stored = store_pool(path, folder)
+        assert list(stored) == open_pool(path)
+        assert [item.skill_id for item in stored] == stored.skill_ids == ["a", "b", "b~2"]
+    empty = skill_folder(tmp_path / "library", "e", "---\nname: e\n---\n")
+    with pytest.raises(SkilltrainError, match="holds no skill"):
+        open_pool(empty)
 
 
 def test_no_skill_left_is_an_error(tmp_path: Path):

@@ -6,6 +6,7 @@ from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource
 from skilltrain.retrieval.rerank import RerankerSource
 from skilltrain.routing import systems as module
+from skilltrain.routing.first_stages import open_first_stage
 from skilltrain.routing.systems import LexicalSource, SystemConfig, rank_with_systems, rankings_table
 from tiny_models import WORDS
 
@@ -83,12 +84,11 @@ def test_the_reranker_sees_its_candidates_though_less_is_asked_for(encoder, rera
 def test_a_shared_first_stage_runs_once(encoder, reranker, monkeypatch):
     opened = []
 
-    def counting(source):
+    def counting(source, skills):
         opened.append(source)
-        return open_encoder(source)
+        return open_first_stage(source, skills)
 
-    open_encoder = module.open_encoder
-    monkeypatch.setattr(module, "open_encoder", counting)
+    monkeypatch.setattr(module, "open_first_stage", counting)
     systems = [
         SystemConfig(name="a", encoder=encoder),
         SystemConfig(name="b", encoder=encoder, reranker=reranker),

@@ -236,6 +236,30 @@ def test_a_table_written_in_blocks_is_the_table(tmp_path, monkeypatch, blocks):
     assert whole.read_bytes() == (tmp_path / "rankings.parquet").read_bytes()
 
 
+@pytest.mark.parametrize("size", [1, 3, 20])
+def test_long_texts_make_short_row_groups_wherever_the_blocks_end(tmp_path, monkeypatch, size):
+    monkeypatch.setattr("skilltrain.tables._PIECE", 2)
+    monkeypatch.setattr("skilltrain.tables.ROW_GROUP_BYTES", 100)
+    skills = [Skill(f"s{n}", "n", "d", "b" * 25, license="MIT" if n % 3 else None) for n in range(20)]
+    with table_writer(SKILLS, tmp_path, whole="skill_id") as append:
+        for start in range(0, len(skills), size):
+            append(table_from_rows(rows_of(skills[start : start + size]), SKILLS))
+    with pq.ParquetFile(tmp_path / "skills.parquet") as file:  # a skill has about 30 bytes: 4 are more than 100
+        assert [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)] == [4, 4, 4, 4, 4]
+    assert skills_from_table(read_table(tmp_path, SKILLS)) == skills
+
+
+def test_a_table_in_blocks_has_the_bytes_of_one_written_whole(tmp_path):
+    skills = [
+        Skill(f"s{n}", f"n{n % 7}", "d", f"body {n} " * (n % 90), lang="en" if n % 3 else None) for n in range(3000)
+    ]
+    write_table(rows_of(skills), SKILLS, tmp_path / "whole.parquet")
+    with table_writer(SKILLS, tmp_path, whole="skill_id") as append:
+        for start in range(0, len(skills), 700):
+            append(table_from_rows(rows_of(skills[start : start + 700]), SKILLS))
+    assert (tmp_path / "skills.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+
+
 def test_no_block_is_an_empty_table(tmp_path):
     with table_writer(RANKINGS, tmp_path, whole="query_id"):
         pass

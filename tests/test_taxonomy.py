@@ -58,7 +58,7 @@ def test_nearest_category_by_hand():
 
 def test_categories_from_members_are_unit_means_by_name():
     vectors = np.array([[1, 0], [0, 1], [0, 1], [0.6, 0.8]], dtype=np.float32)
-    taxonomy, means = categories_from_members(vectors, ["b", "b", "a", None])
+    taxonomy, means = categories_from_members([(vectors[:1], ["b"]), (vectors[1:3], ["b", "a"])])
     assert [category.name for category in taxonomy] == ["a", "b"]
     np.testing.assert_allclose(means, [[0, 1], [2**-0.5, 2**-0.5]], rtol=1e-6)
     assert assign_categories(vectors[3:], means, taxonomy) == ["b"]  # 0.99 against 0.8

@@ -61,6 +61,11 @@ STAGES = {
         "Write queries for skills: by a chat model, or made of the bodies.",
         "pool=runs/pool llm.kind=extractive out=runs/synthetic", plan="plan_synthesize",
     ),
+    "distractors": Stage(
+        "data.distractors.distractors", "DistractorsConfig", "run_distractors",
+        "Write skills that look like a benchmark's gold skills and do something else (SkillRouter's Hard tier).",
+        "benchmark=benchmark llm.kind=openai llm.max_tokens=3000 out=runs/distractors", plan="plan_distractors",
+    ),
     "clusters": Stage(
         "data.near_duplicates.clusters", "ClustersConfig", "run_clusters",
         "Find near-duplicate clusters of skills.",

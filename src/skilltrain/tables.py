@@ -27,7 +27,8 @@ class TableSpec:
     key: tuple[str, ...]
 
 
-ROW_GROUP = 1 << 17  # rows that table_writer gathers before it writes them
+ROW_GROUP, ROW_GROUP_BYTES = 1 << 17, 1 << 28  # rows, or bytes of texts, that table_writer gathers to write at once
+_PIECE = 1024  # rows that lie in one stretch of memory until then
 _MISFIT = (pa.ArrowException, TypeError, ValueError, OverflowError)
 
 
@@ -255,30 +256,39 @@ def table_writer(spec: TableSpec, path: Path, whole: str) -> Iterator[Callable[[
     unique in the file. The file's bytes depend on its rows alone, not on how they were cut into blocks.
     """
     seen: set[Any] = set()
-    waiting: list[pa.Table] = []
+    rest, pieces = spec.schema.empty_table(), list[tuple[pa.Table, int]]()
     with (
         atomic_path(table_path(path, spec)) as temporary,
         pq.ParquetWriter(temporary, spec.schema, compression="zstd") as writer,
     ):
 
-        def flush(num_rows: int) -> None:
-            table = pa.concat_tables(waiting)
-            writer.write_table(table.slice(0, num_rows).combine_chunks(), row_group_size=ROW_GROUP)
-            waiting[:] = [table.slice(num_rows)]
+        def gather(num_rows: int, is_last: bool) -> None:
+            nonlocal rest
+            piece, rest = rest.slice(0, num_rows).combine_chunks(), rest.slice(num_rows)
+            pieces.append((piece, _text_bytes(piece)))
+            if is_last or len(pieces) * _PIECE >= ROW_GROUP or sum(size for _, size in pieces) >= ROW_GROUP_BYTES:
+                writer.write_table(pa.concat_tables([piece for piece, _ in pieces]), row_group_size=ROW_GROUP)
+                pieces.clear()
 
         def append(rows: pa.Table) -> None:
+            nonlocal rest
             block = check_table(_cast(rows, spec, path), spec, path)
             values = set(block.column(whole).unique().to_pylist())
             if torn := values & seen:
                 raise SkilltrainError(f"rows of {min(torn)!r} stand in two blocks of table {spec.name}", where=path)
             seen.update(values)
-            waiting.append(block)
-            while sum(table.num_rows for table in waiting) >= ROW_GROUP:
-                flush(ROW_GROUP)
+            rest = pa.concat_tables([rest, block])
+            while rest.num_rows >= _PIECE:
+                gather(_PIECE, is_last=False)
 
         yield append
-        if any(table.num_rows for table in waiting):
-            flush(ROW_GROUP)
+        if pieces or rest.num_rows:
+            gather(rest.num_rows, is_last=True)
+
+
+def _text_bytes(table: pa.Table) -> int:
+    lengths = (pc.call_function("binary_length", [column]) for column in table.columns if column.type == _text)
+    return sum(pc.call_function("sum", [column]).as_py() or 0 for column in lengths)
 
 
 def skills_from_table(table: pa.Table) -> list[Skill]:

@@ -3,7 +3,7 @@
 Caps count characters (SkillRouter, section 4.2 and its released code), token limits come on top of them.
 """
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import Field
 
@@ -15,13 +15,15 @@ QWEN3_RERANKER_PREFIX = (
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 QWEN3_RERANKER_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+SkillFields = Literal["full", "nd"]
+"""What is seen of a skill: name, description and body, or only the first two."""
 SKILL_TASK = "Given a task description, retrieve the skills that an agent needs to complete it"
 
 
 class SkillTemplate(Config):
     """How a skill becomes one text: `name | description | body`, each within its cap."""
 
-    fields: Literal["full", "nd"] = "full"
+    fields: SkillFields = "full"
     description_chars: int = Field(default=300, ge=0)
     body_chars: int = Field(default=2500, ge=0)
     separator: str = " | "
@@ -84,3 +86,12 @@ class RerankerTemplate(Config):
     def render_skill(self, skill: Skill) -> str:
         """The text that alone may be truncated."""
         return self.skill.render(skill)
+
+
+TemplateT = TypeVar("TemplateT", EncoderTemplate, RerankerTemplate)
+
+
+def with_fields(template: TemplateT, fields: SkillFields | None) -> TemplateT:
+    """`template` that shows these fields of a skill, and is otherwise as it was; null changes nothing."""
+    skill = template.skill if fields is None else template.skill.model_copy(update={"fields": fields})
+    return template.model_copy(update={"skill": skill})

@@ -46,12 +46,22 @@ def progress(description: str, total: int | None) -> Iterator[tuple[Progress, Ta
         yield bar, bar.add_task(description, total=total, note="")
 
 
-def track(items: Iterable[ItemT], description: str, total: int) -> Iterator[ItemT]:
+def track(items: Iterable[ItemT], description: str, total: int | None) -> Iterator[ItemT]:
     """Yield `items` under a progress bar."""
     with progress(description, total) as (bar, task):
         for item in items:
             yield item
             bar.advance(task)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """No progress bar is drawn within: for what is timed, or done once a query."""
+    before, console.quiet = console.quiet, True
+    try:
+        yield
+    finally:
+        console.quiet = before
 
 
 @contextmanager

@@ -1,67 +1,106 @@
-"""Measures as values: one number per query first, an aggregate only afterwards (bootstrap.py).
+"""Measures as values: one number per query first, an aggregate only afterwards (statistics/bootstrap.py).
 
-MEANINGS says what each measure is. `gold` decides all of them but nDCG, which reads the graded gains. Sources:
-SkillRouter, section 2 and appendix A, nDCG as in its released evaluation (linear gains); R3 for COMP.
+MEANINGS says what each measure is. `gold` decides all of them but nDCG and nDCG-exp, which read the graded gains.
+Sources: SkillRouter, section 2 and appendix A, nDCG as in its released evaluation (linear gains); R3-Skill for COMP
+and Set-Compat, as in its released evaluation (whose nDCG is nDCG-bin). What SkillRet calls Comp.@k is FC@k here.
+
+What is decided once, for all callers:
+- Ties. A ranking is a list, so its order decides. Where scores tie, whoever made the list has put the skill first
+  that stands first in the pool (retrieval) or that stood first before (reranking): no order by id, no chance.
+- NaN. No score reaches this module; a system whose scores are not finite is refused before its ranking is made, and
+  gains that are not finite are refused here. No measure ever gives NaN.
+- A query that the rankings leave out scores 0, as an empty ranking does: a system that fails to answer is not
+  excused. (SkillRouter's released evaluation leaves such a query out of the mean.)
+- Gold outside the pool is refused (benchmarks/benchmark.py, check_pool), where the released evaluation shrinks the
+  gold. Gold outside the ranking counts as missed. A ranked skill that nobody judged is not gold and gains nothing.
+- Empty gold is refused: no ranking could succeed.
+- A measure that is not defined for a query (Set-Compat, where one skill is gold) gives it no value: the key is absent
+  from `per_query`, for every system alike, and the mean and its n run over the queries that have the key.
 """
 
 import difflib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from skilltrain.errors import SkilltrainError
 
 DEFAULT_MEASURES = ("Hit@1", "MRR@10", "nDCG@10", "Recall@10", "Recall@20", "Recall@50", "FC@10")
+SET_COMPAT = "Set-Compat"  # the one measure without a cutoff
 MEANINGS = {
     "Hit": "1 if a gold skill stands in the top k",
     "MRR": "1 / rank of the first gold skill, 0 if it stands below place k",
     "nDCG": "sum of gain / log2(rank + 1) over the top k, divided by the same sum for the best possible order",
+    "nDCG-exp": "nDCG with 2^gain - 1 in place of the gain, so that a high grade weighs far more than a low one",
+    "nDCG-bin": "nDCG with gain 1 for gold skills and 0 for all others",
     "Recall": "share of the gold skills that stand in the top k",
     "Precision": "gold skills in the top k, divided by k (also where the ranking is shorter)",
     "FC": "full coverage: 1 if all gold skills stand in the top k, so 0 where a query has more than k of them",
     "COMP": "gold skills in the top k, divided by the smaller of their number and k",
+    SET_COMPAT: "over queries with two or more gold skills: 1 if these, and no others, fill the first places",
 }
+_HIGHEST_GAIN = 1000.0  # so that no sum of 2^gain leaves the range of a float
 
 
 @dataclass(frozen=True, slots=True)
 class Relevance:
     """What a query asks for: the `gold` skills, and the `gains` (skill_id → gain ≥ 0) that nDCG weighs.
 
-    A gain without gold is half a success: a useful skill, or a degraded copy of a gold one.
+    A gain without gold is half a success: a useful skill, or a degraded copy of a gold one. `alternatives` (skill_id →
+    gold skill) are skills that do what a gold skill does: the one of them that a ranking puts first stands for the
+    gold skill, and the others are as good as unjudged. So a second copy earns nothing, and keeps the place it takes.
     """
 
     gold: frozenset[str]
     gains: Mapping[str, float]
+    alternatives: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A measure and the number of places it looks at; `str` gives its name, like nDCG@10."""
+    """A measure and the number of places it looks at; `str` gives its name, like nDCG@10.
+
+    Set-Compat has no cutoff (0): it looks at as many places as the query has gold skills.
+    """
 
     name: str
     cutoff: int
 
     def __str__(self) -> str:
-        return f"{self.name}@{self.cutoff}"
+        return f"{self.name}@{self.cutoff}" if self.cutoff else self.name
+
+    def applies_to(self, relevance: Relevance) -> bool:
+        """Whether the measure is defined for the query; it does not depend on the ranking."""
+        return self.name != SET_COMPAT or len(relevance.gold) > 1
 
     def __call__(self, ranking: Sequence[str], relevance: Relevance) -> float:
-        """The value for one query, in [0, 1]; inputs are trusted (see `evaluate_query`)."""
-        return _FORMULAS[self.name](ranking[: self.cutoff], relevance, self.cutoff)
+        """The value for one query, in [0, 1]; inputs are trusted and alternatives resolved (see `evaluate_query`)."""
+        num_places = self.cutoff or len(relevance.gold)
+        return _FORMULAS[self.name](ranking[:num_places], relevance, num_places)
 
 
 def parse_measure(text: str) -> Measure:
     """The measure a text like `nDCG@10` names. Raises SkilltrainError with the nearest name and all allowed ones."""
     name, _, cutoff = text.partition("@")
-    allowed = f"measures are {', '.join(f'{known}@k' for known in _FORMULAS)}"
+    allowed = f"measures are {', '.join(_example(known, 'k') for known in _FORMULAS)}"
     if name not in _FORMULAS:
         lower = {known.lower(): known for known in _FORMULAS}
         near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.4)
-        hint = f", did you mean '{lower[near[0]]}@{cutoff or 10}'?" if near else ""
+        hint = f", did you mean '{_example(lower[near[0]], cutoff or '10')}'?" if near else ""
         raise SkilltrainError(f"unknown measure '{text}'{hint}", fix=allowed)
+    if name == SET_COMPAT:
+        if text != name:
+            what = f"measure '{text}' takes no cutoff: it looks at as many places as a query has gold skills"
+            raise SkilltrainError(what, fix=f"write {SET_COMPAT}")
+        return Measure(name, 0)
     if not re.fullmatch("[1-9][0-9]{0,8}", cutoff):
         raise SkilltrainError(f"measure '{text}' needs a whole cutoff from 1, like {name}@10", fix=allowed)
     return Measure(name, int(cutoff))
+
+
+def _example(name: str, cutoff: str) -> str:
+    return name if name == SET_COMPAT else f"{name}@{cutoff}"
 
 
 def parse_measures(texts: Sequence[str]) -> tuple[Measure, ...]:
@@ -72,12 +111,25 @@ def parse_measures(texts: Sequence[str]) -> tuple[Measure, ...]:
 def evaluate_query(ranking: Sequence[str], relevance: Relevance, measures: Sequence[Measure]) -> dict[str, float]:
     """Measure name → value for one query's ranking (skill ids, best first; empty scores 0 everywhere).
 
+    A measure that is not defined for the query is left out (`Measure.applies_to`).
     Raises SkilltrainError for a skill that stands twice in the ranking, and for a relevance by which no ranking
-    could succeed: no gold, a gold skill without a positive gain, a gain that is negative or not finite.
+    could succeed: no gold, a gold skill without a positive gain, a gain that is no number from 0 to 1,000.
     """
     _check_relevance(relevance)
     _check_ranking(ranking)
-    return {str(measure): measure(ranking, relevance) for measure in measures}
+    found = as_found(ranking, relevance) if relevance.alternatives else relevance
+    return {str(measure): measure(ranking, found) for measure in measures if measure.applies_to(found)}
+
+
+def as_found(ranking: Sequence[str], relevance: Relevance) -> Relevance:
+    """`relevance` without alternatives: gold is, for each need, the skill that meets it first in `ranking`."""
+    met: dict[str, str] = {}
+    for skill_id in ranking:
+        need = relevance.alternatives.get(skill_id, skill_id)
+        if need in relevance.gold:
+            met.setdefault(need, skill_id)
+    gold = frozenset(met.get(need, need) for need in relevance.gold)
+    return Relevance(gold, {met.get(skill_id, skill_id): gain for skill_id, gain in relevance.gains.items()})
 
 
 def per_query(
@@ -85,7 +137,8 @@ def per_query(
 ) -> dict[str, dict[str, float]]:
     """query_id → measure name → value, for every query of `relevances` and in their order.
 
-    A query that the rankings leave out scores 0 everywhere: a system that fails to answer is not excused.
+    A query that the rankings leave out scores 0 everywhere: a system that fails to answer is not excused. A measure
+    has no value for a query for which it is not defined; which queries those are is the same for every system.
     Raises SkilltrainError for a ranked query that the benchmark does not hold, and as `evaluate_query` does.
     """
     if unknown := [query_id for query_id in rankings if query_id not in relevances]:
@@ -115,8 +168,10 @@ def _check_ranking(ranking: Sequence[str]) -> None:
 
 def _check_relevance(relevance: Relevance) -> None:
     for skill_id, gain in relevance.gains.items():
-        if not (math.isfinite(gain) and gain >= 0):
-            raise SkilltrainError(f"the gain of skill '{skill_id}' is {gain}, not a finite number from 0")
+        if not 0 <= gain <= _HIGHEST_GAIN:
+            raise SkilltrainError(
+                f"the gain of skill '{skill_id}' is {gain}, not a number from 0 to {_HIGHEST_GAIN:,.0f}"
+            )
     if not any(relevance.gains.values()):
         raise SkilltrainError("no skill has a positive gain, so no ranking can score")
     if not relevance.gold:
@@ -124,6 +179,11 @@ def _check_relevance(relevance: Relevance) -> None:
     for skill_id in sorted(relevance.gold):
         if skill_id not in relevance.gains or not relevance.gains[skill_id]:
             raise SkilltrainError(f"gold skill '{skill_id}' has no positive gain")
+    for skill_id, need in relevance.alternatives.items():
+        if need not in relevance.gold:
+            raise SkilltrainError(f"skill '{skill_id}' stands for '{need}', which is not gold")
+        if skill_id in relevance.gains:
+            raise SkilltrainError(f"skill '{skill_id}' stands for '{need}' and has a gain of its own")
 
 
 def _num_gold(top: Sequence[str], relevance: Relevance) -> int:
@@ -139,8 +199,22 @@ def _reciprocal_rank(top: Sequence[str], relevance: Relevance, cutoff: int) -> f
 
 
 def _ndcg(top: Sequence[str], relevance: Relevance, cutoff: int) -> float:
-    found = [relevance.gains.get(skill_id, 0.0) for skill_id in top]
-    best = sorted(relevance.gains.values(), reverse=True)[:cutoff]
+    return _normalised_dcg(top, relevance.gains, cutoff)
+
+
+def _ndcg_exponential(top: Sequence[str], relevance: Relevance, cutoff: int) -> float:
+    # 2^gain - 1; expm1 keeps gains near 0 above 0
+    gains = {skill_id: math.expm1(gain * math.log(2)) for skill_id, gain in relevance.gains.items()}
+    return _normalised_dcg(top, gains, cutoff)
+
+
+def _ndcg_binary(top: Sequence[str], relevance: Relevance, cutoff: int) -> float:
+    return _normalised_dcg(top, dict.fromkeys(relevance.gold, 1.0), cutoff)
+
+
+def _normalised_dcg(top: Sequence[str], gains: Mapping[str, float], cutoff: int) -> float:
+    found = [gains.get(skill_id, 0.0) for skill_id in top]
+    best = sorted(gains.values(), reverse=True)[:cutoff]
     return _discounted(found) / _discounted(best)
 
 
@@ -168,8 +242,11 @@ _FORMULAS: dict[str, Callable[[Sequence[str], Relevance, int], float]] = {
     "Hit": _hit,
     "MRR": _reciprocal_rank,
     "nDCG": _ndcg,
+    "nDCG-exp": _ndcg_exponential,
+    "nDCG-bin": _ndcg_binary,
     "Recall": _recall,
     "Precision": _precision,
     "FC": _full_coverage,
     "COMP": _comp,
+    SET_COMPAT: _full_coverage,  # of as many places as there are gold skills
 }

@@ -1,6 +1,7 @@
 """Chat models behind one protocol: an OpenAI-compatible server, live or in batches, or a small local model.
 
-Answers are kept on disk, and a run never takes more tokens or dollars than its budget holds.
+Answers are kept on disk, and a run never takes more tokens or dollars than its budget holds. `embeddings` asks servers
+of the same kind for vectors of texts.
 """
 
 from skilltrain.llm.batch import BatchLLM

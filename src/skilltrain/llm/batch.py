@@ -15,8 +15,9 @@ from skilltrain.llm.batch_files import MAX_FILE_BYTES, BatchNote, Chunk, Journal
 from skilltrain.llm.batch_server import BatchRefusedError, BatchServer
 from skilltrain.llm.budget import Budget, counted, estimate_prompt, most_of
 from skilltrain.llm.cache import Answers
-from skilltrain.llm.chat import Key, body_of
+from skilltrain.llm.chat import body_of
 from skilltrain.llm.protocol import Answer, Completion, CompletionError, Request, Usage
+from skilltrain.llm.server import Key
 from skilltrain.llm.settings import OpenAIConfig
 from skilltrain.terminal import say
 

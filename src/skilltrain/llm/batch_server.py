@@ -7,9 +7,10 @@ from typing import IO, Any, TypeVar
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm.batch_files import read_result
-from skilltrain.llm.chat import ENDPOINT, Key, explain, is_passing
+from skilltrain.llm.chat import ENDPOINT
 from skilltrain.llm.pace import back_off
 from skilltrain.llm.protocol import Answer
+from skilltrain.llm.server import Key, explain, is_passing
 from skilltrain.llm.settings import OpenAIConfig
 from skilltrain.terminal import log
 

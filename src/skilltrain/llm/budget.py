@@ -64,12 +64,12 @@ def counted(completion: Completion, num_prompt_tokens: int) -> Completion:
     """`completion` with the larger of what the server reported and what we estimate, prompt and answer each."""
     return Completion(
         completion.text, completion.finish_reason,
-        max(_plausible(completion.num_prompt_tokens), num_prompt_tokens),
-        max(_plausible(completion.num_completion_tokens), estimate_tokens(completion.text)),
+        max(plausible(completion.num_prompt_tokens), num_prompt_tokens),
+        max(plausible(completion.num_completion_tokens), estimate_tokens(completion.text)),
     )  # fmt: skip
 
 
-def _plausible(count: object) -> int:
+def plausible(count: object) -> int:
     """A server's figure, or 0 where it is no number of tokens."""
     if isinstance(count, int) and not isinstance(count, bool) and 0 <= count <= _MOST_TOKENS:
         return count

@@ -2,7 +2,7 @@
 
 import urllib.parse
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -26,7 +26,7 @@ class BudgetConfig(Config):
     """What a run may use at most; what no longer fits is not asked."""
 
     max_tokens: int | None = Field(default=None, ge=1, description="tokens read and written; null: any number")
-    max_dollars: float | None = Field(default=None, gt=0, description="dollars, by llm.prices; null: any sum")
+    max_dollars: float | None = Field(default=None, gt=0, description="dollars, by the known prices; null: any sum")
 
 
 class BatchConfig(Config):
@@ -40,33 +40,24 @@ class BatchConfig(Config):
     max_poll_seconds: float = Field(default=300.0, gt=0, description="longest wait between two looks")
 
 
-class OpenAIConfig(Config):
-    """A server that speaks OpenAI's chat completions: OpenAI itself, vLLM, Ollama, llama.cpp and others."""
+class ServerConfig(Config):
+    """An OpenAI-compatible server, and how hard it may be asked: what its sections of a recipe have in common."""
 
-    kind: Literal["openai"] = "openai"
-    mode: Literal["live", "batch"] = Field(
-        default="live", description="live: answers now; batch: the Batch API, half the price, up to a day"
-    )
-    model: str = Field(default="gpt-4o-mini", min_length=1, description="the server's name of the model")
+    section: ClassVar[str]
+    """What a recipe calls the section, for messages."""
+
+    model: str = Field(min_length=1, description="the server's name of the model")
     base_url: str = Field(default="https://api.openai.com/v1", description="e.g. http://localhost:11434/v1 (Ollama)")
     api_key_env: str = Field(default="OPENAI_API_KEY", description="environment variable that holds the key")
-    temperature: float | None = Field(default=1.0, ge=0, le=2, description="null: the server's own")
-    max_tokens: int = Field(default=1024, ge=1, description="longest answer, in tokens")
     timeout: float = Field(default=60.0, gt=0, description="seconds for one try")
     max_retries: int = Field(default=5, ge=0, description="tries after the first, on 408, 409, 429, 5xx and timeouts")
     max_retry_wait: float = Field(default=120.0, gt=0, description="longest wait before a retry, Retry-After included")
-    max_failures: int = Field(default=20, ge=1, description="stop when so many requests in a row failed")
     concurrency: int = Field(default=8, ge=1, description="requests under way at once")
     requests_per_minute: float | None = Field(default=None, gt=0, description="sent at most; null: any number")
     tokens_per_minute: float | None = Field(
-        default=None, gt=0, description="asked for at most, prompt (estimated) and longest answer; null: any number"
-    )
-    prices: Prices | None = Field(
-        default=None, description="of the chosen mode; null: OpenAI's own where we know them, else no dollars are shown"
+        default=None, gt=0, description="asked for at most: those read (estimated) and the longest answer's; null: any"
     )
     budget: BudgetConfig = Field(default=BudgetConfig(), description="tokens and dollars of a run at most")
-    batch: BatchConfig = Field(default=BatchConfig(), description="how the Batch API is used")
-    cache: Path | None = _CACHE_FIELD
 
     @property
     def is_openai(self) -> bool:
@@ -90,6 +81,40 @@ class OpenAIConfig(Config):
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("give a URL such as http://localhost:8000/v1")
         return value.rstrip("/")
+
+
+class OpenAIConfig(ServerConfig):
+    """A server that speaks OpenAI's chat completions: OpenAI itself, vLLM, Ollama, llama.cpp and others."""
+
+    section: ClassVar[str] = "llm"
+    kind: Literal["openai"] = "openai"
+    mode: Literal["live", "batch"] = Field(
+        default="live", description="live: answers now; batch: the Batch API, half the price, up to a day"
+    )
+    model: str = Field(default="gpt-4o-mini", min_length=1, description="the server's name of the model")
+    temperature: float | None = Field(default=1.0, ge=0, le=2, description="null: the server's own")
+    max_tokens: int = Field(default=1024, ge=1, description="longest answer, in tokens")
+    max_failures: int = Field(default=20, ge=1, description="stop when so many requests in a row failed")
+    prices: Prices | None = Field(
+        default=None, description="of the chosen mode; null: OpenAI's own where we know them, else no dollars are shown"
+    )
+    batch: BatchConfig = Field(default=BatchConfig(), description="how the Batch API is used")
+    cache: Path | None = _CACHE_FIELD
+
+
+class EmbeddingsConfig(ServerConfig):
+    """A server that speaks OpenAI's embeddings: OpenAI itself, vLLM, Ollama, Text Embeddings Inference and others."""
+
+    section: ClassVar[str] = "embeddings"
+    dimensions: int | None = Field(
+        default=None, ge=1, description="numbers of a vector, asked of the server; null: the model's own"
+    )
+    batch_size: int = Field(
+        default=32, ge=1, le=2048, description="texts in one request; a batch that is refused is halved"
+    )
+    price: float | None = Field(
+        default=None, ge=0, description="dollars for a million tokens; null: OpenAI's own where we know it"
+    )
 
 
 class SmolLM2Config(Config):

@@ -15,7 +15,7 @@ from skilltrain.models.loading import Precision, load_pretrained, resolve_dtype,
 from skilltrain.models.micro_batches import TokenIds, embed_together, pad, pad_rows
 from skilltrain.models.pooling import Pooling, at_least_float32, pool
 from skilltrain.models.text_tokens import TextTokenizer
-from skilltrain.templates import EncoderTemplate
+from skilltrain.templates import EncoderTemplate, SkillFields, with_fields
 
 
 class EncoderSettings(Config):
@@ -35,6 +35,9 @@ class EncoderConfig(Config):
     max_tokens: int | None = Field(default=None, ge=8, description="token limit of a skill's text")
     query_max_tokens: int | None = Field(default=None, ge=8, description="token limit of a query's text")
     template: EncoderTemplate | None = Field(default=None, description="the texts the model sees")
+    fields: SkillFields | None = Field(
+        default=None, description="full, or nd (skills without bodies), whatever the template says; null: as it says"
+    )
     precision: Precision = Field(default="float32", description="number format of the weights")
 
 
@@ -149,5 +152,6 @@ def _settings(folder: str, config: EncoderConfig) -> EncoderSettings:
         model_config = load_pretrained(AutoConfig, folder, "model configuration")
         if model_config.model_type.startswith("qwen"):
             stored = {"pooling": "last_token"}
-    given = config.model_dump(exclude_none=True, exclude={"source", "precision"})
-    return EncoderSettings.model_validate(stored | given)
+    given = config.model_dump(exclude_none=True, exclude={"source", "precision", "fields"})
+    settings = EncoderSettings.model_validate(stored | given)
+    return settings.model_copy(update={"template": with_fields(settings.template, config.fields)})

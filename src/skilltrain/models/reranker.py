@@ -26,7 +26,7 @@ from skilltrain.models.micro_batches import Groups, TokenIds, embed_together, mi
 from skilltrain.models.pairs import PairIds, PairTokenizer, RerankerSettings
 from skilltrain.models.pooling import at_least_float32, pool
 from skilltrain.records import Skill
-from skilltrain.templates import RerankerTemplate
+from skilltrain.templates import RerankerTemplate, SkillFields, with_fields
 
 
 class RerankerConfig(Config):
@@ -36,6 +36,9 @@ class RerankerConfig(Config):
     max_tokens: int | None = Field(default=None, ge=32, description="token limit of a (query, skill) pair")
     query_max_tokens: int | None = Field(default=None, ge=8, description="token limit of the query inside a pair")
     template: RerankerTemplate | None = Field(default=None, description="the texts the model sees")
+    fields: SkillFields | None = Field(
+        default=None, description="full, or nd (skills without bodies), whatever the template says; null: as it says"
+    )
     precision: Precision = Field(default="float32", description="number format of the weights")
 
 
@@ -195,10 +198,11 @@ def load_reranker(
     stored = {} if grows_from_encoder else stored_settings(folder, "reranker")
     model_config = load_pretrained(AutoConfig, folder, "model configuration")
     causal = any("CausalLM" in name for name in model_config.architectures or [])
-    given = config.model_dump(exclude_none=True, exclude={"source", "precision"})
+    given = config.model_dump(exclude_none=True, exclude={"source", "precision", "fields"})
     if causal and "template" not in stored | given:
         stored["template"] = {"form": "yes_no"}
     settings = _fitting(RerankerSettings.model_validate(stored | given), model_config, config.source)
+    settings = settings.model_copy(update={"template": with_fields(settings.template, config.fields)})
     if settings.template.form == "yes_no" and not causal:
         raise SkilltrainError("template.form=yes_no needs a causal language model", where=config.source)
     tokenizer = load_pretrained(AutoTokenizer, folder, "tokenizer", padding_side="right")

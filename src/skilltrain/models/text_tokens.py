@@ -61,8 +61,9 @@ class TextTokenizer:
         """(token ids, the characters [start, end) each came from) of one text."""
         self.backend.no_truncation()
         encoding = self.backend.encode(text, add_special_tokens=False)
-        kept = [i for i, number in enumerate(encoding.ids) if not self._leaks or number not in self._control_ids]
-        return [encoding.ids[i] for i in kept], [encoding.offsets[i] for i in kept]
+        ids, spans = encoding.ids, encoding.offsets  # each access builds the whole list
+        kept = [i for i, number in enumerate(ids) if not self._leaks or number not in self._control_ids]
+        return [ids[i] for i in kept], [spans[i] for i in kept]
 
     def _plain(self, encoding: Any) -> list[int]:
         if not self._leaks or self._control_ids.isdisjoint(encoding.ids):

@@ -2,10 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,9 +18,10 @@ from skilltrain.models.cpu_linear import pack_linear_layers
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision, default_device
 from skilltrain.records import Skill
-from skilltrain.retrieval.encode_texts import EncodingCount, OrderedTexts, encode_texts, longest_first, text_keys
+from skilltrain.retrieval.distinct_texts import Parts, Vectors
+from skilltrain.retrieval.encode_texts import EncodingCount, OrderedTexts, encode_texts
 from skilltrain.retrieval.vector_cache import VectorCache
-from skilltrain.templates import EncoderTemplate
+from skilltrain.templates import EncoderTemplate, SkillFields
 
 ItemT = TypeVar("ItemT")
 
@@ -31,6 +32,9 @@ class EncoderSource(Config):
     source: str = Field(description="folder, Hub id owner/name, or package:NAME (a package that ships a model)")
     max_tokens: int | None = Field(default=None, ge=8, description="token limit of a skill's text")
     template: EncoderTemplate | None = Field(default=None, description="the texts the model sees")
+    fields: SkillFields | None = Field(
+        default=None, description="full, or nd (skills without bodies), whatever the template says; null: as it says"
+    )
     precision: Precision = Field(default="auto", description="auto: bfloat16 where the hardware has it")
     token_budget: int = Field(default=4096, ge=64, description="padded tokens a micro-batch")
     cache: Path | None = Field(default=None, description="folder that keeps vectors by content, for later runs")
@@ -47,26 +51,9 @@ class SkillEncoder:
     identity: str
 
 
-@dataclass(frozen=True)
-class _Rendered(Generic[ItemT]):
-    """The texts of `items` at `positions`, each rendered when it is asked for."""
-
-    render: Callable[[ItemT], str]
-    items: Sequence[ItemT]
-    positions: Int64[np.ndarray, " position"]
-
-    def __len__(self) -> int:
-        return len(self.positions)
-
-    def __getitem__(self, place: int) -> str:
-        return self.render(self.items[self.positions[place]])
-
-
 def open_encoder(source: EncoderSource) -> SkillEncoder:
     """The encoder ready to encode and no more to be trained, on the GPU where there is one."""
-    config = EncoderConfig(
-        source=source.source, max_tokens=source.max_tokens, template=source.template, precision=source.precision
-    )
+    config = EncoderConfig(**source.model_dump(exclude={"token_budget", "cache"}))
     model = load_encoder(config, default_device()).requires_grad_(False)
     identity = _identity(model) if source.cache else ""
     cache = VectorCache.open(source.cache, identity, model.dim) if source.cache else None
@@ -96,9 +83,7 @@ def encode_queries(encoder: SkillEncoder, texts: Sequence[str]) -> Float32[np.nd
     return _encode(encoder, settings.template.render_query, texts, settings.query_max_tokens, "encoding queries")
 
 
-def encode_and_keep(
-    encoder: SkillEncoder, work: OrderedTexts, count: EncodingCount
-) -> Iterator[tuple[Int64[np.ndarray, " some"], Float32[np.ndarray, "some dim"]]]:
+def encode_and_keep(encoder: SkillEncoder, work: OrderedTexts, count: EncodingCount) -> Parts:
     """Yield (positions in `work`, their vectors) as they are done, each part after the cache has it."""
     try:
         for part, vectors in encode_texts(encoder.model, work, encoder.token_budget, count):
@@ -113,20 +98,8 @@ def _encode(
     encoder: SkillEncoder, render: Callable[[ItemT], str], items: Sequence[ItemT], max_tokens: int, description: str
 ) -> Float32[np.ndarray, "item dim"]:
     """The vector of each item's text: from the cache, or encoded, each distinct text once."""
-    keys, lengths = text_keys(map(render, items), max_tokens)
-    _, first, which = np.unique(keys, return_index=True, return_inverse=True)
-    result = np.empty((len(keys), encoder.model.dim), dtype=np.float32)
-    missing = np.ones(len(first), dtype=bool)
-    if encoder.cache:
-        places = encoder.cache.places(keys[first])
-        known = np.flatnonzero(places[:, 0] >= 0)
-        for some, vectors in encoder.cache.read(places[known]):
-            result[first[known[some]]] = vectors
-            missing[known[some]] = False
-    order = first[missing][longest_first(lengths[first[missing]])]
-    work = OrderedTexts(_Rendered(render, items, order), keys[order], max_tokens, description)
-    for part, vectors in encode_and_keep(encoder, work, EncodingCount()):
-        result[order[part]] = vectors
-    repeated = np.flatnonzero(first[which] != np.arange(len(keys)))
-    result[repeated] = result[first[which[repeated]]]
-    return result
+
+    def encode(work: OrderedTexts, _: Int64[np.ndarray, " text"]) -> Parts:
+        return encode_and_keep(encoder, work, EncodingCount())
+
+    return Vectors(encoder.model.dim, encoder.cache, encode).of(items, render, max_tokens, description)

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Float32, Int32, Int64
@@ -13,6 +13,8 @@ from jaxtyping import Float32, Int32, Int64
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.terminal import track
+
+ItemT = TypeVar("ItemT")
 
 # Han, kana and hangul are written without spaces between words (hangul: between word and particle).
 CJK = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
@@ -89,14 +91,14 @@ class BM25Index:
         self._stem = english_stemmer()
 
     @classmethod
-    def build(cls, texts: Sequence[str]) -> "BM25Index":
-        """The index of `texts`; a result's index is a position in `texts`.
+    def build(cls, items: Sequence[ItemT], text_of: Callable[[ItemT], str] = str) -> "BM25Index":
+        """The index of the texts of `items`, of which few are held at once; a result's index is a position in `items`.
 
         Raises SkilltrainError where there is nothing to index.
         """
-        starts = range(0, len(texts), TEXT_BLOCK)
-        blocks = (read_terms(texts[start : start + TEXT_BLOCK]) for start in starts)
-        return cls.from_terms(track(blocks, "reading terms", len(starts)), range(len(texts)))
+        starts = range(0, len(items), TEXT_BLOCK)
+        blocks = (read_terms(map(text_of, items[start : start + TEXT_BLOCK])) for start in starts)
+        return cls.from_terms(track(blocks, "reading terms", len(starts)), range(len(items)))
 
     @classmethod
     def from_terms(cls, blocks: Iterable[TextTerms], order: Sequence[int]) -> "BM25Index":

@@ -11,7 +11,7 @@ from skilltrain.models.loading import Precision, default_device
 from skilltrain.models.micro_batches import run_micro_batches
 from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
 from skilltrain.records import Skill
-from skilltrain.templates import RerankerTemplate
+from skilltrain.templates import RerankerTemplate, SkillFields
 from skilltrain.terminal import track
 
 
@@ -22,6 +22,9 @@ class RerankerSource(Config):
     max_tokens: int | None = Field(default=None, ge=32, description="token limit of a (query, skill) pair")
     query_max_tokens: int | None = Field(default=None, ge=8, description="token limit of the query inside a pair")
     template: RerankerTemplate | None = Field(default=None, description="the texts the model sees")
+    fields: SkillFields | None = Field(
+        default=None, description="full, or nd (skills without bodies), whatever the template says; null: as it says"
+    )
     precision: Precision = Field(default="auto", description="auto: bfloat16 where the hardware has it")
     token_budget: int = Field(default=4096, ge=64, description="tokens a micro-batch, padding included")
 

@@ -1,5 +1,6 @@
 """Stage `candidates`: the ranked lists of one system, for the reranker to learn from."""
 
+import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -7,8 +8,9 @@ from pydantic import Field
 
 from skilltrain.config import Config, InputPath
 from skilltrain.data.mining.mine import select_queries
+from skilltrain.data.stored_skills import StoredSkills
 from skilltrain.routing.systems import SystemConfig, rank_with_systems, rankings_table
-from skilltrain.tables import RANKINGS, SKILLS, read_table, skills_from_table, write_table
+from skilltrain.tables import RANKINGS, write_table
 
 
 class CandidatesConfig(Config):
@@ -25,9 +27,10 @@ class CandidatesConfig(Config):
 
 def run_candidates(config: CandidatesConfig, out: Path) -> dict[str, Any]:
     """Write RANKINGS; the counts of queries and rows."""
-    skills = skills_from_table(read_table(config.pool, SKILLS))
     queries = {query.query_id: query.text for query in select_queries(config.queries, config.split)}
-    rankings = rank_with_systems([config.system], queries, skills, config.depth)[config.system.name]
+    with tempfile.TemporaryDirectory(prefix=".scratch-", dir=out) as scratch:
+        skills = StoredSkills.of_table(config.pool, Path(scratch))
+        rankings = rank_with_systems([config.system], queries, skills, config.depth)[config.system.name]
     table = rankings_table(rankings, config.system.name)
     write_table(table, RANKINGS, out)
     return {"num_queries": len(queries), "num_candidates": table.num_rows}

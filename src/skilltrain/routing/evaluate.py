@@ -1,114 +1,192 @@
-"""Stage `evaluate`: systems side by side on a benchmark, with intervals."""
+"""Stage `evaluate`: systems side by side on a benchmark, with intervals; and predictions of others, scored alone."""
 
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from skilltrain.config import Config, InputPath
-from skilltrain.data.pool.skill_pool import open_pool
+from skilltrain.data.pool.skill_pool import store_pool
+from skilltrain.data.stored_skills import StoredSkills
 from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.analysis.analysis import Analysis
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Slice, check_pool
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.metrics import DEFAULT_MEASURES, Measure, parse_measures, per_query
-from skilltrain.evaluation.report.report import Report, ReportTexts, build_report, terminal_table, write_report
+from skilltrain.evaluation.report.report import (
+    Report,
+    ReportTexts,
+    build_report,
+    terminal_table,
+    write_per_query,
+    write_report,
+)
 from skilltrain.evaluation.results import SystemResult
-from skilltrain.files import read_json
+from skilltrain.files import write_json
 from skilltrain.records import Skill
-from skilltrain.routing.systems import SystemConfig, rank_with_systems, rankings_table
+from skilltrain.routing.analyse import AnalysisConfig, analyse
+from skilltrain.routing.predictions import PREDICTION_MEASURES, check_predictions, read_predictions
+from skilltrain.routing.systems import Ranked, SystemConfig, ask_systems, rankings_table
 from skilltrain.tables import RANKINGS, write_table
 from skilltrain.terminal import console
+
+Rankings = Mapping[str, Mapping[str, Sequence[str]]]
+"""System → query_id → skill ids, best first."""
 
 
 class EvaluateConfig(Config):
     """Rank a benchmark's queries with each system and report the measures."""
 
     stage: Literal["evaluate"]
-    pool: InputPath | None = Field(default=None, description="SKILLS table, or whatever the stage pool reads")
-    benchmark: InputPath = Field(description="folder in SkillRouter's format, or with queries and judgements tables")
+    pool: InputPath | None = Field(
+        default=None, description="SKILLS table, or whatever the stage pool reads; null: the benchmark's own, if any"
+    )
+    benchmark: InputPath = Field(description="folder of a benchmark, in a published format or in our tables")
     split: str | None = Field(default=None, description="score the queries of this split only; null for all")
     systems: tuple[SystemConfig, ...] = Field(default=(), description="what to compare")
-    predictions: InputPath | None = Field(default=None, description="JSON {query_id: [skill_id, …]} to score as well")
-    measures: tuple[str, ...] = Field(default=DEFAULT_MEASURES, description="e.g. Hit@1, nDCG@10, FC@10")
+    predictions: tuple[InputPath, ...] = Field(
+        default=(), description="JSON files {query_id: [skill_id, …]} to score as well"
+    )
+    measures: tuple[str, ...] = Field(default=DEFAULT_MEASURES, description="e.g. Hit@1, nDCG@10, FC@10, Set-Compat")
     depth: int = Field(default=50, ge=1, description="length of the rankings")
+    analysis: AnalysisConfig = Field(default=AnalysisConfig(), description="what to look at beside the measures")
     seed: int = Field(default=0, description="seed of the bootstrap")
     out: Path = Field(description="folder to write: metrics.json, report.html, report.md, per-query values, RANKINGS")
+
+    @field_validator("predictions", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        """A single file as a list of one."""
+        return () if value is None else value if isinstance(value, list | tuple) else (value,)
 
 
 def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
     """Write the report and the rankings; the table goes to the terminal, the summary holds the means."""
     measures = parse_measures(config.measures)
-    benchmark = load_benchmark(config.benchmark, config.split)
-    if not config.systems and config.predictions is None:
+    if not config.systems and not config.predictions:
         raise SkilltrainError("there is nothing to evaluate: give systems or predictions")
-    skills = _skills(config, benchmark)
+    benchmark = load_benchmark(config.benchmark, config.split)
+    with tempfile.TemporaryDirectory(prefix=".scratch-", dir=out) as scratch:
+        return _evaluate(config, benchmark, _skills(config.pool, benchmark, Path(scratch)), measures, out)
+
+
+def _evaluate(
+    config: EvaluateConfig, benchmark: Benchmark, skills: StoredSkills, measures: Sequence[Measure], out: Path
+) -> dict[str, Any]:
+    """Write the report on `benchmark` over `skills`; its summary."""
+    if config.systems and not skills:
+        raise SkilltrainError("systems need a pool to rank", fix="give pool=…")
     if skills:
-        benchmark = check_pool(benchmark, [skill.skill_id for skill in skills])
+        benchmark = check_pool(benchmark, skills.skill_ids)
     queries = {task.query.query_id: task.query.text for task in benchmark.tasks}
-    rankings: dict[str, Mapping[str, Sequence[str]]] = {}
+    asked: dict[str, Ranked] = {}
     if config.systems:
-        scored = rank_with_systems(config.systems, queries, skills, config.depth)
-        tables = [rankings_table(found, name) for name, found in scored.items()]
+        asked = ask_systems(config.systems, queries, skills, config.depth, config.analysis.num_timed)
+        tables = [rankings_table(ranked.rankings, name) for name, ranked in asked.items()]
         write_table(pa.concat_tables(tables), RANKINGS, out)
-        rankings = {name: _ids(found) for name, found in scored.items()}
-    if config.predictions is not None:
-        name = config.predictions.stem
-        if name in rankings:
-            raise SkilltrainError(f"a system is called '{name}' as well", where=config.predictions, fix="rename it")
-        rankings[name] = read_predictions(config.predictions)
-    report = _report(config, benchmark, rankings, measures)
-    names = {skill.skill_id: skill.name for skill in skills}
-    gold = {task.query.query_id: task.relevance.gold for task in benchmark.tasks}
-    write_report(report, out, ReportTexts(queries, names, gold))
+    rankings: dict[str, Mapping[str, Sequence[str]]] = {name: _ids(ranked) for name, ranked in asked.items()}
+    rankings |= _predicted(config, benchmark, skills.skill_ids)
+    results = _results(rankings, benchmark, measures)
+    latencies = tuple(latency for ranked in asked.values() for latency in ranked.latencies)
+    analysis = analyse(config.analysis, config.systems, results, benchmark, skills, latencies, config.seed)
+    report = _report(benchmark, results, measures, analysis, config.seed)
+    write_report(report, out, _texts(benchmark, skills))
     console.print(terminal_table(report))
-    return {"num_queries": len(queries), "systems": {name: _means(report, name) for name in rankings}}
+    judged = {name: ranked.judged for name, ranked in asked.items() if ranked.judged}
+    means = {name: _means(report, name) for name in rankings}
+    return {"num_queries": len(queries), "systems": means} | ({"judges": judged} if judged else {})
 
 
-def _skills(config: EvaluateConfig, benchmark: Benchmark) -> list[Skill]:
-    """The pool with the benchmark's own gold skills; these come last and never replace a skill of the pool."""
-    if config.pool is None:
-        if config.systems:
-            raise SkilltrainError("systems need a pool to rank", fix="give pool=…")
-        return []
-    skills = open_pool(config.pool)
-    known = {skill.skill_id for skill in skills}
-    return skills + [skill for skill in benchmark.gold_skills if skill.skill_id not in known]
+def score_predictions(config: EvaluateConfig) -> Report:
+    """The report of one predictions file, without models; with a pool its ids are checked against it.
+
+    Raises SkilltrainError for predictions and benchmarks that do not fit together.
+    """
+    given = "measures" in config.model_fields_set
+    measures = parse_measures(config.measures if given else PREDICTION_MEASURES)
+    benchmark = load_benchmark(config.benchmark, config.split)
+    with tempfile.TemporaryDirectory(prefix="skilltrain-") as scratch:
+        skill_ids = _skills(config.pool, benchmark, Path(scratch)).skill_ids
+    if skill_ids:
+        benchmark = check_pool(benchmark, skill_ids)
+    results = _results(_predicted(config, benchmark, skill_ids), benchmark, measures)
+    return _report(benchmark, results, measures, Analysis(), config.seed)
 
 
-def read_predictions(path: Path) -> dict[str, list[str]]:
-    """query_id → ranked skill ids, from a JSON object. Raises SkilltrainError for any other shape."""
-    values = read_json(path)
-    if not isinstance(values, dict):
-        raise SkilltrainError("predictions are an object {query_id: [skill_id, …]}", where=path)
-    if not values:
-        raise SkilltrainError("holds no prediction", where=path)
-    for query_id, ranking in values.items():
-        if not isinstance(ranking, list) or not all(isinstance(skill_id, str) for skill_id in ranking):
-            raise SkilltrainError("predictions are lists of skill ids", where=f"{path}, query {query_id}")
-    return values
+def write_scores(report: Report, file: Path) -> None:
+    """Write the means of the report's one system as JSON, and the values of each query beside it.
+
+    `{"all" | "single" | "multi": {measure: {"mean", "low", "high", "n"}}}`; a section without queries is left out.
+    """
+    write_json(file, report.predictions_json())
+    write_per_query(report, file.with_name(f"{file.stem}.per_query.jsonl"))
 
 
-def _ids(found: Mapping[str, Sequence[tuple[str, float]]]) -> dict[str, list[str]]:
-    return {query_id: [skill_id for skill_id, _ in ranking] for query_id, ranking in found.items()}
+def _skills(pool: Path | None, benchmark: Benchmark, folder: Path) -> StoredSkills:
+    """The pool with the benchmark's own gold skills, which come last and never replace a skill of the pool.
+
+    Without a pool, the one that the benchmark was published with; the texts lie in `folder`.
+    """
+    if pool is None:
+        return StoredSkills.write(benchmark.pool, folder / "own.jsonl")
+    skills = store_pool(pool, folder)
+    known = frozenset(skills.skill_ids)
+    if missing := [skill for skill in benchmark.gold_skills if skill.skill_id not in known]:
+        return StoredSkills.write(chain(skills, missing), folder / "with_gold.jsonl")
+    return skills
 
 
-def _report(
-    config: EvaluateConfig,
-    benchmark: Benchmark,
-    rankings: Mapping[str, Mapping[str, Sequence[str]]],
-    measures: Sequence[Measure],
-) -> Report:
+def _predicted(
+    config: EvaluateConfig, benchmark: Benchmark, skill_ids: Sequence[str]
+) -> dict[str, Mapping[str, Sequence[str]]]:
+    """The rankings of the predictions files, each called by its file's name."""
+    found: dict[str, Mapping[str, Sequence[str]]] = {}
+    for file in config.predictions:
+        if file.stem in found or any(system.name == file.stem for system in config.systems):
+            raise SkilltrainError(f"another system is called '{file.stem}' as well", where=file, fix="rename it")
+        found[file.stem] = read_predictions(file)
+        check_predictions(found[file.stem], benchmark, skill_ids, file)
+    return found
+
+
+def _ids(ranked: Ranked) -> dict[str, list[str]]:
+    return {query_id: [skill_id for skill_id, _ in ranking] for query_id, ranking in ranked.rankings.items()}
+
+
+def _results(rankings: Rankings, benchmark: Benchmark, measures: Sequence[Measure]) -> list[SystemResult]:
     relevances = {task.query.query_id: task.relevance for task in benchmark.tasks}
-    slices: dict[str, Slice] = {task.query.query_id: task.slice for task in benchmark.tasks}
     results: list[SystemResult] = []
     for name, found in rankings.items():
         try:
             results.append(SystemResult(name, per_query(found, relevances, measures), found))
         except SkilltrainError as error:
             raise SkilltrainError(str(error), where=f"system {name}") from error
-    return build_report(benchmark.name, results, slices, measures, config.seed)
+    return results
+
+
+def _texts(benchmark: Benchmark, skills: Iterable[Skill]) -> ReportTexts:
+    relevances = {task.query.query_id: task.relevance for task in benchmark.tasks}
+    return ReportTexts(
+        queries={task.query.query_id: task.query.text for task in benchmark.tasks},
+        skill_names={skill.skill_id: skill.name for skill in skills},
+        gold={query_id: relevance.gold for query_id, relevance in relevances.items()},
+        alternatives={query_id: r.alternatives for query_id, r in relevances.items() if r.alternatives},
+    )
+
+
+def _report(
+    benchmark: Benchmark,
+    results: Sequence[SystemResult],
+    measures: Sequence[Measure],
+    analysis: Analysis,
+    seed: int,
+) -> Report:
+    slices: dict[str, Slice] = {task.query.query_id: task.slice for task in benchmark.tasks}
+    return build_report(benchmark.name, results, slices, measures, seed, analysis)
 
 
 def _means(report: Report, name: str) -> dict[str, float]:

@@ -1,27 +1,42 @@
 """The stage `pool`: skills from many sources become one table with unique ids, cleaned texts and categories."""
 
-import hashlib
 import re
+import sys
+import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 from pydantic import Field, field_validator, model_validator
 
 from skilltrain.config import Config, InputPath
+from skilltrain.data.pool.merge import DUPLICATE_REASON, content_digest, merge_sources
 from skilltrain.data.pool.skill_sources import HF_PREFIX, Refused, read_source
 from skilltrain.data.pool.taxonomy import DEFAULT_TAXONOMY, assign_categories, categories_from_members, load_taxonomy
 from skilltrain.data.screening import count_flagged, screen_pool, write_flags
+from skilltrain.data.stored_skills import StoredSkills
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
-from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
-from skilltrain.tables import DROPPED, SKILLS, read_table, rows_of, skills_from_table, table_path, write_table
-from skilltrain.terminal import progress
+from skilltrain.retrieval.dense import EncoderSource, SkillEncoder, encode_skills, open_encoder
+from skilltrain.tables import (
+    DROPPED,
+    SKILLS,
+    read_table,
+    rows_of,
+    skills_from_table,
+    table_from_rows,
+    table_path,
+    table_writer,
+    write_table,
+)
+from skilltrain.terminal import progress, track
+from skilltrain.workers import WorkersConfig
 
-DUPLICATE_REASON = "has the same name and body as "  # and the id of the skill that was kept
+_ENCODED_AT_ONCE = 8192  # skills whose vectors are in memory at once
 _HAN = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff]")
 _KANA_OR_HANGUL = re.compile(r"[\u3040-\u30ff\uac00-\ud7af]")
 _LATIN_WORD = re.compile(r"[^\W\d_\u3040-\uffff]+")
@@ -48,6 +63,7 @@ class PoolConfig(Config):
         default=None, description="YAML list of name and description, for categories: taxonomy; else the packaged one"
     )
     encoder: EncoderSource | None = Field(default=None, description="what tells which category is nearest")
+    workers: WorkersConfig = Field(default=WorkersConfig(), description="who screens the skills")
     out: Path = Field(description="folder to write skills.parquet, dropped.parquet and flags.parquet to")
 
     @field_validator("sources", mode="before")
@@ -72,33 +88,51 @@ class PoolConfig(Config):
 def run_pool(config: PoolConfig, out: Path) -> dict[str, Any]:
     """Write SKILLS, DROPPED and FLAGS; the counts of what was found, dropped, renamed, categorised and flagged.
 
+    Texts pass through a file beside the tables; in memory are about 0.5 KB a skill and what was dropped or flagged.
     Raises SkilltrainError where a source cannot be read at all or where no skill is left.
     """
-    by_source, dropped = read_sources(config.sources, config.max_body_chars)
-    skills, duplicates, num_renamed = merge_sources(by_source, config.drop_duplicates)
-    dropped += duplicates
-    if not skills:
-        raise SkilltrainError(
-            f"no skill is left of {len(config.sources)} source(s)", where=config.sources[0], fix=_reasons(dropped)
-        )
-    num_own = sum(skill.category is not None for skill in skills)
-    skills = fill_categories(skills, config)
-    flags = screen_pool(skills)
-    write_table(rows_of(skills), SKILLS, out)
+    with tempfile.TemporaryDirectory(prefix=".scratch-", dir=out) as scratch:
+        pool = _gather(config, config.drop_duplicates, Path(scratch))
+        skills = pool.skills
+        if not skills:
+            raise SkilltrainError(
+                f"no skill is left of {len(config.sources)} source(s)",
+                where=config.sources[0],
+                fix=_reasons(pool.dropped),
+            )
+        num_own = _num_known(pool.categories)
+        categories = fill_categories(skills, pool.categories, config)
+        flags = screen_pool(skills, config.workers)
+        num_by_lang = _write_skills(skills, categories, out)
     write_flags(flags, out)
-    write_table(({**asdict(drop), "query_id": ""} for drop in dropped), DROPPED, out)
+    write_table(({**asdict(drop), "query_id": ""} for drop in pool.dropped), DROPPED, out)
     return {
         "num_skills": len(skills),
-        "num_found": {str(source): len(found) for source, found in zip(config.sources, by_source, strict=True)},
-        "num_dropped": _counts(drop.filter for drop in dropped),
-        "num_renamed": num_renamed,
-        "num_by_lang": _counts(skill.lang or "unknown" for skill in skills),
+        "num_found": {str(source): num for source, num in zip(config.sources, pool.num_found, strict=True)},
+        "num_dropped": _counts(drop.filter for drop in pool.dropped),
+        "num_renamed": pool.num_renamed,
+        "num_by_lang": num_by_lang,
         "num_with_own_category": num_own,
-        "num_with_assigned_category": sum(skill.category is not None for skill in skills) - num_own,
-        "num_categories": len({skill.category for skill in skills} - {None}),
+        "num_with_assigned_category": _num_known(categories) - num_own,
+        "num_categories": len(set(categories) - {None}),
         "num_flagged_skills": len(flags),
         "num_flagged": count_flagged(flags),
     }
+
+
+def _num_known(categories: Sequence[str | None]) -> int:
+    return sum(category is not None for category in categories)
+
+
+def _write_skills(skills: StoredSkills, categories: Iterable[str | None], out: Path) -> dict[str, int]:
+    """Write SKILLS, each skill in its category; language → number of skills."""
+    langs: Counter[str] = Counter()
+    category_of = iter(categories)
+    with table_writer(SKILLS, out, whole="skill_id") as append:
+        for block in track(skills.blocks(), "writing skills", skills.num_blocks):
+            langs.update(skill.lang or "unknown" for skill in block)
+            append(table_from_rows(rows_of(replace(s, category=next(category_of)) for s in block), SKILLS))
+    return dict(sorted(langs.items()))
 
 
 def _counts(words: Iterable[str]) -> dict[str, int]:
@@ -110,36 +144,73 @@ def _reasons(dropped: Sequence[Refused]) -> str:
 
 
 def open_pool(path: Path) -> list[Skill]:
-    """The skills of a SKILLS table, or of any source that the stage `pool` reads, duplicates kept."""
+    """The skills of a SKILLS table, or of any source that the stage `pool` reads, duplicates kept; see `store_pool`."""
     file = table_path(path, SKILLS)
     if file.is_file() and file.name == f"{SKILLS.name}.parquet":
         return skills_from_table(read_table(file, SKILLS))
-    config = PoolConfig(sources=[path], out=path)
-    skills, _, _ = merge_sources(read_sources(config.sources, config.max_body_chars)[0], drop_duplicates=False)
+    with tempfile.TemporaryDirectory(prefix="skilltrain-") as scratch:
+        return list(store_pool(path, Path(scratch)))
+
+
+def store_pool(path: Path, folder: Path) -> StoredSkills:
+    """What `open_pool` gives, with the texts in a file of `folder` and not in memory."""
+    file = table_path(path, SKILLS)
+    if file.is_file() and file.name == f"{SKILLS.name}.parquet":
+        return StoredSkills.of_table(file, folder)
+    skills = _gather(PoolConfig(sources=[path], out=path), False, folder).skills
     if not skills:
         raise SkilltrainError("holds no skill", where=path)
     return skills
 
 
-def read_sources(sources: Sequence[Path | str], max_body_chars: int) -> tuple[list[list[Skill]], list[Refused]]:
-    """(the usable skills of each source in order of id, what was refused or cut)."""
-    by_source: list[list[Skill]] = []
-    refused: list[Refused] = []
+@dataclass(frozen=True)
+class _Gathered:
+    """The skills of all sources under unique ids, the category that each brought, and what became of the rest."""
+
+    skills: StoredSkills
+    categories: list[str | None]
+    num_found: list[int]
+    dropped: list[Refused]
+    num_renamed: int
+
+
+@dataclass(frozen=True)
+class _Notes:
+    """What is kept of the skills while they are read, in the order of reading; `num_found` has a number a source."""
+
+    contents: list[bytes] = field(default_factory=list)
+    categories: list[str | None] = field(default_factory=list)
+    num_found: list[int] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
+
+
+def _gather(config: PoolConfig, drop_duplicates: bool, folder: Path) -> _Gathered:
+    notes = _Notes()
+    read = StoredSkills.write(_usable_skills(config, notes), folder / "skills.jsonl")
+    merged = merge_sources(read.skill_ids, notes.contents, notes.num_found, drop_duplicates)
+    skills = read.select(merged.places, merged.skill_ids)
+    categories = [notes.categories[place] for place in merged.places]
+    return _Gathered(skills, categories, notes.num_found, notes.refused + merged.dropped, merged.num_renamed)
+
+
+def _usable_skills(config: PoolConfig, notes: _Notes) -> Iterator[Skill]:
+    """Yield the skills of all sources that have a body, and note what is to be known of them without their texts."""
     with progress("reading skills", None) as (bar, task):
-        for source in sources:
-            skills: list[Skill] = []
+        for source in config.sources:
+            num_before = len(notes.contents)
             for found in read_source(source):
                 bar.advance(task)
                 if isinstance(found, Refused):
-                    refused.append(found)
+                    notes.refused.append(found)
                 elif not found.body:
-                    refused.append(Refused(found.skill_id, "empty_body", "the skill has no body"))
+                    notes.refused.append(Refused(found.skill_id, "empty_body", "the skill has no body"))
                 else:
-                    skill, cut = _cut_body(found, max_body_chars)
-                    skills.append(skill if skill.lang else replace(skill, lang=guess_lang(skill)))
-                    refused += cut
-            by_source.append(sorted(skills, key=lambda skill: skill.skill_id))
-    return by_source, refused
+                    skill, cut = _cut_body(found, config.max_body_chars)
+                    notes.refused.extend(cut)
+                    notes.contents.append(content_digest(skill))
+                    notes.categories.append(sys.intern(skill.category) if skill.category else None)
+                    yield skill if skill.lang else replace(skill, lang=guess_lang(skill))
+            notes.num_found.append(len(notes.contents) - num_before)
 
 
 def _cut_body(skill: Skill, max_chars: int) -> tuple[Skill, list[Refused]]:
@@ -151,47 +222,10 @@ def _cut_body(skill: Skill, max_chars: int) -> tuple[Skill, list[Refused]]:
     return replace(skill, body=skill.body[:max_chars].rstrip()), [cut]
 
 
-def merge_sources(
-    by_source: Sequence[Sequence[Skill]], drop_duplicates: bool
-) -> tuple[list[Skill], list[Refused], int]:
-    """(skills with unique ids, dropped duplicates, number of skills that got another id).
-
-    The same id with the same name and body is one skill. With another content the later skill is called `~2`,
-    `~3`, …, passing over names that some source itself uses, so that no id given by a source changes its meaning.
-    """
-    given = {skill.skill_id for skills in by_source for skill in skills}
-    kept: dict[str, Skill] = {}
-    first_with: dict[bytes, str] = {}
-    seen: set[tuple[str, bytes]] = set()
-    last_suffix: Counter[str] = Counter()
-    dropped: list[Refused] = []
-    num_renamed = 0
-    for skill in (skill for skills in by_source for skill in skills):
-        content = content_digest(skill)
-        if (skill.skill_id, content) in seen or (drop_duplicates and content in first_with):
-            dropped.append(Refused(skill.skill_id, "duplicate", DUPLICATE_REASON + first_with[content]))
-            continue
-        seen.add((skill.skill_id, content))
-        skill_id = skill.skill_id
-        while skill_id in kept or (skill_id != skill.skill_id and skill_id in given):
-            last_suffix[skill.skill_id] += 1
-            skill_id = f"{skill.skill_id}~{last_suffix[skill.skill_id] + 1}"
-        num_renamed += skill_id != skill.skill_id
-        first_with.setdefault(content, skill_id)
-        kept[skill_id] = replace(skill, skill_id=skill_id)
-    return list(kept.values()), dropped, num_renamed
-
-
 def kept_duplicates(dropped: pa.Table) -> dict[str, str]:
     """id of a dropped duplicate → id of the skill kept in its place, from the DROPPED table of this stage."""
     rows = (row for row in dropped.to_pylist() if row["filter"] == "duplicate")
     return {row["skill_id"]: row["reason"].removeprefix(DUPLICATE_REASON) for row in rows}
-
-
-def content_digest(skill: Skill) -> bytes:
-    """16 bytes that are equal for skills whose name and body differ in case and white space only."""
-    parts = (" ".join(part.casefold().split()) for part in (skill.name, skill.body))
-    return hashlib.blake2b("\x00".join(parts).encode(), digest_size=16).digest()
 
 
 def guess_lang(skill: Skill) -> str | None:
@@ -210,22 +244,36 @@ def guess_lang(skill: Skill) -> str | None:
     return "en" if num_english and num_english >= 0.01 * len(words) else None
 
 
-def fill_categories(skills: Sequence[Skill], config: PoolConfig) -> list[Skill]:
-    """`skills` with a category each, those that they have untouched; as they are with `categories: keep`."""
-    without = [skill for skill in skills if skill.category is None]
+def fill_categories(skills: StoredSkills, categories: Sequence[str | None], config: PoolConfig) -> Sequence[str | None]:
+    """A category for each skill, those they have untouched; `categories` as they are with `categories: keep`."""
+    without = [place for place, category in enumerate(categories) if category is None]
     if config.encoder is None or not without:
-        return list(skills)
+        return categories
     if config.categories == "from_pool" and len(without) == len(skills):
         raise SkilltrainError("no skill of the pool has a category", fix="set categories: taxonomy")
     taxonomy = load_taxonomy(config.taxonomy or DEFAULT_TAXONOMY) if config.categories == "taxonomy" else []
     encoder = open_encoder(config.encoder)
     if taxonomy:
         entries = [Skill(category.name, category.name, category.description, "") for category in taxonomy]
-        assigned = assign_categories(encode_skills(encoder, without), encode_skills(encoder, entries), taxonomy)
+        category_vectors = encode_skills(encoder, entries)
     else:
-        vectors = encode_skills(encoder, skills)
-        taxonomy, category_vectors = categories_from_members(vectors, [skill.category for skill in skills])
-        rows = [row for row, skill in enumerate(skills) if skill.category is None]
-        assigned = assign_categories(vectors[rows], category_vectors, taxonomy)
-    new: Mapping[str, str] = dict(zip((skill.skill_id for skill in without), assigned, strict=True))
-    return [skill if skill.category else replace(skill, category=new[skill.skill_id]) for skill in skills]
+        members = [place for place, category in enumerate(categories) if category is not None]
+        names = ([categories[place] or "" for place in places] for places in _blocks(members))
+        taxonomy, category_vectors = categories_from_members(
+            zip(_vectors(encoder, skills, members), names, strict=True)
+        )
+    result = list(categories)
+    for places, vectors in zip(_blocks(without), _vectors(encoder, skills, without), strict=True):
+        for place, name in zip(places, assign_categories(vectors, category_vectors, taxonomy), strict=True):
+            result[place] = name
+    return result
+
+
+def _blocks(places: Sequence[int]) -> Iterator[Sequence[int]]:
+    return (places[start : start + _ENCODED_AT_ONCE] for start in range(0, len(places), _ENCODED_AT_ONCE))
+
+
+def _vectors(encoder: SkillEncoder, skills: StoredSkills, places: Sequence[int]) -> Iterator[np.ndarray]:
+    """Yield the vectors of the skills at `places`, in blocks."""
+    for block in _blocks(places):
+        yield encode_skills(encoder, skills.select(block))

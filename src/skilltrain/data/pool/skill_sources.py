@@ -32,6 +32,7 @@ ID_COLUMNS = ("skill_id", "id")
 BODY_COLUMNS = ("body", "content", "skill_md")
 COLUMNS = (*ID_COLUMNS, "name", "description", *BODY_COLUMNS, "category", "lang", "source", "license")
 SHARD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+_ROWS = 256  # of a table in memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,24 +76,33 @@ def _read_folder(root: Path) -> Iterator[Skill | Refused]:
     if table.is_file():
         yield from _read_parquet(table)
         return
-    files, refused = _walk(root)
+    files, others, refused = _walk(root)
     yield from refused
-    skill_files = [path for path in files if path.name.lower() == "skill.md"]
-    shards = [path for path in files if path.name.lower().endswith(SHARD_SUFFIXES)]
+    skill_files = [file for file in files if _is_skill_file(file)]
+    shards = [root / file for file in files if not _is_skill_file(file)]
     if skill_files:
-        yield from (_read_skill_file(path, root) for path in skill_files)
-        yield from _left_unread(shards, skill_files, root)
+        yield from (_read_skill_file(root / file, root) for file in skill_files)
+        if shards:
+            yield from _left_unread(shards, skill_files, root)
     elif shards:
         yield from _read_shards(shards, root)
     else:
-        kinds = Counter(path.suffix or path.name for path in files).most_common(3)
+        kinds = sorted(others.items(), key=lambda item: (-item[1], item[0]))[:3]
         have = ", ".join(f"{count} {kind}" for kind, count in kinds) or "nothing"
         raise SkilltrainError(f"holds no SKILL.md, .jsonl, .jsonl.gz or .parquet file; it holds {have}", where=root)
 
 
-def _walk(root: Path) -> tuple[list[Path], list[Refused]]:
-    """(files below `root` in order of path, what could not be entered); links that lead out of it are not followed."""
-    files: list[Path] = []
+def _is_skill_file(file: str) -> bool:
+    return Path(file).name.lower() == "skill.md"
+
+
+def _walk(root: Path) -> tuple[list[str], Counter[str], list[Refused]]:
+    """(SKILL.md files and shards below `root` in order of path, kinds of other files, what could not be entered).
+
+    Paths are texts, relative to `root`: of these a million fit into memory. Links that lead out are not followed.
+    """
+    files: list[str] = []
+    others: Counter[str] = Counter()
     refused: list[Refused] = []
 
     def unreadable(error: OSError) -> None:
@@ -100,13 +110,14 @@ def _walk(root: Path) -> tuple[list[Path], list[Refused]]:
 
     for folder, folder_names, file_names in os.walk(root, onerror=unreadable):
         links = [name for name in folder_names if (Path(folder) / name).is_symlink()]
-        wanted = [name for name in file_names if name.lower() == "skill.md" or name.lower().endswith(SHARD_SUFFIXES)]
+        wanted = {name for name in file_names if _is_skill_file(name) or name.lower().endswith(SHARD_SUFFIXES)}
         leaving = {name for name in (*links, *wanted) if not _stays_below(Path(folder) / name, root)}
         for name in sorted(leaving):
             place = clean_text((Path(folder) / name).relative_to(root).as_posix())
             refused.append(Refused("", "link", f"{place} is a link that leads out of {root.name} or nowhere"))
-        files += [Path(folder) / name for name in file_names if name not in leaving]
-    return sorted(files), refused
+        files += [str(Path(folder).relative_to(root) / name) for name in wanted - leaving]
+        others.update(Path(name).suffix or name for name in file_names if name not in wanted)
+    return sorted(files, key=lambda file: Path(file).parts), others, refused
 
 
 def _stays_below(path: Path, root: Path) -> bool:
@@ -138,17 +149,18 @@ def _read_skill_file(path: Path, root: Path) -> Skill | Refused:
     )
 
 
-def _left_unread(shards: list[Path], skill_files: list[Path], root: Path) -> list[Refused]:
+def _left_unread(shards: list[Path], skill_files: list[str], root: Path) -> list[Refused]:
     """The shards that lie outside every skill's own folder: perhaps skills too, but the folder was read by SKILL.md."""
-    folders = {path.parent for path in skill_files} - {root}
-    loose = [path for path in shards if not folders & set(path.parents)]
+    folders = {str(Path(file).parent) for file in skill_files} - {"."}
+    inside = [path.relative_to(root) for path in shards]
+    loose = [path for path in inside if not folders & set(map(str, path.parents))]
     if loose:
         say(
             f"{root}: read {len(skill_files)} SKILL.md files, not {len(loose)} .jsonl or .parquet files beside them, "
             f"the first {loose[0].name}; name these as sources of their own to read them"
         )
     why = "lies beside SKILL.md files and was not read; name it as a source of its own"
-    return [Refused("", "not_read", f"{clean_text(path.relative_to(root).as_posix())} {why}") for path in loose]
+    return [Refused("", "not_read", f"{clean_text(path.as_posix())} {why}") for path in loose]
 
 
 def _read_shards(shards: list[Path], root: Path) -> Iterator[Skill | Refused]:
@@ -166,21 +178,27 @@ def _read_shards(shards: list[Path], root: Path) -> Iterator[Skill | Refused]:
 
 
 def _read_jsonl(path: Path) -> Iterator[Skill | Refused]:
-    found: list[Skill | Refused] = []
-    number = 0
+    number, has_skill = 0, False
+    refused: list[Refused] = []  # held back until there is a skill: a file without one is told of as a whole
     try:
         with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
-                if line.strip():
-                    found.append(_skill_from_line(line, f"{path.name}, line {number}", path))
+                if not line.strip():
+                    continue
+                found = _skill_from_line(line, f"{path.name}, line {number}", path)
+                if isinstance(found, Refused):
+                    refused.append(found)
+                else:
+                    yield from refused
+                    refused, has_skill = [], True
+                    yield found
     except (OSError, EOFError, zlib.error) as error:
         if not number:
             raise SkilltrainError(f"cannot be read: {error}", where=path) from error
-        found.append(Refused("", "unreadable", f"{path.name} breaks off after line {number}: {error}"))
-    if not any(isinstance(item, Skill) for item in found):
-        first = found[0].reason if found and isinstance(found[0], Refused) else "the file is empty"
-        raise SkilltrainError(f"holds no skill: {first}", where=path)
-    yield from found
+        refused.append(Refused("", "unreadable", f"{path.name} breaks off after line {number}: {error}"))
+    if not has_skill:
+        raise SkilltrainError(f"holds no skill: {refused[0].reason if refused else 'the file is empty'}", where=path)
+    yield from refused
 
 
 def _skill_from_line(line: bytes, place: str, path: Path) -> Skill | Refused:
@@ -197,7 +215,7 @@ def _read_parquet(path: Path) -> Iterator[Skill | Refused]:
     try:
         with pq.ParquetFile(path) as file:
             names = _known_columns(file.schema_arrow.names, path)
-            batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=2048, columns=names))
+            batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=_ROWS, columns=names))
             yield from _skills_from_batches(batches, path.name, path.parent.name)
     except (pa.ArrowException, OSError) as error:
         raise SkilltrainError(f"is not parquet: {error}", where=path) from error
@@ -278,6 +296,6 @@ def _read_dataset(reference: str) -> Iterator[Skill | Refused]:
         wrong = f"has no split '{split}'" if split else "has several splits"
         raise SkilltrainError(f"{wrong}; its splits: {choices}", where=where, fix=f"write {HF_PREFIX}{name}:SPLIT")
     columns = _known_columns(splits[split].column_names, where)
-    tables = splits[split].select_columns(columns).with_format("arrow").iter(batch_size=2048)
+    tables = splits[split].select_columns(columns).with_format("arrow").iter(batch_size=_ROWS)
     source = Path(name).name if Path(name).exists() else name
     return _skills_from_batches((table.to_pylist() for table in tables), where, source)

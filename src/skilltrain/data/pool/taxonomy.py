@@ -1,11 +1,11 @@
 """What a skill is for: a list of functional categories, and the nearest one for each skill."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float32, Float64
 
 from skilltrain.config import parse_yaml
 from skilltrain.errors import SkilltrainError
@@ -61,12 +61,18 @@ def assign_categories(
 
 
 def categories_from_members(
-    skill_vectors: Float32[np.ndarray, "skill dim"], categories: Sequence[str | None]
+    members: Iterable[tuple[Float32[np.ndarray, "skill dim"], Sequence[str]]],
 ) -> tuple[list[Category], Float32[np.ndarray, "category dim"]]:
-    """The categories that some skills already have, by name, and the unit mean vector of the members of each."""
-    names = sorted({name for name in categories if name is not None})
-    means = np.zeros((len(names), skill_vectors.shape[1]), dtype=np.float32)
-    for row, name in enumerate(names):
-        means[row] = skill_vectors[[category == name for category in categories]].mean(axis=0)
+    """The categories that skills already have, by name, and the unit mean vector of the members of each.
+
+    `members` are blocks of skills: their vectors, and the category of each.
+    """
+    sums: dict[str, Float64[np.ndarray, " dim"]] = {}
+    for vectors, names in members:
+        for name in set(names):
+            total = vectors[[own == name for own in names]].sum(axis=0, dtype=np.float64)
+            sums[name] = sums[name] + total if name in sums else total
+    categories = [Category(name, "") for name in sorted(sums)]
+    means = np.stack([sums[category.name] for category in categories])
     norms = np.linalg.norm(means, axis=1, keepdims=True)
-    return [Category(name, "") for name in names], means / np.maximum(norms, 1e-12)
+    return categories, (means / np.maximum(norms, 1e-12)).astype(np.float32)

@@ -7,7 +7,8 @@ What to do with flagged skills is the recipe's choice; by default they are no po
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 
 from skilltrain.data.screening.commands import BARE_ADDRESS, ENCODED_COMMAND, EXFILTRATION, PASTE_SITE
@@ -17,9 +18,10 @@ from skilltrain.data.screening.orders import OVERRIDE_ORDER, ROUTER_ORDER
 from skilltrain.data.screening.reading import Reading, read_text
 from skilltrain.data.screening.rule import Flag, Rule
 from skilltrain.data.screening.secret_keys import EMBEDDED_SECRET
+from skilltrain.data.stored_skills import Spans, StoredSkills, read_stored
 from skilltrain.records import Skill
 from skilltrain.tables import FLAGS, SKILLS, read_table, table_path, write_table
-from skilltrain.terminal import track
+from skilltrain.workers import WorkersConfig, map_blocks
 
 RULES: tuple[Rule, ...] = (
     ENCODED_COMMAND, BARE_ADDRESS, PASTE_SITE, LOCKED_ARCHIVE, OUTSIDE_PROGRAM, HIDDEN_TEXT, EMBEDDED_SECRET,
@@ -58,10 +60,15 @@ def _apart(spans: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int]]:
             yield start, end
 
 
-def screen_pool(skills: Sequence[Skill]) -> dict[str, list[Flag]]:
-    """skill_id → flags, of the skills that have any, under a progress bar."""
-    found = ((skill.skill_id, screen(skill)) for skill in track(skills, "screening skills", len(skills)))
+def screen_pool(skills: StoredSkills, workers: WorkersConfig) -> dict[str, list[Flag]]:
+    """skill_id → flags, of the skills that have any; `workers` read the texts from the file."""
+    blocks = map_blocks(partial(_screen_block, skills.file), skills.span_blocks(), workers, "screening skills")
+    found = zip(skills.skill_ids, chain.from_iterable(blocks), strict=True)
     return {skill_id: flags for skill_id, flags in found if flags}
+
+
+def _screen_block(file: Path, spans: Spans) -> list[list[Flag]]:
+    return [screen(skill) for skill in read_stored(file, spans)]
 
 
 def count_flagged(flags: Mapping[str, Sequence[Flag]]) -> dict[str, int]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from skilltrain.data.screening import flagged_skill_ids
+from skilltrain.data.stored_skills import skills_of_table
 from skilltrain.data.synthesis.check import LASTING, Fault, check_answer
 from skilltrain.data.synthesis.name_leak import common_words
 from skilltrain.data.synthesis.prompt import Ask, run_digest
@@ -27,9 +28,9 @@ from skilltrain.tables import (
     JUDGEMENTS,
     QUERIES,
     SKILLS,
+    read_columns,
     read_table,
     rows_of,
-    skills_from_table,
     write_table,
 )
 from skilltrain.terminal import progress, say
@@ -87,17 +88,19 @@ FLAGGED = Fault("flagged", "the safety screening flagged the skill")
 
 
 def _prepare(config: SynthesizeConfig) -> _Work:
-    pool = skills_from_table(read_table(config.pool, SKILLS))
-    if not pool:
+    facts = read_columns(config.pool, SKILLS, ("skill_id", "category", "lang")).to_pylist()
+    if not facts:
         raise SkilltrainError("the pool holds no skill", where=config.pool)
     left_out = flagged_skill_ids(config.pool) if config.flagged == "leave_out" else frozenset[str]()
-    usable = [skill for skill in pool if skill.skill_id not in left_out]
-    flagged = [skill.skill_id for skill in pool if skill.skill_id in left_out]
-    skills = sample_skills(usable, config.max_skills, config.seed)
-    writer = open_writer(config, pool)
+    usable = [Skill(**row, name="", description="", body="") for row in facts if row["skill_id"] not in left_out]
+    flagged = [row["skill_id"] for row in facts if row["skill_id"] in left_out]
+    chosen = {skill.skill_id for skill in sample_skills(usable, config.max_skills, config.seed)}
+    skills = [skill for skill in skills_of_table(config.pool) if skill.skill_id in chosen]
+    writer = open_writer(config, skills_of_table(config.pool))
     run = run_digest(writer.origin, config)
     asks = [Ask(skill, number + 1, run) for skill in skills for number in range(config.num_queries_per_skill)]
-    exempt = common_words((s.body for s in pool), config.exempt_share) if config.exempt_share else frozenset[str]()
+    bodies = (skill.body for skill in skills_of_table(config.pool))
+    exempt = common_words(bodies, config.exempt_share) if config.exempt_share else frozenset[str]()
     return _Work(skills, flagged, asks, writer, exempt)
 
 

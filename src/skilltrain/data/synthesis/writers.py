@@ -1,7 +1,8 @@
 """Who writes queries: a chat model, or nobody but the skill's own body."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from heapq import nsmallest
 from typing import Any, Protocol
 
 from skilltrain.data.synthesis.extractive import extractive_query, repeated_lines, without_lines
@@ -35,8 +36,11 @@ class Writer(Protocol):
         ...
 
 
-def open_writer(config: SynthesizeConfig, pool: Sequence[Skill]) -> Writer:
-    """The writer of a recipe's `llm:` section. SkilltrainError: its package is missing, or a setting."""
+def open_writer(config: SynthesizeConfig, pool: Iterable[Skill]) -> Writer:
+    """The writer of a recipe's `llm:` section, which keeps few skills of `pool` or none.
+
+    Raises SkilltrainError where its package is missing, or a setting.
+    """
     if isinstance(config.llm, ExtractiveConfig):
         return ExtractiveWriter(pool, config.seed)
     return LLMWriter(open_llm(config.llm), config)
@@ -47,8 +51,8 @@ class ExtractiveWriter:
 
     origin = "extractive"
 
-    def __init__(self, pool: Sequence[Skill], seed: int) -> None:
-        sample = sorted(pool, key=lambda skill: stable_number(seed, "boilerplate", skill.skill_id))[:8000]
+    def __init__(self, pool: Iterable[Skill], seed: int) -> None:
+        sample = nsmallest(8000, pool, key=lambda skill: stable_number(seed, "boilerplate", skill.skill_id))
         self._boilerplate = repeated_lines(skill.body for skill in sample)
         self._seed = seed
 

@@ -1,8 +1,15 @@
 """What agents could gain from a system's rankings: the coverage mixture of SkillRouter, appendix H, equation 4."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skilltrain.evaluation.statistics.bootstrap import Interval
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.results import SystemResult
+from skilltrain.evaluation.statistics.bootstrap import Interval, intervals
+from skilltrain.evaluation.statistics.values import same_queries, values_of
+
+COVERAGES = ("Hit@1", "Recall@10", "FC@10")  # an agent that takes the first, reads ten, or needs all among ten
+AVERAGE = "average"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,3 +24,84 @@ class PassRate:
     without_skills: float
     with_gold: float
     estimates: dict[str, Interval]
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """The share of tasks that an agent passes without skills, and with the gold skills put before it."""
+
+    name: str
+    without_skills: float
+    with_gold: float
+
+    def __post_init__(self) -> None:
+        for rate in (self.without_skills, self.with_gold):
+            if not 0 <= rate <= 1:  # refuses NaN too
+                raise SkilltrainError(
+                    f"a pass rate is a share between 0 and 1, found {rate}",
+                    where=f"agent {self.name}",
+                    fix="divide percentages by 100",
+                )
+
+
+# SkillsBench's leaderboard (84 tasks, 5 trials each) as SkillRouter prints it: appendix H, table 16.
+AGENTS = (
+    Agent("Gemini CLI (Flash)", 0.313, 0.487),
+    Agent("Claude Code (Opus 4.5)", 0.220, 0.453),
+    Agent("Codex (GPT-5.2)", 0.306, 0.447),
+    Agent("Claude Code (Opus 4.6)", 0.306, 0.445),
+    Agent("Gemini CLI (Pro)", 0.276, 0.412),
+    Agent("Claude Code (Sonnet 4.5)", 0.173, 0.318),
+    Agent("Claude Code (Haiku 4.5)", 0.110, 0.277),
+)
+
+
+def pass_rates(results: Sequence[SystemResult], agents: Sequence[Agent], *, seed: int) -> tuple[PassRate, ...]:
+    """For each system and agent the estimated pass rates, one for each of COVERAGES that the system holds.
+
+    Two and more agents get one row more a system, their `average`. The estimate is linear in the coverage, and so its
+    interval is that of the mean coverage, mapped: it tells how far the coverage is known, and nothing about whether
+    the pass rates, or the assumption that skills found are skills used, hold for these queries. A scenario, not a
+    measurement. A system without any of COVERAGES gets no row.
+    Raises SkilltrainError for systems that do not hold the same queries, and values that are not finite.
+    """
+    query_ids = same_queries(results)
+    rows = [*agents, average(agents)] if len(agents) > 1 else list(agents)
+    found: list[PassRate] = []
+    for system in results:
+        coverages = _coverages(system, query_ids, seed)
+        found += [
+            PassRate(
+                system=system.name,
+                agent=agent.name,
+                without_skills=agent.without_skills,
+                with_gold=agent.with_gold,
+                estimates={measure: estimate(agent, coverage) for measure, coverage in coverages.items()},
+            )
+            for agent in rows
+            if coverages
+        ]
+    return tuple(found)
+
+
+def average(agents: Sequence[Agent]) -> Agent:
+    """The agent whose pass rates are the means of all; as the mixture is linear, its estimates are means too."""
+    if not agents:
+        raise SkilltrainError("no agents: the mean of nothing is not defined")
+    without_skills = sum(agent.without_skills for agent in agents) / len(agents)
+    with_gold = sum(agent.with_gold for agent in agents) / len(agents)
+    return Agent(AVERAGE, without_skills, with_gold)
+
+
+def estimate(agent: Agent, coverage: Interval) -> Interval:
+    """Equation 4 at the mean and the ends of `coverage`; where skills harm the agent, the ends change places."""
+    gain = agent.with_gold - agent.without_skills
+    mean, low, high = (agent.without_skills + share * gain for share in (coverage.mean, coverage.low, coverage.high))
+    return Interval(mean, min(low, high), max(low, high), coverage.n)
+
+
+def _coverages(system: SystemResult, query_ids: Sequence[str], seed: int) -> dict[str, Interval]:
+    """Measure → mean over the queries, for those of COVERAGES that any query of the system holds."""
+    measures = [name for name in COVERAGES if any(name in system.per_query[query_id] for query_id in query_ids)]
+    values = values_of(system, query_ids, measures)
+    return dict(zip(measures, intervals(values, seed=seed), strict=True)) if measures else {}

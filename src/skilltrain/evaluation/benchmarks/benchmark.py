@@ -1,7 +1,7 @@
-"""A benchmark: queries, what each asks for, and the gold skills the pool must hold."""
+"""A benchmark: queries, what each asks for, and the skills it was published with."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -30,24 +30,51 @@ class Task:
         return slice_of(self.relevance)
 
 
+def make_task(query_id: str, text: str, relevance: Relevance, *, origin: str, split: str) -> Task:
+    """A task whose query is of the kind that its relevance says."""
+    return Task(Query(query_id, text, kind=slice_of(relevance), origin=origin, split=split), relevance)
+
+
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """Tasks in the order of their file, and gold skills to add to the pool (none where the pool holds them)."""
+    """Tasks in the order of their file, and the skills that came with them.
+
+    `gold_skills` are to be added to a pool (none where the pool holds them). `pool` is the pool that the benchmark was
+    published with, empty where it has none: without another pool its figures are over this one. Both may hold the same
+    skill. `notes` say what of the published files is not scored, one sentence each.
+    """
 
     name: str
     tasks: tuple[Task, ...]
     gold_skills: tuple[Skill, ...]
+    pool: tuple[Skill, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def name_of(folder: Path) -> str:
+    """The folder's name; its parent's where it is called `data`, as in a clone of a published repository."""
+    resolved = folder.resolve()
+    return resolved.parent.name if resolved.name == "data" and resolved.parent.name else resolved.name
+
+
+def with_pool(folder: Path, tasks: Iterable[Task], pool: Iterable[Skill], notes: Collection[str] = ()) -> Benchmark:
+    """A benchmark with the pool it was published with; `gold_skills` are those of it that can be gold."""
+    tasks, pool = tuple(tasks), tuple(pool)
+    wanted = {skill_id for task in tasks for skill_id in (*task.relevance.gold, *task.relevance.alternatives)}
+    gold_skills = tuple(skill for skill in pool if skill.skill_id in wanted)
+    return Benchmark(name_of(folder), tasks, gold_skills, pool, tuple(notes))
 
 
 def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
     """`benchmark` as it can be scored over the pool `skill_ids` (gold skills added).
 
-    Raises SkilltrainError where a gold skill is missing: no ranking could find it, and every figure would be too
-    low without a word. A gain of a skill that is not gold and not in the pool (SkillRouter's easy pool lacks the
-    degraded copies) is left out, so that a perfect ranking has nDCG 1, as in the released evaluation.
+    Raises SkilltrainError where a gold skill is missing and no alternative is there: no ranking could find it, and
+    every figure would be too low without a word. A gain of a skill that is not gold and not in the pool (SkillRouter's
+    easy pool lacks the degraded copies) is left out, so that a perfect ranking has nDCG 1, as in the released
+    evaluation.
     """
     pool = frozenset(skill_ids)
-    missing = [(task.query.query_id, lost) for task in benchmark.tasks for lost in sorted(task.relevance.gold - pool)]
+    missing = [(task.query.query_id, lost) for task in benchmark.tasks for lost in _missing(task.relevance, pool)]
     if missing:
         query_id, skill_id = missing[0]
         num_queries = len({query_id for query_id, _ in missing})
@@ -60,12 +87,19 @@ def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
     return replace(benchmark, tasks=tuple(_within(task, pool) for task in benchmark.tasks))
 
 
+def _missing(relevance: Relevance, pool: frozenset[str]) -> list[str]:
+    met = {need for skill_id, need in relevance.alternatives.items() if skill_id in pool}
+    return sorted(relevance.gold - pool - met)
+
+
 def _within(task: Task, pool: frozenset[str]) -> Task:
-    gains = {skill_id: gain for skill_id, gain in task.relevance.gains.items() if skill_id in pool}
-    return replace(task, relevance=replace(task.relevance, gains=gains))
+    gold, gains = task.relevance.gold, task.relevance.gains
+    kept = {skill_id: gain for skill_id, gain in gains.items() if skill_id in pool or skill_id in gold}
+    return replace(task, relevance=replace(task.relevance, gains=kept))
 
 
 def of_split(queries: Sequence[Query], split: str | None, path: Path) -> list[Query]:
+    """The queries of a split, or all. Raises SkilltrainError where there is none."""
     chosen = [query for query in queries if split in (None, query.split)]
     if not queries:
         raise SkilltrainError("holds no query to score", where=path)
@@ -74,3 +108,21 @@ def of_split(queries: Sequence[Query], split: str | None, path: Path) -> list[Qu
         splits = ", ".join(f"{name} ({count})" for name, count in sorted(counts.items()))
         raise SkilltrainError(f"holds no query of split '{split}'", where=path, fix=f"its splits are {splits}")
     return chosen
+
+
+def tasks_of_split(tasks: Sequence[Task], split: str | None, path: Path) -> list[Task]:
+    """The tasks of a split, or all. Raises SkilltrainError where there is none."""
+    wanted = {query.query_id for query in of_split([task.query for task in tasks], split, path)}
+    return [task for task in tasks if task.query.query_id in wanted]
+
+
+def split_files(folder: Path, suffix: str, split: str | None) -> dict[str, Path]:
+    """split → its file in `folder`, of one split or of all. Raises SkilltrainError where there is none."""
+    files = {file.name.removesuffix(suffix): file for file in sorted(folder.glob(f"*{suffix}"))}
+    if not files:
+        raise SkilltrainError(f"holds no {suffix} file, one a split", where=folder)
+    if split is None:
+        return files
+    if split not in files:
+        raise SkilltrainError(f"holds no split '{split}'", where=folder, fix=f"its splits are {', '.join(files)}")
+    return {split: files[split]}

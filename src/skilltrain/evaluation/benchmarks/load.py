@@ -1,16 +1,39 @@
 """Reading a benchmark from its folder, whichever form it has."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.benchmarks.beir import read_beir
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark
-from skilltrain.evaluation.benchmarks.rows import read_skills
-from skilltrain.evaluation.benchmarks.skillrouter import skillrouter_tasks
-from skilltrain.evaluation.benchmarks.tables import table_tasks
+from skilltrain.evaluation.benchmarks.livemcpbench import ANNOTATIONS, read_livemcpbench, read_livemcpbench_clone
+from skilltrain.evaluation.benchmarks.r3 import read_r3_groups, read_r3_skill
+from skilltrain.evaluation.benchmarks.skillret import read_skillret
+from skilltrain.evaluation.benchmarks.skillrouter import read_skillrouter
+from skilltrain.evaluation.benchmarks.tables import read_tables
+from skilltrain.terminal import say
+
+# The file that tells a form, and what reads it; the first that is there decides.
+_READERS: tuple[tuple[str, Callable[[Path, str | None], Benchmark]], ...] = (
+    ("tools.jsonl", read_livemcpbench),
+    (ANNOTATIONS, read_livemcpbench_clone),
+    ("tasks.jsonl", read_skillrouter),
+    ("judgements.jsonl", read_r3_groups),
+    ("skills_test.jsonl", read_r3_skill),
+    ("queries.jsonl", read_beir),
+    ("queries.parquet", read_tables),
+    ("queries", read_skillret),
+)
+_FORMS = (
+    "a benchmark holds queries.parquet and judgements.parquet (ours), tasks.jsonl and relevance.json "
+    "(SkillRouter), queries.jsonl and qrels/*.tsv (BEIR), queries/, skills/ and qrels/*.jsonl (SkillRet's data), "
+    "test.jsonl and skills_test.jsonl (R3-Skill's data), judgements.jsonl (groups), "
+    "tasks.jsonl and tools.jsonl, or a clone (LiveMCPBench)"
+)
 
 
 def load_benchmark(path: Path, split: str | None = None) -> Benchmark:
-    """The benchmark in a folder, all of it or one split, in whichever of the two forms the folder holds.
+    """The benchmark in a folder, all of it or one split, in whichever of these forms the folder holds.
 
     Our own tables, queries.parquet and judgements.parquet: a required skill is gold with gain 1, a useful one has
     gain 0.5 without being gold; irrelevant and rejected skills gain nothing.
@@ -21,18 +44,34 @@ def load_benchmark(path: Path, split: str | None = None) -> Benchmark:
     `generic_only` are skipped, as in the released evaluation. `excluded: true` in tasks.jsonl does not skip a task:
     it is SkillsBench's own note that the task's environment is faulty (the only one here says "timeout issues"),
     which does not touch routing; the released evaluation never reads it, and its 75 scored tasks contain excluded
-    ones. The released data is a test set, so all its queries are of split `test`.
+    ones. The released data is a test set, so all its queries are of split `test`. Its two tiers are two pools, the
+    folders easy and hard beside these files: give one of them as the pool.
 
-    Raises SkilltrainError, naming file and query, for malformed files, a query without gold, a query without
-    relevance and relevance without a query.
+    BEIR's files, corpus.jsonl, queries.jsonl and qrels/{split}.tsv with its header: what scores above 0 is gold, and
+    the score is its gain. Queries without a row in the qrels are not scored. The corpus becomes the benchmark's own
+    pool (title as name, text as body); without corpus.jsonl the ids are those of a pool you give.
+
+    SkillRet's folder `data`: skills, queries and qrels, each with a file a split. A split has a pool of its own; all
+    splits at once are ranked over all their skills, so give split=test for the published protocol.
+
+    R3-Skill's folder `data`, test.jsonl and skills_test.jsonl: `skill_ids` are gold with gain 1. The rows carry no
+    id that the released evaluation reads: a query is called by its line, test-17. Groups of judgements in a file
+    judgements.jsonl: required skills are gold with gain 1, rejected and irrelevant ones gain nothing.
+
+    LiveMCPBench, as a clone of its repository or as tasks.jsonl and tools.jsonl: a tool is a skill, and the tools
+    are the benchmark's own pool. A needed tool whose name several servers offer is met by any of them
+    (Relevance.alternatives). A needed tool that is not among the tools cannot be gold, and a task with no other is
+    not scored; `notes` count both.
+
+    Raises SkilltrainError, naming file, line and id, for malformed files, an id that stands twice, a query without
+    gold, relevance without a query, and relevance of a skill that the benchmark's own pool does not hold.
     """
     if not path.is_dir():
         raise SkilltrainError("no such folder; a benchmark is a folder", where=path)
-    if (path / "tasks.jsonl").exists():
-        tasks, skills = skillrouter_tasks(path, split), read_skills(path / "gold_skills.jsonl")
-    elif (path / "queries.parquet").exists():
-        tasks, skills = table_tasks(path, split), ()
-    else:
-        fix = "a benchmark holds queries.parquet and judgements.parquet, or tasks.jsonl and relevance.json"
-        raise SkilltrainError("is not a benchmark", where=path, fix=fix)
-    return Benchmark(name=path.resolve().name, tasks=tuple(tasks), gold_skills=skills)
+    reader = next((reader for marker, reader in _READERS if (path / marker).exists()), None)
+    if reader is None:
+        raise SkilltrainError("is not a benchmark", where=path, fix=_FORMS)
+    benchmark = reader(path, split)
+    for note in benchmark.notes:
+        say(f"{benchmark.name}: {note}")
+    return benchmark

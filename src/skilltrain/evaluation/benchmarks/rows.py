@@ -1,5 +1,6 @@
 """Rows of foreign files, checked: a fault names file and row."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -48,10 +49,20 @@ def read_skills(file: Path) -> tuple[Skill, ...]:
     """The skills of a JSON Lines file; none where there is no file."""
     if not file.exists():
         return ()
-    skills: dict[str, Skill] = {}
+    rows = unique_rows(SkillRow, file, "skill", lambda row: row.skill_id)
+    return tuple(Skill(**row.model_dump()) for _, row in rows)
+
+
+def unique_rows(
+    row_class: type[RowT], file: Path, what: str, id_of: Callable[[RowT], str]
+) -> Iterator[tuple[str, RowT]]:
+    """Yield (id, row) of a JSON Lines file, in order. Raises SkilltrainError for an id that stands twice."""
+    seen: set[str] = set()
     for line, values in read_jsonl(file):
-        skill = Skill(**parse_row(SkillRow, values, f"{file}, line {line}").model_dump())
-        if skill.skill_id in skills:
-            raise SkilltrainError(f"skill '{skill.skill_id}' stands twice", where=f"{file}, line {line}")
-        skills[skill.skill_id] = skill
-    return tuple(skills.values())
+        where = f"{file}, line {line}"
+        row = parse_row(row_class, values, where)
+        row_id = id_of(row)
+        if row_id in seen:
+            raise SkilltrainError(f"{what} '{row_id}' stands twice", where=where)
+        seen.add(row_id)
+        yield row_id, row

@@ -7,11 +7,10 @@ from typing import Annotated
 from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Task, of_split, slice_of
-from skilltrain.evaluation.benchmarks.rows import Row, Text, parse_row
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, make_task, name_of, tasks_of_split
+from skilltrain.evaluation.benchmarks.rows import Row, Text, parse_row, read_skills
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.files import read_json, read_jsonl
-from skilltrain.records import Query
 
 
 class _TaskRow(Row):
@@ -26,20 +25,21 @@ class _RelevanceRow(Row):
     task_type: str
 
 
-def skillrouter_tasks(folder: Path, split: str | None) -> list[Task]:
-    """The scored tasks of tasks.jsonl and relevance.json (see load_benchmark)."""
+def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
+    """The scored tasks of tasks.jsonl and relevance.json, and gold_skills.jsonl if it is there (see load_benchmark)."""
+    return Benchmark(name_of(folder), tuple(_scored_tasks(folder, split)), read_skills(folder / "gold_skills.jsonl"))
+
+
+def _scored_tasks(folder: Path, split: str | None) -> list[Task]:
     rows = _relevance_rows(folder / "relevance.json")
     texts = _task_texts(folder / "tasks.jsonl", rows.keys())
-    relevances = {
-        task_id: _skillrouter_relevance(rows[task_id], f"{folder / 'relevance.json'}, task {task_id}")
-        for task_id in texts
-        if rows[task_id].task_type != "generic_only"
-    }
-    queries = [
-        Query(query_id=task_id, text=texts[task_id], kind=slice_of(relevance), origin="skillsbench", split="test")
-        for task_id, relevance in relevances.items()
-    ]
-    return [Task(query, relevances[query.query_id]) for query in of_split(queries, split, folder)]
+    tasks: list[Task] = []
+    for task_id, text in texts.items():
+        row, where = rows[task_id], f"{folder / 'relevance.json'}, task {task_id}"
+        if row.task_type != "generic_only":
+            relevance = _skillrouter_relevance(row, where)
+            tasks.append(make_task(task_id, text, relevance, origin="skillsbench", split="test"))
+    return tasks_of_split(tasks, split, folder)
 
 
 def _relevance_rows(file: Path) -> dict[str, _RelevanceRow]:

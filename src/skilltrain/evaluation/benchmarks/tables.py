@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Task, of_split
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, name_of, of_split
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.records import Query, Verdict
 from skilltrain.tables import JUDGEMENTS, QUERIES, queries_from_table, read_table, verdicts_by_query
@@ -13,7 +13,7 @@ from skilltrain.tables import JUDGEMENTS, QUERIES, queries_from_table, read_tabl
 VERDICT_GAINS = {Verdict.REQUIRED: 1.0, Verdict.USEFUL: 0.5}
 
 
-def table_tasks(folder: Path, split: str | None) -> list[Task]:
+def read_tables(folder: Path, split: str | None) -> Benchmark:
     """The tasks of queries.parquet and judgements.parquet (see load_benchmark)."""
     queries = queries_from_table(read_table(folder, QUERIES))
     verdicts = verdicts_by_query(read_table(folder, JUDGEMENTS))
@@ -22,7 +22,10 @@ def table_tasks(folder: Path, split: str | None) -> list[Task]:
             f"{len(unknown)} judged queries are not in queries.parquet, first '{unknown[0]}'",
             where=folder / "judgements.parquet",
         )
-    return [Task(query, _judged_relevance(query, verdicts, folder)) for query in of_split(queries, split, folder)]
+    chosen = of_split(queries, split, folder)
+    return Benchmark(
+        name_of(folder), tuple(Task(query, _judged_relevance(query, verdicts, folder)) for query in chosen), ()
+    )
 
 
 def _judged_relevance(query: Query, verdicts: Mapping[str, Mapping[str, Verdict]], folder: Path) -> Relevance:

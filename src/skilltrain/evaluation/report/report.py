@@ -2,90 +2,28 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from rich.table import Table
-from rich.text import Text
 
 from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.analysis.analysis import Analysis
 from skilltrain.evaluation.benchmarks.benchmark import Slice
 from skilltrain.evaluation.metrics import Measure
+from skilltrain.evaluation.report.contents import SECTIONS, Report, ReportTexts
+from skilltrain.evaluation.report.markdown import markdown_table
 from skilltrain.evaluation.report.page import page
+from skilltrain.evaluation.report.terminal_table import terminal_table
 from skilltrain.evaluation.results import SystemResult
-from skilltrain.evaluation.statistics.bootstrap import RESAMPLES, Interval, compact, intervals, paired_differences
+from skilltrain.evaluation.statistics.bootstrap import Interval, intervals
+from skilltrain.evaluation.statistics.comparison import Comparison, compare
+from skilltrain.evaluation.statistics.values import same_queries, values_of
 from skilltrain.files import write_json, write_text
 
-SECTIONS = ("all", "single", "multi")
+__all__ = ["Report", "ReportTexts", "build_report", "terminal_table", "write_per_query", "write_report"]
+NOTHING = Analysis()
 COMPARED = ("Hit@1", "MRR@10")  # the measures by which systems are compared in pairs
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """How much `system` is above `baseline` in the mean over the same queries, with interval and two-sided p."""
-
-    system: str
-    baseline: str
-    measure: str
-    difference: Interval
-    p: float
-
-
-@dataclass(frozen=True)
-class ReportTexts:
-    """What the HTML page may show beyond numbers; all of it untrusted.
-
-    query_id → text, skill_id → name, query_id → gold skill ids.
-    """
-
-    queries: Mapping[str, str]
-    skill_names: Mapping[str, str]
-    gold: Mapping[str, frozenset[str]]
-
-
-@dataclass(frozen=True)
-class Report:
-    """Everything a reader needs to trust a table: means, intervals, paired differences, and the values behind them.
-
-    `summaries` maps system → section (all, single, multi; an empty section is left out) → measure → interval.
-    """
-
-    benchmark: str
-    seed: int
-    measures: tuple[str, ...]
-    slices: Mapping[str, Slice]
-    results: tuple[SystemResult, ...]
-    summaries: Mapping[str, Mapping[str, Mapping[str, Interval]]]
-    comparisons: tuple[Comparison, ...]
-
-    def sections(self) -> dict[str, int]:
-        """The sections that hold a query, and how many."""
-        return {section: len(ids) for section in SECTIONS if (ids := _query_ids(self.slices, section))}
-
-    def is_best(self, section: str, system: str, measure: str) -> bool:
-        """Whether the system has the section's highest mean, alone or tied; nobody has where all are equal."""
-        means = {name: rows[section][measure].mean for name, rows in self.summaries.items()}
-        return means[system] == max(means.values()) > min(means.values())
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as JSON values, without the values of single queries."""
-        systems = [
-            {"name": name}
-            | {
-                "metrics" if section == "all" else section: {measure: asdict(value) for measure, value in row.items()}
-                for section, row in rows.items()
-            }
-            for name, rows in self.summaries.items()
-        ]
-        differences = [
-            {"system": c.system, "baseline": c.baseline, "measure": c.measure, **asdict(c.difference), "p": c.p}
-            for c in self.comparisons
-        ]
-        settings = {"seed": self.seed, "resamples": RESAMPLES}
-        return {"benchmark": self.benchmark, **settings, "systems": systems, "differences": differences}
 
 
 def build_report(
@@ -94,21 +32,26 @@ def build_report(
     slices: Mapping[str, Slice],
     measures: Sequence[Measure],
     seed: int,
+    analysis: Analysis = NOTHING,
 ) -> Report:
     """The systems' means with 95% intervals, for all queries and each slice, and the differences between systems.
 
     `slices` maps every query of the benchmark to single or multi. Each system is compared with the first and with
-    the one before it. Raises SkilltrainError where a system does not hold exactly these queries and measures.
+    the one before it, by Hit@1 and MRR@10 (by the first measure, where neither was asked for). A measure may be
+    undefined for a query: then it is so in every system, and means run over the other queries.
+    Raises SkilltrainError where a system does not hold exactly these queries, or a measure where another does.
     """
     names = tuple(str(measure) for measure in measures)
-    _check_systems(systems, slices, names)
-    summaries: dict[str, dict[str, dict[str, Interval]]] = {system.name: {} for system in systems}
+    held = _held(systems, slices, names)
+    summaries = {system.name: {} for system in systems}
     for section in SECTIONS:
-        if query_ids := _query_ids(slices, section):
-            values = [_values(system, query_ids, names) for system in systems]
-            row = iter(intervals(np.concatenate(values, axis=1), seed=seed))
-            for system in systems:
-                summaries[system.name][section] = {name: next(row) for name in names}
+        query_ids = [query_id for query_id, part in slices.items() if section in ("all", part)]
+        if query_ids:
+            for system, row in zip(systems, _means(systems, query_ids, held, seed), strict=True):
+                summaries[system.name][section] = row
+    pairs = [(systems[0], system) for system in systems[1:]]
+    pairs = list(dict.fromkeys((b.name, s.name) for b, s in [*pairs, *pairwise(systems)]))
+    compared = [name for name in names if name in COMPARED] or [names[0]]
     return Report(
         benchmark=benchmark_name,
         seed=seed,
@@ -116,43 +59,47 @@ def build_report(
         slices=dict(slices),
         results=tuple(systems),
         summaries=summaries,
-        comparisons=_comparisons(systems, list(slices), [name for name in names if name in COMPARED], seed),
+        comparisons=_comparisons(systems, pairs, [name for name in compared if len(held[name]) == len(slices)], seed),
+        analysis=_checked(analysis, systems, slices),
     )
+
+
+def _means(
+    systems: Sequence[SystemResult], query_ids: Sequence[str], held: Mapping[str, frozenset[str]], seed: int
+) -> list[dict[str, Interval]]:
+    """Measure → interval for each system. Measures of the same queries share draws; one of no query is left out."""
+    together: dict[tuple[str, ...], list[str]] = {}
+    for name, known in held.items():
+        if having := tuple(query_id for query_id in query_ids if query_id in known):
+            together.setdefault(having, []).append(name)
+    found: list[dict[str, Interval]] = [{} for _ in systems]
+    for having, names in together.items():
+        columns = intervals(np.concatenate([values_of(s, having, names) for s in systems], axis=1), seed=seed)
+        for place, value in enumerate(columns):
+            found[place // len(names)][names[place % len(names)]] = value
+    return [{name: row[name] for name in held if name in row} for row in found]
 
 
 def _comparisons(
-    systems: Sequence[SystemResult], query_ids: Sequence[str], names: Sequence[str], seed: int
+    systems: Sequence[SystemResult], pairs: Sequence[tuple[str, str]], names: Sequence[str], seed: int
 ) -> tuple[Comparison, ...]:
-    with_first = [(systems[0], system) for system in systems[1:]]
-    pairs = list({(b.name, s.name): (b, s) for b, s in [*with_first, *pairwise(systems)]}.values())
-    if not pairs or not names:
-        return ()
-    values = {system.name: _values(system, query_ids, names) for system in systems}
-    columns = np.concatenate([values[system.name] - values[baseline.name] for baseline, system in pairs], axis=1)
-    found = iter(paired_differences(columns, seed=seed))
-    return tuple(
-        Comparison(system.name, baseline.name, name, difference.interval, difference.p)
-        for baseline, system in pairs
-        for name, difference in ((name, next(found)) for name in names)
-    )
+    return compare(systems, pairs, names, same_queries(systems), seed=seed) if pairs and names else ()
 
 
-def _query_ids(slices: Mapping[str, Slice], section: str) -> list[str]:
-    return [query_id for query_id, part in slices.items() if section in ("all", part)]
-
-
-def _values(system: SystemResult, query_ids: Sequence[str], names: Sequence[str]) -> np.ndarray:
-    """float64 [query, measure]."""
-    return np.array([[system.per_query[query_id][name] for name in names] for query_id in query_ids])
-
-
-def _check_systems(systems: Sequence[SystemResult], slices: Mapping[str, Slice], names: Sequence[str]) -> None:
+def _held(
+    systems: Sequence[SystemResult], slices: Mapping[str, Slice], names: Sequence[str]
+) -> dict[str, frozenset[str]]:
+    """Measure → the queries that have a value of it, the same in every system."""
     if not systems or not slices or not names:
         raise SkilltrainError("a report needs at least one system, one query and one measure")
     if len(set(names)) < len(names):
         raise SkilltrainError(f"a measure is named twice: {', '.join(names)}")
     if repeated := [s.name for i, s in enumerate(systems) if s.name in {other.name for other in systems[:i]}]:
         raise SkilltrainError(f"two systems are named '{repeated[0]}'", fix="give each system a name of its own")
+    held = {
+        name: frozenset(query_id for query_id, values in systems[0].per_query.items() if name in values)
+        for name in names
+    }
     for system in systems:
         if odd := sorted(system.per_query.keys() ^ slices.keys()):
             raise SkilltrainError(
@@ -160,82 +107,45 @@ def _check_systems(systems: Sequence[SystemResult], slices: Mapping[str, Slice],
                 where=f"system {system.name}",
             )
         for query_id, values in system.per_query.items():
-            if without := [name for name in names if name not in values]:
-                raise SkilltrainError(f"query {query_id} has no value of {without[0]}", where=f"system {system.name}")
+            for name in names:
+                if (name in values) != (query_id in held[name]):
+                    one, other = (system, systems[0]) if name not in values else (systems[0], system)
+                    raise SkilltrainError(
+                        f"query {query_id} has no value of {name}, but has one in {other.name}",
+                        where=f"system {one.name}",
+                    )
+    return held
 
 
-def terminal_table(report: Report) -> Table:
-    """Systems as rows, measures as columns, one block a section; the best mean of a column stands out.
-
-    The interval stands below its mean, so that seven measures fit 120 columns.
-    """
-    table = Table(title=Text(f"{report.benchmark}, 95% bootstrap intervals"), title_justify="left", pad_edge=False)
-    table.add_column("system", overflow="fold", max_width=28)
-    for name in report.measures:
-        table.add_column(name.replace("Recall@", "R@").replace("Precision@", "P@"), justify="right", no_wrap=True)
-    for section, count in report.sections().items():
-        table.add_section()
-        table.add_row(Text(f"{section}, n = {count}", style="italic dim"))
-        for system in report.summaries:
-            row = report.summaries[system][section]
-            table.add_row(Text(system), *(_cell(row[name], report.is_best(section, system, name)) for name in row))
-    return table
-
-
-def _cell(value: Interval, best: bool) -> Text:
-    mean = Text(compact(value.mean, 3), style="bold" if best else "")
-    return mean.append(f"\n{value.bounds()}", style="not bold dim")
-
-
-def markdown_table(report: Report) -> str:
-    """The report as Markdown: one table a section, then the paired differences; names are escaped."""
-    lines = [f"# {_plain(report.benchmark)}", "", "Means with 95% bootstrap intervals; the best mean is bold."]
-    for section, count in report.sections().items():
-        rows = [
-            [_plain(system), *(_marked(report, section, system, name) for name in report.measures)]
-            for system in report.summaries
-        ]
-        lines += ["", f"## {section.capitalize()} (n = {count})", "", *_grid(["system", *report.measures], rows)]
-    if report.comparisons:
-        rows = [
-            [_plain(c.system), _plain(c.baseline), c.measure, compact(c.difference.mean, 3), c.difference.bounds(),
-             compact(c.p, 4)]
-            for c in report.comparisons
-        ]  # fmt: skip
-        head = ["system", "minus", "measure", "difference", "95% interval", "p"]
-        lines += ["", "## Differences on the same queries", "", *_grid(head, rows)]
-    return "\n".join(lines) + "\n"
-
-
-def _marked(report: Report, section: str, system: str, measure: str) -> str:
-    value = report.summaries[system][section][measure]
-    mean = compact(value.mean, 3)
-    return f"**{mean}** {value.bounds()}" if report.is_best(section, system, measure) else str(value)
-
-
-def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
-
-
-def _plain(text: str) -> str:
-    """`text` as one line of Markdown without markup."""
-    text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
-    return "".join(f"\\{letter}" if letter in "\\`*_[]|#" else letter for letter in text)
+def _checked(analysis: Analysis, systems: Sequence[SystemResult], slices: Mapping[str, Slice]) -> Analysis:
+    """The analysis, if the outcomes that it lists by query are of these systems and queries."""
+    names = {system.name for system in systems}
+    for outcome in analysis.outcomes:
+        if unknown := sorted({outcome.baseline, outcome.system} - names):
+            raise SkilltrainError(f"the analysis is of a system '{unknown[0]}' that the report does not hold")
+        listed = {*outcome.both, *outcome.fixed, *outcome.broken, *outcome.neither}
+        if unknown := sorted(listed - slices.keys()):
+            raise SkilltrainError(f"the analysis is of a query '{unknown[0]}' that the report does not hold")
+    return analysis
 
 
 def write_report(report: Report, folder: Path, texts: ReportTexts | None) -> None:
     """Write metrics.json, report.md, report.html and per_query.jsonl (one row a system and query) into `folder`.
 
-    Without `texts` the page shows query and skill ids in place of texts and names, and no recall curve.
+    Without `texts` the page shows query and skill ids in place of texts and names, and nothing that needs gold skills.
     """
     write_json(folder / "metrics.json", report.to_json())
     write_text(folder / "report.md", markdown_table(report))
     write_text(folder / "report.html", page(report, texts))
+    write_per_query(report, folder / "per_query.jsonl")
+
+
+def write_per_query(report: Report, file: Path) -> None:
+    """Write one row a system and query: the query's slice, and its value of each measure that it has one of."""
     rows = (
         {"system": system.name, "query_id": query_id, "slice": part}
-        | {name: system.per_query[query_id][name] for name in report.measures}
+        | {name: value for name, value in system.per_query[query_id].items() if name in report.measures}
         for system in report.results
         for query_id, part in report.slices.items()
     )
-    write_text(folder / "per_query.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

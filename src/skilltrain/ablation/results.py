@@ -1,0 +1,219 @@
+"""What the cells scored: means over seeds and queries with intervals, and which differences to the baseline count.
+
+A query's value is its mean over the seeds; queries are then drawn with replacement, so an interval speaks of other
+queries and not of other trainings. How far the seeds lie apart stands beside it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from skilltrain import __version__
+from skilltrain.ablation.plan import Cell, Plan
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.metrics import parse_measures
+from skilltrain.evaluation.report.numbers import reading
+from skilltrain.evaluation.results import SystemResult
+from skilltrain.evaluation.statistics.bootstrap import RESAMPLES, Interval, interval
+from skilltrain.evaluation.statistics.comparison import Comparison, compare
+from skilltrain.evaluation.statistics.significance import holm
+from skilltrain.evaluation.statistics.values import same_queries
+from skilltrain.files import read_jsonl
+from skilltrain.recipe import RECIPE_FILE
+
+PER_QUERY_FILE = "per_query.jsonl"
+Values = dict[str, dict[str, float]]
+"""query_id → measure → value."""
+
+
+@dataclass(frozen=True)
+class VariantScores:
+    """A variant's measures: the interval over queries, and the mean of each seed.
+
+    One that does nothing with the seed (`is_seeded` false) has one cell, which stands for all seeds.
+    """
+
+    variant: str
+    is_seeded: bool
+    means: Mapping[str, Interval]
+    seed_means: Mapping[int, Mapping[str, float]]
+
+    def seed_spread(self, measure: str) -> float | None:
+        """The standard deviation of the seeds' means (n − 1); None for one seed."""
+        means = [found[measure] for found in self.seed_means.values() if measure in found]
+        return stdev(means) if len(means) > 1 else None
+
+    def of_seed(self, seed: int, measure: str) -> float | None:
+        """The mean over queries of one seed; None if its cell failed."""
+        means = self.seed_means.get(seed) if self.is_seeded else next(iter(self.seed_means.values()))
+        return None if means is None else means[measure]
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    """One evaluation: its variants' scores, in the grid's order, and the differences to the baseline."""
+
+    evaluation: str
+    benchmark: Path
+    split: str | None
+    num_queries: int
+    measures: tuple[str, ...]
+    scores: tuple[VariantScores, ...]
+    comparisons: tuple[Comparison, ...]
+
+    def seed_differences(self, comparison: Comparison) -> dict[int, float]:
+        """Seed → how much the variant is above the baseline with it: does a difference hold for every training?"""
+        variant, baseline = (
+            next(scores for scores in self.scores if scores.variant == name)
+            for name in (comparison.system, comparison.baseline)
+        )
+        found: dict[int, float] = {}
+        for seed in {**variant.seed_means, **baseline.seed_means}:
+            after, before = variant.of_seed(seed, comparison.measure), baseline.of_seed(seed, comparison.measure)
+            if after is not None and before is not None:
+                found[seed] = after - before
+        return found
+
+
+@dataclass(frozen=True)
+class Results:
+    """All tables of an ablation; `failed` maps a cell to its one-line error."""
+
+    plan: Plan
+    tables: tuple[ResultTable, ...]
+    failed: Mapping[tuple[str, int], str]
+
+    @property
+    def num_tests(self) -> int:
+        """The family of Holm's correction: all comparisons of all tables."""
+        return sum(len(table.comparisons) for table in self.tables)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as JSON values."""
+        grid = self.plan.grid
+        statistics = {"resamples": RESAMPLES, "seed": grid.bootstrap_seed, "num_tests": self.num_tests}
+        return {
+            "skilltrain": __version__,
+            "ablation": grid.ablation,
+            "claim": grid.claim,
+            "baseline": grid.baseline,
+            "statistics": statistics,
+            "tables": [_table_json(table) for table in self.tables],
+            "cells": [self._cell_json(cell) for cell in self.plan.cells],
+        }
+
+    def _cell_json(self, cell: Cell) -> dict[str, Any]:
+        error = self.failed.get((cell.variant, cell.seed))
+        recipes = {run.step: str(run.folder / RECIPE_FILE) for run in self.plan.chain(cell)}
+        return {"variant": cell.variant, "seed": cell.seed, "error": error, "recipes": recipes}
+
+
+def _table_json(table: ResultTable) -> dict[str, Any]:
+    rows = [
+        {
+            "variant": scores.variant,
+            "seeds": list(scores.seed_means),
+            "metrics": {name: asdict(value) for name, value in scores.means.items()},
+            "seed_means": _by_seed(scores.seed_means),
+            "seed_sd": {name: scores.seed_spread(name) for name in scores.means},
+        }
+        for scores in table.scores
+    ]
+    return {
+        "evaluation": table.evaluation,
+        "benchmark": str(table.benchmark),
+        "split": table.split,
+        "num_queries": table.num_queries,
+        "variants": rows,
+        "differences": [
+            asdict(c) | {"verdict": reading(c), "seed_differences": _by_seed(table.seed_differences(c))}
+            for c in table.comparisons
+        ],
+    }
+
+
+def _by_seed(values: Mapping[int, Any]) -> dict[str, Any]:
+    """JSON's keys are texts."""
+    return {str(seed): value for seed, value in values.items()}
+
+
+def collect_results(plan: Plan, failed: Mapping[tuple[str, int], str]) -> Results:
+    """The tables of all cells that did not fail; of an evaluation that no cell finished there is none."""
+    done = [cell for cell in plan.cells if (cell.variant, cell.seed) not in failed]
+    names = list(dict.fromkeys(name for cell in plan.cells for name in cell.evaluations))
+    found = [_table(plan, name, [cell for cell in done if name in cell.evaluations]) for name in names]
+    tables = [table for table in found if table is not None]
+    adjusted = iter(holm([c.p for table in tables for c in table.comparisons]))
+    corrected = [
+        replace(table, comparisons=tuple(replace(c, p_holm=next(adjusted)) for c in table.comparisons))
+        for table in tables
+    ]
+    return Results(plan, tuple(corrected), dict(failed))
+
+
+def _table(plan: Plan, name: str, cells: Sequence[Cell]) -> ResultTable | None:
+    if not cells:
+        return None
+    grid, config = plan.grid, plan.runs[cells[0].evaluations[name]].config
+    measures = tuple(str(measure) for measure in parse_measures(config.measures))
+    systems, scores = [], []
+    for variant in grid.variants:
+        of_seed = {c.seed: read_values(c.evaluations[name], measures) for c in cells if c.variant == variant}
+        if of_seed:
+            system = SystemResult(variant, mean_over_seeds(variant, of_seed), {})
+            systems.append(system)
+            scores.append(_scores(plan, system, of_seed, measures))
+    query_ids = same_queries(systems)
+    others = [system.name for system in systems if system.name != grid.baseline]
+    pairs = [(grid.baseline, name) for name in others] if len(others) < len(systems) else []
+    comparisons = [
+        comparison
+        for measure in grid.compare
+        if _that_hold(systems[0], measure)
+        for comparison in compare(systems, pairs, [measure], _that_hold(systems[0], measure), seed=grid.bootstrap_seed)
+    ]
+    order = list(grid.variants)
+    comparisons.sort(key=lambda comparison: order.index(comparison.system))
+    return ResultTable(
+        name, config.benchmark, config.split, len(query_ids), measures, tuple(scores), tuple(comparisons)
+    )
+
+
+def read_values(folder: Path, measures: Sequence[str]) -> Values:
+    """The values of an evaluation's one system; a measure that is not defined for a query is left out."""
+    values: Values = {}
+    for number, row in read_jsonl(folder / PER_QUERY_FILE):
+        if (query_id := row["query_id"]) in values:
+            where = f"{folder / PER_QUERY_FILE}, line {number}"
+            raise SkilltrainError(f"query '{query_id}' stands twice", where=where)
+        values[query_id] = {name: row[name] for name in measures if name in row and row[name] is not None}
+    return values
+
+
+def mean_over_seeds(variant: str, of_seed: Mapping[int, Values]) -> Values:
+    """Each query's mean over the seeds. Raises SkilltrainError where seeds were scored on other queries."""
+    same_queries([SystemResult(f"{variant}, seed {seed}", values, {}) for seed, values in of_seed.items()])
+    first = next(iter(of_seed.values()))
+    return {
+        query_id: {name: fmean(values[query_id][name] for values in of_seed.values()) for name in measures}
+        for query_id, measures in first.items()
+    }
+
+
+def _that_hold(system: SystemResult, measure: str) -> list[str]:
+    """The queries for which the measure is defined, which is the same for every system."""
+    return [query_id for query_id, values in system.per_query.items() if measure in values]
+
+
+def _scores(plan: Plan, system: SystemResult, of_seed: Mapping[int, Values], measures: Sequence[str]) -> VariantScores:
+    defined = [name for name in measures if _that_hold(system, name)]
+    columns = {name: [row[name] for row in system.per_query.values() if name in row] for name in defined}
+    means = {name: interval(column, seed=plan.grid.bootstrap_seed) for name, column in columns.items()}
+    seed_means = {
+        seed: {name: fmean(row[name] for row in values.values() if name in row) for name in defined}
+        for seed, values in of_seed.items()
+    }
+    is_seeded = sum(cell.variant == system.name for cell in plan.cells) > 1
+    return VariantScores(system.name, is_seeded, means, seed_means)

@@ -1,0 +1,80 @@
+"""The command `evaluate`."""
+
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from skilltrain.cli.app import DryRun, app, execute, settings_of, show
+from skilltrain.errors import SkilltrainError
+from skilltrain.recipe import parse_recipe
+from skilltrain.terminal import console
+
+
+@app.command()
+def evaluate(
+    arguments: Annotated[list[str] | None, typer.Argument(help="RECIPE.yaml (optional) and key=value settings")] = None,
+    benchmark: Annotated[Path | None, typer.Option(help="folder of the benchmark")] = None,
+    pool: Annotated[Path | None, typer.Option(help="folder of the pool")] = None,
+    encoder: Annotated[list[str] | None, typer.Option(help="an encoder to evaluate; may be repeated")] = None,
+    reranker: Annotated[str | None, typer.Option(help="a reranker on top of the last encoder (or of BM25)")] = None,
+    predictions: Annotated[
+        list[Path] | None, typer.Option(help="JSON {query_id: [skill_id, …]} to score; may be repeated")
+    ] = None,
+    scores: Annotated[
+        Path | None, typer.Option("--json", help="file for the means of one predictions file, per-query table beside")
+    ] = None,
+    only_plan: DryRun = False,
+) -> None:
+    """Compare systems on a benchmark, with 95% intervals; or score predictions that other software made.
+
+    Example: skilltrain evaluate --benchmark bench --pool runs/pool --encoder runs/encoder out=runs/report
+
+    Example: skilltrain evaluate --benchmark bench --predictions predictions.json --json scores.json
+    """
+    values, where = settings_of("evaluate", arguments or [])
+    given = {"benchmark": benchmark, "pool": pool}
+    values |= {key: str(value) for key, value in given.items() if value is not None}
+    if predictions:
+        values["predictions"] = [str(file) for file in predictions]
+    named = encoder or reranker
+    if named and "systems" in values:
+        raise SkilltrainError("systems stand in the recipe", where=where, fix="leave --encoder and --reranker out")
+    if "systems" not in values and (named or (values.get("pool") is not None and not predictions)):
+        values["systems"] = _systems(encoder or [], reranker)
+    if predictions and "out" not in values and "systems" not in values:
+        _score_predictions(values, scores, only_plan)
+    elif scores is not None:
+        raise SkilltrainError("--json is for predictions alone", fix="leave out=… and systems out, or --json")
+    else:
+        execute(parse_recipe(values, where), only_plan, resume=False)
+
+
+def _score_predictions(values: dict[str, Any], scores: Path | None, only_plan: bool) -> None:
+    """Score one predictions file without a run folder; `values` are settings of the stage evaluate."""
+    from skilltrain.evaluation.report.report import terminal_table
+    from skilltrain.routing.evaluate import score_predictions, write_scores
+
+    config = parse_recipe(values | {"out": "."}, "skilltrain evaluate")
+    if len(config.predictions) > 1:
+        raise SkilltrainError("several predictions files are compared in a report", fix="add out=… for its folder")
+    if only_plan:
+        return
+    with redirect_stdout(sys.stderr):
+        report = score_predictions(config)
+    console.print(terminal_table(report))
+    if scores is not None:
+        write_scores(report, scores)
+    show(report.predictions_json())
+
+
+def _systems(encoders: Sequence[str], reranker: str | None) -> list[dict[str, Any]]:
+    """BM25, each encoder, and the reranker on the last of them."""
+    systems: list[dict[str, Any]] = [{"name": "bm25", "lexical": {}}]
+    systems += [{"name": f"encoder {source}", "encoder": {"source": source}} for source in encoders]
+    if reranker is not None:
+        systems.append(systems[-1] | {"name": f"{systems[-1]['name']} + reranker", "reranker": {"source": reranker}})
+    return systems

@@ -1,0 +1,112 @@
+"""Commands that run stages and trainings, list recipes and export models."""
+
+import json
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from skilltrain.cli.app import DryRun, Overrides, app, execute, settings_of, show
+from skilltrain.config import Config, load_recipe
+from skilltrain.errors import SkilltrainError
+from skilltrain.recipe import list_recipes, parse_recipe, schema_of
+from skilltrain.stages import STAGES
+
+
+def _describe_fields(config_class: type[Config]) -> str:
+    """The settings of a stage for its --help, one a line."""
+    lines = []
+    for name, field in config_class.model_fields.items():
+        if name != "stage":
+            default = "required" if field.is_required() else f"default {_brief(field.default)}"
+            lines.append(f"  {name}: {field.description} ({default})")
+    return "\n".join(lines)
+
+
+def _brief(value: Any) -> str:
+    text = json.dumps(value.model_dump(mode="json")) if isinstance(value, Config) else str(value)
+    return text if len(text) <= 70 else text[:67] + "..."
+
+
+class _StageCommand(TyperCommand):
+    """A command whose --help lists the settings of its stage; the stage is imported only then."""
+
+    def get_help(self, ctx: Any) -> str:
+        """The usual help, then settings and an example."""
+        stage = str(self.name)
+        config_class, _ = STAGES[stage].load()
+        super().get_help(ctx)
+        settings = f"\nSettings (key=value; nested ones as section.key=value):\n{_describe_fields(config_class)}"
+        return f"{settings}\n\nExample:\n  skilltrain {stage} {STAGES[stage].example}"
+
+
+def _add_stage(stage: str) -> None:
+    @app.command(stage, cls=_StageCommand, help=STAGES[stage].about)
+    def run_stage(arguments: Overrides = None, only_plan: DryRun = False) -> None:
+        values, where = settings_of(stage, arguments or [])
+        execute(parse_recipe(values, where), only_plan, resume=False)
+
+
+for _stage in STAGES:
+    if STAGES[_stage].example:
+        _add_stage(_stage)
+
+
+@app.command()
+def train(
+    file: Annotated[Path, typer.Argument(help="a recipe of stage train_encoder or train_reranker")],
+    overrides: Overrides = None,
+    only_plan: DryRun = False,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint")] = False,
+) -> None:
+    """Train an encoder or a reranker.
+
+    Example: skilltrain train recipes/tiny/sr_emb_minilm.yaml training.seed=7 out=runs/emb7
+    """
+    config = parse_recipe(load_recipe(file, overrides or []), file)
+    if not STAGES[config.stage].trains:
+        raise SkilltrainError(
+            f"is a recipe of stage {config.stage}", where=file, fix=f"run: skilltrain {config.stage} {file}"
+        )
+    execute(config, only_plan, resume)
+
+
+@app.command()
+def recipes(
+    stage: Annotated[str | None, typer.Argument(help="of this stage only, e.g. train_encoder")] = None,
+    folder: Annotated[Path, typer.Option("--dir", help="where the recipes are")] = Path("recipes"),
+    schema: Annotated[bool, typer.Option("--schema", help="print what a recipe may hold, as JSON Schema")] = False,
+) -> None:
+    """List the recipes of a folder, or print what a recipe may hold, as JSON Schema.
+
+    Example: skilltrain recipes --schema train_encoder > train_encoder.schema.json
+    """
+    if stage is not None and stage not in STAGES:
+        raise SkilltrainError(f"unknown stage {stage!r}; allowed: {', '.join(STAGES)}", where="skilltrain recipes")
+    if schema:
+        typer.echo(json.dumps(schema_of([stage] if stage else [*STAGES]), ensure_ascii=False, indent=1))
+        return
+    for found in list_recipes(folder):
+        if stage in (None, found.stage):
+            facts = [found.stage, found.base, found.loss]
+            typer.echo(f"{found.path}  {'  '.join(fact for fact in facts if fact)}\n    {found.about}")
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="folder of a training, finished or not")],
+    out: Annotated[Path, typer.Option(help="folder to write the model to")],
+    checkpoint: Annotated[str | None, typer.Option(help="step-N or best; else what the run ended with")] = None,
+) -> None:
+    """Write the model of a training run, or of one of its checkpoints, as a folder of its own.
+
+    Example: skilltrain export runs/full/sr_emb_0.6b --checkpoint best --out models/sr_emb
+    """
+    from skilltrain.training.export_run import export_run
+
+    with redirect_stdout(sys.stderr):
+        exported = export_run(run, out, checkpoint)
+    show(exported)

@@ -1,0 +1,143 @@
+"""The report as Markdown: the same numbers as the page, in tables; every name in it is escaped."""
+
+from collections.abc import Iterator, Sequence
+
+from skilltrain.evaluation.analysis.analysis import Analysis
+from skilltrain.evaluation.metrics import MEANINGS
+from skilltrain.evaluation.report.breakdowns import quartile_name
+from skilltrain.evaluation.report.contents import Report
+from skilltrain.evaluation.report.inside import FIELDS, feature_reading, shares
+from skilltrain.evaluation.report.marks import visible
+from skilltrain.evaluation.report.numbers import duration, number, p_value, reading, signed, signed_interval
+from skilltrain.evaluation.statistics.bootstrap import RESAMPLES, compact
+
+Rows = Sequence[Sequence[str]]
+_FIGURES = tuple("0123456789.+-<–*")  # what a cell of a column of numbers begins with
+
+
+def markdown_table(report: Report) -> str:
+    """The whole report: one table a section, the comparisons, and a table for each analysis that was made."""
+    lines = [f"# {_plain(report.benchmark)}", "", _plain(report.headline()), ""]
+    lines.append("Means with 95% bootstrap intervals; the best mean is bold.")
+    for section, count in report.sections().items():
+        partial = report.partial(section)
+        head = ["system"] + [f"{name} (n = {partial[name]})" if name in partial else name for name in report.measures]
+        rows = [
+            [_plain(system), *(_marked(report, section, system, name) for name in report.measures)]
+            for system in report.summaries
+        ]
+        lines += ["", f"## {section.capitalize()} (n = {count})", "", *_grid(head, rows)]
+    for title, head, rows in (*_comparisons(report), *_analyses(report.analysis)):
+        lines += ["", f"## {title}", "", *_grid(head, rows)]
+    lines += ["", "## How to read this", "", *_notes(report)]
+    return "\n".join(lines) + "\n"
+
+
+def _marked(report: Report, section: str, system: str, measure: str) -> str:
+    row = report.summaries[system][section]
+    if measure not in row:
+        return "–"
+    mean = compact(row[measure].mean, 3)
+    best = report.is_best(section, system, measure)
+    return f"**{mean}** {row[measure].bounds()}" if best else str(row[measure])
+
+
+def _comparisons(report: Report) -> Iterator[tuple[str, Sequence[str], Rows]]:
+    if report.comparisons:
+        head = ("system", "minus", "measure", "p, Holm", "so it is", "difference", "p, bootstrap", "p, Wilcoxon",
+                "p, McNemar", "Cohen’s h")  # fmt: skip
+        rows = [
+            [
+                _plain(c.system), _plain(c.baseline), c.measure, p_value(c.p_holm), reading(c),
+                signed_interval(c.difference), p_value(c.p), p_value(c.wilcoxon_p), p_value(c.mcnemar_p),
+                "–" if c.cohens_h is None else signed(c.cohens_h, 2),
+            ]
+            for c in report.comparisons
+        ]  # fmt: skip
+        yield "Differences on the same queries", head, rows
+
+
+def _analyses(analysis: Analysis) -> Iterator[tuple[str, Sequence[str], Rows]]:
+    """(title, head, rows) of each analysis that was made."""
+    if analysis.outcomes:
+        rows = [
+            [
+                _plain(o.baseline), _plain(o.system), o.measure,
+                *(str(len(ids)) for ids in (o.both, o.fixed, o.broken, o.neither)), p_value(o.p),
+            ]
+            for o in analysis.outcomes
+        ]  # fmt: skip
+        head = ("baseline", "system", "measure", "both right", "fixed", "broken", "both wrong", "p, McNemar")
+        yield "Fixed and broken", head, rows
+    if analysis.latencies:
+        rows = [
+            [_plain(r.system), _plain(r.stage), duration(r.p50), duration(r.p95), number(r.qps), str(r.num)]
+            for r in analysis.latencies
+        ]
+        yield "Latency", ("system", "stage", "p50", "p95", "queries/s", "queries timed"), rows
+    if analysis.quartiles:
+        rows = [
+            [quartile_name(quartile, value.n), _plain(system), quartile.measure, str(value)]
+            for quartile in analysis.quartiles
+            for system, value in quartile.means.items()
+        ]
+        yield "By length of description", ("characters of description", "system", "measure", "mean"), rows
+    yield from _pass_rates(analysis)
+    yield from _inside(analysis)
+
+
+def _pass_rates(analysis: Analysis) -> Iterator[tuple[str, Sequence[str], Rows]]:
+    if rates := analysis.pass_rates:
+        measures = list(dict.fromkeys(measure for rate in rates for measure in rate.estimates))
+        rows = [
+            [
+                _plain(rate.system), _plain(rate.agent), compact(rate.without_skills, 3), compact(rate.with_gold, 3),
+                *(str(rate.estimates[measure]) if measure in rate.estimates else "–" for measure in measures),
+            ]
+            for rate in rates
+        ]  # fmt: skip
+        head = ("system", "agent", "without skills", "with gold", *(f"by {measure}" for measure in measures))
+        yield "Estimated pass rates of agents", head, rows
+
+
+def _inside(analysis: Analysis) -> Iterator[tuple[str, Sequence[str], Rows]]:
+    for model in analysis.attention:
+        layers = [(str(n), layer) for n, layer in enumerate(model.layers, 1)]
+        every = [*layers, ("all layers", model.overall), ("share of tokens", model.tokens)]
+        rows = [[name, *(compact(value, 3) for value in shares(fields))] for name, fields in every]
+        title = f"Attention by field: {_plain(model.model)} (n = {model.num_pairs} pairs)"
+        yield title, ("layer", *FIELDS), rows
+    if features := analysis.structure:
+        rows = [
+            [_plain(f.feature), number(f.gold), number(f.others), compact(f.effect, 2), p_value(f.p),
+             feature_reading(f)]
+            for f in features
+        ]  # fmt: skip
+        title = f"Structure of gold skills (n = {features[0].num_gold}) and others (n = {features[0].num_others})"
+        yield title, ("feature", "gold", "others", "effect", "p, Holm", "gold skills have"), rows
+
+
+def _notes(report: Report) -> list[str]:
+    used = dict.fromkeys(name.partition("@")[0] for name in report.measures)
+    family = len(report.comparisons)
+    lines = [f"- {name}: {_plain(MEANINGS[name])}" for name in used]
+    lines += [f"- {name} is over the {n} queries that have a value of it." for name, n in report.partial("all").items()]
+    if family:
+        lines.append(f"- Holm’s correction is over the {family} comparisons above; the word follows it, at .05.")
+    return [
+        *lines,
+        f"- Intervals: {RESAMPLES:,} draws of the queries with replacement (seed {report.seed}). They cover the choice "
+        "of queries, not the randomness of training.",
+    ]
+
+
+def _grid(head: Sequence[str], rows: Rows) -> list[str]:
+    columns = zip(*rows, strict=True)
+    rule = ["---:" if all(cell.startswith(_FIGURES) for cell in column) else "---" for column in columns]
+    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
+
+
+def _plain(text: str) -> str:
+    """`text` as one line of Markdown without markup."""
+    text = " ".join(visible(text).split()).replace("&", "&amp;").replace("<", "&lt;")
+    return "".join(f"\\{letter}" if letter in "\\`*_[]|#" else letter for letter in text)

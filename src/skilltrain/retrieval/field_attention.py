@@ -1,0 +1,96 @@
+"""Where a reranker looks in a skill: name, description or body (SkillRouter, section 3.2 and appendix F)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.analysis.attention import FieldAttention, FieldShares
+from skilltrain.models.attention_rows import attention_rows
+from skilltrain.models.reranker import Reranker
+from skilltrain.records import Skill
+from skilltrain.templates import SkillTemplate
+from skilltrain.terminal import track
+
+FIELDS = ("name", "description", "body")
+
+
+def field_attention(reranker: Reranker, pairs: Sequence[tuple[str, Skill]], model: str) -> FieldAttention:
+    """How the scoring position's attention is shared by the fields of each pair's skill, layer by layer.
+
+    `pairs` are (query's text, skill), read one by one; `model` is the reranker's name in a report. A field that is
+    empty, not in the template, or cut away whole, has the share 0. Raises SkilltrainError for no pairs, a skill of
+    which the reranker sees no token, and a reranker without one scoring position (`attention_rows`).
+    """
+    if not pairs:
+        raise SkilltrainError("no (query, skill) pairs to read the attention of", where=model)
+    shares, tokens = [], np.zeros(len(FIELDS))
+    with attention_rows(reranker) as rows_of:
+        for query, skill in track(pairs, "attention by field", len(pairs)):
+            fields = token_fields(reranker, skill)
+            (pair,) = reranker.tokenize(query, [skill])
+            fields = fields[: len(fields) - pair.num_cut]
+            if not fields.any():
+                what = "the reranker sees no token of this skill's name, description or body"
+                raise SkilltrainError(what, where=f"skill {skill.skill_id}")
+            weights = rows_of(pair)[:, pair.second_start : pair.second_start + len(fields)].cpu().numpy() @ fields
+            if (silent := np.flatnonzero(~(weights.sum(1) > 0))).size:  # nothing, or no number
+                what = f"layer {silent[0]} gives the skill's fields no attention that could be compared"
+                raise SkilltrainError(what, where=f"{model}, skill {skill.skill_id}")
+            tokens += _normalised(fields.sum(0))
+            shares.append(_normalised(weights))
+    layers = np.mean(shares, axis=0)
+    return FieldAttention(
+        model=model,
+        layers=tuple(map(_shares, layers)),
+        overall=_shares(layers.mean(0)),
+        tokens=_shares(tokens / len(pairs)),
+        num_pairs=len(pairs),
+    )
+
+
+def field_spans(template: SkillTemplate, skill: Skill) -> dict[str, tuple[int, int]]:
+    """The characters [start, end) of each field in `template.render(skill)`; a field without any is left out."""
+    spans, start = {}, 0
+    nothing = Skill(skill.skill_id, "", "", "")
+    for field in FIELDS:
+        alone = template.render(replace(nothing, **{field: getattr(skill, field)}))
+        if alone:
+            spans[field] = (start, start + len(alone))
+            start += len(alone) + len(template.separator)
+    return spans
+
+
+def token_fields(reranker: Reranker, skill: Skill) -> Bool[np.ndarray, "token field"]:
+    """Which field each token of `reranker.tokenize_skills([skill])` belongs to, at most one.
+
+    It is the one that most of the token's characters come from: ` pods` is of the name, though its space is not.
+    Tokens of separators and of the template's own words belong to none. The pieces of a character that takes several
+    tokens each count.
+    """
+    template = reranker.settings.template
+    prompt = template.skill_prompt()
+    lead = f"\n{prompt}" if prompt else ""  # what PairTokenizer gives the tokenizer to read before the skill
+    (own,) = reranker.tokenize_skills([skill])
+    ids, spans = reranker.pair_tokenizer.text.ids_and_spans(lead + template.render_skill(skill))
+    num_before = len(ids) - len(own)
+    if ids[num_before:] != own:
+        raise RuntimeError("a skill's tokens and its characters do not match")
+    borders = np.array(spans[num_before:], dtype=np.int64).reshape(-1, 2) - len(lead)
+    starts, ends = borders.T
+    starts = np.minimum(starts, ends - 1)  # a run of spaces may be told as the empty span at its end
+    shared = np.zeros((len(own), len(FIELDS)), dtype=np.int64)
+    for field, (first, last) in field_spans(template.skill, skill).items():
+        shared[:, FIELDS.index(field)] = np.minimum(ends, last) - np.maximum(starts, first)
+    best = np.arange(len(FIELDS)) == shared.argmax(1)[:, None]
+    return best & (shared > 0)
+
+
+def _normalised(amounts: Float[np.ndarray, "*layer field"]) -> Float[np.ndarray, "*layer field"]:
+    return amounts / amounts.sum(-1, keepdims=True)
+
+
+def _shares(row: Float[np.ndarray, "field"]) -> FieldShares:
+    return FieldShares(*map(float, row))

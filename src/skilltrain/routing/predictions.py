@@ -1,0 +1,93 @@
+"""Rankings that others made, to be scored by our evaluation: `{task_id: [skill_id, …]}`."""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark
+from skilltrain.evaluation.metrics import DEFAULT_MEASURES
+from skilltrain.terminal import say
+
+PREDICTION_MEASURES = (*DEFAULT_MEASURES, "COMP@10", "Set-Compat")
+
+
+def read_predictions(path: Path) -> dict[str, list[str]]:
+    """query_id → ranked skill ids, from a JSON object.
+
+    Raises SkilltrainError, naming the query, for any other shape, a query that stands twice and an id that does.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_object)
+    except FileNotFoundError as error:
+        raise SkilltrainError("no such file", where=path) from error
+    except SkilltrainError as error:
+        raise SkilltrainError(error.what, where=path) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise SkilltrainError(f"is not JSON: {error}", where=path) from error
+    if not isinstance(values, dict):
+        raise SkilltrainError("predictions are an object {query_id: [skill_id, …]}", where=path)
+    if not values:
+        raise SkilltrainError("holds no prediction", where=path)
+    for query_id, ranking in values.items():
+        _check_ranking(ranking, f"{path}, query {query_id}")
+    return values
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys are unique; plain json keeps the last of two and says nothing."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        seen: set[str] = set()
+        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise SkilltrainError(f"'{repeated}' stands twice")
+    return values
+
+
+def _check_ranking(ranking: Any, where: str) -> None:
+    if not isinstance(ranking, list) or not all(isinstance(skill_id, str) and skill_id for skill_id in ranking):
+        raise SkilltrainError("a prediction is a list of skill ids", where=where)
+    seen: set[str] = set()
+    for rank, skill_id in enumerate(ranking, 1):
+        if skill_id in seen:
+            raise SkilltrainError(f"skill '{skill_id}' stands twice, again at rank {rank}", where=where)
+        seen.add(skill_id)
+
+
+def check_predictions(
+    predictions: Mapping[str, Sequence[str]], benchmark: Benchmark, skill_ids: Collection[str], where: Path
+) -> None:
+    """Refuse predictions for tasks that the benchmark does not hold and, where the pool is known, for unknown skills.
+
+    `skill_ids` is empty where no pool was given; then a file that names no judged skill at all gets a warning. A task
+    without a prediction gets one too: it scores 0, for a system that fails to answer is not excused.
+    """
+    known = {task.query.query_id: task.relevance for task in benchmark.tasks}
+    if unknown := [query_id for query_id in predictions if query_id not in known]:
+        raise SkilltrainError(
+            f"{len(unknown)} of {len(predictions)} predicted queries are not in the benchmark, first '{unknown[0]}'",
+            where=where, fix=f"its query ids look like '{next(iter(known))}'",
+        )  # fmt: skip
+    if skill_ids:
+        _check_known(predictions, skill_ids, where)
+    elif not any(
+        skill_id in known[query_id].gains for query_id, ranking in predictions.items() for skill_id in ranking
+    ):
+        gold = min(next(iter(known.values())).gold)
+        say(f"warning: {where}: names no skill that is judged for its task; gold skills have ids like '{gold}'")
+    if missing := [query_id for query_id in known if query_id not in predictions]:
+        count = f"{len(missing)} of {len(known)}"
+        say(f"warning: {where}: no prediction for {count} queries, first '{missing[0]}'; they score 0")
+
+
+def _check_known(predictions: Mapping[str, Sequence[str]], skill_ids: Collection[str], where: Path) -> None:
+    pool = frozenset(skill_ids)
+    unknown = [(query_id, skill) for query_id, ranking in predictions.items() for skill in ranking if skill not in pool]
+    if unknown:
+        query_id, skill_id = unknown[0]
+        num_all = sum(map(len, predictions.values()))
+        raise SkilltrainError(
+            f"{len(unknown)} of {num_all} predicted skills are not in the pool, first '{skill_id}'",
+            where=f"{where}, query {query_id}", fix="predict ids of this pool, or score without pool=…",
+        )  # fmt: skip

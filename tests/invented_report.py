@@ -1,0 +1,158 @@
+"""A report with every section, of invented systems on invented queries; seeded, so that tests can count on it."""
+
+import math
+import random
+from collections.abc import Sequence
+
+from skilltrain.evaluation.analysis.analysis import Analysis
+from skilltrain.evaluation.analysis.attention import FieldAttention, FieldShares
+from skilltrain.evaluation.analysis.latency import StageLatency
+from skilltrain.evaluation.analysis.outcomes import outcomes
+from skilltrain.evaluation.analysis.pass_rates import PassRate
+from skilltrain.evaluation.analysis.quartiles import Quartile
+from skilltrain.evaluation.analysis.structure import FeatureComparison
+from skilltrain.evaluation.benchmarks.benchmark import Slice
+from skilltrain.evaluation.metrics import DEFAULT_MEASURES, SET_COMPAT, Measure, Relevance, parse_measures, per_query
+from skilltrain.evaluation.report.contents import Report, ReportTexts
+from skilltrain.evaluation.report.report import build_report
+from skilltrain.evaluation.results import SystemResult
+from skilltrain.evaluation.statistics.bootstrap import Interval, interval
+
+HOSTILE = "</script><img src=http://x.invalid onerror='alert(1)'>\"&|`*\u202eevil\u2066\u200b"
+# name, how well it ranks, p50 in ms of its stages
+SYSTEMS = (
+    ("BM25, name and description", 0.35, {"search": 4.1}),
+    ("BM25, full text", 0.5, {"search": 9.6}),
+    ("SR-Emb MiniLM", 0.62, {"encode query": 7.5, "search": 11.2}),
+    ("SR-Emb → SR-Rank", 0.74, {"encode query": 7.5, "search": 11.2, "rerank": 412.0}),
+    ("SR-Emb → LLM judge (listwise, 10 candidates)", 0.72, {"encode query": 7.5, "search": 11.2, "judge": 2350.0}),
+)
+WORDS = (
+    "restart pods", "join two spreadsheets", "sign a PDF", "trace a slow query", "plan a trip", "resize images",
+    "تحويل الملفات", "write release notes", "scan for secrets", "draw a chart", "parse journaux d’été", "rotate keys",
+)  # fmt: skip
+MEASURES = (*parse_measures(DEFAULT_MEASURES), Measure(SET_COMPAT, 0))
+
+
+def invented(num_queries: int = 75, names: Sequence[str] = (), hostile: bool = False) -> tuple[Report, ReportTexts]:
+    """The report and its texts; `hostile` puts HTML, Markdown and bidirectional orders into every name and text."""
+    draw = random.Random(5)
+    evil = HOSTILE if hostile else ""
+    gold = {f"task-{n:03}": frozenset(f"gold/{n}-{k}" for k in range(_num_gold(n))) for n in range(num_queries)}
+    slices: dict[str, Slice] = {q: "single" if len(ids) == 1 else "multi" for q, ids in gold.items()}
+    relevances = {q: Relevance(ids, dict.fromkeys(ids, 1.0)) for q, ids in gold.items()}
+    ease = {q: draw.gauss(0, 1) for q in gold}
+    results = []
+    for position, (name, skill, _) in enumerate(SYSTEMS):
+        ranked = {q: _ranking(draw, ids, skill, ease[q]) for q, ids in gold.items()}
+        scores = per_query(ranked, relevances, MEASURES)
+        results.append(SystemResult((names[position] if names else name) + evil, scores, ranked))
+    ids = sorted({i for result in results for ranking in result.rankings.values() for i in ranking} | {*_flat(gold)})
+    skill_names = {i: f"{WORDS[hash_of(i) % len(WORDS)].replace(' ', '-')}{evil}" for i in ids}
+    queries = {q: f"{_request(draw, n)} {evil}" for n, q in enumerate(gold)}
+    report = build_report(f"SkillRouter easy{evil}", results, slices, MEASURES, 7, _analysis(results, gold))
+    return report, ReportTexts(queries, skill_names, gold)
+
+
+def hash_of(text: str) -> int:
+    """A number that is the same in every process."""
+    return sum(ord(letter) * (place + 1) for place, letter in enumerate(text))
+
+
+def _num_gold(number: int) -> int:
+    return 1 if number % 4 else 2 + number % 3
+
+
+def _flat(gold: dict[str, frozenset[str]]) -> list[str]:
+    return [skill_id for ids in gold.values() for skill_id in ids]
+
+
+def _request(draw: random.Random, number: int) -> str:
+    parts = [draw.choice(WORDS) for _ in range(draw.randint(8, 60))]
+    return f"I need to {WORDS[number % len(WORDS)]}, then " + ", ".join(parts) + "."
+
+
+def _ranking(draw: random.Random, gold: frozenset[str], skill: float, ease: float) -> list[str]:
+    """Fifty places; the better the system and the easier the query, the sooner a gold skill is put down."""
+    places: dict[int, str] = {}
+    chance = 1 / (1 + math.exp(-3.4 * (skill - 0.5) - 1.3 * ease))
+    for skill_id in sorted(gold):
+        place = 0
+        while draw.random() > chance and place < 80:
+            place += 1 + round(0.8 * place)
+        while place in places:
+            place += 1
+        places[place] = skill_id
+    return [places[n] if n in places else f"other/{draw.randrange(4_000)}-{n}" for n in range(50)]
+
+
+def _analysis(results: Sequence[SystemResult], gold: dict[str, frozenset[str]]) -> Analysis:
+    emb, rank = results[2], results[3]
+    return Analysis(
+        outcomes=(outcomes(emb, rank, "Hit@1"), outcomes(results[1], rank, "FC@10")),
+        quartiles=_quartiles(results, list(gold)),
+        pass_rates=_pass_rates(results),
+        latencies=tuple(_latencies(results)),
+        structure=(
+            FeatureComparison("code share of the body", 0.21, 0.09, 0.68, 0.00004, 180, 26_261),
+            FeatureComparison("headings", 11, 8, 0.61, 0.0021, 180, 26_261),
+            FeatureComparison("list items", 34, 22, 0.59, 0.012, 180, 26_261),
+            FeatureComparison("scripts beside it", 0.31, 0.28, 0.52, 0.61, 180, 26_261),
+            FeatureComparison("links", 1, 3, 0.39, 0.0008, 180, 26_261),
+            FeatureComparison("characters", 5_400, 4_980.5, 0.53, 0.41, 180, 26_261),
+        ),
+        attention=tuple(_attention(name, count) for name, count in (("SR-Rank MiniLM", 6), ("SR-Rank 0.6B", 28))),
+    )
+
+
+def _quartiles(results: Sequence[SystemResult], query_ids: list[str]) -> tuple[Quartile, ...]:
+    bounds = ((24, 81), (82, 140), (141.5, 233), (234, 1_024))
+    return tuple(
+        Quartile(
+            number,
+            *bounds[number - 1],
+            "Hit@1",
+            {r.name: interval([r.per_query[q]["Hit@1"] for q in query_ids[number - 1 :: 4]], seed=1) for r in results},
+        )
+        for number in (1, 2, 3, 4)
+    )
+
+
+def _pass_rates(results: Sequence[SystemResult]) -> tuple[PassRate, ...]:
+    agents = (("claude-opus", 0.31, 0.62), ("gpt-5-mini", 0.24, 0.47), ("qwen3-coder", 0.18, 0.41))
+    coverage = {
+        r.name: {m: interval([v[m] for v in r.per_query.values()], seed=1) for m in ("Hit@1", "Recall@10", "FC@10")}
+        for r in results
+    }
+    return tuple(
+        PassRate(name, agent, low, high, {m: _between(low, high, value) for m, value in found.items()})
+        for agent, low, high in agents
+        for name, found in coverage.items()
+    )
+
+
+def _between(low: float, high: float, part: Interval) -> Interval:
+    start, width = low, high - low
+    return Interval(start + part.mean * width, start + part.low * width, start + part.high * width, part.n)
+
+
+def _latencies(results: Sequence[SystemResult]) -> list[StageLatency]:
+    rows = []
+    for result, (_, _, stages) in zip(results, SYSTEMS, strict=True):
+        total = sum(stages.values())
+        for stage, ms in {**stages, "total": total}.items():
+            rows.append(StageLatency(result.name, stage, ms / 1000, ms * 1.6 / 1000, 1000 / ms, 75))
+    return rows
+
+
+def _attention(model: str, num_layers: int) -> FieldAttention:
+    layers = []
+    for n in range(num_layers):
+        depth = n / (num_layers - 1)
+        name = 0.04 + 0.16 * math.exp(-(((depth - 0.65) / 0.2) ** 2)) + 0.02 * math.sin(9 * depth)
+        described = 0.07 + 0.12 * depth + 0.03 * math.cos(7 * depth)
+        layers.append(FieldShares(name, described, 1 - name - described))
+    overall = [
+        sum(value) / num_layers for value in zip(*((x.name, x.description, x.body) for x in layers), strict=True)
+    ]
+    return FieldAttention(model, tuple(layers), FieldShares(*overall), FieldShares(0.008, 0.061, 0.931), 400)

@@ -1,0 +1,241 @@
+"""An ablation as it runs: steps that are shared run once, a run that was stopped goes on, a failure stops no other."""
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from skilltrain.ablation import execute
+from skilltrain.ablation.ablate import plan_ablation, run_ablation
+from skilltrain.ablation.plan import make_plan
+from skilltrain.errors import SkilltrainError
+from skilltrain.files import read_json, write_json
+from small_library import contents, succeeds, write_library
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return write_library(tmp_path_factory.mktemp("library"))
+
+
+def lexical_grid(folder: Path, library: Path) -> Path:
+    """BM25 with and without the body: three runs that are shared or not, no model."""
+    grid: dict[str, Any] = {
+        "ablation": "inputs",
+        "claim": "The body decides.",
+        "baseline": "full",
+        "steps": {
+            "pool": {"stage": "pool", "sources": str(library / "skills")},
+            "queries": {"stage": "queries", "files": str(library / "queries" / "*.jsonl"), "pool": "{pool}"},
+            "evaluate": {
+                "stage": "evaluate", "pool": "{pool}", "benchmark": "{queries}",
+                "systems": [{"name": "bm25", "lexical": {"fields": "full"}}],
+            },
+        },
+        "variants": {"full": {}, "nd": {"evaluate.systems.0.lexical.fields": "nd"}},
+        "out": str(folder / "out"),
+    }  # fmt: skip
+    return write_grid(folder, grid)
+
+
+def trained_grid(folder: Path, library: Path, model: Path) -> Path:
+    """Two kinds of negatives for a tiny encoder, asked held-out queries and the training queries."""
+    pool, queries = {"pool": "{pool}"}, {"queries": "{queries}"}
+    values = yaml.safe_load(lexical_grid(folder, library).read_text())
+    steps = values["steps"]
+    steps["mine"] = {"stage": "mine", **pool, **queries, "encoder": {"source": str(model)}, "depth": 8}
+    steps["lists"] = {"stage": "lists", **pool, **queries, "rankings": "{mine}", "quotas": {"semantic": 3, "random": 0}}
+    steps["train"] = {
+        "stage": "train_encoder",
+        "model": {"source": str(model), "max_tokens": 48, "query_max_tokens": 48},
+        "data": {**pool, "lists": "{lists}"},
+        "training": {
+            "batch_size": 4, "accumulation": 1, "learning_rate": 1e-3, "token_budget": 512, "save_every": 1,
+            "seed": "{seed}",
+        },
+    }  # fmt: skip
+    steps["evaluate"] |= {"systems": [{"name": "trained", "encoder": {"source": "{train}"}}], "split": "test"}
+    steps["seen"] = steps["evaluate"] | {"split": "train"}
+    values |= {"baseline": "hard", "seeds": [1, 2]}
+    values["variants"] = {"hard": {}, "random": {"lists.quotas": {"random": 3}}}
+    return write_grid(folder, values)
+
+
+def write_grid(folder: Path, values: dict[str, Any]) -> Path:
+    file = folder / "grid.yaml"
+    file.write_text(yaml.safe_dump(values, sort_keys=False))
+    return file
+
+
+def folders_of(out: Path) -> Counter[str]:
+    """Step → how many folders of it stand in an ablation's steps."""
+    return Counter(path.name.rpartition("-")[0] for path in (out / "steps").iterdir() if path.name != ".locks")
+
+
+@pytest.fixture(scope="module")
+def done(library, tmp_path_factory, model_folders):
+    """(grid file, out folder, what the command answered)."""
+    folder = tmp_path_factory.mktemp("ablation")
+    file = trained_grid(folder, library, model_folders["bert"])
+    return file, folder / "out", run_ablation(file, [])
+
+
+def test_shared_steps_run_once(done):
+    file, out, answer = done
+    assert folders_of(out) == {"pool": 1, "queries": 1, "mine": 1, "lists": 2, "train": 4, "evaluate": 4, "seen": 4}
+    assert answer["num_cells"] == 4 and set(answer["verdicts"]) == {"evaluate", "seen"}
+    assert set(answer["verdicts"]["seen"]["random"]) == {"Hit@1", "MRR@10"}
+    assert not list(out.glob("steps/train-*/checkpoints")), "checkpoints are three times the model's size"
+    found = plan_ablation(file, [])
+    assert found["num_runs_missing"] == 0 and {run["state"] for run in found["runs"]} == {"done"}
+
+
+def test_the_tables_hold_every_variant_seed_and_recipe(done):
+    _, out, _ = done
+    found = read_json(out / "ablation.json")
+    held_out, seen = found["tables"]
+    assert (held_out["num_queries"], seen["num_queries"]) == (4, 12)
+    for table in (held_out, seen):
+        assert [row["variant"] for row in table["variants"]] == ["hard", "random"]
+        assert all(row["seeds"] == [1, 2] and set(row["seed_means"]) == {"1", "2"} for row in table["variants"])
+        assert [row["measure"] for row in table["differences"]] == ["Hit@1", "MRR@10"]
+    for cell in found["cells"]:
+        assert cell["error"] is None and list(cell["recipes"])[-1] in ("evaluate", "seen")
+        assert all(Path(recipe).is_file() for recipe in cell["recipes"].values())
+    assert "## seen: " in (out / "ablation.md").read_text()
+
+
+def test_a_cell_is_reproduced_by_its_recipes(done, tmp_path):
+    _, out, _ = done
+    recipes = {step: Path(file) for step, file in read_json(out / "ablation.json")["cells"][-1]["recipes"].items()}
+    before = contents(out)
+    assert "already holds this run" in succeeds("train", recipes["train"]).err
+    succeeds("train", recipes["train"], f"out={tmp_path}/train")
+    weights, again = (
+        load_file(folder / "model.safetensors") for folder in (recipes["train"].parent, tmp_path / "train")
+    )
+    assert all(weights[name].equal(again[name]) for name in weights)
+    succeeds("evaluate", recipes["evaluate"], f"out={tmp_path}/evaluate")
+    values = [folder / "per_query.jsonl" for folder in (recipes["evaluate"].parent, tmp_path / "evaluate")]
+    assert values[0].read_bytes() == values[1].read_bytes()
+    assert contents(out) == before
+
+
+def test_what_is_lost_is_made_again_and_the_rest_left_alone(done):
+    file, out, answer = done
+    table = (out / "ablation.json").read_bytes()
+    plan = make_plan(file, [])
+    hard, random = plan.cells[0], plan.cells[1]
+    lists = next(run.folder for run in plan.chain(hard) if run.step == "lists")
+    trained = next(run.folder for run in plan.chain(random) if run.step == "train")
+    for lost in (lists, hard.evaluations["seen"], random.evaluations["evaluate"]):
+        shutil.rmtree(lost)
+    write_json(trained / "run.json", read_json(trained / "run.json") | {"finished": False})  # as kill -9 leaves it
+    (trained / "model.safetensors").unlink()
+    states = {run["run"]: run["state"] for run in plan_ablation(file, [])["runs"]}
+    assert (states[lists.name], states[trained.name]) == ("not needed", "begun")
+    changing = (hard.evaluations["seen"], random.evaluations["evaluate"], trained)
+    kept = [path for path in (out / "steps").iterdir() if path not in changing and path.name != ".locks"]
+    before = contents(*kept)
+    assert run_ablation(file, []) == answer
+    assert contents(*kept) == before and not lists.exists()
+    assert (out / "ablation.json").read_bytes() == table
+
+
+def test_a_training_that_is_interrupted_goes_on(done, tmp_path, library, model_folders):
+    _, finished, _ = done
+    file = trained_grid(tmp_path, library, model_folders["bert"])
+    settings = ["seeds=[1]", "steps.train.training.epochs=4"]  # 12 steps, a checkpoint after each
+
+    def interrupt() -> None:
+        while not list((tmp_path / "out" / "steps").glob("train-*/checkpoints/step-2")):
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    watching = threading.Thread(target=interrupt, daemon=True)
+    watching.start()
+    with pytest.raises(SkilltrainError, match=r"interrupted after step \d+ of 12.*run the same command to go on"):
+        run_ablation(file, settings)
+    watching.join()
+    (trained,) = (tmp_path / "out" / "steps").glob("train-*")
+    assert not read_json(trained / "run.json")["finished"] and not (tmp_path / "out" / "ablation.json").exists()
+    run_ablation(file, settings)
+    assert read_json(trained / "run.json")["finished"] and folders_of(tmp_path / "out")["train"] == 2
+    logged = [json.loads(line)["step"] for line in (trained / "train_log.jsonl").read_text().splitlines()]
+    assert logged == list(range(1, 13)), "no step was lost or done from the start again"
+    assert folders_of(finished)["train"] == 4
+
+
+# Failures ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_cell_is_noted_and_the_others_go_on(tmp_path, library, capsys):
+    file = lexical_grid(tmp_path, library)
+    values = yaml.safe_load(file.read_text())
+    missing = {"evaluate.systems.0": {"name": "x", "encoder": {"source": str(tmp_path / "no_model")}}}
+    values["variants"] = {"full": {}, "gone": missing, "nd": values["variants"]["nd"]}
+    write_grid(tmp_path, values)
+    for _ in range(2):  # the same command tries it again
+        with pytest.raises(SkilltrainError) as raised:
+            run_ablation(file, [])
+        assert f"{file}: 1 of 3 cells failed, first gone, seed 1: step evaluate: " in str(raised.value)
+        assert "no_model" in str(raised.value) and "\n" not in str(raised.value)
+        found = read_json(tmp_path / "out" / "ablation.json")
+        assert [row["variant"] for row in found["tables"][0]["variants"]] == ["full", "nd"]
+        assert "no_model" in found["cells"][1]["error"] and found["cells"][0]["error"] is None
+    assert "2 of 3 cells are done already" in capsys.readouterr().err
+    assert folders_of(tmp_path / "out") == {"pool": 1, "queries": 1, "evaluate": 2}
+
+
+def test_a_fault_of_ours_leaves_its_traceback_and_is_tried_once(tmp_path, library, monkeypatch):
+    tried = []
+
+    def broken(config: Any, resume: bool) -> None:
+        tried.append(config.out)
+        raise ValueError("no such axis\nsecond line")
+
+    monkeypatch.setattr(execute, "run_recipe", broken)
+    with pytest.raises(
+        SkilltrainError, match=r"2 of 2 cells failed.*step pool: ValueError: no such axis \(see "
+    ) as raised:
+        run_ablation(lexical_grid(tmp_path, library), [])
+    (notes,) = (tmp_path / "out" / "errors").iterdir()
+    assert str(notes) in str(raised.value) and "second line" in notes.read_text() and "Traceback" in notes.read_text()
+    assert len(tried) == 1, "what a cell failed at is not tried for the next"
+
+
+def test_cells_that_another_process_is_at_are_put_off(tmp_path, library, monkeypatch, capsys):
+    monkeypatch.setattr(execute, "_PATIENCE", 0.02)
+    file = lexical_grid(tmp_path, library)
+    full, nd = make_plan(file, []).cells
+    lock = tmp_path / "out" / "steps" / ".locks" / full.evaluations["evaluate"].name
+    lock.parent.mkdir(parents=True)
+    other = lock.open("w")
+    fcntl.flock(other, fcntl.LOCK_EX)
+
+    def leave() -> None:
+        while not nd.evaluations["evaluate"].exists():
+            time.sleep(0.005)
+        other.close()
+
+    threading.Thread(target=leave, daemon=True).start()
+    run_ablation(file, [])
+    said = capsys.readouterr().err
+    assert said.index("cell (nd, seed 1) done") < said.index("cell (full, seed 1) done")
+
+
+def test_ranks_are_refused(tmp_path, library, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SkilltrainError, match=r"an ablation runs in one process.*start the same command once a GPU"):
+        run_ablation(lexical_grid(tmp_path, library), [])
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,393 @@
+"""Published benchmark forms, each read from files written here in the published layout."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skilltrain.data.pool.skill_pool import open_pool
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, check_pool
+from skilltrain.evaluation.benchmarks.load import load_benchmark
+from skilltrain.evaluation.metrics import Relevance, parse_measures, per_query
+from skilltrain.records import Query, Skill
+
+Write = Callable[[str, str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write a file below the folder `bench`; the folder comes back."""
+
+    def write_file(name: str, text: str) -> Path:
+        file = tmp_path / "bench" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        return tmp_path / "bench"
+
+    return write_file
+
+
+def lines(*rows: Any) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def ids(benchmark: Benchmark) -> list[str]:
+    return [task.query.query_id for task in benchmark.tasks]
+
+
+# BEIR
+
+
+def beir(write: Write, test: str = "q1\td1\t2\nq1\td2\t1\nq1\td3\t0\nq2\td3\t1\n", **more: str) -> Path:
+    """Three documents and queries; q3 is judged in no split but `train`."""
+    texts = [("q1", "first"), ("q2", "second"), ("q3", "third")]
+    folder = write("queries.jsonl", lines(*({"_id": i, "text": text, "metadata": {}} for i, text in texts)))
+    write("corpus.jsonl", lines(*({"_id": f"d{i}", "title": f"T{i}", "text": f"body {i}"} for i in (1, 2, 3))))
+    for split, rows in {"test": test, **more}.items():
+        write(f"qrels/{split}.tsv", f"query-id\tcorpus-id\tscore\n{rows}")
+    return folder
+
+
+def test_beir_scores_are_gains_and_the_corpus_is_the_pool(write: Write):
+    benchmark = load_benchmark(beir(write))
+    first, second = benchmark.tasks
+    assert first.query == Query("q1", "first", "multi", "bench", "test")
+    assert first.relevance == Relevance(frozenset({"d1", "d2"}), {"d1": 2.0, "d2": 1.0})
+    assert second.slice == "single"
+    assert benchmark.pool[0] == Skill("d1", name="T1", description="", body="body 1")
+    assert [skill.skill_id for skill in benchmark.pool] == ["d1", "d2", "d3"]
+    assert benchmark.gold_skills == benchmark.pool
+    assert check_pool(benchmark, [skill.skill_id for skill in benchmark.pool]) == benchmark
+
+
+def test_beir_splits_are_files(write: Write):
+    folder = beir(write, train="q3\td1\t1\n")
+    assert ids(load_benchmark(folder)) == ["q1", "q2", "q3"]
+    assert ids(load_benchmark(folder, "train")) == ["q3"]
+    with pytest.raises(SkilltrainError, match=r"qrels: holds no split 'dev' \(its splits are test, train\)"):
+        load_benchmark(folder, "dev")
+
+
+def test_beir_without_a_corpus_is_about_a_pool_that_is_given(write: Write):
+    folder = beir(write)
+    (folder / "corpus.jsonl").unlink()
+    benchmark = load_benchmark(folder)
+    assert benchmark.pool == benchmark.gold_skills == ()
+    with pytest.raises(SkilltrainError, match="gold skill 'd3' is not among the 2 skills"):
+        check_pool(benchmark, ["d1", "d2"])
+
+
+def test_beir_with_windows_line_ends_a_byte_order_mark_and_negative_scores(write: Write):
+    folder = beir(write)
+    file = folder / "qrels" / "test.tsv"
+    file.write_bytes(b"\xef\xbb\xbfquery-id\tcorpus-id\tscore\r\nq1\td1\t1\r\nq1\td2\t-2\r\n\r\n")
+    (only,) = load_benchmark(folder).tasks
+    assert only.relevance == Relevance(frozenset({"d1"}), {"d1": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("q9\td1\t1\n", r"test\.tsv, line 2: query 'q9' is not among the queries"),
+        ("q1\td1\t1\nq1\td9\t1\n", r"test\.tsv, line 3: skill 'd9' of query 'q1' is not among the benchmark's own"),
+        ("q1\td1\tgood\n", r"test\.tsv, line 2: the score of query 'q1' is no number: 'good'"),
+        ("q1\td1\tnan\n", r"test\.tsv, line 2: the score of query 'q1' is nan, no number"),
+        ("q1\td1\tinf\n", r"test\.tsv, line 2: the score of query 'q1' is inf, no number"),
+        ("q1\td1\t1\nq1\td1\t1\n", r"test\.tsv, line 3: query 'q1' and skill 'd1' stand together twice"),
+        ("q1\td1\t1\nq2\td", r"test\.tsv, line 3: expected query-id, corpus-id and score .*\['q2', 'd'\]"),
+        ("q1\td1\t1\nq2\td3\t", r"test\.tsv, line 3: expected query-id, corpus-id and score"),
+        ("q1 0 d1 1\n", r"test\.tsv, line 2: expected query-id, corpus-id and score"),
+        ("q1\td1\t1\nq2\td2\t0\n", r"test\.tsv, line 3: query 'q2' has no skill with a score above 0"),
+        ("", r"bench: holds no query to score"),
+    ],
+)
+def test_faults_in_beir_qrels_are_named(write: Write, rows: str, message: str):
+    with pytest.raises(SkilltrainError, match=message):
+        load_benchmark(beir(write, rows))
+
+
+def test_faults_in_other_beir_files_are_named(write: Write):
+    folder = beir(write, dev="q1\td1\t1\n")
+    with pytest.raises(SkilltrainError, match=r"test\.tsv: query 'q1' is of split dev as well \(give the split"):
+        load_benchmark(folder)
+    write("qrels/dev.tsv", "q2\td1\t1\n")
+    with pytest.raises(SkilltrainError, match=r"dev\.tsv, line 1: the first line is not the header query-id"):
+        load_benchmark(folder)
+    write("qrels/dev.tsv", "query-id\tcorpus-id\tscore\n")
+    write("corpus.jsonl", lines({"_id": "d1", "text": "a"}, {"_id": "d1", "text": "b"}))
+    with pytest.raises(SkilltrainError, match=r"corpus\.jsonl, line 2: skill 'd1' stands twice"):
+        load_benchmark(folder)
+    write("queries.jsonl", lines({"_id": "q1", "text": "a"}, {"_id": "q1", "text": "b"}))
+    with pytest.raises(SkilltrainError, match=r"queries\.jsonl, line 2: query 'q1' stands twice"):
+        load_benchmark(folder)
+    write("queries.jsonl", lines({"_id": "q1", "text": "a"}) + '{"_id": "q2", "te')
+    with pytest.raises(SkilltrainError, match=r"queries\.jsonl, line 2: is not JSON Lines"):
+        load_benchmark(folder)
+    write("queries.jsonl", lines({"_id": 7, "text": "a"}))
+    with pytest.raises(SkilltrainError, match=r"queries\.jsonl, line 1: _id: "):
+        load_benchmark(folder)
+    for file in (folder / "qrels").iterdir():
+        file.unlink()
+    write("queries.jsonl", lines({"_id": "q1", "text": "a"}))
+    write("corpus.jsonl", "")
+    with pytest.raises(SkilltrainError, match=r"qrels: holds no \.tsv file, one a split"):
+        load_benchmark(folder)
+
+
+# SkillRet
+
+
+def skillret(write: Write, **changed: str) -> Path:
+    """One query and one skill in each split, with the published columns."""
+    folder = write("data/README.md", "")
+    for split in ("test", "train"):
+        skill = {"id": f"s-{split}", "name": "N", "namespace": "x", "description": "D", "stars": 3, "license": None,
+                 "repo": "a/b", "major": "Software", "body": "B", "skill_md": "---\nname: N\n---\nB"}  # fmt: skip
+        query = {"id": f"q-{split}", "query": "do", "skill_ids": [f"s-{split}"], "k": 1, "generator_model": "m"}
+        files = {
+            f"data/skills/{split}.jsonl": lines(skill),
+            f"data/queries/{split}.jsonl": lines(query),
+            f"data/qrels/{split}.jsonl": lines({"query_id": f"q-{split}", "skill_id": f"s-{split}", "relevance": 1}),
+        }
+        for name, text in files.items():
+            write(name, changed.get(name.removeprefix("data/"), text))
+    return folder / "data"
+
+
+def test_skillret_has_a_pool_for_each_split(write: Write):
+    benchmark = load_benchmark(skillret(write), "test")
+    assert benchmark.name == "bench"  # the folder is called data
+    assert benchmark.tasks[0].query == Query("q-test", "do", "single", "skillret", "test")
+    assert benchmark.tasks[0].relevance == Relevance(frozenset({"s-test"}), {"s-test": 1.0})
+    body = "---\nname: N\n---\nB"
+    assert benchmark.pool == (Skill("s-test", "N", "D", body, category="Software", source="a/b"),)
+    both = load_benchmark(skillret(write))
+    assert ids(both) == ["q-test", "q-train"]
+    assert [skill.skill_id for skill in both.pool] == ["s-test", "s-train"]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        (
+            "qrels/test.jsonl",
+            lines({"query_id": "q", "skill_id": "s-test", "relevance": 1}),
+            "line 1: query 'q' is not",
+        ),
+        ("qrels/test.jsonl", lines({"query_id": "q-test", "skill_id": "s", "relevance": 1}), "line 1: skill 's' of"),
+        ("qrels/test.jsonl", lines({"query_id": "q-test", "skill_id": "s-test", "relevance": "1"}), "1: relevance: "),
+        ("qrels/test.jsonl", '{"query_id": "q-test", "ski', r"qrels/test\.jsonl, line 1: is not JSON Lines"),
+        ("qrels/test.jsonl", "", r"qrels/test\.jsonl: query 'q-test' \(1 in all\) has no row here"),
+        ("queries/test.jsonl", lines({"id": "q-test"}), r"queries/test\.jsonl, line 1: query: "),
+        ("queries/test.jsonl", lines(*[{"id": "q-test", "query": "a"}] * 2), "line 2: query 'q-test' stands twice"),
+        ("skills/test.jsonl", lines({"id": ""}), r"skills/test\.jsonl, line 1: id: "),
+        ("skills/test.jsonl", lines({"id": "s-test"}, {"id": "s-test"}), "line 2: skill 's-test' stands twice"),
+    ],
+)
+def test_faults_in_skillret_files_are_named(write: Write, file: str, text: str, message: str):
+    with pytest.raises(SkilltrainError, match=message):
+        load_benchmark(skillret(write, **{file: text}), "test")
+
+
+def test_a_skillret_query_in_two_splits_needs_a_split(write: Write):
+    folder = skillret(write, **{
+        "queries/train.jsonl": lines({"id": "q-test", "query": "do"}),
+        "qrels/train.jsonl": lines({"query_id": "q-test", "skill_id": "s-train", "relevance": 1}),
+    })  # fmt: skip
+    with pytest.raises(SkilltrainError, match=r"query 'q-test' is of the splits test and train \(give the split"):
+        load_benchmark(folder)
+    assert ids(load_benchmark(folder, "train")) == ["q-test"]
+
+
+# R3-Skill
+
+
+def r3_skill(write: Write, tests: str = "") -> Path:
+    skills = [{"id": "skill-0", "text": "pdf | Reads PDF | Step 1 | Step 2"}, {"id": "skill-1", "text": "only a name"}]
+    write("skills_test.jsonl", lines(*skills))
+    row = {"query": "读 PDF", "skill_ids": ["skill-1", "skill-0"], "lang": "zh2en"}
+    return write("test.jsonl", tests or lines({"query": "read", "skill_ids": ["skill-0"]}, row))
+
+
+def test_r3_skill_calls_queries_by_their_line_and_takes_texts_apart(write: Write):
+    benchmark = load_benchmark(r3_skill(write))
+    assert benchmark.tasks[1].query == Query("test-2", "读 PDF", "multi", "r3", "test")
+    assert benchmark.tasks[1].relevance == Relevance(frozenset({"skill-0", "skill-1"}), {"skill-0": 1, "skill-1": 1})
+    assert benchmark.pool == (
+        Skill("skill-0", name="pdf", description="Reads PDF", body="Step 1 | Step 2", source="r3"),
+        Skill("skill-1", name="only a name", description="", body="", source="r3"),
+    )
+    with pytest.raises(SkilltrainError, match=r"no query of split 'dev' \(its splits are test \(2\)\)"):
+        load_benchmark(r3_skill(write), "dev")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (lines({"query": "a", "skill_ids": []}), r"test\.jsonl, line 1: query 'test-1' has no required skill"),
+        (lines({"query": "a", "skill_ids": ["skill-9"]}), r"line 1: skill 'skill-9' is not in skills_test\.jsonl"),
+        (lines({"query": "a"}), r"test\.jsonl, line 1: skill_ids: "),
+        ('{"query": "a", "skill_i', r"test\.jsonl, line 1: is not JSON Lines"),
+        ("\n", "holds no query to score"),
+    ],
+)
+def test_faults_in_r3_skill_are_named(write: Write, text: str, message: str):
+    with pytest.raises(SkilltrainError, match=message):
+        load_benchmark(r3_skill(write, text))
+
+
+def group(group_id: str, required: list[str], **more: Any) -> dict[str, Any]:
+    rejected = [{"skill_id": "x", "reason": "scope_mismatch", "why": "too broad"}]
+    return {"group_id": group_id, "anchor": "a", "query": f"do {group_id}", "required": required,
+            "rejected": rejected, "irrelevant": ["y"], **more}  # fmt: skip
+
+
+def test_groups_of_judgements_required_is_gold(write: Write):
+    benchmark = load_benchmark(write("judgements.jsonl", lines(group("g1", ["a", "b"]), group("g2", ["c"]))))
+    first, second = benchmark.tasks
+    assert first.query == Query("g1", "do g1", "multi", "r3", "test")
+    assert first.relevance == Relevance(frozenset("ab"), {"a": 1.0, "b": 1.0})
+    assert second.slice == "single"
+    assert benchmark.pool == ()
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([group("g1", [])], r"judgements\.jsonl, line 1: query 'g1' has no required skill"),
+        ([group("g1", ["a"]), group("g1", ["b"])], r"judgements\.jsonl, line 2: group 'g1' stands twice"),
+        ([group("g1", ["a", "x"])], "line 1: skill 'x' of group 'g1' is judged twice"),
+        ([group("g1", ["a"], irrelevant=["a"])], "line 1: skill 'a' of group 'g1' is judged twice"),
+        ([group("g1", ["a"], rejected=["x"])], r"line 1: rejected\.0: "),
+        ([group("g1", ["a"], query="")], "line 1: query: "),
+    ],
+)
+def test_faults_in_groups_are_named(write: Write, rows: list[Any], message: str):
+    with pytest.raises(SkilltrainError, match=message):
+        load_benchmark(write("judgements.jsonl", lines(*rows)))
+
+
+# LiveMCPBench
+
+
+def mcp_tool(skill_id: str, **more: Any) -> dict[str, Any]:
+    server, _, name = skill_id.partition("/")
+    return {"skill_id": skill_id, "server": server, "server_description": f"all about {server}", "name": name,
+            "description": f"does {name}", "parameters": ["path"], "category": "Office", **more}  # fmt: skip
+
+
+def mcp_task(task_id: str, *candidates: list[str], **more: Any) -> dict[str, Any]:
+    tools = [found[0].partition("/")[2] if found else "gone" for found in candidates]
+    return {"task_id": task_id, "query": f"do {task_id}", "steps": [], "tools": tools,
+            "tool_skill_ids": list(candidates), **more}  # fmt: skip
+
+
+def livemcp(write: Write, *tasks: Any) -> Path:
+    write("tools.jsonl", lines(mcp_tool("disk/write"), mcp_tool("cloud/write"), mcp_tool("web/fetch", parameters=[])))
+    return write("tasks.jsonl", lines(*tasks))
+
+
+def test_livemcpbench_any_candidate_meets_a_need(write: Write, capsys: pytest.CaptureFixture[str]):
+    both = mcp_task("t1", ["disk/write", "cloud/write"], ["web/fetch"], [])
+    benchmark = load_benchmark(livemcp(write, both, mcp_task("t2", ["web/fetch"]), mcp_task("t3", [])))
+    assert ids(benchmark) == ["t1", "t2"]
+    assert [task.slice for task in benchmark.tasks] == ["multi", "single"]
+    relevance = benchmark.tasks[0].relevance
+    assert relevance == Relevance(
+        frozenset({"disk/write", "web/fetch"}), {"disk/write": 1.0, "web/fetch": 1.0}, {"cloud/write": "disk/write"}
+    )
+    assert benchmark.pool[0] == Skill(
+        "disk/write", "write", "does write (disk: all about disk)", "Parameters: path", "Office", source="livemcpbench"
+    )
+    assert benchmark.pool[2].body == "Takes no parameters."
+    assert benchmark.gold_skills == benchmark.pool  # alternatives come along
+    assert benchmark.notes == (
+        "2 of 5 needed tools (2 tasks) have no candidate and are no gold",
+        "1 of 3 tasks have no gold and are not scored: t3",
+    )
+    assert "bench: 1 of 3 tasks have no gold and are not scored: t3" in " ".join(capsys.readouterr().err.split())
+    rankings = {"t1": ["cloud/write", "web/fetch"], "t2": ["disk/write", "web/fetch"]}
+    values = per_query(rankings, {t.query.query_id: t.relevance for t in benchmark.tasks}, parse_measures(["FC@2"]))
+    assert values == {"t1": {"FC@2": 1.0}, "t2": {"FC@2": 1.0}}
+
+
+def test_a_pool_with_one_of_the_candidates_is_enough(write: Write):
+    benchmark = load_benchmark(livemcp(write, mcp_task("t1", ["disk/write", "cloud/write"])))
+    checked = check_pool(benchmark, ["cloud/write"])
+    values = per_query({"t1": ["cloud/write"]}, {"t1": checked.tasks[0].relevance}, parse_measures(["nDCG@1", "Hit@1"]))
+    assert values == {"t1": {"nDCG@1": 1.0, "Hit@1": 1.0}}
+    with pytest.raises(SkilltrainError, match="query t1: gold skill 'disk/write' is not among the 1 skills"):
+        check_pool(benchmark, ["web/fetch"])
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        ([mcp_task("t", ["a/b"])], r"tasks\.jsonl, line 1: skill 'a/b' of task 't' is not among the benchmark's own"),
+        ([mcp_task("t", ["web/fetch"])] * 2, r"tasks\.jsonl, line 2: task 't' stands twice"),
+        ([mcp_task("t", ["web/fetch"], tools=[])], "line 1: task 't' has 0 tools and 1 lists of candidates"),
+        (
+            [mcp_task("t", ["web/fetch", "disk/write"], ["disk/write"])],
+            "'disk/write' of task 't' is a candidate for two",
+        ),
+        ([mcp_task("t", [])], "holds no query to score"),
+        ([mcp_task("t", ["web/fetch"], query=None)], r"tasks\.jsonl, line 1: query: "),
+    ],
+)
+def test_faults_in_livemcpbench_are_named(write: Write, tasks: list[Any], message: str):
+    with pytest.raises(SkilltrainError, match=message):
+        load_benchmark(livemcp(write, *tasks))
+
+
+def clone(write: Write, tools: str) -> Path:
+    """The two files of a clone of the published repository that are read."""
+    offered = {"name": "write", "description": "writes", "inputSchema": {"properties": {"path": {}, "data": {}}}}
+    servers = [
+        {"name": "Disk", "description": "files", "category": "File", "tools": {"disk": {"tools": [offered]}}},
+        {"name": "Cloud", "tools": {"cloud": {"tools": [offered, {"name": "fetch", "description": None}]}}},
+    ]
+    write("tools/LiveMCPTool/tools.json", json.dumps(servers))
+    task = {"task_id": "t1", "Question": "save it", "answers": "", "Annotator Metadata": {"Tools": tools}}
+    return write("annotated_data/all_annotations.json", json.dumps([task]))
+
+
+def test_livemcpbench_as_published_finds_tools_by_name(write: Write):
+    benchmark = load_benchmark(clone(write, "1. write\n2. fetch \n3. lost"))
+    assert benchmark.tasks[0].relevance == Relevance(
+        frozenset({"disk/write", "cloud/fetch"}), {"disk/write": 1.0, "cloud/fetch": 1.0}, {"cloud/write": "disk/write"}
+    )
+    assert benchmark.pool[0] == Skill(
+        "disk/write", "write", "writes (Disk: files)", "Parameters: data, path", "File", source="livemcpbench"
+    )
+    assert benchmark.pool[2] == Skill("cloud/fetch", "fetch", "(Cloud)", "Takes no parameters.", source="livemcpbench")
+    assert benchmark.notes == ("1 of 3 needed tools (1 tasks) have no candidate and are no gold",)
+    with pytest.raises(SkilltrainError, match=r"entry 1: task 't1': expected a numbered list of tools, found 'write'"):
+        load_benchmark(clone(write, "write"))
+    write("annotated_data/all_annotations.json", '[{"task_id": "t1", "Ques')
+    with pytest.raises(SkilltrainError, match=r"all_annotations\.json: is not JSON"):
+        load_benchmark(write("annotated_data/x", ""))
+
+
+# SkillRouter's tiers
+
+
+def test_skillrouter_as_published_takes_a_tier_as_its_pool(write: Write):
+    """Easy lacks the degraded copy: it is no part of the best order there, and it is in hard."""
+    entry = {"gt_skill_ids": ["gt/a"], "core_gt_ids": ["gt/a"], "relevance": {"gt/a": 3, "deg/a": 1}, "task_type": "c"}
+    write("relevance.json", json.dumps({"t": entry}))
+    folder = write("tasks.jsonl", lines({"task_id": "t", "instruction_text": "do"}))
+    skills = [{"skill_id": skill_id, "name": skill_id, "description": "d", "body": skill_id} for skill_id in
+              ("gt/a", "other", "deg/a")]  # fmt: skip
+    for tier, rows in {"easy": skills[:2], "hard": skills}.items():
+        (folder / tier).mkdir()
+        with gzip.open(folder / tier / "part-00000.jsonl.gz", "wt") as file:
+            file.write(lines(*rows))
+    benchmark, gains = load_benchmark(folder), {}
+    for tier in ("easy", "hard"):
+        checked = check_pool(benchmark, [skill.skill_id for skill in open_pool(folder / tier)])
+        gains[tier] = checked.tasks[0].relevance.gains
+    assert gains == {"easy": {"gt/a": 3.0}, "hard": {"gt/a": 3.0, "deg/a": 1.0}}

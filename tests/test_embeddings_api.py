@@ -1,0 +1,352 @@
+"""An embeddings API as an encoder, against a real server on loopback: every text gets its vector, or one clear line."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llm_server import LLMServer, Reply, embeddings, llm_server, vector_of, vectors_body
+from skilltrain.config import validate
+from skilltrain.errors import SkilltrainError
+from skilltrain.llm import Usage
+from skilltrain.llm.embeddings import Embeddings
+from skilltrain.records import Skill
+from skilltrain.retrieval.api_encoder import ApiEncoder, ApiEncoderSource, encode_queries, encode_skills, open_encoder
+from skilltrain.templates import SkillTemplate
+
+KEY = "sk-secret-0123456789"
+SKILLS = [Skill(f"id of {n}", f"skill-{n}", "Sorts.", "Sorts by month. " * n) for n in range(10)]
+FOUR: dict[str, Any] = {"dimensions": 4}  # so that nothing is asked before the texts themselves
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LLMServer]:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with llm_server() as running:
+        yield running
+
+
+def source(server: LLMServer, cache: Path | None = None, **changed: object) -> ApiEncoderSource:
+    values = {
+        "model": "m",
+        "base_url": server.base_url,
+        "cache": cache,
+        "max_retries": 2,
+        "timeout": 20,
+        "batch_size": 4,
+    }
+    return validate(ApiEncoderSource, values | changed, "test")
+
+
+def open_api(server: LLMServer, cache: Path | None = None, **changed: object) -> ApiEncoder:
+    return open_encoder(source(server, cache, **changed))
+
+
+def expected(texts: Sequence[str], num_dimensions: int = 4) -> np.ndarray:
+    """The honest server's vectors of these texts, divided by their lengths."""
+    vectors = np.array([vector_of(text, num_dimensions) for text in texts])
+    return (vectors / np.sqrt((vectors**2).sum(axis=1, keepdims=True))).astype(np.float32)
+
+
+def sent(server: LLMServer) -> list[str]:
+    """Every text that came in, as often as it did."""
+    return [text for request in server.requests for text in request["input"]]
+
+
+def test_texts_become_unit_vectors_in_their_order_whatever_the_answers_order(server: LLMServer) -> None:
+    server.otherwise = lambda request: Reply(raw=embeddings(request).raw, delay=0.1 * (len(server.requests) % 2))
+    encoder = open_api(server, concurrency=3)
+    vectors = encode_skills(encoder, SKILLS)
+    assert vectors.shape == (10, 4) and vectors.dtype == np.float32
+    np.testing.assert_allclose(vectors, expected([SkillTemplate().render(skill) for skill in SKILLS]), atol=1e-7)
+    assert 1 <= server.most_busy <= 3
+    # One word first, to learn the length of a vector; then ten texts, four at a time.
+    assert [len(request["input"]) for request in server.requests[:1]] == [1]
+    assert sorted(len(request["input"]) for request in server.requests[1:]) == [2, 4, 4]
+    assert server.requests[0]["model"] == "m" and "dimensions" not in server.requests[0]
+    assert set(server.authorizations) == {f"Bearer {KEY}"}
+
+
+def test_vectors_by_hand_from_base64_and_from_numbers(server: LLMServer) -> None:
+    for is_base64 in (True, False):
+        server.script = [Reply(raw=vectors_body([[3, 4], [0, -2], [1e30, 0]], 9, is_base64))]
+        vectors = encode_queries(open_api(server, dimensions=2), ["one", "four", "three"])
+        assert server.requests[-1]["input"] == ["three", "four", "one"]  # longest first
+        np.testing.assert_allclose(vectors, [[1, 0], [0, -1], [0.6, 0.8]], atol=1e-7)
+        assert (server.requests[-1]["dimensions"], server.requests[-1]["encoding_format"]) == (2, "base64")
+
+
+def test_prompts_caps_and_fields_decide_what_is_sent(server: LLMServer) -> None:
+    skill = Skill("s", "pdf", "Reads files.", "Long body")
+    changed = {"query_prompt": "Q: ", "skill_prompt": "S: ", "query_chars": 5}
+    for template, text in (
+        ({}, "S: pdf | Reads files. | Long body"),
+        ({"fields": "nd"}, "S: pdf | Reads files."),
+        ({"body_chars": 4, "description_chars": 5}, "S: pdf | Reads | Long"),
+    ):
+        encode_skills(open_api(server, **FOUR, **changed, skill=template), [skill])
+        assert server.requests[-1]["input"] == [text]
+    encode_queries(open_api(server, **FOUR, **changed), ["merge these"])
+    assert server.requests[-1]["input"] == ["Q: merge"]
+
+
+def test_without_bodies_two_skills_that_differ_in_them_are_one_text(server: LLMServer) -> None:
+    skills = [Skill("a", "pdf", "Reads.", "By hand."), Skill("b", "pdf", "Reads.", "By machine.")]
+    vectors = encode_skills(open_api(server, **FOUR, skill={"fields": "nd"}), skills)
+    assert (vectors[0] == vectors[1]).all() and sent(server) == ["pdf | Reads."]
+    full = encode_skills(open_api(server, **FOUR), skills)
+    assert (full[0] != full[1]).any()
+
+
+def test_nothing_to_encode_asks_nobody(server: LLMServer) -> None:
+    encoder = open_api(server, **FOUR)
+    assert encode_skills(encoder, []).shape == encode_queries(encoder, []).shape == (0, 4)
+    assert server.requests == []
+
+
+def test_429_waits_as_told_and_passing_faults_are_tried_again(server: LLMServer) -> None:
+    soon = {"Retry-After": "0.01"}
+    for faults in (
+        [Reply(status=429, headers={"Retry-After": "1"})], [Reply(status=500, headers=soon), Reply(status=503)],
+        [Reply(cut=True, raw="{" * 99)], [Reply(drop=True)],
+    ):  # fmt: skip
+        server.script = [*faults]
+        start = len(server.times)
+        vectors = encode_queries(open_api(server, **FOUR), ["one"])
+        np.testing.assert_allclose(vectors, expected(["one"]), atol=1e-7)
+        assert len(server.times) - start == 1 + len(faults)
+        if faults[0].status == 429:
+            assert server.times[start + 1] - server.times[start] >= 1.0
+
+
+def test_a_server_that_stays_broken_ends_the_run_in_one_line_and_what_came_is_kept(
+    server: LLMServer, tmp_path: Path
+) -> None:
+    server.otherwise = lambda request: embeddings(request) if len(server.requests) <= 1 else Reply(status=500)
+    encoder = open_api(server, tmp_path, **FOUR, max_retries=1, concurrency=1)
+    with pytest.raises(SkilltrainError, match=r"gave no vectors: .*scripted 500.*vectors so far are kept") as failure:
+        encode_skills(encoder, SKILLS)
+    assert "\n" not in str(failure.value) and failure.value.where == server.base_url
+    assert len(server.requests) == 1 + 2
+    server.otherwise = embeddings
+    encode_skills(open_api(server, tmp_path, **FOUR), SKILLS)
+    assert sum(len(request["input"]) for request in server.requests[3:]) == 6
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ("{not json", "not JSON"),
+        ('{"data": null}', "holds no data"),
+        ('{"data": [1, 2]}', "holds no data"),
+        ("[]", "holds no data"),
+        (vectors_body([[1.0, 1, 1, 1]], 1), "1 vectors for 2 texts"),
+        (vectors_body([[1.0, 1, 1, 1]] * 3, 1), "3 vectors for 2 texts"),
+        (vectors_body([[1.0, 1, 1, 1]] * 2, 1).replace('"index": 1', '"index": 0'), "their indices are not"),
+        (vectors_body([[1.0, 1, 1, 1]] * 2, 1).replace('"index": 1', '"index": true'), "their indices are not"),
+        (vectors_body([[1.0, 1, 1, 1], [1.0, 1, 1]], 1), "differ in length"),
+        (vectors_body([[], []], 1), "empty"),
+        (vectors_body([[1.0, 1, 1, 1], "%%%"], 1), "no list of numbers"),
+        (vectors_body([[1.0, 1, 1, 1], "AAAA"], 1), "no list of numbers"),
+        (json.dumps({"data": [{"index": n, "embedding": [[1.0, 2.0]] * 4} for n in (0, 1)]}), "2 dimensions, not 1"),
+        (json.dumps({"data": [{"index": n, "embedding": {"a": 1}} for n in (0, 1)]}), "no list of numbers"),
+    ],
+)
+def test_answers_that_are_no_vectors_are_refused(server: LLMServer, raw: str, message: str) -> None:
+    server.script = [Reply(raw=raw)]
+    with pytest.raises(SkilltrainError, match=message) as failure:
+        encode_queries(open_api(server, **FOUR), ["one", "two"])
+    assert failure.value.where == server.base_url and "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize("bad", [[0.0, 0, 0, 0], [1.0, math.nan, 0, 0], [math.inf, 0.0, 0, 0]])
+@pytest.mark.parametrize("is_base64", [True, False])
+def test_a_vector_that_is_zero_or_no_number_is_refused_with_the_skill_named(
+    server: LLMServer, bad: list[float], is_base64: bool
+) -> None:
+    server.script = [Reply(raw=vectors_body([[1.0, 0, 0, 0], bad, [1.0, 0, 0, 0]], 1, is_base64))]
+    with pytest.raises(SkilltrainError, match="zero or holds no number") as failure:
+        encode_skills(open_api(server, **FOUR), SKILLS[:3])
+    assert failure.value.where == "skill id of 1"  # longest first: 2, 1, 0
+
+
+def test_numbers_too_large_for_float32_and_nulls_are_refused_too(server: LLMServer) -> None:
+    for number in ("1e300", "null"):
+        server.script = [Reply(raw='{"data": [{"index": 0, "embedding": [1, 2, 3, ' + number + "]}]}")]
+        with pytest.raises(SkilltrainError, match="zero or holds no number") as failure:
+            encode_queries(open_api(server, **FOUR), ["one"])
+        assert failure.value.where == "query 0"
+
+
+def test_vectors_of_another_length_are_refused(server: LLMServer, tmp_path: Path) -> None:
+    server.otherwise = lambda request: Reply(raw=vectors_body([[1.0, 2, 3]] * len(request["input"]), 1))
+    with pytest.raises(SkilltrainError, match=r"3 numbers, not 4.*leave out embeddings\.dimensions"):
+        encode_queries(open_api(server, **FOUR), ["one"])
+    assert open_api(server, tmp_path).dim == 3
+    server.otherwise = embeddings  # now of 4
+    with pytest.raises(SkilltrainError, match=r"4 numbers, not 3.*another cache folder"):
+        encode_queries(open_api(server, tmp_path), ["one"])
+
+
+def test_a_text_that_the_server_refuses_is_found_and_named_and_its_neighbours_are_kept(
+    server: LLMServer, tmp_path: Path
+) -> None:
+    def reply(request: dict[str, Any]) -> Reply:
+        return Reply(status=400) if any("skill-2" in text for text in request["input"]) else embeddings(request)
+
+    server.otherwise = reply
+    encoder = open_api(server, tmp_path, **FOUR, concurrency=1)
+    with pytest.raises(SkilltrainError, match=r"refused its text of 50 characters: .*lower .*body_chars") as failure:
+        encode_skills(encoder, SKILLS[:4])
+    assert failure.value.where == "skill id of 2"
+    # Longest first: 3 2 1 0 is refused, then its first half, of which 3 goes through and 2 is it.
+    assert [len(request["input"]) for request in server.requests] == [4, 2, 1, 1]
+    server.otherwise = embeddings
+    encode_skills(open_api(server, tmp_path, **FOUR), [SKILLS[3]])
+    assert len(server.requests) == 4
+
+
+def test_a_batch_that_is_too_large_as_a_whole_is_sent_in_halves(server: LLMServer) -> None:
+    server.otherwise = lambda request: Reply(status=413) if len(request["input"]) > 2 else embeddings(request)
+    vectors = encode_skills(open_api(server, **FOUR), SKILLS)
+    np.testing.assert_allclose(vectors, expected([SkillTemplate().render(skill) for skill in SKILLS]), atol=1e-7)
+
+
+def test_an_empty_text_is_named_and_never_sent(server: LLMServer) -> None:
+    with pytest.raises(SkilltrainError, match="query 1: has no text to embed"):
+        encode_queries(open_api(server, **FOUR), ["one", ""])
+    assert server.requests == []
+
+
+def test_the_cache_is_asked_first_and_needs_no_server(server: LLMServer, tmp_path: Path) -> None:
+    with llm_server() as gone:
+        first = encode_skills(open_api(gone, tmp_path), [*SKILLS[:6], SKILLS[0]])
+        assert (first[0] == first[6]).all() and len(sent(gone)) == 1 + 6
+    again = encode_skills(open_api(gone, tmp_path, batch_size=2), SKILLS[:6])
+    assert (again == first[:6]).all()
+    with pytest.raises(SkilltrainError, match=r"no server answers.*embeddings\.base_url"):
+        encode_skills(open_api(gone, tmp_path, max_retries=0), SKILLS)
+    with pytest.raises(SkilltrainError, match="no server answers"):
+        open_api(gone, tmp_path, model="other", max_retries=0)
+
+
+def test_only_what_is_new_to_the_cache_is_sent_and_models_and_fields_never_mix(
+    server: LLMServer, tmp_path: Path
+) -> None:
+    encode_skills(open_api(server, tmp_path), SKILLS[:6])
+    more = encode_skills(open_api(server, tmp_path), SKILLS)
+    assert len(sent(server)) == 1 + 10
+    # Skill 0 has no body: what it is without one is known.
+    nd = encode_skills(open_api(server, tmp_path, skill={"fields": "nd"}), SKILLS)
+    texts = [SkillTemplate(fields="nd").render(skill) for skill in SKILLS]
+    assert sorted(sent(server)[11:]) == sorted(texts[1:])
+    np.testing.assert_allclose(nd, expected(texts), atol=1e-7)
+    assert (nd[0] == more[0]).all() and (nd[1:] != more[1:]).any(axis=1).all()
+    for changed in ({"model": "other"}, {"dimensions": 3}):
+        before = len(sent(server))
+        encode_skills(open_api(server, tmp_path, **changed), SKILLS)
+        assert len(sent(server)) - before == 10 + ("model" in changed)
+
+
+def test_a_damaged_note_of_the_vectors_length_is_made_anew(server: LLMServer, tmp_path: Path) -> None:
+    open_api(server, tmp_path)
+    (note,) = tmp_path.glob("*/about.json")
+    assert json.loads(note.read_text()) == {
+        "base_url": server.base_url, "dimensions": None, "model": "m", "numbers_a_vector": 4,
+    }  # fmt: skip
+    for damage in ("{", "[]", '{"numbers_a_vector": "4"}', '{"numbers_a_vector": 0}'):
+        note.write_text(damage)
+        assert open_api(server, tmp_path).dim == 4
+        assert json.loads(note.read_text())["numbers_a_vector"] == 4
+
+
+def test_the_budget_is_never_overrun_and_what_it_paid_for_is_kept(server: LLMServer, tmp_path: Path) -> None:
+    texts = [f"{n} " * 60 for n in range(6)]  # 120 bytes: at most 152 tokens each, and 40 by the server's account
+    encoder = open_api(server, tmp_path, **FOUR, batch_size=1, budget={"max_tokens": 300})
+    with pytest.raises(SkilltrainError, match=r"budget of 300 tokens was used up.*raise embeddings\.budget"):
+        encode_queries(encoder, texts)
+    # 152 fits under 0, 40, 80 and 120 used; under 160 it does not.
+    assert len(server.requests) == 4 and encoder.server.budget.used.total == 160
+    encode_queries(open_api(server, tmp_path, **FOUR), texts)
+    assert Counter(sent(server)).most_common(1)[0][1] == 1
+
+
+def test_dollars_need_a_price(server: LLMServer) -> None:
+    with pytest.raises(SkilltrainError, match=r"embeddings\.budget\.max_dollars .*set embeddings\.price"):
+        open_api(server, budget={"max_dollars": 1})
+    encoder = open_api(server, **FOUR, budget={"max_dollars": 1}, price=2.5)
+    encode_queries(encoder, ["a" * 300])
+    assert encoder.server.budget.dollars == pytest.approx(100 * 2.5e-6)
+    own = Embeddings(ApiEncoderSource(model="text-embedding-3-small", budget={"max_dollars": 1}))  # type: ignore
+    assert own.budget.price(Usage(500_000, 0)) == 0.01
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (Reply(status=401, raw=json.dumps({"error": {"message": f"bad key {KEY}"}})), "set OPENAI_API_KEY"),
+        (Reply(status=404), r"no model 'm' here.*embeddings\.model and embeddings\.base_url"),
+        (Reply(status=429, code="insufficient_quota"), "no credit left"),
+        (Reply(status=422, raw=json.dumps({"error": {"message": f"you sent {KEY}"}})), r"you sent \[key\]"),
+    ],
+)
+def test_faults_of_every_text_end_the_run_and_never_show_the_key(server: LLMServer, reply: Reply, message: str) -> None:
+    server.otherwise = lambda _: reply
+    with pytest.raises(SkilltrainError, match=message) as failure:
+        open_api(server)
+    assert KEY not in str(failure.value)
+
+
+def test_settings_that_make_no_sense_are_refused_without_showing_a_key() -> None:
+    for settings, message in (
+        ({}, "missing key 'model'"), ({"model": ""}, "at least 1"), ({"api_key_env": KEY}, "environment"),
+        ({"base_url": "localhost"}, "base_url"), ({"skill": {"fields": "all"}}, "skill.fields"), ({"x": 1}, "unknown"),
+    ):  # fmt: skip
+        settings = {"model": "m", **settings} if settings else settings
+        with pytest.raises(SkilltrainError, match=message) as failure:
+            validate(ApiEncoderSource, settings, "recipe.yaml")
+        assert KEY not in str(failure.value)
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from skilltrain.retrieval.api_encoder import ApiEncoderSource, encode_queries, open_encoder
+source = ApiEncoderSource(model="m", base_url=sys.argv[1], cache=Path(sys.argv[2]), batch_size=4, concurrency=2)
+encode_queries(open_encoder(source), [f"query {number}" for number in range(40)])
+"""
+
+
+def test_after_kill_9_only_what_was_never_answered_is_paid(server: LLMServer, tmp_path: Path) -> None:
+    # After the first word and five batches the server falls silent: the kill finds two requests without an answer.
+    server.otherwise = lambda request: Reply(raw=embeddings(request).raw, delay=0 if len(server.requests) <= 6 else 60)
+    environment = os.environ | {"OPENAI_API_KEY": KEY, "OPENAI_LOG": "debug"}
+    command = [sys.executable, "-c", PROGRAM, server.base_url, str(tmp_path / "cache")]
+    log = (tmp_path / "log").open("wb")
+    process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    end = time.monotonic() + 120
+    while len(list(tmp_path.rglob("*.vectors"))) < 5 or len(server.requests) < 8:
+        assert time.monotonic() < end and process.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    first = sent(server)
+    server.otherwise = embeddings
+    texts = [f"query {number}" for number in range(40)]
+    vectors = encode_queries(open_api(server, tmp_path / "cache"), texts)
+    np.testing.assert_allclose(vectors, expected(texts), atol=1e-7)
+    answered = Counter(text for request in server.answered for text in request["input"])
+    assert len(answered) == 1 + 40 and set(answered.values()) == {1}
+    assert len(first) == 1 + 5 * 4 + 2 * 4 and len(sent(server)) == len(first) + 20
+    for file in tmp_path.rglob("*"):
+        assert file.is_dir() or KEY.encode() not in file.read_bytes(), file

@@ -1,0 +1,257 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.analysis.attention import FieldShares
+from skilltrain.models.attention_rows import attention_rows, row_attention
+from skilltrain.models.reranker import RerankerConfig, load_reranker
+from skilltrain.records import Skill
+from skilltrain.retrieval.field_attention import FIELDS, field_attention, field_spans, token_fields
+from skilltrain.templates import RerankerTemplate, SkillTemplate
+from tiny_models import bert_tokenizer, qwen3_tokenizer
+
+CPU = torch.device("cpu")
+PAIRS = [
+    ("deploy the pods and review the chart", Skill("a", "pods", "deploy pods", "to find the task " * 5)),
+    ("translate audio", Skill("b", "chart 运行", "", "table " * 60)),
+    ("extract text", Skill("c", "clip", "audio report", "video text 🚀 " * 30)),
+]
+
+
+def save_gqa_qwen3(folder, **options):
+    """A Qwen3 of three layers with two query heads to a key head, and norms of queries and keys that matter."""
+    torch.manual_seed(1)
+    tokenizer = qwen3_tokenizer(False)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, intermediate_size=64, max_position_embeddings=2048, initializer_range=0.3, **options,
+    )  # fmt: skip
+    network = Qwen3ForCausalLM(config)
+    for layer in network.model.layers:
+        torch.nn.init.uniform_(layer.self_attn.q_norm.weight, 0.5, 2)
+        torch.nn.init.uniform_(layer.self_attn.k_norm.weight, 0.5, 2)
+    network.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_deep_bert(folder):
+    torch.manual_seed(1)
+    tokenizer = bert_tokenizer()
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64,
+        initializer_range=0.3, num_labels=1,
+    )  # fmt: skip
+    BertForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+SAVERS = {
+    "qwen3": save_gqa_qwen3,
+    "qwen3_window": lambda folder: save_gqa_qwen3(
+        folder, use_sliding_window=True, sliding_window=64, max_window_layers=1
+    ),
+    "bert": save_deep_bert,
+}
+
+
+@pytest.fixture(scope="module", params=SAVERS)
+def opened(request, tmp_path_factory):
+    """(a reranker, the same network as transformers' eager attention runs it, place of the scoring position)."""
+    folder = SAVERS[request.param](tmp_path_factory.mktemp(request.param))
+    causal = request.param != "bert"
+    auto = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
+    eager = auto.from_pretrained(folder, attn_implementation="eager").eval()
+    return load_reranker(RerankerConfig(source=str(folder)), CPU), eager, -1 if causal else 0
+
+
+def eager_rows(eager, pair, place):
+    """Attention of the scoring position over heads, from the whole matrices: [layer, token]."""
+    options = {}
+    if place == 0:
+        options["token_type_ids"] = torch.tensor([[int(i >= pair.second_start) for i in range(len(pair))]])
+    with torch.inference_mode():
+        attentions = eager(torch.tensor([pair.ids]), output_attentions=True, **options).attentions
+    return torch.stack([layer[0, :, place].mean(0) for layer in attentions]).double()
+
+
+def test_rows_are_those_of_the_eager_attention_matrices(opened):
+    reranker, eager, place = opened
+    with attention_rows(reranker) as rows_of:
+        for query, skill in PAIRS:
+            (pair,) = reranker.tokenize(query, [skill])
+            rows = rows_of(pair)
+            assert rows.shape == (3, len(pair))
+            assert place == 0 or len(pair) > 64  # the window hides something
+            assert torch.allclose(rows, eager_rows(eager, pair, place), rtol=0, atol=1e-6)
+            assert torch.allclose(rows.sum(1), torch.ones(3, dtype=torch.float64))
+
+
+def test_shares_are_those_of_the_eager_attention_matrices(opened):
+    reranker, eager, place = opened
+    expected = []
+    for query, skill in PAIRS:
+        (pair,) = reranker.tokenize(query, [skill])
+        fields = token_fields(reranker, skill)
+        sums = eager_rows(eager, pair, place)[:, pair.second_start :][:, : len(fields)].numpy() @ fields
+        expected.append(sums / sums.sum(1, keepdims=True))
+    found = field_attention(reranker, PAIRS, "tiny")
+    assert (found.model, found.num_pairs) == ("tiny", 3)
+    assert table(found.layers) == pytest.approx(np.mean(expected, 0), abs=1e-5)
+    assert table([found.overall])[0] == pytest.approx(np.mean(expected, (0, 1)), abs=1e-5)
+    for shares in (*found.layers, found.overall, found.tokens):
+        assert shares.name + shares.description + shares.body == pytest.approx(1)
+
+
+def table(shares):
+    return np.array([[one.name, one.description, one.body] for one in shares])
+
+
+def test_the_reranker_scores_after_reading_as_before(opened):
+    reranker, _, _ = opened
+    (pair,) = reranker.tokenize(*[PAIRS[0][0], [PAIRS[0][1]]])
+    implementation = reranker.network.config._attn_implementation
+    with torch.inference_mode():
+        before = reranker([pair])
+        field_attention(reranker, PAIRS, "tiny")
+        assert torch.equal(reranker([pair]), before)
+    with pytest.raises(ZeroDivisionError), attention_rows(reranker):
+        raise ZeroDivisionError
+    assert reranker.network.config._attn_implementation == implementation
+
+
+class LargestTensor(TorchDispatchMode):
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+        self.numel = max([self.numel, *(tensor.numel() for tensor in tensors)])
+        return results
+
+
+@pytest.mark.parametrize("name", ["qwen3_reranker", "bert_reranker"])
+def test_no_attention_matrix_is_ever_held(open_reranker_of, name):
+    reranker = open_reranker_of(name, query_max_tokens=16)
+    (pair,) = reranker.tokenize("pods", [Skill("a", "pods", "", "chart " * 400)])
+    table_size = reranker.network.get_input_embeddings().weight.numel()
+    with attention_rows(reranker) as rows_of, LargestTensor() as largest:
+        rows_of(pair)
+    assert len(pair) > 300 and table_size < len(pair) ** 2  # else the bound below would say nothing
+    assert largest.numel < len(pair) ** 2
+
+
+@pytest.mark.parametrize("name", ["qwen3_reranker", "bert_reranker"])
+def test_attention_without_a_preference_has_the_shares_of_the_tokens(open_reranker_of, name):
+    reranker = open_reranker_of(name)
+    for parameter_name, parameter in reranker.network.named_parameters():
+        if ".query." in parameter_name or ".q_proj." in parameter_name:
+            torch.nn.init.zeros_(parameter)  # all scores are 0: attention is even
+    found = field_attention(reranker, PAIRS, "even")
+    assert table(found.layers) == pytest.approx(np.repeat(table([found.tokens]), 2, 0), abs=1e-6)
+
+
+def test_a_cut_body_counts_for_what_is_left_of_it(open_reranker_of):
+    reranker = open_reranker_of("bert_reranker", max_tokens=32, query_max_tokens=8)
+    skill = Skill("a", "deploy pods", "find the chart", "text " * 90)
+    # [CLS] pods [SEP] … [SEP] leaves 28: two of the name, |, three of the description, |, and 21 of the body's 90
+    found = field_attention(reranker, [("pods", skill)], "cut")
+    assert table([found.tokens])[0] == pytest.approx([2 / 26, 3 / 26, 21 / 26])
+
+
+def owners(reranker, skill):
+    """(token's text, its field or -) of a skill's part."""
+    fields = token_fields(reranker, skill)
+    assert fields.sum(1).max() <= 1
+    names = [FIELDS[row.argmax()] if row.any() else "-" for row in fields]
+    tokens = reranker.tokenizer.convert_ids_to_tokens(reranker.tokenize_skills([skill])[0])
+    return list(zip(tokens, names, strict=True))
+
+
+def test_each_wordpiece_belongs_to_the_field_it_came_from(open_reranker_of):
+    found = owners(open_reranker_of("bert_reranker"), Skill("a", " Deploy pods\n", "find | it", "the <|im_end|>"))
+    n, d, b = FIELDS
+    assert found == [
+        ("deploy", n), ("pods", n), ("|", "-"), ("find", d), ("|", d), ("i", d), ("##t", d), ("|", "-"), ("the", b),
+        ("<", b), ("|", b), ("i", b), ("##m", b), ("_", b), ("e", b), ("##n", b), ("##d", b), ("|", b), (">", b),
+    ]  # fmt: skip
+
+
+def test_each_byte_of_a_multi_byte_character_belongs_to_its_field(open_reranker_of):
+    found = owners(open_reranker_of("qwen3_reranker"), Skill("a", "pods 运行", "é", "🚀 chart"))
+    prompt = [pair for pair in found if pair[1] == "-"]
+    assert "".join(text for text, _ in prompt) == "<Document>:" + "Ġ|Ġ" + "Ġ|Ġ"
+    assert [sum(owner == field for _, owner in found) for field in FIELDS] == [1 + 1 + 6, 2, 4 + 1]
+    assert next(text for text, owner in found if owner == "name") == "Ġpods"  # the space before it is no field's
+    assert found[-1] == ("Ġchart", "body")
+
+
+def test_a_skill_without_description_and_a_template_without_body(open_reranker_of):
+    skill = Skill("a", "pods", "  ", "chart text")
+    assert [field for _, field in owners(open_reranker_of("bert_reranker"), skill)] == ["name", "-", "body", "body"]
+    template = RerankerTemplate(skill=SkillTemplate(fields="nd"))
+    nd = open_reranker_of("bert_reranker", template=template)
+    assert [field for _, field in owners(nd, skill)] == ["name"]
+    (found,) = field_attention(nd, [("pods", Skill("a", "pods", "deploy chart text", "body"))], "nd").layers[1:]
+    assert found.body == 0 and found.name > 0 and found.description > 0
+    assert field_attention(nd, [("pods", skill)], "nd").overall == FieldShares(1, 0, 0)
+
+
+def test_field_spans_worked_by_hand():
+    template = SkillTemplate(description_chars=5, body_chars=4)
+    assert template.render(Skill("a", " 运行 ", "abcdefg", "🚀x  yz")) == "运行 | abcde | 🚀x"
+    spans = field_spans(template, Skill("a", " 运行 ", "abcdefg", "🚀x  yz"))
+    assert spans == {"name": (0, 2), "description": (5, 10), "body": (13, 15)}
+    assert field_spans(template, Skill("a", "", "", "")) == {}
+
+
+@given(
+    st.text(max_size=8), st.text(max_size=8), st.text(max_size=8), st.sampled_from(["full", "nd"]),
+    st.sampled_from([" | ", "\n", ""]),
+)  # fmt: skip
+def test_spans_and_separators_make_up_the_rendered_text(name, description, body, fields, separator):
+    template = SkillTemplate(fields=fields, description_chars=5, body_chars=3, separator=separator)
+    skill = Skill("a", name, description, body)
+    text = template.render(skill)
+    parts = {field: text[start:end] for field, (start, end) in field_spans(template, skill).items()}
+    expected = {"name": name.strip(), "description": description[:5].strip(), "body": body[:3].strip()}
+    assert parts == {field: part for field, part in expected.items() if part and (field, fields) != ("body", "nd")}
+    assert separator.join(parts.values()) == text
+
+
+def test_what_cannot_be_read_is_refused_in_one_line(open_reranker_of):
+    cosine = open_reranker_of("bert", template=RerankerTemplate(form="cosine_pair"))
+    with pytest.raises(SkilltrainError, match="a cosine_pair reranker has no scoring position"):
+        field_attention(cosine, PAIRS, "cosine")
+    reranker = open_reranker_of("bert_reranker")
+    with pytest.raises(SkilltrainError, match=r"x: no \(query, skill\) pairs"):
+        field_attention(reranker, [], "x")
+    with pytest.raises(SkilltrainError, match="skill empty: the reranker sees no token of this skill's name"):
+        field_attention(reranker, [*PAIRS, ("pods", Skill("empty", " ", "", "\n"))], "x")
+    torch.nn.init.constant_(reranker.network.bert.encoder.layer[1].attention.self.key.weight, torch.nan)
+    with pytest.raises(SkilltrainError, match="x, skill a: layer 1 gives the skill's fields no attention"):
+        field_attention(reranker, PAIRS, "x")
+    reranker.network.config.classifier_pooling = "mean"
+    with pytest.raises(SkilltrainError, match="a classifier with mean pooling has no scoring position"):
+        field_attention(reranker, PAIRS, "x")
+
+
+def test_attention_with_further_terms_is_refused(open_reranker_of):
+    module = open_reranker_of("bert_reranker").network.bert.encoder.layer[0].attention.self
+    row = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(SkilltrainError, match="BertSelfAttention cannot be read: it has a softcap"):
+        row_attention(module, row, row, row, None, scoring_rows=[], scaling=1.0, softcap=30.0)

@@ -1,0 +1,134 @@
+"""`skilltrain evaluate --benchmark DIR --predictions FILE [--json OUT]`, as others use our evaluation."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from skilltrain.cli import main
+from skilltrain.records import Skill
+from skilltrain.tables import SKILLS, rows_of, write_table
+
+TASKS = {"t1": "find apples", "t2": "build bridges from candles", "t3": "drums"}
+RELEVANCE = {
+    "t1": {"gt_skill_ids": ["gt/a"], "relevance": {"gt/a": 3, "copy/a": 1}, "task_type": "clean"},
+    "t2": {"gt_skill_ids": ["gt/b", "gt/c"], "relevance": {"gt/b": 3, "gt/c": 3}, "task_type": "clean"},
+    "t3": {"gt_skill_ids": ["gt/d"], "relevance": {"gt/d": 3}, "task_type": "generic_only"},
+}
+
+
+@pytest.fixture
+def benchmark(tmp_path: Path) -> Path:
+    """t1 wants a (a degraded copy gains a third), t2 wants b and c, t3 is not scored."""
+    folder = tmp_path / "bench"
+    folder.mkdir()
+    rows = [{"task_id": task_id, "instruction_text": text} for task_id, text in TASKS.items()]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "relevance.json").write_text(json.dumps(RELEVANCE))
+    return folder
+
+
+def predictions(folder: Path, text: str) -> str:
+    file = folder.parent / "mine.json"
+    file.write_text(text)
+    return str(file)
+
+
+def evaluate(benchmark: Path, values: object, *more: str) -> None:
+    text = values if isinstance(values, str) else json.dumps(values)
+    main(["evaluate", "--benchmark", str(benchmark), "--predictions", predictions(benchmark, text), *more])
+
+
+def refused(capsys: pytest.CaptureFixture[str], benchmark: Path, values: object, *more: str) -> str:
+    """The one line on stderr of a command that must end with code 2."""
+    with pytest.raises(SystemExit) as ended:
+        evaluate(benchmark, values, *more)
+    assert ended.value.code == 2
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_means_by_section_and_the_per_query_table_beside(benchmark, tmp_path, capsys):
+    out = tmp_path / "new" / "scores.json"
+    evaluate(benchmark, {"t1": ["copy/a", "gt/a"], "t2": ["gt/b", "x", "gt/c"]}, "--json", str(out))
+    scores = json.loads(out.read_text())
+    assert list(scores) == ["all", "single", "multi"]
+    second = 1 / math.log2(3)  # the discount of the second place
+    assert {name: value["mean"] for name, value in scores["single"].items()} == {
+        "Hit@1": 0, "MRR@10": 0.5, "nDCG@10": pytest.approx((1 + 3 * second) / (3 + second)),
+        "Recall@10": 1, "Recall@20": 1, "Recall@50": 1, "FC@10": 1, "COMP@10": 1,
+    }  # fmt: skip
+    assert scores["multi"]["Hit@1"] == {"mean": 1, "low": 1, "high": 1, "n": 1}
+    assert scores["multi"]["Set-Compat"]["mean"] == 0  # b and x fill the first two places
+    assert scores["all"]["MRR@10"]["mean"] == 0.75 and scores["all"]["Set-Compat"]["n"] == 1
+    assert json.loads(capsys.readouterr().out) == scores
+    rows = [json.loads(line) for line in (out.parent / "scores.per_query.jsonl").read_text().splitlines()]
+    assert [(row["query_id"], row["slice"], row["MRR@10"]) for row in rows] == [
+        ("t1", "single", 0.5),
+        ("t2", "multi", 1),
+    ]
+    assert "Set-Compat" not in rows[0] and rows[1]["Set-Compat"] == 0
+
+
+def test_chosen_measures_and_no_file(benchmark, tmp_path, capsys):
+    before = sorted(tmp_path.rglob("*"))
+    evaluate(benchmark, {"t1": ["gt/a"], "t2": []}, "measures=[Precision@2]")
+    assert json.loads(capsys.readouterr().out)["all"] == {"Precision@2": {"mean": 0.25, "low": 0, "high": 0.5, "n": 2}}
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "mine.json"])
+
+
+def test_missing_tasks_score_nothing_and_are_told(benchmark, capsys):
+    evaluate(benchmark, {"t1": ["gt/a"]})
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["all"]["Hit@1"]["mean"] == 0.5
+    assert "no prediction for 1 of 2 queries, first 't2'; they score 0" in shown.err
+
+
+def test_ids_of_another_pool_are_told(benchmark, capsys):
+    evaluate(benchmark, {"t1": ["a"], "t2": ["b"]})
+    assert "names no skill that is judged for its task; gold skills have ids like 'gt/a'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"t1": ["gt/a"], "t9": ["gt/b"]}, "1 of 2 predicted queries are not in the benchmark, first 't9'"),
+        ({"t3": ["gt/d"]}, "1 of 1 predicted queries are not in the benchmark, first 't3'"),
+        ({"t1": ["gt/a", "x", "gt/a"]}, "query t1: skill 'gt/a' stands twice, again at rank 3"),
+        ('{"t1": ["gt/a"], "t1": []}', "'t1' stands twice"),
+        ({"t1": "gt/a"}, "query t1: a prediction is a list of skill ids"),
+        ({"t1": [1]}, "query t1: a prediction is a list of skill ids"),
+        ({}, "holds no prediction"),
+        ([["t1", ["gt/a"]]], "predictions are an object"),
+        ('{"t1": ["gt/a"', "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+    ],
+)
+def test_bad_predictions_are_one_line(benchmark, capsys, values, message):
+    line = refused(capsys, benchmark, values)
+    assert message in line and "mine.json" in line
+
+
+def test_a_known_pool_checks_the_ids(benchmark, tmp_path, capsys):
+    pool = tmp_path / "pool"
+    pool.mkdir()
+    skills = [Skill(skill_id, skill_id, "what it does", "how") for skill_id in ("gt/a", "gt/b", "gt/c", "other")]
+    write_table(rows_of(skills), SKILLS, pool)
+    evaluate(benchmark, {"t1": ["other", "gt/a"], "t2": ["gt/b"]}, "--pool", str(pool))
+    scores = json.loads(capsys.readouterr().out)
+    assert scores["single"]["nDCG@10"]["mean"] == pytest.approx(1 / math.log2(3))  # no copy in this pool
+    line = refused(capsys, benchmark, {"t1": ["gt/a", "copy/a"]}, "--pool", str(pool))
+    assert "query t1: 1 of 2 predicted skills are not in the pool, first 'copy/a'" in line
+
+
+def test_a_measure_with_a_typo_and_a_missing_file(benchmark, tmp_path, capsys):
+    assert "did you mean 'Hit@1'?" in refused(capsys, benchmark, {"t1": ["gt/a"]}, "measures=[Hits@1]")
+    with pytest.raises(SystemExit):
+        main(["evaluate", "--benchmark", str(benchmark), "--predictions", str(tmp_path / "none.json")])
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_json_is_for_predictions_alone(benchmark, tmp_path, capsys):
+    line = refused(capsys, benchmark, {"t1": ["gt/a"]}, "--json", str(tmp_path / "s.json"), f"out={tmp_path / 'run'}")
+    assert "--json is for predictions alone" in line
+    assert not (tmp_path / "run").exists()
