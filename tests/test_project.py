@@ -21,7 +21,7 @@ from skilltrain.recipe import list_recipes, parse_recipe
 from skilltrain.stages import STAGES
 
 ROOT = Path(__file__).parents[1]
-RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "ablations")
 LAUNCH_CONFIGS = sorted((ROOT / "launch").glob("*.yaml"))
 FULL_SIZE = [path.stem for path in sorted((ROOT / "recipes").glob("sr_*.yaml"))]
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]

@@ -47,9 +47,9 @@ def run_recipe(config: Any, resume: bool) -> dict[str, Any]:
                 f"the stage {config.stage} runs in one process", fix="run it without accelerate launch"
             )
         return _summary_in(out) or function(config, out, resume)
-    inputs = {key: input_fingerprint(path) for key, path in _paths_read(config).items()}
+    inputs = {key: input_fingerprint(path) for key, path in paths_read(config).items()}
     identity = {"recipe": config.model_dump(mode="json", exclude={"out"}), "inputs": inputs}
-    if (done := _finished_run(out, _that_matters(identity), resume and stage.trains)) is not None:
+    if (done := _finished_run(out, what_matters(identity), resume and stage.trains)) is not None:
         if stage.on_ranks:
             return function(config, out)
         say(f"{out}: already holds this run; nothing to do")
@@ -88,7 +88,7 @@ def _produce(config: Any, function: Callable[..., dict[str, Any]], record: dict[
     return summary
 
 
-def _paths_read(config: Config) -> dict[str, Path]:
+def paths_read(config: Config) -> dict[str, Path]:
     """Key path → what the stage reads: its input paths, and the model folders that its settings name."""
     return input_paths(config) | _model_folders(config.model_dump(mode="json"))
 
@@ -137,7 +137,7 @@ def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str
     found = read_json(out / RUN_FILE) if (out / RUN_FILE).is_file() else None
     if not isinstance(found, dict) or not found.keys() >= {*identity, "finished"}:
         raise SkilltrainError("the output folder is not empty and holds no run", where=out, fix=fix)
-    if changed := _first_difference(_that_matters({key: found[key] for key in identity}), identity):
+    if changed := _first_difference(what_matters({key: found[key] for key in identity}), identity):
         section, _, key = changed.partition(".")
         what = f"{key} differs" if section == "recipe" else f"the content of {key} differs"
         raise SkilltrainError(f"the output folder holds another run: {what}", where=out, fix=fix)
@@ -148,7 +148,7 @@ def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str
     return None
 
 
-def _that_matters(identity: dict[str, Any]) -> dict[str, Any]:
+def what_matters(identity: dict[str, Any]) -> dict[str, Any]:
     """The identity of a run without who computes it and without the settings of a training that are free to change."""
     if not isinstance(identity["recipe"], dict):
         return identity

@@ -15,10 +15,10 @@ from skilltrain.evaluation.metrics import parse_measures
 from skilltrain.files import read_json
 from skilltrain.recipe import (
     RUN_FILE,
-    _paths_read,
-    _that_matters,
     input_fingerprint,
     parse_recipe,
+    paths_read,
+    what_matters,
 )
 from skilltrain.stages import STAGES
 
@@ -183,14 +183,14 @@ class _Resolver:
             inputs = dict(self._inputs(config))
         except SkilltrainError as error:
             raise SkilltrainError(str(error), where=where) from error
-        identity = _that_matters({"recipe": config.model_dump(mode="json", exclude={"out"}), "inputs": inputs})
+        identity = what_matters({"recipe": config.model_dump(mode="json", exclude={"out"}), "inputs": inputs})
         digest = sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         folder = self.grid.runs_folder / f"{step}-{digest[:12]}"
         return StepRun(step, config.model_copy(update={"out": folder}), needs)
 
     def _inputs(self, config: Any) -> Iterator[tuple[str, str]]:
         """Setting → fingerprint of what a step reads from elsewhere; a step's folder has its hash in its name."""
-        for key, path in _paths_read(config).items():
+        for key, path in paths_read(config).items():
             if not path.is_relative_to(self.grid.runs_folder):
                 if path not in self.fingerprints:
                     self.fingerprints[path] = input_fingerprint(path)
@@ -224,7 +224,7 @@ def _check_evaluations(plan: Plan, file: Path) -> None:
             config, where = plan.runs[folder].config, f"{file}: {_place(plan.grid, cell.variant, name)}"
             if name not in baseline:
                 raise SkilltrainError("the baseline leaves this evaluation out", where=where)
-            if len(config.systems) + (config.predictions is not None) != 1:
+            if len(config.systems) + len(config.predictions) != 1:
                 what = f"an evaluation of an ablation has one system, found {len(config.systems)}"
                 raise SkilltrainError(what, where=where, fix="make a step, or a variant, of each")
             measures = tuple(str(measure) for measure in parse_measures(config.measures))

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import tempfile
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +32,7 @@ def route(
 
     Example: skilltrain route "merge these PDFs and stamp page numbers" --pool runs/pool --encoder runs/encoder
     """
-    from skilltrain.data.pool.skill_pool import open_pool
+    from skilltrain.data.pool.skill_pool import store_pool
     from skilltrain.data.screening import read_flags
     from skilltrain.routing.router import route as find
     from skilltrain.routing.systems import EncoderSource, LexicalSource, RerankerSource, SystemConfig
@@ -44,7 +45,8 @@ def route(
         reranker=RerankerSource(source=reranker) if reranker else None,
         first_stage_weight=first_stage_weight,
     )
-    found = find(request, open_pool(pool), system, top, read_flags(pool))
+    with tempfile.TemporaryDirectory(prefix="skilltrain-") as scratch:
+        found = find(request, store_pool(pool, Path(scratch)), system, top, read_flags(pool))
     if as_json:
         rows = [
             {"rank": r.rank, "score": r.score, "skill_id": r.skill.skill_id, "name": r.skill.name,

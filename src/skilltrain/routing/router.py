@@ -32,8 +32,9 @@ def route(
     """
     if not request.strip():
         raise SkilltrainError("the request is empty")
-    by_id = {skill.skill_id: skill for skill in skills}
     ranking = rank_with_systems([system], {"request": request}, skills, top)[system.name]["request"]
+    wanted = {skill_id for skill_id, _ in ranking}
+    by_id = {skill.skill_id: skill for skill in skills if skill.skill_id in wanted}
     answers = [(rank, score, by_id[skill_id]) for rank, (skill_id, score) in enumerate(ranking, 1)]
     return [
         RoutedSkill(rank, score, skill, tuple(screen(skill) if flags is None else flags.get(skill.skill_id, ())))

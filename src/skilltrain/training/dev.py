@@ -25,9 +25,12 @@ DevFigure = Interval  # mean over the dev queries, 95% interval, number of queri
 
 def _known_measure(text: str) -> str:
     try:
-        return str(parse_measure(text))
+        measure = parse_measure(text)
     except SkilltrainError as error:
         raise ValueError(str(error)) from error
+    if not measure.cutoff:  # Set-Compat: queries with one gold skill have no value of it
+        raise ValueError(f"{text} is not defined for every query, so no step can be chosen by it")
+    return str(measure)
 
 
 Metric = Annotated[str, AfterValidator(_known_measure)]
@@ -36,7 +39,7 @@ Metric = Annotated[str, AfterValidator(_known_measure)]
 class EncoderDevConfig(Config):
     """Rank a pool for the queries of a benchmark while the encoder trains."""
 
-    benchmark: InputPath = Field(description="folder in SkillRouter's format, or with queries and judgements tables")
+    benchmark: InputPath = Field(description="folder of a benchmark, in a published format or in our tables")
     split: str | None = Field(default=None, description="use the queries of this split only; null for all")
     pool: InputPath | None = Field(default=None, description="skills to rank; null for the pool of the training data")
     max_queries: int | None = Field(default=None, ge=1, description="a sample of so many queries; null for all")
@@ -56,7 +59,7 @@ class EncoderDevConfig(Config):
 class RerankerDevConfig(Config):
     """Order candidates for the queries of a benchmark while the reranker trains."""
 
-    benchmark: InputPath = Field(description="folder in SkillRouter's format, or with queries and judgements tables")
+    benchmark: InputPath = Field(description="folder of a benchmark, in a published format or in our tables")
     split: str | None = Field(default=None, description="use the queries of this split only; null for all")
     pool: InputPath | None = Field(default=None, description="texts of the candidates; null for the training pool")
     candidates: InputPath = Field(description="RANKINGS of a stage candidates for these queries")

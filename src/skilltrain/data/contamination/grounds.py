@@ -157,7 +157,7 @@ def _open(path: Path, name: str, pool: Path, need_golds: bool) -> HeldOut:
         return HeldOut(name, tasks, ())
     asked: dict[str, list[str]] = {}
     for task in tasks:
-        for skill_id in sorted(task.relevance.gold):
+        for skill_id in sorted({*task.relevance.gold, *task.relevance.alternatives}):
             asked.setdefault(skill_id, []).append(task.query.query_id)
     own = {skill.skill_id: skill for skill in benchmark.gold_skills}
     skills = _skills_of(pool, asked.keys() - own.keys()) | own
