@@ -612,6 +612,11 @@ run_collect(validate(CollectConfig, json.loads(sys.argv[1]), "test"), Path(sys.a
 """
 
 
+def hear_ctrl_c():
+    """Undo what a shell does to programs that it starts in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def stop_at(registry, root, path, how):
     """Run a collector in a process of its own and stop it by signal `how` while it waits for the answer to `path`."""
     reached, go_on = threading.Event(), threading.Event()
@@ -626,8 +631,9 @@ def stop_at(registry, root, path, how):
     config = config_for(registry, root).model_dump_json()
     environment = {**os.environ, "NO_PROXY": "127.0.0.1"}
     with subprocess.Popen(
-        [sys.executable, "-c", RUN, config, str(root / "killed")], env=environment, stderr=subprocess.PIPE
-    ) as process:
+        [sys.executable, "-c", RUN, config, str(root / "killed")], env=environment, stderr=subprocess.PIPE,
+        preexec_fn=hear_ctrl_c,
+    ) as process:  # fmt: skip
         assert reached.wait(120), process.communicate()[1]
         process.send_signal(how)
         process.wait(60)

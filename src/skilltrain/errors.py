@@ -9,3 +9,7 @@ class SkilltrainError(Exception):
         place = f"{where}: " if where is not None else ""
         advice = f" ({fix})" if fix else ""
         super().__init__(f"{place}{what}{advice}".replace("\n", " "))
+
+
+class StoppedError(SkilltrainError):
+    """Ctrl-C or SIGTERM ended a long work; what was done is kept, and the same command goes on from there."""

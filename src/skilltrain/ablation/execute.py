@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from skilltrain.ablation.plan import Cell, Plan, StepRun
-from skilltrain.errors import SkilltrainError
+from skilltrain.errors import SkilltrainError, StoppedError
 from skilltrain.files import write_text
 from skilltrain.recipe import CHECKPOINTS, run_recipe
 from skilltrain.terminal import say
@@ -76,9 +76,9 @@ class _Worker:
             run_step(run)
         except BusyError:
             raise
+        except StoppedError as error:
+            raise StoppedError(error.what, where=run.folder, fix="run the same command to go on") from error
         except SkilltrainError as error:
-            if error.what.startswith("interrupted"):  # Ctrl-C or SIGTERM: the training has saved a checkpoint
-                raise SkilltrainError(error.what, where=run.folder, fix="run the same command to go on") from error
             return f"step {run.step}: {error}"
         except Exception as error:  # a fault of ours, or of the machine: the others may still run
             notes = self.plan.grid.out / "errors" / f"{run.folder.name}.txt"

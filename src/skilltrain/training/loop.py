@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from skilltrain.config import Config
-from skilltrain.errors import SkilltrainError
+from skilltrain.errors import SkilltrainError, StoppedError
 from skilltrain.models.cpu_linear import train_with_onednn
 from skilltrain.models.loading import Precision
 from skilltrain.terminal import long_progress, say
@@ -272,9 +272,9 @@ def _summed(accelerator: Accelerator, values: Tensor) -> Tensor:
     return cast(Tensor, accelerator.reduce(values, "sum"))
 
 
-def _interrupted(step: int, total: int, folder: Path) -> SkilltrainError:
+def _interrupted(step: int, total: int, folder: Path) -> StoppedError:
     what = f"interrupted after step {step} of {total}; a checkpoint is saved"
-    return SkilltrainError(what, where=folder, fix="run the same command with --resume to go on")
+    return StoppedError(what, where=folder, fix="run the same command with --resume to go on")
 
 
 class _Stop:
