@@ -122,7 +122,7 @@ CASES = (
     Case("encoder-short-qwen3", "small Qwen3 encoder, 300+2500 characters", "encoder", "qwen3",
          300, 2500, 2048, 8, 10, 5, 4, (_DEFAULT, _BEST_COLUMNS, _CACHED, _OURS, _OURS_RECOMPUTE), _QWEN3_SWEEP),
     Case("encoder-long-qwen3", "small Qwen3 encoder, 500+8000 characters", "encoder", "qwen3",
-         500, 8000, 4096, 4, 10, 5, 2, (_DEFAULT, _BEST_COLUMNS, _OURS, _OURS_RECOMPUTE), _QWEN3_SWEEP),
+         500, 8000, 4096, 8, 10, 5, 2, (_DEFAULT, _BEST_COLUMNS, _CACHED, _OURS, _OURS_RECOMPUTE), _QWEN3_SWEEP),
     Case("reranker-minilm", "MiniLM reranker, lists of 20, 500+2000 characters, 512 tokens", "reranker", "minilm",
          500, 2000, 512, 2, 19, 5, 6, (_DEFAULT, _BEST_LISTS, _OURS, _OURS_RECOMPUTE), _RERANKER_SWEEP),
     Case("reranker-qwen3", "small Qwen3 reranker, lists of 20, 500+2000 characters", "reranker", "qwen3",
