@@ -7,7 +7,8 @@ of the same kind for vectors of texts.
 from skilltrain.llm.batch import BatchLLM
 from skilltrain.llm.budget import Budget, prices_of
 from skilltrain.llm.cache import Answers, CompletionCache
-from skilltrain.llm.chat_model import LLM, Estimate, estimate
+from skilltrain.llm.chat_model import LLM
+from skilltrain.llm.cost import cost_of, say_cost, used_of
 from skilltrain.llm.live import LiveLLM
 from skilltrain.llm.protocol import Answer, Completion, CompletionError, Message, Request, Usage, in_order
 from skilltrain.llm.settings import (
@@ -30,7 +31,6 @@ __all__ = [
     "Completion",
     "CompletionCache",
     "CompletionError",
-    "Estimate",
     "LLMConfig",
     "LiveLLM",
     "Message",
@@ -39,9 +39,11 @@ __all__ = [
     "Request",
     "SmolLM2Config",
     "Usage",
-    "estimate",
+    "cost_of",
     "in_order",
     "open_llm",
+    "say_cost",
+    "used_of",
 ]
 
 

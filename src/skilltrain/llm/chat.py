@@ -1,6 +1,8 @@
 """OpenAI's chat completions on the wire: what is sent, and what an answer says."""
 
 import json
+import re
+from dataclasses import replace
 from typing import Any, Final
 
 from skilltrain.llm.budget import counted
@@ -8,6 +10,8 @@ from skilltrain.llm.protocol import Completion, CompletionError, Request
 from skilltrain.llm.settings import OpenAIConfig
 
 ENDPOINT: Final = "/v1/chat/completions"
+_THOUGHTS = re.compile(r"\A\s*<think>.*?</think>", re.S)
+_UNPAIRED = re.compile("[\ud800-\udfff]")  # surrogates, which no file takes
 
 
 def body_of(request: Request, config: OpenAIConfig) -> dict[str, Any]:
@@ -31,7 +35,10 @@ def read_answer(text: str, num_prompt_tokens: int) -> Completion:
 
 
 def completion_of(body: Any, num_prompt_tokens: int) -> Completion:
-    """A decoded answer as a Completion, with tokens counted. Raises CompletionError where it is none."""
+    """A decoded answer as a Completion, with tokens counted. Raises CompletionError where it is none.
+
+    A `<think>` block that a server leaves before the answer is counted, and is no part of it.
+    """
     try:
         choice = body["choices"][0]
         text, refusal = choice["message"].get("content"), choice["message"].get("refusal")
@@ -44,4 +51,5 @@ def completion_of(body: Any, num_prompt_tokens: int) -> Completion:
         raise CompletionError("malformed", "the reply's content is not text")
     reported: dict[str, Any] = usage if isinstance(usage, dict) else {}
     num_prompt, num_completion = (reported.get(f"{part}_tokens", 0) for part in ("prompt", "completion"))
-    return counted(Completion(text or "", finish_reason, num_prompt, num_completion), num_prompt_tokens)
+    found = counted(Completion(text or "", finish_reason, num_prompt, num_completion), num_prompt_tokens)
+    return replace(found, text=_THOUGHTS.sub("", _UNPAIRED.sub("\ufffd", found.text)))

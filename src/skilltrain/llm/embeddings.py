@@ -43,15 +43,22 @@ class Embeddings:
         self.pacer = Pacer(config.requests_per_minute, config.tokens_per_minute)
         self.was_answered = False
 
-    def embed(self, texts: Iterable[str], name_of: Callable[[int], str]) -> Iterator[tuple[range, Vectors]]:
+    def embed(
+        self, texts: Iterable[str], name_of: Callable[[int], str], keep: Callable[[range, Vectors], None]
+    ) -> Iterator[tuple[range, Vectors]]:
         """Yield (positions in `texts`, their unit vectors), as they come; requests start in the order of `texts`.
 
+        They are given to `keep` first, in the moment in which they come: who stops, with Ctrl-C too, loses none.
         Raises SkilltrainError where a text gets no vector; `name_of` says which text stands at a position. Requests
-        under way at that moment come to their end, and their vectors are yielded before.
+        under way at that moment come to their end, and their vectors are kept and yielded before.
         """
 
         async def work(emit: Emit) -> None:
-            await _Session(self, texts, name_of, emit).run()
+            def take(found: tuple[range, Vectors]) -> None:
+                keep(*found)
+                emit(found)
+
+            await _Session(self, texts, name_of, take).run()
 
         return run_beside(work)
 
@@ -63,7 +70,7 @@ class _Session:
         self._server, self._config, self._name_of, self._emit = server, server.config, name_of, emit
         self._asking = Asking(server.config, server.pacer, server.budget)
         self._todo = _batches(texts, server.config.batch_size)
-        self._fault: SkilltrainError | None = None
+        self._fault: Exception | None = None
         self._client: Any = None
 
     async def run(self) -> None:
@@ -74,21 +81,18 @@ class _Session:
             raise self._fault
 
     async def _work(self) -> None:
-        for start, texts in self._todo:
-            if self._fault is not None:
-                return
-            try:
+        try:
+            for start, texts in self._todo:
+                if self._fault is not None:
+                    return
                 await self._embed(start, texts)
-            except SkilltrainError as error:
-                self._fault = self._fault or error
+        except Exception as error:  # whatever it is, what is under way has been paid for and comes to its end
+            self._fault = self._fault or error
 
     async def _embed(self, start: int, texts: Sequence[str]) -> None:
         """Hand on the vectors of `texts`, the first of which stands at `start`; what is refused is asked in halves."""
         import openai
 
-        for place, text in enumerate(texts, start):
-            if not text:
-                raise SkilltrainError("has no text to embed", where=self._name_of(place))
         most = _most_of(texts)
         try:
             if not await self._asking.reserve(most):
@@ -161,7 +165,7 @@ class _Session:
 def _batches(texts: Iterable[str], size: int) -> Iterator[tuple[int, list[str]]]:
     """(position of the first, texts) of each request."""
     rest, start = iter(texts), 0
-    while batch := list(islice(rest, size)):
+    while batch := [text.encode(errors="replace").decode() for text in islice(rest, size)]:  # JSON takes no half pairs
         yield start, batch
         start += len(batch)
 

@@ -44,7 +44,7 @@ class _Session:
         self._todo = enumerate(requests)
         self._asking = Asking(llm.config, llm.pacer, llm.budget)
         self._num_failures = 0
-        self._fatal: SkilltrainError | None = None
+        self._fatal: Exception | None = None
         self._client: Any = None
 
     async def run(self) -> None:
@@ -55,13 +55,13 @@ class _Session:
             raise self._fatal
 
     async def _work(self) -> None:
-        for position, request in self._todo:
-            if self._fatal is not None:
-                return
-            try:
+        try:
+            for position, request in self._todo:
+                if self._fatal is not None:
+                    return
                 self._emit((position, await self._answer(request)))
-            except SkilltrainError as error:
-                self._fatal = self._fatal or error
+        except Exception as error:  # whatever it is, what is under way has been paid for and comes to its end
+            self._fatal = self._fatal or error
 
     async def _answer(self, request: Request) -> Answer:
         """The kept answer, or the server's, which is then kept."""

@@ -85,7 +85,7 @@ def _noted(file: Path) -> int | None:
 
 
 def _length_of_a_vector(server: Embeddings) -> int:
-    ((_, vectors),) = server.embed(["skill"], lambda _: "the text 'skill'")
+    ((_, vectors),) = server.embed(["skill"], lambda _: "the text 'skill'", lambda part, vectors: None)
     return vectors.shape[1]
 
 
@@ -118,10 +118,15 @@ def _embed_and_keep(encoder: ApiEncoder, work: OrderedTexts, name_of: Callable[[
     num, num_done = len(work.texts), 0
     if not num:
         return
+    if not work.texts[num - 1]:  # the shortest
+        raise SkilltrainError("has no text to embed", where=name_of(num - 1))
+
+    def keep(part: range, vectors: Float32[np.ndarray, "text dim"]) -> None:
+        if encoder.cache:
+            encoder.cache.add(work.keys[part.start : part.stop], vectors)
+
     with long_progress(work.description, num, 0) as show:
-        for part, vectors in encoder.server.embed((work.texts[place] for place in range(num)), name_of):
-            if encoder.cache:
-                encoder.cache.add(work.keys[part.start : part.stop], vectors)
+        for part, vectors in encoder.server.embed((work.texts[place] for place in range(num)), name_of, keep):
             num_done += len(part)
             show(num_done, _taken(encoder.server))
             yield np.arange(part.start, part.stop), vectors

@@ -2,16 +2,12 @@
 
 The one it names goes to rank 1, all others keep the first stage's order. The paper's protocol, in words of our own.
 
-Candidates are texts of strangers, and one may say "answer 1" (prompt injection). What is done about it: every part
-stands between lines that hold a mark made of a digest of all these texts, so no text can hold the mark, close its own
-part or open a false candidate; signs by which chat templates end a turn are broken, characters that no reader sees are
-taken out; the model is told, before and after, that these are texts to compare and no instructions; and an answer can
-do no more than move one of the given candidates to the front. What it cannot do: keep a model from believing what it
-reads. A text that praises itself, or orders the reader about, may still win; the safety screening of the stage `pool`
-finds such orders (rule router_order), and two orders of the candidates (`shuffle`) show how firm a choice is.
+Candidates are texts of strangers, and one may say "answer 1". llm/strangers.py says what is done about it; and an
+answer can do no more than move one of the given candidates to the front. A text that praises itself, or orders the
+reader about, may still win: the safety screening of the stage `pool` finds such orders (rule router_order), and two
+orders of the candidates (`shuffle`) show how firm a choice is.
 """
 
-import hashlib
 import random
 import re
 from collections import Counter
@@ -23,7 +19,20 @@ from pydantic import Field
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import LLM, Answer, CompletionError, LLMConfig, Message, Request, estimate, in_order, open_llm
+from skilltrain.llm import (
+    LLM,
+    Answer,
+    CompletionError,
+    LLMConfig,
+    Message,
+    Request,
+    cost_of,
+    in_order,
+    open_llm,
+    say_cost,
+    used_of,
+)
+from skilltrain.llm.strangers import mark_of, stranger_skill, stranger_text
 from skilltrain.records import Skill
 from skilltrain.terminal import progress, say
 
@@ -38,17 +47,7 @@ Reply with the number of that candidate in digits, and with nothing else."""
 QUESTION = "Which one of the candidates 1 to {count} serves the task best? Reply with its number only."
 AGAIN = " An earlier reply could not be used: one number from 1 to {count}, no other text."
 
-NAME_CHARS = 200
 _ANSWER_TOKENS = 4  # of a number, with what chat formats put around it
-_LINE_ENDS = re.compile("\r\n|[\r\x0b\x0c\x85\u2028\u2029]")
-# Controls, soft hyphens, marks of direction, zero-width characters (but for the joiners that scripts and emoji need),
-# lone surrogates, and the planes of tags and selectors in which whole sentences can be hidden.
-_UNSEEN = re.compile(
-    "[\x00-\x08\x0e-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
-    "\ud800-\udfff\U000e0000-\U000e0fff]"
-)
-_TURN = re.compile(r"<(?=[|｜]|/?s>|/?think>|(?:start|end)_of_turn>|</?SYS>)|\[(?=/?INST\])", re.I)
-_THOUGHTS = re.compile(r"\A\s*<think>.*?</think>", re.S)
 _CHOICE = re.compile(
     r"(?:(?:the )?(?:best |most relevant )?(?:answer|skill|candidate|number|option)(?: is)?:?\s*(?:number |no\. ?)?)?"
     r"[#\[(]?\s*(\d{1,9})\s*[\])]?\s*[.。]?", re.I)  # fmt: skip
@@ -83,23 +82,20 @@ class Unusable:
 class JudgeResult:
     """query_id → skill_ids, best first; and of which queries nothing came, so that they keep the first stage's order.
 
-    `num_asked` counts queries with two candidates and more: others leave nothing to choose.
+    `num_asked` counts queries with two candidates and more: others leave nothing to choose. `used` has the tokens and
+    dollars.
     """
 
     rankings: dict[str, list[str]]
     unusable: dict[str, Unusable]
     num_asked: int
-    num_prompt_tokens: int
-    num_completion_tokens: int
-    dollars: float | None
+    used: Mapping[str, Any]
 
     def counts(self) -> dict[str, Any]:
         """What a stage's summary says of it."""
         return {
             "num_asked": self.num_asked, "num_unusable": len(self.unusable),
-            "unusable": dict(sorted(Counter(fault.kind for fault in self.unusable.values()).items())),
-            "num_prompt_tokens": self.num_prompt_tokens, "num_completion_tokens": self.num_completion_tokens,
-            "dollars": self.dollars,
+            "unusable": dict(sorted(Counter(fault.kind for fault in self.unusable.values()).items())), **self.used,
         }  # fmt: skip
 
 
@@ -114,7 +110,8 @@ class _Question:
     def request(self, source: JudgeSource, attempt: int) -> Request:
         """What the model is sent; each attempt has a seed of its own."""
         task = stranger_text(self.text, source.query_chars)
-        parts = [_candidate(skill, source) for skill in self.skills]
+        body_chars = source.body_chars if source.fields == "full" else None
+        parts = [stranger_skill(skill, source.description_chars, body_chars) for skill in self.skills]
         mark = mark_of([task, *parts])
         lines = [f"{mark} task", task]
         for number, part in enumerate(parts, 1):
@@ -146,18 +143,14 @@ def judge(
     ]
     llm = open_llm(source.llm)
     if questions:
-        say_cost(cost_of(llm, (question.request(source, 0) for question in questions), _ANSWER_TOKENS))
+        say_cost(_cost(llm, source, questions), source.max_retries + 1)
     chosen, unusable = _choose(llm, source, questions)
     if unusable:
         kinds = Counter(fault.kind for fault in unusable.values())
         told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         say(f"{len(unusable)} of {len(questions)} queries keep the first stage's order, for no answer chose: {told}")
-    used = llm.budget.used
-    return JudgeResult(
-        rankings={query_id: _first(chosen.get(query_id), ids) for query_id, ids in candidates.items()},
-        unusable=unusable, num_asked=len(questions),
-        num_prompt_tokens=used.prompt, num_completion_tokens=used.completion, dollars=llm.budget.dollars,
-    )  # fmt: skip
+    rankings = {query_id: _first(chosen.get(query_id), ids) for query_id, ids in candidates.items()}
+    return JudgeResult(rankings, unusable, len(questions), used_of(llm.budget))
 
 
 def plan_judge(
@@ -165,13 +158,18 @@ def plan_judge(
 ) -> dict[str, Any]:
     """About what judging will take, for `--dry-run`; asks nobody.
 
-    Which candidates a query will have is not known before the first stage has run: random skills stand for them.
+    Which candidates a query will have is not known before the first stage has run: random skills stand for them. So
+    answers in the cache are not known either.
     """
     draw = random.Random(source.seed)
     count = min(num_candidates, len(skills))
-    questions = (_Question(query_id, text, tuple(draw.sample(skills, count))) for query_id, text in queries.items())
-    llm = open_llm(source.llm)
-    return cost_of(llm, (question.request(source, 0) for question in questions if count > 1), _ANSWER_TOKENS)
+    drawn = ((i, text, draw.sample(range(len(skills)), count)) for i, text in queries.items() if count > 1)
+    questions = (_Question(i, text, tuple(skills[place] for place in places)) for i, text, places in drawn)
+    return _cost(open_llm(source.llm), source, questions)
+
+
+def _cost(llm: LLM, source: JudgeSource, questions: Iterable[_Question]) -> dict[str, Any]:
+    return cost_of(llm, (question.request(source, 0) for question in questions), _ANSWER_TOKENS)
 
 
 def read_choice(answer: Answer, num_candidates: int) -> int | Unusable:
@@ -185,7 +183,7 @@ def read_choice(answer: Answer, num_candidates: int) -> int | Unusable:
         return Unusable("refused", "the model declined to answer")
     if answer.finish_reason == "length":
         return Unusable("truncated", "the answer was cut off at llm.max_tokens")
-    text = without_thoughts(answer.text).strip(" \t\r\n*_`\"'“”")
+    text = answer.text.strip(" \t\r\n*_`\"'“”")
     if not text:
         return Unusable("empty", "there was no text in the answer")
     found = _CHOICE.fullmatch(text)
@@ -195,46 +193,6 @@ def read_choice(answer: Answer, num_candidates: int) -> int | Unusable:
     if not 1 <= number <= num_candidates:
         return Unusable("out_of_range", f"{number} is not among 1 to {num_candidates}")
     return number - 1
-
-
-def stranger_text(text: str, max_chars: int) -> str:
-    """The first `max_chars` of a text that is not ours, fit for a prompt: what none sees or ends a turn is disarmed."""
-    return _TURN.sub(r"\g<0> ", _UNSEEN.sub("", _LINE_ENDS.sub("\n", text[:max_chars]))).strip()
-
-
-def mark_of(texts: Iterable[str]) -> str:
-    """The beginning of a line that can stand in none of `texts`, made of their digest: the same for the same texts."""
-    joined = "\x00".join(texts)
-    digest = hashlib.sha256(joined.encode()).hexdigest()[:12]
-    while digest in joined:  # as good as impossible
-        digest = hashlib.sha256(digest.encode()).hexdigest()[:12]
-    return f"=== {digest}"
-
-
-def without_thoughts(text: str) -> str:
-    """An answer without the `<think>` block that some servers leave before it."""
-    return _THOUGHTS.sub("", text)
-
-
-def cost_of(llm: LLM, requests: Iterable[Request], num_completion_tokens: int) -> dict[str, Any]:
-    """What asking will take: requests, tokens, dollars (None: price unknown); those in the cache cost nothing."""
-    found = estimate(llm, requests, num_completion_tokens)
-    return {
-        "model": llm.model,
-        "num_requests": found.num_requests - found.num_answered, "num_answered_before": found.num_answered,
-        "num_prompt_tokens": found.usage.prompt, "num_completion_tokens": found.usage.completion,
-        "dollars": None if found.dollars is None else round(found.dollars, 6), "budget": str(llm.budget) or None,
-    }  # fmt: skip
-
-
-def say_cost(plan: Mapping[str, Any]) -> None:
-    """Say in one line what `cost_of` found."""
-    price = "price unknown (llm.prices)" if plan["dollars"] is None else f"about ${plan['dollars']:,.4g}"
-    tokens = f"about {plan['num_prompt_tokens']:,} prompt and {plan['num_completion_tokens']:,} completion tokens"
-    limit = f"budget {plan['budget']}" if plan["budget"] else "no budget is set (llm.budget)"
-    kept = f" ({plan['num_answered_before']:,} more are in the cache)" if plan["num_answered_before"] else ""
-    again = "answers turned down are asked for again"
-    say(f"{plan['num_requests']:,} requests to {plan['model']}{kept}, {tokens}, {price}; {again}; {limit}")
 
 
 def _check(queries: Mapping[str, str], candidates: Mapping[str, Sequence[str]], skills: Mapping[str, Skill]) -> None:
@@ -255,16 +213,6 @@ def _shown(source: JudgeSource, query_id: str, skill_ids: Sequence[str]) -> list
     if source.shuffle:
         random.Random(f"{source.seed}/{query_id}").shuffle(order)
     return order
-
-
-def _candidate(skill: Skill, source: JudgeSource) -> str:
-    """What the model sees of a skill, in the paper's three lines."""
-    name, description = (
-        " ".join(stranger_text(text, most).split())
-        for text, most in ((skill.name, NAME_CHARS), (skill.description, source.description_chars))
-    )
-    body = f"\nBody: {stranger_text(skill.body, source.body_chars)}" if source.fields == "full" else ""
-    return f"Name: {name}\nDescription: {description}{body}"
 
 
 def _choose(

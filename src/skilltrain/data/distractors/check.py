@@ -13,7 +13,6 @@ from skilltrain.data.synthesis.check import Fault
 from skilltrain.data.synthesis.skill_phrases import num_words
 from skilltrain.llm import Answer, CompletionError
 from skilltrain.records import Skill, name_key
-from skilltrain.retrieval.judge import without_thoughts
 
 _FENCED = re.compile(r"^```(?:json)?[ \t]*\n(.*)\n[ \t]*```[ \t]*$", re.S | re.M | re.I)
 
@@ -36,7 +35,7 @@ def read_draft(answer: Answer) -> Draft | Fault:
         return Fault("refused", "the model declined to write it")
     if answer.finish_reason == "length":
         return Fault("truncated", "it was cut off at llm.max_tokens")
-    text = without_thoughts(answer.text).strip()
+    text = answer.text.strip()
     fenced = _FENCED.search(text)
     try:
         # A line break inside a JSON string is a fault that many models make and that loses nothing.

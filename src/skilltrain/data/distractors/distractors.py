@@ -23,9 +23,8 @@ from skilltrain.data.synthesis.skill_phrases import num_words
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.files import write_text
-from skilltrain.llm import LLM, Answer, in_order, open_llm
+from skilltrain.llm import LLM, Answer, cost_of, in_order, open_llm, say_cost, used_of
 from skilltrain.records import Skill
-from skilltrain.retrieval.judge import cost_of, say_cost
 from skilltrain.tables import DROPPED, SKILLS, read_batches, rows_of, write_table
 from skilltrain.terminal import progress
 
@@ -53,7 +52,7 @@ def run_distractors(config: DistractorsConfig, out: Path) -> dict[str, Any]:
     golds = gold_skills(config)
     asks = asks_for(golds, config.num_distractors)
     llm = open_llm(config.llm)
-    say_cost(cost_of(llm, (request(ask, config) for ask in asks), config.num_tokens))
+    _told_cost(llm, asks, config)
     made = _write_all(llm, asks, golds, config)
 
     skills = [made.skills[ask.skill_id] for ask in asks if ask.skill_id in made.skills]
@@ -63,7 +62,6 @@ def run_distractors(config: DistractorsConfig, out: Path) -> dict[str, Any]:
     write_text(out / ORIGINS_FILE, "".join(_origin(made.asks[s.skill_id], flags.get(s.skill_id, ())) for s in skills))
     dropped = [_dropped(ask.skill_id, made.faults[ask.skill_id]) for ask in asks if ask.skill_id in made.faults]
     write_table(dropped, DROPPED, out)
-    used = llm.budget.used
     return {
         "num_gold_skills": len(golds), "num_asked": len(asks), "num_distractors": len(skills),
         "num_by_strategy": _counts(made.asks[skill.skill_id].strategy for skill in skills),
@@ -71,7 +69,7 @@ def run_distractors(config: DistractorsConfig, out: Path) -> dict[str, Any]:
         "turned_down": dict(sorted(made.turned_down.items())),
         "mean_words": round(sum(num_words(skill.body) for skill in skills) / max(1, len(skills)), 1),
         "num_flagged_skills": len(flags), "flagged": count_flagged(flags), "source": source_of(llm),
-        "num_prompt_tokens": used.prompt, "num_completion_tokens": used.completion, "dollars": llm.budget.dollars,
+        **used_of(llm.budget),
     }  # fmt: skip
 
 
@@ -82,9 +80,13 @@ def plan_distractors(config: DistractorsConfig) -> dict[str, Any]:
     """
     golds = gold_skills(config)
     asks = asks_for(golds, config.num_distractors)
-    plan = cost_of(open_llm(config.llm), (request(ask, config) for ask in asks), config.num_tokens)
-    say_cost(plan)
-    return {"num_gold_skills": len(golds), "num_asked": len(asks)} | plan
+    return {"num_gold_skills": len(golds), "num_asked": len(asks)} | _told_cost(open_llm(config.llm), asks, config)
+
+
+def _told_cost(llm: LLM, asks: Sequence[Ask], config: DistractorsConfig) -> dict[str, Any]:
+    cost = cost_of(llm, (request(ask, config) for ask in asks), config.num_tokens)
+    say_cost(cost, config.max_attempts)
+    return cost
 
 
 def source_of(llm: LLM) -> str:

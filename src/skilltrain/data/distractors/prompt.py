@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from skilltrain.data.distractors.settings import DistractorsConfig
-from skilltrain.data.synthesis.prompt import LANGUAGES
+from skilltrain.data.synthesis.prompt import language_of
 from skilltrain.data.synthesis.stratify import stable_number
 from skilltrain.llm import Message, Request
+from skilltrain.llm.strangers import fenced, stranger_line, stranger_skill
 from skilltrain.records import Skill
-from skilltrain.retrieval.judge import NAME_CHARS, mark_of, stranger_text
 
 STRATEGIES: Final = {
     "same-domain-different-problem": "it belongs to the same technical domain as the reference and solves another "
@@ -38,15 +38,7 @@ pitfalls. It never mentions the reference, and never says what it is missing.
 - Its body has {low} to {high} words of Markdown in {language}, without frontmatter.
 Answer with one JSON object and nothing else: {{"name": "words-joined-by-hyphens", "description": "one or two \
 sentences on what it does and when to use it", "body": "the Markdown document"}}"""
-MATERIAL: Final = """Category: {category}
-{mark}
-Name: {name}
-Description: {description}
-Body:
-{body}
-Not these either:
-{siblings}
-{mark}
+MATERIAL: Final = """{fenced}
 Write skill {number} of {total} of the kind described."""
 OTHERS: Final = " The kind is asked for several times: take a problem that does not come to mind first."
 AGAIN: Final = "\nAn earlier answer was turned down: {advice}. Write another one."
@@ -89,33 +81,20 @@ class Ask:
 
 
 def request(ask: Ask, config: DistractorsConfig) -> Request:
-    """The question for a chat model. The gold skill's text is untrusted: capped, disarmed and fenced by its digest."""
+    """The question for a chat model. The skills' texts are untrusted: capped, disarmed and fenced."""
     gold = ask.gold.skill
-    siblings = [_line(sibling) for sibling in ask.gold.siblings[:_MAX_SIBLINGS]] or ["(none)"]
-    parts = {
-        "name": _one_line(gold.name, NAME_CHARS), "description": _one_line(gold.description, 500),
-        "body": stranger_text(gold.body, config.body_chars), "siblings": "\n".join(siblings),
-    }  # fmt: skip
-    mark = f"{mark_of(parts.values())} ==="
-    category = _one_line(gold.category or "none given", NAME_CHARS)
-    user = MATERIAL.format(mark=mark, category=category, number=ask.number, total=ask.total, **parts)
+    lines = [f"Category: {stranger_line(gold.category or 'none given')}", stranger_skill(gold, 500, config.body_chars)]
+    lines += ["Not these either:", *(_line(sibling) for sibling in ask.gold.siblings[:_MAX_SIBLINGS])]
+    lines += [] if ask.gold.siblings else ["(none)"]
+    user = MATERIAL.format(fenced=fenced("\n".join(lines)), number=ask.number, total=ask.total)
     user += OTHERS if ask.total > 1 else ""
     user += AGAIN.format(advice=ADVICE[ask.fault]) if ask.fault else ""
     low, high = config.asked_words
-    system = SYSTEM.format(strategy=STRATEGIES[ask.strategy], low=low, high=high, language=_language(gold.lang))
+    language = language_of(gold.lang, "the reference")
+    system = SYSTEM.format(strategy=STRATEGIES[ask.strategy], low=low, high=high, language=language)
     seed = stable_number(config.seed, ask.skill_id, ask.attempt) >> 33  # servers take seeds below 2**31
     return Request((Message("system", system), Message("user", user)), seed)
 
 
 def _line(skill: Skill) -> str:
-    return f"- {_one_line(skill.name, NAME_CHARS)}: {_one_line(skill.description, _SIBLING_CHARS)}"
-
-
-def _one_line(text: str, max_chars: int) -> str:
-    return " ".join(stranger_text(text, max_chars).split())
-
-
-def _language(lang: str | None) -> str:
-    if lang is None:
-        return "the language of the reference"
-    return LANGUAGES.get(lang, f"the language with the code {lang}")
+    return f"- {stranger_line(skill.name)}: {stranger_line(skill.description, _SIBLING_CHARS)}"

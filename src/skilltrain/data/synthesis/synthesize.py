@@ -5,7 +5,7 @@ chat model does, or, without one, the skill's own body (data/synthesis/extractiv
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from skilltrain.data.synthesis.skill_phrases import num_words
 from skilltrain.data.synthesis.stratify import sample_skills, stable_number
 from skilltrain.data.synthesis.writers import Writer, open_writer
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import Answer, in_order
+from skilltrain.llm import Answer, in_order, say_cost
 from skilltrain.records import Query, Skill, Verdict
 from skilltrain.tables import (
     CLUSTERS,
@@ -33,7 +33,7 @@ from skilltrain.tables import (
     rows_of,
     write_table,
 )
-from skilltrain.terminal import progress, say
+from skilltrain.terminal import progress
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def run_synthesize(config: SynthesizeConfig, out: Path) -> dict[str, Any]:
     """
     work = _prepare(config)
     origin = work.writer.origin
-    _say_plan(origin, work.writer.plan(work.asks), config)
+    _told_plan(work, config)
     texts, faults = _write_all(work, config)
 
     groups = _lowest_of_clusters(config.clusters)
@@ -78,10 +78,8 @@ def run_synthesize(config: SynthesizeConfig, out: Path) -> dict[str, Any]:
 def plan_synthesize(config: SynthesizeConfig) -> dict[str, Any]:
     """What a run would ask for and about what it would cost, found without asking anybody (`--dry-run`)."""
     work = _prepare(config)
-    plan = work.writer.plan(work.asks)
-    _say_plan(work.writer.origin, plan, config)
     counts = {"num_skills": len(work.skills), "num_flagged": len(work.flagged), "num_asked": len(work.asks)}
-    return counts | {"origin": work.writer.origin} | plan
+    return counts | {"origin": work.writer.origin} | _told_plan(work, config)
 
 
 FLAGGED = Fault("flagged", "the safety screening flagged the skill")
@@ -104,16 +102,11 @@ def _prepare(config: SynthesizeConfig) -> _Work:
     return _Work(skills, flagged, asks, writer, exempt)
 
 
-def _say_plan(origin: str, plan: Mapping[str, Any], config: SynthesizeConfig) -> None:
-    """Say in one line what it will cost."""
-    if not plan:
-        return
-    price = "price unknown (llm.prices)" if plan["dollars"] is None else f"about ${plan['dollars']:,.4g}"
-    tokens = f"about {plan['num_prompt_tokens']:,} prompt and {plan['num_completion_tokens']:,} completion tokens"
-    again = f"; answers turned down are asked for again, up to {config.max_attempts} times in all"
-    limit = f"; budget {plan['budget']}" if plan["budget"] else "; no budget is set (llm.budget)"
-    kept = f" ({plan['num_answered_before']:,} more are in the cache)" if plan["num_answered_before"] else ""
-    say(f"{plan['num_requests']:,} requests to {origin}{kept}, {tokens}, {price}{again}{limit}")
+def _told_plan(work: _Work, config: SynthesizeConfig) -> dict[str, Any]:
+    """What the writer will take, after it was said in one line."""
+    if plan := work.writer.plan(work.asks):
+        say_cost(plan, config.max_attempts)
+    return plan
 
 
 def _judgement(ask: Ask, judge: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from skilltrain.data.synthesis.extractive import extractive_query, repeated_line
 from skilltrain.data.synthesis.prompt import Ask, request
 from skilltrain.data.synthesis.settings import ExtractiveConfig, SynthesizeConfig
 from skilltrain.data.synthesis.stratify import stable_number
-from skilltrain.llm import LLM, Answer, Completion, estimate, open_llm
+from skilltrain.llm import LLM, Answer, Completion, cost_of, open_llm, used_of
 from skilltrain.records import Skill
 
 _TOKENS_PER_WORD = 1.5  # of an answer, in the mean of English (1.3) and languages that take more
@@ -89,21 +89,8 @@ class LLMWriter:
     def plan(self, asks: Sequence[Ask]) -> dict[str, Any]:
         """The first answer to every ask; those in the cache cost nothing."""
         num_tokens = round(self._config.num_words * _TOKENS_PER_WORD)
-        found = estimate(self._llm, (request(ask, self._config) for ask in asks), num_tokens)
-        return {
-            "num_requests": found.num_requests - found.num_answered, "num_answered_before": found.num_answered,
-            "num_prompt_tokens": found.usage.prompt, "num_completion_tokens": found.usage.completion,
-            "dollars": _rounded(found.dollars), "budget": str(self._llm.budget) or None,
-        }  # fmt: skip
+        return cost_of(self._llm, (request(ask, self._config) for ask in asks), num_tokens)
 
     def usage(self) -> dict[str, Any]:
-        """Tokens and dollars of all answers, those from the cache as when they were made."""
-        used = self._llm.budget.used
-        return {
-            "num_prompt_tokens": used.prompt, "num_completion_tokens": used.completion,
-            "dollars": _rounded(self._llm.budget.dollars),
-        }  # fmt: skip
-
-
-def _rounded(dollars: float | None) -> float | None:
-    return None if dollars is None else round(dollars, 6)
+        """Tokens and dollars."""
+        return used_of(self._llm.budget)
