@@ -112,6 +112,21 @@ def test_missing_and_torn_files_are_named(tmp_path: Path):
         load_benchmark(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"t": %s, "t": %s}', r"relevance\.json: 't' stands twice"),
+        ('{"t": {"gt_skill_ids": ["g"], "relevance": {"g": 3, "g": 1}, "task_type": "clean"}}', "'g' stands twice"),
+        ("[" * 100_000, r"relevance\.json: is not JSON: maximum recursion depth"),
+    ],
+)
+def test_a_key_that_stands_twice_and_endless_nesting_are_refused(tmp_path: Path, text: str, message: str):
+    skillrouter(tmp_path, [task("t")], {})
+    (tmp_path / "relevance.json").write_text(text.replace("%s", json.dumps(entry("g"))))
+    with pytest.raises(SkilltrainError, match=message):
+        load_benchmark(tmp_path)
+
+
 def test_our_tables_required_is_gold_useful_gains_half(tmp_path: Path):
     folder = ours(
         tmp_path / "ours",

@@ -222,10 +222,48 @@ def test_a_batch_that_is_too_large_as_a_whole_is_sent_in_halves(server: LLMServe
     np.testing.assert_allclose(vectors, expected([SkillTemplate().render(skill) for skill in SKILLS]), atol=1e-7)
 
 
+def test_who_takes_no_more_has_kept_what_came_in_the_meantime(server: LLMServer) -> None:
+    kept: list[range] = []
+    vectors = open_api(server, **FOUR).server.embed(
+        [f"text {n}" for n in range(20)], str, lambda part, _: kept.append(part)
+    )
+    next(vectors)
+    end = time.monotonic() + 20
+    while len(kept) < 5:  # four texts each
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    vectors.close()
+    assert sorted(place for part in kept for place in part) == list(range(20))
+
+
+def test_a_disk_that_takes_no_vectors_ends_the_run_and_what_is_under_way_comes_to_its_end(server: LLMServer) -> None:
+    def keep(part: range, vectors: np.ndarray) -> None:
+        if part.start == 0:
+            raise SkilltrainError("the disk is full")
+        kept.append(part.start)
+
+    kept: list[int] = []
+    server.otherwise = lambda request: (
+        Reply(raw=embeddings(request).raw, until=lambda: len(server.requests) == 3)
+        if request["input"] == ["a"]
+        else Reply(raw=embeddings(request).raw, delay=0.5)
+    )
+    encoder = open_api(server, **FOUR, batch_size=1, concurrency=3)
+    with pytest.raises(SkilltrainError, match="the disk is full"):
+        list(encoder.server.embed("abcdef", str, keep))
+    assert sorted(kept) == [1, 2] and len(server.requests) == 3 and encoder.server.budget.reserved == Usage()
+
+
 def test_an_empty_text_is_named_and_never_sent(server: LLMServer) -> None:
-    with pytest.raises(SkilltrainError, match="query 1: has no text to embed"):
-        encode_queries(open_api(server, **FOUR), ["one", ""])
+    with pytest.raises(SkilltrainError, match="query 3: has no text to embed"):  # before the first request is paid for
+        encode_queries(open_api(server, **FOUR, batch_size=1), ["one", "two", "three", ""])
     assert server.requests == []
+
+
+def test_a_text_with_half_a_character_is_sent_without_it(server: LLMServer) -> None:
+    vectors = encode_queries(open_api(server, **FOUR), ["half \ud83d", "整理发票 \U0001f4c4"])
+    assert sorted(sent(server)) == ["half ?", "整理发票 \U0001f4c4"]
+    np.testing.assert_allclose(vectors, expected(["half ?", "整理发票 \U0001f4c4"]), atol=1e-7)
 
 
 def test_the_cache_is_asked_first_and_needs_no_server(server: LLMServer, tmp_path: Path) -> None:
@@ -319,8 +357,9 @@ def test_settings_that_make_no_sense_are_refused_without_showing_a_key() -> None
 
 
 PROGRAM = """
-import sys
+import signal, sys
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background passes on that it is ignored
 from skilltrain.retrieval.api_encoder import ApiEncoderSource, encode_queries, open_encoder
 source = ApiEncoderSource(model="m", base_url=sys.argv[1], cache=Path(sys.argv[2]), batch_size=4, concurrency=2)
 encode_queries(open_encoder(source), [f"query {number}" for number in range(40)])
@@ -329,6 +368,20 @@ encode_queries(open_encoder(source), [f"query {number}" for number in range(40)]
 
 def test_after_kill_9_only_what_was_never_answered_is_paid(server: LLMServer, tmp_path: Path) -> None:
     # After the first word and five batches the server falls silent: the kill finds two requests without an answer.
+    first = stop_program(server, tmp_path, signal.SIGKILL)
+    assert_nothing_is_paid_twice(server, tmp_path, first)
+
+
+def test_ctrl_c_ends_in_seconds_and_loses_no_answer(server: LLMServer, tmp_path: Path) -> None:
+    started = time.monotonic()
+    first = stop_program(server, tmp_path, signal.SIGINT)
+    assert time.monotonic() - started < 45  # the server's silence would last 60 seconds, each request's limit as well
+    assert "Task was destroyed" not in (tmp_path / "log").read_text(errors="replace")
+    assert_nothing_is_paid_twice(server, tmp_path, first)
+
+
+def stop_program(server: LLMServer, tmp_path: Path, number: signal.Signals) -> list[str]:
+    """What was sent until the program was stopped, with five batches answered and two under way."""
     server.otherwise = lambda request: Reply(raw=embeddings(request).raw, delay=0 if len(server.requests) <= 6 else 60)
     environment = os.environ | {"OPENAI_API_KEY": KEY, "OPENAI_LOG": "debug"}
     command = [sys.executable, "-c", PROGRAM, server.base_url, str(tmp_path / "cache")]
@@ -338,9 +391,12 @@ def test_after_kill_9_only_what_was_never_answered_is_paid(server: LLMServer, tm
     while len(list(tmp_path.rglob("*.vectors"))) < 5 or len(server.requests) < 8:
         assert time.monotonic() < end and process.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    first = sent(server)
+    process.send_signal(number)
+    assert process.wait(timeout=20) != 0
+    return sent(server)
+
+
+def assert_nothing_is_paid_twice(server: LLMServer, tmp_path: Path, first: Sequence[str]) -> None:
     server.otherwise = embeddings
     texts = [f"query {number}" for number in range(40)]
     vectors = encode_queries(open_api(server, tmp_path / "cache"), texts)

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from llm_server import LLMServer, Reply, llm_server
 from skilltrain.config import validate
@@ -20,10 +18,8 @@ from skilltrain.retrieval.judge import (
     JudgeSource,
     Unusable,
     judge,
-    mark_of,
     plan_judge,
     read_choice,
-    stranger_text,
 )
 
 KEY = "sk-secret-0123456789"
@@ -74,7 +70,7 @@ def test_the_chosen_one_goes_first_and_the_others_keep_their_order(tmp_path: Pat
         "q1": ["c", "a", "b", "d"], "q2": ["d", "c", "b", "a"], "q3": ["d", "b"], "q4": ["c"], "q5": [],
     }  # fmt: skip
     assert (result.num_asked, result.unusable) == (3, {})
-    assert result.counts()["unusable"] == {} and result.num_prompt_tokens > 300
+    assert result.counts()["unusable"] == {} and result.counts()["num_prompt_tokens"] > 300
 
 
 def test_the_model_sees_query_and_numbered_candidates_within_their_caps() -> None:
@@ -128,22 +124,12 @@ def test_a_body_that_gives_orders_stays_inside_its_frame() -> None:
     assert not re.search("[\x00\x1b\u202e\u2028\ud800\U000e0041]|<\\|", text)
 
 
-@given(st.lists(st.text()), st.integers(1, 50))
-def test_no_text_can_hold_the_mark_or_what_cannot_be_sent(texts: list[str], most: int) -> None:
-    clean = [stranger_text(text, most) for text in texts]
-    assert mark_of(clean) == mark_of(clean)
-    for text in clean:
-        assert mark_of(clean) not in text
-        text.encode()
-        assert "\r" not in text and "\x00" not in text and "<|" not in text
-
-
 @pytest.mark.parametrize(
     "text",
     [
         "3", " 3\n", "3.", "[3]", "(3)", "#3", "**3**", "`3`", '"3"', "Skill 3", "skill #3.", "Candidate [3]",
         "Answer: 3", "The answer is 3", "The best skill is: 3", "The most relevant skill is number 3.", "03", "３",
-        "<think>1 or 2? No.</think>\n3", "“3”", "Option 3。",
+        "“3”", "Option 3。",
     ],
 )  # fmt: skip
 def test_one_number_is_read_however_it_is_dressed(text: str) -> None:
@@ -157,7 +143,7 @@ def test_one_number_is_read_however_it_is_dressed(text: str) -> None:
         ("not 3", "no_number"), ("3 because it fits", "no_number"), ("three", "no_number"), ("1\n2", "no_number"),
         ("None of them fits.", "no_number"), ("9" * 5000, "no_number"), ("<think>3", "no_number"),
         ("0", "out_of_range"), ("5", "out_of_range"), ("999999999", "out_of_range"),
-        ("", "empty"), (" \n", "empty"), ("****", "empty"), ("<think>3</think>", "empty"),
+        ("", "empty"), (" \n", "empty"), ("****", "empty"),
     ],
 )  # fmt: skip
 def test_what_names_no_single_candidate_is_not_guessed_at(text: str, kind: str) -> None:
@@ -226,7 +212,7 @@ def test_what_the_budget_does_not_hold_is_not_asked() -> None:
     assert result.counts()["unusable"] == {"budget": 6 - num_requests}
     firsts = [ranking[0] for ranking in result.rankings.values()]
     assert firsts == ["b"] * num_requests + ["a"] * (6 - num_requests)
-    assert result.num_prompt_tokens + result.num_completion_tokens <= 3000
+    assert 0 < result.used["num_prompt_tokens"] + result.used["num_completion_tokens"] <= 3000
 
 
 def test_judging_again_asks_nobody_and_keeps_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,6 +195,30 @@ def test_a_key_that_the_server_sends_back_is_blotted_out(server: LLMServer, tmp_
     assert all(KEY.encode() not in file.read_bytes() for file in tmp_path.glob("*"))
 
 
+def test_thoughts_before_an_answer_are_paid_for_and_left_out(server: LLMServer) -> None:
+    server.script = [Reply("<think>One\nor two?</think>\n3"), Reply("<think>cut")]
+    server.script.append(Reply(raw='{"choices": [{"message": {"content": "half \\ud83d of a pair"}}]}'))
+    llm = open_client(server)
+    answers = [complete(llm, seed) for seed in range(3)]
+    assert [answer.text.strip() for answer in answers] == ["3", "<think>cut", "half \ufffd of a pair"]
+    assert answers[0].num_completion_tokens > 5
+
+
+def test_a_fault_of_the_requests_themselves_ends_the_run_and_what_is_under_way_is_kept(
+    server: LLMServer, tmp_path: Path
+) -> None:
+    def requests() -> Iterator[Request]:
+        yield from (Request(ASK, 0), Request(ASK, 1))
+        raise OSError("the pool cannot be read")  # in the moment in which the second is answered
+
+    slow = Reply("kept", delay=0.5)
+    server.otherwise = lambda request: Reply(until=lambda: len(server.requests) == 2) if request["seed"] else slow
+    with pytest.raises(OSError, match="cannot be read"):
+        list(open_client(server, cache=tmp_path, concurrency=2).complete_all(requests()))
+    assert complete(open_client(server, cache=tmp_path), 0).text == "kept"
+    assert len(server.requests) == 2
+
+
 @pytest.mark.parametrize("raw", ["{not json", '{"choices": []}', '{"choices": null}', "[]", '"text"', '{"error": 1}'])
 def test_replies_that_are_no_completion_are_malformed(server: LLMServer, raw: str) -> None:
     server.otherwise = lambda _: Reply(raw=raw)

@@ -3,10 +3,12 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llm_server import LLMServer, Reply, llm_server
+from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import (
     LLM,
@@ -16,7 +18,7 @@ from skilltrain.llm import (
     Message,
     OpenAIConfig,
     Request,
-    estimate,
+    cost_of,
     open_llm,
 )
 from skilltrain.llm import cache as cache_module
@@ -55,6 +57,22 @@ def test_a_question_is_asked_once_for_each_model_prompt_and_seed(server: LLMServ
     kept = b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
     assert kept.count(b"\n") == 4
     assert KEY.encode() not in kept
+
+
+@pytest.mark.parametrize("changed", [{"temperature": 0.5}, {"temperature": None}, {"max_tokens": 7}, {"base_url": "x"}])
+def test_whatever_decides_an_answer_asks_anew_and_nothing_else_does(
+    server: LLMServer, tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    def texts(**values: Any) -> list[str]:
+        settings = {"model": "m", "base_url": server.base_url, "cache": tmp_path, "max_retries": 0}
+        return ask(open_llm(validate(OpenAIConfig, settings | values, "test")), 0)
+
+    texts()
+    texts(concurrency=3, timeout=7, requests_per_minute=600, budget={"max_tokens": 10**6}, batch={"max_open": 1})
+    assert len(server.requests) == 1
+    with llm_server() as other:
+        texts(**changed | ({"base_url": other.base_url} if "base_url" in changed else {}))
+        assert len(server.requests) + len(other.requests) == 2
 
 
 def test_failures_are_not_kept(server: LLMServer, tmp_path: Path) -> None:
@@ -144,18 +162,20 @@ def test_a_full_disk_leaves_no_torn_line(tmp_path: Path, monkeypatch: pytest.Mon
 def test_an_estimate_asks_nobody_and_knows_what_is_kept(server: LLMServer, tmp_path: Path) -> None:
     llm = client(server, tmp_path)
     ask(llm, 0, 1)
-    found = estimate(llm, (Request(ASK, seed) for seed in range(5)), num_completion_tokens=100)
+    found = cost_of(llm, (Request(ASK, seed) for seed in range(5)), num_completion_tokens=100)
     assert len(server.requests) == 2
     # "Say hello." has 10 letters: 3 tokens, and 4 of the chat format; three requests are new.
-    assert (found.num_requests, found.num_answered, found.usage.prompt, found.usage.completion) == (5, 2, 21, 300)
-    assert found.dollars is None
+    assert found == {
+        "model": "m", "num_requests": 3, "num_answered_before": 2, "num_prompt_tokens": 21,
+        "num_completion_tokens": 300, "dollars": None, "budget": None,
+    }  # fmt: skip
 
 
 def test_an_estimate_needs_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    found = estimate(open_llm(OpenAIConfig(cache=None)), [Request(ASK, 0)], num_completion_tokens=1000)
+    found = cost_of(open_llm(OpenAIConfig(cache=None)), [Request(ASK, 0)], num_completion_tokens=1000)
     # 7 tokens at $0.15 and 1,000 at $0.60 a million.
-    assert found.dollars == pytest.approx(7 * 0.15e-6 + 1000 * 0.60e-6)
+    assert found["dollars"] == round(7 * 0.15e-6 + 1000 * 0.60e-6, 6)
 
 
 def test_a_failed_request_is_one_requests_fault(server: LLMServer, tmp_path: Path) -> None:

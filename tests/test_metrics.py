@@ -51,6 +51,8 @@ def test_parse_measure_reads_name_and_cutoff_and_prints_them_back():
         ("SetCompat", "did you mean 'Set-Compat'?"),
         ("Set-Compat@3", "measure 'Set-Compat@3' takes no cutoff"),
         ("nDCG_exp@5", "did you mean 'nDCG-exp@5'?"),
+        ("ndcg", "did you mean 'nDCG@10'?"),
+        ("R@20", "did you mean 'Recall@20'?"),  # ir_measures' name
         ("", "unknown measure ''"),
     ],
 )
@@ -131,6 +133,12 @@ def test_the_three_gains_agree_where_all_grades_are_one_and_stay_numbers_at_the_
         assert value("nDCG-exp@3", "abc", relevance) == pytest.approx(1.0)
 
 
+def test_rounding_does_not_lift_ndcg_above_1():
+    """Three gains that differ in their last bit, not in the best order: the rounded sums are in the wrong order."""
+    gains = {"a": 1.6577750352015144, "b": 1.6577750352015141, "c": 1.6577750352015144}
+    assert value("nDCG@3", "abc", Relevance(frozenset("abc"), gains)) == 1.0
+
+
 IDS = [f"s{i}" for i in range(12)]
 THEIRS = {"Hit": Success(rel=3), "MRR": RR(rel=3), "nDCG": nDCG, "Recall": R(rel=3), "Precision": P(rel=3)}
 
@@ -196,7 +204,7 @@ def test_bounds_and_order_between_measures(ranking: list[str], num_gold: int, cu
     gold = frozenset(IDS[:num_gold])
     relevance = Relevance(gold, dict.fromkeys(gold, 1.0))
     values = evaluate_query(ranking, relevance, [Measure(name, cutoff) for name in CUT] + [Measure("Set-Compat", 0)])
-    assert all(0 <= number <= 1 for number in values.values())
+    assert all(type(number) is float and 0 <= number <= 1 for number in values.values())
     names = {name: values[f"{name}@{cutoff}"] for name in CUT}
     assert names["FC"] <= names["Recall"] <= names["COMP"] <= names["Hit"]
     assert names["Precision"] <= names["COMP"]
@@ -271,6 +279,15 @@ def test_per_query_scores_a_missing_query_zero_and_keeps_the_benchmarks_order():
     assert values["q1"]["Hit@1"] == 1.0
 
 
+def test_missing_queries_count_in_the_mean_as_in_ir_measures():
+    gains, rankings = {"q1": {"a": 1}, "q2": {"b": 1}, "q3": {"c": 1}}, {"q1": ["a"], "q3": ["x", "c"]}
+    relevances = {query_id: Relevance(frozenset(own), dict(own)) for query_id, own in gains.items()}
+    values = per_query(rankings, relevances, parse_measures(["nDCG@10"]))
+    run = {query_id: {skill_id: -float(rank) for rank, skill_id in enumerate(r)} for query_id, r in rankings.items()}
+    theirs = ir_measures.calc_aggregate([nDCG @ 10], gains, run)
+    assert sum(row["nDCG@10"] for row in values.values()) / 3 == pytest.approx(theirs[nDCG @ 10])
+
+
 def test_per_query_refuses_queries_the_benchmark_does_not_hold():
     with pytest.raises(SkilltrainError, match=r"query q9: 1 of 2 ranked queries are not in the benchmark"):
         per_query({"q": [], "q9": []}, {"q": BINARY}, parse_measures(["Hit@1"]))
@@ -283,6 +300,7 @@ def test_per_query_refuses_queries_the_benchmark_does_not_hold():
         (Relevance(frozenset("a"), {"a": 0.0}), "no skill has a positive gain"),
         (Relevance(frozenset(), {"a": 1.0}), "no skill is gold"),
         (Relevance(frozenset("ab"), {"a": 1.0}), "gold skill 'b' has no positive gain"),
+        (Relevance(frozenset("abc"), {"a": 1.0, "b": 0.0, "c": 0.0}), "gold skill 'b' has no positive gain"),
         (Relevance(frozenset("a"), {"a": math.nan}), "gain of skill 'a' is nan"),
         (Relevance(frozenset("a"), {"a": 1.0, "b": -1.0}), "gain of skill 'b' is -1.0"),
         (Relevance(frozenset("a"), {"a": math.inf}), "gain of skill 'a' is inf, not a number from 0 to 1,000"),

@@ -13,7 +13,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.results import SystemResult
 from skilltrain.evaluation.statistics.bootstrap import Interval, interval
 from skilltrain.evaluation.statistics.proportions import cohens_h, is_binary, normal_interval
-from skilltrain.evaluation.statistics.significance import McNemar, holm, mcnemar, wilcoxon
+from skilltrain.evaluation.statistics.significance import holm, mcnemar, wilcoxon
 from skilltrain.evaluation.statistics.values import same_queries, values_of
 
 BITS = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40)
@@ -43,9 +43,7 @@ def test_table_9_of_skillrouter():
     """92 both, 19 fixed, 6 broken, 33 neither: tails of 25 tosses up to 6, by their binomial coefficients."""
     before, after = [1] * 92 + [0] * 19 + [1] * 6 + [0] * 33, [1] * 92 + [1] * 19 + [0] * 6 + [0] * 33
     tail = sum(math.comb(25, k) for k in range(7)) / 2**25
-    found = mcnemar(before, after)
-    assert (found.num_fixed, found.num_broken) == (19, 6)
-    assert found.p == pytest.approx(2 * tail, rel=1e-9) == pytest.approx(0.0146, abs=5e-5)
+    assert mcnemar(before, after) == pytest.approx(2 * tail, rel=1e-9) == pytest.approx(0.0146, abs=5e-5)
     assert normal_interval(after).bounds() == "[.67, .81]"
 
 
@@ -60,9 +58,11 @@ def test_values_between_0_and_1_use_the_sample_deviation():
     assert [found.low, found.high] == pytest.approx([0.5 - 1.96 * error, 0.5 + 1.96 * error])
 
 
-def test_differences_are_not_clipped():
-    found = normal_interval([-1, 1, 2, 2])  # mean 1, deviation √2, error √2 / 2
-    assert [found.low, found.high] == pytest.approx([1 - 1.96 * math.sqrt(0.5), 1 + 1.96 * math.sqrt(0.5)])
+@pytest.mark.parametrize("shift", [-2, 0, 1])
+def test_values_that_leave_0_to_1_are_not_clipped(shift: float):
+    """Below 0, on both sides and above 1; deviation √2, error √2 / 2."""
+    found, half = normal_interval([value + shift for value in (-1, 1, 2, 2)]), 1.96 * math.sqrt(0.5)
+    assert [found.low, found.high] == pytest.approx([1 + shift - half, 1 + shift + half])
 
 
 @pytest.mark.parametrize("values", [[1.0], [0.3], [0.1] * 7, [0.0] * 4, [1, 1]])
@@ -184,19 +184,16 @@ def test_many_ties_agree_with_scipys_normal_approximation():
 @given(BITS)
 def test_mcnemar_agrees_with_the_binomial_test(pairs: list[tuple[bool, bool]]):
     before, after = ([pair[side] for pair in pairs] for side in (0, 1))
-    found, turned = mcnemar(before, after), mcnemar(after, before)
-    assert found.num_fixed == pairs.count((False, True))
-    assert found.num_broken == pairs.count((True, False))
-    assert turned == McNemar(found.num_broken, found.num_fixed, found.p)
-    num = found.num_fixed + found.num_broken
-    assert found.p == (scipy.stats.binomtest(found.num_broken, num).pvalue if num else 1.0)
-    assert found.p == pytest.approx(wilcoxon(before, after))  # with equal amounts, ranks toss the same coins
+    num_fixed, num_broken = pairs.count((False, True)), pairs.count((True, False))
+    num, p = num_fixed + num_broken, mcnemar(before, after)
+    assert p == mcnemar(after, before) == (scipy.stats.binomtest(num_broken, num).pvalue if num else 1.0)
+    assert p == pytest.approx(wilcoxon(before, after))  # with equal amounts, ranks toss the same coins
 
 
 @pytest.mark.parametrize("num", [5, 25, 60])
 def test_mcnemar_errs_in_at_most_5_of_100_cases(num: int):
     """By the binomial weights of all outcomes of `num` queries that differ by chance alone."""
-    ps = [mcnemar([0] * k + [1] * (num - k), [1] * k + [0] * (num - k)).p for k in range(num + 1)]
+    ps = [mcnemar([0] * k + [1] * (num - k), [1] * k + [0] * (num - k)) for k in range(num + 1)]
     assert sum(math.comb(num, k) for k, p in enumerate(ps) if p <= 0.05) / 2**num <= 0.05
 
 

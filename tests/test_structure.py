@@ -148,7 +148,9 @@ def test_hostile_text_costs_work_in_proportion_to_its_length(unit):
 
 @pytest.mark.parametrize("unit", ["`", "~", "scripts/", "references/a.", "> ", "# ", "\\"])
 def test_200_kilobytes_of_one_thing_are_read(unit):
-    structure_features(unit * (200_000 // len(unit)))
+    found = structure_features(unit * (200_000 // len(unit)))
+    assert found["headings"] == (unit == "# ")
+    assert found["words"] == (200_000 // len(unit) if unit.endswith(" ") else 1)
 
 
 def test_comparison_worked_by_hand():

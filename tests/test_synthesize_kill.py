@@ -36,11 +36,14 @@ def command(pool: Path, server: LLMServer, *settings: str) -> list[str]:
     ]  # fmt: skip
 
 
-def start(pool: Path, server: LLMServer, *settings: str) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"OPENAI_API_KEY": KEY}
-    return subprocess.Popen(
-        command(pool, server, *settings), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+def hear_ctrl_c() -> None:
+    """Undo what a shell does to programs that it starts in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def start(pool: Path, server: LLMServer, *settings: str) -> subprocess.Popen[str]:
+    environment, called = os.environ | {"OPENAI_API_KEY": KEY}, command(pool, server, *settings)
+    return subprocess.Popen(called, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c)
 
 
 def finish(pool: Path, server: LLMServer, *settings: str) -> dict[str, Any]:
@@ -65,16 +68,22 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+def stop(process: subprocess.Popen[str], number: signal.Signals) -> str:
+    """What it said, as soon as it is gone."""
+    process.send_signal(number)
+    said = process.communicate(timeout=20)[1]
+    assert process.returncode != 0
+    return said
 
 
 def num_kept(cache: Path) -> int:
     return sum(file.read_bytes().count(b"\n") for file in cache.glob("*.jsonl"))
 
 
-def test_kill_9_and_restart_never_asks_again_for_what_was_answered(pool: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_stop_and_restart_never_asks_again_for_what_was_answered(
+    pool: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     with llm_server() as server:
 
         def reply(request: dict[str, Any]) -> Reply:
@@ -85,7 +94,10 @@ def test_kill_9_and_restart_never_asks_again_for_what_was_answered(pool: Path, t
         server.otherwise = reply
         process = start(pool, server)
         wait_for(lambda: num_kept(tmp_path / "cache") == 12 and len(server.requests) == 16)
-        kill(process)
+        said = stop(process, number)
+        if number == signal.SIGINT:
+            assert said.splitlines()[-1] == "error: interrupted; what was finished is kept"
+            assert "Traceback" not in said and "Task was destroyed" not in said
         first = [*server.answered]
         assert len(first) == 12
         assert not (tmp_path / "out").exists()
@@ -107,7 +119,7 @@ def test_kill_9_while_a_batch_is_under_way_and_restart_waits_for_that_batch(pool
         server.batch_steps = ["in_progress"]
         process = start(pool, server, *batch)
         wait_for(lambda: server.calls.count("GET /batches/id") > 2)
-        kill(process)
+        stop(process, signal.SIGKILL)
         (note,) = (tmp_path / "cache" / "batches").glob("*.json")
         assert json.loads(note.read_text())["batch_id"] == "batch-0"
 

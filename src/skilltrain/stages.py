@@ -37,7 +37,8 @@ class Stage:
         """What says, without doing anything, what the stage would do; where it has nothing to say, nothing."""
         if self.plan is None:
             return lambda config: {}
-        return getattr(importlib.import_module(f"skilltrain.{self.module}"), self.plan)
+        module, _, function = self.plan.rpartition(".")
+        return getattr(importlib.import_module(f"skilltrain.{module or self.module}"), function)
 
 
 STAGES = {
@@ -105,5 +106,5 @@ STAGES = {
         "system.encoder.source=runs/encoder out=runs/candidates",
     ),
     "train_reranker": Stage("training.stages", "TrainRerankerConfig", "run_train_reranker", trains=True, plan="plan"),
-    "evaluate": Stage("routing.evaluate", "EvaluateConfig", "run_evaluate"),
+    "evaluate": Stage("routing.evaluate", "EvaluateConfig", "run_evaluate", plan="routing.plan.plan_evaluate"),
 }  # fmt: skip

@@ -1,7 +1,6 @@
 """Commands that answer: the skills for a request, and a page that shows training lists."""
 
 import json
-import os
 import sys
 import tempfile
 from contextlib import redirect_stdout
@@ -12,6 +11,7 @@ from typing import Annotated
 import typer
 
 from skilltrain.cli.app import app, show
+from skilltrain.files import cache_folder
 
 
 @app.command()
@@ -37,11 +37,10 @@ def route(
     from skilltrain.routing.router import route as find
     from skilltrain.routing.systems import EncoderSource, LexicalSource, RerankerSource, SystemConfig
 
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "skilltrain" / "vectors"
     system = SystemConfig(
         name="route",
         lexical=None if encoder else LexicalSource(),
-        encoder=EncoderSource(source=encoder, cache=cache) if encoder else None,
+        encoder=EncoderSource(source=encoder, cache=cache_folder("vectors")) if encoder else None,
         reranker=RerankerSource(source=reranker) if reranker else None,
         first_stage_weight=first_stage_weight,
     )

@@ -40,6 +40,7 @@ MEANINGS = {
     "COMP": "gold skills in the top k, divided by the smaller of their number and k",
     SET_COMPAT: "over queries with two or more gold skills: 1 if these, and no others, fill the first places",
 }
+_THEIR_NAMES = {"r": "Recall", "p": "Precision", "rr": "MRR", "success": "Hit"}  # what ir_measures calls them
 _HIGHEST_GAIN = 1000.0  # so that no sum of 2^gain leaves the range of a float
 
 
@@ -85,7 +86,7 @@ def parse_measure(text: str) -> Measure:
     name, _, cutoff = text.partition("@")
     allowed = f"measures are {', '.join(_example(known, 'k') for known in _FORMULAS)}"
     if name not in _FORMULAS:
-        lower = {known.lower(): known for known in _FORMULAS}
+        lower = {known.lower(): known for known in _FORMULAS} | _THEIR_NAMES
         near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.4)
         hint = f", did you mean '{_example(lower[near[0]], cutoff or '10')}'?" if near else ""
         raise SkilltrainError(f"unknown measure '{text}'{hint}", fix=allowed)
@@ -135,10 +136,8 @@ def as_found(ranking: Sequence[str], relevance: Relevance) -> Relevance:
 def per_query(
     rankings: Mapping[str, Sequence[str]], relevances: Mapping[str, Relevance], measures: Sequence[Measure]
 ) -> dict[str, dict[str, float]]:
-    """query_id → measure name → value, for every query of `relevances` and in their order.
+    """query_id → measure name → value, for every query of `relevances`, ranked or not, and in their order.
 
-    A query that the rankings leave out scores 0 everywhere: a system that fails to answer is not excused. A measure
-    has no value for a query for which it is not defined; which queries those are is the same for every system.
     Raises SkilltrainError for a ranked query that the benchmark does not hold, and as `evaluate_query` does.
     """
     if unknown := [query_id for query_id in rankings if query_id not in relevances]:
@@ -215,7 +214,7 @@ def _ndcg_binary(top: Sequence[str], relevance: Relevance, cutoff: int) -> float
 def _normalised_dcg(top: Sequence[str], gains: Mapping[str, float], cutoff: int) -> float:
     found = [gains.get(skill_id, 0.0) for skill_id in top]
     best = sorted(gains.values(), reverse=True)[:cutoff]
-    return _discounted(found) / _discounted(best)
+    return min(1.0, _discounted(found) / _discounted(best))  # gains that all but tie can round to above 1
 
 
 def _discounted(gains: Sequence[float]) -> float:

@@ -3,7 +3,7 @@
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ class _End:
     error: BaseException | None
 
 
-def run_beside(work: Callable[[Callable[[ItemT], None]], Coroutine[Any, Any, None]]) -> Iterator[ItemT]:
+def run_beside(work: Callable[[Callable[[ItemT], None]], Coroutine[Any, Any, None]]) -> Generator[ItemT, None, None]:
     """Yield what `work` hands to the function that it is given, as it comes; then raise what it raised, if anything.
 
     The work has an event loop of its own, so that it runs in a notebook too, where one is running already. A caller

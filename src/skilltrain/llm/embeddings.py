@@ -4,7 +4,7 @@ import asyncio
 import base64
 import binascii
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -45,7 +45,7 @@ class Embeddings:
 
     def embed(
         self, texts: Iterable[str], name_of: Callable[[int], str], keep: Callable[[range, Vectors], None]
-    ) -> Iterator[tuple[range, Vectors]]:
+    ) -> Generator[tuple[range, Vectors], None, None]:
         """Yield (positions in `texts`, their unit vectors), as they come; requests start in the order of `texts`.
 
         They are given to `keep` first, in the moment in which they come: who stops, with Ctrl-C too, loses none.

@@ -2,9 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Int64
@@ -12,16 +14,19 @@ from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_json
+from skilltrain.llm import Usage
+from skilltrain.llm.budget import estimate_tokens
+from skilltrain.llm.cost import cost_in_words, price_of
 from skilltrain.llm.embeddings import Embeddings
 from skilltrain.llm.settings import EmbeddingsConfig
 from skilltrain.records import Skill
 from skilltrain.retrieval.distinct_texts import Parts, Vectors
-from skilltrain.retrieval.encode_texts import OrderedTexts
+from skilltrain.retrieval.encode_texts import OrderedTexts, text_keys
 from skilltrain.retrieval.vector_cache import VectorCache
 from skilltrain.templates import SkillTemplate
-from skilltrain.terminal import long_progress
+from skilltrain.terminal import long_progress, say
 
-_ABOUT = "about.json"
+_ABOUT, _ANY_TEXT = "about.json", "skill"
 _ANY_LENGTH = 0  # tokens are the server's affair; characters are capped here
 
 
@@ -64,15 +69,23 @@ def open_encoder(source: ApiEncoderSource) -> ApiEncoder:
     server = Embeddings(source)
     if source.cache is None:
         return ApiEncoder(source, server, source.dimensions or _length_of_a_vector(server), None)
-    about = source.model_dump(mode="json", include={"base_url", "model", "dimensions"})
-    identity = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
-    folder = source.cache.expanduser()
-    dim = _noted(folder / identity / _ABOUT)
+    folder = _folder(source, source.cache)
+    dim = _noted(folder / _ABOUT)
     if dim is None:
         dim = source.dimensions or _length_of_a_vector(server)
-        write_json(folder / identity / _ABOUT, about | {"numbers_a_vector": dim})
+        write_json(folder / _ABOUT, _about(source) | {"numbers_a_vector": dim})
     server.dim = dim
-    return ApiEncoder(source, server, dim, VectorCache.open(folder, identity, dim))
+    return ApiEncoder(source, server, dim, VectorCache.open(folder.parent, folder.name, dim))
+
+
+def _about(source: ApiEncoderSource) -> dict[str, Any]:
+    """What decides a vector, beside the text."""
+    return source.model_dump(mode="json", include={"base_url", "model", "dimensions"})
+
+
+def _folder(source: ApiEncoderSource, cache: Path) -> Path:
+    """Where the cache keeps this model's vectors."""
+    return cache.expanduser() / hashlib.sha256(json.dumps(_about(source), sort_keys=True).encode()).hexdigest()[:24]
 
 
 def _noted(file: Path) -> int | None:
@@ -85,8 +98,37 @@ def _noted(file: Path) -> int | None:
 
 
 def _length_of_a_vector(server: Embeddings) -> int:
-    ((_, vectors),) = server.embed(["skill"], lambda _: "the text 'skill'", lambda part, vectors: None)
+    ((_, vectors),) = server.embed([_ANY_TEXT], lambda _: f"the text '{_ANY_TEXT}'", lambda part, vectors: None)
     return vectors.shape[1]
+
+
+def plan_encoding(source: ApiEncoderSource, skills: Iterable[Skill], queries: Iterable[str]) -> dict[str, Any]:
+    """About what encoding will take, for `--dry-run`; asks nobody and writes nothing."""
+    server = Embeddings(source)
+    dim = _noted(_folder(source, source.cache) / _ABOUT) if source.cache else None
+    is_new = dim is None and source.dimensions is None  # a first request tells the length of a vector
+    cache = None
+    if source.cache and dim is not None:
+        cache = VectorCache(_folder(source, source.cache), dim)
+        cache.refresh()
+    num_requests, num_tokens, num_texts, num_kept = int(is_new), is_new * estimate_tokens(_ANY_TEXT), 0, 0
+    for texts in (map(source.render_skill, skills), map(source.render_query, queries)):
+        sizes = array("q")
+        keys, _ = text_keys(_sized(texts, sizes), _ANY_LENGTH)
+        _, first = np.unique(keys, return_index=True)
+        new = first[cache.places(keys[first])[:, 0] < 0] if cache else first
+        num_texts, num_kept = num_texts + len(new), num_kept + len(first) - len(new)
+        num_requests += -(-len(new) // source.batch_size)
+        num_tokens += int(np.array(sizes, dtype=np.int64)[new].sum())
+    counts = {"model": source.model, "num_requests": num_requests, "num_texts": num_texts, "num_kept_texts": num_kept}
+    return counts | price_of(Usage(num_tokens, 0), server.budget)
+
+
+def _sized(texts: Iterable[str], sizes: "array[int]") -> Iterator[str]:
+    """`texts`, while `sizes` takes their estimated tokens."""
+    for text in texts:
+        sizes.append(estimate_tokens(text))
+        yield text
 
 
 def encode_skills(encoder: ApiEncoder, skills: Sequence[Skill]) -> Float32[np.ndarray, "skill dim"]:
@@ -125,6 +167,9 @@ def _embed_and_keep(encoder: ApiEncoder, work: OrderedTexts, name_of: Callable[[
         if encoder.cache:
             encoder.cache.add(work.keys[part.start : part.stop], vectors)
 
+    usage = Usage(sum(estimate_tokens(work.texts[place]) for place in range(num)), 0)
+    cost = cost_in_words(price_of(usage, encoder.server.budget), "embeddings.price")
+    say(f"{num:,} texts to {encoder.source.model}, {cost}")
     with long_progress(work.description, num, 0) as show:
         for part, vectors in encoder.server.embed((work.texts[place] for place in range(num)), name_of, keep):
             num_done += len(part)

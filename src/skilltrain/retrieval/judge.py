@@ -11,7 +11,7 @@ orders of the candidates (`shuffle`) show how firm a choice is.
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -99,29 +99,6 @@ class JudgeResult:
         }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """One choice to be made, the skills in the order in which they are shown."""
-
-    query_id: str
-    text: str
-    skills: tuple[Skill, ...]
-
-    def request(self, source: JudgeSource, attempt: int) -> Request:
-        """What the model is sent; each attempt has a seed of its own."""
-        task = stranger_text(self.text, source.query_chars)
-        body_chars = source.body_chars if source.fields == "full" else None
-        parts = [stranger_skill(skill, source.description_chars, body_chars) for skill in self.skills]
-        mark = mark_of([task, *parts])
-        lines = [f"{mark} task", task]
-        for number, part in enumerate(parts, 1):
-            lines += [f"{mark} candidate {number}", part]
-        count = len(parts)
-        question = (QUESTION + AGAIN if attempt else QUESTION).format(count=count)
-        user = "\n".join([*lines, f"{mark} end of the list", question])
-        return Request((Message("system", SYSTEM.format(mark=mark)), Message("user", user)), source.seed + attempt)
-
-
 def judge(
     source: JudgeSource,
     queries: Mapping[str, str],
@@ -136,21 +113,22 @@ def judge(
     Raises SkilltrainError where a text is missing, a candidate stands twice, or no request can succeed.
     """
     _check(queries, candidates, skills)
-    questions = [
-        _Question(query_id, queries[query_id], tuple(skills[skill_id] for skill_id in _shown(source, query_id, ids)))
-        for query_id, ids in candidates.items()
-        if len(ids) > 1
-    ]
+    shown = {query_id: _shown(source, query_id, ids) for query_id, ids in candidates.items() if len(ids) > 1}
+
+    def request(query_id: str, attempt: int) -> Request:  # made when it is sent: the texts may lie on disk
+        return _request(source, queries[query_id], (skills[i] for i in shown[query_id]), attempt)
+
     llm = open_llm(source.llm)
-    if questions:
-        say_cost(_cost(llm, source, questions), source.max_retries + 1)
-    chosen, unusable = _choose(llm, source, questions)
+    if shown:
+        cost = cost_of(llm, (request(query_id, 0) for query_id in shown), _ANSWER_TOKENS)
+        say_cost(cost, source.max_retries + 1)
+    chosen, unusable = _choose(llm, source.max_retries, shown, request)
     if unusable:
         kinds = Counter(fault.kind for fault in unusable.values())
         told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        say(f"{len(unusable)} of {len(questions)} queries keep the first stage's order, for no answer chose: {told}")
+        say(f"{len(unusable)} of {len(shown)} queries keep the first stage's order, for no answer chose: {told}")
     rankings = {query_id: _first(chosen.get(query_id), ids) for query_id, ids in candidates.items()}
-    return JudgeResult(rankings, unusable, len(questions), used_of(llm.budget))
+    return JudgeResult(rankings, unusable, len(shown), used_of(llm.budget))
 
 
 def plan_judge(
@@ -163,13 +141,23 @@ def plan_judge(
     """
     draw = random.Random(source.seed)
     count = min(num_candidates, len(skills))
-    drawn = ((i, text, draw.sample(range(len(skills)), count)) for i, text in queries.items() if count > 1)
-    questions = (_Question(i, text, tuple(skills[place] for place in places)) for i, text, places in drawn)
-    return _cost(open_llm(source.llm), source, questions)
+    drawn = ((text, draw.sample(range(len(skills)), count)) for text in queries.values() if count > 1)
+    requests = (_request(source, text, (skills[place] for place in places), 0) for text, places in drawn)
+    return cost_of(open_llm(source.llm), requests, _ANSWER_TOKENS)
 
 
-def _cost(llm: LLM, source: JudgeSource, questions: Iterable[_Question]) -> dict[str, Any]:
-    return cost_of(llm, (question.request(source, 0) for question in questions), _ANSWER_TOKENS)
+def _request(source: JudgeSource, text: str, skills: Iterable[Skill], attempt: int) -> Request:
+    """What the model is sent: a query and its candidates, in this order; each attempt has a seed of its own."""
+    task = stranger_text(text, source.query_chars)
+    body_chars = source.body_chars if source.fields == "full" else None
+    parts = [stranger_skill(skill, source.description_chars, body_chars) for skill in skills]
+    mark = mark_of([task, *parts])
+    lines = [f"{mark} task", task]
+    for number, part in enumerate(parts, 1):
+        lines += [f"{mark} candidate {number}", part]
+    question = (QUESTION + AGAIN if attempt else QUESTION).format(count=len(parts))
+    user = "\n".join([*lines, f"{mark} end of the list", question])
+    return Request((Message("system", SYSTEM.format(mark=mark)), Message("user", user)), source.seed + attempt)
 
 
 def read_choice(answer: Answer, num_candidates: int) -> int | Unusable:
@@ -216,26 +204,26 @@ def _shown(source: JudgeSource, query_id: str, skill_ids: Sequence[str]) -> list
 
 
 def _choose(
-    llm: LLM, source: JudgeSource, questions: Sequence[_Question]
+    llm: LLM, max_retries: int, shown: Mapping[str, Sequence[str]], request: Callable[[str, int], Request]
 ) -> tuple[dict[str, str], dict[str, Unusable]]:
     """(chosen skill_id by query_id, fault by query_id): rounds of asking, each for what the last one left."""
     chosen: dict[str, str] = {}
     unusable: dict[str, Unusable] = {}
-    pending = list(questions)
-    for attempt in range(source.max_retries + 1):
+    pending = list(shown)
+    for attempt in range(max_retries + 1):
         if not pending:
             break
-        requests = (question.request(source, attempt) for question in pending)
-        again: list[_Question] = []
-        for question, answer in zip(pending, in_order(_asked(llm, requests, len(pending), attempt)), strict=True):
-            choice = read_choice(answer, len(question.skills))
+        requests = (request(query_id, attempt) for query_id in pending)
+        again: list[str] = []
+        for query_id, answer in zip(pending, in_order(_asked(llm, requests, len(pending), attempt)), strict=True):
+            choice = read_choice(answer, len(shown[query_id]))
             if isinstance(choice, int):
-                chosen[question.query_id] = question.skills[choice].skill_id
-                unusable.pop(question.query_id, None)
+                chosen[query_id] = shown[query_id][choice]
+                unusable.pop(query_id, None)
                 continue
-            unusable[question.query_id] = choice
+            unusable[query_id] = choice
             if not isinstance(answer, CompletionError) or answer.kind == "malformed":
-                again.append(question)  # the other failures would come again, or must not be paid for
+                again.append(query_id)  # the other failures would come again, or must not be paid for
         pending = again
     return chosen, unusable
 

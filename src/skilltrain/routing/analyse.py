@@ -1,12 +1,14 @@
-"""The analyses of an evaluation: computed from rankings, and by asking models once more."""
+"""The analyses of an evaluation: of its models and skills, before they are asked, and of what they answered."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice, pairwise
 from statistics import mean
 
 from pydantic import Field
 
 from skilltrain.config import Config
+from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analysis.analysis import Analysis
 from skilltrain.evaluation.analysis.attention import FieldAttention
 from skilltrain.evaluation.analysis.latency import StageLatency
@@ -15,10 +17,11 @@ from skilltrain.evaluation.analysis.pass_rates import AGENTS, pass_rates
 from skilltrain.evaluation.analysis.quartiles import quartiles
 from skilltrain.evaluation.analysis.structure import FeatureComparison, compare_structure
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark
+from skilltrain.evaluation.metrics import Relevance
 from skilltrain.evaluation.results import SystemResult
-from skilltrain.records import Skill
 from skilltrain.retrieval.field_attention import field_attention
-from skilltrain.retrieval.rerank import open_reranker
+from skilltrain.retrieval.rerank import RerankerSource, open_reranker
+from skilltrain.routing.skills_by_id import SkillsById
 from skilltrain.routing.systems import SystemConfig
 
 _DECIDES = "Hit@1"  # what is right and what is wrong in the analyses that need a yes or no
@@ -27,65 +30,86 @@ _DECIDES = "Hit@1"  # what is right and what is wrong in the analyses that need 
 class AnalysisConfig(Config):
     """What an evaluation looks at beside its measures; all of it costs little but what asks models again."""
 
-    num_timed: int = Field(default=0, ge=0, description="queries asked once more, alone, to time each stage")
+    num_timed: int = Field(
+        default=0,
+        ge=0,
+        description="queries asked once more, alone, to time each stage; not of systems that ask a server",
+    )
     num_attention: int = Field(
         default=0, ge=0, description="queries with a gold skill in which each reranker's attention by field is measured"
     )
     structure: bool = Field(default=False, description="compare the structure of gold skills with the rest of the pool")
 
 
-def analyse(
-    config: AnalysisConfig,
-    systems: Sequence[SystemConfig],
-    results: Sequence[SystemResult],
-    benchmark: Benchmark,
-    skills: Sequence[Skill],
-    latencies: tuple[StageLatency, ...],
-    seed: int,
+def analyse_inputs(
+    config: AnalysisConfig, systems: Sequence[SystemConfig], benchmark: Benchmark, skills: SkillsById
 ) -> Analysis:
-    """All analyses that can be made of what is given; without the pool's texts some are left out.
+    """The analyses that need no ranking, attention and structure; made first, so that what fails, fails early.
 
-    Outcomes compare each system with the one before it; a pair of systems that the recipe puts side by side.
+    Raises SkilltrainError where one was asked for and cannot be made.
     """
-    by_id = _gold_skills(benchmark, skills)
-    decides = all(_DECIDES in values for result in results for values in result.per_query.values())
-    lengths = _description_lengths(benchmark, by_id)
+    rerankers = {repr(system.reranker): system.reranker for system in systems if system.reranker is not None}
+    if config.num_attention and not rerankers:
+        raise SkilltrainError("is measured in rerankers, and no system has one", where="analysis.num_attention")
+    if config.num_timed and not systems:
+        raise SkilltrainError("there are no systems to time", where="analysis.num_timed")
+    if config.structure and not skills:
+        raise SkilltrainError("needs the skills' texts", where="analysis.structure", fix="give pool=…")
     return Analysis(
-        outcomes=tuple(outcomes(a, b, _DECIDES) for a, b in pairwise(results)) if decides else (),
-        quartiles=quartiles(results, lengths, _DECIDES, seed=seed) if decides and lengths else (),
-        pass_rates=pass_rates(results, AGENTS, seed=seed),
-        latencies=latencies,
-        structure=_structure(skills, by_id) if config.structure else (),
-        attention=_attention(config.num_attention, systems, benchmark, by_id),
+        structure=_structure(benchmark, skills) if config.structure else (),
+        attention=_attention(config.num_attention, list(rerankers.values()), benchmark, skills),
     )
 
 
-def _gold_skills(benchmark: Benchmark, skills: Sequence[Skill]) -> dict[str, Skill]:
-    gold = {skill_id for task in benchmark.tasks for skill_id in task.relevance.gold}
-    return {skill.skill_id: skill for skill in skills if skill.skill_id in gold}
+def analyse_results(
+    inputs: Analysis,
+    results: Sequence[SystemResult],
+    benchmark: Benchmark,
+    skills: SkillsById,
+    latencies: tuple[StageLatency, ...],
+    seed: int,
+) -> Analysis:
+    """`inputs` with what the results tell; without the pool's texts there are no quartiles.
+
+    Outcomes compare each system with the one before it: a pair that the recipe puts side by side.
+    """
+    decides = all(_DECIDES in values for result in results for values in result.per_query.values())
+    lengths = _description_lengths(benchmark, skills) if decides and skills else {}
+    return replace(
+        inputs,
+        outcomes=tuple(outcomes(a, b, _DECIDES) for a, b in pairwise(results)) if decides else (),
+        quartiles=quartiles(results, lengths, _DECIDES, seed=seed) if lengths else (),
+        pass_rates=pass_rates(results, AGENTS, seed=seed),
+        latencies=latencies,
+    )
 
 
-def _description_lengths(benchmark: Benchmark, gold: Mapping[str, Skill]) -> dict[str, float]:
-    """query_id → mean characters of its gold skills' descriptions; empty where the pool is not known."""
-    if not gold:
-        return {}
-    return {
-        task.query.query_id: mean(len(gold[skill_id].description) for skill_id in task.relevance.gold)
-        for task in benchmark.tasks
-    }
+def _wanted(relevance: Relevance, skills: SkillsById) -> list[str]:
+    """The gold skills that the pool holds, and what stands in for those that it lacks (Relevance.alternatives)."""
+    gold = {skill_id for skill_id in relevance.gold if skill_id in skills}
+    stand_in = {other for other, need in relevance.alternatives.items() if need not in gold and other in skills}
+    return sorted(gold | stand_in)
 
 
-def _structure(skills: Sequence[Skill], gold: Mapping[str, Skill]) -> tuple[FeatureComparison, ...]:
-    others = (skill.body for skill in skills if skill.skill_id not in gold)
-    return compare_structure([skill.body for skill in gold.values()], others) if gold else ()
+def _description_lengths(benchmark: Benchmark, skills: SkillsById) -> dict[str, float]:
+    """query_id → mean characters of the descriptions of the skills that it wants."""
+    wanted = {task.query.query_id: _wanted(task.relevance, skills) for task in benchmark.tasks}
+    every = dict.fromkeys(skill_id for skill_ids in wanted.values() for skill_id in skill_ids)
+    lengths = {skill_id: len(skills[skill_id].description) for skill_id in every}
+    return {query_id: mean(lengths[skill_id] for skill_id in skill_ids) for query_id, skill_ids in wanted.items()}
+
+
+def _structure(benchmark: Benchmark, skills: SkillsById) -> tuple[FeatureComparison, ...]:
+    gold = dict.fromkeys(skill_id for task in benchmark.tasks for skill_id in _wanted(task.relevance, skills))
+    bodies = (skills[skill_id].body for skill_id in gold)
+    return compare_structure(bodies, (skills[skill_id].body for skill_id in skills if skill_id not in gold))
 
 
 def _attention(
-    num: int, systems: Sequence[SystemConfig], benchmark: Benchmark, gold: Mapping[str, Skill]
+    num: int, rerankers: Sequence[RerankerSource], benchmark: Benchmark, skills: SkillsById
 ) -> tuple[FieldAttention, ...]:
-    """Of each distinct reranker, over the first `num` queries, each with its first gold skill by id."""
-    pairs = [(task.query.text, gold[min(task.relevance.gold)]) for task in islice(benchmark.tasks, num)]
-    sources = {repr(system.reranker): system.reranker for system in systems if system.reranker is not None}
-    if not pairs:
+    """Of each reranker, over the first `num` queries, each with the first skill by id that it wants."""
+    if not num:
         return ()
-    return tuple(field_attention(open_reranker(source), pairs, source.source) for source in sources.values())
+    pairs = [(task.query.text, skills[_wanted(task.relevance, skills)[0]]) for task in islice(benchmark.tasks, num)]
+    return tuple(field_attention(open_reranker(source), pairs, source.source) for source in rerankers)

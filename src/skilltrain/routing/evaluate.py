@@ -1,7 +1,7 @@
 """Stage `evaluate`: systems side by side on a benchmark, with intervals; and predictions of others, scored alone."""
 
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -27,9 +27,9 @@ from skilltrain.evaluation.report.report import (
 )
 from skilltrain.evaluation.results import SystemResult
 from skilltrain.files import write_json
-from skilltrain.records import Skill
-from skilltrain.routing.analyse import AnalysisConfig, analyse
+from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs, analyse_results
 from skilltrain.routing.predictions import PREDICTION_MEASURES, check_predictions, read_predictions
+from skilltrain.routing.skills_by_id import SkillsById
 from skilltrain.routing.systems import Ranked, SystemConfig, ask_systems, rankings_table
 from skilltrain.tables import RANKINGS, write_table
 from skilltrain.terminal import console
@@ -71,7 +71,7 @@ def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
         raise SkilltrainError("there is nothing to evaluate: give systems or predictions")
     benchmark = load_benchmark(config.benchmark, config.split)
     with tempfile.TemporaryDirectory(prefix=".scratch-", dir=out) as scratch:
-        return _evaluate(config, benchmark, _skills(config.pool, benchmark, Path(scratch)), measures, out)
+        return _evaluate(config, benchmark, skills_of(config.pool, benchmark, Path(scratch)), measures, out)
 
 
 def _evaluate(
@@ -82,19 +82,20 @@ def _evaluate(
         raise SkilltrainError("systems need a pool to rank", fix="give pool=…")
     if skills:
         benchmark = check_pool(benchmark, skills.skill_ids)
-    queries = {task.query.query_id: task.query.text for task in benchmark.tasks}
+    queries, by_id = {task.query.query_id: task.query.text for task in benchmark.tasks}, SkillsById(skills)
+    predicted = _predicted(config, benchmark, by_id)
+    inputs = analyse_inputs(config.analysis, config.systems, benchmark, by_id)
     asked: dict[str, Ranked] = {}
     if config.systems:
         asked = ask_systems(config.systems, queries, skills, config.depth, config.analysis.num_timed)
         tables = [rankings_table(ranked.rankings, name) for name, ranked in asked.items()]
         write_table(pa.concat_tables(tables), RANKINGS, out)
-    rankings: dict[str, Mapping[str, Sequence[str]]] = {name: _ids(ranked) for name, ranked in asked.items()}
-    rankings |= _predicted(config, benchmark, skills.skill_ids)
+    rankings = {name: _ids(ranked) for name, ranked in asked.items()} | predicted
     results = _results(rankings, benchmark, measures)
     latencies = tuple(latency for ranked in asked.values() for latency in ranked.latencies)
-    analysis = analyse(config.analysis, config.systems, results, benchmark, skills, latencies, config.seed)
+    analysis = analyse_results(inputs, results, benchmark, by_id, latencies, config.seed)
     report = _report(benchmark, results, measures, analysis, config.seed)
-    write_report(report, out, _texts(benchmark, skills))
+    write_report(report, out, _texts(benchmark, rankings, by_id))
     console.print(terminal_table(report))
     judged = {name: ranked.judged for name, ranked in asked.items() if ranked.judged}
     means = {name: _means(report, name) for name in rankings}
@@ -110,7 +111,7 @@ def score_predictions(config: EvaluateConfig) -> Report:
     measures = parse_measures(config.measures if given else PREDICTION_MEASURES)
     benchmark = load_benchmark(config.benchmark, config.split)
     with tempfile.TemporaryDirectory(prefix="skilltrain-") as scratch:
-        skill_ids = _skills(config.pool, benchmark, Path(scratch)).skill_ids
+        skill_ids = skills_of(config.pool, benchmark, Path(scratch)).skill_ids
     if skill_ids:
         benchmark = check_pool(benchmark, skill_ids)
     results = _results(_predicted(config, benchmark, skill_ids), benchmark, measures)
@@ -126,7 +127,7 @@ def write_scores(report: Report, file: Path) -> None:
     write_per_query(report, file.with_name(f"{file.stem}.per_query.jsonl"))
 
 
-def _skills(pool: Path | None, benchmark: Benchmark, folder: Path) -> StoredSkills:
+def skills_of(pool: Path | None, benchmark: Benchmark, folder: Path) -> StoredSkills:
     """The pool with the benchmark's own gold skills, which come last and never replace a skill of the pool.
 
     Without a pool, the one that the benchmark was published with; the texts lie in `folder`.
@@ -141,10 +142,10 @@ def _skills(pool: Path | None, benchmark: Benchmark, folder: Path) -> StoredSkil
 
 
 def _predicted(
-    config: EvaluateConfig, benchmark: Benchmark, skill_ids: Sequence[str]
-) -> dict[str, Mapping[str, Sequence[str]]]:
+    config: EvaluateConfig, benchmark: Benchmark, skill_ids: Collection[str]
+) -> dict[str, dict[str, list[str]]]:
     """The rankings of the predictions files, each called by its file's name."""
-    found: dict[str, Mapping[str, Sequence[str]]] = {}
+    found: dict[str, dict[str, list[str]]] = {}
     for file in config.predictions:
         if file.stem in found or any(system.name == file.stem for system in config.systems):
             raise SkilltrainError(f"another system is called '{file.stem}' as well", where=file, fix="rename it")
@@ -168,11 +169,14 @@ def _results(rankings: Rankings, benchmark: Benchmark, measures: Sequence[Measur
     return results
 
 
-def _texts(benchmark: Benchmark, skills: Iterable[Skill]) -> ReportTexts:
+def _texts(benchmark: Benchmark, rankings: Rankings, skills: SkillsById) -> ReportTexts:
+    """What the page shows in words; of the pool's names those that it can come to show."""
     relevances = {task.query.query_id: task.relevance for task in benchmark.tasks}
+    shown = {skill_id for found in rankings.values() for ranking in found.values() for skill_id in ranking}
+    shown |= {skill_id for relevance in relevances.values() for skill_id in relevance.gold}
     return ReportTexts(
         queries={task.query.query_id: task.query.text for task in benchmark.tasks},
-        skill_names={skill.skill_id: skill.name for skill in skills},
+        skill_names={skill_id: skills[skill_id].name for skill_id in sorted(shown) if skill_id in skills},
         gold={query_id: relevance.gold for query_id, relevance in relevances.items()},
         alternatives={query_id: r.alternatives for query_id, r in relevances.items() if r.alternatives},
     )

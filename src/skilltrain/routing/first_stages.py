@@ -10,6 +10,8 @@ from jaxtyping import Float32
 from pydantic import Field
 
 from skilltrain.config import Config
+from skilltrain.llm.embeddings import Embeddings
+from skilltrain.models.loading import resolve_model, stored_settings
 from skilltrain.records import Skill
 from skilltrain.retrieval import api_encoder, dense
 from skilltrain.retrieval.api_encoder import ApiEncoderSource
@@ -42,6 +44,14 @@ class FirstStage:
     def rank(self, texts: Sequence[str], depth: int) -> Found:
         """Positions in the pool and scores of the `depth` best skills for each text."""
         return self.search(self.encode(texts), depth)
+
+
+def check_first_stage(source: LexicalSource | EncoderSource | ApiEncoderSource) -> None:
+    """Raise SkilltrainError for a model that is not there or of the other kind, and for settings an API cannot have."""
+    if isinstance(source, EncoderSource):
+        stored_settings(resolve_model(source.source), "encoder")
+    elif isinstance(source, ApiEncoderSource):
+        Embeddings(source)
 
 
 def open_first_stage(source: LexicalSource | EncoderSource | ApiEncoderSource, skills: Sequence[Skill]) -> FirstStage:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from skilltrain.data.screening import Flag, screen
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
+from skilltrain.routing.skills_by_id import SkillsById
 from skilltrain.routing.systems import SystemConfig, rank_with_systems
 
 
@@ -33,8 +34,7 @@ def route(
     if not request.strip():
         raise SkilltrainError("the request is empty")
     ranking = rank_with_systems([system], {"request": request}, skills, top)[system.name]["request"]
-    wanted = {skill_id for skill_id, _ in ranking}
-    by_id = {skill.skill_id: skill for skill in skills if skill.skill_id in wanted}
+    by_id = SkillsById(skills)
     answers = [(rank, score, by_id[skill_id]) for rank, (skill_id, score) in enumerate(ranking, 1)]
     return [
         RoutedSkill(rank, score, skill, tuple(screen(skill) if flags is None else flags.get(skill.skill_id, ())))

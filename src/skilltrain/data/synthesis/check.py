@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from skilltrain.data.synthesis.name_leak import names_skill
 from skilltrain.data.synthesis.skill_phrases import num_words
 from skilltrain.llm import Answer, CompletionError
-from skilltrain.records import Skill
 
 # Faults that another answer would have again: asking for one is useless, or not to be paid for.
 LASTING = ("failed", "expired", "budget")
@@ -27,8 +26,8 @@ class Fault:
     value: float | None = None
 
 
-def check_answer(answer: Answer, skill: Skill, max_words: int, exempt: frozenset[str]) -> str | Fault:
-    """The answer's text as a query, or why it is none."""
+def check_answer(answer: Answer, name: str, max_words: int, exempt: frozenset[str]) -> str | Fault:
+    """The answer's text as a query for the skill of this name, or why it is none."""
     if isinstance(answer, CompletionError):
         return Fault(answer.kind, answer.reason)
     text = _LABEL.sub("", " ".join(answer.text.strip().strip("`").split()))
@@ -43,6 +42,6 @@ def check_answer(answer: Answer, skill: Skill, max_words: int, exempt: frozenset
         return Fault("truncated", "it was cut off at the longest answer allowed", length)
     if length > max_words:
         return Fault("too_long", f"it had {length} words, more than {max_words}", length)
-    if names_skill(text, skill.name, exempt):
+    if names_skill(text, name, exempt):
         return Fault("name_leak", "it named the capability")
     return text

@@ -34,9 +34,13 @@ _CODE = re.compile(r"[A-Za-z]{2,3}(?:-[A-Za-z0-9]{2,8}){0,2}")
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One query to be written: the `number`-th of a skill in a run. `fault` is why the last answer was turned down."""
+    """One query to be written: the `number`-th of a skill in a run, which stands at `place` among the run's skills.
 
-    skill: Skill
+    `fault` is why the last answer was turned down.
+    """
+
+    place: int
+    skill_id: str
     number: int
     run: str = ""
     attempt: int = 0
@@ -45,15 +49,15 @@ class Ask:
     @property
     def query_id(self) -> str:
         """Skill, run and number, so that the queries of two runs can be merged."""
-        return f"{self.skill.skill_id}#{self.run}-{self.number}"
+        return f"{self.skill_id}#{self.run}-{self.number}"
 
     def style(self, seed: int) -> str:
         """How the query is to be written, the same in every attempt."""
-        return STYLES[stable_number(seed, "style", f"{self.skill.skill_id}#{self.number}") % len(STYLES)]
+        return STYLES[stable_number(seed, "style", f"{self.skill_id}#{self.number}") % len(STYLES)]
 
     def seed(self, seed: int) -> int:
         """A seed below 2**31 (what servers take) for this query and attempt, the same on every machine."""
-        return stable_number(seed, f"{self.skill.skill_id}#{self.number}", self.attempt) >> 33
+        return stable_number(seed, f"{self.skill_id}#{self.number}", self.attempt) >> 33
 
 
 def run_digest(origin: str, config: SynthesizeConfig) -> str:
@@ -62,14 +66,14 @@ def run_digest(origin: str, config: SynthesizeConfig) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:6]
 
 
-def request(ask: Ask, config: SynthesizeConfig) -> Request:
+def request(ask: Ask, skill: Skill, config: SynthesizeConfig) -> Request:
     """The question for a chat model."""
     user = MATERIAL.format(
-        fenced=fenced(stranger_skill(ask.skill, 500, config.body_chars)),
+        fenced=fenced(stranger_skill(skill, 500, config.body_chars)),
         number=ask.number, total=config.num_queries_per_skill, style=ask.style(config.seed),
     )  # fmt: skip
     again = AGAIN.format(reason=ask.fault) if ask.fault else ""
-    system = SYSTEM.format(num_words=config.num_words, language=language_of(ask.skill.lang or "en", "the material"))
+    system = SYSTEM.format(num_words=config.num_words, language=language_of(skill.lang or "en", "the material"))
     return Request((Message("system", system), Message("user", user + again)), ask.seed(config.seed))
 
 

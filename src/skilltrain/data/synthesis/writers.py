@@ -1,6 +1,6 @@
 """Who writes queries: a chat model, or nobody but the skill's own body."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from heapq import nsmallest
 from typing import Any, Protocol
@@ -15,6 +15,9 @@ from skilltrain.records import Skill
 _TOKENS_PER_WORD = 1.5  # of an answer, in the mean of English (1.3) and languages that take more
 
 
+Asks = Iterable[tuple[Ask, Skill]]
+
+
 class Writer(Protocol):
     """Writes queries."""
 
@@ -23,11 +26,11 @@ class Writer(Protocol):
         """Who it is, as the tables say it."""
         ...
 
-    def write(self, asks: Sequence[Ask]) -> Iterator[tuple[int, Answer]]:
+    def write(self, asks: Asks) -> Iterator[tuple[int, Answer]]:
         """(position, answer) of every ask, in the order in which they come."""
         ...
 
-    def plan(self, asks: Sequence[Ask]) -> dict[str, Any]:
+    def plan(self, asks: Asks) -> dict[str, Any]:
         """What writing will take: requests, tokens, dollars (None: price unknown); empty if nothing. Asks nobody."""
         ...
 
@@ -56,14 +59,14 @@ class ExtractiveWriter:
         self._boilerplate = repeated_lines(skill.body for skill in sample)
         self._seed = seed
 
-    def write(self, asks: Sequence[Ask]) -> Iterator[tuple[int, Answer]]:
+    def write(self, asks: Asks) -> Iterator[tuple[int, Answer]]:
         """Requests made of the bodies, in order; an empty one where a body holds too little plain text."""
-        for position, ask in enumerate(asks):
-            bodies = (without_lines(ask.skill.body, self._boilerplate), ask.skill.body)
-            texts = (extractive_query(replace(ask.skill, body=body), ask.seed(self._seed)) for body in bodies)
+        for position, (ask, skill) in enumerate(asks):
+            bodies = (without_lines(skill.body, self._boilerplate), skill.body)
+            texts = (extractive_query(replace(skill, body=body), ask.seed(self._seed)) for body in bodies)
             yield position, Completion(next(filter(None, texts), ""))
 
-    def plan(self, asks: Sequence[Ask]) -> dict[str, Any]:
+    def plan(self, asks: Asks) -> dict[str, Any]:
         """Nothing: no model is asked."""
         return {}
 
@@ -82,14 +85,14 @@ class LLMWriter:
     def origin(self) -> str:
         return f"llm:{self._llm.model}"
 
-    def write(self, asks: Sequence[Ask]) -> Iterator[tuple[int, Answer]]:
+    def write(self, asks: Asks) -> Iterator[tuple[int, Answer]]:
         """The model's answers."""
-        return self._llm.complete_all(request(ask, self._config) for ask in asks)
+        return self._llm.complete_all(request(ask, skill, self._config) for ask, skill in asks)
 
-    def plan(self, asks: Sequence[Ask]) -> dict[str, Any]:
+    def plan(self, asks: Asks) -> dict[str, Any]:
         """The first answer to every ask; those in the cache cost nothing."""
         num_tokens = round(self._config.num_words * _TOKENS_PER_WORD)
-        return cost_of(self._llm, (request(ask, self._config) for ask in asks), num_tokens)
+        return cost_of(self._llm, (request(ask, skill, self._config) for ask, skill in asks), num_tokens)
 
     def usage(self) -> dict[str, Any]:
         """Tokens and dollars."""

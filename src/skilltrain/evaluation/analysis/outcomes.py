@@ -46,7 +46,7 @@ def outcomes(baseline: SystemResult, system: SystemResult, measure: str) -> Outc
         fixed=tuple(cells.get((False, True), ())),
         broken=tuple(cells.get((True, False), ())),
         neither=tuple(cells.get((False, False), ())),
-        p=mcnemar(before, after).p,
+        p=mcnemar(before, after),
     )
 
 

@@ -45,7 +45,8 @@ def load_benchmark(path: Path, split: str | None = None) -> Benchmark:
     it is SkillsBench's own note that the task's environment is faulty (the only one here says "timeout issues"),
     which does not touch routing; the released evaluation never reads it, and its 75 scored tasks contain excluded
     ones. The released data is a test set, so all its queries are of split `test`. Its two tiers are two pools, the
-    folders easy and hard beside these files: give one of them as the pool.
+    folders easy and hard beside these files: give one of them as the pool. Without a pool the best order of nDCG
+    holds the degraded copies, which only hard has: rankings of easy then score less than by the released evaluation.
 
     BEIR's files, corpus.jsonl, queries.jsonl and qrels/{split}.tsv with its header: what scores above 0 is gold, and
     the score is its gain. Queries without a row in the qrels are not scored. The corpus becomes the benchmark's own

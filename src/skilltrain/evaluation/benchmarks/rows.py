@@ -1,6 +1,7 @@
 """Rows of foreign files, checked: a fault names file and row."""
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -43,6 +44,29 @@ def parse_row(row_class: type[RowT], values: Any, where: str) -> RowT:
         fault = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in fault["loc"])
         raise SkilltrainError(f"{key}: {fault['msg']}" if key else fault["msg"], where=where) from error
+
+
+def read_unique_json(file: Path) -> Any:
+    """The value in a JSON file. Raises SkilltrainError for a key that stands twice in an object: plain json keeps the
+    last and says nothing.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8-sig"), object_pairs_hook=_unique_keys)
+    except FileNotFoundError as error:
+        raise SkilltrainError("no such file", where=file) from error
+    except SkilltrainError as error:
+        raise SkilltrainError(error.what, where=file) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise SkilltrainError(f"is not JSON: {error}", where=file) from error
+
+
+def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise SkilltrainError(f"'{key}' stands twice")
+        values[key] = value
+    return values
 
 
 def read_skills(file: Path) -> tuple[Skill, ...]:

@@ -8,9 +8,9 @@ from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, make_task, name_of, tasks_of_split
-from skilltrain.evaluation.benchmarks.rows import Row, Text, parse_row, read_skills
+from skilltrain.evaluation.benchmarks.rows import Row, Text, parse_row, read_skills, read_unique_json
 from skilltrain.evaluation.metrics import Relevance
-from skilltrain.files import read_json, read_jsonl
+from skilltrain.files import read_jsonl
 
 
 class _TaskRow(Row):
@@ -43,7 +43,7 @@ def _scored_tasks(folder: Path, split: str | None) -> list[Task]:
 
 
 def _relevance_rows(file: Path) -> dict[str, _RelevanceRow]:
-    entries = read_json(file)
+    entries = read_unique_json(file)
     if not isinstance(entries, dict):
         raise SkilltrainError("expected a map of task_id to relevance", where=file)
     return {task_id: parse_row(_RelevanceRow, entry, f"{file}, task {task_id}") for task_id, entry in entries.items()}

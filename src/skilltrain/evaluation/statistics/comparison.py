@@ -46,9 +46,10 @@ def compare(
 
     The family of Holm's adjustment is all of them, every pair and measure of this call: ask for what you will
     conclude from, and no more. A bootstrap p is never below .0002 (10,000 resamples), so that in a family of more
-    than 250 none can fall below .05. Confirm with Wilcoxon's or McNemar's p, which have no such floor.
-    All intervals come from the same draws of queries. Raises SkilltrainError for systems that do not hold the same
-    queries, names and measures that are not there, and values that are not finite.
+    than 250 none can fall below .05, and of few queries it is too small (`paired_differences`). Confirm with
+    Wilcoxon's or McNemar's p, which have neither fault. All intervals come from the same draws of queries.
+    Raises SkilltrainError for systems that do not hold the same queries, names and measures that are not there, and
+    values that are not finite.
     """
     held = same_queries(results)
     if not query_ids:
@@ -57,7 +58,7 @@ def compare(
     for name in (name for pair in pairs for name in pair):
         if name not in systems:
             raise SkilltrainError(f"unknown system '{name}'", fix=f"systems are {', '.join(systems) or 'none'}")
-    if not pairs or not measures:
+    if not pairs:
         return ()
     values = {name: values_of(systems[name], query_ids, measures) for pair in pairs for name in pair}
     columns = [values[system] - values[baseline] for baseline, system in pairs]
@@ -89,6 +90,6 @@ def _comparison(
         p=difference.p,
         p_holm=p_holm,
         wilcoxon_p=wilcoxon(after.tolist(), before.tolist()),
-        mcnemar_p=mcnemar(before.tolist(), after.tolist()).p if binary else None,
+        mcnemar_p=mcnemar(before.tolist(), after.tolist()) if binary else None,
         cohens_h=cohens_h(float(after.mean()), float(before.mean())) if binary else None,
     )

@@ -4,7 +4,6 @@ The paired bootstrap stands in bootstrap.py. scipy.stats is imported where it is
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,15 +16,6 @@ _EXACT = 200  # differing queries up to which all choices of signs are counted: 
 _PLACES = 12  # differences are rounded to so many decimals, or rounding errors would break ties
 
 
-@dataclass(frozen=True, slots=True)
-class McNemar:
-    """How many queries one system has right where the other has them wrong, and the exact two-sided p."""
-
-    num_fixed: int
-    num_broken: int
-    p: float
-
-
 def wilcoxon(a: Sequence[float], b: Sequence[float]) -> float:
     """The two-sided p of Wilcoxon's signed-rank test: are the differences a − b symmetric about 0?
 
@@ -33,7 +23,8 @@ def wilcoxon(a: Sequence[float], b: Sequence[float]) -> float:
     them out too. Equal amounts share their mean rank; differences that are equal to 12 decimals are equal. For up to
     200 differing queries p is exact, ties or not: all choices of signs of these very ranks are counted, so that for
     values of 0 and 1 it is McNemar's p. Beyond, it is the normal approximation with the variance corrected for ties,
-    without continuity correction. No difference at all gives 1. Raises SkilltrainError as `paired_difference` does.
+    without continuity correction. No difference at all gives 1.
+    Raises SkilltrainError for lists of unequal length, no values and values that are not finite.
     """
     _check_pairs(a, b)
     differences = np.round(np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64), _PLACES)
@@ -46,12 +37,12 @@ def wilcoxon(a: Sequence[float], b: Sequence[float]) -> float:
     return float(found.pvalue)
 
 
-def mcnemar(baseline: Sequence[float], system: Sequence[float]) -> McNemar:
-    """The queries `system` has right where `baseline` fails (fixed) and the reverse (broken), and the exact p.
+def mcnemar(baseline: Sequence[float], system: Sequence[float]) -> float:
+    """The exact two-sided p of McNemar's test: could the queries that `system` fixed and those it broke be as many?
 
     If neither were better, each query on which they differ would be fixed or broken by the toss of a coin: p is the
-    two-sided binomial test of that (McNemar, 1947, in its exact form). No such query gives p = 1.
-    Raises SkilltrainError for values other than 0 and 1, and as `paired_difference` does.
+    two-sided binomial test of that (McNemar, 1947, in its exact form). No such query gives 1.
+    Raises SkilltrainError for values other than 0 and 1, and as `wilcoxon` does.
     """
     _check_pairs(baseline, system)
     before, after = np.asarray(baseline, dtype=np.float64), np.asarray(system, dtype=np.float64)
@@ -63,7 +54,11 @@ def mcnemar(baseline: Sequence[float], system: Sequence[float]) -> McNemar:
             )
     num_fixed = int(np.count_nonzero(after > before))
     num_broken = int(np.count_nonzero(after < before))
-    return McNemar(num_fixed, num_broken, _coin_p(num_fixed, num_broken))
+    if not (num := num_fixed + num_broken):
+        return 1.0
+    from scipy import stats
+
+    return float(stats.binomtest(num_fixed, num, 0.5, alternative="two-sided").pvalue)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -103,14 +98,6 @@ def _signed_rank_p(differing: Float[np.ndarray, " query"]) -> float:
         chances = (chances + with_rank) / 2
     found = ranks[differing > 0].sum()
     return min(1.0, 2 * float(min(chances[: found + 1].sum(), chances[found:].sum())))
-
-
-def _coin_p(num_fixed: int, num_broken: int) -> float:
-    if not (num := num_fixed + num_broken):
-        return 1.0
-    from scipy import stats
-
-    return float(stats.binomtest(num_fixed, num, 0.5, alternative="two-sided").pvalue)
 
 
 def _check_pairs(a: Sequence[float], b: Sequence[float]) -> None:

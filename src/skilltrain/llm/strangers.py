@@ -1,0 +1,56 @@
+"""Texts of strangers in a prompt, and why they can do little there (prompt injection).
+
+Each part of a prompt stands between lines with a mark made of a digest of all these texts, so none can hold the mark,
+close its part or open a false one. Signs by which chat templates end a turn are broken, characters that no reader sees
+are taken out, and the model is told that these are texts and no instructions. What this cannot do: keep a model from
+believing what it reads.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable
+
+from skilltrain.records import Skill
+
+_NAME_CHARS = 200
+_LINE_ENDS = re.compile("\r\n|[\r\x0b\x0c\x85\u2028\u2029]")
+# Controls, soft hyphens, fillers, marks of direction, zero-width characters (but for the joiners that scripts and emoji
+# need), lone surrogates, and the tags and variation selectors in which whole sentences can be hidden.
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0e-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b\u200e\u200f\u202a-\u202e"
+    "\u2060-\u206f\u3164\ud800-\udfff\ufe00-\ufe0f\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e0fff]"
+)
+_TURN = re.compile(
+    r"<(?=[|｜]|/?(?:s|think|bos|eos|pad|unk)>|(?:start|end)_of_turn>|</?SYS>)|\[(?=/?(?:INST|SYSTEM_PROMPT)\])", re.I
+)
+
+
+def stranger_text(text: str, max_chars: int) -> str:
+    """The first `max_chars` of a text that is not ours, fit for a prompt: what none sees or ends a turn is disarmed."""
+    return _TURN.sub(r"\g<0> ", _UNSEEN.sub("", _LINE_ENDS.sub("\n", text[:max_chars]))).strip()
+
+
+def stranger_line(text: str, max_chars: int = _NAME_CHARS) -> str:
+    """The same on one line."""
+    return " ".join(stranger_text(text, max_chars).split())
+
+
+def stranger_skill(skill: Skill, description_chars: int, body_chars: int | None) -> str:
+    """What a model sees of a skill: name, description and body, in the paper's three lines; None: no body."""
+    lines = f"Name: {stranger_line(skill.name)}\nDescription: {stranger_line(skill.description, description_chars)}"
+    return lines if body_chars is None else f"{lines}\nBody: {stranger_text(skill.body, body_chars)}"
+
+
+def mark_of(texts: Iterable[str]) -> str:
+    """The beginning of a line that can stand in none of `texts`, made of their digest: the same for the same texts."""
+    joined = "\x00".join(texts)
+    digest = hashlib.sha256(joined.encode()).hexdigest()[:12]
+    while digest in joined:  # as good as impossible
+        digest = hashlib.sha256(digest.encode()).hexdigest()[:12]
+    return f"=== {digest}"
+
+
+def fenced(text: str) -> str:
+    """A text of strangers between two lines that hold the same mark."""
+    mark = f"{mark_of([text])} ==="
+    return f"{mark}\n{text}\n{mark}"

@@ -1,0 +1,247 @@
+"""The stage evaluate with its analyses on, and what it refuses before hours of ranking rather than after."""
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModel
+
+from llm_server import LLMServer, llm_server
+from skilltrain.config import validate
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, make_task
+from skilltrain.evaluation.metrics import Relevance
+from skilltrain.records import Query, Skill
+from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs, analyse_results
+from skilltrain.routing.evaluate import EvaluateConfig, run_evaluate
+from skilltrain.routing.skills_by_id import SkillsById
+from skilltrain.tables import JUDGEMENTS, QUERIES, SKILLS, rows_of, write_table
+from tiny_models import bert_tokenizer
+
+TOPICS = ["deploy", "pods", "kubernetes", "chart", "table", "pdf", "text", "audio", "video", "clip"]
+POOL = [
+    Skill(f"s{i}", f"{word} skill", "how to " * (i + 1), f"# Find\n\n- the {word} in files\n- the report\n")
+    for i, word in enumerate(TOPICS)
+]
+NUM_QUERIES = 8
+BM25 = {"name": "bm25", "lexical": {}}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """bench (query i wants skill i), pool and out."""
+    queries = [Query(f"q{i}", f"the {TOPICS[i]} report", "single", "test", "test") for i in range(NUM_QUERIES)]
+    rows = [{"query_id": f"q{i}", "skill_id": f"s{i}", "verdict": "required", "judge": "t"} for i in range(NUM_QUERIES)]
+    for name in ("bench", "pool", "out"):
+        (tmp_path / name).mkdir()
+    write_table(rows_of(queries), QUERIES, tmp_path / "bench")
+    write_table(rows, JUDGEMENTS, tmp_path / "bench")
+    write_table(rows_of(POOL), SKILLS, tmp_path / "pool")
+    return tmp_path
+
+
+def evaluate(folder: Path, **settings: Any) -> dict[str, Any]:
+    values = {
+        "stage": "evaluate", "benchmark": str(folder / "bench"), "pool": str(folder / "pool"),
+        "out": str(folder / "out"), **settings,
+    }  # fmt: skip
+    return run_evaluate(validate(EvaluateConfig, values, "test"), folder / "out")
+
+
+def reranked(source: object, name: str = "reranked", **changed: Any) -> dict[str, Any]:
+    return {"name": name, "lexical": {}, "num_candidates": 3} | {
+        "reranker": {"source": str(source), "precision": "float32"} | changed
+    }
+
+
+def counting(server: LLMServer) -> dict[str, Any]:
+    """A first stage that cannot rank unnoticed: every text that it encodes is asked of `server`."""
+    source = {"model": "scripted", "base_url": server.base_url, "cache": None, "max_retries": 0}
+    return {"name": "counting", "embeddings": source}
+
+
+def predict(folder: Path, name: str, values: object) -> str:
+    (folder / f"{name}.json").write_text(json.dumps(values))
+    return str(folder / f"{name}.json")
+
+
+# All analyses, in all forms of the report -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def analysed(folder, model_folders):
+    """The folder of a report with every analysis on; the two rerankers of one source are one model."""
+    systems = [BM25, reranked(model_folders["bert_reranker"]), reranked(model_folders["bert_reranker"], "again")]
+    evaluate(folder, systems=systems, analysis={"num_timed": 3, "num_attention": 4, "structure": True}, depth=5)
+    return folder / "out"
+
+
+def test_every_analysis_stands_in_json_markdown_and_on_the_page(analysed, model_folders):
+    found = json.loads((analysed / "metrics.json").read_text())["analysis"]
+    assert [(row["system"], row["stage"], row["num"]) for row in found["latencies"]] == [
+        ("bm25", "search", 3), ("bm25", "total", 3),
+        ("reranked", "search", 3), ("reranked", "rerank", 3), ("reranked", "total", 3),
+        ("again", "search", 3), ("again", "rerank", 3), ("again", "total", 3),
+    ]  # fmt: skip
+    (attention,) = found["attention"]
+    assert (attention["model"], attention["num_pairs"]) == (str(model_folders["bert_reranker"]), 4)
+    assert len(attention["layers"]) == 2
+    assert all(sum(layer.values()) == pytest.approx(1) for layer in [*attention["layers"], attention["tokens"]])
+    assert {(row["num_gold"], row["num_others"]) for row in found["structure"]} == {(8, 2)}
+    pairs = [(row["baseline"], row["system"]) for row in found["outcomes"]]
+    assert pairs == [("bm25", "reranked"), ("reranked", "again")]
+    again = found["outcomes"][1]
+    assert again["fixed"] == again["broken"] == [], "one reranker scores alike under two names"
+    # Descriptions grow with the skill's number: two queries in each quartile.
+    lengths = [len(POOL[i].description) for i in range(NUM_QUERIES)]
+    bounds = [(part["shortest"], part["longest"]) for part in found["quartiles"]]
+    assert bounds == [(lengths[i], lengths[i + 1]) for i in (0, 2, 4, 6)]
+    assert {row["system"] for row in found["pass_rates"]} == {"bm25", "reranked", "again"}
+    markdown = (analysed / "report.md").read_text()
+    for title in ("Fixed and broken", "Latency", "By length of description", "Estimated pass rates of agents"):
+        assert f"## {title}\n" in markdown
+    assert "(n = 4 pairs)" in markdown and "## Structure of gold skills (n = 8) and others (n = 2)" in markdown
+    page = (analysed / "report.html").read_text()
+    for part in ("flows", "speed", "lengths", "agents", "attention", "structure"):
+        assert f'<section id="{part}">' in page
+
+
+def test_nothing_more_is_analysed_than_was_asked_for(folder):
+    evaluate(folder, systems=[BM25], measures=["Recall@3"])
+    found = json.loads((folder / "out" / "metrics.json").read_text())["analysis"]
+    assert {name for name, rows in found.items() if rows} == set(), "without Hit@1 there is no right and wrong"
+
+
+def test_attention_of_more_queries_than_there_are_is_of_all(folder, model_folders):
+    evaluate(folder, systems=[reranked(model_folders["bert_reranker"])], analysis={"num_attention": 99})
+    (attention,) = json.loads((folder / "out" / "metrics.json").read_text())["analysis"]["attention"]
+    assert attention["num_pairs"] == NUM_QUERIES
+
+
+def test_an_alternative_stands_in_for_a_gold_skill_that_the_pool_lacks():
+    """The gold skill `gone` is met by s9, so its description and body are what is looked at."""
+    relevance = Relevance(frozenset({"gone", "s0"}), {"gone": 1.0, "s0": 1.0}, {"s9": "gone", "absent": "gone"})
+    task = make_task("q", "text", relevance, origin="t", split="test")
+    benchmark, skills = Benchmark("b", (task,), ()), SkillsById(POOL)
+    inputs = analyse_inputs(AnalysisConfig(structure=True), [], benchmark, skills)
+    assert {(row.num_gold, row.num_others) for row in inputs.structure} == {(2, 8)}
+    result = analyse_results(inputs, [], benchmark, skills, (), 0)
+    assert result.structure == inputs.structure and result.outcomes == ()
+
+
+# Refused before any query is ranked -----------------------------------------------------------------------------------
+
+
+def cosine_pair(folder: Path) -> dict[str, Any]:
+    """A reranker of a form that has no scoring position."""
+    from transformers import BertConfig, BertModel
+
+    tokenizer = bert_tokenizer()
+    BertModel(
+        BertConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+                   intermediate_size=64)
+    ).save_pretrained(folder / "grown")  # fmt: skip
+    tokenizer.save_pretrained(folder / "grown")
+    assert AutoModel.from_pretrained(folder / "grown") is not None
+    return reranked(folder / "grown", template={"form": "cosine_pair"})
+
+
+def test_the_attention_of_a_cosine_pair_is_refused_before_ranking(folder):
+    with llm_server() as server:
+        system = cosine_pair(folder) | {"lexical": None} | {"embeddings": counting(server)["embeddings"]}
+        with pytest.raises(SkilltrainError, match="a cosine_pair reranker has no scoring position"):
+            evaluate(folder, systems=[system], analysis={"num_attention": 2})
+        assert server.requests == []
+        evaluate(folder, systems=[system])
+        assert server.requests
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"predictions": "bad"}, "1 of 1 predicted skills are not in the pool, first 'nowhere'"),
+        ({"predictions": "counting"}, "another system is called 'counting' as well"),
+        ({"analysis": {"num_attention": 1}}, "analysis.num_attention: is measured in rerankers, and no system has one"),
+        ({"systems": [reranked("no/such/model")]}, "no/such/model"),
+        ({"systems": [{"name": "e", "encoder": {"source": "./nothing"}}]}, "./nothing: no such model"),
+        ({"measures": ["Hit@1", "MRR@tenn"]}, "MRR@tenn"),
+    ],
+)
+def test_faults_are_found_before_ranking(folder, settings, message):
+    (folder / "no").mkdir()
+    values = {"bad": {"q0": ["nowhere"]}, "counting": {"q0": ["s0"]}}
+    if name := settings.get("predictions"):
+        settings = settings | {"predictions": predict(folder, name, values[name])}
+    with llm_server() as server:
+        systems = [counting(server), *settings.pop("systems", [])] if "systems" in settings else [counting(server)]
+        if message.startswith("no/such"):
+            systems[1]["reranker"]["source"] = str(folder / "no")
+            message = "is no model folder"
+        with pytest.raises(SkilltrainError, match=message):
+            evaluate(folder, **(settings | {"systems": systems}))
+        assert server.requests == []
+
+
+def test_an_analysis_without_what_it_needs_is_refused(folder):
+    mine = predict(folder, "mine", {"q0": ["s0"]})
+    with pytest.raises(SkilltrainError, match=r"analysis.structure: needs the skills' texts \(give pool=…\)"):
+        evaluate(folder, pool=None, predictions=mine, analysis={"structure": True})
+    with pytest.raises(SkilltrainError, match=r"analysis\.num_timed: there are no systems to time"):
+        evaluate(folder, predictions=mine, analysis={"num_timed": 3})
+
+
+# Whose pool, and whose rankings ---------------------------------------------------------------------------------------
+
+
+def test_several_predictions_files_in_one_report_without_models(folder):
+    good = predict(folder, "good", {f"q{i}": [f"s{i}"] for i in range(NUM_QUERIES)})
+    poor = predict(folder, "poor", {f"q{i}": ["s9", f"s{i}"] for i in range(NUM_QUERIES)})
+    summary = evaluate(folder, pool=None, predictions=[poor, good], measures=["Hit@1", "MRR@10"])
+    assert summary["systems"] == {"poor": {"Hit@1": 0, "MRR@10": 0.5}, "good": {"Hit@1": 1, "MRR@10": 1}}
+    found = json.loads((folder / "out" / "metrics.json").read_text())
+    assert [(row["system"], row["baseline"]) for row in found["differences"]] == [("good", "poor")] * 2
+    (fixed,) = found["analysis"]["outcomes"]
+    assert len(fixed["fixed"]) == NUM_QUERIES and found["analysis"]["quartiles"] == []
+    assert not (folder / "out" / "rankings.parquet").exists(), "nothing was ranked"
+    with pytest.raises(SkilltrainError, match=r"good\.json: another system is called 'good' as well"):
+        evaluate(folder, predictions=[good, good])
+
+
+def test_a_benchmark_with_a_pool_of_its_own_needs_no_other(tmp_path):
+    """BEIR: the corpus is the pool; predictions are held to it as well."""
+    bench = tmp_path / "bench"
+    (bench / "qrels").mkdir(parents=True)
+    (tmp_path / "out").mkdir()
+    corpus = [{"_id": skill.skill_id, "title": skill.name, "text": skill.body} for skill in POOL]
+    (bench / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in corpus))
+    (bench / "queries.jsonl").write_text(json.dumps({"_id": "q1", "text": "the chart report"}) + "\n")
+    (bench / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\ts3\t1\n")
+    summary = evaluate(tmp_path, pool=None, systems=[BM25], measures=["Hit@1"], analysis={"structure": True})
+    assert summary == {"num_queries": 1, "systems": {"bm25": {"Hit@1": 1.0}}}
+    with pytest.raises(SkilltrainError, match="1 of 1 predicted skills are not in the pool, first 'elsewhere'"):
+        evaluate(tmp_path, pool=None, predictions=predict(tmp_path, "mine", {"q1": ["elsewhere"]}))
+
+
+def test_predictions_over_a_pool_without_a_gold_skill_are_refused(folder):
+    (folder / "small").mkdir()
+    write_table(rows_of(POOL[:3]), SKILLS, folder / "small")
+    with pytest.raises(SkilltrainError, match="gold skill 's3' is not among the 3 skills"):
+        evaluate(folder, pool=str(folder / "small"), predictions=predict(folder, "mine", {"q0": ["s0"]}))
+
+
+def test_the_texts_of_a_pool_are_never_in_memory_together(folder):
+    """40 MB of bodies, of which an index reads a quarter at a time."""
+    num, size = 4000, 10_000
+    skills = (Skill(f"t{i}", f"name {i}", f"about {i}", f"{i} ".ljust(size, "x")) for i in range(num))
+    (folder / "large").mkdir()
+    write_table(rows_of([*POOL, *skills]), SKILLS, folder / "large")
+    nd = {"name": "nd", "lexical": {"fields": "nd"}}
+    tracemalloc.start()
+    try:
+        evaluate(folder, pool=str(folder / "large"), systems=[nd], measures=["Recall@10"], depth=10)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < num * size / 2

@@ -1,0 +1,95 @@
+"""`evaluate --dry-run` says what judges and embeddings APIs would take, and neither asks nor writes anything."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llm_server import LLMServer, Reply, embeddings, llm_server
+from skilltrain.config import validate
+from skilltrain.llm.budget import estimate_tokens
+from skilltrain.recipe import dry_run
+from skilltrain.records import Query, Skill
+from skilltrain.routing.evaluate import EvaluateConfig, run_evaluate
+from skilltrain.tables import JUDGEMENTS, QUERIES, SKILLS, rows_of, write_table
+
+POOL = [Skill(f"s{i}", f"skill-{i}", "Sorts.", "Sorts invoices by month.") for i in range(7)]
+TEXTS = {"q1": "sort my invoices", "q2": "整理发票", "q3": "sort my invoices"}
+BM25 = {"name": "bm25", "lexical": {}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    queries = [Query(query_id, text, "single", "test", "test") for query_id, text in TEXTS.items()]
+    write_table(rows_of(queries), QUERIES, tmp_path / "bench")
+    rows = [{"query_id": i, "skill_id": "s1", "verdict": "required", "judge": "test"} for i in TEXTS]
+    write_table(rows, JUDGEMENTS, tmp_path / "bench")
+    write_table(rows_of(POOL), SKILLS, tmp_path / "pool")
+    return tmp_path
+
+
+def config_of(folder: Path, *systems: dict[str, Any]) -> EvaluateConfig:
+    values = {
+        "stage": "evaluate", "benchmark": str(folder / "bench"), "pool": str(folder / "pool"), "measures": ["Hit@1"],
+        "out": str(folder / "out"), "systems": [BM25, *systems],
+    }  # fmt: skip
+    return validate(EvaluateConfig, values, "test")
+
+
+def judged(server: LLMServer, cache: Path, **llm: Any) -> dict[str, Any]:
+    chat = {"kind": "openai", "model": "chat", "base_url": server.base_url, "cache": str(cache), **llm}
+    return {"name": "judged", "lexical": {}, "num_candidates": 4, "judge": {"llm": chat}}
+
+
+def api(server: LLMServer, cache: Path, name: str = "api", **changed: Any) -> dict[str, Any]:
+    source = {"model": "vectors", "base_url": server.base_url, "cache": str(cache), "batch_size": 3, **changed}
+    return {"name": name, "embeddings": source}
+
+
+def test_what_is_planned_is_what_is_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = folder / "cache"
+    with llm_server() as server:
+        server.otherwise = lambda request: embeddings(request) if "input" in request else Reply("1")
+        prices = {"prompt": 3.0, "completion": 5.0}
+        config = config_of(
+            folder, judged(server, cache, prices=prices), api(server, cache, price=2.0),
+            api(server, cache, "same again", price=2.0) | {"num_candidates": 5},
+        )  # fmt: skip
+        plan = dry_run(config)
+        assert server.requests == [] and not cache.exists() and not (folder / "out").exists()
+
+        (folder / "out").mkdir()
+        said_before = len(capsys.readouterr().err)
+        run_evaluate(config, folder / "out")
+        chats = [request for request in server.requests if "messages" in request]
+        texts = [text for request in server.requests if "input" in request for text in request["input"]]
+        num_vectors = len(server.requests) - len(chats)
+        again = dry_run(config)["asked"]
+    assert said_before and "9 texts" not in (said := capsys.readouterr().err)
+    assert "7 texts to vectors, about" in said and "2 texts to vectors, about" in said
+    assert (plan["num_queries"], plan["num_skills"], plan["num_systems"]) == (3, 7, 4)
+    assert plan["asked"].keys() == {"judged", "api"}  # the third asks what the second has asked
+    judge, encoding = plan["asked"]["judged"]["judge"], plan["asked"]["api"]["embeddings"]
+    # All skills are of one length, so that any four cost the same.
+    read = sum(estimate_tokens(m["content"]) + 4 for request in chats for m in request["messages"])
+    assert (judge["num_requests"], judge["num_prompt_tokens"], judge["num_completion_tokens"]) == (3, read, 12)
+    assert len(chats) == 3
+    # One word for the length of a vector, 7 skills in 3 requests, and 2 queries, for one is asked twice.
+    assert (encoding["num_requests"], encoding["num_texts"], encoding["num_kept_texts"]) == (1 + 3 + 1, 9, 0)
+    assert (num_vectors, len(texts)) == (5, 1 + 9)
+    assert encoding["num_prompt_tokens"] == sum(map(estimate_tokens, texts))
+    assert plan["dollars"] == round((read * 3 + 12 * 5 + encoding["num_prompt_tokens"] * 2) / 1e6, 6)
+    kept = again["api"]["embeddings"]
+    assert (kept["num_requests"], kept["num_texts"], kept["num_kept_texts"], kept["dollars"]) == (0, 0, 9, 0)
+
+
+def test_a_price_that_is_not_known_is_said_to_be_unknown_and_a_budget_is_told(folder: Path) -> None:
+    with llm_server() as server:
+        limited = api(server, folder / "cache", budget={"max_tokens": 500})
+        plan = dry_run(config_of(folder, judged(server, folder / "cache"), limited))
+    assert plan["dollars"] is None
+    assert plan["asked"]["api"]["embeddings"]["budget"] == "500 tokens"
+
+
+def test_systems_that_cost_nothing_are_counted(folder: Path) -> None:
+    assert dry_run(config_of(folder)) == {"num_queries": 3, "num_skills": 7, "num_systems": 1}
