@@ -89,6 +89,13 @@ def test_beir_with_windows_line_ends_a_byte_order_mark_and_negative_scores(write
     assert only.relevance == Relevance(frozenset({"d1"}), {"d1": 1.0})
 
 
+def test_beir_qrels_that_are_not_text_are_named(write: Write):
+    folder = beir(write)
+    (folder / "qrels" / "test.tsv").write_bytes(b"query-id\xff")
+    with pytest.raises(SkilltrainError, match=r"test\.tsv: cannot be read: 'utf-8'"):
+        load_benchmark(folder)
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -367,6 +374,9 @@ def test_livemcpbench_as_published_finds_tools_by_name(write: Write):
     assert benchmark.notes == ("1 of 3 needed tools (1 tasks) have no candidate and are no gold",)
     with pytest.raises(SkilltrainError, match=r"entry 1: task 't1': expected a numbered list of tools, found 'write'"):
         load_benchmark(clone(write, "write"))
+    write("annotated_data/all_annotations.json", "{}")
+    with pytest.raises(SkilltrainError, match=r"all_annotations\.json: expected a list"):
+        load_benchmark(write("annotated_data/x", ""))
     write("annotated_data/all_annotations.json", '[{"task_id": "t1", "Ques')
     with pytest.raises(SkilltrainError, match=r"all_annotations\.json: is not JSON"):
         load_benchmark(write("annotated_data/x", ""))

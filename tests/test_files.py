@@ -63,7 +63,13 @@ def test_json_lines_come_with_their_numbers(tmp_path, suffix):
 
 
 @pytest.mark.parametrize(
-    ("line", "what"), [('{"a": ', "is not JSON Lines"), ("[1]", "expected an object, found list"), ("x", "Expecting")]
+    ("line", "what"),
+    [
+        ('{"a": ', "is not JSON Lines"),
+        ("[1]", "expected an object, found list"),
+        ("x", "Expecting"),
+        ("[" * 100_000, "is not JSON Lines"),
+    ],
 )
 def test_a_broken_line_is_named(tmp_path, line, what):
     path = tmp_path / "rows.jsonl"

@@ -128,6 +128,49 @@ def test_a_measure_with_a_typo_and_a_missing_file(benchmark, tmp_path, capsys):
     assert "no such file" in capsys.readouterr().err
 
 
+def test_several_files_and_analyses_are_for_a_report(benchmark, tmp_path, capsys):
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"t1": ["gt/a"], "t2": ["gt/b", "gt/c"]}))
+    both = ["--predictions", str(other)]
+    line = refused(capsys, benchmark, {"t1": ["gt/a"]}, *both)
+    assert "several predictions files are compared in a report (add out=… for its folder)" in line
+    assert "analysis: analyses stand in a report" in refused(capsys, benchmark, {"t1": []}, "analysis.num_timed=2")
+    evaluate(benchmark, {"t1": ["gt/a"]}, *both, f"out={tmp_path / 'run'}")
+    summary = json.loads(capsys.readouterr().out)
+    assert {name: row["Hit@1"] for name, row in summary["systems"].items()} == {"mine": 0.5, "other": 1.0}
+    assert not list((tmp_path / "run").glob("*.parquet"))
+
+
+def test_a_dry_run_says_what_would_be_scored_and_asks_no_model(benchmark, tmp_path, capsys):
+    before = sorted(tmp_path.rglob("*"))
+    evaluate(benchmark, {"t1": ["gt/a"]}, "--dry-run", "--json", str(tmp_path / "scores.json"))
+    assert json.loads(capsys.readouterr().out)["plan"]["num_queries"] == 2
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "mine.json"])
+
+
+def test_models_of_the_command_line_are_systems_side_by_side(benchmark, tmp_path, capsys):
+    """BM25, each encoder, and the reranker on the last of them; a pool alone asks BM25."""
+    pool = tmp_path / "pool"
+    pool.mkdir()
+    write_table(rows_of([Skill(name, name, "what it does", "how") for name in ("gt/a", "gt/b", "gt/c")]), SKILLS, pool)
+    command = ["evaluate", "--benchmark", str(benchmark), "--pool", str(pool), f"out={tmp_path / 'run'}", "--dry-run"]
+    given = {
+        "": ["bm25"],
+        "--encoder one --encoder two --reranker three": [
+            "bm25",
+            "encoder one",
+            "encoder two",
+            "encoder two + reranker",
+        ],
+        "--reranker three": ["bm25", "bm25 + reranker"],
+    }
+    for options, names in given.items():
+        main([*command, *options.split()])
+        shown = capsys.readouterr()
+        assert [line.split(": ")[1] for line in shown.err.splitlines() if line.startswith("- name: ")] == names
+        assert json.loads(shown.out)["plan"]["num_systems"] == len(names)
+
+
 def test_json_is_for_predictions_alone(benchmark, tmp_path, capsys):
     line = refused(capsys, benchmark, {"t1": ["gt/a"]}, "--json", str(tmp_path / "s.json"), f"out={tmp_path / 'run'}")
     assert "--json is for predictions alone" in line

@@ -74,10 +74,21 @@ def test_each_system_is_compared_with_the_first_and_the_one_before_once():
     assert report_of(BASE).comparisons == ()
 
 
-def test_an_empty_slice_is_left_out():
-    only = build_report("b", [BASE], dict.fromkeys(SLICES, "single"), MEASURES, seed=0)
-    assert only.sections() == {"all": 3, "single": 3}
-    assert "multi" not in only.to_json()["systems"][0]
+@pytest.mark.parametrize("systems", [(BASE,), (BASE, BETTER)])
+def test_an_empty_slice_is_left_out_and_one_that_holds_all_is_shown_once(tmp_path: Path, systems):
+    only = build_report("b", systems, dict.fromkeys(SLICES, "single"), MEASURES, seed=0)
+    assert only.sections() == {"all": 3}
+    found = only.to_json()["systems"][0]
+    assert found["single"] == found["metrics"] and "multi" not in found
+    console = Console(width=120, file=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(terminal_table(only))
+    assert "all, n = 3" in capture.get() and "single" not in capture.get()
+    assert "## Single" not in markdown_table(only)
+    write_report(only, tmp_path, None)
+    page = (tmp_path / "report.html").read_text()
+    assert "3 queries (all single)" in page and 'class="view single"' not in page and 'class="switch"' not in page
+    assert 'name="section" id="show-all" checked' in page, "which report.css and report.js ask for"
 
 
 def test_the_best_mean_stands_out_unless_all_are_equal():

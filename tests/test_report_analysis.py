@@ -21,7 +21,7 @@ from skilltrain.evaluation.report.flows import flows
 from skilltrain.evaluation.report.inside import attention
 from skilltrain.evaluation.report.markdown import markdown_table
 from skilltrain.evaluation.report.marks import Axis, axis_of_shares, axis_of_times, text
-from skilltrain.evaluation.report.numbers import duration, number, p_value, signed
+from skilltrain.evaluation.report.numbers import duration, number, p_equals, p_value, signed
 from skilltrain.evaluation.report.page import page
 from skilltrain.evaluation.report.report import build_report, write_report
 from skilltrain.evaluation.report.speed import speed
@@ -102,7 +102,7 @@ def test_a_flow_is_as_thick_as_its_queries_and_lists_the_changed_ones():
     assert bands == {"both": "87.00", "neither": "43.50", "fixed": "43.50"}
     # fixed leaves the wrong of the left, below 87 pixels of right and the gap, for the right of the right
     assert 'class="fixed" d="M0,121.00 C45,121.00 55,87.00 100,87.00' in shown
-    assert "1 fixed, 0 broken of 4 queries; McNemar p = 1" in shown
+    assert "1 fixed, 0 broken of 4 queries; McNemar’s p = 1" in shown
     assert re.findall(r"<summary>(.*?)</summary>", shown) == ["1 query fixed"]
     assert "broken <tspan>" not in shown
 
@@ -235,6 +235,7 @@ def test_axes_have_round_ends_and_hold_all_values():
 
 def test_numbers_are_short():
     assert [p_value(p) for p in (None, 0.00004, 0.0234, 0.99996, 1)] == ["–", "<.0001", ".0234", "1", "1"]
+    assert [p_equals(p) for p in (0.00004, 0.0234, None)] == ["p < .0001", "p = .0234", "p = –"]
     assert [signed(value) for value in (0.1, -0.1, 0.0, 0.0001)] == ["+.100", "-.100", ".000", ".000"]
     assert [duration(value) for value in (0.00042, 0.012, 0.412, 1.3)] == [".42 ms", "12.0 ms", "412 ms", "1.30 s"]
     assert [number(value) for value in (1240.4, 12.5, 0.042, 3)] == ["1,240", "12.5", ".04", "3"]

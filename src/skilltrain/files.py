@@ -57,7 +57,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         raise SkilltrainError("no such file", where=path) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SkilltrainError(f"is not JSON: {error}", where=path) from error
 
 
@@ -78,7 +78,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield number, value
     except FileNotFoundError as error:
         raise SkilltrainError("no such file", where=path) from error
-    except (OSError, EOFError, ValueError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise SkilltrainError(f"is not JSON Lines: {error}", where=f"{path}, line {number}") from error
 
 

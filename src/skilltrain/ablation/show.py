@@ -6,6 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from skilltrain.ablation.results import Results, ResultTable, VariantScores
+from skilltrain.evaluation.report.markdown import plain, table_lines
 from skilltrain.evaluation.report.numbers import ALPHA, counted, p_value, reading, signed_interval
 from skilltrain.evaluation.statistics.bootstrap import LEVEL, RESAMPLES, compact
 from skilltrain.evaluation.statistics.comparison import Comparison
@@ -17,12 +18,12 @@ _MARK = {"above": "▲ above", "below": "▼ below", "not told apart": "not told
 def markdown(results: Results) -> str:
     """The ablation as Markdown; names are escaped."""
     grid = results.plan.grid
-    lines = [f"# {_plain(grid.ablation)}", "", f"Claim: {_plain(grid.claim)}", ""]
+    lines = [f"# {plain(grid.ablation)}", "", f"Claim: {plain(grid.claim)}", ""]
     lines += [
         f"A value is a query's mean over the seeds; in brackets the {LEVEL:.0%} bootstrap interval over queries "
         f"({RESAMPLES:,} draws), which speaks of other queries, not of other trainings: ± is the standard deviation "
         "of the seeds' means, and *seeds above* counts the seeds with which the variant is above. Differences are "
-        f"paired, to the baseline *{_plain(grid.baseline)}*; above and below are said where the bootstrap's p is under "
+        f"paired, to the baseline *{plain(grid.baseline)}*; above and below are said where the bootstrap's p is under "
         f"{ALPHA:.2g} after Holm's correction over all {counted(results.num_tests, 'comparison')} of this file. "
         "Wilcoxon's p (and, for one seed, McNemar's) stand beside, uncorrected.",
     ]
@@ -35,10 +36,10 @@ def _table(table: ResultTable) -> list[str]:
     split = f", split {table.split}" if table.split else ""
     title = f"{table.evaluation}: {table.benchmark}{split} (n = {table.num_queries:,})"
     rows = [
-        [_plain(scores.variant), str(len(scores.seed_means)), *(_score(scores, name) for name in table.measures)]
+        [plain(scores.variant), str(len(scores.seed_means)), *(_score(scores, name) for name in table.measures)]
         for scores in table.scores
     ]
-    lines = ["", f"## {_plain(title)}", "", *_grid(["variant", "seeds", *table.measures], rows)]
+    lines = ["", f"## {plain(title)}", "", *table_lines(["variant", "seeds", *table.measures], rows)]
     if table.comparisons:
         rows = [_difference(c, table) for c in table.comparisons]
         head = [
@@ -52,7 +53,7 @@ def _table(table: ResultTable) -> list[str]:
             "p, McNemar",
             "verdict",
         ]
-        lines += ["", *_grid(head, rows)]
+        lines += ["", *table_lines(head, rows)]
     return lines
 
 
@@ -67,7 +68,7 @@ def _difference(c: Comparison, table: ResultTable) -> list[str]:
     by_seed = table.seed_differences(c).values()
     above = f"{sum(value > 0 for value in by_seed)} of {len(by_seed)}"
     values = [p_value(c.p), p_value(c.p_holm), p_value(c.wilcoxon_p), p_value(c.mcnemar_p)]
-    return [_plain(c.system), c.measure, signed_interval(c.difference), above, *values, _MARK[reading(c)]]
+    return [plain(c.system), c.measure, signed_interval(c.difference), above, *values, _MARK[reading(c)]]
 
 
 def _cells(results: Results) -> list[str]:
@@ -75,21 +76,17 @@ def _cells(results: Results) -> list[str]:
     rows = []
     for cell in results.plan.cells:
         error = results.failed.get((cell.variant, cell.seed), "done")
-        recipes = "<br>".join(_plain(str(folder / RECIPE_FILE)) for folder in cell.evaluations.values())
-        rows.append([_plain(cell.variant), str(cell.seed), _plain(error), recipes])
+        recipes = "<br>".join(plain(str(folder / RECIPE_FILE)) for folder in cell.evaluations.values())
+        rows.append([plain(cell.variant), str(cell.seed), plain(error), recipes])
     intro = "`skilltrain STAGE RECIPE out=FOLDER` runs a step again; a recipe names the folders that it reads."
-    return ["", "## Cells", "", intro, "", *_grid(["variant", "seed", "outcome", "recipe of the evaluation"], rows)]
-
-
-def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return [f"| {' | '.join(cells)} |" for cells in lines]
-
-
-def _plain(text: str) -> str:
-    """`text` as one line of Markdown without markup."""
-    text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
-    return "".join(f"\\{letter}" if letter in "\\`*_[]|#" else letter for letter in text)
+    return [
+        "",
+        "## Cells",
+        "",
+        intro,
+        "",
+        *table_lines(["variant", "seed", "outcome", "recipe of the evaluation"], rows),
+    ]
 
 
 def terminal_tables(results: Results) -> list[Table]:

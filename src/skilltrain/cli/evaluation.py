@@ -57,11 +57,15 @@ def _score_predictions(values: dict[str, Any], scores: Path | None, only_plan: b
     """Score one predictions file without a run folder; `values` are settings of the stage evaluate."""
     from skilltrain.evaluation.report.report import terminal_table
     from skilltrain.routing.evaluate import score_predictions, write_scores
+    from skilltrain.routing.plan import plan_evaluate
 
     config = parse_recipe(values | {"out": "."}, "skilltrain evaluate")
     if len(config.predictions) > 1:
         raise SkilltrainError("several predictions files are compared in a report", fix="add out=… for its folder")
+    if "analysis" in values:
+        raise SkilltrainError("analyses stand in a report", where="analysis", fix="add out=… for its folder")
     if only_plan:
+        show({"plan": plan_evaluate(config)})
         return
     with redirect_stdout(sys.stderr):
         report = score_predictions(config)

@@ -1,12 +1,12 @@
 """Rankings that others made, to be scored by our evaluation: `{task_id: [skill_id, …]}`."""
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark
+from skilltrain.evaluation.benchmarks.rows import read_unique_json
 from skilltrain.evaluation.metrics import DEFAULT_MEASURES
 from skilltrain.terminal import say
 
@@ -18,30 +18,13 @@ def read_predictions(path: Path) -> dict[str, list[str]]:
 
     Raises SkilltrainError, naming the query, for any other shape, a query that stands twice and an id that does.
     """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_object)
-    except FileNotFoundError as error:
-        raise SkilltrainError("no such file", where=path) from error
-    except SkilltrainError as error:
-        raise SkilltrainError(error.what, where=path) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise SkilltrainError(f"is not JSON: {error}", where=path) from error
+    values = read_unique_json(path)
     if not isinstance(values, dict):
         raise SkilltrainError("predictions are an object {query_id: [skill_id, …]}", where=path)
     if not values:
         raise SkilltrainError("holds no prediction", where=path)
     for query_id, ranking in values.items():
         _check_ranking(ranking, f"{path}, query {query_id}")
-    return values
-
-
-def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys are unique; plain json keeps the last of two and says nothing."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        seen: set[str] = set()
-        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise SkilltrainError(f"'{repeated}' stands twice")
     return values
 
 

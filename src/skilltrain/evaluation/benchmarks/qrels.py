@@ -42,7 +42,7 @@ def relevances(
         if row.skill_id in own:
             what = f"query '{row.query_id}' and skill '{row.skill_id}' stand together twice"
             raise SkilltrainError(what, where=row.where)
-        own[row.skill_id] = max(0.0, row.score)
+        own[row.skill_id] = row.score
         first_row.setdefault(row.query_id, row.where)
     return {query_id: _relevance(query_id, own, first_row[query_id]) for query_id, own in gains.items()}
 

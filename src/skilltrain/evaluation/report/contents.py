@@ -8,13 +8,13 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analysis.analysis import Analysis
 from skilltrain.evaluation.benchmarks.benchmark import Slice
 from skilltrain.evaluation.metrics import Relevance, as_found
-from skilltrain.evaluation.report.numbers import p_value, reading
+from skilltrain.evaluation.report.numbers import p_equals, reading
 from skilltrain.evaluation.results import SystemResult
 from skilltrain.evaluation.statistics.bootstrap import RESAMPLES, Interval
 from skilltrain.evaluation.statistics.comparison import Comparison
 
 SECTIONS = ("all", "single", "multi")
-HEADLINE = "Hit@1"  # what the first sentence and the latency plot are about, where it was asked for
+HEADLINE = "Hit@1"
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,9 @@ class Report:
     analysis: Analysis
 
     def sections(self) -> dict[str, int]:
-        """The sections that hold a query, and how many."""
-        return {section: len(ids) for section in SECTIONS if (ids := self.query_ids(section))}
+        """What is shown, and of how many queries: all, and the slices, unless one of them holds all."""
+        held = {section: len(self.query_ids(section)) for section in SECTIONS}
+        return {section: count for section, count in held.items() if section == "all" or 0 < count < held["all"]}
 
     def query_ids(self, section: str) -> list[str]:
         """The queries of a section, in the benchmark's order."""
@@ -77,7 +78,7 @@ class Report:
 
     def partial(self, section: str) -> dict[str, int]:
         """The measures that not every query of the section has a value of, and how many have one."""
-        every = self.sections()[section]
+        every = len(self.query_ids(section))
         counts = {measure: self.num_queries(section, measure) for measure in self.measures}
         return {measure: count for measure, count in counts.items() if count < every}
 
@@ -86,9 +87,14 @@ class Report:
         means = {name: rows[section][measure].mean for name, rows in self.summaries.items()}
         return means[system] == max(means.values()) > min(means.values())
 
+    @property
+    def chief_measure(self) -> str:
+        """What the first sentence and the latency plot are about: Hit@1, where it was asked for."""
+        return HEADLINE if HEADLINE in self.measures else self.measures[0]
+
     def headline(self) -> str:
         """One or two sentences for readers who read no more: the best system, and whether it is above the first."""
-        measure = HEADLINE if HEADLINE in self.measures else self.measures[0]
+        measure = self.chief_measure
         rows = {name: found["all"][measure] for name, found in self.summaries.items() if measure in found["all"]}
         if not rows:
             return f"No query has a value of {measure}."
@@ -101,7 +107,7 @@ class Report:
         for c in self.comparisons:
             if (c.system, c.baseline, c.measure) == (best, next(iter(rows)), measure):
                 words = reading(c) + (" from" if reading(c) == "not told apart" else "")
-                return f"{said}: {words} {c.baseline} (difference {c.difference}, p = {p_value(c.p_holm)} after Holm)."
+                return f"{said}: {words} {c.baseline} (difference {c.difference}, {p_equals(c.p_holm)} after Holm)."
         return f"{said}."
 
     def to_json(self) -> dict[str, Any]:

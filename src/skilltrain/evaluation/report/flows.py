@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from skilltrain.evaluation.analysis.outcomes import Outcomes
 from skilltrain.evaluation.report.contents import Report, ReportTexts
 from skilltrain.evaluation.report.marks import lead, stretched, text
-from skilltrain.evaluation.report.numbers import counted, p_value
+from skilltrain.evaluation.report.numbers import counted, p_equals
 from skilltrain.evaluation.results import SystemResult
 
 NUM_CASES = 100  # fixed (and broken) queries listed of a pair of systems
@@ -28,7 +28,7 @@ def flows(report: Report, texts: ReportTexts | None) -> str:
 def _figure(report: Report, texts: ReportTexts | None, outcome: Outcomes) -> str:
     fixed, broken = len(outcome.fixed), len(outcome.broken)
     total = len(outcome.both) + fixed + broken + len(outcome.neither)
-    said = f"{fixed} fixed, {broken} broken of {counted(total, 'query')}; McNemar p = {p_value(outcome.p)}"
+    said = f"{fixed} fixed, {broken} broken of {counted(total, 'query')}; McNemar’s {p_equals(outcome.p)}"
     results = {result.name: result for result in report.results}
     pair = [results[name] for name in (outcome.baseline, outcome.system)]
     lists = "".join(

@@ -17,18 +17,18 @@ _FIGURES = tuple("0123456789.+-<–*")  # what a cell of a column of numbers beg
 
 def markdown_table(report: Report) -> str:
     """The whole report: one table a section, the comparisons, and a table for each analysis that was made."""
-    lines = [f"# {_plain(report.benchmark)}", "", _plain(report.headline()), ""]
+    lines = [f"# {plain(report.benchmark)}", "", plain(report.headline()), ""]
     lines.append("Means with 95% bootstrap intervals; the best mean is bold.")
     for section, count in report.sections().items():
         partial = report.partial(section)
         head = ["system"] + [f"{name} (n = {partial[name]})" if name in partial else name for name in report.measures]
         rows = [
-            [_plain(system), *(_marked(report, section, system, name) for name in report.measures)]
+            [plain(system), *(_marked(report, section, system, name) for name in report.measures)]
             for system in report.summaries
         ]
-        lines += ["", f"## {section.capitalize()} (n = {count})", "", *_grid(head, rows)]
+        lines += ["", f"## {section.capitalize()} (n = {count})", "", *table_lines(head, rows)]
     for title, head, rows in (*_comparisons(report), *_analyses(report.analysis)):
-        lines += ["", f"## {title}", "", *_grid(head, rows)]
+        lines += ["", f"## {title}", "", *table_lines(head, rows)]
     lines += ["", "## How to read this", "", *_notes(report)]
     return "\n".join(lines) + "\n"
 
@@ -48,7 +48,7 @@ def _comparisons(report: Report) -> Iterator[tuple[str, Sequence[str], Rows]]:
                 "p, McNemar", "Cohen’s h")  # fmt: skip
         rows = [
             [
-                _plain(c.system), _plain(c.baseline), c.measure, p_value(c.p_holm), reading(c),
+                plain(c.system), plain(c.baseline), c.measure, p_value(c.p_holm), reading(c),
                 signed_interval(c.difference), p_value(c.p), p_value(c.wilcoxon_p), p_value(c.mcnemar_p),
                 "–" if c.cohens_h is None else signed(c.cohens_h, 2),
             ]
@@ -62,7 +62,7 @@ def _analyses(analysis: Analysis) -> Iterator[tuple[str, Sequence[str], Rows]]:
     if analysis.outcomes:
         rows = [
             [
-                _plain(o.baseline), _plain(o.system), o.measure,
+                plain(o.baseline), plain(o.system), o.measure,
                 *(str(len(ids)) for ids in (o.both, o.fixed, o.broken, o.neither)), p_value(o.p),
             ]
             for o in analysis.outcomes
@@ -71,13 +71,13 @@ def _analyses(analysis: Analysis) -> Iterator[tuple[str, Sequence[str], Rows]]:
         yield "Fixed and broken", head, rows
     if analysis.latencies:
         rows = [
-            [_plain(r.system), _plain(r.stage), duration(r.p50), duration(r.p95), number(r.qps), str(r.num)]
+            [plain(r.system), plain(r.stage), duration(r.p50), duration(r.p95), number(r.qps), str(r.num)]
             for r in analysis.latencies
         ]
         yield "Latency", ("system", "stage", "p50", "p95", "queries/s", "queries timed"), rows
     if analysis.quartiles:
         rows = [
-            [quartile_name(quartile, value.n), _plain(system), quartile.measure, str(value)]
+            [quartile_name(quartile, value.n), plain(system), quartile.measure, str(value)]
             for quartile in analysis.quartiles
             for system, value in quartile.means.items()
         ]
@@ -91,7 +91,7 @@ def _pass_rates(analysis: Analysis) -> Iterator[tuple[str, Sequence[str], Rows]]
         measures = list(dict.fromkeys(measure for rate in rates for measure in rate.estimates))
         rows = [
             [
-                _plain(rate.system), _plain(rate.agent), compact(rate.without_skills, 3), compact(rate.with_gold, 3),
+                plain(rate.system), plain(rate.agent), compact(rate.without_skills, 3), compact(rate.with_gold, 3),
                 *(str(rate.estimates[measure]) if measure in rate.estimates else "–" for measure in measures),
             ]
             for rate in rates
@@ -105,11 +105,11 @@ def _inside(analysis: Analysis) -> Iterator[tuple[str, Sequence[str], Rows]]:
         layers = [(str(n), layer) for n, layer in enumerate(model.layers, 1)]
         every = [*layers, ("all layers", model.overall), ("share of tokens", model.tokens)]
         rows = [[name, *(compact(value, 3) for value in shares(fields))] for name, fields in every]
-        title = f"Attention by field: {_plain(model.model)} (n = {model.num_pairs} pairs)"
+        title = f"Attention by field: {plain(model.model)} (n = {model.num_pairs} pairs)"
         yield title, ("layer", *FIELDS), rows
     if features := analysis.structure:
         rows = [
-            [_plain(f.feature), number(f.gold), number(f.others), compact(f.effect, 2), p_value(f.p),
+            [plain(f.feature), number(f.gold), number(f.others), compact(f.effect, 2), p_value(f.p),
              feature_reading(f)]
             for f in features
         ]  # fmt: skip
@@ -120,7 +120,7 @@ def _inside(analysis: Analysis) -> Iterator[tuple[str, Sequence[str], Rows]]:
 def _notes(report: Report) -> list[str]:
     used = dict.fromkeys(name.partition("@")[0] for name in report.measures)
     family = len(report.comparisons)
-    lines = [f"- {name}: {_plain(MEANINGS[name])}" for name in used]
+    lines = [f"- {name}: {plain(MEANINGS[name])}" for name in used]
     lines += [f"- {name} is over the {n} queries that have a value of it." for name, n in report.partial("all").items()]
     if family:
         lines.append(f"- Holm’s correction is over the {family} comparisons above; the word follows it, at .05.")
@@ -131,13 +131,14 @@ def _notes(report: Report) -> list[str]:
     ]
 
 
-def _grid(head: Sequence[str], rows: Rows) -> list[str]:
+def table_lines(head: Sequence[str], rows: Rows) -> list[str]:
+    """The lines of a table; columns of numbers are set to the right."""
     columns = zip(*rows, strict=True)
     rule = ["---:" if all(cell.startswith(_FIGURES) for cell in column) else "---" for column in columns]
     return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """`text` as one line of Markdown without markup."""
     text = " ".join(visible(text).split()).replace("&", "&amp;").replace("<", "&lt;")
     return "".join(f"\\{letter}" if letter in "\\`*_[]|#" else letter for letter in text)

@@ -19,6 +19,12 @@ def p_value(p: float | None) -> str:
     return "<.0001" if p < 0.0001 else compact(p, 4)
 
 
+def p_equals(p: float | None) -> str:
+    """A p in a sentence: `p = .0321`, `p < .0001`."""
+    value = p_value(p)
+    return f"p < {value[1:]}" if value.startswith("<") else f"p = {value}"
+
+
 def signed(value: float, places: int = 3) -> str:
     """A difference with its sign, like `+.173`; 0 has none."""
     text = compact(value, places)

@@ -64,12 +64,12 @@ def _hash(content: str) -> str:
 
 
 def _header(report: Report) -> str:
-    sections = report.sections()
-    parts = ", ".join(f"{count} {section}" for section, count in sections.items() if section != "all")
+    counts = [f"{count:,} {section}" for section, count in report.sections().items() if section != "all"]
+    parts = ", ".join(counts) or f"all {next(iter(report.slices.values()))}"
     return (
         f'<header>\n<p class="kicker">Skill routing evaluation</p>\n<h1>{text(report.benchmark)}</h1>\n'
         f'<p class="headline">{text(report.headline())}</p>\n'
-        f"<p>{counted(sections['all'], 'query')} ({parts}), {counted(len(report.summaries), 'system')}. "
+        f"<p>{counted(len(report.slices), 'query')} ({parts}), {counted(len(report.summaries), 'system')}. "
         f"Intervals are {LEVEL:.0%} percentile bootstrap over queries.</p>\n</header>"
     )
 
@@ -84,9 +84,10 @@ def _switch(sections: Mapping[str, int], parts: Mapping[str, str]) -> str:
         f'<label for="show-{section}">{section.capitalize()} <span>{count:,}</span></label>'
         for section, count in sections.items()
     )
+    switch = f'<div class="switch">{labels}</div>' if len(sections) > 1 else ""
     links = "".join(f'<a href="#{key}">{_LINKS[key]}</a>' for key in parts)
     return (
-        f'{buttons}\n<nav aria-label="Queries shown, and parts of the page"><div class="switch">{labels}</div>'
+        f'{buttons}\n<nav aria-label="Queries shown, and parts of the page">{switch}'
         f'<div class="links">{links}</div></nav>'
     )
 
@@ -95,7 +96,7 @@ def _notes(report: Report) -> str:
     used: dict[str, list[str]] = {}
     for measure in report.measures:
         used.setdefault(measure.partition("@")[0], []).append(measure)
-    partial, every = report.partial("all"), report.sections()["all"]
+    partial, every = report.partial("all"), len(report.slices)
     meanings = ""
     for name, measures in used.items():
         held = partial.get(measures[0], every)

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from skilltrain.evaluation.analysis.latency import StageLatency
-from skilltrain.evaluation.report.contents import HEADLINE, Report
+from skilltrain.evaluation.report.contents import Report
 from skilltrain.evaluation.report.marks import (
     NUM_COLORS,
     Axis,
@@ -34,7 +34,7 @@ def speed(report: Report) -> str:
 
 
 def _plot(report: Report) -> str:
-    measure = HEADLINE if HEADLINE in report.measures else report.measures[0]
+    measure = report.chief_measure
     totals = {row.system: row for row in report.analysis.latencies if row.stage == TOTAL and row.p50 > 0}
     points = [
         (position, name, totals[name], rows["all"][measure])

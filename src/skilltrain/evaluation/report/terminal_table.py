@@ -34,7 +34,7 @@ def _fill_with_measures(table: Table, report: Report) -> None:
     for section, count in report.sections().items():
         table.add_column(f"{section}, n = {count}", justify="right", no_wrap=True)
     for name in report.measures:
-        cells = (_line(row.get(name), report.partial(section)) for section, row in rows.items())
+        cells = (_line(rows[section].get(name), report.partial(section)) for section in report.sections())
         table.add_row(name, *cells)
 
 
