@@ -49,9 +49,11 @@ def test_metrics_json_holds_means_by_slice_worked_by_hand():
     assert base["metrics"]["Hit@1"]["mean"] == pytest.approx(1 / 3)
     assert base["metrics"]["MRR@10"]["mean"] == pytest.approx((1 / 2 + 1 + 0) / 3)
     assert base["single"]["MRR@10"]["mean"] == pytest.approx(1 / 4)
-    assert base["multi"]["FC@10"] == {"mean": 1.0, "low": 1.0, "high": 1.0, "n": 1}
+    assert base["multi"]["FC@10"] == {"mean": 1.0, "low": 1.0, "high": 1.0, "n": 1, "normal": [1.0, 1.0]}
     assert better["multi"]["Recall@10"]["mean"] == 0.5
     assert better["metrics"]["Hit@1"]["n"] == 3
+    third, error = 1 / 3, 1.959964 * (1 / 3 * 2 / 3 / 3) ** 0.5
+    assert base["metrics"]["Hit@1"]["normal"] == pytest.approx([max(0.0, third - error), third + error], abs=1e-6)
     assert list(better["metrics"]) == list(DEFAULT_MEASURES)
 
 

@@ -4,7 +4,7 @@ from pydantic import ValidationError
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource
-from skilltrain.retrieval.rerank import RerankerSource
+from skilltrain.retrieval.rerank import RerankerSource, open_reranker
 from skilltrain.routing import systems as module
 from skilltrain.routing.first_stages import open_first_stage
 from skilltrain.routing.systems import LexicalSource, SystemConfig, rank_with_systems, rankings_table
@@ -98,6 +98,42 @@ def test_a_shared_first_stage_runs_once(encoder, reranker, monkeypatch):
     assert len(opened) == 2
 
 
+def test_systems_of_one_reranker_share_its_scores_and_rank_as_each_does_alone(encoder, reranker, monkeypatch):
+    opened = []
+
+    def counting(source):
+        opened.append(source)
+        return open_reranker(source)
+
+    monkeypatch.setattr(module, "open_reranker", counting)
+    parts = {"encoder": encoder, "reranker": reranker}
+    systems = [
+        SystemConfig(name="of 3", num_candidates=3, **parts),
+        SystemConfig(name="of 8", num_candidates=8, **parts),
+        SystemConfig(name="sum of 8", num_candidates=8, first_stage_weight=5, **parts),
+        SystemConfig(name="nd of 3", num_candidates=3, encoder=encoder, reranker=reranker.model_copy(
+            update={"fields": "nd"})),
+    ]  # fmt: skip
+    together = rank_with_systems(systems, QUERIES, SKILLS, 10)
+    assert len(opened) == 2, "the second one sees no bodies"
+    for system in systems:
+        alone = rank_with_systems([system], QUERIES, SKILLS, 10)[system.name]
+        for query_id in QUERIES:
+            assert ids(together[system.name][query_id]) == ids(alone[query_id])
+            scores = [[score for _, score in found[query_id]] for found in (together[system.name], alone)]
+            assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+
+
+def test_the_sum_is_of_both_stages(encoder, reranker):
+    plain, only = (SystemConfig(name=name, encoder=encoder, reranker=given, num_candidates=12)
+                   for name, given in (("first", None), ("reranked", reranker)))  # fmt: skip
+    both = only.model_copy(update={"name": "sum", "first_stage_weight": 2.5})
+    found = rank_with_systems([plain, only, both], QUERIES, SKILLS, 12)
+    for query_id in QUERIES:
+        first, second = (dict(found[name][query_id]) for name in ("first", "reranked"))
+        assert dict(found["sum"][query_id]) == pytest.approx({key: second[key] + 2.5 * first[key] for key in first})
+
+
 def test_a_ranking_is_no_longer_than_the_pool(encoder, reranker):
     both = SystemConfig(name="both", encoder=encoder, reranker=reranker)
     for ranking in rank_with_systems([BM25, both], QUERIES, SKILLS[:3], 50).values():
@@ -124,6 +160,41 @@ def test_scores_that_are_no_numbers_are_refused(tmp_path, encoder, model_folders
     source = RerankerSource(source=str(tmp_path), precision="float32")
     with pytest.raises(SkilltrainError, match="system bad: the reranker gave scores that are no numbers"):
         rank_with_systems([SystemConfig(name="bad", encoder=encoder, reranker=source)], QUERIES, SKILLS, 3)
+
+
+def test_an_encoder_whose_vectors_are_no_numbers_is_refused(tmp_path, model_folders):
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    model = AutoModel.from_pretrained(model_folders["bert"])
+    torch.nn.init.constant_(model.encoder.layer[-1].output.LayerNorm.bias, float("nan"))
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model_folders["bert"]).save_pretrained(tmp_path)
+    source = EncoderSource(source=str(tmp_path), precision="float32")
+    with pytest.raises(SkilltrainError, match="the encoder gave vectors that are no numbers"):
+        rank_with_systems([SystemConfig(name="bad", encoder=source)], QUERIES, SKILLS, 3)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"encoder": EncoderSource(source="./nothing")}, "./nothing: no such model"),
+        (
+            {"lexical": LexicalSource(), "reranker": RerankerSource(source="package:nobody")},
+            "package:nobody: no instal",
+        ),
+    ],
+)
+def test_a_model_that_is_not_there_is_told_before_another_ranks(part, message, monkeypatch):
+    monkeypatch.setattr(module, "open_first_stage", lambda *_: pytest.fail("work had begun"))
+    with pytest.raises(SkilltrainError, match=message):
+        rank_with_systems([BM25, SystemConfig(name="gone", **part)], QUERIES, SKILLS, 3)
+
+
+def test_an_encoder_is_no_reranker(model_folders):
+    wrong = SystemConfig(name="x", encoder=EncoderSource(source=str(model_folders["bert_reranker"])))
+    with pytest.raises(SkilltrainError, match="its model is of kind reranker"):
+        rank_with_systems([BM25, wrong], QUERIES, SKILLS, 3)
 
 
 def test_a_system_has_one_first_stage(encoder):

@@ -12,6 +12,7 @@ from skilltrain.evaluation.report.numbers import p_equals, reading
 from skilltrain.evaluation.results import SystemResult
 from skilltrain.evaluation.statistics.bootstrap import RESAMPLES, Interval
 from skilltrain.evaluation.statistics.comparison import Comparison
+from skilltrain.evaluation.statistics.proportions import normal_interval
 
 SECTIONS = ("all", "single", "multi")
 HEADLINE = "Hit@1"
@@ -111,14 +112,20 @@ class Report:
         return f"{said}."
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON values, without the values of single queries."""
+        """The report as JSON values, without the values of single queries.
+
+        Beside each bootstrap interval stands `normal`, the ends of the normal approximation that papers print.
+        """
         systems = [
-            {"name": name}
+            {"name": system.name}
             | {
-                "metrics" if section == "all" else section: {measure: asdict(value) for measure, value in row.items()}
-                for section, row in rows.items()
+                "metrics" if section == "all" else section: {
+                    measure: asdict(value) | {"normal": self._normal(system, section, measure)}
+                    for measure, value in row.items()
+                }
+                for section, row in self.summaries[system.name].items()
             }
-            for name, rows in self.summaries.items()
+            for system in self.results
         ]
         return {
             "benchmark": self.benchmark,
@@ -128,6 +135,11 @@ class Report:
             "differences": [_comparison(c) for c in self.comparisons],
             "analysis": asdict(self.analysis),
         }
+
+    def _normal(self, system: SystemResult, section: str, measure: str) -> list[float]:
+        rows = (system.per_query[query_id] for query_id in self.query_ids(section))
+        approximation = normal_interval([row[measure] for row in rows if measure in row])
+        return [approximation.low, approximation.high]
 
     def predictions_json(self) -> dict[str, dict[str, dict[str, float]]]:
         """Section → measure → {mean, low, high, n} of a report of one system; sections without a query are left out.
