@@ -117,6 +117,8 @@ _BEST_LISTS = PeerMode("sentence-transformers, best (mini-batch 4)", mini_batch=
 CASES = (
     Case("encoder-short", "MiniLM encoder, 300+2500 characters, 512 tokens", "encoder", "minilm",
          300, 2500, 512, 8, 10, 3, 6, (_DEFAULT, _BEST_COLUMNS, _CACHED, _OURS, _OURS_RECOMPUTE), _ENCODER_SWEEP),
+    Case("encoder-long", "MiniLM encoder, 500+8000 characters, 512 tokens", "encoder", "minilm",
+         500, 8000, 512, 8, 10, 3, 6, (_DEFAULT, _BEST_COLUMNS, _CACHED, _OURS, _OURS_RECOMPUTE), _ENCODER_SWEEP),
     Case("encoder-shipped", "MiniLM encoder with its dropout, 300+2500 characters, 512 tokens", "encoder", "minilm",
          300, 2500, 512, 2, 10, 5, 6, (_SHIPPED, _DEFAULT, _OURS), _ENCODER_SWEEP),
     Case("encoder-short-qwen3", "small Qwen3 encoder, 300+2500 characters", "encoder", "qwen3",

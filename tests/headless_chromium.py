@@ -36,8 +36,15 @@ class Page:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
 
+    def check_quiet(self) -> None:
+        """Nothing was logged and no dialog opened."""
+        self.run("0")  # lets what is waiting arrive
+        assert self.errors == []
+        assert self.dialogs == []
+
     def open(self, file: Path, width: int = 1280, dark: bool = False) -> None:
         """Load a file and wait until it is ready."""
+        assert file.is_file(), file
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])

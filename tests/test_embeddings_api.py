@@ -18,7 +18,7 @@ import pytest
 from llm_server import LLMServer, Reply, embeddings, llm_server, vector_of, vectors_body
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import Usage
+from skilltrain.llm import BudgetConfig, Usage
 from skilltrain.llm.embeddings import Embeddings
 from skilltrain.records import Skill
 from skilltrain.retrieval.api_encoder import ApiEncoder, ApiEncoderSource, encode_queries, encode_skills, open_encoder
@@ -325,7 +325,7 @@ def test_dollars_need_a_price(server: LLMServer) -> None:
     encoder = open_api(server, **FOUR, budget={"max_dollars": 1}, price=2.5)
     encode_queries(encoder, ["a" * 300])
     assert encoder.server.budget.dollars == pytest.approx(100 * 2.5e-6)
-    own = Embeddings(ApiEncoderSource(model="text-embedding-3-small", budget={"max_dollars": 1}))  # type: ignore
+    own = Embeddings(ApiEncoderSource(model="text-embedding-3-small", budget=BudgetConfig(max_dollars=1)))
     assert own.budget.price(Usage(500_000, 0)) == 0.01
 
 

@@ -29,9 +29,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 def quiet(page: Page) -> Iterator[None]:
     """Whatever a test does, nothing is logged, no dialog opens and nothing but the page itself is asked for."""
     yield
-    page.run("0")  # lets what is waiting arrive
-    assert page.errors == []
-    assert page.dialogs == []
+    page.check_quiet()
     assert set(page.requests) == {page.run("location.href")}
 
 
