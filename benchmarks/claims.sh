@@ -13,4 +13,4 @@ skilltrain pool sources="[$data/pool, $data/skillsbench-dev/gold_skills.jsonl]" 
   categories=taxonomy $base out=$out/pool
 skilltrain queries files="[$data/queries/train.jsonl, $data/queries/dev.jsonl]" pool=$out/pool out=$out/queries
 skilltrain mine pool=$out/pool queries=$out/queries $base out=$out/mined
-for grid in benchmarks/claims/*.yaml; do skilltrain ablate "$grid" "$@"; done
+for grid in benchmarks/claims/[0-9]_*.yaml; do skilltrain ablate "$grid" "$@"; done

@@ -16,7 +16,7 @@ from skilltrain.recipe import list_recipes
 from small_library import contents, write_library
 
 ROOT = Path(__file__).parents[1]
-GRIDS = sorted((ROOT / "recipes" / "ablations").glob("*.yaml"))
+GRIDS = sorted(file for file in (ROOT / "recipes" / "ablations").glob("*.yaml") if file.stem != "chain")
 
 
 def grid(folder: Path) -> dict[str, Any]:
@@ -236,6 +236,43 @@ def test_an_evaluation_that_the_baseline_lacks_is_refused(tmp_path):
     values["variants"]["clean"] = {"tasks": None}
     with pytest.raises(SkilltrainError, match="step 'tasks': the baseline leaves this evaluation out"):
         make_plan(write_grid(tmp_path, values), [])
+
+
+# A chain that grids share --------------------------------------------------------------------------------------------
+
+
+def with_chain(folder: Path, **steps: Any) -> Path:
+    """The grid with its steps in a chain beside it, and `steps` of its own."""
+    values = grid(folder)
+    (folder / "chain.yaml").write_text(yaml.safe_dump(values.pop("steps") | {"spare": {"stage": "pool"}}))
+    return write_grid(folder, values | {"chain": "chain.yaml", "steps": steps})
+
+
+def test_a_chain_gives_the_steps_that_the_grid_would(tmp_path):
+    whole = plan_of(tmp_path)
+    assert make_plan(with_chain(tmp_path), []).runs.keys() == whole.runs.keys()
+
+
+def test_steps_are_laid_over_the_chain_key_by_key(tmp_path):
+    changed = make_plan(with_chain(tmp_path, train={"training": {"batch_size": 4}}), ["steps.lists.quotas={random: 3}"])
+    trained = next(run.config for run in changed.runs.values() if run.step == "train")
+    assert (trained.training.batch_size, trained.training.seed, trained.model.source) == (4, 1, "some/model")
+    lists = next(run.config for run in changed.runs.values() if run.step == "lists")
+    assert lists.quotas == {"random": 3}  # an override is the whole value
+
+
+def test_faults_of_a_chain_are_named(tmp_path):
+    own = {"mein": {"stage": "pool", "sources": "x"}}
+    with pytest.raises(SkilltrainError, match="step 'mein': leads to no evaluation in any variant"):
+        make_plan(with_chain(tmp_path, **own), [])
+    with pytest.raises(SkilltrainError, match=r"cannot read the recipe.*none\.yaml"):
+        make_plan(with_chain(tmp_path), ["chain=none.yaml"])
+    with pytest.raises(SkilltrainError, match="chain: must be a path"):
+        make_plan(with_chain(tmp_path), ["chain=[1]"])
+    with pytest.raises(SkilltrainError, match="missing key 'steps'"):
+        values = grid(tmp_path)
+        del values["steps"]
+        make_plan(write_grid(tmp_path, values | {"chain": "chain.yaml"}), [])
 
 
 # The grids that ship -------------------------------------------------------------------------------------------------

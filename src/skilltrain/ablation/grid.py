@@ -3,13 +3,13 @@
 import copy
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from skilltrain.config import Config
+from skilltrain.config import Config, apply_overrides, load_recipe, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.metrics import parse_measures
 
@@ -25,6 +25,11 @@ class AblationConfig(Config):
     ablation: str = Field(min_length=1, description="title of the tables")
     claim: str = Field(min_length=1, description="what is tested, in one sentence")
     baseline: str = Field(description="the variant that the others are compared with")
+    chain: Path | None = Field(
+        default=None,
+        description="YAML file of steps, its path counted from the grid's own folder: `steps` is laid over it, key by "
+        "key, and those of its steps that lead to no evaluation are left out",
+    )
     steps: dict[str, Recipe] = Field(
         min_length=1,
         description="name: recipe of a stage, without out; '{NAME}' in a text is another step's folder, '{seed}' the "
@@ -89,6 +94,28 @@ def _unknown(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(known), n=1)
     hint = f", did you mean '{near[0]}'?" if near else ";"
     return f"'{name}', which is no step{hint} steps: {', '.join(known)}"
+
+
+def load_grid(file: Path, overrides: Sequence[str]) -> tuple[AblationConfig, set[str]]:
+    """The grid in `file`, its chain under its steps, and the names of the steps that the grid itself speaks of.
+
+    Raises SkilltrainError for a fault in either file.
+    """
+    values = load_recipe(file, overrides)
+    own, chain = values.get("steps"), values.get("chain")
+    if isinstance(chain, str) and isinstance(own, dict):
+        steps = _laid_over(load_recipe(file.parent / chain), load_recipe(file).get("steps") or {})
+        values = apply_overrides(values | {"steps": steps}, overrides)
+        return validate(AblationConfig, values, file), set(own)
+    grid = validate(AblationConfig, values, file)
+    return grid, set(grid.steps)
+
+
+def _laid_over(under: Any, over: Any) -> Any:
+    """`over`, and what only `under` says; where not both are maps, `over`."""
+    if not (isinstance(under, dict) and isinstance(over, dict)):
+        return over
+    return under | {key: _laid_over(under.get(key), value) for key, value in over.items()}
 
 
 def recipes_of(grid: AblationConfig, variant: str) -> dict[str, Recipe]:

@@ -8,8 +8,17 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from skilltrain.ablation.grid import SEED, AblationConfig, Recipe, fill, in_order, needed_by, places_in, recipes_of
-from skilltrain.config import load_recipe, validate
+from skilltrain.ablation.grid import (
+    SEED,
+    AblationConfig,
+    Recipe,
+    fill,
+    in_order,
+    load_grid,
+    needed_by,
+    places_in,
+    recipes_of,
+)
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.metrics import parse_measures
 from skilltrain.files import read_json
@@ -99,11 +108,11 @@ def make_plan(file: Path, overrides: Sequence[str]) -> Plan:
 
     Raises SkilltrainError for any fault that can be known before work begins.
     """
-    grid = validate(AblationConfig, load_recipe(file, overrides), file)
+    grid, own_steps = load_grid(file, overrides)
     resolver = _Resolver(grid)
     try:
         chains = {variant: _Chain.of(grid, variant) for variant in grid.variants}
-        _check_use(grid, chains)
+        _check_use(grid, own_steps, chains)
         cells: dict[tuple[str, str], Cell] = {}
         for seed in grid.seeds:  # outside, so that an ablation that is stopped early has whole seeds
             for variant, chain in chains.items():
@@ -197,9 +206,9 @@ class _Resolver:
                 yield key, self.fingerprints[path]
 
 
-def _check_use(grid: AblationConfig, chains: Mapping[str, _Chain]) -> None:
+def _check_use(grid: AblationConfig, own_steps: set[str], chains: Mapping[str, _Chain]) -> None:
     used = {step for chain in chains.values() for step in chain.recipes}
-    if idle := [step for step in grid.steps if step not in used]:
+    if idle := [step for step in grid.steps if step in own_steps - used]:
         raise SkilltrainError("leads to no evaluation in any variant", where=f"step '{idle[0]}'")
     if "seeds" in grid.model_fields_set and not any(chain.uses_seed for chain in chains.values()):
         what = "no step uses {seed}, so all seeds would be the same"
