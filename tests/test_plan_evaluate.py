@@ -1,4 +1,4 @@
-"""`evaluate --dry-run` says what judges and embeddings APIs would take, and neither asks nor writes anything."""
+"""`--dry-run` of what ranks says what judges and embeddings APIs would take, and neither asks nor writes anything."""
 
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from skilltrain.config import validate
 from skilltrain.llm.budget import estimate_tokens
 from skilltrain.recipe import dry_run
 from skilltrain.records import Query, Skill
+from skilltrain.routing.candidates import CandidatesConfig
 from skilltrain.routing.evaluate import EvaluateConfig, run_evaluate
 from skilltrain.tables import JUDGEMENTS, QUERIES, SKILLS, rows_of, write_table
 
@@ -93,3 +94,16 @@ def test_a_price_that_is_not_known_is_said_to_be_unknown_and_a_budget_is_told(fo
 
 def test_systems_that_cost_nothing_are_counted(folder: Path) -> None:
     assert dry_run(config_of(folder)) == {"num_queries": 3, "num_skills": 7, "num_systems": 1}
+
+
+def test_candidates_from_an_embeddings_api_are_planned(folder: Path) -> None:
+    with llm_server() as server:
+        values = {
+            "stage": "candidates", "queries": str(folder / "bench"), "pool": str(folder / "pool"), "split": None,
+            "system": api(server, folder / "cache", price=2.0), "out": str(folder / "out"),
+        }  # fmt: skip
+        plan = dry_run(validate(CandidatesConfig, values, "test"))
+        assert server.requests == [] and not (folder / "out").exists()
+    assert (plan["num_queries"], plan["num_skills"], plan["num_systems"]) == (3, 7, 1)
+    asked = plan["asked"]["api"]["embeddings"]
+    assert asked["num_texts"] == 9 and plan["dollars"] == asked["dollars"] > 0

@@ -96,6 +96,20 @@ def test_headings_items_inline_code_and_links(body, headings, ordered, unordered
 
 
 @pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("整理发票，然后 run it-now.", 8),  # six characters, a comma that is none, two words
+        ("請求書をPDFに", 6),
+        ("한국어 문서", 2),  # hangul has blanks
+        ("＠。　", 0),
+        ("a - b", 3),
+    ],
+)
+def test_words_of_scripts_without_blanks_are_their_characters(body, words):
+    assert structure_features(body)["words"] == words
+
+
+@pytest.mark.parametrize(
     ("body", "script", "reference"),
     [
         ("run `scripts/a-b/run_all.sh`", 1, 0),

@@ -103,7 +103,7 @@ STAGES = {
         "routing.candidates", "CandidatesConfig", "run_candidates",
         "Rank the pool for every query, for the reranker to learn from.",
         "pool=runs/pool queries=runs/queries system.name=encoder "
-        "system.encoder.source=runs/encoder out=runs/candidates",
+        "system.encoder.source=runs/encoder out=runs/candidates", plan="routing.plan.plan_candidates",
     ),
     "train_reranker": Stage("training.stages", "TrainRerankerConfig", "run_train_reranker", trains=True, plan="plan"),
     "evaluate": Stage("routing.evaluate", "EvaluateConfig", "run_evaluate", plan="routing.plan.plan_evaluate"),

@@ -24,10 +24,14 @@ class CandidatesConfig(Config):
     depth: int = Field(default=50, ge=1, description="candidates a query")
     out: Path = Field(description="folder to write: RANKINGS")
 
+    def query_texts(self) -> dict[str, str]:
+        """query_id → text of what is ranked for."""
+        return {query.query_id: query.text for query in select_queries(self.queries, self.split)}
+
 
 def run_candidates(config: CandidatesConfig, out: Path) -> dict[str, Any]:
     """Write RANKINGS; the counts of queries and rows."""
-    queries = {query.query_id: query.text for query in select_queries(config.queries, config.split)}
+    queries = config.query_texts()
     with tempfile.TemporaryDirectory(prefix=".scratch-", dir=out) as scratch:
         skills = StoredSkills.of_table(config.pool, Path(scratch))
         rankings = rank_with_systems([config.system], queries, skills, config.depth)[config.system.name]

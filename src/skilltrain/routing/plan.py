@@ -1,6 +1,8 @@
-"""What an evaluation would ask of servers that cost money, told before it is asked."""
+"""What ranking would ask of servers that cost money, told before it is asked."""
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ from skilltrain.data.stored_skills import StoredSkills
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.retrieval.api_encoder import ApiEncoderSource, plan_encoding
 from skilltrain.retrieval.judge import plan_judge
+from skilltrain.routing.candidates import CandidatesConfig
 from skilltrain.routing.evaluate import EvaluateConfig, skills_of
 from skilltrain.routing.systems import SystemConfig
 
@@ -20,10 +23,25 @@ def plan_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     """
     benchmark = load_benchmark(config.benchmark, config.split)
     queries = {task.query.query_id: task.query.text for task in benchmark.tasks}
-    with tempfile.TemporaryDirectory(prefix="skilltrain-") as scratch:
-        skills = skills_of(config.pool, benchmark, Path(scratch))
-        asked = _asked(config.systems, queries, skills)
-        counts = {"num_queries": len(queries), "num_skills": len(skills), "num_systems": len(config.systems)}
+    with _scratch() as scratch:
+        return _plan(config.systems, queries, skills_of(config.pool, benchmark, scratch))
+
+
+def plan_candidates(config: CandidatesConfig) -> dict[str, Any]:
+    """As `plan_evaluate`, of the one system that ranks."""
+    with _scratch() as scratch:
+        return _plan((config.system,), config.query_texts(), StoredSkills.of_table(config.pool, scratch))
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="skilltrain-") as folder:
+        yield Path(folder)
+
+
+def _plan(systems: tuple[SystemConfig, ...], queries: dict[str, str], skills: StoredSkills) -> dict[str, Any]:
+    counts = {"num_queries": len(queries), "num_skills": len(skills), "num_systems": len(systems)}
+    asked = _asked(systems, queries, skills)
     if not asked:
         return counts
     prices = [cost["dollars"] for costs in asked.values() for cost in costs.values()]

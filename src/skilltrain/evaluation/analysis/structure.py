@@ -23,6 +23,9 @@ _MENTIONS = {
     "mentions a script": re.compile(r"(?<![\w-])scripts?/[\w./-]{0,100}\.(?:py|sh|bash|js|mjs|ts|rb|pl|ps1|R)\b"),
     "mentions a reference file": re.compile(r"(?<![\w-])references?/[\w./-]{0,100}\.(?:md|txt|rst|pdf|json|ya?ml)\b"),
 }
+# Han characters and kana count one by one, for no blanks part their words; their punctuation parts words.
+_LETTERS = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
+_WORD = re.compile(rf"[{_LETTERS}]|[^\s{_LETTERS}\u3000-\u303f\uff00-\uffef]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +48,16 @@ class FeatureComparison:
 def structure_features(body: str) -> dict[str, float]:
     """Feature → value for one skill's body, read as CommonMark.
 
-    Words are what blanks separate, in code too. `code share` is the characters inside fenced blocks (their fences
-    not counted) over all characters; an unclosed block goes on to the end of what holds it, code by indentation alone
-    is no block. Items are of lists at any depth, headings of both kinds, links also `<https://…>`; none of them counts
-    inside code. The last two are 1 where the text names a file `scripts/….py` (or .sh, .js …) or `references/….md`:
-    a proxy for SkillFlow's bundled files, which no table holds. What stands in more than 20 blocks inside one another
-    is not read: the parser's guard against hostile text.
+    Words are what blanks separate, in code too, and single characters of Chinese and Japanese. `code share` is the
+    characters inside fenced blocks (their fences not counted) over all characters; an unclosed block goes on to the end
+    of what holds it, code by indentation alone is no block. Items are of lists at any depth, headings of both kinds,
+    links also `<https://…>`; none of them counts inside code. The last two are 1 where the text names a file
+    `scripts/….py` (or .sh, .js …) or `references/….md`: a proxy for SkillFlow's bundled files, which no table holds.
+    What stands in more than 20 blocks inside one another is not read: the parser's guard against hostile text.
     """
     text = body.replace("\r\n", "\n")
     blocks = _parser().parse(text)
-    words = len(text.split())
+    words = sum(1 for _ in _WORD.finditer(text))
     in_line = [token for block in blocks for token in block.children or ()]
     fences = [block for block in blocks if block.type == "fence"]
     ordered, unordered = _count_items(blocks)
