@@ -1,0 +1,78 @@
+#!/usr/bin/env python
+"""BM25 without bodies under other ways of cutting words: what SkillRouter's ".000 across all metrics" can come from.
+
+python benchmarks/bm25_words.py DATA
+
+DATA holds pool/*.parquet and skillsbench-dev/ (SkillRouter's format). Prints a Markdown table, with 95% bootstrap
+intervals over the tasks. About two minutes.
+"""
+
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import bm25s
+
+from skilltrain.data.stored_skills import StoredSkills
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark
+from skilltrain.evaluation.benchmarks.load import load_benchmark
+from skilltrain.evaluation.metrics import parse_measures, per_query
+from skilltrain.evaluation.statistics.bootstrap import interval
+from skilltrain.records import Skill
+from skilltrain.retrieval.lexical import english_stemmer, tokenize, top_k
+from skilltrain.routing.evaluate import skills_of
+
+MEASURES, DEPTH = ("Hit@1", "MRR@10", "Recall@50"), 50
+_STEM = english_stemmer()
+
+Cut = Callable[[str], Iterable[str]]
+CUTS: dict[str, Cut] = {
+    "our terms: stemmed, without stop words": lambda text: tokenize(text, _STEM),
+    "lower-case words": lambda text: re.findall(r"\w+", text.lower()),
+    "lower-case words of two letters and more (bm25s' own)": lambda text: re.findall(r"(?u)\b\w\w+\b", text.lower()),
+    "lower case, cut at blanks": lambda text: text.lower().split(),
+    "cut at blanks": str.split,
+}
+
+
+SHOWN: dict[str, Callable[[Skill], str]] = {
+    "all": lambda skill: f"{skill.name} {skill.description} {skill.body}",
+    "name and description": lambda skill: f"{skill.name} {skill.description}",
+    "name": lambda skill: skill.name,
+}
+
+
+def cells(skills: StoredSkills, text_of: Callable[[Skill], str], cut: Cut, benchmark: Benchmark) -> str:
+    """The measures of BM25 (Lucene's formula, k1 = 1.5, b = .75) over the skills' texts."""
+    numbers, ids = dict[str, int](), skills.skill_ids
+    corpus = [[numbers.setdefault(word, len(numbers)) for word in cut(text_of(skill))] for skill in skills]
+    index = bm25s.BM25(method="lucene")
+    index.index((corpus, numbers), show_progress=False)
+    rankings: dict[str, list[str]] = {}
+    for task in benchmark.tasks:
+        words = [numbers[word] for word in cut(task.query.text) if word in numbers]
+        scores = index.get_scores_from_ids(words)
+        best = top_k(scores, DEPTH)
+        rankings[task.query.query_id] = [ids[place] for place in best.tolist() if scores[place] > 0]
+    relevances = {task.query.query_id: task.relevance for task in benchmark.tasks}
+    values = per_query(rankings, relevances, parse_measures(MEASURES))
+    return " | ".join(str(interval([found[name] for found in values.values()], seed=0)) for name in MEASURES)
+
+
+def main() -> None:
+    """Print the table."""
+    data = Path(sys.argv[1])
+    benchmark = load_benchmark(data / "skillsbench-dev")
+    with tempfile.TemporaryDirectory() as folder:
+        skills = skills_of(data / "pool", benchmark, Path(folder))
+        print(f"| {len(skills)} skills, n = {len(benchmark.tasks)} tasks | words | {' | '.join(MEASURES)} |")
+        print(f"| --- | --- |{' ---: |' * len(MEASURES)}")
+        for shown, text_of in SHOWN.items():
+            for title, cut in CUTS.items():
+                print(f"| {shown} | {title} | {cells(skills, text_of, cut, benchmark)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
