@@ -55,7 +55,7 @@ def cells(skills: StoredSkills, text_of: Callable[[Skill], str], cut: Cut, bench
         words = [numbers[word] for word in cut(task.query.text) if word in numbers]
         scores = index.get_scores_from_ids(words)
         best = top_k(scores, DEPTH)
-        rankings[task.query.query_id] = [ids[place] for place in best.tolist() if scores[place] > 0]
+        rankings[task.query.query_id] = [ids[int(place)] for place in best if scores[place] > 0]
     relevances = {task.query.query_id: task.relevance for task in benchmark.tasks}
     values = per_query(rankings, relevances, parse_measures(MEASURES))
     return " | ".join(str(interval([found[name] for found in values.values()], seed=0)) for name in MEASURES)
