@@ -269,10 +269,23 @@ def test_faults_of_a_chain_are_named(tmp_path):
         make_plan(with_chain(tmp_path), ["chain=none.yaml"])
     with pytest.raises(SkilltrainError, match="chain: must be a path"):
         make_plan(with_chain(tmp_path), ["chain=[1]"])
-    with pytest.raises(SkilltrainError, match="missing key 'steps'"):
-        values = grid(tmp_path)
-        del values["steps"]
-        make_plan(write_grid(tmp_path, values | {"chain": "chain.yaml"}), [])
+
+
+def test_a_grid_may_add_nothing_to_its_chain(tmp_path):
+    whole, alone = plan_of(tmp_path), yaml.safe_load(with_chain(tmp_path).read_text())
+    del alone["steps"]
+    assert make_plan(write_grid(tmp_path, alone), []).runs.keys() == whole.runs.keys()
+
+
+def test_what_changes_below_the_runs_folder_makes_other_runs(tmp_path):
+    """A pool of one's own may stand where the runs do; only the grid's own runs go without a fingerprint."""
+    values = grid(tmp_path)
+    (folder := tmp_path / "out" / "steps" / "pool").mkdir(parents=True)
+    values["steps"]["pool"]["sources"] = str(folder)
+    (folder / "a.jsonl").write_text('{"name": "a", "body": "one"}')
+    before = make_plan(write_grid(tmp_path, values), []).runs.keys()
+    (folder / "a.jsonl").write_text('{"name": "a", "body": "two"}')
+    assert not before & make_plan(write_grid(tmp_path, values), []).runs.keys()
 
 
 # The grids that ship -------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from skilltrain.ablation.show import markdown, terminal_tables
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.statistics.significance import holm
 from skilltrain.terminal import console
-from test_ablation_grid import plan_of
+from test_ablation_grid import grid, plan_of
 
 VARIANTS = {"clean": {}, "raw *new*": {"lists.rankings": "{mine}"}}
 QUERIES = "abcdefgh"
@@ -117,6 +117,21 @@ def test_a_variant_without_the_seed_stands_beside_every_seed(tmp_path):
     write_values(plan, {("clean", 1): "11000000", ("clean", 2): "11110000", ("untrained", 1): "11100000"})
     (table,) = collect_results(plan, {}).tables
     assert table.seed_differences(table.comparisons[0]) == {1: 1 / 8, 2: -1 / 8}
+
+
+def test_a_run_without_the_seed_is_one_training_beside_another_that_has_it(tmp_path):
+    steps = grid(tmp_path)["steps"]
+    plain = steps["evaluate"] | {"systems": [{"name": "bm25", "lexical": {}}]}
+    variants = {"clean": {}, "nd": {"plain.systems.0.lexical.fields": "nd", "lists.quotas": {"random": 2}}}
+    plan = plan_of(tmp_path, steps=steps | {"plain": plain}, variants=variants)
+    hits = dict.fromkeys([(variant, seed) for variant in variants for seed in (1, 2)], "11000000")
+    write_values(plan, hits)
+    write_values(plan, hits | {("nd", 1): "11110000", ("nd", 2): "11110000"}, "plain")
+    tables = {table.evaluation: table for table in collect_results(plan, {}).tables}
+    assert [len(scores.seed_means) for scores in tables["evaluate"].scores] == [2, 2]
+    assert [len(scores.seed_means) for scores in tables["plain"].scores] == [1, 1]
+    assert [scores.seed_spread("Hit@1") for scores in tables["plain"].scores] == [None, None]
+    assert tables["plain"].seed_differences(tables["plain"].comparisons[0]) == {1: 1 / 4}
 
 
 @pytest.mark.parametrize(("hits", "seeds"), [("1111", [1]), ("1111", [1, 2])])

@@ -1,10 +1,13 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from llm_server import Reply, llm_server
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
+from skilltrain.recipe import dry_run
 from skilltrain.records import Query, Skill
 from skilltrain.routing.evaluate import EvaluateConfig, read_predictions, run_evaluate
 from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_table, rows_of, write_table
@@ -81,6 +84,41 @@ def test_systems_and_predictions_side_by_side_with_their_rankings(folder):
     ]  # fmt: skip
 
 
+def test_rankings_are_as_long_as_the_measures_look(folder):
+    evaluate(folder, pool=str(folder / "pool"), systems=[BM25], measures=["Recall@1", "Recall@3"], depth=1)
+    rows = read_table(folder / "out", RANKINGS).to_pylist()
+    assert max(row["rank"] for row in rows) == 3
+    assert means(folder)["bm25"] == {"Recall@1": pytest.approx((1 + 0.5 + 1) / 3), "Recall@3": 1}
+
+
+def test_what_a_source_leaves_out_is_said(folder, capsys):
+    rows = [{"skill_id": skill.skill_id, "name": skill.name, "body": skill.body} for skill in SKILLS_OF_POOL]
+    source = folder / "raw.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"skill_id": "e", "name": "e", "body": ""}]))
+    evaluate(folder, pool=str(source), systems=[BM25], measures=["Hit@1"])
+    said = capsys.readouterr().err
+    assert "1 of 5 left out" in said and "skilltrain pool" in said
+
+
+def test_a_judge_that_chose_nothing_is_named_in_the_report(folder):
+    with llm_server() as server:
+        server.otherwise = lambda request: Reply("I cannot say")
+        llm = {"kind": "openai", "model": "m", "base_url": server.base_url, "cache": str(folder / "cache")}
+        system = {"name": "judged", "lexical": {}, "judge": {"llm": llm, "max_retries": 0}}
+        evaluate(folder, pool=str(folder / "pool"), systems=[BM25, system], measures=["Hit@1"])
+    (note,) = json.loads((folder / "out" / "metrics.json").read_text())["notes"]
+    assert note.startswith("judged: the judge chose nothing for 3 of 3 queries (no_number 3)")
+    assert note.split(" (")[0] in (folder / "out" / "report.html").read_text()
+
+
+def test_a_skill_without_a_name_is_shown_by_its_id(folder):
+    write_table(rows_of([replace(skill, name="") for skill in SKILLS_OF_POOL]), SKILLS, folder / "pool")
+    mine = predict(folder, {"q1": ["s1"]})
+    evaluate(folder, pool=str(folder / "pool"), predictions=mine, measures=["Hit@1"])
+    page = (folder / "out" / "report.html").read_text()
+    assert 'title="s0"><bdi>s0</bdi>' in page and "<bdi></bdi>" not in page
+
+
 def test_a_benchmarks_own_gold_skills_join_the_pool(tmp_path):
     """SkillRouter's form; a gold skill that the pool has under the same id stays the pool's."""
     bench = tmp_path / "bench"
@@ -117,12 +155,17 @@ def test_a_gold_skill_that_the_pool_lacks_is_refused(folder):
         ({"systems": [BM25], "pool": "pool", "measures": ["hit@1"]}, r"unknown measure 'hit@1', did you mean 'Hit@1'"),
         ({"systems": [BM25], "pool": "pool", "split": "nowhere"}, r"no query of split 'nowhere' \(its splits are dev"),
         ({"systems": [BM25], "pool": "none"}, "none: no such file or folder"),
+        ({"systems": [BM25], "pool": "pool", "measures": []}, "measures: "),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(folder, monkeypatch, settings, message):
     monkeypatch.chdir(folder)
     with pytest.raises(SkilltrainError, match=message):
         evaluate(folder, **settings)
+    values = {"stage": "evaluate", "benchmark": "bench", "out": "out", **settings}
+    if "same name" not in message:
+        with pytest.raises(SkilltrainError, match=message):
+            dry_run(validate(EvaluateConfig, values, "test"))
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_ids_of_another_pool_are_told(benchmark, capsys):
     ("values", "message"),
     [
         ({"t1": ["gt/a"], "t9": ["gt/b"]}, "1 of 2 predicted queries are not in the benchmark, first 't9'"),
-        ({"t3": ["gt/d"]}, "1 of 1 predicted queries are not in the benchmark, first 't3'"),
+        ({"t3": ["gt/d"]}, "all its predictions are for queries that are not scored here"),
         ({"t1": ["gt/a", "x", "gt/a"]}, "query t1: skill 'gt/a' stands twice, again at rank 3"),
         ('{"t1": ["gt/a"], "t1": []}', "'t1' stands twice"),
         ({"t1": "gt/a"}, "query t1: a prediction is a list of skill ids"),
@@ -107,6 +107,16 @@ def test_ids_of_another_pool_are_told(benchmark, capsys):
 def test_bad_predictions_are_one_line(benchmark, capsys, values, message):
     line = refused(capsys, benchmark, values)
     assert message in line and "mine.json" in line
+
+
+def test_predictions_for_tasks_that_are_not_scored_are_left_out(benchmark, capsys):
+    """The released code of SkillRouter writes a ranking for every task, its generic ones too."""
+    evaluate(benchmark, {"t1": ["gt/a"], "t2": ["gt/b"]})
+    alone = json.loads(capsys.readouterr().out)
+    evaluate(benchmark, {"t1": ["gt/a"], "t2": ["gt/b"], "t3": ["gt/d"]})
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == alone
+    assert "1 of 3 predictions are for queries that are not scored here" in shown.err
 
 
 def test_a_known_pool_checks_the_ids(benchmark, tmp_path, capsys):

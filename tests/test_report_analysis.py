@@ -179,6 +179,27 @@ def test_a_measure_that_no_query_has_a_value_of_is_a_dash_everywhere():
     assert "| base | .000 [.00, .00] | – |" in markdown_table(report)
 
 
+def test_systems_are_compared_over_the_queries_that_have_a_value():
+    before, after = {"q2": 0.5, "q3": 0.0}, {"q2": 1.0, "q3": 0.5}
+    named = report_with("Set-Compat", before, after)
+    alone = build_report("b", named.results, SLICES, parse_measures(["Set-Compat", "FC@10"][:1]), 0)
+    (found,) = alone.comparisons
+    assert (found.measure, found.difference.mean, found.difference.n) == ("Set-Compat", 0.5, 2)
+    assert {c.measure for c in named.comparisons} == {"Hit@1"}
+    none = build_report("b", report_with("Set-Compat", {}, {}).results, SLICES, parse_measures(["Set-Compat"]), 0)
+    assert none.comparisons == ()
+
+
+def test_notes_stand_in_every_form_and_begin_no_list():
+    result = system("+ reranker", q1="a")
+    report = build_report("b", [result], SLICES, MEASURES, 0, notes=["- one <b>note</b>", "3) another"])
+    assert report.to_json()["notes"] == ["- one <b>note</b>", "3) another"]
+    shown = markdown_table(report)
+    assert "- \\- one &lt;b>note&lt;/b>" in shown and "- 3\\) another" in shown
+    assert "\n\\+ reranker: Hit@1" in shown
+    assert "<p>- one &lt;b&gt;note&lt;/b&gt;</p>" in page(report, None)
+
+
 def test_a_measure_is_held_by_the_same_queries_in_every_system():
     with pytest.raises(
         SkilltrainError, match="system better: query q2 has no value of Set-Compat, but has one in base"

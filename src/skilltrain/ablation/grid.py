@@ -102,9 +102,9 @@ def load_grid(file: Path, overrides: Sequence[str]) -> tuple[AblationConfig, set
     Raises SkilltrainError for a fault in either file.
     """
     values = load_recipe(file, overrides)
-    own, chain = values.get("steps"), values.get("chain")
+    own, chain = values.get("steps", {}), values.get("chain")
     if isinstance(chain, str) and isinstance(own, dict):
-        steps = _laid_over(load_recipe(file.parent / chain), load_recipe(file).get("steps") or {})
+        steps = _laid_over(load_recipe(file.parent / chain), load_recipe(file).get("steps", {}))
         values = apply_overrides(values | {"steps": steps}, overrides)
         return validate(AblationConfig, values, file), set(own)
     grid = validate(AblationConfig, values, file)

@@ -189,7 +189,7 @@ class _Resolver:
             raise SkilltrainError("names its own folder", where=where, fix="leave out out; the ablation gives it")
         config = parse_recipe(values | {"out": str(self.grid.runs_folder / step)}, where)
         try:
-            inputs = dict(self._inputs(config))
+            inputs = dict(self._inputs(config, needs))
         except SkilltrainError as error:
             raise SkilltrainError(str(error), where=where) from error
         identity = what_matters({"recipe": config.model_dump(mode="json", exclude={"out"}), "inputs": inputs})
@@ -197,10 +197,10 @@ class _Resolver:
         folder = self.grid.runs_folder / f"{step}-{digest[:12]}"
         return StepRun(step, config.model_copy(update={"out": folder}), needs)
 
-    def _inputs(self, config: Any) -> Iterator[tuple[str, str]]:
+    def _inputs(self, config: Any, needs: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
         """Setting → fingerprint of what a step reads from elsewhere; a step's folder has its hash in its name."""
         for key, path in paths_read(config).items():
-            if not path.is_relative_to(self.grid.runs_folder):
+            if not any(path.is_relative_to(folder) for folder in needs):
                 if path not in self.fingerprints:
                     self.fingerprints[path] = input_fingerprint(path)
                 yield key, self.fingerprints[path]

@@ -160,11 +160,15 @@ def _table(plan: Plan, name: str, cells: Sequence[Cell]) -> ResultTable | None:
     measures = tuple(str(measure) for measure in parse_measures(config.measures))
     systems, scores = [], []
     for variant in grid.variants:
-        of_seed = {c.seed: read_values(c.evaluations[name], measures) for c in cells if c.variant == variant}
+        folders: dict[Path, int] = {}  # a run that several seeds share is one training, whatever the others are
+        for cell in cells:
+            if cell.variant == variant:
+                folders.setdefault(cell.evaluations[name], cell.seed)
+        of_seed = {seed: read_values(folder, measures) for folder, seed in folders.items()}
         if of_seed:
             system = SystemResult(variant, mean_over_seeds(variant, of_seed), {})
             systems.append(system)
-            scores.append(_scores(plan, system, of_seed, measures))
+            scores.append(_scores(plan, name, system, of_seed, measures))
     query_ids = same_queries(systems)
     others = [system.name for system in systems if system.name != grid.baseline]
     pairs = [(grid.baseline, name) for name in others] if len(others) < len(systems) else []
@@ -207,7 +211,9 @@ def _that_hold(system: SystemResult, measure: str) -> list[str]:
     return [query_id for query_id, values in system.per_query.items() if measure in values]
 
 
-def _scores(plan: Plan, system: SystemResult, of_seed: Mapping[int, Values], measures: Sequence[str]) -> VariantScores:
+def _scores(
+    plan: Plan, evaluation: str, system: SystemResult, of_seed: Mapping[int, Values], measures: Sequence[str]
+) -> VariantScores:
     defined = [name for name in measures if _that_hold(system, name)]
     columns = {name: [row[name] for row in system.per_query.values() if name in row] for name in defined}
     means = {name: interval(column, seed=plan.grid.bootstrap_seed) for name, column in columns.items()}
@@ -215,5 +221,5 @@ def _scores(plan: Plan, system: SystemResult, of_seed: Mapping[int, Values], mea
         seed: {name: fmean(row[name] for row in values.values() if name in row) for name in defined}
         for seed, values in of_seed.items()
     }
-    is_seeded = sum(cell.variant == system.name for cell in plan.cells) > 1
-    return VariantScores(system.name, is_seeded, means, seed_means)
+    runs = {cell.evaluations[evaluation] for cell in plan.cells if cell.variant == system.name}
+    return VariantScores(system.name, len(runs) > 1, means, seed_means)

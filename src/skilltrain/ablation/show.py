@@ -78,7 +78,10 @@ def _cells(results: Results) -> list[str]:
         error = results.failed.get((cell.variant, cell.seed), "done")
         recipes = "<br>".join(plain(str(folder / RECIPE_FILE)) for folder in cell.evaluations.values())
         rows.append([plain(cell.variant), str(cell.seed), plain(error), recipes])
-    intro = "`skilltrain STAGE RECIPE out=FOLDER` runs a step again; a recipe names the folders that it reads."
+    intro = (
+        "`skilltrain STAGE RECIPE out=FOLDER` (of a training: `skilltrain train RECIPE out=FOLDER`) runs a step again; "
+        "a recipe names the folders that it reads."
+    )
     return [
         "",
         "## Cells",

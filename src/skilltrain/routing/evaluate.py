@@ -28,7 +28,7 @@ from skilltrain.evaluation.report.report import (
 from skilltrain.evaluation.results import SystemResult
 from skilltrain.files import write_json
 from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs, analyse_results
-from skilltrain.routing.predictions import PREDICTION_MEASURES, check_predictions, read_predictions
+from skilltrain.routing.predictions import PREDICTION_MEASURES, read_predictions, scored_predictions
 from skilltrain.routing.skills_by_id import SkillsById
 from skilltrain.routing.systems import Ranked, SystemConfig, ask_systems, rankings_table
 from skilltrain.tables import RANKINGS, write_table
@@ -51,8 +51,12 @@ class EvaluateConfig(Config):
     predictions: tuple[InputPath, ...] = Field(
         default=(), description="JSON files {query_id: [skill_id, …]} to score as well"
     )
-    measures: tuple[str, ...] = Field(default=DEFAULT_MEASURES, description="e.g. Hit@1, nDCG@10, FC@10, Set-Compat")
-    depth: int = Field(default=50, ge=1, description="length of the rankings")
+    measures: tuple[str, ...] = Field(
+        default=DEFAULT_MEASURES, min_length=1, description="e.g. Hit@1, nDCG@10, FC@10, Set-Compat"
+    )
+    depth: int = Field(
+        default=50, ge=1, description="length of the rankings; they are longer where a measure looks further"
+    )
     analysis: AnalysisConfig = Field(default=AnalysisConfig(), description="what to look at beside the measures")
     seed: int = Field(default=0, description="seed of the bootstrap")
     out: Path = Field(description="folder to write: metrics.json, report.html, report.md, per-query values, RANKINGS")
@@ -63,23 +67,41 @@ class EvaluateConfig(Config):
         """A single file as a list of one."""
         return () if value is None else value if isinstance(value, list | tuple) else (value,)
 
+    @field_validator("measures")
+    @classmethod
+    def _known_measures(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            return tuple(str(measure) for measure in parse_measures(value))
+        except SkilltrainError as error:
+            raise ValueError(error.what) from error
+
+    @property
+    def ranked_depth(self) -> int:
+        """How many skills of a query are ranked, so that no Recall@100 is counted over 50."""
+        return max(self.depth, *(measure.cutoff or 0 for measure in parse_measures(self.measures)))
+
 
 def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
     """Write the report and the rankings; the table goes to the terminal, the summary holds the means."""
     measures = parse_measures(config.measures)
-    if not config.systems and not config.predictions:
-        raise SkilltrainError("there is nothing to evaluate: give systems or predictions")
     benchmark = load_benchmark(config.benchmark, config.split)
+    check_use(config, benchmark)
     with tempfile.TemporaryDirectory(prefix=".scratch-", dir=out) as scratch:
         return _evaluate(config, benchmark, skills_of(config.pool, benchmark, Path(scratch)), measures, out)
+
+
+def check_use(config: EvaluateConfig, benchmark: Benchmark) -> None:
+    """Raise SkilltrainError where there is nothing to score, or no pool to rank."""
+    if not config.systems and not config.predictions:
+        raise SkilltrainError("there is nothing to evaluate: give systems or predictions")
+    if config.systems and config.pool is None and not benchmark.pool:
+        raise SkilltrainError("systems need a pool to rank", fix="give pool=…")
 
 
 def _evaluate(
     config: EvaluateConfig, benchmark: Benchmark, skills: StoredSkills, measures: Sequence[Measure], out: Path
 ) -> dict[str, Any]:
     """Write the report on `benchmark` over `skills`; its summary."""
-    if config.systems and not skills:
-        raise SkilltrainError("systems need a pool to rank", fix="give pool=…")
     if skills:
         benchmark = check_pool(benchmark, skills.skill_ids)
     queries, by_id = {task.query.query_id: task.query.text for task in benchmark.tasks}, SkillsById(skills)
@@ -87,14 +109,14 @@ def _evaluate(
     inputs = analyse_inputs(config.analysis, config.systems, benchmark, by_id)
     asked: dict[str, Ranked] = {}
     if config.systems:
-        asked = ask_systems(config.systems, queries, skills, config.depth, config.analysis.num_timed)
+        asked = ask_systems(config.systems, queries, skills, config.ranked_depth, config.analysis.num_timed)
         tables = [rankings_table(ranked.rankings, name) for name, ranked in asked.items()]
         write_table(pa.concat_tables(tables), RANKINGS, out)
     rankings = {name: _ids(ranked) for name, ranked in asked.items()} | predicted
     results = _results(rankings, benchmark, measures)
     latencies = tuple(latency for ranked in asked.values() for latency in ranked.latencies)
     analysis = analyse_results(inputs, results, benchmark, by_id, latencies, config.seed)
-    report = _report(benchmark, results, measures, analysis, config.seed)
+    report = _report(benchmark, results, measures, analysis, config.seed, _judge_notes(asked))
     write_report(report, out, _texts(benchmark, rankings, by_id))
     console.print(terminal_table(report))
     judged = {name: ranked.judged for name, ranked in asked.items() if ranked.judged}
@@ -149,8 +171,7 @@ def _predicted(
     for file in config.predictions:
         if file.stem in found or any(system.name == file.stem for system in config.systems):
             raise SkilltrainError(f"another system is called '{file.stem}' as well", where=file, fix="rename it")
-        found[file.stem] = read_predictions(file)
-        check_predictions(found[file.stem], benchmark, skill_ids, file)
+        found[file.stem] = scored_predictions(read_predictions(file), benchmark, skill_ids, file)
     return found
 
 
@@ -188,9 +209,23 @@ def _report(
     measures: Sequence[Measure],
     analysis: Analysis,
     seed: int,
+    notes: Sequence[str] = (),
 ) -> Report:
     slices: dict[str, Slice] = {task.query.query_id: task.slice for task in benchmark.tasks}
-    return build_report(benchmark.name, results, slices, measures, seed, analysis)
+    return build_report(benchmark.name, results, slices, measures, seed, analysis, (*benchmark.notes, *notes))
+
+
+def _judge_notes(asked: Mapping[str, Ranked]) -> list[str]:
+    """A sentence for each judge that did not choose for every query."""
+    notes: list[str] = []
+    for name, ranked in asked.items():
+        if ranked.judged and (num := ranked.judged["num_unusable"]):
+            why = ", ".join(f"{kind} {count}" for kind, count in ranked.judged["unusable"].items())
+            notes.append(
+                f"{name}: the judge chose nothing for {num} of {ranked.judged['num_asked']} queries ({why}); there its "
+                "figures are those of the stage before."
+            )
+    return notes
 
 
 def _means(report: Report, name: str) -> dict[str, float]:

@@ -11,7 +11,7 @@ from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.retrieval.api_encoder import ApiEncoderSource, plan_encoding
 from skilltrain.retrieval.judge import plan_judge
 from skilltrain.routing.candidates import CandidatesConfig
-from skilltrain.routing.evaluate import EvaluateConfig, skills_of
+from skilltrain.routing.evaluate import EvaluateConfig, check_use, skills_of
 from skilltrain.routing.systems import SystemConfig
 
 
@@ -22,6 +22,7 @@ def plan_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     is not known.
     """
     benchmark = load_benchmark(config.benchmark, config.split)
+    check_use(config, benchmark)
     queries = {task.query.query_id: task.query.text for task in benchmark.tasks}
     with _scratch() as scratch:
         return _plan(config.systems, queries, skills_of(config.pool, benchmark, scratch))

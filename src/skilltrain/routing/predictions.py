@@ -38,30 +38,38 @@ def _check_ranking(ranking: Any, where: str) -> None:
         seen.add(skill_id)
 
 
-def check_predictions(
-    predictions: Mapping[str, Sequence[str]], benchmark: Benchmark, skill_ids: Collection[str], where: Path
-) -> None:
-    """Refuse predictions for tasks that the benchmark does not hold and, where the pool is known, for unknown skills.
+def scored_predictions(
+    predictions: Mapping[str, list[str]], benchmark: Benchmark, skill_ids: Collection[str], where: Path
+) -> dict[str, list[str]]:
+    """The predictions for the tasks that are scored.
 
-    `skill_ids` is empty where no pool was given; then a file that names no judged skill at all gets a warning. A task
-    without a prediction gets one too: it scores 0, for a system that fails to answer is not excused.
+    Raises SkilltrainError for a task that the benchmark does not hold, where none is scored and, where the pool is
+    known, for a skill that it lacks. `skill_ids` is empty where no pool was given; then a file that names no judged
+    skill at all gets a warning. A task without a prediction gets one too: it scores 0, for a system that fails to
+    answer is not excused.
     """
     known = {task.query.query_id: task.relevance for task in benchmark.tasks}
-    if unknown := [query_id for query_id in predictions if query_id not in known]:
+    if unknown := [query_id for query_id in predictions if query_id not in known.keys() | benchmark.unscored]:
         raise SkilltrainError(
             f"{len(unknown)} of {len(predictions)} predicted queries are not in the benchmark, first '{unknown[0]}'",
             where=where, fix=f"its query ids look like '{next(iter(known))}'",
         )  # fmt: skip
     if skill_ids:
         _check_known(predictions, skill_ids, where)
-    elif not any(
-        skill_id in known[query_id].gains for query_id, ranking in predictions.items() for skill_id in ranking
+    scored = {query_id: ranking for query_id, ranking in predictions.items() if query_id in known}
+    if not scored:
+        raise SkilltrainError("all its predictions are for queries that are not scored here", where=where)
+    if num_others := len(predictions) - len(scored):
+        say(f"{where}: {num_others} of {len(predictions)} predictions are for queries that are not scored here")
+    if not skill_ids and not any(
+        skill_id in known[query_id].gains for query_id, ranking in scored.items() for skill_id in ranking
     ):
         gold = min(next(iter(known.values())).gold)
         say(f"warning: {where}: names no skill that is judged for its task; gold skills have ids like '{gold}'")
-    if missing := [query_id for query_id in known if query_id not in predictions]:
+    if missing := [query_id for query_id in known if query_id not in scored]:
         count = f"{len(missing)} of {len(known)}"
         say(f"warning: {where}: no prediction for {count} queries, first '{missing[0]}'; they score 0")
+    return scored
 
 
 def _check_known(predictions: Mapping[str, Sequence[str]], skill_ids: Collection[str], where: Path) -> None:

@@ -33,7 +33,7 @@ from skilltrain.tables import (
     table_writer,
     write_table,
 )
-from skilltrain.terminal import progress, track
+from skilltrain.terminal import progress, say, track
 from skilltrain.workers import WorkersConfig
 
 _ENCODED_AT_ONCE = 8192  # skills whose vectors are in memory at once
@@ -157,10 +157,14 @@ def store_pool(path: Path, folder: Path) -> StoredSkills:
     file = table_path(path, SKILLS)
     if file.is_file() and file.name == f"{SKILLS.name}.parquet":
         return StoredSkills.of_table(file, folder)
-    skills = _gather(PoolConfig(sources=[path], out=path), False, folder).skills
-    if not skills:
-        raise SkilltrainError("holds no skill", where=path)
-    return skills
+    found = _gather(PoolConfig(sources=[path], out=path), False, folder)
+    if not found.skills:
+        raise SkilltrainError("holds no skill", where=path, fix=_reasons(found.dropped))
+    if found.dropped:
+        why = ", ".join(f"{name} {num}" for name, num in _counts(drop.filter for drop in found.dropped).items())
+        num_all = len(found.skills) + len(found.dropped)
+        say(f"{path}: {len(found.dropped)} of {num_all} left out ({why}); `skilltrain pool sources={path}` lists them")
+    return found.skills
 
 
 @dataclass(frozen=True)

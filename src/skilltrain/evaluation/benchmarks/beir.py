@@ -44,7 +44,7 @@ def read_beir(folder: Path, split: str | None) -> Benchmark:
                 raise SkilltrainError(what, where=file, fix="give the split to score")
     if not tasks:
         raise SkilltrainError("holds no query to score", where=folder)
-    return with_pool(folder, tasks.values(), skills)
+    return with_pool(folder, tasks.values(), skills, texts)
 
 
 def _tsv_rows(file: Path) -> Iterator[Qrel]:

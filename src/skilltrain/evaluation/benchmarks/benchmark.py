@@ -41,7 +41,8 @@ class Benchmark:
 
     `gold_skills` are to be added to a pool (none where the pool holds them). `pool` is the pool that the benchmark was
     published with, empty where it has none: without another pool its figures are over this one. Both may hold the same
-    skill. `notes` say what of the published files is not scored, one sentence each.
+    skill. `notes` say what of the published files is not scored, one sentence each; `unscored` are the ids of such
+    queries: those of other splits, and those that no gold skill is known for.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Benchmark:
     gold_skills: tuple[Skill, ...]
     pool: tuple[Skill, ...] = ()
     notes: tuple[str, ...] = ()
+    unscored: frozenset[str] = frozenset()
 
 
 def name_of(folder: Path) -> str:
@@ -57,12 +59,20 @@ def name_of(folder: Path) -> str:
     return resolved.parent.name if resolved.name == "data" and resolved.parent.name else resolved.name
 
 
-def with_pool(folder: Path, tasks: Iterable[Task], pool: Iterable[Skill], notes: Collection[str] = ()) -> Benchmark:
-    """A benchmark with the pool it was published with; `gold_skills` are those of it that can be gold."""
+def with_pool(folder: Path, tasks: Iterable[Task], pool: Iterable[Skill], query_ids: Iterable[str]) -> Benchmark:
+    """A benchmark with the pool it was published with; `gold_skills` are those of it that can be gold.
+
+    `query_ids` are all queries of its files, scored or not.
+    """
     tasks, pool = tuple(tasks), tuple(pool)
     wanted = {skill_id for task in tasks for skill_id in (*task.relevance.gold, *task.relevance.alternatives)}
     gold_skills = tuple(skill for skill in pool if skill.skill_id in wanted)
-    return Benchmark(name_of(folder), tasks, gold_skills, pool, tuple(notes))
+    return Benchmark(name_of(folder), tasks, gold_skills, pool, unscored=unscored_of(query_ids, tasks))
+
+
+def unscored_of(query_ids: Iterable[str], tasks: Iterable[Task]) -> frozenset[str]:
+    """The ids that no task has."""
+    return frozenset(query_ids) - {task.query.query_id for task in tasks}
 
 
 def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:

@@ -6,7 +6,7 @@ is taken to do: the first is gold, the others are its alternatives.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,8 @@ def _benchmark(folder: Path, split: str | None, needs: Sequence[_Need], pool: Ma
         seen.add(need.task_id)
         if relevance := _relevance(need, pool):
             tasks[need.task_id] = make_task(need.task_id, need.text, relevance, origin="livemcpbench", split="test")
-    return with_pool(folder, tasks_of_split(list(tasks.values()), split, folder), pool.values(), _notes(needs, tasks))
+    scored = tasks_of_split(list(tasks.values()), split, folder)
+    return replace(with_pool(folder, scored, pool.values(), seen), notes=tuple(_notes(needs, tasks)))
 
 
 def _relevance(need: _Need, pool: Mapping[str, Skill]) -> Relevance | None:

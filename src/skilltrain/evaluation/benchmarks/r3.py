@@ -55,7 +55,8 @@ def read_r3_skill(folder: Path, split: str | None) -> Benchmark:
         if unknown := sorted(set(row.skill_ids) - skills.keys()):
             raise SkilltrainError(f"skill '{unknown[0]}' is not in skills_test.jsonl", where=where)
         tasks.append(_task(f"{SPLIT}-{line}", row.query, row.skill_ids, where))
-    return with_pool(folder, tasks_of_split(tasks, split, folder), skills.values())
+    query_ids = [task.query.query_id for task in tasks]
+    return with_pool(folder, tasks_of_split(tasks, split, folder), skills.values(), query_ids)
 
 
 def read_r3_groups(folder: Path, split: str | None) -> Benchmark:

@@ -65,7 +65,7 @@ def read_skillret(folder: Path, split: str | None) -> Benchmark:
         tasks += judged_tasks(texts, judged, origin=_ORIGIN, split=name)
         pool |= skills
     _check_unique(tasks, folder)
-    return with_pool(folder, tasks, pool.values())
+    return with_pool(folder, tasks, pool.values(), ())
 
 
 def _qrels(file: Path) -> Iterator[Qrel]:

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, make_task, name_of, tasks_of_split
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, make_task, name_of, tasks_of_split, unscored_of
 from skilltrain.evaluation.benchmarks.rows import Row, Text, parse_row, read_skills, read_unique_json
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.files import read_jsonl
@@ -27,10 +27,6 @@ class _RelevanceRow(Row):
 
 def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
     """The scored tasks of tasks.jsonl and relevance.json, and gold_skills.jsonl if it is there (see load_benchmark)."""
-    return Benchmark(name_of(folder), tuple(_scored_tasks(folder, split)), read_skills(folder / "gold_skills.jsonl"))
-
-
-def _scored_tasks(folder: Path, split: str | None) -> list[Task]:
     rows = _relevance_rows(folder / "relevance.json")
     texts = _task_texts(folder / "tasks.jsonl", rows.keys())
     tasks: list[Task] = []
@@ -39,7 +35,9 @@ def _scored_tasks(folder: Path, split: str | None) -> list[Task]:
         if row.task_type != "generic_only":
             relevance = _skillrouter_relevance(row, where)
             tasks.append(make_task(task_id, text, relevance, origin="skillsbench", split="test"))
-    return tasks_of_split(tasks, split, folder)
+    scored = tuple(tasks_of_split(tasks, split, folder))
+    gold_skills = read_skills(folder / "gold_skills.jsonl")
+    return Benchmark(name_of(folder), scored, gold_skills, unscored=unscored_of(texts, scored))
 
 
 def _relevance_rows(file: Path) -> dict[str, _RelevanceRow]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, name_of, of_split
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, name_of, of_split, unscored_of
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.records import Query, Verdict
 from skilltrain.tables import JUDGEMENTS, QUERIES, queries_from_table, read_table, verdicts_by_query
@@ -23,9 +23,8 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
             where=folder / "judgements.parquet",
         )
     chosen = of_split(queries, split, folder)
-    return Benchmark(
-        name_of(folder), tuple(Task(query, _judged_relevance(query, verdicts, folder)) for query in chosen), ()
-    )
+    tasks = tuple(Task(query, _judged_relevance(query, verdicts, folder)) for query in chosen)
+    return Benchmark(name_of(folder), tasks, (), unscored=unscored_of((query.query_id for query in queries), tasks))
 
 
 def _judged_relevance(query: Query, verdicts: Mapping[str, Mapping[str, Verdict]], folder: Path) -> Relevance:

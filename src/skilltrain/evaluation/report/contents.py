@@ -44,6 +44,10 @@ class ReportTexts:
         gold = self.found(query_id, ranking).gold
         return next((rank for rank, skill_id in enumerate(ranking, 1) if skill_id in gold), None)
 
+    def name(self, skill_id: str) -> str:
+        """A skill's name; its id where it has none."""
+        return self.skill_names.get(skill_id, "").strip() or skill_id
+
 
 @dataclass(frozen=True)
 class Report:
@@ -51,7 +55,8 @@ class Report:
 
     `summaries` maps system → section (all, single, multi; an empty section is left out) → measure → interval. A
     measure that no query of a section has a value of (Set-Compat among single-skill queries) is left out there, and
-    the interval's `n` says how many queries have one. `comparisons` are over all queries that have a value.
+    the interval's `n` says how many queries have one. `comparisons` are over all queries that have a value. `notes`
+    say what the figures do not: queries that are not scored, answers that a judge did not give.
     """
 
     benchmark: str
@@ -62,6 +67,7 @@ class Report:
     summaries: Mapping[str, Mapping[str, Mapping[str, Interval]]]
     comparisons: tuple[Comparison, ...]
     analysis: Analysis
+    notes: tuple[str, ...] = ()
 
     def sections(self) -> dict[str, int]:
         """What is shown, and of how many queries: all, and the slices, unless one of them holds all."""
@@ -134,6 +140,7 @@ class Report:
             "systems": systems,
             "differences": [_comparison(c) for c in self.comparisons],
             "analysis": asdict(self.analysis),
+            "notes": list(self.notes),
         }
 
     def _normal(self, system: SystemResult, section: str, measure: str) -> list[float]:

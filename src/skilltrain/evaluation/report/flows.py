@@ -123,7 +123,7 @@ def _first(result: SystemResult, texts: ReportTexts | None, query_id: str) -> st
     ranking = result.rankings.get(query_id, ())
     if not ranking:
         return "nothing"
-    top = text(texts.skill_names.get(ranking[0], ranking[0]) if texts else ranking[0])
+    top = text(texts.name(ranking[0]) if texts else ranking[0])
     if texts is None:
         return f"<bdi>{top}</bdi>"
     rank = texts.first_rank(result, query_id)

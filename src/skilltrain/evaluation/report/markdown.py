@@ -1,5 +1,6 @@
 """The report as Markdown: the same numbers as the page, in tables; every name in it is escaped."""
 
+import re
 from collections.abc import Iterator, Sequence
 
 from skilltrain.evaluation.analysis.analysis import Analysis
@@ -17,7 +18,7 @@ _FIGURES = tuple("0123456789.+-<–*")  # what a cell of a column of numbers beg
 
 def markdown_table(report: Report) -> str:
     """The whole report: one table a section, the comparisons, and a table for each analysis that was made."""
-    lines = [f"# {plain(report.benchmark)}", "", plain(report.headline()), ""]
+    lines = [f"# {plain(report.benchmark)}", "", _paragraph(report.headline()), ""]
     lines.append("Means with 95% bootstrap intervals; the best mean is bold.")
     for section, count in report.sections().items():
         partial = report.partial(section)
@@ -120,7 +121,8 @@ def _inside(analysis: Analysis) -> Iterator[tuple[str, Sequence[str], Rows]]:
 def _notes(report: Report) -> list[str]:
     used = dict.fromkeys(name.partition("@")[0] for name in report.measures)
     family = len(report.comparisons)
-    lines = [f"- {name}: {plain(MEANINGS[name])}" for name in used]
+    lines = [f"- {_paragraph(note)}" for note in report.notes]
+    lines += [f"- {name}: {plain(MEANINGS[name])}" for name in used]
     lines += [f"- {name} is over the {n} queries that have a value of it." for name, n in report.partial("all").items()]
     if family:
         lines.append(f"- Holm’s correction is over the {family} comparisons above; the word follows it, at .05.")
@@ -136,6 +138,12 @@ def table_lines(head: Sequence[str], rows: Rows) -> list[str]:
     columns = zip(*rows, strict=True)
     rule = ["---:" if all(cell.startswith(_FIGURES) for cell in column) else "---" for column in columns]
     return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
+
+
+def _paragraph(text: str) -> str:
+    """`plain`, of what stands at the beginning of a line: no list, quotation or heading begins with it."""
+    shown = plain(text)
+    return re.sub(r"^(\d*)([-+>=~.)])", r"\1\\\2", shown)
 
 
 def plain(text: str) -> str:

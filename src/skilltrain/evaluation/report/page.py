@@ -103,9 +103,10 @@ def _notes(report: Report) -> str:
         over = f" Over the {held:,} of {counted(every, 'query')} that have a value." if held < every else ""
         meanings += f"<dt>{name}{'@k' if '@' in measures[0] else ''}</dt>"
         meanings += f"<dd>{text(MEANINGS[name])}.{over}</dd>"
+    notes = "".join(f"<p>{text(note)}</p>\n" for note in report.notes)
     return (
         "<footer><h2>How to read this</h2>\n"
-        f"<dl>{meanings}</dl>\n<p>Each value is computed per query, then averaged. An interval comes from "
+        f"<dl>{meanings}</dl>\n{notes}<p>Each value is computed per query, then averaged. An interval comes from "
         f"{RESAMPLES:,} draws of the queries with replacement (seed {report.seed}): it covers the choice of queries, "
         "not the randomness of training. Two intervals may overlap where the paired difference is clear: compare "
         "systems by their difference.</p></footer>"

@@ -92,10 +92,9 @@ def _top(ranking: Sequence[str], texts: ReportTexts | None, query_id: str) -> st
 
 
 def _names(skill_ids: Iterable[str], gold: frozenset[str], texts: ReportTexts | None) -> str:
-    names = texts.skill_names if texts else {}
     items = "".join(
         f'<li{" class=gold" if skill_id in gold else ""} title="{text(skill_id)}">'
-        f"<bdi>{text(names.get(skill_id, skill_id))}</bdi></li>"
+        f"<bdi>{text(texts.name(skill_id) if texts else skill_id)}</bdi></li>"
         for skill_id in skill_ids
     )
     return items or '<li class="empty">nothing</li>'

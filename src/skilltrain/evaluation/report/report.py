@@ -17,8 +17,8 @@ from skilltrain.evaluation.report.page import page
 from skilltrain.evaluation.report.terminal_table import terminal_table
 from skilltrain.evaluation.results import SystemResult
 from skilltrain.evaluation.statistics.bootstrap import Interval, intervals
-from skilltrain.evaluation.statistics.comparison import Comparison, compare
-from skilltrain.evaluation.statistics.values import same_queries, values_of
+from skilltrain.evaluation.statistics.comparison import compare
+from skilltrain.evaluation.statistics.values import values_of
 from skilltrain.files import write_json, write_text
 
 __all__ = ["Report", "ReportTexts", "build_report", "terminal_table", "write_per_query", "write_report"]
@@ -33,12 +33,14 @@ def build_report(
     measures: Sequence[Measure],
     seed: int,
     analysis: Analysis = NOTHING,
+    notes: Sequence[str] = (),
 ) -> Report:
     """The systems' means with 95% intervals, for all queries and each slice, and the differences between systems.
 
     `slices` maps every query of the benchmark to single or multi. Each system is compared with the first and with
     the one before it, by Hit@1 and MRR@10 (by the first measure, where neither was asked for). A measure may be
-    undefined for a query: then it is so in every system, and means run over the other queries.
+    undefined for a query: then it is so in every system, and means and differences run over the other queries.
+    `notes` are sentences that a reader of the figures must know.
     Raises SkilltrainError where a system does not hold exactly these queries, or a measure where another does.
     """
     names = tuple(str(measure) for measure in measures)
@@ -52,6 +54,7 @@ def build_report(
     pairs = [(systems[0], system) for system in systems[1:]]
     pairs = list(dict.fromkeys((b.name, s.name) for b, s in [*pairs, *pairwise(systems)]))
     compared = [name for name in names if name in COMPARED] or [names[0]]
+    together = [query_id for query_id in slices if all(query_id in held[name] for name in compared)]
     return Report(
         benchmark=benchmark_name,
         seed=seed,
@@ -59,8 +62,9 @@ def build_report(
         slices=dict(slices),
         results=tuple(systems),
         summaries=summaries,
-        comparisons=_comparisons(systems, pairs, [name for name in compared if len(held[name]) == len(slices)], seed),
+        comparisons=compare(systems, pairs, compared, together, seed=seed) if together else (),
         analysis=_checked(analysis, systems, slices),
+        notes=tuple(notes),
     )
 
 
@@ -78,12 +82,6 @@ def _means(
         for place, value in enumerate(columns):
             found[place // len(names)][names[place % len(names)]] = value
     return [{name: row[name] for name in held if name in row} for row in found]
-
-
-def _comparisons(
-    systems: Sequence[SystemResult], pairs: Sequence[tuple[str, str]], names: Sequence[str], seed: int
-) -> tuple[Comparison, ...]:
-    return compare(systems, pairs, names, same_queries(systems), seed=seed) if pairs and names else ()
 
 
 def _held(
