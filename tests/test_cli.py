@@ -292,8 +292,8 @@ def test_ctrl_c_in_a_data_stage_is_one_line_too(runs, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("skilltrain.data.pool.skill_pool.run_pool", interrupted)
-    line = skilltrain("pool", f"sources={runs}/pool", f"out={tmp_path}/out").only_line
-    assert line == "error: interrupted; what was finished is kept"
+    outcome = skilltrain("pool", f"sources={runs}/pool", f"out={tmp_path}/out")
+    assert (outcome.code, outcome.err) == (130, "error: interrupted; what was finished is kept\n")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -313,6 +313,22 @@ def test_help_lists_settings_and_an_example(command):
     if command != "evaluate":  # its options stand beside the settings
         assert [key for key in config_class.model_fields if key != "stage" and f"  {key}: " not in shown] == []
     assert f"skilltrain {command} " in shown
+
+
+def test_help_tells_the_settings_inside_sections_and_those_of_each_choice():
+    shown = succeeds("synthesize", "--help").out
+    assert "  llm with kind=openai:\n  llm.model: " in shown and "  llm.budget.max_dollars: " in shown
+    assert "  llm with kind=smollm2:\n  llm.temperature: 0: the likeliest token each time (default 0.7)" in shown
+    assert "  registry.max_skills: " in succeeds("collect", "--help").out
+    shown = succeeds("evaluate", "--help").out
+    assert '  systems[].encoder.template.skill.separator: what stands between the parts (default " | ")' in shown
+    assert "  systems[].reranker.template.skill.…: as systems[].encoder.template.skill.…" in shown
+
+
+def test_a_recipes_path_may_hold_an_equals_sign(runs, tmp_path):
+    (file := tmp_path / "seed=7" / "pool.yaml").parent.mkdir()
+    file.write_text(f"stage: pool\nsources: {runs}/pool\nout: {tmp_path}/out\n")
+    assert "num_skills" in json.loads(succeeds("pool", file).out)
 
 
 def test_help_of_the_whole_and_of_the_other_commands():

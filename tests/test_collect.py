@@ -230,6 +230,26 @@ def test_a_second_run_asks_only_for_what_is_new_or_changed(registry, tmp_path):
     assert len(list((tmp_path / "state/downloads").glob("*/*"))) == 8
 
 
+def test_a_skill_whose_signed_url_ran_out_is_asked_for_at_its_next(registry, tmp_path):
+    registry.skills["s1"].url = "get/s1?signature=old"
+    registry.before = lambda path: Reply(b"", 403) if path.endswith("=old") else None
+    assert sync(registry, tmp_path)[2] == {("s1", "gone")}
+    registry.skills["s1"].url = "get/s1?signature=new"
+    assert not sync(registry, tmp_path, "b")[2]
+
+
+def test_a_registry_that_forbids_everything_loses_no_skill(registry, tmp_path):
+    sync(registry, tmp_path, "first")
+    registry.skills["s1"].updated = "2027"
+    registry.skills |= {f"new{i}": Entry(skill_md(f"new{i}")) for i in range(3)}
+    registry.before = lambda path: Reply(b"", 403) if "/get/" in path else None
+    assert "3 skills in a row could not be had; the last: HTTP 403" in failure(
+        registry, tmp_path, max_failures_in_row=3
+    )
+    registry.before = lambda path: None
+    assert {"s1", "new0", "new1", "new2"} <= set(sync(registry, tmp_path, "again")[1])
+
+
 def test_403_and_404_are_skipped_for_good_until_the_listing_shows_another_version(registry, tmp_path):
     registry.script["/api/get/s1"] = [Reply(b"", 403)]
     registry.script["/api/get/s2"] = [Reply(b"", 404)]

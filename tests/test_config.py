@@ -177,6 +177,12 @@ def test_broken_yaml_is_refused_with_file_and_line(tmp_path, text):
     assert str(error.value).startswith(f"{path}, line ")
 
 
+@pytest.mark.parametrize("text", ["a: 2024-13-01\n", "a: 0b_\n", f"a: {'[' * 5000}\n"])
+def test_values_that_yaml_cannot_make_are_refused_in_one_line(tmp_path, text):
+    with pytest.raises(SkilltrainError, match="is not YAML"):
+        load_recipe(write(tmp_path, text))
+
+
 @pytest.mark.parametrize("text", ["", "just words\n", "- 1\n- 2\n"])
 def test_a_recipe_that_is_no_map_is_refused(tmp_path, text):
     with pytest.raises(SkilltrainError, match="a recipe is a map of keys to values"):

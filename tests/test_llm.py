@@ -1,6 +1,7 @@
 """The live client against a real server on loopback: retries, pace, clear errors, and a key that shows nowhere."""
 
 import json
+import traceback
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from email.utils import format_datetime
@@ -249,6 +250,7 @@ def test_faults_of_every_request_end_the_run_and_never_show_the_key(
     with pytest.raises(SkilltrainError, match=message) as failure:
         complete(open_client(server, max_retries=0), 0)
     assert KEY not in str(failure.value)
+    assert KEY not in "".join(traceback.format_exception(failure.value))  # what --debug shows
     assert failure.value.where == server.base_url
 
 

@@ -4,12 +4,13 @@ import json
 import runpy
 import shutil
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
 import yaml
 
 from skilltrain import __version__
-from skilltrain.config import load_recipe
+from skilltrain.config import load_recipe, sections_of
 from skilltrain.errors import SkilltrainError
 from skilltrain.recipe import (
     FREE_TO_CHANGE,
@@ -91,9 +92,16 @@ def test_a_recipe_of_no_stage_is_refused(values, message):
 @pytest.mark.parametrize("name", STAGES)
 def test_every_stage_has_settings_with_descriptions(name):
     config_class, function = STAGES[name].load()
-    assert callable(function)
-    bare = [key for key, field in config_class.model_fields.items() if key != "stage" and not field.description]
-    assert bare == [] and {"stage", "out"} <= config_class.model_fields.keys()
+    assert callable(function) and {"stage", "out"} <= config_class.model_fields.keys()
+    waiting, bare, seen = [config_class], list[str](), set[type]()
+    while waiting:
+        section = waiting.pop()
+        seen.add(section)
+        for key, field in section.model_fields.items():
+            is_tag = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
+            bare += [f"{section.__name__}.{key}"] if not (is_tag or field.description) else []
+            waiting += [inner for inner in sections_of(field.annotation) if inner not in seen]
+    assert bare == []
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -117,6 +125,8 @@ def test_recipes_are_listed_by_what_they_train(tmp_path):
     write_recipe(tmp_path / "below" / "encoder.yaml", text)
     (tmp_path / "pool.yaml").write_text("stage: pool\nsources: a\nout: b\n")
     (tmp_path / "launch.yaml").write_text("num_processes: 2\n")
+    (tmp_path / "list.yaml").write_text("- stage: pool\n")
+    (tmp_path / "odd.yaml").write_text("stage: [pool]\n")
     pool, encoder = list_recipes(tmp_path)
     assert (pool.path, pool.stage, pool.base, pool.loss, pool.about) == (tmp_path / "pool.yaml", "pool", "", "", "")
     assert (encoder.stage, encoder.base, encoder.loss) == ("train_encoder", "owner/name", "infonce")
@@ -200,6 +210,20 @@ def test_what_a_kill_left_half_is_made_anew(library, tmp_path):
     (tmp_path / ".out.partial" / "skills.parquet").write_text("half")
     run_recipe(pool_config(library, tmp_path / "out"), resume=False)
     assert not (tmp_path / ".out.partial").exists() and (tmp_path / "out" / "skills.parquet").stat().st_size > 100
+
+
+def test_two_runs_do_not_write_one_folder(library, tmp_path, monkeypatch):
+    from skilltrain.data.pool import skill_pool
+
+    def at_once(config, out):
+        with pytest.raises(SkilltrainError, match=r"\.out\.partial: another process is writing this very folder"):
+            run_recipe(config, resume=False)
+        return whole(config, out)
+
+    whole = skill_pool.run_pool
+    monkeypatch.setattr("skilltrain.data.pool.skill_pool.run_pool", at_once)
+    run_recipe(pool_config(library, tmp_path / "out"), resume=False)
+    assert (tmp_path / "out" / "skills.parquet").is_file() and not (tmp_path / ".out.partial").exists()
 
 
 def test_changed_settings_and_changed_inputs_are_another_run(library, tmp_path):

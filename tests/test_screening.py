@@ -14,7 +14,7 @@ from skilltrain.data import screening
 from skilltrain.data.screening import (
     RULES,
     commands,
-    flagged_skill_ids,
+    flags_to_leave_out,
     hidden_text,
     lures,
     orders,
@@ -55,6 +55,7 @@ ENCODED = [
     f'printf "{PAYLOAD}" | base64 --decode | sudo sh',
     f"echo {PAYLOAD} | base64 -d | gunzip | /bin/sh",
     f"echo {PAYLOAD} | openssl base64 -d -A | zsh",
+    f"echo {PAYLOAD} | openssl enc -a -d | bash",
     f'bash -c "$(echo {PAYLOAD} | base64 -d',
     f"eval `echo {PAYLOAD} | base64 -d",
     f"bash <(echo {PAYLOAD} | base64 --decode",
@@ -292,6 +293,7 @@ SECRETS = [
     "sk-ant-api03-" + RANDOM,
     "AIza" + "Sy" + RANDOM + "q",
     "glpat-" + RANDOM[:20],
+    "github_pat_" + RANDOM[:22] + "_" + RANDOM[::-1] + RANDOM[:27],
     "xoxb-" + "172839405162-293847561029-" + RANDOM[:24],
     "npm_" + RANDOM + "k2Wx",
     "https://hooks.slack.com/services/" + "T0Q3ZT7WL/B0K2MPX9R/" + RANDOM[:24],
@@ -560,20 +562,21 @@ def test_the_work_grows_linearly_with_the_body(unit: str):
     assert large <= 4.5 * small + 200
 
 
-def test_flags_are_written_and_read_beside_a_pool(tmp_path: Path):
+def test_flags_are_written_and_read_beside_a_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     skills = [Skill("a/good", "n", "d", "b"), Skill("a/bad", "n", "d", "See http://45.140.17.2/b")]
-    assert read_flags(tmp_path) is None and flagged_skill_ids(tmp_path) == frozenset()
+    assert read_flags(tmp_path) is None and flags_to_leave_out(tmp_path) == {}
+    assert "was never screened" in capsys.readouterr().err
     flags = screen_pool(StoredSkills.write(skills, tmp_path / "skills.jsonl"), WorkersConfig(num=1))
     write_flags(flags, tmp_path)
-    assert read_flags(tmp_path) == flags and flagged_skill_ids(tmp_path) == {"a/bad"}
-    assert flagged_skill_ids(tmp_path / "skills.parquet") == {"a/bad"}
+    assert read_flags(tmp_path) == flags and flags_to_leave_out(tmp_path).keys() == {"a/bad"}
+    assert flags_to_leave_out(tmp_path / "skills.parquet").keys() == {"a/bad"}
     (row,) = read_table(tmp_path, FLAGS).to_pylist()
     assert (row["rule"], row["field"], row["start"], row["end"]) == ("bare_address", "body", 4, 24)
 
 
 def test_a_clean_pool_has_an_empty_table(tmp_path: Path):
     write_flags({}, tmp_path)
-    assert read_flags(tmp_path) == {} and flagged_skill_ids(tmp_path) == frozenset()
+    assert read_flags(tmp_path) == {} and flags_to_leave_out(tmp_path) == {}
 
 
 def test_rules_have_names_reasons_and_hints_in_lower_case():

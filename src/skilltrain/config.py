@@ -48,7 +48,7 @@ def parse_yaml(text: str, where: object) -> Any:
         return yaml.load(text, _UniqueKeyLoader)
     except SkilltrainError as error:
         raise SkilltrainError(error.what, where=where) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # PyYAML lets an impossible date's ValueError out
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise SkilltrainError(f"is not YAML: {getattr(error, 'problem', error)}", where=f"{where}{line}") from error
@@ -160,18 +160,19 @@ def _classes_at(config_class: type[BaseModel], location: Sequence[Any]) -> list[
     """The sections that may stand at `location`; a part that is a union's tag selects among them."""
     current: list[type[BaseModel]] = [config_class]
     for part in location:
-        inner = [m for c in current if part in c.model_fields for m in _models(c.model_fields[part].annotation)]
+        inner = [m for c in current if part in c.model_fields for m in sections_of(c.model_fields[part].annotation)]
         tagged = [c for c in current if part in _tags(c)]
         current = inner or tagged or current
     return current
 
 
-def _models(annotation: Any) -> list[type[BaseModel]]:
+def sections_of(annotation: Any) -> list[type[BaseModel]]:
+    """The classes of settings that a field of this type may hold; of lists and maps, those of their items."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType, typing.Annotated, list, tuple, dict):
-        return [model for argument in typing.get_args(annotation) for model in _models(argument)]
+        return [model for argument in typing.get_args(annotation) for model in sections_of(argument)]
     return []
 
 

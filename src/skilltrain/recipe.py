@@ -1,8 +1,11 @@
 """Recipes: every stage's settings in one union, and the one way in which a stage runs."""
 
+import fcntl
+import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -77,15 +80,36 @@ def _train(config: Any, function: Callable[..., dict[str, Any]], record: dict[st
 def _produce(config: Any, function: Callable[..., dict[str, Any]], record: dict[str, Any]) -> Any:
     """The summary of a data stage, whose folder appears whole or not at all."""
     partial = config.out.with_name(f".{config.out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        summary = function(config, partial)
-        _write_record(partial, config, record | {"finished": True, "summary": summary})
-        partial.rename(config.out)  # takes the place of an empty folder
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with _alone(partial):
+        try:
+            summary = function(config, partial)
+            _write_record(partial, config, record | {"finished": True, "summary": summary})
+            partial.rename(config.out)  # takes the place of an empty folder
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     return summary
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the lock of an emptied folder; the system takes it back when the process ends, however it ends.
+
+    Raises SkilltrainError where another process holds it, or has just renamed the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not (folder.is_dir() and os.path.samestat(os.fstat(lock), folder.stat())):
+            raise BlockingIOError
+        for left in folder.iterdir():
+            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+        yield
+    except BlockingIOError as error:
+        fix = "wait for it, or name another out"
+        raise SkilltrainError("another process is writing this very folder", where=folder, fix=fix) from error
+    finally:
+        os.close(lock)
 
 
 def paths_read(config: Config) -> dict[str, Path]:
@@ -208,8 +232,13 @@ def list_recipes(folder: Path) -> list[Listed]:
 
 def _listed(file: Path) -> Listed | None:
     """What a file says of itself; None if it is no recipe."""
-    values = load_recipe(file)
-    if (stage := values.get("stage")) not in STAGES:
+    try:
+        values = load_recipe(file)
+    except SkilltrainError as error:
+        say(f"not listed: {error}")
+        return None
+    stage = values.get("stage")
+    if not isinstance(stage, str) or stage not in STAGES:
         return None
     model, loss = ("", "")
     if STAGES[stage].trains:

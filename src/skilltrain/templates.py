@@ -23,10 +23,10 @@ SKILL_TASK = "Given a task description, retrieve the skills that an agent needs 
 class SkillTemplate(Config):
     """How a skill becomes one text: `name | description | body`, each within its cap."""
 
-    fields: SkillFields = "full"
-    description_chars: int = Field(default=300, ge=0)
-    body_chars: int = Field(default=2500, ge=0)
-    separator: str = " | "
+    fields: SkillFields = Field(default="full", description="full: name, description, body; nd: no body")
+    description_chars: int = Field(default=300, ge=0, description="how much of a description")
+    body_chars: int = Field(default=2500, ge=0, description="how much of a body")
+    separator: str = Field(default=" | ", description="what stands between the parts")
 
     def render(self, skill: Skill) -> str:
         """The text of a skill; `nd` leaves the body out, empty fields leave no separator behind."""
@@ -39,9 +39,9 @@ class SkillTemplate(Config):
 class EncoderTemplate(Config):
     """What the encoder sees of a query and of a skill."""
 
-    instruction: str | None = None
-    query_chars: int = Field(default=1500, ge=1)
-    skill: SkillTemplate = SkillTemplate()
+    instruction: str | None = Field(default=None, description="task told before a query, in Qwen3-Embedding's form")
+    query_chars: int = Field(default=1500, ge=1, description="how much of a query")
+    skill: SkillTemplate = Field(default=SkillTemplate(), description="the text of a skill")
 
     def query_prompt(self) -> str:
         """What precedes the query; Qwen3-Embedding's form has no space after `Query:`."""
@@ -61,11 +61,15 @@ class RerankerTemplate(Config):
     official separators between the parts are a newline and a blank line (SkillRouter uses the latter).
     """
 
-    form: Literal["pair", "cosine_pair", "yes_no"] = "pair"
-    instruction: str = SKILL_TASK
-    separator: Literal["\n", "\n\n"] = "\n\n"
-    query_chars: int = Field(default=1500, ge=1)
-    skill: SkillTemplate = SkillTemplate(description_chars=500, body_chars=2000)
+    form: Literal["pair", "cosine_pair", "yes_no"] = Field(
+        default="pair", description="pair: BERT with a head; cosine_pair: grown from an encoder; yes_no: Qwen3-Reranker"
+    )
+    instruction: str = Field(default=SKILL_TASK, description="task told in yes_no")
+    separator: Literal["\n", "\n\n"] = Field(default="\n\n", description="between the parts of yes_no")
+    query_chars: int = Field(default=1500, ge=1, description="how much of a query")
+    skill: SkillTemplate = Field(
+        default=SkillTemplate(description_chars=500, body_chars=2000), description="the text of a skill"
+    )
 
     def query_prompt(self) -> str:
         """What precedes the query's own text (after the chat prefix)."""

@@ -23,7 +23,10 @@ def version() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; a user's fault is one line on stderr and exit code 2, a traceback only with --debug."""
+    """Run the command line; a user's fault is one line on stderr and exit code 2, a traceback only with --debug.
+
+    Ctrl-C ends it with 130.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     command = typer.main.get_command(app)
@@ -40,12 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = _INTERRUPTED
     if code == _INTERRUPTED:  # what typer makes of Ctrl-C
-        _fail("interrupted; what was finished is kept")
+        _fail("interrupted; what was finished is kept", _INTERRUPTED)
     if code:
         sys.exit(code)
 
 
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, code: int = 2) -> NoReturn:
     line = " ".join(message.splitlines())
     console.print(f"error: {line}", style="bold red", markup=False, emoji=False, soft_wrap=True)
-    sys.exit(2)
+    sys.exit(code)

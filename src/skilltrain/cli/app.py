@@ -26,10 +26,14 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="print what would be don
 
 def _split(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
     """(recipe file, overrides) of a stage's arguments."""
-    files = [argument for argument in arguments if "=" not in argument]
+    files = [argument for argument in arguments if "=" not in argument or _is_recipe(argument)]
     if len(files) > 1:
         raise SkilltrainError(f"more than one recipe: {' '.join(files)}", fix="settings have the form key=value")
-    return (Path(files[0]) if files else None), [argument for argument in arguments if "=" in argument]
+    return (Path(files[0]) if files else None), [argument for argument in arguments if argument not in files]
+
+
+def _is_recipe(argument: str) -> bool:
+    return argument.endswith((".yaml", ".yml")) and Path(argument).is_file()
 
 
 def settings_of(stage: str, arguments: Sequence[str]) -> tuple[dict[str, Any], object]:

@@ -9,12 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from skilltrain.cli.app import DryRun, app, execute, settings_of, show
+from skilltrain.cli.settings_help import SettingsCommand
 from skilltrain.errors import SkilltrainError
 from skilltrain.recipe import parse_recipe
 from skilltrain.terminal import console
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 def evaluate(
     arguments: Annotated[list[str] | None, typer.Argument(help="RECIPE.yaml (optional) and key=value settings")] = None,
     benchmark: Annotated[Path | None, typer.Option(help="folder of the benchmark")] = None,

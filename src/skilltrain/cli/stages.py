@@ -4,47 +4,20 @@ import json
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from skilltrain.cli.app import DryRun, Overrides, app, execute, settings_of, show
-from skilltrain.config import Config, load_recipe
+from skilltrain.cli.settings_help import SettingsCommand
+from skilltrain.config import load_recipe
 from skilltrain.errors import SkilltrainError
 from skilltrain.recipe import list_recipes, parse_recipe, schema_of
 from skilltrain.stages import STAGES
 
 
-def _describe_fields(config_class: type[Config]) -> str:
-    """The settings of a stage for its --help, one a line."""
-    lines = []
-    for name, field in config_class.model_fields.items():
-        if name != "stage":
-            default = "required" if field.is_required() else f"default {_brief(field.default)}"
-            lines.append(f"  {name}: {field.description} ({default})")
-    return "\n".join(lines)
-
-
-def _brief(value: Any) -> str:
-    text = json.dumps(value.model_dump(mode="json")) if isinstance(value, Config) else str(value)
-    return text if len(text) <= 70 else text[:67] + "..."
-
-
-class _StageCommand(TyperCommand):
-    """A command whose --help lists the settings of its stage; the stage is imported only then."""
-
-    def get_help(self, ctx: Any) -> str:
-        """The usual help, then settings and an example."""
-        stage = str(self.name)
-        config_class, _ = STAGES[stage].load()
-        super().get_help(ctx)
-        settings = f"\nSettings (key=value; nested ones as section.key=value):\n{_describe_fields(config_class)}"
-        return f"{settings}\n\nExample:\n  skilltrain {stage} {STAGES[stage].example}"
-
-
 def _add_stage(stage: str) -> None:
-    @app.command(stage, cls=_StageCommand, help=STAGES[stage].about)
+    @app.command(stage, cls=SettingsCommand, help=STAGES[stage].about)
     def run_stage(arguments: Overrides = None, only_plan: DryRun = False) -> None:
         values, where = settings_of(stage, arguments or [])
         execute(parse_recipe(values, where), only_plan, resume=False)
@@ -63,6 +36,8 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint")] = False,
 ) -> None:
     """Train an encoder or a reranker.
+
+    Its settings: skilltrain recipes --schema train_encoder (or train_reranker)
 
     Example: skilltrain train recipes/tiny/sr_emb_minilm.yaml training.seed=7 out=runs/emb7
     """

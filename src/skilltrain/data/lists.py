@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from skilltrain.config import Config, InputPath
 from skilltrain.data.filtering.filters import POSITIVE, rows_by_query, texts_of
 from skilltrain.data.mining.mine import SOURCES, select_queries
-from skilltrain.data.screening import read_flags
+from skilltrain.data.screening import flags_to_leave_out
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Verdict
 from skilltrain.tables import (
@@ -106,7 +106,7 @@ def run_lists(config: ListsConfig, out: Path) -> dict[str, Any]:
     pool = set(read_table(config.pool, SKILLS).column("skill_id").to_pylist())
     candidates = RankedCandidates(read_table(config.rankings, RANKINGS))
     _check_candidates(candidates, pool, config)
-    flags = (read_flags(config.pool) if config.flagged == "leave_out" else None) or {}
+    flags = flags_to_leave_out(config.pool) if config.flagged == "leave_out" else {}
     usable = Usable(pool, {skill_id: sorted({flag.rule for flag in found}) for skill_id, found in flags.items()})
     plans, unplanned = _plan(list(queries), verdicts, usable, config.positives)
     built, unbuilt = _build_all(plans, candidates, config)

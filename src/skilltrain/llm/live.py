@@ -105,10 +105,10 @@ class _Session:
         """The failure of one request. Raises SkilltrainError if it is all requests', or one too many in a row."""
         failure = explain(error, self._config, self._llm.key, self._llm.was_answered)
         if isinstance(failure, SkilltrainError):
-            raise failure
+            raise failure from None  # openai's own error may hold the key, and --debug would show it
         self._num_failures += 1
         if self._num_failures >= self._config.max_failures:
             what = f"{self._num_failures} requests in a row failed, the last with: {failure.reason}"
             fix = "answers so far are cached; run again later"
-            raise SkilltrainError(what, where=self._config.base_url, fix=fix)
+            raise SkilltrainError(what, where=self._config.base_url, fix=fix) from None
         return failure

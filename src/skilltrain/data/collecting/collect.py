@@ -29,6 +29,7 @@ from skilltrain.data.pool.skill_sources import Refused
 from skilltrain.errors import SkilltrainError
 from skilltrain.terminal import long_progress
 
+_FORBIDDEN = 403.0
 _FREE_TO_CHANGE = {"token_env", "allow_hosts", "max_stale_pages"}  # without another listing
 
 
@@ -119,7 +120,7 @@ def fetch_all(
     due = [skill for skill in listed if _is_due(skill, config, state)]
     counts = {"num_fetched": 0, "num_not_modified": 0, "num_up_to_date": len(listed) - len(due)}
     refused: list[Refused] = []
-    num_failures = num_bytes = 0
+    in_row, num_bytes = list[Outcome](), 0
     with long_progress("collecting", len(listed), len(listed) - len(due)) as show:
         for number, skill in enumerate(due, 1):
             try:
@@ -132,10 +133,12 @@ def fetch_all(
             counts["num_fetched"] += is_new
             counts["num_not_modified"] += outcome.status == "fetched" and not is_new
             num_bytes += outcome.num_bytes * is_new
-            num_failures = num_failures + 1 if outcome.status == "failed" else 0
-            if num_failures >= config.max_failures_in_row:
+            in_row = [*in_row, outcome] if outcome.status == "failed" or outcome.value == _FORBIDDEN else []
+            if len(in_row) >= config.max_failures_in_row:
+                for other in in_row:  # a registry that forbids everything says nothing of a skill
+                    state.record(replace(other, status="failed"))
                 raise SkilltrainError(
-                    f"{num_failures} skills in a row could not be had; the last: {outcome.reason}",
+                    f"{len(in_row)} skills in a row could not be had; the last: {outcome.reason}",
                     where=config.registry.base_url,
                     fix="what was collected is kept: run again later",
                 )
@@ -150,7 +153,7 @@ def _is_due(skill: Listed, config: CollectConfig, state: SyncState) -> bool:
     if known is None or known.version != skill.version or known.status in ("failed", "broken"):
         return True
     if known.status == "gone":
-        return False
+        return known.url_key != url_key(skill.url)  # a signed URL that ran out, and came anew
     if known.status == "too_big":
         return known.value is not None and known.value < config.http.max_download_bytes
     is_lost = not state.download_path(known.sha256).is_file()
@@ -171,7 +174,8 @@ def _fetch(skill: Listed, config: CollectConfig, state: SyncState, client: Regis
             raise FetchError("failed", f"the answer is {'an HTML page' if kind == 'html' else 'a JSON object'}")
     except FetchError as error:
         status = {"gone": "gone", "too_big": "too_big"}.get(error.filter, "failed")
-        kept = known if known and known.status != "broken" and status == "failed" else fresh
+        may_pass = status == "failed" or error.value == _FORBIDDEN
+        kept = known if known and known.status != "broken" and may_pass else fresh
         return replace(kept, status=status, sync=state.sync, reason=error.reason, value=error.value), False
     if download is None and known is not None:
         return replace(known, status="fetched", sync=state.sync, version=skill.version, reason="", value=None), False

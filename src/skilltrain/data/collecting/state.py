@@ -66,7 +66,7 @@ class Outcome:
 
 
 def url_key(url: str) -> str:
-    """A URL in 16 digits: its query may hold a signature, which is not written down."""
+    """A URL in 16 digits: its query may hold a signature, which is kept no longer than the listing that it came in."""
     return hashlib.sha256(url.encode()).hexdigest()[:16]
 
 

@@ -21,6 +21,7 @@ from skilltrain.data.screening.secret_keys import EMBEDDED_SECRET
 from skilltrain.data.stored_skills import Spans, StoredSkills, read_stored
 from skilltrain.records import Skill
 from skilltrain.tables import FLAGS, SKILLS, read_table, table_path, write_table
+from skilltrain.terminal import say
 from skilltrain.workers import WorkersConfig, map_blocks
 
 RULES: tuple[Rule, ...] = (
@@ -93,6 +94,9 @@ def read_flags(pool_path: Path) -> dict[str, list[Flag]] | None:
     return flags
 
 
-def flagged_skill_ids(pool_path: Path) -> frozenset[str]:
-    """The skills of a pool that have a flag, by the FLAGS table beside its SKILLS table; empty where there is none."""
-    return frozenset(read_flags(pool_path) or ())
+def flags_to_leave_out(pool_path: Path) -> dict[str, list[Flag]]:
+    """As `read_flags`, for who leaves flagged skills out: a pool that was never screened has none, and it is said."""
+    flags = read_flags(pool_path)
+    if flags is None:
+        say(f"warning: {pool_path} was never screened, so no skill is left out; `skilltrain pool` screens")
+    return flags or {}

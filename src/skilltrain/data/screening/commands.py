@@ -102,7 +102,7 @@ ENCODED_COMMAND = Rule(
     "encoded_command",
     "decodes a text and runs it at once, so that nobody sees what runs",
     ("base64", "base32", "xxd", "uudecode", "| rev", "|rev", "b64decode", "b32decode", "decode64", "atob",
-     "buffer.from", "unhexlify", "fromhex", "powershell", "pwsh", "\\x"),
+     "buffer.from", "unhexlify", "fromhex", "openssl", "powershell", "pwsh", "\\x"),
     _find_encoded,
 )  # fmt: skip
 

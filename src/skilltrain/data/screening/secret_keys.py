@@ -95,8 +95,8 @@ def show_beginning(span: str) -> str:
 EMBEDDED_SECRET = Rule(
     "embedded_secret",
     "holds what looks like a real key or password: whoever reads the skill can use it",
-    ("akia", "asia", "gh", "glpat-", "sk-", "k_live_", "xox", "aiza", "npm_", "hf_", "sg.", ":aa", "agei", "dop_v1",
-     "shpat_", "hooks.slack", "webhooks/", "private key", "eyj"),
+    ("akia", "asia", "gh", "github_pat_", "glpat-", "sk-", "k_live_", "xox", "aiza", "npm_", "hf_", "sg.", ":aa",
+     "agei", "dop_v1", "shpat_", "hooks.slack", "webhooks/", "private key", "eyj"),
     _find_secret,
     show_beginning,
 )  # fmt: skip

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from skilltrain.data.screening import flagged_skill_ids
+from skilltrain.data.screening import flags_to_leave_out
 from skilltrain.data.stored_skills import StoredSkills, skills_of_table
 from skilltrain.data.synthesis.check import LASTING, Fault, check_answer
 from skilltrain.data.synthesis.name_leak import common_words
@@ -95,7 +95,7 @@ def _prepare(config: SynthesizeConfig, folder: Path | None) -> _Work:
     facts = read_columns(config.pool, SKILLS, ("skill_id", "category", "lang")).to_pylist()
     if not facts:
         raise SkilltrainError("the pool holds no skill", where=config.pool)
-    left_out = flagged_skill_ids(config.pool) if config.flagged == "leave_out" else frozenset[str]()
+    left_out = flags_to_leave_out(config.pool) if config.flagged == "leave_out" else {}
     usable = [Skill(**row, name="", description="", body="") for row in facts if row["skill_id"] not in left_out]
     flagged = [row["skill_id"] for row in facts if row["skill_id"] in left_out]
     chosen = {skill.skill_id for skill in sample_skills(usable, config.max_skills, config.seed)}

@@ -1,0 +1,67 @@
+"""A command's --help with every setting of its stage, those of sections within sections too."""
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from typer.core import TyperCommand
+
+from skilltrain.config import sections_of
+from skilltrain.stages import STAGES
+
+
+class SettingsCommand(TyperCommand):
+    """A command named like its stage, whose --help lists the stage's settings; the stage is imported only then."""
+
+    def get_help(self, ctx: Any) -> str:
+        """The usual help, then settings and an example."""
+        stage = STAGES[str(self.name)]
+        config_class, _ = stage.load()
+        super().get_help(ctx)
+        fields = "\n".join(_describe_fields(config_class, "", {}))
+        settings = f"\nSettings (key=value; those of lists, marked [], in a recipe):\n{fields}"
+        return f"{settings}\n\nExample:\n  skilltrain {self.name} {stage.example}" if stage.example else settings
+
+
+def _describe_fields(config_class: type[BaseModel], prefix: str, seen: dict[type[BaseModel], str]) -> Iterator[str]:
+    """The settings of a section, one a line, each followed by those of its own sections; `[]` marks a list's items.
+
+    A class of settings is told once: `seen` maps it to the place where it was.
+    """
+    for name, field in config_class.model_fields.items():
+        if name in _tags(config_class):
+            continue
+        default = "required" if field.is_required() else f"default {_brief(field.get_default())}"
+        yield f"  {prefix}{name}: {field.description or ''} ({default})".replace(":  (", ": (")
+        sections = sections_of(field.annotation)
+        place = f"{prefix}{name}{'[]' if get_origin(field.annotation) in (list, tuple) else ''}"
+        for section in sections:
+            tag = ", ".join(f"{key}={value}" for key, value in _tags(section).items())
+            if section in seen:
+                yield f"  {place}.…: {tag + ': ' if tag else ''}as {seen[section]}.…"
+                continue
+            seen[section] = place
+            if tag:
+                yield f"  {place} with {tag}:"
+            yield from _describe_fields(section, f"{place}.", seen)
+
+
+def _tags(section: type[BaseModel]) -> dict[str, str]:
+    """The settings of which a section allows one value: they tell it from others that may stand in its place."""
+    literals = {
+        name: get_args(field.annotation)
+        for name, field in section.model_fields.items()
+        if get_origin(field.annotation) is Literal
+    }
+    return {name: str(values[0]) for name, values in literals.items() if len(values) == 1}
+
+
+def _brief(value: Any) -> str:
+    """A default as YAML could say it, cut to a line."""
+    if isinstance(value, str):
+        text = value if value.strip() == value and value.isprintable() else json.dumps(value)
+    else:
+        plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+        text = json.dumps(plain, default=str, ensure_ascii=False)
+    return text if len(text) <= 70 else text[:67] + "..."
