@@ -1,8 +1,18 @@
+import time
+import tracemalloc
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from skilltrain.data.pool.skill_file import decode_text, first_paragraph, parse_skill_file, split_header
+from skilltrain.data.pool.skill_file import (
+    MAX_HEADER_CHARS,
+    as_text,
+    decode_text,
+    first_paragraph,
+    parse_skill_file,
+    split_header,
+)
 from skilltrain.errors import SkilltrainError
 
 
@@ -79,6 +89,39 @@ def test_markdown_that_opens_with_a_break_has_no_frontmatter():
     assert parse_skill_file("---\n---\nBody", "f").body == "Body"
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        "name: n\n\n# --- discovery ---\n\ndescription: d\ncategory: c",
+        "name: n\ndescription: d\n\n# --- discovery ---\n\ncategory: c\n",
+        "name: n\n\n# Discovery\n\ndescription: d\ncategory: c\n",
+        "name: n\ndescription: d\n\n# Discovery\n\ncategory: c",
+        '"name": n\n"description": d\ncategory: c',
+        '"name": n\ndescription: d\ncategory: c\nnot: yaml: at all',
+        "  # made by a machine\nname: n\ndescription: d\ncategory: c",
+        "名称: x\nname: n\ndescription: d\ncategory: c",
+        "名称: x\nname: n\ndescription: d\ncategory: c\nnot: yaml: at all",
+        "{name: n, description: d, category: c}",
+        '{\n"name": "n",\n\n"description": "d", "category": "c"\n}',
+    ],
+)
+def test_a_closed_block_with_a_name_is_frontmatter_however_it_is_written(header: str):
+    skill = parse_skill_file(f"---\n{header}\n---\nBody.", "f")
+    assert (skill.name, skill.description, skill.body, skill.category) == ("n", "d", "Body.", "c")
+
+
+@pytest.mark.parametrize("prose", ["Note: this is prose\nmore prose", "Note: this is prose", "Warning: hot\n- item"])
+def test_prose_between_breaks_stays_in_the_body(prose: str):
+    text = f"---\n{prose}\n---\nThe rest"
+    assert split_header(text) == ("", text)
+    assert parse_skill_file(text, "f").body == text
+
+
+@pytest.mark.parametrize("header", ["version: 1.0\ntags:\n- a\n  b", "title: What: a title\nlang: en", "Category: c"])
+def test_a_block_of_keys_alone_is_frontmatter_without_a_name_too(header: str):
+    assert split_header(f"---\n{header}\n---\nBody.") == (header + "\n", "\nBody.")
+
+
 @pytest.mark.parametrize("bomb", ["x: " + "[" * 60_000, "x: " + "{a: " * 15_000, "x:\n" + "- " * 30_000])
 def test_hostile_nesting_is_read_line_by_line(bomb: str):
     assert parse_skill_file(f"---\nname: n\ndescription: d\n{bomb}\n---\nBody", "f").name == "n"
@@ -87,6 +130,29 @@ def test_hostile_nesting_is_read_line_by_line(bomb: str):
 def test_yaml_aliases_do_not_multiply():
     laughs = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefghijk", "bcdefghijkl"))  # noqa: B905
     assert parse_skill_file(f"---\nname: n\n{laughs}description: [*l, *k, y]\n---\nBody", "f").description == "y"
+
+
+@pytest.mark.parametrize(
+    ("text", "times", "length"),
+    [("A" * 40_000, 8000, MAX_HEADER_CHARS), ("\\0" * 15_000, 8000, 1), ("", 8000, 1)],
+    ids=["long", "nothing when cleaned", "empty"],
+)
+def test_a_list_of_aliases_is_cut_and_never_put_together(text: str, times: int, length: int):
+    start = time.perf_counter()
+    header = f'x: &a "{text}"\nname: [{"*a," * times}]\ndescription: {{x: [*a, *a]}}'
+    tracemalloc.start()
+    skill = parse_skill_file(f"---\n{header}\n---\nBody", "f")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (len(skill.name), skill.description, skill.body) == (length, "Body", "Body")
+    assert peak < 200e6 and time.perf_counter() - start < 60
+
+
+def test_lists_are_cut_and_what_is_no_number_is_nothing():
+    long = "B" * (MAX_HEADER_CHARS // 2 - 1)
+    assert as_text([long, long, "c", "d"]) == f"{long}, {long}"
+    assert as_text(["a", ["b"], {"c": 1}, None, 1.5, float("nan"), ""]) == "a, 1.5"
+    assert [as_text(float(value)) for value in ("nan", "inf", "-inf", "0.5")] == ["", "", "", "0.5"]
 
 
 @pytest.mark.parametrize(

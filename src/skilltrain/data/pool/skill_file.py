@@ -1,6 +1,7 @@
 """One SKILL.md, however untidy, read into its parts. The text is untrusted: it is parsed, never executed."""
 
 import codecs
+import math
 import re
 import unicodedata
 from dataclasses import dataclass
@@ -22,10 +23,14 @@ _NOT_ASCII = re.compile("[^\x00-\x7f]")
 _CONTROL = re.compile("[\x01-\x08\x0b\x0e-\x1f]")
 _OPENING = re.compile(r"(?:(?><!--.*?-->)\s*)*---[ \t]*\n", re.DOTALL)
 _CLOSING = re.compile(r"^(?:---|\.\.\.)[ \t]*$", re.MULTILINE)
-_KEY = re.compile(r"([A-Za-z_][\w-]*)[ \t]*:(?!//)[ \t]*(.*)")
+_KEY = re.compile(r"""["']?([A-Za-z_][\w-]*)["']?[ \t]*:(?!//)[ \t]*(.*)""")
+_KEY_OF_ANY_LANGUAGE = re.compile(r"""["']?[^\W\d][\w-]*["']?[ \t]*:(?!//)""")
+_NAME_OR_DESCRIPTION = re.compile(r"""^["']?(name|description)["']?[ \t]*:""", re.MULTILINE | re.IGNORECASE)
+_FIELDS = ("category", "lang", "license", "metadata")  # beside name and description
 _INDENTED_FIELD = re.compile(r" +(name|description)[ ]*:[ ]+(.*)")
 _NO_PLAIN_VALUE = ("", "|", ">", "|-", ">-", "|+", ">+")
-_HEADING_AFTER_BLANK = re.compile(r"\n[ \t]*\n#+ [^\n]*\n[ \t]*\n")
+_HEADING_AFTER_BLANK = re.compile(r"\n[ \t]*\n#+ (?!([-=*~_#])\1\1)[^\n]*\n[ \t]*\n")  # not `# --- comment ---`
+_BLANK_AT_END = re.compile(r"\n[ \t]*\n\Z")
 _HEADER_END = re.compile(r"\n[ \t]*\n|\n(?=#)|\Z")
 _LANG = re.compile(r"[a-z]{2,3}")
 
@@ -48,8 +53,8 @@ def parse_skill_file(text: str, fallback_name: str) -> SkillFile:
     Without a name the skill is called `fallback_name`, without a description its first paragraph stands in.
     Frontmatter that is not YAML (`description: Use when: x`) is read line by line.
     """
-    header, body = split_header(clean_text(text))
-    fields = read_header(header)
+    header, body, fields = _split(clean_text(text))
+    fields = read_header(header) if fields is None else fields
     metadata = fields["metadata"] if isinstance(fields.get("metadata"), dict) else {}
     lang = as_text(fields.get("lang")).lower()[:2]
     return SkillFile(
@@ -111,49 +116,117 @@ def one_line(text: str) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A field's value as text: a list becomes its items joined by commas, a map or nothing becomes empty."""
+    """A field's value as text: a list becomes its items joined by commas, a map, NaN or nothing becomes empty.
+
+    What a list says is cut to MAX_HEADER_CHARS: by YAML aliases a small file can say a long text thousands of times.
+    """
     if isinstance(value, str):
         return "" if value in ("~", "null") else clean_text(value)
     if isinstance(value, list):
-        return ", ".join(part for item in value if not isinstance(item, list) and (part := as_text(item)))
-    return "" if value is None or isinstance(value, dict) else str(value)
+        return _joined(value)
+    is_no_number = isinstance(value, float) and not math.isfinite(value)
+    return "" if value is None or isinstance(value, dict) or is_no_number else str(value)
+
+
+def _joined(items: list[Any]) -> str:
+    """The texts of `items`, lists among them left out; what is too long is never put together."""
+    parts: list[str] = []
+    room = MAX_HEADER_CHARS
+    for item in items:
+        if isinstance(item, list):
+            continue
+        part = as_text(item[:room] if isinstance(item, str) else item)
+        room -= len(item) if isinstance(item, str) else len(part)  # cleaning takes time too, whatever it leaves
+        parts += [part] if part else []
+        if room <= 0:
+            break
+    return ", ".join(parts)[:MAX_HEADER_CHARS]
 
 
 def split_header(text: str) -> tuple[str, str]:
     """(frontmatter, body) of a SKILL.md; the frontmatter is empty where there is none.
 
-    Frontmatter that is never closed ends at the first blank line or heading.
+    A closed block is frontmatter where it is a YAML map with a name or a description, or where its lines look like
+    one; prose between two thematic breaks belongs to the body. Frontmatter that is never closed ends at the first
+    blank line or heading.
     """
+    return _split(text)[:2]
+
+
+def _split(text: str) -> tuple[str, str, dict[str, Any] | None]:
+    """`split_header`, and the frontmatter's fields where they were read on the way: parsing takes the most time."""
     text = text.lstrip("\ufeff \t\n")
     opening = _OPENING.match(text)
     if not opening:
-        return "", text
+        return "", text, None
     rest = text[opening.end() :]
     closing = _CLOSING.search(rest)
     header, body = (rest[: closing.start()], rest[closing.end() :]) if closing else (rest, "")
     if closing and not header.strip():
-        return "", body
-    lines = (line for line in header.split("\n") if line.strip() and not line.startswith("#"))
-    if not _KEY.match(next(lines, "").strip()):
-        return "", text
+        return "", body, None
+    if closing and len(header) <= MAX_HEADER_CHARS and not _runs_into_the_body(header):
+        fields = _read_yaml(header)
+        if fields is not None and fields.keys() & {"name", "description"}:
+            return header, body, fields
     if closing is None or _HEADING_AFTER_BLANK.search(header):
         end = _HEADER_END.search(rest)
         cut = end.start() if end else len(rest)
-        return rest[:cut], rest[cut:]
-    return header, body
+        header, body = rest[:cut], rest[cut:]
+    return (header, body, None) if _looks_like_a_header(header) else ("", text, None)
+
+
+def _runs_into_the_body(header: str) -> bool:
+    """Whether a block was perhaps never closed, and ends at a thematic break of the body, with a blank line above.
+
+    To YAML a heading there is a comment and `prose: here` a key, so YAML cannot tell; it is no body that says the name
+    or the description that is still missing.
+    """
+    heading = _HEADING_AFTER_BLANK.search(header)
+    if not heading or not _BLANK_AT_END.search(header):
+        return False
+    above, below = (
+        {key.lower() for key in _NAME_OR_DESCRIPTION.findall(part)}
+        for part in (header[: heading.start()], header[heading.end() :])
+    )
+    return below <= above
+
+
+def _looks_like_a_header(header: str) -> bool:
+    """Whether a block that is no YAML map with a name or a description means to be frontmatter, and not prose.
+
+    It starts with a key, and one is name or description; or all its lines are keys, lists or what belongs to them,
+    the keys ones that we read or in lower case (`Note: this is prose`).
+    """
+    lines = [line for line in header.split("\n") if line.strip() and not line.lstrip().startswith("#")]
+    if not lines or not _KEY_OF_ANY_LANGUAGE.match(lines[0].strip()):
+        return False
+    if _NAME_OR_DESCRIPTION.search("\n".join([lines[0].strip(), *lines[1:]])):
+        return True
+    keys = [_KEY.match(line.strip() if number == 0 else line) for number, line in enumerate(lines)]
+    return all(
+        key[1][0].islower() or key[1].lower() in _FIELDS if key else line.startswith((" ", "\t", "- ", "]", "}"))
+        for key, line in zip(keys, lines, strict=True)
+    )
 
 
 def read_header(header: str) -> dict[str, Any]:
     """Frontmatter as key → value, keys in lower case; scalars stay the text they are (`version: 1.10`, `yes`)."""
-    header = _CONTROL.sub("", header[:MAX_HEADER_CHARS].expandtabs(2))
+    fields = _read_yaml(header)
+    return _read_lines(_plain(header).split("\n")) if fields is None else fields
+
+
+def _plain(header: str) -> str:
+    return _CONTROL.sub("", header[:MAX_HEADER_CHARS].expandtabs(2))
+
+
+def _read_yaml(header: str) -> dict[str, Any] | None:
+    """`read_header` of what is YAML; None where it is not, or no map."""
     try:
         # The loader in pure Python, on purpose: libyaml overflows the C stack on deeply nested input.
-        value = yaml.load(header, yaml.BaseLoader)
+        value = yaml.load(_plain(header), yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError, ValueError):
-        value = None
-    if not isinstance(value, dict):
-        return _read_lines(header.split("\n"))
-    return {str(key).lower(): item for key, item in value.items()}
+        return None
+    return {str(key).lower(): item for key, item in value.items()} if isinstance(value, dict) else None
 
 
 def _read_lines(lines: list[str]) -> dict[str, Any]:

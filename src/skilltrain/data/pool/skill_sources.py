@@ -5,44 +5,29 @@ import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skilltrain.data.pool.skill_file import (
-    as_text,
-    clean_text,
-    decode_text,
-    first_paragraph,
-    one_line,
-    parse_skill_file,
-)
+from skilltrain import tables
+from skilltrain.data.pool.skill_file import clean_text, decode_text, parse_skill_file
+from skilltrain.data.pool.skill_rows import BODY_COLUMNS, COLUMNS, ID_COLUMNS, Refused, skill_from_row
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
-from skilltrain.tables import SKILLS, table_path
+from skilltrain.tables import SKILLS, TableSpec, table_path
 from skilltrain.terminal import say
 
 MAX_FILE_BYTES = 64 * 2**20
 HF_PREFIX = "hf:"
-ID_COLUMNS = ("skill_id", "id")
-BODY_COLUMNS = ("body", "content", "skill_md")
-COLUMNS = (*ID_COLUMNS, "name", "description", *BODY_COLUMNS, "category", "lang", "source", "license")
 SHARD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 _ROWS = 256  # of a table in memory at once
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """Something in a source that did not become a skill, and why."""
-
-    skill_id: str
-    filter: str
-    reason: str
-    value: float | None = None
+_COLLECTED, _UNPACKED = "collected.jsonl", "skills"  # of the stage `collect`: the folders that SKILLS was read from
+_OWN_FILES = {f"{spec.name}.parquet" for spec in vars(tables).values() if isinstance(spec, TableSpec)} | {
+    _COLLECTED, "origins.jsonl", "pool_copies.parquet",
+}  # fmt: skip
 
 
 def read_source(source: Path | str) -> Iterator[Skill | Refused]:
@@ -75,17 +60,19 @@ def _read_folder(root: Path) -> Iterator[Skill | Refused]:
     table = table_path(root, SKILLS)
     if table.is_file():
         yield from _read_parquet(table)
+        files, _, refused = _walk(root, {_UNPACKED} if (root / _COLLECTED).is_file() else ())
+        yield from refused
+        skill_files, shards = _sorted_by_kind(file for file in files if file not in _OWN_FILES)
+        yield from _left_unread([*skill_files, *_loose(shards, skill_files)], root, table.name)
         return
     files, others, refused = _walk(root)
     yield from refused
-    skill_files = [file for file in files if _is_skill_file(file)]
-    shards = [root / file for file in files if not _is_skill_file(file)]
+    skill_files, shards = _sorted_by_kind(files)
     if skill_files:
         yield from (_read_skill_file(root / file, root) for file in skill_files)
-        if shards:
-            yield from _left_unread(shards, skill_files, root)
+        yield from _left_unread(_loose(shards, skill_files), root, "the SKILL.md files")
     elif shards:
-        yield from _read_shards(shards, root)
+        yield from _read_shards([root / file for file in shards], root)
     else:
         kinds = sorted(others.items(), key=lambda item: (-item[1], item[0]))[:3]
         have = ", ".join(f"{count} {kind}" for kind, count in kinds) or "nothing"
@@ -96,20 +83,31 @@ def _is_skill_file(file: str) -> bool:
     return Path(file).name.lower() == "skill.md"
 
 
-def _walk(root: Path) -> tuple[list[str], Counter[str], list[Refused]]:
+def _sorted_by_kind(files: Iterable[str]) -> tuple[list[str], list[str]]:
+    """(SKILL.md files, shards)."""
+    kinds: tuple[list[str], list[str]] = [], []
+    for file in files:
+        kinds[not _is_skill_file(file)].append(file)
+    return kinds
+
+
+def _walk(root: Path, skip: Collection[str] = ()) -> tuple[list[str], Counter[str], list[Refused]]:
     """(SKILL.md files and shards below `root` in order of path, kinds of other files, what could not be entered).
 
-    Paths are texts, relative to `root`: of these a million fit into memory. Links that lead out are not followed.
+    Paths are texts, relative to `root`: of these a million fit into memory. Links that lead out are not followed, nor
+    are the folders `skip` of `root` looked at.
     """
     files: list[str] = []
     others: Counter[str] = Counter()
     refused: list[Refused] = []
 
     def unreadable(error: OSError) -> None:
-        refused.append(Refused("", "unreadable", f"{error.filename}: {error.strerror}"))
+        refused.append(Refused("", "unreadable", clean_text(f"{error.filename}: {error.strerror}")))
 
     for folder, folder_names, file_names in os.walk(root, onerror=unreadable):
-        links = [name for name in folder_names if (Path(folder) / name).is_symlink()]
+        if folder == str(root):
+            folder_names[:] = [name for name in folder_names if name not in skip]
+        links = [name for name in folder_names if _is_link(Path(folder) / name)]
         wanted = {name for name in file_names if _is_skill_file(name) or name.lower().endswith(SHARD_SUFFIXES)}
         leaving = {name for name in (*links, *wanted) if not _stays_below(Path(folder) / name, root)}
         for name in sorted(leaving):
@@ -120,8 +118,15 @@ def _walk(root: Path) -> tuple[list[str], Counter[str], list[Refused]]:
     return sorted(files, key=lambda file: Path(file).parts), others, refused
 
 
+def _is_link(path: Path) -> bool:
+    try:
+        return path.is_symlink()
+    except OSError:  # its folder may be listed and not entered: whoever opens the file tells of that
+        return False
+
+
 def _stays_below(path: Path, root: Path) -> bool:
-    if not path.is_symlink():
+    if not _is_link(path):
         return True
     try:
         return path.resolve(strict=True).is_relative_to(root)
@@ -132,7 +137,8 @@ def _stays_below(path: Path, root: Path) -> bool:
 def _read_skill_file(path: Path, root: Path) -> Skill | Refused:
     place = clean_text(path.relative_to(root).as_posix())
     skill_id = clean_text(path.parent.relative_to(root).as_posix())
-    skill_id = clean_text(root.name) if skill_id == "." else skill_id
+    source = clean_text(root.name)
+    skill_id = source if skill_id == "." else skill_id
     try:
         if not path.is_file():
             return Refused(skill_id, "unreadable", f"{place} is not a plain file")
@@ -144,23 +150,24 @@ def _read_skill_file(path: Path, root: Path) -> Skill | Refused:
         return Refused(skill_id, "unreadable", f"{place}: {error.strerror}")
     except SkilltrainError as error:
         return Refused(skill_id, "not_text", f"{place} {error.what}")
-    return Skill(
-        skill_id, found.name, found.description, found.body, found.category, found.lang, root.name, found.license
-    )
+    return Skill(skill_id, found.name, found.description, found.body, found.category, found.lang, source, found.license)
 
 
-def _left_unread(shards: list[Path], skill_files: list[str], root: Path) -> list[Refused]:
-    """The shards that lie outside every skill's own folder: perhaps skills too, but the folder was read by SKILL.md."""
+def _loose(shards: list[str], skill_files: list[str]) -> list[str]:
+    """Those shards that lie outside every skill's own folder: what lies inside one is part of that skill."""
     folders = {str(Path(file).parent) for file in skill_files} - {"."}
-    inside = [path.relative_to(root) for path in shards]
-    loose = [path for path in inside if not folders & set(map(str, path.parents))]
-    if loose:
+    return [file for file in shards if not folders & set(map(str, Path(file).parents))]
+
+
+def _left_unread(files: list[str], root: Path, read: str) -> list[Refused]:
+    """A row for each of `files`: perhaps skills too, but of the folder `read` was read."""
+    if files:
         say(
-            f"{root}: read {len(skill_files)} SKILL.md files, not {len(loose)} .jsonl or .parquet files beside them, "
-            f"the first {loose[0].name}; name these as sources of their own to read them"
+            f"{root}: read {read}, not {len(files)} SKILL.md, .jsonl or .parquet files beside that, "
+            f"the first {files[0]}; name these as sources of their own to read them"
         )
-    why = "lies beside SKILL.md files and was not read; name it as a source of its own"
-    return [Refused("", "not_read", f"{clean_text(path.as_posix())} {why}") for path in loose]
+    why = f"lies beside {read} and was not read; name it as a source of its own"
+    return [Refused("", "not_read", f"{clean_text(Path(file).as_posix())} {why}") for file in files]
 
 
 def _read_shards(shards: list[Path], root: Path) -> Iterator[Skill | Refused]:
@@ -172,20 +179,20 @@ def _read_shards(shards: list[Path], root: Path) -> Iterator[Skill | Refused]:
         except SkilltrainError as error:
             faults.append(error)
             say(f"left out: {error}")
-            yield Refused("", "unreadable", str(error))
+            yield Refused("", "unreadable", clean_text(str(error)))
     if len(faults) == len(shards):
         raise SkilltrainError(f"none of {len(shards)} files holds skills; the first: {faults[0]}", where=root)
 
 
 def _read_jsonl(path: Path) -> Iterator[Skill | Refused]:
-    number, has_skill = 0, False
+    number, has_skill, name = 0, False, clean_text(path.name)
     refused: list[Refused] = []  # held back until there is a skill: a file without one is told of as a whole
     try:
         with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
-                found = _skill_from_line(line, f"{path.name}, line {number}", path)
+                found = _skill_from_line(line, f"{name}, line {number}", name)
                 if isinstance(found, Refused):
                     refused.append(found)
                 else:
@@ -195,20 +202,20 @@ def _read_jsonl(path: Path) -> Iterator[Skill | Refused]:
     except (OSError, EOFError, zlib.error) as error:
         if not number:
             raise SkilltrainError(f"cannot be read: {error}", where=path) from error
-        refused.append(Refused("", "unreadable", f"{path.name} breaks off after line {number}: {error}"))
+        refused.append(Refused("", "unreadable", f"{name} breaks off after line {number}: {error}"))
     if not has_skill:
         raise SkilltrainError(f"holds no skill: {refused[0].reason if refused else 'the file is empty'}", where=path)
     yield from refused
 
 
-def _skill_from_line(line: bytes, place: str, path: Path) -> Skill | Refused:
+def _skill_from_line(line: bytes, place: str, source: str) -> Skill | Refused:
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         return Refused("", "not_json", f"{place} is not JSON: {error}")
     if not isinstance(row, dict):
         return Refused("", "not_json", f"{place} is a {type(row).__name__}, not an object")
-    return skill_from_row(row, place, path.name)
+    return skill_from_row(row, place, source)
 
 
 def _read_parquet(path: Path) -> Iterator[Skill | Refused]:
@@ -216,7 +223,7 @@ def _read_parquet(path: Path) -> Iterator[Skill | Refused]:
         with pq.ParquetFile(path) as file:
             names = _known_columns(file.schema_arrow.names, path)
             batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=_ROWS, columns=names))
-            yield from _skills_from_batches(batches, path.name, path.parent.name)
+            yield from _skills_from_batches(batches, clean_text(path.name), clean_text(path.parent.name))
     except (pa.ArrowException, OSError) as error:
         raise SkilltrainError(f"is not parquet: {error}", where=path) from error
 
@@ -235,43 +242,6 @@ def _skills_from_batches(batches: Iterable[list[dict[str, Any]]], place: str, so
     rows = (row for batch in batches for row in batch)
     for number, row in enumerate(rows, 1):
         yield skill_from_row(row, f"{place}, row {number}", source)
-
-
-def skill_from_row(row: Mapping[str, Any], place: str, source: str) -> Skill | Refused:
-    """A skill from a row of a table in SkillRouter's shape, or why it is none.
-
-    `content` and `skill_md` may hold a whole SKILL.md, whose frontmatter then fills what the row leaves out.
-    """
-    values = {key: _cell(row[key]) for key in COLUMNS if key in row}
-    skill_id = next((one_line(values[key]) for key in (*ID_COLUMNS, "name") if values.get(key)), "")
-    body_key = next((key for key in BODY_COLUMNS if values.get(key)), "")
-    if not skill_id:
-        return Refused("", "no_id", f"{place} has neither skill_id nor name")
-    if not body_key:
-        return Refused(skill_id, "empty_body", f"{place} has no body")
-    if not isinstance(row[body_key], str | bytes):
-        return Refused(skill_id, "not_text", f"{place}: {body_key} is a {type(row[body_key]).__name__}, not text")
-    fallback_name = one_line(values.get("name") or skill_id.rsplit("/", 1)[-1])
-    if body_key == "body":
-        body, inner = values["body"].strip(), None
-    else:
-        inner = parse_skill_file(values[body_key], fallback_name)
-        body = inner.body
-    return Skill(
-        skill_id=skill_id,
-        name=one_line(values.get("name") or "") or (inner.name if inner else fallback_name),
-        description=(values.get("description") or "").strip()
-        or (inner.description if inner else first_paragraph(body)),
-        body=body,
-        category=one_line(values.get("category") or "") or (inner.category if inner else None),
-        lang=one_line(values.get("lang") or "") or (inner.lang if inner else None),
-        source=one_line(values.get("source") or source),
-        license=one_line(values.get("license") or "") or (inner.license if inner else None),
-    )
-
-
-def _cell(value: Any) -> str:
-    return clean_text(value.decode("utf-8", "replace")) if isinstance(value, bytes) else as_text(value)
 
 
 def _read_dataset(reference: str) -> Iterator[Skill | Refused]:
