@@ -5,11 +5,12 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
 #SBATCH --time=24:00:00
+#SBATCH --signal=TERM@600
 #SBATCH --output=slurm-%j.log
 #
 # Train on the machines of a Slurm job, one launcher a machine. From the repository root, skilltrain installed:
 #   sbatch launch/slurm.sh recipes/my_encoder.yaml out=runs/my_encoder
-# A job that ran out of time goes on from its newest checkpoint:
+# Ten minutes before its time is up (or on `scancel --signal=TERM JOB`) it saves a checkpoint, and goes on from there:
 #   sbatch launch/slurm.sh recipes/my_encoder.yaml out=runs/my_encoder --resume
 # LAUNCH_CONFIG chooses another accelerate config for the same machines.
 set -euo pipefail
@@ -26,8 +27,12 @@ export FIRST_MACHINE
 export PORT=$((20000 + SLURM_JOB_ID % 20000))
 export NUM_PROCESSES=$((SLURM_NNODES * SLURM_GPUS_ON_NODE))
 export LAUNCH_CONFIG=${LAUNCH_CONFIG:-launch/multi_node.yaml}
+# Without `B:` in --signal, Slurm sends SIGTERM to what srun started: the launchers, which pass it on to their workers.
+# They kill a worker that is still saving after so many seconds; their own default is 30.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 
-# Single quotes: SLURM_NODEID is known only on the machine that srun starts the launcher on.
+# Single quotes: SLURM_NODEID is known only on the machine that srun starts the launcher on. `exec`: the launcher takes
+# the shell's place, and with it Slurm's signals.
 srun --kill-on-bad-exit=1 bash -c 'exec accelerate launch --config_file "$LAUNCH_CONFIG" \
   --num_machines "$SLURM_NNODES" --num_processes "$NUM_PROCESSES" --machine_rank "$SLURM_NODEID" \
   --main_process_ip "$FIRST_MACHINE" --main_process_port "$PORT" "$@"' launch "$@"

@@ -1,12 +1,16 @@
+import threading
+
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 
 from skilltrain.errors import SkilltrainError
+from skilltrain.training import checkpoint
 from skilltrain.training.checkpoint import (
     Position,
     best_checkpoint,
+    check_shared,
     checkpoints,
     load_checkpoint,
     load_weights,
@@ -112,6 +116,23 @@ def test_another_number_of_processes_is_refused(run, tmp_path):
     assert str(error.value) == (
         f"{tmp_path}/step-3: was written by 8 x MULTI_GPU, not by 1 x NO (resume with that launcher)"
     )
+
+
+def test_a_file_that_another_machine_sees_late_is_waited_for(run, tmp_path, monkeypatch):
+    accelerator, _, _ = run
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    written = []
+
+    def late(path, text):
+        written.append(path)
+        threading.Timer(0.2, path.write_text, [text]).start()
+
+    monkeypatch.setattr(checkpoint, "write_text", late)
+    check_shared(accelerator, tmp_path, tmp_path / "checkpoints")
+    monkeypatch.setattr(checkpoint, "_PATIENCE", 0.0)
+    with pytest.raises(SkilltrainError, match="process 0 does not see what process 0 writes here"):
+        check_shared(accelerator, tmp_path, tmp_path / "checkpoints")
+    assert len(set(written)) == 2 and not written[0].exists()
 
 
 class Holder(torch.nn.Module):

@@ -69,3 +69,14 @@ def test_a_signal_to_one_rank_stops_both_with_one_checkpoint(both_ranks):
     assert {path.name for path in checkpoint.glob("random_states_*")} == {
         f"random_states_{rank}.pkl" for rank in (0, 1)
     }
+
+
+def test_an_out_that_the_machines_do_not_share_is_refused_on_every_rank(both_ranks):
+    root, results = both_ranks
+    fix = "(out must be a folder that all machines share)"
+    for rank, result in enumerate(results):
+        out = root / "unshared" / str(rank)
+        fresh, resumed = result["unshared"]
+        assert fresh == f"{out}: process 1 does not see what process 0 writes here {fix}"
+        assert resumed == f"{out}/checkpoints: one process sees step-2 as its newest, another none {fix}"
+    assert [*root.glob("*/.*"), *root.glob("*/*/.*")] == []  # what they look for is taken away again

@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import signal
 
 import pytest
@@ -11,7 +12,7 @@ import training_runs
 from skilltrain.errors import SkilltrainError
 from skilltrain.losses import InfoNCE
 from skilltrain.training.engine import EngineSettings, new_accelerator
-from skilltrain.training.loop import Run, TrainingConfig, num_steps, step_batches, train
+from skilltrain.training.loop import Run, Stop, TrainingConfig, num_steps, step_batches, train
 from skilltrain.training.optimizer import new_optimizer, schedule
 from skilltrain.training.steps import EncoderStep, StepSettings
 from training_data import training_set
@@ -190,3 +191,14 @@ def test_accumulation_does_not_change_what_a_query_weighs(open_encoder_of, tmp_p
         results.append(torch.cat([parameter.detach().flatten() for parameter in step.parameters()]))
     for other in results[1:]:
         assert (other - results[0]).abs().max() < 1e-9
+
+
+def test_only_a_second_ctrl_c_stops_at_once():
+    with Stop() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # a batch system that signals launcher and worker both
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -13,6 +13,7 @@ import training_runs
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.losses import InfoNCE, ListwiseCE
+from skilltrain.training import loop
 from skilltrain.training.checkpoint import best_checkpoint, checkpoints
 from skilltrain.training.dev import Dev, EncoderDevConfig
 from skilltrain.training.loop import Run, train
@@ -96,6 +97,29 @@ def test_a_resumed_run_knows_what_was_best(model_folders, tmp_path, stopped_in):
     assert whole.position.step == resumed.position.step == 5
     assert resumed.checkpoint.name == whole.checkpoint.name == best_checkpoint(tmp_path / "out" / "checkpoints").name
     assert dev_rows(tmp_path / "out") == dev_rows(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("killed_in", [1, 2])
+def test_the_best_step_survives_a_kill_before_it_is_marked(model_folders, tmp_path, monkeypatch, killed_in):
+    """Its checkpoint has its name already; best.json names the best before it, or is not there."""
+    places = [3, 2] if killed_in == 2 else [1]
+    marked = loop.mark_best
+
+    def killed(folder, step, metric, value):
+        if step == killed_in:
+            raise KeyboardInterrupt
+        marked(folder, step, metric, value)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(loop, "mark_best", killed)
+        run(new_step(model_folders["bert"]), tmp_path / "out", scripted_dev(places, tmp_path), save_every=1)
+    found = tmp_path / "out" / "checkpoints"
+    assert best_checkpoint(found) == (found / "step-1" if killed_in == 2 else None)
+    rest = scripted_dev([4] * (6 - killed_in), tmp_path)
+    result = run(new_step(model_folders["bert"]), tmp_path / "out", rest, resume=True, save_every=1, keep_checkpoints=1)
+    assert result.checkpoint == best_checkpoint(found) == found / f"step-{killed_in}"
+    assert result.dev["MRR@10"].mean == 1 / places[-1]
+    assert [path.name for path in checkpoints(found)] == [f"step-{killed_in}", "step-6"]
 
 
 def test_evaluating_changes_nothing_of_the_training(model_folders, tmp_path):

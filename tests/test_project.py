@@ -1,5 +1,6 @@
 """What ships beside the code: metadata, pins, launch files, recipes, and documents that name real things."""
 
+import os
 import re
 import runpy
 import subprocess
@@ -186,6 +187,13 @@ def test_the_launch_configs_are_the_ones_we_promise():
     assert kinds == {**one, **ddp, "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 
 
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_deepspeed_on_several_machines_is_one_training(name: str):
+    """Accelerate's default (pdsh) starts a training of its own on each machine, and writes all keys into a file."""
+    values = yaml.safe_load((ROOT / "launch" / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert values["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
+
+
 def test_shell_scripts_are_valid():
     scripts = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / ".ci" / "run"]
     for script in scripts:
@@ -197,6 +205,23 @@ def test_the_slurm_script_says_how_to_start_it():
     done = subprocess.run(["bash", str(ROOT / "launch" / "slurm.sh")], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("usage: sbatch launch/slurm.sh RECIPE.yaml")
+
+
+def test_a_slurm_job_has_time_to_save_when_it_is_told_to_stop(tmp_path: Path):
+    """Slurm's signal reaches the launcher, as early as the launcher waits for its workers."""
+    script = ROOT / "launch" / "slurm.sh"
+    (early,) = re.findall(r"^#SBATCH --signal=TERM@(\d+)$", script.read_text(encoding="utf-8"), re.MULTILINE)
+    started = 'shift; echo srun $$; SLURM_NODEID=1 exec "$@"'
+    for name, body in {"scontrol": "echo first", "srun": started, "accelerate": "env; echo $$ $*"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "x", "SLURM_GPUS_ON_NODE": "8", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **job}
+    done = subprocess.run(["bash", str(script), "r.yaml"], env=environment, capture_output=True, text=True, check=True)
+    first, *variables, last = done.stdout.splitlines()
+    assert f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={early}" in variables
+    assert last.split()[0] == first.removeprefix("srun "), "the launcher is the process that Slurm signals"
+    assert last.endswith("--num_processes 16 --machine_rank 1 --main_process_ip first --main_process_port 20007 r.yaml")
 
 
 # Documents -----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@ import torch
 
 from skilltrain.losses import InfoNCE, ListwiseCE, PointwiseBCE
 from skilltrain.training import steps
-from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
+from skilltrain.training.steps import EncoderStep, Pairs, RerankerStep, StepSettings, Texts
 from training_data import training_set
 
 
@@ -104,6 +104,47 @@ def test_the_qwen3_encoder_learns_from_every_list(open_encoder_of):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 2
+
+
+def looked_up(network):
+    """A list that fills with the number of tokens of every embedding call of `network`."""
+    sizes = []
+    network.get_input_embeddings().register_forward_hook(lambda module, inputs, output: sizes.append(inputs[0].numel()))
+    return sizes
+
+
+def check_dev_lookups(step, batch, inputs, sizes):
+    """In the dev evaluation no lookup exceeds the budget of `step`; in training there is one for everything."""
+    step.eval()
+    expected = step(inputs).detach()  # with gradients: all tokens in one lookup
+    assert len(sizes) == 1
+    sizes.clear()
+    with torch.no_grad():
+        got = step(inputs)
+    assert len(sizes) > 4 and max(sizes) <= step.settings.token_budget < step.count.tokens
+    assert torch.allclose(got, expected, rtol=0, atol=1e-6)
+    for recompute in (False, True):
+        sizes.clear()
+        step.settings = StepSettings(step.settings.token_budget, recompute)
+        step.train()(batch).backward()
+        assert len(sizes) == 1 and sizes[0] > step.settings.token_budget
+
+
+@pytest.mark.parametrize("name", ["bert", "qwen3"])
+def test_the_encoders_dev_evaluation_embeds_one_micro_batch_at_a_time(open_encoder_of, name):
+    encoder, data = open_encoder_of(name), training_set(8)
+    step = EncoderStep(encoder, InfoNCE(), data, StepSettings(256))
+    texts = [*(step.query_ids[one.query] for one in data.lists), *(step.skill_ids[skill] for skill in data.skills)]
+    texts = [*texts, *texts]
+    check_dev_lookups(step, data.lists, Texts(texts), looked_up(encoder.backbone))
+
+
+@pytest.mark.parametrize("name", ["bert_reranker", "qwen3_reranker"])
+def test_the_rerankers_dev_evaluation_embeds_one_micro_batch_at_a_time(open_reranker_of, name):
+    reranker, data = open_reranker_of(name), training_set(8)
+    step = RerankerStep(reranker, ListwiseCE(), data, StepSettings(320))
+    lists = [step.pairs(one) for one in data.lists]
+    check_dev_lookups(step, data.lists, Pairs(lists), looked_up(reranker.network))
 
 
 def test_bfloat16_autocast_does_not_round_the_cosines(open_encoder_of):

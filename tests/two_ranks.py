@@ -4,15 +4,18 @@ import os
 import signal
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from skilltrain.errors import SkilltrainError
 from skilltrain.losses import InfoNCE, ListwiseCE
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.reranker import RerankerConfig, load_reranker
+from skilltrain.training import checkpoint
 from skilltrain.training.engine import EngineSettings, new_accelerator
 from skilltrain.training.loop import Run, TrainingConfig, train
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
@@ -82,6 +85,7 @@ def on_rank(rank: int, root: Path, bert: Path, bert_reranker: Path) -> None:
         "encoder": five_steps(encoder_step(bert, recompute=True), 2),
         "reranker": five_steps(reranker_step(bert_reranker), 2),
         "interrupted": interrupted(bert, root / "interrupted", rank),
+        "unshared": [unshared(bert, root / "unshared", rank, resume) for resume in (False, True)],
         "loop": whole_training(bert, root / "loop"),
     }
     torch.save(results, root / f"rank{rank}.pt")
@@ -89,8 +93,6 @@ def on_rank(rank: int, root: Path, bert: Path, bert_reranker: Path) -> None:
 
 def interrupted(bert: Path, out: Path, rank: int) -> str:
     """What the loop says when only one rank gets Ctrl-C, in the second step."""
-    from skilltrain.errors import SkilltrainError
-
     step = encoder_step(bert)
     forward, calls = step.forward, []
 
@@ -106,3 +108,16 @@ def interrupted(bert: Path, out: Path, rank: int) -> str:
     except SkilltrainError as error:
         return error.what
     return "not interrupted"
+
+
+def unshared(bert: Path, root: Path, rank: int, resume: bool) -> str:
+    """What the loop says when each rank has a folder `out` of its own, and only rank 0 a checkpoint to go on from."""
+    step = encoder_step(bert)
+    if resume and rank == 0:
+        (root / "0" / "checkpoints" / "step-2").mkdir(parents=True)
+    try:
+        with patch.object(checkpoint, "_PATIENCE", 0.0):
+            train(accelerator(), step, step.data.lists, CONFIG, Run(root / str(rank), resume, {}))
+    except SkilltrainError as error:
+        return str(error)
+    return "trained"

@@ -81,6 +81,7 @@ def add_adapter(network: Any, adapter: AdapterConfig) -> None:
     for name, module in network.named_modules():
         if _is_4bit(module):
             _prepare_for_cpu(name, module)
+            _keep_out_of_checkpoints(module)
     inject_adapter_in_model(config, network)
     for name, parameter in network.named_parameters():
         if ".lora_" in name:
@@ -147,6 +148,27 @@ def _prepare_for_cpu(name: str, linear: Any) -> None:
         raise SkilltrainError(f"{what} {linear.in_features} wide", fix="train it on a GPU, or with quantize=none")
     linear.support_avx512bf16_for_cpu = False
     linear.state_dict()
+
+
+def _keep_out_of_checkpoints(linear: nn.Module) -> None:
+    """Let a layer's state hold neither its frozen 4-bit weights nor how they were quantised: the base model has both.
+
+    bitsandbytes writes them under names that its layers cannot read again, so nothing could load such a checkpoint.
+    """
+    linear.register_state_dict_post_hook(_without_4bit)
+    linear.register_load_state_dict_pre_hook(_with_own_4bit)
+
+
+def _without_4bit(linear: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for key in [key for key in state if key == f"{prefix}weight" or key.startswith(f"{prefix}weight.")]:
+        del state[key]
+
+
+def _with_own_4bit(linear: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """What a checkpoint leaves out stays as it is; one that still holds packed weights must have them of this shape."""
+    for key in [key for key in state if key.startswith(f"{prefix}weight.")]:
+        del state[key]
+    state.setdefault(f"{prefix}weight", linear.weight.data)
 
 
 def _is_4bit(module: nn.Module) -> bool:

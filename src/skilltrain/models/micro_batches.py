@@ -94,6 +94,8 @@ def embed_together(network: Any, texts: Sequence[TokenIds]) -> list[Float[Tensor
     """Each text's token embeddings, all looked up at once.
 
     The gradient of a lookup is as large as the vocabulary's whole table: one for all texts, not one a micro-batch.
+    Without gradients nothing is won, and all texts' embeddings, not a micro-batch's, would lie in memory: models take
+    token ids there.
     """
     table = network.get_input_embeddings()
     ids = torch.from_numpy(np.concatenate([np.asarray(text, dtype=np.int64) for text in texts]))

@@ -3,7 +3,9 @@
 import math
 import os
 import re
+import secrets
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,12 +15,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import read_json, write_json
+from skilltrain.files import read_json, write_json, write_text
 from skilltrain.training.engine import shards_weights, whole_weights, zero_stage
+from skilltrain.training.gather import highest_on_any_rank
 
 WEIGHTS_FILE = "model.safetensors"
 _WORLD_FILE, _BEST_FILE = "world.json", "best.json"
 _NAME = re.compile(r"step-(\d+)")
+_PATIENCE = 60.0  # seconds: a network file system may remember for so long that a file was not there
 
 
 @dataclass
@@ -50,7 +54,7 @@ def save_checkpoint(accelerator: Accelerator, model: nn.Module, folder: Path, st
     """Save model, optimiser and every random state as `folder`/step-N; all ranks must call it.
 
     The whole model is always in one file, also where the ranks hold shards of it, so that any checkpoint can be
-    exported without the launcher that wrote it.
+    exported without the launcher that wrote it; only frozen 4-bit weights are left out, for the base model has them.
     """
     final = folder / f"step-{step}"
     if final.exists():
@@ -91,7 +95,32 @@ def rotate(accelerator: Accelerator, folder: Path, keep: int) -> None:
 def checkpoints(folder: Path) -> list[Path]:
     """The whole checkpoints in `folder`, oldest first."""
     found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=_step)
+
+
+def check_shared(accelerator: Accelerator, out: Path, folder: Path) -> None:
+    """Raise SkilltrainError, on every rank, unless all ranks see one `out` and the same checkpoints in `folder`.
+
+    Otherwise machines would each keep a part of every checkpoint, and some would resume from other weights. All ranks
+    must call it, before any of them loads or saves.
+    """
+    if accelerator.num_processes == 1:
+        return
+    fix = "out must be a folder that all machines share"
+    newest = max((_step(path) for path in checkpoints(folder)), default=-1)
+    highest, lowest = (sign * highest_on_any_rank(sign * newest, accelerator.device) for sign in (1, -1))
+    if highest != lowest:
+        other = f"step-{lowest}" if lowest >= 0 else "none"
+        raise SkilltrainError(f"one process sees step-{highest} as its newest, another {other}", where=folder, fix=fix)
+    token = secrets.randbits(48) if accelerator.is_main_process else 0
+    if accelerator.is_main_process:
+        write_text(_marker(out, token), "")
+    marker = _marker(out, highest_on_any_rank(token, accelerator.device))
+    blind = highest_on_any_rank(-1 if _appears(marker) else accelerator.process_index, accelerator.device)
+    if accelerator.is_main_process:
+        marker.unlink(missing_ok=True)
+    if blind >= 0:
+        raise SkilltrainError(f"process {blind} does not see what process 0 writes here", where=out, fix=fix)
 
 
 def mark_best(folder: Path, step: int, metric: str, value: float) -> None:
@@ -142,6 +171,24 @@ def load_weights(step_part: nn.Module, name: str, checkpoint: Path) -> None:
     absent = [key for key in missing if not _shares_memory(key, step_part, set(missing))]
     if unfit := [*unknown, *absent]:
         raise SkilltrainError(f"the checkpoint does not fit the recipe's model: {unfit[0]}", where=checkpoint)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _marker(out: Path, token: int) -> Path:
+    return out / f".seen-by-all-{token}"
+
+
+def _appears(file: Path) -> bool:
+    """Whether `file` is there, or comes to be seen within the time that a network file system takes."""
+    last = time.monotonic() + _PATIENCE
+    while not file.is_file():
+        if time.monotonic() >= last:
+            return False
+        time.sleep(1)
+    return True
 
 
 def _shares_memory(key: str, module: nn.Module, missing: set[str]) -> bool:

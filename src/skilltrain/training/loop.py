@@ -26,6 +26,7 @@ from skilltrain.terminal import long_progress, say
 from skilltrain.training.checkpoint import (
     Position,
     best_checkpoint,
+    check_shared,
     checkpoints,
     load_checkpoint,
     mark_best,
@@ -136,7 +137,7 @@ def train(
     trackers = open_trackers(config.trackers, tracked, is_main)
     with (
         TrainingLog(run.folder / "train_log.jsonl", position.step, is_main, trackers) as log,
-        _Stop() as stop,
+        Stop() as stop,
         long_progress("training", total, position.step) as show,
     ):
         for number, batches in enumerate(step_batches(lists, config)):
@@ -160,6 +161,7 @@ def train(
 
 def _prepare(accelerator: Accelerator, step_module: StepModule, config: TrainingConfig, run: Run) -> _Parts:
     """Everything in place, and as the newest checkpoint left it if the run is resumed."""
+    check_shared(accelerator, run.folder, run.checkpoints)
     if not shards_weights(accelerator):
         train_with_onednn(step_module)
     optimizer = new_optimizer(step_module, config.learning_rate, config.weight_decay)
@@ -167,10 +169,20 @@ def _prepare(accelerator: Accelerator, step_module: StepModule, config: Training
     position, best = Position(), Best(run.dev)
     accelerator.register_for_checkpointing(position, best)
     if run.resume:
-        load_checkpoint(accelerator, run.checkpoints)
+        _restore(accelerator, run.checkpoints, best)
     elif found := checkpoints(run.checkpoints):
         raise SkilltrainError("checkpoints of an earlier run lie here", where=found[-1], fix="--resume, or another out")
     return _Parts(accelerator, model, optimizer, config, run, position, best)
+
+
+def _restore(accelerator: Accelerator, folder: Path, best: Best) -> None:
+    """Go on from the newest checkpoint, if there is one, with that one marked as best which it holds to be the best.
+
+    A kill after a checkpoint has its name and before it is marked leaves an older one, or none, marked.
+    """
+    if load_checkpoint(accelerator, folder) and best.step and accelerator.is_main_process:
+        mark_best(folder, best.step, best.metric, best.value)
+    accelerator.wait_for_everyone()
 
 
 def _optimiser_step(
@@ -277,15 +289,18 @@ def _interrupted(step: int, total: int, folder: Path) -> StoppedError:
     return StoppedError(what, where=folder, fix="run the same command with --resume to go on")
 
 
-class _Stop:
-    """Ctrl-C and SIGTERM ask the loop to stop after the running step; a second one stops at once."""
+class Stop:
+    """Ctrl-C and SIGTERM ask the loop to stop after the running step; a second Ctrl-C stops at once.
+
+    Not a second SIGTERM: some batch systems signal the launcher and its workers both, and a save must come to its end.
+    """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
         self.asked = False
 
-    def __enter__(self) -> "_Stop":
+    def __enter__(self) -> "Stop":
         self._before = {number: signal.signal(number, self._ask) for number in self._SIGNALS}
         return self
 
@@ -294,7 +309,8 @@ class _Stop:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
-        self._restore()
+        if number == signal.SIGINT:
+            signal.signal(number, self._before[number])
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -92,7 +92,7 @@ class EncoderStep(nn.Module):
         if texts:
             self.count.tokens += sum(lengths)
             self.count.slots += num_slots(lengths, groups)
-        rows = self.encoder.embed(used)
+        rows = self.encoder.embed(used) if torch.is_grad_enabled() else used  # see embed_together
         return run_micro_batches(self.encoder, rows, groups, self.settings.recompute and self.training)[: len(texts)]
 
 
@@ -145,7 +145,8 @@ class RerankerStep(nn.Module):
         reranker, direction = self.reranker, self.reranker.direction()
         return run_micro_batches(
             lambda group: reranker.score(group, direction),
-            reranker.embed(pairs), groups, self.settings.recompute and self.training,
+            reranker.embed(pairs) if torch.is_grad_enabled() else pairs,
+            groups, self.settings.recompute and self.training,
         )  # fmt: skip
 
 
