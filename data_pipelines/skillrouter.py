@@ -30,13 +30,15 @@ class Pipeline(Config):
     base: str = Field(default="Qwen/Qwen3-Embedding-0.6B", description="encoder that mines and filters")
     llm: dict[str, Any] = Field(default={"kind": "openai", "model": "gpt-4o-mini"}, description="who writes queries")
     template: dict[str, Any] | None = Field(default={"instruction": INSTRUCTION}, description="what the base sees")
+    max_tokens: int | None = Field(default=2048, description="token limit of the base's texts, the paper's")
     quotas: dict[str, int] = Field(default={"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1})
 
 
 def run(pipeline: Pipeline) -> None:
     """Pool, queries, negatives and the encoder's lists; with a trained encoder also its candidates in lists of 20."""
     out, pool = pipeline.out, pipeline.out / "pool"
-    base = {"source": pipeline.base, "template": pipeline.template, "cache": out / "vectors"}
+    limits = {"max_tokens": pipeline.max_tokens, "query_max_tokens": pipeline.max_tokens}
+    base = {"source": pipeline.base, "template": pipeline.template, **limits, "cache": out / "vectors"}
     inputs = {"pool": pool, "queries": out / "queries"}
     quotas, keep = {"quotas": pipeline.quotas}, {"judged_positives": "keep"}
     candidates, filtered = out / "candidates", out / "candidates_filtered"

@@ -9,6 +9,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
 from skilltrain.errors import SkilltrainError
+from skilltrain.models.loading import default_device, resolve_dtype
 from skilltrain.training import engine
 from skilltrain.training.engine import EngineSettings, new_accelerator, shards_weights
 
@@ -101,3 +102,30 @@ def test_who_holds_shards():
     assert [shards_weights(kind) for kind in kinds] == [False, False, True]
     zero = [Launched(DistributedType.DEEPSPEED, stage=stage) for stage in (1, 2, 3)]
     assert [shards_weights(kind) for kind in zero] == [False, False, True]
+
+
+def test_the_launchers_cpu_is_the_cpu_also_beside_a_gpu(monkeypatch):
+    """With launch/cpu.yaml `accelerate launch` sets this variable; the model must lie where accelerate computes."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    capabilities = {"avx512_bf16": False, "amx_bf16": False}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert default_device().type == "cuda"
+    for value, expected in (("False", "cuda"), ("0", "cuda"), ("True", "cpu"), ("1", "cpu"), ("yes", "cpu")):
+        monkeypatch.setenv("ACCELERATE_USE_CPU", value)
+        assert default_device().type == expected
+    accelerator = new_accelerator(EngineSettings("auto", 8, 1.0, quantized=False))
+    assert (accelerator.device.type, accelerator.mixed_precision) == ("cpu", "no")
+
+
+@pytest.mark.parametrize(("generation", "expected"), [(7, torch.float32), (8, torch.bfloat16), (9, torch.bfloat16)])
+def test_auto_is_bfloat16_only_where_a_gpu_multiplies_it_itself(monkeypatch, generation, expected):
+    """PyTorch calls it supported on T4 and V100 (7.x) too, where it is emulated and slower than float32."""
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=generation))
+    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda device: True)
+    assert torch.cuda.is_bf16_supported()
+    assert resolve_dtype("auto", torch.device("cuda")) == expected
+    assert resolve_dtype("bfloat16", torch.device("cuda")) == torch.bfloat16

@@ -68,6 +68,18 @@ def test_bert_opens_in_plain_sentence_transformers(saved, pooling):
     assert_opens_as(folder, encoder)
 
 
+@pytest.mark.parametrize(("name", "pooling"), [("bert", "cls"), ("bert", "mean"), ("qwen3", "last_token")])
+def test_what_plain_sentence_transformers_wrote_gives_us_its_vectors(saved, tmp_path, name, pooling):
+    _, folder = saved(name, pooling=pooling)
+    (folder / "skilltrain.json").unlink()
+    plain = SentenceTransformer(str(folder), device="cpu")
+    plain.save_pretrained(str(tmp_path / "plain"))
+    encoder = load_encoder(EncoderConfig(source=str(tmp_path / "plain")), CPU)
+    assert (encoder.settings.pooling, encoder.settings.max_tokens) == (pooling, 32)
+    texts = [encoder.settings.template.skill.render(skill) for skill in SKILLS]
+    assert torch.allclose(plain.encode_document(texts, convert_to_tensor=True), vectors_of(encoder, texts), atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_base_tokenizer"])
 def test_qwen3_opens_in_plain_sentence_transformers(saved, name):
     """The base tokenizer does not append the end token by itself: the saved one must."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.pairs import PairIds
 from skilltrain.models.pooling import at_least_float32
-from skilltrain.models.reranker import Reranker
+from skilltrain.models.reranker import Reranker, segment_ids
 
 _NAME = "skilltrain_attention_row"
 _UNREADABLE = ("softcap", "position_bias", "s_aux")  # what some models add to q k^T; the row would be another one
@@ -65,7 +65,7 @@ def _rows(reranker: Reranker, pair: PairIds) -> Float[Tensor, "layer token"]:
         network.get_decoder()(ids, use_cache=False, scoring_rows=rows)
     else:
         segments = (torch.arange(len(pair), device=ids.device) >= pair.second_start).long()[None]
-        network.base_model(ids, token_type_ids=segments, scoring_rows=rows)
+        network.base_model(ids, **segment_ids(network, segments), scoring_rows=rows)
     if len(rows) != network.config.num_hidden_layers:
         name, num_layers = type(network).__name__, network.config.num_hidden_layers
         raise SkilltrainError(f"the attention of {name} can be read in {len(rows)} of its {num_layers} layers only")

@@ -11,8 +11,17 @@ from torch import Tensor, nn
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
-from skilltrain.models.loading import Precision, load_pretrained, resolve_dtype, resolve_model, stored_settings
+from skilltrain.models.loading import (
+    Precision,
+    has_optional_pooler,
+    load_pretrained,
+    num_positions,
+    resolve_dtype,
+    resolve_model,
+    stored_settings,
+)
 from skilltrain.models.micro_batches import TokenIds, embed_together, pad, pad_rows
+from skilltrain.models.modules_json import module_settings
 from skilltrain.models.pooling import Pooling, at_least_float32, pool
 from skilltrain.models.text_tokens import TextTokenizer
 from skilltrain.templates import EncoderTemplate, SkillFields, with_fields
@@ -32,8 +41,12 @@ class EncoderConfig(Config):
 
     source: str = Field(description="folder, Hub id owner/name, or package:NAME (a package that ships a model)")
     pooling: Pooling | None = Field(default=None, description="mean, last_token or cls; else as the folder says")
-    max_tokens: int | None = Field(default=None, ge=8, description="token limit of a skill's text")
-    query_max_tokens: int | None = Field(default=None, ge=8, description="token limit of a query's text")
+    max_tokens: int | None = Field(
+        default=None, ge=8, description="token limit of a skill's text; else as the folder says, or 256"
+    )
+    query_max_tokens: int | None = Field(
+        default=None, ge=8, description="token limit of a query's text; else as the folder says, at least 512"
+    )
     template: EncoderTemplate | None = Field(default=None, description="the texts the model sees")
     fields: SkillFields | None = Field(
         default=None, description="full, or nd (skills without bodies), whatever the template says; null: as it says"
@@ -123,9 +136,6 @@ def load_encoder(
     given = {"dtype": dtype, "use_safetensors": True, **bert_options(folder), **options}
     backbone = load_pretrained(AutoModel, folder, "encoder", **given)
     backbone.config.use_cache = False  # keys and values of texts that are never continued
-    limit = getattr(backbone.config, "max_position_embeddings", None)
-    if limit is not None and max(settings.max_tokens, settings.query_max_tokens) > limit:
-        raise SkilltrainError(f"max_tokens exceeds the model's {limit} positions", where=config.source)
     return Encoder(backbone.to(device).eval(), tokenizer, settings)
 
 
@@ -139,19 +149,39 @@ def bert_options(folder: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if getattr(config, "attention_probs_dropout_prob", None) is not None:
         options["attention_probs_dropout_prob"] = 0.0
-    if config.model_type in ("bert", "roberta", "xlm-roberta"):
+    if has_optional_pooler(config):
         options["add_pooling_layer"] = False
     return options
 
 
 def _settings(folder: str, config: EncoderConfig) -> EncoderSettings:
+    """What the recipe says, else what training saved, else what a base model's own files say, else our defaults."""
     from transformers import AutoConfig
 
     stored = stored_settings(folder, "encoder")
-    if not stored:
-        model_config = load_pretrained(AutoConfig, folder, "model configuration")
-        if model_config.model_type.startswith("qwen"):
-            stored = {"pooling": "last_token"}
+    model_config = load_pretrained(AutoConfig, folder, "model configuration")
     given = config.model_dump(exclude_none=True, exclude={"source", "precision", "fields"})
-    settings = EncoderSettings.model_validate(stored | given)
+    base = {} if stored else _base_settings(folder, model_config, "pooling" in given)
+    settings = EncoderSettings.model_validate(base | stored | given)
+    settings = _fitting(settings, stored | given, num_positions(model_config), config.source)
     return settings.model_copy(update={"template": with_fields(settings.template, config.fields)})
+
+
+def _base_settings(folder: str, model_config: Any, pooling_is_given: bool) -> dict[str, Any]:
+    """What a model that was not trained here says of itself. Its one limit is for both kinds of text, but a query
+    keeps at least our default: queries are cut by characters first, and their ends hold what is asked.
+    """
+    base: dict[str, Any] = {"pooling": "last_token"} if model_config.model_type.startswith("qwen") else {}
+    base |= module_settings(folder, model_config, pooling_is_given)
+    if "max_tokens" in base:
+        base["query_max_tokens"] = max(base["max_tokens"], EncoderSettings().query_max_tokens)
+    return base
+
+
+def _fitting(settings: EncoderSettings, chosen: Mapping[str, Any], limit: int | None, where: str) -> EncoderSettings:
+    """`settings` within the model's positions: a default adapts to them, a chosen limit must."""
+    names = ("max_tokens", "query_max_tokens")
+    over = {name: limit for name in names if limit is not None and getattr(settings, name) > limit}
+    if any(name in chosen for name in over):
+        raise SkilltrainError(f"max_tokens exceeds the model's {limit} positions", where=where)
+    return settings.model_copy(update=over)

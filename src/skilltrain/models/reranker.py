@@ -18,6 +18,7 @@ from skilltrain.models.loading import (
     Precision,
     in_own_dtype,
     load_pretrained,
+    num_positions,
     resolve_dtype,
     resolve_model,
     stored_settings,
@@ -127,7 +128,7 @@ class Reranker(nn.Module):
         segments = (torch.arange(mask.shape[1], device=mask.device) >= starts[:, None]).long() * mask
         if self.settings.template.form == "cosine_pair":
             return self._cosines(inputs, mask, segments)
-        logits = self.network(**inputs, attention_mask=mask, token_type_ids=segments).logits
+        logits = self.network(**inputs, attention_mask=mask, **segment_ids(self.network, segments)).logits
         return at_least_float32(logits[:, 0])
 
     def _inputs(self, pairs: Sequence[PairIds]) -> tuple[dict[str, Tensor], Int[Tensor, "pair token"]]:
@@ -155,6 +156,15 @@ class Reranker(nn.Module):
         inputs, mask = self._inputs(pairs)
         hidden = decoder(**inputs, attention_mask=mask, use_cache=False).last_hidden_state
         return pool(hidden, mask, "last_token")
+
+
+def segment_ids(network: Any, segments: Int[Tensor, "pair token"]) -> dict[str, Tensor]:
+    """`segments` by the name that transformers gives them; nothing for a network that knows one segment or none.
+
+    XLM-R's table of segments has one row (bge-reranker-v2-m3): an id of 1 would lie beyond its end.
+    """
+    num_segments = getattr(network.config, "type_vocab_size", None)
+    return {"token_type_ids": segments} if num_segments is not None and num_segments > 1 else {}
 
 
 def _packed_groups(pairs: Sequence[PairIds], token_budget: int) -> Groups:
@@ -213,8 +223,8 @@ def load_reranker(
 
 def _fitting(settings: RerankerSettings, model_config: Any, where: str) -> RerankerSettings:
     """`settings` within the model's positions: a default adapts to them, a chosen limit must."""
-    limit = getattr(model_config, "max_position_embeddings", settings.max_tokens)
-    if settings.max_tokens <= limit:
+    limit = num_positions(model_config)
+    if limit is None or settings.max_tokens <= limit:
         return settings
     if "max_tokens" in settings.model_fields_set:
         raise SkilltrainError(f"max_tokens exceeds the model's {limit} positions", where=where)

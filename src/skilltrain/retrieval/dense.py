@@ -17,6 +17,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.models.cpu_linear import pack_linear_layers
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision, default_device
+from skilltrain.models.pooling import Pooling
 from skilltrain.records import Skill
 from skilltrain.retrieval.distinct_texts import Parts, Vectors
 from skilltrain.retrieval.encode_texts import EncodingCount, OrderedTexts, encode_texts
@@ -30,7 +31,13 @@ class EncoderSource(Config):
     """An encoder to retrieve with."""
 
     source: str = Field(description="folder, Hub id owner/name, or package:NAME (a package that ships a model)")
-    max_tokens: int | None = Field(default=None, ge=8, description="token limit of a skill's text")
+    pooling: Pooling | None = Field(default=None, description="mean, last_token or cls; else as the folder says")
+    max_tokens: int | None = Field(
+        default=None, ge=8, description="token limit of a skill's text; else as the folder says, or 256"
+    )
+    query_max_tokens: int | None = Field(
+        default=None, ge=8, description="token limit of a query's text; else as the folder says, at least 512"
+    )
     template: EncoderTemplate | None = Field(default=None, description="the texts the model sees")
     fields: SkillFields | None = Field(
         default=None, description="full, or nd (skills without bodies), whatever the template says; null: as it says"

@@ -42,10 +42,10 @@ def new_accelerator(settings: EngineSettings) -> Accelerator:
     Raises SkilltrainError for a combination that cannot work, before anything is loaded.
     """
     _refuse_from_environment()
-    if not torch.cuda.is_available():
+    on_cpu, deepspeed = default_device().type == "cpu", _asks_for("DEEPSPEED")
+    if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would say on stdout that it had to look
     mixed = resolve_dtype(settings.precision, default_device()) == torch.bfloat16
-    on_cpu, deepspeed = not torch.cuda.is_available(), _asks_for("DEEPSPEED")
     accelerator = Accelerator(
         cpu=on_cpu and not deepspeed,
         mixed_precision="bf16" if mixed else "no",

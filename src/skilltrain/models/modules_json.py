@@ -1,0 +1,89 @@
+"""What a model in sentence-transformers' form says of its vectors: modules.json and the files it names."""
+
+from typing import Any
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.files import read_json
+from skilltrain.models.loading import num_positions
+from skilltrain.models.model_files import model_file
+from skilltrain.models.pooling import Pooling
+
+_COMPUTED = ("Transformer", "Pooling", "Normalize")
+_POOLING: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
+_FLAGS = {  # sentence-transformers before version 6: one switch for each mode
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+
+
+def module_settings(source: str, model_config: Any, pooling_is_given: bool) -> dict[str, Any]:
+    """`pooling` and `max_tokens` as the model's files say; empty for a model without modules.json.
+
+    Raises SkilltrainError for modules that an encoder here does not compute, and, unless `pooling_is_given`, for such
+    a pooling: other vectors than the model's would be wrong without a word.
+    """
+    file = model_file(source, "modules.json")
+    if file is None:
+        return {}
+    places = _places(read_json(file), source)
+    settings: dict[str, Any] = {}
+    if "Pooling" in places and not pooling_is_given:
+        settings["pooling"] = _pooling(source, f"{places['Pooling']}/config.json")
+    if (limit := _max_seq_length(source, places, model_config)) is not None:
+        settings["max_tokens"] = limit
+    return settings
+
+
+def _places(modules: Any, source: str) -> dict[str, str]:
+    """Kind of module → its folder inside the model."""
+    is_list = isinstance(modules, list) and all(isinstance(module, dict) for module in modules)
+    if not is_list or not all({"type", "path"} <= module.keys() for module in modules):
+        raise SkilltrainError("its modules.json is no list of modules", where=source)
+    places = {str(module["type"]): str(module["path"]) for module in modules}
+    for name in places:
+        package, kind = name.split(".")[0], name.split(".")[-1]
+        if package != "sentence_transformers" or kind not in _COMPUTED:
+            what = f"its modules.json asks for {name}, which an encoder here does not compute"
+            raise SkilltrainError(what, where=source, fix=f"choose a model of {', '.join(_COMPUTED)} alone")
+    return {name.split(".")[-1]: path for name, path in places.items()}
+
+
+def _pooling(source: str, name: str) -> Pooling:
+    config = _config(source, name)
+    if config is None:
+        raise SkilltrainError(f"it has no {name}, which its modules.json names", where=source, fix="give pooling")
+    modes = config.get("pooling_mode") or [mode for flag, mode in _FLAGS.items() if config.get(flag)] or ["mean"]
+    modes = [modes] if isinstance(modes, str) else [*modes]
+    if len(modes) > 1 or modes[0] not in _POOLING:
+        what = f"its pooling is {' + '.join(map(str, modes))}, which an encoder here does not compute"
+        raise SkilltrainError(what, where=source, fix=f"give pooling: {', '.join(_POOLING.values())}")
+    return _POOLING[modes[0]]
+
+
+def _max_seq_length(source: str, places: dict[str, str], model_config: Any) -> int | None:
+    """The token limit that sentence-transformers would use, within the model's positions.
+
+    Without a max_seq_length that is the tokenizer's own limit. Of tens of thousands (Qwen3-Embedding's) texts use
+    what they need: the template has cut their characters before.
+    """
+    folder = f"{places['Transformer']}/" if places.get("Transformer") else ""
+    names = ("sentence_bert_config.json", f"sentence_{model_config.model_type}_config.json")
+    config = next(filter(None, (_config(source, folder + name) for name in names)), {})
+    limits = [config.get("max_seq_length"), num_positions(model_config)]
+    if limits[0] is None:
+        limits.append((_config(source, f"{folder}tokenizer_config.json") or {}).get("model_max_length"))
+    return min((number for number in limits if isinstance(number, int)), default=None)
+
+
+def _config(source: str, name: str) -> dict[str, Any] | None:
+    file = model_file(source, name)
+    if file is None:
+        return None
+    config = read_json(file)
+    if not isinstance(config, dict):
+        raise SkilltrainError("is no map of settings", where=file)
+    return config
