@@ -295,7 +295,7 @@ class Stop:
     Not a second SIGTERM: some batch systems signal the launcher and its workers both, and a save must come to its end.
     """
 
-    _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    _SIGNALS: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
         self.asked = False
