@@ -10,6 +10,7 @@ import torch
 from jaxtyping import UInt8
 
 from skilltrain.errors import SkilltrainError
+from skilltrain.models.loading import default_device
 
 # Ranks wait for the slowest. One that has ended breaks the connection, and is noticed at once.
 _PATIENCE = timedelta(hours=24)
@@ -21,12 +22,13 @@ class Ranks:
     def __init__(self) -> None:
         self.number, self.total = 0, 1
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            if not torch.cuda.is_available():
+            is_cpu = default_device().type == "cpu"
+            if is_cpu:
                 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would say on stdout that it had to look
             from accelerate import PartialState
 
             with _connected():
-                self._state = PartialState(cpu=not torch.cuda.is_available(), backend="gloo", timeout=_PATIENCE)
+                self._state = PartialState(cpu=is_cpu, backend="gloo", timeout=_PATIENCE)
             self.number, self.total = self._state.process_index, self._state.num_processes
 
     @property
