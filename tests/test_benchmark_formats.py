@@ -169,6 +169,7 @@ def test_skillret_has_a_pool_for_each_split(write: Write):
     benchmark = load_benchmark(skillret(write), "test")
     assert benchmark.name == "bench"  # the folder is called data
     assert benchmark.tasks[0].query == Query("q-test", "do", "single", "skillret", "test")
+    assert "q-test" not in benchmark.unscored and benchmark.unscored
     assert benchmark.tasks[0].relevance == Relevance(frozenset({"s-test"}), {"s-test": 1.0})
     body = "---\nname: N\n---\nB"
     assert benchmark.pool == (Skill("s-test", "N", "D", body, category="Software", source="a/b"),)

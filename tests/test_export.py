@@ -78,6 +78,9 @@ def test_what_plain_sentence_transformers_wrote_gives_us_its_vectors(saved, tmp_
     assert (encoder.settings.pooling, encoder.settings.max_tokens) == (pooling, 32)
     texts = [encoder.settings.template.skill.render(skill) for skill in SKILLS]
     assert torch.allclose(plain.encode_document(texts, convert_to_tensor=True), vectors_of(encoder, texts), atol=1e-5)
+    rendered = [encoder.settings.template.render_query(query) for query in QUERIES]
+    ours = vectors_of(encoder, rendered, encoder.settings.query_max_tokens)
+    assert torch.allclose(plain.encode_query(rendered, convert_to_tensor=True, prompt=""), ours, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_base_tokenizer"])

@@ -192,7 +192,9 @@ def test_a_folder_without_a_name_is_refused(library, tmp_path, monkeypatch, out)
         run_recipe(pool_config(library, out), resume=False)
 
 
-@pytest.mark.parametrize("fault", [SkilltrainError("bad"), OSError("bad"), KeyboardInterrupt(), ValueError("bad")])
+@pytest.mark.parametrize(
+    "fault", [SkilltrainError("bad"), BlockingIOError("bad"), KeyboardInterrupt(), ValueError("bad")]
+)
 def test_a_stage_that_fails_leaves_no_output(library, tmp_path, monkeypatch, fault):
     def half(config, out):
         (out / "half.parquet").write_text("")
@@ -200,7 +202,7 @@ def test_a_stage_that_fails_leaves_no_output(library, tmp_path, monkeypatch, fau
 
     monkeypatch.setattr("skilltrain.data.pool.skill_pool.run_pool", half)
     before = contents(tmp_path)
-    with pytest.raises(type(fault)):
+    with pytest.raises(type(fault), match="bad" if fault.args else None):
         run_recipe(pool_config(library, tmp_path / "out"), resume=False)
     assert contents(tmp_path) == before
 

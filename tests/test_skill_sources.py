@@ -116,3 +116,12 @@ def test_rows_with_no_numbers_and_endless_names(tmp_path: Path):
     assert first == Skill("a", "n", "First paragraph.", "First paragraph.", None, None, "s.jsonl", None)
     assert (len(second.name), len(second.description), second.body) == (MAX_HEADER_CHARS, MAX_HEADER_CHARS, long)
     assert third.filter == "no_id"
+
+
+def test_a_linked_table_is_read_and_not_left_out(tmp_path: Path):
+    """As in a snapshot of the Hub's cache, where every file is a link out of its folder."""
+    blob = write_skills(tmp_path / "blobs") / "skills.parquet"
+    (root := tmp_path / "snapshot").mkdir()
+    (root / "skills.parquet").symlink_to(blob)
+    skills, refused = read(root)
+    assert len(skills) == 1 and refused == []

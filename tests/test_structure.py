@@ -103,6 +103,7 @@ def test_headings_items_inline_code_and_links(body, headings, ordered, unordered
         ("한국어 문서", 2),  # hangul has blanks
         ("＠。　", 0),
         ("a - b", 3),
+        ("ＡＰＩ １２３ Ｐｙｔｈｏｎ ﾃﾞｰﾀ 日々", 8),
     ],
 )
 def test_words_of_scripts_without_blanks_are_their_characters(body, words):

@@ -85,8 +85,9 @@ def _produce(config: Any, function: Callable[..., dict[str, Any]], record: dict[
             summary = function(config, partial)
             _write_record(partial, config, record | {"finished": True, "summary": summary})
             partial.rename(config.out)  # takes the place of an empty folder
-        finally:
+        except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
+            raise
     return summary
 
 
@@ -99,17 +100,23 @@ def _alone(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not (folder.is_dir() and os.path.samestat(os.fstat(lock), folder.stat())):
-            raise BlockingIOError
+        if not _locked(lock, folder):
+            fix = "wait for it, or name another out"
+            raise SkilltrainError("another process is writing this very folder", where=folder, fix=fix)
         for left in folder.iterdir():
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         yield
-    except BlockingIOError as error:
-        fix = "wait for it, or name another out"
-        raise SkilltrainError("another process is writing this very folder", where=folder, fix=fix) from error
     finally:
         os.close(lock)
+
+
+def _locked(lock: int, folder: Path) -> bool:
+    """Whether the lock of the open folder is ours, and the folder still stands under its name."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return folder.is_dir() and os.path.samestat(os.fstat(lock), folder.stat())
 
 
 def paths_read(config: Config) -> dict[str, Path]:
@@ -277,4 +284,4 @@ def _command(file: Path) -> str:
         stage = load_recipe(file).get("stage")
     except SkilltrainError:
         return "train"
-    return stage if stage in STAGES and STAGES[stage].on_ranks else "train"
+    return stage if isinstance(stage, str) and stage in STAGES and STAGES[stage].on_ranks else "train"

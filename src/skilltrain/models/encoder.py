@@ -168,14 +168,10 @@ def _settings(folder: str, config: EncoderConfig) -> EncoderSettings:
 
 
 def _base_settings(folder: str, model_config: Any, pooling_is_given: bool) -> dict[str, Any]:
-    """What a model that was not trained here says of itself. Its one limit is for both kinds of text, but a query
-    keeps at least our default: queries are cut by characters first, and their ends hold what is asked.
-    """
+    """What a model that was not trained here says of itself."""
     base: dict[str, Any] = {"pooling": "last_token"} if model_config.model_type.startswith("qwen") else {}
-    base |= module_settings(folder, model_config, pooling_is_given)
-    if "max_tokens" in base:
-        base["query_max_tokens"] = max(base["max_tokens"], EncoderSettings().query_max_tokens)
-    return base
+    least = EncoderSettings().query_max_tokens
+    return base | module_settings(folder, model_config, pooling_is_given, least)
 
 
 def _fitting(settings: EncoderSettings, chosen: Mapping[str, Any], limit: int | None, where: str) -> EncoderSettings:

@@ -9,12 +9,13 @@ _OUT_OF_REACH: set[str] = set()
 """Models of which only the cache is asked from now on: huggingface_hub tries for 20 seconds before it gives up."""
 
 
-def model_file(source: str, name: str) -> Path | None:
+def model_file(source: str, name: str, is_needed: bool = False) -> Path | None:
     """The file `name` of a model folder or Hub id, fetched where need be; None where the model has no such file.
 
     None also where the cache holds the model, has never heard of the file, and the Hub cannot be asked. Then a line
     says so: settings that are only out of reach would change every result.
-    Raises SkilltrainError where neither Hub nor cache give anything of the model.
+    Raises SkilltrainError where neither Hub nor cache give anything of the model, and instead of that line for a file
+    that another one `is_needed` by.
     """
     folder = Path(source)
     if folder.is_dir():
@@ -29,14 +30,14 @@ def model_file(source: str, name: str) -> Path | None:
     except HFValidationError as error:
         raise SkilltrainError("cannot load the model: this is no Hub id", where=source) from error
     except LocalEntryNotFoundError as error:  # a kind of EntryNotFoundError that says nothing about the model
-        return _from_cache(source, name, error)
+        return _from_cache(source, name, is_needed, error)
     except EntryNotFoundError:
         return None
     except OSError as error:  # no such model, no access, a Hub that is out of order
-        return _from_cache(source, name, error)
+        return _from_cache(source, name, is_needed, error)
 
 
-def _from_cache(source: str, name: str, problem: Exception) -> Path | None:
+def _from_cache(source: str, name: str, is_needed: bool, problem: Exception) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     if not isinstance(try_to_load_from_cache(source, "config.json"), str):
@@ -46,6 +47,8 @@ def _from_cache(source: str, name: str, problem: Exception) -> Path | None:
         ) from problem
     _OUT_OF_REACH.add(source)
     found = try_to_load_from_cache(source, name)
+    if found is None and is_needed:
+        raise SkilltrainError(f"its {name} is not in the cache, and the Hub cannot be asked", where=source)
     if found is None:  # else a path, or the mark that the Hub once said there is none
         say(f"{source}: the Hub cannot be asked for {name}; going on as if the model had none")
     return Path(found) if isinstance(found, str) else None

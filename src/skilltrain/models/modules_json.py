@@ -8,6 +8,7 @@ from skilltrain.models.loading import num_positions
 from skilltrain.models.model_files import model_file
 from skilltrain.models.pooling import Pooling
 
+_MIN_TOKENS = 8
 _COMPUTED = ("Transformer", "Pooling", "Normalize")
 _POOLING: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
 _FLAGS = {  # sentence-transformers before version 6: one switch for each mode
@@ -20,8 +21,8 @@ _FLAGS = {  # sentence-transformers before version 6: one switch for each mode
 }
 
 
-def module_settings(source: str, model_config: Any, pooling_is_given: bool) -> dict[str, Any]:
-    """`pooling` and `max_tokens` as the model's files say; empty for a model without modules.json.
+def module_settings(source: str, model_config: Any, pooling_is_given: bool, least_query_tokens: int) -> dict[str, Any]:
+    """`pooling`, `max_tokens` and `query_max_tokens` as the model's files say; empty for one without modules.json.
 
     Raises SkilltrainError for modules that an encoder here does not compute, and, unless `pooling_is_given`, for such
     a pooling: other vectors than the model's would be wrong without a word.
@@ -33,9 +34,7 @@ def module_settings(source: str, model_config: Any, pooling_is_given: bool) -> d
     settings: dict[str, Any] = {}
     if "Pooling" in places and not pooling_is_given:
         settings["pooling"] = _pooling(source, f"{places['Pooling']}/config.json")
-    if (limit := _max_seq_length(source, places, model_config)) is not None:
-        settings["max_tokens"] = limit
-    return settings
+    return settings | _limits(source, places, model_config, least_query_tokens)
 
 
 def _places(modules: Any, source: str) -> dict[str, str]:
@@ -53,7 +52,7 @@ def _places(modules: Any, source: str) -> dict[str, str]:
 
 
 def _pooling(source: str, name: str) -> Pooling:
-    config = _config(source, name)
+    config = _config(source, name, is_needed=True)
     if config is None:
         raise SkilltrainError(f"it has no {name}, which its modules.json names", where=source, fix="give pooling")
     modes = config.get("pooling_mode") or [mode for flag, mode in _FLAGS.items() if config.get(flag)] or ["mean"]
@@ -64,23 +63,35 @@ def _pooling(source: str, name: str) -> Pooling:
     return _POOLING[modes[0]]
 
 
-def _max_seq_length(source: str, places: dict[str, str], model_config: Any) -> int | None:
-    """The token limit that sentence-transformers would use, within the model's positions.
+def _limits(source: str, places: dict[str, str], model_config: Any, least_query_tokens: int) -> dict[str, int]:
+    """The token limits that sentence-transformers would use, within the model's positions.
 
-    Without a max_seq_length that is the tokenizer's own limit. Of tens of thousands (Qwen3-Embedding's) texts use
-    what they need: the template has cut their characters before.
+    Without any that is the tokenizer's own limit. Of tens of thousands (Qwen3-Embedding's) texts use what they need:
+    the template has cut their characters before. One limit for both kinds of text leaves a query `least_query_tokens`:
+    queries are cut by characters first, and their ends hold what is asked.
     """
     folder = f"{places['Transformer']}/" if places.get("Transformer") else ""
     names = ("sentence_bert_config.json", f"sentence_{model_config.model_type}_config.json")
     config = next(filter(None, (_config(source, folder + name) for name in names)), {})
-    limits = [config.get("max_seq_length"), num_positions(model_config)]
-    if limits[0] is None:
-        limits.append((_config(source, f"{folder}tokenizer_config.json") or {}).get("model_max_length"))
-    return min((number for number in limits if isinstance(number, int)), default=None)
+    most = config.get("max_seq_length")
+    if most is None:
+        most = (_config(source, f"{folder}tokenizer_config.json") or {}).get("model_max_length")
+    every = _within(source, most, num_positions(model_config))
+    limits = {"max_tokens": every, "query_max_tokens": every and max(every, least_query_tokens)}
+    for name, theirs in (("max_tokens", "document_length"), ("query_max_tokens", "query_length")):
+        if config.get(theirs) is not None:
+            limits[name] = _within(source, config[theirs], every)
+    return {name: limit for name, limit in limits.items() if limit is not None}
 
 
-def _config(source: str, name: str) -> dict[str, Any] | None:
-    file = model_file(source, name)
+def _within(source: str, limit: Any, most: int | None) -> int | None:
+    if limit is not None and not (isinstance(limit, int) and limit >= _MIN_TOKENS):
+        raise SkilltrainError(f"its limit of {limit} tokens is none", where=source, fix="give max_tokens")
+    return min((number for number in (limit, most) if number is not None), default=None)
+
+
+def _config(source: str, name: str, is_needed: bool = False) -> dict[str, Any] | None:
+    file = model_file(source, name, is_needed)
     if file is None:
         return None
     config = read_json(file)

@@ -49,7 +49,8 @@ def scored_predictions(
     answer is not excused.
     """
     known = {task.query.query_id: task.relevance for task in benchmark.tasks}
-    if unknown := [query_id for query_id in predictions if query_id not in known.keys() | benchmark.unscored]:
+    all_ids = known.keys() | benchmark.unscored
+    if unknown := [query_id for query_id in predictions if query_id not in all_ids]:
         raise SkilltrainError(
             f"{len(unknown)} of {len(predictions)} predicted queries are not in the benchmark, first '{unknown[0]}'",
             where=where, fix=f"its query ids look like '{next(iter(known))}'",

@@ -113,7 +113,10 @@ def ask_systems(
 
 
 def check_systems(systems: Sequence[SystemConfig]) -> None:
-    """Raise SkilltrainError for what can be known of systems without loading a model or asking a server."""
+    """Raise SkilltrainError for what can be known of systems without loading a model or asking a server.
+
+    Of a model that is named by its Hub id, small files are fetched.
+    """
     names = [system.name for system in systems]
     if len(set(names)) < len(names):
         raise SkilltrainError("two systems have the same name", where="systems")

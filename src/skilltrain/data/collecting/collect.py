@@ -27,7 +27,7 @@ from skilltrain.data.collecting.registry_listing import Listed, RegistryConfig
 from skilltrain.data.collecting.state import Outcome, SyncState, open_state, url_key
 from skilltrain.data.pool.skill_sources import Refused
 from skilltrain.errors import SkilltrainError
-from skilltrain.terminal import long_progress
+from skilltrain.terminal import long_progress, say
 
 _FORBIDDEN = 403.0
 _FREE_TO_CHANGE = {"token_env", "allow_hosts", "max_stale_pages"}  # without another listing
@@ -120,7 +120,8 @@ def fetch_all(
     due = [skill for skill in listed if _is_due(skill, config, state)]
     counts = {"num_fetched": 0, "num_not_modified": 0, "num_up_to_date": len(listed) - len(due)}
     refused: list[Refused] = []
-    in_row, num_bytes = list[Outcome](), 0
+    num_failures = num_bytes = 0
+    forbidden: list[Outcome] = []
     with long_progress("collecting", len(listed), len(listed) - len(due)) as show:
         for number, skill in enumerate(due, 1):
             try:
@@ -133,17 +134,20 @@ def fetch_all(
             counts["num_fetched"] += is_new
             counts["num_not_modified"] += outcome.status == "fetched" and not is_new
             num_bytes += outcome.num_bytes * is_new
-            in_row = [*in_row, outcome] if outcome.status == "failed" or outcome.value == _FORBIDDEN else []
-            if len(in_row) >= config.max_failures_in_row:
-                for other in in_row:  # a registry that forbids everything says nothing of a skill
-                    state.record(replace(other, status="failed"))
+            forbidden += [outcome] if outcome.value == _FORBIDDEN else []
+            num_failures = num_failures + 1 if outcome.status == "failed" else 0
+            if num_failures >= config.max_failures_in_row:
                 raise SkilltrainError(
-                    f"{len(in_row)} skills in a row could not be had; the last: {outcome.reason}",
+                    f"{num_failures} skills in a row could not be had; the last: {outcome.reason}",
                     where=config.registry.base_url,
                     fix="what was collected is kept: run again later",
                 )
             per_second = client.requests_per_second
             show(len(listed) - len(due) + number, f"{per_second:.2f} requests/s, {num_bytes / 1e6:,.1f} MB")
+    if len(forbidden) == len(due) >= config.max_failures_in_row:  # it is we who are not wanted, or not now
+        say(f"warning: HTTP 403 for all {len(due)} skills that were asked for; the next run asks for them again")
+        for outcome in forbidden:
+            state.record(replace(outcome, status="failed"))
     return counts, refused
 
 

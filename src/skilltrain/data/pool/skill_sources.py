@@ -60,9 +60,9 @@ def _read_folder(root: Path) -> Iterator[Skill | Refused]:
     table = table_path(root, SKILLS)
     if table.is_file():
         yield from _read_parquet(table)
-        files, _, refused = _walk(root, {_UNPACKED} if (root / _COLLECTED).is_file() else ())
+        files, _, refused = _walk(root, {*_OWN_FILES, *([_UNPACKED] if (root / _COLLECTED).is_file() else [])})
         yield from refused
-        skill_files, shards = _sorted_by_kind(file for file in files if file not in _OWN_FILES)
+        skill_files, shards = _sorted_by_kind(files)
         yield from _left_unread([*skill_files, *_loose(shards, skill_files)], root, table.name)
         return
     files, others, refused = _walk(root)
@@ -94,8 +94,8 @@ def _sorted_by_kind(files: Iterable[str]) -> tuple[list[str], list[str]]:
 def _walk(root: Path, skip: Collection[str] = ()) -> tuple[list[str], Counter[str], list[Refused]]:
     """(SKILL.md files and shards below `root` in order of path, kinds of other files, what could not be entered).
 
-    Paths are texts, relative to `root`: of these a million fit into memory. Links that lead out are not followed, nor
-    are the folders `skip` of `root` looked at.
+    Paths are texts, relative to `root`: of these a million fit into memory. Links that lead out are not followed. What
+    `skip` names in `root` itself is not looked at.
     """
     files: list[str] = []
     others: Counter[str] = Counter()
@@ -107,6 +107,7 @@ def _walk(root: Path, skip: Collection[str] = ()) -> tuple[list[str], Counter[st
     for folder, folder_names, file_names in os.walk(root, onerror=unreadable):
         if folder == str(root):
             folder_names[:] = [name for name in folder_names if name not in skip]
+            file_names = [name for name in file_names if name not in skip]
         links = [name for name in folder_names if _is_link(Path(folder) / name)]
         wanted = {name for name in file_names if _is_skill_file(name) or name.lower().endswith(SHARD_SUFFIXES)}
         leaving = {name for name in (*links, *wanted) if not _stays_below(Path(folder) / name, root)}

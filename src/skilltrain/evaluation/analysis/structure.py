@@ -1,6 +1,7 @@
 """How gold skills differ from the rest of the pool in structure, not in content (SkillFlow, section 4.3)."""
 
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,9 +24,12 @@ _MENTIONS = {
     "mentions a script": re.compile(r"(?<![\w-])scripts?/[\w./-]{0,100}\.(?:py|sh|bash|js|mjs|ts|rb|pl|ps1|R)\b"),
     "mentions a reference file": re.compile(r"(?<![\w-])references?/[\w./-]{0,100}\.(?:md|txt|rst|pdf|json|ya?ml)\b"),
 }
-# Han characters and kana count one by one, for no blanks part their words; their punctuation parts words.
-_LETTERS = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
-_WORD = re.compile(rf"[{_LETTERS}]|[^\s{_LETTERS}\u3000-\u303f\uff00-\uffef]+")
+# Han characters and kana count one by one, for no blanks part their words; their punctuation parts words. Full-width
+# letters are other forms (NFKC) of ordinary ones, and so are half-width kana.
+_LETTERS = r"\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
+_WORD = re.compile(rf"[{_LETTERS}]|[^\s{_LETTERS}\u3001-\u3004\u3008-\u303f\uff00-\uffef]+")
+
+_OTHER_FORMS = re.compile("[\uff10-\uff19\uff21-\uff3a\uff41-\uff5a\uff66-\uff9f]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ def structure_features(body: str) -> dict[str, float]:
     """
     text = body.replace("\r\n", "\n")
     blocks = _parser().parse(text)
-    words = sum(1 for _ in _WORD.finditer(text))
+    words = sum(1 for _ in _WORD.finditer(_in_plain_letters(text)))
     in_line = [token for block in blocks for token in block.children or ()]
     fences = [block for block in blocks if block.type == "fence"]
     ordered, unordered = _count_items(blocks)
@@ -73,6 +77,11 @@ def structure_features(body: str) -> dict[str, float]:
         "links": sum(token.type == "link_open" for token in in_line),
         **{name: float(pattern.search(text) is not None) for name, pattern in _MENTIONS.items()},
     }
+
+
+def _in_plain_letters(text: str) -> str:
+    """`text` with full-width letters and digits and half-width kana as ordinary ones; punctuation stays what it is."""
+    return _OTHER_FORMS.sub(lambda run: unicodedata.normalize("NFKC", run[0]), text)
 
 
 def compare_structure(gold_bodies: Iterable[str], other_bodies: Iterable[str]) -> tuple[FeatureComparison, ...]:

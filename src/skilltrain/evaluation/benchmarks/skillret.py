@@ -65,7 +65,13 @@ def read_skillret(folder: Path, split: str | None) -> Benchmark:
         tasks += judged_tasks(texts, judged, origin=_ORIGIN, split=name)
         pool |= skills
     _check_unique(tasks, folder)
-    return with_pool(folder, tasks, pool.values(), ())
+    return with_pool(folder, tasks, pool.values(), _query_ids(folder))
+
+
+def _query_ids(folder: Path) -> set[str]:
+    """The queries of all splits."""
+    files = sorted((folder / "queries").glob("*.jsonl"))
+    return {query_id for file in files for query_id, _ in unique_rows(_QueryRow, file, "query", lambda row: row.id)}
 
 
 def _qrels(file: Path) -> Iterator[Qrel]:
