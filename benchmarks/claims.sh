@@ -2,7 +2,8 @@
 # The claims of SkillRouter that can be tested with MiniLM over a pool of community skills, each by a grid.
 #   benchmarks/claims.sh DATA [seeds='[1]']
 # DATA holds pool/*.parquet, queries/train.jsonl, queries/dev.jsonl and skillsbench-dev/ (SkillRouter's format). Writes
-# runs/claims; stopped, the same line goes on. One seed takes two and a half hours on two cores, three about six (an estimate).
+# runs/claims; stopped, the same line goes on. One seed takes two and a half hours on two cores; three about six (an
+# estimate).
 set -euo pipefail
 data=$(realpath "$1"); shift
 cd "$(dirname "$0")/.."

@@ -30,7 +30,7 @@ class Pipeline(Config):
     base: str = Field(default="Qwen/Qwen3-Embedding-0.6B", description="encoder that mines and filters")
     llm: dict[str, Any] = Field(default={"kind": "openai", "model": "gpt-4o-mini"}, description="who writes queries")
     template: dict[str, Any] | None = Field(default={"instruction": INSTRUCTION}, description="what the base sees")
-    max_tokens: int | None = Field(default=2048, description="token limit of the base's texts, the paper's")
+    max_tokens: int | None = Field(default=2048, description="token limit of the base's texts, as in the recipes")
     quotas: dict[str, int] = Field(default={"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1})
 
 

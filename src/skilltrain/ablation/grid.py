@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from skilltrain.config import Config, apply_overrides, load_recipe, validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.metrics import parse_measures
+from skilltrain.evaluation.metrics import MeasureNames
 
 SEED = "seed"
 _STEP_NAME = re.compile("[A-Za-z][A-Za-z0-9_-]*")
@@ -41,7 +41,7 @@ class AblationConfig(Config):
         "'step': null to leave it out; an item of a list is named by its number from 0",
     )
     seeds: tuple[int, ...] = Field(default=(1, 2, 3), min_length=1, description="one cell for each variant and seed")
-    compare: tuple[str, ...] = Field(
+    compare: MeasureNames = Field(
         default=("Hit@1", "MRR@10"), min_length=1, description="the measures by which variants are told apart"
     )
     bootstrap_seed: int = Field(default=0, description="seed of the intervals")
@@ -59,14 +59,6 @@ class AblationConfig(Config):
         if not isinstance(value, dict):
             return value
         return {name: {} if changes is None else changes for name, changes in value.items()}
-
-    @field_validator("compare")
-    @classmethod
-    def _known_measures(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        try:
-            return tuple(str(measure) for measure in parse_measures(value))
-        except SkilltrainError as error:
-            raise ValueError(error.what) from error
 
     @model_validator(mode="after")
     def _consistent(self) -> "AblationConfig":

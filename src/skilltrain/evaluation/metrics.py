@@ -23,6 +23,9 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 from skilltrain.errors import SkilltrainError
 
@@ -107,6 +110,17 @@ def _example(name: str, cutoff: str) -> str:
 def parse_measures(texts: Sequence[str]) -> tuple[Measure, ...]:
     """The named measures, in order and each once."""
     return tuple(dict.fromkeys(parse_measure(text) for text in texts))
+
+
+def _known_names(texts: tuple[str, ...]) -> tuple[str, ...]:
+    try:
+        return tuple(str(measure) for measure in parse_measures(texts))
+    except SkilltrainError as error:
+        raise ValueError(error.what) from error
+
+
+MeasureNames = Annotated[tuple[str, ...], AfterValidator(_known_names)]
+"""Names of measures as a setting: unknown ones are refused, each stands once."""
 
 
 def evaluate_query(ranking: Sequence[str], relevance: Relevance, measures: Sequence[Measure]) -> dict[str, float]:

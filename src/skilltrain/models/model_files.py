@@ -14,8 +14,8 @@ def model_file(source: str, name: str, is_needed: bool = False) -> Path | None:
 
     None also where the cache holds the model, has never heard of the file, and the Hub cannot be asked. Then a line
     says so: settings that are only out of reach would change every result.
-    Raises SkilltrainError where neither Hub nor cache give anything of the model, and instead of that line for a file
-    that another one `is_needed` by.
+    Raises SkilltrainError where neither Hub nor cache give anything of the model; and where a file that `is_needed`,
+    for another one names it, is out of reach.
     """
     folder = Path(source)
     if folder.is_dir():

@@ -8,7 +8,7 @@ from skilltrain.models.loading import num_positions
 from skilltrain.models.model_files import model_file
 from skilltrain.models.pooling import Pooling
 
-_MIN_TOKENS = 8
+_MIN_TOKENS, _ENDLESS = 8, 10**9
 _COMPUTED = ("Transformer", "Pooling", "Normalize")
 _POOLING: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
 _FLAGS = {  # sentence-transformers before version 6: one switch for each mode
@@ -76,6 +76,7 @@ def _limits(source: str, places: dict[str, str], model_config: Any, least_query_
     most = config.get("max_seq_length")
     if most is None:
         most = (_config(source, f"{folder}tokenizer_config.json") or {}).get("model_max_length")
+        most = most if isinstance(most, int) and most < _ENDLESS else None  # transformers writes 1e30 for "no limit"
     every = _within(source, most, num_positions(model_config))
     limits = {"max_tokens": every, "query_max_tokens": every and max(every, least_query_tokens)}
     for name, theirs in (("max_tokens", "document_length"), ("query_max_tokens", "query_length")):
@@ -86,7 +87,7 @@ def _limits(source: str, places: dict[str, str], model_config: Any, least_query_
 
 def _within(source: str, limit: Any, most: int | None) -> int | None:
     if limit is not None and not (isinstance(limit, int) and limit >= _MIN_TOKENS):
-        raise SkilltrainError(f"its limit of {limit} tokens is none", where=source, fix="give max_tokens")
+        raise SkilltrainError(f"its files give a token limit of {limit}", where=source, fix="correct it there")
     return min((number for number in (limit, most) if number is not None), default=None)
 
 

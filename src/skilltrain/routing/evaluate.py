@@ -16,7 +16,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analysis.analysis import Analysis
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Slice, check_pool
 from skilltrain.evaluation.benchmarks.load import load_benchmark
-from skilltrain.evaluation.metrics import DEFAULT_MEASURES, Measure, parse_measures, per_query
+from skilltrain.evaluation.metrics import DEFAULT_MEASURES, Measure, MeasureNames, parse_measures, per_query
 from skilltrain.evaluation.report.report import (
     Report,
     ReportTexts,
@@ -51,7 +51,7 @@ class EvaluateConfig(Config):
     predictions: tuple[InputPath, ...] = Field(
         default=(), description="JSON files {query_id: [skill_id, …]} to score as well"
     )
-    measures: tuple[str, ...] = Field(
+    measures: MeasureNames = Field(
         default=DEFAULT_MEASURES, min_length=1, description="e.g. Hit@1, nDCG@10, FC@10, Set-Compat"
     )
     depth: int = Field(
@@ -66,14 +66,6 @@ class EvaluateConfig(Config):
     def _listed(cls, value: Any) -> Any:
         """A single file as a list of one."""
         return () if value is None else value if isinstance(value, list | tuple) else (value,)
-
-    @field_validator("measures")
-    @classmethod
-    def _known_measures(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        try:
-            return tuple(str(measure) for measure in parse_measures(value))
-        except SkilltrainError as error:
-            raise ValueError(error.what) from error
 
     @property
     def ranked_depth(self) -> int:
