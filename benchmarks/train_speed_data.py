@@ -11,7 +11,8 @@ from typing import Any
 from train_speed_cases import Case
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Skill, name_key
+from skilltrain.records import Skill
+from skilltrain.texts import name_key
 
 NUM_SKILLS, SEED = 3000, 0
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4,

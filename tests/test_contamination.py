@@ -21,13 +21,12 @@ from skilltrain.data.contamination.grounds import (
 )
 from skilltrain.data.contamination.ngrams import NgramIndex, ngrams
 from skilltrain.data.near_duplicates.trigrams import WordHashes, jaccard, word_trigrams
-from skilltrain.data.words import words_of
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Task
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.records import Query, Skill
-from skilltrain.retrieval.lexical import CJK
 from skilltrain.tables import JUDGEMENTS, QUERIES, SKILLS, rows_of, write_table
+from skilltrain.texts import CJK, words_of
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

@@ -24,7 +24,7 @@ from skilltrain.data.filtering.pool import PoolMaker
 from skilltrain.data.filtering.ranked_queries import RankedQueries, rows_by_query, texts_of
 from skilltrain.data.near_duplicates.trigrams import WordHashes, jaccard, word_trigrams
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Skill, Verdict, name_key
+from skilltrain.records import Skill, Verdict
 from skilltrain.retrieval.dense import EncoderSource
 from skilltrain.tables import (
     CLUSTERS,
@@ -38,6 +38,7 @@ from skilltrain.tables import (
     table_from_rows,
     write_table,
 )
+from skilltrain.texts import name_key
 from skilltrain.workers import WorkersConfig
 
 ONE = WorkersConfig(num=1)

@@ -17,16 +17,17 @@ LAYERS = (
     ("recipe",),
     ("stages",),
     ("training", "routing"),
+    ("report",),
     ("data", "export"),
     ("retrieval",),
     ("models", "losses", "evaluation"),
     ("templates", "llm"),
     ("tables",),
     ("records",),
-    ("workers",),
+    ("runs", "workers"),
     ("files", "terminal"),
     ("config",),
-    ("errors", "__init__"),
+    ("errors", "texts", "__init__"),
 )
 # A recipe file run as a program enters through the command line.
 ENTRANCES = {("recipe", "cli")}

@@ -5,12 +5,15 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from skilltrain.errors import SkilltrainError
 
@@ -38,6 +41,51 @@ def atomic_path(path: Path) -> Iterator[Path]:
         raise SkilltrainError(f"cannot write: {error.strerror or error}", where=path) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock file `path`; the system frees it when the process ends, however it ends.
+
+    Raises SkilltrainError at once where another process holds it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(path, timeout=0):
+            yield
+    except Timeout as error:
+        fix = "wait for it, or name another folder"
+        raise SkilltrainError("another process is writing here", where=path.parent, fix=fix) from error
+
+
+@contextmanager
+def staged_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `folder`; it takes the name `folder` only if the block succeeds.
+
+    `folder` must be free: absent or empty. What a killed process left behind is removed first. Raises
+    SkilltrainError where another process writes the same folder.
+    """
+    staged = folder.with_name(f".{folder.name}.partial")
+    lock = folder.with_name(f".{folder.name}.lock")
+    with locked(lock):
+        try:
+            shutil.rmtree(staged, ignore_errors=True)
+            staged.mkdir(parents=True)
+            yield staged
+            staged.rename(folder)
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def inside(folder: Path, name: str, where: object) -> Path:
+    """The path `folder/name`, where `name` was read from data. Raises SkilltrainError where it leaves `folder`."""
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise SkilltrainError(f"the path {name!r} leaves its folder", where=where)
+    return path
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,9 +1,13 @@
 """What moves between stages when it is one thing and not a table."""
 
-import re
-import unicodedata
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import Any
+
+Ranking = list[tuple[str, float]]
+"""(skill_id, score), best first."""
+Rankings = dict[str, Ranking]
+"""query_id → its ranking."""
 
 
 class Verdict(StrEnum):
@@ -41,6 +45,27 @@ class Query:
 
 
 @dataclass(frozen=True, slots=True)
+class Dropped:
+    """Why something was left out: one row of DROPPED.
+
+    `skill_id` or `query_id` is empty where the fault concerns only the other. `other_id` is the skill that it
+    resembles or repeats, `source` the mining source or the file that it came from.
+    """
+
+    query_id: str
+    skill_id: str
+    filter: str
+    reason: str
+    value: float | None = None
+    source: str | None = None
+    other_id: str | None = None
+
+    def row(self) -> dict[str, Any]:
+        """The row for `write_table(…, DROPPED, …)`."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One step of a decomposed request, and the skill chosen for it."""
 
@@ -57,8 +82,3 @@ class Plan:
     query_id: str
     text: str
     steps: tuple[Step, ...]
-
-
-def name_key(name: str) -> str:
-    """A name without case and separators: `PDF-Tools`, `pdf_tools` and `pdf tools` are one name, `c++` and `c#` two."""
-    return re.sub(r"[\s\-_./:]+", "", unicodedata.normalize("NFKC", name).casefold())

@@ -50,7 +50,8 @@ QUERIES = TableSpec("queries", pa.schema([
 ]), key=("query_id",))  # fmt: skip
 JUDGEMENTS = TableSpec("judgements", pa.schema([
     _field("query_id", _text), _field("skill_id", _text), _field("verdict", _text),
-    _field("reason", _text, optional=True), _field("group", _text, optional=True), _field("judge", _text),
+    _field("reason", _text, optional=True), _field("why", _text, optional=True),
+    _field("group", _text, optional=True), _field("judge", _text),
 ]), key=("query_id", "skill_id"))  # fmt: skip
 RANKINGS = TableSpec("rankings", pa.schema([
     _field("query_id", _text), _field("skill_id", _text), _field("rank", pa.int32()),
@@ -64,6 +65,7 @@ LISTS = TableSpec("lists", pa.schema([
 DROPPED = TableSpec("dropped", pa.schema([
     _field("query_id", _text), _field("skill_id", _text), _field("filter", _text),
     _field("value", _number, optional=True), _field("reason", _text),
+    _field("source", _text, optional=True), _field("other_id", _text, optional=True),
 ]), key=())  # fmt: skip
 CLUSTERS = TableSpec("clusters", pa.schema([
     _field("skill_id", _text), _field("cluster", pa.int32()),

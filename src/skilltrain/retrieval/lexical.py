@@ -13,11 +13,10 @@ from jaxtyping import Float32, Int32, Int64
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.terminal import track
+from skilltrain.texts import CJK
 
 ItemT = TypeVar("ItemT")
 
-# Han, kana and hangul are written without spaces between words (hangul: between word and particle).
-CJK = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _CJK_RUN = re.compile(f"[{CJK}]+")
 _TOKEN = re.compile(rf"[{CJK}]+|[^\W_{CJK}]+")
 

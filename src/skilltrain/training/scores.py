@@ -10,7 +10,7 @@ from torch import Tensor
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.losses import EncoderLoss, RerankerLoss, ScoredBatch, SideScores, SideTerm, positive_cells
-from skilltrain.records import name_key
+from skilltrain.texts import name_key
 from skilltrain.training.training_set import TrainingList, TrainingSet
 
 

@@ -21,12 +21,12 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from skilltrain.config import Config, InputPath
 from skilltrain.data.contamination.ngrams import NgramIndex, ngrams
-from skilltrain.data.words import words_of
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Task
 from skilltrain.evaluation.benchmarks.load import load_benchmark
-from skilltrain.records import Skill, name_key
+from skilltrain.records import Skill
 from skilltrain.tables import SKILLS, read_batches, skills_from_table
+from skilltrain.texts import name_key, words_of
 
 Ground = Literal["query_overlap", "name", "jaccard", "cluster", "cosine"]
 GROUNDS: tuple[Ground, ...] = ("query_overlap", "name", "jaccard", "cluster", "cosine")

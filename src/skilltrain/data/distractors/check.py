@@ -12,7 +12,8 @@ from skilltrain.data.pool.skill_file import clean_text, one_line, split_header
 from skilltrain.data.synthesis.check import Fault
 from skilltrain.data.synthesis.skill_phrases import num_words
 from skilltrain.llm import Answer, CompletionError
-from skilltrain.records import Skill, name_key
+from skilltrain.records import Skill
+from skilltrain.texts import name_key
 
 _FENCED = re.compile(r"^```(?:json)?[ \t]*\n(.*)\n[ \t]*```[ \t]*$", re.S | re.M | re.I)
 

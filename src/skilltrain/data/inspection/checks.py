@@ -12,7 +12,8 @@ from skilltrain.data.inspection.counts import body_chars, like_a_positive
 from skilltrain.data.inspection.material import Material, codes
 from skilltrain.data.pool.skill_pool import guess_lang
 from skilltrain.data.synthesis.name_leak import names_skill
-from skilltrain.records import Skill, name_key
+from skilltrain.records import Skill
+from skilltrain.texts import name_key
 
 NUM_SHARED = 3  # names with one description that make it no description of any
 SHORT_BODY = 200  # characters; too few to teach what a skill does

@@ -13,7 +13,7 @@ import numpy as np
 from skilltrain.data.inspection.checks import Check
 from skilltrain.data.inspection.counts import body_chars
 from skilltrain.data.inspection.material import Drop, Material
-from skilltrain.retrieval.lexical import CJK
+from skilltrain.texts import CJK
 
 NUM_PER_CHECK = 50  # lists that a check points at and that are shown besides the sample
 NUM_PER_LAYER = 60  # dropped pairs shown of each layer

@@ -12,9 +12,10 @@ from jaxtyping import Float32
 
 from skilltrain.data.mining.draws import PoolGroups, Positions
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Skill, name_key
+from skilltrain.records import Skill
 from skilltrain.retrieval.lexical import TEXT_BLOCK, BM25Index, TextTerms, bm25_text, read_terms
 from skilltrain.tables import SKILLS, read_batches, read_columns, skills_from_table
+from skilltrain.texts import name_key
 from skilltrain.workers import WorkersConfig, map_blocks
 
 SKILL_BLOCK = 8192  # skills whose texts are in memory at once while they are encoded

@@ -11,8 +11,8 @@ from pydantic import Field
 from skilltrain.config import Config, InputPath
 from skilltrain.data.near_duplicates.linking import link_near_duplicates, number_clusters
 from skilltrain.data.near_duplicates.trigrams import BODY_BLOCK, TrigramSets
-from skilltrain.records import name_key
 from skilltrain.tables import CLUSTERS, SKILLS, read_batches, read_columns, write_table
+from skilltrain.texts import name_key
 from skilltrain.workers import WorkersConfig
 
 

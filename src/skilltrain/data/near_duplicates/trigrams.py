@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Int64, UInt64
 
-from skilltrain.data.words import words_of
+from skilltrain.texts import words_of
 from skilltrain.workers import WorkersConfig, map_blocks
 
 _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], dtype=np.uint64)
