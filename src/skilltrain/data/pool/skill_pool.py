@@ -1,6 +1,5 @@
 """The stage `pool`: skills from many sources become one table with unique ids, cleaned texts and categories."""
 
-import re
 import sys
 import tempfile
 from collections import Counter
@@ -15,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from skilltrain.config import Config, InputPath
 from skilltrain.data.pool.merge import DUPLICATE_REASON, content_digest, merge_sources
+from skilltrain.data.pool.read import guess_lang, read_pool
 from skilltrain.data.pool.skill_sources import HF_PREFIX, Refused, read_source
 from skilltrain.data.pool.taxonomy import DEFAULT_TAXONOMY, assign_categories, categories_from_members, load_taxonomy
 from skilltrain.data.screening import count_flagged, screen_pool, write_flags
@@ -25,9 +25,7 @@ from skilltrain.retrieval.dense import EncoderSource, SkillEncoder, encode_skill
 from skilltrain.tables import (
     DROPPED,
     SKILLS,
-    read_table,
     rows_of,
-    skills_from_table,
     table_from_rows,
     table_path,
     table_writer,
@@ -37,10 +35,6 @@ from skilltrain.terminal import progress, say, track
 from skilltrain.workers import WorkersConfig
 
 _ENCODED_AT_ONCE = 8192  # skills whose vectors are in memory at once
-_HAN = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff]")
-_KANA_OR_HANGUL = re.compile(r"[\u3040-\u30ff\uac00-\ud7af]")
-_LATIN_WORD = re.compile(r"[^\W\d_\u3040-\uffff]+")
-_ENGLISH_WORD = re.compile(r"the|and|to|of|for|with|this|when|from|by|if|be|your|it|that|are|not|use|using")
 
 
 class PoolConfig(Config):
@@ -144,12 +138,8 @@ def _reasons(dropped: Sequence[Refused]) -> str:
 
 
 def open_pool(path: Path) -> list[Skill]:
-    """The skills of a SKILLS table, or of any source that the stage `pool` reads, duplicates kept; see `store_pool`."""
-    file = table_path(path, SKILLS)
-    if file.is_file() and file.name == f"{SKILLS.name}.parquet":
-        return skills_from_table(read_table(file, SKILLS))
-    with tempfile.TemporaryDirectory(prefix="skilltrain-") as scratch:
-        return list(store_pool(path, Path(scratch)))
+    """`read_pool`, under its old name."""
+    return read_pool(path)
 
 
 def store_pool(path: Path, folder: Path) -> StoredSkills:
@@ -230,22 +220,6 @@ def kept_duplicates(dropped: pa.Table) -> dict[str, str]:
     """id of a dropped duplicate → id of the skill kept in its place, from the DROPPED table of this stage."""
     rows = (row for row in dropped.to_pylist() if row["filter"] == "duplicate")
     return {row["skill_id"]: row["reason"].removeprefix(DUPLICATE_REASON) for row in rows}
-
-
-def guess_lang(skill: Skill) -> str | None:
-    """zh where a quarter of the words are Han characters, en where common English words occur, else None.
-
-    Tried on 26,308 skills labelled en or zh: 98.9% agree, the others are Spanish or Japanese and come out as None.
-    """
-    text = f"{skill.name}\n{skill.description}\n{skill.body[:4000]}"
-    words = _LATIN_WORD.findall(text.lower())
-    num_han = len(_HAN.findall(text))
-    if len(_KANA_OR_HANGUL.findall(text)) > 0.1 * num_han + 5:
-        return None
-    if num_han and num_han >= 0.25 * (num_han + len(words)):
-        return "zh"
-    num_english = sum(_ENGLISH_WORD.fullmatch(word) is not None for word in words)
-    return "en" if num_english and num_english >= 0.01 * len(words) else None
 
 
 def fill_categories(skills: StoredSkills, categories: Sequence[str | None], config: PoolConfig) -> Sequence[str | None]:
