@@ -87,9 +87,9 @@ def dropped(path):
 GOLD = "gold skill bench/pdf of benchmark bench (task t1)"
 # bodies: 19 words in all, 17 trigrams; near/pdf has 3 more.
 ROWS = [
-    ("q3", "near/pdf", "jaccard", 17 / 20, f"body overlap 0.850 with {GOLD}"),
-    ("q4", "own/pdf-to-text", "name", 1.0, f"same name as {GOLD}"),
-    ("q5", "", "query_overlap", 1.0, "100% of the 8-grams in common with task t1 of benchmark bench"),
+    ("q3", "near/pdf", "jaccard", 17 / 20, f"body overlap 0.850 with {GOLD}", "bench", "bench/pdf"),
+    ("q4", "own/pdf-to-text", "name", 1.0, f"same name as {GOLD}", "bench", "bench/pdf"),
+    ("q5", "", "query_overlap", 1.0, "100% of the 8-grams in common with task t1 of benchmark bench", "bench", None),
 ]
 
 
@@ -109,15 +109,15 @@ def test_copies_of_gold_skills_in_the_pool_are_reported_and_stay(folder):
     summary, _, _ = run(folder)
     assert summary["pool_copies"] == {"bench": {"num_verbatim": 1, "num_near": 1, "num_gold_skills_copied": 1}}
     assert dropped(folder / "out" / POOL_COPIES) == [
-        ("", "copy/pdf", "pool_copy", 1.0, f"body overlap 1.000 with {GOLD}"),
-        ("", "near/pdf", "pool_copy", 17 / 20, f"body overlap 0.850 with {GOLD}"),
+        ("", "copy/pdf", "pool_copy", 1.0, f"body overlap 1.000 with {GOLD}", "bench", "bench/pdf"),
+        ("", "near/pdf", "pool_copy", 17 / 20, f"body overlap 0.850 with {GOLD}", "bench", "bench/pdf"),
     ]
 
 
 def test_all_splits_are_cleaned_where_none_is_named(folder):
     _, kept, rows = run(folder, split=None)
     assert kept == ["q1", "q2"]
-    assert rows[-1] == ("q6", "", "query_overlap", 1.0, "the same words as task t1 of benchmark bench")
+    assert rows[-1] == ("q6", "", "query_overlap", 1.0, "the same words as task t1 of benchmark bench", "bench", None)
 
 
 def test_lists_are_cleaned_with_their_queries(folder):
@@ -156,7 +156,8 @@ def test_close_vectors_are_a_ground_of_their_own(folder, model_folders):
 def test_the_folder_of_the_queries_may_hold_the_benchmark_as_another_split(folder):
     _, kept, rows = run(folder, benchmarks=folder / "queries", limits={"name": False, "jaccard": None})
     assert kept == ["q1", "q2", "q3", "q4", "q6"]
-    assert rows == [("q5", "", "query_overlap", 1.0, "100% of the 8-grams in common with task q6 of benchmark queries")]
+    shared = "100% of the 8-grams in common with task q6 of benchmark queries"
+    assert rows == [("q5", "", "query_overlap", 1.0, shared, "queries", None)]
 
 
 @pytest.mark.parametrize(
@@ -289,7 +290,7 @@ def test_a_positive_linked_to_a_gold_skill_by_a_chain_of_copies_goes(folder):
     write_table(rows, CLUSTERS, folder / "clusters")
     summary, kept, rows = run(folder, clusters=folder / "clusters")
     assert summary["dropped_by_ground"]["cluster"] == 1 and "q1" not in kept
-    assert rows[0] == ("q1", "own/chart", "cluster", 1.0, f"in one cluster with {GOLD}")
+    assert rows[0] == ("q1", "own/chart", "cluster", 1.0, f"in one cluster with {GOLD}", "bench", "bench/pdf")
 
 
 def test_clusters_of_another_pool_are_refused(folder):

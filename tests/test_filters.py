@@ -134,11 +134,11 @@ def test_each_layer_drops_what_it_is_for_and_names_the_gold(found):
 
 
 def test_layers_say_what_their_value_means():
-    assert NameLayer().explain(1.0) == "same name as"
-    assert JaccardLayer().explain(8 / 9) == "body overlap 0.889 > 0.6 with"
-    assert CosineLayer().explain(0.96) == "cosine 0.960 > 0.92 to"
-    assert ClusterLayer().explain(1.0) == "in one near-duplicate cluster with"
-    assert CeilingLayer().explain(0.96) == "score 0.960 for the query too close to that of"
+    assert NameLayer().explain(1.0) == "same name as a gold skill"
+    assert JaccardLayer().explain(8 / 9) == "body overlap 0.889 > 0.6 with a gold skill"
+    assert CosineLayer().explain(0.96) == "cosine 0.960 > 0.92 to a gold skill"
+    assert ClusterLayer().explain(1.0) == "in one near-duplicate cluster with a gold skill"
+    assert CeilingLayer().explain(0.96) == "score 0.960 for the query too close to that of a gold skill"
     assert RankWindowLayer(ranks={"lexical": (1, 2)}).explain(3.0) == "rank 3 outside the window of its source"
 
 
@@ -336,11 +336,11 @@ def test_the_stage_splits_rankings_into_kept_and_dropped(folder):
     assert kept == [("semantic", "far"), ("random", "far")]
     dropped = read_table(folder / "out", DROPPED).to_pylist()
     assert [row["skill_id"] for row in dropped] == ["gold", "name", "body", "vector"]
-    assert [row["reason"] for row in dropped] == [
-        "judged required for this query (semantic candidate)",
-        "same name as gold skill gold (semantic candidate)",
-        "body overlap 0.889 > 0.6 with gold skill gold (semantic candidate)",
-        "cosine 0.960 > 0.92 to gold skill gold (random candidate)",
+    assert [(row["source"], row["other_id"], row["reason"]) for row in dropped] == [
+        ("semantic", None, "judged required for this query"),
+        ("semantic", "gold", "same name as a gold skill"),
+        ("semantic", "gold", "body overlap 0.889 > 0.6 with a gold skill"),
+        ("random", "gold", "cosine 0.960 > 0.92 to a gold skill"),
     ]
     assert dropped[0]["value"] is None and dropped[1]["value"] == 1.0
     assert sorted(path.name for path in (folder / "out").iterdir()) == ["dropped.parquet", "rankings.parquet"]
@@ -410,8 +410,8 @@ def test_all_layers_run_from_a_recipe(folder):
     summary = run_filter(settings(folder, layers=layers, clusters=folder / "clusters.parquet"), folder / "out")
     assert summary["dropped_by_layer"] == {"judged": 1, "cluster": 1, "ceiling": 3, "rank_window": 0}
     reasons = [row["reason"] for row in read_table(folder / "out", DROPPED).to_pylist()]
-    assert reasons[1] == "in one near-duplicate cluster with gold skill gold (semantic candidate)"
-    assert reasons[2] == "score 0.960 for the query too close to that of gold skill gold (semantic candidate)"
+    assert reasons[1] == "in one near-duplicate cluster with a gold skill"
+    assert reasons[2] == "score 0.960 for the query too close to that of a gold skill"
 
 
 def test_a_ceiling_by_ranking_needs_no_encoder(folder):

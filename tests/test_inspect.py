@@ -44,9 +44,9 @@ ROWS = {
 }  # fmt: skip
 MINED = {"semantic": 6, "lexical": 5}
 DROPS = [
-    ("q1", "t/pods", "name", 1.0, "same name as gold skill s/join (semantic candidate)"),
-    ("q1", "t/join", "jaccard", 0.9, "body overlap 0.900 > 0.6 with gold skill s/join (lexical candidate)"),
-    ("q3", "z/tu", "rank_window", 1.0, "rank 1 is outside 2 to 50 (lexical candidate)"),
+    ("q1", "t/pods", "name", 1.0, "same name as a gold skill", "semantic", "s/join"),
+    ("q1", "t/join", "jaccard", 0.9, "body overlap 0.900 > 0.6 with a gold skill", "lexical", "s/join"),
+    ("q3", "z/tu", "rank_window", 1.0, "rank 1 is outside 2 to 50", "lexical", None),
 ]
 
 
@@ -77,7 +77,7 @@ def list_rows(lists: dict[str, list[tuple[str, str, str, int]]]) -> list[dict[st
 
 
 def drop_rows(drops: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
-    return [dict(zip(("query_id", "skill_id", "filter", "value", "reason"), row, strict=True)) for row in drops]
+    return [dict(zip(DROPPED.schema.names, row, strict=False)) for row in drops]
 
 
 def ranking_rows(sizes: dict[str, int]) -> list[dict[str, Any]]:
@@ -95,7 +95,7 @@ def write_runs(root: Path, pool: Any = POOL, texts: Any = TEXTS, drops: Any = DR
         [("", "s/empty", "empty", None, "body is empty")])))  # fmt: skip
     write_run(paths["queries"], {"stage": "queries"}, (QUERIES, query_rows(texts)), (DROPPED, []))
     mined = write_run(root / "mined", {"stage": "mine", **paths}, (RANKINGS, ranking_rows(MINED)), (DROPPED, []))
-    gone = Counter(drop[4].split("(")[1].split()[0] for drop in drops)
+    gone = Counter(drop[5] for drop in drops)
     kept = {source: size - gone[source] for source, size in MINED.items()}
     layers = [{"name": "name"}, {"name": "jaccard"}, {"name": "cosine"}, {"name": "rank_window"}]
     filtered = write_run(

@@ -6,10 +6,20 @@ import pytest
 
 from skilltrain.data.mining import mine as mine_module
 from skilltrain.data.mining.draws import PoolGroups, draw
-from skilltrain.data.mining.mine import MineConfig, run_mine, select_queries
+from skilltrain.data.mining.mine import MineConfig, run_mine
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
-from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_table, rows_of, write_table
+from skilltrain.tables import (
+    DROPPED,
+    JUDGEMENTS,
+    QUERIES,
+    RANKINGS,
+    SKILLS,
+    read_table,
+    rows_of,
+    select_queries,
+    write_table,
+)
 
 
 def skill(skill_id, name, category=None, body="body"):

@@ -19,6 +19,10 @@ class Verdict(StrEnum):
     REJECTED = "rejected"
 
 
+POSITIVE = frozenset({Verdict.REQUIRED, Verdict.USEFUL})
+"""The verdicts of skills that a model is to find."""
+
+
 @dataclass(frozen=True, slots=True)
 class Skill:
     """One entry of the pool. `body` is untrusted text."""

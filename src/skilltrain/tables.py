@@ -303,6 +303,16 @@ def queries_from_table(table: pa.Table) -> list[Query]:
     return [Query(**row) for row in table.to_pylist()]
 
 
+def select_queries(folder: Path, split: str | None) -> list[Query]:
+    """The queries of `split` (all for None) in order of id. Raises SkilltrainError where there are none."""
+    queries = queries_from_table(read_table(folder, QUERIES))
+    chosen = [query for query in queries if split in (None, query.split)]
+    if not chosen:
+        splits = ", ".join(sorted({query.split for query in queries})) or "none, the table is empty"
+        raise SkilltrainError(f"no query of split '{split}' (splits here: {splits})", where=folder, fix="set split")
+    return sorted(chosen, key=lambda query: query.query_id)
+
+
 def rows_of(records: Iterable[Skill | Query]) -> list[dict[str, Any]]:
     """Records as table rows."""
     return [asdict(record) for record in records]

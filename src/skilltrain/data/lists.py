@@ -11,11 +11,11 @@ import pyarrow as pa
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath
-from skilltrain.data.filtering.filters import POSITIVE, rows_by_query, texts_of
-from skilltrain.data.mining.mine import SOURCES, select_queries
+from skilltrain.data.filtering.ranked_queries import rows_by_query, texts_of
+from skilltrain.data.mining.mine import SOURCES
 from skilltrain.data.screening import flags_to_leave_out
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Verdict
+from skilltrain.records import POSITIVE, Verdict
 from skilltrain.tables import (
     DROPPED,
     JUDGEMENTS,
@@ -25,6 +25,7 @@ from skilltrain.tables import (
     SKILLS,
     read_table,
     rows_of,
+    select_queries,
     verdicts_by_query,
     write_table,
 )

@@ -7,10 +7,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from skilltrain.config import Config, InputPath
-from skilltrain.data.mining.mine import select_queries
 from skilltrain.data.stored_skills import StoredSkills
 from skilltrain.routing.systems import SystemConfig, rank_with_systems, rankings_table
-from skilltrain.tables import RANKINGS, write_table
+from skilltrain.tables import RANKINGS, select_queries, write_table
 
 
 class CandidatesConfig(Config):

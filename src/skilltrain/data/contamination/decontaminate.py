@@ -26,9 +26,8 @@ from skilltrain.data.contamination.grounds import (
     open_benchmarks,
     query_index,
 )
-from skilltrain.data.filtering.filters import POSITIVE
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Skill, Verdict
+from skilltrain.records import POSITIVE, Skill, Verdict
 from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
 from skilltrain.tables import (
     CLUSTERS,
@@ -100,7 +99,9 @@ def run_decontaminate(config: DecontaminateConfig, out: Path) -> dict[str, Any]:
         raise SkilltrainError(what, where=config.queries, fix="hold out other benchmarks, or set limits")
     num_lists = _write_kept(queries, judgements, dropped, config.queries, out)
     write_table([one.row() for one in found], DROPPED, out)
-    write_table([_copy_row(skill_id, match) for skill_id, match in copies], DROPPED, out / POOL_COPIES)
+    write_table(
+        [match.dropped("", skill_id, "pool_copy").row() for skill_id, match in copies], DROPPED, out / POOL_COPIES
+    )
     return {
         "num_queries": len(training),
         "num_kept": len(training) - len(dropped),
@@ -217,10 +218,6 @@ def _write_kept(
 def _without(table: pa.Table, query_ids: Collection[str]) -> pa.Table:
     gone = [query_id in query_ids for query_id in table.column("query_id").to_pylist()]
     return table.filter(pa.array([not one for one in gone], pa.bool_()))
-
-
-def _copy_row(skill_id: str, match: Match) -> dict[str, Any]:
-    return {"query_id": "", "skill_id": skill_id, "filter": "pool_copy", "value": match.value, "reason": match.reason}
 
 
 def _count_queries(found: Sequence[Contamination], benchmarks: Sequence[HeldOut]) -> dict[str, dict[str, int]]:

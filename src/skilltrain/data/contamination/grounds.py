@@ -24,7 +24,7 @@ from skilltrain.data.contamination.ngrams import NgramIndex, ngrams
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Task
 from skilltrain.evaluation.benchmarks.load import load_benchmark
-from skilltrain.records import Skill
+from skilltrain.records import Dropped, Skill
 from skilltrain.tables import SKILLS, read_batches, skills_from_table
 from skilltrain.texts import name_key, words_of
 
@@ -115,6 +115,10 @@ class Match:
     gold_id: str
     reason: str
 
+    def dropped(self, query_id: str, skill_id: str, ground: str) -> Dropped:
+        """The match as a ground against a query or a skill."""
+        return Dropped(query_id, skill_id, ground, self.reason, self.value, self.benchmark, self.gold_id or None)
+
 
 @dataclass(frozen=True, slots=True)
 class Contamination:
@@ -125,11 +129,8 @@ class Contamination:
     match: Match
 
     def row(self) -> dict[str, Any]:
-        """The row for DROPPED."""
-        return {
-            "query_id": self.query_id, "skill_id": self.skill_id, "filter": self.match.ground,
-            "value": self.match.value, "reason": self.match.reason,
-        }  # fmt: skip
+        """The row for DROPPED: `source` is the benchmark, `other_id` its gold skill."""
+        return self.match.dropped(self.query_id, self.skill_id, self.match.ground).row()
 
 
 def open_benchmarks(paths: Sequence[Path], pool: Path, need_golds: bool) -> list[HeldOut]:

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from skilltrain.config import Config, InputPath
 from skilltrain.data.filtering.layers import CosineLayer, FilterLayer, JaccardLayer, Layer, NameLayer
 from skilltrain.data.filtering.pool import FilterPool, PoolMaker
-from skilltrain.data.filtering.ranked_queries import POSITIVE, RankedQueries, rows_by_query, texts_of
+from skilltrain.data.filtering.ranked_queries import RankedQueries, texts_of
 from skilltrain.data.near_duplicates.trigrams import Positions
 from skilltrain.errors import SkilltrainError
 from skilltrain.retrieval.dense import EncoderSource
@@ -32,8 +32,6 @@ from skilltrain.tables import (
     write_table,
 )
 from skilltrain.workers import WorkersConfig, map_blocks
-
-__all__ = ["POSITIVE", "FilterConfig", "rows_by_query", "run_filter", "texts_of"]
 
 _BLOCK = 128  # queries that a worker filters at once
 
@@ -167,27 +165,26 @@ def _dropped_table(
     layers: Sequence[FilterLayer],
     skill_ids: list[str],
 ) -> pa.Table:
-    """DROPPED rows in the order of `rankings`; a reason ends with the gold skill, if there is one, and the source."""
+    """DROPPED rows in the order of `rankings`; `other_id` is the gold skill that speaks against the candidate."""
     explained = [f"judged {verdict} for this query" for verdict in judged[1]]
+    others: list[str | None] = [None] * len(judged[1])
     for number, value, gold in zip(
         findings.layers.tolist(), findings.values.tolist(), findings.golds.tolist(), strict=True
     ):
-        ground = layers[number].explain(value)
-        explained.append(f"{ground} gold skill {skill_ids[gold]}" if gold >= 0 else ground)
+        explained.append(layers[number].explain(value))
+        others.append(skill_ids[gold] if gold >= 0 else None)
     rows = np.concatenate([judged[0], findings.rows])
     order = np.argsort(rows, kind="stable")
     taken = rankings.select(["query_id", "skill_id", "stage"]).take(pa.array(rows[order]))
     filters = ["judged"] * len(judged[1]) + [layers[number].name for number in findings.layers.tolist()]
     values = [None] * len(judged[1]) + findings.values.tolist()
-    reasons = [
-        f"{explained[place]} ({stage} candidate)"
-        for place, stage in zip(order.tolist(), taken.column("stage").to_pylist(), strict=True)
-    ]
     columns = {
         "query_id": taken.column("query_id"), "skill_id": taken.column("skill_id"),
         "filter": pa.array([filters[place] for place in order.tolist()], pa.string()),
         "value": pa.array([values[place] for place in order.tolist()], pa.float64()),
-        "reason": pa.array(reasons, pa.string()),
+        "reason": pa.array([explained[place] for place in order.tolist()], pa.string()),
+        "source": taken.column("stage"),
+        "other_id": pa.array([others[place] for place in order.tolist()], pa.string()),
     }  # fmt: skip
     return pa.table(columns, schema=DROPPED.schema)
 

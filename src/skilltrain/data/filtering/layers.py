@@ -46,7 +46,7 @@ class FilterLayer(Protocol):
         ...
 
     def explain(self, value: float) -> str:
-        """What `value` means, to stand before the gold skill's id in a DROPPED row."""
+        """What `value` means, as the reason in a DROPPED row."""
         ...
 
 
@@ -86,7 +86,7 @@ class NameLayer(Config):
 
     def explain(self, value: float) -> str:
         """A name is the same or it is not: the value adds nothing."""
-        return "same name as"
+        return "same name as a gold skill"
 
 
 class JaccardLayer(Config):
@@ -129,7 +129,7 @@ class JaccardLayer(Config):
 
     def explain(self, value: float) -> str:
         """The Jaccard index and its limit."""
-        return f"body overlap {value:.3f} > {self.above:g} with"
+        return f"body overlap {value:.3f} > {self.above:g} with a gold skill"
 
 
 class CosineLayer(Config):
@@ -153,7 +153,7 @@ class CosineLayer(Config):
 
     def explain(self, value: float) -> str:
         """The cosine and its limit."""
-        return f"cosine {value:.3f} > {self.above:g} to"
+        return f"cosine {value:.3f} > {self.above:g} to a gold skill"
 
 
 class ClusterLayer(Config):
@@ -175,7 +175,7 @@ class ClusterLayer(Config):
 
     def explain(self, value: float) -> str:
         """A cluster is the same or it is not: the value adds nothing."""
-        return "in one near-duplicate cluster with"
+        return "in one near-duplicate cluster with a gold skill"
 
 
 class CeilingLayer(Config):
@@ -234,7 +234,7 @@ class CeilingLayer(Config):
 
     def explain(self, value: float) -> str:
         """The score."""
-        return f"score {value:.3f} for the query too close to that of"
+        return f"score {value:.3f} for the query too close to that of a gold skill"
 
 
 class RankWindowLayer(Config):

@@ -13,9 +13,8 @@ from jaxtyping import Int64
 from skilltrain.data.filtering.pool import Candidates
 from skilltrain.data.near_duplicates.trigrams import Positions
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Verdict
+from skilltrain.records import POSITIVE, Verdict
 
-POSITIVE = frozenset({Verdict.REQUIRED, Verdict.USEFUL})
 VERDICTS = tuple(Verdict)
 
 

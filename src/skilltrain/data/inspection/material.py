@@ -1,6 +1,5 @@
 """All that the page is made of, read once: entries of lists as aligned arrays, the skills they name, drops, flags."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,14 +13,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from jaxtyping import Bool, Float64, Int64
 
-from skilltrain.data.filtering.ranked_queries import POSITIVE
 from skilltrain.data.inspection.trail import Step, Trail, follow, runs_beside
+from skilltrain.records import POSITIVE
 from skilltrain.tables import CLUSTERS, DROPPED, FLAGS, LISTS, QUERIES, RANKINGS, SKILLS, read_table, table_path
 
 UNKNOWN = "unknown"
-# The words in which the stage `filter` states its reasons.
-_SOURCE = re.compile(r"\(([^()]*) candidate\)$")
-_GOLD = re.compile(r"gold skill (.+?)(?: \([^()]* candidate\))?$", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,7 @@ class Entries:
 
 @dataclass(frozen=True)
 class Drop:
-    """A candidate that a filter took out; `gold_id` is empty where the reason names none."""
+    """A candidate that a filter took out; `gold_id` is empty where no gold skill spoke against it."""
 
     query_id: str
     skill_id: str
@@ -223,10 +219,9 @@ def _drops(trail: Trail) -> list[Drop]:
     for step in reversed([step for step in trail.steps if step.filters]):
         table = trail.read(step.folder, DROPPED)
         for row in table.to_pylist() if table is not None else ():
-            source, gold = _SOURCE.search(row["reason"]), _GOLD.search(row["reason"])
             drops.append(Drop(
-                row["query_id"], row["skill_id"], row["filter"], row["value"], source[1] if source else UNKNOWN,
-                gold[1] if gold else "", row["reason"],
+                row["query_id"], row["skill_id"], row["filter"], row["value"], row["source"] or UNKNOWN,
+                row["other_id"] or "", row["reason"],
             ))  # fmt: skip
     return drops
 

@@ -13,7 +13,6 @@ import pyarrow as pa
 from pydantic import Field
 
 from skilltrain.config import Config, InputPath
-from skilltrain.data.filtering.filters import POSITIVE
 from skilltrain.data.mining.block import (
     CATEGORIES,
     INDEX,
@@ -31,16 +30,15 @@ from skilltrain.data.mining.block import (
 from skilltrain.data.mining.draws import Positions
 from skilltrain.data.mining.pool import MiningPool
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Query, Verdict
+from skilltrain.records import POSITIVE, Query, Verdict
 from skilltrain.retrieval.dense import EncoderSource, encode_queries, encode_skills, open_encoder
 from skilltrain.retrieval.nearest import ExactIndex, IndexConfig, build_index, nearest, recall
 from skilltrain.tables import (
     DROPPED,
     JUDGEMENTS,
-    QUERIES,
     RANKINGS,
-    queries_from_table,
     read_table,
+    select_queries,
     table_writer,
     verdicts_by_query,
     write_table,
@@ -112,16 +110,6 @@ def run_mine(config: MineConfig, out: Path) -> dict[str, Any]:
         "num_queries_without": {source: len(asked) - found.num_queries[source] for source in SOURCES},
         "index": index,
     }
-
-
-def select_queries(folder: Path, split: str | None) -> list[Query]:
-    """The queries of `split` (all for None) in order of id. Raises SkilltrainError where there are none."""
-    queries = queries_from_table(read_table(folder, QUERIES))
-    chosen = [query for query in queries if split in (None, query.split)]
-    if not chosen:
-        splits = ", ".join(sorted({query.split for query in queries})) or "none, the table is empty"
-        raise SkilltrainError(f"no query of split '{split}' (splits here: {splits})", where=folder, fix="set split")
-    return sorted(chosen, key=lambda query: query.query_id)
 
 
 @contextmanager
