@@ -1,8 +1,8 @@
 """A benchmark: queries, what each asks for, and the skills it was published with."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +11,8 @@ from skilltrain.evaluation.metrics import Relevance
 from skilltrain.records import Query, Skill
 
 Slice = Literal["single", "multi"]
+Labels = Mapping[str, str | tuple[str, ...]]
+"""What is known of one query: label → value, or values where it has several."""
 
 
 def slice_of(relevance: Relevance) -> Slice:
@@ -19,10 +21,15 @@ def slice_of(relevance: Relevance) -> Slice:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One query of a benchmark with its relevance."""
+    """One query of a benchmark with its relevance and labels.
+
+    `cluster` names the query that it repeats over another pool ("" for none): both are drawn together by the bootstrap.
+    """
 
     query: Query
     relevance: Relevance
+    labels: Labels = field(default_factory=dict)
+    cluster: str = ""
 
     @property
     def slice(self) -> Slice:
@@ -30,9 +37,18 @@ class Task:
         return slice_of(self.relevance)
 
 
-def make_task(query_id: str, text: str, relevance: Relevance, *, origin: str, split: str) -> Task:
-    """A task whose query is of the kind that its relevance says."""
-    return Task(Query(query_id, text, kind=slice_of(relevance), origin=origin, split=split), relevance)
+def make_task(
+    query_id: str, text: str, relevance: Relevance, *, origin: str, split: str, **labels: str | tuple[str, ...] | None
+) -> Task:
+    """A task whose query is of the kind that its relevance says; its labels are kind, origin, split and `labels`."""
+    query = Query(query_id, text, kind=slice_of(relevance), origin=origin, split=split)
+    return Task(query, relevance, query_labels(query, relevance, **labels))
+
+
+def query_labels(query: Query, relevance: Relevance, **more: str | tuple[str, ...] | None) -> Labels:
+    """The labels that every query has, and `more`; empty ones are left out."""
+    labels = {"kind": slice_of(relevance), "origin": query.origin, "split": query.split, **more}
+    return {name: value for name, value in labels.items() if value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +67,11 @@ class Benchmark:
     pool: tuple[Skill, ...] = ()
     notes: tuple[str, ...] = ()
     unscored: frozenset[str] = frozenset()
+
+    @property
+    def clusters(self) -> dict[str, str]:
+        """query_id → what the bootstrap draws it together with, for the queries that have such a cluster."""
+        return {task.query.query_id: task.cluster for task in self.tasks if task.cluster}
 
 
 def name_of(folder: Path) -> str:
@@ -73,6 +94,13 @@ def with_pool(folder: Path, tasks: Iterable[Task], pool: Iterable[Skill], query_
 def unscored_of(query_ids: Iterable[str], tasks: Iterable[Task]) -> frozenset[str]:
     """The ids that no task has."""
     return frozenset(query_ids) - {task.query.query_id for task in tasks}
+
+
+def wanted_skills(relevance: Relevance, skill_ids: Container[str]) -> list[str]:
+    """The gold skills that the pool `skill_ids` holds, and what stands in for those that it lacks, by id."""
+    gold = {skill_id for skill_id in relevance.gold if skill_id in skill_ids}
+    alternatives = relevance.alternatives.items()
+    return sorted(gold | {other for other, need in alternatives if need not in gold and other in skill_ids})
 
 
 def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:

@@ -60,14 +60,25 @@ def interval(values: Sequence[float], *, seed: int, resamples: int = RESAMPLES) 
 
 
 def intervals(
-    values: Float[np.ndarray, "query column"], *, seed: int, resamples: int = RESAMPLES
+    values: Float[np.ndarray, "query column"],
+    *,
+    seed: int,
+    resamples: int = RESAMPLES,
+    clusters: Sequence[str] | None = None,
 ) -> tuple[Interval, ...]:
-    """One interval for each column, all from the same draws of queries (as `interval`, many times faster)."""
-    return _intervals(values, resampled_means(values, seed=seed, resamples=resamples))
+    """One interval for each column, all from the same draws of queries (as `interval`, many times faster).
+
+    `clusters` holds a name for each query: those of one name are drawn together.
+    """
+    return _intervals(values, resampled_means(values, seed=seed, resamples=resamples, clusters=clusters))
 
 
 def paired_differences(
-    differences: Float[np.ndarray, "query column"], *, seed: int, resamples: int = RESAMPLES
+    differences: Float[np.ndarray, "query column"],
+    *,
+    seed: int,
+    resamples: int = RESAMPLES,
+    clusters: Sequence[str] | None = None,
 ) -> tuple[Difference, ...]:
     """For each column of two systems' differences a − b, query by query: mean, 95% interval and two-sided p.
 
@@ -79,7 +90,7 @@ def paired_differences(
     queries, 7% of 24 and 6% of 75. The exact tests (significance.py) keep to 5% with any number.
     Raises SkilltrainError for no values and values that are not finite.
     """
-    means = resampled_means(differences, seed=seed, resamples=resamples)
+    means = resampled_means(differences, seed=seed, resamples=resamples, clusters=clusters)
     num_below = np.count_nonzero(means <= _ZERO, axis=0)
     num_above = np.count_nonzero(means >= -_ZERO, axis=0)
     tails = 2 * (1 + np.minimum(num_below, num_above)) / (resamples + 1)
@@ -88,9 +99,9 @@ def paired_differences(
 
 
 def resampled_means(
-    values: Float[np.ndarray, "query column"], *, seed: int, resamples: int
+    values: Float[np.ndarray, "query column"], *, seed: int, resamples: int, clusters: Sequence[str] | None = None
 ) -> Float[np.ndarray, "resample column"]:
-    """The column means of `resamples` draws of as many queries, with replacement.
+    """The column means of `resamples` draws of as many queries (of as many clusters), with replacement.
 
     A draw is held as how often each query was drawn, so that all columns cost one matrix product; the draws are made
     in pieces, and memory stays bounded (about 50 MB) however many queries there are.
@@ -103,16 +114,32 @@ def resampled_means(
     if not np.isfinite(values).all():
         row, _ = np.argwhere(~np.isfinite(values))[0]
         raise SkilltrainError("a value is not a finite number", where=f"value {row}")
+    sums, sizes = _cluster_sums(values, clusters)
+    num_clusters = len(sums)
     generator = np.random.default_rng(seed)
     means = np.empty((resamples, num_columns))
-    step = max(1, _CELLS_AT_ONCE // num_queries)
+    step = max(1, _CELLS_AT_ONCE // num_clusters)
     for start in range(0, resamples, step):
         num_draws = min(step, resamples - start)
-        drawn = generator.integers(num_queries, size=(num_draws, num_queries))
-        drawn += np.arange(num_draws)[:, None] * num_queries
-        counts = np.bincount(drawn.ravel(), minlength=num_draws * num_queries).reshape(num_draws, num_queries)
-        means[start : start + num_draws] = counts @ values / num_queries
+        drawn = generator.integers(num_clusters, size=(num_draws, num_clusters))
+        drawn += np.arange(num_draws)[:, None] * num_clusters
+        counts = np.bincount(drawn.ravel(), minlength=num_draws * num_clusters).reshape(num_draws, num_clusters)
+        means[start : start + num_draws] = counts @ sums / (counts @ sizes)[:, None]
     return means
+
+
+def _cluster_sums(
+    values: Float[np.ndarray, "query column"], clusters: Sequence[str] | None
+) -> tuple[Float[np.ndarray, "cluster column"], Float[np.ndarray, " cluster"]]:
+    """The sum of each cluster's values and how many they are; without clusters each query is one, in its place."""
+    names = dict.fromkeys(clusters or ())
+    if len(names) in (0, len(values)):
+        return values, np.ones(len(values))
+    places = {name: place for place, name in enumerate(names)}
+    member = np.array([places[name] for name in clusters or ()])
+    sums = np.zeros((len(names), values.shape[1]))
+    np.add.at(sums, member, values)
+    return sums, np.bincount(member).astype(np.float64)
 
 
 def _intervals(

@@ -1,0 +1,201 @@
+"""Results by slice: of all queries, and of those that share the value of a label (kind, tier, difficulty, length …).
+
+A label is what is known of a query. Most come from the benchmark (`Task.labels`); two are computed (`labels_of`):
+`query length`, and, where the pool's texts are known, `description length`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.benchmarks.benchmark import Labels, Task, wanted_skills
+from skilltrain.evaluation.results import SystemResult
+from skilltrain.evaluation.statistics.bootstrap import Interval, intervals
+from skilltrain.evaluation.statistics.values import same_queries, values_of
+from skilltrain.records import Skill
+from skilltrain.texts import words_of
+
+ALL, KIND = "all", "kind"
+MOST_VALUES = 12  # a label of more values (an id, a tag) makes no table that anybody reads
+MOST_TERSE = 20  # words up to which a query is terse, as typed into a prompt
+_ORDER = ("single", "multi", "easy", "medium", "hard", "terse", "long")  # all other values stand in alphabetical order
+
+
+@dataclass(frozen=True, slots=True)
+class SliceMeans:
+    """What the systems score on the queries whose `label` has this `value`; all queries are label and value `all`.
+
+    `means` maps system → measure → mean with its 95% interval. A measure that none of the queries has a value of
+    (Set-Compat, where one skill is gold) is left out, and the interval's `n` says how many have one.
+    """
+
+    label: str
+    value: str
+    query_ids: tuple[str, ...]
+    means: Mapping[str, Mapping[str, Interval]]
+
+    def partial(self) -> dict[str, int]:
+        """The measures that not every query of the slice has a value of, and how many have one."""
+        first = next(iter(self.means.values()))
+        return {measure: mean.n for measure, mean in first.items() if mean.n < len(self.query_ids)}
+
+    def best(self, measure: str) -> frozenset[str]:
+        """The systems with the highest mean; none where all are equal."""
+        means = {name: row[measure].mean for name, row in self.means.items() if measure in row}
+        highest = max(means.values(), default=0.0)
+        if highest == min(means.values(), default=0.0):
+            return frozenset()
+        return frozenset(name for name, mean in means.items() if mean == highest)
+
+    def to_json(self, system: str) -> dict[str, dict[str, Any]]:
+        """Measure → {mean, low, high, n} of one system."""
+        return {measure: asdict(mean) for measure, mean in self.means[system].items()}
+
+
+def means_by_slice(
+    results: Sequence[SystemResult],
+    labels: Mapping[str, Labels],
+    measures: Sequence[str],
+    *,
+    seed: int,
+    clusters: Mapping[str, str] | None = None,
+) -> tuple[SliceMeans, ...]:
+    """The means of all queries, and then of every slice, by label and value; systems share their draws.
+
+    `labels` maps every query to what is known of it (`labels_of`). `clusters` maps a query to the one that it is
+    drawn together with (`Benchmark.clusters`). A label of more than 12 values makes no slices.
+    Raises SkilltrainError where systems do not hold exactly these queries, or a measure where another does.
+    """
+    held = _held(results, labels, measures)
+    means: dict[tuple[str, ...], Mapping[str, Mapping[str, Interval]]] = {}
+    found: list[SliceMeans] = []
+    for (label, value), query_ids in _slices(labels).items():
+        if query_ids not in means:  # of many a label one value holds all queries
+            means[query_ids] = _means(results, query_ids, held, seed, clusters or {})
+        found.append(SliceMeans(label, value, query_ids, means[query_ids]))
+    return tuple(found)
+
+
+def shown(slices: Sequence[SliceMeans]) -> tuple[SliceMeans, ...]:
+    """All queries, and the slices that are not all queries once more."""
+    every = slices[0].query_ids
+    return tuple(part for part in slices if part.label == ALL or len(part.query_ids) < len(every))
+
+
+def by_kind(slices: Sequence[SliceMeans], system: str) -> dict[str, Any]:
+    """`{"all" | "single" | "multi": {measure: {mean, low, high, n}}}`; a kind without queries is left out."""
+    return {part.value: part.to_json(system) for part in slices if part.label in (ALL, KIND)}
+
+
+def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, Labels]:
+    """query_id → its labels: those of the benchmark, and those computed here.
+
+    `query length` is terse up to 20 words, else long (a CJK character is a word). `description length` is one of four
+    parts of the tasks by the mean characters of their gold skills' descriptions, from short to long; `skills` is the
+    pool, empty where its texts are not known, and then the label is left out.
+    """
+    computed: dict[str, dict[str, str]] = {}
+    for task in tasks:
+        length = "terse" if len(words_of(task.query.text)) <= MOST_TERSE else "long"
+        computed[task.query.query_id] = {"query length": length}
+    if skills:
+        for query_id, part in quartiles(_description_lengths(tasks, skills)).items():
+            computed[query_id]["description length"] = part
+    return {task.query.query_id: {**task.labels, **computed[task.query.query_id]} for task in tasks}
+
+
+def quartiles(lengths: Mapping[str, float]) -> dict[str, str]:
+    """query_id → its part of four, like `Q1, 24–80 characters`, cut by rank from short to long.
+
+    Equal lengths stay together, in the part where the middle of them falls. So parts may differ in size; an empty one
+    is left out, and the others are numbered from 1.
+    """
+    parts: tuple[list[str], ...] = ([], [], [], [])
+    start = 0
+    for _, equal in groupby(sorted(lengths, key=lengths.__getitem__), key=lengths.__getitem__):
+        group = list(equal)
+        end = start + len(group)
+        parts[2 * (start + end) // len(lengths)].extend(group)  # 4 x the middle's share of the ranks, rounded down
+        start = end
+    names: dict[str, str] = {}
+    for number, part in enumerate(filter(None, parts), 1):
+        name = f"Q{number}, {lengths[part[0]]:.0f}–{lengths[part[-1]]:.0f} characters"
+        names |= dict.fromkeys(part, name)
+    return names
+
+
+def _description_lengths(tasks: Iterable[Task], skills: Mapping[str, Skill]) -> dict[str, float]:
+    wanted = {task.query.query_id: wanted_skills(task.relevance, skills) for task in tasks}
+    return {
+        query_id: fmean(len(skills[skill_id].description) for skill_id in skill_ids)
+        for query_id, skill_ids in wanted.items()
+        if skill_ids
+    }
+
+
+def _slices(labels: Mapping[str, Labels]) -> dict[tuple[str, str], tuple[str, ...]]:
+    """(label, value) → the queries that have it, all queries first."""
+    values: dict[str, dict[str, list[str]]] = {}
+    for query_id, known in labels.items():
+        for label, value in known.items():
+            for one in (value,) if isinstance(value, str) else value:
+                values.setdefault(label, {}).setdefault(one, []).append(query_id)
+    found = {(ALL, ALL): tuple(labels)}
+    for label, parts in values.items():
+        if len(parts) <= MOST_VALUES:
+            found |= {(label, value): tuple(parts[value]) for value in sorted(parts, key=_place)}
+    return found
+
+
+def _place(value: str) -> tuple[int, str]:
+    return (_ORDER.index(value) if value in _ORDER else len(_ORDER), value)
+
+
+def _means(
+    results: Sequence[SystemResult],
+    query_ids: Sequence[str],
+    held: Mapping[str, frozenset[str]],
+    seed: int,
+    clusters: Mapping[str, str],
+) -> dict[str, dict[str, Interval]]:
+    """System → measure → mean. Measures of the same queries share draws; one of no query is left out."""
+    together: dict[tuple[str, ...], list[str]] = {}
+    for measure, known in held.items():
+        if having := tuple(query_id for query_id in query_ids if query_id in known):
+            together.setdefault(having, []).append(measure)
+    found: dict[str, dict[str, Interval]] = {result.name: {} for result in results}
+    for having, measures in together.items():
+        columns = np.concatenate([values_of(result, having, measures) for result in results], axis=1)
+        drawn = [clusters.get(query_id, query_id) for query_id in having]
+        means = iter(intervals(columns, seed=seed, clusters=drawn))
+        for result in results:
+            found[result.name] |= {measure: next(means) for measure in measures}
+    return {name: {measure: row[measure] for measure in held if measure in row} for name, row in found.items()}
+
+
+def _held(
+    results: Sequence[SystemResult], labels: Mapping[str, Labels], measures: Sequence[str]
+) -> dict[str, frozenset[str]]:
+    """Measure → the queries that have a value of it, the same in every system."""
+    if not results or not labels or not measures:
+        raise SkilltrainError("a report needs at least one system, one query and one measure")
+    if len(set(measures)) < len(measures):
+        raise SkilltrainError(f"a measure is named twice: {', '.join(measures)}")
+    if odd := sorted(set(same_queries(results)) ^ labels.keys()):
+        what = f"its queries are not the benchmark's: {len(odd)} stand on one side only, first '{odd[0]}'"
+        raise SkilltrainError(what, where=f"system {results[0].name}")
+    first = results[0]
+    held = {name: frozenset(q for q, values in first.per_query.items() if name in values) for name in measures}
+    for result in results:
+        for query_id, values in result.per_query.items():
+            for name in measures:
+                if (name in values) != (query_id in held[name]):
+                    one, other = (result, first) if name not in values else (first, result)
+                    what = f"query {query_id} has no value of {name}, but has one in {other.name}"
+                    raise SkilltrainError(what, where=f"system {one.name}")
+    return held

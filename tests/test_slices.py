@@ -1,0 +1,154 @@
+"""Results by slice: which queries a slice holds, means over them, and queries that are drawn together."""
+
+from dataclasses import asdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.benchmarks.benchmark import make_task
+from skilltrain.evaluation.metrics import Relevance
+from skilltrain.evaluation.results import SystemResult
+from skilltrain.evaluation.slices import by_kind, labels_of, means_by_slice, quartiles, shown
+from skilltrain.evaluation.statistics.bootstrap import interval
+from skilltrain.records import Skill
+
+LABELS = {
+    "q1": {"kind": "single", "tier": "hard", "origin": "llm", "id": "1"},
+    "q2": {"kind": "multi", "tier": "easy", "origin": "llm", "reason": ("low_quality", "scope_mismatch")},
+    "q3": {"kind": "single", "origin": "llm", "reason": ("low_quality",)},
+}
+
+
+def system(name: str, hits: list[float], **more: dict[str, float]) -> SystemResult:
+    rows = {f"q{number}": {"Hit@1": hit} for number, hit in enumerate(hits, 1)}
+    for query_id, values in more.items():
+        rows[query_id] |= values
+    return SystemResult(name, rows, {})
+
+
+ONE, TWO = system("one", [1, 0, 0], q2={"Set-Compat": 1.0}), system("two", [1, 1, 0], q2={"Set-Compat": 0.0})
+
+
+def test_a_slice_holds_the_queries_of_one_value():
+    """Single before multi, easy before hard; a query with two reasons is in the slices of both."""
+    found = means_by_slice([ONE, TWO], LABELS, ["Hit@1", "Set-Compat"], seed=3)
+    assert {(part.label, part.value): part.query_ids for part in found} == {
+        ("all", "all"): ("q1", "q2", "q3"),
+        ("kind", "single"): ("q1", "q3"),
+        ("kind", "multi"): ("q2",),
+        ("tier", "easy"): ("q2",),
+        ("tier", "hard"): ("q1",),
+        ("origin", "llm"): ("q1", "q2", "q3"),
+        ("id", "1"): ("q1",),
+        ("reason", "low_quality"): ("q2", "q3"),
+        ("reason", "scope_mismatch"): ("q2",),
+    }
+    assert [part.label for part in shown(found)].count("origin") == 0  # it is all queries once more
+    every, single, multi = found[:3]
+    assert every.means["two"]["Hit@1"] == interval([1, 1, 0], seed=3)
+    assert single.means["one"] == {"Hit@1": interval([1, 0], seed=3)}  # Set-Compat is defined for none of them
+    assert every.partial() == {"Set-Compat": 1} and multi.partial() == {}
+    assert every.best("Hit@1") == {"two"} and single.best("Hit@1") == frozenset()
+    assert every.best("Set-Compat") == {"one"}
+
+
+def test_predictions_json_has_all_and_the_kinds():
+    found = by_kind(means_by_slice([ONE], LABELS, ["Hit@1", "Set-Compat"], seed=3), "one")
+    assert list(found) == ["all", "single", "multi"]
+    assert found["all"]["Hit@1"] == asdict(interval([1, 0, 0], seed=3))
+    assert found["multi"]["Set-Compat"] == {"mean": 1.0, "low": 1.0, "high": 1.0, "n": 1}
+
+
+def test_a_label_of_many_values_makes_no_slices():
+    labels = {f"q{n}": {"tag": str(n), "month": str(n % 12)} for n in range(1, 14)}
+    found = means_by_slice([system("one", [1] * 13)], labels, ["Hit@1"], seed=0)
+    assert {part.label for part in found} == {"all", "month"}
+
+
+def test_two_pools_of_one_task_are_drawn_together():
+    """Four queries that are two tasks: the interval is that of two, so it is wider, and n still says four."""
+    one = system("one", [1, 1, 0, 0])
+    labels = {query_id: {} for query_id in one.per_query}
+    clusters = {"q1": "a", "q2": "a", "q3": "b", "q4": "b"}
+    (apart,) = means_by_slice([one], labels, ["Hit@1"], seed=0)
+    (together,) = means_by_slice([one], labels, ["Hit@1"], seed=0, clusters=clusters)
+    found, two = together.means["one"]["Hit@1"], interval([1, 0], seed=0)
+    assert (found.mean, found.low, found.high, found.n) == (0.5, two.low, two.high, 4)
+    assert apart.means["one"]["Hit@1"] == interval([1, 1, 0, 0], seed=0)
+
+
+@pytest.mark.parametrize(
+    ("results", "measures", "message"),
+    [
+        ([], ["Hit@1"], "needs at least one system, one query and one measure"),
+        ([ONE], [], "needs at least one system, one query and one measure"),
+        ([ONE], ["Hit@1", "Hit@1"], "a measure is named twice"),
+        ([ONE, ONE], ["Hit@1"], "two systems are named 'one'"),
+        ([ONE, system("b", [1, 1])], ["Hit@1"], "system b: .*first 'q3'"),
+        ([system("b", [1, 1])], ["Hit@1"], "system b: its queries are not the benchmark's: 1 .* first 'q3'"),
+        ([ONE, system("b", [1, 1, 1])], ["Set-Compat"], "system b: query q2 has no value of Set-Compat, but .* in one"),
+        ([system("b", [1, 1, 1]), ONE], ["Set-Compat"], "system b: query q2 has no value of Set-Compat, but .* in one"),
+    ],
+)
+def test_systems_that_do_not_fit_together_are_refused(results: list[SystemResult], measures: list[str], message: str):
+    with pytest.raises(SkilltrainError, match=message):
+        means_by_slice(results, LABELS, measures, seed=0)
+
+
+# ---- computed labels
+
+
+def test_computed_labels_stand_beside_those_of_the_benchmark():
+    gold = Relevance(frozenset({"a", "b"}), {"a": 1.0, "b": 1.0}, alternatives={"c": "b"})
+    short = make_task("q1", "make a chart", gold, origin="llm", split="test", difficulty="easy", domain=None)
+    long = make_task("q2", "w " * 21, Relevance(frozenset("a"), {"a": 1.0}), origin="llm", split="test")
+    skills = {skill_id: Skill(skill_id, "", "d" * length, "") for skill_id, length in {"a": 10, "c": 40}.items()}
+    assert labels_of([short, long], skills) == {
+        "q1": {"kind": "multi", "origin": "llm", "split": "test", "difficulty": "easy", "query length": "terse",
+               "description length": "Q2, 25–25 characters"},  # c stands in for b, which the pool lacks
+        "q2": {"kind": "single", "origin": "llm", "split": "test", "query length": "long",
+               "description length": "Q1, 10–10 characters"},
+    }  # fmt: skip
+    assert "description length" not in labels_of([short], {})["q1"]
+    chinese = make_task("q3", "把这个表格转换成图表", gold, origin="llm", split="test")
+    assert labels_of([chinese], {})["q3"]["query length"] == "terse"
+
+
+def cut(lengths: list[float]) -> list[tuple[str, int]]:
+    """(name, queries) of each part."""
+    found = list(quartiles({f"q{number}": length for number, length in enumerate(lengths)}).values())
+    return sorted((name.removesuffix(" characters"), found.count(name)) for name in set(found))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parts"),
+    [
+        ([80, 10, 20, 70, 30, 60, 40, 50], [("Q1, 10–20", 2), ("Q2, 30–40", 2), ("Q3, 50–60", 2), ("Q4, 70–80", 2)]),
+        ([1, 2, 3, 4, 5], [("Q1, 1–1", 1), ("Q2, 2–2", 1), ("Q3, 3–4", 2), ("Q4, 5–5", 1)]),
+        ([5, 5, 5, 5], [("Q1, 5–5", 4)]),
+        ([9, 1], [("Q1, 1–1", 1), ("Q2, 9–9", 1)]),
+        ([7], [("Q1, 7–7", 1)]),
+        ([1, 2, 2, 2, 2, 2, 2, 3], [("Q1, 1–1", 1), ("Q2, 2–2", 6), ("Q3, 3–3", 1)]),
+    ],
+)
+def test_quartiles_are_cut_by_rank_and_equal_lengths_stay_together(lengths: list[float], parts: list[tuple[str, int]]):
+    assert cut(lengths) == parts
+
+
+@given(st.dictionaries(st.text(max_size=3), st.integers(0, 9), min_size=1))
+def test_every_query_is_in_one_part_and_parts_do_not_overlap(lengths: dict[str, int]):
+    found = quartiles({query_id: float(length) for query_id, length in lengths.items()})
+    assert found.keys() == lengths.keys()
+    by_length = [found[query_id][:2] for query_id in sorted(lengths, key=lengths.__getitem__)]
+    assert by_length == sorted(by_length)
+    assert len(set(zip(lengths.values(), (found[query_id] for query_id in lengths), strict=True))) == len(
+        set(lengths.values())
+    )
+
+
+@given(st.integers(1, 60))
+def test_distinct_lengths_give_parts_of_one_size(num: int):
+    sizes = [size for _, size in cut([float(length) for length in range(num)])]
+    assert max(sizes) - min(sizes) <= 1
