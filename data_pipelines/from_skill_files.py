@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import Field
 
 from skilltrain.config import Config
-from skilltrain.recipe import parse_recipe, run_recipe
+from skilltrain.stages import parse_recipe, run_recipe
 
 
 class Pipeline(Config):

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from skilltrain.config import Config, apply_overrides
 from skilltrain.data.synthesis.synthesize import plan_synthesize
-from skilltrain.recipe import parse_recipe, run_recipe
+from skilltrain.stages import parse_recipe, run_recipe
 
 
 class Pipeline(Config):

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import Field
 
 from skilltrain.config import Config
-from skilltrain.recipe import parse_recipe, run_recipe
+from skilltrain.stages import parse_recipe, run_recipe
 
 INSTRUCTION = (
     "Given a task description, retrieve the most relevant skill document that would help an agent complete the task"

@@ -12,7 +12,7 @@ from skilltrain.ablation.grid import fill, in_order, needed_by, places_in
 from skilltrain.ablation.plan import Plan, make_plan
 from skilltrain.config import apply_overrides
 from skilltrain.errors import SkilltrainError
-from skilltrain.recipe import list_recipes
+from skilltrain.stages import list_recipes
 from small_library import contents, write_library
 
 ROOT = Path(__file__).parents[1]

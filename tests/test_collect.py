@@ -22,7 +22,7 @@ from skilltrain.data.collecting.pace import Clock, Pace
 from skilltrain.data.collecting.state import open_state
 from skilltrain.data.pool.skill_pool import PoolConfig, run_pool
 from skilltrain.errors import SkilltrainError
-from skilltrain.recipe import parse_recipe, run_recipe
+from skilltrain.stages import parse_recipe, run_recipe
 from skilltrain.tables import DROPPED, SKILLS, read_table
 
 FAST = {"requests_per_second": 1e6, "min_backoff": 0, "max_backoff": 0, "timeout": 10}

@@ -6,8 +6,8 @@ import pytest
 from skilltrain.config import load_recipe, validate
 from skilltrain.data.contamination.decontaminate import POOL_COPIES, DecontaminateConfig, run_decontaminate
 from skilltrain.errors import SkilltrainError
-from skilltrain.recipe import parse_recipe, run_recipe
 from skilltrain.records import Query, Skill
+from skilltrain.stages import parse_recipe, run_recipe
 from skilltrain.tables import CLUSTERS, DROPPED, JUDGEMENTS, LISTS, QUERIES, SKILLS, read_table, rows_of, write_table
 from skilltrain.training.held_out import check_held_out
 from skilltrain.training.stages import TrainEncoderConfig, plan

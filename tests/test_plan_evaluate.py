@@ -8,10 +8,10 @@ import pytest
 from llm_server import LLMServer, Reply, embeddings, llm_server
 from skilltrain.config import validate
 from skilltrain.llm.budget import estimate_tokens
-from skilltrain.recipe import dry_run
 from skilltrain.records import Query, Skill
 from skilltrain.routing.candidates import CandidatesConfig
 from skilltrain.routing.evaluate import EvaluateConfig, run_evaluate
+from skilltrain.stages import dry_run
 from skilltrain.tables import JUDGEMENTS, QUERIES, SKILLS, rows_of, write_table
 
 POOL = [Skill(f"s{i}", f"skill-{i}", "Sorts.", "Sorts invoices by month.") for i in range(7)]

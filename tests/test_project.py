@@ -18,8 +18,7 @@ from packaging.version import Version
 
 import skilltrain
 from skilltrain.config import load_recipe
-from skilltrain.recipe import list_recipes, parse_recipe
-from skilltrain.stages import STAGES
+from skilltrain.stages import STAGES, list_recipes, parse_recipe
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "ablations")

@@ -12,16 +12,9 @@ import yaml
 from skilltrain import __version__
 from skilltrain.config import load_recipe, sections_of
 from skilltrain.errors import SkilltrainError
-from skilltrain.recipe import (
-    FREE_TO_CHANGE,
-    STAGES,
-    input_fingerprint,
-    list_recipes,
-    parse_recipe,
-    run,
-    run_recipe,
-    schema_of,
-)
+from skilltrain.recipe import run
+from skilltrain.runs import FREE_TO_CHANGE, input_fingerprint
+from skilltrain.stages import STAGES, list_recipes, parse_recipe, run_recipe, schema_of
 from small_library import (
     contents,
     encoder_recipe,
@@ -91,7 +84,7 @@ def test_a_recipe_of_no_stage_is_refused(values, message):
 
 @pytest.mark.parametrize("name", STAGES)
 def test_every_stage_has_settings_with_descriptions(name):
-    config_class, function = STAGES[name].load()
+    config_class, function, _ = STAGES[name].load()
     assert callable(function) and {"stage", "out"} <= config_class.model_fields.keys()
     waiting, bare, seen = [config_class], list[str](), set[type]()
     while waiting:
@@ -107,7 +100,7 @@ def test_every_stage_has_settings_with_descriptions(name):
 @pytest.mark.parametrize("name", STAGES)
 def test_the_schema_of_a_stage_names_its_settings_and_the_line_of_python(name):
     schema = json.loads(json.dumps(schema_of([name])))
-    config_class, _ = STAGES[name].load()
+    config_class = STAGES[name].load().config
     assert schema["properties"].keys() == {"recipe", *config_class.model_fields}
     assert (
         schema["additionalProperties"] is False and "out" in schema["required"] and "recipe" not in schema["required"]

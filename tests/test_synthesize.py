@@ -19,8 +19,8 @@ from skilltrain.data.synthesis.stratify import largest_remainder, sample_skills
 from skilltrain.data.synthesis.synthesize import SynthesizeConfig, plan_synthesize, run_synthesize
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import Request
-from skilltrain.recipe import dry_run
 from skilltrain.records import Skill
+from skilltrain.stages import dry_run
 from skilltrain.tables import CLUSTERS, DROPPED, FLAGS, JUDGEMENTS, QUERIES, SKILLS, read_table, rows_of, write_table
 
 KEY = "sk-secret-0123456789"

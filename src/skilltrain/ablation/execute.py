@@ -14,7 +14,8 @@ from pathlib import Path
 from skilltrain.ablation.plan import Cell, Plan, StepRun
 from skilltrain.errors import SkilltrainError, StoppedError
 from skilltrain.files import write_text
-from skilltrain.recipe import CHECKPOINTS, run_recipe
+from skilltrain.runs import CHECKPOINTS
+from skilltrain.stages import run_recipe
 from skilltrain.terminal import say
 
 _PATIENCE = 2.0  # seconds between looks at runs that another process is busy with

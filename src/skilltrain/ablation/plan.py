@@ -22,14 +22,8 @@ from skilltrain.ablation.grid import (
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.metrics import parse_measures
 from skilltrain.files import read_json
-from skilltrain.recipe import (
-    RUN_FILE,
-    input_fingerprint,
-    parse_recipe,
-    paths_read,
-    what_matters,
-)
-from skilltrain.stages import STAGES
+from skilltrain.runs import RUN_FILE, input_fingerprint, paths_read, what_matters
+from skilltrain.stages import STAGES, parse_recipe
 
 EVALUATE = "evaluate"
 State = Literal["done", "begun", "to run"]

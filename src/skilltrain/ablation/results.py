@@ -21,7 +21,7 @@ from skilltrain.evaluation.statistics.comparison import Comparison, compare
 from skilltrain.evaluation.statistics.significance import holm
 from skilltrain.evaluation.statistics.values import same_queries
 from skilltrain.files import read_jsonl
-from skilltrain.recipe import RECIPE_FILE
+from skilltrain.runs import RECIPE_FILE
 
 PER_QUERY_FILE = "per_query.jsonl"
 Values = dict[str, dict[str, float]]

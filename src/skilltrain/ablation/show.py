@@ -10,7 +10,7 @@ from skilltrain.evaluation.report.markdown import plain, table_lines
 from skilltrain.evaluation.report.numbers import ALPHA, counted, p_value, reading, signed_interval
 from skilltrain.evaluation.statistics.bootstrap import LEVEL, RESAMPLES, compact
 from skilltrain.evaluation.statistics.comparison import Comparison
-from skilltrain.recipe import RECIPE_FILE
+from skilltrain.runs import RECIPE_FILE
 
 _MARK = {"above": "▲ above", "below": "▼ below", "not told apart": "not told apart"}
 

@@ -11,7 +11,7 @@ import typer
 
 from skilltrain.config import apply_overrides, load_recipe
 from skilltrain.errors import SkilltrainError
-from skilltrain.recipe import dry_run, run_recipe
+from skilltrain.stages import dry_run, run_recipe
 from skilltrain.terminal import is_main_process
 
 app = typer.Typer(

@@ -11,7 +11,7 @@ import typer
 from skilltrain.cli.app import DryRun, app, execute, settings_of, show
 from skilltrain.cli.settings_help import SettingsCommand
 from skilltrain.errors import SkilltrainError
-from skilltrain.recipe import parse_recipe
+from skilltrain.stages import parse_recipe
 from skilltrain.terminal import console
 
 

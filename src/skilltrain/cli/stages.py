@@ -12,8 +12,7 @@ from skilltrain.cli.app import DryRun, Overrides, app, execute, settings_of, sho
 from skilltrain.cli.settings_help import SettingsCommand
 from skilltrain.config import load_recipe
 from skilltrain.errors import SkilltrainError
-from skilltrain.recipe import list_recipes, parse_recipe, schema_of
-from skilltrain.stages import STAGES
+from skilltrain.stages import STAGES, list_recipes, parse_recipe, schema_of
 
 
 def _add_stage(stage: str) -> None:

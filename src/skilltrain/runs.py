@@ -1,0 +1,173 @@
+"""What a run is: its folder, its record, and how a stage is run so that a folder never holds half of one."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from skilltrain import __version__
+from skilltrain.config import Config, input_paths, to_yaml
+from skilltrain.errors import SkilltrainError
+from skilltrain.files import fingerprint, locked, read_json, staged_folder, write_json, write_text
+from skilltrain.terminal import is_main_process, say
+
+RUN_FILE, RECIPE_FILE, CHECKPOINTS = "run.json", "recipe.yaml", "checkpoints"
+# What may change between a training and its resumption, because no update of a weight depends on it.
+FREE_TO_CHANGE = ("save_every", "keep_checkpoints", "stop_grad_norm", "trackers", "project")
+_ANOTHER_FOLDER = "choose another out=…, or delete the folder"
+
+
+class Entry(NamedTuple):
+    """What a stage's module provides: its settings, what runs it, and what `--dry-run` says beyond the settings."""
+
+    config: type[Config]
+    run: Callable[..., dict[str, Any]]
+    plan: Callable[[Any], dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage. `load` imports its module, which for some takes seconds.
+
+    A stage that `trains` writes checkpoints into its folder and can be resumed. One that is `on_ranks` is run by every
+    process that accelerate starts; its results lie elsewhere than in its folder, so it looks again at every run.
+    """
+
+    load: Callable[[], Entry]
+    about: str
+    example: str = ""
+    trains: bool = False
+    on_ranks: bool = False
+
+
+def run_stage(stage: Stage, config: Any, resume: bool) -> dict[str, Any]:
+    """Run a stage into its `out` folder and return its summary.
+
+    The resolved recipe and the fingerprints of the inputs are kept beside the output. A folder that already holds this
+    very run is left as it is; one that holds another is refused.
+    """
+    function, out = stage.load().run, config.out
+    if not is_main_process():
+        return _run_on_other_rank(stage, function, config, resume)
+    inputs = {key: input_fingerprint(path) for key, path in paths_read(config).items()}
+    identity = {"recipe": config.model_dump(mode="json", exclude={"out"}), "inputs": inputs}
+    if (done := _finished_run(out, what_matters(identity), resume and stage.trains)) is not None:
+        if stage.on_ranks:
+            return function(config, out)
+        say(f"{out}: already holds this run; nothing to do")
+        return done
+    record = {"skilltrain": __version__, **identity}
+    if stage.trains:
+        return _train(config, function, record, resume)
+    with staged_folder(out) as staged:
+        summary = function(config, staged)
+        _write_record(staged, config, record | {"finished": True, "summary": summary})
+    return summary
+
+
+def _run_on_other_rank(stage: Stage, function: Callable[..., dict[str, Any]], config: Any, resume: bool) -> Any:
+    if stage.on_ranks:
+        return function(config, config.out)
+    if not stage.trains:
+        raise SkilltrainError(f"the stage {config.stage} runs in one process", fix="run it without accelerate launch")
+    # The main process leaves a finished run as it is, or refuses it.
+    record = read_json(config.out / RUN_FILE) if (config.out / RUN_FILE).is_file() else None
+    if isinstance(record, dict) and record.get("finished"):
+        return record["summary"]
+    return function(config, config.out, resume)
+
+
+def _train(config: Any, function: Callable[..., dict[str, Any]], record: dict[str, Any], resume: bool) -> Any:
+    """The summary of a training; its checkpoints stay, and one that fails before the first leaves nothing behind."""
+    out = config.out
+    with locked(out.with_name(f".{out.name}.lock")):
+        is_new = not (out / RUN_FILE).is_file()
+        out.mkdir(parents=True, exist_ok=True)
+        _write_record(out, config, record | {"finished": False})
+        try:
+            summary = function(config, out, resume)
+        except BaseException:
+            if is_new and not any(out.glob(f"{CHECKPOINTS}/step-*")):
+                shutil.rmtree(out, ignore_errors=True)
+            raise
+        _write_record(out, config, record | {"finished": True, "summary": summary})
+    return summary
+
+
+def paths_read(config: Config) -> dict[str, Path]:
+    """Key path → what the stage reads: its input paths, and the model folders that its settings name."""
+    return input_paths(config) | _model_folders(config.model_dump(mode="json"))
+
+
+def _model_folders(values: Any, path: str = "") -> dict[str, Path]:
+    """Key path → every folder under a key `source` of settings; Hub ids and packages keep to one content by name."""
+    found: dict[str, Path] = {}
+    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    for key, value in items:
+        place = f"{path}.{key}" if path else str(key)
+        if key == "source" and isinstance(value, str):
+            found |= {place: folder} if (folder := Path(value).expanduser()).is_dir() else {}
+        else:
+            found |= _model_folders(value, place)
+    return found
+
+
+def input_fingerprint(path: Path) -> str:
+    """A SHA-256; a run's checkpoints do not count: they come and go while its model stays what it is."""
+    try:
+        if not (path / RUN_FILE).is_file():
+            return fingerprint(path)
+        parts = {part.name: fingerprint(part) for part in path.iterdir() if part.name != CHECKPOINTS}
+        return sha256(repr(sorted(parts.items())).encode()).hexdigest()
+    except OSError as error:
+        raise SkilltrainError(f"cannot be read: {error.strerror}", where=path) from error
+
+
+def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str, Any] | None:
+    """The summary of the same run, if `out` holds it, finished. Raises SkilltrainError if `out` is not free."""
+    if out.name in ("", ".."):
+        raise SkilltrainError("is no name for an output folder", where=out, fix="give out=… a name")
+    if out.exists() and not out.is_dir():
+        raise SkilltrainError("is a file; the output is a folder", where=out)
+    if not out.is_dir() or not any(out.iterdir()):
+        if resume:
+            raise SkilltrainError("holds no run to resume", where=out, fix="leave --resume out")
+        return None
+    found = read_json(out / RUN_FILE) if (out / RUN_FILE).is_file() else None
+    if not isinstance(found, dict) or not found.keys() >= {*identity, "finished"}:
+        raise SkilltrainError("the output folder is not empty and holds no run", where=out, fix=_ANOTHER_FOLDER)
+    if changed := _first_difference(what_matters({key: found[key] for key in identity}), identity):
+        section, _, key = changed.partition(".")
+        what = f"{key} differs" if section == "recipe" else f"the content of {key} differs"
+        raise SkilltrainError(f"the output folder holds another run: {what}", where=out, fix=_ANOTHER_FOLDER)
+    if found["finished"]:
+        return found["summary"]
+    if not resume:
+        raise SkilltrainError("holds an unfinished run", where=out, fix="add --resume, or delete the folder")
+    return None
+
+
+def what_matters(identity: dict[str, Any]) -> dict[str, Any]:
+    """The identity of a run without who computes it and without the settings of a training that are free to change."""
+    if not isinstance(identity["recipe"], dict):
+        return identity
+    recipe = {key: value for key, value in identity["recipe"].items() if key != "workers"}
+    if isinstance(training := recipe.get("training"), dict):
+        recipe["training"] = {key: value for key, value in training.items() if key not in FREE_TO_CHANGE}
+    return identity | {"recipe": recipe}
+
+
+def _first_difference(old: Any, new: Any, path: str = "") -> str:
+    """The key path of the first value that differs; empty if none does."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = [*new, *(key for key in old if key not in new)]
+        found = (_first_difference(old.get(key), new.get(key), f"{path}.{key}" if path else str(key)) for key in keys)
+        return next(filter(None, found), "")
+    return "" if old == new else path
+
+
+def _write_record(folder: Path, config: Config, record: dict[str, Any]) -> None:
+    write_text(folder / RECIPE_FILE, to_yaml(config))
+    write_json(folder / RUN_FILE, record)
