@@ -335,7 +335,7 @@ def test_help_of_the_whole_and_of_the_other_commands():
     assert "evaluate" in succeeds("--help").out and "evaluate" in succeeds().out
     assert "--resume" in succeeds("train", "--help").out
     assert "--json" in succeeds("route", "--help").out
-    assert succeeds("version").out.strip()
+    assert succeeds("--version").out.strip()
 
 
 def test_recipes_are_listed_with_what_they_train(monkeypatch):

@@ -211,7 +211,7 @@ def test_two_runs_do_not_write_one_folder(library, tmp_path, monkeypatch):
     from skilltrain.data.pool import skill_pool
 
     def at_once(config, out):
-        with pytest.raises(SkilltrainError, match=r"\.out\.partial: another process is writing this very folder"):
+        with pytest.raises(SkilltrainError, match=r"/out: another process is writing this very folder"):
             run_recipe(config, resume=False)
         return whole(config, out)
 

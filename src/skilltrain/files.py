@@ -44,18 +44,26 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`; the system frees it when the process ends, however it ends.
+def locked(folder: Path) -> Iterator[None]:
+    """Keep `folder` to this process, by a lock file beside it that the system frees however the process ends.
 
     Raises SkilltrainError at once where another process holds it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    file = folder.with_name(f".{folder.name}.lock")
+    lock = FileLock(file)
     try:
-        with FileLock(path, timeout=0):
-            yield
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
     except Timeout as error:
         fix = "wait for it, or name another folder"
-        raise SkilltrainError("another process is writing here", where=path.parent, fix=fix) from error
+        raise SkilltrainError("another process is writing this very folder", where=folder, fix=fix) from error
+    except OSError as error:
+        raise SkilltrainError(f"cannot write: {error.strerror or error}", where=folder) from error
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        lock.release()
 
 
 @contextmanager
@@ -66,8 +74,7 @@ def staged_folder(folder: Path) -> Iterator[Path]:
     SkilltrainError where another process writes the same folder.
     """
     staged = folder.with_name(f".{folder.name}.partial")
-    lock = folder.with_name(f".{folder.name}.lock")
-    with locked(lock):
+    with locked(folder):
         try:
             shutil.rmtree(staged, ignore_errors=True)
             staged.mkdir(parents=True)
@@ -76,8 +83,6 @@ def staged_folder(folder: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(staged, ignore_errors=True)
             raise
-        finally:
-            lock.unlink(missing_ok=True)
 
 
 def inside(folder: Path, name: str, where: object) -> Path:

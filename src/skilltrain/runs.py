@@ -82,7 +82,7 @@ def _run_on_other_rank(stage: Stage, function: Callable[..., dict[str, Any]], co
 def _train(config: Any, function: Callable[..., dict[str, Any]], record: dict[str, Any], resume: bool) -> Any:
     """The summary of a training; its checkpoints stay, and one that fails before the first leaves nothing behind."""
     out = config.out
-    with locked(out.with_name(f".{out.name}.lock")):
+    with locked(out):
         is_new = not (out / RUN_FILE).is_file()
         out.mkdir(parents=True, exist_ok=True)
         _write_record(out, config, record | {"finished": False})

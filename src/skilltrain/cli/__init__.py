@@ -1,4 +1,4 @@
-"""The command line: `skilltrain STAGE [RECIPE] [key=value …]`, and shortcuts for evaluating and routing."""
+"""The command line: `skilltrain STAGE [RECIPE] [key=value …]`, and commands that evaluate, route, compare and export."""
 
 import sys
 from collections.abc import Sequence
@@ -6,26 +6,21 @@ from typing import Any, NoReturn
 
 import typer
 
-from skilltrain import __version__
 from skilltrain.cli import ablation, evaluation, routing, stages
 from skilltrain.cli.app import app
-from skilltrain.errors import SkilltrainError
+from skilltrain.errors import SkilltrainError, StoppedError
 from skilltrain.terminal import console
+from skilltrain.texts import printable
 
 __all__ = ["ablation", "app", "evaluation", "main", "routing", "stages"]
-_INTERRUPTED = 130
-
-
-@app.command()
-def version() -> None:
-    """Print the version."""
-    typer.echo(__version__)
+_FAULT, _INTERRUPTED = 2, 130
+_MAX_CHARS = 2000  # of an error line; what a library says of a file may hold all of the file
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; a user's fault is one line on stderr and exit code 2, a traceback only with --debug.
+    """Run the command line. Every fault is one line on stderr and exit code 2, a traceback only with --debug.
 
-    Ctrl-C ends it with 130.
+    Ctrl-C and SIGTERM end it with 130.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
@@ -34,21 +29,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         kept = [argument for argument in given if argument != "--debug"]
         code = command.main(kept or ["--help"], prog_name="skilltrain", standalone_mode=False)
-    except (SkilltrainError, OSError) as error:
-        if debug:
-            raise
-        _fail(str(error))
     except typer.TyperException as error:  # a fault in the command line itself
         _fail(f"{error.format_message()} (see skilltrain --help)")
     except (KeyboardInterrupt, typer.Abort):
         code = _INTERRUPTED
+    except Exception as error:
+        if debug:
+            raise
+        _fail(_in_words(error), _INTERRUPTED if isinstance(error, StoppedError) else _FAULT)
     if code == _INTERRUPTED:  # what typer makes of Ctrl-C
         _fail("interrupted; what was finished is kept", _INTERRUPTED)
     if code:
         sys.exit(code)
 
 
-def _fail(message: str, code: int = 2) -> NoReturn:
-    line = " ".join(message.splitlines())
+def _in_words(error: Exception) -> str:
+    """What to tell a person; of an error that is none of ours, its kind and how to see where it comes from."""
+    if isinstance(error, SkilltrainError | OSError):
+        return str(error)
+    return f"{type(error).__name__}: {error} (unexpected: add --debug to see where it happened)"
+
+
+def _fail(message: str, code: int = _FAULT) -> NoReturn:
+    line = printable(message, _MAX_CHARS)
     console.print(f"error: {line}", style="bold red", markup=False, emoji=False, soft_wrap=True)
     sys.exit(code)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from skilltrain import __version__
 from skilltrain.config import apply_overrides, load_recipe
 from skilltrain.errors import SkilltrainError
 from skilltrain.stages import dry_run, run_recipe
@@ -22,28 +23,52 @@ app = typer.Typer(
 )
 Overrides = Annotated[list[str] | None, typer.Argument(help="RECIPE.yaml (optional) and key=value settings")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print what would be done, and do nothing")]
+AS_WRITTEN = {"ignore_unknown_options": True}
+"""For commands whose settings may also be written `--key value`."""
 
 
-def _split(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """(recipe file, overrides) of a stage's arguments."""
-    files = [argument for argument in arguments if "=" not in argument or _is_recipe(argument)]
-    if len(files) > 1:
-        raise SkilltrainError(f"more than one recipe: {' '.join(files)}", fix="settings have the form key=value")
-    return (Path(files[0]) if files else None), [argument for argument in arguments if argument not in files]
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
 
 
-def _is_recipe(argument: str) -> bool:
-    return argument.endswith((".yaml", ".yml")) and Path(argument).is_file()
+@app.callback()
+def program(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="version")] = False,
+) -> None:
+    """Fine-tune the encoder and the reranker that route an agent's task to the right skill."""
 
 
 def settings_of(stage: str, arguments: Sequence[str]) -> tuple[dict[str, Any], object]:
     """(the settings that a recipe and key=value arguments give, where a fault in them stands)."""
-    file, overrides = _split(arguments)
-    values = load_recipe(file, overrides) if file else apply_overrides({}, overrides)
-    where = file or f"skilltrain {stage}"
+    files, overrides = split_arguments(arguments)
+    if len(files) > 1:
+        raise SkilltrainError(f"more than one recipe: {' '.join(files)}", fix="settings have the form key=value")
+    values = load_recipe(Path(files[0]), overrides) if files else apply_overrides({}, overrides)
+    where = files[0] if files else f"skilltrain {stage}"
     if values.get("stage", stage) != stage:
         raise SkilltrainError(f"is a recipe of stage {values['stage']}, not {stage}", where=where)
     return {"stage": stage} | values, where
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(recipe files, key=value settings); `--key value` and `--key=value` are other ways to write a setting."""
+    files: list[str] = []
+    overrides: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument.startswith("--"):
+            key = argument[2:]
+            value = None if "=" in key else next(rest, None)
+            if "=" not in key and value is None:
+                raise SkilltrainError(f"{argument} has no value", fix=f"write {key}=VALUE")
+            overrides.append(key if value is None else f"{key}={value}")
+        elif "=" not in argument or (argument.endswith((".yaml", ".yml")) and Path(argument).is_file()):
+            files.append(argument)
+        else:
+            overrides.append(argument)
+    return files, overrides
 
 
 def execute(config: Any, only_plan: bool, resume: bool) -> None:

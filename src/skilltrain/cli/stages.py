@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from skilltrain.cli.app import DryRun, Overrides, app, execute, settings_of, show
+from skilltrain.cli.app import AS_WRITTEN, DryRun, Overrides, app, execute, settings_of, show
 from skilltrain.cli.settings_help import SettingsCommand
 from skilltrain.config import load_recipe
 from skilltrain.errors import SkilltrainError
@@ -16,7 +16,7 @@ from skilltrain.stages import STAGES, list_recipes, parse_recipe, schema_of
 
 
 def _add_stage(stage: str) -> None:
-    @app.command(stage, cls=SettingsCommand, help=STAGES[stage].about)
+    @app.command(stage, cls=SettingsCommand, help=STAGES[stage].about, context_settings=AS_WRITTEN)
     def run_stage(arguments: Overrides = None, only_plan: DryRun = False) -> None:
         values, where = settings_of(stage, arguments or [])
         execute(parse_recipe(values, where), only_plan, resume=False)
