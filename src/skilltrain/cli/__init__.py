@@ -1,4 +1,4 @@
-"""The command line: `skilltrain STAGE [RECIPE] [key=value …]`, and commands that evaluate, route, compare and export."""
+"""The command line: `skilltrain STAGE [RECIPE] [key=value …]`; commands that evaluate, route, compare and export."""
 
 import sys
 from collections.abc import Sequence
