@@ -2,17 +2,20 @@
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from skilltrain.data.pool.skill_pool import open_pool
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark, check_pool
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, check_pool, joined
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.metrics import Relevance, parse_measures, per_query
+from skilltrain.evaluation.results import SystemResult
+from skilltrain.evaluation.slices import labels_of, means_by_slice
+from skilltrain.evaluation.statistics.bootstrap import Interval
 from skilltrain.records import Query, Skill
 
 Write = Callable[[str, str], Path]
@@ -386,19 +389,94 @@ def test_livemcpbench_as_published_finds_tools_by_name(write: Write):
 # SkillRouter's tiers
 
 
-def test_skillrouter_as_published_takes_a_tier_as_its_pool(write: Write):
-    """Easy lacks the degraded copy: it is no part of the best order there, and it is in hard."""
+@pytest.fixture
+def tiers(write: Write) -> Path:
+    """Two tasks over two pools; easy lacks the degraded copy, and task u is judged generic_only."""
     entry = {"gt_skill_ids": ["gt/a"], "core_gt_ids": ["gt/a"], "relevance": {"gt/a": 3, "deg/a": 1}, "task_type": "c"}
-    write("relevance.json", json.dumps({"t": entry}))
-    folder = write("tasks.jsonl", lines({"task_id": "t", "instruction_text": "do"}))
-    skills = [{"skill_id": skill_id, "name": skill_id, "description": "d", "body": skill_id} for skill_id in
-              ("gt/a", "other", "deg/a")]  # fmt: skip
+    write("data/relevance.json", json.dumps({"t": entry, "u": entry | {"task_type": "generic_only"}}))
+    texts = [{"task_id": i, "instruction_text": "do", "difficulty": "medium"} for i in "tu"]
+    folder = write("data/tasks.jsonl", lines(*texts)) / "data"
+    skills = [{"skill_id": i, "name": i, "description": "d", "body": i} for i in ("gt/a", "other", "deg/a")]
     for tier, rows in {"easy": skills[:2], "hard": skills}.items():
         (folder / tier).mkdir()
-        with gzip.open(folder / tier / "part-00000.jsonl.gz", "wt") as file:
-            file.write(lines(*rows))
-    benchmark, gains = load_benchmark(folder), {}
+        for number, row in enumerate(rows):
+            with gzip.open(folder / tier / f"part-{number}.jsonl.gz", "wt") as file:
+                file.write(lines(row))
+    return folder
+
+
+def test_a_tier_is_a_pool_of_the_tasks_beside_it(tiers: Path):
+    """Easy lacks the degraded copy: it is no part of the best order there, and it is in hard."""
+    alone, gains = load_benchmark(tiers), {}
     for tier in ("easy", "hard"):
-        checked = check_pool(benchmark, [skill.skill_id for skill in open_pool(folder / tier)])
-        gains[tier] = checked.tasks[0].relevance.gains
+        benchmark = load_benchmark(tiers / tier)
+        assert (benchmark.name, benchmark.tasks, benchmark.unscored) == (tier, alone.tasks, {"u"})
+        gains[tier] = check_pool(benchmark, [skill.skill_id for skill in benchmark.pool]).tasks[0].relevance.gains
     assert gains == {"easy": {"gt/a": 3.0}, "hard": {"gt/a": 3.0, "deg/a": 1.0}}
+    assert load_benchmark([tiers / "easy"]) == load_benchmark(tiers / "easy")
+    (tiers / "none").mkdir()
+    with pytest.raises(SkilltrainError, match=r"none: holds no \.jsonl or \.jsonl\.gz file with"):
+        load_benchmark(tiers / "none")
+
+
+def test_tiers_are_ranked_apart_and_scored_together(tiers: Path):
+    """Hit@1 of a system that errs in hard alone is a half, over two queries that are one task."""
+    benchmark = load_benchmark([tiers / "easy", tiers / "hard"])
+    assert (benchmark.name, benchmark.pool, benchmark.unscored) == ("easy + hard", (), {"u@easy", "u@hard"})
+    assert [(ids(tier), len(tier.pool)) for tier in benchmark.tiers] == [(["t@easy"], 2), (["t@hard"], 3)]
+    assert benchmark.clusters == {"t@easy": "t", "t@hard": "t"}
+    checked = joined([check_pool(tier, [skill.skill_id for skill in tier.pool]) for tier in benchmark.tiers])
+    assert [len(task.relevance.gains) for task in checked.tasks] == [1, 2]
+    relevances = {task.query.query_id: task.relevance for task in checked.tasks}
+    values = per_query({"t@easy": ["gt/a"], "t@hard": ["deg/a", "gt/a"]}, relevances, parse_measures(["Hit@1"]))
+    results, labels = [SystemResult("one", values, {})], labels_of(checked.tasks, {})
+    found = means_by_slice(results, labels, ["Hit@1"], seed=0, clusters=checked.clusters)
+    means = {part.value: part.means["one"]["Hit@1"] for part in found if part.label in ("all", "tier")}
+    assert means == {"all": Interval(0.5, 0.5, 0.5, 2), "easy": Interval(1, 1, 1, 1), "hard": Interval(0, 0, 0, 1)}
+    with pytest.raises(SkilltrainError, match="two tiers are named 'easy'"):
+        load_benchmark([tiers / "easy", tiers / "easy"])
+
+
+# Labels
+
+
+def test_labels_are_what_the_files_say_of_a_query(write: Write, tmp_path: Path):
+    every = {"kind": "single", "origin": "r3", "split": "test"}
+    one, two = load_benchmark(r3_skill(write)).tasks
+    assert (one.labels, two.labels["direction"]) == (every, "zh2en")
+    rows = group("g", ["a"], rejected=[{"skill_id": s, "reason": r} for s, r in (("b", "low_quality"), ("c", 7.5))])
+    (tmp_path / "groups").mkdir()
+    (tmp_path / "groups" / "judgements.jsonl").write_text(lines(rows))
+    assert load_benchmark(tmp_path / "groups").tasks[0].labels == every | {"reason": ("low_quality",)}
+
+
+def test_labels_of_beir_never_replace_our_own(write: Write):
+    folder = beir(write)
+    row = {"_id": "q1", "text": "first", "metadata": {"kind": "odd", "style": "terse", "votes": 3}}
+    write("queries.jsonl", lines(row, {"_id": "q2", "text": "b", "metadata": None}, {"_id": "q3", "text": "c"}))
+    labels = [task.labels for task in load_benchmark(folder).tasks]
+    assert labels[0] == {"kind": "multi", "style": "terse", "origin": "bench", "split": "test"}
+    assert labels[1] == {"kind": "single", "origin": "bench", "split": "test"}
+
+
+# Odd files
+
+
+@pytest.mark.parametrize("name", ["queries.jsonl", "corpus.jsonl", "qrels/test.tsv"])
+def test_pipes_and_folders_in_place_of_files_are_refused(write: Write, name: str):
+    """Reading a pipe that nobody writes to would never end."""
+    folder = beir(write)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(SkilltrainError, match=rf"{name}: is not a regular file"):
+        load_benchmark(folder)
+
+
+@pytest.mark.parametrize("name", ["tasks.jsonl", "relevance.json", "gold_skills.jsonl", "queries.parquet"])
+def test_odd_files_of_other_forms_are_refused(tiers: Path, tmp_path: Path, name: str):
+    folder = tmp_path / "tables" if name.endswith("parquet") else tiers
+    folder.mkdir(exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("/dev/zero")
+    with pytest.raises(SkilltrainError, match=rf"{name}: is not a regular file"):
+        load_benchmark(folder)

@@ -102,7 +102,9 @@ def test_systems_that_do_not_fit_together_are_refused(results: list[SystemResult
 
 def test_computed_labels_stand_beside_those_of_the_benchmark():
     gold = Relevance(frozenset({"a", "b"}), {"a": 1.0, "b": 1.0}, alternatives={"c": "b"})
-    short = make_task("q1", "make a chart", gold, origin="llm", split="test", difficulty="easy", domain=None)
+    short = make_task(
+        "q1", "make a chart", gold, origin="llm", split="test", labels={"difficulty": "easy", "domain": ""}
+    )
     long = make_task("q2", "w " * 21, Relevance(frozenset("a"), {"a": 1.0}), origin="llm", split="test")
     skills = {skill_id: Skill(skill_id, "", "d" * length, "") for skill_id, length in {"a": 10, "c": 40}.items()}
     assert labels_of([short, long], skills) == {

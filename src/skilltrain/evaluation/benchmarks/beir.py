@@ -2,53 +2,57 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, name_of, split_files, with_pool
-from skilltrain.evaluation.benchmarks.qrels import Qrel, judged_tasks, relevances
-from skilltrain.evaluation.benchmarks.rows import Row, Text, unique_rows
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, make_benchmark, make_task, name_of, split_files
+from skilltrain.evaluation.benchmarks.qrels import Qrel, relevances
+from skilltrain.evaluation.benchmarks.rows import NamedRow, Text, check_regular, read_rows, unique
 from skilltrain.records import Skill
 
 _HEADER = ["query-id", "corpus-id", "score"]
 
 
-class _CorpusRow(Row):
+class _CorpusRow(NamedRow):
     row_id: Text = Field(alias="_id")
     title: str | None = None
     text: str
 
 
-class _QueryRow(Row):
+class _QueryRow(NamedRow):
     row_id: Text = Field(alias="_id")
     text: Text
+    metadata: Any = None
+
+    def labels(self) -> dict[str, str]:
+        """The texts of `metadata`, whose form BEIR leaves open."""
+        facts = self.metadata if isinstance(self.metadata, dict) else {}
+        return {str(name): value for name, value in facts.items() if isinstance(value, str)}
 
 
 def read_beir(folder: Path, split: str | None) -> Benchmark:
     """The benchmark of a BEIR folder (see load_benchmark)."""
-    texts = {
-        query_id: row.text
-        for query_id, row in unique_rows(_QueryRow, folder / "queries.jsonl", "query", lambda row: row.row_id)
-    }
+    queries = unique("query", read_rows(_QueryRow, folder / "queries.jsonl"))
     corpus = folder / "corpus.jsonl"
-    rows = unique_rows(_CorpusRow, corpus, "skill", lambda row: row.row_id) if corpus.exists() else ()
-    skills = [Skill(skill_id, name=row.title or "", description="", body=row.text) for skill_id, row in rows]
-    known = {skill.skill_id for skill in skills} if corpus.exists() else None
+    rows = unique("skill", read_rows(_CorpusRow, corpus)) if corpus.exists() else {}
+    skills = [Skill(skill_id, name=row.title or "", description="", body=row.text) for skill_id, row in rows.items()]
     tasks: dict[str, Task] = {}
-    for name, file in split_files(folder / "qrels", ".tsv", split).items():
-        judged = relevances(_tsv_rows(file), texts.keys(), known)
-        for task in judged_tasks(texts, judged, origin=name_of(folder), split=name):
-            if (other := tasks.setdefault(task.query.query_id, task)) is not task:
-                what = f"query '{task.query.query_id}' is of split {other.query.split} as well"
+    for part, file in split_files(folder / "qrels", ".tsv", split).items():
+        judged = relevances(_tsv_rows(file), queries, rows if corpus.exists() else None)
+        for query_id, relevance in judged.items():
+            if query_id in tasks:
+                what = f"query '{query_id}' is of split {tasks[query_id].query.split} as well"
                 raise SkilltrainError(what, where=file, fix="give the split to score")
-    if not tasks:
-        raise SkilltrainError("holds no query to score", where=folder)
-    return with_pool(folder, tasks.values(), skills, texts)
+            row, origin = queries[query_id], name_of(folder)
+            tasks[query_id] = make_task(query_id, row.text, relevance, origin=origin, split=part, labels=row.labels())
+    return make_benchmark(folder, list(tasks.values()), split, queries, skills)
 
 
 def _tsv_rows(file: Path) -> Iterator[Qrel]:
     """The rows below the header. Raises SkilltrainError naming the line that is not three columns, one a number."""
+    check_regular(file)
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:

@@ -1,10 +1,11 @@
-"""A benchmark: queries, what each asks for, and the skills it was published with."""
+"""A benchmark: queries, what each asks for and what is known of it, and the skills it was published with."""
 
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.metrics import Relevance
@@ -13,10 +14,7 @@ from skilltrain.records import Query, Skill
 Slice = Literal["single", "multi"]
 Labels = Mapping[str, str | tuple[str, ...]]
 """What is known of one query: label → value, or values where it has several."""
-
-
-def slice_of(relevance: Relevance) -> Slice:
-    return "single" if len(relevance.gold) == 1 else "multi"
+ItemT = TypeVar("ItemT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +32,7 @@ class Task:
     @property
     def slice(self) -> Slice:
         """`single` where exactly one skill is gold, else `multi` (SkillRouter, appendix A)."""
-        return slice_of(self.relevance)
-
-
-def make_task(
-    query_id: str, text: str, relevance: Relevance, *, origin: str, split: str, **labels: str | tuple[str, ...] | None
-) -> Task:
-    """A task whose query is of the kind that its relevance says; its labels are kind, origin, split and `labels`."""
-    query = Query(query_id, text, kind=slice_of(relevance), origin=origin, split=split)
-    return Task(query, relevance, query_labels(query, relevance, **labels))
-
-
-def query_labels(query: Query, relevance: Relevance, **more: str | tuple[str, ...] | None) -> Labels:
-    """The labels that every query has, and `more`; empty ones are left out."""
-    labels = {"kind": slice_of(relevance), "origin": query.origin, "split": query.split, **more}
-    return {name: value for name, value in labels.items() if value}
+        return _kind_of(self.relevance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +42,61 @@ class Benchmark:
     `gold_skills` are to be added to a pool (none where the pool holds them). `pool` is the pool that the benchmark was
     published with, empty where it has none: without another pool its figures are over this one. Both may hold the same
     skill. `notes` say what of the published files is not scored, one sentence each; `unscored` are the ids of such
-    queries: those of other splits, and those that no gold skill is known for.
+    queries: those of other splits, and those that no gold skill is known for. `tiers` are the benchmarks that this one
+    joins, each with a pool of its own (`joined`), else ().
     """
 
     name: str
     tasks: tuple[Task, ...]
-    gold_skills: tuple[Skill, ...]
+    gold_skills: tuple[Skill, ...] = ()
     pool: tuple[Skill, ...] = ()
     notes: tuple[str, ...] = ()
     unscored: frozenset[str] = frozenset()
+    tiers: tuple["Benchmark", ...] = ()
 
     @property
     def clusters(self) -> dict[str, str]:
         """query_id → what the bootstrap draws it together with, for the queries that have such a cluster."""
         return {task.query.query_id: task.cluster for task in self.tasks if task.cluster}
+
+
+def make_task(
+    query_id: str, text: str, relevance: Relevance, *, origin: str, split: str, labels: Labels | None = None
+) -> Task:
+    """A task whose query is of the kind that its relevance says."""
+    return task_of(Query(query_id, text, _kind_of(relevance), origin, split), relevance, labels or {})
+
+
+def task_of(query: Query, relevance: Relevance, labels: Labels) -> Task:
+    """A task with `labels` (empty values are left out) beside those that every task has: kind, origin and split."""
+    every = {**labels, "kind": _kind_of(relevance), "origin": query.origin, "split": query.split}
+    return Task(query, relevance, {name: value for name, value in every.items() if value})
+
+
+def _kind_of(relevance: Relevance) -> Slice:
+    return "single" if len(relevance.gold) == 1 else "multi"
+
+
+def make_benchmark(
+    folder: Path,
+    tasks: Sequence[Task],
+    split: str | None,
+    query_ids: Iterable[str],
+    pool: Sequence[Skill] = (),
+    gold_skills: Sequence[Skill] | None = None,
+    notes: Sequence[str] = (),
+) -> Benchmark:
+    """The benchmark in `folder`: the tasks of a split, or all.
+
+    `query_ids` are all queries of its files, scored or not. `gold_skills` are those of the pool that can be gold,
+    unless they are given. Raises SkilltrainError where no task is of the split.
+    """
+    scored = tuple(of_split(tasks, split, lambda task: task.query.split, folder))
+    if gold_skills is None:
+        wanted = {skill_id for task in scored for skill_id in (*task.relevance.gold, *task.relevance.alternatives)}
+        gold_skills = [skill for skill in pool if skill.skill_id in wanted]
+    unscored = frozenset(query_ids) - {task.query.query_id for task in scored}
+    return Benchmark(name_of(folder), scored, tuple(gold_skills), tuple(pool), tuple(notes), unscored)
 
 
 def name_of(folder: Path) -> str:
@@ -80,20 +105,34 @@ def name_of(folder: Path) -> str:
     return resolved.parent.name if resolved.name == "data" and resolved.parent.name else resolved.name
 
 
-def with_pool(folder: Path, tasks: Iterable[Task], pool: Iterable[Skill], query_ids: Iterable[str]) -> Benchmark:
-    """A benchmark with the pool it was published with; `gold_skills` are those of it that can be gold.
+def as_tier(benchmark: Benchmark) -> Benchmark:
+    """`benchmark` with its name as its queries' label `tier`, and at the end of their ids: `sum-columns@easy`."""
 
-    `query_ids` are all queries of its files, scored or not.
+    def renamed(task: Task) -> Task:
+        query_id = task.query.query_id
+        query = replace(task.query, query_id=f"{query_id}@{benchmark.name}")
+        return Task(query, task.relevance, {**task.labels, "tier": benchmark.name}, cluster=query_id)
+
+    unscored = frozenset(f"{query_id}@{benchmark.name}" for query_id in benchmark.unscored)
+    return replace(benchmark, tasks=tuple(map(renamed, benchmark.tasks)), unscored=unscored)
+
+
+def joined(tiers: Sequence[Benchmark]) -> Benchmark:
+    """Tiers (`as_tier`) as one benchmark, whose `tiers` are ranked each over its own pool and scored together.
+
+    Its own `pool` and `gold_skills` are empty. Raises SkilltrainError for two tiers of one name.
     """
-    tasks, pool = tuple(tasks), tuple(pool)
-    wanted = {skill_id for task in tasks for skill_id in (*task.relevance.gold, *task.relevance.alternatives)}
-    gold_skills = tuple(skill for skill in pool if skill.skill_id in wanted)
-    return Benchmark(name_of(folder), tasks, gold_skills, pool, unscored=unscored_of(query_ids, tasks))
-
-
-def unscored_of(query_ids: Iterable[str], tasks: Iterable[Task]) -> frozenset[str]:
-    """The ids that no task has."""
-    return frozenset(query_ids) - {task.query.query_id for task in tasks}
+    names = [tier.name for tier in tiers]
+    if len(set(names)) < len(names):
+        what = f"two tiers are named '{max(names, key=names.count)}'"
+        raise SkilltrainError(what, where="benchmark", fix="give each folder a name of its own")
+    return Benchmark(
+        name=" + ".join(names),
+        tasks=tuple(chain.from_iterable(tier.tasks for tier in tiers)),
+        notes=tuple(f"{tier.name}: {note}" for tier in tiers for note in tier.notes),
+        unscored=frozenset().union(*(tier.unscored for tier in tiers)),
+        tiers=tuple(tiers),
+    )
 
 
 def wanted_skills(relevance: Relevance, skill_ids: Container[str]) -> list[str]:
@@ -136,22 +175,18 @@ def _within(task: Task, pool: frozenset[str]) -> Task:
     return replace(task, relevance=replace(task.relevance, gains=kept))
 
 
-def of_split(queries: Sequence[Query], split: str | None, path: Path) -> list[Query]:
-    """The queries of a split, or all. Raises SkilltrainError where there is none."""
-    chosen = [query for query in queries if split in (None, query.split)]
-    if not queries:
-        raise SkilltrainError("holds no query to score", where=path)
+def of_split(
+    items: Sequence[ItemT], split: str | None, split_of: Callable[[ItemT], str], folder: Path
+) -> Sequence[ItemT]:
+    """The tasks or queries of a split, or all. Raises SkilltrainError where there is none."""
+    if not items:
+        raise SkilltrainError("holds no query to score", where=folder)
+    chosen = [item for item in items if split in (None, split_of(item))]
     if not chosen:
-        counts = Counter(query.split for query in queries)
+        counts = Counter(map(split_of, items))
         splits = ", ".join(f"{name} ({count})" for name, count in sorted(counts.items()))
-        raise SkilltrainError(f"holds no query of split '{split}'", where=path, fix=f"its splits are {splits}")
+        raise SkilltrainError(f"holds no query of split '{split}'", where=folder, fix=f"its splits are {splits}")
     return chosen
-
-
-def tasks_of_split(tasks: Sequence[Task], split: str | None, path: Path) -> list[Task]:
-    """The tasks of a split, or all. Raises SkilltrainError where there is none."""
-    wanted = {query.query_id for query in of_split([task.query for task in tasks], split, path)}
-    return [task for task in tasks if task.query.query_id in wanted]
 
 
 def split_files(folder: Path, suffix: str, split: str | None) -> dict[str, Path]:

@@ -5,18 +5,27 @@ is taken to do: the first is gold, the others are its alternatives.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, make_task, tasks_of_split, with_pool
-from skilltrain.evaluation.benchmarks.rows import Row, Text, parse_row, unique_rows
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, make_benchmark, make_task
+from skilltrain.evaluation.benchmarks.rows import (
+    Label,
+    NamedRow,
+    Row,
+    RowT,
+    Text,
+    check_regular,
+    parse_row,
+    read_rows,
+    unique,
+)
 from skilltrain.evaluation.metrics import Relevance
-from skilltrain.files import read_json, read_jsonl
+from skilltrain.files import read_json
 from skilltrain.records import Skill
 
 ANNOTATIONS = "annotated_data/all_annotations.json"
@@ -24,8 +33,8 @@ SERVERS = "tools/LiveMCPTool/tools.json"
 _LISTED = re.compile(r"^\s*\d+\s*[.)]\s*(\S.*?)\s*$", re.MULTILINE)  # `1. geocode_address`
 
 
-class _ToolRow(Row):
-    skill_id: Text
+class _ToolRow(NamedRow):
+    row_id: Text = Field(alias="skill_id")
     server: str
     server_description: str
     name: Text
@@ -33,12 +42,20 @@ class _ToolRow(Row):
     parameters: list[str]
     category: str | None = None
 
+    def skill(self) -> Skill:
+        """What the tool does and what its server is for, and the names of its parameters as the body."""
+        server = f"({self.server}: {self.server_description})" if self.server_description else f"({self.server})"
+        body = f"Parameters: {', '.join(self.parameters)}" if self.parameters else "Takes no parameters."
+        about = f"{self.description} {server}".strip()
+        return Skill(self.row_id, self.name, about, body, category=self.category, source="livemcpbench")
 
-class _TaskRow(Row):
-    task_id: Text
+
+class _TaskRow(NamedRow):
+    row_id: Text = Field(alias="task_id")
     query: Text
     tools: list[Text]
-    tool_skill_ids: list[list[Text]]
+    tool_skill_ids: list[list[Text]]  # for each tool those that could be meant
+    category: Label = ""
 
 
 class _Metadata(Row):
@@ -49,6 +66,7 @@ class _Annotation(Row):
     task_id: Text
     question: Text = Field(alias="Question")
     metadata: _Metadata = Field(alias="Annotator Metadata")
+    category: Label = ""
 
 
 class _Tool(Row):
@@ -68,111 +86,93 @@ class _Server(Row):
     tools: dict[Text, _Tools]
 
 
-@dataclass(frozen=True, slots=True)
-class _Need:
-    """A task as read: its needed tools by name, and for each the skills that could be meant."""
-
-    task_id: str
-    text: str
-    candidates: Sequence[tuple[str, Sequence[str]]]
-    where: str
-
-
 def read_livemcpbench(folder: Path, split: str | None) -> Benchmark:
     """The benchmark of a folder with tasks.jsonl and tools.jsonl (see load_benchmark)."""
-    pool: dict[str, Skill] = {}
-    for skill_id, row in unique_rows(_ToolRow, folder / "tools.jsonl", "skill", lambda row: row.skill_id):
-        server = (row.server, row.server_description, row.category)
-        pool[skill_id] = _skill(skill_id, row.name, row.description, server, row.parameters)
-    return _benchmark(folder, split, list(_needs_of_rows(folder / "tasks.jsonl")), pool)
+    tools = read_rows(_ToolRow, folder / "tools.jsonl")
+    return _benchmark(folder, split, tools, list(read_rows(_TaskRow, folder / "tasks.jsonl")))
 
 
 def read_livemcpbench_clone(folder: Path, split: str | None) -> Benchmark:
     """The benchmark of a clone of the published repository (see load_benchmark)."""
-    pool = _skills_of_servers(folder / SERVERS)
+    tools = list(_tools_of_servers(folder / SERVERS))
     by_name: dict[str, list[str]] = {}
-    for skill in pool.values():
-        by_name.setdefault(skill.name, []).append(skill.skill_id)
-    needs: list[_Need] = []
-    for number, values in enumerate(_list_in(folder / ANNOTATIONS), 1):
-        where = f"{folder / ANNOTATIONS}, entry {number}"
-        row = parse_row(_Annotation, values, where)
+    for _, tool in tools:
+        by_name.setdefault(tool.name, []).append(tool.row_id)
+    tasks: list[tuple[str, _TaskRow]] = []
+    for where, row in _entries(_Annotation, folder / ANNOTATIONS):
         names = _LISTED.findall(row.metadata.tools)
         if not names and row.metadata.tools.strip():
             what = f"task '{row.task_id}': expected a numbered list of tools, found '{row.metadata.tools[:60]}'"
             raise SkilltrainError(what, where=where)
-        needs.append(_Need(row.task_id, row.question, [(name, by_name.get(name, [])) for name in names], where))
-    return _benchmark(folder, split, needs, pool)
+        candidates = [by_name.get(name, []) for name in names]
+        task = _TaskRow(
+            task_id=row.task_id, query=row.question, tools=names, tool_skill_ids=candidates, category=row.category
+        )
+        tasks.append((where, task))
+    return _benchmark(folder, split, tools, tasks)
 
 
-def _needs_of_rows(file: Path) -> Iterator[_Need]:
-    for line, values in read_jsonl(file):
-        where = f"{file}, line {line}"
-        row = parse_row(_TaskRow, values, where)
-        if len(row.tools) != len(row.tool_skill_ids):
-            what = f"task '{row.task_id}' has {len(row.tools)} tools and {len(row.tool_skill_ids)} lists of candidates"
-            raise SkilltrainError(what, where=where)
-        yield _Need(row.task_id, row.query, list(zip(row.tools, row.tool_skill_ids, strict=True)), where)
-
-
-def _skills_of_servers(file: Path) -> dict[str, Skill]:
-    pool: dict[str, Skill] = {}
-    for number, values in enumerate(_list_in(file), 1):
-        where = f"{file}, entry {number}"
-        server = parse_row(_Server, values, where)
+def _tools_of_servers(file: Path) -> Iterator[tuple[str, _ToolRow]]:
+    for where, server in _entries(_Server, file):
         for key, group in server.tools.items():
             for tool in group.tools:
-                skill_id = f"{key}/{tool.name}"
-                if skill_id in pool:
-                    raise SkilltrainError(f"skill '{skill_id}' stands twice", where=where)
-                told = (server.name, server.description or "", server.category)
-                names = sorted(tool.input_schema.get("properties") or {})
-                pool[skill_id] = _skill(skill_id, tool.name, tool.description or "", told, names)
-    return pool
+                yield (
+                    where,
+                    _ToolRow(
+                        skill_id=f"{key}/{tool.name}",
+                        server=server.name,
+                        server_description=server.description or "",
+                        name=tool.name,
+                        description=tool.description or "",
+                        parameters=sorted(tool.input_schema.get("properties") or {}),
+                        category=server.category,
+                    ),
+                )
 
 
-def _list_in(file: Path) -> list[Any]:
+def _entries(row_class: type[RowT], file: Path) -> Iterator[tuple[str, RowT]]:
+    """(where, row) of a list in a JSON file."""
+    check_regular(file)
     entries = read_json(file)
     if not isinstance(entries, list):
         raise SkilltrainError("expected a list", where=file)
-    return entries
+    for number, values in enumerate(entries, 1):
+        where = f"{file}, entry {number}"
+        yield where, parse_row(row_class, values, where)
 
 
-def _skill(
-    skill_id: str, name: str, description: str, server: tuple[str, str, str | None], parameters: Sequence[str]
-) -> Skill:
-    """A tool as a skill: what it does and what its server is for, and the names of its parameters as the body."""
-    title, purpose, category = server
-    about = f"({title}: {purpose})" if purpose else f"({title})"
-    body = f"Parameters: {', '.join(parameters)}" if parameters else "Takes no parameters."
-    return Skill(skill_id, name, f"{description} {about}".strip(), body, category=category, source="livemcpbench")
+def _benchmark(
+    folder: Path, split: str | None, tools: Iterable[tuple[str, _ToolRow]], rows: Sequence[tuple[str, _TaskRow]]
+) -> Benchmark:
+    pool = {skill_id: row.skill() for skill_id, row in unique("skill", tools).items()}
+    unique("task", rows)
+    tasks: list[Task] = []
+    for where, row in rows:
+        if relevance := _relevance(row, pool, where):
+            labels = {"category": row.category}
+            tasks.append(
+                make_task(row.row_id, row.query, relevance, origin="livemcpbench", split="test", labels=labels)
+            )
+    query_ids = [row.row_id for _, row in rows]
+    notes = _notes([row for _, row in rows], {task.query.query_id for task in tasks})
+    return make_benchmark(folder, tasks, split, query_ids, list(pool.values()), notes=notes)
 
 
-def _benchmark(folder: Path, split: str | None, needs: Sequence[_Need], pool: Mapping[str, Skill]) -> Benchmark:
-    tasks: dict[str, Task] = {}
-    seen: set[str] = set()
-    for need in needs:
-        if need.task_id in seen:
-            raise SkilltrainError(f"task '{need.task_id}' stands twice", where=need.where)
-        seen.add(need.task_id)
-        if relevance := _relevance(need, pool):
-            tasks[need.task_id] = make_task(need.task_id, need.text, relevance, origin="livemcpbench", split="test")
-    scored = tasks_of_split(list(tasks.values()), split, folder)
-    return replace(with_pool(folder, scored, pool.values(), seen), notes=tuple(_notes(needs, tasks)))
-
-
-def _relevance(need: _Need, pool: Mapping[str, Skill]) -> Relevance | None:
+def _relevance(row: _TaskRow, pool: dict[str, Skill], where: str) -> Relevance | None:
     """What a task asks for; None where none of its tools has a candidate."""
+    if len(row.tools) != len(row.tool_skill_ids):
+        what = f"task '{row.row_id}' has {len(row.tools)} tools and {len(row.tool_skill_ids)} lists of candidates"
+        raise SkilltrainError(what, where=where)
     gold: dict[str, float] = {}
     alternatives: dict[str, str] = {}
-    for group in dict.fromkeys(tuple(skill_ids) for _, skill_ids in need.candidates if skill_ids):
+    for group in dict.fromkeys(tuple(skill_ids) for skill_ids in row.tool_skill_ids if skill_ids):
         for skill_id in group:
             if skill_id not in pool:
-                what = f"skill '{skill_id}' of task '{need.task_id}' is not among the benchmark's own skills"
-                raise SkilltrainError(what, where=need.where)
+                what = f"skill '{skill_id}' of task '{row.row_id}' is not among the benchmark's own skills"
+                raise SkilltrainError(what, where=where)
             if skill_id in gold or skill_id in alternatives:
-                what = f"skill '{skill_id}' of task '{need.task_id}' is a candidate for two tools"
-                raise SkilltrainError(what, where=need.where)
+                what = f"skill '{skill_id}' of task '{row.row_id}' is a candidate for two tools"
+                raise SkilltrainError(what, where=where)
             if skill_id == group[0]:
                 gold[skill_id] = 1.0
             else:
@@ -180,18 +180,16 @@ def _relevance(need: _Need, pool: Mapping[str, Skill]) -> Relevance | None:
     return Relevance(frozenset(gold), gold, alternatives) if gold else None
 
 
-def _notes(needs: Sequence[_Need], tasks: Mapping[str, Task]) -> list[str]:
+def _notes(rows: Sequence[_TaskRow], scored: set[str]) -> list[str]:
     """What is not scored, in words."""
-    without = [need for need in needs for _, skill_ids in need.candidates if not skill_ids]
+    without = [row.row_id for row in rows for skill_ids in row.tool_skill_ids if not skill_ids]
     notes: list[str] = []
     if without:
-        num_tools = sum(len(need.candidates) for need in needs)
-        num_tasks = len({need.task_id for need in without})
+        num_tools = sum(len(row.tools) for row in rows)
+        num_tasks = len(set(without))
         notes.append(
             f"{len(without)} of {num_tools} needed tools ({num_tasks} tasks) have no candidate and are no gold"
         )
-    if left_out := [need.task_id for need in needs if need.task_id not in tasks]:
-        notes.append(
-            f"{len(left_out)} of {len(needs)} tasks have no gold and are not scored: {', '.join(left_out[:3])}"
-        )
+    if left_out := [row.row_id for row in rows if row.row_id not in scored]:
+        notes.append(f"{len(left_out)} of {len(rows)} tasks have no gold and are not scored: {', '.join(left_out[:3])}")
     return notes

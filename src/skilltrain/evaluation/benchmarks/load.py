@@ -1,15 +1,15 @@
 """Reading a benchmark from its folder, whichever form it has."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.beir import read_beir
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, as_tier, joined
 from skilltrain.evaluation.benchmarks.livemcpbench import ANNOTATIONS, read_livemcpbench, read_livemcpbench_clone
 from skilltrain.evaluation.benchmarks.r3 import read_r3_groups, read_r3_skill
 from skilltrain.evaluation.benchmarks.skillret import read_skillret
-from skilltrain.evaluation.benchmarks.skillrouter import read_skillrouter
+from skilltrain.evaluation.benchmarks.skillrouter import read_skillrouter, read_skillrouter_tier
 from skilltrain.evaluation.benchmarks.tables import read_tables
 from skilltrain.terminal import say
 
@@ -23,17 +23,23 @@ _READERS: tuple[tuple[str, Callable[[Path, str | None], Benchmark]], ...] = (
     ("queries.jsonl", read_beir),
     ("queries.parquet", read_tables),
     ("queries", read_skillret),
+    ("../relevance.json", read_skillrouter_tier),
 )
 _FORMS = (
     "a benchmark holds queries.parquet and judgements.parquet (ours), tasks.jsonl and relevance.json "
     "(SkillRouter), queries.jsonl and qrels/*.tsv (BEIR), queries/, skills/ and qrels/*.jsonl (SkillRet's data), "
     "test.jsonl and skills_test.jsonl (R3-Skill's data), judgements.jsonl (groups), "
-    "tasks.jsonl and tools.jsonl, or a clone (LiveMCPBench)"
+    "tasks.jsonl and tools.jsonl, or a clone (LiveMCPBench), or the pool of a tier beside relevance.json (SkillRouter)"
 )
 
 
-def load_benchmark(path: Path, split: str | None = None) -> Benchmark:
+def load_benchmark(path: Path | Sequence[Path], split: str | None = None) -> Benchmark:
     """The benchmark in a folder, all of it or one split, in whichever of these forms the folder holds.
+
+    Several folders are tiers that are scored together, as SkillRouter averages easy and hard: `tiers` of what comes
+    back holds one benchmark each, to be ranked over its own pool (`tier.pool`, and `check_pool(tier, …)` for it;
+    `joined` puts checked tiers together again). Their queries are called `task@tier`, have a label `tier`, and those
+    of one task are one cluster of the bootstrap: 75 tasks over two pools have n = 150 and 75 clusters.
 
     Our own tables, queries.parquet and judgements.parquet: a required skill is gold with gain 1, a useful one has
     gain 0.5 without being gold; irrelevant and rejected skills gain nothing.
@@ -45,8 +51,9 @@ def load_benchmark(path: Path, split: str | None = None) -> Benchmark:
     it is SkillsBench's own note that the task's environment is faulty (the only one here says "timeout issues"),
     which does not touch routing; the released evaluation never reads it, and its 75 scored tasks contain excluded
     ones. The released data is a test set, so all its queries are of split `test`. Its two tiers are two pools, the
-    folders easy and hard beside these files: give one of them as the pool. Without a pool the best order of nDCG
-    holds the degraded copies, which only hard has: rankings of easy then score less than by the released evaluation.
+    folders easy and hard beside these files: name one of them as the benchmark (or both), or give it as the pool.
+    Without a pool the best order of nDCG holds the degraded copies, which only hard has: rankings of easy then score
+    less than by the released evaluation.
 
     BEIR's files, corpus.jsonl, queries.jsonl and qrels/{split}.tsv with its header: what scores above 0 is gold, and
     the score is its gain. Queries without a row in the qrels are not scored. The corpus becomes the benchmark's own
@@ -67,6 +74,14 @@ def load_benchmark(path: Path, split: str | None = None) -> Benchmark:
     Raises SkilltrainError, naming file, line and id, for malformed files, an id that stands twice, a query without
     gold, relevance without a query, and relevance of a skill that the benchmark's own pool does not hold.
     """
+    if isinstance(path, Path):
+        return _load(path, split)
+    if len(path) == 1:
+        return _load(path[0], split)
+    return joined([as_tier(_load(tier, split)) for tier in path])
+
+
+def _load(path: Path, split: str | None) -> Benchmark:
     if not path.is_dir():
         raise SkilltrainError("no such folder; a benchmark is a folder", where=path)
     reader = next((reader for marker, reader in _READERS if (path / marker).exists()), None)

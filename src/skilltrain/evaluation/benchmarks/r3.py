@@ -2,40 +2,41 @@
 
 from pathlib import Path
 
+from pydantic import Field
+
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import (
-    Benchmark,
-    Task,
-    make_task,
-    name_of,
-    tasks_of_split,
-    with_pool,
-)
-from skilltrain.evaluation.benchmarks.rows import Row, Text, parse_row, unique_rows
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Labels, Task, make_benchmark, make_task
+from skilltrain.evaluation.benchmarks.rows import Label, NamedRow, Row, Text, read_rows, unique
 from skilltrain.evaluation.metrics import Relevance
-from skilltrain.files import read_jsonl
 from skilltrain.records import Skill
 
 SPLIT = "test"
 _SEPARATOR = " | "
 
 
-class _SkillRow(Row):
-    id: Text
+class _SkillRow(NamedRow):
     text: str
+
+    def skill(self) -> Skill:
+        """A skill from `name | description | body`, which our templates render back; the body may hold the bar."""
+        name, _, rest = self.text.partition(_SEPARATOR)
+        description, _, body = rest.partition(_SEPARATOR)
+        return Skill(self.row_id, name=name, description=description, body=body, source="r3")
 
 
 class _QueryRow(Row):
     query: Text
     skill_ids: list[Text]
+    lang: Label = ""
 
 
 class _Rejected(Row):
     skill_id: Text
+    reason: Label = ""
 
 
-class _Group(Row):
-    group_id: Text
+class _Group(NamedRow):
+    row_id: Text = Field(alias="group_id")
     query: Text
     required: list[Text]
     rejected: list[_Rejected]
@@ -44,46 +45,33 @@ class _Group(Row):
 
 def read_r3_skill(folder: Path, split: str | None) -> Benchmark:
     """The published test set, test.jsonl and skills_test.jsonl (see load_benchmark)."""
-    skills = {
-        skill_id: _skill_from_text(skill_id, row.text)
-        for skill_id, row in unique_rows(_SkillRow, folder / "skills_test.jsonl", "skill", lambda row: row.id)
-    }
+    skills = unique("skill", read_rows(_SkillRow, folder / "skills_test.jsonl"))
     tasks: list[Task] = []
-    for line, values in read_jsonl(folder / "test.jsonl"):
-        where = f"{folder / 'test.jsonl'}, line {line}"
-        row = parse_row(_QueryRow, values, where)
+    for where, row in read_rows(_QueryRow, folder / "test.jsonl"):
         if unknown := sorted(set(row.skill_ids) - skills.keys()):
             raise SkilltrainError(f"skill '{unknown[0]}' is not in skills_test.jsonl", where=where)
-        tasks.append(_task(f"{SPLIT}-{line}", row.query, row.skill_ids, where))
+        query_id = f"{SPLIT}-{where.rpartition(' ')[2]}"
+        tasks.append(_task(query_id, row.query, row.skill_ids, {"direction": row.lang}, where))
     query_ids = [task.query.query_id for task in tasks]
-    return with_pool(folder, tasks_of_split(tasks, split, folder), skills.values(), query_ids)
+    return make_benchmark(folder, tasks, split, query_ids, [row.skill() for row in skills.values()])
 
 
 def read_r3_groups(folder: Path, split: str | None) -> Benchmark:
     """Groups of one query and the verdicts on its candidates, judgements.jsonl (see load_benchmark)."""
-    file = folder / "judgements.jsonl"
-    tasks: dict[str, Task] = {}
-    for line, values in read_jsonl(file):
-        where = f"{file}, line {line}"
-        group = parse_row(_Group, values, where)
-        if group.group_id in tasks:
-            raise SkilltrainError(f"group '{group.group_id}' stands twice", where=where)
-        judged = [*group.required, *(one.skill_id for one in group.rejected), *group.irrelevant]
+    rows = list(read_rows(_Group, folder / "judgements.jsonl"))
+    unique("group", rows)
+    tasks: list[Task] = []
+    for where, row in rows:
+        judged = [*row.required, *(one.skill_id for one in row.rejected), *row.irrelevant]
         if twice := [skill_id for at, skill_id in enumerate(judged) if skill_id in judged[:at]]:
-            raise SkilltrainError(f"skill '{twice[0]}' of group '{group.group_id}' is judged twice", where=where)
-        tasks[group.group_id] = _task(group.group_id, group.query, group.required, where)
-    return Benchmark(name_of(folder), tuple(tasks_of_split(list(tasks.values()), split, folder)), ())
+            raise SkilltrainError(f"skill '{twice[0]}' of group '{row.row_id}' is judged twice", where=where)
+        reasons = tuple(dict.fromkeys(one.reason for one in row.rejected if one.reason))
+        tasks.append(_task(row.row_id, row.query, row.required, {"reason": reasons}, where))
+    return make_benchmark(folder, tasks, split, [task.query.query_id for task in tasks])
 
 
-def _task(query_id: str, text: str, gold: list[str], where: str) -> Task:
+def _task(query_id: str, text: str, gold: list[str], labels: Labels, where: str) -> Task:
     if not gold:
         raise SkilltrainError(f"query '{query_id}' has no required skill, so none is gold", where=where)
     relevance = Relevance(frozenset(gold), dict.fromkeys(gold, 1.0))
-    return make_task(query_id, text, relevance, origin="r3", split=SPLIT)
-
-
-def _skill_from_text(skill_id: str, text: str) -> Skill:
-    """A skill from `name | description | body`, which our templates render back; the body may hold the separator."""
-    name, _, rest = text.partition(_SEPARATOR)
-    description, _, body = rest.partition(_SEPARATOR)
-    return Skill(skill_id, name=name, description=description, body=body, source="r3")
+    return make_task(query_id, text, relevance, origin="r3", split=SPLIT, labels=labels)

@@ -1,17 +1,19 @@
 """Rows of foreign files, checked: a fault names file and row."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_jsonl
 from skilltrain.records import Skill
 
 Text = Annotated[str, Field(min_length=1)]
+Label = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, str | int) else "")]
+"""What a row says of a query; anything but a text or a whole number says nothing, and is no fault."""
 
 
 class Row(BaseModel):
@@ -20,10 +22,14 @@ class Row(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
 
-class SkillRow(Row):
-    """A skill in a JSON Lines file."""
+class NamedRow(Row):
+    """A row with an id that stands once in a file."""
 
-    skill_id: Text
+    row_id: Text = Field(alias="id")
+
+
+class _SkillRow(NamedRow):
+    row_id: Text = Field(alias="skill_id")
     name: str
     description: str
     body: str
@@ -34,6 +40,7 @@ class SkillRow(Row):
 
 
 RowT = TypeVar("RowT", bound=Row)
+NamedRowT = TypeVar("NamedRowT", bound=NamedRow)
 
 
 def parse_row(row_class: type[RowT], values: Any, where: str) -> RowT:
@@ -46,10 +53,42 @@ def parse_row(row_class: type[RowT], values: Any, where: str) -> RowT:
         raise SkilltrainError(f"{key}: {fault['msg']}" if key else fault["msg"], where=where) from error
 
 
+def read_rows(row_class: type[RowT], file: Path) -> Iterator[tuple[str, RowT]]:
+    """Yield (where, row) of a JSON Lines file; `where` names file and line."""
+    check_regular(file)
+    for line, values in read_jsonl(file):
+        where = f"{file}, line {line}"
+        yield where, parse_row(row_class, values, where)
+
+
+def unique(what: str, rows: Iterable[tuple[str, NamedRowT]]) -> dict[str, NamedRowT]:
+    """id → row, in order. Raises SkilltrainError for an id that stands twice; `what` has it."""
+    found: dict[str, NamedRowT] = {}
+    for where, row in rows:
+        if row.row_id in found:
+            raise SkilltrainError(f"{what} '{row.row_id}' stands twice", where=where)
+        found[row.row_id] = row
+    return found
+
+
+def read_skills(files: Iterable[Path]) -> tuple[Skill, ...]:
+    """The skills of JSON Lines files that are there; an id stands in one of them once."""
+    rows = (row for file in files if file.exists() for row in read_rows(_SkillRow, file))
+    found = unique("skill", rows)
+    return tuple(Skill(skill_id, **row.model_dump(exclude={"row_id"})) for skill_id, row in found.items())
+
+
+def check_regular(file: Path) -> None:
+    """Raise SkilltrainError for a pipe, a device or a folder in place of a file: reading it might never end."""
+    if file.exists() and not file.is_file():
+        raise SkilltrainError("is not a regular file", where=file)
+
+
 def read_unique_json(file: Path) -> Any:
     """The value in a JSON file. Raises SkilltrainError for a key that stands twice in an object: plain json keeps the
     last and says nothing.
     """
+    check_regular(file)
     try:
         return json.loads(file.read_text(encoding="utf-8-sig"), object_pairs_hook=_unique_keys)
     except FileNotFoundError as error:
@@ -67,26 +106,3 @@ def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
             raise SkilltrainError(f"'{key}' stands twice")
         values[key] = value
     return values
-
-
-def read_skills(file: Path) -> tuple[Skill, ...]:
-    """The skills of a JSON Lines file; none where there is no file."""
-    if not file.exists():
-        return ()
-    rows = unique_rows(SkillRow, file, "skill", lambda row: row.skill_id)
-    return tuple(Skill(**row.model_dump()) for _, row in rows)
-
-
-def unique_rows(
-    row_class: type[RowT], file: Path, what: str, id_of: Callable[[RowT], str]
-) -> Iterator[tuple[str, RowT]]:
-    """Yield (id, row) of a JSON Lines file, in order. Raises SkilltrainError for an id that stands twice."""
-    seen: set[str] = set()
-    for line, values in read_jsonl(file):
-        where = f"{file}, line {line}"
-        row = parse_row(row_class, values, where)
-        row_id = id_of(row)
-        if row_id in seen:
-            raise SkilltrainError(f"{what} '{row_id}' stands twice", where=where)
-        seen.add(row_id)
-        yield row_id, row

@@ -1,21 +1,34 @@
-"""SkillRouter's benchmark files."""
+"""SkillRouter's benchmark files, and its two tiers, which are two pools of the same tasks."""
 
-from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, make_task, name_of, tasks_of_split, unscored_of
-from skilltrain.evaluation.benchmarks.rows import Row, Text, parse_row, read_skills, read_unique_json
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, make_benchmark, make_task
+from skilltrain.evaluation.benchmarks.rows import (
+    Label,
+    NamedRow,
+    Row,
+    Text,
+    parse_row,
+    read_rows,
+    read_skills,
+    read_unique_json,
+    unique,
+)
 from skilltrain.evaluation.metrics import Relevance
-from skilltrain.files import read_jsonl
+
+ORIGIN = "skillsbench"
 
 
-class _TaskRow(Row):
-    task_id: Text
+class _TaskRow(NamedRow):
+    row_id: Text = Field(alias="task_id")
     instruction_text: Text
+    difficulty: Label = ""
+    domain: Label = ""
 
 
 class _RelevanceRow(Row):
@@ -27,17 +40,27 @@ class _RelevanceRow(Row):
 
 def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
     """The scored tasks of tasks.jsonl and relevance.json, and gold_skills.jsonl if it is there (see load_benchmark)."""
-    rows = _relevance_rows(folder / "relevance.json")
-    texts = _task_texts(folder / "tasks.jsonl", rows.keys())
+    judged = _relevance_rows(folder / "relevance.json")
+    rows = _task_rows(folder / "tasks.jsonl", judged)
     tasks: list[Task] = []
-    for task_id, text in texts.items():
-        row, where = rows[task_id], f"{folder / 'relevance.json'}, task {task_id}"
-        if row.task_type != "generic_only":
-            relevance = _skillrouter_relevance(row, where)
-            tasks.append(make_task(task_id, text, relevance, origin="skillsbench", split="test"))
-    scored = tuple(tasks_of_split(tasks, split, folder))
-    gold_skills = read_skills(folder / "gold_skills.jsonl")
-    return Benchmark(name_of(folder), scored, gold_skills, unscored=unscored_of(texts, scored))
+    for task_id, row in rows.items():
+        entry = judged[task_id]
+        if entry.task_type != "generic_only":
+            relevance = _relevance(entry, f"{folder / 'relevance.json'}, task {task_id}")
+            labels = {"difficulty": row.difficulty, "domain": row.domain, "task type": entry.task_type}
+            text = row.instruction_text
+            tasks.append(make_task(task_id, text, relevance, origin=ORIGIN, split="test", labels=labels))
+    gold_skills = read_skills([folder / "gold_skills.jsonl"])
+    return make_benchmark(folder, tasks, split, rows, gold_skills=gold_skills)
+
+
+def read_skillrouter_tier(folder: Path, split: str | None) -> Benchmark:
+    """The tasks of the folder above, with the skills of this folder's JSON Lines files as their pool."""
+    files = sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")])
+    if not files:
+        raise SkilltrainError("holds no .jsonl or .jsonl.gz file with the skills of this tier", where=folder)
+    above = read_skillrouter(folder.resolve().parent, split)
+    return replace(above, name=folder.resolve().name, pool=read_skills(files))
 
 
 def _relevance_rows(file: Path) -> dict[str, _RelevanceRow]:
@@ -47,23 +70,19 @@ def _relevance_rows(file: Path) -> dict[str, _RelevanceRow]:
     return {task_id: parse_row(_RelevanceRow, entry, f"{file}, task {task_id}") for task_id, entry in entries.items()}
 
 
-def _task_texts(file: Path, judged: Iterable[str]) -> dict[str, str]:
-    """task_id → instruction, for exactly the `judged` tasks."""
-    judged, texts = set(judged), dict[str, str]()
-    for line, values in read_jsonl(file):
-        where = f"{file}, line {line}"
-        task = parse_row(_TaskRow, values, where)
-        if task.task_id in texts:
-            raise SkilltrainError(f"task '{task.task_id}' stands twice", where=where)
-        if task.task_id not in judged:
-            raise SkilltrainError(f"task '{task.task_id}' has no entry in relevance.json", where=where)
-        texts[task.task_id] = task.instruction_text
-    if without := sorted(judged - texts.keys()):
+def _task_rows(file: Path, judged: dict[str, _RelevanceRow]) -> dict[str, _TaskRow]:
+    """task_id → its row, for exactly the `judged` tasks."""
+    rows = list(read_rows(_TaskRow, file))
+    found = unique("task", rows)
+    for where, row in rows:
+        if row.row_id not in judged:
+            raise SkilltrainError(f"task '{row.row_id}' has no entry in relevance.json", where=where)
+    if without := sorted(judged.keys() - found.keys()):
         raise SkilltrainError(f"relevance.json has {len(without)} tasks that are not here: {without[0]}", where=file)
-    return texts
+    return found
 
 
-def _skillrouter_relevance(row: _RelevanceRow, where: str) -> Relevance:
+def _relevance(row: _RelevanceRow, where: str) -> Relevance:
     gold = frozenset(row.gt_skill_ids if row.core_gt_ids is None else row.core_gt_ids)
     if not gold:
         raise SkilltrainError("no skill is gold", where=where)
