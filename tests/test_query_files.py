@@ -15,7 +15,7 @@ def pool(tmp_path: Path) -> Path:
     folder.mkdir()
     rows = [{"skill_id": i, "name": i, "description": "d", "body": "b", "source": "s"} for i in "abcd"]
     write_table(rows, SKILLS, folder)
-    same = {"query_id": "", "skill_id": "a2", "filter": "duplicate", "reason": "has the same name and body as a"}
+    same = {"query_id": "", "skill_id": "a2", "filter": "duplicate", "reason": "r", "other_id": "a"}
     write_table([same], DROPPED, folder)
     return folder
 

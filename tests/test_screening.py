@@ -27,7 +27,6 @@ from skilltrain.data.screening import (
     write_flags,
 )
 from skilltrain.data.screening.reading import read_text
-from skilltrain.data.stored_skills import StoredSkills
 from skilltrain.records import Skill
 from skilltrain.tables import FLAGS, read_table
 from skilltrain.workers import WorkersConfig
@@ -566,7 +565,7 @@ def test_flags_are_written_and_read_beside_a_pool(tmp_path: Path, capsys: pytest
     skills = [Skill("a/good", "n", "d", "b"), Skill("a/bad", "n", "d", "See http://45.140.17.2/b")]
     assert read_flags(tmp_path) is None and flags_to_leave_out(tmp_path) == {}
     assert "was never screened" in capsys.readouterr().err
-    flags = screen_pool(StoredSkills.write(skills, tmp_path / "skills.jsonl"), WorkersConfig(num=1))
+    flags = screen_pool(skills, WorkersConfig(num=1))
     write_flags(flags, tmp_path)
     assert read_flags(tmp_path) == flags and flags_to_leave_out(tmp_path).keys() == {"a/bad"}
     assert flags_to_leave_out(tmp_path / "skills.parquet").keys() == {"a/bad"}

@@ -10,8 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from skilltrain.config import input_paths
-from skilltrain.data.pool.merge import content_digest, merge_sources
-from skilltrain.data.pool.skill_pool import PoolConfig, guess_lang, open_pool, run_pool, store_pool
+from skilltrain.data.pool.merge import merge_sources
+from skilltrain.data.pool.read import guess_lang, read_pool
+from skilltrain.data.pool.skill_pool import PoolConfig, run_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.tables import DROPPED, FLAGS, SKILLS, read_table
@@ -241,67 +242,68 @@ def test_hugging_face_dataset_saved_to_a_folder(tmp_path: Path):
 
 def test_duplicates_and_colliding_ids():
     first = [skill("a", "n", "Body  one"), skill("a", "n", "Other"), skill("a~2", "n", "Third")]
-    second = [
-        skill("a", "N", "body one"),
-        skill("a", "n", "Fourth"),
-        skill("b", "n", "BODY\none"),
-        skill("c", "m", "Other"),
-    ]
-    read = first + second
-    ids, contents = [item.skill_id for item in read], [content_digest(item) for item in read]
-    merged = merge_sources(ids, contents, [len(first), len(second)], drop_duplicates=True)
-    assert [(skill_id, read[place].body) for skill_id, place in zip(merged.skill_ids, merged.places, strict=True)] == [
-        ("a", "Body  one"), ("a~3", "Other"), ("a~2", "Third"), ("a~4", "Fourth"), ("c", "Other"),
+    second = [skill("c", "m", "Other"), skill("b", "n", "BODY\none"), skill("a", "N", "body one"), skill("a", "n", "4")]
+    merged = merge_sources([first, second], drop_duplicates=True)
+    assert [(item.skill_id, item.body) for item in merged.skills] == [
+        ("a", "Body  one"), ("a~3", "Other"), ("a~2", "Third"), ("a~4", "4"), ("c", "Other"),
     ]  # fmt: skip
-    assert [(item.skill_id, item.reason) for item in merged.dropped] == [
-        ("a", "has the same name and body as a"),
-        ("b", "has the same name and body as a"),
+    assert [(item.skill_id, item.reason, item.other_id) for item in merged.dropped] == [
+        ("a", "has the same name and body as a", "a"),
+        ("b", "has the same name and body as a", "a"),
     ]
     assert merged.num_renamed == 2
-    merged = merge_sources(ids, contents, [len(first), len(second)], drop_duplicates=False)
-    assert merged.skill_ids == ["a", "a~3", "a~2", "a~4", "b", "c"]
+    merged = merge_sources([first, [], second], drop_duplicates=False)
+    assert [item.skill_id for item in merged.skills] == ["a", "a~3", "a~2", "a~4", "b", "c"]
     assert [item.skill_id for item in merged.dropped] == ["a"]
 
 
-def test_skills_stand_in_order_of_id_within_their_source_however_they_were_read():
-    ids, contents = ["c", "a", "b", "b", "a"], [b"1", b"2", b"3", b"2", b"4"]
-    merged = merge_sources(ids, contents, [3, 0, 2], drop_duplicates=True)
-    assert (list(merged.places), merged.skill_ids) == ([1, 2, 0, 4], ["a", "b", "c", "a~2"])
-    assert [(item.skill_id, item.reason) for item in merged.dropped] == [("b", "has the same name and body as a")]
-
-
-def test_a_pool_of_many_blocks_is_the_same_from_any_source_and_on_any_number_of_workers(tmp_path: Path):
-    """Sorted by hand, with bodies of many lengths, more skills than stand in memory at once."""
-    rows = [row(f"s{n * 7919 % 1000:03}", f"Use {n} {'x' * (n % 50)}.", source="s") for n in range(600)]
+def test_a_pool_is_the_same_from_any_source_and_on_any_number_of_workers(tmp_path: Path):
+    """Sorted by hand, with more skills than a worker screens at a time."""
+    rows = [row(f"s{n * 7919 % 1000:03}", f"Use {n} {'x' * (n % 50)}.", source="s") for n in range(300)]
     rows[5]["body"] = "See http://45.140.17.2/"
     lines = write_jsonl(tmp_path / "s.jsonl", rows)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "s.parquet", row_group_size=7)
     skills, _, summary = make(tmp_path, lines, workers={"num": 1})
     assert [item["skill_id"] for item in skills] == sorted(item["skill_id"] for item in rows)
     assert {item["skill_id"]: item["body"] for item in skills} == {item["skill_id"]: item["body"] for item in rows}
-    assert (summary["num_skills"], summary["num_flagged_skills"]) == (600, 1)
-    assert make(tmp_path, tmp_path / "s.parquet", workers={"num": 1})[0] == skills
-    assert make(tmp_path, lines, workers={"num": 2})[0] == skills
+    assert (summary["num_skills"], summary["num_flagged_skills"]) == (300, 1)
+    assert make(tmp_path, tmp_path / "s.parquet", workers={"num": 2})[0] == skills
     for name in ("skills", "dropped", "flags"):
-        files = [tmp_path / f"out{run}" / f"{name}.parquet" for run in range(3)]
-        assert len({file.read_bytes() for file in files}) == 1
-    assert {file.name for file in (tmp_path / "out0").iterdir()} == {
-        "skills.parquet", "dropped.parquet", "flags.parquet",
-    }  # fmt: skip
+        assert (tmp_path / "out0" / f"{name}.parquet").read_bytes() == (
+            tmp_path / "out1" / f"{name}.parquet"
+        ).read_bytes()
 
 
-def test_a_pool_is_opened_in_memory_and_on_disk_alike(tmp_path: Path):
-    file = write_jsonl(tmp_path / "s.jsonl", [row("b"), row("a", "Other."), row("b", "Third.")])
-    make(tmp_path, file)
-    for path in (file, tmp_path / "out0"):
-        folder = tmp_path / f"on_disk_{path.name}"
-        folder.mkdir()
-        stored = store_pool(path, folder)
-        assert list(stored) == open_pool(path)
-        assert [item.skill_id for item in stored] == stored.skill_ids == ["a", "b", "b~2"]
+def test_a_pool_is_read_from_a_table_or_any_source(tmp_path: Path):
+    file = write_jsonl(tmp_path / "s.jsonl", [row("b"), row("a", "Other."), row("b", "Third."), row("c", "third.")])
+    make(tmp_path, file, drop_duplicates=False)
+    assert read_pool(file) == read_pool(str(file)) == read_pool(tmp_path / "out0")
+    assert [item.skill_id for item in read_pool(file)] == ["a", "b", "b~2", "c"]
     empty = skill_folder(tmp_path / "library", "e", "---\nname: e\n---\n")
-    with pytest.raises(SkilltrainError, match="holds no skill"):
-        open_pool(empty)
+    with pytest.raises(SkilltrainError, match="no skill is left"):
+        read_pool(empty)
+
+
+def test_a_source_without_skills_and_a_pool_without_categories_are_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    empty = skill_folder(tmp_path / "library", "e", "---\nname: e\n---\n")
+    file = write_jsonl(tmp_path / "s.jsonl", [row("a")])
+    _, dropped, _ = make(tmp_path, empty, file)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "library/e gives no skill (the first of 1 dropped rows: the skill has no body)" in said
+    assert "no skill has a category, so mining will find no taxonomy negatives" in said
+    assert [(item["filter"], item["source"]) for item in dropped] == [("empty_body", str(empty))]
+    make(tmp_path, write_jsonl(tmp_path / "c.jsonl", [row("a", category="c")]))
+    assert "category" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["pool", "pool.jsonl", "shards/x.jsonl"])
+def test_a_pipe_is_refused_and_not_opened(tmp_path: Path, name: str):
+    (tmp_path / "shards").mkdir()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(SkilltrainError, match="is a pipe or a device"):
+        make(tmp_path, tmp_path / name.split("/")[0])
 
 
 def test_no_skill_left_is_an_error(tmp_path: Path):

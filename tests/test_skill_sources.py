@@ -15,18 +15,17 @@ from skilltrain.data.contamination.decontaminate import POOL_COPIES
 from skilltrain.data.distractors.distractors import ORIGINS_FILE
 from skilltrain.data.pool.skill_file import MAX_HEADER_CHARS
 from skilltrain.data.pool.skill_pool import PoolConfig, run_pool
-from skilltrain.data.pool.skill_rows import Refused
 from skilltrain.data.pool.skill_sources import read_source
 from skilltrain.files import write_text
-from skilltrain.records import Skill
+from skilltrain.records import Dropped, Skill
 from skilltrain.tables import DROPPED, FLAGS, SKILLS, read_table, write_table
 
 ODD_NAME = os.fsdecode(b"caf\xe9")  # Latin-1, as in many a zip
 
 
-def read(source: Path) -> tuple[list[Skill], list[Refused]]:
+def read(source: Path) -> tuple[list[Skill], list[Dropped]]:
     found = list(read_source(source))
-    return [item for item in found if isinstance(item, Skill)], [item for item in found if isinstance(item, Refused)]
+    return [item for item in found if isinstance(item, Skill)], [item for item in found if isinstance(item, Dropped)]
 
 
 def write_skills(folder: Path) -> Path:
@@ -99,7 +98,7 @@ def test_a_folder_that_may_be_listed_and_not_entered_costs_only_itself(tmp_path:
     monkeypatch.setattr(Path, "stat", stat)
     skills, refused = read(root)
     assert [skill.skill_id for skill in skills] == ["a"]
-    assert refused == [Refused("locked", "unreadable", "locked/SKILL.md: Permission denied")]
+    assert refused == [Dropped("", "locked", "unreadable", "locked/SKILL.md: Permission denied")]
 
 
 def test_rows_with_no_numbers_and_endless_names(tmp_path: Path):

@@ -7,8 +7,8 @@ from skilltrain.data.pool.taxonomy import (
     DEFAULT_TAXONOMY,
     Category,
     assign_categories,
-    categories_from_members,
     load_taxonomy,
+    mean_vectors,
 )
 from skilltrain.errors import SkilltrainError
 
@@ -48,17 +48,17 @@ def test_wrong_taxonomies_name_the_entry(tmp_path: Path, text: str, message: str
 
 
 def test_nearest_category_by_hand():
-    taxonomy = [Category("x", "."), Category("y", ".")]
+    names = ["x", "y"]
     skills = np.array([[0.6, 0.8], [0.8, 0.6], [2**-0.5, 2**-0.5]], dtype=np.float32)
-    assert assign_categories(skills, np.eye(2, dtype=np.float32), taxonomy) == ["y", "x", "x"]
-    assert assign_categories(skills[:0], np.eye(2, dtype=np.float32), taxonomy) == []
+    assert assign_categories(skills, np.eye(2, dtype=np.float32), names) == ["y", "x", "x"]
+    assert assign_categories(skills[:0], np.eye(2, dtype=np.float32), names) == []
     with pytest.raises(ValueError, match="1 category vectors for 2"):
-        assign_categories(skills, np.eye(2, dtype=np.float32)[:1], taxonomy)
+        assign_categories(skills, np.eye(2, dtype=np.float32)[:1], names)
 
 
-def test_categories_from_members_are_unit_means_by_name():
+def test_categories_of_other_skills_are_unit_means_by_name():
     vectors = np.array([[1, 0], [0, 1], [0, 1], [0.6, 0.8]], dtype=np.float32)
-    taxonomy, means = categories_from_members([(vectors[:1], ["b"]), (vectors[1:3], ["b", "a"])])
-    assert [category.name for category in taxonomy] == ["a", "b"]
+    names, means = mean_vectors(vectors[:3], ["b", "b", "a"])
+    assert names == ["a", "b"]
     np.testing.assert_allclose(means, [[0, 1], [2**-0.5, 2**-0.5]], rtol=1e-6)
-    assert assign_categories(vectors[3:], means, taxonomy) == ["b"]  # 0.99 against 0.8
+    assert assign_categories(vectors[3:], means, names) == ["b"]  # 0.99 against 0.8

@@ -1,5 +1,6 @@
-"""Text as the project sees it: words, scripts, names, and what may be shown in a terminal."""
+"""Text as the project sees it: bytes decoded, words, scripts, names, and what may be shown in a terminal."""
 
+import codecs
 import re
 import unicodedata
 
@@ -10,10 +11,50 @@ _WORD = re.compile(rf"[{CJK}]|[^\W_{CJK}]+")
 # UTF-8 with ASCII letters in lower case, all else that is ASCII and no digit as a space, other bytes as they are.
 _ASCII = bytes(i if i > 127 else ord(chr(i).lower()) if chr(i).isalnum() else 32 for i in range(256))
 
+_BOMS = (
+    (codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),
+)  # fmt: skip
+_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 _HAN = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff]")
 _KANA_OR_HANGUL = re.compile(r"[\u3040-\u30ff\uac00-\ud7af]")
 _LATIN_WORD = re.compile(r"[^\W\d_\u3040-\uffff]+")
 _ENGLISH_WORD = re.compile(r"the|and|to|of|for|with|this|when|from|by|if|be|your|it|that|are|not|use|using")
+
+
+def decode_text(data: bytes) -> str | None:
+    """The text in `data`, by its byte order mark, else UTF-8, else gb18030 or cp1252; None where it is no text.
+
+    A few broken bytes in what is UTF-8 otherwise become U+FFFD.
+    """
+    text = _decode(data)
+    start = (text or "")[:4096].replace("\x00", "")
+    num_control = sum(unicodedata.category(char) == "Cc" and char not in "\t\n\r\f" for char in start)
+    return None if num_control > 0.05 * len(start) else text
+
+
+def _decode(data: bytes) -> str | None:
+    for mark, encoding in _BOMS:
+        if data.startswith(mark):
+            return data.decode(encoding, errors="replace")
+    text = data.decode("utf-8", errors="replace")
+    num_broken = text.count("\ufffd") if text.encode() != data else 0
+    if not num_broken or num_broken * 11 <= sum(not char.isascii() for char in text):
+        return text
+    from charset_normalizer import from_bytes
+
+    best = from_bytes(data, cp_isolation=["gb18030", "cp1252", "latin-1"]).best()
+    return str(best) if best else None
+
+
+def clean_text(text: str) -> str:
+    """`text` with one kind of line end and without what no table can hold: NULs and lone surrogates."""
+    return _UNSTORABLE.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def one_line(text: str) -> str:
+    """`text` with every run of white space as one space."""
+    return " ".join(text.split())
 
 
 def words_of(text: str) -> list[str]:

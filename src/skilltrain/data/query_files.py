@@ -11,12 +11,13 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from skilltrain.config import Config, InputPath
-from skilltrain.data.pool.skill_file import as_text, clean_text, one_line
+from skilltrain.data.pool.skill_file import as_text
 from skilltrain.data.pool.skill_pool import kept_duplicates
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_jsonl
 from skilltrain.records import Query, Verdict
 from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, SKILLS, read_table, rows_of, table_path, write_table
+from skilltrain.texts import clean_text, one_line
 
 Split = Literal["train", "dev", "test"]
 SPLITS = ("train", "dev", "test")

@@ -20,6 +20,16 @@ _SLASHES = frozenset("\u2044\u2215\u29f8\u29f9")
 _DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Something in a registry that did not become a skill, and why."""
+
+    skill_id: str
+    filter: str
+    reason: str
+    value: float | None = None
+
+
 class ArchiveLimits(Config):
     """How much an archive may unpack to; beyond it is refused whole."""
 

@@ -32,8 +32,7 @@ from skilltrain.data.collecting.archive_members import (
 )
 from skilltrain.data.collecting.tar_headers import check_tar_headers, is_tar_header
 from skilltrain.data.collecting.zip_headers import check_zip_end, check_zip_entries
-from skilltrain.data.pool.skill_file import decode_text
-from skilltrain.errors import SkilltrainError
+from skilltrain.texts import decode_text
 
 Kind = Literal["zip", "gzip", "tar", "text", "html", "json", "other"]
 SKILL_FILE = "SKILL.md"
@@ -78,10 +77,10 @@ def kind_of(path: Path) -> Kind:
         return "gzip"
     if is_tar_header(head):
         return "tar"
-    try:
-        text = decode_text(head).lstrip("\ufeff \t\r\n")
-    except SkilltrainError:
+    text = decode_text(head)
+    if text is None:
         return "other"
+    text = text.lstrip("\ufeff \t\r\n")
     if text[:100].lower().startswith(("<!doctype html", "<html")):
         return "html"
     return "json" if text.startswith("{") and _is_json(path) else "text"

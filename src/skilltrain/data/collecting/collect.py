@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config
-from skilltrain.data.collecting.archive_members import ArchiveLimits
+from skilltrain.data.collecting.archive_members import ArchiveLimits, Refused
 from skilltrain.data.collecting.archives import kind_of
 from skilltrain.data.collecting.listing import listed_once, read_listing
 from skilltrain.data.collecting.output import read_skills, unpack_all, write_tables
@@ -25,7 +25,6 @@ from skilltrain.data.collecting.pace import REAL_CLOCK, Clock
 from skilltrain.data.collecting.registry_client import FetchError, HttpConfig, RegistryClient, Validators
 from skilltrain.data.collecting.registry_listing import Listed, RegistryConfig
 from skilltrain.data.collecting.state import Outcome, SyncState, open_state, url_key
-from skilltrain.data.pool.skill_sources import Refused
 from skilltrain.errors import SkilltrainError
 from skilltrain.terminal import long_progress, say
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from skilltrain.data.collecting.archive_members import Refused
 from skilltrain.data.collecting.registry_client import FetchError, Page, RegistryClient, without_query
 from skilltrain.data.collecting.registry_listing import (
     Listed,
@@ -14,7 +15,6 @@ from skilltrain.data.collecting.registry_listing import (
     read_page,
 )
 from skilltrain.data.collecting.state import ListedPage, SyncState
-from skilltrain.data.pool.skill_sources import Refused
 from skilltrain.errors import SkilltrainError
 from skilltrain.terminal import progress, say
 

@@ -9,17 +9,18 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from skilltrain.data.collecting.archive_members import ArchiveError, ArchiveLimits
+from skilltrain.data.collecting.archive_members import ArchiveError, ArchiveLimits, Refused
 from skilltrain.data.collecting.archives import unpack
 from skilltrain.data.collecting.registry_client import without_query
 from skilltrain.data.collecting.registry_listing import Listed
 from skilltrain.data.collecting.state import Outcome, SyncState
-from skilltrain.data.pool.skill_file import clean_text, decode_text, one_line, parse_skill_file
-from skilltrain.data.pool.skill_sources import Refused, read_source
+from skilltrain.data.pool.skill_file import parse_skill_file
+from skilltrain.data.pool.skill_sources import read_source
 from skilltrain.files import write_text
-from skilltrain.records import Skill
+from skilltrain.records import Dropped, Skill
 from skilltrain.tables import DROPPED, SKILLS, rows_of, write_table
 from skilltrain.terminal import track
+from skilltrain.texts import clean_text, decode_text, one_line
 
 SKILLS_FOLDER, COLLECTED = "skills", "collected.jsonl"
 _SAFE_ID = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,78}[a-z0-9_-])?")
@@ -91,9 +92,9 @@ def read_skills(made: Mapping[str, Listed], source: str, out: Path) -> tuple[lis
         return [], []
     found = [(item, *item.skill_id.partition("/")[::2]) for item in read_source(out / SKILLS_FOLDER)]
     refused = [
-        replace(item, skill_id=_inner_id(made[folder], path) if folder in made else "")
+        Refused(_inner_id(made[folder], path) if folder in made else "", item.filter, item.reason, item.value)
         for item, folder, path in found
-        if isinstance(item, Refused)
+        if isinstance(item, Dropped)
     ]
     num_in_folder: dict[str, int] = {}
     for _, folder, _ in (entry for entry in found if isinstance(entry[0], Skill)):
@@ -115,7 +116,7 @@ def read_skills(made: Mapping[str, Listed], source: str, out: Path) -> tuple[lis
 def _says_its_name(folder: Path) -> bool:
     """Whether the SKILL.md in a folder has a name of its own, and not the folder's."""
     file = next(path for path in sorted(folder.iterdir()) if path.name.lower() == "skill.md")
-    return bool(parse_skill_file(decode_text(file.read_bytes()), "").name)
+    return bool(parse_skill_file(decode_text(file.read_bytes()) or "", "").name)
 
 
 def _inner_id(listed: Listed, path: str) -> str:

@@ -12,9 +12,9 @@ from urllib.parse import quote, urljoin, urlsplit
 from pydantic import Field, field_validator
 
 from skilltrain.config import Config
-from skilltrain.data.pool.skill_file import clean_text, one_line
-from skilltrain.data.pool.skill_sources import Refused
+from skilltrain.data.collecting.archive_members import Refused
 from skilltrain.errors import SkilltrainError
+from skilltrain.texts import clean_text, one_line
 
 MAX_ID_CHARS, MAX_URL_CHARS, MAX_VALUE_CHARS = 512, 8192, 512
 Position = int | str | None  # of a page: its number, cursor or URL; None is the first page, or no further page

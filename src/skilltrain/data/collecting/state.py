@@ -17,9 +17,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from skilltrain.data.collecting.archive_members import Refused
 from skilltrain.data.collecting.registry_client import Validators
 from skilltrain.data.collecting.registry_listing import Listed, Position
-from skilltrain.data.pool.skill_sources import Refused
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_jsonl, write_text
 from skilltrain.terminal import log

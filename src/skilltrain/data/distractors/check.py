@@ -8,12 +8,12 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from skilltrain.data.near_duplicates.trigrams import Trigrams, WordHashes, jaccard, word_trigrams
-from skilltrain.data.pool.skill_file import clean_text, one_line, split_header
+from skilltrain.data.pool.skill_file import split_header
 from skilltrain.data.synthesis.check import Fault
 from skilltrain.data.synthesis.skill_phrases import num_words
 from skilltrain.llm import Answer, CompletionError
 from skilltrain.records import Skill
-from skilltrain.texts import name_key
+from skilltrain.texts import clean_text, name_key, one_line
 
 _FENCED = re.compile(r"^```(?:json)?[ \t]*\n(.*)\n[ \t]*```[ \t]*$", re.S | re.M | re.I)
 

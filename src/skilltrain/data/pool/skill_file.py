@@ -1,25 +1,17 @@
 """One SKILL.md, however untidy, read into its parts. The text is untrusted: it is parsed, never executed."""
 
-import codecs
 import math
 import re
-import unicodedata
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
-from skilltrain.errors import SkilltrainError
+from skilltrain.texts import clean_text, one_line
 
 MAX_HEADER_CHARS = 65_536
 MAX_DESCRIPTION_CHARS = 1_000  # of a description taken from the body
 
-_BOMS = (
-    (codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),
-)  # fmt: skip
-_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
-_NOT_ASCII = re.compile("[^\x00-\x7f]")
 _CONTROL = re.compile("[\x01-\x08\x0b\x0e-\x1f]")
 _OPENING = re.compile(r"(?:(?><!--.*?-->)\s*)*---[ \t]*\n", re.DOTALL)
 _CLOSING = re.compile(r"^(?:---|\.\.\.)[ \t]*$", re.MULTILINE)
@@ -65,54 +57,6 @@ def parse_skill_file(text: str, fallback_name: str) -> SkillFile:
         lang=lang if _LANG.fullmatch(lang) else None,
         license=one_line(as_text(fields.get("license"))) or None,
     )
-
-
-def decode_text(data: bytes) -> str:
-    """The text in `data`: by its byte order mark, else UTF-8, else gb18030 or cp1252, whichever fits.
-
-    Raises SkilltrainError where the bytes are no text in any of them.
-    """
-    text = _decode(data)
-    start = text[:4096].replace("\x00", "")
-    num_control = sum(unicodedata.category(char) == "Cc" and char not in "\t\n\r\f" for char in start)
-    if num_control > 0.05 * len(start):
-        raise SkilltrainError("is not text")
-    return text
-
-
-def _decode(data: bytes) -> str:
-    for mark, encoding in _BOMS:
-        if data.startswith(mark):
-            return data.decode(encoding, errors="replace")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        pass
-    # A few broken bytes in what is UTF-8 otherwise.
-    text = data.decode("utf-8", errors="replace")
-    num_broken = text.count("\ufffd")
-    if num_broken * 10 <= len(_NOT_ASCII.findall(text)) - num_broken:
-        return text
-    # In gb18030 nearly all bytes above 127 come in pairs of two such bytes, in cp1252 they stand alone.
-    num_high = len(data.translate(None, bytes(range(128))))
-    num_paired = 2 * len(re.findall(rb"[\xa1-\xf7][\xa1-\xfe]", data))
-    encodings = ("gb18030", "cp1252") if num_paired > 0.8 * num_high else ("cp1252",)
-    for encoding in encodings:
-        try:
-            return data.decode(encoding)
-        except UnicodeDecodeError:
-            continue
-    return data.decode("latin-1")
-
-
-def clean_text(text: str) -> str:
-    """`text` with one kind of line end and without what no table can hold: NULs and lone surrogates."""
-    return _UNSTORABLE.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
-
-
-def one_line(text: str) -> str:
-    """`text` with every run of white space as one space."""
-    return " ".join(text.split())
 
 
 def as_text(value: Any) -> str:

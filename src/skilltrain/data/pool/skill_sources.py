@@ -13,166 +13,154 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from skilltrain import tables
-from skilltrain.data.pool.skill_file import clean_text, decode_text, parse_skill_file
-from skilltrain.data.pool.skill_rows import BODY_COLUMNS, COLUMNS, ID_COLUMNS, Refused, skill_from_row
+from skilltrain.data.pool.skill_file import parse_skill_file
+from skilltrain.data.pool.skill_rows import BODY_COLUMNS, COLUMNS, ID_COLUMNS, skill_from_row
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Skill
+from skilltrain.records import Dropped, Skill
 from skilltrain.tables import SKILLS, TableSpec, table_path
 from skilltrain.terminal import say
+from skilltrain.texts import clean_text, decode_text
 
 MAX_FILE_BYTES = 64 * 2**20
 HF_PREFIX = "hf:"
 SHARD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
-_ROWS = 256  # of a table in memory at once
+_ROWS = 256  # of a table that become Python objects at once
+# Beside skills.parquet, these are the project's own files and no source that was forgotten.
 _COLLECTED, _UNPACKED = "collected.jsonl", "skills"  # of the stage `collect`: the folders that SKILLS was read from
 _OWN_FILES = {f"{spec.name}.parquet" for spec in vars(tables).values() if isinstance(spec, TableSpec)} | {
     _COLLECTED, "origins.jsonl", "pool_copies.parquet",
 }  # fmt: skip
 
+Found = Iterator[Skill | Dropped]
 
-def read_source(source: Path | str) -> Iterator[Skill | Refused]:
+
+def read_source(source: Path | str) -> Found:
     """The skills of one source, and what in it is none; a text is `hf:` and a dataset's name or folder.
 
     Raises SkilltrainError where the source itself is missing, is not what its name says, or has no skills' columns.
     """
-    if isinstance(source, str):
+    if isinstance(source, str) and source.startswith(HF_PREFIX):
         return _read_dataset(source.removeprefix(HF_PREFIX))
-    if source.is_dir():
-        return _read_folder(source.resolve())
-    if source.is_file():
-        return _read_file(source)
-    raise SkilltrainError("no such file or folder", where=source)
+    path = Path(source)
+    if path.is_dir():
+        return _read_folder(path.resolve())
+    if path.exists():
+        return _read_file(path)
+    raise SkilltrainError("no such file or folder", where=path)
 
 
-def _read_file(path: Path) -> Iterator[Skill | Refused]:
-    if path.name.lower().endswith((".jsonl", ".jsonl.gz")):
-        return _read_jsonl(path)
-    if path.suffix.lower() == ".parquet":
+def _read_file(path: Path) -> Found:
+    name = path.name.lower()
+    if not path.is_file():
+        raise SkilltrainError("is a pipe or a device, not a file", where=path)
+    if name.endswith((".jsonl", ".jsonl.gz")):
+        return iter(_read_jsonl(path))
+    if name.endswith(".parquet"):
         return _read_parquet(path)
-    if path.name.lower() == "skill.md":
+    if name == "skill.md":
         return iter([_read_skill_file(path.resolve(), path.resolve().parent)])
-    raise SkilltrainError(
-        "cannot tell what this file is", where=path, fix="give a SKILL.md, .jsonl, .jsonl.gz or .parquet file"
-    )
+    fix = "give a SKILL.md, .jsonl, .jsonl.gz or .parquet file"
+    raise SkilltrainError("cannot tell what this file is", where=path, fix=fix)
 
 
-def _read_folder(root: Path) -> Iterator[Skill | Refused]:
+def _read_folder(root: Path) -> Found:
+    """A SKILLS table, else all SKILL.md files, else all shards of a folder; a row for what is not read beside them."""
     table = table_path(root, SKILLS)
+    has_collected = (root / _COLLECTED).is_file()
+    skip = {*_OWN_FILES, *([_UNPACKED] if has_collected else [])} if table.is_file() else ()
+    skill_files, shards, others, refused = _walk(root, skip)
+    yield from refused
     if table.is_file():
         yield from _read_parquet(table)
-        files, _, refused = _walk(root, {*_OWN_FILES, *([_UNPACKED] if (root / _COLLECTED).is_file() else [])})
-        yield from refused
-        skill_files, shards = _sorted_by_kind(files)
-        yield from _left_unread([*skill_files, *_loose(shards, skill_files)], root, table.name)
-        return
-    files, others, refused = _walk(root)
-    yield from refused
-    skill_files, shards = _sorted_by_kind(files)
-    if skill_files:
-        yield from (_read_skill_file(root / file, root) for file in skill_files)
-        yield from _left_unread(_loose(shards, skill_files), root, "the SKILL.md files")
+        yield from _left_unread([*skill_files, *_loose(shards, skill_files, root)], root, table.name)
+    elif skill_files:
+        yield from (_read_skill_file(file, root) for file in skill_files)
+        yield from _left_unread(_loose(shards, skill_files, root), root, "the SKILL.md files")
     elif shards:
-        yield from _read_shards([root / file for file in shards], root)
+        yield from _read_shards(shards, root)
     else:
         kinds = sorted(others.items(), key=lambda item: (-item[1], item[0]))[:3]
         have = ", ".join(f"{count} {kind}" for kind, count in kinds) or "nothing"
         raise SkilltrainError(f"holds no SKILL.md, .jsonl, .jsonl.gz or .parquet file; it holds {have}", where=root)
 
 
-def _is_skill_file(file: str) -> bool:
-    return Path(file).name.lower() == "skill.md"
+def _walk(root: Path, skip: Collection[str]) -> tuple[list[Path], list[Path], Counter[str], list[Dropped]]:
+    """(SKILL.md files, shards, kinds of other files, what could not be entered) below `root`, in order of path.
 
-
-def _sorted_by_kind(files: Iterable[str]) -> tuple[list[str], list[str]]:
-    """(SKILL.md files, shards)."""
-    kinds: tuple[list[str], list[str]] = [], []
-    for file in files:
-        kinds[not _is_skill_file(file)].append(file)
-    return kinds
-
-
-def _walk(root: Path, skip: Collection[str] = ()) -> tuple[list[str], Counter[str], list[Refused]]:
-    """(SKILL.md files and shards below `root` in order of path, kinds of other files, what could not be entered).
-
-    Paths are texts, relative to `root`: of these a million fit into memory. Links that lead out are not followed. What
-    `skip` names in `root` itself is not looked at.
+    Links that lead out are not followed. What `skip` names in `root` itself is not looked at.
     """
-    files: list[str] = []
-    others: Counter[str] = Counter()
-    refused: list[Refused] = []
+    skill_files, shards, others, refused = list[Path](), list[Path](), Counter[str](), list[Dropped]()
 
     def unreadable(error: OSError) -> None:
-        refused.append(Refused("", "unreadable", clean_text(f"{error.filename}: {error.strerror}")))
+        refused.append(Dropped("", "", "unreadable", clean_text(f"{error.filename}: {error.strerror}")))
 
     for folder, folder_names, file_names in os.walk(root, onerror=unreadable):
         if folder == str(root):
-            folder_names[:] = [name for name in folder_names if name not in skip]
-            file_names = [name for name in file_names if name not in skip]
-        links = [name for name in folder_names if _is_link(Path(folder) / name)]
-        wanted = {name for name in file_names if _is_skill_file(name) or name.lower().endswith(SHARD_SUFFIXES)}
-        leaving = {name for name in (*links, *wanted) if not _stays_below(Path(folder) / name, root)}
-        for name in sorted(leaving):
-            place = clean_text((Path(folder) / name).relative_to(root).as_posix())
-            refused.append(Refused("", "link", f"{place} is a link that leads out of {root.name} or nowhere"))
-        files += [str(Path(folder).relative_to(root) / name) for name in wanted - leaving]
-        others.update(Path(name).suffix or name for name in file_names if name not in wanted)
-    return sorted(files, key=lambda file: Path(file).parts), others, refused
+            folder_names[:] = set(folder_names).difference(skip)
+            file_names = set(file_names).difference(skip)
+        for path in sorted(Path(folder, name) for name in (*folder_names, *file_names)):
+            is_folder, name = path.name in folder_names, path.name.lower()
+            is_skill_file, is_shard = name == "skill.md", name.endswith(SHARD_SUFFIXES)
+            if (is_folder or is_skill_file or is_shard) and _leads_out(path, root):
+                reason = f"{_place(path, root)} is a link that leads out of {clean_text(root.name)} or nowhere"
+                refused.append(Dropped("", "", "link", reason))
+            elif is_skill_file and not is_folder:
+                skill_files.append(path)
+            elif is_shard and not is_folder:
+                shards.append(path)
+            elif not is_folder:
+                others[path.suffix or path.name] += 1
+    return sorted(skill_files), sorted(shards), others, refused
 
 
-def _is_link(path: Path) -> bool:
+def _place(path: Path, root: Path) -> str:
+    return clean_text(path.relative_to(root).as_posix())
+
+
+def _leads_out(path: Path, root: Path) -> bool:
+    """Whether `path` is a link out of `root`, which is resolved, or to nowhere."""
+    target = Path(os.path.realpath(path))
+    return target != path and not (target.is_relative_to(root) and target.exists())
+
+
+def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
+    place, source = _place(path, root), clean_text(root.name)
+    skill_id = source if path.parent == root else _place(path.parent, root)
     try:
-        return path.is_symlink()
-    except OSError:  # its folder may be listed and not entered: whoever opens the file tells of that
-        return False
-
-
-def _stays_below(path: Path, root: Path) -> bool:
-    if not _is_link(path):
-        return True
-    try:
-        return path.resolve(strict=True).is_relative_to(root)
-    except (OSError, RuntimeError):  # a broken link; a loop
-        return False
-
-
-def _read_skill_file(path: Path, root: Path) -> Skill | Refused:
-    place = clean_text(path.relative_to(root).as_posix())
-    skill_id = clean_text(path.parent.relative_to(root).as_posix())
-    source = clean_text(root.name)
-    skill_id = source if skill_id == "." else skill_id
-    try:
-        if not path.is_file():
-            return Refused(skill_id, "unreadable", f"{place} is not a plain file")
         size = path.stat().st_size
+        if not path.is_file():
+            return Dropped("", skill_id, "unreadable", f"{place} is not a plain file")
         if size > MAX_FILE_BYTES:
-            return Refused(skill_id, "file_too_big", f"{place} has {size:,} bytes, more than 64 MiB", float(size))
-        found = parse_skill_file(decode_text(path.read_bytes()), path.parent.name)
+            reason = f"{place} has {size:,} bytes, more than 64 MiB"
+            return Dropped("", skill_id, "file_too_big", reason, float(size))
+        text = decode_text(path.read_bytes())
     except OSError as error:
-        return Refused(skill_id, "unreadable", f"{place}: {error.strerror}")
-    except SkilltrainError as error:
-        return Refused(skill_id, "not_text", f"{place} {error.what}")
+        return Dropped("", skill_id, "unreadable", f"{place}: {error.strerror}")
+    if text is None:
+        return Dropped("", skill_id, "not_text", f"{place} is not text")
+    found = parse_skill_file(text, path.parent.name)
     return Skill(skill_id, found.name, found.description, found.body, found.category, found.lang, source, found.license)
 
 
-def _loose(shards: list[str], skill_files: list[str]) -> list[str]:
+def _loose(shards: list[Path], skill_files: list[Path], root: Path) -> list[Path]:
     """Those shards that lie outside every skill's own folder: what lies inside one is part of that skill."""
-    folders = {str(Path(file).parent) for file in skill_files} - {"."}
-    return [file for file in shards if not folders & set(map(str, Path(file).parents))]
+    folders = {file.parent for file in skill_files} - {root}
+    return [file for file in shards if folders.isdisjoint(file.parents)]
 
 
-def _left_unread(files: list[str], root: Path, read: str) -> list[Refused]:
+def _left_unread(files: list[Path], root: Path, read: str) -> list[Dropped]:
     """A row for each of `files`: perhaps skills too, but of the folder `read` was read."""
     if files:
         say(
             f"{root}: read {read}, not {len(files)} SKILL.md, .jsonl or .parquet files beside that, "
-            f"the first {files[0]}; name these as sources of their own to read them"
+            f"the first {_place(files[0], root)}; name these as sources of their own to read them"
         )
     why = f"lies beside {read} and was not read; name it as a source of its own"
-    return [Refused("", "not_read", f"{clean_text(Path(file).as_posix())} {why}") for file in files]
+    return [Dropped("", "", "not_read", f"{_place(file, root)} {why}") for file in files]
 
 
-def _read_shards(shards: list[Path], root: Path) -> Iterator[Skill | Refused]:
-    """The rows of all shards of a folder; a broken one is told and left out unless all are broken."""
+def _read_shards(shards: list[Path], root: Path) -> Found:
+    """The rows of all shards of a folder; a broken one is said and left out unless all are broken."""
     faults: list[SkilltrainError] = []
     for path in shards:
         try:
@@ -180,46 +168,41 @@ def _read_shards(shards: list[Path], root: Path) -> Iterator[Skill | Refused]:
         except SkilltrainError as error:
             faults.append(error)
             say(f"left out: {error}")
-            yield Refused("", "unreadable", clean_text(str(error)))
+            yield Dropped("", "", "unreadable", clean_text(str(error)))
     if len(faults) == len(shards):
         raise SkilltrainError(f"none of {len(shards)} files holds skills; the first: {faults[0]}", where=root)
 
 
-def _read_jsonl(path: Path) -> Iterator[Skill | Refused]:
-    number, has_skill, name = 0, False, clean_text(path.name)
-    refused: list[Refused] = []  # held back until there is a skill: a file without one is told of as a whole
+def _read_jsonl(path: Path) -> list[Skill | Dropped]:
+    """The rows of a JSON Lines file. Raises SkilltrainError where none of them is a skill."""
+    found: list[Skill | Dropped] = []
+    number, name = 0, clean_text(path.name)
     try:
         with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                found = _skill_from_line(line, f"{name}, line {number}", name)
-                if isinstance(found, Refused):
-                    refused.append(found)
-                else:
-                    yield from refused
-                    refused, has_skill = [], True
-                    yield found
+                if line.strip():
+                    found.append(_skill_from_line(line, f"{name}, line {number}", name))
     except (OSError, EOFError, zlib.error) as error:
         if not number:
             raise SkilltrainError(f"cannot be read: {error}", where=path) from error
-        refused.append(Refused("", "unreadable", f"{name} breaks off after line {number}: {error}"))
-    if not has_skill:
-        raise SkilltrainError(f"holds no skill: {refused[0].reason if refused else 'the file is empty'}", where=path)
-    yield from refused
+        found.append(Dropped("", "", "unreadable", f"{name} breaks off after line {number}: {error}"))
+    if not any(isinstance(item, Skill) for item in found):
+        first = next((item.reason for item in found if isinstance(item, Dropped)), "the file is empty")
+        raise SkilltrainError(f"holds no skill: {first}", where=path)
+    return found
 
 
-def _skill_from_line(line: bytes, place: str, source: str) -> Skill | Refused:
+def _skill_from_line(line: bytes, place: str, source: str) -> Skill | Dropped:
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        return Refused("", "not_json", f"{place} is not JSON: {error}")
+        return Dropped("", "", "not_json", f"{place} is not JSON: {error}")
     if not isinstance(row, dict):
-        return Refused("", "not_json", f"{place} is a {type(row).__name__}, not an object")
+        return Dropped("", "", "not_json", f"{place} is a {type(row).__name__}, not an object")
     return skill_from_row(row, place, source)
 
 
-def _read_parquet(path: Path) -> Iterator[Skill | Refused]:
+def _read_parquet(path: Path) -> Found:
     try:
         with pq.ParquetFile(path) as file:
             names = _known_columns(file.schema_arrow.names, path)
@@ -234,32 +217,30 @@ def _known_columns(names: list[str], where: object) -> list[str]:
     lacks_id = not set(names) & {*ID_COLUMNS, "name"}
     if lacks_id or not set(names) & set(BODY_COLUMNS):
         need = "skill_id or name" if lacks_id else "body, content or skill_md"
-        have = ", ".join(names[:8])
-        raise SkilltrainError(f"holds no skills: no column {need} among {have}", where=where)
+        raise SkilltrainError(f"holds no skills: no column {need} among {', '.join(names[:8])}", where=where)
     return [name for name in COLUMNS if name in names]
 
 
-def _skills_from_batches(batches: Iterable[list[dict[str, Any]]], place: str, source: str) -> Iterator[Skill | Refused]:
+def _skills_from_batches(batches: Iterable[list[dict[str, Any]]], place: str, source: str) -> Found:
     rows = (row for batch in batches for row in batch)
     for number, row in enumerate(rows, 1):
         yield skill_from_row(row, f"{place}, row {number}", source)
 
 
-def _read_dataset(reference: str) -> Iterator[Skill | Refused]:
+def _read_dataset(reference: str) -> Found:
     """Skills of a Hugging Face dataset: owner/name, a folder it was saved to, either with `:split` behind."""
     import datasets
     from datasets.exceptions import DatasetsError
 
-    name, split = reference, None
+    name, split, where = reference, None, HF_PREFIX + reference
     if not Path(reference).exists() and ":" in reference:
         name, split = reference.rsplit(":", 1)
-    where = HF_PREFIX + reference
     try:
         saved = any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json"))
         loaded: Any = datasets.load_from_disk(name) if saved else datasets.load_dataset(name)
     except (OSError, ValueError, DatasetsError) as error:
         raise SkilltrainError(f"cannot be loaded: {error}", where=where) from error
-    splits: dict[Any, Any] = dict(loaded) if isinstance(loaded, dict) else {"": loaded}
+    splits: dict[Any, Any] = dict(loaded) if isinstance(loaded, dict) else {None: loaded}
     if split is None and len(splits) == 1:
         split = next(iter(splits))
     if split not in splits:
@@ -267,6 +248,6 @@ def _read_dataset(reference: str) -> Iterator[Skill | Refused]:
         wrong = f"has no split '{split}'" if split else "has several splits"
         raise SkilltrainError(f"{wrong}; its splits: {choices}", where=where, fix=f"write {HF_PREFIX}{name}:SPLIT")
     columns = _known_columns(splits[split].column_names, where)
-    tables = splits[split].select_columns(columns).with_format("arrow").iter(batch_size=_ROWS)
+    batches = splits[split].select_columns(columns).with_format("arrow").iter(batch_size=_ROWS)
     source = Path(name).name if Path(name).exists() else name
-    return _skills_from_batches((table.to_pylist() for table in tables), where, source)
+    return _skills_from_batches((batch.to_pylist() for batch in batches), where, source)

@@ -1,11 +1,11 @@
 """What a skill is for: a list of functional categories, and the nearest one for each skill."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float32, Float64
+from jaxtyping import Float32
 
 from skilltrain.config import parse_yaml
 from skilltrain.errors import SkilltrainError
@@ -49,30 +49,22 @@ def load_taxonomy(path: Path) -> list[Category]:
 def assign_categories(
     skill_vectors: Float32[np.ndarray, "skill dim"],
     category_vectors: Float32[np.ndarray, "category dim"],
-    taxonomy: Sequence[Category],
+    names: Sequence[str],
 ) -> list[str]:
     """The name of the nearest category for each skill, by inner product; ties go to the earlier category."""
-    if len(category_vectors) != len(taxonomy) or not taxonomy:
-        raise ValueError(f"{len(category_vectors)} category vectors for {len(taxonomy)} categories")
-    if not len(skill_vectors):
-        return []
-    nearest = (skill_vectors @ category_vectors.T).argmax(axis=1)
-    return [taxonomy[position].name for position in nearest]
+    if len(category_vectors) != len(names) or not names:
+        raise ValueError(f"{len(category_vectors)} category vectors for {len(names)} categories")
+    nearest: list[int] = (skill_vectors @ category_vectors.T).argmax(axis=1).tolist()
+    return [names[place] for place in nearest]
 
 
-def categories_from_members(
-    members: Iterable[tuple[Float32[np.ndarray, "skill dim"], Sequence[str]]],
-) -> tuple[list[Category], Float32[np.ndarray, "category dim"]]:
-    """The categories that skills already have, by name, and the unit mean vector of the members of each.
-
-    `members` are blocks of skills: their vectors, and the category of each.
-    """
-    sums: dict[str, Float64[np.ndarray, " dim"]] = {}
-    for vectors, names in members:
-        for name in set(names):
-            total = vectors[[own == name for own in names]].sum(axis=0, dtype=np.float64)
-            sums[name] = sums[name] + total if name in sums else total
-    categories = [Category(name, "") for name in sorted(sums)]
-    means = np.stack([sums[category.name] for category in categories])
-    norms = np.linalg.norm(means, axis=1, keepdims=True)
-    return categories, (means / np.maximum(norms, 1e-12)).astype(np.float32)
+def mean_vectors(
+    vectors: Float32[np.ndarray, "skill dim"], names: Sequence[str]
+) -> tuple[list[str], Float32[np.ndarray, "category dim"]]:
+    """The categories that skills already have, in order of name, and the unit mean vector of the members of each."""
+    categories = sorted(set(names))
+    place = {name: number for number, name in enumerate(categories)}
+    sums = np.zeros((len(categories), vectors.shape[1]))
+    np.add.at(sums, [place[name] for name in names], vectors)
+    norms = np.linalg.norm(sums, axis=1, keepdims=True)
+    return categories, (sums / np.maximum(norms, 1e-12)).astype(np.float32)

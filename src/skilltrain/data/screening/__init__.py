@@ -7,7 +7,6 @@ What to do with flagged skills is the recipe's choice; by default they are no po
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from skilltrain.data.screening.orders import OVERRIDE_ORDER, ROUTER_ORDER
 from skilltrain.data.screening.reading import Reading, read_text
 from skilltrain.data.screening.rule import Flag, Rule
 from skilltrain.data.screening.secret_keys import EMBEDDED_SECRET
-from skilltrain.data.stored_skills import Spans, StoredSkills, read_stored
 from skilltrain.records import Skill
 from skilltrain.tables import FLAGS, SKILLS, read_table, table_path, write_table
 from skilltrain.terminal import say
@@ -31,6 +29,7 @@ RULES: tuple[Rule, ...] = (
 FIELDS = ("name", "description", "body")
 MAX_FLAGS = 20  # of one rule in one field; more tell no more
 MAX_SPAN = 400  # characters
+_BLOCK = 256  # skills that a worker screens at a time
 
 
 def screen(skill: Skill) -> list[Flag]:
@@ -61,15 +60,15 @@ def _apart(spans: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int]]:
             yield start, end
 
 
-def screen_pool(skills: StoredSkills, workers: WorkersConfig) -> dict[str, list[Flag]]:
-    """skill_id → flags, of the skills that have any; `workers` read the texts from the file."""
-    blocks = map_blocks(partial(_screen_block, skills.file), skills.span_blocks(), workers, "screening skills")
-    found = zip(skills.skill_ids, chain.from_iterable(blocks), strict=True)
-    return {skill_id: flags for skill_id, flags in found if flags}
+def screen_pool(skills: Sequence[Skill], workers: WorkersConfig) -> dict[str, list[Flag]]:
+    """skill_id → flags, of the skills that have any."""
+    blocks = [skills[start : start + _BLOCK] for start in range(0, len(skills), _BLOCK)]
+    found = chain.from_iterable(map_blocks(_screen_block, blocks, workers, "screening skills"))
+    return {skill.skill_id: flags for skill, flags in zip(skills, found, strict=True) if flags}
 
 
-def _screen_block(file: Path, spans: Spans) -> list[list[Flag]]:
-    return [screen(skill) for skill in read_stored(file, spans)]
+def _screen_block(skills: Sequence[Skill]) -> list[list[Flag]]:
+    return [screen(skill) for skill in skills]
 
 
 def count_flagged(flags: Mapping[str, Sequence[Flag]]) -> dict[str, int]:
