@@ -1,125 +1,197 @@
+import io
+import random
 import threading
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
 
 from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.statistics.bootstrap import Interval
 from skilltrain.training import checkpoint
 from skilltrain.training.checkpoint import (
+    Best,
     Position,
     best_checkpoint,
     check_shared,
     checkpoints,
     load_checkpoint,
     load_weights,
-    mark_best,
     rotate,
     save_checkpoint,
 )
+from training_runs import malicious_pickle
 
 
 @pytest.fixture
 def run():
-    """(accelerator, model, position) ready to be saved."""
-    accelerator, position = Accelerator(cpu=True), Position()
+    """(accelerator, model, optimizer) after one step, ready to be saved."""
+    accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer = accelerator.prepare(model, optimizer)
-    accelerator.register_for_checkpointing(position)
-    return accelerator, model, position
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    return accelerator, model, optimizer
 
 
-def test_weights_position_and_random_states_come_back(run, tmp_path):
-    accelerator, model, position = run
-    position.step = 7
-    saved = model.weight.detach().clone()
-    save_checkpoint(accelerator, model, tmp_path, 7)
-    expected = torch.rand(1), np.random.rand()
+def save(run, folder, *steps, best=0, keep=10):
+    for step in steps:
+        save_checkpoint(*run, folder, Position(step, loss=0.1, best=Best(best)))
+        rotate(run[0], folder, keep)
+
+
+def names(folder):
+    return [path.name for path in checkpoints(folder)]
+
+
+def test_everything_comes_back(run, tmp_path):
+    _, model, optimizer = run
+    figures = {"MRR@10": Interval(0.1, 0.05, 1 / 3, 7)}
+    position = Position(7, 0.1, 56, 1234, 5.5, Best(4, 1 / 3, 2, figures))
+    save_checkpoint(*run, tmp_path, position)
+    weight, moments = model.weight.detach().clone(), [dict(state) for state in optimizer.state_dict()["state"].values()]
+    expected = torch.rand(1), np.random.rand(), random.random()
     with torch.no_grad():
         model.weight.zero_()
-    position.step = 0
-    assert load_checkpoint(accelerator, tmp_path)
-    assert position.step == 7 and (model.weight == saved).all()
-    assert (torch.rand(1), np.random.rand()) == expected
+    optimizer.state.clear()
+    assert load_checkpoint(*run, tmp_path) == position
+    assert (model.weight == weight).all()
+    restored = [*optimizer.state_dict()["state"].values()]
+    assert len(restored) == 2 and all(
+        one.keys() == {"step", "exp_avg", "exp_avg_sq"} and all(torch.equal(one[name], was[name]) for name in one)
+        for one, was in zip(restored, moments, strict=True)
+    )
+    assert (torch.rand(1), np.random.rand(), random.random()) == expected
 
 
 def test_only_the_newest_are_kept_in_order_of_step(run, tmp_path):
-    accelerator, model, _ = run
-    for step in (2, 9, 10, 100):
-        save_checkpoint(accelerator, model, tmp_path, step)
-        rotate(accelerator, tmp_path, keep=2)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-10", "step-100"]
+    save(run, tmp_path, 2, 9, 10, 100, keep=2)
+    assert names(tmp_path) == ["step-10", "step-100"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-100"]
 
 
 def test_the_best_is_kept_whatever_its_age(run, tmp_path):
-    accelerator, model, _ = run
     assert best_checkpoint(tmp_path) is None
-    for step in (2, 4, 6, 8):
-        save_checkpoint(accelerator, model, tmp_path, step)
-        if step == 4:
-            mark_best(tmp_path, 4, "MRR@10", 0.5)
-        rotate(accelerator, tmp_path, keep=1)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-4", "step-8"]
+    save(run, tmp_path, 2, keep=1)
+    assert best_checkpoint(tmp_path) is None
+    save(run, tmp_path, 4, 6, 8, best=4, keep=1)
+    assert names(tmp_path) == ["step-4", "step-8"]
     assert best_checkpoint(tmp_path) == tmp_path / "step-4"
 
 
 def test_nothing_to_load(run, tmp_path):
-    assert not load_checkpoint(run[0], tmp_path)
-    assert not load_checkpoint(run[0], tmp_path / "none")
+    assert load_checkpoint(*run, tmp_path) is None
+    assert load_checkpoint(*run, tmp_path / "none") is None
 
 
 def test_a_half_written_checkpoint_is_never_picked_up(run, tmp_path):
-    accelerator, model, position = run
-    position.step = 2
-    save_checkpoint(accelerator, model, tmp_path, 2)
+    save(run, tmp_path, 2)
     for name in ("step-9.partial", "step-x", "step-", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_text("half")
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-2"]
-    position.step = 0
-    assert load_checkpoint(accelerator, tmp_path) and position.step == 2
-    save_checkpoint(accelerator, model, tmp_path, 9)  # takes the place of its own leftover
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-2", "step-9"]
+    assert names(tmp_path) == ["step-2"]
+    position = load_checkpoint(*run, tmp_path)
+    assert position is not None and position.step == 2
+    save(run, tmp_path, 9)  # takes the place of its own leftover
+    assert names(tmp_path) == ["step-2", "step-9"]
     assert not (tmp_path / "step-9.partial").exists()
 
 
 def test_a_failed_save_leaves_no_checkpoint(run, tmp_path, monkeypatch):
-    accelerator, model, _ = run
-
-    def full_disk(folder):
+    def full_disk(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(accelerator, "save_state", full_disk)
+    monkeypatch.setattr(checkpoint, "save_states", full_disk)
     with pytest.raises(SkilltrainError, match=r"step-3\.partial: cannot save a checkpoint: No space left on device"):
-        save_checkpoint(accelerator, model, tmp_path, 3)
+        save(run, tmp_path, 3)
     assert checkpoints(tmp_path) == []
 
 
-def test_a_missing_random_state_is_refused(run, tmp_path):
-    accelerator, model, _ = run
-    save_checkpoint(accelerator, model, tmp_path, 3)
-    (tmp_path / "step-3" / "random_states_0.pkl").unlink()
-    with pytest.raises(SkilltrainError, match="the checkpoint holds no random state for this rank"):
-        load_checkpoint(accelerator, tmp_path)
-
-
-def test_another_number_of_processes_is_refused(run, tmp_path):
-    accelerator, model, _ = run
-    save_checkpoint(accelerator, model, tmp_path, 3)
-    (tmp_path / "step-3" / "world.json").write_text('{"num_processes": 8, "kind": "MULTI_GPU"}')
+def test_another_launch_is_refused(run, tmp_path):
+    save(run, tmp_path, 3)
+    state = tmp_path / "step-3" / "state.json"
+    state.write_text(state.read_text().replace("1 x NO on cpu", "8 x MULTI_GPU on cuda"))
     with pytest.raises(SkilltrainError) as error:
-        load_checkpoint(accelerator, tmp_path)
+        load_checkpoint(*run, tmp_path)
     assert str(error.value) == (
-        f"{tmp_path}/step-3: was written by 8 x MULTI_GPU, not by 1 x NO (resume with that launcher)"
+        f"{tmp_path}/step-3: was written by 8 x MULTI_GPU on cuda, not by 1 x NO on cpu (resume with that launcher)"
     )
 
 
-def test_a_file_that_another_machine_sees_late_is_waited_for(run, tmp_path, monkeypatch):
-    accelerator, _, _ = run
+FILES = ("model.safetensors", "optimizer.safetensors", "random_0.json", "state.json")
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "zeros"])
+def test_a_damaged_checkpoint_is_refused_in_one_line(run, tmp_path, file, damage):
+    save(run, tmp_path, 3)
+    path = tmp_path / "step-3" / file
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes({"empty": b"", "cut": content[: len(content) // 2], "zeros": bytes(len(content))}[damage])
+    with pytest.raises(SkilltrainError) as error:
+        load_checkpoint(*run, tmp_path)
+    assert str(error.value).startswith(f"{tmp_path}/step-3")
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("random_0.json", '"pos"', '"position"'),
+        ("random_0.json", '"torch": "', '"torch": "zz'),
+        ("random_0.json", '"torch": "', '"torch": "00'),
+        ("state.json", '"step": 3', '"step": "three"'),
+        ("state.json", '"position"', '"place"'),
+    ],
+)
+def test_a_state_that_is_none_is_refused(run, tmp_path, file, old, new):
+    save(run, tmp_path, 3)
+    path = tmp_path / "step-3" / file
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(SkilltrainError, match="step-3"):
+        load_checkpoint(*run, tmp_path)
+
+
+def test_the_optimiser_of_another_model_is_refused(run, tmp_path):
+    save(run, tmp_path, 3)
+    file = tmp_path / "step-3" / "optimizer.safetensors"
+    save_file({key: torch.cat([value, value]) if value.ndim else value for key, value in load_file(file).items()}, file)
+    with pytest.raises(SkilltrainError, match=r"ValueError the optimiser holds \(4, 3\) for a weight of \(2, 3\)"):
+        load_checkpoint(*run, tmp_path)
+
+
+PICKLED_BY_OTHERS = (
+    "random_states_0.pkl", "custom_checkpoint_0.pkl", "optimizer.bin", "scheduler.bin", "pytorch_model.bin",
+    "scaler.pt", "pytorch_model_fsdp_0/.metadata", "deepspeed/mp_rank_00_model_states.pt",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("file", [*FILES, *PICKLED_BY_OTHERS])
+def test_a_checkpoint_from_elsewhere_executes_no_code(run, tmp_path, file):
+    """A pickle under our own names is refused; under the names that accelerate and others use it is never opened."""
+    save(run, tmp_path / "run", 3)
+    path, sign = tmp_path / "run" / "step-3" / file, tmp_path / "executed"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(malicious_pickle(sign))
+    if file in FILES:
+        with pytest.raises(SkilltrainError, match="step-3"):
+            load_checkpoint(*run, tmp_path / "run")
+    else:
+        assert load_checkpoint(*run, tmp_path / "run") is not None
+    assert not sign.exists()
+    torch.load(io.BytesIO(path.read_bytes()), weights_only=False)
+    assert sign.exists()  # it would have
+
+
+def test_a_file_that_another_machine_sees_late_is_waited_for(tmp_path, monkeypatch):
+    accelerator = Accelerator(cpu=True)
     monkeypatch.setattr(Accelerator, "num_processes", 2)
     written = []
 
@@ -145,19 +217,23 @@ class Holder(torch.nn.Module):
             self.encoder["b"].weight = self.encoder["a"].weight
 
 
+def save_holder(folder, tied=False):
+    accelerator, model = Accelerator(cpu=True), Holder(tied=tied)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    save_checkpoint(accelerator, model, optimizer, folder, Position(1, loss=0.1))
+    return model
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_alone_can_be_loaded_into_the_model(tmp_path, tied):
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(Holder(tied=tied))
-    save_checkpoint(accelerator, model, tmp_path, 1)
+    model = save_holder(tmp_path, tied)
     other = Holder(tied=tied)
     load_weights(other.encoder, "encoder", tmp_path / "step-1")
     assert all((one == two).all() for one, two in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_weights_of_another_model_are_refused(run, tmp_path):
-    accelerator = Accelerator(cpu=True)
-    save_checkpoint(accelerator, accelerator.prepare(Holder()), tmp_path, 1)
+def test_weights_of_another_model_are_refused(tmp_path):
+    save_holder(tmp_path)
     with pytest.raises(SkilltrainError, match=r"step-1: the checkpoint does not fit the recipe's model"):
         load_weights(torch.nn.Linear(3, 3), "encoder", tmp_path / "step-1")
     with pytest.raises(SkilltrainError, match=r"step-1: the checkpoint does not fit the recipe's model"):

@@ -413,7 +413,7 @@ def test_killed_then_interrupted_then_resumed_is_the_same_model(runs, model_fold
     wait_for_step(process, out / "train_log.jsonl", len((out / "train_log.jsonl").read_text().splitlines()) + 5)
     process.send_signal(signal.SIGINT)
     code, output, err = finished(process)
-    assert code == 2 and not output
+    assert code == 130 and not output
     errors = [line for line in err.splitlines() if not line.startswith("warning: ")]
     assert len(errors) == 1 and errors[0].startswith(f"error: {out}: interrupted after step ")
     assert err.endswith("of 180; a checkpoint is saved (run the same command with --resume to go on)\n")

@@ -13,7 +13,6 @@ from skilltrain.models.adapters import AdapterConfig
 from skilltrain.models.encoder import Encoder, EncoderConfig
 from skilltrain.models.reranker import RerankerConfig
 from skilltrain.records import Skill
-from skilltrain.training.checkpoint import mark_best
 from skilltrain.training.export_run import export_run, save_trained
 from skilltrain.training.settings import TrainEncoderConfig, TrainRerankerConfig, load_model
 from skilltrain.training.training_set import ListsSource
@@ -33,7 +32,7 @@ def config_of(folder, source, adapter=None, reranker=False):
     return TrainEncoderConfig(stage="train_encoder", model=model, data=data, adapter=adapter, out=folder / "run")
 
 
-def add_checkpoint(config, step):
+def add_checkpoint(config, step, best=0):
     """A checkpoint as training leaves it, its weights a little off the start; the model that holds them."""
     model = load_model(config, CPU).eval()
     torch.manual_seed(step)
@@ -47,6 +46,8 @@ def add_checkpoint(config, step):
     seen = {value.data_ptr(): name for name, value in reversed(model.state_dict().items())}  # tied weights once
     weights = {f"{prefix}.{name}": model.state_dict()[name].contiguous() for name in seen.values()}
     save_file(weights, folder / "model.safetensors")
+    position = {"step": step, "best": {"step": best}}
+    (folder / "state.json").write_text(json.dumps({"written_by": "1 x NO on cpu", "position": position}))
     return model
 
 
@@ -68,9 +69,8 @@ def assert_same_vectors(folder, encoder):
 def unfinished(tmp_path, model_folders):
     """(settings, models by step) of a run with three checkpoints, the second of them the best."""
     config = config_of(tmp_path, model_folders["bert"])
-    models = {step: add_checkpoint(config, step) for step in (2, 4, 10)}
+    models = {step: add_checkpoint(config, step, best=4) for step in (2, 4, 10)}
     write_run(config, finished=False, summary={})
-    mark_best(config.out / "checkpoints", 4, "MRR@10", 0.5)
     return config, models
 
 

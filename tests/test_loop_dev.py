@@ -13,7 +13,6 @@ import training_runs
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.losses import InfoNCE, ListwiseCE
-from skilltrain.training import loop
 from skilltrain.training.checkpoint import best_checkpoint, checkpoints
 from skilltrain.training.dev import Dev, EncoderDevConfig
 from skilltrain.training.loop import Run, train
@@ -66,7 +65,11 @@ def test_the_best_step_is_kept_and_is_what_the_run_gives(model_folders, tmp_path
     dev = scripted_dev([5, 2, 4, 4, 3, 2], tmp_path)  # the second is best; the last is equal, not better
     result = run(new_step(model_folders["bert"]), tmp_path / "out", dev, keep_checkpoints=1, save_every=100)
     assert dev_rows(tmp_path / "out") == [(1, 0.2), (2, 0.5), (3, 0.25), (4, 0.25), (5, pytest.approx(1 / 3)), (6, 0.5)]
-    assert result.checkpoint.name == "step-2" and result.dev["MRR@10"].mean == 0.5 and result.position.step == 6
+    assert (
+        result.checkpoint.name == "step-2"
+        and result.position.best.figures["MRR@10"].mean == 0.5
+        and result.position.step == 6
+    )
     assert [path.name for path in checkpoints(tmp_path / "out" / "checkpoints")] == ["step-2", "step-6"]
 
 
@@ -82,7 +85,7 @@ def test_patience_ends_the_run_and_a_finished_run_is_not_taken_up_again(model_fo
     assert result.position.step == 3 and result.checkpoint.name == "step-1"
     again = run(new_step(model_folders["bert"]), tmp_path / "out", scripted_dev([], tmp_path, patience=2), resume=True)
     assert again.position.step == 3 and again.checkpoint.name == "step-1"
-    assert again.dev == result.dev
+    assert again.position.best == result.position.best
 
 
 @pytest.mark.parametrize("stopped_in", [2, 4])
@@ -97,29 +100,6 @@ def test_a_resumed_run_knows_what_was_best(model_folders, tmp_path, stopped_in):
     assert whole.position.step == resumed.position.step == 5
     assert resumed.checkpoint.name == whole.checkpoint.name == best_checkpoint(tmp_path / "out" / "checkpoints").name
     assert dev_rows(tmp_path / "out") == dev_rows(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("killed_in", [1, 2])
-def test_the_best_step_survives_a_kill_before_it_is_marked(model_folders, tmp_path, monkeypatch, killed_in):
-    """Its checkpoint has its name already; best.json names the best before it, or is not there."""
-    places = [3, 2] if killed_in == 2 else [1]
-    marked = loop.mark_best
-
-    def killed(folder, step, metric, value):
-        if step == killed_in:
-            raise KeyboardInterrupt
-        marked(folder, step, metric, value)
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(loop, "mark_best", killed)
-        run(new_step(model_folders["bert"]), tmp_path / "out", scripted_dev(places, tmp_path), save_every=1)
-    found = tmp_path / "out" / "checkpoints"
-    assert best_checkpoint(found) == (found / "step-1" if killed_in == 2 else None)
-    rest = scripted_dev([4] * (6 - killed_in), tmp_path)
-    result = run(new_step(model_folders["bert"]), tmp_path / "out", rest, resume=True, save_every=1, keep_checkpoints=1)
-    assert result.checkpoint == best_checkpoint(found) == found / f"step-{killed_in}"
-    assert result.dev["MRR@10"].mean == 1 / places[-1]
-    assert [path.name for path in checkpoints(found)] == [f"step-{killed_in}", "step-6"]
 
 
 def test_evaluating_changes_nothing_of_the_training(model_folders, tmp_path):

@@ -1,8 +1,10 @@
 """A short training with dropout, and ways to break it off; also run by spawned processes."""
 
+import io
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -62,3 +64,20 @@ def killed_in_step(rank: int, number: int, folder: Path, out: Path) -> None:
     """Train until a kill -9 in the `number`-th step."""
     torch.set_num_threads(1)
     run(signal_in(new_step(folder), number, signal.SIGKILL), out, resume=False)
+
+
+class _Malice:
+    """Creates the file `sign` when it is unpickled."""
+
+    def __init__(self, sign: Path) -> None:
+        self.sign = sign
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.sign,)
+
+
+def malicious_pickle(sign: Path) -> bytes:
+    """What torch.load(weights_only=False) would read, and create the file `sign` meanwhile."""
+    stream = io.BytesIO()
+    torch.save({"step": _Malice(sign)}, stream)
+    return stream.getvalue()

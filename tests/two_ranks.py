@@ -1,13 +1,19 @@
-"""What runs on each of two gloo processes, and alone: five AdamW steps, and a whole training."""
+"""What runs on each of two gloo processes, and alone: five AdamW steps, and whole trainings, sharded ones too."""
 
+import importlib.util
 import os
+import shutil
 import signal
+import warnings
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,17 +22,33 @@ from skilltrain.losses import InfoNCE, ListwiseCE
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.training import checkpoint
+from skilltrain.training.checkpoint import checkpoints
 from skilltrain.training.engine import EngineSettings, new_accelerator
 from skilltrain.training.loop import Run, TrainingConfig, train
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
 from training_data import training_set
+from training_runs import malicious_pickle
 
 CPU = torch.device("cpu")
 BATCH_SIZES = (5, 3, 1, 4, 1)
 CONFIG = TrainingConfig(
     epochs=2, batch_size=4, accumulation=2, learning_rate=1e-3, warmup_share=0.2, token_budget=150,
-    precision="float32", save_every=100,
+    precision="float32", save_every=2, keep_checkpoints=9,
 )  # fmt: skip
+SHARDED = {  # ways to share a model, each with one of the tiny models and how near two ranks come to one
+    "fsdp2 encoder": ("bert", 1e-9),
+    "fsdp2 reranker": ("qwen3_reranker", 1e-7),  # Qwen3's norms compute in float32
+    "zero2 encoder": ("qwen3", 1e-5),  # DeepSpeed computes in float32
+    "zero3 reranker": ("qwen3_reranker", 1e-4),
+}
+HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+_FSDP = {
+    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}  # fmt: skip
+Step = EncoderStep | RerankerStep
+Weights = dict[str, torch.Tensor]
 
 
 def encoder_step(folder: Path, recompute: bool = False) -> EncoderStep:
@@ -43,7 +65,18 @@ def reranker_step(folder: Path, recompute: bool = False) -> RerankerStep:
     return RerankerStep(reranker, ListwiseCE(), training_set(14), StepSettings(150, recompute))
 
 
-def five_steps(step: EncoderStep | RerankerStep, world: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+def sharded_step(kind: str, folder: Path) -> Step:
+    """The step of a case of SHARDED."""
+    step = encoder_step(folder) if kind.endswith("encoder") else reranker_step(folder)
+    return step if kind.startswith("fsdp2") else step.float()
+
+
+def weights_of(step: Step) -> Weights:
+    """A copy of all parameters."""
+    return {name: value.detach().clone() for name, value in step.named_parameters()}
+
+
+def five_steps(step: Step, world: int) -> tuple[list[float], Weights]:
     """(the losses over all ranks, the parameters) after five AdamW steps on batches that two does not divide."""
     model: nn.Module = DistributedDataParallel(step) if world > 1 else step
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -59,36 +92,88 @@ def five_steps(step: EncoderStep | RerankerStep, world: int) -> tuple[list[float
         if world > 1:
             dist.all_reduce(shown)
         losses.append(shown.item() / world)
-    return losses, {name: value.detach().clone() for name, value in step.named_parameters()}
+    return losses, weights_of(step)
 
 
-def accelerator():
-    """As the launcher of this process says."""
-    return new_accelerator(EngineSettings("float32", CONFIG.batch_size, CONFIG.max_grad_norm, quantized=False))
+def training(step: Step, out: Path, resume: bool = False) -> None:
+    """The loop over two epochs, launched as the environment says: four steps of two batches, the last one smaller."""
+    engine = EngineSettings("float32", CONFIG.batch_size, CONFIG.max_grad_norm, quantized=False)
+    train(new_accelerator(engine), step, step.data.lists, CONFIG, Run(out, resume, {}))
 
 
-def whole_training(folder: Path, out: Path) -> dict[str, torch.Tensor]:
-    """The parameters after the loop has trained two epochs."""
-    step = encoder_step(folder)
-    train(accelerator(), step, step.data.lists, CONFIG, Run(out, False, {}))
-    return {name: value.detach().clone() for name, value in step.named_parameters()}
-
-
-def on_rank(rank: int, root: Path, bert: Path, bert_reranker: Path) -> None:
-    """Everything above as rank `rank` of two; rank 0 leaves its results in `root`."""
+def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
+    """Everything as rank `rank` of two, which leaves its results in `root`."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # torch's own, hundreds of them
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu",
+    }  # fmt: skip
     dist.init_process_group(
-        "gloo", init_method=f"file://{root / 'store'}", rank=rank, world_size=2, timeout=timedelta(seconds=40)
+        "gloo", init_method=f"file://{root / 'store'}", rank=rank, world_size=2, timeout=timedelta(seconds=120)
     )
+    looped = encoder_step(folders["bert"])
     results = {
-        "encoder": five_steps(encoder_step(bert, recompute=True), 2),
-        "reranker": five_steps(reranker_step(bert_reranker), 2),
-        "interrupted": interrupted(bert, root / "interrupted", rank),
-        "unshared": [unshared(bert, root / "unshared", rank, resume) for resume in (False, True)],
-        "loop": whole_training(bert, root / "loop"),
+        "encoder": five_steps(encoder_step(folders["bert"], recompute=True), 2),
+        "reranker": five_steps(reranker_step(folders["bert_reranker"]), 2),
+        "interrupted": interrupted(folders["bert"], root / "interrupted", rank),
+        "unshared": [unshared(folders["bert"], root / "unshared", rank, resume) for resume in (False, True)],
     }
+    training(looped, root / "loop")
+    results["loop"] = weights_of(looped)
+    for kind, (folder, _) in SHARDED.items():
+        if kind.startswith("fsdp2") or HAS_DEEPSPEED:
+            sharded(kind, folders[folder], root / kind, rank)
+    if HAS_DEEPSPEED:
+        results["malicious"] = malicious(folders["qwen3"], root / "zero2 encoder" / "resumed", rank)
     torch.save(results, root / f"rank{rank}.pt")
+
+
+def sharded(kind: str, folder: Path, out: Path, rank: int) -> None:
+    """A whole training with shards, and in `out`/resumed the same one from its second step of four on."""
+    resumed = out / "resumed"
+    for at, resume in ((out, False), (resumed, True)):
+        if resume and rank == 0:
+            shutil.copytree(out / "checkpoints" / "step-2", resumed / "checkpoints" / "step-2")
+        dist.barrier()
+        launch(kind)
+        torch.manual_seed(rank)
+        training(sharded_step(kind, folder), at, resume)
+
+
+def malicious(folder: Path, out: Path, rank: int) -> str:
+    """What the loop says when DeepSpeed's files in the newest checkpoint of `out` hold code, which must not run."""
+    if rank == 0:
+        for file in last_checkpoint(out).glob("deepspeed/*.pt"):
+            file.write_bytes(malicious_pickle(out / "executed"))
+    dist.barrier()
+    launch("zero2 encoder")
+    try:
+        training(sharded_step("zero2 encoder", folder), out, resume=True)
+    except SkilltrainError as error:
+        return error.what
+    return "trained"
+
+
+def launch(kind: str) -> None:
+    """What the launcher would set for a case of SHARDED."""
+    PartialState._reset_state()
+    AcceleratorState._reset_state()
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
+        del os.environ[name]
+    if kind.startswith("fsdp2"):
+        os.environ |= _FSDP
+        PartialState(cpu=True)  # on a CPU accelerate would quietly run DDP
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    else:
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # shared memory, which it would compile first
+        os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": kind[len("zero")]}
+
+
+def last_checkpoint(out: Path) -> Path:
+    """The newest checkpoint of a run."""
+    return checkpoints(out / "checkpoints")[-1]
 
 
 def interrupted(bert: Path, out: Path, rank: int) -> str:
@@ -104,7 +189,7 @@ def interrupted(bert: Path, out: Path, rank: int) -> str:
 
     step.forward = counting
     try:
-        train(accelerator(), step, step.data.lists, CONFIG, Run(out, False, {}))
+        training(step, out)
     except SkilltrainError as error:
         return error.what
     return "not interrupted"
@@ -112,12 +197,11 @@ def interrupted(bert: Path, out: Path, rank: int) -> str:
 
 def unshared(bert: Path, root: Path, rank: int, resume: bool) -> str:
     """What the loop says when each rank has a folder `out` of its own, and only rank 0 a checkpoint to go on from."""
-    step = encoder_step(bert)
     if resume and rank == 0:
         (root / "0" / "checkpoints" / "step-2").mkdir(parents=True)
     try:
         with patch.object(checkpoint, "_PATIENCE", 0.0):
-            train(accelerator(), step, step.data.lists, CONFIG, Run(root / str(rank), resume, {}))
+            training(encoder_step(bert), root / str(rank), resume)
     except SkilltrainError as error:
         return str(error)
     return "trained"

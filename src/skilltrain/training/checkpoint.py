@@ -1,76 +1,108 @@
-"""Checkpoints that are whole or not there: written aside, synced, then renamed to step-N."""
+"""Checkpoints that are whole or not there: written aside, synced, then renamed to step-N.
+
+Each holds the whole model (model.safetensors), how far the training is (state.json), and each process's `states`.
+"""
 
 import math
 import os
+import pickle
 import re
 import secrets
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
+from skilltrain.config import Config, validate
 from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.statistics.bootstrap import Interval
 from skilltrain.files import read_json, write_json, write_text
-from skilltrain.training.engine import shards_weights, whole_weights, zero_stage
+from skilltrain.training.engine import whole_weights, zero_stage
 from skilltrain.training.gather import highest_on_any_rank
+from skilltrain.training.states import load_states, save_states
 
-WEIGHTS_FILE = "model.safetensors"
-_WORLD_FILE, _BEST_FILE = "world.json", "best.json"
+WEIGHTS_FILE, STATE_FILE = "model.safetensors", "state.json"
 _NAME = re.compile(r"step-(\d+)")
 _PATIENCE = 60.0  # seconds: a network file system may remember for so long that a file was not there
+_DAMAGE = (OSError, SafetensorError, ValueError, TypeError, LookupError, RuntimeError)
+_DAMAGED_FIX = "delete it, and resume from the one before it"
+
+
+@dataclass
+class Best:
+    """Which step did best on the dev benchmark, and for how many evaluations none has done better."""
+
+    step: int = 0
+    value: float = -1.0  # below every measure
+    num_bad: int = 0
+    figures: dict[str, Interval] = field(default_factory=dict)
+
+    def update(self, step: int, metric: str, figures: Mapping[str, Interval]) -> bool:
+        """Whether the evaluation at `step` is the best so far; an equal one is not better."""
+        value = figures[metric].mean
+        improved = value > self.value
+        self.num_bad = 0 if improved else self.num_bad + 1
+        if improved:
+            self.step, self.value, self.figures = step, value, dict(figures)
+        return improved
 
 
 @dataclass
 class Position:
-    """How far a training is; saved with every checkpoint by accelerate."""
+    """How far a training is, and its best step so far: a resumed run goes on, and stops, as an uninterrupted one."""
 
     step: int = 0
     loss: float = math.nan
     queries: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    best: Best = field(default_factory=Best)
 
     def advance(self, loss: float, queries: int, tokens: int, seconds: float) -> None:
         """Count one more optimiser step; `seconds` are those of the whole training so far."""
         self.step, self.loss, self.seconds = self.step + 1, loss, seconds
         self.queries, self.tokens = self.queries + queries, self.tokens + tokens
 
-    def state_dict(self) -> dict[str, int | float]:
-        """The state that accelerate saves."""
-        return asdict(self)
 
-    def load_state_dict(self, state: dict[str, int | float]) -> None:
-        """Restore what `state_dict` gave."""
-        for name, value in state.items():
-            setattr(self, name, value)
+class _State(Config):
+    """What state.json holds: the launch that wrote the checkpoint, and the training's position."""
+
+    written_by: str
+    position: Position
 
 
-def save_checkpoint(accelerator: Accelerator, model: nn.Module, folder: Path, step: int) -> None:
-    """Save model, optimiser and every random state as `folder`/step-N; all ranks must call it.
+def save_checkpoint(
+    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, folder: Path, position: Position
+) -> None:
+    """Save model, optimiser, position and every random state as `folder`/step-N; all ranks must call it.
 
     The whole model is always in one file, also where the ranks hold shards of it, so that any checkpoint can be
     exported without the launcher that wrote it; only frozen 4-bit weights are left out, for the base model has them.
     """
-    final = folder / f"step-{step}"
+    final = folder / f"step-{position.step}"
     if final.exists():
         return
-    partial = folder / f"step-{step}.partial"
+    partial = folder / f"{final.name}.partial"
     if accelerator.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    weights = whole_weights(accelerator, model) if not _accelerate_saves_weights(accelerator) else None
+    weights = whole_weights(accelerator, model)
     try:
-        accelerator.save_state(str(partial))
+        save_states(accelerator, model, optimizer, partial)
         if accelerator.is_main_process:
-            if weights is not None:
-                _write_weights(weights, cast(nn.Module, accelerator.unwrap_model(model)), partial / WEIGHTS_FILE)
-            write_json(partial / _WORLD_FILE, _world(accelerator))
+            _write_weights(weights, cast(nn.Module, accelerator.unwrap_model(model)), partial / WEIGHTS_FILE)
+            state = _State(written_by=_launch(accelerator), position=position)
+            write_json(partial / STATE_FILE, state.model_dump(mode="json"))
     except OSError as error:
         raise SkilltrainError(f"cannot save a checkpoint: {error.strerror or error}", where=partial) from error
     accelerator.wait_for_everyone()
@@ -98,6 +130,13 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=_step)
 
 
+def best_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint that scored best on the dev benchmark, as the newest knows; None where none was evaluated."""
+    found = checkpoints(folder)
+    path = folder / f"step-{_read_state(found[-1]).position.best.step}" if found else folder / "none"
+    return path if path in found else None
+
+
 def check_shared(accelerator: Accelerator, out: Path, folder: Path) -> None:
     """Raise SkilltrainError, on every rank, unless all ranks see one `out` and the same checkpoints in `folder`.
 
@@ -123,46 +162,47 @@ def check_shared(accelerator: Accelerator, out: Path, folder: Path) -> None:
         raise SkilltrainError(f"process {blind} does not see what process 0 writes here", where=out, fix=fix)
 
 
-def mark_best(folder: Path, step: int, metric: str, value: float) -> None:
-    """Note which checkpoint scored best on the dev benchmark."""
-    write_json(folder / _BEST_FILE, {"step": step, "metric": metric, "value": value})
+def load_checkpoint(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, folder: Path) -> Position | None:
+    """Restore the newest checkpoint of `folder` and give its position; None if there is none.
 
-
-def best_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that scored best on the dev benchmark; None where none was evaluated."""
-    if not (folder / _BEST_FILE).is_file():
-        return None
-    path = folder / f"step-{read_json(folder / _BEST_FILE)['step']}"
-    return path if path.is_dir() else None
-
-
-def load_checkpoint(accelerator: Accelerator, folder: Path) -> bool:
-    """Restore the newest checkpoint of `folder`; False if there is none.
-
-    Raises SkilltrainError if another number of processes, or another way of sharing the model, wrote it.
+    Raises SkilltrainError if another number of processes, or another way of sharing the model, wrote it, and where a
+    part of it is missing, damaged, or would execute code.
     """
-    found = checkpoints(folder)
-    if not found:
-        return False
-    saved, now = read_json(found[-1] / _WORLD_FILE), _world(accelerator)
-    if saved != now:
-        was, has = (f"{world['num_processes']} x {world['kind']}" for world in (saved, now))
-        raise SkilltrainError(f"was written by {was}, not by {has}", where=found[-1], fix="resume with that launcher")
-    states = found[-1] / f"random_states_{accelerator.process_index}.pkl"
-    if not states.is_file():  # accelerate would go on silently with other random numbers
-        raise SkilltrainError("the checkpoint holds no random state for this rank", where=states)
-    accelerator.load_state(str(found[-1]))
-    return True
+    if not (found := checkpoints(folder)):
+        return None
+    newest, launch = found[-1], _launch(accelerator)
+    state = _read_state(newest)
+    if state.written_by != launch:
+        what = f"was written by {state.written_by}, not by {launch}"
+        raise SkilltrainError(what, where=newest, fix="resume with that launcher")
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        load_weights(cast(nn.Module, accelerator.unwrap_model(model)), "", newest)
+    try:
+        load_states(accelerator, model, optimizer, newest)
+    except pickle.UnpicklingError as error:  # its text is a page of advice to switch the protection off
+        raise SkilltrainError("the checkpoint is damaged, or holds code", where=newest, fix=_DAMAGED_FIX) from error
+    except _DAMAGE as error:
+        what = f"the checkpoint is damaged: {type(error).__name__} {error}"
+        raise SkilltrainError(what, where=newest, fix=_DAMAGED_FIX) from error
+    return state.position
 
 
 def load_weights(step_part: nn.Module, name: str, checkpoint: Path) -> None:
-    """Put a checkpoint's weights into the encoder or reranker, the part `name` of the step module that wrote it."""
+    """Put a checkpoint's weights into the part `name` (encoder or reranker) of the step module that wrote it.
+
+    An empty name stands for the step module itself, whose ranks may hold shards.
+    """
     from safetensors.torch import load_file
 
     file = checkpoint / WEIGHTS_FILE
     if not file.is_file():
         raise SkilltrainError("the checkpoint holds no weights", where=file)
-    weights = {key.removeprefix(f"{name}."): value for key, value in load_file(file).items()}
+    try:
+        whole = {key.removeprefix(f"{name}."): value for key, value in load_file(file).items()}
+    except SafetensorError as error:
+        raise SkilltrainError(f"is no safetensors file: {error}", where=file) from error
+    own = step_part.state_dict()
+    weights = {key: _own_shard(value, own.get(key)) for key, value in whole.items()}
     try:
         missing, unknown = step_part.load_state_dict(weights, strict=False)
     except RuntimeError as error:  # a shape that differs
@@ -197,10 +237,6 @@ def _shares_memory(key: str, module: nn.Module, missing: set[str]) -> bool:
     return any(state[key] is value for other, value in state.items() if other not in missing)
 
 
-def _accelerate_saves_weights(accelerator: Accelerator) -> bool:
-    return not shards_weights(accelerator) and not zero_stage(accelerator)
-
-
 def _write_weights(weights: Mapping[str, Tensor], module: nn.Module, file: Path) -> None:
     """Tied weights once, under the name that accelerate keeps too; gathered shards no longer tell that they are one."""
     from safetensors.torch import save_file
@@ -210,10 +246,23 @@ def _write_weights(weights: Mapping[str, Tensor], module: nn.Module, file: Path)
     save_file(kept, file, metadata={"format": "pt"})
 
 
-def _world(accelerator: Accelerator) -> dict[str, int | str]:
+def _own_shard(whole: Tensor, own: Tensor | None) -> Tensor:
+    """This rank's part of a weight where the model is sharded, else all of it."""
+    if not isinstance(own, DTensor):
+        return whole
+    return distribute_tensor(whole.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+
+
+def _launch(accelerator: Accelerator) -> str:
+    """How many processes share the work, and how."""
     stage = zero_stage(accelerator)
     kind = f"DeepSpeed ZeRO-{stage}" if stage else accelerator.distributed_type.value
-    return {"num_processes": accelerator.num_processes, "kind": kind}
+    return f"{accelerator.num_processes} x {kind} on {accelerator.device.type}"
+
+
+def _read_state(checkpoint: Path) -> _State:
+    file = checkpoint / STATE_FILE
+    return validate(_State, read_json(file), file)
 
 
 def _sync(path: Path) -> None:

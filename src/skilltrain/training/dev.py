@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -119,43 +119,6 @@ class Dev(Generic[InputT]):
         """The figures in one line for the terminal: the metric that decides with its interval, then the others."""
         others = (f"{name} {compact(figure.mean, 3)}" for name, figure in figures.items() if name != self.config.metric)
         return "  ".join((f"{self.config.metric} {figures[self.config.metric]}", *others))
-
-
-class Best:
-    """Which step did best on the dev benchmark, and for how many evaluations none has done better.
-
-    Saved with every checkpoint, so that a resumed run stops where an uninterrupted one would.
-    """
-
-    def __init__(self, dev: Dev | None) -> None:
-        self.metric = dev.config.metric if dev else ""
-        self.patience = dev.config.patience if dev else None
-        self.step, self.value, self.num_bad = 0, -1.0, 0  # below every measure
-        self.figures: dict[str, DevFigure] = {}
-
-    def update(self, step: int, figures: Mapping[str, DevFigure]) -> bool:
-        """Whether the evaluation at `step` is the best so far; an equal one is not better."""
-        value = figures[self.metric].mean
-        improved = value > self.value
-        self.num_bad = 0 if improved else self.num_bad + 1
-        if improved:
-            self.step, self.value, self.figures = step, value, dict(figures)
-        return improved
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether patience is at an end."""
-        return self.patience is not None and self.num_bad >= self.patience
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state that accelerate saves; all of it fits into JSON."""
-        figures = {name: [one.mean, one.low, one.high, one.n] for name, one in self.figures.items()}
-        return {"best_step": self.step, "best_value": self.value, "num_bad": self.num_bad, "figures": figures}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
-        self.step, self.value, self.num_bad = state["best_step"], state["best_value"], state["num_bad"]
-        self.figures = {name: DevFigure(*values) for name, values in state["figures"].items()}
 
 
 def _of_first_rank(values: list[list[float]], device: torch.device) -> list[list[float]]:

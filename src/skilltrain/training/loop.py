@@ -29,11 +29,10 @@ from skilltrain.training.checkpoint import (
     check_shared,
     checkpoints,
     load_checkpoint,
-    mark_best,
     rotate,
     save_checkpoint,
 )
-from skilltrain.training.dev import Best, Dev, DevFigure
+from skilltrain.training.dev import Dev
 from skilltrain.training.engine import shards_weights
 from skilltrain.training.log import TrackedRun, TrackerName, TrainingLog, open_trackers
 from skilltrain.training.meter import Meter, StepResult
@@ -84,11 +83,10 @@ class Run:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """Where a finished training stands, the checkpoint that counts, and what that one scored on the dev benchmark."""
+    """Where a finished training stands, and the checkpoint that counts: the best on the dev benchmark, or the last."""
 
     position: Position
     checkpoint: Path
-    dev: Mapping[str, DevFigure]
 
 
 def num_steps(num_lists: int, config: TrainingConfig) -> int:
@@ -116,7 +114,12 @@ class _Parts:
     config: TrainingConfig
     run: Run
     position: Position
-    best: Best
+
+    @property
+    def patience_is_over(self) -> bool:
+        """Whether too many evaluations have brought nothing better."""
+        patience = self.run.dev.config.patience if self.run.dev else None
+        return patience is not None and self.position.best.num_bad >= patience
 
 
 def train(
@@ -141,7 +144,7 @@ def train(
         long_progress("training", total, position.step) as show,
     ):
         for number, batches in enumerate(step_batches(lists, config)):
-            if number < position.step or parts.best.should_stop:
+            if number < position.step or parts.patience_is_over:
                 continue
             learning_rate = config.learning_rate * schedule(number, total, config.warmup_share)
             result = _optimiser_step(parts, step_module, batches, learning_rate)
@@ -150,13 +153,13 @@ def train(
             show(position.step, meter.note())
             is_last = position.step == total
             improved = _is_due(run.dev, position.step, is_last) and _evaluate(parts, step_module, log)
-            ending, stopping = is_last or parts.best.should_stop, _on_any_rank(accelerator, stop.asked)
+            ending, stopping = is_last or parts.patience_is_over, _on_any_rank(accelerator, stop.asked)
             if stopping or ending or improved or position.step % config.save_every == 0:
                 _save(parts)
             if stopping and not ending:
                 raise _interrupted(position.step, total, run.folder)
     checkpoint = best_checkpoint(run.checkpoints) or checkpoints(run.checkpoints)[-1]
-    return TrainingResult(position, checkpoint, parts.best.figures)
+    return TrainingResult(position, checkpoint)
 
 
 def _prepare(accelerator: Accelerator, step_module: StepModule, config: TrainingConfig, run: Run) -> _Parts:
@@ -166,23 +169,10 @@ def _prepare(accelerator: Accelerator, step_module: StepModule, config: Training
         train_with_onednn(step_module)
     optimizer = new_optimizer(step_module, config.learning_rate, config.weight_decay)
     model, optimizer = accelerator.prepare(step_module.train(), optimizer)
-    position, best = Position(), Best(run.dev)
-    accelerator.register_for_checkpointing(position, best)
-    if run.resume:
-        _restore(accelerator, run.checkpoints, best)
-    elif found := checkpoints(run.checkpoints):
+    position = load_checkpoint(accelerator, model, optimizer, run.checkpoints) if run.resume else None
+    if not run.resume and (found := checkpoints(run.checkpoints)):
         raise SkilltrainError("checkpoints of an earlier run lie here", where=found[-1], fix="--resume, or another out")
-    return _Parts(accelerator, model, optimizer, config, run, position, best)
-
-
-def _restore(accelerator: Accelerator, folder: Path, best: Best) -> None:
-    """Go on from the newest checkpoint, if there is one, with that one marked as best which it holds to be the best.
-
-    A kill after a checkpoint has its name and before it is marked leaves an older one, or none, marked.
-    """
-    if load_checkpoint(accelerator, folder) and best.step and accelerator.is_main_process:
-        mark_best(folder, best.step, best.metric, best.value)
-    accelerator.wait_for_everyone()
+    return _Parts(accelerator, model, optimizer, config, run, position or Position())
 
 
 def _optimiser_step(
@@ -262,15 +252,12 @@ def _evaluate(parts: _Parts, step_module: StepModule, log: TrainingLog) -> bool:
     step_module.count = TokenCount()
     log.write_dev(parts.position.step, figures)
     say(f"step {parts.position.step}: {dev.line(figures)}")
-    return parts.best.update(parts.position.step, figures)
+    return parts.position.best.update(parts.position.step, dev.config.metric, figures)
 
 
 def _save(parts: _Parts) -> None:
-    folder, step = parts.run.checkpoints, parts.position.step
-    save_checkpoint(parts.accelerator, parts.model, folder, step)
-    if parts.best.step == step and parts.accelerator.is_main_process:
-        mark_best(folder, step, parts.best.metric, parts.best.value)
-    rotate(parts.accelerator, folder, parts.config.keep_checkpoints)
+    save_checkpoint(parts.accelerator, parts.model, parts.optimizer, parts.run.checkpoints, parts.position)
+    rotate(parts.accelerator, parts.run.checkpoints, parts.config.keep_checkpoints)
 
 
 def _on_any_rank(accelerator: Accelerator, asked: bool) -> bool:

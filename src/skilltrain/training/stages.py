@@ -104,7 +104,7 @@ def _counts(data: TrainingSet, step: StepModule) -> dict[str, Any]:
 
 
 def _figures(result: TrainingResult) -> dict[str, Any]:
-    position = result.position
+    position, best = result.position, result.position.best
     figures = {
         "num_steps": position.step,
         "num_queries": position.queries,
@@ -113,4 +113,4 @@ def _figures(result: TrainingResult) -> dict[str, Any]:
         "seconds": round(position.seconds, 1),
         "checkpoint": result.checkpoint.name,
     }
-    return figures | ({"dev": {name: asdict(figure) for name, figure in result.dev.items()}} if result.dev else {})
+    return figures | ({"dev": {name: asdict(figure) for name, figure in best.figures.items()}} if best.step else {})
