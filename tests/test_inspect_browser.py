@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headless_chromium import CHROMIUM, Page, browser
-from skilltrain.data.inspection.page import inspect_lists
+from skilltrain.report.lists import inspect_lists
 from test_inspect import DROPS, EVIL, POOL, ROWS, TEXTS, write_runs
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")

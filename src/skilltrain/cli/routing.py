@@ -78,7 +78,7 @@ def inspect_lists(
 
     Example: skilltrain inspect runs/lists --out lists.html
     """
-    from skilltrain.data.inspection.page import inspect_lists as inspect
+    from skilltrain.report.lists import inspect_lists as inspect
 
     with redirect_stdout(sys.stderr):
         found = inspect(lists, out, pool, max_lists)

@@ -1,1 +1,0 @@
-"""What training lists hold, on one page: `skilltrain inspect`."""
