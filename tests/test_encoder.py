@@ -148,7 +148,7 @@ def test_a_truncated_weights_file_is_one_clear_line(tmp_path):
     folder = save_bert(tmp_path / "broken", reranker=False)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(SkilltrainError, match="cannot load the encoder"):
+    with pytest.raises(SkilltrainError, match="cannot load the weights"):
         load_encoder(EncoderConfig(source=str(folder)), CPU)
     (folder / "config.json").write_text("{")
     with pytest.raises(SkilltrainError):

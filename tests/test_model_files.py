@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import constants
+from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
+from safetensors.torch import load_file, save_file
 
 from skilltrain.errors import SkilltrainError
+from skilltrain.export.folder import copy_model
 from skilltrain.export.sentence_transformers import save_encoder, save_reranker
-from skilltrain.models import model_files
+from skilltrain.models import loading
 from skilltrain.models.encoder import EncoderConfig, EncoderSettings, load_encoder
-from skilltrain.models.loading import stored_settings
+from skilltrain.models.loading import resolve_model
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource, open_encoder
@@ -37,13 +40,23 @@ def publish(tmp_path, monkeypatch):
     cache = tmp_path / "hub"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(model_files, "_OUT_OF_REACH", set())
+    loading._from_hub.cache_clear()
 
-    def into_cache(folder: Path) -> str:
+    def into_cache(folder: Path, is_known_to_be_whole: bool = True) -> str:
         home = cache / f"models--me--{folder.name}"
         (home / "refs").mkdir(parents=True)
         (home / "refs" / "main").write_text(COMMIT)
-        shutil.copytree(folder, home / "snapshots" / COMMIT)
+        snapshot = home / "snapshots" / COMMIT
+        files = {}
+        for file in (path for path in folder.rglob("*") if path.is_file()):
+            name, blob = file.relative_to(folder), home / "blobs" / f"{len(files):040x}"
+            files[name.as_posix()] = TreeCacheEntry(file.stat().st_size, blob.name, None, None, None)
+            for place in (blob, snapshot / name):
+                place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, blob)
+            (snapshot / name).symlink_to(blob)  # as huggingface_hub lays them out
+        if is_known_to_be_whole:
+            write_tree_cache(str(home), COMMIT, files)
         return f"me/{folder.name}"
 
     return into_cache
@@ -53,7 +66,7 @@ def publish(tmp_path, monkeypatch):
 def told(monkeypatch):
     """What a person was told, as it comes."""
     lines: list[str] = []
-    monkeypatch.setattr(model_files, "say", lines.append)
+    monkeypatch.setattr(loading, "say", lines.append)
     return lines
 
 
@@ -81,55 +94,222 @@ def test_a_reranker_from_the_hub_scores_as_it_was_trained_to(tmp_path, open_rera
         load_encoder(EncoderConfig(source="me/rr"), CPU)
 
 
-def test_a_foreign_reranker_from_the_hub_is_no_encoder(model_folders, publish):
-    with pytest.raises(SkilltrainError, match="its model is of kind reranker"):
-        load_encoder(EncoderConfig(source=publish(model_folders["bert_reranker"])), CPU)
+def test_a_sentence_transformers_folder_of_the_hub_says_its_pooling(plain, publish):
+    folder = Path(plain(pooling={"pooling_mode": "cls"}, model={"max_seq_length": 100}))
+    found = load_encoder(EncoderConfig(source=publish(folder)), CPU).settings
+    assert (found.pooling, found.max_tokens) == ("cls", 100)
 
 
-def test_what_the_hub_cannot_be_asked_for_is_told_where_the_model_itself_is_there(model_folders, publish, told):
-    name = publish(model_folders["bert"])
-    assert load_encoder(EncoderConfig(source=name), CPU).settings == EncoderSettings()
-    assert [line.split(";")[0] for line in told] == [
-        f"{name}: the Hub cannot be asked for {file}" for file in ("skilltrain.json", "modules.json")
-    ]
-    known = Path(constants.HF_HUB_CACHE) / "models--me--bert" / ".no_exist" / COMMIT
-    known.mkdir(parents=True)
-    for file in ("skilltrain.json", "modules.json"):
-        (known / file).touch()  # the Hub once said that the model has none
-    told.clear()
-    assert load_encoder(EncoderConfig(source=name), CPU).settings == EncoderSettings() and told == []
+def test_a_cache_that_may_lack_files_is_told_once(model_folders, publish, told):
+    name = publish(model_folders["bert"], is_known_to_be_whole=False)  # as other programs leave the cache
+    for _ in range(2):
+        assert load_encoder(EncoderConfig(source=name), CPU).settings == EncoderSettings()
+    assert [line.split(";")[0] for line in told] == [f"{name}: the Hub cannot be asked what files the model has"]
 
 
-def test_a_model_that_is_nowhere_is_one_clear_line(publish, told):
-    for load in (
-        lambda: load_encoder(EncoderConfig(source="me/nothing"), CPU),
-        lambda: load_reranker(RerankerConfig(source="me/nothing"), CPU),
-        lambda: stored_settings("me/nothing", "encoder"),
-    ):
-        with pytest.raises(
-            SkilltrainError, match="me/nothing: cannot load the model, neither from the cache nor from the Hub: An"
-        ):
-            load()
+def test_a_model_that_is_nowhere_or_in_part_is_one_clear_line(model_folders, publish):
+    publish(model_folders["bert"])
+    (weights,) = Path(constants.HF_HUB_CACHE).glob("*/snapshots/*/model.safetensors")
+    weights.unlink()
+    assert resolve_model("me/bert", weights=False).is_dir()
+    for name in ("me/nothing", "me/bert"):
+        for load in (load_encoder, load_reranker):
+            config = (EncoderConfig if load is load_encoder else RerankerConfig)(source=name)
+            message = f"{name}: cannot load the model, neither from the cache nor from the Hub: "
+            with pytest.raises(SkilltrainError, match=message):
+                load(config, CPU)
     with pytest.raises(SkilltrainError, match="cannot load the model: this is no Hub id"):
         load_encoder(EncoderConfig(source="me/no--thing"), CPU)
-    assert told == []
 
 
-def test_a_hub_that_does_not_answer_is_asked_once_and_the_cache_serves(model_folders, publish, monkeypatch, told):
-    asked = []
+# Broken folders ------------------------------------------------------------------------------------------------------
 
-    def ask(source, name, local_files_only):
-        asked.append(local_files_only)
-        raise OSError("503 Server Error\nfor url")
 
-    name = publish(model_folders["bert"])
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", ask)
-    assert model_files.model_file(name, "skilltrain.json") is None and len(told) == 1
-    found = model_files.model_file(name, "config.json")
-    assert found is not None and json.loads(found.read_text())["model_type"] == "bert"
-    assert asked == [False, True]
-    with pytest.raises(SkilltrainError, match=r"nor from the Hub: 503 Server Error$"):
-        model_files.model_file("me/nothing", "skilltrain.json")
+@pytest.fixture
+def broken(tmp_path, model_folders):
+    """name of a tiny model, what to do to its folder or to its weights → the folder of a copy."""
+
+    def copy(name, change=lambda folder: None, weights=None):
+        folder = tmp_path / "broken"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(model_folders[name], folder)
+        change(folder)
+        if weights is not None:
+            file = folder / "model.safetensors"
+            save_file(weights(load_file(file)), file, metadata={"format": "pt"})
+        return folder
+
+    return copy
+
+
+def without(*names):
+    def change(folder):
+        for name in names:
+            (folder / name).unlink()
+
+    return change
+
+
+def config_with(**values):
+    def change(folder):
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return change
+
+
+def written(name, content):
+    return lambda folder: (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+NO_LETTER = "its tokenizer knows no letter: the tokenizer's files are missing or empty"
+
+
+def renamed(weights):
+    return {f"other.{name}": value for name, value in weights.items()}
+
+
+def shorter(weights):
+    return {name: value[:-1].contiguous() if "word_emb" in name else value for name, value in weights.items()}
+
+
+def lacking(part):
+    return lambda weights: {name: value for name, value in weights.items() if part not in name}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "weights", "message"),
+    [
+        ("bert", without(*TOKENIZER_FILES), None, NO_LETTER),
+        ("bert", without("tokenizer.json"), None, NO_LETTER),
+        ("qwen3", without(*TOKENIZER_FILES), None, NO_LETTER),
+        ("qwen3", without("tokenizer.json"), None, "cannot load the tokenizer: Couldn't instantiate the backend"),
+        ("bert", written("tokenizer.json", "{"), None, "cannot load the tokenizer"),
+        ("bert", config_with(), renamed, r"do not fit its config\.json: \d+ are missing, such as embeddings\.Layer"),
+        (
+            "bert",
+            config_with(),
+            lacking("layer.1.output.dense.weight"),
+            r"1 are missing, such as encoder\.layer\.1\.",
+        ),
+        ("bert", config_with(), shorter, r"1 are of another shape, such as embeddings\.word_embeddings\.weight"),
+        ("bert", config_with(num_hidden_layers=3), None, r"16 are missing, such as encoder\.layer\.2\."),
+        ("bert", config_with(num_hidden_layers=1), None, r"16 are unknown, such as encoder\.layer\.1\."),
+        ("bert", config_with(num_hidden_layers="x"), None, "cannot load the model configuration"),
+        ("qwen3", config_with(), lacking("layers.0.self_attn.q_proj"), r"1 are missing, such as layers\.0\.self_attn"),
+        ("bert", without("model.safetensors"), None, r"cannot load the weights: .*no file named model\.safetensors"),
+        ("bert", written("model.safetensors", "x" * 100), None, "cannot load the weights"),
+        ("bert", written("adapter_config.json", {"base_model_name_or_path": ".."}), None, "holds an adapter, not a"),
+        ("bert_reranker", config_with(), None, "its model is of kind reranker, but encoder is needed here"),
+        ("bert_reranker", config_with(architectures=None), lacking("bert.encoder"), "32 are missing"),
+    ],
+)
+def test_a_broken_encoder_is_refused_by_name(broken, name, change, weights, message):
+    folder = broken(name, change, weights)
+    with pytest.raises(SkilltrainError, match=f"^{folder}.*{message}"):
+        load_encoder(EncoderConfig(source=str(folder)), CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "weights", "message"),
+    [
+        ("bert", config_with(), None, r"lack the head that gives the score: classifier\.bias is missing \(train it"),
+        ("bert_reranker", config_with(), lacking("classifier.weight"), r"classifier\.weight is missing \(train it"),
+        (
+            "bert_reranker",
+            config_with(),
+            lacking("pooler.dense.bias"),
+            r"score: bert\.pooler\.dense\.bias is missing",
+        ),
+        ("bert_reranker", without(*TOKENIZER_FILES), None, NO_LETTER),
+        ("bert_reranker", config_with(), renamed, r"\d+ are missing, such as bert\.embeddings"),
+        ("bert_reranker", config_with(num_hidden_layers=1), None, r"16 are unknown, such as bert\.encoder\.layer\.1"),
+        ("qwen3", config_with(), None, r"the head that gives the score: score\.weight is missing"),
+        ("qwen3_reranker", config_with(tie_word_embeddings=False), None, r"the score: lm_head\.weight is missing"),
+        ("qwen3_reranker", config_with(), renamed, "25 are missing, such as lm_head"),
+        ("bert", written("modules.json", [{"type": POOLING, "path": "1"}]), None, "of kind encoder, but reranker is"),
+    ],
+)
+def test_a_broken_reranker_is_refused_by_name(broken, name, change, weights, message):
+    folder = broken(name, change, weights)
+    with pytest.raises(SkilltrainError, match=f"^{folder}.*{message}"):
+        load_reranker(RerankerConfig(source=str(folder)), CPU)
+
+
+def test_a_classifier_of_three_labels_is_no_reranker(broken):
+    def three(weights):
+        return {n: torch.cat([v] * 3) if n.startswith("classifier") else v for n, v in weights.items()}
+
+    with pytest.raises(SkilltrainError, match=r"2 are of another shape, such as classifier\.bias"):
+        load_reranker(RerankerConfig(source=str(broken("bert_reranker", weights=three))), CPU)
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(broken, model_folders):
+    def foreign(folder):
+        for name in TOKENIZER_FILES:
+            shutil.copy(model_folders["qwen3"] / name, folder / name)
+
+    with pytest.raises(SkilltrainError, match=r"its tokenizer has \d+ tokens, but its weights have rows for \d+"):
+        load_encoder(EncoderConfig(source=str(broken("bert", foreign))), CPU)
+
+
+def test_what_may_be_absent_or_too_much(broken, model_folders, told):
+    """Poolers, buffers of old checkpoints, and other tasks' heads; in training also the head that is to be trained."""
+    positions = {"embeddings.position_ids": torch.arange(512)[None], "cls.predictions.bias": torch.zeros(9)}
+    vectors = []
+    for change in (dict, lacking("pooler"), lambda weights: weights | positions):
+        encoder = load_encoder(EncoderConfig(source=str(broken("bert", weights=change))), CPU)
+        with torch.inference_mode():
+            vectors.append(encoder(encoder.tokenize(["deploy pods"], 16)))
+    assert all(torch.equal(one, vectors[0]) for one in vectors) and told == []
+    source = str(model_folders["bert"])
+    assert load_reranker(RerankerConfig(source=source), CPU, new_head=True).network.classifier.out_features == 1
+    assert told == [f"{source}: the head that gives the score is new, and must be trained"]
+
+
+def test_an_encoder_becomes_a_reranker_where_the_form_is_chosen(plain):
+    folder = plain(pooling={"pooling_mode": "mean"})
+    with pytest.raises(SkilltrainError, match=r"of kind encoder, but reranker is needed here \(set template\.form"):
+        load_reranker(RerankerConfig(source=folder), CPU, new_head=True)
+    for form in ("pair", "cosine_pair"):
+        config = RerankerConfig(source=folder, template=RerankerTemplate(form=form))
+        assert load_reranker(config, CPU, new_head=True).settings.template.form == form
+
+
+# Paths that are read from data ---------------------------------------------------------------------------------------
+
+
+def shards_outside(folder):
+    (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+    names = load_file(folder.parent / "outside.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "../outside.safetensors")}
+    written("model.safetensors.index.json", index)(folder)
+
+
+def run_with_files(folder):
+    written("skilltrain.json", {"kind": "encoder", "settings": {}, "files": ["config.json", "../../x"]})(folder)
+
+
+def opened(folder):
+    return load_encoder(EncoderConfig(source=str(folder)), CPU)
+
+
+@pytest.mark.parametrize(
+    ("change", "read"),
+    [
+        (written("modules.json", [{"type": TRANSFORMER, "path": "../../.."}]), opened),
+        (written("modules.json", [{"type": POOLING, "path": "/tmp"}]), opened),
+        (shards_outside, opened),
+        (run_with_files, lambda folder: copy_model(folder, folder / "copy")),
+    ],
+    ids=["modules.json", "modules.json, absolute", "shards", "files of a run"],
+)
+def test_no_path_that_is_read_leaves_its_folder(broken, change, read):
+    folder = broken("bert", change)
+    with pytest.raises(SkilltrainError, match=r"^\S+json: the path '[./a-z]+' leaves its folder$"):
+        read(folder)
+    assert not (folder / "copy").exists()
 
 
 # In sentence-transformers' form --------------------------------------------------------------------------------------
@@ -240,7 +420,7 @@ def test_what_an_encoder_here_does_not_compute_is_refused(plain, files, message)
     folder = plain(**files)
     with pytest.raises(SkilltrainError, match=message) as error:
         settings_of(folder)
-    assert error.value.where == folder
+    assert str(error.value.where) == folder
     if "modules" not in files:  # a pooling, unlike a layer, is the recipe's to choose
         assert settings_of(folder, pooling="cls").pooling == "cls"
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from skilltrain import __version__
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.shareable import shareable
-from skilltrain.files import read_json
+from skilltrain.files import inside, read_json
 from skilltrain.models.loading import CHECKPOINT_FILE
 
 ST_VERSION = "6.2.0"  # the release of sentence-transformers whose folders these are; older ones warn
@@ -108,11 +108,14 @@ def write_record(aside: Path, record: Record, card: str | None) -> None:
 
 def copy_model(source: Path, target: Path) -> None:
     """Copy the files of a model, and no others that lie beside them. Raises SkilltrainError where one is missing."""
-    for name in read_json(source / CHECKPOINT_FILE)["files"]:
-        if not (source / name).is_file():
-            raise SkilltrainError("a file of the model is missing", where=source / name)
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / name, target / name)
+    record = source / CHECKPOINT_FILE
+    files = [inside(source, str(name), record) for name in read_json(record)["files"]]
+    for file in files:
+        if not file.is_file():
+            raise SkilltrainError("a file of the model is missing", where=file)
+        copy = target / file.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
 
 
 def _write_json(file: Path, value: Any) -> None:

@@ -18,8 +18,8 @@ from skilltrain.export.folder import (
     written_aside,
 )
 from skilltrain.export.tokenizer import append_token, control_tokens, reading_names_as_text, write_tokenizer
-from skilltrain.models.encoder import Encoder, bert_options
-from skilltrain.models.loading import load_pretrained
+from skilltrain.models.encoder import Encoder
+from skilltrain.models.loading import backbone_options, load_pretrained
 from skilltrain.models.pooling import Pooling
 from skilltrain.models.reranker import Reranker, RerankerSettings, yes_no_ids
 from skilltrain.terminal import say
@@ -39,7 +39,7 @@ def save_encoder(encoder: Encoder, folder: Path, base: str, card: str | None = N
         write_weights(encoder.backbone, aside, folder)
         write_tokenizer(_tokenizer_of(encoder), settings.max_tokens, aside)
         _tell_of_other_ids(encoder, aside)
-        without_pooler = {key: value for key, value in bert_options(str(aside)).items() if key == "add_pooling_layer"}
+        without_pooler = "add_pooling_layer" in backbone_options(encoder.backbone.config)
         transformer = {
             "transformer_task": "feature-extraction",
             # Without this entry, a tokenizer that has a chat template would wrap every text in it.
@@ -48,7 +48,7 @@ def save_encoder(encoder: Encoder, folder: Path, base: str, card: str | None = N
             "query_length": settings.query_max_tokens,
         }
         if without_pooler:  # else a report about a pooler that we never use appears at every opening
-            transformer["model_kwargs"] = without_pooler
+            transformer["model_kwargs"] = {"add_pooling_layer": False}
         package = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"
         pooling = {"embedding_dimension": encoder.dim, "pooling_mode": _POOLING[settings.pooling]}
         modules = [
@@ -161,7 +161,7 @@ def _tell_of_other_ids(encoder: Encoder, aside: Path) -> None:
     cannot be told to append a token. Then the folder is for skilltrain's reader only.
     """
 
-    saved = load_pretrained(AutoTokenizer, str(aside), "tokenizer")
+    saved = load_pretrained(AutoTokenizer, aside, "tokenizer")
     cut = saved([*_PROBES], truncation=True, max_length=_PROBE_TOKENS)["input_ids"]
     ours = encoder.tokenize(_PROBES, _PROBE_TOKENS)
     if any([*one] != [*other] for one, other in zip(cut, ours, strict=True)):

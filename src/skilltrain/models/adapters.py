@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
-from skilltrain.models.loading import in_own_dtype
+from skilltrain.models.loading import heads, in_own_dtype
 
 _NAME = "default"  # peft's name for a model's only adapter
 _MARK = f".lora_A.{_NAME}."
@@ -196,10 +196,7 @@ def _target_names(network: Any, adapter: AdapterConfig) -> list[str]:
 
 
 def _heads(network: Any) -> list[nn.Module]:
-    """What a sequence-classification model puts on its backbone, BERT's pooler included; of other models nothing."""
-    if "SequenceClassification" not in type(network).__name__:
-        return []
-    backbone = network.base_model
-    heads = [child for child in network.children() if child is not backbone and [*child.parameters()]]
-    pooler = getattr(backbone, "pooler", None)
-    return heads if pooler is None else [*heads, pooler]
+    """What a sequence-classification model has on its backbone, BERT's pooler included; of other models nothing."""
+    found = heads(network)
+    pooler = getattr(network.base_model, "pooler", None)
+    return [*found, pooler] if found and pooler is not None else found

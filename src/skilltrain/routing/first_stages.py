@@ -49,7 +49,7 @@ class FirstStage:
 def check_first_stage(source: LexicalSource | EncoderSource | ApiEncoderSource) -> None:
     """Raise SkilltrainError for a model that is not there or of the other kind, and for settings an API cannot have."""
     if isinstance(source, EncoderSource):
-        stored_settings(resolve_model(source.source), "encoder")
+        stored_settings(resolve_model(source.source, weights=False), "encoder")
     elif isinstance(source, ApiEncoderSource):
         Embeddings(source)
 

@@ -123,7 +123,7 @@ def check_systems(systems: Sequence[SystemConfig]) -> None:
     for system in systems:
         check_first_stage(system.first_stage)
         if system.reranker is not None:
-            stored_settings(resolve_model(system.reranker.source), "reranker")
+            stored_settings(resolve_model(system.reranker.source, weights=False), "reranker")
         if system.judge is not None:
             open_llm(system.judge.llm)
 

@@ -74,7 +74,7 @@ def load_model(config: TrainConfig, device: torch.device) -> Encoder | Reranker:
             what = f"{max(config.loss.dims)} is more than the encoder's {model.dim}"
             raise SkilltrainError(what, where="loss.dims")
     else:
-        model = load_reranker(config.model, device, loading_options(config.adapter))
+        model = load_reranker(config.model, device, loading_options(config.adapter), new_head=True)
         network = model.network
     if config.adapter is not None:
         add_adapter(network, config.adapter)
