@@ -8,7 +8,6 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.statistics import bootstrap
 from skilltrain.evaluation.statistics.bootstrap import (
     RESAMPLES,
-    Difference,
     Interval,
     compact,
     interval,
@@ -19,7 +18,7 @@ from skilltrain.evaluation.statistics.bootstrap import (
 from skilltrain.evaluation.statistics.significance import mcnemar
 
 
-def paired_difference(a: list[float], b: list[float], seed: int) -> Difference:
+def paired_difference(a: list[float], b: list[float], seed: int) -> tuple[Interval, float]:
     return paired_differences(np.subtract(a, b)[:, None], seed=seed)[0]
 
 
@@ -61,14 +60,14 @@ def test_agrees_with_scipy():
 
 def test_a_paired_difference_is_the_interval_of_the_differences():
     a, b = np.random.default_rng(8).random((2, 40))
-    assert paired_difference(a.tolist(), b.tolist(), seed=6).interval == interval((a - b).tolist(), seed=6)
+    assert paired_difference(a.tolist(), b.tolist(), seed=6)[0] == interval((a - b).tolist(), seed=6)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=30), st.integers(0, 2**32))
 def test_the_interval_lies_within_the_values_and_is_repeatable(values: list[float], seed: int):
-    found = interval(values, seed=seed, resamples=200)
+    found = interval(values, seed=seed)
     assert min(values) <= found.low <= found.high <= max(values)
-    assert found == interval(values, seed=seed, resamples=200)
+    assert found == interval(values, seed=seed)
 
 
 def test_columns_share_their_draws():
@@ -81,9 +80,9 @@ def test_columns_share_their_draws():
 
 def test_pieces_are_as_good_as_the_whole(monkeypatch: pytest.MonkeyPatch):
     values = np.random.default_rng(0).random((50, 1))
-    whole = resampled_means(values, seed=4, resamples=1000)
-    monkeypatch.setattr(bootstrap, "_CELLS_AT_ONCE", 333)  # 6 draws at once, the last piece shorter
-    pieces = resampled_means(values, seed=4, resamples=1000)
+    whole = resampled_means(values, seed=4)
+    monkeypatch.setattr(bootstrap, "_CELLS_AT_ONCE", 3333)  # 66 draws at once, the last piece shorter
+    pieces = resampled_means(values, seed=4)
     assert pieces.shape == whole.shape
     np.testing.assert_allclose(pieces, whole, atol=1e-12)
 
@@ -91,39 +90,58 @@ def test_pieces_are_as_good_as_the_whole(monkeypatch: pytest.MonkeyPatch):
 def test_a_paired_difference_has_its_own_sign_and_width():
     """b always lies .1 above a: paired, this is certain, however far the queries spread."""
     a = np.random.default_rng(0).random(60)
-    found = paired_difference(a.tolist(), (a + 0.1).tolist(), seed=0)
-    assert found.interval.mean == pytest.approx(-0.1)
-    assert found.interval.high - found.interval.low < 1e-9
-    assert found.p == pytest.approx(2 / 10_001)
+    found, p = paired_difference(a.tolist(), (a + 0.1).tolist(), seed=0)
+    assert found.mean == pytest.approx(-0.1)
+    assert found.high - found.low < 1e-9
+    assert p == pytest.approx(2 / 10_001)
 
 
 def test_equal_systems_have_p_one():
     values = [0.1, 0.7, 0.3]
-    assert paired_difference(values, values, seed=0).p == 1.0
-    assert paired_difference([1, 0], [0, 1], seed=0).p == 1.0
+    assert paired_difference(values, values, seed=0)[1] == 1.0
+    assert paired_difference([1, 0], [0, 1], seed=0)[1] == 1.0
 
 
 def test_p_agrees_with_the_sign_of_few_queries():
     """Four queries, one lost and three won: draws at or below 0 are Binomial(4, 3/4) <= 2, which is 67/256."""
-    found = paired_difference([1, 1, 1, 0], [0, 0, 0, 1], seed=0)
-    assert found.interval.mean == 0.5
-    assert found.p == pytest.approx(2 * 67 / 256, abs=0.02)
+    found, p = paired_difference([1, 1, 1, 0], [0, 0, 0, 1], seed=0)
+    assert found.mean == 0.5
+    assert p == pytest.approx(2 * 67 / 256, abs=0.02)
 
 
 def test_p_of_few_queries_is_not_to_be_trusted_alone():
     """Every resample of three queries that all gain gains; by signs alone a chance of 2 in 8 is left."""
-    assert paired_difference([1, 1, 1], [0, 0, 0], seed=0).p == pytest.approx(2 / 10_001)
-    assert mcnemar([0, 0, 0], [1, 1, 1]) == 1 / 4
+    assert paired_difference([1, 1, 1], [0, 0, 0], seed=0)[1] == pytest.approx(2 / 10_001)
+    assert mcnemar(np.ones(3)) == 1 / 4
 
 
 def test_p_is_symmetric_and_columns_agree():
     generator = np.random.default_rng(1)
     a, b = generator.random(30), generator.random(30) + 0.05
     forth, back = (paired_difference(x.tolist(), y.tolist(), seed=2) for x, y in ((a, b), (b, a)))
-    assert forth.p == back.p
-    assert forth.interval.low == pytest.approx(-back.interval.high)
+    assert forth[1] == back[1]
+    assert forth[0].low == pytest.approx(-back[0].high)
     both = paired_differences(np.stack([a - b, b - a], axis=1), seed=2)
-    assert [difference.p for difference in both] == [forth.p, back.p]
+    assert [p for _, p in both] == [forth[1], back[1]]
+
+
+def test_clusters_are_drawn_whole():
+    """Clusters of equal size: their means, drawn; of sizes 1 and 3 a draw is (1, 1), (1, 3), (3, 1) or (3, 3)."""
+    values = np.random.default_rng(3).random((20, 2))
+    names = [str(place % 10) for place in range(20)]
+    together = intervals(values, seed=1, clusters=names)
+    of_means = intervals((values[:10] + values[10:]) / 2, seed=1)
+    for found, expected in zip(together, of_means, strict=True):
+        assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+        assert (found.mean, found.n) == (pytest.approx(expected.mean), 20)
+    means = resampled_means(np.array([[1.0], [0.0], [0.0], [0.0]]), seed=0, clusters=["a", "b", "b", "b"])
+    assert set(means[:, 0]) == {1.0, 0.25, 0.0}
+    assert np.mean(means == 0.25) == pytest.approx(0.5, abs=0.02)
+
+
+def test_clusters_of_one_are_no_clusters():
+    values = np.random.default_rng(3).random((20, 1))
+    assert intervals(values, seed=1, clusters=[str(place) for place in range(20)]) == intervals(values, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -135,11 +153,6 @@ def test_bad_values_are_refused(values: list[float], message: str):
         interval(values, seed=0)
     with pytest.raises(SkilltrainError, match=message):
         paired_difference(values, [0.0] * len(values), seed=0)
-
-
-def test_no_resamples_are_refused():
-    with pytest.raises(SkilltrainError, match="at least one resample, found 0"):
-        interval([0.5], seed=0, resamples=0)
 
 
 @pytest.mark.parametrize(

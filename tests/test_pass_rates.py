@@ -3,7 +3,9 @@ import math
 import pytest
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis.pass_rates import AGENTS, AVERAGE, Agent, average, estimate, pass_rates
+from skilltrain.evaluation.analysis.pass_rates import AGENTS, AVERAGE, Agent, are_known, average, estimate, pass_rates
+from skilltrain.evaluation.benchmarks.benchmark import make_task
+from skilltrain.evaluation.metrics import Relevance
 from skilltrain.evaluation.results import SystemResult
 from skilltrain.evaluation.statistics.bootstrap import Interval, interval
 
@@ -95,5 +97,9 @@ def test_bad_systems_are_refused():
         pass_rates([scored("one", hit=[1, 0]), scored("two", hit=[1])], AGENTS, seed=0)
     with pytest.raises(SkilltrainError, match="system one: 1 values are not finite"):
         pass_rates([scored("one", hit=[1, math.nan])], AGENTS, seed=0)
-    with pytest.raises(SkilltrainError, match="no agents"):
-        average([])
+
+
+def test_the_agents_are_known_for_skillsbench_alone():
+    gold = Relevance(frozenset("a"), {"a": 1.0})
+    ours, theirs = (make_task("q", "do", gold, origin=origin, split="test") for origin in ("llm", "skillsbench"))
+    assert are_known([theirs]) and not are_known([theirs, ours])

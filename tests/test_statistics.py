@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.results import SystemResult
-from skilltrain.evaluation.statistics.bootstrap import Interval, interval
-from skilltrain.evaluation.statistics.proportions import cohens_h, is_binary, normal_interval
-from skilltrain.evaluation.statistics.significance import holm, mcnemar, wilcoxon
-from skilltrain.evaluation.statistics.values import same_queries, values_of
+from skilltrain.evaluation.results import SystemResult, same_queries, values_of
+from skilltrain.evaluation.statistics.bootstrap import Interval, interval, normal_interval
+from skilltrain.evaluation.statistics.significance import cohens_h, holm, mcnemar, wilcoxon
 
 BITS = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40)
 STEPS = st.lists(st.integers(-4, 4), min_size=1, max_size=9)
@@ -41,10 +39,10 @@ def test_table_13_of_skillrouter(hits: int, low: float, high: float):
 
 def test_table_9_of_skillrouter():
     """92 both, 19 fixed, 6 broken, 33 neither: tails of 25 tosses up to 6, by their binomial coefficients."""
-    before, after = [1] * 92 + [0] * 19 + [1] * 6 + [0] * 33, [1] * 92 + [1] * 19 + [0] * 6 + [0] * 33
     tail = sum(math.comb(25, k) for k in range(7)) / 2**25
-    assert mcnemar(before, after) == pytest.approx(2 * tail, rel=1e-9) == pytest.approx(0.0146, abs=5e-5)
-    assert normal_interval(after).bounds() == "[.67, .81]"
+    differences = np.array([1] * 19 + [-1] * 6 + [0] * 125)
+    assert mcnemar(differences) == pytest.approx(2 * tail, rel=1e-9) == pytest.approx(0.0146, abs=5e-5)
+    assert normal_interval([1] * 111 + [0] * 39).bounds() == "[.67, .81]"
 
 
 # ---- the normal approximation
@@ -56,13 +54,6 @@ def test_values_between_0_and_1_use_the_sample_deviation():
     found = normal_interval([0, 0.5, 1] * 12)
     error = math.sqrt(12 * 2 * 0.25 / 35) / 6
     assert [found.low, found.high] == pytest.approx([0.5 - 1.96 * error, 0.5 + 1.96 * error])
-
-
-@pytest.mark.parametrize("shift", [-2, 0, 1])
-def test_values_that_leave_0_to_1_are_not_clipped(shift: float):
-    """Below 0, on both sides and above 1; deviation √2, error √2 / 2."""
-    found, half = normal_interval([value + shift for value in (-1, 1, 2, 2)]), 1.96 * math.sqrt(0.5)
-    assert [found.low, found.high] == pytest.approx([1 + shift - half, 1 + shift + half])
 
 
 @pytest.mark.parametrize("values", [[1.0], [0.3], [0.1] * 7, [0.0] * 4, [1, 1]])
@@ -77,14 +68,6 @@ def test_it_agrees_with_the_bootstrap_where_queries_are_many():
     ours, resampled = normal_interval(values), interval(values, seed=0)
     error = (ours.high - ours.low) / (2 * 1.96)
     assert [ours.low, ours.high] == pytest.approx([resampled.low, resampled.high], abs=error * 0.12)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"), [([], "no values"), ([0, math.nan], "value 1: "), ([math.inf, 1], "value 0: ")]
-)
-def test_what_has_no_interval_is_refused(values: list[float], message: str):
-    with pytest.raises(SkilltrainError, match=message):
-        normal_interval(values)
 
 
 # ---- effect sizes
@@ -104,18 +87,6 @@ def test_cohens_h_is_antisymmetric_and_has_the_sign_of_the_difference(a: float, 
     assert cohens_h(a, b) * (a - b) >= 0
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.1, 74.0, math.nan])
-def test_what_is_no_share_is_refused(share: float):
-    with pytest.raises(SkilltrainError, match="between 0 and 1, found"):
-        cohens_h(0.5, share)
-
-
-def test_only_0_and_1_are_binary():
-    assert is_binary([0, 1.0, True])
-    assert not is_binary([0, 0.5])
-    assert not is_binary([1, math.nan])
-
-
 # ---- Wilcoxon
 
 
@@ -126,7 +97,7 @@ def test_only_0_and_1_are_binary():
 )  # fmt: skip
 def test_signed_ranks_worked_by_hand(differences: list[float], p: float):
     """1, 2, 3: only one of 8 choices of signs reaches the sum 6; −1, 2, 3: two reach 5 or more."""
-    assert wilcoxon(differences, [0] * len(differences)) == pytest.approx(p)
+    assert wilcoxon(np.array(differences)) == pytest.approx(p)
 
 
 @settings(deadline=None, max_examples=40)
@@ -139,30 +110,29 @@ def test_signed_ranks_agree_with_all_choices_of_signs(differences: list[int]):
     above = np.mean([total >= found for total in sums])
     below = np.mean([total <= found for total in sums])
     expected = min(1.0, 2 * min(above, below))
-    assert wilcoxon(differences, [0] * len(differences)) == pytest.approx(expected)
+    assert wilcoxon(np.array(differences)) == pytest.approx(expected)
 
 
 @settings(deadline=None, max_examples=20)
 @given(STEPS, st.integers(0, 30), st.randoms())
 def test_order_sign_and_equal_queries_do_not_matter(differences: list[int], num_equal: int, random):
-    zeros = [0] * len(differences)
-    p = wilcoxon(differences, zeros)
+    p = wilcoxon(np.array(differences))
     shuffled = [*differences, *[0] * num_equal]
     random.shuffle(shuffled)
-    assert wilcoxon(shuffled, [0] * len(shuffled)) == pytest.approx(p)
-    assert wilcoxon(zeros, differences) == pytest.approx(p)
+    assert wilcoxon(np.array(shuffled)) == pytest.approx(p)
+    assert wilcoxon(-np.array(differences)) == pytest.approx(p)
     assert 0 < p <= 1
 
 
 def test_rounding_makes_no_difference():
-    assert wilcoxon([0.1 + 0.2, 0.7], [0.3, 0.7]) == 1.0
-    tied = wilcoxon([0.3, 0.8, 0.5], [0.2, 0.7, 0.6])  # .1, .1, −.1, each with its own rounding
-    assert tied == wilcoxon([1, 1, 0], [0, 0, 1]) == 1.0
+    assert wilcoxon(np.array([0.1 + 0.2 - 0.3, 0.0])) == 1.0
+    tied = wilcoxon(np.array([0.3 - 0.2, 0.8 - 0.7, 0.5 - 0.6]))  # .1, .1, −.1, each with its own rounding
+    assert tied == wilcoxon(np.array([1, 1, -1])) == 1.0
 
 
 def test_distinct_amounts_agree_with_scipys_exact_distribution():
     a, b = np.random.default_rng(0).random((2, 40))
-    assert wilcoxon(a.tolist(), b.tolist()) == pytest.approx(scipy.stats.wilcoxon(a, b, method="exact")[1])
+    assert wilcoxon(a - b) == pytest.approx(scipy.stats.wilcoxon(a, b, method="exact")[1])
 
 
 def test_many_ties_agree_with_scipys_normal_approximation():
@@ -174,7 +144,7 @@ def test_many_ties_agree_with_scipys_normal_approximation():
         kept = a != b
         assert (kept.sum() <= 200) == (num == 240)
         theirs = scipy.stats.wilcoxon(a[kept] - b[kept], method="asymptotic")[1]
-        assert wilcoxon(a.tolist(), b.tolist()) == pytest.approx(theirs, abs=tolerance)
+        assert wilcoxon(a - b) == pytest.approx(theirs, abs=tolerance)
 
 
 # ---- McNemar
@@ -183,33 +153,24 @@ def test_many_ties_agree_with_scipys_normal_approximation():
 @settings(deadline=None, max_examples=30)
 @given(BITS)
 def test_mcnemar_agrees_with_the_binomial_test(pairs: list[tuple[bool, bool]]):
-    before, after = ([pair[side] for pair in pairs] for side in (0, 1))
-    num_fixed, num_broken = pairs.count((False, True)), pairs.count((True, False))
-    num, p = num_fixed + num_broken, mcnemar(before, after)
-    assert p == mcnemar(after, before) == (scipy.stats.binomtest(num_broken, num).pvalue if num else 1.0)
-    assert p == pytest.approx(wilcoxon(before, after))  # with equal amounts, ranks toss the same coins
+    differences = np.array([int(after) - int(before) for before, after in pairs])
+    num, p = np.count_nonzero(differences), mcnemar(differences)
+    expected = scipy.stats.binomtest(np.count_nonzero(differences < 0), num).pvalue if num else 1.0
+    assert p == mcnemar(-differences) == pytest.approx(expected)
+    assert p == pytest.approx(wilcoxon(differences))  # with equal amounts, ranks toss the same coins
 
 
 @pytest.mark.parametrize("num", [5, 25, 60])
 def test_mcnemar_errs_in_at_most_5_of_100_cases(num: int):
     """By the binomial weights of all outcomes of `num` queries that differ by chance alone."""
-    ps = [mcnemar([0] * k + [1] * (num - k), [1] * k + [0] * (num - k)) for k in range(num + 1)]
+    ps = [mcnemar(np.array([1] * k + [-1] * (num - k))) for k in range(num + 1)]
     assert sum(math.comb(num, k) for k, p in enumerate(ps) if p <= 0.05) / 2**num <= 0.05
 
 
-def test_partial_success_is_refused():
-    with pytest.raises(SkilltrainError, match=r"system, value 1: McNemar's test needs values of 0 and 1, found 0\.5"):
-        mcnemar([0, 1], [1, 0.5])
-
-
-@pytest.mark.parametrize("test", [wilcoxon, mcnemar])
-def test_values_that_are_no_pairs_are_refused(test):
-    with pytest.raises(SkilltrainError, match="same queries, found 2 and 1"):
-        test([0, 1], [1])
-    with pytest.raises(SkilltrainError, match="no values"):
-        test([], [])
-    with pytest.raises(SkilltrainError, match="value 1: a value is not a finite number"):
-        test([0, 1], [1, math.nan])
+def test_the_net_of_a_cluster_is_one_coin():
+    """2, 1, −1: of 8 choices of signs three reach a sum of 3 or more, and 3 is the sum of those that are fixed."""
+    assert mcnemar(np.array([2, 1, -1])) == pytest.approx(2 * 3 / 8)
+    assert mcnemar(np.array([2, 2, 0])) == mcnemar(np.array([1, 1])) == 1 / 2
 
 
 # ---- Holm
@@ -243,12 +204,6 @@ def test_holm_raises_p_and_keeps_its_order(p_values: list[float]):
     assert by_raw == sorted(by_raw)
 
 
-@pytest.mark.parametrize("odd", [math.nan, -0.1, 1.5])
-def test_what_is_no_p_value_is_refused(odd: float):
-    with pytest.raises(SkilltrainError, match="p-value 1: a p-value lies between 0 and 1"):
-        holm([0.5, odd])
-
-
 # ---- values of systems
 
 
@@ -277,16 +232,9 @@ def test_other_queries_are_named():
         same_queries([one, one])
 
 
-@pytest.mark.parametrize(
-    ("query_ids", "measure", "message"),
-    [
-        (["q1", "q9", "q8"], "Hit@1", "system one: 2 queries have no values, first 'q9'"),
-        (["q1", "q2", "q2"], "Hit@1", "system one: query 'q2' is asked for twice"),
-        (["q1", "q2"], "Hit@2", r"1 queries have no value of measure 'Hit@2', first 'q2' .*holds Hit@1, nDCG@10"),
-        (["q1", "q2"], "nDCG@10", "system one: 1 values are not finite numbers, first nDCG@10 = nan of query 'q2'"),
-    ],
-)
-def test_values_that_are_not_there_are_named(query_ids: list[str], measure: str, message: str):
-    rows = {"q1": {"Hit@1": 1.0, "Hit@2": 1.0, "nDCG@10": 0.0}, "q2": {"Hit@1": 1.0, "nDCG@10": math.nan}}
-    with pytest.raises(SkilltrainError, match=message):
-        values_of(system("one", rows), query_ids, [measure])
+def test_values_that_are_not_there_are_named():
+    one = system("one", {"q1": {"Hit@2": 1.0, "nDCG@10": 0.0}, "q2": {"nDCG@10": math.nan}})
+    with pytest.raises(SkilltrainError, match=r"1 queries have no value of measure 'Hit@2', first 'q2'"):
+        values_of(one, ["q1", "q2"], ["Hit@2"])
+    with pytest.raises(SkilltrainError, match=r"one: 1 values are not finite .*, first nDCG@10 = nan of query 'q2'"):
+        values_of(one, ["q1", "q2"], ["nDCG@10"])

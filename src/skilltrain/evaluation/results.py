@@ -1,7 +1,12 @@
-"""What a system scored, query by query."""
+"""What a system scored, query by query, and its values as arrays."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+from skilltrain.errors import SkilltrainError
 
 
 @dataclass(frozen=True)
@@ -11,3 +16,48 @@ class SystemResult:
     name: str
     per_query: Mapping[str, Mapping[str, float]]
     rankings: Mapping[str, Sequence[str]]
+
+
+def same_queries(results: Sequence[SystemResult]) -> tuple[str, ...]:
+    """The ids of the queries that every system was scored on, in the first system's order; () for no systems.
+
+    Raises SkilltrainError where two systems share a name or hold different queries: a mean over other queries is
+    another quantity, and a paired test over the common ones would leave out those that a system failed to answer.
+    """
+    if not results:
+        return ()
+    first, names = results[0], set[str]()
+    for system in results:
+        if system.name in names:
+            raise SkilltrainError(f"two systems are named '{system.name}'", fix="give each system a name of its own")
+        names.add(system.name)
+        if odd := sorted(system.per_query.keys() ^ first.per_query.keys()):
+            raise SkilltrainError(
+                f"runs over different query sets compared: {len(odd)} queries stand on one side only "
+                f"(system {first.name} holds {len(first.per_query)}, this one {len(system.per_query)}), "
+                f"first '{odd[0]}'",
+                where=f"system {system.name}",
+                fix="score all systems on the same queries",
+            )
+    return tuple(first.per_query)
+
+
+def values_of(
+    system: SystemResult, query_ids: Sequence[str], measures: Sequence[str]
+) -> Float[np.ndarray, "query measure"]:
+    """The system's values, float64, one row a query and one column a measure, in the orders asked for.
+
+    Raises SkilltrainError for a measure that a query has no value of, and values that are not finite.
+    """
+    values = np.empty((len(query_ids), len(measures)))
+    for column, measure in enumerate(measures):
+        found = [system.per_query[query_id].get(measure) for query_id in query_ids]
+        if absent := [query_id for query_id, value in zip(query_ids, found, strict=True) if value is None]:
+            what = f"{len(absent)} queries have no value of measure '{measure}', first '{absent[0]}'"
+            raise SkilltrainError(what, where=f"system {system.name}")
+        values[:, column] = found
+    if len(bad := np.argwhere(~np.isfinite(values))):
+        row, column = bad[0]
+        what = f"{len(bad)} values are not finite numbers, first {measures[column]} = {values[row, column]}"
+        raise SkilltrainError(f"{what} of query '{query_ids[row]}'", where=f"system {system.name}")
+    return values

@@ -14,9 +14,8 @@ import numpy as np
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Labels, Task, wanted_skills
-from skilltrain.evaluation.results import SystemResult
+from skilltrain.evaluation.results import SystemResult, same_queries, values_of
 from skilltrain.evaluation.statistics.bootstrap import Interval, intervals
-from skilltrain.evaluation.statistics.values import same_queries, values_of
 from skilltrain.records import Skill
 from skilltrain.texts import words_of
 

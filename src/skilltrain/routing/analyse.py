@@ -13,7 +13,7 @@ from skilltrain.evaluation.analysis.analysis import Analysis
 from skilltrain.evaluation.analysis.attention import FieldAttention
 from skilltrain.evaluation.analysis.latency import StageLatency
 from skilltrain.evaluation.analysis.outcomes import outcomes
-from skilltrain.evaluation.analysis.pass_rates import AGENTS, pass_rates
+from skilltrain.evaluation.analysis.pass_rates import AGENTS, are_known, pass_rates
 from skilltrain.evaluation.analysis.quartiles import quartiles
 from skilltrain.evaluation.analysis.structure import FeatureComparison, compare_structure
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark
@@ -79,7 +79,7 @@ def analyse_results(
         inputs,
         outcomes=tuple(outcomes(a, b, _DECIDES) for a, b in pairwise(results)) if decides else (),
         quartiles=quartiles(results, lengths, _DECIDES, seed=seed) if lengths else (),
-        pass_rates=pass_rates(results, AGENTS, seed=seed),
+        pass_rates=pass_rates(results, AGENTS, seed=seed) if are_known(benchmark.tasks) else (),
         latencies=latencies,
     )
 

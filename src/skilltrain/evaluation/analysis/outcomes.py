@@ -1,11 +1,14 @@
 """What a second system changed, query by query: fixed, broken, both right, both wrong (SkillRouter, section 5.5.1)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.results import SystemResult
+from skilltrain.evaluation.results import SystemResult, same_queries, values_of
+from skilltrain.evaluation.statistics.bootstrap import cluster_sums, is_binary
 from skilltrain.evaluation.statistics.significance import mcnemar
-from skilltrain.evaluation.statistics.values import same_queries, values_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +28,25 @@ class Outcomes:
     p: float
 
 
-def outcomes(baseline: SystemResult, system: SystemResult, measure: str) -> Outcomes:
+def outcomes(
+    baseline: SystemResult, system: SystemResult, measure: str, clusters: Mapping[str, str] | None = None
+) -> Outcomes:
     """The queries that `system` fixed and broke by `measure`, and those where it changed nothing, in their order.
 
-    Raises SkilltrainError for systems that do not hold the same queries, a measure that one of them lacks, and one
-    with values other than 0 and 1: half a success is neither fixed nor broken.
+    `clusters` as for `compare`. Raises SkilltrainError for systems that do not hold the same queries, a measure that
+    one of them lacks, and one with values other than 0 and 1: half a success is neither fixed nor broken.
     """
     query_ids = same_queries([baseline, system])
-    if not query_ids:
-        raise SkilltrainError("it holds no queries", where=f"system {baseline.name}")
-    before, after = (_successes(result, query_ids, measure) for result in (baseline, system))
+    before, after = (values_of(result, query_ids, [measure])[:, 0] for result in (baseline, system))
+    for result, values in ((baseline, before), (system, after)):
+        if not is_binary(values):
+            what = f"fixed and broken need a measure that is 0 or 1, and {measure} is neither"
+            raise SkilltrainError(what, where=f"system {result.name}", fix="take Hit@k or FC@k")
     cells: dict[tuple[bool, bool], list[str]] = {}
-    for query_id, case in zip(query_ids, zip(before, after, strict=True), strict=True):
-        cells.setdefault(case, []).append(query_id)
+    for query_id, was_right, is_right in zip(query_ids, before, after, strict=True):
+        cells.setdefault((bool(was_right), bool(is_right)), []).append(query_id)
+    names = [(clusters or {}).get(query_id, query_id) for query_id in query_ids]
+    net, _ = cluster_sums((after - before)[:, np.newaxis], names)
     return Outcomes(
         baseline=baseline.name,
         system=system.name,
@@ -46,18 +55,5 @@ def outcomes(baseline: SystemResult, system: SystemResult, measure: str) -> Outc
         fixed=tuple(cells.get((False, True), ())),
         broken=tuple(cells.get((True, False), ())),
         neither=tuple(cells.get((False, False), ())),
-        p=mcnemar(before, after),
+        p=mcnemar(net[:, 0]),
     )
-
-
-def _successes(result: SystemResult, query_ids: tuple[str, ...], measure: str) -> list[bool]:
-    values = values_of(result, query_ids, [measure])[:, 0].tolist()
-    if between := [i for i, value in enumerate(values) if value not in (0, 1)]:
-        place = between[0]
-        raise SkilltrainError(
-            f"fixed and broken need a measure that is 0 or 1: {measure} is neither for {len(between)} queries, "
-            f"first {values[place]:g} for '{query_ids[place]}'",
-            where=f"system {result.name}",
-            fix="take Hit@k or FC@k",
-        )
-    return [value == 1 for value in values]

@@ -1,12 +1,14 @@
 """What agents could gain from a system's rankings: the coverage mixture of SkillRouter, appendix H, equation 4."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.results import SystemResult
+from skilltrain.evaluation.benchmarks.benchmark import Task
+from skilltrain.evaluation.benchmarks.skillrouter import ORIGIN
+from skilltrain.evaluation.results import SystemResult, same_queries, values_of
 from skilltrain.evaluation.statistics.bootstrap import Interval, intervals
-from skilltrain.evaluation.statistics.values import same_queries, values_of
 
 COVERAGES = ("Hit@1", "Recall@10", "FC@10")  # an agent that takes the first, reads ten, or needs all among ten
 AVERAGE = "average"
@@ -37,11 +39,8 @@ class Agent:
     def __post_init__(self) -> None:
         for rate in (self.without_skills, self.with_gold):
             if not 0 <= rate <= 1:  # refuses NaN too
-                raise SkilltrainError(
-                    f"a pass rate is a share between 0 and 1, found {rate}",
-                    where=f"agent {self.name}",
-                    fix="divide percentages by 100",
-                )
+                what = f"a pass rate is a share between 0 and 1, found {rate}"
+                raise SkilltrainError(what, where=f"agent {self.name}", fix="divide percentages by 100")
 
 
 # SkillsBench's leaderboard (84 tasks, 5 trials each) as SkillRouter prints it: appendix H, table 16.
@@ -56,41 +55,43 @@ AGENTS = (
 )
 
 
-def pass_rates(results: Sequence[SystemResult], agents: Sequence[Agent], *, seed: int) -> tuple[PassRate, ...]:
-    """For each system and agent the estimated pass rates, one for each of COVERAGES that the system holds.
+def are_known(tasks: Sequence[Task]) -> bool:
+    """Whether AGENTS speak of these tasks: all are SkillsBench's."""
+    return all(task.query.origin == ORIGIN for task in tasks)
+
+
+def pass_rates(
+    results: Sequence[SystemResult],
+    agents: Sequence[Agent],
+    *,
+    seed: int,
+    clusters: Mapping[str, str] | None = None,
+) -> tuple[PassRate, ...]:
+    """For each system and agent the estimated pass rates, one for each of COVERAGES that the systems hold.
 
     Two and more agents get one row more a system, their `average`. The estimate is linear in the coverage, and so its
     interval is that of the mean coverage, mapped: it tells how far the coverage is known, and nothing about whether
     the pass rates, or the assumption that skills found are skills used, hold for these queries. A scenario, not a
-    measurement. A system without any of COVERAGES gets no row.
-    Raises SkilltrainError for systems that do not hold the same queries, and values that are not finite.
+    measurement. Raises SkilltrainError for systems that do not hold the same queries, and values that are not finite.
     """
     query_ids = same_queries(results)
+    names = [(clusters or {}).get(query_id, query_id) for query_id in query_ids]
     rows = [*agents, average(agents)] if len(agents) > 1 else list(agents)
     found: list[PassRate] = []
     for system in results:
-        coverages = _coverages(system, query_ids, seed)
-        found += [
-            PassRate(
-                system=system.name,
-                agent=agent.name,
-                without_skills=agent.without_skills,
-                with_gold=agent.with_gold,
-                estimates={measure: estimate(agent, coverage) for measure, coverage in coverages.items()},
-            )
-            for agent in rows
-            if coverages
-        ]
+        measures = [name for name in COVERAGES if all(name in system.per_query[query_id] for query_id in query_ids)]
+        if not measures:
+            continue
+        coverages = intervals(values_of(system, query_ids, measures), seed=seed, clusters=names)
+        for agent in rows:
+            estimates = {name: estimate(agent, value) for name, value in zip(measures, coverages, strict=True)}
+            found.append(PassRate(system.name, agent.name, agent.without_skills, agent.with_gold, estimates))
     return tuple(found)
 
 
 def average(agents: Sequence[Agent]) -> Agent:
     """The agent whose pass rates are the means of all; as the mixture is linear, its estimates are means too."""
-    if not agents:
-        raise SkilltrainError("no agents: the mean of nothing is not defined")
-    without_skills = sum(agent.without_skills for agent in agents) / len(agents)
-    with_gold = sum(agent.with_gold for agent in agents) / len(agents)
-    return Agent(AVERAGE, without_skills, with_gold)
+    return Agent(AVERAGE, fmean(agent.without_skills for agent in agents), fmean(agent.with_gold for agent in agents))
 
 
 def estimate(agent: Agent, coverage: Interval) -> Interval:
@@ -98,10 +99,3 @@ def estimate(agent: Agent, coverage: Interval) -> Interval:
     gain = agent.with_gold - agent.without_skills
     mean, low, high = (agent.without_skills + share * gain for share in (coverage.mean, coverage.low, coverage.high))
     return Interval(mean, min(low, high), max(low, high), coverage.n)
-
-
-def _coverages(system: SystemResult, query_ids: Sequence[str], seed: int) -> dict[str, Interval]:
-    """Measure → mean over the queries, for those of COVERAGES that any query of the system holds."""
-    measures = [name for name in COVERAGES if any(name in system.per_query[query_id] for query_id in query_ids)]
-    values = values_of(system, query_ids, measures)
-    return dict(zip(measures, intervals(values, seed=seed), strict=True)) if measures else {}

@@ -7,9 +7,8 @@ from itertools import groupby
 import numpy as np
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.results import SystemResult
+from skilltrain.evaluation.results import SystemResult, same_queries, values_of
 from skilltrain.evaluation.statistics.bootstrap import Interval, intervals
-from skilltrain.evaluation.statistics.values import same_queries, values_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,8 @@ from skilltrain.evaluation.benchmarks.benchmark import Slice
 from skilltrain.evaluation.metrics import Relevance, as_found
 from skilltrain.evaluation.report.numbers import p_equals, reading
 from skilltrain.evaluation.results import SystemResult
-from skilltrain.evaluation.statistics.bootstrap import RESAMPLES, Interval
+from skilltrain.evaluation.statistics.bootstrap import RESAMPLES, Interval, normal_interval
 from skilltrain.evaluation.statistics.comparison import Comparison
-from skilltrain.evaluation.statistics.proportions import normal_interval
 
 SECTIONS = ("all", "single", "multi")
 HEADLINE = "Hit@1"

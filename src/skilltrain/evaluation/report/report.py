@@ -15,10 +15,9 @@ from skilltrain.evaluation.report.contents import SECTIONS, Report, ReportTexts
 from skilltrain.evaluation.report.markdown import markdown_table
 from skilltrain.evaluation.report.page import page
 from skilltrain.evaluation.report.terminal_table import terminal_table
-from skilltrain.evaluation.results import SystemResult
+from skilltrain.evaluation.results import SystemResult, values_of
 from skilltrain.evaluation.statistics.bootstrap import Interval, intervals
 from skilltrain.evaluation.statistics.comparison import compare
-from skilltrain.evaluation.statistics.values import values_of
 from skilltrain.files import write_json, write_text
 
 __all__ = ["Report", "ReportTexts", "build_report", "terminal_table", "write_per_query", "write_report"]

@@ -4,14 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
 
-from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.results import SystemResult
-from skilltrain.evaluation.statistics.bootstrap import Difference, Interval, paired_differences
-from skilltrain.evaluation.statistics.proportions import cohens_h, is_binary
-from skilltrain.evaluation.statistics.significance import holm, mcnemar, wilcoxon
-from skilltrain.evaluation.statistics.values import same_queries, values_of
+from skilltrain.evaluation.results import SystemResult, same_queries, values_of
+from skilltrain.evaluation.statistics.bootstrap import Interval, cluster_sums, is_binary, paired_differences
+from skilltrain.evaluation.statistics.significance import cohens_h, holm, mcnemar, wilcoxon
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,55 +37,43 @@ def compare(
     query_ids: Sequence[str],
     *,
     seed: int,
+    clusters: Mapping[str, str] | None = None,
 ) -> tuple[Comparison, ...]:
     """One comparison for each pair of names (baseline, system) and each measure, in this order, over `query_ids`.
 
     The family of Holm's adjustment is all of them, every pair and measure of this call: ask for what you will
     conclude from, and no more. A bootstrap p is never below .0002 (10,000 resamples), so that in a family of more
     than 250 none can fall below .05, and of few queries it is too small (`paired_differences`). Confirm with
-    Wilcoxon's or McNemar's p, which have neither fault. All intervals come from the same draws of queries.
-    Raises SkilltrainError for systems that do not hold the same queries, names and measures that are not there, and
-    values that are not finite.
+    Wilcoxon's or McNemar's p, which have neither fault. All intervals come from the same draws of queries; `clusters`
+    maps a query to the one that it is drawn together with (`Benchmark.clusters`), and a cluster counts once in tests.
+    Raises SkilltrainError for systems that do not hold the same queries, and values that are missing or not finite.
     """
-    held = same_queries(results)
-    if not query_ids:
-        raise SkilltrainError(f"no queries to compare over; the systems hold {len(held)}")
-    systems = {system.name: system for system in results}
-    for name in (name for pair in pairs for name in pair):
-        if name not in systems:
-            raise SkilltrainError(f"unknown system '{name}'", fix=f"systems are {', '.join(systems) or 'none'}")
-    if not pairs:
+    same_queries(results)
+    values = {system.name: values_of(system, query_ids, measures) for system in results}
+    cases = [(baseline, system, column) for baseline, system in pairs for column in range(len(measures))]
+    if not cases:
         return ()
-    values = {name: values_of(systems[name], query_ids, measures) for pair in pairs for name in pair}
-    columns = [values[system] - values[baseline] for baseline, system in pairs]
-    found = paired_differences(np.concatenate(columns, axis=1), seed=seed)
-    cases = [(pair, column) for pair in pairs for column in range(len(measures))]
-    adjusted = holm([difference.p for difference in found])
-    return tuple(
-        _comparison(values, pair, (measures[column], column), difference, p_holm)
-        for (pair, column), difference, p_holm in zip(cases, found, adjusted, strict=True)
-    )
-
-
-def _comparison(
-    values: Mapping[str, Float[np.ndarray, "query measure"]],
-    pair: tuple[str, str],
-    measure: tuple[str, int],
-    difference: Difference,
-    p_holm: float,
-) -> Comparison:
-    baseline, system = pair
-    name, column = measure
-    before, after = values[baseline][:, column], values[system][:, column]
-    binary = is_binary(before) and is_binary(after)
-    return Comparison(
-        system=system,
-        baseline=baseline,
-        measure=name,
-        difference=difference.interval,
-        p=difference.p,
-        p_holm=p_holm,
-        wilcoxon_p=wilcoxon(after.tolist(), before.tolist()),
-        mcnemar_p=mcnemar(before.tolist(), after.tolist()) if binary else None,
-        cohens_h=cohens_h(float(after.mean()), float(before.mean())) if binary else None,
-    )
+    names = [(clusters or {}).get(query_id, query_id) for query_id in query_ids]
+    differences = np.stack([values[system][:, at] - values[baseline][:, at] for baseline, system, at in cases], axis=1)
+    found = paired_differences(differences, seed=seed, clusters=names)
+    adjusted = holm([p for _, p in found])
+    sums, sizes = cluster_sums(differences, names)
+    comparisons: list[Comparison] = []
+    for place, (baseline, system, at) in enumerate(cases):
+        before, after = values[baseline][:, at], values[system][:, at]
+        is_share = is_binary(before) and is_binary(after)
+        difference, p = found[place]
+        comparisons.append(
+            Comparison(
+                system=system,
+                baseline=baseline,
+                measure=measures[at],
+                difference=difference,
+                p=p,
+                p_holm=adjusted[place],
+                wilcoxon_p=wilcoxon(sums[:, place] / sizes),
+                mcnemar_p=mcnemar(sums[:, place]) if is_share else None,
+                cohens_h=cohens_h(float(after.mean()), float(before.mean())) if is_share else None,
+            )
+        )
+    return tuple(comparisons)
