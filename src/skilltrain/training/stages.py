@@ -14,7 +14,7 @@ from skilltrain.training.engine import EngineSettings, new_accelerator
 from skilltrain.training.export_run import save_trained
 from skilltrain.training.held_out import check_held_out
 from skilltrain.training.loop import Run, StepModule, TrainingResult, train
-from skilltrain.training.plan import plan_lines, plan_of, say_cut_positives
+from skilltrain.training.plan import counts_of, plan_lines, plan_of, say_cut_positives
 from skilltrain.training.scores import check_teacher_scores
 from skilltrain.training.settings import TrainConfig, TrainEncoderConfig, TrainRerankerConfig, load_model
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
@@ -54,7 +54,7 @@ def _run(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]:
     step = _step(config, data, cache_folder("tokens"))
     say_cut_positives(step, data)
     run = Run(out, resume, config.model_dump(mode="json"), _dev(config, step))
-    counts = _counts(data, step) | contaminated  # before the launcher shards the weights
+    counts = counts_of(step, data) | contaminated  # before the launcher shards the weights
     result = train(accelerator, step, data.lists, training, run)
     summary = counts | _figures(result)
     if is_main_process():
@@ -90,17 +90,6 @@ def _dev(config: TrainConfig, step: StepModule) -> Dev | None:
         return open_encoder_dev(config.dev, step.encoder, config.data.pool)
     assert isinstance(config, TrainRerankerConfig) and isinstance(step, RerankerStep)
     return open_reranker_dev(config.dev, step.reranker, config.data.pool)
-
-
-def _counts(data: TrainingSet, step: StepModule) -> dict[str, Any]:
-    return {
-        "num_lists": len(data.lists),
-        "num_skills": len(data.skills),
-        "num_pairs": sum(len(one.skill_ids) for one in data.lists),
-        "num_positives": sum(gain > 0 for one in data.lists for gain in one.gains),
-        "num_parameters": sum(parameter.numel() for parameter in step.parameters()),
-        "num_trained_parameters": sum(p.numel() for p in step.parameters() if p.requires_grad),
-    }
 
 
 def _figures(result: TrainingResult) -> dict[str, Any]:
