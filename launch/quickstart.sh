@@ -22,7 +22,7 @@ skilltrain lists pool=$runs/pool queries=$runs/queries rankings=$runs/filtered \
 train recipes/tiny/sr_emb_minilm.yaml $runs/encoder
 # 5. Its candidates, filtered the same way, are what the reranker learns to order (SkillRouter: lists of 20; 5 for time).
 skilltrain candidates pool=$runs/pool queries=$runs/queries \
-  system='{name: encoder, encoder: {source: runs/quickstart/encoder, cache: runs/quickstart/vectors}}' out=$runs/candidates
+  system='{name: encoder, rankers: [{kind: dense, source: runs/quickstart/encoder, cache: runs/quickstart/vectors}]}' out=$runs/candidates
 skilltrain filter pool=$runs/pool queries=$runs/queries rankings=$runs/candidates judged_positives=keep \
   encoder.source=$base encoder.cache=$runs/vectors out=$runs/candidates_filtered
 skilltrain lists pool=$runs/pool queries=$runs/queries rankings=$runs/candidates_filtered list_size=5 \
@@ -33,4 +33,4 @@ skilltrain evaluate recipes/quickstart_systems.yaml
 cp $runs/report/metrics.json $runs/report/report.html $runs/
 # 7. A routed answer.
 skilltrain route "Customers send me scanned contracts; I need the text searchable, without uploading anything" \
-  --pool $runs/pool --encoder $runs/encoder --reranker $runs/reranker --first-stage-weight 1 --top 3
+  --pool $runs/pool --encoder $runs/encoder --reranker $runs/reranker --first-weight 1 --top 3

@@ -17,9 +17,9 @@ skilltrain mine pool=$runs/pool queries=$runs/queries encoder.source=$base encod
 skilltrain filter pool=$runs/pool queries=$runs/queries rankings=$runs/mined encoder.source=$base encoder.cache=$runs/vectors out=$runs/filtered
 skilltrain lists pool=$runs/pool queries=$runs/queries rankings=$runs/filtered \
   quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}' out=$runs/encoder_lists
-# The reranker's lists of 20: from BM25 here, from the trained encoder in earnest (system.encoder.source=runs/…).
-skilltrain candidates pool=$runs/pool queries=$runs/queries system='{name: bm25, lexical: {}}' out=$runs/candidates
+# The reranker's lists of 20: from BM25 here, from the trained encoder in earnest ({kind: dense, source: runs/…}).
+skilltrain candidates pool=$runs/pool queries=$runs/queries system='{name: bm25, rankers: [{kind: lexical}]}' out=$runs/candidates
 skilltrain filter pool=$runs/pool queries=$runs/queries rankings=$runs/candidates judged_positives=keep \
   encoder.source=$base encoder.cache=$runs/vectors out=$runs/candidates_filtered
 skilltrain lists pool=$runs/pool queries=$runs/queries rankings=$runs/candidates_filtered list_size=20 out=$runs/reranker_lists
-skilltrain candidates pool=$runs/pool queries=$runs/dev split=dev system='{name: bm25, lexical: {}}' out=$runs/dev_candidates
+skilltrain candidates pool=$runs/pool queries=$runs/dev split=dev system='{name: bm25, rankers: [{kind: lexical}]}' out=$runs/dev_candidates

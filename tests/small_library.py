@@ -191,8 +191,8 @@ def training_stages(runs: Path, model: Path) -> list[tuple[str, ...]]:
     reranker = write_recipe(runs / "recipes" / "reranker.yaml", reranker_recipe(runs, model))
     return [
         ("train", str(encoder)),
-        ("candidates", pool, queries, "system.name=trained", f"system.encoder.source={runs}/encoder", "depth=12",
-         f"out={runs}/candidates"),
+        ("candidates", pool, queries, "system.name=trained", "depth=12", f"out={runs}/candidates",
+         f"system.rankers=[{{kind: dense, source: {runs}/encoder}}]"),
         ("filter", pool, queries, f"rankings={runs}/candidates", "judged_positives=keep", f"encoder.source={model}",
          LAYERS, f"out={runs}/candidates_filtered"),
         ("lists", pool, queries, f"rankings={runs}/candidates_filtered", "list_size=8", f"out={runs}/reranker_lists"),

@@ -39,10 +39,10 @@ def lexical_grid(folder: Path, library: Path) -> Path:
             "queries": {"stage": "queries", "files": str(library / "queries" / "*.jsonl"), "pool": "{pool}"},
             "evaluate": {
                 "stage": "evaluate", "pool": "{pool}", "benchmark": "{queries}",
-                "systems": [{"name": "bm25", "lexical": {"fields": "full"}}],
+                "systems": [{"name": "bm25", "rankers": [{"kind": "lexical", "fields": "full"}]}],
             },
         },
-        "variants": {"full": {}, "nd": {"evaluate.systems.0.lexical.fields": "nd"}},
+        "variants": {"full": {}, "nd": {"evaluate.systems.0.rankers.0.fields": "nd"}},
         "out": str(folder / "out"),
     }  # fmt: skip
     return write_grid(folder, grid)
@@ -64,7 +64,9 @@ def trained_grid(folder: Path, library: Path, model: Path) -> Path:
             "seed": "{seed}",
         },
     }  # fmt: skip
-    steps["evaluate"] |= {"systems": [{"name": "trained", "encoder": {"source": "{train}"}}], "split": "test"}
+    steps["evaluate"] |= {
+        "systems": [{"name": "trained", "rankers": [{"kind": "dense", "source": "{train}"}]}], "split": "test"
+    }  # fmt: skip
     steps["seen"] = steps["evaluate"] | {"split": "train"}
     values |= {"baseline": "hard", "seeds": [1, 2]}
     values["variants"] = {"hard": {}, "random": {"lists.quotas": {"random": 3}}}
@@ -182,7 +184,7 @@ def test_a_training_that_is_interrupted_goes_on(done, tmp_path, library, model_f
 def test_a_failed_cell_is_noted_and_the_others_go_on(tmp_path, library, capsys):
     file = lexical_grid(tmp_path, library)
     values = yaml.safe_load(file.read_text())
-    missing = {"evaluate.systems.0": {"name": "x", "encoder": {"source": str(tmp_path / "no_model")}}}
+    missing = {"evaluate.systems.0.rankers.0": {"kind": "dense", "source": str(tmp_path / "no_model")}}
     values["variants"] = {"full": {}, "gone": missing, "nd": values["variants"]["nd"]}
     write_grid(tmp_path, values)
     for _ in range(2):  # the same command tries it again

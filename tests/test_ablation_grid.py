@@ -46,7 +46,7 @@ def grid(folder: Path) -> dict[str, Any]:
             },
             "evaluate": {
                 "stage": "evaluate", "pool": "{pool}", "benchmark": "{queries}", "split": "test",
-                "systems": [{"name": "encoder", "encoder": {"source": "{train}"}}],
+                "systems": [{"name": "encoder", "rankers": [{"kind": "dense", "source": "{train}"}]}],
             },
         },
         "variants": {"clean": {}, "raw": {"lists.rankings": "{mine}"}},
@@ -116,7 +116,7 @@ def test_a_variant_may_change_an_item_replace_a_step_or_leave_one_out(tmp_path):
     values["variants"] = {
         "clean": None,
         "sharper": {"filter.layers.1.above": 0.4},
-        "plain": {"evaluate.systems.0": {"name": "bm25", "lexical": {}}, "tasks": None},
+        "plain": {"evaluate.systems.0": {"name": "bm25", "rankers": [{"kind": "lexical"}]}, "tasks": None},
         "other lists": {"lists": values["steps"]["lists"] | {"quotas": {"random": 1}}},
     }
     plan = make_plan(write_grid(tmp_path, values), ["seeds=[5]"])

@@ -121,8 +121,8 @@ def test_a_variant_without_the_seed_stands_beside_every_seed(tmp_path):
 
 def test_a_run_without_the_seed_is_one_training_beside_another_that_has_it(tmp_path):
     steps = grid(tmp_path)["steps"]
-    plain = steps["evaluate"] | {"systems": [{"name": "bm25", "lexical": {}}]}
-    variants = {"clean": {}, "nd": {"plain.systems.0.lexical.fields": "nd", "lists.quotas": {"random": 2}}}
+    plain = steps["evaluate"] | {"systems": [{"name": "bm25", "rankers": [{"kind": "lexical"}]}]}
+    variants = {"clean": {}, "nd": {"plain.systems.0.rankers.0.fields": "nd", "lists.quotas": {"random": 2}}}
     plan = plan_of(tmp_path, steps=steps | {"plain": plain}, variants=variants)
     hits = dict.fromkeys([(variant, seed) for variant in variants for seed in (1, 2)], "11000000")
     write_values(plan, hits)

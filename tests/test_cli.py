@@ -39,8 +39,8 @@ RECIPES = {
     "no_out": BASE,
     "no_yaml": "stage: [\n",
     "no_map": "just words\n",
-    "systems": "stage: evaluate\nsystems: [{name: a, lexical: {}}, {name: a, lexical: {fields: nd}}]\n"
-    "pool: {runs}/pool\nbenchmark: {runs}/queries\nout: {tmp}/out\n",
+    "systems": "stage: evaluate\nsystems:\n- {name: a, rankers: [{kind: lexical}]}\n"
+    "- {name: a, rankers: [{kind: lexical}]}\npool: {runs}/pool\nbenchmark: {runs}/queries\nout: {tmp}/out\n",
 }
 PREDICTIONS = {"empty": {}, "unknown": {"q99": ["data/csv-repair"]}, "twice": {"q01": ["a", "b", "a"]}, "list": [1]}
 
@@ -321,8 +321,8 @@ def test_help_tells_the_settings_inside_sections_and_those_of_each_choice():
     assert "  llm with kind=smollm2:\n  llm.temperature: 0: the likeliest token each time (default 0.7)" in shown
     assert "  registry.max_skills: " in succeeds("collect", "--help").out
     shown = succeeds("evaluate", "--help").out
-    assert '  systems[].encoder.template.skill.separator: what stands between the parts (default " | ")' in shown
-    assert "  systems[].reranker.template.skill.…: as systems[].encoder.template.skill.…" in shown
+    assert '  systems[].rankers[].template.skill.separator: what stands between the parts (default " | ")' in shown
+    assert "  systems[].rankers[].template.skill.…: as systems[].rankers[].template.skill.…" in shown
 
 
 def test_a_recipes_path_may_hold_an_equals_sign(runs, tmp_path):

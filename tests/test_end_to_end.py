@@ -25,17 +25,17 @@ SYSTEMS = ["bm25", "base encoder", "trained encoder", "trained encoder + reranke
 
 def evaluation(runs: Path, model: Path, encoder: str = "encoder", reranker: str = "reranker") -> tuple[str, ...]:
     """The command that compares four systems on the held-out queries."""
-    trained = f"{{source: {runs}/{encoder}}}"
+    trained = f"{{kind: dense, source: {runs}/{encoder}}}"
     recipe = f"""
 stage: evaluate
 pool: {runs}/pool
 benchmark: {runs}/queries
 split: test
 systems:
-- {{name: bm25, lexical: {{}}}}
-- {{name: base encoder, encoder: {{source: {model}}}}}
-- {{name: trained encoder, encoder: {trained}}}
-- {{name: trained encoder + reranker, encoder: {trained}, reranker: {{source: {runs}/{reranker}}}, num_candidates: 8}}
+- {{name: bm25, rankers: [{{kind: lexical}}]}}
+- {{name: base encoder, rankers: [{{kind: dense, source: {model}}}]}}
+- {{name: trained encoder, rankers: [{trained}]}}
+- {{name: trained encoder + reranker, rankers: [{trained}, {{kind: rerank, source: {runs}/{reranker}, keep: 8}}]}}
 out: {runs}/report_{encoder}
 """
     return "evaluate", str(write_recipe(runs / "recipes" / f"evaluate_{encoder}.yaml", recipe))
@@ -129,7 +129,7 @@ def test_route_answers_in_json(done):
     runs, _, _ = done
     answer = succeeds(
         "route", "cut the laughter out of the audio", "--pool", runs / "pool", "--encoder", runs / "encoder",
-        "--reranker", runs / "reranker", "--first-stage-weight", 1, "--top", 3, "--json",
+        "--reranker", runs / "reranker", "--first-weight", 1, "--top", 3, "--json",
     )  # fmt: skip
     found = json.loads(answer.out)
     assert found["request"] == "cut the laughter out of the audio"

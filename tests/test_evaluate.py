@@ -14,7 +14,7 @@ from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_table,
 
 SKILLS_OF_POOL = [Skill(f"s{i}", f"name {i}", f"about {word}", f"the body says {word}") for i, word in
                   enumerate(["apples", "bridges", "candles", "drums"])]  # fmt: skip
-BM25 = {"name": "bm25", "lexical": {}}
+BM25 = {"name": "bm25", "rankers": [{"kind": "lexical"}]}
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_predictions_by_hand(folder):
     assert means(folder)["mine"] == pytest.approx(expected)
     assert means(folder, "single")["mine"] == pytest.approx({"Hit@1": 0, "MRR@10": 0.25, "Recall@2": 0.5, "FC@3": 0.5})
     assert means(folder, "multi")["mine"] == pytest.approx({"Hit@1": 1, "MRR@10": 1, "Recall@2": 0.5, "FC@3": 1})
-    assert summary == {"num_queries": 3, "systems": {"mine": {name: round(v, 4) for name, v in expected.items()}}}
+    assert summary["systems"] == {"mine": {name: round(v, 4) for name, v in expected.items()}}
 
 
 def test_a_query_without_prediction_scores_nothing(folder):
@@ -71,7 +71,8 @@ def test_a_query_without_prediction_scores_nothing(folder):
 
 
 def test_systems_and_predictions_side_by_side_with_their_rankings(folder):
-    settings = {"pool": str(folder / "pool"), "systems": [BM25, {"name": "nd", "lexical": {"fields": "nd"}}]}
+    nd = {"name": "nd", "rankers": [{"kind": "lexical", "fields": "nd"}]}
+    settings = {"pool": str(folder / "pool"), "systems": [BM25, nd]}
     evaluate(folder, predictions=predict(folder, {"q1": ["s1"]}), measures=["Hit@1"], depth=2, **settings)
     assert means(folder) == {"bm25": {"Hit@1": 1}, "nd": {"Hit@1": 1}, "mine": {"Hit@1": 0}}
     rankings = read_table(folder / "out", RANKINGS).to_pylist()
@@ -100,14 +101,15 @@ def test_what_a_source_leaves_out_is_said(folder, capsys):
     assert "1 of 5 left out" in said and "skilltrain pool" in said
 
 
-def test_a_judge_that_chose_nothing_is_named_in_the_report(folder):
+def test_a_chat_model_that_chose_nothing_is_named_in_the_report(folder):
     with llm_server() as server:
         server.otherwise = lambda request: Reply("I cannot say")
         llm = {"kind": "openai", "model": "m", "base_url": server.base_url, "cache": str(folder / "cache")}
-        system = {"name": "judged", "lexical": {}, "judge": {"llm": llm, "max_retries": 0}}
+        select = {"kind": "select", "llm": llm, "max_retries": 0}
+        system = {"name": "selected", "rankers": [{"kind": "lexical"}, select]}
         evaluate(folder, pool=str(folder / "pool"), systems=[BM25, system], measures=["Hit@1"])
     (note,) = json.loads((folder / "out" / "metrics.json").read_text())["notes"]
-    assert note.startswith("judged: the judge chose nothing for 3 of 3 queries (no_number 3)")
+    assert note.startswith("selected: the chat model chose nothing for 3 of 3 queries (no_number 3)")
     assert note.split(" (")[0] in (folder / "out" / "report.html").read_text()
 
 

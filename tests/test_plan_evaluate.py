@@ -16,7 +16,7 @@ from skilltrain.tables import JUDGEMENTS, QUERIES, SKILLS, rows_of, write_table
 
 POOL = [Skill(f"s{i}", f"skill-{i}", "Sorts.", "Sorts invoices by month.") for i in range(7)]
 TEXTS = {"q1": "sort my invoices", "q2": "整理发票", "q3": "sort my invoices"}
-BM25 = {"name": "bm25", "lexical": {}}
+BM25 = {"name": "bm25", "rankers": [{"kind": "lexical"}]}
 
 
 @pytest.fixture
@@ -39,12 +39,12 @@ def config_of(folder: Path, *systems: dict[str, Any]) -> EvaluateConfig:
 
 def judged(server: LLMServer, cache: Path, **llm: Any) -> dict[str, Any]:
     chat = {"kind": "openai", "model": "chat", "base_url": server.base_url, "cache": str(cache), **llm}
-    return {"name": "judged", "lexical": {}, "num_candidates": 4, "judge": {"llm": chat}}
+    return {"name": "judged", "rankers": [{"kind": "lexical"}, {"kind": "select", "keep": 4, "llm": chat}]}
 
 
 def api(server: LLMServer, cache: Path, name: str = "api", **changed: Any) -> dict[str, Any]:
     source = {"model": "vectors", "base_url": server.base_url, "cache": str(cache), "batch_size": 3, **changed}
-    return {"name": name, "embeddings": source}
+    return {"name": name, "rankers": [{"kind": "api"} | source]}
 
 
 def test_what_is_planned_is_what_is_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,7 +54,7 @@ def test_what_is_planned_is_what_is_asked(folder: Path, capsys: pytest.CaptureFi
         prices = {"prompt": 3.0, "completion": 5.0}
         config = config_of(
             folder, judged(server, cache, prices=prices), api(server, cache, price=2.0),
-            api(server, cache, "same again", price=2.0) | {"num_candidates": 5},
+            api(server, cache, "same again", price=2.0),
         )  # fmt: skip
         plan = dry_run(config)
         assert server.requests == [] and not cache.exists() and not (folder / "out").exists()
@@ -70,7 +70,7 @@ def test_what_is_planned_is_what_is_asked(folder: Path, capsys: pytest.CaptureFi
     assert "7 texts to vectors, about" in said and "2 texts to vectors, about" in said
     assert (plan["num_queries"], plan["num_skills"], plan["num_systems"]) == (3, 7, 4)
     assert plan["asked"].keys() == {"judged", "api"}  # the third asks what the second has asked
-    judge, encoding = plan["asked"]["judged"]["judge"], plan["asked"]["api"]["embeddings"]
+    judge, encoding = plan["asked"]["judged"]["select"], plan["asked"]["api"]["api"]
     # All skills are of one length, so that any four cost the same.
     read = sum(estimate_tokens(m["content"]) + 4 for request in chats for m in request["messages"])
     assert (judge["num_requests"], judge["num_prompt_tokens"], judge["num_completion_tokens"]) == (3, read, 12)
@@ -80,7 +80,7 @@ def test_what_is_planned_is_what_is_asked(folder: Path, capsys: pytest.CaptureFi
     assert (num_vectors, len(texts)) == (5, 1 + 9)
     assert encoding["num_prompt_tokens"] == sum(map(estimate_tokens, texts))
     assert plan["dollars"] == round((read * 3 + 12 * 5 + encoding["num_prompt_tokens"] * 2) / 1e6, 6)
-    kept = again["api"]["embeddings"]
+    kept = again["api"]["api"]
     assert (kept["num_requests"], kept["num_texts"], kept["num_kept_texts"], kept["dollars"]) == (0, 0, 9, 0)
 
 
@@ -89,7 +89,7 @@ def test_a_price_that_is_not_known_is_said_to_be_unknown_and_a_budget_is_told(fo
         limited = api(server, folder / "cache", budget={"max_tokens": 500})
         plan = dry_run(config_of(folder, judged(server, folder / "cache"), limited))
     assert plan["dollars"] is None
-    assert plan["asked"]["api"]["embeddings"]["budget"] == "500 tokens"
+    assert plan["asked"]["api"]["api"]["budget"] == "500 tokens"
 
 
 def test_systems_that_cost_nothing_are_counted(folder: Path) -> None:
@@ -105,5 +105,5 @@ def test_candidates_from_an_embeddings_api_are_planned(folder: Path) -> None:
         plan = dry_run(validate(CandidatesConfig, values, "test"))
         assert server.requests == [] and not (folder / "out").exists()
     assert (plan["num_queries"], plan["num_skills"], plan["num_systems"]) == (3, 7, 1)
-    asked = plan["asked"]["api"]["embeddings"]
+    asked = plan["asked"]["api"]["api"]
     assert asked["num_texts"] == 9 and plan["dollars"] == asked["dollars"] > 0

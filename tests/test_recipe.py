@@ -139,11 +139,13 @@ def test_the_record_holds_settings_inputs_and_summary(runs):
 
 
 def test_models_inside_lists_of_systems_are_inputs_too(runs, tmp_path):
-    systems = f"[{{name: a, encoder: {{source: {runs}/encoder}}, reranker: {{source: {runs}/reranker}}}}]"
+    systems = (
+        f"[{{name: a, rankers: [{{kind: dense, source: {runs}/encoder}}, {{kind: rerank, source: {runs}/reranker}}]}}]"
+    )
     succeeds("evaluate", f"systems={systems}", f"pool={runs}/pool", f"benchmark={runs}/queries", f"out={tmp_path}/out")
     found = record_of(tmp_path / "out")["inputs"]
-    assert found["systems.0.encoder.source"] == input_fingerprint(runs / "encoder")
-    assert found["systems.0.reranker.source"] == input_fingerprint(runs / "reranker")
+    assert found["systems.0.rankers.0.source"] == input_fingerprint(runs / "encoder")
+    assert found["systems.0.rankers.1.source"] == input_fingerprint(runs / "reranker")
 
 
 def test_the_resolved_recipe_runs_to_the_same_tables(runs, tmp_path):

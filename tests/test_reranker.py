@@ -9,8 +9,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.loading import CHECKPOINT_FILE
 from skilltrain.models.reranker import RerankerConfig, RerankerSettings, load_reranker
-from skilltrain.records import Skill
-from skilltrain.retrieval.rerank import RerankerSource, open_reranker, rerank
+from skilltrain.records import Query, Skill
+from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.templates import QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX, RerankerTemplate, SkillTemplate
 from tiny_models import map_micro_batches, save_bert
 
@@ -173,11 +173,12 @@ def test_the_wrong_form_and_the_wrong_folder_are_refused(tmp_path, model_folders
 
 
 def test_candidates_come_back_best_first_with_ties_in_their_order(model_folders):
-    reranker = open_reranker(RerankerSource(source=str(model_folders["bert_reranker"]), precision="float32"))
-    skills = {skill.skill_id: skill for skill in [*SKILLS, Skill("a2", "pods", "deploy pods", "to find the task")]}
+    skills = [*SKILLS, Skill("a2", "pods", "deploy pods", "to find the task")]
+    reranker = RerankConfig(source=str(model_folders["bert_reranker"]), precision="float32").open(skills)
     candidates = {"q1": ["d", "a", "b", "a2", "c"], "q2": [], "q3": ["b"]}
-    queries = {"q1": QUERY, "q2": "x", "q3": "clip"}
-    result = rerank(reranker, queries, candidates, skills, token_budget=64)
+    queries = [Query(i, text, "", "", "") for i, text in (("q1", QUERY), ("q2", "x"), ("q3", "clip"))]
+    given = {query_id: [(skill_id, 0.0) for skill_id in ids] for query_id, ids in candidates.items()}
+    result = reranker.rank(queries, given, 5)
     scores = [score for _, score in result["q1"]]
     ranked = [skill_id for skill_id, _ in result["q1"]]
     assert scores == sorted(scores, reverse=True) and sorted(ranked) == sorted(candidates["q1"])
@@ -225,9 +226,9 @@ def test_without_bodies_the_score_ignores_them_and_the_rest_of_a_saved_template_
     skills = [Skill("a", "pdf", "find text", "deploy pods"), Skill("b", "pdf", "find text", "review the chart " * 9)]
     scores, chosen = {}, {}
     for fields in (None, "full", "nd"):
-        reranker = open_reranker(RerankerSource(source=str(folder), precision="float32", fields=fields))
-        chosen[fields] = reranker.settings.model_dump()
-        ranked = rerank(reranker, {"q": QUERY}, {"q": ["a", "b"]}, {skill.skill_id: skill for skill in skills}, 512)
+        ranker = RerankConfig(source=str(folder), precision="float32", fields=fields).open(skills)
+        chosen[fields] = ranker.reranker.settings.model_dump()
+        ranked = ranker.rank([Query("q", QUERY, "", "", "")], {"q": [("a", 0.0), ("b", 0.0)]}, 2)
         scores[fields] = dict(ranked["q"])
     assert scores["nd"]["a"] == pytest.approx(scores["nd"]["b"], abs=1e-6)
     assert abs(scores["full"]["a"] - scores["full"]["b"]) > 1e-4 and scores["full"] == scores[None]

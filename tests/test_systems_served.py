@@ -1,4 +1,4 @@
-"""Systems that ask a server: an embeddings API as first stage, a chat model as judge; against servers on loopback."""
+"""Systems that ask a server: an embeddings API that finds, a chat model that selects; against servers on loopback."""
 
 import json
 import re
@@ -12,8 +12,8 @@ from llm_server import LLMServer, Reply, embeddings, llm_server, vector_of
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
+from skilltrain.retrieval.cascade import RankedStage, SystemConfig, run_systems
 from skilltrain.routing.evaluate import EvaluateConfig, run_evaluate
-from skilltrain.routing.systems import Ranked, SystemConfig, ask_systems
 from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_table, rows_of, write_table
 
 FRUITS = ["apples", "bridges", "candles", "drums", "engines", "flags"]
@@ -21,26 +21,30 @@ POOL = [Skill(f"s{i}", f"name {i}", f"about {word}", f"the body says {word}") fo
 TEXTS = {"q1": "apples and candles", "q2": "drums", "q3": "engines with flags"}
 
 
-def system_of(server: LLMServer, name: str = "judged", llm: dict[str, Any] | None = None, **parts: Any) -> SystemConfig:
-    """A system whose judge is the chat model of `server`."""
-    asked = {"kind": "openai", "model": "scripted", "base_url": server.base_url, "cache": None, "max_retries": 0,
-             "temperature": 0, "concurrency": 1}  # fmt: skip
-    values = {"lexical": {}, "num_candidates": 3, "judge": {"llm": asked | (llm or {}), "max_retries": 0}}
-    return validate(SystemConfig, {"name": name} | values | parts, "test")
+def system_of(server: LLMServer, *between: dict[str, Any], name: str = "selected", keep: int = 3) -> SystemConfig:
+    """BM25, what stands `between`, and the chat model of `server` that selects."""
+    llm = {"kind": "openai", "model": "scripted", "base_url": server.base_url, "cache": None, "max_retries": 0,
+           "temperature": 0, "concurrency": 1}  # fmt: skip
+    select = {"kind": "select", "llm": llm, "max_retries": 0, "keep": keep}
+    return validate(SystemConfig, {"name": name, "rankers": [{"kind": "lexical"}, *between, select]}, "test")
+
+
+PLAIN = validate(SystemConfig, {"name": "plain", "rankers": [{"kind": "lexical"}]}, "test")
 
 
 def api_system(server: LLMServer, cache: Path | None, **settings: Any) -> SystemConfig:
-    source = {"model": "scripted", "base_url": server.base_url, "cache": str(cache) if cache else None}
-    values = {"name": "api", "embeddings": source | {"max_retries": 0} | settings}
-    return validate(SystemConfig, values, "test")
+    source = {"kind": "api", "model": "scripted", "base_url": server.base_url, "cache": str(cache) if cache else None}
+    return validate(SystemConfig, {"name": "api", "rankers": [source | {"max_retries": 0} | settings]}, "test")
 
 
-def asked(systems: list[SystemConfig], depth: int = 5, num_timed: int = 0) -> dict[str, Ranked]:
-    return ask_systems(systems, TEXTS, POOL, depth, num_timed)
+def asked(systems: list[SystemConfig], depth: int = 5, num_timed: int = 0) -> dict[str, RankedStage]:
+    """System → what its last ranker answers."""
+    queries = [Query(query_id, text, "single", "test", "test") for query_id, text in TEXTS.items()]
+    return {name: stages[-1] for name, stages in run_systems(systems, queries, POOL, depth, num_timed).items()}
 
 
-def ids(ranked: Ranked) -> dict[str, list[str]]:
-    return {query_id: [skill_id for skill_id, _ in ranking] for query_id, ranking in ranked.rankings.items()}
+def ids(stage: RankedStage) -> dict[str, list[str]]:
+    return {query_id: [skill_id for skill_id, _ in ranking] for query_id, ranking in stage.rankings.items()}
 
 
 def shown(request: dict[str, Any]) -> list[str]:
@@ -93,13 +97,13 @@ def test_an_embeddings_api_ranks_by_cosine_of_what_it_answers(tmp_path):
         assert [skill_id for skill_id, _ in found.rankings[query_id]] == best
         scores = [score for _, score in found.rankings[query_id]]
         assert scores == pytest.approx([cosines[key] for key in best], abs=1e-6)
-    assert again == found and found.judged == {}
+    assert again.rankings == found.rankings and found.counts == {}
 
 
 def test_an_embeddings_system_in_an_evaluation(bench):
     with llm_server() as server:
         summary = evaluate(bench, api_system(server, bench / "vectors"), measures=["Recall@10"], depth=10)
-    assert summary == {"num_queries": 3, "systems": {"api": {"Recall@10": 1.0}}}
+    assert summary["num_queries"] == 3 and summary["systems"] == {"api": {"Recall@10": 1.0}}
     assert read_table(bench / "out", RANKINGS).num_rows == 3 * len(POOL)
 
 
@@ -110,68 +114,66 @@ def test_a_server_that_gives_no_vectors_is_one_line():
             asked([api_system(server, None)])
 
 
-# A judge --------------------------------------------------------------------------------------------------------------
+# A chat model ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_judge_moves_one_of_its_candidates_to_the_front():
+def test_the_model_moves_one_of_its_candidates_to_the_front():
     with llm_server() as server:
-        plain, judged = system_of(server, "plain", judge=None), system_of(server)
         server.otherwise = lambda request: Reply("3")
-        found = asked([plain, judged])
+        found = asked([PLAIN, system_of(server)])
         requests = list(server.requests)
-    before, after = ids(found["plain"]), ids(found["judged"])
+    before, after = ids(found["plain"]), ids(found["selected"])
     assert [shown(request) for request in requests] == [ranking[:3] for ranking in before.values()]
     for query_id, (first, second, third, *rest) in before.items():
         assert after[query_id] == [third, first, second, *rest]
-        assert [score for _, score in found["judged"].rankings[query_id]] == [-1.0, -2.0, -3.0, -4.0, -5.0]
-    assert found["plain"].judged == {} and found["judged"].judged["num_asked"] == 3
+        assert [score for _, score in found["selected"].rankings[query_id]] == [-1.0, -2.0, -3.0, -4.0, -5.0]
+    assert found["plain"].counts == {} and found["selected"].counts["num_asked"] == 3
 
 
 def test_where_no_answer_chooses_the_order_stays_and_is_counted():
     with llm_server() as server:
-        plain, judged = system_of(server, "plain", judge=None), system_of(server)
         server.script = [Reply("2"), Reply("none of them"), Reply("7")]
-        found = asked([plain, judged])
-    before, after = ids(found["plain"]), ids(found["judged"])
+        found = asked([PLAIN, system_of(server)])
+    before, after = ids(found["plain"]), ids(found["selected"])
     first, second, *rest = before["q1"]
     assert after == before | {"q1": [second, first, *rest]}
-    counts = found["judged"].judged
+    counts = found["selected"].counts
     assert (counts["num_asked"], counts["num_unusable"]) == (3, 2)
     assert counts["unusable"] == {"no_number": 1, "out_of_range": 1}
 
 
-def test_the_judge_sees_what_the_reranker_put_on_top(model_folders):
-    reranker = {"source": str(model_folders["bert_reranker"]), "precision": "float32"}
+def test_the_model_sees_what_the_reranker_put_on_top(model_folders):
+    folder = str(model_folders["bert_reranker"])
+    reranker = {"kind": "rerank", "source": folder, "precision": "float32", "keep": 4}
+    reranked = validate(SystemConfig, {"name": "reranked", "rankers": [{"kind": "lexical"}, reranker]}, "test")
     with llm_server() as server:
-        plain = system_of(server, "reranked", judge=None, reranker=reranker, num_candidates=4)
-        judged = system_of(server, reranker=reranker, num_candidates=4)
         server.otherwise = lambda request: Reply("4")
-        found = asked([plain, judged])
+        found = asked([reranked, system_of(server, reranker, keep=4)])
         requests = list(server.requests)
-    before, after = ids(found["reranked"]), ids(found["judged"])
+    before, after = ids(found["reranked"]), ids(found["selected"])
     assert [shown(request) for request in requests] == [ranking[:4] for ranking in before.values()]
     assert after == {query_id: [ranking[3], *ranking[:3], *ranking[4:]] for query_id, ranking in before.items()}
 
 
-def test_the_judge_sees_all_its_candidates_though_less_is_asked_for():
+def test_the_model_sees_all_its_candidates_though_less_is_asked_for():
     with llm_server() as server:
         server.otherwise = lambda request: Reply("5")
-        found = asked([system_of(server, num_candidates=5)], depth=1)
+        found = asked([system_of(server, keep=5)], depth=1)
         requests = list(server.requests)
     assert [len(shown(request)) for request in requests] == [5, 5, 5]
-    assert ids(found["judged"]) == {q: [shown(request)[4]] for q, request in zip(TEXTS, requests, strict=True)}
+    assert ids(found["selected"]) == {q: [shown(request)[4]] for q, request in zip(TEXTS, requests, strict=True)}
 
 
-def test_a_judge_is_not_timed(capsys):
+def test_a_chat_model_is_not_timed(capsys):
     with llm_server() as server:
         server.otherwise = lambda request: Reply("1")
         found = asked([system_of(server)], num_timed=3)
         assert len(server.requests) == 3
-    assert found["judged"].latencies == ()
-    assert "judged: not timed, for it asks a server" in capsys.readouterr().err
+    assert found["selected"].alone == ()
+    assert "selected: not timed, for it asks a server" in capsys.readouterr().err
 
 
-def test_a_judge_in_an_evaluation_is_counted_in_the_summary(bench):
+def test_a_chat_model_in_an_evaluation_is_counted_in_the_summary(bench):
     """It names the gold skill of q1 and q3 and says nothing of use on q2, whose gold skill stands first anyway."""
     gold = {"apples": "s2", "engines": "s5"}
 
@@ -184,17 +186,11 @@ def test_a_judge_in_an_evaluation_is_counted_in_the_summary(bench):
 
     with llm_server() as server:
         server.otherwise = answer
-        judged = system_of(server, num_candidates=2)
-        summary = evaluate(bench, system_of(server, "bm25", judge=None), judged, measures=["Hit@1", "Recall@10"])
-    assert summary["systems"]["judged"] == {"Hit@1": 1.0, "Recall@10": 1.0}
-    (counts,) = summary["judges"].values()
-    assert list(summary["judges"]) == ["judged"] and counts["unusable"] == {"no_number": 1}
+        summary = evaluate(bench, PLAIN, system_of(server, keep=2), measures=["Hit@1", "Recall@10"])
+    assert summary["systems"]["selected"] == {"Hit@1": 1.0, "Recall@10": 1.0}
+    (counts,) = summary["asked"].values()
+    assert list(summary["asked"]) == ["selected"] and counts["unusable"] == {"no_number": 1}
     assert counts["num_asked"] == 3 and counts["num_prompt_tokens"] > 100
     analysis = json.loads((bench / "out" / "metrics.json").read_text())["analysis"]
     fixed = analysis["outcomes"][0]
-    assert (fixed["baseline"], fixed["system"]) == ("bm25", "judged") and fixed["broken"] == []
-
-
-def test_a_summary_without_a_judge_has_no_judges(bench):
-    with llm_server() as server:
-        assert "judges" not in evaluate(bench, system_of(server, judge=None), measures=["Hit@1"])
+    assert (fixed["baseline"], fixed["system"]) == ("plain", "selected") and fixed["broken"] == []

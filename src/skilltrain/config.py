@@ -205,7 +205,7 @@ InputPath = typing.Annotated[Path, _Input()]
 
 
 def input_paths(config: BaseModel) -> dict[str, Path]:
-    """Key → path of every set field annotated `InputPath` (or a list of them), nested sections included."""
+    """Key → path of every set field annotated `InputPath` (or a list of them), sections in it and in lists included."""
     found: dict[str, Path] = {}
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
@@ -214,6 +214,10 @@ def input_paths(config: BaseModel) -> dict[str, Path]:
             found |= {f"{name}.{key}": path for key, path in input_paths(value).items()}
         elif marked and isinstance(value, Path):
             found[name] = value
-        elif marked and isinstance(value, list | tuple):
-            found |= {f"{name}.{i}": path for i, path in enumerate(value) if isinstance(path, Path)}
+        elif isinstance(value, list | tuple):
+            for i, item in enumerate(value):
+                if isinstance(item, BaseModel):
+                    found |= {f"{name}.{i}.{key}": path for key, path in input_paths(item).items()}
+                elif marked and isinstance(item, Path):
+                    found[f"{name}.{i}"] = item
     return found

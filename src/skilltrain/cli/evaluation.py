@@ -78,8 +78,10 @@ def _score_predictions(values: dict[str, Any], scores: Path | None, only_plan: b
 
 def _systems(encoders: Sequence[str], reranker: str | None) -> list[dict[str, Any]]:
     """BM25, each encoder, and the reranker on the last of them."""
-    systems: list[dict[str, Any]] = [{"name": "bm25", "lexical": {}}]
-    systems += [{"name": f"encoder {source}", "encoder": {"source": source}} for source in encoders]
+    systems: list[dict[str, Any]] = [{"name": "bm25", "rankers": [{"kind": "lexical"}]}]
+    systems += [{"name": f"encoder {source}", "rankers": [{"kind": "dense", "source": source}]} for source in encoders]
     if reranker is not None:
-        systems.append(systems[-1] | {"name": f"{systems[-1]['name']} + reranker", "reranker": {"source": reranker}})
+        last = systems[-1]
+        rankers = [*last["rankers"], {"kind": "rerank", "source": reranker}]
+        systems.append({"name": f"{last['name']} + reranker", "rankers": rankers})
     return systems

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import tempfile
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated
 import typer
 
 from skilltrain.cli.app import app, show
+from skilltrain.config import parse_yaml, validate
 from skilltrain.files import cache_folder
 
 
@@ -21,9 +21,10 @@ def route(
     encoder: Annotated[str | None, typer.Option(help="encoder; BM25 finds the candidates without one")] = None,
     reranker: Annotated[str | None, typer.Option(help="reranker for the top 20 candidates")] = None,
     top: Annotated[int, typer.Option(min=1, help="how many skills to show")] = 5,
-    first_stage_weight: Annotated[
-        float, typer.Option(min=0, help="order by reranker + weight x first-stage score; 1 for small rerankers")
+    first_weight: Annotated[
+        float, typer.Option(min=0, help="order by reranker + weight x the score before; 1 for small rerankers")
     ] = 0.0,
+    rankers: Annotated[str | None, typer.Option(help="any rankers, as in a recipe, in their place")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Find the skills for a task, those marked that the safety screening flags.
@@ -31,21 +32,20 @@ def route(
     The pool's vectors are kept in ~/.cache/skilltrain for the next request.
 
     Example: skilltrain route "merge these PDFs and stamp page numbers" --pool runs/pool --encoder runs/encoder
-    """
-    from skilltrain.data.pool.skill_pool import store_pool
-    from skilltrain.data.screening import read_flags
-    from skilltrain.routing.router import route as find
-    from skilltrain.routing.systems import EncoderSource, LexicalSource, RerankerSource, SystemConfig
 
-    system = SystemConfig(
-        name="route",
-        lexical=None if encoder else LexicalSource(),
-        encoder=EncoderSource(source=encoder, cache=cache_folder("vectors")) if encoder else None,
-        reranker=RerankerSource(source=reranker) if reranker else None,
-        first_stage_weight=first_stage_weight,
-    )
-    with tempfile.TemporaryDirectory(prefix="skilltrain-") as scratch:
-        found = find(request, store_pool(pool, Path(scratch)), system, top, read_flags(pool))
+    Example: skilltrain route "merge these PDFs" --pool runs/pool --rankers "[{kind: fuse, of: [{kind: lexical},
+    {kind: dense, source: runs/encoder}]}]"
+    """
+    from skilltrain.data.pool.read import read_pool
+    from skilltrain.data.screening import read_flags
+    from skilltrain.retrieval.cascade import SystemConfig
+    from skilltrain.routing.router import route as find
+
+    first = {"kind": "dense", "source": encoder, "cache": cache_folder("vectors")} if encoder else {"kind": "lexical"}
+    second = [{"kind": "rerank", "source": reranker, "first_weight": first_weight}] if reranker else []
+    chosen = parse_yaml(rankers, "--rankers") if rankers else [first, *second]
+    system = validate(SystemConfig, {"name": "route", "rankers": chosen}, "route")
+    found = find(request, read_pool(pool), system, top, read_flags(pool))
     if as_json:
         rows = [
             {"rank": r.rank, "score": r.score, "skill_id": r.skill.skill_id, "name": r.skill.name,

@@ -3,48 +3,54 @@
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
 from jaxtyping import Float32, Int64
 from pydantic import Field
 
-from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.cpu_linear import pack_linear_layers
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
-from skilltrain.models.loading import Precision, default_device
-from skilltrain.models.pooling import Pooling
+from skilltrain.models.loading import Precision, default_device, resolve_model, stored_settings
 from skilltrain.records import Skill
 from skilltrain.retrieval.distinct_texts import Parts, Vectors
 from skilltrain.retrieval.encode_texts import EncodingCount, OrderedTexts, encode_texts
+from skilltrain.retrieval.nearest import VectorRanker
 from skilltrain.retrieval.vector_cache import VectorCache
-from skilltrain.templates import EncoderTemplate, SkillFields
 
 ItemT = TypeVar("ItemT")
 
 
-class EncoderSource(Config):
+class EncoderSource(EncoderConfig):
     """An encoder to retrieve with."""
 
-    source: str = Field(description="folder, Hub id owner/name, or package:NAME (a package that ships a model)")
-    pooling: Pooling | None = Field(default=None, description="mean, last_token or cls; else as the folder says")
-    max_tokens: int | None = Field(
-        default=None, ge=8, description="token limit of a skill's text; else as the folder says, or 256"
-    )
-    query_max_tokens: int | None = Field(
-        default=None, ge=8, description="token limit of a query's text; else as the folder says, at least 512"
-    )
-    template: EncoderTemplate | None = Field(default=None, description="the texts the model sees")
-    fields: SkillFields | None = Field(
-        default=None, description="full, or nd (skills without bodies), whatever the template says; null: as it says"
-    )
     precision: Precision = Field(default="auto", description="auto: bfloat16 where the hardware has it")
     token_budget: int = Field(default=4096, ge=64, description="padded tokens a micro-batch")
     cache: Path | None = Field(default=None, description="folder that keeps vectors by content, for later runs")
+
+
+class DenseConfig(EncoderSource):
+    """An encoder that finds the skills nearest to a query."""
+
+    kind: Literal["dense"] = "dense"
+    keep: int | None = Field(default=None, ge=1, description="skills a query that are kept; null: as many as needed")
+
+    def check(self) -> None:
+        """Raise SkilltrainError for a model that is not there or is no encoder; of a Hub model, fetches settings."""
+        stored_settings(resolve_model(self.source, weights=False), "encoder")
+
+    def open(self, skills: Sequence[Skill]) -> VectorRanker:
+        """The encoder with the vectors of the pool. Those of queries are not kept, so that they can be timed."""
+        encoder = open_encoder(self)
+        vectors = encode_skills(encoder, skills)
+        uncached = replace(encoder, cache=None)
+        return VectorRanker(
+            [skill.skill_id for skill in skills], vectors, lambda texts: encode_queries(uncached, texts)
+        )
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,8 @@ class SkillEncoder:
 
 def open_encoder(source: EncoderSource) -> SkillEncoder:
     """The encoder ready to encode and no more to be trained, on the GPU where there is one."""
-    config = EncoderConfig(**source.model_dump(exclude={"token_budget", "cache"}))
+    settings = {name: getattr(source, name) for name in EncoderConfig.model_fields}
+    config = EncoderConfig(**settings)
     model = load_encoder(config, default_device()).requires_grad_(False)
     identity = _identity(model) if source.cache else ""
     cache = VectorCache.open(source.cache, identity, model.dim) if source.cache else None

@@ -5,13 +5,17 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from jaxtyping import Float32, Int32, Int64
+from pydantic import Field
 
+from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Skill
+from skilltrain.records import Query, Rankings, Skill
+from skilltrain.retrieval.nearest import ranking_of
+from skilltrain.templates import SkillFields
 from skilltrain.terminal import track
 from skilltrain.texts import CJK
 
@@ -27,9 +31,50 @@ K1, B = 2.5, 1.0
 TEXT_BLOCK = 1024  # texts whose terms are read at once
 
 
+class LexicalConfig(Config):
+    """BM25 over name, description and body (`full`), or without the body (`nd`)."""
+
+    kind: Literal["lexical"] = "lexical"
+    fields: SkillFields = Field(default="full", description="what BM25 sees of a skill; nd: no body")
+    keep: int | None = Field(default=None, ge=1, description="skills a query that are kept; null: as many as needed")
+
+    def check(self) -> None:
+        """There is nothing to check before the pool is read."""
+
+    def open(self, skills: Sequence[Skill]) -> "Lexical":
+        """The index over the pool."""
+        text_of = bm25_text if self.fields == "full" else _text_without_body
+        return Lexical([skill.skill_id for skill in skills], BM25Index.build(skills, text_of))
+
+
+@dataclass(frozen=True)
+class Lexical:
+    """A pool that BM25 ranks."""
+
+    skill_ids: Sequence[str]
+    index: "BM25Index"
+
+    def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
+        """The `keep` best skills of each query, of its candidates alone where there are some."""
+        places = {skill_id: place for place, skill_id in enumerate(self.skill_ids)} if candidates else {}
+        found: Rankings = {}
+        for query in track(queries, "lexical search", len(queries)):
+            scores = self.index.scores(query.text)
+            if candidates is None:
+                best = top_k(scores, min(keep, len(scores)))
+            else:
+                best = np.array([places[skill_id] for skill_id, _ in candidates[query.query_id]], dtype=np.int64)
+            found[query.query_id] = ranking_of(self.skill_ids, best, scores[best])[:keep]
+        return found
+
+
 def bm25_text(skill: Skill) -> str:
     """What BM25 sees of a skill: name, description and the whole body (SkillRouter, section 4.2)."""
     return f"{skill.name} {skill.description} {skill.body}"
+
+
+def _text_without_body(skill: Skill) -> str:
+    return f"{skill.name} {skill.description}"
 
 
 def tokenize(text: str, stem: Callable[[str], str]) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The nearest skills of a query by inner product: exact, or by an index that looks at a part of the pool (faiss)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from jaxtyping import Float32, Int64
 from pydantic import Field
 
 from skilltrain.config import Config
+from skilltrain.records import Query, Ranking, Rankings
 
 Found = tuple[Int64[np.ndarray, "query k"], Float32[np.ndarray, "query k"]]
 """Positions of skills in the pool and their scores, best first; where too few were found, -1 and NaN."""
@@ -213,6 +214,35 @@ class Searcher:
         cells, closeness = nearest(queries, centroids, self.index.nprobe)
         _, found = self.index.search_preassigned(queries, k, cells, closeness)
         return found
+
+
+@dataclass(frozen=True)
+class VectorRanker:
+    """Ranks skills by the inner product of their vectors with a query's, which `encode` gives."""
+
+    skill_ids: Sequence[str]
+    vectors: Float32[np.ndarray, "skill dim"]
+    encode: Callable[[Sequence[str]], Float32[np.ndarray, "query dim"]]
+
+    def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
+        """The `keep` nearest skills of each query, of its candidates alone where there are some."""
+        vectors = self.encode([query.text for query in queries])
+        if candidates is None:
+            found = zip(queries, *nearest(vectors, self.vectors, keep), strict=True)
+            return {query.query_id: ranking_of(self.skill_ids, *row) for query, *row in found}
+        places = {skill_id: place for place, skill_id in enumerate(self.skill_ids)}
+        rankings: Rankings = {}
+        for row, query in enumerate(queries):
+            positions = np.array([places[skill_id] for skill_id, _ in candidates[query.query_id]], dtype=np.int64)
+            scores = cosines(vectors, self.vectors, np.full(len(positions), row), positions)
+            rankings[query.query_id] = ranking_of(self.skill_ids, positions, scores)[:keep]
+        return rankings
+
+
+def ranking_of(skill_ids: Sequence[str], positions: np.ndarray, scores: np.ndarray) -> Ranking:
+    """The skills at `positions` of the pool, best first; equal scores keep their order."""
+    pairs = [(skill_ids[int(place)], float(score)) for place, score in zip(positions, scores, strict=True)]
+    return sorted(pairs, key=lambda pair: -pair[1])
 
 
 def recall(found: Int64[np.ndarray, "query k"], exact: Int64[np.ndarray, "query k"]) -> float:

@@ -1,59 +1,90 @@
 """Reranking: the candidates of each query, ordered by the reranker."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
+from jaxtyping import Int32
 from pydantic import Field
 
-from skilltrain.config import Config
-from skilltrain.models.loading import Precision, default_device
+from skilltrain.models.loading import Precision, default_device, resolve_model, stored_settings
 from skilltrain.models.micro_batches import run_micro_batches
 from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
-from skilltrain.records import Skill
-from skilltrain.templates import RerankerTemplate, SkillFields
+from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.terminal import track
 
 
-class RerankerSource(Config):
-    """A reranker to order candidates with."""
+class RerankConfig(RerankerConfig):
+    """A reranker that orders the candidates of the ranker before it."""
 
-    source: str = Field(description="folder, Hub id owner/name, or package:NAME (a package that ships a model)")
-    max_tokens: int | None = Field(default=None, ge=32, description="token limit of a (query, skill) pair")
-    query_max_tokens: int | None = Field(default=None, ge=8, description="token limit of the query inside a pair")
-    template: RerankerTemplate | None = Field(default=None, description="the texts the model sees")
-    fields: SkillFields | None = Field(
-        default=None, description="full, or nd (skills without bodies), whatever the template says; null: as it says"
-    )
+    kind: Literal["rerank"] = "rerank"
     precision: Precision = Field(default="auto", description="auto: bfloat16 where the hardware has it")
     token_budget: int = Field(default=4096, ge=64, description="tokens a micro-batch, padding included")
+    keep: int = Field(default=20, ge=1, description="candidates that it orders; the others stay behind these")
+    first_weight: float = Field(
+        default=0.0, ge=0, description="order by reranker + first_weight x the score before; SkillRouter: 0"
+    )
+
+    def check(self) -> None:
+        """Raise SkilltrainError for a model that is not there or is no reranker; of a Hub model, fetches settings."""
+        stored_settings(resolve_model(self.source, weights=False), "reranker")
+
+    def open(self, skills: Sequence[Skill]) -> "Rerank":
+        """The reranker ready to score, without `first_weight` (`Weighted`)."""
+        return Rerank(open_reranker(self), {skill.skill_id: skill for skill in skills}, self.token_budget)
 
 
-def open_reranker(source: RerankerSource) -> Reranker:
-    """The reranker ready to score, on the GPU where there is one."""
-    config = RerankerConfig(**source.model_dump(exclude={"token_budget"}))
-    return load_reranker(config, default_device())
+def open_reranker(config: RerankConfig) -> Reranker:
+    """The reranker itself, on the GPU where there is one."""
+    settings = {name: getattr(config, name) for name in RerankerConfig.model_fields}
+    return load_reranker(RerankerConfig(**settings), default_device())
 
 
-@torch.inference_mode()
-def rerank(
-    reranker: Reranker,
-    queries: Mapping[str, str],
-    candidates: Mapping[str, Sequence[str]],
-    skills: Mapping[str, Skill],
-    token_budget: int,
-) -> dict[str, list[tuple[str, float]]]:
-    """query_id → [(skill_id, score)], best first; ties keep the candidates' order."""
-    result: dict[str, list[tuple[str, float]]] = {}
-    skill_ids_of: dict[str, np.ndarray] = {}
-    for query_id, skill_ids in track(candidates.items(), "reranking", len(candidates)):
-        new = [skill_id for skill_id in dict.fromkeys(skill_ids) if skill_id not in skill_ids_of]
-        tokens = reranker.tokenize_skills([skills[skill_id] for skill_id in new])
-        skill_ids_of |= {skill_id: np.array(ids, np.int32) for skill_id, ids in zip(new, tokens, strict=True)}
-        query_ids = reranker.tokenize_query(queries[query_id])
-        pairs = [reranker.join(query_ids, skill_ids_of[skill_id]) for skill_id in skill_ids]
-        groups = reranker.micro_batches([pairs], token_budget)
-        scores = run_micro_batches(reranker, pairs, groups, recompute=False).tolist() if pairs else []
-        scored = zip(skill_ids, scores, strict=True)
-        result[query_id] = sorted(scored, key=lambda pair: -pair[1])
-    return result
+@dataclass(frozen=True)
+class Rerank:
+    """A reranker at work. It remembers its scores by query_id, so that systems which share it score a pair once."""
+
+    reranker: Reranker
+    skills: Mapping[str, Skill]
+    token_budget: int
+    _scores: dict[str, dict[str, float]] = field(default_factory=dict)
+    _tokens: dict[str, Int32[np.ndarray, " token"]] = field(default_factory=dict)
+
+    def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
+        """The first `keep` candidates of each query by score, the others behind them in their order."""
+        assert candidates is not None, "a reranker needs candidates"
+        found: Rankings = {}
+        for query in track(queries, "reranking", len(queries)):
+            ranking = candidates[query.query_id]
+            scores = self._scored(query, [skill_id for skill_id, _ in ranking[:keep]])
+            found[query.query_id] = with_rest([(s, scores[s]) for s, _ in ranking[:keep]], ranking[keep:])
+        return found
+
+    @torch.inference_mode()
+    def _scored(self, query: Query, skill_ids: Sequence[str]) -> Mapping[str, float]:
+        """The scores of `skill_ids`, and of what else is remembered for the query."""
+        scores = self._scores.setdefault(query.query_id, {})
+        asked = [skill_id for skill_id in skill_ids if skill_id not in scores]
+        if not asked:
+            return scores
+        new = [skill_id for skill_id in asked if skill_id not in self._tokens]
+        for skill_id, ids in zip(new, self.reranker.tokenize_skills([self.skills[s] for s in new]), strict=True):
+            self._tokens[skill_id] = np.array(ids, np.int32)
+        query_ids = self.reranker.tokenize_query(query.text)
+        pairs = [self.reranker.join(query_ids, self._tokens[skill_id]) for skill_id in asked]
+        groups = self.reranker.micro_batches([pairs], self.token_budget)
+        values = run_micro_batches(self.reranker, pairs, groups, recompute=False).tolist()
+        scores.update(zip(asked, values, strict=True))
+        return scores
+
+
+def with_rest(scored: Ranking, rest: Ranking) -> Ranking:
+    """`scored`, best first (ties keep their order), and the rest behind it in its order.
+
+    The rest score below all others, so that scores fall with rank; their size means nothing.
+    """
+    top = sorted(scored, key=lambda pair: -pair[1])
+    lowest = top[-1][1] if top else 0.0
+    return top + [(skill_id, lowest - place) for place, (skill_id, _) in enumerate(rest, 1)]

@@ -1,10 +1,11 @@
 """The analyses of an evaluation: of its models and skills, before they are asked, and of what they answered."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
 from statistics import mean
 
+import numpy as np
 from pydantic import Field
 
 from skilltrain.config import Config
@@ -19,10 +20,11 @@ from skilltrain.evaluation.analysis.structure import FeatureComparison, compare_
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.evaluation.results import SystemResult
+from skilltrain.records import Skill
+from skilltrain.retrieval.cascade import RankedStage, SystemConfig
 from skilltrain.retrieval.field_attention import field_attention
-from skilltrain.retrieval.rerank import RerankerSource, open_reranker
-from skilltrain.routing.skills_by_id import SkillsById
-from skilltrain.routing.systems import SystemConfig
+from skilltrain.retrieval.rankers import key_of, parts_of
+from skilltrain.retrieval.rerank import RerankConfig, open_reranker
 
 _DECIDES = "Hit@1"  # what is right and what is wrong in the analyses that need a yes or no
 
@@ -42,13 +44,14 @@ class AnalysisConfig(Config):
 
 
 def analyse_inputs(
-    config: AnalysisConfig, systems: Sequence[SystemConfig], benchmark: Benchmark, skills: SkillsById
+    config: AnalysisConfig, systems: Sequence[SystemConfig], benchmark: Benchmark, skills: Mapping[str, Skill]
 ) -> Analysis:
     """The analyses that need no ranking, attention and structure; made first, so that what fails, fails early.
 
     Raises SkilltrainError where one was asked for and cannot be made.
     """
-    rerankers = {repr(system.reranker): system.reranker for system in systems if system.reranker is not None}
+    parts = [part for system in systems for part in parts_of(system.rankers)]
+    rerankers = {key_of(part): part for part in parts if isinstance(part, RerankConfig)}
     if config.num_attention and not rerankers:
         raise SkilltrainError("is measured in rerankers, and no system has one", where="analysis.num_attention")
     if config.num_timed and not systems:
@@ -65,8 +68,8 @@ def analyse_results(
     inputs: Analysis,
     results: Sequence[SystemResult],
     benchmark: Benchmark,
-    skills: SkillsById,
-    latencies: tuple[StageLatency, ...],
+    skills: Mapping[str, Skill],
+    stages: Mapping[str, Sequence[RankedStage]],
     seed: int,
 ) -> Analysis:
     """`inputs` with what the results tell; without the pool's texts there are no quartiles.
@@ -80,18 +83,34 @@ def analyse_results(
         outcomes=tuple(outcomes(a, b, _DECIDES) for a, b in pairwise(results)) if decides else (),
         quartiles=quartiles(results, lengths, _DECIDES, seed=seed) if lengths else (),
         pass_rates=pass_rates(results, AGENTS, seed=seed) if are_known(benchmark.tasks) else (),
-        latencies=latencies,
+        latencies=latencies(stages),
     )
 
 
-def _wanted(relevance: Relevance, skills: SkillsById) -> list[str]:
+def latencies(stages: Mapping[str, Sequence[RankedStage]]) -> tuple[StageLatency, ...]:
+    """How long a query that is asked alone waits for each ranker of the systems that were timed, and for all together.
+
+    Percentiles are between the two nearest measurements (numpy's default); with few queries p95 says little.
+    """
+    found: list[StageLatency] = []
+    for system, ranked in stages.items():
+        rows = {f"{number} {stage.kind}": np.array(stage.alone) for number, stage in enumerate(ranked, 1)}
+        rows["total"] = np.sum([*rows.values()], axis=0)
+        for name, seconds in rows.items():
+            if seconds.size:
+                p50, p95 = np.quantile(seconds, (0.5, 0.95)).tolist()
+                found.append(StageLatency(system, name, p50, p95, float(1 / seconds.mean()), len(seconds)))
+    return tuple(found)
+
+
+def _wanted(relevance: Relevance, skills: Mapping[str, Skill]) -> list[str]:
     """The gold skills that the pool holds, and what stands in for those that it lacks (Relevance.alternatives)."""
     gold = {skill_id for skill_id in relevance.gold if skill_id in skills}
     stand_in = {other for other, need in relevance.alternatives.items() if need not in gold and other in skills}
     return sorted(gold | stand_in)
 
 
-def _description_lengths(benchmark: Benchmark, skills: SkillsById) -> dict[str, float]:
+def _description_lengths(benchmark: Benchmark, skills: Mapping[str, Skill]) -> dict[str, float]:
     """query_id → mean characters of the descriptions of the skills that it wants."""
     wanted = {task.query.query_id: _wanted(task.relevance, skills) for task in benchmark.tasks}
     every = dict.fromkeys(skill_id for skill_ids in wanted.values() for skill_id in skill_ids)
@@ -99,14 +118,14 @@ def _description_lengths(benchmark: Benchmark, skills: SkillsById) -> dict[str, 
     return {query_id: mean(lengths[skill_id] for skill_id in skill_ids) for query_id, skill_ids in wanted.items()}
 
 
-def _structure(benchmark: Benchmark, skills: SkillsById) -> tuple[FeatureComparison, ...]:
+def _structure(benchmark: Benchmark, skills: Mapping[str, Skill]) -> tuple[FeatureComparison, ...]:
     gold = dict.fromkeys(skill_id for task in benchmark.tasks for skill_id in _wanted(task.relevance, skills))
     bodies = (skills[skill_id].body for skill_id in gold)
     return compare_structure(bodies, (skills[skill_id].body for skill_id in skills if skill_id not in gold))
 
 
 def _attention(
-    num: int, rerankers: Sequence[RerankerSource], benchmark: Benchmark, skills: SkillsById
+    num: int, rerankers: Sequence[RerankConfig], benchmark: Benchmark, skills: Mapping[str, Skill]
 ) -> tuple[FieldAttention, ...]:
     """Of each reranker, over the first `num` queries, each with the first skill by id that it wants."""
     if not num:

@@ -1,17 +1,14 @@
 """Stage `evaluate`: systems side by side on a benchmark, with intervals; and predictions of others, scored alone."""
 
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-import pyarrow as pa
 from pydantic import Field, field_validator
 
 from skilltrain.config import Config, InputPath
-from skilltrain.data.pool.skill_pool import store_pool
-from skilltrain.data.stored_skills import StoredSkills
+from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analysis.analysis import Analysis
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Slice, check_pool
@@ -27,14 +24,14 @@ from skilltrain.evaluation.report.report import (
 )
 from skilltrain.evaluation.results import SystemResult
 from skilltrain.files import write_json
+from skilltrain.records import Rankings, Skill
+from skilltrain.retrieval.cascade import RankedStage, SystemConfig, rankings_table, run_systems
 from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs, analyse_results
 from skilltrain.routing.predictions import PREDICTION_MEASURES, read_predictions, scored_predictions
-from skilltrain.routing.skills_by_id import SkillsById
-from skilltrain.routing.systems import Ranked, SystemConfig, ask_systems, rankings_table
 from skilltrain.tables import RANKINGS, write_table
 from skilltrain.terminal import console
 
-Rankings = Mapping[str, Mapping[str, Sequence[str]]]
+Ranked = Mapping[str, Mapping[str, Sequence[str]]]
 """System → query_id → skill ids, best first."""
 
 
@@ -78,8 +75,28 @@ def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
     measures = parse_measures(config.measures)
     benchmark = load_benchmark(config.benchmark, config.split)
     check_use(config, benchmark)
-    with tempfile.TemporaryDirectory(prefix=".scratch-", dir=out) as scratch:
-        return _evaluate(config, benchmark, skills_of(config.pool, benchmark, Path(scratch)), measures, out)
+    skills = skills_of(config.pool, benchmark)
+    by_id = {skill.skill_id: skill for skill in skills}
+    if skills:
+        benchmark = check_pool(benchmark, by_id)
+    queries = [task.query for task in benchmark.tasks]
+    predicted = _predicted(config, benchmark, by_id)
+    inputs = analyse_inputs(config.analysis, config.systems, benchmark, by_id)
+    stages = run_systems(config.systems, queries, skills, config.ranked_depth, config.analysis.num_timed)
+    if stages:
+        write_table(rankings_table(chain(*stages.values())), RANKINGS, out)
+    rankings = {name: _ids(ranked[-1].rankings) for name, ranked in stages.items()} | predicted
+    results = _results(rankings, benchmark, measures)
+    analysis = analyse_results(inputs, results, benchmark, by_id, stages, config.seed)
+    report = _report(benchmark, results, measures, analysis, config.seed, _select_notes(stages))
+    write_report(report, out, _texts(benchmark, rankings, by_id))
+    console.print(terminal_table(report))
+    return {
+        "num_queries": len(queries),
+        "systems": {name: _means(report, name) for name in rankings},
+        "seconds_a_query": {stage.name: round(stage.seconds, 6) for ranked in stages.values() for stage in ranked},
+        "asked": {stage.name: stage.counts for ranked in stages.values() for stage in ranked if stage.counts},
+    }
 
 
 def check_use(config: EvaluateConfig, benchmark: Benchmark) -> None:
@@ -90,32 +107,6 @@ def check_use(config: EvaluateConfig, benchmark: Benchmark) -> None:
         raise SkilltrainError("systems need a pool to rank", fix="give pool=…")
 
 
-def _evaluate(
-    config: EvaluateConfig, benchmark: Benchmark, skills: StoredSkills, measures: Sequence[Measure], out: Path
-) -> dict[str, Any]:
-    """Write the report on `benchmark` over `skills`; its summary."""
-    if skills:
-        benchmark = check_pool(benchmark, skills.skill_ids)
-    queries, by_id = {task.query.query_id: task.query.text for task in benchmark.tasks}, SkillsById(skills)
-    predicted = _predicted(config, benchmark, by_id)
-    inputs = analyse_inputs(config.analysis, config.systems, benchmark, by_id)
-    asked: dict[str, Ranked] = {}
-    if config.systems:
-        asked = ask_systems(config.systems, queries, skills, config.ranked_depth, config.analysis.num_timed)
-        tables = [rankings_table(ranked.rankings, name) for name, ranked in asked.items()]
-        write_table(pa.concat_tables(tables), RANKINGS, out)
-    rankings = {name: _ids(ranked) for name, ranked in asked.items()} | predicted
-    results = _results(rankings, benchmark, measures)
-    latencies = tuple(latency for ranked in asked.values() for latency in ranked.latencies)
-    analysis = analyse_results(inputs, results, benchmark, by_id, latencies, config.seed)
-    report = _report(benchmark, results, measures, analysis, config.seed, _judge_notes(asked))
-    write_report(report, out, _texts(benchmark, rankings, by_id))
-    console.print(terminal_table(report))
-    judged = {name: ranked.judged for name, ranked in asked.items() if ranked.judged}
-    means = {name: _means(report, name) for name in rankings}
-    return {"num_queries": len(queries), "systems": means} | ({"judges": judged} if judged else {})
-
-
 def score_predictions(config: EvaluateConfig) -> Report:
     """The report of one predictions file, without models; with a pool its ids are checked against it.
 
@@ -124,8 +115,7 @@ def score_predictions(config: EvaluateConfig) -> Report:
     given = "measures" in config.model_fields_set
     measures = parse_measures(config.measures if given else PREDICTION_MEASURES)
     benchmark = load_benchmark(config.benchmark, config.split)
-    with tempfile.TemporaryDirectory(prefix="skilltrain-") as scratch:
-        skill_ids = skills_of(config.pool, benchmark, Path(scratch)).skill_ids
+    skill_ids = {skill.skill_id for skill in skills_of(config.pool, benchmark)}
     if skill_ids:
         benchmark = check_pool(benchmark, skill_ids)
     results = _results(_predicted(config, benchmark, skill_ids), benchmark, measures)
@@ -141,18 +131,16 @@ def write_scores(report: Report, file: Path) -> None:
     write_per_query(report, file.with_name(f"{file.stem}.per_query.jsonl"))
 
 
-def skills_of(pool: Path | None, benchmark: Benchmark, folder: Path) -> StoredSkills:
+def skills_of(pool: Path | None, benchmark: Benchmark) -> list[Skill]:
     """The pool with the benchmark's own gold skills, which come last and never replace a skill of the pool.
 
-    Without a pool, the one that the benchmark was published with; the texts lie in `folder`.
+    Without a pool, the one that the benchmark was published with.
     """
     if pool is None:
-        return StoredSkills.write(benchmark.pool, folder / "own.jsonl")
-    skills = store_pool(pool, folder)
-    known = frozenset(skills.skill_ids)
-    if missing := [skill for skill in benchmark.gold_skills if skill.skill_id not in known]:
-        return StoredSkills.write(chain(skills, missing), folder / "with_gold.jsonl")
-    return skills
+        return list(benchmark.pool)
+    skills = read_pool(pool)
+    known = {skill.skill_id for skill in skills}
+    return skills + [skill for skill in benchmark.gold_skills if skill.skill_id not in known]
 
 
 def _predicted(
@@ -167,11 +155,11 @@ def _predicted(
     return found
 
 
-def _ids(ranked: Ranked) -> dict[str, list[str]]:
-    return {query_id: [skill_id for skill_id, _ in ranking] for query_id, ranking in ranked.rankings.items()}
+def _ids(rankings: Rankings) -> dict[str, list[str]]:
+    return {query_id: [skill_id for skill_id, _ in ranking] for query_id, ranking in rankings.items()}
 
 
-def _results(rankings: Rankings, benchmark: Benchmark, measures: Sequence[Measure]) -> list[SystemResult]:
+def _results(rankings: Ranked, benchmark: Benchmark, measures: Sequence[Measure]) -> list[SystemResult]:
     relevances = {task.query.query_id: task.relevance for task in benchmark.tasks}
     results: list[SystemResult] = []
     for name, found in rankings.items():
@@ -182,7 +170,7 @@ def _results(rankings: Rankings, benchmark: Benchmark, measures: Sequence[Measur
     return results
 
 
-def _texts(benchmark: Benchmark, rankings: Rankings, skills: SkillsById) -> ReportTexts:
+def _texts(benchmark: Benchmark, rankings: Ranked, skills: Mapping[str, Skill]) -> ReportTexts:
     """What the page shows in words; of the pool's names those that it can come to show."""
     relevances = {task.query.query_id: task.relevance for task in benchmark.tasks}
     shown = {skill_id for found in rankings.values() for ranking in found.values() for skill_id in ranking}
@@ -207,15 +195,15 @@ def _report(
     return build_report(benchmark.name, results, slices, measures, seed, analysis, (*benchmark.notes, *notes))
 
 
-def _judge_notes(asked: Mapping[str, Ranked]) -> list[str]:
-    """A sentence for each judge that did not choose for every query."""
+def _select_notes(stages: Mapping[str, Sequence[RankedStage]]) -> list[str]:
+    """A sentence for each chat model that did not choose for every query."""
     notes: list[str] = []
-    for name, ranked in asked.items():
-        if ranked.judged and (num := ranked.judged["num_unusable"]):
-            why = ", ".join(f"{kind} {count}" for kind, count in ranked.judged["unusable"].items())
+    for stage in chain(*stages.values()):
+        if num := stage.counts.get("num_unusable"):
+            why = ", ".join(f"{kind} {count}" for kind, count in stage.counts["unusable"].items())
             notes.append(
-                f"{name}: the judge chose nothing for {num} of {ranked.judged['num_asked']} queries ({why}); there its "
-                "figures are those of the stage before."
+                f"{stage.name}: the chat model chose nothing for {num} of {stage.counts['num_asked']} queries ({why}); "
+                "there its figures are those of the stage before."
             )
     return notes
 

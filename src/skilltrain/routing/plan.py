@@ -1,66 +1,50 @@
 """What ranking would ask of servers that cost money, told before it is asked."""
 
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from skilltrain.data.stored_skills import StoredSkills
+from skilltrain.data.pool.read import read_pool
 from skilltrain.evaluation.benchmarks.load import load_benchmark
-from skilltrain.retrieval.api_encoder import ApiEncoderSource, plan_encoding
+from skilltrain.records import Query, Skill
+from skilltrain.retrieval.api import ApiConfig
+from skilltrain.retrieval.api_encoder import plan_encoding
+from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.judge import plan_judge
+from skilltrain.retrieval.rankers import key_of, parts_of
+from skilltrain.retrieval.select import SelectConfig
 from skilltrain.routing.candidates import CandidatesConfig
 from skilltrain.routing.evaluate import EvaluateConfig, check_use, skills_of
-from skilltrain.routing.systems import SystemConfig
+from skilltrain.tables import select_queries
 
 
 def plan_evaluate(config: EvaluateConfig) -> dict[str, Any]:
-    """How much would be ranked, and about what judges and embeddings APIs would take, by system (`--dry-run`).
+    """How much would be ranked, and about what chat models and embeddings servers would take, by system (`--dry-run`).
 
-    Asks nobody; the pool's texts pass through a temporary file. `dollars` are those of all together, None where a price
-    is not known.
+    Asks nobody. `dollars` are those of all together, None where a price is not known.
     """
     benchmark = load_benchmark(config.benchmark, config.split)
     check_use(config, benchmark)
-    queries = {task.query.query_id: task.query.text for task in benchmark.tasks}
-    with _scratch() as scratch:
-        return _plan(config.systems, queries, skills_of(config.pool, benchmark, scratch))
+    return _plan(config.systems, [task.query for task in benchmark.tasks], skills_of(config.pool, benchmark))
 
 
 def plan_candidates(config: CandidatesConfig) -> dict[str, Any]:
     """As `plan_evaluate`, of the one system that ranks."""
-    with _scratch() as scratch:
-        return _plan((config.system,), config.query_texts(), StoredSkills.of_table(config.pool, scratch))
+    return _plan([config.system], select_queries(config.queries, config.split), read_pool(config.pool))
 
 
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="skilltrain-") as folder:
-        yield Path(folder)
-
-
-def _plan(systems: tuple[SystemConfig, ...], queries: dict[str, str], skills: StoredSkills) -> dict[str, Any]:
+def _plan(systems: Sequence[SystemConfig], queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any]:
     counts = {"num_queries": len(queries), "num_skills": len(skills), "num_systems": len(systems)}
-    asked = _asked(systems, queries, skills)
+    texts = {query.query_id: query.text for query in queries}
+    asked: dict[str, dict[str, Any]] = {}
+    seen: set[str] = set()
+    for system in systems:
+        for part in parts_of(system.rankers):
+            if isinstance(part, SelectConfig):
+                asked.setdefault(system.name, {})[part.kind] = plan_judge(part, texts, skills, part.keep)
+            elif isinstance(part, ApiConfig) and key_of(part) not in seen:  # what two systems share is asked once
+                seen.add(key_of(part))
+                asked.setdefault(system.name, {})[part.kind] = plan_encoding(part, skills, texts.values())
     if not asked:
         return counts
     prices = [cost["dollars"] for costs in asked.values() for cost in costs.values()]
     return counts | {"asked": asked, "dollars": None if None in prices else round(sum(prices), 6)}
-
-
-def _asked(
-    systems: tuple[SystemConfig, ...], queries: dict[str, str], skills: StoredSkills
-) -> dict[str, dict[str, dict[str, Any]]]:
-    """System → part of it → what it would take; a first stage that several systems share is asked for the first."""
-    asked: dict[str, dict[str, dict[str, Any]]] = {}
-    seen: set[str] = set()
-    for system in systems:
-        source, costs = system.first_stage, dict[str, dict[str, Any]]()
-        if isinstance(source, ApiEncoderSource) and repr(source) not in seen:
-            seen.add(repr(source))
-            costs["embeddings"] = plan_encoding(source, skills, queries.values())
-        if system.judge is not None:
-            costs["judge"] = plan_judge(system.judge, queries, skills, system.num_candidates)
-        asked |= {system.name: costs} if costs else {}
-    return asked

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from skilltrain.data.screening import Flag, screen
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Skill
-from skilltrain.routing.skills_by_id import SkillsById
-from skilltrain.routing.systems import SystemConfig, rank_with_systems
+from skilltrain.records import Query, Skill
+from skilltrain.retrieval.cascade import SystemConfig, run_systems
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,11 @@ def route(
     """
     if not request.strip():
         raise SkilltrainError("the request is empty")
-    ranking = rank_with_systems([system], {"request": request}, skills, top)[system.name]["request"]
-    by_id = SkillsById(skills)
-    answers = [(rank, score, by_id[skill_id]) for rank, (skill_id, score) in enumerate(ranking, 1)]
-    return [
-        RoutedSkill(rank, score, skill, tuple(screen(skill) if flags is None else flags.get(skill.skill_id, ())))
-        for rank, score, skill in answers
-    ]
+    query = Query("request", request, kind="", origin="", split="")
+    ranking = run_systems([system], [query], skills, top)[system.name][-1].rankings[query.query_id]
+    by_id = {skill.skill_id: skill for skill in skills}
+    answers: list[RoutedSkill] = []
+    for rank, (skill_id, score) in enumerate(ranking, 1):
+        found = screen(by_id[skill_id]) if flags is None else flags.get(skill_id, ())
+        answers.append(RoutedSkill(rank, score, by_id[skill_id], tuple(found)))
+    return answers

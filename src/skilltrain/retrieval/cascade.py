@@ -1,0 +1,230 @@
+"""A system is a list of rankers: the first ranks the pool, each next one orders what the one before it found."""
+
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+from pydantic import Field, model_validator
+
+from skilltrain.config import Config
+from skilltrain.errors import SkilltrainError
+from skilltrain.records import Query, Rankings, Skill
+from skilltrain.retrieval.api import ApiConfig
+from skilltrain.retrieval.rankers import (
+    OWN,
+    Ranker,
+    RankerConfig,
+    is_own,
+    key_of,
+    needs_candidates,
+    open_ranker,
+    parts_of,
+)
+from skilltrain.retrieval.saved import SavedConfig
+from skilltrain.retrieval.select import Select, SelectConfig
+from skilltrain.tables import RANKINGS, table_from_rows
+from skilltrain.terminal import say, without_bars
+
+_OLD_KEYS = {"lexical": "lexical", "encoder": "dense", "embeddings": "api", "reranker": "rerank", "judge": "select"}
+_OLD_NAMES = {"num_candidates": "keep", "first_stage_weight": "first_weight"}
+
+
+class SystemConfig(Config):
+    """One way to rank the pool for a query."""
+
+    name: str = Field(min_length=1, description="what tables call it")
+    rankers: tuple[RankerConfig, ...] = Field(
+        min_length=1, description="the first ranks the pool, each next one orders what the one before it found"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _new_form(cls, values: Any) -> Any:
+        """`values` themselves. Raises ValueError for the form without rankers, with the same system in this form."""
+        if isinstance(values, Mapping) and (old := [key for key in values if key in _OLD_KEYS | _OLD_NAMES]):
+            form = json.dumps(_in_new_form(values), ensure_ascii=False).replace('"', "")
+            raise ValueError(f"'{old[0]}' is of the old form; write rankers: {form}")
+        return values
+
+    @model_validator(mode="after")
+    def _starts_with_the_pool(self) -> "SystemConfig":
+        if needs_candidates(first := self.rankers[0]):
+            raise ValueError(f"the first ranker finds skills in the pool; {first.kind} only orders those of another")
+        return self
+
+
+def _in_new_form(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rankers of a system in the old form."""
+    rankers = [{"kind": kind} | dict(values[key]) for key, kind in _OLD_KEYS.items() if values.get(key) is not None]
+    for ranker in rankers:
+        takes = {"rerank": ("keep", "first_weight"), "select": ("keep",)}.get(ranker["kind"], ())
+        ranker |= {new: values[old] for old, new in _OLD_NAMES.items() if old in values and new in takes}
+    return rankers
+
+
+@dataclass(frozen=True)
+class RankedStage:
+    """What one ranker of a system answered.
+
+    `name` is the system's for its last ranker, `<system>/<number> <kind>` for those before. `seconds` are those of a
+    query when all were ranked together, `alone` those of each query that was asked alone. `counts` is what a ranker
+    that asks a chat model has to tell.
+    """
+
+    name: str
+    kind: str
+    rankings: Rankings
+    seconds: float
+    alone: tuple[float, ...]
+    counts: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    rankings: Rankings
+    seconds: float
+    counts: Mapping[str, Any]
+
+
+class Cascade:
+    """Runs systems for the same queries over one pool; what two systems begin with in common runs once.
+
+    `own` is the model in training, which a ranker with `source: self` stands for. What it is part of runs anew each
+    time, so that a trainer can ask again after some more steps.
+    """
+
+    def __init__(
+        self, queries: Sequence[Query], skills: Sequence[Skill], depth: int, own: Ranker | None = None
+    ) -> None:
+        if not queries:
+            raise SkilltrainError("there is no query to rank for")
+        self.queries, self.skills, self.depth = queries, skills, depth
+        self._opened: dict[str, Ranker] = {} if own is None else {OWN: own}
+        self._answers: dict[str, _Answer] = {}
+
+    def run(self, system: SystemConfig, num_timed: int = 0) -> tuple[RankedStage, ...]:
+        """What each ranker of `system` answers; the last one's rankings are cut at the depth.
+
+        `num_timed` queries are asked once more, alone, where no ranker asks a server.
+        """
+        keeps = keeps_of(system, self.depth)
+        alone = self._times_alone(system, keeps, num_timed)
+        stages: list[RankedStage] = []
+        for number, ranker in enumerate(system.rankers, 1):
+            answer = self._answer(system, keeps, number, stages[-1].rankings if stages else None)
+            name = f"{system.name}/{number} {ranker.kind}" if number < len(system.rankers) else system.name
+            seconds = tuple(row[number - 1] for row in alone)
+            stages.append(RankedStage(name, ranker.kind, answer.rankings, answer.seconds, seconds, answer.counts))
+        cut = {query_id: ranking[: self.depth] for query_id, ranking in stages[-1].rankings.items()}
+        return (*stages[:-1], replace(stages[-1], rankings=cut))
+
+    def release(self, later: Iterable[SystemConfig]) -> None:
+        """Let go of all models and vectors that no `later` system needs."""
+        needed = {OWN} | {key_of(part) for system in later for part in parts_of(system.rankers)}
+        self._opened = {key: ranker for key, ranker in self._opened.items() if key in needed}
+
+    def _answer(self, system: SystemConfig, keeps: Sequence[int], number: int, before: Rankings | None) -> _Answer:
+        """What the first `number` rankers of `system` make of the queries, given what all but the last did."""
+        rankers, keep = system.rankers[:number], keeps[number - 1]
+        key = repr([ranker.model_copy(update={"keep": n}) for ranker, n in zip(rankers, keeps, strict=False)])
+        if key in self._answers:
+            return self._answers[key]
+        ranker = open_ranker(rankers[-1], self.skills, self._opened)
+        started = time.perf_counter()
+        rankings = ranker.rank(self.queries, before, keep)
+        seconds = (time.perf_counter() - started) / len(self.queries)
+        if not all(math.isfinite(score) for ranking in rankings.values() for _, score in ranking):
+            raise SkilltrainError(f"ranker {number}, {rankers[-1].kind}, gave scores that are no numbers",
+                                  where=f"system {system.name}")  # fmt: skip
+        answer = _Answer(rankings, seconds, ranker.counts if isinstance(ranker, Select) else {})
+        if not any(is_own(ranker) for ranker in rankers):
+            self._answers[key] = answer
+        return answer
+
+    def _times_alone(self, system: SystemConfig, keeps: Sequence[int], num: int) -> list[list[float]]:
+        """Seconds of each ranker for each of `num` queries, asked alone; the first once more before, to warm up.
+
+        They are asked under ids of their own, so that no score that is remembered of them helps.
+        """
+        if not num:
+            return []
+        if any(isinstance(part, ApiConfig | SelectConfig | SavedConfig) for part in parts_of(system.rankers)):
+            say(f"{system.name}: not timed, for it asks a server or reads rankings from a file")
+            return []
+        rankers = [open_ranker(ranker, self.skills, self._opened) for ranker in system.rankers]
+        queries = [self.queries[0], *self.queries[:num]]
+        again = [replace(query, query_id=f"{system.name} {number}") for number, query in enumerate(queries)]
+        with without_bars():
+            return [_times_of(rankers, query, keeps) for query in again][1:]
+
+
+def _times_of(rankers: Sequence[Ranker], query: Query, keeps: Sequence[int]) -> list[float]:
+    times: list[float] = []
+    rankings: Rankings | None = None
+    for ranker, keep in zip(rankers, keeps, strict=True):
+        started = time.perf_counter()
+        rankings = ranker.rank([query], rankings, keep)
+        times.append(time.perf_counter() - started)
+    return times
+
+
+def keeps_of(system: SystemConfig, depth: int) -> list[int]:
+    """How many skills each ranker keeps (or orders): as many as are asked for, and as those after it need."""
+    keeps: list[int] = []
+    for ranker in reversed(system.rankers):
+        keeps.append(max(depth, *keeps, 1) if ranker.keep is None else ranker.keep)
+    return keeps[::-1]
+
+
+def run_systems(
+    systems: Sequence[SystemConfig], queries: Sequence[Query], skills: Sequence[Skill], depth: int, num_timed: int = 0
+) -> dict[str, tuple[RankedStage, ...]]:
+    """System name → what each of its rankers answers, the last one with the `depth` best skills of each query.
+
+    Raises SkilltrainError, before any work, for two systems of one name, a model that is not there and a server whose
+    settings do not do.
+    """
+    check_systems(systems)
+    if systems and not skills:
+        raise SkilltrainError("the pool is empty")
+    cascade = Cascade(queries, skills, depth)
+    found: dict[str, tuple[RankedStage, ...]] = {}
+    for number, system in enumerate(systems, 1):
+        say(f"{system.name}: {len(queries)} queries over {len(skills)} skills")
+        found[system.name] = cascade.run(system, num_timed)
+        cascade.release(systems[number:])
+    return found
+
+
+def check_systems(systems: Sequence[SystemConfig], has_own: bool = False) -> None:
+    """Raise SkilltrainError for what can be known of systems without loading a model or asking a server.
+
+    `has_own`: there is a model in training that `source: self` can stand for.
+    """
+    names = [system.name for system in systems]
+    if len(set(names)) < len(names):
+        raise SkilltrainError("two systems have the same name", where="systems")
+    for system in systems:
+        for part in parts_of(system.rankers):
+            if not is_own(part):
+                part.check()
+            elif not has_own:
+                what = f"source {OWN} is the model in training, and nothing is trained here"
+                raise SkilltrainError(what, where=f"system {system.name}")
+
+
+def rankings_table(stages: Iterable[RankedStage]) -> pa.Table:
+    """The rankings of stages as a RANKINGS table; ranks count from 1."""
+    return table_from_rows(
+        (
+            {"query_id": query_id, "skill_id": skill_id, "rank": rank, "score": score, "stage": stage.name}
+            for stage in stages
+            for query_id, ranking in stage.rankings.items()
+            for rank, (skill_id, score) in enumerate(ranking, 1)
+        ),
+        RANKINGS,
+    )

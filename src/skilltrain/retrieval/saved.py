@@ -1,0 +1,80 @@
+"""A RANKINGS table on disk as a ranker: rankings made before, or by others, beside live systems."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from skilltrain.config import Config, InputPath
+from skilltrain.errors import SkilltrainError
+from skilltrain.records import Query, Rankings, Skill
+from skilltrain.tables import RANKINGS, read_table, table_path
+from skilltrain.terminal import say
+
+
+class SavedConfig(Config):
+    """Rankings that a stage has written (mine, filter, candidates, evaluate)."""
+
+    kind: Literal["saved"] = "saved"
+    rankings: InputPath = Field(description="RANKINGS table, or the folder that holds it")
+    stage: str | None = Field(default=None, description="which of its rankings; null where it holds one")
+    keep: int | None = Field(default=None, ge=1, description="skills a query that are kept; null: as many as needed")
+
+    def check(self) -> None:
+        """Raise SkilltrainError where the table is not there."""
+        if not table_path(self.rankings, RANKINGS).is_file():
+            raise SkilltrainError("no rankings table here", where=self.rankings)
+
+    def open(self, skills: Sequence[Skill]) -> "Saved":
+        """The rankings. Raises SkilltrainError for a stage that is not there, and for skills that the pool lacks."""
+        rankings = read_rankings(self.rankings, self.stage)
+        pool = {skill.skill_id for skill in skills}
+        for query_id, ranking in rankings.items():
+            if lost := [skill_id for skill_id, _ in ranking if skill_id not in pool]:
+                what = f"{len(lost)} of its {len(ranking)} ranked skills are not in the pool, first '{lost[0]}'"
+                raise SkilltrainError(what, where=f"{self.rankings}, query {query_id}")
+        return Saved(self.rankings, rankings)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Rankings by query."""
+
+    path: Path
+    rankings: Rankings
+
+    def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
+        """The first `keep` saved skills of each query, of the candidates alone where there are some.
+
+        A query that was not ranked gets an empty ranking, with a warning.
+        """
+        if missing := [query.query_id for query in queries if query.query_id not in self.rankings]:
+            count = f"{len(missing)} of {len(queries)}"
+            say(f"warning: {self.path}: no ranking for {count} queries, first '{missing[0]}'; they score 0")
+        found: Rankings = {}
+        for query in queries:
+            ranking = self.rankings.get(query.query_id, [])
+            if candidates is not None:
+                allowed = dict(candidates[query.query_id])
+                ranking = [pair for pair in ranking if pair[0] in allowed]
+            found[query.query_id] = ranking[:keep]
+        return found
+
+
+def read_rankings(path: Path, stage: str | None) -> Rankings:
+    """The rankings of one stage of a RANKINGS table, by query and best first.
+
+    Raises SkilltrainError where the table does not hold `stage`, or holds several and none is named.
+    """
+    table = read_table(path, RANKINGS)
+    stages = sorted(set(table.column("stage").to_pylist()))
+    if stage not in (stages if len(stages) != 1 else [*stages, None]):
+        what = f"holds no rankings of stage '{stage}'" if stage else f"holds rankings of {len(stages)} stages"
+        raise SkilltrainError(what, where=path, fix=f"give stage=… as one of {', '.join(stages[:8])}")
+    rows = [row for row in table.to_pylist() if stage in (None, row["stage"])]
+    rankings: Rankings = {}
+    for row in sorted(rows, key=lambda row: row["rank"]):
+        rankings.setdefault(row["query_id"], []).append((row["skill_id"], row["score"]))
+    return rankings
