@@ -12,7 +12,8 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.records import Query, Skill
 from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, rows_of, write_table
-from skilltrain.training.dev import Best, Dev, DevFigure, EncoderDevConfig, RerankerDevConfig
+from skilltrain.training.checkpoint import Best
+from skilltrain.training.dev import Dev, DevFigure, EncoderDevConfig, RerankerDevConfig
 from skilltrain.training.dev_sets import (
     nearest_skills,
     open_encoder_dev,
