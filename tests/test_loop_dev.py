@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ import training_runs
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.losses import InfoNCE, ListwiseCE
+from skilltrain.records import Query
+from skilltrain.retrieval.cascade import Cascade
 from skilltrain.training.checkpoint import best_checkpoint, checkpoints
-from skilltrain.training.dev import Dev, EncoderDevConfig
+from skilltrain.training.dev import Dev, DevConfig
 from skilltrain.training.loop import Run, train
 from skilltrain.training.steps import EncoderStep, Pairs, RerankerStep, StepSettings, Texts
 from training_data import training_set
@@ -29,26 +32,30 @@ def fresh_accelerate():
 
 
 @dataclass
-class ScriptedRank:
+class ScriptedRanker:
     """Ranks the gold skill at a place written down beforehand for each evaluation, whatever the model says."""
 
     places: list[int]
     signal_in: int = 0
     seen: int = 0
+    model: Any = None
 
-    def __call__(self, vectors):
+    def rank(self, queries, candidates, keep):
+        vectors = self.model(Texts([[2, 9, 3], [2, 8, 3], [2, 7, 7, 3]]))
         assert vectors.shape == (3, 32) and vectors.norm(dim=1).allclose(torch.ones(3))
         place = self.places[self.seen]
         self.seen += 1
         if self.seen == self.signal_in:
             os.kill(os.getpid(), signal.SIGTERM)
-        return {"q": [*(f"s{i}" for i in range(place - 1)), "gold"]}
+        return {"q": [(name, -float(rank)) for rank, name in enumerate([*(f"s{i}" for i in range(place - 1)), "gold"])]}
 
 
 def scripted_dev(places, tmp_path, signal_in=0, **settings):
-    config = EncoderDevConfig(benchmark=tmp_path, **{"every": 1} | settings)
+    config = DevConfig(benchmark=tmp_path, **{"every": 1} | settings)
     relevance = {"q": Relevance(gold=frozenset({"gold"}), gains={"gold": 1.0})}
-    return Dev(config, relevance, [[2, 9, 3], [2, 8, 3], [2, 7, 7, 3]], ScriptedRank(places, signal_in))
+    own = ScriptedRanker(places, signal_in)
+    queries = [Query("q", "find", "single", "test", "dev")]
+    return Dev(config, relevance, Cascade(queries, [], 20, own), own)
 
 
 def run(step, out, dev, resume=False, **changes):

@@ -249,7 +249,7 @@ def test_scores_equal_plain_code_with_left_padding(reranker):
 def test_scores_equal_plain_sentence_transformers(reranker, tmp_path):
     from sentence_transformers import CrossEncoder
 
-    from skilltrain.export.folder import save_reranker
+    from skilltrain.export.sentence_transformers import save_reranker
 
     save_reranker(reranker, tmp_path, base="qwen3")
     plain = CrossEncoder(str(tmp_path), device="cpu")

@@ -28,14 +28,20 @@ def test_ids_and_lengths_by_hand():
     store = tokenized(["x", "y", "z", "empty"], ["ab", "c", "ab", ""], letters, "letters", None)
     assert [store[key].tolist() for key in ("x", "y", "z", "empty")] == [[97, 98], [99], [97, 98], []]
     assert store.lengths.tolist() == [2, 1, 2, 0]
+    assert len(store) == 4
+    assert "x" in store
+    assert "w" not in store
     assert letters.seen == ["ab", "c", ""]  # the text of x and z once
     assert store["x"].dtype == np.int32
     assert np.shares_memory(store["x"], store["z"])
+    with pytest.raises(KeyError):
+        store["w"]
 
 
 def test_no_texts():
     store = tokenized([], [], Letters(), "letters", None)
-    assert dict(store) == {}
+    assert len(store) == 0
+    assert store.lengths.tolist() == []
 
 
 def test_more_texts_than_a_block(monkeypatch):

@@ -98,6 +98,10 @@ def test_deepspeeds_files_execute_no_code(both_ranks):
     assert not (root / "zero2 encoder" / "resumed" / "executed").exists()
 
 
+def test_all_ranks_agree_on_the_figures(both_ranks):
+    assert [result["figure"] for result in both_ranks[1]] == [1.0, 1.0]
+
+
 def test_a_signal_to_one_rank_stops_both_with_one_checkpoint(both_ranks):
     root, results = both_ranks
     said = [result["interrupted"] for result in results]

@@ -18,11 +18,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.metrics import Relevance
 from skilltrain.losses import InfoNCE, ListwiseCE
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.reranker import RerankerConfig, load_reranker
+from skilltrain.models.token_store import tokenized
+from skilltrain.records import Query
+from skilltrain.retrieval.cascade import Cascade
 from skilltrain.training import checkpoint
 from skilltrain.training.checkpoint import checkpoints
+from skilltrain.training.dev import Dev, DevConfig, OwnEncoder
 from skilltrain.training.engine import EngineSettings, new_accelerator
 from skilltrain.training.loop import Run, TrainingConfig, train
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
@@ -115,6 +120,7 @@ def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
     results = {
         "encoder": five_steps(encoder_step(folders["bert"], recompute=True), 2),
         "reranker": five_steps(reranker_step(folders["bert_reranker"]), 2),
+        "figure": dev_figure(root, rank),
         "interrupted": interrupted(folders["bert"], root / "interrupted", rank),
         "unshared": [unshared(folders["bert"], root / "unshared", rank, resume) for resume in (False, True)],
     }
@@ -126,6 +132,16 @@ def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
     if HAS_DEEPSPEED:
         results["malicious"] = malicious(folders["qwen3"], root / "zero2 encoder" / "resumed", rank)
     torch.save(results, root / f"rank{rank}.pt")
+
+
+def dev_figure(root: Path, rank: int) -> float:
+    """MRR of a dev evaluation in which a last bit orders the skills differently on the second rank."""
+    queries, skill_ids = [Query("q", "find", "single", "test", "dev")], ["s0", "s1"]
+    tokens = [tokenized(keys, keys, lambda texts: [[0]] * len(texts), "", None) for keys in (["q"], skill_ids)]
+    own = OwnEncoder(skill_ids, *tokens)
+    relevances = {"q": Relevance(frozenset({"s0"}), {"s0": 1.0})}
+    dev = Dev(DevConfig(benchmark=root), relevances, Cascade(queries, [], 20, own), own)
+    return dev.evaluate(lambda _: torch.tensor([[1.0, 0], [1 - rank / 2, 0], [0.75, 0]]))["MRR@10"].mean
 
 
 def sharded(kind: str, folder: Path, out: Path, rank: int) -> None:

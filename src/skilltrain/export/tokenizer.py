@@ -1,10 +1,14 @@
 """Tokenizers that do by themselves what our models do around theirs, for readers that only have the folder."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 from skilltrain.models.text_tokens import TextTokenizer
+
+# A processor has no reader of its own: it is read as the part of a tokenizer that does nothing else.
+_EMPTY = {"added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
 
 
 def write_tokenizer(tokenizer: Any, max_tokens: int, aside: Path) -> None:
@@ -41,11 +45,34 @@ def reading_names_as_text(tokenizer: Any) -> Any:
 
 
 def append_token(tokenizer: Any, end: str) -> None:
-    """Make `tokenizer` append the token `end` to what it makes of a text already, in place."""
-    from tokenizers import processors
+    """Make `tokenizer` append the token `end` to what it makes of a text already, in place.
 
-    number = tokenizer.convert_tokens_to_ids(end)
-    ending = processors.TemplateProcessing(single=f"$A {end}", pair=f"$A $B {end}", special_tokens=[(end, number)])
+    A tokenizer whose added tokens are fixed in code (BertProcessing, RobertaProcessing) is left as it is.
+    """
     backend = tokenizer.backend_tokenizer
-    own = [backend.post_processor] if backend.post_processor is not None else []
-    backend.post_processor = processors.Sequence([*own, ending])
+    state = json.loads(backend.post_processor.__getstate__()) if backend.post_processor else None
+    parts = [] if state is None else state["processors"] if state["type"] == "Sequence" else [state]
+    if any(part["type"] in ("BertProcessing", "RobertaProcessing") for part in parts):
+        return
+    templates = [part for part in parts if part["type"] == "TemplateProcessing"]
+    if not templates:
+        templates = [_bare_template()]
+        parts = [*parts, *templates]
+    last = templates[-1]
+    for form in ("single", "pair"):
+        last[form].append({"SpecialToken": {"id": end, "type_id": 0}})
+    number = tokenizer.convert_tokens_to_ids(end)
+    last["special_tokens"][end] = {"id": end, "ids": [number], "tokens": [end]}
+    backend.post_processor = _processor({"type": "Sequence", "processors": parts})
+
+
+def _bare_template() -> dict[str, Any]:
+    """A TemplateProcessing that adds nothing."""
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    return {"type": "TemplateProcessing", "single": [first], "pair": [first, second], "special_tokens": {}}
+
+
+def _processor(state: dict[str, Any]) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(json.dumps(_EMPTY | {"post_processor": state})).post_processor

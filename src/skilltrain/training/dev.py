@@ -1,26 +1,40 @@
-"""How good the model is while it trains: a dev benchmark, ranked every so many steps, and the best step so far."""
+"""How good the model is while it trains: a dev benchmark, ranked every so many steps by a list of rankers."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Generic, TypeVar
+import random
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from jaxtyping import Float
 from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor
 
 from skilltrain.config import Config, InputPath
+from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task
+from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.metrics import Relevance, parse_measure, parse_measures, per_query
 from skilltrain.evaluation.statistics.bootstrap import Interval, compact, intervals
-from skilltrain.training.gather import rank_and_world
+from skilltrain.models.encoder import Encoder
+from skilltrain.models.micro_batches import TokenIds
+from skilltrain.models.reranker import PairIds, Reranker
+from skilltrain.models.token_store import TokenStore, tokenized
+from skilltrain.records import Query, Rankings, Skill
+from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems, keeps_of
+from skilltrain.retrieval.dense import DenseConfig
+from skilltrain.retrieval.nearest import VectorRanker
+from skilltrain.retrieval.rankers import OWN, RankerConfig, is_own, needs_candidates, parts_of
+from skilltrain.retrieval.rerank import RerankConfig, with_rest
+from skilltrain.terminal import say
+from skilltrain.training.gather import of_first_rank
+from skilltrain.training.steps import Pairs, Texts
 
 DEV_MEASURES = ("Hit@1", "MRR@10", "nDCG@10", "Recall@10", "Recall@20")
 _ORDER_COUNTS = ("MRR", "nDCG")  # the other measures ask only which skills stand in the top k
-
-InputT = TypeVar("InputT")
-DevFigure = Interval  # mean over the dev queries, 95% interval, number of queries
 
 
 def _known_measure(text: str) -> str:
@@ -33,15 +47,22 @@ def _known_measure(text: str) -> str:
     return str(measure)
 
 
-Metric = Annotated[str, AfterValidator(_known_measure)]
+def _depth(metric: str) -> int:
+    """How many skills a query the measures look at."""
+    return max(measure.cutoff for measure in parse_measures([*DEV_MEASURES, metric]))
 
 
-class EncoderDevConfig(Config):
-    """Rank a pool for the queries of a benchmark while the encoder trains."""
+class DevConfig(Config):
+    """Rank a pool for the queries of a benchmark while the model trains."""
 
     benchmark: InputPath = Field(description="folder of a benchmark, in a published format or in our tables")
     split: str | None = Field(default=None, description="use the queries of this split only; null for all")
     pool: InputPath | None = Field(default=None, description="skills to rank; null for the pool of the training data")
+    rankers: tuple[RankerConfig, ...] = Field(
+        default=(DenseConfig(source=OWN),),
+        min_length=1,
+        description="as in a system of the stage evaluate; source: self is the model in training",
+    )
     max_queries: int | None = Field(default=None, ge=1, description="a sample of so many queries; null for all")
     max_skills: int | None = Field(
         default=None,
@@ -49,82 +70,220 @@ class EncoderDevConfig(Config):
         description="rank only the judged skills and a sample, so many together; figures rise, and seconds fall",
     )
     every: int = Field(default=50, ge=1, description="optimiser steps between evaluations")
-    metric: Metric = Field(default="MRR@10", description="what decides which step is best, e.g. nDCG@10")
+    metric: Annotated[str, AfterValidator(_known_measure)] = Field(
+        default="MRR@10", description="what decides which step is best, e.g. nDCG@10"
+    )
     patience: int | None = Field(
         default=None, ge=1, description="evaluations without a new best after which training stops; null for never"
     )
     seed: int = Field(default=0, ge=0, description="seed of the samples and of the bootstrap")
 
-
-class RerankerDevConfig(Config):
-    """Order candidates for the queries of a benchmark while the reranker trains."""
-
-    benchmark: InputPath = Field(description="folder of a benchmark, in a published format or in our tables")
-    split: str | None = Field(default=None, description="use the queries of this split only; null for all")
-    pool: InputPath | None = Field(default=None, description="texts of the candidates; null for the training pool")
-    candidates: InputPath = Field(description="RANKINGS of a stage candidates for these queries")
-    num_candidates: int = Field(default=20, ge=2, description="candidates a query; gold beyond them counts as missed")
-    max_queries: int | None = Field(default=None, ge=1, description="a sample of so many queries; null for all")
-    every: int = Field(default=50, ge=1, description="optimiser steps between evaluations")
-    metric: Metric = Field(default="MRR@10", description="what decides which step is best, e.g. nDCG@10")
-    patience: int | None = Field(
-        default=None, ge=1, description="evaluations without a new best after which training stops; null for never"
-    )
-    seed: int = Field(default=0, ge=0, description="seed of the sample and of the bootstrap")
-
     @model_validator(mode="after")
-    def _metric_can_change(self) -> "RerankerDevConfig":
-        measure = parse_measure(self.metric)
-        if measure.name not in _ORDER_COUNTS and measure.cutoff >= self.num_candidates:
-            raise ValueError(f"metric: {self.metric} is the same for every order of {self.num_candidates} candidates")
+    def _can_be_ranked(self) -> "DevConfig":
+        measure, last = parse_measure(self.metric), self.rankers[-1]
+        if needs_candidates(self.rankers[0]):
+            raise ValueError("rankers: the first one finds skills, for instance {kind: saved, rankings: FOLDER}")
+        if not any(is_own(ranker) for ranker in self.rankers):
+            raise ValueError("rankers: none of them is the model in training (source: self)")
+        if isinstance(last, RerankConfig) and measure.name not in _ORDER_COUNTS:
+            keep = last.keep or _depth(self.metric)
+            if measure.cutoff >= keep:
+                raise ValueError(f"metric: {self.metric} is the same for every order of {keep} candidates")
         return self
+
+    @property
+    def system(self) -> SystemConfig:
+        """The rankers as a system."""
+        return SystemConfig(name="dev", rankers=self.rankers)
+
+    def trains(self, kind: type[DenseConfig] | type[RerankConfig]) -> bool:
+        """Whether every ranker that is the model in training is of this kind."""
+        parts = [part for part in parts_of(self.rankers) if isinstance(part, DenseConfig | RerankConfig)]
+        return all(isinstance(part, kind) for part in parts if part.source == OWN)
+
+
+@runtime_checkable
+class OwnRanker(Protocol):
+    """The model in training as a ranker; `model` is the step module, wrapped for the launch, at each evaluation."""
+
+    model: Any
+
+    def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
+        """As any ranker's; all ranks must call it together."""
+        ...
+
+
+@dataclass
+class OwnEncoder:
+    """The encoder in training as a ranker: all ranks together encode the pool anew each time that they are asked."""
+
+    skill_ids: Sequence[str]
+    query_tokens: TokenStore
+    skill_tokens: TokenStore
+    model: Any = None
+
+    @classmethod
+    def of(cls, encoder: Encoder, queries: Sequence[Query], skills: Sequence[Skill]) -> "OwnEncoder":
+        """The texts tokenised, once for all evaluations."""
+        skill_ids, texts = [skill.skill_id for skill in skills], [query.text for query in queries]
+        template, most = encoder.settings.template.skill, encoder.settings.max_tokens
+        rendered = [template.render(skill) for skill in skills]
+        return cls(
+            skill_ids,
+            tokenized([query.query_id for query in queries], texts, encoder.tokenize_queries, "", None),
+            tokenized(skill_ids, rendered, lambda texts: encoder.tokenize(texts, most), "", None),
+        )
+
+    def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
+        """The `keep` nearest skills of each query, of its candidates alone where there are some."""
+        texts: list[TokenIds] = [self.query_tokens[query.query_id] for query in queries]
+        texts += [self.skill_tokens[skill_id] for skill_id in self.skill_ids]
+        vectors = _finite(self.model(Texts(texts))).cpu().numpy()
+        ranker = VectorRanker(self.skill_ids, vectors[len(queries) :], lambda _: vectors[: len(queries)])
+        return ranker.rank(queries, candidates, keep)
+
+
+@dataclass
+class OwnReranker:
+    """The reranker in training as a ranker: all ranks together score the candidates that the first rank has."""
+
+    reranker: Reranker
+    skills: Mapping[str, Skill]
+    model: Any = None
+    _tokens: dict[str, TokenIds] = field(default_factory=dict)
+
+    def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
+        """The first `keep` candidates of each query by score, the others behind them in their order."""
+        candidates = of_first_rank(candidates)
+        assert candidates is not None, "a reranker needs candidates"
+        asked = [query for query in queries if candidates[query.query_id]]
+        firsts = [[skill_id for skill_id, _ in candidates[query.query_id][:keep]] for query in asked]
+        lists = [self._pairs(query, skill_ids) for query, skill_ids in zip(asked, firsts, strict=True)]
+        scores = _finite(self.model(Pairs(lists)))
+        rankings: Rankings = {query.query_id: [] for query in queries}
+        rows = scores.split([len(pairs) for pairs in lists])
+        for query, skill_ids, row in zip(asked, firsts, rows, strict=True):
+            scored = [*zip(skill_ids, row.tolist(), strict=True)]
+            rankings[query.query_id] = with_rest(scored, candidates[query.query_id][keep:])
+        return rankings
+
+    def _pairs(self, query: Query, skill_ids: Sequence[str]) -> list[PairIds]:
+        new = [skill_id for skill_id in skill_ids if skill_id not in self._tokens]
+        found = self.reranker.tokenize_skills([self.skills[skill_id] for skill_id in new])
+        self._tokens |= {s: np.array(ids, np.int32) for s, ids in zip(new, found, strict=True)}
+        ids = self.reranker.tokenize_query(query.text)
+        return [self.reranker.join(ids, self._tokens[skill_id]) for skill_id in skill_ids]
+
+
+def _finite(output: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Vectors [text, dim] or scores [pair]. Raises SkilltrainError where one is no number."""
+    if not torch.isfinite(output).all():
+        raise SkilltrainError("the model's output on the dev benchmark is no number", where="dev")
+    return output.float()
 
 
 @dataclass(frozen=True)
-class Dev(Generic[InputT]):
-    """A dev benchmark made ready: what the model shall run on, and how its output becomes figures.
+class Dev:
+    """A dev benchmark made ready: the queries, what they ask for, and the rankers, one of which is the model."""
 
-    `rank` turns the output for all `inputs` into query_id → skill ids, best first; ties keep the order of the pool
-    or of the candidates.
-    """
-
-    config: EncoderDevConfig | RerankerDevConfig
+    config: DevConfig
     relevances: Mapping[str, Relevance]
-    inputs: Sequence[InputT]
-    rank: Callable[[Tensor], dict[str, list[str]]]
+    cascade: Cascade
+    own: OwnRanker
 
-    @property
-    def every(self) -> int:
-        """Optimiser steps between evaluations."""
-        return self.config.every
-
-    def evaluate(self, run: Callable[[Sequence[InputT]], Tensor]) -> dict[str, DevFigure]:
+    def evaluate(self, model: Any) -> dict[str, Interval]:
         """Measure name → figure, the same on every rank; all ranks must call it.
 
-        `run` gives unit vectors [text, dim] (encoder) or flat scores [pair] (reranker) for all inputs, in order.
-        Raises SkilltrainError where its output is no number.
+        `model` is the step module, wrapped for the launch. Raises SkilltrainError where its output is no number.
         """
-        output = run(self.inputs)
-        if not torch.isfinite(output).all():
-            raise SkilltrainError("the model's output on the dev benchmark is no number", where=self.config.benchmark)
+        self.own.model = model
+        stages = self.cascade.run(self.config.system)
+        rankings = {query_id: [s for s, _ in ranking] for query_id, ranking in stages[-1].rankings.items()}
         measures = parse_measures([*DEV_MEASURES, self.config.metric])
-        values = per_query(self.rank(output), self.relevances, measures)
+        values = per_query(rankings, self.relevances, measures)
         table = np.array([[row[str(measure)] for measure in measures] for row in values.values()])
-        found = intervals(table, seed=self.config.seed)
-        agreed = _of_first_rank([[one.mean, one.low, one.high] for one in found], output.device)
-        figures = (DevFigure(mean, low, high, len(values)) for mean, low, high in agreed)
-        return dict(zip(map(str, measures), figures, strict=True))
+        # The first rank's figures on every rank: a last bit that differs must not let one rank stop alone.
+        found = of_first_rank(intervals(table, seed=self.config.seed))
+        return {str(measure): figure for measure, figure in zip(measures, found, strict=True)}
 
-    def line(self, figures: Mapping[str, DevFigure]) -> str:
-        """The figures in one line for the terminal: the metric that decides with its interval, then the others."""
+    def line(self, figures: Mapping[str, Interval]) -> str:
+        """The figures for people: the metric that decides with its interval, then the others."""
         others = (f"{name} {compact(figure.mean, 3)}" for name, figure in figures.items() if name != self.config.metric)
         return "  ".join((f"{self.config.metric} {figures[self.config.metric]}", *others))
 
 
-def _of_first_rank(values: list[list[float]], device: torch.device) -> list[list[float]]:
-    """The first rank's values on every rank: a last bit that differs must not let one rank stop without the others."""
-    if rank_and_world()[1] == 1:
-        return values
-    table = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.broadcast(table, 0)
-    return table.tolist()
+def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) -> Dev:
+    """The dev benchmark for a model in training; what the rankers before it find is found now, and once.
+
+    Raises SkilltrainError for a benchmark without a query to score, and where no gold skill can be found at all.
+    """
+    check_systems([config.system], has_own=True)
+    benchmark, path = _sampled(load_benchmark(config.benchmark, config.split), config), config.pool or training_pool
+    pool = _pool(benchmark, path)
+    queries, tasks = [task.query for task in benchmark.tasks], benchmark.tasks
+    skills = _sampled_skills([*pool.values()], {s for task in tasks for s in task.relevance.gains}, config)
+    say(f"dev: {len(tasks):,} queries of {config.benchmark}, ranked over {len(skills):,} of {len(pool):,} skills")
+    if isinstance(model, Encoder):
+        own = OwnEncoder.of(model, queries, skills)
+    else:
+        own = OwnReranker(model, {skill.skill_id: skill for skill in skills})
+    keeps = [ranker.keep for ranker in config.rankers if ranker.keep]
+    cascade = Cascade(queries, skills, max(_depth(config.metric), *keeps, 1), own)
+    _say_missed(tasks, pool, _before_own(config, cascade), path)
+    relevances = {task.query.query_id: _within(task.relevance, pool) for task in tasks}
+    return Dev(config, relevances, cascade, own)
+
+
+def _before_own(config: DevConfig, cascade: Cascade) -> Rankings | None:
+    """What the rankers before the model find, which the cascade remembers; None where the model ranks the pool."""
+    number = next(number for number, ranker in enumerate(config.rankers) if is_own(ranker))
+    if not number:
+        return None
+    keeps = keeps_of(config.system, cascade.depth)
+    before = [one.model_copy(update={"keep": k}) for one, k in zip(config.rankers[:number], keeps, strict=False)]
+    found = cascade.run(SystemConfig(name="dev", rankers=tuple(before)))[-1].rankings
+    cascade.release([config.system.model_copy(update={"rankers": config.rankers[number:]})])
+    return found
+
+
+def _sampled(benchmark: Benchmark, config: DevConfig) -> Benchmark:
+    """The benchmark with at most so many of its tasks, in their order."""
+    tasks = benchmark.tasks
+    if config.max_queries is None or config.max_queries >= len(tasks):
+        return benchmark
+    chosen = sorted(random.Random(config.seed).sample(range(len(tasks)), config.max_queries))
+    return replace(benchmark, tasks=tuple(tasks[position] for position in chosen))
+
+
+def _pool(benchmark: Benchmark, path: Path) -> dict[str, Skill]:
+    """skill_id → skill of the pool; the benchmark's own gold skills come last and never replace one of the pool."""
+    pool = {skill.skill_id: skill for skill in read_pool(path)}
+    return pool | {skill.skill_id: skill for skill in benchmark.gold_skills if skill.skill_id not in pool}
+
+
+def _sampled_skills(skills: list[Skill], judged: Collection[str], config: DevConfig) -> list[Skill]:
+    """All judged skills and as many others as make up `max_skills`, in the order of the pool."""
+    others = [skill.skill_id for skill in skills if skill.skill_id not in judged]
+    room = len(others) if config.max_skills is None else max(0, config.max_skills - (len(skills) - len(others)))
+    chosen = set(random.Random(config.seed).sample(others, min(room, len(others))))
+    return [skill for skill in skills if skill.skill_id in judged or skill.skill_id in chosen]
+
+
+def _within(relevance: Relevance, pool: Collection[str]) -> Relevance:
+    """`relevance` without the gains of skills that are neither gold nor in the pool, as the stage evaluate scores."""
+    gains = {s: gain for s, gain in relevance.gains.items() if s in pool or s in relevance.gold}
+    return replace(relevance, gains=gains)
+
+
+def _say_missed(tasks: Sequence[Task], pool: Collection[str], found: Rankings | None, path: Path) -> None:
+    """Say how much gold no ranking can hold. Raises SkilltrainError where that is all of it."""
+    place = "the pool" if found is None else "the candidates of the rankers before the model"
+    golds = [(task.query.query_id, skill_id) for task in tasks for skill_id in task.relevance.gold]
+    missed = [(q, s) for q, s in golds if s not in (pool if found is None else dict(found[q]))]
+    if len(missed) == len(golds):
+        what = f"no gold skill of the {len(tasks)} dev queries is among {place}"
+        raise SkilltrainError(what, where=path, fix="check that benchmark, split, pool and rankers belong together")
+    if missed:
+        num_queries = len({query_id for query_id, _ in missed})
+        what = f"dev: {len(missed):,} of {len(golds):,} gold skills ({num_queries:,} queries) are not among {place}"
+        say(f"{what} and count as missed")

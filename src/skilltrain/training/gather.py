@@ -1,11 +1,13 @@
 """Rows of all ranks, with gradient."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
+
+ValueT = TypeVar("ValueT")
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -23,6 +25,14 @@ def highest_on_any_rank(number: int, device: torch.device) -> int:
     highest = torch.tensor(number, device=device)
     dist.all_reduce(highest, dist.ReduceOp.MAX)
     return int(highest)
+
+
+def of_first_rank(value: ValueT) -> ValueT:
+    """What the first rank gives, on every rank."""
+    box = [value]
+    if rank_and_world()[1] > 1:
+        dist.broadcast_object_list(box, 0)
+    return box[0]
 
 
 def gather_rows(rows: Float[Tensor, "own dim"], total: int) -> Float[Tensor, "total dim"]:

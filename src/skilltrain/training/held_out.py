@@ -18,13 +18,11 @@ from skilltrain.data.contamination.grounds import (
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.terminal import say
-from skilltrain.training.dev import EncoderDevConfig, RerankerDevConfig
+from skilltrain.training.dev import DevConfig
 from skilltrain.training.training_set import ListsSource, TrainingSet
 
 
-def check_held_out(
-    source: ListsSource, dev: EncoderDevConfig | RerankerDevConfig | None, data: TrainingSet
-) -> dict[str, int]:
+def check_held_out(source: ListsSource, dev: DevConfig | None, data: TrainingSet) -> dict[str, int]:
     """How many lists are contaminated, by summary key; a key is there where its benchmark was compared.
 
     With the benchmarks of `held_out` queries and positives are compared, with the dev benchmark queries alone: a dev

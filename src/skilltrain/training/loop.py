@@ -37,7 +37,7 @@ from skilltrain.training.engine import shards_weights
 from skilltrain.training.log import TrackedRun, TrackerName, TrainingLog, open_trackers
 from skilltrain.training.meter import Meter, StepResult
 from skilltrain.training.optimizer import new_optimizer, schedule, set_learning_rate
-from skilltrain.training.steps import EncoderStep, Pairs, RerankerStep, Texts, TokenCount
+from skilltrain.training.steps import EncoderStep, RerankerStep, TokenCount
 from skilltrain.training.training_set import TrainingList
 
 StepModule = EncoderStep | RerankerStep
@@ -237,17 +237,16 @@ def _counted(accelerator: Accelerator, step_module: StepModule) -> tuple[int, in
 
 
 def _is_due(dev: Dev | None, step: int, is_last: bool) -> bool:
-    return dev is not None and (is_last or step % dev.every == 0)
+    return dev is not None and (is_last or step % dev.config.every == 0)
 
 
 def _evaluate(parts: _Parts, step_module: StepModule, log: TrainingLog) -> bool:
     """Whether the model does better on the dev benchmark than ever before; all ranks compute it together."""
     dev, model = parts.run.dev, parts.model
     assert dev is not None
-    wrap = Texts if isinstance(step_module, EncoderStep) else Pairs
     model.eval()
     with torch.no_grad():
-        figures = dev.evaluate(lambda texts: model(wrap(texts)).float())
+        figures = dev.evaluate(model)
     model.train()
     step_module.count = TokenCount()
     log.write_dev(parts.position.step, figures)

@@ -13,7 +13,9 @@ from skilltrain.losses import EncoderLoss, InfoNCE, ListwiseCE, Matryoshka, Rera
 from skilltrain.models.adapters import AdapterConfig, add_adapter, loading_options
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
-from skilltrain.training.dev import EncoderDevConfig, RerankerDevConfig
+from skilltrain.retrieval.dense import DenseConfig
+from skilltrain.retrieval.rerank import RerankConfig
+from skilltrain.training.dev import DevConfig
 from skilltrain.training.loop import TrainingConfig
 from skilltrain.training.training_set import ListsSource
 
@@ -35,8 +37,15 @@ class TrainEncoderConfig(Config):
         "made from one template, data.clusters tells them apart better",
     )
     training: TrainingConfig = Field(default=TrainingConfig(), description="how to train")
-    dev: EncoderDevConfig | None = Field(default=None, description="what to evaluate on while training")
+    dev: DevConfig | None = Field(default=None, description="what to evaluate on while training")
     out: Path = Field(description="folder to write the model to")
+
+    @field_validator("dev")
+    @classmethod
+    def _evaluates_an_encoder(cls, dev: DevConfig | None) -> DevConfig | None:
+        if dev is not None and not dev.trains(DenseConfig):
+            raise ValueError("rankers: an encoder in training is {kind: dense, source: self}")
+        return dev
 
 
 class TrainRerankerConfig(Config):
@@ -50,7 +59,7 @@ class TrainRerankerConfig(Config):
     training: TrainingConfig = Field(
         default=TrainingConfig(batch_size=1, accumulation=16, learning_rate=1e-5), description="how to train"
     )
-    dev: RerankerDevConfig | None = Field(default=None, description="what to evaluate on while training")
+    dev: DevConfig | None = Field(default=None, description="what to evaluate on while training")
     out: Path = Field(description="folder to write the model to")
 
     @field_validator("loss")
@@ -59,6 +68,14 @@ class TrainRerankerConfig(Config):
         if loss.needs_sides:
             raise ValueError("a reranker compares skills with its own query only: directions must be query_to_skill")
         return loss
+
+    @field_validator("dev")
+    @classmethod
+    def _evaluates_a_reranker(cls, dev: DevConfig | None) -> DevConfig | None:
+        if dev is not None and not dev.trains(RerankConfig):
+            example = "[{kind: saved, rankings: FOLDER}, {kind: rerank, source: self, keep: 20}]"
+            raise ValueError(f"rankers: a reranker in training orders the candidates of others: {example}")
+        return dev
 
 
 TrainConfig = TrainEncoderConfig | TrainRerankerConfig

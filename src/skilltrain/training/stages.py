@@ -8,8 +8,7 @@ from skilltrain.files import cache_folder
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import default_device
 from skilltrain.terminal import is_main_process, say
-from skilltrain.training.dev import Dev
-from skilltrain.training.dev_sets import open_encoder_dev, open_reranker_dev
+from skilltrain.training.dev import open_dev
 from skilltrain.training.engine import EngineSettings, new_accelerator
 from skilltrain.training.export_run import save_trained
 from skilltrain.training.held_out import check_held_out
@@ -53,7 +52,9 @@ def _run(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]:
     contaminated = check_held_out(config.data, config.dev, data)
     step = _step(config, data, cache_folder("tokens"))
     say_cut_positives(step, data)
-    run = Run(out, resume, config.model_dump(mode="json"), _dev(config, step))
+    model = step.encoder if isinstance(step, EncoderStep) else step.reranker
+    dev = open_dev(config.dev, model, config.data.pool) if config.dev else None
+    run = Run(out, resume, config.model_dump(mode="json"), dev)
     counts = counts_of(step, data) | contaminated  # before the launcher shards the weights
     result = train(accelerator, step, data.lists, training, run)
     summary = counts | _figures(result)
@@ -81,15 +82,6 @@ def _step(config: TrainConfig, data: TrainingSet, token_cache: Path | None) -> S
         return EncoderStep(model, config.loss, data, settings)
     assert isinstance(config, TrainRerankerConfig)
     return RerankerStep(model, config.loss, data, settings)
-
-
-def _dev(config: TrainConfig, step: StepModule) -> Dev | None:
-    if config.dev is None:
-        return None
-    if isinstance(config, TrainEncoderConfig) and isinstance(step, EncoderStep):
-        return open_encoder_dev(config.dev, step.encoder, config.data.pool)
-    assert isinstance(config, TrainRerankerConfig) and isinstance(step, RerankerStep)
-    return open_reranker_dev(config.dev, step.reranker, config.data.pool)
 
 
 def _figures(result: TrainingResult) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from skilltrain.data.near_duplicates.trigrams import Trigrams, WordHashes, jaccard, word_trigrams
 from skilltrain.data.pool.skill_file import split_header
 from skilltrain.data.synthesis.check import Fault
 from skilltrain.data.synthesis.skill_phrases import num_words
-from skilltrain.data.trigrams import Trigrams, WordHashes, jaccard, word_trigrams
 from skilltrain.llm import Answer, CompletionError
 from skilltrain.records import Skill
 from skilltrain.texts import clean_text, name_key, one_line

@@ -1,0 +1,1 @@
+"""False negatives taken out of rankings, each with a reason."""

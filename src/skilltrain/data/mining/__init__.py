@@ -1,0 +1,1 @@
+"""Candidates for hard negatives, from four sources."""

@@ -1,0 +1,1 @@
+"""Which skills of a pool are copies of one another."""
