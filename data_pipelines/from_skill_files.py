@@ -1,6 +1,8 @@
 """Training lists for an encoder from nothing but a folder of SKILL.md files: no queries, no key, no network.
 
 python data_pipelines/from_skill_files.py SKILLS_FOLDER OUT_FOLDER
+
+Train on OUT_FOLDER/lists with pool=OUT_FOLDER/queries: its skills lack the passages that became queries.
 """
 
 import sys
@@ -23,7 +25,7 @@ class Pipeline(Config):
 
 
 def run(pipeline: Pipeline) -> None:
-    """Pool, extracted queries, mined and filtered negatives, lists."""
+    """Pool, queries from the skills' own texts, mined and filtered negatives, lists."""
     out, pool, queries = pipeline.out, pipeline.out / "pool", pipeline.out / "queries"
     encoder = {"source": pipeline.encoder, "cache": out / "vectors"}
     inputs = {"pool": pool, "queries": queries}
@@ -32,7 +34,7 @@ def run(pipeline: Pipeline) -> None:
         {
             "stage": "synthesize",
             "pool": pool,
-            "llm": {"kind": "extractive"},
+            "llm": {"kind": "own_text"},
             "num_queries_per_skill": pipeline.queries_per_skill,
             "out": queries,
         },

@@ -183,7 +183,7 @@ def test_queries_written_from_the_skills_themselves(done, model_folders, tmp_pat
     runs, _, _ = done
     pool, model = f"pool={runs}/pool", f"encoder.source={model_folders['bert']}"
     stages = [
-        ("synthesize", pool, "llm.kind=extractive", "dev_share=0.3", f"out={tmp_path}/queries"),
+        ("synthesize", pool, "llm.kind=own_text", "dev_share=0.3", f"out={tmp_path}/queries"),
         ("mine", pool, f"queries={tmp_path}/queries", model, "depth=8", f"out={tmp_path}/mined"),
         ("lists", pool, f"queries={tmp_path}/queries", f"rankings={tmp_path}/mined",
          "quotas={semantic: 4, lexical: 3, taxonomy: 2, random: 1}", f"out={tmp_path}/lists"),

@@ -10,13 +10,12 @@ import pytest
 from llm_server import LLMServer, Reply, llm_server
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import Completion, CompletionError
 from skilltrain.llm.budget import estimate_prompt
 from skilltrain.llm.protocol import Message
-from skilltrain.records import Skill
+from skilltrain.records import Dropped, Skill
 from skilltrain.retrieval.judge import (
+    Choice,
     JudgeSource,
-    Unusable,
     judge,
     plan_judge,
     read_choice,
@@ -69,7 +68,7 @@ def test_the_chosen_one_goes_first_and_the_others_keep_their_order(tmp_path: Pat
     assert result.rankings == {
         "q1": ["c", "a", "b", "d"], "q2": ["d", "c", "b", "a"], "q3": ["d", "b"], "q4": ["c"], "q5": [],
     }  # fmt: skip
-    assert (result.num_asked, result.unusable) == (3, {})
+    assert (result.num_asked, result.unusable) == (3, [])
     assert result.counts()["unusable"] == {} and result.counts()["num_prompt_tokens"] > 300
 
 
@@ -124,6 +123,9 @@ def test_a_body_that_gives_orders_stays_inside_its_frame() -> None:
     assert not re.search("[\x00\x1b\u202e\u2028\ud800\U000e0041]|<\\|", text)
 
 
+THREE = Choice("q", "task", tuple(FOUR[letter] for letter in "abc"))
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -133,7 +135,7 @@ def test_a_body_that_gives_orders_stays_inside_its_frame() -> None:
     ],
 )  # fmt: skip
 def test_one_number_is_read_however_it_is_dressed(text: str) -> None:
-    assert read_choice(Completion(text), 3) == 2
+    assert read_choice(THREE, text) == "c"
 
 
 @pytest.mark.parametrize(
@@ -143,20 +145,13 @@ def test_one_number_is_read_however_it_is_dressed(text: str) -> None:
         ("not 3", "no_number"), ("3 because it fits", "no_number"), ("three", "no_number"), ("1\n2", "no_number"),
         ("None of them fits.", "no_number"), ("9" * 5000, "no_number"), ("<think>3", "no_number"),
         ("0", "out_of_range"), ("5", "out_of_range"), ("999999999", "out_of_range"),
-        ("", "empty"), (" \n", "empty"), ("****", "empty"),
+        ("****", "no_number"), ("4", "out_of_range"),
     ],
 )  # fmt: skip
 def test_what_names_no_single_candidate_is_not_guessed_at(text: str, kind: str) -> None:
-    found = read_choice(Completion(text), 4)
-    assert isinstance(found, Unusable) and found.kind == kind
+    found = read_choice(THREE, text)
+    assert isinstance(found, Dropped) and (found.query_id, found.filter) == ("q", kind)
     assert len(found.reason) < 150
-
-
-def test_what_is_no_answer_keeps_its_kind() -> None:
-    assert read_choice(CompletionError("budget", "spent"), 4) == Unusable("budget", "spent")
-    for finish_reason, kind in (("refusal", "refused"), ("length", "truncated")):
-        found = read_choice(Completion("3", finish_reason), 4)
-        assert isinstance(found, Unusable) and found.kind == kind
 
 
 @pytest.mark.parametrize(
@@ -180,9 +175,9 @@ def test_a_query_without_a_usable_answer_keeps_its_order_and_is_counted(
         result = judge(source_of(server, None), queries, candidates, FOUR)
         asked = [request for request in server.requests if "Hard" in user_text(request)]
     assert result.rankings == {"bad": ["a", "b", "c", "d"], "good": ["d", "a", "b", "c"]}
-    assert (result.num_asked, {q: fault.kind for q, fault in result.unusable.items()}) == (2, {"bad": kind})
+    assert (result.num_asked, {fault.query_id: fault.filter for fault in result.unusable}) == (2, {"bad": kind})
     assert (result.counts()["num_unusable"], result.counts()["unusable"]) == (1, {kind: 1})
-    assert f"1 of 2 queries keep the first stage's order, for no answer chose: 1 {kind}" in capsys.readouterr().err
+    assert f"1 of 2 queries keep their order, for no answer chose: 1 {kind}" in capsys.readouterr().err
     assert len(asked) == num_requests == len({request["seed"] for request in asked})
     assert ["earlier reply" in user_text(request) for request in asked] == [False, True, True][:num_requests]
 
@@ -191,7 +186,7 @@ def test_another_try_may_choose() -> None:
     with llm_server() as server:
         server.script = [Reply("2 or 3"), Reply(refusal="no"), Reply("2")]
         result = judge(source_of(server, None), {"q": "t"}, {"q": "abcd"}, FOUR)
-    assert (result.rankings, result.unusable) == ({"q": ["b", "a", "c", "d"]}, {})
+    assert (result.rankings, result.unusable) == ({"q": ["b", "a", "c", "d"]}, [])
 
 
 def test_a_refused_key_ends_the_run() -> None:

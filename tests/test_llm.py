@@ -3,10 +3,12 @@
 import json
 import traceback
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
 
+import httpx2
+import openai
 import pytest
 from pydantic import TypeAdapter
 
@@ -22,10 +24,9 @@ from skilltrain.llm import (
     OpenAIConfig,
     Request,
     SmolLM2Config,
-    in_order,
     open_llm,
 )
-from skilltrain.llm.pace import Pacer, back_off, retry_after
+from skilltrain.llm.client import in_threads, wait_before_retry
 
 KEY = "sk-secret-0123456789"
 ASK = (Message("system", "Be brief."), Message("user", "Say hello."))
@@ -100,6 +101,22 @@ def test_broken_connections_are_tried_again(server: LLMServer, broken: Reply) ->
         complete(open_client(server, max_retries=0), seed=1)
 
 
+def test_retry_after_is_read_as_seconds_or_as_a_date_else_waits_double() -> None:
+    def wait(header: str | None, num_tries: int = 1) -> float:
+        headers = {} if header is None else {"Retry-After": header}
+        response = httpx2.Response(429, headers=headers, request=httpx2.Request("POST", "http://h"))
+        return wait_before_retry(openai.RateLimitError("", response=response, body=None), num_tries)
+
+    assert wait("1.5") == 1.5
+    assert wait("inf") == float("inf")
+    in_a_minute = format_datetime(datetime.now(UTC) + timedelta(seconds=60), usegmt=True)
+    assert 57 < wait(in_a_minute) <= 60
+    assert wait("Thu, 01 Jan 2015 00:00:00 GMT") == 0
+    for nothing in (None, "", "soon", "Thu, 99 Jan 2026 00:00:00 GMT"):
+        for num_tries, most in ((1, 0.5), (2, 1), (5, 8), (8, 60), (2000, 60)):
+            assert most / 2 <= wait(nothing, num_tries) <= most
+
+
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_what_the_server_will_never_take_is_not_sent_twice(server: LLMServer, status: int) -> None:
     server.otherwise = lambda _: Reply(status=status)
@@ -108,52 +125,38 @@ def test_what_the_server_will_never_take_is_not_sent_twice(server: LLMServer, st
     assert len(server.requests) == 1
 
 
-def test_retry_after_is_read_as_seconds_or_as_a_date() -> None:
-    now = datetime(2026, 1, 1, tzinfo=UTC)
-    at = now.timestamp()
-    assert retry_after("1.5", at) == 1.5
-    assert retry_after(format_datetime(now.replace(second=20), usegmt=True), at) == 20
-    assert retry_after(format_datetime(now.replace(year=2025), usegmt=True), at) == 0
-    for nothing in (None, "", "soon", "nan", "Thu, 99 Jan 2026 00:00:00 GMT"):
-        assert retry_after(nothing, at) is None
-
-
 def test_a_server_that_asks_for_hours_waits_no_longer_than_the_cap(server: LLMServer) -> None:
     server.script = [Reply(status=429, headers={"Retry-After": "inf"}), Reply("ok")]
     assert complete(open_client(server, max_retry_wait=0.2)).text == "ok"
     assert 0.2 <= server.times[1] - server.times[0] < 30
 
 
-def test_back_off_doubles_up_to_a_minute() -> None:
-    for num_tries, most in ((1, 0.5), (2, 1), (5, 8), (8, 60), (2000, 60)):
-        assert all(most / 2 <= back_off(num_tries) <= most for _ in range(20))
+def test_work_in_threads_is_taken_in_order_and_an_error_stops_it() -> None:
+    begun: list[int] = []
 
+    def work(item: int) -> int:
+        begun.append(item)
+        if item == 5:
+            raise ValueError("five")
+        return item * item
 
-def test_a_429_holds_back_all_requests(server: LLMServer) -> None:
-    server.script = [Reply(status=429, headers={"Retry-After": "0.7"})]
-    server.otherwise = lambda _: Reply(delay=0.3)
-    answers = list(open_client(server, concurrency=2).complete_all(Request(ASK, seed) for seed in range(4)))
-    assert sorted(position for position, _ in answers) == [0, 1, 2, 3]
-    # The other of the first two was on its way; what followed it waited.
-    assert len(server.times) == 5
-    assert min(server.times[2:]) - server.times[0] >= 0.7
-
-
-def test_rates_by_hand() -> None:
-    pacer = Pacer(requests_per_minute=60, tokens_per_minute=6000)
-    # One a second, and 100 tokens a second: 300 tokens keep the next one waiting for three seconds.
-    assert [pacer.book(tokens, now) for tokens, now in ((50, 10.0), (300, 10.0), (10, 10.0), (10, 20.0))] == [
-        0, 1, 4, 0
-    ]  # fmt: skip
-    assert [Pacer(None, None).book(10**9, now) for now in (1.0, 1.0)] == [0, 0]
+    done: list[int] = []
+    with pytest.raises(ValueError, match="five"):
+        done += in_threads(work, range(1000), 3)
+    found = in_threads(work, range(1000), 1)
+    assert [next(found) for _ in range(4)] == [0, 1, 4, 9]
+    assert len(begun) < 100 and sorted(in_threads(abs, range(50), 8)) == list(range(50))
 
 
 def test_requests_keep_to_the_rate_and_to_the_concurrency(server: LLMServer) -> None:
     server.otherwise = lambda _: Reply(delay=0.05)
-    llm = open_client(server, concurrency=3, requests_per_minute=1200)
-    assert len(list(llm.complete_all(Request(ASK, seed) for seed in range(12)))) == 12
-    assert 1 <= server.most_busy <= 3
-    assert server.times[-1] - server.times[0] >= 0.3  # 0.55 as sent; the first may arrive late
+    # 0.05 s between two, 0.55 s as sent; the first may arrive late. Tokens: 14 read and 3 written each.
+    for rate in ({"requests_per_minute": 1200}, {"tokens_per_minute": 20_400, "max_tokens": 3}):
+        start = len(server.times)
+        llm = open_client(server, concurrency=3, **rate)
+        assert len(list(llm.complete_all(Request(ASK, seed) for seed in range(12)))) == 12
+        assert 1 <= server.most_busy <= 3
+        assert server.times[-1] - server.times[start] >= 0.3
 
 
 def test_requests_are_taken_as_there_is_room_for_them(server: LLMServer) -> None:
@@ -170,13 +173,6 @@ def test_requests_are_taken_as_there_is_room_for_them(server: LLMServer) -> None
     next(answers)
     answers.close()
     assert 1 <= num_taken < 10
-
-
-def test_answers_are_put_back_in_order() -> None:
-    answers = [Completion(str(position)) for position in range(4)]
-    assert list(in_order((position, answers[position]) for position in (2, 0, 1, 3))) == answers
-    with pytest.raises(ValueError, match="no answer to request 0"):
-        list(in_order([(1, Completion("1"))]))
 
 
 def test_many_failures_in_a_row_stop_the_run_but_what_is_under_way_is_kept(server: LLMServer, tmp_path: Path) -> None:
@@ -306,4 +302,4 @@ def test_smollm2_answers_the_same_for_the_same_seed() -> None:
     assert first == again
     assert first.text and first.num_completion_tokens <= 12
     assert other.num_prompt_tokens == first.num_prompt_tokens
-    assert llm.budget.used.prompt == 3 * first.num_prompt_tokens and llm.budget.dollars == 0
+    assert llm.budget.used.prompt == 3 * first.num_prompt_tokens and llm.budget.price(llm.budget.used) == 0

@@ -11,7 +11,8 @@ import pytest
 from llm_server import LLMServer, Reply, llm_server
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import LLM, Completion, Message, OpenAIConfig, Request, Usage, open_llm
+from skilltrain.llm import LLM, Answers, Completion, Message, OpenAIConfig, Request, Usage, open_llm
+from skilltrain.llm.answers import BatchNote
 
 KEY = "sk-secret-0123456789"
 ASK = (Message("user", "Say hello."),)
@@ -45,8 +46,8 @@ def texts(*seeds: int) -> list[str]:
     return [f"answer {seed}" for seed in seeds]
 
 
-def notes(cache: Path) -> list[Path]:
-    return sorted((cache / "batches").glob("*.json"))
+def notes(server: LLMServer, cache: Path) -> list[BatchNote]:
+    return Answers(cache, {}).batches(server.base_url)
 
 
 def seeds_sent(server: LLMServer) -> Counter[int]:
@@ -62,7 +63,7 @@ def test_a_batch_goes_up_is_waited_for_and_fetched(server: LLMServer, tmp_path: 
     line = json.loads(server.files["file-0"].splitlines()[0])
     assert (line["method"], line["url"], line["body"]["model"]) == ("POST", "/v1/chat/completions", "m")
     assert llm.budget.used.prompt > 0 and llm.budget.reserved == Usage()
-    assert notes(tmp_path) == []
+    assert notes(server, tmp_path) == []
     assert all(KEY.encode() not in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
 
 
@@ -93,8 +94,8 @@ def test_partial_failures_are_each_requests_own(server: LLMServer, tmp_path: Pat
     assert "hold no answer" in str(found[4])
     assert llm.budget.reserved == Usage()
     server.otherwise, server.leaves_out = (lambda request: Reply(f"answer {request['seed']}")), (lambda request: False)
-    assert ask(client(server, tmp_path), 0, 1, 2, 4, 5) == texts(0, 1, 2, 4, 5)
-    assert seeds_sent(server) == {0: 1, 1: 2, 2: 2, 3: 1, 4: 2, 5: 1}
+    assert ask(client(server, tmp_path), 0, 1, 2, 4, 5) == [*texts(0, 1), "malformed", *texts(4, 5)]
+    assert seeds_sent(server) == {0: 1, 1: 2, 2: 1, 3: 1, 4: 2, 5: 1}
 
 
 @pytest.mark.parametrize("end", ["expired", "cancelled"])
@@ -111,19 +112,19 @@ def test_a_refused_batch_ends_the_run_and_leaves_no_note(server: LLMServer, tmp_
     server.batch_steps = ["validating", "failed"]
     with pytest.raises(SkilltrainError, match=r"refused batch batch-0: line is bad \(line 2\)"):
         ask(client(server, tmp_path), 0)
-    assert notes(tmp_path) == []
+    assert notes(server, tmp_path) == []
 
 
 def test_a_run_that_was_stopped_takes_its_batch_up_again(server: LLMServer, tmp_path: Path) -> None:
     server.faults = {"GET /batches/id": [Reply(status=500)] * 3}
     with pytest.raises(SkilltrainError, match="none is submitted twice"):
         ask(client(server, tmp_path), 0, 1)
-    (note,) = notes(tmp_path)
-    assert json.loads(note.read_text())["batch_id"] == "batch-0"
+    (note,) = notes(server, tmp_path)
+    assert note.batch_id == "batch-0"
     # Another choice of requests: what is under way is waited for, what is new goes up.
     assert ask(client(server, tmp_path), 3, 1, 2, 0) == texts(3, 1, 2, 0)
     assert seeds_sent(server) == {0: 1, 1: 1, 2: 1, 3: 1}
-    assert notes(tmp_path) == []
+    assert notes(server, tmp_path) == []
 
 
 @pytest.mark.parametrize("was_created", [True, False])
@@ -134,11 +135,10 @@ def test_a_kill_while_a_batch_is_created_submits_it_once(server: LLMServer, tmp_
     server.faults = {"POST /batches": [Reply(status=500)] * 3}
     with pytest.raises(SkilltrainError, match="cannot create a batch"):
         ask(client(server, tmp_path), 0, 1)
-    (note,) = notes(tmp_path)
-    values = json.loads(note.read_text())
-    assert values["batch_id"] is None
+    (note,) = notes(server, tmp_path)
+    assert note.batch_id is None
     if was_created:
-        server.create_batch({"input_file_id": values["input_file_id"]})
+        server.create_batch({"input_file_id": note.file_id})
         for _ in range(3):
             server.create_batch({"input_file_id": "file-0"})
     num_batches = len(server.batches)
@@ -160,11 +160,11 @@ def test_a_batch_that_the_server_will_not_create_leaves_no_note(server: LLMServe
     server.faults = {"POST /batches": [Reply(status=400)]}
     with pytest.raises(SkilltrainError, match=r"cannot create a batch: .*scripted 400"):
         ask(client(server, tmp_path), 0)
-    assert notes(tmp_path) == []
+    assert notes(server, tmp_path) == []
     server.faults = {"POST /batches": [Reply(raw='{"no": "batch"}')]}
     with pytest.raises(SkilltrainError, match="cannot create a batch: the reply holds no id"):
         ask(client(server, tmp_path), 0)
-    assert len(notes(tmp_path)) == 1
+    assert len(notes(server, tmp_path)) == 1
 
 
 def test_passing_faults_of_the_server_are_waited_off(server: LLMServer, tmp_path: Path) -> None:
@@ -201,17 +201,6 @@ def test_the_budget_holds_over_batches(server: LLMServer, tmp_path: Path) -> Non
     assert len(server.batched) == 6
 
 
-def test_batches_of_two_at_once_are_shared(server: LLMServer, tmp_path: Path) -> None:
-    one, other = client(server, tmp_path), client(server, tmp_path)
-    first = one.complete_all(Request(ASK, seed) for seed in range(3))
-    server.batch_steps = ["in_progress"] * 5 + ["completed"]
-    taken = [next(first)]
-    second = other.complete_all(Request(ASK, seed) for seed in range(4))
-    assert dict(second).keys() == {0, 1, 2, 3}
-    assert len([*taken, *first]) == 3
-    assert seeds_sent(server) == {0: 1, 1: 1, 2: 1, 3: 1}
-
-
 def test_faults_of_all_requests_are_explained(server: LLMServer, tmp_path: Path) -> None:
     with pytest.raises(SkilltrainError, match=r"set llm\.cache"):
         client(server, None)
@@ -221,7 +210,4 @@ def test_faults_of_all_requests_are_explained(server: LLMServer, tmp_path: Path)
     assert KEY not in str(failure.value)
     server.faults = {"POST /files": [Reply(status=404)]}
     with pytest.raises(SkilltrainError, match=r"no Batch API: llm\.mode=live"):
-        ask(client(server, tmp_path), 0)
-    (tmp_path / "batches" / "x.json").write_text("[]")
-    with pytest.raises(SkilltrainError, match=r"x\.json: is no note of a batch"):
         ask(client(server, tmp_path), 0)

@@ -1,7 +1,7 @@
 """The cache: nobody pays twice, whatever was torn, whoever else writes, whichever order the answers come in."""
 
-import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +10,8 @@ import pytest
 from llm_server import LLMServer, Reply, llm_server
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import (
-    LLM,
-    Completion,
-    CompletionCache,
-    CompletionError,
-    Message,
-    OpenAIConfig,
-    Request,
-    cost_of,
-    open_llm,
-)
-from skilltrain.llm import cache as cache_module
+from skilltrain.llm import LLM, Completion, Message, OpenAIConfig, Questions, Request, ask_until, cost_of, open_llm
+from skilltrain.records import Dropped
 
 KEY = "sk-secret-0123456789"
 ASK = (Message("user", "Say hello."),)
@@ -54,9 +44,7 @@ def test_a_question_is_asked_once_for_each_model_prompt_and_seed(server: LLMServ
     ask(client(server, tmp_path, model="n"), 0)
     list(client(server, tmp_path).complete_all([Request((*ASK, Message("user", "!")), 0)]))
     assert len(server.requests) == 4
-    kept = b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
-    assert kept.count(b"\n") == 4
-    assert KEY.encode() not in kept
+    assert all(KEY.encode() not in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
 
 
 @pytest.mark.parametrize("changed", [{"temperature": 0.5}, {"temperature": None}, {"max_tokens": 7}, {"base_url": "x"}])
@@ -75,10 +63,13 @@ def test_whatever_decides_an_answer_asks_anew_and_nothing_else_does(
         assert len(server.requests) + len(other.requests) == 2
 
 
-def test_failures_are_not_kept(server: LLMServer, tmp_path: Path) -> None:
-    server.script = [Reply(status=500), Reply(raw="{torn")]
+def test_failures_are_not_kept_and_malformed_replies_are(server: LLMServer, tmp_path: Path) -> None:
+    server.script = [Reply(status=500), Reply("answer 0"), Reply(raw="{torn")]
     llm = client(server, tmp_path)
-    assert [ask(llm, 0), ask(llm, 0), ask(llm, 0)] == [["failed"], ["malformed"], ["answer 0"]]
+    assert [ask(llm, 0), ask(llm, 0), ask(llm, 1)] == [["failed"], ["answer 0"], ["malformed"]]
+    again = client(server, tmp_path)
+    assert ask(again, 0, 1) == ["answer 0", "malformed"] and len(server.requests) == 3
+    assert again.budget.used == llm.budget.used
 
 
 def test_answers_that_come_out_of_order_are_kept_each_under_its_own_question(server: LLMServer, tmp_path: Path) -> None:
@@ -89,80 +80,42 @@ def test_answers_that_come_out_of_order_are_kept_each_under_its_own_question(ser
     assert len(server.requests) == 8
 
 
-@pytest.mark.parametrize("num_lost", [1, 2, 30])
-def test_a_torn_last_line_costs_one_answer(server: LLMServer, tmp_path: Path, num_lost: int) -> None:
-    ask(client(server, tmp_path), 0, 1, 2)
-    (file,) = tmp_path.glob("*.jsonl")
-    file.write_bytes(file.read_bytes()[:-num_lost])
-    assert ask(client(server, tmp_path), 0, 1, 2) == ["answer 0", "answer 1", "answer 2"]
-    # A lost newline alone leaves the last answer whole.
-    assert len(server.requests) == (3 if num_lost == 1 else 4)
-
-
-def test_foreign_lines_are_skipped(tmp_path: Path) -> None:
-    lines = (
-        b'\xff\n[]\n{"key": 1}\n\n{"key": "n", "completion": {"text": 5}}\n{"key": "k", "completion": {"text": "t"}}\n'
-    )
-    (tmp_path / "a.jsonl").write_bytes(lines)
-    cache = CompletionCache(tmp_path)
-    assert cache.get("k") == Completion("t")
-    assert cache.get("n") is None
-
-
-def test_two_at_once_share_their_answers(server: LLMServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "_SECONDS_BETWEEN_LOOKS", 0.0)
+def test_two_at_once_share_their_answers(server: LLMServer, tmp_path: Path) -> None:
     one, other = client(server, tmp_path), client(server, tmp_path)
     assert ask(one, 0, 1) == ask(other, 0, 1)
     assert ask(other, 2) == ask(one, 2)
     assert len(server.requests) == 3
-    assert len(list(tmp_path.glob("*.jsonl"))) == 2
-
-
-def test_many_writers_never_mix(tmp_path: Path) -> None:
-    cache = CompletionCache(tmp_path / "shared")
-
-    def fill(start: int) -> None:
-        for number in range(start, start + 50):
-            cache.put(f"k{number}", Completion("x" * number))
-
-    threads = [threading.Thread(target=fill, args=(50 * i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    again = CompletionCache(tmp_path / "shared")
-    assert all(again.get(f"k{number}") == Completion("x" * number) for number in range(200))
 
 
 def test_what_the_disk_refuses_ends_the_run(server: LLMServer, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
-    with pytest.raises(SkilltrainError, match="cannot write"):
+    with pytest.raises(SkilltrainError, match="cannot use the cache of answers"):
         ask(client(server, tmp_path / "cache"), 0)
 
 
-def test_a_full_disk_leaves_no_torn_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = CompletionCache(tmp_path)
-    cache.put("a", Completion("kept"))
-    write = cache_module.os.write
+@dataclass(frozen=True)
+class Number:
+    """A question of tests: an answer must hold its number."""
 
-    def full(handle: int, data: bytes) -> int:
-        if len(data) <= 10:
-            raise OSError(28, "No space left on device")
-        return write(handle, data[:-10])
+    number: int
+    query_id: str = "q"
+    skill_id: str = "s"
 
-    monkeypatch.setattr(cache_module.os, "write", full)
-    with pytest.raises(SkilltrainError, match="No space left"):
-        cache.put("b", Completion("lost"))
-    monkeypatch.undo()
-    cache.put("c", Completion("kept too"))
-    again = CompletionCache(tmp_path)
-    assert [again.get(key) for key in "abc"] == [Completion("kept"), None, Completion("kept too")]
+
+def questions(llm: LLM, count: int, attempts: int = 3) -> Questions[Number, str]:
+    def check(question: Number, answer: str) -> str | Dropped:
+        return answer if str(question.number) in answer else Dropped("q", "s", "wrong", "another number")
+
+    def request(question: Number, attempt: int, fault: Dropped | None) -> Request:
+        return Request(ASK, question.number + 1000 * attempt)
+
+    return Questions(llm, [Number(n) for n in range(count)], request, check, attempts, 100, "asking")
 
 
 def test_an_estimate_asks_nobody_and_knows_what_is_kept(server: LLMServer, tmp_path: Path) -> None:
     llm = client(server, tmp_path)
     ask(llm, 0, 1)
-    found = cost_of(llm, (Request(ASK, seed) for seed in range(5)), num_completion_tokens=100)
+    found = cost_of(questions(llm, 5))
     assert len(server.requests) == 2
     # "Say hello." has 10 letters: 3 tokens, and 4 of the chat format; three requests are new.
     assert found == {
@@ -171,14 +124,26 @@ def test_an_estimate_asks_nobody_and_knows_what_is_kept(server: LLMServer, tmp_p
     }  # fmt: skip
 
 
-def test_an_estimate_needs_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_estimate_needs_no_key_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    found = cost_of(open_llm(OpenAIConfig(cache=None)), [Request(ASK, 0)], num_completion_tokens=1000)
-    # 7 tokens at $0.15 and 1,000 at $0.60 a million.
-    assert found["dollars"] == round(7 * 0.15e-6 + 1000 * 0.60e-6, 6)
+    found = cost_of(questions(open_llm(OpenAIConfig(cache=tmp_path / "cache")), 1))
+    # 7 tokens at $0.15 and 100 at $0.60 a million.
+    assert found["dollars"] == round(7 * 0.15e-6 + 100 * 0.60e-6, 6)
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failed_request_is_one_requests_fault(server: LLMServer, tmp_path: Path) -> None:
-    server.script = [Reply(status=400)]
-    ((_, answer),) = client(server, tmp_path).complete_all([Request(ASK, 0)])
-    assert isinstance(answer, CompletionError) and "scripted 400" in answer.reason
+def test_asking_goes_on_until_each_answer_passes_or_the_attempts_are_used_up(server: LLMServer, tmp_path: Path) -> None:
+    wrong = {2: Reply("no"), 1002: Reply(raw="{torn"), 3: Reply(""), 4: Reply(refusal="no"), 5: Reply(status=400)}
+    never = {7: Reply("no"), 1007: Reply("x", finish_reason="length"), 2007: Reply("no")}
+    server.otherwise = lambda request: (wrong | never).get(request["seed"], Reply(f"answer {request['seed'] % 1000}"))
+    asked = ask_until(questions(client(server, tmp_path, concurrency=4), 8))
+    assert [(question.number, text, attempt) for question, text, attempt in asked.values] == [
+        (0, "answer 0", 1), (1, "answer 1", 1), (2, "answer 2", 3), (3, "answer 3", 2), (4, "answer 4", 2),
+        (6, "answer 6", 1),
+    ]  # fmt: skip
+    assert [fault.filter for fault in asked.dropped] == ["failed", "wrong"]
+    assert asked.refused == {"wrong": 3, "malformed": 1, "empty": 1, "refused": 1, "truncated": 1, "failed": 1}
+    assert len(server.requests) == 8 + 4 + 2
+    # Over a finished cache only the failure is asked for again.
+    again = ask_until(questions(client(server, tmp_path), 8))
+    assert again.values == asked.values and len(server.requests) == 8 + 4 + 2 + 1

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skilltrain.data.synthesis.name_leak import common_words, names_skill
+from skilltrain.data.synthesize.name_leak import common_words, names_skill
 
 
 @pytest.mark.parametrize(

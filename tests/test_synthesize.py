@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,15 @@ from hypothesis import strategies as st
 
 from llm_server import LLMServer, Reply, honest_usage, llm_server
 from skilltrain.config import validate
-from skilltrain.data.synthesis.extractive import extractive_query, repeated_lines, without_lines
-from skilltrain.data.synthesis.name_leak import names_skill
-from skilltrain.data.synthesis.prompt import Ask, request
-from skilltrain.data.synthesis.skill_phrases import num_words, skill_phrases, tongue_of
-from skilltrain.data.synthesis.stratify import largest_remainder, sample_skills
-from skilltrain.data.synthesis.synthesize import SynthesizeConfig, plan_synthesize, run_synthesize
+from skilltrain.data.synthesize.query_prompt import WantedQuery, query_request
+from skilltrain.data.synthesize.sampling import largest_remainder, sample_skills
+from skilltrain.data.synthesize.synthesize import SynthesizeConfig, plan_synthesize, run_synthesize
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import Request
 from skilltrain.records import Skill
 from skilltrain.stages import dry_run
 from skilltrain.tables import CLUSTERS, DROPPED, FLAGS, JUDGEMENTS, QUERIES, SKILLS, read_table, rows_of, write_table
+from skilltrain.texts import num_words
 
 KEY = "sk-secret-0123456789"
 BODY = """# Invoice Sorter
@@ -59,6 +58,13 @@ def skill(number: int, name: str = "invoice-sorter", body: str = BODY, **changed
     return Skill(f"s{number}", name, "Sorts invoices.", body, **values)
 
 
+def unlike(number: int, **changed: Any) -> Skill:
+    """A skill that shares no line with another."""
+    body = f"# Sorter\n## When to use\n- User wants to sort pile {number} by supplier and month\n"
+    description = f"Sorts the paper of office {number} by month."
+    return Skill(f"s{number}", "sorter", description, body, **{"lang": "en", "source": "test", **changed})
+
+
 def write_pool(folder: Path, skills: list[Skill]) -> Path:
     return write_table(rows_of(skills), SKILLS, folder / "pool.parquet")
 
@@ -84,58 +90,12 @@ def numbers(query_ids: list[str]) -> set[str]:
 
 def asked(one: Skill, config: SynthesizeConfig) -> Request:
     """What a model is asked for the first query of a skill."""
-    return request(Ask(0, one.skill_id, 1), one, config)
+    return query_request(config, WantedQuery(one, 1), 0, None)
 
 
 def unique_reply(request: dict[str, Any]) -> Reply:
     """A reply that holds its own seed, so that no two are equal."""
     return Reply(f"Sort my pile number {request['seed']} of paper by month.")
-
-
-def test_extractive_queries_come_from_the_body_only() -> None:
-    texts = {extractive_query(skill(1), seed) for seed in range(40)}
-    assert len(texts) > 30
-    for text in texts:
-        assert 20 <= num_words(text) <= 90
-        assert not names_skill(text, "invoice-sorter")
-        for unwanted in ("secret_folder", "pip", "salaries", "**", "`", "User wants"):
-            assert unwanted not in text
-    together = " ".join(texts)
-    for wanted in ("sort scanned invoices", "extracting totals", "Which supplier overcharged us", "same invoice twice"):
-        assert wanted in together
-    assert max(map(num_words, texts)) - min(map(num_words, texts)) >= 20
-
-
-def test_extractive_queries_speak_the_skills_language() -> None:
-    for seed in range(20):
-        text = extractive_query(skill(1, "发票整理", BODY_ZH, lang="zh"), seed)
-        assert tongue_of(text) == "zh"
-        assert 20 <= num_words(text) <= 90
-        assert "用户" not in text
-        assert not names_skill(text, "发票整理")
-
-
-def test_extractive_is_the_same_for_the_same_seed_and_silent_without_material() -> None:
-    assert extractive_query(skill(1), 7) == extractive_query(skill(1), 7)
-    assert extractive_query(skill(1, body="```\ncode\n```"), 0) == ""
-    assert extractive_query(skill(1, body=""), 0) == ""
-
-
-@given(st.text(max_size=300), st.integers(0, 5))
-def test_no_body_breaks_the_extractive_writer(body: str, seed: int) -> None:
-    text = extractive_query(skill(1, body=body, lang=None), seed)
-    assert text == "" or 20 <= num_words(text) <= 90
-
-
-def test_phrases_take_the_users_side() -> None:
-    body = "## Overview\n- Uploads your files to the user's drive\n- Planning trips with small children\n"
-    phrases = {phrase.kind: phrase.text for phrase in skill_phrases(body, "en")}
-    assert phrases == {"ask": "upload my files to my drive", "topic": "planning trips with small children"}
-
-
-def test_lines_of_many_bodies_are_boilerplate() -> None:
-    bodies = ["# A heading of all\nAlways search the schema first\nown line", "Always search the schema first", "x"]
-    assert without_lines(bodies[0], repeated_lines(bodies, 2)) == "# A heading of all\nown line"
 
 
 def test_words_are_counted_in_both_scripts() -> None:
@@ -171,8 +131,9 @@ def test_a_sample_keeps_the_shares_and_ignores_the_pools_order() -> None:
     assert sample_skills(pool, 100, seed=3) == pool
 
 
-def test_extractive_run_accounts_for_every_query(tmp_path: Path) -> None:
-    write_pool(tmp_path, [*(skill(i) for i in range(6)), skill(6, body="only a few words")])
+def test_own_text_accounts_for_every_query_and_leaves_the_skills_without_them(tmp_path: Path) -> None:
+    pool = [*(unlike(i) for i in range(6)), Skill("s6", "x", "too short", "only few", lang="en")]
+    write_pool(tmp_path, pool)
     summary, out = run(tmp_path, "one", num_queries_per_skill=2, dev_share=0.4)
     queries, dropped = read_table(out, QUERIES).to_pylist(), read_table(out, DROPPED).to_pylist()
     judgements = read_table(out, JUDGEMENTS).to_pylist()
@@ -180,14 +141,27 @@ def test_extractive_run_accounts_for_every_query(tmp_path: Path) -> None:
     assert (summary["num_asked"], summary["num_queries"], summary["num_dropped"]) == (14, 12, 2)
     assert [(row["skill_id"], row["filter"]) for row in dropped] == [("s6", "empty")] * 2
     assert {(j["query_id"], j["skill_id"], j["verdict"], j["judge"]) for j in judgements} == {
-        (q["query_id"], q["query_id"].split("#")[0], "required", "extractive") for q in queries
+        (q["query_id"], q["query_id"].split("#")[0], "required", "own_text") for q in queries
     }
     splits = {(q["query_id"].split("#")[0], q["split"]) for q in queries}
     assert len(splits) == 6 and {split for _, split in splits} == {"train", "dev"}
-    assert {(q["kind"], q["origin"]) for q in queries} == {("single", "extractive")}
+    assert {(q["kind"], q["origin"]) for q in queries} == {("single", "own_text")}
+    assert {q["text"] for q in queries if q["query_id"].startswith("s3#")} == {
+        "Sorts the paper of office 3 by month.", "sort pile 3 by supplier and month",
+    }  # fmt: skip
+    rest = {row["skill_id"]: row for row in read_table(out, SKILLS).to_pylist()}
+    assert rest["s3"]["description"] == "" and rest["s3"]["body"] == "# Sorter\n## When to use\n- \n"
+    assert rest["s6"] == rows_of([pool[6]])[0]
     again, second = run(tmp_path, "two", num_queries_per_skill=2, dev_share=0.4)
     assert again == summary
     assert (second / "queries.parquet").read_bytes() == (out / "queries.parquet").read_bytes()
+
+
+def test_a_passage_of_two_skills_is_one_query(tmp_path: Path) -> None:
+    write_pool(tmp_path, [unlike(1), replace(unlike(1), skill_id="s2")])
+    _, out = run(tmp_path, "out", num_queries_per_skill=2)
+    (first, second) = read_table(out, DROPPED).to_pylist()
+    assert {(row["skill_id"], row["filter"], row["other_id"]) for row in (first, second)} == {("s2", "duplicate", "s1")}
 
 
 def test_a_second_run_asks_nobody_and_no_key_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,17 +212,34 @@ def test_bad_answers_are_asked_for_again_with_the_reason(tmp_path: Path) -> None
     ],
 )
 def test_what_stays_bad_is_dropped_with_its_reason(tmp_path: Path, reply: Reply, reason: str) -> None:
-    write_pool(tmp_path, [skill(1)])
+    write_pool(tmp_path, [skill(1), skill(2)])
     with llm_server() as server:
-        server.otherwise = lambda _: reply
-        summary, out = run(tmp_path, "out", llm=on_server(server, tmp_path / "cache"), max_attempts=2)
-        assert len(server.requests) == 2
+        server.otherwise = lambda request: (
+            Reply("Sort my pile of paper.") if "Name: other" in request["messages"][1]["content"] else reply
+        )
+        write_pool(tmp_path, [skill(1), skill(2, "other")])
+        llm = on_server(server, tmp_path / "cache")
+        summary, out = run(tmp_path, "out", llm=llm, max_attempts=2)
+        assert len(server.requests) == 3
+        assert run(tmp_path, "again", llm=llm, max_attempts=2)[0] == summary
+        assert len(server.requests) == 3, "refused answers are remembered, malformed replies among them"
     assert summary["dropped"] == {reason: 1}
     (row,) = read_table(out, DROPPED).to_pylist()
     assert numbers([row["query_id"]]) == {"s1#1"}
     assert (row["skill_id"], row["filter"]) == ("s1", reason)
-    assert row["value"] == (241 if reason == "too_long" else 2 if reason == "truncated" else None)
-    assert read_table(out, QUERIES).num_rows == 0
+    assert row["value"] == (241 if reason == "too_long" else None)
+    assert numbers(read_table(out, QUERIES).column("query_id").to_pylist()) == {"s2#1"}
+
+
+def test_a_run_that_made_no_query_is_an_error(tmp_path: Path) -> None:
+    write_pool(tmp_path, [skill(1)])
+    with llm_server() as server:
+        server.otherwise = lambda _: Reply(raw="<html>")
+        with pytest.raises(SkilltrainError, match=r"made no query for 1 skills; the first reason: .*not JSON.*seed"):
+            run(tmp_path, "out", llm=on_server(server, tmp_path / "cache"))
+    with pytest.raises(SkilltrainError, match="holds no further passage"):
+        write_pool(tmp_path, [skill(1, body="")])
+        run(tmp_path, "own")
 
 
 def test_a_text_written_twice_counts_once(tmp_path: Path) -> None:
@@ -327,7 +318,7 @@ def test_exempt_names_are_the_users_choice(tmp_path: Path) -> None:
 
 
 def test_the_queries_of_two_runs_can_be_merged(tmp_path: Path) -> None:
-    write_pool(tmp_path, [skill(i) for i in range(3)])
+    write_pool(tmp_path, [unlike(i) for i in range(3)])
     ids = []
     with llm_server() as server:
         server.otherwise = unique_reply
@@ -349,7 +340,7 @@ def write_flags(folder: Path, *skill_ids: str) -> None:
 
 
 def test_flagged_skills_have_no_queries_unless_told_otherwise(tmp_path: Path) -> None:
-    write_pool(tmp_path, [skill(i) for i in range(5)])
+    write_pool(tmp_path, [unlike(i) for i in range(5)])
     write_flags(tmp_path, "s1", "s3")
     summary, out = run(tmp_path, "out", max_skills=3)
     assert (summary["num_skills"], summary["num_queries"], summary["dropped"]) == (3, 3, {"flagged": 2})
@@ -364,12 +355,13 @@ def test_a_pool_of_flagged_skills_only_gives_no_query(tmp_path: Path) -> None:
     write_pool(tmp_path, [skill(1)])
     write_flags(tmp_path, "s1")
     with llm_server() as server:
-        summary, _ = run(tmp_path, "out", llm=on_server(server, tmp_path / "cache"))
-        assert (summary["num_asked"], server.requests) == (0, [])
+        with pytest.raises(SkilltrainError, match="made no query for 0 skills; the first reason: every skill is flag"):
+            run(tmp_path, "out", llm=on_server(server, tmp_path / "cache"))
+        assert server.requests == []
 
 
 def test_near_duplicates_have_their_queries_in_one_split(tmp_path: Path) -> None:
-    write_pool(tmp_path, [skill(i) for i in range(40)])
+    write_pool(tmp_path, [unlike(i) for i in range(40)])
     clusters = write_table(
         [{"skill_id": f"s{i}", "cluster": i % 4} for i in range(40)], CLUSTERS, tmp_path / "clusters.parquet"
     )
@@ -413,7 +405,7 @@ def test_the_cost_is_said_before_and_the_budget_holds_during_the_run(
         assert 0 < summary["dollars"] <= 0.006
         assert len(server.requests) == num_made
         reasons = read_table(out, DROPPED).column("reason").unique().to_pylist()
-        assert reasons == ["not asked: the budget of 1,000,000 tokens and $0.006 was used up"]
+        assert reasons == ["not sent: the budget of 1,000,000 tokens and $0.006 is used up"]
 
         plan = plan_synthesize(validate(SynthesizeConfig, values, "test"))
         assert (plan["num_requests"], plan["num_answered_before"]) == (10 - num_made, num_made)
@@ -425,8 +417,8 @@ def test_a_dry_run_of_a_data_stage_shows_the_cost_and_leaves_nothing(tmp_path: P
     plan = dry_run(validate(SynthesizeConfig, values, "test"))  # no key is needed to know what it would cost
     assert (plan["num_requests"], plan["origin"]) == (3, "llm:gpt-4o-mini")
     assert 0 < plan["dollars"] < 0.01
-    extractive = dry_run(validate(SynthesizeConfig, values | {"llm": {"kind": "extractive"}}, "test"))
-    assert extractive == {"num_skills": 3, "num_flagged": 0, "num_asked": 3, "origin": "extractive"}
+    own_text = dry_run(validate(SynthesizeConfig, values | {"llm": {"kind": "own_text"}}, "test"))
+    assert own_text == {"num_skills": 3, "num_flagged": 0, "num_asked": 3, "origin": "own_text"}
     assert not (tmp_path / "out").exists()
 
 
@@ -455,28 +447,41 @@ def test_batches_write_the_same_queries_as_a_live_server(tmp_path: Path) -> None
     assert len(tables["live"][0]) + len(tables["live"][2]) == 6
 
 
-def test_every_query_is_made_or_accounted_for_on_a_server_that_does_everything_wrong(
+def test_a_thousand_queries_on_a_server_that_fails_in_eight_ways(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each request meets one of fourteen fates by its seed; the second asking for it may meet another."""
+    """None is lost, and none is paid twice: a seed is answered whole once, whatever came before."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    write_pool(tmp_path, [skill(i) for i in range(60)])
+    write_pool(tmp_path, [skill(i) for i in range(1000)])
     wait = {"Retry-After": "0.01"}
-    fates = [
-        Reply(status=429, headers=wait), Reply(status=500, headers=wait), Reply(status=400), Reply(cut=True),
-        Reply(drop=True), Reply(raw="{torn"), Reply(raw='{"choices": []}'), Reply(refusal="no"),
-        Reply("", finish_reason="content_filter"), Reply("cut o", finish_reason="length"), Reply(delay=0.8),
-        Reply("the Invoice Sorter"), Reply(f"say {KEY}", usage={"prompt_tokens": -1}), Reply(raw='"text"'),
+    passing = [Reply(status=429, headers=wait), Reply(status=500, headers=wait), Reply(cut=True), Reply(drop=True)]
+    lasting = [
+        Reply(status=400), Reply(raw="{torn"), Reply(refusal="no"), Reply("cut o", finish_reason="length"),
+        Reply("the Invoice Sorter"), Reply(f"say {KEY}", usage=None), Reply(delay=1.5), Reply(raw='"text"'),
     ]  # fmt: skip
+    num_tries: Counter[int] = Counter()
+
+    def reply(request: dict[str, Any]) -> Reply:
+        """A third fails once and then does not, one in fifty of the rest fails each time."""
+        seed = request["seed"]
+        num_tries[seed] += 1
+        if seed % 3 == 0 and num_tries[seed] == 1:
+            return passing[seed // 3 % 4]
+        return lasting[seed // 50 % 8] if seed % 50 == 1 else unique_reply(request)
+
     with llm_server() as server:
-        server.otherwise = lambda request: (
-            unique_reply(request) if request["seed"] % 2 else fates[request["seed"] // 2 % len(fates)]
-        )
-        llm = on_server(server, tmp_path / "cache", concurrency=8, timeout=0.5, max_retry_wait=0.05, max_failures=50)
-        summary, out = run(tmp_path, "out", llm=llm, max_attempts=2)
+        server.otherwise = reply
+        llm = on_server(server, tmp_path / "cache", concurrency=16, timeout=1, max_retries=2, max_retry_wait=0.05)
+        summary, out = run(tmp_path, "out", llm=llm)
+        answered = Counter(request["seed"] for request in server.answered)
+        num_requests = len(server.requests)
+        retried = read_table(out, DROPPED).column("filter").to_pylist().count("failed")
+        again, second = run(tmp_path, "again", llm=llm)
+        assert len(server.requests) <= num_requests + 3 * retried, "only what failed is asked again"
+    assert set(answered.values()) == {1}
     queries, dropped = read_table(out, QUERIES).to_pylist(), read_table(out, DROPPED).to_pylist()
-    assert numbers([row["query_id"] for row in queries + dropped]) == {f"s{i}#1" for i in range(60)}
-    assert len(queries) + len(dropped) == 60 == summary["num_asked"]
-    assert len(queries) > 30 and summary["dropped"]["failed"] > 3
+    assert numbers([row["query_id"] for row in queries + dropped]) == {f"s{i}#1" for i in range(1000)}
+    assert len(queries) + len(dropped) == 1000 == summary["num_asked"] and len(queries) > 985
+    assert read_table(second, QUERIES).equals(read_table(out, QUERIES)) and again["dropped"] == summary["dropped"]
     for file in tmp_path.rglob("*"):
         assert file.is_dir() or KEY.encode() not in file.read_bytes()

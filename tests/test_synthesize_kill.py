@@ -3,17 +3,20 @@
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llm_server import LLMServer, Reply, llm_server
+from skilltrain.llm.answers import DATABASE, Answers
 from skilltrain.records import Skill
 from skilltrain.tables import DROPPED, QUERIES, SKILLS, read_table, rows_of, write_table
 
@@ -77,7 +80,11 @@ def stop(process: subprocess.Popen[str], number: signal.Signals) -> str:
 
 
 def num_kept(cache: Path) -> int:
-    return sum(file.read_bytes().count(b"\n") for file in cache.glob("*.jsonl"))
+    if not (cache / DATABASE).exists():
+        return 0
+    with closing(sqlite3.connect(cache / DATABASE)) as database:
+        tables = database.execute("SELECT count(*) FROM sqlite_master WHERE name = 'answers'").fetchone()[0]
+        return database.execute("SELECT count(*) FROM answers").fetchone()[0] if tables else 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
@@ -120,12 +127,12 @@ def test_kill_9_while_a_batch_is_under_way_and_restart_waits_for_that_batch(pool
         process = start(pool, server, *batch)
         wait_for(lambda: server.calls.count("GET /batches/id") > 2)
         stop(process, signal.SIGKILL)
-        (note,) = (tmp_path / "cache" / "batches").glob("*.json")
-        assert json.loads(note.read_text())["batch_id"] == "batch-0"
+        answers = Answers(tmp_path / "cache", {})
+        assert [note.batch_id for note in answers.batches(server.base_url)] == ["batch-0"]
 
         server.batch_steps = ["in_progress", "completed"]
         assert finish(pool, server, *batch)["num_queries"] == NUM_SKILLS
         assert len(server.batches) == 1
         assert server.calls.count("POST /batches") == server.calls.count("POST /files") == 1
         assert Counter(request["seed"] for request in server.batched).most_common(1)[0][1] == 1
-        assert not note.exists()
+        assert answers.batches(server.base_url) == []

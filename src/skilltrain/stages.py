@@ -32,7 +32,7 @@ def _queries() -> Entry:
 
 
 def _synthesize() -> Entry:
-    from skilltrain.data.synthesis.synthesize import SynthesizeConfig, plan_synthesize, run_synthesize
+    from skilltrain.data.synthesize.synthesize import SynthesizeConfig, plan_synthesize, run_synthesize
 
     return Entry(SynthesizeConfig, run_synthesize, plan_synthesize)
 
@@ -120,7 +120,7 @@ STAGES = {
     ),
     "synthesize": Stage(
         _synthesize, "Write queries for skills: by a chat model, or from the skills' own text.",
-        "pool=runs/pool llm.kind=extractive out=runs/synthetic",
+        "pool=runs/pool llm.kind=own_text out=runs/synthetic",
     ),
     "distractors": Stage(
         _distractors,

@@ -4,46 +4,36 @@ Answers are kept on disk, and a run never takes more tokens or dollars than its 
 of the same kind for vectors of texts.
 """
 
+from skilltrain.llm.answers import Answers
+from skilltrain.llm.ask import Asked, Question, Questions, ask_until, cost_of
 from skilltrain.llm.batch import BatchLLM
 from skilltrain.llm.budget import Budget, prices_of
-from skilltrain.llm.cache import Answers, CompletionCache
-from skilltrain.llm.chat_model import LLM
-from skilltrain.llm.cost import cost_of, say_cost, used_of
-from skilltrain.llm.live import LiveLLM
-from skilltrain.llm.protocol import Answer, Completion, CompletionError, Message, Request, Usage, in_order
-from skilltrain.llm.settings import (
-    BatchConfig,
-    BudgetConfig,
-    LLMConfig,
-    OpenAIConfig,
-    Prices,
-    SmolLM2Config,
-)
+from skilltrain.llm.client import LiveLLM
+from skilltrain.llm.protocol import LLM, Answer, Completion, CompletionError, Message, Request, Usage
+from skilltrain.llm.settings import BudgetConfig, LLMConfig, OpenAIConfig, Prices, SmolLM2Config
 
 __all__ = [
     "LLM",
     "Answer",
     "Answers",
-    "BatchConfig",
-    "BatchLLM",
+    "Asked",
     "Budget",
     "BudgetConfig",
     "Completion",
-    "CompletionCache",
     "CompletionError",
     "LLMConfig",
-    "LiveLLM",
     "Message",
     "OpenAIConfig",
     "Prices",
+    "Question",
+    "Questions",
     "Request",
     "SmolLM2Config",
     "Usage",
+    "ask_until",
     "cost_of",
-    "in_order",
     "open_llm",
-    "say_cost",
-    "used_of",
+    "prices_of",
 ]
 
 

@@ -1,39 +1,48 @@
 """The Batch API: requests go up in a file and their answers come back within a day, at half the price.
 
 A batch is noted on disk before it is waited for, with the id of its file even before it is created. A run that was
-killed finds the note, goes on waiting for that very batch, and submits none of its requests again.
+killed finds the note, waits for that batch, and submits none of its requests again.
 """
 
+import itertools
+import json
 import random
 import time
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm.batch_files import MAX_FILE_BYTES, BatchNote, Chunk, Journal
-from skilltrain.llm.batch_server import BatchRefusedError, BatchServer
-from skilltrain.llm.budget import Budget, counted, estimate_prompt, most_of
-from skilltrain.llm.cache import Answers
-from skilltrain.llm.chat import body_of
-from skilltrain.llm.protocol import Answer, Completion, CompletionError, Request, Usage
-from skilltrain.llm.server import Key
+from skilltrain.llm.answers import DATABASE, Answers, BatchNote
+from skilltrain.llm.budget import Budget, estimate_prompt, most_of
+from skilltrain.llm.client import (
+    ENDPOINT,
+    Server,
+    body_of,
+    is_passing,
+    over_budget,
+    read_answer,
+    usage_of,
+    wait_before_retry,
+)
+from skilltrain.llm.protocol import Answer, CompletionError, Request, Usage
 from skilltrain.llm.settings import OpenAIConfig
-from skilltrain.terminal import say
+from skilltrain.terminal import log, say
 
+ResultT = TypeVar("ResultT")
+
+MAX_FILE_BYTES = 190_000_000  # OpenAI takes 200 MB
 _ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 class BatchLLM:
-    """An OpenAI-compatible server with a Batch API."""
+    """A chat model behind a server with a Batch API."""
 
     def __init__(self, config: OpenAIConfig, answers: Answers, budget: Budget) -> None:
         if config.cache is None:
             raise SkilltrainError("llm.mode=batch notes its batches in the cache's folder", fix="set llm.cache")
         self.config, self.answers, self.budget = config, answers, budget
         self.model = config.model
-        self.key = Key(config)
-        self.journal = Journal(config.cache.expanduser() / "batches")
 
     def complete_all(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
         """See the protocol LLM. Batches that an earlier run left under way are taken up first."""
@@ -42,171 +51,265 @@ class BatchLLM:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A request whose answer is under way: its position, and what is reserved for it."""
+    """A request whose answer is under way, and what is reserved for it."""
 
     position: int
     most: Usage
+    num_prompt_tokens: int
 
 
 class _BatchRun:
     """One `complete_all`."""
 
     def __init__(self, llm: BatchLLM) -> None:
-        self._llm, self._config, self._budget, self._journal = llm, llm.config, llm.budget, llm.journal
-        self._server = BatchServer(llm.config, llm.key)
+        self._config, self._answers, self._budget = llm.config, llm.answers, llm.budget
+        self._server = BatchServer(llm.config, llm.budget)
         self._waiting: dict[str, list[_Waiting]] = {}
-        self._num_prompt_tokens: dict[str, int] = {}
-        self._chunk = Chunk()
-        self._open: dict[str, BatchNote] = {}  # those with answers that we wait for, by the names of their notes
-        self._note_of = self._notes_by_key()
-        self._shown: dict[str, tuple[str, int]] = {}
-
-    def _notes_by_key(self) -> dict[str, BatchNote]:
-        return {key: note for note in self._journal.notes(self._config.base_url) for key in note.keys}
+        self._chunk: dict[str, bytes] = {}  # key → line, of requests not yet sent
+        self._open: dict[str, BatchNote] = {}  # by file, the batches that we wait for
+        noted = llm.answers.batches(llm.config.base_url)
+        self._note_of = {key: note for note in noted for key in note.keys}
+        self._shown = ""
 
     def answers(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
         """(position, answer) of every request, batch by batch."""
+        num_bytes = 0
         for position, request in enumerate(requests):
             most = most_of(request, self._config.max_tokens)
             while not self._budget.reserve(most) and not self._budget.is_spent:
                 yield from self._next_answers()
             if self._budget.is_spent:
-                reason = f"not asked: the budget of {self._budget} was used up"
-                yield position, CompletionError("budget", reason)
+                yield position, over_budget(self._budget)
                 continue
-            yield from self._take(position, request, most)
-            if len(self._chunk.keys) >= self._config.batch.max_requests or self._chunk.num_bytes > MAX_FILE_BYTES:
+            key = self._answers.key(request)
+            if (known := self._answers.get(key)) is not None:
+                self._budget.settle(most, usage_of(known, most))
+                yield position, known
+                continue
+            self._join(key, request)
+            self._waiting.setdefault(key, []).append(_Waiting(position, most, estimate_prompt(request.messages)))
+            num_bytes += len(self._chunk.get(key, b""))
+            if len(self._chunk) >= self._config.batch.max_requests or num_bytes > MAX_FILE_BYTES:
                 while len(self._open) >= self._config.batch.max_open:
                     yield from self._collected()
-                yield from self._submitted()
+                self._submit()
+                num_bytes = 0
         while self._waiting:
             yield from self._next_answers()
 
-    def _take(self, position: int, request: Request, most: Usage) -> Iterator[tuple[int, Answer]]:
-        """The kept answer to a request; else the request joins the batch that holds it already, or the next one."""
-        key, num_prompt_tokens = self._llm.answers.key(request), estimate_prompt(request.messages)
-        if (known := self._llm.answers.get(key)) is not None:
-            known = counted(known, num_prompt_tokens)
-            self._budget.settle(most, Usage(known.num_prompt_tokens, known.num_completion_tokens))
-            yield position, known
-            return
+    def _join(self, key: str, request: Request) -> None:
+        """Wait for the batch that holds a request already, or put it into the next one."""
         if key in self._note_of:
-            self._take_up(key)
+            self._take_up(self._note_of[key])
         elif key not in self._waiting:
-            self._chunk.add(key, body_of(request, self._config))
-        self._waiting.setdefault(key, []).append(_Waiting(position, most))
-        self._num_prompt_tokens[key] = num_prompt_tokens
+            line = {"custom_id": key, "method": "POST", "url": ENDPOINT, "body": body_of(request, self._config)}
+            self._chunk[key] = (json.dumps(line, ensure_ascii=False) + "\n").encode()
 
     def _next_answers(self) -> Iterator[tuple[int, Answer]]:
         """Send what is gathered, then wait for one batch to end."""
-        if self._chunk.keys and len(self._open) < self._config.batch.max_open:
-            yield from self._submitted()
+        if self._chunk and len(self._open) < self._config.batch.max_open:
+            self._submit()
         if self._open:
             yield from self._collected()
 
-    def _submitted(self) -> Iterator[tuple[int, Answer]]:
-        """Send the gathered requests as a batch, but for those that another process has sent meanwhile.
+    def _submit(self) -> None:
+        """Send the gathered requests as a batch."""
+        note = BatchNote(self._server.upload(b"".join(self._chunk.values())), tuple(self._chunk))
+        self._answers.note_batch(self._config.base_url, note)
+        self._chunk = {}
+        self._wait_for(self._created(note), "submitted")
 
-        Yields the answers which that process has brought home already.
-        """
-        found: dict[str, Completion] = {}
-        with self._journal.locked():
-            found = {key: known for key in self._chunk.keys if (known := self._llm.answers.get(key)) is not None}
-            self._send(found)
-        for key, known in found.items():
-            yield from self._given(key, counted(known, self._num_prompt_tokens[key]))
-
-    def _send(self, found: Collection[str]) -> None:
-        """Submit the gathered requests but for those in `found` or under way; to be called under the journal's lock."""
-        self._note_of |= self._notes_by_key()
-        for note in {n.file_name: n for key in self._chunk.keys if (n := self._note_of.get(key))}.values():
-            self._attend(note)
-        chunk, self._chunk = self._chunk.without(self._note_of.keys() | found), Chunk()
-        if not chunk.keys:
+    def _take_up(self, note: BatchNote) -> None:
+        """Wait for a batch that an earlier run has submitted."""
+        if note.file_id in self._open:
             return
-        file_id = self._server.upload(chunk.lines())
-        note = self._created(self._journal.write(BatchNote(self._config.base_url, tuple(chunk.keys), file_id)))
-        self._note_of |= dict.fromkeys(note.keys, note)
-        self._open[note.file_name] = note
-        say(f"batch {note.batch_id}: submitted, {len(note.keys):,} requests")
+        if note.batch_id is None:  # its run was killed before it could note the id, or before the batch was created
+            found = self._server.find(note.file_id)
+            note = self._noted(note, found) if found else self._created(note)
+        self._wait_for(note, "taken up again")
 
     def _created(self, note: BatchNote) -> BatchNote:
         """A note with the id of the batch that is created over its file; where the server refuses, the note goes."""
         try:
-            return self._journal.created(note, self._server.create(note.input_file_id))
-        except BatchRefusedError:
-            self._journal.remove(note)
+            return self._noted(note, self._server.create(note.file_id))
+        except _BatchRefusedError:
+            self._answers.forget_batch(self._config.base_url, note)
             raise
 
-    def _take_up(self, key: str) -> None:
-        """Wait for the batch that holds `key` already."""
-        if self._note_of[key].batch_id is not None:
-            self._attend(self._note_of[key])
-            return
-        with self._journal.locked():  # whoever was creating it has done so now, or is dead
-            self._note_of |= self._notes_by_key()
-            self._attend(self._note_of[key])
+    def _noted(self, note: BatchNote, batch_id: str) -> BatchNote:
+        note = replace(note, batch_id=batch_id)
+        self._answers.note_batch(self._config.base_url, note)
+        return note
 
-    def _attend(self, note: BatchNote) -> None:
-        """Wait for a batch that another run, or another process, has submitted."""
-        if note.file_name in self._open:
-            return
-        if note.batch_id is None:  # its run was killed while it created the batch, or had no time to note it
-            found = self._server.find(note.input_file_id)
-            note = self._journal.created(note, found) if found else self._created(note)
-            self._note_of |= dict.fromkeys(note.keys, note)
-        self._open[note.file_name] = note
-        say(f"batch {note.batch_id}: taken up again, {len(note.keys):,} requests")
+    def _wait_for(self, note: BatchNote, how: str) -> None:
+        self._note_of |= dict.fromkeys(note.keys, note)
+        self._open[note.file_id] = note
+        say(f"batch {note.batch_id}: {how}, {len(note.keys):,} requests")
 
     def _collected(self) -> Iterator[tuple[int, Answer]]:
         """Wait until one of the open batches has ended; its answers, every request of it accounted for."""
         note, batch = self._ended()
         if batch.status == "failed":
-            self._journal.remove(note)
+            self._answers.forget_batch(self._config.base_url, note)
             raise self._server.refusal(batch)
-        keys = set(note.keys)
+        expired = CompletionError("expired", f"its batch is {batch.status}; a new run asks for such requests again")
+        missing = CompletionError("failed", "the batch's files hold no answer to it")
+        found: dict[str, Answer] = dict.fromkeys(note.keys, missing if batch.status == "completed" else expired)
         for file_id in filter(None, (batch.output_file_id, batch.error_file_id)):
-            for key, answer in self._server.results(file_id, self._num_prompt_tokens):
-                if key in keys:
-                    keys.remove(key)
-                    if isinstance(answer, Completion):
-                        self._llm.answers.put(key, answer)
-                    yield from self._given(key, answer)
-        for key in keys:
-            expired = CompletionError("expired", f"its batch is {batch.status}; a new run asks for such ones alone")
-            missing = CompletionError("failed", "the batch's files hold no answer to it")
-            yield from self._given(key, missing if batch.status == "completed" else expired)
-        self._journal.remove(note)
-        del self._open[note.file_name]
-        self._note_of = {key: other for key, other in self._note_of.items() if other.file_name != note.file_name}
+            for record in self._server.results(file_id):
+                key = str(record.get("custom_id"))
+                if key in found:
+                    found[key] = _answer_of(record, self._waiting.get(key, []))
+                    self._answers.put(key, found[key])
+        for key, answer in found.items():
+            for waiting in self._waiting.pop(key, ()):
+                self._budget.settle(waiting.most, usage_of(answer, waiting.most))
+                yield waiting.position, answer
+        self._answers.forget_batch(self._config.base_url, note)
+        del self._open[note.file_id]
+        self._note_of = {key: other for key, other in self._note_of.items() if other.file_id != note.file_id}
 
     def _ended(self) -> tuple[BatchNote, Any]:
-        """One of the open batches, when it has ended; looked at ever more rarely."""
+        """One of the open batches, when it has ended; polled ever more rarely."""
         seconds = self._config.batch.poll_seconds
         while True:
             for note in self._open.values():
                 batch = self._server.look(str(note.batch_id))
-                self._show(batch)
+                counts = batch.request_counts
+                num_done = (counts.completed or 0) + (counts.failed or 0) if counts else 0
+                shown = f"batch {batch.id}: {batch.status}, {num_done:,} of {len(note.keys):,}"
+                if shown != self._shown:
+                    say(shown)
+                self._shown = shown
                 if batch.status in _ENDED:
                     return note, batch
             time.sleep(seconds * random.uniform(0.9, 1.1))
             seconds = min(1.5 * seconds, self._config.batch.max_poll_seconds)
 
-    def _show(self, batch: Any) -> None:
-        """Say how far a batch is, at each change of state and each tenth of the way."""
-        counts = batch.request_counts
-        done, total = ((counts.completed or 0) + (counts.failed or 0), counts.total or 0) if counts else (0, 0)
-        shown = (str(batch.status), 10 * done // max(1, total))
-        if self._shown.get(batch.id) != shown:
-            self._shown[batch.id] = shown
-            say(f"batch {batch.id}: {batch.status}, {done:,} of {total:,}")
 
-    def _given(self, key: str, answer: Answer) -> Iterator[tuple[int, Answer]]:
-        """Book an answer and give it to all who wait for it."""
-        used = Usage()
-        if isinstance(answer, Completion):
-            used = Usage(answer.num_prompt_tokens, answer.num_completion_tokens)
-        for waiting in self._waiting.pop(key, ()):
-            unclear = isinstance(answer, CompletionError) and answer.kind == "malformed"
-            self._budget.settle(waiting.most, waiting.most if unclear else used)
-            yield waiting.position, answer
+def _answer_of(record: dict[str, Any], waiting: list[_Waiting]) -> Answer:
+    """The answer in a line of an output or an error file."""
+    response, error = record.get("response") or {}, record.get("error")
+    status, body = response.get("status_code"), response.get("body")
+    if error is None and status == 200:
+        try:
+            return read_answer(json.dumps(body), waiting[0].num_prompt_tokens if waiting else 0)
+        except CompletionError as malformed:
+            return malformed
+    error = error or (body.get("error") if isinstance(body, dict) else None)
+    error = error if isinstance(error, dict) else {"message": str(error or "no reason given")}
+    reason = " ".join(str(error.get("message") or error.get("code")).split())[:300]
+    kind = "expired" if error.get("code") == "batch_expired" else "failed"
+    return CompletionError(kind, reason if status is None else f"{reason} (status {status})")
+
+
+class _BatchRefusedError(SkilltrainError):
+    """The server said that it makes no such batch; there is none to come back to."""
+
+
+class BatchServer:
+    """The questions of the Batch API. All raise SkilltrainError where the server does not do as it is asked."""
+
+    def __init__(self, config: OpenAIConfig, budget: Budget) -> None:
+        self._config, self._server = config, Server(config, budget)
+        self._client = self._server.client.with_options(max_retries=config.max_retries)
+
+    def upload(self, lines: bytes) -> str:
+        """The id of a new file of requests."""
+        file = ("skilltrain.jsonl", lines)
+        return self._ask("upload a batch", lambda: _id_of(self._client.files.create(file=file, purpose="batch")))
+
+    def create(self, file_id: str) -> str:
+        """The id of a new batch over a file. A try that broke off may have made it: look before trying again."""
+        import openai
+
+        batches = self._client.with_options(max_retries=0).batches
+        for num_tries in itertools.count(1):
+            try:
+                return _id_of(batches.create(input_file_id=file_id, endpoint=ENDPOINT, completion_window="24h"))
+            except (openai.OpenAIError, ValueError) as error:
+                fault, may_pass = self._fault("create a batch", error), is_passing(error)
+                if isinstance(error, openai.APIStatusError) and not may_pass:
+                    raise _BatchRefusedError(fault.what, where=self._config.base_url) from None
+                if num_tries > self._config.max_retries or not may_pass:
+                    raise fault from None
+                seconds = wait_before_retry(error, num_tries)
+            time.sleep(min(seconds, self._config.max_retry_wait))
+            if (found := self.find(file_id)) is not None:
+                return found
+        raise AssertionError
+
+    def find(self, file_id: str) -> str | None:
+        """The id of the batch over a file, if the server has one."""
+
+        def look() -> str | None:
+            batches = self._client.batches.list(limit=100)  # fetches further pages as it goes
+            return next((batch.id for batch in batches if batch.input_file_id == file_id), None)
+
+        return self._ask("list the batches", look)
+
+    def look(self, batch_id: str) -> Any:
+        """A batch as it stands now."""
+
+        def look() -> Any:
+            batch = self._client.batches.retrieve(batch_id)
+            if not isinstance(batch.status, str):
+                raise ValueError("the reply is no batch")
+            return batch
+
+        return self._ask("look at a batch", look)
+
+    def results(self, file_id: str) -> Iterator[dict[str, Any]]:
+        """The readable lines of an output or an error file."""
+        content = self._ask("fetch a batch's answers", lambda: self._client.files.content(file_id).read())
+        num_broken = 0
+        for line in filter(str.strip, self._server.blot(content.decode(errors="replace")).split("\n")):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            if isinstance(record, dict):
+                yield record
+            else:
+                num_broken += 1
+        if num_broken:
+            log.warning("batch file %s: %d lines cannot be read", file_id, num_broken)
+
+    def refusal(self, batch: Any) -> SkilltrainError:
+        """Why the server took no request of a batch."""
+        faults = (batch.errors.data if batch.errors else None) or []
+        reason = "no reason given"
+        if faults:
+            reason = f"{faults[0].message or faults[0].code}" + (f" (line {faults[0].line})" if faults[0].line else "")
+        what = f"the server refused batch {batch.id}: {self._server.blot(reason)}"
+        fix = "for a limit on queued tokens, lower llm.batch.max_requests or llm.batch.max_open"
+        return SkilltrainError(what, where=self._config.base_url, fix=fix)
+
+    def _ask(self, what: str, function: Callable[[], ResultT]) -> ResultT:
+        """The server's answer to a question that may be repeated. Raises SkilltrainError where there is none."""
+        import openai
+
+        try:
+            return function()
+        except (openai.OpenAIError, ValueError, AttributeError) as error:  # the last two: a reply of another shape
+            raise self._fault(what, error) from None
+
+    def _fault(self, what: str, error: Exception) -> SkilltrainError:
+        import openai
+
+        fix = "run again: batches under way are taken up, none is submitted twice"
+        if isinstance(error, openai.NotFoundError):
+            fix = f"no Batch API: llm.mode=live; a batch that is gone: delete {DATABASE} in llm.cache"
+            failure = CompletionError("failed", self._server.blot(str(error)))
+        else:
+            failure = self._server.explain(error)
+        if isinstance(failure, SkilltrainError):
+            return failure
+        return SkilltrainError(f"cannot {what}: {failure.reason}", where=self._config.base_url, fix=fix)
+
+
+def _id_of(reply: Any) -> str:
+    """The id of a file or a batch that a server made. Raises ValueError where it names none."""
+    if not isinstance(found := getattr(reply, "id", None), str):
+        raise ValueError("the reply holds no id")
+    return found

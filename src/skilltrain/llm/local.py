@@ -1,14 +1,14 @@
 """SmolLM2-135M-Instruct, a chat model that comes as a Python package and runs on a CPU."""
 
 import importlib.util
-import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from skilltrain.errors import SkilltrainError
+from skilltrain.llm.answers import Answers
 from skilltrain.llm.budget import Budget
-from skilltrain.llm.cache import Answers
+from skilltrain.llm.client import usage_of
 from skilltrain.llm.protocol import Answer, Completion, Request, Usage
 
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -37,25 +37,24 @@ class SmolLM2:
         self.answers, self.budget = answers, budget
         self._temperature, self._max_tokens = temperature, max_tokens
         self._folder = model_folder()
-        self._lock = threading.Lock()
         self._loaded: tuple[Any, Any] | None = None
 
     def complete_all(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
         """See the protocol LLM; in order. The same seed gives the same answer."""
         for position, request in enumerate(requests):
             key = self.answers.key(request)
-            completion = self.answers.get(key)
-            if completion is None:
-                completion = self._complete(request)
-                self.answers.put(key, completion)
-            self.budget.settle(Usage(), Usage(completion.num_prompt_tokens, completion.num_completion_tokens))
-            yield position, completion
+            answer = self.answers.get(key)
+            if answer is None:
+                answer = self._complete(request)
+                self.answers.put(key, answer)
+            self.budget.settle(Usage(), usage_of(answer, Usage()))
+            yield position, answer
 
     def _complete(self, request: Request) -> Completion:
         """The model's answer; its finish reason is `length` where it ran into max_tokens."""
         import torch
 
-        with self._lock, torch.random.fork_rng(), torch.inference_mode():
+        with torch.random.fork_rng(), torch.inference_mode():
             model, tokenizer = self._load()
             torch.manual_seed(request.seed)
             prompt = tokenizer.apply_chat_template(

@@ -1,12 +1,16 @@
-"""What is asked of a chat model and what comes back, whoever answers: a server live, a server's batch, a local model.
+"""What a chat model is asked and what it answers: a server, live or in batches, or a model in this process.
 
-A fault that every further request would meet (no key, no such model, no server) is a SkilltrainError and ends
-the run; a fault of one request is a CompletionError, which the caller accounts for and goes on.
+A fault that every further request would meet (no key, no such model, no server) is a SkilltrainError and ends the run.
+A fault of one request is a CompletionError, which the caller accounts for.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from skilltrain.llm.answers import Answers
+    from skilltrain.llm.budget import Budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,34 +27,6 @@ class Request:
 
     messages: tuple[Message, ...]
     seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A model's answer. `finish_reason` is stop, length or refusal.
-
-    Token counts are the server's, or our own estimate where that is larger: servers leave them out, and some lie.
-    """
-
-    text: str
-    finish_reason: str = "stop"
-    num_prompt_tokens: int = 0
-    num_completion_tokens: int = 0
-
-
-class CompletionError(Exception):
-    """One request came to nothing, after all retries.
-
-    `kind` is `failed` (the server did not answer, asking again now is useless), `malformed` (it answered something
-    that is no completion), `expired` (its batch ended before its turn) or `budget` (it was not asked at all).
-    """
-
-    def __init__(self, kind: Literal["failed", "malformed", "expired", "budget"], reason: str) -> None:
-        self.kind, self.reason = kind, reason
-        super().__init__(f"{kind}: {reason}")
-
-
-Answer = Completion | CompletionError
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +47,55 @@ class Usage:
         return Usage(self.prompt - other.prompt, self.completion - other.completion)
 
 
-def in_order(answers: Iterable[tuple[int, Answer]]) -> Iterator[Answer]:
-    """Answers by position, each as soon as all before it are there: what is made of them depends on no server's speed.
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A model's answer. `finish_reason` is stop, length or refusal."""
 
-    Raises ValueError if a position is missing.
+    text: str
+    finish_reason: str = "stop"
+    num_prompt_tokens: int = 0
+    num_completion_tokens: int = 0
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.num_prompt_tokens, self.num_completion_tokens)
+
+
+class CompletionError(Exception):
+    """One request brought no answer.
+
+    `kind` is `failed` (no answer after all retries), `malformed` (the reply is no completion; it is kept like an
+    answer), `expired` (its batch ended before its turn) or `budget` (it was not sent).
     """
-    early: dict[int, Answer] = {}
-    position = 0
-    for found, answer in answers:
-        early[found] = answer
-        while position in early:
-            yield early.pop(position)
-            position += 1
-    if early:
-        raise ValueError(f"no answer to request {position}")
+
+    def __init__(self, kind: Literal["failed", "malformed", "expired", "budget"], reason: str) -> None:
+        self.kind, self.reason = kind, reason
+        super().__init__(f"{kind}: {reason}")
+
+
+Answer = Completion | CompletionError
+
+
+class LLM(Protocol):
+    """A chat model."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def answers(self) -> "Answers":
+        """The answers that it has given before."""
+        ...
+
+    @property
+    def budget(self) -> "Budget":
+        """What it has used and may use; an answer from the cache counts what it took when it was made."""
+        ...
+
+    def complete_all(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
+        """Yield (position, answer) of every request as it comes; positions count from 0.
+
+        Requests are taken one by one, as there is room for them. Raises SkilltrainError where no further request can
+        succeed; what was answered until then is in the cache.
+        """
+        ...

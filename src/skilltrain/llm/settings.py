@@ -11,22 +11,23 @@ from skilltrain.errors import SkilltrainError
 
 _CACHE_FIELD = Field(
     default=Path("~/.cache/skilltrain/llm"),
-    description="folder of answers already given, shared by all runs; null: none",
+    description="folder of answers already given, shared by all runs; null: none. Two runs that ask the same question "
+    "at the same time both pay for it",
 )
 
 
 class Prices(Config):
-    """Dollars for a million tokens."""
+    """Dollars per million tokens."""
 
-    prompt: float = Field(ge=0, description="dollars for a million tokens read")
-    completion: float = Field(ge=0, description="dollars for a million tokens written")
+    prompt: float = Field(ge=0, description="dollars per million tokens read")
+    completion: float = Field(ge=0, description="dollars per million tokens written")
 
 
 class BudgetConfig(Config):
-    """What a run may use at most; what no longer fits is not asked."""
+    """What a run may use at most; a request that no longer fits is not sent."""
 
-    max_tokens: int | None = Field(default=None, ge=1, description="tokens read and written; null: any number")
-    max_dollars: float | None = Field(default=None, gt=0, description="dollars, by the known prices; null: any sum")
+    max_tokens: int | None = Field(default=None, ge=1, description="tokens read and written; null: no limit")
+    max_dollars: float | None = Field(default=None, gt=0, description="dollars, by the known prices; null: no limit")
 
 
 class BatchConfig(Config):
@@ -35,29 +36,29 @@ class BatchConfig(Config):
     max_requests: int = Field(default=50_000, ge=1, le=50_000, description="requests in one batch")
     max_open: int = Field(default=4, ge=1, description="batches under way at once")
     poll_seconds: float = Field(
-        default=15.0, gt=0, description="first wait between two looks; each is 1.5 times longer"
+        default=15.0, gt=0, description="first wait between two polls; each is 1.5 times longer"
     )
-    max_poll_seconds: float = Field(default=300.0, gt=0, description="longest wait between two looks")
+    max_poll_seconds: float = Field(default=300.0, gt=0, description="longest wait between two polls")
 
 
 class ServerConfig(Config):
-    """An OpenAI-compatible server, and how hard it may be asked: what its sections of a recipe have in common."""
+    """An OpenAI-compatible server and how fast it may be asked; chat models and embeddings have this in common."""
 
     section: ClassVar[str]
-    """What a recipe calls the section, for messages."""
+    """The section's name in a recipe, for messages."""
 
     model: str = Field(min_length=1, description="the server's name of the model")
     base_url: str = Field(default="https://api.openai.com/v1", description="e.g. http://localhost:11434/v1 (Ollama)")
     api_key_env: str = Field(default="OPENAI_API_KEY", description="environment variable that holds the key")
-    timeout: float = Field(default=60.0, gt=0, description="seconds for one try")
+    timeout: float = Field(default=60.0, gt=0, description="seconds to wait for the server's next word")
     max_retries: int = Field(default=5, ge=0, description="tries after the first, on 408, 409, 429, 5xx and timeouts")
     max_retry_wait: float = Field(default=120.0, gt=0, description="longest wait before a retry, Retry-After included")
     concurrency: int = Field(default=8, ge=1, description="requests under way at once")
-    requests_per_minute: float | None = Field(default=None, gt=0, description="sent at most; null: any number")
+    requests_per_minute: float | None = Field(default=None, gt=0, description="sent at most; null: no limit")
     tokens_per_minute: float | None = Field(
-        default=None, gt=0, description="asked for at most: those read (estimated) and the longest answer's; null: any"
+        default=None, gt=0, description="at most: those read (estimated) and the longest answer's; null: no limit"
     )
-    budget: BudgetConfig = Field(default=BudgetConfig(), description="tokens and dollars of a run at most")
+    budget: BudgetConfig = Field(default=BudgetConfig(), description="the most that a run may use")
 
     @property
     def is_openai(self) -> bool:
@@ -113,7 +114,7 @@ class EmbeddingsConfig(ServerConfig):
         default=32, ge=1, le=2048, description="texts in one request; a batch that is refused is halved"
     )
     price: float | None = Field(
-        default=None, ge=0, description="dollars for a million tokens; null: OpenAI's own where we know it"
+        default=None, ge=0, description="dollars per million tokens; null: OpenAI's own where we know it"
     )
 
 

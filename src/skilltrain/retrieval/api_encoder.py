@@ -15,8 +15,8 @@ from pydantic import Field
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_json
 from skilltrain.llm import Usage
+from skilltrain.llm.ask import cost_in_words
 from skilltrain.llm.budget import estimate_tokens
-from skilltrain.llm.cost import cost_in_words, price_of
 from skilltrain.llm.embeddings import Embeddings
 from skilltrain.llm.settings import EmbeddingsConfig
 from skilltrain.records import Skill
@@ -98,7 +98,7 @@ def _noted(file: Path) -> int | None:
 
 
 def _length_of_a_vector(server: Embeddings) -> int:
-    ((_, vectors),) = server.embed([_ANY_TEXT], lambda _: f"the text '{_ANY_TEXT}'", lambda part, vectors: None)
+    ((_, vectors),) = server.embed([_ANY_TEXT], lambda _: f"the text '{_ANY_TEXT}'")
     return vectors.shape[1]
 
 
@@ -121,7 +121,7 @@ def plan_encoding(source: ApiEncoderSource, skills: Iterable[Skill], queries: It
         num_requests += -(-len(new) // source.batch_size)
         num_tokens += int(np.array(sizes, dtype=np.int64)[new].sum())
     counts = {"model": source.model, "num_requests": num_requests, "num_texts": num_texts, "num_kept_texts": num_kept}
-    return counts | price_of(Usage(num_tokens, 0), server.budget)
+    return counts | server.budget.account(Usage(num_tokens, 0)) | {"budget": str(server.budget) or None}
 
 
 def _sized(texts: Iterable[str], sizes: "array[int]") -> Iterator[str]:
@@ -163,21 +163,19 @@ def _embed_and_keep(encoder: ApiEncoder, work: OrderedTexts, name_of: Callable[[
     if not work.texts[num - 1]:  # the shortest
         raise SkilltrainError("has no text to embed", where=name_of(num - 1))
 
-    def keep(part: range, vectors: Float32[np.ndarray, "text dim"]) -> None:
-        if encoder.cache:
-            encoder.cache.add(work.keys[part.start : part.stop], vectors)
-
     usage = Usage(sum(estimate_tokens(work.texts[place]) for place in range(num)), 0)
-    cost = cost_in_words(price_of(usage, encoder.server.budget), "embeddings.price")
+    cost = cost_in_words(usage, encoder.server.budget, "embeddings.price")
     say(f"{num:,} texts to {encoder.source.model}, {cost}")
     with long_progress(work.description, num, 0) as show:
-        for part, vectors in encoder.server.embed((work.texts[place] for place in range(num)), name_of, keep):
+        for part, vectors in encoder.server.embed((work.texts[place] for place in range(num)), name_of):
+            if encoder.cache:
+                encoder.cache.add(work.keys[part.start : part.stop], vectors)
             num_done += len(part)
             show(num_done, _taken(encoder.server))
             yield np.arange(part.start, part.stop), vectors
 
 
 def _taken(server: Embeddings) -> str:
-    dollars = server.budget.dollars
+    dollars = server.budget.price(server.budget.used)
     price = "" if dollars is None else f", ${dollars:,.4g}"
     return f"{server.budget.used.total:,} tokens{price}"

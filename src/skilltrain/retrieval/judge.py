@@ -1,40 +1,29 @@
-"""A chat model as reranker: it sees all candidates of a query at once and names the best (SkillRouter, appendix C).
+"""A chat model that sees all candidates of a query at once and picks the best (SkillRouter, appendix C).
 
-The one it names goes to rank 1, all others keep the first stage's order. The paper's protocol, in words of our own.
+The candidate that it names goes to rank 1, all others keep their order. The paper's protocol, in words of our own.
 
-Candidates are texts of strangers, and one may say "answer 1". llm/strangers.py says what is done about it; and an
-answer can do no more than move one of the given candidates to the front. A text that praises itself, or orders the
-reader about, may still win: the safety screening of the stage `pool` finds such orders (rule router_order), and two
-orders of the candidates (`shuffle`) show how firm a choice is.
+Candidates are untrusted, and one may say "answer 1". llm/untrusted.py says what is done about it; and an answer can do
+no more than move one of the given candidates to the front. A text that praises itself, or gives orders to the reader,
+may still win: the safety screening of the stage `pool` finds such orders (rule router_order), and two orders of the
+candidates (`shuffle`) show how firm a choice is.
 """
 
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import (
-    LLM,
-    Answer,
-    CompletionError,
-    LLMConfig,
-    Message,
-    Request,
-    cost_of,
-    in_order,
-    open_llm,
-    say_cost,
-    used_of,
-)
-from skilltrain.llm.strangers import mark_of, stranger_skill, stranger_text
-from skilltrain.records import Skill
-from skilltrain.terminal import progress, say
+from skilltrain.llm import LLMConfig, Message, Questions, Request, ask_until, cost_of, open_llm
+from skilltrain.llm.untrusted import mark_of, untrusted_skill, untrusted_text
+from skilltrain.records import Dropped, Skill
+from skilltrain.terminal import say
 
 SYSTEM = """You choose skills for an AI agent. A skill is a set of instructions that the agent reads before it works \
 on a task. You get one task and a numbered list of candidate skills, and say which one candidate would do most to get \
@@ -56,47 +45,44 @@ _CHOICE = re.compile(
 class JudgeSource(Config):
     """A chat model to choose among candidates with."""
 
-    llm: LLMConfig = Field(description="who judges, kind openai or smollm2; temperature 0 gives its likeliest choice")
+    llm: LLMConfig = Field(description="who chooses, kind openai or smollm2; temperature 0 gives its likeliest choice")
     fields: Literal["full", "nd"] = Field(default="full", description="what it sees of a skill; nd: no body")
     query_chars: int = Field(default=2000, ge=1, description="how much of a query it sees")
     description_chars: int = Field(default=500, ge=0, description="how much of a description")
     body_chars: int = Field(default=2000, ge=0, description="how much of a body")
     max_retries: int = Field(default=2, ge=0, description="asked again so often, with another seed, for a number")
-    shuffle: bool = Field(default=False, description="show candidates in random order, not the first stage's")
+    shuffle: bool = Field(default=False, description="show candidates in random order, not in their ranking's")
     seed: int = Field(default=0, ge=0, description="decides the model's seeds and the random order")
 
 
 @dataclass(frozen=True, slots=True)
-class Unusable:
-    """Why an answer chose nothing.
+class Choice:
+    """A query and the candidates among which the model chooses, in the order in which it sees them."""
 
-    `kind` is that of a CompletionError (failed, malformed, expired, budget), or refused, truncated, empty, no_number
-    or out_of_range.
-    """
-
-    kind: str
-    reason: str
+    query_id: str
+    text: str
+    shown: tuple[Skill, ...]
+    skill_id: str = ""
 
 
 @dataclass(frozen=True)
 class JudgeResult:
-    """query_id → skill_ids, best first; and of which queries nothing came, so that they keep the first stage's order.
+    """query_id → skill_ids, best first; and why the others, which keep their order, have no choice.
 
     `num_asked` counts queries with two candidates and more: others leave nothing to choose. `used` has the tokens and
     dollars.
     """
 
     rankings: dict[str, list[str]]
-    unusable: dict[str, Unusable]
+    unusable: list[Dropped]
     num_asked: int
     used: Mapping[str, Any]
 
     def counts(self) -> dict[str, Any]:
         """What a stage's summary says of it."""
-        return {
-            "num_asked": self.num_asked, "num_unusable": len(self.unusable),
-            "unusable": dict(sorted(Counter(fault.kind for fault in self.unusable.values()).items())), **self.used,
-        }  # fmt: skip
+        kinds = Counter(fault.filter for fault in self.unusable)
+        counts = {"num_asked": self.num_asked, "num_unusable": len(self.unusable)}
+        return counts | {"unusable": dict(sorted(kinds.items()))} | dict(self.used)
 
 
 def judge(
@@ -105,86 +91,97 @@ def judge(
     candidates: Mapping[str, Sequence[str]],
     skills: Mapping[str, Skill],
 ) -> JudgeResult:
-    """The candidates of each query with the judge's choice first, the others in the order given.
+    """Each query's candidates, with the one that the model names first; where it names none, as they were.
 
-    `candidates` are skill_ids, best first; `queries` and `skills` hold the texts. A query whose answer is of no use,
-    after all retries, keeps its order and is accounted for. Answers are cached: judging again costs nothing.
-
-    Raises SkilltrainError where a text is missing, a candidate stands twice, or no request can succeed.
+    Raises SkilltrainError where no further request can succeed, and for a candidate or a query without a text.
     """
     _check(queries, candidates, skills)
-    shown = {query_id: _shown(source, query_id, ids) for query_id, ids in candidates.items() if len(ids) > 1}
-
-    def request(query_id: str, attempt: int) -> Request:  # made when it is sent: the texts may lie on disk
-        return _request(source, queries[query_id], (skills[i] for i in shown[query_id]), attempt)
-
-    llm = open_llm(source.llm)
-    if shown:
-        cost = cost_of(llm, (request(query_id, 0) for query_id in shown), _ANSWER_TOKENS)
-        say_cost(cost, source.max_retries + 1)
-    chosen, unusable = _choose(llm, source.max_retries, shown, request)
-    if unusable:
-        kinds = Counter(fault.kind for fault in unusable.values())
-        told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        say(f"{len(unusable)} of {len(shown)} queries keep the first stage's order, for no answer chose: {told}")
-    rankings = {query_id: _first(chosen.get(query_id), ids) for query_id, ids in candidates.items()}
-    return JudgeResult(rankings, unusable, len(shown), used_of(llm.budget))
+    choices = [
+        Choice(query_id, queries[query_id], tuple(skills[i] for i in _order(source, query_id, ids)))
+        for query_id, ids in candidates.items()
+        if len(ids) > 1
+    ]
+    questions = _questions(source, choices)
+    if choices:
+        cost_of(questions)
+    asked = ask_until(questions)
+    if asked.dropped:
+        kinds = Counter(fault.filter for fault in asked.dropped)
+        counted = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        say(f"{len(asked.dropped)} of {len(choices)} queries keep their order, for no answer chose: {counted}")
+    rankings = {query_id: list(ids) for query_id, ids in candidates.items()}
+    for choice, skill_id, _ in asked.values:
+        others = (other for other in candidates[choice.query_id] if other != skill_id)
+        rankings[choice.query_id] = [skill_id, *others]
+    return JudgeResult(rankings, asked.dropped, len(choices), asked.used)
 
 
 def plan_judge(
     source: JudgeSource, queries: Mapping[str, str], skills: Sequence[Skill], num_candidates: int
 ) -> dict[str, Any]:
-    """About what judging will take, for `--dry-run`; asks nobody.
+    """About what choosing will cost, for `--dry-run`; asks nobody.
 
-    Which candidates a query will have is not known before the first stage has run: random skills stand for them. So
-    answers in the cache are not known either.
+    Which candidates a query will have is not known before: random skills stand for them. So answers in the cache are
+    not known either.
     """
     draw = random.Random(source.seed)
     count = min(num_candidates, len(skills))
-    drawn = ((text, draw.sample(range(len(skills)), count)) for text in queries.values() if count > 1)
-    requests = (_request(source, text, (skills[place] for place in places), 0) for text, places in drawn)
-    return cost_of(open_llm(source.llm), requests, _ANSWER_TOKENS)
+    asked = queries.items() if count > 1 else ()
+    choices = [Choice(query_id, text, tuple(draw.sample(skills, count))) for query_id, text in asked]
+    return cost_of(_questions(source, choices))
 
 
-def _request(source: JudgeSource, text: str, skills: Iterable[Skill], attempt: int) -> Request:
+def _questions(source: JudgeSource, choices: Sequence[Choice]) -> Questions[Choice, str]:
+    return Questions(
+        llm=open_llm(source.llm),
+        asked=choices,
+        request=partial(_request, source),
+        check=read_choice,
+        attempts=source.max_retries + 1,
+        answer_tokens=_ANSWER_TOKENS,
+        description="choosing",
+    )
+
+
+def _request(source: JudgeSource, choice: Choice, attempt: int, fault: Dropped | None) -> Request:
     """What the model is sent: a query and its candidates, in this order; each attempt has a seed of its own."""
-    task = stranger_text(text, source.query_chars)
+    task = untrusted_text(choice.text, source.query_chars)
     body_chars = source.body_chars if source.fields == "full" else None
-    parts = [stranger_skill(skill, source.description_chars, body_chars) for skill in skills]
+    parts = [untrusted_skill(skill, source.description_chars, body_chars) for skill in choice.shown]
     mark = mark_of([task, *parts])
     lines = [f"{mark} task", task]
     for number, part in enumerate(parts, 1):
         lines += [f"{mark} candidate {number}", part]
-    question = (QUESTION + AGAIN if attempt else QUESTION).format(count=len(parts))
+    question = (QUESTION + AGAIN if fault else QUESTION).format(count=len(parts))
     user = "\n".join([*lines, f"{mark} end of the list", question])
     return Request((Message("system", SYSTEM.format(mark=mark)), Message("user", user)), source.seed + attempt)
 
 
-def read_choice(answer: Answer, num_candidates: int) -> int | Unusable:
-    """The position, from 0, that an answer names, or why it names none.
+def read_choice(choice: Choice, answer: str) -> str | Dropped:
+    """The skill_id that an answer names, or why it names none.
 
     `3`, `[3]`, `3.`, `**3**`, `Skill 3` and `The best candidate is: 3` name one; `3 or 4`, `not 3` and `3.5` do not.
     """
-    if isinstance(answer, CompletionError):
-        return Unusable(answer.kind, answer.reason)
-    if answer.finish_reason == "refusal":
-        return Unusable("refused", "the model declined to answer")
-    if answer.finish_reason == "length":
-        return Unusable("truncated", "the answer was cut off at llm.max_tokens")
-    text = answer.text.strip(" \t\r\n*_`\"'“”")
-    if not text:
-        return Unusable("empty", "there was no text in the answer")
-    found = _CHOICE.fullmatch(text)
+    found = _CHOICE.fullmatch(answer.strip(" \t\r\n*_`\"'“”"))
     if found is None:
-        return Unusable("no_number", f"not one number: {stranger_text(text, 80)!r}")
+        reason = f"not one number: {untrusted_text(answer, 80)!r}"
+        return Dropped(choice.query_id, "", "no_number", reason)
     number = int(found[1])
-    if not 1 <= number <= num_candidates:
-        return Unusable("out_of_range", f"{number} is not among 1 to {num_candidates}")
-    return number - 1
+    if not 1 <= number <= len(choice.shown):
+        return Dropped(choice.query_id, "", "out_of_range", f"{number} is not among 1 to {len(choice.shown)}")
+    return choice.shown[number - 1].skill_id
+
+
+def _order(source: JudgeSource, query_id: str, skill_ids: Sequence[str]) -> list[str]:
+    """The order in which the model sees candidates."""
+    order = list(skill_ids)
+    if source.shuffle:
+        random.Random(f"{source.seed}/{query_id}").shuffle(order)
+    return order
 
 
 def _check(queries: Mapping[str, str], candidates: Mapping[str, Sequence[str]], skills: Mapping[str, Skill]) -> None:
-    """Raise SkilltrainError, naming the query, where a text is missing or a candidate stands twice."""
+    """Raise SkilltrainError, naming the query, where a text is missing or a candidate is there twice."""
     for query_id, skill_ids in candidates.items():
         if query_id not in queries:
             raise SkilltrainError("there are candidates for it, but no text", where=f"query {query_id}")
@@ -193,51 +190,3 @@ def _check(queries: Mapping[str, str], candidates: Mapping[str, Sequence[str]], 
         if len(set(skill_ids)) < len(skill_ids):
             (repeated, _), *_ = Counter(skill_ids).most_common(1)
             raise SkilltrainError(f"candidate '{repeated}' stands twice", where=f"query {query_id}")
-
-
-def _shown(source: JudgeSource, query_id: str, skill_ids: Sequence[str]) -> list[str]:
-    """The order in which the model sees candidates."""
-    order = list(skill_ids)
-    if source.shuffle:
-        random.Random(f"{source.seed}/{query_id}").shuffle(order)
-    return order
-
-
-def _choose(
-    llm: LLM, max_retries: int, shown: Mapping[str, Sequence[str]], request: Callable[[str, int], Request]
-) -> tuple[dict[str, str], dict[str, Unusable]]:
-    """(chosen skill_id by query_id, fault by query_id): rounds of asking, each for what the last one left."""
-    chosen: dict[str, str] = {}
-    unusable: dict[str, Unusable] = {}
-    pending = list(shown)
-    for attempt in range(max_retries + 1):
-        if not pending:
-            break
-        requests = (request(query_id, attempt) for query_id in pending)
-        again: list[str] = []
-        for query_id, answer in zip(pending, in_order(_asked(llm, requests, len(pending), attempt)), strict=True):
-            choice = read_choice(answer, len(shown[query_id]))
-            if isinstance(choice, int):
-                chosen[query_id] = shown[query_id][choice]
-                unusable.pop(query_id, None)
-                continue
-            unusable[query_id] = choice
-            if not isinstance(answer, CompletionError) or answer.kind == "malformed":
-                again.append(query_id)  # the other failures would come again, or must not be paid for
-        pending = again
-    return chosen, unusable
-
-
-def _asked(llm: LLM, requests: Iterable[Request], count: int, attempt: int) -> Iterator[tuple[int, Answer]]:
-    """The model's answers, under a progress bar."""
-    with progress("judging" + (f", attempt {attempt + 1}" if attempt else ""), count) as (bar, task):
-        for found in llm.complete_all(requests):
-            yield found
-            bar.advance(task)
-
-
-def _first(chosen: str | None, skill_ids: Sequence[str]) -> list[str]:
-    """`skill_ids` with the chosen one before the others."""
-    if chosen is None:
-        return list(skill_ids)
-    return [chosen, *(skill_id for skill_id in skill_ids if skill_id != chosen)]

@@ -3,12 +3,15 @@
 import hashlib
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from skilltrain.data.synthesis.settings import SynthesizeConfig
-from skilltrain.data.synthesis.stratify import stable_number
+from skilltrain.data.synthesize.sampling import stable_number
 from skilltrain.llm import Message, Request
-from skilltrain.llm.strangers import fenced, stranger_skill
-from skilltrain.records import Skill
+from skilltrain.llm.untrusted import fenced, untrusted_skill
+from skilltrain.records import Dropped, Skill
+
+if TYPE_CHECKING:
+    from skilltrain.data.synthesize.synthesize import SynthesizeConfig
 
 # What the model sees. The skill's text is untrusted: it is capped, disarmed, fenced, and called data.
 SYSTEM = """You write realistic requests that people send to a capable AI agent. You get a capability as reference \
@@ -29,59 +32,52 @@ STYLES = (
     "a list of what is wanted, in prose",
 )  # fmt: skip
 _LANGUAGES = {"en": "English", "zh": "Chinese"}
-_CODE = re.compile(r"[A-Za-z]{2,3}(?:-[A-Za-z0-9]{2,8}){0,2}")
+_LANGUAGE_CODE = re.compile(r"[A-Za-z]{2,3}(?:-[A-Za-z0-9]{2,8}){0,2}")
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One query to be written: the `number`-th of a skill in a run, which stands at `place` among the run's skills.
+class WantedQuery:
+    """One query to be written: the `number`-th of a skill in a run."""
 
-    `fault` is why the last answer was turned down.
-    """
-
-    place: int
-    skill_id: str
+    skill: Skill
     number: int
     run: str = ""
-    attempt: int = 0
-    fault: str = ""
+
+    @property
+    def skill_id(self) -> str:
+        return self.skill.skill_id
 
     @property
     def query_id(self) -> str:
         """Skill, run and number, so that the queries of two runs can be merged."""
         return f"{self.skill_id}#{self.run}-{self.number}"
 
-    def style(self, seed: int) -> str:
-        """How the query is to be written, the same in every attempt."""
-        return STYLES[stable_number(seed, "style", f"{self.skill_id}#{self.number}") % len(STYLES)]
 
-    def seed(self, seed: int) -> int:
-        """A seed below 2**31 (what servers take) for this query and attempt, the same on every machine."""
-        return stable_number(seed, f"{self.skill_id}#{self.number}", self.attempt) >> 33
-
-
-def run_digest(origin: str, config: SynthesizeConfig) -> str:
-    """Six hexadecimal digits for all that tells one run's queries from another's of the same skills."""
+def run_digest(origin: str, config: "SynthesizeConfig") -> str:
+    """Six hexadecimal digits for all that distinguishes one run's queries from another's of the same skills."""
     parts = (origin, config.seed, config.num_words, config.body_chars)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:6]
 
 
-def request(ask: Ask, skill: Skill, config: SynthesizeConfig) -> Request:
-    """The question for a chat model."""
+def query_request(config: "SynthesizeConfig", wanted: WantedQuery, attempt: int, fault: Dropped | None) -> Request:
+    """The question for a chat model. The style is the same in every attempt, the seed is another."""
+    skill, place = wanted.skill, f"{wanted.skill_id}#{wanted.number}"
+    style = STYLES[stable_number(config.seed, "style", place) % len(STYLES)]
     user = MATERIAL.format(
-        fenced=fenced(stranger_skill(skill, 500, config.body_chars)),
-        number=ask.number, total=config.num_queries_per_skill, style=ask.style(config.seed),
+        fenced=fenced(untrusted_skill(skill, 500, config.body_chars)),
+        number=wanted.number, total=config.num_queries_per_skill, style=style,
     )  # fmt: skip
-    again = AGAIN.format(reason=ask.fault) if ask.fault else ""
+    user += AGAIN.format(reason=fault.reason) if fault else ""
     system = SYSTEM.format(num_words=config.num_words, language=language_of(skill.lang or "en", "the material"))
-    return Request((Message("system", system), Message("user", user + again)), ask.seed(config.seed))
+    seed = stable_number(config.seed, place, attempt) >> 33  # servers take seeds below 2**31
+    return Request((Message("system", system), Message("user", user)), seed)
 
 
 def language_of(lang: str | None, text: str) -> str:
-    """A skill's language as a prompt names it; that of `text` where it says none, or something that is no code.
+    """A skill's language as a prompt names it; that of `text` where it names none, or something that is no code.
 
-    A skill's own word for its language is a stranger's text, and this stands outside the fence.
+    A skill's own word for its language is untrusted, and this is outside the fence.
     """
-    if lang is None or not _CODE.fullmatch(lang):
+    if lang is None or not _LANGUAGE_CODE.fullmatch(lang):
         return f"the language of {text}"
     return _LANGUAGES.get(lang, f"the language with the code {lang}")

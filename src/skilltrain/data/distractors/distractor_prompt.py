@@ -1,4 +1,4 @@
-"""What a chat model is asked, so that it writes a skill that a search for the gold skill brings up and that is wrong.
+"""What a chat model is asked, so that it writes a skill that resembles the gold skill in a search and is wrong.
 
 The strategies are SkillRouter's (appendix B), the words our own. Three things differ on purpose: one request asks for
 one distractor, so that what fails is asked for again alone and no answer is cut off; the other gold skills of the same
@@ -9,11 +9,9 @@ another gold skill of the task solves; and no query is shown, so that the benchm
 from dataclasses import dataclass
 from typing import Final
 
-from skilltrain.data.distractors.settings import DistractorsConfig
-from skilltrain.data.synthesis.prompt import language_of
-from skilltrain.data.synthesis.stratify import stable_number
+from skilltrain.data.synthesize.query_prompt import language_of
 from skilltrain.llm import Message, Request
-from skilltrain.llm.strangers import fenced, stranger_line, stranger_skill
+from skilltrain.llm.untrusted import fenced, untrusted_line, untrusted_skill
 from skilltrain.records import Skill
 
 STRATEGIES: Final = {
@@ -44,6 +42,7 @@ OTHERS: Final = " The kind is asked for several times: take a problem that does 
 AGAIN: Final = "\nAn earlier answer was turned down: {advice}. Write another one."
 ADVICE: Final = {
     "malformed": "it was not the one JSON object with the texts name, description and body",
+    "empty": "it was not the one JSON object with the texts name, description and body",
     "truncated": "it did not come to its end in the room there was; write less",
     "refused": "it held no skill; the skill asked for is a harmless document",
     "too_short": "its body was too short",
@@ -57,44 +56,39 @@ _SIBLING_CHARS = 160
 
 
 @dataclass(frozen=True, slots=True)
-class Gold:
-    """A gold skill, and the other gold skills of the queries that need it."""
-
-    skill: Skill
-    siblings: tuple[Skill, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
+class WantedDistractor:
     """One distractor to be written: the `number`-th of a strategy's `total` for a gold skill.
 
-    `fault` is why the last answer was turned down, a key of ADVICE.
+    `siblings` are the other gold skills of the queries that need the gold skill.
     """
 
     skill_id: str
-    gold: Gold
+    gold: Skill
+    siblings: tuple[Skill, ...]
     strategy: str
     number: int
     total: int
-    attempt: int = 0
-    fault: str = ""
+    query_id: str = ""
 
 
-def request(ask: Ask, config: DistractorsConfig) -> Request:
-    """The question for a chat model. The skills' texts are untrusted: capped, disarmed and fenced."""
-    gold = ask.gold.skill
-    lines = [f"Category: {stranger_line(gold.category or 'none given')}", stranger_skill(gold, 500, config.body_chars)]
-    lines += ["Not these either:", *(_line(sibling) for sibling in ask.gold.siblings[:_MAX_SIBLINGS])]
-    lines += [] if ask.gold.siblings else ["(none)"]
-    user = MATERIAL.format(fenced=fenced("\n".join(lines)), number=ask.number, total=ask.total)
-    user += OTHERS if ask.total > 1 else ""
-    user += AGAIN.format(advice=ADVICE[ask.fault]) if ask.fault else ""
-    low, high = config.asked_words
+def distractor_request(
+    wanted: WantedDistractor, body_chars: int, words: tuple[int, int], fault: str | None, seed: int
+) -> Request:
+    """The question for a chat model. `fault` is why the last answer was refused, a key of ADVICE.
+
+    The skills' texts are untrusted: capped, disarmed and fenced.
+    """
+    gold = wanted.gold
+    lines = [f"Category: {untrusted_line(gold.category or 'none given')}", untrusted_skill(gold, 500, body_chars)]
+    lines += ["Not these either:", *(_line(sibling) for sibling in wanted.siblings[:_MAX_SIBLINGS])]
+    lines += [] if wanted.siblings else ["(none)"]
+    user = MATERIAL.format(fenced=fenced("\n".join(lines)), number=wanted.number, total=wanted.total)
+    user += OTHERS if wanted.total > 1 else ""
+    user += AGAIN.format(advice=ADVICE[fault]) if fault else ""
     language = language_of(gold.lang, "the reference")
-    system = SYSTEM.format(strategy=STRATEGIES[ask.strategy], low=low, high=high, language=language)
-    seed = stable_number(config.seed, ask.skill_id, ask.attempt) >> 33  # servers take seeds below 2**31
+    system = SYSTEM.format(strategy=STRATEGIES[wanted.strategy], low=words[0], high=words[1], language=language)
     return Request((Message("system", system), Message("user", user)), seed)
 
 
 def _line(skill: Skill) -> str:
-    return f"- {stranger_line(skill.name)}: {stranger_line(skill.description, _SIBLING_CHARS)}"
+    return f"- {untrusted_line(skill.name)}: {untrusted_line(skill.description, _SIBLING_CHARS)}"

@@ -1,9 +1,8 @@
-"""Texts of strangers in a prompt, and why they can do little there (prompt injection).
+"""Untrusted texts in a prompt, and what keeps them from steering the model (prompt injection).
 
-Each part of a prompt stands between lines with a mark made of a digest of all these texts, so none can hold the mark,
-close its part or open a false one. Signs by which chat templates end a turn are broken, characters that no reader sees
-are taken out, and the model is told that these are texts and no instructions. What this cannot do: keep a model from
-believing what it reads.
+Each part of a prompt is between lines with a mark made of a digest of all its texts, so no text can hold the mark,
+close its part or open a false one. Tokens by which chat templates end a turn are broken, invisible characters are
+removed, and the model is told that these texts are data and no instructions. A model may still believe what it reads.
 """
 
 import hashlib
@@ -25,20 +24,20 @@ _TURN = re.compile(
 )
 
 
-def stranger_text(text: str, max_chars: int) -> str:
-    """The first `max_chars` of a text that is not ours, fit for a prompt: what none sees or ends a turn is disarmed."""
+def untrusted_text(text: str, max_chars: int) -> str:
+    """The first `max_chars` of a text, fit for a prompt: invisible characters removed, ends of turns broken."""
     return _TURN.sub(r"\g<0> ", _UNSEEN.sub("", _LINE_ENDS.sub("\n", text[:max_chars]))).strip()
 
 
-def stranger_line(text: str, max_chars: int = _NAME_CHARS) -> str:
-    """The same on one line."""
-    return " ".join(stranger_text(text, max_chars).split())
+def untrusted_line(text: str, max_chars: int = _NAME_CHARS) -> str:
+    """As `untrusted_text`, on one line."""
+    return " ".join(untrusted_text(text, max_chars).split())
 
 
-def stranger_skill(skill: Skill, description_chars: int, body_chars: int | None) -> str:
+def untrusted_skill(skill: Skill, description_chars: int, body_chars: int | None) -> str:
     """What a model sees of a skill: name, description and body, in the paper's three lines; None: no body."""
-    lines = f"Name: {stranger_line(skill.name)}\nDescription: {stranger_line(skill.description, description_chars)}"
-    return lines if body_chars is None else f"{lines}\nBody: {stranger_text(skill.body, body_chars)}"
+    lines = f"Name: {untrusted_line(skill.name)}\nDescription: {untrusted_line(skill.description, description_chars)}"
+    return lines if body_chars is None else f"{lines}\nBody: {untrusted_text(skill.body, body_chars)}"
 
 
 def mark_of(texts: Iterable[str]) -> str:
@@ -51,6 +50,6 @@ def mark_of(texts: Iterable[str]) -> str:
 
 
 def fenced(text: str) -> str:
-    """A text of strangers between two lines that hold the same mark."""
+    """An untrusted text between two lines that hold the same mark."""
     mark = f"{mark_of([text])} ==="
     return f"{mark}\n{text}\n{mark}"

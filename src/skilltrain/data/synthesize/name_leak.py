@@ -1,17 +1,12 @@
 """Does a query name its skill? Such a query teaches a model to match names, not needs (SkillRouter, section 4.1)."""
 
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-# Chinese, Japanese and Korean are written without spaces: there, every character is a word of its own.
-_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W_\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
+from skilltrain.texts import CJK, words_of
 
-
-def words_of(text: str) -> list[str]:
-    """The words of a text in order, case-folded; punctuation, hyphens and underscores only separate."""
-    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+_IS_LATIN = re.compile(rf"[^{CJK}]")
 
 
 def names_skill(query: str, name: str, exempt: Collection[str] = frozenset()) -> bool:
@@ -19,7 +14,7 @@ def names_skill(query: str, name: str, exempt: Collection[str] = frozenset()) ->
 
     `web-scraper` is named by "Web Scraper", "web_scraper", "WebScraper" and "webscraper", but not by
     "webscrapers" or "scrape the web"; `pdf` is named by "a PDF", not by "pdfs". Single-word names count like any
-    other, common or not, unless they stand in `exempt` (see common_words): the strict reading is the default.
+    other, common or not, unless they are in `exempt` (see common_words): the strict reading is the default.
     """
     parts = words_of(name)
     spelled = "".join(parts)
@@ -43,8 +38,19 @@ def _spells(words: list[str], start: int, spelled: str) -> bool:
     return False
 
 
+def without_name(text: str, name: str) -> str:
+    """`text` without the words that spell `name`, as `names_skill` finds them in plain letters."""
+    parts = words_of(name)
+    if not parts:
+        return text
+    spelled = r"[\W_]*".join(map(re.escape, "".join(parts) if len(parts) == 1 else parts))
+    before = rf"(?<![^\W_{CJK}])" if _IS_LATIN.match(parts[0]) else ""
+    after = rf"(?![^\W_{CJK}])" if _IS_LATIN.match(parts[-1]) else ""
+    return " ".join(re.sub(f"{before}(?i:{spelled}){after}", " ", text).split())
+
+
 def common_words(bodies: Iterable[str], min_share: float) -> frozenset[str]:
-    """The words that stand in at least `min_share` of the bodies: ordinary words, which a request may need."""
+    """The words in at least `min_share` of the bodies: ordinary words, which a request may need."""
     counts: Counter[str] = Counter()
     num_bodies = 0
     for body in bodies:

@@ -1,0 +1,146 @@
+"""Asking a chat model in rounds until every answer is usable, and what that will cost, found without asking anybody."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from skilltrain.llm.budget import Budget, estimate_prompt
+from skilltrain.llm.protocol import LLM, Answer, CompletionError, Request, Usage
+from skilltrain.records import Dropped
+from skilltrain.terminal import say, track
+
+LASTING = ("failed", "expired", "budget")
+"""Faults that another answer would have again: asking for one is useless, or must not be paid for."""
+
+
+class Question(Protocol):
+    """What an answer is wanted for; DROPPED names it by these two."""
+
+    @property
+    def query_id(self) -> str: ...
+
+    @property
+    def skill_id(self) -> str: ...
+
+
+QuestionT = TypeVar("QuestionT", bound=Question)
+ValueT = TypeVar("ValueT")
+
+
+@dataclass(frozen=True)
+class Questions(Generic[QuestionT, ValueT]):
+    """Questions to a model, and how its answers are read.
+
+    `request` makes the prompt of a question's attempt, counted from 0; it is given why the last answer was refused, and
+    must give each attempt another seed. `check` reads the text of an answer: the value in it, or why there is none.
+    Texts are checked in the order of the questions, so that the outcome depends on no server's speed. An answer has
+    about `answer_tokens` tokens.
+    """
+
+    llm: LLM
+    asked: Sequence[QuestionT]
+    request: Callable[[QuestionT, int, Dropped | None], Request]
+    check: Callable[[QuestionT, str], ValueT | Dropped]
+    attempts: int
+    answer_tokens: int
+    description: str
+
+
+@dataclass(frozen=True)
+class Asked(Generic[QuestionT, ValueT]):
+    """What came of questions.
+
+    `values` are (question, value, number of the attempt from 1) of those with a usable answer, and `dropped` says why
+    the others have none, both in the order of the questions. `refused` counts all refused answers, also those before a
+    usable one. `used` has the tokens and dollars.
+    """
+
+    values: list[tuple[QuestionT, ValueT, int]]
+    dropped: list[Dropped]
+    refused: Counter[str]
+    used: dict[str, Any]
+
+
+def cost_of(questions: Questions[Any, Any]) -> dict[str, Any]:
+    """What the first round would take, said in one line too; asks nobody.
+
+    Questions answered before cost nothing now; dollars are None where no price is known.
+    """
+    llm, num_answered, num_prompt_tokens = questions.llm, 0, 0
+    for question in questions.asked:
+        request = questions.request(question, 0, None)
+        if llm.answers.get(llm.answers.key(request)) is None:
+            num_prompt_tokens += estimate_prompt(request.messages)
+        else:
+            num_answered += 1
+    num_requests = len(questions.asked) - num_answered
+    usage = Usage(num_prompt_tokens, num_requests * questions.answer_tokens)
+    counts = {"model": llm.model, "num_requests": num_requests, "num_answered_before": num_answered}
+    kept = f" ({num_answered:,} more are in the cache)" if num_answered else ""
+    again = f"answers that cannot be used are asked for again, up to {questions.attempts} times in all"
+    price = cost_in_words(usage, llm.budget, "llm.prices")
+    say(f"{num_requests:,} requests to {llm.model}{kept}, {price}; {again}")
+    return counts | llm.budget.account(usage) | {"budget": str(llm.budget) or None}
+
+
+def cost_in_words(usage: Usage, budget: Budget, price_setting: str) -> str:
+    """Tokens, price and budget; `price_setting` is where a recipe says what tokens cost."""
+    dollars = budget.price(usage)
+    price = f"price unknown ({price_setting})" if dollars is None else f"about ${dollars:,.4g}"
+    written = f" and {usage.completion:,} written" if usage.completion else ""
+    limit = f"budget {budget}" if str(budget) else f"no budget is set ({price_setting.split('.')[0]}.budget)"
+    return f"about {usage.prompt:,} tokens read{written}, {price}; {limit}"
+
+
+def ask_until(questions: Questions[QuestionT, ValueT]) -> Asked[QuestionT, ValueT]:
+    """Ask in rounds, each for what the last one left, until every answer passes `check` or the attempts are used up.
+
+    Raises SkilltrainError where no further request can succeed; what was answered until then is in the cache.
+    """
+    values: dict[int, tuple[QuestionT, ValueT, int]] = {}
+    faults: dict[int, Dropped] = {}
+    refused: Counter[str] = Counter()
+    pending = list(range(len(questions.asked)))
+    for attempt in range(questions.attempts):
+        again: list[int] = []
+        for place, answer in zip(pending, _round(questions, pending, faults, attempt), strict=True):
+            question = questions.asked[place]
+            checked = _checked(questions, question, answer)
+            if not isinstance(checked, Dropped):
+                values[place] = question, checked, attempt + 1
+                faults.pop(place, None)
+                continue
+            faults[place] = checked
+            refused[checked.filter] += 1
+            if checked.filter not in LASTING:
+                again.append(place)
+        pending = again
+    budget = questions.llm.budget
+    in_order = [values[place] for place in sorted(values)], [faults[place] for place in sorted(faults)]
+    return Asked(*in_order, refused, budget.account(budget.used))
+
+
+def _round(
+    questions: Questions[QuestionT, Any], pending: Sequence[int], faults: dict[int, Dropped], attempt: int
+) -> list[Answer]:
+    """The model's answers to the pending questions, in their order."""
+    requests = (questions.request(questions.asked[place], attempt, faults.get(place)) for place in pending)
+    name = questions.description + (f", attempt {attempt + 1}" if attempt else "")
+    found = dict(track(questions.llm.complete_all(requests), name, len(pending)) if pending else ())
+    return [found[position] for position in range(len(pending))]
+
+
+def _checked(questions: Questions[QuestionT, ValueT], question: QuestionT, answer: Answer) -> ValueT | Dropped:
+    """The value in an answer, or why there is none."""
+    if isinstance(answer, CompletionError):
+        fault = answer.kind, answer.reason
+    elif answer.finish_reason == "refusal":
+        fault = "refused", "the model declined to answer"
+    elif not answer.text.strip():
+        fault = "empty", "there was no text in the answer"
+    elif answer.finish_reason == "length":
+        fault = "truncated", "the answer was cut off at llm.max_tokens"
+    else:
+        return questions.check(question, answer.text)
+    return Dropped(question.query_id, question.skill_id, *fault)
