@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Int64
 
 from skilltrain.data.pool.skill_pool import guess_lang
-from skilltrain.data.synthesis.name_leak import names_skill
+from skilltrain.data.synthesize.name_leak import names_skill
 from skilltrain.records import Skill
 from skilltrain.report.material import Material, codes
 from skilltrain.texts import name_key, words_of

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from skilltrain.config import Config, InputPath
 from skilltrain.data.distractors.distractor_prompt import STRATEGIES, WantedDistractor, distractor_request
 from skilltrain.data.near_duplicates.trigrams import Trigrams, WordHashes, jaccard, word_trigrams
-from skilltrain.data.pool.skill_file import clean_text, one_line, split_header
+from skilltrain.data.pool.skill_file import split_header
 from skilltrain.data.screening import count_flagged, screen, write_flags
 from skilltrain.data.synthesize.sampling import stable_number
 from skilltrain.errors import SkilltrainError
@@ -27,7 +27,7 @@ from skilltrain.files import write_text
 from skilltrain.llm import LLMConfig, Questions, Request, ask_until, cost_of, open_llm
 from skilltrain.records import Dropped, Skill
 from skilltrain.tables import DROPPED, SKILLS, read_table, rows_of, skills_from_table, write_table
-from skilltrain.texts import name_key, num_words
+from skilltrain.texts import clean_text, name_key, num_words, one_line
 
 ORIGINS_FILE: Final = "origins.jsonl"
 _TOKENS_PER_WORD = 1.6  # of a body as a JSON string: 1.3 in English prose, more in code and other scripts
