@@ -16,10 +16,9 @@ import pytest
 
 from registry_server import Entry, Reply, digest_of, registry_server, skill_md, tar_of, zip_of
 from skilltrain.config import validate
-from skilltrain.data.collecting.collect import CollectConfig, collect, run_collect
-from skilltrain.data.collecting.output import folder_name
-from skilltrain.data.collecting.pace import Clock, Pace
-from skilltrain.data.collecting.state import open_state
+from skilltrain.data.collect.collect import CollectConfig, run_collect
+from skilltrain.data.collect.output import folder_name
+from skilltrain.data.collect.sync_state import DATABASE, open_state
 from skilltrain.data.pool.skill_pool import PoolConfig, run_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.stages import parse_recipe, run_recipe
@@ -72,15 +71,28 @@ def failure(registry, root, **changes):
 
 
 class FakeTime:
-    """A clock that only sleeping moves."""
+    """A clock that only sleeping moves, in place of the client's; each look at it moves it by `tick`."""
 
     def __init__(self):
-        self.seconds, self.slept = 1000.0, []
-        self.clock = Clock(lambda: self.seconds, lambda: self.seconds, self.sleep)
+        self.seconds, self.slept, self.tick = 1000.0, [], 0.0
+
+    def monotonic(self):
+        self.seconds += self.tick
+        return self.seconds
+
+    def time(self):
+        return self.seconds
 
     def sleep(self, seconds):
         self.slept.append(seconds)
         self.seconds += seconds
+
+
+@pytest.fixture
+def time(monkeypatch):
+    fake = FakeTime()
+    monkeypatch.setattr("skilltrain.data.collect.registry_client.time", fake)
+    return fake
 
 
 # ---- what comes out
@@ -341,12 +353,12 @@ def test_a_cut_download_a_wrong_digest_and_an_unasked_encoding_are_not_taken(reg
     registry.script["/api/get/s0"] = [Reply(whole, cut=20)]
     registry.script["/api/get/s1"] = [Reply(whole[:-9], length=-1)]
     registry.script["/api/get/s2"] = [Reply(whole)] * 3
-    registry.script["/api/get/s3"] = [Reply(gzip.compress(whole)[:-9], headers={"Content-Encoding": "gzip"})]
+    registry.script["/api/get/s3"] = [Reply(gzip.compress(whole), headers={"Content-Encoding": "gzip"})]
     registry.script["/api/get/s4"] = [Reply(whole, headers={"Content-Encoding": "br"})]
     _, skills, dropped, rows = sync(registry, tmp_path)
     assert dropped == {("s2", "failed"), ("s4", "failed")}
     assert {"s0", "s1", "s3"} <= set(skills)
-    assert [registry.downloads().count(f"s{number}") for number in range(5)] == [2, 2, 3, 2, 1]
+    assert [registry.downloads().count(f"s{number}") for number in range(5)] == [2, 2, 3, 1, 1]
     reasons = {row["skill_id"]: row["reason"] for row in rows}
     assert "is not what the listing says" in reasons["s2"]
     assert "'br' was not asked for" in reasons["s4"]
@@ -535,14 +547,11 @@ def test_nothing_usable_is_an_error_that_says_why(registry, tmp_path):
 # ---- pace
 
 
-def test_requests_keep_the_pace_through_retries_and_redirects(registry, tmp_path):
-    time = FakeTime()
+def test_requests_keep_the_pace_through_retries_and_redirects(registry, tmp_path, time):
     at = []
     registry.before = lambda path: at.append((path, time.seconds))
     registry.script["/api/skills?page=2"] = [Reply(b"", 500)] * 2
-    config = config_for(registry, tmp_path, http__requests_per_second=1, http__min_backoff=1, http__max_backoff=10)
-    (tmp_path / "out").mkdir()
-    summary = collect(config, tmp_path / "out", time.clock)
+    summary, *_ = sync(registry, tmp_path, http__requests_per_second=1, http__min_backoff=1, http__max_backoff=10)
     assert summary["num_requests"] == len(registry.log) == 13
     # 13 requests: 12 gaps of a second, but the back-off of 2 seconds before the third try is one second longer
     assert time.seconds - 1000 == pytest.approx(13)
@@ -550,15 +559,10 @@ def test_requests_keep_the_pace_through_retries_and_redirects(registry, tmp_path
     assert min(gaps) >= 1 - 1e-9
 
 
-def test_back_off_doubles_up_to_its_limit(registry, tmp_path):
-    time = FakeTime()
+def test_back_off_doubles_up_to_its_limit(registry, tmp_path, time):
     registry.script["/api/get/s0"] = [Reply(b"", 500)] * 6
-    settings = {"min_backoff": 1, "max_backoff": 10, "attempts": 6}
-    config = config_for(registry, tmp_path, **{f"http__{name}": value for name, value in settings.items()})
-    (tmp_path / "out").mkdir()
-    collect(config, tmp_path / "out", time.clock)
-    waited = [seconds for seconds in time.slept if seconds > 0.5]
-    assert waited == pytest.approx([1, 2, 4, 8, 10], abs=1e-4)
+    sync(registry, tmp_path, http__min_backoff=1, http__max_backoff=10, http__attempts=6)
+    assert [seconds for seconds in time.slept if seconds > 0.5] == pytest.approx([1, 2, 4, 8, 10], abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -573,12 +577,10 @@ def test_back_off_doubles_up_to_its_limit(registry, tmp_path):
     ],
     ids=lambda value: str(value),
 )
-def test_retry_after_is_honoured(registry, tmp_path, reply, seconds):
-    time = FakeTime()
+def test_retry_after_is_honoured(registry, tmp_path, time, reply, seconds):
     registry.skills = {"s0": registry.skills["s0"]}
     registry.script["/api/get/s0"] = [reply]
-    (tmp_path / "out").mkdir()
-    collect(config_for(registry, tmp_path), tmp_path / "out", time.clock)
+    sync(registry, tmp_path)
     assert time.seconds - 1000 == pytest.approx(seconds, abs=1e-3)
     assert registry.downloads() == ["s0", "s0"]
 
@@ -590,32 +592,11 @@ def test_a_wait_beyond_patience_ends_the_run_which_goes_on_later(registry, tmp_p
     assert registry.downloads() == ["s3", "s4", "s5", "s6"]
 
 
-def test_a_steady_drip_is_cut_off(registry, tmp_path):
-    time = FakeTime()
-    real = time.clock
-
-    def now():
-        time.seconds += 1  # each look at the clock is a second later
-        return time.seconds
-
-    clock = Clock(now, real.date, real.sleep)
+def test_a_steady_drip_is_cut_off(registry, tmp_path, time):
+    time.tick = 1.0
     registry.skills = {"s0": Entry(random.Random(0).randbytes(3_000_000)), "s1": registry.skills["s1"]}
-    (tmp_path / "out").mkdir()
-    collect(config_for(registry, tmp_path, http__max_seconds=5), tmp_path / "out", clock)
-    rows = read_table(tmp_path / "out", DROPPED).to_pylist()
+    _, _, _, rows = sync(registry, tmp_path, http__max_seconds=5)
     assert [(row["skill_id"], "longer than 5 seconds" in row["reason"]) for row in rows] == [("s0", True)]
-
-
-def test_the_pace_itself():
-    time = FakeTime()
-    pace = Pace(2, time.clock)
-    for _ in range(3):
-        pace.wait()
-    assert time.slept == [0.5, 0.5]
-    pace.hold(7)
-    pace.hold(3)
-    pace.wait()
-    assert time.slept[2:] == [7]
 
 
 # ---- stopped and gone on with
@@ -625,7 +606,7 @@ RUN = """
 import sys, json
 from pathlib import Path
 from skilltrain.config import validate
-from skilltrain.data.collecting.collect import CollectConfig, run_collect
+from skilltrain.data.collect.collect import CollectConfig, run_collect
 run_collect(validate(CollectConfig, json.loads(sys.argv[1]), "test"), Path(sys.argv[2]))
 """
 
@@ -683,34 +664,15 @@ def test_a_stopped_run_goes_on_where_it_was_and_asks_for_nothing_twice(registry,
     assert [p.name for p in (tmp_path / "state").iterdir() if "partial" in p.name] == []
 
 
-def test_a_journal_cut_anywhere_is_gone_on_with(registry, tmp_path):
-    """A kill, or a power cut, may leave any first part of the journals."""
-    registry.before = lambda path: Reply(b"", 500) if path == "/api/get/s6" else None
-    failure(registry, tmp_path, max_failures_in_row=1)
-    registry.before = lambda path: None
-    journals = {name: (tmp_path / "state" / name).read_bytes() for name in ("listing.jsonl", "outcomes.jsonl")}
-    draw = random.Random(3)
-    for name, content in journals.items():
-        for number in range(3):
-            for other, whole in journals.items():
-                (tmp_path / "state" / other).write_bytes(whole)
-            cut = draw.randrange(len(content))
-            (tmp_path / "state" / name).write_bytes(content[:cut])
-            assert len(sync(registry, tmp_path, f"{name}{number}")[1]) == 7
-
-
-def test_a_foreign_journal_another_registry_and_another_collector_are_refused(registry, tmp_path):
+def test_a_database_that_is_none_another_registry_and_another_collector_are_refused(registry, tmp_path):
     sync(registry, tmp_path)
-    assert "holds what was collected from http://127" in failure(
-        registry, tmp_path, registry__base_url="http://localhost:1"
-    )
-    config = config_for(registry, tmp_path)
-    identity = config.registry.model_dump(mode="json")
-    with open_state(tmp_path / "state", identity):
-        assert "another collector is at work" in failure(registry, tmp_path)
-    (tmp_path / "state/outcomes.jsonl").write_text("not json\n")
-    assert "outcomes.jsonl, line 1: is not JSON Lines" in failure(registry, tmp_path)
-    (tmp_path / "state/outcomes.jsonl").write_text('{"other": 1}\n')
+    message = failure(registry, tmp_path, registry__base_url="http://localhost:1")
+    assert "holds what was collected from http://127" in message
+    with open_state(tmp_path / "state", config_for(registry, tmp_path).registry.model_dump(mode="json")):
+        assert "another process is writing" in failure(registry, tmp_path)
+    for file in (tmp_path / "state").glob(f"{DATABASE}*"):
+        file.unlink()
+    (tmp_path / "state" / DATABASE).write_text("not a database")
     assert "holds no state of a collector" in failure(registry, tmp_path)
 
 

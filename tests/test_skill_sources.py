@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skilltrain.data.collecting.output import COLLECTED, SKILLS_FOLDER
+from skilltrain.data.collect.output import COLLECTED, SKILLS_FOLDER
 from skilltrain.data.contamination.decontaminate import POOL_COPIES
 from skilltrain.data.distractors.distractors import ORIGINS_FILE
 from skilltrain.data.pool.skill_file import MAX_HEADER_CHARS

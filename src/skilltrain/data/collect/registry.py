@@ -12,8 +12,8 @@ from urllib.parse import quote, urljoin, urlsplit
 from pydantic import Field, field_validator
 
 from skilltrain.config import Config
-from skilltrain.data.collecting.archive_members import Refused
 from skilltrain.errors import SkilltrainError
+from skilltrain.records import Dropped
 from skilltrain.texts import clean_text, one_line
 
 MAX_ID_CHARS, MAX_URL_CHARS, MAX_VALUE_CHARS = 512, 8192, 512
@@ -169,11 +169,11 @@ def next_position(registry: RegistryConfig, position: Position, page: Any, link:
     return _joined(page_url(registry, position), found) or None if found else None
 
 
-def read_page(registry: RegistryConfig, page: Any, place: str) -> tuple[list[Listed], list[Refused]]:
+def read_page(registry: RegistryConfig, page: Any, place: str) -> tuple[list[Listed], list[Dropped]]:
     """(the skills of a page, its entries that are none). SkilltrainError: the page is no page at all."""
     items = enumerate(_items(registry, page, place), 1)
     found = [_read_item(registry, item, f"entry {number} of {place}") for number, item in items]
-    return [item for item in found if isinstance(item, Listed)], [item for item in found if isinstance(item, Refused)]
+    return [item for item in found if isinstance(item, Listed)], [item for item in found if isinstance(item, Dropped)]
 
 
 def _items(registry: RegistryConfig, page: Any, place: str) -> list[Any]:
@@ -191,20 +191,20 @@ def _names(value: Mapping[str, Any]) -> str:
     return ", ".join(ascii(key)[1:-1][:40] for key in list(value)[:12]) or "(none)"
 
 
-def _read_item(registry: RegistryConfig, item: Any, place: str) -> Listed | Refused:
+def _read_item(registry: RegistryConfig, item: Any, place: str) -> Listed | Dropped:
     keys = registry.keys
     if not isinstance(item, dict):
-        return Refused("", "not_json", f"{place} is a {type(item).__name__}, not an object")
+        return Dropped("", "", "not_json", f"{place} is a {type(item).__name__}, not an object")
     raw = value_at(item, keys.id)
     skill_id = one_line(_text(raw, MAX_ID_CHARS))
     if not skill_id:
-        return Refused("", "no_id", f"{place} has no usable {keys.id} among its keys {_names(item)}")
+        return Dropped("", "", "no_id", f"{place} has no usable {keys.id} among its keys {_names(item)}")
     if skill_id != str(raw):
-        return Refused(skill_id, "bad_id", f"{place} has an id with line breaks, control characters or wide spaces")
+        return Dropped("", skill_id, "bad_id", f"{place} has an id with line breaks, control characters or wide spaces")
     url = _download_url(registry, item)
     if not url:
         need = f"a value for each key in {registry.download!r}" if registry.download else keys.url
-        return Refused(skill_id, "no_url", f"{place} has no usable {need} among its keys {_names(item)}")
+        return Dropped("", skill_id, "no_url", f"{place} has no usable {need} among its keys {_names(item)}")
     name, updated, digest = (
         one_line(_text(value_at(item, key), MAX_VALUE_CHARS)) if key else ""
         for key in (keys.name, keys.updated, keys.digest)
