@@ -9,14 +9,13 @@ from skilltrain.evaluation.analysis.attention import FieldAttention, FieldShares
 from skilltrain.evaluation.analysis.latency import StageLatency
 from skilltrain.evaluation.analysis.outcomes import outcomes
 from skilltrain.evaluation.analysis.pass_rates import PassRate
-from skilltrain.evaluation.analysis.quartiles import Quartile
 from skilltrain.evaluation.analysis.structure import FeatureComparison
-from skilltrain.evaluation.benchmarks.benchmark import Slice
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, task_of
 from skilltrain.evaluation.metrics import DEFAULT_MEASURES, SET_COMPAT, Measure, Relevance, parse_measures, per_query
-from skilltrain.evaluation.report.contents import Report, ReportTexts
-from skilltrain.evaluation.report.report import build_report
 from skilltrain.evaluation.results import SystemResult
 from skilltrain.evaluation.statistics.bootstrap import Interval, interval
+from skilltrain.records import Query, Skill
+from skilltrain.report.evaluation import About, Report, build_report
 
 HOSTILE = "</script><img src=http://x.invalid onerror='alert(1)'>\"&|`*\u202eevil\u2066\u200b"
 # name, how well it ranks, p50 in ms of its stages
@@ -34,12 +33,11 @@ WORDS = (
 MEASURES = (*parse_measures(DEFAULT_MEASURES), Measure(SET_COMPAT, 0))
 
 
-def invented(num_queries: int = 75, names: Sequence[str] = (), hostile: bool = False) -> tuple[Report, ReportTexts]:
-    """The report and its texts; `hostile` puts HTML, Markdown and bidirectional orders into every name and text."""
+def invented(num_queries: int = 75, names: Sequence[str] = (), hostile: bool = False) -> Report:
+    """The report; `hostile` puts HTML, Markdown and bidirectional orders into every name and text."""
     draw = random.Random(5)
     evil = HOSTILE if hostile else ""
     gold = {f"task-{n:03}": frozenset(f"gold/{n}-{k}" for k in range(_num_gold(n))) for n in range(num_queries)}
-    slices: dict[str, Slice] = {q: "single" if len(ids) == 1 else "multi" for q, ids in gold.items()}
     relevances = {q: Relevance(ids, dict.fromkeys(ids, 1.0)) for q, ids in gold.items()}
     ease = {q: draw.gauss(0, 1) for q in gold}
     results = []
@@ -48,10 +46,16 @@ def invented(num_queries: int = 75, names: Sequence[str] = (), hostile: bool = F
         scores = per_query(ranked, relevances, MEASURES)
         results.append(SystemResult((names[position] if names else name) + evil, scores, ranked))
     ids = sorted({i for result in results for ranking in result.rankings.values() for i in ranking} | {*_flat(gold)})
-    skill_names = {i: f"{WORDS[hash_of(i) % len(WORDS)].replace(' ', '-')}{evil}" for i in ids}
-    queries = {q: f"{_request(draw, n)} {evil}" for n, q in enumerate(gold)}
-    report = build_report(f"SkillRouter easy{evil}", results, slices, MEASURES, 7, _analysis(results, gold))
-    return report, ReportTexts(queries, skill_names, gold)
+    names_of = {i: f"{WORDS[hash_of(i) % len(WORDS)].replace(' ', '-')}{evil}" for i in ids}
+    skills = {i: Skill(i, name, "d" * (20 + hash_of(i) % 900), "") for i, name in names_of.items()}
+    tasks = tuple(
+        task_of(Query(q, f"{_request(draw, n)} {evil}", "", "invented", "test"), relevance,
+                {"difficulty": ("easy", "medium", "hard")[n % 3] + evil})
+        for n, (q, relevance) in enumerate(relevances.items())
+    )  # fmt: skip
+    benchmark = Benchmark(f"SkillRouter easy{evil}", tasks)
+    about = About(provenance={"Benchmark": f"SkillRouter easy{evil}, split test", "Pool": "pool, 4,000 skills"})
+    return build_report(benchmark, results, MEASURES, 7, skills, _analysis(results), about)
 
 
 def hash_of(text: str) -> int:
@@ -86,11 +90,10 @@ def _ranking(draw: random.Random, gold: frozenset[str], skill: float, ease: floa
     return [places[n] if n in places else f"other/{draw.randrange(4_000)}-{n}" for n in range(50)]
 
 
-def _analysis(results: Sequence[SystemResult], gold: dict[str, frozenset[str]]) -> Analysis:
+def _analysis(results: Sequence[SystemResult]) -> Analysis:
     emb, rank = results[2], results[3]
     return Analysis(
         outcomes=(outcomes(emb, rank, "Hit@1"), outcomes(results[1], rank, "FC@10")),
-        quartiles=_quartiles(results, list(gold)),
         pass_rates=_pass_rates(results),
         latencies=tuple(_latencies(results)),
         structure=(
@@ -102,19 +105,6 @@ def _analysis(results: Sequence[SystemResult], gold: dict[str, frozenset[str]]) 
             FeatureComparison("characters", 5_400, 4_980.5, 0.53, 0.41, 180, 26_261),
         ),
         attention=tuple(_attention(name, count) for name, count in (("SR-Rank MiniLM", 6), ("SR-Rank 0.6B", 28))),
-    )
-
-
-def _quartiles(results: Sequence[SystemResult], query_ids: list[str]) -> tuple[Quartile, ...]:
-    bounds = ((24, 81), (82, 140), (141.5, 233), (234, 1_024))
-    return tuple(
-        Quartile(
-            number,
-            *bounds[number - 1],
-            "Hit@1",
-            {r.name: interval([r.per_query[q]["Hit@1"] for q in query_ids[number - 1 :: 4]], seed=1) for r in results},
-        )
-        for number in (1, 2, 3, 4)
     )
 
 

@@ -9,23 +9,25 @@ from rich.console import Console
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analysis.analysis import Analysis
-from skilltrain.evaluation.analysis.outcomes import Outcomes
-from skilltrain.evaluation.benchmarks.benchmark import Slice
-from skilltrain.evaluation.metrics import DEFAULT_MEASURES, Relevance, parse_measures, per_query
-from skilltrain.evaluation.report.contents import Report, ReportTexts
-from skilltrain.evaluation.report.markdown import markdown_table
-from skilltrain.evaluation.report.report import build_report, write_report
-from skilltrain.evaluation.report.terminal_table import terminal_table
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, task_of
+from skilltrain.evaluation.metrics import DEFAULT_MEASURES, Measure, Relevance, parse_measures, per_query
 from skilltrain.evaluation.results import SystemResult
+from skilltrain.records import Query, Skill
+from skilltrain.report.evaluation import About, Report, build_report, report_markdown, report_page, write_report
+from skilltrain.report.terminal import terminal_table
 
 RELEVANCES = {
     "q1": Relevance(frozenset("a"), {"a": 1.0}),
     "q2": Relevance(frozenset("ab"), {"a": 1.0, "b": 1.0}),
     "q3": Relevance(frozenset("c"), {"c": 1.0}),
 }
-SLICES: dict[str, Slice] = {"q1": "single", "q2": "multi", "q3": "single"}
 MEASURES = parse_measures(DEFAULT_MEASURES)
 EVIL = "</script><img src=http://x.invalid onerror='alert(1)'>\"&|`*"
+
+
+def benchmark_of(relevances: dict[str, Relevance], text: str = "text of {}", notes: tuple[str, ...] = ()) -> Benchmark:
+    tasks = [task_of(Query(q, text.format(q), "", "made", "test"), r, {}) for q, r in relevances.items()]
+    return Benchmark("bench", tuple(tasks), notes=notes)
 
 
 def system(name: str, **rankings: str) -> SystemResult:
@@ -33,14 +35,27 @@ def system(name: str, **rankings: str) -> SystemResult:
     return SystemResult(name, per_query(ranked, RELEVANCES, MEASURES), ranked)
 
 
-def report_of(*systems: SystemResult) -> Report:
-    return build_report("bench", systems, SLICES, MEASURES, seed=7)
+def report_of(
+    *systems: SystemResult,
+    measures: tuple[Measure, ...] = MEASURES,
+    analysis: Analysis = Analysis(),  # noqa: B008
+    benchmark: Benchmark | None = None,
+    skills: dict[str, Skill] | None = None,
+    about: About = About(),  # noqa: B008
+) -> Report:
+    return build_report(benchmark or benchmark_of(RELEVANCES), systems, measures, 7, skills or {}, analysis, about)
+
+
+def terminal(report: Report, width: int) -> str:
+    console = Console(width=width, file=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(terminal_table(report, width))
+    return capture.get()
 
 
 BASE = system("base", q1="xa", q2="ab", q3="xyz")
 BETTER = system("better", q1="ax", q2="ax", q3="xc")
 SAME = system("same", q1="xa", q2="ab", q3="xyz")
-BASE_ELSEWHERE = system("elsewhere", q1="ya", q2="ab", q3="zyx")
 
 
 def test_metrics_json_holds_means_by_slice_worked_by_hand():
@@ -77,44 +92,37 @@ def test_each_system_is_compared_with_the_first_and_the_one_before_once():
 
 
 @pytest.mark.parametrize("systems", [(BASE,), (BASE, BETTER)])
-def test_an_empty_slice_is_left_out_and_one_that_holds_all_is_shown_once(tmp_path: Path, systems):
-    only = build_report("b", systems, dict.fromkeys(SLICES, "single"), MEASURES, seed=0)
-    assert only.sections() == {"all": 3}
+def test_an_empty_slice_is_left_out_and_one_that_holds_all_is_shown_once(systems):
+    single = {query_id: Relevance(frozenset("a"), {"a": 1.0}) for query_id in RELEVANCES}
+    only = report_of(*systems, benchmark=benchmark_of(single))
+    assert [part.value for part in only.sections] == ["all"]
     found = only.to_json()["systems"][0]
     assert found["single"] == found["metrics"] and "multi" not in found
-    console = Console(width=120, file=None, force_terminal=False)
-    with console.capture() as capture:
-        console.print(terminal_table(only))
-    assert "all, n = 3" in capture.get() and "single" not in capture.get()
-    assert "## Single" not in markdown_table(only)
-    write_report(only, tmp_path, None)
-    page = (tmp_path / "report.html").read_text()
+    assert "all, n = 3" in terminal(only, 120) and "single" not in terminal(only, 120)
+    assert "## Single" not in report_markdown(only)
+    page = report_page(only)
     assert "3 queries (all single)" in page and 'class="view single"' not in page and 'class="switch"' not in page
-    assert 'name="section" id="show-all" checked' in page, "which report.css and report.js ask for"
+    assert 'name="section" id="show-all" checked' in page, "which page.css and evaluation.js ask for"
 
 
 def test_the_best_mean_stands_out_unless_all_are_equal():
-    report = report_of(BASE, BETTER)
-    assert report.is_best("all", "better", "Hit@1")
-    assert not report.is_best("all", "base", "Hit@1")
-    assert not report_of(BASE, SAME).is_best("all", "base", "Hit@1")
-    assert not report_of(BASE).is_best("all", "base", "Hit@1")
+    assert report_of(BASE, BETTER).every.best("Hit@1") == {"better"}
+    assert report_of(BASE, SAME).every.best("Hit@1") == set()
+    assert 'class="best"' not in report_page(report_of(BASE, SAME))
 
 
-def test_terminal_table_fits_120_columns_and_shows_mean_over_interval():
-    console = Console(width=120, record=True, file=None, force_terminal=False)
-    with console.capture() as capture:
-        console.print(terminal_table(report_of(BASE, BETTER, system(EVIL * 2, q1="a"))))
-    lines = capture.get().splitlines()
-    assert max(map(len, lines)) <= 120
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_terminal_table_keeps_names_and_intervals_at_any_width(width: int):
+    lines = terminal(report_of(BASE, BETTER, system("a much longer name of a system", q1="a")), width).splitlines()
+    assert max(map(len, lines)) <= width
     text = "\n".join(lines)
-    for part in ("all, n = 3", "single, n = 2", "multi, n = 1", "R@50", "FC@10", ".333", "[.00, 1.00]"):
+    for part in ("all, n = 3", "single, n = 2", "multi, n = 1", "FC@10", ".333", "[.00, 1.00]", "base", "better"):
         assert part in text
-    assert "…" not in text
+    assert "…" not in text and "\u202e" not in text
 
 
 def test_markdown_escapes_names_and_marks_the_best():
-    text = markdown_table(report_of(BASE, BETTER, system(EVIL, q1="")))
+    text = report_markdown(report_of(BASE, BETTER, system(EVIL, q1="")))
     assert "| better | **.667** [.00, 1.00] |" in text
     assert "<img" not in text
     rows = [line for line in text.splitlines() if line.startswith("| &lt;/script")]
@@ -143,18 +151,16 @@ class Tags(HTMLParser):
             assert self.open.pop() == tag
 
 
-def html_of(tmp_path: Path, *systems: SystemResult, texts: bool = True) -> str:
-    names = {skill_id: f"{skill_id}: {EVIL}" for skill_id in "abcxyz"}
-    gold = {query_id: relevance.gold for query_id, relevance in RELEVANCES.items()}
-    queries = {query_id: f"{query_id} {EVIL}\ud800" for query_id in RELEVANCES}
-    report = build_report(EVIL, systems, SLICES, MEASURES, seed=7)
-    write_report(report, tmp_path, ReportTexts(queries, names, gold) if texts else None)
-    return (tmp_path / "report.html").read_text()
+def html_of(*systems: SystemResult) -> str:
+    skills = {skill_id: Skill(skill_id, f"{skill_id}: {EVIL}", "", "") for skill_id in "abcxyz"}
+    about = About(provenance={EVIL: EVIL})
+    return report_page(
+        report_of(*systems, benchmark=benchmark_of(RELEVANCES, f"{{}} {EVIL}\ud800"), skills=skills, about=about)
+    )
 
 
-@pytest.mark.parametrize("texts", [True, False])
-def test_html_is_well_formed_escaped_and_asks_for_nothing(tmp_path: Path, texts: bool):
-    page = Tags(text := html_of(tmp_path, BASE, BETTER, system(EVIL, q1="a"), texts=texts))
+def test_html_is_well_formed_escaped_and_asks_for_nothing():
+    page = Tags(text := html_of(BASE, BETTER, system(EVIL, q1="a")))
     assert page.open == []
     kinds = [tag for tag, _ in page.tags]
     assert "img" not in kinds
@@ -168,8 +174,8 @@ def test_html_is_well_formed_escaped_and_asks_for_nothing(tmp_path: Path, texts:
     assert "@import" not in text
 
 
-def test_html_policy_admits_its_own_script_and_style_only(tmp_path: Path):
-    text = html_of(tmp_path, BASE)
+def test_html_policy_admits_its_own_script_and_style_only():
+    text = html_of(BASE)
     policy = next(a["content"] or "" for tag, a in Tags(text).tags if tag == "meta" and "http-equiv" in a)
     assert policy.startswith("default-src 'none'")
     assert "unsafe" not in policy
@@ -179,9 +185,9 @@ def test_html_policy_admits_its_own_script_and_style_only(tmp_path: Path):
         assert f"{tag}-src 'sha256-{digest}'" in policy
 
 
-def test_html_lists_failures_first_and_then_the_queries_where_systems_differ(tmp_path: Path):
-    text = html_of(tmp_path, BASE, BETTER)
-    listed = [a["class"] for tag, a in Tags(text).tags if tag == "details"]
+def test_html_lists_failures_first_and_then_the_queries_where_systems_differ():
+    text = html_of(BASE, BETTER)
+    listed = [a["class"] for tag, a in Tags(text).tags if tag == "details" and "query" in (a["class"] or "")]
     assert listed == ["query single", "query multi", "query single"]
     failures, differing = text.split('id="failures"')[1].split('id="differing"')
     assert "1 of 3 queries, the hardest first" in failures
@@ -190,44 +196,40 @@ def test_html_lists_failures_first_and_then_the_queries_where_systems_differ(tmp
     assert '<span title="better"><i class="swatch c1"></i>2</span>' in failures
     assert "<b>q3</b>" not in differing
     assert differing.index("<b>q2</b>") < differing.index("<b>q1</b>")  # half found, found later
-    assert "<details" not in html_of(tmp_path, BASE, BASE_ELSEWHERE, texts=False)
 
 
-def test_html_names_what_stood_on_top_and_marks_the_gold(tmp_path: Path):
-    failures = html_of(tmp_path, BASE, BETTER).split('id="failures"')[1].split('id="differing"')[0]
+def test_html_names_what_stood_on_top_and_marks_the_gold():
+    failures = html_of(BASE, BETTER).split('id="failures"')[1].split('id="differing"')[0]
     wanted, base, better = failures.split("<h4>")[1:4]
-    assert wanted.startswith("Gold") and 'class=gold title="c"' in wanted
-    assert "class=gold" not in base
+    assert wanted.startswith("Gold") and 'class="gold" title="c"' in wanted
+    assert "gold" not in base
     assert [part.split('"')[0] for part in better.split('title="')[1:]] == ["x", "c"]
-    assert 'class=gold title="c"' in better
+    assert 'class="gold" title="c"' in better
 
 
-def test_an_alternative_counts_as_gold_on_the_page(tmp_path: Path):
+def test_an_alternative_counts_as_gold_on_the_page():
     relevance = Relevance(frozenset("a"), {"a": 1.0}, {"b": "a"})
     ranked = {"q1": ("x", "b", "a")}
     result = SystemResult("one", per_query(ranked, {"q1": relevance}, MEASURES), ranked)
-    texts = ReportTexts({"q1": "text"}, {}, {"q1": relevance.gold}, {"q1": relevance.alternatives})
-    assert texts.first_rank(result, "q1") == 2
-    write_report(build_report("b", [result], {"q1": "single"}, MEASURES, seed=0), tmp_path, texts)
-    ranking = (tmp_path / "report.html").read_text().split("<ol>")[1].split("</ol>")[0]
-    assert ranking.count("class=gold") == 1
-    assert 'class=gold title="b"' in ranking
+    report = report_of(result, benchmark=benchmark_of({"q1": relevance}))
+    assert report.first_ranks == {"one": {"q1": 2}}
+    ranking = report_page(report).split("<ol>")[1].split("</ol>")[0]
+    assert ranking.count("gold") == 1
+    assert 'class="gold" title="b"' in ranking
 
 
-def test_html_plots_mean_and_interval_in_percent_and_the_recall_curve(tmp_path: Path):
-    report = report_of(BASE, BETTER)
-    value = report.summaries["better"]["all"]["Hit@1"]
-    text = html_of(tmp_path, BASE, BETTER)
+def test_html_plots_mean_and_interval_in_percent_and_the_recall_curve():
+    report, text = report_of(BASE, BETTER), html_of(BASE, BETTER)
+    value = report.every.means["better"]["Hit@1"]
     assert f'cx="{value.mean:.2%}"' in text
     assert f'x1="{value.low:.2%}" x2="{value.high:.2%}"' in text
     curve = text.split('class="curve"')[1].split("</figure>")[0]
     # base, all queries: recall at 1, 2, 3 is (0 + 1/2 + 0)/3, (1 + 1 + 0)/3, (1 + 1 + 0)/3; y runs down from 100
     assert 'points="0.00,83.33 63.09,33.33 100.00,33.33"' in curve
-    assert "curve" not in html_of(tmp_path, BASE, texts=False).split("</style>")[1]
 
 
 def test_per_query_values_are_written_for_every_system(tmp_path: Path):
-    write_report(report_of(BASE, BETTER), tmp_path, None)
+    write_report(report_of(BASE, BETTER), tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "per_query.jsonl").read_text().splitlines()]
     assert [(row["system"], row["query_id"], row["slice"]) for row in rows[:4]] == [
         ("base", "q1", "single"), ("base", "q2", "multi"), ("base", "q3", "single"), ("better", "q1", "single"),
@@ -235,12 +237,27 @@ def test_per_query_values_are_written_for_every_system(tmp_path: Path):
     assert rows[0]["MRR@10"] == 0.5
     saved = json.loads((tmp_path / "metrics.json").read_text())
     assert saved["systems"][1]["metrics"]["Hit@1"]["mean"] == pytest.approx(2 / 3)
-    assert (tmp_path / "report.md").read_text() == markdown_table(report_of(BASE, BETTER))
+    assert (tmp_path / "report.md").read_text() == report_markdown(report_of(BASE, BETTER))
+
+
+def test_every_slice_stands_in_json_markdown_and_page():
+    tasks = benchmark_of(RELEVANCES).tasks
+    hard = [
+        task_of(task.query, task.relevance, {"tier": tier})
+        for task, tier in zip(tasks, ("easy", EVIL, EVIL), strict=True)
+    ]
+    report = report_of(BASE, BETTER, benchmark=Benchmark("b", tuple(hard)))
+    slices = {(row["label"], row["value"]): row for row in report.to_json()["slices"]}
+    assert slices["tier", EVIL]["num_queries"] == 2
+    assert slices["tier", EVIL]["systems"]["better"]["Hit@1"]["mean"] == 0.5
+    assert "## Tier: easy (n = 1)" in report_markdown(report)
+    page = report_page(report)
+    assert "<h3>Tier</h3>" in page and "easy, n = 1" in page and "<img" not in page
 
 
 def test_the_same_seed_writes_the_same_bytes(tmp_path: Path):
     for name in ("one", "two"):
-        write_report(report_of(BASE, BETTER), tmp_path / name, None)
+        write_report(report_of(BASE, BETTER), tmp_path / name)
     for file in ("metrics.json", "report.md", "report.html", "per_query.jsonl"):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
 
@@ -248,19 +265,5 @@ def test_the_same_seed_writes_the_same_bytes(tmp_path: Path):
 def test_systems_that_cannot_stand_side_by_side_are_refused():
     with pytest.raises(SkilltrainError, match="two systems are named 'base'"):
         report_of(BASE, BETTER, BASE)
-    with pytest.raises(SkilltrainError, match=r"system part: its queries are not the benchmark's: 2 .* first 'q2'"):
-        report_of(BASE, SystemResult("part", {"q1": BASE.per_query["q1"]}, {}))
-    without = SystemResult("odd", {query_id: {"Hit@1": 1.0} for query_id in SLICES}, {})
-    for order in ((BASE, without), (without, BASE)):
-        with pytest.raises(SkilltrainError, match=r"system odd: query q1 has no value of MRR@10, but has one in base"):
-            report_of(*order)
-    outcome = Outcomes("base", "gone", "Hit@1", ("q1",), (), (), (), 1.0)
-    with pytest.raises(SkilltrainError, match="analysis is of a system 'gone'"):
-        build_report("b", [BASE], SLICES, MEASURES, 0, Analysis(outcomes=(outcome,)))
-    outcome = Outcomes("base", "same", "Hit@1", ("q1",), ("q9",), (), (), 1.0)
-    with pytest.raises(SkilltrainError, match="analysis is of a query 'q9'"):
-        build_report("b", [BASE, SAME], SLICES, MEASURES, 0, Analysis(outcomes=(outcome,)))
     with pytest.raises(SkilltrainError, match="at least one system"):
         report_of()
-    with pytest.raises(SkilltrainError, match="a measure is named twice"):
-        build_report("b", [BASE], SLICES, [*MEASURES, MEASURES[0]], seed=0)

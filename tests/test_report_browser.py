@@ -7,7 +7,7 @@ import pytest
 
 from headless_chromium import CHROMIUM, Page, browser
 from invented_report import invented
-from skilltrain.evaluation.report.report import write_report
+from skilltrain.report.evaluation import write_report
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 
@@ -18,8 +18,7 @@ LOOKS = [(1280, False), (390, True), (390, False), (1280, True)]
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     """A browser that shows the report of invented systems with hostile names and texts."""
     root = tmp_path_factory.mktemp("browser")
-    report, texts = invented(24, hostile=True)
-    write_report(report, root, texts)
+    write_report(invented(24, hostile=True), root)
     with browser(root / "profile") as tab:
         tab.open(root / "report.html")
         yield tab
@@ -53,7 +52,7 @@ def test_the_switch_shows_one_section_and_its_queries(page: Page):
     page.run("document.querySelector('label[for=show-multi]').click()")
     assert shown(page, ".view h2") == ["Queries with several gold skills"]
     multi = shown(page, ".query summary b")
-    assert page.run("document.getElementById('found').textContent") == f"{len(multi)} shown"
+    assert page.run("document.getElementById('found').textContent") == f"{len(multi)} found"
     page.run("document.getElementById('show-single').click()")
     single = shown(page, ".query summary b")
     assert sorted(multi + single) == sorted(every)
@@ -64,12 +63,12 @@ def test_the_switch_shows_one_section_and_its_queries(page: Page):
 
 def test_search_finds_texts_and_names_and_leaves_the_rest(page: Page):
     every = shown(page, ".query")
-    assert search(page, "") == f"{len(every)} shown"
+    assert search(page, "") == f"{len(every)} found"
     some = [entry for entry in every if "task-00" in entry]
-    assert search(page, "TASK-00") == f"{len(some)} shown"
+    assert search(page, "TASK-00") == f"{len(some)} found"
     assert shown(page, ".query") == some
-    assert search(page, ".*[(") == "0 shown"
-    assert search(page, "<img") == f"{len(every)} shown"  # the hostile text, as text
+    assert search(page, ".*[(") == "0 found"
+    assert search(page, "<img") == f"{len(every)} found"  # the hostile text, as text
     search(page, "")
 
 

@@ -10,8 +10,8 @@ from skilltrain.ablation.plan import describe_plan, make_plan
 from skilltrain.ablation.results import Results, collect_results
 from skilltrain.ablation.show import markdown, terminal_tables
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.report.numbers import counted, reading
 from skilltrain.files import write_json, write_text
+from skilltrain.report.numbers import counted, reading
 from skilltrain.terminal import console, say
 
 JSON_FILE, MARKDOWN_FILE = "ablation.json", "ablation.md"

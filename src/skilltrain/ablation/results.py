@@ -14,12 +14,12 @@ from skilltrain import __version__
 from skilltrain.ablation.plan import Cell, Plan
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.metrics import parse_measures
-from skilltrain.evaluation.report.numbers import reading
 from skilltrain.evaluation.results import SystemResult, same_queries
 from skilltrain.evaluation.statistics.bootstrap import RESAMPLES, Interval, interval
 from skilltrain.evaluation.statistics.comparison import Comparison, compare
 from skilltrain.evaluation.statistics.significance import holm
 from skilltrain.files import read_jsonl
+from skilltrain.report.numbers import reading
 from skilltrain.runs import RECIPE_FILE
 
 PER_QUERY_FILE = "per_query.jsonl"

@@ -6,12 +6,13 @@ from rich.table import Table
 from rich.text import Text
 
 from skilltrain.ablation.results import Results, ResultTable, VariantScores
-from skilltrain.evaluation.report.markdown import plain, table_lines
-from skilltrain.evaluation.report.numbers import ALPHA, counted, p_value, reading, signed_interval
 from skilltrain.evaluation.statistics.bootstrap import LEVEL, RESAMPLES, compact
 from skilltrain.evaluation.statistics.comparison import Comparison
+from skilltrain.report.numbers import ALPHA, counted, p_value, reading, signed_interval
+from skilltrain.report.page import plain
 from skilltrain.runs import RECIPE_FILE
 
+_FIGURES = tuple("0123456789.+-<–*")  # what a cell of a column of numbers begins with
 _MARK = {"above": "▲ above", "below": "▼ below", "not told apart": "not told apart"}
 
 
@@ -55,6 +56,13 @@ def _table(table: ResultTable) -> list[str]:
         ]
         lines += ["", *table_lines(head, rows)]
     return lines
+
+
+def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table; columns of numbers are set to the right."""
+    columns = zip(*rows, strict=True)
+    rule = ["---:" if all(cell.startswith(_FIGURES) for cell in column) else "---" for column in columns]
+    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
 
 
 def _score(scores: VariantScores, measure: str) -> str:

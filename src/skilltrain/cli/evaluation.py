@@ -56,7 +56,7 @@ def evaluate(
 
 def _score_predictions(values: dict[str, Any], scores: Path | None, only_plan: bool) -> None:
     """Score one predictions file without a run folder; `values` are settings of the stage evaluate."""
-    from skilltrain.evaluation.report.report import terminal_table
+    from skilltrain.report.terminal import terminal_table
     from skilltrain.routing.evaluate import score_predictions, write_scores
     from skilltrain.routing.plan import plan_evaluate
 
@@ -70,7 +70,7 @@ def _score_predictions(values: dict[str, Any], scores: Path | None, only_plan: b
         return
     with redirect_stdout(sys.stderr):
         report = score_predictions(config)
-    console.print(terminal_table(report))
+    console.print(terminal_table(report, console.width))
     if scores is not None:
         write_scores(report, scores)
     show(report.predictions_json())

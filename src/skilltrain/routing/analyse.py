@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
-from statistics import mean
 
 import numpy as np
 from pydantic import Field
@@ -15,10 +14,8 @@ from skilltrain.evaluation.analysis.attention import FieldAttention
 from skilltrain.evaluation.analysis.latency import StageLatency
 from skilltrain.evaluation.analysis.outcomes import outcomes
 from skilltrain.evaluation.analysis.pass_rates import AGENTS, are_known, pass_rates
-from skilltrain.evaluation.analysis.quartiles import quartiles
 from skilltrain.evaluation.analysis.structure import FeatureComparison, compare_structure
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark
-from skilltrain.evaluation.metrics import Relevance
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, wanted_skills
 from skilltrain.evaluation.results import SystemResult
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig
@@ -68,20 +65,17 @@ def analyse_results(
     inputs: Analysis,
     results: Sequence[SystemResult],
     benchmark: Benchmark,
-    skills: Mapping[str, Skill],
     stages: Mapping[str, Sequence[RankedStage]],
     seed: int,
 ) -> Analysis:
-    """`inputs` with what the results tell; without the pool's texts there are no quartiles.
+    """`inputs` with what the results tell.
 
     Outcomes compare each system with the one before it: a pair that the recipe puts side by side.
     """
     decides = all(_DECIDES in values for result in results for values in result.per_query.values())
-    lengths = _description_lengths(benchmark, skills) if decides and skills else {}
     return replace(
         inputs,
         outcomes=tuple(outcomes(a, b, _DECIDES) for a, b in pairwise(results)) if decides else (),
-        quartiles=quartiles(results, lengths, _DECIDES, seed=seed) if lengths else (),
         pass_rates=pass_rates(results, AGENTS, seed=seed) if are_known(benchmark.tasks) else (),
         latencies=latencies(stages),
     )
@@ -103,23 +97,8 @@ def latencies(stages: Mapping[str, Sequence[RankedStage]]) -> tuple[StageLatency
     return tuple(found)
 
 
-def _wanted(relevance: Relevance, skills: Mapping[str, Skill]) -> list[str]:
-    """The gold skills that the pool holds, and what stands in for those that it lacks (Relevance.alternatives)."""
-    gold = {skill_id for skill_id in relevance.gold if skill_id in skills}
-    stand_in = {other for other, need in relevance.alternatives.items() if need not in gold and other in skills}
-    return sorted(gold | stand_in)
-
-
-def _description_lengths(benchmark: Benchmark, skills: Mapping[str, Skill]) -> dict[str, float]:
-    """query_id → mean characters of the descriptions of the skills that it wants."""
-    wanted = {task.query.query_id: _wanted(task.relevance, skills) for task in benchmark.tasks}
-    every = dict.fromkeys(skill_id for skill_ids in wanted.values() for skill_id in skill_ids)
-    lengths = {skill_id: len(skills[skill_id].description) for skill_id in every}
-    return {query_id: mean(lengths[skill_id] for skill_id in skill_ids) for query_id, skill_ids in wanted.items()}
-
-
 def _structure(benchmark: Benchmark, skills: Mapping[str, Skill]) -> tuple[FeatureComparison, ...]:
-    gold = dict.fromkeys(skill_id for task in benchmark.tasks for skill_id in _wanted(task.relevance, skills))
+    gold = dict.fromkeys(skill_id for task in benchmark.tasks for skill_id in wanted_skills(task.relevance, skills))
     bodies = (skills[skill_id].body for skill_id in gold)
     return compare_structure(bodies, (skills[skill_id].body for skill_id in skills if skill_id not in gold))
 
@@ -130,5 +109,7 @@ def _attention(
     """Of each reranker, over the first `num` queries, each with the first skill by id that it wants."""
     if not num:
         return ()
-    pairs = [(task.query.text, skills[_wanted(task.relevance, skills)[0]]) for task in islice(benchmark.tasks, num)]
+    pairs = [
+        (task.query.text, skills[wanted_skills(task.relevance, skills)[0]]) for task in islice(benchmark.tasks, num)
+    ]
     return tuple(field_attention(open_reranker(source), pairs, source.source) for source in rerankers)

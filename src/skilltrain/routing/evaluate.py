@@ -1,30 +1,26 @@
 """Stage `evaluate`: systems side by side on a benchmark, with intervals; and predictions of others, scored alone."""
 
 from collections.abc import Collection, Mapping, Sequence
+from datetime import date
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from skilltrain import __version__
 from skilltrain.config import Config, InputPath
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analysis.analysis import Analysis
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Slice, check_pool
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, check_pool
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.metrics import DEFAULT_MEASURES, Measure, MeasureNames, parse_measures, per_query
-from skilltrain.evaluation.report.report import (
-    Report,
-    ReportTexts,
-    build_report,
-    terminal_table,
-    write_per_query,
-    write_report,
-)
 from skilltrain.evaluation.results import SystemResult
 from skilltrain.files import write_json
 from skilltrain.records import Rankings, Skill
+from skilltrain.report.evaluation import About, Report, build_report, write_per_query, write_report
+from skilltrain.report.terminal import terminal_table
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig, rankings_table, run_systems
 from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs, analyse_results
 from skilltrain.routing.predictions import PREDICTION_MEASURES, read_predictions, scored_predictions
@@ -87,10 +83,11 @@ def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
         write_table(rankings_table(chain(*stages.values())), RANKINGS, out)
     rankings = {name: _ids(ranked[-1].rankings) for name, ranked in stages.items()} | predicted
     results = _results(rankings, benchmark, measures)
-    analysis = analyse_results(inputs, results, benchmark, by_id, stages, config.seed)
-    report = _report(benchmark, results, measures, analysis, config.seed, _select_notes(stages))
-    write_report(report, out, _texts(benchmark, rankings, by_id))
-    console.print(terminal_table(report))
+    analysis = analyse_results(inputs, results, benchmark, stages, config.seed)
+    about = About((*benchmark.notes, *_select_notes(stages)), _provenance(config, len(skills)))
+    report = build_report(benchmark, results, measures, config.seed, by_id, analysis, about)
+    write_report(report, out)
+    console.print(terminal_table(report, console.width))
     return {
         "num_queries": len(queries),
         "systems": {name: _means(report, name) for name in rankings},
@@ -119,7 +116,7 @@ def score_predictions(config: EvaluateConfig) -> Report:
     if skill_ids:
         benchmark = check_pool(benchmark, skill_ids)
     results = _results(_predicted(config, benchmark, skill_ids), benchmark, measures)
-    return _report(benchmark, results, measures, Analysis(), config.seed)
+    return build_report(benchmark, results, measures, config.seed, {}, Analysis(), About(benchmark.notes))
 
 
 def write_scores(report: Report, file: Path) -> None:
@@ -170,29 +167,28 @@ def _results(rankings: Ranked, benchmark: Benchmark, measures: Sequence[Measure]
     return results
 
 
-def _texts(benchmark: Benchmark, rankings: Ranked, skills: Mapping[str, Skill]) -> ReportTexts:
-    """What the page shows in words; of the pool's names those that it can come to show."""
-    relevances = {task.query.query_id: task.relevance for task in benchmark.tasks}
-    shown = {skill_id for found in rankings.values() for ranking in found.values() for skill_id in ranking}
-    shown |= {skill_id for relevance in relevances.values() for skill_id in relevance.gold}
-    return ReportTexts(
-        queries={task.query.query_id: task.query.text for task in benchmark.tasks},
-        skill_names={skill_id: skills[skill_id].name for skill_id in sorted(shown) if skill_id in skills},
-        gold={query_id: relevance.gold for query_id, relevance in relevances.items()},
-        alternatives={query_id: r.alternatives for query_id, r in relevances.items() if r.alternatives},
-    )
+def _provenance(config: EvaluateConfig, num_skills: int) -> dict[str, str]:
+    """What was evaluated, and when; folders by their name, so that a report is the same wherever it is made."""
+    pool = "of the benchmark" if config.pool is None else config.pool.resolve().name
+    split = f", split {config.split}" if config.split else ""
+    systems = {f"System {system.name}": ", ".join(_models_of(system.model_dump())) for system in config.systems}
+    return {
+        "Benchmark": config.benchmark.resolve().name + split,
+        "Pool": f"{pool}, {num_skills:,} skills",
+        **{name: models for name, models in systems.items() if models},
+        "Made": f"{date.today().isoformat()} with skilltrain {__version__}",
+    }
 
 
-def _report(
-    benchmark: Benchmark,
-    results: Sequence[SystemResult],
-    measures: Sequence[Measure],
-    analysis: Analysis,
-    seed: int,
-    notes: Sequence[str] = (),
-) -> Report:
-    slices: dict[str, Slice] = {task.query.query_id: task.slice for task in benchmark.tasks}
-    return build_report(benchmark.name, results, slices, measures, seed, analysis, (*benchmark.notes, *notes))
+def _models_of(settings: Any) -> list[str]:
+    """The models that a system's settings name, in their order."""
+    if isinstance(settings, list | tuple):
+        return [name for value in settings for name in _models_of(value)]
+    if not isinstance(settings, dict):
+        return []
+    named = [settings[key] for key in ("source", "model") if isinstance(settings.get(key), str)]
+    names = [Path(name).name if Path(name).exists() else name for name in named]
+    return names + [name for value in settings.values() for name in _models_of(value)]
 
 
 def _select_notes(stages: Mapping[str, Sequence[RankedStage]]) -> list[str]:
@@ -209,4 +205,4 @@ def _select_notes(stages: Mapping[str, Sequence[RankedStage]]) -> list[str]:
 
 
 def _means(report: Report, name: str) -> dict[str, float]:
-    return {measure: round(value.mean, 4) for measure, value in report.summaries[name]["all"].items()}
+    return {measure: round(value.mean, 4) for measure, value in report.every.means[name].items()}

@@ -6,7 +6,6 @@ from skilltrain.evaluation.analysis.attention import FieldAttention
 from skilltrain.evaluation.analysis.latency import StageLatency
 from skilltrain.evaluation.analysis.outcomes import Outcomes
 from skilltrain.evaluation.analysis.pass_rates import PassRate
-from skilltrain.evaluation.analysis.quartiles import Quartile
 from skilltrain.evaluation.analysis.structure import FeatureComparison
 
 
@@ -15,7 +14,6 @@ class Analysis:
     """The analyses of one evaluation; what was not asked for, or cannot be computed, is empty."""
 
     outcomes: tuple[Outcomes, ...] = ()
-    quartiles: tuple[Quartile, ...] = ()
     pass_rates: tuple[PassRate, ...] = ()
     latencies: tuple[StageLatency, ...] = ()
     structure: tuple[FeatureComparison, ...] = ()

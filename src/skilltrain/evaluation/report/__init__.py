@@ -1,1 +1,0 @@
-"""The outcome of an evaluation as JSON, Markdown, a terminal table and one HTML page."""

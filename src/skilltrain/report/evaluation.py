@@ -1,0 +1,265 @@
+"""The report of an evaluation: what it holds, and how it is written as JSON, Markdown and one page."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.analysis.analysis import Analysis
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task
+from skilltrain.evaluation.metrics import MEANINGS, Measure, Relevance, as_found
+from skilltrain.evaluation.results import SystemResult
+from skilltrain.evaluation.slices import ALL, KIND, SliceMeans, by_kind, labels_of, means_by_slice, shown
+from skilltrain.evaluation.statistics.bootstrap import LEVEL, RESAMPLES, normal_interval
+from skilltrain.evaluation.statistics.comparison import Comparison, compare
+from skilltrain.files import write_json, write_text
+from skilltrain.records import Skill
+from skilltrain.report import figures
+from skilltrain.report.numbers import ALPHA, counted, p_equals, reading
+from skilltrain.report.page import html_page, markdown
+from skilltrain.report.plots import SHARES
+
+HEADLINE = "Hit@1"
+COMPARED = (HEADLINE, "MRR@10")  # the measures by which systems are compared in pairs
+NUM_CASES = 100  # fixed (and broken) queries listed of a pair of systems
+NUM_QUERIES = 500  # queries listed of failures, and of differences; a larger page is slow to search
+
+
+@dataclass(frozen=True)
+class About:
+    """What a reader must know beside the figures: sentences, and what was evaluated (title → words)."""
+
+    notes: tuple[str, ...] = ()
+    provenance: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything a reader needs to trust a table: means, intervals, paired comparisons, and the values behind them.
+
+    `skills` maps skill_id → skill; ids stand in for names that it lacks. The first of `slices` are all queries.
+    `comparisons` are over all queries that have a value.
+    """
+
+    benchmark: Benchmark
+    skills: Mapping[str, Skill]
+    seed: int
+    measures: tuple[str, ...]
+    results: tuple[SystemResult, ...]
+    slices: tuple[SliceMeans, ...]
+    comparisons: tuple[Comparison, ...]
+    analysis: Analysis
+    about: About
+
+    @property
+    def every(self) -> SliceMeans:
+        """The means over all queries."""
+        return self.slices[0]
+
+    @property
+    def systems(self) -> list[str]:
+        """The systems' names, in their order."""
+        return [result.name for result in self.results]
+
+    @property
+    def sections(self) -> list[SliceMeans]:
+        """All queries, and those with one and with several gold skills, unless one of the two holds all."""
+        return [part for part in shown(self.slices) if part.label in (ALL, KIND)]
+
+    @property
+    def labels(self) -> dict[str, list[SliceMeans]]:
+        """Every other label that tells queries apart, with its slices."""
+        found: dict[str, list[SliceMeans]] = {}
+        for part in shown(self.slices):
+            if part.label not in (ALL, KIND):
+                found.setdefault(part.label, []).append(part)
+        return found
+
+    @property
+    def chief_measure(self) -> str:
+        """What the first sentence and the latency plot are about: Hit@1, where it was asked for."""
+        return HEADLINE if HEADLINE in self.measures else self.measures[0]
+
+    @cached_property
+    def tasks(self) -> dict[str, Task]:
+        """query_id → its task."""
+        return {task.query.query_id: task for task in self.benchmark.tasks}
+
+    @cached_property
+    def first_ranks(self) -> dict[str, dict[str, int | None]]:
+        """System → query_id → the rank of the first gold skill; None where the ranking ends before one."""
+        return {result.name: {query_id: self._first_rank(result, query_id) for query_id in self.tasks}
+                for result in self.results}  # fmt: skip
+
+    def _first_rank(self, result: SystemResult, query_id: str) -> int | None:
+        ranking = result.rankings.get(query_id, ())
+        gold = self.found(query_id, ranking).gold
+        return next((rank for rank, skill_id in enumerate(ranking, 1) if skill_id in gold), None)
+
+    def found(self, query_id: str, ranking: Sequence[str]) -> Relevance:
+        """What counts as gold for this ranking of a query: an alternative that stands first does."""
+        return as_found(ranking, self.tasks[query_id].relevance)
+
+    def name(self, skill_id: str) -> str:
+        """A skill's name; its id where it has none."""
+        return (self.skills[skill_id].name.strip() if skill_id in self.skills else "") or skill_id
+
+    def title(self) -> str:
+        """What was evaluated on how much."""
+        num = len(self.systems)
+        what = counted(num, "system") if num > 2 else " and ".join(self.systems)
+        return f"{what} on {counted(len(self.tasks), 'query')}"
+
+    def headline(self) -> str:
+        """One or two sentences for readers who read no more: the best system, and whether it is above the first."""
+        measure = self.chief_measure
+        rows = {name: row[measure] for name, row in self.every.means.items() if measure in row}
+        if not rows:
+            return f"No query has a value of {measure}."
+        best = max(rows, key=lambda name: rows[name].mean)
+        if len(rows) == 1:
+            return f"{best}: {measure} {rows[best]}."
+        if not self.every.best(measure):
+            return f"All systems have the same {measure}, {rows[best]}."
+        said = f"{best} has the highest {measure}, {rows[best]}"
+        for c in self.comparisons:
+            if (c.system, c.baseline, c.measure) == (best, self.systems[0], measure):
+                words = reading(c) + (" from" if reading(c) == "not told apart" else "")
+                return f"{said}: {words} {c.baseline} (difference {c.difference}, {p_equals(c.p_holm)} after Holm)."
+        return f"{said}."
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values, without the values of single queries.
+
+        Beside each interval of all queries and of a kind stands `normal`, the ends of the normal approximation that
+        papers print.
+        """
+        return {
+            "benchmark": self.benchmark.name,
+            "seed": self.seed,
+            "resamples": RESAMPLES,
+            "systems": [self._system(result) for result in self.results],
+            "slices": [
+                {"label": part.label, "value": part.value, "num_queries": len(part.query_ids),
+                 "systems": {name: part.to_json(name) for name in self.systems}}
+                for part in self.slices
+            ],
+            "differences": [_comparison(c) for c in self.comparisons],
+            "analysis": asdict(self.analysis),
+            "notes": list(self.about.notes),
+        }  # fmt: skip
+
+    def _system(self, result: SystemResult) -> dict[str, Any]:
+        row: dict[str, Any] = {"name": result.name}
+        for part in self.slices:
+            if part.label in (ALL, KIND):
+                row["metrics" if part.label == ALL else part.value] = {
+                    measure: value | {"normal": _normal(result, part, measure)}
+                    for measure, value in part.to_json(result.name).items()
+                }
+        return row
+
+    def predictions_json(self) -> dict[str, Any]:
+        """Section → measure → {mean, low, high, n} of a report of one system; sections without a query are left out.
+
+        Raises SkilltrainError where the report holds several systems.
+        """
+        if len(self.results) > 1:
+            raise SkilltrainError(f"holds {len(self.results)} systems, where the means of one are asked for")
+        return by_kind(self.slices, self.systems[0])
+
+
+def _normal(result: SystemResult, part: SliceMeans, measure: str) -> list[float]:
+    rows = (result.per_query[query_id] for query_id in part.query_ids)
+    approximation = normal_interval([row[measure] for row in rows if measure in row])
+    return [approximation.low, approximation.high]
+
+
+def _comparison(c: Comparison) -> dict[str, Any]:
+    row = asdict(c)
+    return row | row.pop("difference") | {"reading": reading(c)}
+
+
+def build_report(
+    benchmark: Benchmark,
+    results: Sequence[SystemResult],
+    measures: Sequence[Measure],
+    seed: int,
+    skills: Mapping[str, Skill],
+    analysis: Analysis,
+    about: About,
+) -> Report:
+    """The systems' means with 95% intervals, for all queries and each slice, and the differences between systems.
+
+    Each system is compared with the first and with the one before it, by Hit@1 and MRR@10 (by the first measure,
+    where neither was asked for). A measure may be undefined for a query: then it is so in every system, and means and
+    differences run over the other queries.
+    Raises SkilltrainError where a system does not hold exactly these queries, or a measure where another does.
+    """
+    names = tuple(str(measure) for measure in measures)
+    labels, clusters = labels_of(benchmark.tasks, skills), benchmark.clusters
+    slices = means_by_slice(results, labels, names, seed=seed, clusters=clusters)
+    systems = [result.name for result in results]
+    pairs = list(dict.fromkeys([*((systems[0], system) for system in systems[1:]), *pairwise(systems)]))
+    compared = [name for name in names if name in COMPARED] or [names[0]]
+    values = results[0].per_query
+    together = [query_id for query_id in labels if all(name in values[query_id] for name in compared)]
+    return Report(
+        benchmark=benchmark,
+        skills=skills,
+        seed=seed,
+        measures=names,
+        results=tuple(results),
+        slices=slices,
+        comparisons=compare(results, pairs, compared, together, seed=seed, clusters=clusters) if together else (),
+        analysis=analysis,
+        about=about,
+    )
+
+
+def write_report(report: Report, folder: Path) -> None:
+    """Write metrics.json, report.md, report.html and per_query.jsonl (one row a system and query) into `folder`."""
+    write_json(folder / "metrics.json", report.to_json())
+    write_text(folder / "report.md", report_markdown(report))
+    write_text(folder / "report.html", report_page(report))
+    write_per_query(report, folder / "per_query.jsonl")
+
+
+def write_per_query(report: Report, file: Path) -> None:
+    """Write one row a system and query: the query's slice, and its value of each measure that it has one of."""
+    rows = (
+        {"system": result.name, "query_id": query_id, "slice": task.slice}
+        | {name: value for name, value in result.per_query[query_id].items() if name in report.measures}
+        for result in report.results
+        for query_id, task in report.tasks.items()
+    )
+    write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def report_markdown(report: Report) -> str:
+    """The report as Markdown: the same numbers as the page, in tables."""
+    return markdown("evaluation.md.j2", **_values(report))
+
+
+def report_page(report: Report) -> str:
+    """The report as one HTML page."""
+    limits = {"cases": NUM_CASES, "queries": NUM_QUERIES}
+    return html_page("evaluation.html.j2", ("evaluation.js",), limits=limits, **_values(report))
+
+
+def _values(report: Report) -> dict[str, Any]:
+    """What both templates ask for."""
+    used = dict.fromkeys(name.partition("@")[0] for name in report.measures)
+    return {
+        "report": report,
+        "figures": figures,
+        "shares_axis": SHARES,
+        "meanings": {name: MEANINGS[name] for name in used},
+        "level": f"{LEVEL:.0%}",
+        "resamples": RESAMPLES,
+        "alpha": ALPHA,
+    }
