@@ -77,7 +77,8 @@ def analysed(folder, model_folders):
 
 
 def test_every_analysis_stands_in_json_markdown_and_on_the_page(analysed, model_folders):
-    found = json.loads((analysed / "metrics.json").read_text())["analysis"]
+    saved = json.loads((analysed / "metrics.json").read_text())
+    found = saved["analysis"]
     assert [(row["system"], row["stage"], row["num"]) for row in found["latencies"]] == [
         ("bm25", "1 lexical", 3), ("bm25", "total", 3),
         ("reranked", "1 lexical", 3), ("reranked", "2 rerank", 3), ("reranked", "total", 3),
@@ -93,16 +94,23 @@ def test_every_analysis_stands_in_json_markdown_and_on_the_page(analysed, model_
     again = found["outcomes"][1]
     assert again["fixed"] == again["broken"] == [], "one reranker scores alike under two names"
     # Descriptions grow with the skill's number: two queries in each quartile.
+    parts = [part for part in saved["slices"] if part["label"] == "description length"]
     lengths = [len(POOL[i].description) for i in range(NUM_QUERIES)]
-    bounds = [(part["shortest"], part["longest"]) for part in found["quartiles"]]
-    assert bounds == [(lengths[i], lengths[i + 1]) for i in (0, 2, 4, 6)]
+    bounds = [(lengths[i], lengths[i + 1]) for i in (0, 2, 4, 6)]
+    assert [part["value"] for part in parts] == [f"Q{n}, {a}–{b} characters" for n, (a, b) in enumerate(bounds, 1)]
+    assert [part["num_queries"] for part in parts] == [2, 2, 2, 2]
     assert found["pass_rates"] == [], "the agents' pass rates are known for SkillsBench's tasks alone"
     markdown = (analysed / "report.md").read_text()
-    for title in ("Fixed and broken", "Latency", "By length of description"):
+    for title in ("Fixed and broken", "Latency"):
         assert f"## {title}\n" in markdown
-    assert "(n = 4 pairs)" in markdown and "## Structure of gold skills (n = 8) and others (n = 2)" in markdown
+    assert (
+        "## Description length: Q1" in markdown
+        and "(n = 4 pairs)" in markdown
+        and "## Structure of gold skills (n = 8) and others (n = 2)" in markdown
+    )
     page = (analysed / "report.html").read_text()
-    for part in ("flows", "speed", "lengths", "attention", "structure"):
+    assert "<dt>Pool</dt><dd>pool, 10 skills</dd>" in page and "with skilltrain 0" in page
+    for part in ("flows", "speed", "slices", "attention", "structure"):
         assert f'<section id="{part}">' in page
 
 
@@ -125,7 +133,7 @@ def test_an_alternative_stands_in_for_a_gold_skill_that_the_pool_lacks():
     benchmark, skills = Benchmark("b", (task,), ()), {skill.skill_id: skill for skill in POOL}
     inputs = analyse_inputs(AnalysisConfig(structure=True), [], benchmark, skills)
     assert {(row.num_gold, row.num_others) for row in inputs.structure} == {(2, 8)}
-    result = analyse_results(inputs, [], benchmark, skills, {}, 0)
+    result = analyse_results(inputs, [], benchmark, {}, 0)
     assert result.structure == inputs.structure and result.outcomes == ()
 
 
@@ -205,7 +213,7 @@ def test_several_predictions_files_in_one_report_without_models(folder):
     found = json.loads((folder / "out" / "metrics.json").read_text())
     assert [(row["system"], row["baseline"]) for row in found["differences"]] == [("good", "poor")] * 2
     (fixed,) = found["analysis"]["outcomes"]
-    assert len(fixed["fixed"]) == NUM_QUERIES and found["analysis"]["quartiles"] == []
+    assert len(fixed["fixed"]) == NUM_QUERIES
     assert not (folder / "out" / "rankings.parquet").exists(), "nothing was ranked"
     with pytest.raises(SkilltrainError, match=r"good\.json: another system is called 'good' as well"):
         evaluate(folder, predictions=[good, good])
