@@ -81,15 +81,19 @@ class Measure:
     def __call__(self, ranking: Sequence[str], relevance: Relevance) -> float:
         """The value for one query, in [0, 1]; inputs are trusted and alternatives resolved (see `evaluate_query`)."""
         num_places = self.cutoff or len(relevance.gold)
-        return _FORMULAS[self.name](ranking[:num_places], relevance, num_places)
+        top = ranking[:num_places]
+        if self.name in _GAINS:
+            return _ndcg(top, _GAINS[self.name](relevance), num_places)
+        hits = [skill_id in relevance.gold for skill_id in top]
+        return float(_FORMULAS[self.name](hits, len(relevance.gold), num_places))
 
 
 def parse_measure(text: str) -> Measure:
     """The measure a text like `nDCG@10` names. Raises SkilltrainError with the nearest name and all allowed ones."""
     name, _, cutoff = text.partition("@")
-    allowed = f"measures are {', '.join(_example(known, 'k') for known in _FORMULAS)}"
-    if name not in _FORMULAS:
-        lower = {known.lower(): known for known in _FORMULAS} | _THEIR_NAMES
+    allowed = f"measures are {', '.join(_example(known, 'k') for known in MEANINGS)}"
+    if name not in MEANINGS:
+        lower = {known.lower(): known for known in MEANINGS} | _THEIR_NAMES
         near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.4)
         hint = f", did you mean '{_example(lower[near[0]], cutoff or '10')}'?" if near else ""
         raise SkilltrainError(f"unknown measure '{text}'{hint}", fix=allowed)
@@ -171,63 +175,46 @@ def per_query(
 def _check_ranking(ranking: Sequence[str]) -> None:
     if isinstance(ranking, str):
         raise SkilltrainError(f"a ranking is a sequence of skill ids, found the text '{ranking[:60]}'")
-    if len(seen := set(ranking)) == len(ranking):
-        return
+    seen: set[str] = set()
     for rank, skill_id in enumerate(ranking, 1):
-        if skill_id not in seen:
+        if skill_id in seen:
             raise SkilltrainError(f"skill '{skill_id}' stands twice in the ranking, again at rank {rank}")
-        seen.remove(skill_id)
+        seen.add(skill_id)
 
 
 def _check_relevance(relevance: Relevance) -> None:
-    for skill_id, gain in relevance.gains.items():
-        if not 0 <= gain <= _HIGHEST_GAIN:
-            raise SkilltrainError(
-                f"the gain of skill '{skill_id}' is {gain}, not a number from 0 to {_HIGHEST_GAIN:,.0f}"
-            )
-    if not any(relevance.gains.values()):
+    gold, gains = relevance.gold, relevance.gains
+    for skill_id, gain in gains.items():
+        if not 0 <= gain <= _HIGHEST_GAIN:  # refuses NaN too
+            what = f"the gain of skill '{skill_id}' is {gain}, not a number from 0 to {_HIGHEST_GAIN:,.0f}"
+            raise SkilltrainError(what)
+    if not any(gains.values()):
         raise SkilltrainError("no skill has a positive gain, so no ranking can score")
-    if not relevance.gold:
+    if not gold:
         raise SkilltrainError("no skill is gold, so no ranking can score")
-    for skill_id in sorted(relevance.gold):
-        if skill_id not in relevance.gains or not relevance.gains[skill_id]:
-            raise SkilltrainError(f"gold skill '{skill_id}' has no positive gain")
+    if without := sorted(skill_id for skill_id in gold if not gains.get(skill_id)):
+        raise SkilltrainError(f"gold skill '{without[0]}' has no positive gain")
     for skill_id, need in relevance.alternatives.items():
-        if need not in relevance.gold:
+        if need not in gold:
             raise SkilltrainError(f"skill '{skill_id}' stands for '{need}', which is not gold")
-        if skill_id in relevance.gains:
+        if skill_id in gains:
             raise SkilltrainError(f"skill '{skill_id}' stands for '{need}' and has a gain of its own")
 
 
-def _num_gold(top: Sequence[str], relevance: Relevance) -> int:
-    return sum(skill_id in relevance.gold for skill_id in top)
+def _exponential(gain: float) -> float:
+    return math.expm1(gain * math.log(2))  # 2^gain - 1; expm1 keeps gains near 0 above 0
 
 
-def _hit(top: Sequence[str], relevance: Relevance, cutoff: int) -> float:
-    return float(_num_gold(top, relevance) > 0)
+_GAINS: dict[str, Callable[[Relevance], Mapping[str, float]]] = {
+    "nDCG": lambda relevance: relevance.gains,
+    "nDCG-exp": lambda relevance: {skill_id: _exponential(gain) for skill_id, gain in relevance.gains.items()},
+    "nDCG-bin": lambda relevance: dict.fromkeys(relevance.gold, 1.0),
+}
 
 
-def _reciprocal_rank(top: Sequence[str], relevance: Relevance, cutoff: int) -> float:
-    return next((1 / rank for rank, skill_id in enumerate(top, 1) if skill_id in relevance.gold), 0.0)
-
-
-def _ndcg(top: Sequence[str], relevance: Relevance, cutoff: int) -> float:
-    return _normalised_dcg(top, relevance.gains, cutoff)
-
-
-def _ndcg_exponential(top: Sequence[str], relevance: Relevance, cutoff: int) -> float:
-    # 2^gain - 1; expm1 keeps gains near 0 above 0
-    gains = {skill_id: math.expm1(gain * math.log(2)) for skill_id, gain in relevance.gains.items()}
-    return _normalised_dcg(top, gains, cutoff)
-
-
-def _ndcg_binary(top: Sequence[str], relevance: Relevance, cutoff: int) -> float:
-    return _normalised_dcg(top, dict.fromkeys(relevance.gold, 1.0), cutoff)
-
-
-def _normalised_dcg(top: Sequence[str], gains: Mapping[str, float], cutoff: int) -> float:
+def _ndcg(top: Sequence[str], gains: Mapping[str, float], num_places: int) -> float:
     found = [gains.get(skill_id, 0.0) for skill_id in top]
-    best = sorted(gains.values(), reverse=True)[:cutoff]
+    best = sorted(gains.values(), reverse=True)[:num_places]
     return min(1.0, _discounted(found) / _discounted(best))  # gains that all but tie can round to above 1
 
 
@@ -235,31 +222,13 @@ def _discounted(gains: Sequence[float]) -> float:
     return math.fsum(gain / math.log2(rank + 1) for rank, gain in enumerate(gains, 1))
 
 
-def _recall(top: Sequence[str], relevance: Relevance, cutoff: int) -> float:
-    return _num_gold(top, relevance) / len(relevance.gold)
-
-
-def _precision(top: Sequence[str], relevance: Relevance, cutoff: int) -> float:
-    return _num_gold(top, relevance) / cutoff
-
-
-def _full_coverage(top: Sequence[str], relevance: Relevance, cutoff: int) -> float:
-    return float(_num_gold(top, relevance) == len(relevance.gold))
-
-
-def _comp(top: Sequence[str], relevance: Relevance, cutoff: int) -> float:
-    return _num_gold(top, relevance) / min(len(relevance.gold), cutoff)
-
-
-_FORMULAS: dict[str, Callable[[Sequence[str], Relevance, int], float]] = {
-    "Hit": _hit,
-    "MRR": _reciprocal_rank,
-    "nDCG": _ndcg,
-    "nDCG-exp": _ndcg_exponential,
-    "nDCG-bin": _ndcg_binary,
-    "Recall": _recall,
-    "Precision": _precision,
-    "FC": _full_coverage,
-    "COMP": _comp,
-    SET_COMPAT: _full_coverage,  # of as many places as there are gold skills
+# (whether the skill at each place of the top is gold, number of gold skills, number of places) → value.
+_FORMULAS: dict[str, Callable[[Sequence[bool], int, int], float]] = {
+    "Hit": lambda hits, num_gold, num_places: any(hits),
+    "MRR": lambda hits, num_gold, num_places: 1 / (hits.index(True) + 1) if any(hits) else 0,
+    "Recall": lambda hits, num_gold, num_places: sum(hits) / num_gold,
+    "Precision": lambda hits, num_gold, num_places: sum(hits) / num_places,
+    "FC": lambda hits, num_gold, num_places: sum(hits) == num_gold,
+    "COMP": lambda hits, num_gold, num_places: sum(hits) / min(num_gold, num_places),
+    SET_COMPAT: lambda hits, num_gold, num_places: sum(hits) == num_gold,  # of as many places as gold skills
 }

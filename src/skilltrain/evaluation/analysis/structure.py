@@ -1,7 +1,6 @@
 """How gold skills differ from the rest of the pool in structure, not in content (SkillFlow, section 4.3)."""
 
 import re
-import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +12,7 @@ from jaxtyping import Float
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.statistics.significance import holm
 from skilltrain.terminal import track
+from skilltrain.texts import words_of
 
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt
@@ -24,12 +24,6 @@ _MENTIONS = {
     "mentions a script": re.compile(r"(?<![\w-])scripts?/[\w./-]{0,100}\.(?:py|sh|bash|js|mjs|ts|rb|pl|ps1|R)\b"),
     "mentions a reference file": re.compile(r"(?<![\w-])references?/[\w./-]{0,100}\.(?:md|txt|rst|pdf|json|ya?ml)\b"),
 }
-# Han characters and kana count one by one, for no blanks part their words; their punctuation parts words. Full-width
-# letters are other forms (NFKC) of ordinary ones, and so are half-width kana.
-_LETTERS = r"\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
-_WORD = re.compile(rf"[{_LETTERS}]|[^\s{_LETTERS}\u3001-\u3004\u3008-\u303f\uff00-\uffef]+")
-
-_OTHER_FORMS = re.compile("[\uff10-\uff19\uff21-\uff3a\uff41-\uff5a\uff66-\uff9f]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +46,16 @@ class FeatureComparison:
 def structure_features(body: str) -> dict[str, float]:
     """Feature → value for one skill's body, read as CommonMark.
 
-    Words are what blanks separate, in code too, and single characters of Chinese and Japanese. `code share` is the
-    characters inside fenced blocks (their fences not counted) over all characters; an unclosed block goes on to the end
-    of what holds it, code by indentation alone is no block. Items are of lists at any depth, headings of both kinds,
+    Words are those of `texts.words_of`, in code too. `code share` is the characters inside fenced blocks (their fences
+    not counted) over all characters; an unclosed block goes on to the end of what holds it, code by indentation alone
+    is no block. Items are of lists at any depth, headings of both kinds,
     links also `<https://…>`; none of them counts inside code. The last two are 1 where the text names a file
     `scripts/….py` (or .sh, .js …) or `references/….md`: a proxy for SkillFlow's bundled files, which no table holds.
     What stands in more than 20 blocks inside one another is not read: the parser's guard against hostile text.
     """
     text = body.replace("\r\n", "\n")
     blocks = _parser().parse(text)
-    words = sum(1 for _ in _WORD.finditer(_in_plain_letters(text)))
+    words = len(words_of(text))
     in_line = [token for block in blocks for token in block.children or ()]
     fences = [block for block in blocks if block.type == "fence"]
     ordered, unordered = _count_items(blocks)
@@ -77,11 +71,6 @@ def structure_features(body: str) -> dict[str, float]:
         "links": sum(token.type == "link_open" for token in in_line),
         **{name: float(pattern.search(text) is not None) for name, pattern in _MENTIONS.items()},
     }
-
-
-def _in_plain_letters(text: str) -> str:
-    """`text` with full-width letters and digits and half-width kana as ordinary ones; punctuation stays what it is."""
-    return _OTHER_FORMS.sub(lambda run: unicodedata.normalize("NFKC", run[0]), text)
 
 
 def compare_structure(gold_bodies: Iterable[str], other_bodies: Iterable[str]) -> tuple[FeatureComparison, ...]:
