@@ -104,14 +104,34 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def check_regular(path: Path) -> None:
+    """Raise SkilltrainError for a pipe, a device or a folder in place of a file: reading it might never end."""
+    if path.exists() and not path.is_file():
+        raise SkilltrainError("is not a regular file", where=path)
+
+
 def read_json(path: Path) -> Any:
-    """The value in a JSON file."""
+    """The value in a JSON file. Raises SkilltrainError for a key that stands twice in an object: plain json keeps the
+    last and says nothing.
+    """
+    check_regular(path)
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
+        return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_unique_keys)
+    except SkilltrainError as error:
+        raise SkilltrainError(error.what, where=path) from error
     except FileNotFoundError as error:
         raise SkilltrainError("no such file", where=path) from error
     except (OSError, ValueError, RecursionError) as error:
         raise SkilltrainError(f"is not JSON: {error}", where=path) from error
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise SkilltrainError(f"'{key}' stands twice")
+        values[key] = value
+    return values
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -119,6 +139,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
     Raises SkilltrainError naming file and line where a line is not a JSON object.
     """
+    check_regular(path)
     number = 0
     try:
         with _open_text(path) as lines:

@@ -6,8 +6,8 @@ from typing import Any
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark
-from skilltrain.evaluation.benchmarks.rows import read_unique_json
 from skilltrain.evaluation.metrics import DEFAULT_MEASURES
+from skilltrain.files import read_json
 from skilltrain.terminal import say
 
 PREDICTION_MEASURES = (*DEFAULT_MEASURES, "COMP@10", "Set-Compat")
@@ -18,7 +18,7 @@ def read_predictions(path: Path) -> dict[str, list[str]]:
 
     Raises SkilltrainError, naming the query, for any other shape, a query that stands twice and an id that does.
     """
-    values = read_unique_json(path)
+    values = read_json(path)
     if not isinstance(values, dict):
         raise SkilltrainError("predictions are an object {query_id: [skill_id, …]}", where=path)
     if not values:

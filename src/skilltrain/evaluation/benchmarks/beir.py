@@ -9,7 +9,8 @@ from pydantic import Field
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, make_benchmark, make_task, name_of, split_files
 from skilltrain.evaluation.benchmarks.qrels import Qrel, relevances
-from skilltrain.evaluation.benchmarks.rows import NamedRow, Text, check_regular, read_rows, unique
+from skilltrain.evaluation.benchmarks.rows import NamedRow, Text, read_rows, unique
+from skilltrain.files import check_regular
 from skilltrain.records import Skill
 
 _HEADER = ["query-id", "corpus-id", "score"]

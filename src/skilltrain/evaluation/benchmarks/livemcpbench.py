@@ -13,17 +13,7 @@ from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, make_benchmark, make_task
-from skilltrain.evaluation.benchmarks.rows import (
-    Label,
-    NamedRow,
-    Row,
-    RowT,
-    Text,
-    check_regular,
-    parse_row,
-    read_rows,
-    unique,
-)
+from skilltrain.evaluation.benchmarks.rows import Label, NamedRow, Row, RowT, Text, parse_row, read_rows, unique
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.files import read_json
 from skilltrain.records import Skill
@@ -132,7 +122,6 @@ def _tools_of_servers(file: Path) -> Iterator[tuple[str, _ToolRow]]:
 
 def _entries(row_class: type[RowT], file: Path) -> Iterator[tuple[str, RowT]]:
     """(where, row) of a list in a JSON file."""
-    check_regular(file)
     entries = read_json(file)
     if not isinstance(entries, list):
         raise SkilltrainError("expected a list", where=file)

@@ -1,7 +1,6 @@
 """Rows of foreign files, checked: a fault names file and row."""
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -55,7 +54,6 @@ def parse_row(row_class: type[RowT], values: Any, where: str) -> RowT:
 
 def read_rows(row_class: type[RowT], file: Path) -> Iterator[tuple[str, RowT]]:
     """Yield (where, row) of a JSON Lines file; `where` names file and line."""
-    check_regular(file)
     for line, values in read_jsonl(file):
         where = f"{file}, line {line}"
         yield where, parse_row(row_class, values, where)
@@ -76,33 +74,3 @@ def read_skills(files: Iterable[Path]) -> tuple[Skill, ...]:
     rows = (row for file in files if file.exists() for row in read_rows(_SkillRow, file))
     found = unique("skill", rows)
     return tuple(Skill(skill_id, **row.model_dump(exclude={"row_id"})) for skill_id, row in found.items())
-
-
-def check_regular(file: Path) -> None:
-    """Raise SkilltrainError for a pipe, a device or a folder in place of a file: reading it might never end."""
-    if file.exists() and not file.is_file():
-        raise SkilltrainError("is not a regular file", where=file)
-
-
-def read_unique_json(file: Path) -> Any:
-    """The value in a JSON file. Raises SkilltrainError for a key that stands twice in an object: plain json keeps the
-    last and says nothing.
-    """
-    check_regular(file)
-    try:
-        return json.loads(file.read_text(encoding="utf-8-sig"), object_pairs_hook=_unique_keys)
-    except FileNotFoundError as error:
-        raise SkilltrainError("no such file", where=file) from error
-    except SkilltrainError as error:
-        raise SkilltrainError(error.what, where=file) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise SkilltrainError(f"is not JSON: {error}", where=file) from error
-
-
-def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in values:
-            raise SkilltrainError(f"'{key}' stands twice")
-        values[key] = value
-    return values

@@ -8,18 +8,9 @@ from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, make_benchmark, make_task
-from skilltrain.evaluation.benchmarks.rows import (
-    Label,
-    NamedRow,
-    Row,
-    Text,
-    parse_row,
-    read_rows,
-    read_skills,
-    read_unique_json,
-    unique,
-)
+from skilltrain.evaluation.benchmarks.rows import Label, NamedRow, Row, Text, parse_row, read_rows, read_skills, unique
 from skilltrain.evaluation.metrics import Relevance
+from skilltrain.files import read_json
 
 ORIGIN = "skillsbench"
 
@@ -64,7 +55,7 @@ def read_skillrouter_tier(folder: Path, split: str | None) -> Benchmark:
 
 
 def _relevance_rows(file: Path) -> dict[str, _RelevanceRow]:
-    entries = read_unique_json(file)
+    entries = read_json(file)
     if not isinstance(entries, dict):
         raise SkilltrainError("expected a map of task_id to relevance", where=file)
     return {task_id: parse_row(_RelevanceRow, entry, f"{file}, task {task_id}") for task_id, entry in entries.items()}

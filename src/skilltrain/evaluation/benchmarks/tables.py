@@ -5,8 +5,8 @@ from pathlib import Path
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, make_benchmark, of_split, task_of
-from skilltrain.evaluation.benchmarks.rows import check_regular
 from skilltrain.evaluation.metrics import Relevance
+from skilltrain.files import check_regular
 from skilltrain.records import Query, Verdict
 from skilltrain.tables import JUDGEMENTS, QUERIES, queries_from_table, read_table, table_path, verdicts_by_query
 
