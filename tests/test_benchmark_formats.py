@@ -92,13 +92,6 @@ def test_beir_with_windows_line_ends_a_byte_order_mark_and_negative_scores(write
     assert only.relevance == Relevance(frozenset({"d1"}), {"d1": 1.0})
 
 
-def test_beir_qrels_that_are_not_text_are_named(write: Write):
-    folder = beir(write)
-    (folder / "qrels" / "test.tsv").write_bytes(b"query-id\xff")
-    with pytest.raises(SkilltrainError, match=r"test\.tsv: cannot be read: 'utf-8'"):
-        load_benchmark(folder)
-
-
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -106,11 +99,8 @@ def test_beir_qrels_that_are_not_text_are_named(write: Write):
         ("q1\td1\t1\nq1\td9\t1\n", r"test\.tsv, line 3: skill 'd9' of query 'q1' is not among the benchmark's own"),
         ("q1\td1\tgood\n", r"test\.tsv, line 2: the score of query 'q1' is no number: 'good'"),
         ("q1\td1\tnan\n", r"test\.tsv, line 2: the score of query 'q1' is nan, no number"),
-        ("q1\td1\tinf\n", r"test\.tsv, line 2: the score of query 'q1' is inf, no number"),
         ("q1\td1\t1\nq1\td1\t1\n", r"test\.tsv, line 3: query 'q1' and skill 'd1' stand together twice"),
         ("q1\td1\t1\nq2\td", r"test\.tsv, line 3: expected query-id, corpus-id and score .*\['q2', 'd'\]"),
-        ("q1\td1\t1\nq2\td3\t", r"test\.tsv, line 3: expected query-id, corpus-id and score"),
-        ("q1 0 d1 1\n", r"test\.tsv, line 2: expected query-id, corpus-id and score"),
         ("q1\td1\t1\nq2\td2\t0\n", r"test\.tsv, line 3: query 'q2' has no skill with a score above 0"),
         ("", r"bench: holds no query to score"),
     ],
@@ -128,23 +118,29 @@ def test_faults_in_other_beir_files_are_named(write: Write):
     with pytest.raises(SkilltrainError, match=r"dev\.tsv, line 1: the first line is not the header query-id"):
         load_benchmark(folder)
     write("qrels/dev.tsv", "query-id\tcorpus-id\tscore\n")
-    write("corpus.jsonl", lines({"_id": "d1", "text": "a"}, {"_id": "d1", "text": "b"}))
-    with pytest.raises(SkilltrainError, match=r"corpus\.jsonl, line 2: skill 'd1' stands twice"):
-        load_benchmark(folder)
-    write("queries.jsonl", lines({"_id": "q1", "text": "a"}, {"_id": "q1", "text": "b"}))
-    with pytest.raises(SkilltrainError, match=r"queries\.jsonl, line 2: query 'q1' stands twice"):
-        load_benchmark(folder)
-    write("queries.jsonl", lines({"_id": "q1", "text": "a"}) + '{"_id": "q2", "te')
-    with pytest.raises(SkilltrainError, match=r"queries\.jsonl, line 2: is not JSON Lines"):
-        load_benchmark(folder)
-    write("queries.jsonl", lines({"_id": 7, "text": "a"}))
-    with pytest.raises(SkilltrainError, match=r"queries\.jsonl, line 1: _id: "):
+    (folder / "qrels" / "dev.tsv").write_bytes(b"query-id\xff")
+    with pytest.raises(SkilltrainError, match=r"dev\.tsv: cannot be read: 'utf-8'"):
         load_benchmark(folder)
     for file in (folder / "qrels").iterdir():
         file.unlink()
-    write("queries.jsonl", lines({"_id": "q1", "text": "a"}))
-    write("corpus.jsonl", "")
     with pytest.raises(SkilltrainError, match=r"qrels: holds no \.tsv file, one a split"):
+        load_benchmark(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (lines({"_id": "q1", "text": "a"}, {"_id": "q1", "text": "b"}), "line 2: query 'q1' stands twice"),
+        (lines({"_id": "q1", "text": "a"}) + '{"_id": "q2", "te', "line 2: is not JSON Lines"),
+        (lines({"_id": 7, "text": "a"}), "line 1: _id: "),
+        (lines({"_id": "q1", "text": ""}), "line 1: text: "),
+    ],
+)
+def test_faults_in_rows_are_named(write: Write, text: str, message: str):
+    """All forms read their rows by the same functions."""
+    folder = beir(write)
+    write("queries.jsonl", text)
+    with pytest.raises(SkilltrainError, match=rf"queries\.jsonl, {message}"):
         load_benchmark(folder)
 
 
@@ -181,27 +177,12 @@ def test_skillret_has_a_pool_for_each_split(write: Write):
     assert [skill.skill_id for skill in both.pool] == ["s-test", "s-train"]
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "message"),
-    [
-        (
-            "qrels/test.jsonl",
-            lines({"query_id": "q", "skill_id": "s-test", "relevance": 1}),
-            "line 1: query 'q' is not",
-        ),
-        ("qrels/test.jsonl", lines({"query_id": "q-test", "skill_id": "s", "relevance": 1}), "line 1: skill 's' of"),
-        ("qrels/test.jsonl", lines({"query_id": "q-test", "skill_id": "s-test", "relevance": "1"}), "1: relevance: "),
-        ("qrels/test.jsonl", '{"query_id": "q-test", "ski', r"qrels/test\.jsonl, line 1: is not JSON Lines"),
-        ("qrels/test.jsonl", "", r"qrels/test\.jsonl: query 'q-test' \(1 in all\) has no row here"),
-        ("queries/test.jsonl", lines({"id": "q-test"}), r"queries/test\.jsonl, line 1: query: "),
-        ("queries/test.jsonl", lines(*[{"id": "q-test", "query": "a"}] * 2), "line 2: query 'q-test' stands twice"),
-        ("skills/test.jsonl", lines({"id": ""}), r"skills/test\.jsonl, line 1: id: "),
-        ("skills/test.jsonl", lines({"id": "s-test"}, {"id": "s-test"}), "line 2: skill 's-test' stands twice"),
-    ],
-)
-def test_faults_in_skillret_files_are_named(write: Write, file: str, text: str, message: str):
-    with pytest.raises(SkilltrainError, match=message):
-        load_benchmark(skillret(write, **{file: text}), "test")
+def test_skillret_queries_without_a_row_are_refused(write: Write):
+    with pytest.raises(SkilltrainError, match=r"qrels/test\.jsonl: query 'q-test' \(1 in all\) has no row here"):
+        load_benchmark(skillret(write, **{"qrels/test.jsonl": ""}), "test")
+    row = {"query_id": "q-test", "skill_id": "s", "relevance": 1}
+    with pytest.raises(SkilltrainError, match=r"qrels/test\.jsonl, line 1: skill 's' of query 'q-test' is not among"):
+        load_benchmark(skillret(write, **{"qrels/test.jsonl": lines(row)}), "test")
 
 
 def test_a_skillret_query_in_two_splits_needs_a_split(write: Write):
@@ -241,8 +222,6 @@ def test_r3_skill_calls_queries_by_their_line_and_takes_texts_apart(write: Write
     [
         (lines({"query": "a", "skill_ids": []}), r"test\.jsonl, line 1: query 'test-1' has no required skill"),
         (lines({"query": "a", "skill_ids": ["skill-9"]}), r"line 1: skill 'skill-9' is not in skills_test\.jsonl"),
-        (lines({"query": "a"}), r"test\.jsonl, line 1: skill_ids: "),
-        ('{"query": "a", "skill_i', r"test\.jsonl, line 1: is not JSON Lines"),
         ("\n", "holds no query to score"),
     ],
 )
@@ -274,7 +253,6 @@ def test_groups_of_judgements_required_is_gold(write: Write):
         ([group("g1", ["a", "x"])], "line 1: skill 'x' of group 'g1' is judged twice"),
         ([group("g1", ["a"], irrelevant=["a"])], "line 1: skill 'a' of group 'g1' is judged twice"),
         ([group("g1", ["a"], rejected=["x"])], r"line 1: rejected\.0: "),
-        ([group("g1", ["a"], query="")], "line 1: query: "),
     ],
 )
 def test_faults_in_groups_are_named(write: Write, rows: list[Any], message: str):
@@ -346,7 +324,6 @@ def test_a_pool_with_one_of_the_candidates_is_enough(write: Write):
             "'disk/write' of task 't' is a candidate for two",
         ),
         ([mcp_task("t", [])], "holds no query to score"),
-        ([mcp_task("t", ["web/fetch"], query=None)], r"tasks\.jsonl, line 1: query: "),
     ],
 )
 def test_faults_in_livemcpbench_are_named(write: Write, tasks: list[Any], message: str):

@@ -73,8 +73,6 @@ def test_gold_skills_are_optional_and_gt_skill_ids_stand_in_for_core(tmp_path: P
         ([task("t")], {}, "tasks.jsonl, line 1: task 't' has no entry in relevance.json"),
         ([task("t")], {"t": entry("g"), "u": entry("g")}, "tasks.jsonl: relevance.json has 1 tasks .* here: u"),
         ([task("t"), task("t")], {"t": entry("g")}, "tasks.jsonl, line 2: task 't' stands twice"),
-        ([task("t", instruction_text="")], {"t": entry("g")}, "line 1: instruction_text: "),
-        ([["t"]], {"t": entry("g")}, "tasks.jsonl, line 1: is not JSON Lines: expected an object, found list"),
         ([task("t")], [], "relevance.json: expected a map"),
         ([task("t")], {"t": entry()}, "relevance.json, task t: no skill is gold"),
         ([task("t")], {"t": entry("g", relevance={"g": 0})}, "task t: gold skill 'g' has no positive relevance"),
@@ -88,14 +86,6 @@ def test_gold_skills_are_optional_and_gt_skill_ids_stand_in_for_core(tmp_path: P
 def test_malformed_skillrouter_folders_name_file_and_task(tmp_path: Path, tasks: Any, relevance: Any, message: str):
     with pytest.raises(SkilltrainError, match=message):
         load_benchmark(skillrouter(tmp_path, tasks, relevance))
-
-
-def test_gold_skills_that_are_broken_or_stand_twice_are_refused(tmp_path: Path):
-    skill = {"skill_id": "g", "name": "A", "description": "", "body": ""}
-    with pytest.raises(SkilltrainError, match=r"gold_skills\.jsonl, line 2: skill 'g' stands twice"):
-        load_benchmark(skillrouter(tmp_path, [task("t")], {"t": entry("g")}, [skill, skill]))
-    with pytest.raises(SkilltrainError, match=r"gold_skills\.jsonl, line 1: body: "):
-        load_benchmark(skillrouter(tmp_path, [task("t")], {"t": entry("g")}, [skill | {"body": None}]))
 
 
 def test_missing_and_torn_files_are_named(tmp_path: Path):

@@ -1,5 +1,4 @@
 import math
-import shutil
 from collections.abc import Sequence
 
 import ir_measures
@@ -68,11 +67,6 @@ def test_parse_measure_names_the_nearest_and_all_allowed(text: str, message: str
 CUT = [name for name in MEANINGS if name != "Set-Compat"]  # the measures with a cutoff
 
 
-def test_every_measure_has_a_meaning_and_a_formula():
-    for name in (*(f"{name}@3" for name in CUT), "Set-Compat"):
-        assert value(name, "abc") == 1.0
-
-
 @pytest.mark.parametrize(
     ("measure", "ranking", "expected"),
     [
@@ -123,14 +117,6 @@ def test_ndcg_names_its_gain():
         (1 + 3 * second + 7 * third) / (7 + 3 * second + third)
     )
     assert value("nDCG-bin@3", "cba", relevance) == pytest.approx((second + third) / (1 + second))
-
-
-def test_the_three_gains_agree_where_all_grades_are_one_and_stay_numbers_at_the_ends_of_the_range():
-    for ranking in ("abc", "xaybzc", "cx"):
-        assert value("nDCG@4", ranking) == value("nDCG-exp@4", ranking) == value("nDCG-bin@4", ranking)
-    for gain in (1e-300, 1000.0):
-        relevance = Relevance(frozenset("abc"), dict.fromkeys("abc", gain))
-        assert value("nDCG-exp@3", "abc", relevance) == pytest.approx(1.0)
 
 
 def test_rounding_does_not_lift_ndcg_above_1():
@@ -185,18 +171,6 @@ def test_agrees_with_ir_measures_on_random_rankings(ranking: list[str], gains: d
 )
 def test_agrees_with_ir_measures_on_degenerate_rankings(ranking: list[str], gains: dict[str, int], cutoff: int):
     assert_parity(ranking, gains, cutoff)
-
-
-def test_exponential_ndcg_agrees_with_ir_measures_own():
-    """Its gdeval, a Perl script, prints five places."""
-    if shutil.which("perl") is None:
-        pytest.skip("gdeval needs perl")
-    gains, ranking = {"s0": 3, "s1": 1, "s2": 2}, ["x", "s1", "s0", "y", "s2"]
-    measure = nDCG(dcg="exp-log2") @ 4
-    run = {"1": {skill_id: 10.0 - rank for rank, skill_id in enumerate(ranking)}}  # it knows no other query ids
-    theirs = ir_measures.gdeval.calc_aggregate([measure], {"1": gains}, run)
-    ours = value_of("nDCG-exp@4", ranking, Relevance(frozenset({"s0"}), dict(gains)))
-    assert ours == pytest.approx(theirs[measure], abs=1e-5)
 
 
 @given(ranking=st.permutations(IDS), num_gold=st.integers(1, 12), cutoff=st.integers(1, 15))
@@ -271,18 +245,11 @@ def test_alternatives_change_nothing_but_the_name(ranking: list[str], cutoff: in
     assert evaluate_query(ranking, relevance, measures) == evaluate_query(renamed, plain, measures)
 
 
-def test_per_query_scores_a_missing_query_zero_and_keeps_the_benchmarks_order():
-    relevances = {"q2": BINARY, "q1": BINARY}
-    values = per_query({"q1": ["a"]}, relevances, parse_measures(["Hit@1", "nDCG@10"]))
-    assert list(values) == ["q2", "q1"]
-    assert values["q2"] == {"Hit@1": 0.0, "nDCG@10": 0.0}
-    assert values["q1"]["Hit@1"] == 1.0
-
-
 def test_missing_queries_count_in_the_mean_as_in_ir_measures():
     gains, rankings = {"q1": {"a": 1}, "q2": {"b": 1}, "q3": {"c": 1}}, {"q1": ["a"], "q3": ["x", "c"]}
     relevances = {query_id: Relevance(frozenset(own), dict(own)) for query_id, own in gains.items()}
     values = per_query(rankings, relevances, parse_measures(["nDCG@10"]))
+    assert list(values) == ["q1", "q2", "q3"] and values["q2"] == {"nDCG@10": 0.0}
     run = {query_id: {skill_id: -float(rank) for rank, skill_id in enumerate(r)} for query_id, r in rankings.items()}
     theirs = ir_measures.calc_aggregate([nDCG @ 10], gains, run)
     assert sum(row["nDCG@10"] for row in values.values()) / 3 == pytest.approx(theirs[nDCG @ 10])
@@ -317,15 +284,5 @@ def test_a_relevance_no_ranking_can_meet_is_refused_naming_the_query(relevance: 
 def test_a_skill_twice_in_a_ranking_is_refused_naming_query_and_skill():
     with pytest.raises(SkilltrainError, match="query q: skill 'a' stands twice in the ranking, again at rank 3"):
         per_query({"q": ["a", "b", "a"]}, {"q": BINARY}, parse_measures(["Hit@1"]))
-
-
-def test_a_text_is_not_a_ranking():
-    with pytest.raises(SkilltrainError, match="a sequence of skill ids"):
-        evaluate_query("abc", BINARY, parse_measures(["Hit@1"]))
-
-
-def test_recall_is_the_mean_over_queries_not_over_skills():
-    relevances = {"one": Relevance(frozenset("a"), {"a": 1.0}), "three": BINARY}
-    rankings = {"one": ["a"], "three": ["x", "y"]}
-    values = per_query(rankings, relevances, parse_measures(["Recall@10"]))
-    assert sum(row["Recall@10"] for row in values.values()) / 2 == 0.5
+    with pytest.raises(SkilltrainError, match="query q: a ranking is a sequence of skill ids"):
+        per_query({"q": "abc"}, {"q": BINARY}, parse_measures(["Hit@1"]))

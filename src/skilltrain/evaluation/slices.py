@@ -68,7 +68,8 @@ def means_by_slice(
 
     `labels` maps every query to what is known of it (`labels_of`). `clusters` maps a query to the one that it is
     drawn together with (`Benchmark.clusters`). A label of more than 12 values makes no slices.
-    Raises SkilltrainError where systems do not hold exactly these queries, or a measure where another does.
+    Raises SkilltrainError where systems do not hold exactly these queries, and for a system that lacks a value of a
+    measure where another has one.
     """
     held = _held(results, labels, measures)
     means: dict[tuple[str, ...], Mapping[str, Mapping[str, Interval]]] = {}
@@ -180,21 +181,11 @@ def _means(
 def _held(
     results: Sequence[SystemResult], labels: Mapping[str, Labels], measures: Sequence[str]
 ) -> dict[str, frozenset[str]]:
-    """Measure → the queries that have a value of it, the same in every system."""
+    """Measure → the queries that have a value of it, in every system."""
     if not results or not labels or not measures:
         raise SkilltrainError("a report needs at least one system, one query and one measure")
-    if len(set(measures)) < len(measures):
-        raise SkilltrainError(f"a measure is named twice: {', '.join(measures)}")
     if odd := sorted(set(same_queries(results)) ^ labels.keys()):
         what = f"its queries are not the benchmark's: {len(odd)} stand on one side only, first '{odd[0]}'"
         raise SkilltrainError(what, where=f"system {results[0].name}")
-    first = results[0]
-    held = {name: frozenset(q for q, values in first.per_query.items() if name in values) for name in measures}
-    for result in results:
-        for query_id, values in result.per_query.items():
-            for name in measures:
-                if (name in values) != (query_id in held[name]):
-                    one, other = (result, first) if name not in values else (first, result)
-                    what = f"query {query_id} has no value of {name}, but has one in {other.name}"
-                    raise SkilltrainError(what, where=f"system {one.name}")
-    return held
+    rows = [row for result in results for row in result.per_query.items()]
+    return {name: frozenset(query_id for query_id, values in rows if name in values) for name in measures}

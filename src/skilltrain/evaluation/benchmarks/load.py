@@ -47,13 +47,10 @@ def load_benchmark(path: Path | Sequence[Path], split: str | None = None) -> Ben
     SkillRouter's files, tasks.jsonl and relevance.json (gold_skills.jsonl may stand beside them): relevance.json
     alone decides what is scored. `core_gt_ids` are gold (`gt_skill_ids` where an entry has none; they differ only by
     auxiliary skills) and `relevance` holds the gains, 3 for gold and 1 for a degraded copy. Entries of task_type
-    `generic_only` are skipped, as in the released evaluation. `excluded: true` in tasks.jsonl does not skip a task:
-    it is SkillsBench's own note that the task's environment is faulty (the only one here says "timeout issues"),
-    which does not touch routing; the released evaluation never reads it, and its 75 scored tasks contain excluded
-    ones. The released data is a test set, so all its queries are of split `test`. Its two tiers are two pools, the
+    `generic_only` are skipped, and `excluded: true` in tasks.jsonl (SkillsBench's note on a task's environment) skips
+    none, both as in the released evaluation. All queries are of split `test`. Its two tiers are two pools, the
     folders easy and hard beside these files: name one of them as the benchmark (or both), or give it as the pool.
-    Without a pool the best order of nDCG holds the degraded copies, which only hard has: rankings of easy then score
-    less than by the released evaluation.
+    Without a pool the best order of nDCG holds the degraded copies, which only hard has.
 
     BEIR's files, corpus.jsonl, queries.jsonl and qrels/{split}.tsv with its header: what scores above 0 is gold, and
     the score is its gain. Queries without a row in the qrels are not scored. The corpus becomes the benchmark's own
