@@ -9,9 +9,8 @@ from skilltrain.records import Query, Skill
 from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.api_encoder import plan_encoding
 from skilltrain.retrieval.cascade import SystemConfig
-from skilltrain.retrieval.judge import plan_judge
 from skilltrain.retrieval.rankers import key_of, parts_of
-from skilltrain.retrieval.select import SelectConfig
+from skilltrain.retrieval.select import SelectConfig, plan_select
 from skilltrain.routing.candidates import CandidatesConfig
 from skilltrain.routing.evaluate import EvaluateConfig, check_use, skills_of
 from skilltrain.tables import select_queries
@@ -40,7 +39,7 @@ def _plan(systems: Sequence[SystemConfig], queries: Sequence[Query], skills: Seq
     for system in systems:
         for part in parts_of(system.rankers):
             if isinstance(part, SelectConfig):
-                asked.setdefault(system.name, {})[part.kind] = plan_judge(part, texts, skills, part.keep)
+                asked.setdefault(system.name, {})[part.kind] = plan_select(part, queries, skills)
             elif isinstance(part, ApiConfig) and key_of(part) not in seen:  # what two systems share is asked once
                 seen.add(key_of(part))
                 asked.setdefault(system.name, {})[part.kind] = plan_encoding(part, skills, texts.values())
