@@ -154,7 +154,7 @@ def _write_qwen3(case: Case, folder: Path, tokenizer_folder: Path) -> None:
 def _export(case: Case, base: Path, folder: Path) -> None:
     import torch
 
-    from skilltrain.export.sentence_transformers import save_encoder, save_reranker
+    from skilltrain.export.folder import save_encoder, save_reranker
     from skilltrain.models.encoder import EncoderConfig, load_encoder
     from skilltrain.models.reranker import RerankerConfig, load_reranker
     from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModel, Qwen3Config, Qwen3Model
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.export.sentence_transformers import save_encoder, save_reranker
+from skilltrain.export.folder import save_encoder, save_reranker
 from skilltrain.models.adapters import AdapterConfig, add_adapter, is_adapted, loading_options, merge_adapter
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.reranker import RerankerConfig, load_reranker

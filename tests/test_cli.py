@@ -147,7 +147,7 @@ FAULTS = {
     TRAIN + "model.source={tmp}/empty": "{tmp}/empty: is no model folder: it has no config.json",
     TRAIN + "model.source={tmp}/unfinished": "continue it with --resume",
     TRAIN + "model.source={runs}/reranker": "{runs}/reranker: its model is of kind reranker, but encoder is needed",
-    TRAIN + "model.source={bert_reranker}": "{bert_reranker}: its model is of kind reranker (BertForSequenceClass",
+    TRAIN + "model.source={bert_reranker}": "{bert_reranker}: its model is of kind reranker, but encoder",
     "train {tmp}/reranker.yaml model.source={runs}/encoder":
         "{runs}/encoder: its model is of kind encoder, but reranker is needed here",
     EVALUATE + "--pool {runs}/pool --encoder {runs}/reranker": "its model is of kind reranker, but encoder is needed",

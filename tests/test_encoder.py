@@ -70,17 +70,6 @@ def test_qwen3_equals_plain_transformers_code(open_encoder_of, model_folders, si
         assert torch.allclose(encoder(encoder.tokenize(TEXTS, 100)), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_base_tokenizer"])
-def test_last_token_texts_end_with_the_end_token_exactly_once(open_encoder_of, name):
-    encoder = open_encoder_of(name)
-    end = encoder.tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    for max_tokens in (8, 9, 40, 200):
-        texts = encoder.tokenize(TEXTS, max_tokens)
-        assert all(text[-1] == end and text.count(end) == 1 for text in texts)
-        assert max(len(text) for text in texts) <= max_tokens
-    assert encoder.tokenize([""], 8) == [[end]]
-
-
 def test_both_tokenizers_give_the_same_ids(open_encoder_of):
     own, base = open_encoder_of("qwen3"), open_encoder_of("qwen3_base_tokenizer")
     for max_tokens in (8, 40, 400):
@@ -142,14 +131,3 @@ def test_a_folder_that_is_no_encoder_is_refused(tmp_path, model_folders):
         load_encoder(EncoderConfig(source=str(model_folders["bert_reranker"])), CPU)
     with pytest.raises(SkilltrainError, match="max_tokens exceeds the model's 512 positions"):
         load_encoder(EncoderConfig(source=str(model_folders["bert"]), max_tokens=513), CPU)
-
-
-def test_a_truncated_weights_file_is_one_clear_line(tmp_path):
-    folder = save_bert(tmp_path / "broken", reranker=False)
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(SkilltrainError, match="cannot load the weights"):
-        load_encoder(EncoderConfig(source=str(folder)), CPU)
-    (folder / "config.json").write_text("{")
-    with pytest.raises(SkilltrainError):
-        load_encoder(EncoderConfig(source=str(folder)), CPU)

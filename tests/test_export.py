@@ -9,7 +9,7 @@ from sentence_transformers import SentenceTransformer
 from tokenizers import processors
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.export.sentence_transformers import save_encoder, save_reranker
+from skilltrain.export.folder import save_encoder, save_reranker
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import resolve_model
 from skilltrain.records import Skill
@@ -138,6 +138,18 @@ def test_our_own_reader_gets_the_same_encoder_back(saved, name):
     assert torch.equal(vectors_of(again, texts), vectors_of(encoder, texts))
 
 
+@pytest.mark.parametrize(("name", "pooling"), [("bert", "cls"), ("bert", "mean"), ("qwen3", "last_token")])
+def test_the_keys_that_tei_and_vllm_read(saved, name, pooling):
+    _, folder = saved(name, pooling=pooling)
+    transformer = json.loads((folder / "sentence_bert_config.json").read_text())
+    assert (transformer["max_seq_length"], transformer["do_lower_case"]) == (32, False)
+    written = json.loads((folder / "1_Pooling" / "config.json").read_text())
+    flags = [key.split("_")[2] for key, value in written.items() if key.startswith("pooling_mode_") and value]
+    assert flags == [{"cls": "cls", "mean": "mean", "last_token": "lasttoken"}[pooling]]
+    assert "word_embedding_dimension" not in written
+    assert {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()} == {0o644}
+
+
 @pytest.mark.parametrize("name", ["bert", "qwen3"])
 def test_the_weights_are_the_backbones_alone(saved, name):
     encoder, folder = saved(name)
@@ -171,29 +183,11 @@ def test_weights_that_are_no_numbers_are_not_saved(tmp_path, open_encoder_of, op
     assert [path for path in tmp_path.rglob("*") if path.is_file() or "partial" in path.name] == []
 
 
-def test_an_adapter_that_is_not_merged_is_not_saved(tmp_path, open_encoder_of):
-    from peft import LoraConfig, get_peft_model
-
-    encoder = open_encoder_of("bert")
-    adapted = get_peft_model(encoder.backbone, LoraConfig(target_modules=["query", "value"], r=2))
-    encoder.backbone = adapted
-    with pytest.raises(SkilltrainError, match=r"the adapter is not merged: .*(base_layer|lora_)"):
-        save_encoder(encoder, tmp_path, base="bert")
-    assert not (tmp_path / "config.json").exists()
-    encoder.backbone = adapted.merge_and_unload()
-    save_encoder(encoder, tmp_path, base="bert")
-    assert torch.allclose(
-        vectors_of(load_encoder(EncoderConfig(source=str(tmp_path), max_tokens=32), CPU), QUERIES),
-        vectors_of(encoder, QUERIES),
-        atol=1e-5,
-    )
-
-
 def test_what_failed_half_way_is_no_model_and_a_finished_model_stays(tmp_path, open_encoder_of, monkeypatch):
     """A kill or a full disk while saving must not leave weights without the settings that belong to them."""
     save_encoder(open_encoder_of("bert"), tmp_path / "finished", base="bert")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    monkeypatch.setattr("skilltrain.export.sentence_transformers.write_record", _disk_full)
+    monkeypatch.setattr("skilltrain.export.folder._write_record", _disk_full)
     for name in ("finished", "fresh"):
         with pytest.raises(SkilltrainError, match=f"{name}: cannot save the model: No space left on device"):
             save_encoder(open_encoder_of("bert"), tmp_path / name, base="other")

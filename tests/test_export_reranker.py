@@ -6,8 +6,8 @@ import pytest
 import torch
 from sentence_transformers import CrossEncoder
 
-from skilltrain.export.chat_template import yes_no_chat_template
-from skilltrain.export.sentence_transformers import save_reranker
+from skilltrain.export.folder import save_reranker
+from skilltrain.export.tokenizer import yes_no_chat_template
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.records import Skill
 from skilltrain.templates import RerankerTemplate, SkillTemplate

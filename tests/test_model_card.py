@@ -7,9 +7,8 @@ import pytest
 import torch
 import yaml
 
-from skilltrain.export.model_card import RunRecord, model_card
-from skilltrain.export.sentence_transformers import save_encoder, save_reranker
-from skilltrain.export.shareable import shareable
+from skilltrain.export.card import RunRecord, model_card, shareable
+from skilltrain.export.folder import save_encoder, save_reranker
 from skilltrain.models.encoder import EncoderSettings
 from skilltrain.models.pairs import RerankerSettings
 from skilltrain.records import Skill

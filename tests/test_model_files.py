@@ -12,8 +12,7 @@ from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
 from safetensors.torch import load_file, save_file
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.export.folder import copy_model
-from skilltrain.export.sentence_transformers import save_encoder, save_reranker
+from skilltrain.export.folder import copy_model, save_encoder, save_reranker
 from skilltrain.models import loading
 from skilltrain.models.encoder import EncoderConfig, EncoderSettings, load_encoder
 from skilltrain.models.loading import resolve_model

@@ -214,24 +214,6 @@ def test_vectors_equal_plain_code_with_left_padding(encoder):
         assert torch.allclose(encoder(encoder.tokenize(TEXTS, 100)), expected, atol=1e-5)
 
 
-def test_vectors_equal_plain_sentence_transformers(encoder):
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.base.modules import Transformer
-    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
-
-    transformer = Transformer(
-        encoder.backbone.name_or_path,
-        max_seq_length=100,
-        processor_kwargs={"padding_side": "left"},
-        modality_config={"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
-        module_output_name="token_embeddings",
-    )
-    plain = SentenceTransformer(modules=[transformer, Pooling(encoder.dim, "lasttoken"), Normalize()], device="cpu")
-    with torch.inference_mode():
-        ours = encoder(encoder.tokenize(TEXTS, 100))
-    assert torch.allclose(plain.encode(TEXTS, convert_to_tensor=True), ours, atol=1e-5)
-
-
 def test_scores_equal_plain_code_with_left_padding(reranker):
     """Qwen3-Reranker's model card: pad on the left, compare the logits of yes and no at the last position."""
     model = AutoModelForCausalLM.from_pretrained(reranker.network.name_or_path).eval()
@@ -249,7 +231,7 @@ def test_scores_equal_plain_code_with_left_padding(reranker):
 def test_scores_equal_plain_sentence_transformers(reranker, tmp_path):
     from sentence_transformers import CrossEncoder
 
-    from skilltrain.export.sentence_transformers import save_reranker
+    from skilltrain.export.folder import save_reranker
 
     save_reranker(reranker, tmp_path, base="qwen3")
     plain = CrossEncoder(str(tmp_path), device="cpu")

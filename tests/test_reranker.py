@@ -4,14 +4,14 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForSequenceClassification
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.loading import CHECKPOINT_FILE
 from skilltrain.models.reranker import RerankerConfig, RerankerSettings, load_reranker
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.rerank import RerankConfig
-from skilltrain.templates import QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX, RerankerTemplate, SkillTemplate
+from skilltrain.templates import RerankerTemplate, SkillTemplate
 from tiny_models import map_micro_batches, save_bert
 
 CPU = torch.device("cpu")
@@ -39,27 +39,6 @@ def test_a_long_query_is_capped_and_the_skill_still_gets_room(open_reranker_of):
     reranker = open_reranker_of("bert_reranker", max_tokens=40, query_max_tokens=10)
     pair = reranker.tokenize("pods " * 100, SKILLS[1:2])[0]
     assert len(pair) == 40 and pair.second_start == 12  # [CLS] + 10 + [SEP]
-
-
-def test_yes_no_ids_are_prefix_body_suffix_and_only_the_skill_is_cut(open_reranker_of):
-    whole = open_reranker_of("qwen3_reranker", max_tokens=2000).tokenize(QUERY, SKILLS)
-    limit = len(whole[2]) - 10
-    reranker = open_reranker_of("qwen3_reranker", max_tokens=limit)
-    encode, template = reranker.tokenizer.encode, reranker.settings.template
-    prefix, suffix = encode(QWEN3_RERANKER_PREFIX), encode(QWEN3_RERANKER_SUFFIX)
-    pairs = reranker.tokenize(QUERY, SKILLS)
-    for skill, pair in zip(SKILLS, pairs, strict=True):
-        body = encode(template.render_query(QUERY) + template.render_skill(skill))
-        assert pair.ids == prefix + body[: limit - len(prefix) - len(suffix)] + suffix
-    assert [len(pair) < len(one) for pair, one in zip(pairs, whole, strict=True)] == [False, False, True, False]
-
-
-def test_the_query_of_a_yes_no_pair_is_cut_and_nothing_around_it(open_reranker_of):
-    reranker = open_reranker_of("qwen3_reranker", max_tokens=400, query_max_tokens=8)
-    (pair,) = reranker.tokenize("deploy the pods and review " * 40, SKILLS[:1])
-    body = "<Query>: deploy the pods and review deploy the pods\n\n<Document>: pods | deploy pods | to find the task"
-    assert body + QWEN3_RERANKER_SUFFIX in reranker.tokenizer.decode(pair.ids)
-    assert reranker.tokenizer.decode(pair.ids[pair.second_start :]).startswith("<Document>: pods")
 
 
 def test_parts_tokenised_once_join_to_the_same_pairs(open_reranker_of):
@@ -121,17 +100,6 @@ def test_bert_scores_equal_plain_transformers_code(open_reranker_of, model_folde
         assert torch.allclose(reranker(reranker.tokenize(QUERY, SKILLS)), model(**inputs).logits[:, 0], atol=1e-5)
 
 
-def test_yes_no_scores_equal_the_difference_of_full_logits(open_reranker_of, model_folders):
-    reranker = open_reranker_of("qwen3_reranker")
-    model = AutoModelForCausalLM.from_pretrained(model_folders["qwen3_reranker"]).eval()
-    yes, no = reranker.tokenizer.convert_tokens_to_ids(["yes", "no"])
-    pairs = reranker.tokenize(QUERY, SKILLS)
-    with torch.inference_mode():
-        logits = [model(torch.tensor([pair.ids])).logits[0, -1] for pair in pairs]
-        expected = torch.stack([one[yes] - one[no] for one in logits])
-        assert torch.allclose(reranker(pairs), expected, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", ["bert_reranker", "qwen3_reranker"])
 def test_scores_do_not_depend_on_batch_mates(open_reranker_of, name):
     reranker = open_reranker_of(name)
@@ -141,11 +109,6 @@ def test_scores_do_not_depend_on_batch_mates(open_reranker_of, name):
         assert torch.allclose(reranker(pairs), alone, atol=1e-5)
         assert torch.allclose(reranker(pairs[::-1]).flip(0), alone, atol=1e-5)
         assert torch.allclose(map_micro_batches(reranker, pairs, 100, recompute=False), alone, atol=1e-5)
-
-
-def test_the_form_follows_the_model(open_reranker_of):
-    assert open_reranker_of("bert_reranker").settings.template.form == "pair"
-    assert open_reranker_of("qwen3_reranker").settings.template.form == "yes_no"
 
 
 def test_bfloat16_autocast_does_not_round_the_score(open_reranker_of):

@@ -1,6 +1,5 @@
 """Token ids: exactly those of the tokenizer, each text tokenised once, and a cache that is never trusted blindly."""
 
-import os
 import threading
 
 import numpy as np
@@ -28,20 +27,14 @@ def test_ids_and_lengths_by_hand():
     store = tokenized(["x", "y", "z", "empty"], ["ab", "c", "ab", ""], letters, "letters", None)
     assert [store[key].tolist() for key in ("x", "y", "z", "empty")] == [[97, 98], [99], [97, 98], []]
     assert store.lengths.tolist() == [2, 1, 2, 0]
-    assert len(store) == 4
-    assert "x" in store
-    assert "w" not in store
     assert letters.seen == ["ab", "c", ""]  # the text of x and z once
     assert store["x"].dtype == np.int32
     assert np.shares_memory(store["x"], store["z"])
-    with pytest.raises(KeyError):
-        store["w"]
 
 
 def test_no_texts():
     store = tokenized([], [], Letters(), "letters", None)
-    assert len(store) == 0
-    assert store.lengths.tolist() == []
+    assert dict(store) == {}
 
 
 def test_more_texts_than_a_block(monkeypatch):
@@ -111,13 +104,6 @@ class TestCache:
             assert self.run(tmp_path)[0] == expected
         assert self.run(tmp_path) == (expected, [])
 
-    def test_a_pickle_is_never_opened(self, tmp_path):
-        expected, _ = self.run(tmp_path)
-        (file,) = tmp_path.iterdir()
-        with file.open("wb") as damaged:
-            np.save(damaged, np.array([object()]), allow_pickle=True)
-        assert self.run(tmp_path) == (expected, ["ab", "c"])
-
     def test_without_room_training_goes_on_and_says_so_once(self, tmp_path, monkeypatch):
         said = []
         monkeypatch.setattr(token_store, "say", said.append)
@@ -127,18 +113,6 @@ class TestCache:
             assert self.run(blocked)[1] == ["ab", "c"]
         assert len(said) == 1
         assert "not kept" in said[0]
-
-    def test_a_full_disk_leaves_no_part_of_a_file(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(token_store, "say", lambda message: None)
-
-        def full(descriptor):
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(os, "fsync", full)
-        expected, _ = self.run(tmp_path)
-        assert list(tmp_path.iterdir()) == []
-        monkeypatch.undo()
-        assert self.run(tmp_path) == (expected, ["ab", "c"])
 
     def test_many_ranks_at_once(self, tmp_path):
         results = []

@@ -2,13 +2,14 @@
 
 import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from skilltrain.models.text_tokens import TextTokenizer
+from skilltrain.templates import QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX, RerankerTemplate
 
-# A processor has no reader of its own: it is read as the part of a tokenizer that does nothing else.
-_EMPTY = {"added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+_CHAT_TEMPLATE = Path(__file__).parent / "templates" / "yes_no_chat.j2"
 
 
 def write_tokenizer(tokenizer: Any, max_tokens: int, aside: Path) -> None:
@@ -45,34 +46,29 @@ def reading_names_as_text(tokenizer: Any) -> Any:
 
 
 def append_token(tokenizer: Any, end: str) -> None:
-    """Make `tokenizer` append the token `end` to what it makes of a text already, in place.
+    """Make `tokenizer` append the token `end` to what it makes of a text already, in place."""
+    from tokenizers import processors
 
-    A tokenizer whose added tokens are fixed in code (BertProcessing, RobertaProcessing) is left as it is.
-    """
-    backend = tokenizer.backend_tokenizer
-    state = json.loads(backend.post_processor.__getstate__()) if backend.post_processor else None
-    parts = [] if state is None else state["processors"] if state["type"] == "Sequence" else [state]
-    if any(part["type"] in ("BertProcessing", "RobertaProcessing") for part in parts):
-        return
-    templates = [part for part in parts if part["type"] == "TemplateProcessing"]
-    if not templates:
-        templates = [_bare_template()]
-        parts = [*parts, *templates]
-    last = templates[-1]
-    for form in ("single", "pair"):
-        last[form].append({"SpecialToken": {"id": end, "type_id": 0}})
     number = tokenizer.convert_tokens_to_ids(end)
-    last["special_tokens"][end] = {"id": end, "ids": [number], "tokens": [end]}
-    backend.post_processor = _processor({"type": "Sequence", "processors": parts})
+    ending = processors.TemplateProcessing(single=f"$A {end}", pair=f"$A $B {end}", special_tokens=[(end, number)])
+    backend = tokenizer.backend_tokenizer
+    own = [backend.post_processor] if backend.post_processor is not None else []
+    backend.post_processor = processors.Sequence([*own, ending])
 
 
-def _bare_template() -> dict[str, Any]:
-    """A TemplateProcessing that adds nothing."""
-    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
-    return {"type": "TemplateProcessing", "single": [first], "pair": [first, second], "special_tokens": {}}
+def yes_no_chat_template(template: RerankerTemplate, control_tokens: Sequence[str]) -> str:
+    """Qwen3-Reranker's chat form for the roles system (another instruction), query and document.
 
-
-def _processor(state: dict[str, Any]) -> Any:
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_str(json.dumps(_EMPTY | {"post_processor": state})).post_processor
+    The query is cut to the template's characters. The name of a control token inside query or document is broken up
+    by a space: untrusted text must not end its own message (skilltrain reads such names as plain text, without it).
+    """
+    values = {
+        "CONTROL_TOKENS": [*control_tokens],
+        "INSTRUCTION": template.instruction,
+        "PREFIX": QWEN3_RERANKER_PREFIX,
+        "SUFFIX": QWEN3_RERANKER_SUFFIX,
+        "SEPARATOR": template.separator,
+        "QUERY_CHARS": template.query_chars,
+    }
+    lines = [f"{{%- set {name} = {json.dumps(value, ensure_ascii=False)} -%}}" for name, value in values.items()]
+    return "\n".join([*lines, _CHAT_TEMPLATE.read_text(encoding="utf-8")]).strip() + "\n"

@@ -8,9 +8,8 @@ import importlib.util
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
 from pydantic import Field
-from torch import Tensor, nn
+from torch import nn
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
@@ -102,7 +101,11 @@ def merge_adapter(network: Any) -> Any:
 
     for name, module in [*network.named_modules()]:
         if isinstance(module, LoraLayer):
-            network.set_submodule(name, _merged(module))
+            adapted: Any = module
+            plain = _plain(adapted.get_base_layer())
+            with torch.no_grad():
+                plain.weight.copy_(plain.weight.float() + adapted.get_delta_weight(_NAME).float())
+            network.set_submodule(name, plain)
     if getattr(network, "is_quantized", False):
         for name, module in [*network.named_modules()]:
             if _is_4bit(module):
@@ -110,15 +113,6 @@ def merge_adapter(network: Any) -> Any:
         network.hf_quantizer.remove_quantization_config(network)
         network.is_loaded_in_4bit = False
     return network.requires_grad_(True)
-
-
-def _merged(layer: Any) -> nn.Linear:
-    """The linear layer that computes what an adapted one does (without its dropout)."""
-    plain = _plain(layer.get_base_layer())
-    addition: Float[Tensor, "out in"] = layer.lora_B[_NAME].weight.float() @ layer.lora_A[_NAME].weight.float()
-    with torch.no_grad():
-        plain.weight.copy_(plain.weight.float() + layer.scaling[_NAME] * addition)
-    return plain
 
 
 def _plain(linear: Any) -> nn.Linear:

@@ -221,34 +221,32 @@ def load_reranker(
     given = config.model_dump(exclude_none=True, include={*RerankerSettings.model_fields})
     if causal and "template" not in stored | given:
         stored["template"] = {"form": "yes_no"}
-    settings = _fitting(RerankerSettings.model_validate(stored | given), model_config, config.source)
-    settings = settings.model_copy(update={"template": with_fields(settings.template, config.fields)})
+    settings = RerankerSettings.model_validate(stored | given)
     if settings.template.form == "yes_no" and not causal:
         raise SkilltrainError("template.form=yes_no needs a causal language model", where=config.source)
     tokenizer = load_tokenizer(folder)
-    settings = _with_room(settings, PairTokenizer(tokenizer, settings).query_room(), config.source)
+    settings = _fitting(settings, tokenizer, model_config, config.source)
+    settings = settings.model_copy(update={"template": with_fields(settings.template, config.fields)})
     loading = {"dtype": resolve_dtype(config.precision, device), **backbone_options(model_config), **options}
     network = _network(folder, settings.template.form, tokenizer, loading, new_head)
     return Reranker(network.to(device).eval(), tokenizer, settings)
 
 
-def _fitting(settings: RerankerSettings, model_config: Any, where: str) -> RerankerSettings:
-    """`settings` within the model's positions: a default adapts to them, a chosen limit must."""
-    limit = num_positions(model_config)
-    if limit is None or settings.max_tokens <= limit:
-        return settings
-    if "max_tokens" in settings.model_fields_set:
-        raise SkilltrainError(f"max_tokens exceeds the model's {limit} positions", where=where)
+def _fitting(settings: RerankerSettings, tokenizer: Any, model_config: Any, where: str) -> RerankerSettings:
+    """`settings` whose pairs fit the model's positions and whose queries leave room for a skill.
+
+    A default adapts, a chosen limit must fit.
+    """
     chosen = {name: getattr(settings, name) for name in settings.model_fields_set}
-    return RerankerSettings.model_validate(chosen | {"max_tokens": limit})
-
-
-def _with_room(settings: RerankerSettings, room: int, where: str) -> RerankerSettings:
-    """`settings` whose queries leave room for a skill: a default adapts to `room` tokens, a chosen limit must."""
-    chosen = "query_max_tokens" in settings.model_fields_set
+    limit = num_positions(model_config)
+    if limit is not None and settings.max_tokens > limit:
+        if "max_tokens" in chosen:
+            raise SkilltrainError(f"max_tokens exceeds the model's {limit} positions", where=where)
+        settings = RerankerSettings.model_validate(chosen | {"max_tokens": limit})
+    room = PairTokenizer(tokenizer, settings).query_room()
     if settings.query_max_tokens <= room:
         return settings
-    if chosen or room < 8:
+    if "query_max_tokens" in chosen or room < 8:
         what = f"query_max_tokens ({settings.query_max_tokens}) leaves no room for a skill in max_tokens"
         raise SkilltrainError(f"{what} ({settings.max_tokens})", where=where)
     return settings.model_copy(update={"query_max_tokens": room})

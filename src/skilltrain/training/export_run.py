@@ -1,9 +1,7 @@
 """From a training run to a model folder: at its end, and later from any of its checkpoints."""
 
 import re
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +9,9 @@ import torch
 
 from skilltrain.config import load_recipe, validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.export.folder import copy_model
-from skilltrain.export.model_card import RunRecord, model_card
-from skilltrain.export.sentence_transformers import save_encoder, save_reranker
-from skilltrain.files import read_json
+from skilltrain.export.card import RunRecord, model_card
+from skilltrain.export.folder import copy_model, save_encoder, save_reranker
+from skilltrain.files import read_json, staged_folder
 from skilltrain.models.adapters import merge_adapter
 from skilltrain.models.encoder import Encoder
 from skilltrain.terminal import say
@@ -47,14 +44,15 @@ def export_run(run: Path, out: Path, checkpoint: str | None) -> dict[str, Any]:
     """
     config, summary = _read(run)
     found = None if summary and checkpoint is None else _checkpoint(run / _CHECKPOINTS, checkpoint)
-    with _new_folder(out) as partial:
+    _check_free(out)
+    with staged_folder(out) as staged:
         if found is None:
-            copy_model(run, partial)
+            copy_model(run, staged)
         elif summary.get("checkpoint") == found.name:  # this one became the run's model: its figures are the run's
-            _save(config, found, partial, summary, exported=None)
+            _save(config, found, staged, summary, exported=None)
         else:
-            told = {key: summary[key] for key in _SAME_FOR_ALL if key in summary}
-            _save(config, found, partial, told, exported=found.name)
+            common = {key: summary[key] for key in _SAME_FOR_ALL if key in summary}
+            _save(config, found, staged, common, exported=found.name)
     say(f"{out}: {found.name if found else 'the model'} of {run}")
     return {"out": str(out), "stage": config.stage, "checkpoint": found.name if found else summary.get("checkpoint")}
 
@@ -110,23 +108,11 @@ def _checkpoint(folder: Path, name: str | None) -> Path:
     return found[-1] if name is None else folder / name
 
 
-@contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that takes its name when the block succeeds."""
-    fix = "choose another --out, or delete the folder"
+def _check_free(out: Path) -> None:
     if out.name in ("", ".."):
         raise SkilltrainError("is no name for an output folder", where=out)
     if out.exists() and not out.is_dir():
         raise SkilltrainError("is a file; the output is a folder", where=out)
     if out.is_dir() and any(out.iterdir()):
+        fix = "choose another --out, or delete the folder"
         raise SkilltrainError("the output folder is not empty", where=out, fix=fix)
-    partial = out.with_name(f".{out.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        partial.rename(out)  # takes the place of an empty folder
-    except OSError as error:
-        raise SkilltrainError(f"cannot write: {error.strerror or error}", where=out) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,140 @@
+"""The README.md of a saved model, written from its run: what it is, how to use it, what it was trained on."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import yaml
+
+from skilltrain.models.encoder import EncoderSettings
+from skilltrain.models.reranker import RerankerSettings
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_SECRET_KEY = re.compile(r"(^|_)(key|token|secret|password|credentials)$", re.IGNORECASE)
+_SECRET = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|AKIA)[\w-]{10,}|(?<=://)[^/\s@]+@")
+_HOMES = ("home", "Users")
+_DATA = {
+    "num_lists": "lists",
+    "num_skills": "distinct skills",
+    "num_pairs": "(query, skill) pairs",
+    "num_positives": "positive pairs",
+    "num_contaminated_lists": "lists contaminated by held-out benchmarks",
+    "num_lists_of_dev_queries": "lists that ask a development query",
+}
+_TRAINING = {
+    "num_parameters": "parameters",
+    "num_trained_parameters": "trained parameters",
+    "num_steps": "optimiser steps",
+    "num_tokens": "tokens",
+    "seconds": "seconds",
+    "last_loss": "last loss",
+    "checkpoint": "weights taken after",
+}
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run has to say of its model.
+
+    `recipe` is the resolved settings as plain values. `summary` is the run's own; its key `dev` maps a measure to
+    mean, low, high (the 95% interval) and n. `exported` names the checkpoint, if it is not the run's chosen one.
+    """
+
+    settings: EncoderSettings | RerankerSettings
+    base: str
+    recipe: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    exported: str | None = None
+
+
+def model_card(record: RunRecord) -> str:
+    """Markdown with YAML front matter, for the Hub and for whoever opens the folder.
+
+    It shows only the last part of local paths, nothing that looks like a key, and no text of the training data.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("skilltrain.export"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )  # fmt: skip
+    template = record.settings.template
+    return environment.get_template("card.md.j2").render(
+        front_matter=_front_matter(record),
+        kind=_kind(record),
+        form=None if isinstance(record.settings, EncoderSettings) else record.settings.template.form,
+        base=shareable(record.base).removeprefix("package:"),
+        exported=record.exported,
+        settings=record.settings,
+        skill=template.skill,
+        separator=repr(template.skill.separator),
+        query_chars=template.query_chars,
+        data=_counts(record.summary, _DATA),
+        training=_counts(record.summary, _TRAINING),
+        recipe=yaml.safe_dump(shareable(record.recipe), sort_keys=False, allow_unicode=True),
+        dev=record.summary.get("dev"),
+    )
+
+
+def _kind(record: RunRecord) -> str:
+    return "encoder" if isinstance(record.settings, EncoderSettings) else "reranker"
+
+
+def _front_matter(record: RunRecord) -> str:
+    from huggingface_hub import EvalResult, ModelCardData
+
+    is_encoder, base = isinstance(record.settings, EncoderSettings), record.base
+    task = "sentence-similarity" if is_encoder else "text-ranking"
+    own = ["sentence-transformers", "feature-extraction"] if is_encoder else ["sentence-transformers", "cross-encoder"]
+    if isinstance(record.settings, RerankerSettings) and record.settings.template.form == "cosine_pair":
+        own = []  # only skilltrain opens it
+    is_on_hub = _HUB_ID.fullmatch(base) is not None and not Path(base).expanduser().exists()
+    figures = [
+        EvalResult(
+            task, "agent-skills-dev", "development queries", metric, round(result["mean"], 4), metric_name=metric
+        )
+        for metric, result in record.summary.get("dev", {}).items()
+    ]
+    data = ModelCardData(
+        library_name="sentence-transformers" if own else "skilltrain",
+        pipeline_tag=task,
+        base_model=base if is_on_hub else None,
+        tags=[*own, *([] if is_encoder else ["reranker"]), "agent-skills", "skilltrain"],
+        model_name=f"agent skill {_kind(record)}" if figures else None,
+        eval_results=figures or None,
+    )
+    return data.to_yaml()
+
+
+def _counts(summary: Mapping[str, Any], labels: Mapping[str, str]) -> str:
+    known = [(label, summary[key]) for key, label in labels.items() if key in summary]
+    if not known:
+        return "Not known: this is a checkpoint of a training."
+    return "\n".join(["| | |", "|---|---:|", *(f"| {label} | {_number(value)} |" for label, value in known)])
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value).replace("|", "\\|")
+
+
+def shareable(value: Any) -> Any:
+    """Settings without keys, and with absolute paths shortened to their last part: they name users and machines."""
+    if isinstance(value, Mapping):
+        return {key: shareable(item) for key, item in value.items() if not _SECRET_KEY.search(str(key))}
+    if isinstance(value, list | tuple):
+        return [shareable(item) for item in value]
+    return _shortened(_SECRET.sub("…", value)) if isinstance(value, str) else value
+
+
+def _shortened(text: str) -> str:
+    path = PurePosixPath(text) if text.startswith(("/", "~")) else PureWindowsPath(text)
+    if not (path.is_absolute() or text.startswith("~")):
+        return text
+    if len(path.parts) == 1:
+        return "~" if text.startswith("~") else text
+    return "~" if path.parent.name in _HOMES else path.name
