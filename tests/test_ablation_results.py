@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from skilltrain.ablation.plan import Plan
-from skilltrain.ablation.results import collect_results, mean_over_seeds, read_values
-from skilltrain.ablation.show import markdown, terminal_tables
+from skilltrain.ablation.results import collect_results, markdown, mean_over_seeds, read_values, terminal_table
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.statistics.significance import holm
 from skilltrain.terminal import console
@@ -105,14 +104,14 @@ def test_the_tables_name_variants_verdicts_and_recipes(tmp_path):
     assert "(n = 8)" in text and "over all 2 comparisons" in text and "Claim: Filtering helps." in text
     for cell in results.plan.cells:
         assert str(cell.evaluations["evaluate"] / "recipe.yaml").replace("_", "\\_") in text
-    (table,) = terminal_tables(results)
+    table = terminal_table(results.plan.grid, results.tables[0])
     with console.capture() as shown:
         console.print(table)
     assert "+.625 [.31, .88]" in shown.get() and "raw *new*" in shown.get() and "above" in shown.get()
 
 
 def test_a_variant_without_the_seed_stands_beside_every_seed(tmp_path):
-    untrained = {"evaluate.systems.0.encoder.source": "some/model"}
+    untrained = {"evaluate.systems.0.rankers.0.source": "some/model"}
     plan = plan_of(tmp_path, variants={"clean": {}, "untrained": untrained})
     write_values(plan, {("clean", 1): "11000000", ("clean", 2): "11110000", ("untrained", 1): "11100000"})
     (table,) = collect_results(plan, {}).tables

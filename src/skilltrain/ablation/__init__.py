@@ -1,1 +1,1 @@
-"""Ablations: one resumable command over a grid of variants and seeds, and a table that says which differences count."""
+"""Ablations: a grid of variants and seeds, run to its end and compared with intervals."""

@@ -1,7 +1,6 @@
 """An ablation's file: a chain of steps, the variants of it, and the seeds."""
 
 import copy
-import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,8 +26,7 @@ class AblationConfig(Config):
     baseline: str = Field(description="the variant that the others are compared with")
     chain: Path | None = Field(
         default=None,
-        description="YAML file of steps, its path counted from the grid's own folder: `steps` is laid over it, key by "
-        "key, and those of its steps that lead to no evaluation are left out",
+        description="YAML file of steps, relative to the grid's own folder; `steps` is laid over it, key by key",
     )
     steps: dict[str, Recipe] = Field(
         min_length=1,
@@ -42,13 +40,12 @@ class AblationConfig(Config):
     )
     seeds: tuple[int, ...] = Field(default=(1, 2, 3), min_length=1, description="one cell for each variant and seed")
     compare: MeasureNames = Field(
-        default=("Hit@1", "MRR@10"), min_length=1, description="the measures by which variants are told apart"
+        default=("Hit@1", "MRR@10"), min_length=1, description="the measures by which variants are compared"
     )
     bootstrap_seed: int = Field(default=0, description="seed of the intervals")
     runs: Path | None = Field(
         default=None,
-        description="folder of the steps' runs; grids that name the same one share what they have in common; null for "
-        "steps in `out`",
+        description="folder of the steps' runs; grids that name the same one share runs; null: steps in `out`",
     )
     out: Path = Field(description="folder to write: ablation.json, ablation.md")
 
@@ -71,8 +68,8 @@ class AblationConfig(Config):
                 raise ValueError(f"steps: '{name}' cannot name a step: letters, digits, _ and -, and not '{SEED}'")
         for variant, changes in self.variants.items():
             for key in changes:
-                if (step := key.partition(".")[0]) not in self.steps:
-                    raise ValueError(f"variant '{variant}': '{key}' changes {_unknown(step, self.steps)}")
+                if key.partition(".")[0] not in self.steps:
+                    raise ValueError(f"variant '{variant}': '{key}' changes no step; steps: {', '.join(self.steps)}")
         return self
 
     @property
@@ -81,15 +78,8 @@ class AblationConfig(Config):
         return self.out / "steps" if self.runs is None else self.runs
 
 
-def _unknown(name: str, known: Iterable[str]) -> str:
-    """`name` as what it is not, with what it may have meant."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    hint = f", did you mean '{near[0]}'?" if near else ";"
-    return f"'{name}', which is no step{hint} steps: {', '.join(known)}"
-
-
 def load_grid(file: Path, overrides: Sequence[str]) -> tuple[AblationConfig, set[str]]:
-    """The grid in `file`, its chain under its steps, and the names of the steps that the grid itself speaks of.
+    """The grid in `file`, its chain under its steps, and the names of the steps that the grid itself gives.
 
     Raises SkilltrainError for a fault in either file.
     """
@@ -131,7 +121,7 @@ def recipes_of(grid: AblationConfig, variant: str) -> dict[str, Recipe]:
 
 
 def _set(node: Any, path: list[str], value: Any, where: str) -> None:
-    """Set the value at `path` below `node`; sections that are not there are made."""
+    """Set the value at `path` below `node`; missing sections are made."""
     *parents, last = path
     for part in parents:
         node = node.setdefault(part, {}) if isinstance(node, dict) else node[_position(node, part, where)]
@@ -155,7 +145,7 @@ def places_in(value: Any, names: Iterable[str], where: str) -> set[str]:
     for text in _texts(value, known, where):
         for match in _PLACE.finditer(text):
             if (name := match[1]) is not None and name not in known:
-                what = f"'{{{name}}}' stands for {_unknown(name, sorted(known - {SEED}))}"
+                what = f"'{{{name}}}' is no step; steps: {', '.join(sorted(known - {SEED}))}"
                 raise SkilltrainError(what, where=where, fix="plain braces are written {{ }}")
             found |= {name} if name is not None else set()
     return found
@@ -186,31 +176,3 @@ def fill(value: Any, places: Mapping[str, Any]) -> Any:
     if whole and whole[1] is not None:
         return places[whole[1]]
     return _PLACE.sub(lambda match: match[0][0] if match[1] is None else str(places[match[1]]), value)
-
-
-def in_order(needs: Mapping[str, set[str]]) -> list[str]:
-    """The steps so that each comes after those it needs. Raises SkilltrainError for steps that go in a circle."""
-    done: list[str] = []
-
-    def visit(step: str, way: tuple[str, ...]) -> None:
-        if step in way:
-            raise SkilltrainError(f"steps go in a circle: {' → '.join((*way[way.index(step) :], step))}")
-        if step not in done:
-            for need in sorted(needs[step]):
-                visit(need, (*way, step))
-            done.append(step)
-
-    for step in needs:
-        visit(step, ())
-    return done
-
-
-def needed_by(goals: Iterable[str], needs: Mapping[str, set[str]]) -> set[str]:
-    """The steps that lead to `goals`, these among them."""
-    found, waiting = set[str](), list(goals)
-    while waiting:
-        step = waiting.pop()
-        if step not in found:
-            found.add(step)
-            waiting += needs[step]
-    return found

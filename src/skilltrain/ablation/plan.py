@@ -1,37 +1,23 @@
-"""What an ablation has to run: every step's settings resolved, those that cells have in common only once."""
+"""What an ablation has to run: every step's settings resolved; equal steps of several cells are one run."""
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from skilltrain.ablation.grid import (
-    SEED,
-    AblationConfig,
-    Recipe,
-    fill,
-    in_order,
-    load_grid,
-    needed_by,
-    places_in,
-    recipes_of,
-)
+from skilltrain.ablation.grid import SEED, AblationConfig, Recipe, fill, load_grid, places_in, recipes_of
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.metrics import parse_measures
-from skilltrain.files import read_json
-from skilltrain.runs import RUN_FILE, input_fingerprint, paths_read, what_matters
-from skilltrain.stages import STAGES, parse_recipe
-
-EVALUATE = "evaluate"
-State = Literal["done", "begun", "to run"]
+from skilltrain.runs import input_fingerprint, paths_read, run_state, what_matters
+from skilltrain.stages import parse_recipe
 
 
 @dataclass(frozen=True)
 class StepRun:
-    """One run of a step: its whole settings, `out` among them, and the folders of the runs that it reads."""
+    """One run of a step: its settings, `out` among them, and the folders of the runs that it reads."""
 
     step: str
     config: Any
@@ -39,20 +25,12 @@ class StepRun:
 
     @property
     def folder(self) -> Path:
-        """Where it stands, or will."""
+        """Where it stands, or will stand."""
         return self.config.out
 
-    @property
-    def trains(self) -> bool:
-        """Whether it is a training, which has checkpoints."""
-        return STAGES[self.config.stage].trains
-
-    def state(self) -> State:
-        """How far it is; `begun` only for a training, for other runs appear whole or not at all."""
-        record = self.folder / RUN_FILE
-        if not record.is_file():
-            return "to run"
-        return "done" if read_json(record)["finished"] else "begun"
+    def state(self) -> str:
+        """How far it is: done, begun or to run."""
+        return run_state(self.folder)
 
 
 @dataclass(frozen=True)
@@ -69,14 +47,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """All cells, in the order in which they run, and all runs that they need, by folder.
-
-    A variant that does nothing with the seed has one cell.
-    """
+    """All cells in the order in which they run, and the runs that they need, by folder."""
 
     grid: AblationConfig
-    runs: Mapping[Path, StepRun]
     cells: tuple[Cell, ...]
+    runs: Mapping[Path, StepRun]
 
     def chain(self, cell: Cell, only_missing: bool = False) -> list[StepRun]:
         """The runs of a cell, each after those it reads.
@@ -100,52 +75,64 @@ class Plan:
 def make_plan(file: Path, overrides: Sequence[str]) -> Plan:
     """The plan of the grid in `file`; reads what the steps read from elsewhere, and writes nothing.
 
-    Raises SkilltrainError for any fault that can be known before work begins.
+    A variant that does not use the seed has one cell. Raises SkilltrainError for any fault that can be known before
+    work begins.
     """
     grid, own_steps = load_grid(file, overrides)
-    resolver = _Resolver(grid)
     try:
-        chains = {variant: _Chain.of(grid, variant) for variant in grid.variants}
+        chains = {variant: _chain(grid, variant) for variant in grid.variants}
         _check_use(grid, own_steps, chains)
+        resolver = _Resolver(grid)
         cells: dict[tuple[str, str], Cell] = {}
-        for seed in grid.seeds:  # outside, so that an ablation that is stopped early has whole seeds
+        for seed in grid.seeds:  # the outer loop, so that an ablation that is stopped early has whole seeds
             for variant, chain in chains.items():
                 cell = resolver.cell(chain, variant, seed)
-                cells.setdefault((variant, repr(sorted(cell.evaluations.items()))), cell)
+                cells.setdefault((variant, repr(cell.evaluations)), cell)
+        plan = Plan(grid, tuple(cells.values()), resolver.runs)
+        _check_variants(plan)
+        _check_evaluations(plan)
     except SkilltrainError as error:
         where = f"{file}: {error.where}" if error.where is not None else file
         raise SkilltrainError(error.what, where=where, fix=error.fix) from error
-    plan = Plan(grid, resolver.runs, tuple(cells.values()))
-    _check_variants(plan, file)
-    _check_evaluations(plan, file)
     return plan
 
 
 @dataclass(frozen=True)
-class _Chain:
-    """A variant's recipes, in an order in which they can run; no step that leads to no evaluation."""
+class _Step:
+    """A step of a variant: its recipe, and the names in it that other steps or the seed stand for."""
 
-    recipes: Mapping[str, Recipe]
-    needs: Mapping[str, set[str]]
-    uses_seed: bool
+    name: str
+    recipe: Recipe
+    needs: set[str]
 
-    @classmethod
-    def of(cls, grid: AblationConfig, variant: str) -> "_Chain":
-        recipes, needs = recipes_of(grid, variant), dict[str, set[str]]()
-        for name, recipe in recipes.items():
-            needs[name] = places_in(recipe, {*grid.steps, SEED}, _place(grid, variant, name))
-            if left_out := sorted(needs[name] - {*recipes, SEED}):
-                what = f"needs the step '{left_out[0]}', which the variant leaves out"
-                raise SkilltrainError(what, where=_place(grid, variant, name))
-        steps = {name: found - {SEED} for name, found in needs.items()}
-        order = in_order(steps)
-        goals = [name for name in order if recipes[name].get("stage") == EVALUATE]
-        if not goals:
-            raise SkilltrainError("has no step of stage evaluate", where=f"variant '{variant}'")
-        used = needed_by(goals, steps)
-        return cls(
-            {name: recipes[name] for name in order if name in used}, steps, any(SEED in needs[name] for name in used)
+
+def _chain(grid: AblationConfig, variant: str) -> list[_Step]:
+    """The variant's steps, each after those it needs, without those that lead to no evaluation."""
+    steps: dict[str, _Step] = {}
+    recipes = recipes_of(grid, variant)
+    for name, recipe in recipes.items():
+        needs = places_in(recipe, {*grid.steps, SEED}, _place(grid, variant, name))
+        if left_out := sorted(needs - {*recipes, SEED}):
+            what = f"needs the step '{left_out[0]}', which the variant leaves out"
+            raise SkilltrainError(what, where=_place(grid, variant, name))
+        steps[name] = _Step(name, recipe, needs)
+    try:
+        order = list(
+            TopologicalSorter({name: sorted(step.needs - {SEED}) for name, step in steps.items()}).static_order()
         )
+    except CycleError as error:
+        raise SkilltrainError(f"steps go in a circle: {' → '.join(error.args[1])}") from error
+    used: set[str] = set()
+    for name in reversed(order):
+        if name in used or _evaluates(recipes[name]):
+            used |= {name, *steps[name].needs}
+    if not used:
+        raise SkilltrainError("has no step of stage evaluate", where=f"variant '{variant}'")
+    return [steps[name] for name in order if name in used]
+
+
+def _evaluates(recipe: Recipe) -> bool:
+    return recipe.get("stage") == "evaluate"
 
 
 def _place(grid: AblationConfig, variant: str, step: str) -> str:
@@ -160,22 +147,18 @@ class _Resolver:
 
     grid: AblationConfig
     runs: dict[Path, StepRun] = field(default_factory=dict)
-    known: dict[str, StepRun] = field(default_factory=dict)
     fingerprints: dict[Path, str] = field(default_factory=dict)
 
-    def cell(self, chain: _Chain, variant: str, seed: int) -> Cell:
-        """The cell of a variant and a seed, its runs kept in `runs`."""
-        found: dict[str, Path] = {}
-        for step, recipe in chain.recipes.items():
-            values = fill(recipe, {SEED: seed} | {name: str(folder) for name, folder in found.items()})
-            key = json.dumps([step, values], sort_keys=True, default=str)
-            if key not in self.known:
-                needs = tuple(found[name] for name in sorted(chain.needs[step]))
-                self.known[key] = self._run(step, values, needs, _place(self.grid, variant, step))
-            run = self.known[key]
-            found[step], self.runs[run.folder] = run.folder, run
-        goals = {step: found[step] for step, recipe in chain.recipes.items() if recipe.get("stage") == EVALUATE}
-        return Cell(variant, seed, goals)
+    def cell(self, chain: Sequence[_Step], variant: str, seed: int) -> Cell:
+        """The cell of a variant and a seed; its runs are kept in `runs`."""
+        folders: dict[str, Path] = {}
+        for step in chain:
+            values = fill(step.recipe, {SEED: seed} | {name: str(folder) for name, folder in folders.items()})
+            needs = tuple(folders[name] for name in sorted(step.needs - {SEED}))
+            run = self._run(step.name, values, needs, _place(self.grid, variant, step.name))
+            folders[step.name] = run.folder
+            self.runs[run.folder] = run
+        return Cell(variant, seed, {step.name: folders[step.name] for step in chain if _evaluates(step.recipe)})
 
     def _run(self, step: str, values: Recipe, needs: tuple[Path, ...], where: str) -> StepRun:
         """The run; its folder's name holds a hash of all that its result depends on."""
@@ -200,31 +183,31 @@ class _Resolver:
                 yield key, self.fingerprints[path]
 
 
-def _check_use(grid: AblationConfig, own_steps: set[str], chains: Mapping[str, _Chain]) -> None:
-    used = {step for chain in chains.values() for step in chain.recipes}
-    if idle := [step for step in grid.steps if step in own_steps - used]:
+def _check_use(grid: AblationConfig, own_steps: set[str], chains: Mapping[str, Sequence[_Step]]) -> None:
+    steps = [step for chain in chains.values() for step in chain]
+    if idle := sorted(own_steps - {step.name for step in steps}):
         raise SkilltrainError("leads to no evaluation in any variant", where=f"step '{idle[0]}'")
-    if "seeds" in grid.model_fields_set and not any(chain.uses_seed for chain in chains.values()):
+    if "seeds" in grid.model_fields_set and not any(SEED in step.needs for step in steps):
         what = "no step uses {seed}, so all seeds would be the same"
         raise SkilltrainError(what, where="seeds", fix="write e.g. training: {seed: '{seed}'}, or leave seeds out")
 
 
-def _check_variants(plan: Plan, file: Path) -> None:
+def _check_variants(plan: Plan) -> None:
     first: dict[tuple[Path, ...], str] = {}
     for cell in plan.cells:
         key = tuple(cell.evaluations.values())
         if (other := first.setdefault(key, cell.variant)) != cell.variant:
             what = f"the variants '{other}' and '{cell.variant}' have equal settings"
-            raise SkilltrainError(what, where=file, fix="let each differ from `steps` in its own way")
+            raise SkilltrainError(what, fix="let each differ from `steps` in its own way")
 
 
-def _check_evaluations(plan: Plan, file: Path) -> None:
+def _check_evaluations(plan: Plan) -> None:
     """Each evaluation asks the same of every variant, and ranks with one system."""
     first: dict[str, tuple[str, tuple[Any, ...]]] = {}
     baseline = {name for cell in plan.cells if cell.variant == plan.grid.baseline for name in cell.evaluations}
     for cell in plan.cells:
         for name, folder in cell.evaluations.items():
-            config, where = plan.runs[folder].config, f"{file}: {_place(plan.grid, cell.variant, name)}"
+            config, where = plan.runs[folder].config, _place(plan.grid, cell.variant, name)
             if name not in baseline:
                 raise SkilltrainError("the baseline leaves this evaluation out", where=where)
             if len(config.systems) + len(config.predictions) != 1:
@@ -238,29 +221,3 @@ def _check_evaluations(plan: Plan, file: Path) -> None:
             if asked != same:
                 what = f"other queries or measures than in variant '{other}' cannot be compared"
                 raise SkilltrainError(what, where=where, fix="make a step of its own for each set of queries")
-
-
-def describe_plan(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON values: how much there is to do, each cell with its runs, and what cells have in common."""
-    shared = Counter(run.folder for cell in plan.cells for run in plan.chain(cell))
-    missing = {run.folder for cell in plan.cells for run in plan.chain(cell, only_missing=True)}
-    cells = [
-        {"variant": cell.variant, "seed": cell.seed, "runs": [run.folder.name for run in plan.chain(cell)]}
-        for cell in plan.cells
-    ]
-    runs = [
-        {
-            "run": folder.name,
-            "state": run.state() if folder in missing or run.state() == "done" else "not needed",
-            "num_cells": shared[folder],
-        }
-        for folder, run in plan.runs.items()
-    ]
-    return {
-        "num_cells": len(plan.cells),
-        "num_runs": len(runs),
-        "num_runs_shared": sum(count > 1 for count in shared.values()),
-        "num_runs_missing": len(missing),
-        "cells": cells,
-        "runs": runs,
-    }

@@ -22,7 +22,7 @@ def ablate(
 
     Example: skilltrain ablate recipes/ablations/filter.yaml seeds='[1, 2, 3]'
     """
-    from skilltrain.ablation.ablate import plan_ablation, run_ablation
+    from skilltrain.ablation.run import plan_ablation, run_ablation
 
     with redirect_stdout(sys.stderr):
         found = (plan_ablation if only_plan else run_ablation)(grid, overrides or [])

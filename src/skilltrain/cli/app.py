@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from skilltrain import __version__
 from skilltrain.config import apply_overrides, load_recipe
 from skilltrain.errors import SkilltrainError
 from skilltrain.stages import dry_run, run_recipe
 from skilltrain.terminal import is_main_process
+from skilltrain.version import __version__
 
 app = typer.Typer(
     help="Fine-tune the encoder and the reranker that route an agent's task to the right skill.",

@@ -1,25 +1,59 @@
-"""Commands that answer: the skills for a request, and a page that shows training lists."""
+"""Commands that make a router and ask it, and the page that shows training lists."""
 
 import json
 import sys
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from skilltrain.cli.app import app, show
+from skilltrain.cli.app import DryRun, app, show
 from skilltrain.config import parse_yaml, validate
+from skilltrain.errors import SkilltrainError
 from skilltrain.files import cache_folder
+from skilltrain.texts import printable
+
+if TYPE_CHECKING:
+    from skilltrain.routing.router import RoutedSkill, Router
+
+
+@app.command()
+def fit(
+    skills: Annotated[Path, typer.Argument(help="a folder of SKILL.md files, or another source of the stage pool")],
+    out: Annotated[Path, typer.Option(help="folder of the router, and of what it is made of")],
+    queries: Annotated[list[Path] | None, typer.Option(help="a file of queries; may be repeated")] = None,
+    llm: Annotated[
+        str | None, typer.Option(help="who writes queries where there are none, e.g. '{kind: openai, model: …}'")
+    ] = None,
+    settings: Annotated[list[str] | None, typer.Argument(help="key=value: base, max_tokens, epochs, seed, …")] = None,
+    only_plan: DryRun = False,
+) -> None:
+    """Make a router of a folder of skills: pool, queries, negatives, a trained encoder joined with BM25.
+
+    Stopped, the same line goes on. DIR/recipes holds every recipe that it ran.
+
+    Example: skilltrain fit my_skills --out runs/router && skilltrain route --router runs/router "merge these PDFs"
+    """
+    from skilltrain.config import apply_overrides
+    from skilltrain.fit import FitConfig, plan_fit, run_fit
+
+    values: dict[str, Any] = {"skills": str(skills), "out": str(out), "queries": [str(file) for file in queries or []]}
+    values |= {"llm": parse_yaml(llm, "--llm")} if llm else {}
+    config = validate(FitConfig, apply_overrides(values, settings or []), "skilltrain fit")
+    with redirect_stdout(sys.stderr):
+        found = plan_fit(config) if only_plan else run_fit(config)
+    show(found)
 
 
 @app.command()
 def route(
     request: Annotated[str, typer.Argument(help="a task in plain words")],
-    pool: Annotated[Path, typer.Option(help="folder of the pool, or a folder of SKILL.md files")],
+    router: Annotated[Path | None, typer.Option(help="folder that `skilltrain fit` wrote")] = None,
+    pool: Annotated[Path | None, typer.Option(help="without a router: the pool, or a folder of SKILL.md files")] = None,
     encoder: Annotated[str | None, typer.Option(help="encoder; BM25 finds the candidates without one")] = None,
-    reranker: Annotated[str | None, typer.Option(help="reranker for the top 20 candidates")] = None,
+    reranker: Annotated[str | None, typer.Option(help="reranker for the top candidates")] = None,
     top: Annotated[int, typer.Option(min=1, help="how many skills to show")] = 5,
     first_weight: Annotated[
         float, typer.Option(min=0, help="order by reranker + weight x the score before; 1 for small rerankers")
@@ -29,42 +63,49 @@ def route(
 ) -> None:
     """Find the skills for a task, those marked that the safety screening flags.
 
-    The pool's vectors are kept in ~/.cache/skilltrain for the next request.
+    Example: skilltrain route "merge these PDFs and stamp page numbers" --router runs/router
 
-    Example: skilltrain route "merge these PDFs and stamp page numbers" --pool runs/pool --encoder runs/encoder
-
-    Example: skilltrain route "merge these PDFs" --pool runs/pool --rankers "[{kind: fuse, of: [{kind: lexical},
-    {kind: dense, source: runs/encoder}]}]"
+    Example: skilltrain route "merge these PDFs" --pool runs/pool --encoder runs/encoder
     """
-    from skilltrain.data.pool.read import read_pool
-    from skilltrain.data.screening import read_flags
-    from skilltrain.retrieval.cascade import SystemConfig
-    from skilltrain.routing.router import route as find
-
-    first = {"kind": "dense", "source": encoder, "cache": cache_folder("vectors")} if encoder else {"kind": "lexical"}
-    second = [{"kind": "rerank", "source": reranker, "first_weight": first_weight}] if reranker else []
-    chosen = parse_yaml(rankers, "--rankers") if rankers else [first, *second]
-    system = validate(SystemConfig, {"name": "route", "rankers": chosen}, "route")
-    found = find(request, read_pool(pool), system, top, read_flags(pool))
+    with redirect_stdout(sys.stderr):
+        opened = _router_of(router, pool, rankers or _rankers(encoder, reranker, first_weight))
+        found = opened.route(request, top)
     if as_json:
         rows = [
             {"rank": r.rank, "score": r.score, "skill_id": r.skill.skill_id, "name": r.skill.name,
              "description": r.skill.description, "source": r.skill.source, "flags": [asdict(flag) for flag in r.flags]}
             for r in found
         ]  # fmt: skip
-        typer.echo(json.dumps({"request": request, "skills": rows}, ensure_ascii=False, indent=1))
+        typer.echo(json.dumps({"request": request, "skills": rows}, ensure_ascii=True, indent=1))
         return
     for routed in found:
-        skill = routed.skill
-        typer.echo(f"{routed.rank:>2}  {routed.score:8.4f}  {_printable(skill.skill_id)}")
-        typer.echo(f"                {_printable(skill.description)[:90]}")
-        for flag in reversed({flag.rule: flag for flag in reversed(routed.flags)}.values()):  # one a rule
-            typer.echo(f"    !! FLAGGED {flag.rule}: {flag.reason}; in its {flag.field}: {_printable(flag.span)[:120]}")
+        _print(routed)
 
 
-def _printable(text: str) -> str:
-    """Untrusted text without the control characters by which it could steer a terminal."""
-    return "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))
+def _router_of(router: Path | None, pool: Path | None, rankers: Any) -> "Router":
+    from skilltrain.data.pool.read import read_pool
+    from skilltrain.retrieval.cascade import SystemConfig
+    from skilltrain.routing.router import Router
+
+    if (router is None) == (pool is None):
+        raise SkilltrainError("give either --router or --pool", where="skilltrain route")
+    if router is not None:
+        return Router.load(router)
+    given = parse_yaml(rankers, "--rankers") if isinstance(rankers, str) else rankers
+    return Router(read_pool(pool or ""), validate(SystemConfig, {"name": "route", "rankers": given}, "route"))
+
+
+def _rankers(encoder: str | None, reranker: str | None, first_weight: float) -> list[dict[str, Any]]:
+    """BM25 or the encoder, whose vectors are kept for the next request, and the reranker."""
+    first = {"kind": "dense", "source": encoder, "cache": cache_folder("vectors")} if encoder else {"kind": "lexical"}
+    return [first, *([{"kind": "rerank", "source": reranker, "first_weight": first_weight}] if reranker else [])]
+
+
+def _print(routed: "RoutedSkill") -> None:
+    typer.echo(f"{routed.rank:>2}  {routed.score:8.4f}  {printable(routed.skill.skill_id)}")
+    typer.echo(f"                {printable(routed.skill.description, 90)}")
+    for flag in reversed({flag.rule: flag for flag in reversed(routed.flags)}.values()):  # one for each rule
+        typer.echo(f"    !! FLAGGED {flag.rule}: {flag.reason}; in its {flag.field}: {printable(flag.span, 120)}")
 
 
 @app.command("inspect")

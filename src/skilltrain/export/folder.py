@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from skilltrain import __version__
+from skilltrain.version import __version__
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import shareable
 from skilltrain.export.tokenizer import (

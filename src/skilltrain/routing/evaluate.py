@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from skilltrain import __version__
+from skilltrain.version import __version__
 from skilltrain.config import Config, InputPath
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError

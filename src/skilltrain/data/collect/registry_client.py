@@ -20,7 +20,7 @@ import httpx2
 import tenacity
 from pydantic import Field, model_validator
 
-from skilltrain import __version__
+from skilltrain.version import __version__
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 

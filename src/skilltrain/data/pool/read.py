@@ -1,11 +1,13 @@
 """Skills of one or several sources in memory: read, bodies cut, duplicates dropped, ids made unique."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from skilltrain.data.pool.merge import merge_sources
+from skilltrain.data.pool.skill_rows import skill_from_row
 from skilltrain.data.pool.skill_sources import read_source
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Dropped, Skill
@@ -91,3 +93,16 @@ def count_words(words: Iterable[str]) -> dict[str, int]:
 
 def _first_reason(dropped: Sequence[Dropped]) -> str:
     return f"the first of {len(dropped)} dropped rows: {dropped[0].reason}" if dropped else "it is empty"
+
+
+def skills_of_rows(rows: Iterable[Mapping[str, Any]]) -> list[Skill]:
+    """Rows of a program as skills with unique ids, duplicates kept. Raises SkilltrainError for a row that is none."""
+    skills: list[Skill] = []
+    for number, row in enumerate(rows):
+        found = skill_from_row(row, f"row {number}", "")
+        if isinstance(found, Dropped):
+            raise SkilltrainError(found.reason, where="pool")
+        skills.append(found if found.lang else replace(found, lang=guess_lang(found)))
+    if not skills:
+        raise SkilltrainError("there is no skill", where="pool")
+    return merge_sources([skills], drop_duplicates=False).skills

