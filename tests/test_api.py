@@ -1,4 +1,4 @@
-"""The Python API and `skilltrain fit`, on a small library and a tiny model: each name of `skilltrain.__all__` at work."""
+"""The Python API and `skilltrain fit`, on a small library and a tiny model: each name of `skilltrain` at work."""
 
 import json
 import os

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from skilltrain.version import __version__
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import shareable
 from skilltrain.export.tokenizer import (
@@ -32,6 +31,7 @@ from skilltrain.models.loading import CHECKPOINT_FILE, backbone_options, load_pr
 from skilltrain.models.pooling import Pooling
 from skilltrain.models.reranker import Reranker, RerankerSettings, yes_no_ids
 from skilltrain.terminal import say
+from skilltrain.version import __version__
 
 _ST_VERSION = "6.2.0"  # the release of sentence-transformers whose folders these are; older ones warn
 _TRANSFORMER = "sentence_transformers.base.modules.transformer.Transformer"

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from skilltrain.version import __version__
 from skilltrain.config import Config, InputPath
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
@@ -26,6 +25,7 @@ from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs, analyse_r
 from skilltrain.routing.predictions import PREDICTION_MEASURES, read_predictions, scored_predictions
 from skilltrain.tables import RANKINGS, write_table
 from skilltrain.terminal import console
+from skilltrain.version import __version__
 
 Ranked = Mapping[str, Mapping[str, Sequence[str]]]
 """System → query_id → skill ids, best first."""

@@ -20,9 +20,9 @@ import httpx2
 import tenacity
 from pydantic import Field, model_validator
 
-from skilltrain.version import __version__
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
+from skilltrain.version import __version__
 
 AnswerT = TypeVar("AnswerT")
 _GONE = (403, 404, 410, 451)
