@@ -11,9 +11,10 @@ from accelerate.utils import DistributedType
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.loading import default_device, resolve_dtype
 from skilltrain.training import engine
-from skilltrain.training.engine import EngineSettings, new_accelerator, shards_weights
+from skilltrain.training.engine import new_accelerator, shards_weights
+from skilltrain.training.settings import TrainingConfig
 
-SETTINGS = EngineSettings("float32", batch_size=8, max_grad_norm=1.0, quantized=False)
+CONFIG = TrainingConfig(batch_size=8)
 
 
 @pytest.fixture(autouse=True)
@@ -59,16 +60,15 @@ class Launched(Accelerator):
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(accelerator, changes, message):
-    settings = EngineSettings("float32", 8, 1.0, changes.get("quantized", False))
     with pytest.raises(SkilltrainError) as error:
-        engine._refuse_unsupported(accelerator, settings)
+        engine._refuse_unsupported(accelerator, 8, changes.get("quantized", False))
     assert str(error.value).startswith(message)
 
 
 def test_only_what_divides_a_batch_can_share_it():
     def takes(num_processes):
         try:
-            engine._refuse_unsupported(Launched(DistributedType.MULTI_GPU, num_processes), SETTINGS)
+            engine._refuse_unsupported(Launched(DistributedType.MULTI_GPU, num_processes), 8, False)
         except SkilltrainError:
             return False
         return True
@@ -79,7 +79,7 @@ def test_only_what_divides_a_batch_can_share_it():
 def test_fsdp_version_1_is_refused(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(SkilltrainError, match=r"FSDP version 1 is not supported \(set fsdp_version: 2"):
-        new_accelerator(SETTINGS)
+        new_accelerator(CONFIG, quantized=False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can run it")
@@ -87,14 +87,14 @@ def test_fsdp_that_accelerate_would_run_as_ddp_is_refused(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     with pytest.raises(SkilltrainError, match="accelerate would run FSDP on a CPU, or in one process, as plain DDP"):
-        new_accelerator(SETTINGS)
+        new_accelerator(CONFIG, quantized=False)
 
 
 def test_deepspeed_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SkilltrainError, match=r"DeepSpeed is not installed .pip install 'skilltrain\[deepspeed\]'"):
-        new_accelerator(SETTINGS)
+        new_accelerator(CONFIG, quantized=False)
 
 
 def test_who_holds_shards():
@@ -114,7 +114,7 @@ def test_the_launchers_cpu_is_the_cpu_also_beside_a_gpu(monkeypatch):
     for value, expected in (("False", "cuda"), ("0", "cuda"), ("True", "cpu"), ("1", "cpu"), ("yes", "cpu")):
         monkeypatch.setenv("ACCELERATE_USE_CPU", value)
         assert default_device().type == expected
-    accelerator = new_accelerator(EngineSettings("auto", 8, 1.0, quantized=False))
+    accelerator = new_accelerator(TrainingConfig(batch_size=8, precision="auto"), quantized=False)
     assert (accelerator.device.type, accelerator.mixed_precision) == ("cpu", "no")
 
 

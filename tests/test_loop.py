@@ -11,9 +11,10 @@ from accelerate.state import AcceleratorState, PartialState
 import training_runs
 from skilltrain.errors import SkilltrainError
 from skilltrain.losses import InfoNCE
-from skilltrain.training.engine import EngineSettings, new_accelerator
-from skilltrain.training.loop import Run, Stop, TrainingConfig, num_steps, step_batches, train
+from skilltrain.training.engine import new_accelerator
+from skilltrain.training.loop import Run, Stop, num_steps, step_batches, train
 from skilltrain.training.optimizer import new_optimizer, schedule
+from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import EncoderStep, StepSettings
 from training_data import training_set
 from training_runs import CONFIG, NUM_LISTS, new_step, run, signal_in
@@ -186,8 +187,13 @@ def test_accumulation_does_not_change_what_a_query_weighs(open_encoder_of, tmp_p
         config = TrainingConfig(
             batch_size=batch_size, accumulation=accumulation, learning_rate=1e-3, precision="float32"
         )
-        engine = EngineSettings("float32", batch_size, config.max_grad_norm, quantized=False)
-        train(new_accelerator(engine), step, data.lists, config, Run(tmp_path / str(batch_size), False, {}))
+        train(
+            new_accelerator(config, quantized=False),
+            step,
+            data.lists,
+            config,
+            Run(tmp_path / str(batch_size), False, {}),
+        )
         results.append(torch.cat([parameter.detach().flatten() for parameter in step.parameters()]))
     for other in results[1:]:
         assert (other - results[0]).abs().max() < 1e-9

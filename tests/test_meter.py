@@ -61,9 +61,9 @@ def test_the_line_for_the_terminal():
     meter = Meter(10)
     assert meter.note() == ""
     meter.update(1, StepResult(0.12344, 1.9e-5, 2.314, 37, 16_800, 17_320, 3.0))
-    assert meter.note() == "loss 0.1234  lr 1.9e-05  |g| 2.31  12.3 queries/s  5.6k tokens/s  padding 3%"
+    assert meter.note() == "loss 0.1234  lr 1.9e-05  |g| 2.31  12.3 queries/s  5,600 tokens/s  padding 3%"
     meter.update(2, StepResult(0.1, 1e-5, 2.0, 3000, 2_500_000, 2_500_000, 1.0))
-    assert "3.0k queries/s  2.5M tokens/s" in meter.note()
+    assert "3,000.0 queries/s  2,500,000 tokens/s" in meter.note()
 
 
 @pytest.fixture

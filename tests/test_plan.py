@@ -11,9 +11,8 @@ from skilltrain.models.encoder import EncoderConfig
 from skilltrain.models.reranker import RerankerConfig
 from skilltrain.records import Skill
 from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate
-from skilltrain.training.loop import TrainingConfig
 from skilltrain.training.plan import plan_lines, plan_of, say_cut_positives
-from skilltrain.training.settings import TrainEncoderConfig, TrainRerankerConfig
+from skilltrain.training.settings import TrainEncoderConfig, TrainingConfig, TrainRerankerConfig
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
 from skilltrain.training.training_set import ListsSource, TrainingList, TrainingSet
 from training_data import training_set

@@ -10,8 +10,9 @@ import torch
 
 from skilltrain.losses import InfoNCE
 from skilltrain.models.encoder import EncoderConfig, load_encoder
-from skilltrain.training.engine import EngineSettings, new_accelerator
-from skilltrain.training.loop import Run, TrainingConfig, train
+from skilltrain.training.engine import new_accelerator
+from skilltrain.training.loop import Run, train
+from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import EncoderStep, StepSettings
 from training_data import training_set
 
@@ -51,7 +52,7 @@ def signal_in(step: EncoderStep, number: int, which: signal.Signals) -> EncoderS
 
 def accelerator():
     """One process on a CPU."""
-    return new_accelerator(EngineSettings("float32", CONFIG.batch_size, CONFIG.max_grad_norm, quantized=False))
+    return new_accelerator(CONFIG, quantized=False)
 
 
 def run(step: EncoderStep, out: Path, resume: bool) -> dict[str, torch.Tensor]:

@@ -28,8 +28,9 @@ from skilltrain.retrieval.cascade import Cascade
 from skilltrain.training import checkpoint
 from skilltrain.training.checkpoint import checkpoints
 from skilltrain.training.dev import Dev, DevConfig, OwnEncoder
-from skilltrain.training.engine import EngineSettings, new_accelerator
-from skilltrain.training.loop import Run, TrainingConfig, train
+from skilltrain.training.engine import new_accelerator
+from skilltrain.training.loop import Run, train
+from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
 from training_data import training_set
 from training_runs import malicious_pickle
@@ -102,8 +103,7 @@ def five_steps(step: Step, world: int) -> tuple[list[float], Weights]:
 
 def training(step: Step, out: Path, resume: bool = False) -> None:
     """The loop over two epochs, launched as the environment says: four steps of two batches, the last one smaller."""
-    engine = EngineSettings("float32", CONFIG.batch_size, CONFIG.max_grad_norm, quantized=False)
-    train(new_accelerator(engine), step, step.data.lists, CONFIG, Run(out, resume, {}))
+    train(new_accelerator(CONFIG, quantized=False), step, step.data.lists, CONFIG, Run(out, resume, {}))
 
 
 def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:

@@ -80,9 +80,9 @@ def _decontaminate() -> Entry:
 
 
 def _train_encoder() -> Entry:
-    from skilltrain.training.stages import TrainEncoderConfig, plan, run_train_encoder
+    from skilltrain.training.stages import TrainEncoderConfig, plan, run_training
 
-    return Entry(TrainEncoderConfig, run_train_encoder, plan)
+    return Entry(TrainEncoderConfig, run_training, plan)
 
 
 def _candidates() -> Entry:
@@ -93,9 +93,9 @@ def _candidates() -> Entry:
 
 
 def _train_reranker() -> Entry:
-    from skilltrain.training.stages import TrainRerankerConfig, plan, run_train_reranker
+    from skilltrain.training.stages import TrainRerankerConfig, plan, run_training
 
-    return Entry(TrainRerankerConfig, run_train_reranker, plan)
+    return Entry(TrainRerankerConfig, run_training, plan)
 
 
 def _evaluate() -> Entry:

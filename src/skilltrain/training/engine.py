@@ -3,7 +3,6 @@
 import importlib.util
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import cast
 
@@ -14,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.models.loading import Precision, default_device, resolve_dtype
+from skilltrain.models.loading import default_device, resolve_dtype
+from skilltrain.training.settings import TrainingConfig
 
 _SUPPORTED = (
     DistributedType.NO,
@@ -26,18 +26,8 @@ _SUPPORTED = (
 _LAUNCH_FIX = "launch/ holds a configuration for each way that works"
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """What the launcher does not say: number format, queries a forward pass, clipping, whether weights are 4-bit."""
-
-    precision: Precision
-    batch_size: int
-    max_grad_norm: float
-    quantized: bool
-
-
-def new_accelerator(settings: EngineSettings) -> Accelerator:
-    """An accelerator for the way in which this process was launched.
+def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
+    """An accelerator for the way in which this process was launched; `quantized`: frozen weights are in 4 bits.
 
     Raises SkilltrainError for a combination that cannot work, before anything is loaded.
     """
@@ -45,15 +35,17 @@ def new_accelerator(settings: EngineSettings) -> Accelerator:
     on_cpu, deepspeed = default_device().type == "cpu", _asks_for("DEEPSPEED")
     if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would say on stdout that it had to look
-    mixed = resolve_dtype(settings.precision, default_device()) == torch.bfloat16
+    mixed = resolve_dtype(config.precision, default_device()) == torch.bfloat16
+    # An hour's patience: ranks wait for the first one while it saves a model. DeepSpeed must be told of gloo.
+    group = InitProcessGroupKwargs(backend="gloo" if on_cpu and deepspeed else None, timeout=timedelta(hours=1))
     accelerator = Accelerator(
         cpu=on_cpu and not deepspeed,
         mixed_precision="bf16" if mixed else "no",
-        kwargs_handlers=[_process_group(on_cpu and deepspeed)] if _asks_for_several() else None,
+        kwargs_handlers=[group] if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None,
     )
-    _refuse_unsupported(accelerator, settings)
+    _refuse_unsupported(accelerator, config.batch_size, quantized)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        _set_deepspeed(accelerator, settings)
+        _set_deepspeed(accelerator, config)
     if accelerator.distributed_type == DistributedType.FSDP and mixed:
         plugin = accelerator.state.fsdp_plugin
         assert plugin is not None
@@ -78,15 +70,6 @@ def whole_weights(accelerator: Accelerator, model: nn.Module) -> Mapping[str, Te
     return cast(Mapping[str, Tensor], accelerator.get_state_dict(model))
 
 
-def _process_group(gloo: bool) -> InitProcessGroupKwargs:
-    """An hour's patience: ranks wait for the first one while it saves a model. DeepSpeed must be told of gloo."""
-    return InitProcessGroupKwargs(backend="gloo" if gloo else None, timeout=timedelta(hours=1))
-
-
-def _asks_for_several() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
 def _asks_for(what: str) -> bool:
     return os.environ.get(f"ACCELERATE_USE_{what}", "false").lower() == "true"
 
@@ -99,7 +82,7 @@ def _refuse_from_environment() -> None:
         raise SkilltrainError("DeepSpeed is not installed", fix="pip install 'skilltrain[deepspeed]'")
 
 
-def _refuse_unsupported(accelerator: Accelerator, settings: EngineSettings) -> None:
+def _refuse_unsupported(accelerator: Accelerator, batch_size: int, quantized: bool) -> None:
     kind, world = accelerator.distributed_type, accelerator.num_processes
     if kind not in _SUPPORTED:
         raise SkilltrainError(f"the launcher asks for {kind.value}, which is not supported", fix=_LAUNCH_FIX)
@@ -108,19 +91,16 @@ def _refuse_unsupported(accelerator: Accelerator, settings: EngineSettings) -> N
         raise SkilltrainError(what, fix="use launch/ddp.yaml or launch/cpu.yaml there")
     if kind == DistributedType.DEEPSPEED and not zero_stage(accelerator):
         raise SkilltrainError("DeepSpeed's ZeRO stage 0 shares nothing", fix="use launch/ddp.yaml, or zero_stage: 2")
-    if settings.batch_size % world:
-        what = f"training.batch_size {settings.batch_size} cannot be shared equally by {world} processes"
+    if batch_size % world:
+        what = f"training.batch_size {batch_size} cannot be shared equally by {world} processes"
         raise SkilltrainError(what, fix=f"choose a multiple of {world}; training.accumulation can make up for it")
-    if settings.quantized and (shards_weights(accelerator) or kind == DistributedType.DEEPSPEED):
-        what = f"4-bit weights (adapter.quantize) cannot be combined with {_name(accelerator)}"
+    if quantized and (shards_weights(accelerator) or kind == DistributedType.DEEPSPEED):
+        engine = "DeepSpeed" if kind == DistributedType.DEEPSPEED else "FSDP2"
+        what = f"4-bit weights (adapter.quantize) cannot be combined with {engine}"
         raise SkilltrainError(what, fix="use launch/ddp.yaml, or adapter.quantize=none")
 
 
-def _name(accelerator: Accelerator) -> str:
-    return "DeepSpeed" if accelerator.distributed_type == DistributedType.DEEPSPEED else "FSDP2"
-
-
-def _set_deepspeed(accelerator: Accelerator, settings: EngineSettings) -> None:
+def _set_deepspeed(accelerator: Accelerator, config: TrainingConfig) -> None:
     """Settings that DeepSpeed keeps in its own configuration; its defaults would clip, or fail to save, unasked.
 
     Accumulation is ours: accelerate tells the engine at each backward pass whether a step follows. transformers must
@@ -132,9 +112,9 @@ def _set_deepspeed(accelerator: Accelerator, settings: EngineSettings) -> None:
     plugin = accelerator.state.deepspeed_plugin
     assert plugin is not None
     plugin.deepspeed_config |= {
-        "train_micro_batch_size_per_gpu": settings.batch_size // accelerator.num_processes,
+        "train_micro_batch_size_per_gpu": config.batch_size // accelerator.num_processes,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": settings.max_grad_norm,
+        "gradient_clipping": config.max_grad_norm,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }

@@ -14,14 +14,11 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
-from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError, StoppedError
 from skilltrain.models.cpu_linear import train_with_onednn
-from skilltrain.models.loading import Precision
 from skilltrain.terminal import long_progress, say
 from skilltrain.training.checkpoint import (
     Position,
@@ -34,36 +31,14 @@ from skilltrain.training.checkpoint import (
 )
 from skilltrain.training.dev import Dev
 from skilltrain.training.engine import shards_weights
-from skilltrain.training.log import TrackedRun, TrackerName, TrainingLog, open_trackers
+from skilltrain.training.log import TrackedRun, TrainingLog, open_trackers
 from skilltrain.training.meter import Meter, StepResult
 from skilltrain.training.optimizer import new_optimizer, schedule, set_learning_rate
+from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import EncoderStep, RerankerStep, TokenCount
 from skilltrain.training.training_set import TrainingList
 
 StepModule = EncoderStep | RerankerStep
-
-
-class TrainingConfig(Config):
-    """How to train; the defaults are SkillRouter's where the paper gives a value."""
-
-    epochs: int = Field(default=1, ge=1, description="passes over the lists")
-    batch_size: int = Field(default=8, ge=1, description="queries a forward pass, over all ranks together")
-    accumulation: int = Field(default=4, ge=1, description="forward passes an optimiser step")
-    learning_rate: float = Field(default=2e-5, gt=0, description="peak of the cosine schedule")
-    warmup_share: float = Field(default=0.05, ge=0, lt=1, description="share of the steps that warm up")
-    weight_decay: float = Field(default=0.01, ge=0, description="AdamW's decay of matrices")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are clipped to this norm")
-    stop_grad_norm: float = Field(default=1e4, gt=0, description="a larger norm, before clipping, stops the run")
-    token_budget: int = Field(default=4096, ge=64, description="padded tokens a micro-batch")
-    recompute: bool = Field(
-        default=False, description="rebuild activations in the backward pass: less memory, more time"
-    )
-    precision: Precision = Field(default="float32", description="bfloat16 computes mixed; auto where it is native")
-    seed: int = Field(default=42, ge=0, description="order of the lists, dropout, new layers")
-    save_every: int = Field(default=50, ge=1, description="optimiser steps between checkpoints")
-    keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept, beside the best")
-    trackers: tuple[TrackerName, ...] = Field(default=(), description="beside train_log.jsonl")
-    project: str = Field(default="skilltrain", description="project name for wandb")
 
 
 @dataclass(frozen=True)

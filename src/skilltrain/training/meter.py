@@ -60,8 +60,8 @@ class Meter:
             f"loss {newest.loss:.4f}",
             f"lr {newest.learning_rate:.1e}",
             f"|g| {newest.grad_norm:.2f}",
-            f"{_short(self._rate(sum(one.num_queries for one in recent)))} queries/s",
-            f"{_short(self._rate(tokens))} tokens/s",
+            f"{self._rate(sum(one.num_queries for one in recent)):,.1f} queries/s",
+            f"{self._rate(tokens):,.0f} tokens/s",
             f"padding {_padding_share(tokens, slots):.0%}",
         )
         return "  ".join(parts)
@@ -73,11 +73,3 @@ class Meter:
 
 def _padding_share(num_tokens: int, num_slots: int) -> float:
     return 1 - num_tokens / num_slots if num_slots else 0.0
-
-
-def _short(number: float) -> str:
-    """12.3, 5.6k, 1.2M."""
-    for limit, unit in ((1e6, "M"), (1e3, "k")):
-        if number >= limit:
-            return f"{number / limit:.1f}{unit}"
-    return f"{number:.1f}"

@@ -12,12 +12,36 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.losses import EncoderLoss, InfoNCE, ListwiseCE, Matryoshka, RerankerLoss
 from skilltrain.models.adapters import AdapterConfig, add_adapter, loading_options
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
+from skilltrain.models.loading import Precision
 from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.training.dev import DevConfig
-from skilltrain.training.loop import TrainingConfig
+from skilltrain.training.log import TrackerName
 from skilltrain.training.training_set import ListsSource
+
+
+class TrainingConfig(Config):
+    """How to train; the defaults are SkillRouter's where the paper gives a value."""
+
+    epochs: int = Field(default=1, ge=1, description="passes over the lists")
+    batch_size: int = Field(default=8, ge=1, description="queries a forward pass, over all ranks together")
+    accumulation: int = Field(default=4, ge=1, description="forward passes an optimiser step")
+    learning_rate: float = Field(default=2e-5, gt=0, description="peak of the cosine schedule")
+    warmup_share: float = Field(default=0.05, ge=0, lt=1, description="share of the steps that warm up")
+    weight_decay: float = Field(default=0.01, ge=0, description="AdamW's decay of matrices")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are clipped to this norm")
+    stop_grad_norm: float = Field(default=1e4, gt=0, description="a larger norm, before clipping, stops the run")
+    token_budget: int = Field(default=4096, ge=64, description="padded tokens a micro-batch")
+    recompute: bool = Field(
+        default=False, description="rebuild activations in the backward pass: less memory, more time"
+    )
+    precision: Precision = Field(default="float32", description="bfloat16 computes mixed; auto where it is native")
+    seed: int = Field(default=42, ge=0, description="order of the lists, dropout, new layers")
+    save_every: int = Field(default=50, ge=1, description="optimiser steps between checkpoints")
+    keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept, beside the best")
+    trackers: tuple[TrackerName, ...] = Field(default=(), description="beside train_log.jsonl")
+    project: str = Field(default="skilltrain", description="project name for wandb")
 
 
 class TrainEncoderConfig(Config):

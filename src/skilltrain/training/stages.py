@@ -9,7 +9,7 @@ from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import default_device
 from skilltrain.terminal import is_main_process, say
 from skilltrain.training.dev import open_dev
-from skilltrain.training.engine import EngineSettings, new_accelerator
+from skilltrain.training.engine import new_accelerator
 from skilltrain.training.export_run import save_trained
 from skilltrain.training.held_out import check_held_out
 from skilltrain.training.loop import Run, StepModule, TrainingResult, train
@@ -19,17 +19,7 @@ from skilltrain.training.settings import TrainConfig, TrainEncoderConfig, TrainR
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
 from skilltrain.training.training_set import TrainingSet, load_training_set
 
-__all__ = ["TrainEncoderConfig", "TrainRerankerConfig", "plan", "run_train_encoder", "run_train_reranker"]
-
-
-def run_train_encoder(config: TrainEncoderConfig, out: Path, resume: bool) -> dict[str, Any]:
-    """Train and save the encoder; the summary counts what was trained on."""
-    return _run(config, out, resume)
-
-
-def run_train_reranker(config: TrainRerankerConfig, out: Path, resume: bool) -> dict[str, Any]:
-    """Train and save the reranker; the summary counts what was trained on."""
-    return _run(config, out, resume)
+__all__ = ["TrainEncoderConfig", "TrainRerankerConfig", "plan", "run_training"]
 
 
 def plan(config: TrainConfig) -> dict[str, Any]:
@@ -43,11 +33,10 @@ def plan(config: TrainConfig) -> dict[str, Any]:
     return found
 
 
-def _run(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]:
-    training = config.training
+def run_training(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]:
+    """Train and save the model; the summary counts what was trained on."""
     quantized = config.adapter is not None and config.adapter.quantize != "none"
-    engine = EngineSettings(training.precision, training.batch_size, training.max_grad_norm, quantized)
-    accelerator = new_accelerator(engine)  # first, for it refuses launches that cannot work
+    accelerator = new_accelerator(config.training, quantized)  # first, for it refuses launches that cannot work
     data = _load_data(config)
     contaminated = check_held_out(config.data, config.dev, data)
     step = _step(config, data, cache_folder("tokens"))
@@ -56,7 +45,7 @@ def _run(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]:
     dev = open_dev(config.dev, model, config.data.pool) if config.dev else None
     run = Run(out, resume, config.model_dump(mode="json"), dev)
     counts = counts_of(step, data) | contaminated  # before the launcher shards the weights
-    result = train(accelerator, step, data.lists, training, run)
+    result = train(accelerator, step, data.lists, config.training, run)
     summary = counts | _figures(result)
     if is_main_process():
         save_trained(config, result.checkpoint, out, summary)
