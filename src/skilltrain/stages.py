@@ -26,7 +26,7 @@ def _pool() -> Entry:
 
 
 def _queries() -> Entry:
-    from skilltrain.data.query_files import QueriesConfig, run_queries
+    from skilltrain.data.queries import QueriesConfig, run_queries
 
     return Entry(QueriesConfig, run_queries)
 

@@ -8,8 +8,7 @@ import unicodedata
 CJK = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
 # A word is a run of letters and digits; a CJK character, in scripts that mark no words, is a word of its own.
 _WORD = re.compile(rf"[{CJK}]|[^\W_{CJK}]+")
-_HAN = re.compile(r"[\u4e00-\u9fff]")
-_SPELLED_WORD = re.compile(r"[^\W\u4e00-\u9fff]+(?:['’.-][^\W\u4e00-\u9fff]+)*")
+_SPELLED_WORD = re.compile(r"[^\W\u3400-\u4dbf\u4e00-\u9fff]+(?:['’.-][^\W\u3400-\u4dbf\u4e00-\u9fff]+)*")
 # UTF-8 with ASCII letters in lower case, all else that is ASCII and no digit as a space, other bytes as they are.
 _ASCII = bytes(i if i > 127 else ord(chr(i).lower()) if chr(i).isalnum() else 32 for i in range(256))
 

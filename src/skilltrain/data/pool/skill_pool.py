@@ -125,8 +125,3 @@ def open_pool(path: Path) -> list[Skill]:
 def store_pool(path: Path, folder: Path) -> StoredSkills:
     """`read_pool`, for who reads skills from a file still."""
     return StoredSkills.write(read_pool(path), folder / "skills.jsonl")
-
-
-def kept_duplicates(dropped: Any) -> dict[str, str]:
-    """id of a dropped duplicate → id of the skill kept in its place, from the DROPPED table of this stage."""
-    return {row["skill_id"]: row["other_id"] for row in dropped.to_pylist() if row["filter"] == "duplicate"}

@@ -1,10 +1,14 @@
+import csv
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from skilltrain.data.query_files import QueriesConfig, run_queries
+from skilltrain.data.queries import QueriesConfig, run_queries
 from skilltrain.errors import SkilltrainError
 from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, SKILLS, read_table, write_table
 
@@ -67,14 +71,15 @@ def test_made_up_ids_do_not_depend_on_the_line(tmp_path: Path, pool: Path):
 
 def test_judgement_files(tmp_path: Path, pool: Path):
     file = write_jsonl(tmp_path / "judgements.jsonl", [{
-        "group_id": "g1", "query": "Do it", "required": ["a", "b"], "useful": ["d"], "irrelevant": ["nowhere", "b"],
+        "group_id": "g1", "query": "Do it", "required": ["a", "b"], "useful": [{"skill_id": "d", "group": "twins"}],
+        "irrelevant": ["nowhere", "b"],
         "rejected": [{"skill_id": "c", "reason": "scope_mismatch", "why": "too wide"}, {"skill_id": "a2"}],
     }])  # fmt: skip
     queries, judgements, dropped, summary = make(tmp_path, [file], split="train", origin="llm")
     assert (queries[0]["query_id"], queries[0]["kind"]) == ("g1", "multi")
-    assert [(j["skill_id"], j["verdict"], j["reason"]) for j in judgements] == [
-        ("a", "required", None), ("b", "required", None), ("d", "useful", None),
-        ("c", "rejected", "scope_mismatch: too wide"),
+    assert [(j["skill_id"], j["verdict"], j["reason"], j["why"], j["group"]) for j in judgements] == [
+        ("a", "required", None, None, None), ("b", "required", None, None, None), ("d", "useful", None, None, "twins"),
+        ("c", "rejected", "scope_mismatch", "too wide", None),
     ]  # fmt: skip
     assert [(row["skill_id"], row["filter"]) for row in dropped] == [
         ("a", "contradiction"), ("b", "contradiction"), ("nowhere", "not_in_pool"),
@@ -115,8 +120,49 @@ def test_empty_queries_and_queries_without_gold_are_dropped(tmp_path: Path, pool
     assert [(row["query_id"], row["filter"]) for row in dropped] == [
         ("e", "empty_query"), ("n", "empty_query"), ("g", "no_gold"),
     ]  # fmt: skip
-    with pytest.raises(SkilltrainError, match=r"no query is left of 1 file\(s\)"):
+    with pytest.raises(SkilltrainError, match=r"left of 1 file\(s\), 3 dropped rows; the first: empty_query"):
         make(tmp_path, write_jsonl(tmp_path / "train.jsonl", rows))
+    assert read_table(tmp_path / "out1.dropped.parquet", DROPPED).column("query_id").to_pylist() == ["e", "n", "g"]
+
+
+def test_the_same_queries_from_any_kind_of_file(tmp_path: Path, pool: Path):
+    rows = [
+        {"query_id": "1", "query": 'Two, "quoted"', "required": ["a", "b"], "rejected": [], "split": None},
+        {"query_id": "2", "query": "One", "required": ["c"], "rejected": ["a"], "split": "dev"},
+    ]
+    (tmp_path / "train.json").write_text(json.dumps(rows))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    with (tmp_path / "train.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows({**row, "required": json.dumps(row["required"]), "rejected": json.dumps(row["rejected"])}
+                         for row in rows)  # fmt: skip
+    expected = make(tmp_path, write_jsonl(tmp_path / "train.jsonl", rows))
+    assert [query["split"] for query in expected[0]] == ["train", "dev"] and len(expected[1]) == 4
+    for kind in ("json", "parquet", "csv"):
+        assert make(tmp_path, tmp_path / f"train.{kind}") == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("train.json", "{}", "is a dict, not a list of queries"),
+        ("train.json", "[1]", "row 1: is a int, not an object"),
+        ("train.parquet", "x", "is not parquet"),
+        ("train.csv", 'query,skill_ids\nx,"[a"', "cannot be read as CSV"),
+        ("train.txt", "x", "cannot tell what this file is"),
+    ],
+)
+def test_files_that_are_not_what_they_say(tmp_path: Path, pool: Path, name: str, content: str, message: str):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(SkilltrainError, match=message):
+        make(tmp_path, tmp_path / name)
+
+
+def test_a_pipe_is_refused_and_not_opened(tmp_path: Path, pool: Path):
+    os.mkfifo(tmp_path / "train.jsonl")
+    with pytest.raises(SkilltrainError, match="is not a file"):
+        make(tmp_path, tmp_path / "train.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -125,6 +171,7 @@ def test_empty_queries_and_queries_without_gold_are_dropped(tmp_path: Path, pool
         ([{"task": "x"}], r"line 1: is no query: no key query or text among task"),
         ([{"query": "x", "golds": []}], r"no key skill_ids, skill_id or required among query, golds"),
         ([{"query": ["x"], "skill_ids": ["a"]}], "query is a list, not text"),
+        ([{"query": "x", "skill_ids": "a", "query_id": {"n": 1}}], "query_id is a dict, not a text or a number"),
         ([{"query": "x", "skill_ids": [1]}], "skill_ids holds 1, not a skill_id"),
         ([{"query": "x", "rejected": [{"id": "a"}]}], "rejected holds .*, not a skill_id"),
         ([{"query": "x", "skill_ids": "a", "split": "valid"}], "split 'valid' is not one of train, dev, test"),

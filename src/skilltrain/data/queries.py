@@ -1,0 +1,307 @@
+"""The stage `queries`: query files and R3-like judgement files become queries and judgements over a pool."""
+
+import csv
+import glob
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import Field, field_validator
+
+from skilltrain.config import Config, InputPath
+from skilltrain.data.pool.skill_file import as_text
+from skilltrain.errors import SkilltrainError
+from skilltrain.files import read_json, read_jsonl
+from skilltrain.records import Dropped, Query, Verdict
+from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, SKILLS, read_table, rows_of, table_path, write_table
+from skilltrain.texts import clean_text, one_line
+
+Split = Literal["train", "dev", "test"]
+SPLITS = ("train", "dev", "test")
+KINDS = ("single", "multi")
+ID_KEYS = ("query_id", "group_id")
+TEXT_KEYS = ("query", "text")
+# Where a row lists skills, and what that says of them; of two verdicts on one skill the earlier here stands.
+VERDICT_KEYS = {
+    "skill_ids": Verdict.REQUIRED,
+    "skill_id": Verdict.REQUIRED,
+    "required": Verdict.REQUIRED,
+    "useful": Verdict.USEFUL,
+    "rejected": Verdict.REJECTED,
+    "irrelevant": Verdict.IRRELEVANT,
+}
+
+
+class QueriesConfig(Config):
+    """Settings of the stage `queries`."""
+
+    stage: Literal["queries"] = "queries"
+    files: list[InputPath] = Field(
+        min_length=1,
+        description=".jsonl, .jsonl.gz, .json, .parquet or .csv files, or patterns like queries/*.jsonl; a row has "
+        "query or text, and skill_ids, skill_id or required; optional useful, rejected, irrelevant, query_id, origin, "
+        "split, kind; a list in a .csv file is written as JSON",
+    )
+    pool: InputPath = Field(description="folder of the stage pool, in which every required skill must be")
+    split: Split | None = Field(
+        default=None, description="split of all queries; else the row's own, else the file's name if it is a split"
+    )
+    origin: str = Field(default="unknown", min_length=1, description="who wrote the queries whose rows do not say")
+    missing_gold: Literal["error", "drop"] = Field(
+        default="error", description="what to do with a query that requires a skill which is not in the pool"
+    )
+    out: Path = Field(description="folder to write queries, judgements and dropped to")
+
+    @field_validator("files", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        """A single file as a list of one; a pattern as the files that it names, so that these are recorded."""
+        given = value if isinstance(value, list | tuple) else [value]
+        return [path for item in given for path in _matching(item)]
+
+
+def _matching(item: Any) -> list[Any]:
+    if not isinstance(item, str | Path) or not glob.has_magic(str(item)) or Path(item).exists():
+        return [item]
+    path = Path(item)
+    return sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor)))) or [item]
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What a row says of one skill."""
+
+    skill_id: str
+    verdict: Verdict
+    reason: str | None
+    why: str | None
+    group: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedQuery:
+    """A query with what its row says of skills; `place` is its file and row.
+
+    `num_moved` judgements were of dropped duplicates and stand for the skill kept in their place.
+    """
+
+    query: Query
+    judgements: list[Judgement]
+    place: str
+    has_own_id: bool
+    num_moved: int
+
+
+def run_queries(config: QueriesConfig, out: Path) -> dict[str, Any]:
+    """Write QUERIES, JUDGEMENTS and DROPPED; their counts.
+
+    Raises SkilltrainError for a row that is no query, for an id that stands twice, for a required skill that is
+    not in the pool (with `missing_gold: error`), and where no query is left (DROPPED is written beside `out` then).
+    """
+    dropped: list[Dropped] = []
+    skill_ids, kept_for = read_ids(config.pool)
+    given = [read_query(row, path, place, config, kept_for) for path in config.files for place, row in read_rows(path)]
+    single = [_judged_once(item, dropped) for item in given]
+    judged = _within_pool(_distinct(single, dropped), skill_ids, config, dropped)
+    if not judged:
+        file = config.out.with_name(f"{config.out.name}.dropped.parquet")
+        write_table((drop.row() for drop in dropped), DROPPED, file)
+        first = f"; the first: {dropped[0].filter}: {dropped[0].reason}" if dropped else ""
+        what = f"no query is left of {len(config.files)} file(s), {len(dropped)} dropped rows{first}"
+        raise SkilltrainError(what, fix=f"all reasons stand in {file}")
+    judgements = [
+        {"query_id": item.query.query_id, "judge": item.query.origin, **asdict(judgement)}
+        for item in judged for judgement in item.judgements
+    ]  # fmt: skip
+    write_table(rows_of(item.query for item in judged), QUERIES, out)
+    write_table(judgements, JUDGEMENTS, out)
+    write_table((drop.row() for drop in dropped), DROPPED, out)
+    return {
+        "num_queries": len(judged),
+        "num_by_split": dict(sorted(Counter(item.query.split for item in judged).items())),
+        "num_by_kind": dict(sorted(Counter(item.query.kind for item in judged).items())),
+        "num_by_verdict": dict(sorted(Counter(row["verdict"].value for row in judgements).items())),
+        "num_moved_to_kept_duplicate": sum(item.num_moved for item in judged),
+        "num_dropped": dict(sorted(Counter(drop.filter for drop in dropped).items())),
+    }
+
+
+def read_ids(pool: Path) -> tuple[set[str], dict[str, str]]:
+    """(the ids of a pool's skills, id of a dropped duplicate → id of the skill kept in its place)."""
+    skill_ids = set(read_table(pool, SKILLS).column("skill_id").to_pylist())
+    file = table_path(pool, SKILLS).with_name(f"{DROPPED.name}.parquet")
+    rows = read_table(file, DROPPED).to_pylist() if file.is_file() else []
+    duplicates = {row["skill_id"]: row["other_id"] for row in rows if row["filter"] == "duplicate" and row["other_id"]}
+    return skill_ids, {own: kept for own, kept in duplicates.items() if own not in skill_ids}
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, row) of a file. Raises SkilltrainError where it cannot be read as what its name says."""
+    kind = path.suffix.lower()
+    if path.exists() and not path.is_file():
+        raise SkilltrainError("is not a file", where=path)
+    if kind in (".jsonl", ".gz"):
+        yield from ((f"{path}, line {number}", row) for number, row in read_jsonl(path))
+        return
+    read = {".json": read_json, ".parquet": _read_parquet, ".csv": _read_csv}.get(kind)
+    if read is None:
+        fix = "give a .jsonl, .jsonl.gz, .json, .parquet or .csv file"
+        raise SkilltrainError("cannot tell what this file is", where=path, fix=fix)
+    rows = read(path)
+    if not isinstance(rows, list):
+        raise SkilltrainError(f"is a {type(rows).__name__}, not a list of queries", where=path)
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise SkilltrainError(f"is a {type(row).__name__}, not an object", where=f"{path}, row {number}")
+        yield f"{path}, row {number}", row
+
+
+def _read_parquet(path: Path) -> list[dict[str, Any]]:
+    try:
+        return pq.read_table(path).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise SkilltrainError(f"is not parquet: {error}", where=path) from error
+
+
+def _read_csv(path: Path) -> list[dict[str, Any]]:
+    """The rows of a CSV file; an empty cell is None, a cell that begins with a bracket is JSON."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.DictReader(file, restkey="too many cells"))
+        return [{key: _cell(value) for key, value in row.items()} for row in rows]
+    except (OSError, ValueError, csv.Error) as error:
+        raise SkilltrainError(f"cannot be read as CSV: {error}", where=path) from error
+
+
+def _cell(value: Any) -> Any:
+    is_json = isinstance(value, str) and value.lstrip()[:1] in ("[", "{")
+    return (json.loads(value) if is_json else value) or None
+
+
+def read_query(
+    row: Mapping[str, Any], path: Path, place: str, config: QueriesConfig, kept_for: Mapping[str, str]
+) -> JudgedQuery:
+    """The query and the judgements of one row; a dropped duplicate's go to the skill kept in its place.
+
+    Raises SkilltrainError where the row has not the shape of a query.
+    """
+    text_key = next((key for key in TEXT_KEYS if key in row), None)
+    verdict_keys = [key for key in VERDICT_KEYS if key in row]
+    if text_key is None or not verdict_keys:
+        need = "query or text" if text_key is None else "skill_ids, skill_id or required"
+        raise SkilltrainError(f"is no query: no key {need} among {', '.join(map(str, list(row)[:8]))}", where=place)
+    if not isinstance(row[text_key], str | None):
+        raise SkilltrainError(f"{text_key} is a {type(row[text_key]).__name__}, not text", where=place)
+    text = clean_text(row[text_key] or "").strip()
+    given = [judgement for key in verdict_keys for judgement in _listed_skills(row, key, place)]
+    judgements = [replace(found, skill_id=kept_for.get(found.skill_id, found.skill_id)) for found in given]
+    required = {judgement.skill_id for judgement in judgements if judgement.verdict is Verdict.REQUIRED}
+    own_id = next((one_line(as_text(row[key])) for key in ID_KEYS if row.get(key) is not None), "")
+    for key in ID_KEYS:
+        if not isinstance(row.get(key), str | int | None):
+            raise SkilltrainError(f"{key} is a {type(row[key]).__name__}, not a text or a number", where=place)
+    query = Query(
+        query_id=own_id or _made_up_id(path, text, required),
+        text=text,
+        kind=_choice(row, "kind", KINDS, place) or "",
+        origin=one_line(as_text(row.get("origin"))) or config.origin,
+        split=config.split or _choice(row, "split", SPLITS, place) or _split_of_file(path),
+    )
+    num_moved = sum(judgement.skill_id in kept_for for judgement in given)
+    return JudgedQuery(query, judgements, place, bool(own_id), num_moved)
+
+
+def _listed_skills(row: Mapping[str, Any], key: str, place: str) -> Iterator[Judgement]:
+    """The judgements of one id, a list of ids, or a list of maps with skill_id, reason, why and group."""
+    value = [] if row[key] is None else row[key]
+    for item in value if isinstance(value, list) else [value]:
+        fields = item if isinstance(item, dict) else {"skill_id": item}
+        skill_id = fields.get("skill_id")
+        if not isinstance(skill_id, str) or not skill_id.strip():
+            raise SkilltrainError(f"{key} holds {item!r:.60}, not a skill_id", where=place)
+        facts = (one_line(as_text(fields.get(name))) or None for name in ("reason", "why", "group"))
+        yield Judgement(one_line(clean_text(skill_id)), VERDICT_KEYS[key], *facts)
+
+
+def _made_up_id(path: Path, text: str, required: set[str]) -> str:
+    """An id from what the row says, so that it stays the same when lines are added, removed or moved."""
+    content = "\x00".join([text, *sorted(required)])
+    return f"{clean_text(path.name.split('.')[0])}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+
+
+def _choice(row: Mapping[str, Any], key: str, choices: tuple[str, ...], place: str) -> str | None:
+    value = row.get(key)
+    if value is not None and value not in choices:
+        raise SkilltrainError(f"{key} {value!r} is not one of {', '.join(choices)}", where=place)
+    return value
+
+
+def _split_of_file(path: Path) -> str:
+    stem = path.name.split(".")[0]
+    if stem not in SPLITS:
+        raise SkilltrainError("neither its rows nor its name say a split", where=path, fix="set split: train")
+    return stem
+
+
+def _judged_once(item: JudgedQuery, dropped: list[Dropped]) -> JudgedQuery:
+    """`item` with one verdict a skill."""
+    first: dict[str, Judgement] = {}
+    for judgement in item.judgements:
+        stands = first.setdefault(judgement.skill_id, judgement)
+        if stands.verdict is not judgement.verdict:
+            reason = f"{item.place} says {judgement.verdict} and another verdict, which stands"
+            dropped.append(Dropped(item.query.query_id, judgement.skill_id, "contradiction", reason))
+    num_required = sum(judgement.verdict is Verdict.REQUIRED for judgement in first.values())
+    kind = item.query.kind or ("multi" if num_required > 1 else "single")
+    return replace(item, query=replace(item.query, kind=kind), judgements=list(first.values()))
+
+
+def _distinct(items: list[JudgedQuery], dropped: list[Dropped]) -> list[JudgedQuery]:
+    """`items` that ask something and require a skill, without rows that repeat an earlier one.
+
+    Raises SkilltrainError where two rows give the same id.
+    """
+    seen: dict[str, JudgedQuery] = {}
+    for item in items:
+        query_id = item.query.query_id
+        if not item.query.text:
+            dropped.append(Dropped(query_id, "", "empty_query", f"{item.place} has no query text"))
+        elif not any(judgement.verdict is Verdict.REQUIRED for judgement in item.judgements):
+            dropped.append(Dropped(query_id, "", "no_gold", f"{item.place} requires no skill"))
+        elif (earlier := seen.setdefault(query_id, item)) is not item:
+            if item.has_own_id or earlier.has_own_id:
+                raise SkilltrainError(f"query_id '{query_id}' stands in {earlier.place} too", where=item.place)
+            dropped.append(Dropped(query_id, "", "duplicate_query", f"{item.place} repeats {earlier.place}"))
+    return list(seen.values())
+
+
+def _within_pool(
+    items: list[JudgedQuery], skill_ids: set[str], config: QueriesConfig, dropped: list[Dropped]
+) -> list[JudgedQuery]:
+    """`items` over the pool's skills alone. Raises SkilltrainError where a query requires another (or drops it)."""
+    kept: list[JudgedQuery] = []
+    missing: list[tuple[JudgedQuery, str]] = []
+    for item in items:
+        outside = [judgement for judgement in item.judgements if judgement.skill_id not in skill_ids]
+        gold = [judgement.skill_id for judgement in outside if judgement.verdict is Verdict.REQUIRED]
+        missing += [(item, skill_id) for skill_id in gold]
+        if not gold:
+            kept.append(replace(item, judgements=[found for found in item.judgements if found not in outside]))
+        for judgement in outside:
+            why = "missing_gold" if judgement.verdict is Verdict.REQUIRED else "not_in_pool"
+            reason = f"{judgement.verdict} in {item.place}, not in the pool"
+            dropped.append(Dropped(item.query.query_id, judgement.skill_id, why, reason))
+    if missing and config.missing_gold == "error":
+        item, skill_id = missing[0]
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise SkilltrainError(
+            f"query '{item.query.query_id}' requires skill '{skill_id}', which is not in {config.pool}{more}",
+            where=item.place, fix="add its source to the pool, or set missing_gold: drop",
+        )  # fmt: skip
+    return kept
