@@ -114,10 +114,12 @@ def _flags(material: Material) -> dict[str, Any] | None:
     """The findings, those of skills in lists first, and how many flagged skills are in lists."""
     if material.flags is None:
         return None
-    pairs = zip(material.num_lists(positive=True).tolist(), material.num_lists(positive=False).tolist(), strict=True)
-    used = dict(zip((skill.skill_id for skill in material.skills), pairs, strict=True))
-    rows = [row | dict(zip(("wanted", "serves"), used.get(row["skill_id"], (0, 0)), strict=True))
-            for row in material.flags]  # fmt: skip
+    wanted, serves = material.num_lists(positive=True).tolist(), material.num_lists(positive=False).tolist()
+    rows: list[dict[str, Any]] = []
+    for row in material.flags:
+        place = material.position.get(row["skill_id"])
+        used = (0, 0) if place is None else (wanted[place], serves[place])
+        rows.append(row | {"wanted": used[0], "serves": used[1]})
     rows.sort(key=lambda row: (-row["wanted"], -row["serves"]))
     skills = {row["skill_id"]: row for row in rows}.values()
     return {

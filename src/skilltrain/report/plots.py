@@ -75,17 +75,15 @@ class Bins:
     edges: tuple[int, ...]
     logarithmic: bool
 
-    def place(self, value: float) -> float:
-        """Where a value stands, in percent of the width."""
-        low, high = self.edges[0], self.edges[-1]
-        if self.logarithmic:
-            return 100 * math.log(max(value, low) / low) / math.log(high / low)
-        return 100 * (value - low) / (high - low)
+    @property
+    def axis(self) -> Axis:
+        """What the edges lie on."""
+        return Axis((self.edges[0], self.edges[-1]), self.logarithmic)
 
     def middle(self, value: float) -> float:
         """The middle of a value's own bar, if it has a bar of its own; else where it stands."""
         alone = not self.logarithmic and self.edges[1] - self.edges[0] == 1
-        return self.place(value + 0.5 if alone else value)
+        return self.axis.place(value + 0.5 if alone else value)
 
     def ticks(self) -> list[int]:
         """Up to six round numbers."""
@@ -108,11 +106,11 @@ class Bins:
         counts = self.count(values)
         bars: list[Bar] = []
         for left, right, count in zip(self.edges[:-1], self.edges[1:], counts, strict=True):
-            x = self.place(left)
+            x = self.axis.place(left)
             span = f"{left:,}" if right - left == 1 else f"{left:,} to {right - 1:,}"
             title = f"{span}: {count:,} ({percent(count, len(values))})"
             if count:
-                bars.append(Bar(x, max(0.2, self.place(right) - x - 0.3), count / max(counts), title))
+                bars.append(Bar(x, max(0.2, self.axis.place(right) - x - 0.3), count / max(counts), title))
         low, middle, high = (int(value) for value in np.percentile(values, [5, 50, 95]))
         words = f"median {middle:,}, 90% in {low:,} to {high:,}"
         return Histogram(name, tuple(bars), self.middle(middle), words)
