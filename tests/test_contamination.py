@@ -11,7 +11,6 @@ from skilltrain.config import validate
 from skilltrain.data.contamination.grounds import (
     ContaminationLimits,
     Gold,
-    Match,
     QueryIndex,
     SkillIndex,
     TrainingQuery,
@@ -24,7 +23,7 @@ from skilltrain.data.near_duplicates.trigrams import WordHashes, jaccard, word_t
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Task
 from skilltrain.evaluation.metrics import Relevance
-from skilltrain.records import Query, Skill
+from skilltrain.records import Dropped, Query, Skill
 from skilltrain.tables import JUDGEMENTS, QUERIES, SKILLS, rows_of, write_table
 from skilltrain.texts import CJK, words_of
 
@@ -199,14 +198,14 @@ def index_of(bench, pool_of):
 
 
 def matches(index, one):
-    return [(match.ground, match.value, match.gold_id) for match in index.matches(one)]
+    return [(match.filter, match.value, match.other_id) for match in index.matches(one)]
 
 
 def test_a_namesake_is_found_by_its_name_alone(index_of):
     index = index_of()
     (match,) = index.matches(skill("x", "pdf_tools", "another body altogether"))
     reason = "same name as gold skill gt/pdf of benchmark bench (task t1 and 1 more)"
-    assert match == Match("name", 1.0, "bench", "gt/pdf", reason)
+    assert match == Dropped("", "x", "name", reason, 1.0, "bench", "gt/pdf")
     assert index.matches(skill("x", "pdf", "another body altogether")) == []
     assert matches(index_of(name=False), skill("x", "pdf tools", "another")) == []
 
@@ -244,7 +243,7 @@ def test_empty_bodies_are_no_copies(monkeypatch, index_of):
 def test_the_index_finds_what_comparing_every_pair_finds(bodies, body):
     golds = [Gold(skill(f"g{at}", body=text), "bench", ("t",)) for at, text in enumerate(bodies)]
     index = SkillIndex(golds, ContaminationLimits(name=False))
-    found = {match.gold_id: match.value for match in index.matches(skill("x", body=body))}
+    found = {match.other_id: match.value for match in index.matches(skill("x", body=body))}
     hashes = WordHashes()
     own = word_trigrams(body, hashes)
     values = {f"g{at}": jaccard(word_trigrams(text, hashes), own) for at, text in enumerate(bodies)}
@@ -264,7 +263,7 @@ def test_of_each_benchmark_and_ground_the_strongest_stands(bench, pool_of):
     found = contaminations(
         query, query_index(benchmarks, limits), {one.skill_id: index.matches(one) for one in positives}
     )
-    assert [(one.skill_id, one.match.ground, one.match.benchmark, one.match.value) for one in found] == [
+    assert [(one.skill_id, one.filter, one.source, one.value) for one in found] == [
         ("", "query_overlap", "one", 1.0),
         ("", "query_overlap", "two", 1.0),
         ("p1", "name", "one", 1.0),

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +15,7 @@ from skilltrain.data.filtering.ranked_queries import rows_by_query, texts_of
 from skilltrain.data.mining.mine import SOURCES
 from skilltrain.data.screening import flags_to_leave_out
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import POSITIVE, Verdict
+from skilltrain.records import POSITIVE, Dropped, Verdict
 from skilltrain.tables import (
     DROPPED,
     JUDGEMENTS,
@@ -103,18 +103,17 @@ def run_lists(config: ListsConfig, out: Path) -> dict[str, Any]:
     """
     queries = {query.query_id: query for query in select_queries(config.queries, config.split)}
     judgements = read_table(config.queries, JUDGEMENTS)
-    verdicts = verdicts_by_query(judgements)
     pool = set(read_table(config.pool, SKILLS).column("skill_id").to_pylist())
-    candidates = RankedCandidates(read_table(config.rankings, RANKINGS))
-    _check_candidates(candidates, pool, config)
+    rankings = read_table(config.rankings, RANKINGS)
+    _check_rankings(rankings, pool, config)
     flags = flags_to_leave_out(config.pool) if config.flagged == "leave_out" else {}
-    usable = Usable(pool, {skill_id: sorted({flag.rule for flag in found}) for skill_id, found in flags.items()})
-    plans, unplanned = _plan(list(queries), verdicts, usable, config.positives)
-    built, unbuilt = _build_all(plans, candidates, config)
-    dropped = unplanned + unbuilt
+    rules = {skill_id: sorted({flag.rule for flag in found}) for skill_id, found in flags.items()}
+    plans, dropped = _plan(list(queries), verdicts_by_query(judgements), (pool, rules), config.positives)
+    built, unbuilt = _build_all(plans, rankings, config)
+    dropped += unbuilt
     if not built:
         raise SkilltrainError(
-            f"no list is left of {len(queries)} queries; the first: {dropped[0]['reason']}",
+            f"no list is left of {len(queries)} queries; the first: {dropped[0].reason}",
             where=config.rankings,
             fix="check that rankings, queries and pool belong together",
         )
@@ -122,7 +121,7 @@ def run_lists(config: ListsConfig, out: Path) -> dict[str, Any]:
     write_table(rows, LISTS, out)
     write_table(rows_of(replace(queries[plan.query_id], query_id=plan.list_id) for plan, _ in built), QUERIES, out)
     write_table(_judgements_of([plan for plan, _ in built], judgements), JUDGEMENTS, out)
-    write_table(dropped, DROPPED, out)
+    write_table([drop.row() for drop in dropped], DROPPED, out)
     return _summary(rows, dropped)
 
 
@@ -173,70 +172,47 @@ def _in_order(entry: Entry) -> tuple[int, str]:
     return entry.rank, entry.skill_id
 
 
-class RankedCandidates:
-    """A RANKINGS table by query; entries are made when asked for, so millions of rows stay columns."""
-
-    def __init__(self, rankings: pa.Table) -> None:
-        self._rows = rows_by_query(rankings)
-        self.skill_ids, self.stages = texts_of(rankings.column("skill_id")), texts_of(rankings.column("stage"))
-        self._ranks = rankings.column("rank").to_pylist()
-
-    def of(self, query_id: str) -> list[Entry]:
-        """The candidates of a query, none where it was not ranked."""
-        rows = self._rows[query_id].tolist() if query_id in self._rows else []
-        return [Entry(self.skill_ids[row], self.stages[row], self._ranks[row]) for row in rows]
-
-
-def _check_candidates(candidates: RankedCandidates, pool: set[str], config: ListsConfig) -> None:
+def _check_rankings(rankings: pa.Table, pool: Collection[str], config: ListsConfig) -> None:
     """Raise SkilltrainError where rankings fit neither the pool nor the way lists are to be built."""
-    sources = sorted(set(candidates.stages))
+    sources = sorted(rankings.column("stage").unique().to_pylist())
     here = f"the rankings hold: {', '.join(sources) or 'nothing'}"
     if config.list_size is not None and len(sources) > 1:
-        raise SkilltrainError(
-            f"'list_size' takes the top of one ranking; {here}", where=config.rankings, fix="set quotas instead"
-        )
-    strangers = [source for source in config.quotas or {} if source not in sources and source not in SOURCES]
-    if strangers:
-        raise SkilltrainError(f"'quotas' names an unknown source '{strangers[0]}'; {here}", where=config.rankings)
-    if unknown := set(candidates.skill_ids) - pool:
-        raise SkilltrainError(
-            f"{len(unknown)} ranked skill(s) are not in this pool, '{min(unknown)}' among them",
-            where=config.pool,
-            fix="give the pool that was ranked",
-        )
-
-
-@dataclass(frozen=True)
-class Usable:
-    """What may be a positive: a skill of the pool that has no flag; `rules` holds those of the flagged."""
-
-    pool: set[str]
-    rules: dict[str, list[str]]
-
-    def refusal(self, query_id: str, skill_id: str) -> dict[str, Any] | None:
-        """The DROPPED row of a positive that cannot be one; None for one that can."""
-        if skill_id not in self.pool:
-            return _drop(query_id, skill_id, "not_in_pool", "a positive that is not in the pool")
-        if skill_id in self.rules:
-            reason = f"a positive with the flag {', '.join(self.rules[skill_id])}"
-            return _drop(query_id, skill_id, "flagged", reason)
-        return None
+        what = f"'list_size' takes the top of one ranking; {here}"
+        raise SkilltrainError(what, where=config.rankings, fix="set quotas instead")
+    if unknown := [source for source in config.quotas or {} if source not in sources and source not in SOURCES]:
+        raise SkilltrainError(f"'quotas' names an unknown source '{unknown[0]}'; {here}", where=config.rankings)
+    if missing := set(rankings.column("skill_id").unique().to_pylist()).difference(pool):
+        what = f"{len(missing)} ranked skill(s) are not in this pool, '{min(missing)}' among them"
+        raise SkilltrainError(what, where=config.pool, fix="give the pool that was ranked")
 
 
 def _plan(
-    query_ids: Sequence[str], verdicts: dict[str, dict[str, Verdict]], usable: Usable, positives: str
-) -> tuple[list[ListPlan], list[dict[str, Any]]]:
-    """The lists to build, and DROPPED rows for positives that cannot be used and queries that have no other."""
-    plans, dropped = [], []
+    query_ids: Sequence[str],
+    verdicts: Mapping[str, dict[str, Verdict]],
+    usable: tuple[Collection[str], Mapping[str, Sequence[str]]],
+    positives: str,
+) -> tuple[list[ListPlan], list[Dropped]]:
+    """The lists to build, and why positives cannot be used and queries have no other.
+
+    `usable` is the pool and the rules by which skills of it are flagged: none of these can be a positive.
+    """
+    pool, rules = usable
+    plans: list[ListPlan] = []
+    dropped: list[Dropped] = []
     for query_id in query_ids:
         judged = verdicts.get(query_id, {})
-        known = sorted(skill_id for skill_id, verdict in judged.items() if verdict in POSITIVE)
-        refusals = {skill_id: row for skill_id in known if (row := usable.refusal(query_id, skill_id))}
-        dropped += refusals.values()
-        known = [skill_id for skill_id in known if skill_id not in refusals]
+        known: list[str] = []
+        for skill_id in sorted(s for s, verdict in judged.items() if verdict in POSITIVE):
+            if skill_id not in pool:
+                dropped.append(Dropped(query_id, skill_id, "not_in_pool", "a positive that is not in the pool"))
+            elif skill_id in rules:
+                reason = f"a positive with the flag {', '.join(rules[skill_id])}"
+                dropped.append(Dropped(query_id, skill_id, "flagged", reason))
+            else:
+                known.append(skill_id)
         required = [skill_id for skill_id in known if judged[skill_id] is Verdict.REQUIRED]
         if not required:
-            dropped.append(_drop(query_id, "", "no_positive", "no required skill of this query can be a positive"))
+            dropped.append(Dropped(query_id, "", "no_positive", "no required skill of this query can be a positive"))
         elif positives == "together":
             plans.append(ListPlan(query_id, query_id, judged, tuple(known)))
         elif len(required) == 1:
@@ -247,25 +223,25 @@ def _plan(
 
 
 def _build_all(
-    plans: Sequence[ListPlan], candidates: RankedCandidates, config: ListsConfig
-) -> tuple[list[tuple[ListPlan, list[Entry]]], list[dict[str, Any]]]:
-    """The lists with enough negatives, and DROPPED rows for the others."""
-    built, dropped = [], []
+    plans: Sequence[ListPlan], rankings: pa.Table, config: ListsConfig
+) -> tuple[list[tuple[ListPlan, list[Entry]]], list[Dropped]]:
+    """The lists with enough negatives, and why the others are left out."""
+    rows = rows_by_query(rankings)
+    skill_ids, sources = texts_of(rankings.column("skill_id")), texts_of(rankings.column("stage"))
+    ranks = rankings.column("rank").to_pylist()
+    built: list[tuple[ListPlan, list[Entry]]] = []
+    dropped: list[Dropped] = []
     for plan in track(plans, "building lists", len(plans)):
-        entries = build_list(plan, candidates.of(plan.query_id), config)
+        own = rows[plan.query_id].tolist() if plan.query_id in rows else []
+        entries = build_list(plan, [Entry(skill_ids[row], sources[row], ranks[row]) for row in own], config)
         num_negatives = len(entries) - len(plan.positives)
         if num_negatives >= config.min_negatives:
             built.append((plan, entries))
             continue
         skill_id = plan.positives[0] if len(plan.positives) == 1 else ""
         reason = f"{num_negatives} negative(s), at least {config.min_negatives} wanted"
-        dropped.append(_drop(plan.query_id, skill_id, "min_negatives", reason, float(num_negatives)))
+        dropped.append(Dropped(plan.query_id, skill_id, "min_negatives", reason, float(num_negatives)))
     return built, dropped
-
-
-def _drop(query_id: str, skill_id: str, name: str, reason: str, value: float | None = None) -> dict[str, Any]:
-    """A DROPPED row; an empty `skill_id` means that the whole query goes."""
-    return {"query_id": query_id, "skill_id": skill_id, "filter": name, "value": value, "reason": reason}
 
 
 def _row(plan: ListPlan, entries: Sequence[Entry]) -> dict[str, Any]:
@@ -288,7 +264,7 @@ def _judgements_of(plans: Sequence[ListPlan], judgements: pa.Table) -> Iterator[
         yield from (row | {"query_id": plan.list_id} for row in by_query[plan.query_id])
 
 
-def _summary(rows: Sequence[dict[str, Any]], dropped: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _summary(rows: Sequence[dict[str, Any]], dropped: Sequence[Dropped]) -> dict[str, Any]:
     lengths = [len(row["skill_ids"]) for row in rows]
     sources = Counter(source for row in rows for source in row["sources"])
     return {
@@ -296,5 +272,5 @@ def _summary(rows: Sequence[dict[str, Any]], dropped: Sequence[dict[str, Any]]) 
         "by_source": dict(sorted(sources.items())),
         "by_verdict": dict(sorted(Counter(verdict for row in rows for verdict in row["verdicts"]).items())),
         "list_length": {"min": min(lengths), "mean": round(sum(lengths) / len(lengths), 2), "max": max(lengths)},
-        "dropped": dict(sorted(Counter(row["filter"] for row in dropped).items())),
+        "dropped": dict(sorted(Counter(drop.filter for drop in dropped).items())),
     }

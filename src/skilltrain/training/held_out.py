@@ -6,9 +6,7 @@ from pathlib import Path
 
 from skilltrain.data.contamination.grounds import (
     GROUNDS,
-    Contamination,
     HeldOut,
-    Match,
     SkillIndex,
     TrainingQuery,
     contaminations,
@@ -17,6 +15,7 @@ from skilltrain.data.contamination.grounds import (
 )
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.load import load_benchmark
+from skilltrain.records import Dropped
 from skilltrain.terminal import say
 from skilltrain.training.dev import DevConfig
 from skilltrain.training.training_set import ListsSource, TrainingSet
@@ -58,7 +57,7 @@ def _trained_positives(gains: Sequence[float], skill_ids: Sequence[str]) -> tupl
 
 def _compare(
     queries: Sequence[TrainingQuery], benchmarks: Sequence[HeldOut], data: TrainingSet, source: ListsSource
-) -> list[Contamination]:
+) -> list[Dropped]:
     """All that stands against the lists, in their order."""
     limits = source.contamination_limits
     tasks, by_skill = query_index(benchmarks, limits), _matches(queries, benchmarks, data, source)
@@ -67,7 +66,7 @@ def _compare(
 
 def _matches(
     queries: Sequence[TrainingQuery], benchmarks: Sequence[HeldOut], data: TrainingSet, source: ListsSource
-) -> Mapping[str, Sequence[Match]]:
+) -> Mapping[str, Sequence[Dropped]]:
     """skill_id → matches of every skill that is a positive."""
     golds = [gold for benchmark in benchmarks for gold in benchmark.golds]
     if not golds:
@@ -77,16 +76,16 @@ def _matches(
     return {skill_id: index.matches(data.skills[skill_id]) for skill_id in positives}
 
 
-def _judge(found: Sequence[Contamination], source: ListsSource, fix: str) -> int:
+def _judge(found: Sequence[Dropped], source: ListsSource, fix: str) -> int:
     """The number of contaminated lists. Raises SkilltrainError if there is one, unless the recipe allows it."""
     num_lists = len({one.query_id for one in found})
     if not found:
         return 0
-    grounds = Counter(ground for _, ground in {(one.query_id, one.match.ground) for one in found})
+    grounds = Counter(ground for _, ground in {(one.query_id, one.filter) for one in found})
     by_ground = ", ".join(f"{ground} {grounds[ground]:,}" for ground in GROUNDS if grounds[ground])
     first = found[0]
     who = f"query {first.query_id}" + (f", positive {first.skill_id}" if first.skill_id else "")
-    what = f"{num_lists:,} list(s) are contaminated ({by_ground}); the first, {who}: {first.match.reason}"
+    what = f"{num_lists:,} list(s) are contaminated ({by_ground}); the first, {who}: {first.reason}"
     if source.contamination == "refuse":
         raise SkilltrainError(what, where=source.lists, fix=f"{fix}, or set data.contamination=allow")
     say(f"warning: {what}; figures on that benchmark will be too high (data.contamination: allow)")

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,14 +13,11 @@ from pydantic import Field
 from skilltrain.config import Config, InputPath
 from skilltrain.data.contamination.grounds import (
     GROUNDS,
-    SKILLS_AT_ONCE,
     TRAIN,
     BenchmarkPaths,
-    Contamination,
     ContaminationLimits,
     Gold,
     HeldOut,
-    Match,
     SkillIndex,
     TrainingQuery,
     contaminations,
@@ -27,7 +25,7 @@ from skilltrain.data.contamination.grounds import (
     query_index,
 )
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import POSITIVE, Skill, Verdict
+from skilltrain.records import POSITIVE, Dropped, Skill, Verdict
 from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
 from skilltrain.tables import (
     CLUSTERS,
@@ -36,8 +34,6 @@ from skilltrain.tables import (
     LISTS,
     QUERIES,
     SKILLS,
-    read_batches,
-    read_columns,
     read_table,
     skills_from_table,
     table_path,
@@ -95,13 +91,11 @@ def run_decontaminate(config: DecontaminateConfig, out: Path) -> dict[str, Any]:
     found = [one for of_query in against for one in of_query]
     dropped = {one.query_id for one in found}
     if len(dropped) == len(training):
-        what = f"no query is left of {len(training)}; the first: {found[0].match.reason}"
+        what = f"no query is left of {len(training)}; the first: {found[0].reason}"
         raise SkilltrainError(what, where=config.queries, fix="hold out other benchmarks, or set limits")
     num_lists = _write_kept(queries, judgements, dropped, config.queries, out)
     write_table([one.row() for one in found], DROPPED, out)
-    write_table(
-        [match.dropped("", skill_id, "pool_copy").row() for skill_id, match in copies], DROPPED, out / POOL_COPIES
-    )
+    write_table([replace(one, filter="pool_copy").row() for one in copies], DROPPED, out / POOL_COPIES)
     return {
         "num_queries": len(training),
         "num_kept": len(training) - len(dropped),
@@ -109,7 +103,7 @@ def run_decontaminate(config: DecontaminateConfig, out: Path) -> dict[str, Any]:
         "num_of_other_splits": queries.num_rows - len(training),
         **num_lists,
         **_count_queries(found, benchmarks),
-        "pool_copies": {one.name: _count_copies(copies, one.name) for one in benchmarks},
+        "pool_copies": {one.name: _count_copies([c for c in copies if c.source == one.name]) for one in benchmarks},
     }
 
 
@@ -134,21 +128,14 @@ def _positives(verdicts: Mapping[str, Verdict]) -> tuple[str, ...]:
 
 def _compare_pool(
     positives: Collection[str], benchmarks: Sequence[HeldOut], config: DecontaminateConfig
-) -> tuple[dict[str, list[Match]], list[tuple[str, Match]]]:
-    """The matches of each positive, and the pool's copies of gold skills: (skill_id, match), gold skills left out."""
+) -> tuple[dict[str, list[Dropped]], list[Dropped]]:
+    """(the matches of each positive, the pool's copies of gold skills), without the gold skills themselves."""
     golds = [gold for benchmark in benchmarks for gold in benchmark.golds]
     index = SkillIndex(golds, config.limits)
-    by_skill: dict[str, list[Match]] = {}
-    copies: list[tuple[str, Match]] = []
-    known: list[Skill] = []
-    for skill in _skills(config.pool):
-        matches = index.matches(skill)
-        copies += [
-            (skill.skill_id, one) for one in matches if one.ground == "jaccard" and one.gold_id != skill.skill_id
-        ]
-        if skill.skill_id in positives:
-            by_skill[skill.skill_id] = matches
-            known.append(skill)
+    skills = skills_from_table(read_table(config.pool, SKILLS))
+    matches = [match for skill in track(skills, "comparing skills", len(skills)) for match in index.matches(skill)]
+    copies = [match for match in matches if match.filter == "jaccard" and match.other_id != match.skill_id]
+    known = [skill for skill in skills if skill.skill_id in positives]
     if positives and not known:
         fix = "give the pool that the queries were made for"
         raise SkilltrainError("holds no positive of the queries", where=config.pool, fix=fix)
@@ -156,49 +143,39 @@ def _compare_pool(
         say(f"warning: {len(positives) - len(known):,} of {len(positives):,} positives are not in {config.pool}, "
             "so they were compared with no gold skill")  # fmt: skip
     if config.clusters is not None:
-        for skill_id, match in _same_cluster(known, golds, config.clusters):
-            by_skill[skill_id].append(match)
+        matches += _same_cluster(known, golds, config.clusters)
     if config.encoder is not None:
-        for skill_id, match in _close_vectors(known, golds, config.encoder, config.cosine):
-            by_skill[skill_id].append(match)
+        matches += _close_vectors(known, golds, config.encoder, config.cosine)
+    by_skill: dict[str, list[Dropped]] = {}
+    for match in matches:
+        by_skill.setdefault(match.skill_id, []).append(match)
     return by_skill, copies
 
 
-def _skills(pool: Path) -> Iterator[Skill]:
-    """The skills of a pool under a progress bar, few of them in memory. Raises SkilltrainError for ids in twice."""
-    num_skills = read_columns(pool, SKILLS, ["skill_id"]).num_rows
-    batches = read_batches(pool, SKILLS, SKILLS.schema.names, SKILLS_AT_ONCE)
-    yield from track((skill for rows in batches for skill in skills_from_table(rows)), "comparing skills", num_skills)
-
-
-def _same_cluster(skills: Sequence[Skill], golds: Sequence[Gold], clusters: Path) -> Iterator[tuple[str, Match]]:
-    """(skill_id, match) where a chain of near-duplicates links a skill to a gold skill of the pool."""
+def _same_cluster(skills: Sequence[Skill], golds: Sequence[Gold], clusters: Path) -> Iterator[Dropped]:
+    """Yield a match where a chain of near-duplicates links a skill to a gold skill of the pool."""
     table = read_table(clusters, CLUSTERS)
     cluster_of = dict(zip(table.column("skill_id").to_pylist(), table.column("cluster").to_pylist(), strict=True))
-    if strangers := [skill.skill_id for skill in skills if skill.skill_id not in cluster_of]:
-        what = f"holds no cluster of skill '{strangers[0]}' (of {len(strangers)} skills)"
+    if unknown := [skill.skill_id for skill in skills if skill.skill_id not in cluster_of]:
+        what = f"holds no cluster of skill '{unknown[0]}' (of {len(unknown)} skills)"
         raise SkilltrainError(what, where=clusters, fix="make the clusters of this pool")
     for skill in skills:
         for gold in golds:
-            if (
-                gold.skill.skill_id != skill.skill_id
-                and cluster_of.get(gold.skill.skill_id) == cluster_of[skill.skill_id]
-            ):
-                reason = f"in one cluster with {gold}"
-                yield skill.skill_id, Match("cluster", 1.0, gold.benchmark, gold.skill.skill_id, reason)
+            own, other = skill.skill_id, gold.skill.skill_id
+            if own != other and cluster_of.get(other) == cluster_of[own]:
+                yield gold.against(skill, "cluster", 1.0, f"in one cluster with {gold}")
 
 
 def _close_vectors(
     skills: Sequence[Skill], golds: Sequence[Gold], source: EncoderSource, limit: float
-) -> Iterator[tuple[str, Match]]:
-    """(skill_id, match) where a skill's vector is all but a gold skill's."""
+) -> Iterator[Dropped]:
+    """Yield a match where a skill's vector is all but a gold skill's."""
     encoder = open_encoder(source)
     gold_vectors = encode_skills(encoder, [gold.skill for gold in golds])
     cosines = encode_skills(encoder, skills) @ gold_vectors.T
     for at, gold_at in np.argwhere(cosines >= limit).tolist():
         gold, value = golds[gold_at], float(cosines[at, gold_at])
-        reason = f"cosine {value:.3f} to {gold}"
-        yield skills[at].skill_id, Match("cosine", value, gold.benchmark, gold.skill.skill_id, reason)
+        yield gold.against(skills[at], "cosine", value, f"cosine {value:.3f} to {gold}")
 
 
 def _write_kept(
@@ -220,22 +197,21 @@ def _without(table: pa.Table, query_ids: Collection[str]) -> pa.Table:
     return table.filter(pa.array([not one for one in gone], pa.bool_()))
 
 
-def _count_queries(found: Sequence[Contamination], benchmarks: Sequence[HeldOut]) -> dict[str, dict[str, int]]:
+def _count_queries(found: Sequence[Dropped], benchmarks: Sequence[HeldOut]) -> dict[str, dict[str, int]]:
     """How many queries each ground, and each benchmark, holds against."""
-    grounds = Counter(ground for _, ground in {(one.query_id, one.match.ground) for one in found})
-    named = Counter(name for _, name in {(one.query_id, one.match.benchmark) for one in found})
+    grounds = Counter(ground for _, ground in {(one.query_id, one.filter) for one in found})
+    named = Counter(name for _, name in {(one.query_id, one.source) for one in found})
     return {
         "dropped_by_ground": {ground: grounds[ground] for ground in GROUNDS},
         "dropped_by_benchmark": {one.name: named[one.name] for one in benchmarks},
     }
 
 
-def _count_copies(copies: Sequence[tuple[str, Match]], benchmark: str) -> dict[str, int]:
-    """Skills of the pool that are copies of a benchmark's gold skills, word for word or nearly, and of how many."""
-    own = [(skill_id, match) for skill_id, match in copies if match.benchmark == benchmark]
-    verbatim = {skill_id for skill_id, match in own if match.value == 1}
+def _count_copies(copies: Sequence[Dropped]) -> dict[str, int]:
+    """Skills of the pool that are copies of one benchmark's gold skills, word for word or nearly, and of how many."""
+    verbatim = {copy.skill_id for copy in copies if copy.value == 1}
     return {
         "num_verbatim": len(verbatim),
-        "num_near": len({skill_id for skill_id, _ in own} - verbatim),
-        "num_gold_skills_copied": len({match.gold_id for _, match in own}),
+        "num_near": len({copy.skill_id for copy in copies} - verbatim),
+        "num_gold_skills_copied": len({copy.other_id for copy in copies}),
     }

@@ -9,13 +9,11 @@ A query that says the same in other words is found by none of them, unless it as
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from jaxtyping import Float64
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -25,13 +23,11 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Task
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.records import Dropped, Skill
-from skilltrain.tables import SKILLS, read_batches, skills_from_table
+from skilltrain.tables import SKILLS, read_table, skills_from_table
 from skilltrain.texts import name_key, words_of
 
-Ground = Literal["query_overlap", "name", "jaccard", "cluster", "cosine"]
-GROUNDS: tuple[Ground, ...] = ("query_overlap", "name", "jaccard", "cluster", "cosine")
+GROUNDS: tuple[str, ...] = ("query_overlap", "name", "jaccard", "cluster", "cosine")
 TRAIN = "train"
-SKILLS_AT_ONCE = 1024  # of a pool in memory
 _FEWEST_WORDS = 4  # shorter queries stand within many others by chance; they are compared as a whole
 
 BenchmarkPaths = Annotated[
@@ -81,6 +77,10 @@ class Gold:
     benchmark: str
     task_ids: tuple[str, ...]
 
+    def against(self, skill: Skill, ground: str, value: float, reason: str) -> Dropped:
+        """The row that says on which ground `skill` is taken for this one."""
+        return Dropped("", skill.skill_id, ground, reason, value, self.benchmark, self.skill.skill_id)
+
     def __str__(self) -> str:
         first, *others = self.task_ids
         more = f" and {len(others)} more" if others else ""
@@ -103,34 +103,6 @@ class TrainingQuery:
     query_id: str
     text: str
     positives: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """What a query or a skill has in common with a benchmark; `gold_id` is empty where queries are alike."""
-
-    ground: Ground
-    value: float
-    benchmark: str
-    gold_id: str
-    reason: str
-
-    def dropped(self, query_id: str, skill_id: str, ground: str) -> Dropped:
-        """The match as a ground against a query or a skill."""
-        return Dropped(query_id, skill_id, ground, self.reason, self.value, self.benchmark, self.gold_id or None)
-
-
-@dataclass(frozen=True, slots=True)
-class Contamination:
-    """One ground against a training query; `skill_id` is the positive that it holds for, empty for the query."""
-
-    query_id: str
-    skill_id: str
-    match: Match
-
-    def row(self) -> dict[str, Any]:
-        """The row for DROPPED: `source` is the benchmark, `other_id` its gold skill."""
-        return self.match.dropped(self.query_id, self.skill_id, self.match.ground).row()
 
 
 def open_benchmarks(paths: Sequence[Path], pool: Path, need_golds: bool) -> list[HeldOut]:
@@ -173,15 +145,12 @@ def _open(path: Path, name: str, pool: Path, need_golds: bool) -> HeldOut:
 
 
 def _skills_of(pool: Path, skill_ids: Collection[str]) -> dict[str, Skill]:
-    """skill_id → skill, of those that the table holds; it is read once, and not at all for no skill."""
+    """skill_id → skill, of those that the table holds; it is not read for no skill."""
     if not skill_ids:
         return {}
-    wanted = pc.SetLookupOptions(value_set=pa.array(sorted(skill_ids), pa.string()))
-    found: dict[str, Skill] = {}
-    for rows in read_batches(pool, SKILLS, SKILLS.schema.names, SKILLS_AT_ONCE):
-        own = rows.filter(pc.call_function("is_in", [rows.column("skill_id")], wanted))
-        found |= {skill.skill_id: skill for skill in skills_from_table(own)}
-    return found
+    return {
+        skill.skill_id: skill for skill in skills_from_table(read_table(pool, SKILLS)) if skill.skill_id in skill_ids
+    }
 
 
 class QueryIndex:
@@ -204,8 +173,8 @@ class QueryIndex:
             for width, members in sorted(by_width.items())
         ]
 
-    def matches(self, text: str) -> list[Match]:
-        """The tasks that a training query holds or is part of.
+    def matches(self, text: str) -> list[Dropped]:
+        """The tasks that a training query holds or is part of: rows without query_id.
 
         The value is the share of the task's n-grams that stand in `text`; where `text` is the shorter of two long
         ones (twice `ngram` words and more), of its own, so that an excerpt is found as well. A task's query of fewer
@@ -227,10 +196,10 @@ class QueryIndex:
                     found.append(self._match(int(members[at]), float(values[at]), share))
         return found
 
-    def _match(self, at: int, value: float, how: str) -> Match:
+    def _match(self, at: int, value: float, how: str) -> Dropped:
         benchmark, task = self._asked[at]
         reason = f"{how} task {task.query.query_id} of benchmark {benchmark}"
-        return Match("query_overlap", value, benchmark, "", reason)
+        return Dropped("", "", "query_overlap", reason, value, benchmark)
 
 
 class SkillIndex:
@@ -246,17 +215,17 @@ class SkillIndex:
         self._by_name.pop("", None)  # a name of separators only equals nothing
         self._bodies = NgramIndex([words_of(gold.skill.body) for gold in golds] if limits.jaccard else [], 3)
 
-    def matches(self, skill: Skill) -> list[Match]:
-        """The gold skills that `skill` is, is named like, or whose body it repeats: exact, by text alone."""
+    def matches(self, skill: Skill) -> list[Dropped]:
+        """The gold skills that `skill` is, is named like, or whose body it repeats: rows without query_id."""
         return self._same_name(skill) + self._same_body(skill)
 
-    def _same_name(self, skill: Skill) -> list[Match]:
+    def _same_name(self, skill: Skill) -> list[Dropped]:
         same = [(gold, f"is {gold}") for gold in self._by_id.get(skill.skill_id, ())]
         namesakes = self._by_name.get(name_key(skill.name), ())
         same += [(gold, f"same name as {gold}") for gold in namesakes if gold.skill.skill_id != skill.skill_id]
-        return [Match("name", 1.0, gold.benchmark, gold.skill.skill_id, reason) for gold, reason in same]
+        return [gold.against(skill, "name", 1.0, reason) for gold, reason in same]
 
-    def _same_body(self, skill: Skill) -> list[Match]:
+    def _same_body(self, skill: Skill) -> list[Dropped]:
         if self._jaccard is None:
             return []
         words = words_of(skill.body)
@@ -266,7 +235,7 @@ class SkillIndex:
             return []
         values: Float64[np.ndarray, " gold"] = shared / (sizes + len(ngrams(words, 3)) - shared)
         return [
-            Match("jaccard", value, gold.benchmark, gold.skill.skill_id, f"body overlap {value:.3f} with {gold}")
+            gold.against(skill, "jaccard", value, f"body overlap {value:.3f} with {gold}")
             for gold, value in zip(self._golds, values.tolist(), strict=True)
             if value >= self._jaccard
         ]
@@ -280,15 +249,17 @@ def query_index(benchmarks: Sequence[HeldOut], limits: ContaminationLimits) -> Q
 
 
 def contaminations(
-    query: TrainingQuery, tasks: QueryIndex | None, by_skill: Mapping[str, Sequence[Match]]
-) -> list[Contamination]:
+    query: TrainingQuery, tasks: QueryIndex | None, by_skill: Mapping[str, Sequence[Dropped]]
+) -> list[Dropped]:
     """What stands against a training query: of each benchmark and ground the strongest, in the order of GROUNDS.
 
-    `by_skill` holds the matches of all positives.
+    `by_skill` holds the matches of all positives. In a row `filter` is the ground, `skill_id` the positive that it
+    holds for (empty for the query), `source` the benchmark, `other_id` its gold skill.
     """
-    found = [Contamination(query.query_id, "", match) for match in (tasks.matches(query.text) if tasks else ())]
-    found += [Contamination(query.query_id, s, match) for s in query.positives for match in by_skill.get(s, ())]
-    strongest: dict[tuple[int, str], Contamination] = {}
-    for one in sorted(found, key=lambda one: -one.match.value):
-        strongest.setdefault((GROUNDS.index(one.match.ground), one.match.benchmark), one)
+    found = tasks.matches(query.text) if tasks else []
+    found += [match for skill_id in query.positives for match in by_skill.get(skill_id, ())]
+    strongest: dict[tuple[int, str], Dropped] = {}
+    for match in sorted(found, key=lambda match: -(match.value or 0)):
+        key = GROUNDS.index(match.filter), match.source or ""
+        strongest.setdefault(key, replace(match, query_id=query.query_id))
     return [strongest[key] for key in sorted(strongest)]
