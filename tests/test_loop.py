@@ -187,13 +187,8 @@ def test_accumulation_does_not_change_what_a_query_weighs(open_encoder_of, tmp_p
         config = TrainingConfig(
             batch_size=batch_size, accumulation=accumulation, learning_rate=1e-3, precision="float32"
         )
-        train(
-            new_accelerator(config, quantized=False),
-            step,
-            data.lists,
-            config,
-            Run(tmp_path / str(batch_size), False, {}),
-        )
+        out = Run(tmp_path / str(batch_size), False, {})
+        train(new_accelerator(config, quantized=False), step, data.lists, config, out)
         results.append(torch.cat([parameter.detach().flatten() for parameter in step.parameters()]))
     for other in results[1:]:
         assert (other - results[0]).abs().max() < 1e-9
