@@ -9,13 +9,17 @@ import torch.multiprocessing as multiprocessing
 from accelerate.state import AcceleratorState, PartialState
 
 import training_runs
+from skilltrain import runs
 from skilltrain.errors import SkilltrainError
+from skilltrain.files import locked
 from skilltrain.losses import InfoNCE
+from skilltrain.models.encoder import EncoderConfig
 from skilltrain.training.engine import new_accelerator
 from skilltrain.training.loop import Run, Stop, num_steps, step_batches, train
 from skilltrain.training.optimizer import new_optimizer, schedule
-from skilltrain.training.settings import TrainingConfig
+from skilltrain.training.settings import TrainEncoderConfig, TrainingConfig
 from skilltrain.training.steps import EncoderStep, StepSettings
+from skilltrain.training.training_set import ListsSource
 from training_data import training_set
 from training_runs import CONFIG, NUM_LISTS, new_step, run, signal_in
 
@@ -203,3 +207,14 @@ def test_only_a_second_ctrl_c_stops_at_once():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_two_trainings_on_one_out_are_kept_apart(tmp_path):
+    data = ListsSource(pool=tmp_path / "pool", lists=tmp_path / "lists")
+    config = TrainEncoderConfig(stage="train_encoder", model=EncoderConfig(source="m"), data=data, out=tmp_path / "out")
+    with (
+        locked(tmp_path / "out"),
+        pytest.raises(SkilltrainError, match=r"another process is writing"),
+    ):
+        runs._train(config, lambda *_: {}, {}, True)
+    assert not (tmp_path / "out").exists()

@@ -124,21 +124,6 @@ def test_layers_without_an_adapter_come_from_the_base_too(base, tmp_path):
     assert all(torch.equal(state[name.removeprefix("encoder.")], value) for name, value in parameters.items())
 
 
-def test_a_checkpoint_that_still_holds_4_bit_weights_can_be_read(whole, tmp_path):
-    """Runs of before wrote them all: they can be resumed and exported now."""
-    config, parameters, step = whole
-    weights = load_file(newest(config) / "model.safetensors")
-    layers = [(name, module) for name, module in step.named_modules() if name.endswith(".base_layer")]
-    for name, layer in layers:
-        type(layer)._save_to_state_dict(layer, weights, f"{name}.", False)
-    assert len(layers) == 14 and sum(value.dtype == torch.uint8 for value in weights.values()) > 14
-    save_file(weights, tmp_path / "model.safetensors")
-    model = load_model(config, CPU)
-    load_weights(model, "encoder", tmp_path)
-    state = model.state_dict()
-    assert all(torch.equal(state[name.removeprefix("encoder.")], value) for name, value in parameters.items())
-
-
 def test_what_does_not_fit_is_refused(base, whole, tmp_path):
     config, parameters, _ = whole
     plain = load_model(config_of(base, tmp_path, NF4.model_copy(update={"quantize": "none"})), CPU)
