@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from skilltrain.records import Skill
-from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_columns, read_table
+from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_table
 
 DEPTH = 50
 NUM_COMPARED = 100  # queries whose candidates are told, so that both sides can be compared
@@ -34,8 +34,8 @@ class KnownVectors:
 
     def __init__(self, folder: Path) -> None:
         self.skills, self.queries = (np.load(folder / name, mmap_mode="r") for name in ("skills.npy", "queries.npy"))
-        ids = read_columns(folder / "pool", SKILLS, ["skill_id"]).column(0).to_pylist()
-        texts = read_columns(folder / "queries", QUERIES, ["text"]).column(0).to_pylist()
+        ids = read_table(folder / "pool", SKILLS).column("skill_id").to_pylist()
+        texts = read_table(folder / "queries", QUERIES).column("text").to_pylist()
         self.skill_rows = {skill_id: row for row, skill_id in enumerate(ids)}
         self.query_rows = {text: row for row, text in enumerate(texts)}
         self.model = Dimensions(self.skills.shape[1])
@@ -51,15 +51,15 @@ class KnownVectors:
 
 def measure_ours(mode: str, folder: Path, threads: int) -> dict[str, Any]:
     """Run the stage `mine` and, with all sources, the stage `filter`, from tables to tables."""
-    from skilltrain.data.filtering import pool as filter_pool
-    from skilltrain.data.filtering.filters import FilterConfig, run_filter
-    from skilltrain.data.mining import mine
+    from skilltrain.data import mine
+    from skilltrain.data.filter import facts
+    from skilltrain.data.filter.filter import FilterConfig, run_filter
 
     vectors = KnownVectors(folder)
-    for module in (mine, filter_pool):
+    for module in (mine, facts):
         module.open_encoder = lambda source: vectors
         module.encode_skills, module.encode_queries = vectors.encode_skills, vectors.encode_queries
-    paths = {"pool": folder / "pool", "queries": folder / "queries", "workers": {"num": threads}}
+    paths = {"pool": folder / "pool", "queries": folder / "queries"}
     settings = {"stage": "mine", "depth": DEPTH, "encoder": {"source": "known"}, "index": {"kind": INDEXES[mode]}}
     settings |= {} if mode == "ours" else {"sources": ["semantic"]}
     with tempfile.TemporaryDirectory(prefix="mine-speed-") as out:
@@ -72,6 +72,7 @@ def measure_ours(mode: str, folder: Path, threads: int) -> dict[str, Any]:
             filtered = Path(out) / "filtered"
             filtered.mkdir()
             settings = {"stage": "filter", "encoder": {"source": "known"}, "rankings": out, "out": filtered}
+            settings["workers"] = {"num": threads}
             started = time.perf_counter()
             result["filter_summary"] = run_filter(FilterConfig.model_validate(settings | paths), filtered)
             result["filter_seconds"] = time.perf_counter() - started
@@ -79,7 +80,7 @@ def measure_ours(mode: str, folder: Path, threads: int) -> dict[str, Any]:
 
 
 def _nearest_of_table(folder: Path) -> dict[str, list[str]]:
-    rows = read_columns(folder, RANKINGS, ["query_id", "skill_id", "rank", "stage"]).to_pydict()
+    rows = read_table(folder, RANKINGS).to_pydict()
     found: dict[str, list[str]] = {}
     for query_id, skill_id, stage in zip(rows["query_id"], rows["skill_id"], rows["stage"], strict=True):
         if len(found) == NUM_COMPARED and query_id not in found:
@@ -91,7 +92,7 @@ def _nearest_of_table(folder: Path) -> dict[str, list[str]]:
 
 def measure_clusters(folder: Path, threads: int) -> dict[str, Any]:
     """Run the stage `clusters` over the pool."""
-    from skilltrain.data.near_duplicates.clusters import ClustersConfig, run_clusters
+    from skilltrain.data.near_duplicates import ClustersConfig, run_clusters
 
     settings = {"stage": "clusters", "pool": folder / "pool", "workers": {"num": threads}}
     with tempfile.TemporaryDirectory(prefix="mine-speed-") as out:
@@ -109,7 +110,7 @@ class PeerModel:
         import torch
 
         vectors = KnownVectors(folder)
-        query_ids = read_columns(folder / "queries", QUERIES, ["query_id"]).column(0).to_pylist()
+        query_ids = read_table(folder / "queries", QUERIES).column("query_id").to_pylist()
         self.device, self._skills, self._queries = torch.device("cpu"), vectors.skills, vectors.queries
         self._skill_rows = vectors.skill_rows
         self._query_rows = {query_id: row for row, query_id in enumerate(query_ids)}
@@ -143,7 +144,7 @@ def measure_peer(mode: str, folder: Path, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     judged = read_table(folder / "queries", JUDGEMENTS).to_pydict()
     pairs = Dataset.from_dict({"query": judged["query_id"], "skill": judged["skill_id"]})
-    corpus, model = read_columns(folder / "pool", SKILLS, ["skill_id"]).column(0).to_pylist(), PeerModel(folder)
+    corpus, model = read_table(folder / "pool", SKILLS).column("skill_id").to_pylist(), PeerModel(folder)
     started = time.perf_counter()
     mined = mine_hard_negatives(
         pairs,

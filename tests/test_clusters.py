@@ -1,7 +1,7 @@
 import pytest
 
 from skilltrain.config import validate
-from skilltrain.data.near_duplicates.clusters import ClustersConfig, name_numbers, run_clusters
+from skilltrain.data.near_duplicates import ClustersConfig, name_numbers, run_clusters
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.tables import CLUSTERS, SKILLS, read_table, rows_of, write_table
@@ -61,11 +61,6 @@ def test_the_order_of_the_pool_and_the_workers_do_not_matter(settings, tmp_path)
     write_table(rows_of(POOL[::-1]), SKILLS, tmp_path / "pool.parquet")
     run_clusters(settings(max_names=None, workers={"num": 2}), tmp_path / "out")
     assert clusters_of(tmp_path / "out") == expected
-
-
-def test_nothing_but_the_table_is_left(settings, tmp_path):
-    run_clusters(settings(), tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["clusters.parquet"]
 
 
 def test_an_empty_pool_has_no_clusters(settings, tmp_path):

@@ -19,7 +19,7 @@ from skilltrain.data.contamination.grounds import (
     query_index,
 )
 from skilltrain.data.contamination.ngrams import NgramIndex, ngrams
-from skilltrain.data.near_duplicates.trigrams import WordHashes, jaccard, word_trigrams
+from skilltrain.data.trigrams import WordHashes, jaccard, word_trigrams
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Task
 from skilltrain.evaluation.metrics import Relevance

@@ -1,4 +1,3 @@
-import json
 from types import SimpleNamespace
 from typing import Literal
 
@@ -9,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skilltrain.config import Config, validate
-from skilltrain.data.filtering import pool as filter_pool
-from skilltrain.data.filtering.filters import FilterConfig, find_false_negatives, run_filter
-from skilltrain.data.filtering.layers import (
+from skilltrain.data.filter import facts as filter_pool
+from skilltrain.data.filter.facts import FilterPool
+from skilltrain.data.filter.filter import FilterConfig, RankedQueries, find_false_negatives, run_filter
+from skilltrain.data.filter.layers import (
     CeilingLayer,
     ClusterLayer,
     CosineLayer,
@@ -20,9 +20,7 @@ from skilltrain.data.filtering.layers import (
     RankWindowLayer,
     against_each_gold,
 )
-from skilltrain.data.filtering.pool import PoolMaker
-from skilltrain.data.filtering.ranked_queries import RankedQueries, rows_by_query, texts_of
-from skilltrain.data.near_duplicates.trigrams import WordHashes, jaccard, word_trigrams
+from skilltrain.data.trigrams import WordHashes, jaccard, word_trigrams
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill, Verdict
 from skilltrain.retrieval.dense import EncoderSource
@@ -34,8 +32,10 @@ from skilltrain.tables import (
     RANKINGS,
     SKILLS,
     read_table,
+    rows_by_query,
     rows_of,
     table_from_rows,
+    texts_of,
     write_table,
 )
 from skilltrain.texts import name_key
@@ -80,28 +80,17 @@ def rankings(*rows, query_id="q1", stage="semantic", scores=None):
 def found(tmp_path):
     """rankings, verdicts, layers → skill_id → (layer, value, gold skill or None)."""
 
-    def find(table, verdicts, layers, skills=SKILLS_HERE, workers=ONE):
-        folder = tmp_path / f"scratch {len(list(tmp_path.iterdir()))}"
-        folder.mkdir()
-        write_table(rows_of(skills), SKILLS, tmp_path / "skills.parquet")
+    def find(table, verdicts, layers, skills=SKILLS_HERE):
         write_table(
             [{"skill_id": s, "cluster": c} for s, c in CLUSTER_OF.items()], CLUSTERS, tmp_path / "clusters.parquet"
         )
-        columns = pa.table({"skill_id": [s.skill_id for s in skills], "name": [s.name for s in skills]})
-        ranked = RankedQueries.write(table, verdicts, ([s.skill_id for s in skills], "pool"), folder)
-        maker = PoolMaker(
-            folder, tmp_path / "skills.parquet", columns, ranked.in_use(), ranked.query_ids, ranked.source_names,
-            EncoderSource(source="x"), tmp_path / "clusters.parquet", workers,
+        ranked = RankedQueries(table, skills, verdicts, "pool")
+        pool = FilterPool(
+            skills, ranked.in_use(), list(ranked.rows), frozenset(ranked.sources), EncoderSource(source="x"),
+            tmp_path / "clusters.parquet", ONE,
         )  # fmt: skip
-        for layer in layers:
-            layer.prepare(maker)
-        findings = find_false_negatives(folder, len(ranked.query_ids), layers, workers)
-        rows = zip(findings.rows, findings.layers, findings.values, findings.golds, strict=True)
-        skill_ids = table.column("skill_id").to_pylist()
-        return {
-            skill_ids[row]: (layers[layer].name, float(value), skills[gold].skill_id if gold >= 0 else None)
-            for row, layer, value, gold in rows
-        }
+        against = find_false_negatives(pool, ranked, layers)
+        return {drop.skill_id: (drop.filter, drop.value, drop.other_id) for drop in against.values()}
 
     return find
 
@@ -253,12 +242,8 @@ class InitialLayer(Config):
 
     name: Literal["initial"] = "initial"
 
-    def prepare(self, maker):
-        initials = [ord(name[0]) for name in maker.skills.column("name").to_pylist()]
-        np.save(maker.folder / "initials.npy", np.array(initials, dtype=float))
-
     def check(self, pool, candidates):
-        initials = np.load(pool.folder / "initials.npy")
+        initials = np.array([float(ord(skill.name[0])) for skill in pool.skills])
         here = initials[candidates.skills]
         return against_each_gold(candidates, lambda gold: np.where(here == initials[gold], here, np.nan))
 
@@ -420,10 +405,10 @@ def test_a_ceiling_by_ranking_needs_no_encoder(folder):
     assert summary["dropped_by_layer"] == {"judged": 1, "ceiling": 3}  # all scores are the gold's
 
 
-def test_a_query_without_text_is_named_where_its_vector_is_needed(folder):
+def test_a_ranked_query_that_is_unknown_is_refused(folder):
     write_table([], QUERIES, folder / "queries")
-    config = settings(folder, layers=[{"name": "ceiling"}])
-    with pytest.raises(SkilltrainError, match=r"queries: 1 ranked querie\(s\) have no text here, 'q1' among them"):
+    config = settings(folder, layers=[{"name": "name"}])
+    with pytest.raises(SkilltrainError, match=r"queries: 1 ranked querie\(s\) are not here, 'q1' among them"):
         run_filter(config, folder / "out")
 
 
@@ -432,16 +417,3 @@ def test_clusters_of_another_pool_are_refused(folder):
     config = settings(folder, layers=[{"name": "cluster"}], clusters=folder / "clusters.parquet")
     with pytest.raises(SkilltrainError, match=r"clusters\.parquet: 4 skill\(s\) of the pool are in no cluster, 'body'"):
         run_filter(config, folder / "out")
-
-
-def test_any_number_of_workers_drops_the_same(folder):
-    many = [rankings("name", "body", "vector", "far", query_id=f"q{n}") for n in range(300)]
-    write_table(pa.concat_tables(many), RANKINGS, folder / "rankings.parquet")
-    judged = {"skill_id": "gold", "verdict": "required", "judge": "human"}
-    write_table([judged | {"query_id": f"q{n}"} for n in range(0, 300, 2)], JUDGEMENTS, folder / "queries")
-    for num in (1, 2):
-        (folder / str(num)).mkdir()
-        summary = run_filter(settings(folder, workers={"num": num}), folder / str(num))
-        assert json.loads(json.dumps(summary))["dropped_by_layer"]["cosine"] == 150
-    for spec in (RANKINGS, DROPPED):
-        assert read_table(folder / "1", spec).equals(read_table(folder / "2", spec))

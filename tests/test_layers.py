@@ -32,7 +32,7 @@ LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
 
 def part_of(module: str) -> str:
-    """`skilltrain.data.mining.mine` → `data`; the package itself → `__init__`."""
+    """`skilltrain.data.mine` → `data`; the package itself → `__init__`."""
     names = module.split(".")
     return names[1] if len(names) > 1 else "__init__"
 

@@ -4,9 +4,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from skilltrain.data.mining import mine as mine_module
-from skilltrain.data.mining.draws import PoolGroups, draw
-from skilltrain.data.mining.mine import MineConfig, run_mine
+from skilltrain.data import mine as mine_module
+from skilltrain.data.draws import PoolGroups, draw
+from skilltrain.data.mine import MineConfig, run_mine
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
 from skilltrain.tables import (
@@ -75,7 +75,7 @@ class Workshop:
 
     def run(self, **changes):
         paths = {"pool": self.folder / "pool.parquet", "queries": self.folder / "queries", "out": self.out}
-        values = {"stage": "mine", "encoder": {"source": "x"}, "workers": {"num": 1}, **paths, **changes}
+        values = {"stage": "mine", "encoder": {"source": "x"}, **paths, **changes}
         return run_mine(MineConfig.model_validate(values), self.out)
 
     def rows(self):
@@ -258,6 +258,11 @@ def test_queries_of_another_pool_are_refused(shop):
         shop.run()
 
 
+def test_no_source_is_no_setting(shop):
+    with pytest.raises(ValueError, match="sources"):
+        shop.run(sources=[])
+
+
 def test_an_empty_pool_is_refused(shop):
     shop.write_pool([], [])
     with pytest.raises(SkilltrainError, match="holds no skill"):
@@ -273,7 +278,7 @@ def test_an_id_that_stands_twice_is_refused_by_name(shop):
     assert list(shop.out.iterdir()) == []
 
 
-# Workers and blocks --------------------------------------------------------------------------------------------------
+# Any company ---------------------------------------------------------------------------------------------------------
 
 
 def large(workshop):
@@ -298,25 +303,16 @@ def large(workshop):
 
 
 @pytest.mark.parametrize("index", ALL_INDEXES, ids=lambda index: index["kind"])
-def test_the_same_bytes_with_any_size_of_blocks(workshop, monkeypatch, index):
+def test_a_query_alone_gets_what_it_gets_among_others(workshop, index):
     large(workshop)
-    contents = set()
-    monkeypatch.setattr("skilltrain.tables.ROW_GROUP", 1000)
-    for query_block in (256, 1, 7):
-        monkeypatch.setattr(mine_module, "QUERY_BLOCK", query_block)
-        summary = workshop.run(depth=20, index=index)
-        contents.add((workshop.out / "rankings.parquet").read_bytes())
-    assert len(contents) == 1
+    summary = workshop.run(depth=20, index=index)
     assert summary["num_candidates"]["semantic"] == 90 * 20
-
-
-def test_the_same_bytes_with_two_workers_as_with_one(workshop, monkeypatch):
-    large(workshop)
-    monkeypatch.setattr(mine_module, "QUERY_BLOCK", 20)
-    workshop.run(depth=20)
-    alone = (workshop.out / "rankings.parquet").read_bytes()
-    workshop.run(depth=20, workers={"num": 2})
-    assert (workshop.out / "rankings.parquet").read_bytes() == alone
+    among_others = [row for row in workshop.rows() if row["query_id"] == "q041"]
+    queries = workshop.folder / "queries"
+    rows = read_table(queries, QUERIES).to_pylist()
+    write_table([row | {"split": "train" if row["query_id"] == "q041" else "dev"} for row in rows], QUERIES, queries)
+    workshop.run(depth=20, index=index)
+    assert workshop.rows() == among_others
 
 
 def test_another_seed_draws_others_and_finds_the_same(workshop):

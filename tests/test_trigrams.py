@@ -2,12 +2,11 @@ import subprocess
 import sys
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skilltrain.data.near_duplicates.trigrams import TrigramSets, WordHashes, jaccard, word_trigrams
+from skilltrain.data.trigrams import TrigramSets, WordHashes, jaccard, word_trigrams
 from skilltrain.workers import WorkersConfig
 
 ONE = WorkersConfig(num=1)
@@ -48,7 +47,7 @@ def test_short_bodies_compare_whole_and_empty_ones_resemble_nothing():
 
 def test_trigrams_are_the_same_in_every_process():
     code = (
-        "from skilltrain.data.near_duplicates.trigrams import WordHashes, word_trigrams; "
+        "from skilltrain.data.trigrams import WordHashes, word_trigrams; "
         "print(word_trigrams('read the pdf', WordHashes()).tolist())"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -65,21 +64,21 @@ def test_jaccard_agrees_with_python_sets(left, right):
     assert jaccard(*sets(" ".join(left), " ".join(right))) == pytest.approx(expected)
 
 
-def test_the_sets_of_a_pool_come_back_from_disk(tmp_path):
+@pytest.mark.parametrize("workers", [ONE, WorkersConfig(num=2)], ids=str)
+def test_the_sets_of_a_pool_are_those_of_its_bodies(workers, monkeypatch):
+    monkeypatch.setattr("skilltrain.data.trigrams._BLOCK", 100)
     bodies = ["a b c d", "", "one", "日本語 text", *("w x y z" for _ in range(300))]
-    stored = TrigramSets.read([pa.table({"body": bodies[:3]}), pa.table({"body": bodies[3:]})], tmp_path / "s", ONE)
-    assert len(stored) == len(bodies) and stored.sizes.tolist()[:4] == [2, 0, 1, 2]
+    pool = TrigramSets.of(bodies, workers)
+    assert len(pool) == len(bodies) and pool.sizes.tolist()[:4] == [2, 0, 1, 2]
     for position, body in enumerate(bodies):
-        assert stored[position].tolist() == sets(body)[0].tolist()
-    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["starts.npy", "trigrams.bin"]
+        assert pool[position].tolist() == sets(body)[0].tolist()
 
 
-def test_an_empty_pool_and_empty_bodies_have_no_trigrams(tmp_path):
-    nothing = pa.table({"body": pa.array([], pa.string())})
-    assert len(TrigramSets.read([nothing], tmp_path / "a", ONE)) == 0
-    hollow = TrigramSets.read([pa.table({"body": ["", "!"]})], tmp_path / "b", ONE)
+def test_an_empty_pool_and_empty_bodies_have_no_trigrams():
+    assert len(TrigramSets.of([], ONE)) == 0
+    hollow = TrigramSets.of(["", "!"], ONE)
     assert hollow.sizes.tolist() == [0, 0] and len(hollow[1]) == 0
-    assert hollow.without_templates(np.array([0, 1]), 1, tmp_path / "c", ONE).sizes.tolist() == [0, 0]
+    assert hollow.without_templates(np.array([0, 1]), 1).sizes.tolist() == [0, 0]
 
 
 TEMPLATE = "automate {} tasks via the hub"  # 4 trigrams, one of them the same in all
@@ -87,35 +86,39 @@ NAMES = np.array([0, 1, 2, 3, 3, 4])
 SERVICES = ["brex", "bench", "nasa", "gleap", "gleap", "zoho"]
 
 
-def read(tmp_path, max_names, workers=ONE):
-    stored = TrigramSets.read([pa.table({"body": [TEMPLATE.format(s) for s in SERVICES]})], tmp_path / "s", ONE)
-    return stored, stored.without_templates(NAMES, max_names, tmp_path / "d", workers)
+POOL = TrigramSets.of([TEMPLATE.format(service) for service in SERVICES], ONE)
 
 
-def test_what_stands_under_many_names_is_left_out(tmp_path):
-    stored, distinct = read(tmp_path, 4)
-    assert stored.sizes.tolist() == [4] * 6
+def test_what_stands_under_many_names_is_left_out():
+    distinct = POOL.without_templates(NAMES, 4)
+    assert POOL.sizes.tolist() == [4] * 6
     assert distinct.sizes.tolist() == [2] * 6  # "tasks via the" and "via the hub" stand under five names
-    assert jaccard(stored[0], stored[1]) == pytest.approx(2 / 6)
+    assert jaccard(POOL[0], POOL[1]) == pytest.approx(2 / 6)
     assert jaccard(distinct[0], distinct[1]) == 0.0
 
 
-def test_copies_under_one_name_count_once(tmp_path):
-    _, distinct = read(tmp_path, 5)
+def test_copies_under_one_name_count_once():
+    distinct = POOL.without_templates(NAMES, 5)
     assert distinct.sizes.tolist() == [4] * 6  # six skills, five names
     assert jaccard(distinct[3], distinct[4]) == 1.0
 
 
-def test_skills_without_a_name_count_as_one_name(tmp_path):
-    stored = TrigramSets.read([pa.table({"body": ["a b c", "a b c", "a b c d"]})], tmp_path / "s", ONE)
+def test_skills_without_a_name_count_as_one_name():
+    pool = TrigramSets.of(["a b c", "a b c", "a b c d"], ONE)
     names = np.array([-1, -1, 0])
-    assert stored.without_templates(names, 2, tmp_path / "two", ONE).sizes.tolist() == [1, 1, 2]
-    assert stored.without_templates(names, 1, tmp_path / "one", ONE).sizes.tolist() == [0, 0, 1]
+    assert pool.without_templates(names, 2).sizes.tolist() == [1, 1, 2]
+    assert pool.without_templates(names, 1).sizes.tolist() == [0, 0, 1]
 
 
-def test_templates_are_the_same_for_any_cut_of_the_hash_range(tmp_path, monkeypatch):
-    from skilltrain.data.near_duplicates import trigrams
-
-    monkeypatch.setattr(trigrams, "_PART", 5)
-    _, distinct = read(tmp_path, 4, WorkersConfig(num=2))
-    assert distinct.sizes.tolist() == [2] * 6
+@given(st.lists(st.tuples(st.integers(-1, 3), st.lists(st.sampled_from("abcd"), max_size=6)), max_size=12),
+       st.integers(1, 3))  # fmt: skip
+def test_templates_are_what_counting_by_hand_says(skills, max_names):
+    pool = TrigramSets.of([" ".join(words) for _, words in skills], ONE)
+    names_of = {}
+    for position, (name, _) in enumerate(skills):
+        for trigram in pool[position].tolist():
+            names_of.setdefault(trigram, set()).add(name)
+    distinct = pool.without_templates(np.array([name for name, _ in skills], dtype=np.int64), max_names)
+    for position in range(len(skills)):
+        expected = [trigram for trigram in pool[position].tolist() if len(names_of[trigram]) <= max_names]
+        assert distinct[position].tolist() == expected

@@ -44,7 +44,7 @@ def _distractors() -> Entry:
 
 
 def _clusters() -> Entry:
-    from skilltrain.data.near_duplicates.clusters import ClustersConfig, run_clusters
+    from skilltrain.data.near_duplicates import ClustersConfig, run_clusters
 
     return Entry(ClustersConfig, run_clusters)
 
@@ -56,13 +56,13 @@ def _encode() -> Entry:
 
 
 def _mine() -> Entry:
-    from skilltrain.data.mining.mine import MineConfig, run_mine
+    from skilltrain.data.mine import MineConfig, run_mine
 
     return Entry(MineConfig, run_mine)
 
 
 def _filter() -> Entry:
-    from skilltrain.data.filtering.filters import FilterConfig, run_filter
+    from skilltrain.data.filter.filter import FilterConfig, run_filter
 
     return Entry(FilterConfig, run_filter)
 

@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from jaxtyping import Int64
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import atomic_path
@@ -316,6 +318,22 @@ def select_queries(folder: Path, split: str | None) -> list[Query]:
 def rows_of(records: Iterable[Skill | Query]) -> list[dict[str, Any]]:
     """Records as table rows."""
     return [asdict(record) for record in records]
+
+
+def rows_by_query(rankings: pa.Table) -> dict[str, Int64[np.ndarray, " row"]]:
+    """query_id → the positions of its rows in `rankings`, in order; the queries in order of id."""
+    encoded = rankings.column("query_id").combine_chunks().dictionary_encode()
+    numbers = encoded.indices.to_numpy(zero_copy_only=False)
+    ends = np.cumsum(np.bincount(numbers, minlength=len(encoded.dictionary)))
+    rows = np.split(np.argsort(numbers, kind="stable"), ends[:-1])
+    return dict(sorted(zip(encoded.dictionary.to_pylist(), rows, strict=False)))
+
+
+def texts_of(column: pa.ChunkedArray) -> list[str]:
+    """A text column as a list in which equal texts are one object, so that millions of rows stay small."""
+    encoded = column.combine_chunks().dictionary_encode()
+    texts = encoded.dictionary.to_pylist()
+    return [texts[number] for number in encoded.indices.to_numpy(zero_copy_only=False).tolist()]
 
 
 def verdicts_by_query(judgements: pa.Table) -> dict[str, dict[str, Verdict]]:

@@ -11,8 +11,7 @@ import pyarrow as pa
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath
-from skilltrain.data.filtering.ranked_queries import rows_by_query, texts_of
-from skilltrain.data.mining.mine import SOURCES
+from skilltrain.data.mine import SOURCES
 from skilltrain.data.screening import flags_to_leave_out
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import POSITIVE, Dropped, Verdict
@@ -24,8 +23,10 @@ from skilltrain.tables import (
     RANKINGS,
     SKILLS,
     read_table,
+    rows_by_query,
     rows_of,
     select_queries,
+    texts_of,
     verdicts_by_query,
     write_table,
 )

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from skilltrain.config import Config, InputPath
 from skilltrain.data.contamination.grounds import BenchmarkPaths, ContaminationLimits
-from skilltrain.data.near_duplicates.linking import near_duplicate_clusters
+from skilltrain.data.near_duplicates import near_duplicate_clusters
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill, Verdict
 from skilltrain.tables import (

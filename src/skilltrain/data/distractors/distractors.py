@@ -17,10 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from skilltrain.config import Config, InputPath
 from skilltrain.data.distractors.distractor_prompt import STRATEGIES, WantedDistractor, distractor_request
-from skilltrain.data.near_duplicates.trigrams import Trigrams, WordHashes, jaccard, word_trigrams
 from skilltrain.data.pool.skill_file import split_header
 from skilltrain.data.screening import count_flagged, screen, write_flags
 from skilltrain.data.synthesize.sampling import stable_number
+from skilltrain.data.trigrams import Trigrams, WordHashes, jaccard, word_trigrams
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.files import write_text

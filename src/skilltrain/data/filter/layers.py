@@ -1,7 +1,7 @@
 """The grounds on which a candidate is taken for a false negative: one small class a layer.
 
 To add one:
-1. write a Config with `name: Literal["yours"]`, its settings, and `prepare`, `check` and `explain`, as below;
+1. write a Config with `name: Literal["yours"]`, its settings, and `check` and `explain`, as below;
 2. add the class to the union `Layer`.
 A recipe then lists it under `layers:`; counts, DROPPED rows and the order of layers need no further line.
 """
@@ -15,8 +15,8 @@ from jaxtyping import Float64, Int64
 from pydantic import Field, field_validator, model_validator
 
 from skilltrain.config import Config
-from skilltrain.data.filtering.pool import Candidates, FilterPool, PoolMaker
-from skilltrain.data.near_duplicates.trigrams import jaccard
+from skilltrain.data.filter.facts import Candidates, FilterPool
+from skilltrain.data.trigrams import jaccard
 from skilltrain.errors import SkilltrainError
 
 Values = Float64[np.ndarray, " candidate"]
@@ -36,10 +36,6 @@ class FilterLayer(Protocol):
 
     @property
     def name(self) -> str: ...
-
-    def prepare(self, maker: PoolMaker) -> None:
-        """Have `maker` write what `check` asks of the pool; done once, before any check."""
-        ...
 
     def check(self, pool: FilterPool, candidates: Candidates) -> Against:
         """What speaks against each candidate of one query; the same wherever it runs and whatever ran before."""
@@ -70,10 +66,6 @@ class NameLayer(Config):
     """Drops a candidate that bears a gold skill's name (SkillRouter, section 4.2, layer 1); the value is 1."""
 
     name: Literal["name"] = "name"
-
-    def prepare(self, maker: PoolMaker) -> None:
-        """Names as numbers."""
-        maker.names()
 
     def check(self, pool: FilterPool, candidates: Candidates) -> Against:
         """Names are compared by `name_key`; a name of separators only equals nothing."""
@@ -107,10 +99,6 @@ class JaccardLayer(Config):
         "SkillRouter",
     )
 
-    def prepare(self, maker: PoolMaker) -> None:
-        """Body trigrams."""
-        maker.trigrams(self.max_names)
-
     def check(self, pool: FilterPool, candidates: Candidates) -> Against:
         """Exact; sets whose sizes alone keep them below the threshold are not intersected."""
         trigrams = pool.trigrams(self.max_names)
@@ -138,10 +126,6 @@ class CosineLayer(Config):
     name: Literal["cosine"] = "cosine"
     above: float = Field(default=0.92, ge=-1, le=1, description="drop above this cosine to a gold skill")
 
-    def prepare(self, maker: PoolMaker) -> None:
-        """Vectors of skills."""
-        maker.vectors()
-
     def check(self, pool: FilterPool, candidates: Candidates) -> Against:
         """Cosines of unit vectors."""
 
@@ -163,10 +147,6 @@ class ClusterLayer(Config):
     """
 
     name: Literal["cluster"] = "cluster"
-
-    def prepare(self, maker: PoolMaker) -> None:
-        """Clusters."""
-        maker.clusters()
 
     def check(self, pool: FilterPool, candidates: Candidates) -> Against:
         """A skill without copies is a cluster of its own."""
@@ -207,19 +187,14 @@ class CeilingLayer(Config):
             raise ValueError("the layer 'ceiling' needs relative_margin or absolute_margin")
         return self
 
-    def prepare(self, maker: PoolMaker) -> None:
-        """Vectors of skills and queries."""
-        if self.scores == "encoder":
-            maker.vectors()
-            maker.query_vectors()
-
     def check(self, pool: FilterPool, candidates: Candidates) -> Against:
         """A candidate stays where no gold skill has a score."""
         if self.scores == "ranking":
-            scores, limits = candidates.scores, candidates.weakest_gold_scores[candidates.sources]
-            golds = candidates.weakest_golds[candidates.sources]
+            weakest = [candidates.weakest_golds.get(source, (-1, np.nan)) for source in candidates.sources]
+            scores, limits = candidates.scores, np.array([score for _, score in weakest], dtype=np.float64)
+            golds = np.array([gold for gold, _ in weakest], dtype=np.int64)
         elif len(candidates.golds):
-            query = np.array(pool.query_vectors[candidates.query])
+            query = pool.query_vectors[candidates.query]
             scores, of_golds = pool.cosines(candidates.skills, query), pool.cosines(candidates.golds, query)
             limits = np.full(len(scores), of_golds.min())
             golds = np.full(len(scores), candidates.golds[of_golds.argmin()])
@@ -253,20 +228,18 @@ class RankWindowLayer(Config):
                 raise ValueError(f"the ranks of '{source}' must be [first, last] with 1 <= first <= last")
         return ranks
 
-    def prepare(self, maker: PoolMaker) -> None:
-        """Nothing to write. Raises SkilltrainError for a source that ranks nothing here."""
-        if unknown := sorted(set(self.ranks) - set(maker.sources)):
-            what = f"no candidate is of source '{unknown[0]}'"
-            raise SkilltrainError(what, where="layers.rank_window.ranks", fix=f"sources: {', '.join(maker.sources)}")
-
     def check(self, pool: FilterPool, candidates: Candidates) -> Against:
-        """Ranks are the source's own, before any layer."""
+        """Ranks are the source's own, before any layer. Raises SkilltrainError for a source that ranks nothing here."""
+        if unknown := sorted(self.ranks.keys() - pool.sources):
+            fix = f"sources: {', '.join(sorted(pool.sources))}"
+            raise SkilltrainError(
+                f"no candidate is of source '{unknown[0]}'", where="layers.rank_window.ranks", fix=fix
+            )
         against = nothing_against(candidates)
-        for number, source in enumerate(candidates.source_names):
+        for place, (source, rank) in enumerate(zip(candidates.sources, candidates.ranks.tolist(), strict=True)):
             first, last = self.ranks.get(source, (1, None))
-            outside = (candidates.ranks < first) | (candidates.ranks > (last or np.inf))
-            outside &= candidates.sources == number
-            against.values[outside] = candidates.ranks[outside]
+            if rank < first or (last is not None and rank > last):
+                against.values[place] = rank
         return against
 
     def explain(self, value: float) -> str:

@@ -1,0 +1,1 @@
+"""Stage `filter`: takes false negatives out of rankings, each with a reason."""

@@ -1,1 +1,0 @@
-"""False negatives taken out of rankings, each with a reason."""

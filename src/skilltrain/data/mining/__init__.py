@@ -1,1 +1,0 @@
-"""Candidates for hard negatives, from four sources."""

@@ -1,0 +1,173 @@
+"""Stage `clusters`: which skills of a pool are copies of one another (MinHash proposes, exact Jaccard confirms)."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+from jaxtyping import UInt32
+from pydantic import Field
+
+from skilltrain.config import Config, InputPath
+from skilltrain.data.trigrams import Positions, Trigrams, TrigramSets, jaccard
+from skilltrain.errors import SkilltrainError
+from skilltrain.records import Skill
+from skilltrain.tables import CLUSTERS, SKILLS, read_table, skills_from_table, write_table
+from skilltrain.terminal import track
+from skilltrain.texts import name_key
+from skilltrain.workers import WorkersConfig, map_blocks
+
+if TYPE_CHECKING:
+    from datasketch import MinHash
+
+MAX_PERMUTATIONS = 160
+MIN_RECALL = 0.99
+_BLOCK = 512  # skills that a worker sketches at once
+
+
+class ClustersConfig(Config):
+    """Find the near-duplicate clusters of a pool, for the filter layer 'cluster' and the in-batch mask."""
+
+    stage: Literal["clusters"]
+    pool: InputPath = Field(description="SKILLS table (file or folder)")
+    threshold: float = Field(
+        default=0.6, gt=0, le=1, description="Jaccard index of body trigrams that links two skills"
+    )
+    max_names: int | None = Field(
+        default=5,
+        ge=1,
+        description="leave out trigrams that stand under more than so many different skill names, for they are a "
+        "template's and not a skill's; null: plain trigrams",
+    )
+    workers: WorkersConfig = Field(default=WorkersConfig(), description="who computes")
+    out: Path = Field(description="folder to write: CLUSTERS, a row a skill")
+
+
+def run_clusters(config: ClustersConfig, out: Path) -> dict[str, Any]:
+    """Counts of clusters of two and more skills, and the largest; writes CLUSTERS."""
+    skills = skills_from_table(read_table(config.pool, SKILLS))
+    sets = TrigramSets.of([skill.body for skill in skills], config.workers)
+    if config.max_names is not None:
+        sets = sets.without_templates(name_numbers([skill.name for skill in skills]), config.max_names)
+    roots = link_near_duplicates(sets, config.threshold, config.workers)
+    clusters = number_clusters([skill.skill_id for skill in skills], roots)
+    write_table([{"skill_id": skill_id, "cluster": cluster} for skill_id, cluster in clusters.items()], CLUSTERS, out)
+    num_empty = int(np.count_nonzero(sets.sizes == 0))
+    return {"num_skills": len(skills), "num_without_trigrams": num_empty, **_summary(clusters)}
+
+
+def name_numbers(names: Sequence[str]) -> Positions:
+    """A number a skill, equal for names that `name_key` takes for one; -1 for a name of separators only."""
+    numbers = {"": -1}
+    return np.array([numbers.setdefault(name_key(name), len(numbers)) for name in names], dtype=np.int64)
+
+
+def near_duplicate_clusters(skills: Sequence[Skill], threshold: float) -> dict[str, int]:
+    """skill_id → cluster, so that copies of a positive can be told from negatives.
+
+    Two skills are in one cluster where a chain of pairs with a body trigram Jaccard of at least `threshold` links
+    them. A skill without copies is a cluster of one. Clusters are numbered in the order of their lowest skill_id,
+    so the answer does not depend on the order of `skills`.
+    """
+    workers = WorkersConfig(num=1)
+    sets = TrigramSets.of([skill.body for skill in skills], workers)
+    return number_clusters([skill.skill_id for skill in skills], link_near_duplicates(sets, threshold, workers))
+
+
+def number_clusters(skill_ids: Sequence[str], roots: Sequence[int]) -> dict[str, int]:
+    """skill_id → cluster in order of id; skills of one root share a cluster, numbered by its lowest skill_id."""
+    numbers: dict[int, int] = {}
+    return {
+        skill_id: numbers.setdefault(root, len(numbers))
+        for skill_id, root in sorted(zip(skill_ids, roots, strict=True))
+    }
+
+
+def link_near_duplicates(sets: TrigramSets, threshold: float, workers: WorkersConfig) -> list[int]:
+    """For each skill the lowest position in its cluster.
+
+    MinHash (Broder 1997) and banding propose pairs and find at least 99% of those at the threshold, more above it;
+    exact Jaccard confirms them. Of a pair that is linked already nothing is compared.
+    """
+    from datasketch import MinHashLSH
+    from scipy.cluster.hierarchy import DisjointSet
+
+    if not 0 < threshold <= 1:
+        raise SkilltrainError(f"the near-duplicate threshold lies above 0 and at most at 1, found {threshold}")
+    bands, rows = bands_and_rows(threshold)
+    sketches = _sketches(sets, bands * rows, workers)
+    lsh = MinHashLSH(num_perm=bands * rows, params=(bands, rows))
+    linked, sizes = DisjointSet(range(len(sets))), sets.sizes
+    for position, sketch in enumerate(track(sketches, "comparing", len(sets))):
+        if not sizes[position]:
+            continue
+        for other in cast("list[int]", lsh.query(sketch)):
+            if linked.connected(position, other):
+                continue
+            if jaccard(sets[position], sets[other]) >= threshold:
+                linked.merge(position, other)
+        lsh.insert(position, sketch)
+    lowest: dict[int, int] = {}
+    return [lowest.setdefault(linked[position], position) for position in range(len(sets))]
+
+
+def bands_and_rows(threshold: float) -> tuple[int, int]:
+    """The LSH layout with the fewest false proposals that still finds 99% of the pairs at `threshold`.
+
+    A pair of Jaccard s is proposed with probability 1 - (1 - s^rows)^bands (Leskovec et al., Mining of Massive
+    Datasets, section 3.4.2); more rows propose fewer pairs, and then more bands are needed.
+    """
+    for rows in range(MAX_PERMUTATIONS // 2, 1, -1):
+        missed = np.log1p(-(threshold**rows)) if threshold < 1 else -np.inf
+        bands = max(2, int(np.ceil(np.log(1 - MIN_RECALL) / missed)))
+        if bands * rows <= MAX_PERMUTATIONS:
+            return bands, rows
+    return MAX_PERMUTATIONS, 1
+
+
+def _sketches(sets: TrigramSets, num_permutations: int, workers: WorkersConfig) -> Iterator["MinHash"]:
+    """Yield the MinHash sketch of each set; that of an empty set says nothing."""
+    starts = range(0, len(sets), _BLOCK)
+    blocks = [[sets[place] for place in range(start, min(start + _BLOCK, len(sets)))] for start in starts]
+    empty = _empty_sketch(num_permutations)
+    for values in map_blocks(partial(_hash_values, num_permutations), blocks, workers, "sketching"):
+        for row in values:
+            sketch = empty.copy()
+            sketch.hashvalues = row
+            yield sketch
+
+
+def _hash_values(num_permutations: int, sets: Sequence[Trigrams]) -> UInt32[np.ndarray, "set permutation"]:
+    """The sketches of some sets as numbers. Trigrams are hashes already: their upper halves go in as they are."""
+    empty = _empty_sketch(num_permutations)
+    rows: list[np.ndarray] = []
+    for trigrams in sets:
+        sketch = empty.copy()
+        sketch.update_batch((trigrams >> np.uint64(32)).tolist())
+        rows.append(sketch.hashvalues)
+    return np.stack(rows)
+
+
+def _empty_sketch(num_permutations: int) -> "MinHash":
+    from datasketch import MinHash
+
+    return MinHash(num_permutations, seed=1, hashfunc=int, scheme="affine32")
+
+
+def _summary(clusters: dict[str, int]) -> dict[str, Any]:
+    """What is said of clusters of two and more: sizes as ranges, the largest by its lowest skill_id."""
+    sizes = Counter(clusters.values())
+    copies = [size for size in sizes.values() if size > 1]
+    first: dict[int, str] = {}
+    for skill_id, cluster in clusters.items():
+        first.setdefault(cluster, skill_id)
+    ranges = {"2": (2, 2), "3 to 5": (3, 5), "6 to 20": (6, 20), "21 to 100": (21, 100), "more": (101, len(clusters))}
+    largest = sizes.most_common()[:5]
+    return {
+        "num_clusters": len(copies),
+        "num_skills_in_clusters": sum(copies),
+        "clusters_by_size": {name: sum(low <= size <= high for size in copies) for name, (low, high) in ranges.items()},
+        "largest": {first[cluster]: size for cluster, size in largest if size > 1},
+    }

@@ -1,1 +1,0 @@
-"""Which skills of a pool are copies of one another."""
