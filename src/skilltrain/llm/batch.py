@@ -99,8 +99,9 @@ class _BatchRun:
 
     def _join(self, key: str, request: Request) -> None:
         """Wait for the batch that holds a request already, or put it into the next one."""
-        if key in self._note_of:
-            self._take_up(self._note_of[key])
+        if (note := self._note_of.get(key)) is not None:
+            if note.file_id not in self._open:
+                self._wait_for(note, is_new=False)
         elif key not in self._waiting:
             line = {"custom_id": key, "method": "POST", "url": ENDPOINT, "body": body_of(request, self._config)}
             self._chunk[key] = (json.dumps(line, ensure_ascii=False) + "\n").encode()
@@ -117,34 +118,21 @@ class _BatchRun:
         note = BatchNote(self._server.upload(b"".join(self._chunk.values())), tuple(self._chunk))
         self._answers.note_batch(self._config.base_url, note)
         self._chunk = {}
-        self._wait_for(self._created(note), "submitted")
+        self._wait_for(note, is_new=True)
 
-    def _take_up(self, note: BatchNote) -> None:
-        """Wait for a batch that an earlier run has submitted."""
-        if note.file_id in self._open:
-            return
-        if note.batch_id is None:  # its run was killed before it could note the id, or before the batch was created
-            found = self._server.find(note.file_id)
-            note = self._noted(note, found) if found else self._created(note)
-        self._wait_for(note, "taken up again")
-
-    def _created(self, note: BatchNote) -> BatchNote:
-        """A note with the id of the batch that is created over its file; where the server refuses, the note goes."""
-        try:
-            return self._noted(note, self._server.create(note.file_id))
-        except _BatchRefusedError:
-            self._answers.forget_batch(self._config.base_url, note)
-            raise
-
-    def _noted(self, note: BatchNote, batch_id: str) -> BatchNote:
-        note = replace(note, batch_id=batch_id)
-        self._answers.note_batch(self._config.base_url, note)
-        return note
-
-    def _wait_for(self, note: BatchNote, how: str) -> None:
+    def _wait_for(self, note: BatchNote, is_new: bool) -> None:
+        """Wait for a batch; where its id is not known, the run was killed before it was noted, or is about to be."""
+        if note.batch_id is None:
+            try:
+                batch_id = self._server.create(note.file_id, look_first=not is_new)
+            except _BatchRefusedError:
+                self._answers.forget_batch(self._config.base_url, note)
+                raise
+            note = replace(note, batch_id=batch_id)
+            self._answers.note_batch(self._config.base_url, note)
         self._note_of |= dict.fromkeys(note.keys, note)
         self._open[note.file_id] = note
-        say(f"batch {note.batch_id}: {how}, {len(note.keys):,} requests")
+        say(f"batch {note.batch_id}: {'submitted' if is_new else 'taken up again'}, {len(note.keys):,} requests")
 
     def _collected(self) -> Iterator[tuple[int, Answer]]:
         """Wait until one of the open batches has ended; its answers, every request of it accounted for."""
@@ -219,12 +207,14 @@ class BatchServer:
         file = ("skilltrain.jsonl", lines)
         return self._ask("upload a batch", lambda: _id_of(self._client.files.create(file=file, purpose="batch")))
 
-    def create(self, file_id: str) -> str:
-        """The id of a new batch over a file. A try that broke off may have made it: look before trying again."""
+    def create(self, file_id: str, look_first: bool) -> str:
+        """The id of the batch over a file. A try that broke off may have made it: look before trying again."""
         import openai
 
-        batches = self._client.with_options(max_retries=0).batches
+        batches = self._server.client.batches
         for num_tries in itertools.count(1):
+            if look_first and (found := self._find(file_id)) is not None:
+                return found
             try:
                 return _id_of(batches.create(input_file_id=file_id, endpoint=ENDPOINT, completion_window="24h"))
             except (openai.OpenAIError, ValueError) as error:
@@ -235,11 +225,10 @@ class BatchServer:
                     raise fault from None
                 seconds = wait_before_retry(error, num_tries)
             time.sleep(min(seconds, self._config.max_retry_wait))
-            if (found := self.find(file_id)) is not None:
-                return found
+            look_first = True
         raise AssertionError
 
-    def find(self, file_id: str) -> str | None:
+    def _find(self, file_id: str) -> str | None:
         """The id of the batch over a file, if the server has one."""
 
         def look() -> str | None:
