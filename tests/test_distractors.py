@@ -93,7 +93,8 @@ def test_each_gold_skill_gets_one_distractor_a_strategy(benchmark: Path, monkeyp
         server.otherwise = good_reply
         config = settings(benchmark, server, llm={"concurrency": 4})
         summary, out = run(config)
-        assert len(server.requests) == 6
+        plan = plan_distractors(config)
+        assert len(server.requests) == 6 == plan["num_answered_before"] and plan["num_requests"] == 0
         again, second = run(config, "second")
         assert len(server.requests) == 6
     assert summary == again
@@ -111,20 +112,12 @@ def test_each_gold_skill_gets_one_distractor_a_strategy(benchmark: Path, monkeyp
     assert Counter(row["gold_skill_id"] for row in origins(out)) == {"gt/read-audio": 3, "gt/sort-invoices": 3}
     assert {row["attempt"] for row in origins(out)} == {1} and {str(row["flags"]) for row in origins(out)} == {"[]"}
     assert read_table(out, DROPPED).num_rows == 0
+    assert rows_of(one for one in read_source(out) if isinstance(one, Skill)) == skills  # the stage pool reads them
     assert (summary["num_gold_skills"], summary["num_asked"], summary["num_distractors"]) == (2, 6, 6)
     assert summary["num_by_strategy"] == dict.fromkeys(sorted(STRATEGIES), 2)
     assert summary["mean_words"] == 201.0 and summary["dollars"] is None
     for file in benchmark.parent.rglob("*"):
         assert file.is_dir() or KEY.encode() not in file.read_bytes()
-
-
-def test_the_stage_pool_reads_them_as_one_more_source(benchmark: Path) -> None:
-    with llm_server() as server:
-        server.otherwise = good_reply
-        _, out = run(settings(benchmark, server))
-    found = list(read_source(out))
-    assert all(isinstance(one, Skill) for one in found)
-    assert rows_of([one for one in found if isinstance(one, Skill)]) == read_table(out, SKILLS).to_pylist()
 
 
 @pytest.mark.parametrize(
@@ -303,32 +296,6 @@ def test_strategies_take_turns_and_ids_are_apart() -> None:
     assert asks[4].skill_id == asks[1].skill_id + "-2"
     assert slugs_of(["gt/a", "gt/b"]) == {"gt/a": "gt-a", "gt/b": "gt-b"}
     assert slugs_of(["发票"]) == {"发票": "发票"} and len(slugs_of(["x" * 200])["x" * 200]) == 80
-
-
-def test_a_dry_run_tells_the_cost_and_asks_nobody(benchmark: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with llm_server() as server:
-        prices = {"prompt": 1.0, "completion": 2.0}
-        config = settings(benchmark, server, llm={"prices": prices})
-        plan = plan_distractors(config)
-        assert server.requests == []
-        server.otherwise = good_reply
-        run(config)
-        assert plan_distractors(config)["num_answered_before"] == 6
-    assert (plan["num_gold_skills"], plan["num_asked"], plan["num_requests"]) == (2, 6, 6)
-    assert plan["num_completion_tokens"] == 6 * 2020  # 1,200 words at 1.6 tokens, and 100 around them
-    assert plan["dollars"] == pytest.approx((plan["num_prompt_tokens"] + 2 * 6 * 2020) / 1e6)
-    assert "6 requests to scripted, about" in capsys.readouterr().err
-
-
-def test_the_budget_holds_and_what_it_leaves_out_is_accounted_for(benchmark: Path) -> None:
-    with llm_server() as server:
-        server.otherwise = good_reply
-        llm = {"budget": {"max_tokens": 12_000}}
-        summary, out = run(settings(benchmark, server, llm=llm))
-        num_requests = len(server.requests)
-    assert 0 < num_requests < 6
-    assert (summary["num_distractors"], summary["dropped"]) == (num_requests, {"budget": 6 - num_requests})
-    assert read_table(out, DROPPED).num_rows == 6 - num_requests
 
 
 def test_a_flag_is_noted_and_drops_nothing(benchmark: Path) -> None:

@@ -108,13 +108,6 @@ def test_what_a_batch_did_not_get_to_is_said_to_be_expired(server: LLMServer, tm
     assert seeds_sent(server) == {0: 1, 1: 1, 2: 2, 3: 2}
 
 
-def test_a_refused_batch_ends_the_run_and_leaves_no_note(server: LLMServer, tmp_path: Path) -> None:
-    server.batch_steps = ["validating", "failed"]
-    with pytest.raises(SkilltrainError, match=r"refused batch batch-0: line is bad \(line 2\)"):
-        ask(client(server, tmp_path), 0)
-    assert notes(server, tmp_path) == []
-
-
 def test_a_run_that_was_stopped_takes_its_batch_up_again(server: LLMServer, tmp_path: Path) -> None:
     server.faults = {"GET /batches/id": [Reply(status=500)] * 3}
     with pytest.raises(SkilltrainError, match="none is submitted twice"):
@@ -147,31 +140,21 @@ def test_a_kill_while_a_batch_is_created_submits_it_once(server: LLMServer, tmp_
     assert seeds_sent(server)[0] == seeds_sent(server)[1] == 1
 
 
-def test_an_answer_lost_on_the_way_does_not_make_a_second_batch(server: LLMServer, tmp_path: Path) -> None:
-    server.faults = {"POST /batches": [Reply(drop=True)]}
+def test_passing_faults_are_waited_off_and_make_no_second_batch(server: LLMServer, tmp_path: Path) -> None:
+    passing = [Reply(status=500, headers={"Retry-After": "0.01"}), Reply(drop=True)]
+    server.faults = {name: list(passing) for name in ("POST /files", "POST /batches", "GET /batches/id", "GET /files")}
     assert ask(client(server, tmp_path), 0, 1) == texts(0, 1)
-    assert len(server.batches) == 1
-    server.faults = {"POST /batches": [Reply(status=503)]}
-    assert ask(client(server, tmp_path), 2) == texts(2)
-    assert len(server.batches) == 2
+    assert len(server.batches) == 1 and seeds_sent(server) == {0: 1, 1: 1}
 
 
-def test_a_batch_that_the_server_will_not_create_leaves_no_note(server: LLMServer, tmp_path: Path) -> None:
+def test_a_batch_that_the_server_refuses_leaves_no_note(server: LLMServer, tmp_path: Path) -> None:
     server.faults = {"POST /batches": [Reply(status=400)]}
     with pytest.raises(SkilltrainError, match=r"cannot create a batch: .*scripted 400"):
         ask(client(server, tmp_path), 0)
-    assert notes(server, tmp_path) == []
-    server.faults = {"POST /batches": [Reply(raw='{"no": "batch"}')]}
-    with pytest.raises(SkilltrainError, match="cannot create a batch: the reply holds no id"):
+    server.batch_steps = ["validating", "failed"]
+    with pytest.raises(SkilltrainError, match=r"refused batch batch-0: line is bad \(line 2\)"):
         ask(client(server, tmp_path), 0)
-    assert len(notes(server, tmp_path)) == 1
-
-
-def test_passing_faults_of_the_server_are_waited_off(server: LLMServer, tmp_path: Path) -> None:
-    passing = [Reply(status=500, headers={"Retry-After": "0.01"}), Reply(drop=True)]
-    server.faults = {name: list(passing) for name in ("POST /files", "GET /batches/id", "GET /files")}
-    assert ask(client(server, tmp_path), 0, 1) == texts(0, 1)
-    assert seeds_sent(server) == {0: 1, 1: 1}
+    assert notes(server, tmp_path) == []
 
 
 @pytest.mark.parametrize("fault", [Reply(raw="{torn"), Reply(raw='{"no": "batch"}'), Reply(raw="[]")])

@@ -10,7 +10,6 @@ import pytest
 
 from llm_server import LLMServer, Reply, embeddings, llm_server, vector_of
 from skilltrain.config import validate
-from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig, run_systems
 from skilltrain.routing.evaluate import EvaluateConfig, run_evaluate
@@ -105,13 +104,6 @@ def test_an_embeddings_system_in_an_evaluation(bench):
         summary = evaluate(bench, api_system(server, bench / "vectors"), measures=["Recall@10"], depth=10)
     assert summary["num_queries"] == 3 and summary["systems"] == {"api": {"Recall@10": 1.0}}
     assert read_table(bench / "out", RANKINGS).num_rows == 3 * len(POOL)
-
-
-def test_a_server_that_gives_no_vectors_is_one_line():
-    with llm_server() as server:
-        server.otherwise = lambda request: Reply(status=404)
-        with pytest.raises(SkilltrainError, match="404"):
-            asked([api_system(server, None)])
 
 
 # A chat model ---------------------------------------------------------------------------------------------------------
