@@ -9,13 +9,11 @@ intervals over the tasks. About two minutes.
 
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import bm25s
 
-from skilltrain.data.stored_skills import StoredSkills
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.metrics import parse_measures, per_query
@@ -44,9 +42,9 @@ SHOWN: dict[str, Callable[[Skill], str]] = {
 }
 
 
-def cells(skills: StoredSkills, text_of: Callable[[Skill], str], cut: Cut, benchmark: Benchmark) -> str:
+def cells(skills: list[Skill], text_of: Callable[[Skill], str], cut: Cut, benchmark: Benchmark) -> str:
     """The measures of BM25 (Lucene's formula, k1 = 1.5, b = .75) over the skills' texts."""
-    numbers, ids = dict[str, int](), skills.skill_ids
+    numbers, ids = dict[str, int](), [skill.skill_id for skill in skills]
     corpus = [[numbers.setdefault(word, len(numbers)) for word in cut(text_of(skill))] for skill in skills]
     index = bm25s.BM25(method="lucene")
     index.index((corpus, numbers), show_progress=False)
@@ -65,13 +63,12 @@ def main() -> None:
     """Print the table."""
     data = Path(sys.argv[1])
     benchmark = load_benchmark(data / "skillsbench-dev")
-    with tempfile.TemporaryDirectory() as folder:
-        skills = skills_of(data / "pool", benchmark, Path(folder))
-        print(f"| {len(skills)} skills, n = {len(benchmark.tasks)} tasks | words | {' | '.join(MEASURES)} |")
-        print(f"| --- | --- |{' ---: |' * len(MEASURES)}")
-        for shown, text_of in SHOWN.items():
-            for title, cut in CUTS.items():
-                print(f"| {shown} | {title} | {cells(skills, text_of, cut, benchmark)} |", flush=True)
+    skills = skills_of(data / "pool", benchmark)
+    print(f"| {len(skills)} skills, n = {len(benchmark.tasks)} tasks | words | {' | '.join(MEASURES)} |")
+    print(f"| --- | --- |{' ---: |' * len(MEASURES)}")
+    for shown, text_of in SHOWN.items():
+        for title, cut in CUTS.items():
+            print(f"| {shown} | {title} | {cells(skills, text_of, cut, benchmark)} |", flush=True)
 
 
 if __name__ == "__main__":

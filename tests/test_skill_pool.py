@@ -11,11 +11,12 @@ from pydantic import ValidationError
 
 from skilltrain.config import input_paths
 from skilltrain.data.pool.merge import merge_sources
-from skilltrain.data.pool.read import guess_lang, read_pool
+from skilltrain.data.pool.read import read_pool
 from skilltrain.data.pool.skill_pool import PoolConfig, run_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.tables import DROPPED, FLAGS, SKILLS, read_table
+from skilltrain.texts import language_of
 
 
 def make(tmp_path: Path, *sources: Path | str, **settings: Any) -> tuple[list[dict], list[dict], dict]:
@@ -323,7 +324,7 @@ def test_no_skill_left_is_an_error(tmp_path: Path):
     ],
 )
 def test_language(text: str, lang: str | None):
-    assert guess_lang(Skill("i", "n", "", text)) == lang
+    assert language_of(text) == lang
 
 
 def test_settings(tmp_path: Path):

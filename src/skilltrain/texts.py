@@ -12,6 +12,12 @@ _SPELLED_WORD = re.compile(r"[^\W\u3400-\u4dbf\u4e00-\u9fff]+(?:['’.-][^\W\u34
 # UTF-8 with ASCII letters in lower case, all else that is ASCII and no digit as a space, other bytes as they are.
 _ASCII = bytes(i if i > 127 else ord(chr(i).lower()) if chr(i).isalnum() else 32 for i in range(256))
 
+# Characters that a reader does not see, by what they are for.
+OVERRIDES = "\u202d\u202e"
+DIRECTIONS = "\u202a-\u202c\u2066-\u2069"
+ZERO_WIDTH = "\u034f\u115f\u1160\u17b4\u17b5\u180e\u200b-\u200d\u2060-\u2065\u206a-\u206f\u3164\ufeff\uffa0"
+TAGS = "\U000e0000-\U000e007f"
+INVISIBLE = f"\u00ad\u061c\u200e\u200f{OVERRIDES}{DIRECTIONS}{ZERO_WIDTH}{TAGS}"
 _BOMS = (
     (codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
     (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Int64
 
-from skilltrain.data.pool.skill_pool import guess_lang
 from skilltrain.data.synthesize.name_leak import names_skill
-from skilltrain.records import Skill
 from skilltrain.report.material import Material, codes
-from skilltrain.texts import name_key, words_of
+from skilltrain.texts import language_of, name_key, words_of
 
 NUM_SHARED = 3  # names with one description that make it no description of any
 SHORT_BODY = 200  # characters; too few to teach what a skill does
@@ -100,7 +98,7 @@ def _flagged_positive(material: Material) -> Found:
 
 def _other_language(material: Material) -> Found:
     entries = material.entries
-    asked = np.array([guess_lang(Skill("", "", "", text)) or "" for text in material.texts], dtype=object)[entries.list]
+    asked = np.array([language_of(text[:4000]) or "" for text in material.texts], dtype=object)[entries.list]
     given = np.array([skill.lang or "" for skill in material.skills], dtype=object)[entries.skill]
     return entries.positive & (asked != "") & (given != "") & (asked != given)
 

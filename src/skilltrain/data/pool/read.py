@@ -77,13 +77,13 @@ def _read_one(source: Path | str, max_body_chars: int) -> tuple[list[Skill], lis
                 reason = f"kept, its body cut from {num_chars:,} to {max_body_chars:,} characters"
                 dropped.append(Dropped("", found.skill_id, "body_too_long", reason, float(num_chars)))
                 skill = replace(found, body=found.body[:max_body_chars].rstrip())
-            skills.append(skill if skill.lang else replace(skill, lang=guess_lang(skill)))
+            skills.append(_with_lang(skill))
     return skills, dropped
 
 
-def guess_lang(skill: Skill) -> str | None:
-    """The language of a skill, zh or en, from its name, its description and the start of its body."""
-    return language_of(f"{skill.name}\n{skill.description}\n{skill.body[:4000]}")
+def _with_lang(skill: Skill) -> Skill:
+    said = f"{skill.name}\n{skill.description}\n{skill.body[:4000]}"
+    return skill if skill.lang else replace(skill, lang=language_of(said))
 
 
 def count_words(words: Iterable[str]) -> dict[str, int]:
@@ -102,7 +102,7 @@ def skills_of_rows(rows: Iterable[Mapping[str, Any]]) -> list[Skill]:
         found = skill_from_row(row, f"row {number}", "")
         if isinstance(found, Dropped):
             raise SkilltrainError(found.reason, where="pool")
-        skills.append(found if found.lang else replace(found, lang=guess_lang(found)))
+        skills.append(_with_lang(found))
     if not skills:
         raise SkilltrainError("there is no skill", where="pool")
     return merge_sources([skills], drop_duplicates=False).skills

@@ -8,12 +8,10 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from skilltrain.config import Config, InputPath
-from skilltrain.data.pool.read import MAX_BODY_CHARS, count_words, read_pool, read_sources
-from skilltrain.data.pool.read import guess_lang as guess_lang
+from skilltrain.data.pool.read import MAX_BODY_CHARS, count_words, read_sources
 from skilltrain.data.pool.skill_sources import HF_PREFIX
 from skilltrain.data.pool.taxonomy import DEFAULT_TAXONOMY, assign_categories, load_taxonomy, mean_vectors
 from skilltrain.data.screening import count_flagged, screen_pool, write_flags
-from skilltrain.data.stored_skills import StoredSkills
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
@@ -115,13 +113,3 @@ def fill_categories(skills: Sequence[Skill], config: PoolConfig) -> Sequence[Ski
         names, vectors = mean_vectors(encode_skills(encoder, members), [skill.category or "" for skill in members])
     nearest = iter(assign_categories(encode_skills(encoder, without), vectors, names))
     return [skill if skill.category is not None else replace(skill, category=next(nearest)) for skill in skills]
-
-
-def open_pool(path: Path) -> list[Skill]:
-    """`read_pool`, under its old name."""
-    return read_pool(path)
-
-
-def store_pool(path: Path, folder: Path) -> StoredSkills:
-    """`read_pool`, for who reads skills from a file still."""
-    return StoredSkills.write(read_pool(path), folder / "skills.jsonl")

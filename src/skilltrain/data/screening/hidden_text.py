@@ -10,14 +10,11 @@ import unicodedata
 
 from skilltrain.data.screening.reading import Reading
 from skilltrain.data.screening.rule import Rule, Spans
+from skilltrain.texts import DIRECTIONS, OVERRIDES, TAGS, ZERO_WIDTH
 
-_OVERRIDES = "\u202d\u202e"
-_DIRECTIONS = "\u202a-\u202c\u2066-\u2069"
-_ZERO_WIDTH = "\u034f\u115f\u1160\u17b4\u17b5\u180e\u200b-\u200d\u2060-\u2065\u206a-\u206f\u3164\ufeff\uffa0"
-_TAGS = "\U000e0000-\U000e007f"
 _SELECTORS = "\ufe00-\ufe0f\U000e0100-\U000e01ef"
 _RUN = re.compile(
-    f"(?P<override>[{_OVERRIDES}]+)|(?P<direction>[{_DIRECTIONS}]+)|(?P<joiner>[{_ZERO_WIDTH}]+)|(?P<tag>[{_TAGS}]+)"
+    f"(?P<override>[{OVERRIDES}]+)|(?P<direction>[{DIRECTIONS}]+)|(?P<joiner>[{ZERO_WIDTH}]+)|(?P<tag>[{TAGS}]+)"
     f"|(?P<selector>[{_SELECTORS}]{{2,}})"
 )
 _RIGHT_TO_LEFT = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]")

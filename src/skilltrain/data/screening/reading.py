@@ -6,11 +6,8 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# Characters that show nothing and only keep a pattern from being seen.
-INVISIBLE = (
-    "\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\u3164\ufeff\uffa0"
-    "\U000e0000-\U000e007f"
-)
+from skilltrain.texts import INVISIBLE
+
 _ENTITY = r"&(?:#\d{1,7}|#x[0-9a-f]{1,6}|[a-z]{2,8});"
 _CONTINUED_LINE = r"\\\n"
 _DISGUISE = re.compile(f"{_ENTITY}|{_CONTINUED_LINE}|[{INVISIBLE}]+")
