@@ -24,12 +24,11 @@ def library(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def router(library, tmp_path_factory, model_folders):
+def router(library, tmp_path_factory):
     """(the folder of a router that `fit` made with the library's own queries, what it answered)."""
     out = tmp_path_factory.mktemp("fit") / "router"
     found = skilltrain.fit(
-        library / "skills", out, queries=[library / "queries" / "train.jsonl"], base=str(model_folders["bert"]),
-        max_tokens=48,
+        library / "skills", out, queries=[library / "queries" / "all.jsonl"], max_tokens=32
     )  # fmt: skip
     forget_ranks()
     return out, found
@@ -62,7 +61,7 @@ def test_the_stages_as_functions(library, tmp_path, model_folders):
     pool, model = tmp_path / "pool", str(model_folders["bert"])
     assert skilltrain.run({"stage": "pool", "sources": library / "skills", "out": pool})["num_skills"] == 20
     rows = [{"query": text, "skill_ids": list(skill_ids)} for _, text, skill_ids in QUERIES]
-    lists = skilltrain.build_lists(pool, rows, tmp_path / "data", encoder=model, quotas={"semantic": 2, "random": 1})
+    lists = skilltrain.build_lists(pool, rows, tmp_path / "data", quotas={"semantic": 2, "random": 1})
     assert lists == tmp_path / "data" / "lists" and (lists / "lists.parquet").is_file()
     recipe = {
         "stage": "train_encoder", "model": {"source": model, "max_tokens": 32}, "data": {"pool": pool, "lists": lists},
@@ -94,7 +93,7 @@ def test_one_request_and_many(library, router):
 # fit -----------------------------------------------------------------------------------------------------------------
 
 
-def test_fit_makes_a_router_and_the_recipes_of_it(router, model_folders):
+def test_fit_makes_a_router_and_the_recipes_of_it(router):
     out, found = router
     assert found["num_skills"] == 20 and found["num_lists"] > 0
     recipes = sorted((out / "recipes").iterdir())
@@ -109,25 +108,24 @@ def test_fit_makes_a_router_and_the_recipes_of_it(router, model_folders):
     assert succeeds("route", "merge these pdf files", "--router", out, "--top", 2).out.count("\n") == 4
 
 
-def test_fit_without_queries_makes_its_own(library, tmp_path, model_folders):
-    settings = [f"base={model_folders['bert']}", "max_tokens=48"]
-    found = json.loads(succeeds("fit", library / "skills", "--out", tmp_path / "router", *settings).out)
+def test_fit_without_queries_makes_its_own(library, tmp_path):
+    found = json.loads(succeeds("fit", library / "skills", "--out", tmp_path / "router", "max_tokens=32").out)
     forget_ranks()
     assert {"bm25", "base encoder", "trained encoder", "router"} == found["Hit@1"].keys()
     assert (tmp_path / "router" / "report" / "report.html").is_file()
 
 
-def test_a_dry_run_of_fit_writes_nothing(library, tmp_path, model_folders):
+def test_a_dry_run_of_fit_writes_nothing(library, tmp_path):
     plan = json.loads(succeeds("fit", library / "skills", "--out", tmp_path / "router", "--dry-run").out)["steps"]
     assert [*plan] == ["pool", "queries", "mined", "filtered", "lists", "encoder", "report"]
     assert {step["state"] for step in plan.values()} == {"to run"} and not (tmp_path / "router").exists()
     assert "no such file or folder" in command("fit", tmp_path / "none", "--out", tmp_path / "x", "--dry-run").err
 
 
-def test_a_killed_fit_goes_on(library, tmp_path, model_folders):
+def test_a_killed_fit_goes_on(library, tmp_path):
     line = [
         sys.executable, "-m", "skilltrain", "fit", str(library / "skills"), "--out", str(tmp_path / "router"),
-        "--queries", str(library / "queries" / "train.jsonl"), f"base={model_folders['bert']}", "max_tokens=48",
+        "--queries", str(library / "queries" / "all.jsonl"), "max_tokens=32",
     ]  # fmt: skip
     process = subprocess.Popen(line, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     while not (tmp_path / "router" / "mined").is_dir() and process.poll() is None:
