@@ -74,8 +74,8 @@ def test_the_stages_as_functions(library, tmp_path, model_folders):
         {"stage": "evaluate", "benchmark": tmp_path / "data" / "queries", "pool": pool, "systems": systems},
         f"out={tmp_path}/report",
     )
-    assert found["systems"]["trained"]["all"]["Hit@1"]["n"] == len(rows)
-    skilltrain.export(trained, tmp_path / "model")
+    assert found["systems"][0]["metrics"]["Hit@1"]["n"] == len(rows)
+    skilltrain.export_model(trained, tmp_path / "model")
     assert (tmp_path / "model" / "model.safetensors").is_file()
     with pytest.raises(SkilltrainError, match="is a recipe of stage pool, not of a training"):
         skilltrain.train({"stage": "pool", "sources": "x"}, "out=y")

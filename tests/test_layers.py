@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 LAYERS = (
     ("__init__", "__main__", "recipe"),
     ("cli",),
-    ("api", "fit", "ablation"),
+    ("api", "fitting", "ablation"),
     ("stages",),
     ("training", "routing"),
     ("report",),

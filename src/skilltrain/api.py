@@ -127,10 +127,10 @@ def route(
     return Router(pool if _are_skills(pool) else read_pool(pool), system).route(request, top)
 
 
-def export(training: Path | str, out: Path | str, checkpoint: str | None = None) -> dict[str, Any]:
+def export_model(training: Path | str, out: Path | str, checkpoint: str | None = None) -> dict[str, Any]:
     """Write the model of a training run, or of one of its checkpoints (`best`, `step-400`), as a folder of its own.
 
-    >>> export("runs/encoder", "models/encoder", checkpoint="best")
+    >>> export_model("runs/encoder", "models/encoder", checkpoint="best")
     """
     from skilltrain.training.export_run import export_run
 

@@ -37,7 +37,7 @@ def fit(
     Example: skilltrain fit my_skills --out runs/router && skilltrain route --router runs/router "merge these PDFs"
     """
     from skilltrain.config import apply_overrides
-    from skilltrain.fit import FitConfig, plan_fit, run_fit
+    from skilltrain.fitting import FitConfig, plan_fit, run_fit
 
     values: dict[str, Any] = {"skills": str(skills), "out": str(out), "queries": [str(file) for file in queries or []]}
     values |= {"llm": parse_yaml(llm, "--llm")} if llm else {}
