@@ -60,7 +60,7 @@ def test_beir_scores_are_gains_and_the_corpus_is_the_pool(write: Write):
     first, second = benchmark.tasks
     assert first.query == Query("q1", "first", "multi", "bench", "test")
     assert first.relevance == Relevance(frozenset({"d1", "d2"}), {"d1": 2.0, "d2": 1.0})
-    assert second.slice == "single"
+    assert second.labels["kind"] == "single"
     assert benchmark.pool[0] == Skill("d1", name="T1", description="", body="body 1")
     assert [skill.skill_id for skill in benchmark.pool] == ["d1", "d2", "d3"]
     assert benchmark.gold_skills == benchmark.pool
@@ -241,7 +241,7 @@ def test_groups_of_judgements_required_is_gold(write: Write):
     first, second = benchmark.tasks
     assert first.query == Query("g1", "do g1", "multi", "r3", "test")
     assert first.relevance == Relevance(frozenset("ab"), {"a": 1.0, "b": 1.0})
-    assert second.slice == "single"
+    assert second.labels["kind"] == "single"
     assert benchmark.pool == ()
 
 
@@ -284,7 +284,7 @@ def test_livemcpbench_any_candidate_meets_a_need(write: Write, capsys: pytest.Ca
     both = mcp_task("t1", ["disk/write", "cloud/write"], ["web/fetch"], [])
     benchmark = load_benchmark(livemcp(write, both, mcp_task("t2", ["web/fetch"]), mcp_task("t3", [])))
     assert ids(benchmark) == ["t1", "t2"]
-    assert [task.slice for task in benchmark.tasks] == ["multi", "single"]
+    assert [task.labels["kind"] for task in benchmark.tasks] == ["multi", "single"]
     relevance = benchmark.tasks[0].relevance
     assert relevance == Relevance(
         frozenset({"disk/write", "web/fetch"}), {"disk/write": 1.0, "web/fetch": 1.0}, {"cloud/write": "disk/write"}

@@ -54,7 +54,7 @@ def test_skillrouter_folder_scores_what_relevance_json_says(tmp_path: Path):
     first, second = benchmark.tasks
     assert first.query == Query("t1", "do t1", "single", "skillsbench", "test")
     assert first.relevance == Relevance(frozenset({"g/a"}), {"g/a": 3.0, "g/aux": 1.0, "copy": 1.0})
-    assert (first.slice, second.slice, second.query.kind) == ("single", "multi", "multi")
+    assert (first.labels["kind"], second.labels["kind"], second.query.kind) == ("single", "multi", "multi")
     assert second.query.query_id == "t2"
     assert load_benchmark(folder, split="test") == benchmark
 
@@ -128,7 +128,7 @@ def test_our_tables_required_is_gold_useful_gains_half(tmp_path: Path):
     assert only.relevance == Relevance(frozenset("a"), {"a": 1.0, "b": 0.5})
     assert only.query.text == "do q1"
     (dev,) = load_benchmark(folder, split="dev").tasks
-    assert dev.slice == "multi"
+    assert dev.labels["kind"] == "multi"
 
 
 @pytest.mark.parametrize(

@@ -196,3 +196,29 @@ def test_predictions_that_are_not_json(tmp_path):
     (tmp_path / "torn.json").write_text('{"q1": ["s0"')
     with pytest.raises(SkilltrainError, match=r"torn\.json: is not JSON"):
         read_predictions(tmp_path / "torn.json")
+
+
+def test_tiers_are_ranked_over_their_own_pools_and_scored_together(folder):
+    """Hard adds a copy that says `apples` more often, so Hit@1 is 1 over easy and 0 over hard."""
+    entry = {"gt_skill_ids": ["s0"], "relevance": {"s0": 3}, "task_type": "clean"}
+    (folder / "relevance.json").write_text(json.dumps({"t": entry}))
+    (folder / "tasks.jsonl").write_text(json.dumps({"task_id": "t", "instruction_text": "apples"}) + "\n")
+    copy = Skill("copy", "apples", "apples", "apples")
+    for tier, skills in {"easy": SKILLS_OF_POOL, "hard": [*SKILLS_OF_POOL, copy]}.items():
+        (folder / tier).mkdir()
+        rows = ({key: value for key, value in row.items() if value is not None} for row in rows_of(skills))
+        (folder / tier / "part.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    predicted = predict(folder, {"t@easy": ["s0"], "t@hard": ["s0"]})
+    tiers = [str(folder / "easy"), str(folder / "hard")]
+    summary = evaluate(folder, benchmark=tiers, systems=[BM25], predictions=predicted, measures=["Hit@1"])
+    assert (summary["num_queries"], summary["systems"]) == (2, {"bm25": {"Hit@1": 0.5}, "mine": {"Hit@1": 1.0}})
+    found = json.loads((folder / "out" / "metrics.json").read_text())
+    by_tier = {part["value"]: part["systems"]["bm25"]["Hit@1"]["mean"] for part in found["slices"]
+               if part["label"] == "tier"}  # fmt: skip
+    assert (found["benchmark"], by_tier) == ("easy + hard", {"easy": 1.0, "hard": 0.0})
+    whole = found["systems"][0]["metrics"]["Hit@1"]
+    assert (whole["low"], whole["high"], whole["n"]) == (0.5, 0.5, 2), "one task, whatever is drawn"
+    rows = read_table(folder / "out", RANKINGS).to_pylist()
+    assert {row["query_id"]: row["skill_id"] for row in rows if row["rank"] == 1} == {"t@easy": "s0", "t@hard": "copy"}
+    with pytest.raises(SkilltrainError, match="systems need a pool to rank"):
+        evaluate(folder, benchmark=[str(folder), *tiers], systems=[BM25])

@@ -67,7 +67,7 @@ class ResultTable:
     """One evaluation: its variants' scores, in the grid's order, and the differences to the baseline."""
 
     evaluation: str
-    benchmark: Any
+    benchmark: str
     split: str | None
     num_queries: int
     measures: tuple[str, ...]
@@ -103,7 +103,7 @@ class ResultTable:
             | {"seed_differences": {str(seed): value for seed, value in self.seed_differences(c).items()}}
             for c in self.comparisons
         ]
-        asked = {"evaluation": self.evaluation, "benchmark": str(self.benchmark), "split": self.split}
+        asked = {"evaluation": self.evaluation, "benchmark": self.benchmark, "split": self.split}
         return asked | {"num_queries": self.num_queries, "variants": rows, "differences": differences}
 
 
@@ -174,7 +174,7 @@ def _table(plan: Plan, name: str, cells: Sequence[Cell]) -> ResultTable:
     ]
     order = list(grid.variants)
     comparisons.sort(key=lambda comparison: order.index(comparison.system))
-    asked = (name, config.benchmark, config.split, len(query_ids), measures)
+    asked = (name, " + ".join(map(str, config.benchmark)), config.split, len(query_ids), measures)
     return ResultTable(*asked, tuple(scores), tuple(comparisons))
 
 

@@ -232,7 +232,7 @@ def write_report(report: Report, folder: Path) -> None:
 def write_per_query(report: Report, file: Path) -> None:
     """Write one row a system and query: the query's slice, and its value of each measure that it has one of."""
     rows = (
-        {"system": result.name, "query_id": query_id, "slice": task.slice}
+        {"system": result.name, "query_id": query_id, "slice": task.labels["kind"]}
         | {name: value for name, value in result.per_query[query_id].items() if name in report.measures}
         for result in report.results
         for query_id, task in report.tasks.items()

@@ -72,11 +72,12 @@ def analyse_results(
 
     Outcomes compare each system with the one before it: a pair that the recipe puts side by side.
     """
+    clusters = benchmark.clusters
     decides = all(_DECIDES in values for result in results for values in result.per_query.values())
     return replace(
         inputs,
-        outcomes=tuple(outcomes(a, b, _DECIDES) for a, b in pairwise(results)) if decides else (),
-        pass_rates=pass_rates(results, AGENTS, seed=seed) if are_known(benchmark.tasks) else (),
+        outcomes=tuple(outcomes(a, b, _DECIDES, clusters) for a, b in pairwise(results)) if decides else (),
+        pass_rates=pass_rates(results, AGENTS, seed=seed, clusters=clusters) if are_known(benchmark.tasks) else (),
         latencies=latencies(stages),
     )
 

@@ -1,7 +1,9 @@
 """Stage `evaluate`: systems side by side on a benchmark, with intervals; and predictions of others, scored alone."""
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import date
+from functools import reduce
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +14,7 @@ from skilltrain.config import Config, InputPath
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analysis.analysis import Analysis
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark, check_pool
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, check_pool, joined
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.metrics import DEFAULT_MEASURES, Measure, MeasureNames, parse_measures, per_query
 from skilltrain.evaluation.results import SystemResult
@@ -38,7 +40,11 @@ class EvaluateConfig(Config):
     pool: InputPath | None = Field(
         default=None, description="SKILLS table, or whatever the stage pool reads; null: the benchmark's own, if any"
     )
-    benchmark: InputPath = Field(description="folder of a benchmark, in a published format or in our tables")
+    benchmark: tuple[InputPath, ...] = Field(
+        min_length=1,
+        description="folder of a benchmark, in a published format or in our tables; several are tiers, each ranked "
+        "over its own pool and scored together ([data/easy, data/hard])",
+    )
     split: str | None = Field(default=None, description="score the queries of this split only; null for all")
     systems: tuple[SystemConfig, ...] = Field(default=(), description="what to compare")
     predictions: tuple[InputPath, ...] = Field(
@@ -54,7 +60,7 @@ class EvaluateConfig(Config):
     seed: int = Field(default=0, description="seed of the bootstrap")
     out: Path = Field(description="folder to write: metrics.json, report.html, report.md, per-query values, RANKINGS")
 
-    @field_validator("predictions", mode="before")
+    @field_validator("benchmark", "predictions", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
         """A single file as a list of one."""
@@ -71,25 +77,23 @@ def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
     measures = parse_measures(config.measures)
     benchmark = load_benchmark(config.benchmark, config.split)
     check_use(config, benchmark)
-    skills = skills_of(config.pool, benchmark)
-    by_id = {skill.skill_id: skill for skill in skills}
-    if skills:
-        benchmark = check_pool(benchmark, by_id)
-    queries = [task.query for task in benchmark.tasks]
+    pools = [skills_of(config.pool, part) for part in benchmark.parts]
+    by_id = {skill.skill_id: skill for skills in pools for skill in skills}
+    benchmark = _within(benchmark, pools)
     predicted = _predicted(config, benchmark, by_id)
     inputs = analyse_inputs(config.analysis, config.systems, benchmark, by_id)
-    stages = run_systems(config.systems, queries, skills, config.ranked_depth, config.analysis.num_timed)
+    stages = _ranked(config, benchmark, pools)
     if stages:
         write_table(rankings_table(chain(*stages.values())), RANKINGS, out)
     rankings = {name: _ids(ranked[-1].rankings) for name, ranked in stages.items()} | predicted
     results = _results(rankings, benchmark, measures)
     analysis = analyse_results(inputs, results, benchmark, stages, config.seed)
-    about = About((*benchmark.notes, *_select_notes(stages)), _provenance(config, len(skills)))
+    about = About((*benchmark.notes, *_select_notes(stages)), _provenance(config, len(by_id)))
     report = build_report(benchmark, results, measures, config.seed, by_id, analysis, about)
     write_report(report, out)
     console.print(terminal_table(report, console.width))
     return {
-        "num_queries": len(queries),
+        "num_queries": len(benchmark.tasks),
         "systems": {name: _means(report, name) for name in rankings},
         "seconds_a_query": {stage.name: round(stage.seconds, 6) for ranked in stages.values() for stage in ranked},
         "asked": {stage.name: stage.counts for ranked in stages.values() for stage in ranked if stage.counts},
@@ -100,7 +104,7 @@ def check_use(config: EvaluateConfig, benchmark: Benchmark) -> None:
     """Raise SkilltrainError where there is nothing to score, or no pool to rank."""
     if not config.systems and not config.predictions:
         raise SkilltrainError("there is nothing to evaluate: give systems or predictions")
-    if config.systems and config.pool is None and not benchmark.pool:
+    if config.systems and config.pool is None and not all(part.pool for part in benchmark.parts):
         raise SkilltrainError("systems need a pool to rank", fix="give pool=…")
 
 
@@ -112,9 +116,8 @@ def score_predictions(config: EvaluateConfig) -> Report:
     given = "measures" in config.model_fields_set
     measures = parse_measures(config.measures if given else PREDICTION_MEASURES)
     benchmark = load_benchmark(config.benchmark, config.split)
-    skill_ids = {skill.skill_id for skill in skills_of(config.pool, benchmark)}
-    if skill_ids:
-        benchmark = check_pool(benchmark, skill_ids)
+    pools = [skills_of(config.pool, part) for part in benchmark.parts]
+    benchmark, skill_ids = _within(benchmark, pools), {skill.skill_id for skills in pools for skill in skills}
     results = _results(_predicted(config, benchmark, skill_ids), benchmark, measures)
     return build_report(benchmark, results, measures, config.seed, {}, Analysis(), About(benchmark.notes))
 
@@ -138,6 +141,50 @@ def skills_of(pool: Path | None, benchmark: Benchmark) -> list[Skill]:
     skills = read_pool(pool)
     known = {skill.skill_id for skill in skills}
     return skills + [skill for skill in benchmark.gold_skills if skill.skill_id not in known]
+
+
+def _within(benchmark: Benchmark, pools: Sequence[Sequence[Skill]]) -> Benchmark:
+    """`benchmark` as each of its parts can be scored over its pool; a part without a pool stays as it is."""
+    parts = zip(benchmark.parts, pools, strict=True)
+    return joined([check_pool(part, {skill.skill_id for skill in pool}) if pool else part for part, pool in parts])
+
+
+def _ranked(
+    config: EvaluateConfig, benchmark: Benchmark, pools: Sequence[Sequence[Skill]]
+) -> dict[str, tuple[RankedStage, ...]]:
+    """What each ranker of each system answers, the queries of each part over its pool."""
+    found = [
+        run_systems(
+            config.systems, [task.query for task in part.tasks], pool, config.ranked_depth, config.analysis.num_timed
+        )
+        for part, pool in zip(benchmark.parts, pools, strict=True)
+    ]
+    return {
+        system: tuple(map(_one_stage, zip(*(stages[system] for stages in found), strict=True))) for system in found[0]
+    }
+
+
+def _one_stage(stages: Sequence[RankedStage]) -> RankedStage:
+    """One ranker's answers over several pools as one; seconds are those of a query, over all of them."""
+    if len(stages) == 1:
+        return stages[0]
+    rankings = {query_id: ranking for stage in stages for query_id, ranking in stage.rankings.items()}
+    seconds = sum(stage.seconds * len(stage.rankings) for stage in stages) / len(rankings)
+    alone = tuple(chain.from_iterable(stage.alone for stage in stages))
+    counts = reduce(_summed, (stage.counts for stage in stages))
+    return replace(stages[0], rankings=rankings, seconds=seconds, alone=alone, counts=counts)
+
+
+def _summed(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Counts by name, added; those in maps of their own too."""
+    found = dict(one)
+    for name, value in other.items():
+        if isinstance(value, Mapping):
+            found[name] = _summed(found.get(name, {}), value)
+        else:
+            both = (found.get(name, 0), value)
+            found[name] = None if None in both else sum(both)  # a cost of which a part is not known
+    return found
 
 
 def _predicted(
@@ -173,7 +220,7 @@ def _provenance(config: EvaluateConfig, num_skills: int) -> dict[str, str]:
     split = f", split {config.split}" if config.split else ""
     systems = {f"System {system.name}": ", ".join(_models_of(system.model_dump())) for system in config.systems}
     return {
-        "Benchmark": config.benchmark.resolve().name + split,
+        "Benchmark": " + ".join(path.resolve().name for path in config.benchmark) + split,
         "Pool": f"{pool}, {num_skills:,} skills",
         **{name: models for name, models in systems.items() if models},
         "Made": f"{date.today().isoformat()} with skilltrain {__version__}",

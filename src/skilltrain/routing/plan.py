@@ -1,6 +1,7 @@
 """What ranking would ask of servers that cost money, told before it is asked."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from skilltrain.data.pool.read import read_pool
@@ -23,7 +24,8 @@ def plan_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     """
     benchmark = load_benchmark(config.benchmark, config.split)
     check_use(config, benchmark)
-    return _plan(config.systems, [task.query for task in benchmark.tasks], skills_of(config.pool, benchmark))
+    pools = [skills_of(config.pool, part) for part in benchmark.parts]
+    return _plan(config.systems, [task.query for task in benchmark.tasks], list(chain.from_iterable(pools)))
 
 
 def plan_candidates(config: CandidatesConfig) -> dict[str, Any]:

@@ -5,13 +5,12 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping, 
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.records import Query, Skill
 
-Slice = Literal["single", "multi"]
 Labels = Mapping[str, str | tuple[str, ...]]
 """What is known of one query: label → value, or values where it has several."""
 ItemT = TypeVar("ItemT")
@@ -28,11 +27,6 @@ class Task:
     relevance: Relevance
     labels: Labels = field(default_factory=dict)
     cluster: str = ""
-
-    @property
-    def slice(self) -> Slice:
-        """`single` where exactly one skill is gold, else `multi` (SkillRouter, appendix A)."""
-        return _kind_of(self.relevance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +49,11 @@ class Benchmark:
     tiers: tuple["Benchmark", ...] = ()
 
     @property
+    def parts(self) -> tuple["Benchmark", ...]:
+        """What is ranked, each over a pool of its own: the tiers, or the benchmark itself where it has none."""
+        return self.tiers or (self,)
+
+    @property
     def clusters(self) -> dict[str, str]:
         """query_id → what the bootstrap draws it together with, for the queries that have such a cluster."""
         return {task.query.query_id: task.cluster for task in self.tasks if task.cluster}
@@ -73,7 +72,8 @@ def task_of(query: Query, relevance: Relevance, labels: Labels) -> Task:
     return Task(query, relevance, {name: value for name, value in every.items() if value})
 
 
-def _kind_of(relevance: Relevance) -> Slice:
+def _kind_of(relevance: Relevance) -> str:
+    """`single` where exactly one skill is gold, else `multi` (SkillRouter, appendix A)."""
     return "single" if len(relevance.gold) == 1 else "multi"
 
 
@@ -120,8 +120,11 @@ def as_tier(benchmark: Benchmark) -> Benchmark:
 def joined(tiers: Sequence[Benchmark]) -> Benchmark:
     """Tiers (`as_tier`) as one benchmark, whose `tiers` are ranked each over its own pool and scored together.
 
-    Its own `pool` and `gold_skills` are empty. Raises SkilltrainError for two tiers of one name.
+    Its own `pool` and `gold_skills` are empty; one benchmark alone is itself. Raises SkilltrainError for two tiers of
+    one name.
     """
+    if len(tiers) == 1:
+        return tiers[0]
     names = [tier.name for tier in tiers]
     if len(set(names)) < len(names):
         what = f"two tiers are named '{max(names, key=names.count)}'"

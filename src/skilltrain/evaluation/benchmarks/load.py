@@ -36,10 +36,10 @@ _FORMS = (
 def load_benchmark(path: Path | Sequence[Path], split: str | None = None) -> Benchmark:
     """The benchmark in a folder, all of it or one split, in whichever of these forms the folder holds.
 
-    Several folders are tiers that are scored together, as SkillRouter averages easy and hard: `tiers` of what comes
-    back holds one benchmark each, to be ranked over its own pool (`tier.pool`, and `check_pool(tier, …)` for it;
-    `joined` puts checked tiers together again). Their queries are called `task@tier`, have a label `tier`, and those
-    of one task are one cluster of the bootstrap: 75 tasks over two pools have n = 150 and 75 clusters.
+    Several folders are tiers that are scored together, as SkillRouter averages easy and hard: `parts` of what comes
+    back holds one benchmark each, to be ranked over its own pool (`check_pool`; `joined` puts them together again).
+    Their queries are called `task@tier`, have a label `tier`, and those of one task are one cluster of the bootstrap:
+    75 tasks over two pools have n = 150 and 75 clusters.
 
     Our own tables, queries.parquet and judgements.parquet: a required skill is gold with gain 1, a useful one has
     gain 0.5 without being gold; irrelevant and rejected skills gain nothing.
@@ -71,11 +71,9 @@ def load_benchmark(path: Path | Sequence[Path], split: str | None = None) -> Ben
     Raises SkilltrainError, naming file, line and id, for malformed files, an id that stands twice, a query without
     gold, relevance without a query, and relevance of a skill that the benchmark's own pool does not hold.
     """
-    if isinstance(path, Path):
-        return _load(path, split)
-    if len(path) == 1:
-        return _load(path[0], split)
-    return joined([as_tier(_load(tier, split)) for tier in path])
+    paths = [path] if isinstance(path, Path) else path
+    found = [_load(one, split) for one in paths]
+    return found[0] if len(found) == 1 else joined([as_tier(one) for one in found])
 
 
 def _load(path: Path, split: str | None) -> Benchmark:
