@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
+from skilltrain.data.near_duplicates import link_near_duplicates
+from skilltrain.data.trigrams import TrigramSets
 from skilltrain.errors import SkilltrainError
 from skilltrain.workers import WorkersConfig, map_blocks
-from small_library import LAYERS, succeeds, write_library
 
-ENGINES = [WorkersConfig(num=1), WorkersConfig(num=2), WorkersConfig(num=3)]
+ENGINES = [WorkersConfig(num=1), WorkersConfig(num=2)]
 
 
 def shifted_squares(shift: int, block: range) -> list[int]:
@@ -70,7 +70,8 @@ def test_no_blocks_no_results(workers: WorkersConfig) -> None:
 def on_ray() -> Iterator[WorkersConfig]:
     ray = pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))  # where Ray's workers find this file's functions
+        paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))  # where Ray's workers find this file's functions
         yield WorkersConfig(engine="ray", num=2)
     ray.shutdown()
 
@@ -85,20 +86,10 @@ def test_ray_gives_what_processes_give(on_ray: WorkersConfig) -> None:
 
 
 @pytest.mark.slow
-def test_the_data_stages_write_the_same_tables_on_ray(on_ray: WorkersConfig, tmp_path: Path, model_folders) -> None:
-    library = write_library(tmp_path / "library")
-    encoder = (f"encoder.source={model_folders['bert']}", f"encoder.cache={tmp_path}/vectors")
-    pool, queries = f"pool={tmp_path}/pool", f"queries={tmp_path}/queries"
-    succeeds("pool", f"sources={library}/skills", f"out={tmp_path}/pool")
-    succeeds("queries", f"files={library}/queries/all.jsonl", pool, f"out={tmp_path}/queries")
-    engines = {"here": "workers={num: 1}", "ray": "workers={engine: ray, num: 2}"}
-    for name, workers in engines.items():
-        runs = tmp_path / name
-        succeeds("clusters", pool, workers, "threshold=0.3", f"out={runs}/clusters")
-        succeeds("mine", pool, queries, *encoder, "depth=8", workers, f"out={runs}/mined")
-        rankings = f"rankings={runs}/mined"
-        succeeds("filter", pool, queries, *encoder, rankings, LAYERS, workers, f"out={runs}/filtered")
-    for table in ("clusters/clusters", "mined/rankings", "mined/dropped", "filtered/rankings", "filtered/dropped"):
-        here, there = (pq.read_table(tmp_path / name / f"{table}.parquet") for name in engines)
-        assert here.equals(there), table
-    assert pq.read_table(tmp_path / "ray" / "filtered" / "rankings.parquet").num_rows > 100
+def test_near_duplicates_are_the_same_on_ray(on_ray: WorkersConfig) -> None:
+    bodies = [f"restart the pods of service {n // 2} and wait until all of them are ready again" for n in range(40)]
+    here = TrigramSets.of(bodies, ENGINES[0])
+    there = TrigramSets.of(bodies, on_ray)
+    assert here.trigrams.tolist() == there.trigrams.tolist() and here.starts.tolist() == there.starts.tolist()
+    roots = link_near_duplicates(here, 0.9, ENGINES[0])
+    assert link_near_duplicates(there, 0.9, on_ray) == roots and len(set(roots)) == 20

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any, Literal, TypeVar
 
@@ -26,8 +25,8 @@ class WorkersConfig(Config):
 
     engine: Literal["processes", "ray"] = Field(
         default="processes",
-        description="processes: of this machine; ray: Ray Data (pip install 'skilltrain[ray]'), on the cluster of "
-        "RAY_ADDRESS or on this machine; its nodes must see the same files under the same paths",
+        description="processes: of this machine; ray: Ray (pip install 'skilltrain[ray]'), on the cluster of "
+        "RAY_ADDRESS or on this machine",
     )
     num: int | None = Field(default=None, ge=1, description="workers; null: one a core; 1 with processes: no other")
 
@@ -42,18 +41,17 @@ def map_blocks(
 ) -> Iterator[ResultT]:
     """Yield `function(block)` for each block, in the order of `blocks`, under a progress bar.
 
-    `function` is a top-level function (or a partial of one) that answers alike for the same block wherever it runs;
-    what all blocks share it reads from files, for every block is sent with its arguments alone. A SkilltrainError of
-    a worker is raised here; so is one if a worker dies.
+    `function` is a top-level function (or a partial of one) that answers alike for the same block wherever it runs.
+    It is sent to workers together with each block. A SkilltrainError of a worker is raised here; so is one if a worker
+    dies.
     """
     if not blocks:
         return
+    num = min(workers.num or num_cores(), len(blocks))
     if workers.engine == "ray":
         results = _on_ray(function, blocks, workers.num)
-    elif min(workers.num or num_cores(), len(blocks)) <= 1:
-        results = map(function, blocks)
     else:
-        results = _in_processes(function, blocks, min(workers.num or num_cores(), len(blocks)))
+        results = _in_processes(function, blocks, num) if num > 1 else map(function, blocks)
     yield from track(results, description, len(blocks))
 
 
@@ -63,14 +61,8 @@ def _in_processes(
     threads = max(1, num_cores() // num_workers)
     # Not forked: a fork of a process in which torch or faiss have started threads may hang.
     executor = ProcessPoolExecutor(num_workers, get_context("spawn"), _limit_threads, (threads,))
-    waiting: deque[Future[ResultT]] = deque()
     try:
-        for block in blocks:
-            waiting.append(executor.submit(function, block))
-            if len(waiting) >= _WAITING * num_workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        yield from _in_order(lambda block: executor.submit(function, block), Future.result, blocks, num_workers)
     except BrokenProcessPool as error:
         fix = "if memory ran out, set workers.num to fewer"
         raise SkilltrainError("a worker process ended before its work was done", fix=fix) from error
@@ -84,47 +76,38 @@ def _limit_threads(threads: int) -> None:
         os.environ[name] = str(threads)
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """A result or a user's fault, as a thing that Ray Data does not take apart (arrays would come back as lists)."""
-
-    result: Any
-    fault: SkilltrainError | None
-
-
 def _on_ray(function: Callable[[BlockT], ResultT], blocks: Sequence[BlockT], num: int | None) -> Iterator[ResultT]:
+    """The results from the cluster that RAY_ADDRESS names, or from one of `num` cores on this machine."""
     try:
         import ray
-        from ray.data import DataContext, TaskPoolStrategy
-        from ray.exceptions import RayError
+        from ray.exceptions import RayError, RayTaskError
     except ImportError as error:
         raise SkilltrainError("workers.engine ray needs Ray", fix="pip install 'skilltrain[ray]'") from error
     if not ray.is_initialized():
-        _join_cluster(num)
-    context = DataContext.get_current()
-    context.execution_options.preserve_order = True
-    context.enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.ERROR)  # it tells of every execution
-
-    def work(row: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return {"answer": _Answer(function(blocks[row["id"]]), None)}
-        except SkilltrainError as fault:
-            return {"answer": _Answer(None, fault)}
-
-    positions = ray.data.range(len(blocks), override_num_blocks=len(blocks))
+        cores = None if os.environ.get("RAY_ADDRESS") else num or num_cores()
+        ray.init(num_cpus=cores, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    task: Any = ray.remote(_call)
+    get: Any = ray.get
     try:
-        for row in positions.map(work, compute=TaskPoolStrategy(num)).iter_rows():
-            if row["answer"].fault is not None:
-                raise row["answer"].fault
-            yield row["answer"].result
+        num_workers = num or int(ray.cluster_resources().get("CPU", 1))
+        yield from _in_order(lambda block: task.remote(function, block), get, blocks, num_workers)
+    except RayTaskError as error:
+        raise error.cause if isinstance(error.cause, SkilltrainError) else error from error
     except RayError as error:
         raise SkilltrainError(f"Ray gave up: {' '.join(str(error).split())[:300]}") from error
 
 
-def _join_cluster(num: int | None) -> None:
-    """The cluster that RAY_ADDRESS names, or one of `num` cores on this machine that ends with this process."""
-    import ray
+def _call(function: Callable[[BlockT], ResultT], block: BlockT) -> ResultT:
+    return function(block)
 
-    cores = None if os.environ.get("RAY_ADDRESS") else num or num_cores()
-    ray.init(num_cpus=cores, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+
+def _in_order(
+    submit: Callable[[BlockT], Any], result: Callable[[Any], ResultT], blocks: Sequence[BlockT], num_workers: int
+) -> Iterator[ResultT]:
+    """Yield the results of `blocks` in their order, of which few are handed out at once."""
+    waiting: deque[Any] = deque()
+    for block in blocks:
+        waiting.append(submit(block))
+        if len(waiting) >= _WAITING * num_workers:
+            yield result(waiting.popleft())
+    yield from map(result, waiting)
