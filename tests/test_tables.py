@@ -14,13 +14,10 @@ from skilltrain.tables import (
     RANKINGS,
     SKILLS,
     queries_from_table,
-    read_batches,
-    read_columns,
     read_table,
     rows_of,
     skills_from_table,
     table_from_rows,
-    table_writer,
     verdicts_by_query,
     write_table,
 )
@@ -187,92 +184,3 @@ def test_verdicts_are_read_by_query():
     }
     with pytest.raises(SkilltrainError, match=r"^q1: 'good' is no verdict; choose from required, useful, irrelevant"):
         verdicts_by_query(table_from_rows([judgement("q1", "a", "good")], JUDGEMENTS))
-
-
-# Tables larger than memory -------------------------------------------------------------------------------------------
-
-
-def ranking(query_id, skill_id, rank=1):
-    return {"query_id": query_id, "skill_id": skill_id, "rank": rank, "score": 0.5, "stage": "mined"}
-
-
-def test_columns_are_read_alone_and_batches_give_all_rows_in_order(tmp_path):
-    skills = [Skill(f"s{n}", f"name {n}", "d", "b" * n) for n in range(7)]
-    write_table(rows_of(skills), SKILLS, tmp_path)
-    table = read_columns(tmp_path, SKILLS, ["name", "skill_id"])
-    assert table.column_names == ["name", "skill_id"] and table.column(1).to_pylist() == [s.skill_id for s in skills]
-    pieces = list(read_batches(tmp_path, SKILLS, SKILLS.schema.names, 3))
-    assert [piece.num_rows for piece in pieces] == [3, 3, 1]
-    assert [skill for piece in pieces for skill in skills_from_table(piece)] == skills
-
-
-def test_a_part_of_a_file_is_checked_as_the_whole_would_be(tmp_path):
-    with pytest.raises(SkilltrainError, match="no skills table here"):
-        read_columns(tmp_path, SKILLS, ["skill_id"])
-    write_table([QUERY], QUERIES, tmp_path / "skills.parquet")
-    with pytest.raises(SkilltrainError, match=r"skills\.parquet: is not a skills table: it lacks column 'skill_id'"):
-        list(read_batches(tmp_path, SKILLS, ["skill_id"], 5))
-    (tmp_path / "skills.parquet").write_bytes(b"no parquet at all")
-    with pytest.raises(SkilltrainError, match=r"skills\.parquet: is not parquet"):
-        read_columns(tmp_path, SKILLS, ["skill_id"])
-    twice = table_from_rows(rows_of([Skill("a", "n", "", "")]), SKILLS)
-    pq.write_table(pa.concat_tables([twice, twice]), tmp_path / "skills.parquet")
-    with pytest.raises(SkilltrainError, match="table skills holds 'a' more than once"):
-        read_columns(tmp_path, SKILLS, ["skill_id"])
-    assert read_columns(tmp_path, SKILLS, ["name"]).num_rows == 2
-
-
-@pytest.mark.parametrize("blocks", [[range(25)], [range(10), range(10, 25)], [range(n, n + 1) for n in range(25)]])
-def test_a_table_written_in_blocks_is_the_table(tmp_path, monkeypatch, blocks):
-    monkeypatch.setattr("skilltrain.tables.ROW_GROUP", 8)
-    rows = [[ranking(f"q{n}", skill_id) for n in block for skill_id in "ab"] for block in blocks]
-    with table_writer(RANKINGS, tmp_path, whole="query_id") as append:
-        for block in rows:
-            append(table_from_rows(block, RANKINGS))
-    assert read_table(tmp_path, RANKINGS).to_pylist() == [row for block in rows for row in block]
-    whole = tmp_path / "whole.parquet"
-    with table_writer(RANKINGS, whole, whole="query_id") as append:
-        append(table_from_rows([row for block in rows for row in block], RANKINGS))
-    assert whole.read_bytes() == (tmp_path / "rankings.parquet").read_bytes()
-
-
-@pytest.mark.parametrize("size", [1, 3, 20])
-def test_long_texts_make_short_row_groups_wherever_the_blocks_end(tmp_path, monkeypatch, size):
-    monkeypatch.setattr("skilltrain.tables._PIECE", 2)
-    monkeypatch.setattr("skilltrain.tables.ROW_GROUP_BYTES", 100)
-    skills = [Skill(f"s{n}", "n", "d", "b" * 25, license="MIT" if n % 3 else None) for n in range(20)]
-    with table_writer(SKILLS, tmp_path, whole="skill_id") as append:
-        for start in range(0, len(skills), size):
-            append(table_from_rows(rows_of(skills[start : start + size]), SKILLS))
-    with pq.ParquetFile(tmp_path / "skills.parquet") as file:  # a skill has about 30 bytes: 4 are more than 100
-        assert [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)] == [4, 4, 4, 4, 4]
-    assert skills_from_table(read_table(tmp_path, SKILLS)) == skills
-
-
-def test_a_table_in_blocks_has_the_bytes_of_one_written_whole(tmp_path):
-    skills = [
-        Skill(f"s{n}", f"n{n % 7}", "d", f"body {n} " * (n % 90), lang="en" if n % 3 else None) for n in range(3000)
-    ]
-    write_table(rows_of(skills), SKILLS, tmp_path / "whole.parquet")
-    with table_writer(SKILLS, tmp_path, whole="skill_id") as append:
-        for start in range(0, len(skills), 700):
-            append(table_from_rows(rows_of(skills[start : start + 700]), SKILLS))
-    assert (tmp_path / "skills.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
-
-
-def test_no_block_is_an_empty_table(tmp_path):
-    with table_writer(RANKINGS, tmp_path, whole="query_id"):
-        pass
-    assert read_table(tmp_path, RANKINGS).num_rows == 0
-
-
-def test_a_block_that_does_not_fit_leaves_no_file(tmp_path):
-    for second, complaint in (
-        ([ranking("q1", "b")], "rows of 'q1' stand in two blocks of table rankings"),
-        ([ranking("q2", "a"), ranking("q2", "a", 2)], "table rankings holds 'mined', 'q2', 'a' more than once"),
-    ):
-        schema = RANKINGS.schema
-        with pytest.raises(SkilltrainError, match=complaint), table_writer(RANKINGS, tmp_path, "query_id") as append:
-            append(pa.Table.from_pylist([ranking("q1", "a")], schema))
-            append(pa.Table.from_pylist(second, schema))
-        assert list(tmp_path.iterdir()) == []

@@ -3,8 +3,7 @@
 `pa.Table.from_pylist` drops unknown keys and lets nulls into non-null columns, so `write_table` checks both.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,6 @@ class TableSpec:
     key: tuple[str, ...]
 
 
-ROW_GROUP, ROW_GROUP_BYTES = 1 << 17, 1 << 28  # rows, or bytes of texts, that table_writer gathers to write at once
-_PIECE = 1024  # rows that lie in one stretch of memory until then
 _MISFIT = (pa.ArrowException, TypeError, ValueError, OverflowError)
 
 
@@ -203,96 +200,13 @@ def _cast(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
 def read_table(path: Path, spec: TableSpec) -> pa.Table:
     """Read and check a table. Raises SkilltrainError if the file is missing or is not this table."""
     file = table_path(path, spec)
-    with _reading(file, spec):
-        table = pq.read_table(file)
-    return check_table(table.replace_schema_metadata(None), spec, file)
-
-
-def read_columns(path: Path, spec: TableSpec, columns: Sequence[str]) -> pa.Table:
-    """Some columns of a table, the others left on disk; checked as far as they go (the key if they hold it)."""
-    file, part = table_path(path, spec), _part(spec, columns)
-    with _reading(file, spec), _open(file, spec) as source:
-        table = source.read(list(columns))
-    return check_table(table.replace_schema_metadata(None), part, file)
-
-
-def read_batches(path: Path, spec: TableSpec, columns: Sequence[str], num_rows: int) -> Iterator[pa.Table]:
-    """Yield the rows of some columns, at most `num_rows` at a time and in order, so that no table need be held whole.
-
-    Each piece is checked; that the key is unique is for `read_columns` to say.
-    """
-    file, part = table_path(path, spec), TableSpec(spec.name, _part(spec, columns).schema, ())
-    with _reading(file, spec), _open(file, spec) as source:
-        for batch in source.iter_batches(num_rows, columns=list(columns)):
-            yield check_table(pa.Table.from_batches([batch]).replace_schema_metadata(None), part, file)
-
-
-@contextmanager
-def _reading(file: Path, spec: TableSpec) -> Iterator[None]:
-    """Turn what Arrow says of a file into one of our errors."""
     try:
-        yield
+        table = pq.read_table(file)
     except FileNotFoundError as error:
         raise SkilltrainError(f"no {spec.name} table here", where=file) from error
     except (pa.ArrowInvalid, OSError) as error:
         raise SkilltrainError(f"is not parquet: {error}", where=file) from error
-
-
-@contextmanager
-def _open(file: Path, spec: TableSpec) -> Iterator[pq.ParquetFile]:
-    with pq.ParquetFile(file) as source:
-        schema = source.schema_arrow.remove_metadata()
-        if not schema.equals(spec.schema):
-            raise SkilltrainError(f"is not a {spec.name} table: {_difference(schema, spec.schema)}", where=file)
-        yield source
-
-
-def _part(spec: TableSpec, columns: Sequence[str]) -> TableSpec:
-    key = spec.key if set(spec.key) <= set(columns) else ()
-    return TableSpec(spec.name, pa.schema([spec.schema.field(name) for name in columns]), key)
-
-
-@contextmanager
-def table_writer(spec: TableSpec, path: Path, whole: str) -> Iterator[Callable[[pa.Table], None]]:
-    """Yield a function that appends a checked block of rows; the file appears, complete, when the `with` block ends.
-
-    `whole` is a column of the key. Rows that agree in it stand in one block, so keys that are unique in each block are
-    unique in the file. The file's bytes depend on its rows alone, not on how they were cut into blocks.
-    """
-    seen: set[Any] = set()
-    rest, pieces = spec.schema.empty_table(), list[tuple[pa.Table, int]]()
-    with (
-        atomic_path(table_path(path, spec)) as temporary,
-        pq.ParquetWriter(temporary, spec.schema, compression="zstd") as writer,
-    ):
-
-        def gather(num_rows: int, is_last: bool) -> None:
-            nonlocal rest
-            piece, rest = rest.slice(0, num_rows).combine_chunks(), rest.slice(num_rows)
-            pieces.append((piece, _text_bytes(piece)))
-            if is_last or len(pieces) * _PIECE >= ROW_GROUP or sum(size for _, size in pieces) >= ROW_GROUP_BYTES:
-                writer.write_table(pa.concat_tables([piece for piece, _ in pieces]), row_group_size=ROW_GROUP)
-                pieces.clear()
-
-        def append(rows: pa.Table) -> None:
-            nonlocal rest
-            block = check_table(_cast(rows, spec, path), spec, path)
-            values = set(block.column(whole).unique().to_pylist())
-            if torn := values & seen:
-                raise SkilltrainError(f"rows of {min(torn)!r} stand in two blocks of table {spec.name}", where=path)
-            seen.update(values)
-            rest = pa.concat_tables([rest, block])
-            while rest.num_rows >= _PIECE:
-                gather(_PIECE, is_last=False)
-
-        yield append
-        if pieces or rest.num_rows:
-            gather(rest.num_rows, is_last=True)
-
-
-def _text_bytes(table: pa.Table) -> int:
-    lengths = (pc.call_function("binary_length", [column]) for column in table.columns if column.type == _text)
-    return sum(pc.call_function("sum", [column]).as_py() or 0 for column in lengths)
+    return check_table(table.replace_schema_metadata(None), spec, file)
 
 
 def skills_from_table(table: pa.Table) -> list[Skill]:

@@ -26,10 +26,9 @@ from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource, SkillEncoder, encode_and_keep, open_encoder
 from skilltrain.retrieval.encode_texts import EncodingCount, OrderedTexts, longest_first, text_keys
 from skilltrain.retrieval.vector_cache import VectorCache
-from skilltrain.tables import QUERIES, SKILLS, read_batches
+from skilltrain.tables import QUERIES, SKILLS, read_table, skills_from_table
 from skilltrain.terminal import say
 
-_ROWS = 4096  # of a table in memory at once
 _SHOWN_WITHIN = 90  # seconds until a file that another machine wrote is seen; NFS keeps a folder's listing for 60
 
 
@@ -123,14 +122,11 @@ def _sources(config: EncodeConfig, encoder: SkillEncoder) -> Iterator[_Source]:
 
 
 def _skill_texts(pool: Path, render: Callable[[Skill], str]) -> Iterator[str]:
-    for table in read_batches(pool, SKILLS, ("name", "description", "body"), _ROWS):
-        for row in table.to_pylist():
-            yield render(Skill(skill_id="", **row))
+    return map(render, skills_from_table(read_table(pool, SKILLS)))
 
 
 def _query_texts(queries: Path) -> Iterator[str]:
-    for table in read_batches(queries, QUERIES, ("text",), _ROWS):
-        yield from table.column("text").to_pylist()
+    return iter(read_table(queries, QUERIES).column("text").to_pylist())
 
 
 def _encode_source(encoder: SkillEncoder, source: _Source, ranks: Ranks, count: EncodingCount) -> dict[str, int]:
