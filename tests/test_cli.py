@@ -212,7 +212,7 @@ FAULTS = {
     "route words --pool {tmp}/empty": "{tmp}/empty: holds no SKILL.md",
     "route words --pool {runs}/pool --top 0": "Invalid value for '--top': ",
     "route words --pool {runs}/pool --top few": "Invalid value for '--top': ",
-    "route words": "Missing option '--pool'",
+    "route words": "skilltrain route: give either --router or --pool",
     "route --pool {runs}/pool": "Missing argument 'request'",
     "route words --pool {runs}/pool --encoder {tmp}/nowhere": "{tmp}/nowhere: no such model",
     # Recipes and runs.
