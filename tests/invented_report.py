@@ -4,9 +4,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from skilltrain.evaluation.analysis.analysis import Analysis
-from skilltrain.evaluation.analysis.attention import FieldAttention, FieldShares
-from skilltrain.evaluation.analysis.latency import StageLatency
+from skilltrain.evaluation.analysis.analysis import Analysis, FieldAttention, FieldShares, StageLatency
 from skilltrain.evaluation.analysis.outcomes import outcomes
 from skilltrain.evaluation.analysis.pass_rates import PassRate
 from skilltrain.evaluation.analysis.structure import FeatureComparison

@@ -133,7 +133,7 @@ def test_an_alternative_stands_in_for_a_gold_skill_that_the_pool_lacks():
     benchmark, skills = Benchmark("b", (task,), ()), {skill.skill_id: skill for skill in POOL}
     inputs = analyse_inputs(AnalysisConfig(structure=True), [], benchmark, skills)
     assert {(row.num_gold, row.num_others) for row in inputs.structure} == {(2, 8)}
-    result = analyse_results(inputs, [], benchmark, {}, 0)
+    result = analyse_results(inputs, [], benchmark, {})
     assert result.structure == inputs.structure and result.outcomes == ()
 
 

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis.attention import FieldShares
+from skilltrain.evaluation.analysis.analysis import FieldShares
 from skilltrain.models.attention_rows import attention_rows, row_attention
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.records import Skill

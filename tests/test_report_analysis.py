@@ -9,9 +9,7 @@ import pytest
 
 from invented_report import invented
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis.analysis import Analysis
-from skilltrain.evaluation.analysis.attention import FieldAttention, FieldShares
-from skilltrain.evaluation.analysis.latency import StageLatency
+from skilltrain.evaluation.analysis.analysis import Analysis, FieldAttention, FieldShares, StageLatency
 from skilltrain.evaluation.analysis.outcomes import Outcomes
 from skilltrain.evaluation.metrics import parse_measures
 from skilltrain.records import Skill

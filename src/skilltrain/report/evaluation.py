@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analysis.analysis import Analysis
+from skilltrain.evaluation.analysis.pass_rates import are_known, pass_rates
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task
 from skilltrain.evaluation.metrics import MEANINGS, Measure, Relevance, as_found
 from skilltrain.evaluation.results import SystemResult
@@ -216,7 +217,7 @@ def build_report(
         results=tuple(results),
         slices=slices,
         comparisons=compare(results, pairs, compared, together, seed=seed, clusters=clusters) if together else (),
-        analysis=analysis,
+        analysis=replace(analysis, pass_rates=pass_rates(slices[0].means)) if are_known(benchmark.tasks) else analysis,
         about=about,
     )
 

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from skilltrain.evaluation.analysis.attention import FieldAttention, FieldShares
-from skilltrain.evaluation.analysis.latency import StageLatency
+from skilltrain.evaluation.analysis.analysis import FieldAttention, FieldShares, StageLatency
 from skilltrain.evaluation.analysis.outcomes import Outcomes
 from skilltrain.evaluation.analysis.structure import FeatureComparison
 from skilltrain.evaluation.metrics import Measure

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis.attention import FieldAttention, FieldShares
+from skilltrain.evaluation.analysis.analysis import FieldAttention, FieldShares
 from skilltrain.models.attention_rows import attention_rows
 from skilltrain.models.reranker import Reranker
 from skilltrain.records import Skill

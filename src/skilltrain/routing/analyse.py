@@ -9,11 +9,8 @@ from pydantic import Field
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis.analysis import Analysis
-from skilltrain.evaluation.analysis.attention import FieldAttention
-from skilltrain.evaluation.analysis.latency import StageLatency
+from skilltrain.evaluation.analysis.analysis import Analysis, FieldAttention, StageLatency
 from skilltrain.evaluation.analysis.outcomes import outcomes
-from skilltrain.evaluation.analysis.pass_rates import AGENTS, are_known, pass_rates
 from skilltrain.evaluation.analysis.structure import FeatureComparison, compare_structure
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, wanted_skills
 from skilltrain.evaluation.results import SystemResult
@@ -66,7 +63,6 @@ def analyse_results(
     results: Sequence[SystemResult],
     benchmark: Benchmark,
     stages: Mapping[str, Sequence[RankedStage]],
-    seed: int,
 ) -> Analysis:
     """`inputs` with what the results tell.
 
@@ -77,7 +73,6 @@ def analyse_results(
     return replace(
         inputs,
         outcomes=tuple(outcomes(a, b, _DECIDES, clusters) for a, b in pairwise(results)) if decides else (),
-        pass_rates=pass_rates(results, AGENTS, seed=seed, clusters=clusters) if are_known(benchmark.tasks) else (),
         latencies=latencies(stages),
     )
 

@@ -87,7 +87,7 @@ def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
         write_table(rankings_table(chain(*stages.values())), RANKINGS, out)
     rankings = {name: _ids(ranked[-1].rankings) for name, ranked in stages.items()} | predicted
     results = _results(rankings, benchmark, measures)
-    analysis = analyse_results(inputs, results, benchmark, stages, config.seed)
+    analysis = analyse_results(inputs, results, benchmark, stages)
     about = About((*benchmark.notes, *_select_notes(stages)), _provenance(config, len(by_id)))
     report = build_report(benchmark, results, measures, config.seed, by_id, analysis, about)
     write_report(report, out)

@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import NamedTuple
 
-from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Task
 from skilltrain.evaluation.benchmarks.skillrouter import ORIGIN
-from skilltrain.evaluation.results import SystemResult, same_queries, values_of
-from skilltrain.evaluation.statistics.bootstrap import Interval, intervals
+from skilltrain.evaluation.statistics.bootstrap import Interval
 
 COVERAGES = ("Hit@1", "Recall@10", "FC@10")  # an agent that takes the first, reads ten, or needs all among ten
 AVERAGE = "average"
@@ -28,19 +27,12 @@ class PassRate:
     estimates: dict[str, Interval]
 
 
-@dataclass(frozen=True, slots=True)
-class Agent:
+class Agent(NamedTuple):
     """The share of tasks that an agent passes without skills, and with the gold skills put before it."""
 
     name: str
     without_skills: float
     with_gold: float
-
-    def __post_init__(self) -> None:
-        for rate in (self.without_skills, self.with_gold):
-            if not 0 <= rate <= 1:  # refuses NaN too
-                what = f"a pass rate is a share between 0 and 1, found {rate}"
-                raise SkilltrainError(what, where=f"agent {self.name}", fix="divide percentages by 100")
 
 
 # SkillsBench's leaderboard (84 tasks, 5 trials each) as SkillRouter prints it: appendix H, table 16.
@@ -60,32 +52,20 @@ def are_known(tasks: Sequence[Task]) -> bool:
     return all(task.query.origin == ORIGIN for task in tasks)
 
 
-def pass_rates(
-    results: Sequence[SystemResult],
-    agents: Sequence[Agent],
-    *,
-    seed: int,
-    clusters: Mapping[str, str] | None = None,
-) -> tuple[PassRate, ...]:
-    """For each system and agent the estimated pass rates, one for each of COVERAGES that the systems hold.
+def pass_rates(means: Mapping[str, Mapping[str, Interval]], agents: Sequence[Agent] = AGENTS) -> tuple[PassRate, ...]:
+    """For each system and agent the estimated pass rates, one for each of COVERAGES that `means` holds.
 
-    Two and more agents get one row more a system, their `average`. The estimate is linear in the coverage, and so its
-    interval is that of the mean coverage, mapped: it tells how far the coverage is known, and nothing about whether
-    the pass rates, or the assumption that skills found are skills used, hold for these queries. A scenario, not a
-    measurement. Raises SkilltrainError for systems that do not hold the same queries, and values that are not finite.
+    `means` maps system → measure → mean over all queries (SliceMeans). The agents get one row more a system, their
+    `average`. The estimate is linear in the coverage, and so its interval is that of the mean coverage, mapped: it
+    tells how far the coverage is known, and nothing about whether the pass rates, or the assumption that skills found
+    are skills used, hold for these queries. A scenario, not a measurement.
     """
-    query_ids = same_queries(results)
-    names = [(clusters or {}).get(query_id, query_id) for query_id in query_ids]
-    rows = [*agents, average(agents)] if len(agents) > 1 else list(agents)
     found: list[PassRate] = []
-    for system in results:
-        measures = [name for name in COVERAGES if all(name in system.per_query[query_id] for query_id in query_ids)]
-        if not measures:
-            continue
-        coverages = intervals(values_of(system, query_ids, measures), seed=seed, clusters=names)
-        for agent in rows:
-            estimates = {name: estimate(agent, value) for name, value in zip(measures, coverages, strict=True)}
-            found.append(PassRate(system.name, agent.name, agent.without_skills, agent.with_gold, estimates))
+    for system, row in means.items():
+        coverages = {name: row[name] for name in COVERAGES if name in row}
+        for agent in (*agents, average(agents)) if coverages else ():
+            estimates = {name: estimate(agent, value) for name, value in coverages.items()}
+            found.append(PassRate(system, agent.name, agent.without_skills, agent.with_gold, estimates))
     return tuple(found)
 
 
