@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from registry_server import skill_md, tar_of, zip_of
-from skilltrain.data.collect.archives import ArchiveError, ArchiveLimits, kind_of, path_parts, unpack
+from skilltrain.data.collect.archives import ArchiveLimits, kind_of, path_parts, unpack
+from skilltrain.data.collect.refusal import RefusalError
 
 LIMITS = ArchiveLimits()
 SKILL = skill_md("saw")
@@ -36,7 +37,7 @@ def files_in(folder):
 
 def refusal(content, root, limits=LIMITS):
     """The error of a refused archive, after a look that nothing was left or written anywhere."""
-    with pytest.raises(ArchiveError) as caught:
+    with pytest.raises(RefusalError) as caught:
         unpacked(content, root, limits)
     assert [p.name for p in root.rglob("*") if not p.is_dir()] == ["archive"]
     assert list((root / "box").iterdir()) == []
@@ -108,7 +109,7 @@ def test_what_stands_behind_a_nul_in_a_zip_name_is_seen(tmp_path):
 def test_a_name_leads_below_its_folder_or_is_refused(name):
     try:
         parts = path_parts(name)
-    except ArchiveError:
+    except RefusalError:
         return
     assert not {"..", "", "."} & set(parts)
     assert not any(char in part for part in parts for char in "/\\\0")
@@ -241,7 +242,7 @@ def test_any_damage_ends_in_a_skill_or_a_refusal(tmp_path):
         root.mkdir()
         try:
             unpacked(bytes(content), root)
-        except ArchiveError as error:
+        except RefusalError as error:
             assert error.reason
         assert {path.name for path in root.iterdir()} == {"archive", "box"}
         assert {path.name for path in (root / "box").iterdir()} <= {"skill"}

@@ -10,7 +10,6 @@ import sys
 import threading
 from email.utils import formatdate
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,6 @@ from skilltrain.data.collect.output import folder_name
 from skilltrain.data.collect.sync_state import DATABASE, open_state
 from skilltrain.data.pool.skill_pool import PoolConfig, run_pool
 from skilltrain.errors import SkilltrainError
-from skilltrain.stages import parse_recipe, run_recipe
 from skilltrain.tables import DROPPED, SKILLS, read_table
 
 FAST = {"requests_per_second": 1e6, "min_backoff": 0, "max_backoff": 0, "timeout": 10}
@@ -117,17 +115,6 @@ def test_every_listed_skill_is_collected_and_the_pool_reads_it(registry, tmp_pat
     assert set(read_table(tmp_path / "pool", SKILLS)["skill_id"].to_pylist()) == set(skills)
 
 
-def test_as_a_recipe_it_fills_out_and_leaves_a_finished_run_alone(registry, tmp_path):
-    values = config_for(registry, tmp_path).model_dump(mode="json")
-    first = run_recipe(parse_recipe(values, "test"), resume=False)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "skills", "skills.parquet", "dropped.parquet", "collected.jsonl", "run.json", "recipe.yaml",
-    }  # fmt: skip
-    num_asked = len(registry.log)
-    assert run_recipe(parse_recipe(values, "test"), resume=False) == first
-    assert len(registry.log) == num_asked
-
-
 @pytest.mark.parametrize(
     ("style", "pages"),
     [
@@ -207,18 +194,12 @@ def test_hostile_archives_and_entries_are_dropped_with_a_reason_and_touch_nothin
         "fine": Entry(good.body),
     }
     registry.skills["../../evil"].url = "get/fine"
-    _, skills, dropped, rows = sync(registry, tmp_path)
+    _, skills, dropped, rows = sync(registry, tmp_path, unpack="skill_files")
     assert set(skills) == {"fine", "../../evil"}
     assert dropped == {("zip-slip", "unsafe_name"), ("no-skill", "no_skill_file"), ("bad id", "bad_id"), ("", "no_id")}
     assert all(row["reason"] and "\n" not in row["reason"] for row in rows)
     assert {path.name for path in tmp_path.iterdir()} == {"out", "state"}
     assert {path.parent for path in (tmp_path / "out/skills").iterdir()} == {tmp_path / "out/skills"}
-
-
-def test_only_skill_files_on_request(registry, tmp_path):
-    registry.skills = {"s": Entry(zip_of({"SKILL.md": skill_md("s"), "big.bin": b"x" * 1000}))}
-    sync(registry, tmp_path, unpack="skill_files")
-    assert [path.name for path in (tmp_path / "out/skills/s").iterdir()] == ["SKILL.md"]
 
 
 # ---- the second run
@@ -674,6 +655,7 @@ def test_a_database_that_is_none_another_registry_and_another_collector_are_refu
         file.unlink()
     (tmp_path / "state" / DATABASE).write_text("not a database")
     assert "holds no state of a collector" in failure(registry, tmp_path)
+    assert "cannot write" in failure(registry, tmp_path, state=tmp_path / "state" / DATABASE / "state")
 
 
 def test_other_keys_begin_the_listing_anew(registry, tmp_path):
@@ -693,8 +675,3 @@ def test_a_cursor_that_the_registry_has_forgotten_begins_the_listing_anew(regist
     registry.script["/api/skills?cursor=6"] = [Reply(b"", 410)]
     assert len(sync(registry, tmp_path, **settings)[1]) == 7
     assert registry.paths[:2] == ["/api/skills?cursor=6", "/api/skills"]
-
-
-def test_a_state_folder_that_cannot_be_made_is_one_line(registry, tmp_path):
-    (tmp_path / "file").write_text("x")
-    assert "cannot write" in failure(registry, tmp_path, state=Path(tmp_path / "file" / "state"))

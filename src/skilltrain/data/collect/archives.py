@@ -23,6 +23,7 @@ from typing import IO, Any
 from pydantic import Field
 
 from skilltrain.config import Config
+from skilltrain.data.collect.refusal import RefusalError
 from skilltrain.errors import SkilltrainError
 from skilltrain.texts import decode_text
 
@@ -56,14 +57,6 @@ class ArchiveLimits(Config):
     max_ratio: float = Field(
         default=200.0, gt=1, description="unpacked bytes for a packed one, where it is more than 1 MiB that is unpacked"
     )
-
-
-class ArchiveError(Exception):
-    """An archive of which nothing is kept; `filter`, `reason` and `value` go into DROPPED."""
-
-    def __init__(self, filter: str, reason: str, value: float | None = None) -> None:
-        self.filter, self.reason, self.value = filter, reason, value
-        super().__init__(f"{filter}: {reason}")
 
 
 @dataclass
@@ -103,7 +96,7 @@ def _is_tar(head: bytes) -> bool:
 def unpack(path: Path, folder: Path, limits: ArchiveLimits, only_skill_files: bool) -> Unpacked:
     """Make `folder` of an archive (.zip, .tar, .tar.gz) or a single SKILL.md, whole or not at all.
 
-    The one folder that wraps everything is taken off. Archives inside the archive stay packed. Raises ArchiveError.
+    The one folder that wraps everything is taken off. Archives inside the archive stay packed. Raises RefusalError.
     """
     partial = folder.with_name(f".{folder.name[:200]}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -113,14 +106,14 @@ def unpack(path: Path, folder: Path, limits: ArchiveLimits, only_skill_files: bo
         for name, kind, num_bytes, source in _members(path, writer):
             writer.add(name, kind, num_bytes, source)
         if not any(file.name.lower() == "skill.md" for file in partial.rglob("*")):
-            raise ArchiveError("no_skill_file", f"holds no SKILL.md among {writer.result.num_files:,} files")
+            raise RefusalError("no_skill_file", f"holds no SKILL.md among {writer.result.num_files:,} files")
         entries = list(partial.iterdir())
         (entries[0] if len(entries) == 1 and entries[0].is_dir() else partial).rename(folder)
     except _BROKEN as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise SkilltrainError(f"cannot write: {error.strerror}", where=folder) from error
         reason = ascii(str(error) or type(error).__name__)[1:200].rstrip("'\"")
-        raise ArchiveError("broken_archive", f"cannot be unpacked: {reason}") from error
+        raise RefusalError("broken_archive", f"cannot be unpacked: {reason}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return writer.result
@@ -134,7 +127,7 @@ def _members(path: Path, writer: "_Writer") -> Iterator[Member]:
     elif kind in ("tar", "gzip"):
         with gzip.open(path) if kind == "gzip" else path.open("rb") as file:
             if not _is_tar(file.read(tarfile.BLOCKSIZE)):
-                raise ArchiveError("unknown_format", "is compressed with gzip, but what is inside is no tar file")
+                raise RefusalError("unknown_format", "is compressed with gzip, but what is inside is no tar file")
             file.seek(0)
             yield from _tar_members(_CountedReader(file, writer))
     elif kind == "text":
@@ -142,7 +135,7 @@ def _members(path: Path, writer: "_Writer") -> Iterator[Member]:
             yield "SKILL.md", "file", path.stat().st_size, file
     else:
         what = {"html": "an HTML page", "json": "a JSON object"}.get(kind, "neither .zip, .tar, .tar.gz nor text")
-        raise ArchiveError("unknown_format", f"is {what}")
+        raise RefusalError("unknown_format", f"is {what}")
 
 
 def _zip_members(path: Path) -> Iterator[Member]:
@@ -151,9 +144,9 @@ def _zip_members(path: Path) -> Iterator[Member]:
             name = info.orig_filename  # whole; `filename` ends at the first NUL
             mode = stat.S_IFMT(info.external_attr >> 16)
             if info.flag_bits & 1:
-                raise ArchiveError("encrypted", f"{name[:120]!a} is encrypted")
+                raise RefusalError("encrypted", f"{name[:120]!a} is encrypted")
             if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise ArchiveError("unknown_format", f"{name[:120]!a} is compressed by method {info.compress_type}")
+                raise RefusalError("unknown_format", f"{name[:120]!a} is compressed by method {info.compress_type}")
             if name.endswith("/") or mode == stat.S_IFDIR:
                 yield name, "folder", 0, None
             elif mode not in (0, stat.S_IFREG):
@@ -184,7 +177,7 @@ class _CountedReader:
 
     def read(self, size: int) -> bytes:
         if not 0 <= size <= 2 * _CHUNK:
-            raise ArchiveError("bomb", f"has a header of {size:,} bytes", float(size))
+            raise RefusalError("bomb", f"has a header of {size:,} bytes", float(size))
         block = self._file.read(size)
         self._position += len(block)
         self._check(self._position)
@@ -192,7 +185,7 @@ class _CountedReader:
 
     def seek(self, position: int) -> None:
         if position < self._position:
-            raise ArchiveError("broken_archive", "leads back to what was read before")
+            raise RefusalError("broken_archive", "leads back to what was read before")
         self._check(position)
         self._file.seek(position)
         self._position = position
@@ -214,19 +207,19 @@ class _Writer:
         self.files, self.folders = set[str](), set[str]()
 
     def check_bytes(self, num_bytes: int, free: int = 0) -> None:
-        """Raises ArchiveError where so many unpacked bytes are too many."""
+        """Raises RefusalError where so many unpacked bytes are too many."""
         limit = self.limits.max_unpacked_bytes
         if num_bytes > limit + free:
-            raise ArchiveError("bomb", f"unpacks to more than {limit:,} bytes", float(num_bytes))
+            raise RefusalError("bomb", f"unpacks to more than {limit:,} bytes", float(num_bytes))
         if num_bytes > RATIO_FREE_BYTES and num_bytes > self.limits.max_ratio * self.num_packed:
             reason = f"unpacks to more than {self.limits.max_ratio:g} times its {self.num_packed:,} bytes"
-            raise ArchiveError("bomb", reason, num_bytes / max(1, self.num_packed))
+            raise RefusalError("bomb", reason, num_bytes / max(1, self.num_packed))
 
     def add(self, name: str, kind: str, num_bytes: int, source: IO[bytes] | None) -> None:
         """Write a member, or count why it is left out."""
         self.num_members += 1
         if self.num_members > self.limits.max_files:
-            raise ArchiveError("bomb", f"holds more than {self.limits.max_files:,} files", float(self.num_members))
+            raise RefusalError("bomb", f"holds more than {self.limits.max_files:,} files", float(self.num_members))
         self.check_bytes(self.num_bytes + num_bytes)
         parts = path_parts(name)
         key, above = path_key(parts), {path_key(parts[:depth]) for depth in range(1, len(parts))}
@@ -257,19 +250,19 @@ class _Writer:
 def path_parts(name: str) -> tuple[str, ...]:
     """The folders and the file that a member's name leads through; empty for the archive's own root.
 
-    Raises ArchiveError for a name that leads out of a folder on any system, or that is not what it looks like.
+    Raises RefusalError for a name that leads out of a folder on any system, or that is not what it looks like.
     """
     plain = unicodedata.normalize("NFKC", name)
     parts = tuple(part for part in name.split("/") if part not in ("", "."))
     leads_up = any(part not in ("", ".") and not part.strip(". ") for part in plain.split("/"))
     is_absolute = plain.startswith("/") or re.match(r"[A-Za-z]:", plain)
     if leads_up or is_absolute or "\\" in plain or plain.count("/") != name.count("/"):
-        raise ArchiveError("unsafe_name", f"holds the name {name[:120]!a}, which leads out of its folder")
+        raise RefusalError("unsafe_name", f"holds the name {name[:120]!a}, which leads out of its folder")
     if any(unicodedata.category(char) in ("Cc", "Cf", "Cs") and char not in _JOINERS for char in name):
-        raise ArchiveError("unsafe_name", f"holds the name {name[:120]!a}, which holds characters that deceive")
+        raise RefusalError("unsafe_name", f"holds the name {name[:120]!a}, which holds characters that deceive")
     too_long = any(len(part.encode()) > MAX_NAME_BYTES for part in parts)
     if too_long or len(name.encode()) > MAX_PATH_BYTES or len(parts) > MAX_DEPTH:
-        raise ArchiveError("unsafe_name", f"holds the name {name[:120]!a}, which is too long or too deep")
+        raise RefusalError("unsafe_name", f"holds the name {name[:120]!a}, which is too long or too deep")
     return parts
 
 

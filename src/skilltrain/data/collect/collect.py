@@ -20,8 +20,9 @@ from skilltrain.config import Config
 from skilltrain.data.collect.archives import ArchiveLimits, kind_of
 from skilltrain.data.collect.listing import listed_once, read_listing
 from skilltrain.data.collect.output import read_skills, unpack_all
+from skilltrain.data.collect.refusal import RefusalError
 from skilltrain.data.collect.registry import Listed, RegistryConfig
-from skilltrain.data.collect.registry_client import FetchError, HttpConfig, RegistryClient
+from skilltrain.data.collect.registry_client import HttpConfig, RegistryClient
 from skilltrain.data.collect.sync_state import Outcome, SyncState, open_state, url_key
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Dropped
@@ -125,8 +126,8 @@ def fetch_all(
         for number, skill in enumerate(due, 1):
             try:
                 client.check(skill.url)
-            except FetchError as error:
-                dropped.append(Dropped("", skill.skill_id, error.filter, error.reason))
+            except RefusalError as error:
+                dropped.append(error.row(skill.skill_id))
                 continue
             outcome, is_new = _fetch(skill, state, client)
             state.record(outcome)
@@ -173,8 +174,8 @@ def _fetch(skill: Listed, state: SyncState, client: RegistryClient) -> tuple[Out
     try:
         download = client.download(skill.url, state.partial_path(), etag, modified, skill.digest)
         if download and (kind := kind_of(state.partial_path())) in ("html", "json"):
-            raise FetchError("failed", f"the answer is {'an HTML page' if kind == 'html' else 'a JSON object'}")
-    except FetchError as error:
+            raise RefusalError("failed", f"the answer is {'an HTML page' if kind == 'html' else 'a JSON object'}")
+    except RefusalError as error:
         status = {"gone": "gone", "too_big": "too_big"}.get(error.filter, "failed")
         may_pass = status == "failed" or error.value == _FORBIDDEN
         kept = known if known and may_pass else fresh

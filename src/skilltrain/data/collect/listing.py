@@ -1,5 +1,6 @@
 """The listing of a registry, read to its end over as many runs as it takes."""
 
+from skilltrain.data.collect.refusal import RefusalError
 from skilltrain.data.collect.registry import (
     Listed,
     NumberedPages,
@@ -10,7 +11,7 @@ from skilltrain.data.collect.registry import (
     page_url,
     read_page,
 )
-from skilltrain.data.collect.registry_client import FetchError, RegistryClient, without_query
+from skilltrain.data.collect.registry_client import RegistryClient, without_query
 from skilltrain.data.collect.sync_state import ListedPage, SyncState
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Dropped
@@ -32,7 +33,7 @@ def read_listing(registry: RegistryConfig, state: SyncState, client: RegistryCli
         position = state.pages[-1].next if state.pages else None
         try:
             page = _read_one(registry, state, client, position)
-        except FetchError as error:
+        except RefusalError as error:
             is_numbered = isinstance(registry.pages, NumberedPages)
             if is_numbered and state.pages and error.value == 404:  # some have no page behind the last
                 page = ListedPage(page_url(registry, position), "", None, [], [])
@@ -71,7 +72,7 @@ def _place(registry: RegistryConfig, state: SyncState) -> str:
     return f"page {len(state.pages) + 1} of {join_url(registry.base_url, registry.listing)}"
 
 
-def _broken_off(registry: RegistryConfig, state: SyncState, error: FetchError) -> SkilltrainError:
+def _broken_off(registry: RegistryConfig, state: SyncState, error: RefusalError) -> SkilltrainError:
     fix = "the pages before are kept: run again to go on" if state.pages else "check registry.base_url and listing"
     if error.filter == "host_not_allowed":
         fix = "if you trust that host, name it in registry.allow_hosts"

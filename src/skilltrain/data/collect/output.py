@@ -9,7 +9,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from skilltrain.data.collect.archives import LEFT_OUT, ArchiveError, ArchiveLimits, unpack
+from skilltrain.data.collect.archives import LEFT_OUT, ArchiveLimits, unpack
+from skilltrain.data.collect.refusal import RefusalError
 from skilltrain.data.collect.registry import Listed
 from skilltrain.data.collect.registry_client import without_query
 from skilltrain.data.collect.sync_state import Outcome, SyncState
@@ -52,8 +53,8 @@ def unpack_all(
         archive = state.download_path(outcome.sha256)
         try:
             unpacked = unpack(archive, out / SKILLS_FOLDER / folder, limits, only_skill_files)
-        except ArchiveError as error:
-            dropped.append(Dropped("", skill.skill_id, error.filter, error.reason, error.value))
+        except RefusalError as error:
+            dropped.append(error.row(skill.skill_id))
             if error.filter == "broken_archive" and outcome.status == "fetched":
                 state.record(replace(outcome, status="broken", reason=error.reason))
             continue

@@ -21,6 +21,7 @@ import tenacity
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config
+from skilltrain.data.collect.refusal import RefusalError
 from skilltrain.errors import SkilltrainError
 from skilltrain.version import __version__
 
@@ -53,17 +54,6 @@ class HttpConfig(Config):
         return self
 
 
-class FetchError(Exception):
-    """One request came to nothing; the next may succeed.
-
-    `filter` is gone (403, 404, 410, 451), too_big, host_not_allowed (nothing was asked of it) or failed.
-    """
-
-    def __init__(self, filter: str, reason: str, value: float | None = None) -> None:
-        self.filter, self.reason, self.value = filter, reason, value
-        super().__init__(f"{filter}: {reason}")
-
-
 class _PassingError(Exception):
     """A fault that may be over at the next try."""
 
@@ -88,7 +78,10 @@ class Download:
 
 
 class RegistryClient:
-    """One registry, asked one request at a time; use it in a `with`."""
+    """One registry, asked one request at a time; use it in a `with`.
+
+    A RefusalError's filter is gone (403, 404, 410, 451), too_big, host_not_allowed (nothing was asked of it) or failed.
+    """
 
     def __init__(self, base_url: str, allow_hosts: Sequence[str], token: str, config: HttpConfig) -> None:
         self._home = _origin(httpx2.URL(base_url))
@@ -105,7 +98,7 @@ class RegistryClient:
         self._http.close()
 
     def get_page(self, url: str, etag: str) -> Page | None:
-        """The JSON at `url`, None if it is what it was under `etag`. Raises FetchError."""
+        """The JSON at `url`, None if it is what it was under `etag`. Raises RefusalError."""
 
         def read(response: httpx2.Response) -> Page:
             data = b"".join(self._body(response, self._config.max_page_bytes))
@@ -120,7 +113,7 @@ class RegistryClient:
         return self._fetch(url, {"Accept": "application/json", "If-None-Match": etag}, read)
 
     def download(self, url: str, path: Path, etag: str, modified: str, digest: str) -> Download | None:
-        """Write what is at `url` to `path`; None if it is what it was under `etag` or `modified`. Raises FetchError.
+        """Write what is at `url` to `path`; None if it is what it was under `etag` or `modified`. Raises RefusalError.
 
         A body that does not agree with `digest` (`sha256:` or `sha512:` and hexadecimal digits, or these alone) is
         fetched again; a digest in another form is not looked at.
@@ -145,20 +138,20 @@ class RegistryClient:
         return self._fetch(url, headers, read)
 
     def check(self, url: str) -> httpx2.URL:
-        """`url`, parsed. Raises FetchError where it is none, or its host is not the registry's or a named one."""
+        """`url`, parsed. Raises RefusalError where it is none, or its host is not the registry's or a named one."""
         try:
             parsed = httpx2.URL(url)
         except (httpx2.InvalidURL, ValueError, TypeError) as error:
-            raise FetchError("host_not_allowed", f"is no URL: {error}") from error
+            raise RefusalError("host_not_allowed", f"is no URL: {error}") from error
         scheme, host, port = _origin(parsed)
         if scheme not in _DEFAULT_PORTS or not host:
-            raise FetchError("host_not_allowed", f"{scheme or 'no scheme'}: only http and https URLs are followed")
+            raise RefusalError("host_not_allowed", f"{scheme or 'no scheme'}: only http and https URLs are followed")
         if parsed.userinfo:
-            raise FetchError("host_not_allowed", f"the URL for {host} holds a user or password")
+            raise RefusalError("host_not_allowed", f"the URL for {host} holds a user or password")
         is_upgrade = self._home == ("http", host, 80) and (scheme, port) == ("https", 443)
         if (scheme, host, port) not in {self._home, *self._allowed} and not is_upgrade:
             kind = "a private address" if _is_private(host) else "not the registry"
-            raise FetchError("host_not_allowed", f"{scheme}://{host}:{port} is {kind} and not in allow_hosts")
+            raise RefusalError("host_not_allowed", f"{scheme}://{host}:{port} is {kind} and not in allow_hosts")
         return parsed
 
     def _wait(self) -> None:
@@ -180,9 +173,9 @@ class RegistryClient:
         try:
             return retrying(self._ask, url, headers, read)
         except _PassingError as error:
-            raise FetchError("failed", f"{error} (tried {self._config.attempts} times)") from error
+            raise RefusalError("failed", f"{error} (tried {self._config.attempts} times)") from error
         except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
-            raise FetchError("failed", f"{type(error).__name__}: {error}") from error
+            raise RefusalError("failed", f"{type(error).__name__}: {error}") from error
 
     def _ask(self, url: str, headers: dict[str, str], read: Callable[[httpx2.Response], AnswerT]) -> AnswerT | None:
         """One attempt, through redirects. The token goes to the registry alone: httpx2 takes it off the others."""
@@ -199,7 +192,7 @@ class RegistryClient:
                 if response.next_request is None:
                     return self._answer(response, read)
                 request = response.next_request
-        raise FetchError("failed", f"more than {self._config.max_redirects} redirects")
+        raise RefusalError("failed", f"more than {self._config.max_redirects} redirects")
 
     def _answer(self, response: httpx2.Response, read: Callable[[httpx2.Response], AnswerT]) -> AnswerT | None:
         status = response.status_code
@@ -211,10 +204,10 @@ class RegistryClient:
             self._hold(response, _seconds_to_wait(response.headers))
             raise _PassingError(f"HTTP {status}")
         if status in _GONE:
-            raise FetchError("gone", f"HTTP {status}", float(status))
+            raise RefusalError("gone", f"HTTP {status}", float(status))
         fix = ": set token_env to a variable that holds a valid token" if status == 401 else ""
         fix = " without a Location that can be followed" if response.is_redirect else fix
-        raise FetchError("failed", f"HTTP {status}{fix}", float(status))
+        raise RefusalError("failed", f"HTTP {status}{fix}", float(status))
 
     def _hold(self, response: httpx2.Response, seconds: float) -> None:
         """Let no request through for as long as the registry asks."""
@@ -231,12 +224,12 @@ class RegistryClient:
         """The decoded body, no more than `limit` bytes of it; what is declared can only end it earlier."""
         started, num_bytes = time.monotonic(), 0
         declared = response.headers.get("Content-Length", "")
-        too_big = FetchError("too_big", f"has more than {limit:,} bytes", float(limit))
+        too_big = RefusalError("too_big", f"has more than {limit:,} bytes", float(limit))
         if declared.isascii() and declared.isdigit() and int(declared[:20]) > limit:
             raise too_big
         encoding = response.headers.get("Content-Encoding", "").strip().lower()
         if encoding not in ("", "identity", "gzip"):  # others make gigabytes of a received block
-            raise FetchError("failed", f"Content-Encoding {encoding!r} was not asked for")
+            raise RefusalError("failed", f"Content-Encoding {encoding!r} was not asked for")
         for chunk in response.iter_bytes():
             num_bytes += len(chunk)
             if num_bytes > limit:
