@@ -26,11 +26,11 @@ from transformers import (
 )
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.models.attention_rows import attention_rows
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.loading import num_positions
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.records import Skill
+from skilltrain.retrieval.field_attention import field_attention, token_fields
 from tiny_models import bert_tokenizer
 
 CPU = torch.device("cpu")
@@ -137,12 +137,19 @@ def test_a_reranker_of_one_segment_scores_as_plain_transformers_code(tmp_path, n
         load_reranker(RerankerConfig(source=folder, max_tokens=65), CPU)
 
 
-@pytest.mark.parametrize("name", ["roberta", "xlm-roberta"])
-def test_attention_of_a_reranker_of_one_segment_can_be_read(tmp_path, name):
-    folder = save(tmp_path, *RERANKERS[name])
+def test_attention_of_a_reranker_of_one_segment_is_read_and_of_mpnet_refused(tmp_path):
+    folder = save(tmp_path / "xlm-roberta", *RERANKERS["xlm-roberta"])
     reranker = load_reranker(RerankerConfig(source=folder), CPU)
+    found = field_attention(reranker, [("merge pdf", SKILLS[0])], "x")
     (pair,) = reranker.tokenize("merge pdf", SKILLS[:1])
     network = AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager").eval()
-    with torch.inference_mode(), attention_rows(reranker) as rows_of:
+    with torch.inference_mode():
         (layer,) = network(torch.tensor([pair.ids]), output_attentions=True).attentions
-        assert torch.allclose(rows_of(pair), layer[0, :, 0].mean(0).double()[None], rtol=0, atol=1e-6)
+    sums = layer[0, :, 0].mean(0)[pair.second_start :].numpy()
+    fields = token_fields(reranker, SKILLS[0])
+    sums = sums[: len(fields)] @ fields
+    shares = found.overall.name, found.overall.description, found.overall.body
+    assert shares == pytest.approx(sums / sums.sum(), abs=1e-5)
+    reranker = load_reranker(RerankerConfig(source=save(tmp_path / "mpnet", *RERANKERS["mpnet"])), CPU)
+    with pytest.raises(SkilltrainError, match="MPNetForSequenceClassification can be read in 0 of its 1 layers only"):
+        field_attention(reranker, [("merge pdf", SKILLS[0])], "x")

@@ -1,15 +1,18 @@
 """Where a reranker looks in a skill: name, description or body (SkillRouter, section 3.2 and appendix F)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float
+from torch import Tensor
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analysis.analysis import FieldAttention, FieldShares
-from skilltrain.models.attention_rows import attention_rows
-from skilltrain.models.reranker import Reranker
+from skilltrain.models.reranker import PairIds, Reranker
 from skilltrain.records import Skill
 from skilltrain.templates import SkillTemplate
 from skilltrain.terminal import track
@@ -22,12 +25,13 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[str, Skill]], mode
 
     `pairs` are (query's text, skill), read one by one; `model` is the reranker's name in a report. A field that is
     empty, not in the template, or cut away whole, has the share 0. Raises SkilltrainError for no pairs, a skill of
-    which the reranker sees no token, and a reranker without one scoring position (`attention_rows`).
+    which the reranker sees no token, and a reranker without one scoring position.
     """
+    _check(reranker)
     if not pairs:
         raise SkilltrainError("no (query, skill) pairs to read the attention of", where=model)
     shares, tokens = [], np.zeros(len(FIELDS))
-    with attention_rows(reranker) as rows_of:
+    with _eager(reranker.network):
         for query, skill in track(pairs, "attention by field", len(pairs)):
             fields = token_fields(reranker, skill)
             (pair,) = reranker.tokenize(query, [skill])
@@ -35,7 +39,7 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[str, Skill]], mode
             if not fields.any():
                 what = "the reranker sees no token of this skill's name, description or body"
                 raise SkilltrainError(what, where=f"skill {skill.skill_id}")
-            weights = rows_of(pair)[:, pair.second_start : pair.second_start + len(fields)].cpu().numpy() @ fields
+            weights = attention_rows(reranker, pair)[:, pair.second_start : pair.second_start + len(fields)] @ fields
             if (silent := np.flatnonzero(~(weights.sum(1) > 0))).size:  # nothing, or no number
                 what = f"layer {silent[0]} gives the skill's fields no attention that could be compared"
                 raise SkilltrainError(what, where=f"{model}, skill {skill.skill_id}")
@@ -49,6 +53,57 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[str, Skill]], mode
         tokens=_shares(tokens / len(pairs)),
         num_pairs=len(pairs),
     )
+
+
+def _check(reranker: Reranker) -> None:
+    if reranker.settings.template.form == "cosine_pair":
+        what = "a cosine_pair reranker has no scoring position: it compares the mean vectors of query and skill"
+        raise SkilltrainError(what, fix="analyse a reranker of the form pair or yes_no")
+    if (pooling := getattr(reranker.network.config, "classifier_pooling", "cls")) != "cls":
+        raise SkilltrainError(f"a classifier with {pooling} pooling has no scoring position")
+
+
+@contextmanager
+def _eager(network: Any) -> Iterator[None]:
+    """Let `network` attend by transformers' plain code, which computes whole matrices of attention, inside the block."""
+    own = network.config._attn_implementation
+    network.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        network.set_attn_implementation(own)
+
+
+@torch.inference_mode()
+def attention_rows(reranker: Reranker, pair: PairIds) -> Float[np.ndarray, "layer token"]:
+    """The attention of the scoring position, the mean over heads: of the last token in a causal model, else the first.
+
+    Of one layer's matrices at a time only that row is kept. Raises SkilltrainError where not every layer shows them.
+    """
+    network, rows = reranker.network, []
+    place = 0 if reranker.yes_no_ids is None else -1
+
+    def keep_row(_: Any, inputs: Any, outputs: Any) -> Any:
+        """A module's outputs without its matrices [1, head, token, token], if it has any: no outer one sees them."""
+        weights = outputs[1] if isinstance(outputs, tuple) and len(outputs) > 1 else None
+        if not isinstance(weights, Tensor) or weights.shape[-2:] != (len(pair), len(pair)):
+            return None
+        rows.append(weights[0, :, place].double().mean(0).cpu().numpy())
+        return (outputs[0], None, *outputs[2:])
+
+    hooks = [module.register_forward_hook(keep_row) for module in network.modules()]
+    try:
+        if place == 0:
+            reranker([pair])
+        else:  # without what `forward` does to score several pairs at once
+            network.get_decoder()(torch.tensor([pair.ids], device=reranker.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(rows) != network.config.num_hidden_layers:
+        name, num_layers = type(network).__name__, network.config.num_hidden_layers
+        raise SkilltrainError(f"the attention of {name} can be read in {len(rows)} of its {num_layers} layers only")
+    return np.stack(rows)
 
 
 def field_spans(template: SkillTemplate, skill: Skill) -> dict[str, tuple[int, int]]:
