@@ -90,7 +90,7 @@ def add_adapter(network: Any, adapter: AdapterConfig) -> None:
 
 
 def merge_adapter(network: Any) -> Any:
-    """`network` with its adapter added into plain linear layers: W + (alpha / rank) B A, summed in float32.
+    """`network` with its adapter added into plain linear layers: W + (alpha / rank) B A.
 
     4-bit weights come back in the number format that they were loaded in (float32 or bfloat16). Every parameter must
     be whole, on this process. Raises SkilltrainError where there is no adapter.
@@ -99,34 +99,16 @@ def merge_adapter(network: Any) -> Any:
         raise SkilltrainError("the model has no adapter to merge", where="adapter")
     from peft.tuners.lora import LoraLayer
 
+    if getattr(network, "is_quantized", False):
+        network.dequantize()
+        network.is_loaded_in_4bit = False
     for name, module in [*network.named_modules()]:
         if isinstance(module, LoraLayer):
             adapted: Any = module
-            plain = _plain(adapted.get_base_layer())
-            with torch.no_grad():
-                plain.weight.copy_(plain.weight.float() + adapted.get_delta_weight(_NAME).float())
+            plain = adapted.get_base_layer()
+            plain.weight.data += adapted.get_delta_weight(_NAME)  # the sum is rounded once
             network.set_submodule(name, plain)
-    if getattr(network, "is_quantized", False):
-        for name, module in [*network.named_modules()]:
-            if _is_4bit(module):
-                network.set_submodule(name, _plain(module))
-        network.hf_quantizer.remove_quantization_config(network)
-        network.is_loaded_in_4bit = False
     return network.requires_grad_(True)
-
-
-def _plain(linear: Any) -> nn.Linear:
-    """A linear layer whose weights are numbers again; one that is not in 4 bits is given back itself."""
-    if not _is_4bit(linear):
-        return linear
-    from bitsandbytes.functional import dequantize_4bit  # type: ignore[import-not-found]
-
-    weight = dequantize_4bit(linear.weight.data, linear.weight.quant_state)
-    plain = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
-    plain.weight = nn.Parameter(weight)
-    if linear.bias is not None:
-        plain.bias = nn.Parameter(linear.bias.data.to(weight.dtype))
-    return plain
 
 
 def _prepare_for_cpu(name: str, linear: Any) -> None:
@@ -174,9 +156,7 @@ def _target_names(network: Any, adapter: AdapterConfig) -> list[str]:
     in_heads = {id(module) for head in _heads(network) for module in head.modules()}
     in_heads.add(id(network.get_output_embeddings()))
     names = [
-        name
-        for name, module in network.named_modules()
-        if (isinstance(module, nn.Linear) or _is_4bit(module)) and id(module) not in in_heads
+        name for name, module in network.named_modules() if isinstance(module, nn.Linear) and id(module) not in in_heads
     ]
     if adapter.targets == "all_linear":
         return names

@@ -65,7 +65,7 @@ def _check(reranker: Reranker) -> None:
 
 @contextmanager
 def _eager(network: Any) -> Iterator[None]:
-    """Let `network` attend by transformers' plain code, which computes whole matrices of attention, inside the block."""
+    """Let `network` attend by transformers' plain code, which computes whole matrices, inside the block."""
     own = network.config._attn_implementation
     network.set_attn_implementation("eager")
     try:
@@ -80,16 +80,17 @@ def attention_rows(reranker: Reranker, pair: PairIds) -> Float[np.ndarray, "laye
 
     Of one layer's matrices at a time only that row is kept. Raises SkilltrainError where not every layer shows them.
     """
-    network, rows = reranker.network, []
+    network, rows = reranker.network, list[np.ndarray]()
     place = 0 if reranker.yes_no_ids is None else -1
 
     def keep_row(_: Any, inputs: Any, outputs: Any) -> Any:
         """A module's outputs without its matrices [1, head, token, token], if it has any: no outer one sees them."""
-        weights = outputs[1] if isinstance(outputs, tuple) and len(outputs) > 1 else None
+        values: list[Any] = [*outputs] if isinstance(outputs, tuple) else []
+        weights = values[1] if len(values) > 1 else None
         if not isinstance(weights, Tensor) or weights.shape[-2:] != (len(pair), len(pair)):
             return None
         rows.append(weights[0, :, place].double().mean(0).cpu().numpy())
-        return (outputs[0], None, *outputs[2:])
+        return (values[0], None, *values[2:])
 
     hooks = [module.register_forward_hook(keep_row) for module in network.modules()]
     try:
