@@ -167,36 +167,31 @@ def test_a_pool_of_one_category_has_no_random_candidate(workshop):
 # Draws ---------------------------------------------------------------------------------------------------------------
 
 
+def drawn(num_allowed, count, key):
+    return draw(np.arange(num_allowed), count, key).tolist()
+
+
 def test_draws_depend_on_the_key_only():
-    first = draw(100, 10, "0/q1/random")
-    assert first.tolist() == draw(100, 10, "0/q1/random").tolist()
-    assert first.tolist() != draw(100, 10, "1/q1/random").tolist()
-    assert len(set(first.tolist())) == 10
-    assert sorted(draw(3, 10, "k").tolist()) == [0, 1, 2]
-    assert draw(0, 10, "k").tolist() == []
+    first = drawn(100, 10, "0/q1/random")
+    assert first == drawn(100, 10, "0/q1/random") != drawn(100, 10, "1/q1/random")
+    assert len(set(first)) == 10
+    assert sorted(drawn(3, 10, "k")) == [0, 1, 2]
+    assert drawn(0, 10, "k") == []
 
 
 def test_draws_are_uniform():
-    counts = np.bincount(np.concatenate([draw(5, 2, str(n)) for n in range(2000)]), minlength=5)
+    counts = np.bincount(np.concatenate([drawn(5, 2, str(n)) for n in range(2000)]), minlength=5)
     # Binomial(2000, .4): mean 800, standard deviation 22.
     assert abs(counts - 800).max() < 110
 
 
-def test_groups_answer_as_a_look_at_every_skill_would():
-    generator = np.random.default_rng(0)
-    for _ in range(200):
-        size = int(generator.integers(1, 30))
-        categories, names = generator.integers(-1, 4, size), generator.integers(0, 6, size)
-        positives = np.sort(generator.choice(size, int(generator.integers(1, min(4, size) + 1)), replace=False))
-        groups = PoolGroups.build(categories, names)
-        near = np.isin(categories, categories[positives]) & (categories >= 0)
-        away = ~near
-        away[positives] = False
-        alike = np.flatnonzero(near & ~np.isin(names, names[positives]))
-        assert groups.alike(positives).tolist() == alike.tolist()
-        allowed = np.flatnonzero(away)
-        expected = allowed[draw(len(allowed), 5, "key")]
-        assert groups.draw_elsewhere(positives, 5, "key").tolist() == expected.tolist()
+def test_groups_are_told_by_category_and_name():
+    groups = PoolGroups(categories=np.array([0, 0, 1, -1, 0, -1, 2]), names=np.array([7, 8, 7, 9, 7, 7, 8]))
+    assert groups.alike(np.array([0])).tolist() == [1]  # 4 has its name
+    assert groups.elsewhere(np.array([0])).tolist() == [2, 3, 5, 6]
+    assert groups.alike(np.array([0, 2])).tolist() == [1] and groups.elsewhere(np.array([0, 2])).tolist() == [3, 5, 6]
+    assert groups.alike(np.array([3])).tolist() == []  # without a category
+    assert groups.elsewhere(np.array([3])).tolist() == [0, 1, 2, 4, 5, 6]
 
 
 # The stage -----------------------------------------------------------------------------------------------------------

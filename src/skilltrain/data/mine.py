@@ -12,6 +12,7 @@ from pydantic import Field
 
 from skilltrain.config import Config, InputPath
 from skilltrain.data.draws import PoolGroups, Positions, draw
+from skilltrain.data.near_duplicates import name_numbers
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import POSITIVE, Dropped, Query, Skill, Verdict
 from skilltrain.retrieval.dense import EncoderSource, encode_queries, encode_skills, open_encoder
@@ -38,7 +39,6 @@ from skilltrain.tables import (
     write_table,
 )
 from skilltrain.terminal import track
-from skilltrain.texts import name_key
 
 SOURCES: tuple[str, ...] = ("semantic", "lexical", "taxonomy", "random")
 RECALL_SAMPLE = 200  # queries by which an approximate index is measured
@@ -118,9 +118,9 @@ def mine(
     num_searched = config.depth + max(map(len, positives))  # positives are left out of what is found
     near, index = _search_vectors(config, query_vectors, vectors, num_searched)
     worded = _search_texts(config, queries, skills, num_searched)
-    groups = PoolGroups.build(
+    groups = PoolGroups(
         _numbered([(skill.category or "").strip() for skill in skills]),
-        _numbered([name_key(skill.name) for skill in skills]),
+        name_numbers([skill.name for skill in skills]),
     )
     ranked: list[BySource] = []
     for row, query in enumerate(track(queries, "drawing candidates", len(queries))):
@@ -194,9 +194,8 @@ def _numbered(values: Sequence[str]) -> Positions:
 def _draw(config: MineConfig, groups: PoolGroups, positives: Positions, query_id: str) -> tuple[Positions, Positions]:
     """What is drawn for `taxonomy` and for `random`; the same for the same seed."""
     key = f"{config.seed}/{query_id}"
-    alike = groups.alike(positives)
-    taxonomy = alike[draw(len(alike), config.amount("taxonomy"), f"{key}/taxonomy")]
-    return taxonomy, groups.draw_elsewhere(positives, config.amount("random"), f"{key}/random")
+    taxonomy = draw(groups.alike(positives), config.amount("taxonomy"), f"{key}/taxonomy")
+    return taxonomy, draw(groups.elsewhere(positives), config.amount("random"), f"{key}/random")
 
 
 def _others(found: Ranked, positives: Positions, depth: int) -> Ranked:
