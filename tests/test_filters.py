@@ -122,15 +122,6 @@ def test_each_layer_drops_what_it_is_for_and_names_the_gold(found):
     }
 
 
-def test_layers_say_what_their_value_means():
-    assert NameLayer().explain(1.0) == "same name as a gold skill"
-    assert JaccardLayer().explain(8 / 9) == "body overlap 0.889 > 0.6 with a gold skill"
-    assert CosineLayer().explain(0.96) == "cosine 0.960 > 0.92 to a gold skill"
-    assert ClusterLayer().explain(1.0) == "in one near-duplicate cluster with a gold skill"
-    assert CeilingLayer().explain(0.96) == "score 0.960 for the query too close to that of a gold skill"
-    assert RankWindowLayer(ranks={"lexical": (1, 2)}).explain(3.0) == "rank 3 outside the window of its source"
-
-
 def test_thresholds_are_exclusive(found):
     layers = [JaccardLayer(above=8 / 9), CosineLayer(above=float(VECTORS[3, 0]))]
     assert not found(rankings("body", "vector"), JUDGED, layers)
@@ -139,9 +130,6 @@ def test_thresholds_are_exclusive(found):
 def test_a_layer_left_out_does_not_run(found):
     assert set(found(rankings("name", "body", "vector"), JUDGED, [NameLayer()])) == {"name"}
     assert not found(rankings("name", "body", "vector"), JUDGED, [])
-
-
-def test_useful_skills_are_golds_too(found):
     assert set(found(rankings("name", "gold", "far"), {"q1": {"gold": Verdict.USEFUL}}, [NameLayer()])) == {"name"}
 
 
@@ -317,8 +305,8 @@ def settings(folder, **changes):
 
 def test_the_stage_splits_rankings_into_kept_and_dropped(folder):
     summary = run_filter(settings(folder), folder / "out")
-    kept = [(row["stage"], row["skill_id"]) for row in read_table(folder / "out", RANKINGS).to_pylist()]
-    assert kept == [("semantic", "far"), ("random", "far")]
+    kept = [(row["stage"], row["skill_id"], row["rank"]) for row in read_table(folder / "out", RANKINGS).to_pylist()]
+    assert kept == [("semantic", "far", 4), ("random", "far", 2)]
     dropped = read_table(folder / "out", DROPPED).to_pylist()
     assert [row["skill_id"] for row in dropped] == ["gold", "name", "body", "vector"]
     assert [(row["source"], row["other_id"], row["reason"]) for row in dropped] == [
@@ -341,11 +329,6 @@ def test_the_stage_splits_rankings_into_kept_and_dropped(folder):
     assert summary["num_candidates"] == 6 and summary["num_kept"] == 2 and summary["num_dropped"] == 4
 
 
-def test_ranks_and_scores_are_left_as_they_were(folder):
-    run_filter(settings(folder), folder / "out")
-    assert read_table(folder / "out", RANKINGS).column("rank").to_pylist() == [4, 2]
-
-
 def test_judged_positives_can_be_kept_for_the_reranker(folder):
     summary = run_filter(settings(folder, judged_positives="keep"), folder / "out")
     assert "gold" in read_table(folder / "out", RANKINGS).column("skill_id").to_pylist()
@@ -355,6 +338,8 @@ def test_judged_positives_can_be_kept_for_the_reranker(folder):
 def test_layers_are_chosen_by_name_in_the_recipe(folder):
     config = settings(folder, layers=[{"name": "name"}, {"name": "jaccard", "above": 0.95}], encoder=None)
     assert run_filter(config, folder / "out")["dropped_by_layer"] == {"judged": 1, "name": 1, "jaccard": 0}
+    config = settings(folder, layers=[{"name": "ceiling", "scores": "ranking"}], encoder=None)
+    assert run_filter(config, folder / "out")["dropped_by_layer"] == {"judged": 1, "ceiling": 3}  # all score alike
 
 
 @pytest.mark.parametrize(
@@ -375,12 +360,6 @@ def test_settings_that_cannot_work_are_refused(folder, changes, message):
         settings(folder, **changes)
 
 
-def test_a_candidate_outside_the_pool_is_refused(folder):
-    write_table(rankings("stranger"), RANKINGS, folder / "rankings.parquet")
-    with pytest.raises(SkilltrainError, match=r"pool.parquet: 1 ranked skill\(s\) are not in this pool, 'stranger'"):
-        run_filter(settings(folder), folder / "out")
-
-
 def test_empty_rankings_stay_empty(folder):
     write_table([], RANKINGS, folder / "rankings.parquet")
     assert run_filter(settings(folder), folder / "out")["num_kept"] == 0
@@ -399,21 +378,18 @@ def test_all_layers_run_from_a_recipe(folder):
     assert reasons[2] == "score 0.960 for the query too close to that of a gold skill"
 
 
-def test_a_ceiling_by_ranking_needs_no_encoder(folder):
-    layers = [{"name": "ceiling", "scores": "ranking"}]
-    summary = run_filter(settings(folder, layers=layers, encoder=None), folder / "out")
-    assert summary["dropped_by_layer"] == {"judged": 1, "ceiling": 3}  # all scores are the gold's
-
-
-def test_a_ranked_query_that_is_unknown_is_refused(folder):
-    write_table([], QUERIES, folder / "queries")
-    config = settings(folder, layers=[{"name": "name"}])
-    with pytest.raises(SkilltrainError, match=r"queries: 1 ranked querie\(s\) are not here, 'q1' among them"):
-        run_filter(config, folder / "out")
-
-
-def test_clusters_of_another_pool_are_refused(folder):
-    write_table([{"skill_id": "gold", "cluster": 0}], CLUSTERS, folder / "clusters.parquet")
+@pytest.mark.parametrize(
+    ("spec", "path", "rows", "message"),
+    [
+        (RANKINGS, "rankings.parquet", rankings("stranger"),
+         r"pool.parquet: 1 ranked skill\(s\) are not in this pool, 'stranger'"),
+        (QUERIES, "queries", [], r"queries: 1 ranked querie\(s\) are not here, 'q1' among them"),
+        (CLUSTERS, "clusters.parquet", [{"skill_id": "gold", "cluster": 0}],
+         r"clusters\.parquet: 4 skill\(s\) of the pool are in no cluster, 'body'"),
+    ],
+)  # fmt: skip
+def test_tables_that_do_not_belong_together_are_refused(folder, spec, path, rows, message):
+    write_table(rows, spec, folder / path)
     config = settings(folder, layers=[{"name": "cluster"}], clusters=folder / "clusters.parquet")
-    with pytest.raises(SkilltrainError, match=r"clusters\.parquet: 4 skill\(s\) of the pool are in no cluster, 'body'"):
+    with pytest.raises(SkilltrainError, match=message):
         run_filter(config, folder / "out")

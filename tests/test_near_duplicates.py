@@ -3,11 +3,20 @@ import random
 import numpy as np
 import pytest
 
+from skilltrain.config import validate
 from skilltrain.data import near_duplicates as module
-from skilltrain.data.near_duplicates import bands_and_rows, link_near_duplicates, near_duplicate_clusters
+from skilltrain.data.near_duplicates import (
+    ClustersConfig,
+    bands_and_rows,
+    link_near_duplicates,
+    name_numbers,
+    near_duplicate_clusters,
+    run_clusters,
+)
 from skilltrain.data.trigrams import TrigramSets, jaccard
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
+from skilltrain.tables import CLUSTERS, SKILLS, read_table, rows_of, write_table
 from skilltrain.workers import WorkersConfig
 
 ONE = WorkersConfig(num=1)
@@ -43,15 +52,6 @@ def test_copies_share_a_cluster_and_clusters_are_numbered_by_lowest_id():
     text = words(1, 200)
     skills = [skill("d", words(2, 200)), skill("a", text), skill("c", text + " and more"), skill("b", words(3, 200))]
     assert near_duplicate_clusters(skills, 0.6) == {"a": 0, "b": 1, "c": 0, "d": 2}
-
-
-def test_clusters_do_not_depend_on_order():
-    base = [words(n // 3, 120) + f" tail {n}" for n in range(30)]
-    skills = [skill(f"s{n:02}", body) for n, body in enumerate(base)]
-    expected = near_duplicate_clusters(skills, 0.6)
-    assert expected == {f"s{n:02}": n // 3 for n in range(30)}
-    random.Random(0).shuffle(skills)
-    assert near_duplicate_clusters(skills, 0.6) == expected
 
 
 def test_a_chain_of_pairs_is_one_cluster():
@@ -119,3 +119,76 @@ def test_the_lsh_layout_finds_99_percent_at_the_threshold(threshold):
 def test_a_threshold_outside_its_range_is_refused(threshold):
     with pytest.raises(SkilltrainError, match="near-duplicate threshold"):
         near_duplicate_clusters([], threshold)
+
+
+# The stage -----------------------------------------------------------------------------------------------------------
+
+TEXT = "read the pages of a pdf file and print every one of them to the terminal in order"
+TEMPLATE = "Automate {} tasks via Rube MCP. Always search the tools first for current schemas, then plan and execute."
+SERVICES = ("brex", "bench", "nasa", "gleap", "zoho", "textit", "wakatime")
+POOL = [
+    Skill("z/pdf", "pdf", "", TEXT),
+    Skill("a/pdf", "pdf-official", "", TEXT + " twice"),
+    Skill("m/git", "git", "", "commit all that has changed and push it to the remote"),
+    Skill("e/empty", "empty", "", ""),
+    *(Skill(f"rube/{service}", f"{service}-automation", "", TEMPLATE.format(service)) for service in SERVICES),
+]
+
+
+@pytest.fixture
+def settings(tmp_path):
+    write_table(rows_of(POOL), SKILLS, tmp_path / "pool.parquet")
+    (tmp_path / "out").mkdir()
+
+    def make(**changes):
+        values = {"stage": "clusters", "pool": tmp_path / "pool.parquet", "out": tmp_path / "out"}
+        values["workers"] = {"num": 1}
+        return validate(ClustersConfig, values | changes, "recipe")
+
+    return make
+
+
+def clusters_of(out):
+    table = read_table(out, CLUSTERS)
+    return dict(zip(table.column("skill_id").to_pylist(), table.column("cluster").to_pylist(), strict=True))
+
+
+def test_copies_share_a_cluster_and_siblings_of_a_template_do_not(settings, tmp_path):
+    summary = run_clusters(settings(), tmp_path / "out")
+    clusters = clusters_of(tmp_path / "out")
+    assert list(clusters) == sorted(skill.skill_id for skill in POOL)
+    assert clusters["a/pdf"] == clusters["z/pdf"] == 0
+    assert len(set(clusters.values())) == len(POOL) - 1
+    assert summary == {
+        "num_skills": 11, "num_without_trigrams": 1, "num_clusters": 1, "num_skills_in_clusters": 2,
+        "clusters_by_size": {"2": 1, "3 to 5": 0, "6 to 20": 0, "21 to 100": 0, "more": 0},
+        "largest": {"a/pdf": 2},
+    }  # fmt: skip
+
+
+def test_plain_trigrams_put_a_template_into_one_cluster(settings, tmp_path):
+    summary = run_clusters(settings(max_names=None), tmp_path / "out")
+    assert summary["largest"] == {"rube/bench": 7, "a/pdf": 2}
+    assert summary["clusters_by_size"] == {"2": 1, "3 to 5": 0, "6 to 20": 1, "21 to 100": 0, "more": 0}
+
+
+def test_the_order_of_the_pool_and_the_workers_do_not_matter(settings, tmp_path):
+    run_clusters(settings(max_names=None), tmp_path / "out")
+    expected = clusters_of(tmp_path / "out")
+    write_table(rows_of(POOL[::-1]), SKILLS, tmp_path / "pool.parquet")
+    run_clusters(settings(max_names=None, workers={"num": 2}), tmp_path / "out")
+    assert clusters_of(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"threshold": 0}, "threshold"), ({"threshold": 60}, "threshold"), ({"max_names": 0}, "max_names")],
+)
+def test_settings_that_cannot_work_are_refused(settings, changes, message):
+    with pytest.raises(SkilltrainError, match=message):
+        settings(**changes)
+
+
+def test_names_are_numbered_without_case_and_separators():
+    numbers = name_numbers(["PDF-Tools", "git", "pdf_tools", "--", ""])
+    assert numbers[0] == numbers[2] != numbers[1] and numbers[3] == numbers[4] == -1
