@@ -372,7 +372,7 @@ def test_the_token_limit_is_as_the_folder_says_and_within_the_positions(plain):
         EncoderSettings(pooling="cls", max_tokens=100)
     )
     assert settings_of(plain(pooling=cls, tokenizer={"model_max_length": 10**30})).max_tokens == 512
-    with pytest.raises(SkilltrainError, match="its files give a token limit of 0"):
+    with pytest.raises(SkilltrainError, match="max_seq_length: must be greater than or equal to 8, found 0"):
         settings_of(plain(pooling=cls, model={"max_seq_length": 0}))
     with pytest.raises(SkilltrainError, match="max_tokens exceeds the model's 512 positions"):
         settings_of(plain(pooling=cls, model={"max_seq_length": 384}), max_tokens=513)

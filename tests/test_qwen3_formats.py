@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from skilltrain.models.encoder import Encoder, EncoderConfig, EncoderSettings, load_encoder
 from skilltrain.models.pairs import PairTokenizer, RerankerSettings
 from skilltrain.models.reranker import RerankerConfig, load_reranker, yes_no_ids
-from skilltrain.models.text_tokens import TextTokenizer
+from skilltrain.models.tokens import TextTokenizer
 from skilltrain.records import Skill
 from skilltrain.templates import QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX, EncoderTemplate, RerankerTemplate
 from tiny_models import (
@@ -81,7 +81,7 @@ def official_ids(tokenizer, template, query, skill, max_tokens):
 
 def test_the_frame_of_the_real_tokenizer():
     tokenizer = real_qwen3_tokenizer()
-    frame = PairTokenizer(tokenizer, RerankerSettings(template=RerankerTemplate(form="yes_no"))).frame
+    frame = PairTokenizer(tokenizer, RerankerSettings(template=RerankerTemplate(form="yes_no")))
     assert (len(frame.before), frame.after, frame.between) == (REAL["prefix"], REAL["suffix"], [])
     assert yes_no_ids(tokenizer) == (9693, 2152)
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (REAL["end"], 151645)
@@ -106,7 +106,7 @@ def test_only_the_skill_is_cut(tokenizer):
     for short in (1, 5, len(part) - 3):
         pairs = pair_tokenizer(tokenizer, max_tokens=len(full) - short)
         cut = pairs.join(pairs.query("deploy pods"), part)
-        frame = len(pairs.frame.after)
+        frame = len(pairs.after)
         assert cut.ids == full.ids[: -frame - short] + full.ids[-frame:] and cut.num_cut == short
         assert cut.ids == official_ids(tokenizer, pairs.template, "deploy pods", SKILLS[3], len(full) - short)
 

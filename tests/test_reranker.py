@@ -44,10 +44,10 @@ def test_a_long_query_is_capped_and_the_skill_still_gets_room(open_reranker_of):
 def test_parts_tokenised_once_join_to_the_same_pairs(open_reranker_of):
     for name in ("qwen3_reranker", "bert_reranker"):
         reranker = open_reranker_of(name, max_tokens=400)
-        parts = [np.array(ids, np.int32) for ids in reranker.tokenize_skills(SKILLS)]
-        query = np.array(reranker.tokenize_query(QUERY), np.int32)
-        assert [reranker.join(query, part) for part in parts] == reranker.tokenize(QUERY, SKILLS)
-        assert reranker.tokenize_skills([]) == [] and reranker.tokenize(QUERY, []) == []
+        parts = [np.array(ids, np.int32) for ids in reranker.pairs.skills(SKILLS)]
+        query = np.array(reranker.pairs.query(QUERY), np.int32)
+        assert [reranker.pairs.join(query, part) for part in parts] == reranker.tokenize(QUERY, SKILLS)
+        assert reranker.pairs.skills([]) == [] and reranker.tokenize(QUERY, []) == []
 
 
 def test_a_pair_says_how_much_of_the_skill_did_not_fit(open_reranker_of):
@@ -66,7 +66,7 @@ def test_limits_default_to_the_form_and_to_the_models_positions(open_reranker_of
     assert limits("qwen3_reranker") == (2048, 1024)  # its positions, not the form's 4,096
     defaults = RerankerSettings(template=RerankerTemplate(form="yes_no"))
     assert (defaults.max_tokens, defaults.query_max_tokens) == (4096, 2048)
-    room = open_reranker_of("qwen3_reranker").pair_tokenizer.query_room() - 2048 + 320
+    room = open_reranker_of("qwen3_reranker").pairs.query_room() - 2048 + 320
     assert limits("qwen3_reranker", max_tokens=320) == (320, min(160, room))
 
 

@@ -22,7 +22,7 @@ from skilltrain.evaluation.metrics import Relevance
 from skilltrain.losses import InfoNCE, ListwiseCE
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.reranker import RerankerConfig, load_reranker
-from skilltrain.models.token_store import tokenized
+from skilltrain.models.tokens import tokenized
 from skilltrain.records import Query
 from skilltrain.retrieval.cascade import Cascade
 from skilltrain.training import checkpoint

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from skilltrain.models.text_tokens import TextTokenizer
+from skilltrain.models.tokens import TextTokenizer, as_special
 from skilltrain.templates import QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX, RerankerTemplate
 
 _CHAT_TEMPLATE = Path(__file__).parent / "templates" / "yes_no_chat.j2"
@@ -28,19 +28,10 @@ def control_tokens(tokenizer: Any) -> list[str]:
 
 def reading_names_as_text(tokenizer: Any) -> Any:
     """A copy of a tokenizer that reads the names of control tokens in texts as text, as `TextTokenizer` does."""
-    from tokenizers import AddedToken
-
     names = control_tokens(tokenizer)
     known = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
     tokenizer = copy.deepcopy(tokenizer)
-    as_special = [
-        AddedToken(
-            name, single_word=known[name].single_word, lstrip=known[name].lstrip, rstrip=known[name].rstrip,
-            normalized=known[name].normalized, special=True,
-        )
-        for name in names
-    ]  # fmt: skip
-    tokenizer.backend_tokenizer.add_special_tokens(as_special)
+    tokenizer.backend_tokenizer.add_special_tokens([as_special(known[name]) for name in names])
     tokenizer.init_kwargs["split_special_tokens"] = tokenizer.split_special_tokens = True
     return tokenizer
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.loading import (
-    Precision,
+    ModelConfig,
     backbone_options,
     load_network,
     load_pretrained,
@@ -24,10 +24,9 @@ from skilltrain.models.loading import (
     stored_settings,
 )
 from skilltrain.models.micro_batches import TokenIds, embed_together, pad, pad_rows
-from skilltrain.models.modules_json import module_settings
-from skilltrain.models.pooling import Pooling, at_least_float32, pool
-from skilltrain.models.text_tokens import TextTokenizer
-from skilltrain.templates import EncoderTemplate, SkillFields, with_fields
+from skilltrain.models.pooling import Pooling, at_least_float32, module_settings, pool
+from skilltrain.models.tokens import TextTokenizer
+from skilltrain.templates import EncoderTemplate, with_fields
 
 
 class EncoderSettings(Config):
@@ -39,10 +38,9 @@ class EncoderSettings(Config):
     template: EncoderTemplate = EncoderTemplate()
 
 
-class EncoderConfig(Config):
+class EncoderConfig(ModelConfig):
     """Which encoder to load. What is left out comes from the model's own folder."""
 
-    source: str = Field(description="folder, Hub id owner/name, or package:NAME (a package that ships a model)")
     pooling: Pooling | None = Field(default=None, description="mean, last_token or cls; else as the folder says")
     max_tokens: int | None = Field(
         default=None, ge=8, description="token limit of a skill's text; else as the folder says, or 256"
@@ -51,10 +49,6 @@ class EncoderConfig(Config):
         default=None, ge=8, description="token limit of a query's text; else as the folder says, at least 512"
     )
     template: EncoderTemplate | None = Field(default=None, description="the texts the model sees")
-    fields: SkillFields | None = Field(
-        default=None, description="full, or nd (skills without bodies), whatever the template says; null: as it says"
-    )
-    precision: Precision = Field(default="float32", description="number format of the weights")
 
 
 class Encoder(nn.Module):

@@ -10,10 +10,13 @@ from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
+from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json
+from skilltrain.templates import SkillFields
 from skilltrain.terminal import say
 from skilltrain.texts import printable
 
@@ -29,6 +32,16 @@ _ROBERTA_LIKE = (  # their positions are counted from the padding's id + 1
     "camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm",
     "xlm-roberta", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
+
+
+class ModelConfig(Config):
+    """What names any model."""
+
+    source: str = Field(description="folder, Hub id owner/name, or package:NAME (a package that ships a model)")
+    fields: SkillFields | None = Field(
+        default=None, description="full, or nd (skills without bodies), whatever the template says; null: as it says"
+    )
+    precision: Precision = Field(default="float32", description="number format of the weights")
 
 
 def resolve_model(source: str, weights: bool = True) -> Path:

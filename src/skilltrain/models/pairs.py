@@ -10,7 +10,7 @@ from torch import Tensor
 
 from skilltrain.config import Config
 from skilltrain.models.micro_batches import TokenIds
-from skilltrain.models.text_tokens import TextTokenizer
+from skilltrain.models.tokens import TextTokenizer
 from skilltrain.records import Skill
 from skilltrain.templates import QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX, RerankerTemplate
 
@@ -45,26 +45,6 @@ class PairIds:
         return len(self.ids)
 
 
-@dataclass(frozen=True)
-class PairFrame:
-    """The fixed token ids around a query and a skill, found by asking the tokenizer once."""
-
-    before: list[int]
-    between: list[int]
-    after: list[int]
-
-    def __len__(self) -> int:
-        return len(self.before) + len(self.between) + len(self.after)
-
-    def join(self, query: TokenIds, skill: TokenIds, max_tokens: int) -> PairIds:
-        """The pair's ids; only the skill's end is cut to fit `max_tokens`."""
-        room = max(0, max_tokens - len(self) - len(query))
-        ids = [*self.before, *_as_list(query), *self.between]
-        start = len(ids)
-        ids += _as_list(skill[:room])
-        return PairIds(ids + self.after, start, max(0, len(skill) - room))
-
-
 class PairTokenizer:
     """Turns queries and skills into pairs of token ids, as a reranker's settings say.
 
@@ -76,7 +56,8 @@ class PairTokenizer:
     def __init__(self, tokenizer: Any, settings: RerankerSettings) -> None:
         self.template, self.settings = settings.template, settings
         self.text = TextTokenizer(tokenizer)
-        self.frame = _frame(tokenizer, self.template.form)
+        self.before, self.between, self.after = _frame(tokenizer, self.template.form)
+        self.num_fixed = len(self.before) + len(self.between) + len(self.after)
         self._num_lead = 0
         if prompt := self.template.skill_prompt():
             self._num_lead = _num_before(1, self.text.ids_and_spans(f"\n{prompt}a")[1])
@@ -104,11 +85,15 @@ class PairTokenizer:
 
     def join(self, query: TokenIds, skill: TokenIds) -> PairIds:
         """The pair of both parts, at most `max_tokens` long: the skill's end is cut."""
-        return self.frame.join(query, skill, self.settings.max_tokens)
+        room = max(0, self.settings.max_tokens - self.num_fixed - len(query))
+        ids = [*self.before, *_as_list(query), *self.between]
+        start = len(ids)
+        ids += _as_list(skill[:room])
+        return PairIds(ids + self.after, start, max(0, len(skill) - room))
 
     def query_room(self) -> int:
         """How many tokens a query's text may have, such that a few are left for the skill's."""
-        fixed = len(self.frame) + len(self.query("")) + len(self.skills([Skill("", "", "", "")])[0])
+        fixed = self.num_fixed + len(self.query("")) + len(self.skills([Skill("", "", "", "")])[0])
         return self.settings.max_tokens - fixed - LEAST_SKILL_TOKENS
 
 
@@ -121,14 +106,15 @@ def _num_before(border: int, spans: Sequence[tuple[int, int]]) -> int:
     return next((number for number, (start, _) in enumerate(spans) if start >= border), len(spans))
 
 
-def _frame(tokenizer: Any, form: str) -> PairFrame:
+def _frame(tokenizer: Any, form: str) -> tuple[list[int], list[int], list[int]]:
+    """The ids before a query, between it and the skill, and after that, found by asking the tokenizer."""
     if form == "yes_no":
         prefix, suffix = (
             tokenizer.encode(text, add_special_tokens=False) for text in (QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX)
         )
-        return PairFrame(prefix, [], suffix)
+        return prefix, [], suffix
     letter = tokenizer.encode("a", add_special_tokens=False)
     pair = tokenizer("a", "a")["input_ids"]
     first = next(i for i in range(len(pair)) if pair[i : i + len(letter)] == letter)
     second = next(i for i in range(first + len(letter), len(pair)) if pair[i : i + len(letter)] == letter)
-    return PairFrame(pair[:first], pair[first + len(letter) : second], pair[second + len(letter) :])
+    return pair[:first], pair[first + len(letter) : second], pair[second + len(letter) :]

@@ -1,12 +1,30 @@
-"""From a text's token vectors to its one vector."""
+"""From a text's token vectors to its one vector; and what modules.json, sentence-transformers' file, says of that."""
 
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
+from pydantic import ConfigDict, Field
 from torch import Tensor
 
+from skilltrain.config import Config, validate
+from skilltrain.errors import SkilltrainError
+from skilltrain.files import inside, read_json
+from skilltrain.models.loading import num_positions
+
 Pooling = Literal["mean", "last_token", "cls"]
+_ENDLESS = 10**9  # transformers writes 1e30 for "no limit"
+_COMPUTED = ("Transformer", "Pooling", "Normalize")
+_POOLING: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
+_FLAGS = {  # sentence-transformers before version 6: one switch for each mode
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
 
 
 def pool(
@@ -27,3 +45,92 @@ def pool(
 def at_least_float32(values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Half-precision values widened to float32, for what is summed or compared afterwards; others as they are."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+class _Limits(Config):
+    """The token limits in sentence-transformers' files: of any text, and of each kind of text."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    max_seq_length: int | None = Field(default=None, ge=8)
+    document_length: int | None = Field(default=None, ge=8)
+    query_length: int | None = Field(default=None, ge=8)
+
+
+def module_settings(folder: Path, model_config: Any, pooling_is_given: bool, least_query_tokens: int) -> dict[str, Any]:
+    """`pooling`, `max_tokens` and `query_max_tokens` as the model's files say; empty for one without modules.json.
+
+    Raises SkilltrainError for modules that an encoder here does not compute, and, unless `pooling_is_given`, for such
+    a pooling: other vectors than the model's would be wrong without a word.
+    """
+    if not (folder / "modules.json").is_file():
+        return {}
+    places = _places(folder)
+    settings: dict[str, Any] = {}
+    if "Pooling" in places and not pooling_is_given:
+        settings["pooling"] = _pooling(folder, places["Pooling"])
+    return settings | _token_limits(folder, places.get("Transformer", folder), model_config, least_query_tokens)
+
+
+def _places(folder: Path) -> dict[str, Path]:
+    """Kind of module → its folder inside the model's."""
+    modules = read_json(folder / "modules.json")
+    is_list = isinstance(modules, list) and all(isinstance(module, dict) for module in modules)
+    if not is_list or not all({"type", "path"} <= module.keys() for module in modules):
+        raise SkilltrainError("its modules.json is no list of modules", where=folder)
+    places: dict[str, Path] = {}
+    for module in modules:
+        name = str(module["type"])
+        package, kind = name.split(".")[0], name.split(".")[-1]
+        if package != "sentence_transformers" or kind not in _COMPUTED:
+            what = f"its modules.json asks for {name}, which an encoder here does not compute"
+            raise SkilltrainError(what, where=folder, fix=f"choose a model of {', '.join(_COMPUTED)} alone")
+        places[kind] = inside(folder, str(module["path"]), folder / "modules.json")
+    return places
+
+
+def _pooling(folder: Path, place: Path) -> Pooling:
+    if not (place / "config.json").is_file():
+        what = f"it has no {place.name}/config.json, which its modules.json names"
+        raise SkilltrainError(what, where=folder, fix="give pooling")
+    config = _read_map(place / "config.json")
+    modes = config.get("pooling_mode") or [mode for flag, mode in _FLAGS.items() if config.get(flag)] or ["mean"]
+    modes = [modes] if isinstance(modes, str) else [*modes]
+    if len(modes) > 1 or modes[0] not in _POOLING:
+        what = f"its pooling is {' + '.join(map(str, modes))}, which an encoder here does not compute"
+        raise SkilltrainError(what, where=folder, fix=f"give pooling: {', '.join(_POOLING.values())}")
+    return _POOLING[modes[0]]
+
+
+def _token_limits(folder: Path, place: Path, model_config: Any, least_query_tokens: int) -> dict[str, int]:
+    """The token limits that sentence-transformers would use, within the model's positions.
+
+    Without any that is the tokenizer's own limit. Of tens of thousands (Qwen3-Embedding's) texts use what they need:
+    the template has cut their characters before. One limit for both kinds of text leaves a query `least_query_tokens`:
+    queries are cut by characters first, and their ends hold what is asked.
+    """
+    names = ("sentence_bert_config.json", f"sentence_{model_config.model_type}_config.json")
+    values = next(filter(None, (_read_map(place / name) for name in names)), {})
+    if values.get("max_seq_length") is None:
+        tokenizers = _read_map(place / "tokenizer_config.json").get("model_max_length")
+        values["max_seq_length"] = tokenizers if isinstance(tokenizers, int) and tokenizers < _ENDLESS else None
+    given = validate(_Limits, values, folder)
+    most = _least(given.max_seq_length, num_positions(model_config))
+    query_most = most if most is None or given.query_length else max(most, least_query_tokens)
+    limits = {
+        "max_tokens": _least(given.document_length, most),
+        "query_max_tokens": _least(given.query_length, query_most),
+    }
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _read_map(file: Path) -> dict[str, Any]:
+    """The settings in a JSON file; empty where there is no such file."""
+    config = read_json(file) if file.is_file() else {}
+    if not isinstance(config, dict):
+        raise SkilltrainError("is no map of settings", where=file)
+    return config

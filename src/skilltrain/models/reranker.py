@@ -11,11 +11,10 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor, nn
 
-from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 from skilltrain.models import shared_prompt
 from skilltrain.models.loading import (
-    Precision,
+    ModelConfig,
     backbone_options,
     heads,
     in_own_dtype,
@@ -28,24 +27,19 @@ from skilltrain.models.loading import (
     resolve_model,
     stored_settings,
 )
-from skilltrain.models.micro_batches import Groups, TokenIds, embed_together, micro_batches, pad, pad_rows
+from skilltrain.models.micro_batches import Groups, embed_together, micro_batches, pad, pad_rows
 from skilltrain.models.pairs import PairIds, PairTokenizer, RerankerSettings
 from skilltrain.models.pooling import at_least_float32, pool
 from skilltrain.records import Skill
-from skilltrain.templates import RerankerTemplate, SkillFields, with_fields
+from skilltrain.templates import RerankerTemplate, with_fields
 
 
-class RerankerConfig(Config):
+class RerankerConfig(ModelConfig):
     """Which reranker to load. What is left out comes from the model's own folder."""
 
-    source: str = Field(description="folder, Hub id owner/name, or package:NAME (a package that ships a model)")
     max_tokens: int | None = Field(default=None, ge=32, description="token limit of a (query, skill) pair")
     query_max_tokens: int | None = Field(default=None, ge=8, description="token limit of the query inside a pair")
     template: RerankerTemplate | None = Field(default=None, description="the texts the model sees")
-    fields: SkillFields | None = Field(
-        default=None, description="full, or nd (skills without bodies), whatever the template says; null: as it says"
-    )
-    precision: Precision = Field(default="float32", description="number format of the weights")
 
 
 class Reranker(nn.Module):
@@ -55,7 +49,7 @@ class Reranker(nn.Module):
         super().__init__()
         self.network: Any = network
         self.tokenizer, self.settings = tokenizer, settings
-        self.pair_tokenizer = PairTokenizer(tokenizer, settings)
+        self.pairs = PairTokenizer(tokenizer, settings)
         self.yes_no_ids = yes_no_ids(tokenizer) if settings.template.form == "yes_no" else None
         self.is_packed = self.yes_no_ids is not None and network is not None and shared_prompt.can_share(network)
         if self.is_packed:
@@ -68,20 +62,8 @@ class Reranker(nn.Module):
 
     def tokenize(self, query: str, skills: Sequence[Skill]) -> list[PairIds]:
         """Token ids of one raw query paired with each skill; template and caps are applied here."""
-        query_ids = self.tokenize_query(query)
-        return [self.join(query_ids, skill_ids) for skill_ids in self.tokenize_skills(skills)]
-
-    def tokenize_query(self, query: str) -> list[int]:
-        """Token ids of a raw query's part of its pairs, cut to `query_max_tokens`."""
-        return self.pair_tokenizer.query(query)
-
-    def tokenize_skills(self, skills: Sequence[Skill]) -> list[list[int]]:
-        """Token ids of each skill's part, good for any query; `join` cuts them."""
-        return self.pair_tokenizer.skills(skills)
-
-    def join(self, query_ids: TokenIds, skill_ids: TokenIds) -> PairIds:
-        """The pair of a query's part and a skill's part, whose end is cut to keep `max_tokens`."""
-        return self.pair_tokenizer.join(query_ids, skill_ids)
+        query_ids = self.pairs.query(query)
+        return [self.pairs.join(query_ids, skill_ids) for skill_ids in self.pairs.skills(skills)]
 
     def micro_batches(self, lists: Sequence[Sequence[PairIds]], token_budget: int) -> Groups:
         """Positions of the pairs of all lists, one after the other, in groups to score together.

@@ -120,7 +120,7 @@ def field_spans(template: SkillTemplate, skill: Skill) -> dict[str, tuple[int, i
 
 
 def token_fields(reranker: Reranker, skill: Skill) -> Bool[np.ndarray, "token field"]:
-    """Which field each token of `reranker.tokenize_skills([skill])` belongs to, at most one.
+    """Which field each token of `reranker.pairs.skills([skill])` belongs to, at most one.
 
     It is the one that most of the token's characters come from: ` pods` is of the name, though its space is not.
     Tokens of separators and of the template's own words belong to none. The pieces of a character that takes several
@@ -129,8 +129,8 @@ def token_fields(reranker: Reranker, skill: Skill) -> Bool[np.ndarray, "token fi
     template = reranker.settings.template
     prompt = template.skill_prompt()
     lead = f"\n{prompt}" if prompt else ""  # what PairTokenizer gives the tokenizer to read before the skill
-    (own,) = reranker.tokenize_skills([skill])
-    ids, spans = reranker.pair_tokenizer.text.ids_and_spans(lead + template.render_skill(skill))
+    (own,) = reranker.pairs.skills([skill])
+    ids, spans = reranker.pairs.text.ids_and_spans(lead + template.render_skill(skill))
     num_before = len(ids) - len(own)
     if ids[num_before:] != own:
         raise RuntimeError("a skill's tokens and its characters do not match")

@@ -70,10 +70,10 @@ class Rerank:
         if not asked:
             return scores
         new = [skill_id for skill_id in asked if skill_id not in self._tokens]
-        for skill_id, ids in zip(new, self.reranker.tokenize_skills([self.skills[s] for s in new]), strict=True):
+        for skill_id, ids in zip(new, self.reranker.pairs.skills([self.skills[s] for s in new]), strict=True):
             self._tokens[skill_id] = np.array(ids, np.int32)
-        query_ids = self.reranker.tokenize_query(query.text)
-        pairs = [self.reranker.join(query_ids, self._tokens[skill_id]) for skill_id in asked]
+        query_ids = self.reranker.pairs.query(query.text)
+        pairs = [self.reranker.pairs.join(query_ids, self._tokens[skill_id]) for skill_id in asked]
         groups = self.reranker.micro_batches([pairs], self.token_budget)
         values = run_micro_batches(self.reranker, pairs, groups, recompute=False).tolist()
         scores.update(zip(asked, values, strict=True))

@@ -22,7 +22,7 @@ from skilltrain.evaluation.statistics.bootstrap import Interval, compact, interv
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import TokenIds
 from skilltrain.models.reranker import PairIds, Reranker
-from skilltrain.models.token_store import TokenStore, tokenized
+from skilltrain.models.tokens import TokenStore, tokenized
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems, keeps_of
 from skilltrain.retrieval.dense import DenseConfig
@@ -169,10 +169,10 @@ class OwnReranker:
 
     def _pairs(self, query: Query, skill_ids: Sequence[str]) -> list[PairIds]:
         new = [skill_id for skill_id in skill_ids if skill_id not in self._tokens]
-        found = self.reranker.tokenize_skills([self.skills[skill_id] for skill_id in new])
+        found = self.reranker.pairs.skills([self.skills[skill_id] for skill_id in new])
         self._tokens |= {s: np.array(ids, np.int32) for s, ids in zip(new, found, strict=True)}
-        ids = self.reranker.tokenize_query(query.text)
-        return [self.reranker.join(ids, self._tokens[skill_id]) for skill_id in skill_ids]
+        ids = self.reranker.pairs.query(query.text)
+        return [self.reranker.pairs.join(ids, self._tokens[skill_id]) for skill_id in skill_ids]
 
 
 def _finite(output: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

@@ -98,7 +98,7 @@ def _text_tokens(step: Step, data: TrainingSet) -> dict[str, Any]:
 
 def _pair_lengths(step: RerankerStep, one: TrainingList) -> list[int]:
     """Tokens of a list's pairs before they are cut."""
-    fixed = len(step.reranker.pair_tokenizer.frame) + len(step.query_ids[one.query])
+    fixed = step.reranker.pairs.num_fixed + len(step.query_ids[one.query])
     return [fixed + len(step.skill_ids[skill_id]) for skill_id in one.skill_ids]
 
 
@@ -135,7 +135,7 @@ def _encoder_tokens(step: EncoderStep, batch: Sequence[TrainingList]) -> int:
 
 def _reranker_tokens(step: RerankerStep, one: TrainingList) -> int:
     lengths = [min(length, step.reranker.settings.max_tokens) for length in _pair_lengths(step, one)]
-    prompt = len(step.reranker.pair_tokenizer.frame.before) + len(step.query_ids[one.query])
+    prompt = len(step.reranker.pairs.before) + len(step.query_ids[one.query])
     return sum(lengths) - (prompt * (len(lengths) - 1) if step.reranker.is_packed else 0)
 
 

@@ -13,7 +13,7 @@ from skilltrain.losses import EncoderLoss, RerankerLoss
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import Groups, TokenIds, micro_batches, num_slots, run_micro_batches, split_to
 from skilltrain.models.reranker import PairIds, Reranker
-from skilltrain.models.token_store import TokenStore, tokenized, tokenizer_identity
+from skilltrain.models.tokens import TokenStore, tokenized, tokenizer_identity
 from skilltrain.training.gather import gather_rows, highest_on_any_rank, rank_and_world
 from skilltrain.training.scores import ScoreContext, check_teacher_scores, encoder_scores, list_scores
 from skilltrain.training.training_set import TrainingList, TrainingSet
@@ -120,7 +120,7 @@ class RerankerStep(nn.Module):
     def pairs(self, one: TrainingList) -> list[PairIds]:
         """Token ids of a list's pairs."""
         query = self.query_ids[one.query]
-        return [self.reranker.join(query, self.skill_ids[skill_id]) for skill_id in one.skill_ids]
+        return [self.reranker.pairs.join(query, self.skill_ids[skill_id]) for skill_id in one.skill_ids]
 
     def _gathered_scores(self, lists: Sequence[Sequence[PairIds]], rank: int, world: int) -> Float[Tensor, "pair"]:
         """Every rank scores its share of the lists, padded to the longest list on the wire."""
@@ -183,6 +183,6 @@ def _reranker_tokens(reranker: Reranker, data: TrainingSet, cache: Path | None) 
     queries = list(dict.fromkeys(one.query for one in data.lists))
     skills = list(data.skills.values())
     return (
-        tokenized(queries, queries, lambda texts: [reranker.tokenize_query(text) for text in texts], identity, cache),
-        tokenized(list(data.skills), skills, reranker.tokenize_skills, identity, cache),
+        tokenized(queries, queries, lambda texts: [reranker.pairs.query(text) for text in texts], identity, cache),
+        tokenized(list(data.skills), skills, reranker.pairs.skills, identity, cache),
     )
