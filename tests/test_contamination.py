@@ -119,9 +119,6 @@ def test_an_excerpt_of_a_long_query_is_found_but_not_a_phrase_of_it():
     assert overlaps([asked], words(LETTERS[5:20])) == []  # 15 words, 8 of the task's 19
     ((_, value, _),) = overlaps([asked], words(LETTERS[5:20]) + " y z", query_overlap=0.5)  # 8 of its own 10
     assert value == 0.8
-
-
-def test_repeating_an_excerpt_does_not_hide_it():
     ((_, value, _),) = overlaps([words(LETTERS)], " ".join([words(LETTERS[:20])] * 20), query_overlap=0.65)
     assert value == 13 / 19  # the repetition has 13 + 7 n-grams, the task fewer
 
@@ -210,11 +207,6 @@ def test_a_namesake_is_found_by_its_name_alone(index_of):
     assert matches(index_of(name=False), skill("x", "pdf tools", "another")) == []
 
 
-def test_names_without_letters_equal_nothing(monkeypatch, index_of):
-    monkeypatch.setitem(BENCH, "gt/pdf", skill("gt/pdf", "--", "one body"))
-    assert index_of().matches(skill("x", " - ", "another body")) == []
-
-
 def test_the_gold_skill_itself_is_found_whatever_its_texts_are(index_of):
     index = index_of()
     assert matches(index, skill("gt/log", "renamed", "")) == [("name", 1.0, "gt/log")]
@@ -234,8 +226,9 @@ def test_bodies_are_compared_by_trigrams(index_of):
     assert matches(index_of(jaccard=0.1), skill("x", "x", words("abc"))) == [("jaccard", 1 / 6, "gt/pdf")]
 
 
-def test_empty_bodies_are_no_copies(monkeypatch, index_of):
-    monkeypatch.setitem(BENCH, "gt/pdf", skill("gt/pdf", "pdf", ""))
+def test_names_without_letters_and_empty_bodies_equal_nothing(monkeypatch, index_of):
+    monkeypatch.setitem(BENCH, "gt/pdf", skill("gt/pdf", "--", ""))
+    assert index_of().matches(skill("x", " - ", "another body")) == []
     assert index_of().matches(skill("x", "x", "")) == []
 
 
