@@ -45,11 +45,8 @@ class SystemConfig(Config):
     @classmethod
     def _new_form(cls, values: Any) -> Any:
         """`values` themselves. Raises ValueError for the form without rankers, with the same system in this form."""
-        if (
-            isinstance(values, Mapping)
-            and "rankers" not in values
-            and (old := [key for key in values if key in _OLD_KEYS])
-        ):
+        old = [key for key in values if key in _OLD_KEYS] if isinstance(values, Mapping) else []
+        if old and "rankers" not in values:
             form = json.dumps(_in_new_form(values), ensure_ascii=False).replace('"', "")
             raise ValueError(f"'{old[0]}' is of the old form; write rankers: {form}")
         return values
