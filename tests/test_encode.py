@@ -88,7 +88,7 @@ def test_run_again_it_encodes_what_has_gone(place):
     succeeds("encode", place / "recipe.yaml")
     again = json.loads(succeeds("encode", place / "recipe.yaml").out)
     assert (again["num_skills_encoded"], again["num_queries_encoded"]) == (0, 0)
-    for file in Path(again["vectors"]).glob("*.vectors"):
+    for file in Path(again["vectors"]).glob("*.parquet"):
         file.write_bytes(file.read_bytes()[:-4])  # of each file the last vector
     again = json.loads(succeeds("encode", place / "recipe.yaml").out)
     assert (again["num_skills_encoded"], again["num_queries_encoded"]) == (1, 1)
@@ -132,7 +132,7 @@ def test_vectors_that_are_no_numbers_are_never_kept(place, model_folders, monkey
     monkeypatch.setattr(dense, "load_encoder", broken)
     line = skilltrain("encode", place / "recipe.yaml").error_line
     assert "vectors that are no numbers" in line and str(model_folders["bert"]) in line
-    assert not list((place / "vectors").rglob("*.vectors")) and not (place / "encoded").exists()
+    assert not list((place / "vectors").rglob("*.parquet")) and not (place / "encoded").exists()
 
 
 def test_the_recipe_runs_itself(place, monkeypatch, capsys):
@@ -150,7 +150,7 @@ DIES = """
 import os, signal, sys
 from skilltrain.cli import main
 from skilltrain.retrieval import encode_texts
-from skilltrain.retrieval.vector_cache import VectorCache
+from skilltrain.retrieval.vectors import VectorCache
 
 rank, num_files = map(int, sys.argv[1:3])
 encode_texts._BLOCK, add, written = 8, VectorCache.add, []
@@ -199,7 +199,7 @@ def test_two_ranks_fill_the_cache_of_one(place, model_folders, monkeypatch):
     summary = json.loads(out)  # one rank speaks
     counts = {"num_skills_encoded": NUM_DISTINCT, "num_queries_encoded": 4, "num_ranks": 2}
     assert counts.items() <= summary.items()
-    files = Path(summary["vectors"]).glob("*.vectors")
+    files = Path(summary["vectors"]).glob("*.parquet")
     assert len(list(files)) == 4  # each rank's skills, each rank's queries
     same(finds(place, model_folders["bert"], monkeypatch), plain(model_folders["bert"]))
     again = json.loads(succeeds("encode", place / "recipe.yaml").out)
@@ -216,7 +216,7 @@ def test_a_rank_that_dies_ends_the_run_and_three_others_go_on(place, model_folde
     encoder = open_encoder(EncoderSource(source=str(model_folders["bert"]), precision="float32"))
     kept = dense.VectorCache.open(place / "vectors", dense._identity(load_plain(model_folders["bert"])), 32)
     texts = [encoder.model.settings.template.skill.render(skill) for skill in SKILL_LIST]
-    known = kept.places(np.unique(text_keys(texts, 256)[0]))[:, 0] >= 0
+    known = kept.holds(np.unique(text_keys(texts, 256)[0]))
     assert 16 <= known.sum() < NUM_DISTINCT  # two files of the one that died, and the other's
     code, out, err = run(*LAUNCH, 3, place / "recipe.yaml")  # the recipe itself
     assert code == 0, err
@@ -238,7 +238,7 @@ def test_ranks_with_unlike_models_are_refused(place):
     code, out, err = run(*LAUNCH, 2, place / "differs.py", place / "recipe.yaml")
     assert code != 0 and not out
     assert "rank 1 has other weights, another number format or other skills than the first" in " ".join(err.split())
-    assert not list((place / "vectors").rglob("*.vectors"))
+    assert not list((place / "vectors").rglob("*.parquet"))
 
 
 def test_a_rank_alone_says_that_the_others_are_gone(monkeypatch):

@@ -52,7 +52,7 @@ def test_every_text_is_in_one_group_within_the_budget(enough):
 def work_of(num):
     generator = np.random.default_rng(1)
     texts = sorted((" ".join(generator.choice(WORDS, size=n % 23 + 1)) for n in range(num)), key=len, reverse=True)
-    return OrderedTexts(texts, text_keys(texts, 24)[0], 24, "encoding")
+    return OrderedTexts(texts, text_keys(texts, 24)[0], np.arange(num), 24, "encoding")
 
 
 @pytest.mark.parametrize("name", ["bert", "qwen3"])

@@ -6,17 +6,14 @@ them there.
 """
 
 import hashlib
-import tempfile
-from array import array
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, BinaryIO, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath
@@ -25,7 +22,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource, SkillEncoder, encode_and_keep, open_encoder
 from skilltrain.retrieval.encode_texts import EncodingCount, OrderedTexts, longest_first, text_keys
-from skilltrain.retrieval.vector_cache import VectorCache
+from skilltrain.retrieval.vectors import VectorCache
 from skilltrain.tables import QUERIES, SKILLS, read_table, skills_from_table
 from skilltrain.terminal import say
 
@@ -55,36 +52,6 @@ class _Source:
     kind: str
     read: Callable[[], Iterator[str]]
     max_tokens: int
-
-
-class SpilledTexts:
-    """Texts that lie in a file without a name, in the order in which `positions` name them."""
-
-    def __init__(self, folder: Path, texts: Iterable[str], positions: Int64[np.ndarray, " position"]) -> None:
-        self._ends = array("q", [0])
-        self._rows = np.zeros(len(positions), dtype=np.int64)
-        place_of = {int(position): place for place, position in enumerate(positions)}
-        try:
-            self._file: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-            for position, text in enumerate(texts if place_of else ()):
-                if (place := place_of.get(position)) is not None:
-                    self._rows[place] = len(self._ends) - 1
-                    self._ends.append(self._ends[-1] + self._file.write(text.encode("utf-8", "surrogatepass")))
-            self._file.flush()
-        except OSError as error:
-            raise SkilltrainError(f"cannot write the texts to encode: {error.strerror}", where=folder) from error
-
-    def close(self) -> None:
-        """Free the file's space."""
-        self._file.close()
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, place: int) -> str:
-        start, end = self._ends[self._rows[place]], self._ends[self._rows[place] + 1]
-        self._file.seek(start)
-        return self._file.read(end - start).decode("utf-8", "surrogatepass")
 
 
 def run_encode(config: EncodeConfig, out: Path) -> dict[str, Any]:
@@ -132,7 +99,8 @@ def _query_texts(queries: Path) -> Iterator[str]:
 def _encode_source(encoder: SkillEncoder, source: _Source, ranks: Ranks, count: EncodingCount) -> dict[str, int]:
     """Encode this rank's share of the texts that the cache lacks; the counts are over all ranks."""
     cache = _cache(encoder)
-    keys, lengths = text_keys(source.read(), source.max_tokens)
+    texts = list(source.read())
+    keys, lengths = text_keys(texts, source.max_tokens)
     if not ranks.same(hashlib.sha256(encoder.identity.encode() + keys.tobytes()).digest()):
         what = f"rank {ranks.number} has other weights, another number format or other {source.kind} than the first"
         raise SkilltrainError(what, where=encoder.source, fix="give all machines the same files and set precision")
@@ -141,10 +109,10 @@ def _encode_source(encoder: SkillEncoder, source: _Source, ranks: Ranks, count: 
     missing = missing[longest_first(lengths[missing])]
     share = missing[ranks.number :: ranks.total]
     before, part_of = count.texts, f" (rank 0 of {ranks.total})" if ranks.total > 1 else ""
-    with closing(SpilledTexts(cache.folder, source.read(), share)) as texts:
-        work = OrderedTexts(texts, keys[share], source.max_tokens, f"encoding {source.kind}{part_of}")
-        for _ in encode_and_keep(encoder, work, count):
-            pass  # the cache has them
+    mine = [texts[int(place)] for place in share]
+    work = OrderedTexts(mine, keys[share], share, source.max_tokens, f"encoding {source.kind}{part_of}")
+    for _ in encode_and_keep(encoder, work, count):
+        pass  # the cache has them
     [encoded] = ranks.sums(count.texts - before)
     if ranks.is_first:
         _wait_for(cache, keys[missing])
@@ -159,18 +127,14 @@ def _missing(cache: VectorCache, keys: np.ndarray, ranks: Ranks) -> Bool[np.ndar
     """Which keys the first rank does not find in the cache, whole; the others' view of the folder may be older."""
     missing = np.ones(len(keys), dtype=bool)
     if ranks.is_first:
-        places = cache.places(keys)
-        known = np.flatnonzero(places[:, 0] >= 0)
-        for some, _ in cache.read(places[known]):
-            missing[known[some]] = False
+        missing = ~cache.read(keys)[0]
     return ranks.from_first(missing.view(np.uint8)).astype(bool)
 
 
 def _wait_for(cache: VectorCache, keys: np.ndarray) -> None:
     """Return when all `keys` are to be seen here. Raises SkilltrainError if they do not appear."""
     deadline = monotonic() + _SHOWN_WITHIN
-    while (lost := int((cache.places(keys)[:, 0] < 0).sum())) and monotonic() < deadline:
-        cache.refresh()
+    while (lost := int((~cache.holds(keys)).sum())) and monotonic() < deadline:
         sleep(0.2 if monotonic() < deadline - _SHOWN_WITHIN + 2 else 2)
     if lost:
         what = f"{lost} vectors that other ranks have written are not here"

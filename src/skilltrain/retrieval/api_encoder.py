@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int64
+from jaxtyping import Float32
 from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
@@ -20,9 +20,8 @@ from skilltrain.llm.budget import estimate_tokens
 from skilltrain.llm.embeddings import Embeddings
 from skilltrain.llm.settings import EmbeddingsConfig
 from skilltrain.records import Skill
-from skilltrain.retrieval.distinct_texts import Parts, Vectors
-from skilltrain.retrieval.encode_texts import OrderedTexts, text_keys
-from skilltrain.retrieval.vector_cache import VectorCache
+from skilltrain.retrieval.encode_texts import OrderedTexts, Parts, VectorSource, text_keys
+from skilltrain.retrieval.vectors import VectorCache
 from skilltrain.templates import SkillTemplate
 from skilltrain.terminal import long_progress, say
 
@@ -110,13 +109,12 @@ def plan_encoding(source: ApiEncoderSource, skills: Iterable[Skill], queries: It
     cache = None
     if source.cache and dim is not None:
         cache = VectorCache(_folder(source, source.cache), dim)
-        cache.refresh()
     num_requests, num_tokens, num_texts, num_kept = int(is_new), is_new * estimate_tokens(_ANY_TEXT), 0, 0
     for texts in (map(source.render_skill, skills), map(source.render_query, queries)):
         sizes = array("q")
         keys, _ = text_keys(_sized(texts, sizes), _ANY_LENGTH)
         _, first = np.unique(keys, return_index=True)
-        new = first[cache.places(keys[first])[:, 0] < 0] if cache else first
+        new = first[~cache.holds(keys[first])] if cache else first
         num_texts, num_kept = num_texts + len(new), num_kept + len(first) - len(new)
         num_requests += -(-len(new) // source.batch_size)
         num_tokens += int(np.array(sizes, dtype=np.int64)[new].sum())
@@ -137,22 +135,22 @@ def encode_skills(encoder: ApiEncoder, skills: Sequence[Skill]) -> Float32[np.nd
     Raises SkilltrainError, with the skill named, where one gets no vector. Those before it are kept.
     """
     vectors = _vectors(encoder, lambda position: f"skill {skills[position].skill_id}")
-    return vectors.of(skills, encoder.source.render_skill, _ANY_LENGTH, "embedding skills")
+    return vectors.vectors([encoder.source.render_skill(skill) for skill in skills], _ANY_LENGTH, "embedding skills")
 
 
 def encode_queries(encoder: ApiEncoder, texts: Sequence[str]) -> Float32[np.ndarray, "query dim"]:
     """One unit vector a raw query; prompt and cap are applied here. Errors as of `encode_skills`, counted from 0."""
     vectors = _vectors(encoder, lambda position: f"query {position}")
-    return vectors.of(texts, encoder.source.render_query, _ANY_LENGTH, "embedding queries")
+    return vectors.vectors([encoder.source.render_query(text) for text in texts], _ANY_LENGTH, "embedding queries")
 
 
-def _vectors(encoder: ApiEncoder, name_of: Callable[[int], str]) -> Vectors:
+def _vectors(encoder: ApiEncoder, name_of: Callable[[int], str]) -> VectorSource:
     """The API and its cache; `name_of` says what stands at a position among the items."""
 
-    def encode(work: OrderedTexts, positions: Int64[np.ndarray, " text"]) -> Parts:
-        return _embed_and_keep(encoder, work, lambda place: name_of(int(positions[place])))
+    def encode(work: OrderedTexts) -> Parts:
+        return _embed_and_keep(encoder, work, lambda place: name_of(int(work.positions[place])))
 
-    return Vectors(encoder.dim, encoder.cache, encode)
+    return VectorSource(encoder.dim, encoder.cache, encode)
 
 
 def _embed_and_keep(encoder: ApiEncoder, work: OrderedTexts, name_of: Callable[[int], str]) -> Parts:

@@ -2,14 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float32, Int64
+from jaxtyping import Float32
 from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
@@ -17,12 +17,9 @@ from skilltrain.models.cpu_linear import pack_linear_layers
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision, default_device, resolve_model, stored_settings
 from skilltrain.records import Skill
-from skilltrain.retrieval.distinct_texts import Parts, Vectors
-from skilltrain.retrieval.encode_texts import EncodingCount, OrderedTexts, encode_texts
+from skilltrain.retrieval.encode_texts import EncodingCount, OrderedTexts, Parts, VectorSource, encode_texts
 from skilltrain.retrieval.nearest import VectorRanker
-from skilltrain.retrieval.vector_cache import VectorCache
-
-ItemT = TypeVar("ItemT")
+from skilltrain.retrieval.vectors import VectorCache
 
 
 class EncoderSource(EncoderConfig):
@@ -88,13 +85,19 @@ def _identity(model: Encoder) -> str:
 def encode_skills(encoder: SkillEncoder, skills: Sequence[Skill]) -> Float32[np.ndarray, "skill dim"]:
     """One unit vector a skill; equal texts are encoded once, cached texts not at all."""
     settings = encoder.model.settings
-    return _encode(encoder, settings.template.skill.render, skills, settings.max_tokens, "encoding skills")
+    texts = [settings.template.skill.render(skill) for skill in skills]
+    return _source(encoder).vectors(texts, settings.max_tokens, "encoding skills")
 
 
 def encode_queries(encoder: SkillEncoder, texts: Sequence[str]) -> Float32[np.ndarray, "query dim"]:
     """One unit vector a raw query; the template's prompt and cap are applied here."""
     settings = encoder.model.settings
-    return _encode(encoder, settings.template.render_query, texts, settings.query_max_tokens, "encoding queries")
+    rendered = [settings.template.render_query(text) for text in texts]
+    return _source(encoder).vectors(rendered, settings.query_max_tokens, "encoding queries")
+
+
+def _source(encoder: SkillEncoder) -> VectorSource:
+    return VectorSource(encoder.model.dim, encoder.cache, lambda work: encode_and_keep(encoder, work, EncodingCount()))
 
 
 def encode_and_keep(encoder: SkillEncoder, work: OrderedTexts, count: EncodingCount) -> Parts:
@@ -106,14 +109,3 @@ def encode_and_keep(encoder: SkillEncoder, work: OrderedTexts, count: EncodingCo
             yield part, vectors
     except SkilltrainError as error:
         raise SkilltrainError(error.what, where=error.where or encoder.source, fix=error.fix) from error
-
-
-def _encode(
-    encoder: SkillEncoder, render: Callable[[ItemT], str], items: Sequence[ItemT], max_tokens: int, description: str
-) -> Float32[np.ndarray, "item dim"]:
-    """The vector of each item's text: from the cache, or encoded, each distinct text once."""
-
-    def encode(work: OrderedTexts, _: Int64[np.ndarray, " text"]) -> Parts:
-        return encode_and_keep(encoder, work, EncodingCount())
-
-    return Vectors(encoder.model.dim, encoder.cache, encode).of(items, render, max_tokens, description)

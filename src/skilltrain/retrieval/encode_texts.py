@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from jaxtyping import Float32, Int32, Int64
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import Groups, micro_batches, num_slots
-from skilltrain.retrieval.vector_block import KEY
+from skilltrain.retrieval.vectors import KEY, VectorCache
 from skilltrain.terminal import long_progress
 
 _BLOCK = 2048  # texts whose token ids are in memory at once
@@ -35,22 +34,49 @@ class EncodingCount:
     slots: int = 0
 
 
-class Texts(Protocol):
-    """Texts by position, which may be made or read when they are asked for."""
+@dataclass(frozen=True)
+class OrderedTexts:
+    """Distinct texts, longest first, cut to `max_tokens`.
 
-    def __len__(self) -> int: ...
+    `keys` are as `text_keys` gives them; `positions` say where each text stands among all that were given.
+    """
 
-    def __getitem__(self, position: int, /) -> str: ...
+    texts: Sequence[str]
+    keys: np.ndarray
+    positions: Int64[np.ndarray, " text"]
+    max_tokens: int
+    description: str
+
+
+Parts = Iterator[tuple[Int64[np.ndarray, " some"], Float32[np.ndarray, "some dim"]]]
+"""Places in `OrderedTexts`, and their vectors, as they are done."""
 
 
 @dataclass(frozen=True)
-class OrderedTexts:
-    """Distinct texts, longest first, cut to `max_tokens`; `keys` as `text_keys` gives them."""
+class VectorSource:
+    """Where vectors of `dim` numbers come from: the cache first, then `encode`, which keeps there what it yields."""
 
-    texts: Texts
-    keys: np.ndarray
-    max_tokens: int
-    description: str
+    dim: int
+    cache: VectorCache | None
+    encode: Callable[[OrderedTexts], Parts]
+
+    def vectors(self, texts: Sequence[str], max_tokens: int, description: str) -> Float32[np.ndarray, "text dim"]:
+        """The vector of each text, cut to `max_tokens`; each distinct text is encoded once, a cached one not at all."""
+        keys, lengths = text_keys(texts, max_tokens)
+        distinct, first, which = np.unique(keys, return_index=True, return_inverse=True)
+        missing, vectors = np.ones(len(first), dtype=bool), np.empty((len(first), self.dim), dtype=np.float32)
+        if self.cache:
+            found, vectors = self.cache.read(distinct)
+            missing = ~found
+        places = np.flatnonzero(missing)
+        places = places[longest_first(lengths[first[places]])]
+        positions = first[places]
+        work = OrderedTexts(
+            [texts[int(position)] for position in positions], distinct[places], positions, max_tokens, description
+        )
+        for part, some in self.encode(work):
+            vectors[places[part]] = some
+        return vectors[which]
 
 
 def text_keys(texts: Iterable[str], max_tokens: int) -> tuple[np.ndarray, Int64[np.ndarray, " text"]]:
@@ -67,10 +93,8 @@ def longest_first(lengths: Int64[np.ndarray, " text"]) -> Int64[np.ndarray, " te
     return np.argsort(-lengths, kind="stable")
 
 
-def encode_texts(
-    model: Encoder, work: OrderedTexts, token_budget: int, count: EncodingCount
-) -> Iterator[tuple[Int64[np.ndarray, " some"], Float32[np.ndarray, "some dim"]]]:
-    """Yield (positions in `work`, their unit vectors) as they are done; `count` grows with them.
+def encode_texts(model: Encoder, work: OrderedTexts, token_budget: int, count: EncodingCount) -> Parts:
+    """Yield (places in `work`, their unit vectors) as they are done; `count` grows with them.
 
     Raises SkilltrainError for vectors that are no numbers.
     """
