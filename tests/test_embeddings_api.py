@@ -284,7 +284,7 @@ def stop_program(server: LLMServer, tmp_path: Path, number: signal.Signals) -> l
     log = (tmp_path / "log").open("wb")
     process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     end = time.monotonic() + 120
-    while len(list(tmp_path.rglob("*.vectors"))) < 5 or len(server.requests) < 8:
+    while len(list(tmp_path.rglob("*.parquet"))) < 5 or len(server.requests) < 8:
         assert time.monotonic() < end and process.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.02)
     process.send_signal(number)

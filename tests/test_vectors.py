@@ -120,8 +120,8 @@ def test_a_full_disk_is_one_clear_line_and_spoils_nothing(tmp_path):
 
 def test_an_impossible_folder_is_one_clear_line(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(SkilltrainError, match="vectors: cannot write"):
-        filled(tmp_path / "file", 1)
+    with pytest.raises(SkilltrainError, match="cannot make the vector cache"):
+        opened(tmp_path / "file")
 
 
 def fill(folder, numbers):

@@ -15,6 +15,8 @@ from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
 from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.terminal import track
 
+_REMEMBERED = 100_000  # queries whose scores are held at most
+
 
 class RerankConfig(RerankerConfig):
     """A reranker that orders the candidates of the ranker before it."""
@@ -44,12 +46,12 @@ def open_reranker(config: RerankConfig) -> Reranker:
 
 @dataclass(frozen=True)
 class Rerank:
-    """A reranker at work. It remembers its scores by query_id, so that systems which share it score a pair once."""
+    """A reranker at work. It remembers its scores, so that systems which share it score a pair once."""
 
     reranker: Reranker
     skills: Mapping[str, Skill]
     token_budget: int
-    _scores: dict[str, dict[str, float]] = field(default_factory=dict)
+    _scores: dict[Query, dict[str, float]] = field(default_factory=dict)
     _tokens: dict[str, Int32[np.ndarray, " token"]] = field(default_factory=dict)
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
@@ -65,7 +67,9 @@ class Rerank:
     @torch.inference_mode()
     def _scored(self, query: Query, skill_ids: Sequence[str]) -> Mapping[str, float]:
         """The scores of `skill_ids`, and of what else is remembered for the query."""
-        scores = self._scores.setdefault(query.query_id, {})
+        if len(self._scores) >= _REMEMBERED:
+            self._scores.clear()
+        scores = self._scores.setdefault(query, {})
         asked = [skill_id for skill_id in skill_ids if skill_id not in scores]
         if not asked:
             return scores

@@ -33,8 +33,14 @@ class VectorCache:
 
     @classmethod
     def open(cls, folder: Path, model_identity: str, dim: int) -> "VectorCache":
-        """The cache of one model in `folder`, whose vectors have `dim` numbers."""
-        cache = cls(folder.expanduser() / model_identity, dim)
+        """The cache of one model in `folder`, whose vectors have `dim` numbers; made if it is not there."""
+        folder = folder.expanduser()
+        try:
+            (folder / model_identity).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if not folder.is_dir():  # one that is there, but not ours to write to, can still be read
+                raise SkilltrainError(f"cannot make the vector cache: {error.strerror}", where=folder) from error
+        cache = cls(folder / model_identity, dim)
         cache._join_small_files()
         return cache
 
