@@ -21,7 +21,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.llm import BudgetConfig, Usage
 from skilltrain.llm.embeddings import Embeddings
 from skilltrain.records import Skill
-from skilltrain.retrieval.api_encoder import ApiEncoder, ApiEncoderSource, encode_queries, encode_skills, open_encoder
+from skilltrain.retrieval.api import ApiConfig, ApiEncoder, open_encoder
 from skilltrain.templates import SkillTemplate
 
 KEY = "sk-secret-0123456789"
@@ -36,7 +36,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LLMServer]:
         yield running
 
 
-def source(server: LLMServer, cache: Path | None = None, **changed: object) -> ApiEncoderSource:
+def source(server: LLMServer, cache: Path | None = None, **changed: object) -> ApiConfig:
     values = {
         "model": "m",
         "base_url": server.base_url,
@@ -45,7 +45,7 @@ def source(server: LLMServer, cache: Path | None = None, **changed: object) -> A
         "timeout": 20,
         "batch_size": 4,
     }
-    return validate(ApiEncoderSource, values | changed, "test")
+    return validate(ApiConfig, values | changed, "test")
 
 
 def open_api(server: LLMServer, cache: Path | None = None, **changed: object) -> ApiEncoder:
@@ -66,7 +66,7 @@ def sent(server: LLMServer) -> list[str]:
 def test_texts_become_unit_vectors_in_their_order_whatever_the_answers_order(server: LLMServer) -> None:
     server.otherwise = lambda request: Reply(raw=embeddings(request).raw, delay=0.1 * (len(server.requests) % 2))
     encoder = open_api(server, concurrency=3)
-    vectors = encode_skills(encoder, SKILLS)
+    vectors = encoder.encode_skills(SKILLS)
     assert vectors.shape == (10, 4) and vectors.dtype == np.float32
     np.testing.assert_allclose(vectors, expected([SkillTemplate().render(skill) for skill in SKILLS]), atol=1e-7)
     assert 1 <= server.most_busy <= 3
@@ -80,7 +80,7 @@ def test_texts_become_unit_vectors_in_their_order_whatever_the_answers_order(ser
 def test_vectors_by_hand_from_base64_and_from_numbers(server: LLMServer) -> None:
     for is_base64 in (True, False):
         server.script = [Reply(raw=vectors_body([[3, 4], [0, -2], [1e30, 0]], 9, is_base64))]
-        vectors = encode_queries(open_api(server, dimensions=2), ["one", "four", "three"])
+        vectors = open_api(server, dimensions=2).encode_queries(["one", "four", "three"])
         assert server.requests[-1]["input"] == ["three", "four", "one"]  # longest first
         np.testing.assert_allclose(vectors, [[1, 0], [0, -1], [0.6, 0.8]], atol=1e-7)
         assert (server.requests[-1]["dimensions"], server.requests[-1]["encoding_format"]) == (2, "base64")
@@ -94,9 +94,9 @@ def test_prompts_caps_and_fields_decide_what_is_sent(server: LLMServer) -> None:
         ({"fields": "nd"}, "S: pdf | Reads files."),
         ({"body_chars": 4, "description_chars": 5}, "S: pdf | Reads | Long"),
     ):
-        encode_skills(open_api(server, **FOUR, **changed, skill=template), [skill])
+        open_api(server, **FOUR, **changed, skill=template).encode_skills([skill])
         assert server.requests[-1]["input"] == [text]
-    encode_queries(open_api(server, **FOUR, **changed), ["merge these"])
+    open_api(server, **FOUR, **changed).encode_queries(["merge these"])
     assert server.requests[-1]["input"] == ["Q: merge"]
 
 
@@ -108,7 +108,7 @@ def test_429_waits_as_told_and_passing_faults_are_tried_again(server: LLMServer)
     ):  # fmt: skip
         server.script = [*faults]
         start = len(server.times)
-        vectors = encode_queries(open_api(server, **FOUR), ["one"])
+        vectors = open_api(server, **FOUR).encode_queries(["one"])
         np.testing.assert_allclose(vectors, expected(["one"]), atol=1e-7)
         assert len(server.times) - start == 1 + len(faults)
         if faults[0].status == 429:
@@ -121,11 +121,11 @@ def test_a_server_that_stays_broken_ends_the_run_in_one_line_and_what_came_is_ke
     server.otherwise = lambda request: embeddings(request) if len(server.requests) <= 1 else Reply(status=500)
     encoder = open_api(server, tmp_path, **FOUR, max_retries=1, concurrency=1)
     with pytest.raises(SkilltrainError, match=r"gave no vectors: .*scripted 500.*vectors so far are kept") as failure:
-        encode_skills(encoder, SKILLS)
+        encoder.encode_skills(SKILLS)
     assert "\n" not in str(failure.value) and failure.value.where == server.base_url
     assert len(server.requests) == 1 + 2
     server.otherwise = embeddings
-    encode_skills(open_api(server, tmp_path, **FOUR), SKILLS)
+    open_api(server, tmp_path, **FOUR).encode_skills(SKILLS)
     assert sum(len(request["input"]) for request in server.requests[3:]) == 6
 
 
@@ -149,7 +149,7 @@ def test_a_server_that_stays_broken_ends_the_run_in_one_line_and_what_came_is_ke
 def test_answers_that_are_no_vectors_are_refused(server: LLMServer, raw: str) -> None:
     server.script = [Reply(raw=raw)]
     with pytest.raises(SkilltrainError, match=r"does not hold one vector for each|holds no vectors") as failure:
-        encode_queries(open_api(server, **FOUR), ["one", "two"])
+        open_api(server, **FOUR).encode_queries(["one", "two"])
     assert failure.value.where == server.base_url and "\n" not in str(failure.value)
 
 
@@ -160,18 +160,18 @@ def test_a_vector_that_is_zero_or_no_number_is_refused_with_the_skill_named(
 ) -> None:
     server.script = [Reply(raw=vectors_body([[1.0, 0, 0, 0], bad, [1.0, 0, 0, 0]], 1, is_base64))]
     with pytest.raises(SkilltrainError, match="zero or holds no number") as failure:
-        encode_skills(open_api(server, **FOUR), SKILLS[:3])
+        open_api(server, **FOUR).encode_skills(SKILLS[:3])
     assert failure.value.where == "skill id of 1"  # longest first: 2, 1, 0
 
 
 def test_vectors_of_another_length_are_refused(server: LLMServer, tmp_path: Path) -> None:
     server.otherwise = lambda request: Reply(raw=vectors_body([[1.0, 2, 3]] * len(request["input"]), 1))
     with pytest.raises(SkilltrainError, match=r"3 numbers, not 4.*leave out embeddings\.dimensions"):
-        encode_queries(open_api(server, **FOUR), ["one"])
+        open_api(server, **FOUR).encode_queries(["one"])
     assert open_api(server, tmp_path).dim == 3
     server.otherwise = embeddings  # now of 4
     with pytest.raises(SkilltrainError, match=r"4 numbers, not 3.*another cache folder"):
-        encode_queries(open_api(server, tmp_path), ["one"])
+        open_api(server, tmp_path).encode_queries(["one"])
 
 
 def test_a_text_that_the_server_refuses_is_found_and_named(server: LLMServer, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_text_that_the_server_refuses_is_found_and_named(server: LLMServer, tm
     server.otherwise = reply
     encoder = open_api(server, tmp_path, **FOUR, concurrency=1)
     with pytest.raises(SkilltrainError, match=r"refused its text of 50 characters: .*lower .*body_chars") as failure:
-        encode_skills(encoder, SKILLS[:4])
+        encoder.encode_skills(SKILLS[:4])
     assert failure.value.where == "skill id of 2"
     # Longest first: 3 2 1 0 is refused, then its first half, of which 3 goes through and 2 is it.
     assert [len(request["input"]) for request in server.requests] == [4, 2, 1, 1]
@@ -189,18 +189,18 @@ def test_a_text_that_the_server_refuses_is_found_and_named(server: LLMServer, tm
 
 def test_an_empty_text_is_named_and_never_sent(server: LLMServer) -> None:
     with pytest.raises(SkilltrainError, match="query 3: has no text to embed"):  # before the first request is paid for
-        encode_queries(open_api(server, **FOUR, batch_size=1), ["one", "two", "three", ""])
+        open_api(server, **FOUR, batch_size=1).encode_queries(["one", "two", "three", ""])
     assert server.requests == []
 
 
 def test_the_cache_is_asked_first_and_needs_no_server(server: LLMServer, tmp_path: Path) -> None:
     with llm_server() as gone:
-        first = encode_skills(open_api(gone, tmp_path), [*SKILLS[:6], SKILLS[0]])
+        first = open_api(gone, tmp_path).encode_skills([*SKILLS[:6], SKILLS[0]])
         assert (first[0] == first[6]).all() and len(sent(gone)) == 1 + 6
-    again = encode_skills(open_api(gone, tmp_path, batch_size=2), SKILLS[:6])
+    again = open_api(gone, tmp_path, batch_size=2).encode_skills(SKILLS[:6])
     assert (again == first[:6]).all()
     with pytest.raises(SkilltrainError, match=r"no server answers.*embeddings\.base_url"):
-        encode_skills(open_api(gone, tmp_path, max_retries=0), SKILLS)
+        open_api(gone, tmp_path, max_retries=0).encode_skills(SKILLS)
     with pytest.raises(SkilltrainError, match="no server answers"):
         open_api(gone, tmp_path, model="other", max_retries=0)
 
@@ -208,18 +208,18 @@ def test_the_cache_is_asked_first_and_needs_no_server(server: LLMServer, tmp_pat
 def test_only_what_is_new_to_the_cache_is_sent_and_models_and_fields_never_mix(
     server: LLMServer, tmp_path: Path
 ) -> None:
-    encode_skills(open_api(server, tmp_path), SKILLS[:6])
-    more = encode_skills(open_api(server, tmp_path), SKILLS)
+    open_api(server, tmp_path).encode_skills(SKILLS[:6])
+    more = open_api(server, tmp_path).encode_skills(SKILLS)
     assert len(sent(server)) == 1 + 10
     # Skill 0 has no body: what it is without one is known.
-    nd = encode_skills(open_api(server, tmp_path, skill={"fields": "nd"}), SKILLS)
+    nd = open_api(server, tmp_path, skill={"fields": "nd"}).encode_skills(SKILLS)
     texts = [SkillTemplate(fields="nd").render(skill) for skill in SKILLS]
     assert sorted(sent(server)[11:]) == sorted(texts[1:])
     np.testing.assert_allclose(nd, expected(texts), atol=1e-7)
     assert (nd[0] == more[0]).all() and (nd[1:] != more[1:]).any(axis=1).all()
     for changed in ({"model": "other"}, {"dimensions": 3}):
         before = len(sent(server))
-        encode_skills(open_api(server, tmp_path, **changed), SKILLS)
+        open_api(server, tmp_path, **changed).encode_skills(SKILLS)
         assert len(sent(server)) - before == 10 + ("model" in changed)
 
 
@@ -227,10 +227,10 @@ def test_the_budget_is_never_overrun_and_what_it_paid_for_is_kept(server: LLMSer
     texts = [f"{n} " * 60 for n in range(6)]  # 120 bytes: at most 152 tokens each, and 40 by the server's account
     encoder = open_api(server, tmp_path, **FOUR, batch_size=1, budget={"max_tokens": 300})
     with pytest.raises(SkilltrainError, match=r"budget of 300 tokens is used up.*raise embeddings\.budget"):
-        encode_queries(encoder, texts)
+        encoder.encode_queries(texts)
     # 152 fits under 0, 40, 80 and 120 used; under 160 it does not.
     assert len(server.requests) == 4 and encoder.server.budget.used.total == 160
-    encode_queries(open_api(server, tmp_path, **FOUR), texts)
+    open_api(server, tmp_path, **FOUR).encode_queries(texts)
     assert Counter(sent(server)).most_common(1)[0][1] == 1
 
 
@@ -238,9 +238,9 @@ def test_dollars_need_a_price(server: LLMServer) -> None:
     with pytest.raises(SkilltrainError, match=r"embeddings\.budget\.max_dollars .*set embeddings\.price"):
         open_api(server, budget={"max_dollars": 1})
     encoder = open_api(server, **FOUR, budget={"max_dollars": 1}, price=2.5)
-    encode_queries(encoder, ["a" * 300])
+    encoder.encode_queries(["a" * 300])
     assert encoder.server.budget.price(encoder.server.budget.used) == pytest.approx(100 * 2.5e-6)
-    own = Embeddings(ApiEncoderSource(model="text-embedding-3-small", budget=BudgetConfig(max_dollars=1)))
+    own = Embeddings(ApiConfig(model="text-embedding-3-small", budget=BudgetConfig(max_dollars=1)))
     assert own.budget.price(Usage(500_000, 0)) == 0.01
 
 
@@ -264,9 +264,9 @@ PROGRAM = """
 import signal, sys
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background passes on that it is ignored
-from skilltrain.retrieval.api_encoder import ApiEncoderSource, encode_queries, open_encoder
-source = ApiEncoderSource(model="m", base_url=sys.argv[1], cache=Path(sys.argv[2]), batch_size=4, concurrency=2)
-encode_queries(open_encoder(source), [f"query {number}" for number in range(40)])
+from skilltrain.retrieval.api import ApiConfig, open_encoder
+source = ApiConfig(model="m", base_url=sys.argv[1], cache=Path(sys.argv[2]), batch_size=4, concurrency=2)
+open_encoder(source).encode_queries([f"query {number}" for number in range(40)])
 """
 
 
@@ -295,7 +295,7 @@ def stop_program(server: LLMServer, tmp_path: Path, number: signal.Signals) -> l
 def assert_nothing_is_paid_twice(server: LLMServer, tmp_path: Path, first: Sequence[str]) -> None:
     server.otherwise = embeddings
     texts = [f"query {number}" for number in range(40)]
-    vectors = encode_queries(open_api(server, tmp_path / "cache"), texts)
+    vectors = open_api(server, tmp_path / "cache").encode_queries(texts)
     np.testing.assert_allclose(vectors, expected(texts), atol=1e-7)
     answered = Counter(text for request in server.answered for text in request["input"])
     assert len(answered) == 1 + 40 and set(answered.values()) == {1}

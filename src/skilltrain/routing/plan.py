@@ -7,8 +7,7 @@ from typing import Any
 from skilltrain.data.pool.read import read_pool
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.records import Query, Skill
-from skilltrain.retrieval.api import ApiConfig
-from skilltrain.retrieval.api_encoder import plan_encoding
+from skilltrain.retrieval.api import ApiConfig, plan_encoding
 from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.rankers import key_of, parts_of
 from skilltrain.retrieval.select import SelectConfig, plan_select
@@ -35,7 +34,6 @@ def plan_candidates(config: CandidatesConfig) -> dict[str, Any]:
 
 def _plan(systems: Sequence[SystemConfig], queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any]:
     counts = {"num_queries": len(queries), "num_skills": len(skills), "num_systems": len(systems)}
-    texts = {query.query_id: query.text for query in queries}
     asked: dict[str, dict[str, Any]] = {}
     seen: set[str] = set()
     for system in systems:
@@ -44,7 +42,7 @@ def _plan(systems: Sequence[SystemConfig], queries: Sequence[Query], skills: Seq
                 asked.setdefault(system.name, {})[part.kind] = plan_select(part, queries, skills)
             elif isinstance(part, ApiConfig) and key_of(part) not in seen:  # what two systems share is asked once
                 seen.add(key_of(part))
-                asked.setdefault(system.name, {})[part.kind] = plan_encoding(part, skills, texts.values())
+                asked.setdefault(system.name, {})[part.kind] = plan_encoding(part, skills, queries)
     if not asked:
         return counts
     prices = [cost["dollars"] for costs in asked.values() for cost in costs.values()]
