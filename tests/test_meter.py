@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from skilltrain import terminal
-from skilltrain.terminal import PlainProgress, long_progress
+from skilltrain.terminal import PlainProgress, progress
 from skilltrain.training.meter import Meter, StepResult
 
 
@@ -94,7 +94,7 @@ def test_only_the_main_process_writes_lines(output, monkeypatch):
 
 
 def test_work_of_seconds_leaves_no_lines_in_a_log_file(output):
-    with long_progress("training", 3, 0) as show:
+    with progress("training", 3, 0) as show:
         for step in (1, 2, 3):
             show(step, "loss 1")
     assert output.getvalue() == ""
@@ -103,7 +103,7 @@ def test_work_of_seconds_leaves_no_lines_in_a_log_file(output):
 def test_a_terminal_gets_a_bar_with_the_note_below(monkeypatch):
     file = io.StringIO()
     monkeypatch.setattr(terminal, "console", Console(file=file, width=80, force_terminal=True))
-    with long_progress("training", 30, 10) as show:
+    with progress("training", 30, 10) as show:
         show(20, "loss 0.1234  padding 3%")
     text = file.getvalue()
     assert "20/30" in text and "loss 0.1234  padding 3%" in text and "eta" in text

@@ -16,7 +16,6 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     Task,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -36,46 +35,18 @@ class _RateColumn(ProgressColumn):
 
 
 @contextmanager
-def progress(description: str, total: int | None) -> Iterator[tuple[Progress, TaskID]]:
-    """A bar with count, rate, elapsed and remaining time on stderr; yields (progress, task id)."""
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RateColumn(),
-        TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
-    )  # fmt: skip
-    with Progress(*columns, console=console, disable=not (console.is_terminal and is_main_process())) as bar:
-        yield bar, bar.add_task(description, total=total, note="")
+def progress(description: str, total: int | None, done: int = 0) -> Iterator[Callable[[int, str], None]]:
+    """Show how far a work is, of which `done` is done already; yields show(completed, note).
 
-
-def track(items: Iterable[ItemT], description: str, total: int | None) -> Iterator[ItemT]:
-    """Yield `items` under a progress bar."""
-    with progress(description, total) as (bar, task):
-        for item in items:
-            yield item
-            bar.advance(task)
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """No progress bar is drawn within: for what is timed, or done once a query."""
-    before, console.quiet = console.quiet, True
-    try:
-        yield
-    finally:
-        console.quiet = before
-
-
-@contextmanager
-def long_progress(description: str, total: int, done: int) -> Iterator[Callable[[int, str], None]]:
-    """For work of minutes to days, of which `done` is done already; yields show(completed, note).
-
-    In a terminal a bar with the note below it; elsewhere (a batch job's log) a plain line now and then.
+    In a terminal a bar with rate and remaining time, the note below it; elsewhere (a batch job's log) a plain line
+    now and then.
     """
     if not (console.is_terminal and is_main_process()):
         yield PlainProgress(description, total, done, time.monotonic).show
         return
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("eta"),
-        TimeRemainingColumn(),
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RateColumn(), TimeElapsedColumn(),
+        TextColumn("eta"), TimeRemainingColumn(),
     )  # fmt: skip
     bar, line = Progress(*columns, console=console), Text(style="dim")
     task = bar.add_task(description, total=total, completed=done)
@@ -88,20 +59,44 @@ def long_progress(description: str, total: int, done: int) -> Iterator[Callable[
         yield show
 
 
+def track(items: Iterable[ItemT], description: str, total: int | None) -> Iterator[ItemT]:
+    """Yield `items` while their progress is shown."""
+    with progress(description, total) as show:
+        for number, item in enumerate(items, 1):
+            yield item
+            show(number, "")
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """No progress is shown within: for what is timed, or done once for each query."""
+    before, console.quiet = console.quiet, True
+    try:
+        yield
+    finally:
+        console.quiet = before
+
+
 class PlainProgress:
     """One line about every 30 seconds, and at each tenth of the way where these are further apart than 5 seconds."""
 
-    def __init__(self, description: str, total: int, done: int, clock: Callable[[], float]) -> None:
+    def __init__(self, description: str, total: int | None, done: int, clock: Callable[[], float]) -> None:
         self.description, self.total, self.done_before, self.clock = description, total, done, clock
         self.started = self.last_time = clock()
-        self.last_tenth = 10 * done // max(1, total)
+        self.last_tenth = self._tenth(done)
+
+    def _tenth(self, completed: int) -> int:
+        return 10 * completed // max(1, self.total) if self.total is not None else 0
 
     def show(self, completed: int, note: str) -> None:
         """Say how far it is, and how long it will take, if it is time to."""
-        now, tenth = self.clock(), 10 * completed // max(1, self.total)
+        now, tenth = self.clock(), self._tenth(completed)
         if now - self.last_time < (5 if tenth > self.last_tenth else 30):
             return
         self.last_time, self.last_tenth = now, tenth
+        if self.total is None:
+            say(f"{self.description} {completed:,}  {note}")
+            return
         share = f"{100 * completed // max(1, self.total)}%"
         done = completed - self.done_before
         seconds = (now - self.started) / done * (self.total - completed) if done else 0

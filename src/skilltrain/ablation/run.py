@@ -14,7 +14,7 @@ from skilltrain.errors import SkilltrainError, StoppedError
 from skilltrain.files import write_json, write_text
 from skilltrain.runs import CHECKPOINTS
 from skilltrain.stages import run_recipe
-from skilltrain.terminal import console, long_progress, say
+from skilltrain.terminal import console, progress, say
 
 JSON_FILE, MARKDOWN_FILE = "ablation.json", "ablation.md"
 
@@ -64,7 +64,7 @@ def run_cells(plan: Plan) -> dict[tuple[str, int], str]:
     failed_cells: dict[tuple[str, int], str] = {}
     missing = {run.folder for cell in plan.cells for run in plan.chain(cell, only_missing=True)}
     num_runs = len(plan.runs)
-    with long_progress("runs", num_runs, num_runs - len(missing)) as show:
+    with progress("runs", num_runs, num_runs - len(missing)) as show:
         for cell in plan.cells:
             error = _run_cell(plan, cell, failed_runs)
             if error:

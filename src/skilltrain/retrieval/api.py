@@ -23,7 +23,7 @@ from skilltrain.retrieval.encode_texts import OrderedTexts, Parts, VectorSource,
 from skilltrain.retrieval.nearest import VectorRanker
 from skilltrain.retrieval.vectors import VectorCache
 from skilltrain.templates import SkillTemplate
-from skilltrain.terminal import long_progress, say
+from skilltrain.terminal import progress, say
 
 _ABOUT, _ANY_TEXT = "about.json", "skill"
 _ANY_LENGTH = 0  # the server limits tokens; characters are capped here
@@ -101,7 +101,7 @@ class ApiEncoder:
         budget = self.server.budget
         cost = cost_in_words(Usage(sum(map(estimate_tokens, work.texts)), 0), budget, "embeddings.price")
         say(f"{num:,} texts to {self.config.model}, {cost}")
-        with long_progress(work.description, num, 0) as show:
+        with progress(work.description, num, 0) as show:
             for part, vectors in self.server.embed(work.texts, name_of):
                 if self.cache:
                     self.cache.add(work.keys[part.start : part.stop], vectors)

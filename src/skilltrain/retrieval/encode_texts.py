@@ -15,7 +15,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import Groups, micro_batches, num_slots
 from skilltrain.retrieval.vectors import KEY, VectorCache
-from skilltrain.terminal import long_progress
+from skilltrain.terminal import progress
 
 _BLOCK = 2048  # texts whose token ids are in memory at once
 _TOKENIZED_AT_ONCE = 256  # the tokenizer needs about 100 bytes a token while it works
@@ -101,7 +101,7 @@ def encode_texts(model: Encoder, work: OrderedTexts, token_budget: int, count: E
     if not len(work.texts):
         return
     before, started = replace(count), time.monotonic()
-    with long_progress(work.description, len(work.texts), 0) as show:
+    with progress(work.description, len(work.texts), 0) as show:
 
         def tell() -> None:
             rate = (count.tokens - before.tokens) / max(1e-9, time.monotonic() - started)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from skilltrain.errors import SkilltrainError, StoppedError
 from skilltrain.models.cpu_linear import train_with_onednn
-from skilltrain.terminal import long_progress, say
+from skilltrain.terminal import progress, say
 from skilltrain.training.checkpoint import (
     Position,
     best_checkpoint,
@@ -116,7 +116,7 @@ def train(
     with (
         TrainingLog(run.folder / "train_log.jsonl", position.step, is_main, trackers) as log,
         Stop() as stop,
-        long_progress("training", total, position.step) as show,
+        progress("training", total, position.step) as show,
     ):
         for number, batches in enumerate(step_batches(lists, config)):
             if number < position.step or parts.patience_is_over:

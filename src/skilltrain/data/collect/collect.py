@@ -27,7 +27,7 @@ from skilltrain.data.collect.sync_state import Outcome, SyncState, open_state, u
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Dropped
 from skilltrain.tables import DROPPED, SKILLS, rows_of, write_table
-from skilltrain.terminal import long_progress, say
+from skilltrain.terminal import progress, say
 from skilltrain.texts import clean_text, one_line
 
 _FORBIDDEN = 403.0
@@ -122,7 +122,7 @@ def fetch_all(
     dropped: list[Dropped] = []
     forbidden: list[Outcome] = []
     num_failures = num_bytes = 0
-    with long_progress("collecting", len(listed), len(listed) - len(due)) as show:
+    with progress("collecting", len(listed), len(listed) - len(due)) as show:
         for number, skill in enumerate(due, 1):
             try:
                 client.check(skill.url)
