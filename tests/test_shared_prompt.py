@@ -172,7 +172,7 @@ def test_the_shared_beginning_is_the_longest_that_leaves_each_text_a_token(texts
 def test_every_token_stands_once_in_the_packed_row(texts):
     packed = shared_prompt.pack(texts, CPU)
     shared, row = packed.num_shared, packed.ids[0].tolist()
-    assert len(row) == shared_prompt.num_packed(texts) == packed.positions.shape[1]
+    assert len(row) == shared_prompt.packed_size(shared, [*map(len, texts)]) == packed.positions.shape[1]
     used = []
     for bucket in packed.buckets:
         used += bucket.tokens.flatten()[bucket.kept].tolist()

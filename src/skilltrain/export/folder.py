@@ -6,13 +6,11 @@ vLLM read.
 """
 
 import copy
-import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +23,7 @@ from skilltrain.export.tokenizer import (
     write_tokenizer,
     yes_no_chat_template,
 )
-from skilltrain.files import inside, read_json
+from skilltrain.files import inside, read_json, write_json, write_text
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import CHECKPOINT_FILE, backbone_options, load_pretrained
 from skilltrain.models.pooling import Pooling
@@ -44,8 +42,7 @@ _PROBES = ("a", "a " * 5, "a " * 30)
 _PROBE_TOKENS = 12
 
 
-@dataclass(frozen=True)
-class _Module:
+class _Module(NamedTuple):
     """One module of a sentence-transformers model: its class, its folder ("" for the first), and its settings."""
 
     class_path: str
@@ -89,8 +86,7 @@ def save_encoder(encoder: Encoder, folder: Path, base: str, card: str | None = N
             "similarity_fn_name": "cosine",
         }
         _write_modules(aside, modules, model)
-        record = {"kind": "encoder", "settings": settings.model_dump(mode="json"), "base": shareable(base)}
-        _write_record(aside, record, card)
+        _write_record(aside, encoder, base, card)
 
 
 def save_reranker(reranker: Reranker, folder: Path, base: str, card: str | None = None) -> None:
@@ -118,8 +114,7 @@ def save_reranker(reranker: Reranker, folder: Path, base: str, card: str | None 
         if float32_layer := _half_precision_head(reranker):
             model["keep_in_fp32_modules"] = [float32_layer]
         _write_modules(aside, modules, model)
-        record = {"kind": "reranker", "settings": settings.model_dump(mode="json"), "base": shareable(base)}
-        _write_record(aside, record, card)
+        _write_record(aside, reranker, base, card)
 
 
 def copy_model(source: Path, target: Path) -> None:
@@ -176,27 +171,29 @@ def _write_modules(aside: Path, modules: Sequence[_Module], model: Mapping[str, 
         {"idx": number, "name": str(number), "path": module.folder, "type": module.class_path}
         for number, module in enumerate(modules)
     ]
-    _write_json(aside / "modules.json", listing)
+    write_json(aside / "modules.json", listing)
     versioned = {"__version__": {"sentence_transformers": _ST_VERSION}, **model}
-    _write_json(aside / "config_sentence_transformers.json", versioned)
+    write_json(aside / "config_sentence_transformers.json", versioned)
     for module in modules:
         (aside / module.folder).mkdir(exist_ok=True)
         file = "sentence_bert_config.json" if module.class_path == _TRANSFORMER else "config.json"
         if module.settings:
-            _write_json(aside / module.folder / file, module.settings)
+            write_json(aside / module.folder / file, module.settings)
 
 
-def _write_record(aside: Path, record: Mapping[str, Any], card: str | None) -> None:
+def _write_record(aside: Path, model: Encoder | Reranker, base: str, card: str | None) -> None:
     """Write the model card where there is one, and skilltrain.json, which also lists the model's files."""
     if card is not None:
-        (aside / "README.md").write_text(card, encoding="utf-8")
+        write_text(aside / "README.md", card)
     files = [path.relative_to(aside).as_posix() for path in aside.rglob("*") if path.is_file()]
-    listed = {"skilltrain": __version__, "files": sorted([*files, CHECKPOINT_FILE])}
-    _write_json(aside / CHECKPOINT_FILE, {**record, **listed})
-
-
-def _write_json(file: Path, value: Any) -> None:
-    file.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    record = {
+        "kind": "encoder" if isinstance(model, Encoder) else "reranker",
+        "settings": model.settings.model_dump(mode="json"),
+        "base": shareable(base),
+        "skilltrain": __version__,
+        "files": sorted([*files, CHECKPOINT_FILE]),
+    }
+    write_json(aside / CHECKPOINT_FILE, record)
 
 
 def _limit(max_tokens: int) -> dict[str, Any]:

@@ -263,9 +263,6 @@ def resolve_dtype(precision: Precision, device: torch.device) -> torch.dtype:
 
 def default_device() -> torch.device:
     """The GPU where there is one, else the CPU; also the CPU where accelerate's launcher was told so (cpu.yaml)."""
-    if "ACCELERATE_USE_CPU" in os.environ:
-        from accelerate.utils import parse_flag_from_env
-
-        if parse_flag_from_env("ACCELERATE_USE_CPU"):
-            return torch.device("cpu")
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "y", "yes", "t", "true", "on"):
+        return torch.device("cpu")
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

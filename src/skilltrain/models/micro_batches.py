@@ -14,18 +14,24 @@ TextT = TypeVar("TextT", bound=Sized)
 Groups = list[list[int]]
 
 
-def micro_batches(lengths: Sequence[int], token_budget: int) -> Groups:
-    """Positions of the texts, longest first, in groups whose padded size stays within `token_budget` tokens.
+def micro_batches(lengths: Sequence[int], token_budget: int, shared: int | None = None) -> Groups:
+    """Positions of the texts, longest first, in groups whose size stays within `token_budget` tokens.
 
-    A text longer than the budget forms a group of its own. Longest first, so that memory peaks at the start.
+    A group's texts are padded to the longest; with `shared`, they stand in one row, and that many first tokens, which
+    are the same in all, once. A text longer than the budget forms a group of its own. Longest first, so that memory
+    peaks at the start.
     """
-    order = sorted(range(len(lengths)), key=lambda position: (-lengths[position], position))
     groups: Groups = []
-    for position in order:
-        if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= token_budget:
+    size = 0
+    for position in sorted(range(len(lengths)), key=lambda position: (-lengths[position], position)):
+        if groups:
+            longest, count = lengths[groups[-1][0]], len(groups[-1])
+            size = longest * (count + 1) if shared is None else size + lengths[position] - shared
+        if groups and size <= token_budget:
             groups[-1].append(position)
         else:
             groups.append([position])
+            size = lengths[position]
     return groups
 
 

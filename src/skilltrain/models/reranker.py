@@ -74,15 +74,18 @@ class Reranker(nn.Module):
         if not self.is_packed:
             return micro_batches([len(pair) for pairs in lists for pair in pairs], token_budget)
         groups, first = [], 0
-        for pairs in lists:
-            groups += [[first + place for place in group] for group in _packed_groups(pairs, token_budget)]
+        for pairs in filter(None, lists):
+            shared = shared_prompt.num_shared([pair.ids for pair in pairs])
+            found = micro_batches([len(pair) for pair in pairs], token_budget, shared)
+            groups += [[first + place for place in group] for group in found]
             first += len(pairs)
         return groups
 
     def num_slots(self, pairs: Sequence[PairIds]) -> int:
         """Tokens that `forward` computes for these pairs, padding included."""
         if self.is_packed:
-            return shared_prompt.num_packed([pair.ids for pair in pairs])
+            shared = shared_prompt.num_shared([pair.ids for pair in pairs])
+            return shared_prompt.packed_size(shared, [len(pair) for pair in pairs])
         return max(map(len, pairs)) * len(pairs)
 
     def embed(self, pairs: Sequence[PairIds]) -> list[PairIds]:
@@ -152,23 +155,6 @@ def segment_ids(network: Any, segments: Int[Tensor, "pair token"]) -> dict[str, 
     """
     num_segments = getattr(network.config, "type_vocab_size", None)
     return {"token_type_ids": segments} if num_segments is not None and num_segments > 1 else {}
-
-
-def _packed_groups(pairs: Sequence[PairIds], token_budget: int) -> Groups:
-    """Positions of a list's pairs, longest first, in groups whose packed size stays within `token_budget`."""
-    if not pairs:
-        return []
-    shared = shared_prompt.num_shared([pair.ids for pair in pairs])
-    groups: Groups = []
-    size = 0
-    for place in sorted(range(len(pairs)), key=lambda place: (-len(pairs[place]), place)):
-        length = len(pairs[place]) - shared
-        if not groups or size + length > token_budget:
-            groups.append([])
-            size = shared
-        groups[-1].append(place)
-        size += length
-    return groups
 
 
 def yes_no_ids(tokenizer: Any) -> tuple[int, int]:

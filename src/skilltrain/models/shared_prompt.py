@@ -49,10 +49,9 @@ def num_shared(texts: Sequence[TokenIds]) -> int:
     return min(same, min(map(len, lists)) - 1)
 
 
-def num_packed(texts: Sequence[TokenIds]) -> int:
-    """Tokens of the texts as one row."""
-    shared = num_shared(texts)
-    return shared + sum(len(text) - shared for text in texts)
+def packed_size(shared: int, lengths: Sequence[int]) -> int:
+    """Tokens of texts of these lengths as one row, their common beginning once."""
+    return shared + sum(length - shared for length in lengths)
 
 
 def pack(texts: Sequence[TokenIds], device: torch.device) -> PackedTexts:
