@@ -6,15 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
-from skilltrain.report import counts
 from skilltrain.report.checks import run_checks
-from skilltrain.report.excerpts import side_by_side
-from skilltrain.report.lists import inspect_lists
+from skilltrain.report.lists import inspect_lists, numbers_of
 from skilltrain.report.material import read_material
 from skilltrain.report.numbers import percent, visible
-from skilltrain.report.plots import bins_for
+from skilltrain.report.plots import histograms
 from skilltrain.tables import CLUSTERS, DROPPED, FLAGS, LISTS, QUERIES, RANKINGS, SKILLS, TableSpec, write_table
 from small_library import skilltrain, succeeds
 from test_report import Tags
@@ -116,64 +113,50 @@ def data_of(page: Path) -> dict[str, Any]:
 
 def found_by(folder: Path, pool: Path | None = None) -> dict[str, list[tuple[str, str]]]:
     """check → (query_id, skill_id) of what it found."""
-    material = read_material(folder, pool)
-    skills, entries = material.skills, material.entries
+    m = read_material(folder, pool)
     return {
-        check.key: [
-            (material.query_ids[entries.list[e]], skills[entries.skill[e]].skill_id) for e in check.entries.tolist()
-        ]
-        for check in run_checks(material)
+        key: [(m.query_ids[m.in_list[e]], m.skills[m.skill[e]].skill_id) for e in entries.tolist()]
+        for key, entries in run_checks(m).items()
     }
 
 
 def test_candidates_are_followed_from_mining_to_lists(tmp_path: Path):
-    way = counts.flow(read_material(write_runs(tmp_path), None))
-    assert way.sources == ("semantic", "lexical")
-    assert way.layers == ("judged", "name", "jaccard", "cosine", "rank_window")
-    assert way.mined == {"semantic": 6, "lexical": 5}
-    assert way.dropped == {("semantic", "name"): 1, ("lexical", "jaccard"): 1, ("lexical", "rank_window"): 1}
-    assert way.kept == {"semantic": 5, "lexical": 3}
-    assert way.chosen == {"semantic": 4, "lexical": 3}
-    assert [way.unaccounted(source) for source in way.sources] == [0, 0]
+    material = read_material(write_runs(tmp_path), None)
+    found = numbers_of(material)
+    assert found["sources"] == ["semantic", "lexical"]
+    assert found["filters"] == ["judged", "name", "jaccard", "cosine", "rank_window"]
+    assert found["dropped"] == {("semantic", "name"): 1, ("lexical", "jaccard"): 1, ("lexical", "rank_window"): 1}
+    assert found["chosen"] == {"semantic": 4, "lexical": 3}
+    assert (material.mined, material.kept) == ({"semantic": 6, "lexical": 5}, {"semantic": 5, "lexical": 3})
+    inspect_lists(tmp_path / "lists", None, None, 10)
+    assert "Candidates of" not in (tmp_path / "lists.html").read_text()
 
 
 def test_a_candidate_that_vanished_without_a_row_is_said(tmp_path: Path):
     lists = write_runs(tmp_path)
     write_table(ranking_rows({"semantic": 3, "lexical": 3}), RANKINGS, tmp_path / "filtered")
-    assert counts.flow(read_material(lists, None)).unaccounted("semantic") == 2
     inspect_lists(lists, tmp_path / "page.html", None, 10)
-    assert "Candidates of semantic vanished without a row" in (tmp_path / "page.html").read_text()
+    assert "<b>2</b><div><h3>Candidates of semantic vanished without a row" in (tmp_path / "page.html").read_text()
 
 
-def test_negatives_by_list_rank_and_length(tmp_path: Path):
-    material = read_material(write_runs(tmp_path), None)
-    assert counts.per_list(material, "semantic") == {2: 1, 1: 2}
-    assert counts.per_list(material, "lexical") == {1: 1, 2: 1, 0: 1}
-    assert counts.ranks(material, "semantic").tolist() == [1, 4, 2, 1]
-    assert counts.ranks(material, None).tolist() == []  # no ranking held a positive
-    assert counts.query_words(material).tolist() == [9, 5, 2]
-    assert {side: lengths.tolist() for side, lengths in counts.body_lengths(material).items()} == {
-        "positives": [540, 150, 500],
-        "negatives": [497, 500, 400, 150, 500, 400, 540],
-    }
+def totals(figure: Any) -> dict[str, tuple[int, list[int]]]:
+    """Name → (how many, [5th percentile, median, 95th percentile]) of histograms."""
+    return {row["name"]: (row["total"], row["percentiles"]) for row in figure["rows"]}
 
 
-def test_shares_of_positives_and_negatives_and_hubs(tmp_path: Path):
-    material = read_material(write_runs(tmp_path), None)
-    found = counts.shares(material, lambda skill: skill.category)
+def test_ranks_lengths_shares_and_recurring_negatives(tmp_path: Path):
+    found = numbers_of(read_material(write_runs(tmp_path), None))
+    assert totals(found["ranks"]["semantic"]) == {"rank": (4, [1, 2, 4])}  # 1, 1, 2, 4: the median is 1.5
+    assert found["positive_ranks"] is None  # no ranking held a positive
+    assert totals(found["words"]) == {"all queries": (3, [2, 5, 9])}
+    assert {name: row[0] for name, row in totals(found["bodies"]).items()} == {"positives": 3, "negatives": 7}
     # shares: data 2/3 + 4/7, cloud 1/3 + 1/7, none 0 + 2/7
-    assert found.rows == (("data", 2, 4), ("cloud", 1, 1), ("none", 0, 2))
-    assert found.highest() == pytest.approx(2 / 3)
-    # of the negatives with a category, only s/chart of q2 (data beside cloud) differs from its positive
-    assert (found.same, found.comparable) == (4, 5)
-    languages = counts.shares(material, lambda skill: skill.lang)
-    assert (languages.same, languages.comparable, languages.num_values) == (5, 7, 2)
-    hubs = counts.hubs(material)
-    assert [(hub.skill.skill_id, hub.count, hub.positive_count) for hub in hubs.top[:3]] == [
-        ("s/chart", 2, 1), ("z/tu", 2, 0), ("s/join", 1, 1),
+    part = found["shares"]["Categories"]
+    assert part["rows"] == [("data", 2, 4), ("cloud", 1, 1), ("none", 0, 2)]
+    assert (round(part["highest"], 3), part["same"]) == (0.667, 4)  # s/chart of q2: data beside cloud
+    assert [(skill.skill_id, sum(by_source)) for skill, by_source in found["hubs"][:3]] == [
+        ("s/chart", 2), ("z/tu", 2), ("s/join", 1),
     ]  # fmt: skip
-    assert hubs.top[0].by_source == {"semantic": 1, "lexical": 1}
-    assert (hubs.times, hubs.top_share) == ({1: 3, 2: 2}, 1.0)
 
 
 def test_checks_point_at_the_entries_that_break_an_assumption(tmp_path: Path):
@@ -181,23 +164,21 @@ def test_checks_point_at_the_entries_that_break_an_assumption(tmp_path: Path):
     assert {key: found for key, found in found_by(lists).items() if found} == {
         "leak": [("q2", "s/pods")],
         "same_name": [("q1", "t/join")],
-        "same_description": [("q2", "t/pods")],
-        "same_body": [("q2", "t/pods")],
+        "same_text": [("q2", "t/pods")],
         "short_positive": [("q2", "s/pods")],
         "short_list": [("q3", "s/chart")],
     }
 
 
-def test_checks_on_flags_clusters_teacher_twins_language_and_repeated_queries(tmp_path: Path):
-    copies = POOL | {"z/tu2": POOL["z/tu"]}
+def test_checks_on_flags_clusters_teacher_language_and_repeated_queries(tmp_path: Path):
     rows = {
-        "q1": [*ROWS["q1"], ("z/tu2", "irrelevant", "lexical", 5)],
+        "q1": ROWS["q1"],
         "q2": [("z/tu", "required", "gold", 0), *ROWS["q2"][1:3], ("gone", "irrelevant", "lexical", 9)],
         "q3": ROWS["q3"],
     }
     texts = {"q1": "I need the tables of this week as one", "q2": "please restart the pods for me", "q3": ""}
     texts["q3"] = texts["q1"].upper() + " "
-    lists = write_runs(tmp_path, pool=copies, texts=texts, lists=rows)
+    lists = write_runs(tmp_path, texts=texts, lists=rows)
     scored = [row | {"teacher_scores": [0.5, 0.6, *[0.1] * (len(row["skill_ids"]) - 2)]} for row in list_rows(rows)]
     write_table(scored, LISTS, lists)
     write_table(
@@ -209,7 +190,6 @@ def test_checks_on_flags_clusters_teacher_twins_language_and_repeated_queries(tm
     assert found["flagged_positive"] == [("q2", "z/tu")]
     assert found["cluster"] == [("q1", "s/chart"), ("q3", "s/join")]
     assert found["teacher"] == [("q1", "t/join"), ("q2", "t/pods"), ("q3", "s/join")]
-    assert found["twin_negatives"] == [("q1", "z/tu"), ("q1", "z/tu2")]
     assert found["other_language"] == [("q2", "z/tu")]
     assert found["same_query"] == [("q1", "s/join"), ("q3", "s/chart")]
     assert found["unknown_skill"] == [("q2", "gone")]
@@ -224,26 +204,17 @@ def test_checks_on_flags_clusters_teacher_twins_language_and_repeated_queries(tm
     assert data["lists"][0]["entries"][1][4] == 0.6
 
 
-def test_two_texts_side_by_side_mark_the_words_of_shared_trigrams():
-    left, right = side_by_side("Alpha: one, TWO three four!", "so one two three; and one two")
-    # one trigram is shared, "one two three"; "one two" at the end is part of none
-    assert left == ["Alpha: ", "one, TWO three", " four!"]
-    assert right == ["so ", "one two three", "; and one two"]
-    assert side_by_side("画图表格", "请画图表") == (["", "画图表", "格"], ["请", "画图表", ""])
-    assert side_by_side("a b", "a b") == (["", "a b", ""], ["", "a b", ""])
-    assert side_by_side("", "x y z") == ([""], ["x y z"])
-
-
-def test_bins_hold_every_value_and_speak_in_round_numbers():
-    few = bins_for(np.array([1, 2, 2, 4]))
-    assert (list(few.edges), few.logarithmic) == ([1, 2, 3, 4, 5], False)
-    assert few.count(np.array([1, 2, 2, 4])) == [1, 2, 0, 1]
-    assert (few.ticks(), few.middle(2)) == ([1, 2, 3, 4], 37.5)
-    wide = bins_for(np.array([200, 5_000, 16_000]))
-    assert (wide.edges[0], wide.edges[-1], wide.logarithmic) == (200, 16_001, True)
-    assert wide.ticks() == [300, 1_000, 3_000, 10_000]
+def test_histograms_hold_every_value_and_speak_in_round_numbers():
+    few = histograms({"n": np.array([1, 2, 2, 4])})
+    assert few and [bar[2:] for bar in few["rows"][0]["bars"]] == [(0.5, 1, 1, 1), (1, 2, 2, 2), (0.5, 4, 4, 1)]
+    assert (few["axis"].ticks, few["axis"].place(2)) == ((1, 2, 3, 4), 37.5)
+    wide = histograms({"n": np.array([200, 5_000, 16_000]), "none": np.array([], dtype=np.int64)})
+    assert wide and (wide["axis"].logarithmic, wide["axis"].ticks) == (True, (1_000, 10_000))
+    assert wide["rows"][1]["bars"] == []
     for values in ([0], [7], [3, 3], list(range(1, 51)), [0, 0, 1, 90_000]):
-        assert sum(bins_for(np.array(values)).count(np.array(values))) == len(values)
+        figure = histograms({"n": np.array(values)})
+        assert figure and sum(bar[-1] for bar in figure["rows"][0]["bars"]) == len(values)
+    assert histograms({"n": np.array([], dtype=np.int64)}) is None
     assert [percent(*pair) for pair in ((0, 9), (1, 9_999), (17, 1_000), (1, 1), (1, 0))] == [
         "0%", "<0.1%", "1.7%", "100%", "0%",
     ]  # fmt: skip
@@ -320,8 +291,8 @@ def test_a_page_of_12000_lists_stays_small(tmp_path: Path):
     texts = {query_id: f"query {query_id} wants something of about this length" for query_id in lists}
     folder = write_runs(tmp_path, pool=pool, lists=lists, texts=texts, drops=[])
     shown = inspect_lists(folder, None, None, 2_000)
-    more = shown["num_lists_shown"] - 2_000  # two checks find that all skills share a description: 50 lists for each
-    assert shown["num_lists"] == 12_000 and 80 <= more <= 100
+    more = shown["num_lists_shown"] - 2_000  # a check finds that all skills share a description
+    assert shown["num_lists"] == 12_000 and 30 <= more <= 50
     page = (tmp_path / "lists.html").read_text()
     assert f"2,000 of 12,000 lists, drawn by seed, and {more} more that a check points at" in page
     assert len(page.encode()) < 25_000_000

@@ -1,4 +1,4 @@
-"""The report in a real browser: two widths, both colour schemes, the switch, the search, and no script."""
+"""The report in a real browser: two widths, both colour schemes, and the search."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,21 +44,6 @@ def search(page: Page, words: str) -> str:
     """Type into the search box; what the page says then."""
     page.run(f"box.value = {words!r}; box.dispatchEvent(new Event('input'))")
     return page.run("document.getElementById('found').textContent")
-
-
-def test_the_switch_shows_one_section_and_its_queries(page: Page):
-    every = shown(page, ".query summary b")
-    assert shown(page, ".view h2") == ["All queries"]
-    page.run("document.querySelector('label[for=show-multi]').click()")
-    assert shown(page, ".view h2") == ["Queries with several gold skills"]
-    multi = shown(page, ".query summary b")
-    assert page.run("document.getElementById('found').textContent") == f"{len(multi)} found"
-    page.run("document.getElementById('show-single').click()")
-    single = shown(page, ".query summary b")
-    assert sorted(multi + single) == sorted(every)
-    assert shown(page, ".view h2") == ["Queries with one gold skill"]
-    page.run("document.getElementById('show-all').click()")
-    assert shown(page, ".query summary b") == every
 
 
 def test_search_finds_texts_and_names_and_leaves_the_rest(page: Page):
@@ -118,7 +103,7 @@ CONTRASTS = """(() => {
   const low = new Set();
   for (const node of document.querySelectorAll("main *")) {
     if (!node.getClientRects().length || ![...node.childNodes].some(n => n.nodeType === 3 && n.data.trim())) continue;
-    if (node.closest("svg.flow") || node.matches(".inside")) continue;  // text over ribbons, with a halo; on a disc
+    if (node.matches(".inside")) continue;  // on a disc
     const style = getComputedStyle(node), svg = node.closest("svg");
     const pair = [light(svg ? style.fill : style.color), light(ground(node))].sort((a, b) => b - a);
     const ratio = (pair[0] + 0.05) / (pair[1] + 0.05);

@@ -67,16 +67,11 @@ class Report:
         return [result.name for result in self.results]
 
     @property
-    def sections(self) -> list[SliceMeans]:
-        """All queries, and those with one and with several gold skills, unless one of the two holds all."""
-        return [part for part in shown(self.slices) if part.label in (ALL, KIND)]
-
-    @property
     def labels(self) -> dict[str, list[SliceMeans]]:
-        """Every other label that tells queries apart, with its slices."""
+        """Every label that tells queries apart, the kind first, with its slices."""
         found: dict[str, list[SliceMeans]] = {}
-        for part in shown(self.slices):
-            if part.label not in (ALL, KIND):
+        for part in sorted(shown(self.slices), key=lambda part: part.label != KIND):
+            if part.label != ALL:
                 found.setdefault(part.label, []).append(part)
         return found
 
@@ -93,13 +88,14 @@ class Report:
     @cached_property
     def first_ranks(self) -> dict[str, dict[str, int | None]]:
         """System → query_id → the rank of the first gold skill; None where the ranking ends before one."""
-        return {result.name: {query_id: self._first_rank(result, query_id) for query_id in self.tasks}
-                for result in self.results}  # fmt: skip
-
-    def _first_rank(self, result: SystemResult, query_id: str) -> int | None:
-        ranking = result.rankings.get(query_id, ())
-        gold = self.found(query_id, ranking).gold
-        return next((rank for rank, skill_id in enumerate(ranking, 1) if skill_id in gold), None)
+        ranks: dict[str, dict[str, int | None]] = {}
+        for result in self.results:
+            own = ranks[result.name] = {}
+            for query_id in self.tasks:
+                ranking = result.rankings.get(query_id, ())
+                gold = self.found(query_id, ranking).gold
+                own[query_id] = next((rank for rank, skill_id in enumerate(ranking, 1) if skill_id in gold), None)
+        return ranks
 
     def found(self, query_id: str, ranking: Sequence[str]) -> Relevance:
         """What counts as gold for this ranking of a query: an alternative that stands first does."""
@@ -248,8 +244,7 @@ def report_markdown(report: Report) -> str:
 
 def report_page(report: Report) -> str:
     """The report as one HTML page."""
-    limits = {"cases": NUM_CASES, "queries": NUM_QUERIES}
-    return html_page("evaluation.html.j2", ("evaluation.js",), limits=limits, **_values(report))
+    return html_page("evaluation.html.j2", ("evaluation.js",), **_values(report))
 
 
 def _values(report: Report) -> dict[str, Any]:
@@ -263,4 +258,5 @@ def _values(report: Report) -> dict[str, Any]:
         "level": f"{LEVEL:.0%}",
         "resamples": RESAMPLES,
         "alpha": ALPHA,
+        "limits": {"cases": NUM_CASES, "queries": NUM_QUERIES},
     }

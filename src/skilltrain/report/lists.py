@@ -1,21 +1,33 @@
 """`skilltrain inspect`: one HTML page on training lists that needs nothing else."""
 
+import random
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
+from jaxtyping import Int64
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import write_text
-from skilltrain.report import counts
-from skilltrain.report.checks import NUM_SHARED, SHORT_BODY, run_checks
-from skilltrain.report.counts import Flow
-from skilltrain.report.excerpts import choose
-from skilltrain.report.material import Material, read_material
+from skilltrain.records import Dropped
+from skilltrain.report.checks import SHORT_BODY, run_checks
+from skilltrain.report.material import Material, codes, read_material
+from skilltrain.report.numbers import visible
 from skilltrain.report.page import html_page
-from skilltrain.report.plots import HistogramFigure, histogram_figure
+from skilltrain.report.plots import histograms
 from skilltrain.tables import DROPPED
+from skilltrain.texts import num_words
 
+NUM_HUBS, NUM_SHARES = 20, 30  # rows of the tables of recurring negatives and of categories
 NUM_FLAGGED = 50  # flagged skills listed; those in lists first
+NUM_PER_CHECK = 50  # lists that a check points at and that are shown besides the sample
+NUM_PER_FILTER = 60  # dropped pairs shown of each filter
+QUERY_CHARS, DESCRIPTION_CHARS = 2_000, 400
+BODY_CHARS, PAGE_CHARS = 1_500, 12_000_000  # of a body: so many, or its part of the page
+UNKNOWN, NO_VALUE = "unknown", "none"
+ItemT = TypeVar("ItemT")
 
 
 def inspect_lists(lists: Path, out: Path | None, pool: Path | None, max_lists: int) -> dict[str, Any]:
@@ -25,107 +37,211 @@ def inspect_lists(lists: Path, out: Path | None, pool: Path | None, max_lists: i
     Raises SkilltrainError where `lists` holds no lists, or `out` lies in a folder that a training reads.
     """
     material = read_material(lists, pool)
-    folder = material.trail.lists
+    folder = material.trail.folder
     file = folder.with_name(f"{folder.name}.html") if out is None else out
     if folder in file.resolve().parents:
         raise SkilltrainError("lies in the folder of the lists, which a page would change", where=file, fix="set --out")
-    checks, way = run_checks(material), counts.flow(material)
-    found = [check for check in checks if len(check.lists)]
-    shown = choose(material, found, max_lists)
+    checks = run_checks(material)
+    found = {key: np.unique(material.in_list[entries]) for key, entries in checks.items() if len(entries)}
+    pairs = pairs_of(material)
+    data = page_data(material, {key: checks[key] for key in found}, max_lists, pairs)
     content = html_page(
         "lists.html.j2",
         ("lists.js",),
         material=material,
-        name=folder.name,
-        found=found,
-        passed=checks[len(found) :],
-        limits={"names": NUM_SHARED, "chars": SHORT_BODY},
-        flow=way,
-        lost={source: lost for source in way.sources if (lost := way.unaccounted(source))},
-        other_drops=_other_drops(material),
-        sources=_sources(material, way),
-        positives=counts.ranks(material, None),
-        ranks=_figure({"found at rank": counts.ranks(material, None)}),
-        words=_figure({"all queries": counts.query_words(material)}),
-        bodies=_figure(counts.body_lengths(material)),
-        shares=_shares(material),
-        hubs=counts.hubs(material),
-        flags=_flags(material),
-        shown=shown,
+        num_sampled=min(max_lists, len(material.query_ids)),
+        found={key: len(places) for key, places in found.items()},
+        passed=[key for key in checks if key not in found],
+        short_body=SHORT_BODY,
+        num_flagged=NUM_FLAGGED,
+        pairs={name: len(by_pair) for name, by_pair in pairs.items()},
+        data=data,
+        **numbers_of(material),
     )
     write_text(file, content)
     return {
         "page": str(file),
         "megabytes": round(len(content.encode()) / 1e6, 1),
         "num_lists": len(material.query_ids),
-        "num_lists_shown": shown.num_lists,
-        "num_dropped_pairs_shown": sum(count for count, _ in shown.pairs.values()),
-        "worth_a_look": {check.key: len(check.lists) for check in found},
+        "num_lists_shown": len(data["lists"]),
+        "num_dropped_pairs_shown": len(data["drops"]),
+        "worth_a_look": {key: len(places) for key, places in found.items()},
         "missing": material.trail.missing,
     }
 
 
-def _figure(groups: dict[str, Any]) -> HistogramFigure | None:
-    return histogram_figure(groups) if any(len(values) for values in groups.values()) else None
-
-
-def _other_drops(material: Material) -> list[dict[str, Any]]:
-    """What other stages than filters dropped (queries, lists, skills), by stage and filter, with an example."""
-    found: list[dict[str, Any]] = []
-    for step in reversed(material.trail.steps):
-        table = None if step.filters else material.trail.read(step.folder, DROPPED)
-        rows = [] if table is None else table.to_pylist()
-        for name, count in sorted(Counter(row["filter"] for row in rows).items()):
-            row = next(row for row in rows if row["filter"] == name)
-            what = " ".join(filter(None, (row["query_id"], row["skill_id"])))
-            found.append({"stage": step.stage, "filter": name, "count": count, "example": f"{what}: {row['reason']}"})
-    return found
-
-
-def _sources(material: Material, way: Flow) -> list[dict[str, Any]]:
-    """Of each source with negatives: how many a list holds, its quota, the lists below it, and the ranks."""
-    quotas, found = counts.quotas_of(material), list[dict[str, Any]]()
-    for source in way.sources:
-        if not way.chosen[source]:
-            continue
-        per_list, quota = counts.per_list(material, source), quotas.get(source)
-        found.append({
-            "name": source,
-            "mean": way.chosen[source] / len(material.query_ids),
-            "quota": quota,
-            "below": 0 if quota is None else sum(n for number, n in per_list.items() if number < quota),
-            "per_list": list(per_list.items()),
-            "figure": _figure({"rank": counts.ranks(material, source)}),
-        })  # fmt: skip
-    return found
-
-
-def _shares(material: Material) -> dict[str, counts.Shares]:
-    if material.num_pool is None:
-        return {}
+def numbers_of(m: Material) -> dict[str, Any]:
+    """What the page counts over all lists, by the names that its template uses."""
+    negative, known = ~m.positive, m.known[m.skill]
+    dropped = Counter((drop.source or UNKNOWN, drop.filter) for drop in m.drops)
+    serves = np.zeros((len(m.skills), len(m.sources)), dtype=np.int64)  # as a negative, by source
+    np.add.at(serves, (m.skill[negative], m.source[negative]), 1)
+    chosen = Counter({name: n for name, n in zip(m.sources, serves.sum(axis=0).tolist(), strict=True) if n})
+    most = np.lexsort(([skill.skill_id for skill in m.skills], -serves.sum(axis=1))).tolist()
+    quotas = next((run.recipe["quotas"] for run in m.trail.runs if run.recipe.get("quotas")), {})
+    filters = [run for run in reversed(m.trail.runs) if run.ranks and "rankings" in run.recipe]
+    named = ["judged" if filters else "", *(each["name"] for run in filters for each in run.recipe.get("layers") or ())]
+    sources = dict.fromkeys([*(m.mined or ()), *(m.kept or ()), *chosen, *(source for source, _ in dropped)])
+    by_source = {name: m.rank[negative & (m.source == m.sources.index(name))] for name in sources if chosen[name]}
     return {
-        "Categories": counts.shares(material, lambda skill: skill.category),
-        "Languages": counts.shares(material, lambda skill: skill.lang),
-        "Collections": counts.shares(material, lambda skill: skill.source),
-    }
+        "sources": sorted(sources, key=lambda name: list(quotas).index(name) if name in quotas else len(quotas)),
+        "filters": list(dict.fromkeys([*filter(None, named), *(name for _, name in dropped)])),
+        "dropped": dropped,
+        "chosen": chosen,
+        "quotas": quotas,
+        "other_drops": _other_drops(m),
+        "ranks": {name: histograms({"rank": ranks}) for name, ranks in by_source.items()},
+        "positive_ranks": histograms({"found at rank": m.rank[m.positive & (m.rank > 0)]}),
+        "words": histograms({"all queries": np.array([num_words(text) for text in m.texts if text], dtype=np.int64)}),
+        "bodies": histograms({
+            "positives": m.body_chars[m.skill[m.positive & known]],
+            "negatives": m.body_chars[m.skill[negative & known]],
+        }),
+        "shares": _shares(m) if m.num_pool is not None else {},
+        "serves": serves,
+        "hubs": [(m.skills[place], serves[place].tolist()) for place in most[:NUM_HUBS] if serves[place].any()],
+        "flags": None if m.flags is None else _flags(m, m.flags),
+    }  # fmt: skip
 
 
-def _flags(material: Material) -> dict[str, Any] | None:
-    """The findings, those of skills in lists first, and how many flagged skills are in lists."""
-    if material.flags is None:
-        return None
-    wanted, serves = material.num_lists(positive=True).tolist(), material.num_lists(positive=False).tolist()
+def _other_drops(m: Material) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """(stage, filter) → what stages that filter no candidates dropped: queries, lists, skills."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for run in reversed(m.trail.runs):
+        is_filter = run.ranks and "rankings" in run.recipe
+        table = None if is_filter else m.trail.read(run.folder, DROPPED)
+        for row in [] if table is None else table.to_pylist():
+            found.setdefault((run.stage, row["filter"]), []).append(row)
+    return found
+
+
+def _shares(m: Material) -> dict[str, dict[str, Any]]:
+    """Of categories and languages: (value, positives, negatives) of the largest, and how often lists are of one."""
+    found: dict[str, dict[str, Any]] = {}
+    for title, column in (("Categories", "category"), ("Languages", "lang")):
+        values, numbers = codes(getattr(skill, column) or NO_VALUE for skill in m.skills)
+        counts = [np.bincount(numbers[m.skill[m.positive == side]], minlength=len(values)) for side in (True, False)]
+        shares = [count / max(1, count.sum()) for count in counts]
+        largest = np.argsort(-sum(shares), kind="stable")[:NUM_SHARES].tolist()
+        found[title] = {
+            "rows": [(values[n], int(counts[0][n]), int(counts[1][n])) for n in largest],
+            "num_values": len(values),
+            "highest": max(float(share.max(initial=0)) for share in shares),
+            "same": int(m.like_a_positive(numbers).sum()),
+        }
+    return found
+
+
+def _flags(m: Material, findings: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The findings of the screening with how often lists want, and refuse, the skill; the most wanted first."""
+    wanted, serves = m.num_lists(positive=True), m.num_lists(positive=False)
     rows: list[dict[str, Any]] = []
-    for row in material.flags:
-        place = material.position.get(row["skill_id"])
-        used = (0, 0) if place is None else (wanted[place], serves[place])
-        rows.append(row | {"wanted": used[0], "serves": used[1]})
-    rows.sort(key=lambda row: (-row["wanted"], -row["serves"]))
-    skills = {row["skill_id"]: row for row in rows}.values()
+    for row in findings:
+        place = m.position.get(row["skill_id"])
+        used = (0, 0) if place is None else (int(wanted[place]), int(serves[place]))
+        rows.append({**row, "wanted": used[0], "serves": used[1]})
+    return sorted(rows, key=lambda row: (-row["wanted"], -row["serves"]))
+
+
+Pairs = dict[str, dict[tuple[str, str, str], list[Dropped]]]
+"""Filter → (query, candidate, the skill it resembles) → the drops that say so: sources may share a pair."""
+
+
+def pairs_of(material: Material) -> Pairs:
+    """The dropped candidates, each once a filter."""
+    found: Pairs = {}
+    for drop in material.drops:
+        pair = (drop.query_id, drop.skill_id, drop.other_id or "")
+        found.setdefault(drop.filter, {}).setdefault(pair, []).append(drop)
+    return found
+
+
+def page_data(m: Material, checks: Mapping[str, Int64[np.ndarray, " found"]], max_lists: int, pairs: Pairs) -> Any:
+    """What the page's script shows and searches: `max_lists` lists and some of each check's, and dropped pairs.
+
+    All samples are drawn by seed. Entries are (skill, source, rank, verdict, teacher's score if any), a list's findings
+    (check, places of its entries).
+    """
+    lists = set(_sample(range(len(m.query_ids)), max_lists, "lists"))
+    for key, entries in checks.items():
+        lists.update(_sample(np.unique(m.in_list[entries]).tolist(), NUM_PER_CHECK, key))
+    starts = np.searchsorted(m.in_list, np.arange(len(m.query_ids) + 1)).tolist()
+    shown = dict[int, int]()  # place of a skill in the material → its place in the page's data
+    findings: dict[int, dict[int, list[int]]] = {}
+    for number, entries in enumerate(checks.values()):
+        for entry, place in zip(entries.tolist(), m.in_list[entries].tolist(), strict=True):
+            findings.setdefault(place, {}).setdefault(number, []).append(entry - starts[place])
+    rows = [
+        {
+            "id": visible(m.query_ids[place]),
+            "query": cut(m.texts[place], QUERY_CHARS),
+            "entries": [_entry(m, entry, shown) for entry in range(starts[place], starts[place + 1])],
+            "findings": list(findings.get(place, {}).items()),
+        }
+        for place in sorted(lists)
+    ]
+    first = {m.query_ids[m.in_list[entry]]: int(m.skill[entry]) for entry in np.flatnonzero(m.positive)[::-1]}
+    drops: list[dict[str, Any]] = []
+    for name, by_pair in pairs.items():
+        chosen = _sample(by_pair.values(), NUM_PER_FILTER, name)
+        chosen.sort(key=lambda drops: drops[0].value or 0.0)  # close calls first
+        drops += [_drop(m, each, shown, first) for each in chosen]
+    named = {"sources": [visible(source) for source in m.sources], "verdicts": m.verdicts, "checks": list(checks)}
+    return named | {"lists": rows, "drops": drops, "skills": _skills(m, shown)}
+
+
+def _sample(items: Iterable[ItemT], count: int, key: str) -> list[ItemT]:
+    """Up to `count` of `items`, drawn by key, in their order."""
+    given = list(items)
+    places = random.Random(f"0/{key}").sample(range(len(given)), min(count, len(given)))
+    return [given[place] for place in sorted(places)]
+
+
+def cut(text: str, num_chars: int) -> str:
+    """The beginning of a text, with everything visible and a mark where it goes on."""
+    return visible(text if len(text) <= num_chars else text[:num_chars] + "…")
+
+
+def _entry(m: Material, entry: int, shown: dict[int, int]) -> list[Any]:
+    place = shown.setdefault(int(m.skill[entry]), len(shown))
+    row = [place, *(int(column[entry]) for column in (m.source, m.rank, m.verdict))]
+    return row if np.isnan(m.score[entry]) else [*row, round(float(m.score[entry]), 4)]
+
+
+def _drop(m: Material, drops: list[Dropped], shown: dict[int, int], positives: Mapping[str, int]) -> dict[str, Any]:
+    """A dropped candidate and the skill that it resembles: the query's positive where the drop names none."""
+    drop = drops[0]
+    other = m.position[drop.other_id] if drop.other_id else positives.get(drop.query_id)
     return {
-        "rows": rows[:NUM_FLAGGED],
-        "num_rows": len(rows),
-        "num_skills": len(skills),
-        "num_positive": sum(row["wanted"] > 0 for row in skills),
-        "num_negative": sum(row["serves"] > 0 for row in skills),
+        "filter": visible(drop.filter),
+        "value": drop.value,
+        "sources": [visible(each.source or UNKNOWN) for each in drops],
+        "id": visible(drop.query_id),
+        "query": cut(m.query_texts.get(drop.query_id, ""), QUERY_CHARS),
+        "reason": visible(drop.reason),
+        "skills": [shown.setdefault(p, len(shown)) for p in (m.position[drop.skill_id], other) if p is not None],
     }
+
+
+def _skills(m: Material, shown: Iterable[int]) -> list[dict[str, Any]]:
+    """The skills of the page in order; `chars` of the body is -1 where the pool lacks the skill."""
+    rules: dict[str, set[str]] = {}
+    for row in m.flags or ():
+        rules.setdefault(row["skill_id"], set()).add(row["rule"])
+    places = list(shown)
+    serves, num_chars = m.num_lists(positive=False), min(BODY_CHARS, PAGE_CHARS // max(1, len(places)))
+    return [
+        {
+            "id": visible(skill.skill_id),
+            "name": cut(skill.name, DESCRIPTION_CHARS),
+            "description": cut(skill.description, DESCRIPTION_CHARS),
+            "body": cut(skill.body, num_chars),
+            "category": visible(skill.category or ""),
+            "lang": visible(skill.lang or ""),
+            "source": visible(skill.source),
+            "chars": len(skill.body) if m.known[place] else -1,
+            "serves": int(serves[place]),
+            "flags": sorted(rules.get(skill.skill_id, ())),
+        }
+        for place, skill in ((place, m.skills[place]) for place in places)
+    ]

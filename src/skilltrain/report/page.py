@@ -58,7 +58,7 @@ def _environment(markdown: bool) -> Environment:
         lstrip_blocks=True,
     )
     made.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
-    made.filters["lead"] = numbers.lead
+    made.filters |= {"lead": numbers.lead, "zip": zip}
     for form in _FORMATS:
         made.filters[form.__name__] = _trusted(form) if markdown else form
     return made

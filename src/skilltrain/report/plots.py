@@ -1,13 +1,14 @@
-"""Where marks stand in a plot: axes and bins as percent of the width, so that a plot fits any screen undistorted."""
+"""Where marks stand in a plot, in percent of its width, so that a plot fits any screen undistorted."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
 
-from skilltrain.report.numbers import percent
+NUM_BINS = 40
 
 
 @dataclass(frozen=True)
@@ -15,136 +16,91 @@ class Axis:
     """A stretch of numbers laid over 100 percent, and the round numbers that mark it."""
 
     ticks: tuple[float, ...]
+    low: float
+    high: float
     logarithmic: bool = False
 
     def place(self, value: float) -> float:
         """Where a value stands, in percent; values beyond the ends stand at the ends."""
-        low, high = self.ticks[0], self.ticks[-1]
-        value = min(max(value, low), high)
+        value = min(max(value, self.low), self.high)
         if self.logarithmic:
-            return 100 * math.log(value / low) / math.log(high / low)
-        return 100 * (value - low) / (high - low)
+            return 100 * math.log(value / self.low) / math.log(self.high / self.low)
+        return 100 * (value - self.low) / (self.high - self.low)
 
 
-SHARES = Axis((0, 0.25, 0.5, 0.75, 1))
+def axis_of(ticks: Sequence[float], logarithmic: bool = False) -> Axis:
+    """The axis from the first tick to the last."""
+    return Axis(tuple(ticks), ticks[0], ticks[-1], logarithmic)
 
 
-def axis_of_shares(values: Sequence[float]) -> Axis:
-    """The stretch from 0 to 1, or a part of it with round ends, that holds all values."""
-    low, high = min(values), max(values)
-    step = next(step for step in (0.05, 0.1, 0.25, 0.5) if (high - low) / step <= 6 or step == 0.5)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return Axis(tuple(round(n * step, 2) for n in range(first, max(last, first + 1) + 1)))
+SHARES = axis_of((0, 0.25, 0.5, 0.75, 1))
 
 
-def axis_of_times(values: Sequence[float]) -> Axis:
-    """A logarithmic stretch that holds all values (above 0), marked at 1, 2 and 5 times powers of ten, or at powers."""
-    low, high = min(values), max(values)
-    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
-    steps = (1, 2, 5) if high / low < 50 else (1,)
-    ticks = [step * 10.0**power for power in powers for step in steps]
-    first = max(n for n, tick in enumerate(ticks) if tick <= low)
-    last = min((n for n, tick in enumerate(ticks) if tick >= high and n > first), default=len(ticks) - 1)
-    return Axis(tuple(ticks[first : last + 1]), logarithmic=True)
+def axis_around(middle: float, values: Sequence[float]) -> Axis:
+    """The axis with `middle` in its middle, as wide as the values ask for, up to 1 on either side."""
+    largest = max(abs(value - middle) for value in values)
+    limit = next(limit for limit in (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0) if largest <= limit + 1e-9 or limit == 1)
+    return axis_of((round(middle - limit, 2), middle, round(middle + limit, 2)))
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A bar of a histogram: place and width in percent, height as a share of the highest, and what it stands for."""
-
-    x: float
-    width: float
-    height: float
-    title: str
+def axis_over(values: Sequence[float], logarithmic: bool = False) -> Axis:
+    """The axis with round ends that holds all values; above 0, if it is logarithmic."""
+    return axis_of(round_numbers(min(values), max(values), logarithmic), logarithmic)
 
 
-@dataclass(frozen=True)
-class Histogram:
-    """The bars of one group of values, their median (in percent of the width), and both in words."""
-
-    name: str
-    bars: tuple[Bar, ...] = ()
-    median: float = 0.0
-    words: str = "none"
-
-
-@dataclass(frozen=True)
-class Bins:
-    """Neighbouring intervals [edge, next edge) of whole numbers."""
-
-    edges: tuple[int, ...]
-    logarithmic: bool
-
-    @property
-    def axis(self) -> Axis:
-        """What the edges lie on."""
-        return Axis((self.edges[0], self.edges[-1]), self.logarithmic)
-
-    def middle(self, value: float) -> float:
-        """The middle of a value's own bar, if it has a bar of its own; else where it stands."""
-        alone = not self.logarithmic and self.edges[1] - self.edges[0] == 1
-        return self.axis.place(value + 0.5 if alone else value)
-
-    def ticks(self) -> list[int]:
-        """Up to six round numbers."""
-        low, high = self.edges[0], self.edges[-1]
-        if self.logarithmic:
-            powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-            steps = (1, 3) if math.log10(high / low) < 3 else (1,)
-            return [n for power in powers for step in steps if low <= (n := step * 10**power) <= high]
-        step = _nice((high - low) / 5)
-        return [*range(math.ceil(low / step) * step, high, step)]
-
-    def count(self, values: Int64[np.ndarray, " value"]) -> list[int]:
-        """How many values fall into each bin; all do, 0 into the first of a logarithmic axis."""
-        return np.histogram(np.maximum(values, self.edges[0]), bins=np.array(self.edges, dtype=np.float64))[0].tolist()
-
-    def histogram(self, name: str, values: Int64[np.ndarray, " value"]) -> Histogram:
-        """The histogram of `values`, with their median and middle 90 percent."""
-        if not len(values):
-            return Histogram(name)
-        counts = self.count(values)
-        bars: list[Bar] = []
-        for left, right, count in zip(self.edges[:-1], self.edges[1:], counts, strict=True):
-            x = self.axis.place(left)
-            span = f"{left:,}" if right - left == 1 else f"{left:,} to {right - 1:,}"
-            title = f"{span}: {count:,} ({percent(count, len(values))})"
-            if count:
-                bars.append(Bar(x, max(0.2, self.axis.place(right) - x - 0.3), count / max(counts), title))
-        low, middle, high = (int(value) for value in np.percentile(values, [5, 50, 95]))
-        words = f"median {middle:,}, 90% in {low:,} to {high:,}"
-        return Histogram(name, tuple(bars), self.middle(middle), words)
+def round_numbers(low: float, high: float, logarithmic: bool = False) -> list[float]:
+    """About six round numbers, from the last one up to `low` to the first one from `high` on."""
+    if logarithmic:
+        steps = (1, 2, 5) if high / low < 50 else (1,)
+        every = [
+            s * 10.0**p for p in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 2) for s in steps
+        ]
+        first = max(n for n, tick in enumerate(every) if tick <= low)
+        last = next(n for n, tick in enumerate(every) if tick >= high and n > first)
+        return every[first : last + 1]
+    power = 10.0 ** math.floor(math.log10(max((high - low) / 6, 0.01)))
+    step = next(size * power for size in (1, 2, 5, 10) if size * power * 6 >= high - low)
+    first = math.floor(low / step + 1e-9)
+    last = max(first + 1, math.ceil(high / step - 1e-9))
+    return [round(n * step, 9) for n in range(first, last + 1)]
 
 
-@dataclass(frozen=True)
-class HistogramFigure:
-    """Histograms one below the other over one axis; `ticks` are (percent, number)."""
+def histograms(groups: Mapping[str, Int64[np.ndarray, " value"]]) -> dict[str, Any] | None:
+    """Histograms of whole numbers by name, over one axis, logarithmic where some lie far above the usual; None of none.
 
-    rows: tuple[Histogram, ...]
-    ticks: tuple[tuple[float, str], ...]
-    logarithmic: bool
-
-
-def histogram_figure(groups: Mapping[str, Int64[np.ndarray, " value"]]) -> HistogramFigure:
-    """The figure of some groups of whole numbers, by name."""
-    bins = bins_for(np.concatenate(list(groups.values())))
-    ticks = tuple((bins.middle(n), f"{n // 1000}k" if n and n % 1000 == 0 else f"{n:,}") for n in bins.ticks())
-    return HistogramFigure(tuple(bins.histogram(*group) for group in groups.items()), ticks, bins.logarithmic)
-
-
-def bins_for(values: Int64[np.ndarray, " value"]) -> Bins:
-    """About 40 bins over the values; logarithmic where some are far above the usual."""
-    low, high = (int(values.min()), int(values.max())) if len(values) else (0, 1)
-    if len(values) and (high > 5_000 or high > 8 * max(1.0, float(np.median(values)))):
+    A bar is (place and width in percent, height as a share of the highest, first and last number, how many).
+    """
+    values = np.concatenate(list(groups.values()))
+    if not len(values):
+        return None
+    low, high = int(values.min()), int(values.max())
+    logarithmic = high > 5_000 or high > 8 * max(1.0, float(np.median(values)))
+    if logarithmic:
         low = max(1, low)
-        edges = np.unique(np.round(np.geomspace(low, max(high, low + 1) + 1, 41)).astype(int))
-        return Bins(tuple(edges.tolist()), logarithmic=True)
-    step = _nice((high - low + 1) / 40)
-    start = low if 0 < low < step else low // step * step
-    return Bins(tuple(range(start, high + step + 1, step)), logarithmic=False)
+        edges = np.unique(np.geomspace(low, high + 1, NUM_BINS + 1).round()) - 0.5
+    else:
+        step = math.ceil((high - low + 1) / NUM_BINS)
+        edges = np.arange(low, high + step + 1, step) - 0.5
+    ends = (float(edges[0]), float(edges[-1]))
+    ticks = round_numbers(low, max(high, low + 1), logarithmic)
+    axis = Axis(tuple(t for t in ticks if ends[0] <= t <= ends[1] and t == int(t)), *ends, logarithmic)
+    rows = [_histogram(name, np.maximum(each, low), edges, axis) for name, each in groups.items()]
+    return {"axis": axis, "rows": rows}
 
 
-def _nice(width: float) -> int:
-    """The least of 1, 2, 5, 10, 20, … that is not below `width`."""
-    power = 10 ** max(0, math.floor(math.log10(max(width, 1))))
-    return next(step * power for step in (1, 2, 5, 10) if step * power >= width)
+def _histogram(name: str, values: Int64[np.ndarray, " value"], edges: np.ndarray, axis: Axis) -> dict[str, Any]:
+    counts, _ = np.histogram(values, edges)
+    bars = [
+        (
+            axis.place(left),
+            axis.place(right) - axis.place(left),
+            count / counts.max(),
+            int(left + 0.5),
+            int(right - 0.5),
+            count,
+        )
+        for left, right, count in zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True)
+        if count
+    ]
+    percentiles = [round(each) for each in np.percentile(values, [5, 50, 95])] if len(values) else []
+    return {"name": name, "bars": bars, "total": len(values), "percentiles": percentiles}

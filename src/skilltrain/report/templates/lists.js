@@ -32,13 +32,13 @@ function shown(tag, kind, text, words = []) {
 }
 
 // Search. A word is looked for in every skill once; a list is found where its query or one of its skills holds each word.
-let skillTexts = null, queryTexts = null;
+let skillWords = null, queryWords = null;
 const found = new Map();
 
 function prepare() {
-  if (skillTexts) return;
-  skillTexts = skills.map((s) => [s.name, s.id, s.description, s.category, s.source, s.body, ...s.flags].join("\n").toLowerCase());
-  queryTexts = data.lists.map(({ id, query }) => `${id}\n${query}`.toLowerCase());
+  if (skillWords) return;
+  skillWords = skills.map((s) => [s.name, s.id, s.description, s.category, s.source, s.body, ...s.flags].join("\n").toLowerCase());
+  queryWords = data.lists.map(({ id, query }) => `${id}\n${query}`.toLowerCase());
 }
 
 function skillsWith(word) {
@@ -46,7 +46,7 @@ function skillsWith(word) {
     prepare();
     if (found.size > 200) found.clear();
     const id = word.startsWith("skill:") ? word.slice(6) : null;
-    found.set(word, skills.map((skill, place) => (id === null ? skillTexts[place].includes(word) : skill.id.toLowerCase() === id)));
+    found.set(word, skills.map((skill, place) => (id === null ? skillWords[place].includes(word) : skill.id.toLowerCase() === id)));
   }
   return found.get(word);
 }
@@ -80,7 +80,7 @@ function findLists() {
   const places = [...data.lists.keys()].filter((place) => {
     const { entries, findings } = data.lists[place];
     if (listCheck.value && !findings.some(([key]) => key === check)) return false;
-    return words.every((word, w) => queryTexts[place].includes(word) || entries.some(([skill]) => having[w][skill]));
+    return words.every((word, w) => queryWords[place].includes(word) || entries.some(([skill]) => having[w][skill]));
   });
   const every = data.lists.length;
   byId("list-found").textContent = places.length === every ? many(every, "list") : `${places.length.toLocaleString("en")} of ${many(every, "list")}`;
@@ -117,16 +117,17 @@ function entryRow([skill, source, rank, verdict, score], words, hit) {
   what.dir = "auto";
   const verdictText = element("span", "verdict", score === undefined ? said : `${said}, ${score}`);
   const details = element("details", "", element("summary", "", from, what, verdictText));
-  details.addEventListener("toggle", () => details.open && details.children.length === 1 && details.append(skillMore(skill, words)));
+  details.addEventListener("toggle", () => details.open && details.children.length === 1 && details.append(element("div", "more", ...skillTexts(skill, words))));
   const row = element("li", POSITIVE.has(said) ? "positive" : "", details);
   if (hit) row.classList.add("hit");
   return row;
 }
 
-function skillMore(place, words) {
-  const skill = skills[place];
-  return element("div", "more", element("p", "facts", linkTo(skill.id)), element("p", "facts", facts(skill)),
-    shown("p", "", skill.description, words), shown("pre", "", skill.body, words));
+function skillTexts(place, words) {
+  const skill = skills[place], body = shown("pre", "", skill.body, words);
+  body.tabIndex = 0;
+  body.setAttribute("aria-label", `Body of ${skill.id}`);
+  return [element("p", "facts", linkTo(skill.id)), element("p", "facts", facts(skill)), shown("p", "described", skill.description, words), body];
 }
 
 // A source has the colour that the tables above give it.
@@ -135,38 +136,30 @@ const colorOf = (source) => colors.get(source) ?? (source === "gold" ? "pos" : "
 
 // Drops.
 const dropBox = byId("drop-search");
-// Layers whose value is always the same, like that of equal names: it says nothing.
-const constant = new Set(data.drops.map((drop) => drop.layer).filter((layer) =>
-  new Set(data.drops.filter((drop) => drop.layer === layer).map((drop) => drop.value)).size === 1));
+// Filters whose value is always the same, like that of equal names: it says nothing.
+const constant = new Set(data.drops.map((drop) => drop.filter).filter((name) =>
+  new Set(data.drops.filter((drop) => drop.filter === name).map((drop) => drop.value)).size === 1));
 
 function findDrops() {
-  const layer = document.querySelector("input[name=layer]:checked").value, words = wordsOf(dropBox.value);
+  const name = document.querySelector("input[name=filter]:checked").value, words = wordsOf(dropBox.value);
   const having = words.map(skillsWith);
-  const drops = data.drops.filter((drop) => (!layer || drop.layer === layer) && words.every((word, w) =>
+  const drops = data.drops.filter((drop) => (!name || drop.filter === name) && words.every((word, w) =>
     `${drop.id}\n${drop.query}`.toLowerCase().includes(word) || drop.skills.some((skill) => having[w][skill])));
   byId("drop-found").textContent = many(drops.length, "pair");
   showPage("drop", drops, DROPS_A_PAGE, 0, (drop) => dropArticle(drop, toMark(words)));
 }
 
-function dropArticle({ layer, value, sources, id, query, skills: places, reason, bodies }, words) {
-  const number = value === null || constant.has(layer) ? "" : ` ${Number(value.toFixed(3))}`;
-  const title = element("h3", "", `${layer}${number} `, element("small", "", `${sources.join(", ")} candidate of ${id}`));
+function dropArticle({ filter, value, sources, id, query, reason, skills: places }, words) {
+  const number = value === null || constant.has(filter) ? "" : ` ${Number(value.toFixed(3))}`;
+  const title = element("h3", "", `${filter}${number} `, element("small", "", `${sources.join(", ")} candidate of ${id}`));
   title.title = reason;
-  const head = element("header", "", title, shown("p", "query", query, words));
-  const sides = places.map((place, n) => side(["Dropped candidate", "Gold skill"][n], place, bodies[n], words));
-  const node = element("article", "drop", head, element("div", "sides", ...sides));
-  node.dataset.layer = layer;
+  const sides = places.map((place, n) => {
+    const role = element("p", "facts", ["Dropped candidate", "Gold skill"][n]);
+    return element("div", "", role, shown("h4", "", skills[place].name, words), ...skillTexts(place, words));
+  });
+  const node = element("article", "drop", element("header", "", title, shown("p", "query", query, words)), element("div", "sides", ...sides));
+  node.dataset.filter = filter;
   return node;
-}
-
-function side(role, place, pieces, words) {
-  const skill = skills[place];
-  const body = element("pre", "", ...pieces.map((piece, number) => shown(number % 2 ? "mark" : "span", "", piece)));
-  body.dir = "auto";
-  body.tabIndex = 0;
-  body.setAttribute("aria-label", `Body of ${skill.id}`);
-  return element("div", "", element("p", "role", role), shown("h4", "", skill.name, words), element("p", "facts", linkTo(skill.id)),
-    element("p", "facts", facts(skill)), shown("p", "described", skill.description, words), body);
 }
 
 // What leads here from elsewhere on the page.
@@ -193,7 +186,7 @@ listCheck.addEventListener("change", findLists);
 for (const controls of document.querySelectorAll(".controls")) controls.hidden = false;
 findLists();
 if (dropBox) {
-  for (const button of document.querySelectorAll("input[name=layer]")) button.addEventListener("change", findDrops);
+  for (const button of document.querySelectorAll("input[name=filter]")) button.addEventListener("change", findDrops);
   dropBox.addEventListener("input", findDrops);
   findDrops();
 }
