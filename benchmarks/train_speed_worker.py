@@ -125,7 +125,7 @@ def _train_ours(work: Work, mode: OurMode, training: _Training) -> None:
     import torch
 
     from skilltrain.models.cpu_linear import train_with_onednn
-    from skilltrain.training.optimizer import new_optimizer
+    from skilltrain.training.loop import new_optimizer
 
     case, what = work.case, read_material(work.material)
     step, data = _our_step(case, mode, work.folder, what)

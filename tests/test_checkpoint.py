@@ -10,12 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.statistics.bootstrap import Interval
-from skilltrain.training import checkpoint
+from skilltrain.training import checkpoint, engine
 from skilltrain.training.checkpoint import (
     Best,
     Position,
     best_checkpoint,
-    check_shared,
     checkpoints,
     load_checkpoint,
     load_weights,
@@ -104,7 +103,7 @@ def test_a_failed_save_leaves_no_checkpoint(run, tmp_path, monkeypatch):
     def full_disk(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_states", full_disk)
+    monkeypatch.setattr(checkpoint, "_save_states", full_disk)
     with pytest.raises(SkilltrainError, match=r"step-3\.partial: cannot save a checkpoint: No space left on device"):
         save(run, tmp_path, 3)
     assert checkpoints(tmp_path) == []
@@ -199,11 +198,11 @@ def test_a_file_that_another_machine_sees_late_is_waited_for(tmp_path, monkeypat
         written.append(path)
         threading.Timer(0.2, path.write_text, [text]).start()
 
-    monkeypatch.setattr(checkpoint, "write_text", late)
-    check_shared(accelerator, tmp_path, tmp_path / "checkpoints")
-    monkeypatch.setattr(checkpoint, "_PATIENCE", 0.0)
+    monkeypatch.setattr(engine, "write_text", late)
+    engine.check_shared(accelerator, tmp_path)
+    monkeypatch.setattr(engine, "_PATIENCE", 0.0)
     with pytest.raises(SkilltrainError, match="process 0 does not see what process 0 writes here"):
-        check_shared(accelerator, tmp_path, tmp_path / "checkpoints")
+        engine.check_shared(accelerator, tmp_path)
     assert len(set(written)) == 2 and not written[0].exists()
 
 

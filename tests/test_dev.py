@@ -10,8 +10,8 @@ from skilltrain.evaluation.statistics.bootstrap import Interval
 from skilltrain.records import Query, Skill
 from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, rows_of, write_table
 from skilltrain.training.checkpoint import Best
-from skilltrain.training.dev import DevConfig, open_dev
-from skilltrain.training.settings import TrainEncoderConfig, TrainRerankerConfig
+from skilltrain.training.dev import open_dev
+from skilltrain.training.settings import DevConfig, TrainEncoderConfig, TrainRerankerConfig
 
 WORDS = ["deploy pods", "chart table", "extract pdf", "translate text", "review commit", "audio clip"]
 SKILLS_OF_POOL = [Skill(f"s{i}", f"name {word}", f"about {word}", f"the body {word}") for i, word in enumerate(WORDS)]

@@ -15,8 +15,7 @@ from skilltrain.files import locked
 from skilltrain.losses import InfoNCE
 from skilltrain.models.encoder import EncoderConfig
 from skilltrain.training.engine import new_accelerator
-from skilltrain.training.loop import Run, Stop, num_steps, step_batches, train
-from skilltrain.training.optimizer import new_optimizer, schedule
+from skilltrain.training.loop import Run, Stop, new_optimizer, num_steps, schedule, step_batches, train
 from skilltrain.training.settings import TrainEncoderConfig, TrainingConfig
 from skilltrain.training.steps import EncoderStep, StepSettings
 from skilltrain.training.training_set import ListsSource

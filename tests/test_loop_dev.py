@@ -17,8 +17,9 @@ from skilltrain.losses import InfoNCE, ListwiseCE
 from skilltrain.records import Query
 from skilltrain.retrieval.cascade import Cascade
 from skilltrain.training.checkpoint import best_checkpoint, checkpoints
-from skilltrain.training.dev import Dev, DevConfig
+from skilltrain.training.dev import Dev
 from skilltrain.training.loop import Run, train
+from skilltrain.training.settings import DevConfig
 from skilltrain.training.steps import EncoderStep, Pairs, RerankerStep, StepSettings, Texts
 from training_data import training_set
 from training_runs import CONFIG, new_step

@@ -5,7 +5,7 @@ from rich.console import Console
 
 from skilltrain import terminal
 from skilltrain.terminal import PlainProgress, progress
-from skilltrain.training.meter import Meter, StepResult
+from skilltrain.training.log import Meter, StepResult, note_of
 
 
 def result(seconds=1.0, queries=8, tokens=900, slots=1000, loss=0.5):
@@ -42,18 +42,16 @@ def test_padding_is_the_steps_own_share_and_nothing_divides_by_zero():
     for step in (1, 2):
         assert meter.update(step, result(tokens=1000, slots=1000))["padding_share"] == 0
     assert meter.update(3, result(tokens=600, slots=1000))["padding_share"] == pytest.approx(0.4)
-    assert meter.note().endswith("padding 20%")  # over the window, the first step left out
     assert meter.update(4, result(tokens=0, slots=0))["padding_share"] == 0
     assert Meter(10).update(1, result(seconds=0.0))["tokens_per_second"] == 0
 
 
 def test_the_line_for_the_terminal():
     meter = Meter(10)
-    assert meter.note() == ""
-    meter.update(1, StepResult(0.12344, 1.9e-5, 2.314, 37, 16_800, 17_320, 3.0))
-    assert meter.note() == "loss 0.1234  lr 1.9e-05  |g| 2.31  12.3 queries/s  5,600 tokens/s  padding 3%"
-    meter.update(2, StepResult(0.1, 1e-5, 2.0, 3000, 2_500_000, 2_500_000, 1.0))
-    assert "3,000.0 queries/s  2,500,000 tokens/s" in meter.note()
+    figures = meter.update(1, StepResult(0.12344, 1.9e-5, 2.314, 37, 16_800, 17_320, 3.0))
+    assert note_of(figures) == "loss 0.1234  lr 1.9e-05  |g| 2.31  12.3 queries/s  5,600 tokens/s  padding 3%"
+    figures = meter.update(2, StepResult(0.1, 1e-5, 2.0, 3000, 2_500_000, 2_500_000, 1.0))
+    assert "3,000.0 queries/s  2,500,000 tokens/s" in note_of(figures)
 
 
 @pytest.fixture

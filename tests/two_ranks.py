@@ -25,12 +25,12 @@ from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.models.tokens import tokenized
 from skilltrain.records import Query
 from skilltrain.retrieval.cascade import Cascade
-from skilltrain.training import checkpoint
+from skilltrain.training import engine
 from skilltrain.training.checkpoint import checkpoints
-from skilltrain.training.dev import Dev, DevConfig, OwnEncoder
+from skilltrain.training.dev import Dev, OwnEncoder
 from skilltrain.training.engine import new_accelerator
 from skilltrain.training.loop import Run, train
-from skilltrain.training.settings import TrainingConfig
+from skilltrain.training.settings import DevConfig, TrainingConfig
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
 from training_data import training_set
 from training_runs import malicious_pickle
@@ -216,7 +216,7 @@ def unshared(bert: Path, root: Path, rank: int, resume: bool) -> str:
     if resume and rank == 0:
         (root / "0" / "checkpoints" / "step-2").mkdir(parents=True)
     try:
-        with patch.object(checkpoint, "_PATIENCE", 0.0):
+        with patch.object(engine, "_PATIENCE", 0.0):
             training(encoder_step(bert), root / str(rank), resume)
     except SkilltrainError as error:
         return str(error)

@@ -1,39 +1,39 @@
-"""Checkpoints that are whole or not there: written aside, synced, then renamed to step-N.
+"""What a checkpoint holds; it is whole or not there: written aside, synced, then renamed to step-N.
 
-Each holds the whole model (model.safetensors), how far the training is (state.json), and each process's `states`.
+model.safetensors has the whole model, state.json how far the training is, random_R.json the random states of rank R,
+optimizer.safetensors AdamW's moments. A run folder may come from elsewhere, so nothing here is read in a way that could
+execute code; DeepSpeed's own files are opened as plain tensors and numbers.
 """
 
 import math
 import os
 import pickle
+import random
 import re
-import secrets
 import shutil
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
 
 from skilltrain.config import Config, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.statistics.bootstrap import Interval
-from skilltrain.files import read_json, write_json, write_text
-from skilltrain.training.engine import whole_weights, zero_stage
-from skilltrain.training.gather import highest_on_any_rank
-from skilltrain.training.states import load_states, save_states
+from skilltrain.files import read_json, write_json
+from skilltrain.training.engine import launch_of, shards_weights
 
-WEIGHTS_FILE, STATE_FILE = "model.safetensors", "state.json"
+WEIGHTS_FILE, STATE_FILE, _DEEPSPEED = "model.safetensors", "state.json", "deepspeed"
 _NAME = re.compile(r"step-(\d+)")
-_PATIENCE = 60.0  # seconds: a network file system may remember for so long that a file was not there
-_DAMAGE = (OSError, SafetensorError, ValueError, TypeError, LookupError, RuntimeError)
 _DAMAGED_FIX = "delete it, and resume from the one before it"
 
 
@@ -74,14 +74,14 @@ class Position:
 
 
 class _State(Config):
-    """What state.json holds: the launch that wrote the checkpoint, and the training's position."""
+    """state.json: the launch that wrote the checkpoint, and the training's position."""
 
     written_by: str
     position: Position
 
 
 def save_checkpoint(
-    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, folder: Path, position: Position
+    accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path, position: Position
 ) -> None:
     """Save model, optimiser, position and every random state as `folder`/step-N; all ranks must call it.
 
@@ -96,19 +96,19 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    weights = whole_weights(accelerator, model)
+    weights = cast(Mapping[str, Tensor], accelerator.get_state_dict(model))  # whole on the first rank only
     try:
-        save_states(accelerator, model, optimizer, partial)
+        _save_states(accelerator, model, optimizer, partial)
         if accelerator.is_main_process:
             _write_weights(weights, cast(nn.Module, accelerator.unwrap_model(model)), partial / WEIGHTS_FILE)
-            state = _State(written_by=_launch(accelerator), position=position)
+            state = _State(written_by=launch_of(accelerator), position=position)
             write_json(partial / STATE_FILE, state.model_dump(mode="json"))
     except OSError as error:
         raise SkilltrainError(f"cannot save a checkpoint: {error.strerror or error}", where=partial) from error
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        for file in (path for path in partial.rglob("*") if path.is_file()):
-            _sync(file)
+        for path in partial.rglob("*"):
+            _sync(path)
         partial.rename(final)
         _sync(folder)
     accelerator.wait_for_everyone()
@@ -127,42 +127,18 @@ def rotate(accelerator: Accelerator, folder: Path, keep: int) -> None:
 def checkpoints(folder: Path) -> list[Path]:
     """The whole checkpoints in `folder`, oldest first."""
     found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=_step)
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def best_checkpoint(folder: Path) -> Path | None:
     """The checkpoint that scored best on the dev benchmark, as the newest knows; None where none was evaluated."""
-    found = checkpoints(folder)
-    path = folder / f"step-{_read_state(found[-1]).position.best.step}" if found else folder / "none"
+    if not (found := checkpoints(folder)):
+        return None
+    path = folder / f"step-{_read_state(found[-1]).position.best.step}"
     return path if path in found else None
 
 
-def check_shared(accelerator: Accelerator, out: Path, folder: Path) -> None:
-    """Raise SkilltrainError, on every rank, unless all ranks see one `out` and the same checkpoints in `folder`.
-
-    Otherwise machines would each keep a part of every checkpoint, and some would resume from other weights. All ranks
-    must call it, before any of them loads or saves.
-    """
-    if accelerator.num_processes == 1:
-        return
-    fix = "out must be a folder that all machines share"
-    newest = max((_step(path) for path in checkpoints(folder)), default=-1)
-    highest, lowest = (sign * highest_on_any_rank(sign * newest, accelerator.device) for sign in (1, -1))
-    if highest != lowest:
-        other = f"step-{lowest}" if lowest >= 0 else "none"
-        raise SkilltrainError(f"one process sees step-{highest} as its newest, another {other}", where=folder, fix=fix)
-    token = secrets.randbits(48) if accelerator.is_main_process else 0
-    if accelerator.is_main_process:
-        write_text(_marker(out, token), "")
-    marker = _marker(out, highest_on_any_rank(token, accelerator.device))
-    blind = highest_on_any_rank(-1 if _appears(marker) else accelerator.process_index, accelerator.device)
-    if accelerator.is_main_process:
-        marker.unlink(missing_ok=True)
-    if blind >= 0:
-        raise SkilltrainError(f"process {blind} does not see what process 0 writes here", where=out, fix=fix)
-
-
-def load_checkpoint(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, folder: Path) -> Position | None:
+def load_checkpoint(accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path) -> Position | None:
     """Restore the newest checkpoint of `folder` and give its position; None if there is none.
 
     Raises SkilltrainError if another number of processes, or another way of sharing the model, wrote it, and where a
@@ -170,7 +146,7 @@ def load_checkpoint(accelerator: Accelerator, model: nn.Module, optimizer: Optim
     """
     if not (found := checkpoints(folder)):
         return None
-    newest, launch = found[-1], _launch(accelerator)
+    newest, launch = found[-1], launch_of(accelerator)
     state = _read_state(newest)
     if state.written_by != launch:
         what = f"was written by {state.written_by}, not by {launch}"
@@ -178,10 +154,10 @@ def load_checkpoint(accelerator: Accelerator, model: nn.Module, optimizer: Optim
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         load_weights(cast(nn.Module, accelerator.unwrap_model(model)), "", newest)
     try:
-        load_states(accelerator, model, optimizer, newest)
+        _load_states(accelerator, model, optimizer, newest)
     except pickle.UnpicklingError as error:  # its text is a page of advice to switch the protection off
         raise SkilltrainError("the checkpoint is damaged, or holds code", where=newest, fix=_DAMAGED_FIX) from error
-    except _DAMAGE as error:
+    except (OSError, SafetensorError, ValueError, TypeError, LookupError, RuntimeError) as error:
         what = f"the checkpoint is damaged: {type(error).__name__} {error}"
         raise SkilltrainError(what, where=newest, fix=_DAMAGED_FIX) from error
     return state.position
@@ -192,8 +168,6 @@ def load_weights(step_part: nn.Module, name: str, checkpoint: Path) -> None:
 
     An empty name stands for the step module itself, whose ranks may hold shards.
     """
-    from safetensors.torch import load_file
-
     file = checkpoint / WEIGHTS_FILE
     if not file.is_file():
         raise SkilltrainError("the checkpoint holds no weights", where=file)
@@ -201,63 +175,27 @@ def load_weights(step_part: nn.Module, name: str, checkpoint: Path) -> None:
         whole = {key.removeprefix(f"{name}."): value for key, value in load_file(file).items()}
     except SafetensorError as error:
         raise SkilltrainError(f"is no safetensors file: {error}", where=file) from error
-    own = step_part.state_dict()
-    weights = {key: _own_shard(value, own.get(key)) for key, value in whole.items()}
+    held = step_part.state_dict(keep_vars=True)
+    for key, own in held.items():
+        if isinstance(own, DTensor) and key in whole:
+            value = whole[key].to(own.device)
+            whole[key] = distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
     try:
-        missing, unknown = step_part.load_state_dict(weights, strict=False)
+        missing, unknown = step_part.load_state_dict(whole, strict=False)
     except RuntimeError as error:  # a shape that differs
         unfit = str(error).splitlines()[-1].strip()
         raise SkilltrainError(f"the checkpoint does not fit the recipe's model: {unfit}", where=checkpoint) from error
-    absent = [key for key in missing if not _shares_memory(key, step_part, set(missing))]
+    present = {id(value) for key, value in held.items() if key not in missing}
+    absent = [key for key in missing if id(held[key]) not in present]  # tied weights are held under one name
     if unfit := [*unknown, *absent]:
         raise SkilltrainError(f"the checkpoint does not fit the recipe's model: {unfit[0]}", where=checkpoint)
 
 
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
-
-
-def _marker(out: Path, token: int) -> Path:
-    return out / f".seen-by-all-{token}"
-
-
-def _appears(file: Path) -> bool:
-    """Whether `file` is there, or comes to be seen within the time that a network file system takes."""
-    last = time.monotonic() + _PATIENCE
-    while not file.is_file():
-        if time.monotonic() >= last:
-            return False
-        time.sleep(1)
-    return True
-
-
-def _shares_memory(key: str, module: nn.Module, missing: set[str]) -> bool:
-    """Whether weight `key` is another name of a weight that is not missing (tied embeddings)."""
-    state = module.state_dict(keep_vars=True)
-    return any(state[key] is value for other, value in state.items() if other not in missing)
-
-
 def _write_weights(weights: Mapping[str, Tensor], module: nn.Module, file: Path) -> None:
     """Tied weights once, under the name that accelerate keeps too; gathered shards no longer tell that they are one."""
-    from safetensors.torch import save_file
-
     names = {name for name, _ in [*module.named_parameters(), *module.named_buffers()]}
     kept = {name: value.detach().cpu().contiguous() for name, value in weights.items() if name in names}
     save_file(kept, file, metadata={"format": "pt"})
-
-
-def _own_shard(whole: Tensor, own: Tensor | None) -> Tensor:
-    """This rank's part of a weight where the model is sharded, else all of it."""
-    if not isinstance(own, DTensor):
-        return whole
-    return distribute_tensor(whole.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
-
-
-def _launch(accelerator: Accelerator) -> str:
-    """How many processes share the work, and how."""
-    stage = zero_stage(accelerator)
-    kind = f"DeepSpeed ZeRO-{stage}" if stage else accelerator.distributed_type.value
-    return f"{accelerator.num_processes} x {kind} on {accelerator.device.type}"
 
 
 def _read_state(checkpoint: Path) -> _State:
@@ -271,3 +209,109 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _save_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path) -> None:
+    """Write this process's random states and optimiser into `folder`; all ranks must call it."""
+    random_file, optimizer_file = _files(accelerator, folder)
+    write_json(random_file, _random_states(accelerator.device))
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        model.save_checkpoint(str(folder), _DEEPSPEED, save_latest=False)  # type: ignore[operator]
+    elif accelerator.is_main_process or shards_weights(accelerator):
+        save_file(_moments(optimizer), optimizer_file)
+
+
+def _load_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path) -> None:
+    """Restore what `_save_states` wrote; under DeepSpeed the weights too. Random states come last: loading may draw."""
+    random_file, optimizer_file = _files(accelerator, folder)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        with _plain_data_only():
+            path, _ = model.load_checkpoint(str(folder), _DEEPSPEED)  # type: ignore[operator]
+        if path is None:
+            raise SkilltrainError("no such folder", where=folder / _DEEPSPEED)
+    else:
+        _restore_moments(optimizer, load_file(optimizer_file))
+    _restore_random_states(read_json(random_file), accelerator.device)
+
+
+def _files(accelerator: Accelerator, folder: Path) -> tuple[Path, Path]:
+    """Where this process's random states are, and its part of the optimiser: one file where all hold the same."""
+    rank = accelerator.process_index
+    optimizer = f"optimizer_{rank}.safetensors" if shards_weights(accelerator) else "optimizer.safetensors"
+    return folder / f"random_{rank}.json", folder / optimizer
+
+
+def _random_states(device: torch.device) -> dict[str, Any]:
+    numpy_state: Any = np.random.get_state(legacy=False)
+    numpy_state["state"]["key"] = numpy_state["state"]["key"].tolist()
+    states = {"python": random.getstate(), "numpy": numpy_state, "torch": _hex(torch.get_rng_state())}
+    if device.type != "cpu":
+        states[device.type] = _hex(torch.get_device_module(device).get_rng_state())
+    return states
+
+
+def _restore_random_states(states: Any, device: torch.device) -> None:
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(_from_hex(states["torch"]))
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(_from_hex(states[device.type]))
+
+
+def _hex(state: Tensor) -> str:
+    return bytes(state.cpu().numpy()).hex()
+
+
+def _from_hex(text: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+
+def _moments(optimizer: Any) -> dict[str, Tensor]:
+    """`<number of the parameter>.<name>` → this rank's part of the optimiser's tensors."""
+    return {
+        f"{number}.{name}": (value.to_local() if isinstance(value, DTensor) else value).cpu().contiguous()
+        for number, state in optimizer.state_dict()["state"].items()
+        for name, value in state.items()
+    }
+
+
+def _restore_moments(optimizer: Any, moments: dict[str, Tensor]) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states: dict[int, dict[str, Tensor]] = {}
+    for key, value in moments.items():
+        number, _, name = key.partition(".")
+        parameter = parameters[int(number)]
+        states.setdefault(int(number), {})[name] = _as_shard(value, parameter) if value.ndim else value
+    optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _as_shard(value: Tensor, parameter: Tensor) -> Tensor:
+    """`value` as this rank's part of a tensor that is shared as `parameter` is. Raises ValueError for other shapes."""
+    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if value.shape != own.shape:
+        raise ValueError(f"the optimiser holds {tuple(value.shape)} for a weight of {tuple(own.shape)}")
+    if not isinstance(parameter, DTensor):
+        return value
+    return DTensor.from_local(
+        value.to(own.device), parameter.device_mesh, parameter.placements, shape=parameter.shape,
+        stride=parameter.stride(),
+    )  # fmt: skip
+
+
+@contextmanager
+def _plain_data_only() -> Iterator[None]:
+    """Within, torch.load refuses whatever would execute code, also where its caller (DeepSpeed) asks it not to.
+
+    The classes let through are numbers and settings in DeepSpeed's files, which do nothing when they are made.
+    """
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler  # pyright: ignore[reportMissingImports]  # an extra
+    from deepspeed.runtime.zero.config import ZeroStageEnum  # pyright: ignore[reportMissingImports]
+    from deepspeed.utils.tensor_fragment import fragment_address  # pyright: ignore[reportMissingImports]
+
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    try:
+        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+            yield
+    finally:
+        del os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"]

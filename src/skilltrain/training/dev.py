@@ -4,20 +4,18 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Float
-from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor
 
-from skilltrain.config import Config, InputPath
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task
+from skilltrain.evaluation.benchmarks.benchmark import Task
 from skilltrain.evaluation.benchmarks.load import load_benchmark
-from skilltrain.evaluation.metrics import Relevance, parse_measure, parse_measures, per_query
+from skilltrain.evaluation.metrics import Relevance, parse_measures, per_query
 from skilltrain.evaluation.statistics.bootstrap import Interval, compact, intervals
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import TokenIds
@@ -25,92 +23,23 @@ from skilltrain.models.reranker import PairIds, Reranker
 from skilltrain.models.tokens import TokenStore, tokenized
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems, keeps_of
-from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.nearest import VectorRanker
-from skilltrain.retrieval.rankers import OWN, RankerConfig, is_own, needs_candidates, parts_of
-from skilltrain.retrieval.rerank import RerankConfig, with_rest
+from skilltrain.retrieval.rankers import Ranker, is_own
+from skilltrain.retrieval.rerank import with_rest
 from skilltrain.terminal import say
-from skilltrain.training.gather import of_first_rank
+from skilltrain.training.engine import of_first_rank
+from skilltrain.training.settings import DEV_MEASURES, DevConfig, depth_of
 from skilltrain.training.steps import Pairs, Texts
-
-DEV_MEASURES = ("Hit@1", "MRR@10", "nDCG@10", "Recall@10", "Recall@20")
-_ORDER_COUNTS = ("MRR", "nDCG")  # the other measures ask only which skills stand in the top k
-
-
-def _known_measure(text: str) -> str:
-    try:
-        measure = parse_measure(text)
-    except SkilltrainError as error:
-        raise ValueError(str(error)) from error
-    if not measure.cutoff:  # Set-Compat: queries with one gold skill have no value of it
-        raise ValueError(f"{text} is not defined for every query, so no step can be chosen by it")
-    return str(measure)
-
-
-def _depth(metric: str) -> int:
-    """How many skills a query the measures look at."""
-    return max(measure.cutoff for measure in parse_measures([*DEV_MEASURES, metric]))
-
-
-class DevConfig(Config):
-    """Rank a pool for the queries of a benchmark while the model trains."""
-
-    benchmark: InputPath = Field(description="folder of a benchmark, in a published format or in our tables")
-    split: str | None = Field(default=None, description="use the queries of this split only; null for all")
-    pool: InputPath | None = Field(default=None, description="skills to rank; null for the pool of the training data")
-    rankers: tuple[RankerConfig, ...] = Field(
-        default=(DenseConfig(source=OWN),),
-        min_length=1,
-        description="as in a system of the stage evaluate; source: self is the model in training",
-    )
-    max_queries: int | None = Field(default=None, ge=1, description="a sample of so many queries; null for all")
-    max_skills: int | None = Field(
-        default=None,
-        ge=1,
-        description="rank only the judged skills and a sample, so many together; figures rise, and seconds fall",
-    )
-    every: int = Field(default=50, ge=1, description="optimiser steps between evaluations")
-    metric: Annotated[str, AfterValidator(_known_measure)] = Field(
-        default="MRR@10", description="what decides which step is best, e.g. nDCG@10"
-    )
-    patience: int | None = Field(
-        default=None, ge=1, description="evaluations without a new best after which training stops; null for never"
-    )
-    seed: int = Field(default=0, ge=0, description="seed of the samples and of the bootstrap")
-
-    @model_validator(mode="after")
-    def _can_be_ranked(self) -> "DevConfig":
-        measure, last = parse_measure(self.metric), self.rankers[-1]
-        if needs_candidates(self.rankers[0]):
-            raise ValueError("rankers: the first one finds skills, for instance {kind: saved, rankings: FOLDER}")
-        if not any(is_own(ranker) for ranker in self.rankers):
-            raise ValueError("rankers: none of them is the model in training (source: self)")
-        if isinstance(last, RerankConfig) and measure.name not in _ORDER_COUNTS:
-            keep = last.keep or _depth(self.metric)
-            if measure.cutoff >= keep:
-                raise ValueError(f"metric: {self.metric} is the same for every order of {keep} candidates")
-        return self
-
-    @property
-    def system(self) -> SystemConfig:
-        """The rankers as a system."""
-        return SystemConfig(name="dev", rankers=self.rankers)
-
-    def trains(self, kind: type[DenseConfig] | type[RerankConfig]) -> bool:
-        """Whether every ranker that is the model in training is of this kind."""
-        parts = [part for part in parts_of(self.rankers) if isinstance(part, DenseConfig | RerankConfig)]
-        return all(isinstance(part, kind) for part in parts if part.source == OWN)
 
 
 @runtime_checkable
-class OwnRanker(Protocol):
-    """The model in training as a ranker; `model` is the step module, wrapped for the launch, at each evaluation."""
+class OwnRanker(Ranker, Protocol):
+    """The model in training as a ranker; `model` is the step module, wrapped for the launch, at each evaluation.
+
+    All ranks must ask it together.
+    """
 
     model: Any
-
-    def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """As any ranker's; all ranks must call it together."""
-        ...
 
 
 @dataclass
@@ -218,9 +147,13 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
     Raises SkilltrainError for a benchmark without a query to score, and where no gold skill can be found at all.
     """
     check_systems([config.system], has_own=True)
-    benchmark, path = _sampled(load_benchmark(config.benchmark, config.split), config), config.pool or training_pool
-    pool = _pool(benchmark, path)
-    queries, tasks = [task.query for task in benchmark.tasks], benchmark.tasks
+    benchmark = load_benchmark(config.benchmark, config.split)
+    num, path = len(benchmark.tasks), config.pool or training_pool
+    chosen = random.Random(config.seed).sample(range(num), min(config.max_queries or num, num))
+    tasks = [benchmark.tasks[position] for position in sorted(chosen)]
+    pool = {skill.skill_id: skill for skill in read_pool(path)}
+    pool |= {skill.skill_id: skill for skill in benchmark.gold_skills if skill.skill_id not in pool}
+    queries = [task.query for task in tasks]
     skills = _sampled_skills([*pool.values()], {s for task in tasks for s in task.relevance.gains}, config)
     say(f"dev: {len(tasks):,} queries of {config.benchmark}, ranked over {len(skills):,} of {len(pool):,} skills")
     if isinstance(model, Encoder):
@@ -228,7 +161,7 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
     else:
         own = OwnReranker(model, {skill.skill_id: skill for skill in skills})
     keeps = [ranker.keep for ranker in config.rankers if ranker.keep]
-    cascade = Cascade(queries, skills, max(_depth(config.metric), *keeps, 1), own)
+    cascade = Cascade(queries, skills, max(depth_of(config.metric), *keeps, 1), own)
     _say_missed(tasks, pool, _before_own(config, cascade), path)
     relevances = {task.query.query_id: _within(task.relevance, pool) for task in tasks}
     return Dev(config, relevances, cascade, own)
@@ -244,21 +177,6 @@ def _before_own(config: DevConfig, cascade: Cascade) -> Rankings | None:
     found = cascade.run(SystemConfig(name="dev", rankers=tuple(before)))[-1].rankings
     cascade.release([config.system.model_copy(update={"rankers": config.rankers[number:]})])
     return found
-
-
-def _sampled(benchmark: Benchmark, config: DevConfig) -> Benchmark:
-    """The benchmark with at most so many of its tasks, in their order."""
-    tasks = benchmark.tasks
-    if config.max_queries is None or config.max_queries >= len(tasks):
-        return benchmark
-    chosen = sorted(random.Random(config.seed).sample(range(len(tasks)), config.max_queries))
-    return replace(benchmark, tasks=tuple(tasks[position] for position in chosen))
-
-
-def _pool(benchmark: Benchmark, path: Path) -> dict[str, Skill]:
-    """skill_id → skill of the pool; the benchmark's own gold skills come last and never replace one of the pool."""
-    pool = {skill.skill_id: skill for skill in read_pool(path)}
-    return pool | {skill.skill_id: skill for skill in benchmark.gold_skills if skill.skill_id not in pool}
 
 
 def _sampled_skills(skills: list[Skill], judged: Collection[str], config: DevConfig) -> list[Skill]:

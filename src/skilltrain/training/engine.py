@@ -1,18 +1,23 @@
-"""How the processes of a run share the work: one process, DDP, FSDP2 or DeepSpeed ZeRO, set up through accelerate."""
+"""How the processes of a run share the work (alone, DDP, FSDP2, DeepSpeed ZeRO), and what they tell each other."""
 
 import importlib.util
 import os
-from collections.abc import Mapping
+import secrets
+import time
 from datetime import timedelta
-from typing import cast
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs
-from torch import Tensor, nn
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, gather_object
+from jaxtyping import Float
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from skilltrain.errors import SkilltrainError
+from skilltrain.files import write_text
 from skilltrain.models.loading import default_device, resolve_dtype
 from skilltrain.training.settings import TrainingConfig
 
@@ -24,6 +29,8 @@ _SUPPORTED = (
     DistributedType.DEEPSPEED,
 )
 _LAUNCH_FIX = "launch/ holds a configuration for each way that works"
+_PATIENCE = 60.0  # seconds: a network file system may remember for so long that a file was not there
+ValueT = TypeVar("ValueT")
 
 
 def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
@@ -65,9 +72,41 @@ def zero_stage(accelerator: Accelerator) -> int:
     return plugin.zero_stage if plugin is not None else 0
 
 
-def whole_weights(accelerator: Accelerator, model: nn.Module) -> Mapping[str, Tensor]:
-    """Every weight by its name in the step module, gathered; all ranks must call it, only rank 0 may use it."""
-    return cast(Mapping[str, Tensor], accelerator.get_state_dict(model))
+def launch_of(accelerator: Accelerator) -> str:
+    """How many processes share the work, and how."""
+    stage = zero_stage(accelerator)
+    kind = f"DeepSpeed ZeRO-{stage}" if stage else accelerator.distributed_type.value
+    return f"{accelerator.num_processes} x {kind} on {accelerator.device.type}"
+
+
+def check_shared(accelerator: Accelerator, folder: Path) -> None:
+    """Raise SkilltrainError, on every rank, unless all ranks see one `folder`; all must call it before any uses it.
+
+    Otherwise machines would each keep a part of every checkpoint, and some would resume from other weights. A rank
+    that finds process 0's file in a listing of `folder` has a listing new enough to hold every checkpoint too.
+    """
+    if accelerator.num_processes == 1:
+        return
+    marker = folder / of_first_rank(f".seen-by-all-{secrets.token_hex(6)}")
+    if accelerator.is_main_process:
+        write_text(marker, "")
+    accelerator.wait_for_everyone()
+    blind = gather_object([] if _appears(marker) else [accelerator.process_index])
+    if accelerator.is_main_process:
+        marker.unlink(missing_ok=True)
+    if blind:
+        what = f"process {blind[0]} does not see what process 0 writes here"
+        raise SkilltrainError(what, where=folder, fix="out must be a folder that all machines share")
+
+
+def _appears(file: Path) -> bool:
+    """Whether `file` is listed, or comes to be within the time that a network file system takes."""
+    last = time.monotonic() + _PATIENCE
+    while file not in file.parent.glob(".seen-by-all-*"):
+        if time.monotonic() >= last:
+            return False
+        time.sleep(1)
+    return True
 
 
 def _asks_for(what: str) -> bool:
@@ -120,3 +159,57 @@ def _set_deepspeed(accelerator: Accelerator, config: TrainingConfig) -> None:
     }
     if plugin.zero_stage == 3:
         plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+
+
+def rank_and_world() -> tuple[int, int]:
+    """(this process's rank, number of processes); (0, 1) outside a distributed run."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def highest_on_any_rank(number: int, device: torch.device) -> int:
+    """The largest `number` that any rank gives."""
+    _, world = rank_and_world()
+    if world == 1:
+        return number
+    highest = torch.tensor(number, device=device)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    return int(highest)
+
+
+def of_first_rank(value: ValueT) -> ValueT:
+    """What the first rank gives, on every rank."""
+    box = [value]
+    if rank_and_world()[1] > 1:
+        dist.broadcast_object_list(box, 0)
+    return box[0]
+
+
+def gather_rows(rows: Float[Tensor, "own dim"], total: int) -> Float[Tensor, "total dim"]:
+    """The `total` rows of which rank r holds rows r, r + world, r + 2 world, …, in order, on every rank.
+
+    The gradient reaches the rank that made a row. Ranks may hold unequal counts: short ones are padded on the wire.
+    """
+    _, world = rank_and_world()
+    if world == 1:
+        return rows
+    longest = -(-total // world)
+    padded = torch.cat([rows, rows.new_zeros(longest - len(rows), rows.shape[1])])
+    gathered: Tensor = _Gather.apply(padded)  # [rank, row, dim]
+    return gathered.transpose(0, 1).reshape(world * longest, -1)[:total]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        _, world = rank_and_world()
+        parts = [torch.empty_like(rows) for _ in range(world)]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        gradient = gradients[0].contiguous()
+        dist.all_reduce(gradient)
+        return gradient[rank_and_world()[0]]

@@ -1,6 +1,5 @@
 """From a training run to a model folder: at its end, and later from any of its checkpoints."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from skilltrain.terminal import say
 from skilltrain.training.checkpoint import best_checkpoint, checkpoints, load_weights
 from skilltrain.training.settings import TrainConfig, TrainEncoderConfig, TrainRerankerConfig, load_model
 
-_RUN_FILE, _RECIPE_FILE, _CHECKPOINTS = "run.json", "recipe.yaml", "checkpoints"
+_RUN_FILE, _RECIPE_FILE = "run.json", "recipe.yaml"
 _CONFIGS: dict[str, type[TrainEncoderConfig] | type[TrainRerankerConfig]] = {
     "train_encoder": TrainEncoderConfig,
     "train_reranker": TrainRerankerConfig,
@@ -28,39 +27,14 @@ _SAME_FOR_ALL = (
     "num_lists", "num_skills", "num_pairs", "num_positives", "num_contaminated_lists", "num_lists_of_dev_queries",
     "num_parameters", "num_trained_parameters",
 )  # fmt: skip
-_NAME = re.compile(r"step-\d+|best")
 
 
-def save_trained(config: TrainConfig, checkpoint: Path, out: Path, summary: Mapping[str, Any]) -> None:
-    """Write the model of a finished training, from the checkpoint that counts, with its card."""
-    _save(config, checkpoint, out, summary, exported=None)
+def save_trained(
+    config: TrainConfig, checkpoint: Path, out: Path, summary: Mapping[str, Any], exported: str | None = None
+) -> None:
+    """Load the model as training did, with the checkpoint's weights, and save it with its card, its adapter merged.
 
-
-def export_run(run: Path, out: Path, checkpoint: str | None) -> dict[str, Any]:
-    """Write the model of the training in the folder `run` to the folder `out`; says which one that was.
-
-    `checkpoint` is step-N or best; without it a finished run's own model is copied, and an unfinished run's newest
-    checkpoint is used. Raises SkilltrainError if there is no such run or checkpoint, or `out` is not empty.
-    """
-    config, summary = _read(run)
-    found = None if summary and checkpoint is None else _checkpoint(run / _CHECKPOINTS, checkpoint)
-    _check_free(out)
-    with staged_folder(out) as staged:
-        if found is None:
-            copy_model(run, staged)
-        elif summary.get("checkpoint") == found.name:  # this one became the run's model: its figures are the run's
-            _save(config, found, staged, summary, exported=None)
-        else:
-            common = {key: summary[key] for key in _SAME_FOR_ALL if key in summary}
-            _save(config, found, staged, common, exported=found.name)
-    say(f"{out}: {found.name if found else 'the model'} of {run}")
-    return {"out": str(out), "stage": config.stage, "checkpoint": found.name if found else summary.get("checkpoint")}
-
-
-def _save(config: TrainConfig, checkpoint: Path, out: Path, summary: Mapping[str, Any], exported: str | None) -> None:
-    """Load the model as training did, with the checkpoint's weights, and save it with its adapter merged.
-
-    On the CPU: the GPU may still hold the model that was trained.
+    `exported` names a checkpoint that is not what the run ended with. On the CPU: the GPU may still hold the model.
     """
     model = load_model(config, torch.device("cpu"))
     load_weights(model, "encoder" if isinstance(model, Encoder) else "reranker", checkpoint)
@@ -74,6 +48,27 @@ def _save(config: TrainConfig, checkpoint: Path, out: Path, summary: Mapping[str
         if config.adapter is not None:
             model.network = merge_adapter(model.network)
         save_reranker(model.eval(), out, base, card)
+
+
+def export_run(run: Path, out: Path, checkpoint: str | None) -> dict[str, Any]:
+    """Write the model of the training in the folder `run` to the folder `out`; says which one that was.
+
+    `checkpoint` is step-N or best; without it a finished run's own model is copied, and an unfinished run's newest
+    checkpoint is used. Raises SkilltrainError if there is no such run or checkpoint, or `out` is not empty.
+    """
+    config, summary = _read(run)
+    found = None if summary and checkpoint is None else _checkpoint(run / "checkpoints", checkpoint)
+    _check_free(out)
+    with staged_folder(out) as staged:
+        if found is None:
+            copy_model(run, staged)
+        elif summary.get("checkpoint") == found.name:  # this one became the run's model: its figures are the run's
+            save_trained(config, found, staged, summary)
+        else:
+            common = {key: summary[key] for key in _SAME_FOR_ALL if key in summary}
+            save_trained(config, found, staged, common, exported=found.name)
+    say(f"{out}: {found.name if found else 'the model'} of {run}")
+    return {"out": str(out), "stage": config.stage, "checkpoint": found.name if found else summary.get("checkpoint")}
 
 
 def _read(run: Path) -> tuple[TrainConfig, Mapping[str, Any]]:
@@ -93,26 +88,19 @@ def _read(run: Path) -> tuple[TrainConfig, Mapping[str, Any]]:
 
 def _checkpoint(folder: Path, name: str | None) -> Path:
     """The checkpoint of that name in `folder`; the newest without a name."""
-    found = checkpoints(folder)
-    if name is not None and not _NAME.fullmatch(name):
-        raise SkilltrainError(f"checkpoint '{name}' is neither step-N nor best", where=folder)
+    found = {path.name: path for path in checkpoints(folder)}
     if not found:
         raise SkilltrainError("holds no checkpoint", where=folder, fix="train for longer, or lower training.save_every")
-    there = ", ".join(path.name for path in found)
-    if name == "best":
-        if (best := best_checkpoint(folder)) is None:
-            raise SkilltrainError(f"no checkpoint was marked as best; there are {there}", where=folder)
-        return best
-    if name is not None and folder / name not in found:
-        raise SkilltrainError(f"no checkpoint '{name}'; there are {there}", where=folder)
-    return found[-1] if name is None else folder / name
+    chosen = best_checkpoint(folder) if name == "best" else found.get(name or [*found][-1])
+    if chosen is None:
+        what = "no checkpoint was marked as best" if name == "best" else f"no checkpoint '{name}'"
+        raise SkilltrainError(f"{what}; there are {', '.join(found)}", where=folder)
+    return chosen
 
 
 def _check_free(out: Path) -> None:
     if out.name in ("", ".."):
         raise SkilltrainError("is no name for an output folder", where=out)
-    if out.exists() and not out.is_dir():
-        raise SkilltrainError("is a file; the output is a folder", where=out)
-    if out.is_dir() and any(out.iterdir()):
-        fix = "choose another --out, or delete the folder"
-        raise SkilltrainError("the output folder is not empty", where=out, fix=fix)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        fix = "choose another --out, or delete it"
+        raise SkilltrainError("the output exists, and is no empty folder", where=out, fix=fix)

@@ -1,7 +1,7 @@
 """Whether what is trained on may be measured with the benchmarks that are held out, found before training starts."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from skilltrain.data.contamination.grounds import (
@@ -17,7 +17,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.records import Dropped
 from skilltrain.terminal import say
-from skilltrain.training.dev import DevConfig
+from skilltrain.training.settings import DevConfig
 from skilltrain.training.training_set import ListsSource, TrainingSet
 
 
@@ -28,19 +28,17 @@ def check_held_out(source: ListsSource, dev: DevConfig | None, data: TrainingSet
     set measures the skills that are trained on, by other queries. Raises SkilltrainError where a list is contaminated,
     unless the recipe allows it; then it is said.
     """
-    queries = [
-        TrainingQuery(one.query_id, one.query, _trained_positives(one.gains, one.skill_ids)) for one in data.lists
-    ]
-    counts: dict[str, int] = {}
+    limits, counts = source.contamination_limits, dict[str, int]()
     if source.held_out:
-        benchmarks = open_benchmarks(source.held_out, source.pool, source.contamination_limits.compares_skills)
-        found = _compare(queries, benchmarks, data, source)
-        counts["num_contaminated_lists"] = _judge(found, source, _command(source, source.held_out))
-    if dev is not None and source.contamination_limits.query_overlap is not None:
+        benchmarks = open_benchmarks(source.held_out, source.pool, limits.compares_skills)
+        clean = _command(source, source.held_out)
+        counts["num_contaminated_lists"] = _num_contaminated(benchmarks, data, source, clean)
+    if dev is not None and limits.query_overlap is not None:
         benchmark = load_benchmark(dev.benchmark, dev.split)
-        found = _compare(queries, [HeldOut(benchmark.name, benchmark.tasks, ())], data, source)
+        asked = [HeldOut(benchmark.name, benchmark.tasks, ())]
         clean = _command(source, [dev.benchmark], "limits.name=false limits.jaccard=null ")
-        counts["num_lists_of_dev_queries"] = _judge(found, source, f"choose another dev.split, or {clean}")
+        fix = f"choose another dev.split, or {clean}"
+        counts["num_lists_of_dev_queries"] = _num_contaminated(asked, data, source, fix)
     return counts
 
 
@@ -51,36 +49,21 @@ def _command(source: ListsSource, benchmarks: Sequence[Path], limits: str = "") 
     return f"run `{command} {limits}out=…` and train on what it writes"
 
 
-def _trained_positives(gains: Sequence[float], skill_ids: Sequence[str]) -> tuple[str, ...]:
-    return tuple(skill_id for skill_id, gain in zip(skill_ids, gains, strict=True) if gain > 0)
-
-
-def _compare(
-    queries: Sequence[TrainingQuery], benchmarks: Sequence[HeldOut], data: TrainingSet, source: ListsSource
-) -> list[Dropped]:
-    """All that stands against the lists, in their order."""
-    limits = source.contamination_limits
-    tasks, by_skill = query_index(benchmarks, limits), _matches(queries, benchmarks, data, source)
-    return [one for query in queries for one in contaminations(query, tasks, by_skill)]
-
-
-def _matches(
-    queries: Sequence[TrainingQuery], benchmarks: Sequence[HeldOut], data: TrainingSet, source: ListsSource
-) -> Mapping[str, Sequence[Dropped]]:
-    """skill_id → matches of every skill that is a positive."""
-    golds = [gold for benchmark in benchmarks for gold in benchmark.golds]
-    if not golds:
-        return {}
-    index = SkillIndex(golds, source.contamination_limits)
-    positives = dict.fromkeys(skill_id for query in queries for skill_id in query.positives)
-    return {skill_id: index.matches(data.skills[skill_id]) for skill_id in positives}
-
-
-def _judge(found: Sequence[Dropped], source: ListsSource, fix: str) -> int:
+def _num_contaminated(benchmarks: Sequence[HeldOut], data: TrainingSet, source: ListsSource, fix: str) -> int:
     """The number of contaminated lists. Raises SkilltrainError if there is one, unless the recipe allows it."""
-    num_lists = len({one.query_id for one in found})
+    limits = source.contamination_limits
+    golds = [gold for benchmark in benchmarks for gold in benchmark.golds]
+    index, tasks = SkillIndex(golds, limits) if golds else None, query_index(benchmarks, limits)
+    matches: dict[str, list[Dropped]] = {}
+    found: list[Dropped] = []
+    for one in data.lists:
+        positives = tuple(s for s, gain in zip(one.skill_ids, one.gains, strict=True) if gain > 0)
+        new = [s for s in positives if s not in matches]
+        matches |= {s: index.matches(data.skills[s]) if index else [] for s in new}
+        found += contaminations(TrainingQuery(one.query_id, one.query, positives), tasks, matches)
     if not found:
         return 0
+    num_lists = len({one.query_id for one in found})
     grounds = Counter(ground for _, ground in {(one.query_id, one.filter) for one in found})
     by_ground = ", ".join(f"{ground} {grounds[ground]:,}" for ground in GROUNDS if grounds[ground])
     first = found[0]

@@ -1,12 +1,13 @@
-"""What a training leaves to read: one JSON line a step in train_log.jsonl, and the same for wandb and tensorboard."""
+"""What a training leaves to read: one dict of figures a step, for train_log.jsonl, the terminal and the trackers."""
 
 import importlib.util
 import json
 import math
 import os
 import secrets
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -19,6 +20,61 @@ from skilltrain.files import write_text
 from skilltrain.terminal import say
 
 TrackerName = Literal["wandb", "tensorboard"]
+_WINDOW = 20  # steps that a rate looks back on: long enough to be steady, short enough to show a change
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One optimiser step: its loss and gradient norm before clipping, and the work of all ranks in `seconds`.
+
+    `num_tokens` are the texts' own tokens, `num_slots` those that the model computed, padding included.
+    """
+
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    num_queries: int
+    num_tokens: int
+    num_slots: int
+    seconds: float
+
+
+class Meter:
+    """Figures of the newest step, with rates over the last 20 steps.
+
+    The first step after a start or a resume warms up (memory, kernels, caches): it counts only until there is a
+    second one. Time between steps, for a checkpoint or an evaluation, does not count.
+    """
+
+    def __init__(self, steps_per_epoch: int) -> None:
+        self._steps_per_epoch, self._is_warm = steps_per_epoch, False
+        self._recent: deque[StepResult] = deque(maxlen=_WINDOW)
+
+    def update(self, step: int, result: StepResult) -> dict[str, float]:
+        """Take in step number `step` (counted from 1) and give its figures."""
+        if self._recent and not self._is_warm:
+            self._recent.clear()
+            self._is_warm = True
+        self._recent.append(result)
+        seconds = sum(one.seconds for one in self._recent) or math.inf
+        return {
+            "epoch": step / self._steps_per_epoch,
+            "loss": result.loss,
+            "learning_rate": result.learning_rate,
+            "grad_norm": result.grad_norm,
+            "queries_per_second": sum(one.num_queries for one in self._recent) / seconds,
+            "tokens_per_second": sum(one.num_tokens for one in self._recent) / seconds,
+            "padding_share": 1 - result.num_tokens / result.num_slots if result.num_slots else 0.0,
+        }
+
+
+def note_of(figures: Mapping[str, float]) -> str:
+    """The figures of a step in one line."""
+    return (
+        f"loss {figures['loss']:.4f}  lr {figures['learning_rate']:.1e}  |g| {figures['grad_norm']:.2f}  "
+        f"{figures['queries_per_second']:,.1f} queries/s  {figures['tokens_per_second']:,.0f} tokens/s  "
+        f"padding {figures['padding_share']:.0%}"
+    )
 
 
 @dataclass(frozen=True)
@@ -53,7 +109,10 @@ class TrainingLog:
             self.file.close()
             for tracker in self.trackers:
                 try:
-                    _close(tracker, failed=kind is not None)
+                    if isinstance(tracker, WandBTracker):  # which marks a run that failed or was broken off
+                        tracker.run.finish(exit_code=int(kind is not None))
+                    else:
+                        tracker.finish()
                 except Exception as fault:
                     say(f"warning: {type(tracker).__name__} could not be closed: {fault}")
 
@@ -66,10 +125,12 @@ class TrainingLog:
     def write_dev(self, step: int, figures: Mapping[str, Interval]) -> None:
         """Keep the figures of a dev evaluation after `step`, each with its interval."""
         if self.active:
-            rows = {name: {"mean": one.mean, "low": one.low, "high": one.high} for name, one in figures.items()}
-            self._append({"step": step, "dev": {name: _rounded(rows[name]) | {"n": figures[name].n} for name in rows}})
-            parts = (("", "mean"), ("/low", "low"), ("/high", "high"))
-            self._track(step, {f"dev/{name}{end}": row[key] for name, row in rows.items() for end, key in parts})
+            rows = {name: _rounded(asdict(one)) | {"n": one.n} for name, one in figures.items()}
+            self._append({"step": step, "dev": rows})
+            shown: dict[str, float] = {}
+            for name, one in figures.items():
+                shown |= {f"dev/{name}": one.mean, f"dev/{name}/low": one.low, f"dev/{name}/high": one.high}
+            self._track(step, shown)
 
     def _append(self, row: Mapping[str, Any]) -> None:
         try:
@@ -121,12 +182,15 @@ def _wandb(run: TrackedRun) -> WandBTracker:
     """
     import wandb  # pyright: ignore[reportMissingImports]  # an extra
 
+    file = run.folder / "wandb" / "run_id"
+    if not run.resumed_step or not file.is_file():
+        write_text(file, secrets.token_hex(4))
     settings = wandb.Settings(
         silent=True, console="off", host="", disable_git=True, disable_code=True, save_code=False,
         x_disable_meta=True, x_save_requirements=False,
     )  # fmt: skip
     tracker = WandBTracker(
-        run.project, name=run.folder.resolve().name, id=_run_id(run.folder / "wandb" / "run_id"), resume="allow",
+        run.project, name=run.folder.resolve().name, id=file.read_text(encoding="utf-8").strip(), resume="allow",
         dir=str(run.folder), config=_public(run.recipe), settings=settings,
     )  # fmt: skip
     try:
@@ -138,14 +202,6 @@ def _wandb(run: TrackedRun) -> WandBTracker:
         here = f"offline in {run.folder / 'wandb'}; `wandb sync` uploads it"
         say(f"wandb: run {tracker.run.id}, {here if tracker.run.offline else tracker.run.url}")
     return tracker
-
-
-def _close(tracker: GeneralTracker, failed: bool) -> None:
-    """Write everything out; wandb marks a run that failed or was broken off."""
-    if isinstance(tracker, WandBTracker):
-        tracker.run.finish(exit_code=int(failed))
-    else:
-        tracker.finish()
 
 
 def _kept_lines(path: Path, resumed_step: int) -> Iterator[str]:
@@ -174,12 +230,3 @@ def _public(value: Any) -> Any:
         return [_public(item) for item in value]
     is_path = isinstance(value, Path) or (isinstance(value, str) and value.startswith((os.sep, "~")))
     return Path(value).name if is_path else value
-
-
-def _run_id(file: Path) -> str:
-    """The run's id in wandb, made once: eight random letters, since a run begun anew must not continue another."""
-    if file.is_file() and (found := file.read_text(encoding="utf-8").strip()):
-        return found
-    run_id = secrets.token_hex(4)
-    write_text(file, run_id + "\n")
-    return run_id

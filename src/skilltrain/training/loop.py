@@ -23,17 +23,14 @@ from skilltrain.terminal import progress, say
 from skilltrain.training.checkpoint import (
     Position,
     best_checkpoint,
-    check_shared,
     checkpoints,
     load_checkpoint,
     rotate,
     save_checkpoint,
 )
 from skilltrain.training.dev import Dev
-from skilltrain.training.engine import shards_weights
-from skilltrain.training.log import TrackedRun, TrainingLog, open_trackers
-from skilltrain.training.meter import Meter, StepResult
-from skilltrain.training.optimizer import new_optimizer, schedule, set_learning_rate
+from skilltrain.training.engine import check_shared, shards_weights
+from skilltrain.training.log import Meter, StepResult, TrackedRun, TrainingLog, note_of, open_trackers
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import EncoderStep, RerankerStep, TokenCount
 from skilltrain.training.training_set import TrainingList
@@ -77,6 +74,24 @@ def step_batches(lists: Sequence[TrainingList], config: TrainingConfig) -> Itera
         for start in range(0, len(order), per_step):
             chosen = [lists[position] for position in order[start : start + per_step]]
             yield [chosen[i : i + config.batch_size] for i in range(0, len(chosen), config.batch_size)]
+
+
+def new_optimizer(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
+    """AdamW over the parameters that train; biases and norms do not decay."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=learning_rate, fused=True)
+
+
+def schedule(step: int, total: int, warmup_share: float) -> float:
+    """Share of the peak learning rate at `step` (from 0) of `total`: linear warm-up, then half a cosine down to 0."""
+    warmup = math.ceil(warmup_share * total)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
 
 
 @dataclass(frozen=True)
@@ -124,22 +139,26 @@ def train(
             learning_rate = config.learning_rate * schedule(number, total, config.warmup_share)
             result = _optimiser_step(parts, step_module, batches, learning_rate)
             position.advance(result.loss, result.num_queries, result.num_tokens, time.monotonic() - started)
-            log.write(position.step, meter.update(position.step, result))
-            show(position.step, meter.note())
-            is_last = position.step == total
-            improved = _is_due(run.dev, position.step, is_last) and _evaluate(parts, step_module, log)
-            ending, stopping = is_last or parts.patience_is_over, _on_any_rank(accelerator, stop.asked)
+            figures = meter.update(position.step, result)
+            log.write(position.step, figures)
+            show(position.step, note_of(figures))
+            improved = _improves(parts, step_module, log, is_last=position.step == total)
+            ending = position.step == total or parts.patience_is_over
+            # A signal reaches the ranks in different steps, and all must save together.
+            stopping = bool(_summed(accelerator, torch.tensor(float(stop.asked), device=accelerator.device)) > 0)
             if stopping or ending or improved or position.step % config.save_every == 0:
-                _save(parts)
+                save_checkpoint(accelerator, parts.model, parts.optimizer, run.checkpoints, position)
+                rotate(accelerator, run.checkpoints, config.keep_checkpoints)
             if stopping and not ending:
-                raise _interrupted(position.step, total, run.folder)
+                what = f"interrupted after step {position.step} of {total}; a checkpoint is saved"
+                raise StoppedError(what, where=run.folder, fix="run the same command with --resume to go on")
     checkpoint = best_checkpoint(run.checkpoints) or checkpoints(run.checkpoints)[-1]
     return TrainingResult(position, checkpoint)
 
 
 def _prepare(accelerator: Accelerator, step_module: StepModule, config: TrainingConfig, run: Run) -> _Parts:
     """Everything in place, and as the newest checkpoint left it if the run is resumed."""
-    check_shared(accelerator, run.folder, run.checkpoints)
+    check_shared(accelerator, run.checkpoints)
     if not shards_weights(accelerator):
         train_with_onednn(step_module)
     optimizer = new_optimizer(step_module, config.learning_rate, config.weight_decay)
@@ -155,33 +174,29 @@ def _optimiser_step(
 ) -> StepResult:
     """One step, in which every query weighs the same."""
     accelerator, model, started = parts.accelerator, parts.model, time.monotonic()
+    # There a rank keeps its part of the gradient only: putting off the exchange would make it keep all of it.
+    shares_gradients = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
     count = sum(len(batch) for batch in batches)
     total = torch.zeros((), device=accelerator.device)
-    set_learning_rate(parts.optimizer, learning_rate)
+    for group in parts.optimizer.param_groups:  # a rate that follows from the step alone needs no state to resume
+        group["lr"] = learning_rate
     for position, batch in enumerate(batches):
         is_last = position == len(batches) - 1
         accelerator.sync_gradients = is_last  # DeepSpeed steps in the backward pass that it is told is the last
-        with nullcontext() if is_last or _shares_gradients(accelerator) else accelerator.no_sync(model):
+        with nullcontext() if is_last or shares_gradients else accelerator.no_sync(model):
             loss = model(batch) * (accelerator.num_processes / count)
             accelerator.backward(loss)
         total += loss.detach().float()
     mean = float(_summed(accelerator, total)) / accelerator.num_processes
-    norm = _number(accelerator.clip_grad_norm_(model.parameters(), parts.config.max_grad_norm))
+    clipped: Any = accelerator.clip_grad_norm_(model.parameters(), parts.config.max_grad_norm)
+    norm = float(clipped.full_tensor() if isinstance(clipped, DTensor) else clipped)
     _check_step(mean, norm, batches, parts.config.stop_grad_norm)
     parts.optimizer.step()
     parts.optimizer.zero_grad(set_to_none=True)
-    tokens, slots = _counted(accelerator, step_module)
+    both = torch.tensor([step_module.count.tokens, step_module.count.slots], device=accelerator.device)
+    tokens, slots = _summed(accelerator, both).tolist()
+    step_module.count = TokenCount()
     return StepResult(mean, learning_rate, norm, count, tokens, slots, time.monotonic() - started)
-
-
-def _shares_gradients(accelerator: Accelerator) -> bool:
-    """Whether a rank keeps its part of the gradient only: putting off the exchange would make it keep all of it."""
-    return accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
-
-
-def _number(norm: Any) -> float:
-    """A gradient norm as a number; FSDP2 gives it as a sharded tensor, DeepSpeed as a float."""
-    return float(norm.full_tensor()) if isinstance(norm, DTensor) else float(norm)
 
 
 def _check_step(loss: float, norm: float, batches: list[list[TrainingList]], highest_norm: float) -> None:
@@ -202,52 +217,24 @@ def _check_step(loss: float, norm: float, batches: list[list[TrainingList]], hig
     )
 
 
-def _counted(accelerator: Accelerator, step_module: StepModule) -> tuple[int, int]:
-    """(tokens without, tokens with padding) of all ranks since the last call."""
-    count = step_module.count
-    both = torch.tensor([count.tokens, count.slots], device=accelerator.device)
-    step_module.count = TokenCount()
-    tokens, slots = _summed(accelerator, both).tolist()
-    return tokens, slots
-
-
-def _is_due(dev: Dev | None, step: int, is_last: bool) -> bool:
-    return dev is not None and (is_last or step % dev.config.every == 0)
-
-
-def _evaluate(parts: _Parts, step_module: StepModule, log: TrainingLog) -> bool:
-    """Whether the model does better on the dev benchmark than ever before; all ranks compute it together."""
-    dev, model = parts.run.dev, parts.model
-    assert dev is not None
+def _improves(parts: _Parts, step_module: StepModule, log: TrainingLog, is_last: bool) -> bool:
+    """Whether it is time to evaluate, and the model does better than ever before; all ranks compute it together."""
+    dev, model, step = parts.run.dev, parts.model, parts.position.step
+    if dev is None or not (is_last or step % dev.config.every == 0):
+        return False
     model.eval()
     with torch.no_grad():
         figures = dev.evaluate(model)
     model.train()
     step_module.count = TokenCount()
-    log.write_dev(parts.position.step, figures)
-    say(f"step {parts.position.step}: {dev.line(figures)}")
-    return parts.position.best.update(parts.position.step, dev.config.metric, figures)
-
-
-def _save(parts: _Parts) -> None:
-    save_checkpoint(parts.accelerator, parts.model, parts.optimizer, parts.run.checkpoints, parts.position)
-    rotate(parts.accelerator, parts.run.checkpoints, parts.config.keep_checkpoints)
-
-
-def _on_any_rank(accelerator: Accelerator, asked: bool) -> bool:
-    """Whether any rank was asked to stop: a signal reaches the ranks in different steps, and all must save together."""
-    flag = torch.tensor(float(asked), device=accelerator.device)
-    return bool(_summed(accelerator, flag) > 0)
+    log.write_dev(step, figures)
+    say(f"step {step}: {dev.line(figures)}")
+    return parts.position.best.update(step, dev.config.metric, figures)
 
 
 def _summed(accelerator: Accelerator, values: Tensor) -> Tensor:
     """The sum over all ranks; accelerate's own signature allows for nested containers."""
     return cast(Tensor, accelerator.reduce(values, "sum"))
-
-
-def _interrupted(step: int, total: int, folder: Path) -> StoppedError:
-    what = f"interrupted after step {step} of {total}; a checkpoint is saved"
-    return StoppedError(what, where=folder, fix="run the same command with --resume to go on")
 
 
 class Stop:
@@ -256,23 +243,19 @@ class Stop:
     Not a second SIGTERM: some batch systems signal the launcher and its workers both, and a save must come to its end.
     """
 
-    _SIGNALS: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
-
     def __init__(self) -> None:
         self.asked = False
 
     def __enter__(self) -> "Stop":
-        self._before = {number: signal.signal(number, self._ask) for number in self._SIGNALS}
+        asks = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before: dict[int, Any] = {**asks}
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
         if number == signal.SIGINT:
             signal.signal(number, self._before[number])
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)

@@ -1,24 +1,94 @@
 """The settings of the two training stages, and the model that they name."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from accelerate.utils import set_seed
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from skilltrain.config import Config
+from skilltrain.config import Config, InputPath
 from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.metrics import parse_measure, parse_measures
 from skilltrain.losses import EncoderLoss, InfoNCE, ListwiseCE, Matryoshka, RerankerLoss
 from skilltrain.models.adapters import AdapterConfig, add_adapter, loading_options
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision
 from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
+from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.dense import DenseConfig
+from skilltrain.retrieval.rankers import OWN, RankerConfig, is_own, needs_candidates, parts_of
 from skilltrain.retrieval.rerank import RerankConfig
-from skilltrain.training.dev import DevConfig
 from skilltrain.training.log import TrackerName
 from skilltrain.training.training_set import ListsSource
+
+DEV_MEASURES = ("Hit@1", "MRR@10", "nDCG@10", "Recall@10", "Recall@20")
+_ORDER_COUNTS = ("MRR", "nDCG")  # the other measures ask only which skills stand in the top k
+
+
+def _known_measure(text: str) -> str:
+    try:
+        measure = parse_measure(text)
+    except SkilltrainError as error:
+        raise ValueError(str(error)) from error
+    if not measure.cutoff:  # Set-Compat: queries with one gold skill have no value of it
+        raise ValueError(f"{text} is not defined for every query, so no step can be chosen by it")
+    return str(measure)
+
+
+def depth_of(metric: str) -> int:
+    """How many skills a query the measures look at."""
+    return max(measure.cutoff for measure in parse_measures([*DEV_MEASURES, metric]))
+
+
+class DevConfig(Config):
+    """Rank a pool for the queries of a benchmark while the model trains."""
+
+    benchmark: InputPath = Field(description="folder of a benchmark, in a published format or in our tables")
+    split: str | None = Field(default=None, description="use the queries of this split only; null for all")
+    pool: InputPath | None = Field(default=None, description="skills to rank; null for the pool of the training data")
+    rankers: tuple[RankerConfig, ...] = Field(
+        default=(DenseConfig(source=OWN),),
+        min_length=1,
+        description="as in a system of the stage evaluate; source: self is the model in training",
+    )
+    max_queries: int | None = Field(default=None, ge=1, description="a sample of so many queries; null for all")
+    max_skills: int | None = Field(
+        default=None,
+        ge=1,
+        description="rank only the judged skills and a sample, so many together; figures rise, and seconds fall",
+    )
+    every: int = Field(default=50, ge=1, description="optimiser steps between evaluations")
+    metric: Annotated[str, AfterValidator(_known_measure)] = Field(
+        default="MRR@10", description="what decides which step is best, e.g. nDCG@10"
+    )
+    patience: int | None = Field(
+        default=None, ge=1, description="evaluations without a new best after which training stops; null for never"
+    )
+    seed: int = Field(default=0, ge=0, description="seed of the samples and of the bootstrap")
+
+    @model_validator(mode="after")
+    def _can_be_ranked(self) -> "DevConfig":
+        measure, last = parse_measure(self.metric), self.rankers[-1]
+        if needs_candidates(self.rankers[0]):
+            raise ValueError("rankers: the first one finds skills, for instance {kind: saved, rankings: FOLDER}")
+        if not any(is_own(ranker) for ranker in self.rankers):
+            raise ValueError("rankers: none of them is the model in training (source: self)")
+        if isinstance(last, RerankConfig) and measure.name not in _ORDER_COUNTS:
+            keep = last.keep or depth_of(self.metric)
+            if measure.cutoff >= keep:
+                raise ValueError(f"metric: {self.metric} is the same for every order of {keep} candidates")
+        return self
+
+    @property
+    def system(self) -> SystemConfig:
+        """The rankers as a system."""
+        return SystemConfig(name="dev", rankers=self.rankers)
+
+    def trains(self, kind: type[DenseConfig] | type[RerankConfig]) -> bool:
+        """Whether every ranker that is the model in training is of this kind."""
+        parts = [part for part in parts_of(self.rankers) if isinstance(part, DenseConfig | RerankConfig)]
+        return all(isinstance(part, kind) for part in parts if part.source == OWN)
 
 
 class TrainingConfig(Config):

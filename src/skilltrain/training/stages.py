@@ -7,13 +7,13 @@ from typing import Any
 from skilltrain.files import cache_folder
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import default_device
-from skilltrain.terminal import is_main_process, say
+from skilltrain.terminal import is_main_process
 from skilltrain.training.dev import open_dev
 from skilltrain.training.engine import new_accelerator
 from skilltrain.training.export_run import save_trained
 from skilltrain.training.held_out import check_held_out
 from skilltrain.training.loop import Run, StepModule, TrainingResult, train
-from skilltrain.training.plan import counts_of, plan_lines, plan_of, say_cut_positives
+from skilltrain.training.plan import counts_of, plan_of, say_cut_positives, say_plan
 from skilltrain.training.scores import check_teacher_scores
 from skilltrain.training.settings import TrainConfig, TrainEncoderConfig, TrainRerankerConfig, load_model
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
@@ -27,9 +27,8 @@ def plan(config: TrainConfig) -> dict[str, Any]:
     data = _load_data(config)
     check_held_out(config.data, config.dev, data)
     step = _step(config, data, token_cache=None)
-    found = plan_of(step, data, config)
-    for line in plan_lines(found):
-        say(line)
+    found = plan_of(step, data, config.training)
+    say_plan(found)
     return found
 
 

@@ -14,7 +14,7 @@ from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import Groups, TokenIds, micro_batches, num_slots, run_micro_batches, split_to
 from skilltrain.models.reranker import PairIds, Reranker
 from skilltrain.models.tokens import TokenStore, tokenized, tokenizer_identity
-from skilltrain.training.gather import gather_rows, highest_on_any_rank, rank_and_world
+from skilltrain.training.engine import gather_rows, highest_on_any_rank, rank_and_world
 from skilltrain.training.scores import ScoreContext, check_teacher_scores, encoder_scores, list_scores
 from skilltrain.training.training_set import TrainingList, TrainingSet
 

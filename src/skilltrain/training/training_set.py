@@ -2,11 +2,11 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from skilltrain.config import Config, InputPath
 from skilltrain.data.contamination.grounds import BenchmarkPaths, ContaminationLimits
@@ -50,6 +50,15 @@ class ListsSource(Config):
         default=ContaminationLimits(), description="what counts as contaminated"
     )
 
+    @field_validator("gains")
+    @classmethod
+    def _make_sense(cls, gains: dict[Verdict, float]) -> dict[Verdict, float]:
+        if missing := sorted(set(Verdict) - gains.keys()):
+            raise ValueError(f"no value for '{missing[0]}'")
+        if not all(0 <= gain < math.inf for gain in gains.values()) or max(gains.values()) == 0:
+            raise ValueError("gains must be >= 0, and one of them > 0")
+        return gains
+
 
 @dataclass(frozen=True)
 class TrainingList:
@@ -79,10 +88,8 @@ def load_training_set(source: ListsSource, near_duplicates: float | None = None)
     Raises SkilltrainError for a list that cannot be trained on, naming its query.
     """
     skills = {skill.skill_id: skill for skill in skills_from_table(read_table(source.pool, SKILLS))}
-    queries = read_table(source.lists, QUERIES)
-    texts = dict(zip(queries.column("query_id").to_pylist(), queries.column("text").to_pylist(), strict=True))
+    texts = {row["query_id"]: row["text"] for row in read_table(source.lists, QUERIES).to_pylist()}
     verdicts = verdicts_by_query(read_table(source.lists, JUDGEMENTS))
-    _check_gains(source.gains)
     rows = read_table(source.lists, LISTS).to_pylist()[: source.max_lists]
     if not rows:
         raise SkilltrainError("holds no list to train on", where=source.lists)
@@ -102,8 +109,7 @@ def _clusters(source: ListsSource, skills: list[Skill], near_duplicates: float |
     if source.clusters is None:
         clusters = near_duplicate_clusters(skills, near_duplicates)
     else:
-        table = read_table(source.clusters, CLUSTERS)
-        of = dict(zip(table.column("skill_id").to_pylist(), table.column("cluster").to_pylist(), strict=True))
+        of = {row["skill_id"]: row["cluster"] for row in read_table(source.clusters, CLUSTERS).to_pylist()}
         if missing := [skill.skill_id for skill in skills if skill.skill_id not in of]:
             what = f"{len(missing)} skill(s) of the lists are in no cluster, {missing[0]!r} among them"
             raise SkilltrainError(what, where=source.clusters, fix="make the clusters of this pool")
@@ -112,53 +118,35 @@ def _clusters(source: ListsSource, skills: list[Skill], near_duplicates: float |
     return {skill_id: cluster for skill_id, cluster in clusters.items() if sizes[cluster] > 1}
 
 
-def _check_gains(gains: Mapping[Verdict, float]) -> None:
-    if missing := sorted(set(Verdict) - gains.keys()):
-        raise SkilltrainError(f"gains name no value for '{missing[0]}'", where="data.gains")
-    if not all(0 <= gain < math.inf for gain in gains.values()) or max(gains.values()) == 0:
-        raise SkilltrainError("gains must be >= 0, and one of them > 0", where="data.gains")
-
-
 def _training_list(
     row: dict, texts: Mapping[str, str], verdicts: Mapping[str, Mapping[str, Verdict]], source: ListsSource
 ) -> TrainingList:
-    query_id = row["query_id"]
-    if query_id not in texts:
-        raise SkilltrainError(f"the list of query {query_id!r} has no query text", where=source.lists)
-    _check_candidates(row, source)
-    gains = tuple(source.gains[Verdict(verdict)] for verdict in row["verdicts"])
-    if not max(gains, default=0.0) > 0:
-        raise SkilltrainError(f"the list of query {query_id!r} holds no positive", where=source.lists)
-    if not min(gains) < max(gains):
-        raise SkilltrainError(f"the list of query {query_id!r} holds no negative", where=source.lists)
-    known = verdicts.get(query_id, {})
-    positives = {skill_id for skill_id, verdict in known.items() if source.gains[verdict] > 0}
-    positives |= {s for s, gain in zip(row["skill_ids"], gains, strict=True) if gain > 0}
-    teacher_scores = _teacher_scores(row, source)
-    return TrainingList(query_id, texts[query_id], tuple(row["skill_ids"]), gains, frozenset(positives), teacher_scores)
+    query_id, skill_ids, scores = row["query_id"], tuple(row["skill_ids"]), row["teacher_scores"]
+    for fault in _faults(row, texts, source.gains):
+        raise SkilltrainError(f"the list of query {query_id!r} {fault}", where=source.lists)
+    gains = tuple(source.gains[verdict] for verdict in row["verdicts"])
+    positives = {skill_id for skill_id, verdict in verdicts.get(query_id, {}).items() if source.gains[verdict] > 0}
+    positives |= {s for s, gain in zip(skill_ids, gains, strict=True) if gain > 0}
+    teacher_scores = None if scores is None else tuple(scores)
+    return TrainingList(query_id, texts[query_id], skill_ids, gains, frozenset(positives), teacher_scores)
 
 
-def _teacher_scores(row: dict, source: ListsSource) -> tuple[float, ...] | None:
-    scores = row["teacher_scores"]
-    if scores is None:
-        return None
-    if len(scores) != len(row["skill_ids"]):
-        what = f"the list of query {row['query_id']!r} holds {len(row['skill_ids'])} skills, but {len(scores)}"
-        raise SkilltrainError(f"{what} teacher scores", where=source.lists)
-    if any(map(math.isinf, scores)):  # NaN stands for a candidate that the teacher has not scored
-        what = f"a teacher score in the list of query {row['query_id']!r} is infinite"
-        raise SkilltrainError(what, where=source.lists)
-    return tuple(scores)
-
-
-def _check_candidates(row: dict, source: ListsSource) -> None:
-    query_id, skill_ids, verdicts = row["query_id"], row["skill_ids"], row["verdicts"]
-    if len(skill_ids) != len(verdicts):
-        what = f"the list of query {query_id!r} holds {len(skill_ids)} skills, but {len(verdicts)} verdicts"
-        raise SkilltrainError(what, where=source.lists)
+def _faults(row: dict, texts: Mapping[str, str], gains: Mapping[Verdict, float]) -> Iterator[str]:
+    """What keeps a list from being trained on; each is looked for only where there is none before it."""
+    skill_ids, verdicts, scores = row["skill_ids"], row["verdicts"], row["teacher_scores"]
+    if row["query_id"] not in texts:
+        yield "has no query text"
+    for others, name in ((verdicts, "verdicts"), (scores, "teacher scores")):
+        if others is not None and len(others) != len(skill_ids):
+            yield f"holds {len(skill_ids)} skills, but {len(others)} {name}"
     if len(set(skill_ids)) < len(skill_ids):
-        twice = next(s for position, s in enumerate(skill_ids) if s in skill_ids[:position])
-        raise SkilltrainError(f"the list of query {query_id!r} holds skill {twice!r} twice", where=source.lists)
+        yield f"holds skill {Counter(skill_ids).most_common(1)[0][0]!r} twice"
     if unknown := sorted(set(verdicts) - set(Verdict)):
-        what = f"'{unknown[0]}' in the list of query {query_id!r} is no verdict; choose from {', '.join(Verdict)}"
-        raise SkilltrainError(what, where=source.lists)
+        yield f"holds '{unknown[0]}', which is no verdict; choose from {', '.join(Verdict)}"
+    if any(map(math.isinf, scores or ())):  # NaN stands for a candidate that the teacher has not scored
+        yield "holds an infinite teacher score"
+    worth = {gains[verdict] for verdict in verdicts}
+    if not any(worth):
+        yield "holds no positive"
+    if len(worth) == 1:
+        yield "holds no negative"
