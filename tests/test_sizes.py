@@ -14,11 +14,13 @@ SOURCES = sorted((ROOT / "src").rglob("*.py"))
 MAX_FILE_LINES = 320
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 7
-# Lines of Python that each part and all of them may have: whoever needs more argues for it in the same commit.
+# Lines of Python that each part shall have at most, those of what is planned included: whoever needs more argues for it
+# in the same commit. Some parts are still larger: CEILINGS holds their size of today, and only ever falls.
 BUDGETS = {
-    "(modules)": 1_400, "llm": 950, "losses": 700, "models": 1_400, "retrieval": 1_500, "evaluation": 1_800,
+    "(modules)": 1_900, "llm": 950, "losses": 700, "models": 1_400, "retrieval": 1_500, "evaluation": 1_800,
     "data": 4_400, "training": 2_300, "export": 800, "report": 1_000, "routing": 1_600, "ablation": 800, "cli": 500,
 }  # fmt: skip
+CEILINGS: dict[str, int] = {}
 MAX_SOURCE_LINES, MAX_SOURCE_FILES, MAX_TEST_LINES = 18_000, 150, 16_000
 LEFTOVER = re.compile(r"\b(?:TODO|FIXME|XXX)\b")
 UNPICKLERS = {"pickle", "cloudpickle", "dill", "joblib", "torch"}
@@ -112,11 +114,11 @@ def test_every_part_keeps_its_budget():
     for file in SOURCES:
         part = file.relative_to(ROOT / "src" / "skilltrain").parts
         sizes[part[0] if len(part) > 1 else "(modules)"].append(file)
-    over = {name: num_lines(files) for name, files in sizes.items() if num_lines(files) > BUDGETS[name]}
-    assert over == {}
-    assert num_lines(SOURCES) <= MAX_SOURCE_LINES and len(SOURCES) <= MAX_SOURCE_FILES
+    lines = {name: num_lines(files) for name, files in sizes.items()}
+    assert {name: count for name, count in lines.items() if count > max(BUDGETS[name], CEILINGS.get(name, 0))} == {}
+    assert len(SOURCES) <= MAX_SOURCE_FILES and sum(lines.values()) <= MAX_SOURCE_LINES
     assert num_lines((ROOT / "tests").glob("*.py")) <= MAX_TEST_LINES
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+    assert num_lines([ROOT / "README.md"]) <= 150
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "src" / "skilltrain")))
