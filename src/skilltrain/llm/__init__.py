@@ -5,11 +5,11 @@ of the same kind for vectors of texts.
 """
 
 from skilltrain.llm.answers import Answers
-from skilltrain.llm.ask import Asked, Question, Questions, ask_until, cost_of
+from skilltrain.llm.ask import LLM, Asked, Question, Questions, ask_until, cost_of
 from skilltrain.llm.batch import BatchLLM
 from skilltrain.llm.budget import Budget, prices_of
 from skilltrain.llm.client import LiveLLM
-from skilltrain.llm.protocol import LLM, Answer, Completion, CompletionError, Message, Request, Usage
+from skilltrain.llm.protocol import Answer, Completion, CompletionError, Message, Request, Usage
 from skilltrain.llm.settings import BudgetConfig, LLMConfig, OpenAIConfig, Prices, SmolLM2Config
 
 __all__ = [

@@ -1,17 +1,43 @@
 """Asking a chat model in rounds until every answer is usable, and what that will cost, found without asking anybody."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from skilltrain.llm.answers import Answers
 from skilltrain.llm.budget import Budget, estimate_prompt
-from skilltrain.llm.protocol import LLM, Answer, CompletionError, Request, Usage
+from skilltrain.llm.protocol import Answer, CompletionError, Request, Usage
 from skilltrain.records import Dropped
 from skilltrain.terminal import say, track
 
 LASTING = ("failed", "expired", "budget")
 """Faults that another answer would have again: asking for one is useless, or must not be paid for."""
+
+
+class LLM(Protocol):
+    """A chat model."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def answers(self) -> Answers:
+        """The answers that it has given before."""
+        ...
+
+    @property
+    def budget(self) -> Budget:
+        """What it has used and may use; an answer from the cache counts what it took when it was made."""
+        ...
+
+    def complete_all(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
+        """Yield (position, answer) of every request as it comes; positions count from 0.
+
+        Requests are taken one by one, as there is room for them. Raises SkilltrainError where no further request can
+        succeed; what was answered until then is in the cache.
+        """
+        ...
 
 
 class Question(Protocol):

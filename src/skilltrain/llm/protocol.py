@@ -4,13 +4,8 @@ A fault that every further request would meet (no key, no such model, no server)
 A fault of one request is a CompletionError, which the caller accounts for.
 """
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
-
-if TYPE_CHECKING:
-    from skilltrain.llm.answers import Answers
-    from skilltrain.llm.budget import Budget
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,28 +69,3 @@ class CompletionError(Exception):
 
 
 Answer = Completion | CompletionError
-
-
-class LLM(Protocol):
-    """A chat model."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def answers(self) -> "Answers":
-        """The answers that it has given before."""
-        ...
-
-    @property
-    def budget(self) -> "Budget":
-        """What it has used and may use; an answer from the cache counts what it took when it was made."""
-        ...
-
-    def complete_all(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
-        """Yield (position, answer) of every request as it comes; positions count from 0.
-
-        Requests are taken one by one, as there is room for them. Raises SkilltrainError where no further request can
-        succeed; what was answered until then is in the cache.
-        """
-        ...

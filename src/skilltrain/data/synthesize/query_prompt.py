@@ -3,15 +3,12 @@
 import hashlib
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from skilltrain.data.synthesize.sampling import stable_number
+from skilltrain.data.synthesize.settings import SynthesizeConfig
 from skilltrain.llm import Message, Request
 from skilltrain.llm.untrusted import fenced, untrusted_skill
 from skilltrain.records import Dropped, Skill
-
-if TYPE_CHECKING:
-    from skilltrain.data.synthesize.synthesize import SynthesizeConfig
 
 # What the model sees. The skill's text is untrusted: it is capped, disarmed, fenced, and called data.
 SYSTEM = """You write realistic requests that people send to a capable AI agent. You get a capability as reference \
@@ -53,13 +50,13 @@ class WantedQuery:
         return f"{self.skill_id}#{self.run}-{self.number}"
 
 
-def run_digest(origin: str, config: "SynthesizeConfig") -> str:
+def run_digest(origin: str, config: SynthesizeConfig) -> str:
     """Six hexadecimal digits for all that distinguishes one run's queries from another's of the same skills."""
     parts = (origin, config.seed, config.num_words, config.body_chars)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:6]
 
 
-def query_request(config: "SynthesizeConfig", wanted: WantedQuery, attempt: int, fault: Dropped | None) -> Request:
+def query_request(config: SynthesizeConfig, wanted: WantedQuery, attempt: int, fault: Dropped | None) -> Request:
     """The question for a chat model. The style is the same in every attempt, the seed is another."""
     skill, place = wanted.skill, f"{wanted.skill_id}#{wanted.number}"
     style = STYLES[stable_number(config.seed, "style", place) % len(STYLES)]
