@@ -84,14 +84,9 @@ class Registry:
         ids = list(self.skills)
         page: dict[str, Any] = {"items": [self._item(i) for i in ids[start : start + self.page_size]]}
         end = start + self.page_size
-        headers = {"Content-Type": "application/json"}
         if self.style == "cursor":
             page["next_cursor"] = str(end) if end < len(ids) else None
-        elif self.style == "link":
-            page["next"] = f"/api/skills?cursor={end}" if end < len(ids) else None
-        elif self.style == "header" and end < len(ids):
-            headers["Link"] = f'</api/skills?cursor={end}>; rel="next"'
-        return Reply(json.dumps(page).encode(), headers=headers)
+        return Reply(json.dumps(page).encode(), headers={"Content-Type": "application/json"})
 
     def _item(self, skill_id: str) -> dict[str, Any]:
         entry = self.skills[skill_id]

@@ -1,7 +1,7 @@
 """Archives of skills from strangers, unpacked without ever writing outside their folder.
 
-Nothing of an archive is trusted: not its names, sizes or kinds of files. Links and special files are never made, bytes
-are counted while they are unpacked, and a folder gets its name only when all of it is written.
+Nothing of an archive is trusted: not its names, sizes or kinds of files. Links and special files are never made, and a
+folder gets its name only when all of it is written.
 """
 
 import errno
@@ -15,10 +15,10 @@ import unicodedata
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from pydantic import Field
 
@@ -27,25 +27,15 @@ from skilltrain.data.collect.refusal import RefusalError
 from skilltrain.errors import SkilltrainError
 from skilltrain.texts import decode_text
 
-MAX_PATH_BYTES, MAX_NAME_BYTES, MAX_DEPTH = 1024, 255, 32
+MAX_PATH_BYTES, MAX_NAME_BYTES = 1024, 255
 RATIO_FREE_BYTES = 2**20  # a small file may be as compressible as it likes
-_CHUNK = 2**14
+_CHUNK = 2**16
 _JOINERS = "\u200c\u200d"  # in emoji and in words of some scripts
 _TAR_OVERHEAD = 3 * tarfile.BLOCKSIZE  # bytes a file: its header, and two that hold a long name
 _BROKEN = (
     zipfile.BadZipFile, tarfile.TarError, zlib.error, struct.error, EOFError, RuntimeError,
     ValueError, OverflowError, OSError,
 )  # fmt: skip
-LEFT_OUT = {
-    "link": "links, which are never made",
-    "special_file": "devices, pipes or other special files",
-    "collision": "files whose path, case and Unicode form aside, another file has or leads through",
-    "file_too_big": "files larger than the limit of bytes for a file",
-}
-
-
-Member = tuple[str, str, int, IO[bytes] | None]
-"""(name, file, folder, link or special_file; declared bytes, content of a file)."""
 
 
 class ArchiveLimits(Config):
@@ -57,6 +47,25 @@ class ArchiveLimits(Config):
     max_ratio: float = Field(
         default=200.0, gt=1, description="unpacked bytes for a packed one, where it is more than 1 MiB that is unpacked"
     )
+
+    def check_bytes(self, num_unpacked: int, num_packed: int, overhead: int = 0) -> None:
+        """Raises RefusalError where so many unpacked bytes are too many."""
+        if num_unpacked > self.max_unpacked_bytes + overhead:
+            reason = f"unpacks to more than {self.max_unpacked_bytes:,} bytes"
+            raise RefusalError("bomb", reason, float(num_unpacked))
+        if num_unpacked > RATIO_FREE_BYTES and num_unpacked > self.max_ratio * num_packed:
+            reason = f"unpacks to more than {self.max_ratio:g} times its {num_packed:,} bytes"
+            raise RefusalError("bomb", reason, num_unpacked / max(1, num_packed))
+
+
+@dataclass(frozen=True)
+class Member:
+    """One entry of an archive; `open` reads a file. `kind` is file, folder, link or special_file."""
+
+    name: str
+    kind: str
+    num_bytes: int
+    open: Callable[[], IO[bytes] | None]
 
 
 @dataclass
@@ -70,7 +79,7 @@ class Unpacked:
 def kind_of(path: Path) -> str:
     """zip, gzip, tar, html, json, text or other: what a file is by its content, whatever its name or a server says."""
     with path.open("rb") as file:
-        head = file.read(4 * _CHUNK)
+        head = file.read(_CHUNK)
     if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return "zip"
     if head.startswith(b"\x1f\x8b"):
@@ -101,12 +110,16 @@ def unpack(path: Path, folder: Path, limits: ArchiveLimits, only_skill_files: bo
     partial = folder.with_name(f".{folder.name[:200]}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    writer = _Writer(partial, path.stat().st_size, limits, only_skill_files)
+    unpacked_tar = folder.with_name(f".{folder.name[:200]}.tar")
+    result = Unpacked()
     try:
-        for name, kind, num_bytes, source in _members(path, writer):
-            writer.add(name, kind, num_bytes, source)
+        members = _within_limits(_members(path, unpacked_tar, limits), path.stat().st_size, limits)
+        for member, parts in _files_to_write(members, limits.max_file_bytes, result.left_out):
+            if not only_skill_files or parts[-1].lower() == "skill.md":
+                _write(member, partial.joinpath(*parts))
+                result.num_files += 1
         if not any(file.name.lower() == "skill.md" for file in partial.rglob("*")):
-            raise RefusalError("no_skill_file", f"holds no SKILL.md among {writer.result.num_files:,} files")
+            raise RefusalError("no_skill_file", f"holds no SKILL.md among {result.num_files:,} files")
         entries = list(partial.iterdir())
         (entries[0] if len(entries) == 1 and entries[0].is_dir() else partial).rename(folder)
     except _BROKEN as error:
@@ -116,135 +129,105 @@ def unpack(path: Path, folder: Path, limits: ArchiveLimits, only_skill_files: bo
         raise RefusalError("broken_archive", f"cannot be unpacked: {reason}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return writer.result
+        unpacked_tar.unlink(missing_ok=True)
+    return result
 
 
-def _members(path: Path, writer: "_Writer") -> Iterator[Member]:
+def _members(path: Path, unpacked_tar: Path, limits: ArchiveLimits) -> Iterator[Member]:
     """The members of an archive; a text is the one member SKILL.md."""
     kind = kind_of(path)
     if kind == "zip":
-        yield from _zip_members(path)
+        with zipfile.ZipFile(path) as archive:
+            for info in archive.infolist():
+                yield _zip_member(archive, info)
     elif kind in ("tar", "gzip"):
-        with gzip.open(path) if kind == "gzip" else path.open("rb") as file:
-            if not _is_tar(file.read(tarfile.BLOCKSIZE)):
-                raise RefusalError("unknown_format", "is compressed with gzip, but what is inside is no tar file")
-            file.seek(0)
-            yield from _tar_members(_CountedReader(file, writer))
+        tar = _gunzip(path, unpacked_tar, limits) if kind == "gzip" else path
+        with tarfile.open(tar, "r:", encoding="utf-8") as archive:
+            for info in archive:
+                yield _tar_member(archive, info)
     elif kind == "text":
-        with path.open("rb") as file:
-            yield "SKILL.md", "file", path.stat().st_size, file
+        yield Member("SKILL.md", "file", path.stat().st_size, lambda: path.open("rb"))
     else:
         what = {"html": "an HTML page", "json": "a JSON object"}.get(kind, "neither .zip, .tar, .tar.gz nor text")
         raise RefusalError("unknown_format", f"is {what}")
 
 
-def _zip_members(path: Path) -> Iterator[Member]:
-    with zipfile.ZipFile(path) as archive:
-        for info in archive.infolist():
-            name = info.orig_filename  # whole; `filename` ends at the first NUL
-            mode = stat.S_IFMT(info.external_attr >> 16)
-            if info.flag_bits & 1:
-                raise RefusalError("encrypted", f"{name[:120]!a} is encrypted")
-            if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise RefusalError("unknown_format", f"{name[:120]!a} is compressed by method {info.compress_type}")
-            if name.endswith("/") or mode == stat.S_IFDIR:
-                yield name, "folder", 0, None
-            elif mode not in (0, stat.S_IFREG):
-                yield name, "link" if mode == stat.S_IFLNK else "special_file", 0, None
-            else:
-                with archive.open(info) as source:
-                    yield name, "file", info.file_size, source
+def _gunzip(path: Path, target: Path, limits: ArchiveLimits) -> Path:
+    """The tar file inside, on disk: tarfile would take a header of any size into memory."""
+    num_packed, num_bytes = path.stat().st_size, 0
+    with gzip.open(path) as packed, target.open("wb") as file:
+        while chunk := packed.read(_CHUNK):
+            if not num_bytes and not _is_tar(chunk):
+                raise RefusalError("unknown_format", "is compressed with gzip, but what is inside is no tar file")
+            num_bytes += file.write(chunk)
+            limits.check_bytes(num_bytes, num_packed, _TAR_OVERHEAD * limits.max_files)
+    return target
 
 
-def _tar_members(file: Any) -> Iterator[Member]:
-    with tarfile.open(fileobj=file, mode="r:", encoding="utf-8") as archive:
-        for info in archive:
-            if info.size < 0:
-                raise tarfile.ReadError("declares a file of negative size")
-            if info.isreg() and not info.issparse():
-                yield info.name, "file", info.size, archive.extractfile(info)
-            elif info.isdir():
-                yield info.name, "folder", 0, None
-            else:
-                yield info.name, "link" if info.issym() or info.islnk() else "special_file", 0, None
+def _zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Member:
+    name = info.orig_filename  # whole; `filename` ends at the first NUL
+    mode = stat.S_IFMT(info.external_attr >> 16)
+    if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        what = "encrypted" if info.flag_bits & 1 else f"compressed by method {info.compress_type}"
+        raise RefusalError("unknown_format", f"{name[:120]!a} is {what}")
+    kinds = {0: "file", stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK: "link"}
+    kind = "folder" if name.endswith("/") else kinds.get(mode, "special_file")
+    return Member(name, kind, info.file_size, lambda: archive.open(info))
 
 
-class _CountedReader:
-    """A tar file as `tarfile` reads it: onwards only, within the limits, and never as much at once as a header asks."""
-
-    def __init__(self, file: Any, writer: "_Writer") -> None:
-        self._file, self._writer, self._position = file, writer, 0
-
-    def read(self, size: int) -> bytes:
-        if not 0 <= size <= 2 * _CHUNK:
-            raise RefusalError("bomb", f"has a header of {size:,} bytes", float(size))
-        block = self._file.read(size)
-        self._position += len(block)
-        self._check(self._position)
-        return block
-
-    def seek(self, position: int) -> None:
-        if position < self._position:
-            raise RefusalError("broken_archive", "leads back to what was read before")
-        self._check(position)
-        self._file.seek(position)
-        self._position = position
-
-    def tell(self) -> int:
-        return self._position
-
-    def _check(self, num_bytes: int) -> None:
-        self._writer.check_bytes(num_bytes, free=_TAR_OVERHEAD * self._writer.limits.max_files)
+def _tar_member(archive: tarfile.TarFile, info: tarfile.TarInfo) -> Member:
+    if info.size < 0:
+        raise tarfile.ReadError("declares a file of negative size")
+    is_file = info.isreg() and not info.issparse()
+    is_link = info.issym() or info.islnk()
+    kind = "file" if is_file else "folder" if info.isdir() else "link" if is_link else "special_file"
+    return Member(info.name, kind, info.size, lambda: archive.extractfile(info))
 
 
-class _Writer:
-    """Writes the members of one archive into a fresh folder, within the limits."""
+def _within_limits(members: Iterator[Member], num_packed: int, limits: ArchiveLimits) -> Iterator[Member]:
+    """`members` while they are few and small enough: no more of one is ever read than it declares."""
+    num_bytes = 0
+    for number, member in enumerate(members, 1):
+        if number > limits.max_files:
+            raise RefusalError("bomb", f"holds more than {limits.max_files:,} files", float(number))
+        num_bytes += member.num_bytes
+        limits.check_bytes(num_bytes, num_packed)
+        yield member
 
-    def __init__(self, folder: Path, num_packed: int, limits: ArchiveLimits, only_skill_files: bool) -> None:
-        self.folder, self.num_packed, self.limits = folder, num_packed, limits
-        self.only_skill_files, self.result = only_skill_files, Unpacked()
-        self.num_members = self.num_bytes = 0
-        self.files, self.folders = set[str](), set[str]()
 
-    def check_bytes(self, num_bytes: int, free: int = 0) -> None:
-        """Raises RefusalError where so many unpacked bytes are too many."""
-        limit = self.limits.max_unpacked_bytes
-        if num_bytes > limit + free:
-            raise RefusalError("bomb", f"unpacks to more than {limit:,} bytes", float(num_bytes))
-        if num_bytes > RATIO_FREE_BYTES and num_bytes > self.limits.max_ratio * self.num_packed:
-            reason = f"unpacks to more than {self.limits.max_ratio:g} times its {self.num_packed:,} bytes"
-            raise RefusalError("bomb", reason, num_bytes / max(1, self.num_packed))
+def _files_to_write(
+    members: Iterator[Member], max_bytes: int, left_out: Counter[str]
+) -> Iterator[tuple[Member, tuple[str, ...]]]:
+    """The files that can be written, with the parts of their paths; `left_out` counts why others are not.
 
-    def add(self, name: str, kind: str, num_bytes: int, source: IO[bytes] | None) -> None:
-        """Write a member, or count why it is left out."""
-        self.num_members += 1
-        if self.num_members > self.limits.max_files:
-            raise RefusalError("bomb", f"holds more than {self.limits.max_files:,} files", float(self.num_members))
-        self.check_bytes(self.num_bytes + num_bytes)
-        parts = path_parts(name)
-        key, above = path_key(parts), {path_key(parts[:depth]) for depth in range(1, len(parts))}
-        if kind == "folder" and key not in self.files:
-            self.folders |= {*above, key}
-        elif source is None:
-            self.result.left_out[kind] += 1
-        elif not parts or key in self.files | self.folders or self.files & above:
-            self.result.left_out["collision"] += 1
-        elif num_bytes > self.limits.max_file_bytes:
-            self.result.left_out["file_too_big"] += 1
+    A path is one for two names that some file system takes for the same: case and Unicode form do not count.
+    """
+    files, folders = set[tuple[str, ...]](), set[tuple[str, ...]]()
+    for member in members:
+        parts = path_parts(member.name)
+        key = tuple(unicodedata.normalize("NFKC", part).casefold() for part in parts)
+        above = {key[:depth] for depth in range(1, len(key))}
+        if member.kind == "folder" and key not in files:
+            folders |= {*above, key}
+        elif member.kind != "file":
+            left_out[member.kind] += 1
+        elif not parts or key in files | folders or files & above:
+            left_out["collision"] += 1
+        elif member.num_bytes > max_bytes:
+            left_out["file_too_big"] += 1
         else:
-            self.files.add(key)
-            self.folders |= above
-            if not self.only_skill_files or parts[-1].lower() == "skill.md":
-                self._write(self.folder.joinpath(*parts), source)
+            files.add(key)
+            folders |= above
+            yield member, parts
 
-    def _write(self, path: Path, source: IO[bytes]) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("xb") as target:
-            while chunk := source.read(_CHUNK):
-                self.num_bytes += len(chunk)
-                self.check_bytes(self.num_bytes)
-                target.write(chunk)
-        self.result.num_files += 1
+
+def _write(member: Member, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    source = member.open()
+    if source is None:
+        raise tarfile.ReadError("holds a file without content")
+    with source, path.open("xb") as target:
+        shutil.copyfileobj(source, target, _CHUNK)
 
 
 def path_parts(name: str) -> tuple[str, ...]:
@@ -260,12 +243,6 @@ def path_parts(name: str) -> tuple[str, ...]:
         raise RefusalError("unsafe_name", f"holds the name {name[:120]!a}, which leads out of its folder")
     if any(unicodedata.category(char) in ("Cc", "Cf", "Cs") and char not in _JOINERS for char in name):
         raise RefusalError("unsafe_name", f"holds the name {name[:120]!a}, which holds characters that deceive")
-    too_long = any(len(part.encode()) > MAX_NAME_BYTES for part in parts)
-    if too_long or len(name.encode()) > MAX_PATH_BYTES or len(parts) > MAX_DEPTH:
-        raise RefusalError("unsafe_name", f"holds the name {name[:120]!a}, which is too long or too deep")
+    if len(name.encode()) > MAX_PATH_BYTES or any(len(part.encode()) > MAX_NAME_BYTES for part in parts):
+        raise RefusalError("unsafe_name", f"holds the name {name[:120]!a}, which is too long")
     return parts
-
-
-def path_key(parts: tuple[str, ...]) -> str:
-    """A path that is equal for names which some file system takes for the same: case and Unicode form do not count."""
-    return unicodedata.normalize("NFKC", "/".join(parts)).casefold()

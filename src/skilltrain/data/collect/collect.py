@@ -23,15 +23,14 @@ from skilltrain.data.collect.output import read_skills, unpack_all
 from skilltrain.data.collect.refusal import RefusalError
 from skilltrain.data.collect.registry import Listed, RegistryConfig
 from skilltrain.data.collect.registry_client import HttpConfig, RegistryClient
-from skilltrain.data.collect.sync_state import Outcome, SyncState, open_state, url_key
+from skilltrain.data.collect.sync_state import Outcome, SyncState, open_state
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Dropped
 from skilltrain.tables import DROPPED, SKILLS, rows_of, write_table
-from skilltrain.terminal import progress, say
+from skilltrain.terminal import progress
 from skilltrain.texts import clean_text, one_line
 
-_FORBIDDEN = 403.0
-_FREE_TO_CHANGE = {"token_env", "allow_hosts", "max_stale_pages"}  # without another listing
+_FREE_TO_CHANGE = {"token_env", "allow_hosts"}  # without another listing
 _MAX_REASON_CHARS = 500
 
 
@@ -120,7 +119,6 @@ def fetch_all(
     due = [skill for skill in listed if _is_due(skill, config, state)]
     counts = {"num_fetched": 0, "num_not_modified": 0, "num_up_to_date": len(listed) - len(due)}
     dropped: list[Dropped] = []
-    forbidden: list[Outcome] = []
     num_failures = num_bytes = 0
     with progress("collecting", len(listed), len(listed) - len(due)) as show:
         for number, skill in enumerate(due, 1):
@@ -134,7 +132,6 @@ def fetch_all(
             counts["num_fetched"] += is_new
             counts["num_not_modified"] += outcome.status == "fetched" and not is_new
             num_bytes += outcome.num_bytes * is_new
-            forbidden += [outcome] if outcome.value == _FORBIDDEN else []
             num_failures = num_failures + 1 if outcome.status == "failed" else 0
             if num_failures >= config.max_failures_in_row:
                 raise SkilltrainError(
@@ -143,42 +140,36 @@ def fetch_all(
                     fix="what was collected is kept: run again later",
                 )
             show(len(listed) - len(due) + number, f"{client.num_requests:,} requests, {num_bytes / 1e6:,.1f} MB")
-    if len(forbidden) == len(due) >= config.max_failures_in_row:  # it is we who are not wanted, or not now
-        say(f"warning: HTTP 403 for all {len(due)} skills that were asked for; the next run asks for them again")
-        for outcome in forbidden:
-            state.record(replace(outcome, status="failed"))
     return counts, dropped
 
 
 def _is_due(skill: Listed, config: CollectConfig, state: SyncState) -> bool:
     """Whether a skill must be asked for: it is new, changed, failed before, or its listing cannot tell."""
     known = state.outcomes.get(skill.skill_id)
-    if known is None or known.version != skill.version or known.status in ("failed", "broken"):
+    if known is None or known.version != skill.version or known.status in ("failed", "forbidden", "broken"):
         return True
-    if known.status == "gone":
-        return known.url_key != url_key(skill.url)  # a signed URL that ran out, and came anew
     if known.status == "too_big":
         return known.value is not None and known.value < config.http.max_download_bytes
+    if known.status == "gone":
+        return False
     return not state.has_download(known.sha256) or (not skill.version and known.sync != state.sync)
 
 
 def _fetch(skill: Listed, state: SyncState, client: RegistryClient) -> tuple[Outcome, bool]:
     """(what became of a skill, whether a new file came)."""
-    key = url_key(skill.url)
-    fresh = Outcome(skill.skill_id, "fetched", state.sync, skill.version, key)
+    fresh = Outcome(skill.skill_id, "fetched", state.sync, skill.version, skill.url)
     known = state.outcomes.get(skill.skill_id)
     if known is None or known.status == "broken" or not state.has_download(known.sha256):
         known = None
-    is_same_url = known is not None and known.url_key == key
-    etag, modified = (known.etag, known.modified) if known and is_same_url else ("", "")
+    etag, modified = (known.etag, known.modified) if known and known.url == skill.url else ("", "")
     try:
         download = client.download(skill.url, state.partial_path(), etag, modified, skill.digest)
         if download and (kind := kind_of(state.partial_path())) in ("html", "json"):
             raise RefusalError("failed", f"the answer is {'an HTML page' if kind == 'html' else 'a JSON object'}")
     except RefusalError as error:
-        status = {"gone": "gone", "too_big": "too_big"}.get(error.filter, "failed")
-        may_pass = status == "failed" or error.value == _FORBIDDEN
-        kept = known if known and may_pass else fresh
+        is_final = error.filter in ("gone", "too_big")
+        status = error.filter if is_final or error.filter == "forbidden" else "failed"
+        kept = fresh if is_final or known is None else known
         return replace(kept, status=status, sync=state.sync, reason=error.reason, value=error.value), False
     if download is None and known is not None:
         return replace(known, status="fetched", sync=state.sync, version=skill.version, reason="", value=None), False

@@ -2,9 +2,9 @@
 
 from skilltrain.data.collect.refusal import RefusalError
 from skilltrain.data.collect.registry import (
+    CursorPages,
     Listed,
     NumberedPages,
-    Position,
     RegistryConfig,
     join_url,
     next_position,
@@ -17,55 +17,52 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.records import Dropped
 from skilltrain.terminal import say
 
+MAX_STALE_PAGES = 3  # in a row that list nothing new
 _PAGES_BETWEEN_LINES = 100
 
 
 def read_listing(registry: RegistryConfig, state: SyncState, client: RegistryClient) -> None:
     """Read the pages of the listing that `state` lacks.
 
-    A position that the registry does not know any more (a cursor that is too old) begins the listing anew. Raises
-    SkilltrainError where a page cannot be had or is none, or where pages come that bring nothing new.
+    A cursor that the registry does not know any more begins the listing anew. Raises SkilltrainError where a page
+    cannot be had or is none, or where pages come that bring nothing new.
     """
     is_resumed = bool(state.pages)
     seen = {skill.skill_id for page in state.pages for skill in page.skills}
-    num_stale = 0  # pages in a row without a new id
+    num_stale = 0
     while not state.has_listing:
-        position = state.pages[-1].next if state.pages else None
         try:
-            page = _read_one(registry, state, client, position)
+            page = _read_next(registry, state, client)
         except RefusalError as error:
-            is_numbered = isinstance(registry.pages, NumberedPages)
-            if is_numbered and state.pages and error.value == 404:  # some have no page behind the last
-                page = ListedPage(page_url(registry, position), "", None, [], [])
-            elif is_resumed and not is_numbered and error.filter in ("gone", "failed") and error.value is not None:
-                say(f"the listing cannot be gone on with ({error.reason}): reading it anew")
-                state.start_sync()
-                is_resumed, seen = False, set()
-                continue
-            else:
+            if not (is_resumed and isinstance(registry.pages, CursorPages) and error.value is not None):
                 raise _broken_off(registry, state, error) from error
+            say(f"the listing cannot be gone on with ({error.reason}): reading it anew")
+            state.start_sync()
+            is_resumed, seen = False, set()
+            continue
         is_resumed = False
         new = {skill.skill_id for skill in page.skills} - seen
         seen |= new
         num_stale = 0 if new else num_stale + 1
         if len(seen) >= registry.max_skills:
-            page = ListedPage(page.url, "", None, page.skills, page.dropped)
+            page = ListedPage(None, page.skills, page.dropped)
         _check_progress(registry, state, page, num_stale)
         state.add_page(page)
         if len(state.pages) % _PAGES_BETWEEN_LINES == 0:
             say(f"listing: {len(state.pages):,} pages, {len(seen):,} skills")
 
 
-def _read_one(registry: RegistryConfig, state: SyncState, client: RegistryClient, position: Position) -> ListedPage:
-    """The page at `position`; what an earlier listing read there, if the server says that it is the same."""
-    url = page_url(registry, position)
-    before = state.page_before(url)
-    page = client.get_page(url, before.etag if before else "")
-    if page is None and before is not None:
-        return before
-    assert page is not None  # 304 is an answer only to a condition
-    skills, dropped = read_page(registry, page.value, _place(registry, state))
-    return ListedPage(url, page.etag, next_position(registry, position, page.value, page.link), skills, dropped)
+def _read_next(registry: RegistryConfig, state: SyncState, client: RegistryClient) -> ListedPage:
+    """The page after those that `state` has; some registries have no page behind the last."""
+    position = state.pages[-1].next if state.pages else None
+    try:
+        page = client.get_json(page_url(registry, position))
+    except RefusalError as error:
+        if isinstance(registry.pages, NumberedPages) and state.pages and error.value == 404:
+            return ListedPage(None, [], [])
+        raise
+    skills, dropped = read_page(registry, page, _place(registry, state))
+    return ListedPage(next_position(registry, position, page), skills, dropped)
 
 
 def _place(registry: RegistryConfig, state: SyncState) -> str:
@@ -85,12 +82,9 @@ def _check_progress(registry: RegistryConfig, state: SyncState, page: ListedPage
     if not state.pages and not page.skills and (page.dropped or page.next is None):
         reason = f": {page.dropped[0].reason}" if page.dropped else ""
         raise SkilltrainError(f"lists no skill{reason}", where=where, fix="check registry.listing and registry.keys")
-    if page.next is not None and num_stale >= registry.max_stale_pages:
-        raise SkilltrainError(
-            f"the last {num_stale} pages list nothing new: the listing goes round in circles",
-            where=where,
-            fix="set registry.pages to what the registry speaks (number with more, cursor, link)",
-        )
+    if page.next is not None and num_stale >= MAX_STALE_PAGES:
+        what = f"the last {num_stale} pages list nothing new: the listing goes round in circles"
+        raise SkilltrainError(what, where=where, fix="set registry.pages to what the registry speaks (number, cursor)")
 
 
 def listed_once(registry: RegistryConfig, state: SyncState) -> tuple[list[Listed], list[Dropped]]:

@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from skilltrain.data.collect.archives import LEFT_OUT, ArchiveLimits, unpack
+from skilltrain.data.collect.archives import ArchiveLimits, unpack
 from skilltrain.data.collect.refusal import RefusalError
 from skilltrain.data.collect.registry import Listed
 from skilltrain.data.collect.registry_client import without_query
@@ -59,7 +59,7 @@ def unpack_all(
                 state.record(replace(outcome, status="broken", reason=error.reason))
             continue
         for kind, num in sorted(unpacked.left_out.items()):
-            dropped.append(Dropped("", skill.skill_id, kind, f"left out {num} {LEFT_OUT[kind]}", float(num)))
+            dropped.append(Dropped("", skill.skill_id, kind, f"left out {num} members of its archive", float(num)))
         made[folder] = skill
         lines.append(_origin_row(skill, folder, outcome) | {"num_files": unpacked.num_files})
     write_text(out / COLLECTED, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
-from urllib.parse import quote, urljoin, urlsplit
+from urllib.parse import quote, urlencode, urljoin, urlsplit
 
 from pydantic import Field, field_validator
 
@@ -17,7 +17,7 @@ from skilltrain.records import Dropped
 from skilltrain.texts import clean_text, one_line
 
 MAX_ID_CHARS, MAX_URL_CHARS, MAX_VALUE_CHARS = 512, 8192, 512
-Position = int | str | None  # of a page: its number, cursor or URL; None is the first page, or no further page
+Position = int | str | None  # of a page: its number or cursor; None is the first page, or no further page
 _HOST = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
 _BRACED = re.compile(r"\{([^{}]*)\}")
 
@@ -34,15 +34,12 @@ class ListingKeys(Config):
 
 
 class NumberedPages(Config):
-    """?page=1, ?page=2, …, or ?offset=0, ?offset=100, … with param: offset, first: 0, step: 100."""
+    """?page=1, ?page=2, …, or ?offset=0, ?offset=100, … with param: offset, first: 0, step: 100, until one is empty."""
 
     kind: Literal["number"] = "number"
     param: str = Field(default="page", min_length=1, description="the parameter that holds the number")
     first: int = Field(default=1, ge=0, description="number of the first page")
     step: int = Field(default=1, ge=1, description="from one page to the next")
-    more: str | None = Field(
-        default=None, description="key that is false or null on the last page; null: ask until a page is empty"
-    )
 
 
 class CursorPages(Config):
@@ -53,14 +50,7 @@ class CursorPages(Config):
     key: str = Field(default="next_cursor", min_length=1, description="where the answer holds it; empty on the last")
 
 
-class LinkedPages(Config):
-    """The answer holds the URL of the next page."""
-
-    kind: Literal["link"] = "link"
-    key: str | None = Field(default="next", description="where the answer holds it; null: in the header Link, rel=next")
-
-
-Pages = Annotated[NumberedPages | CursorPages | LinkedPages, Field(discriminator="kind")]
+Pages = Annotated[NumberedPages | CursorPages, Field(discriminator="kind")]
 
 
 class RegistryConfig(Config):
@@ -83,7 +73,6 @@ class RegistryConfig(Config):
         description="host or host:port, exactly: where else downloads and redirects may lead; private addresses too",
     )
     max_skills: int = Field(default=1_000_000, ge=1, description="stop listing here; to try a registry, say 100")
-    max_stale_pages: int = Field(default=3, ge=1, description="pages in a row without a new id that end the run")
 
     @field_validator("base_url")
     @classmethod
@@ -124,9 +113,9 @@ class Listed:
 
     skill_id: str
     name: str
-    url: str
     updated: str
     digest: str
+    url: str
 
     @property
     def version(self) -> str:
@@ -138,35 +127,32 @@ def page_url(registry: RegistryConfig, position: Position) -> str:
     """The URL of the page at `position`."""
     start = join_url(registry.base_url, registry.listing)
     pages, params = registry.pages, dict(registry.params)
-    if isinstance(pages, LinkedPages) and isinstance(position, str):
-        return position
     if isinstance(pages, NumberedPages):
         params[pages.param] = str(pages.first if position is None else position)
-    elif isinstance(pages, CursorPages) and position is not None:
+    elif position is not None:
         params[pages.param] = str(position)
-    query = "&".join(f"{quote(name, safe='')}={quote(value, safe='')}" for name, value in params.items())
+    query = urlencode(params, quote_via=quote)
     return f"{start}{'&' if urlsplit(start).query else '?'}{query}" if query else start
 
 
 def join_url(base_url: str, path: str) -> str:
-    """`path` below `base_url`; a path that starts with a slash stands below its host, a whole URL for itself."""
-    return urljoin(base_url.rstrip("/") + "/", path)
+    """`path` below `base_url`; a path that starts with a slash stands below its host, a whole URL for itself.
+
+    Empty where the two make no URL.
+    """
+    try:
+        return urljoin(base_url.rstrip("/") + "/", path)
+    except ValueError:
+        return ""
 
 
-def next_position(registry: RegistryConfig, position: Position, page: Any, link: str) -> Position:
+def next_position(registry: RegistryConfig, position: Position, page: Any) -> Position:
     """Where the page after `page` is (found at `position`); None if it is the last."""
     pages = registry.pages
-    if isinstance(pages, NumberedPages):
-        current = position if isinstance(position, int) else pages.first
-        ends = not _items(registry, page, "") if pages.more is None else not value_at(page, pages.more)
-        return None if ends else current + pages.step
     if isinstance(pages, CursorPages):
-        cursor = value_at(page, pages.key)
-        return _text(cursor, MAX_URL_CHARS) or None
-    if pages.key is None:
-        return link or None
-    found = _text(value_at(page, pages.key), MAX_URL_CHARS)
-    return _joined(page_url(registry, position), found) or None if found else None
+        return _text(value_at(page, pages.key), MAX_URL_CHARS) or None
+    current = position if isinstance(position, int) else pages.first
+    return current + pages.step if _items(registry, page, "") else None
 
 
 def read_page(registry: RegistryConfig, page: Any, place: str) -> tuple[list[Listed], list[Dropped]]:
@@ -203,32 +189,23 @@ def _read_item(registry: RegistryConfig, item: Any, place: str) -> Listed | Drop
         return Dropped("", skill_id, "bad_id", f"{place} has an id with line breaks, control characters or wide spaces")
     url = _download_url(registry, item)
     if not url:
-        need = f"a value for each key in {registry.download!r}" if registry.download else keys.url
+        need = registry.download or keys.url
         return Dropped("", skill_id, "no_url", f"{place} has no usable {need} among its keys {_names(item)}")
     name, updated, digest = (
-        one_line(_text(value_at(item, key), MAX_VALUE_CHARS)) if key else ""
-        for key in (keys.name, keys.updated, keys.digest)
+        one_line(_text(value_at(item, key), MAX_VALUE_CHARS)) for key in (keys.name, keys.updated, keys.digest)
     )
-    return Listed(skill_id, name, url, updated, digest)
+    return Listed(skill_id, name, updated, digest, url)
 
 
 def _download_url(registry: RegistryConfig, item: Mapping[str, Any]) -> str:
     """Where an item is downloaded, as a whole URL; empty if it does not say."""
     if registry.download is None:
         found = _text(value_at(item, registry.keys.url), MAX_URL_CHARS).strip()
-        return _joined(registry.base_url.rstrip("/") + "/", found) if found else ""
+        return join_url(registry.base_url, found) if found else ""
     values = {key: _text(value_at(item, key), MAX_ID_CHARS) for key in _BRACED.findall(registry.download)}
-    if any(not value or value in (".", "..") for value in values.values()):
+    if any(value in ("", ".", "..") for value in values.values()):
         return ""
-    path = _BRACED.sub(lambda match: quote(values[match[1]], safe=""), registry.download)
-    return _joined(registry.base_url.rstrip("/") + "/", path)
-
-
-def _joined(base: str, url: str) -> str:
-    try:
-        return urljoin(base, url)
-    except ValueError:
-        return ""
+    return join_url(registry.base_url, _BRACED.sub(lambda key: quote(values[key[1]], safe=""), registry.download))
 
 
 def value_at(value: Any, key: str) -> Any:

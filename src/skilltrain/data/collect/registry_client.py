@@ -9,12 +9,12 @@ import hashlib
 import ipaddress
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx2
 import tenacity
@@ -25,9 +25,8 @@ from skilltrain.data.collect.refusal import RefusalError
 from skilltrain.errors import SkilltrainError
 from skilltrain.version import __version__
 
-AnswerT = TypeVar("AnswerT")
-_GONE = (403, 404, 410, 451)
-_PASSING = (408, 425)  # and 429, 5xx
+_GONE = (404, 410, 451)
+_PASSING = (408, 425, 429)  # and 5xx
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
@@ -59,15 +58,6 @@ class _PassingError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
-    """One page of a listing. `link` is the URL that the Link header calls next, or empty."""
-
-    value: Any
-    etag: str
-    link: str
-
-
-@dataclass(frozen=True, slots=True)
 class Download:
     """What was written to a file, and what the server gave to ask "has it changed?" with."""
 
@@ -80,7 +70,8 @@ class Download:
 class RegistryClient:
     """One registry, asked one request at a time; use it in a `with`.
 
-    A RefusalError's filter is gone (403, 404, 410, 451), too_big, host_not_allowed (nothing was asked of it) or failed.
+    A RefusalError's filter is gone (404, 410, 451), forbidden (403), too_big, host_not_allowed (nothing was asked of
+    it) or failed.
     """
 
     def __init__(self, base_url: str, allow_hosts: Sequence[str], token: str, config: HttpConfig) -> None:
@@ -97,20 +88,18 @@ class RegistryClient:
     def __exit__(self, *error: object) -> None:
         self._http.close()
 
-    def get_page(self, url: str, etag: str) -> Page | None:
-        """The JSON at `url`, None if it is what it was under `etag`. Raises RefusalError."""
+    def get_json(self, url: str) -> Any:
+        """The JSON at `url`. Raises RefusalError."""
 
-        def read(response: httpx2.Response) -> Page:
+        def read(response: httpx2.Response) -> Any:
             data = b"".join(self._body(response, self._config.max_page_bytes))
             try:
-                value = json.loads(data.decode("utf-8-sig"))
+                return json.loads(data.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
                 what = "an HTML page" if data[:200].lstrip().startswith(b"<") else f"no JSON ({error})"
                 raise _PassingError(f"the answer is {what}") from error
-            link = response.links.get("next", {}).get("url", "")
-            return Page(value, response.headers.get("ETag", ""), str(response.url.join(link)) if link else "")
 
-        return self._fetch(url, {"Accept": "application/json", "If-None-Match": etag}, read)
+        return self._fetch(url, {"Accept": "application/json"}, read)
 
     def download(self, url: str, path: Path, etag: str, modified: str, digest: str) -> Download | None:
         """Write what is at `url` to `path`; None if it is what it was under `etag` or `modified`. Raises RefusalError.
@@ -161,7 +150,7 @@ class RegistryClient:
         self._not_before = time.monotonic() + 1 / self._config.requests_per_second
         self.num_requests += 1
 
-    def _fetch(self, url: str, headers: dict[str, str], read: Callable[[httpx2.Response], AnswerT]) -> AnswerT | None:
+    def _fetch(self, url: str, headers: dict[str, str], read: Callable[[httpx2.Response], Any]) -> Any:
         """What `read` makes of the answer, None for 304, after as many attempts as it takes and is allowed."""
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type((_PassingError, httpx2.TransportError)),
@@ -177,7 +166,7 @@ class RegistryClient:
         except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
             raise RefusalError("failed", f"{type(error).__name__}: {error}") from error
 
-    def _ask(self, url: str, headers: dict[str, str], read: Callable[[httpx2.Response], AnswerT]) -> AnswerT | None:
+    def _ask(self, url: str, headers: dict[str, str], read: Callable[[httpx2.Response], Any]) -> Any:
         """One attempt, through redirects. The token goes to the registry alone: httpx2 takes it off the others."""
         named = {"User-Agent": f"skilltrain/{__version__}", "Accept-Encoding": "gzip", **headers}
         if self._token and _origin(self.check(url)) == self._home:
@@ -194,20 +183,19 @@ class RegistryClient:
                 request = response.next_request
         raise RefusalError("failed", f"more than {self._config.max_redirects} redirects")
 
-    def _answer(self, response: httpx2.Response, read: Callable[[httpx2.Response], AnswerT]) -> AnswerT | None:
+    def _answer(self, response: httpx2.Response, read: Callable[[httpx2.Response], Any]) -> Any:
         status = response.status_code
         if status == 200:
             return read(response)
         if status == 304 and {"if-none-match", "if-modified-since"} & response.request.headers.keys():
             return None
-        if status in _PASSING or status >= 500 or _is_rate_limit(status, response.headers):
-            self._hold(response, _seconds_to_wait(response.headers))
+        asked_to_wait = response.headers.get("retry-after", "").strip()
+        if status in _PASSING or status >= 500 or (status == 403 and asked_to_wait):  # GitHub's 403 may pass, too
+            self._hold(response, _seconds(asked_to_wait))
             raise _PassingError(f"HTTP {status}")
-        if status in _GONE:
-            raise RefusalError("gone", f"HTTP {status}", float(status))
+        filter = "gone" if status in _GONE else "forbidden" if status == 403 else "failed"
         fix = ": set token_env to a variable that holds a valid token" if status == 401 else ""
-        fix = " without a Location that can be followed" if response.is_redirect else fix
-        raise RefusalError("failed", f"HTTP {status}{fix}", float(status))
+        raise RefusalError(filter, f"HTTP {status}{fix}", float(status))
 
     def _hold(self, response: httpx2.Response, seconds: float) -> None:
         """Let no request through for as long as the registry asks."""
@@ -239,24 +227,14 @@ class RegistryClient:
             yield chunk
 
 
-def _is_rate_limit(status: int, headers: Mapping[str, str]) -> bool:
-    """Whether an answer says "too many requests"; GitHub says so with 403, too."""
-    return status == 429 or (status == 403 and ("retry-after" in headers or _is_used_up(headers)))
-
-
-def _is_used_up(headers: Mapping[str, str]) -> bool:
-    return headers.get("x-ratelimit-remaining", "").strip() == "0"
-
-
-def _seconds_to_wait(headers: Mapping[str, str]) -> float:
-    """What Retry-After (seconds or a date) or a used-up rate limit's reset asks for; 0 where they say nothing."""
-    text, reset = (headers.get(name, "").strip() for name in ("retry-after", "x-ratelimit-reset"))
-    if text.isdecimal():
-        return float(text[:12])
+def _seconds(retry_after: str) -> float:
+    """What a header Retry-After, seconds or a date, asks to wait; 0 where it says neither."""
+    if retry_after.isdecimal():
+        return float(retry_after[:12])
     try:
-        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+        return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
     except (ValueError, TypeError, OverflowError):
-        return max(0.0, float(reset[:12]) - time.time()) if _is_used_up(headers) and reset.isdecimal() else 0.0
+        return 0.0
 
 
 def _origin(url: httpx2.URL) -> tuple[str, str, int | None]:

@@ -4,13 +4,12 @@ A sync is one pass over a registry: the pages of its listing, then the downloads
 their SHA-256.
 """
 
-import hashlib
 import json
 import os
 import secrets
 import sqlite3
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,9 +22,10 @@ from skilltrain.records import Dropped
 
 DATABASE, DOWNLOADS, PARTIAL = "collected.sqlite", "downloads", "download.partial"
 _TABLES = """
+PRAGMA journal_mode = WAL;
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT);
-CREATE TABLE IF NOT EXISTS pages (sync TEXT, url TEXT, page TEXT);
-CREATE TABLE IF NOT EXISTS outcomes (skill_id TEXT PRIMARY KEY, outcome TEXT);
+CREATE TABLE IF NOT EXISTS listing (page TEXT);
+CREATE TABLE IF NOT EXISTS skills (skill_id TEXT PRIMARY KEY, outcome TEXT);
 """
 
 
@@ -33,8 +33,6 @@ CREATE TABLE IF NOT EXISTS outcomes (skill_id TEXT PRIMARY KEY, outcome TEXT);
 class ListedPage:
     """One page as it was read. `next` is where the next one stands, None after the last."""
 
-    url: str
-    etag: str
     next: Position
     skills: list[Listed]
     dropped: list[Dropped]
@@ -48,10 +46,10 @@ class Outcome:
     """
 
     skill_id: str
-    status: Literal["fetched", "gone", "too_big", "failed", "broken"]
+    status: Literal["fetched", "gone", "forbidden", "too_big", "failed", "broken"]
     sync: str
     version: str
-    url_key: str
+    url: str
     reason: str = ""
     value: float | None = None
     sha256: str = ""
@@ -61,42 +59,26 @@ class Outcome:
     date: str = ""
 
 
-def url_key(url: str) -> str:
-    """A URL in 16 digits: its query may hold a signature, which is kept no longer than the listing that it came in."""
-    return hashlib.sha256(url.encode()).hexdigest()[:16]
-
-
 class SyncState:
     """The state folder of one registry; open it with `open_state`."""
 
     def __init__(self, folder: Path, database: sqlite3.Connection, registry: dict[str, Any]) -> None:
         self._folder, self._database = folder, database
-        database.executescript("PRAGMA journal_mode = WAL; PRAGMA busy_timeout = 0;" + _TABLES)
+        database.executescript(_TABLES)
         known = {key: json.loads(value) for key, value in database.execute("SELECT key, value FROM meta")}
         home = known.get("registry", registry)["base_url"]
         if home != registry["base_url"]:
             raise SkilltrainError(f"holds what was collected from {home}", where=folder, fix="set another state=…")
-        rows = database.execute("SELECT outcome FROM outcomes")
+        rows = database.execute("SELECT outcome FROM skills")
         self.outcomes = {outcome.skill_id: outcome for outcome in (Outcome(**json.loads(row[0])) for row in rows)}
         self.sync = known.get("sync", "")
-        self.pages: list[ListedPage] = []
-        if known.get("registry") == registry and not known.get("is_finished"):
-            rows = database.execute("SELECT page FROM pages WHERE sync = ? ORDER BY rowid", [self.sync])
-            self.pages = [_page_from(json.loads(row[0])) for row in rows]
-        else:
-            if known.get("registry") != registry:  # its pages were read under other keys
-                self._write("DELETE FROM pages")
-            self._keep("registry", registry)
+        self.pages = [_page_from(json.loads(row[0])) for row in database.execute("SELECT page FROM listing")]
+        if known.get("registry") != registry or known["is_finished"]:
             self.start_sync()
-
-    def _write(self, statement: str, *values: str) -> None:
-        try:
-            self._database.execute(statement, values)
-        except sqlite3.OperationalError as error:  # a full disk
-            raise SkilltrainError(f"cannot write: {error}", where=self._folder / DATABASE) from error
+            self._keep("registry", registry)
 
     def _keep(self, key: str, value: Any) -> None:
-        self._write("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, json.dumps(value))
+        self._database.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", [key, json.dumps(value)])
 
     @property
     def has_listing(self) -> bool:
@@ -104,28 +86,23 @@ class SyncState:
         return bool(self.pages) and self.pages[-1].next is None
 
     def start_sync(self) -> None:
-        """Begin a listing anew. What is known of the skills stays, and so do the pages of the sync before."""
-        self._write("DELETE FROM pages WHERE sync != ?", self.sync)
+        """Begin a listing anew. What is known of the skills stays."""
+        self._database.execute("DELETE FROM listing")
+        self.pages = []
         self.sync = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
         self._keep("sync", self.sync)
         self._keep("is_finished", False)
-        self.pages = []
-
-    def page_before(self, url: str) -> ListedPage | None:
-        """The page that an earlier listing had at `url`."""
-        query = "SELECT page FROM pages WHERE url = ? AND sync != ?"
-        row = self._database.execute(query, [url, self.sync]).fetchone()
-        return _page_from(json.loads(row[0])) if row else None
 
     def add_page(self, page: ListedPage) -> None:
         """Keep a page; the next run goes on behind it."""
-        self._write("INSERT INTO pages VALUES (?, ?, ?)", self.sync, page.url, json.dumps(asdict(page)))
+        self._database.execute("INSERT INTO listing VALUES (?)", [json.dumps(asdict(page))])
         self.pages.append(page)
 
     def record(self, outcome: Outcome) -> None:
         """Keep what became of a skill."""
         dated = replace(outcome, date=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}")
-        self._write("INSERT OR REPLACE INTO outcomes VALUES (?, ?)", outcome.skill_id, json.dumps(asdict(dated)))
+        row = [outcome.skill_id, json.dumps(asdict(dated))]
+        self._database.execute("INSERT OR REPLACE INTO skills VALUES (?, ?)", row)
         self.outcomes[outcome.skill_id] = dated
 
     def finish_sync(self) -> None:
@@ -162,20 +139,17 @@ def open_state(folder: Path, registry: dict[str, Any]) -> Iterator[SyncState]:
 
     `registry` is what makes a listing another one: its settings without secrets and permissions.
     """
-    with ExitStack() as stack:
+    with locked(folder / "sync"):  # makes the folder, too
         try:
-            stack.enter_context(locked(folder / ".lock"))
-            database = stack.enter_context(closing(sqlite3.connect(folder / DATABASE, isolation_level=None)))
-            state = SyncState(folder, database, registry)
-        except OSError as error:
-            raise SkilltrainError(f"cannot write: {error.strerror or error}", where=folder) from error
-        except (sqlite3.DatabaseError, KeyError, TypeError, ValueError) as error:
-            fix = f"delete {DATABASE}; what it holds is asked again"
-            raise SkilltrainError(f"holds no state of a collector: {error!r}", where=folder, fix=fix) from error
-        stack.callback(state.partial_path().unlink, missing_ok=True)
-        yield state
+            with closing(sqlite3.connect(folder / DATABASE, isolation_level=None)) as database:
+                yield SyncState(folder, database, registry)
+        except sqlite3.Error as error:  # no database, one of another program, or a full disk
+            what = f"cannot be read or written as the state of a collector: {error}"
+            raise SkilltrainError(what, where=folder / DATABASE, fix="free some space, or delete it") from error
+        finally:
+            (folder / PARTIAL).unlink(missing_ok=True)
 
 
 def _page_from(row: dict[str, Any]) -> ListedPage:
     skills = [Listed(**skill) for skill in row["skills"]]
-    return ListedPage(**{**row, "skills": skills, "dropped": [Dropped(**dropped) for dropped in row["dropped"]]})
+    return ListedPage(row["next"], skills, [Dropped(**dropped) for dropped in row["dropped"]])
