@@ -16,8 +16,8 @@ import bm25s
 
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark
 from skilltrain.evaluation.benchmarks.load import load_benchmark
+from skilltrain.evaluation.bootstrap import interval
 from skilltrain.evaluation.metrics import parse_measures, per_query
-from skilltrain.evaluation.statistics.bootstrap import interval
 from skilltrain.records import Skill
 from skilltrain.retrieval.lexical import english_stemmer, tokenize, top_k
 from skilltrain.routing.evaluate import skills_of

@@ -4,14 +4,13 @@ import math
 import random
 from collections.abc import Sequence
 
-from skilltrain.evaluation.analysis.analysis import Analysis, FieldAttention, FieldShares, StageLatency
-from skilltrain.evaluation.analysis.outcomes import outcomes
+from skilltrain.evaluation.analysis.analysis import Analysis, FieldAttention, FieldShares, StageLatency, outcomes
 from skilltrain.evaluation.analysis.pass_rates import PassRate
 from skilltrain.evaluation.analysis.structure import FeatureComparison
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, task_of
+from skilltrain.evaluation.bootstrap import Interval, interval
 from skilltrain.evaluation.metrics import DEFAULT_MEASURES, SET_COMPAT, Measure, Relevance, parse_measures, per_query
 from skilltrain.evaluation.results import SystemResult
-from skilltrain.evaluation.statistics.bootstrap import Interval, interval
 from skilltrain.records import Query, Skill
 from skilltrain.report.evaluation import About, Report, build_report
 

@@ -11,7 +11,7 @@ import pytest
 from skilltrain.ablation.plan import Plan
 from skilltrain.ablation.results import collect_results, markdown, mean_over_seeds, read_values, terminal_table
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.statistics.significance import holm
+from skilltrain.evaluation.comparison import holm
 from skilltrain.terminal import console
 from test_ablation_grid import grid, plan_of
 

@@ -12,10 +12,10 @@ import pytest
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, check_pool, joined
 from skilltrain.evaluation.benchmarks.load import load_benchmark
+from skilltrain.evaluation.bootstrap import Interval
 from skilltrain.evaluation.metrics import Relevance, parse_measures, per_query
 from skilltrain.evaluation.results import SystemResult
 from skilltrain.evaluation.slices import labels_of, means_by_slice
-from skilltrain.evaluation.statistics.bootstrap import Interval
 from skilltrain.records import Query, Skill
 
 Write = Callable[[str, str], Path]
@@ -190,7 +190,7 @@ def test_a_skillret_query_in_two_splits_needs_a_split(write: Write):
         "queries/train.jsonl": lines({"id": "q-test", "query": "do"}),
         "qrels/train.jsonl": lines({"query_id": "q-test", "skill_id": "s-train", "relevance": 1}),
     })  # fmt: skip
-    with pytest.raises(SkilltrainError, match=r"query 'q-test' is of the splits test and train \(give the split"):
+    with pytest.raises(SkilltrainError, match=r"train\.jsonl: query 'q-test' is of split test as well \(give"):
         load_benchmark(folder)
     assert ids(load_benchmark(folder, "train")) == ["q-test"]
 

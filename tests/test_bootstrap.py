@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.statistics import bootstrap
-from skilltrain.evaluation.statistics.bootstrap import (
+from skilltrain.evaluation import bootstrap
+from skilltrain.evaluation.bootstrap import (
     RESAMPLES,
     Interval,
     compact,
@@ -15,7 +15,7 @@ from skilltrain.evaluation.statistics.bootstrap import (
     paired_differences,
     resampled_means,
 )
-from skilltrain.evaluation.statistics.significance import mcnemar
+from skilltrain.evaluation.comparison import mcnemar
 
 
 def paired_difference(a: list[float], b: list[float], seed: int) -> tuple[Interval, float]:

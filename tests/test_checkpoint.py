@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.statistics.bootstrap import Interval
+from skilltrain.evaluation.bootstrap import Interval
 from skilltrain.training import checkpoint, engine
 from skilltrain.training.checkpoint import (
     Best,

@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.bootstrap import Interval, paired_differences
+from skilltrain.evaluation.comparison import Comparison, cohens_h, compare, holm, mcnemar, wilcoxon
 from skilltrain.evaluation.results import SystemResult
-from skilltrain.evaluation.statistics.bootstrap import Interval, paired_differences
-from skilltrain.evaluation.statistics.comparison import Comparison, compare
-from skilltrain.evaluation.statistics.significance import cohens_h, holm, mcnemar, wilcoxon
 
 MEASURES = ("Hit@1", "MRR@10")
 IDS = tuple(f"q{i}" for i in range(30))

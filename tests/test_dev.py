@@ -6,7 +6,7 @@ import torch
 
 from skilltrain.config import Config, input_paths, validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.statistics.bootstrap import Interval
+from skilltrain.evaluation.bootstrap import Interval
 from skilltrain.records import Query, Skill
 from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, rows_of, write_table
 from skilltrain.training.checkpoint import Best

@@ -13,7 +13,7 @@ from accelerate.state import PartialState
 from accelerate.tracking import GeneralTracker, WandBTracker
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.statistics.bootstrap import Interval
+from skilltrain.evaluation.bootstrap import Interval
 from skilltrain.training.log import TrackedRun, TrainingLog, open_trackers
 
 FIGURES = {"loss": 0.5, "learning_rate": 2e-5, "padding_share": 0.25}

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis.outcomes import Outcomes, outcomes
+from skilltrain.evaluation.analysis.analysis import Outcomes, outcomes
 from skilltrain.evaluation.results import SystemResult
 
 

@@ -2,8 +2,8 @@ import pytest
 
 from skilltrain.evaluation.analysis.pass_rates import AGENTS, AVERAGE, Agent, are_known, average, estimate, pass_rates
 from skilltrain.evaluation.benchmarks.benchmark import make_task
+from skilltrain.evaluation.bootstrap import Interval
 from skilltrain.evaluation.metrics import Relevance
-from skilltrain.evaluation.statistics.bootstrap import Interval
 
 PRINTED = 0.06  # percent: the paper prints tenths, and computed from coverages with more than three digits
 

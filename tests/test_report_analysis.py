@@ -9,8 +9,7 @@ import pytest
 
 from invented_report import invented
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis.analysis import Analysis, FieldAttention, FieldShares
-from skilltrain.evaluation.analysis.outcomes import Outcomes
+from skilltrain.evaluation.analysis.analysis import Analysis, FieldAttention, FieldShares, Outcomes
 from skilltrain.evaluation.metrics import parse_measures
 from skilltrain.records import Skill
 from skilltrain.report.evaluation import About, Report, report_markdown, report_page, write_report

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import make_task
+from skilltrain.evaluation.bootstrap import interval
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.evaluation.results import SystemResult
 from skilltrain.evaluation.slices import by_kind, labels_of, means_by_slice, quartiles, shown
-from skilltrain.evaluation.statistics.bootstrap import interval
 from skilltrain.records import Skill
 
 LABELS = {

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.bootstrap import Interval, interval, normal_interval
+from skilltrain.evaluation.comparison import cohens_h, holm, mcnemar, wilcoxon
 from skilltrain.evaluation.results import SystemResult, same_queries, values_of
-from skilltrain.evaluation.statistics.bootstrap import Interval, interval, normal_interval
-from skilltrain.evaluation.statistics.significance import cohens_h, holm, mcnemar, wilcoxon
 
 BITS = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40)
 STEPS = st.lists(st.integers(-4, 4), min_size=1, max_size=9)

@@ -1,1 +1,1 @@
-"""How good a ranking is: measures per query, benchmarks, statistics, analyses, and the report that shows them."""
+"""How good a ranking is: measures per query, benchmarks, intervals and tests, and analyses."""

@@ -1,4 +1,4 @@
-"""Measures as values: one number per query first, an aggregate only afterwards (statistics/bootstrap.py).
+"""Measures as values: one number per query first, an aggregate only afterwards (bootstrap.py).
 
 MEANINGS says what each measure is. `gold` decides all of them but nDCG and nDCG-exp, which read the graded gains.
 Sources: SkillRouter, section 2 and appendix A, nDCG as in its released evaluation (linear gains); R3-Skill for COMP
@@ -7,13 +7,10 @@ and Set-Compat, as in its released evaluation (whose nDCG is nDCG-bin). What Ski
 What is decided once, for all callers:
 - Ties. A ranking is a list, so its order decides. Where scores tie, whoever made the list has put the skill first
   that stands first in the pool (retrieval) or that stood first before (reranking): no order by id, no chance.
-- NaN. No score reaches this module; a system whose scores are not finite is refused before its ranking is made, and
-  gains that are not finite are refused here. No measure ever gives NaN.
-- A query that the rankings leave out scores 0, as an empty ranking does: a system that fails to answer is not
-  excused. (SkillRouter's released evaluation leaves such a query out of the mean.)
+- A query that the rankings leave out scores 0, as an empty ranking does. (SkillRouter's released evaluation leaves
+  such a query out of the mean.)
 - Gold outside the pool is refused (benchmarks/benchmark.py, check_pool), where the released evaluation shrinks the
-  gold. Gold outside the ranking counts as missed. A ranked skill that nobody judged is not gold and gains nothing.
-- Empty gold is refused: no ranking could succeed.
+  gold. Gold outside the ranking counts as missed. A ranked skill that nobody judged gains nothing.
 - A measure that is not defined for a query (Set-Compat, where one skill is gold) gives it no value: the key is absent
   from `per_query`, for every system alike, and the mean and its n run over the queries that have the key.
 """
@@ -52,8 +49,7 @@ class Relevance:
     """What a query asks for: the `gold` skills, and the `gains` (skill_id → gain ≥ 0) that nDCG weighs.
 
     A gain without gold is half a success: a useful skill, or a degraded copy of a gold one. `alternatives` (skill_id →
-    gold skill) are skills that do what a gold skill does: the one of them that a ranking puts first stands for the
-    gold skill, and the others are as good as unjudged. So a second copy earns nothing, and keeps the place it takes.
+    gold skill) do what a gold skill does: the one that a ranking puts first stands for it, the others gain nothing.
     """
 
     gold: frozenset[str]
@@ -63,10 +59,7 @@ class Relevance:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A measure and the number of places it looks at; `str` gives its name, like nDCG@10.
-
-    Set-Compat has no cutoff (0): it looks at as many places as the query has gold skills.
-    """
+    """A measure and the number of places it looks at (0 for Set-Compat: as many as the query has gold skills)."""
 
     name: str
     cutoff: int
@@ -128,9 +121,8 @@ MeasureNames = Annotated[tuple[str, ...], AfterValidator(_known_names)]
 
 
 def evaluate_query(ranking: Sequence[str], relevance: Relevance, measures: Sequence[Measure]) -> dict[str, float]:
-    """Measure name → value for one query's ranking (skill ids, best first; empty scores 0 everywhere).
+    """Measure name → value for one query's ranking (skill ids, best first), where it is defined (`Measure.applies_to`).
 
-    A measure that is not defined for the query is left out (`Measure.applies_to`).
     Raises SkilltrainError for a skill that stands twice in the ranking, and for a relevance by which no ranking
     could succeed: no gold, a gold skill without a positive gain, a gain that is no number from 0 to 1,000.
     """
@@ -159,14 +151,12 @@ def per_query(
     Raises SkilltrainError for a ranked query that the benchmark does not hold, and as `evaluate_query` does.
     """
     if unknown := [query_id for query_id in rankings if query_id not in relevances]:
-        raise SkilltrainError(
-            f"{len(unknown)} of {len(rankings)} ranked queries are not in the benchmark", where=f"query {unknown[0]}"
-        )
+        what = f"{len(unknown)} of {len(rankings)} ranked queries are not in the benchmark"
+        raise SkilltrainError(what, where=f"query {unknown[0]}")
     values: dict[str, dict[str, float]] = {}
     for query_id, relevance in relevances.items():
         try:
-            ranking = rankings.get(query_id, ())
-            values[query_id] = evaluate_query(ranking, relevance, measures)
+            values[query_id] = evaluate_query(rankings.get(query_id, ()), relevance, measures)
         except SkilltrainError as error:
             raise SkilltrainError(error.what, where=f"query {query_id}", fix=error.fix) from error
     return values

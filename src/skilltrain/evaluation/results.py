@@ -21,8 +21,8 @@ class SystemResult:
 def same_queries(results: Sequence[SystemResult]) -> tuple[str, ...]:
     """The ids of the queries that every system was scored on, in the first system's order; () for no systems.
 
-    Raises SkilltrainError where two systems share a name or hold different queries: a mean over other queries is
-    another quantity, and a paired test over the common ones would leave out those that a system failed to answer.
+    Raises SkilltrainError where two systems share a name or hold different queries: a paired test over the common
+    ones would leave out those that a system failed to answer.
     """
     if not results:
         return ()

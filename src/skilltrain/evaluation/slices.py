@@ -4,7 +4,7 @@ A label is what is known of a query. Most come from the benchmark (`Task.labels`
 `query length`, and, where the pool's texts are known, `description length`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from statistics import fmean
@@ -14,8 +14,8 @@ import numpy as np
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Labels, Task, wanted_skills
+from skilltrain.evaluation.bootstrap import Interval, intervals
 from skilltrain.evaluation.results import SystemResult, same_queries, values_of
-from skilltrain.evaluation.statistics.bootstrap import Interval, intervals
 from skilltrain.records import Skill
 from skilltrain.texts import words_of
 
@@ -29,8 +29,7 @@ _ORDER = ("single", "multi", "easy", "medium", "hard", "terse", "long")  # all o
 class SliceMeans:
     """What the systems score on the queries whose `label` has this `value`; all queries are label and value `all`.
 
-    `means` maps system → measure → mean with its 95% interval. A measure that none of the queries has a value of
-    (Set-Compat, where one skill is gold) is left out, and the interval's `n` says how many have one.
+    `means` maps system → measure → mean of the queries that have a value of it (its `n`); left out where none has.
     """
 
     label: str
@@ -66,10 +65,8 @@ def means_by_slice(
 ) -> tuple[SliceMeans, ...]:
     """The means of all queries, and then of every slice, by label and value; systems share their draws.
 
-    `labels` maps every query to what is known of it (`labels_of`). `clusters` maps a query to the one that it is
-    drawn together with (`Benchmark.clusters`). A label of more than 12 values makes no slices.
-    Raises SkilltrainError where systems do not hold exactly these queries, and for a system that lacks a value of a
-    measure where another has one.
+    `labels` maps every query to what is known of it (`labels_of`), `clusters` as for `compare`. Raises SkilltrainError
+    where systems do not hold exactly these queries, or one lacks a value of a measure where another has one.
     """
     held = _held(results, labels, measures)
     means: dict[tuple[str, ...], Mapping[str, Mapping[str, Interval]]] = {}
@@ -96,46 +93,40 @@ def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, L
     """query_id → its labels: those of the benchmark, and those computed here.
 
     `query length` is terse up to 20 words, else long (a CJK character is a word). `description length` is one of four
-    parts of the tasks by the mean characters of their gold skills' descriptions, from short to long; `skills` is the
-    pool, empty where its texts are not known, and then the label is left out.
+    parts of the tasks by the mean characters of their gold skills' descriptions in the pool `skills`, which is empty
+    where its texts are not known: then the label is left out.
     """
-    computed: dict[str, dict[str, str]] = {}
+    lengths: dict[str, float] = {}
     for task in tasks:
+        if wanted := wanted_skills(task.relevance, skills):
+            lengths[task.query.query_id] = fmean(len(skills[skill_id].description) for skill_id in wanted)
+    parts = quartiles(lengths)
+    labels: dict[str, Labels] = {}
+    for task in tasks:
+        query_id = task.query.query_id
         length = "terse" if len(words_of(task.query.text)) <= MOST_TERSE else "long"
-        computed[task.query.query_id] = {"query length": length}
-    if skills:
-        for query_id, part in quartiles(_description_lengths(tasks, skills)).items():
-            computed[query_id]["description length"] = part
-    return {task.query.query_id: {**task.labels, **computed[task.query.query_id]} for task in tasks}
+        of_pool = {"description length": parts[query_id]} if query_id in parts else {}
+        labels[query_id] = {**task.labels, "query length": length, **of_pool}
+    return labels
 
 
 def quartiles(lengths: Mapping[str, float]) -> dict[str, str]:
     """query_id → its part of four, like `Q1, 24–80 characters`, cut by rank from short to long.
 
-    Equal lengths stay together, in the part where the middle of them falls. So parts may differ in size; an empty one
-    is left out, and the others are numbered from 1.
+    Equal lengths stay together, in the part where the middle of them falls; parts that are empty are left out.
     """
     parts: tuple[list[str], ...] = ([], [], [], [])
     start = 0
     for _, equal in groupby(sorted(lengths, key=lengths.__getitem__), key=lengths.__getitem__):
         group = list(equal)
-        end = start + len(group)
-        parts[2 * (start + end) // len(lengths)].extend(group)  # 4 x the middle's share of the ranks, rounded down
-        start = end
+        middle = 2 * start + len(group)  # twice the rank, so that it is whole
+        parts[2 * middle // len(lengths)].extend(group)
+        start += len(group)
     names: dict[str, str] = {}
     for number, part in enumerate(filter(None, parts), 1):
         name = f"Q{number}, {lengths[part[0]]:.0f}–{lengths[part[-1]]:.0f} characters"
         names |= dict.fromkeys(part, name)
     return names
-
-
-def _description_lengths(tasks: Iterable[Task], skills: Mapping[str, Skill]) -> dict[str, float]:
-    wanted = {task.query.query_id: wanted_skills(task.relevance, skills) for task in tasks}
-    return {
-        query_id: fmean(len(skills[skill_id].description) for skill_id in skill_ids)
-        for query_id, skill_ids in wanted.items()
-        if skill_ids
-    }
 
 
 def _slices(labels: Mapping[str, Labels]) -> dict[tuple[str, str], tuple[str, ...]]:

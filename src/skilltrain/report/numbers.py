@@ -2,8 +2,8 @@
 
 import unicodedata
 
-from skilltrain.evaluation.statistics.bootstrap import LEVEL, Interval, compact
-from skilltrain.evaluation.statistics.comparison import Comparison
+from skilltrain.evaluation.bootstrap import LEVEL, Interval, compact
+from skilltrain.evaluation.comparison import Comparison
 
 ALPHA = 1 - LEVEL
 _KEPT = "\n\t\u200c\u200d"  # some scripts cannot be written without the two joiners

@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from skilltrain.evaluation.statistics.bootstrap import compact
+from skilltrain.evaluation.bootstrap import compact
 from skilltrain.report import numbers
 
 _FORMATS: tuple[Callable[..., str], ...] = (

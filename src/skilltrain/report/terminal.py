@@ -3,8 +3,8 @@
 from rich.table import Table
 from rich.text import Text
 
+from skilltrain.evaluation.bootstrap import compact
 from skilltrain.evaluation.slices import ALL, KIND, SliceMeans, shown
-from skilltrain.evaluation.statistics.bootstrap import compact
 from skilltrain.report.evaluation import Report
 from skilltrain.texts import printable
 

@@ -9,8 +9,7 @@ from pydantic import Field
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis.analysis import Analysis, FieldAttention, StageLatency
-from skilltrain.evaluation.analysis.outcomes import outcomes
+from skilltrain.evaluation.analysis.analysis import Analysis, FieldAttention, StageLatency, outcomes
 from skilltrain.evaluation.analysis.structure import FeatureComparison, compare_structure
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, wanted_skills
 from skilltrain.evaluation.results import SystemResult

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from skilltrain.config import Config, validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.statistics.bootstrap import Interval
+from skilltrain.evaluation.bootstrap import Interval
 from skilltrain.files import read_json, write_json
 from skilltrain.training.engine import launch_of, shards_weights
 

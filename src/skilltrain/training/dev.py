@@ -15,8 +15,8 @@ from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Task
 from skilltrain.evaluation.benchmarks.load import load_benchmark
+from skilltrain.evaluation.bootstrap import Interval, compact, intervals
 from skilltrain.evaluation.metrics import Relevance, parse_measures, per_query
-from skilltrain.evaluation.statistics.bootstrap import Interval, compact, intervals
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import TokenIds
 from skilltrain.models.reranker import PairIds, Reranker

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.statistics.bootstrap import Interval
+from skilltrain.evaluation.bootstrap import Interval
 from skilltrain.files import write_text
 from skilltrain.terminal import say
 

@@ -1,1 +1,1 @@
-"""What lies behind a mean: which queries a reranker fixed, where a model looks, what fails, what an agent gains."""
+"""What lies behind a mean: which queries a reranker fixed, where a model looks, what an agent gains."""

@@ -1,10 +1,32 @@
-"""Everything a report may hold beside the means."""
+"""Everything a report may hold beside the means, and the first of it: what a second system changed."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from skilltrain.evaluation.analysis.outcomes import Outcomes
+import numpy as np
+
+from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analysis.pass_rates import PassRate
 from skilltrain.evaluation.analysis.structure import FeatureComparison
+from skilltrain.evaluation.bootstrap import cluster_sums, is_binary
+from skilltrain.evaluation.comparison import mcnemar
+from skilltrain.evaluation.results import SystemResult, same_queries, values_of
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """What `system` changed (SkillRouter, section 5.5.1): the queries that are right in both, in `system` alone
+    (fixed), in `baseline` alone (broken) and in neither; `p` is McNemar's, two-sided and exact.
+    """
+
+    baseline: str
+    system: str
+    measure: str
+    both: tuple[str, ...]
+    fixed: tuple[str, ...]
+    broken: tuple[str, ...]
+    neither: tuple[str, ...]
+    p: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +56,8 @@ class FieldShares:
 @dataclass(frozen=True, slots=True)
 class FieldAttention:
     """Where a reranker looks: attention of the last position (of the first for models with a classification token) to
-    the skill's fields (SkillRouter, section 3.2 and appendix F).
-
-    Averaged over heads, then normalised over the three fields of each pair, then averaged over pairs. `tokens` is the
-    share of the fields in the tokens: what attention without a preference would give.
+    the skill's fields (SkillRouter, section 3.2 and appendix F), averaged over heads, normalised over a pair's fields,
+    averaged over pairs. `tokens` is what attention without a preference would give: the fields' share of tokens.
     """
 
     model: str
@@ -56,3 +76,36 @@ class Analysis:
     latencies: tuple[StageLatency, ...] = ()
     structure: tuple[FeatureComparison, ...] = ()
     attention: tuple[FieldAttention, ...] = ()
+
+
+def outcomes(
+    baseline: SystemResult, system: SystemResult, measure: str, clusters: Mapping[str, str] | None = None
+) -> Outcomes:
+    """The queries that `system` fixed and broke by `measure`, in their order; `clusters` as for `compare`.
+
+    Raises SkilltrainError for systems that do not hold the same queries, a measure that one of them lacks, and one
+    with values other than 0 and 1: half a success is neither fixed nor broken.
+    """
+    query_ids = same_queries([baseline, system])
+    before, after = (values_of(result, query_ids, [measure])[:, 0] for result in (baseline, system))
+    for result, values in ((baseline, before), (system, after)):
+        if not is_binary(values):
+            what = f"fixed and broken need a measure that is 0 or 1, and {measure} is neither"
+            raise SkilltrainError(what, where=f"system {result.name}", fix="take Hit@k or FC@k")
+
+    def where(was_right: bool, is_right: bool) -> tuple[str, ...]:
+        chosen = (before == was_right) & (after == is_right)
+        return tuple(query_id for query_id, holds in zip(query_ids, chosen, strict=True) if holds)
+
+    names = [(clusters or {}).get(query_id, query_id) for query_id in query_ids]
+    net, _ = cluster_sums((after - before)[:, np.newaxis], names)
+    return Outcomes(
+        baseline=baseline.name,
+        system=system.name,
+        measure=measure,
+        both=where(True, True),
+        fixed=where(False, True),
+        broken=where(True, False),
+        neither=where(False, False),
+        p=mcnemar(net[:, 0]),
+    )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from skilltrain.evaluation.benchmarks.benchmark import Task
 from skilltrain.evaluation.benchmarks.skillrouter import ORIGIN
-from skilltrain.evaluation.statistics.bootstrap import Interval
+from skilltrain.evaluation.bootstrap import Interval
 
 COVERAGES = ("Hit@1", "Recall@10", "FC@10")  # an agent that takes the first, reads ten, or needs all among ten
 AVERAGE = "average"
@@ -15,10 +15,7 @@ AVERAGE = "average"
 
 @dataclass(frozen=True, slots=True)
 class PassRate:
-    """The share of tasks that `agent` may pass with a system's rankings: vanilla + coverage x (gold - vanilla).
-
-    `estimates` maps coverage measure (Hit@1, Recall@10, FC@10) → estimate; shares from 0 to 1.
-    """
+    """The share of tasks that `agent` may pass with a system's rankings, for each of COVERAGES."""
 
     system: str
     agent: str
@@ -28,7 +25,7 @@ class PassRate:
 
 
 class Agent(NamedTuple):
-    """The share of tasks that an agent passes without skills, and with the gold skills put before it."""
+    """The shares of tasks that an agent passes without skills, and with the gold skills put before it."""
 
     name: str
     without_skills: float
@@ -53,12 +50,8 @@ def are_known(tasks: Sequence[Task]) -> bool:
 
 
 def pass_rates(means: Mapping[str, Mapping[str, Interval]], agents: Sequence[Agent] = AGENTS) -> tuple[PassRate, ...]:
-    """For each system and agent the estimated pass rates, one for each of COVERAGES that `means` holds.
-
-    `means` maps system → measure → mean over all queries (SliceMeans). The agents get one row more a system, their
-    `average`. The estimate is linear in the coverage, and so its interval is that of the mean coverage, mapped: it
-    tells how far the coverage is known, and nothing about whether the pass rates, or the assumption that skills found
-    are skills used, hold for these queries. A scenario, not a measurement.
+    """For each system and agent, and the agents' average, the pass rates that the means of all queries (`means`:
+    system → measure → mean) let expect. A scenario, no measurement: it takes skills found for skills used.
     """
     found: list[PassRate] = []
     for system, row in means.items():
@@ -70,12 +63,14 @@ def pass_rates(means: Mapping[str, Mapping[str, Interval]], agents: Sequence[Age
 
 
 def average(agents: Sequence[Agent]) -> Agent:
-    """The agent whose pass rates are the means of all; as the mixture is linear, its estimates are means too."""
+    """The agent whose pass rates, and so whose estimates, are the means of all."""
     return Agent(AVERAGE, fmean(agent.without_skills for agent in agents), fmean(agent.with_gold for agent in agents))
 
 
 def estimate(agent: Agent, coverage: Interval) -> Interval:
-    """Equation 4 at the mean and the ends of `coverage`; where skills harm the agent, the ends change places."""
+    """Without skills + coverage x (with gold - without), at the mean and the ends of `coverage`; they change places
+    where skills harm the agent. The interval says how far the coverage is known, and no more.
+    """
     gain = agent.with_gold - agent.without_skills
     mean, low, high = (agent.without_skills + share * gain for share in (coverage.mean, coverage.low, coverage.high))
     return Interval(mean, min(low, high), max(low, high), coverage.n)

@@ -1,11 +1,10 @@
 """A benchmark: queries, what each asks for and what is known of it, and the skills it was published with."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.metrics import Relevance
@@ -13,15 +12,11 @@ from skilltrain.records import Query, Skill
 
 Labels = Mapping[str, str | tuple[str, ...]]
 """What is known of one query: label → value, or values where it has several."""
-ItemT = TypeVar("ItemT")
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One query of a benchmark with its relevance and labels.
-
-    `cluster` names the query that it repeats over another pool ("" for none): both are drawn together by the bootstrap.
-    """
+    """One query of a benchmark; `cluster` names the query that it repeats over another pool, "" for none."""
 
     query: Query
     relevance: Relevance
@@ -62,7 +57,7 @@ class Benchmark:
 def make_task(
     query_id: str, text: str, relevance: Relevance, *, origin: str, split: str, labels: Labels | None = None
 ) -> Task:
-    """A task whose query is of the kind that its relevance says."""
+    """A task whose query is `single` where exactly one skill is gold, else `multi` (SkillRouter, appendix A)."""
     return task_of(Query(query_id, text, _kind_of(relevance), origin, split), relevance, labels or {})
 
 
@@ -73,7 +68,6 @@ def task_of(query: Query, relevance: Relevance, labels: Labels) -> Task:
 
 
 def _kind_of(relevance: Relevance) -> str:
-    """`single` where exactly one skill is gold, else `multi` (SkillRouter, appendix A)."""
     return "single" if len(relevance.gold) == 1 else "multi"
 
 
@@ -91,7 +85,8 @@ def make_benchmark(
     `query_ids` are all queries of its files, scored or not. `gold_skills` are those of the pool that can be gold,
     unless they are given. Raises SkilltrainError where no task is of the split.
     """
-    scored = tuple(of_split(tasks, split, lambda task: task.query.split, folder))
+    check_split([task.query for task in tasks], split, folder)
+    scored = tuple(task for task in tasks if split in (None, task.query.split))
     if gold_skills is None:
         wanted = {skill_id for task in scored for skill_id in (*task.relevance.gold, *task.relevance.alternatives)}
         gold_skills = [skill for skill in pool if skill.skill_id in wanted]
@@ -154,42 +149,34 @@ def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
     evaluation.
     """
     pool = frozenset(skill_ids)
-    missing = [(task.query.query_id, lost) for task in benchmark.tasks for lost in _missing(task.relevance, pool)]
+    missing: list[tuple[str, str]] = []
+    tasks: list[Task] = []
+    for task in benchmark.tasks:
+        relevance = task.relevance
+        met = pool.union(need for skill_id, need in relevance.alternatives.items() if skill_id in pool)
+        missing += [(task.query.query_id, skill_id) for skill_id in sorted(relevance.gold - met)]
+        gains = {one: gain for one, gain in relevance.gains.items() if one in pool or one in relevance.gold}
+        tasks.append(replace(task, relevance=replace(relevance, gains=gains)))
     if missing:
         query_id, skill_id = missing[0]
-        num_queries = len({query_id for query_id, _ in missing})
+        num_queries, num_skills = (len(set(column)) for column in zip(*missing, strict=True))
         raise SkilltrainError(
             f"gold skill '{skill_id}' is not among the {len(pool)} skills of the pool; "
-            f"missing in all: {len({lost for _, lost in missing})} gold skill(s) of {num_queries} queries",
+            f"missing in all: {num_skills} gold skill(s) of {num_queries} queries",
             where=f"benchmark {benchmark.name}, query {query_id}",
             fix="add the benchmark's gold skills to the pool, or choose the pool it was made for",
         )
-    return replace(benchmark, tasks=tuple(_within(task, pool) for task in benchmark.tasks))
+    return replace(benchmark, tasks=tuple(tasks))
 
 
-def _missing(relevance: Relevance, pool: frozenset[str]) -> list[str]:
-    met = {need for skill_id, need in relevance.alternatives.items() if skill_id in pool}
-    return sorted(relevance.gold - pool - met)
-
-
-def _within(task: Task, pool: frozenset[str]) -> Task:
-    gold, gains = task.relevance.gold, task.relevance.gains
-    kept = {skill_id: gain for skill_id, gain in gains.items() if skill_id in pool or skill_id in gold}
-    return replace(task, relevance=replace(task.relevance, gains=kept))
-
-
-def of_split(
-    items: Sequence[ItemT], split: str | None, split_of: Callable[[ItemT], str], folder: Path
-) -> Sequence[ItemT]:
-    """The tasks or queries of a split, or all. Raises SkilltrainError where there is none."""
-    if not items:
+def check_split(queries: Sequence[Query], split: str | None, folder: Path) -> None:
+    """Raise SkilltrainError where no query is of the split."""
+    if not queries:
         raise SkilltrainError("holds no query to score", where=folder)
-    chosen = [item for item in items if split in (None, split_of(item))]
-    if not chosen:
-        counts = Counter(map(split_of, items))
+    counts = Counter(query.split for query in queries)
+    if split is not None and split not in counts:
         splits = ", ".join(f"{name} ({count})" for name, count in sorted(counts.items()))
         raise SkilltrainError(f"holds no query of split '{split}'", where=folder, fix=f"its splits are {splits}")
-    return chosen
 
 
 def split_files(folder: Path, suffix: str, split: str | None) -> dict[str, Path]:
@@ -197,8 +184,6 @@ def split_files(folder: Path, suffix: str, split: str | None) -> dict[str, Path]
     files = {file.name.removesuffix(suffix): file for file in sorted(folder.glob(f"*{suffix}"))}
     if not files:
         raise SkilltrainError(f"holds no {suffix} file, one a split", where=folder)
-    if split is None:
-        return files
-    if split not in files:
+    if split not in (None, *files):
         raise SkilltrainError(f"holds no split '{split}'", where=folder, fix=f"its splits are {', '.join(files)}")
-    return {split: files[split]}
+    return {name: file for name, file in files.items() if split in (None, name)}

@@ -1,15 +1,16 @@
 """LiveMCPBench (Mo et al., 2025): tasks with the MCP tools that an annotator used, over the tools of 70 servers.
 
 A task names its tools without their servers, so a name that several servers offer has several candidates. Any of them
-is taken to do: the first is gold, the others are its alternatives.
+is taken to do: the first is gold, the others are its alternatives (Relevance.alternatives). A needed tool that is not
+among the tools cannot be gold, and a task with no other is not scored; the benchmark's `notes` count both.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import AliasPath, Field
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, make_benchmark, make_task
@@ -18,6 +19,7 @@ from skilltrain.evaluation.metrics import Relevance
 from skilltrain.files import read_json
 from skilltrain.records import Skill
 
+_ORIGIN = "livemcpbench"
 ANNOTATIONS = "annotated_data/all_annotations.json"
 SERVERS = "tools/LiveMCPTool/tools.json"
 _LISTED = re.compile(r"^\s*\d+\s*[.)]\s*(\S.*?)\s*$", re.MULTILINE)  # `1. geocode_address`
@@ -37,7 +39,7 @@ class _ToolRow(NamedRow):
         server = f"({self.server}: {self.server_description})" if self.server_description else f"({self.server})"
         body = f"Parameters: {', '.join(self.parameters)}" if self.parameters else "Takes no parameters."
         about = f"{self.description} {server}".strip()
-        return Skill(self.row_id, self.name, about, body, category=self.category, source="livemcpbench")
+        return Skill(self.row_id, self.name, about, body, category=self.category, source=_ORIGIN)
 
 
 class _TaskRow(NamedRow):
@@ -48,21 +50,17 @@ class _TaskRow(NamedRow):
     category: Label = ""
 
 
-class _Metadata(Row):
-    tools: str = Field(alias="Tools")
-
-
 class _Annotation(Row):
     task_id: Text
-    question: Text = Field(alias="Question")
-    metadata: _Metadata = Field(alias="Annotator Metadata")
+    query: Text = Field(alias="Question")
+    tools: str = Field(validation_alias=AliasPath("Annotator Metadata", "Tools"))
     category: Label = ""
 
 
 class _Tool(Row):
     name: Text
     description: str | None = None
-    input_schema: dict[str, Any] = Field(default={}, alias="inputSchema")
+    parameters: dict[str, Any] | None = Field(None, validation_alias=AliasPath("inputSchema", "properties"))
 
 
 class _Tools(Row):
@@ -77,26 +75,26 @@ class _Server(Row):
 
 
 def read_livemcpbench(folder: Path, split: str | None) -> Benchmark:
-    """The benchmark of a folder with tasks.jsonl and tools.jsonl (see load_benchmark)."""
+    """The benchmark of a folder with tasks.jsonl and tools.jsonl."""
     tools = read_rows(_ToolRow, folder / "tools.jsonl")
     return _benchmark(folder, split, tools, list(read_rows(_TaskRow, folder / "tasks.jsonl")))
 
 
 def read_livemcpbench_clone(folder: Path, split: str | None) -> Benchmark:
-    """The benchmark of a clone of the published repository (see load_benchmark)."""
+    """The benchmark of a clone of the published repository."""
     tools = list(_tools_of_servers(folder / SERVERS))
-    by_name: dict[str, list[str]] = {}
+    offers: dict[str, list[str]] = {}
     for _, tool in tools:
-        by_name.setdefault(tool.name, []).append(tool.row_id)
+        offers.setdefault(tool.name, []).append(tool.row_id)
     tasks: list[tuple[str, _TaskRow]] = []
     for where, row in _entries(_Annotation, folder / ANNOTATIONS):
-        names = _LISTED.findall(row.metadata.tools)
-        if not names and row.metadata.tools.strip():
-            what = f"task '{row.task_id}': expected a numbered list of tools, found '{row.metadata.tools[:60]}'"
+        names = _LISTED.findall(row.tools)
+        if not names and row.tools.strip():
+            what = f"task '{row.task_id}': expected a numbered list of tools, found '{row.tools[:60]}'"
             raise SkilltrainError(what, where=where)
-        candidates = [by_name.get(name, []) for name in names]
+        candidates = [offers.get(name, []) for name in names]
         task = _TaskRow(
-            task_id=row.task_id, query=row.question, tools=names, tool_skill_ids=candidates, category=row.category
+            task_id=row.task_id, query=row.query, tools=names, tool_skill_ids=candidates, category=row.category
         )
         tasks.append((where, task))
     return _benchmark(folder, split, tools, tasks)
@@ -104,20 +102,17 @@ def read_livemcpbench_clone(folder: Path, split: str | None) -> Benchmark:
 
 def _tools_of_servers(file: Path) -> Iterator[tuple[str, _ToolRow]]:
     for where, server in _entries(_Server, file):
-        for key, group in server.tools.items():
-            for tool in group.tools:
-                yield (
-                    where,
-                    _ToolRow(
-                        skill_id=f"{key}/{tool.name}",
-                        server=server.name,
-                        server_description=server.description or "",
-                        name=tool.name,
-                        description=tool.description or "",
-                        parameters=sorted(tool.input_schema.get("properties") or {}),
-                        category=server.category,
-                    ),
-                )
+        for key, tool in ((key, tool) for key, group in server.tools.items() for tool in group.tools):
+            row = _ToolRow(
+                skill_id=f"{key}/{tool.name}",
+                server=server.name,
+                server_description=server.description or "",
+                name=tool.name,
+                description=tool.description or "",
+                parameters=sorted(tool.parameters or {}),
+                category=server.category,
+            )
+            yield where, row
 
 
 def _entries(row_class: type[RowT], file: Path) -> Iterator[tuple[str, RowT]]:
@@ -134,51 +129,37 @@ def _benchmark(
     folder: Path, split: str | None, tools: Iterable[tuple[str, _ToolRow]], rows: Sequence[tuple[str, _TaskRow]]
 ) -> Benchmark:
     pool = {skill_id: row.skill() for skill_id, row in unique("skill", tools).items()}
-    unique("task", rows)
+    task_rows = unique("task", rows)
     tasks: list[Task] = []
     for where, row in rows:
         if relevance := _relevance(row, pool, where):
             labels = {"category": row.category}
-            tasks.append(
-                make_task(row.row_id, row.query, relevance, origin="livemcpbench", split="test", labels=labels)
-            )
-    query_ids = [row.row_id for _, row in rows]
-    notes = _notes([row for _, row in rows], {task.query.query_id for task in tasks})
-    return make_benchmark(folder, tasks, split, query_ids, list(pool.values()), notes=notes)
+            tasks.append(make_task(row.row_id, row.query, relevance, origin=_ORIGIN, split="test", labels=labels))
+    notes: list[str] = []
+    without = [row.row_id for _, row in rows for skill_ids in row.tool_skill_ids if not skill_ids]
+    if without:
+        num_tools = sum(len(row.tools) for _, row in rows)
+        missing = f"{len(without)} of {num_tools} needed tools ({len(set(without))} tasks)"
+        notes.append(f"{missing} have no candidate and are no gold")
+    scored = {task.query.query_id for task in tasks}
+    if left_out := [task_id for task_id in task_rows if task_id not in scored]:
+        notes.append(f"{len(left_out)} of {len(rows)} tasks have no gold and are not scored: {', '.join(left_out[:3])}")
+    return make_benchmark(folder, tasks, split, task_rows, list(pool.values()), notes=notes)
 
 
-def _relevance(row: _TaskRow, pool: dict[str, Skill], where: str) -> Relevance | None:
+def _relevance(row: _TaskRow, pool: Container[str], where: str) -> Relevance | None:
     """What a task asks for; None where none of its tools has a candidate."""
     if len(row.tools) != len(row.tool_skill_ids):
         what = f"task '{row.row_id}' has {len(row.tools)} tools and {len(row.tool_skill_ids)} lists of candidates"
         raise SkilltrainError(what, where=where)
-    gold: dict[str, float] = {}
-    alternatives: dict[str, str] = {}
+    needs: dict[str, str] = {}  # candidate → the first one of its tool
     for group in dict.fromkeys(tuple(skill_ids) for skill_ids in row.tool_skill_ids if skill_ids):
         for skill_id in group:
-            if skill_id not in pool:
-                what = f"skill '{skill_id}' of task '{row.row_id}' is not among the benchmark's own skills"
+            fault = "is not among the benchmark's own skills" if skill_id not in pool else None
+            if fault or skill_id in needs:
+                what = f"skill '{skill_id}' of task '{row.row_id}' {fault or 'is a candidate for two tools'}"
                 raise SkilltrainError(what, where=where)
-            if skill_id in gold or skill_id in alternatives:
-                what = f"skill '{skill_id}' of task '{row.row_id}' is a candidate for two tools"
-                raise SkilltrainError(what, where=where)
-            if skill_id == group[0]:
-                gold[skill_id] = 1.0
-            else:
-                alternatives[skill_id] = group[0]
+            needs[skill_id] = group[0]
+    gold = {skill_id: 1.0 for skill_id, first in needs.items() if skill_id == first}
+    alternatives = {skill_id: first for skill_id, first in needs.items() if skill_id != first}
     return Relevance(frozenset(gold), gold, alternatives) if gold else None
-
-
-def _notes(rows: Sequence[_TaskRow], scored: set[str]) -> list[str]:
-    """What is not scored, in words."""
-    without = [row.row_id for row in rows for skill_ids in row.tool_skill_ids if not skill_ids]
-    notes: list[str] = []
-    if without:
-        num_tools = sum(len(row.tools) for row in rows)
-        num_tasks = len(set(without))
-        notes.append(
-            f"{len(without)} of {num_tools} needed tools ({num_tasks} tasks) have no candidate and are no gold"
-        )
-    if left_out := [row.row_id for row in rows if row.row_id not in scored]:
-        notes.append(f"{len(left_out)} of {len(rows)} tasks have no gold and are not scored: {', '.join(left_out[:3])}")
-    return notes

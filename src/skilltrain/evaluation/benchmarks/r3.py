@@ -1,4 +1,8 @@
-"""R3-Skill (Wang et al., 2026) as it is published, and groups of judgements made in its way."""
+"""R3-Skill (Wang et al., 2026) as it is published, and groups of judgements made in its way.
+
+The published rows carry no id that the released evaluation reads: a query is called by its line, test-17. Gold skills
+(of groups: the required ones) have gain 1; rejected and irrelevant ones gain nothing.
+"""
 
 from pathlib import Path
 
@@ -44,7 +48,7 @@ class _Group(NamedRow):
 
 
 def read_r3_skill(folder: Path, split: str | None) -> Benchmark:
-    """The published test set, test.jsonl and skills_test.jsonl (see load_benchmark)."""
+    """The published test set, test.jsonl and skills_test.jsonl."""
     skills = unique("skill", read_rows(_SkillRow, folder / "skills_test.jsonl"))
     tasks: list[Task] = []
     for where, row in read_rows(_QueryRow, folder / "test.jsonl"):
@@ -57,7 +61,7 @@ def read_r3_skill(folder: Path, split: str | None) -> Benchmark:
 
 
 def read_r3_groups(folder: Path, split: str | None) -> Benchmark:
-    """Groups of one query and the verdicts on its candidates, judgements.jsonl (see load_benchmark)."""
+    """Groups of one query and the verdicts on its candidates, judgements.jsonl."""
     rows = list(read_rows(_Group, folder / "judgements.jsonl"))
     unique("group", rows)
     tasks: list[Task] = []

@@ -1,4 +1,11 @@
-"""SkillRouter's benchmark files, and its two tiers, which are two pools of the same tasks."""
+"""SkillRouter's files, tasks.jsonl and relevance.json, and its tiers easy and hard: two pools of the same tasks.
+
+relevance.json alone decides what is scored. `core_gt_ids` are gold (`gt_skill_ids` where an entry has none; they differ
+only by auxiliary skills), `relevance` holds the gains, 3 for gold and 1 for a degraded copy. Entries of task_type
+`generic_only` are skipped, and `excluded: true` in tasks.jsonl (a note on a task's environment) skips none, both as in
+the released evaluation. The tiers are the folders easy and hard beside these files. Without a pool the best order of
+nDCG holds the degraded copies, which only hard has.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,14 +37,19 @@ class _RelevanceRow(Row):
 
 
 def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
-    """The scored tasks of tasks.jsonl and relevance.json, and gold_skills.jsonl if it is there (see load_benchmark)."""
-    judged = _relevance_rows(folder / "relevance.json")
+    """The scored tasks of tasks.jsonl and relevance.json, and gold_skills.jsonl if it is there."""
+    file = folder / "relevance.json"
+    entries = read_json(file)
+    if not isinstance(entries, dict):
+        raise SkilltrainError("expected a map of task_id to relevance", where=file)
+    places = {task_id: f"{file}, task {task_id}" for task_id in entries}
+    judged = {task_id: parse_row(_RelevanceRow, entry, places[task_id]) for task_id, entry in entries.items()}
     rows = _task_rows(folder / "tasks.jsonl", judged)
     tasks: list[Task] = []
     for task_id, row in rows.items():
         entry = judged[task_id]
         if entry.task_type != "generic_only":
-            relevance = _relevance(entry, f"{folder / 'relevance.json'}, task {task_id}")
+            relevance = _relevance(entry, places[task_id])
             labels = {"difficulty": row.difficulty, "domain": row.domain, "task type": entry.task_type}
             text = row.instruction_text
             tasks.append(make_task(task_id, text, relevance, origin=ORIGIN, split="test", labels=labels))
@@ -52,13 +64,6 @@ def read_skillrouter_tier(folder: Path, split: str | None) -> Benchmark:
         raise SkilltrainError("holds no .jsonl or .jsonl.gz file with the skills of this tier", where=folder)
     above = read_skillrouter(folder.resolve().parent, split)
     return replace(above, name=folder.resolve().name, pool=read_skills(files))
-
-
-def _relevance_rows(file: Path) -> dict[str, _RelevanceRow]:
-    entries = read_json(file)
-    if not isinstance(entries, dict):
-        raise SkilltrainError("expected a map of task_id to relevance", where=file)
-    return {task_id: parse_row(_RelevanceRow, entry, f"{file}, task {task_id}") for task_id, entry in entries.items()}
 
 
 def _task_rows(file: Path, judged: dict[str, _RelevanceRow]) -> dict[str, _TaskRow]:

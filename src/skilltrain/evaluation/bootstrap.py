@@ -1,8 +1,8 @@
 """How far a mean over queries can be trusted: percentile bootstrap intervals (Efron, 1979), 95 percent.
 
 Queries are drawn with replacement, so an interval tells what another sample of queries would have given; it says
-nothing about another training run. Where one task is ranked over several pools, its queries are a cluster and are
-drawn together: they are no independent evidence. Intervals of the same number of queries and seed share their draws.
+nothing about another training run. Where one task is ranked over several pools, its queries are a cluster, drawn
+together: they are no independent evidence. Intervals of the same number of queries and seed share their draws.
 """
 
 import math
@@ -47,19 +47,15 @@ def compact(value: float, places: int) -> str:
 
 
 def interval(values: Sequence[float], *, seed: int) -> Interval:
-    """The mean of per-query values and its 95% interval; one value, or equal values, give low = mean = high.
-
-    Raises SkilltrainError for no values and for one that is not finite.
-    """
+    """The mean of per-query values and its 95% interval; one value, or equal values, give low = mean = high."""
     return intervals(np.asarray(values, dtype=np.float64)[:, None], seed=seed)[0]
 
 
 def intervals(
     values: Float[np.ndarray, "query column"], *, seed: int, clusters: Sequence[str] | None = None
 ) -> tuple[Interval, ...]:
-    """One interval for each column, all from the same draws of queries (as `interval`, many times faster).
-
-    `clusters` holds a name for each query: those of one name are drawn together.
+    """One interval for each column, all from the same draws; `clusters` holds a name for each query, and queries of
+    one name are drawn together.
     """
     return _intervals(values, resampled_means(values, seed=seed, clusters=clusters))
 
@@ -70,13 +66,10 @@ def paired_differences(
     """For each column of two systems' differences a − b, query by query: the mean with its interval, and a
     two-sided p.
 
-    All columns share their draws of queries. p is twice the share of resampled means on the far side of 0 (or at 0),
-    counted with one extra resample on each side so that it is never 0: at 10,000 resamples its least value is .0002.
-    Equal systems have p = 1.
-    With few queries p errs to the small side: three queries that all gain have the least p, where McNemar's is 1/4;
-    and where only chance differs (4,000 draws of normal differences), p ≤ .05 comes up in 15% of the draws of 6
-    queries, 7% of 24 and 6% of 75. The exact tests (significance.py) keep to 5% with any number.
-    Raises SkilltrainError for no values and values that are not finite.
+    p is twice the share of resampled means on the far side of 0 (or at 0), counted with one extra resample on each
+    side so that it is never 0: its least value is .0002. Equal systems have p = 1.
+    With few queries p errs to the small side: where only chance differs (4,000 draws of normal differences), p ≤ .05
+    comes up in 15% of the draws of 6 queries, 7% of 24 and 6% of 75. The exact tests (comparison.py) keep to 5%.
     """
     means = resampled_means(differences, seed=seed, clusters=clusters)
     num_below = np.count_nonzero(means <= _ZERO, axis=0)
@@ -90,8 +83,8 @@ def resampled_means(
 ) -> Float[np.ndarray, "resample column"]:
     """The column means of 10,000 draws of as many queries (of as many clusters), with replacement.
 
-    A draw is held as how often each query was drawn, so that all columns cost one matrix product; the draws are made
-    in pieces, and memory stays bounded (about 50 MB) however many queries there are.
+    A draw is held as how often each query was drawn, so that all columns cost one matrix product. Draws are made in
+    pieces of about 50 MB. Raises SkilltrainError for no values and for one that is not finite.
     """
     if not len(values):
         raise SkilltrainError("no values: the mean of nothing is not defined")
@@ -127,8 +120,7 @@ def cluster_sums(
 def _intervals(
     values: Float[np.ndarray, "query column"], means: Float[np.ndarray, "resample column"]
 ) -> tuple[Interval, ...]:
-    edges = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
-    rows = np.vstack([values.mean(axis=0), edges])
+    rows = np.vstack([values.mean(axis=0), np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)])
     rows = np.clip(rows, values.min(axis=0), values.max(axis=0))  # rounding must not leave the range of the values
     return tuple(Interval(float(mean), float(low), float(high), len(values)) for mean, low, high in rows.T)
 
@@ -136,16 +128,15 @@ def _intervals(
 def normal_interval(values: Sequence[float]) -> Interval:
     """The mean and mean ± 1.96 standard errors: the 95% interval that papers print without resampling.
 
-    For values of 0 and 1 with mean p the standard error is √(p(1 − p) / n), as in SkillRouter, appendix E; for other
-    values it is s / √n, with s the sample's standard deviation (n − 1 in its denominator). The ends are clipped to
-    [0, 1]. All values count as independent: the paper's n of 150 is 75 queries counted once for each of two pools
-    (easy and hard), so that its intervals are narrower than 75 queries can support.
+    For values of 0 and 1 with mean p the standard error is √(p(1 − p) / n), as in SkillRouter, appendix E; for others
+    s / √n, with s the sample's standard deviation (n − 1). The ends are clipped to [0, 1]. All values count as
+    independent: the paper's n of 150 is 75 queries over two pools, so its intervals are narrower than 75 can support.
     """
     array = np.asarray(values, dtype=np.float64)
     mean, num = float(array.mean()), len(array)
     if is_binary(array):
         error = math.sqrt(mean * (1 - mean) / num)
-    else:
+    else:  # equal values have no deviation but for rounding
         error = float(array.std(ddof=1)) / math.sqrt(num) if array.min() < array.max() else 0.0
     return Interval(mean, max(mean - Z * error, 0.0), min(mean + Z * error, 1.0), num)
 

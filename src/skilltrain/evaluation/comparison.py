@@ -1,0 +1,150 @@
+"""Two systems on the same queries: how far apart, how certainly, and how certainly among all that was compared.
+
+The tests take the differences of two systems, one a query; where several queries are one cluster (one task over several
+pools), one a cluster, because tests count independent evidence. scipy.stats is imported where it is used: it takes half
+a second.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from skilltrain.evaluation.bootstrap import Interval, cluster_sums, is_binary, paired_differences
+from skilltrain.evaluation.results import SystemResult, same_queries, values_of
+
+_EXACT = 200  # differing queries up to which all choices of signs are counted: some ms
+_PLACES = 12  # differences are rounded to so many decimals, or rounding errors would break ties
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How much `system` is above `baseline` in the mean of `measure`, and four answers to whether that is chance.
+
+    `p` is the paired bootstrap's, two-sided; `p_holm` is `p` adjusted over all comparisons of one call of `compare`;
+    `wilcoxon_p` and `mcnemar_p` (exact) are not adjusted. `mcnemar_p` and `cohens_h` (of the two shares, positive
+    where the system is above) are None unless every value of both systems is 0 or 1.
+    """
+
+    system: str
+    baseline: str
+    measure: str
+    difference: Interval
+    p: float
+    p_holm: float
+    wilcoxon_p: float
+    mcnemar_p: float | None
+    cohens_h: float | None
+
+
+def compare(
+    results: Sequence[SystemResult],
+    pairs: Sequence[tuple[str, str]],
+    measures: Sequence[str],
+    query_ids: Sequence[str],
+    *,
+    seed: int,
+    clusters: Mapping[str, str] | None = None,
+) -> tuple[Comparison, ...]:
+    """One comparison for each pair of names (baseline, system) and each measure, in this order, over `query_ids`.
+
+    The family of Holm's adjustment is all of them: ask for what you will conclude from, and no more. A bootstrap p is
+    never below .0002 (10,000 resamples), so that in a family of more than 250 none can fall below .05, and of few
+    queries it is too small (`paired_differences`); Wilcoxon's and McNemar's p have neither fault. `clusters` maps a
+    query to the one that it is drawn together with (`Benchmark.clusters`), and a cluster counts once in the tests.
+    Raises SkilltrainError for systems that do not hold the same queries, and values that are missing or not finite.
+    """
+    same_queries(results)
+    values = {system.name: values_of(system, query_ids, measures) for system in results}
+    cases = [(baseline, system, column) for baseline, system in pairs for column in range(len(measures))]
+    if not cases:
+        return ()
+    names = [(clusters or {}).get(query_id, query_id) for query_id in query_ids]
+    differences = np.stack([values[system][:, at] - values[baseline][:, at] for baseline, system, at in cases], axis=1)
+    found = paired_differences(differences, seed=seed, clusters=names)
+    adjusted = holm([p for _, p in found])
+    sums, sizes = cluster_sums(differences, names)
+    comparisons: list[Comparison] = []
+    for place, (baseline, system, at) in enumerate(cases):
+        before, after = values[baseline][:, at], values[system][:, at]
+        is_share = is_binary(before) and is_binary(after)
+        difference, p = found[place]
+        comparison = Comparison(
+            system=system,
+            baseline=baseline,
+            measure=measures[at],
+            difference=difference,
+            p=p,
+            p_holm=adjusted[place],
+            wilcoxon_p=wilcoxon(sums[:, place] / sizes),
+            mcnemar_p=mcnemar(sums[:, place]) if is_share else None,
+            cohens_h=cohens_h(float(after.mean()), float(before.mean())) if is_share else None,
+        )
+        comparisons.append(comparison)
+    return tuple(comparisons)
+
+
+def wilcoxon(differences: Float[np.ndarray, " query"]) -> float:
+    """The two-sided p of Wilcoxon's signed-rank test: are the differences symmetric about 0?
+
+    Queries on which both are equal are left out, as Wilcoxon did and McNemar's test does; equal amounts share their
+    mean rank. Up to 200 differing queries p is exact, ties or not (scipy counts ties exactly for 13): all choices of
+    signs are counted, so that for values of 0 and 1 it is McNemar's p. Beyond, it is the normal approximation with
+    the variance corrected for ties, without continuity correction. No difference at all gives 1.
+    """
+    from scipy import stats
+
+    differing = np.round(differences, _PLACES)
+    differing = differing[differing != 0]
+    if differing.size <= _EXACT:
+        ranks = np.rint(2 * stats.rankdata(np.abs(differing)))  # doubled, because ties have halves
+        return _sign_flip_p((ranks * np.sign(differing)).astype(np.int64))
+    found = stats.wilcoxon(differing, correction=False, alternative="two-sided", method="asymptotic")
+    return float(found[1])  # type: ignore[arg-type]
+
+
+def mcnemar(differences: Float[np.ndarray, " query"]) -> float:
+    """The exact two-sided p of McNemar's test: could the queries that a system fixed (1) and broke (−1) be as many?
+
+    By chance alone a coin decides for each query on which they differ: p is its two-sided binomial test (McNemar,
+    1947, in its exact form). The difference of a cluster is the fixed less the broken of its queries. None gives 1.
+    """
+    return _sign_flip_p(np.rint(differences).astype(np.int64))
+
+
+def _sign_flip_p(differences: Int[np.ndarray, " query"]) -> float:
+    """Twice the chance of a sum of positive differences as far out as the one found, each sign the toss of a coin."""
+    amounts = np.abs(differences)
+    chances = np.zeros(amounts.sum() + 1)
+    chances[0] = 1.0
+    for amount in amounts[amounts > 0]:
+        with_amount = np.zeros_like(chances)
+        with_amount[amount:] = chances[:-amount]
+        chances = (chances + with_amount) / 2
+    found = differences[differences > 0].sum()
+    return min(1.0, 2 * float(min(chances[: found + 1].sum(), chances[found:].sum())))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """The p-values adjusted for being a family, in their order: reject those ≤ α, and the chance of any false
+    rejection in the family is at most α, however the tests depend on each other (Holm, 1979).
+
+    Step-down: the i-th smallest of m (from 0) is multiplied by m − i, is at least the one before, and at most 1.
+    """
+    adjusted = [0.0] * len(p_values)
+    least = 0.0
+    for step, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        least = max(least, min(1.0, p_values[place] * (len(p_values) - step)))
+        adjusted[place] = least
+    return adjusted
+
+
+def cohens_h(share_a: float, share_b: float) -> float:
+    """How far two shares lie apart: 2 asin √a − 2 asin √b, from −π to π (Cohen, 1988, chapter 6).
+
+    The same difference counts for more near 0 and 1, where shares vary less. Cohen calls ±.2 small, ±.5 medium and
+    ±.8 large.
+    """
+    return 2 * math.asin(math.sqrt(share_a)) - 2 * math.asin(math.sqrt(share_b))
