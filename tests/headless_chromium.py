@@ -58,6 +58,17 @@ class Page:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
+    def check_fits(self, width: int, dark: bool) -> None:
+        """Nothing runs out of the page at this width, its ground is of the scheme, and every control has a name."""
+        self.open(Path(self.run("decodeURIComponent(location.pathname)")), width, dark)
+        self.run("document.querySelectorAll('details').forEach(node => node.open = true)")
+        assert self.run("document.documentElement.scrollWidth") <= width
+        ground = self.run("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+        assert (sum(ground) < 200) == dark
+        controls = "[...document.querySelectorAll('input, select, button, svg[role=img], [role=region]')]"
+        named = "node.labels?.length || node.textContent.trim() || node.getAttribute('aria-label')"
+        assert self.run(f"{controls}.filter(node => !({named})).length") == 0
+
     def screenshot(self, whole: bool = False) -> str:
         """A PNG in base64, of what is on the screen or of the whole page."""
         return self._call("Page.captureScreenshot", captureBeyondViewport=whole)["data"]

@@ -30,7 +30,7 @@ WORDS = (
 MEASURES = (*parse_measures(DEFAULT_MEASURES), Measure(SET_COMPAT, 0))
 
 
-def invented(num_queries: int = 75, names: Sequence[str] = (), hostile: bool = False) -> Report:
+def invented(num_queries: int = 75, hostile: bool = False) -> Report:
     """The report; `hostile` puts HTML, Markdown and bidirectional orders into every name and text."""
     draw = random.Random(5)
     evil = HOSTILE if hostile else ""
@@ -38,10 +38,10 @@ def invented(num_queries: int = 75, names: Sequence[str] = (), hostile: bool = F
     relevances = {q: Relevance(ids, dict.fromkeys(ids, 1.0)) for q, ids in gold.items()}
     ease = {q: draw.gauss(0, 1) for q in gold}
     results = []
-    for position, (name, skill, _) in enumerate(SYSTEMS):
+    for name, skill, _ in SYSTEMS:
         ranked = {q: _ranking(draw, ids, skill, ease[q]) for q, ids in gold.items()}
         scores = per_query(ranked, relevances, MEASURES)
-        results.append(SystemResult((names[position] if names else name) + evil, scores, ranked))
+        results.append(SystemResult(name + evil, scores, ranked))
     ids = sorted({i for result in results for ranking in result.rankings.values() for i in ranking} | {*_flat(gold)})
     names_of = {i: f"{WORDS[hash_of(i) % len(WORDS)].replace(' ', '-')}{evil}" for i in ids}
     skills = {i: Skill(i, name, "d" * (20 + hash_of(i) % 900), "") for i, name in names_of.items()}

@@ -1,5 +1,3 @@
-import base64
-import hashlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -14,7 +12,7 @@ from skilltrain.report.numbers import percent, visible
 from skilltrain.report.plots import histograms
 from skilltrain.tables import CLUSTERS, DROPPED, FLAGS, LISTS, QUERIES, RANKINGS, SKILLS, TableSpec, write_table
 from small_library import skilltrain, succeeds
-from test_report import Tags
+from test_report import check_safe
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028\u202e\"'&"
 BODY = "read the rows of the table and join them by their key "  # 54 characters
@@ -225,21 +223,8 @@ def test_hostile_text_stays_text_and_the_page_asks_for_nothing(tmp_path: Path):
     lists = write_runs(tmp_path / EVIL.replace("/", "_"), pool=pool, texts=dict.fromkeys(TEXTS, EVIL))
     inspect_lists(lists, tmp_path / "page.html", None, 10)
     text = (tmp_path / "page.html").read_text()
-    page = Tags(text)
-    assert page.open == []
-    tags = page.tags
-    kinds = Counter(tag for tag, _ in tags)
-    assert (kinds["script"], kinds["style"], kinds["img"]) == (2, 1, 0)
-    names = {name for _, attributes in tags for name in attributes}
-    assert not names & {"style", "onerror", "onclick", "src", "action"}
-    assert {a["href"] for _, a in tags if "href" in a and not (a["href"] or "").startswith("#")} == {"data:,"}
-    assert "url(" not in text and "@import" not in text and "http-equiv" in text
+    check_safe(text, num_scripts=2)
     assert not {"\u202e", "\u2028"} & set(text) and "[U+202E]" in text
-    policy = next(a["content"] or "" for _, a in tags if a.get("http-equiv") == "Content-Security-Policy")
-    assert policy.startswith("default-src 'none'") and "unsafe" not in policy
-    for tag, content in (("style", text.split("<style>")[1].split("</style>")[0]),
-                         ("script", text.split("<script>")[1].split("</script>")[0])):  # fmt: skip
-        assert f"{tag}-src 'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'" in policy
     data = data_of(tmp_path / "page.html")
     assert data["lists"][0]["query"] == data["skills"][0]["name"] == visible(EVIL)
 

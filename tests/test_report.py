@@ -157,30 +157,29 @@ def html_of(*systems: SystemResult) -> str:
     )
 
 
-def test_html_is_well_formed_escaped_and_asks_for_nothing():
-    page = Tags(text := html_of(BASE, BETTER, system(EVIL, q1="a")))
+def check_safe(text: str, num_scripts: int) -> Tags:
+    """A well-formed page that asks for nothing; its policy admits its own script and style only."""
+    page = Tags(text)
     assert page.open == []
     kinds = [tag for tag, _ in page.tags]
-    assert "img" not in kinds
-    assert kinds.count("script") == 1
-    assert "style" not in {name for _, attributes in page.tags for name in attributes}
-    targets = [a["href"] or "" for _, a in page.tags if "href" in a]
-    assert targets == ["data:,", "#differences", "#slices", "#queries"]
-    assert {target[1:] for target in targets[1:]} <= {a.get("id") for _, a in page.tags}
-    assert not [a for _, a in page.tags if "src" in a]
-    assert "url(" not in text
-    assert "@import" not in text
-
-
-def test_html_policy_admits_its_own_script_and_style_only():
-    text = html_of(BASE)
-    policy = next(a["content"] or "" for tag, a in Tags(text).tags if tag == "meta" and "http-equiv" in a)
-    assert policy.startswith("default-src 'none'")
-    assert "unsafe" not in policy
+    assert (kinds.count("script"), kinds.count("style"), kinds.count("img")) == (num_scripts, 1, 0)
+    names = {name for _, attributes in page.tags for name in attributes}
+    assert not names & {"style", "onerror", "onclick", "src", "action"}
+    assert {a["href"] for _, a in page.tags if "href" in a and not (a["href"] or "").startswith("#")} == {"data:,"}
+    assert "url(" not in text and "@import" not in text
+    policy = next(a["content"] or "" for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'") and "unsafe" not in policy
     for tag in ("script", "style"):
         content = text.split(f"<{tag}>")[1].split(f"</{tag}>")[0]
-        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-        assert f"{tag}-src 'sha256-{digest}'" in policy
+        assert f"{tag}-src 'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'" in policy
+    return page
+
+
+def test_html_is_well_formed_escaped_and_asks_for_nothing():
+    page = check_safe(html_of(BASE, BETTER, system(EVIL, q1="a")), num_scripts=1)
+    links = [(a["href"] or "")[1:] for tag, a in page.tags if tag == "a"]
+    assert links == ["differences", "slices", "queries"]
+    assert set(links) <= {a.get("id") for _, a in page.tags}
 
 
 def test_html_lists_failures_first_and_then_the_queries_where_systems_differ():

@@ -68,14 +68,7 @@ def test_lists_open_and_hostile_texts_stay_texts(page: Page):
 
 @pytest.mark.parametrize(("width", "dark"), LOOKS)
 def test_nothing_runs_out_of_the_page_and_everything_has_a_name(page: Page, width: int, dark: bool):
-    page.open(Path(page.run("decodeURIComponent(location.pathname)")), width, dark)
-    page.run("document.querySelectorAll('details').forEach(node => node.open = true)")
-    assert page.run("document.documentElement.scrollWidth") <= width
-    ground = page.run("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
-    assert (sum(ground) < 200) == dark
-    unnamed = "[...document.querySelectorAll('input, svg[role=img], [role=region]')].filter(node => "
-    unnamed += "!(node.labels?.length || node.getAttribute('aria-label'))).length"
-    assert page.run(unnamed) == 0
+    page.check_fits(width, dark)
     spilled = "[...document.querySelectorAll('figure svg text')].map(node => node.getBoundingClientRect())"
     assert page.run(f"{spilled}.filter(box => box.left < 0 || box.right > innerWidth).length") == 0
 

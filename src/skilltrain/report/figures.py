@@ -38,11 +38,6 @@ def recall_curve(report: "Report") -> dict[str, Any] | None:
     return {"axis": axis, "lines": lines, "last": last}
 
 
-def differences_axis(report: "Report") -> Axis:
-    """The axis of the plot of differences."""
-    return axis_around(0, [end for c in report.comparisons for end in (c.difference.low, c.difference.high)])
-
-
 def trade(report: "Report") -> dict[str, Any] | None:
     """Latency against quality: both axes, and system → (its whole time, its mean); None where no system has both."""
     totals = {row.system: row for row in report.analysis.latencies if row.stage == TOTAL and row.p50 > 0}
@@ -55,11 +50,17 @@ def trade(report: "Report") -> dict[str, Any] | None:
     return {"across": across, "up": up, "points": points}
 
 
-def pass_rate_axis(report: "Report") -> Axis:
-    """An axis that holds the rates without skills and with gold skills, and all estimates."""
-    rates = report.analysis.pass_rates
-    ends = [end for rate in rates for end in (rate.without_skills, rate.with_gold)]
-    return axis_over([*ends, *(value.mean for rate in rates for value in rate.estimates.values())])
+def axes(report: "Report") -> dict[str, Axis]:
+    """The axes of differences, of agents' pass rates and of the effects of structure, of those that there are."""
+    analysis, found = report.analysis, dict[str, Axis]()
+    if differences := [c.difference for c in report.comparisons]:
+        found["differences"] = axis_around(0, [end for value in differences for end in (value.low, value.high)])
+    if rates := analysis.pass_rates:
+        ends = [end for rate in rates for end in (rate.without_skills, rate.with_gold)]
+        found["agents"] = axis_over([*ends, *(value.mean for rate in rates for value in rate.estimates.values())])
+    if analysis.structure:
+        found["structure"] = axis_around(0.5, [feature.effect for feature in analysis.structure])
+    return found
 
 
 def layers(model: FieldAttention) -> dict[str, list[tuple[float, float]]]:
@@ -77,11 +78,6 @@ def numbered_layers(model: FieldAttention) -> list[tuple[float, int]]:
     step = max(1, -(-count // 8))
     named = [*range(0, count - step // 2 - 1, step), count - 1] if count > 1 else [0]
     return [(100 * n / max(1, count - 1), n + 1) for n in named]
-
-
-def effect_axis(report: "Report") -> Axis:
-    """The axis of the effects of structure, around .5."""
-    return axis_around(0.5, [feature.effect for feature in report.analysis.structure])
 
 
 def feature_reading(feature: FeatureComparison) -> str:
