@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from safetensors import safe_open
 from sentence_transformers import SentenceTransformer
 from tokenizers import processors
 
@@ -148,14 +147,6 @@ def test_the_keys_that_tei_and_vllm_read(saved, name, pooling):
     assert flags == [{"cls": "cls", "mean": "mean", "last_token": "lasttoken"}[pooling]]
     assert "word_embedding_dimension" not in written
     assert {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()} == {0o644}
-
-
-@pytest.mark.parametrize("name", ["bert", "qwen3"])
-def test_the_weights_are_the_backbones_alone(saved, name):
-    encoder, folder = saved(name)
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        assert set(file.keys()) == set(encoder.backbone.state_dict())
-        assert not [key for key in file.keys() if "pooler" in key or "lora" in key]  # noqa: SIM118
 
 
 def test_saving_twice_gives_the_same_bytes(tmp_path, open_encoder_of, open_reranker_of):

@@ -53,15 +53,41 @@ def random_batch(seed, queries=5, candidates=7, graded=False):
 # Each loss by hand ---------------------------------------------------------------------------------------------------
 
 
-def test_one_positive_by_hand():
-    assert ListwiseCE()(batch([[0.0, 0.0]], [[1.0, 0.0]])).item() == pytest.approx(math.log(2))
-    assert ListwiseCE()(batch([[1.0, 0.0]], [[1.0, 0.0]])).item() == pytest.approx(math.log(1 + math.exp(-1)))
-    assert ListwiseCE()(batch([[0.0, 1.0, 1.0]], [[1.0, 0.0, 0.0]])).item() == pytest.approx(math.log(1 + 2 * math.e))
+L2, L1E, LE1 = math.log(2), math.log(1 + math.e), math.log(1 + math.exp(-1))
+BY_HAND = [
+    (ListwiseCE(), [0, 0], [1, 0], L2),
+    (ListwiseCE(), [1, 0], [1, 0], LE1),
+    (ListwiseCE(), [0, 1, 1], [1, 0, 0], math.log(1 + 2 * math.e)),
+    (ListwiseCE(temperature=0.5), [0.5, 0], [1, 0], LE1),
+    (InfoNCE(), [0, 0.05], [1, 0], L1E),
+    # Each positive, weight 1/2, against the one negative: log 2 for the score 0, log(1 + 1/e) for the score 1.
+    (ListwiseCE(), [0, 1, 0], [1, 1, 0], (L2 + LE1) / 2),
+    # Gains 1, 1/2, 0 at equal scores: weights 2/3 and 1/3, the best against two (log 3), the next against one (log 2).
+    (ListwiseCE(), [0, 0, 0], [1, 0.5, 0], 2 / 3 * math.log(3) + 1 / 3 * L2),
+    # Scores 0 and 1 against 1 and 0: log 2 and log(1 + e), averaged over the list.
+    (PointwiseBCE(), [0, 1], [1, 0], (L2 + L1E) / 2),
+    (PointwiseBCE(), [1], [0.5], LE1),  # every gain above zero is a yes
+    # Shares 3/4 and 1/4 of the gains against 1/2 and 1/2 of the softmax; then softmax of (1, 0).
+    (ListNet(), [0, 0], [3, 1], L2),
+    (ListNet(), [1, 0], [1, 0.5], 2 / 3 * LE1 + 1 / 3 * L1E),
+    (ListNet(), [0] * 11, [1] + [0] * 10, math.log(11)),
+    (RankNet(), [0, 1], [1, 0], L1E),
+    # Pairs (1, 1/2), (1, 0), (1/2, 0) with margins 1, 0, -1.
+    (RankNet(), [0, -1, 0], [1, 0.5, 0], (LE1 + L2 + L1E) / 3),
+    # Places 1 and 2: discounts 1 and 1/log2(3) = 0.630930; maxDCG 1; margin 1. NDCG-Loss2++ weighs one place 11 times.
+    (LambdaRank(), [1, 0], [1, 0], (1 - 0.630930) * LE1 / L2),
+    (LambdaRank(mu=10), [1, 0], [1, 0], 11 * 0.166798),
+    # Best order 1, 1/2: maxDCG 1 + 0.5 * 0.63093 = 1.315465. The useful skill stands above the required one.
+    (LambdaRank(), [0, 1], [1, 0.5], 0.5 / 1.315465 * (1 - 0.630930) * L1E / L2),
+    # Scores 3, 2, 1: the positive stands last. At k = 1 only its pair with the first place counts.
+    (LambdaRank(k=1), [3, 2, 1], [0, 0, 1], 0.5 * math.log(1 + math.e**2) / L2),
+    (LambdaRank(), [3, 2, 1], [0, 0, 1], (0.5 * math.log(1 + math.e**2) + (0.630930 - 0.5) * L1E) / L2),
+]
 
 
-def test_the_temperature_divides_the_scores():
-    assert ListwiseCE(temperature=0.5)(batch([[0.5, 0.0]], [[1.0, 0.0]])).item() == pytest.approx(0.313262, abs=1e-6)
-    assert InfoNCE()(batch([[0.0, 0.05]], [[1.0, 0.0]])).item() == pytest.approx(1.313262, abs=1e-6)
+@pytest.mark.parametrize(("loss", "scores", "gains", "expected"), BY_HAND)
+def test_worked_by_hand(loss, scores, gains, expected):
+    assert loss(batch([scores], [gains])).item() == pytest.approx(expected, abs=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -78,23 +104,11 @@ def test_queries_are_summed():
     assert two.item() == pytest.approx(0.693147 + 0.313262, abs=1e-6)
 
 
-def test_several_positives_stand_alone_against_the_negatives():
-    # Each positive, weight 1/2, against the one negative: log 2 for the score 0, log(1 + 1/e) for the score 1.
-    loss = ListwiseCE()(batch([[0.0, 1.0, 0.0]], [[1.0, 1.0, 0.0]]))
-    assert loss.item() == pytest.approx((0.693147 + 0.313262) / 2, abs=1e-6)
-
-
 def test_a_positive_is_not_pushed_down_by_its_equals():
     one = batch([[2.0, -3.0, 0.0]], [[1.0, 1.0, 0.0]])
     ListwiseCE()(one).backward()
     assert one.scores.grad is not None
     assert one.scores.grad[0, 0] < 0 and one.scores.grad[0, 1] < 0 and one.scores.grad[0, 2] > 0
-
-
-def test_graded_gains():
-    # Gains 1, 1/2, 0 at equal scores: weights 2/3 and 1/3, the best against two (log 3), the next against one (log 2).
-    loss = ListwiseCE()(batch([[0.0, 0.0, 0.0]], [[1.0, 0.5, 0.0]]))
-    assert loss.item() == pytest.approx(2 / 3 * math.log(3) + 1 / 3 * math.log(2))
 
 
 def test_a_list_of_equal_positives_alone_costs_nothing():
@@ -118,31 +132,11 @@ def test_one_positive_equals_torch_cross_entropy(temperature):
     assert InfoNCE(temperature=temperature)(one).item() == loss.item()
 
 
-def test_pointwise_by_hand():
-    # Scores 0 and 1 against 1 and 0: log 2 and log(1 + e), averaged over the list.
+def test_pointwise_leaves_out_invalid_candidates():
     expected = pytest.approx((0.693147 + 1.313262) / 2, abs=1e-6)
-    assert PointwiseBCE()(batch([[0.0, 1.0]], [[1.0, 0.0]])).item() == expected
     # An invalid third candidate changes neither the sum nor the average.
     masked = batch([[0.0, 1.0, 9.0]], [[1.0, 0.0, 1.0]], [[True, True, False]])
     assert PointwiseBCE()(masked).item() == expected
-
-
-def test_pointwise_takes_every_gain_above_zero_as_a_yes():
-    assert PointwiseBCE()(batch([[0.0]], [[0.5]])).item() == PointwiseBCE()(batch([[0.0]], [[1.0]])).item()
-
-
-def test_list_net_by_hand():
-    # Shares 3/4 and 1/4 of the gains against 1/2 and 1/2 of the softmax.
-    assert ListNet()(batch([[0.0, 0.0]], [[3.0, 1.0]])).item() == pytest.approx(math.log(2))
-    # Softmax of (1, 0): logs -0.313262 and -1.313262.
-    graded = ListNet()(batch([[1.0, 0.0]], [[1.0, 0.5]]))
-    assert graded.item() == pytest.approx(2 / 3 * 0.313262 + 1 / 3 * 1.313262, abs=1e-6)
-
-
-def test_list_net_gives_one_positive_among_eleven_the_whole_target():
-    expected = ListwiseCE()(batch([[0.0] * 11], [[1.0] + [0.0] * 10]))
-    assert ListNet()(batch([[0.0] * 11], [[1.0] + [0.0] * 10])).item() == pytest.approx(math.log(11))
-    assert expected.item() == pytest.approx(math.log(11))
 
 
 def test_list_net_is_least_where_the_scores_are_the_log_gains():
@@ -151,43 +145,10 @@ def test_list_net_is_least_where_the_scores_are_the_log_gains():
     assert torch.allclose(one.scores.grad, torch.zeros(1, 2, dtype=torch.float64), atol=1e-15)
 
 
-def test_ranknet_by_hand():
-    assert RankNet()(batch([[0.0, 1.0]], [[1.0, 0.0]])).item() == pytest.approx(math.log(1 + math.e))
-    # Pairs (1, 1/2), (1, 0), (1/2, 0) with margins 1, 0, -1.
-    three = RankNet()(batch([[0.0, -1.0, 0.0]], [[1.0, 0.5, 0.0]]))
-    assert three.item() == pytest.approx((0.313262 + 0.693147 + 1.313262) / 3, abs=1e-6)
-
-
 def test_ranknet_averages_over_the_querys_own_pairs():
     # The first query has two pairs at margin 0, the second one at margin 1.
     both = batch([[0.0, 0.0, 0.0], [1.0, 0.0, 0.0]], [[1.0, 0, 0], [1.0, 0, 0]], [[True] * 3, [True, True, False]])
     assert RankNet()(both).item() == pytest.approx(0.693147 + 0.313262, abs=1e-6)
-
-
-def test_lambda_rank_by_hand():
-    # Places 1 and 2: discounts 1 and 1/log2(3) = 0.630930; maxDCG 1; margin 1.
-    one = batch([[1.0, 0.0]], [[1.0, 0.0]])
-    swap = 1 - 1 / math.log2(3)
-    assert LambdaRank()(one).item() == pytest.approx(swap * 0.313262 / math.log(2), abs=1e-6)
-    assert LambdaRank()(one).item() == pytest.approx(0.166798, abs=1e-6)
-    # One place apart: 1/D(1) - 1/D(2) is the same number, so NDCG-Loss2++ weighs 11 times as much.
-    assert LambdaRank(mu=10)(one).item() == pytest.approx(11 * 0.166798, abs=1e-5)
-
-
-def test_lambda_rank_normalises_by_the_best_order_and_grades():
-    # Best order 1, 1/2: maxDCG 1 + 0.5 * 0.63093 = 1.315465. The useful skill stands above the required one.
-    one = batch([[0.0, 1.0]], [[1.0, 0.5]])
-    expected = 0.5 / 1.315465 * (1 - 0.630930) * 1.313262 / math.log(2)
-    assert LambdaRank()(one).item() == pytest.approx(expected, abs=1e-6)
-
-
-def test_lambda_rank_at_k_leaves_out_pairs_below_it():
-    # Scores 3, 2, 1: the positive stands last. At k = 1 only its pair with the first place counts.
-    one = batch([[3.0, 2.0, 1.0]], [[0.0, 0.0, 1.0]])
-    softplus = math.log(1 + math.e**2) / math.log(2)
-    assert LambdaRank(k=1)(one).item() == pytest.approx((1 - 0.5) * softplus, abs=1e-6)
-    whole = (1 - 0.5) * softplus + (0.630930 - 0.5) * math.log(1 + math.e) / math.log(2)
-    assert LambdaRank()(one).item() == pytest.approx(whole, abs=1e-6)
 
 
 def test_lambda_rank_passes_no_gradient_through_the_weights():
