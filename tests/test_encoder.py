@@ -1,5 +1,3 @@
-import json
-
 import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
@@ -8,7 +6,6 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.pooling import at_least_float32, pool
 from skilltrain.templates import EncoderTemplate
-from tiny_models import save_bert
 
 CPU = torch.device("cpu")
 TEXTS = [
@@ -90,16 +87,6 @@ def test_queries_are_rendered_with_their_own_limit(open_encoder_of):
     encoder = open_encoder_of("qwen3", template=template)
     rendered = "Instruct: find the skill\nQuery:pods chart <|endoftext|>"
     assert encoder.tokenizer.decode(encoder.tokenize_queries(["pods chart and audio"])[0]) == rendered
-
-
-def test_settings_come_from_the_config_then_the_folder_then_the_model(tmp_path, open_encoder_of):
-    assert open_encoder_of("bert").settings.pooling == "mean"
-    assert open_encoder_of("qwen3").settings.pooling == "last_token"
-    folder = save_bert(tmp_path / "trained", reranker=False)
-    stored = {"kind": "encoder", "settings": {"pooling": "cls", "max_tokens": 64}}
-    (folder / "skilltrain.json").write_text(json.dumps(stored))
-    encoder = load_encoder(EncoderConfig(source=str(folder), max_tokens=32), CPU)
-    assert (encoder.settings.pooling, encoder.settings.max_tokens) == ("cls", 32)
 
 
 def test_attention_dropout_is_off_and_the_pooler_is_gone(open_encoder_of):

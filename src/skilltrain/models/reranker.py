@@ -118,7 +118,9 @@ class Reranker(nn.Module):
         segments = (torch.arange(mask.shape[1], device=mask.device) >= starts[:, None]).long() * mask
         if self.settings.template.form == "cosine_pair":
             return self._cosines(inputs, mask, segments)
-        logits = self.network(**inputs, attention_mask=mask, **segment_ids(self.network, segments)).logits
+        if (getattr(self.network.config, "type_vocab_size", None) or 0) > 1:  # XLM-R's table of segments has one row
+            inputs["token_type_ids"] = segments
+        logits = self.network(**inputs, attention_mask=mask).logits
         return at_least_float32(logits[:, 0])
 
     def _inputs(self, pairs: Sequence[PairIds]) -> tuple[dict[str, Tensor], Int[Tensor, "pair token"]]:
@@ -146,15 +148,6 @@ class Reranker(nn.Module):
         inputs, mask = self._inputs(pairs)
         hidden = decoder(**inputs, attention_mask=mask, use_cache=False).last_hidden_state
         return pool(hidden, mask, "last_token")
-
-
-def segment_ids(network: Any, segments: Int[Tensor, "pair token"]) -> dict[str, Tensor]:
-    """`segments` by the name that transformers gives them; nothing for a network that knows one segment or none.
-
-    XLM-R's table of segments has one row (bge-reranker-v2-m3): an id of 1 would lie beyond its end.
-    """
-    num_segments = getattr(network.config, "type_vocab_size", None)
-    return {"token_type_ids": segments} if num_segments is not None and num_segments > 1 else {}
 
 
 def yes_no_ids(tokenizer: Any) -> tuple[int, int]:
