@@ -19,20 +19,25 @@ from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.bootstrap import interval
 from skilltrain.evaluation.metrics import parse_measures, per_query
 from skilltrain.records import Skill
-from skilltrain.retrieval.lexical import english_stemmer, tokenize, top_k
+from skilltrain.retrieval.lexical import english_tokenizer, top_k
 from skilltrain.routing.evaluate import skills_of
 
 MEASURES, DEPTH = ("Hit@1", "MRR@10", "Recall@50"), 50
-_STEM = english_stemmer()
+_TOKENIZER = english_tokenizer()
 
 Cut = Callable[[str], Iterable[str]]
 CUTS: dict[str, Cut] = {
-    "our terms: stemmed, without stop words": lambda text: tokenize(text, _STEM),
+    "our terms: stemmed, without stop words": lambda text: our_terms(text),
     "lower-case words": lambda text: re.findall(r"\w+", text.lower()),
     "lower-case words of two letters and more (bm25s' own)": lambda text: re.findall(r"(?u)\b\w\w+\b", text.lower()),
     "lower case, cut at blanks": lambda text: text.lower().split(),
     "cut at blanks": str.split,
 }
+
+
+def our_terms(text: str) -> list[str]:
+    """The terms that skilltrain's BM25 makes of a text."""
+    return _TOKENIZER.tokenize([text], return_as="string", show_progress=False, allow_empty=False)[0]
 
 
 SHOWN: dict[str, Callable[[Skill], str]] = {

@@ -18,7 +18,10 @@ from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_table
 
 DEPTH = 50
 NUM_COMPARED = 100  # queries whose candidates are told, so that both sides can be compared
-INDEXES = {"ours": "exact", "ours-semantic": "exact", "ours-semantic-hnsw": "hnsw", "ours-semantic-ivf": "ivf"}
+INDEXES = {
+    "ours": "Flat", "ours-semantic": "Flat", "ours-semantic-hnsw": "HNSW32 efSearch=256",
+    "ours-semantic-ivf": "IVF1024,Flat nprobe=64",
+}  # fmt: skip
 MODES = (*INDEXES, "clusters", "st", "st-faiss")
 
 
@@ -60,7 +63,7 @@ def measure_ours(mode: str, folder: Path, threads: int) -> dict[str, Any]:
         module.open_encoder = lambda source: vectors
         module.encode_skills, module.encode_queries = vectors.encode_skills, vectors.encode_queries
     paths = {"pool": folder / "pool", "queries": folder / "queries"}
-    settings = {"stage": "mine", "depth": DEPTH, "encoder": {"source": "known"}, "index": {"kind": INDEXES[mode]}}
+    settings = {"stage": "mine", "depth": DEPTH, "encoder": {"source": "known"}, "index": INDEXES[mode]}
     settings |= {} if mode == "ours" else {"sources": ["semantic"]}
     with tempfile.TemporaryDirectory(prefix="mine-speed-") as out:
         config = mine.MineConfig.model_validate(settings | paths | {"out": out})

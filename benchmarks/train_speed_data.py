@@ -57,7 +57,7 @@ def mine(skills: Sequence[Skill], queries: Sequence[dict], num_negatives: int) -
     from skilltrain.retrieval.lexical import BM25Index, bm25_text
 
     queries = random.Random(SEED).sample(list(queries), len(queries))
-    positions, _ = BM25Index.build([bm25_text(skill) for skill in skills]).search(
+    positions, _ = BM25Index([bm25_text(skill) for skill in skills]).search(
         [query["query"] for query in queries], num_negatives + 1
     )
     lists = []

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
@@ -17,16 +16,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.records import POSITIVE, Dropped, Query, Skill, Verdict
 from skilltrain.retrieval.dense import EncoderSource, encode_queries, encode_skills, open_encoder
 from skilltrain.retrieval.lexical import BM25Index, bm25_text
-from skilltrain.retrieval.nearest import (
-    ExactIndex,
-    Found,
-    IndexConfig,
-    Searcher,
-    build_index,
-    cosines,
-    nearest,
-    recall,
-)
+from skilltrain.retrieval.nearest import Found, build_index, cosines, nearest, recall
 from skilltrain.tables import (
     DROPPED,
     JUDGEMENTS,
@@ -41,6 +31,7 @@ from skilltrain.tables import (
 from skilltrain.terminal import track
 
 SOURCES: tuple[str, ...] = ("semantic", "lexical", "taxonomy", "random")
+EXACT = "Flat"
 RECALL_SAMPLE = 200  # queries by which an approximate index is measured
 
 Ranked = tuple[Positions, Float32[np.ndarray, " candidate"]]
@@ -63,9 +54,10 @@ class MineConfig(Config):
         description="where candidates are taken from; leave one out to switch it off",
     )
     depth: int = Field(default=50, ge=0, description="semantic and lexical candidates a query, each")
-    index: IndexConfig = Field(
-        default=ExactIndex(),
-        description="how the nearest are found: kind exact, hnsw or ivf; the summary tells what the latter two miss",
+    index: str = Field(
+        default=EXACT,
+        description="faiss index that finds the nearest: Flat looks at all skills; HNSW32 efSearch=256 or "
+        "IVF1024,Flat nprobe=64 at a part, and the summary tells what they miss",
     )
     num_taxonomy: int = Field(
         default=8, ge=0, description="candidates of a positive's category; more than will be used"
@@ -157,17 +149,15 @@ def _encode(source: EncoderSource, queries: Sequence[Query], skills: Sequence[Sk
 def _search_vectors(
     config: MineConfig, queries: np.ndarray, pool: np.ndarray, num_searched: int
 ) -> tuple[Found, dict[str, Any]]:
-    """The nearest skills of each query; the kind of index and, if it may miss skills, its recall at `depth`."""
-    told: dict[str, Any] = {"kind": config.index.kind}
+    """The nearest skills of each query; the index and, if it may miss skills, its recall at `depth`."""
+    told: dict[str, Any] = {"kind": config.index}
     if not config.amount("semantic"):
         return _nothing_found(len(queries)), told
-    if isinstance(config.index, ExactIndex):
+    if config.index == EXACT:
         return nearest(queries, pool, num_searched), told
     rows = np.unique(np.linspace(0, len(queries) - 1, RECALL_SAMPLE).astype(np.int64))
-    with TemporaryDirectory(prefix="skilltrain-") as folder:
-        build_index(config.index, pool, config.seed, Path(folder) / "index")
-        searcher = Searcher.open(config.index, pool, Path(folder) / "index")
-        found, sampled = searcher.search(queries, num_searched), searcher.search(queries[rows], config.depth)
+    index = build_index(config.index, pool, config.seed)
+    found, sampled = nearest(queries, pool, num_searched, index), nearest(queries[rows], pool, config.depth, index)
     share = recall(sampled[0], nearest(queries[rows], pool, config.depth)[0])
     return found, told | {f"recall@{config.depth}": round(share, 4), "num_queries_sampled": len(rows)}
 
@@ -176,7 +166,7 @@ def _search_texts(config: MineConfig, queries: Sequence[Query], skills: Sequence
     """The best skills of each query by BM25; the score of a skill that shares no term with it is NaN."""
     if not config.amount("lexical"):
         return _nothing_found(len(queries))
-    index = BM25Index.build(skills, bm25_text)
+    index = BM25Index([bm25_text(skill) for skill in skills])
     positions, scores = index.search([query.text for query in queries], num_searched)
     return positions, np.where(scores > 0, scores, np.float32(np.nan))
 

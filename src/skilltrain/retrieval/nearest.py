@@ -1,16 +1,13 @@
 """The nearest skills of a query by inner product: exact, or by an index that looks at a part of the pool (faiss)."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Int64
-from pydantic import Field
 
-from skilltrain.config import Config
+from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Ranking, Rankings
 
 Found = tuple[Int64[np.ndarray, "query k"], Float32[np.ndarray, "query k"]]
@@ -21,59 +18,30 @@ _PAIRS = 4096  # pairs whose products are taken at once: 25 MB at 384 dimensions
 _ON_GPU = 2048  # what faiss finds on a GPU at most
 
 
-class ExactIndex(Config):
-    """Every skill is looked at."""
-
-    kind: Literal["exact"] = "exact"
-
-
-class HNSWIndex(Config):
-    """A graph of near skills is walked: fast to search, slow to build (Malkov and Yashunin, arXiv 1603.09320)."""
-
-    kind: Literal["hnsw"]
-    num_links: int = Field(default=32, ge=4, description="skills that each skill is linked to")
-    build_effort: int = Field(default=100, ge=8, description="skills looked at to link one")
-    search_effort: int = Field(default=256, ge=8, description="skills kept while a query walks; k where that is more")
-
-
-class IVFIndex(Config):
-    """The pool is cut into cells by k-means, and only the cells nearest to a query are looked at."""
-
-    kind: Literal["ivf"]
-    num_cells: int | None = Field(default=None, ge=1, description="null: 4 x the square root of the pool's size")
-    num_probes: int = Field(default=64, ge=1, description="cells that are looked at for a query")
-
-
-IndexConfig = Annotated[ExactIndex | HNSWIndex | IVFIndex, Field(discriminator="kind")]
-
-
-def nearest(queries: Float32[np.ndarray, "query dim"], pool: Float32[np.ndarray, "skill dim"], k: int) -> Found:
-    """The `k` nearest skills of each query, exact; ties go to the lower position.
+def nearest(
+    queries: Float32[np.ndarray, "query dim"], pool: Float32[np.ndarray, "skill dim"], k: int, index: Any = None
+) -> Found:
+    """The `k` nearest skills of each query; ties go to the lower position. Exact, unless an `index` finds them.
 
     faiss's own float32 products depend in their last bits on the number of queries, the threads and the hardware. So
-    they only choose: skills are ordered by products in double precision, and if one left out could by rounding belong
-    to the k, the query is asked again for more. Hence the same answer in any company and on a GPU.
+    they only choose k and a few more, which are then ordered by products in double precision.
     """
-    return _nearest(queries, pool, k, _longest(pool))
+    k, width = min(k, len(pool)), min(k + _SPARE, len(pool))
+    if k == 0 or not len(queries):
+        return np.empty((len(queries), k), np.int64), np.empty((len(queries), k), np.float32)
+    queries, pool = (np.ascontiguousarray(vectors, dtype=np.float32) for vectors in (queries, pool))
+    found = _search(queries, pool, width) if index is None else index.search(queries, width)[1]
+    return _ordered(queries, pool, found, k)
 
 
-def _nearest(queries: np.ndarray, pool: np.ndarray, k: int, longest: float) -> Found:
-    """`nearest`, told the norm of the pool's longest vector."""
-    width, k = min(k + _SPARE, len(pool)), min(k, len(pool))
-    positions = np.empty((len(queries), k), dtype=np.int64)
-    scores = np.empty((len(queries), k), dtype=np.float32)
-    if k == 0:
-        return positions, scores
-    # Twice the bound on the rounding error of a float32 inner product (Higham, 2002, section 3.1).
-    errors = (pool.shape[1] + 2) * 2.0**-23 * longest * np.linalg.norm(queries, axis=1)
-    asked = np.arange(len(queries))
-    while len(asked):
-        rough, found = _knn(queries[asked], pool, width)
-        ordered, exact = _ordered(queries[asked], pool, found, k)
-        positions[asked], scores[asked] = ordered, exact
-        sure = (exact[:, -1] > rough[:, -1] + errors[asked]) | (width == len(pool))
-        asked, width = asked[~sure], min(4 * width, len(pool))
-    return positions, scores
+def _search(queries: np.ndarray, pool: np.ndarray, k: int) -> Int64[np.ndarray, "query k"]:
+    """The best by float32 products, on a GPU where faiss finds one."""
+    import faiss
+
+    # The CPU build of faiss counts GPUs too, and always finds none.
+    if faiss.get_num_gpus() and k <= _ON_GPU:
+        return faiss.knn_gpu(faiss.StandardGpuResources(), queries, pool, k, metric=faiss.METRIC_INNER_PRODUCT)[1]
+    return faiss.knn(queries, pool, k, metric=faiss.METRIC_INNER_PRODUCT)[1]
 
 
 def cosines(
@@ -87,7 +55,7 @@ def cosines(
     A pair's result does not depend on the pairs beside it, which cannot be said of a matrix product.
     """
     result = np.empty(len(rows), dtype=np.float32)
-    for start in _steps(len(rows)):
+    for start in range(0, len(rows), _PAIRS):
         part = slice(start, start + _PAIRS)
         products = queries[rows[part]].astype(np.float64)
         products *= pool[positions[part]]
@@ -106,114 +74,40 @@ def _ordered(queries: np.ndarray, pool: np.ndarray, found: np.ndarray, k: int) -
     return positions, scores
 
 
-def _knn(queries: np.ndarray, pool: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """(scores, positions) of the best by float32 products, on a GPU where faiss finds one."""
-    import faiss
+def build_index(description: str, pool: Float32[np.ndarray, "skill dim"], seed: int) -> Any:
+    """The faiss index that `description` names, over `pool`: `Flat`, `HNSW32`, or `IVF1024,Flat nprobe=64`.
 
-    queries, pool = (np.ascontiguousarray(vectors, dtype=np.float32) for vectors in (queries, pool))
-    # The CPU build of faiss counts GPUs too, and always finds none.
-    if faiss.get_num_gpus() and k <= _ON_GPU:
-        return faiss.knn_gpu(faiss.StandardGpuResources(), queries, pool, k, metric=faiss.METRIC_INNER_PRODUCT)
-    return faiss.knn(queries, pool, k, metric=faiss.METRIC_INNER_PRODUCT)
-
-
-def _longest(pool: np.ndarray) -> float:
-    norms = (float(np.linalg.norm(pool[start : start + _PAIRS], axis=1).max()) for start in _steps(len(pool)))
-    return max(norms, default=0.0)
-
-
-def _steps(count: int) -> range:
-    return range(0, count, _PAIRS)
-
-
-def build_index(config: IndexConfig, pool: Float32[np.ndarray, "skill dim"], seed: int, file: Path) -> None:
-    """Write the index that `config` names to `file`; an exact one needs none.
-
-    One thread builds it: several link an HNSW graph in the order of chance.
+    After a blank stand settings of the search, as faiss names them (nprobe, efSearch, efConstruction). One thread
+    builds it: several link an HNSW graph in the order of chance. Raises SkilltrainError for what faiss does not know.
     """
-    if isinstance(config, ExactIndex):
-        return
     import faiss
 
-    with _one_thread():
-        index = _hnsw(config, pool, seed) if isinstance(config, HNSWIndex) else _ivf(config, pool, seed)
-        faiss.write_index(index, str(file))
-
-
-def _hnsw(config: HNSWIndex, pool: np.ndarray, seed: int) -> Any:
-    import faiss
-
-    index: Any = faiss.IndexHNSWFlat(pool.shape[1], config.num_links, faiss.METRIC_INNER_PRODUCT)
-    index.hnsw.efConstruction = config.build_effort
-    index.hnsw.rng = faiss.RandomGenerator(seed)  # pyright: ignore[reportAttributeAccessIssue]
-    index.add(pool)
-    return index
-
-
-def _ivf(config: IVFIndex, pool: np.ndarray, seed: int) -> Any:
-    import faiss
-
-    num_cells = min(config.num_cells or round(4 * len(pool) ** 0.5), len(pool))
-    index = faiss.IndexIVFFlat(faiss.IndexFlatIP(pool.shape[1]), pool.shape[1], num_cells, faiss.METRIC_INNER_PRODUCT)
-    index.cp.seed = seed
-    index.cp.min_points_per_centroid = 1  # faiss warns where cells are small; the recall says what that costs
-    index.train(pool)
-    index.add(pool)
-    return index
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    import faiss
-
+    factory, *settings = description.split()
     threads = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(1)
     try:
-        yield
+        index: Any = faiss.index_factory(pool.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
+        _seed(index, seed)
+        for setting in settings:
+            faiss.ParameterSpace().set_index_parameters(index, setting)
+        index.train(pool)
+        index.add(pool)
+    except RuntimeError as error:
+        raise SkilltrainError(f"faiss cannot build this index: {error}", where=f"index {description}") from error
     finally:
         faiss.omp_set_num_threads(threads)
+    return index
 
 
-@dataclass(frozen=True)
-class Searcher:
-    """What answers for the nearest skills: the vectors, and the index where there is one."""
+def _seed(index: Any, seed: int) -> None:
+    """What an index draws at random depends on `seed` alone."""
+    import faiss
 
-    config: IndexConfig
-    pool: Float32[np.ndarray, "skill dim"]
-    longest: float
-    index: Any
-
-    @classmethod
-    def open(cls, config: IndexConfig, pool: Float32[np.ndarray, "skill dim"], file: Path) -> "Searcher":
-        """The searcher over `pool` with the index that `build_index` wrote to `file`."""
-        if isinstance(config, ExactIndex):
-            return cls(config, pool, _longest(pool), None)
-        import faiss
-
-        index: Any = faiss.read_index(str(file), faiss.IO_FLAG_MMAP_IFC)  # vectors stay in the file
-        if isinstance(config, HNSWIndex):
-            index.hnsw.efSearch = config.search_effort
-        return cls(config, pool, _longest(pool), index)
-
-    def search(self, queries: Float32[np.ndarray, "query dim"], k: int) -> Found:
-        """About the `k` nearest skills of each query, exactly scored; the same in any company of queries."""
-        if isinstance(self.config, ExactIndex):
-            return _nearest(queries, self.pool, k, self.longest)
-        k = min(k, len(self.pool))
-        queries = np.ascontiguousarray(queries, dtype=np.float32)
-        if isinstance(self.config, HNSWIndex):
-            _, found = self.index.search(queries, k)
-        else:
-            found = self._in_cells(queries, k, self.config.num_probes)
-        return _ordered(queries, self.pool, found, k)
-
-    def _in_cells(self, queries: np.ndarray, k: int, num_probes: int) -> np.ndarray:
-        """Positions of the best in the cells nearest to each query; faiss's own choice of cells feels rounding."""
-        self.index.nprobe = min(num_probes, self.index.nlist)
-        centroids = self.index.quantizer.reconstruct_n(0, self.index.nlist)
-        cells, closeness = nearest(queries, centroids, self.index.nprobe)
-        _, found = self.index.search_preassigned(queries, k, cells, closeness)
-        return found
+    if isinstance(index, faiss.IndexIVF):
+        index.cp.seed = seed
+        index.cp.min_points_per_centroid = 1  # faiss warns where cells are small; the recall says what that costs
+    elif isinstance(index, faiss.IndexHNSW):
+        index.hnsw.rng = faiss.RandomGenerator(seed)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(frozen=True)
