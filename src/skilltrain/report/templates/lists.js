@@ -31,24 +31,13 @@ function shown(tag, kind, text, words = []) {
   return node;
 }
 
-// Search. A word is looked for in every skill once; a list is found where its query or one of its skills holds each word.
-let skillWords = null, queryWords = null;
-const found = new Map();
-
-function prepare() {
-  if (skillWords) return;
-  skillWords = skills.map((s) => [s.name, s.id, s.description, s.category, s.source, s.body, ...s.flags].join("\n").toLowerCase());
-  queryWords = data.lists.map(({ id, query }) => `${id}\n${query}`.toLowerCase());
-}
+// Search: a list is found where its query or one of its skills holds each word.
+const skillWords = skills.map((s) => [s.name, s.id, s.description, s.category, s.source, s.body, ...s.flags].join("\n").toLowerCase());
+const queryWords = data.lists.map(({ id, query }) => `${id}\n${query}`.toLowerCase());
 
 function skillsWith(word) {
-  if (!found.has(word)) {
-    prepare();
-    if (found.size > 200) found.clear();
-    const id = word.startsWith("skill:") ? word.slice(6) : null;
-    found.set(word, skills.map((skill, place) => (id === null ? skillWords[place].includes(word) : skill.id.toLowerCase() === id)));
-  }
-  return found.get(word);
+  const id = word.startsWith("skill:") ? word.slice(6) : null;
+  return skills.map((skill, place) => (id === null ? skillWords[place].includes(word) : skill.id.toLowerCase() === id));
 }
 
 // `skill:ID` is one word, whatever the id holds.
@@ -75,7 +64,6 @@ const titles = Object.fromEntries([...listCheck.options].map((option) => [option
 
 function findLists() {
   const words = wordsOf(listBox.value), check = data.checks.indexOf(listCheck.value);
-  if (words.length) prepare();
   const having = words.map(skillsWith);
   const places = [...data.lists.keys()].filter((place) => {
     const { entries, findings } = data.lists[place];
@@ -84,7 +72,7 @@ function findLists() {
   });
   const every = data.lists.length;
   byId("list-found").textContent = places.length === every ? many(every, "list") : `${places.length.toLocaleString("en")} of ${many(every, "list")}`;
-  showPage("list", places.map((place) => data.lists[place]), LISTS_A_PAGE, 0, (list) => listArticle(list, words));
+  showPage("list", places.map((place) => data.lists[place]), LISTS_A_PAGE, 0, (list) => listArticle(list, toMark(words)));
 }
 
 function showPage(name, items, size, page, article) {
@@ -96,19 +84,18 @@ function showPage(name, items, size, page, article) {
 }
 
 function listArticle({ id, query, entries, findings }, words) {
-  const asked = element("div", "asked", shown("h3", "", id), shown("p", "query", query || "(the query’s text was not found)", toMark(words)));
+  const asked = element("div", "asked", shown("h3", "", id), shown("p", "query", query || "(the query’s text was not found)", words));
   const odd = new Set(findings.flatMap(([, places]) => places));
   if (findings.length) asked.append(element("ul", "findings", ...findings.map(([check]) => element("li", "", titles[data.checks[check]]))));
-  const having = words.map(skillsWith);
   const rows = entries.map((entry, place) => {
-    const node = entryRow(entry, toMark(words), having.some((has) => has[entry[0]]));
+    const node = entryRow(entry, words);
     if (odd.has(place)) node.classList.add("odd");
     return node;
   });
   return element("article", "list", asked, element("ol", "entries", ...rows));
 }
 
-function entryRow([skill, source, rank, verdict, score], words, hit) {
+function entryRow([skill, source, rank, verdict, score], words) {
   const { id, name, description } = skills[skill];
   const origin = data.sources[source], said = data.verdicts[verdict];
   const from = element("span", "from", element("i", `swatch ${colorOf(origin)}`), rank ? `${origin} ${rank}` : origin);
@@ -118,9 +105,7 @@ function entryRow([skill, source, rank, verdict, score], words, hit) {
   const verdictText = element("span", "verdict", score === undefined ? said : `${said}, ${score}`);
   const details = element("details", "", element("summary", "", from, what, verdictText));
   details.addEventListener("toggle", () => details.open && details.children.length === 1 && details.append(element("div", "more", ...skillTexts(skill, words))));
-  const row = element("li", POSITIVE.has(said) ? "positive" : "", details);
-  if (hit) row.classList.add("hit");
-  return row;
+  return element("li", POSITIVE.has(said) ? "positive" : "", details);
 }
 
 function skillTexts(place, words) {
@@ -180,7 +165,6 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
   goToLists();
 });
-setTimeout(prepare, 300); // so that the first search finds all lower-cased
 listBox.addEventListener("input", findLists);
 listCheck.addEventListener("change", findLists);
 for (const controls of document.querySelectorAll(".controls")) controls.hidden = false;
