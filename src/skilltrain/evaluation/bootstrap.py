@@ -40,9 +40,7 @@ class Interval:
 
 def compact(value: float, places: int) -> str:
     """A share without its leading zero (.573, -.05), the way papers print it; never `-.00`."""
-    text = f"{value:.{places}f}"
-    if not text.strip("-0."):
-        text = text.removeprefix("-")
+    text = f"{value:z.{places}f}"
     return text.replace("0.", ".", 1) if text.removeprefix("-").startswith("0.") else text
 
 
@@ -54,20 +52,17 @@ def interval(values: Sequence[float], *, seed: int) -> Interval:
 def intervals(
     values: Float[np.ndarray, "query column"], *, seed: int, clusters: Sequence[str] | None = None
 ) -> tuple[Interval, ...]:
-    """One interval for each column, all from the same draws; `clusters` holds a name for each query, and queries of
-    one name are drawn together.
-    """
+    """One interval for each column, all from the same draws; queries of one name in `clusters` are drawn together."""
     return _intervals(values, resampled_means(values, seed=seed, clusters=clusters))
 
 
 def paired_differences(
     differences: Float[np.ndarray, "query column"], *, seed: int, clusters: Sequence[str] | None = None
 ) -> list[tuple[Interval, float]]:
-    """For each column of two systems' differences a − b, query by query: the mean with its interval, and a
-    two-sided p.
+    """For each column of two systems' differences a − b, query by query: the mean with its interval, and a p.
 
-    p is twice the share of resampled means on the far side of 0 (or at 0), counted with one extra resample on each
-    side so that it is never 0: its least value is .0002. Equal systems have p = 1.
+    The two-sided p is twice the share of resampled means on the far side of 0 (or at 0), counted with one extra
+    resample on each side so that it is never 0: its least value is .0002. Equal systems have p = 1.
     With few queries p errs to the small side: where only chance differs (4,000 draws of normal differences), p ≤ .05
     comes up in 15% of the draws of 6 queries, 7% of 24 and 6% of 75. The exact tests (comparison.py) keep to 5%.
     """
@@ -83,8 +78,8 @@ def resampled_means(
 ) -> Float[np.ndarray, "resample column"]:
     """The column means of 10,000 draws of as many queries (of as many clusters), with replacement.
 
-    A draw is held as how often each query was drawn, so that all columns cost one matrix product. Draws are made in
-    pieces of about 50 MB. Raises SkilltrainError for no values and for one that is not finite.
+    A draw is held as how often each query was drawn, so that all columns cost one matrix product.
+    Raises SkilltrainError for no values and for one that is not finite.
     """
     if not len(values):
         raise SkilltrainError("no values: the mean of nothing is not defined")
@@ -136,7 +131,7 @@ def normal_interval(values: Sequence[float]) -> Interval:
     mean, num = float(array.mean()), len(array)
     if is_binary(array):
         error = math.sqrt(mean * (1 - mean) / num)
-    else:  # equal values have no deviation but for rounding
+    else:
         error = float(array.std(ddof=1)) / math.sqrt(num) if array.min() < array.max() else 0.0
     return Interval(mean, max(mean - Z * error, 0.0), min(mean + Z * error, 1.0), num)
 

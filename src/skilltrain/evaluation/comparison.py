@@ -1,8 +1,7 @@
 """Two systems on the same queries: how far apart, how certainly, and how certainly among all that was compared.
 
 The tests take the differences of two systems, one a query; where several queries are one cluster (one task over several
-pools), one a cluster, because tests count independent evidence. scipy.stats is imported where it is used: it takes half
-a second.
+pools), one a cluster, because tests count independent evidence.
 """
 
 import math
@@ -23,9 +22,8 @@ _PLACES = 12  # differences are rounded to so many decimals, or rounding errors 
 class Comparison:
     """How much `system` is above `baseline` in the mean of `measure`, and four answers to whether that is chance.
 
-    `p` is the paired bootstrap's, two-sided; `p_holm` is `p` adjusted over all comparisons of one call of `compare`;
-    `wilcoxon_p` and `mcnemar_p` (exact) are not adjusted. `mcnemar_p` and `cohens_h` (of the two shares, positive
-    where the system is above) are None unless every value of both systems is 0 or 1.
+    `p` is the paired bootstrap's, `p_holm` the same adjusted over all comparisons of one call of `compare`; the others
+    are not adjusted. `mcnemar_p` and `cohens_h` are None unless every value of both systems is 0 or 1.
     """
 
     system: str
@@ -128,10 +126,8 @@ def _sign_flip_p(differences: Int[np.ndarray, " query"]) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """The p-values adjusted for being a family, in their order: reject those ≤ α, and the chance of any false
-    rejection in the family is at most α, however the tests depend on each other (Holm, 1979).
-
-    Step-down: the i-th smallest of m (from 0) is multiplied by m − i, is at least the one before, and at most 1.
+    """The p-values adjusted for being a family, in their order (Holm, 1979): the i-th smallest of m (from 0) is
+    multiplied by m − i, is at least the one before, and at most 1.
     """
     adjusted = [0.0] * len(p_values)
     least = 0.0
@@ -142,9 +138,5 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def cohens_h(share_a: float, share_b: float) -> float:
-    """How far two shares lie apart: 2 asin √a − 2 asin √b, from −π to π (Cohen, 1988, chapter 6).
-
-    The same difference counts for more near 0 and 1, where shares vary less. Cohen calls ±.2 small, ±.5 medium and
-    ±.8 large.
-    """
+    """How far two shares lie apart: 2 asin √a − 2 asin √b (Cohen, 1988), who calls ±.2 small, ±.5 medium, ±.8 large."""
     return 2 * math.asin(math.sqrt(share_a)) - 2 * math.asin(math.sqrt(share_b))

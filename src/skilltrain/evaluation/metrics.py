@@ -5,10 +5,9 @@ Sources: SkillRouter, section 2 and appendix A, nDCG as in its released evaluati
 and Set-Compat, as in its released evaluation (whose nDCG is nDCG-bin). What SkillRet calls Comp.@k is FC@k here.
 
 What is decided once, for all callers:
-- Ties. A ranking is a list, so its order decides. Where scores tie, whoever made the list has put the skill first
-  that stands first in the pool (retrieval) or that stood first before (reranking): no order by id, no chance.
-- A query that the rankings leave out scores 0, as an empty ranking does. (SkillRouter's released evaluation leaves
-  such a query out of the mean.)
+- A ranking is a list, so its order decides. Where scores tie, whoever made it has put first the skill that stands first
+  in the pool (retrieval) or stood first before (reranking): no order by id, no chance.
+- A query that the rankings leave out scores 0; SkillRouter's released evaluation leaves it out of the mean.
 - Gold outside the pool is refused (benchmarks/benchmark.py, check_pool), where the released evaluation shrinks the
   gold. Gold outside the ranking counts as missed. A ranked skill that nobody judged gains nothing.
 - A measure that is not defined for a query (Set-Compat, where one skill is gold) gives it no value: the key is absent
@@ -68,7 +67,7 @@ class Measure:
         return f"{self.name}@{self.cutoff}" if self.cutoff else self.name
 
     def applies_to(self, relevance: Relevance) -> bool:
-        """Whether the measure is defined for the query; it does not depend on the ranking."""
+        """Whether the measure is defined for the query, whatever the ranking."""
         return self.name != SET_COMPAT or len(relevance.gold) > 1
 
     def __call__(self, ranking: Sequence[str], relevance: Relevance) -> float:
@@ -90,10 +89,10 @@ def parse_measure(text: str) -> Measure:
         near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.4)
         hint = f", did you mean '{_example(lower[near[0]], cutoff or '10')}'?" if near else ""
         raise SkilltrainError(f"unknown measure '{text}'{hint}", fix=allowed)
+    if name == SET_COMPAT and text != name:
+        what = f"measure '{text}' takes no cutoff: it looks at as many places as a query has gold skills"
+        raise SkilltrainError(what, fix=f"write {SET_COMPAT}")
     if name == SET_COMPAT:
-        if text != name:
-            what = f"measure '{text}' takes no cutoff: it looks at as many places as a query has gold skills"
-            raise SkilltrainError(what, fix=f"write {SET_COMPAT}")
         return Measure(name, 0)
     if not re.fullmatch("[1-9][0-9]{0,8}", cutoff):
         raise SkilltrainError(f"measure '{text}' needs a whole cutoff from 1, like {name}@10", fix=allowed)
@@ -174,10 +173,9 @@ def _check_ranking(ranking: Sequence[str]) -> None:
 
 def _check_relevance(relevance: Relevance) -> None:
     gold, gains = relevance.gold, relevance.gains
-    for skill_id, gain in gains.items():
-        if not 0 <= gain <= _HIGHEST_GAIN:  # refuses NaN too
-            what = f"the gain of skill '{skill_id}' is {gain}, not a number from 0 to {_HIGHEST_GAIN:,.0f}"
-            raise SkilltrainError(what)
+    if bad := [skill_id for skill_id, gain in gains.items() if not 0 <= gain <= _HIGHEST_GAIN]:  # NaN too
+        what = f"the gain of skill '{bad[0]}' is {gains[bad[0]]}, not a number from 0 to {_HIGHEST_GAIN:,.0f}"
+        raise SkilltrainError(what)
     if not any(gains.values()):
         raise SkilltrainError("no skill has a positive gain, so no ranking can score")
     if not gold:
@@ -191,13 +189,10 @@ def _check_relevance(relevance: Relevance) -> None:
             raise SkilltrainError(f"skill '{skill_id}' stands for '{need}' and has a gain of its own")
 
 
-def _exponential(gain: float) -> float:
-    return math.expm1(gain * math.log(2))  # 2^gain - 1; expm1 keeps gains near 0 above 0
-
-
 _GAINS: dict[str, Callable[[Relevance], Mapping[str, float]]] = {
     "nDCG": lambda relevance: relevance.gains,
-    "nDCG-exp": lambda relevance: {skill_id: _exponential(gain) for skill_id, gain in relevance.gains.items()},
+    # 2^gain - 1; expm1 keeps gains near 0 above 0
+    "nDCG-exp": lambda relevance: {one: math.expm1(gain * math.log(2)) for one, gain in relevance.gains.items()},
     "nDCG-bin": lambda relevance: dict.fromkeys(relevance.gold, 1.0),
 }
 

@@ -21,8 +21,7 @@ class SystemResult:
 def same_queries(results: Sequence[SystemResult]) -> tuple[str, ...]:
     """The ids of the queries that every system was scored on, in the first system's order; () for no systems.
 
-    Raises SkilltrainError where two systems share a name or hold different queries: a paired test over the common
-    ones would leave out those that a system failed to answer.
+    Raises SkilltrainError where two systems share a name or hold different queries.
     """
     if not results:
         return ()
@@ -32,23 +31,17 @@ def same_queries(results: Sequence[SystemResult]) -> tuple[str, ...]:
             raise SkilltrainError(f"two systems are named '{system.name}'", fix="give each system a name of its own")
         names.add(system.name)
         if odd := sorted(system.per_query.keys() ^ first.per_query.keys()):
-            raise SkilltrainError(
-                f"runs over different query sets compared: {len(odd)} queries stand on one side only "
-                f"(system {first.name} holds {len(first.per_query)}, this one {len(system.per_query)}), "
-                f"first '{odd[0]}'",
-                where=f"system {system.name}",
-                fix="score all systems on the same queries",
-            )
+            held = f"(system {first.name} holds {len(first.per_query)}, this one {len(system.per_query)})"
+            what = f"runs over different query sets compared: {len(odd)} queries stand on one side only {held}"
+            fix = "score all systems on the same queries"
+            raise SkilltrainError(f"{what}, first '{odd[0]}'", where=f"system {system.name}", fix=fix)
     return tuple(first.per_query)
 
 
 def values_of(
     system: SystemResult, query_ids: Sequence[str], measures: Sequence[str]
 ) -> Float[np.ndarray, "query measure"]:
-    """The system's values, float64, one row a query and one column a measure, in the orders asked for.
-
-    Raises SkilltrainError for a measure that a query has no value of, and values that are not finite.
-    """
+    """The system's values in the orders asked for. Raises SkilltrainError for one that is missing or not finite."""
     values = np.empty((len(query_ids), len(measures)))
     for column, measure in enumerate(measures):
         found = [system.per_query[query_id].get(measure) for query_id in query_ids]

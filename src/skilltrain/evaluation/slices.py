@@ -1,7 +1,6 @@
 """Results by slice: of all queries, and of those that share the value of a label (kind, tier, difficulty, length …).
 
-A label is what is known of a query. Most come from the benchmark (`Task.labels`); two are computed (`labels_of`):
-`query length`, and, where the pool's texts are known, `description length`.
+A label is what is known of a query. Most come from the benchmark (`Task.labels`), two are computed (`labels_of`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +50,7 @@ class SliceMeans:
         return frozenset(name for name, mean in means.items() if mean == highest)
 
     def to_json(self, system: str) -> dict[str, dict[str, Any]]:
-        """Measure → {mean, low, high, n} of one system."""
+        """One system's measure → {mean, low, high, n}."""
         return {measure: asdict(mean) for measure, mean in self.means[system].items()}
 
 
@@ -92,9 +91,8 @@ def by_kind(slices: Sequence[SliceMeans], system: str) -> dict[str, Any]:
 def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, Labels]:
     """query_id → its labels: those of the benchmark, and those computed here.
 
-    `query length` is terse up to 20 words, else long (a CJK character is a word). `description length` is one of four
-    parts of the tasks by the mean characters of their gold skills' descriptions in the pool `skills`, which is empty
-    where its texts are not known: then the label is left out.
+    `query length` counts words, a CJK character as one. `description length` is one of four parts of the tasks by the
+    mean characters of their gold skills' descriptions in the pool `skills`, left out where its texts are not known.
     """
     lengths: dict[str, float] = {}
     for task in tasks:
@@ -139,12 +137,9 @@ def _slices(labels: Mapping[str, Labels]) -> dict[tuple[str, str], tuple[str, ..
     found = {(ALL, ALL): tuple(labels)}
     for label, parts in values.items():
         if len(parts) <= MOST_VALUES:
-            found |= {(label, value): tuple(parts[value]) for value in sorted(parts, key=_place)}
+            ordered = [*(value for value in _ORDER if value in parts), *sorted(parts.keys() - {*_ORDER})]
+            found |= {(label, value): tuple(parts[value]) for value in ordered}
     return found
-
-
-def _place(value: str) -> tuple[int, str]:
-    return (_ORDER.index(value) if value in _ORDER else len(_ORDER), value)
 
 
 def _means(

@@ -31,9 +31,8 @@ class Outcomes:
 
 @dataclass(frozen=True, slots=True)
 class StageLatency:
-    """Seconds that a query takes in one ranker of a system (`1 lexical`, `2 rerank`, … or `total`), asked one by one.
-
-    `qps` is queries a second at one query at a time, `num` the number of timed queries.
+    """Seconds that a query takes in one ranker of a system (`1 lexical`, … or `total`), and queries a second, where
+    `num` queries are asked one by one.
     """
 
     system: str
@@ -83,8 +82,7 @@ def outcomes(
 ) -> Outcomes:
     """The queries that `system` fixed and broke by `measure`, in their order; `clusters` as for `compare`.
 
-    Raises SkilltrainError for systems that do not hold the same queries, a measure that one of them lacks, and one
-    with values other than 0 and 1: half a success is neither fixed nor broken.
+    Raises SkilltrainError for a measure with values other than 0 and 1: half a success is neither fixed nor broken.
     """
     query_ids = same_queries([baseline, system])
     before, after = (values_of(result, query_ids, [measure])[:, 0] for result in (baseline, system))

@@ -25,7 +25,7 @@ class PassRate:
 
 
 class Agent(NamedTuple):
-    """The shares of tasks that an agent passes without skills, and with the gold skills put before it."""
+    """The shares of tasks that an agent passes without skills, and with the gold skills."""
 
     name: str
     without_skills: float
@@ -50,9 +50,7 @@ def are_known(tasks: Sequence[Task]) -> bool:
 
 
 def pass_rates(means: Mapping[str, Mapping[str, Interval]], agents: Sequence[Agent] = AGENTS) -> tuple[PassRate, ...]:
-    """For each system and agent, and the agents' average, the pass rates that the means of all queries (`means`:
-    system → measure → mean) let expect. A scenario, no measurement: it takes skills found for skills used.
-    """
+    """What `means` (system → measure → mean) let expect of each agent and their average, if skills found were used."""
     found: list[PassRate] = []
     for system, row in means.items():
         coverages = {name: row[name] for name in COVERAGES if name in row}
@@ -68,9 +66,7 @@ def average(agents: Sequence[Agent]) -> Agent:
 
 
 def estimate(agent: Agent, coverage: Interval) -> Interval:
-    """Without skills + coverage x (with gold - without), at the mean and the ends of `coverage`; they change places
-    where skills harm the agent. The interval says how far the coverage is known, and no more.
-    """
+    """Without skills + coverage x (with gold - without), at the mean and the ends (turned round if skills harm)."""
     gain = agent.with_gold - agent.without_skills
     mean, low, high = (agent.without_skills + share * gain for share in (coverage.mean, coverage.low, coverage.high))
     return Interval(mean, min(low, high), max(low, high), coverage.n)

@@ -27,10 +27,8 @@ _MENTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class FeatureComparison:
-    """A feature of gold skills against the others: medians (shares where it is 0 or 1) and a Mann-Whitney test.
-
-    `p` is adjusted by Holm over all features, `effect` is the probability that a random gold skill has more of it than
-    a random other, ties counted half.
+    """A feature of gold skills against the others: medians (shares where it is 0 or 1) and a Mann-Whitney test, whose
+    `p` is Holm's over all features. `effect`: how likely a random gold skill has more than a random other, ties half.
     """
 
     feature: str
@@ -45,9 +43,8 @@ class FeatureComparison:
 def structure_features(body: str) -> dict[str, float]:
     """Feature → value for one skill's body, read as CommonMark, up to 20 blocks inside one another.
 
-    `code share` is the characters inside fenced blocks over all. Nothing but words counts inside code. The last two
-    are 1 where the text names a file like `scripts/run.py` or `references/api.md`: a proxy for SkillFlow's bundled
-    files, which no table holds.
+    `code share` is the characters inside fenced blocks over all. Nothing but words counts inside code. The mentions
+    (0 or 1) of files beside the skill stand in for SkillFlow's bundled files, which no table holds.
     """
     text = body.replace("\r\n", "\n")
     blocks = _parser().parse(text)
@@ -69,26 +66,22 @@ def structure_features(body: str) -> dict[str, float]:
 
 
 def compare_structure(gold_bodies: Iterable[str], other_bodies: Iterable[str]) -> tuple[FeatureComparison, ...]:
-    """Every feature of gold skills' bodies against those of others, which should not hold the gold ones.
-
-    Raises SkilltrainError if either side is empty.
-    """
+    """Every feature of gold skills' bodies against those of others, which should not hold the gold ones."""
     from scipy.stats import mannwhitneyu
 
     gold, others = _features(gold_bodies, "gold"), _features(other_bodies, "other")
     tests = [mannwhitneyu(values, others[name], alternative="two-sided") for name, values in gold.items()]
+    adjusted = holm([float(test.pvalue) for test in tests])
     compared: list[FeatureComparison] = []
-    for name, test, p in zip(gold, tests, holm([float(test.pvalue) for test in tests]), strict=True):
+    for (name, values), test, p in zip(gold.items(), tests, adjusted, strict=True):
         middle = np.mean if name in _MENTIONS else np.median
-        nums = len(gold[name]), len(others[name])
-        effect = float(test.statistic) / (nums[0] * nums[1])
-        middles = float(middle(gold[name])), float(middle(others[name]))
-        compared.append(FeatureComparison(name, *middles, effect, p, *nums))
+        middles, nums = (float(middle(values)), float(middle(others[name]))), (len(values), len(others[name]))
+        compared.append(FeatureComparison(name, *middles, float(test.statistic) / (nums[0] * nums[1]), p, *nums))
     return tuple(compared)
 
 
 def _features(bodies: Iterable[str], kind: str) -> dict[str, Float[np.ndarray, " skill"]]:
-    """Feature → its value in each body; bodies are read one by one."""
+    """Feature → its value in each body. Raises SkilltrainError for no bodies."""
     rows = [structure_features(body) for body in track(bodies, f"structure of {kind} skills", None)]
     if not rows:
         raise SkilltrainError(f"no {kind} skills, whose structure could be compared")
@@ -97,7 +90,6 @@ def _features(bodies: Iterable[str], kind: str) -> dict[str, Float[np.ndarray, "
 
 @cache
 def _parser() -> "MarkdownIt":
-    """CommonMark without the rules that decide nothing here (emphasis, entities, line breaks)."""
     from markdown_it import MarkdownIt
 
-    return MarkdownIt("commonmark").disable(["emphasis", "entity", "newline"])
+    return MarkdownIt("commonmark").disable(["emphasis", "entity", "newline"])  # they decide nothing here

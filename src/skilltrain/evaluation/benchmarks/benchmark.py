@@ -28,11 +28,9 @@ class Task:
 class Benchmark:
     """Tasks in the order of their file, and the skills that came with them.
 
-    `gold_skills` are to be added to a pool (none where the pool holds them). `pool` is the pool that the benchmark was
-    published with, empty where it has none: without another pool its figures are over this one. Both may hold the same
-    skill. `notes` say what of the published files is not scored, one sentence each; `unscored` are the ids of such
-    queries: those of other splits, and those that no gold skill is known for. `tiers` are the benchmarks that this one
-    joins, each with a pool of its own (`joined`), else ().
+    `gold_skills` are to be added to a pool; `pool` is the one that the benchmark was published with, empty where it has
+    none. `notes` say what of the files is not scored, `unscored` are such queries: those of other splits, and those
+    without known gold. `tiers` are the benchmarks that this one joins, each with a pool of its own (`joined`), else ().
     """
 
     name: str
@@ -80,10 +78,8 @@ def make_benchmark(
     gold_skills: Sequence[Skill] | None = None,
     notes: Sequence[str] = (),
 ) -> Benchmark:
-    """The benchmark in `folder`: the tasks of a split, or all.
-
-    `query_ids` are all queries of its files, scored or not. `gold_skills` are those of the pool that can be gold,
-    unless they are given. Raises SkilltrainError where no task is of the split.
+    """The benchmark in `folder`: the tasks of a split, or all. `query_ids` are all queries of its files, scored or not;
+    `gold_skills` are those of the pool that can be gold, unless they are given.
     """
     check_split([task.query for task in tasks], split, folder)
     scored = tuple(task for task in tasks if split in (None, task.query.split))
@@ -113,10 +109,8 @@ def as_tier(benchmark: Benchmark) -> Benchmark:
 
 
 def joined(tiers: Sequence[Benchmark]) -> Benchmark:
-    """Tiers (`as_tier`) as one benchmark, whose `tiers` are ranked each over its own pool and scored together.
-
-    Its own `pool` and `gold_skills` are empty; one benchmark alone is itself. Raises SkilltrainError for two tiers of
-    one name.
+    """Tiers (`as_tier`) as one benchmark, whose `tiers` are ranked each over its own pool and scored together; its own
+    `pool` and `gold_skills` are empty. One benchmark alone is itself.
     """
     if len(tiers) == 1:
         return tiers[0]
@@ -143,10 +137,9 @@ def wanted_skills(relevance: Relevance, skill_ids: Container[str]) -> list[str]:
 def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
     """`benchmark` as it can be scored over the pool `skill_ids` (gold skills added).
 
-    Raises SkilltrainError where a gold skill is missing and no alternative is there: no ranking could find it, and
-    every figure would be too low without a word. A gain of a skill that is not gold and not in the pool (SkillRouter's
-    easy pool lacks the degraded copies) is left out, so that a perfect ranking has nDCG 1, as in the released
-    evaluation.
+    Raises SkilltrainError where a gold skill is missing and no alternative is there: no ranking could find it. A gain
+    of a skill that is not gold and not in the pool (SkillRouter's easy pool lacks the degraded copies) is left out, so
+    that a perfect ranking has nDCG 1, as in the released evaluation.
     """
     pool = frozenset(skill_ids)
     missing: list[tuple[str, str]] = []
@@ -180,7 +173,7 @@ def check_split(queries: Sequence[Query], split: str | None, folder: Path) -> No
 
 
 def split_files(folder: Path, suffix: str, split: str | None) -> dict[str, Path]:
-    """split → its file in `folder`, of one split or of all. Raises SkilltrainError where there is none."""
+    """split → its file in `folder`, of one split or of all."""
     files = {file.name.removesuffix(suffix): file for file in sorted(folder.glob(f"*{suffix}"))}
     if not files:
         raise SkilltrainError(f"holds no {suffix} file, one a split", where=folder)

@@ -93,26 +93,18 @@ def read_livemcpbench_clone(folder: Path, split: str | None) -> Benchmark:
             what = f"task '{row.task_id}': expected a numbered list of tools, found '{row.tools[:60]}'"
             raise SkilltrainError(what, where=where)
         candidates = [offers.get(name, []) for name in names]
-        task = _TaskRow(
-            task_id=row.task_id, query=row.query, tools=names, tool_skill_ids=candidates, category=row.category
-        )
-        tasks.append((where, task))
+        known = {"task_id": row.task_id, "query": row.query, "category": row.category}
+        tasks.append((where, _TaskRow.model_validate({**known, "tools": names, "tool_skill_ids": candidates})))
     return _benchmark(folder, split, tools, tasks)
 
 
 def _tools_of_servers(file: Path) -> Iterator[tuple[str, _ToolRow]]:
     for where, server in _entries(_Server, file):
         for key, tool in ((key, tool) for key, group in server.tools.items() for tool in group.tools):
-            row = _ToolRow(
-                skill_id=f"{key}/{tool.name}",
-                server=server.name,
-                server_description=server.description or "",
-                name=tool.name,
-                description=tool.description or "",
-                parameters=sorted(tool.parameters or {}),
-                category=server.category,
-            )
-            yield where, row
+            skill_id, parameters = f"{key}/{tool.name}", sorted(tool.parameters or {})
+            of_server = {"server": server.name, "server_description": server.description or ""}
+            about = {"name": tool.name, "description": tool.description or "", "category": server.category}
+            yield where, _ToolRow.model_validate({"skill_id": skill_id, "parameters": parameters, **of_server, **about})
 
 
 def _entries(row_class: type[RowT], file: Path) -> Iterator[tuple[str, RowT]]:
@@ -136,11 +128,9 @@ def _benchmark(
             labels = {"category": row.category}
             tasks.append(make_task(row.row_id, row.query, relevance, origin=_ORIGIN, split="test", labels=labels))
     notes: list[str] = []
-    without = [row.row_id for _, row in rows for skill_ids in row.tool_skill_ids if not skill_ids]
-    if without:
-        num_tools = sum(len(row.tools) for _, row in rows)
-        missing = f"{len(without)} of {num_tools} needed tools ({len(set(without))} tasks)"
-        notes.append(f"{missing} have no candidate and are no gold")
+    if without := [row.row_id for _, row in rows for skill_ids in row.tool_skill_ids if not skill_ids]:
+        missing = f"{len(without)} of {sum(len(row.tools) for _, row in rows)} needed tools"
+        notes.append(f"{missing} ({len(set(without))} tasks) have no candidate and are no gold")
     scored = {task.query.query_id for task in tasks}
     if left_out := [task_id for task_id in task_rows if task_id not in scored]:
         notes.append(f"{len(left_out)} of {len(rows)} tasks have no gold and are not scored: {', '.join(left_out[:3])}")

@@ -28,9 +28,7 @@ VERDICT_GAINS = {Verdict.REQUIRED: 1.0, Verdict.USEFUL: 0.5}
 
 
 def read_tables(folder: Path, split: str | None) -> Benchmark:
-    """The tasks of our queries.parquet and judgements.parquet: a required skill is gold with gain 1, a useful one has
-    gain 0.5 without being gold; irrelevant and rejected skills gain nothing.
-    """
+    """The tasks of our queries.parquet and judgements.parquet: what is required is gold, gains are VERDICT_GAINS."""
     for spec in (QUERIES, JUDGEMENTS):
         check_regular(table_path(folder, spec))
     queries, judgements = queries_from_table(read_table(folder, QUERIES)), read_table(folder, JUDGEMENTS)

@@ -3,8 +3,8 @@
 What scores above 0 is gold, and its gain is the score; 0 or less says not relevant, as trec_eval reads it.
 BEIR: corpus.jsonl (title as name, text as body), queries.jsonl and qrels/{split}.tsv with its header. Queries without
 a row are not scored; without corpus.jsonl the ids are those of a pool that is given.
-SkillRet's folder `data`: skills, queries and qrels, each with a file a split. A split has a pool of its own; all splits
-at once are ranked over all their skills, so give split=test for the published protocol.
+SkillRet's folder `data`: skills, queries and qrels, each with a file a split. A split has a pool of its own, so give
+split=test for the published protocol: all splits at once are ranked over all their skills.
 """
 
 import math
@@ -120,12 +120,9 @@ def _add_tasks(
 def _relevances(
     qrels: Iterable[tuple[str, _Qrel]], query_ids: Collection[str], skill_ids: Collection[str] | None
 ) -> dict[str, Relevance]:
-    """query_id → relevance, for the judged ones of `query_ids`, in their order.
-
-    `skill_ids` is the pool that the qrels were published with, None where there is none.
-    """
+    """query_id → relevance, for the judged ones of `query_ids`; `skill_ids` is the published pool, None without one."""
     scores: dict[str, dict[str, float]] = {}
-    first: dict[str, str] = {}
+    first: dict[str, str] = {}  # query_id → file and line of its first row
     for where, row in qrels:
         fault = None
         if row.query_id not in query_ids:
@@ -144,8 +141,7 @@ def _relevances(
     for query_id in filter(scores.__contains__, query_ids):
         gains = {skill_id: score for skill_id, score in scores[query_id].items() if score > 0}
         if not gains:
-            what = f"query '{query_id}' has no skill with a score above 0, so none is gold"
-            raise SkilltrainError(what, where=first[query_id])
+            raise SkilltrainError(f"query '{query_id}' has no skill with a score above 0", where=first[query_id])
         found[query_id] = Relevance(frozenset(gains), gains)
     return found
 
@@ -160,10 +156,8 @@ def _tsv_rows(file: Path) -> Iterator[tuple[str, _Qrel]]:
     if header.split("\t") != _HEADER:
         what = f"the first line is not the header {', '.join(_HEADER)}, between tabs"
         raise SkilltrainError(what, where=f"{file}, line 1")
-    for number, line in enumerate(lines, 2):
+    for number, line in ((number, line) for number, line in enumerate(lines, 2) if line.strip()):
         where, cells = f"{file}, line {number}", line.split("\t")
-        if not line.strip():
-            continue
         if len(cells) != 3 or not all(cells):
             raise SkilltrainError(f"expected query-id, corpus-id and score between tabs, found {cells}", where=where)
         try:

@@ -56,8 +56,8 @@ def read_r3_skill(folder: Path, split: str | None) -> Benchmark:
             raise SkilltrainError(f"skill '{unknown[0]}' is not in skills_test.jsonl", where=where)
         query_id = f"{SPLIT}-{where.rpartition(' ')[2]}"
         tasks.append(_task(query_id, row.query, row.skill_ids, {"direction": row.lang}, where))
-    query_ids = [task.query.query_id for task in tasks]
-    return make_benchmark(folder, tasks, split, query_ids, [row.skill() for row in skills.values()])
+    pool = [row.skill() for row in skills.values()]
+    return make_benchmark(folder, tasks, split, [task.query.query_id for task in tasks], pool)
 
 
 def read_r3_groups(folder: Path, split: str | None) -> Benchmark:

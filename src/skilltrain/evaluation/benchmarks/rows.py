@@ -55,8 +55,7 @@ def parse_row(row_class: type[RowT], values: Any, where: str) -> RowT:
 def read_rows(row_class: type[RowT], file: Path) -> Iterator[tuple[str, RowT]]:
     """Yield (where, row) of a JSON Lines file; `where` names file and line."""
     for line, values in read_jsonl(file):
-        where = f"{file}, line {line}"
-        yield where, parse_row(row_class, values, where)
+        yield (where := f"{file}, line {line}"), parse_row(row_class, values, where)
 
 
 def unique(what: str, rows: Iterable[tuple[str, NamedRowT]]) -> dict[str, NamedRowT]:
@@ -71,6 +70,5 @@ def unique(what: str, rows: Iterable[tuple[str, NamedRowT]]) -> dict[str, NamedR
 
 def read_skills(files: Iterable[Path]) -> tuple[Skill, ...]:
     """The skills of JSON Lines files that are there; an id stands in one of them once."""
-    rows = (row for file in files if file.exists() for row in read_rows(_SkillRow, file))
-    found = unique("skill", rows)
+    found = unique("skill", (row for file in files if file.exists() for row in read_rows(_SkillRow, file)))
     return tuple(Skill(skill_id, **row.model_dump(exclude={"row_id"})) for skill_id, row in found.items())

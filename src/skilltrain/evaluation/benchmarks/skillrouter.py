@@ -44,17 +44,23 @@ def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
         raise SkilltrainError("expected a map of task_id to relevance", where=file)
     places = {task_id: f"{file}, task {task_id}" for task_id in entries}
     judged = {task_id: parse_row(_RelevanceRow, entry, places[task_id]) for task_id, entry in entries.items()}
-    rows = _task_rows(folder / "tasks.jsonl", judged)
+    tasks_file = folder / "tasks.jsonl"
+    found = list(read_rows(_TaskRow, tasks_file))
+    rows = unique("task", found)
+    for where, row in found:
+        if row.row_id not in judged:
+            raise SkilltrainError(f"task '{row.row_id}' has no entry in relevance.json", where=where)
+    if without := sorted(judged.keys() - rows.keys()):
+        what = f"relevance.json has {len(without)} tasks that are not here: {without[0]}"
+        raise SkilltrainError(what, where=tasks_file)
     tasks: list[Task] = []
     for task_id, row in rows.items():
-        entry = judged[task_id]
+        entry, text = judged[task_id], row.instruction_text
         if entry.task_type != "generic_only":
             relevance = _relevance(entry, places[task_id])
             labels = {"difficulty": row.difficulty, "domain": row.domain, "task type": entry.task_type}
-            text = row.instruction_text
             tasks.append(make_task(task_id, text, relevance, origin=ORIGIN, split="test", labels=labels))
-    gold_skills = read_skills([folder / "gold_skills.jsonl"])
-    return make_benchmark(folder, tasks, split, rows, gold_skills=gold_skills)
+    return make_benchmark(folder, tasks, split, rows, gold_skills=read_skills([folder / "gold_skills.jsonl"]))
 
 
 def read_skillrouter_tier(folder: Path, split: str | None) -> Benchmark:
@@ -64,18 +70,6 @@ def read_skillrouter_tier(folder: Path, split: str | None) -> Benchmark:
         raise SkilltrainError("holds no .jsonl or .jsonl.gz file with the skills of this tier", where=folder)
     above = read_skillrouter(folder.resolve().parent, split)
     return replace(above, name=folder.resolve().name, pool=read_skills(files))
-
-
-def _task_rows(file: Path, judged: dict[str, _RelevanceRow]) -> dict[str, _TaskRow]:
-    """task_id → its row, for exactly the `judged` tasks."""
-    rows = list(read_rows(_TaskRow, file))
-    found = unique("task", rows)
-    for where, row in rows:
-        if row.row_id not in judged:
-            raise SkilltrainError(f"task '{row.row_id}' has no entry in relevance.json", where=where)
-    if without := sorted(judged.keys() - found.keys()):
-        raise SkilltrainError(f"relevance.json has {len(without)} tasks that are not here: {without[0]}", where=file)
-    return found
 
 
 def _relevance(row: _RelevanceRow, where: str) -> Relevance:
