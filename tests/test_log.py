@@ -92,18 +92,14 @@ def test_resuming_drops_all_lines_after_the_step_and_torn_ones(tmp_path):
         assert rows(path) == []
 
 
+@has_tensorboard
 def test_only_the_main_process_writes(tmp_path):
     tracker = Recorder()
+    assert open_trackers(["tensorboard"], tracked(tmp_path), active=False) == []
     with TrainingLog(tmp_path / "log.jsonl", 0, False, [tracker]) as log:
         log.write(1, FIGURES)
         log.write_dev(1, DEV)
     assert not any(tmp_path.iterdir()) and not tracker.told
-
-
-@has_tensorboard
-def test_other_processes_open_no_tracker(tmp_path):
-    assert open_trackers(["tensorboard"], tracked(tmp_path), active=False) == []
-    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("error", [SkilltrainError("interrupted"), KeyboardInterrupt()])
