@@ -92,24 +92,6 @@ def test_beir_with_windows_line_ends_a_byte_order_mark_and_negative_scores(write
     assert only.relevance == Relevance(frozenset({"d1"}), {"d1": 1.0})
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ("q9\td1\t1\n", r"test\.tsv, line 2: query 'q9' is not among the queries"),
-        ("q1\td1\t1\nq1\td9\t1\n", r"test\.tsv, line 3: skill 'd9' of query 'q1' is not among the benchmark's own"),
-        ("q1\td1\tgood\n", r"test\.tsv, line 2: the score of query 'q1' is no number: 'good'"),
-        ("q1\td1\tnan\n", r"test\.tsv, line 2: the score of query 'q1' is nan, no number"),
-        ("q1\td1\t1\nq1\td1\t1\n", r"test\.tsv, line 3: query 'q1' and skill 'd1' stand together twice"),
-        ("q1\td1\t1\nq2\td", r"test\.tsv, line 3: expected query-id, corpus-id and score .*\['q2', 'd'\]"),
-        ("q1\td1\t1\nq2\td2\t0\n", r"test\.tsv, line 3: query 'q2' has no skill with a score above 0"),
-        ("", r"bench: holds no query to score"),
-    ],
-)
-def test_faults_in_beir_qrels_are_named(write: Write, rows: str, message: str):
-    with pytest.raises(SkilltrainError, match=message):
-        load_benchmark(beir(write, rows))
-
-
 def test_faults_in_other_beir_files_are_named(write: Write):
     folder = beir(write, dev="q1\td1\t1\n")
     with pytest.raises(SkilltrainError, match=r"test\.tsv: query 'q1' is of split dev as well \(give the split"):
@@ -127,24 +109,12 @@ def test_faults_in_other_beir_files_are_named(write: Write):
         load_benchmark(folder)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (lines({"_id": "q1", "text": "a"}, {"_id": "q1", "text": "b"}), "line 2: query 'q1' stands twice"),
-        (lines({"_id": "q1", "text": "a"}) + '{"_id": "q2", "te', "line 2: is not JSON Lines"),
-        (lines({"_id": 7, "text": "a"}), "line 1: _id: "),
-        (lines({"_id": "q1", "text": ""}), "line 1: text: "),
-    ],
-)
-def test_faults_in_rows_are_named(write: Write, text: str, message: str):
-    """All forms read their rows by the same functions."""
-    folder = beir(write)
-    write("queries.jsonl", text)
-    with pytest.raises(SkilltrainError, match=rf"queries\.jsonl, {message}"):
-        load_benchmark(folder)
-
-
 # SkillRet
+
+
+def beir_queries(write: Write, text: str) -> Path:
+    beir(write)
+    return write("queries.jsonl", text)
 
 
 def skillret(write: Write, **changed: str) -> Path:
@@ -217,47 +187,23 @@ def test_r3_skill_calls_queries_by_their_line_and_takes_texts_apart(write: Write
         load_benchmark(r3_skill(write), "dev")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (lines({"query": "a", "skill_ids": []}), r"test\.jsonl, line 1: query 'test-1' has no required skill"),
-        (lines({"query": "a", "skill_ids": ["skill-9"]}), r"line 1: skill 'skill-9' is not in skills_test\.jsonl"),
-        ("\n", "holds no query to score"),
-    ],
-)
-def test_faults_in_r3_skill_are_named(write: Write, text: str, message: str):
-    with pytest.raises(SkilltrainError, match=message):
-        load_benchmark(r3_skill(write, text))
-
-
 def group(group_id: str, required: list[str], **more: Any) -> dict[str, Any]:
     rejected = [{"skill_id": "x", "reason": "scope_mismatch", "why": "too broad"}]
     return {"group_id": group_id, "anchor": "a", "query": f"do {group_id}", "required": required,
             "rejected": rejected, "irrelevant": ["y"], **more}  # fmt: skip
 
 
+def groups(write: Write, rows: list[Any]) -> Path:
+    return write("judgements.jsonl", lines(*rows))
+
+
 def test_groups_of_judgements_required_is_gold(write: Write):
-    benchmark = load_benchmark(write("judgements.jsonl", lines(group("g1", ["a", "b"]), group("g2", ["c"]))))
+    benchmark = load_benchmark(groups(write, [group("g1", ["a", "b"]), group("g2", ["c"])]))
     first, second = benchmark.tasks
     assert first.query == Query("g1", "do g1", "multi", "r3", "test")
     assert first.relevance == Relevance(frozenset("ab"), {"a": 1.0, "b": 1.0})
     assert second.labels["kind"] == "single"
     assert benchmark.pool == ()
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([group("g1", [])], r"judgements\.jsonl, line 1: query 'g1' has no required skill"),
-        ([group("g1", ["a"]), group("g1", ["b"])], r"judgements\.jsonl, line 2: group 'g1' stands twice"),
-        ([group("g1", ["a", "x"])], "line 1: skill 'x' of group 'g1' is judged twice"),
-        ([group("g1", ["a"], irrelevant=["a"])], "line 1: skill 'a' of group 'g1' is judged twice"),
-        ([group("g1", ["a"], rejected=["x"])], r"line 1: rejected\.0: "),
-    ],
-)
-def test_faults_in_groups_are_named(write: Write, rows: list[Any], message: str):
-    with pytest.raises(SkilltrainError, match=message):
-        load_benchmark(write("judgements.jsonl", lines(*rows)))
 
 
 # LiveMCPBench
@@ -275,14 +221,14 @@ def mcp_task(task_id: str, *candidates: list[str], **more: Any) -> dict[str, Any
             "tool_skill_ids": list(candidates), **more}  # fmt: skip
 
 
-def livemcp(write: Write, *tasks: Any) -> Path:
+def livemcp(write: Write, tasks: list[Any]) -> Path:
     write("tools.jsonl", lines(mcp_tool("disk/write"), mcp_tool("cloud/write"), mcp_tool("web/fetch", parameters=[])))
     return write("tasks.jsonl", lines(*tasks))
 
 
 def test_livemcpbench_any_candidate_meets_a_need(write: Write, capsys: pytest.CaptureFixture[str]):
     both = mcp_task("t1", ["disk/write", "cloud/write"], ["web/fetch"], [])
-    benchmark = load_benchmark(livemcp(write, both, mcp_task("t2", ["web/fetch"]), mcp_task("t3", [])))
+    benchmark = load_benchmark(livemcp(write, [both, mcp_task("t2", ["web/fetch"]), mcp_task("t3", [])]))
     assert ids(benchmark) == ["t1", "t2"]
     assert [task.labels["kind"] for task in benchmark.tasks] == ["multi", "single"]
     relevance = benchmark.tasks[0].relevance
@@ -305,30 +251,12 @@ def test_livemcpbench_any_candidate_meets_a_need(write: Write, capsys: pytest.Ca
 
 
 def test_a_pool_with_one_of_the_candidates_is_enough(write: Write):
-    benchmark = load_benchmark(livemcp(write, mcp_task("t1", ["disk/write", "cloud/write"])))
+    benchmark = load_benchmark(livemcp(write, [mcp_task("t1", ["disk/write", "cloud/write"])]))
     checked = check_pool(benchmark, ["cloud/write"])
     values = per_query({"t1": ["cloud/write"]}, {"t1": checked.tasks[0].relevance}, parse_measures(["nDCG@1", "Hit@1"]))
     assert values == {"t1": {"nDCG@1": 1.0, "Hit@1": 1.0}}
     with pytest.raises(SkilltrainError, match="query t1: gold skill 'disk/write' is not among the 1 skills"):
         check_pool(benchmark, ["web/fetch"])
-
-
-@pytest.mark.parametrize(
-    ("tasks", "message"),
-    [
-        ([mcp_task("t", ["a/b"])], r"tasks\.jsonl, line 1: skill 'a/b' of task 't' is not among the benchmark's own"),
-        ([mcp_task("t", ["web/fetch"])] * 2, r"tasks\.jsonl, line 2: task 't' stands twice"),
-        ([mcp_task("t", ["web/fetch"], tools=[])], "line 1: task 't' has 0 tools and 1 lists of candidates"),
-        (
-            [mcp_task("t", ["web/fetch", "disk/write"], ["disk/write"])],
-            "'disk/write' of task 't' is a candidate for two",
-        ),
-        ([mcp_task("t", [])], "holds no query to score"),
-    ],
-)
-def test_faults_in_livemcpbench_are_named(write: Write, tasks: list[Any], message: str):
-    with pytest.raises(SkilltrainError, match=message):
-        load_benchmark(livemcp(write, *tasks))
 
 
 def clone(write: Write, tools: str) -> Path:
@@ -361,6 +289,73 @@ def test_livemcpbench_as_published_finds_tools_by_name(write: Write):
     write("annotated_data/all_annotations.json", '[{"task_id": "t1", "Ques')
     with pytest.raises(SkilltrainError, match=r"all_annotations\.json: is not JSON"):
         load_benchmark(write("annotated_data/x", ""))
+
+
+# Faults
+
+
+@pytest.mark.parametrize(
+    ("form", "given", "message"),
+    [
+        (beir, "q9\td1\t1\n", r"test\.tsv, line 2: query 'q9' is not among the queries"),
+        (
+            beir,
+            "q1\td1\t1\nq1\td9\t1\n",
+            r"test\.tsv, line 3: skill 'd9' of query 'q1' is not among the",
+        ),
+        (beir, "q1\td1\tgood\n", r"test\.tsv, line 2: the score of query 'q1' is no number: 'good'"),
+        (beir, "q1\td1\tnan\n", r"test\.tsv, line 2: the score of query 'q1' is nan, no number"),
+        (beir, "q1\td1\t1\nq1\td1\t1\n", r"test\.tsv, line 3: query 'q1' and skill 'd1' stand together twice"),
+        (beir, "q1\td1\t1\nq2\td", r"test\.tsv, line 3: expected query-id, corpus-id and score .*\['q2', 'd'\]"),
+        (beir, "q1\td1\t1\nq2\td2\t0\n", r"test\.tsv, line 3: query 'q2' has no skill with a score above 0"),
+        (beir, "", r"bench: holds no query to score"),
+        (
+            beir_queries,
+            lines(*[{"_id": "q1", "text": "a"}] * 2),
+            r"queries\.jsonl, line 2: query 'q1' stands twice",
+        ),
+        (
+            beir_queries,
+            '{"_id": "q2", "te',
+            r"queries\.jsonl, line 1: is not JSON Lines",
+        ),
+        (beir_queries, lines({"_id": 7, "text": "a"}), r"queries\.jsonl, line 1: _id: "),
+        (beir_queries, lines({"_id": "q1", "text": ""}), r"queries\.jsonl, line 1: text: "),
+        (
+            r3_skill,
+            lines({"query": "a", "skill_ids": []}),
+            r"test\.jsonl, line 1: query 'test-1' has no required",
+        ),
+        (
+            r3_skill,
+            lines({"query": "a", "skill_ids": ["skill-9"]}),
+            r"line 1: skill 'skill-9' is not in skills_",
+        ),
+        (r3_skill, "\n", "holds no query to score"),
+        (groups, [group("g1", [])], r"judgements\.jsonl, line 1: query 'g1' has no required skill"),
+        (groups, [group("g1", ["a"]), group("g1", ["b"])], r"judgements\.jsonl, line 2: group 'g1' stands twice"),
+        (groups, [group("g1", ["a", "x"])], "line 1: skill 'x' of group 'g1' is judged twice"),
+        (groups, [group("g1", ["a"], irrelevant=["a"])], "line 1: skill 'a' of group 'g1' is judged twice"),
+        (groups, [group("g1", ["a"], rejected=["x"])], r"line 1: rejected\.0: "),
+        (
+            livemcp,
+            [mcp_task("t", ["a/b"])],
+            r"tasks\.jsonl, line 1: skill 'a/b' of task 't' is not among",
+        ),
+        (livemcp, [mcp_task("t", ["web/fetch"])] * 2, r"tasks\.jsonl, line 2: task 't' stands twice"),
+        (livemcp, [mcp_task("t", ["web/fetch"], tools=[])], "line 1: task 't' has 0 tools and 1 lists of candidates"),
+        (
+            livemcp,
+            [mcp_task("t", ["disk/write", "web/fetch"], ["disk/write"])],
+            "'disk/write' of task 't' is a candidate for",
+        ),
+        (livemcp, [mcp_task("t", [])], "holds no query to score"),
+    ],
+)
+def test_faults_are_named(write: Write, form: Callable[[Write, Any], Path], given: Any, message: str):
+    """By file, line and id; all forms read their rows by the same functions."""
+    with pytest.raises(SkilltrainError, match=message):
+        load_benchmark(form(write, given))
 
 
 # SkillRouter's tiers
@@ -440,19 +435,18 @@ def test_labels_of_beir_never_replace_our_own(write: Write):
 
 
 @pytest.mark.parametrize("name", ["queries.jsonl", "corpus.jsonl", "qrels/test.tsv"])
-def test_pipes_and_folders_in_place_of_files_are_refused(write: Write, name: str):
+def test_pipes_in_place_of_files_are_refused(write: Write, name: str):
     """Reading a pipe that nobody writes to would never end."""
-    folder = beir(write)
-    (folder / name).unlink()
-    os.mkfifo(folder / name)
+    file = beir(write) / name
+    file.unlink()
+    os.mkfifo(file)
     with pytest.raises(SkilltrainError, match=rf"{name}: is not a regular file"):
-        load_benchmark(folder)
+        load_benchmark(write("x", ""))
 
 
 @pytest.mark.parametrize("name", ["tasks.jsonl", "relevance.json", "gold_skills.jsonl", "queries.parquet"])
-def test_odd_files_of_other_forms_are_refused(tiers: Path, tmp_path: Path, name: str):
-    folder = tmp_path / "tables" if name.endswith("parquet") else tiers
-    folder.mkdir(exist_ok=True)
+def test_devices_in_place_of_files_are_refused(tiers: Path, tmp_path: Path, name: str):
+    folder = tmp_path if name.endswith("parquet") else tiers
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to("/dev/zero")
     with pytest.raises(SkilltrainError, match=rf"{name}: is not a regular file"):

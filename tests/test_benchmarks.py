@@ -156,11 +156,3 @@ def test_check_pool_names_query_skill_and_count(tmp_path: Path):
     )
     with pytest.raises(SkilltrainError, match=message):
         check_pool(benchmark, ["a", "x"])
-
-
-def test_check_pool_leaves_out_gains_no_ranking_could_earn(tmp_path: Path):
-    row = entry("a", relevance={"a": 3, "copy": 1, "other": 1})
-    benchmark = load_benchmark(skillrouter(tmp_path, [task("t")], {"t": row}))
-    checked = check_pool(benchmark, {"a", "copy", "x"})
-    assert checked.tasks[0].relevance == Relevance(frozenset("a"), {"a": 3.0, "copy": 1.0})
-    assert check_pool(benchmark, {"a", "copy", "other"}) == benchmark

@@ -1,15 +1,166 @@
+"""Two systems compared: shares, tests and Holm's adjustment, the comparison itself, and which queries changed."""
+
 import math
 from dataclasses import replace
+from itertools import combinations, product
 
 import numpy as np
 import pytest
+import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.bootstrap import Interval, paired_differences
+from skilltrain.evaluation.analysis.analysis import Outcomes, outcomes
+from skilltrain.evaluation.bootstrap import Interval, normal_interval, paired_differences
 from skilltrain.evaluation.comparison import Comparison, cohens_h, compare, holm, mcnemar, wilcoxon
-from skilltrain.evaluation.results import SystemResult
+from skilltrain.evaluation.results import SystemResult, values_of
+
+BITS = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40)
+STEPS = st.lists(st.integers(-4, 4), min_size=1, max_size=9)
+
+
+# ---- the paper
+
+
+@pytest.mark.parametrize(
+    ("hits", "low", "high"),
+    [(84, 0.481, 0.639), (93, 0.542, 0.698), (96, 0.563, 0.717), (98, 0.578, 0.730), (102, 0.605, 0.755),
+     (111, 0.670, 0.810), (112, 0.677, 0.817), (114, 0.692, 0.828)],
+)  # fmt: skip
+def test_table_13_of_skillrouter(hits: int, low: float, high: float):
+    """Appendix E rounds the share before it computes (98/150 → .654): the last digit may differ by one."""
+    found = normal_interval([1.0] * hits + [0.0] * (150 - hits))
+    assert [found.low, found.high] == pytest.approx([low, high], abs=0.0013)
+    assert (found.mean, found.n) == (hits / 150, 150)
+
+
+# ---- the normal approximation
+
+
+def test_values_between_0_and_1_use_the_sample_deviation():
+    """0, .5, 1: deviation .5, error .5 / √3; clipped, as the half width of .566 leaves [0, 1]."""
+    assert normal_interval([0, 0.5, 1]) == Interval(0.5, 0.0, 1.0, 3)
+    found = normal_interval([0, 0.5, 1] * 12)
+    error = math.sqrt(12 * 2 * 0.25 / 35) / 6
+    assert [found.low, found.high] == pytest.approx([0.5 - 1.96 * error, 0.5 + 1.96 * error])
+
+
+# ---- effect sizes
+
+
+def test_cohens_h_worked_by_hand():
+    """asin √1 is π/2, asin √.5 is π/4, asin √.75 is π/3, asin √.25 is π/6."""
+    assert cohens_h(1, 0) == pytest.approx(math.pi)
+    assert cohens_h(0.5, 0.75) == pytest.approx(-math.pi / 6)
+    assert cohens_h(0.75, 0.25) == pytest.approx(math.pi / 3)
+
+
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_cohens_h_is_antisymmetric_and_has_the_sign_of_the_difference(a: float, b: float):
+    assert cohens_h(a, b) == -cohens_h(b, a)
+    assert abs(cohens_h(a, b)) <= math.pi
+    assert cohens_h(a, b) * (a - b) >= 0
+
+
+# ---- Wilcoxon
+
+
+@pytest.mark.parametrize(
+    ("differences", "p"),
+    [([1, 2, 3], 2 / 8), ([1, 1, 1], 2 / 8), ([1, 1, -1], 1.0), ([1, 2, 3, 4, 5], 2 / 32), ([-1, 2, 3], 4 / 8),
+     ([0, 0, 0], 1.0), ([0], 1.0), ([2], 1.0)],
+)  # fmt: skip
+def test_signed_ranks_worked_by_hand(differences: list[float], p: float):
+    """1, 2, 3: only one of 8 choices of signs reaches the sum 6; −1, 2, 3: two reach 5 or more."""
+    assert wilcoxon(np.array(differences)) == pytest.approx(p)
+
+
+@settings(deadline=None, max_examples=40)
+@given(STEPS)
+def test_signed_ranks_agree_with_all_choices_of_signs(differences: list[int]):
+    """Ties and zeros of few queries: every choice of signs counted."""
+    amounts = scipy.stats.rankdata([abs(value) for value in differences if value])
+    sums = [np.dot(signs, amounts) for signs in product([0, 1], repeat=len(amounts))]
+    found = sum(rank for rank, value in zip(amounts, filter(None, differences), strict=True) if value > 0)
+    above = np.mean([total >= found for total in sums])
+    below = np.mean([total <= found for total in sums])
+    expected = min(1.0, 2 * min(above, below))
+    assert wilcoxon(np.array(differences)) == pytest.approx(expected)
+
+
+def test_rounding_makes_no_difference():
+    assert wilcoxon(np.array([0.1 + 0.2 - 0.3, 0.0])) == 1.0
+    tied = wilcoxon(np.array([0.3 - 0.2, 0.8 - 0.7, 0.5 - 0.6]))  # .1, .1, −.1, each with its own rounding
+    assert tied == wilcoxon(np.array([1, 1, -1])) == 1.0
+
+
+def test_many_ties_agree_with_scipys_normal_approximation():
+    """Exactly up to 200 differing queries (of 240, about 190 differ), from 201 as scipy has it."""
+    generator = np.random.default_rng(2)
+    for num, tolerance in ((240, 2e-3), (400, 1e-12)):
+        a, b = generator.integers(0, 5, (2, num)) / 4
+        b[: num // 12] = 1.0
+        kept = a != b
+        assert (kept.sum() <= 200) == (num == 240)
+        theirs = scipy.stats.wilcoxon(a[kept] - b[kept], method="asymptotic")[1]
+        assert wilcoxon(a - b) == pytest.approx(theirs, abs=tolerance)
+
+
+# ---- McNemar
+
+
+@settings(deadline=None, max_examples=30)
+@given(BITS)
+def test_mcnemar_agrees_with_the_binomial_test(pairs: list[tuple[bool, bool]]):
+    differences = np.array([int(after) - int(before) for before, after in pairs])
+    num, p = np.count_nonzero(differences), mcnemar(differences)
+    expected = scipy.stats.binomtest(np.count_nonzero(differences < 0), num).pvalue if num else 1.0
+    assert p == mcnemar(-differences) == pytest.approx(expected)
+    assert p == pytest.approx(wilcoxon(differences))  # with equal amounts, ranks toss the same coins
+
+
+def test_the_net_of_a_cluster_is_one_coin():
+    """2, 1, −1: of 8 choices of signs three reach a sum of 3 or more, and 3 is the sum of those that are fixed."""
+    assert mcnemar(np.array([2, 1, -1])) == pytest.approx(2 * 3 / 8)
+    assert mcnemar(np.array([2, 2, 0])) == mcnemar(np.array([1, 1])) == 1 / 2
+
+
+# ---- Holm
+
+
+def test_holm_worked_by_hand():
+    """.005 × 4, .01 × 3, .03 × 2, and .04 × 1, which may not fall below the .06 before it."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.5]) == [1.0, 1.0]
+    assert holm([0.2]) == [0.2]
+    assert holm([]) == []
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=7))
+def test_holm_is_the_closed_test_of_bonferroni(p_values: list[float]):
+    """Its adjusted p is the largest Bonferroni p of all families within the family that hold the test."""
+    everyone = range(len(p_values))
+    families = [set(f) for size in range(1, len(p_values) + 1) for f in combinations(everyone, size)]
+    expected = [
+        max(min(1.0, len(family) * min(p_values[j] for j in family)) for family in families if i in family)
+        for i in everyone
+    ]
+    assert holm(p_values) == pytest.approx(expected)
+
+
+# ---- values of systems
+
+
+def test_values_stand_in_the_order_asked_for():
+    one = SystemResult("one", {"q1": {"Hit@1": 1, "MRR@10": 0.5}, "q2": {"Hit@1": 0, "MRR@10": 0.25}}, {})
+    np.testing.assert_array_equal(values_of(one, ["q2", "q1"], ["MRR@10", "Hit@1"]), [[0.25, 0], [0.5, 1]])
+    assert values_of(one, ["q1"], []).shape == (1, 0)
+    assert values_of(one, [], ["Hit@1"]).shape == (0, 1)
+
+
+# ---- comparisons
+
 
 MEASURES = ("Hit@1", "MRR@10")
 IDS = tuple(f"q{i}" for i in range(30))
@@ -98,11 +249,6 @@ def test_turned_round_and_shuffled(pairs: list[tuple[float, float]], random):
     assert shuffled.cohens_h == pytest.approx(forth.cohens_h)
 
 
-def test_nothing_asked_is_nothing_answered():
-    assert compare(SYSTEMS, (), MEASURES, IDS, seed=0) == ()
-    assert compare(SYSTEMS, PAIRS, (), IDS, seed=0) == ()
-
-
 def test_a_cluster_counts_once():
     """Fifteen tasks over two pools where both fare alike: the tests are those of fifteen queries, and n is 30."""
     hits = np.random.default_rng(4).integers(0, 2, (15, 2)).astype(float)
@@ -133,3 +279,44 @@ def test_what_is_not_there_is_named():
     odd = replace(BASE, per_query={**BASE.per_query, "q4": {"Hit@1": math.nan, "MRR@10": 0.0}})
     with pytest.raises(SkilltrainError, match=r"system base: 1 values are not finite .*, first Hit@1 = nan .*'q4'"):
         compare([BM25, odd, TRAINED], PAIRS, MEASURES, IDS, seed=0)
+
+
+# ---- outcomes
+
+
+def with_hits(name: str, hits: dict[str, float]) -> SystemResult:
+    rows = {query_id: {"Hit@1": hit, "MRR@10": 0.5} for query_id, hit in hits.items()}
+    return SystemResult(name=name, per_query=rows, rankings={})
+
+
+ENCODER = with_hits("encoder", {"q1": 1, "q2": 0, "q3": 1, "q4": 0, "q5": 0})
+
+
+def test_each_query_stands_in_one_cell():
+    """Two fixed and one broken: of three tosses, all splits are as likely or likelier, p = 1."""
+    reranked = with_hits("reranked", {"q5": 1, "q4": 0, "q3": 0, "q2": 1, "q1": 1})
+    assert outcomes(ENCODER, reranked, "Hit@1") == Outcomes(
+        baseline="encoder", system="reranked", measure="Hit@1",
+        both=("q1",), fixed=("q2", "q5"), broken=("q3",), neither=("q4",), p=1.0,
+    )  # fmt: skip
+
+
+def test_table_9_of_skillrouter():
+    """Of 150 queries 92 both, 19 fixed, 6 broken, 33 neither: 65.3% becomes 74.0%, exact p = .0146."""
+    cells = {"both": (92, 1, 1), "fixed": (19, 0, 1), "broken": (6, 1, 0), "neither": (33, 0, 0)}
+    before, after = (
+        with_hits(name, {f"{cell}{i}": row[side] for cell, row in cells.items() for i in range(row[0])})
+        for side, name in ((1, "SR-Emb"), (2, "SR-Rank"))
+    )
+    found = outcomes(before, after, "Hit@1")
+    for cell, (num, _, _) in cells.items():
+        assert getattr(found, cell) == tuple(f"{cell}{i}" for i in range(num))
+    assert found.p == pytest.approx(0.0146, abs=5e-5)
+    assert outcomes(after, before, "Hit@1").fixed == found.broken
+
+
+def test_a_measure_between_0_and_1_is_refused():
+    with pytest.raises(
+        SkilltrainError, match=r"system encoder: .* need a measure that is 0 or 1, and MRR@10 is neither"
+    ):
+        outcomes(ENCODER, with_hits("other", dict.fromkeys(ENCODER.per_query, 1)), "MRR@10")

@@ -245,16 +245,6 @@ def test_alternatives_change_nothing_but_the_name(ranking: list[str], cutoff: in
     assert evaluate_query(ranking, relevance, measures) == evaluate_query(renamed, plain, measures)
 
 
-def test_missing_queries_count_in_the_mean_as_in_ir_measures():
-    gains, rankings = {"q1": {"a": 1}, "q2": {"b": 1}, "q3": {"c": 1}}, {"q1": ["a"], "q3": ["x", "c"]}
-    relevances = {query_id: Relevance(frozenset(own), dict(own)) for query_id, own in gains.items()}
-    values = per_query(rankings, relevances, parse_measures(["nDCG@10"]))
-    assert list(values) == ["q1", "q2", "q3"] and values["q2"] == {"nDCG@10": 0.0}
-    run = {query_id: {skill_id: -float(rank) for rank, skill_id in enumerate(r)} for query_id, r in rankings.items()}
-    theirs = ir_measures.calc_aggregate([nDCG @ 10], gains, run)
-    assert sum(row["nDCG@10"] for row in values.values()) / 3 == pytest.approx(theirs[nDCG @ 10])
-
-
 def test_per_query_refuses_queries_the_benchmark_does_not_hold():
     with pytest.raises(SkilltrainError, match=r"query q9: 1 of 2 ranked queries are not in the benchmark"):
         per_query({"q": [], "q9": []}, {"q": BINARY}, parse_measures(["Hit@1"]))

@@ -1,7 +1,5 @@
 """Results by slice: which queries a slice holds, means over them, and queries that are drawn together."""
 
-from dataclasses import asdict
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +9,7 @@ from skilltrain.evaluation.benchmarks.benchmark import make_task
 from skilltrain.evaluation.bootstrap import interval
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.evaluation.results import SystemResult
-from skilltrain.evaluation.slices import by_kind, labels_of, means_by_slice, quartiles, shown
+from skilltrain.evaluation.slices import labels_of, means_by_slice, quartiles, shown
 from skilltrain.records import Skill
 
 LABELS = {
@@ -52,13 +50,6 @@ def test_a_slice_holds_the_queries_of_one_value():
     assert every.partial() == {"Set-Compat": 1} and multi.partial() == {}
     assert every.best("Hit@1") == {"two"} and single.best("Hit@1") == frozenset()
     assert every.best("Set-Compat") == {"one"}
-
-
-def test_predictions_json_has_all_and_the_kinds():
-    found = by_kind(means_by_slice([ONE], LABELS, ["Hit@1", "Set-Compat"], seed=3), "one")
-    assert list(found) == ["all", "single", "multi"]
-    assert found["all"]["Hit@1"] == asdict(interval([1, 0, 0], seed=3))
-    assert found["multi"]["Set-Compat"] == {"mean": 1.0, "low": 1.0, "high": 1.0, "n": 1}
 
 
 def test_a_label_of_many_values_makes_no_slices():
@@ -155,9 +146,3 @@ def test_every_query_is_in_one_part_and_parts_do_not_overlap(lengths: dict[str, 
     assert len(set(zip(lengths.values(), (found[query_id] for query_id in lengths), strict=True))) == len(
         set(lengths.values())
     )
-
-
-@given(st.integers(1, 60))
-def test_distinct_lengths_give_parts_of_one_size(num: int):
-    sizes = [size for _, size in cut([float(length) for length in range(num)])]
-    assert max(sizes) - min(sizes) <= 1
