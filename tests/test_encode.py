@@ -242,7 +242,7 @@ def test_ranks_with_unlike_models_are_refused(place):
 
 
 def test_a_rank_alone_says_that_the_others_are_gone(monkeypatch):
-    from skilltrain.data import ranks
+    from skilltrain.data import encode
 
-    with pytest.raises(SkilltrainError, match="another rank ended before all were done"), ranks._connected():
+    with pytest.raises(SkilltrainError, match="another rank ended before all were done"), encode._connected():
         raise RuntimeError("Connection closed by peer")

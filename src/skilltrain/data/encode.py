@@ -6,27 +6,31 @@ them there.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
-from jaxtyping import Bool
+import torch
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath
-from skilltrain.data.ranks import Ranks
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Skill
+from skilltrain.models.loading import default_device
 from skilltrain.retrieval.dense import EncoderSource, SkillEncoder, encode_and_keep, open_encoder
 from skilltrain.retrieval.encode_texts import EncodingCount, OrderedTexts, longest_first, text_keys
 from skilltrain.retrieval.vectors import VectorCache
 from skilltrain.tables import QUERIES, SKILLS, read_table, skills_from_table
 from skilltrain.terminal import say
 
+ValueT = TypeVar("ValueT")
 _SHOWN_WITHIN = 90  # seconds until a file that another machine wrote is seen; NFS keeps a folder's listing for 60
+# Ranks wait for the slowest. One that has ended breaks the connection, and is noticed at once.
+_PATIENCE = timedelta(hours=24)
 
 
 class EncodeConfig(Config):
@@ -45,13 +49,50 @@ class EncodeConfig(Config):
         return self
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Texts of one kind, read anew by each call of `read`."""
+class Ranks:
+    """This process among those that `accelerate launch` started; they talk over gloo, on GPUs too: it is little."""
 
-    kind: str
-    read: Callable[[], Iterator[str]]
-    max_tokens: int
+    def __init__(self) -> None:
+        self.number, self.total = 0, 1
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            is_cpu = default_device().type == "cpu"
+            if is_cpu:
+                os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would say on stdout that it had to look
+            from accelerate import PartialState
+
+            with _connected():
+                self._state = PartialState(cpu=is_cpu, backend="gloo", timeout=_PATIENCE)
+            self.number, self.total = self._state.process_index, self._state.num_processes
+
+    def from_first(self, value: ValueT) -> ValueT:
+        """The first rank's `value`."""
+        values = [value]
+        if self.total > 1:
+            with _connected():
+                torch.distributed.broadcast_object_list(values, 0)
+        return values[0]
+
+    def sums(self, *numbers: int) -> list[int]:
+        """Each number summed over the ranks; all have come here when this returns."""
+        sums = torch.tensor(numbers, dtype=torch.int64)
+        if self.total > 1:
+            with _connected():
+                torch.distributed.all_reduce(sums)
+        return sums.tolist()
+
+    def leave(self) -> None:
+        """Part from the others, when nothing more is to be said: a process that just ends may abort while it does."""
+        if self.total > 1:
+            self._state.destroy_process_group()
+
+
+@contextmanager
+def _connected() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        what = "another rank ended before all were done"
+        raise SkilltrainError(what, fix="see its own message; then run it again: what is done is kept") from error
 
 
 def run_encode(config: EncodeConfig, out: Path) -> dict[str, Any]:
@@ -62,15 +103,21 @@ def run_encode(config: EncodeConfig, out: Path) -> dict[str, Any]:
     """
     ranks = Ranks()
     encoder = open_encoder(config.encoder)
+    settings = encoder.model.settings
+    skills = [settings.template.skill.render(skill) for skill in skills_from_table(read_table(config.pool, SKILLS))]
+    texts = {"skills": (skills, settings.max_tokens)}
+    if config.queries is not None:
+        requests = read_table(config.queries, QUERIES).column("text").to_pylist()
+        texts["queries"] = list(map(settings.template.render_query, requests)), settings.query_max_tokens
     started, count = monotonic(), EncodingCount()
     found: dict[str, Any] = {}
-    for source in _sources(config, encoder):
-        found |= _encode_source(encoder, source, ranks, count)
-    texts, tokens, slots = ranks.sums(count.texts, count.tokens, count.slots)
+    for kind, (of_kind, max_tokens) in texts.items():
+        found |= _encode(encoder, kind, of_kind, max_tokens, ranks, count)
+    num_texts, tokens, slots = ranks.sums(count.texts, count.tokens, count.slots)
     ranks.leave()
-    if texts:
+    if num_texts:
         seconds = monotonic() - started
-        say(f"encoded {texts:,} texts, {tokens:,} tokens in {seconds:,.0f} s ({tokens / seconds:,.0f} tokens/s)")
+        say(f"encoded {num_texts:,} texts, {tokens:,} tokens in {seconds:,.0f} s ({tokens / seconds:,.0f} tokens/s)")
     return found | {
         "num_tokens": tokens,
         "padding": round(1 - tokens / slots, 4) if slots else 0.0,
@@ -80,55 +127,30 @@ def run_encode(config: EncodeConfig, out: Path) -> dict[str, Any]:
     }
 
 
-def _sources(config: EncodeConfig, encoder: SkillEncoder) -> Iterator[_Source]:
-    settings = encoder.model.settings
-    yield _Source("skills", lambda: _skill_texts(config.pool, settings.template.skill.render), settings.max_tokens)
-    if (queries := config.queries) is not None:
-        render = settings.template.render_query
-        yield _Source("queries", lambda: map(render, _query_texts(queries)), settings.query_max_tokens)
-
-
-def _skill_texts(pool: Path, render: Callable[[Skill], str]) -> Iterator[str]:
-    return map(render, skills_from_table(read_table(pool, SKILLS)))
-
-
-def _query_texts(queries: Path) -> Iterator[str]:
-    return iter(read_table(queries, QUERIES).column("text").to_pylist())
-
-
-def _encode_source(encoder: SkillEncoder, source: _Source, ranks: Ranks, count: EncodingCount) -> dict[str, int]:
+def _encode(
+    encoder: SkillEncoder, kind: str, texts: list[str], max_tokens: int, ranks: Ranks, count: EncodingCount
+) -> dict[str, int]:
     """Encode this rank's share of the texts that the cache lacks; the counts are over all ranks."""
     cache = _cache(encoder)
-    texts = list(source.read())
-    keys, lengths = text_keys(texts, source.max_tokens)
-    if not ranks.same(hashlib.sha256(encoder.identity.encode() + keys.tobytes()).digest()):
-        what = f"rank {ranks.number} has other weights, another number format or other {source.kind} than the first"
+    keys, lengths = text_keys(texts, max_tokens)
+    digest = hashlib.sha256(encoder.identity.encode() + keys.tobytes()).digest()
+    if ranks.from_first(digest) != digest:
+        what = f"rank {ranks.number} has other weights, another number format or other {kind} than the first"
         raise SkilltrainError(what, where=encoder.source, fix="give all machines the same files and set precision")
     _, first = np.unique(keys, return_index=True)
-    missing = first[_missing(cache, keys[first], ranks)]
+    # What the first rank lacks: the others' view of the folder may be older.
+    missing = first[ranks.from_first(~cache.read(keys[first])[0] if ranks.number == 0 else np.zeros(0, dtype=bool))]
     missing = missing[longest_first(lengths[missing])]
     share = missing[ranks.number :: ranks.total]
     before, part_of = count.texts, f" (rank 0 of {ranks.total})" if ranks.total > 1 else ""
-    mine = [texts[int(place)] for place in share]
-    work = OrderedTexts(mine, keys[share], share, source.max_tokens, f"encoding {source.kind}{part_of}")
+    mine = [texts[place] for place in share.tolist()]
+    work = OrderedTexts(mine, keys[share], share, max_tokens, f"encoding {kind}{part_of}")
     for _ in encode_and_keep(encoder, work, count):
         pass  # the cache has them
     [encoded] = ranks.sums(count.texts - before)
-    if ranks.is_first:
+    if ranks.number == 0:
         _wait_for(cache, keys[missing])
-    return {
-        f"num_{source.kind}": len(keys),
-        f"num_{source.kind}_distinct": len(first),
-        f"num_{source.kind}_encoded": encoded,
-    }
-
-
-def _missing(cache: VectorCache, keys: np.ndarray, ranks: Ranks) -> Bool[np.ndarray, " key"]:
-    """Which keys the first rank does not find in the cache, whole; the others' view of the folder may be older."""
-    missing = np.ones(len(keys), dtype=bool)
-    if ranks.is_first:
-        missing = ~cache.read(keys)[0]
-    return ranks.from_first(missing.view(np.uint8)).astype(bool)
+    return {f"num_{kind}": len(keys), f"num_{kind}_distinct": len(first), f"num_{kind}_encoded": encoded}
 
 
 def _wait_for(cache: VectorCache, keys: np.ndarray) -> None:
