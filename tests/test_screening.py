@@ -20,7 +20,6 @@ from skilltrain.data.screening import (
     orders,
     read_flags,
     reading,
-    rule,
     screen,
     screen_pool,
     secret_keys,
@@ -581,4 +580,4 @@ def test_a_clean_pool_has_an_empty_table(tmp_path: Path):
 def test_rules_have_names_reasons_and_hints_in_lower_case():
     assert len({one.name for one in RULES}) == len(RULES) == 10
     assert all(hint == hint.lower() for one in RULES for hint in one.hints)
-    assert all(isinstance(one, rule.Rule) and one.reason for one in RULES) and screening.MAX_SPAN == 400
+    assert all(isinstance(one, reading.Rule) and one.reason for one in RULES) and screening.MAX_SPAN == 400

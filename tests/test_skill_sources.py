@@ -39,7 +39,7 @@ def write_lines(path: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
-def test_shards_and_skill_files_beside_skills_parquet_are_named_not_read(tmp_path: Path, capsys: Any):
+def test_shards_and_skill_files_beside_skills_parquet_are_said_and_not_read(tmp_path: Path, capsys: Any):
     root = write_skills(tmp_path / "pool")
     write_lines(root / "more.jsonl", {"name": "two", "body": "Body."})
     write_skills(root / "deep")
@@ -48,12 +48,9 @@ def test_shards_and_skill_files_beside_skills_parquet_are_named_not_read(tmp_pat
     write_text(root / "readme.txt", "no skill")
     skills, refused = read(root)
     assert [skill.name for skill in skills] == ["one"]
-    assert {(item.skill_id, item.filter) for item in refused} == {("", "not_read")}
-    assert [item.reason.split()[0] for item in refused] == [
-        "skills/a/SKILL.md", "deep/skills.parquet", "more.jsonl",
-    ]  # fmt: skip
-    assert "lies beside skills.parquet and was not read" in refused[0].reason
-    assert "read skills.parquet, not 3 SKILL.md, .jsonl or .parquet files" in " ".join(capsys.readouterr().err.split())
+    assert not refused
+    said = " ".join(capsys.readouterr().err.split())
+    assert "3 other files with skills are not read, the first skills/a/SKILL.md; name them as sources" in said
 
 
 def test_the_projects_own_files_beside_skills_parquet_are_no_skills_left_out(tmp_path: Path):

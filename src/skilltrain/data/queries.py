@@ -6,27 +6,24 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import Field, field_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from skilltrain.config import Config, InputPath
 from skilltrain.data.pool.skill_file import as_text
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import read_json, read_jsonl
+from skilltrain.files import check_regular, read_json, read_jsonl
 from skilltrain.records import Dropped, Query, Verdict
 from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, SKILLS, read_table, rows_of, table_path, write_table
 from skilltrain.texts import clean_text, one_line
 
 Split = Literal["train", "dev", "test"]
-SPLITS = ("train", "dev", "test")
-KINDS = ("single", "multi")
-ID_KEYS = ("query_id", "group_id")
-TEXT_KEYS = ("query", "text")
+SPLITS = get_args(Split)
 # Where a row lists skills, and what that says of them; of two verdicts on one skill the earlier here stands.
 VERDICT_KEYS = {
     "skill_ids": Verdict.REQUIRED,
@@ -73,15 +70,58 @@ def _matching(item: Any) -> list[Any]:
     return sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor)))) or [item]
 
 
-@dataclass(frozen=True, slots=True)
-class Judgement:
+def _line(value: Any) -> str | None:
+    return one_line(as_text(value)) or None
+
+
+def _entries(value: Any) -> list[Any]:
+    """One id, a list of ids, or a list of maps with skill_id, reason, why and group, as maps."""
+    items = value if isinstance(value, list) else [value]
+    return [item if isinstance(item, dict) else {"skill_id": item} for item in items]
+
+
+Line = Annotated[str | None, BeforeValidator(_line)]
+
+
+class Judgement(BaseModel, frozen=True):
     """What a row says of one skill."""
 
-    skill_id: str
-    verdict: Verdict
-    reason: str | None
-    why: str | None
-    group: str | None
+    skill_id: Annotated[str, BeforeValidator(_line)]
+    verdict: Verdict = Verdict.REQUIRED
+    reason: Line = None
+    why: Line = None
+    group: Line = None
+
+
+Entries = Annotated[list[Judgement], BeforeValidator(_entries)]
+
+
+class QueryRow(BaseModel):
+    """A row of a query file; keys of other names are not looked at."""
+
+    text: str = ""
+    query_id: str | int | None = None
+    origin: Line = None
+    split: Split | None = None
+    kind: Literal["single", "multi"] | None = None
+    skill_ids: Entries = []
+    skill_id: Entries = []
+    required: Entries = []
+    useful: Entries = []
+    rejected: Entries = []
+    irrelevant: Entries = []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asks_and_answers(cls, row: dict[str, Any]) -> dict[str, Any]:
+        """The row without empty cells; the text may stand under query, the id under group_id."""
+        has_text = not {"query", "text"}.isdisjoint(row)
+        if not has_text or VERDICT_KEYS.keys().isdisjoint(row):
+            need = "skill_ids, skill_id or required" if has_text else "query or text"
+            raise SkilltrainError(f"is no query: no key {need} among {', '.join(map(str, list(row)[:8]))}")
+        row = {key: value for key, value in row.items() if value is not None}
+        names = {"query": "text", "group_id": "query_id"}
+        return row | {own: row[other] for other, own in names.items() if other in row and not row.get(own)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +156,7 @@ def run_queries(config: QueriesConfig, out: Path) -> dict[str, Any]:
         what = f"no query is left of {len(config.files)} file(s), {len(dropped)} dropped rows{first}"
         raise SkilltrainError(what, fix=f"all reasons stand in {file}")
     judgements = [
-        {"query_id": item.query.query_id, "judge": item.query.origin, **asdict(judgement)}
+        {"query_id": item.query.query_id, "judge": item.query.origin, **judgement.model_dump()}
         for item in judged for judgement in item.judgements
     ]  # fmt: skip
     write_table(rows_of(item.query for item in judged), QUERIES, out)
@@ -143,17 +183,19 @@ def read_ids(pool: Path) -> tuple[set[str], dict[str, str]]:
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, row) of a file. Raises SkilltrainError where it cannot be read as what its name says."""
+    check_regular(path)
     kind = path.suffix.lower()
-    if path.exists() and not path.is_file():
-        raise SkilltrainError("is not a file", where=path)
     if kind in (".jsonl", ".gz"):
         yield from ((f"{path}, line {number}", row) for number, row in read_jsonl(path))
         return
-    read = {".json": read_json, ".parquet": _read_parquet, ".csv": _read_csv}.get(kind)
-    if read is None:
+    readers = {".json": read_json, ".parquet": lambda path: pq.read_table(path).to_pylist(), ".csv": _read_csv}
+    if kind not in readers:
         fix = "give a .jsonl, .jsonl.gz, .json, .parquet or .csv file"
         raise SkilltrainError("cannot tell what this file is", where=path, fix=fix)
-    rows = read(path)
+    try:
+        rows = readers[kind](path)
+    except (pa.ArrowException, OSError, ValueError, csv.Error) as error:
+        raise SkilltrainError(f"cannot be read as {kind[1:]}: {error}", where=path) from error
     if not isinstance(rows, list):
         raise SkilltrainError(f"is a {type(rows).__name__}, not a list of queries", where=path)
     for number, row in enumerate(rows, 1):
@@ -162,21 +204,11 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{path}, row {number}", row
 
 
-def _read_parquet(path: Path) -> list[dict[str, Any]]:
-    try:
-        return pq.read_table(path).to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise SkilltrainError(f"is not parquet: {error}", where=path) from error
-
-
 def _read_csv(path: Path) -> list[dict[str, Any]]:
     """The rows of a CSV file; an empty cell is None, a cell that begins with a bracket is JSON."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.DictReader(file, restkey="too many cells"))
-        return [{key: _cell(value) for key, value in row.items()} for row in rows]
-    except (OSError, ValueError, csv.Error) as error:
-        raise SkilltrainError(f"cannot be read as CSV: {error}", where=path) from error
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = list(csv.DictReader(file, restkey="too many cells"))
+    return [{key: _cell(value) for key, value in row.items()} for row in rows]
 
 
 def _cell(value: Any) -> Any:
@@ -185,61 +217,40 @@ def _cell(value: Any) -> Any:
 
 
 def read_query(
-    row: Mapping[str, Any], path: Path, place: str, config: QueriesConfig, kept_for: Mapping[str, str]
+    values: dict[str, Any], path: Path, place: str, config: QueriesConfig, kept_for: Mapping[str, str]
 ) -> JudgedQuery:
     """The query and the judgements of one row; a dropped duplicate's go to the skill kept in its place.
 
     Raises SkilltrainError where the row has not the shape of a query.
     """
-    text_key = next((key for key in TEXT_KEYS if key in row), None)
-    verdict_keys = [key for key in VERDICT_KEYS if key in row]
-    if text_key is None or not verdict_keys:
-        need = "query or text" if text_key is None else "skill_ids, skill_id or required"
-        raise SkilltrainError(f"is no query: no key {need} among {', '.join(map(str, list(row)[:8]))}", where=place)
-    if not isinstance(row[text_key], str | None):
-        raise SkilltrainError(f"{text_key} is a {type(row[text_key]).__name__}, not text", where=place)
-    text = clean_text(row[text_key] or "").strip()
-    given = [judgement for key in verdict_keys for judgement in _listed_skills(row, key, place)]
-    judgements = [replace(found, skill_id=kept_for.get(found.skill_id, found.skill_id)) for found in given]
-    required = {judgement.skill_id for judgement in judgements if judgement.verdict is Verdict.REQUIRED}
-    own_id = next((one_line(as_text(row[key])) for key in ID_KEYS if row.get(key) is not None), "")
-    for key in ID_KEYS:
-        if not isinstance(row.get(key), str | int | None):
-            raise SkilltrainError(f"{key} is a {type(row[key]).__name__}, not a text or a number", where=place)
+    try:
+        row = QueryRow.model_validate(values)
+    except SkilltrainError as error:
+        raise SkilltrainError(error.what, where=place) from error
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        key = ".".join(map(str, fault["loc"]))
+        raise SkilltrainError(f"{key}: {fault['msg']}, found {fault['input']!r:.60}", where=place) from error
+    text, own_id = clean_text(row.text).strip(), _line(row.query_id)
+    given: list[Judgement] = []
+    for key, verdict in VERDICT_KEYS.items():
+        given += [found.model_copy(update={"verdict": verdict}) for found in getattr(row, key)]
+    moved = [found.model_copy(update={"skill_id": kept_for.get(found.skill_id, found.skill_id)}) for found in given]
+    required = {found.skill_id for found in moved if found.verdict is Verdict.REQUIRED}
     query = Query(
         query_id=own_id or _made_up_id(path, text, required),
         text=text,
-        kind=_choice(row, "kind", KINDS, place) or "",
-        origin=one_line(as_text(row.get("origin"))) or config.origin,
-        split=config.split or _choice(row, "split", SPLITS, place) or _split_of_file(path),
+        kind=row.kind or ("multi" if len(required) > 1 else "single"),
+        origin=row.origin or config.origin,
+        split=config.split or row.split or _split_of_file(path),
     )
-    num_moved = sum(judgement.skill_id in kept_for for judgement in given)
-    return JudgedQuery(query, judgements, place, bool(own_id), num_moved)
-
-
-def _listed_skills(row: Mapping[str, Any], key: str, place: str) -> Iterator[Judgement]:
-    """The judgements of one id, a list of ids, or a list of maps with skill_id, reason, why and group."""
-    value = [] if row[key] is None else row[key]
-    for item in value if isinstance(value, list) else [value]:
-        fields = item if isinstance(item, dict) else {"skill_id": item}
-        skill_id = fields.get("skill_id")
-        if not isinstance(skill_id, str) or not skill_id.strip():
-            raise SkilltrainError(f"{key} holds {item!r:.60}, not a skill_id", where=place)
-        facts = (one_line(as_text(fields.get(name))) or None for name in ("reason", "why", "group"))
-        yield Judgement(one_line(clean_text(skill_id)), VERDICT_KEYS[key], *facts)
+    return JudgedQuery(query, moved, place, bool(own_id), sum(found.skill_id in kept_for for found in given))
 
 
 def _made_up_id(path: Path, text: str, required: set[str]) -> str:
     """An id from what the row says, so that it stays the same when lines are added, removed or moved."""
     content = "\x00".join([text, *sorted(required)])
     return f"{clean_text(path.name.split('.')[0])}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
-
-
-def _choice(row: Mapping[str, Any], key: str, choices: tuple[str, ...], place: str) -> str | None:
-    value = row.get(key)
-    if value is not None and value not in choices:
-        raise SkilltrainError(f"{key} {value!r} is not one of {', '.join(choices)}", where=place)
-    return value
 
 
 def _split_of_file(path: Path) -> str:
@@ -257,9 +268,7 @@ def _judged_once(item: JudgedQuery, dropped: list[Dropped]) -> JudgedQuery:
         if stands.verdict is not judgement.verdict:
             reason = f"{item.place} says {judgement.verdict} and another verdict, which stands"
             dropped.append(Dropped(item.query.query_id, judgement.skill_id, "contradiction", reason))
-    num_required = sum(judgement.verdict is Verdict.REQUIRED for judgement in first.values())
-    kind = item.query.kind or ("multi" if num_required > 1 else "single")
-    return replace(item, query=replace(item.query, kind=kind), judgements=list(first.values()))
+    return replace(item, judgements=list(first.values()))
 
 
 def _distinct(items: list[JudgedQuery], dropped: list[Dropped]) -> list[JudgedQuery]:

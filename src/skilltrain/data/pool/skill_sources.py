@@ -64,7 +64,7 @@ def _read_file(path: Path) -> Found:
 
 
 def _read_folder(root: Path) -> Found:
-    """A SKILLS table, else all SKILL.md files, else all shards of a folder; a row for what is not read beside them."""
+    """A SKILLS table, else all SKILL.md files, else all shards of a folder; it is said what else is there."""
     table = table_path(root, SKILLS)
     has_collected = (root / _COLLECTED).is_file()
     skip = {*_OWN_FILES, *([_UNPACKED] if has_collected else [])} if table.is_file() else ()
@@ -72,10 +72,10 @@ def _read_folder(root: Path) -> Found:
     yield from refused
     if table.is_file():
         yield from _read_parquet(table)
-        yield from _left_unread([*skill_files, *_loose(shards, skill_files, root)], root, table.name)
+        _say_unread([*skill_files, *_loose(shards, skill_files, root)], root)
     elif skill_files:
         yield from (_read_skill_file(file, root) for file in skill_files)
-        yield from _left_unread(_loose(shards, skill_files, root), root, "the SKILL.md files")
+        _say_unread(_loose(shards, skill_files, root), root)
     elif shards:
         yield from _read_shards(shards, root)
     else:
@@ -148,15 +148,10 @@ def _loose(shards: list[Path], skill_files: list[Path], root: Path) -> list[Path
     return [file for file in shards if folders.isdisjoint(file.parents)]
 
 
-def _left_unread(files: list[Path], root: Path, read: str) -> list[Dropped]:
-    """A row for each of `files`: perhaps skills too, but of the folder `read` was read."""
+def _say_unread(files: list[Path], root: Path) -> None:
     if files:
-        say(
-            f"{root}: read {read}, not {len(files)} SKILL.md, .jsonl or .parquet files beside that, "
-            f"the first {_place(files[0], root)}; name these as sources of their own to read them"
-        )
-    why = f"lies beside {read} and was not read; name it as a source of its own"
-    return [Dropped("", "", "not_read", f"{_place(file, root)} {why}") for file in files]
+        first = _place(files[0], root)
+        say(f"{root}: {len(files)} other files with skills are not read, the first {first}; name them as sources")
 
 
 def _read_shards(shards: list[Path], root: Path) -> Found:

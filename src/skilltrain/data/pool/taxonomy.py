@@ -1,24 +1,28 @@
 """What a skill is for: a list of functional categories, and the nearest one for each skill."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import Float32
+from pydantic import AfterValidator, Field
 
-from skilltrain.config import parse_yaml
+from skilltrain.config import Config, parse_yaml, validate
 from skilltrain.errors import SkilltrainError
 
 DEFAULT_TAXONOMY = Path(__file__).with_name("taxonomy.yaml")
 
 
-@dataclass(frozen=True, slots=True)
-class Category:
+Line = Annotated[str, AfterValidator(lambda text: " ".join(text.split())), Field(pattern=r"\S")]
+
+
+class Category(Config):
     """One functional category; the description says what its skills do, in the words they would use."""
 
-    name: str
-    description: str
+    name: Line
+    description: Line
 
 
 def load_taxonomy(path: Path) -> list[Category]:
@@ -30,20 +34,13 @@ def load_taxonomy(path: Path) -> list[Category]:
         entries = parse_yaml(path.read_text(encoding="utf-8-sig"), path)
     except (OSError, UnicodeDecodeError) as error:
         raise SkilltrainError(f"cannot read the taxonomy: {error}", where=path) from error
-    if not isinstance(entries, list) or not entries:
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise SkilltrainError("a taxonomy is a list of entries with name and description", where=path)
-    categories: dict[str, Category] = {}
-    for number, entry in enumerate(entries, 1):
-        place = f"{path}, entry {number}"
-        if not isinstance(entry, dict) or set(entry) != {"name", "description"}:
-            raise SkilltrainError("an entry has exactly the keys name and description", where=place)
-        name, description = (" ".join(str(entry[key] or "").split()) for key in ("name", "description"))
-        if not name or not description:
-            raise SkilltrainError("name and description must not be empty", where=place)
-        if name in categories:
-            raise SkilltrainError(f"category '{name}' stands twice", where=place)
-        categories[name] = Category(name, description)
-    return list(categories.values())
+    categories = [validate(Category, entry, f"{path}, entry {number}") for number, entry in enumerate(entries, 1)]
+    for name, count in Counter(category.name for category in categories).items():
+        if count > 1:
+            raise SkilltrainError(f"category '{name}' stands twice", where=path)
+    return categories
 
 
 def assign_categories(

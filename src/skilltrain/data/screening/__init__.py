@@ -14,8 +14,7 @@ from skilltrain.data.screening.commands import BARE_ADDRESS, ENCODED_COMMAND, EX
 from skilltrain.data.screening.hidden_text import HIDDEN_TEXT
 from skilltrain.data.screening.lures import LOCKED_ARCHIVE, OUTSIDE_PROGRAM
 from skilltrain.data.screening.orders import OVERRIDE_ORDER, ROUTER_ORDER
-from skilltrain.data.screening.reading import Reading, read_text
-from skilltrain.data.screening.rule import Flag, Rule
+from skilltrain.data.screening.reading import Flag, Reading, Rule, read_text
 from skilltrain.data.screening.secret_keys import EMBEDDED_SECRET
 from skilltrain.records import Skill
 from skilltrain.tables import FLAGS, SKILLS, read_table, table_path, write_table

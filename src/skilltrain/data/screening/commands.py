@@ -7,8 +7,7 @@ patterns are bounded, and windows around finds are of fixed size or do not overl
 import ipaddress
 import re
 
-from skilltrain.data.screening.reading import Reading, is_quoted
-from skilltrain.data.screening.rule import Rule, Spans
+from skilltrain.data.screening.reading import Reading, Rule, Spans, is_quoted
 
 _SHELL = (
     r"(?:sudo\s{1,3}(?:-\w{1,3}\s{1,3}){0,2})?(?:/usr)?(?:/local)?(?:/bin/)?(?:env\s{1,3})?"

@@ -8,8 +8,7 @@ Scotland and Wales, single zero-width spaces outside words (editors leave them b
 import re
 import unicodedata
 
-from skilltrain.data.screening.reading import Reading
-from skilltrain.data.screening.rule import Rule, Spans
+from skilltrain.data.screening.reading import Reading, Rule, Spans
 from skilltrain.texts import DIRECTIONS, OVERRIDES, TAGS, ZERO_WIDTH
 
 _SELECTORS = "\ufe00-\ufe0f\U000e0100-\U000e01ef"

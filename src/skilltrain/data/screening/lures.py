@@ -2,8 +2,7 @@
 
 import re
 
-from skilltrain.data.screening.reading import Reading, is_quoted
-from skilltrain.data.screening.rule import Rule, Spans
+from skilltrain.data.screening.reading import Reading, Rule, Spans, is_quoted
 
 _WORD = r"(?:pass(?:word|wd|phrase|code)?|解压码|密码|口令)"
 _VALUE = (

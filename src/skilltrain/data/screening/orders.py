@@ -10,8 +10,7 @@ skill"), or of its own place ("rank this skill first", "answer yes for this docu
 
 import re
 
-from skilltrain.data.screening.reading import Reading, is_quoted, windows
-from skilltrain.data.screening.rule import Rule, Spans
+from skilltrain.data.screening.reading import Reading, Rule, Spans, is_quoted, windows
 
 _THIS = r"(?:this|our) (?:skill|entry|tool|document)"
 _CHOOSE = r"(?:choose|select|pick|prefer|rank|recommend|return|retrieve|use|invoke|load|call|route to)"

@@ -1,9 +1,9 @@
-"""A text as a person or a shell would read it: what a disguise takes away is put back, places stay known."""
+"""What a rule is and what it reads: a text as a person or a shell would, disguises taken off, places known."""
 
 import html
 import re
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from skilltrain.texts import INVISIBLE
@@ -52,6 +52,40 @@ class Reading:
     def line_before(self, start: int, width: int) -> str:
         """What stands before `start` in its line, at most `width` characters."""
         return self.plain[max(self.plain.rfind("\n", max(0, start - width), start) + 1, start - width, 0) : start]
+
+
+Spans = Iterator[tuple[int, int]]
+"""(start, end) in the text as written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One finding: `text[start:end]` of the skill's `field` is what `rule` is about.
+
+    `span` is that text (of a secret only its beginning), at most 400 characters of it.
+    """
+
+    rule: str
+    field: str
+    start: int
+    end: int
+    span: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A named check. `find` gives the spans in a field's text, in order.
+
+    `show` makes of a span what the flag says.
+    `hints` are lower-case texts of which every find holds at least one: most skills hold none and are done with.
+    """
+
+    name: str
+    reason: str
+    hints: tuple[str, ...]
+    find: Callable[[Reading, str], Spans]
+    show: Callable[[str], str] = str
 
 
 def read_text(text: str) -> Reading:

@@ -7,8 +7,7 @@ import re
 from collections import Counter
 from itertools import pairwise
 
-from skilltrain.data.screening.reading import Reading
-from skilltrain.data.screening.rule import Rule, Spans
+from skilltrain.data.screening.reading import Reading, Rule, Spans
 
 _KEY = re.compile(
     r"(?:(?:AKIA|ASIA)[0-9A-Z]{16}|gh[pousr]_[A-Za-z0-9]{36}|github_pat_[A-Za-z0-9]{22}_[A-Za-z0-9]{59}"
