@@ -9,8 +9,8 @@ from skilltrain.evaluation.analysis.pass_rates import PassRate
 from skilltrain.evaluation.analysis.structure import FeatureComparison
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, task_of
 from skilltrain.evaluation.bootstrap import Interval, interval
+from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.evaluation.metrics import DEFAULT_MEASURES, SET_COMPAT, Measure, Relevance, parse_measures, per_query
-from skilltrain.evaluation.results import SystemResult
 from skilltrain.records import Query, Skill
 from skilltrain.report.evaluation import About, Report, build_report
 

@@ -13,8 +13,8 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, check_pool, joined
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.bootstrap import Interval
+from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.evaluation.metrics import Relevance, parse_measures, per_query
-from skilltrain.evaluation.results import SystemResult
 from skilltrain.evaluation.slices import labels_of, means_by_slice
 from skilltrain.records import Query, Skill
 
@@ -298,50 +298,26 @@ def test_livemcpbench_as_published_finds_tools_by_name(write: Write):
     ("form", "given", "message"),
     [
         (beir, "q9\td1\t1\n", r"test\.tsv, line 2: query 'q9' is not among the queries"),
-        (
-            beir,
-            "q1\td1\t1\nq1\td9\t1\n",
-            r"test\.tsv, line 3: skill 'd9' of query 'q1' is not among the",
-        ),
+        (beir, "q1\td1\t1\nq1\td9\t1\n", r"test\.tsv, line 3: skill 'd9' of query 'q1' is not among the"),
         (beir, "q1\td1\tgood\n", r"test\.tsv, line 2: the score of query 'q1' is no number: 'good'"),
         (beir, "q1\td1\tnan\n", r"test\.tsv, line 2: the score of query 'q1' is nan, no number"),
         (beir, "q1\td1\t1\nq1\td1\t1\n", r"test\.tsv, line 3: query 'q1' and skill 'd1' stand together twice"),
         (beir, "q1\td1\t1\nq2\td", r"test\.tsv, line 3: expected query-id, corpus-id and score .*\['q2', 'd'\]"),
         (beir, "q1\td1\t1\nq2\td2\t0\n", r"test\.tsv, line 3: query 'q2' has no skill with a score above 0"),
         (beir, "", r"bench: holds no query to score"),
-        (
-            beir_queries,
-            lines(*[{"_id": "q1", "text": "a"}] * 2),
-            r"queries\.jsonl, line 2: query 'q1' stands twice",
-        ),
-        (
-            beir_queries,
-            '{"_id": "q2", "te',
-            r"queries\.jsonl, line 1: is not JSON Lines",
-        ),
+        (beir_queries, lines(*[{"_id": "q1", "text": "a"}] * 2), r"queries\.jsonl, line 2: query 'q1' stands twice"),
+        (beir_queries, '{"_id": "q2", "te', r"queries\.jsonl, line 1: is not JSON Lines"),
         (beir_queries, lines({"_id": 7, "text": "a"}), r"queries\.jsonl, line 1: _id: "),
         (beir_queries, lines({"_id": "q1", "text": ""}), r"queries\.jsonl, line 1: text: "),
-        (
-            r3_skill,
-            lines({"query": "a", "skill_ids": []}),
-            r"test\.jsonl, line 1: query 'test-1' has no required",
-        ),
-        (
-            r3_skill,
-            lines({"query": "a", "skill_ids": ["skill-9"]}),
-            r"line 1: skill 'skill-9' is not in skills_",
-        ),
+        (r3_skill, lines({"query": "a", "skill_ids": []}), r"test\.jsonl, line 1: query 'test-1' has no required"),
+        (r3_skill, lines({"query": "a", "skill_ids": ["skill-9"]}), r"line 1: skill 'skill-9' is not in skills_"),
         (r3_skill, "\n", "holds no query to score"),
         (groups, [group("g1", [])], r"judgements\.jsonl, line 1: query 'g1' has no required skill"),
         (groups, [group("g1", ["a"]), group("g1", ["b"])], r"judgements\.jsonl, line 2: group 'g1' stands twice"),
         (groups, [group("g1", ["a", "x"])], "line 1: skill 'x' of group 'g1' is judged twice"),
         (groups, [group("g1", ["a"], irrelevant=["a"])], "line 1: skill 'a' of group 'g1' is judged twice"),
         (groups, [group("g1", ["a"], rejected=["x"])], r"line 1: rejected\.0: "),
-        (
-            livemcp,
-            [mcp_task("t", ["a/b"])],
-            r"tasks\.jsonl, line 1: skill 'a/b' of task 't' is not among",
-        ),
+        (livemcp, [mcp_task("t", ["a/b"])], r"tasks\.jsonl, line 1: skill 'a/b' of task 't' is not among"),
         (livemcp, [mcp_task("t", ["web/fetch"])] * 2, r"tasks\.jsonl, line 2: task 't' stands twice"),
         (livemcp, [mcp_task("t", ["web/fetch"], tools=[])], "line 1: task 't' has 0 tools and 1 lists of candidates"),
         (

@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analysis.analysis import Outcomes, outcomes
 from skilltrain.evaluation.bootstrap import Interval, normal_interval, paired_differences
-from skilltrain.evaluation.comparison import Comparison, cohens_h, compare, holm, mcnemar, wilcoxon
-from skilltrain.evaluation.results import SystemResult, values_of
+from skilltrain.evaluation.comparison import (
+    Comparison,
+    SystemResult,
+    cohens_h,
+    compare,
+    holm,
+    mcnemar,
+    values_of,
+    wilcoxon,
+)
 
 BITS = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40)
 STEPS = st.lists(st.integers(-4, 4), min_size=1, max_size=9)

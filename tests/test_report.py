@@ -10,8 +10,8 @@ from rich.console import Console
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analysis.analysis import Analysis
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, task_of
+from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.evaluation.metrics import DEFAULT_MEASURES, Measure, Relevance, parse_measures, per_query
-from skilltrain.evaluation.results import SystemResult
 from skilltrain.records import Query, Skill
 from skilltrain.report.evaluation import About, Report, build_report, report_markdown, report_page, write_report
 from skilltrain.report.terminal import terminal_table

@@ -17,9 +17,8 @@ from skilltrain.ablation.grid import AblationConfig
 from skilltrain.ablation.plan import Cell, Plan
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.bootstrap import RESAMPLES, Interval, compact, interval
-from skilltrain.evaluation.comparison import Comparison, compare, holm
+from skilltrain.evaluation.comparison import Comparison, SystemResult, compare, holm, same_queries
 from skilltrain.evaluation.metrics import parse_measures
-from skilltrain.evaluation.results import SystemResult, same_queries
 from skilltrain.files import read_jsonl
 from skilltrain.report.numbers import reading, signed_interval
 from skilltrain.report.page import markdown as markdown_of

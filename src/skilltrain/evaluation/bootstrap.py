@@ -63,8 +63,8 @@ def paired_differences(
 
     The two-sided p is twice the share of resampled means on the far side of 0 (or at 0), counted with one extra
     resample on each side so that it is never 0: its least value is .0002. Equal systems have p = 1.
-    With few queries p errs to the small side: where only chance differs (4,000 draws of normal differences), p ≤ .05
-    comes up in 15% of the draws of 6 queries, 7% of 24 and 6% of 75. The exact tests (comparison.py) keep to 5%.
+    With few queries p errs to the small side: where only chance differs, p ≤ .05 comes up in 15% of the draws of 6
+    queries, 7% of 24 and 6% of 75. The exact tests (comparison.py) keep to 5%.
     """
     means = resampled_means(differences, seed=seed, clusters=clusters)
     num_below = np.count_nonzero(means <= _ZERO, axis=0)
@@ -83,9 +83,8 @@ def resampled_means(
     """
     if not len(values):
         raise SkilltrainError("no values: the mean of nothing is not defined")
-    if not np.isfinite(values).all():
-        row, _ = np.argwhere(~np.isfinite(values))[0]
-        raise SkilltrainError("a value is not a finite number", where=f"value {row}")
+    if len(bad := np.argwhere(~np.isfinite(values))):
+        raise SkilltrainError("a value is not a finite number", where=f"value {bad[0][0]}")
     sums, sizes = cluster_sums(values, clusters)
     generator, num = np.random.default_rng(seed), len(sums)
     means = np.empty((RESAMPLES, values.shape[1]))
@@ -124,8 +123,7 @@ def normal_interval(values: Sequence[float]) -> Interval:
     """The mean and mean ± 1.96 standard errors: the 95% interval that papers print without resampling.
 
     For values of 0 and 1 with mean p the standard error is √(p(1 − p) / n), as in SkillRouter, appendix E; for others
-    s / √n, with s the sample's standard deviation (n − 1). The ends are clipped to [0, 1]. All values count as
-    independent: the paper's n of 150 is 75 queries over two pools, so its intervals are narrower than 75 can support.
+    s / √n (n − 1 in s), clipped to [0, 1]. Values count as independent: the paper's 150 are 75 queries over two pools.
     """
     array = np.asarray(values, dtype=np.float64)
     mean, num = float(array.mean()), len(array)

@@ -1,4 +1,4 @@
-"""Two systems on the same queries: how far apart, how certainly, and how certainly among all that was compared.
+"""What systems score, and two of them on the same queries: how far apart, and how certainly among all compared.
 
 The tests take the differences of two systems, one a query; where several queries are one cluster (one task over several
 pools), one a cluster, because tests count independent evidence.
@@ -11,11 +11,57 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int
 
+from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.bootstrap import Interval, cluster_sums, is_binary, paired_differences
-from skilltrain.evaluation.results import SystemResult, same_queries, values_of
 
 _EXACT = 200  # differing queries up to which all choices of signs are counted: some ms
 _PLACES = 12  # differences are rounded to so many decimals, or rounding errors would break ties
+
+
+@dataclass(frozen=True)
+class SystemResult:
+    """What one system scored: query_id → measure name → value (metrics.per_query), and its rankings of skill ids."""
+
+    name: str
+    per_query: Mapping[str, Mapping[str, float]]
+    rankings: Mapping[str, Sequence[str]]
+
+
+def same_queries(results: Sequence[SystemResult]) -> tuple[str, ...]:
+    """The ids of the queries that every system was scored on, in the first system's order; () for no systems.
+
+    Raises SkilltrainError where two systems share a name or hold different queries.
+    """
+    if not results:
+        return ()
+    first, names = results[0], [system.name for system in results]
+    for at, system in enumerate(results):
+        if system.name in names[:at]:
+            raise SkilltrainError(f"two systems are named '{system.name}'", fix="give each system a name of its own")
+        if odd := sorted(system.per_query.keys() ^ first.per_query.keys()):
+            held = f"(system {first.name} holds {len(first.per_query)}, this one {len(system.per_query)})"
+            what = f"runs over different query sets compared: {len(odd)} queries stand on one side only {held}"
+            fix = "score all systems on the same queries"
+            raise SkilltrainError(f"{what}, first '{odd[0]}'", where=f"system {system.name}", fix=fix)
+    return tuple(first.per_query)
+
+
+def values_of(
+    system: SystemResult, query_ids: Sequence[str], measures: Sequence[str]
+) -> Float[np.ndarray, "query measure"]:
+    """The system's values in the orders asked for. Raises SkilltrainError for one that is missing or not finite."""
+    values = np.empty((len(query_ids), len(measures)))
+    for column, measure in enumerate(measures):
+        found = [system.per_query[query_id].get(measure) for query_id in query_ids]
+        if absent := [query_id for query_id, value in zip(query_ids, found, strict=True) if value is None]:
+            what = f"{len(absent)} queries have no value of measure '{measure}', first '{absent[0]}'"
+            raise SkilltrainError(what, where=f"system {system.name}")
+        values[:, column] = found
+    if len(bad := np.argwhere(~np.isfinite(values))):
+        row, column = bad[0]
+        what = f"{len(bad)} values are not finite numbers, first {measures[column]} = {values[row, column]}"
+        raise SkilltrainError(f"{what} of query '{query_ids[row]}'", where=f"system {system.name}")
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +95,9 @@ def compare(
     """One comparison for each pair of names (baseline, system) and each measure, in this order, over `query_ids`.
 
     The family of Holm's adjustment is all of them: ask for what you will conclude from, and no more. A bootstrap p is
-    never below .0002 (10,000 resamples), so that in a family of more than 250 none can fall below .05, and of few
-    queries it is too small (`paired_differences`); Wilcoxon's and McNemar's p have neither fault. `clusters` maps a
-    query to the one that it is drawn together with (`Benchmark.clusters`), and a cluster counts once in the tests.
-    Raises SkilltrainError for systems that do not hold the same queries, and values that are missing or not finite.
+    never below .0002, so that in a family of more than 250 none can fall below .05, and of few queries it is too small
+    (`paired_differences`); Wilcoxon's and McNemar's p have neither fault. `clusters` maps a query to the one that it
+    is drawn together with (`Benchmark.clusters`), and a cluster counts once in the tests.
     """
     same_queries(results)
     values = {system.name: values_of(system, query_ids, measures) for system in results}
@@ -68,13 +113,12 @@ def compare(
     for place, (baseline, system, at) in enumerate(cases):
         before, after = values[baseline][:, at], values[system][:, at]
         is_share = is_binary(before) and is_binary(after)
-        difference, p = found[place]
         comparison = Comparison(
             system=system,
             baseline=baseline,
             measure=measures[at],
-            difference=difference,
-            p=p,
+            difference=found[place][0],
+            p=found[place][1],
             p_holm=adjusted[place],
             wilcoxon_p=wilcoxon(sums[:, place] / sizes),
             mcnemar_p=mcnemar(sums[:, place]) if is_share else None,
@@ -87,10 +131,9 @@ def compare(
 def wilcoxon(differences: Float[np.ndarray, " query"]) -> float:
     """The two-sided p of Wilcoxon's signed-rank test: are the differences symmetric about 0?
 
-    Queries on which both are equal are left out, as Wilcoxon did and McNemar's test does; equal amounts share their
-    mean rank. Up to 200 differing queries p is exact, ties or not (scipy counts ties exactly for 13): all choices of
-    signs are counted, so that for values of 0 and 1 it is McNemar's p. Beyond, it is the normal approximation with
-    the variance corrected for ties, without continuity correction. No difference at all gives 1.
+    Queries on which both are equal are left out; equal amounts share their mean rank. Up to 200 differing queries p is
+    exact, ties or not (scipy counts ties exactly for 13), so that for values of 0 and 1 it is McNemar's p. Beyond, it
+    is the normal approximation with the variance corrected for ties. No difference at all gives 1.
     """
     from scipy import stats
 

@@ -145,10 +145,7 @@ def as_found(ranking: Sequence[str], relevance: Relevance) -> Relevance:
 def per_query(
     rankings: Mapping[str, Sequence[str]], relevances: Mapping[str, Relevance], measures: Sequence[Measure]
 ) -> dict[str, dict[str, float]]:
-    """query_id → measure name → value, for every query of `relevances`, ranked or not, and in their order.
-
-    Raises SkilltrainError for a ranked query that the benchmark does not hold, and as `evaluate_query` does.
-    """
+    """query_id → measure name → value, for every query of `relevances`, ranked or not, and in their order."""
     if unknown := [query_id for query_id in rankings if query_id not in relevances]:
         what = f"{len(unknown)} of {len(rankings)} ranked queries are not in the benchmark"
         raise SkilltrainError(what, where=f"query {unknown[0]}")
@@ -164,11 +161,9 @@ def per_query(
 def _check_ranking(ranking: Sequence[str]) -> None:
     if isinstance(ranking, str):
         raise SkilltrainError(f"a ranking is a sequence of skill ids, found the text '{ranking[:60]}'")
-    seen: set[str] = set()
-    for rank, skill_id in enumerate(ranking, 1):
-        if skill_id in seen:
-            raise SkilltrainError(f"skill '{skill_id}' stands twice in the ranking, again at rank {rank}")
-        seen.add(skill_id)
+    if len(set(ranking)) < len(ranking):
+        at = next(at for at, skill_id in enumerate(ranking) if skill_id in ranking[:at])
+        raise SkilltrainError(f"skill '{ranking[at]}' stands twice in the ranking, again at rank {at + 1}")
 
 
 def _check_relevance(relevance: Relevance) -> None:
@@ -176,10 +171,9 @@ def _check_relevance(relevance: Relevance) -> None:
     if bad := [skill_id for skill_id, gain in gains.items() if not 0 <= gain <= _HIGHEST_GAIN]:  # NaN too
         what = f"the gain of skill '{bad[0]}' is {gains[bad[0]]}, not a number from 0 to {_HIGHEST_GAIN:,.0f}"
         raise SkilltrainError(what)
-    if not any(gains.values()):
-        raise SkilltrainError("no skill has a positive gain, so no ranking can score")
-    if not gold:
-        raise SkilltrainError("no skill is gold, so no ranking can score")
+    if not gold or not any(gains.values()):
+        what = "is gold" if any(gains.values()) else "has a positive gain"
+        raise SkilltrainError(f"no skill {what}, so no ranking can score")
     if without := sorted(skill_id for skill_id in gold if not gains.get(skill_id)):
         raise SkilltrainError(f"gold skill '{without[0]}' has no positive gain")
     for skill_id, need in relevance.alternatives.items():

@@ -1,7 +1,4 @@
-"""Results by slice: of all queries, and of those that share the value of a label (kind, tier, difficulty, length …).
-
-A label is what is known of a query. Most come from the benchmark (`Task.labels`), two are computed (`labels_of`).
-"""
+"""Results by slice: of all queries, and of those that share the value of a label (kind, tier, difficulty, length …)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +11,7 @@ import numpy as np
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Labels, Task, wanted_skills
 from skilltrain.evaluation.bootstrap import Interval, intervals
-from skilltrain.evaluation.results import SystemResult, same_queries, values_of
+from skilltrain.evaluation.comparison import SystemResult, same_queries, values_of
 from skilltrain.records import Skill
 from skilltrain.texts import words_of
 
@@ -44,10 +41,8 @@ class SliceMeans:
     def best(self, measure: str) -> frozenset[str]:
         """The systems with the highest mean; none where all are equal."""
         means = {name: row[measure].mean for name, row in self.means.items() if measure in row}
-        highest = max(means.values(), default=0.0)
-        if highest == min(means.values(), default=0.0):
-            return frozenset()
-        return frozenset(name for name, mean in means.items() if mean == highest)
+        best = frozenset(name for name, mean in means.items() if mean == max(means.values()))
+        return best if len(best) < len(means) else frozenset()
 
     def to_json(self, system: str) -> dict[str, dict[str, Any]]:
         """One system's measure → {mean, low, high, n}."""
@@ -67,14 +62,10 @@ def means_by_slice(
     `labels` maps every query to what is known of it (`labels_of`), `clusters` as for `compare`. Raises SkilltrainError
     where systems do not hold exactly these queries, or one lacks a value of a measure where another has one.
     """
-    held = _held(results, labels, measures)
-    means: dict[tuple[str, ...], Mapping[str, Mapping[str, Interval]]] = {}
-    found: list[SliceMeans] = []
-    for (label, value), query_ids in _slices(labels).items():
-        if query_ids not in means:  # of many a label one value holds all queries
-            means[query_ids] = _means(results, query_ids, held, seed, clusters or {})
-        found.append(SliceMeans(label, value, query_ids, means[query_ids]))
-    return tuple(found)
+    held, parts = _held(results, labels, measures), _slices(labels)
+    # of many a label one value holds all queries
+    means = {ids: _means(results, ids, held, seed, clusters or {}) for ids in dict.fromkeys(parts.values())}
+    return tuple(SliceMeans(label, value, ids, means[ids]) for (label, value), ids in parts.items())
 
 
 def shown(slices: Sequence[SliceMeans]) -> tuple[SliceMeans, ...]:

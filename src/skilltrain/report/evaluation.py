@@ -13,9 +13,8 @@ from skilltrain.evaluation.analysis.analysis import Analysis
 from skilltrain.evaluation.analysis.pass_rates import are_known, pass_rates
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task
 from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES, normal_interval
-from skilltrain.evaluation.comparison import Comparison, compare
+from skilltrain.evaluation.comparison import Comparison, SystemResult, compare
 from skilltrain.evaluation.metrics import MEANINGS, Measure, Relevance, as_found
-from skilltrain.evaluation.results import SystemResult
 from skilltrain.evaluation.slices import ALL, KIND, SliceMeans, by_kind, labels_of, means_by_slice, shown
 from skilltrain.files import write_json, write_text
 from skilltrain.records import Skill

@@ -12,7 +12,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analysis.analysis import Analysis, FieldAttention, StageLatency, outcomes
 from skilltrain.evaluation.analysis.structure import FeatureComparison, compare_structure
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, wanted_skills
-from skilltrain.evaluation.results import SystemResult
+from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig
 from skilltrain.retrieval.field_attention import field_attention

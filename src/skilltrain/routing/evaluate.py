@@ -16,8 +16,8 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analysis.analysis import Analysis
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, check_pool, joined
 from skilltrain.evaluation.benchmarks.load import load_benchmark
+from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.evaluation.metrics import DEFAULT_MEASURES, Measure, MeasureNames, parse_measures, per_query
-from skilltrain.evaluation.results import SystemResult
 from skilltrain.files import write_json
 from skilltrain.records import Rankings, Skill
 from skilltrain.report.evaluation import About, Report, build_report, write_per_query, write_report

@@ -9,14 +9,13 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analysis.pass_rates import PassRate
 from skilltrain.evaluation.analysis.structure import FeatureComparison
 from skilltrain.evaluation.bootstrap import cluster_sums, is_binary
-from skilltrain.evaluation.comparison import mcnemar
-from skilltrain.evaluation.results import SystemResult, same_queries, values_of
+from skilltrain.evaluation.comparison import SystemResult, mcnemar, same_queries, values_of
 
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
     """What `system` changed (SkillRouter, section 5.5.1): the queries that are right in both, in `system` alone
-    (fixed), in `baseline` alone (broken) and in neither; `p` is McNemar's, two-sided and exact.
+    (fixed), in `baseline` alone (broken) and in neither; `p` is McNemar's, exact.
     """
 
     baseline: str
@@ -31,9 +30,7 @@ class Outcomes:
 
 @dataclass(frozen=True, slots=True)
 class StageLatency:
-    """Seconds that a query takes in one ranker of a system (`1 lexical`, … or `total`), and queries a second, where
-    `num` queries are asked one by one.
-    """
+    """Seconds that a query takes in one ranker of a system (`1 lexical`, … or `total`), of `num` asked one by one."""
 
     system: str
     stage: str
@@ -45,7 +42,7 @@ class StageLatency:
 
 @dataclass(frozen=True, slots=True)
 class FieldShares:
-    """Shares of name, description and body; they sum to 1."""
+    """Shares of the fields; they sum to 1."""
 
     name: float
     description: float
@@ -97,13 +94,6 @@ def outcomes(
 
     names = [(clusters or {}).get(query_id, query_id) for query_id in query_ids]
     net, _ = cluster_sums((after - before)[:, np.newaxis], names)
-    return Outcomes(
-        baseline=baseline.name,
-        system=system.name,
-        measure=measure,
-        both=where(True, True),
-        fixed=where(False, True),
-        broken=where(True, False),
-        neither=where(False, False),
-        p=mcnemar(net[:, 0]),
-    )
+    both, fixed = where(True, True), where(False, True)
+    broken, neither = where(True, False), where(False, False)
+    return Outcomes(baseline.name, system.name, measure, both, fixed, broken, neither, p=mcnemar(net[:, 0]))

@@ -43,8 +43,7 @@ class FeatureComparison:
 def structure_features(body: str) -> dict[str, float]:
     """Feature → value for one skill's body, read as CommonMark, up to 20 blocks inside one another.
 
-    `code share` is the characters inside fenced blocks over all. Nothing but words counts inside code. The mentions
-    (0 or 1) of files beside the skill stand in for SkillFlow's bundled files, which no table holds.
+    Nothing but words counts inside code. Mentions (0 or 1) stand in for SkillFlow's bundled files: no table has them.
     """
     text = body.replace("\r\n", "\n")
     blocks = _parser().parse(text)

@@ -98,26 +98,23 @@ def name_of(folder: Path) -> str:
 
 def as_tier(benchmark: Benchmark) -> Benchmark:
     """`benchmark` with its name as its queries' label `tier`, and at the end of their ids: `sum-columns@easy`."""
-
-    def renamed(task: Task) -> Task:
-        query_id = task.query.query_id
-        query = replace(task.query, query_id=f"{query_id}@{benchmark.name}")
-        return Task(query, task.relevance, {**task.labels, "tier": benchmark.name}, cluster=query_id)
-
+    tasks: list[Task] = []
+    for task in benchmark.tasks:
+        query = replace(task.query, query_id=f"{task.query.query_id}@{benchmark.name}")
+        labels = {**task.labels, "tier": benchmark.name}
+        tasks.append(Task(query, task.relevance, labels, cluster=task.query.query_id))
     unscored = frozenset(f"{query_id}@{benchmark.name}" for query_id in benchmark.unscored)
-    return replace(benchmark, tasks=tuple(map(renamed, benchmark.tasks)), unscored=unscored)
+    return replace(benchmark, tasks=tuple(tasks), unscored=unscored)
 
 
 def joined(tiers: Sequence[Benchmark]) -> Benchmark:
-    """Tiers (`as_tier`) as one benchmark, whose `tiers` are ranked each over its own pool and scored together; its own
-    `pool` and `gold_skills` are empty. One benchmark alone is itself.
-    """
+    """Tiers (`as_tier`) as one benchmark, without a pool of its own: each is ranked over its own, all are scored."""
     if len(tiers) == 1:
         return tiers[0]
     names = [tier.name for tier in tiers]
     if len(set(names)) < len(names):
-        what = f"two tiers are named '{max(names, key=names.count)}'"
-        raise SkilltrainError(what, where="benchmark", fix="give each folder a name of its own")
+        fix, twice = "give each folder a name of its own", max(names, key=names.count)
+        raise SkilltrainError(f"two tiers are named '{twice}'", where="benchmark", fix=fix)
     return Benchmark(
         name=" + ".join(names),
         tasks=tuple(chain.from_iterable(tier.tasks for tier in tiers)),
@@ -153,12 +150,10 @@ def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
     if missing:
         query_id, skill_id = missing[0]
         num_queries, num_skills = (len(set(column)) for column in zip(*missing, strict=True))
-        raise SkilltrainError(
-            f"gold skill '{skill_id}' is not among the {len(pool)} skills of the pool; "
-            f"missing in all: {num_skills} gold skill(s) of {num_queries} queries",
-            where=f"benchmark {benchmark.name}, query {query_id}",
-            fix="add the benchmark's gold skills to the pool, or choose the pool it was made for",
-        )
+        what = f"gold skill '{skill_id}' is not among the {len(pool)} skills of the pool; missing in all: {num_skills}"
+        where = f"benchmark {benchmark.name}, query {query_id}"
+        fix = "add the benchmark's gold skills to the pool, or choose the pool it was made for"
+        raise SkilltrainError(f"{what} gold skill(s) of {num_queries} queries", where=where, fix=fix)
     return replace(benchmark, tasks=tuple(tasks))
 
 

@@ -113,8 +113,7 @@ def _entries(row_class: type[RowT], file: Path) -> Iterator[tuple[str, RowT]]:
     if not isinstance(entries, list):
         raise SkilltrainError("expected a list", where=file)
     for number, values in enumerate(entries, 1):
-        where = f"{file}, entry {number}"
-        yield where, parse_row(row_class, values, where)
+        yield (where := f"{file}, entry {number}"), parse_row(row_class, values, where)
 
 
 def _benchmark(

@@ -65,6 +65,9 @@ class _SkillRetQuery(NamedRow):
         return {"generator": self.generator_model}
 
 
+_Queries = Mapping[str, _BeirQuery] | Mapping[str, _SkillRetQuery]
+
+
 class _Qrel(Row):
     query_id: Text
     skill_id: Text
@@ -102,12 +105,7 @@ def read_skillret(folder: Path, split: str | None) -> Benchmark:
 
 
 def _add_tasks(
-    tasks: dict[str, Task],
-    judged: Mapping[str, Relevance],
-    queries: Mapping[str, _BeirQuery] | Mapping[str, _SkillRetQuery],
-    origin: str,
-    file: Path,
-    split: str,
+    tasks: dict[str, Task], judged: Mapping[str, Relevance], queries: _Queries, origin: str, file: Path, split: str
 ) -> None:
     for query_id, relevance in judged.items():
         if query_id in tasks:
@@ -140,9 +138,9 @@ def _relevances(
     found: dict[str, Relevance] = {}
     for query_id in filter(scores.__contains__, query_ids):
         gains = {skill_id: score for skill_id, score in scores[query_id].items() if score > 0}
+        found[query_id] = Relevance(frozenset(gains), gains)
         if not gains:
             raise SkilltrainError(f"query '{query_id}' has no skill with a score above 0", where=first[query_id])
-        found[query_id] = Relevance(frozenset(gains), gains)
     return found
 
 

@@ -1,7 +1,6 @@
 """R3-Skill (Wang et al., 2026) as it is published, and groups of judgements made in its way.
 
-The published rows carry no id that the released evaluation reads: a query is called by its line, test-17. Gold skills
-(of groups: the required ones) have gain 1; rejected and irrelevant ones gain nothing.
+A published query has no id and is called by its line, test-17. Gold skills (of groups: the required ones) have gain 1.
 """
 
 from pathlib import Path
@@ -15,7 +14,6 @@ from skilltrain.evaluation.metrics import Relevance
 from skilltrain.records import Skill
 
 SPLIT = "test"
-_SEPARATOR = " | "
 
 
 class _SkillRow(NamedRow):
@@ -23,8 +21,7 @@ class _SkillRow(NamedRow):
 
     def skill(self) -> Skill:
         """A skill from `name | description | body`, which our templates render back; the body may hold the bar."""
-        name, _, rest = self.text.partition(_SEPARATOR)
-        description, _, body = rest.partition(_SEPARATOR)
+        name, description, body, *_ = [*self.text.split(" | ", 2), "", ""]
         return Skill(self.row_id, name=name, description=description, body=body, source="r3")
 
 

@@ -1,10 +1,9 @@
 """SkillRouter's files, tasks.jsonl and relevance.json, and its tiers easy and hard: two pools of the same tasks.
 
-relevance.json alone decides what is scored. `core_gt_ids` are gold (`gt_skill_ids` where an entry has none; they differ
-only by auxiliary skills), `relevance` holds the gains, 3 for gold and 1 for a degraded copy. Entries of task_type
-`generic_only` are skipped, and `excluded: true` in tasks.jsonl (a note on a task's environment) skips none, both as in
-the released evaluation. The tiers are the folders easy and hard beside these files. Without a pool the best order of
-nDCG holds the degraded copies, which only hard has.
+relevance.json alone says what is scored: `core_gt_ids` are gold (`gt_skill_ids` where an entry has none), `relevance`
+holds the gains, 3 for gold and 1 for a degraded copy. Entries of task_type `generic_only` are skipped, and `excluded:
+true` in tasks.jsonl (a note on a task's environment) skips none, both as in the released evaluation. The tiers are the
+folders easy and hard beside these files; without a pool, nDCG's best order holds the copies that only hard has.
 """
 
 from dataclasses import replace
