@@ -205,3 +205,10 @@ def test_files_and_patterns(tmp_path: Path, pool: Path, monkeypatch: pytest.Monk
     (tmp_path / "bad.jsonl").write_text('{"query": "x", "skill_ids": "a"}\n{oops')
     with pytest.raises(SkilltrainError, match=r"bad.jsonl, line 2: is not JSON Lines"):
         make(tmp_path, tmp_path / "bad.jsonl", split="train")
+
+
+@pytest.mark.parametrize("row", [{"skill_ids": [3]}, {"skill_ids": [["a"]]}, {"skill_id": True}, {"query_id": 1.5}])
+def test_ids_are_no_other_values(tmp_path: Path, pool: Path, row: dict[str, Any]):
+    file = write_jsonl(tmp_path / "train.jsonl", [{"query": "x", "skill_ids": ["a"], **row}])
+    with pytest.raises(SkilltrainError, match=r"train\.jsonl, line 1: "):
+        make(tmp_path, file)

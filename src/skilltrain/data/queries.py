@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator, model_validator
+import pydantic
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from skilltrain.config import Config, InputPath
 from skilltrain.data.pool.skill_file import as_text
@@ -80,27 +81,27 @@ def _entries(value: Any) -> list[Any]:
     return [item if isinstance(item, dict) else {"skill_id": item} for item in items]
 
 
-Line = Annotated[str | None, BeforeValidator(_line)]
+Line = Annotated[str | None, pydantic.BeforeValidator(_line)]
 
 
 class Judgement(BaseModel, frozen=True):
     """What a row says of one skill."""
 
-    skill_id: Annotated[str, BeforeValidator(_line)]
+    skill_id: Annotated[pydantic.StrictStr, pydantic.AfterValidator(one_line)]
     verdict: Verdict = Verdict.REQUIRED
     reason: Line = None
     why: Line = None
     group: Line = None
 
 
-Entries = Annotated[list[Judgement], BeforeValidator(_entries)]
+Entries = Annotated[list[Judgement], pydantic.BeforeValidator(_entries)]
 
 
 class QueryRow(BaseModel):
     """A row of a query file; keys of other names are not looked at."""
 
     text: str = ""
-    query_id: str | int | None = None
+    query_id: pydantic.StrictStr | pydantic.StrictInt | None = None
     origin: Line = None
     split: Split | None = None
     kind: Literal["single", "multi"] | None = None
