@@ -159,7 +159,9 @@ def test_another_folder_gets_the_same_bytes(done, library, model_folders, tmp_pa
         succeeds(*stage)
     texts = ("metrics.json", "per_query.jsonl", "report.html", "report.md", "skilltrain.json")
     paths = [path for path in tmp_path.rglob("*") if path.suffix in (".parquet", ".safetensors") or path.name in texts]
-    names = [path.relative_to(tmp_path) for path in paths]
+    names = [
+        path.relative_to(tmp_path) for path in paths if "vectors" not in path.parts
+    ]  # a cache's files have any name
     assert len(names) > 20
     assert [str(name) for name in names if (runs / name).read_bytes() != (tmp_path / name).read_bytes()] == []
 

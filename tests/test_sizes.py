@@ -20,8 +20,11 @@ BUDGETS = {
     "(modules)": 1_900, "llm": 950, "losses": 700, "models": 1_400, "retrieval": 1_500, "evaluation": 1_800,
     "data": 4_400, "training": 2_300, "export": 800, "report": 1_000, "routing": 1_600, "ablation": 800, "cli": 500,
 }  # fmt: skip
-CEILINGS: dict[str, int] = {}
-MAX_SOURCE_LINES, MAX_SOURCE_FILES, MAX_TEST_LINES = 18_000, 150, 16_000
+CEILINGS = {
+    "llm": 1_540, "models": 1_645, "retrieval": 1_840, "data": 6_430, "training": 2_395, "report": 1_280, "cli": 540,
+}  # fmt: skip
+# The aims are 18,000 lines in 150 files, and 16,000 lines of tests; these too only ever fall.
+MAX_SOURCE_LINES, MAX_SOURCE_FILES, MAX_TEST_LINES = 22_000, 180, 22_700
 LEFTOVER = re.compile(r"\b(?:TODO|FIXME|XXX)\b")
 UNPICKLERS = {"pickle", "cloudpickle", "dill", "joblib", "torch"}
 
