@@ -8,7 +8,7 @@ wrong with what they are given.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from skilltrain.config import apply_overrides, load_recipe, parse_yaml, validate
 from skilltrain.errors import SkilltrainError
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
     from skilltrain.routing.router import RoutedSkill
 
-    Skills = Path | str | pd.DataFrame | Iterable[Mapping[str, Any]]
+    Skills = Path | str | pd.DataFrame | Iterable[Mapping[str, Any]] | Iterable[Skill]
     Recipe = Mapping[str, Any] | Path | str
 
 _DEFAULT_QUOTAS = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
 
 
 def read_pool(source: "Skills") -> list[Skill]:
-    """The skills of a folder of SKILL.md files, a JSON Lines or parquet file, a DataFrame, or a list of dicts.
+    """The skills of a folder of SKILL.md files, a JSON Lines or parquet file, a DataFrame, a list of dicts, or skills.
 
     A row has `name` and `body`; `skill_id`, `description`, `category`, `lang`, `source` and `license` are optional.
 
@@ -40,7 +40,9 @@ def read_pool(source: "Skills") -> list[Skill]:
 
     if isinstance(source, Path | str):
         return read.read_pool(source)
-    return read.skills_of_rows(_rows(source))
+    rows = _rows(source)
+    skills = [row for row in rows if isinstance(row, Skill)]
+    return skills if len(skills) == len(rows) > 0 else read.skills_of_rows(rows)
 
 
 def build_lists(
@@ -110,7 +112,7 @@ def evaluate(recipe: "Recipe", *settings: str) -> dict[str, Any]:
 
 
 def route(
-    request: str, pool: "Skills | list[Skill]", rankers: Sequence[Mapping[str, Any]] | str, top: int = 5
+    request: str, pool: "Skills", rankers: Sequence[Mapping[str, Any]] | str, top: int = 5
 ) -> "list[RoutedSkill]":
     """The `top` skills for one request, best first, each with what the safety screening found in it.
 
@@ -124,7 +126,7 @@ def route(
 
     given = parse_yaml(rankers, "rankers") if isinstance(rankers, str) else [_plain(ranker) for ranker in rankers]
     system = validate(SystemConfig, {"name": "route", "rankers": given}, "rankers")
-    return Router(pool if _are_skills(pool) else read_pool(pool), system).route(request, top)
+    return Router(read_pool(pool), system).route(request, top)
 
 
 def export_model(training: Path | str, out: Path | str, checkpoint: str | None = None) -> dict[str, Any]:
@@ -143,16 +145,12 @@ def _config_of(recipe: "Recipe", settings: Sequence[str]) -> Any:
     return parse_recipe(load_recipe(Path(recipe), settings), recipe)
 
 
-def _rows(source: Any) -> list[dict[str, Any]]:
+def _rows(source: Any) -> list[Any]:
     """A DataFrame or any iterable of mappings as rows; missing values of a DataFrame are left out."""
     if callable(to_dict := getattr(source, "to_dict", None)) and not isinstance(source, Mapping):
         rows: Any = to_dict("records")
         return [{key: value for key, value in row.items() if value is not None and value == value} for row in rows]
-    return [dict(row) for row in source]
-
-
-def _are_skills(pool: Any) -> TypeGuard[list[Skill]]:
-    return isinstance(pool, list) and all(isinstance(item, Skill) for item in pool)
+    return list(source)
 
 
 def _plain(value: Any) -> Any:
