@@ -28,7 +28,7 @@ skilltrain filter pool=$runs/pool queries=$runs/queries rankings=$runs/candidate
 skilltrain lists pool=$runs/pool queries=$runs/queries rankings=$runs/candidates_filtered list_size=5 \
   out=$runs/reranker_lists
 train recipes/tiny/sr_rank_minilm.yaml $runs/reranker
-# 6. Four systems side by side on held-out queries.
+# 6. Five systems side by side on held-out queries.
 skilltrain evaluate recipes/quickstart_systems.yaml
 cp $runs/report/metrics.json $runs/report/report.html $runs/
 # 7. A routed answer.

@@ -16,7 +16,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analysis.analysis import FieldShares
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.records import Skill
-from skilltrain.retrieval.field_attention import FIELDS, field_attention, field_spans, token_fields
+from skilltrain.routing.field_attention import FIELDS, field_attention, field_spans, token_fields
 from skilltrain.templates import RerankerTemplate, SkillTemplate
 from tiny_models import bert_tokenizer, qwen3_tokenizer
 

@@ -30,7 +30,7 @@ from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.loading import num_positions
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.records import Skill
-from skilltrain.retrieval.field_attention import field_attention, token_fields
+from skilltrain.routing.field_attention import field_attention, token_fields
 from tiny_models import bert_tokenizer
 
 CPU = torch.device("cpu")

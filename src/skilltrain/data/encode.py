@@ -156,7 +156,7 @@ def _encode(
 def _wait_for(cache: VectorCache, keys: np.ndarray) -> None:
     """Return when all `keys` are to be seen here. Raises SkilltrainError if they do not appear."""
     deadline = monotonic() + _SHOWN_WITHIN
-    while (lost := int((~cache.holds(keys)).sum())) and monotonic() < deadline:
+    while (lost := int((~cache.read(keys)[0]).sum())) and monotonic() < deadline:
         sleep(0.2 if monotonic() < deadline - _SHOWN_WITHIN + 2 else 2)
     if lost:
         what = f"{lost} vectors that other ranks have written are not here"

@@ -138,7 +138,7 @@ def plan_encoding(config: ApiConfig, skills: Sequence[Skill], queries: Sequence[
     rendered = [config.render_skill(skill) for skill in skills], [config.render_query(query.text) for query in queries]
     for texts in rendered:
         keys, first = np.unique(text_keys(texts, _ANY_LENGTH)[0], return_index=True)
-        new = first[~cache.holds(keys)] if cache else first
+        new = first[~cache.read(keys)[0]] if cache else first
         num_texts, num_kept = num_texts + len(new), num_kept + len(first) - len(new)
         num_requests += -(-len(new) // config.batch_size)
         num_tokens += sum(estimate_tokens(texts[place]) for place in new)

@@ -1,6 +1,5 @@
 """A system is a list of rankers: the first ranks the pool, each next one orders what the one before it found."""
 
-import json
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,8 +28,8 @@ from skilltrain.retrieval.select import Select, SelectConfig
 from skilltrain.tables import RANKINGS, table_from_rows
 from skilltrain.terminal import say, without_bars
 
-_OLD_KEYS = {"lexical": "lexical", "encoder": "dense", "embeddings": "api", "reranker": "rerank", "judge": "select"}
-_OLD_NAMES = {"num_candidates": "keep", "first_stage_weight": "first_weight"}
+_OLD_KEYS = ("lexical", "encoder", "embeddings", "reranker", "judge")
+_NEW_FORM = "rankers: [{kind: dense, source: …}, {kind: rerank, source: …, keep: 20}]"
 
 
 class SystemConfig(Config):
@@ -44,11 +43,11 @@ class SystemConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _new_form(cls, values: Any) -> Any:
-        """`values` themselves. Raises ValueError for the form without rankers, with the same system in this form."""
+        """`values` themselves. Raises ValueError for the form without rankers."""
         old = [key for key in values if key in _OLD_KEYS] if isinstance(values, Mapping) else []
         if old and "rankers" not in values:
-            form = json.dumps(_in_new_form(values), ensure_ascii=False).replace('"', "")
-            raise ValueError(f"'{old[0]}' is of the old form; write rankers: {form}")
+            kinds = "kinds lexical, dense, api, fuse, rerank, select, saved"
+            raise ValueError(f"'{old[0]}' is of the old form; write for example {_NEW_FORM} ({kinds})")
         return values
 
     @model_validator(mode="after")
@@ -56,15 +55,6 @@ class SystemConfig(Config):
         if needs_candidates(first := self.rankers[0]):
             raise ValueError(f"the first ranker finds skills in the pool; {first.kind} only orders those of another")
         return self
-
-
-def _in_new_form(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rankers of a system in the old form."""
-    rankers = [{"kind": kind} | dict(values[key]) for key, kind in _OLD_KEYS.items() if values.get(key) is not None]
-    for ranker in rankers:
-        takes = {"rerank": ("keep", "first_weight"), "select": ("keep",)}.get(ranker["kind"], ())
-        ranker |= {new: values[old] for old, new in _OLD_NAMES.items() if old in values and new in takes}
-    return rankers
 
 
 @dataclass(frozen=True)
@@ -84,13 +74,6 @@ class RankedStage:
     counts: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class _Answer:
-    rankings: Rankings
-    seconds: float
-    counts: Mapping[str, Any]
-
-
 class Cascade:
     """Runs systems for the same queries over one pool; what two systems begin with in common runs once.
 
@@ -105,7 +88,7 @@ class Cascade:
             raise SkilltrainError("there is no query to rank for")
         self.queries, self.skills, self.depth = queries, skills, depth
         self._opened: dict[str, Ranker] = {} if own is None else {OWN: own}
-        self._answers: dict[str, _Answer] = {}
+        self._answers: dict[str, RankedStage] = {}
 
     def run(self, system: SystemConfig, num_timed: int = 0) -> tuple[RankedStage, ...]:
         """What each ranker of `system` answers; the last one's rankings are cut at the depth.
@@ -116,10 +99,9 @@ class Cascade:
         alone = self._times_alone(system, keeps, num_timed)
         stages: list[RankedStage] = []
         for number, ranker in enumerate(system.rankers, 1):
-            answer = self._answer(system, keeps, number, stages[-1].rankings if stages else None)
+            stage = self._answer(system, keeps, number, stages[-1].rankings if stages else None)
             name = f"{system.name}/{number} {ranker.kind}" if number < len(system.rankers) else system.name
-            seconds = tuple(row[number - 1] for row in alone)
-            stages.append(RankedStage(name, ranker.kind, answer.rankings, answer.seconds, seconds, answer.counts))
+            stages.append(replace(stage, name=name, alone=tuple(row[number - 1] for row in alone)))
         cut = {query_id: ranking[: self.depth] for query_id, ranking in stages[-1].rankings.items()}
         return (*stages[:-1], replace(stages[-1], rankings=cut))
 
@@ -128,7 +110,7 @@ class Cascade:
         needed = {OWN} | {key_of(part) for system in later for part in parts_of(system.rankers)}
         self._opened = {key: ranker for key, ranker in self._opened.items() if key in needed}
 
-    def _answer(self, system: SystemConfig, keeps: Sequence[int], number: int, before: Rankings | None) -> _Answer:
+    def _answer(self, system: SystemConfig, keeps: Sequence[int], number: int, before: Rankings | None) -> RankedStage:
         """What the first `number` rankers of `system` make of the queries, given what all but the last did."""
         rankers, keep = system.rankers[:number], keeps[number - 1]
         key = repr([ranker.model_copy(update={"keep": n}) for ranker, n in zip(rankers, keeps, strict=False)])
@@ -141,7 +123,8 @@ class Cascade:
         if not all(math.isfinite(score) for ranking in rankings.values() for _, score in ranking):
             raise SkilltrainError(f"ranker {number}, {rankers[-1].kind}, gave scores that are no numbers",
                                   where=f"system {system.name}")  # fmt: skip
-        answer = _Answer(rankings, seconds, ranker.counts if isinstance(ranker, Select) else {})
+        counts = ranker.counts if isinstance(ranker, Select) else {}
+        answer = RankedStage(system.name, rankers[-1].kind, rankings, seconds, (), counts)
         if not any(is_own(ranker) for ranker in rankers):
             self._answers[key] = answer
         return answer

@@ -1,7 +1,6 @@
 """Vectors kept on disk by content, so that a text is encoded once a model, by whatever process comes first."""
 
 import uuid
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,19 +43,19 @@ class VectorCache:
         cache._join_small_files()
         return cache
 
-    def holds(self, keys: np.ndarray) -> Bool[np.ndarray, " key"]:
-        """Which of the distinct `keys` have a vector here; only keys are read."""
-        found = np.zeros(len(keys), dtype=bool)
-        for positions, _ in self._found(keys, with_vectors=False):
-            found[positions] = True
-        return found
-
     def read(self, keys: np.ndarray) -> tuple[Bool[np.ndarray, " key"], Float32[np.ndarray, "key dim"]]:
         """(which of the distinct `keys` have a vector here, the vectors; zeros where there is none)."""
         found, vectors = np.zeros(len(keys), dtype=bool), np.zeros((len(keys), self.dim), dtype=np.float32)
-        for positions, some in self._found(keys, with_vectors=True):
-            vectors[positions] = some
-            found[positions] = True
+        order = np.argsort(keys, kind="stable")
+        for path in self._paths() if len(keys) else ():
+            try:
+                positions, some = self._read_file(path, keys, order)
+            except FileNotFoundError:
+                continue  # another process has joined it with others
+            except _DAMAGED:
+                say(f"warning: {path} is damaged and not used (delete it); its texts are encoded again")
+                continue
+            found[positions], vectors[positions] = True, some
         return found, vectors
 
     def add(self, keys: np.ndarray, vectors: Float32[np.ndarray, "key dim"]) -> None:
@@ -64,26 +63,15 @@ class VectorCache:
         if len(keys):
             self._write(_table(np.asarray(keys, dtype=KEY), vectors))
 
-    def _found(self, keys: np.ndarray, with_vectors: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield (positions among `keys`, their vectors) of each file that holds some; damaged files are left out."""
-        order = np.argsort(keys, kind="stable")
-        ordered = keys[order]
-        for path in self._paths() if len(keys) else ():
-            try:
-                with pq.ParquetFile(path, page_checksum_verification=True) as file:
-                    held = _values(file, "key", KEY)
-                    place = np.minimum(np.searchsorted(ordered, held), len(ordered) - 1)
-                    rows = np.flatnonzero(ordered[place] == held)
-                    vectors = np.empty((len(rows), 0), np.float32)
-                    if with_vectors and len(rows):
-                        vectors = _values(file, "vector", np.dtype(np.float32)).reshape(len(held), self.dim)[rows]
-            except FileNotFoundError:
-                continue  # another process has joined it with others
-            except _DAMAGED:
-                say(f"warning: {path} is damaged and not used (delete it); its texts are encoded again")
-                continue
-            if len(rows):
-                yield order[place[rows]], vectors
+    def _read_file(self, path: Path, keys: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(positions among `keys` that the file holds, their vectors); `order` sorts `keys`."""
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            held = _values(file, "key", KEY)
+            place = order[np.minimum(np.searchsorted(keys, held, sorter=order), len(keys) - 1)]
+            rows = np.flatnonzero(keys[place] == held)
+            if not len(rows):
+                return place[rows], np.empty((0, self.dim), np.float32)
+            return place[rows], _values(file, "vector", np.dtype(np.float32)).reshape(len(held), self.dim)[rows]
 
     def _paths(self) -> list[Path]:
         return sorted(self.folder.glob("*.parquet"))

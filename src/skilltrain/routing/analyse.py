@@ -15,9 +15,9 @@ from skilltrain.evaluation.benchmarks.benchmark import Benchmark, wanted_skills
 from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig
-from skilltrain.retrieval.field_attention import field_attention
 from skilltrain.retrieval.rankers import key_of, parts_of
 from skilltrain.retrieval.rerank import RerankConfig, open_reranker
+from skilltrain.routing.field_attention import field_attention
 
 _DECIDES = "Hit@1"  # what is right and what is wrong in the analyses that need a yes or no
 
