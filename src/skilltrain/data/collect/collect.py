@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -157,11 +158,12 @@ def _is_due(skill: Listed, config: CollectConfig, state: SyncState) -> bool:
 
 def _fetch(skill: Listed, state: SyncState, client: RegistryClient) -> tuple[Outcome, bool]:
     """(what became of a skill, whether a new file came)."""
-    fresh = Outcome(skill.skill_id, "fetched", state.sync, skill.version, skill.url)
+    url_key = sha256(skill.url.encode()).hexdigest()  # a URL may hold a signature, which no file shall keep
+    fresh = Outcome(skill.skill_id, "fetched", state.sync, skill.version, url_key)
     known = state.outcomes.get(skill.skill_id)
     if known is None or known.status == "broken" or not state.has_download(known.sha256):
         known = None
-    etag, modified = (known.etag, known.modified) if known and known.url == skill.url else ("", "")
+    etag, modified = (known.etag, known.modified) if known and known.url_key == url_key else ("", "")
     try:
         download = client.download(skill.url, state.partial_path(), etag, modified, skill.digest)
         if download and (kind := kind_of(state.partial_path())) in ("html", "json"):

@@ -42,14 +42,15 @@ class ListedPage:
 class Outcome:
     """What became of a skill's download, asked for in a sync and under a version of the listing.
 
-    A download that failed or was broken leaves the file of an earlier version, `sha256`, where there is one.
+    A download that failed or was broken leaves the file of an earlier version, `sha256`, where there is one. `url_key`
+    is a hash of its URL.
     """
 
     skill_id: str
     status: Literal["fetched", "gone", "forbidden", "too_big", "failed", "broken"]
     sync: str
     version: str
-    url: str
+    url_key: str
     reason: str = ""
     value: float | None = None
     sha256: str = ""
