@@ -8,8 +8,7 @@ from llm_server import Reply, llm_server
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
-from skilltrain.routing.evaluate import EvaluateConfig, read_predictions, run_evaluate
-from skilltrain.stages import dry_run
+from skilltrain.routing.evaluate import EvaluateConfig, run_evaluate
 from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_table, rows_of, write_table
 
 SKILLS_OF_POOL = [Skill(f"s{i}", f"name {i}", f"about {word}", f"the body says {word}") for i, word in
@@ -65,11 +64,6 @@ def test_predictions_by_hand(folder):
     assert summary["systems"] == {"mine": {name: round(v, 4) for name, v in expected.items()}}
 
 
-def test_a_query_without_prediction_scores_nothing(folder):
-    evaluate(folder, predictions=predict(folder, {"q1": ["s0"]}), split="test", measures=["Hit@1"])
-    assert means(folder)["mine"] == {"Hit@1": 0.5}
-
-
 def test_systems_and_predictions_side_by_side_with_their_rankings(folder):
     nd = {"name": "nd", "rankers": [{"kind": "lexical", "fields": "nd"}]}
     settings = {"pool": str(folder / "pool"), "systems": [BM25, nd]}
@@ -83,6 +77,19 @@ def test_systems_and_predictions_side_by_side_with_their_rankings(folder):
     assert [(row["system"], row["query_id"], row["Hit@1"]) for row in values][-3:] == [
         ("mine", "q1", 0.0), ("mine", "q2", 0.0), ("mine", "q3", 0.0),
     ]  # fmt: skip
+
+
+def test_saved_rankings_stand_beside_live_systems_and_predictions(folder):
+    settings = {"pool": str(folder / "pool"), "measures": ["MRR@10"], "predictions": predict(folder, {"q1": ["s1"]})}
+    evaluate(folder, systems=[BM25], **settings)
+    saved = {"kind": "saved", "rankings": str((folder / "out").rename(folder / "before")), "stage": "bm25"}
+    (folder / "out").mkdir()
+    both = {"kind": "fuse", "of": [saved, {"kind": "lexical"}]}
+    evaluate(
+        folder, systems=[BM25, {"name": "old", "rankers": [saved]}, {"name": "both", "rankers": [both]}], **settings
+    )
+    found = means(folder)
+    assert found["old"] == found["both"] == found["bm25"] == {"MRR@10": 1} and found["mine"] == {"MRR@10": 0}
 
 
 def test_rankings_are_as_long_as_the_measures_look(folder):
@@ -148,54 +155,10 @@ def test_a_gold_skill_that_the_pool_lacks_is_refused(folder):
         evaluate(folder, pool=str(folder / "small"), systems=[BM25])
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, "there is nothing to evaluate"),
-        ({"systems": [BM25]}, r"systems need a pool to rank \(give pool=…\)"),
-        ({"systems": [BM25, BM25], "pool": "pool"}, "systems: two systems have the same name"),
-        ({"systems": [BM25], "pool": "pool", "measures": ["hit@1"]}, r"unknown measure 'hit@1', did you mean 'Hit@1'"),
-        ({"systems": [BM25], "pool": "pool", "split": "nowhere"}, r"no query of split 'nowhere' \(its splits are dev"),
-        ({"systems": [BM25], "pool": "none"}, "none: no such file or folder"),
-        ({"systems": [BM25], "pool": "pool", "measures": []}, "measures: "),
-    ],
-)
-def test_what_cannot_be_evaluated_is_refused(folder, monkeypatch, settings, message):
-    monkeypatch.chdir(folder)
-    with pytest.raises(SkilltrainError, match=message):
-        evaluate(folder, **settings)
-    values = {"stage": "evaluate", "benchmark": "bench", "out": "out", **settings}
-    if "same name" not in message:
-        with pytest.raises(SkilltrainError, match=message):
-            dry_run(validate(EvaluateConfig, values, "test"))
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({}, r"mine\.json: holds no prediction"),
-        ([["q1", "s0"]], r"mine\.json: predictions are an object \{query_id: \[skill_id, …\]\}"),
-        ({"q1": "s0"}, r"mine\.json, query q1: a prediction is a list of skill ids"),
-        ({"q1": ["s0", 3]}, r"mine\.json, query q1: a prediction is a list of skill ids"),
-        ({"q1": ["s0"], "q9": ["s0"]}, r"mine\.json: 1 of 2 predicted queries are not in the benchmark, first 'q9'"),
-        ({"q1": ["s0", "s1", "s0"]}, r"mine\.json, query q1: skill 's0' stands twice, again at rank 3"),
-    ],
-)
-def test_predictions_that_make_no_sense_are_refused(folder, values, message):
-    with pytest.raises(SkilltrainError, match=message):
-        evaluate(folder, predictions=predict(folder, values))
-
-
 def test_predictions_may_not_take_a_systems_name(folder):
     settings = {"pool": str(folder / "pool"), "systems": [BM25]}
     with pytest.raises(SkilltrainError, match=r"bm25\.json: another system is called 'bm25' as well \(rename it\)"):
         evaluate(folder, predictions=predict(folder, {"q1": ["s0"]}, "bm25"), **settings)
-
-
-def test_predictions_that_are_not_json(tmp_path):
-    (tmp_path / "torn.json").write_text('{"q1": ["s0"')
-    with pytest.raises(SkilltrainError, match=r"torn\.json: is not JSON"):
-        read_predictions(tmp_path / "torn.json")
 
 
 def test_tiers_are_ranked_over_their_own_pools_and_scored_together(folder):

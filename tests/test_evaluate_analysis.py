@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModel
 
 from llm_server import LLMServer, llm_server
 from skilltrain.config import validate
@@ -16,7 +15,6 @@ from skilltrain.records import Query, Skill
 from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs, analyse_results
 from skilltrain.routing.evaluate import EvaluateConfig, run_evaluate
 from skilltrain.tables import JUDGEMENTS, QUERIES, SKILLS, rows_of, write_table
-from tiny_models import bert_tokenizer
 
 TOPICS = ["deploy", "pods", "kubernetes", "chart", "table", "pdf", "text", "audio", "video", "clip"]
 POOL = [
@@ -120,12 +118,6 @@ def test_nothing_more_is_analysed_than_was_asked_for(folder):
     assert {name for name, rows in found.items() if rows} == set(), "without Hit@1 there is no right and wrong"
 
 
-def test_attention_of_more_queries_than_there_are_is_of_all(folder, model_folders):
-    evaluate(folder, systems=[reranked(model_folders["bert_reranker"])], analysis={"num_attention": 99})
-    (attention,) = json.loads((folder / "out" / "metrics.json").read_text())["analysis"]["attention"]
-    assert attention["num_pairs"] == NUM_QUERIES
-
-
 def test_an_alternative_stands_in_for_a_gold_skill_that_the_pool_lacks():
     """The gold skill `gone` is met by s9, so its description and body are what is looked at."""
     relevance = Relevance(frozenset({"gone", "s0"}), {"gone": 1.0, "s0": 1.0}, {"s9": "gone", "absent": "gone"})
@@ -138,31 +130,6 @@ def test_an_alternative_stands_in_for_a_gold_skill_that_the_pool_lacks():
 
 
 # Refused before any query is ranked -----------------------------------------------------------------------------------
-
-
-def cosine_pair(folder: Path) -> dict[str, Any]:
-    """A reranker of a form that has no scoring position."""
-    from transformers import BertConfig, BertModel
-
-    tokenizer = bert_tokenizer()
-    BertModel(
-        BertConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-                   intermediate_size=64)
-    ).save_pretrained(folder / "grown")  # fmt: skip
-    tokenizer.save_pretrained(folder / "grown")
-    assert AutoModel.from_pretrained(folder / "grown") is not None
-    return reranked(folder / "grown", template={"form": "cosine_pair"})
-
-
-def test_the_attention_of_a_cosine_pair_is_refused_before_ranking(folder):
-    with llm_server() as server:
-        system = cosine_pair(folder)
-        system["rankers"][0] = counting(server)["rankers"][0]
-        with pytest.raises(SkilltrainError, match="a cosine_pair reranker has no scoring position"):
-            evaluate(folder, systems=[system], analysis={"num_attention": 2})
-        assert server.requests == []
-        evaluate(folder, systems=[system])
-        assert server.requests
 
 
 @pytest.mark.parametrize(
@@ -232,10 +199,3 @@ def test_a_benchmark_with_a_pool_of_its_own_needs_no_other(tmp_path):
     assert summary["num_queries"] == 1 and summary["systems"] == {"bm25": {"Hit@1": 1.0}}
     with pytest.raises(SkilltrainError, match="1 of 1 predicted skills are not in the pool, first 'elsewhere'"):
         evaluate(tmp_path, pool=None, predictions=predict(tmp_path, "mine", {"q1": ["elsewhere"]}))
-
-
-def test_predictions_over_a_pool_without_a_gold_skill_are_refused(folder):
-    (folder / "small").mkdir()
-    write_table(rows_of(POOL[:3]), SKILLS, folder / "small")
-    with pytest.raises(SkilltrainError, match="gold skill 's3' is not among the 3 skills"):
-        evaluate(folder, pool=str(folder / "small"), predictions=predict(folder, "mine", {"q0": ["s0"]}))

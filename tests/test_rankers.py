@@ -106,7 +106,7 @@ def test_fused_rankers_find_the_union_and_order_candidates(saved):
 )
 def test_saved_rankings_that_do_not_fit_are_refused(saved, settings, pool, message):
     with pytest.raises(SkilltrainError, match=message):
-        SavedConfig(rankings=saved, **settings).open(pool)
+        SavedConfig(rankings=saved, **settings).open(pool).rank(QUERIES, None, 9)
 
 
 def test_what_cannot_be_fused_is_refused(saved, tmp_path):

@@ -1,6 +1,6 @@
 """A RANKINGS table on disk as a ranker: rankings made before, or by others, beside live systems."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,7 +9,7 @@ from pydantic import Field
 
 from skilltrain.config import Config, InputPath
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Query, Rankings, Skill
+from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.tables import RANKINGS, read_table, table_path
 from skilltrain.terminal import say
 
@@ -28,39 +28,39 @@ class SavedConfig(Config):
             raise SkilltrainError("no rankings table here", where=self.rankings)
 
     def open(self, skills: Sequence[Skill]) -> "Saved":
-        """The rankings. Raises SkilltrainError for a stage that is not there, and for skills that the pool lacks."""
-        rankings = read_rankings(self.rankings, self.stage)
-        pool = {skill.skill_id for skill in skills}
-        for query_id, ranking in rankings.items():
-            if lost := [skill_id for skill_id, _ in ranking if skill_id not in pool]:
-                what = f"{len(lost)} of its {len(ranking)} ranked skills are not in the pool, first '{lost[0]}'"
-                raise SkilltrainError(what, where=f"{self.rankings}, query {query_id}")
-        return Saved(self.rankings, rankings)
+        """The rankings. Raises SkilltrainError for a stage that is not there."""
+        pool = frozenset(skill.skill_id for skill in skills)
+        return Saved(self.rankings, read_rankings(self.rankings, self.stage), pool)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Rankings by query."""
+    """Rankings by query, and the ids of the pool."""
 
     path: Path
     rankings: Rankings
+    pool: Collection[str]
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """The first `keep` saved skills of each query, of the candidates alone where there are some.
 
-        A query that was not ranked gets an empty ranking, with a warning.
+        A query that was not ranked gets an empty ranking, with a warning. Raises SkilltrainError for a skill that the
+        pool lacks.
         """
         if missing := [query.query_id for query in queries if query.query_id not in self.rankings]:
             count = f"{len(missing)} of {len(queries)}"
             say(f"warning: {self.path}: no ranking for {count} queries, first '{missing[0]}'; they score 0")
-        found: Rankings = {}
-        for query in queries:
-            ranking = self.rankings.get(query.query_id, [])
-            if candidates is not None:
-                allowed = dict(candidates[query.query_id])
-                ranking = [pair for pair in ranking if pair[0] in allowed]
-            found[query.query_id] = ranking[:keep]
-        return found
+        return {query.query_id: self._ranking(query.query_id, candidates)[:keep] for query in queries}
+
+    def _ranking(self, query_id: str, candidates: Rankings | None) -> Ranking:
+        ranking = self.rankings.get(query_id, [])
+        if lost := [skill_id for skill_id, _ in ranking if skill_id not in self.pool]:
+            what = f"{len(lost)} of its {len(ranking)} ranked skills are not in the pool, first '{lost[0]}'"
+            raise SkilltrainError(what, where=f"{self.path}, query {query_id}")
+        if candidates is None:
+            return ranking
+        allowed = dict(candidates[query_id])
+        return [pair for pair in ranking if pair[0] in allowed]
 
 
 def read_rankings(path: Path, stage: str | None) -> Rankings:
