@@ -13,8 +13,9 @@ from skilltrain.evaluation.benchmarks.benchmark import Benchmark, task_of
 from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.evaluation.metrics import DEFAULT_MEASURES, Measure, Relevance, parse_measures, per_query
 from skilltrain.records import Query, Skill
-from skilltrain.report.evaluation import About, Report, build_report, report_markdown, report_page, write_report
+from skilltrain.report.evaluation import About, Report, build_report
 from skilltrain.report.terminal import terminal_table
+from skilltrain.report.write import report_markdown, report_page, write_report
 
 RELEVANCES = {
     "q1": Relevance(frozenset("a"), {"a": 1.0}),

@@ -12,10 +12,11 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analysis.analysis import Analysis, FieldAttention, FieldShares, Outcomes
 from skilltrain.evaluation.metrics import parse_measures
 from skilltrain.records import Skill
-from skilltrain.report.evaluation import About, Report, report_markdown, report_page, write_report
+from skilltrain.report.evaluation import About, Report
 from skilltrain.report.numbers import duration, number, p_equals, p_value, signed, visible
 from skilltrain.report.page import plain
 from skilltrain.report.plots import axis_around, axis_of, axis_over
+from skilltrain.report.write import report_markdown, report_page, write_report
 from test_report import BASE, BETTER, SAME, Tags, check_safe, report_of, system, terminal
 
 PARTS = ("differences", "flows", "slices", "speed", "agents", "attention", "structure", "queries")

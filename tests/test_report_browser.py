@@ -7,7 +7,7 @@ import pytest
 
 from headless_chromium import CHROMIUM, Page, browser
 from invented_report import invented
-from skilltrain.report.evaluation import write_report
+from skilltrain.report.write import write_report
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 

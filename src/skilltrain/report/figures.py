@@ -1,16 +1,14 @@
 """What the page of an evaluation draws: lines, points and lists of queries, placed but not yet written."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from skilltrain.evaluation.analysis.analysis import FieldAttention
 from skilltrain.evaluation.analysis.structure import FeatureComparison
 from skilltrain.evaluation.metrics import Measure
+from skilltrain.report.evaluation import Report
 from skilltrain.report.numbers import ALPHA
 from skilltrain.report.plots import Axis, axis_around, axis_over
-
-if TYPE_CHECKING:
-    from skilltrain.report.evaluation import Report
 
 CURVE = (*range(1, 11), 12, 15, 20, 25, 30, 40, 50)  # cutoffs of the recall curve
 MARKED = (1, 2, 5, 10, 20, 50)  # of them, those with a number
@@ -18,7 +16,7 @@ TOTAL = "total"  # the stage that is a system's whole time
 FIELDS = ("name", "description", "body")
 
 
-def recall_curve(report: "Report") -> dict[str, Any] | None:
+def recall_curve(report: Report) -> dict[str, Any] | None:
     """Mean recall by the number of candidates kept, on a logarithmic axis up to the longest ranking.
 
     `lines` maps system → places (percent from the left, percent from the bottom), `last` system → its last value.
@@ -38,7 +36,7 @@ def recall_curve(report: "Report") -> dict[str, Any] | None:
     return {"axis": axis, "lines": lines, "last": last}
 
 
-def trade(report: "Report") -> dict[str, Any] | None:
+def trade(report: Report) -> dict[str, Any] | None:
     """Latency against quality: both axes, and system → (its whole time, its mean); None where no system has both."""
     totals = {row.system: row for row in report.analysis.latencies if row.stage == TOTAL and row.p50 > 0}
     means = {name: row.get(report.chief_measure) for name, row in report.every.means.items()}
@@ -50,7 +48,7 @@ def trade(report: "Report") -> dict[str, Any] | None:
     return {"across": across, "up": up, "points": points}
 
 
-def axes(report: "Report") -> dict[str, Axis]:
+def axes(report: Report) -> dict[str, Axis]:
     """The axes of differences, of agents' pass rates and of the effects of structure, of those that there are."""
     analysis, found = report.analysis, dict[str, Axis]()
     if differences := [c.difference for c in report.comparisons]:
@@ -87,21 +85,21 @@ def feature_reading(feature: FeatureComparison) -> str:
     return "more" if feature.effect > 0.5 else "less"
 
 
-def missed(report: "Report") -> list[str]:
+def missed(report: Report) -> list[str]:
     """The queries for which no ranking begins with a gold skill, those whose gold stands lowest first."""
     ranks = {query_id: [found[query_id] for found in report.first_ranks.values()] for query_id in report.tasks}
     failed = {query_id: [rank for rank in found if rank] for query_id, found in ranks.items() if 1 not in found}
     return sorted(failed, key=lambda query_id: (sum(1 / rank for rank in failed[query_id]), query_id))
 
 
-def differing(report: "Report") -> list[str]:
+def differing(report: Report) -> list[str]:
     """The other queries on which systems differ (of one system: that are not perfect), the largest first."""
     known = set(missed(report))
     spread = {query_id: _spread_of(report, query_id) for query_id in report.tasks if query_id not in known}
     return sorted((query_id for query_id in spread if spread[query_id]), key=lambda q: (-spread[q], q))
 
 
-def _spread_of(report: "Report", query_id: str) -> float:
+def _spread_of(report: Report, query_id: str) -> float:
     """How far the systems lie apart, summed over measures; with one system, how far it is from perfect."""
     held = [result.per_query[query_id] for result in report.results]
     columns = [[values[name] for values in held] for name in report.measures if name in held[0]]

@@ -20,8 +20,9 @@ from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.evaluation.metrics import DEFAULT_MEASURES, Measure, MeasureNames, parse_measures, per_query
 from skilltrain.files import write_json
 from skilltrain.records import Rankings, Skill
-from skilltrain.report.evaluation import About, Report, build_report, write_per_query, write_report
+from skilltrain.report.evaluation import About, Report, build_report
 from skilltrain.report.terminal import terminal_table
+from skilltrain.report.write import write_per_query, write_report
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig, rankings_table, run_systems
 from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs, analyse_results
 from skilltrain.routing.predictions import PREDICTION_MEASURES, read_predictions, scored_predictions
