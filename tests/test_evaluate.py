@@ -155,6 +155,28 @@ def test_a_gold_skill_that_the_pool_lacks_is_refused(folder):
         evaluate(folder, pool=str(folder / "small"), systems=[BM25])
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "there is nothing to evaluate"),
+        ({"systems": [BM25]}, r"systems need a pool to rank \(give pool=…\)"),
+        ({"systems": [BM25, BM25], "pool": "pool"}, "systems: two systems have the same name"),
+        ({"systems": [BM25], "pool": "pool", "measures": ["hit@1"]}, r"unknown measure 'hit@1', did you mean 'Hit@1'"),
+        ({"systems": [BM25], "pool": "pool", "split": "nowhere"}, r"no query of split 'nowhere' \(its splits are dev"),
+        ({"systems": [BM25], "pool": "none"}, "none: no such file or folder"),
+        ({"systems": [BM25], "pool": "pool", "measures": []}, "measures: "),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(folder, monkeypatch, settings, message):
+    monkeypatch.chdir(folder)
+    with pytest.raises(SkilltrainError, match=message):
+        evaluate(folder, **settings)
+    values = {"stage": "evaluate", "benchmark": "bench", "out": "out", **settings}
+    if "same name" not in message:
+        with pytest.raises(SkilltrainError, match=message):
+            dry_run(validate(EvaluateConfig, values, "test"))
+
+
 def test_predictions_may_not_take_a_systems_name(folder):
     settings = {"pool": str(folder / "pool"), "systems": [BM25]}
     with pytest.raises(SkilltrainError, match=r"bm25\.json: another system is called 'bm25' as well \(rename it\)"):
