@@ -9,6 +9,7 @@ from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
 from skilltrain.routing.evaluate import EvaluateConfig, run_evaluate
+from skilltrain.stages import dry_run
 from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_table, rows_of, write_table
 
 SKILLS_OF_POOL = [Skill(f"s{i}", f"name {i}", f"about {word}", f"the body says {word}") for i, word in

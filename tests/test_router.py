@@ -8,6 +8,7 @@ from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.lexical import LexicalConfig
+from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.routing.router import Router
 from skilltrain.tables import SKILLS, rows_of, write_table
 from small_library import QUERIES, skilltrain, succeeds, write_library
@@ -60,6 +61,18 @@ def test_the_command_prints_ranks_scores_and_descriptions(library):
     assert first.split()[0] == "1" and first.split()[2] == "documents/pdf-merge" and float(first.split()[1]) > 0
     assert description.strip() == "How to merge pdf files into one document."
     assert second.split()[0] == "2"
+
+
+def test_a_router_scores_every_request_anew(model_folders):
+    skills = [Skill(f"s{n}", word, "", f"find the {word}") for n, word in enumerate(["pods", "chart", "clip"])]
+    reranker = RerankConfig(source=str(model_folders["bert_reranker"]), precision="float32")
+    system = SystemConfig(name="route", rankers=(LexicalConfig(), reranker))
+    one = Router(skills, system)
+    for request in ("deploy pods", "review the chart", "deploy pods"):
+        expected = Router(skills, system).route(request, 3)
+        assert [(routed.skill, routed.score) for routed in one.route(request, 3)] == [
+            (routed.skill, pytest.approx(routed.score, abs=1e-6)) for routed in expected
+        ]
 
 
 LURE = [

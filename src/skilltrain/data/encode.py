@@ -1,8 +1,8 @@
 """Stage `encode`: puts the vectors of a pool, and of queries, into a cache, on as many processes as there are.
 
 `accelerate launch -m skilltrain encode …` spreads it over the GPUs of one machine or several that share the cache's
-folder. Whatever encodes the same texts by the same model afterwards (mine, filter, candidates, evaluate, route) finds
-them there.
+folder. Whatever encodes the same skills by the same model afterwards (mine, filter, candidates, evaluate, route) finds
+them there; queries are found by mine and filter, for systems encode theirs anew, so that they can be timed.
 """
 
 import hashlib
