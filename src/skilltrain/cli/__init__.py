@@ -1,8 +1,10 @@
 """The command line: `skilltrain STAGE [RECIPE] [key=value …]`; commands that evaluate, route, compare and export."""
 
+import atexit
+import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import typer
 
@@ -14,6 +16,7 @@ from skilltrain.texts import printable
 
 __all__ = ["ablation", "app", "evaluation", "main", "routing", "stages"]
 _FAULT, _INTERRUPTED = 2, 130
+_STOPPED = "interrupted; what was finished is kept"
 _MAX_CHARS = 2000  # of an error line; what a library says of a file may hold all of the file
 
 
@@ -28,19 +31,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     code: Any = 0
     try:
         kept = [argument for argument in given if argument != "--debug"]
-        code = command.main(kept or ["--help"], prog_name="skilltrain", standalone_mode=False)
+        code = command.main(kept or ["--help"], prog_name="skilltrain", standalone_mode=False) or 0
     except typer.TyperException as error:  # a fault in the command line itself
-        _fail(f"{error.format_message()} (see skilltrain --help)")
+        code = _fail(f"{error.format_message()} (see skilltrain --help)")
     except (KeyboardInterrupt, typer.Abort):
-        code = _INTERRUPTED
+        code = _fail(_STOPPED, _INTERRUPTED)
     except Exception as error:
         if debug:
             raise
-        _fail(_in_words(error), _INTERRUPTED if isinstance(error, StoppedError) else _FAULT)
-    if code == _INTERRUPTED:  # what typer makes of Ctrl-C
-        _fail("interrupted; what was finished is kept", _INTERRUPTED)
-    if code:
-        sys.exit(code)
+        code = _fail(_in_words(error), _INTERRUPTED if isinstance(error, StoppedError) else _FAULT)
+    else:
+        if code == _INTERRUPTED:  # what typer makes of Ctrl-C
+            _fail(_STOPPED, _INTERRUPTED)
+    _exit(code)
 
 
 def _in_words(error: Exception) -> str:
@@ -50,7 +53,22 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {error} (unexpected: add --debug to see where it happened)"
 
 
-def _fail(message: str, code: int = _FAULT) -> NoReturn:
+def _fail(message: str, code: int = _FAULT) -> int:
     line = printable(message, _MAX_CHARS)
     console.print(f"error: {line}", style="bold red", markup=False, emoji=False, soft_wrap=True)
-    sys.exit(code)
+    return code
+
+
+def _exit(code: int) -> None:
+    """End the process if `code` says that it failed, or if it is one of several ranks.
+
+    A rank leaves without the interpreter's own end: gloo's threads may still let go of a tensor then, which aborts the
+    process (exit code -6) after all its work was done, and the launcher takes the whole run for failed.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    if code:
+        sys.exit(code)

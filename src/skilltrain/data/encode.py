@@ -61,8 +61,8 @@ class Ranks:
             from accelerate import PartialState
 
             with _connected():
-                self._state = PartialState(cpu=is_cpu, backend="gloo", timeout=_PATIENCE)
-            self.number, self.total = self._state.process_index, self._state.num_processes
+                state = PartialState(cpu=is_cpu, backend="gloo", timeout=_PATIENCE)
+            self.number, self.total = state.process_index, state.num_processes
 
     def from_first(self, value: ValueT) -> ValueT:
         """The first rank's `value`."""
@@ -79,11 +79,6 @@ class Ranks:
             with _connected():
                 torch.distributed.all_reduce(sums)
         return sums.tolist()
-
-    def leave(self) -> None:
-        """Part from the others, when nothing more is to be said: a process that just ends may abort while it does."""
-        if self.total > 1:
-            self._state.destroy_process_group()
 
 
 @contextmanager
@@ -114,7 +109,6 @@ def run_encode(config: EncodeConfig, out: Path) -> dict[str, Any]:
     for kind, (of_kind, max_tokens) in texts.items():
         found |= _encode(encoder, kind, of_kind, max_tokens, ranks, count)
     num_texts, tokens, slots = ranks.sums(count.texts, count.tokens, count.slots)
-    ranks.leave()
     if num_texts:
         seconds = monotonic() - started
         say(f"encoded {num_texts:,} texts, {tokens:,} tokens in {seconds:,.0f} s ({tokens / seconds:,.0f} tokens/s)")

@@ -49,7 +49,7 @@ def run_training(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]
     if is_main_process():
         save_trained(config, result.checkpoint, out, summary)
     accelerator.wait_for_everyone()
-    accelerator.end_training()  # without it some launches of several processes abort at exit
+    accelerator.end_training()
     return summary
 
 
