@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from skilltrain.data.collect.output import COLLECTED, SKILLS_FOLDER
-from skilltrain.data.contamination.decontaminate import POOL_COPIES
+from skilltrain.data.decontaminate import POOL_COPIES
 from skilltrain.data.distractors.distractors import ORIGINS_FILE
 from skilltrain.data.pool.skill_file import MAX_HEADER_CHARS
 from skilltrain.data.pool.skill_pool import PoolConfig, run_pool

@@ -74,7 +74,7 @@ def _lists() -> Entry:
 
 
 def _decontaminate() -> Entry:
-    from skilltrain.data.contamination.decontaminate import DecontaminateConfig, run_decontaminate
+    from skilltrain.data.decontaminate import DecontaminateConfig, run_decontaminate
 
     return Entry(DecontaminateConfig, run_decontaminate)
 

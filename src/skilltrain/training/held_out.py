@@ -2,17 +2,10 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
-from skilltrain.data.contamination.grounds import (
-    GROUNDS,
-    HeldOut,
-    SkillIndex,
-    TrainingQuery,
-    contaminations,
-    open_benchmarks,
-    query_index,
-)
+from skilltrain.data.contamination import GROUNDS, BenchmarkIndex, HeldOut, open_benchmarks
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.records import Dropped
@@ -51,16 +44,13 @@ def _command(source: ListsSource, benchmarks: Sequence[Path], limits: str = "") 
 
 def _num_contaminated(benchmarks: Sequence[HeldOut], data: TrainingSet, source: ListsSource, fix: str) -> int:
     """The number of contaminated lists. Raises SkilltrainError if there is one, unless the recipe allows it."""
-    limits = source.contamination_limits
-    golds = [gold for benchmark in benchmarks for gold in benchmark.golds]
-    index, tasks = SkillIndex(golds, limits) if golds else None, query_index(benchmarks, limits)
-    matches: dict[str, list[Dropped]] = {}
+    index = BenchmarkIndex(benchmarks, source.contamination_limits)
+    matches = cache(lambda skill_id: index.skill_matches(data.skills[skill_id]))
     found: list[Dropped] = []
     for one in data.lists:
-        positives = tuple(s for s, gain in zip(one.skill_ids, one.gains, strict=True) if gain > 0)
-        new = [s for s in positives if s not in matches]
-        matches |= {s: index.matches(data.skills[s]) if index else [] for s in new}
-        found += contaminations(TrainingQuery(one.query_id, one.query, positives), tasks, matches)
+        positives = [skill_id for skill_id, gain in zip(one.skill_ids, one.gains, strict=True) if gain > 0]
+        of_skills = [match for skill_id in positives for match in matches(skill_id)]
+        found += index.contaminations(one.query_id, one.query, of_skills)
     if not found:
         return 0
     num_lists = len({one.query_id for one in found})

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from skilltrain.config import Config, InputPath
-from skilltrain.data.contamination.grounds import BenchmarkPaths, ContaminationLimits
+from skilltrain.data.contamination import BenchmarkPaths, ContaminationLimits
 from skilltrain.data.near_duplicates import near_duplicate_clusters
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill, Verdict

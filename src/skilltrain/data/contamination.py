@@ -1,0 +1,212 @@
+"""Whether training data hold what a benchmark asks: the grounds on which they do, and the comparison.
+
+Grounds, of which the first speaks of queries and the others of skills, a query's positives against the benchmark's
+gold skills: `query_overlap` (the same words, or many n-grams of words in common), `name` (the same skill, or one
+that bears its name), `jaccard` (bodies with most word trigrams in common), `cluster` (linked by a chain of
+near-duplicates) and `cosine` (vectors all but the same).
+A query that says the same in other words is found by none of them, unless it asks for a gold skill.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from skilltrain.config import Config, InputPath
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.benchmarks.benchmark import Task
+from skilltrain.evaluation.benchmarks.load import load_benchmark
+from skilltrain.records import Dropped, Skill
+from skilltrain.tables import SKILLS, read_table, skills_from_table
+from skilltrain.texts import name_key, words_of
+
+GROUNDS: tuple[str, ...] = ("query_overlap", "name", "jaccard", "cluster", "cosine")
+TRAIN = "train"
+_FEWEST_WORDS = 4  # shorter queries stand within many others by chance; they are compared as a whole
+
+BenchmarkPaths = Annotated[
+    tuple[InputPath, ...], BeforeValidator(lambda value: value if isinstance(value, list | tuple) else [value])
+]
+Ngram = tuple[str, ...]
+
+
+class ContaminationLimits(Config):
+    """What counts as contaminated, as far as texts alone tell."""
+
+    ngram: int = Field(default=8, ge=4, le=50, description="words of a query's n-grams; a CJK character is a word")
+    query_overlap: float | None = Field(
+        default=0.5, gt=0, le=1, description="share of a benchmark query's n-grams that makes a training query its copy"
+    )
+    name: bool = Field(default=True, description="a positive with a gold skill's name contaminates")
+    jaccard: float | None = Field(
+        default=0.6,
+        gt=0,
+        le=1,
+        description="Jaccard index of body trigrams that makes a positive a gold skill's copy",
+    )
+
+    @property
+    def compares_skills(self) -> bool:
+        """Whether gold skills are looked at, and must have texts."""
+        return self.name or self.jaccard is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Gold:
+    """A gold skill of a benchmark with the tasks that ask for it."""
+
+    skill: Skill
+    benchmark: str
+    task_ids: tuple[str, ...]
+
+    def against(self, skill: Skill, ground: str, value: float, reason: str) -> Dropped:
+        """The row that says on which ground `skill` is taken for this one."""
+        return Dropped("", skill.skill_id, ground, reason, value, self.benchmark, self.skill.skill_id)
+
+    def __str__(self) -> str:
+        first, *others = self.task_ids
+        more = f" and {len(others)} more" if others else ""
+        return f"gold skill {self.skill.skill_id} of benchmark {self.benchmark} (task {first}{more})"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """A benchmark that training data are compared with; `golds` is empty where skills are not compared."""
+
+    name: str
+    tasks: tuple[Task, ...]
+    golds: tuple[Gold, ...]
+
+
+def open_benchmarks(paths: Sequence[Path], pool: Path, need_golds: bool) -> list[HeldOut]:
+    """The benchmarks in folders; a gold skill's text comes from the benchmark, else from the SKILLS table `pool`.
+
+    Queries of split `train` are no benchmark's: one folder may hold what is trained on and what is held out.
+    Raises SkilltrainError for a folder that is no benchmark, one with queries of split `train` only, and, where
+    `need_golds`, one with a gold skill that has no text.
+    """
+    names = [path.resolve().name for path in paths]
+    names = [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names, strict=True)]
+    return [_open(path, name, pool, need_golds) for path, name in zip(paths, names, strict=True)]
+
+
+def _open(path: Path, name: str, pool: Path, need_golds: bool) -> HeldOut:
+    benchmark = load_benchmark(path)
+    tasks = tuple(task for task in benchmark.tasks if task.query.split != TRAIN)
+    if not tasks:
+        what = f"all {len(benchmark.tasks)} queries are of split '{TRAIN}': this is training data, not a benchmark"
+        raise SkilltrainError(what, where=path, fix="give a folder with queries of another split")
+    asked: dict[str, list[str]] = {}
+    for task in tasks if need_golds else ():
+        for skill_id in sorted({*task.relevance.gold, *task.relevance.alternatives}):
+            asked.setdefault(skill_id, []).append(task.query.query_id)
+    skills = {skill.skill_id: skill for skill in benchmark.gold_skills}
+    if asked.keys() - skills.keys():
+        skills = {skill.skill_id: skill for skill in skills_from_table(read_table(pool, SKILLS))} | skills
+    for skill_id in [one for one in asked if one not in skills]:
+        what = f"gold skill '{skill_id}' of task {asked[skill_id][0]} has no text in the benchmark or the pool"
+        fix = "add the benchmark's skills to the pool, or compare queries only (limits name: false, jaccard: null)"
+        raise SkilltrainError(what, where=path, fix=fix)
+    return HeldOut(name, tasks, tuple(Gold(skills[skill_id], name, tuple(ids)) for skill_id, ids in asked.items()))
+
+
+def ngrams(words: Sequence[str], n: int) -> Iterable[Ngram]:
+    """The runs of `n` words; of a text with fewer, all its words as the only one; none of a text without."""
+    if len(words) < n:
+        return [tuple(words)] if words else []
+    return zip(*(words[offset:] for offset in range(n)), strict=False)
+
+
+class NgramIndex:
+    """The n-grams of a few texts, to be looked for in many; `sizes` says how many distinct ones each has."""
+
+    def __init__(self, texts: Sequence[Sequence[str]], n: int) -> None:
+        sets = [set(ngrams(words, n)) for words in texts]
+        self.sizes = [len(one) for one in sets]
+        self._owners: dict[Ngram, list[int]] = {}
+        for at, one in enumerate(sets):
+            for ngram in one:
+                self._owners.setdefault(ngram, []).append(at)
+
+    def shared(self, found: Iterable[Ngram]) -> list[tuple[int, int]]:
+        """(text, how many distinct n-grams of `found` it has), of the texts that have any, in order."""
+        both = self._owners.keys() & found  # without a set of all the other text's n-grams
+        return sorted(Counter(at for ngram in both for at in self._owners[ngram]).items())
+
+
+class BenchmarkIndex:
+    """The queries and gold skills of benchmarks, to be looked for in training data."""
+
+    def __init__(self, benchmarks: Sequence[HeldOut], limits: ContaminationLimits) -> None:
+        self.names = [one.name for one in benchmarks]
+        self.golds = [gold for one in benchmarks for gold in one.golds]
+        self._limits = limits
+        self._namesakes: dict[str, list[Gold]] = {}
+        for gold in self.golds:
+            self._namesakes.setdefault(name_key(gold.skill.name), []).append(gold)
+        self._namesakes.pop("", None)  # a name of separators only equals nothing
+        self._bodies = NgramIndex([words_of(gold.skill.body) for gold in self.golds], 3)
+        self._tasks = [(one.name, task.query.query_id) for one in benchmarks for task in one.tasks]
+        self._words = [words_of(task.query.text) for one in benchmarks for task in one.tasks]
+        self._widths = {limits.ngram} | {len(one) for one in self._words if _FEWEST_WORDS <= len(one) < limits.ngram}
+        self._queries = NgramIndex(self._words, limits.ngram)
+
+    def query_matches(self, text: str) -> list[Dropped]:
+        """The tasks that a training query holds or is part of: rows without query_id.
+
+        The value is the share of the task's n-grams that stand in `text`; where `text` is the shorter of two long
+        ones (twice `ngram` words and more), of its own, so that an excerpt is found as well. A task's query of fewer
+        than `ngram` words is one n-gram, one of fewer than four is compared whole.
+        """
+        words, n, limit = words_of(text), self._limits.ngram, self._limits.query_overlap
+        if limit is None:
+            return []
+        runs = {width: set(ngrams(words, width)) for width in self._widths}
+        found: list[Dropped] = []
+        for at, shared in self._queries.shared({tuple(words)}.union(*runs.values())):
+            width, size = min(n, len(self._words[at])), self._queries.sizes[at]
+            value = shared / (min(size, len(runs[n])) if len(words) >= 2 * n else size)
+            share = (
+                "the same words as" if words == self._words[at] else f"{value:.0%} of the {width}-grams in common with"
+            )
+            if value >= limit:
+                benchmark, task_id = self._tasks[at]
+                reason = f"{share} task {task_id} of benchmark {benchmark}"
+                found.append(Dropped("", "", "query_overlap", reason, value, benchmark))
+        return found
+
+    def skill_matches(self, skill: Skill) -> list[Dropped]:
+        """The gold skills that `skill` is, is named like, or whose body it repeats: rows without query_id."""
+        found: list[Dropped] = []
+        if self._limits.name:
+            same = [(gold, f"is {gold}") for gold in self.golds if gold.skill.skill_id == skill.skill_id]
+            namesakes = self._namesakes.get(name_key(skill.name), ())
+            same += [(gold, f"same name as {gold}") for gold in namesakes if gold.skill.skill_id != skill.skill_id]
+            found = [gold.against(skill, "name", 1.0, reason) for gold, reason in same]
+        words, limit = words_of(skill.body) if self._limits.jaccard else [], self._limits.jaccard or 1.0
+        # What is shared of a gold skill's trigrams bounds the Jaccard index from above.
+        shared = [
+            (self.golds[at], number, self._bodies.sizes[at]) for at, number in self._bodies.shared(ngrams(words, 3))
+        ]
+        close = [one for one in shared if one[1] / one[2] >= limit]
+        size = len(set(ngrams(words, 3))) if close else 0
+        for gold, number, of_gold in close:
+            value = number / (of_gold + size - number)
+            if value >= limit:
+                found.append(gold.against(skill, "jaccard", value, f"body overlap {value:.3f} with {gold}"))
+        return found
+
+    def contaminations(self, query_id: str, text: str, skill_matches: Iterable[Dropped]) -> list[Dropped]:
+        """What stands against a training query: of each benchmark and ground the strongest, in the order of GROUNDS.
+
+        `skill_matches` are those of its positives. In a row `filter` is the ground, `skill_id` the positive that it
+        holds for (empty for the query), `source` the benchmark, `other_id` its gold skill.
+        """
+        strongest: dict[tuple[int, str], Dropped] = {}
+        for match in sorted([*self.query_matches(text), *skill_matches], key=lambda match: -(match.value or 0)):
+            key = GROUNDS.index(match.filter), match.source or ""
+            strongest.setdefault(key, replace(match, query_id=query_id))
+        return [strongest[key] for key in sorted(strongest)]

@@ -1,1 +1,0 @@
-"""Training data that a benchmark asks for: what counts as that, and how it is taken out."""

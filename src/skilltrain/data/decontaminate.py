@@ -1,0 +1,169 @@
+"""Stage `decontaminate`: takes out of training data what a benchmark asks, and says of each query why it went."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from pydantic import Field
+
+from skilltrain.config import Config, InputPath
+from skilltrain.data.contamination import (
+    GROUNDS,
+    TRAIN,
+    BenchmarkIndex,
+    BenchmarkPaths,
+    ContaminationLimits,
+    Gold,
+    open_benchmarks,
+)
+from skilltrain.errors import SkilltrainError
+from skilltrain.records import POSITIVE, Dropped, Skill
+from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
+from skilltrain.tables import (
+    CLUSTERS,
+    DROPPED,
+    JUDGEMENTS,
+    LISTS,
+    QUERIES,
+    SKILLS,
+    read_table,
+    select_queries,
+    skills_from_table,
+    table_path,
+    verdicts_by_query,
+    write_table,
+)
+from skilltrain.terminal import say, track
+
+POOL_COPIES = "pool_copies.parquet"
+
+
+class DecontaminateConfig(Config):
+    """Drop training queries (and their lists) that a benchmark asks, or whose positives are its gold skills."""
+
+    stage: Literal["decontaminate"]
+    pool: InputPath = Field(description="SKILLS table (file or folder)")
+    queries: InputPath = Field(
+        description="folder with the QUERIES and JUDGEMENTS tables; where it holds LISTS, they are cleaned too"
+    )
+    benchmarks: BenchmarkPaths = Field(
+        min_length=1, description="folders of benchmarks; their queries of split train do not count"
+    )
+    split: str | None = Field(
+        default=TRAIN, description="clean the queries of this split, keep the others as they are; null: clean all"
+    )
+    limits: ContaminationLimits = Field(default=ContaminationLimits(), description="what counts as contaminated")
+    clusters: InputPath | None = Field(
+        default=None,
+        description="CLUSTERS of the pool (stage clusters): a positive in one cluster with a gold skill contaminates; "
+        "null: not compared",
+    )
+    encoder: EncoderSource | None = Field(
+        default=None, description="compares positives with gold skills by cosine too; null: by text alone"
+    )
+    cosine: float = Field(default=0.92, gt=0, le=1, description="cosine from which a positive contaminates")
+    out: Path = Field(description="folder to write: QUERIES, JUDGEMENTS (LISTS), DROPPED, pool_copies.parquet")
+
+
+def run_decontaminate(config: DecontaminateConfig, out: Path) -> dict[str, Any]:
+    """Counts by ground and benchmark; writes the clean tables, DROPPED, and the pool's copies of gold skills.
+
+    A query goes with a row for each benchmark and ground that holds for it, so grounds can be weighed against one
+    another; the counts by ground therefore add up to more than the queries dropped. Copies of gold skills stay in the
+    pool, for it is the benchmark that must know them: where a copy is ranked before the gold skill, the answer is
+    right and counts as wrong. They are listed in pool_copies.parquet, a table of the form of DROPPED, the value being
+    the Jaccard index of the bodies.
+    """
+    training = select_queries(config.queries, config.split)
+    verdicts = verdicts_by_query(read_table(config.queries, JUDGEMENTS))
+    positives = {
+        query.query_id: sorted(one for one, verdict in verdicts.get(query.query_id, {}).items() if verdict in POSITIVE)
+        for query in training
+    }
+    needs_golds = config.limits.compares_skills or config.clusters is not None or config.encoder is not None
+    index = BenchmarkIndex(open_benchmarks(config.benchmarks, config.pool, needs_golds), config.limits)
+    matches = _compare_pool({one for several in positives.values() for one in several}, index, config)
+    found: list[Dropped] = []
+    for query in track(training, "comparing queries", len(training)):
+        of_skills = [match for one in positives[query.query_id] for match in matches.get(one, ())]
+        found += index.contaminations(query.query_id, query.text, of_skills)
+    dropped = {one.query_id for one in found}
+    if len(dropped) == len(training):
+        what = f"no query is left of {len(training)}; the first: {found[0].reason}"
+        raise SkilltrainError(what, where=config.queries, fix="hold out other benchmarks, or set limits")
+    counts = _write_kept(config.queries, dropped, out)
+    write_table([one.row() for one in found], DROPPED, out)
+    copies = [replace(one, filter="pool_copy") for several in matches.values() for one in several
+              if one.filter == "jaccard" and one.other_id != one.skill_id]  # fmt: skip
+    write_table([one.row() for one in copies], DROPPED, out / POOL_COPIES)
+    return {
+        "num_queries": len(training),
+        "num_kept": len(training) - len(dropped),
+        "num_dropped": len(dropped),
+        **counts,
+        "dropped_by_ground": {key: len({one.query_id for one in found if one.filter == key}) for key in GROUNDS},
+        "dropped_by_benchmark": {key: len({one.query_id for one in found if one.source == key}) for key in index.names},
+        "num_pool_copies": {key: len({one.skill_id for one in copies if one.source == key}) for key in index.names},
+    }
+
+
+def _compare_pool(
+    positives: Collection[str], index: BenchmarkIndex, config: DecontaminateConfig
+) -> dict[str, list[Dropped]]:
+    """skill_id → the gold skills that it matches, of all skills of the pool by text, and of `positives` by the rest."""
+    skills = skills_from_table(read_table(config.pool, SKILLS))
+    known = [skill for skill in skills if skill.skill_id in positives]
+    if positives and not known:
+        fix = "give the pool that the queries were made for"
+        raise SkilltrainError("holds no positive of the queries", where=config.pool, fix=fix)
+    if len(known) < len(positives):
+        say(f"warning: {len(positives) - len(known):,} of {len(positives):,} positives are not in {config.pool}, "
+            "so they were compared with no gold skill")  # fmt: skip
+    matches = {one.skill_id: index.skill_matches(one) for one in track(skills, "comparing skills", len(skills))}
+    if config.clusters is not None:
+        for match in _same_cluster(known, index.golds, config.clusters):
+            matches[match.skill_id].append(match)
+    if config.encoder is not None:
+        for match in _close_vectors(known, index.golds, config.encoder, config.cosine):
+            matches[match.skill_id].append(match)
+    return matches
+
+
+def _same_cluster(skills: list[Skill], golds: list[Gold], clusters: Path) -> Iterator[Dropped]:
+    """Yield a match where a chain of near-duplicates links a skill to a gold skill of the pool."""
+    cluster_of = {row["skill_id"]: row["cluster"] for row in read_table(clusters, CLUSTERS).to_pylist()}
+    if unknown := [skill.skill_id for skill in skills if skill.skill_id not in cluster_of]:
+        what = f"holds no cluster of skill '{unknown[0]}' (of {len(unknown)} skills)"
+        raise SkilltrainError(what, where=clusters, fix="make the clusters of this pool")
+    for skill in skills:
+        for gold in golds:
+            own, other = skill.skill_id, gold.skill.skill_id
+            if own != other and cluster_of.get(other) == cluster_of[own]:
+                yield gold.against(skill, "cluster", 1.0, f"in one cluster with {gold}")
+
+
+def _close_vectors(skills: list[Skill], golds: list[Gold], source: EncoderSource, limit: float) -> Iterator[Dropped]:
+    """Yield a match where a skill's vector is all but a gold skill's."""
+    encoder = open_encoder(source)
+    gold_vectors = encode_skills(encoder, [gold.skill for gold in golds])
+    cosines = encode_skills(encoder, skills) @ gold_vectors.T
+    for at, gold_at in np.argwhere(cosines >= limit).tolist():
+        gold, value = golds[gold_at], float(cosines[at, gold_at])
+        yield gold.against(skills[at], "cosine", value, f"cosine {value:.3f} to {gold}")
+
+
+def _write_kept(source: Path, dropped: Collection[str], out: Path) -> dict[str, int]:
+    """Write the tables of `source` without what belongs to the queries `dropped`; counts of its lists, if any."""
+    counts: dict[str, int] = {}
+    for spec in (QUERIES, JUDGEMENTS, LISTS):
+        if spec is LISTS and not table_path(source, LISTS).is_file():
+            continue
+        table = read_table(source, spec)
+        kept = table.filter(pa.array([one not in dropped for one in table.column("query_id").to_pylist()], pa.bool_()))
+        write_table(kept, spec, out)
+        if spec is LISTS:
+            counts = {"num_lists_kept": kept.num_rows, "num_lists_dropped": table.num_rows - kept.num_rows}
+    return counts
