@@ -16,7 +16,8 @@ from skilltrain.llm.answers import BatchNote
 
 KEY = "sk-secret-0123456789"
 ASK = (Message("user", "Say hello."),)
-FAST = {"poll_seconds": 0.01, "max_poll_seconds": 0.02}
+BUSY = Reply(status=500, headers={"Retry-After": "0.01"})
+FAST = {"poll_seconds": 0.01}
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LLMServer]:
 def client(server: LLMServer, cache: Path | None, batch: dict[str, Any] | None = None, **changed: Any) -> LLM:
     values = {
         "mode": "batch", "model": "m", "base_url": server.base_url, "cache": cache, "max_retries": 2,
-        "batch": FAST | (batch or {}), "max_retry_wait": 0.05, **changed,
+        "batch": FAST | (batch or {}), **changed,
     }  # fmt: skip
     return open_llm(validate(OpenAIConfig, values, "test"))
 
@@ -57,7 +58,7 @@ def seeds_sent(server: LLMServer) -> Counter[int]:
 def test_a_batch_goes_up_is_waited_for_and_fetched(server: LLMServer, tmp_path: Path) -> None:
     llm = client(server, tmp_path)
     assert ask(llm, *range(5)) == texts(*range(5))
-    assert server.calls == ["POST /files", "POST /batches", *["GET /batches/id"] * 3, "GET /files"]
+    assert server.calls == ["POST /files", "GET /batches", "POST /batches", *["GET /batches/id"] * 3, "GET /files"]
     (batch,) = server.batches.values()
     assert (batch["endpoint"], batch["completion_window"]) == ("/v1/chat/completions", "24h")
     line = json.loads(server.files["file-0"].splitlines()[0])
@@ -75,12 +76,11 @@ def test_live_and_batch_share_their_answers(server: LLMServer, tmp_path: Path) -
     assert len(server.batches) == 1
 
 
-def test_many_requests_go_in_several_batches_a_few_at_once(server: LLMServer, tmp_path: Path) -> None:
-    assert ask(client(server, tmp_path, {"max_requests": 3, "max_open": 2}), *range(10)) == texts(*range(10))
+def test_many_requests_go_in_several_batches_one_after_the_other(server: LLMServer, tmp_path: Path) -> None:
+    assert ask(client(server, tmp_path, {"max_requests": 3}), *range(10)) == texts(*range(10))
     assert [batch["request_counts"]["total"] for batch in server.batches.values()] == [3, 3, 3, 1]
-    # The third is created only when one of the first two has ended.
-    third = [i for i, call in enumerate(server.calls) if call == "POST /batches"][2]
-    assert "GET /files" in server.calls[:third]
+    second = [i for i, call in enumerate(server.calls) if call == "POST /batches"][1]
+    assert "GET /files" in server.calls[:second]
 
 
 def test_partial_failures_are_each_requests_own(server: LLMServer, tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_what_a_batch_did_not_get_to_is_said_to_be_expired(server: LLMServer, tm
 
 
 def test_a_run_that_was_stopped_takes_its_batch_up_again(server: LLMServer, tmp_path: Path) -> None:
-    server.faults = {"GET /batches/id": [Reply(status=500)] * 3}
+    server.faults = {"GET /batches/id": [BUSY] * 3}
     with pytest.raises(SkilltrainError, match="none is submitted twice"):
         ask(client(server, tmp_path), 0, 1)
     (note,) = notes(server, tmp_path)
@@ -125,7 +125,7 @@ def test_a_kill_while_a_batch_is_created_submits_it_once(server: LLMServer, tmp_
     """The note knows the file but not the batch: what a kill between the server's answer and our note leaves."""
     for number in range(5):
         ask(client(server, tmp_path), 10 + number)  # the server's list has several pages
-    server.faults = {"POST /batches": [Reply(status=500)] * 3}
+    server.faults = {"POST /batches": [BUSY] * 3}
     with pytest.raises(SkilltrainError, match="cannot create a batch"):
         ask(client(server, tmp_path), 0, 1)
     (note,) = notes(server, tmp_path)
@@ -141,8 +141,8 @@ def test_a_kill_while_a_batch_is_created_submits_it_once(server: LLMServer, tmp_
 
 
 def test_passing_faults_are_waited_off_and_make_no_second_batch(server: LLMServer, tmp_path: Path) -> None:
-    passing = [Reply(status=500, headers={"Retry-After": "0.01"}), Reply(drop=True)]
-    server.faults = {name: list(passing) for name in ("POST /files", "POST /batches", "GET /batches/id", "GET /files")}
+    passing = [BUSY, Reply(drop=True)]
+    server.faults = {name: [*passing] for name in ("POST /files", "POST /batches", "GET /batches/id", "GET /files")}
     assert ask(client(server, tmp_path), 0, 1) == texts(0, 1)
     assert len(server.batches) == 1 and seeds_sent(server) == {0: 1, 1: 1}
 

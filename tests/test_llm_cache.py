@@ -56,7 +56,7 @@ def test_whatever_decides_an_answer_asks_anew_and_nothing_else_does(
         return ask(open_llm(validate(OpenAIConfig, settings | values, "test")), 0)
 
     texts()
-    texts(concurrency=3, timeout=7, requests_per_minute=600, budget={"max_tokens": 10**6}, batch={"max_open": 1})
+    texts(concurrency=3, timeout=7, requests_per_minute=600, budget={"max_tokens": 10**6}, batch={"max_requests": 1})
     assert len(server.requests) == 1
     with llm_server() as other:
         texts(**changed | ({"base_url": other.base_url} if "base_url" in changed else {}))

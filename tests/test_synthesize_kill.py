@@ -120,7 +120,7 @@ def test_stop_and_restart_never_asks_again_for_what_was_answered(
 
 
 def test_kill_9_while_a_batch_is_under_way_and_restart_waits_for_that_batch(pool: Path, tmp_path: Path) -> None:
-    batch = ("llm.mode=batch", "llm.batch.poll_seconds=0.05", "llm.batch.max_poll_seconds=0.05")
+    batch = ("llm.mode=batch", "llm.batch.poll_seconds=0.05")
     with llm_server() as server:
         server.otherwise = lambda request: Reply(f"Sort pile {request['seed']} by month.")
         server.batch_steps = ["in_progress"]

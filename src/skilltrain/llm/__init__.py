@@ -5,49 +5,28 @@ of the same kind for vectors of texts.
 """
 
 from skilltrain.llm.answers import Answers
-from skilltrain.llm.ask import LLM, Asked, Question, Questions, ask_until, cost_of
+from skilltrain.llm.ask import Asked, Question, Questions, ask_until, cost_of
 from skilltrain.llm.batch import BatchLLM
 from skilltrain.llm.budget import Budget, prices_of
-from skilltrain.llm.client import LiveLLM
+from skilltrain.llm.client import LLM, LiveLLM
 from skilltrain.llm.protocol import Answer, Completion, CompletionError, Message, Request, Usage
 from skilltrain.llm.settings import BudgetConfig, LLMConfig, OpenAIConfig, Prices, SmolLM2Config
 
 __all__ = [
-    "LLM",
-    "Answer",
-    "Answers",
-    "Asked",
-    "Budget",
-    "BudgetConfig",
-    "Completion",
-    "CompletionError",
-    "LLMConfig",
-    "Message",
-    "OpenAIConfig",
-    "Prices",
-    "Question",
-    "Questions",
-    "Request",
-    "SmolLM2Config",
-    "Usage",
-    "ask_until",
-    "cost_of",
-    "open_llm",
-    "prices_of",
-]
+    "LLM", "Answer", "Answers", "Asked", "Budget", "BudgetConfig", "Completion", "CompletionError", "LLMConfig",
+    "Message", "OpenAIConfig", "Prices", "Question", "Questions", "Request", "SmolLM2Config", "Usage", "ask_until",
+    "cost_of", "open_llm", "prices_of",
+]  # fmt: skip
 
 
 def open_llm(config: OpenAIConfig | SmolLM2Config) -> LLM:
     """The model of a recipe's `llm:` section, ready to be asked. SkilltrainError: a package or a setting is missing."""
-    if isinstance(config, SmolLM2Config):
-        from skilltrain.llm.local import SmolLM2
-
-        free = Budget(BudgetConfig(), Prices(prompt=0, completion=0))
-        answers = Answers(config.cache, config.model_dump(mode="json", include={"kind", "temperature", "max_tokens"}))
-        return SmolLM2(config.temperature, config.max_tokens, answers, free)
     # What decides an answer; neither the mode, nor the budget, nor the pace does.
     parameters = {"kind", "model", "base_url", "temperature", "max_tokens"}
     answers = Answers(config.cache, config.model_dump(mode="json", include=parameters))
-    budget = Budget(config.budget, prices_of(config))
+    if isinstance(config, SmolLM2Config):
+        from skilltrain.llm.local import SmolLM2
+
+        return SmolLM2(config, answers, Budget(BudgetConfig(), Prices(prompt=0, completion=0)))
     client = LiveLLM if config.mode == "live" else BatchLLM
-    return client(config, answers, budget)
+    return client(config, answers, Budget(config.budget, prices_of(config)))

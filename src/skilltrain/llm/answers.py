@@ -42,8 +42,7 @@ class Answers:
 
     def key(self, request: Request) -> str:
         """SHA-256 over parameters, messages and seed, as hexadecimal digits; no secret goes into it."""
-        messages = [{"role": message.role, "content": message.content} for message in request.messages]
-        question = {"parameters": self._parameters, "messages": messages, "seed": request.seed}
+        question = {"parameters": self._parameters, "messages": request.rows(), "seed": request.seed}
         return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
 
     def get(self, key: str) -> Answer | None:
@@ -86,15 +85,12 @@ class Answers:
             return []  # a dry run leaves no file behind
         try:
             with self._lock:
-                return self._opened(self._folder).execute(statement, values).fetchall()
+                if self._database is None:
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    file = self._folder / DATABASE
+                    self._database = sqlite3.connect(file, timeout=60, isolation_level=None, check_same_thread=False)
+                    self._database.executescript(_TABLES)
+                return self._database.execute(statement, values).fetchall()
         except (sqlite3.Error, OSError) as error:
             fix = "free the disk, or name another llm.cache"
             raise SkilltrainError(f"cannot use the cache of answers: {error}", where=self._folder, fix=fix) from error
-
-    def _opened(self, folder: Path) -> sqlite3.Connection:
-        if self._database is None:
-            folder.mkdir(parents=True, exist_ok=True)
-            database = sqlite3.connect(folder / DATABASE, timeout=60, isolation_level=None, check_same_thread=False)
-            database.executescript(_TABLES)
-            self._database = database
-        return self._database

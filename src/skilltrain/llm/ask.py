@@ -1,43 +1,18 @@
 """Asking a chat model in rounds until every answer is usable, and what that will cost, found without asking anybody."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from skilltrain.llm.answers import Answers
 from skilltrain.llm.budget import Budget, estimate_prompt
+from skilltrain.llm.client import LLM
 from skilltrain.llm.protocol import Answer, CompletionError, Request, Usage
 from skilltrain.records import Dropped
 from skilltrain.terminal import say, track
 
 LASTING = ("failed", "expired", "budget")
 """Faults that another answer would have again: asking for one is useless, or must not be paid for."""
-
-
-class LLM(Protocol):
-    """A chat model."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def answers(self) -> Answers:
-        """The answers that it has given before."""
-        ...
-
-    @property
-    def budget(self) -> Budget:
-        """What it has used and may use; an answer from the cache counts what it took when it was made."""
-        ...
-
-    def complete_all(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
-        """Yield (position, answer) of every request as it comes; positions count from 0.
-
-        Requests are taken one by one, as there is room for them. Raises SkilltrainError where no further request can
-        succeed; what was answered until then is in the cache.
-        """
-        ...
 
 
 class Question(Protocol):
@@ -129,10 +104,13 @@ def ask_until(questions: Questions[QuestionT, ValueT]) -> Asked[QuestionT, Value
     refused: Counter[str] = Counter()
     pending = list(range(len(questions.asked)))
     for attempt in range(questions.attempts):
+        requests = [questions.request(questions.asked[place], attempt, faults.get(place)) for place in pending]
+        name = questions.description + (f", attempt {attempt + 1}" if attempt else "")
+        answers = dict(track(questions.llm.complete_all(requests), name, len(pending)) if pending else ())
         again: list[int] = []
-        for place, answer in zip(pending, _round(questions, pending, faults, attempt), strict=True):
+        for position, place in enumerate(pending):
             question = questions.asked[place]
-            checked = _checked(questions, question, answer)
+            checked = _checked(questions, question, answers[position])
             if not isinstance(checked, Dropped):
                 values[place] = question, checked, attempt + 1
                 faults.pop(place, None)
@@ -145,16 +123,6 @@ def ask_until(questions: Questions[QuestionT, ValueT]) -> Asked[QuestionT, Value
     budget = questions.llm.budget
     in_order = [values[place] for place in sorted(values)], [faults[place] for place in sorted(faults)]
     return Asked(*in_order, refused, budget.account(budget.used))
-
-
-def _round(
-    questions: Questions[QuestionT, Any], pending: Sequence[int], faults: dict[int, Dropped], attempt: int
-) -> list[Answer]:
-    """The model's answers to the pending questions, in their order."""
-    requests = (questions.request(questions.asked[place], attempt, faults.get(place)) for place in pending)
-    name = questions.description + (f", attempt {attempt + 1}" if attempt else "")
-    found = dict(track(questions.llm.complete_all(requests), name, len(pending)) if pending else ())
-    return [found[position] for position in range(len(pending))]
 
 
 def _checked(questions: Questions[QuestionT, ValueT], question: QuestionT, answer: Answer) -> ValueT | Dropped:

@@ -4,288 +4,182 @@ A batch is noted on disk before it is waited for, with the id of its file even b
 killed finds the note, waits for that batch, and submits none of its requests again.
 """
 
-import itertools
 import json
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import openai
+
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm.answers import DATABASE, Answers, BatchNote
-from skilltrain.llm.budget import Budget, estimate_prompt, most_of
-from skilltrain.llm.client import (
-    ENDPOINT,
-    Server,
-    body_of,
-    is_passing,
-    over_budget,
-    read_answer,
-    usage_of,
-    wait_before_retry,
-)
+from skilltrain.llm.budget import Budget, most_of
+from skilltrain.llm.client import LLM, Server, body_of, is_passing, over_budget, read_answer, usage_of
 from skilltrain.llm.protocol import Answer, CompletionError, Request, Usage
 from skilltrain.llm.settings import OpenAIConfig
 from skilltrain.terminal import log, say
 
-ResultT = TypeVar("ResultT")
+ReplyT = TypeVar("ReplyT")
 
-MAX_FILE_BYTES = 190_000_000  # OpenAI takes 200 MB
+ENDPOINT = "/v1/chat/completions"
+_MAX_FILE_BYTES = 190_000_000  # OpenAI takes 200 MB
+_FAULTS = (openai.OpenAIError, ValueError, AttributeError)  # the last two: a reply of another shape
 _ENDED = ("completed", "failed", "expired", "cancelled")
 
 
-class BatchLLM:
-    """A chat model behind a server with a Batch API."""
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A request of the next batch: its line, its positions among all requests, and what is reserved for each."""
+
+    line: bytes
+    positions: list[int]
+    most: Usage
+
+
+class BatchLLM(LLM):
+    """A chat model behind a server with a Batch API; one batch is under way at a time."""
 
     def __init__(self, config: OpenAIConfig, answers: Answers, budget: Budget) -> None:
         if config.cache is None:
             raise SkilltrainError("llm.mode=batch notes its batches in the cache's folder", fix="set llm.cache")
-        self.config, self.answers, self.budget = config, answers, budget
-        self.model = config.model
+        super().__init__(config, answers, budget)
+        self._config, self._server = config, Server(config, budget)
 
     def complete_all(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
-        """See the protocol LLM. Batches that an earlier run left under way are taken up first."""
-        return _BatchRun(self).answers(requests)
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A request whose answer is under way, and what is reserved for it."""
-
-    position: int
-    most: Usage
-    num_prompt_tokens: int
-
-
-class _BatchRun:
-    """One `complete_all`."""
-
-    def __init__(self, llm: BatchLLM) -> None:
-        self._config, self._answers, self._budget = llm.config, llm.answers, llm.budget
-        self._server = BatchServer(llm.config, llm.budget)
-        self._waiting: dict[str, list[_Waiting]] = {}
-        self._chunk: dict[str, bytes] = {}  # key → line, of requests not yet sent
-        self._open: dict[str, BatchNote] = {}  # by file, the batches that we wait for
-        noted = llm.answers.batches(llm.config.base_url)
-        self._note_of = {key: note for note in noted for key in note.keys}
-        self._shown = ""
-
-    def answers(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
-        """(position, answer) of every request, batch by batch."""
+        """See LLM. A batch that an earlier run left under way is waited for as soon as one of its requests comes."""
+        left_behind = {key: note for note in self.answers.batches(self._config.base_url) for key in note.keys}
+        chunk: dict[str, _Wanted] = {}
         num_bytes = 0
         for position, request in enumerate(requests):
-            most = most_of(request, self._config.max_tokens)
-            while not self._budget.reserve(most) and not self._budget.is_spent:
-                yield from self._next_answers()
-            if self._budget.is_spent:
-                yield position, over_budget(self._budget)
-                continue
-            key = self._answers.key(request)
-            if (known := self._answers.get(key)) is not None:
-                self._budget.settle(most, usage_of(known, most))
+            most, key = most_of(request, self.max_tokens), self.answers.key(request)
+            is_full = len(chunk) >= self._config.batch.max_requests or num_bytes > _MAX_FILE_BYTES
+            if is_full or not self.budget.reserve(most):
+                yield from self._complete(chunk)
+                chunk, num_bytes = {}, 0
+                if not self.budget.reserve(most):
+                    yield position, over_budget(self.budget)
+                    continue
+            if (note := left_behind.get(key)) is not None:
+                self._fetch(note)
+                left_behind = {key: other for key, other in left_behind.items() if other is not note}
+            if (known := self.answers.get(key)) is not None:
+                self.budget.settle(most, usage_of(known, most))
                 yield position, known
-                continue
-            self._join(key, request)
-            self._waiting.setdefault(key, []).append(_Waiting(position, most, estimate_prompt(request.messages)))
-            num_bytes += len(self._chunk.get(key, b""))
-            if len(self._chunk) >= self._config.batch.max_requests or num_bytes > MAX_FILE_BYTES:
-                while len(self._open) >= self._config.batch.max_open:
-                    yield from self._collected()
-                self._submit()
-                num_bytes = 0
-        while self._waiting:
-            yield from self._next_answers()
+            elif key in chunk:
+                chunk[key].positions.append(position)
+            else:
+                line = {"custom_id": key, "method": "POST", "url": ENDPOINT, "body": body_of(request, self._config)}
+                chunk[key] = _Wanted((json.dumps(line, ensure_ascii=False) + "\n").encode(), [position], most)
+                num_bytes += len(chunk[key].line)
+        yield from self._complete(chunk)
 
-    def _join(self, key: str, request: Request) -> None:
-        """Wait for the batch that holds a request already, or put it into the next one."""
-        if (note := self._note_of.get(key)) is not None:
-            if note.file_id not in self._open:
-                self._wait_for(note, is_new=False)
-        elif key not in self._waiting:
-            line = {"custom_id": key, "method": "POST", "url": ENDPOINT, "body": body_of(request, self._config)}
-            self._chunk[key] = (json.dumps(line, ensure_ascii=False) + "\n").encode()
+    def _complete(self, chunk: dict[str, _Wanted]) -> Iterator[tuple[int, Answer]]:
+        """Submit a batch; its answers when it has ended, every request of it accounted for."""
+        if not chunk:
+            return
+        lines, files = b"".join(wanted.line for wanted in chunk.values()), self._server.client.files
+        file = ("skilltrain.jsonl", lines)
+        file_id = self._ask("upload a batch", lambda: _text(files.create(file=file, purpose="batch"), "id"))
+        note = BatchNote(file_id, tuple(chunk))
+        self.answers.note_batch(self._config.base_url, note)
+        for key, answer in self._fetch(note).items():
+            for position in chunk[key].positions:
+                self.budget.settle(chunk[key].most, usage_of(answer, chunk[key].most))
+                yield position, answer
 
-    def _next_answers(self) -> Iterator[tuple[int, Answer]]:
-        """Send what is gathered, then wait for one batch to end."""
-        if self._chunk and len(self._open) < self._config.batch.max_open:
-            self._submit()
-        if self._open:
-            yield from self._collected()
-
-    def _submit(self) -> None:
-        """Send the gathered requests as a batch."""
-        note = BatchNote(self._server.upload(b"".join(self._chunk.values())), tuple(self._chunk))
-        self._answers.note_batch(self._config.base_url, note)
-        self._chunk = {}
-        self._wait_for(note, is_new=True)
-
-    def _wait_for(self, note: BatchNote, is_new: bool) -> None:
-        """Wait for a batch; where its id is not known, the run was killed before it was noted, or is about to be."""
-        if note.batch_id is None:
-            try:
-                batch_id = self._server.create(note.file_id, look_first=not is_new)
-            except _BatchRefusedError:
-                self._answers.forget_batch(self._config.base_url, note)
-                raise
-            note = replace(note, batch_id=batch_id)
-            self._answers.note_batch(self._config.base_url, note)
-        self._note_of |= dict.fromkeys(note.keys, note)
-        self._open[note.file_id] = note
-        say(f"batch {note.batch_id}: {'submitted' if is_new else 'taken up again'}, {len(note.keys):,} requests")
-
-    def _collected(self) -> Iterator[tuple[int, Answer]]:
-        """Wait until one of the open batches has ended; its answers, every request of it accounted for."""
-        note, batch = self._ended()
+    def _fetch(self, note: BatchNote) -> dict[str, Answer]:
+        """What became of every request of a batch, when it has ended; the cache then has the answers."""
+        batch = self._ended(note)
         if batch.status == "failed":
-            self._answers.forget_batch(self._config.base_url, note)
-            raise self._server.refusal(batch)
-        expired = CompletionError("expired", f"its batch is {batch.status}; a new run asks for such requests again")
-        missing = CompletionError("failed", "the batch's files hold no answer to it")
-        found: dict[str, Answer] = dict.fromkeys(note.keys, missing if batch.status == "completed" else expired)
+            self.answers.forget_batch(self._config.base_url, note)
+            raise self._refusal(batch)
+        without = CompletionError("expired", f"its batch is {batch.status}; a new run asks for such requests again")
+        if batch.status == "completed":
+            without = CompletionError("failed", "the batch's files hold no answer to it")
+        found: dict[str, Answer] = dict.fromkeys(note.keys, without)
         for file_id in filter(None, (batch.output_file_id, batch.error_file_id)):
-            for record in self._server.results(file_id):
+            for record in self._records(file_id):
                 key = str(record.get("custom_id"))
                 if key in found:
-                    found[key] = _answer_of(record, self._waiting.get(key, []))
-                    self._answers.put(key, found[key])
-        for key, answer in found.items():
-            for waiting in self._waiting.pop(key, ()):
-                self._budget.settle(waiting.most, usage_of(answer, waiting.most))
-                yield waiting.position, answer
-        self._answers.forget_batch(self._config.base_url, note)
-        del self._open[note.file_id]
-        self._note_of = {key: other for key, other in self._note_of.items() if other.file_id != note.file_id}
+                    found[key] = _answer_of(record)
+                    self.answers.put(key, found[key])
+        self.answers.forget_batch(self._config.base_url, note)
+        return found
 
-    def _ended(self) -> tuple[BatchNote, Any]:
-        """One of the open batches, when it has ended; polled ever more rarely."""
-        seconds = self._config.batch.poll_seconds
-        while True:
-            for note in self._open.values():
-                batch = self._server.look(str(note.batch_id))
-                counts = batch.request_counts
-                num_done = (counts.completed or 0) + (counts.failed or 0) if counts else 0
-                shown = f"batch {batch.id}: {batch.status}, {num_done:,} of {len(note.keys):,}"
-                if shown != self._shown:
-                    say(shown)
-                self._shown = shown
-                if batch.status in _ENDED:
-                    return note, batch
-            time.sleep(seconds * random.uniform(0.9, 1.1))
-            seconds = min(1.5 * seconds, self._config.batch.max_poll_seconds)
-
-
-def _answer_of(record: dict[str, Any], waiting: list[_Waiting]) -> Answer:
-    """The answer in a line of an output or an error file."""
-    response, error = record.get("response") or {}, record.get("error")
-    status, body = response.get("status_code"), response.get("body")
-    if error is None and status == 200:
-        try:
-            return read_answer(json.dumps(body), waiting[0].num_prompt_tokens if waiting else 0)
-        except CompletionError as malformed:
-            return malformed
-    error = error or (body.get("error") if isinstance(body, dict) else None)
-    error = error if isinstance(error, dict) else {"message": str(error or "no reason given")}
-    reason = " ".join(str(error.get("message") or error.get("code")).split())[:300]
-    kind = "expired" if error.get("code") == "batch_expired" else "failed"
-    return CompletionError(kind, reason if status is None else f"{reason} (status {status})")
-
-
-class _BatchRefusedError(SkilltrainError):
-    """The server said that it makes no such batch; there is none to come back to."""
-
-
-class BatchServer:
-    """The questions of the Batch API. All raise SkilltrainError where the server does not do as it is asked."""
-
-    def __init__(self, config: OpenAIConfig, budget: Budget) -> None:
-        self._config, self._server = config, Server(config, budget)
-        self._client = self._server.client.with_options(max_retries=config.max_retries)
-
-    def upload(self, lines: bytes) -> str:
-        """The id of a new file of requests."""
-        file = ("skilltrain.jsonl", lines)
-        return self._ask("upload a batch", lambda: _id_of(self._client.files.create(file=file, purpose="batch")))
-
-    def create(self, file_id: str, look_first: bool) -> str:
-        """The id of the batch over a file. A try that broke off may have made it: look before trying again."""
-        import openai
-
-        batches = self._server.client.batches
-        for num_tries in itertools.count(1):
-            if look_first and (found := self._find(file_id)) is not None:
-                return found
-            try:
-                return _id_of(batches.create(input_file_id=file_id, endpoint=ENDPOINT, completion_window="24h"))
-            except (openai.OpenAIError, ValueError) as error:
-                fault, may_pass = self._fault("create a batch", error), is_passing(error)
-                if isinstance(error, openai.APIStatusError) and not may_pass:
-                    raise _BatchRefusedError(fault.what, where=self._config.base_url) from None
-                if num_tries > self._config.max_retries or not may_pass:
-                    raise fault from None
-                seconds = wait_before_retry(error, num_tries)
-            time.sleep(min(seconds, self._config.max_retry_wait))
-            look_first = True
-        raise AssertionError
-
-    def _find(self, file_id: str) -> str | None:
-        """The id of the batch over a file, if the server has one."""
-
-        def look() -> str | None:
-            batches = self._client.batches.list(limit=100)  # fetches further pages as it goes
-            return next((batch.id for batch in batches if batch.input_file_id == file_id), None)
-
-        return self._ask("list the batches", look)
-
-    def look(self, batch_id: str) -> Any:
-        """A batch as it stands now."""
+    def _ended(self, note: BatchNote) -> Any:
+        """A batch, when it has ended; each change of its state is said. One that is not created yet is created."""
+        batches, shown = self._server.client.batches, ""
+        batch_id = note.batch_id or self._create(note)
 
         def look() -> Any:
-            batch = self._client.batches.retrieve(batch_id)
-            if not isinstance(batch.status, str):
-                raise ValueError("the reply is no batch")
+            batch = batches.retrieve(batch_id)
+            _text(batch, "status")
             return batch
 
-        return self._ask("look at a batch", look)
+        while True:
+            batch = self._ask("look at a batch", look)
+            counts = batch.request_counts
+            num_done = (counts.completed or 0) + (counts.failed or 0) if counts else 0
+            now = f"batch {batch_id}: {batch.status}, {num_done:,} of {len(note.keys):,}"
+            if now != shown:
+                say(now)
+            if batch.status in _ENDED:
+                return batch
+            shown = now
+            time.sleep(self._config.batch.poll_seconds)
 
-    def results(self, file_id: str) -> Iterator[dict[str, Any]]:
+    def _create(self, note: BatchNote) -> str:
+        """The id of the batch over a file, which is noted; one that is refused leaves no note behind."""
+        batches = self._server.client.batches
+
+        def create() -> str:
+            for batch in batches.list(limit=100):  # a try that broke off may have made it
+                if batch.input_file_id == note.file_id:
+                    return batch.id
+            made = batches.create(input_file_id=note.file_id, endpoint=ENDPOINT, completion_window="24h")
+            return _text(made, "id")
+
+        try:
+            batch_id = self._server.ask(lambda: (create(), Usage()), Usage())
+        except _FAULTS as error:
+            if isinstance(error, openai.APIStatusError) and not is_passing(error):
+                self.answers.forget_batch(self._config.base_url, note)
+            raise self._fault("create a batch", error) from None
+        self.answers.note_batch(self._config.base_url, replace(note, batch_id=batch_id))
+        return batch_id
+
+    def _records(self, file_id: str) -> Iterator[dict[str, Any]]:
         """The readable lines of an output or an error file."""
-        content = self._ask("fetch a batch's answers", lambda: self._client.files.content(file_id).read())
-        num_broken = 0
-        for line in filter(str.strip, self._server.blot(content.decode(errors="replace")).split("\n")):
+        files = self._server.client.files
+        content = self._ask("fetch a batch's answers", lambda: files.content(file_id).read())
+        for number, line in enumerate(self._server.blot(content.decode(errors="replace")).split("\n"), 1):
             try:
-                record = json.loads(line)
+                record = json.loads(line) if line.strip() else {}
             except ValueError:
                 record = None
             if isinstance(record, dict):
                 yield record
             else:
-                num_broken += 1
-        if num_broken:
-            log.warning("batch file %s: %d lines cannot be read", file_id, num_broken)
+                log.warning("batch file %s: line %d cannot be read", file_id, number)
 
-    def refusal(self, batch: Any) -> SkilltrainError:
+    def _refusal(self, batch: Any) -> SkilltrainError:
         """Why the server took no request of a batch."""
-        faults = (batch.errors.data if batch.errors else None) or []
         reason = "no reason given"
-        if faults:
+        if faults := (batch.errors.data if batch.errors else None):
             reason = f"{faults[0].message or faults[0].code}" + (f" (line {faults[0].line})" if faults[0].line else "")
         what = f"the server refused batch {batch.id}: {self._server.blot(reason)}"
-        fix = "for a limit on queued tokens, lower llm.batch.max_requests or llm.batch.max_open"
+        fix = "for a limit on queued tokens, lower llm.batch.max_requests"
         return SkilltrainError(what, where=self._config.base_url, fix=fix)
 
-    def _ask(self, what: str, function: Callable[[], ResultT]) -> ResultT:
-        """The server's answer to a question that may be repeated. Raises SkilltrainError where there is none."""
-        import openai
-
+    def _ask(self, what: str, call: Callable[[], ReplyT]) -> ReplyT:
+        """The server's reply to a call that may be repeated. Raises SkilltrainError where there is none."""
         try:
-            return function()
-        except (openai.OpenAIError, ValueError, AttributeError) as error:  # the last two: a reply of another shape
+            return self._server.ask(lambda: (call(), Usage()), Usage())
+        except _FAULTS as error:
             raise self._fault(what, error) from None
 
     def _fault(self, what: str, error: Exception) -> SkilltrainError:
-        import openai
-
         fix = "run again: batches under way are taken up, none is submitted twice"
         if isinstance(error, openai.NotFoundError):
             fix = f"no Batch API: llm.mode=live; a batch that is gone: delete {DATABASE} in llm.cache"
@@ -297,8 +191,24 @@ class BatchServer:
         return SkilltrainError(f"cannot {what}: {failure.reason}", where=self._config.base_url, fix=fix)
 
 
-def _id_of(reply: Any) -> str:
-    """The id of a file or a batch that a server made. Raises ValueError where it names none."""
-    if not isinstance(found := getattr(reply, "id", None), str):
-        raise ValueError("the reply holds no id")
+def _text(reply: Any, name: str) -> str:
+    """A field of a reply that is a text. Raises ValueError where the reply has none."""
+    if not isinstance(found := getattr(reply, name, None), str):
+        raise ValueError(f"the reply holds no {name}")
     return found
+
+
+def _answer_of(record: dict[str, Any]) -> Answer:
+    """The answer in a line of an output or an error file."""
+    response, error = record.get("response") or {}, record.get("error")
+    status, body = response.get("status_code"), response.get("body")
+    if error is None and status == 200:
+        try:
+            return read_answer(json.dumps(body), 0)
+        except CompletionError as malformed:
+            return malformed
+    error = error or (body.get("error") if isinstance(body, dict) else None)
+    error = error if isinstance(error, dict) else {"message": str(error or "no reason given")}
+    reason = " ".join(str(error.get("message") or error.get("code")).split())[:300]
+    kind = "expired" if error.get("code") == "batch_expired" else "failed"
+    return CompletionError(kind, reason if status is None else f"{reason} (status {status})")

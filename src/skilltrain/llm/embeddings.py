@@ -63,8 +63,7 @@ class Embeddings:
         import openai
 
         try:
-            num_tokens = sum(map(estimate_tokens, texts))
-            vectors = self._server.ask(lambda: self._send(texts), _most_of(texts), num_tokens)
+            vectors = self._server.ask(lambda: self._send(texts), _most_of(texts))
         except CompletionError as fault:
             raise self._fault(fault) from None
         except openai.OpenAIError as error:

@@ -4,7 +4,7 @@ A fault that every further request would meet (no key, no such model, no server)
 A fault of one request is a CompletionError, which the caller accounts for.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 
@@ -22,6 +22,10 @@ class Request:
 
     messages: tuple[Message, ...]
     seed: int
+
+    def rows(self) -> list[dict[str, str]]:
+        """The messages as a server and a tokenizer take them."""
+        return [asdict(message) for message in self.messages]
 
 
 @dataclass(frozen=True, slots=True)

