@@ -12,17 +12,19 @@ from skilltrain.data.pool.skill_file import (
     parse_skill_file,
     split_header,
 )
+from skilltrain.records import Skill
 from skilltrain.texts import decode_text
 
 
+def parsed(text: str) -> Skill:
+    return parse_skill_file(text, "some/id", "folder", "library")
+
+
 def test_clean_frontmatter_gives_every_field():
-    skill = parse_skill_file(
-        "---\nname: pdf-fill\ndescription: Fill forms.\nlicense: MIT\nlang: zh-CN\nmetadata:\n  category: Documents\n"
-        "---\n\n# Title\nDo it.\n",
-        "folder",
+    header = "name: pdf-fill\ndescription: Fill forms.\nlicense: MIT\nlang: zh-CN\nmetadata:\n  category: Documents\n"
+    assert parsed(f"---\n{header}---\n\n# Title\nDo it.\n") == Skill(
+        "some/id", "pdf-fill", "Fill forms.", "# Title\nDo it.", "Documents", "zh", "library", "MIT"
     )
-    assert (skill.name, skill.description, skill.body) == ("pdf-fill", "Fill forms.", "# Title\nDo it.")
-    assert (skill.category, skill.lang, skill.license) == ("Documents", "zh", "MIT")
 
 
 @pytest.mark.parametrize(
@@ -48,44 +50,39 @@ def test_clean_frontmatter_gives_every_field():
     ],
 )
 def test_descriptions_of_untidy_frontmatter(header: str, description: str):
-    assert parse_skill_file(f"---\nname: n\n{header}\n---\nBody.", "f").description == description
+    assert parsed(f"---\nname: n\n{header}\n---\nBody.").description == description
 
 
 def test_category_survives_frontmatter_that_is_not_yaml():
     text = "---\nname: n\ndescription: Use when: x\nmetadata:\n  version: 1\n  category: Finance\n---\nBody."
-    assert parse_skill_file(text, "f").category == "Finance"
+    assert parsed(text).category == "Finance"
 
 
 @pytest.mark.parametrize("mark", ["", "\ufeff", "\n\n", "<!-- made by a machine -->\n", "<!-- a --> <!-- b -->\n\n"])
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
 def test_marks_comments_and_line_ends_before_frontmatter(mark: str, newline: str):
     text = (mark + "---\nname: n\ndescription: d\n---\nOne.\nTwo.").replace("\n", newline)
-    skill = parse_skill_file(text, "f")
+    skill = parsed(text)
     assert (skill.name, skill.description, skill.body) == ("n", "d", "One.\nTwo.")
 
 
 def test_without_frontmatter_name_is_the_folder_and_description_the_first_paragraph():
     text = "# Heading\n\n![badge](x.png)\n\n```sh\nrun --it\n```\n\n> Sends mail\n> to people.\n\nMore."
-    skill = parse_skill_file(text, "mail-sender")
-    assert (skill.name, skill.description, skill.body) == ("mail-sender", "Sends mail to people.", text)
+    skill = parsed(text)
+    assert (skill.name, skill.description, skill.body) == ("folder", "Sends mail to people.", text)
 
 
-def test_unclosed_frontmatter_ends_at_the_first_blank_line_or_heading():
-    for gap in ("\n\n", "\n"):
-        skill = parse_skill_file(f"---\nname: n\ndescription: d{gap}# Title\n\ntext", "f")
-        assert (skill.name, skill.description, skill.body) == ("n", "d", "# Title\n\ntext")
-
-
-def test_thematic_break_far_below_does_not_close_frontmatter():
-    skill = parse_skill_file("---\nname: n\ndescription: d\n\n# Title\n\nprose: here\n\n---\n\nend", "f")
-    assert skill.description == "d"
-    assert skill.body == "# Title\n\nprose: here\n\n---\n\nend"
-
-
-def test_markdown_that_opens_with_a_break_has_no_frontmatter():
-    text = "---\n\nSome prose without keys.\n\n---\nmore"
-    assert split_header(text) == ("", text)
-    assert parse_skill_file("---\n---\nBody", "f").body == "Body"
+@pytest.mark.parametrize(
+    ("gap", "body"),
+    [
+        ("\n\n", "# Title\n\ntext"),
+        ("\n", "# Title\n\ntext"),
+        ("\n\n", "# Title\n\nprose: here\n\n---\n\nend"),  # a thematic break far below closes nothing
+    ],
+)
+def test_unclosed_frontmatter_ends_at_the_first_blank_line_or_heading(gap: str, body: str):
+    skill = parsed(f"---\nname: n\ndescription: d{gap}{body}")
+    assert (skill.name, skill.description, skill.body) == ("n", "d", body)
 
 
 @pytest.mark.parametrize(
@@ -105,42 +102,53 @@ def test_markdown_that_opens_with_a_break_has_no_frontmatter():
     ],
 )
 def test_a_closed_block_with_a_name_is_frontmatter_however_it_is_written(header: str):
-    skill = parse_skill_file(f"---\n{header}\n---\nBody.", "f")
+    skill = parsed(f"---\n{header}\n---\nBody.")
     assert (skill.name, skill.description, skill.body, skill.category) == ("n", "d", "Body.", "c")
 
 
-@pytest.mark.parametrize("prose", ["Note: this is prose\nmore prose", "Note: this is prose", "Warning: hot\n- item"])
+@pytest.mark.parametrize(
+    "prose", ["\nSome prose without keys.\n", "Note: this is prose\nmore prose", "Note: prose", "Warning: hot\n- item"]
+)
 def test_prose_between_breaks_stays_in_the_body(prose: str):
     text = f"---\n{prose}\n---\nThe rest"
-    assert split_header(text) == ("", text)
-    assert parse_skill_file(text, "f").body == text
+    assert split_header(text) == ({}, text)
+    assert parsed(text).body == text
 
 
-@pytest.mark.parametrize("header", ["version: 1.0\ntags:\n- a\n  b", "title: What: a title\nlang: en", "Category: c"])
-def test_a_block_of_keys_alone_is_frontmatter_without_a_name_too(header: str):
-    assert split_header(f"---\n{header}\n---\nBody.") == (header + "\n", "\nBody.")
+@pytest.mark.parametrize(
+    ("header", "keys"),
+    [
+        ("version: 1.0\ntags:\n- a\n  b", ["version", "tags"]),
+        ("title: What: a title\nlang: en", ["title", "lang"]),
+        ("Category: c", ["category"]),
+        ("", []),
+    ],
+)
+def test_a_block_of_keys_alone_is_frontmatter_without_a_name_too(header: str, keys: list[str]):
+    fields, body = split_header(f"---\n{header}\n---\nBody.")
+    assert (list(fields), body) == (keys, "\nBody.")
 
 
 @pytest.mark.parametrize("bomb", ["x: " + "[" * 60_000, "x: " + "{a: " * 15_000, "x:\n" + "- " * 30_000])
 def test_hostile_nesting_is_read_line_by_line(bomb: str):
-    assert parse_skill_file(f"---\nname: n\ndescription: d\n{bomb}\n---\nBody", "f").name == "n"
+    assert parsed(f"---\nname: n\ndescription: d\n{bomb}\n---\nBody").name == "n"
 
 
 def test_yaml_aliases_do_not_multiply():
     laughs = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefghijk", "bcdefghijkl"))  # noqa: B905
-    assert parse_skill_file(f"---\nname: n\n{laughs}description: [*l, *k, y]\n---\nBody", "f").description == "y"
+    assert parsed(f"---\nname: n\n{laughs}description: [*l, *k, y]\n---\nBody").description == "y"
 
 
 @pytest.mark.parametrize(
     ("text", "times", "length"),
-    [("A" * 40_000, 8000, MAX_HEADER_CHARS), ("\\0" * 15_000, 8000, 1), ("", 8000, 1)],
+    [("A" * 40_000, 8000, MAX_HEADER_CHARS), ("\\0" * 15_000, 8000, 6), ("", 8000, 6)],
     ids=["long", "nothing when cleaned", "empty"],
 )
 def test_a_list_of_aliases_is_cut_and_never_put_together(text: str, times: int, length: int):
     start = time.perf_counter()
     header = f'x: &a "{text}"\nname: [{"*a," * times}]\ndescription: {{x: [*a, *a]}}'
     tracemalloc.start()
-    skill = parse_skill_file(f"---\n{header}\n---\nBody", "f")
+    skill = parsed(f"---\n{header}\n---\nBody")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (len(skill.name), skill.description, skill.body) == (length, "Body", "Body")
@@ -169,17 +177,14 @@ def test_encodings(text: str, encoding: str):
     assert decode_text(text.encode(encoding)) == text
 
 
-def test_a_broken_byte_in_utf8_stays_one_broken_byte():
+def test_a_broken_byte_in_utf8_stays_one_broken_byte_and_binary_is_refused():
     data = "用于处理表格和文档的技能，支持中文。".encode()
     assert decode_text(data + b"\xff") == data.decode() + "\ufffd"
-
-
-def test_binary_is_refused():
     assert decode_text(bytes(range(256)) * 20) is None
 
 
 def test_nuls_and_lone_surrogates_go():
-    skill = parse_skill_file("---\nname: a\x00b\ndescription: c\ud800d\n---\nx\x00\udfffy", "f")
+    skill = parsed("---\nname: a\x00b\ndescription: c\ud800d\n---\nx\x00\udfffy")
     assert (skill.name, skill.description, skill.body) == ("ab", "cd", "xy")
 
 
@@ -194,7 +199,7 @@ def test_first_paragraph_is_capped_and_may_be_missing():
 @example("---\na:\n\xa0- b\n...")
 @given(st.text(alphabet=st.sampled_from("-\n:#ab [{}]|>'\"&*!?\t\x00\ud800é中 "), max_size=80))
 def test_any_text_parses_into_storable_text(tail: str):
-    skill = parse_skill_file("---\n" + tail, "f")
+    skill = parsed("---\n" + tail)
     for part in (skill.name, skill.description, skill.body, skill.category or ""):
         part.encode()
     assert skill.name

@@ -10,15 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skilltrain.data.collect.output import COLLECTED, SKILLS_FOLDER
-from skilltrain.data.decontaminate import POOL_COPIES
-from skilltrain.data.distractors.distractors import ORIGINS_FILE
 from skilltrain.data.pool.skill_file import MAX_HEADER_CHARS
 from skilltrain.data.pool.skill_pool import PoolConfig, run_pool
 from skilltrain.data.pool.skill_sources import read_source
 from skilltrain.files import write_text
 from skilltrain.records import Dropped, Skill
-from skilltrain.tables import DROPPED, FLAGS, SKILLS, read_table, write_table
+from skilltrain.runs import RUN_FILE
+from skilltrain.tables import DROPPED, SKILLS, read_table, write_table
 
 ODD_NAME = os.fsdecode(b"caf\xe9")  # Latin-1, as in many a zip
 
@@ -53,15 +51,23 @@ def test_shards_and_skill_files_beside_skills_parquet_are_said_and_not_read(tmp_
     assert "3 other files with skills are not read, the first skills/a/SKILL.md; name them as sources" in said
 
 
-def test_the_projects_own_files_beside_skills_parquet_are_no_skills_left_out(tmp_path: Path):
+def test_shards_beside_skill_files_are_said_and_those_inside_a_skill_belong_to_it(tmp_path: Path, capsys: Any):
+    write_text(tmp_path / "a" / "SKILL.md", "Body.")
+    for file in ("more.jsonl", "a/sample.jsonl"):
+        write_lines(tmp_path / file, {"name": "two", "body": "Body."})
+    assert [skill.skill_id for skill in read(tmp_path)[0]] == ["a"]
+    assert "1 other files with skills are not read, the first more.jsonl" in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_a_stage_wrote_beside_its_table_and_links_there_are_no_skills_left_out(tmp_path: Path, capsys: Any):
     root = write_skills(tmp_path / "collected")
     write_table([], DROPPED, root)
-    write_table([], FLAGS, root)
-    for name in (ORIGINS_FILE, POOL_COPIES, COLLECTED, "recipe.yaml", f"{SKILLS_FOLDER}/a/SKILL.md"):
-        write_text(root / name, "{}")
-    (root / SKILLS_FOLDER / "away").symlink_to(tmp_path)
+    write_text(root / RUN_FILE, "{}")
+    write_text(root / "skills" / "a" / "SKILL.md", "Body.")
+    (root / "skills" / "away").symlink_to(tmp_path)
     skills, refused = read(root)
     assert ([skill.name for skill in skills], refused) == (["one"], [])
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("kind", ["folder", "shard", "broken shard"])

@@ -18,7 +18,7 @@ from skilltrain.data.pool.skill_file import parse_skill_file
 from skilltrain.files import write_text
 from skilltrain.records import Dropped, Skill
 from skilltrain.terminal import track
-from skilltrain.texts import decode_text, one_line
+from skilltrain.texts import decode_text
 
 SKILLS_FOLDER, COLLECTED = "skills", "collected.jsonl"
 _SAFE_ID = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,78}[a-z0-9_-])?")
@@ -82,8 +82,8 @@ def read_skills(made: Mapping[str, Listed], source: str, out: Path) -> tuple[lis
     skills: list[Skill] = []
     dropped: list[Dropped] = []
     taken = {listed.skill_id for listed in made.values()}
-    for name, listed in made.items():
-        folder = out / SKILLS_FOLDER / name
+    for folder_id, listed in made.items():
+        folder = out / SKILLS_FOLDER / folder_id
         files = sorted(file for file in folder.rglob("*") if file.name.lower() == "skill.md" and file.is_file())
         for file in files:
             inner = file.parent.relative_to(folder).as_posix()
@@ -94,11 +94,8 @@ def read_skills(made: Mapping[str, Listed], source: str, out: Path) -> tuple[lis
             if text is None:
                 dropped.append(Dropped("", skill_id, "not_text", "its SKILL.md is not text"))
                 continue
-            found = parse_skill_file(text, one_line(own_name) if inner == "." else file.parent.name)
-            description, body = found.description, found.body
-            skills.append(
-                Skill(skill_id, found.name, description, body, found.category, found.lang, source, found.license)
-            )
+            name = own_name if inner == "." else file.parent.name
+            skills.append(parse_skill_file(text, skill_id, name, source))
     return sorted(skills, key=lambda skill: skill.skill_id), dropped
 
 

@@ -3,11 +3,11 @@
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from skilltrain.data.pool.skill_rows import skill_from_row
+from skilltrain.data.pool.skill_file import skill_from_row
 from skilltrain.data.pool.skill_sources import read_source
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Dropped, Skill
@@ -18,16 +18,6 @@ from skilltrain.texts import clean_text, language_of
 MAX_BODY_CHARS = 200_000
 
 
-@dataclass(frozen=True, slots=True)
-class SourcesRead:
-    """The skills of all sources under unique ids, how many each source gave, and what was left out of them."""
-
-    skills: list[Skill]
-    num_found: list[int]
-    dropped: list[Dropped]
-    num_renamed: int
-
-
 def read_pool(path: Path | str) -> list[Skill]:
     """The skills of a SKILLS table, or of any source that the stage `pool` reads, duplicates kept.
 
@@ -36,16 +26,30 @@ def read_pool(path: Path | str) -> list[Skill]:
     file = table_path(Path(path), SKILLS)
     if file.is_file() and file.name == f"{SKILLS.name}.parquet":
         return skills_from_table(read_table(file, SKILLS))
-    found = read_sources([path], MAX_BODY_CHARS, drop_duplicates=False)
-    if found.dropped:
-        why = ", ".join(f"{name} {num}" for name, num in count_words(drop.filter for drop in found.dropped).items())
-        num_all = len(found.skills) + len(found.dropped)
-        say(f"{path}: {len(found.dropped)} of {num_all} left out ({why}); `skilltrain pool sources={path}` lists them")
-    return found.skills
+    sources, dropped = read_sources([path], MAX_BODY_CHARS)
+    skills, repeated = merge_sources(sources, drop_duplicates=False)
+    if dropped := dropped + repeated:
+        why = ", ".join(f"{name} {num}" for name, num in count_words(drop.filter for drop in dropped).items())
+        num_all = len(skills) + len(dropped)
+        say(f"{path}: {len(dropped)} of {num_all} left out ({why}); `skilltrain pool sources={path}` lists them")
+    return skills
 
 
-def read_sources(sources: Sequence[Path | str], max_body_chars: int, drop_duplicates: bool) -> SourcesRead:
-    """All skills of `sources` that have a body, merged; see `merge_sources`.
+def skills_of_rows(rows: Iterable[Mapping[str, Any]]) -> list[Skill]:
+    """Rows of a program as skills with unique ids, duplicates kept. Raises SkilltrainError for a row that is none."""
+    skills: list[Skill] = []
+    for number, row in enumerate(rows):
+        found = skill_from_row(row, f"row {number}", "")
+        if isinstance(found, Dropped):
+            raise SkilltrainError(found.reason, where="pool")
+        skills.append(_with_lang(found))
+    if not skills:
+        raise SkilltrainError("there is no skill", where="pool")
+    return merge_sources([skills], drop_duplicates=False)[0]
+
+
+def read_sources(sources: Sequence[Path | str], max_body_chars: int) -> tuple[list[list[Skill]], list[Dropped]]:
+    """(the skills of each source that have a body, what was left out or cut).
 
     Raises SkilltrainError where a source cannot be read at all or where no skill is left.
     """
@@ -56,12 +60,11 @@ def read_sources(sources: Sequence[Path | str], max_body_chars: int, drop_duplic
         read.append(skills)
         dropped += [replace(drop, source=clean_text(str(source))) for drop in refused]
         if not skills and len(sources) > 1:
-            say(f"warning: the source {source} gives no skill ({_first_reason(refused)})")
+            say(f"warning: the source {source} gives no skill ({_first_reason(refused) or 'it is empty'})")
     if not any(read):
-        fix = f"the first of {len(dropped)} dropped rows: {dropped[0].reason}" if dropped else ""
-        raise SkilltrainError(f"no skill is left of {len(sources)} source(s)", where=sources[0], fix=fix)
-    merged = merge_sources(read, drop_duplicates)
-    return SourcesRead(merged.skills, list(map(len, read)), dropped + merged.dropped, merged.num_renamed)
+        what = f"no skill is left of {len(sources)} source(s)"
+        raise SkilltrainError(what, where=sources[0], fix=_first_reason(dropped))
+    return read, dropped
 
 
 def _read_one(source: Path | str, max_body_chars: int) -> tuple[list[Skill], list[Dropped]]:
@@ -86,39 +89,17 @@ def _with_lang(skill: Skill) -> Skill:
     return skill if skill.lang else replace(skill, lang=language_of(said))
 
 
+def _first_reason(dropped: Sequence[Dropped]) -> str:
+    return f"the first of {len(dropped)} dropped rows: {dropped[0].reason}" if dropped else ""
+
+
 def count_words(words: Iterable[str]) -> dict[str, int]:
     """word → how often, in the order of the words."""
     return dict(sorted(Counter(words).items()))
 
 
-def _first_reason(dropped: Sequence[Dropped]) -> str:
-    return f"the first of {len(dropped)} dropped rows: {dropped[0].reason}" if dropped else "it is empty"
-
-
-def skills_of_rows(rows: Iterable[Mapping[str, Any]]) -> list[Skill]:
-    """Rows of a program as skills with unique ids, duplicates kept. Raises SkilltrainError for a row that is none."""
-    skills: list[Skill] = []
-    for number, row in enumerate(rows):
-        found = skill_from_row(row, f"row {number}", "")
-        if isinstance(found, Dropped):
-            raise SkilltrainError(found.reason, where="pool")
-        skills.append(_with_lang(found))
-    if not skills:
-        raise SkilltrainError("there is no skill", where="pool")
-    return merge_sources([skills], drop_duplicates=False).skills
-
-
-@dataclass(frozen=True, slots=True)
-class Merged:
-    """The skills that stay, those that were dropped, and how many were given another id."""
-
-    skills: list[Skill]
-    dropped: list[Dropped]
-    num_renamed: int
-
-
-def merge_sources(sources: Sequence[Sequence[Skill]], drop_duplicates: bool) -> Merged:
-    """The skills of all sources under unique ids, source after source, those of one in order of id.
+def merge_sources(sources: Sequence[Sequence[Skill]], drop_duplicates: bool) -> tuple[list[Skill], list[Dropped]]:
+    """(the skills of all sources under unique ids, duplicates), source after source, those of one in order of id.
 
     The same id with the same name and body is one skill. With another content the later skill is called `~2`, `~3`,
     …, passing over names that some source itself uses, so that no id given by a source changes its meaning.
@@ -143,8 +124,8 @@ def merge_sources(sources: Sequence[Sequence[Skill]], drop_duplicates: bool) -> 
             skill_id = f"{own_id}~{last_suffix[own_id] + 1}"
         first_with.setdefault(content, skill_id)
         taken.add(skill_id)
-        kept.append(skill if skill_id == own_id else replace(skill, skill_id=skill_id))
-    return Merged(kept, dropped, len(taken - given))
+        kept.append(replace(skill, skill_id=skill_id))
+    return kept, dropped
 
 
 def _content_digest(skill: Skill) -> bytes:

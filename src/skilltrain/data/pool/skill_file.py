@@ -1,16 +1,22 @@
-"""One SKILL.md, however untidy, read into its parts. The text is untrusted: it is parsed, never executed."""
+"""A SKILL.md or a row of a table, however untidy, as a skill. The text is untrusted: it is parsed, never executed."""
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import yaml
 
+from skilltrain.records import Dropped, Skill
 from skilltrain.texts import clean_text, one_line
 
 MAX_HEADER_CHARS = 65_536
 MAX_DESCRIPTION_CHARS = 1_000  # of a description taken from the body
+MAX_ITEMS = 256  # of a list that becomes a text: by YAML aliases a small file says a long text thousands of times
+ID_COLUMNS = ("skill_id", "id")
+BODY_COLUMNS = ("body", "content", "skill_md")
+COLUMNS = (*ID_COLUMNS, "name", "description", *BODY_COLUMNS, "category", "lang", "source", "license")
 
 _CONTROL = re.compile("[\x01-\x08\x0b\x0e-\x1f]")
 _OPENING = re.compile(r"(?:(?><!--.*?-->)\s*)*---[ \t]*\n", re.DOTALL)
@@ -24,99 +30,109 @@ _NO_PLAIN_VALUE = ("", "|", ">", "|-", ">-", "|+", ">+")
 _HEADING_AFTER_BLANK = re.compile(r"\n[ \t]*\n#+ (?!([-=*~_#])\1\1)[^\n]*\n[ \t]*\n")  # not `# --- comment ---`
 _BLANK_AT_END = re.compile(r"\n[ \t]*\n\Z")
 _HEADER_END = re.compile(r"\n[ \t]*\n|\n(?=#)|\Z")
-_LANG = re.compile(r"[a-z]{2,3}")
+_LANG = re.compile(r"[a-z]{2}")
 
 
-@dataclass(frozen=True, slots=True)
-class SkillFile:
-    """What one SKILL.md says; empty or None where it says nothing."""
-
-    name: str
-    description: str
-    body: str
-    category: str | None
-    lang: str | None
-    license: str | None
-
-
-def parse_skill_file(text: str, fallback_name: str) -> SkillFile:
-    """The parts of a SKILL.md, from the frontmatter where it has them.
+def parse_skill_file(text: str, skill_id: str, fallback_name: str, source: str = "") -> Skill:
+    """The skill in a SKILL.md: its fields from the frontmatter where it has them, its body maybe empty.
 
     Without a name the skill is called `fallback_name`, without a description its first paragraph stands in.
-    Frontmatter that is not YAML (`description: Use when: x`) is read line by line.
     """
-    header, body, fields = _split(clean_text(text))
-    fields = read_header(header) if fields is None else fields
+    fields, body = split_header(clean_text(text))
     metadata = fields["metadata"] if isinstance(fields.get("metadata"), dict) else {}
-    lang = as_text(fields.get("lang")).lower()[:2]
-    return SkillFile(
-        name=one_line(as_text(fields.get("name"))) or one_line(clean_text(fallback_name)),
-        description=one_line(as_text(fields.get("description"))) or first_paragraph(body),
+    said = {key: one_line(as_text(fields.get(key))) for key in ("name", "description", "category", "lang", "license")}
+    lang = said["lang"].lower()[:2]
+    return Skill(
+        skill_id,
+        name=said["name"] or one_line(clean_text(fallback_name)),
+        description=said["description"] or first_paragraph(body),
         body=body.strip(),
-        category=one_line(as_text(fields.get("category")) or as_text(metadata.get("category"))) or None,
+        category=said["category"] or one_line(as_text(metadata.get("category"))) or None,
         lang=lang if _LANG.fullmatch(lang) else None,
-        license=one_line(as_text(fields.get("license"))) or None,
+        source=source,
+        license=said["license"] or None,
     )
+
+
+def skill_from_row(row: Mapping[str, Any], place: str, source: str) -> Skill | Dropped:
+    """A skill from a row of a table in SkillRouter's shape, or why it is none.
+
+    `content` and `skill_md` may hold a whole SKILL.md, whose frontmatter then fills what the row leaves out.
+    Name and description are cut where a frontmatter's would be, at MAX_HEADER_CHARS.
+    """
+    values = {key: _cell(row.get(key)) for key in COLUMNS}
+    name, description = (values[key][:MAX_HEADER_CHARS] for key in ("name", "description"))
+    skill_id = one_line(values["skill_id"] or values["id"] or name)
+    body_key = next((key for key in BODY_COLUMNS if values[key]), "")
+    if not skill_id:
+        return Dropped("", "", "no_id", f"{place} has neither skill_id nor name")
+    if not body_key:
+        return Dropped("", skill_id, "empty_body", f"{place} has no body")
+    if not isinstance(row[body_key], str | bytes):
+        reason = f"{place}: {body_key} is a {type(row[body_key]).__name__}, not text"
+        return Dropped("", skill_id, "not_text", reason)
+    fallback_name = one_line(name or skill_id.rsplit("/", 1)[-1])
+    if body_key == "body":
+        inner = Skill(skill_id, fallback_name, "", values["body"].strip())
+    else:
+        inner = parse_skill_file(values[body_key], skill_id, fallback_name)
+    return replace(
+        inner,
+        name=one_line(name) or inner.name,
+        description=description.strip() or inner.description or first_paragraph(inner.body),
+        category=one_line(values["category"]) or inner.category,
+        lang=one_line(values["lang"]) or inner.lang,
+        source=one_line(values["source"] or source),
+        license=one_line(values["license"]) or inner.license,
+    )
+
+
+def _cell(value: Any) -> str:
+    return clean_text(value.decode("utf-8", "replace")) if isinstance(value, bytes) else as_text(value)
 
 
 def as_text(value: Any) -> str:
     """A field's value as text: a list becomes its items joined by commas, a map, NaN or nothing becomes empty.
 
-    What a list says is cut to MAX_HEADER_CHARS: by YAML aliases a small file can say a long text thousands of times.
+    What a list says is cut to MAX_HEADER_CHARS; lists in it are left out.
     """
     if isinstance(value, str):
         return "" if value in ("~", "null") else clean_text(value)
     if isinstance(value, list):
-        return _joined(value)
+        items = (item[:MAX_HEADER_CHARS] if isinstance(item, str) else item for item in value[:MAX_ITEMS])
+        parts = (as_text(item) for item in items if not isinstance(item, list))
+        return ", ".join(part for part in parts if part)[:MAX_HEADER_CHARS]
     is_no_number = isinstance(value, float) and not math.isfinite(value)
     return "" if value is None or isinstance(value, dict) or is_no_number else str(value)
 
 
-def _joined(items: list[Any]) -> str:
-    """The texts of `items`, lists among them left out; what is too long is never put together."""
-    parts: list[str] = []
-    room = MAX_HEADER_CHARS
-    for item in items:
-        if isinstance(item, list):
-            continue
-        part = as_text(item[:room] if isinstance(item, str) else item)
-        room -= len(item) if isinstance(item, str) else len(part)  # cleaning takes time too, whatever it leaves
-        parts += [part] if part else []
-        if room <= 0:
-            break
-    return ", ".join(parts)[:MAX_HEADER_CHARS]
-
-
-def split_header(text: str) -> tuple[str, str]:
-    """(frontmatter, body) of a SKILL.md; the frontmatter is empty where there is none.
+def split_header(text: str) -> tuple[dict[str, Any], str]:
+    """(frontmatter as key → value, body) of a SKILL.md; keys are in lower case, scalars the text they are (`yes`).
 
     A closed block is frontmatter where it is a YAML map with a name or a description, or where its lines look like
     one; prose between two thematic breaks belongs to the body. Frontmatter that is never closed ends at the first
-    blank line or heading.
+    blank line or heading. What is not YAML (`description: Use when: x`) is read line by line.
     """
-    return _split(text)[:2]
-
-
-def _split(text: str) -> tuple[str, str, dict[str, Any] | None]:
-    """`split_header`, and the frontmatter's fields where they were read on the way: parsing takes the most time."""
     text = text.lstrip("\ufeff \t\n")
     opening = _OPENING.match(text)
     if not opening:
-        return "", text, None
+        return {}, text
     rest = text[opening.end() :]
     closing = _CLOSING.search(rest)
     header, body = (rest[: closing.start()], rest[closing.end() :]) if closing else (rest, "")
     if closing and not header.strip():
-        return "", body, None
+        return {}, body
     if closing and len(header) <= MAX_HEADER_CHARS and not _runs_into_the_body(header):
         fields = _read_yaml(header)
         if fields is not None and fields.keys() & {"name", "description"}:
-            return header, body, fields
+            return fields, body
     if closing is None or _HEADING_AFTER_BLANK.search(header):
-        end = _HEADER_END.search(rest)
-        cut = end.start() if end else len(rest)
-        header, body = rest[:cut], rest[cut:]
-    return (header, body, None) if _looks_like_a_header(header) else ("", text, None)
+        header = _HEADER_END.split(rest, maxsplit=1)[0]
+        body = rest[len(header) :]
+    if not _looks_like_a_header(header):
+        return {}, text
+    fields = _read_yaml(header)
+    return _read_lines(_plain(header).split("\n")) if fields is None else fields, body
 
 
 def _runs_into_the_body(header: str) -> bool:
@@ -144,19 +160,13 @@ def _looks_like_a_header(header: str) -> bool:
     lines = [line for line in header.split("\n") if line.strip() and not line.lstrip().startswith("#")]
     if not lines or not _KEY_OF_ANY_LANGUAGE.match(lines[0].strip()):
         return False
-    if _NAME_OR_DESCRIPTION.search("\n".join([lines[0].strip(), *lines[1:]])):
+    lines[0] = lines[0].strip()
+    if _NAME_OR_DESCRIPTION.search("\n".join(lines)):
         return True
-    keys = [_KEY.match(line.strip() if number == 0 else line) for number, line in enumerate(lines)]
     return all(
         key[1][0].islower() or key[1].lower() in _FIELDS if key else line.startswith((" ", "\t", "- ", "]", "}"))
-        for key, line in zip(keys, lines, strict=True)
+        for key, line in ((_KEY.match(line), line) for line in lines)
     )
-
-
-def read_header(header: str) -> dict[str, Any]:
-    """Frontmatter as key → value, keys in lower case; scalars stay the text they are (`version: 1.10`, `yes`)."""
-    fields = _read_yaml(header)
-    return _read_lines(_plain(header).split("\n")) if fields is None else fields
 
 
 def _plain(header: str) -> str:
@@ -164,7 +174,7 @@ def _plain(header: str) -> str:
 
 
 def _read_yaml(header: str) -> dict[str, Any] | None:
-    """`read_header` of what is YAML; None where it is not, or no map."""
+    """A header as key → value; None where it is not YAML, or no map."""
     try:
         # The loader in pure Python, on purpose: libyaml overflows the C stack on deeply nested input.
         value = yaml.load(_plain(header), yaml.BaseLoader)
@@ -190,12 +200,9 @@ def _read_lines(lines: list[str]) -> dict[str, Any]:
             parts[key].append(line.strip())
     fields: dict[str, Any] = {key: _join(values) for key, values in parts.items()}
     if "metadata" in parts:
-        fields["metadata"] = {key: _join([value]) for key, value in _pairs(parts["metadata"])}
+        inner = (_KEY.match(line) for line in parts["metadata"])
+        fields["metadata"] = {found[1].lower(): _join([found[2]]) for found in inner if found}
     return fields
-
-
-def _pairs(lines: list[str]) -> list[tuple[str, str]]:
-    return [(found[1].lower(), found[2]) for line in lines if (found := _KEY.match(line))]
 
 
 def _join(values: list[str]) -> str:

@@ -3,21 +3,25 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+import numpy as np
+from jaxtyping import Float32
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from skilltrain.config import Config, InputPath
-from skilltrain.data.pool.read import MAX_BODY_CHARS, count_words, read_sources
+from skilltrain.config import Config, InputPath, parse_yaml, validate
+from skilltrain.data.pool.read import MAX_BODY_CHARS, count_words, merge_sources, read_sources
 from skilltrain.data.pool.skill_sources import HF_PREFIX
-from skilltrain.data.pool.taxonomy import DEFAULT_TAXONOMY, assign_categories, load_taxonomy, mean_vectors
 from skilltrain.data.screening import count_flagged, screen_pool, write_flags
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
 from skilltrain.tables import DROPPED, SKILLS, rows_of, write_table
 from skilltrain.terminal import say
+from skilltrain.texts import one_line
 from skilltrain.workers import WorkersConfig
+
+DEFAULT_TAXONOMY = Path(__file__).with_name("taxonomy.yaml")
 
 
 class PoolConfig(Config):
@@ -55,38 +59,34 @@ class PoolConfig(Config):
 
     @model_validator(mode="after")
     def _consistent(self) -> "PoolConfig":
-        if self.categories != "keep" and self.encoder is None:
-            raise ValueError(f"categories: {self.categories} needs a section encoder")
-        if self.categories == "keep" and self.encoder is not None:
-            raise ValueError("encoder has no effect with categories: keep; set taxonomy or from_pool")
+        if (self.categories == "keep") != (self.encoder is None):
+            raise ValueError("categories: taxonomy and from_pool need a section encoder, which keep does not use")
         if self.categories != "taxonomy" and self.taxonomy is not None:
             raise ValueError(f"taxonomy has no effect with categories: {self.categories}; set categories: taxonomy")
         return self
 
 
 def run_pool(config: PoolConfig, out: Path) -> dict[str, Any]:
-    """Write SKILLS, DROPPED and FLAGS; the counts of what was found, dropped, renamed, categorised and flagged.
+    """Write SKILLS, DROPPED and FLAGS; the counts of what was found, dropped, categorised and flagged.
 
     Raises SkilltrainError where a source cannot be read at all or where no skill is left.
     """
-    read = read_sources(config.sources, config.max_body_chars, config.drop_duplicates)
-    skills = fill_categories(read.skills, config)
-    num_own = sum(skill.category is not None for skill in read.skills)
-    num_known = sum(skill.category is not None for skill in skills)
+    sources, dropped = read_sources(config.sources, config.max_body_chars)
+    merged, repeated = merge_sources(sources, config.drop_duplicates)
+    dropped += repeated
+    skills = fill_categories(merged, config)
+    num_own, num_known = (sum(skill.category is not None for skill in some) for some in (merged, skills))
     if not num_known:
-        say(
-            "warning: no skill has a category, so mining will find no taxonomy negatives; "
-            "set categories: taxonomy and an encoder"
-        )
+        fix = "set categories: taxonomy and an encoder"
+        say(f"warning: no skill has a category, so mining will find no taxonomy negatives; {fix}")
     flags = screen_pool(skills, config.workers)
     write_table(rows_of(skills), SKILLS, out)
     write_flags(flags, out)
-    write_table((drop.row() for drop in read.dropped), DROPPED, out)
+    write_table((drop.row() for drop in dropped), DROPPED, out)
     return {
         "num_skills": len(skills),
-        "num_found": {str(source): num for source, num in zip(config.sources, read.num_found, strict=True)},
-        "num_dropped": count_words(drop.filter for drop in read.dropped),
-        "num_renamed": read.num_renamed,
+        "num_found": {str(source): len(found) for source, found in zip(config.sources, sources, strict=True)},
+        "num_dropped": count_words(drop.filter for drop in dropped),
         "num_by_lang": count_words(skill.lang or "unknown" for skill in skills),
         "num_with_own_category": num_own,
         "num_with_assigned_category": num_known - num_own,
@@ -101,7 +101,8 @@ def fill_categories(skills: Sequence[Skill], config: PoolConfig) -> Sequence[Ski
     without = [skill for skill in skills if skill.category is None]
     if config.encoder is None or not without:
         return skills
-    if config.categories == "from_pool" and len(without) == len(skills):
+    members = [skill for skill in skills if skill.category is not None]
+    if config.categories == "from_pool" and not members:
         raise SkilltrainError("no skill of the pool has a category", fix="set categories: taxonomy")
     encoder = open_encoder(config.encoder)
     if config.categories == "taxonomy":
@@ -109,7 +110,56 @@ def fill_categories(skills: Sequence[Skill], config: PoolConfig) -> Sequence[Ski
         names = [category.name for category in taxonomy]
         vectors = encode_skills(encoder, [Skill(entry.name, entry.name, entry.description, "") for entry in taxonomy])
     else:
-        members = [skill for skill in skills if skill.category is not None]
         names, vectors = mean_vectors(encode_skills(encoder, members), [skill.category or "" for skill in members])
     nearest = iter(assign_categories(encode_skills(encoder, without), vectors, names))
     return [skill if skill.category is not None else replace(skill, category=next(nearest)) for skill in skills]
+
+
+Line = Annotated[str, AfterValidator(one_line), Field(pattern=r"\S")]
+
+
+class Category(Config):
+    """One functional category; the description says what its skills do, in the words they would use."""
+
+    name: Line
+    description: Line
+
+
+class Taxonomy(Config):
+    """What a taxonomy's file holds."""
+
+    entries: list[Category] = Field(min_length=1)
+
+
+def load_taxonomy(path: Path) -> list[Category]:
+    """The categories of a YAML file, a list of `- name: …` with `description: …`, in its order.
+
+    Raises SkilltrainError naming the entry that is not of this form or whose name stands twice.
+    """
+    taxonomy = validate(Taxonomy, {"entries": parse_yaml(path.read_text(encoding="utf-8-sig"), path)}, path).entries
+    names = [category.name for category in taxonomy]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise SkilltrainError(f"category '{repeated}' stands twice", where=path)
+    return taxonomy
+
+
+def assign_categories(
+    skill_vectors: Float32[np.ndarray, "skill dim"],
+    category_vectors: Float32[np.ndarray, "category dim"],
+    names: Sequence[str],
+) -> list[str]:
+    """The name of the nearest category for each skill, by inner product; ties go to the earlier category."""
+    nearest: list[int] = (skill_vectors @ category_vectors.T).argmax(axis=1).tolist()
+    return [names[place] for place in nearest]
+
+
+def mean_vectors(
+    vectors: Float32[np.ndarray, "skill dim"], names: Sequence[str]
+) -> tuple[list[str], Float32[np.ndarray, "category dim"]]:
+    """The categories that skills already have, in order of name, and the unit mean vector of the members of each."""
+    categories = sorted(set(names))
+    place = {name: number for number, name in enumerate(categories)}
+    sums = np.zeros((len(categories), vectors.shape[1]))
+    np.add.at(sums, [place[name] for name in names], vectors)
+    norms = np.linalg.norm(sums, axis=1, keepdims=True)
+    return categories, (sums / np.maximum(norms, 1e-12)).astype(np.float32)
