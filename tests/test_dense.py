@@ -30,10 +30,6 @@ def test_skills_and_queries_become_unit_vectors(model_folders):
     np.testing.assert_allclose(skills, alone.numpy(), atol=1e-5)
 
 
-def test_nothing_to_encode_is_an_empty_table(model_folders):
-    assert encode_skills(open_encoder(source(model_folders)), []).shape == (0, 32)
-
-
 def test_the_query_prompt_is_applied_here(model_folders):
     plain = open_encoder(source(model_folders, "qwen3"))
     prompted = open_encoder(source(model_folders, "qwen3", template=EncoderTemplate(instruction="find the skill")))

@@ -19,14 +19,13 @@ from llm_server import LLMServer, Reply, embeddings, llm_server, vector_of, vect
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import BudgetConfig, Usage
-from skilltrain.llm.embeddings import Embeddings
 from skilltrain.records import Skill
 from skilltrain.retrieval.api import ApiConfig, ApiEncoder, open_encoder
 from skilltrain.templates import SkillTemplate
 
 KEY = "sk-secret-0123456789"
 SKILLS = [Skill(f"id of {n}", f"skill-{n}", "Sorts.", "Sorts by month. " * n) for n in range(10)]
-FOUR: dict[str, Any] = {"dimensions": 4}  # so that nothing is asked before the texts themselves
+FOUR: dict[str, Any] = {"dimensions": 4}
 
 
 @pytest.fixture
@@ -70,9 +69,7 @@ def test_texts_become_unit_vectors_in_their_order_whatever_the_answers_order(ser
     assert vectors.shape == (10, 4) and vectors.dtype == np.float32
     np.testing.assert_allclose(vectors, expected([SkillTemplate().render(skill) for skill in SKILLS]), atol=1e-7)
     assert 1 <= server.most_busy <= 3
-    # One word first, to learn the length of a vector; then ten texts, four at a time.
-    assert [len(request["input"]) for request in server.requests[:1]] == [1]
-    assert sorted(len(request["input"]) for request in server.requests[1:]) == [2, 4, 4]
+    assert sorted(len(request["input"]) for request in server.requests) == [2, 4, 4]
     assert server.requests[0]["model"] == "m" and "dimensions" not in server.requests[0]
     assert set(server.authorizations) == {f"Bearer {KEY}"}
 
@@ -168,7 +165,7 @@ def test_vectors_of_another_length_are_refused(server: LLMServer, tmp_path: Path
     server.otherwise = lambda request: Reply(raw=vectors_body([[1.0, 2, 3]] * len(request["input"]), 1))
     with pytest.raises(SkilltrainError, match=r"3 numbers, not 4.*leave out embeddings\.dimensions"):
         open_api(server, **FOUR).encode_queries(["one"])
-    assert open_api(server, tmp_path).dim == 3
+    assert open_api(server, tmp_path).encode_queries(["two"]).shape == (1, 3)
     server.otherwise = embeddings  # now of 4
     with pytest.raises(SkilltrainError, match=r"4 numbers, not 3.*another cache folder"):
         open_api(server, tmp_path).encode_queries(["one"])
@@ -196,13 +193,13 @@ def test_an_empty_text_is_named_and_never_sent(server: LLMServer) -> None:
 def test_the_cache_is_asked_first_and_needs_no_server(server: LLMServer, tmp_path: Path) -> None:
     with llm_server() as gone:
         first = open_api(gone, tmp_path).encode_skills([*SKILLS[:6], SKILLS[0]])
-        assert (first[0] == first[6]).all() and len(sent(gone)) == 1 + 6
+        assert (first[0] == first[6]).all() and len(sent(gone)) == 6
     again = open_api(gone, tmp_path, batch_size=2).encode_skills(SKILLS[:6])
     assert (again == first[:6]).all()
     with pytest.raises(SkilltrainError, match=r"no server answers.*embeddings\.base_url"):
         open_api(gone, tmp_path, max_retries=0).encode_skills(SKILLS)
     with pytest.raises(SkilltrainError, match="no server answers"):
-        open_api(gone, tmp_path, model="other", max_retries=0)
+        open_api(gone, tmp_path, model="other", max_retries=0).encode_skills(SKILLS[:1])
 
 
 def test_only_what_is_new_to_the_cache_is_sent_and_models_and_fields_never_mix(
@@ -210,17 +207,17 @@ def test_only_what_is_new_to_the_cache_is_sent_and_models_and_fields_never_mix(
 ) -> None:
     open_api(server, tmp_path).encode_skills(SKILLS[:6])
     more = open_api(server, tmp_path).encode_skills(SKILLS)
-    assert len(sent(server)) == 1 + 10
+    assert len(sent(server)) == 10
     # Skill 0 has no body: what it is without one is known.
     nd = open_api(server, tmp_path, skill={"fields": "nd"}).encode_skills(SKILLS)
     texts = [SkillTemplate(fields="nd").render(skill) for skill in SKILLS]
-    assert sorted(sent(server)[11:]) == sorted(texts[1:])
+    assert sorted(sent(server)[10:]) == sorted(texts[1:])
     np.testing.assert_allclose(nd, expected(texts), atol=1e-7)
     assert (nd[0] == more[0]).all() and (nd[1:] != more[1:]).any(axis=1).all()
     for changed in ({"model": "other"}, {"dimensions": 3}):
         before = len(sent(server))
         open_api(server, tmp_path, **changed).encode_skills(SKILLS)
-        assert len(sent(server)) - before == 10 + ("model" in changed)
+        assert len(sent(server)) - before == 10
 
 
 def test_the_budget_is_never_overrun_and_what_it_paid_for_is_kept(server: LLMServer, tmp_path: Path) -> None:
@@ -229,7 +226,7 @@ def test_the_budget_is_never_overrun_and_what_it_paid_for_is_kept(server: LLMSer
     with pytest.raises(SkilltrainError, match=r"budget of 300 tokens is used up.*raise embeddings\.budget"):
         encoder.encode_queries(texts)
     # 152 fits under 0, 40, 80 and 120 used; under 160 it does not.
-    assert len(server.requests) == 4 and encoder.server.budget.used.total == 160
+    assert len(server.requests) == 4 and encoder.budget.used.total == 160
     open_api(server, tmp_path, **FOUR).encode_queries(texts)
     assert Counter(sent(server)).most_common(1)[0][1] == 1
 
@@ -239,8 +236,8 @@ def test_dollars_need_a_price(server: LLMServer) -> None:
         open_api(server, budget={"max_dollars": 1})
     encoder = open_api(server, **FOUR, budget={"max_dollars": 1}, price=2.5)
     encoder.encode_queries(["a" * 300])
-    assert encoder.server.budget.price(encoder.server.budget.used) == pytest.approx(100 * 2.5e-6)
-    own = Embeddings(ApiConfig(model="text-embedding-3-small", budget=BudgetConfig(max_dollars=1)))
+    assert encoder.budget.price(encoder.budget.used) == pytest.approx(100 * 2.5e-6)
+    own = ApiEncoder(ApiConfig(model="text-embedding-3-small", budget=BudgetConfig(max_dollars=1)))
     assert own.budget.price(Usage(500_000, 0)) == 0.01
 
 
@@ -256,7 +253,7 @@ def test_dollars_need_a_price(server: LLMServer) -> None:
 def test_faults_of_every_text_end_the_run_and_never_show_the_key(server: LLMServer, reply: Reply, message: str) -> None:
     server.otherwise = lambda _: reply
     with pytest.raises(SkilltrainError, match=message) as failure:
-        open_api(server)
+        open_api(server).encode_queries(["one"])
     assert KEY not in str(failure.value)
 
 
@@ -271,20 +268,20 @@ open_encoder(source).encode_queries([f"query {number}" for number in range(40)])
 
 
 def test_after_kill_9_only_what_was_never_answered_is_paid(server: LLMServer, tmp_path: Path) -> None:
-    # After the first word and five batches the server falls silent: the kill finds two requests without an answer.
+    # After five batches the server falls silent: the kill finds two requests without an answer.
     first = stop_program(server, tmp_path, signal.SIGKILL)
     assert_nothing_is_paid_twice(server, tmp_path, first)
 
 
 def stop_program(server: LLMServer, tmp_path: Path, number: signal.Signals) -> list[str]:
     """What was sent until the program was stopped, with five batches answered and two under way."""
-    server.otherwise = lambda request: Reply(raw=embeddings(request).raw, delay=0 if len(server.requests) <= 6 else 60)
+    server.otherwise = lambda request: Reply(raw=embeddings(request).raw, delay=0 if len(server.requests) <= 5 else 60)
     environment = os.environ | {"OPENAI_API_KEY": KEY, "OPENAI_LOG": "debug"}
     command = [sys.executable, "-c", PROGRAM, server.base_url, str(tmp_path / "cache")]
     log = (tmp_path / "log").open("wb")
     process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     end = time.monotonic() + 120
-    while len(list(tmp_path.rglob("*.parquet"))) < 5 or len(server.requests) < 8:
+    while len(list(tmp_path.rglob("*.parquet"))) < 5 or len(server.requests) < 7:
         assert time.monotonic() < end and process.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.02)
     process.send_signal(number)
@@ -298,7 +295,7 @@ def assert_nothing_is_paid_twice(server: LLMServer, tmp_path: Path, first: Seque
     vectors = open_api(server, tmp_path / "cache").encode_queries(texts)
     np.testing.assert_allclose(vectors, expected(texts), atol=1e-7)
     answered = Counter(text for request in server.answered for text in request["input"])
-    assert len(answered) == 1 + 40 and set(answered.values()) == {1}
-    assert len(first) == 1 + 5 * 4 + 2 * 4 and len(sent(server)) == len(first) + 20
+    assert len(answered) == 40 and set(answered.values()) == {1}
+    assert len(first) == 5 * 4 + 2 * 4 and len(sent(server)) == len(first) + 20
     for file in tmp_path.rglob("*"):
         assert file.is_dir() or KEY.encode() not in file.read_bytes(), file

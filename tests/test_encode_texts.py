@@ -4,20 +4,14 @@ import torch
 
 from skilltrain.models.cpu_linear import PackedLinear, pack_linear_layers
 from skilltrain.retrieval import encode_texts as module
-from skilltrain.retrieval.encode_texts import (
-    EncodingCount,
-    OrderedTexts,
-    encode_texts,
-    even_groups,
-    longest_first,
-    text_keys,
-)
+from skilltrain.retrieval.encode_texts import EncodingCount, encode_texts, even_groups
+from skilltrain.retrieval.vectors import OrderedTexts, longest_first, text_keys
 from tiny_models import WORDS
 
 
 def test_keys_tell_texts_and_limits_apart_and_no_more():
     texts = ["pods", "", "pods ", "日本", "pods"]
-    keys, lengths = text_keys(iter(texts), 32)
+    keys, lengths = text_keys(texts, 32)
     assert lengths.tolist() == [4, 0, 5, 2, 4]
     assert keys[0] == keys[4] and len(set(keys.tolist())) == 4
     assert not set(keys.tolist()) & set(text_keys(texts, 33)[0].tolist())

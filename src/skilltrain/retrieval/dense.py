@@ -12,14 +12,13 @@ import torch
 from jaxtyping import Float32
 from pydantic import Field
 
-from skilltrain.errors import SkilltrainError
 from skilltrain.models.cpu_linear import pack_linear_layers
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision, default_device, resolve_model, stored_settings
 from skilltrain.records import Skill
-from skilltrain.retrieval.encode_texts import EncodingCount, OrderedTexts, Parts, VectorSource, encode_texts
+from skilltrain.retrieval.encode_texts import EncodingCount, encode_texts
 from skilltrain.retrieval.nearest import VectorRanker
-from skilltrain.retrieval.vectors import VectorCache
+from skilltrain.retrieval.vectors import OrderedTexts, Parts, VectorCache, cached_vectors
 
 
 class EncoderSource(EncoderConfig):
@@ -63,11 +62,9 @@ class SkillEncoder:
 
 def open_encoder(source: EncoderSource) -> SkillEncoder:
     """The encoder ready to encode and no more to be trained, on the GPU where there is one."""
-    settings = {name: getattr(source, name) for name in EncoderConfig.model_fields}
-    config = EncoderConfig(**settings)
-    model = load_encoder(config, default_device()).requires_grad_(False)
+    model = load_encoder(source, default_device()).requires_grad_(False)
     identity = _identity(model) if source.cache else ""
-    cache = VectorCache.open(source.cache, identity, model.dim) if source.cache else None
+    cache = VectorCache.open(source.cache, identity) if source.cache else None
     pack_linear_layers(model.backbone, source.token_budget)
     return SkillEncoder(model, source.source, source.token_budget, cache, identity)
 
@@ -83,29 +80,21 @@ def _identity(model: Encoder) -> str:
 
 
 def encode_skills(encoder: SkillEncoder, skills: Sequence[Skill]) -> Float32[np.ndarray, "skill dim"]:
-    """One unit vector a skill; equal texts are encoded once, cached texts not at all."""
+    """One unit vector per skill; equal texts are encoded once, cached texts not at all."""
     settings = encoder.model.settings
     texts = [settings.template.skill.render(skill) for skill in skills]
-    return _source(encoder).vectors(texts, settings.max_tokens, "encoding skills")
+    return _vectors(encoder, texts, settings.max_tokens, "encoding skills")
 
 
 def encode_queries(encoder: SkillEncoder, texts: Sequence[str]) -> Float32[np.ndarray, "query dim"]:
-    """One unit vector a raw query; the template's prompt and cap are applied here."""
+    """One unit vector per raw query; the template's prompt and cap are applied here."""
     settings = encoder.model.settings
     rendered = [settings.template.render_query(text) for text in texts]
-    return _source(encoder).vectors(rendered, settings.query_max_tokens, "encoding queries")
+    return _vectors(encoder, rendered, settings.query_max_tokens, "encoding queries")
 
 
-def _source(encoder: SkillEncoder) -> VectorSource:
-    return VectorSource(encoder.model.dim, encoder.cache, lambda work: encode_and_keep(encoder, work, EncodingCount()))
+def _vectors(encoder: SkillEncoder, texts: Sequence[str], max_tokens: int, description: str) -> np.ndarray:
+    def encode(work: OrderedTexts) -> Parts:
+        return encode_texts(encoder.model, work, encoder.token_budget, EncodingCount())
 
-
-def encode_and_keep(encoder: SkillEncoder, work: OrderedTexts, count: EncodingCount) -> Parts:
-    """Yield (positions in `work`, their vectors) as they are done, each part after the cache has it."""
-    try:
-        for part, vectors in encode_texts(encoder.model, work, encoder.token_budget, count):
-            if encoder.cache:
-                encoder.cache.add(work.keys[part], vectors)
-            yield part, vectors
-    except SkilltrainError as error:
-        raise SkilltrainError(error.what, where=error.where or encoder.source, fix=error.fix) from error
+    return cached_vectors(texts, max_tokens, description, encoder.cache, encode)

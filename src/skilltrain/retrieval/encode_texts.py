@@ -1,20 +1,18 @@
 """Many texts through an encoder: longest first, in micro-batches of texts of one length, each block kept when done."""
 
-import hashlib
 import time
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from jaxtyping import Float32, Int32, Int64
+from jaxtyping import Int32
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import Groups, micro_batches, num_slots
-from skilltrain.retrieval.vectors import KEY, VectorCache
+from skilltrain.retrieval.vectors import OrderedTexts, Parts
 from skilltrain.terminal import progress
 
 _BLOCK = 2048  # texts whose token ids are in memory at once
@@ -34,65 +32,6 @@ class EncodingCount:
     slots: int = 0
 
 
-@dataclass(frozen=True)
-class OrderedTexts:
-    """Distinct texts, longest first, cut to `max_tokens`.
-
-    `keys` are as `text_keys` gives them; `positions` say where each text stands among all that were given.
-    """
-
-    texts: Sequence[str]
-    keys: np.ndarray
-    positions: Int64[np.ndarray, " text"]
-    max_tokens: int
-    description: str
-
-
-Parts = Iterator[tuple[Int64[np.ndarray, " some"], Float32[np.ndarray, "some dim"]]]
-"""Places in `OrderedTexts`, and their vectors, as they are done."""
-
-
-@dataclass(frozen=True)
-class VectorSource:
-    """Where vectors of `dim` numbers come from: the cache first, then `encode`, which keeps there what it yields."""
-
-    dim: int
-    cache: VectorCache | None
-    encode: Callable[[OrderedTexts], Parts]
-
-    def vectors(self, texts: Sequence[str], max_tokens: int, description: str) -> Float32[np.ndarray, "text dim"]:
-        """The vector of each text, cut to `max_tokens`; each distinct text is encoded once, a cached one not at all."""
-        keys, lengths = text_keys(texts, max_tokens)
-        distinct, first, which = np.unique(keys, return_index=True, return_inverse=True)
-        missing, vectors = np.ones(len(first), dtype=bool), np.empty((len(first), self.dim), dtype=np.float32)
-        if self.cache:
-            found, vectors = self.cache.read(distinct)
-            missing = ~found
-        places = np.flatnonzero(missing)
-        places = places[longest_first(lengths[first[places]])]
-        positions = first[places]
-        work = OrderedTexts(
-            [texts[int(position)] for position in positions], distinct[places], positions, max_tokens, description
-        )
-        for part, some in self.encode(work):
-            vectors[places[part]] = some
-        return vectors[which]
-
-
-def text_keys(texts: Iterable[str], max_tokens: int) -> tuple[np.ndarray, Int64[np.ndarray, " text"]]:
-    """(a key of each text's content and its token limit, its characters); no text is kept."""
-    keys, lengths = bytearray(), array("q")
-    for text in texts:
-        keys += hashlib.sha256(f"{max_tokens} {text}".encode("utf-8", "replace")).digest()[: KEY.itemsize]
-        lengths.append(len(text))
-    return np.frombuffer(bytes(keys), KEY), np.array(lengths, dtype=np.int64)
-
-
-def longest_first(lengths: Int64[np.ndarray, " text"]) -> Int64[np.ndarray, " text"]:
-    """Positions in the order of encoding: memory peaks at the start, and the texts of a block are of like length."""
-    return np.argsort(-lengths, kind="stable")
-
-
 def encode_texts(model: Encoder, work: OrderedTexts, token_budget: int, count: EncodingCount) -> Parts:
     """Yield (places in `work`, their unit vectors) as they are done; `count` grows with them.
 
@@ -110,7 +49,8 @@ def encode_texts(model: Encoder, work: OrderedTexts, token_budget: int, count: E
         for start, ids in _tokenized(model, work):
             for part, vectors in _encode_block(model, ids, token_budget, count, tell):
                 if not np.isfinite(vectors).all():
-                    raise SkilltrainError("the encoder gave vectors that are no numbers")
+                    source = model.backbone.config.name_or_path
+                    raise SkilltrainError("the encoder gave vectors that are no numbers", where=source)
                 yield start + part, vectors
 
 
@@ -119,33 +59,29 @@ def _tokenized(model: Encoder, work: OrderedTexts) -> Iterator[tuple[int, list[I
 
     Beside a GPU the next block is tokenised while the model works; on a CPU the two would compete for the cores.
     """
-    num = len(work.texts)
 
     def tokenize(start: int) -> list[Ids]:
         ids: list[Ids] = []
-        end = min(start + _BLOCK, num)
-        for first in range(start, end, _TOKENIZED_AT_ONCE):
-            some = [work.texts[place] for place in range(first, min(first + _TOKENIZED_AT_ONCE, end))]
+        for first in range(start, start + _BLOCK, _TOKENIZED_AT_ONCE):
+            some = work.texts[first : min(first + _TOKENIZED_AT_ONCE, start + _BLOCK)]
             ids += [np.asarray(text, dtype=np.int32) for text in model.tokenize(some, work.max_tokens)]
         return ids
 
-    starts = range(0, num, _BLOCK)
+    starts = range(0, len(work.texts), _BLOCK)
     if model.device.type == "cpu":
-        yield from ((start, tokenize(start)) for start in starts)
+        yield from zip(starts, map(tokenize, starts), strict=True)
         return
     with ThreadPoolExecutor(1) as thread:
         ahead = thread.submit(tokenize, 0)
         for start in starts:
-            ids = ahead.result()
-            if start + _BLOCK < num:
-                ahead = thread.submit(tokenize, start + _BLOCK)
+            ids, ahead = ahead.result(), thread.submit(tokenize, start + _BLOCK)
             yield start, ids
 
 
 @torch.inference_mode()
 def _encode_block(
     model: Encoder, ids: Sequence[Ids], token_budget: int, count: EncodingCount, tell: Callable[[], None]
-) -> Iterator[tuple[Int64[np.ndarray, " some"], Float32[np.ndarray, "some dim"]]]:
+) -> Parts:
     lengths = [len(text) for text in ids]
     enough = _ENOUGH_TOKENS if model.device.type == "cpu" else token_budget
     done: list[int] = []

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol
 
+import numpy as np
+from jaxtyping import Float64
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config
-from skilltrain.records import Query, Rankings, Skill
+from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.dense import DenseConfig
-from skilltrain.retrieval.fuse import Method, fuse
 from skilltrain.retrieval.lexical import LexicalConfig
 from skilltrain.retrieval.rerank import RerankConfig, with_rest
 from skilltrain.retrieval.saved import SavedConfig
@@ -24,6 +25,9 @@ OWN = "self"
 """The `source` that stands for the model in training."""
 LEG_KEEP = 100
 """Skills that a leg of `fuse` finds where the recipe does not say: the same for any depth of the system."""
+
+
+Method = Literal["z", "max", "minmax", "rrf"]
 
 
 class Ranker(Protocol):
@@ -43,7 +47,7 @@ LegConfig = Annotated[LexicalConfig | DenseConfig | ApiConfig | SavedConfig | Re
 
 
 class FuseConfig(Config):
-    """Rankings of several rankers as one (see `fuse`)."""
+    """Rankings of several rankers as one: by their scores, made comparable, or by their ranks alone (see `fuse`)."""
 
     kind: Literal["fuse"] = "fuse"
     of: tuple[LegConfig, ...] = Field(
@@ -108,6 +112,41 @@ class Fuse:
             legs = [leg[query_id] for leg in found]
             rankings[query_id] = fuse(legs, weights, self.config.method, self.config.rrf_k)[:keep]
         return rankings
+
+
+def fuse(legs: Sequence[Ranking], weights: Sequence[float], method: Method, rrf_k: int) -> Ranking:
+    """All skills that the `legs` found, best first; equal scores stand in the order in which they were found.
+
+    `z`, `max` and `minmax` add each leg's scores, made comparable over the skills that any leg found, times the leg's
+    weight. A skill that a leg did not find gets the lowest score that this leg gave.
+
+    `rrf` adds weight / (rrf_k + rank); a leg adds nothing to a skill that it did not find (Cormack et al., 2009).
+    """
+    skill_ids = list(dict.fromkeys(skill_id for leg in legs for skill_id, _ in leg))
+    if not skill_ids:
+        return []
+    total = np.zeros(len(skill_ids))
+    for leg, weight in zip(legs, weights, strict=True):
+        if method == "rrf":
+            scores, lowest = {skill_id: 1 / (rrf_k + rank) for rank, (skill_id, _) in enumerate(leg, 1)}, 0.0
+        else:
+            scores = dict(leg)
+            lowest = min(scores.values(), default=0.0)
+        total += weight * _comparable(np.array([scores.get(skill_id, lowest) for skill_id in skill_ids]), method)
+    order = np.argsort(-total, kind="stable")
+    return [(skill_ids[place], float(total[place])) for place in order]
+
+
+def _comparable(scores: Float64[np.ndarray, " skill"], method: Method) -> Float64[np.ndarray, " skill"]:
+    """`scores` without their unit; zeros where all are alike, for then they tell nothing apart."""
+    if method == "rrf":
+        return scores
+    largest, width = np.abs(scores).max(), scores.max() - scores.min()
+    if width <= 1e-12 * largest:
+        return np.zeros_like(scores)
+    if method == "max":
+        return scores / largest
+    return (scores - scores.mean()) / scores.std() if method == "z" else (scores - scores.min()) / width
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,7 @@ class RerankConfig(RerankerConfig):
 
 def open_reranker(config: RerankConfig) -> Reranker:
     """The reranker itself, on the GPU where there is one."""
-    settings = {name: getattr(config, name) for name in RerankerConfig.model_fields}
-    return load_reranker(RerankerConfig(**settings), default_device())
+    return load_reranker(config, default_device())
 
 
 @dataclass(frozen=True)

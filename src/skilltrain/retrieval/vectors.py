@@ -1,6 +1,8 @@
-"""Vectors kept on disk by content, so that a text is encoded once a model, by whatever process comes first."""
+"""Vectors kept on disk by content, so that a text is encoded once per model, by whatever process comes first."""
 
+import hashlib
 import uuid
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from jaxtyping import Bool, Float32
+from jaxtyping import Float32, Int64
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import atomic_path, locked
@@ -17,6 +19,9 @@ from skilltrain.terminal import say
 KEY = np.dtype("S16")
 _SMALL, _MANY = 512, 64  # so many files with fewer vectors than this are joined into one
 _DAMAGED = (pa.ArrowException, OSError, ValueError)
+
+Parts = Iterator[tuple[Int64[np.ndarray, " some"], Float32[np.ndarray, "some dim"]]]
+"""Positions in what was asked for, and the vectors there, part by part as they are found or made."""
 
 
 @dataclass(frozen=True)
@@ -28,50 +33,57 @@ class VectorCache:
     """
 
     folder: Path
-    dim: int
 
     @classmethod
-    def open(cls, folder: Path, model_identity: str, dim: int) -> "VectorCache":
-        """The cache of one model in `folder`, whose vectors have `dim` numbers; made if it is not there."""
+    def open(cls, folder: Path, model_identity: str) -> "VectorCache":
+        """The cache of one model in `folder`; made if it is not there."""
         folder = folder.expanduser()
         try:
             (folder / model_identity).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             if not folder.is_dir():  # one that is there, but not ours to write to, can still be read
                 raise SkilltrainError(f"cannot make the vector cache: {error.strerror}", where=folder) from error
-        cache = cls(folder / model_identity, dim)
+        cache = cls(folder / model_identity)
         cache._join_small_files()
         return cache
 
-    def read(self, keys: np.ndarray) -> tuple[Bool[np.ndarray, " key"], Float32[np.ndarray, "key dim"]]:
-        """(which of the distinct `keys` have a vector here, the vectors; zeros where there is none)."""
-        found, vectors = np.zeros(len(keys), dtype=bool), np.zeros((len(keys), self.dim), dtype=np.float32)
+    def dim(self) -> int | None:
+        """The length of the vectors here; None where there is none."""
+        for path in self._paths():
+            with suppress(*_DAMAGED):
+                return pq.read_schema(path).field("vector").type.list_size
+        return None
+
+    def read(self, keys: np.ndarray) -> Parts:
+        """Yield (positions among the distinct `keys`, their vectors) of what each file has of them."""
         order = np.argsort(keys, kind="stable")
         for path in self._paths() if len(keys) else ():
             try:
-                positions, some = self._read_file(path, keys, order)
+                part = _read_file(path, keys, order)
             except FileNotFoundError:
                 continue  # another process has joined it with others
             except _DAMAGED:
                 say(f"warning: {path} is damaged and not used (delete it); its texts are encoded again")
                 continue
-            found[positions], vectors[positions] = True, some
-        return found, vectors
+            yield part
+
+    def missing(self, keys: np.ndarray) -> Int64[np.ndarray, " some"]:
+        """Positions of those of the distinct `keys` that have no vector here."""
+        is_missing = np.ones(len(keys), dtype=bool)
+        for positions, _ in self.read(keys):
+            is_missing[positions] = False
+        return np.flatnonzero(is_missing)
 
     def add(self, keys: np.ndarray, vectors: Float32[np.ndarray, "key dim"]) -> None:
         """Keep `vectors`; they are in a file when this returns. Raises SkilltrainError if they cannot be written."""
-        if len(keys):
-            self._write(_table(np.asarray(keys, dtype=KEY), vectors))
-
-    def _read_file(self, path: Path, keys: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(positions among `keys` that the file holds, their vectors); `order` sorts `keys`."""
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            held = _values(file, "key", KEY)
-            place = order[np.minimum(np.searchsorted(keys, held, sorter=order), len(keys) - 1)]
-            rows = np.flatnonzero(keys[place] == held)
-            if not len(rows):
-                return place[rows], np.empty((0, self.dim), np.float32)
-            return place[rows], _values(file, "vector", np.dtype(np.float32)).reshape(len(held), self.dim)[rows]
+        if not len(keys):
+            return
+        content = pa.py_buffer(np.asarray(keys, dtype=KEY).tobytes())
+        flat = pa.array(np.ascontiguousarray(vectors, dtype=np.float32).ravel())
+        self._write(pa.table({
+            "key": pa.Array.from_buffers(pa.binary(KEY.itemsize), len(keys), [None, content]),
+            "vector": pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1]),
+        }))  # fmt: skip
 
     def _paths(self) -> list[Path]:
         return sorted(self.folder.glob("*.parquet"))
@@ -98,16 +110,75 @@ class VectorCache:
                 path.unlink()
 
 
-def _table(keys: np.ndarray, vectors: Float32[np.ndarray, "key dim"]) -> pa.Table:
-    """The columns `key` and `vector`, which share their memory with the arrays."""
-    flat = np.ascontiguousarray(vectors, dtype=np.float32)
-    key = pa.Array.from_buffers(pa.binary(KEY.itemsize), len(keys), [None, pa.py_buffer(keys.tobytes())])
-    return pa.table({"key": key, "vector": pa.FixedSizeListArray.from_arrays(pa.array(flat.ravel()), flat.shape[1])})
+def _read_file(
+    path: Path, keys: np.ndarray, order: np.ndarray
+) -> tuple[Int64[np.ndarray, " some"], Float32[np.ndarray, "some dim"]]:
+    """(positions among `keys` that the file holds, their vectors); `order` sorts `keys`."""
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        held = np.array(file.read(["key"]).column("key").to_pylist(), dtype=KEY)
+        places = order[np.minimum(np.searchsorted(keys, held, sorter=order), len(keys) - 1)]
+        rows = np.flatnonzero(keys[places] == held)
+        dim = file.schema_arrow.field("vector").type.list_size
+        if not len(rows):
+            return places[rows], np.empty((0, dim), np.float32)
+        chunks = [chunk.flatten().to_numpy() for chunk in file.read(["vector"]).column("vector").chunks]
+    return places[rows], np.concatenate(chunks).reshape(len(held), dim)[rows]
 
 
-def _values(file: pq.ParquetFile, column: str, kind: np.dtype) -> np.ndarray:
-    """The numbers or keys of a column, one after the other."""
-    array = file.read([column]).column(column).combine_chunks()
-    array = array if isinstance(array, pa.Array) else array.chunk(0)
-    values = array.flatten() if kind != KEY else array
-    return np.frombuffer(values.buffers()[1], kind)[values.offset :][: len(values)]
+@dataclass(frozen=True)
+class OrderedTexts:
+    """Distinct texts to encode, longest first: memory peaks at the start, and texts of like length stand together.
+
+    `keys` are as `text_keys` gives them; `positions` say where each text stands among all that were given.
+    """
+
+    texts: Sequence[str]
+    keys: np.ndarray
+    positions: Int64[np.ndarray, " text"]
+    max_tokens: int
+    description: str
+
+
+def cached_vectors(
+    texts: Sequence[str],
+    max_tokens: int,
+    description: str,
+    cache: VectorCache | None,
+    encode: Callable[[OrderedTexts], Parts],
+) -> Float32[np.ndarray, "text dim"]:
+    """The vector of each text, cut to `max_tokens`: from the cache, else from `encode`, and then kept in the cache.
+
+    Each distinct text is encoded once, in the order of `OrderedTexts`.
+    """
+    keys, lengths = text_keys(texts, max_tokens)
+    distinct, first, which = np.unique(keys, return_index=True, return_inverse=True)
+    parts = [*cache.read(distinct)] if cache else []
+    is_missing = np.ones(len(distinct), dtype=bool)
+    for positions, _ in parts:
+        is_missing[positions] = False
+    missing = np.flatnonzero(is_missing)
+    missing = missing[longest_first(lengths[first[missing]])]
+    places = first[missing]
+    chosen = [texts[int(place)] for place in places]
+    work = OrderedTexts(chosen, distinct[missing], places, max_tokens, description)
+    for part, vectors in encode(work) if len(missing) else ():
+        if cache:
+            cache.add(work.keys[part], vectors)
+        parts.append((missing[part], vectors))
+    if not parts:
+        return np.empty((0, 0), dtype=np.float32)
+    rows = np.empty(len(distinct), dtype=np.int64)
+    rows[np.concatenate([positions for positions, _ in parts])] = np.arange(sum(len(some) for some, _ in parts))
+    return np.concatenate([vectors for _, vectors in parts])[rows[which]]
+
+
+def text_keys(texts: Sequence[str], max_tokens: int) -> tuple[np.ndarray, Int64[np.ndarray, " text"]]:
+    """(a key of each text's content and its token limit, its characters)."""
+    digests = [hashlib.sha256(f"{max_tokens} {text}".encode("utf-8", "replace")).digest() for text in texts]
+    keys = b"".join(digest[: KEY.itemsize] for digest in digests)
+    return np.frombuffer(keys, KEY), np.array([len(text) for text in texts], dtype=np.int64)
+
+
+def longest_first(lengths: Int64[np.ndarray, " text"]) -> Int64[np.ndarray, " text"]:
+    """Positions in the order of encoding."""
+    return np.argsort(-lengths, kind="stable")
