@@ -1,7 +1,6 @@
 """Chat models behind one protocol: an OpenAI-compatible server, live or in batches, or a small local model.
 
-Answers are kept on disk, and a run never takes more tokens or dollars than its budget holds. `embeddings` asks servers
-of the same kind for vectors of texts.
+Answers are kept on disk, and a run never takes more tokens or dollars than its budget holds.
 """
 
 from skilltrain.llm.answers import Answers
