@@ -4,9 +4,15 @@ import math
 import random
 from collections.abc import Sequence
 
-from skilltrain.evaluation.analysis.analysis import Analysis, FieldAttention, FieldShares, StageLatency, outcomes
-from skilltrain.evaluation.analysis.pass_rates import PassRate
-from skilltrain.evaluation.analysis.structure import FeatureComparison
+from skilltrain.evaluation.analysis import (
+    FIELDS,
+    Analysis,
+    FeatureComparison,
+    FieldAttention,
+    PassRate,
+    StageLatency,
+    outcomes,
+)
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, task_of
 from skilltrain.evaluation.bootstrap import Interval, interval
 from skilltrain.evaluation.comparison import SystemResult
@@ -138,8 +144,7 @@ def _attention(model: str, num_layers: int) -> FieldAttention:
         depth = n / (num_layers - 1)
         name = 0.04 + 0.16 * math.exp(-(((depth - 0.65) / 0.2) ** 2)) + 0.02 * math.sin(9 * depth)
         described = 0.07 + 0.12 * depth + 0.03 * math.cos(7 * depth)
-        layers.append(FieldShares(name, described, 1 - name - described))
-    overall = [
-        sum(value) / num_layers for value in zip(*((x.name, x.description, x.body) for x in layers), strict=True)
-    ]
-    return FieldAttention(model, tuple(layers), FieldShares(*overall), FieldShares(0.008, 0.061, 0.931), 400)
+        layers.append({"name": name, "description": described, "body": 1 - name - described})
+    overall = {field: sum(layer[field] for layer in layers) / num_layers for field in FIELDS}
+    tokens = {"name": 0.008, "description": 0.061, "body": 0.931}
+    return FieldAttention(model, tuple(layers), overall, tokens, 400)

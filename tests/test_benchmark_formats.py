@@ -80,7 +80,7 @@ def test_beir_without_a_corpus_is_about_a_pool_that_is_given(write: Write):
     (folder / "corpus.jsonl").unlink()
     benchmark = load_benchmark(folder)
     assert benchmark.pool == benchmark.gold_skills == ()
-    with pytest.raises(SkilltrainError, match="gold skill 'd3' is not among the 2 skills"):
+    with pytest.raises(SkilltrainError, match="gold skill 'd3' of query 'q2' is not among the 2 skills"):
         check_pool(benchmark, ["d1", "d2"])
 
 
@@ -96,17 +96,9 @@ def test_faults_in_other_beir_files_are_named(write: Write):
     folder = beir(write, dev="q1\td1\t1\n")
     with pytest.raises(SkilltrainError, match=r"test\.tsv: query 'q1' is of split dev as well \(give the split"):
         load_benchmark(folder)
-    write("qrels/dev.tsv", "q2\td1\t1\n")
-    with pytest.raises(SkilltrainError, match=r"dev\.tsv, line 1: the first line is not the header query-id"):
-        load_benchmark(folder)
-    write("qrels/dev.tsv", "query-id\tcorpus-id\tscore\n")
-    (folder / "qrels" / "dev.tsv").write_bytes(b"query-id\xff")
-    with pytest.raises(SkilltrainError, match=r"dev\.tsv: cannot be read: 'utf-8'"):
-        load_benchmark(folder)
-    for file in (folder / "qrels").iterdir():
-        file.unlink()
-    with pytest.raises(SkilltrainError, match=r"qrels: holds no \.tsv file, one a split"):
-        load_benchmark(folder)
+    write("qrels/dev.tsv", "q2\td1\t1\nq2\td2\t1\n")
+    with pytest.raises(SkilltrainError, match=r"dev\.tsv, line 2: query_id: Field required"):
+        load_benchmark(folder, "dev")
 
 
 # SkillRet
@@ -255,7 +247,7 @@ def test_a_pool_with_one_of_the_candidates_is_enough(write: Write):
     checked = check_pool(benchmark, ["cloud/write"])
     values = per_query({"t1": ["cloud/write"]}, {"t1": checked.tasks[0].relevance}, parse_measures(["nDCG@1", "Hit@1"]))
     assert values == {"t1": {"nDCG@1": 1.0, "Hit@1": 1.0}}
-    with pytest.raises(SkilltrainError, match="query t1: gold skill 'disk/write' is not among the 1 skills"):
+    with pytest.raises(SkilltrainError, match="gold skill 'disk/write' of query 't1' is not among the 1 skills"):
         check_pool(benchmark, ["web/fetch"])
 
 
@@ -281,14 +273,8 @@ def test_livemcpbench_as_published_finds_tools_by_name(write: Write):
     )
     assert benchmark.pool[2] == Skill("cloud/fetch", "fetch", "(Cloud)", "Takes no parameters.", source="livemcpbench")
     assert benchmark.notes == ("1 of 3 needed tools (1 tasks) have no candidate and are no gold",)
-    with pytest.raises(SkilltrainError, match=r"entry 1: task 't1': expected a numbered list of tools, found 'write'"):
+    with pytest.raises(SkilltrainError, match=r"entry 1: .*expected a numbered list of tools, found 'write'"):
         load_benchmark(clone(write, "write"))
-    write("annotated_data/all_annotations.json", "{}")
-    with pytest.raises(SkilltrainError, match=r"all_annotations\.json: expected a list"):
-        load_benchmark(write("annotated_data/x", ""))
-    write("annotated_data/all_annotations.json", '[{"task_id": "t1", "Ques')
-    with pytest.raises(SkilltrainError, match=r"all_annotations\.json: is not JSON"):
-        load_benchmark(write("annotated_data/x", ""))
 
 
 # Faults
@@ -299,20 +285,20 @@ def test_livemcpbench_as_published_finds_tools_by_name(write: Write):
     [
         (beir, "q9\td1\t1\n", r"test\.tsv, line 2: query 'q9' is not among the queries"),
         (beir, "q1\td1\t1\nq1\td9\t1\n", r"test\.tsv, line 3: skill 'd9' of query 'q1' is not among the"),
-        (beir, "q1\td1\tgood\n", r"test\.tsv, line 2: the score of query 'q1' is no number: 'good'"),
-        (beir, "q1\td1\tnan\n", r"test\.tsv, line 2: the score of query 'q1' is nan, no number"),
+        (beir, "q1\td1\tgood\n", r"test\.tsv, line 2: score: "),
+        (beir, "q1\td1\tnan\n", r"test\.tsv: query 'q1': the gain of skill 'd1' is nan"),
         (beir, "q1\td1\t1\nq1\td1\t1\n", r"test\.tsv, line 3: query 'q1' and skill 'd1' stand together twice"),
-        (beir, "q1\td1\t1\nq2\td", r"test\.tsv, line 3: expected query-id, corpus-id and score .*\['q2', 'd'\]"),
-        (beir, "q1\td1\t1\nq2\td2\t0\n", r"test\.tsv, line 3: query 'q2' has no skill with a score above 0"),
+        (beir, "q1\td1\t1\nq2\td", r"test\.tsv, line 3: score: "),
+        (beir, "q1\td1\t1\nq2\td2\t0\n", r"test\.tsv: query 'q2': no skill is gold"),
         (beir, "", r"bench: holds no query to score"),
         (beir_queries, lines(*[{"_id": "q1", "text": "a"}] * 2), r"queries\.jsonl, line 2: query 'q1' stands twice"),
         (beir_queries, '{"_id": "q2", "te', r"queries\.jsonl, line 1: is not JSON Lines"),
         (beir_queries, lines({"_id": 7, "text": "a"}), r"queries\.jsonl, line 1: _id: "),
         (beir_queries, lines({"_id": "q1", "text": ""}), r"queries\.jsonl, line 1: text: "),
-        (r3_skill, lines({"query": "a", "skill_ids": []}), r"test\.jsonl, line 1: query 'test-1' has no required"),
+        (r3_skill, lines({"query": "a", "skill_ids": []}), r"test\.jsonl, line 1: query 'test-1': no skill is gold"),
         (r3_skill, lines({"query": "a", "skill_ids": ["skill-9"]}), r"line 1: skill 'skill-9' is not in skills_"),
         (r3_skill, "\n", "holds no query to score"),
-        (groups, [group("g1", [])], r"judgements\.jsonl, line 1: query 'g1' has no required skill"),
+        (groups, [group("g1", [])], r"judgements\.jsonl, line 1: query 'g1': no skill is gold"),
         (groups, [group("g1", ["a"]), group("g1", ["b"])], r"judgements\.jsonl, line 2: group 'g1' stands twice"),
         (groups, [group("g1", ["a", "x"])], "line 1: skill 'x' of group 'g1' is judged twice"),
         (groups, [group("g1", ["a"], irrelevant=["a"])], "line 1: skill 'a' of group 'g1' is judged twice"),

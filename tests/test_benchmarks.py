@@ -70,16 +70,15 @@ def test_gold_skills_are_optional_and_gt_skill_ids_stand_in_for_core(tmp_path: P
 @pytest.mark.parametrize(
     ("tasks", "relevance", "message"),
     [
-        ([task("t")], {}, "tasks.jsonl, line 1: task 't' has no entry in relevance.json"),
-        ([task("t")], {"t": entry("g"), "u": entry("g")}, "tasks.jsonl: relevance.json has 1 tasks .* here: u"),
+        ([task("t")], {}, "relevance.json lacks task 't'"),
+        ([task("t")], {"t": entry("g"), "u": entry("g")}, "tasks.jsonl lacks task 'u'"),
         ([task("t"), task("t")], {"t": entry("g")}, "tasks.jsonl, line 2: task 't' stands twice"),
         ([task("t")], [], "relevance.json: expected a map"),
-        ([task("t")], {"t": entry()}, "relevance.json, task t: no skill is gold"),
-        ([task("t")], {"t": entry("g", relevance={"g": 0})}, "task t: gold skill 'g' has no positive relevance"),
-        ([task("t")], {"t": entry("g", relevance={"g": -3})}, "relevance.json, task t: relevance.g: "),
-        ([task("t")], {"t": entry("g", relevance={"g": float("nan")})}, "relevance.json, task t: relevance.g: "),
+        ([task("t")], {"t": entry()}, "relevance.json: query 't': no skill is gold"),
+        ([task("t")], {"t": entry("g", relevance={"g": 0})}, "query 't': gold skill 'g' has no positive gain"),
+        ([task("t")], {"t": entry("g", relevance={"g": -3})}, "query 't': the gain of skill 'g' is -3"),
+        ([task("t")], {"t": entry("g", relevance={"g": float("nan")})}, "query 't': the gain of skill 'g' is nan"),
         ([task("t")], {"t": entry("g", gt_skill_ids="g")}, "relevance.json, task t: gt_skill_ids: "),
-        ([task("t")], {"t": 3}, "relevance.json, task t: "),
         ([task("t")], {"t": entry("g", task_type="generic_only")}, "holds no query to score"),
     ],
 )
@@ -88,17 +87,10 @@ def test_malformed_skillrouter_folders_name_file_and_task(tmp_path: Path, tasks:
         load_benchmark(skillrouter(tmp_path, tasks, relevance))
 
 
-def test_missing_and_torn_files_are_named(tmp_path: Path):
+def test_what_is_no_benchmark_is_told(tmp_path: Path):
     with pytest.raises(SkilltrainError, match="nowhere: no such folder"):
         load_benchmark(tmp_path / "nowhere")
     with pytest.raises(SkilltrainError, match=r"is not a benchmark \(a benchmark holds queries.parquet"):
-        load_benchmark(tmp_path)
-    skillrouter(tmp_path, [task("t")], {"t": entry("g")})
-    (tmp_path / "relevance.json").write_text('{"t": ')
-    with pytest.raises(SkilltrainError, match=r"relevance\.json: is not JSON"):
-        load_benchmark(tmp_path)
-    (tmp_path / "relevance.json").unlink()
-    with pytest.raises(SkilltrainError, match=r"relevance\.json: no such file"):
         load_benchmark(tmp_path)
 
 
@@ -134,8 +126,8 @@ def test_our_tables_required_is_gold_useful_gains_half(tmp_path: Path):
 @pytest.mark.parametrize(
     ("judgements", "split", "message"),
     [
-        ([("q1", "a", "required")], None, r"judgements\.parquet, query q2: the query has no judgement"),
-        ([("q1", "a", "useful")], "test", r"query q1: no skill is judged required"),
+        ([("q1", "a", "required")], None, r"judgements\.parquet: query 'q2': no skill is gold"),
+        ([("q1", "a", "useful")], "test", "query 'q1': no skill is gold"),
         ([("q9", "a", "required")], "test", r"1 judged queries are not in queries\.parquet, first 'q9'"),
         ([("q1", "a", "perhaps")], "test", "'perhaps' is no verdict"),
         ([("q1", "a", "required")], "tset", r"no query of split 'tset' \(its splits are dev \(1\), test \(1\)\)"),
@@ -150,9 +142,6 @@ def test_faults_in_our_tables_are_named(tmp_path: Path, judgements: Any, split: 
 def test_check_pool_names_query_skill_and_count(tmp_path: Path):
     relevance = {"t1": entry("a", "b"), "t2": entry("b", "c")}
     benchmark = load_benchmark(skillrouter(tmp_path / "bench", [task("t1"), task("t2")], relevance))
-    message = (
-        "benchmark bench, query t1: gold skill 'b' is not among the 2 skills of the pool; "
-        r"missing in all: 2 gold skill\(s\) of 2 queries"
-    )
+    message = "benchmark bench: gold skill 'b' of query 't1' is not among the 2 skills of the pool; missing in all: 3"
     with pytest.raises(SkilltrainError, match=message):
         check_pool(benchmark, ["a", "x"])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis.analysis import Outcomes, outcomes
+from skilltrain.evaluation.analysis import Outcomes, outcomes
 from skilltrain.evaluation.bootstrap import Interval, normal_interval, paired_differences
 from skilltrain.evaluation.comparison import (
     Comparison,

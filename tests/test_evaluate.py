@@ -152,7 +152,7 @@ def test_a_benchmarks_own_gold_skills_join_the_pool(tmp_path):
 def test_a_gold_skill_that_the_pool_lacks_is_refused(folder):
     (folder / "small").mkdir()
     write_table(rows_of(SKILLS_OF_POOL[:2]), SKILLS, folder / "small")
-    with pytest.raises(SkilltrainError, match=r"benchmark bench, query q2: gold skill 's2' is not among the 2 skills"):
+    with pytest.raises(SkilltrainError, match="benchmark bench: gold skill 's2' of query 'q2' is not among the 2"):
         evaluate(folder, pool=str(folder / "small"), systems=[BM25])
 
 
@@ -204,6 +204,7 @@ def test_tiers_are_ranked_over_their_own_pools_and_scored_together(folder):
     assert (found["benchmark"], by_tier) == ("easy + hard", {"easy": 1.0, "hard": 0.0})
     whole = found["systems"][0]["metrics"]["Hit@1"]
     assert (whole["low"], whole["high"], whole["n"]) == (0.5, 0.5, 2), "one task, whatever is drawn"
+    assert {row["system"] for row in found["analysis"]["pass_rates"]} == {"bm25", "mine"}, "known for SkillsBench"
     rows = read_table(folder / "out", RANKINGS).to_pylist()
     assert {row["query_id"]: row["skill_id"] for row in rows if row["rank"] == 1} == {"t@easy": "s0", "t@hard": "copy"}
     with pytest.raises(SkilltrainError, match="systems need a pool to rank"):

@@ -9,7 +9,7 @@ import pytest
 from llm_server import LLMServer, llm_server
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark, make_task
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, task_of
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.records import Query, Skill
 from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs, analyse_results
@@ -121,7 +121,7 @@ def test_nothing_more_is_analysed_than_was_asked_for(folder):
 def test_an_alternative_stands_in_for_a_gold_skill_that_the_pool_lacks():
     """The gold skill `gone` is met by s9, so its description and body are what is looked at."""
     relevance = Relevance(frozenset({"gone", "s0"}), {"gone": 1.0, "s0": 1.0}, {"s9": "gone", "absent": "gone"})
-    task = make_task("q", "text", relevance, origin="t", split="test")
+    task = task_of(Query("q", "text", "", "t", "test"), relevance, {})
     benchmark, skills = Benchmark("b", (task,), ()), {skill.skill_id: skill for skill in POOL}
     inputs = analyse_inputs(AnalysisConfig(structure=True), [], benchmark, skills)
     assert {(row.num_gold, row.num_others) for row in inputs.structure} == {(2, 8)}

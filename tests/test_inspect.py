@@ -8,9 +8,10 @@ import numpy as np
 from skilltrain.report.checks import run_checks
 from skilltrain.report.lists import inspect_lists, numbers_of
 from skilltrain.report.material import read_material
-from skilltrain.report.numbers import percent, visible
+from skilltrain.report.numbers import percent
 from skilltrain.report.plots import histograms
 from skilltrain.tables import CLUSTERS, DROPPED, FLAGS, LISTS, QUERIES, RANKINGS, SKILLS, TableSpec, write_table
+from skilltrain.texts import visible
 from small_library import skilltrain, succeeds
 from test_report import check_safe
 

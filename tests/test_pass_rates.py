@@ -1,9 +1,7 @@
 import pytest
 
-from skilltrain.evaluation.analysis.pass_rates import AGENTS, AVERAGE, Agent, are_known, average, estimate, pass_rates
-from skilltrain.evaluation.benchmarks.benchmark import make_task
+from skilltrain.evaluation.analysis import AGENTS, AVERAGE, Agent, average, estimate, pass_rates
 from skilltrain.evaluation.bootstrap import Interval
-from skilltrain.evaluation.metrics import Relevance
 
 PRINTED = 0.06  # percent: the paper prints tenths, and computed from coverages with more than three digits
 
@@ -63,9 +61,3 @@ def test_every_system_and_agent_has_a_row():
     assert whole.estimates == {"Hit@1": Interval(0.25, 0.0, 0.75, 4)}  # from 0 to 1: the coverage itself
     assert (mean.without_skills, mean.with_gold) == pytest.approx((0.1, 0.7))
     assert mean.estimates["FC@10"].mean == pytest.approx((0.25 + 0.25) / 2)
-
-
-def test_the_agents_are_known_for_skillsbench_alone():
-    gold = Relevance(frozenset("a"), {"a": 1.0})
-    ours, theirs = (make_task("q", "do", gold, origin=origin, split="test") for origin in ("llm", "skillsbench"))
-    assert are_known([theirs]) and not are_known([theirs, ours])

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis.analysis import Analysis
+from skilltrain.evaluation.analysis import Analysis
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, task_of
 from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.evaluation.metrics import DEFAULT_MEASURES, Measure, Relevance, parse_measures, per_query

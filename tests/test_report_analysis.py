@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from invented_report import invented
-from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis.analysis import Analysis, FieldAttention, FieldShares, Outcomes
+from skilltrain.evaluation.analysis import FIELDS, Analysis, FieldAttention, Outcomes
 from skilltrain.evaluation.metrics import parse_measures
 from skilltrain.records import Skill
 from skilltrain.report.evaluation import About, Report
-from skilltrain.report.numbers import duration, number, p_equals, p_value, signed, visible
+from skilltrain.report.numbers import duration, number, p_equals, p_value, signed
 from skilltrain.report.page import plain
 from skilltrain.report.plots import axis_around, axis_of, axis_over
 from skilltrain.report.write import report_markdown, report_page, write_report
+from skilltrain.texts import visible
 from test_report import BASE, BETTER, SAME, Tags, check_safe, report_of, system, terminal
 
 PARTS = ("differences", "flows", "slices", "speed", "agents", "attention", "structure", "queries")
@@ -94,8 +94,9 @@ def test_a_changed_query_is_listed_with_what_stood_on_top():
 
 
 def test_attention_is_drawn_against_the_share_of_tokens():
-    layers = (FieldShares(0.1, 0.2, 0.7), FieldShares(0.3, 0.2, 0.5))
-    model = FieldAttention("m", layers, FieldShares(0.2, 0.2, 0.6), FieldShares(0.05, 0.15, 0.8), 9)
+    layers = tuple(dict(zip(FIELDS, row, strict=True)) for row in ((0.1, 0.2, 0.7), (0.3, 0.2, 0.5)))
+    overall, tokens = (dict(zip(FIELDS, row, strict=True)) for row in ((0.2, 0.2, 0.6), (0.05, 0.15, 0.8)))
+    model = FieldAttention("m", layers, overall, tokens, 9)
     shown = with_analysis(attention=(model,))
     assert '<polyline class="name" points="0.00,90.00 100.00,70.00"/>' in shown
     assert '<polyline class="name expected" points="0.00,95.00 100.00,95.00"/>' in shown
@@ -156,12 +157,10 @@ def test_notes_and_provenance_stand_in_every_form_and_begin_no_list():
 
 
 def test_the_means_of_predictions_are_of_one_system():
-    saved = report_of(BASE).predictions_json()
+    saved = report_of(BASE).sections("base")
     assert list(saved) == ["all", "single", "multi"]
     assert saved["all"]["Hit@1"]["mean"] == pytest.approx(1 / 3)
     assert saved["multi"]["FC@10"] == {"mean": 1.0, "low": 1.0, "high": 1.0, "n": 1}
-    with pytest.raises(SkilltrainError, match="holds 2 systems"):
-        report_of(BASE, BETTER).predictions_json()
 
 
 def test_the_first_sentence_says_what_the_comparison_allows(small: Report):

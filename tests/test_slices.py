@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import make_task
+from skilltrain.evaluation.benchmarks.benchmark import task_of
 from skilltrain.evaluation.bootstrap import interval
 from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.evaluation.slices import labels_of, means_by_slice, quartiles, shown
-from skilltrain.records import Skill
+from skilltrain.records import Query, Skill
 
 LABELS = {
     "q1": {"kind": "single", "tier": "hard", "origin": "llm", "id": "1"},
@@ -24,6 +24,10 @@ def system(name: str, hits: list[float], **more: dict[str, float]) -> SystemResu
     for query_id, values in more.items():
         rows[query_id] |= values
     return SystemResult(name, rows, {})
+
+
+def query(query_id: str, text: str) -> Query:
+    return Query(query_id, text, kind="", origin="llm", split="test")
 
 
 ONE, TWO = system("one", [1, 0, 0], q2={"Set-Compat": 1.0}), system("two", [1, 1, 0], q2={"Set-Compat": 0.0})
@@ -92,10 +96,8 @@ def test_systems_that_do_not_fit_together_are_refused(results: list[SystemResult
 
 def test_computed_labels_stand_beside_those_of_the_benchmark():
     gold = Relevance(frozenset({"a", "b"}), {"a": 1.0, "b": 1.0}, alternatives={"c": "b"})
-    short = make_task(
-        "q1", "make a chart", gold, origin="llm", split="test", labels={"difficulty": "easy", "domain": ""}
-    )
-    long = make_task("q2", "w " * 21, Relevance(frozenset("a"), {"a": 1.0}), origin="llm", split="test")
+    short = task_of(query("q1", "make a chart"), gold, {"difficulty": "easy", "domain": ""})
+    long = task_of(query("q2", "w " * 21), Relevance(frozenset("a"), {"a": 1.0}), {})
     skills = {skill_id: Skill(skill_id, "", "d" * length, "") for skill_id, length in {"a": 10, "c": 40}.items()}
     assert labels_of([short, long], skills) == {
         "q1": {"kind": "multi", "origin": "llm", "split": "test", "difficulty": "easy", "query length": "terse",
@@ -104,7 +106,7 @@ def test_computed_labels_stand_beside_those_of_the_benchmark():
                "description length": "Q1, 10–10 characters"},
     }  # fmt: skip
     assert "description length" not in labels_of([short], {})["q1"]
-    chinese = make_task("q3", "把这个表格转换成图表", gold, origin="llm", split="test")
+    chinese = task_of(query("q3", "把这个表格转换成图表"), gold, {})
     assert labels_of([chinese], {})["q3"]["query length"] == "terse"
 
 

@@ -5,7 +5,7 @@ from markdown_it import MarkdownIt
 from scipy.stats import mannwhitneyu
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis.structure import compare_structure, structure_features
+from skilltrain.evaluation.analysis import compare_structure, structure_features
 from skilltrain.texts import words_of
 
 SKILL = """# Deploy pods

@@ -86,8 +86,7 @@ def _train_encoder() -> Entry:
 
 
 def _candidates() -> Entry:
-    from skilltrain.routing.candidates import CandidatesConfig, run_candidates
-    from skilltrain.routing.plan import plan_candidates
+    from skilltrain.routing.candidates import CandidatesConfig, plan_candidates, run_candidates
 
     return Entry(CandidatesConfig, run_candidates, plan_candidates)
 
@@ -99,8 +98,7 @@ def _train_reranker() -> Entry:
 
 
 def _evaluate() -> Entry:
-    from skilltrain.routing.evaluate import EvaluateConfig, run_evaluate
-    from skilltrain.routing.plan import plan_evaluate
+    from skilltrain.routing.evaluate import EvaluateConfig, plan_evaluate, run_evaluate
 
     return Entry(EvaluateConfig, run_evaluate, plan_evaluate)
 

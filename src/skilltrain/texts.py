@@ -22,6 +22,7 @@ _BOMS = (
     (codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
     (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),
 )  # fmt: skip
+_KEPT = "\n\t\u200c\u200d"  # some scripts cannot be written without the two joiners
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 _HAN = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff]")
 _KANA_OR_HANGUL = re.compile(r"[\u3040-\u30ff\uac00-\ud7af]")
@@ -116,3 +117,14 @@ def printable(text: str, max_chars: int | None = None) -> str:
     shown = "".join(letter if letter.isprintable() else " " for letter in text)
     shown = " ".join(shown.split())
     return shown if max_chars is None or len(shown) <= max_chars else shown[: max_chars - 1] + "…"
+
+
+def visible(text: str) -> str:
+    """`text` with every character that nobody sees (control, bidirectional, surrogate …) written out as `[U+202E]`."""
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() or letter in _KEPT or unicodedata.category(letter) == "Zs"
+        else f"[U+{ord(letter):04X}]"
+        for letter in text.replace("\r\n", "\n")
+    )  # fmt: skip

@@ -57,8 +57,7 @@ def evaluate(
 def _score_predictions(values: dict[str, Any], scores: Path | None, only_plan: bool) -> None:
     """Score one predictions file without a run folder; `values` are settings of the stage evaluate."""
     from skilltrain.report.terminal import terminal_table
-    from skilltrain.routing.evaluate import score_predictions, write_scores
-    from skilltrain.routing.plan import plan_evaluate
+    from skilltrain.routing.evaluate import plan_evaluate, score_predictions, write_scores
 
     config = parse_recipe(values | {"out": "."}, "skilltrain evaluate")
     if len(config.predictions) > 1:
@@ -73,7 +72,7 @@ def _score_predictions(values: dict[str, Any], scores: Path | None, only_plan: b
     console.print(terminal_table(report, console.width))
     if scores is not None:
         write_scores(report, scores)
-    show(report.predictions_json())
+    show(report.sections(report.systems[0]))
 
 
 def _systems(encoders: Sequence[str], reranker: str | None) -> list[dict[str, Any]]:

@@ -89,10 +89,10 @@ def parse_measure(text: str) -> Measure:
         near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.4)
         hint = f", did you mean '{_example(lower[near[0]], cutoff or '10')}'?" if near else ""
         raise SkilltrainError(f"unknown measure '{text}'{hint}", fix=allowed)
-    if name == SET_COMPAT and text != name:
-        what = f"measure '{text}' takes no cutoff: it looks at as many places as a query has gold skills"
-        raise SkilltrainError(what, fix=f"write {SET_COMPAT}")
     if name == SET_COMPAT:
+        if text != name:
+            what = f"measure '{text}' takes no cutoff: it looks at as many places as a query has gold skills"
+            raise SkilltrainError(what, fix=f"write {SET_COMPAT}")
         return Measure(name, 0)
     if not re.fullmatch("[1-9][0-9]{0,8}", cutoff):
         raise SkilltrainError(f"measure '{text}' needs a whole cutoff from 1, like {name}@10", fix=allowed)
@@ -122,11 +122,12 @@ MeasureNames = Annotated[tuple[str, ...], AfterValidator(_known_names)]
 def evaluate_query(ranking: Sequence[str], relevance: Relevance, measures: Sequence[Measure]) -> dict[str, float]:
     """Measure name → value for one query's ranking (skill ids, best first), where it is defined (`Measure.applies_to`).
 
-    Raises SkilltrainError for a skill that stands twice in the ranking, and for a relevance by which no ranking
-    could succeed: no gold, a gold skill without a positive gain, a gain that is no number from 0 to 1,000.
+    Raises SkilltrainError for a skill that stands twice in the ranking, and as `check_relevance` does.
     """
-    _check_relevance(relevance)
-    _check_ranking(ranking)
+    check_relevance(relevance)
+    if len(set(ranking)) < len(ranking):
+        at = next(at for at, skill_id in enumerate(ranking) if skill_id in ranking[:at])
+        raise SkilltrainError(f"skill '{ranking[at]}' stands twice in the ranking, again at rank {at + 1}")
     found = as_found(ranking, relevance) if relevance.alternatives else relevance
     return {str(measure): measure(ranking, found) for measure in measures if measure.applies_to(found)}
 
@@ -158,22 +159,16 @@ def per_query(
     return values
 
 
-def _check_ranking(ranking: Sequence[str]) -> None:
-    if isinstance(ranking, str):
-        raise SkilltrainError(f"a ranking is a sequence of skill ids, found the text '{ranking[:60]}'")
-    if len(set(ranking)) < len(ranking):
-        at = next(at for at, skill_id in enumerate(ranking) if skill_id in ranking[:at])
-        raise SkilltrainError(f"skill '{ranking[at]}' stands twice in the ranking, again at rank {at + 1}")
-
-
-def _check_relevance(relevance: Relevance) -> None:
+def check_relevance(relevance: Relevance) -> None:
+    """Raise SkilltrainError for a relevance by which no ranking could succeed: no gold, a gold skill without a positive
+    gain, a gain that is no number from 0 to 1,000.
+    """
     gold, gains = relevance.gold, relevance.gains
     if bad := [skill_id for skill_id, gain in gains.items() if not 0 <= gain <= _HIGHEST_GAIN]:  # NaN too
         what = f"the gain of skill '{bad[0]}' is {gains[bad[0]]}, not a number from 0 to {_HIGHEST_GAIN:,.0f}"
         raise SkilltrainError(what)
-    if not gold or not any(gains.values()):
-        what = "is gold" if any(gains.values()) else "has a positive gain"
-        raise SkilltrainError(f"no skill {what}, so no ranking can score")
+    if not gold:
+        raise SkilltrainError("no skill is gold, so no ranking can score")
     if without := sorted(skill_id for skill_id in gold if not gains.get(skill_id)):
         raise SkilltrainError(f"gold skill '{without[0]}' has no positive gain")
     for skill_id, need in relevance.alternatives.items():

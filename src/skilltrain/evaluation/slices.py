@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from statistics import fmean
 from typing import Any
 
@@ -62,7 +61,14 @@ def means_by_slice(
     `labels` maps every query to what is known of it (`labels_of`), `clusters` as for `compare`. Raises SkilltrainError
     where systems do not hold exactly these queries, or one lacks a value of a measure where another has one.
     """
-    held, parts = _held(results, labels, measures), _slices(labels)
+    if not results or not labels or not measures:
+        raise SkilltrainError("a report needs at least one system, one query and one measure")
+    if odd := sorted(set(same_queries(results)) ^ labels.keys()):
+        what = f"its queries are not the benchmark's: {len(odd)} stand on one side only, first '{odd[0]}'"
+        raise SkilltrainError(what, where=f"system {results[0].name}")
+    rows = [row for result in results for row in result.per_query.items()]
+    held = {name: frozenset(query_id for query_id, values in rows if name in values) for name in measures}
+    parts = _slices(labels)
     # of many a label one value holds all queries
     means = {ids: _means(results, ids, held, seed, clusters or {}) for ids in dict.fromkeys(parts.values())}
     return tuple(SliceMeans(label, value, ids, means[ids]) for (label, value), ids in parts.items())
@@ -72,11 +78,6 @@ def shown(slices: Sequence[SliceMeans]) -> tuple[SliceMeans, ...]:
     """All queries, and the slices that are not all queries once more."""
     every = slices[0].query_ids
     return tuple(part for part in slices if part.label == ALL or len(part.query_ids) < len(every))
-
-
-def by_kind(slices: Sequence[SliceMeans], system: str) -> dict[str, Any]:
-    """`{"all" | "single" | "multi": {measure: {mean, low, high, n}}}`; a kind without queries is left out."""
-    return {part.value: part.to_json(system) for part in slices if part.label in (ALL, KIND)}
 
 
 def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, Labels]:
@@ -104,17 +105,16 @@ def quartiles(lengths: Mapping[str, float]) -> dict[str, str]:
 
     Equal lengths stay together, in the part where the middle of them falls; parts that are empty are left out.
     """
-    parts: tuple[list[str], ...] = ([], [], [], [])
-    start = 0
-    for _, equal in groupby(sorted(lengths, key=lengths.__getitem__), key=lengths.__getitem__):
-        group = list(equal)
-        middle = 2 * start + len(group)  # twice the rank, so that it is whole
-        parts[2 * middle // len(lengths)].extend(group)
-        start += len(group)
+    from scipy.stats import rankdata
+
+    ranks = rankdata(list(lengths.values()))  # equal lengths share the middle of their ranks
+    parts: dict[int, list[str]] = {}
+    for query_id, rank in zip(lengths, ranks.tolist(), strict=True):
+        parts.setdefault(int(2 * (2 * rank - 1) // len(lengths)), []).append(query_id)
     names: dict[str, str] = {}
-    for number, part in enumerate(filter(None, parts), 1):
-        name = f"Q{number}, {lengths[part[0]]:.0f}–{lengths[part[-1]]:.0f} characters"
-        names |= dict.fromkeys(part, name)
+    for number, (_, part) in enumerate(sorted(parts.items()), 1):
+        own = [lengths[query_id] for query_id in part]
+        names |= dict.fromkeys(part, f"Q{number}, {min(own):.0f}–{max(own):.0f} characters")
     return names
 
 
@@ -153,16 +153,3 @@ def _means(
         for result in results:
             found[result.name] |= {measure: next(means) for measure in measures}
     return {name: {measure: row[measure] for measure in held if measure in row} for name, row in found.items()}
-
-
-def _held(
-    results: Sequence[SystemResult], labels: Mapping[str, Labels], measures: Sequence[str]
-) -> dict[str, frozenset[str]]:
-    """Measure → the queries that have a value of it, in every system."""
-    if not results or not labels or not measures:
-        raise SkilltrainError("a report needs at least one system, one query and one measure")
-    if odd := sorted(set(same_queries(results)) ^ labels.keys()):
-        what = f"its queries are not the benchmark's: {len(odd)} stand on one side only, first '{odd[0]}'"
-        raise SkilltrainError(what, where=f"system {results[0].name}")
-    rows = [row for result in results for row in result.per_query.items()]
-    return {name: frozenset(query_id for query_id, values in rows if name in values) for name in measures}

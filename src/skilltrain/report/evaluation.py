@@ -6,21 +6,18 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis.analysis import Analysis
-from skilltrain.evaluation.analysis.pass_rates import are_known, pass_rates
+from skilltrain.evaluation.analysis import Analysis, pass_rates
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task
+from skilltrain.evaluation.benchmarks.skillrouter import ORIGIN
 from skilltrain.evaluation.bootstrap import RESAMPLES, normal_interval
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare
 from skilltrain.evaluation.metrics import Measure, Relevance, as_found
-from skilltrain.evaluation.slices import ALL, KIND, SliceMeans, by_kind, labels_of, means_by_slice, shown
+from skilltrain.evaluation.slices import ALL, KIND, SliceMeans, labels_of, means_by_slice, shown
 from skilltrain.records import Skill
 from skilltrain.report.numbers import counted, p_equals, reading
 
 HEADLINE = "Hit@1"
 COMPARED = (HEADLINE, "MRR@10")  # the measures by which systems are compared in pairs
-NUM_CASES = 100  # fixed (and broken) queries listed of a pair of systems
-NUM_QUERIES = 500  # queries listed of failures, and of differences; a larger page is slow to search
 
 
 @dataclass(frozen=True)
@@ -122,6 +119,10 @@ class Report:
                 return f"{said}: {words} {c.baseline} (difference {c.difference}, {p_equals(c.p_holm)} after Holm)."
         return f"{said}."
 
+    def sections(self, system: str) -> dict[str, dict[str, Any]]:
+        """`{"all" | "single" | "multi": {measure: {mean, low, high, n}}}`; a kind without queries is left out."""
+        return {part.value: part.to_json(system) for part in self.slices if part.label in (ALL, KIND)}
+
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values, without the values of single queries.
 
@@ -138,38 +139,23 @@ class Report:
                  "systems": {name: part.to_json(name) for name in self.systems}}
                 for part in self.slices
             ],
-            "differences": [_comparison(c) for c in self.comparisons],
+            "differences": [_difference(c) for c in self.comparisons],
             "analysis": asdict(self.analysis),
             "notes": list(self.about.notes),
         }  # fmt: skip
 
     def _system(self, result: SystemResult) -> dict[str, Any]:
         row: dict[str, Any] = {"name": result.name}
-        for part in self.slices:
-            if part.label in (ALL, KIND):
-                row["metrics" if part.label == ALL else part.value] = {
-                    measure: value | {"normal": _normal(result, part, measure)}
-                    for measure, value in part.to_json(result.name).items()
-                }
+        for part in (part for part in self.slices if part.label in (ALL, KIND)):
+            means = row["metrics" if part.label == ALL else part.value] = part.to_json(result.name)
+            for measure, mean in means.items():
+                rows = (result.per_query[query_id] for query_id in part.query_ids)
+                normal = normal_interval([values[measure] for values in rows if measure in values])
+                mean["normal"] = [normal.low, normal.high]
         return row
 
-    def predictions_json(self) -> dict[str, Any]:
-        """Section → measure → {mean, low, high, n} of a report of one system; sections without a query are left out.
 
-        Raises SkilltrainError where the report holds several systems.
-        """
-        if len(self.results) > 1:
-            raise SkilltrainError(f"holds {len(self.results)} systems, where the means of one are asked for")
-        return by_kind(self.slices, self.systems[0])
-
-
-def _normal(result: SystemResult, part: SliceMeans, measure: str) -> list[float]:
-    rows = (result.per_query[query_id] for query_id in part.query_ids)
-    approximation = normal_interval([row[measure] for row in rows if measure in row])
-    return [approximation.low, approximation.high]
-
-
-def _comparison(c: Comparison) -> dict[str, Any]:
+def _difference(c: Comparison) -> dict[str, Any]:
     row = asdict(c)
     return row | row.pop("difference") | {"reading": reading(c)}
 
@@ -195,6 +181,7 @@ def build_report(
     slices = means_by_slice(results, labels, names, seed=seed, clusters=clusters)
     systems = [result.name for result in results]
     pairs = list(dict.fromkeys([*((systems[0], system) for system in systems[1:]), *pairwise(systems)]))
+    known = all(task.query.origin == ORIGIN for task in benchmark.tasks)  # the tasks whose pass rates were published
     compared = [name for name in names if name in COMPARED] or [names[0]]
     values = results[0].per_query
     together = [query_id for query_id in labels if all(name in values[query_id] for name in compared)]
@@ -206,6 +193,6 @@ def build_report(
         results=tuple(results),
         slices=slices,
         comparisons=compare(results, pairs, compared, together, seed=seed, clusters=clusters) if together else (),
-        analysis=replace(analysis, pass_rates=pass_rates(slices[0].means)) if are_known(benchmark.tasks) else analysis,
+        analysis=replace(analysis, pass_rates=pass_rates(slices[0].means)) if known else analysis,
         about=about,
     )

@@ -14,11 +14,10 @@ from skilltrain.files import write_text
 from skilltrain.records import Dropped
 from skilltrain.report.checks import SHORT_BODY, run_checks
 from skilltrain.report.material import Material, codes, read_material
-from skilltrain.report.numbers import visible
 from skilltrain.report.page import html_page
 from skilltrain.report.plots import histograms
 from skilltrain.tables import DROPPED
-from skilltrain.texts import num_words
+from skilltrain.texts import num_words, visible
 
 NUM_HUBS, NUM_SHARES = 20, 30  # rows of the tables of recurring negatives and of categories
 NUM_FLAGGED = 50  # flagged skills listed; those in lists first

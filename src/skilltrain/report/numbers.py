@@ -1,29 +1,10 @@
-"""How numbers and untrusted texts are put into words, the same on every page, in Markdown and in the terminal."""
+"""How numbers are put into words, the same on every page, in Markdown and in the terminal."""
 
-import unicodedata
-
+from skilltrain.evaluation.analysis import FeatureComparison
 from skilltrain.evaluation.bootstrap import LEVEL, Interval, compact
 from skilltrain.evaluation.comparison import Comparison
 
 ALPHA = 1 - LEVEL
-_KEPT = "\n\t\u200c\u200d"  # some scripts cannot be written without the two joiners
-
-
-def visible(text: str) -> str:
-    """`text` with every character that nobody sees (control, bidirectional, surrogate …) written out as `[U+202E]`."""
-    if text.isprintable():
-        return text
-    return "".join(
-        letter if letter.isprintable() or letter in _KEPT or unicodedata.category(letter) == "Zs"
-        else f"[U+{ord(letter):04X}]"
-        for letter in text.replace("\r\n", "\n")
-    )  # fmt: skip
-
-
-def lead(text: str, length: int) -> str:
-    """The beginning of a text on one line."""
-    line = " ".join(text[: 2 * length].split())
-    return line[:length] + ("…" if len(text) > length else "")
 
 
 def share(value: float) -> str:
@@ -72,6 +53,13 @@ def reading(comparison: Comparison) -> str:
     if comparison.p_holm >= ALPHA or not comparison.difference.mean:
         return "not told apart"
     return "above" if comparison.difference.mean > 0 else "below"
+
+
+def feature_reading(feature: FeatureComparison) -> str:
+    """What the test allows to say of gold skills: more, less or not told apart."""
+    if feature.p >= ALPHA or feature.effect == 0.5:
+        return "not told apart"
+    return "more" if feature.effect > 0.5 else "less"
 
 
 def number(value: float) -> str:

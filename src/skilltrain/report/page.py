@@ -18,10 +18,11 @@ from markupsafe import Markup
 
 from skilltrain.evaluation.bootstrap import compact
 from skilltrain.report import numbers
+from skilltrain.texts import one_line, visible
 
 _FORMATS: tuple[Callable[..., str], ...] = (
     compact, numbers.counted, numbers.duration, numbers.number, numbers.p_equals, numbers.p_value, numbers.percent,
-    numbers.reading, numbers.share, numbers.signed, numbers.signed_interval,
+    numbers.feature_reading, numbers.reading, numbers.share, numbers.signed, numbers.signed_interval,
 )  # fmt: skip
 
 
@@ -42,34 +43,32 @@ def markdown(template: str, **values: Any) -> str:
 
 def plain(text: str) -> str:
     """`text` as one line of Markdown without markup, which begins no list, quotation or heading either."""
-    text = " ".join(numbers.visible(text).split()).replace("&", "&amp;").replace("<", "&lt;")
+    text = one_line(visible(text)).replace("&", "&amp;").replace("<", "&lt;")
     text = "".join(f"\\{letter}" if letter in "\\`*_[]|#" else letter for letter in text)
     return re.sub(r"^(\d*)([-+>=~.)])", r"\1\\\2", text)
 
 
+def lead(text: str, length: int) -> str:
+    """The beginning of a text on one line."""
+    return one_line(text[: 2 * length])[:length] + ("…" if len(text) > length else "")
+
+
 @cache
 def _environment(markdown: bool) -> Environment:
+    shown = plain if markdown else visible
     made = Environment(
         loader=PackageLoader("skilltrain.report"),
         autoescape=not markdown,
-        finalize=_in_markdown if markdown else _in_html,
+        finalize=lambda value: shown(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     made.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
-    made.filters |= {"lead": numbers.lead, "zip": zip}
+    made.filters |= {"lead": lead, "zip": zip}
     for form in _FORMATS:
         made.filters[form.__name__] = _trusted(form) if markdown else form
     return made
-
-
-def _in_html(value: Any) -> Any:
-    return numbers.visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-def _in_markdown(value: Any) -> Any:
-    return plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _trusted(form: Callable[..., str]) -> Callable[..., Markup]:

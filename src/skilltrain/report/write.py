@@ -1,17 +1,23 @@
-"""The files of an evaluation's report: JSON, Markdown, one HTML page, and the values of each query."""
+"""The files of an evaluation's report: JSON, Markdown, one HTML page with its figures, and the values of each query."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+from skilltrain.evaluation.analysis import FIELDS, FieldAttention
 from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES
-from skilltrain.evaluation.metrics import MEANINGS
+from skilltrain.evaluation.metrics import MEANINGS, Measure
 from skilltrain.files import write_json, write_text
-from skilltrain.report import figures
-from skilltrain.report.evaluation import NUM_CASES, NUM_QUERIES, Report
+from skilltrain.report.evaluation import Report
 from skilltrain.report.numbers import ALPHA
 from skilltrain.report.page import html_page, markdown
-from skilltrain.report.plots import SHARES
+from skilltrain.report.plots import SHARES, Axis, axis_around, axis_over
+
+CURVE = (*range(1, 11), 12, 15, 20, 25, 30, 40, 50)  # cutoffs of the recall curve
+MARKED = (1, 2, 5, 10, 20, 50)  # of them, those with a number
+NUM_CASES = 100  # fixed (and broken) queries listed of a pair of systems
+NUM_QUERIES = 500  # queries listed of failures, and of differences; a larger page is slow to search
 
 
 def write_report(report: Report, folder: Path) -> None:
@@ -40,7 +46,20 @@ def report_markdown(report: Report) -> str:
 
 def report_page(report: Report) -> str:
     """The report as one HTML page."""
-    return html_page("evaluation.html.j2", ("evaluation.js",), **_values(report))
+    missed, differing = _listed(report)
+    return html_page(
+        "evaluation.html.j2",
+        ("evaluation.js",),
+        **_values(report),
+        missed=missed,
+        differing=differing,
+        curve=_recall_curve(report),
+        trade=_trade(report),
+        axes=_axes(report),
+        layers=_layers,
+        fields=FIELDS,
+        limits={"cases": NUM_CASES, "queries": NUM_QUERIES},
+    )
 
 
 def _values(report: Report) -> dict[str, Any]:
@@ -48,11 +67,90 @@ def _values(report: Report) -> dict[str, Any]:
     used = dict.fromkeys(name.partition("@")[0] for name in report.measures)
     return {
         "report": report,
-        "figures": figures,
-        "shares_axis": SHARES,
         "meanings": {name: MEANINGS[name] for name in used},
         "level": f"{LEVEL:.0%}",
         "resamples": RESAMPLES,
         "alpha": ALPHA,
-        "limits": {"cases": NUM_CASES, "queries": NUM_QUERIES},
     }
+
+
+def _recall_curve(report: Report) -> dict[str, Any] | None:
+    """Mean recall by the number of candidates kept, on a logarithmic axis up to the longest ranking.
+
+    `lines` maps system → places (percent from the left, percent from the bottom), `last` system → its last value.
+    """
+    longest = max((len(ranking) for result in report.results for ranking in result.rankings.values()), default=0)
+    cutoffs = [k for k in CURVE if k <= longest]
+    if len(cutoffs) < 2:
+        return None
+    axis = Axis(tuple(sorted({k for k in MARKED if k < cutoffs[-1]} | {cutoffs[-1]})), 1, cutoffs[-1], logarithmic=True)
+    lines, last = dict[str, list[tuple[float, float]]](), dict[str, float]()
+    for result in report.results:
+        rankings = [(result.rankings.get(query_id, ()), query_id) for query_id in report.tasks]
+        found = [(ranking, report.found(query_id, ranking)) for ranking, query_id in rankings]
+        means = [math.fsum(Measure("Recall", k)(*pair) for pair in found) / len(found) for k in cutoffs]
+        lines[result.name] = [(axis.place(k), 100 * mean) for k, mean in zip(cutoffs, means, strict=True)]
+        last[result.name] = means[-1]
+    return {"axis": axis, "lines": lines, "last": last}
+
+
+def _trade(report: Report) -> dict[str, Any] | None:
+    """Latency against quality: both axes, and system → (its whole time, its mean); None where no system has both."""
+    totals = {row.system: row for row in report.analysis.latencies if row.stage == "total" and row.p50 > 0}
+    means = {name: row.get(report.chief_measure) for name, row in report.every.means.items()}
+    points = {name: (totals[name], mean) for name, mean in means.items() if mean is not None and name in totals}
+    if not points:
+        return None
+    across = axis_over([1000 * row.p50 for row, _ in points.values()], logarithmic=True)
+    up = axis_over([end for _, mean in points.values() for end in (mean.low, mean.high)])
+    return {"across": across, "up": up, "points": points}
+
+
+def _axes(report: Report) -> dict[str, Axis]:
+    """The axes of shares and, where they are drawn, of differences, agents' pass rates and effects of structure."""
+    analysis, found = report.analysis, {"shares": SHARES}
+    if differences := [c.difference for c in report.comparisons]:
+        found["differences"] = axis_around(0, [end for value in differences for end in (value.low, value.high)])
+    if rates := analysis.pass_rates:
+        ends = [end for rate in rates for end in (rate.without_skills, rate.with_gold)]
+        found["agents"] = axis_over([*ends, *(value.mean for rate in rates for value in rate.estimates.values())])
+    if analysis.structure:
+        found["structure"] = axis_around(0.5, [feature.effect for feature in analysis.structure])
+    return found
+
+
+def _layers(model: FieldAttention) -> dict[str, Any]:
+    """Field → its line over the layers, and the places of about eight of their `numbers`, the first and the last too.
+
+    A single layer runs over the whole width.
+    """
+    count = len(model.layers)
+    every = model.layers if count > 1 else model.layers * 2
+    step = max(1, -(-count // 8))
+    named = [*range(0, count - step // 2 - 1, step), count - 1] if count > 1 else [0]
+    lines = {name: [(100 * n / (len(every) - 1), 100 * one[name]) for n, one in enumerate(every)] for name in FIELDS}
+    return lines | {"numbers": [(100 * n / max(1, count - 1), n + 1) for n in named]}
+
+
+def _listed(report: Report) -> tuple[list[str], list[str]]:
+    """The queries for which no ranking begins with a gold skill, those whose gold stands lowest first; and the others
+    on which systems differ (of one system: that are not perfect), the largest difference first.
+    """
+    lowest, spread = dict[str, float](), dict[str, float]()
+    for query_id in report.tasks:
+        ranks = [found[query_id] for found in report.first_ranks.values()]
+        if 1 not in ranks:
+            lowest[query_id] = sum(1 / rank for rank in ranks if rank)
+        elif (found := _spread(report, query_id)) > 0:
+            spread[query_id] = -found
+    missed, differing = (sorted(found, key=lambda query_id: (found[query_id], query_id)) for found in (lowest, spread))
+    return missed, differing
+
+
+def _spread(report: Report, query_id: str) -> float:
+    """How far the systems lie apart, summed over measures; with one system, how far it is from perfect."""
+    held = [result.per_query[query_id] for result in report.results]
+    columns = [[values[name] for values in held] for name in report.measures if name in held[0]]
+    if len(held) == 1:
+        return sum(1 - column[0] for column in columns)
+    return sum(max(column) - min(column) for column in columns)

@@ -2,15 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import numpy as np
 from pydantic import Field
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis.analysis import Analysis, FieldAttention, StageLatency, outcomes
-from skilltrain.evaluation.analysis.structure import FeatureComparison, compare_structure
+from skilltrain.evaluation.analysis import Analysis, StageLatency, compare_structure, outcomes
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, wanted_skills
 from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.records import Skill
@@ -41,7 +40,8 @@ def analyse_inputs(
 ) -> Analysis:
     """The analyses that need no ranking, attention and structure; made first, so that what fails, fails early.
 
-    Raises SkilltrainError where one was asked for and cannot be made.
+    Attention is that of each reranker, over the first queries, each with the first skill by id that it wants.
+    Raises SkilltrainError where an analysis was asked for and cannot be made.
     """
     parts = [part for system in systems for part in parts_of(system.rankers)]
     rerankers = {key_of(part): part for part in parts if isinstance(part, RerankConfig)}
@@ -51,10 +51,13 @@ def analyse_inputs(
         raise SkilltrainError("there are no systems to time", where="analysis.num_timed")
     if config.structure and not skills:
         raise SkilltrainError("needs the skills' texts", where="analysis.structure", fix="give pool=…")
-    return Analysis(
-        structure=_structure(benchmark, skills) if config.structure else (),
-        attention=_attention(config.num_attention, list(rerankers.values()), benchmark, skills),
-    )
+    wanted = [(task.query.text, wanted_skills(task.relevance, skills)) for task in benchmark.tasks]
+    gold = {skill_id: skills[skill_id].body for _, skill_ids in wanted for skill_id in skill_ids}
+    others = (skill.body for skill in skills.values() if skill.skill_id not in gold)
+    structure = compare_structure(gold.values(), others) if config.structure else ()
+    pairs = [(text, skills[skill_ids[0]]) for text, skill_ids in wanted[: config.num_attention]]
+    attention = (field_attention(open_reranker(one), pairs, one.source) for one in rerankers.values() if pairs)
+    return Analysis(structure=structure, attention=tuple(attention))
 
 
 def analyse_results(
@@ -67,13 +70,10 @@ def analyse_results(
 
     Outcomes compare each system with the one before it: a pair that the recipe puts side by side.
     """
-    clusters = benchmark.clusters
     decides = all(_DECIDES in values for result in results for values in result.per_query.values())
-    return replace(
-        inputs,
-        outcomes=tuple(outcomes(a, b, _DECIDES, clusters) for a, b in pairwise(results)) if decides else (),
-        latencies=latencies(stages),
-    )
+    pairs = pairwise(results) if decides else ()
+    found = tuple(outcomes(before, after, _DECIDES, benchmark.clusters) for before, after in pairs)
+    return replace(inputs, outcomes=found, latencies=latencies(stages))
 
 
 def latencies(stages: Mapping[str, Sequence[RankedStage]]) -> tuple[StageLatency, ...]:
@@ -90,21 +90,3 @@ def latencies(stages: Mapping[str, Sequence[RankedStage]]) -> tuple[StageLatency
                 p50, p95 = np.quantile(seconds, (0.5, 0.95)).tolist()
                 found.append(StageLatency(system, name, p50, p95, float(1 / seconds.mean()), len(seconds)))
     return tuple(found)
-
-
-def _structure(benchmark: Benchmark, skills: Mapping[str, Skill]) -> tuple[FeatureComparison, ...]:
-    gold = dict.fromkeys(skill_id for task in benchmark.tasks for skill_id in wanted_skills(task.relevance, skills))
-    bodies = (skills[skill_id].body for skill_id in gold)
-    return compare_structure(bodies, (skills[skill_id].body for skill_id in skills if skill_id not in gold))
-
-
-def _attention(
-    num: int, rerankers: Sequence[RerankConfig], benchmark: Benchmark, skills: Mapping[str, Skill]
-) -> tuple[FieldAttention, ...]:
-    """Of each reranker, over the first `num` queries, each with the first skill by id that it wants."""
-    if not num:
-        return ()
-    pairs = [
-        (task.query.text, skills[wanted_skills(task.relevance, skills)[0]]) for task in islice(benchmark.tasks, num)
-    ]
-    return tuple(field_attention(open_reranker(source), pairs, source.source) for source in rerankers)

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
-from functools import reduce
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -13,25 +12,23 @@ from pydantic import Field, field_validator
 from skilltrain.config import Config, InputPath
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis.analysis import Analysis
+from skilltrain.evaluation.analysis import Analysis
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, check_pool, joined
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.evaluation.metrics import DEFAULT_MEASURES, Measure, MeasureNames, parse_measures, per_query
 from skilltrain.files import write_json
-from skilltrain.records import Rankings, Skill
+from skilltrain.records import Skill
 from skilltrain.report.evaluation import About, Report, build_report
 from skilltrain.report.terminal import terminal_table
 from skilltrain.report.write import write_per_query, write_report
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig, rankings_table, run_systems
 from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs, analyse_results
+from skilltrain.routing.candidates import plan_ranking
 from skilltrain.routing.predictions import PREDICTION_MEASURES, read_predictions, scored_predictions
 from skilltrain.tables import RANKINGS, write_table
 from skilltrain.terminal import console
 from skilltrain.version import __version__
-
-Ranked = Mapping[str, Mapping[str, Sequence[str]]]
-"""System → query_id → skill ids, best first."""
 
 
 class EvaluateConfig(Config):
@@ -76,37 +73,32 @@ class EvaluateConfig(Config):
 def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
     """Write the report and the rankings; the table goes to the terminal, the summary holds the means."""
     measures = parse_measures(config.measures)
-    benchmark = load_benchmark(config.benchmark, config.split)
-    check_use(config, benchmark)
-    pools = [skills_of(config.pool, part) for part in benchmark.parts]
+    benchmark, pools = _opened(config)
     by_id = {skill.skill_id: skill for skills in pools for skill in skills}
-    benchmark = _within(benchmark, pools)
     predicted = _predicted(config, benchmark, by_id)
     inputs = analyse_inputs(config.analysis, config.systems, benchmark, by_id)
-    stages = _ranked(config, benchmark, pools)
+    stages, asked = _ranked(config, benchmark, pools)
     if stages:
         write_table(rankings_table(chain(*stages.values())), RANKINGS, out)
-    rankings = {name: _ids(ranked[-1].rankings) for name, ranked in stages.items()} | predicted
-    results = _results(rankings, benchmark, measures)
+    results = _results({name: _ids(ranked[-1]) for name, ranked in stages.items()} | predicted, benchmark, measures)
     analysis = analyse_results(inputs, results, benchmark, stages)
-    about = About((*benchmark.notes, *_select_notes(stages)), _provenance(config, len(by_id)))
+    about = About((*benchmark.notes, *_select_notes(asked)), _provenance(config, len(by_id)))
     report = build_report(benchmark, results, measures, config.seed, by_id, analysis, about)
     write_report(report, out)
     console.print(terminal_table(report, console.width))
+    means = report.every.means.items()
     return {
         "num_queries": len(benchmark.tasks),
-        "systems": {name: _means(report, name) for name in rankings},
+        "systems": {name: {measure: round(one.mean, 4) for measure, one in row.items()} for name, row in means},
         "seconds_a_query": {stage.name: round(stage.seconds, 6) for ranked in stages.values() for stage in ranked},
-        "asked": {stage.name: stage.counts for ranked in stages.values() for stage in ranked if stage.counts},
+        "asked": asked,
     }
 
 
-def check_use(config: EvaluateConfig, benchmark: Benchmark) -> None:
-    """Raise SkilltrainError where there is nothing to score, or no pool to rank."""
-    if not config.systems and not config.predictions:
-        raise SkilltrainError("there is nothing to evaluate: give systems or predictions")
-    if config.systems and config.pool is None and not all(part.pool for part in benchmark.parts):
-        raise SkilltrainError("systems need a pool to rank", fix="give pool=…")
+def plan_evaluate(config: EvaluateConfig) -> dict[str, Any]:
+    """How much would be ranked, and about what chat models and embeddings servers would take (`plan_ranking`)."""
+    benchmark, pools = _opened(config)
+    return plan_ranking(config.systems, [task.query for task in benchmark.tasks], list(chain.from_iterable(pools)))
 
 
 def score_predictions(config: EvaluateConfig) -> Report:
@@ -114,11 +106,9 @@ def score_predictions(config: EvaluateConfig) -> Report:
 
     Raises SkilltrainError for predictions and benchmarks that do not fit together.
     """
-    given = "measures" in config.model_fields_set
-    measures = parse_measures(config.measures if given else PREDICTION_MEASURES)
-    benchmark = load_benchmark(config.benchmark, config.split)
-    pools = [skills_of(config.pool, part) for part in benchmark.parts]
-    benchmark, skill_ids = _within(benchmark, pools), {skill.skill_id for skills in pools for skill in skills}
+    measures = parse_measures(config.measures if "measures" in config.model_fields_set else PREDICTION_MEASURES)
+    benchmark, pools = _opened(config)
+    skill_ids = {skill.skill_id for skills in pools for skill in skills}
     results = _results(_predicted(config, benchmark, skill_ids), benchmark, measures)
     return build_report(benchmark, results, measures, config.seed, {}, Analysis(), About(benchmark.notes))
 
@@ -128,7 +118,7 @@ def write_scores(report: Report, file: Path) -> None:
 
     `{"all" | "single" | "multi": {measure: {"mean", "low", "high", "n"}}}`; a section without queries is left out.
     """
-    write_json(file, report.predictions_json())
+    write_json(file, report.sections(report.systems[0]))
     write_per_query(report, file.with_name(f"{file.stem}.per_query.jsonl"))
 
 
@@ -144,48 +134,44 @@ def skills_of(pool: Path | None, benchmark: Benchmark) -> list[Skill]:
     return skills + [skill for skill in benchmark.gold_skills if skill.skill_id not in known]
 
 
-def _within(benchmark: Benchmark, pools: Sequence[Sequence[Skill]]) -> Benchmark:
-    """`benchmark` as each of its parts can be scored over its pool; a part without a pool stays as it is."""
+def _opened(config: EvaluateConfig) -> tuple[Benchmark, list[list[Skill]]]:
+    """The benchmark as each of its parts can be scored over its pool, and these pools; an empty one limits nothing.
+
+    Raises SkilltrainError where there is nothing to score, no pool to rank, or a gold skill that the pool lacks.
+    """
+    benchmark = load_benchmark(config.benchmark, config.split)
+    if not config.systems and not config.predictions:
+        raise SkilltrainError("there is nothing to evaluate: give systems or predictions")
+    if config.systems and config.pool is None and not all(part.pool for part in benchmark.parts):
+        raise SkilltrainError("systems need a pool to rank", fix="give pool=…")
+    pools = [skills_of(config.pool, part) for part in benchmark.parts]
     parts = zip(benchmark.parts, pools, strict=True)
-    return joined([check_pool(part, {skill.skill_id for skill in pool}) if pool else part for part, pool in parts])
+    checked = [check_pool(part, {skill.skill_id for skill in pool}) if pool else part for part, pool in parts]
+    return joined(checked), pools
 
 
 def _ranked(
     config: EvaluateConfig, benchmark: Benchmark, pools: Sequence[Sequence[Skill]]
-) -> dict[str, tuple[RankedStage, ...]]:
-    """What each ranker of each system answers, the queries of each part over its pool."""
-    found = [
-        run_systems(
-            config.systems, [task.query for task in part.tasks], pool, config.ranked_depth, config.analysis.num_timed
-        )
-        for part, pool in zip(benchmark.parts, pools, strict=True)
-    ]
-    return {
-        system: tuple(map(_one_stage, zip(*(stages[system] for stages in found), strict=True))) for system in found[0]
-    }
+) -> tuple[dict[str, tuple[RankedStage, ...]], dict[str, Mapping[str, Any]]]:
+    """(system → what each of its rankers answers, the queries of each part over its pool; ranker → what it asked)."""
+    found: dict[str, tuple[RankedStage, ...]] = {}
+    asked: dict[str, Mapping[str, Any]] = {}
+    for part, pool in zip(benchmark.parts, pools, strict=True):
+        queries = [task.query for task in part.tasks]
+        ranked = run_systems(config.systems, queries, pool, config.ranked_depth, config.analysis.num_timed)
+        for system, stages in ranked.items():
+            tier = f", {part.name}" if benchmark.tiers else ""
+            asked |= {f"{stage.name}{tier}": stage.counts for stage in stages if stage.counts}
+            before = found.get(system)
+            found[system] = stages if before is None else tuple(map(_with, before, stages))
+    return found, asked
 
 
-def _one_stage(stages: Sequence[RankedStage]) -> RankedStage:
-    """One ranker's answers over several pools as one; seconds are those of a query, over all of them."""
-    if len(stages) == 1:
-        return stages[0]
-    rankings = {query_id: ranking for stage in stages for query_id, ranking in stage.rankings.items()}
-    seconds = sum(stage.seconds * len(stage.rankings) for stage in stages) / len(rankings)
-    alone = tuple(chain.from_iterable(stage.alone for stage in stages))
-    counts = reduce(_summed, (stage.counts for stage in stages))
-    return replace(stages[0], rankings=rankings, seconds=seconds, alone=alone, counts=counts)
-
-
-def _summed(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Counts by name, added; those in maps of their own too."""
-    found = dict(one)
-    for name, value in other.items():
-        if isinstance(value, Mapping):
-            found[name] = _summed(found.get(name, {}), value)
-        else:
-            both = (found.get(name, 0), value)
-            found[name] = None if None in both else sum(both)  # a cost of which a part is not known
-    return found
+def _with(one: RankedStage, other: RankedStage) -> RankedStage:
+    """One ranker's answers over two pools; seconds are those of a query, over both."""
+    seconds = one.seconds * len(one.rankings) + other.seconds * len(other.rankings)
+    rankings = one.rankings | other.rankings
+    return replace(one, rankings=rankings, seconds=seconds / len(rankings), alone=one.alone + other.alone)
 
 
 def _predicted(
@@ -200,19 +186,15 @@ def _predicted(
     return found
 
 
-def _ids(rankings: Rankings) -> dict[str, list[str]]:
-    return {query_id: [skill_id for skill_id, _ in ranking] for query_id, ranking in rankings.items()}
+def _ids(stage: RankedStage) -> dict[str, list[str]]:
+    return {query_id: [skill_id for skill_id, _ in ranking] for query_id, ranking in stage.rankings.items()}
 
 
-def _results(rankings: Ranked, benchmark: Benchmark, measures: Sequence[Measure]) -> list[SystemResult]:
+def _results(
+    rankings: Mapping[str, Mapping[str, Sequence[str]]], benchmark: Benchmark, measures: Sequence[Measure]
+) -> list[SystemResult]:
     relevances = {task.query.query_id: task.relevance for task in benchmark.tasks}
-    results: list[SystemResult] = []
-    for name, found in rankings.items():
-        try:
-            results.append(SystemResult(name, per_query(found, relevances, measures), found))
-        except SkilltrainError as error:
-            raise SkilltrainError(str(error), where=f"system {name}") from error
-    return results
+    return [SystemResult(name, per_query(found, relevances, measures), found) for name, found in rankings.items()]
 
 
 def _provenance(config: EvaluateConfig, num_skills: int) -> dict[str, str]:
@@ -239,18 +221,14 @@ def _models_of(settings: Any) -> list[str]:
     return names + [name for value in settings.values() for name in _models_of(value)]
 
 
-def _select_notes(stages: Mapping[str, Sequence[RankedStage]]) -> list[str]:
+def _select_notes(asked: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """A sentence for each chat model that did not choose for every query."""
     notes: list[str] = []
-    for stage in chain(*stages.values()):
-        if num := stage.counts.get("num_unusable"):
-            why = ", ".join(f"{kind} {count}" for kind, count in stage.counts["unusable"].items())
+    for name, counts in asked.items():
+        if num := counts.get("num_unusable"):
+            why = ", ".join(f"{kind} {count}" for kind, count in counts["unusable"].items())
             notes.append(
-                f"{stage.name}: the chat model chose nothing for {num} of {stage.counts['num_asked']} queries ({why}); "
+                f"{name}: the chat model chose nothing for {num} of {counts['num_asked']} queries ({why}); "
                 "there its figures are those of the stage before."
             )
     return notes
-
-
-def _means(report: Report, name: str) -> dict[str, float]:
-    return {measure: round(value.mean, 4) for measure, value in report.every.means[name].items()}

@@ -11,13 +11,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis.analysis import FieldAttention, FieldShares
+from skilltrain.evaluation.analysis import FIELDS, FieldAttention, Shares
 from skilltrain.models.reranker import PairIds, Reranker
 from skilltrain.records import Skill
 from skilltrain.templates import SkillTemplate
 from skilltrain.terminal import track
-
-FIELDS = ("name", "description", "body")
 
 
 def field_attention(reranker: Reranker, pairs: Sequence[tuple[str, Skill]], model: str) -> FieldAttention:
@@ -148,5 +146,5 @@ def _normalised(amounts: Float[np.ndarray, "*layer field"]) -> Float[np.ndarray,
     return amounts / amounts.sum(-1, keepdims=True)
 
 
-def _shares(row: Float[np.ndarray, "field"]) -> FieldShares:
-    return FieldShares(*map(float, row))
+def _shares(row: Float[np.ndarray, "field"]) -> Shares:
+    return dict(zip(FIELDS, row.tolist(), strict=True))

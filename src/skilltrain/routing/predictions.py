@@ -1,8 +1,8 @@
 """Rankings that others made, to be scored by our evaluation: `{task_id: [skill_id, …]}`."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark
@@ -24,18 +24,12 @@ def read_predictions(path: Path) -> dict[str, list[str]]:
     if not values:
         raise SkilltrainError("holds no prediction", where=path)
     for query_id, ranking in values.items():
-        _check_ranking(ranking, f"{path}, query {query_id}")
+        where = f"{path}, query {query_id}"
+        if not isinstance(ranking, list) or not all(isinstance(skill_id, str) and skill_id for skill_id in ranking):
+            raise SkilltrainError("a prediction is a list of skill ids", where=where)
+        if len(set(ranking)) < len(ranking):
+            raise SkilltrainError(f"skill '{Counter(ranking).most_common(1)[0][0]}' stands twice", where=where)
     return values
-
-
-def _check_ranking(ranking: Any, where: str) -> None:
-    if not isinstance(ranking, list) or not all(isinstance(skill_id, str) and skill_id for skill_id in ranking):
-        raise SkilltrainError("a prediction is a list of skill ids", where=where)
-    seen: set[str] = set()
-    for rank, skill_id in enumerate(ranking, 1):
-        if skill_id in seen:
-            raise SkilltrainError(f"skill '{skill_id}' stands twice, again at rank {rank}", where=where)
-        seen.add(skill_id)
 
 
 def scored_predictions(
@@ -49,21 +43,22 @@ def scored_predictions(
     answer is not excused.
     """
     known = {task.query.query_id: task.relevance for task in benchmark.tasks}
-    all_ids = known.keys() | benchmark.unscored
-    if unknown := [query_id for query_id in predictions if query_id not in all_ids]:
-        raise SkilltrainError(
-            f"{len(unknown)} of {len(predictions)} predicted queries are not in the benchmark, first '{unknown[0]}'",
-            where=where, fix=f"its query ids look like '{next(iter(known))}'",
-        )  # fmt: skip
-    if skill_ids:
-        _check_known(predictions, skill_ids, where)
+    if unknown := [query_id for query_id in predictions if query_id not in known.keys() | benchmark.unscored]:
+        what = f"{len(unknown)} of {len(predictions)} predicted queries are not in the benchmark, first '{unknown[0]}'"
+        raise SkilltrainError(what, where=where, fix=f"its query ids look like '{next(iter(known))}'")
+    pairs = [(query_id, skill_id) for query_id, ranking in predictions.items() for skill_id in ranking]
+    if strange := [pair for pair in pairs if skill_ids and pair[1] not in skill_ids]:
+        query_id, skill_id = strange[0]
+        what = f"{len(strange)} of {len(pairs)} predicted skills are not in the pool, first '{skill_id}'"
+        fix = "predict ids of this pool, or score without pool=…"
+        raise SkilltrainError(what, where=f"{where}, query {query_id}", fix=fix)
     scored = {query_id: ranking for query_id, ranking in predictions.items() if query_id in known}
     if not scored:
         raise SkilltrainError("all its predictions are for queries that are not scored here", where=where)
     if num_others := len(predictions) - len(scored):
         say(f"{where}: {num_others} of {len(predictions)} predictions are for queries that are not scored here")
     if not skill_ids and not any(
-        skill_id in known[query_id].gains for query_id, ranking in scored.items() for skill_id in ranking
+        skill_id in known[query_id].gains for query_id, skill_id in pairs if query_id in known
     ):
         gold = min(next(iter(known.values())).gold)
         say(f"warning: {where}: names no skill that is judged for its task; gold skills have ids like '{gold}'")
@@ -71,15 +66,3 @@ def scored_predictions(
         count = f"{len(missing)} of {len(known)}"
         say(f"warning: {where}: no prediction for {count} queries, first '{missing[0]}'; they score 0")
     return scored
-
-
-def _check_known(predictions: Mapping[str, Sequence[str]], skill_ids: Collection[str], where: Path) -> None:
-    pool = frozenset(skill_ids)
-    unknown = [(query_id, skill) for query_id, ranking in predictions.items() for skill in ranking if skill not in pool]
-    if unknown:
-        query_id, skill_id = unknown[0]
-        num_all = sum(map(len, predictions.values()))
-        raise SkilltrainError(
-            f"{len(unknown)} of {num_all} predicted skills are not in the pool, first '{skill_id}'",
-            where=f"{where}, query {query_id}", fix="predict ids of this pool, or score without pool=…",
-        )  # fmt: skip

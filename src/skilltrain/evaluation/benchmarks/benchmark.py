@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.metrics import Relevance
+from skilltrain.evaluation.metrics import Relevance, check_relevance
 from skilltrain.records import Query, Skill
 
 Labels = Mapping[str, str | tuple[str, ...]]
@@ -52,21 +52,19 @@ class Benchmark:
         return {task.query.query_id: task.cluster for task in self.tasks if task.cluster}
 
 
-def make_task(
-    query_id: str, text: str, relevance: Relevance, *, origin: str, split: str, labels: Labels | None = None
-) -> Task:
-    """A task whose query is `single` where exactly one skill is gold, else `multi` (SkillRouter, appendix A)."""
-    return task_of(Query(query_id, text, _kind_of(relevance), origin, split), relevance, labels or {})
+def task_of(query: Query, relevance: Relevance, labels: Labels, where: object = None) -> Task:
+    """A task with `labels` (empty values are left out) beside those that every task has: kind, origin and split.
 
-
-def task_of(query: Query, relevance: Relevance, labels: Labels) -> Task:
-    """A task with `labels` (empty values are left out) beside those that every task has: kind, origin and split."""
-    every = {**labels, "kind": _kind_of(relevance), "origin": query.origin, "split": query.split}
-    return Task(query, relevance, {name: value for name, value in every.items() if value})
-
-
-def _kind_of(relevance: Relevance) -> str:
-    return "single" if len(relevance.gold) == 1 else "multi"
+    The kind is `single` where exactly one skill is gold, else `multi` (SkillRouter, appendix A). Raises
+    SkilltrainError, naming the query and `where` it stands, for a relevance by which no ranking could score.
+    """
+    try:
+        check_relevance(relevance)
+    except SkilltrainError as error:
+        raise SkilltrainError(f"query '{query.query_id}': {error.what}", where=where) from error
+    kind = "single" if len(relevance.gold) == 1 else "multi"
+    every = {**labels, "kind": kind, "origin": query.origin, "split": query.split}
+    return Task(replace(query, kind=query.kind or kind), relevance, {name: v for name, v in every.items() if v})
 
 
 def make_benchmark(
@@ -112,8 +110,9 @@ def joined(tiers: Sequence[Benchmark]) -> Benchmark:
     if len(tiers) == 1:
         return tiers[0]
     names = [tier.name for tier in tiers]
-    if len(set(names)) < len(names):
-        fix, twice = "give each folder a name of its own", max(names, key=names.count)
+    twice = max(names, key=names.count)
+    if names.count(twice) > 1:
+        fix = "give each folder a name of its own"
         raise SkilltrainError(f"two tiers are named '{twice}'", where="benchmark", fix=fix)
     return Benchmark(
         name=" + ".join(names),
@@ -139,21 +138,18 @@ def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
     that a perfect ranking has nDCG 1, as in the released evaluation.
     """
     pool = frozenset(skill_ids)
-    missing: list[tuple[str, str]] = []
+    missing: list[str] = []
     tasks: list[Task] = []
     for task in benchmark.tasks:
-        relevance = task.relevance
-        met = pool.union(need for skill_id, need in relevance.alternatives.items() if skill_id in pool)
-        missing += [(task.query.query_id, skill_id) for skill_id in sorted(relevance.gold - met)]
-        gains = {one: gain for one, gain in relevance.gains.items() if one in pool or one in relevance.gold}
-        tasks.append(replace(task, relevance=replace(relevance, gains=gains)))
+        gold, gains, alternatives = task.relevance.gold, task.relevance.gains, task.relevance.alternatives
+        met = pool.union(need for skill_id, need in alternatives.items() if skill_id in pool)
+        missing += [f"gold skill '{lost}' of query '{task.query.query_id}'" for lost in sorted(gold - met)]
+        gains = {one: gain for one, gain in gains.items() if one in pool or one in gold}
+        tasks.append(replace(task, relevance=replace(task.relevance, gains=gains)))
     if missing:
-        query_id, skill_id = missing[0]
-        num_queries, num_skills = (len(set(column)) for column in zip(*missing, strict=True))
-        what = f"gold skill '{skill_id}' is not among the {len(pool)} skills of the pool; missing in all: {num_skills}"
-        where = f"benchmark {benchmark.name}, query {query_id}"
+        what = f"{missing[0]} is not among the {len(pool)} skills of the pool; missing in all: {len(missing)}"
         fix = "add the benchmark's gold skills to the pool, or choose the pool it was made for"
-        raise SkilltrainError(f"{what} gold skill(s) of {num_queries} queries", where=where, fix=fix)
+        raise SkilltrainError(what, where=f"benchmark {benchmark.name}", fix=fix)
     return replace(benchmark, tasks=tuple(tasks))
 
 
@@ -165,13 +161,3 @@ def check_split(queries: Sequence[Query], split: str | None, folder: Path) -> No
     if split is not None and split not in counts:
         splits = ", ".join(f"{name} ({count})" for name, count in sorted(counts.items()))
         raise SkilltrainError(f"holds no query of split '{split}'", where=folder, fix=f"its splits are {splits}")
-
-
-def split_files(folder: Path, suffix: str, split: str | None) -> dict[str, Path]:
-    """split → its file in `folder`, of one split or of all."""
-    files = {file.name.removesuffix(suffix): file for file in sorted(folder.glob(f"*{suffix}"))}
-    if not files:
-        raise SkilltrainError(f"holds no {suffix} file, one a split", where=folder)
-    if split not in (None, *files):
-        raise SkilltrainError(f"holds no split '{split}'", where=folder, fix=f"its splits are {', '.join(files)}")
-    return {name: file for name, file in files.items() if split in (None, name)}

@@ -32,25 +32,24 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
     for spec in (QUERIES, JUDGEMENTS):
         check_regular(table_path(folder, spec))
     queries, judgements = queries_from_table(read_table(folder, QUERIES)), read_table(folder, JUDGEMENTS)
-    verdicts, reasons = verdicts_by_query(judgements), dict[str, dict[str, None]]()
+    check_split(queries, split, folder)
+    verdicts = verdicts_by_query(judgements)
+    reasons: dict[str, dict[str, None]] = {}
     for row in judgements.select(["query_id", "reason"]).to_pylist():
         if row["reason"]:
             reasons.setdefault(row["query_id"], {})[row["reason"]] = None
-    file = folder / "judgements.parquet"
-    if unknown := sorted(verdicts.keys() - {query.query_id for query in queries}):
+    file, query_ids = folder / "judgements.parquet", [query.query_id for query in queries]
+    if unknown := sorted(verdicts.keys() - set(query_ids)):
         what = f"{len(unknown)} judged queries are not in queries.parquet, first '{unknown[0]}'"
         raise SkilltrainError(what, where=file)
-    check_split(queries, split, folder)
     tasks: list[Task] = []
     for query in (query for query in queries if split in (None, query.split)):
         judged = verdicts.get(query.query_id, {})
         gains = {skill_id: VERDICT_GAINS[verdict] for skill_id, verdict in judged.items() if verdict in VERDICT_GAINS}
         gold = frozenset(skill_id for skill_id, verdict in judged.items() if verdict is Verdict.REQUIRED)
-        if not gold:
-            what = "no skill is judged required, so none is gold" if judged else "the query has no judgement"
-            raise SkilltrainError(what, where=f"{file}, query {query.query_id}")
-        tasks.append(task_of(query, Relevance(gold, gains), {"reason": tuple(reasons.get(query.query_id, ()))}))
-    return make_benchmark(folder, tasks, split, [query.query_id for query in queries])
+        labels = {"reason": tuple(reasons.get(query.query_id, ()))}
+        tasks.append(task_of(query, Relevance(gold, gains), labels, file))
+    return make_benchmark(folder, tasks, split, query_ids)
 
 
 # The file that tells a form, and what reads it; the first that is there decides.

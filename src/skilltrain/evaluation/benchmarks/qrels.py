@@ -7,21 +7,19 @@ SkillRet's folder `data`: skills, queries and qrels, each with a file a split. A
 split=test for the published protocol: all splits at once are ranked over all their skills.
 """
 
-import math
+import csv
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, make_benchmark, make_task, name_of, split_files
-from skilltrain.evaluation.benchmarks.rows import Label, NamedRow, Row, Text, read_rows, unique
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, make_benchmark, name_of, task_of
+from skilltrain.evaluation.benchmarks.rows import Label, NamedRow, Row, Text, parse_row, read_rows, unique
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.files import check_regular
-from skilltrain.records import Skill
-
-_HEADER = ["query-id", "corpus-id", "score"]
+from skilltrain.records import Query, Skill
 
 
 class _Document(NamedRow):
@@ -65,13 +63,13 @@ class _SkillRetQuery(NamedRow):
         return {"generator": self.generator_model}
 
 
-_Queries = Mapping[str, _BeirQuery] | Mapping[str, _SkillRetQuery]
-
-
 class _Qrel(Row):
-    query_id: Text
-    skill_id: Text
-    score: float = Field(alias="relevance")
+    query_id: Text = Field(validation_alias=AliasChoices("query_id", "query-id"))
+    skill_id: Text = Field(validation_alias=AliasChoices("skill_id", "corpus-id"))
+    score: float = Field(validation_alias=AliasChoices("relevance", "score"), strict=False)
+
+
+_Queries = Mapping[str, _BeirQuery] | Mapping[str, _SkillRetQuery]
 
 
 def read_beir(folder: Path, split: str | None) -> Benchmark:
@@ -80,9 +78,8 @@ def read_beir(folder: Path, split: str | None) -> Benchmark:
     corpus = folder / "corpus.jsonl"
     documents = unique("skill", read_rows(_Document, corpus)) if corpus.exists() else None
     tasks: dict[str, Task] = {}
-    for part, file in split_files(folder / "qrels", ".tsv", split).items():
-        judged = _relevances(_tsv_rows(file), queries, documents)
-        _add_tasks(tasks, judged, queries, name_of(folder), file, part)
+    for part, file in _split_files(folder / "qrels", ".tsv", split).items():
+        _add_tasks(tasks, _gains(_tsv_rows(file), queries, documents), queries, name_of(folder), file, part)
     pool = [Skill(row.row_id, row.title or "", description="", body=row.text) for row in (documents or {}).values()]
     return make_benchmark(folder, list(tasks.values()), split, queries, pool)
 
@@ -91,74 +88,73 @@ def read_skillret(folder: Path, split: str | None) -> Benchmark:
     """The benchmark of SkillRet's folder `data`."""
     tasks: dict[str, Task] = {}
     pool: dict[str, Skill] = {}
-    for part, file in split_files(folder / "qrels", ".jsonl", split).items():
+    for part, file in _split_files(folder / "qrels", ".jsonl", split).items():
         skills = unique("skill", read_rows(_SkillRetSkill, folder / "skills" / file.name))
         queries = unique("query", read_rows(_SkillRetQuery, folder / "queries" / file.name))
-        judged = _relevances(read_rows(_Qrel, file), queries, skills)
-        if without := [query_id for query_id in queries if query_id not in judged]:
+        gains = _gains(read_rows(_Qrel, file), queries, skills)
+        if without := [query_id for query_id in queries if query_id not in gains]:
             raise SkilltrainError(f"query '{without[0]}' ({len(without)} in all) has no row here", where=file)
-        _add_tasks(tasks, judged, queries, "skillret", file, part)
+        _add_tasks(tasks, gains, queries, "skillret", file, part)
         pool |= {skill_id: row.skill() for skill_id, row in skills.items()}
-    files = sorted((folder / "queries").glob("*.jsonl"))
-    of_all_splits = [query_id for file in files for query_id in unique("query", read_rows(_SkillRetQuery, file))]
-    return make_benchmark(folder, list(tasks.values()), split, of_all_splits, list(pool.values()))
+    of_all_splits = read_rows(_SkillRetQuery, *sorted((folder / "queries").glob("*.jsonl")))
+    query_ids = [row.row_id for row in of_all_splits]
+    return make_benchmark(folder, list(tasks.values()), split, query_ids, list(pool.values()))
+
+
+def _split_files(folder: Path, suffix: str, split: str | None) -> dict[str, Path]:
+    """split → its file in `folder`, of one split or of all."""
+    files = {file.name.removesuffix(suffix): file for file in sorted(folder.glob(f"*{suffix}"))}
+    if split not in (None, *files):
+        raise SkilltrainError(f"holds no split '{split}'", where=folder, fix=f"its splits are {', '.join(files)}")
+    return {name: file for name, file in files.items() if split in (None, name)}
 
 
 def _add_tasks(
-    tasks: dict[str, Task], judged: Mapping[str, Relevance], queries: _Queries, origin: str, file: Path, split: str
+    tasks: dict[str, Task],
+    gains: Mapping[str, Mapping[str, float]],
+    queries: _Queries,
+    origin: str,
+    file: Path,
+    split: str,
 ) -> None:
-    for query_id, relevance in judged.items():
+    for query_id, row in queries.items():
+        if query_id not in gains:
+            continue
         if query_id in tasks:
             what = f"query '{query_id}' is of split {tasks[query_id].query.split} as well"
             raise SkilltrainError(what, where=file, fix="give the split to score")
-        row = queries[query_id]
-        tasks[query_id] = make_task(query_id, row.text, relevance, origin=origin, split=split, labels=row.labels())
+        relevance = Relevance(frozenset(gains[query_id]), gains[query_id])
+        query = Query(query_id, row.text, kind="", origin=origin, split=split)
+        tasks[query_id] = task_of(query, relevance, row.labels(), file)
 
 
-def _relevances(
-    qrels: Iterable[tuple[str, _Qrel]], query_ids: Collection[str], skill_ids: Collection[str] | None
-) -> dict[str, Relevance]:
-    """query_id → relevance, for the judged ones of `query_ids`; `skill_ids` is the published pool, None without one."""
-    scores: dict[str, dict[str, float]] = {}
-    first: dict[str, str] = {}  # query_id → file and line of its first row
-    for where, row in qrels:
+def _gains(
+    qrels: Iterable[_Qrel], query_ids: Collection[str], skill_ids: Collection[str] | None
+) -> dict[str, dict[str, float]]:
+    """query_id → skill_id → gain above 0; `skill_ids` is the published pool, None without one."""
+    seen: set[tuple[str, str]] = set()
+    gains: dict[str, dict[str, float]] = {}
+    for row in qrels:
         fault = None
         if row.query_id not in query_ids:
             fault = f"query '{row.query_id}' is not among the queries"
         elif skill_ids is not None and row.skill_id not in skill_ids:
             fault = f"skill '{row.skill_id}' of query '{row.query_id}' is not among the benchmark's own skills"
-        elif not math.isfinite(row.score):
-            fault = f"the score of query '{row.query_id}' is {row.score}, no number"
-        elif row.skill_id in scores.get(row.query_id, ()):
+        elif (row.query_id, row.skill_id) in seen:
             fault = f"query '{row.query_id}' and skill '{row.skill_id}' stand together twice"
         if fault:
-            raise SkilltrainError(fault, where=where)
-        first.setdefault(row.query_id, where)
-        scores.setdefault(row.query_id, {})[row.skill_id] = row.score
-    found: dict[str, Relevance] = {}
-    for query_id in filter(scores.__contains__, query_ids):
-        gains = {skill_id: score for skill_id, score in scores[query_id].items() if score > 0}
-        found[query_id] = Relevance(frozenset(gains), gains)
-        if not gains:
-            raise SkilltrainError(f"query '{query_id}' has no skill with a score above 0", where=first[query_id])
-    return found
+            raise SkilltrainError(fault, where=row.where)
+        seen.add((row.query_id, row.skill_id))
+        found = gains.setdefault(row.query_id, {})
+        if not row.score <= 0:  # NaN is refused with the task
+            found[row.skill_id] = row.score
+    return gains
 
 
-def _tsv_rows(file: Path) -> Iterator[tuple[str, _Qrel]]:
-    """The rows below the header."""
+def _tsv_rows(file: Path) -> Iterator[_Qrel]:
+    """Yield the rows below the header `query-id corpus-id score`."""
     check_regular(file)
-    try:
-        header, *lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, ValueError) as error:
-        raise SkilltrainError(f"cannot be read: {error}", where=file) from error
-    if header.split("\t") != _HEADER:
-        what = f"the first line is not the header {', '.join(_HEADER)}, between tabs"
-        raise SkilltrainError(what, where=f"{file}, line 1")
-    for number, line in ((number, line) for number, line in enumerate(lines, 2) if line.strip()):
-        where, cells = f"{file}, line {number}", line.split("\t")
-        if len(cells) != 3 or not all(cells):
-            raise SkilltrainError(f"expected query-id, corpus-id and score between tabs, found {cells}", where=where)
-        try:
-            yield where, _Qrel(query_id=cells[0], skill_id=cells[1], relevance=float(cells[2]))
-        except ValueError as error:
-            raise SkilltrainError(f"the score of query '{cells[0]}' is no number: '{cells[2]}'", where=where) from error
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+        for values in reader:
+            yield parse_row(_Qrel, values, f"{file}, line {reader.line_num}")

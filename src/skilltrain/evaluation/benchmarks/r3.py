@@ -8,12 +8,10 @@ from pathlib import Path
 from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Labels, Task, make_benchmark, make_task
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Labels, Task, make_benchmark, task_of
 from skilltrain.evaluation.benchmarks.rows import Label, NamedRow, Row, Text, read_rows, unique
 from skilltrain.evaluation.metrics import Relevance
-from skilltrain.records import Skill
-
-SPLIT = "test"
+from skilltrain.records import Query, Skill
 
 
 class _SkillRow(NamedRow):
@@ -48,31 +46,28 @@ def read_r3_skill(folder: Path, split: str | None) -> Benchmark:
     """The published test set, test.jsonl and skills_test.jsonl."""
     skills = unique("skill", read_rows(_SkillRow, folder / "skills_test.jsonl"))
     tasks: list[Task] = []
-    for where, row in read_rows(_QueryRow, folder / "test.jsonl"):
+    for row in read_rows(_QueryRow, folder / "test.jsonl"):
         if unknown := sorted(set(row.skill_ids) - skills.keys()):
-            raise SkilltrainError(f"skill '{unknown[0]}' is not in skills_test.jsonl", where=where)
-        query_id = f"{SPLIT}-{where.rpartition(' ')[2]}"
-        tasks.append(_task(query_id, row.query, row.skill_ids, {"direction": row.lang}, where))
+            raise SkilltrainError(f"skill '{unknown[0]}' is not in skills_test.jsonl", where=row.where)
+        query_id = f"test-{row.where.rpartition(' ')[2]}"
+        tasks.append(_task(query_id, row.query, row.skill_ids, {"direction": row.lang}, row.where))
     pool = [row.skill() for row in skills.values()]
     return make_benchmark(folder, tasks, split, [task.query.query_id for task in tasks], pool)
 
 
 def read_r3_groups(folder: Path, split: str | None) -> Benchmark:
     """Groups of one query and the verdicts on its candidates, judgements.jsonl."""
-    rows = list(read_rows(_Group, folder / "judgements.jsonl"))
-    unique("group", rows)
+    rows = unique("group", read_rows(_Group, folder / "judgements.jsonl"))
     tasks: list[Task] = []
-    for where, row in rows:
+    for group_id, row in rows.items():
         judged = [*row.required, *(one.skill_id for one in row.rejected), *row.irrelevant]
         if twice := [skill_id for at, skill_id in enumerate(judged) if skill_id in judged[:at]]:
-            raise SkilltrainError(f"skill '{twice[0]}' of group '{row.row_id}' is judged twice", where=where)
+            raise SkilltrainError(f"skill '{twice[0]}' of group '{group_id}' is judged twice", where=row.where)
         reasons = tuple(dict.fromkeys(one.reason for one in row.rejected if one.reason))
-        tasks.append(_task(row.row_id, row.query, row.required, {"reason": reasons}, where))
-    return make_benchmark(folder, tasks, split, [task.query.query_id for task in tasks])
+        tasks.append(_task(group_id, row.query, row.required, {"reason": reasons}, row.where))
+    return make_benchmark(folder, tasks, split, rows)
 
 
 def _task(query_id: str, text: str, gold: list[str], labels: Labels, where: str) -> Task:
-    if not gold:
-        raise SkilltrainError(f"query '{query_id}' has no required skill, so none is gold", where=where)
     relevance = Relevance(frozenset(gold), dict.fromkeys(gold, 1.0))
-    return make_task(query_id, text, relevance, origin="r3", split=SPLIT, labels=labels)
+    return task_of(Query(query_id, text, kind="", origin="r3", split="test"), relevance, labels, where)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_jsonl
@@ -19,6 +19,12 @@ class Row(BaseModel):
     """What we read of a foreign file; keys we do not need are allowed there."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+    _where: str = PrivateAttr(default="")
+
+    @property
+    def where(self) -> str:
+        """The file and the line (or key) that it was read from."""
+        return self._where
 
 
 class NamedRow(Row):
@@ -45,30 +51,33 @@ NamedRowT = TypeVar("NamedRowT", bound=NamedRow)
 def parse_row(row_class: type[RowT], values: Any, where: str) -> RowT:
     """`values` as a row. Raises SkilltrainError naming `where` and the key at fault."""
     try:
-        return row_class.model_validate(values)
+        row = row_class.model_validate(values)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in fault["loc"])
         raise SkilltrainError(f"{key}: {fault['msg']}" if key else fault["msg"], where=where) from error
+    row._where = where
+    return row
 
 
-def read_rows(row_class: type[RowT], file: Path) -> Iterator[tuple[str, RowT]]:
-    """Yield (where, row) of a JSON Lines file; `where` names file and line."""
-    for line, values in read_jsonl(file):
-        yield (where := f"{file}, line {line}"), parse_row(row_class, values, where)
+def read_rows(row_class: type[RowT], *files: Path) -> Iterator[RowT]:
+    """Yield the rows of JSON Lines files."""
+    for file in files:
+        for line, values in read_jsonl(file):
+            yield parse_row(row_class, values, f"{file}, line {line}")
 
 
-def unique(what: str, rows: Iterable[tuple[str, NamedRowT]]) -> dict[str, NamedRowT]:
+def unique(what: str, rows: Iterable[NamedRowT]) -> dict[str, NamedRowT]:
     """id → row, in order. Raises SkilltrainError for an id that stands twice; `what` has it."""
     found: dict[str, NamedRowT] = {}
-    for where, row in rows:
+    for row in rows:
         if row.row_id in found:
-            raise SkilltrainError(f"{what} '{row.row_id}' stands twice", where=where)
+            raise SkilltrainError(f"{what} '{row.row_id}' stands twice", where=row.where)
         found[row.row_id] = row
     return found
 
 
-def read_skills(files: Iterable[Path]) -> tuple[Skill, ...]:
-    """The skills of JSON Lines files that are there; an id stands in one of them once."""
-    found = unique("skill", (row for file in files if file.exists() for row in read_rows(_SkillRow, file)))
+def read_skills(*files: Path) -> tuple[Skill, ...]:
+    """The skills of JSON Lines files; an id stands in one of them once."""
+    found = unique("skill", read_rows(_SkillRow, *files))
     return tuple(Skill(skill_id, **row.model_dump(exclude={"row_id"})) for skill_id, row in found.items())

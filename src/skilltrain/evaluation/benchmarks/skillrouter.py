@@ -8,15 +8,15 @@ folders easy and hard beside these files; without a pool, nDCG's best order hold
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, make_benchmark, make_task
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, make_benchmark, task_of
 from skilltrain.evaluation.benchmarks.rows import Label, NamedRow, Row, Text, parse_row, read_rows, read_skills, unique
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.files import read_json
+from skilltrain.records import Query
 
 ORIGIN = "skillsbench"
 
@@ -30,7 +30,7 @@ class _TaskRow(NamedRow):
 
 class _RelevanceRow(Row):
     gt_skill_ids: list[Text]
-    relevance: dict[Text, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
+    relevance: dict[Text, float]
     core_gt_ids: list[Text] | None = None
     task_type: str
 
@@ -41,25 +41,21 @@ def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
     entries = read_json(file)
     if not isinstance(entries, dict):
         raise SkilltrainError("expected a map of task_id to relevance", where=file)
-    places = {task_id: f"{file}, task {task_id}" for task_id in entries}
-    judged = {task_id: parse_row(_RelevanceRow, entry, places[task_id]) for task_id, entry in entries.items()}
-    tasks_file = folder / "tasks.jsonl"
-    found = list(read_rows(_TaskRow, tasks_file))
-    rows = unique("task", found)
-    for where, row in found:
-        if row.row_id not in judged:
-            raise SkilltrainError(f"task '{row.row_id}' has no entry in relevance.json", where=where)
-    if without := sorted(judged.keys() - rows.keys()):
-        what = f"relevance.json has {len(without)} tasks that are not here: {without[0]}"
-        raise SkilltrainError(what, where=tasks_file)
+    rows = unique("task", read_rows(_TaskRow, folder / "tasks.jsonl"))
+    if without := sorted(entries.keys() ^ rows.keys()):
+        lacking = "relevance.json" if without[0] in rows else "tasks.jsonl"
+        raise SkilltrainError(f"{lacking} lacks task '{without[0]}' ({len(without)} on one side only)", where=folder)
     tasks: list[Task] = []
     for task_id, row in rows.items():
-        entry, text = judged[task_id], row.instruction_text
+        entry = parse_row(_RelevanceRow, entries[task_id], f"{file}, task {task_id}")
         if entry.task_type != "generic_only":
-            relevance = _relevance(entry, places[task_id])
+            gold = entry.gt_skill_ids if entry.core_gt_ids is None else entry.core_gt_ids
             labels = {"difficulty": row.difficulty, "domain": row.domain, "task type": entry.task_type}
-            tasks.append(make_task(task_id, text, relevance, origin=ORIGIN, split="test", labels=labels))
-    return make_benchmark(folder, tasks, split, rows, gold_skills=read_skills([folder / "gold_skills.jsonl"]))
+            query = Query(task_id, row.instruction_text, kind="", origin=ORIGIN, split="test")
+            tasks.append(task_of(query, Relevance(frozenset(gold), entry.relevance), labels, file))
+    gold_file = folder / "gold_skills.jsonl"
+    gold_skills = read_skills(gold_file) if gold_file.exists() else ()
+    return make_benchmark(folder, tasks, split, rows, gold_skills=gold_skills)
 
 
 def read_skillrouter_tier(folder: Path, split: str | None) -> Benchmark:
@@ -68,13 +64,4 @@ def read_skillrouter_tier(folder: Path, split: str | None) -> Benchmark:
     if not files:
         raise SkilltrainError("holds no .jsonl or .jsonl.gz file with the skills of this tier", where=folder)
     above = read_skillrouter(folder.resolve().parent, split)
-    return replace(above, name=folder.resolve().name, pool=read_skills(files))
-
-
-def _relevance(row: _RelevanceRow, where: str) -> Relevance:
-    gold = frozenset(row.gt_skill_ids if row.core_gt_ids is None else row.core_gt_ids)
-    if not gold:
-        raise SkilltrainError("no skill is gold", where=where)
-    if without := sorted(skill_id for skill_id in gold if not row.relevance.get(skill_id)):
-        raise SkilltrainError(f"gold skill '{without[0]}' has no positive relevance", where=where)
-    return Relevance(gold=gold, gains=row.relevance)
+    return replace(above, name=folder.resolve().name, pool=read_skills(*files))

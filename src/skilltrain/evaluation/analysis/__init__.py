@@ -1,1 +1,0 @@
-"""What lies behind a mean: which queries a reranker fixed, where a model looks, what an agent gains."""
