@@ -309,7 +309,7 @@ def test_a_failed_training_can_be_corrected_in_the_same_folder(places, tmp_path)
 @pytest.mark.parametrize("command", [name for name, stage in STAGES.items() if not stage.trains])
 def test_help_lists_settings_and_an_example(command):
     shown = succeeds(command, "--help").out
-    config_class = STAGES[command].load().config
+    config_class = STAGES[command].config
     if command != "evaluate":  # its options stand beside the settings
         assert [key for key in config_class.model_fields if key != "stage" and f"  {key}: " not in shown] == []
     assert f"skilltrain {command} " in shown

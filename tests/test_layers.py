@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from skilltrain.runs import Stage
+from skilltrain.stages import STAGES
+
 PACKAGE = "skilltrain"
 SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 
@@ -139,3 +142,13 @@ def test_relative_imports_of_a_package_start_at_the_package():
 def test_a_module_without_a_layer_is_named():
     (found,) = violations("", "skilltrain.toolbox")
     assert "add 'toolbox' to LAYERS" in found
+
+
+@pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
+def test_what_a_stage_names_is_there(stage: Stage):
+    """Found in the source: importing it takes seconds."""
+    for name in filter(None, (stage.config_name, stage.run_name, stage.plan_name)):
+        module, _, attribute = name.partition(":")
+        tree = ast.parse((SOURCE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+        assert attribute in {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}, name
+        assert LEVEL[module.split(".")[0]] > LEVEL["stages"]

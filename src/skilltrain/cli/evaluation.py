@@ -1,25 +1,21 @@
 """The command `evaluate`."""
 
-import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from skilltrain.cli.app import DryRun, app, execute, settings_of, show
+from skilltrain.cli.app import AS_WRITTEN, DryRun, Overrides, app, execute, quietly, settings_of, show
 from skilltrain.cli.settings_help import SettingsCommand
 from skilltrain.errors import SkilltrainError
 from skilltrain.stages import parse_recipe
 from skilltrain.terminal import console
 
 
-@app.command(cls=SettingsCommand)
+@app.command(cls=SettingsCommand, context_settings=AS_WRITTEN)
 def evaluate(
-    arguments: Annotated[list[str] | None, typer.Argument(help="RECIPE.yaml (optional) and key=value settings")] = None,
-    benchmark: Annotated[Path | None, typer.Option(help="folder of the benchmark")] = None,
-    pool: Annotated[Path | None, typer.Option(help="folder of the pool")] = None,
+    arguments: Overrides = None,
     encoder: Annotated[list[str] | None, typer.Option(help="an encoder to evaluate; may be repeated")] = None,
     reranker: Annotated[str | None, typer.Option(help="a reranker on top of the last encoder (or of BM25)")] = None,
     predictions: Annotated[
@@ -37,8 +33,6 @@ def evaluate(
     Example: skilltrain evaluate --benchmark bench --predictions predictions.json --json scores.json
     """
     values, where = settings_of("evaluate", arguments or [])
-    given = {"benchmark": benchmark, "pool": pool}
-    values |= {key: str(value) for key, value in given.items() if value is not None}
     if predictions:
         values["predictions"] = [str(file) for file in predictions]
     named = encoder or reranker
@@ -67,8 +61,7 @@ def _score_predictions(values: dict[str, Any], scores: Path | None, only_plan: b
     if only_plan:
         show({"plan": plan_evaluate(config)})
         return
-    with redirect_stdout(sys.stderr):
-        report = score_predictions(config)
+    report = quietly(score_predictions, config)
     console.print(terminal_table(report, console.width))
     if scores is not None:
         write_scores(report, scores)

@@ -1,22 +1,20 @@
 """Commands that make a router and ask it, and the page that shows training lists."""
 
 import json
-import sys
-from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from skilltrain.cli.app import DryRun, app, show
-from skilltrain.config import parse_yaml, validate
+from skilltrain.cli.app import DryRun, app, quietly, show
+from skilltrain.config import apply_overrides, parse_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import cache_folder
 from skilltrain.texts import printable
 
 if TYPE_CHECKING:
-    from skilltrain.routing.router import RoutedSkill, Router
+    from skilltrain.routing.router import RoutedSkill
 
 
 @app.command()
@@ -36,15 +34,12 @@ def fit(
 
     Example: skilltrain fit my_skills --out runs/router && skilltrain route --router runs/router "merge these PDFs"
     """
-    from skilltrain.config import apply_overrides
     from skilltrain.fitting import FitConfig, plan_fit, run_fit
 
     values: dict[str, Any] = {"skills": str(skills), "out": str(out), "queries": [str(file) for file in queries or []]}
     values |= {"llm": parse_yaml(llm, "--llm")} if llm else {}
     config = validate(FitConfig, apply_overrides(values, settings or []), "skilltrain fit")
-    with redirect_stdout(sys.stderr):
-        found = plan_fit(config) if only_plan else run_fit(config)
-    show(found)
+    show(quietly(plan_fit if only_plan else run_fit, config))
 
 
 @app.command()
@@ -67,9 +62,17 @@ def route(
 
     Example: skilltrain route "merge these PDFs" --pool runs/pool --encoder runs/encoder
     """
-    with redirect_stdout(sys.stderr):
-        opened = _router_of(router, pool, rankers or _rankers(encoder, reranker, first_weight))
-        found = opened.route(request, top)
+    from skilltrain import api
+    from skilltrain.routing.router import Router
+
+    def find() -> "list[RoutedSkill]":
+        if router is not None and pool is None:
+            return Router.load(router).route(request, top)
+        if pool is not None and router is None:
+            return api.route(request, pool, rankers or _rankers(encoder, reranker, first_weight), top)
+        raise SkilltrainError("give either --router or --pool", where="skilltrain route")
+
+    found = quietly(find)
     if as_json:
         rows = [
             {"rank": r.rank, "score": r.score, "skill_id": r.skill.skill_id, "name": r.skill.name,
@@ -80,19 +83,6 @@ def route(
         return
     for routed in found:
         _print(routed)
-
-
-def _router_of(router: Path | None, pool: Path | None, rankers: Any) -> "Router":
-    from skilltrain.data.pool.read import read_pool
-    from skilltrain.retrieval.cascade import SystemConfig
-    from skilltrain.routing.router import Router
-
-    if (router is None) == (pool is None):
-        raise SkilltrainError("give either --router or --pool", where="skilltrain route")
-    if router is not None:
-        return Router.load(router)
-    given = parse_yaml(rankers, "--rankers") if isinstance(rankers, str) else rankers
-    return Router(read_pool(pool or ""), validate(SystemConfig, {"name": "route", "rankers": given}, "route"))
 
 
 def _rankers(encoder: str | None, reranker: str | None, first_weight: float) -> list[dict[str, Any]]:
@@ -121,6 +111,4 @@ def inspect_lists(
     """
     from skilltrain.report.lists import inspect_lists as inspect
 
-    with redirect_stdout(sys.stderr):
-        found = inspect(lists, out, pool, max_lists)
-    show(found)
+    show(quietly(inspect, lists, out, pool, max_lists))

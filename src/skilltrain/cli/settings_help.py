@@ -17,7 +17,7 @@ class SettingsCommand(TyperCommand):
     def get_help(self, ctx: Any) -> str:
         """The usual help, then settings and an example."""
         stage = STAGES[str(self.name)]
-        config_class = stage.load().config
+        config_class = stage.config
         super().get_help(ctx)
         fields = "\n".join(_describe_fields(config_class, "", {}))
         settings = f"\nSettings (key=value; those of lists, marked [], in a recipe):\n{fields}"

@@ -1,14 +1,12 @@
-"""Commands that run stages and trainings, list recipes and export models."""
+"""Commands that run stages, trainings and grids of them, list recipes and export models."""
 
 import json
-import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from skilltrain.cli.app import AS_WRITTEN, DryRun, Overrides, app, execute, settings_of, show
+from skilltrain.cli.app import AS_WRITTEN, DryRun, Overrides, app, execute, quietly, settings_of, show
 from skilltrain.cli.settings_help import SettingsCommand
 from skilltrain.config import load_recipe
 from skilltrain.errors import SkilltrainError
@@ -42,9 +40,8 @@ def train(
     """
     config = parse_recipe(load_recipe(file, overrides or []), file)
     if not STAGES[config.stage].trains:
-        raise SkilltrainError(
-            f"is a recipe of stage {config.stage}", where=file, fix=f"run: skilltrain {config.stage} {file}"
-        )
+        fix = f"run: skilltrain {config.stage} {file}"
+        raise SkilltrainError(f"is a recipe of stage {config.stage}", where=file, fix=fix)
     execute(config, only_plan, resume)
 
 
@@ -81,6 +78,21 @@ def export(
     """
     from skilltrain.training.export_run import export_run
 
-    with redirect_stdout(sys.stderr):
-        exported = export_run(run, out, checkpoint)
-    show(exported)
+    show(quietly(export_run, run, out, checkpoint))
+
+
+@app.command()
+def ablate(
+    grid: Annotated[Path, typer.Argument(help="a file of recipes/ablations, or one like it")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value settings of the grid")] = None,
+    only_plan: DryRun = False,
+) -> None:
+    """Run every cell of a grid of variants and seeds, and compare the variants, with 95% intervals.
+
+    Steps that cells share run once; run again, what is finished is left as it is, and what was killed goes on.
+
+    Example: skilltrain ablate recipes/ablations/filter.yaml seeds='[1, 2, 3]'
+    """
+    from skilltrain.ablation.run import plan_ablation, run_ablation
+
+    show(quietly(plan_ablation if only_plan else run_ablation, grid, overrides or []))
