@@ -30,7 +30,7 @@ STAGES = {
         example="files=examples/skill_library/queries/*.jsonl pool=runs/pool out=runs/queries",
     ),
     "synthesize": Stage(
-        "data.synthesize.synthesize:SynthesizeConfig", "data.synthesize.synthesize:run_synthesize",
+        "data.synthesize.settings:SynthesizeConfig", "data.synthesize.synthesize:run_synthesize",
         "data.synthesize.synthesize:plan_synthesize",
         about="Write queries for skills: by a chat model, or from the skills' own text.",
         example="pool=runs/pool llm.kind=own_text out=runs/synthetic",
@@ -70,12 +70,12 @@ STAGES = {
         "quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}' out=runs/lists",
     ),
     "decontaminate": Stage(
-        "data.contamination.decontaminate:DecontaminateConfig", "data.contamination.decontaminate:run_decontaminate",
+        "data.decontaminate:DecontaminateConfig", "data.decontaminate:run_decontaminate",
         about="Drop training queries that a benchmark asks.",
         example="pool=runs/pool queries=runs/lists benchmarks='[benchmark]' out=runs/clean_lists",
     ),
     "train_encoder": Stage(
-        "training.stages:TrainEncoderConfig", "training.stages:run_training", "training.stages:plan",
+        "training.settings:TrainEncoderConfig", "training.stages:run_training", "training.stages:plan",
         about="Train an encoder.", trains=True,
     ),
     "candidates": Stage(
@@ -85,7 +85,7 @@ STAGES = {
         "'system.rankers=[{kind: dense, source: runs/encoder}]' out=runs/candidates",
     ),
     "train_reranker": Stage(
-        "training.stages:TrainRerankerConfig", "training.stages:run_training", "training.stages:plan",
+        "training.settings:TrainRerankerConfig", "training.stages:run_training", "training.stages:plan",
         about="Train a reranker.", trains=True,
     ),
     "evaluate": Stage(
