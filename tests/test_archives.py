@@ -16,19 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from registry_server import skill_md, tar_of, zip_of
+from skilltrain.data.collect import RefusalError
 from skilltrain.data.collect.archives import ArchiveLimits, kind_of, path_parts, unpack
-from skilltrain.data.collect.refusal import RefusalError
 
 LIMITS = ArchiveLimits()
 SKILL = skill_md("saw")
 
 
 def unpacked(content, root, limits=LIMITS, only_skill_files=False):
-    """(the folder's files → content, what unpack returned)."""
-    archive = root / "archive"
-    archive.write_bytes(content)
-    result = unpack(archive, root / "box" / "skill", limits, only_skill_files)
-    return files_in(root / "box" / "skill"), result
+    """(the folder's files → content, what was left out)."""
+    left_out = unpack(content, root / "box" / "skill", limits, only_skill_files)
+    return files_in(root / "box" / "skill"), left_out
 
 
 def files_in(folder):
@@ -39,8 +37,7 @@ def refusal(content, root, limits=LIMITS):
     """The error of a refused archive, after a look that nothing was left or written anywhere."""
     with pytest.raises(RefusalError) as caught:
         unpacked(content, root, limits)
-    assert [p.name for p in root.rglob("*") if not p.is_dir()] == ["archive"]
-    assert list((root / "box").iterdir()) == []
+    assert list(root.rglob("*")) == [root / "box"]
     return caught.value
 
 
@@ -72,8 +69,7 @@ def test_a_skill_comes_out_as_it_was_packed_without_the_folder_around_it(tmp_pat
     files = {"SKILL.md": SKILL, "scripts/run.sh": b"echo", "empty": b"", "a/b/c/d.txt": b"x" * 70_000}
     files["inner.zip"] = zip_of({"../../evil": b"x"})  # stays packed
     found, result = unpacked(pack({f"./repo-abc123//{name}": content for name, content in files.items()}), tmp_path)
-    assert found == files
-    assert (result.num_files, result.left_out) == (5, {})
+    assert (found, result) == (files, {})
     assert not (tmp_path / "box/skill/scripts/run.sh").stat().st_mode & 0o111
 
 
@@ -81,8 +77,8 @@ def test_a_text_is_a_skill_file_and_only_skill_files_are_written_on_request(tmp_
     assert unpacked(SKILL, tmp_path)[0] == {"SKILL.md": SKILL}
     shutil.rmtree(tmp_path / "box")
     files = {"r/SKILL.md": SKILL, "r/data.bin": b"0" * 99, "r/sub/skill.md": SKILL}
-    found, result = unpacked(zip_of(files), tmp_path, only_skill_files=True)
-    assert (found, result.num_files) == ({"SKILL.md": SKILL, "sub/skill.md": SKILL}, 2)
+    found, _ = unpacked(zip_of(files), tmp_path, only_skill_files=True)
+    assert found == {"SKILL.md": SKILL, "sub/skill.md": SKILL}
 
 
 HOSTILE_NAMES = [
@@ -122,7 +118,7 @@ def test_links_in_a_tar_are_left_out_and_nothing_is_written_through_them(tmp_pat
     (tmp_path / "evil").mkdir()
     link = tar_entry("trap", kind, str(tmp_path / "evil") if target == "/etc/passwd" else target)
     found, result = unpacked(tar_with(link, tar_entry("trap/loot.md")), tmp_path)
-    assert (found, result.left_out) == ({"SKILL.md": SKILL, "trap/loot.md": SKILL}, {"link": 1})
+    assert (found, result) == ({"SKILL.md": SKILL, "trap/loot.md": SKILL}, {"link": 1})
     assert list((tmp_path / "evil").iterdir()) == []
 
 
@@ -134,13 +130,13 @@ def test_links_special_files_and_a_second_file_of_one_name_in_a_zip_are_left_out
         archive.writestr(zip_entry("pipe", stat.S_IFIFO | 0o644), "")
         archive.writestr("SKILL.md", b"what a scanner does not see")
     found, result = unpacked(buffer.getvalue(), tmp_path)
-    assert (found, result.left_out) == ({"SKILL.md": SKILL}, {"link": 1, "special_file": 1, "collision": 1})
+    assert (found, result) == ({"SKILL.md": SKILL}, {"link": 1, "special_file": 1, "collision": 1})
 
 
 @pytest.mark.parametrize("kind", [tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, b"9"])
 def test_devices_pipes_and_unknown_kinds_are_left_out(tmp_path, kind):
     found, result = unpacked(tar_with(tar_entry("special", kind)), tmp_path)
-    assert found == {"SKILL.md": SKILL} and sum(result.left_out.values()) + len(found) == 2
+    assert found == {"SKILL.md": SKILL} and sum(result.values()) + len(found) == 2
 
 
 def test_of_paths_that_some_file_system_takes_for_one_the_first_is_written(tmp_path):
@@ -148,7 +144,7 @@ def test_of_paths_that_some_file_system_takes_for_one_the_first_is_written(tmp_p
     files |= {"Fi\u0301": b"1", "f\u00ed": b"2"}
     found, result = unpacked(zip_of(files), tmp_path)
     assert found == {"SKILL.md": SKILL, "a": b"file", "c/d": b"1", "Fi\u0301": b"1"}
-    assert result.left_out == {"collision": 4}
+    assert result == {"collision": 4}
 
 
 @pytest.mark.parametrize("pack", [zip_of, tar_of], ids=["zip", "tar.gz"])
@@ -160,17 +156,22 @@ def test_bombs_are_refused_by_ratio_by_size_and_by_count_and_a_large_file_is_lef
     assert refusal(many, tmp_path, ArchiveLimits(max_files=5)).filter == "bomb"
     noise = pack({"SKILL.md": SKILL, **{f"n{i}": random.Random(i).randbytes(40_000) for i in range(6)}})
     assert "100,000 bytes" in refusal(noise, tmp_path, ArchiveLimits(max_unpacked_bytes=100_000)).reason
-    assert unpacked(noise, tmp_path, ArchiveLimits(max_file_bytes=39_999))[1].left_out == {"file_too_big": 6}
+    assert unpacked(noise, tmp_path, ArchiveLimits(max_file_bytes=39_999))[1] == {"file_too_big": 6}
 
 
-def test_a_bomb_is_not_unpacked_to_its_end_as_a_header_either(tmp_path):
+@pytest.mark.parametrize("pack", [lambda content: gzip.compress(content, 1), bytes], ids=["tar.gz", "tar"])
+def test_a_bomb_in_a_header_is_not_taken_into_memory(tmp_path, pack):
     header = tar_entry("x", tarfile.XHDTYPE)
     header.size = 20_000_000
-    content = gzip.compress(header.tobuf() + bytes(20_000_000), 1)
+    content = pack(header.tobuf() + bytes(20_000_000))
     tracemalloc.start()
-    assert "more than 200 times" in refusal(content, tmp_path).reason
+    assert "holds a header of 20,000,256 bytes" in refusal(content, tmp_path).reason
     assert tracemalloc.get_traced_memory()[1] < 5_000_000
     tracemalloc.stop()
+
+
+def test_zeros_behind_the_last_member_of_a_tar_count(tmp_path):
+    assert "more than 200 times" in refusal(gzip.compress(tar_with() + bytes(9_000_000)), tmp_path).reason
 
 
 def test_encryption_unknown_compression_and_a_giant_directory_are_refused(tmp_path):
@@ -226,7 +227,7 @@ def test_a_long_path_in_a_pax_or_gnu_header_is_read(tmp_path, form):
 )
 def test_what_is_no_skill_is_refused(tmp_path, content, kind, filter):
     assert refusal(content, tmp_path).filter == filter
-    assert kind_of(tmp_path / "archive") == kind
+    assert kind_of(content) == kind
 
 
 def test_any_damage_ends_in_a_skill_or_a_refusal(tmp_path):
@@ -244,6 +245,6 @@ def test_any_damage_ends_in_a_skill_or_a_refusal(tmp_path):
             unpacked(bytes(content), root)
         except RefusalError as error:
             assert error.reason
-        assert {path.name for path in root.iterdir()} == {"archive", "box"}
+        assert {path.name for path in root.iterdir()} == {"box"}
         assert {path.name for path in (root / "box").iterdir()} <= {"skill"}
         assert not any(path.is_symlink() for path in root.rglob("*"))

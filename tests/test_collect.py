@@ -15,13 +15,13 @@ import pytest
 
 from registry_server import Entry, Reply, digest_of, registry_server, skill_md, tar_of, zip_of
 from skilltrain.config import validate
-from skilltrain.data.collect.collect import CollectConfig, run_collect
-from skilltrain.data.collect.output import folder_name
+from skilltrain.data.collect.collect import CollectConfig, folder_name, run_collect
 from skilltrain.data.collect.sync_state import DATABASE, open_state
 from skilltrain.data.pool.skill_pool import PoolConfig, run_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.tables import DROPPED, SKILLS, read_table
 
+CURSOR = {"param": "cursor", "cursor": "next_cursor"}
 FAST = {"requests_per_second": 1e6, "min_backoff": 0, "max_backoff": 0, "timeout": 10}
 
 
@@ -106,8 +106,7 @@ def test_every_listed_skill_is_collected_and_the_pool_reads_it(registry, tmp_pat
     assert registry.paths[:4] == [f"/api/skills?page={page}" for page in (1, 2, 3, 4)]
     assert registry.downloads() == list(skills)
     assert summary == {
-        "num_listed": 7, "num_collected": 7, "num_skills": 7, "num_fetched": 7, "num_not_modified": 0,
-        "num_up_to_date": 0, "num_requests": 11, "num_dropped": {},
+        "num_listed": 7, "num_fetched": 7, "num_requests": 11, "num_skills": 7, "num_dropped": {},
     }  # fmt: skip
     (tmp_path / "pool").mkdir()
     found = run_pool(PoolConfig(sources=[tmp_path / "out"], out=tmp_path / "pool"), tmp_path / "pool")
@@ -115,19 +114,11 @@ def test_every_listed_skill_is_collected_and_the_pool_reads_it(registry, tmp_pat
     assert set(read_table(tmp_path / "pool", SKILLS)["skill_id"].to_pylist()) == set(skills)
 
 
-@pytest.mark.parametrize(
-    ("style", "pages"),
-    [
-        ("cursor", {"kind": "cursor"}),
-        ("number", {"kind": "number"}),
-    ],
-)
-def test_each_kind_of_pages_is_read_to_its_end(registry, tmp_path, style, pages):
-    registry.style = style
-    _, skills, _, _ = sync(registry, tmp_path, registry__pages=pages, registry__params={"limit": "3"})
+def test_pages_with_a_cursor_are_read_to_their_end(registry, tmp_path):
+    registry.style = "cursor"
+    _, skills, _, _ = sync(registry, tmp_path, registry__pages=CURSOR, registry__params={"limit": "3"})
     assert len(skills) == 7
-    assert "limit=3" in registry.paths[0]
-    assert len(set(registry.paths)) == len(registry.paths)
+    assert registry.paths[:3] == ["/api/skills?limit=3", *(f"/api/skills?limit=3&cursor={n}" for n in (3, 6))]
 
 
 def test_keys_nested_lists_at_the_root_and_a_template_of_the_download(registry, tmp_path):
@@ -137,7 +128,7 @@ def test_keys_nested_lists_at_the_root_and_a_template_of_the_download(registry, 
     registry.script["/api/get/own%20er%2Fns"] = [Reply(b"# no header\nA body.")]
     _, skills, _, _ = sync(
         registry, tmp_path, registry__download="get/{slug}",
-        registry__pages={"kind": "number", "param": "offset", "first": 0, "step": 50},
+        registry__pages={"param": "offset", "first": 0, "step": 50},
         registry__keys={"items": "data.list", "id": "slug", "updated": "meta.v", "name": "meta.title"},
     )  # fmt: skip
     assert skills["own er/ns"]["name"] == "T"
@@ -196,7 +187,7 @@ def test_hostile_archives_and_entries_are_dropped_with_a_reason_and_touch_nothin
     registry.skills["../../evil"].url = "get/fine"
     _, skills, dropped, rows = sync(registry, tmp_path, unpack="skill_files")
     assert set(skills) == {"fine", "../../evil"}
-    assert dropped == {("zip-slip", "unsafe_name"), ("no-skill", "no_skill_file"), ("bad id", "bad_id"), ("", "no_id")}
+    assert dropped == {("zip-slip", "unsafe_name"), ("no-skill", "no_skill_file"), ("", "no_id")}
     assert all(row["reason"] and "\n" not in row["reason"] for row in rows)
     assert {path.name for path in tmp_path.iterdir()} == {"out", "state"}
     assert {path.parent for path in (tmp_path / "out/skills").iterdir()} == {tmp_path / "out/skills"}
@@ -218,7 +209,7 @@ def test_a_second_run_asks_only_for_what_is_new_or_changed(registry, tmp_path):
     assert "s5" not in skills
     assert dropped == {("gone", "gone"), ("s5", "unlisted")}
     assert {row["reason"] for row in rows if row["skill_id"] == "gone"} == {"HTTP 404"}
-    assert (summary["num_fetched"], summary["num_up_to_date"]) == (2, 6)
+    assert summary["num_fetched"] == 2
     # the old download of s2 is gone, the others are there
     assert len(list((tmp_path / "state/downloads").glob("*/*"))) == 8
 
@@ -269,7 +260,7 @@ def test_what_the_listing_cannot_tell_is_asked_for_with_the_etag(registry, tmp_p
     sync(registry, tmp_path)
     registry.skills["s4"].body, registry.skills["s4"].etag = skill_md("four, changed"), '"new"'
     summary, skills, _, _ = sync(registry, tmp_path, "b")
-    assert (summary["num_fetched"], summary["num_not_modified"]) == (1, 6)
+    assert (summary["num_fetched"], len(registry.downloads())) == (1, 7)
     assert skills["s4"]["name"] == "four, changed"
     assert [asked.headers.get("if-none-match") for asked in registry.log if "get/s1" in asked.path] == ['"1"']
 
@@ -298,7 +289,6 @@ def test_a_download_is_stopped_at_the_limit_whatever_its_length_says(registry, t
     _, _, dropped, rows = sync(registry, tmp_path, http__max_download_bytes=100_000, http__attempts=1)
     assert dropped == {("s1", "too_big"), ("s2", "too_big"), ("s3", "too_big")}
     assert {row["value"] for row in rows} == {100_000.0}
-    assert not (tmp_path / "state/.partial").exists()
     sync(registry, tmp_path, "b", http__max_download_bytes=100_000)
     assert registry.downloads() == []
     assert not sync(registry, tmp_path, "c")[2]
@@ -331,12 +321,12 @@ def test_an_archive_that_came_broken_is_asked_for_again_in_full(registry, tmp_pa
     assert registry.downloads() == ["s1"]
 
 
-def test_a_page_of_html_in_place_of_a_skill_is_asked_for_again_in_the_next_run(registry, tmp_path):
+def test_a_page_of_html_in_place_of_a_skill_is_asked_for_again(registry, tmp_path):
     registry.script["/api/get/s1"] = [Reply(b"<!doctype html><html>Log in")]
-    registry.script["/api/get/s2"] = [Reply(b'{"error": "slow down"}')]
+    registry.script["/api/get/s2"] = [Reply(b'{"error": "slow down"}')] * 3
     _, _, dropped, rows = sync(registry, tmp_path)
-    assert dropped == {("s1", "failed"), ("s2", "failed")}
-    assert {row["reason"] for row in rows} == {"the answer is an HTML page", "the answer is a JSON object"}
+    assert dropped == {("s2", "failed")}
+    assert rows[0]["reason"] == "the answer is a JSON object (tried 3 times)"
     assert not sync(registry, tmp_path, "b")[2]
 
 
@@ -409,15 +399,13 @@ def test_redirects_stay_on_allowed_hosts_and_come_to_an_end(registry, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"registry__base_url": "ftp://h/x"}, "http:// or https://"),
-        ({"registry__base_url": "http://user:pw@h/x"}, "no user, password or query"),
-        ({"registry__base_url": "http://h:99999/"}, "http:// or https://"),
-        ({"registry__token_env": "sk-123"}, "must name an environment variable"),
-        ({"registry__token_env": "NOT_SET_ANYWHERE"}, "NOT_SET_ANYWHERE is not set"),
-        ({"registry__allow_hosts": ["*.example.org"]}, "is not a host"),
-        ({"registry__allow_hosts": ["http://h/"]}, "is not a host"),
-        ({"registry__pages": {"kind": "numbers"}}, "unknown choice 'numbers', did you mean 'number'"),
-        ({"http__min_backoff": 5}, "min_backoff is more than max_backoff"),
+        ({"registry__base_url": "ftp://h/x"}, "give a URL such as https://"),
+        ({"registry__base_url": "http://user:pw@h/x"}, "without user, password or query"),
+        ({"registry__base_url": "http://h/?key=pw"}, "without user, password or query"),
+        ({"registry__token_env": "sk-pw"}, "give the name of an environment variable"),
+        ({"registry__token_env": "NOT_SET_ANYWHERE"}, "NOT_SET_ANYWHERE holds no token"),
+        ({"registry__allow_hosts": ["*.example.org"]}, "give a host or host:port"),
+        ({"registry__allow_hosts": ["http://h/"]}, "give a host or host:port"),
     ],
 )
 def test_wrong_settings_are_refused(registry, tmp_path, changes, message):
@@ -429,7 +417,7 @@ def test_a_state_inside_out_and_a_token_that_is_none_are_refused(registry, tmp_p
     assert "state must not lie in out" in failure(registry, tmp_path, state=tmp_path / "out" / "state")
     monkeypatch.setenv("REGISTRY_TOKEN", "line\nbreak")
     message = failure(registry, tmp_path, registry__token_env="REGISTRY_TOKEN")
-    assert "is no token" in message
+    assert "holds no token" in message
     assert "break" not in message
 
 
@@ -447,7 +435,7 @@ def test_cursors_that_go_in_a_circle_end_with_an_error(registry, tmp_path):
     registry.style = "cursor"
     page = json.dumps({"items": [{"id": "s0", "download_url": "x"}], "next_cursor": "0"}).encode()
     registry.before = lambda path: Reply(page) if "cursor" in path else None
-    assert "round in circles" in failure(registry, tmp_path, registry__pages={"kind": "cursor"})
+    assert "round in circles" in failure(registry, tmp_path, registry__pages=CURSOR)
     assert not registry.downloads()
 
 
@@ -483,7 +471,7 @@ def test_an_id_that_comes_twice_is_one_skill_and_its_later_entry_counts(registry
 )
 def test_a_first_page_that_is_none_is_one_clear_line(registry, tmp_path, reply, message):
     registry.before = lambda path: reply
-    settings = {"http__max_page_bytes": 1000} if len(reply.body) == 2000 else {}
+    settings = {"http__max_download_bytes": 1000} if len(reply.body) == 2000 else {}
     assert message in failure(registry, tmp_path, **settings)
     assert not registry.downloads()
 
@@ -626,7 +614,7 @@ def test_a_database_that_is_none_another_registry_and_another_collector_are_refu
     sync(registry, tmp_path)
     message = failure(registry, tmp_path, registry__base_url="http://localhost:1")
     assert "holds what was collected from http://127" in message
-    with open_state(tmp_path / "state", config_for(registry, tmp_path).registry.model_dump(mode="json")):
+    with open_state(tmp_path / "state", registry.base_url):
         assert "another process is writing" in failure(registry, tmp_path)
     for file in (tmp_path / "state").glob(f"{DATABASE}*"):
         file.unlink()
@@ -635,20 +623,18 @@ def test_a_database_that_is_none_another_registry_and_another_collector_are_refu
     assert "cannot write" in failure(registry, tmp_path, state=tmp_path / "state" / DATABASE / "state")
 
 
-def test_other_keys_begin_the_listing_anew(registry, tmp_path):
+def test_pages_that_are_there_are_read_with_other_keys_too(registry, tmp_path):
     registry.before = lambda path: Reply(b"", 500) if path == "/api/skills?page=3" else None
     assert "run again to go on" in failure(registry, tmp_path)
     registry.before = lambda path: None
-    sync(registry, tmp_path, registry__keys={"digest": "sha256"})
-    assert registry.paths[0] == "/api/skills?page=1"
+    assert len(sync(registry, tmp_path, registry__keys={"digest": "sha256"})[1]) == 7
+    assert registry.paths[0] == "/api/skills?page=3"
 
 
 def test_a_cursor_that_the_registry_has_forgotten_begins_the_listing_anew(registry, tmp_path):
     registry.style = "cursor"
-    settings = {"registry__pages": {"kind": "cursor"}}
-    registry.before = lambda path: Reply(b"", 500) if "cursor=6" in path else None
-    failure(registry, tmp_path, **settings)
-    registry.before = lambda path: None
-    registry.script["/api/skills?cursor=6"] = [Reply(b"", 410)]
-    assert len(sync(registry, tmp_path, **settings)[1]) == 7
-    assert registry.paths[:2] == ["/api/skills?cursor=6", "/api/skills"]
+    registry.script["/api/skills?cursor=6"] = [Reply(b"", 500)] * 3 + [Reply(b"", 410)]
+    assert "HTTP 500 (tried 3 times) (the pages before are kept" in failure(registry, tmp_path, registry__pages=CURSOR)
+    assert "HTTP 410 (run again to read the listing anew)" in failure(registry, tmp_path, registry__pages=CURSOR)
+    assert registry.paths == ["/api/skills?cursor=6"]
+    assert len(sync(registry, tmp_path, registry__pages=CURSOR)[1]) == 7

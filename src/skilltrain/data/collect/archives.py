@@ -6,32 +6,34 @@ folder gets its name only when all of it is written.
 
 import errno
 import gzip
+import io
 import re
 import shutil
 import stat
 import struct
 import tarfile
+import tempfile
 import unicodedata
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, NamedTuple
 
 from pydantic import Field
 
 from skilltrain.config import Config
-from skilltrain.data.collect.refusal import RefusalError
+from skilltrain.data.collect import RefusalError
 from skilltrain.errors import SkilltrainError
 from skilltrain.texts import decode_text
 
 MAX_PATH_BYTES, MAX_NAME_BYTES = 1024, 255
+MAX_HEADER_BYTES = 2**18  # of a tar header, which tarfile takes into memory as a whole
 RATIO_FREE_BYTES = 2**20  # a small file may be as compressible as it likes
+SKILL_FILE = "skill.md"  # in any case
 _CHUNK = 2**16
 _JOINERS = "\u200c\u200d"  # in emoji and in words of some scripts
-_TAR_OVERHEAD = 3 * tarfile.BLOCKSIZE  # bytes a file: its header, and two that hold a long name
 _BROKEN = (
     zipfile.BadZipFile, tarfile.TarError, zlib.error, struct.error, EOFError, RuntimeError,
     ValueError, OverflowError, OSError,
@@ -48,9 +50,9 @@ class ArchiveLimits(Config):
         default=200.0, gt=1, description="unpacked bytes for a packed one, where it is more than 1 MiB that is unpacked"
     )
 
-    def check_bytes(self, num_unpacked: int, num_packed: int, overhead: int = 0) -> None:
+    def check(self, num_unpacked: int, num_packed: int) -> None:
         """Raises RefusalError where so many unpacked bytes are too many."""
-        if num_unpacked > self.max_unpacked_bytes + overhead:
+        if num_unpacked > self.max_unpacked_bytes:
             reason = f"unpacks to more than {self.max_unpacked_bytes:,} bytes"
             raise RefusalError("bomb", reason, float(num_unpacked))
         if num_unpacked > RATIO_FREE_BYTES and num_unpacked > self.max_ratio * num_packed:
@@ -58,8 +60,7 @@ class ArchiveLimits(Config):
             raise RefusalError("bomb", reason, num_unpacked / max(1, num_packed))
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """One entry of an archive; `open` reads a file. `kind` is file, folder, link or special_file."""
 
     name: str
@@ -68,25 +69,15 @@ class Member:
     open: Callable[[], IO[bytes] | None]
 
 
-@dataclass
-class Unpacked:
-    """What was written into a skill's folder. `left_out` counts the members that were not, by what they are."""
-
-    num_files: int = 0
-    left_out: Counter[str] = field(default_factory=Counter)
-
-
-def kind_of(path: Path) -> str:
+def kind_of(content: bytes) -> str:
     """zip, gzip, tar, html, json, text or other: what a file is by its content, whatever its name or a server says."""
-    with path.open("rb") as file:
-        head = file.read(_CHUNK)
-    if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+    if content.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return "zip"
-    if head.startswith(b"\x1f\x8b"):
+    if content.startswith(b"\x1f\x8b"):
         return "gzip"
-    if _is_tar(head):
+    if _is_tar(content):
         return "tar"
-    text = (decode_text(head) or "").strip("\ufeff \t\r\n")
+    text = (decode_text(content[:_CHUNK]) or "").strip("\ufeff \t\r\n")
     if text[:100].lower().startswith(("<!doctype html", "<html")):
         return "html"
     if text.startswith("{") and text.endswith("}"):
@@ -94,74 +85,57 @@ def kind_of(path: Path) -> str:
     return "text" if text else "other"
 
 
-def _is_tar(head: bytes) -> bool:
+def _is_tar(content: bytes) -> bool:
     try:
-        tarfile.TarInfo.frombuf(head[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
+        tarfile.TarInfo.frombuf(content[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
     except (tarfile.HeaderError, ValueError):
         return False
     return True
 
 
-def unpack(path: Path, folder: Path, limits: ArchiveLimits, only_skill_files: bool) -> Unpacked:
+def unpack(content: bytes, folder: Path, limits: ArchiveLimits, only_skill_files: bool) -> Counter[str]:
     """Make `folder` of an archive (.zip, .tar, .tar.gz) or a single SKILL.md, whole or not at all.
 
-    The one folder that wraps everything is taken off. Archives inside the archive stay packed. Raises RefusalError.
+    The one folder that wraps everything is taken off. Archives inside the archive stay packed. Returns what was left
+    out, counted by kind. Raises RefusalError.
     """
-    partial = folder.with_name(f".{folder.name[:200]}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    unpacked_tar = folder.with_name(f".{folder.name[:200]}.tar")
-    result = Unpacked()
-    try:
-        members = _within_limits(_members(path, unpacked_tar, limits), path.stat().st_size, limits)
-        for member, parts in _files_to_write(members, limits.max_file_bytes, result.left_out):
-            if not only_skill_files or parts[-1].lower() == "skill.md":
-                _write(member, partial.joinpath(*parts))
-                result.num_files += 1
-        if not any(file.name.lower() == "skill.md" for file in partial.rglob("*")):
-            raise RefusalError("no_skill_file", f"holds no SKILL.md among {result.num_files:,} files")
-        entries = list(partial.iterdir())
-        (entries[0] if len(entries) == 1 and entries[0].is_dir() else partial).rename(folder)
-    except _BROKEN as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise SkilltrainError(f"cannot write: {error.strerror}", where=folder) from error
-        reason = ascii(str(error) or type(error).__name__)[1:200].rstrip("'\"")
-        raise RefusalError("broken_archive", f"cannot be unpacked: {reason}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        unpacked_tar.unlink(missing_ok=True)
-    return result
+    left_out = Counter[str]()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".", dir=folder.parent) as scratch:
+        box = Path(scratch, "box")
+        try:
+            box.mkdir()
+            for member, parts in _files(_members(content, limits), len(content), limits, left_out):
+                if not only_skill_files or parts[-1].lower() == SKILL_FILE:
+                    _write(member, box.joinpath(*parts))
+            if not any(file.name.lower() == SKILL_FILE for file in box.rglob("*")):
+                raise RefusalError("no_skill_file", "holds no SKILL.md")
+            entries = list(box.iterdir())
+            (entries[0] if len(entries) == 1 and entries[0].is_dir() else box).rename(folder)
+        except _BROKEN as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise SkilltrainError(f"cannot write: {error.strerror}", where=folder) from error
+            reason = ascii(str(error) or type(error).__name__)[1:200].rstrip("'\"")
+            raise RefusalError("broken_archive", f"cannot be unpacked: {reason}") from error
+    return left_out
 
 
-def _members(path: Path, unpacked_tar: Path, limits: ArchiveLimits) -> Iterator[Member]:
+def _members(content: bytes, limits: ArchiveLimits) -> Iterator[Member]:
     """The members of an archive; a text is the one member SKILL.md."""
-    kind = kind_of(path)
+    kind = kind_of(content)
     if kind == "zip":
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
             for info in archive.infolist():
                 yield _zip_member(archive, info)
-    elif kind in ("tar", "gzip"):
-        tar = _gunzip(path, unpacked_tar, limits) if kind == "gzip" else path
-        with tarfile.open(tar, "r:", encoding="utf-8") as archive:
-            for info in archive:
-                yield _tar_member(archive, info)
+    elif kind == "tar":
+        yield from _tar_members(_Tape(io.BytesIO(content), len(content), limits))
+    elif kind == "gzip":
+        yield from _tar_members(_Tape(gzip.GzipFile(fileobj=io.BytesIO(content)), len(content), limits))
     elif kind == "text":
-        yield Member("SKILL.md", "file", path.stat().st_size, lambda: path.open("rb"))
+        yield Member("SKILL.md", "file", len(content), lambda: io.BytesIO(content))
     else:
         what = {"html": "an HTML page", "json": "a JSON object"}.get(kind, "neither .zip, .tar, .tar.gz nor text")
         raise RefusalError("unknown_format", f"is {what}")
-
-
-def _gunzip(path: Path, target: Path, limits: ArchiveLimits) -> Path:
-    """The tar file inside, on disk: tarfile would take a header of any size into memory."""
-    num_packed, num_bytes = path.stat().st_size, 0
-    with gzip.open(path) as packed, target.open("wb") as file:
-        while chunk := packed.read(_CHUNK):
-            if not num_bytes and not _is_tar(chunk):
-                raise RefusalError("unknown_format", "is compressed with gzip, but what is inside is no tar file")
-            num_bytes += file.write(chunk)
-            limits.check_bytes(num_bytes, num_packed, _TAR_OVERHEAD * limits.max_files)
-    return target
 
 
 def _zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Member:
@@ -175,35 +149,50 @@ def _zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Member:
     return Member(name, kind, info.file_size, lambda: archive.open(info))
 
 
-def _tar_member(archive: tarfile.TarFile, info: tarfile.TarInfo) -> Member:
-    if info.size < 0:
-        raise tarfile.ReadError("declares a file of negative size")
-    is_file = info.isreg() and not info.issparse()
-    is_link = info.issym() or info.islnk()
-    kind = "file" if is_file else "folder" if info.isdir() else "link" if is_link else "special_file"
-    return Member(info.name, kind, info.size, lambda: archive.extractfile(info))
+class _Tape:
+    """The file that tarfile reads: no header is large, and a bomb ends at the limit and not at its end."""
+
+    def __init__(self, file: IO[bytes] | gzip.GzipFile, num_packed: int, limits: ArchiveLimits) -> None:
+        self._file, self._num_packed, self._limits = file, num_packed, limits
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, num_bytes: int) -> bytes:
+        if num_bytes > MAX_HEADER_BYTES:
+            raise RefusalError("bomb", f"holds a header of {num_bytes:,} bytes", float(num_bytes))
+        data = self._file.read(num_bytes)
+        self._limits.check(self._file.tell(), self._num_packed)
+        return data
 
 
-def _within_limits(members: Iterator[Member], num_packed: int, limits: ArchiveLimits) -> Iterator[Member]:
-    """`members` while they are few and small enough: no more of one is ever read than it declares."""
-    num_bytes = 0
+def _tar_members(tape: Any) -> Iterator[Member]:
+    if not _is_tar(tape.read(tarfile.BLOCKSIZE)):
+        raise RefusalError("unknown_format", "is compressed with gzip, but what is inside is no tar file")
+    tape.seek(0)
+    with tarfile.open(fileobj=tape, mode="r:", encoding="utf-8") as archive:
+        for info in archive:
+            if info.size < 0:
+                raise tarfile.ReadError("declares a file of negative size")
+            is_file, is_link = info.isreg() and not info.issparse(), info.issym() or info.islnk()
+            kind = "file" if is_file else "folder" if info.isdir() else "link" if is_link else "special_file"
+            yield Member(info.name, kind, info.size, lambda info=info: archive.extractfile(info))
+    while tape.read(_CHUNK):  # to the end, where gzip's checksum stands
+        pass
+
+
+def _files(
+    members: Iterable[Member], num_packed: int, limits: ArchiveLimits, left_out: Counter[str]
+) -> Iterator[tuple[Member, tuple[str, ...]]]:
+    """The files that can be written, with the parts of their paths; `left_out` counts why others are not.
+
+    No more of a member is ever read than it declares. A path is one for two names that some file system takes for the
+    same: case and Unicode form do not count.
+    """
+    files, folders, num_bytes = set[tuple[str, ...]](), set[tuple[str, ...]](), 0
     for number, member in enumerate(members, 1):
         if number > limits.max_files:
             raise RefusalError("bomb", f"holds more than {limits.max_files:,} files", float(number))
         num_bytes += member.num_bytes
-        limits.check_bytes(num_bytes, num_packed)
-        yield member
-
-
-def _files_to_write(
-    members: Iterator[Member], max_bytes: int, left_out: Counter[str]
-) -> Iterator[tuple[Member, tuple[str, ...]]]:
-    """The files that can be written, with the parts of their paths; `left_out` counts why others are not.
-
-    A path is one for two names that some file system takes for the same: case and Unicode form do not count.
-    """
-    files, folders = set[tuple[str, ...]](), set[tuple[str, ...]]()
-    for member in members:
+        limits.check(num_bytes, num_packed)
         parts = path_parts(member.name)
         key = tuple(unicodedata.normalize("NFKC", part).casefold() for part in parts)
         above = {key[:depth] for depth in range(1, len(key))}
@@ -213,7 +202,7 @@ def _files_to_write(
             left_out[member.kind] += 1
         elif not parts or key in files | folders or files & above:
             left_out["collision"] += 1
-        elif member.num_bytes > max_bytes:
+        elif member.num_bytes > limits.max_file_bytes:
             left_out["file_too_big"] += 1
         else:
             files.add(key)

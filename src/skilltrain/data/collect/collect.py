@@ -6,11 +6,15 @@ only for what changed. `out` is made from the state at the end: skills.parquet, 
 unpacked folders below skills/, collected.jsonl and dropped.parquet.
 """
 
+import hashlib
+import json
 import os
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-from hashlib import sha256
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -18,21 +22,23 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config
-from skilltrain.data.collect.archives import ArchiveLimits, kind_of
-from skilltrain.data.collect.listing import listed_once, read_listing
-from skilltrain.data.collect.output import read_skills, unpack_all
-from skilltrain.data.collect.refusal import RefusalError
-from skilltrain.data.collect.registry import Listed, RegistryConfig
+from skilltrain.data.collect import RefusalError
+from skilltrain.data.collect.archives import SKILL_FILE, ArchiveLimits, kind_of, unpack
+from skilltrain.data.collect.registry import Listed, RegistryConfig, read_listing, without_query
 from skilltrain.data.collect.registry_client import HttpConfig, RegistryClient
 from skilltrain.data.collect.sync_state import Outcome, SyncState, open_state
+from skilltrain.data.pool.read import count_words, merge_sources
+from skilltrain.data.pool.skill_file import parse_skill_file
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Dropped
+from skilltrain.files import write_text
+from skilltrain.records import Dropped, Skill
 from skilltrain.tables import DROPPED, SKILLS, rows_of, write_table
-from skilltrain.terminal import progress
-from skilltrain.texts import clean_text, one_line
+from skilltrain.terminal import track
+from skilltrain.texts import clean_text, decode_text, one_line
 
-_FREE_TO_CHANGE = {"token_env", "allow_hosts"}  # without another listing
+SKILLS_FOLDER, COLLECTED = "skills", "collected.jsonl"
 _MAX_REASON_CHARS = 500
+_SAFE_ID = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,78}[a-z0-9_-])?")
 
 
 class CollectConfig(Config):
@@ -66,115 +72,185 @@ def run_collect(config: CollectConfig, out: Path) -> dict[str, Any]:
     """
     registry = config.registry
     token = _token(registry.token_env)
-    identity = registry.model_dump(mode="json", exclude=_FREE_TO_CHANGE)
     with (
-        open_state(config.state, identity) as state,
-        RegistryClient(registry.base_url, registry.allow_hosts, token, config.http) as client,
+        open_state(config.state, registry.base_url) as state,
+        closing(RegistryClient(registry.base_url, registry.allow_hosts, token, config.http)) as client,
     ):
-        read_listing(registry, state, client)
-        listed, dropped = listed_once(registry, state)
-        counts, refused = fetch_all(listed, config, state, client)
-        made, left_out = unpack_all(listed, state, config.archives, config.unpack == "skill_files", out)
-        skills, unread = read_skills(made, str(urlsplit(registry.base_url).hostname), out)
-        dropped += [*refused, *left_out, *unread, *_unlisted(listed, state)]
+        listed, dropped = read_listing(registry, state, client)
+        num_fetched, refused = fetch_all(listed, config, state, client)
+        skills, left_out = unpack_all(listed, config, state, out)
+        gone = sorted(state.outcomes.keys() - {skill.skill_id for skill in listed})
+        why = "was collected before and is no longer listed"
+        unlisted = [Dropped("", one, "unlisted", why) for one in gone if state.outcomes[one].sha256]
+        dropped += [*refused, *left_out, *unlisted]
         if not skills:
             why = f"the first of {len(dropped)} dropped rows: {dropped[0].reason}" if dropped else ""
             raise SkilltrainError(f"no skill is left of {len(listed):,} listed", where=registry.base_url, fix=why)
         write_table(rows_of(skills), SKILLS, out)
         # A reason may quote a stranger: it stands on one line, without what no table can hold.
-        reasons = (one_line(clean_text(drop.reason))[:_MAX_REASON_CHARS] for drop in dropped)
-        write_table((drop.row() | {"reason": why} for drop, why in zip(dropped, reasons, strict=True)), DROPPED, out)
+        rows = (replace(drop, reason=one_line(clean_text(drop.reason))[:_MAX_REASON_CHARS]).row() for drop in dropped)
+        write_table(rows, DROPPED, out)
         state.finish_sync()
     return {
-        "num_listed": len(listed), "num_collected": len(made), "num_skills": len(skills), **counts,
-        "num_requests": client.num_requests,
-        "num_dropped": dict(sorted(Counter(row.filter for row in dropped).items())),
+        "num_listed": len(listed), "num_fetched": num_fetched, "num_requests": client.num_requests,
+        "num_skills": len(skills), "num_dropped": count_words(drop.filter for drop in dropped),
     }  # fmt: skip
 
 
 def _token(variable: str | None) -> str:
     """The token in an environment variable; empty if none is wanted. Its value never stands in a message."""
-    if variable is None:
-        return ""
-    token = os.environ.get(variable, "").strip()
-    if not token:
-        raise SkilltrainError(f"the environment variable {variable} is not set", fix="set it, or token_env: null")
-    if not (token.isascii() and token.isprintable() and " " not in token):
-        raise SkilltrainError(f"what stands in the environment variable {variable} is no token")
+    token = os.environ.get(variable, "").strip() if variable else ""
+    if variable and not re.fullmatch("[!-~]+", token):
+        fix = "set it, or token_env: null"
+        raise SkilltrainError(f"the environment variable {variable} holds no token", fix=fix)
     return token
-
-
-def _unlisted(listed: Sequence[Listed], state: SyncState) -> list[Dropped]:
-    gone = state.outcomes.keys() - {skill.skill_id for skill in listed}
-    reason = "was collected before and is no longer listed"
-    return [Dropped("", skill_id, "unlisted", reason) for skill_id in sorted(gone) if state.outcomes[skill_id].sha256]
 
 
 def fetch_all(
     listed: Sequence[Listed], config: CollectConfig, state: SyncState, client: RegistryClient
-) -> tuple[dict[str, int], list[Dropped]]:
-    """(counts, skills whose URL was not asked at all); whatever else happened to a skill is recorded in `state`.
+) -> tuple[int, list[Dropped]]:
+    """(number of new files, skills whose URL was not asked at all); what else happened to a skill is in `state`.
 
     Raises SkilltrainError after too many failures in a row: it is the registry then, not the skills.
     """
     due = [skill for skill in listed if _is_due(skill, config, state)]
-    counts = {"num_fetched": 0, "num_not_modified": 0, "num_up_to_date": len(listed) - len(due)}
     dropped: list[Dropped] = []
-    num_failures = num_bytes = 0
-    with progress("collecting", len(listed), len(listed) - len(due)) as show:
-        for number, skill in enumerate(due, 1):
-            try:
-                client.check(skill.url)
-            except RefusalError as error:
-                dropped.append(error.row(skill.skill_id))
-                continue
-            outcome, is_new = _fetch(skill, state, client)
-            state.record(outcome)
-            counts["num_fetched"] += is_new
-            counts["num_not_modified"] += outcome.status == "fetched" and not is_new
-            num_bytes += outcome.num_bytes * is_new
-            num_failures = num_failures + 1 if outcome.status == "failed" else 0
-            if num_failures >= config.max_failures_in_row:
-                raise SkilltrainError(
-                    f"{num_failures} skills in a row could not be had; the last: {outcome.reason}",
-                    where=config.registry.base_url,
-                    fix="what was collected is kept: run again later",
-                )
-            show(len(listed) - len(due) + number, f"{client.num_requests:,} requests, {num_bytes / 1e6:,.1f} MB")
-    return counts, dropped
+    num_fetched = num_failures = 0
+    for skill in track(due, "collecting", len(due)):
+        try:
+            client.check(skill.url)
+        except RefusalError as error:
+            dropped.append(error.row(skill.skill_id))
+            continue
+        outcome, is_new = _fetch(skill, state, client)
+        state.record(outcome)
+        num_fetched += is_new
+        num_failures = num_failures + 1 if outcome.status == "failed" else 0
+        if num_failures >= config.max_failures_in_row:
+            what = f"{num_failures} skills in a row could not be had; the last: {outcome.reason}"
+            fix = "what was collected is kept: run again later"
+            raise SkilltrainError(what, where=config.registry.base_url, fix=fix)
+    return num_fetched, dropped
 
 
 def _is_due(skill: Listed, config: CollectConfig, state: SyncState) -> bool:
     """Whether a skill must be asked for: it is new, changed, failed before, or its listing cannot tell."""
     known = state.outcomes.get(skill.skill_id)
-    if known is None or known.version != skill.version or known.status in ("failed", "forbidden", "broken"):
+    if known is None or known.version != skill.version or known.status in ("failed", "forbidden"):
         return True
     if known.status == "too_big":
         return known.value is not None and known.value < config.http.max_download_bytes
     if known.status == "gone":
         return False
-    return not state.has_download(known.sha256) or (not skill.version and known.sync != state.sync)
+    return not state.download_path(known.sha256).is_file() or (not skill.version and known.sync != state.sync)
 
 
 def _fetch(skill: Listed, state: SyncState, client: RegistryClient) -> tuple[Outcome, bool]:
     """(what became of a skill, whether a new file came)."""
-    url_key = sha256(skill.url.encode()).hexdigest()  # a URL may hold a signature, which no file shall keep
-    fresh = Outcome(skill.skill_id, "fetched", state.sync, skill.version, url_key)
-    known = state.outcomes.get(skill.skill_id)
-    if known is None or known.status == "broken" or not state.has_download(known.sha256):
-        known = None
-    etag, modified = (known.etag, known.modified) if known and known.url_key == url_key else ("", "")
+    fresh = Outcome(skill.skill_id, "fetched", state.sync, skill.version)
+    known = state.outcomes.get(skill.skill_id, fresh)
+    if not known.sha256 or not state.download_path(known.sha256).is_file():
+        known = fresh
+    headers = {"Accept-Encoding": "identity"}
+    if known.version == skill.version:  # its URL may lead to another file else, whose ETag may be the same
+        headers |= {"If-None-Match": known.etag, "If-Modified-Since": known.modified}
     try:
-        download = client.download(skill.url, state.partial_path(), etag, modified, skill.digest)
-        if download and (kind := kind_of(state.partial_path())) in ("html", "json"):
-            raise RefusalError("failed", f"the answer is {'an HTML page' if kind == 'html' else 'a JSON object'}")
+        content, given = client.fetch(skill.url, headers, partial(_checked, digest=skill.digest))
     except RefusalError as error:
         is_final = error.filter in ("gone", "too_big")
         status = error.filter if is_final or error.filter == "forbidden" else "failed"
-        kept = fresh if is_final or known is None else known
+        kept = fresh if is_final else known
         return replace(kept, status=status, sync=state.sync, reason=error.reason, value=error.value), False
-    if download is None and known is not None:
-        return replace(known, status="fetched", sync=state.sync, version=skill.version, reason="", value=None), False
-    assert download is not None  # 304 is an answer only to a condition
-    state.keep_download(download.sha256)
-    return replace(fresh, **asdict(download)), True
+    if content is None:
+        return replace(known, status="fetched", sync=state.sync, reason="", value=None), False
+    found = state.keep_download(content)
+    return replace(fresh, sha256=found, etag=given.get("ETag", ""), modified=given.get("Last-Modified", "")), True
+
+
+def _checked(content: bytes, digest: str) -> bytes:
+    """`content`. Raises ValueError where it is a message in place of a skill, or is not what `digest` says.
+
+    A digest is `sha256:` or `sha512:` and hexadecimal digits, or these alone; one in another form is not looked at.
+    """
+    kind = kind_of(content)
+    if kind in ("html", "json"):
+        raise ValueError(f"the answer is {'an HTML page' if kind == 'html' else 'a JSON object'}")
+    algorithm, _, expected = digest.strip().lower().rpartition(":")
+    for name in ("sha256", "sha512"):
+        found = hashlib.new(name, content).hexdigest()
+        is_meant = algorithm == name or (not algorithm and len(expected) == len(found))
+        if is_meant and expected != found:
+            raise ValueError(f"the {name} of {len(content):,} bytes is not what the listing says")
+    return content
+
+
+def unpack_all(
+    listed: Sequence[Listed], config: CollectConfig, state: SyncState, out: Path
+) -> tuple[list[Skill], list[Dropped]]:
+    """(the skills in order of id, what was left out); folders in out/skills, where they come from in collected.jsonl.
+
+    A broken archive is asked for again in the next run.
+    """
+    own, inner, dropped, lines = list[Skill](), list[Skill](), list[Dropped](), list[str]()
+    source = str(urlsplit(config.registry.base_url).hostname)
+    for skill in track(listed, "unpacking", len(listed)):
+        outcome, folder = state.outcomes.get(skill.skill_id), out / SKILLS_FOLDER / folder_name(skill.skill_id)
+        if outcome and outcome.status != "fetched":
+            kept = "; the version of before is kept" if outcome.sha256 else ""
+            dropped.append(Dropped("", skill.skill_id, outcome.status, outcome.reason + kept, outcome.value))
+        if outcome is None or not outcome.sha256:
+            continue
+        content = state.download_path(outcome.sha256).read_bytes()
+        try:
+            left_out = unpack(content, folder, config.archives, config.unpack == "skill_files")
+        except RefusalError as error:
+            dropped.append(error.row(skill.skill_id))
+            if error.filter == "broken_archive":
+                state.record(replace(outcome, status="failed", sha256="", reason=error.reason))
+            continue
+        for kind, num in sorted(left_out.items()):
+            dropped.append(Dropped("", skill.skill_id, kind, f"left out {num} members of its archive", float(num)))
+        for found in _read_folder(folder, skill, source):
+            if isinstance(found, Dropped):
+                dropped.append(found)
+            else:
+                (own if found.skill_id == skill.skill_id else inner).append(found)
+        origin = {
+            "skill_id": skill.skill_id, "folder": folder.name, "name": skill.name, "url": without_query(skill.url),
+            "version": outcome.version, "sha256": outcome.sha256, "date": outcome.date,
+        }  # fmt: skip
+        lines.append(json.dumps(origin, ensure_ascii=False) + "\n")
+    write_text(out / COLLECTED, "".join(lines))
+    skills, repeated = merge_sources([own, inner], drop_duplicates=False)
+    return sorted(skills, key=lambda skill: skill.skill_id), dropped + repeated
+
+
+def folder_name(skill_id: str) -> str:
+    """A folder's name for a registry's id, another one for each: ids are untrusted, and some systems fold case.
+
+    An id of at most 80 lower-case letters, digits and `._-` is its own name; any other is made of what is readable
+    of it, `~` (which stands in no name of the first kind) and 16 digits of its SHA-256.
+    """
+    if _SAFE_ID.fullmatch(skill_id):
+        return skill_id
+    readable = re.sub(r"[^a-z0-9]+", "-", unicodedata.normalize("NFKC", skill_id).casefold())[:60].strip("-")
+    return f"{readable}~{hashlib.sha256(skill_id.encode()).hexdigest()[:16]}"
+
+
+def _read_folder(folder: Path, listed: Listed, source: str) -> Iterator[Skill | Dropped]:
+    """The skills in a folder, under the registry's own id, and those of them that are no text.
+
+    The only SKILL.md of an archive is the listed skill, wherever it lies; of several each has its path behind the id.
+    """
+    files = sorted(file for file in folder.rglob("*") if file.name.lower() == SKILL_FILE and file.is_file())
+    for file in files:
+        inner, skill_id, name = file.parent.relative_to(folder).as_posix(), listed.skill_id, file.parent.name
+        if inner == ".":
+            name = listed.name or skill_id.rpartition("/")[2]
+        elif len(files) > 1:
+            skill_id = f"{skill_id}/{inner}"
+        text = decode_text(file.read_bytes())
+        if text is None:
+            yield Dropped("", skill_id, "not_text", "its SKILL.md is not text")
+        else:
+            yield parse_skill_file(text, skill_id, name, source)

@@ -3,23 +3,48 @@
 A listing is untrusted: an entry is taken only if it names an id and a URL, as text that a table can hold.
 """
 
+import itertools
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
-from urllib.parse import quote, urlencode, urljoin, urlsplit
+from typing import Annotated, Any
+from urllib.parse import quote, urljoin
 
-from pydantic import Field, field_validator
+import httpx2
+from pydantic import AfterValidator, Field
 
 from skilltrain.config import Config
+from skilltrain.data.collect import RefusalError
+from skilltrain.data.collect.registry_client import RegistryClient
+from skilltrain.data.collect.sync_state import SyncState
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Dropped
+from skilltrain.terminal import track
 from skilltrain.texts import clean_text, one_line
 
-MAX_ID_CHARS, MAX_URL_CHARS, MAX_VALUE_CHARS = 512, 8192, 512
-Position = int | str | None  # of a page: its number or cursor; None is the first page, or no further page
-_HOST = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
+MAX_TEXT_CHARS, MAX_URL_CHARS = 512, 8192
+MAX_STALE_PAGES = 3  # in a row that list nothing new
+_HOST = r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?"
 _BRACED = re.compile(r"\{([^{}]*)\}")
+
+
+def _form(pattern: str, wanted: str) -> AfterValidator:
+    """Texts of a pattern. What is refused is not quoted: it may hold a secret."""
+
+    def check(value: str) -> str:
+        if not re.fullmatch(pattern, value):
+            raise ValueError(wanted)
+        return value
+
+    return AfterValidator(check)
+
+
+_URL = "give a URL such as https://registry.example.org/api, without user, password or query (use token_env, params)"
+_VARIABLE = "give the name of an environment variable; never write a token in a recipe"
+BaseUrl = Annotated[str, _form(rf"https?://{_HOST}(?:/[^\s?#]*)?", _URL)]
+Variable = Annotated[str, _form(r"[A-Za-z_][A-Za-z0-9_]*", _VARIABLE)]
+Host = Annotated[str, _form(_HOST, "give a host or host:port, without scheme, path or *")]
 
 
 class ListingKeys(Config):
@@ -33,78 +58,39 @@ class ListingKeys(Config):
     digest: str = Field(default="digest", description="SHA-256 or SHA-512 of the download, checked; counts as version")
 
 
-class NumberedPages(Config):
-    """?page=1, ?page=2, …, or ?offset=0, ?offset=100, … with param: offset, first: 0, step: 100, until one is empty."""
+class Pages(Config):
+    """?page=1, ?page=2, … until one is empty; ?offset=0, ?offset=100, … with first: 0, step: 100; or by a cursor."""
 
-    kind: Literal["number"] = "number"
-    param: str = Field(default="page", min_length=1, description="the parameter that holds the number")
+    param: str = Field(default="page", min_length=1, description="the parameter that holds the number or the cursor")
     first: int = Field(default=1, ge=0, description="number of the first page")
     step: int = Field(default=1, ge=1, description="from one page to the next")
-
-
-class CursorPages(Config):
-    """The answer holds a cursor that asks for the next page."""
-
-    kind: Literal["cursor"] = "cursor"
-    param: str = Field(default="cursor", min_length=1, description="the parameter that holds the cursor")
-    key: str = Field(default="next_cursor", min_length=1, description="where the answer holds it; empty on the last")
-
-
-Pages = Annotated[NumberedPages | CursorPages, Field(discriminator="kind")]
+    cursor: str | None = Field(
+        default=None,
+        min_length=1,
+        description="where the answer holds the cursor of the next page, empty on the last; null: pages have numbers",
+    )
 
 
 class RegistryConfig(Config):
     """A registry with an HTTP listing in JSON."""
 
-    base_url: str = Field(description="e.g. https://registry.example.org/api/v1; what follows stands below it")
+    base_url: BaseUrl = Field(description="e.g. https://registry.example.org/api/v1; what follows stands below it")
     listing: str = Field(default="skills", description="path of the listing")
     params: dict[str, str] = Field(default_factory=dict, description="parameters of each page, e.g. limit: '100'")
-    pages: Pages = Field(default=NumberedPages(), description="how the next page is asked for")
+    pages: Pages = Field(default=Pages(), description="how the next page is asked for")
     keys: ListingKeys = Field(default=ListingKeys(), description="where a page says what")
     download: str | None = Field(
         default=None,
         description="path of a download with keys of the item in braces: skills/{slug}/zip; null: keys.url",
     )
-    token_env: str | None = Field(
+    token_env: Variable | None = Field(
         default=None, description="environment variable with a token, sent to the registry itself as a Bearer token"
     )
-    allow_hosts: list[str] = Field(
+    allow_hosts: list[Host] = Field(
         default_factory=list,
         description="host or host:port, exactly: where else downloads and redirects may lead; private addresses too",
     )
     max_skills: int = Field(default=1_000_000, ge=1, description="stop listing here; to try a registry, say 100")
-
-    @field_validator("base_url")
-    @classmethod
-    def _is_plain_http(cls, value: str) -> str:
-        parts = urlsplit(value)
-        if parts.username or parts.password or parts.query or parts.fragment:
-            # A plain ValueError would be printed together with the value, which may be a secret.
-            raise SkilltrainError("base_url must hold no user, password or query", fix="use token_env, params")
-        try:
-            is_host = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # a port beyond 65535
-            is_host = False
-        if not is_host:
-            raise ValueError(
-                "give a URL that starts with http:// or https://, such as https://registry.example.org/api"
-            )
-        return value.rstrip("/")
-
-    @field_validator("token_env")
-    @classmethod
-    def _is_a_variable_name(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
-            raise SkilltrainError("token_env must name an environment variable", fix="never write a token in a recipe")
-        return value
-
-    @field_validator("allow_hosts")
-    @classmethod
-    def _are_hosts(cls, value: list[str]) -> list[str]:
-        for host in value:
-            if not _HOST.fullmatch(host):
-                raise ValueError(f"{host!r} is not a host or host:port (no scheme, path or *)")
-        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +109,90 @@ class Listed:
         return f"{self.updated} {self.digest}".strip()
 
 
-def page_url(registry: RegistryConfig, position: Position) -> str:
-    """The URL of the page at `position`."""
-    start = join_url(registry.base_url, registry.listing)
-    pages, params = registry.pages, dict(registry.params)
-    if isinstance(pages, NumberedPages):
-        params[pages.param] = str(pages.first if position is None else position)
-    elif position is not None:
-        params[pages.param] = str(position)
-    query = urlencode(params, quote_via=quote)
-    return f"{start}{'&' if urlsplit(start).query else '?'}{query}" if query else start
+def read_listing(
+    registry: RegistryConfig, state: SyncState, client: RegistryClient
+) -> tuple[list[Listed], list[Dropped]]:
+    """(the skills of all pages in order of id, what was left out); pages that `state` lacks are asked for.
+
+    Pages shift while they are read, so that an id comes twice: the later entry counts, and there is a row only where
+    the two lead to different downloads. Raises SkilltrainError where a page cannot be had or is none, or where pages
+    come that bring nothing new.
+    """
+    skills, dropped, num_stale = dict[str, Listed](), list[Dropped](), 0
+    for place, items in track(_pages(registry, state, client), "reading the listing", None):
+        num_before = len(skills)
+        for number, item in enumerate(items, 1):
+            found = _read_item(registry, item, f"entry {number} of {place}")
+            if isinstance(found, Dropped):
+                dropped.append(found)
+                continue
+            earlier = without_query(skills.get(found.skill_id, found).url)
+            if earlier != without_query(found.url):
+                reason = f"listed twice; the earlier entry led to {earlier}"
+                dropped.append(Dropped("", found.skill_id, "same_id", reason))
+            if found.skill_id in skills or len(skills) < registry.max_skills:
+                skills[found.skill_id] = found
+        if not skills:
+            reason = f": {dropped[0].reason}" if dropped else ""
+            fix = "check registry.listing and registry.keys"
+            raise SkilltrainError(f"lists no skill{reason}", where=place, fix=fix)
+        num_stale = 0 if len(skills) > num_before else num_stale + 1
+        if num_stale == MAX_STALE_PAGES:
+            what = f"the last {num_stale} pages list nothing new: the listing goes round in circles"
+            raise SkilltrainError(what, where=place, fix="set registry.pages to what the registry speaks")
+        if len(skills) >= registry.max_skills:
+            break
+    return [skills[skill_id] for skill_id in sorted(skills)], dropped
+
+
+def _pages(registry: RegistryConfig, state: SyncState, client: RegistryClient) -> Iterator[tuple[str, list[Any]]]:
+    """(where it stands, its entries) for each page; a page is kept in `state` as soon as the next one is wanted."""
+    pages, start = registry.pages, join_url(registry.base_url, registry.listing)
+    position: int | str | None = pages.first if pages.cursor is None else None
+    for number in itertools.count(1):
+        params = registry.params if position is None else {**registry.params, pages.param: str(position)}
+        url, place = str(httpx2.URL(start).copy_merge_params(params)), f"page {number} of {start}"
+        page = state.page(url)
+        if is_new := page is None:
+            try:
+                page = client.fetch(url, {"Accept": "application/json"}, _read_json)[0]
+            except RefusalError as error:
+                if number > 1 and pages.cursor is None and error.value == 404:
+                    return  # some registries have no page behind the last
+                raise _broken_off(error, state, place, number, pages.cursor) from error
+        items = value_at(page, registry.keys.items) if registry.keys.items else page
+        if not isinstance(items, list):
+            kind = f"an object with the keys {_names(page)}" if isinstance(page, dict) else f"a {type(page).__name__}"
+            what = f"the answer holds no list under {registry.keys.items!r}; it is {kind}"
+            raise SkilltrainError(what, where=place, fix="set registry.keys.items")
+        yield place, items
+        if is_new:
+            state.keep_page(url, page)
+        if pages.cursor is None:
+            position = number * pages.step + pages.first if items else None
+        else:
+            position = _text(value_at(page, pages.cursor), MAX_URL_CHARS) or None
+        if position is None:
+            return
+
+
+def _read_json(content: bytes) -> Any:
+    try:
+        return json.loads(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        what = "an HTML page" if content[:200].lstrip().startswith(b"<") else f"no JSON ({error})"
+        raise ValueError(f"the answer is {what}") from error
+
+
+def _broken_off(error: RefusalError, state: SyncState, place: str, number: int, cursor: str | None) -> SkilltrainError:
+    """What to say of a page that is refused. A registry may have forgotten a cursor: the listing begins anew then."""
+    fix = "the pages before are kept: run again to go on" if number > 1 else "check registry.base_url and listing"
+    if error.filter == "host_not_allowed":
+        fix = "if you trust that host, name it in registry.allow_hosts"
+    elif number > 1 and cursor and error.value is not None:
+        state.forget_pages()
+        fix = "run again to read the listing anew"
+    return SkilltrainError(f"cannot be had: {error.reason}", where=place, fix=fix)
 
 
 def join_url(base_url: str, path: str) -> str:
@@ -146,31 +206,9 @@ def join_url(base_url: str, path: str) -> str:
         return ""
 
 
-def next_position(registry: RegistryConfig, position: Position, page: Any) -> Position:
-    """Where the page after `page` is (found at `position`); None if it is the last."""
-    pages = registry.pages
-    if isinstance(pages, CursorPages):
-        return _text(value_at(page, pages.key), MAX_URL_CHARS) or None
-    current = position if isinstance(position, int) else pages.first
-    return current + pages.step if _items(registry, page, "") else None
-
-
-def read_page(registry: RegistryConfig, page: Any, place: str) -> tuple[list[Listed], list[Dropped]]:
-    """(the skills of a page, its entries that are none). SkilltrainError: the page is no page at all."""
-    items = enumerate(_items(registry, page, place), 1)
-    found = [_read_item(registry, item, f"entry {number} of {place}") for number, item in items]
-    return [item for item in found if isinstance(item, Listed)], [item for item in found if isinstance(item, Dropped)]
-
-
-def _items(registry: RegistryConfig, page: Any, place: str) -> list[Any]:
-    key = registry.keys.items
-    items = value_at(page, key) if key else page
-    if isinstance(items, list):
-        return items
-    kind = f"an object with the keys {_names(page)}" if isinstance(page, dict) else f"a {type(page).__name__}"
-    raise SkilltrainError(
-        f"the answer holds no list under {key!r}; it is {kind}", where=place, fix="set registry.keys.items"
-    )
+def without_query(url: str) -> str:
+    """`url` without its query and fragment, which may hold a signature."""
+    return url.partition("?")[0].partition("#")[0]
 
 
 def _names(value: Mapping[str, Any]) -> str:
@@ -181,19 +219,13 @@ def _read_item(registry: RegistryConfig, item: Any, place: str) -> Listed | Drop
     keys = registry.keys
     if not isinstance(item, dict):
         return Dropped("", "", "not_json", f"{place} is a {type(item).__name__}, not an object")
-    raw = value_at(item, keys.id)
-    skill_id = one_line(_text(raw, MAX_ID_CHARS))
-    if not skill_id:
+    skill_id, url = one_line(_text(value_at(item, keys.id))), _download_url(registry, item)
+    if not skill_id or skill_id != str(value_at(item, keys.id)):  # with line breaks, say, or control characters
         return Dropped("", "", "no_id", f"{place} has no usable {keys.id} among its keys {_names(item)}")
-    if skill_id != str(raw):
-        return Dropped("", skill_id, "bad_id", f"{place} has an id with line breaks, control characters or wide spaces")
-    url = _download_url(registry, item)
     if not url:
         need = registry.download or keys.url
         return Dropped("", skill_id, "no_url", f"{place} has no usable {need} among its keys {_names(item)}")
-    name, updated, digest = (
-        one_line(_text(value_at(item, key), MAX_VALUE_CHARS)) for key in (keys.name, keys.updated, keys.digest)
-    )
+    name, updated, digest = (one_line(_text(value_at(item, key))) for key in (keys.name, keys.updated, keys.digest))
     return Listed(skill_id, name, updated, digest, url)
 
 
@@ -202,7 +234,7 @@ def _download_url(registry: RegistryConfig, item: Mapping[str, Any]) -> str:
     if registry.download is None:
         found = _text(value_at(item, registry.keys.url), MAX_URL_CHARS).strip()
         return join_url(registry.base_url, found) if found else ""
-    values = {key: _text(value_at(item, key), MAX_ID_CHARS) for key in _BRACED.findall(registry.download)}
+    values = {key: _text(value_at(item, key)) for key in _BRACED.findall(registry.download)}
     if any(value in ("", ".", "..") for value in values.values()):
         return ""
     return join_url(registry.base_url, _BRACED.sub(lambda key: quote(values[key[1]], safe=""), registry.download))
@@ -215,7 +247,7 @@ def value_at(value: Any, key: str) -> Any:
     return value
 
 
-def _text(value: Any, max_chars: int) -> str:
+def _text(value: Any, max_chars: int = MAX_TEXT_CHARS) -> str:
     """A text or number as text that a table can hold; empty for anything else, and for what is too long."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return ""

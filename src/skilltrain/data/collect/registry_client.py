@@ -5,29 +5,28 @@ that the user names; listings and redirects cannot add any. Bodies are read as a
 """
 
 import email.utils
-import hashlib
 import ipaddress
-import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import tenacity
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from skilltrain.config import Config
-from skilltrain.data.collect.refusal import RefusalError
+from skilltrain.data.collect import RefusalError
 from skilltrain.errors import SkilltrainError
 from skilltrain.version import __version__
 
+MAX_REDIRECTS = 5
 _GONE = (404, 410, 451)
 _PASSING = (408, 425, 429)  # and 5xx
 _DEFAULT_PORTS = {"http": 80, "https": 443}
+
+Answer = tuple[Any, httpx2.Headers]
 
 
 class HttpConfig(Config):
@@ -42,37 +41,13 @@ class HttpConfig(Config):
     )
     timeout: float = Field(default=30.0, gt=0, description="seconds without a byte")
     max_seconds: float = Field(default=600.0, gt=0, description="seconds for one answer, however steadily it drips")
-    max_redirects: int = Field(default=5, ge=0, description="redirects to follow for one request")
-    max_page_bytes: int = Field(default=20_000_000, ge=1, description="largest page of the listing")
-    max_download_bytes: int = Field(default=50_000_000, ge=1, description="a larger skill is not collected")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> "HttpConfig":
-        if self.min_backoff > self.max_backoff:
-            raise ValueError("min_backoff is more than max_backoff")
-        return self
-
-
-class _PassingError(Exception):
-    """A fault that may be over at the next try."""
-
-
-@dataclass(frozen=True, slots=True)
-class Download:
-    """What was written to a file, and what the server gave to ask "has it changed?" with."""
-
-    sha256: str
-    num_bytes: int
-    etag: str
-    modified: str
+    max_download_bytes: int = Field(
+        default=50_000_000, ge=1, description="a larger skill or page is not taken; one is held in memory"
+    )
 
 
 class RegistryClient:
-    """One registry, asked one request at a time; use it in a `with`.
-
-    A RefusalError's filter is gone (404, 410, 451), forbidden (403), too_big, host_not_allowed (nothing was asked of
-    it) or failed.
-    """
+    """One registry, asked one request at a time; close it in the end."""
 
     def __init__(self, base_url: str, allow_hosts: Sequence[str], token: str, config: HttpConfig) -> None:
         self._home = _origin(httpx2.URL(base_url))
@@ -81,50 +56,28 @@ class RegistryClient:
         no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
         self._http = httpx2.Client(follow_redirects=False, timeout=config.timeout, cookies=no_cookies)
         self.num_requests, self._not_before = 0, 0.0
+        self.close = self._http.close
 
-    def __enter__(self) -> "RegistryClient":
-        return self
+    def fetch(self, url: str, headers: Mapping[str, str], read: Callable[[bytes], Any]) -> Answer:
+        """(what `read` makes of the body at `url`, the answer's headers); (None, headers) for "not modified".
 
-    def __exit__(self, *error: object) -> None:
-        self._http.close()
+        It is asked for again where `read` raises ValueError.
 
-    def get_json(self, url: str) -> Any:
-        """The JSON at `url`. Raises RefusalError."""
-
-        def read(response: httpx2.Response) -> Any:
-            data = b"".join(self._body(response, self._config.max_page_bytes))
-            try:
-                return json.loads(data.decode("utf-8-sig"))
-            except (ValueError, RecursionError) as error:
-                what = "an HTML page" if data[:200].lstrip().startswith(b"<") else f"no JSON ({error})"
-                raise _PassingError(f"the answer is {what}") from error
-
-        return self._fetch(url, {"Accept": "application/json"}, read)
-
-    def download(self, url: str, path: Path, etag: str, modified: str, digest: str) -> Download | None:
-        """Write what is at `url` to `path`; None if it is what it was under `etag` or `modified`. Raises RefusalError.
-
-        A body that does not agree with `digest` (`sha256:` or `sha512:` and hexadecimal digits, or these alone) is
-        fetched again; a digest in another form is not looked at.
+        Raises RefusalError: gone (404, 410, 451), forbidden (403), too_big, host_not_allowed (nothing was asked of
+        that host) or failed.
         """
-
-        def read(response: httpx2.Response) -> Download:
-            hashes, num_bytes = {"sha256": hashlib.sha256(), "sha512": hashlib.sha512()}, 0
-            with path.open("wb") as file:
-                for chunk in self._body(response, self._config.max_download_bytes):
-                    for found in hashes.values():
-                        found.update(chunk)
-                    num_bytes += file.write(chunk)
-            algorithm, _, expected = digest.strip().lower().rpartition(":")
-            for name, found in hashes.items():
-                is_meant = algorithm == name or (not algorithm and len(expected) == 2 * found.digest_size)
-                if is_meant and expected != found.hexdigest():
-                    raise _PassingError(f"the {name} of {num_bytes:,} bytes is not what the listing says")
-            validators = response.headers.get("ETag", ""), response.headers.get("Last-Modified", "")
-            return Download(hashes["sha256"].hexdigest(), num_bytes, *validators)
-
-        headers = {"If-None-Match": etag, "If-Modified-Since": modified, "Accept-Encoding": "identity"}
-        return self._fetch(url, headers, read)
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type((ValueError, httpx2.HTTPError)),
+            stop=tenacity.stop_after_attempt(self._config.attempts),
+            wait=tenacity.wait_exponential(self._config.min_backoff, self._config.max_backoff),
+            sleep=lambda seconds: time.sleep(seconds),
+            reraise=True,
+        )
+        try:
+            return retrying(self._ask, url, headers, read)
+        except (ValueError, httpx2.HTTPError) as error:
+            what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise RefusalError("failed", f"{what} (tried {self._config.attempts} times)") from error
 
     def check(self, url: str) -> httpx2.URL:
         """`url`, parsed. Raises RefusalError where it is none, or its host is not the registry's or a named one."""
@@ -143,88 +96,60 @@ class RegistryClient:
             raise RefusalError("host_not_allowed", f"{scheme}://{host}:{port} is {kind} and not in allow_hosts")
         return parsed
 
-    def _wait(self) -> None:
-        """Return when the next request may be sent."""
-        if (seconds := self._not_before - time.monotonic()) > 0:
-            time.sleep(seconds)
-        self._not_before = time.monotonic() + 1 / self._config.requests_per_second
-        self.num_requests += 1
-
-    def _fetch(self, url: str, headers: dict[str, str], read: Callable[[httpx2.Response], Any]) -> Any:
-        """What `read` makes of the answer, None for 304, after as many attempts as it takes and is allowed."""
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type((_PassingError, httpx2.TransportError)),
-            stop=tenacity.stop_after_attempt(self._config.attempts),
-            wait=tenacity.wait_exponential(self._config.min_backoff, self._config.max_backoff),
-            sleep=lambda seconds: time.sleep(seconds),
-            reraise=True,
-        )
-        try:
-            return retrying(self._ask, url, headers, read)
-        except _PassingError as error:
-            raise RefusalError("failed", f"{error} (tried {self._config.attempts} times)") from error
-        except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
-            raise RefusalError("failed", f"{type(error).__name__}: {error}") from error
-
-    def _ask(self, url: str, headers: dict[str, str], read: Callable[[httpx2.Response], Any]) -> Any:
+    def _ask(self, url: str, headers: Mapping[str, str], read: Callable[[bytes], Any]) -> Answer:
         """One attempt, through redirects. The token goes to the registry alone: httpx2 takes it off the others."""
         named = {"User-Agent": f"skilltrain/{__version__}", "Accept-Encoding": "gzip", **headers}
         if self._token and _origin(self.check(url)) == self._home:
             named["Authorization"] = f"Bearer {self._token}"
         given = {name: value for name, value in named.items() if value}
         request = self._http.build_request("GET", self.check(url), headers=given)
-        for _ in range(self._config.max_redirects + 1):
+        for _ in range(MAX_REDIRECTS + 1):
             self.check(str(request.url))
-            self._wait()
+            time.sleep(max(0.0, self._not_before - time.monotonic()))
+            self._not_before = time.monotonic() + 1 / self._config.requests_per_second
+            self.num_requests += 1
             # Redirects are not left to httpx2, which reads their bodies into memory without a limit.
             with closing(self._http.send(request, stream=True)) as response:
                 if response.next_request is None:
                     return self._answer(response, read)
                 request = response.next_request
-        raise RefusalError("failed", f"more than {self._config.max_redirects} redirects")
+        raise RefusalError("failed", f"more than {MAX_REDIRECTS} redirects")
 
-    def _answer(self, response: httpx2.Response, read: Callable[[httpx2.Response], Any]) -> Any:
+    def _answer(self, response: httpx2.Response, read: Callable[[bytes], Any]) -> Answer:
+        """Raises ValueError for what may be over at the next try, before which as long as the registry asks passes."""
         status = response.status_code
         if status == 200:
-            return read(response)
+            return read(self._body(response)), response.headers
         if status == 304 and {"if-none-match", "if-modified-since"} & response.request.headers.keys():
-            return None
-        asked_to_wait = response.headers.get("retry-after", "").strip()
-        if status in _PASSING or status >= 500 or (status == 403 and asked_to_wait):  # GitHub's 403 may pass, too
-            self._hold(response, _seconds(asked_to_wait))
-            raise _PassingError(f"HTTP {status}")
+            return None, response.headers
+        retry_after = response.headers.get("retry-after", "").strip()
+        if status in _PASSING or status >= 500 or (status == 403 and retry_after):  # GitHub's 403 may pass, too
+            seconds = _seconds(retry_after)
+            if seconds > self._config.max_wait:
+                what = f"the registry asks to wait {seconds:,.0f} seconds (HTTP {status}), more than http.max_wait"
+                raise SkilltrainError(what, fix="run again later: what was collected is kept")
+            self._not_before = max(self._not_before, time.monotonic() + seconds)
+            raise ValueError(f"HTTP {status}")
         filter = "gone" if status in _GONE else "forbidden" if status == 403 else "failed"
         fix = ": set token_env to a variable that holds a valid token" if status == 401 else ""
         raise RefusalError(filter, f"HTTP {status}{fix}", float(status))
 
-    def _hold(self, response: httpx2.Response, seconds: float) -> None:
-        """Let no request through for as long as the registry asks."""
-        if seconds > self._config.max_wait:
-            what = f"the registry asks to wait {seconds:,.0f} seconds (HTTP {response.status_code})"
-            raise SkilltrainError(
-                f"{what}, more than http.max_wait",
-                where=without_query(str(response.url)),
-                fix="run again later: what was collected is kept",
-            )
-        self._not_before = max(self._not_before, time.monotonic() + seconds)
-
-    def _body(self, response: httpx2.Response, limit: int) -> Iterator[bytes]:
-        """The decoded body, no more than `limit` bytes of it; what is declared can only end it earlier."""
-        started, num_bytes = time.monotonic(), 0
-        declared = response.headers.get("Content-Length", "")
+    def _body(self, response: httpx2.Response) -> bytes:
+        """The decoded body; what is declared can only end it earlier."""
+        started, limit, body = time.monotonic(), self._config.max_download_bytes, bytearray()
         too_big = RefusalError("too_big", f"has more than {limit:,} bytes", float(limit))
-        if declared.isascii() and declared.isdigit() and int(declared[:20]) > limit:
+        if int(response.headers.get("Content-Length", "0")) > limit:
             raise too_big
         encoding = response.headers.get("Content-Encoding", "").strip().lower()
         if encoding not in ("", "identity", "gzip"):  # others make gigabytes of a received block
             raise RefusalError("failed", f"Content-Encoding {encoding!r} was not asked for")
         for chunk in response.iter_bytes():
-            num_bytes += len(chunk)
-            if num_bytes > limit:
+            body += chunk
+            if len(body) > limit:
                 raise too_big
             if time.monotonic() - started > self._config.max_seconds:
-                raise _PassingError(f"the answer took longer than {self._config.max_seconds:g} seconds")
-            yield chunk
+                raise ValueError(f"the answer took longer than {self._config.max_seconds:g} seconds")
+        return bytes(body)
 
 
 def _seconds(retry_after: str) -> float:
@@ -247,8 +172,3 @@ def _is_private(host: str) -> bool:
         return not ipaddress.ip_address(host).is_global
     except ValueError:
         return host == "localhost"
-
-
-def without_query(url: str) -> str:
-    """`url` without its query and fragment, which may hold a signature."""
-    return url.partition("?")[0].partition("#")[0]
