@@ -13,7 +13,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.files import write_text
 from skilltrain.records import Dropped
 from skilltrain.report.checks import SHORT_BODY, run_checks
-from skilltrain.report.material import Material, codes, read_material
+from skilltrain.report.material import Material, codes, read_material, rows_of
 from skilltrain.report.page import html_page
 from skilltrain.report.plots import histograms
 from skilltrain.tables import DROPPED
@@ -78,7 +78,7 @@ def numbers_of(m: Material) -> dict[str, Any]:
     chosen = Counter({name: n for name, n in zip(m.sources, serves.sum(axis=0).tolist(), strict=True) if n})
     most = np.lexsort(([skill.skill_id for skill in m.skills], -serves.sum(axis=1))).tolist()
     quotas = next((run.recipe["quotas"] for run in m.trail.runs if run.recipe.get("quotas")), {})
-    filters = [run for run in reversed(m.trail.runs) if run.ranks and "rankings" in run.recipe]
+    filters = [run for run in reversed(m.trail.runs) if run.filters]
     named = ["judged" if filters else "", *(each["name"] for run in filters for each in run.recipe.get("layers") or ())]
     sources = dict.fromkeys([*(m.mined or ()), *(m.kept or ()), *chosen, *(source for source, _ in dropped)])
     by_source = {name: m.rank[negative & (m.source == m.sources.index(name))] for name in sources if chosen[name]}
@@ -107,9 +107,7 @@ def _other_drops(m: Material) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """(stage, filter) → what stages that filter no candidates dropped: queries, lists, skills."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for run in reversed(m.trail.runs):
-        is_filter = run.ranks and "rankings" in run.recipe
-        table = None if is_filter else m.trail.read(run.folder, DROPPED)
-        for row in [] if table is None else table.to_pylist():
+        for row in () if run.filters else rows_of(run.folder, DROPPED) or ():
             found.setdefault((run.stage, row["filter"]), []).append(row)
     return found
 

@@ -1,20 +1,20 @@
 """What the page on lists is made of, read once: the lists' entries as aligned arrays, and the runs that made them."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 from jaxtyping import Bool, Float64, Int64
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json
 from skilltrain.records import POSITIVE, Dropped, Skill
+from skilltrain.runs import RUN_FILE
 from skilltrain.tables import (
     CLUSTERS,
     DROPPED,
@@ -25,7 +25,6 @@ from skilltrain.tables import (
     SKILLS,
     TableSpec,
     read_table,
-    skills_from_table,
     table_path,
 )
 
@@ -40,9 +39,14 @@ class Run(NamedTuple):
     recipe: Mapping[str, Any]
 
     @property
-    def ranks(self) -> bool:
-        """Whether it wrote candidates: it mined them, or filtered those that its recipe names."""
-        return table_path(self.folder, RANKINGS).is_file()
+    def mines(self) -> bool:
+        """Whether it found candidates."""
+        return table_path(self.folder, RANKINGS).is_file() and "rankings" not in self.recipe
+
+    @property
+    def filters(self) -> bool:
+        """Whether it filtered the candidates that its recipe names."""
+        return table_path(self.folder, RANKINGS).is_file() and "rankings" in self.recipe
 
 
 @dataclass(frozen=True)
@@ -55,39 +59,34 @@ class Trail:
     missing: list[str] = field(default_factory=list)
 
     def follow(self, folder: Path) -> None:
-        """Add the run of `folder` and those before it."""
+        """Add the run of `folder` and those before it; a pool or queries that no stage wrote have no record."""
         if any(run.folder == folder for run in self.runs):
             return
-        try:
-            recipe = read_json(folder / "run.json")["recipe"]
-        except (SkilltrainError, KeyError):
-            if folder not in (path.resolve() for name in ("queries", "pool") for path in self.inputs[name]):
-                self.missing.append(f"{folder}: no record of its run (run.json)")
+        if not (folder / RUN_FILE).is_file():
+            if folder not in (*self.inputs["queries"], *self.inputs["pool"]):
+                self.missing.append(f"{folder}: no record of its run ({RUN_FILE})")
             return
+        recipe = read_json(folder / RUN_FILE)["recipe"]
         self.runs.append(Run(recipe["stage"], folder, recipe))
-        for name in _INPUTS:
-            if not isinstance(written := recipe.get(name), str):
-                continue
-            if found := self._locate(Path(written).expanduser()):
+        for name in (name for name in _INPUTS if isinstance(recipe.get(name), str)):
+            # as written, from every folder above the lists, or by its name beside them: runs move
+            written = Path(recipe[name]).expanduser()
+            places = [written, *(parent / written for parent in self.folder.parents), self.folder.parent / written.name]
+            if found := next((place.resolve() for place in places if place.exists()), None):
                 self.inputs[name].append(found)
                 self.follow(found if found.is_dir() else found.parent)
             elif name in ("lists", "rankings"):
-                self.missing.append(f"{name} of stage {recipe['stage']}: {written}")
+                self.missing.append(f"{name} of stage {recipe['stage']}: {recipe[name]}")
 
-    def _locate(self, path: Path) -> Path | None:
-        """A recipe's path as written, from every folder above the lists, or by its name beside them: runs move."""
-        places = [path, *(parent / path for parent in self.folder.parents), self.folder.parent / path.name]
-        return next((place.resolve() for place in places if place.exists()), None)
+    def first(self, name: str) -> Path | None:
+        """What the nearest run read as `name`."""
+        return next(iter(self.inputs[name]), None)
 
-    def read(self, path: Path | None, spec: TableSpec) -> pa.Table | None:
-        """A table; None where it is not there, and a line in `missing` for a broken one."""
-        if path is None or not table_path(path, spec).is_file():
-            return None
-        try:
-            return read_table(path, spec)
-        except SkilltrainError as error:
-            self.missing.append(str(error))
-            return None
+
+def rows_of(path: Path | None, spec: TableSpec) -> list[dict[str, Any]] | None:
+    """The rows of a table; None where it is not there."""
+    there = path is not None and table_path(path, spec).is_file()
+    return read_table(path, spec).to_pylist() if there else None
 
 
 @dataclass(frozen=True)
@@ -116,8 +115,8 @@ class Material:
     num_pool: int | None
     mined: Counter[str] | None
     kept: Counter[str] | None
-    drops: tuple[Dropped, ...]
-    flags: tuple[Mapping[str, Any], ...] | None
+    drops: Sequence[Dropped]
+    flags: Sequence[Mapping[str, Any]] | None
     clusters: Int64[np.ndarray, " skill"] | None
 
     @cached_property
@@ -151,35 +150,44 @@ def read_material(lists: Path, pool: Path | None) -> Material:
 
     Raises SkilltrainError where `lists` holds no lists or `pool` no skills; all else may be missing.
     """
-    if not table_path(lists, LISTS).is_file():
+    if (rows := rows_of(lists, LISTS)) is None:
         what = "holds no lists" if lists.is_dir() else "no such folder"
         raise SkilltrainError(what, where=lists, fix="give the folder that `skilltrain lists` wrote")
     if pool is not None and not table_path(pool, SKILLS).is_file():
         raise SkilltrainError("holds no pool", where=pool, fix="give the folder that `skilltrain pool` wrote")
-    table = read_table(lists, LISTS)
     trail = Trail(lists.resolve() if lists.is_dir() else lists.resolve().parent)
     trail.follow(trail.folder)
-    pool = pool or next(iter(trail.inputs["pool"]), None)
-    mined = next((run for run in trail.runs if run.ranks and "rankings" not in run.recipe), None)
-    filters = [run for run in trail.runs if run.ranks and "rankings" in run.recipe]
-    dropped = (trail.read(run.folder, DROPPED) for run in reversed(filters))
-    drops = tuple(Dropped(**row) for table in dropped if table is not None for row in table.to_pylist())
-    ids = set[str]().union(*table.column("skill_ids").to_pylist(), *({d.skill_id, d.other_id or ""} for d in drops))
-    skills, num_known, num_pool = _skills(trail, pool, ids - {""})
-    flags = trail.read(pool.parent if pool and pool.is_file() else pool, FLAGS)
+    pool = pool or trail.first("pool")
+    mined = next((run for run in trail.runs if run.mines), None)
+    filters = [run for run in trail.runs if run.filters]
+    drops = [Dropped(**row) for run in reversed(filters) for row in rows_of(run.folder, DROPPED) or ()]
+    used = {skill_id for row in rows for skill_id in row["skill_ids"]}
+    used |= {skill_id for drop in drops for skill_id in (drop.skill_id, drop.other_id) if skill_id}
+    in_pool = rows_of(pool, SKILLS)
+    if in_pool is None:
+        trail.missing.append("pool: texts of skills are missing (give --pool)")
+    known = [Skill(**row) for row in in_pool or () if row["skill_id"] in used]
+    unknown = sorted(used - {skill.skill_id for skill in known})
+    skills = [*known, *(Skill(skill_id, skill_id, "", "") for skill_id in unknown)]
+    found = (rows_of(path, QUERIES) or () for path in (*trail.inputs["queries"], trail.folder))
+    texts = {row["query_id"]: row["text"] for rows in found for row in rows}  # drops name queries that have no list
+    if not texts:
+        trail.missing.append("queries: lists are shown without their query's text")
+    clustered = rows_of(trail.first("clusters") or pool, CLUSTERS)
+    clusters = {row["skill_id"]: row["cluster"] for row in clustered or ()}
     return Material(
         trail=trail,
-        query_ids=table.column("query_id").to_pylist(),
-        query_texts=_query_texts(trail),
+        query_ids=[row["query_id"] for row in rows],
+        query_texts=texts,
         skills=skills,
-        known=np.arange(len(skills)) < num_known,
-        num_pool=num_pool,
-        mined=_by_source(trail, mined),
-        kept=_by_source(trail, filters[0] if filters else mined),
+        known=np.arange(len(skills)) < len(known),
+        num_pool=None if in_pool is None else len(in_pool),
+        mined=_by_source(mined),
+        kept=_by_source(filters[0] if filters else mined),
         drops=drops,
-        flags=None if flags is None else tuple(flags.to_pylist()),
-        clusters=_clusters(trail, next(iter(trail.inputs["clusters"]), pool), skills),
-        **_entries(table.to_pylist(), {skill.skill_id: place for place, skill in enumerate(skills)}),
+        flags=rows_of(pool.parent if pool and pool.is_file() else pool, FLAGS),
+        clusters=None if clustered is None else np.array([clusters.get(skill.skill_id, -1) for skill in skills]),
+        **_entries(rows, {skill.skill_id: place for place, skill in enumerate(skills)}),
     )
 
 
@@ -208,44 +216,9 @@ def codes(values: Iterable[str | None]) -> tuple[list[str], Int64[np.ndarray, " 
     return list(numbers), np.array(found, dtype=np.int64)
 
 
-def _skills(trail: Trail, pool: Path | None, used: set[str]) -> tuple[list[Skill], int, int | None]:
-    """(the skills in use, those of the pool first; how many it holds of them; how many it holds in all)."""
-    if (table := trail.read(pool, SKILLS)) is None:
-        trail.missing.append("pool: texts of skills are missing (give --pool)")
-        table = SKILLS.schema.empty_table()
-        pool = None
-    found = [skill for skill in skills_from_table(table) if skill.skill_id in used]
-    strangers = sorted(used - {skill.skill_id for skill in found})
-    unknown = [Skill(skill_id, skill_id, "", "") for skill_id in strangers]
-    return [*found, *unknown], len(found), table.num_rows if pool else None
-
-
-def _query_texts(trail: Trail) -> dict[str, str]:
-    """query_id → text, from the lists' own queries and from those they were made of (drops name the latter)."""
-    texts: dict[str, str] = {}
-    for path in (*trail.inputs["queries"], trail.folder):
-        if (table := trail.read(path, QUERIES)) is not None:
-            texts |= {row["query_id"]: row["text"] for row in table.select(["query_id", "text"]).to_pylist()}
-    if not texts:
-        trail.missing.append("queries: lists are shown without their query's text")
-    return texts
-
-
-def _by_source(trail: Trail, run: Run | None) -> Counter[str] | None:
+def _by_source(run: Run | None) -> Counter[str] | None:
     """Candidates by source; of millions of rows only this column is read."""
     if run is None:
         return None
-    file = table_path(run.folder, RANKINGS)
-    try:
-        column = pq.read_table(file, columns=["stage"]).column("stage")
-    except (pa.ArrowException, OSError) as error:
-        trail.missing.append(f"{file}: cannot be read: {error}")
-        return None
+    column = pq.read_table(table_path(run.folder, RANKINGS), columns=["stage"]).column("stage")
     return Counter({row["values"]: row["counts"] for row in column.value_counts().to_pylist()})
-
-
-def _clusters(trail: Trail, path: Path | None, skills: list[Skill]) -> Int64[np.ndarray, " skill"] | None:
-    if (table := trail.read(path, CLUSTERS)) is None:
-        return None
-    clusters = {row["skill_id"]: row["cluster"] for row in table.to_pylist()}
-    return np.array([clusters.get(skill.skill_id, -1) for skill in skills], dtype=np.int64)
