@@ -1,16 +1,16 @@
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmark_folders import jsonl, write_ours, write_pool, write_skillrouter
 from llm_server import Reply, llm_server
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Query, Skill
+from skilltrain.records import Skill
 from skilltrain.routing.evaluate import EvaluateConfig, run_evaluate
 from skilltrain.stages import dry_run
-from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_table, rows_of, write_table
+from skilltrain.tables import RANKINGS, read_table, rows_of
 
 SKILLS_OF_POOL = [Skill(f"s{i}", f"name {i}", f"about {word}", f"the body says {word}") for i, word in
                   enumerate(["apples", "bridges", "candles", "drums"])]  # fmt: skip
@@ -20,16 +20,11 @@ BM25 = {"name": "bm25", "rankers": [{"kind": "lexical"}]}
 @pytest.fixture
 def folder(tmp_path):
     """pool: four skills; bench: q1 wants s0, q2 wants s1 and s2 and finds s3 useful, q3 (dev) wants s3."""
-    queries = [Query(f"q{i}", text, "single", "test", split) for i, text, split in
-               [(1, "apples", "test"), (2, "bridges and candles", "test"), (3, "drums", "dev")]]  # fmt: skip
-    judged = [("q1", "s0", "required"), ("q2", "s1", "required"), ("q2", "s2", "required"), ("q2", "s3", "useful"),
-              ("q3", "s3", "required")]  # fmt: skip
-    rows = [{"query_id": q, "skill_id": s, "verdict": verdict, "judge": "test"} for q, s, verdict in judged]
-    (tmp_path / "bench").mkdir()
-    write_table(rows_of(queries), QUERIES, tmp_path / "bench")
-    write_table(rows, JUDGEMENTS, tmp_path / "bench")
-    (tmp_path / "pool").mkdir()
-    write_table(rows_of(SKILLS_OF_POOL), SKILLS, tmp_path / "pool")
+    queries = [("q1", "apples", "test"), ("q2", "bridges and candles", "test"), ("q3", "drums", "dev")]
+    wanted = {"q1": {"s0": "required"}, "q2": {"s1": "required", "s2": "required", "s3": "useful"},
+              "q3": {"s3": "required"}}  # fmt: skip
+    write_ours(tmp_path / "bench", queries, wanted)
+    write_pool(tmp_path / "pool", SKILLS_OF_POOL)
     (tmp_path / "out").mkdir()
     return tmp_path
 
@@ -100,15 +95,6 @@ def test_rankings_are_as_long_as_the_measures_look(folder):
     assert means(folder)["bm25"] == {"Recall@1": pytest.approx((1 + 0.5 + 1) / 3), "Recall@3": 1}
 
 
-def test_what_a_source_leaves_out_is_said(folder, capsys):
-    rows = [{"skill_id": skill.skill_id, "name": skill.name, "body": skill.body} for skill in SKILLS_OF_POOL]
-    source = folder / "raw.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"skill_id": "e", "name": "e", "body": ""}]))
-    evaluate(folder, pool=str(source), systems=[BM25], measures=["Hit@1"])
-    said = capsys.readouterr().err
-    assert "1 of 5 left out" in said and "skilltrain pool" in said
-
-
 def test_a_chat_model_that_chose_nothing_is_named_in_the_report(folder):
     with llm_server() as server:
         server.otherwise = lambda request: Reply("I cannot say")
@@ -121,39 +107,19 @@ def test_a_chat_model_that_chose_nothing_is_named_in_the_report(folder):
     assert note.split(" (")[0] in (folder / "out" / "report.html").read_text()
 
 
-def test_a_skill_without_a_name_is_shown_by_its_id(folder):
-    write_table(rows_of([replace(skill, name="") for skill in SKILLS_OF_POOL]), SKILLS, folder / "pool")
-    mine = predict(folder, {"q1": ["s1"]})
-    evaluate(folder, pool=str(folder / "pool"), predictions=mine, measures=["Hit@1"])
-    page = (folder / "out" / "report.html").read_text()
-    assert 'title="s0"><bdi>s0</bdi>' in page and "<bdi></bdi>" not in page
-
-
 def test_a_benchmarks_own_gold_skills_join_the_pool(tmp_path):
     """SkillRouter's form; a gold skill that the pool has under the same id stays the pool's."""
-    bench = tmp_path / "bench"
-    bench.mkdir()
     relevance = {"gt_skill_ids": ["new"], "relevance": {"new": 3, "s0": 0}, "task_type": "single"}
-    (bench / "relevance.json").write_text(json.dumps({"t1": relevance}))
-    (bench / "tasks.jsonl").write_text(json.dumps({"task_id": "t1", "instruction_text": "zebra"}) + "\n")
     gold = [
         {"skill_id": "new", "name": "new", "description": "", "body": "about a zebra"},
         {"skill_id": "s0", "name": "s0", "description": "", "body": "zebra zebra zebra zebra"},
     ]
-    (bench / "gold_skills.jsonl").write_text("".join(json.dumps(row) + "\n" for row in gold))
-    (tmp_path / "pool").mkdir()
-    write_table(rows_of(SKILLS_OF_POOL), SKILLS, tmp_path / "pool")
+    write_skillrouter(tmp_path / "bench", [("t1", "zebra")], {"t1": relevance}, gold)
+    write_pool(tmp_path / "pool", SKILLS_OF_POOL)
     (tmp_path / "out").mkdir()
     evaluate(tmp_path, pool=str(tmp_path / "pool"), systems=[BM25], measures=["Hit@1"])
     assert means(tmp_path)["bm25"] == {"Hit@1": 1}
     assert read_table(tmp_path / "out", RANKINGS).num_rows == 5
-
-
-def test_a_gold_skill_that_the_pool_lacks_is_refused(folder):
-    (folder / "small").mkdir()
-    write_table(rows_of(SKILLS_OF_POOL[:2]), SKILLS, folder / "small")
-    with pytest.raises(SkilltrainError, match="benchmark bench: gold skill 's2' of query 'q2' is not among the 2"):
-        evaluate(folder, pool=str(folder / "small"), systems=[BM25])
 
 
 @pytest.mark.parametrize(
@@ -178,22 +144,15 @@ def test_what_cannot_be_evaluated_is_refused(folder, monkeypatch, settings, mess
             dry_run(validate(EvaluateConfig, values, "test"))
 
 
-def test_predictions_may_not_take_a_systems_name(folder):
-    settings = {"pool": str(folder / "pool"), "systems": [BM25]}
-    with pytest.raises(SkilltrainError, match=r"bm25\.json: another system is called 'bm25' as well \(rename it\)"):
-        evaluate(folder, predictions=predict(folder, {"q1": ["s0"]}, "bm25"), **settings)
-
-
 def test_tiers_are_ranked_over_their_own_pools_and_scored_together(folder):
     """Hard adds a copy that says `apples` more often, so Hit@1 is 1 over easy and 0 over hard."""
     entry = {"gt_skill_ids": ["s0"], "relevance": {"s0": 3}, "task_type": "clean"}
-    (folder / "relevance.json").write_text(json.dumps({"t": entry}))
-    (folder / "tasks.jsonl").write_text(json.dumps({"task_id": "t", "instruction_text": "apples"}) + "\n")
+    write_skillrouter(folder, [("t", "apples")], {"t": entry})
     copy = Skill("copy", "apples", "apples", "apples")
     for tier, skills in {"easy": SKILLS_OF_POOL, "hard": [*SKILLS_OF_POOL, copy]}.items():
         (folder / tier).mkdir()
         rows = ({key: value for key, value in row.items() if value is not None} for row in rows_of(skills))
-        (folder / tier / "part.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / tier / "part.jsonl").write_text(jsonl(*rows))
     predicted = predict(folder, {"t@easy": ["s0"], "t@hard": ["s0"]})
     tiers = [str(folder / "easy"), str(folder / "hard")]
     summary = evaluate(folder, benchmark=tiers, systems=[BM25], predictions=predicted, measures=["Hit@1"])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmark_folders import jsonl, write_ours, write_pool
 from llm_server import LLMServer, llm_server
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
@@ -14,7 +15,6 @@ from skilltrain.evaluation.metrics import Relevance
 from skilltrain.records import Query, Skill
 from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs, analyse_results
 from skilltrain.routing.evaluate import EvaluateConfig, run_evaluate
-from skilltrain.tables import JUDGEMENTS, QUERIES, SKILLS, rows_of, write_table
 
 TOPICS = ["deploy", "pods", "kubernetes", "chart", "table", "pdf", "text", "audio", "video", "clip"]
 POOL = [
@@ -29,13 +29,10 @@ BM25 = {"name": "bm25", "rankers": [{"kind": "lexical"}]}
 @pytest.fixture
 def folder(tmp_path):
     """bench (query i wants skill i), pool and out."""
-    queries = [Query(f"q{i}", f"the {TOPICS[i]} report", "single", "test", "test") for i in range(NUM_QUERIES)]
-    rows = [{"query_id": f"q{i}", "skill_id": f"s{i}", "verdict": "required", "judge": "t"} for i in range(NUM_QUERIES)]
-    for name in ("bench", "pool", "out"):
-        (tmp_path / name).mkdir()
-    write_table(rows_of(queries), QUERIES, tmp_path / "bench")
-    write_table(rows, JUDGEMENTS, tmp_path / "bench")
-    write_table(rows_of(POOL), SKILLS, tmp_path / "pool")
+    queries = [(f"q{i}", f"the {TOPICS[i]} report", "test") for i in range(NUM_QUERIES)]
+    write_ours(tmp_path / "bench", queries, {f"q{i}": {f"s{i}": "required"} for i in range(NUM_QUERIES)})
+    write_pool(tmp_path / "pool", POOL)
+    (tmp_path / "out").mkdir()
     return tmp_path
 
 
@@ -192,7 +189,7 @@ def test_a_benchmark_with_a_pool_of_its_own_needs_no_other(tmp_path):
     (bench / "qrels").mkdir(parents=True)
     (tmp_path / "out").mkdir()
     corpus = [{"_id": skill.skill_id, "title": skill.name, "text": skill.body} for skill in POOL]
-    (bench / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in corpus))
+    (bench / "corpus.jsonl").write_text(jsonl(*corpus))
     (bench / "queries.jsonl").write_text(json.dumps({"_id": "q1", "text": "the chart report"}) + "\n")
     (bench / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\ts3\t1\n")
     summary = evaluate(tmp_path, pool=None, systems=[BM25], measures=["Hit@1"], analysis={"structure": True})

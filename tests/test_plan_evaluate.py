@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
+from benchmark_folders import write_ours, write_pool
 from llm_server import LLMServer, Reply, embeddings, llm_server
 from skilltrain.config import validate
 from skilltrain.llm.budget import estimate_tokens
-from skilltrain.records import Query, Skill
+from skilltrain.records import Skill
 from skilltrain.routing.candidates import CandidatesConfig
 from skilltrain.routing.evaluate import EvaluateConfig, run_evaluate
 from skilltrain.stages import dry_run
-from skilltrain.tables import JUDGEMENTS, QUERIES, SKILLS, rows_of, write_table
 
 POOL = [Skill(f"s{i}", f"skill-{i}", "Sorts.", "Sorts invoices by month.") for i in range(7)]
 TEXTS = {"q1": "sort my invoices", "q2": "整理发票", "q3": "sort my invoices"}
@@ -21,11 +21,9 @@ BM25 = {"name": "bm25", "rankers": [{"kind": "lexical"}]}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    queries = [Query(query_id, text, "single", "test", "test") for query_id, text in TEXTS.items()]
-    write_table(rows_of(queries), QUERIES, tmp_path / "bench")
-    rows = [{"query_id": i, "skill_id": "s1", "verdict": "required", "judge": "test"} for i in TEXTS]
-    write_table(rows, JUDGEMENTS, tmp_path / "bench")
-    write_table(rows_of(POOL), SKILLS, tmp_path / "pool")
+    queries = [(query_id, text, "test") for query_id, text in TEXTS.items()]
+    write_ours(tmp_path / "bench", queries, {query_id: {"s1": "required"} for query_id in TEXTS})
+    write_pool(tmp_path / "pool", POOL)
     return tmp_path
 
 
@@ -75,9 +73,9 @@ def test_what_is_planned_is_what_is_asked(folder: Path, capsys: pytest.CaptureFi
     read = sum(estimate_tokens(m["content"]) + 4 for request in chats for m in request["messages"])
     assert (judge["num_requests"], judge["num_prompt_tokens"], judge["num_completion_tokens"]) == (3, read, 12)
     assert len(chats) == 3
-    # One word for the length of a vector, 7 skills in 3 requests, and 2 queries, for one is asked twice.
-    assert (encoding["num_requests"], encoding["num_texts"], encoding["num_kept_texts"]) == (1 + 3 + 1, 9, 0)
-    assert (num_vectors, len(texts)) == (5, 1 + 9)
+    # 7 skills in 3 requests, and 2 queries, for one is asked twice.
+    assert (encoding["num_requests"], encoding["num_texts"], encoding["num_kept_texts"]) == (3 + 1, 9, 0)
+    assert (num_vectors, len(texts)) == (4, 9)
     assert encoding["num_prompt_tokens"] == sum(map(estimate_tokens, texts))
     assert plan["dollars"] == round((read * 3 + 12 * 5 + encoding["num_prompt_tokens"] * 2) / 1e6, 6)
     kept = again["api"]["api"]

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analysis import Analysis
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, task_of
 from skilltrain.evaluation.comparison import SystemResult
@@ -102,12 +101,6 @@ def test_an_empty_slice_is_left_out_and_one_that_holds_all_is_shown_once(systems
     assert "all, n = 3" in terminal(only, 120) and "single" not in terminal(only, 120)
     assert "single" not in report_markdown(only)
     assert "3 queries (all single)" in report_page(only)
-
-
-def test_the_best_mean_stands_out_unless_all_are_equal():
-    assert report_of(BASE, BETTER).every.best("Hit@1") == {"better"}
-    assert report_of(BASE, SAME).every.best("Hit@1") == set()
-    assert 'class="best"' not in report_page(report_of(BASE, SAME))
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -257,10 +250,3 @@ def test_the_same_seed_writes_the_same_bytes(tmp_path: Path):
         write_report(report_of(BASE, BETTER), tmp_path / name)
     for file in ("metrics.json", "report.md", "report.html", "per_query.jsonl"):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
-
-
-def test_systems_that_cannot_stand_side_by_side_are_refused():
-    with pytest.raises(SkilltrainError, match="two systems are named 'base'"):
-        report_of(BASE, BETTER, BASE)
-    with pytest.raises(SkilltrainError, match="at least one system"):
-        report_of()

@@ -1,0 +1,43 @@
+"""Benchmarks and pools, written small."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from skilltrain.records import Query, Skill
+from skilltrain.tables import JUDGEMENTS, QUERIES, SKILLS, rows_of, write_table
+
+
+def jsonl(*rows: Any) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def write_ours(
+    folder: Path, queries: Iterable[tuple[str, str, str]], verdicts: Mapping[str, Mapping[str, str]]
+) -> Path:
+    """Our tables from (query_id, text, split) and query_id → skill_id → verdict."""
+    asked = [Query(query_id, text, "single", "test", split) for query_id, text, split in queries]
+    write_table(rows_of(asked), QUERIES, folder)
+    judged = ((query_id, *pair) for query_id, row in verdicts.items() for pair in row.items())
+    names = ("query_id", "skill_id", "verdict", "judge")
+    write_table([dict(zip(names, (*row, "test"), strict=True)) for row in judged], JUDGEMENTS, folder)
+    return folder
+
+
+def write_pool(folder: Path, skills: Iterable[Skill]) -> Path:
+    write_table(rows_of(skills), SKILLS, folder)
+    return folder
+
+
+def write_skillrouter(
+    folder: Path, tasks: Iterable[tuple[str, str]], relevance: Any, gold: Iterable[Any] | None = None
+) -> Path:
+    """SkillRouter's files from (task_id, text), the map of relevance.json and, if there are any, gold skills' rows."""
+    folder.mkdir(exist_ok=True)
+    rows = [{"task_id": i, "instruction_text": text, "difficulty": "hard", "excluded": True} for i, text in tasks]
+    (folder / "tasks.jsonl").write_text(jsonl(*rows))
+    (folder / "relevance.json").write_text(json.dumps(relevance))
+    if gold is not None:
+        (folder / "gold_skills.jsonl").write_text(jsonl(*gold))
+    return folder
