@@ -4,7 +4,6 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from skilltrain.losses import InfoNCE, ListwiseCE
 from skilltrain.models import cpu_linear
@@ -83,27 +82,6 @@ def test_values_and_gradients_that_are_not_contiguous(view, shape):
     assert_close(outcome(fast, values, view(fast)), outcome(plain, values, view(plain)))
 
 
-@pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")])
-def test_frozen_parameters_get_no_gradient_and_their_inputs_do(frozen):
-    plain, fast = both(12, 20)
-    for layer in (plain, fast):
-        for name in frozen:
-            getattr(layer, name).requires_grad_(False)
-    values = torch.randn(2, 5, 12)
-    assert_close(outcome(fast, values), outcome(plain, values))
-
-
-def test_checkpointing_and_a_weight_used_twice():
-    plain, fast = both(16, 16)
-
-    def twice(layer):
-        return lambda values: checkpoint(lambda v: layer(torch.tanh(layer(v))), values, use_reentrant=False)
-
-    values = torch.randn(3, 7, 16)
-    assert_close(outcome(fast, values, twice(fast)), outcome(plain, values, twice(plain)))
-    assert_close(outcome(fast, values, twice(fast)), outcome(fast, values, lambda v: fast(torch.tanh(fast(v)))))
-
-
 def test_state_dict_hooks_ties_and_subclasses_stay():
     class Own(nn.Linear):
         pass
@@ -130,13 +108,6 @@ def test_other_number_formats_are_computed_as_ever(dtype):
     values = torch.randn(5, 12, dtype=dtype)
     for got, wanted in zip(outcome(fast, values), outcome(plain, values), strict=True):
         assert torch.equal(got, wanted)
-
-
-def test_autocast_is_computed_as_ever():
-    plain, fast = both(12, 20)
-    with torch.autocast("cpu", torch.bfloat16):
-        values = torch.randn(5, 12)
-        assert torch.equal(fast(values), plain(values)) and fast(values).dtype == torch.bfloat16
 
 
 def test_equal_inputs_give_equal_bits():

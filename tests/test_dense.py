@@ -2,10 +2,8 @@ import json
 import shutil
 
 import numpy as np
-import pytest
 import torch
 
-from skilltrain.errors import SkilltrainError
 from skilltrain.models.loading import CHECKPOINT_FILE
 from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource, _identity, encode_queries, encode_skills, open_encoder
@@ -93,19 +91,6 @@ def test_repeats_known_and_new_texts_come_in_order(model_folders, tmp_path, monk
     assert len(seen) == 3
 
 
-def test_what_was_in_a_damaged_file_is_encoded_again(model_folders, tmp_path, monkeypatch):
-    encoder = open_encoder(source(model_folders, cache=tmp_path))
-    before = encode_skills(encoder, SKILLS)
-    (file,) = tmp_path.rglob("*.parquet")
-    data = file.read_bytes()
-    at = data.index(before[0].tobytes())
-    file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-    again = open_encoder(source(model_folders, cache=tmp_path))
-    seen = counted(again, monkeypatch)
-    np.testing.assert_allclose(encode_skills(again, SKILLS), before, atol=1e-6)
-    assert len(seen) == len(SKILLS)
-
-
 TWO = [Skill("a", "pdf", "find text", "deploy pods"), Skill("b", "pdf", "find text", "review the chart")]
 
 
@@ -143,21 +128,3 @@ def test_fields_change_nothing_else_of_a_saved_models_settings(model_folders, tm
     trained = str(saved_with(model_folders["bert"], "encoder", stored, tmp_path / "trained without bodies"))
     assert open_encoder(EncoderSource(source=trained)).model.settings == nd
     assert open_encoder(EncoderSource(source=trained, fields="full")).model.settings == full
-
-
-def test_the_cache_never_gives_vectors_without_bodies_for_those_with(model_folders, tmp_path, monkeypatch):
-    vectors = {}
-    for fields, num_encoded in (("nd", 1), ("full", 2), (None, 0), ("nd", 0)):
-        encoder = open_encoder(source(model_folders, cache=tmp_path, fields=fields))
-        seen = counted(encoder, monkeypatch)
-        found = encode_skills(encoder, TWO)
-        assert len(seen) == num_encoded
-        np.testing.assert_array_equal(vectors.setdefault(fields or "full", found), found)
-    assert not np.allclose(vectors["nd"], vectors["full"])
-
-
-def test_fields_that_there_are_not_are_refused(model_folders):
-    with pytest.raises(ValueError, match="fields"):
-        source(model_folders, fields="body")
-    with pytest.raises(SkilltrainError, match="no such model"):
-        open_encoder(EncoderSource(source="nowhere", fields="nd"))

@@ -97,21 +97,6 @@ def test_prompts_caps_and_fields_decide_what_is_sent(server: LLMServer) -> None:
     assert server.requests[-1]["input"] == ["Q: merge"]
 
 
-def test_429_waits_as_told_and_passing_faults_are_tried_again(server: LLMServer) -> None:
-    soon = {"Retry-After": "0.01"}
-    for faults in (
-        [Reply(status=429, headers={"Retry-After": "1"})], [Reply(status=500, headers=soon), Reply(status=503)],
-        [Reply(cut=True, raw="{" * 99)], [Reply(drop=True)],
-    ):  # fmt: skip
-        server.script = [*faults]
-        start = len(server.times)
-        vectors = open_api(server, **FOUR).encode_queries(["one"])
-        np.testing.assert_allclose(vectors, expected(["one"]), atol=1e-7)
-        assert len(server.times) - start == 1 + len(faults)
-        if faults[0].status == 429:
-            assert server.times[start + 1] - server.times[start] >= 1.0
-
-
 def test_a_server_that_stays_broken_ends_the_run_in_one_line_and_what_came_is_kept(
     server: LLMServer, tmp_path: Path
 ) -> None:

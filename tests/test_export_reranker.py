@@ -89,15 +89,6 @@ def test_a_qwen3_reranker_opens_in_plain_cross_encoder(tmp_path, open_reranker_o
     assert kept == [pair.ids for pair in reranker.tokenize(QUERIES[0], SKILLS)]
 
 
-def test_a_query_is_cut_to_its_characters_by_the_chat_template(tmp_path, open_reranker_of):
-    template = RerankerTemplate(form="yes_no", query_chars=12)
-    reranker = open_reranker_of("qwen3_reranker", template=template, max_tokens=400)
-    save_reranker(reranker, tmp_path, base="qwen3_reranker")
-    plain = CrossEncoder(str(tmp_path), device="cpu")
-    query = "deploy the pods with kubernetes"
-    assert torch.allclose(plain_scores(plain, reranker, query, SKILLS), scores_of(reranker, query, SKILLS), atol=1e-5)
-
-
 def test_another_instruction_can_be_given(tmp_path, open_reranker_of):
     reranker = open_reranker_of("qwen3_reranker", max_tokens=400)
     save_reranker(reranker, tmp_path, base="qwen3_reranker")

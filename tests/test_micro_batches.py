@@ -58,16 +58,6 @@ def loss_and_gradients(encoder, texts, budget, recompute):
     return loss.item(), [parameter.grad.clone() for parameter in encoder.parameters()]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("budget", [1, 40, 130])
-def test_chunks_give_the_loss_and_gradient_of_the_whole_batch(open_encoder_of, recompute, budget):
-    encoder = open_encoder_of("bert").double()
-    whole, expected = loss_and_gradients(encoder, TEXTS, 10**6, False)
-    loss, gradients = loss_and_gradients(encoder, TEXTS, budget, recompute)
-    assert loss == pytest.approx(whole, abs=1e-9)
-    assert max((a - b).abs().max().item() for a, b in zip(gradients, expected, strict=True)) < 1e-9
-
-
 def test_recompute_repeats_the_dropout(open_encoder_of):
     results = []
     for recompute in (False, True):

@@ -12,12 +12,11 @@ from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
 from safetensors.torch import load_file, save_file
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.export.folder import copy_model, save_encoder, save_reranker
+from skilltrain.export.folder import copy_model, save_encoder
 from skilltrain.models import loading
 from skilltrain.models.encoder import EncoderConfig, EncoderSettings, load_encoder
 from skilltrain.models.loading import resolve_model
 from skilltrain.models.reranker import RerankerConfig, load_reranker
-from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource, open_encoder
 from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate
 
@@ -79,24 +78,6 @@ def test_an_encoder_from_the_hub_keeps_what_training_saved(tmp_path, open_encode
         assert torch.equal(found(found.tokenize_queries(queries)), encoder(encoder.tokenize_queries(queries)))
     with pytest.raises(SkilltrainError, match="its model is of kind encoder, but reranker is needed here"):
         load_reranker(RerankerConfig(source="me/enc"), CPU)
-
-
-def test_a_reranker_from_the_hub_scores_as_it_was_trained_to(tmp_path, open_reranker_of, publish):
-    reranker = open_reranker_of("bert", template=RerankerTemplate(form="cosine_pair"), max_tokens=128)
-    save_reranker(reranker, tmp_path / "rr", base="bert")
-    found = load_reranker(RerankerConfig(source=publish(tmp_path / "rr")), CPU)
-    assert found.settings == reranker.settings
-    pairs = reranker.tokenize("merge pdf", [Skill("a", "pdf", "extract text", "report"), Skill("b", "pods", "", "")])
-    with torch.inference_mode():
-        assert torch.equal(found(pairs), reranker(pairs))
-    with pytest.raises(SkilltrainError, match="its model is of kind reranker, but encoder is needed here"):
-        load_encoder(EncoderConfig(source="me/rr"), CPU)
-
-
-def test_a_sentence_transformers_folder_of_the_hub_says_its_pooling(plain, publish):
-    folder = Path(plain(pooling={"pooling_mode": "cls"}, model={"max_seq_length": 100}))
-    found = load_encoder(EncoderConfig(source=publish(folder)), CPU).settings
-    assert (found.pooling, found.max_tokens) == ("cls", 100)
 
 
 def test_a_cache_that_may_lack_files_is_told_once(model_folders, publish, told):
@@ -234,14 +215,6 @@ def test_a_broken_reranker_is_refused_by_name(broken, name, change, weights, mes
     folder = broken(name, change, weights)
     with pytest.raises(SkilltrainError, match=f"^{folder}.*{message}"):
         load_reranker(RerankerConfig(source=str(folder)), CPU)
-
-
-def test_a_classifier_of_three_labels_is_no_reranker(broken):
-    def three(weights):
-        return {n: torch.cat([v] * 3) if n.startswith("classifier") else v for n, v in weights.items()}
-
-    with pytest.raises(SkilltrainError, match=r"2 are of another shape, such as classifier\.bias"):
-        load_reranker(RerankerConfig(source=str(broken("bert_reranker", weights=three))), CPU)
 
 
 def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(broken, model_folders):

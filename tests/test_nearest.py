@@ -16,11 +16,6 @@ def full_sort(queries, pool, k):
     return np.argsort(-scores, axis=1, kind="stable")[:, :k]
 
 
-def searcher(kind, pool, folder, seed=0):
-    build_index(INDEXES[kind], pool, seed, folder / kind)
-    return Searcher.open(INDEXES[kind], pool, folder / kind)
-
-
 def test_nearest_by_hand_with_ties_by_position():
     pool = np.array([[0, 1], [1, 0], [0.6, 0.8], [1, 0], [1, 0]], dtype=np.float32)
     positions, scores = nearest(np.array([[1, 0], [0, 1]], dtype=np.float32), pool, 4)

@@ -99,18 +99,6 @@ def test_pairs_are_the_official_ids(tokenizer, separator):
                 assert len(pair) + pair.num_cut == len(pairs.join(pairs.query(query), part[:1])) + len(part) - 1
 
 
-def test_only_the_skill_is_cut(tokenizer):
-    whole = pair_tokenizer(tokenizer)
-    (part,) = whole.skills(SKILLS[3:4])
-    full = whole.join(whole.query("deploy pods"), part)
-    for short in (1, 5, len(part) - 3):
-        pairs = pair_tokenizer(tokenizer, max_tokens=len(full) - short)
-        cut = pairs.join(pairs.query("deploy pods"), part)
-        frame = len(pairs.after)
-        assert cut.ids == full.ids[: -frame - short] + full.ids[-frame:] and cut.num_cut == short
-        assert cut.ids == official_ids(tokenizer, pairs.template, "deploy pods", SKILLS[3], len(full) - short)
-
-
 odd_letters = st.sampled_from([*"ab .,:<>|\n\r\t", "\u0301", "\u00a0", "\u2028", "é", "运", "🚀", "٣"])
 odd = st.text(odd_letters, max_size=12)
 

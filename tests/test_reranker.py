@@ -1,7 +1,6 @@
 import json
 import shutil
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModel, AutoModelForSequenceClassification
@@ -33,15 +32,6 @@ def test_pair_ids_equal_the_tokenizers_own_pair_with_the_skill_cut(open_reranker
         assert pair.ids == own["input_ids"][0]
         segments = [int(position >= pair.second_start) for position in range(len(pair))]
         assert segments == own["token_type_ids"][0]
-
-
-def test_parts_tokenised_once_join_to_the_same_pairs(open_reranker_of):
-    for name in ("qwen3_reranker", "bert_reranker"):
-        reranker = open_reranker_of(name, max_tokens=400)
-        parts = [np.array(ids, np.int32) for ids in reranker.pairs.skills(SKILLS)]
-        query = np.array(reranker.pairs.query(QUERY), np.int32)
-        assert [reranker.pairs.join(query, part) for part in parts] == reranker.tokenize(QUERY, SKILLS)
-        assert reranker.pairs.skills([]) == [] and reranker.tokenize(QUERY, []) == []
 
 
 def test_a_pair_says_how_much_of_the_skill_did_not_fit(open_reranker_of):
@@ -129,20 +119,6 @@ def test_the_wrong_form_and_the_wrong_folder_are_refused(tmp_path, model_folders
     (folder / "skilltrain.json").write_text(json.dumps({"kind": "encoder", "settings": {}}))
     with pytest.raises(SkilltrainError, match="its model is of kind encoder, but reranker is needed here"):
         load_reranker(RerankerConfig(source=str(folder)), CPU)
-
-
-def test_candidates_come_back_best_first_with_ties_in_their_order(model_folders):
-    skills = [*SKILLS, Skill("a2", "pods", "deploy pods", "to find the task")]
-    reranker = RerankConfig(source=str(model_folders["bert_reranker"]), precision="float32").open(skills)
-    candidates = {"q1": ["d", "a", "b", "a2", "c"], "q2": [], "q3": ["b"]}
-    queries = [Query(i, text, "", "", "") for i, text in (("q1", QUERY), ("q2", "x"), ("q3", "clip"))]
-    given = {query_id: [(skill_id, 0.0) for skill_id in ids] for query_id, ids in candidates.items()}
-    result = reranker.rank(queries, given, 5)
-    scores = [score for _, score in result["q1"]]
-    ranked = [skill_id for skill_id, _ in result["q1"]]
-    assert scores == sorted(scores, reverse=True) and sorted(ranked) == sorted(candidates["q1"])
-    assert ranked.index("a") < ranked.index("a2") and dict(result["q1"])["a"] == pytest.approx(dict(result["q1"])["a2"])
-    assert result["q2"] == [] and [skill_id for skill_id, _ in result["q3"]] == ["b"]
 
 
 def test_cosine_pair_is_the_cosine_of_the_two_segments_mean_vectors(open_reranker_of, model_folders):

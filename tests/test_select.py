@@ -10,7 +10,6 @@ import pytest
 
 from llm_server import LLMServer, Reply, llm_server
 from skilltrain.config import validate
-from skilltrain.errors import SkilltrainError
 from skilltrain.llm.budget import estimate_prompt
 from skilltrain.llm.protocol import Message
 from skilltrain.records import Dropped, Query, Skill
@@ -198,53 +197,6 @@ def test_a_query_without_a_usable_answer_keeps_its_order_and_is_counted(
     assert ["earlier reply" in user_text(request) for request in asked] == [False, True, True][:num_requests]
 
 
-def test_what_the_budget_does_not_hold_is_not_asked() -> None:
-    queries = {f"q{i}": f"Task {i}" for i in range(6)}
-    with llm_server() as server:
-        server.otherwise = lambda request: Reply("2")
-        config = config_of(server, None, llm={"budget": {"max_tokens": 3000}, "max_tokens": 16})
-        result = select(config, queries, dict.fromkeys(queries, "abcd"), FOUR)
-        num_requests = len(server.requests)
-    assert 0 < num_requests < 6
-    assert result.counts["unusable"] == {"budget": 6 - num_requests}
-    firsts = [ranking[0] for ranking in result.rankings.values()]
-    assert firsts == ["b"] * num_requests + ["a"] * (6 - num_requests)
-    assert 0 < result.counts["num_prompt_tokens"] + result.counts["num_completion_tokens"] <= 3000
-
-
-def test_judging_again_asks_nobody_and_keeps_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    queries = {f"q{i}": f"Task {i}" for i in range(12)}
-    candidates = {query_id: "abcd"[i % 4 :] + "abcd"[: i % 4] for i, query_id in enumerate(queries)}
-    with llm_server() as server:
-        # Slow for some, so that answers do not come in the order of the queries.
-        server.otherwise = lambda r: Reply(chooses("name-c")(r).text, delay=0.05 * (len(server.requests) % 3))
-        config = config_of(server, tmp_path / "cache", llm={"concurrency": 6})
-        first = select(config, queries, candidates, FOUR)
-        assert len(server.requests) == 12
-        assert select(config, queries, candidates, FOUR) == first
-        assert len(server.requests) == 12
-    for query_id, ranking in first.rankings.items():
-        assert ranking == ["c", *(i for i in candidates[query_id] if i != "c")]
-    for file in (tmp_path / "cache").rglob("*"):
-        assert KEY.encode() not in file.read_bytes()
-
-
-def test_a_shuffled_list_is_read_back_to_the_right_skill() -> None:
-    queries = {f"q{i}": f"Task {i}" for i in range(8)}
-    with llm_server() as server:
-        server.otherwise = chooses("name-d")
-        config = config_of(server, None, shuffle=True, seed=3)
-        result = select(config, queries, dict.fromkeys(queries, "abcd"), FOUR)
-        orders = [tuple(shown_names(request)) for request in server.requests]
-        select(config, {"q1": "Task 1"}, {"q1": "abcd"}, FOUR)
-        assert tuple(shown_names(server.requests[-1])) == orders[1]  # the same whatever else is asked
-        select(config_of(server, None), {"q1": "Task 1"}, {"q1": "abcd"}, FOUR)
-        assert shown_names(server.requests[-1]) == [f"name-{letter}" for letter in "abcd"]
-    assert len(set(orders)) > 3
-    assert all(ranking == ["d", "a", "b", "c"] for ranking in result.rankings.values())
-
-
 def test_the_cost_is_told_before_anybody_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
     queries = {f"q{i}": "Task" for i in range(5)}
     with llm_server() as server:
@@ -262,8 +214,3 @@ def test_the_cost_is_told_before_anybody_is_asked(capsys: pytest.CaptureFixture[
     assert plan["dollars"] == pytest.approx((plan["num_prompt_tokens"] * 10 + 20 * 100) / 1e6)
     assert "5 requests to scripted, about" in capsys.readouterr().err
     assert plan_select(config, asked, [skill("a")])["num_requests"] == 0
-
-
-def test_a_candidate_that_is_not_in_the_pool_is_named() -> None:
-    with llm_server() as server, pytest.raises(SkilltrainError, match="query q: candidate 'x' is not in the pool"):
-        select(config_of(server, None), {"q": "t"}, {"q": "ax"}, FOUR)

@@ -97,28 +97,6 @@ def test_float32_and_bfloat16_autocast_stay_close(folder):
         assert torch.allclose(rounded, alone, atol=0.05 * float(expected.abs().max()))
 
 
-def test_lora_layers_inside_the_network_are_trained_alike(folder):
-    from peft import LoraConfig, inject_adapter_in_model
-
-    reranker, network = opened(folder)
-    for one in (reranker.network, network):
-        torch.manual_seed(3)
-        inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False), one)
-        one.double()
-        for name, parameter in one.named_parameters():
-            parameter.requires_grad_("lora_" in name)
-    scores = run_micro_batches(reranker, PAIRS, GROUPINGS[1], recompute=True)
-    expected = plain_scores(reranker, network, PAIRS)
-    assert torch.allclose(scores, expected, rtol=0, atol=1e-12)
-    scores.sum().backward()
-    expected.sum().backward()
-    ours, theirs = (
-        {name: parameter.grad for name, parameter in one.named_parameters() if parameter.requires_grad}
-        for one in (reranker.network, network)
-    )
-    assert len(ours) == 2 * 2 * 2 and largest_deviation(ours, theirs) < 1e-7
-
-
 def llama(**options):
     torch.manual_seed(0)
     return LlamaForCausalLM(
@@ -198,13 +176,3 @@ def test_two_segment_pairs_are_grouped_by_length(open_reranker_of):
     lists = [pairs_of([10, 30], 1), pairs_of([9, 31], 1)]
     assert not reranker.is_packed
     assert reranker.micro_batches(lists, 64) == [[3, 1], [0, 2]] and reranker.num_slots([*lists[0], *lists[1]]) == 128
-
-
-def test_a_list_in_one_group_is_scored_as_in_many(open_reranker_of):
-    reranker = open_reranker_of("qwen3_reranker")
-    with torch.inference_mode():
-        scores = [
-            run_micro_batches(reranker, PAIRS, reranker.micro_batches([PAIRS], budget), recompute=False)
-            for budget in (10**6, 60, 1)
-        ]
-    assert torch.allclose(scores[0], scores[1], atol=1e-5) and torch.allclose(scores[0], scores[2], atol=1e-5)

@@ -14,7 +14,6 @@ from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.cascade import Cascade, RankedStage, SystemConfig, check_systems, rankings_table, run_systems
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.lexical import LexicalConfig
-from skilltrain.retrieval.rankers import fuse
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.routing.analyse import latencies
 from skilltrain.terminal import console
@@ -106,14 +105,6 @@ def test_every_ranker_can_order_the_candidates_of_another(encoder, reranker):
             assert [score for _, score in ranking] == pytest.approx(sorted((scores[i] for i in top), reverse=True))
 
 
-def test_a_fused_system_adds_what_its_legs_find(encoder):
-    legs = rank([BM25, system("dense", encoder)], depth=len(SKILLS))
-    config = rankers.FuseConfig(of=(LEXICAL, encoder), weights=(0.25, 0.75), method="minmax")
-    for query_id, ranking in rank([system("fused", config)], depth=3)["fused"].items():
-        expected = fuse([legs["bm25"][query_id], legs["dense"][query_id]], (0.25, 0.75), "minmax", 60)[:3]
-        assert ids(ranking) == ids(expected) and dict(ranking) == pytest.approx(dict(expected))
-
-
 def test_the_reranker_sees_its_candidates_though_less_is_asked_for(encoder, reranker):
     plain, both = system("first", encoder), system("both", encoder, kept(reranker, 12))
     deep = rank([both], depth=12)["both"]
@@ -152,15 +143,6 @@ def test_what_systems_share_is_opened_once_and_they_rank_as_each_does_alone(enco
             assert dict(ranking) == pytest.approx(dict(alone[query_id]), abs=1e-5)
 
 
-def test_the_sum_is_of_both_rankers(encoder, reranker):
-    deep = kept(reranker, 12)
-    both = system("sum", encoder, kept(deep, 12, first_weight=2.5))
-    found = rank([system("first", encoder), system("reranked", encoder, deep), both], depth=12)
-    for query_id, ranking in found["sum"].items():
-        first, second = (dict(found[name][query_id]) for name in ("first", "reranked"))
-        assert dict(ranking) == pytest.approx({key: second[key] + 2.5 * first[key] for key in first})
-
-
 def test_every_ranking_on_the_way_is_kept(encoder, reranker):
     cascade = system("all", kept(encoder, 6), kept(LEXICAL, 4), kept(reranker, 2))
     stages = run_systems([cascade], QUERIES, SKILLS, 3)["all"]
@@ -171,11 +153,6 @@ def test_every_ranking_on_the_way_is_kept(encoder, reranker):
         (stage, rank) for stage, most in (("all/1 dense", 6), ("all/2 lexical", 4), ("all", 3))
         for rank in range(1, most + 1)
     )  # fmt: skip
-
-
-def test_a_ranking_is_no_longer_than_the_pool(encoder, reranker):
-    for ranking in rank([BM25, system("both", encoder, reranker)], skills=SKILLS[:3], depth=50).values():
-        assert all(sorted(ids(ranking[query_id])) == ["s0", "s1", "s2"] for query_id in ("q1", "q2"))
 
 
 def test_rankings_as_a_table():

@@ -13,7 +13,7 @@ from skilltrain.config import validate
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig, run_systems
 from skilltrain.routing.evaluate import EvaluateConfig, run_evaluate
-from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_table, rows_of, write_table
+from skilltrain.tables import JUDGEMENTS, QUERIES, SKILLS, rows_of, write_table
 
 FRUITS = ["apples", "bridges", "candles", "drums", "engines", "flags"]
 POOL = [Skill(f"s{i}", f"name {i}", f"about {word}", f"the body says {word}") for i, word in enumerate(FRUITS)]
@@ -99,13 +99,6 @@ def test_an_embeddings_api_ranks_by_cosine_of_what_it_answers(tmp_path):
     assert again.rankings == found.rankings and found.counts == {}
 
 
-def test_an_embeddings_system_in_an_evaluation(bench):
-    with llm_server() as server:
-        summary = evaluate(bench, api_system(server, bench / "vectors"), measures=["Recall@10"], depth=10)
-    assert summary["num_queries"] == 3 and summary["systems"] == {"api": {"Recall@10": 1.0}}
-    assert read_table(bench / "out", RANKINGS).num_rows == 3 * len(POOL)
-
-
 # A chat model ---------------------------------------------------------------------------------------------------------
 
 
@@ -120,40 +113,6 @@ def test_the_model_moves_one_of_its_candidates_to_the_front():
         assert after[query_id] == [third, first, second, *rest]
         assert [score for _, score in found["selected"].rankings[query_id]] == [-1.0, -2.0, -3.0, -4.0, -5.0]
     assert found["plain"].counts == {} and found["selected"].counts["num_asked"] == 3
-
-
-def test_where_no_answer_chooses_the_order_stays_and_is_counted():
-    with llm_server() as server:
-        server.script = [Reply("2"), Reply("none of them"), Reply("7")]
-        found = asked([PLAIN, system_of(server)])
-    before, after = ids(found["plain"]), ids(found["selected"])
-    first, second, *rest = before["q1"]
-    assert after == before | {"q1": [second, first, *rest]}
-    counts = found["selected"].counts
-    assert (counts["num_asked"], counts["num_unusable"]) == (3, 2)
-    assert counts["unusable"] == {"no_number": 1, "out_of_range": 1}
-
-
-def test_the_model_sees_what_the_reranker_put_on_top(model_folders):
-    folder = str(model_folders["bert_reranker"])
-    reranker = {"kind": "rerank", "source": folder, "precision": "float32", "keep": 4}
-    reranked = validate(SystemConfig, {"name": "reranked", "rankers": [{"kind": "lexical"}, reranker]}, "test")
-    with llm_server() as server:
-        server.otherwise = lambda request: Reply("4")
-        found = asked([reranked, system_of(server, reranker, keep=4)])
-        requests = list(server.requests)
-    before, after = ids(found["reranked"]), ids(found["selected"])
-    assert [shown(request) for request in requests] == [ranking[:4] for ranking in before.values()]
-    assert after == {query_id: [ranking[3], *ranking[:3], *ranking[4:]] for query_id, ranking in before.items()}
-
-
-def test_the_model_sees_all_its_candidates_though_less_is_asked_for():
-    with llm_server() as server:
-        server.otherwise = lambda request: Reply("5")
-        found = asked([system_of(server, keep=5)], depth=1)
-        requests = list(server.requests)
-    assert [len(shown(request)) for request in requests] == [5, 5, 5]
-    assert ids(found["selected"]) == {q: [shown(request)[4]] for q, request in zip(TEXTS, requests, strict=True)}
 
 
 def test_a_chat_model_is_not_timed(capsys):

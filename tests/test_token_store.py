@@ -3,7 +3,6 @@
 import threading
 
 import numpy as np
-import pytest
 
 from skilltrain.models import tokens
 from skilltrain.models.tokens import tokenized, tokenizer_identity
@@ -32,23 +31,6 @@ def test_ids_and_lengths_by_hand():
     assert dict(tokenized([], [], letters, "letters", None)) == {}
 
 
-def test_more_texts_than_a_block(monkeypatch):
-    monkeypatch.setattr(tokens, "_BLOCK", 3)
-    texts = [f"text {number}" for number in range(10)]
-    store = tokenized(texts, texts, Letters(), "letters", None)
-    assert all("".join(map(chr, store[text])) == text for text in texts)
-
-
-def test_a_tokenizer_that_loses_a_text_is_found():
-    with pytest.raises(ValueError, match="1 texts for 2"):
-        tokenized(["x", "y"], ["a", "b"], lambda texts: [[1]], "broken", None)
-
-
-def test_keys_and_texts_must_match():
-    with pytest.raises(ValueError, match="shorter"):
-        tokenized(["x", "y"], ["a"], Letters(), "letters", None)
-
-
 class TestCache:
     """The file that later runs read."""
 
@@ -72,15 +54,6 @@ class TestCache:
         assert self.run(tmp_path, texts=("a", "bc", "ab"))[1] == ["a", "bc", "ab"]  # no two lists run together
         assert self.run(tmp_path, identity="other")[1] == ["ab", "c"]
         assert self.run(tmp_path)[1] == []
-
-    @pytest.mark.parametrize("share", [0.0, 0.6])
-    def test_a_cut_file_is_written_anew(self, tmp_path, share):
-        expected, _ = self.run(tmp_path)
-        (file,) = tmp_path.iterdir()
-        content = file.read_bytes()
-        file.write_bytes(content[: int(share * len(content))])
-        assert self.run(tmp_path) == (expected, ["ab", "c"])
-        assert file.read_bytes() == content
 
     def test_every_damaged_byte_is_found(self, tmp_path):
         expected, _ = self.run(tmp_path)

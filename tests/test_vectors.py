@@ -1,6 +1,5 @@
 import multiprocessing
 import resource
-import shutil
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -61,13 +60,6 @@ def test_keys_of_any_bytes_are_told_apart(tmp_path):
         assert cache.missing(np.array(some, KEY)).tolist() == [*range(number + 1, 6)]
     found = {int(place): rows[0, 1] for (place,), rows in opened(tmp_path).read(np.array(some, KEY))}
     assert found == {0: 0.5, 1: 1.5, 2: 2.5, 3: 3.5, 4: 4.5}
-
-
-def test_many_vectors_in_any_order(tmp_path):
-    cache, numbers = opened(tmp_path), np.random.default_rng(0).permutation(3000).tolist()
-    for start in range(0, 3000, 700):
-        cache.add(keys(*numbers[start : start + 700]), vectors(*numbers[start : start + 700]))
-    assert held(opened(tmp_path), *range(2990, 3010), *range(5)) == [*range(5), *range(2990, 3000)]
 
 
 def test_a_file_is_a_table_that_others_can_read(tmp_path):
@@ -134,11 +126,3 @@ def test_two_processes_fill_one_cache_and_join_its_files_meanwhile(tmp_path):
         worker.join()
         assert worker.exitcode == 0
     assert held(opened(tmp_path), *range(200)) == [*range(200)] and len(files(tmp_path)) < 130
-
-
-def test_caches_of_two_machines_are_one_when_their_files_lie_together(tmp_path):
-    filled(tmp_path / "one", 1, 2)
-    filled(tmp_path / "two", 2, 3)
-    for file in files(tmp_path / "two"):
-        shutil.copy(file, tmp_path / "one" / "model")
-    assert held(opened(tmp_path / "one"), 1, 2, 3) == [1, 2, 3]

@@ -16,23 +16,6 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _SECRET_KEY = re.compile(r"(^|_)(key|token|secret|password|credentials)$", re.IGNORECASE)
 _SECRET = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|AKIA)[\w-]{10,}|(?<=://)[^/\s@]+@")
 _HOMES = ("home", "Users")
-_DATA = {
-    "num_lists": "lists",
-    "num_skills": "distinct skills",
-    "num_pairs": "(query, skill) pairs",
-    "num_positives": "positive pairs",
-    "num_contaminated_lists": "lists contaminated by held-out benchmarks",
-    "num_lists_of_dev_queries": "lists that ask a development query",
-}
-_TRAINING = {
-    "num_parameters": "parameters",
-    "num_trained_parameters": "trained parameters",
-    "num_steps": "optimiser steps",
-    "num_tokens": "tokens",
-    "seconds": "seconds",
-    "last_loss": "last loss",
-    "checkpoint": "weights taken after",
-}
 
 
 @dataclass(frozen=True)
@@ -61,6 +44,7 @@ def model_card(record: RunRecord) -> str:
         loader=PackageLoader("skilltrain.export"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True,
     )  # fmt: skip
+    environment.filters["number"] = _number
     template = record.settings.template
     return environment.get_template("card.md.j2").render(
         front_matter=_front_matter(record),
@@ -72,10 +56,8 @@ def model_card(record: RunRecord) -> str:
         skill=template.skill,
         separator=repr(template.skill.separator),
         query_chars=template.query_chars,
-        data=_counts(record.summary, _DATA),
-        training=_counts(record.summary, _TRAINING),
+        summary=record.summary,
         recipe=yaml.safe_dump(shareable(record.recipe), sort_keys=False, allow_unicode=True),
-        dev=record.summary.get("dev"),
     )
 
 
@@ -107,13 +89,6 @@ def _front_matter(record: RunRecord) -> str:
         eval_results=figures or None,
     )
     return data.to_yaml()
-
-
-def _counts(summary: Mapping[str, Any], labels: Mapping[str, str]) -> str:
-    known = [(label, summary[key]) for key, label in labels.items() if key in summary]
-    if not known:
-        return "Not known: this is a checkpoint of a training."
-    return "\n".join(["| | |", "|---|---:|", *(f"| {label} | {_number(value)} |" for label, value in known)])
 
 
 def _number(value: Any) -> str:

@@ -17,14 +17,7 @@ Pooling = Literal["mean", "last_token", "cls"]
 _ENDLESS = 10**9  # transformers writes 1e30 for "no limit"
 _COMPUTED = ("Transformer", "Pooling", "Normalize")
 _POOLING: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
-_FLAGS = {  # sentence-transformers before version 6: one switch for each mode
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-    "pooling_mode_lasttoken": "lasttoken",
-}
+_FLAG = "pooling_mode_"  # sentence-transformers before version 6: one switch for each mode
 
 
 def pool(
@@ -94,7 +87,8 @@ def _pooling(folder: Path, place: Path) -> Pooling:
         what = f"it has no {place.name}/config.json, which its modules.json names"
         raise SkilltrainError(what, where=folder, fix="give pooling")
     config = _read_map(place / "config.json")
-    modes = config.get("pooling_mode") or [mode for flag, mode in _FLAGS.items() if config.get(flag)] or ["mean"]
+    switched = [flag.removeprefix(_FLAG) for flag, is_on in config.items() if flag.startswith(_FLAG) and is_on]
+    modes = config.get("pooling_mode") or [mode.removesuffix("s").removesuffix("_token") for mode in switched] or "mean"
     modes = [modes] if isinstance(modes, str) else [*modes]
     if len(modes) > 1 or modes[0] not in _POOLING:
         what = f"its pooling is {' + '.join(map(str, modes))}, which an encoder here does not compute"

@@ -4,8 +4,7 @@ The candidate that it names goes to rank 1, all others keep their order. The pap
 
 Candidates are untrusted, and one may say "answer 1". llm/untrusted.py says what is done about it; and an answer can do
 no more than move one of the given candidates to the front. A text that praises itself, or gives orders to the reader,
-may still win: the safety screening of the stage `pool` finds such orders (rule router_order), and two orders of the
-candidates (`shuffle`) show how firm a choice is.
+may still win: the safety screening of the stage `pool` finds such orders (rule router_order).
 """
 
 import random
@@ -19,7 +18,6 @@ from typing import Any, Literal
 from pydantic import Field
 
 from skilltrain.config import Config
-from skilltrain.errors import SkilltrainError
 from skilltrain.llm import LLMConfig, Message, Questions, Request, ask_until, cost_of, open_llm
 from skilltrain.llm.untrusted import mark_of, untrusted_skill, untrusted_text
 from skilltrain.records import Dropped, Query, Rankings, Skill
@@ -53,8 +51,7 @@ class SelectConfig(Config):
     description_chars: int = Field(default=500, ge=0, description="how much of a description")
     body_chars: int = Field(default=2000, ge=0, description="how much of a body")
     max_retries: int = Field(default=2, ge=0, description="asked again so often, with another seed, for a number")
-    shuffle: bool = Field(default=False, description="show candidates in random order, not in their ranking's")
-    seed: int = Field(default=0, ge=0, description="decides the model's seeds and the random order")
+    seed: int = Field(default=0, ge=0, description="decides the model's seeds")
 
     def check(self) -> None:
         """Raise SkilltrainError for settings that the model's server cannot have."""
@@ -87,19 +84,24 @@ class Select:
         """Each query's candidates with the chosen one first; where no answer chooses, as they were.
 
         A score is minus the rank, for a choice has none. Only queries with two candidates or more are asked. Raises
-        SkilltrainError where no further request can succeed, and for a candidate that is not in the pool.
+        SkilltrainError where no further request can succeed.
         """
         assert candidates is not None, "a chat model needs candidates"
         choices: list[Choice] = []
         for query in queries:
-            shown = self._shown(query.query_id, [skill_id for skill_id, _ in candidates[query.query_id][:keep]])
-            if len(shown) > 1:
-                choices.append(Choice(query.query_id, query.text, shown))
+            shown = tuple(self.skills[skill_id] for skill_id, _ in candidates[query.query_id][:keep])
+            choices += [Choice(query.query_id, query.text, shown)] if len(shown) > 1 else []
         questions = questions_of(self.config, choices)
         if choices:
             cost_of(questions)
         asked = ask_until(questions)
-        self._count(len(choices), asked.dropped, asked.used)
+        unusable = dict(sorted(Counter(fault.filter for fault in asked.dropped).items()))
+        if unusable:
+            reasons = ", ".join(f"{count} {kind}" for kind, count in unusable.items())
+            num = f"{len(asked.dropped)} of {len(choices)}"
+            say(f"{num} queries keep their order, for no answer chose: {reasons}")
+        counts = {"num_asked": len(choices), "num_unusable": len(asked.dropped), "unusable": unusable}
+        self.counts = counts | asked.used
         chosen = {choice.query_id: skill_id for choice, skill_id, _ in asked.values}
         rankings: Rankings = {}
         for query in queries:
@@ -108,21 +110,6 @@ class Select:
                 skill_ids = [first, *(skill_id for skill_id in skill_ids if skill_id != first)]
             rankings[query.query_id] = [(skill_id, -float(rank)) for rank, skill_id in enumerate(skill_ids, 1)]
         return rankings
-
-    def _shown(self, query_id: str, skill_ids: list[str]) -> tuple[Skill, ...]:
-        """The candidates in the order in which the model sees them."""
-        if unknown := [skill_id for skill_id in skill_ids if skill_id not in self.skills]:
-            raise SkilltrainError(f"candidate '{unknown[0]}' is not in the pool", where=f"query {query_id}")
-        if self.config.shuffle:
-            random.Random(f"{self.config.seed}/{query_id}").shuffle(skill_ids)
-        return tuple(self.skills[skill_id] for skill_id in skill_ids)
-
-    def _count(self, num_asked: int, dropped: Sequence[Dropped], used: Mapping[str, Any]) -> None:
-        kinds = dict(sorted(Counter(fault.filter for fault in dropped).items()))
-        if dropped:
-            reasons = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-            say(f"{len(dropped)} of {num_asked} queries keep their order, for no answer chose: {reasons}")
-        self.counts = {"num_asked": num_asked, "num_unusable": len(dropped), "unusable": kinds, **used}
 
 
 def plan_select(config: SelectConfig, queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any]:
