@@ -54,12 +54,11 @@ class KnownVectors:
 
 def measure_ours(mode: str, folder: Path, threads: int) -> dict[str, Any]:
     """Run the stage `mine` and, with all sources, the stage `filter`, from tables to tables."""
-    from skilltrain.data import mine
-    from skilltrain.data.filter import facts
-    from skilltrain.data.filter.filter import FilterConfig, run_filter
+    from skilltrain.data import filter_layers, mine
+    from skilltrain.data.filter import FilterConfig, run_filter
 
     vectors = KnownVectors(folder)
-    for module in (mine, facts):
+    for module in (mine, filter_layers):
         module.open_encoder = lambda source: vectors
         module.encode_skills, module.encode_queries = vectors.encode_skills, vectors.encode_queries
     paths = {"pool": folder / "pool", "queries": folder / "queries"}

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import Field
 
 from skilltrain.config import Config, apply_overrides
-from skilltrain.data.synthesize.synthesize import plan_synthesize
+from skilltrain.data.synthesize import plan_synthesize
 from skilltrain.stages import parse_recipe, run_recipe
 
 

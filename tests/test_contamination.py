@@ -16,7 +16,7 @@ from skilltrain.data.contamination import (
     ngrams,
     open_benchmarks,
 )
-from skilltrain.data.trigrams import WordHashes, jaccard, word_trigrams
+from skilltrain.data.trigrams import jaccard, word_trigrams
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Task
 from skilltrain.evaluation.metrics import Relevance
@@ -210,9 +210,8 @@ def test_the_index_finds_what_comparing_every_pair_finds(bodies, body):
     golds = [Gold(skill(f"g{at}", body=text), "bench", ("t",)) for at, text in enumerate(bodies)]
     index = BenchmarkIndex([HeldOut("bench", (), tuple(golds))], ContaminationLimits(name=False))
     found = {match.other_id: match.value for match in index.skill_matches(skill("x", body=body))}
-    hashes = WordHashes()
-    own = word_trigrams(body, hashes)
-    values = {f"g{at}": jaccard(word_trigrams(text, hashes), own) for at, text in enumerate(bodies)}
+    own = word_trigrams(body)
+    values = {f"g{at}": jaccard(word_trigrams(text), own) for at, text in enumerate(bodies)}
     assert found == {skill_id: value for skill_id, value in values.items() if value >= 0.6}
 
 

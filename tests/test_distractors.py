@@ -9,21 +9,20 @@ import pytest
 
 from llm_server import LLMServer, Reply, llm_server
 from skilltrain.config import validate
-from skilltrain.data.distractors.distractor_prompt import ADVICE, STRATEGIES, WantedDistractor
-from skilltrain.data.distractors.distractors import (
+from skilltrain.data.distractor_prompt import STRATEGIES, WantedDistractor, read_draft
+from skilltrain.data.distractors import (
     DistractorsConfig,
-    KnownSkills,
+    copy_fault,
     gold_skills,
     length_fault,
     plan_distractors,
-    read_draft,
     run_distractors,
     slugs_of,
     wanted_distractors,
 )
 from skilltrain.data.pool.skill_sources import read_source
+from skilltrain.data.trigrams import word_trigrams
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm.ask import LASTING
 from skilltrain.records import Dropped, Skill
 from skilltrain.tables import DROPPED, FLAGS, SKILLS, read_table, rows_of, write_table
 
@@ -105,7 +104,7 @@ def test_each_gold_skill_gets_one_distractor_a_strategy(benchmark: Path, monkeyp
         f"distractor/gt-{gold}-{strategy}" for gold in ("read-audio", "sort-invoices") for strategy in STRATEGIES
     ]
     assert [(row["category"], row["lang"]) for row in skills] == [("media", "en")] * 3 + [("office", "en")] * 3
-    assert {row["source"] for row in skills} == {"distractors:scripted"} == {summary["source"]}
+    assert {row["source"] for row in skills} == {"distractors:scripted"}
     assert [(row["skill_id"], row["strategy"]) for row in origins(out)] == [
         (row["skill_id"], strategy) for row, strategy in zip(skills, [*STRATEGIES, *STRATEGIES], strict=True)
     ]
@@ -114,8 +113,7 @@ def test_each_gold_skill_gets_one_distractor_a_strategy(benchmark: Path, monkeyp
     assert read_table(out, DROPPED).num_rows == 0
     assert rows_of(one for one in read_source(out) if isinstance(one, Skill)) == skills  # the stage pool reads them
     assert (summary["num_gold_skills"], summary["num_asked"], summary["num_distractors"]) == (2, 6, 6)
-    assert summary["num_by_strategy"] == dict.fromkeys(sorted(STRATEGIES), 2)
-    assert summary["mean_words"] == 201.0 and summary["dollars"] is None
+    assert summary["dollars"] is None
     for file in benchmark.parent.rglob("*"):
         assert file.is_dir() or KEY.encode() not in file.read_bytes()
 
@@ -164,7 +162,8 @@ def test_only_what_failed_is_asked_for_again_with_the_reason(benchmark: Path) ->
         summary, out = run(settings(benchmark, server, num_distractors=2))
         users = [request["messages"][1]["content"] for request in server.requests]
     assert len(users) == 6
-    assert ADVICE["malformed"] in users[4] and ADVICE["too_short"] in users[5]
+    assert "turned down: it is not one JSON object" in users[4]
+    assert "turned down: its body has 1 words, fewer than 150. Write" in users[5]
     assert (summary["num_distractors"], summary["turned_down"]) == (4, {"malformed": 1, "too_short": 1})
     assert [row["attempt"] for row in origins(out)] == [2, 1, 2, 1]
 
@@ -181,17 +180,20 @@ def test_distractors_are_no_copies_of_each_other(benchmark: Path) -> None:
 
 
 def test_likeness_by_hand() -> None:
-    # Trigrams abc bcd cde against abc bcd cdf: two shared of four.
-    gold = Skill("g", "gold", "", "a b c d e")
-    like = Skill("s", "other", "", "A b, c d f")
-    assert KnownSkills([gold], 0.5).add(like) is None
-    fault = KnownSkills([gold], 0.49).add(like)
-    assert fault == Dropped("", "s", "near_copy", "its body is nearly that of g", 0.5, other_id="g")
+    body, other = "a b c d e f g h", "a b c d x y z"  # six trigrams and five
+    known = [(Skill("g", "gold", "", body), word_trigrams(body)), (Skill("d", "Own", "", other), word_trigrams(other))]
+    assert copy_fault(Skill("s", "other", "", "A b, c d"), known, 1) is None  # 2 of 6
+    gold = copy_fault(Skill("s", "other", "", body + " i"), known, 1)  # 6 of 7
+    assert gold == Dropped("", "s", "near_copy", "its body is nearly that of g", 0.8571, other_id="g")
+    copy = copy_fault(Skill("s", "other", "", other), known, 1)
+    assert copy == Dropped("", "s", "duplicate", "its body is nearly that of d", 1.0, other_id="d")
+    same = copy_fault(Skill("s", "own", "", body), known, 1)
+    assert same == Dropped("", "s", "same_name", "it has the name of d", other_id="d")
 
 
-@pytest.mark.parametrize(("count", "fault"), [(149, "too_short"), (150, None), (160, None), (161, "too_long")])
+@pytest.mark.parametrize(("count", "fault"), [(149, "too_short"), (150, None), (2400, None), (2401, "too_long")])
 def test_words_are_counted_at_the_limits(count: int, fault: str | None) -> None:
-    found = length_fault(Skill("s", "n", "", words(1, count)), (150, 160))
+    found = length_fault(Skill("s", "n", "", words(1, count)))
     assert (found.filter, found.value) == (fault, count) if found else fault is None
 
 
@@ -244,21 +246,6 @@ def test_a_line_break_and_a_code_block_inside_a_text_are_no_harm() -> None:
 )  # fmt: skip
 def test_what_is_no_such_object_is_malformed(text: str, reason: str) -> None:
     assert reason in drafted(text)
-
-
-def test_every_fault_that_is_asked_for_again_has_its_advice() -> None:
-    kinds = {
-        "malformed",
-        "empty",
-        "truncated",
-        "refused",
-        "too_short",
-        "too_long",
-        "same_name",
-        "near_copy",
-        "duplicate",
-    }
-    assert set(ADVICE) == kinds and not kinds & set(LASTING)
 
 
 def test_the_prompt_fences_the_gold_skill_and_names_what_must_not_be_written_either(benchmark: Path) -> None:
@@ -326,9 +313,7 @@ def test_gold_skills_may_stand_in_a_pool(benchmark: Path) -> None:
             gold_skills(settings(benchmark, server, split="train"))
 
 
-def test_settings_that_cannot_work_are_refused_before_anything_is_paid(benchmark: Path) -> None:
-    with llm_server() as server:
-        with pytest.raises(SkilltrainError, match=r"llm.max_tokens is 1024.*set llm.max_tokens=2020 or more"):
-            settings(benchmark, server, llm={"max_tokens": 1024})
-        with pytest.raises(SkilltrainError, match=r"accepted_words must be \[fewest, most\], found \[9, 8\]"):
-            settings(benchmark, server, accepted_words=[9, 8])
+def test_a_limit_of_tokens_that_cuts_every_answer_off_is_refused_before_anything_is_paid(benchmark: Path) -> None:
+    match = r"llm.max_tokens is 1024.*set llm.max_tokens=2020 or more"
+    with llm_server() as server, pytest.raises(SkilltrainError, match=match):
+        settings(benchmark, server, llm={"max_tokens": 1024})

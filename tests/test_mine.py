@@ -5,8 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from skilltrain.data import mine as mine_module
-from skilltrain.data.draws import PoolGroups, draw
-from skilltrain.data.mine import MineConfig, run_mine
+from skilltrain.data.mine import MineConfig, draw, drawable, run_mine
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
 from skilltrain.tables import (
@@ -185,13 +184,18 @@ def test_draws_are_uniform():
     assert abs(counts - 800).max() < 110
 
 
-def test_groups_are_told_by_category_and_name():
-    groups = PoolGroups(categories=np.array([0, 0, 1, -1, 0, -1, 2]), names=np.array([7, 8, 7, 9, 7, 7, 8]))
-    assert groups.alike(np.array([0])).tolist() == [1]  # 4 has its name
-    assert groups.elsewhere(np.array([0])).tolist() == [2, 3, 5, 6]
-    assert groups.alike(np.array([0, 2])).tolist() == [1] and groups.elsewhere(np.array([0, 2])).tolist() == [3, 5, 6]
-    assert groups.alike(np.array([3])).tolist() == []  # without a category
-    assert groups.elsewhere(np.array([3])).tolist() == [0, 1, 2, 4, 5, 6]
+@pytest.mark.parametrize(
+    ("positives", "alike", "elsewhere"),
+    [
+        ([0], [1], [2, 3, 5, 6]),  # 4 has its name
+        ([0, 2], [1], [3, 5, 6]),
+        ([3], [], [0, 1, 2, 4, 5, 6]),  # without a category
+    ],
+)
+def test_what_may_be_drawn_is_told_by_category_and_name(positives, alike, elsewhere):
+    categories, names = np.array([0, 0, 1, -1, 0, -1, 2]), np.array([7, 8, 7, 9, 7, 7, 8])
+    found = drawable(categories, names, np.array(positives))
+    assert [places.tolist() for places in found] == [alike, elsewhere]
 
 
 # The stage -----------------------------------------------------------------------------------------------------------

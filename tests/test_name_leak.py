@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skilltrain.data.synthesize.name_leak import common_words, names_skill
+from skilltrain.data.name_leak import names_skill
 
 
 @pytest.mark.parametrize(
@@ -30,12 +30,6 @@ def test_a_single_word_leaks_as_a_whole_word_only() -> None:
     assert not names_skill("push it to GitHub", "git")
 
 
-def test_exempt_words_free_single_word_names_only() -> None:
-    exempt = {"weather", "today"}
-    assert not names_skill("the weather today", "weather", exempt)
-    assert names_skill("the weather today", "weather-today", exempt)
-
-
 def test_chinese_names_are_found_without_spaces_and_beside_latin_words() -> None:
     assert names_skill("请帮我查天气预报好吗", "天气预报")
     assert names_skill("使用luma生成视频", "luma")
@@ -55,9 +49,3 @@ def test_full_width_letters_and_names_without_letters() -> None:
 )
 def test_a_name_between_spaces_always_leaks(parts: list[str], before: str, after: str) -> None:
     assert names_skill(f"{before} {' '.join(parts).upper()} {after}", "-".join(parts))
-
-
-def test_common_words_counts_bodies_not_occurrences() -> None:
-    bodies = ["The weather, the sun", "weather report", "pandoc pandoc pandoc", "no words"]
-    assert common_words(bodies, 0.5) == {"weather"}
-    assert "pandoc" in common_words(bodies, 0.25)

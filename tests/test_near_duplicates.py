@@ -9,7 +9,6 @@ from skilltrain.data.near_duplicates import (
     ClustersConfig,
     bands_and_rows,
     link_near_duplicates,
-    name_numbers,
     near_duplicate_clusters,
     run_clusters,
 )
@@ -161,7 +160,6 @@ def test_copies_share_a_cluster_and_siblings_of_a_template_do_not(settings, tmp_
     assert len(set(clusters.values())) == len(POOL) - 1
     assert summary == {
         "num_skills": 11, "num_without_trigrams": 1, "num_clusters": 1, "num_skills_in_clusters": 2,
-        "clusters_by_size": {"2": 1, "3 to 5": 0, "6 to 20": 0, "21 to 100": 0, "more": 0},
         "largest": {"a/pdf": 2},
     }  # fmt: skip
 
@@ -169,7 +167,6 @@ def test_copies_share_a_cluster_and_siblings_of_a_template_do_not(settings, tmp_
 def test_plain_trigrams_put_a_template_into_one_cluster(settings, tmp_path):
     summary = run_clusters(settings(max_names=None), tmp_path / "out")
     assert summary["largest"] == {"rube/bench": 7, "a/pdf": 2}
-    assert summary["clusters_by_size"] == {"2": 1, "3 to 5": 0, "6 to 20": 1, "21 to 100": 0, "more": 0}
 
 
 def test_the_order_of_the_pool_and_the_workers_do_not_matter(settings, tmp_path):
@@ -187,8 +184,3 @@ def test_the_order_of_the_pool_and_the_workers_do_not_matter(settings, tmp_path)
 def test_settings_that_cannot_work_are_refused(settings, changes, message):
     with pytest.raises(SkilltrainError, match=message):
         settings(**changes)
-
-
-def test_names_are_numbered_without_case_and_separators():
-    numbers = name_numbers(["PDF-Tools", "git", "pdf_tools", "--", ""])
-    assert numbers[0] == numbers[2] != numbers[1] and numbers[3] == numbers[4] == -1

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skilltrain.data.trigrams import TrigramSets, WordHashes, jaccard, word_trigrams
+from skilltrain.data.trigrams import TrigramSets, jaccard, numbered, word_trigrams
 from skilltrain.workers import WorkersConfig
 
 ONE = WorkersConfig(num=1)
 
 
 def sets(*texts):
-    return [word_trigrams(text, WordHashes()) for text in texts]
+    return [word_trigrams(text) for text in texts]
 
 
 def test_jaccard_of_word_trigrams_worked_by_hand():
@@ -46,10 +46,7 @@ def test_short_bodies_compare_whole_and_empty_ones_resemble_nothing():
 
 
 def test_trigrams_are_the_same_in_every_process():
-    code = (
-        "from skilltrain.data.trigrams import WordHashes, word_trigrams; "
-        "print(word_trigrams('read the pdf', WordHashes()).tolist())"
-    )
+    code = "from skilltrain.data.trigrams import word_trigrams; print(word_trigrams('read the pdf').tolist())"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == str(sets("read the pdf")[0].tolist())
 
@@ -122,3 +119,7 @@ def test_templates_are_what_counting_by_hand_says(skills, max_names):
     for position in range(len(skills)):
         expected = [trigram for trigram in pool[position].tolist() if len(names_of[trigram]) <= max_names]
         assert distinct[position].tolist() == expected
+
+
+def test_equal_values_get_one_number_and_empty_ones_none():
+    assert numbered(["pdf", "git", "pdf", "", "a"]).tolist() == [1, 2, 1, -1, 3]

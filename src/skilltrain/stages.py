@@ -30,12 +30,12 @@ STAGES = {
         example="files=examples/skill_library/queries/*.jsonl pool=runs/pool out=runs/queries",
     ),
     "synthesize": Stage(
-        "data.synthesize.synthesize", "SynthesizeConfig", "run_synthesize", "plan_synthesize",
+        "data.synthesize", "SynthesizeConfig", "run_synthesize", "plan_synthesize",
         about="Write queries for skills: by a chat model, or from the skills' own text.",
         example="pool=runs/pool llm.kind=own_text out=runs/synthetic",
     ),
     "distractors": Stage(
-        "data.distractors.distractors", "DistractorsConfig", "run_distractors", "plan_distractors",
+        "data.distractors", "DistractorsConfig", "run_distractors", "plan_distractors",
         about="Write skills that look like a benchmark's gold skills and do something else (SkillRouter's Hard tier).",
         example="benchmark=benchmark llm.kind=openai llm.max_tokens=3000 out=runs/distractors",
     ),
@@ -56,7 +56,7 @@ STAGES = {
         example=f"pool=runs/pool queries=runs/queries encoder.source={_BASE} out=runs/mined",
     ),
     "filter": Stage(
-        "data.filter.filter", "FilterConfig", "run_filter",
+        "data.filter", "FilterConfig", "run_filter",
         about="Take false negatives out of mined candidates, each with a reason.",
         example="pool=runs/pool queries=runs/queries rankings=runs/mined "
         f"encoder.source={_BASE} out=runs/filtered",

@@ -1,41 +1,47 @@
-"""Draws from the pool by category: of a positive's own, and of others."""
+"""Draws that come out the same in every process and on every machine."""
 
-from dataclasses import dataclass
-from hashlib import blake2b
+import hashlib
+import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Bool, Int64
+from jaxtyping import Int64
 
-Positions = Int64[np.ndarray, " skill"]
-"""Places in the pool, ascending unless something else is said."""
-
-
-@dataclass(frozen=True)
-class PoolGroups:
-    """Each skill's category and name as numbers; a category of -1: it has none."""
-
-    categories: Positions
-    names: Positions
-
-    def alike(self, positives: Positions) -> Positions:
-        """The skills that share a category with one of `positives` and a name with none."""
-        members = np.flatnonzero(self._share_category(positives))
-        return members[~np.isin(self.names[members], self.names[positives])]
-
-    def elsewhere(self, positives: Positions) -> Positions:
-        """The skills that share no category with `positives`; those without a category are among them."""
-        away = ~self._share_category(positives)
-        away[positives] = False
-        return np.flatnonzero(away)
-
-    def _share_category(self, positives: Positions) -> Bool[np.ndarray, " skill"]:
-        return np.isin(self.categories, self.categories[positives]) & (self.categories >= 0)
+from skilltrain.records import Skill
 
 
-def draw(allowed: Positions, count: int, key: str) -> Positions:
-    """`count` of `allowed` (all where there are fewer), in no order and without repetition.
+def stable_number(*parts: object) -> int:
+    """A 64-bit number drawn from `parts`."""
+    return int.from_bytes(hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()[:8])
 
-    Uniform, and the same for the same `key`.
-    """
-    generator = np.random.default_rng(int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little"))
-    return allowed[generator.choice(len(allowed), size=min(count, len(allowed)), replace=False)]
+
+def draw(allowed: Int64[np.ndarray, " position"], count: int, key: str) -> Int64[np.ndarray, " drawn"]:
+    """`count` of `allowed` (all where there are fewer), uniform, in no order and without repetition."""
+    seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
+    chosen = np.random.default_rng(seed).choice(len(allowed), size=min(count, len(allowed)), replace=False)
+    return allowed[chosen]
+
+
+def sample_skills(pool: Sequence[Skill], max_skills: int | None, seed: int) -> list[Skill]:
+    """At most `max_skills` of the pool, in its order; each (category, lang) keeps its share by largest remainder."""
+    if max_skills is None or max_skills >= len(pool):
+        return list(pool)
+    strata: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for skill in pool:
+        strata[skill.category or "", skill.lang or ""].append(skill.skill_id)
+    quotas = largest_remainder({key: len(skill_ids) for key, skill_ids in strata.items()}, max_skills)
+    chosen: set[str] = set()
+    for key, skill_ids in strata.items():
+        chosen.update(random.Random(stable_number(seed, "sample", *key)).sample(sorted(skill_ids), quotas[key]))
+    return [skill for skill in pool if skill.skill_id in chosen]
+
+
+def largest_remainder(sizes: Mapping[tuple[str, str], int], total: int) -> dict[tuple[str, str], int]:
+    """`total` seats shared in proportion to `sizes` (Hamilton's method); equal remainders go to the smaller key."""
+    whole = sum(sizes.values())
+    quotas = {key: size * total // whole for key, size in sizes.items()}
+    by_remainder = sorted(sizes, key=lambda key: (-(sizes[key] * total % whole), key))
+    for key in by_remainder[: total - sum(quotas.values())]:
+        quotas[key] += 1
+    return quotas

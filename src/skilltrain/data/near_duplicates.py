@@ -1,17 +1,17 @@
 """Stage `clusters`: which skills of a pool are copies of one another (MinHash proposes, exact Jaccard confirms)."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
-from jaxtyping import UInt32
 from pydantic import Field
 
 from skilltrain.config import Config, InputPath
-from skilltrain.data.trigrams import Positions, Trigrams, TrigramSets, jaccard
+from skilltrain.data.trigrams import Trigrams, TrigramSets, jaccard, numbered
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.tables import CLUSTERS, SKILLS, read_table, skills_from_table, write_table
@@ -20,7 +20,7 @@ from skilltrain.texts import name_key
 from skilltrain.workers import WorkersConfig, map_blocks
 
 if TYPE_CHECKING:
-    from datasketch import MinHash
+    from datasketch import LeanMinHash
 
 MAX_PERMUTATIONS = 160
 MIN_RECALL = 0.99
@@ -46,22 +46,21 @@ class ClustersConfig(Config):
 
 
 def run_clusters(config: ClustersConfig, out: Path) -> dict[str, Any]:
-    """Counts of clusters of two and more skills, and the largest; writes CLUSTERS."""
+    """Counts of clusters of two and more skills, and the largest by their lowest skill_id; writes CLUSTERS."""
     skills = skills_from_table(read_table(config.pool, SKILLS))
     sets = TrigramSets.of([skill.body for skill in skills], config.workers)
     if config.max_names is not None:
-        sets = sets.without_templates(name_numbers([skill.name for skill in skills]), config.max_names)
-    roots = link_near_duplicates(sets, config.threshold, config.workers)
-    clusters = number_clusters([skill.skill_id for skill in skills], roots)
+        sets = sets.without_templates(numbered(name_key(skill.name) for skill in skills), config.max_names)
+    clusters = _number_clusters(skills, link_near_duplicates(sets, config.threshold, config.workers))
     write_table([{"skill_id": skill_id, "cluster": cluster} for skill_id, cluster in clusters.items()], CLUSTERS, out)
-    num_empty = int(np.count_nonzero(sets.sizes == 0))
-    return {"num_skills": len(skills), "num_without_trigrams": num_empty, **_summary(clusters)}
-
-
-def name_numbers(names: Sequence[str]) -> Positions:
-    """A number a skill, equal for names that `name_key` takes for one; -1 for a name of separators only."""
-    numbers = {"": -1}
-    return np.array([numbers.setdefault(name_key(name), len(numbers)) for name in names], dtype=np.int64)
+    sizes = Counter(clusters.values())
+    first = {cluster: skill_id for skill_id, cluster in reversed(clusters.items())}
+    copies = [size for size in sizes.values() if size > 1]
+    return {
+        "num_skills": len(skills), "num_without_trigrams": int(np.count_nonzero(sets.sizes == 0)),
+        "num_clusters": len(copies), "num_skills_in_clusters": sum(copies),
+        "largest": {first[cluster]: size for cluster, size in sizes.most_common(5) if size > 1},
+    }  # fmt: skip
 
 
 def near_duplicate_clusters(skills: Sequence[Skill], threshold: float) -> dict[str, int]:
@@ -73,16 +72,14 @@ def near_duplicate_clusters(skills: Sequence[Skill], threshold: float) -> dict[s
     """
     workers = WorkersConfig(num=1)
     sets = TrigramSets.of([skill.body for skill in skills], workers)
-    return number_clusters([skill.skill_id for skill in skills], link_near_duplicates(sets, threshold, workers))
+    return _number_clusters(skills, link_near_duplicates(sets, threshold, workers))
 
 
-def number_clusters(skill_ids: Sequence[str], roots: Sequence[int]) -> dict[str, int]:
-    """skill_id → cluster in order of id; skills of one root share a cluster, numbered by its lowest skill_id."""
+def _number_clusters(skills: Sequence[Skill], roots: Sequence[int]) -> dict[str, int]:
+    """skill_id → cluster, in order of id."""
     numbers: dict[int, int] = {}
-    return {
-        skill_id: numbers.setdefault(root, len(numbers))
-        for skill_id, root in sorted(zip(skill_ids, roots, strict=True))
-    }
+    pairs = sorted((skill.skill_id, root) for skill, root in zip(skills, roots, strict=True))
+    return {skill_id: numbers.setdefault(root, len(numbers)) for skill_id, root in pairs}
 
 
 def link_near_duplicates(sets: TrigramSets, threshold: float, workers: WorkersConfig) -> list[int]:
@@ -97,16 +94,15 @@ def link_near_duplicates(sets: TrigramSets, threshold: float, workers: WorkersCo
     if not 0 < threshold <= 1:
         raise SkilltrainError(f"the near-duplicate threshold lies above 0 and at most at 1, found {threshold}")
     bands, rows = bands_and_rows(threshold)
-    sketches = _sketches(sets, bands * rows, workers)
+    blocks = [[sets[i] for i in range(start, min(start + _BLOCK, len(sets)))] for start in range(0, len(sets), _BLOCK)]
+    sketches = chain.from_iterable(map_blocks(partial(_sketch_block, bands * rows), blocks, workers, "sketching"))
     lsh = MinHashLSH(num_perm=bands * rows, params=(bands, rows))
     linked, sizes = DisjointSet(range(len(sets))), sets.sizes
     for position, sketch in enumerate(track(sketches, "comparing", len(sets))):
         if not sizes[position]:
-            continue
+            continue  # the sketch of an empty set says nothing
         for other in cast("list[int]", lsh.query(sketch)):
-            if linked.connected(position, other):
-                continue
-            if jaccard(sets[position], sets[other]) >= threshold:
+            if not linked.connected(position, other) and jaccard(sets[position], sets[other]) >= threshold:
                 linked.merge(position, other)
         lsh.insert(position, sketch)
     lowest: dict[int, int] = {}
@@ -127,47 +123,14 @@ def bands_and_rows(threshold: float) -> tuple[int, int]:
     return MAX_PERMUTATIONS, 1
 
 
-def _sketches(sets: TrigramSets, num_permutations: int, workers: WorkersConfig) -> Iterator["MinHash"]:
-    """Yield the MinHash sketch of each set; that of an empty set says nothing."""
-    starts = range(0, len(sets), _BLOCK)
-    blocks = [[sets[place] for place in range(start, min(start + _BLOCK, len(sets)))] for start in starts]
-    empty = _empty_sketch(num_permutations)
-    for values in map_blocks(partial(_hash_values, num_permutations), blocks, workers, "sketching"):
-        for row in values:
-            sketch = empty.copy()
-            sketch.hashvalues = row
-            yield sketch
+def _sketch_block(num_permutations: int, sets: Sequence[Trigrams]) -> list["LeanMinHash"]:
+    """The MinHash sketch of each set. Trigrams are hashes already: their upper halves go in as they are."""
+    from datasketch import LeanMinHash, MinHash
 
-
-def _hash_values(num_permutations: int, sets: Sequence[Trigrams]) -> UInt32[np.ndarray, "set permutation"]:
-    """The sketches of some sets as numbers. Trigrams are hashes already: their upper halves go in as they are."""
-    empty = _empty_sketch(num_permutations)
-    rows: list[np.ndarray] = []
+    empty = MinHash(num_permutations, seed=1, hashfunc=int, scheme="affine32")
+    sketches: list[LeanMinHash] = []
     for trigrams in sets:
         sketch = empty.copy()
         sketch.update_batch((trigrams >> np.uint64(32)).tolist())
-        rows.append(sketch.hashvalues)
-    return np.stack(rows)
-
-
-def _empty_sketch(num_permutations: int) -> "MinHash":
-    from datasketch import MinHash
-
-    return MinHash(num_permutations, seed=1, hashfunc=int, scheme="affine32")
-
-
-def _summary(clusters: dict[str, int]) -> dict[str, Any]:
-    """What is said of clusters of two and more: sizes as ranges, the largest by its lowest skill_id."""
-    sizes = Counter(clusters.values())
-    copies = [size for size in sizes.values() if size > 1]
-    first: dict[int, str] = {}
-    for skill_id, cluster in clusters.items():
-        first.setdefault(cluster, skill_id)
-    ranges = {"2": (2, 2), "3 to 5": (3, 5), "6 to 20": (6, 20), "21 to 100": (21, 100), "more": (101, len(clusters))}
-    largest = sizes.most_common()[:5]
-    return {
-        "num_clusters": len(copies),
-        "num_skills_in_clusters": sum(copies),
-        "clusters_by_size": {name: sum(low <= size <= high for size in copies) for name, (low, high) in ranges.items()},
-        "largest": {first[cluster]: size for cluster, size in largest if size > 1},
-    }
+        sketches.append(LeanMinHash(sketch))
+    return sketches

@@ -1,7 +1,8 @@
 """Skill bodies as sets of word trigrams: of one text, and of a whole pool."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 
 import numpy as np
@@ -17,16 +18,13 @@ Trigrams = UInt64[np.ndarray, " trigram"]
 Positions = Int64[np.ndarray, " position"]
 
 
-class WordHashes(dict[str, int]):
-    """word → 64-bit hash, the same in every process; each word is hashed once."""
-
-    def __missing__(self, word: str) -> int:
-        digest = blake2b(word.encode("utf-8", "replace"), digest_size=8).digest()
-        value = self[word] = int.from_bytes(digest, "little")
-        return value
+@lru_cache(maxsize=1 << 18)
+def _word_hash(word: str) -> int:
+    """64 bits, the same in every process."""
+    return int.from_bytes(blake2b(word.encode("utf-8", "replace"), digest_size=8).digest(), "little")
 
 
-def word_trigrams(text: str, hashes: WordHashes) -> Trigrams:
+def word_trigrams(text: str) -> Trigrams:
     """The sorted distinct word trigrams of `text`, as 64-bit hashes.
 
     SkillRouter (section 4.2) says "trigram" and not of what. Words, because character trigrams of a language are
@@ -36,7 +34,7 @@ def word_trigrams(text: str, hashes: WordHashes) -> Trigrams:
     Among 10^8 trigrams of a pool a collision is possible, within two bodies it is not in practice (10^-11).
     """
     words = words_of(text)
-    numbers = np.fromiter(map(hashes.__getitem__, words), dtype=np.uint64, count=len(words))
+    numbers = np.fromiter(map(_word_hash, words), dtype=np.uint64, count=len(words))
     width = min(3, len(numbers))
     if not width:
         return numbers
@@ -59,6 +57,12 @@ def jaccard(left: Trigrams, right: Trigrams) -> float:
     return shared / (len(both) - shared)
 
 
+def numbered(values: Iterable[str]) -> Positions:
+    """A number for each value, equal ones alike; -1 for an empty one."""
+    numbers = {"": -1}
+    return np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)
+
+
 @dataclass(frozen=True)
 class TrigramSets:
     """The trigram sets of a pool, one after the other in one array; a position is a skill's place in the pool."""
@@ -71,13 +75,8 @@ class TrigramSets:
         """The sets of `bodies`, read by `workers`."""
         blocks = [bodies[start : start + _BLOCK] for start in range(0, len(bodies), _BLOCK)]
         found = list(map_blocks(_read_block, blocks, workers, "reading bodies"))
-        return cls._join([sizes for sizes, _ in found], [trigrams for _, trigrams in found])
-
-    @classmethod
-    def _join(cls, sizes: Sequence[Positions], trigrams: Sequence[Trigrams]) -> "TrigramSets":
-        """The sets with these sizes, which stand in `trigrams` one after the other."""
-        starts = np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), *sizes]))
-        return cls(np.concatenate([np.zeros(0, dtype=np.uint64), *trigrams]), starts)
+        starts = np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), *(sizes for sizes, _ in found)]))
+        return cls(np.concatenate([np.zeros(0, dtype=np.uint64), *(trigrams for _, trigrams in found)]), starts)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -103,23 +102,20 @@ class TrigramSets:
         return TrigramSets(self.trigrams[keep], kept_before[self.starts])
 
     def _of_templates(self, names: Positions, max_names: int) -> Bool[np.ndarray, " trigram"]:
-        """Which trigrams stand under more than `max_names` names; only those of many skills can."""
-        ordered = np.sort(self.trigrams)
-        frequent = np.unique(ordered[max_names:][ordered[max_names:] == ordered[: len(ordered) - max_names]])
-        if not len(frequent):
-            return np.zeros(len(self.trigrams), dtype=bool)
-        numbers = np.minimum(np.searchsorted(frequent, self.trigrams), len(frequent) - 1)
-        places = np.flatnonzero(frequent[numbers] == self.trigrams)
-        owners = names[np.searchsorted(self.starts, places, side="right") - 1]
-        pairs = np.unique(np.stack([numbers[places], owners]), axis=1)
-        is_template = np.bincount(pairs[0], minlength=len(frequent)) > max_names
         result = np.zeros(len(self.trigrams), dtype=bool)
-        result[places[is_template[numbers[places]]]] = True
+        ordered = np.sort(self.trigrams)  # only a trigram of many skills can stand under many names
+        frequent = np.unique(ordered[max_names:][ordered[max_names:] == ordered[: len(ordered) - max_names]])
+        if len(frequent):
+            numbers = np.minimum(np.searchsorted(frequent, self.trigrams), len(frequent) - 1)
+            places = np.flatnonzero(frequent[numbers] == self.trigrams)
+            owners = names[np.searchsorted(self.starts, places, side="right") - 1]
+            pairs = np.unique(np.stack([numbers[places], owners]), axis=1)
+            is_template = np.bincount(pairs[0], minlength=len(frequent)) > max_names
+            result[places[is_template[numbers[places]]]] = True
         return result
 
 
 def _read_block(bodies: Sequence[str]) -> tuple[Positions, Trigrams]:
     """Sizes and trigrams of some bodies."""
-    hashes = WordHashes()
-    sets = [word_trigrams(body, hashes) for body in bodies]
+    sets = [word_trigrams(body) for body in bodies]
     return np.array([len(one) for one in sets], dtype=np.int64), np.concatenate(sets)

@@ -3,7 +3,7 @@
 import numpy as np
 from jaxtyping import Bool, Int64
 
-from skilltrain.data.synthesize.name_leak import names_skill
+from skilltrain.data.name_leak import names_skill
 from skilltrain.report.material import Material, codes
 from skilltrain.texts import language_of, name_key, words_of
 

@@ -1,4 +1,4 @@
-"""The grounds on which a candidate is taken for a false negative: one small class a layer.
+"""The grounds on which a candidate is taken for a false negative: one small class a layer; and what layers compare.
 
 To add one:
 1. write a Config with `name: Literal["yours"]`, its settings, and `check` and `explain`, as below;
@@ -6,29 +6,124 @@ To add one:
 A recipe then lists it under `layers:`; counts, DROPPED rows and the order of layers need no further line.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
 import numpy as np
-from jaxtyping import Float64, Int64
+from jaxtyping import Bool, Float32, Float64, Int64, Shaped
 from pydantic import Field, field_validator, model_validator
 
 from skilltrain.config import Config
-from skilltrain.data.filter.facts import Candidates, FilterPool
-from skilltrain.data.trigrams import jaccard
+from skilltrain.data.trigrams import Positions, TrigramSets, jaccard, numbered
 from skilltrain.errors import SkilltrainError
+from skilltrain.records import Skill
+from skilltrain.retrieval.dense import EncoderSource, SkillEncoder, encode_queries, encode_skills, open_encoder
+from skilltrain.tables import CLUSTERS, read_table
+from skilltrain.texts import name_key
+from skilltrain.workers import WorkersConfig
 
 Values = Float64[np.ndarray, " candidate"]
 """NaN to keep a candidate, else the value that speaks against it."""
 
 
 @dataclass(frozen=True)
-class Against:
-    """What a layer holds against candidates, and which gold skill it held each against (-1: none in particular)."""
+class Candidates:
+    """One query's candidates that are still open; skills are places in the pool, rows those of the RANKINGS.
 
-    values: Values
-    golds: Int64[np.ndarray, " candidate"]
+    `query` is the query's place among all, `golds` its gold skills in order of id, `ranked_golds` has (source, gold
+    skill, score) of those that a source ranked.
+    """
+
+    query: int
+    golds: Positions
+    rows: Int64[np.ndarray, " candidate"]
+    skills: Int64[np.ndarray, " candidate"]
+    ranks: Int64[np.ndarray, " candidate"]
+    scores: Float64[np.ndarray, " candidate"]
+    sources: Shaped[np.ndarray, " candidate"]
+    ranked_golds: Sequence[tuple[str, int, float]]
+
+    def only(self, which: Bool[np.ndarray, " candidate"]) -> "Candidates":
+        """Those of the candidates that are still open after a layer."""
+        names = ("rows", "skills", "ranks", "scores", "sources")
+        return replace(self, **{name: getattr(self, name)[which] for name in names})
+
+
+@dataclass
+class FilterPool:
+    """What layers may ask of skills and queries; each fact is computed when a layer first asks for it."""
+
+    skills: Sequence[Skill]
+    candidates: Sequence[Candidates]
+    query_texts: Sequence[str]
+    encoder_source: EncoderSource | None
+    clusters_path: Path | None
+    workers: WorkersConfig
+    _trigrams: dict[int | None, TrigramSets] = field(default_factory=dict)
+
+    @cached_property
+    def in_use(self) -> Positions:
+        """The skills that are candidates or golds, in the order of the pool: only these are encoded."""
+        places = [places for one in self.candidates for places in (one.skills, one.golds)]
+        return np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *places]))
+
+    @cached_property
+    def sources(self) -> frozenset[str]:
+        """All sources of candidates."""
+        return frozenset(source for one in self.candidates for source in one.sources)
+
+    @cached_property
+    def names(self) -> Positions:
+        """Equal numbers for names that `name_key` takes for one; -1 for a name of separators only."""
+        return numbered(name_key(skill.name) for skill in self.skills)
+
+    def trigrams(self, max_names: int | None) -> TrigramSets:
+        """Body trigrams, without those that stand under more than `max_names` names."""
+        if max_names not in self._trigrams:
+            sets = TrigramSets.of([skill.body for skill in self.skills], self.workers)
+            self._trigrams[max_names] = sets if max_names is None else sets.without_templates(self.names, max_names)
+        return self._trigrams[max_names]
+
+    @cached_property
+    def vectors(self) -> Float32[np.ndarray, "skill dim"]:
+        """Unit vectors; zeros for skills that no query is concerned with."""
+        vectors = np.zeros((len(self.skills), self._encoder.model.dim), dtype=np.float32)
+        vectors[self.in_use] = encode_skills(self._encoder, [self.skills[place] for place in self.in_use])
+        return vectors
+
+    @cached_property
+    def query_vectors(self) -> Float32[np.ndarray, "query dim"]:
+        """Unit vectors of the ranked queries."""
+        return encode_queries(self._encoder, self.query_texts)
+
+    @cached_property
+    def clusters(self) -> Positions:
+        """Near-duplicate clusters. Raises SkilltrainError for a skill in use that is in none."""
+        assert self.clusters_path is not None  # the settings see to it
+        of = {row["skill_id"]: row["cluster"] for row in read_table(self.clusters_path, CLUSTERS).to_pylist()}
+        used = (self.skills[place].skill_id for place in self.in_use)
+        if missing := [skill_id for skill_id in used if skill_id not in of]:
+            what = f"{len(missing)} skill(s) of the pool are in no cluster, '{min(missing)}' among them"
+            raise SkilltrainError(what, where=self.clusters_path, fix="make the clusters of this pool")
+        return np.array([of.get(skill.skill_id, -1) for skill in self.skills], dtype=np.int64)
+
+    def cosines(
+        self, skills: Int64[np.ndarray, " skill"], vector: Float32[np.ndarray, " dim"]
+    ) -> Float64[np.ndarray, " skill"]:
+        """The cosine of each of `skills` to `vector`; no matrix product: its last bits depend on what is beside."""
+        return np.einsum("sd,d->s", self.vectors[skills], vector, optimize=False).astype(np.float64)
+
+    @cached_property
+    def _encoder(self) -> SkillEncoder:
+        assert self.encoder_source is not None  # the settings see to it
+        return open_encoder(self.encoder_source)
+
+
+Against = Iterator[tuple[int, Values]]
+"""A gold skill (-1: none in particular), and what is held against the candidates beside it; the first value counts."""
 
 
 class FilterLayer(Protocol):
@@ -46,38 +141,17 @@ class FilterLayer(Protocol):
         ...
 
 
-def against_each_gold(candidates: Candidates, compare: Callable[[int], Values]) -> Against:
-    """What `compare` holds against the candidates beside each gold skill; the first gold in order of id counts."""
-    against = nothing_against(candidates)
-    for gold in candidates.golds.tolist():
-        found = compare(gold)
-        new = np.isnan(against.values) & ~np.isnan(found)
-        against.values[new], against.golds[new] = found[new], gold
-    return against
-
-
-def nothing_against(candidates: Candidates) -> Against:
-    """All candidates kept."""
-    num = len(candidates.skills)
-    return Against(np.full(num, np.nan), np.full(num, -1, dtype=np.int64))
-
-
 class NameLayer(Config):
     """Drops a candidate that bears a gold skill's name (SkillRouter, section 4.2, layer 1); the value is 1."""
 
     name: Literal["name"] = "name"
 
     def check(self, pool: FilterPool, candidates: Candidates) -> Against:
-        """Names are compared by `name_key`; a name of separators only equals nothing."""
         names = pool.names[candidates.skills]
-
-        def compare(gold: int) -> Values:
-            return np.where((names == pool.names[gold]) & (names >= 0), 1.0, np.nan)
-
-        return against_each_gold(candidates, compare)
+        for gold in candidates.golds.tolist():
+            yield gold, np.where((names == pool.names[gold]) & (names >= 0), 1.0, np.nan)
 
     def explain(self, value: float) -> str:
-        """A name is the same or it is not: the value adds nothing."""
         return "same name as a gold skill"
 
 
@@ -103,20 +177,16 @@ class JaccardLayer(Config):
         """Exact; sets whose sizes alone keep them below the threshold are not intersected."""
         trigrams = pool.trigrams(self.max_names)
         sizes = trigrams.starts[candidates.skills + 1] - trigrams.starts[candidates.skills]
-
-        def compare(gold: int) -> Values:
+        for gold in candidates.golds.tolist():
             own, values = trigrams[gold], np.full(len(sizes), np.nan)
             close = np.minimum(sizes, len(own)) > self.above * np.maximum(sizes, len(own))
             for place in np.flatnonzero(close):
                 value = jaccard(own, trigrams[candidates.skills[place]])
                 if value > self.above:
                     values[place] = value
-            return values
-
-        return against_each_gold(candidates, compare)
+            yield gold, values
 
     def explain(self, value: float) -> str:
-        """The Jaccard index and its limit."""
         return f"body overlap {value:.3f} > {self.above:g} with a gold skill"
 
 
@@ -127,16 +197,11 @@ class CosineLayer(Config):
     above: float = Field(default=0.92, ge=-1, le=1, description="drop above this cosine to a gold skill")
 
     def check(self, pool: FilterPool, candidates: Candidates) -> Against:
-        """Cosines of unit vectors."""
-
-        def compare(gold: int) -> Values:
+        for gold in candidates.golds.tolist():
             values = pool.cosines(candidates.skills, pool.vectors[gold])
-            return np.where(values > self.above, values, np.nan)
-
-        return against_each_gold(candidates, compare)
+            yield gold, np.where(values > self.above, values, np.nan)
 
     def explain(self, value: float) -> str:
-        """The cosine and its limit."""
         return f"cosine {value:.3f} > {self.above:g} to a gold skill"
 
 
@@ -149,12 +214,11 @@ class ClusterLayer(Config):
     name: Literal["cluster"] = "cluster"
 
     def check(self, pool: FilterPool, candidates: Candidates) -> Against:
-        """A skill without copies is a cluster of its own."""
         clusters = pool.clusters[candidates.skills]
-        return against_each_gold(candidates, lambda gold: np.where(clusters == pool.clusters[gold], 1.0, np.nan))
+        for gold in candidates.golds.tolist():
+            yield gold, np.where(clusters == pool.clusters[gold], 1.0, np.nan)
 
     def explain(self, value: float) -> str:
-        """A cluster is the same or it is not: the value adds nothing."""
         return "in one near-duplicate cluster with a gold skill"
 
 
@@ -189,26 +253,25 @@ class CeilingLayer(Config):
 
     def check(self, pool: FilterPool, candidates: Candidates) -> Against:
         """A candidate stays where no gold skill has a score."""
-        if self.scores == "ranking":
-            weakest = [candidates.weakest_golds.get(source, (-1, np.nan)) for source in candidates.sources]
-            scores, limits = candidates.scores, np.array([score for _, score in weakest], dtype=np.float64)
-            golds = np.array([gold for gold, _ in weakest], dtype=np.int64)
-        elif len(candidates.golds):
+        if self.scores == "encoder" and len(candidates.golds):
             query = pool.query_vectors[candidates.query]
-            scores, of_golds = pool.cosines(candidates.skills, query), pool.cosines(candidates.golds, query)
-            limits = np.full(len(scores), of_golds.min())
-            golds = np.full(len(scores), candidates.golds[of_golds.argmin()])
-        else:
-            return nothing_against(candidates)
-        too_close = np.zeros(len(scores), dtype=bool)
-        if self.relative_margin is not None:
-            too_close |= scores > limits - self.relative_margin * np.abs(limits)
-        if self.absolute_margin is not None:
-            too_close |= scores > limits - self.absolute_margin
-        return Against(np.where(too_close, scores, np.nan), golds)
+            of_golds = pool.cosines(candidates.golds, query)
+            weakest = int(candidates.golds[of_golds.argmin()])
+            yield weakest, self._too_close(pool.cosines(candidates.skills, query), of_golds.min())
+        elif self.scores == "ranking":
+            weakest_of: dict[str, tuple[int, float]] = {}
+            for source, gold, score in sorted(candidates.ranked_golds, key=lambda row: row[2]):
+                weakest_of.setdefault(source, (gold, score))
+            for source, (gold, score) in weakest_of.items():
+                yield gold, self._too_close(np.where(candidates.sources == source, candidates.scores, np.nan), score)
+
+    def _too_close(self, scores: Values, limit: float) -> Values:
+        """Those of the scores that are above a limit."""
+        margins = self.absolute_margin, self.relative_margin and self.relative_margin * abs(limit)
+        lowest = limit - max(margin for margin in margins if margin is not None)
+        return np.where(scores > lowest, scores, np.nan)
 
     def explain(self, value: float) -> str:
-        """The score."""
         return f"score {value:.3f} for the query too close to that of a gold skill"
 
 
@@ -231,19 +294,15 @@ class RankWindowLayer(Config):
     def check(self, pool: FilterPool, candidates: Candidates) -> Against:
         """Ranks are the source's own, before any layer. Raises SkilltrainError for a source that ranks nothing here."""
         if unknown := sorted(self.ranks.keys() - pool.sources):
-            fix = f"sources: {', '.join(sorted(pool.sources))}"
             raise SkilltrainError(
-                f"no candidate is of source '{unknown[0]}'", where="layers.rank_window.ranks", fix=fix
-            )
-        against = nothing_against(candidates)
-        for place, (source, rank) in enumerate(zip(candidates.sources, candidates.ranks.tolist(), strict=True)):
-            first, last = self.ranks.get(source, (1, None))
-            if rank < first or (last is not None and rank > last):
-                against.values[place] = rank
-        return against
+                f"no candidate is of source '{unknown[0]}'", where="layers.rank_window.ranks",
+                fix=f"sources: {', '.join(sorted(pool.sources))}",
+            )  # fmt: skip
+        for source, (first, last) in self.ranks.items():
+            outside = (candidates.ranks < first) | (candidates.ranks > (np.inf if last is None else last))
+            yield -1, np.where(outside & (candidates.sources == source), candidates.ranks, np.nan)
 
     def explain(self, value: float) -> str:
-        """The rank."""
         return f"rank {value:.0f} outside the window of its source"
 
 

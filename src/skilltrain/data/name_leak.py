@@ -1,27 +1,22 @@
 """Does a query name its skill? Such a query teaches a model to match names, not needs (SkillRouter, section 4.1)."""
 
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable
 
 from skilltrain.texts import CJK, words_of
 
 _IS_LATIN = re.compile(rf"[^{CJK}]")
 
 
-def names_skill(query: str, name: str, exempt: Collection[str] = frozenset()) -> bool:
+def names_skill(query: str, name: str) -> bool:
     """Whether whole consecutive words of `query` spell `name`, whatever the case and the separators.
 
     `web-scraper` is named by "Web Scraper", "web_scraper", "WebScraper" and "webscraper", but not by
     "webscrapers" or "scrape the web"; `pdf` is named by "a PDF", not by "pdfs". Single-word names count like any
-    other, common or not, unless they are in `exempt` (see common_words): the strict reading is the default.
+    other, common or not.
     """
-    parts = words_of(name)
-    spelled = "".join(parts)
+    spelled = "".join(words_of(name))
     if not spelled:
         return bool(name.strip()) and name.strip() in query
-    if len(parts) == 1 and spelled in exempt:
-        return False
     words = words_of(query)
     return any(_spells(words, start, spelled) for start in range(len(words)))
 
@@ -47,13 +42,3 @@ def without_name(text: str, name: str) -> str:
     before = rf"(?<![^\W_{CJK}])" if _IS_LATIN.match(parts[0]) else ""
     after = rf"(?![^\W_{CJK}])" if _IS_LATIN.match(parts[-1]) else ""
     return " ".join(re.sub(f"{before}(?i:{spelled}){after}", " ", text).split())
-
-
-def common_words(bodies: Iterable[str], min_share: float) -> frozenset[str]:
-    """The words in at least `min_share` of the bodies: ordinary words, which a request may need."""
-    counts: Counter[str] = Counter()
-    num_bodies = 0
-    for body in bodies:
-        counts.update(set(words_of(body)))
-        num_bodies += 1
-    return frozenset(word for word, count in counts.items() if count >= min_share * num_bodies)

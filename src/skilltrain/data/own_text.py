@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from skilltrain.data.synthesize.name_leak import names_skill, without_name
-from skilltrain.data.synthesize.sampling import stable_number
+from skilltrain.data.draws import stable_number
+from skilltrain.data.name_leak import names_skill, without_name
 from skilltrain.records import Skill
 from skilltrain.texts import num_words
 

@@ -6,13 +6,21 @@ tasks are named as what must not be written either, for a "different problem of 
 another gold skill of the task solves; and no query is shown, so that the benchmark's words do not leak into the pool.
 """
 
+import json
+import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
-from skilltrain.data.synthesize.query_prompt import language_of
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from skilltrain.data.pool.skill_file import split_header
+from skilltrain.data.query_prompt import language_of
 from skilltrain.llm import Message, Request
 from skilltrain.llm.untrusted import fenced, untrusted_line, untrusted_skill
-from skilltrain.records import Skill
+from skilltrain.records import Dropped, Skill
+from skilltrain.texts import clean_text, one_line
+
+ASKED_WORDS: Final = 400, 1200
 
 STRATEGIES: Final = {
     "same-domain-different-problem": "it belongs to the same technical domain as the reference and solves another "
@@ -39,20 +47,10 @@ sentences on what it does and when to use it", "body": "the Markdown document"}}
 MATERIAL: Final = """{fenced}
 Write skill {number} of {total} of the kind described."""
 OTHERS: Final = " The kind is asked for several times: take a problem that does not come to mind first."
-AGAIN: Final = "\nAn earlier answer was turned down: {advice}. Write another one."
-ADVICE: Final = {
-    "malformed": "it was not the one JSON object with the texts name, description and body",
-    "empty": "it was not the one JSON object with the texts name, description and body",
-    "truncated": "it did not come to its end in the room there was; write less",
-    "refused": "it held no skill; the skill asked for is a harmless document",
-    "too_short": "its body was too short",
-    "too_long": "its body was too long",
-    "same_name": "a skill of that name is known already",
-    "near_copy": "its body repeated that of a known skill; solve another problem, in words of your own",
-    "duplicate": "its body repeated that of another near miss; solve another problem",
-}  # fmt: skip
+AGAIN: Final = "\nAn earlier answer was turned down: {reason}. Write another one."
 _MAX_SIBLINGS = 12
 _SIBLING_CHARS = 160
+_FENCED = re.compile(r"^```(?:json)?[ \t]*\n(.*)\n[ \t]*```[ \t]*$", re.S | re.M | re.I)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +69,8 @@ class WantedDistractor:
     query_id: str = ""
 
 
-def distractor_request(
-    wanted: WantedDistractor, body_chars: int, words: tuple[int, int], fault: str | None, seed: int
-) -> Request:
-    """The question for a chat model. `fault` is why the last answer was refused, a key of ADVICE.
+def distractor_request(wanted: WantedDistractor, body_chars: int, seed: int, fault: Dropped | None) -> Request:
+    """The question for a chat model. `fault` is why the last answer was refused.
 
     The skills' texts are untrusted: capped, disarmed and fenced.
     """
@@ -84,11 +80,44 @@ def distractor_request(
     lines += [] if wanted.siblings else ["(none)"]
     user = MATERIAL.format(fenced=fenced("\n".join(lines)), number=wanted.number, total=wanted.total)
     user += OTHERS if wanted.total > 1 else ""
-    user += AGAIN.format(advice=ADVICE[fault]) if fault else ""
-    language = language_of(gold.lang, "the reference")
-    system = SYSTEM.format(strategy=STRATEGIES[wanted.strategy], low=words[0], high=words[1], language=language)
+    user += AGAIN.format(reason=untrusted_line(fault.reason)) if fault else ""
+    language, (low, high) = language_of(gold.lang, "the reference"), ASKED_WORDS
+    system = SYSTEM.format(strategy=STRATEGIES[wanted.strategy], low=low, high=high, language=language)
     return Request((Message("system", system), Message("user", user)), seed)
 
 
 def _line(skill: Skill) -> str:
     return f"- {untrusted_line(skill.name)}: {untrusted_line(skill.description, _SIBLING_CHARS)}"
+
+
+def _clean_line(text: str) -> str:
+    return one_line(clean_text(text))
+
+
+class _Draft(BaseModel):
+    """What an answer must hold: texts, and no other kind of value; keys that were not asked for are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    name: Annotated[str, AfterValidator(_clean_line), Field(min_length=1, max_length=100, pattern=r"\w")]
+    description: Annotated[str, AfterValidator(_clean_line), Field(min_length=1, max_length=1500)]
+    body: Annotated[str, AfterValidator(lambda text: split_header(clean_text(text))[1].strip()), Field(min_length=1)]
+
+
+def read_draft(wanted: WantedDistractor, answer: str, source: str) -> Skill | Dropped:
+    """The skill in the one JSON object of an answer, bare or in a fenced block, its texts cleaned; or why none is."""
+    text = answer.strip()
+    fenced = _FENCED.search(text)
+    try:
+        # Many models put a line break inside a JSON string, which loses nothing.
+        values = json.loads(fenced[1] if fenced and not text.startswith("{") else text, strict=False)
+        draft = _Draft.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        reason = ": ".join([*(str(part) for part in first["loc"]), first["msg"]])
+    except (ValueError, RecursionError) as error:
+        reason = f"it is not one JSON object with name, description and body: {error}"
+    else:
+        gold = wanted.gold
+        return Skill(wanted.skill_id, draft.name, draft.description, draft.body, gold.category, gold.lang, source)
+    return Dropped("", wanted.skill_id, "malformed", reason)

@@ -1,14 +1,15 @@
-"""What a chat model is asked, so that it writes a request which needs a skill and does not name it."""
+"""What a chat model is asked, so that it writes a request which needs a skill and does not name it; and its answer."""
 
-import hashlib
 import re
 from dataclasses import dataclass
+from functools import partial
 
-from skilltrain.data.synthesize.sampling import stable_number
-from skilltrain.data.synthesize.settings import SynthesizeConfig
+from skilltrain.data.draws import stable_number
+from skilltrain.data.name_leak import names_skill
 from skilltrain.llm import Message, Request
 from skilltrain.llm.untrusted import fenced, untrusted_skill
 from skilltrain.records import Dropped, Skill
+from skilltrain.texts import num_words
 
 # What the model sees. The skill's text is untrusted: it is capped, disarmed, fenced, and called data.
 SYSTEM = """You write realistic requests that people send to a capable AI agent. You get a capability as reference \
@@ -30,43 +31,39 @@ STYLES = (
 )  # fmt: skip
 _LANGUAGES = {"en": "English", "zh": "Chinese"}
 _LANGUAGE_CODE = re.compile(r"[A-Za-z]{2,3}(?:-[A-Za-z0-9]{2,8}){0,2}")
+_REFUSAL = re.compile(
+    r"(?:i['’]?m sorry|sorry,? (?:but )?i|i (?:can ?not|can['’]t|am unable to|won['’]t) (?:assist|help with"
+    r"|comply|fulfil|write|create|generate|provide)"
+    r"|as an ai\b|很?抱歉|对不起|我(?:无法|不能)(?:协助|提供|帮助|生成|满足))", re.I)  # fmt: skip
+_LABEL = re.compile(r"^(?:(?:user )?(?:request|query|task)(?: \d+)?|请求|用户请求)\s*[:：]\s*", re.I)
 
 
 @dataclass(frozen=True, slots=True)
 class WantedQuery:
-    """One query to be written: the `number`-th of a skill in a run."""
+    """One query to be written: the `number`-th of a skill's `total`, in a run with a seed."""
 
+    query_id: str
     skill: Skill
     number: int
-    run: str = ""
+    total: int
+    seed: int
 
     @property
     def skill_id(self) -> str:
         return self.skill.skill_id
 
-    @property
-    def query_id(self) -> str:
-        """Skill, run and number, so that the queries of two runs can be merged."""
-        return f"{self.skill_id}#{self.run}-{self.number}"
 
-
-def run_digest(origin: str, config: SynthesizeConfig) -> str:
-    """Six hexadecimal digits for all that distinguishes one run's queries from another's of the same skills."""
-    parts = (origin, config.seed, config.num_words, config.body_chars)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:6]
-
-
-def query_request(config: SynthesizeConfig, wanted: WantedQuery, attempt: int, fault: Dropped | None) -> Request:
+def query_request(
+    asked_words: int, body_chars: int, wanted: WantedQuery, attempt: int, fault: Dropped | None
+) -> Request:
     """The question for a chat model. The style is the same in every attempt, the seed is another."""
     skill, place = wanted.skill, f"{wanted.skill_id}#{wanted.number}"
-    style = STYLES[stable_number(config.seed, "style", place) % len(STYLES)]
-    user = MATERIAL.format(
-        fenced=fenced(untrusted_skill(skill, 500, config.body_chars)),
-        number=wanted.number, total=config.num_queries_per_skill, style=style,
-    )  # fmt: skip
+    style = STYLES[stable_number(wanted.seed, "style", place) % len(STYLES)]
+    material = fenced(untrusted_skill(skill, 500, body_chars))
+    user = MATERIAL.format(fenced=material, number=wanted.number, total=wanted.total, style=style)
     user += AGAIN.format(reason=fault.reason) if fault else ""
-    system = SYSTEM.format(num_words=config.num_words, language=language_of(skill.lang or "en", "the material"))
-    seed = stable_number(config.seed, place, attempt) >> 33  # servers take seeds below 2**31
+    system = SYSTEM.format(num_words=asked_words, language=language_of(skill.lang or "en", "the material"))
+    seed = stable_number(wanted.seed, place, attempt) >> 33  # servers take seeds below 2**31
     return Request((Message("system", system), Message("user", user)), seed)
 
 
@@ -78,3 +75,24 @@ def language_of(lang: str | None, text: str) -> str:
     if lang is None or not _LANGUAGE_CODE.fullmatch(lang):
         return f"the language of {text}"
     return _LANGUAGES.get(lang, f"the language with the code {lang}")
+
+
+def read_query(seen: set[str], max_words: int, wanted: WantedQuery, answer: str) -> str | Dropped:
+    """An answer's text as a query, which `seen` then holds, or why it is none."""
+    refused = partial(Dropped, wanted.query_id, wanted.skill_id)
+    text = _LABEL.sub("", " ".join(answer.strip().strip("`").split()))
+    if len(text) > 1 and text[0] + text[-1] in ('""', "“”", "「」", "''"):
+        text = text[1:-1].strip()
+    length = num_words(text)
+    if _REFUSAL.match(text):
+        return refused("refused", "the model declined to answer")
+    if not length:
+        return refused("empty", "there was no text in the answer")
+    if length > max_words:
+        return refused("too_long", f"it had {length} words, more than {max_words}", length)
+    if names_skill(text, wanted.skill.name):
+        return refused("name_leak", "it named the capability")
+    if text.casefold() in seen:
+        return refused("duplicate", "the same text was written before")
+    seen.add(text.casefold())
+    return text

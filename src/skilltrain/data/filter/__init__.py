@@ -1,1 +1,0 @@
-"""Stage `filter`: takes false negatives out of rankings, each with a reason."""
