@@ -94,8 +94,7 @@ def done(library, tmp_path_factory, model_folders):
 def test_shared_steps_run_once(done):
     file, out, answer = done
     assert folders_of(out) == {"pool": 1, "queries": 1, "mine": 1, "lists": 2, "train": 4, "evaluate": 4, "seen": 4}
-    assert answer["num_cells"] == 4 and set(answer["verdicts"]) == {"evaluate", "seen"}
-    assert set(answer["verdicts"]["seen"]["random"]) == {"Hit@1", "MRR@10"}
+    assert answer["num_cells"] == 4
     assert not list(out.glob("steps/train-*/checkpoints")), "checkpoints are three times the model's size"
     found = plan_ablation(file, [])
     assert found["num_runs_missing"] == 0
@@ -108,7 +107,7 @@ def test_the_tables_hold_every_variant_seed_and_recipe(done):
     assert (held_out["num_queries"], seen["num_queries"]) == (4, 12)
     for table in (held_out, seen):
         assert [row["variant"] for row in table["variants"]] == ["hard", "random"]
-        assert all(row["seeds"] == [1, 2] and set(row["seed_means"]) == {"1", "2"} for row in table["variants"])
+        assert all(set(row["seed_means"]) == {"1", "2"} for row in table["variants"])
         assert [row["measure"] for row in table["differences"]] == ["Hit@1", "MRR@10"]
     for cell in found["cells"]:
         assert cell["error"] is None and list(cell["recipes"])[-1] in ("evaluate", "seen")
@@ -137,8 +136,8 @@ def test_what_is_lost_is_made_again_and_the_rest_left_alone(done):
     table = (out / "ablation.json").read_bytes()
     plan = make_plan(file, [])
     hard, random = plan.cells[0], plan.cells[1]
-    lists = next(run.folder for run in plan.chain(hard) if run.step == "lists")
-    trained = next(run.folder for run in plan.chain(random) if run.step == "train")
+    lists = next(run.folder for run in hard.runs if run.step == "lists")
+    trained = next(run.folder for run in random.runs if run.step == "train")
     for lost in (lists, hard.evaluations["seen"], random.evaluations["evaluate"]):
         shutil.rmtree(lost)
     write_json(trained / "run.json", read_json(trained / "run.json") | {"finished": False})  # as kill -9 leaves it
@@ -196,7 +195,7 @@ def test_a_failed_cell_is_noted_and_the_others_go_on(tmp_path, library):
     assert folders_of(tmp_path / "out") == {"pool": 1, "queries": 1, "evaluate": 2}
 
 
-def test_a_fault_of_ours_leaves_its_traceback_and_is_tried_once(tmp_path, library, monkeypatch):
+def test_a_fault_of_ours_shows_its_traceback_and_is_tried_once(tmp_path, library, monkeypatch, capsys):
     tried = []
 
     def broken(config: Any, resume: bool) -> None:
@@ -204,12 +203,10 @@ def test_a_fault_of_ours_leaves_its_traceback_and_is_tried_once(tmp_path, librar
         raise ValueError("no such axis\nsecond line")
 
     monkeypatch.setattr(ablation_run, "run_recipe", broken)
-    with pytest.raises(
-        SkilltrainError, match=r"2 of 2 cells failed.*step pool: ValueError: no such axis \(see "
-    ) as raised:
+    with pytest.raises(SkilltrainError, match=r"2 of 2 cells failed.*step pool: ValueError: no such axis \(the same"):
         run_ablation(lexical_grid(tmp_path, library), [])
-    (notes,) = (tmp_path / "out" / "errors").iterdir()
-    assert str(notes) in str(raised.value) and "second line" in notes.read_text() and "Traceback" in notes.read_text()
+    said = capsys.readouterr().err
+    assert "second line" in said and "Traceback" in said
     assert len(tried) == 1, "what a cell failed at is not tried for the next"
 
 

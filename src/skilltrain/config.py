@@ -78,14 +78,25 @@ def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict
         key, equals, text = override.partition("=")
         if not equals or not all(key.split(".")):
             raise SkilltrainError("an override has the form key=value or section.key=value", where=override)
-        *parents, last = key.split(".")
-        node = result
-        for parent in parents:
-            node = node.setdefault(parent, {})
-            if not isinstance(node, dict):
-                raise SkilltrainError(f"'{parent}' is a value, not a section", where=override)
-        node[last] = parse_yaml(text, override) if text else None
+        set_value(result, key, parse_yaml(text, override) if text else None, override)
     return result
+
+
+def set_value(values: dict[str, Any], key: str, value: Any, where: object) -> None:
+    """Set what stands at `a.b` in `values`, in place; missing sections are made, items of lists are counted from 0."""
+    *parents, last = key.split(".")
+    node: Any = values
+    for part in parents:
+        node = node.setdefault(part, {}) if isinstance(node, dict) else node[_position(node, part, where)]
+        if not isinstance(node, dict | list):
+            raise SkilltrainError(f"'{part}' is a value, not a section", where=where)
+    node[last if isinstance(node, dict) else _position(node, last, where)] = value
+
+
+def _position(items: list[Any], part: str, where: object) -> int:
+    if not (part.isdecimal() and int(part) < len(items)):
+        raise SkilltrainError(f"'{part}' is no item of a list of {len(items)}, counted from 0", where=where)
+    return int(part)
 
 
 def validate(config_class: type[ConfigT], values: Mapping[str, Any], where: object) -> ConfigT:

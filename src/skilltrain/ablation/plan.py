@@ -1,12 +1,14 @@
 """What an ablation has to run: every step's settings resolved; equal steps of several cells are one run."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from skilltrain.ablation.grid import SEED, AblationConfig, Recipe, fill, load_grid, places_in, recipes_of
 from skilltrain.errors import SkilltrainError
@@ -35,75 +37,83 @@ class StepRun:
 
 @dataclass(frozen=True)
 class Cell:
-    """A variant with a seed: the name of each of its evaluations → the folder of its run."""
+    """A variant with a seed, and its runs, each after those that it reads."""
 
     variant: str
     seed: int
-    evaluations: Mapping[str, Path]
+    runs: tuple[StepRun, ...]
 
     def __str__(self) -> str:
         return f"{self.variant}, seed {self.seed}"
 
+    @property
+    def evaluations(self) -> dict[str, Path]:
+        """The name of each evaluation → the folder of its run."""
+        return {run.step: run.folder for run in self.runs if run.config.stage == "evaluate"}
+
+    def missing(self) -> list[StepRun]:
+        """The runs that are to be done, but none that only a finished run has read: a model may be deleted once it is
+        evaluated."""
+        needed, found = set(self.evaluations.values()), list[StepRun]()
+        for run in reversed(self.runs):
+            if run.folder in needed and run.state() != "done":
+                needed.update(run.needs)
+                found.insert(0, run)
+        return found
+
 
 @dataclass(frozen=True)
 class Plan:
-    """All cells in the order in which they run, and the runs that they need, by folder."""
+    """All cells in the order in which they run."""
 
     grid: AblationConfig
     cells: tuple[Cell, ...]
-    runs: Mapping[Path, StepRun]
 
-    def chain(self, cell: Cell, only_missing: bool = False) -> list[StepRun]:
-        """The runs of a cell, each after those it reads.
-
-        Of the missing ones, none that only a finished run has read: a model may be deleted once it is evaluated.
-        """
-        found: dict[Path, StepRun] = {}
-
-        def visit(folder: Path) -> None:
-            run = self.runs[folder]
-            if folder not in found and not (only_missing and run.state() == "done"):
-                for need in run.needs:
-                    visit(need)
-                found[folder] = run
-
-        for folder in cell.evaluations.values():
-            visit(folder)
-        return list(found.values())
+    @property
+    def runs(self) -> dict[Path, StepRun]:
+        """The runs of all cells by folder."""
+        return {run.folder: run for cell in self.cells for run in cell.runs}
 
 
-def make_plan(file: Path, overrides: Sequence[str]) -> Plan:
+class _Step(NamedTuple):
+    """A step of a variant: its recipe, and the names in it that other steps or the seed stand for."""
+
+    name: str
+    recipe: Recipe
+    needs: set[str]
+    where: str
+
+
+def make_plan(file: Path, overrides: list[str]) -> Plan:
     """The plan of the grid in `file`; reads what the steps read from elsewhere, and writes nothing.
 
     A variant that does not use the seed has one cell. Raises SkilltrainError for any fault that can be known before
     work begins.
     """
     grid, own_steps = load_grid(file, overrides)
-    try:
+    with _in_place(file):
         chains = {variant: _chain(grid, variant) for variant in grid.variants}
-        _check_use(grid, own_steps, chains)
-        resolver = _Resolver(grid)
+        fingerprint_of = cache(input_fingerprint)
         cells: dict[tuple[str, str], Cell] = {}
         for seed in grid.seeds:  # the outer loop, so that an ablation that is stopped early has whole seeds
             for variant, chain in chains.items():
-                cell = resolver.cell(chain, variant, seed)
-                cells.setdefault((variant, repr(cell.evaluations)), cell)
-        plan = Plan(grid, tuple(cells.values()), resolver.runs)
-        _check_variants(plan)
+                cell = Cell(variant, seed, _runs(chain, seed, grid.runs_folder, fingerprint_of))
+                cells.setdefault((variant, str(cell.evaluations)), cell)
+        if idle := sorted(own_steps - {step.name for chain in chains.values() for step in chain}):
+            raise SkilltrainError("leads to no evaluation in any variant", where=f"step '{idle[0]}'")
+        plan = Plan(grid, tuple(cells.values()))
         _check_evaluations(plan)
-    except SkilltrainError as error:
-        where = f"{file}: {error.where}" if error.where is not None else file
-        raise SkilltrainError(error.what, where=where, fix=error.fix) from error
     return plan
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A step of a variant: its recipe, and the names in it that other steps or the seed stand for."""
-
-    name: str
-    recipe: Recipe
-    needs: set[str]
+@contextmanager
+def _in_place(where: object) -> Iterator[None]:
+    """Errors from within say that they happened at `where`."""
+    try:
+        yield
+    except SkilltrainError as error:
+        place = where if error.where is None else f"{where}: {error.where}"
+        raise SkilltrainError(error.what, where=place, fix=error.fix) from error
 
 
 def _chain(grid: AblationConfig, variant: str) -> list[_Step]:
@@ -111,109 +121,60 @@ def _chain(grid: AblationConfig, variant: str) -> list[_Step]:
     steps: dict[str, _Step] = {}
     recipes = recipes_of(grid, variant)
     for name, recipe in recipes.items():
-        needs = places_in(recipe, {*grid.steps, SEED}, _place(grid, variant, name))
-        if left_out := sorted(needs - {*recipes, SEED}):
-            what = f"needs the step '{left_out[0]}', which the variant leaves out"
-            raise SkilltrainError(what, where=_place(grid, variant, name))
-        steps[name] = _Step(name, recipe, needs)
+        where = f"step '{name}' of variant '{variant}'"
+        with _in_place(where):
+            steps[name] = _Step(name, recipe, places_in(recipe, {*recipes, SEED}), where)
+    graph = {name: sorted(step.needs - {SEED}) for name, step in steps.items()}
     try:
-        order = list(
-            TopologicalSorter({name: sorted(step.needs - {SEED}) for name, step in steps.items()}).static_order()
-        )
+        order = [*TopologicalSorter(graph).static_order()]
     except CycleError as error:
         raise SkilltrainError(f"steps go in a circle: {' → '.join(error.args[1])}") from error
     used: set[str] = set()
     for name in reversed(order):
-        if name in used or _evaluates(recipes[name]):
+        if name in used or recipes[name].get("stage") == "evaluate":
             used |= {name, *steps[name].needs}
     if not used:
         raise SkilltrainError("has no step of stage evaluate", where=f"variant '{variant}'")
     return [steps[name] for name in order if name in used]
 
 
-def _evaluates(recipe: Recipe) -> bool:
-    return recipe.get("stage") == "evaluate"
-
-
-def _place(grid: AblationConfig, variant: str, step: str) -> str:
-    """Where a step's settings stand in the file; the variant is named if it changes them."""
-    changed = any(key.partition(".")[0] == step for key in grid.variants[variant])
-    return f"step '{step}' of variant '{variant}'" if changed else f"step '{step}'"
-
-
-@dataclass(frozen=True)
-class _Resolver:
-    """Turns recipes into runs; equal ones into one."""
-
-    grid: AblationConfig
-    runs: dict[Path, StepRun] = field(default_factory=dict)
-    fingerprints: dict[Path, str] = field(default_factory=dict)
-
-    def cell(self, chain: Sequence[_Step], variant: str, seed: int) -> Cell:
-        """The cell of a variant and a seed; its runs are kept in `runs`."""
-        folders: dict[str, Path] = {}
-        for step in chain:
-            values = fill(step.recipe, {SEED: seed} | {name: str(folder) for name, folder in folders.items()})
-            needs = tuple(folders[name] for name in sorted(step.needs - {SEED}))
-            run = self._run(step.name, values, needs, _place(self.grid, variant, step.name))
-            folders[step.name] = run.folder
-            self.runs[run.folder] = run
-        return Cell(variant, seed, {step.name: folders[step.name] for step in chain if _evaluates(step.recipe)})
-
-    def _run(self, step: str, values: Recipe, needs: tuple[Path, ...], where: str) -> StepRun:
-        """The run; its folder's name holds a hash of all that its result depends on."""
+def _runs(
+    chain: list[_Step], seed: int, runs_folder: Path, fingerprint_of: Callable[[Path], str]
+) -> tuple[StepRun, ...]:
+    """The runs of a cell; a folder's name holds a hash of all that its content depends on."""
+    places: dict[str, Any] = {SEED: seed}
+    runs: list[StepRun] = []
+    for step in chain:
+        values = fill(step.recipe, places.__getitem__)
         if "out" in values:
-            raise SkilltrainError("names its own folder", where=where, fix="leave out out; the ablation gives it")
-        config = parse_recipe(values | {"out": str(self.grid.runs_folder / step)}, where)
-        try:
-            inputs = dict(self._inputs(config, needs))
-        except SkilltrainError as error:
-            raise SkilltrainError(str(error), where=where) from error
-        identity = what_matters({"recipe": config.model_dump(mode="json", exclude={"out"}), "inputs": inputs})
+            fix = "leave out out; the ablation gives it"
+            raise SkilltrainError("names its own folder", where=step.where, fix=fix)
+        needs = tuple(Path(places[name]) for name in sorted(step.needs - {SEED}))
+        config = parse_recipe(values | {"out": str(runs_folder / step.name)}, step.where)
+        with _in_place(step.where):
+            elsewhere = {
+                key: fingerprint_of(path)
+                for key, path in paths_read(config).items()
+                if not any(path.is_relative_to(folder) for folder in needs)  # these have their hash in their names
+            }
+        identity = what_matters({"recipe": config.model_dump(mode="json", exclude={"out"}), "inputs": elsewhere})
         digest = sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-        folder = self.grid.runs_folder / f"{step}-{digest[:12]}"
-        return StepRun(step, config.model_copy(update={"out": folder}), needs)
-
-    def _inputs(self, config: Any, needs: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
-        """Setting → fingerprint of what a step reads from elsewhere; a step's folder has its hash in its name."""
-        for key, path in paths_read(config).items():
-            if not any(path.is_relative_to(folder) for folder in needs):
-                if path not in self.fingerprints:
-                    self.fingerprints[path] = input_fingerprint(path)
-                yield key, self.fingerprints[path]
-
-
-def _check_use(grid: AblationConfig, own_steps: set[str], chains: Mapping[str, Sequence[_Step]]) -> None:
-    steps = [step for chain in chains.values() for step in chain]
-    if idle := sorted(own_steps - {step.name for step in steps}):
-        raise SkilltrainError("leads to no evaluation in any variant", where=f"step '{idle[0]}'")
-    if "seeds" in grid.model_fields_set and not any(SEED in step.needs for step in steps):
-        what = "no step uses {seed}, so all seeds would be the same"
-        raise SkilltrainError(what, where="seeds", fix="write e.g. training: {seed: '{seed}'}, or leave seeds out")
-
-
-def _check_variants(plan: Plan) -> None:
-    first: dict[tuple[Path, ...], str] = {}
-    for cell in plan.cells:
-        key = tuple(cell.evaluations.values())
-        if (other := first.setdefault(key, cell.variant)) != cell.variant:
-            what = f"the variants '{other}' and '{cell.variant}' have equal settings"
-            raise SkilltrainError(what, fix="let each differ from `steps` in its own way")
+        folder = runs_folder / f"{step.name}-{digest[:12]}"
+        places[step.name] = str(folder)
+        runs.append(StepRun(step.name, config.model_copy(update={"out": folder}), needs))
+    return tuple(runs)
 
 
 def _check_evaluations(plan: Plan) -> None:
     """Each evaluation asks the same of every variant, and ranks with one system."""
-    first: dict[str, tuple[str, tuple[Any, ...]]] = {}
-    baseline = {name for cell in plan.cells if cell.variant == plan.grid.baseline for name in cell.evaluations}
+    first: dict[str, tuple[str, Any]] = {}
     for cell in plan.cells:
         for name, folder in cell.evaluations.items():
-            config, where = plan.runs[folder].config, _place(plan.grid, cell.variant, name)
-            if name not in baseline:
-                raise SkilltrainError("the baseline leaves this evaluation out", where=where)
+            config, where = plan.runs[folder].config, f"step '{name}' of variant '{cell.variant}'"
             if len(config.systems) + len(config.predictions) != 1:
                 what = f"an evaluation of an ablation has one system, found {len(config.systems)}"
                 raise SkilltrainError(what, where=where, fix="make a step, or a variant, of each")
-            measures = tuple(str(measure) for measure in parse_measures(config.measures))
+            measures = [str(measure) for measure in parse_measures(config.measures)]
             if missing := [measure for measure in plan.grid.compare if measure not in measures]:
                 raise SkilltrainError(f"measures: {missing[0]}, which `compare` names, is missing", where=where)
             asked = (config.benchmark, config.split, measures)
