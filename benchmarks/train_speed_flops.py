@@ -14,12 +14,12 @@ def useful_flops(step: Any, batch: Sequence[Any]) -> float:
     attention-value product, 2 FLOP each, three times). In a causal reranker a list's common prompt counts once.
     """
     if hasattr(step, "encoder"):
-        network = step.encoder.backbone
+        network = step.model.backbone
         skill_ids = {skill_id for one in batch for skill_id in one.skill_ids}
         lengths = [len(step.query_ids[one.query]) for one in batch] + [len(step.skill_ids[s]) for s in skill_ids]
         tokens, seen = sum(lengths), sum(map(_seen(network), lengths))
     else:
-        network = step.reranker.network
+        network = step.model.network
         lists = [[pair.ids for pair in step.pairs(one)] for one in batch]
         shared = [_num_shared(texts) if _is_causal(network) else 0 for texts in lists]
         tokens = sum(s + sum(len(t) - s for t in texts) for s, texts in zip(shared, lists, strict=True))

@@ -59,3 +59,13 @@ def open_reranker_of(model_folders):
         return load_reranker(RerankerConfig(source=str(model_folders[name]), **settings), torch.device("cpu"))
 
     return load
+
+
+@pytest.fixture
+def fresh_accelerate():
+    """accelerate as a new process finds it, before and after a test."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)

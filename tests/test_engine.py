@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
 from skilltrain.errors import SkilltrainError
@@ -16,12 +15,7 @@ from skilltrain.training.settings import TrainingConfig
 
 CONFIG = TrainingConfig(batch_size=8)
 
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    yield
-    PartialState._reset_state()
-    AcceleratorState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 class Launched(Accelerator):

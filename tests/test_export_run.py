@@ -10,7 +10,7 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from skilltrain.config import to_yaml
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.adapters import AdapterConfig
-from skilltrain.models.encoder import Encoder, EncoderConfig
+from skilltrain.models.encoder import EncoderConfig
 from skilltrain.models.reranker import RerankerConfig
 from skilltrain.records import Skill
 from skilltrain.training.export_run import export_run, save_trained
@@ -40,11 +40,10 @@ def add_checkpoint(config, step, best=0):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
-    prefix = "encoder" if isinstance(model, Encoder) else "reranker"
     folder = config.out / "checkpoints" / f"step-{step}"
     folder.mkdir(parents=True)
     seen = {value.data_ptr(): name for name, value in reversed(model.state_dict().items())}  # tied weights once
-    weights = {f"{prefix}.{name}": model.state_dict()[name].contiguous() for name in seen.values()}
+    weights = {f"model.{name}": model.state_dict()[name].contiguous() for name in seen.values()}
     save_file(weights, folder / "model.safetensors")
     position = {"step": step, "best": {"step": best}}
     (folder / "state.json").write_text(json.dumps({"written_by": "1 x NO on cpu", "position": position}))
@@ -130,7 +129,7 @@ def test_a_checkpoints_card_has_only_the_figures_that_are_its_own(tmp_path, unfi
     export_run(config.out, tmp_path / "other", "step-2")
     chosen, other = ((tmp_path / name / "README.md").read_text() for name in ("chosen", "other"))
     assert "| MRR@10 | 0.500 | 0.250 to 0.750 | 8 |" in chosen and "last loss" in chosen
-    assert "MRR@10 |" not in other and "last loss" not in other and "| lists | 7 |" in other
+    assert "MRR@10 |" not in other and "last loss" not in other
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from accelerate.tracking import GeneralTracker, WandBTracker
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.bootstrap import Interval
-from skilltrain.training.log import TrackedRun, TrainingLog, open_trackers
+from skilltrain.training.log import TrainingLog, open_trackers
 
 FIGURES = {"loss": 0.5, "learning_rate": 2e-5, "padding_share": 0.25}
 DEV = {"MRR@10": Interval(0.625, 0.5, 0.75, 40)}
@@ -30,8 +30,8 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def tracked(folder, resumed_step=0):
-    return TrackedRun("project", folder, RECIPE, resumed_step)
+def opened(name, folder, resumed_step=0, active=True):
+    return open_trackers([name], "project", folder, RECIPE, resumed_step, active)
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +95,7 @@ def test_resuming_drops_all_lines_after_the_step_and_torn_ones(tmp_path):
 @has_tensorboard
 def test_only_the_main_process_writes(tmp_path):
     tracker = Recorder()
-    assert open_trackers(["tensorboard"], tracked(tmp_path), active=False) == []
+    assert opened("tensorboard", tmp_path, active=False) == []
     with TrainingLog(tmp_path / "log.jsonl", 0, False, [tracker]) as log:
         log.write(1, FIGURES)
         log.write_dev(1, DEV)
@@ -131,7 +131,7 @@ def test_a_log_that_cannot_be_written_is_refused(tmp_path):
 def test_a_missing_package_is_named_before_training(tmp_path, monkeypatch, found, active):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
     with pytest.raises(SkilltrainError) as error:
-        open_trackers(["wandb"], tracked(tmp_path), active)
+        opened("wandb", tmp_path, active=active)
     assert str(error.value) == "wandb is not installed (pip install 'skilltrain[trackers]')"
 
 
@@ -139,12 +139,12 @@ def test_a_missing_package_is_named_before_training(tmp_path, monkeypatch, found
 def test_tensorboard_holds_the_figures_and_the_recipe(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with TrainingLog(tmp_path / "log.jsonl", 0, True, open_trackers(["tensorboard"], tracked(tmp_path), True)) as log:
+    with TrainingLog(tmp_path / "log.jsonl", 0, True, opened("tensorboard", tmp_path)) as log:
         log.write(1, FIGURES)
         log.write(2, FIGURES | {"loss": 0.25})
         log.write_dev(2, DEV)
         log.write(3, FIGURES | {"loss": 99.0})
-    trackers = open_trackers(["tensorboard"], tracked(tmp_path, resumed_step=2), True)
+    trackers = opened("tensorboard", tmp_path, resumed_step=2)
     with TrainingLog(tmp_path / "log.jsonl", 2, True, trackers) as log:
         log.write(3, FIGURES | {"loss": 0.125})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -158,11 +158,11 @@ def test_tensorboard_holds_the_figures_and_the_recipe(tmp_path):
 def test_wandb_offline_needs_neither_key_nor_network(tmp_path, monkeypatch, capfd):
     for name, value in {"WANDB_MODE": "offline", "WANDB_API_KEY": "", "HF_TOKEN": "very-secret"}.items():
         monkeypatch.setenv(name, value)
-    with TrainingLog(tmp_path / "log.jsonl", 0, True, open_trackers(["wandb"], tracked(tmp_path), True)) as log:
+    with TrainingLog(tmp_path / "log.jsonl", 0, True, opened("wandb", tmp_path)) as log:
         log.write(1, FIGURES)
         log.write_dev(1, DEV)
     time.sleep(1.1)  # wandb names an offline run's folder by the second; no training is resumed within one
-    trackers = open_trackers(["wandb"], tracked(tmp_path, resumed_step=1), True)
+    trackers = opened("wandb", tmp_path, resumed_step=1)
     with TrainingLog(tmp_path / "log.jsonl", 1, True, trackers) as log:
         log.write(2, FIGURES)
     run_id = (tmp_path / "wandb" / "run_id").read_text().strip()
@@ -197,7 +197,7 @@ def test_a_run_begun_anew_is_another_run(tmp_path, monkeypatch):
     ids = set()
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        with TrainingLog(tmp_path / "log.jsonl", 0, True, open_trackers(["wandb"], tracked(tmp_path / name), True)):
+        with TrainingLog(tmp_path / "log.jsonl", 0, True, opened("wandb", tmp_path / name)):
             ids.add((tmp_path / name / "wandb" / "run_id").read_text())
     assert len(ids) == 2
 
@@ -210,5 +210,5 @@ def test_wandb_that_cannot_start_is_refused_before_training(tmp_path, monkeypatc
         raise wandb.Error("no API key")
 
     monkeypatch.setattr(wandb, "init", refused)
-    with pytest.raises(SkilltrainError, match=r"wandb cannot start: no API key .*WANDB_MODE=offline"):
-        open_trackers(["wandb"], tracked(tmp_path), True)
+    with pytest.raises(SkilltrainError, match=r"a tracker cannot start: no API key .*WANDB_MODE=offline"):
+        opened("wandb", tmp_path)

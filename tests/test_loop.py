@@ -6,7 +6,6 @@ import signal
 import pytest
 import torch
 import torch.multiprocessing as multiprocessing
-from accelerate.state import AcceleratorState, PartialState
 
 import training_runs
 from skilltrain import runs
@@ -22,12 +21,7 @@ from skilltrain.training.training_set import ListsSource
 from training_data import training_set
 from training_runs import CONFIG, NUM_LISTS, new_step, run, signal_in
 
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    yield
-    PartialState._reset_state()
-    AcceleratorState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +142,7 @@ def test_an_earlier_runs_checkpoints_are_not_overwritten(model_folders, tmp_path
 def test_a_loss_that_is_no_number_names_the_queries(model_folders, tmp_path):
     step = new_step(model_folders["bert"])
     with torch.no_grad():
-        step.encoder.backbone.embeddings.word_embeddings.weight[:] = math.nan
+        step.model.backbone.embeddings.word_embeddings.weight[:] = math.nan
     first = [one.query_id for batch in next(iter(step_batches(step.data.lists, CONFIG))) for one in batch]
     assert len(first) == 8
     with pytest.raises(SkilltrainError) as error:
@@ -170,7 +164,7 @@ def test_an_exploding_gradient_stops_before_the_step(model_folders, tmp_path):
 
 def test_a_gradient_that_is_no_number_stops_before_the_step(model_folders, tmp_path):
     step = new_step(model_folders["bert"])
-    weight = step.encoder.backbone.embeddings.LayerNorm.weight
+    weight = step.model.backbone.embeddings.LayerNorm.weight
     weight.register_hook(lambda gradient: gradient * math.nan)
     before = weight.detach().clone()
     with pytest.raises(SkilltrainError, match="the gradient is not a finite number in a step with queries q"):

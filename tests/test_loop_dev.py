@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState
 
 import training_runs
 from skilltrain.errors import SkilltrainError
@@ -24,12 +24,7 @@ from skilltrain.training.steps import EncoderStep, Pairs, RerankerStep, StepSett
 from training_data import training_set
 from training_runs import CONFIG, new_step
 
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    yield
-    PartialState._reset_state()
-    AcceleratorState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 @dataclass
@@ -113,8 +108,7 @@ def test_a_resumed_run_knows_what_was_best(model_folders, tmp_path, stopped_in):
 def test_evaluating_changes_nothing_of_the_training(model_folders, tmp_path):
     with_dev, without = new_step(model_folders["bert_dropout"]), new_step(model_folders["bert_dropout"])
     run(with_dev, tmp_path / "with", scripted_dev([1] * 6, tmp_path))
-    PartialState._reset_state()
-    AcceleratorState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
     run(without, tmp_path / "without", None)
     assert all(torch.equal(*both) for both in zip(with_dev.parameters(), without.parameters(), strict=True))
 

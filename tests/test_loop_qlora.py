@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from transformers import Qwen3Config, Qwen3Model
@@ -26,16 +26,11 @@ from tiny_models import qwen3_tokenizer
 from training_data import training_set
 
 pytest.importorskip("bitsandbytes")
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 CPU = torch.device("cpu")
 NF4 = AdapterConfig(rank=4, alpha=8, dropout=0.1, quantize="nf4")
 TEXTS = ["deploy pods", "review the commit and merge it"]
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    yield
-    PartialState._reset_state()
-    AcceleratorState._reset_state()
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +72,7 @@ def whole(base, tmp_path_factory):
     config = config_of(base, tmp_path_factory.mktemp("whole"))
     step = new_step(config)
     parameters = training_runs.run(step, config.out, resume=False)
-    PartialState._reset_state()
-    AcceleratorState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
     return config, trained(parameters), step
 
 
@@ -106,7 +100,7 @@ def test_checkpoints_hold_no_4_bit_weights_and_export_as_what_was_trained(whole,
     write_text(config.out / "recipe.yaml", to_yaml(config))
     write_json(config.out / "run.json", {"skilltrain": "0", "recipe": {}, "inputs": {}, "finished": False})
     export_run(config.out, tmp_path / "out", None)
-    encoder = copy.deepcopy(step).encoder.eval()
+    encoder = copy.deepcopy(step).model.eval()
     merge_adapter(encoder.backbone)
     with torch.inference_mode():
         ours = encoder(encoder.tokenize(TEXTS, 64))
@@ -118,22 +112,22 @@ def test_layers_without_an_adapter_come_from_the_base_too(base, tmp_path):
     config = config_of(base, tmp_path, NF4.model_copy(update={"targets": ("q_proj",)}))
     parameters = trained(training_runs.run(new_step(config), tmp_path, resume=False))
     model = load_model(config, CPU)
-    load_weights(model, "encoder", newest(config))
+    load_weights(model, "model", newest(config))
     state = model.state_dict()
     assert len(parameters) == 4
-    assert all(torch.equal(state[name.removeprefix("encoder.")], value) for name, value in parameters.items())
+    assert all(torch.equal(state[name.removeprefix("model.")], value) for name, value in parameters.items())
 
 
 def test_what_does_not_fit_is_refused(base, whole, tmp_path):
     config, parameters, _ = whole
     plain = load_model(config_of(base, tmp_path, NF4.model_copy(update={"quantize": "none"})), CPU)
     with pytest.raises(SkilltrainError, match=r"does not fit the recipe's model: .*q_proj\.base_layer\.weight"):
-        load_weights(plain, "encoder", newest(config))  # numbers are needed here, and it holds none
-    save_file({f"encoder.{name}": value for name, value in plain.state_dict().items()}, tmp_path / "model.safetensors")
+        load_weights(plain, "model", newest(config))  # numbers are needed here, and it holds none
+    save_file({f"model.{name}": value for name, value in plain.state_dict().items()}, tmp_path / "model.safetensors")
     with pytest.raises(SkilltrainError, match=r"does not fit the recipe's model: size mismatch for .*base_layer"):
-        load_weights(load_model(config, CPU), "encoder", tmp_path)
+        load_weights(load_model(config, CPU), "model", tmp_path)
     weights, lost = load_file(newest(config) / "model.safetensors"), next(iter(parameters))
     del weights[lost]
     save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(SkilltrainError, match=lost.removeprefix("encoder.").replace(".", r"\.")):
-        load_weights(load_model(config, CPU), "encoder", tmp_path)
+    with pytest.raises(SkilltrainError, match=lost.removeprefix("model.").replace(".", r"\.")):
+        load_weights(load_model(config, CPU), "model", tmp_path)

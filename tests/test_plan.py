@@ -9,8 +9,8 @@ from skilltrain.losses import InfoNCE, ListwiseCE
 from skilltrain.models.adapters import AdapterConfig, add_adapter
 from skilltrain.records import Skill
 from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate
-from skilltrain.training.plan import plan_of, say_cut_positives, say_plan
 from skilltrain.training.settings import TrainingConfig
+from skilltrain.training.stages import plan_of
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
 from skilltrain.training.training_set import TrainingList, TrainingSet
 from training_data import training_set
@@ -56,15 +56,6 @@ def test_encoder_by_hand(open_encoder_of):
     assert plan["epoch_tokens"] == 42
 
 
-def test_positives_that_are_cut_are_told_of_before_training(open_encoder_of, capsys):
-    template, data = EncoderTemplate(skill=NAME_ONLY), lists_by_hand()
-    for max_tokens in (12, 64):
-        encoder = open_encoder_of("bert", max_tokens=max_tokens, template=template)
-        say_cut_positives(EncoderStep(encoder, InfoNCE(), data, StepSettings(64)), data)
-    told = "warning: 66.7% of the positives are longer than model.max_tokens=12, and cut there\n"
-    assert capsys.readouterr().err == told
-
-
 def test_reranker_pair_by_hand(open_reranker_of):
     template = RerankerTemplate(form="pair", skill=NAME_ONLY)
     reranker = open_reranker_of("bert_reranker", max_tokens=32, query_max_tokens=8, template=template)
@@ -97,16 +88,12 @@ def test_the_plan_agrees_with_what_a_step_counts(open_encoder_of):
     assert plan["epoch_tokens"] == step.count.tokens
 
 
-def test_it_is_json_and_reads_well(open_encoder_of, capsys):
+def test_it_is_json(open_encoder_of):
     encoder, data = open_encoder_of("bert"), training_set(5)
     add_adapter(encoder.backbone, AdapterConfig(rank=2))
     plan = encoder_plan(encoder, data)
     assert json.loads(json.dumps(plan, allow_nan=False)) == plan
     assert 0 < plan["num_trained_parameters"] < plan["num_parameters"]
-    say_plan(plan)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 3 and lines[0].startswith("data: 5 lists of 5 distinct queries and 12 skills;")
-    assert f"; {plan['epoch_tokens']:,} tokens an epoch" in lines[1] and f" {plan['memory_mib']:,.0f} MiB" in lines[2]
 
 
 def test_memory_by_hand(open_encoder_of):

@@ -5,13 +5,14 @@ import json
 import pytest
 import torch
 import torch.multiprocessing as multiprocessing
-from accelerate.state import AcceleratorState, PartialState
 from safetensors.torch import load_file
 
 import two_ranks
 from skilltrain.training.checkpoint import checkpoints
 from skilltrain.training.engine import gather_rows, rank_and_world
 from two_ranks import SHARDED, last_checkpoint
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 NEEDS_DEEPSPEED = pytest.mark.skipif(not two_ranks.HAS_DEEPSPEED, reason="deepspeed is not installed")
 
@@ -29,12 +30,6 @@ def both_ranks(model_folders, tmp_path_factory):
     folders = {name: model_folders[name] for name in ("bert", "bert_reranker", "qwen3", "qwen3_reranker")}
     multiprocessing.spawn(two_ranks.on_rank, args=(root, folders), nprocs=2)
     return root, [torch.load(root / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    PartialState._reset_state()
-    AcceleratorState._reset_state()
 
 
 def furthest(one, other):
@@ -108,7 +103,7 @@ def test_a_signal_to_one_rank_stops_both_with_one_checkpoint(both_ranks):
     assert said == ["interrupted after step 2 of 4; a checkpoint is saved"] * 2
     (checkpoint,) = checkpoints(root / "interrupted" / "checkpoints")
     assert checkpoint.name == "step-2"
-    assert {path.name for path in checkpoint.glob("random_*")} == {"random_0.json", "random_1.json"}
+    assert {path.name for path in checkpoint.glob("random_*")} == {"random_0.safetensors", "random_1.safetensors"}
 
 
 def test_an_out_that_the_machines_do_not_share_is_refused_on_every_rank(both_ranks):

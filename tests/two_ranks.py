@@ -138,7 +138,7 @@ def dev_figure(root: Path, rank: int) -> float:
     """MRR of a dev evaluation in which a last bit orders the skills differently on the second rank."""
     queries, skill_ids = [Query("q", "find", "single", "test", "dev")], ["s0", "s1"]
     tokens = [tokenized(keys, keys, lambda texts: [[0]] * len(texts), "", None) for keys in (["q"], skill_ids)]
-    own = OwnEncoder(skill_ids, *tokens)
+    own = OwnEncoder(*tokens)
     relevances = {"q": Relevance(frozenset({"s0"}), {"s0": 1.0})}
     dev = Dev(DevConfig(benchmark=root), relevances, Cascade(queries, [], 20, own), own)
     return dev.evaluate(lambda _: torch.tensor([[1.0, 0], [1 - rank / 2, 0], [0.75, 0]]))["MRR@10"].mean

@@ -1,14 +1,13 @@
 """What a checkpoint holds; it is whole or not there: written aside, synced, then renamed to step-N.
 
-model.safetensors has the whole model, state.json how far the training is, random_R.json the random states of rank R,
-optimizer.safetensors AdamW's moments. A run folder may come from elsewhere, so nothing here is read in a way that could
-execute code; DeepSpeed's own files are opened as plain tensors and numbers.
+model.safetensors has the whole model, state.json how far the training is, random_R.safetensors the random states of
+rank R, optimizer.safetensors AdamW's moments. A run folder may come from elsewhere, so nothing here is read in a way
+that could execute code; DeepSpeed's own files are opened as plain tensors and numbers.
 """
 
 import math
 import os
 import pickle
-import random
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -81,12 +79,13 @@ class _State(Config):
 
 
 def save_checkpoint(
-    accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path, position: Position
+    accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path, position: Position, keep: int
 ) -> None:
     """Save model, optimiser, position and every random state as `folder`/step-N; all ranks must call it.
 
     The whole model is always in one file, also where the ranks hold shards of it, so that any checkpoint can be
     exported without the launcher that wrote it; only frozen 4-bit weights are left out, for the base model has them.
+    All but the newest `keep` checkpoints and the best one are deleted.
     """
     final = folder / f"step-{position.step}"
     if final.exists():
@@ -111,12 +110,6 @@ def save_checkpoint(
             _sync(path)
         partial.rename(final)
         _sync(folder)
-    accelerator.wait_for_everyone()
-
-
-def rotate(accelerator: Accelerator, folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints and the best one."""
-    if accelerator.is_main_process:
         best = best_checkpoint(folder)
         for old in checkpoints(folder)[:-keep]:
             if old != best:
@@ -182,12 +175,12 @@ def load_weights(step_part: nn.Module, name: str, checkpoint: Path) -> None:
             whole[key] = distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
     try:
         missing, unknown = step_part.load_state_dict(whole, strict=False)
+        present = {id(value) for key, value in held.items() if key not in missing}
+        # Tied weights are held under one name.
+        unfit = [*unknown, *(key for key in missing if id(held[key]) not in present)]
     except RuntimeError as error:  # a shape that differs
-        unfit = str(error).splitlines()[-1].strip()
-        raise SkilltrainError(f"the checkpoint does not fit the recipe's model: {unfit}", where=checkpoint) from error
-    present = {id(value) for key, value in held.items() if key not in missing}
-    absent = [key for key in missing if id(held[key]) not in present]  # tied weights are held under one name
-    if unfit := [*unknown, *absent]:
+        unfit = [str(error).splitlines()[-1].strip()]
+    if unfit:
         raise SkilltrainError(f"the checkpoint does not fit the recipe's model: {unfit[0]}", where=checkpoint)
 
 
@@ -214,7 +207,10 @@ def _sync(path: Path) -> None:
 def _save_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path) -> None:
     """Write this process's random states and optimiser into `folder`; all ranks must call it."""
     random_file, optimizer_file = _files(accelerator, folder)
-    write_json(random_file, _random_states(accelerator.device))
+    states, device = {"cpu": torch.get_rng_state()}, accelerator.device
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state()
+    save_file(states, random_file)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         model.save_checkpoint(str(folder), _DEEPSPEED, save_latest=False)  # type: ignore[operator]
     elif accelerator.is_main_process or shards_weights(accelerator):
@@ -231,40 +227,17 @@ def _load_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, fol
             raise SkilltrainError("no such folder", where=folder / _DEEPSPEED)
     else:
         _restore_moments(optimizer, load_file(optimizer_file))
-    _restore_random_states(read_json(random_file), accelerator.device)
+    states, device = load_file(random_file), accelerator.device
+    torch.set_rng_state(states["cpu"])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[device.type])
 
 
 def _files(accelerator: Accelerator, folder: Path) -> tuple[Path, Path]:
     """Where this process's random states are, and its part of the optimiser: one file where all hold the same."""
     rank = accelerator.process_index
     optimizer = f"optimizer_{rank}.safetensors" if shards_weights(accelerator) else "optimizer.safetensors"
-    return folder / f"random_{rank}.json", folder / optimizer
-
-
-def _random_states(device: torch.device) -> dict[str, Any]:
-    numpy_state: Any = np.random.get_state(legacy=False)
-    numpy_state["state"]["key"] = numpy_state["state"]["key"].tolist()
-    states = {"python": random.getstate(), "numpy": numpy_state, "torch": _hex(torch.get_rng_state())}
-    if device.type != "cpu":
-        states[device.type] = _hex(torch.get_device_module(device).get_rng_state())
-    return states
-
-
-def _restore_random_states(states: Any, device: torch.device) -> None:
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(_from_hex(states["torch"]))
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(_from_hex(states[device.type]))
-
-
-def _hex(state: Tensor) -> str:
-    return bytes(state.cpu().numpy()).hex()
-
-
-def _from_hex(text: str) -> Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+    return folder / f"random_{rank}.safetensors", folder / optimizer
 
 
 def _moments(optimizer: Any) -> dict[str, Tensor]:

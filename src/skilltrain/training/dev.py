@@ -3,8 +3,9 @@
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,51 +25,32 @@ from skilltrain.models.tokens import TokenStore, tokenized
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems, keeps_of
 from skilltrain.retrieval.nearest import VectorRanker
-from skilltrain.retrieval.rankers import Ranker, is_own
+from skilltrain.retrieval.rankers import is_own
 from skilltrain.retrieval.rerank import with_rest
 from skilltrain.terminal import say
 from skilltrain.training.engine import of_first_rank
 from skilltrain.training.settings import DEV_MEASURES, DevConfig, depth_of
-from skilltrain.training.steps import Pairs, Texts
+from skilltrain.training.steps import Pairs, Texts, tokenized_skills
 
-
-@runtime_checkable
-class OwnRanker(Ranker, Protocol):
-    """The model in training as a ranker; `model` is the step module, wrapped for the launch, at each evaluation.
-
-    All ranks must ask it together.
-    """
-
-    model: Any
+ItemT = TypeVar("ItemT")
 
 
 @dataclass
 class OwnEncoder:
-    """The encoder in training as a ranker: all ranks together encode the pool anew each time that they are asked."""
+    """The encoder in training as a ranker: all ranks together encode the pool anew each time that they are asked.
 
-    skill_ids: Sequence[str]
+    `model` is the step module, wrapped for the launch, at each evaluation.
+    """
+
     query_tokens: TokenStore
     skill_tokens: TokenStore
     model: Any = None
 
-    @classmethod
-    def of(cls, encoder: Encoder, queries: Sequence[Query], skills: Sequence[Skill]) -> "OwnEncoder":
-        """The texts tokenised, once for all evaluations."""
-        skill_ids, texts = [skill.skill_id for skill in skills], [query.text for query in queries]
-        template, most = encoder.settings.template.skill, encoder.settings.max_tokens
-        rendered = [template.render(skill) for skill in skills]
-        return cls(
-            skill_ids,
-            tokenized([query.query_id for query in queries], texts, encoder.tokenize_queries, "", None),
-            tokenized(skill_ids, rendered, lambda texts: encoder.tokenize(texts, most), "", None),
-        )
-
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """The `keep` nearest skills of each query, of its candidates alone where there are some."""
         texts: list[TokenIds] = [self.query_tokens[query.query_id] for query in queries]
-        texts += [self.skill_tokens[skill_id] for skill_id in self.skill_ids]
-        vectors = _finite(self.model(Texts(texts))).cpu().numpy()
-        ranker = VectorRanker(self.skill_ids, vectors[len(queries) :], lambda _: vectors[: len(queries)])
+        vectors = _finite(self.model(Texts([*texts, *self.skill_tokens.values()]))).cpu().numpy()
+        ranker = VectorRanker([*self.skill_tokens], vectors[len(queries) :], lambda _: vectors[: len(queries)])
         return ranker.rank(queries, candidates, keep)
 
 
@@ -88,9 +70,8 @@ class OwnReranker:
         asked = [query for query in queries if candidates[query.query_id]]
         firsts = [[skill_id for skill_id, _ in candidates[query.query_id][:keep]] for query in asked]
         lists = [self._pairs(query, skill_ids) for query, skill_ids in zip(asked, firsts, strict=True)]
-        scores = _finite(self.model(Pairs(lists)))
+        rows = _finite(self.model(Pairs(lists))).split([len(pairs) for pairs in lists])
         rankings: Rankings = {query.query_id: [] for query in queries}
-        rows = scores.split([len(pairs) for pairs in lists])
         for query, skill_ids, row in zip(asked, firsts, rows, strict=True):
             scored = [*zip(skill_ids, row.tolist(), strict=True)]
             rankings[query.query_id] = with_rest(scored, candidates[query.query_id][keep:])
@@ -118,7 +99,7 @@ class Dev:
     config: DevConfig
     relevances: Mapping[str, Relevance]
     cascade: Cascade
-    own: OwnRanker
+    own: Any  # a Ranker whose `model` is set before each evaluation
 
     def evaluate(self, model: Any) -> dict[str, Interval]:
         """Measure name → figure, the same on every rank; all ranks must call it.
@@ -148,16 +129,23 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
     """
     check_systems([config.system], has_own=True)
     benchmark = load_benchmark(config.benchmark, config.split)
-    num, path = len(benchmark.tasks), config.pool or training_pool
-    chosen = random.Random(config.seed).sample(range(num), min(config.max_queries or num, num))
-    tasks = [benchmark.tasks[position] for position in sorted(chosen)]
+    tasks = _sample(benchmark.tasks, config.max_queries, config.seed)
+    path = config.pool or training_pool
     pool = {skill.skill_id: skill for skill in read_pool(path)}
     pool |= {skill.skill_id: skill for skill in benchmark.gold_skills if skill.skill_id not in pool}
     queries = [task.query for task in tasks]
-    skills = _sampled_skills([*pool.values()], {s for task in tasks for s in task.relevance.gains}, config)
+    judged = {skill_id for task in tasks for skill_id in task.relevance.gains if skill_id in pool}
+    others = [skill_id for skill_id in pool if skill_id not in judged]
+    room = None if config.max_skills is None else max(0, config.max_skills - len(judged))
+    kept = judged.union(_sample(others, room, config.seed))
+    skills = [skill for skill in pool.values() if skill.skill_id in kept]
     say(f"dev: {len(tasks):,} queries of {config.benchmark}, ranked over {len(skills):,} of {len(pool):,} skills")
     if isinstance(model, Encoder):
-        own = OwnEncoder.of(model, queries, skills)
+        texts, of_skills = [query.text for query in queries], partial(tokenized_skills, model)
+        own = OwnEncoder(
+            tokenized([query.query_id for query in queries], texts, model.tokenize_queries, "", None),
+            tokenized([skill.skill_id for skill in skills], skills, of_skills, "", None),
+        )
     else:
         own = OwnReranker(model, {skill.skill_id: skill for skill in skills})
     keeps = [ranker.keep for ranker in config.rankers if ranker.keep]
@@ -165,6 +153,12 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
     _say_missed(tasks, pool, _before_own(config, cascade), path)
     relevances = {task.query.query_id: _within(task.relevance, pool) for task in tasks}
     return Dev(config, relevances, cascade, own)
+
+
+def _sample(items: Sequence[ItemT], num: int | None, seed: int) -> list[ItemT]:
+    """`num` of the items drawn by `seed`, in their order; all without `num`."""
+    chosen = random.Random(seed).sample(range(len(items)), min(len(items) if num is None else num, len(items)))
+    return [items[position] for position in sorted(chosen)]
 
 
 def _before_own(config: DevConfig, cascade: Cascade) -> Rankings | None:
@@ -177,14 +171,6 @@ def _before_own(config: DevConfig, cascade: Cascade) -> Rankings | None:
     found = cascade.run(SystemConfig(name="dev", rankers=tuple(before)))[-1].rankings
     cascade.release([config.system.model_copy(update={"rankers": config.rankers[number:]})])
     return found
-
-
-def _sampled_skills(skills: list[Skill], judged: Collection[str], config: DevConfig) -> list[Skill]:
-    """All judged skills and as many others as make up `max_skills`, in the order of the pool."""
-    others = [skill.skill_id for skill in skills if skill.skill_id not in judged]
-    room = len(others) if config.max_skills is None else max(0, config.max_skills - (len(skills) - len(others)))
-    chosen = set(random.Random(config.seed).sample(others, min(room, len(others))))
-    return [skill for skill in skills if skill.skill_id in judged or skill.skill_id in chosen]
 
 
 def _within(relevance: Relevance, pool: Collection[str]) -> Relevance:

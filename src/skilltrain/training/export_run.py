@@ -13,20 +13,15 @@ from skilltrain.export.folder import copy_model, save_encoder, save_reranker
 from skilltrain.files import read_json, staged_folder
 from skilltrain.models.adapters import merge_adapter
 from skilltrain.models.encoder import Encoder
+from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, RUN_FILE
 from skilltrain.terminal import say
 from skilltrain.training.checkpoint import best_checkpoint, checkpoints, load_weights
 from skilltrain.training.settings import TrainConfig, TrainEncoderConfig, TrainRerankerConfig, load_model
 
-_RUN_FILE, _RECIPE_FILE = "run.json", "recipe.yaml"
 _CONFIGS: dict[str, type[TrainEncoderConfig] | type[TrainRerankerConfig]] = {
     "train_encoder": TrainEncoderConfig,
     "train_reranker": TrainRerankerConfig,
 }
-# What every checkpoint of a run has in common with its end.
-_SAME_FOR_ALL = (
-    "num_lists", "num_skills", "num_pairs", "num_positives", "num_contaminated_lists", "num_lists_of_dev_queries",
-    "num_parameters", "num_trained_parameters",
-)  # fmt: skip
 
 
 def save_trained(
@@ -37,7 +32,7 @@ def save_trained(
     `exported` names a checkpoint that is not what the run ended with. On the CPU: the GPU may still hold the model.
     """
     model = load_model(config, torch.device("cpu"))
-    load_weights(model, "encoder" if isinstance(model, Encoder) else "reranker", checkpoint)
+    load_weights(model, "model", checkpoint)
     base, recipe = config.model.source, config.model_dump(mode="json")
     card = model_card(RunRecord(model.settings, base, recipe, summary, exported))
     if isinstance(model, Encoder):
@@ -57,7 +52,7 @@ def export_run(run: Path, out: Path, checkpoint: str | None) -> dict[str, Any]:
     checkpoint is used. Raises SkilltrainError if there is no such run or checkpoint, or `out` is not empty.
     """
     config, summary = _read(run)
-    found = None if summary and checkpoint is None else _checkpoint(run / "checkpoints", checkpoint)
+    found = None if summary and checkpoint is None else _checkpoint(run / CHECKPOINTS, checkpoint)
     _check_free(out)
     with staged_folder(out) as staged:
         if found is None:
@@ -65,25 +60,20 @@ def export_run(run: Path, out: Path, checkpoint: str | None) -> dict[str, Any]:
         elif summary.get("checkpoint") == found.name:  # this one became the run's model: its figures are the run's
             save_trained(config, found, staged, summary)
         else:
-            common = {key: summary[key] for key in _SAME_FOR_ALL if key in summary}
-            save_trained(config, found, staged, common, exported=found.name)
+            save_trained(config, found, staged, {}, exported=found.name)
     say(f"{out}: {found.name if found else 'the model'} of {run}")
     return {"out": str(out), "stage": config.stage, "checkpoint": found.name if found else summary.get("checkpoint")}
 
 
 def _read(run: Path) -> tuple[TrainConfig, Mapping[str, Any]]:
     """(settings, summary) of a run; the summary is empty while the run is not finished."""
-    if not (run / _RUN_FILE).is_file() or not (run / _RECIPE_FILE).is_file():
-        what = f"holds no run: it has no {_RUN_FILE}" if run.is_dir() else "no such folder"
+    if not (run / RUN_FILE).is_file():
+        what = f"holds no run: it has no {RUN_FILE}" if run.is_dir() else "no such folder"
         raise SkilltrainError(what, where=run, fix="give the folder that a training wrote to (its out=…)")
-    recipe, record = load_recipe(run / _RECIPE_FILE), read_json(run / _RUN_FILE)
-    stage = recipe.get("stage")
-    if stage not in _CONFIGS:
+    recipe, record = load_recipe(run / RECIPE_FILE), read_json(run / RUN_FILE)
+    if (stage := recipe.get("stage")) not in _CONFIGS:
         raise SkilltrainError(f"is a run of stage {stage}, which trains no model", where=run)
-    if not isinstance(record, dict) or "finished" not in record:
-        raise SkilltrainError("is no record of a run", where=run / _RUN_FILE)
-    config = validate(_CONFIGS[stage], recipe, run / _RECIPE_FILE)
-    return config, record["summary"] if record["finished"] else {}
+    return validate(_CONFIGS[stage], recipe, run / RECIPE_FILE), record["summary"] if record["finished"] else {}
 
 
 def _checkpoint(folder: Path, name: str | None) -> Path:

@@ -7,9 +7,9 @@ import os
 import secrets
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
@@ -77,104 +77,100 @@ def note_of(figures: Mapping[str, float]) -> str:
     )
 
 
-@dataclass(frozen=True)
-class TrackedRun:
-    """What trackers are told of a run. They keep their files in `folder`; `resumed_step` is 0 for a fresh start."""
-
-    project: str
-    folder: Path
-    recipe: Mapping[str, Any]
-    resumed_step: int
-
-
 class TrainingLog:
     """Keeps figures in a file and in trackers, on the main process only (`active`).
 
     Lines after the step that a run resumes from are dropped first, torn ones too: their steps are done again. The log
-    owns its trackers and closes them. One that fails while training is left out from then on: figures are not worth
-    a run.
+    closes its trackers. One that fails while training is left out from then on: figures are not worth a run.
     """
 
     def __init__(self, path: Path, resumed_step: int, active: bool, trackers: Sequence[GeneralTracker]) -> None:
-        self.path, self.resumed_step, self.active, self.trackers = path, resumed_step, active, [*trackers]
+        self.path, self.active, self.trackers = path, active, [*trackers]
+        if active:
+            kept = _kept_lines(path, resumed_step) if resumed_step and path.is_file() else ()
+            write_text(path, "".join(f"{line}\n" for line in kept))
+            self.file = path.open("a", encoding="utf-8", buffering=1)
 
     def __enter__(self) -> "TrainingLog":
-        if self.active:
-            write_text(self.path, "".join(f"{line}\n" for line in _kept_lines(self.path, self.resumed_step)))
-            self.file = self.path.open("a", encoding="utf-8", buffering=1)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.active:
             self.file.close()
-            for tracker in self.trackers:
-                try:
-                    if isinstance(tracker, WandBTracker):  # which marks a run that failed or was broken off
-                        tracker.run.finish(exit_code=int(kind is not None))
-                    else:
-                        tracker.finish()
-                except Exception as fault:
-                    say(f"warning: {type(tracker).__name__} could not be closed: {fault}")
+        for tracker in self.trackers:
+            try:
+                if isinstance(tracker, WandBTracker):  # which marks a run that failed or was broken off
+                    tracker.run.finish(exit_code=int(kind is not None))
+                else:
+                    tracker.finish()
+            except Exception as fault:
+                say(f"warning: {type(tracker).__name__} could not be closed: {fault}")
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Keep a training step's figures."""
-        if self.active:
-            self._append({"step": step, **_rounded(figures)})
-            self._track(step, {f"train/{name}": value for name, value in figures.items()})
+        self._keep(step, _rounded(figures), {f"train/{name}": value for name, value in figures.items()})
 
     def write_dev(self, step: int, figures: Mapping[str, Interval]) -> None:
         """Keep the figures of a dev evaluation after `step`, each with its interval."""
-        if self.active:
-            rows = {name: _rounded(asdict(one)) | {"n": one.n} for name, one in figures.items()}
-            self._append({"step": step, "dev": rows})
-            shown: dict[str, float] = {}
-            for name, one in figures.items():
-                shown |= {f"dev/{name}": one.mean, f"dev/{name}/low": one.low, f"dev/{name}/high": one.high}
-            self._track(step, shown)
+        shown: dict[str, float] = {}
+        for name, one in figures.items():
+            shown |= {f"dev/{name}": one.mean, f"dev/{name}/low": one.low, f"dev/{name}/high": one.high}
+        self._keep(step, {"dev": {name: _rounded(asdict(one)) | {"n": one.n} for name, one in figures.items()}}, shown)
 
-    def _append(self, row: Mapping[str, Any]) -> None:
+    def _keep(self, step: int, row: Mapping[str, Any], shown: dict[str, float]) -> None:
+        """Append `row` to the file, and tell the trackers what is to be `shown`."""
+        if not self.active:
+            return
         try:
-            self.file.write(json.dumps(row, allow_nan=False) + "\n")
+            self.file.write(json.dumps({"step": step, **row}, allow_nan=False) + "\n")
         except OSError as error:
             raise SkilltrainError(f"cannot write: {error.strerror or error}", where=self.path) from error
-
-    def _track(self, step: int, figures: dict[str, float]) -> None:
         for tracker in [*self.trackers]:
             try:
-                tracker.log(figures, step=step)
+                tracker.log(shown, step=step)
             except Exception as error:
                 self.trackers.remove(tracker)
                 say(f"warning: {type(tracker).__name__} failed at step {step} and is left out from now on: {error}")
 
 
-def open_trackers(names: Sequence[TrackerName], run: TrackedRun, active: bool) -> list[GeneralTracker]:
-    """The trackers of a run, to be given to its TrainingLog; none where this process is not the one that logs.
+def open_trackers(
+    names: Sequence[TrackerName],
+    project: str,
+    folder: Path,
+    recipe: Mapping[str, Any],
+    resumed_step: int,
+    active: bool,
+) -> list[GeneralTracker]:
+    """The trackers of a run, whose files lie in its `folder`; none where this process is not the one that logs.
 
-    Raises SkilltrainError, on every process, where a tracker's package is not installed, and where one cannot start.
+    `resumed_step` is 0 for a fresh start. Raises SkilltrainError, on every process, where a tracker's package is not
+    installed, and where one cannot start.
     """
     for name in names:
         found = importlib.util.find_spec(name)
         if found is None or found.origin is None:  # a folder `wandb` that runs have left is no package
             raise SkilltrainError(f"{name} is not installed", fix="pip install 'skilltrain[trackers]'")
-    opens = {"wandb": _wandb, "tensorboard": _tensorboard}
-    return [opens[name](run) for name in names] if active else []
-
-
-def _tensorboard(run: TrackedRun) -> TensorBoardTracker:
-    """Event files in `folder`/tensorboard; a resumed run's later events take the place of those it does again."""
-    purge = run.resumed_step + 1 if run.resumed_step else None
-    tracker = TensorBoardTracker("tensorboard", run.folder, purge_step=purge)
+    if not active:
+        return []
+    told, trackers = _public(recipe), list[GeneralTracker]()
     try:
-        tracker.start()
-    except OSError as error:
-        raise SkilltrainError(f"cannot write: {error.strerror or error}", where=run.folder) from error
-    if not run.resumed_step:
-        text = json.dumps(_public(run.recipe), indent=4)
-        tracker.log({"recipe": "".join(f"    {line}\n" for line in text.splitlines())}, step=0)  # Markdown: code
-    return tracker
+        if "wandb" in names:
+            trackers.append(_wandb(project, folder, told, resumed_step))
+        if "tensorboard" in names:  # a resumed run's later events take the place of those it does again
+            purge = resumed_step + 1 if resumed_step else None
+            tracker = TensorBoardTracker("tensorboard", folder, purge_step=purge)
+            tracker.start()
+            if not resumed_step:
+                lines = json.dumps(told, indent=4).splitlines()
+                tracker.log({"recipe": "".join(f"    {line}\n" for line in lines)}, step=0)  # Markdown: code
+            trackers.append(tracker)
+    except Exception as error:
+        fix = "for wandb run `wandb login` first, or set WANDB_MODE=offline"
+        raise SkilltrainError(f"a tracker cannot start: {error}", where=folder, fix=fix) from error
+    return trackers
 
 
-def _wandb(run: TrackedRun) -> WandBTracker:
+def _wandb(project: str, folder: Path, recipe: Mapping[str, Any], resumed_step: int) -> WandBTracker:
     """A run of wandb, online or offline (WANDB_MODE=offline), with its files in `folder`/wandb.
 
     Its id is kept in `folder`/wandb/run_id, so that a resumed training goes on in the same run. wandb is told the
@@ -182,39 +178,31 @@ def _wandb(run: TrackedRun) -> WandBTracker:
     """
     import wandb  # pyright: ignore[reportMissingImports]  # an extra
 
-    file = run.folder / "wandb" / "run_id"
-    if not run.resumed_step or not file.is_file():
+    file = folder / "wandb" / "run_id"
+    if not resumed_step or not file.is_file():
         write_text(file, secrets.token_hex(4))
     settings = wandb.Settings(
         silent=True, console="off", host="", disable_git=True, disable_code=True, save_code=False,
         x_disable_meta=True, x_save_requirements=False,
     )  # fmt: skip
     tracker = WandBTracker(
-        run.project, name=run.folder.resolve().name, id=file.read_text(encoding="utf-8").strip(), resume="allow",
-        dir=str(run.folder), config=_public(run.recipe), settings=settings,
+        project, name=folder.resolve().name, id=file.read_text(encoding="utf-8").strip(), resume="allow",
+        dir=str(folder), config=recipe, settings=settings,
     )  # fmt: skip
-    try:
-        tracker.start()
-    except (wandb.Error, OSError) as error:
-        fix = "run `wandb login` first, or set WANDB_MODE=offline"
-        raise SkilltrainError(f"wandb cannot start: {error}", fix=fix) from error
+    tracker.start()
     if not tracker.run.disabled:
-        here = f"offline in {run.folder / 'wandb'}; `wandb sync` uploads it"
-        say(f"wandb: run {tracker.run.id}, {here if tracker.run.offline else tracker.run.url}")
+        here = f"offline in {folder / 'wandb'}; `wandb sync` uploads it" if tracker.run.offline else tracker.run.url
+        say(f"wandb: run {tracker.run.id}, {here}")
     return tracker
 
 
 def _kept_lines(path: Path, resumed_step: int) -> Iterator[str]:
     """The whole lines of an earlier part of the run, up to the step that it resumes from."""
-    if not (resumed_step and path.is_file()):
-        return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
+        with suppress(ValueError):
             row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and row["step"] <= resumed_step:
-            yield line
+            if isinstance(row, dict) and row["step"] <= resumed_step:
+                yield line
 
 
 def _rounded(figures: Mapping[str, float]) -> dict[str, float | None]:

@@ -20,17 +20,10 @@ from torch.distributed.tensor import DTensor
 from skilltrain.errors import SkilltrainError, StoppedError
 from skilltrain.models.cpu_linear import train_with_onednn
 from skilltrain.terminal import progress, say
-from skilltrain.training.checkpoint import (
-    Position,
-    best_checkpoint,
-    checkpoints,
-    load_checkpoint,
-    rotate,
-    save_checkpoint,
-)
+from skilltrain.training.checkpoint import Position, best_checkpoint, checkpoints, load_checkpoint, save_checkpoint
 from skilltrain.training.dev import Dev
 from skilltrain.training.engine import check_shared, shards_weights
-from skilltrain.training.log import Meter, StepResult, TrackedRun, TrainingLog, note_of, open_trackers
+from skilltrain.training.log import Meter, StepResult, TrainingLog, note_of, open_trackers
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import EncoderStep, RerankerStep, TokenCount
 from skilltrain.training.training_set import TrainingList
@@ -94,24 +87,6 @@ def schedule(step: int, total: int, warmup_share: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """What a running training consists of."""
-
-    accelerator: Accelerator
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    config: TrainingConfig
-    run: Run
-    position: Position
-
-    @property
-    def patience_is_over(self) -> bool:
-        """Whether too many evaluations have brought nothing better."""
-        patience = self.run.dev.config.patience if self.run.dev else None
-        return patience is not None and self.position.best.num_bad >= patience
-
-
 def train(
     accelerator: Accelerator, step_module: StepModule, lists: Sequence[TrainingList], config: TrainingConfig, run: Run
 ) -> TrainingResult:
@@ -122,41 +97,43 @@ def train(
     a checkpoint. What is trained is in the result's checkpoint: the best on the dev benchmark, or the last.
     """
     set_seed(config.seed)
-    parts = _prepare(accelerator, step_module, config, run)
-    total, position = num_steps(len(lists), config), parts.position
+    model, optimizer, position = _prepare(accelerator, step_module, config, run)
+    total, is_main, dev = num_steps(len(lists), config), accelerator.is_main_process, run.dev
+    patience = dev.config.patience if dev is not None and dev.config.patience else math.inf
     meter, started = Meter(math.ceil(total / config.epochs)), time.monotonic() - position.seconds
-    tracked = TrackedRun(config.project, run.folder, run.recipe, position.step)
-    is_main = accelerator.is_main_process
-    trackers = open_trackers(config.trackers, tracked, is_main)
+    trackers = open_trackers(config.trackers, config.project, run.folder, run.recipe, position.step, is_main)
     with (
         TrainingLog(run.folder / "train_log.jsonl", position.step, is_main, trackers) as log,
         Stop() as stop,
         progress("training", total, position.step) as show,
     ):
         for number, batches in enumerate(step_batches(lists, config)):
-            if number < position.step or parts.patience_is_over:
+            if number < position.step or position.best.num_bad >= patience:
                 continue
-            learning_rate = config.learning_rate * schedule(number, total, config.warmup_share)
-            result = _optimiser_step(parts, step_module, batches, learning_rate)
+            for group in optimizer.param_groups:  # a rate that follows from the step alone needs no state to resume
+                group["lr"] = config.learning_rate * schedule(number, total, config.warmup_share)
+            result = _optimiser_step(accelerator, model, optimizer, step_module, batches, config)
             position.advance(result.loss, result.num_queries, result.num_tokens, time.monotonic() - started)
             figures = meter.update(position.step, result)
             log.write(position.step, figures)
             show(position.step, note_of(figures))
-            improved = _improves(parts, step_module, log, is_last=position.step == total)
-            ending = position.step == total or parts.patience_is_over
+            is_last, improved = position.step == total, False
+            if dev is not None and (is_last or position.step % dev.config.every == 0):
+                improved = _improves(dev, model, step_module, log, position)
+            ending = is_last or position.best.num_bad >= patience
             # A signal reaches the ranks in different steps, and all must save together.
             stopping = bool(_summed(accelerator, torch.tensor(float(stop.asked), device=accelerator.device)) > 0)
             if stopping or ending or improved or position.step % config.save_every == 0:
-                save_checkpoint(accelerator, parts.model, parts.optimizer, run.checkpoints, position)
-                rotate(accelerator, run.checkpoints, config.keep_checkpoints)
+                save_checkpoint(accelerator, model, optimizer, run.checkpoints, position, config.keep_checkpoints)
             if stopping and not ending:
                 what = f"interrupted after step {position.step} of {total}; a checkpoint is saved"
                 raise StoppedError(what, where=run.folder, fix="run the same command with --resume to go on")
-    checkpoint = best_checkpoint(run.checkpoints) or checkpoints(run.checkpoints)[-1]
-    return TrainingResult(position, checkpoint)
+    return TrainingResult(position, best_checkpoint(run.checkpoints) or checkpoints(run.checkpoints)[-1])
 
 
-def _prepare(accelerator: Accelerator, step_module: StepModule, config: TrainingConfig, run: Run) -> _Parts:
+def _prepare(
+    accelerator: Accelerator, step_module: StepModule, config: TrainingConfig, run: Run
+) -> tuple[nn.Module, torch.optim.Optimizer, Position]:
     """Everything in place, and as the newest checkpoint left it if the run is resumed."""
     check_shared(accelerator, run.checkpoints)
     if not shards_weights(accelerator):
@@ -166,20 +143,23 @@ def _prepare(accelerator: Accelerator, step_module: StepModule, config: Training
     position = load_checkpoint(accelerator, model, optimizer, run.checkpoints) if run.resume else None
     if not run.resume and (found := checkpoints(run.checkpoints)):
         raise SkilltrainError("checkpoints of an earlier run lie here", where=found[-1], fix="--resume, or another out")
-    return _Parts(accelerator, model, optimizer, config, run, position or Position())
+    return model, optimizer, position or Position()
 
 
 def _optimiser_step(
-    parts: _Parts, step_module: StepModule, batches: list[list[TrainingList]], learning_rate: float
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step_module: StepModule,
+    batches: list[list[TrainingList]],
+    config: TrainingConfig,
 ) -> StepResult:
     """One step, in which every query weighs the same."""
-    accelerator, model, started = parts.accelerator, parts.model, time.monotonic()
+    started = time.monotonic()
     # There a rank keeps its part of the gradient only: putting off the exchange would make it keep all of it.
     shares_gradients = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
     count = sum(len(batch) for batch in batches)
     total = torch.zeros((), device=accelerator.device)
-    for group in parts.optimizer.param_groups:  # a rate that follows from the step alone needs no state to resume
-        group["lr"] = learning_rate
     for position, batch in enumerate(batches):
         is_last = position == len(batches) - 1
         accelerator.sync_gradients = is_last  # DeepSpeed steps in the backward pass that it is told is the last
@@ -188,15 +168,15 @@ def _optimiser_step(
             accelerator.backward(loss)
         total += loss.detach().float()
     mean = float(_summed(accelerator, total)) / accelerator.num_processes
-    clipped: Any = accelerator.clip_grad_norm_(model.parameters(), parts.config.max_grad_norm)
+    clipped: Any = accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm)
     norm = float(clipped.full_tensor() if isinstance(clipped, DTensor) else clipped)
-    _check_step(mean, norm, batches, parts.config.stop_grad_norm)
-    parts.optimizer.step()
-    parts.optimizer.zero_grad(set_to_none=True)
+    _check_step(mean, norm, batches, config.stop_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
     both = torch.tensor([step_module.count.tokens, step_module.count.slots], device=accelerator.device)
     tokens, slots = _summed(accelerator, both).tolist()
     step_module.count = TokenCount()
-    return StepResult(mean, learning_rate, norm, count, tokens, slots, time.monotonic() - started)
+    return StepResult(mean, optimizer.param_groups[0]["lr"], norm, count, tokens, slots, time.monotonic() - started)
 
 
 def _check_step(loss: float, norm: float, batches: list[list[TrainingList]], highest_norm: float) -> None:
@@ -217,19 +197,16 @@ def _check_step(loss: float, norm: float, batches: list[list[TrainingList]], hig
     )
 
 
-def _improves(parts: _Parts, step_module: StepModule, log: TrainingLog, is_last: bool) -> bool:
-    """Whether it is time to evaluate, and the model does better than ever before; all ranks compute it together."""
-    dev, model, step = parts.run.dev, parts.model, parts.position.step
-    if dev is None or not (is_last or step % dev.config.every == 0):
-        return False
+def _improves(dev: Dev, model: nn.Module, step_module: StepModule, log: TrainingLog, position: Position) -> bool:
+    """Whether the model does better than ever before on the dev benchmark; all ranks compute it together."""
     model.eval()
     with torch.no_grad():
         figures = dev.evaluate(model)
     model.train()
     step_module.count = TokenCount()
-    log.write_dev(step, figures)
-    say(f"step {step}: {dev.line(figures)}")
-    return parts.position.best.update(step, dev.config.metric, figures)
+    log.write_dev(position.step, figures)
+    say(f"step {position.step}: {dev.line(figures)}")
+    return position.best.update(position.step, dev.config.metric, figures)
 
 
 def _summed(accelerator: Accelerator, values: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """What a loss sees of a step: scores from vectors, gains, and who may be a negative of whom."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ class ScoreContext:
     needs_sides: bool
     needs_teacher_scores: bool
     groups: Mapping[str, tuple[int, ...]]
-    answers: Mapping[str, frozenset[int]]
+    answers: Mapping[str, Set[int]]
 
     @classmethod
     def of(cls, data: TrainingSet, loss: EncoderLoss, in_batch: bool) -> "ScoreContext":
@@ -42,14 +42,11 @@ class ScoreContext:
                 keys.append(("cluster", data.clusters[skill_id]))
             return tuple(numbers.setdefault(key, len(numbers)) for key in keys)
 
-        groups = {skill_id: groups_of(skill_id) for skill_id in data.skills}
         answers: dict[str, set[int]] = {}
         for one in data.lists:
-            known = answers.setdefault(one.query, set())
-            for skill_id in one.positives:
-                known.update(groups[skill_id] if skill_id in groups else groups_of(skill_id))
-        frozen = {query: frozenset(known) for query, known in answers.items()}
-        return cls(in_batch, loss.needs_sides, loss.needs_teacher_scores, groups, frozen)
+            answers.setdefault(one.query, set()).update(g for skill_id in one.positives for g in groups_of(skill_id))
+        groups = {skill_id: groups_of(skill_id) for skill_id in data.skills}
+        return cls(in_batch, loss.needs_sides, loss.needs_teacher_scores, groups, answers)
 
 
 def check_teacher_scores(data: TrainingSet, loss: EncoderLoss | RerankerLoss) -> None:
@@ -105,17 +102,34 @@ def encoder_scores(
     in float32 or wider, also under autocast, which would round them to 1/256. For a loss that learns from a teacher
     only the candidates that the teacher scored are valid, so in-batch negatives play no part.
     """
-    vectors = _Vectors(query_vectors, skill_vectors, all_queries)
+    device, teacher, negatives = skill_vectors.device, None, None
     gains, valid = candidate_labels(own, skill_ids, context)
-    teacher = None
     if context.needs_teacher_scores:
         cells = _own_cells(own, skill_ids)
         teacher = torch.full_like(gains, torch.nan)
         teacher[cells] = torch.tensor(_teacher_scores(own), dtype=gains.dtype)
         valid &= ~teacher.isnan()
-    negatives = _side_negatives(own, batch, skill_ids, context) if all_queries is not None else None
-    labels = _Labels(gains, valid, teacher, negatives).on(skill_vectors.device)
-    return _scored(vectors, labels)
+        teacher = teacher.to(device)
+    if all_queries is not None:
+        negatives = [part.to(device) for part in _side_negatives(own, batch, skill_ids, context)]
+    gains, valid = gains.to(device), valid.to(device)
+
+    def scored(dim: int | None = None) -> ScoredBatch:
+        """The batch by the whole vectors, or by their first `dim` coordinates, made unit vectors again."""
+        queries, skills = _first(query_vectors, dim), _first(skill_vectors, dim)
+        scores, sides = _cosines(queries, skills), None
+        if negatives is not None and all_queries is not None:
+            asked = _first(all_queries, dim)
+            column, query_to_query, skill_to_query, skill_to_skill = negatives
+            positives = skills[column]
+            sides = SideScores(
+                SideTerm(_cosines(queries, asked), query_to_query),
+                SideTerm(_cosines(positives, asked), skill_to_query),
+                SideTerm(_cosines(positives, skills), skill_to_skill),
+            )
+        return ScoredBatch(scores, gains.to(scores.dtype), valid, teacher, sides, truncated=scored)
+
+    return scored()
 
 
 def list_scores(lists: Sequence[TrainingList], flat: Float[Tensor, "pair"], needs_teacher_scores: bool) -> ScoredBatch:
@@ -130,71 +144,14 @@ def list_scores(lists: Sequence[TrainingList], flat: Float[Tensor, "pair"], need
     return ScoredBatch(scores, gains, cells & ~teacher.isnan(), teacher)
 
 
-@dataclass(frozen=True)
-class _Vectors:
-    """Unit vectors of a step."""
-
-    queries: Float[Tensor, "own dim"]
-    skills: Float[Tensor, "skill dim"]
-    all_queries: Float[Tensor, "all dim"] | None
-
-    def truncated(self, dim: int) -> "_Vectors":
-        """The first `dim` coordinates, made unit vectors again."""
-        if dim > self.skills.shape[1]:
-            raise SkilltrainError(f"{dim} is more than the encoder's {self.skills.shape[1]}", where="loss.dims")
-        all_queries = None if self.all_queries is None else _unit(self.all_queries[:, :dim])
-        return _Vectors(_unit(self.queries[:, :dim]), _unit(self.skills[:, :dim]), all_queries)
-
-
-@dataclass(frozen=True)
-class _SideNegatives:
-    """Which of all queries or skills of a step are negatives of this rank's queries and their positives."""
-
-    column: Int[Tensor, "positive"]
-    query_to_query: Bool[Tensor, "own all"]
-    skill_to_query: Bool[Tensor, "positive all"]
-    skill_to_skill: Bool[Tensor, "positive skill"]
-
-
-@dataclass(frozen=True)
-class _Labels:
-    """Everything of a batch that is no score."""
-
-    gains: Float[Tensor, "own skill"]
-    valid: Bool[Tensor, "own skill"]
-    teacher: Float[Tensor, "own skill"] | None
-    negatives: _SideNegatives | None
-
-    def on(self, device: torch.device) -> "_Labels":
-        """The same on `device`."""
-        teacher = None if self.teacher is None else self.teacher.to(device)
-        negatives = None
-        if (sides := self.negatives) is not None:
-            tensors = (sides.column, sides.query_to_query, sides.skill_to_query, sides.skill_to_skill)
-            negatives = _SideNegatives(*(tensor.to(device) for tensor in tensors))
-        return _Labels(self.gains.to(device), self.valid.to(device), teacher, negatives)
-
-
-def _scored(vectors: _Vectors, labels: _Labels) -> ScoredBatch:
-    scores = _cosines(vectors.queries, vectors.skills)
-    sides = None
-    if labels.negatives is not None and vectors.all_queries is not None:
-        positives = vectors.skills[labels.negatives.column]
-        sides = SideScores(
-            SideTerm(_cosines(vectors.queries, vectors.all_queries), labels.negatives.query_to_query),
-            SideTerm(_cosines(positives, vectors.all_queries), labels.negatives.skill_to_query),
-            SideTerm(_cosines(positives, vectors.skills), labels.negatives.skill_to_skill),
-        )
-    return ScoredBatch(
-        scores, labels.gains.to(scores.dtype), labels.valid, labels.teacher, sides,
-        truncated=lambda dim: _scored(vectors.truncated(dim), labels),
-    )  # fmt: skip
-
-
 def _side_negatives(
     own: Sequence[TrainingList], batch: Sequence[TrainingList], skill_ids: Sequence[str], context: ScoreContext
-) -> _SideNegatives:
-    """A query's negatives among queries share no answer with it; a positive's among queries are those for which it
+) -> tuple[
+    Int[Tensor, "positive"], Bool[Tensor, "own all"], Bool[Tensor, "positive all"], Bool[Tensor, "positive skill"]
+]:
+    """(columns of this rank's positives, and who is a negative: query to query, skill to query, skill to skill).
+
+    A query's negatives among queries share no answer with it; a positive's among queries are those for which it
     is a negative or of lower gain; among skills those of other lists that are no false negatives of its query.
     """
     gains, valid = candidate_labels(own, skill_ids, context)
@@ -204,7 +161,7 @@ def _side_negatives(
     counts[_own_cells(batch, skill_ids)] = True
     is_lower = gains[row, column].unsqueeze(1) > all_gains[:, column].T
     own_answers, all_answers = ([context.answers[one.query] for one in lists] for lists in (own, batch))
-    return _SideNegatives(
+    return (
         column,
         ~_share_a_group(own_answers, all_answers),
         counts[:, column].T & is_lower,
@@ -218,10 +175,15 @@ def _cosines(left: Float[Tensor, "left dim"], right: Float[Tensor, "right dim"])
         return left.to(wide) @ right.to(wide).T
 
 
-def _unit(vectors: Float[Tensor, "text dim"]) -> Float[Tensor, "text dim"]:
+def _first(vectors: Float[Tensor, "text dim"], dim: int | None) -> Float[Tensor, "text cut"]:
+    """The first `dim` coordinates, made unit vectors again; the vectors themselves without `dim`."""
+    if dim is None:
+        return vectors
+    if dim > vectors.shape[1]:
+        raise SkilltrainError(f"{dim} is more than the encoder's {vectors.shape[1]}", where="loss.dims")
     wide = torch.promote_types(vectors.dtype, torch.float32)
     with torch.autocast(vectors.device.type, enabled=False):
-        return torch.nn.functional.normalize(vectors.to(wide), dim=1)
+        return torch.nn.functional.normalize(vectors[:, :dim].to(wide), dim=1)
 
 
 def _own_cells(
@@ -240,17 +202,15 @@ def _teacher_scores(lists: Sequence[TrainingList]) -> list[float]:
 
 
 def _share_a_group(
-    rows: Sequence[frozenset[int]], columns: Sequence[tuple[int, ...] | frozenset[int]]
+    rows: Sequence[Set[int]], columns: Sequence[tuple[int, ...] | Set[int]]
 ) -> Bool[Tensor, "row column"]:
     """Whether a row's groups and a column's groups have one in common."""
-    position = {group: i for i, group in enumerate({group for groups in rows for group in groups})}
-    sizes = torch.tensor([len(groups) for groups in rows], dtype=torch.long)
-    held = torch.tensor([position[group] for groups in rows for group in groups], dtype=torch.long)
-    holds = torch.zeros(len(rows), len(position) + 1, dtype=torch.bool)  # the last stands for groups of no row
-    holds[torch.arange(len(rows)).repeat_interleave(sizes), held] = True
-    longest = max((len(groups) for groups in columns), default=0)
-    slots = [[position.get(group, -1) for group in groups] + [-1] * (longest - len(groups)) for groups in columns]
+    holders: dict[int, list[int]] = {}
+    for place, groups in enumerate(columns):
+        for group in groups:
+            holders.setdefault(group, []).append(place)
+    cells = [(row, place) for row, groups in enumerate(rows) for group in groups for place in holders.get(group, ())]
+    row, column = torch.tensor(cells, dtype=torch.long).reshape(-1, 2).T
     shared = torch.zeros(len(rows), len(columns), dtype=torch.bool)
-    for slot in torch.tensor(slots, dtype=torch.long).reshape(len(columns), longest).T:
-        shared |= holds[:, slot]
+    shared[row, column] = True
     return shared

@@ -1,35 +1,35 @@
-"""The stages `train_encoder` and `train_reranker`: from LISTS to a model folder."""
+"""The stages `train_encoder` and `train_reranker`: from LISTS to a model folder; and what they would do."""
 
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from skilltrain.files import cache_folder
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import default_device
-from skilltrain.terminal import is_main_process
+from skilltrain.terminal import is_main_process, say
 from skilltrain.training.dev import open_dev
 from skilltrain.training.engine import new_accelerator
 from skilltrain.training.export_run import save_trained
 from skilltrain.training.held_out import check_held_out
-from skilltrain.training.loop import Run, StepModule, TrainingResult, train
-from skilltrain.training.plan import counts_of, plan_of, say_cut_positives, say_plan
+from skilltrain.training.loop import Run, StepModule, num_steps, step_batches, train
 from skilltrain.training.scores import check_teacher_scores
-from skilltrain.training.settings import TrainConfig, TrainEncoderConfig, TrainRerankerConfig, load_model
+from skilltrain.training.settings import (
+    TrainConfig,
+    TrainEncoderConfig,
+    TrainingConfig,
+    TrainRerankerConfig,
+    load_model,
+)
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
-from skilltrain.training.training_set import TrainingSet, load_training_set
+from skilltrain.training.training_set import TrainingList, TrainingSet, load_training_set
 
 __all__ = ["TrainEncoderConfig", "TrainRerankerConfig", "plan", "run_training"]
 
-
-def plan(config: TrainConfig) -> dict[str, Any]:
-    """What training would do, found by loading everything and touching nothing (`--dry-run`)."""
-    data = _load_data(config)
-    check_held_out(config.data, config.dev, data)
-    step = _step(config, data, token_cache=None)
-    found = plan_of(step, data, config.training)
-    say_plan(found)
-    return found
+_ADAMW_BYTES = 8  # two float32 moments a trained parameter
 
 
 def run_training(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]:
@@ -39,18 +39,39 @@ def run_training(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]
     data = _load_data(config)
     contaminated = check_held_out(config.data, config.dev, data)
     step = _step(config, data, cache_folder("tokens"))
-    say_cut_positives(step, data)
-    model = step.encoder if isinstance(step, EncoderStep) else step.reranker
-    dev = open_dev(config.dev, model, config.data.pool) if config.dev else None
-    run = Run(out, resume, config.model_dump(mode="json"), dev)
-    counts = counts_of(step, data) | contaminated  # before the launcher shards the weights
-    result = train(accelerator, step, data.lists, config.training, run)
-    summary = counts | _figures(result)
+    if share := _cut_share(step, data):
+        limit = step.model.settings.max_tokens
+        say(f"warning: {share:.1%} of the positives are longer than model.max_tokens={limit}, and cut there")
+    dev = open_dev(config.dev, step.model, config.data.pool) if config.dev else None
+    summary = counts_of(step, data) | contaminated  # before the launcher shards the weights
+    result = train(
+        accelerator, step, data.lists, config.training, Run(out, resume, config.model_dump(mode="json"), dev)
+    )
+    position, best = result.position, result.position.best
+    summary |= {
+        "num_steps": position.step,
+        "num_queries": position.queries,
+        "num_tokens": position.tokens,
+        "last_loss": round(position.loss, 5),
+        "seconds": round(position.seconds, 1),
+        "checkpoint": result.checkpoint.name,
+    }
+    if best.step:
+        summary["dev"] = {name: asdict(figure) for name, figure in best.figures.items()}
     if is_main_process():
         save_trained(config, result.checkpoint, out, summary)
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return summary
+
+
+def plan(config: TrainConfig) -> dict[str, Any]:
+    """What training would do, found by loading everything and touching nothing (`--dry-run`)."""
+    data = _load_data(config)
+    check_held_out(config.data, config.dev, data)
+    found = plan_of(_step(config, data, token_cache=None), data, config.training)
+    say("\n".join(f"{name.removeprefix('num_')}: {value:,}" for name, value in found.items()))
+    return found
 
 
 def _load_data(config: TrainConfig) -> TrainingSet:
@@ -72,14 +93,64 @@ def _step(config: TrainConfig, data: TrainingSet, token_cache: Path | None) -> S
     return RerankerStep(model, config.loss, data, settings)
 
 
-def _figures(result: TrainingResult) -> dict[str, Any]:
-    position, best = result.position, result.position.best
-    figures = {
-        "num_steps": position.step,
-        "num_queries": position.queries,
-        "num_tokens": position.tokens,
-        "last_loss": round(position.loss, 5),
-        "seconds": round(position.seconds, 1),
-        "checkpoint": result.checkpoint.name,
+def counts_of(step: StepModule, data: TrainingSet) -> dict[str, int]:
+    """How much there is to train on, and how many parameters train; before a launcher shards them."""
+    # A byte holds two 4-bit weights.
+    sizes = [(p.numel() * (2 if p.dtype == torch.uint8 else 1), p.requires_grad) for p in step.parameters()]
+    return {
+        "num_lists": len(data.lists),
+        "num_skills": len(data.skills),
+        "num_pairs": sum(len(one.skill_ids) for one in data.lists),
+        "num_positives": sum(gain > 0 for one in data.lists for gain in one.gains),
+        "num_parameters": sum(size for size, _ in sizes),
+        "num_trained_parameters": sum(size for size, is_trained in sizes if is_trained),
     }
-    return figures | ({"dev": {name: asdict(figure) for name, figure in best.figures.items()}} if best.step else {})
+
+
+def plan_of(step: StepModule, data: TrainingSet, config: TrainingConfig) -> dict[str, Any]:
+    """All figures of the plan: `epoch_tokens` without padding; `memory_mib` of weights, gradients and optimiser in one
+    process that holds all of them, to which activations come (fewer with a lower token_budget, or recompute)."""
+    trained = [parameter for parameter in step.parameters() if parameter.requires_grad]
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in [*step.parameters(), *trained])
+    num_bytes += _ADAMW_BYTES * sum(parameter.numel() for parameter in trained)
+    return counts_of(step, data) | {
+        "num_queries": len({one.query for one in data.lists}),
+        "num_steps": num_steps(len(data.lists), config),
+        "positives_cut_share": _cut_share(step, data),
+        "epoch_tokens": _epoch_tokens(step, data, config),
+        "memory_mib": round(num_bytes / 2**20, 1),
+    }
+
+
+def _lengths(step: StepModule, one: TrainingList) -> list[int]:
+    """Tokens of a list's texts (an encoder's skills, cut; a reranker's pairs, not yet cut)."""
+    lengths = [len(step.skill_ids[skill_id]) for skill_id in one.skill_ids]
+    if isinstance(step, EncoderStep):
+        return lengths
+    fixed = step.model.pairs.num_fixed + len(step.query_ids[one.query])
+    return [fixed + length for length in lengths]
+
+
+def _cut_share(step: StepModule, data: TrainingSet) -> float:
+    """The share of positives that are cut. An encoder's text that reaches its limit counts: the rest is gone."""
+    longest = step.model.settings.max_tokens - isinstance(step, EncoderStep)
+    rows = [zip(one.gains, _lengths(step, one), strict=True) for one in data.lists]
+    cut = [length > longest for row in rows for gain, length in row if gain > 0]
+    return round(sum(cut) / len(cut), 4)
+
+
+def _epoch_tokens(step: StepModule, data: TrainingSet, config: TrainingConfig) -> int:
+    """Tokens that the model computes in an epoch: an encoder each distinct skill of a batch once, a packed reranker
+    the prompt of a list once."""
+    if isinstance(step, EncoderStep):
+        steps = islice(step_batches(data.lists, config), num_steps(len(data.lists), config) // config.epochs)
+        distinct = [{s for one in batch for s in one.skill_ids} for batches in steps for batch in batches]
+        tokens = sum(len(step.skill_ids[skill_id]) for skill_ids in distinct for skill_id in skill_ids)
+        return tokens + sum(len(step.query_ids[one.query]) for one in data.lists)
+    tokens = 0
+    for one in data.lists:
+        tokens += sum(min(length, step.model.settings.max_tokens) for length in _lengths(step, one))
+        if step.model.is_packed:
+            prompt = len(step.model.pairs.before) + len(step.query_ids[one.query])
+            tokens -= prompt * (len(one.skill_ids) - 1)
+    return tokens

@@ -1,7 +1,8 @@
 """What one forward pass of training computes: micro-batches, gather, scores and loss, all inside the wrapped module."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import Groups, TokenIds, micro_batches, num_slots, run_micro_batches, split_to
 from skilltrain.models.reranker import PairIds, Reranker
 from skilltrain.models.tokens import TokenStore, tokenized, tokenizer_identity
+from skilltrain.records import Skill
 from skilltrain.training.engine import gather_rows, highest_on_any_rank, rank_and_world
 from skilltrain.training.scores import ScoreContext, check_teacher_scores, encoder_scores, list_scores
 from skilltrain.training.training_set import TrainingList, TrainingSet
@@ -59,9 +61,11 @@ class EncoderStep(nn.Module):
 
     def __init__(self, encoder: Encoder, loss: EncoderLoss, data: TrainingSet, settings: StepSettings) -> None:
         super().__init__()
-        self.encoder, self.loss, self.data, self.settings = encoder, loss, data, settings
+        self.model, self.loss, self.data, self.settings = encoder, loss, data, settings
         self._no_split_modules = _layer_classes(encoder.backbone)
-        self.query_ids, self.skill_ids = _encoder_tokens(encoder, data, settings.token_cache)
+        self.query_ids, self.skill_ids = _token_ids(
+            encoder, data, settings.token_cache, encoder.tokenize_queries, partial(tokenized_skills, encoder)
+        )
         self.context = ScoreContext.of(data, loss, settings.in_batch)
         self.count = TokenCount()
 
@@ -88,12 +92,12 @@ class EncoderStep(nn.Module):
         """Unit vectors of this rank's texts. An idle rank still runs the model, for its part in the exchange."""
         used = texts or any_text
         lengths = [len(text) for text in used]
-        groups = _same_count_on_all_ranks(micro_batches(lengths, self.settings.token_budget), self.encoder.device)
+        groups = _same_count_on_all_ranks(micro_batches(lengths, self.settings.token_budget), self.model.device)
         if texts:
             self.count.tokens += sum(lengths)
             self.count.slots += num_slots(lengths, groups)
-        rows = self.encoder.embed(used) if torch.is_grad_enabled() else used  # see embed_together
-        return run_micro_batches(self.encoder, rows, groups, self.settings.recompute and self.training)[: len(texts)]
+        rows = self.model.embed(used) if torch.is_grad_enabled() else used  # see embed_together
+        return run_micro_batches(self.model, rows, groups, self.settings.recompute and self.training)[: len(texts)]
 
 
 class RerankerStep(nn.Module):
@@ -102,9 +106,15 @@ class RerankerStep(nn.Module):
     def __init__(self, reranker: Reranker, loss: RerankerLoss, data: TrainingSet, settings: StepSettings) -> None:
         super().__init__()
         check_teacher_scores(data, loss)
-        self.reranker, self.loss, self.data, self.settings = reranker, loss, data, settings
+        self.model, self.loss, self.data, self.settings = reranker, loss, data, settings
         self._no_split_modules = _layer_classes(reranker.network)
-        self.query_ids, self.skill_ids = _reranker_tokens(reranker, data, settings.token_cache)
+        self.query_ids, self.skill_ids = _token_ids(
+            reranker,
+            data,
+            settings.token_cache,
+            lambda texts: [*map(reranker.pairs.query, texts)],
+            reranker.pairs.skills,
+        )
         self.count = TokenCount()
 
     def forward(self, batch: Sequence[TrainingList] | Pairs) -> Float[Tensor, "..."]:
@@ -120,7 +130,7 @@ class RerankerStep(nn.Module):
     def pairs(self, one: TrainingList) -> list[PairIds]:
         """Token ids of a list's pairs."""
         query = self.query_ids[one.query]
-        return [self.reranker.pairs.join(query, self.skill_ids[skill_id]) for skill_id in one.skill_ids]
+        return [self.model.pairs.join(query, self.skill_ids[skill_id]) for skill_id in one.skill_ids]
 
     def _gathered_scores(self, lists: Sequence[Sequence[PairIds]], rank: int, world: int) -> Float[Tensor, "pair"]:
         """Every rank scores its share of the lists, padded to the longest list on the wire."""
@@ -135,14 +145,14 @@ class RerankerStep(nn.Module):
 
     def _scores(self, lists: Sequence[Sequence[PairIds]]) -> Float[Tensor, "pair"]:
         pairs = [pair for one in lists for pair in one]
-        groups = self.reranker.micro_batches(lists, self.settings.token_budget)
-        groups = _same_count_on_all_ranks(groups, self.reranker.device)
+        groups = self.model.micro_batches(lists, self.settings.token_budget)
+        groups = _same_count_on_all_ranks(groups, self.model.device)
         for group in groups:
             members = [pairs[position] for position in group]
-            slots = self.reranker.num_slots(members) if members else 0
+            slots = self.model.num_slots(members) if members else 0
             self.count.slots += slots
-            self.count.tokens += slots if self.reranker.is_packed else sum(map(len, members))
-        reranker, direction = self.reranker, self.reranker.direction()
+            self.count.tokens += slots if self.model.is_packed else sum(map(len, members))
+        reranker, direction = self.model, self.model.direction()
         return run_micro_batches(
             lambda group: reranker.score(group, direction),
             reranker.embed(pairs) if torch.is_grad_enabled() else pairs,
@@ -162,27 +172,24 @@ def _same_count_on_all_ranks(groups: Groups, device: torch.device) -> Groups:
     return split_to(groups, highest_on_any_rank(len(groups), device))
 
 
-def _encoder_tokens(encoder: Encoder, data: TrainingSet, cache: Path | None) -> tuple[TokenStore, TokenStore]:
-    """Token ids of the queries by text and of the skills by id."""
-    settings, identity = encoder.settings, tokenizer_identity(encoder.tokenizer)
-    queries = list(dict.fromkeys(one.query for one in data.lists))
-    rendered = [settings.template.skill.render(skill) for skill in data.skills.values()]
-    query_key = f"{identity} query {settings.model_dump_json()}"
-    skill_key = f"{identity} skill {settings.max_tokens} {settings.pooling}"
-    return (
-        tokenized(queries, queries, encoder.tokenize_queries, query_key, cache),
-        tokenized(
-            list(data.skills), rendered, lambda texts: encoder.tokenize(texts, settings.max_tokens), skill_key, cache
-        ),
-    )
+def tokenized_skills(encoder: Encoder, skills: Sequence[Skill]) -> list[TokenIds]:
+    """Token ids of the skills as the encoder sees them."""
+    template, most = encoder.settings.template.skill, encoder.settings.max_tokens
+    return encoder.tokenize([template.render(skill) for skill in skills], most)
 
 
-def _reranker_tokens(reranker: Reranker, data: TrainingSet, cache: Path | None) -> tuple[TokenStore, TokenStore]:
-    """Token ids of the queries' part of a pair by text, and of the skills' part by id."""
-    identity = f"{tokenizer_identity(reranker.tokenizer)} {reranker.settings.model_dump_json()}"
+def _token_ids(
+    model: Encoder | Reranker,
+    data: TrainingSet,
+    cache: Path | None,
+    of_queries: Callable[[list[str]], Sequence[TokenIds]],
+    of_skills: Callable[[list[Skill]], Sequence[TokenIds]],
+) -> tuple[TokenStore, TokenStore]:
+    """Token ids of the queries, or their part of a pair, by text, and of the skills by id."""
+    identity = f"{tokenizer_identity(model.tokenizer)} {model.settings.model_dump_json()}"
     queries = list(dict.fromkeys(one.query for one in data.lists))
     skills = list(data.skills.values())
     return (
-        tokenized(queries, queries, lambda texts: [reranker.pairs.query(text) for text in texts], identity, cache),
-        tokenized(list(data.skills), skills, reranker.pairs.skills, identity, cache),
+        tokenized(queries, queries, of_queries, identity, cache),
+        tokenized(list(data.skills), skills, of_skills, identity, cache),
     )
