@@ -90,7 +90,10 @@ def set_value(values: dict[str, Any], key: str, value: Any, where: object) -> No
         node = node.setdefault(part, {}) if isinstance(node, dict) else node[_position(node, part, where)]
         if not isinstance(node, dict | list):
             raise SkilltrainError(f"'{part}' is a value, not a section", where=where)
-    node[last if isinstance(node, dict) else _position(node, last, where)] = value
+    if isinstance(node, dict):
+        node[last] = value
+    else:
+        node[_position(node, last, where)] = value
 
 
 def _position(items: list[Any], part: str, where: object) -> int:

@@ -66,7 +66,7 @@ class AblationConfig(Config):
 def load_grid(file: Path, overrides: Sequence[str]) -> tuple[AblationConfig, set[str]]:
     """The grid in `file`, its chain under its steps, and the names of the steps that the grid itself gives."""
     values = load_recipe(file)
-    own = set(values.get("steps") or ())
+    own: set[str] = {*values.get("steps", {})}
     if isinstance(chain := apply_overrides(values, overrides).get("chain"), str):
         values["steps"] = _laid_over(load_recipe(file.parent / chain), values.get("steps", {}))
     return validate(AblationConfig, apply_overrides(values, overrides), file), own

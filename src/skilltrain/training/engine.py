@@ -21,14 +21,7 @@ from skilltrain.files import write_text
 from skilltrain.models.loading import default_device, resolve_dtype
 from skilltrain.training.settings import TrainingConfig
 
-_SUPPORTED = (
-    DistributedType.NO,
-    DistributedType.MULTI_CPU,
-    DistributedType.MULTI_GPU,
-    DistributedType.FSDP,
-    DistributedType.DEEPSPEED,
-)
-_LAUNCH_FIX = "launch/ holds a configuration for each way that works"
+_SUPPORTED = {"NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED"}  # accelerate's names
 _PATIENCE = 60.0  # seconds: a network file system may remember for so long that a file was not there
 ValueT = TypeVar("ValueT")
 
@@ -91,22 +84,15 @@ def check_shared(accelerator: Accelerator, folder: Path) -> None:
     if accelerator.is_main_process:
         write_text(marker, "")
     accelerator.wait_for_everyone()
-    blind = gather_object([] if _appears(marker) else [accelerator.process_index])
+    last = time.monotonic() + _PATIENCE
+    while (unseen := marker not in folder.glob(".seen-by-all-*")) and time.monotonic() < last:
+        time.sleep(1)
+    blind = gather_object([accelerator.process_index] if unseen else [])
     if accelerator.is_main_process:
         marker.unlink(missing_ok=True)
     if blind:
         what = f"process {blind[0]} does not see what process 0 writes here"
         raise SkilltrainError(what, where=folder, fix="out must be a folder that all machines share")
-
-
-def _appears(file: Path) -> bool:
-    """Whether `file` is listed, or comes to be within the time that a network file system takes."""
-    last = time.monotonic() + _PATIENCE
-    while file not in file.parent.glob(".seen-by-all-*"):
-        if time.monotonic() >= last:
-            return False
-        time.sleep(1)
-    return True
 
 
 def _asks_for(what: str) -> bool:
@@ -123,8 +109,10 @@ def _refuse_from_environment() -> None:
 
 def _refuse_unsupported(accelerator: Accelerator, batch_size: int, quantized: bool) -> None:
     kind, world = accelerator.distributed_type, accelerator.num_processes
-    if kind not in _SUPPORTED:
-        raise SkilltrainError(f"the launcher asks for {kind.value}, which is not supported", fix=_LAUNCH_FIX)
+    if kind.value not in _SUPPORTED:
+        raise SkilltrainError(
+            f"the launcher asks for {kind.value}, which is not supported", fix="use a file of launch/"
+        )
     if _asks_for("FSDP") and kind != DistributedType.FSDP:
         what = "accelerate would run FSDP on a CPU, or in one process, as plain DDP"
         raise SkilltrainError(what, fix="use launch/ddp.yaml or launch/cpu.yaml there")
@@ -170,8 +158,7 @@ def rank_and_world() -> tuple[int, int]:
 
 def highest_on_any_rank(number: int, device: torch.device) -> int:
     """The largest `number` that any rank gives."""
-    _, world = rank_and_world()
-    if world == 1:
+    if rank_and_world()[1] == 1:
         return number
     highest = torch.tensor(number, device=device)
     dist.all_reduce(highest, dist.ReduceOp.MAX)
@@ -203,8 +190,7 @@ def gather_rows(rows: Float[Tensor, "own dim"], total: int) -> Float[Tensor, "to
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
-        _, world = rank_and_world()
-        parts = [torch.empty_like(rows) for _ in range(world)]
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, rows.contiguous())
         return torch.stack(parts)
 
@@ -212,4 +198,4 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         gradient = gradients[0].contiguous()
         dist.all_reduce(gradient)
-        return gradient[rank_and_world()[0]]
+        return gradient[dist.get_rank()]

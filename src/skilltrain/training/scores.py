@@ -179,8 +179,6 @@ def _first(vectors: Float[Tensor, "text dim"], dim: int | None) -> Float[Tensor,
     """The first `dim` coordinates, made unit vectors again; the vectors themselves without `dim`."""
     if dim is None:
         return vectors
-    if dim > vectors.shape[1]:
-        raise SkilltrainError(f"{dim} is more than the encoder's {vectors.shape[1]}", where="loss.dims")
     wide = torch.promote_types(vectors.dtype, torch.float32)
     with torch.autocast(vectors.device.type, enabled=False):
         return torch.nn.functional.normalize(vectors[:, :dim].to(wide), dim=1)

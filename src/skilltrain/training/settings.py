@@ -85,10 +85,11 @@ class DevConfig(Config):
         """The rankers as a system."""
         return SystemConfig(name="dev", rankers=self.rankers)
 
-    def trains(self, kind: type[DenseConfig] | type[RerankConfig]) -> bool:
-        """Whether every ranker that is the model in training is of this kind."""
+    def check_own(self, kind: type[DenseConfig] | type[RerankConfig], example: str) -> None:
+        """Raises ValueError where a ranker that is the model in training is of another kind."""
         parts = [part for part in parts_of(self.rankers) if isinstance(part, DenseConfig | RerankConfig)]
-        return all(isinstance(part, kind) for part in parts if part.source == OWN)
+        if not all(isinstance(part, kind) for part in parts if part.source == OWN):
+            raise ValueError(f"rankers: {example}")
 
 
 class TrainingConfig(Config):
@@ -137,8 +138,8 @@ class TrainEncoderConfig(Config):
     @field_validator("dev")
     @classmethod
     def _evaluates_an_encoder(cls, dev: DevConfig | None) -> DevConfig | None:
-        if dev is not None and not dev.trains(DenseConfig):
-            raise ValueError("rankers: an encoder in training is {kind: dense, source: self}")
+        if dev is not None:
+            dev.check_own(DenseConfig, "an encoder in training is {kind: dense, source: self}")
         return dev
 
 
@@ -166,9 +167,9 @@ class TrainRerankerConfig(Config):
     @field_validator("dev")
     @classmethod
     def _evaluates_a_reranker(cls, dev: DevConfig | None) -> DevConfig | None:
-        if dev is not None and not dev.trains(RerankConfig):
+        if dev is not None:
             example = "[{kind: saved, rankings: FOLDER}, {kind: rerank, source: self, keep: 20}]"
-            raise ValueError(f"rankers: a reranker in training orders the candidates of others: {example}")
+            dev.check_own(RerankConfig, f"a reranker in training orders the candidates of others: {example}")
         return dev
 
 

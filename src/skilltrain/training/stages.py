@@ -43,7 +43,7 @@ def run_training(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]
         limit = step.model.settings.max_tokens
         say(f"warning: {share:.1%} of the positives are longer than model.max_tokens={limit}, and cut there")
     dev = open_dev(config.dev, step.model, config.data.pool) if config.dev else None
-    summary = counts_of(step, data) | contaminated  # before the launcher shards the weights
+    summary: dict[str, Any] = counts_of(step, data) | contaminated  # before the launcher shards the weights
     result = train(
         accelerator, step, data.lists, config.training, Run(out, resume, config.model_dump(mode="json"), dev)
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from skilltrain.losses import EncoderLoss, RerankerLoss
 from skilltrain.models.encoder import Encoder
-from skilltrain.models.micro_batches import Groups, TokenIds, micro_batches, num_slots, run_micro_batches, split_to
+from skilltrain.models.micro_batches import TokenIds, micro_batches, num_slots, run_micro_batches, split_to
 from skilltrain.models.reranker import PairIds, Reranker
 from skilltrain.models.tokens import TokenStore, tokenized, tokenizer_identity
 from skilltrain.records import Skill
@@ -71,13 +71,9 @@ class EncoderStep(nn.Module):
 
     def forward(self, batch: Sequence[TrainingList] | Texts) -> Float[Tensor, "..."]:
         """The loss summed over this rank's queries of the global `batch`, or the vectors [text, dim] of all texts."""
-        if isinstance(batch, Texts):
-            rank, world = rank_and_world()
-            return gather_rows(self._encode(batch.texts[rank::world], batch.texts[:1]), len(batch.texts))
-        return self._loss(batch)
-
-    def _loss(self, batch: Sequence[TrainingList]) -> Float[Tensor, ""]:
         rank, world = rank_and_world()
+        if isinstance(batch, Texts):
+            return gather_rows(self._encode(batch.texts[rank::world], batch.texts[:1]), len(batch.texts))
         own = batch[rank::world]
         skill_ids = sorted({skill_id for one in batch for skill_id in one.skill_ids})
         texts = [self.query_ids[one.query] for one in own]
@@ -92,7 +88,9 @@ class EncoderStep(nn.Module):
         """Unit vectors of this rank's texts. An idle rank still runs the model, for its part in the exchange."""
         used = texts or any_text
         lengths = [len(text) for text in used]
-        groups = _same_count_on_all_ranks(micro_batches(lengths, self.settings.token_budget), self.model.device)
+        groups = micro_batches(lengths, self.settings.token_budget)
+        # Ranks that hold shards of the model (FSDP2, ZeRO-3) must run it equally often, or they wait for each other.
+        groups = split_to(groups, highest_on_any_rank(len(groups), self.model.device))
         if texts:
             self.count.tokens += sum(lengths)
             self.count.slots += num_slots(lengths, groups)
@@ -146,7 +144,7 @@ class RerankerStep(nn.Module):
     def _scores(self, lists: Sequence[Sequence[PairIds]]) -> Float[Tensor, "pair"]:
         pairs = [pair for one in lists for pair in one]
         groups = self.model.micro_batches(lists, self.settings.token_budget)
-        groups = _same_count_on_all_ranks(groups, self.model.device)
+        groups = split_to(groups, highest_on_any_rank(len(groups), self.model.device))
         for group in groups:
             members = [pairs[position] for position in group]
             slots = self.model.num_slots(members) if members else 0
@@ -165,11 +163,6 @@ def _layer_classes(network: Any) -> list[str]:
     table = network.get_input_embeddings()
     holders = {type(part).__name__ for part in network.modules() if any(child is table for child in part.modules())}
     return [name for name in network._no_split_modules if name not in holders]
-
-
-def _same_count_on_all_ranks(groups: Groups, device: torch.device) -> Groups:
-    """Ranks that hold shards of the model (FSDP2, ZeRO-3) must run it equally often, or they wait for each other."""
-    return split_to(groups, highest_on_any_rank(len(groups), device))
 
 
 def tokenized_skills(encoder: Encoder, skills: Sequence[Skill]) -> list[TokenIds]:
