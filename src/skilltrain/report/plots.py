@@ -84,23 +84,16 @@ def histograms(groups: Mapping[str, Int64[np.ndarray, " value"]]) -> dict[str, A
     ends = (float(edges[0]), float(edges[-1]))
     ticks = round_numbers(low, max(high, low + 1), logarithmic)
     axis = Axis(tuple(t for t in ticks if ends[0] <= t <= ends[1] and t == int(t)), *ends, logarithmic)
-    rows = [_histogram(name, np.maximum(each, low), edges, axis) for name, each in groups.items()]
+    rows: list[dict[str, Any]] = []
+    for name, group in groups.items():
+        each = np.maximum(group, low)
+        counts, _ = np.histogram(each, edges)
+        bars = []
+        for left, right, count in zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True):
+            if count:
+                place = axis.place(left)
+                width, height = axis.place(right) - place, count / counts.max()
+                bars.append((place, width, height, int(left + 0.5), int(right - 0.5), count))
+        percentiles = [round(value) for value in np.percentile(each, [5, 50, 95])] if len(each) else []
+        rows.append({"name": name, "bars": bars, "total": len(each), "percentiles": percentiles})
     return {"axis": axis, "rows": rows}
-
-
-def _histogram(name: str, values: Int64[np.ndarray, " value"], edges: np.ndarray, axis: Axis) -> dict[str, Any]:
-    counts, _ = np.histogram(values, edges)
-    bars = [
-        (
-            axis.place(left),
-            axis.place(right) - axis.place(left),
-            count / counts.max(),
-            int(left + 0.5),
-            int(right - 0.5),
-            count,
-        )
-        for left, right, count in zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True)
-        if count
-    ]
-    percentiles = [round(each) for each in np.percentile(values, [5, 50, 95])] if len(values) else []
-    return {"name": name, "bars": bars, "total": len(values), "percentiles": percentiles}

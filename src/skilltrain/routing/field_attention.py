@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis import FIELDS, FieldAttention, Shares
+from skilltrain.evaluation.analysis import FIELDS, FieldAttention
 from skilltrain.models.reranker import PairIds, Reranker
 from skilltrain.records import Skill
 from skilltrain.templates import SkillTemplate
@@ -25,14 +25,18 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[str, Skill]], mode
     empty, not in the template, or cut away whole, has the share 0. Raises SkilltrainError for no pairs, a skill of
     which the reranker sees no token, and a reranker without one scoring position.
     """
-    _check(reranker)
+    if reranker.settings.template.form == "cosine_pair":
+        what = "a cosine_pair reranker has no scoring position: it compares the mean vectors of query and skill"
+        raise SkilltrainError(what, fix="analyse a reranker of the form pair or yes_no")
+    if (pooling := getattr(reranker.network.config, "classifier_pooling", "cls")) != "cls":
+        raise SkilltrainError(f"a classifier with {pooling} pooling has no scoring position")
     if not pairs:
         raise SkilltrainError("no (query, skill) pairs to read the attention of", where=model)
-    shares, tokens = [], np.zeros(len(FIELDS))
+    shares, tokens = [], []
     with _eager(reranker.network):
         for query, skill in track(pairs, "attention by field", len(pairs)):
-            fields = token_fields(reranker, skill)
             (pair,) = reranker.tokenize(query, [skill])
+            fields = token_fields(reranker, skill)
             fields = fields[: len(fields) - pair.num_cut]
             if not fields.any():
                 what = "the reranker sees no token of this skill's name, description or body"
@@ -41,24 +45,11 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[str, Skill]], mode
             if (silent := np.flatnonzero(~(weights.sum(1) > 0))).size:  # nothing, or no number
                 what = f"layer {silent[0]} gives the skill's fields no attention that could be compared"
                 raise SkilltrainError(what, where=f"{model}, skill {skill.skill_id}")
-            tokens += _normalised(fields.sum(0))
-            shares.append(_normalised(weights))
+            tokens.append(fields.sum(0) / fields.sum())
+            shares.append(weights / weights.sum(1, keepdims=True))
     layers = np.mean(shares, axis=0)
-    return FieldAttention(
-        model=model,
-        layers=tuple(map(_shares, layers)),
-        overall=_shares(layers.mean(0)),
-        tokens=_shares(tokens / len(pairs)),
-        num_pairs=len(pairs),
-    )
-
-
-def _check(reranker: Reranker) -> None:
-    if reranker.settings.template.form == "cosine_pair":
-        what = "a cosine_pair reranker has no scoring position: it compares the mean vectors of query and skill"
-        raise SkilltrainError(what, fix="analyse a reranker of the form pair or yes_no")
-    if (pooling := getattr(reranker.network.config, "classifier_pooling", "cls")) != "cls":
-        raise SkilltrainError(f"a classifier with {pooling} pooling has no scoring position")
+    rows = [dict(zip(FIELDS, row.tolist(), strict=True)) for row in (*layers, layers.mean(0), np.mean(tokens, axis=0))]
+    return FieldAttention(model, tuple(rows[:-2]), overall=rows[-2], tokens=rows[-1], num_pairs=len(pairs))
 
 
 @contextmanager
@@ -140,11 +131,3 @@ def token_fields(reranker: Reranker, skill: Skill) -> Bool[np.ndarray, "token fi
         shared[:, FIELDS.index(field)] = np.minimum(ends, last) - np.maximum(starts, first)
     best = np.arange(len(FIELDS)) == shared.argmax(1)[:, None]
     return best & (shared > 0)
-
-
-def _normalised(amounts: Float[np.ndarray, "*layer field"]) -> Float[np.ndarray, "*layer field"]:
-    return amounts / amounts.sum(-1, keepdims=True)
-
-
-def _shares(row: Float[np.ndarray, "field"]) -> Shares:
-    return dict(zip(FIELDS, row.tolist(), strict=True))

@@ -8,7 +8,7 @@ split=test for the published protocol: all splits at once are ranked over all th
 """
 
 import csv
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,6 @@ class _SkillRetQuery(NamedRow):
     text: Text = Field(alias="query")
     generator_model: Label = ""
 
-    def labels(self) -> dict[str, str]:
-        return {"generator": self.generator_model}
-
 
 class _Qrel(Row):
     query_id: Text = Field(validation_alias=AliasChoices("query_id", "query-id"))
@@ -69,36 +66,37 @@ class _Qrel(Row):
     score: float = Field(validation_alias=AliasChoices("relevance", "score"), strict=False)
 
 
-_Queries = Mapping[str, _BeirQuery] | Mapping[str, _SkillRetQuery]
-
-
 def read_beir(folder: Path, split: str | None) -> Benchmark:
     """The benchmark of a BEIR folder."""
     queries = unique("query", read_rows(_BeirQuery, folder / "queries.jsonl"))
-    corpus = folder / "corpus.jsonl"
+    corpus, origin = folder / "corpus.jsonl", name_of(folder)
     documents = unique("skill", read_rows(_Document, corpus)) if corpus.exists() else None
-    tasks: dict[str, Task] = {}
+    tasks: list[Task] = []
     for part, file in _split_files(folder / "qrels", ".tsv", split).items():
-        _add_tasks(tasks, _gains(_tsv_rows(file), queries, documents), queries, name_of(folder), file, part)
+        for query_id, gains in _gains(_tsv_rows(file), queries, documents).items():
+            row = queries[query_id]
+            query = Query(query_id, row.text, kind="", origin=origin, split=part)
+            tasks.append(task_of(query, Relevance(frozenset(gains), gains), row.labels(), file))
     pool = [Skill(row.row_id, row.title or "", description="", body=row.text) for row in (documents or {}).values()]
-    return make_benchmark(folder, list(tasks.values()), split, queries, pool)
+    return make_benchmark(folder, tasks, split, queries, pool)
 
 
 def read_skillret(folder: Path, split: str | None) -> Benchmark:
     """The benchmark of SkillRet's folder `data`."""
-    tasks: dict[str, Task] = {}
+    tasks: list[Task] = []
     pool: dict[str, Skill] = {}
     for part, file in _split_files(folder / "qrels", ".jsonl", split).items():
         skills = unique("skill", read_rows(_SkillRetSkill, folder / "skills" / file.name))
         queries = unique("query", read_rows(_SkillRetQuery, folder / "queries" / file.name))
-        gains = _gains(read_rows(_Qrel, file), queries, skills)
-        if without := [query_id for query_id in queries if query_id not in gains]:
-            raise SkilltrainError(f"query '{without[0]}' ({len(without)} in all) has no row here", where=file)
-        _add_tasks(tasks, gains, queries, "skillret", file, part)
+        judged = _gains(read_rows(_Qrel, file), queries, skills)
+        for query_id, row in queries.items():
+            gains = judged.get(query_id, {})
+            query = Query(query_id, row.text, kind="", origin="skillret", split=part)
+            labels = {"generator": row.generator_model}
+            tasks.append(task_of(query, Relevance(frozenset(gains), gains), labels, file))
         pool |= {skill_id: row.skill() for skill_id, row in skills.items()}
     of_all_splits = read_rows(_SkillRetQuery, *sorted((folder / "queries").glob("*.jsonl")))
-    query_ids = [row.row_id for row in of_all_splits]
-    return make_benchmark(folder, list(tasks.values()), split, query_ids, list(pool.values()))
+    return make_benchmark(folder, tasks, split, [row.row_id for row in of_all_splits], list(pool.values()))
 
 
 def _split_files(folder: Path, suffix: str, split: str | None) -> dict[str, Path]:
@@ -109,46 +107,27 @@ def _split_files(folder: Path, suffix: str, split: str | None) -> dict[str, Path
     return {name: file for name, file in files.items() if split in (None, name)}
 
 
-def _add_tasks(
-    tasks: dict[str, Task],
-    gains: Mapping[str, Mapping[str, float]],
-    queries: _Queries,
-    origin: str,
-    file: Path,
-    split: str,
-) -> None:
-    for query_id, row in queries.items():
-        if query_id not in gains:
-            continue
-        if query_id in tasks:
-            what = f"query '{query_id}' is of split {tasks[query_id].query.split} as well"
-            raise SkilltrainError(what, where=file, fix="give the split to score")
-        relevance = Relevance(frozenset(gains[query_id]), gains[query_id])
-        query = Query(query_id, row.text, kind="", origin=origin, split=split)
-        tasks[query_id] = task_of(query, relevance, row.labels(), file)
-
-
 def _gains(
     qrels: Iterable[_Qrel], query_ids: Collection[str], skill_ids: Collection[str] | None
 ) -> dict[str, dict[str, float]]:
-    """query_id → skill_id → gain above 0; `skill_ids` is the published pool, None without one."""
-    seen: set[tuple[str, str]] = set()
-    gains: dict[str, dict[str, float]] = {}
+    """query_id → skill_id → gain above 0, in the order of `query_ids`; `skill_ids` is the published pool, if any."""
+    scores: dict[str, dict[str, float]] = {}
     for row in qrels:
         fault = None
         if row.query_id not in query_ids:
             fault = f"query '{row.query_id}' is not among the queries"
         elif skill_ids is not None and row.skill_id not in skill_ids:
             fault = f"skill '{row.skill_id}' of query '{row.query_id}' is not among the benchmark's own skills"
-        elif (row.query_id, row.skill_id) in seen:
+        elif row.skill_id in scores.get(row.query_id, ()):
             fault = f"query '{row.query_id}' and skill '{row.skill_id}' stand together twice"
         if fault:
             raise SkilltrainError(fault, where=row.where)
-        seen.add((row.query_id, row.skill_id))
-        found = gains.setdefault(row.query_id, {})
-        if not row.score <= 0:  # NaN is refused with the task
-            found[row.skill_id] = row.score
-    return gains
+        scores.setdefault(row.query_id, {})[row.skill_id] = row.score
+    return {  # NaN is refused with the task
+        query_id: {skill_id: score for skill_id, score in scores[query_id].items() if not score <= 0}
+        for query_id in query_ids
+        if query_id in scores
+    }
 
 
 def _tsv_rows(file: Path) -> Iterator[_Qrel]:
