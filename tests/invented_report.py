@@ -5,16 +5,17 @@ import random
 from collections.abc import Sequence
 
 from skilltrain.evaluation.analysis import (
+    COVERAGES,
     FIELDS,
     Analysis,
     FeatureComparison,
     FieldAttention,
-    PassRate,
     StageLatency,
     outcomes,
+    pass_rates,
 )
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, task_of
-from skilltrain.evaluation.bootstrap import Interval, interval
+from skilltrain.evaluation.bootstrap import interval
 from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.evaluation.metrics import DEFAULT_MEASURES, SET_COMPAT, Measure, Relevance, parse_measures, per_query
 from skilltrain.records import Query, Skill
@@ -40,7 +41,9 @@ def invented(num_queries: int = 75, hostile: bool = False) -> Report:
     """The report; `hostile` puts HTML, Markdown and bidirectional orders into every name and text."""
     draw = random.Random(5)
     evil = HOSTILE if hostile else ""
-    gold = {f"task-{n:03}": frozenset(f"gold/{n}-{k}" for k in range(_num_gold(n))) for n in range(num_queries)}
+    gold = {
+        f"task-{n:03}": frozenset(f"gold/{n}-{k}" for k in range(1 if n % 4 else 2 + n % 3)) for n in range(num_queries)
+    }
     relevances = {q: Relevance(ids, dict.fromkeys(ids, 1.0)) for q, ids in gold.items()}
     ease = {q: draw.gauss(0, 1) for q in gold}
     results = []
@@ -48,7 +51,8 @@ def invented(num_queries: int = 75, hostile: bool = False) -> Report:
         ranked = {q: _ranking(draw, ids, skill, ease[q]) for q, ids in gold.items()}
         scores = per_query(ranked, relevances, MEASURES)
         results.append(SystemResult(name + evil, scores, ranked))
-    ids = sorted({i for result in results for ranking in result.rankings.values() for i in ranking} | {*_flat(gold)})
+    found = [ranking for result in results for ranking in result.rankings.values()]
+    ids = sorted(set().union(*found, *gold.values()))
     names_of = {i: f"{WORDS[hash_of(i) % len(WORDS)].replace(' ', '-')}{evil}" for i in ids}
     skills = {i: Skill(i, name, "d" * (20 + hash_of(i) % 900), "") for i, name in names_of.items()}
     tasks = tuple(
@@ -64,14 +68,6 @@ def invented(num_queries: int = 75, hostile: bool = False) -> Report:
 def hash_of(text: str) -> int:
     """A number that is the same in every process."""
     return sum(ord(letter) * (place + 1) for place, letter in enumerate(text))
-
-
-def _num_gold(number: int) -> int:
-    return 1 if number % 4 else 2 + number % 3
-
-
-def _flat(gold: dict[str, frozenset[str]]) -> list[str]:
-    return [skill_id for ids in gold.values() for skill_id in ids]
 
 
 def _request(draw: random.Random, number: int) -> str:
@@ -95,9 +91,10 @@ def _ranking(draw: random.Random, gold: frozenset[str], skill: float, ease: floa
 
 def _analysis(results: Sequence[SystemResult]) -> Analysis:
     emb, rank = results[2], results[3]
+    coverage = {r.name: {m: interval([v[m] for v in r.per_query.values()], seed=1) for m in COVERAGES} for r in results}
     return Analysis(
         outcomes=(outcomes(emb, rank, "Hit@1"), outcomes(results[1], rank, "FC@10")),
-        pass_rates=_pass_rates(results),
+        pass_rates=pass_rates(coverage),
         latencies=tuple(_latencies(results)),
         structure=(
             FeatureComparison("code share of the body", 0.21, 0.09, 0.68, 0.00004, 180, 26_261),
@@ -111,31 +108,12 @@ def _analysis(results: Sequence[SystemResult]) -> Analysis:
     )
 
 
-def _pass_rates(results: Sequence[SystemResult]) -> tuple[PassRate, ...]:
-    agents = (("claude-opus", 0.31, 0.62), ("gpt-5-mini", 0.24, 0.47), ("qwen3-coder", 0.18, 0.41))
-    coverage = {
-        r.name: {m: interval([v[m] for v in r.per_query.values()], seed=1) for m in ("Hit@1", "Recall@10", "FC@10")}
-        for r in results
-    }
-    return tuple(
-        PassRate(name, agent, low, high, {m: _between(low, high, value) for m, value in found.items()})
-        for agent, low, high in agents
-        for name, found in coverage.items()
-    )
-
-
-def _between(low: float, high: float, part: Interval) -> Interval:
-    start, width = low, high - low
-    return Interval(start + part.mean * width, start + part.low * width, start + part.high * width, part.n)
-
-
 def _latencies(results: Sequence[SystemResult]) -> list[StageLatency]:
-    rows = []
-    for result, (_, _, stages) in zip(results, SYSTEMS, strict=True):
-        total = sum(stages.values())
-        for stage, ms in {**stages, "total": total}.items():
-            rows.append(StageLatency(result.name, stage, ms / 1000, ms * 1.6 / 1000, 1000 / ms, 75))
-    return rows
+    return [
+        StageLatency(result.name, stage, ms / 1000, ms * 1.6 / 1000, 1000 / ms, 75)
+        for result, (_, _, stages) in zip(results, SYSTEMS, strict=True)
+        for stage, ms in {**stages, "total": sum(stages.values())}.items()
+    ]
 
 
 def _attention(model: str, num_layers: int) -> FieldAttention:

@@ -5,9 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation import bootstrap
 from skilltrain.evaluation.bootstrap import (
-    RESAMPLES,
     Interval,
     compact,
     interval,
@@ -28,39 +26,11 @@ def test_agrees_with_the_binomial():
     assert [found.low, found.high] == pytest.approx(exact, abs=0.0101)
 
 
-def test_agrees_with_scipy():
-    """An end of the interval is a quantile of 10,000 means: its error is √(.025 · .975 / 10,000) over their density.
-
-    Two samples differ by √2 of that, .038 standard errors of the mean; four times as much is allowed.
-    """
-    generator = np.random.default_rng(5)
-    for values in (generator.beta(0.5, 0.8, size=75), (generator.random(150) < 0.74).astype(float)):
-        found = interval(values.tolist(), seed=1)
-        theirs = scipy.stats.bootstrap(
-            (values,), np.mean, method="percentile", n_resamples=RESAMPLES, rng=np.random.default_rng(2)
-        ).confidence_interval
-        standard_error = values.std() / np.sqrt(len(values))
-        of_an_end = np.sqrt(0.025 * 0.975 / RESAMPLES) / scipy.stats.norm.pdf(1.96) * standard_error
-        step = 1 / len(values) if set(values) == {0, 1} else 0  # means of hits are whole numbers of queries
-        tolerance = 4 * np.sqrt(2) * of_an_end + step
-        assert [found.low, found.high] == pytest.approx([theirs.low, theirs.high], abs=tolerance)
-        assert found.mean == pytest.approx(values.mean())
-
-
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=30), st.integers(0, 2**32))
 def test_the_interval_lies_within_the_values_and_is_repeatable(values: list[float], seed: int):
     found = interval(values, seed=seed)
     assert min(values) <= found.low <= found.high <= max(values)
     assert found == interval(values, seed=seed)
-
-
-def test_pieces_are_as_good_as_the_whole(monkeypatch: pytest.MonkeyPatch):
-    values = np.random.default_rng(0).random((50, 1))
-    whole = resampled_means(values, seed=4)
-    monkeypatch.setattr(bootstrap, "_CELLS_AT_ONCE", 3333)  # 66 draws at once, the last piece shorter
-    pieces = resampled_means(values, seed=4)
-    assert pieces.shape == whole.shape
-    np.testing.assert_allclose(pieces, whole, atol=1e-12)
 
 
 def test_a_paired_difference_has_its_own_sign_and_width():

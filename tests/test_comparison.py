@@ -27,9 +27,6 @@ BITS = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40
 STEPS = st.lists(st.integers(-4, 4), min_size=1, max_size=9)
 
 
-# ---- the paper
-
-
 @pytest.mark.parametrize(
     ("hits", "low", "high"),
     [(84, 0.481, 0.639), (93, 0.542, 0.698), (96, 0.563, 0.717), (98, 0.578, 0.730), (102, 0.605, 0.755),
@@ -42,9 +39,6 @@ def test_table_13_of_skillrouter(hits: int, low: float, high: float):
     assert (found.mean, found.n) == (hits / 150, 150)
 
 
-# ---- the normal approximation
-
-
 def test_values_between_0_and_1_use_the_sample_deviation():
     """0, .5, 1: deviation .5, error .5 / √3; clipped, as the half width of .566 leaves [0, 1]."""
     assert normal_interval([0, 0.5, 1]) == Interval(0.5, 0.0, 1.0, 3)
@@ -53,17 +47,11 @@ def test_values_between_0_and_1_use_the_sample_deviation():
     assert [found.low, found.high] == pytest.approx([0.5 - 1.96 * error, 0.5 + 1.96 * error])
 
 
-# ---- effect sizes
-
-
 def test_cohens_h_worked_by_hand():
     """asin √1 is π/2, asin √.5 is π/4, asin √.75 is π/3, asin √.25 is π/6."""
     assert cohens_h(1, 0) == pytest.approx(math.pi)
     assert cohens_h(0.5, 0.75) == pytest.approx(-math.pi / 6)
     assert cohens_h(0.75, 0.25) == pytest.approx(math.pi / 3)
-
-
-# ---- Wilcoxon
 
 
 @pytest.mark.parametrize(
@@ -107,9 +95,6 @@ def test_many_ties_agree_with_scipys_normal_approximation():
         assert wilcoxon(a - b) == pytest.approx(theirs, abs=tolerance)
 
 
-# ---- McNemar
-
-
 @settings(deadline=None, max_examples=30)
 @given(BITS)
 def test_mcnemar_agrees_with_the_binomial_test(pairs: list[tuple[bool, bool]]):
@@ -124,9 +109,6 @@ def test_the_net_of_a_cluster_is_one_coin():
     """2, 1, −1: of 8 choices of signs three reach a sum of 3 or more, and 3 is the sum of those that are fixed."""
     assert mcnemar(np.array([2, 1, -1])) == pytest.approx(2 * 3 / 8)
     assert mcnemar(np.array([2, 2, 0])) == mcnemar(np.array([1, 1])) == 1 / 2
-
-
-# ---- Holm
 
 
 def test_holm_worked_by_hand():
@@ -147,12 +129,6 @@ def test_holm_is_the_closed_test_of_bonferroni(p_values: list[float]):
         for i in everyone
     ]
     assert holm(p_values) == pytest.approx(expected)
-
-
-# ---- values of systems
-
-
-# ---- comparisons
 
 
 MEASURES = ("Hit@1", "MRR@10")
@@ -198,14 +174,9 @@ def test_a_comparison_is_what_its_parts_say():
         assert comparison.mcnemar_p == (mcnemar(differences) if binary else None)
         expected = cohens_h(float(np.mean(after)), float(np.mean(before))) if binary else None
         assert comparison.cohens_h == expected
-
-
-def test_the_family_is_every_pair_and_measure():
-    found = compare(SYSTEMS, PAIRS, MEASURES, IDS, seed=5)
-    assert [c.p_holm for c in found] == holm([c.p for c in found])
+    assert [c.p_holm for c in found] == holm([c.p for c in found])  # the family is every pair and measure
     (alone,) = compare(SYSTEMS, PAIRS[:1], MEASURES[:1], IDS, seed=5)
-    assert alone.p_holm == alone.p == found[0].p
-    assert alone == replace(found[0], p_holm=alone.p)
+    assert alone == replace(found[0], p_holm=found[0].p)
 
 
 def test_equal_systems_differ_in_nothing():
@@ -219,11 +190,8 @@ def test_equal_systems_differ_in_nothing():
 
 
 @settings(deadline=None, max_examples=12)
-@given(
-    st.lists(st.tuples(st.sampled_from([0, 0.25, 1]), st.sampled_from([0, 0.25, 1])), min_size=1, max_size=12),
-    st.randoms(),
-)
-def test_turned_round_and_shuffled(pairs: list[tuple[float, float]], random):
+@given(st.lists(st.tuples(st.sampled_from([0, 0.25, 1]), st.sampled_from([0, 0.25, 1])), min_size=1, max_size=12))
+def test_turned_round(pairs: list[tuple[float, float]]):
     a, b = (one_measure(name, [pair[side] for pair in pairs]) for side, name in enumerate("ab"))
     ids = [f"q{i}" for i in range(len(pairs))]
     (forth,), (back,) = (compare([a, b], [pair], ["m"], ids, seed=1) for pair in (("a", "b"), ("b", "a")))
@@ -234,12 +202,6 @@ def test_turned_round_and_shuffled(pairs: list[tuple[float, float]], random):
     assert (forth.cohens_h is None) == (back.cohens_h is None) == (not {0.25}.isdisjoint(v for p in pairs for v in p))
     if forth.cohens_h is not None and back.cohens_h is not None:
         assert forth.cohens_h == -back.cohens_h
-    random.shuffle(ids)
-    (shuffled,) = compare([a, b], [("a", "b")], ["m"], ids, seed=1)
-    assert shuffled.difference.mean == pytest.approx(forth.difference.mean)
-    assert shuffled.wilcoxon_p == pytest.approx(forth.wilcoxon_p)
-    assert shuffled.mcnemar_p == forth.mcnemar_p
-    assert shuffled.cohens_h == pytest.approx(forth.cohens_h)
 
 
 def test_a_cluster_counts_once():
@@ -272,9 +234,6 @@ def test_what_is_not_there_is_named():
     odd = replace(BASE, per_query={**BASE.per_query, "q4": {"Hit@1": math.nan, "MRR@10": 0.0}})
     with pytest.raises(SkilltrainError, match=r"system base: 1 values are not finite .*, first Hit@1 = nan .*'q4'"):
         compare([BM25, odd, TRAINED], PAIRS, MEASURES, IDS, seed=0)
-
-
-# ---- outcomes
 
 
 def with_hits(name: str, hits: dict[str, float]) -> SystemResult:
