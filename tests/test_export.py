@@ -13,7 +13,6 @@ from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import resolve_model
 from skilltrain.records import Skill
 from skilltrain.templates import EncoderTemplate
-from tiny_models import save_bert
 
 CPU = torch.device("cpu")
 CHAT = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
@@ -125,7 +124,7 @@ def test_a_chat_template_is_kept_but_never_applied(tmp_path, open_encoder_of):
     assert load_encoder(EncoderConfig(source=str(tmp_path)), CPU).tokenizer.chat_template == CHAT
 
 
-@pytest.mark.parametrize("name", ["bert", "qwen3", "qwen3_base_tokenizer"])
+@pytest.mark.parametrize("name", ["bert", "qwen3_base_tokenizer"])
 def test_our_own_reader_gets_the_same_encoder_back(saved, name):
     template = EncoderTemplate(instruction="Find the skill", query_chars=20)
     encoder, folder = saved(name, template=template)
@@ -189,15 +188,6 @@ def test_what_failed_half_way_is_no_model_and_a_finished_model_stays(tmp_path, o
 
 def _disk_full(*_):
     raise OSError(28, "No space left on device")
-
-
-def test_the_base_is_named_without_its_place_and_a_second_training_starts_from_the_saved_settings(tmp_path):
-    source = save_bert(tmp_path / "base", reranker=False)
-    encoder = load_encoder(EncoderConfig(source=str(source), pooling="cls", max_tokens=40), CPU)
-    save_encoder(encoder, tmp_path / "first", base=str(source))
-    assert json.loads((tmp_path / "first" / "skilltrain.json").read_text())["base"] == "base"
-    again = load_encoder(EncoderConfig(source=str(tmp_path / "first"), max_tokens=50), CPU)
-    assert (again.settings.pooling, again.settings.max_tokens) == ("cls", 50)
 
 
 def test_the_card_is_the_folders_readme(tmp_path, open_encoder_of):

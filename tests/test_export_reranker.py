@@ -89,19 +89,6 @@ def test_a_qwen3_reranker_opens_in_plain_cross_encoder(tmp_path, open_reranker_o
     assert kept == [pair.ids for pair in reranker.tokenize(QUERIES[0], SKILLS)]
 
 
-def test_another_instruction_can_be_given(tmp_path, open_reranker_of):
-    reranker = open_reranker_of("qwen3_reranker", max_tokens=400)
-    save_reranker(reranker, tmp_path, base="qwen3_reranker")
-    plain = CrossEncoder(str(tmp_path), device="cpu")
-    other = open_reranker_of(
-        "qwen3_reranker", template=RerankerTemplate(form="yes_no", instruction="find"), max_tokens=400
-    )
-    pairs = [(QUERIES[0], other.settings.template.render_skill(skill)) for skill in SKILLS]
-    found = plain.predict(pairs, prompt="find", convert_to_tensor=True)
-    assert torch.allclose(found, scores_of(other, QUERIES[0], SKILLS), atol=1e-5)
-    assert not torch.allclose(found, scores_of(reranker, QUERIES[0], SKILLS), atol=1e-3)
-
-
 def test_a_skill_cannot_end_its_own_message_in_plain_cross_encoder(tmp_path, open_reranker_of):
     """A space breaks up the names of control tokens: exactly the template's own three and four of them are left."""
     reranker = open_reranker_of("qwen3_reranker", max_tokens=400)

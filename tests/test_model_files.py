@@ -17,7 +17,6 @@ from skilltrain.models import loading
 from skilltrain.models.encoder import EncoderConfig, EncoderSettings, load_encoder
 from skilltrain.models.loading import resolve_model
 from skilltrain.models.reranker import RerankerConfig, load_reranker
-from skilltrain.retrieval.dense import EncoderSource, open_encoder
 from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate
 
 CPU = torch.device("cpu")
@@ -162,27 +161,15 @@ def lacking(part):
     ("name", "change", "weights", "message"),
     [
         ("bert", without(*TOKENIZER_FILES), None, NO_LETTER),
-        ("bert", without("tokenizer.json"), None, NO_LETTER),
-        ("qwen3", without(*TOKENIZER_FILES), None, NO_LETTER),
         ("qwen3", without("tokenizer.json"), None, "cannot load the tokenizer: Couldn't instantiate the backend"),
-        ("bert", written("tokenizer.json", "{"), None, "cannot load the tokenizer"),
         ("bert", config_with(), renamed, r"do not fit its config\.json: \d+ are missing, such as embeddings\.Layer"),
-        (
-            "bert",
-            config_with(),
-            lacking("layer.1.output.dense.weight"),
-            r"1 are missing, such as encoder\.layer\.1\.",
-        ),
         ("bert", config_with(), shorter, r"1 are of another shape, such as embeddings\.word_embeddings\.weight"),
-        ("bert", config_with(num_hidden_layers=3), None, r"16 are missing, such as encoder\.layer\.2\."),
         ("bert", config_with(num_hidden_layers=1), None, r"16 are unknown, such as encoder\.layer\.1\."),
         ("bert", config_with(num_hidden_layers="x"), None, "cannot load the model configuration"),
         ("qwen3", config_with(), lacking("layers.0.self_attn.q_proj"), r"1 are missing, such as layers\.0\.self_attn"),
         ("bert", without("model.safetensors"), None, r"cannot load the weights: .*no file named model\.safetensors"),
-        ("bert", written("model.safetensors", "x" * 100), None, "cannot load the weights"),
         ("bert", written("adapter_config.json", {"base_model_name_or_path": ".."}), None, "holds an adapter, not a"),
         ("bert_reranker", config_with(), None, "its model is of kind reranker, but encoder is needed here"),
-        ("bert_reranker", config_with(architectures=None), lacking("bert.encoder"), "32 are missing"),
     ],
 )
 def test_a_broken_encoder_is_refused_by_name(broken, name, change, weights, message):
@@ -196,18 +183,9 @@ def test_a_broken_encoder_is_refused_by_name(broken, name, change, weights, mess
     [
         ("bert", config_with(), None, r"lack the head that gives the score: classifier\.bias is missing \(train it"),
         ("bert_reranker", config_with(), lacking("classifier.weight"), r"classifier\.weight is missing \(train it"),
-        (
-            "bert_reranker",
-            config_with(),
-            lacking("pooler.dense.bias"),
-            r"score: bert\.pooler\.dense\.bias is missing",
-        ),
-        ("bert_reranker", without(*TOKENIZER_FILES), None, NO_LETTER),
-        ("bert_reranker", config_with(), renamed, r"\d+ are missing, such as bert\.embeddings"),
         ("bert_reranker", config_with(num_hidden_layers=1), None, r"16 are unknown, such as bert\.encoder\.layer\.1"),
         ("qwen3", config_with(), None, r"the head that gives the score: score\.weight is missing"),
         ("qwen3_reranker", config_with(tie_word_embeddings=False), None, r"the score: lm_head\.weight is missing"),
-        ("qwen3_reranker", config_with(), renamed, "25 are missing, such as lm_head"),
         ("bert", written("modules.json", [{"type": POOLING, "path": "1"}]), None, "of kind encoder, but reranker is"),
     ],
 )
@@ -329,10 +307,6 @@ def test_pooling_is_as_the_folder_says(plain, config, expected):
     folder = plain(pooling=config)
     assert settings_of(folder).pooling == expected
     assert settings_of(folder, pooling="mean").pooling == "mean"
-    assert open_encoder(EncoderSource(source=folder)).model.settings.pooling == expected
-    source = EncoderSource(source=folder, pooling="mean", query_max_tokens=40)
-    chosen = open_encoder(source).model.settings
-    assert (chosen.pooling, chosen.query_max_tokens) == ("mean", 40)
 
 
 def test_the_token_limit_is_as_the_folder_says_and_within_the_positions(plain):

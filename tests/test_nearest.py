@@ -47,15 +47,6 @@ def test_more_than_there_are_gives_all_and_nothing_gives_nothing():
     assert nearest(pool, pool[:0], 2)[0].shape == (3, 0)
 
 
-def test_a_pair_is_scored_alike_in_any_company():
-    queries, pool = unit_vectors(10), unit_vectors(5000, seed=1)
-    rows, positions = np.repeat(np.arange(10), 5000), np.tile(np.arange(5000), 10)
-    together = cosines(queries, pool, rows, positions)
-    alone = [cosines(queries, pool, rows[[place]], positions[[place]])[0] for place in range(0, 50000, 997)]
-    assert together[::997].tolist() == alone
-    np.testing.assert_allclose(together, (queries @ pool.T).ravel(), atol=1e-6)
-
-
 @pytest.mark.parametrize("size", [1, 7, 25])
 def test_a_query_is_answered_alike_in_any_company(size):
     pool, queries = unit_vectors(2000), unit_vectors(60, seed=1)

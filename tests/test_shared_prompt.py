@@ -1,3 +1,4 @@
+import functools
 import random
 
 import pytest
@@ -97,24 +98,16 @@ def test_float32_and_bfloat16_autocast_stay_close(folder):
         assert torch.allclose(rounded, alone, atol=0.05 * float(expected.abs().max()))
 
 
-def llama(**options):
+def causal(config_class, model_class, **options):
+    """A tiny model of one of Qwen3's relatives, the same at every call."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=800, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            intermediate_size=64, initializer_range=0.2, **options,
-        )
-    ).double().eval()  # fmt: skip
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = config_class(vocab_size=800, intermediate_size=64, initializer_range=0.2, **sizes, **options)
+    return model_class(config).double().eval()
 
 
-def mistral():
-    torch.manual_seed(0)
-    return MistralForCausalLM(
-        MistralConfig(
-            vocab_size=800, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            intermediate_size=64, initializer_range=0.2, sliding_window=8,
-        )
-    ).double().eval()  # fmt: skip
+llama = functools.partial(causal, LlamaConfig, LlamaForCausalLM)
+mistral = functools.partial(causal, MistralConfig, MistralForCausalLM, sliding_window=8)
 
 
 @pytest.mark.parametrize(("make", "is_packed"), [(llama, True), (mistral, False)])
@@ -169,10 +162,3 @@ def test_groups_hold_pairs_of_one_list_within_the_budget(folder):
     flat = [pair for pairs in lists for pair in pairs]
     assert [reranker.num_slots([flat[place] for place in group]) for group in groups] == [80, 80, 21, 220, 30, 23]
     assert reranker.micro_batches([[], []], 80) == []
-
-
-def test_two_segment_pairs_are_grouped_by_length(open_reranker_of):
-    reranker = open_reranker_of("bert_reranker")
-    lists = [pairs_of([10, 30], 1), pairs_of([9, 31], 1)]
-    assert not reranker.is_packed
-    assert reranker.micro_batches(lists, 64) == [[3, 1], [0, 2]] and reranker.num_slots([*lists[0], *lists[1]]) == 128

@@ -63,10 +63,9 @@ def resolve_model(source: str, weights: bool = True) -> Path:
 def _package_folder(source: str) -> Path:
     name = source.removeprefix("package:")
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
-    folders = [Path(place) / "model" for place in (spec.submodule_search_locations or [])] if spec else []
-    for folder in folders:
-        if folder.is_dir():
-            return folder
+    for place in (spec and spec.submodule_search_locations) or ():
+        if (Path(place) / "model").is_dir():
+            return Path(place) / "model"
     fix = f"pip install {name.replace('_', '-')}"
     raise SkilltrainError("no installed package holds this model", where=source, fix=fix)
 

@@ -129,18 +129,16 @@ class Cascade:
         rankers = [open_ranker(ranker, self.skills, self._opened) for ranker in system.rankers]
         queries = [self.queries[0], *self.queries[:num]]
         again = [replace(query, query_id=f"{system.name} {number}") for number, query in enumerate(queries)]
+        times: list[list[float]] = []
         with without_bars():
-            return [_times_of(rankers, query, keeps) for query in again][1:]
-
-
-def _times_of(rankers: Sequence[Ranker], query: Query, keeps: Sequence[int]) -> list[float]:
-    times: list[float] = []
-    rankings: Rankings | None = None
-    for ranker, keep in zip(rankers, keeps, strict=True):
-        started = time.perf_counter()
-        rankings = ranker.rank([query], rankings, keep)
-        times.append(time.perf_counter() - started)
-    return times
+            for query in again:
+                times.append([])
+                rankings: Rankings | None = None
+                for ranker, keep in zip(rankers, keeps, strict=True):
+                    started = time.perf_counter()
+                    rankings = ranker.rank([query], rankings, keep)
+                    times[-1].append(time.perf_counter() - started)
+        return times[1:]
 
 
 def keeps_of(system: SystemConfig, depth: int) -> list[int]:

@@ -1,13 +1,13 @@
 """Many texts through an encoder: longest first, in micro-batches of texts of one length, each block kept when done."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from jaxtyping import Int32
+from jaxtyping import Float32, Int32
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.encoder import Encoder
@@ -32,6 +32,7 @@ class EncodingCount:
     slots: int = 0
 
 
+@torch.inference_mode()
 def encode_texts(model: Encoder, work: OrderedTexts, token_budget: int, count: EncodingCount) -> Parts:
     """Yield (places in `work`, their unit vectors) as they are done; `count` grows with them.
 
@@ -40,18 +41,33 @@ def encode_texts(model: Encoder, work: OrderedTexts, token_budget: int, count: E
     if not len(work.texts):
         return
     before, started = replace(count), time.monotonic()
+    enough = _ENOUGH_TOKENS if model.device.type == "cpu" else token_budget
     with progress(work.description, len(work.texts), 0) as show:
-
-        def tell() -> None:
-            rate = (count.tokens - before.tokens) / max(1e-9, time.monotonic() - started)
-            show(count.texts - before.texts, f"{rate:,.0f} tokens/s")
-
         for start, ids in _tokenized(model, work):
-            for part, vectors in _encode_block(model, ids, token_budget, count, tell):
-                if not np.isfinite(vectors).all():
-                    source = model.backbone.config.name_or_path
-                    raise SkilltrainError("the encoder gave vectors that are no numbers", where=source)
-                yield start + part, vectors
+            lengths = [len(text) for text in ids]
+            groups = even_groups(lengths, token_budget, enough)
+            done: list[int] = []
+            vectors: list[torch.Tensor] = []
+            saved = time.monotonic()
+            for number, group in enumerate(groups, 1):
+                vectors.append(model([ids[position] for position in group]))
+                done += group
+                count.texts += len(group)
+                count.tokens += sum(lengths[position] for position in group)
+                count.slots += num_slots(lengths, [group])
+                rate = (count.tokens - before.tokens) / max(1e-9, time.monotonic() - started)
+                show(count.texts - before.texts, f"{rate:,.0f} tokens/s")
+                if number == len(groups) or time.monotonic() - saved > _SAVE_SECONDS:
+                    yield start + np.array(done), _as_numbers(vectors, model)
+                    done, vectors, saved = [], [], time.monotonic()
+
+
+def _as_numbers(vectors: list[torch.Tensor], model: Encoder) -> Float32[np.ndarray, "some dim"]:
+    found = torch.cat(vectors).float().cpu().numpy()
+    if not np.isfinite(found).all():
+        source = model.backbone.config.name_or_path
+        raise SkilltrainError("the encoder gave vectors that are no numbers", where=source)
+    return found
 
 
 def _tokenized(model: Encoder, work: OrderedTexts) -> Iterator[tuple[int, list[Ids]]]:
@@ -76,28 +92,6 @@ def _tokenized(model: Encoder, work: OrderedTexts) -> Iterator[tuple[int, list[I
         for start in starts:
             ids, ahead = ahead.result(), thread.submit(tokenize, start + _BLOCK)
             yield start, ids
-
-
-@torch.inference_mode()
-def _encode_block(
-    model: Encoder, ids: Sequence[Ids], token_budget: int, count: EncodingCount, tell: Callable[[], None]
-) -> Parts:
-    lengths = [len(text) for text in ids]
-    enough = _ENOUGH_TOKENS if model.device.type == "cpu" else token_budget
-    done: list[int] = []
-    vectors: list[torch.Tensor] = []
-    started = time.monotonic()
-    groups = even_groups(lengths, token_budget, enough)
-    for number, group in enumerate(groups, 1):
-        vectors.append(model([ids[position] for position in group]))
-        done += group
-        count.texts += len(group)
-        count.tokens += sum(lengths[position] for position in group)
-        count.slots += num_slots(lengths, [group])
-        tell()
-        if number == len(groups) or time.monotonic() - started > _SAVE_SECONDS:
-            yield np.array(done), torch.cat(vectors).float().cpu().numpy()
-            done, vectors, started = [], [], time.monotonic()
 
 
 def even_groups(lengths: Sequence[int], token_budget: int, enough: int) -> Groups:

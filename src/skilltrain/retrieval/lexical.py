@@ -13,7 +13,7 @@ from pydantic import Field
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Rankings, Skill
-from skilltrain.retrieval.nearest import ranked
+from skilltrain.retrieval.nearest import ranking_of
 from skilltrain.templates import SkillFields
 from skilltrain.terminal import track
 from skilltrain.texts import CJK
@@ -52,11 +52,16 @@ class Lexical:
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """The `keep` best skills of each query, of its candidates alone where there are some."""
-        texts = [query.text for query in queries]
-        return ranked(
-            queries, self.skill_ids, candidates, keep, lambda: self.index.search(texts, keep),
-            lambda row, places: self.index.scores(texts[row])[places],
-        )  # fmt: skip
+        if candidates is None:
+            found = zip(queries, *self.index.search([query.text for query in queries], keep), strict=True)
+            return {query.query_id: ranking_of(self.skill_ids, *row) for query, *row in found}
+        places = {skill_id: place for place, skill_id in enumerate(self.skill_ids)}
+        rankings: Rankings = {}
+        for query in queries:
+            positions = np.array([places[skill_id] for skill_id, _ in candidates[query.query_id]], dtype=np.int64)
+            scores = self.index.scores(query.text)[positions]
+            rankings[query.query_id] = ranking_of(self.skill_ids, positions, scores)[:keep]
+        return rankings
 
 
 def bm25_text(skill: Skill) -> str:

@@ -87,7 +87,11 @@ def build_index(description: str, pool: Float32[np.ndarray, "skill dim"], seed: 
     faiss.omp_set_num_threads(1)
     try:
         index: Any = faiss.index_factory(pool.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
-        _seed(index, seed)
+        if isinstance(index, faiss.IndexIVF):
+            index.cp.seed = seed
+            index.cp.min_points_per_centroid = 1  # faiss warns where cells are small; the recall says what that costs
+        elif isinstance(index, faiss.IndexHNSW):
+            index.hnsw.rng = faiss.RandomGenerator(seed)  # pyright: ignore[reportAttributeAccessIssue]
         for setting in settings:
             faiss.ParameterSpace().set_index_parameters(index, setting)
         index.train(pool)
@@ -97,17 +101,6 @@ def build_index(description: str, pool: Float32[np.ndarray, "skill dim"], seed: 
     finally:
         faiss.omp_set_num_threads(threads)
     return index
-
-
-def _seed(index: Any, seed: int) -> None:
-    """What an index draws at random depends on `seed` alone."""
-    import faiss
-
-    if isinstance(index, faiss.IndexIVF):
-        index.cp.seed = seed
-        index.cp.min_points_per_centroid = 1  # faiss warns where cells are small; the recall says what that costs
-    elif isinstance(index, faiss.IndexHNSW):
-        index.hnsw.rng = faiss.RandomGenerator(seed)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(frozen=True)
@@ -121,33 +114,16 @@ class VectorRanker:
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """The `keep` nearest skills of each query, of its candidates alone where there are some."""
         vectors = self.encode([query.text for query in queries])
-        return ranked(
-            queries, self.skill_ids, candidates, keep, lambda: nearest(vectors, self.vectors, keep),
-            lambda row, places: cosines(vectors, self.vectors, np.full(len(places), row), places),
-        )  # fmt: skip
-
-
-def ranked(
-    queries: Sequence[Query],
-    skill_ids: Sequence[str],
-    candidates: Rankings | None,
-    keep: int,
-    search: Callable[[], Found],
-    score: Callable[[int, Int64[np.ndarray, " place"]], Float32[np.ndarray, " place"]],
-) -> Rankings:
-    """What `search` finds for all queries; where there are candidates, the `keep` best of each query's by `score`.
-
-    `score` is asked for the scores that a row of the queries gives to places of the pool.
-    """
-    if candidates is None:
-        found = zip(queries, *search(), strict=True)
-        return {query.query_id: ranking_of(skill_ids, *row) for query, *row in found}
-    place_of = {skill_id: place for place, skill_id in enumerate(skill_ids)}
-    rankings: Rankings = {}
-    for row, query in enumerate(queries):
-        places = np.array([place_of[skill_id] for skill_id, _ in candidates[query.query_id]], dtype=np.int64)
-        rankings[query.query_id] = ranking_of(skill_ids, places, score(row, places))[:keep]
-    return rankings
+        if candidates is None:
+            found = zip(queries, *nearest(vectors, self.vectors, keep), strict=True)
+            return {query.query_id: ranking_of(self.skill_ids, *row) for query, *row in found}
+        places = {skill_id: place for place, skill_id in enumerate(self.skill_ids)}
+        rankings: Rankings = {}
+        for row, query in enumerate(queries):
+            positions = np.array([places[skill_id] for skill_id, _ in candidates[query.query_id]], dtype=np.int64)
+            scores = cosines(vectors, self.vectors, np.full(len(positions), row), positions)
+            rankings[query.query_id] = ranking_of(self.skill_ids, positions, scores)[:keep]
+        return rankings
 
 
 def ranking_of(skill_ids: Sequence[str], positions: np.ndarray, scores: np.ndarray) -> Ranking:

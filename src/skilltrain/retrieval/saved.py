@@ -9,7 +9,7 @@ from pydantic import Field
 
 from skilltrain.config import Config, InputPath
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Query, Ranking, Rankings, Skill
+from skilltrain.records import Query, Rankings, Skill
 from skilltrain.tables import RANKINGS, read_table, table_path
 from skilltrain.terminal import say
 
@@ -50,17 +50,15 @@ class Saved:
         if missing := [query.query_id for query in queries if query.query_id not in self.rankings]:
             count = f"{len(missing)} of {len(queries)}"
             say(f"warning: {self.path}: no ranking for {count} queries, first '{missing[0]}'; they score 0")
-        return {query.query_id: self._ranking(query.query_id, candidates)[:keep] for query in queries}
-
-    def _ranking(self, query_id: str, candidates: Rankings | None) -> Ranking:
-        ranking = self.rankings.get(query_id, [])
-        if lost := [skill_id for skill_id, _ in ranking if skill_id not in self.pool]:
-            what = f"{len(lost)} of its {len(ranking)} ranked skills are not in the pool, first '{lost[0]}'"
-            raise SkilltrainError(what, where=f"{self.path}, query {query_id}")
-        if candidates is None:
-            return ranking
-        allowed = dict(candidates[query_id])
-        return [pair for pair in ranking if pair[0] in allowed]
+        found: Rankings = {}
+        for query_id in (query.query_id for query in queries):
+            ranking = self.rankings.get(query_id, [])
+            if lost := [skill_id for skill_id, _ in ranking if skill_id not in self.pool]:
+                what = f"{len(lost)} of its {len(ranking)} ranked skills are not in the pool, first '{lost[0]}'"
+                raise SkilltrainError(what, where=f"{self.path}, query {query_id}")
+            allowed = self.pool if candidates is None else dict(candidates[query_id])
+            found[query_id] = [pair for pair in ranking if pair[0] in allowed][:keep]
+        return found
 
 
 def read_rankings(path: Path, stage: str | None) -> Rankings:
