@@ -69,3 +69,22 @@ def fresh_accelerate():
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory, model_folders):
+    """The folder of a small library's stages and of the trainings of both models."""
+    from small_library import trained
+
+    return trained(tmp_path_factory.getbasetemp() / "trained", model_folders["bert"])
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A chat server on loopback whose answers name the seed of their request; the environment holds a key."""
+    from llm_server import KEY, Reply, embeddings, llm_server
+
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with llm_server() as running:
+        running.otherwise = lambda asked: embeddings(asked) if "input" in asked else Reply(f"answer {asked['seed']}")
+        yield running

@@ -12,10 +12,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.parser import BytesParser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from skilltrain.config import validate
+from skilltrain.llm import LLM, Completion, Message, OpenAIConfig, Request, open_llm
+
 HONEST: Any = object()
+KEY = "sk-secret-0123456789"
+ASK = (Message("user", "Say hello."),)
 
 
 def honest_usage(request: dict[str, Any], text: str) -> dict[str, int]:
@@ -170,6 +176,29 @@ class LLMServer:
         batch["output_file_id"] = self.upload("\n".join(output).encode())["id"] if output else None
         batch["error_file_id"] = self.upload("\n".join(errors).encode())["id"] if errors else None
         batch["request_counts"] |= {"completed": len(output), "failed": len(errors)}
+
+
+def open_client(server: LLMServer, cache: Path | None = None, **changed: Any) -> LLM:
+    """A client of the server that tries nothing again."""
+    values = {"model": "m", "base_url": server.base_url, "cache": cache, "max_retries": 0, "timeout": 5.0, **changed}
+    return open_llm(validate(OpenAIConfig, values, "test"))
+
+
+def ask(llm: LLM, *seeds: int) -> list[str]:
+    """Texts, or what went wrong, of one request for each seed, by position."""
+    found = dict(llm.complete_all(Request(ASK, seed) for seed in seeds))
+    assert sorted(found) == list(range(len(seeds)))
+    return [answer.text if isinstance(answer, Completion) else answer.kind for _, answer in sorted(found.items())]
+
+
+def texts(*seeds: int) -> list[str]:
+    """What the server of the fixture answers to these seeds."""
+    return [f"answer {seed}" for seed in seeds]
+
+
+def assert_no_key(folder: Path) -> None:
+    """No file holds the key."""
+    assert all(KEY.encode() not in file.read_bytes() for file in folder.rglob("*") if file.is_file())
 
 
 def _uploaded(content_type: str, body: bytes) -> bytes:

@@ -20,7 +20,7 @@ from sentence_transformers import SentenceTransformer
 
 from skilltrain.stages import STAGES
 from skilltrain.tables import DROPPED, JUDGEMENTS, LISTS, QUERIES, RANKINGS, SKILLS, read_table, write_table
-from small_library import contents, encoder_recipe, skilltrain, succeeds, trained, write_recipe
+from small_library import contents, encoder_recipe, skilltrain, succeeds, write_recipe
 from tiny_models import WORDS
 
 ROOT = Path(__file__).parents[1]
@@ -43,11 +43,6 @@ RECIPES = {
     "- {name: a, rankers: [{kind: lexical}]}\npool: {runs}/pool\nbenchmark: {runs}/queries\nout: {tmp}/out\n",
 }
 PREDICTIONS = {"empty": {}, "unknown": {"q99": ["data/csv-repair"]}, "twice": {"q01": ["a", "b", "a"]}, "list": [1]}
-
-
-@pytest.fixture(scope="session")
-def runs(tmp_path_factory, model_folders):
-    return trained(tmp_path_factory.getbasetemp() / "trained", model_folders["bert"])
 
 
 @pytest.fixture(scope="module")

@@ -2,46 +2,21 @@
 
 import json
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from llm_server import LLMServer, Reply, llm_server
+from llm_server import ASK, KEY, LLMServer, Reply, ask, assert_no_key, llm_server, open_client
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import (
-    LLM,
-    Completion,
-    CompletionError,
-    Message,
-    OpenAIConfig,
-    Request,
-    SmolLM2Config,
-    open_llm,
-)
+from skilltrain.llm import LLM, Completion, CompletionError, Message, OpenAIConfig, Request, SmolLM2Config, open_llm
 from skilltrain.llm.client import in_threads
 
-KEY = "sk-secret-0123456789"
-ASK = (Message("system", "Be brief."), Message("user", "Say hello."))
 
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LLMServer]:
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    with llm_server() as running:
-        yield running
-
-
-def open_client(server: LLMServer, cache: Path | None = None, **changed: object) -> LLM:
-    values = {"model": "m", "base_url": server.base_url, "cache": cache, "max_retries": 2, "timeout": 5.0, **changed}
-    return open_llm(validate(OpenAIConfig, values, "test"))
-
-
-def complete(llm: LLM, seed: int = 0, messages: Sequence[Message] = ASK) -> Completion:
+def complete(llm: LLM, seed: int = 0, messages: tuple[Message, ...] = ASK) -> Completion:
     """The answer to one request; its failure is raised."""
-    ((position, answer),) = llm.complete_all([Request(tuple(messages), seed)])
-    assert position == 0
+    ((_, answer),) = llm.complete_all([Request(messages, seed)])
     if isinstance(answer, CompletionError):
         raise answer
     return answer
@@ -49,7 +24,7 @@ def complete(llm: LLM, seed: int = 0, messages: Sequence[Message] = ASK) -> Comp
 
 def test_an_answer_holds_text_reason_and_counts(server: LLMServer) -> None:
     server.script = [Reply("Hello.", finish_reason="length")]
-    answer = complete(open_client(server), 3)
+    answer = complete(open_client(server), 3, (Message("system", "Be brief."), Message("user", "Say hello.")))
     assert (answer.text, answer.finish_reason) == ("Hello.", "length")
     # Three bytes a token and eight a message: ceil(9/3) + ceil(10/3) + 16 = 3 + 4 + 16; ceil(6/3).
     assert (answer.num_prompt_tokens, answer.num_completion_tokens) == (23, 2)
@@ -66,8 +41,7 @@ def test_429_waits_as_long_as_the_server_says_and_500_is_tried_again(server: LLM
         Reply(status=429, headers={"Retry-After": "1"}), Reply(status=500, headers={"Retry-After": "0.01"}),
         Reply("ok"),
     ]  # fmt: skip
-    assert complete(open_client(server), 0).text == "ok"
-    assert len(server.requests) == 3
+    assert ask(open_client(server, max_retries=2), 0) == ["ok"] and len(server.requests) == 3
     assert server.times[1] - server.times[0] >= 1.0
 
 
@@ -81,7 +55,7 @@ def test_a_failure_is_one_requests_fault_and_only_a_passing_one_is_tried_again(
 ) -> None:
     server.otherwise = lambda _: reply
     with pytest.raises(CompletionError, match=rf"scripted {reply.status}|timed out") as failure:
-        complete(open_client(server, timeout=0.2))
+        complete(open_client(server, max_retries=2, timeout=0.2))
     assert failure.value.kind == "failed"
     assert len(server.requests) == num_requests
 
@@ -89,10 +63,9 @@ def test_a_failure_is_one_requests_fault_and_only_a_passing_one_is_tried_again(
 @pytest.mark.parametrize("broken", [Reply(cut=True), Reply(drop=True)])
 def test_broken_connections_are_tried_again(server: LLMServer, broken: Reply) -> None:
     server.script = [broken, Reply("ok")]
-    assert complete(open_client(server)).text == "ok"
+    assert ask(open_client(server, max_retries=1), 0) == ["ok"]
     server.otherwise = lambda _: broken
-    with pytest.raises(CompletionError, match="failed"):
-        complete(open_client(server, max_retries=0), seed=1)
+    assert ask(open_client(server), 1) == ["failed"]
 
 
 def test_work_in_threads_is_taken_in_order_and_an_error_stops_it() -> None:
@@ -115,7 +88,7 @@ def test_work_in_threads_is_taken_in_order_and_an_error_stops_it() -> None:
 def test_requests_keep_to_the_rate_and_to_the_concurrency(server: LLMServer) -> None:
     server.otherwise = lambda _: Reply(delay=0.05)
     llm = open_client(server, concurrency=3, requests_per_minute=1200)
-    assert len(list(llm.complete_all(Request(ASK, seed) for seed in range(12)))) == 12
+    ask(llm, *range(12))
     assert 1 <= server.most_busy <= 3
     # 0.05 s between two, 0.55 s as sent; the first may arrive late.
     assert server.times[-1] - server.times[0] >= 0.3
@@ -140,17 +113,17 @@ def test_requests_are_taken_as_there_is_room_for_them(server: LLMServer) -> None
 def test_many_failures_in_a_row_stop_the_run_but_what_is_under_way_is_kept(server: LLMServer, tmp_path: Path) -> None:
     slow = {0: Reply("kept", delay=0.5, until=lambda: len(server.requests) == 21)}
     server.otherwise = lambda request: slow.get(request["seed"], Reply(status=500))
-    llm = open_client(server, cache=tmp_path, max_retries=0, concurrency=2)
+    llm = open_client(server, tmp_path, concurrency=2)
     with pytest.raises(SkilltrainError, match=r"20 requests in a row failed.*run again later"):
-        list(llm.complete_all(Request(ASK, seed) for seed in range(50)))
-    assert complete(open_client(server, cache=tmp_path), 0).text == "kept"
+        ask(llm, *range(50))
+    assert ask(open_client(server, tmp_path), 0) == ["kept"]
     assert len(server.requests) == 21
 
 
 def test_a_key_that_the_server_sends_back_is_blotted_out(server: LLMServer, tmp_path: Path) -> None:
     server.script = [Reply(f"Your key is {KEY}.")]
-    assert complete(open_client(server, cache=tmp_path)).text == "Your key is [key]."
-    assert all(KEY.encode() not in file.read_bytes() for file in tmp_path.glob("*"))
+    assert ask(open_client(server, tmp_path), 0) == ["Your key is [key]."]
+    assert_no_key(tmp_path)
 
 
 def test_thoughts_before_an_answer_are_paid_for_and_left_out(server: LLMServer) -> None:
@@ -172,17 +145,15 @@ def test_a_fault_of_the_requests_themselves_ends_the_run_and_what_is_under_way_i
     slow = Reply("kept", delay=0.5)
     server.otherwise = lambda request: Reply(until=lambda: len(server.requests) == 2) if request["seed"] else slow
     with pytest.raises(OSError, match="cannot be read"):
-        list(open_client(server, cache=tmp_path, concurrency=2).complete_all(requests()))
-    assert complete(open_client(server, cache=tmp_path), 0).text == "kept"
+        list(open_client(server, tmp_path, concurrency=2).complete_all(requests()))
+    assert ask(open_client(server, tmp_path), 0) == ["kept"]
     assert len(server.requests) == 2
 
 
 @pytest.mark.parametrize("raw", ["{not json", '{"choices": []}', '{"choices": null}', "[]", '"text"', '{"error": 1}'])
 def test_replies_that_are_no_completion_are_malformed(server: LLMServer, raw: str) -> None:
     server.otherwise = lambda _: Reply(raw=raw)
-    with pytest.raises(CompletionError) as failure:
-        complete(open_client(server, max_retries=0), 0)
-    assert failure.value.kind == "malformed"
+    assert ask(open_client(server), 0) == ["malformed"]
 
 
 def test_refusals_and_content_filters_are_answers(server: LLMServer) -> None:
@@ -205,7 +176,7 @@ def test_faults_of_every_request_end_the_run_and_never_show_the_key(
 ) -> None:
     server.otherwise = lambda _: reply
     with pytest.raises(SkilltrainError, match=message) as failure:
-        complete(open_client(server, max_retries=0), 0)
+        complete(open_client(server))
     assert KEY not in str(failure.value)
     assert KEY not in "".join(traceback.format_exception(failure.value))  # what --debug shows
     assert failure.value.where == server.base_url
@@ -214,12 +185,10 @@ def test_faults_of_every_request_end_the_run_and_never_show_the_key(
 def test_a_server_that_was_never_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with llm_server() as gone:
-        base_url = gone.base_url
-    llm = open_llm(OpenAIConfig(model="m", base_url=base_url, cache=None, max_retries=0))
-    with pytest.raises(SkilltrainError, match="no server answers") as failure:
+        llm = open_client(gone)
+    with pytest.raises(SkilltrainError, match=r"no server answers.*llm\.base_url") as failure:
         complete(llm)
-    assert base_url in str(failure.value)
-    assert "llm.base_url" in str(failure.value)
+    assert failure.value.where == gone.base_url
 
 
 def test_only_openai_itself_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +196,7 @@ def test_only_openai_itself_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(SkilltrainError, match="set OPENAI_API_KEY"):
         complete(open_llm(OpenAIConfig(model="m", cache=None)))
     with llm_server() as local:
-        assert complete(open_client(local), 0).text == "Please plan my week."
+        assert ask(open_client(local), 0) == ["Please plan my week."]
 
 
 def test_keys_in_a_recipe_are_refused_without_being_shown() -> None:

@@ -2,49 +2,22 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llm_server import LLMServer, Reply, llm_server
-from skilltrain.config import validate
+from llm_server import ASK, KEY, LLMServer, Reply, ask, assert_no_key, open_client, texts
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import LLM, Answers, Completion, Message, OpenAIConfig, Request, Usage, open_llm
+from skilltrain.llm import LLM, Answers, Request, Usage
 from skilltrain.llm.answers import BatchNote
 
-KEY = "sk-secret-0123456789"
-ASK = (Message("user", "Say hello."),)
 BUSY = Reply(status=500, headers={"Retry-After": "0.01"})
-FAST = {"poll_seconds": 0.01}
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LLMServer]:
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    with llm_server() as running:
-        running.otherwise = lambda request: Reply(f"answer {request['seed']}")
-        yield running
 
 
 def client(server: LLMServer, cache: Path | None, batch: dict[str, Any] | None = None, **changed: Any) -> LLM:
-    values = {
-        "mode": "batch", "model": "m", "base_url": server.base_url, "cache": cache, "max_retries": 2,
-        "batch": FAST | (batch or {}), **changed,
-    }  # fmt: skip
-    return open_llm(validate(OpenAIConfig, values, "test"))
-
-
-def ask(llm: LLM, *seeds: int) -> list[str]:
-    """Texts, or what went wrong, by position."""
-    found = dict(llm.complete_all(Request(ASK, seed) for seed in seeds))
-    assert sorted(found) == list(range(len(seeds)))
-    return [answer.text if isinstance(answer, Completion) else answer.kind for _, answer in sorted(found.items())]
-
-
-def texts(*seeds: int) -> list[str]:
-    return [f"answer {seed}" for seed in seeds]
+    batch = {"poll_seconds": 0.01} | (batch or {})
+    return open_client(server, cache, **{"mode": "batch", "max_retries": 2, "batch": batch, **changed})
 
 
 def notes(server: LLMServer, cache: Path) -> list[BatchNote]:
@@ -65,7 +38,7 @@ def test_a_batch_goes_up_is_waited_for_and_fetched(server: LLMServer, tmp_path: 
     assert (line["method"], line["url"], line["body"]["model"]) == ("POST", "/v1/chat/completions", "m")
     assert llm.budget.used.prompt > 0 and llm.budget.reserved == Usage()
     assert notes(server, tmp_path) == []
-    assert all(KEY.encode() not in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+    assert_no_key(tmp_path)
 
 
 def test_live_and_batch_share_their_answers(server: LLMServer, tmp_path: Path) -> None:

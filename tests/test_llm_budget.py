@@ -1,6 +1,5 @@
 """Tokens, dollars and the budget that no run overshoots."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,46 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_server import LLMServer, Reply, llm_server
-from skilltrain.config import validate
+from llm_server import ASK, LLMServer, Reply, ask, open_client
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import (
-    LLM,
-    Budget,
-    BudgetConfig,
-    Completion,
-    CompletionError,
-    Message,
-    OpenAIConfig,
-    Prices,
-    Request,
-    Usage,
-    open_llm,
-    prices_of,
-)
+from skilltrain.llm import LLM, Budget, BudgetConfig, CompletionError, OpenAIConfig, Prices, Request, Usage, prices_of
 from skilltrain.llm.budget import estimate_tokens, most_of
 
-ASK = (Message("user", "Say hello."),)  # 10 bytes: at most 10 + 32 + 32 tokens read
 MAX_TOKENS = 26
-MOST = 100  # 74 read, 26 written
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LLMServer]:
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with llm_server() as running:
-        yield running
+MOST = 100  # of "Say hello.", 10 bytes: 10 + 32 + 32 tokens read, 26 written
 
 
 def client(server: LLMServer, cache: Path | None = None, **changed: Any) -> LLM:
-    values = {"model": "m", "base_url": server.base_url, "cache": cache, "max_retries": 0, "max_tokens": MAX_TOKENS}
-    return open_llm(validate(OpenAIConfig, values | changed, "test"))
+    return open_client(server, cache, max_tokens=MAX_TOKENS, **changed)
 
 
 def kinds(llm: LLM, num_requests: int, first: int = 0) -> str:
-    """One letter an answer, by position: a(nswered), or the first letter of what went wrong."""
-    found = dict(llm.complete_all(Request(ASK, seed) for seed in range(first, first + num_requests)))
-    return "".join("a" if isinstance(a, Completion) else a.kind[0] for _, a in sorted(found.items()))
+    """One letter an answer, by position: the first of its text, or of what went wrong."""
+    return "".join(found[0] for found in ask(llm, *range(first, first + num_requests)))
 
 
 def test_tokens_are_estimated_by_letters() -> None:
@@ -88,7 +63,7 @@ def test_what_was_reserved_first_is_never_overshot(uses: list[tuple[int, int]], 
 @pytest.mark.parametrize("usage", [None, {}, 0, "much", {"prompt_tokens": 0, "completion_tokens": None},
                                    {"prompt_tokens": -5, "completion_tokens": "7"}])  # fmt: skip
 def test_where_the_server_reports_no_tokens_our_estimate_counts(server: LLMServer, usage: Any) -> None:
-    server.otherwise = lambda _: Reply("hello there", usage=usage)
+    server.otherwise = lambda _: Reply("answer text", usage=usage)
     llm = client(server)
     assert kinds(llm, 2) == "aa"
     # 3 tokens and 4 of the chat format read, 3 written, twice.
@@ -98,7 +73,7 @@ def test_where_the_server_reports_no_tokens_our_estimate_counts(server: LLMServe
 @pytest.mark.parametrize("concurrency", [1, 4])
 def test_requests_that_do_not_fit_are_not_sent_whatever_the_concurrency(server: LLMServer, concurrency: int) -> None:
     usage = {"prompt_tokens": 20, "completion_tokens": 10}
-    server.otherwise = lambda request: Reply("hi", usage=usage, delay=0.02 * (request["seed"] % 3))
+    server.otherwise = lambda request: Reply("answer", usage=usage, delay=0.02 * (request["seed"] % 3))
     llm = client(server, budget={"max_tokens": 250}, concurrency=concurrency)
     # 30 each: before the sixth 150 are used, and 100 more fit; before the seventh 180 are, and they do not.
     assert kinds(llm, 10) == "aaaaaabbbb"
@@ -109,7 +84,7 @@ def test_requests_that_do_not_fit_are_not_sent_whatever_the_concurrency(server: 
 
 def test_a_dollar_limit_holds_and_needs_prices(server: LLMServer) -> None:
     usage = {"prompt_tokens": 20, "completion_tokens": 10}
-    server.otherwise = lambda _: Reply("hi", usage=usage)
+    server.otherwise = lambda _: Reply("answer", usage=usage)
     # $74 and $52 at most, $20 and $20 in fact: before the third $80 are used; 126 more fit into 210, into 205 not.
     prices = {"prompt": 1e6, "completion": 2e6}
     llm = client(server, budget={"max_dollars": 206.0}, prices=prices, concurrency=1)
@@ -120,7 +95,7 @@ def test_a_dollar_limit_holds_and_needs_prices(server: LLMServer) -> None:
 
 
 def test_a_run_taken_up_again_ends_where_it_would_have_ended(server: LLMServer, tmp_path: Path) -> None:
-    server.otherwise = lambda _: Reply("hi", usage={"prompt_tokens": 20, "completion_tokens": 10})
+    server.otherwise = lambda _: Reply("answer", usage={"prompt_tokens": 20, "completion_tokens": 10})
     budget = {"max_tokens": 250}
     assert kinds(client(server, tmp_path, budget=budget), 3) == "aaa"
     assert kinds(client(server, tmp_path, budget=budget), 10) == "aaaaaabbbb"

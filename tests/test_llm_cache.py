@@ -1,87 +1,60 @@
-"""The cache: nobody pays twice, whatever was torn, whoever else writes, whichever order the answers come in."""
+"""The cache: nobody pays twice, whoever else writes, whichever order the answers come in; and asking in rounds."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llm_server import LLMServer, Reply, llm_server
-from skilltrain.config import validate
+from llm_server import ASK, LLMServer, Reply, ask, assert_no_key, llm_server, open_client, texts
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import LLM, Completion, Message, OpenAIConfig, Questions, Request, ask_until, cost_of, open_llm
+from skilltrain.llm import LLM, Message, OpenAIConfig, Questions, Request, ask_until, cost_of, open_llm
 from skilltrain.records import Dropped
-
-KEY = "sk-secret-0123456789"
-ASK = (Message("user", "Say hello."),)
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LLMServer]:
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    with llm_server() as running:
-        running.otherwise = lambda request: Reply(f"answer {request['seed']}")
-        yield running
-
-
-def client(server: LLMServer, cache: Path, model: str = "m", concurrency: int = 1) -> LLM:
-    return open_llm(
-        OpenAIConfig(model=model, base_url=server.base_url, cache=cache, max_retries=0, concurrency=concurrency)
-    )
-
-
-def ask(llm: LLM, *seeds: int) -> list[str]:
-    """Texts, by position."""
-    found = dict(llm.complete_all(Request(ASK, seed) for seed in seeds))
-    return [answer.text if isinstance(answer, Completion) else answer.kind for _, answer in sorted(found.items())]
 
 
 def test_a_question_is_asked_once_for_each_model_prompt_and_seed(server: LLMServer, tmp_path: Path) -> None:
-    assert ask(client(server, tmp_path), 0) == ask(client(server, tmp_path), 0) == ["answer 0"]
+    assert ask(open_client(server, tmp_path), 0) == ask(open_client(server, tmp_path), 0) == ["answer 0"]
     assert len(server.requests) == 1
-    ask(client(server, tmp_path), 1)
-    ask(client(server, tmp_path, model="n"), 0)
-    list(client(server, tmp_path).complete_all([Request((*ASK, Message("user", "!")), 0)]))
+    ask(open_client(server, tmp_path), 1)
+    ask(open_client(server, tmp_path, model="n"), 0)
+    list(open_client(server, tmp_path).complete_all([Request((*ASK, Message("user", "!")), 0)]))
     assert len(server.requests) == 4
-    assert all(KEY.encode() not in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+    assert_no_key(tmp_path)
 
 
-@pytest.mark.parametrize("changed", [{"temperature": 0.5}, {"temperature": None}, {"max_tokens": 7}, {"base_url": "x"}])
+@pytest.mark.parametrize("changed", [{"temperature": 0.5}, {"temperature": None}, {"max_tokens": 7}])
 def test_whatever_decides_an_answer_asks_anew_and_nothing_else_does(
     server: LLMServer, tmp_path: Path, changed: dict[str, Any]
 ) -> None:
-    def texts(**values: Any) -> list[str]:
-        settings = {"model": "m", "base_url": server.base_url, "cache": tmp_path, "max_retries": 0}
-        return ask(open_llm(validate(OpenAIConfig, settings | values, "test")), 0)
-
-    texts()
-    texts(concurrency=3, timeout=7, requests_per_minute=600, budget={"max_tokens": 10**6}, batch={"max_requests": 1})
+    others = {"requests_per_minute": 600, "budget": {"max_tokens": 10**6}, "batch": {"max_requests": 1}}
+    ask(open_client(server, tmp_path), 0)
+    ask(open_client(server, tmp_path, concurrency=3, timeout=7, **others), 0)
     assert len(server.requests) == 1
+    ask(open_client(server, tmp_path, **changed), 0)
+    assert len(server.requests) == 2
     with llm_server() as other:
-        texts(**changed | ({"base_url": other.base_url} if "base_url" in changed else {}))
-        assert len(server.requests) + len(other.requests) == 2
+        ask(open_client(other, tmp_path), 0)
+        assert len(other.requests) == 1
 
 
 def test_failures_are_not_kept_and_malformed_replies_are(server: LLMServer, tmp_path: Path) -> None:
     server.script = [Reply(status=500), Reply("answer 0"), Reply(raw="{torn")]
-    llm = client(server, tmp_path)
+    llm = open_client(server, tmp_path)
     assert [ask(llm, 0), ask(llm, 0), ask(llm, 1)] == [["failed"], ["answer 0"], ["malformed"]]
-    again = client(server, tmp_path)
+    again = open_client(server, tmp_path)
     assert ask(again, 0, 1) == ["answer 0", "malformed"] and len(server.requests) == 3
     assert again.budget.used == llm.budget.used
 
 
 def test_answers_that_come_out_of_order_are_kept_each_under_its_own_question(server: LLMServer, tmp_path: Path) -> None:
     server.otherwise = lambda request: Reply(f"answer {request['seed']}", delay=0.05 * (7 - request["seed"]))
-    texts = [f"answer {seed}" for seed in range(8)]
-    assert ask(client(server, tmp_path, concurrency=8), *range(8)) == texts
-    assert ask(client(server, tmp_path, concurrency=8), *range(8)) == texts
+    for _ in range(2):
+        assert ask(open_client(server, tmp_path, concurrency=8), *range(8)) == texts(*range(8))
     assert len(server.requests) == 8
 
 
 def test_two_at_once_share_their_answers(server: LLMServer, tmp_path: Path) -> None:
-    one, other = client(server, tmp_path), client(server, tmp_path)
+    one, other = open_client(server, tmp_path), open_client(server, tmp_path)
     assert ask(one, 0, 1) == ask(other, 0, 1)
     assert ask(other, 2) == ask(one, 2)
     assert len(server.requests) == 3
@@ -90,7 +63,7 @@ def test_two_at_once_share_their_answers(server: LLMServer, tmp_path: Path) -> N
 def test_what_the_disk_refuses_ends_the_run(server: LLMServer, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
     with pytest.raises(SkilltrainError, match="cannot use the cache of answers"):
-        ask(client(server, tmp_path / "cache"), 0)
+        ask(open_client(server, tmp_path / "cache"), 0)
 
 
 @dataclass(frozen=True)
@@ -113,7 +86,7 @@ def questions(llm: LLM, count: int, attempts: int = 3) -> Questions[Number, str]
 
 
 def test_an_estimate_asks_nobody_and_knows_what_is_kept(server: LLMServer, tmp_path: Path) -> None:
-    llm = client(server, tmp_path)
+    llm = open_client(server, tmp_path)
     ask(llm, 0, 1)
     found = cost_of(questions(llm, 5))
     assert len(server.requests) == 2
@@ -136,7 +109,7 @@ def test_asking_goes_on_until_each_answer_passes_or_the_attempts_are_used_up(ser
     wrong = {2: Reply("no"), 1002: Reply(raw="{torn"), 3: Reply(""), 4: Reply(refusal="no"), 5: Reply(status=400)}
     never = {7: Reply("no"), 1007: Reply("x", finish_reason="length"), 2007: Reply("no")}
     server.otherwise = lambda request: (wrong | never).get(request["seed"], Reply(f"answer {request['seed'] % 1000}"))
-    asked = ask_until(questions(client(server, tmp_path, concurrency=4), 8))
+    asked = ask_until(questions(open_client(server, tmp_path, concurrency=4), 8))
     assert [(question.number, text, attempt) for question, text, attempt in asked.values] == [
         (0, "answer 0", 1), (1, "answer 1", 1), (2, "answer 2", 3), (3, "answer 3", 2), (4, "answer 4", 2),
         (6, "answer 6", 1),
@@ -145,5 +118,5 @@ def test_asking_goes_on_until_each_answer_passes_or_the_attempts_are_used_up(ser
     assert asked.refused == {"wrong": 3, "malformed": 1, "empty": 1, "refused": 1, "truncated": 1, "failed": 1}
     assert len(server.requests) == 8 + 4 + 2
     # Over a finished cache only the failure is asked for again.
-    again = ask_until(questions(client(server, tmp_path), 8))
+    again = ask_until(questions(open_client(server, tmp_path), 8))
     assert again.values == asked.values and len(server.requests) == 8 + 4 + 2 + 1

@@ -21,15 +21,9 @@ from small_library import (
     forget_ranks,
     skilltrain,
     succeeds,
-    trained,
     write_library,
     write_recipe,
 )
-
-
-@pytest.fixture(scope="session")
-def runs(tmp_path_factory, model_folders):
-    return trained(tmp_path_factory.getbasetemp() / "trained", model_folders["bert"])
 
 
 @pytest.fixture

@@ -170,7 +170,7 @@ def _classes_at(config_class: type[BaseModel], location: Sequence[Any]) -> list[
     current: list[type[BaseModel]] = [config_class]
     for part in location:
         inner = [m for c in current if part in c.model_fields for m in sections_of(c.model_fields[part].annotation)]
-        tagged = [c for c in current if part in _tags(c)]
+        tagged = [c for c in current if part in tags_of(c).values()]
         current = inner or tagged or current
     return current
 
@@ -185,12 +185,14 @@ def sections_of(annotation: Any) -> list[type[BaseModel]]:
     return []
 
 
-def _tags(config_class: type[BaseModel]) -> set[Any]:
-    """The literal values by which a discriminated union tells this class from its siblings."""
-    literals = (
-        f.annotation for f in config_class.model_fields.values() if typing.get_origin(f.annotation) is typing.Literal
-    )
-    return {value for literal in literals for value in typing.get_args(literal)}
+def tags_of(section: type[BaseModel]) -> dict[str, str]:
+    """The settings of which a section allows one value: they tell it from others that may stand in its place."""
+    literals = {
+        name: typing.get_args(field.annotation)
+        for name, field in section.model_fields.items()
+        if typing.get_origin(field.annotation) is typing.Literal
+    }
+    return {name: str(values[0]) for name, values in literals.items() if len(values) == 1}
 
 
 def _short(value: Any) -> str:

@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_origin
 
 from pydantic import BaseModel
 from typer.core import TyperCommand
 
-from skilltrain.config import sections_of
+from skilltrain.config import sections_of, tags_of
 from skilltrain.stages import STAGES
 
 
@@ -30,14 +30,14 @@ def _describe_fields(config_class: type[BaseModel], prefix: str, seen: dict[type
     A class of settings is told once: `seen` maps it to the place where it was.
     """
     for name, field in config_class.model_fields.items():
-        if name in _tags(config_class):
+        if name in tags_of(config_class):
             continue
         default = "required" if field.is_required() else f"default {_brief(field.get_default())}"
         yield f"  {prefix}{name}: {field.description or ''} ({default})".replace(":  (", ": (")
         sections = sections_of(field.annotation)
         place = f"{prefix}{name}{'[]' if get_origin(field.annotation) in (list, tuple) else ''}"
         for section in sections:
-            tag = ", ".join(f"{key}={value}" for key, value in _tags(section).items())
+            tag = ", ".join(f"{key}={value}" for key, value in tags_of(section).items())
             if section in seen:
                 yield f"  {place}.…: {tag + ': ' if tag else ''}as {seen[section]}.…"
                 continue
@@ -45,16 +45,6 @@ def _describe_fields(config_class: type[BaseModel], prefix: str, seen: dict[type
             if tag:
                 yield f"  {place} with {tag}:"
             yield from _describe_fields(section, f"{place}.", seen)
-
-
-def _tags(section: type[BaseModel]) -> dict[str, str]:
-    """The settings of which a section allows one value: they tell it from others that may stand in its place."""
-    literals = {
-        name: get_args(field.annotation)
-        for name, field in section.model_fields.items()
-        if get_origin(field.annotation) is Literal
-    }
-    return {name: str(values[0]) for name, values in literals.items() if len(values) == 1}
 
 
 def _brief(value: Any) -> str:
