@@ -32,17 +32,12 @@ RECIPES = {
     "stage": "stage: trian_encoder\nout: {tmp}/out\n",
     "no_stage": "out: {tmp}/out\n",
     "unknown_key": BASE + "training: {learning_rat: 1}\nout: {tmp}/out\n",
-    "duplicate_key": BASE + "out: a\nout: {tmp}/out\n",
-    "wrong_type": BASE + "training: {epochs: many}\nout: {tmp}/out\n",
     "range": BASE + "training: {warmup_share: 1.5}\nout: {tmp}/out\n",
-    "loss": BASE + "loss: {name: infonc}\nout: {tmp}/out\n",
     "no_out": BASE,
     "no_yaml": "stage: [\n",
-    "no_map": "just words\n",
     "systems": "stage: evaluate\nsystems:\n- {name: a, rankers: [{kind: lexical}]}\n"
     "- {name: a, rankers: [{kind: lexical}]}\npool: {runs}/pool\nbenchmark: {runs}/queries\nout: {tmp}/out\n",
 }
-PREDICTIONS = {"empty": {}, "unknown": {"q99": ["data/csv-repair"]}, "twice": {"q01": ["a", "b", "a"]}, "list": [1]}
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +48,7 @@ def places(runs, tmp_path_factory, model_folders):
     for name, text in RECIPES.items():
         write = write_recipe if name == "good" else Path.write_text
         write(tmp / f"{name}.yaml", fill(text, names))
-    for name, values in PREDICTIONS.items():
-        (tmp / f"{name}.json").write_text(json.dumps(values))
-    (tmp / "binary.yaml").write_bytes(b"\xff\xfe\x00stage")
+    (tmp / "empty.json").write_text("{}")
     (tmp / "empty").mkdir()
     (tmp / "text.parquet").write_text("these are words")
     (tmp / "file").write_text("a file")
@@ -121,32 +114,22 @@ FAULTS = {
     "pool sources={tmp}/empty out={tmp}/out": "{tmp}/empty: holds no SKILL.md",
     "pool sources={tmp}/text.parquet out={tmp}/out": "{tmp}/text.parquet: is not parquet",
     "pool sources={tmp}/nowhere out={tmp}/out": "{tmp}/nowhere: no such file or folder",
-    "pool sources={tmp}/file out={tmp}/out": "{tmp}/file: cannot tell what this file is",
     "queries files={tmp}/queries.jsonl pool={runs}/pool out={tmp}/out":
         "{tmp}/queries.jsonl, line 2: query 'queries-",
-    "queries files={tmp}/nothing*.jsonl pool={runs}/pool out={tmp}/out": "{tmp}/nothing*.jsonl",
     "mine pool={tmp}/empty queries={runs}/queries encoder.source={bert} out={tmp}/out":
         "{tmp}/empty/skills.parquet: no skills table here",
-    "mine pool={runs}/pool queries={runs}/pool encoder.source={bert} out={tmp}/out":
-        "{runs}/pool/queries.parquet: no queries table here",
     BUILD + "rankings={tmp}/no_rankings list_size=4 out={tmp}/out":
         "{tmp}/no_rankings: no list is left of 12 queries; the first: 0 negative(s), at least 1 wanted",
-    BUILD + "rankings={runs}/filtered quotas='{semantic: 1}' min_negatives=99 out={tmp}/out":
-        "{runs}/filtered: no list is left",
     # Models.
     TRAIN + "model.source=nowhere": "nowhere: no such model",
-    TRAIN + "model.source=./not/here": "./not/here: no such model",
-    TRAIN + "model.source={tmp}/not/here": "{tmp}/not/here: no such model",
     TRAIN + "model.source=nobody/no-such-model": "nobody/no-such-model: cannot load the",
     TRAIN + "model.source=package:no_such_package": "package:no_such_package: no installed package holds this model",
     TRAIN + "model.source={tmp}/empty": "{tmp}/empty: is no model folder: it has no config.json",
     TRAIN + "model.source={tmp}/unfinished": "continue it with --resume",
     TRAIN + "model.source={runs}/reranker": "{runs}/reranker: its model is of kind reranker, but encoder is needed",
-    TRAIN + "model.source={bert_reranker}": "{bert_reranker}: its model is of kind reranker, but encoder",
     "train {tmp}/reranker.yaml model.source={runs}/encoder":
         "{runs}/encoder: its model is of kind encoder, but reranker is needed here",
     EVALUATE + "--pool {runs}/pool --encoder {runs}/reranker": "its model is of kind reranker, but encoder is needed",
-    EVALUATE + "--pool {runs}/pool --reranker {runs}/encoder": "its model is of kind encoder, but reranker is needed",
     TRAIN + "model.max_tokens=5000": "{bert}: max_tokens exceeds the model's 512 positions",
     TRAIN + "model.source={tmp}/poisoned": "the loss is not a finite number in a step with queries q",
     EVALUATE + "--pool {runs}/pool --encoder {tmp}/poisoned":
@@ -156,7 +139,6 @@ FAULTS = {
         "{runs}/encoder: the output folder holds another run: training.seed differs",
     "pool sources={tmp}/few out={runs}/pool": "{runs}/pool: the output folder holds another run: sources",
     TRAIN + "out={tmp}/foreign": "{tmp}/foreign: the output folder is not empty and holds no run",
-    "pool sources={runs}/pool out={tmp}/foreign": "{tmp}/foreign: the output folder is not empty and holds no run",
     "pool sources={runs}/pool out={tmp}/foreign_run": "{tmp}/foreign_run: the output folder is not empty and holds no",
     TRAIN + "out={tmp}/file": "{tmp}/file: is a file; the output is a folder",
     "pool sources={runs}/pool out={tmp}/file/below": "{tmp}/file/",
@@ -165,63 +147,39 @@ FAULTS = {
     "train {tmp}/stage.yaml": "{tmp}/stage.yaml: stage: unknown stage 'trian_encoder'; allowed: collect, pool,",
     "train {tmp}/no_stage.yaml": "{tmp}/no_stage.yaml: missing key 'stage'; allowed: collect, pool,",
     "train {tmp}/unknown_key.yaml": "unknown key 'training.learning_rat', did you mean 'learning_rate'?",
-    "train {tmp}/duplicate_key.yaml": "{tmp}/duplicate_key.yaml: key 'out' stands twice (again on line 5)",
-    "train {tmp}/wrong_type.yaml": "{tmp}/wrong_type.yaml: training.epochs: must be a valid integer",
     "train {tmp}/range.yaml": "{tmp}/range.yaml: training.warmup_share: must be less than 1, found 1.5",
-    "train {tmp}/loss.yaml": "loss.name: unknown choice 'infonc', did you mean 'infonce'?",
     "train {tmp}/no_out.yaml": "{tmp}/no_out.yaml: missing key 'out'",
     "train {tmp}/no_yaml.yaml": "{tmp}/no_yaml.yaml, line 2: is not YAML",
-    "train {tmp}/no_map.yaml": "{tmp}/no_map.yaml: a recipe is a map of keys to values",
-    "train {tmp}/binary.yaml": "{tmp}/binary.yaml: cannot read the recipe",
-    "train {tmp}/nowhere.yaml": "{tmp}/nowhere.yaml: cannot read the recipe",
-    "train {tmp}": "{tmp}: cannot read the recipe",
     TRAIN + "training.seed": "training.seed: an override has the form key=value",
-    TRAIN + "=3": "=3: an override has the form key=value",
-    TRAIN + "training.seed=[": "training.seed=[, line 1: is not YAML",
-    TRAIN + "out.sub=3": "out.sub=3: 'out' is a value, not a section",
-    TRAIN + "training.sed=3": "unknown key 'training.sed', did you mean 'seed'?",
     "mine {tmp}/good.yaml": "{tmp}/good.yaml: is a recipe of stage train_encoder, not mine",
-    "evaluate {tmp}/good.yaml": "{tmp}/good.yaml: is a recipe of stage train_encoder, not evaluate",
     "train {runs}/pool/recipe.yaml": "{runs}/pool/recipe.yaml: is a recipe of stage pool (run: skilltrain pool",
     "pool {runs}/pool/recipe.yaml {tmp}/good.yaml": "more than one recipe: {runs}/pool/recipe.yaml {tmp}/good.yaml",
-    "pool stage=mine out={tmp}/out": "skilltrain pool: is a recipe of stage mine, not pool",
     "pool out={tmp}/out": "skilltrain pool: missing key 'sources'",
     # Evaluation.
     EVALUATE + "--pool {runs}/pool measures=[Hit@1,nDGC@10]": "unknown measure 'nDGC@10', did you mean 'nDCG@10'?",
-    EVALUATE + "--pool {runs}/pool measures=[Hit@0]": "measure 'Hit@0' needs a whole cutoff from 1, like Hit@10",
     EVALUATE + "--pool {runs}/pool split=nowhere": "{runs}/queries: holds no query of split 'nowhere'",
     EVALUATE + "--predictions {tmp}/empty.json": "{tmp}/empty.json: holds no prediction",
-    EVALUATE + "--predictions {tmp}/unknown.json": "{tmp}/unknown.json: 1 of 1 predicted queries are not in",
-    EVALUATE + "--predictions {tmp}/twice.json split=null": "{tmp}/twice.json, query q01: skill 'a' stands twice",
-    EVALUATE + "--predictions {tmp}/list.json": "{tmp}/list.json: predictions are an object",
-    EVALUATE + "--predictions {tmp}/nowhere.json": "{tmp}/nowhere.json: no such file or folder",
     EVALUATE: "there is nothing to evaluate: give systems or predictions",
     EVALUATE + "--encoder {bert}": "systems need a pool to rank (give pool=…)",
-    EVALUATE + "--pool {tmp}/few": "benchmark queries, query q14: gold skill 'media/photo-sort' is not among the 10",
+    EVALUATE + "--pool {tmp}/few": "gold skill 'media/photo-sort' of query 'q14' is not among the 10",
     "evaluate {tmp}/systems.yaml": "systems: two systems have the same name",
     "evaluate {tmp}/systems.yaml --encoder {bert}": "{tmp}/systems.yaml: systems stand in the recipe",
     "evaluate --benchmark {tmp}/empty --pool {runs}/pool out={tmp}/out": "{tmp}/empty: is not a benchmark",
     # Routing.
     "route '' --pool {runs}/pool": "the request is empty",
     "route words --pool {tmp}/nowhere": "{tmp}/nowhere: no such file or folder",
-    "route words --pool {tmp}/empty": "{tmp}/empty: holds no SKILL.md",
     "route words --pool {runs}/pool --top 0": "Invalid value for '--top': ",
-    "route words --pool {runs}/pool --top few": "Invalid value for '--top': ",
     "route words": "skilltrain route: give either --router or --pool",
     "route --pool {runs}/pool": "Missing argument 'request'",
     "route words --pool {runs}/pool --encoder {tmp}/nowhere": "{tmp}/nowhere: no such model",
     # Recipes and runs.
     "recipes --dir {tmp}/nowhere": "{tmp}/nowhere: no such folder (recipes come with the repository",
-    "recipes --dir {tmp}/empty": "{tmp}/empty: holds no recipe",
     "recipes --schema trian": "skilltrain recipes: unknown stage 'trian'; allowed: collect, pool, ",
     "export {tmp}/empty --out {tmp}/out": "{tmp}/empty",
-    "export {runs}/pool --out {tmp}/out": "{runs}/pool",
     "export {runs}/encoder --checkpoint step-4711 --out {tmp}/out": "step-4711",
-    "export {runs}/encoder --checkpoint best --out {tmp}/out": "{runs}/encoder",
     "export {runs}/encoder": "Missing option '--out'",
     TRAIN + "loss='{name: kl}'": "loss kl needs teacher scores, and 12 of 12 lists have none",
     TRAIN + "loss='{name: infonce, temperature: 0}'": "loss.temperature: must be greater than 0",
-    "train {tmp}/reranker.yaml loss.name=matryoshka": "loss.name: unknown choice 'matryoshka'",
     "train {tmp}/reranker.yaml model.source={without_yes} model.template.form=yes_no":
         "has no single tokens 'yes' and 'no'",
     TRAIN + "data.lists={tmp}/no_positive": "{tmp}/no_positive: the list of query 'q00' holds no positive",
@@ -451,6 +409,7 @@ def small_training(runs: Path, model: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_every_way_to_start_a_recipe_gives_the_same_model(runs, model_folders, tmp_path):
+    assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])  # comparisons of bytes rest on it
     settings, models = small_training(runs, model_folders["qwen3"]), {}
     for name, command in LAUNCHERS.items():
         code, out, err = launch(command, *settings, f"out={tmp_path}/{name}", cwd=tmp_path)
@@ -496,8 +455,3 @@ def test_two_ranks_train_to_the_parameters_of_one(runs, tmp_path):
     code, again, err = finished(program(*command))
     assert code == 0 and json.loads(again) == summary and "nothing to do" in err
     assert contents(tmp_path) == before
-
-
-def test_torch_has_one_thread_here():
-    """The comparisons of bytes between processes rest on it."""
-    assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])

@@ -1,11 +1,7 @@
 import pytest
 
 from skilltrain.records import Skill
-from skilltrain.templates import (
-    EncoderTemplate,
-    RerankerTemplate,
-    SkillTemplate,
-)
+from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate
 
 SKILL = Skill("s", "pod-debug", "Finds why a pod fails", "# Steps\nLook at events")
 

@@ -40,6 +40,7 @@ def test_results_come_in_the_order_of_the_blocks(workers: WorkersConfig) -> None
     found = list(map_blocks(partial(shifted_squares, 7), blocks, workers, "squares"))
     assert found == [[n * n + 7 for n in block] for block in blocks]
     assert found[19][2] == 192 * 192 + 7
+    assert list(map_blocks(refuse_third, [], workers, "x")) == []
 
 
 def test_one_worker_is_this_process_and_more_are_others(tmp_path: Path) -> None:
@@ -59,11 +60,6 @@ def test_a_users_fault_in_a_worker_is_told_as_it_is(workers: WorkersConfig) -> N
 def test_a_worker_that_dies_ends_the_work_with_advice() -> None:
     with pytest.raises(SkilltrainError, match=r"worker process ended.*workers\.num to fewer"):
         list(map_blocks(die, [0, 1], WorkersConfig(num=2), "x"))
-
-
-@pytest.mark.parametrize("workers", ENGINES, ids=str)
-def test_no_blocks_no_results(workers: WorkersConfig) -> None:
-    assert list(map_blocks(refuse_third, [], workers, "x")) == []
 
 
 @pytest.fixture(scope="module")
