@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 
@@ -36,8 +36,7 @@ class Entry:
     url: str | None = None  # None: the registry's own
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """One request as it came in."""
 
     path: str
@@ -74,26 +73,21 @@ class Registry:
         entry = self.skills.get(parts.path.rpartition("/")[2])
         if entry is None:
             return Reply(b"no such skill", 404)
-        own = {"ETag": entry.etag} if entry.etag else {}
-        if entry.etag and headers.get("if-none-match") == entry.etag:
-            return Reply(b"", 304, own)
-        return Reply(entry.body, 200, own)
+        is_known = bool(entry.etag) and headers.get("if-none-match") == entry.etag
+        return Reply(b"" if is_known else entry.body, 304 if is_known else 200, {"ETag": entry.etag})
 
     def _page(self, query: dict[str, str]) -> Reply:
-        start = int(query.get("cursor", 0)) if self.style != "number" else (int(query["page"]) - 1) * self.page_size
-        ids = list(self.skills)
-        page: dict[str, Any] = {"items": [self._item(i) for i in ids[start : start + self.page_size]]}
+        start = int(query.get("cursor", 0)) if self.style == "cursor" else (int(query["page"]) - 1) * self.page_size
+        items = [
+            {
+                "id": skill_id, "name": f"The {skill_id}", "updated_at": entry.updated, "digest": entry.digest,
+                "download_url": f"get/{skill_id}" if entry.url is None else entry.url,
+            }
+            for skill_id, entry in self.skills.items()
+        ]  # fmt: skip
         end = start + self.page_size
-        if self.style == "cursor":
-            page["next_cursor"] = str(end) if end < len(ids) else None
+        page = {"items": items[start:end], "next_cursor": str(end) if end < len(items) else None}
         return Reply(json.dumps(page).encode(), headers={"Content-Type": "application/json"})
-
-    def _item(self, skill_id: str) -> dict[str, Any]:
-        entry = self.skills[skill_id]
-        return {
-            "id": skill_id, "name": f"The {skill_id}", "updated_at": entry.updated, "digest": entry.digest,
-            "download_url": f"get/{skill_id}" if entry.url is None else entry.url,
-        }  # fmt: skip
 
 
 def skill_md(name: str, body: str = "Do it well.") -> bytes:

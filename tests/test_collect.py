@@ -93,9 +93,6 @@ def time(monkeypatch):
     return fake
 
 
-# ---- what comes out
-
-
 def test_every_listed_skill_is_collected_and_the_pool_reads_it(registry, tmp_path):
     summary, skills, dropped, _ = sync(registry, tmp_path)
     assert list(skills) == [f"s{number}" for number in range(7)]
@@ -166,11 +163,8 @@ def test_ids_become_safe_folders_that_never_collide():
     ids = ["foo", "Foo", "FOO", taken, "..", ".", "", "a/b", "a-b", "a\\b", "/etc", "x" * 500, "COM1", "ä", "b.", "-x"]
     names = [folder_name(skill_id) for skill_id in ids]
     assert len({name.casefold() for name in names}) == len(ids)
-    for name in names:
-        assert name.isascii()
-        assert len(name) <= 80
-        assert not {"/", "\\", "\0"} & set(name)
-        assert name.strip(". ") == name != ""
+    assert all(name.isascii() and len(name) <= 80 and name.strip(". ") == name != "" for name in names)
+    assert not {"/", "\\", "\0"} & set("".join(names))
     assert (names[0], names[8]) == ("foo", "a-b")
 
 
@@ -185,15 +179,12 @@ def test_hostile_archives_and_entries_are_dropped_with_a_reason_and_touch_nothin
         "fine": Entry(good.body),
     }
     registry.skills["../../evil"].url = "get/fine"
-    _, skills, dropped, rows = sync(registry, tmp_path, unpack="skill_files")
+    _, skills, dropped, rows = sync(registry, tmp_path)
     assert set(skills) == {"fine", "../../evil"}
     assert dropped == {("zip-slip", "unsafe_name"), ("no-skill", "no_skill_file"), ("", "no_id")}
     assert all(row["reason"] and "\n" not in row["reason"] for row in rows)
     assert {path.name for path in tmp_path.iterdir()} == {"out", "state"}
     assert {path.parent for path in (tmp_path / "out/skills").iterdir()} == {tmp_path / "out/skills"}
-
-
-# ---- the second run
 
 
 def test_a_second_run_asks_only_for_what_is_new_or_changed(registry, tmp_path):
@@ -270,15 +261,8 @@ def test_an_etag_of_another_url_is_not_used(registry, tmp_path):
     sync(registry, tmp_path)
     registry.skills = {"s": Entry(skill_md("two"), etag='"1"', updated="2", url="get/s?v=2")}
     assert sync(registry, tmp_path, "b")[1]["s"]["name"] == "two"
-
-
-def test_a_lost_download_is_fetched_again(registry, tmp_path):
-    sync(registry, tmp_path)
-    next((tmp_path / "state/downloads").glob("*/*")).unlink()
-    assert sync(registry, tmp_path, "b")[0]["num_fetched"] == 1
-
-
-# ---- limits and lies
+    next((tmp_path / "state/downloads").glob("*/*")).unlink()  # a lost download is fetched again
+    assert sync(registry, tmp_path, "c")[0]["num_fetched"] == 1
 
 
 def test_a_download_is_stopped_at_the_limit_whatever_its_length_says(registry, tmp_path):
@@ -332,16 +316,12 @@ def test_a_page_of_html_in_place_of_a_skill_is_asked_for_again(registry, tmp_pat
 
 def test_the_run_stops_when_it_is_the_registry_that_fails(registry, tmp_path):
     registry.before = lambda path: Reply(b"", 500) if "/get/" in path else None
-    assert "4 skills in a row could not be had; the last: HTTP 500" in failure(
-        registry, tmp_path, max_failures_in_row=4
-    )
+    message = failure(registry, tmp_path, max_failures_in_row=4)
+    assert "4 skills in a row could not be had; the last: HTTP 500" in message
     assert len(registry.downloads()) == 12
     registry.before = lambda path: None
     assert len(sync(registry, tmp_path)[1]) == 7
     assert not any("skills?" in path for path in registry.paths)  # the listing was there already
-
-
-# ---- where it may be led
 
 
 def test_other_hosts_private_addresses_and_other_schemes_are_refused_without_a_request(registry, tmp_path):
@@ -358,7 +338,10 @@ def test_other_hosts_private_addresses_and_other_schemes_are_refused_without_a_r
     assert {filter for _, filter in dropped} <= {"host_not_allowed", "no_url"}
     assert len(skills) == 7
     assert not any(path.rpartition("/")[2] == "x" for path in registry.paths)
-    assert "169.254.169.254:80 is a private address and not in allow_hosts" in str(rows)
+    assert "169.254.169.254:80 is not the registry and not in allow_hosts" in str(rows)
+    registry.skills = {"a": Entry(b"x", url="http://evil.example/x")}
+    reason = "no skill is left of 1 listed (the first of 8 dropped rows: http://evil.example:80 is not the registry"
+    assert reason in failure(registry, tmp_path)
 
 
 def test_the_token_goes_to_the_registry_alone_and_is_never_written(registry, tmp_path, monkeypatch):
@@ -409,34 +392,26 @@ def test_redirects_stay_on_allowed_hosts_and_come_to_an_end(registry, tmp_path):
     ],
 )
 def test_wrong_settings_are_refused(registry, tmp_path, changes, message):
-    assert message in failure(registry, tmp_path, **changes)
-    assert "pw" not in failure(registry, tmp_path, **changes).replace("password", "")
+    said = failure(registry, tmp_path, **changes)
+    assert message in said and "pw" not in said
 
 
-def test_a_state_inside_out_and_a_token_that_is_none_are_refused(registry, tmp_path, monkeypatch):
+def test_a_state_inside_out_and_a_token_of_two_lines_are_refused(registry, tmp_path, monkeypatch):
     assert "state must not lie in out" in failure(registry, tmp_path, state=tmp_path / "out" / "state")
-    monkeypatch.setenv("REGISTRY_TOKEN", "line\nbreak")
-    message = failure(registry, tmp_path, registry__token_env="REGISTRY_TOKEN")
-    assert "holds no token" in message
-    assert "break" not in message
+    monkeypatch.setenv("REGISTRY_TOKEN", "line\npw")
+    assert "pw" not in failure(registry, tmp_path, registry__token_env="REGISTRY_TOKEN")
 
 
-# ---- a listing that misbehaves
-
-
-def test_pages_that_repeat_forever_end_with_an_error(registry, tmp_path):
-    first = registry.reply("/api/skills?page=1", {})
-    registry.before = lambda path: first if "skills?" in path else None
-    assert "the last 3 pages list nothing new: the listing goes round in circles" in failure(registry, tmp_path)
-    assert len(registry.paths) == 4
-
-
-def test_cursors_that_go_in_a_circle_end_with_an_error(registry, tmp_path):
-    registry.style = "cursor"
-    page = json.dumps({"items": [{"id": "s0", "download_url": "x"}], "next_cursor": "0"}).encode()
-    registry.before = lambda path: Reply(page) if "cursor" in path else None
-    assert "round in circles" in failure(registry, tmp_path, registry__pages=CURSOR)
-    assert not registry.downloads()
+@pytest.mark.parametrize("style", ["number", "cursor"])
+def test_pages_that_go_in_a_circle_end_with_an_error(registry, tmp_path, style):
+    registry.style = style
+    page = Reply(json.dumps({"items": [{"id": "s0", "download_url": "x"}], "next_cursor": "0"}).encode())
+    registry.before = lambda path: page if "skills" in path else None
+    settings = {"registry__pages": CURSOR} if style == "cursor" else {}
+    message = "the last 3 pages list nothing new: the listing goes round in circles"
+    assert message in failure(registry, tmp_path, **settings)
+    assert len(registry.paths) == {"number": 4, "cursor": 2}[style]
+    assert message in failure(registry, tmp_path, **settings)
 
 
 def test_an_id_that_comes_twice_is_one_skill_and_its_later_entry_counts(registry, tmp_path):
@@ -484,16 +459,6 @@ def test_the_end_may_be_a_404_and_a_trial_may_stop_early(registry, tmp_path):
     assert len(registry.paths) == 2 + 4
 
 
-def test_nothing_usable_is_an_error_that_says_why(registry, tmp_path):
-    registry.skills = {"a": Entry(b"x", url="http://evil.example/x")}
-    message = failure(registry, tmp_path)
-    assert "no skill is left of 1 listed" in message
-    assert "evil.example:80 is not the registry" in message
-
-
-# ---- pace
-
-
 def test_requests_keep_the_pace_through_retries_and_redirects(registry, tmp_path, time):
     at = []
     registry.before = lambda path: at.append((path, time.seconds))
@@ -504,11 +469,9 @@ def test_requests_keep_the_pace_through_retries_and_redirects(registry, tmp_path
     assert time.seconds - 1000 == pytest.approx(13)
     gaps = [later - earlier for (_, earlier), (_, later) in pairwise(at)]
     assert min(gaps) >= 1 - 1e-9
-
-
-def test_back_off_doubles_up_to_its_limit(registry, tmp_path, time):
     registry.script["/api/get/s0"] = [Reply(b"", 500)] * 6
-    sync(registry, tmp_path, http__min_backoff=1, http__max_backoff=10, http__attempts=6)
+    time.slept.clear()
+    sync(registry, tmp_path, "b", http__min_backoff=1, http__max_backoff=10, http__attempts=6, state=tmp_path / "s")
     assert [seconds for seconds in time.slept if seconds > 0.5] == pytest.approx([1, 2, 4, 8, 10], abs=1e-4)
 
 
@@ -543,9 +506,6 @@ def test_a_steady_drip_is_cut_off(registry, tmp_path, time):
     registry.skills = {"s0": Entry(random.Random(0).randbytes(3_000_000)), "s1": registry.skills["s1"]}
     _, _, _, rows = sync(registry, tmp_path, http__max_seconds=5)
     assert [(row["skill_id"], "longer than 5 seconds" in row["reason"]) for row in rows] == [("s0", True)]
-
-
-# ---- stopped and gone on with
 
 
 RUN = """
@@ -625,7 +585,7 @@ def test_a_database_that_is_none_another_registry_and_another_collector_are_refu
 
 def test_pages_that_are_there_are_read_with_other_keys_too(registry, tmp_path):
     registry.before = lambda path: Reply(b"", 500) if path == "/api/skills?page=3" else None
-    assert "run again to go on" in failure(registry, tmp_path)
+    assert "the pages before are kept: run again" in failure(registry, tmp_path)
     registry.before = lambda path: None
     assert len(sync(registry, tmp_path, registry__keys={"digest": "sha256"})[1]) == 7
     assert registry.paths[0] == "/api/skills?page=3"
@@ -634,7 +594,9 @@ def test_pages_that_are_there_are_read_with_other_keys_too(registry, tmp_path):
 def test_a_cursor_that_the_registry_has_forgotten_begins_the_listing_anew(registry, tmp_path):
     registry.style = "cursor"
     registry.script["/api/skills?cursor=6"] = [Reply(b"", 500)] * 3 + [Reply(b"", 410)]
-    assert "HTTP 500 (tried 3 times) (the pages before are kept" in failure(registry, tmp_path, registry__pages=CURSOR)
+    assert "HTTP 500 (tried 3 times) (the pages before are kept: run again)" in failure(
+        registry, tmp_path, registry__pages=CURSOR
+    )
     assert "HTTP 410 (run again to read the listing anew)" in failure(registry, tmp_path, registry__pages=CURSOR)
     assert registry.paths == ["/api/skills?cursor=6"]
     assert len(sync(registry, tmp_path, registry__pages=CURSOR)[1]) == 7

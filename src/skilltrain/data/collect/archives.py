@@ -66,7 +66,7 @@ class Member(NamedTuple):
     name: str
     kind: str
     num_bytes: int
-    open: Callable[[], IO[bytes] | None]
+    open: Callable[[], Any]
 
 
 def kind_of(content: bytes) -> str:
@@ -93,7 +93,7 @@ def _is_tar(content: bytes) -> bool:
     return True
 
 
-def unpack(content: bytes, folder: Path, limits: ArchiveLimits, only_skill_files: bool) -> Counter[str]:
+def unpack(content: bytes, folder: Path, limits: ArchiveLimits) -> Counter[str]:
     """Make `folder` of an archive (.zip, .tar, .tar.gz) or a single SKILL.md, whole or not at all.
 
     The one folder that wraps everything is taken off. Archives inside the archive stay packed. Returns what was left
@@ -106,8 +106,10 @@ def unpack(content: bytes, folder: Path, limits: ArchiveLimits, only_skill_files
         try:
             box.mkdir()
             for member, parts in _files(_members(content, limits), len(content), limits, left_out):
-                if not only_skill_files or parts[-1].lower() == SKILL_FILE:
-                    _write(member, box.joinpath(*parts))
+                path = box.joinpath(*parts)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with member.open() as source, path.open("xb") as target:
+                    shutil.copyfileobj(source, target, _CHUNK)
             if not any(file.name.lower() == SKILL_FILE for file in box.rglob("*")):
                 raise RefusalError("no_skill_file", "holds no SKILL.md")
             entries = list(box.iterdir())
@@ -127,10 +129,9 @@ def _members(content: bytes, limits: ArchiveLimits) -> Iterator[Member]:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             for info in archive.infolist():
                 yield _zip_member(archive, info)
-    elif kind == "tar":
-        yield from _tar_members(_Tape(io.BytesIO(content), len(content), limits))
-    elif kind == "gzip":
-        yield from _tar_members(_Tape(gzip.GzipFile(fileobj=io.BytesIO(content)), len(content), limits))
+    elif kind in ("tar", "gzip"):
+        packed = io.BytesIO(content)
+        yield from _tar_members(_Tape(gzip.GzipFile(fileobj=packed) if kind == "gzip" else packed, content, limits))
     elif kind == "text":
         yield Member("SKILL.md", "file", len(content), lambda: io.BytesIO(content))
     else:
@@ -152,8 +153,8 @@ def _zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Member:
 class _Tape:
     """The file that tarfile reads: no header is large, and a bomb ends at the limit and not at its end."""
 
-    def __init__(self, file: IO[bytes] | gzip.GzipFile, num_packed: int, limits: ArchiveLimits) -> None:
-        self._file, self._num_packed, self._limits = file, num_packed, limits
+    def __init__(self, file: IO[bytes] | gzip.GzipFile, content: bytes, limits: ArchiveLimits) -> None:
+        self._file, self._num_packed, self._limits = file, len(content), limits
         self.seek, self.tell = file.seek, file.tell
 
     def read(self, num_bytes: int) -> bytes:
@@ -208,15 +209,6 @@ def _files(
             files.add(key)
             folders |= above
             yield member, parts
-
-
-def _write(member: Member, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    source = member.open()
-    if source is None:
-        raise tarfile.ReadError("holds a file without content")
-    with source, path.open("xb") as target:
-        shutil.copyfileobj(source, target, _CHUNK)
 
 
 def path_parts(name: str) -> tuple[str, ...]:

@@ -48,9 +48,6 @@ class CollectConfig(Config):
     registry: RegistryConfig = Field(description="what is collected from")
     http: HttpConfig = Field(default=HttpConfig(), description="how it is asked")
     archives: ArchiveLimits = Field(default=ArchiveLimits(), description="how much an archive may unpack to")
-    unpack: Literal["all", "skill_files"] = Field(
-        default="all", description="all: whole skill folders; skill_files: SKILL.md alone, all that routing reads"
-    )
     max_failures_in_row: int = Field(
         default=20, ge=1, description="skills in a row that fail to come before the run gives up for now"
     )
@@ -202,7 +199,7 @@ def unpack_all(
             continue
         content = state.download_path(outcome.sha256).read_bytes()
         try:
-            left_out = unpack(content, folder, config.archives, config.unpack == "skill_files")
+            left_out = unpack(content, folder, config.archives)
         except RefusalError as error:
             dropped.append(error.row(skill.skill_id))
             if error.filter == "broken_archive":

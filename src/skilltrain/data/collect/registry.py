@@ -159,7 +159,13 @@ def _pages(registry: RegistryConfig, state: SyncState, client: RegistryClient) -
             except RefusalError as error:
                 if number > 1 and pages.cursor is None and error.value == 404:
                     return  # some registries have no page behind the last
-                raise _broken_off(error, state, place, number, pages.cursor) from error
+                fix = "check registry.base_url and listing" if number == 1 else "the pages before are kept: run again"
+                if error.filter == "host_not_allowed":
+                    fix = "if you trust that host, name it in registry.allow_hosts"
+                elif number > 1 and pages.cursor and error.value is not None:
+                    state.forget_pages()  # a registry may have forgotten a cursor
+                    fix = "run again to read the listing anew"
+                raise SkilltrainError(f"cannot be had: {error.reason}", where=place, fix=fix) from error
         items = value_at(page, registry.keys.items) if registry.keys.items else page
         if not isinstance(items, list):
             kind = f"an object with the keys {_names(page)}" if isinstance(page, dict) else f"a {type(page).__name__}"
@@ -182,17 +188,6 @@ def _read_json(content: bytes) -> Any:
     except (ValueError, RecursionError) as error:
         what = "an HTML page" if content[:200].lstrip().startswith(b"<") else f"no JSON ({error})"
         raise ValueError(f"the answer is {what}") from error
-
-
-def _broken_off(error: RefusalError, state: SyncState, place: str, number: int, cursor: str | None) -> SkilltrainError:
-    """What to say of a page that is refused. A registry may have forgotten a cursor: the listing begins anew then."""
-    fix = "the pages before are kept: run again to go on" if number > 1 else "check registry.base_url and listing"
-    if error.filter == "host_not_allowed":
-        fix = "if you trust that host, name it in registry.allow_hosts"
-    elif number > 1 and cursor and error.value is not None:
-        state.forget_pages()
-        fix = "run again to read the listing anew"
-    return SkilltrainError(f"cannot be had: {error.reason}", where=place, fix=fix)
 
 
 def join_url(base_url: str, path: str) -> str:

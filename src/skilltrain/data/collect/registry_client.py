@@ -5,7 +5,6 @@ that the user names; listings and redirects cannot add any. Bodies are read as a
 """
 
 import email.utils
-import ipaddress
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -92,8 +91,8 @@ class RegistryClient:
             raise RefusalError("host_not_allowed", f"the URL for {host} holds a user or password")
         is_upgrade = self._home == ("http", host, 80) and (scheme, port) == ("https", 443)
         if (scheme, host, port) not in {self._home, *self._allowed} and not is_upgrade:
-            kind = "a private address" if _is_private(host) else "not the registry"
-            raise RefusalError("host_not_allowed", f"{scheme}://{host}:{port} is {kind} and not in allow_hosts")
+            reason = f"{scheme}://{host}:{port} is not the registry and not in allow_hosts"
+            raise RefusalError("host_not_allowed", reason)
         return parsed
 
     def _ask(self, url: str, headers: Mapping[str, str], read: Callable[[bytes], Any]) -> Answer:
@@ -165,10 +164,3 @@ def _seconds(retry_after: str) -> float:
 def _origin(url: httpx2.URL) -> tuple[str, str, int | None]:
     """(scheme, host, port): who is asked."""
     return url.scheme, url.host.lower().rstrip("."), url.port or _DEFAULT_PORTS.get(url.scheme)
-
-
-def _is_private(host: str) -> bool:
-    try:
-        return not ipaddress.ip_address(host).is_global
-    except ValueError:
-        return host == "localhost"
