@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 
 from skilltrain.stages import STAGES
-from skilltrain.tables import DROPPED, JUDGEMENTS, LISTS, QUERIES, RANKINGS, SKILLS, read_table, write_table
+from skilltrain.tables import RANKINGS, SKILLS, read_table, write_table
 from small_library import contents, encoder_recipe, skilltrain, succeeds, write_recipe
 from tiny_models import WORDS
 
@@ -63,7 +63,6 @@ def places(runs, tmp_path_factory, model_folders):
     poison(Path(model_folders["bert"]), tmp / "poisoned")
     without_yes_and_no(Path(model_folders["qwen3_reranker"]), tmp / "without_yes")
     names["without_yes"] = str(tmp / "without_yes")
-    without_positive(runs / "lists", tmp / "no_positive")
     few = read_table(runs / "pool", SKILLS).slice(0, 10)
     (tmp / "few").mkdir()
     write_table(few, SKILLS, tmp / "few")
@@ -86,14 +85,6 @@ def without_yes_and_no(model: Path, folder: Path) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"]["merges"] = []
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-
-
-def without_positive(lists: Path, folder: Path) -> None:
-    """The same lists, the first without a skill that answers its query."""
-    shutil.copytree(lists, folder)
-    rows = sorted(read_table(lists, LISTS).to_pylist(), key=lambda row: row["query_id"])
-    rows[0]["verdicts"] = ["irrelevant" for _ in rows[0]["verdicts"]]
-    write_table(rows, LISTS, folder)
 
 
 def fill(text: str, places) -> str:
@@ -132,8 +123,6 @@ FAULTS = {
     EVALUATE + "--pool {runs}/pool --encoder {runs}/reranker": "its model is of kind reranker, but encoder is needed",
     TRAIN + "model.max_tokens=5000": "{bert}: max_tokens exceeds the model's 512 positions",
     TRAIN + "model.source={tmp}/poisoned": "the loss is not a finite number in a step with queries q",
-    EVALUATE + "--pool {runs}/pool --encoder {tmp}/poisoned":
-        "{tmp}/poisoned: the encoder gave vectors that are no numbers",
     # The output folder.
     "train {runs}/recipes/encoder.yaml training.seed=1":
         "{runs}/encoder: the output folder holds another run: training.seed differs",
@@ -178,11 +167,8 @@ FAULTS = {
     "export {tmp}/empty --out {tmp}/out": "{tmp}/empty",
     "export {runs}/encoder --checkpoint step-4711 --out {tmp}/out": "step-4711",
     "export {runs}/encoder": "Missing option '--out'",
-    TRAIN + "loss='{name: kl}'": "loss kl needs teacher scores, and 12 of 12 lists have none",
-    TRAIN + "loss='{name: infonce, temperature: 0}'": "loss.temperature: must be greater than 0",
     "train {tmp}/reranker.yaml model.source={without_yes} model.template.form=yes_no":
         "has no single tokens 'yes' and 'no'",
-    TRAIN + "data.lists={tmp}/no_positive": "{tmp}/no_positive: the list of query 'q00' holds no positive",
     # The command itself.
     "rout words": "No such command 'rout'",
     "train": "Missing argument 'file'",
@@ -209,34 +195,6 @@ def test_debug_shows_where_it_happened(places):
     with pytest.raises(Exception, match="no such model") as raised:
         skilltrain(*arguments(TRAIN + "model.source=nowhere --debug", places))
     assert raised.traceback[-1].name == "resolve_model"
-
-
-def test_a_query_that_lost_its_positive_or_its_negatives_is_dropped_with_a_reason(runs, tmp_path):
-    (tmp_path / "pool").mkdir()
-    skills = read_table(runs / "pool", SKILLS)
-    gone = skills.column("skill_id").to_pylist().index("documents/pdf-text-extract")
-    write_table(skills.take([i for i in range(20) if i != gone]), SKILLS, tmp_path / "pool")
-    rows = [row for row in read_table(runs / "filtered", RANKINGS).to_pylist()
-            if row["skill_id"] != "documents/pdf-text-extract" and row["query_id"] != "q01"]  # fmt: skip
-    (tmp_path / "rankings").mkdir()
-    write_table(rows, RANKINGS, tmp_path / "rankings")
-    outcome = succeeds("lists", f"pool={tmp_path}/pool", f"queries={runs}/queries", f"rankings={tmp_path}/rankings",
-                       "quotas={semantic: 2}", "min_negatives=2", f"out={tmp_path}/lists")  # fmt: skip
-    summary = json.loads(outcome.out)
-    dropped = {(row["query_id"], row["filter"]): row["reason"] for row in read_table(tmp_path / "lists", DROPPED)
-               .to_pylist()}  # fmt: skip
-    assert dropped["q00", "no_positive"] == "no required skill of this query can be a positive"
-    assert dropped["q00", "not_in_pool"] == "a positive that is not in the pool"
-    assert dropped["q01", "min_negatives"] == "0 negative(s), at least 2 wanted"
-    assert summary["num_lists"] == 10 and summary["dropped"] == {"min_negatives": 1, "no_positive": 1, "not_in_pool": 1}
-
-
-def test_a_gold_skill_outside_the_pool_can_be_dropped_on_request(places, tmp_path):
-    command = "queries files={tmp}/queries.jsonl pool={runs}/pool missing_gold=drop"
-    succeeds(*arguments(command, places), f"out={tmp_path}/queries")
-    assert read_table(tmp_path / "queries", QUERIES).num_rows == 1
-    assert read_table(tmp_path / "queries", JUDGEMENTS).num_rows == 1
-    assert read_table(tmp_path / "queries", DROPPED).to_pylist()[0]["filter"] == "missing_gold"
 
 
 def test_ctrl_c_in_a_data_stage_is_one_line_too(runs, tmp_path, monkeypatch):

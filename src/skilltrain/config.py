@@ -124,7 +124,7 @@ def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, An
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         tag = fault["ctx"]["discriminator"].strip("'")
         key = ".".join([*path, tag])
-        choices = sorted(_tag_choices(config_class, fault["loc"], tag))
+        choices = sorted({tags_of(c)[tag] for c in _classes_at(config_class, fault["loc"]) if tag in tags_of(c)})
         if kind == "union_tag_not_found":
             return f"missing key '{key}': choose from {', '.join(choices)}"
         found = str(fault["ctx"]["tag"])
@@ -157,12 +157,6 @@ def _nearest(word: str, choices: Sequence[str]) -> str:
 def _keys_at(config_class: type[BaseModel], location: Sequence[Any]) -> list[str]:
     """Keys allowed in the section at `location`."""
     return sorted({name for c in _classes_at(config_class, location) for name in c.model_fields})
-
-
-def _tag_choices(config_class: type[BaseModel], location: Sequence[Any], tag: str) -> set[str]:
-    """The values by which the union at `location` tells its members apart."""
-    fields = [c.model_fields[tag] for c in _classes_at(config_class, location) if tag in c.model_fields]
-    return {str(value) for field in fields for value in typing.get_args(field.annotation)}
 
 
 def _classes_at(config_class: type[BaseModel], location: Sequence[Any]) -> list[type[BaseModel]]:

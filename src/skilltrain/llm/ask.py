@@ -104,7 +104,7 @@ def ask_until(questions: Questions[QuestionT, ValueT]) -> Asked[QuestionT, Value
     refused: Counter[str] = Counter()
     pending = list(range(len(questions.asked)))
     for attempt in range(questions.attempts):
-        requests = [questions.request(questions.asked[place], attempt, faults.get(place)) for place in pending]
+        requests = (questions.request(questions.asked[place], attempt, faults.get(place)) for place in pending)
         name = questions.description + (f", attempt {attempt + 1}" if attempt else "")
         answers = dict(track(questions.llm.complete_all(requests), name, len(pending)) if pending else ())
         again: list[int] = []

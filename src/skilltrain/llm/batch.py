@@ -18,7 +18,7 @@ from skilltrain.llm.budget import Budget, most_of
 from skilltrain.llm.client import LLM, Server, body_of, is_passing, over_budget, read_answer, usage_of
 from skilltrain.llm.protocol import Answer, CompletionError, Request, Usage
 from skilltrain.llm.settings import OpenAIConfig
-from skilltrain.terminal import log, say
+from skilltrain.terminal import say
 
 ReplyT = TypeVar("ReplyT")
 
@@ -153,15 +153,13 @@ class BatchLLM(LLM):
         """The readable lines of an output or an error file."""
         files = self._server.client.files
         content = self._ask("fetch a batch's answers", lambda: files.content(file_id).read())
-        for number, line in enumerate(self._server.blot(content.decode(errors="replace")).split("\n"), 1):
+        for line in self._server.blot(content.decode(errors="replace")).split("\n"):
             try:
-                record = json.loads(line) if line.strip() else {}
+                record = json.loads(line)
             except ValueError:
-                record = None
+                continue  # the request that it answers is then one without an answer
             if isinstance(record, dict):
                 yield record
-            else:
-                log.warning("batch file %s: line %d cannot be read", file_id, number)
 
     def _refusal(self, batch: Any) -> SkilltrainError:
         """Why the server took no request of a batch."""
