@@ -265,10 +265,3 @@ def test_table_9_of_skillrouter():
         assert getattr(found, cell) == tuple(f"{cell}{i}" for i in range(num))
     assert found.p == pytest.approx(0.0146, abs=5e-5)
     assert outcomes(after, before, "Hit@1").fixed == found.broken
-
-
-def test_a_measure_between_0_and_1_is_refused():
-    with pytest.raises(
-        SkilltrainError, match=r"system encoder: .* need a measure that is 0 or 1, and MRR@10 is neither"
-    ):
-        outcomes(ENCODER, with_hits("other", dict.fromkeys(ENCODER.per_query, 1)), "MRR@10")

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.bootstrap import Interval, cluster_sums, is_binary
+from skilltrain.evaluation.bootstrap import Interval, cluster_sums
 from skilltrain.evaluation.comparison import SystemResult, holm, mcnemar, same_queries, values_of
 from skilltrain.terminal import track
 from skilltrain.texts import words_of
@@ -136,17 +136,9 @@ AGENTS = (
 def outcomes(
     baseline: SystemResult, system: SystemResult, measure: str, clusters: Mapping[str, str] | None = None
 ) -> Outcomes:
-    """The queries that `system` fixed and broke by `measure`, in their order; `clusters` as for `compare`.
-
-    Raises SkilltrainError for a measure with values other than 0 and 1: half a success is neither fixed nor broken.
-    """
+    """The queries that `system` fixed and broke by `measure`, which is 0 or 1; `clusters` as for `compare`."""
     query_ids = same_queries([baseline, system])
     before, after = (values_of(result, query_ids, [measure])[:, 0] for result in (baseline, system))
-    for result, values in ((baseline, before), (system, after)):
-        if not is_binary(values):
-            what = f"fixed and broken need a measure that is 0 or 1, and {measure} is neither"
-            raise SkilltrainError(what, where=f"system {result.name}", fix="take Hit@k or FC@k")
-
     names = [(clusters or {}).get(query_id, query_id) for query_id in query_ids]
     net, _ = cluster_sums((after - before)[:, np.newaxis], names)
     cells = [  # both, fixed, broken, neither
