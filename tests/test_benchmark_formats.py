@@ -138,9 +138,6 @@ def test_skillret_has_a_pool_for_each_split(write: Write):
 def test_skillret_queries_without_a_row_are_refused(write: Write):
     with pytest.raises(SkilltrainError, match=r"qrels/test\.jsonl: query 'q-test': no skill is gold"):
         load_benchmark(skillret(write, **{"qrels/test.jsonl": ""}), "test")
-    row = {"query_id": "q-test", "skill_id": "s", "relevance": 1}
-    with pytest.raises(SkilltrainError, match=r"qrels/test\.jsonl, line 1: skill 's' of query 'q-test' is not among"):
-        load_benchmark(skillret(write, **{"qrels/test.jsonl": jsonl(row)}), "test")
 
 
 def test_a_skillret_query_in_two_splits_needs_a_split(write: Write):
@@ -287,17 +284,13 @@ def test_livemcpbench_as_published_finds_tools_by_name(write: Write):
         (beir, "q1\td1\t1\nq2\td", r"test\.tsv, line 3: score: "),
         (beir, "q1\td1\t1\nq2\td2\t0\n", r"test\.tsv: query 'q2': no skill is gold"),
         (beir, "", r"bench: holds no query to score"),
-        (beir_queries, jsonl(*[{"_id": "q1", "text": "a"}] * 2), r"queries\.jsonl, line 2: query 'q1' stands twice"),
         (beir_queries, '{"_id": "q2", "te', r"queries\.jsonl, line 1: is not JSON Lines"),
         (beir_queries, jsonl({"_id": 7, "text": "a"}), r"queries\.jsonl, line 1: _id: "),
-        (beir_queries, jsonl({"_id": "q1", "text": ""}), r"queries\.jsonl, line 1: text: "),
         (r3_skill, jsonl({"query": "a", "skill_ids": []}), r"test\.jsonl, line 1: query 'test-1': no skill is gold"),
         (r3_skill, jsonl({"query": "a", "skill_ids": ["skill-9"]}), r"line 1: skill 'skill-9' is not in skills_"),
-        (r3_skill, "\n", "holds no query to score"),
         (groups, [group("g1", [])], r"judgements\.jsonl, line 1: query 'g1': no skill is gold"),
         (groups, [group("g1", ["a"]), group("g1", ["b"])], r"judgements\.jsonl, line 2: group 'g1' stands twice"),
         (groups, [group("g1", ["a", "x"])], "line 1: skill 'x' of group 'g1' is judged twice"),
-        (groups, [group("g1", ["a"], irrelevant=["a"])], "line 1: skill 'a' of group 'g1' is judged twice"),
         (groups, [group("g1", ["a"], rejected=["x"])], r"line 1: rejected\.0: "),
         (livemcp, [mcp_task("t", ["a/b"])], r"tasks\.jsonl, line 1: skill 'a/b' of task 't' is not among"),
         (livemcp, [mcp_task("t", ["web/fetch"])] * 2, r"tasks\.jsonl, line 2: task 't' stands twice"),
@@ -307,7 +300,6 @@ def test_livemcpbench_as_published_finds_tools_by_name(write: Write):
             [mcp_task("t", ["disk/write", "web/fetch"], ["disk/write"])],
             "'disk/write' of task 't' is a candidate for",
         ),
-        (livemcp, [mcp_task("t", [])], "holds no query to score"),
     ],
 )
 def test_faults_are_named(write: Write, form: Callable[[Write, Any], Path], given: Any, message: str):

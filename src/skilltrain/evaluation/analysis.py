@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 COVERAGES = ("Hit@1", "Recall@10", "FC@10")  # an agent that takes the first, reads ten, or needs all among ten
 AVERAGE = "average"
-FIELDS = ("name", "description", "body")
+FIELDS: tuple[str, ...] = ("name", "description", "body")
 Shares = dict[str, float]
 """Field → its share; they sum to 1."""
 # The bounds keep a text that repeats `scripts/` from costing more than its length.

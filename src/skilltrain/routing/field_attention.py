@@ -48,7 +48,8 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[str, Skill]], mode
             tokens.append(fields.sum(0) / fields.sum())
             shares.append(weights / weights.sum(1, keepdims=True))
     layers = np.mean(shares, axis=0)
-    rows = [dict(zip(FIELDS, row.tolist(), strict=True)) for row in (*layers, layers.mean(0), np.mean(tokens, axis=0))]
+    every = (*layers, layers.mean(0), np.mean(tokens, axis=0))
+    rows = [dict(zip(FIELDS, row.tolist(), strict=True)) for row in every]
     return FieldAttention(model, tuple(rows[:-2]), overall=rows[-2], tokens=rows[-1], num_pairs=len(pairs))
 
 
