@@ -78,9 +78,11 @@ def add_adapter(network: Any, adapter: AdapterConfig) -> None:
         r=adapter.rank, lora_alpha=adapter.alpha, lora_dropout=adapter.dropout, target_modules=targets, bias="none"
     )  # type: ignore[call-arg]
     for name, module in network.named_modules():
-        if _is_4bit(module):
+        if type(module).__name__ == "Linear4bit":  # by name: bitsandbytes need not be installed
             _prepare_for_cpu(name, module)
-            _keep_out_of_checkpoints(module)
+            # Checkpoints hold no frozen 4-bit weights: bitsandbytes writes them under names that it cannot read again.
+            module.register_state_dict_post_hook(_without_4bit)
+            module.register_load_state_dict_pre_hook(_with_own_4bit)
     inject_adapter_in_model(config, network)
     for name, parameter in network.named_parameters():
         if ".lora_" in name:
@@ -126,15 +128,6 @@ def _prepare_for_cpu(name: str, linear: Any) -> None:
     linear.state_dict()
 
 
-def _keep_out_of_checkpoints(linear: nn.Module) -> None:
-    """Let a layer's state hold neither its frozen 4-bit weights nor how they were quantised: the base model has both.
-
-    bitsandbytes writes them under names that its layers cannot read again, so nothing could load such a checkpoint.
-    """
-    linear.register_state_dict_post_hook(_without_4bit)
-    linear.register_load_state_dict_pre_hook(_with_own_4bit)
-
-
 def _without_4bit(linear: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     for key in [key for key in state if key == f"{prefix}weight" or key.startswith(f"{prefix}weight.")]:
         del state[key]
@@ -145,10 +138,6 @@ def _with_own_4bit(linear: Any, state: dict[str, Any], prefix: str, *_: Any) -> 
     for key in [key for key in state if key.startswith(f"{prefix}weight.")]:
         del state[key]
     state.setdefault(f"{prefix}weight", linear.weight.data)
-
-
-def _is_4bit(module: nn.Module) -> bool:
-    return type(module).__name__ == "Linear4bit"  # by name: bitsandbytes need not be installed
 
 
 def _target_names(network: Any, adapter: AdapterConfig) -> list[str]:

@@ -23,7 +23,7 @@ from skilltrain.models.loading import (
     resolve_model,
     stored_settings,
 )
-from skilltrain.models.micro_batches import TokenIds, embed_together, pad, pad_rows
+from skilltrain.models.micro_batches import TokenIds, embed_together, model_inputs
 from skilltrain.models.pooling import Pooling, at_least_float32, module_settings, pool
 from skilltrain.models.tokens import TextTokenizer
 from skilltrain.templates import EncoderTemplate, with_fields
@@ -96,15 +96,8 @@ class Encoder(nn.Module):
 
     def forward(self, texts: Sequence[TokenIds] | Sequence[Float[Tensor, "_ width"]]) -> Float[Tensor, "text dim"]:
         """Unit vectors of one micro-batch of token ids or embedded tokens, in float32 or wider."""
-        rows = [text for text in texts if isinstance(text, Tensor)]
-        if rows:
-            embeddings, mask = pad_rows(rows)
-            seen = self._mask_needed(texts, mask)
-            hidden = self.backbone(inputs_embeds=embeddings, attention_mask=seen).last_hidden_state
-        else:
-            plain = [text for text in texts if not isinstance(text, Tensor)]
-            ids, mask = pad(plain, self.tokenizer.pad_token_id, self.device)
-            hidden = self.backbone(input_ids=ids, attention_mask=self._mask_needed(texts, mask)).last_hidden_state
+        inputs, mask = model_inputs(texts, self.tokenizer.pad_token_id, self.device)
+        hidden = self.backbone(**inputs, attention_mask=self._mask_needed(texts, mask)).last_hidden_state
         return nn.functional.normalize(pool(at_least_float32(hidden), mask, self.settings.pooling), dim=-1)
 
     def _mask_needed(self, texts: Sequence[Sized], mask: Int[Tensor, "text token"]) -> Int[Tensor, "text token"] | None:

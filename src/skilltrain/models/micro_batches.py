@@ -87,13 +87,18 @@ def pad(
     return torch.from_numpy(ids).to(device), torch.from_numpy(mask.astype(np.int64)).to(device)
 
 
-def pad_rows(
-    rows: Sequence[Float[Tensor, "_ dim"]],
-) -> tuple[Float[Tensor, "text token dim"], Int[Tensor, "text token"]]:
-    """(token embeddings, attention mask), padded on the right to the longest text."""
-    padded = torch.nn.utils.rnn.pad_sequence([*rows], batch_first=True)
-    lengths = torch.tensor([len(text) for text in rows], device=padded.device)
-    return padded, (torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]).long()
+def model_inputs(
+    texts: Sequence[TokenIds] | Sequence[Float[Tensor, "_ dim"]], pad_id: int, device: torch.device
+) -> tuple[dict[str, Tensor], Int[Tensor, "text token"]]:
+    """(token ids or embedded tokens under the name that transformers gives them, attention mask); see `pad`."""
+    rows = [text for text in texts if isinstance(text, Tensor)]
+    if not rows:
+        ids, mask = pad([text for text in texts if not isinstance(text, Tensor)], pad_id, device)
+        return {"input_ids": ids}, mask
+    embeddings = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    lengths = torch.tensor([len(text) for text in rows], device=embeddings.device)
+    mask = (torch.arange(embeddings.shape[1], device=embeddings.device) < lengths[:, None]).long()
+    return {"inputs_embeds": embeddings}, mask
 
 
 def embed_together(network: Any, texts: Sequence[TokenIds]) -> list[Float[Tensor, "_ dim"]]:

@@ -27,7 +27,7 @@ from skilltrain.models.loading import (
     resolve_model,
     stored_settings,
 )
-from skilltrain.models.micro_batches import Groups, embed_together, micro_batches, pad, pad_rows
+from skilltrain.models.micro_batches import Groups, embed_together, micro_batches, model_inputs
 from skilltrain.models.pairs import PairIds, PairTokenizer, RerankerSettings
 from skilltrain.models.pooling import at_least_float32, pool
 from skilltrain.records import Skill
@@ -51,7 +51,7 @@ class Reranker(nn.Module):
         self.tokenizer, self.settings = tokenizer, settings
         self.pairs = PairTokenizer(tokenizer, settings)
         self.yes_no_ids = yes_no_ids(tokenizer) if settings.template.form == "yes_no" else None
-        self.is_packed = self.yes_no_ids is not None and network is not None and shared_prompt.can_share(network)
+        self.is_packed = self.yes_no_ids is not None and shared_prompt.can_share(network)
         if self.is_packed:
             shared_prompt.enable(network)
 
@@ -124,13 +124,8 @@ class Reranker(nn.Module):
         return at_least_float32(logits[:, 0])
 
     def _inputs(self, pairs: Sequence[PairIds]) -> tuple[dict[str, Tensor], Int[Tensor, "pair token"]]:
-        """(padded ids or embeddings by the name that transformers gives them, attention mask)."""
         rows = [pair.rows for pair in pairs if pair.rows is not None]
-        if rows:
-            embeddings, mask = pad_rows(rows)
-            return {"inputs_embeds": embeddings}, mask
-        ids, mask = pad([pair.ids for pair in pairs], self.tokenizer.pad_token_id, self.device)
-        return {"input_ids": ids}, mask
+        return model_inputs(rows or [pair.ids for pair in pairs], self.tokenizer.pad_token_id, self.device)
 
     def _cosines(self, inputs: dict[str, Tensor], mask: Tensor, segments: Tensor) -> Float[Tensor, "pair"]:
         """Cosine of the mean vectors of query and skill, each token having attended to both."""
