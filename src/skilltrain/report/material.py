@@ -85,8 +85,9 @@ class Trail:
 
 def rows_of(path: Path | None, spec: TableSpec) -> list[dict[str, Any]] | None:
     """The rows of a table; None where it is not there."""
-    there = path is not None and table_path(path, spec).is_file()
-    return read_table(path, spec).to_pylist() if there else None
+    if path is None or not table_path(path, spec).is_file():
+        return None
+    return read_table(path, spec).to_pylist()
 
 
 @dataclass(frozen=True)
