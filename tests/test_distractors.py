@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llm_server import LLMServer, Reply, llm_server
+from llm_server import KEY, LLMServer, Reply, llm_server
 from skilltrain.config import validate
 from skilltrain.data.distractor_prompt import STRATEGIES, WantedDistractor, read_draft
 from skilltrain.data.distractors import (
@@ -26,7 +26,6 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.records import Dropped, Skill
 from skilltrain.tables import DROPPED, FLAGS, SKILLS, read_table, rows_of, write_table
 
-KEY = "sk-secret-0123456789"
 FIRST, SECOND, THIRD = STRATEGIES
 
 

@@ -8,14 +8,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from llm_server import LLMServer, Reply, embeddings, llm_server, vector_of, vectors_body
+from llm_server import KEY, LLMServer, Reply, embeddings, llm_server, vector_of, vectors_body
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import BudgetConfig, Usage
@@ -23,27 +23,14 @@ from skilltrain.records import Skill
 from skilltrain.retrieval.api import ApiConfig, ApiEncoder, open_encoder
 from skilltrain.templates import SkillTemplate
 
-KEY = "sk-secret-0123456789"
 SKILLS = [Skill(f"id of {n}", f"skill-{n}", "Sorts.", "Sorts by month. " * n) for n in range(10)]
 FOUR: dict[str, Any] = {"dimensions": 4}
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LLMServer]:
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    with llm_server() as running:
-        yield running
-
-
 def source(server: LLMServer, cache: Path | None = None, **changed: object) -> ApiConfig:
     values = {
-        "model": "m",
-        "base_url": server.base_url,
-        "cache": cache,
-        "max_retries": 2,
-        "timeout": 20,
-        "batch_size": 4,
-    }
+        "model": "m", "base_url": server.base_url, "cache": cache, "max_retries": 2, "timeout": 20, "batch_size": 4,
+    }  # fmt: skip
     return validate(ApiConfig, values | changed, "test")
 
 

@@ -15,8 +15,6 @@ from skilltrain.llm.protocol import Message
 from skilltrain.records import Dropped, Query, Skill
 from skilltrain.retrieval.select import Choice, Select, SelectConfig, plan_select, read_choice
 
-KEY = "sk-secret-0123456789"
-
 
 def skill(skill_id: str, body: str = "Do the work.", **changed: Any) -> Skill:
     values = {"name": f"name-{skill_id}", "description": f"About {skill_id}.", **changed}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_server import LLMServer, Reply, honest_usage, llm_server
+from llm_server import KEY, LLMServer, Reply, honest_usage, llm_server
 from skilltrain.config import validate
 from skilltrain.data.draws import largest_remainder, sample_skills
 from skilltrain.data.query_prompt import WantedQuery, query_request
@@ -22,7 +22,6 @@ from skilltrain.stages import dry_run
 from skilltrain.tables import CLUSTERS, DROPPED, FLAGS, JUDGEMENTS, QUERIES, SKILLS, read_table, rows_of, write_table
 from skilltrain.texts import num_words
 
-KEY = "sk-secret-0123456789"
 BODY = """# Invoice Sorter
 ## When to use
 - User wants to sort scanned invoices by supplier and month

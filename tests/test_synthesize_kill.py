@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from llm_server import LLMServer, Reply, llm_server
+from llm_server import KEY, LLMServer, Reply, llm_server
 from skilltrain.llm.answers import DATABASE, Answers
 from skilltrain.records import Skill
 from skilltrain.tables import DROPPED, QUERIES, SKILLS, read_table, rows_of, write_table
 
-KEY = "sk-secret-0123456789"
 NUM_SKILLS = 30
 
 
