@@ -18,7 +18,6 @@ from skilltrain.tables import (
     SKILLS,
     read_table,
     rows_of,
-    verdicts_by_query,
     write_table,
 )
 
@@ -35,7 +34,7 @@ def ranked(source, *skill_ids):
 
 
 def plan(*positives, **judged):
-    return ListPlan("q1", "q1", dict.fromkeys(positives, Verdict.REQUIRED) | judged, positives)
+    return ListPlan("q1", dict.fromkeys(positives, Verdict.REQUIRED) | judged, positives)
 
 
 def plenty():
@@ -216,19 +215,6 @@ def test_a_flagged_skill_is_a_positive_where_the_recipe_says_so(folder):
     flag(folder, "a", "c")
     summary = run(folder, quotas={"semantic": 4}, flagged="use")
     assert lists_of(folder)["q1"]["skill_ids"][0] == "a" and "flagged" not in summary["dropped"]
-
-
-def test_one_list_each_numbers_the_lists_and_repeats_text_and_judgements(folder):
-    run(folder, quotas={"semantic": 4}, positives="one_list_each")
-    lists = lists_of(folder)
-    assert list(lists) == ["q1", "q2#1", "q2#2"]
-    assert lists["q2#1"]["skill_ids"][0] == "b" and lists["q2#2"]["skill_ids"][0] == "c"
-    for list_id in ("q2#1", "q2#2"):
-        assert set(lists[list_id]["skill_ids"][1:]) == set("efgh")
-    texts = {row["query_id"]: row["text"] for row in read_table(folder / "out", QUERIES).to_pylist()}
-    assert texts == {"q1": "text 1", "q2#1": "text 2", "q2#2": "text 2"}
-    judged = verdicts_by_query(read_table(folder / "out", JUDGEMENTS))
-    assert judged["q2#1"] == judged["q2#2"] == {"b": "required", "c": "required", "d": "useful"}
 
 
 def test_more_negatives_wanted_than_there_are(folder):

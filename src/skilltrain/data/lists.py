@@ -2,8 +2,8 @@
 
 import random
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath
 from skilltrain.data.mine import SOURCES
-from skilltrain.data.screening import flags_to_leave_out
+from skilltrain.data.screening import Flag, flags_to_leave_out
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import POSITIVE, Dropped, Verdict
 from skilltrain.tables import (
@@ -53,10 +53,6 @@ class ListsConfig(Config):
         ge=2,
         description="skills a list, from the top of one ranking, positives included; SkillRouter: 20",
     )
-    positives: Literal["together", "one_list_each"] = Field(
-        default="together",
-        description="a query with several required skills: one list with all, or a list for each (ids q#1, q#2, …)",
-    )
     flagged: Literal["leave_out", "use"] = Field(
         default="leave_out",
         description="skills with a flag of the safety screening: leave_out makes no positive of them, use does; "
@@ -86,9 +82,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class ListPlan:
-    """A list to be built: its id, its query's id and judgements, and the positives it shall hold."""
+    """A list to be built: its query's id and judgements, and the positives it shall hold."""
 
-    list_id: str
     query_id: str
     judged: dict[str, Verdict]
     positives: tuple[str, ...]
@@ -97,9 +92,6 @@ class ListPlan:
 def run_lists(config: ListsConfig, out: Path) -> dict[str, Any]:
     """Counts by source, verdict and length; writes LISTS, DROPPED, and the lists' own QUERIES and JUDGEMENTS.
 
-    LISTS has one row a query_id. Where a query gives several lists (`one_list_each`), they are `q12#1`, `q12#2`, …,
-    and the QUERIES and JUDGEMENTS written here hold the query's text and all its judgements under each of these ids:
-    a trainer joins on query_id as ever, needs this folder and the pool, and never takes an id apart.
     Raises SkilltrainError where not one list is left.
     """
     queries = {query.query_id: query for query in select_queries(config.queries, config.split)}
@@ -108,22 +100,29 @@ def run_lists(config: ListsConfig, out: Path) -> dict[str, Any]:
     rankings = read_table(config.rankings, RANKINGS)
     _check_rankings(rankings, pool, config)
     flags = flags_to_leave_out(config.pool) if config.flagged == "leave_out" else {}
-    rules = {skill_id: sorted({flag.rule for flag in found}) for skill_id, found in flags.items()}
-    plans, dropped = _plan(list(queries), verdicts_by_query(judgements), (pool, rules), config.positives)
-    built, unbuilt = _build_all(plans, rankings, config)
-    dropped += unbuilt
+    plans, dropped = _plan(list(queries), verdicts_by_query(judgements), pool, flags)
+    built: dict[str, dict[str, Any]] = {}
+    candidates = _candidates(rankings)
+    for plan in track(plans, "building lists", len(plans)):
+        entries = build_list(plan, candidates(plan.query_id), config)
+        num_negatives = len(entries) - len(plan.positives)
+        if num_negatives >= config.min_negatives:
+            built[plan.query_id] = _row(plan, entries)
+            continue
+        skill_id = plan.positives[0] if len(plan.positives) == 1 else ""
+        reason = f"{num_negatives} negative(s), at least {config.min_negatives} wanted"
+        dropped.append(Dropped(plan.query_id, skill_id, "min_negatives", reason, float(num_negatives)))
     if not built:
         raise SkilltrainError(
-            f"no list is left of {len(queries)} queries; the first: {dropped[0].reason}",
-            where=config.rankings,
+            f"no list is left of {len(queries)} queries; the first: {dropped[0].reason}", where=config.rankings,
             fix="check that rankings, queries and pool belong together",
-        )
-    rows = [_row(plan, entries) for plan, entries in built]
-    write_table(rows, LISTS, out)
-    write_table(rows_of(replace(queries[plan.query_id], query_id=plan.list_id) for plan, _ in built), QUERIES, out)
-    write_table(_judgements_of([plan for plan, _ in built], judgements), JUDGEMENTS, out)
+        )  # fmt: skip
+    write_table(built.values(), LISTS, out)
+    write_table(rows_of(queries[query_id] for query_id in built), QUERIES, out)
+    judged = (row for row in judgements.to_pylist() if row["query_id"] in built)
+    write_table(sorted(judged, key=lambda row: row["query_id"]), JUDGEMENTS, out)
     write_table([drop.row() for drop in dropped], DROPPED, out)
-    return _summary(rows, dropped)
+    return _summary(list(built.values()), dropped)
 
 
 def build_list(plan: ListPlan, candidates: Sequence[Entry], config: ListsConfig) -> list[Entry]:
@@ -136,7 +135,7 @@ def build_list(plan: ListPlan, candidates: Sequence[Entry], config: ListsConfig)
     negatives = [entry for entry in candidates if entry.skill_id not in known]
     if config.quotas is not None:
         golds = [Entry(skill_id, GOLD, 0) for skill_id in plan.positives]
-        return golds + sample_negatives(negatives, config.quotas, f"{config.seed}/{plan.list_id}")
+        return golds + sample_negatives(negatives, config.quotas, f"{config.seed}/{plan.query_id}")
     assert config.list_size is not None
     found = {entry.skill_id: entry for entry in candidates if entry.skill_id in plan.positives}
     absent = [Entry(skill_id, GOLD, 0) for skill_id in plan.positives if skill_id not in found]
@@ -190,14 +189,10 @@ def _check_rankings(rankings: pa.Table, pool: Collection[str], config: ListsConf
 def _plan(
     query_ids: Sequence[str],
     verdicts: Mapping[str, dict[str, Verdict]],
-    usable: tuple[Collection[str], Mapping[str, Sequence[str]]],
-    positives: str,
+    pool: Collection[str],
+    flags: Mapping[str, Sequence[Flag]],
 ) -> tuple[list[ListPlan], list[Dropped]]:
-    """The lists to build, and why positives cannot be used and queries have no other.
-
-    `usable` is the pool and the rules by which skills of it are flagged: none of these can be a positive.
-    """
-    pool, rules = usable
+    """The lists to build, and why positives cannot be used (flagged ones among them) and queries have no other."""
     plans: list[ListPlan] = []
     dropped: list[Dropped] = []
     for query_id in query_ids:
@@ -206,63 +201,40 @@ def _plan(
         for skill_id in sorted(s for s, verdict in judged.items() if verdict in POSITIVE):
             if skill_id not in pool:
                 dropped.append(Dropped(query_id, skill_id, "not_in_pool", "a positive that is not in the pool"))
-            elif skill_id in rules:
-                reason = f"a positive with the flag {', '.join(rules[skill_id])}"
-                dropped.append(Dropped(query_id, skill_id, "flagged", reason))
+            elif skill_id in flags:
+                rules = ", ".join(sorted({flag.rule for flag in flags[skill_id]}))
+                dropped.append(Dropped(query_id, skill_id, "flagged", f"a positive with the flag {rules}"))
             else:
                 known.append(skill_id)
-        required = [skill_id for skill_id in known if judged[skill_id] is Verdict.REQUIRED]
-        if not required:
-            dropped.append(Dropped(query_id, "", "no_positive", "no required skill of this query can be a positive"))
-        elif positives == "together":
-            plans.append(ListPlan(query_id, query_id, judged, tuple(known)))
-        elif len(required) == 1:
-            plans.append(ListPlan(query_id, query_id, judged, (required[0],)))
+        if any(judged[skill_id] is Verdict.REQUIRED for skill_id in known):
+            plans.append(ListPlan(query_id, judged, tuple(known)))
         else:
-            plans += [ListPlan(f"{query_id}#{n}", query_id, judged, (s,)) for n, s in enumerate(required, 1)]
+            dropped.append(Dropped(query_id, "", "no_positive", "no required skill of this query can be a positive"))
     return plans, dropped
 
 
-def _build_all(
-    plans: Sequence[ListPlan], rankings: pa.Table, config: ListsConfig
-) -> tuple[list[tuple[ListPlan, list[Entry]]], list[Dropped]]:
-    """The lists with enough negatives, and why the others are left out."""
+def _candidates(rankings: pa.Table) -> Callable[[str], list[Entry]]:
+    """query_id → its rows as entries; no row, no entry."""
     rows = rows_by_query(rankings)
     skill_ids, sources = texts_of(rankings.column("skill_id")), texts_of(rankings.column("stage"))
     ranks = rankings.column("rank").to_pylist()
-    built: list[tuple[ListPlan, list[Entry]]] = []
-    dropped: list[Dropped] = []
-    for plan in track(plans, "building lists", len(plans)):
-        own = rows[plan.query_id].tolist() if plan.query_id in rows else []
-        entries = build_list(plan, [Entry(skill_ids[row], sources[row], ranks[row]) for row in own], config)
-        num_negatives = len(entries) - len(plan.positives)
-        if num_negatives >= config.min_negatives:
-            built.append((plan, entries))
-            continue
-        skill_id = plan.positives[0] if len(plan.positives) == 1 else ""
-        reason = f"{num_negatives} negative(s), at least {config.min_negatives} wanted"
-        dropped.append(Dropped(plan.query_id, skill_id, "min_negatives", reason, float(num_negatives)))
-    return built, dropped
+
+    def entries_of(query_id: str) -> list[Entry]:
+        own = rows[query_id].tolist() if query_id in rows else []
+        return [Entry(skill_ids[row], sources[row], ranks[row]) for row in own]
+
+    return entries_of
 
 
 def _row(plan: ListPlan, entries: Sequence[Entry]) -> dict[str, Any]:
     return {
-        "query_id": plan.list_id,
+        "query_id": plan.query_id,
         "skill_ids": [entry.skill_id for entry in entries],
         # A mined candidate that nobody judged is taken for irrelevant: that is what mining assumes.
         "verdicts": [str(plan.judged.get(e.skill_id, Verdict.IRRELEVANT)) for e in entries],
         "sources": [entry.source for entry in entries],
         "ranks": [entry.rank for entry in entries],
     }
-
-
-def _judgements_of(plans: Sequence[ListPlan], judgements: pa.Table) -> Iterator[dict[str, Any]]:
-    """All judgements of each list's query, under the list's id."""
-    by_query: dict[str, list[dict[str, Any]]] = {}
-    for row in judgements.to_pylist():
-        by_query.setdefault(row["query_id"], []).append(row)
-    for plan in plans:
-        yield from (row | {"query_id": plan.list_id} for row in by_query[plan.query_id])
 
 
 def _summary(rows: Sequence[dict[str, Any]], dropped: Sequence[Dropped]) -> dict[str, Any]:

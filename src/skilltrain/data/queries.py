@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -127,48 +127,51 @@ class QueryRow(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class JudgedQuery:
-    """A query with what its row says of skills; `place` is its file and row.
-
-    `num_moved` judgements were of dropped duplicates and stand for the skill kept in their place.
-    """
+    """A query with what its row says of skills; `place` is its file and row."""
 
     query: Query
-    judgements: list[Judgement]
+    judgements: dict[str, Judgement]
     place: str
     has_own_id: bool
-    num_moved: int
 
 
 def run_queries(config: QueriesConfig, out: Path) -> dict[str, Any]:
     """Write QUERIES, JUDGEMENTS and DROPPED; their counts.
 
     Raises SkilltrainError for a row that is no query, for an id that stands twice, for a required skill that is
-    not in the pool (with `missing_gold: error`), and where no query is left (DROPPED is written beside `out` then).
+    not in the pool (with `missing_gold: error`), and where no query is left.
     """
     dropped: list[Dropped] = []
     skill_ids, kept_for = read_ids(config.pool)
-    given = [read_query(row, path, place, config, kept_for) for path in config.files for place, row in read_rows(path)]
-    single = [_judged_once(item, dropped) for item in given]
-    judged = _within_pool(_distinct(single, dropped), skill_ids, config, dropped)
-    if not judged:
-        file = config.out.with_name(f"{config.out.name}.dropped.parquet")
-        write_table((drop.row() for drop in dropped), DROPPED, file)
+    asked: dict[str, JudgedQuery] = {}
+    for path in config.files:
+        for place, row in read_rows(path):
+            item = read_query(row, path, place, config, kept_for, dropped)
+            if fault := _fault(item, asked.get(item.query.query_id)):
+                dropped.append(fault)
+            else:
+                asked[item.query.query_id] = item
+    judgements = [row for item in asked.values() for row in _within_pool(item, skill_ids, dropped)]
+    missing = {drop.query_id: drop.skill_id for drop in reversed(dropped) if drop.filter == "missing_gold"}
+    if missing and config.missing_gold == "error":
+        query_id, skill_id = list(missing.items())[-1]
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise SkilltrainError(
+            f"query '{query_id}' requires skill '{skill_id}', which is not in {config.pool}{more}",
+            where=asked[query_id].place, fix="add its source to the pool, or set missing_gold: drop",
+        )  # fmt: skip
+    queries = [item.query for query_id, item in asked.items() if query_id not in missing]
+    if not queries:
         first = f"; the first: {dropped[0].filter}: {dropped[0].reason}" if dropped else ""
-        what = f"no query is left of {len(config.files)} file(s), {len(dropped)} dropped rows{first}"
-        raise SkilltrainError(what, fix=f"all reasons stand in {file}")
-    judgements = [
-        {"query_id": item.query.query_id, "judge": item.query.origin, **judgement.model_dump()}
-        for item in judged for judgement in item.judgements
-    ]  # fmt: skip
-    write_table(rows_of(item.query for item in judged), QUERIES, out)
+        raise SkilltrainError(f"no query is left of {len(config.files)} file(s), {len(dropped)} dropped rows{first}")
+    write_table(rows_of(queries), QUERIES, out)
     write_table(judgements, JUDGEMENTS, out)
     write_table((drop.row() for drop in dropped), DROPPED, out)
     return {
-        "num_queries": len(judged),
-        "num_by_split": dict(sorted(Counter(item.query.split for item in judged).items())),
-        "num_by_kind": dict(sorted(Counter(item.query.kind for item in judged).items())),
+        "num_queries": len(queries),
+        "num_by_split": dict(sorted(Counter(query.split for query in queries).items())),
+        "num_by_kind": dict(sorted(Counter(query.kind for query in queries).items())),
         "num_by_verdict": dict(sorted(Counter(row["verdict"].value for row in judgements).items())),
-        "num_moved_to_kept_duplicate": sum(item.num_moved for item in judged),
         "num_dropped": dict(sorted(Counter(drop.filter for drop in dropped).items())),
     }
 
@@ -218,11 +221,13 @@ def _cell(value: Any) -> Any:
 
 
 def read_query(
-    values: dict[str, Any], path: Path, place: str, config: QueriesConfig, kept_for: Mapping[str, str]
-) -> JudgedQuery:
-    """The query and the judgements of one row; a dropped duplicate's go to the skill kept in its place.
+    values: dict[str, Any], path: Path, place: str, config: QueriesConfig, kept_for: Mapping[str, str],
+    dropped: list[Dropped],
+) -> JudgedQuery:  # fmt: skip
+    """The query of one row, with one verdict a skill; a dropped duplicate's goes to the skill kept in its place.
 
-    Raises SkilltrainError where the row has not the shape of a query.
+    Verdicts that another contradicts go to `dropped`. Raises SkilltrainError where the row has not the shape of a
+    query.
     """
     try:
         row = QueryRow.model_validate(values)
@@ -232,26 +237,29 @@ def read_query(
         fault = error.errors(include_url=False)[0]
         key = ".".join(map(str, fault["loc"]))
         raise SkilltrainError(f"{key}: {fault['msg']}, found {fault['input']!r:.60}", where=place) from error
-    text, own_id = clean_text(row.text).strip(), _line(row.query_id)
-    given: list[Judgement] = []
+    judged: dict[str, Judgement] = {}
+    contradicted: list[Judgement] = []
     for key, verdict in VERDICT_KEYS.items():
-        given += [found.model_copy(update={"verdict": verdict}) for found in getattr(row, key)]
-    moved = [found.model_copy(update={"skill_id": kept_for.get(found.skill_id, found.skill_id)}) for found in given]
-    required = {found.skill_id for found in moved if found.verdict is Verdict.REQUIRED}
+        for given in getattr(row, key):
+            changes = {"verdict": verdict, "skill_id": kept_for.get(given.skill_id, given.skill_id)}
+            judgement = given.model_copy(update=changes)
+            if judged.setdefault(judgement.skill_id, judgement).verdict is not verdict:
+                contradicted.append(judgement)
+    text, own_id = clean_text(row.text).strip(), _line(row.query_id)
+    required = sorted(skill_id for skill_id, found in judged.items() if found.verdict is Verdict.REQUIRED)
+    # A made-up id comes from what the row says, so that it stays the same when lines are added, removed or moved.
+    digest = hashlib.sha256("\x00".join([text, *required]).encode()).hexdigest()[:12]
     query = Query(
-        query_id=own_id or _made_up_id(path, text, required),
+        query_id=own_id or f"{clean_text(path.name.split('.')[0])}-{digest}",
         text=text,
         kind=row.kind or ("multi" if len(required) > 1 else "single"),
         origin=row.origin or config.origin,
         split=config.split or row.split or _split_of_file(path),
     )
-    return JudgedQuery(query, moved, place, bool(own_id), sum(found.skill_id in kept_for for found in given))
-
-
-def _made_up_id(path: Path, text: str, required: set[str]) -> str:
-    """An id from what the row says, so that it stays the same when lines are added, removed or moved."""
-    content = "\x00".join([text, *sorted(required)])
-    return f"{clean_text(path.name.split('.')[0])}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+    for one in contradicted:
+        reason = f"{place} says {one.verdict} and another verdict, which stands"
+        dropped.append(Dropped(query.query_id, one.skill_id, "contradiction", reason))
+    return JudgedQuery(query, judged, place, bool(own_id))
 
 
 def _split_of_file(path: Path) -> str:
@@ -261,57 +269,32 @@ def _split_of_file(path: Path) -> str:
     return stem
 
 
-def _judged_once(item: JudgedQuery, dropped: list[Dropped]) -> JudgedQuery:
-    """`item` with one verdict a skill."""
-    first: dict[str, Judgement] = {}
-    for judgement in item.judgements:
-        stands = first.setdefault(judgement.skill_id, judgement)
-        if stands.verdict is not judgement.verdict:
-            reason = f"{item.place} says {judgement.verdict} and another verdict, which stands"
-            dropped.append(Dropped(item.query.query_id, judgement.skill_id, "contradiction", reason))
-    return replace(item, judgements=list(first.values()))
+def _fault(item: JudgedQuery, earlier: JudgedQuery | None) -> Dropped | None:
+    """Why an item is left out: it asks nothing, requires nothing, or repeats an `earlier` one of its id.
 
-
-def _distinct(items: list[JudgedQuery], dropped: list[Dropped]) -> list[JudgedQuery]:
-    """`items` that ask something and require a skill, without rows that repeat an earlier one.
-
-    Raises SkilltrainError where two rows give the same id.
+    Raises SkilltrainError where both rows are different ones that give the same id.
     """
-    seen: dict[str, JudgedQuery] = {}
-    for item in items:
-        query_id = item.query.query_id
-        if not item.query.text:
-            dropped.append(Dropped(query_id, "", "empty_query", f"{item.place} has no query text"))
-        elif not any(judgement.verdict is Verdict.REQUIRED for judgement in item.judgements):
-            dropped.append(Dropped(query_id, "", "no_gold", f"{item.place} requires no skill"))
-        elif (earlier := seen.setdefault(query_id, item)) is not item:
-            if item.has_own_id or earlier.has_own_id:
-                raise SkilltrainError(f"query_id '{query_id}' stands in {earlier.place} too", where=item.place)
-            dropped.append(Dropped(query_id, "", "duplicate_query", f"{item.place} repeats {earlier.place}"))
-    return list(seen.values())
+    query_id = item.query.query_id
+    if not item.query.text:
+        return Dropped(query_id, "", "empty_query", f"{item.place} has no query text")
+    if all(judgement.verdict is not Verdict.REQUIRED for judgement in item.judgements.values()):
+        return Dropped(query_id, "", "no_gold", f"{item.place} requires no skill")
+    if earlier is None:
+        return None
+    if item.has_own_id or earlier.has_own_id:
+        raise SkilltrainError(f"query_id '{query_id}' stands in {earlier.place} too", where=item.place)
+    return Dropped(query_id, "", "duplicate_query", f"{item.place} repeats {earlier.place}")
 
 
-def _within_pool(
-    items: list[JudgedQuery], skill_ids: set[str], config: QueriesConfig, dropped: list[Dropped]
-) -> list[JudgedQuery]:
-    """`items` over the pool's skills alone. Raises SkilltrainError where a query requires another (or drops it)."""
-    kept: list[JudgedQuery] = []
-    missing: list[tuple[JudgedQuery, str]] = []
-    for item in items:
-        outside = [judgement for judgement in item.judgements if judgement.skill_id not in skill_ids]
-        gold = [judgement.skill_id for judgement in outside if judgement.verdict is Verdict.REQUIRED]
-        missing += [(item, skill_id) for skill_id in gold]
-        if not gold:
-            kept.append(replace(item, judgements=[found for found in item.judgements if found not in outside]))
-        for judgement in outside:
-            why = "missing_gold" if judgement.verdict is Verdict.REQUIRED else "not_in_pool"
-            reason = f"{judgement.verdict} in {item.place}, not in the pool"
-            dropped.append(Dropped(item.query.query_id, judgement.skill_id, why, reason))
-    if missing and config.missing_gold == "error":
-        item, skill_id = missing[0]
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise SkilltrainError(
-            f"query '{item.query.query_id}' requires skill '{skill_id}', which is not in {config.pool}{more}",
-            where=item.place, fix="add its source to the pool, or set missing_gold: drop",
-        )  # fmt: skip
-    return kept
+def _within_pool(item: JudgedQuery, skill_ids: set[str], dropped: list[Dropped]) -> list[dict[str, Any]]:
+    """The rows of JUDGEMENTS of an item over the pool's skills; none where it requires a skill that is outside."""
+    query = item.query
+    outside = [judgement for judgement in item.judgements.values() if judgement.skill_id not in skill_ids]
+    for judgement in outside:
+        why = "missing_gold" if judgement.verdict is Verdict.REQUIRED else "not_in_pool"
+        reason = f"{judgement.verdict} in {item.place}, not in the pool"
+        dropped.append(Dropped(query.query_id, judgement.skill_id, why, reason))
+    if any(judgement.verdict is Verdict.REQUIRED for judgement in outside):
+        return []
+    inside = [judgement for judgement in item.judgements.values() if judgement.skill_id in skill_ids]
+    return [{"query_id": query.query_id, "judge": query.origin, **judgement.model_dump()} for judgement in inside]
