@@ -2,9 +2,8 @@
 
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import Any, Literal, TypeVar
@@ -17,7 +16,6 @@ from skilltrain.terminal import track
 
 BlockT = TypeVar("BlockT")
 ResultT = TypeVar("ResultT")
-_WAITING = 4  # blocks handed out a worker: enough that none idles, few enough that finished ones do not pile up
 
 
 class WorkersConfig(Config):
@@ -62,7 +60,7 @@ def _in_processes(
     # Not forked: a fork of a process in which torch or faiss have started threads may hang.
     executor = ProcessPoolExecutor(num_workers, get_context("spawn"), _limit_threads, (threads,))
     try:
-        yield from _in_order(lambda block: executor.submit(function, block), Future.result, blocks, num_workers)
+        yield from executor.map(function, blocks)
     except BrokenProcessPool as error:
         fix = "if memory ran out, set workers.num to fewer"
         raise SkilltrainError("a worker process ended before its work was done", fix=fix) from error
@@ -89,8 +87,7 @@ def _on_ray(function: Callable[[BlockT], ResultT], blocks: Sequence[BlockT], num
     task: Any = ray.remote(_call)
     get: Any = ray.get
     try:
-        num_workers = num or int(ray.cluster_resources().get("CPU", 1))
-        yield from _in_order(lambda block: task.remote(function, block), get, blocks, num_workers)
+        yield from map(get, [task.remote(function, block) for block in blocks])
     except RayTaskError as error:
         raise error.cause if isinstance(error.cause, SkilltrainError) else error from error
     except RayError as error:
@@ -99,15 +96,3 @@ def _on_ray(function: Callable[[BlockT], ResultT], blocks: Sequence[BlockT], num
 
 def _call(function: Callable[[BlockT], ResultT], block: BlockT) -> ResultT:
     return function(block)
-
-
-def _in_order(
-    submit: Callable[[BlockT], Any], result: Callable[[Any], ResultT], blocks: Sequence[BlockT], num_workers: int
-) -> Iterator[ResultT]:
-    """Yield the results of `blocks` in their order, of which few are handed out at once."""
-    waiting: deque[Any] = deque()
-    for block in blocks:
-        waiting.append(submit(block))
-        if len(waiting) >= _WAITING * num_workers:
-            yield result(waiting.popleft())
-    yield from map(result, waiting)
