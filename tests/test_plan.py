@@ -52,8 +52,8 @@ def test_encoder_by_hand(open_encoder_of):
     assert counts == [2, 2, 4, 6, 3, 3]
     # Every text is two tokens longer than its words; c and d reach the limit of 12.
     assert plan["positives_cut_share"] == pytest.approx(2 / 3, abs=1e-4)
-    # Queries 4 + 6, skills 3 + 5 + 12 + 12: each once.
-    assert plan["epoch_tokens"] == 42
+    # Queries 4 + 6, skills 3 + 5 + 12 and 12 + 3 + 12.
+    assert plan["list_tokens"] == 57
 
 
 def test_reranker_pair_by_hand(open_reranker_of):
@@ -65,27 +65,7 @@ def test_reranker_pair_by_hand(open_reranker_of):
     assert plan["num_steps"] == 1
     # [CLS] query [SEP] skill [SEP]: 3 + 2 + (1, 3, 10), 3 + 4 + (10, 1, 40), the last cut from 47 to 32.
     assert plan["positives_cut_share"] == round(1 / 3, 4)
-    assert plan["epoch_tokens"] == 6 + 8 + 15 + 17 + 8 + 32
-
-
-def test_packed_reranker_computes_a_prompt_once_a_list(open_reranker_of):
-    reranker = open_reranker_of("qwen3_reranker", template=RerankerTemplate(form="yes_no"))
-    data = training_set(4)
-    plan = reranker_plan(reranker, data, batch_size=2, accumulation=1, token_budget=100_000)
-    step = RerankerStep(reranker, ListwiseCE(), data, StepSettings(100_000))
-    plain = sum(len(pair) for one in data.lists for pair in step.pairs(one))
-    packed = sum(reranker.num_slots(step.pairs(one)) for one in data.lists)
-    assert packed <= plan["epoch_tokens"] < plain  # skills may begin alike, too
-    assert plan["epoch_tokens"] - packed < 0.1 * plain
-
-
-def test_the_plan_agrees_with_what_a_step_counts(open_encoder_of):
-    encoder, data = open_encoder_of("qwen3"), training_set(8)
-    plan = encoder_plan(encoder, data, batch_size=8, accumulation=1, token_budget=256)
-    step = EncoderStep(encoder, InfoNCE(), data, StepSettings(256))
-    with torch.no_grad():
-        step(data.lists)
-    assert plan["epoch_tokens"] == step.count.tokens
+    assert plan["list_tokens"] == 6 + 8 + 15 + 17 + 8 + 32
 
 
 def test_it_is_json(open_encoder_of):

@@ -1,7 +1,6 @@
 """The stages `train_encoder` and `train_reranker`: from LISTS to a model folder; and what they would do."""
 
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from skilltrain.training.dev import open_dev
 from skilltrain.training.engine import new_accelerator
 from skilltrain.training.export_run import save_trained
 from skilltrain.training.held_out import check_held_out
-from skilltrain.training.loop import Run, StepModule, num_steps, step_batches, train
+from skilltrain.training.loop import Run, StepModule, num_steps, train
 from skilltrain.training.scores import check_teacher_scores
 from skilltrain.training.settings import (
     TrainConfig,
@@ -108,16 +107,20 @@ def counts_of(step: StepModule, data: TrainingSet) -> dict[str, int]:
 
 
 def plan_of(step: StepModule, data: TrainingSet, config: TrainingConfig) -> dict[str, Any]:
-    """All figures of the plan: `epoch_tokens` without padding; `memory_mib` of weights, gradients and optimiser in one
-    process that holds all of them, to which activations come (fewer with a lower token_budget, or recompute)."""
+    """All figures of the plan: `list_tokens` of all lists one by one, of which a step computes what is shared once;
+    `memory_mib` of weights, gradients and optimiser where one process holds all of them, activations not counted."""
     trained = [parameter for parameter in step.parameters() if parameter.requires_grad]
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in [*step.parameters(), *trained])
     num_bytes += _ADAMW_BYTES * sum(parameter.numel() for parameter in trained)
+    most = step.model.settings.max_tokens
+    tokens = sum(min(length, most) for one in data.lists for length in _lengths(step, one))
+    if isinstance(step, EncoderStep):
+        tokens += sum(len(step.query_ids[one.query]) for one in data.lists)
     return counts_of(step, data) | {
         "num_queries": len({one.query for one in data.lists}),
         "num_steps": num_steps(len(data.lists), config),
         "positives_cut_share": _cut_share(step, data),
-        "epoch_tokens": _epoch_tokens(step, data, config),
+        "list_tokens": tokens,
         "memory_mib": round(num_bytes / 2**20, 1),
     }
 
@@ -137,20 +140,3 @@ def _cut_share(step: StepModule, data: TrainingSet) -> float:
     rows = [zip(one.gains, _lengths(step, one), strict=True) for one in data.lists]
     cut = [length > longest for row in rows for gain, length in row if gain > 0]
     return round(sum(cut) / len(cut), 4)
-
-
-def _epoch_tokens(step: StepModule, data: TrainingSet, config: TrainingConfig) -> int:
-    """Tokens that the model computes in an epoch: an encoder each distinct skill of a batch once, a packed reranker
-    the prompt of a list once."""
-    if isinstance(step, EncoderStep):
-        steps = islice(step_batches(data.lists, config), num_steps(len(data.lists), config) // config.epochs)
-        distinct = [{s for one in batch for s in one.skill_ids} for batches in steps for batch in batches]
-        tokens = sum(len(step.skill_ids[skill_id]) for skill_ids in distinct for skill_id in skill_ids)
-        return tokens + sum(len(step.query_ids[one.query]) for one in data.lists)
-    tokens = 0
-    for one in data.lists:
-        tokens += sum(min(length, step.model.settings.max_tokens) for length in _lengths(step, one))
-        if step.model.is_packed:
-            prompt = len(step.model.pairs.before) + len(step.query_ids[one.query])
-            tokens -= prompt * (len(one.skill_ids) - 1)
-    return tokens
