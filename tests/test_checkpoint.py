@@ -155,10 +155,7 @@ def test_the_optimiser_of_another_model_is_refused(run, tmp_path):
         load_checkpoint(*run, tmp_path)
 
 
-PICKLED_BY_OTHERS = (
-    "random_states_0.pkl", "custom_checkpoint_0.pkl", "optimizer.bin", "scheduler.bin", "pytorch_model.bin",
-    "scaler.pt", "pytorch_model_fsdp_0/.metadata", "deepspeed/mp_rank_00_model_states.pt",
-)  # fmt: skip
+PICKLED_BY_OTHERS = ("random_states_0.pkl", "optimizer.bin", "deepspeed/mp_rank_00_model_states.pt")
 
 
 @pytest.mark.parametrize("file", [*FILES, *PICKLED_BY_OTHERS])

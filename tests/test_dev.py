@@ -4,12 +4,10 @@ import math
 import pytest
 import torch
 
-from skilltrain.config import Config, input_paths, validate
+from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.bootstrap import Interval
 from skilltrain.records import Query, Skill
 from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, rows_of, write_table
-from skilltrain.training.checkpoint import Best
 from skilltrain.training.dev import open_dev
 from skilltrain.training.settings import DevConfig, TrainEncoderConfig, TrainRerankerConfig
 
@@ -137,13 +135,6 @@ def test_a_rerankers_figures_by_hand(folder, open_reranker_of):
     assert dev.evaluate(giving(torch.tensor([3.0, 4, 1, 0, 2])))["Hit@1"].mean == pytest.approx(1 / 3)
 
 
-def test_the_rerankers_own_pairs_are_scored(folder, open_reranker_of):
-    write_candidates(folder, {"q1": ["s0", "s4"], "q2": ["s1"], "q3": ["s5", "s3"]})
-    reranker, model = open_reranker_of("bert_reranker"), giving(torch.zeros(5))
-    reranker_dev(folder, reranker).evaluate(model)
-    assert model.asked[0].lists[2] == reranker.tokenize("find q3", [SKILLS_OF_POOL[5], SKILLS_OF_POOL[3]])
-
-
 def test_only_the_first_candidates_are_reranked(folder, open_reranker_of, capsys):
     write_candidates(folder, {"q1": ["s4", "s3", "s0"], "q2": ["s1", "s3", "s4"], "q3": ["s5", "s0"]})
     dev = reranker_dev(folder, open_reranker_of("bert_reranker"), keep=2)
@@ -219,15 +210,6 @@ def test_output_that_is_no_number_is_an_error(folder, open_encoder_of, bad):
         dev.evaluate(giving(torch.full((9, 2), bad)))
 
 
-def test_a_benchmark_without_queries_names_its_folder(folder, open_encoder_of):
-    write_benchmark(folder / "bench", {})
-    with pytest.raises(SkilltrainError, match=r"bench: holds no query to score"):
-        encoder_dev(folder, open_encoder_of("bert"))
-    write_benchmark(folder / "bench", {"q1": {"s0": "required"}}, split="test")
-    with pytest.raises(SkilltrainError, match=r"bench: holds no query of split 'dev' \(its splits are test \(1\)\)"):
-        encoder_dev(folder, open_encoder_of("bert"), split="dev")
-
-
 def test_a_pool_or_candidates_of_something_else_are_refused(folder, open_encoder_of, open_reranker_of):
     write_benchmark(folder / "bench", {"q1": {"gone": "required"}})
     with pytest.raises(SkilltrainError, match=r"pool: no gold skill of the 1 dev queries is among the pool \(check"):
@@ -242,48 +224,24 @@ def test_a_pool_or_candidates_of_something_else_are_refused(folder, open_encoder
         reranker_dev(folder, reranker)
 
 
-class _Section(Config):
-    dev: DevConfig | None = None
-
-
 RERANK = [{"kind": "lexical"}, {"kind": "rerank", "source": "self"}]
+COMMON = {"model": {"source": "m"}, "data": {"pool": "p", "lists": "l"}, "out": "o"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("stage", "changes", "message"),
     [
-        ({"metric": "MMR@10"}, r"metric: unknown measure 'MMR@10', did you mean 'MRR@10'\?.* Hit@k, MRR@k"),
-        ({"metric": "Recall@20", "rankers": RERANK}, "Recall@20 is the same for every order of 20 candidates"),
-        ({"rankers": RERANK[:1]}, r"none of them is the model in training \(source: self\)"),
-        ({"rankers": RERANK[1:]}, r"the first one finds skills, for instance {kind: saved, rankings: FOLDER}"),
+        (TrainEncoderConfig, {"metric": "MMR@10"}, r"dev.metric: unknown measure 'MMR@10', did you mean 'MRR@10'\?"),
+        (TrainRerankerConfig, {"metric": "Recall@20", "rankers": RERANK}, "is the same for every order of 20 candid"),
+        (TrainRerankerConfig, {"rankers": RERANK[:1]}, r"none of them is the model in training \(source: self\)"),
+        (TrainRerankerConfig, {"rankers": RERANK[1:]}, r"the first one finds skills, for instance {kind: saved, ra"),
+        (TrainEncoderConfig, {"rankers": RERANK}, r"an encoder in training is {kind: dense, source: self}"),
+        (TrainRerankerConfig, {}, r"a reranker in training orders the candidates of others: \[{kind: saved"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(changes, message):
+def test_settings_that_cannot_work_are_refused(stage, changes, message):
+    name = "train_encoder" if stage is TrainEncoderConfig else "train_reranker"
     with pytest.raises(SkilltrainError, match=message):
-        validate(DevConfig, {"benchmark": "b", **changes}, "recipe.yaml")
-    assert validate(DevConfig, {"benchmark": "b", "metric": "nDCG@20", "rankers": RERANK}, "x").metric == "nDCG@20"
-
-
-def test_each_stage_evaluates_its_own_model():
-    common = {"model": {"source": "m"}, "data": {"pool": "p", "lists": "l"}, "out": "o"}
-    reranked = {"benchmark": "b", "rankers": RERANK}
-    with pytest.raises(SkilltrainError, match=r"an encoder in training is {kind: dense, source: self}"):
-        validate(TrainEncoderConfig, {"stage": "train_encoder", **common, "dev": reranked}, "x")
-    with pytest.raises(SkilltrainError, match=r"a reranker in training orders the candidates of others: \[{kind: sav"):
-        validate(TrainRerankerConfig, {"stage": "train_reranker", **common, "dev": {"benchmark": "b"}}, "x")
-    validate(TrainRerankerConfig, {"stage": "train_reranker", **common, "dev": reranked}, "x")
-
-
-def test_every_field_says_what_it_is_and_inputs_are_known(tmp_path):
-    assert all(field.description for field in DevConfig.model_fields.values())
-    dev = DevConfig(benchmark=tmp_path / "b", pool=tmp_path / "p", **behind(tmp_path))
-    assert set(input_paths(_Section(dev=dev)).values()) == {tmp_path / name for name in ("b", "p", "candidates")}
-
-
-def test_the_best_step_and_how_long_none_was_better():
-    best = Best()
-    seen = [(10, 0.0), (20, 0.5), (30, 0.5), (40, 0.4)]
-    figures = {step: {"MRR@10": Interval(value, value, value, 3)} for step, value in seen}
-    assert [best.update(step, "MRR@10", figures[step]) for step, _ in seen] == [True, True, False, False]
-    assert best == Best(20, 0.5, 2, figures[20])
-    assert best.update(50, "MRR@10", {"MRR@10": Interval(0.6, 0.6, 0.6, 3)}) and best.num_bad == 0
+        validate(stage, {"stage": name, **COMMON, "dev": {"benchmark": "b", **changes}}, "recipe.yaml")
+    well = {"benchmark": "b", "metric": "nDCG@20", "rankers": RERANK}
+    validate(TrainRerankerConfig, {"stage": "train_reranker", **COMMON, "dev": well}, "recipe.yaml")

@@ -137,7 +137,6 @@ def test_a_checkpoints_card_has_only_the_figures_that_are_its_own(tmp_path, unfi
     [
         ("step-3", r"checkpoints: no checkpoint 'step-3'; there are step-2, step-4, step-10"),
         ("../step-2", r"checkpoints: no checkpoint '\.\./step-2'; there are step-2"),
-        ("last", "no checkpoint 'last'"),
     ],
 )
 def test_an_unknown_checkpoint_is_refused(tmp_path, unfinished, checkpoint, message):
@@ -158,14 +157,6 @@ def test_what_is_no_run_is_refused(tmp_path, model_folders):
     (config.out / "recipe.yaml").write_text("stage: mine\n")
     with pytest.raises(SkilltrainError, match="is a run of stage mine, which trains no model"):
         export_run(config.out, tmp_path / "out", None)
-
-
-def test_no_best_checkpoint_is_said(tmp_path, model_folders):
-    config = config_of(tmp_path, model_folders["bert"])
-    add_checkpoint(config, 2)
-    write_run(config, finished=False, summary={})
-    with pytest.raises(SkilltrainError, match="no checkpoint was marked as best; there are step-2"):
-        export_run(config.out, tmp_path / "out", "best")
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path, unfinished):

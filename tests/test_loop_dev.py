@@ -122,12 +122,3 @@ def test_a_step_module_gives_vectors_and_scores_for_evaluation(open_encoder_of, 
     pairs = [ranker.pairs(one) for one in data.lists]
     one_by_one = torch.cat([reranker([pair]) for row in pairs for pair in row])
     assert torch.allclose(ranker(Pairs(pairs)), one_by_one, atol=1e-5)
-
-
-def test_figures_reach_tensorboard(model_folders, tmp_path):
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    run(new_step(model_folders["bert"]), tmp_path / "out", scripted_dev([2] * 6, tmp_path), trackers=("tensorboard",))
-    found = events.EventAccumulator(str(tmp_path / "out" / "tensorboard"))
-    found.Reload()
-    assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
-    assert {event.value for event in found.Scalars("dev/MRR@10")} == {0.5}

@@ -108,16 +108,6 @@ def test_checkpoints_hold_no_4_bit_weights_and_export_as_what_was_trained(whole,
     torch.testing.assert_close(plain, ours, atol=1e-5, rtol=0)
 
 
-def test_layers_without_an_adapter_come_from_the_base_too(base, tmp_path):
-    config = config_of(base, tmp_path, NF4.model_copy(update={"targets": ("q_proj",)}))
-    parameters = trained(training_runs.run(new_step(config), tmp_path, resume=False))
-    model = load_model(config, CPU)
-    load_weights(model, "model", newest(config))
-    state = model.state_dict()
-    assert len(parameters) == 4
-    assert all(torch.equal(state[name.removeprefix("model.")], value) for name, value in parameters.items())
-
-
 def test_what_does_not_fit_is_refused(base, whole, tmp_path):
     config, parameters, _ = whole
     plain = load_model(config_of(base, tmp_path, NF4.model_copy(update={"quantize": "none"})), CPU)

@@ -75,16 +75,10 @@ def test_only_the_first_lists_and_their_skills(build):
         ([a_list("q9", a="required", b="rejected")], "the list of query 'q9' has no query text"),
         (
             [a_list("q1", a="required", b="good")],
-            "the list of query 'q1' holds 'good', which is no verdict; choose from required, useful, irrelevant, rej",
+            "holds 'good', which is no verdict; choose from required, useful",
         ),
-        (
-            [a_list("q1", a="required", b="rejected") | {"verdicts": ["required"]}],
-            "the list of query 'q1' holds 2 skills, but 1 verdicts",
-        ),
-        (
-            [a_list("q1", a="required", b="rejected") | {"skill_ids": ["b", "b"]}],
-            "the list of query 'q1' holds skill 'b' twice",
-        ),
+        ([a_list("q1", a="required", b="rejected") | {"verdicts": ["required"]}], "holds 2 skills, but 1 verdicts"),
+        ([a_list("q1", a="required", b="rejected") | {"skill_ids": ["b", "b"]}], "holds skill 'b' twice"),
         ([a_list("q1", a="required", x="rejected", y="rejected")], "skill 'x' and 1 more of "),
     ],
 )
@@ -107,19 +101,6 @@ def test_gains_that_make_no_sense_are_refused(build, gains, message):
     gains = {str(verdict): float("nan") if gain == ".nan" else gain for verdict, gain in gains.items()}
     with pytest.raises(SkilltrainError, match=f"recipe: gains: {message}"):
         build(gains=gains)
-
-
-def test_a_verdict_that_does_not_exist_is_refused_in_the_recipe(build):
-    with pytest.raises(SkilltrainError, match=r"recipe: gains\.good: must be 'required', 'useful', 'irrelevant' or"):
-        build(gains={"good": 1})
-
-
-@pytest.mark.parametrize("missing", ["skills", "lists", "queries", "judgements"])
-def test_a_missing_table_is_named(build, tmp_path, missing):
-    source = build()
-    (tmp_path / f"{missing}.parquet").unlink()
-    with pytest.raises(SkilltrainError, match=f"no {missing} table here"):
-        load_training_set(source)
 
 
 def clustered(tmp_path, **clusters):
