@@ -12,7 +12,7 @@ from pydantic import Field
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import read_json, write_text
+from skilltrain.files import write_text
 from skilltrain.routing.router import ROUTER_FILE
 from skilltrain.runs import run_state
 from skilltrain.stages import parse_recipe, run_recipe
@@ -53,7 +53,7 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
     """Run every step that is missing; where the router lies, the counts, and each system's Hit@1 on the dev queries."""
     found: dict[str, Any] = {}
     for number, (step, values) in enumerate(recipes_of(config).items(), 1):
-        if step == "report" and not _has_dev(config.out / "queries"):
+        if step == "report" and "dev" not in read_table(config.out / "queries", QUERIES).column("split").to_pylist():
             say("no query is of split dev, so nothing is evaluated")
             continue
         write_text(config.out / "recipes" / f"{number}_{step}.yaml", _as_yaml(values))
@@ -62,8 +62,9 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
         found[step] = run_recipe(stage, resume=run_state(stage.out) == "begun")
     write_text(config.out / ROUTER_FILE, _as_yaml({"pool": "pool", "rankers": [_hybrid(config, Path())]}))
     counts = {"num_skills": found["pool"]["num_skills"], "num_lists": found["lists"]["num_lists"]}
-    worth = {"Hit@1": _means(config.out / "report")} if "report" in found else {}
-    return {"out": str(config.out), **counts, **worth}
+    if "report" in found:
+        counts["Hit@1"] = {name: row["Hit@1"] for name, row in found["report"]["systems"].items()}
+    return {"out": str(config.out), **counts}
 
 
 def plan_fit(config: FitConfig) -> dict[str, Any]:
@@ -115,15 +116,6 @@ def _hybrid(config: FitConfig, out: Path) -> Recipe:
     """BM25 and the trained encoder, whose folders lie in `out`."""
     dense = {"kind": "dense", "source": str(out / "encoder"), "cache": str(out / "vectors")}
     return {"kind": "fuse", "of": [{"kind": "lexical"}, dense], "weights": [1.0, config.dense_weight]}
-
-
-def _has_dev(queries: Path) -> bool:
-    return "dev" in read_table(queries, QUERIES).column("split").to_pylist()
-
-
-def _means(report: Path) -> dict[str, float]:
-    """System → its mean Hit@1."""
-    return {name: row["Hit@1"] for name, row in read_json(report / "run.json")["summary"]["systems"].items()}
 
 
 def _as_yaml(values: Mapping[str, Any]) -> str:

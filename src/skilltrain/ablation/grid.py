@@ -35,8 +35,8 @@ class AblationConfig(Config):
     )
     variants: dict[str, dict[str, Any] | None] = Field(
         min_length=2,
-        description="name: what differs from `steps`: 'step.key.key': value, 'step': a whole recipe in its place, or "
-        "'step': null to leave it out; an item of a list is named by its number from 0",
+        description="name: what differs from `steps`, 'step.key.key': value; an item of a list is named by its number "
+        "from 0",
     )
     seeds: tuple[int, ...] = Field(default=(1, 2, 3), min_length=1, description="one cell for each variant and seed")
     compare: MeasureNames = Field(
@@ -82,17 +82,11 @@ def _laid_over(under: Any, over: Any) -> Any:
 def recipes_of(grid: AblationConfig, variant: str) -> dict[str, Recipe]:
     """Step name → recipe, as the variant changes it. Raises SkilltrainError for a change that cannot be made."""
     recipes = copy.deepcopy(grid.steps)
-    for key, value in copy.deepcopy(grid.variants[variant] or {}).items():
-        where, step = f"variant '{variant}', {key}", key.partition(".")[0]
-        if step not in recipes:
-            raise SkilltrainError(f"there is no step '{step}'; steps: {', '.join(recipes)}", where=where)
-        if key == step and value is None:
-            del recipes[step]
-        elif key == step and not (isinstance(value, dict) and "stage" in value):
-            fix = f"to change one setting write '{step}.key: value'"
-            raise SkilltrainError("is no recipe of a stage", where=where, fix=fix)
-        else:
-            set_value(recipes, key, value, where)
+    for key, value in (grid.variants[variant] or {}).items():
+        where, (step, dot, _) = f"variant '{variant}', {key}", key.partition(".")
+        if not dot or step not in recipes:
+            raise SkilltrainError(f"is no 'step.key'; steps: {', '.join(recipes)}", where=where)
+        set_value(recipes, key, copy.deepcopy(value), where)
     return recipes
 
 

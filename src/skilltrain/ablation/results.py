@@ -96,10 +96,9 @@ class Results:
 
 
 def collect_results(plan: Plan, failed: Mapping[tuple[str, int], str]) -> Results:
-    """The tables of all cells that did not fail; of an evaluation that no cell finished there is none."""
+    """The tables of all cells that did not fail; none where all did."""
     done = [cell for cell in plan.cells if (cell.variant, cell.seed) not in failed]
-    names = dict.fromkeys(name for cell in done for name in cell.evaluations)
-    tables = [_table(plan, name, [cell for cell in done if name in cell.evaluations]) for name in names]
+    tables = [_table(plan, name, done) for name in (done[0].evaluations if done else ())]
     adjusted = iter(holm([c.p for table in tables for c in table.differences]))
     corrected = [
         replace(table, differences=tuple(replace(c, p_holm=next(adjusted)) for c in table.differences))
