@@ -23,6 +23,8 @@ from skilltrain.report.evaluation import About, Report, build_report
 from skilltrain.report.terminal import terminal_table
 from skilltrain.report.write import write_per_query, write_report
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig, rankings_table, run_systems
+from skilltrain.retrieval.rankers import parts_of
+from skilltrain.retrieval.select import SelectConfig
 from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs, analyse_results
 from skilltrain.routing.candidates import plan_ranking
 from skilltrain.routing.predictions import PREDICTION_MEASURES, read_predictions, scored_predictions
@@ -201,7 +203,7 @@ def _provenance(config: EvaluateConfig, num_skills: int) -> dict[str, str]:
     """What was evaluated, and when; folders by their name, so that a report is the same wherever it is made."""
     pool = "of the benchmark" if config.pool is None else config.pool.resolve().name
     split = f", split {config.split}" if config.split else ""
-    systems = {f"System {system.name}": ", ".join(_models_of(system.model_dump())) for system in config.systems}
+    systems = {f"System {system.name}": ", ".join(_models_of(system)) for system in config.systems}
     return {
         "Benchmark": " + ".join(path.resolve().name for path in config.benchmark) + split,
         "Pool": f"{pool}, {num_skills:,} skills",
@@ -210,15 +212,11 @@ def _provenance(config: EvaluateConfig, num_skills: int) -> dict[str, str]:
     }
 
 
-def _models_of(settings: Any) -> list[str]:
-    """The models that a system's settings name, in their order."""
-    if isinstance(settings, list | tuple):
-        return [name for value in settings for name in _models_of(value)]
-    if not isinstance(settings, dict):
-        return []
-    named = [settings[key] for key in ("source", "model") if isinstance(settings.get(key), str)]
-    names = [Path(name).name if Path(name).exists() else name for name in named]
-    return names + [name for value in settings.values() for name in _models_of(value)]
+def _models_of(system: SystemConfig) -> list[str]:
+    """The models that a system's settings name, in their order; folders by their name."""
+    parts = (part.llm if isinstance(part, SelectConfig) else part for part in parts_of(system.rankers))
+    names = [getattr(part, key, None) for part in parts for key in ("source", "model")]
+    return [Path(name).name if Path(name).exists() else name for name in names if name]
 
 
 def _select_notes(asked: Mapping[str, Mapping[str, Any]]) -> list[str]:
