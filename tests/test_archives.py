@@ -16,23 +16,22 @@ from hypothesis import strategies as st
 
 from registry_server import skill_md, tar_of, zip_of
 from skilltrain.data.collect import RefusalError
-from skilltrain.data.collect.archives import ArchiveLimits, kind_of, path_parts, unpack
+from skilltrain.data.collect.archives import kind_of, path_parts, unpack
 
-LIMITS = ArchiveLimits()
 SKILL = skill_md("saw")
 
 
-def unpacked(content, root, limits=LIMITS):
+def unpacked(content, root):
     """(the folder's files → content, what was left out)."""
     folder = root / "box" / "skill"
-    left_out = unpack(content, folder, limits)
+    left_out = unpack(content, folder)
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}, left_out
 
 
-def refusal(content, root, limits=LIMITS):
+def refusal(content, root):
     """The error of a refused archive, after a look that nothing was left or written anywhere."""
     with pytest.raises(RefusalError) as caught:
-        unpacked(content, root, limits)
+        unpacked(content, root)
     assert list(root.rglob("*")) == [root / "box"]
     return caught.value
 
@@ -136,15 +135,18 @@ def test_of_paths_that_some_file_system_takes_for_one_the_first_is_written(tmp_p
 
 
 @pytest.mark.parametrize("pack", [zip_of, tar_of], ids=["zip", "tar.gz"])
-def test_bombs_are_refused_by_ratio_by_size_and_by_count_and_a_large_file_is_left_out(tmp_path, pack):
+def test_bombs_are_refused_by_ratio_by_size_and_by_count_and_a_large_file_is_left_out(tmp_path, monkeypatch, pack):
     zeros = pack({"SKILL.md": SKILL, "zeros": bytes(3_000_000)})
     assert len(zeros) < 15_000
     assert "more than 200 times" in refusal(zeros, tmp_path).reason
     many = pack({"SKILL.md": SKILL, **{f"f{number}": b"" for number in range(20)}})
-    assert refusal(many, tmp_path, ArchiveLimits(max_files=5)).filter == "bomb"
+    monkeypatch.setattr("skilltrain.data.collect.archives.MAX_FILES", 10)
+    assert "more than 10 files" in refusal(many, tmp_path).reason
     noise = pack({"SKILL.md": SKILL, **{f"n{i}": random.Random(i).randbytes(40_000) for i in range(6)}})
-    assert "100,000 bytes" in refusal(noise, tmp_path, ArchiveLimits(max_unpacked_bytes=100_000)).reason
-    assert unpacked(noise, tmp_path, ArchiveLimits(max_file_bytes=39_999))[1] == {"file_too_big": 6}
+    monkeypatch.setattr("skilltrain.data.collect.archives.MAX_FILE_BYTES", 39_999)
+    assert unpacked(noise, tmp_path)[1] == {"file_too_big": 6}
+    monkeypatch.setattr("skilltrain.data.collect.archives.MAX_UNPACKED_BYTES", 100_000)
+    assert "100,000 bytes" in refusal(noise, tmp_path / "b").reason
 
 
 @pytest.mark.parametrize("pack", [lambda content: gzip.compress(content, 1), bytes], ids=["tar.gz", "tar"])

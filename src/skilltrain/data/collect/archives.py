@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from pydantic import Field
-
-from skilltrain.config import Config
 from skilltrain.data.collect import RefusalError
 from skilltrain.errors import SkilltrainError
 from skilltrain.texts import decode_text
 
+MAX_UNPACKED_BYTES, MAX_FILES = 200_000_000, 10_000  # of an archive, which is refused beyond
+MAX_FILE_BYTES = 50_000_000  # a larger file in an archive is left out
+MAX_RATIO = 200  # unpacked bytes for a packed one
 MAX_PATH_BYTES, MAX_NAME_BYTES = 1024, 255
 MAX_HEADER_BYTES = 2**18  # of a tar header, which tarfile takes into memory as a whole
 RATIO_FREE_BYTES = 2**20  # a small file may be as compressible as it likes
@@ -40,24 +40,13 @@ _BROKEN = (
 )  # fmt: skip
 
 
-class ArchiveLimits(Config):
-    """How much an archive may unpack to; beyond it is refused whole."""
-
-    max_unpacked_bytes: int = Field(default=200_000_000, ge=1, description="bytes that an archive may unpack to")
-    max_file_bytes: int = Field(default=50_000_000, ge=1, description="a larger file in an archive is left out")
-    max_files: int = Field(default=10_000, ge=1, description="files and folders in an archive")
-    max_ratio: float = Field(
-        default=200.0, gt=1, description="unpacked bytes for a packed one, where it is more than 1 MiB that is unpacked"
-    )
-
-    def check(self, num_unpacked: int, num_packed: int) -> None:
-        """Raises RefusalError where so many unpacked bytes are too many."""
-        if num_unpacked > self.max_unpacked_bytes:
-            reason = f"unpacks to more than {self.max_unpacked_bytes:,} bytes"
-            raise RefusalError("bomb", reason, float(num_unpacked))
-        if num_unpacked > RATIO_FREE_BYTES and num_unpacked > self.max_ratio * num_packed:
-            reason = f"unpacks to more than {self.max_ratio:g} times its {num_packed:,} bytes"
-            raise RefusalError("bomb", reason, num_unpacked / max(1, num_packed))
+def check_size(num_unpacked: int, num_packed: int) -> None:
+    """Raises RefusalError where so many unpacked bytes are too many."""
+    if num_unpacked > MAX_UNPACKED_BYTES:
+        raise RefusalError("bomb", f"unpacks to more than {MAX_UNPACKED_BYTES:,} bytes", float(num_unpacked))
+    if num_unpacked > RATIO_FREE_BYTES and num_unpacked > MAX_RATIO * num_packed:
+        reason = f"unpacks to more than {MAX_RATIO} times its {num_packed:,} bytes"
+        raise RefusalError("bomb", reason, num_unpacked / max(1, num_packed))
 
 
 class Member(NamedTuple):
@@ -93,7 +82,7 @@ def _is_tar(content: bytes) -> bool:
     return True
 
 
-def unpack(content: bytes, folder: Path, limits: ArchiveLimits) -> Counter[str]:
+def unpack(content: bytes, folder: Path) -> Counter[str]:
     """Make `folder` of an archive (.zip, .tar, .tar.gz) or a single SKILL.md, whole or not at all.
 
     The one folder that wraps everything is taken off. Archives inside the archive stay packed. Returns what was left
@@ -105,7 +94,7 @@ def unpack(content: bytes, folder: Path, limits: ArchiveLimits) -> Counter[str]:
         box = Path(scratch, "box")
         try:
             box.mkdir()
-            for member, parts in _files(_members(content, limits), len(content), limits, left_out):
+            for member, parts in _files(_members(content), len(content), left_out):
                 path = box.joinpath(*parts)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with member.open() as source, path.open("xb") as target:
@@ -122,7 +111,7 @@ def unpack(content: bytes, folder: Path, limits: ArchiveLimits) -> Counter[str]:
     return left_out
 
 
-def _members(content: bytes, limits: ArchiveLimits) -> Iterator[Member]:
+def _members(content: bytes) -> Iterator[Member]:
     """The members of an archive; a text is the one member SKILL.md."""
     kind = kind_of(content)
     if kind == "zip":
@@ -131,7 +120,7 @@ def _members(content: bytes, limits: ArchiveLimits) -> Iterator[Member]:
                 yield _zip_member(archive, info)
     elif kind in ("tar", "gzip"):
         packed = io.BytesIO(content)
-        yield from _tar_members(_Tape(gzip.GzipFile(fileobj=packed) if kind == "gzip" else packed, content, limits))
+        yield from _tar_members(_Tape(gzip.GzipFile(fileobj=packed) if kind == "gzip" else packed, len(content)))
     elif kind == "text":
         yield Member("SKILL.md", "file", len(content), lambda: io.BytesIO(content))
     else:
@@ -153,15 +142,15 @@ def _zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Member:
 class _Tape:
     """The file that tarfile reads: no header is large, and a bomb ends at the limit and not at its end."""
 
-    def __init__(self, file: IO[bytes] | gzip.GzipFile, content: bytes, limits: ArchiveLimits) -> None:
-        self._file, self._num_packed, self._limits = file, len(content), limits
+    def __init__(self, file: IO[bytes] | gzip.GzipFile, num_packed: int) -> None:
+        self._file, self._num_packed = file, num_packed
         self.seek, self.tell = file.seek, file.tell
 
     def read(self, num_bytes: int) -> bytes:
         if num_bytes > MAX_HEADER_BYTES:
             raise RefusalError("bomb", f"holds a header of {num_bytes:,} bytes", float(num_bytes))
         data = self._file.read(num_bytes)
-        self._limits.check(self._file.tell(), self._num_packed)
+        check_size(self._file.tell(), self._num_packed)
         return data
 
 
@@ -181,7 +170,7 @@ def _tar_members(tape: Any) -> Iterator[Member]:
 
 
 def _files(
-    members: Iterable[Member], num_packed: int, limits: ArchiveLimits, left_out: Counter[str]
+    members: Iterable[Member], num_packed: int, left_out: Counter[str]
 ) -> Iterator[tuple[Member, tuple[str, ...]]]:
     """The files that can be written, with the parts of their paths; `left_out` counts why others are not.
 
@@ -190,10 +179,10 @@ def _files(
     """
     files, folders, num_bytes = set[tuple[str, ...]](), set[tuple[str, ...]](), 0
     for number, member in enumerate(members, 1):
-        if number > limits.max_files:
-            raise RefusalError("bomb", f"holds more than {limits.max_files:,} files", float(number))
+        if number > MAX_FILES:
+            raise RefusalError("bomb", f"holds more than {MAX_FILES:,} files", float(number))
         num_bytes += member.num_bytes
-        limits.check(num_bytes, num_packed)
+        check_size(num_bytes, num_packed)
         parts = path_parts(member.name)
         key = tuple(unicodedata.normalize("NFKC", part).casefold() for part in parts)
         above = {key[:depth] for depth in range(1, len(key))}
@@ -203,7 +192,7 @@ def _files(
             left_out[member.kind] += 1
         elif not parts or key in files | folders or files & above:
             left_out["collision"] += 1
-        elif member.num_bytes > limits.max_file_bytes:
+        elif member.num_bytes > MAX_FILE_BYTES:
             left_out["file_too_big"] += 1
         else:
             files.add(key)

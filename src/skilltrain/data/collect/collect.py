@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 
 from skilltrain.config import Config
 from skilltrain.data.collect import RefusalError
-from skilltrain.data.collect.archives import SKILL_FILE, ArchiveLimits, kind_of, unpack
+from skilltrain.data.collect.archives import SKILL_FILE, kind_of, unpack
 from skilltrain.data.collect.registry import Listed, RegistryConfig, read_listing, without_query
 from skilltrain.data.collect.registry_client import HttpConfig, RegistryClient
 from skilltrain.data.collect.sync_state import Outcome, SyncState, open_state
@@ -37,6 +37,7 @@ from skilltrain.terminal import track
 from skilltrain.texts import clean_text, decode_text, one_line
 
 SKILLS_FOLDER, COLLECTED = "skills", "collected.jsonl"
+MAX_FAILURES_IN_ROW = 20  # before the run gives up for now
 _MAX_REASON_CHARS = 500
 _SAFE_ID = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,78}[a-z0-9_-])?")
 
@@ -47,10 +48,6 @@ class CollectConfig(Config):
     stage: Literal["collect"] = "collect"
     registry: RegistryConfig = Field(description="what is collected from")
     http: HttpConfig = Field(default=HttpConfig(), description="how it is asked")
-    archives: ArchiveLimits = Field(default=ArchiveLimits(), description="how much an archive may unpack to")
-    max_failures_in_row: int = Field(
-        default=20, ge=1, description="skills in a row that fail to come before the run gives up for now"
-    )
     state: Path = Field(description="folder that keeps downloads and progress from run to run; one a registry")
     out: Path = Field(description="folder to write skills.parquet, dropped.parquet, collected.jsonl and skills/ to")
 
@@ -75,7 +72,7 @@ def run_collect(config: CollectConfig, out: Path) -> dict[str, Any]:
     ):
         listed, dropped = read_listing(registry, state, client)
         num_fetched, refused = fetch_all(listed, config, state, client)
-        skills, left_out = unpack_all(listed, config, state, out)
+        skills, left_out = unpack_all(listed, str(urlsplit(registry.base_url).hostname), state, out)
         gone = sorted(state.outcomes.keys() - {skill.skill_id for skill in listed})
         why = "was collected before and is no longer listed"
         unlisted = [Dropped("", one, "unlisted", why) for one in gone if state.outcomes[one].sha256]
@@ -106,7 +103,7 @@ def _token(variable: str | None) -> str:
 def fetch_all(
     listed: Sequence[Listed], config: CollectConfig, state: SyncState, client: RegistryClient
 ) -> tuple[int, list[Dropped]]:
-    """(number of new files, skills whose URL was not asked at all); what else happened to a skill is in `state`.
+    """(number of new files, skills that the next run asks for again); files and what is refused for good: in `state`.
 
     Raises SkilltrainError after too many failures in a row: it is the registry then, not the skills.
     """
@@ -114,54 +111,50 @@ def fetch_all(
     dropped: list[Dropped] = []
     num_fetched = num_failures = 0
     for skill in track(due, "collecting", len(due)):
+        known = state.outcomes.get(skill.skill_id)
         try:
-            client.check(skill.url)
+            outcome, is_new = _fetch(skill, known, state, client)
         except RefusalError as error:
-            dropped.append(error.row(skill.skill_id))
+            if error.filter in ("gone", "too_big"):
+                final = Outcome(skill.skill_id, state.sync, skill.version, error.filter, error.reason, error.value)
+                state.record(final)
+                continue
+            kept = "; the version of before is kept" if known and known.sha256 else ""
+            dropped.append(Dropped("", skill.skill_id, error.filter, error.reason + kept, error.value))
+            num_failures += error.filter == "failed"
+            if num_failures == MAX_FAILURES_IN_ROW:
+                what = f"{num_failures} skills in a row could not be had; the last: {error.reason}"
+                fix = "what was collected is kept: run again later"
+                raise SkilltrainError(what, where=config.registry.base_url, fix=fix) from error
             continue
-        outcome, is_new = _fetch(skill, state, client)
-        state.record(outcome)
+        num_failures = 0
         num_fetched += is_new
-        num_failures = num_failures + 1 if outcome.status == "failed" else 0
-        if num_failures >= config.max_failures_in_row:
-            what = f"{num_failures} skills in a row could not be had; the last: {outcome.reason}"
-            fix = "what was collected is kept: run again later"
-            raise SkilltrainError(what, where=config.registry.base_url, fix=fix)
+        state.record(outcome)
     return num_fetched, dropped
 
 
 def _is_due(skill: Listed, config: CollectConfig, state: SyncState) -> bool:
     """Whether a skill must be asked for: it is new, changed, failed before, or its listing cannot tell."""
     known = state.outcomes.get(skill.skill_id)
-    if known is None or known.version != skill.version or known.status in ("failed", "forbidden"):
+    if known is None or known.version != skill.version:
         return True
-    if known.status == "too_big":
-        return known.value is not None and known.value < config.http.max_download_bytes
-    if known.status == "gone":
-        return False
+    if known.refusal:
+        return known.value is not None and known.refusal == "too_big" and known.value < config.http.max_download_bytes
     return not state.download_path(known.sha256).is_file() or (not skill.version and known.sync != state.sync)
 
 
-def _fetch(skill: Listed, state: SyncState, client: RegistryClient) -> tuple[Outcome, bool]:
-    """(what became of a skill, whether a new file came)."""
-    fresh = Outcome(skill.skill_id, "fetched", state.sync, skill.version)
-    known = state.outcomes.get(skill.skill_id, fresh)
-    if not known.sha256 or not state.download_path(known.sha256).is_file():
-        known = fresh
+def _fetch(skill: Listed, known: Outcome | None, state: SyncState, client: RegistryClient) -> tuple[Outcome, bool]:
+    """(a skill's download, whether it is not the one that is `known`). Raises RefusalError."""
     headers = {"Accept-Encoding": "identity"}
-    if known.version == skill.version:  # its URL may lead to another file else, whose ETag may be the same
+    # Under another version its URL may lead to another file, whose ETag may be the same.
+    if known and known.version == skill.version and known.sha256 and state.download_path(known.sha256).is_file():
         headers |= {"If-None-Match": known.etag, "If-Modified-Since": known.modified}
-    try:
-        content, given = client.fetch(skill.url, headers, partial(_checked, digest=skill.digest))
-    except RefusalError as error:
-        is_final = error.filter in ("gone", "too_big")
-        status = error.filter if is_final or error.filter == "forbidden" else "failed"
-        kept = fresh if is_final else known
-        return replace(kept, status=status, sync=state.sync, reason=error.reason, value=error.value), False
-    if content is None:
-        return replace(known, status="fetched", sync=state.sync, reason="", value=None), False
-    found = state.keep_download(content)
-    return replace(fresh, sha256=found, etag=given.get("ETag", ""), modified=given.get("Last-Modified", "")), True
+    content, given = client.fetch(skill.url, headers, partial(_checked, digest=skill.digest))
+    if content is None:  # not modified
+        assert known is not None
+        return replace(known, sync=state.sync), False
+    found, validators = state.keep_download(content), (given.get("ETag", ""), given.get("Last-Modified", ""))
+    return Outcome(skill.skill_id, state.sync, skill.version, "", "", None, found, *validators), True
 
 
 def _checked(content: bytes, digest: str) -> bytes:
@@ -181,29 +174,26 @@ def _checked(content: bytes, digest: str) -> bytes:
     return content
 
 
-def unpack_all(
-    listed: Sequence[Listed], config: CollectConfig, state: SyncState, out: Path
-) -> tuple[list[Skill], list[Dropped]]:
+def unpack_all(listed: Sequence[Listed], source: str, state: SyncState, out: Path) -> tuple[list[Skill], list[Dropped]]:
     """(the skills in order of id, what was left out); folders in out/skills, where they come from in collected.jsonl.
 
     A broken archive is asked for again in the next run.
     """
     own, inner, dropped, lines = list[Skill](), list[Skill](), list[Dropped](), list[str]()
-    source = str(urlsplit(config.registry.base_url).hostname)
     for skill in track(listed, "unpacking", len(listed)):
         outcome, folder = state.outcomes.get(skill.skill_id), out / SKILLS_FOLDER / folder_name(skill.skill_id)
-        if outcome and outcome.status != "fetched":
-            kept = "; the version of before is kept" if outcome.sha256 else ""
-            dropped.append(Dropped("", skill.skill_id, outcome.status, outcome.reason + kept, outcome.value))
-        if outcome is None or not outcome.sha256:
+        if outcome is None:
+            continue
+        if outcome.refusal:
+            dropped.append(Dropped("", skill.skill_id, outcome.refusal, outcome.reason, outcome.value))
             continue
         content = state.download_path(outcome.sha256).read_bytes()
         try:
-            left_out = unpack(content, folder, config.archives)
+            left_out = unpack(content, folder)
         except RefusalError as error:
             dropped.append(error.row(skill.skill_id))
             if error.filter == "broken_archive":
-                state.record(replace(outcome, status="failed", sha256="", reason=error.reason))
+                state.forget(outcome)
             continue
         for kind, num in sorted(left_out.items()):
             dropped.append(Dropped("", skill.skill_id, kind, f"left out {num} members of its archive", float(num)))

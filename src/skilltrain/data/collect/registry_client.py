@@ -21,6 +21,8 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.version import __version__
 
 MAX_REDIRECTS = 5
+MAX_WAIT = 3600  # seconds; a longer Retry-After ends the run
+MAX_SECONDS = 600  # for one answer, however steadily it drips
 _GONE = (404, 410, 451)
 _PASSING = (408, 425, 429)  # and 5xx
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -35,11 +37,7 @@ class HttpConfig(Config):
     attempts: int = Field(default=3, ge=1, description="tries of a request on timeouts, 408, 429 and 5xx")
     min_backoff: float = Field(default=1.0, ge=0, description="seconds before the second try, doubled before each next")
     max_backoff: float = Field(default=10.0, ge=0, description="most seconds between tries")
-    max_wait: float = Field(
-        default=3600.0, ge=0, description="longest Retry-After to wait for, in seconds; a longer one ends the run"
-    )
     timeout: float = Field(default=30.0, gt=0, description="seconds without a byte")
-    max_seconds: float = Field(default=600.0, gt=0, description="seconds for one answer, however steadily it drips")
     max_download_bytes: int = Field(
         default=50_000_000, ge=1, description="a larger skill or page is not taken; one is held in memory"
     )
@@ -124,8 +122,8 @@ class RegistryClient:
         retry_after = response.headers.get("retry-after", "").strip()
         if status in _PASSING or status >= 500 or (status == 403 and retry_after):  # GitHub's 403 may pass, too
             seconds = _seconds(retry_after)
-            if seconds > self._config.max_wait:
-                what = f"the registry asks to wait {seconds:,.0f} seconds (HTTP {status}), more than http.max_wait"
+            if seconds > MAX_WAIT:
+                what = f"the registry asks to wait {seconds:,.0f} seconds (HTTP {status})"
                 raise SkilltrainError(what, fix="run again later: what was collected is kept")
             self._not_before = max(self._not_before, time.monotonic() + seconds)
             raise ValueError(f"HTTP {status}")
@@ -146,8 +144,8 @@ class RegistryClient:
             body += chunk
             if len(body) > limit:
                 raise too_big
-            if time.monotonic() - started > self._config.max_seconds:
-                raise ValueError(f"the answer took longer than {self._config.max_seconds:g} seconds")
+            if time.monotonic() - started > MAX_SECONDS:
+                raise ValueError(f"the answer took longer than {MAX_SECONDS} seconds")
         return bytes(body)
 
 

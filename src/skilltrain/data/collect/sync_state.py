@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import atomic_path, locked
@@ -28,15 +28,15 @@ CREATE TABLE IF NOT EXISTS skills (skill_id TEXT PRIMARY KEY, outcome TEXT);
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a skill's download, asked for in a sync and under a version of the listing.
+    """What a download asked for in a sync and under a version of the listing came to: a file, or a refusal for good.
 
-    A download that failed leaves the file of an earlier version, `sha256`, where there is one, and its `date`.
+    `refusal` is empty, gone or too_big, with its reason and value.
     """
 
     skill_id: str
-    status: Literal["fetched", "gone", "forbidden", "too_big", "failed"]
     sync: int
     version: str
+    refusal: str = ""
     reason: str = ""
     value: float | None = None
     sha256: str = ""
@@ -78,6 +78,11 @@ class SyncState:
         row = [outcome.skill_id, json.dumps(asdict(outcome))]
         self._database.execute("INSERT OR REPLACE INTO skills VALUES (?, ?)", row)
         self.outcomes[outcome.skill_id] = outcome
+
+    def forget(self, outcome: Outcome) -> None:
+        """Let the next run ask for a skill as if it were new."""
+        self._database.execute("DELETE FROM skills WHERE skill_id = ?", [outcome.skill_id])
+        del self.outcomes[outcome.skill_id]
 
     def finish_sync(self) -> None:
         """The next run reads the listing anew. Downloads that no skill has any more are removed."""
