@@ -263,6 +263,8 @@ def test_an_etag_of_another_url_is_not_used(registry, tmp_path):
     registry.skills = {"s": Entry(skill_md("two"), etag='"1"', updated="2", url="get/s?v=2")}
     assert sync(registry, tmp_path, "b")[1]["s"]["name"] == "two"
     next((tmp_path / "state/downloads").glob("*/*")).unlink()  # a lost download is fetched again
+    registry.script["/api/get/s?v=2"] = [Reply(b"", 500)] * 3
+    assert "no skill is left of 1 listed" in failure(registry, tmp_path)
     assert sync(registry, tmp_path, "c")[0]["num_fetched"] == 1
 
 

@@ -182,14 +182,12 @@ def unpack_all(listed: Sequence[Listed], source: str, state: SyncState, out: Pat
     own, inner, dropped, lines = list[Skill](), list[Skill](), list[Dropped](), list[str]()
     for skill in track(listed, "unpacking", len(listed)):
         outcome, folder = state.outcomes.get(skill.skill_id), out / SKILLS_FOLDER / folder_name(skill.skill_id)
-        if outcome is None:
-            continue
-        if outcome.refusal:
+        if outcome and outcome.refusal:
             dropped.append(Dropped("", skill.skill_id, outcome.refusal, outcome.reason, outcome.value))
+        if not outcome or not (file := state.download_path(outcome.sha256)).is_file():
             continue
-        content = state.download_path(outcome.sha256).read_bytes()
         try:
-            left_out = unpack(content, folder)
+            left_out = unpack(file.read_bytes(), folder)
         except RefusalError as error:
             dropped.append(error.row(skill.skill_id))
             if error.filter == "broken_archive":
