@@ -232,6 +232,7 @@ def test_help_tells_the_settings_inside_sections_and_those_of_each_choice():
     assert "  llm with kind=smollm2:\n  llm.temperature: 0: the likeliest token each time (default 0.7)" in shown
     assert "  registry.max_skills: " in succeeds("collect", "--help").out
     shown = succeeds("evaluate", "--help").out
+    assert "{query_id: [skill_id, …]}" in " ".join(shown.replace("│", "").split())
     assert '  systems[].rankers[].template.skill.separator: what stands between the parts (default " | ")' in shown
     assert "  systems[].rankers[].template.skill.…: as systems[].rankers[].template.skill.…" in shown
 

@@ -19,7 +19,7 @@ def evaluate(
     encoder: Annotated[list[str] | None, typer.Option(help="an encoder to evaluate; may be repeated")] = None,
     reranker: Annotated[str | None, typer.Option(help="a reranker on top of the last encoder (or of BM25)")] = None,
     predictions: Annotated[
-        list[Path] | None, typer.Option(help="JSON {query_id: [skill_id, …]} to score; may be repeated")
+        list[Path] | None, typer.Option(help="JSON {query_id: \\[skill_id, …]} to score; may be repeated")
     ] = None,
     scores: Annotated[
         Path | None, typer.Option("--json", help="file for the means of one predictions file, per-query table beside")
