@@ -138,12 +138,6 @@ def test_a_judgement_outranks_a_likeness(found, verdict):
     assert not found(rankings("name", "body"), verdicts, [NameLayer(), JaccardLayer()])
 
 
-def test_a_gold_of_one_query_is_none_of_another(found):
-    table = pa.concat_tables([rankings("name"), rankings("body", query_id="q2")])
-    verdicts = {"q1": {"gold": Verdict.REQUIRED}, "q2": {"far": Verdict.REQUIRED}}
-    assert set(found(table, verdicts, [NameLayer(), JaccardLayer()])) == {"name"}
-
-
 def test_of_several_golds_the_first_by_id_counts(found):
     verdicts = {"q1": {"vector": Verdict.REQUIRED, "gold": Verdict.REQUIRED, "body": Verdict.USEFUL}}
     dropped = found(rankings("name", "far"), verdicts, [CosineLayer(above=0.5)])
@@ -326,13 +320,6 @@ def test_judged_positives_can_be_kept_for_the_reranker(folder):
     summary = run_filter(settings(folder, judged_positives="keep"), folder / "out")
     assert "gold" in read_table(folder / "out", RANKINGS).column("skill_id").to_pylist()
     assert summary["dropped_by_layer"]["judged"] == 0
-
-
-def test_layers_are_chosen_by_name_in_the_recipe(folder):
-    config = settings(folder, layers=[{"name": "name"}, {"name": "jaccard", "above": 0.95}], encoder=None)
-    assert run_filter(config, folder / "out")["dropped_by_layer"] == {"judged": 1, "name": 1, "jaccard": 0}
-    config = settings(folder, layers=[{"name": "ceiling", "scores": "ranking"}], encoder=None)
-    assert run_filter(config, folder / "out")["dropped_by_layer"] == {"judged": 1, "ceiling": 3}  # all score alike
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from skilltrain.data import mine as mine_module
-from skilltrain.data.mine import MineConfig, draw, drawable, run_mine
+from skilltrain.data.mine import SOURCES, MineConfig, draw, drawable, run_mine
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
 from skilltrain.tables import (
@@ -141,12 +140,9 @@ def test_a_source_can_be_switched_off(workshop):
     assert workshop.mined(["s0"], depth=0, num_random=0).keys() == {"taxonomy"}
 
 
-@pytest.mark.parametrize("source", ["semantic", "lexical", "taxonomy", "random"])
-@pytest.mark.parametrize("index", ALL_INDEXES)
-def test_one_source_alone_gives_what_it_gives_among_all(workshop, source, index):
-    assert workshop.mined(["s0"], sources=[source], index=index) == {
-        source: workshop.mined(["s0"], index=index)[source]
-    }
+@pytest.mark.parametrize("source", SOURCES)
+def test_one_source_alone_gives_what_it_gives_among_all(workshop, source):
+    assert workshop.mined(["s0"], sources=[source]) == {source: workshop.mined(["s0"])[source]}
 
 
 def test_a_pool_of_one_skill_has_no_candidate(workshop):
@@ -155,12 +151,6 @@ def test_a_pool_of_one_skill_has_no_candidate(workshop):
     summary = workshop.run()
     assert workshop.rows() == [] and summary["num_queries"] == 1
     assert set(summary["num_queries_without"].values()) == {1}
-
-
-def test_a_pool_of_one_category_has_no_random_candidate(workshop):
-    found = workshop.mined(["s0"], skills=[skill(s.skill_id, s.name, "all", s.body) for s in POOL], num_taxonomy=9)
-    assert "random" not in found
-    assert ids(found["taxonomy"]) == ["s2", "s5", "s3", "s4"]
 
 
 # Draws ---------------------------------------------------------------------------------------------------------------
@@ -242,13 +232,10 @@ def test_the_recall_of_an_approximate_index_is_told(shop):
     assert shop.run(depth=3, index="HNSW32")["index"]["recall@3"] == 1
 
 
-def test_a_split_without_queries_is_refused_with_the_splits_there_are(shop):
+def test_the_split_null_is_all_and_one_without_queries_is_refused_with_the_splits_there_are(shop):
+    assert [q.query_id for q in select_queries(shop.folder / "queries", None)] == ["q1", "q2", "q3", "q4"]
     with pytest.raises(SkilltrainError, match=r"no query of split 'test' \(splits here: dev, train\)"):
         select_queries(shop.folder / "queries", "test")
-
-
-def test_all_splits_with_null(shop):
-    assert [q.query_id for q in select_queries(shop.folder / "queries", None)] == ["q1", "q2", "q3", "q4"]
 
 
 def test_queries_of_another_pool_are_refused(shop):
@@ -266,15 +253,6 @@ def test_an_empty_pool_is_refused(shop):
     shop.write_pool([], [])
     with pytest.raises(SkilltrainError, match="holds no skill"):
         shop.run()
-
-
-def test_an_id_that_stands_twice_is_refused_by_name(shop):
-    file = shop.folder / "pool.parquet"
-    table = pq.read_table(file)
-    pq.write_table(table.take([0, 1, 2, 1]), file)
-    with pytest.raises(SkilltrainError, match=r"pool\.parquet: table skills holds 's4' more than once"):
-        shop.run()
-    assert list(shop.out.iterdir()) == []
 
 
 # Any company ---------------------------------------------------------------------------------------------------------

@@ -175,12 +175,3 @@ def test_the_order_of_the_pool_and_the_workers_do_not_matter(settings, tmp_path)
     write_table(rows_of(POOL[::-1]), SKILLS, tmp_path / "pool.parquet")
     run_clusters(settings(max_names=None, workers={"num": 2}), tmp_path / "out")
     assert clusters_of(tmp_path / "out") == expected
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"threshold": 0}, "threshold"), ({"threshold": 60}, "threshold"), ({"max_names": 0}, "max_names")],
-)
-def test_settings_that_cannot_work_are_refused(settings, changes, message):
-    with pytest.raises(SkilltrainError, match=message):
-        settings(**changes)

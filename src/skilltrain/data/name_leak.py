@@ -1,6 +1,7 @@
 """Does a query name its skill? Such a query teaches a model to match names, not needs (SkillRouter, section 4.1)."""
 
 import re
+from itertools import accumulate
 
 from skilltrain.texts import CJK, words_of
 
@@ -18,19 +19,9 @@ def names_skill(query: str, name: str) -> bool:
     if not spelled:
         return bool(name.strip()) and name.strip() in query
     words = words_of(query)
-    return any(_spells(words, start, spelled) for start in range(len(words)))
-
-
-def _spells(words: list[str], start: int, spelled: str) -> bool:
-    """Whether the words from `start` on, written together, are exactly `spelled` at some word's end."""
-    position = 0
-    for word in words[start:]:
-        if not spelled.startswith(word, position):
-            return False
-        position += len(word)
-        if position == len(spelled):
-            return True
-    return False
+    starts = list(accumulate(map(len, words), initial=0))
+    text = "".join(words)
+    return any(text.startswith(spelled, start) and start + len(spelled) in starts for start in starts)
 
 
 def without_name(text: str, name: str) -> str:

@@ -8,7 +8,7 @@ surroundings. The skill's name is taken out of the query.
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from skilltrain.data.draws import stable_number
@@ -18,6 +18,7 @@ from skilltrain.texts import num_words
 
 MIN_WORDS, MAX_WORDS = 4, 60
 Kind = Literal["description", "quote", "use", "heading", "sentence"]
+Passage = tuple[Kind, str]  # as it is in the skill
 
 _BODY_CHARS = 20_000
 _CODE = re.compile(r"^\s*(```|~~~).*?(^\s*\1|\Z)", re.S | re.M)
@@ -42,14 +43,6 @@ _LEAD = re.compile(
     r"|^(?:当|如果)?(?:用户|你)(?:想要?|需要|要求|希望|询问)?", re.I)  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Passage:
-    """A passage as it is in the skill."""
-
-    kind: Kind
-    text: str
-
-
 def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
     """(at most `count` queries, the skill without the passages that they were made of).
 
@@ -58,9 +51,9 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
     """
     chance = random.Random(stable_number(seed, "passages", skill.skill_id))
     first: list[Kind] = ["description", "quote", "use"] if chance.random() < 0.5 else ["quote", "use", "description"]
-    by_kind: dict[Kind, list[_Passage]] = {kind: [] for kind in (*first, "heading", "sentence")}
+    by_kind: dict[Kind, list[Passage]] = {kind: [] for kind in (*first, "heading", "sentence")}
     for passage in _passages(skill):
-        by_kind[passage.kind].append(passage)
+        by_kind[passage[0]].append(passage)
     for found in by_kind.values():
         chance.shuffle(found)
     queries: dict[str, str] = {}
@@ -74,27 +67,28 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
     return list(queries.values()), rest
 
 
-def _first_usable(passages: list[_Passage], name: str) -> tuple[str, _Passage | None]:
+def _first_usable(passages: list[Passage], name: str) -> tuple[str, Passage | None]:
     """(query, passage) of the first passage that makes a query; it and those before it are taken off the list."""
     while passages:
-        passage = passages.pop()
-        query = _query_of(passage)
+        kind, text = passages.pop()
+        query = _query_of(text)
         if names_skill(query, name):
             query = without_name(query, name)
-        unfit = passage.kind != "description" and _UNFIT.search(query)
+        unfit = kind != "description" and _UNFIT.search(query)
         if not unfit and MIN_WORDS <= num_words(query) <= MAX_WORDS and not names_skill(query, name):
-            return query, passage
+            return query, (kind, text)
     return "", None
 
 
-def _without(skill: Skill, passage: _Passage) -> Skill:
-    description = "" if passage.kind == "description" else skill.description.replace(passage.text, "")
-    return replace(skill, description=description, body=skill.body.replace(passage.text, ""))
+def _without(skill: Skill, passage: Passage) -> Skill:
+    kind, text = passage
+    description = "" if kind == "description" else skill.description.replace(text, "")
+    return replace(skill, description=description, body=skill.body.replace(text, ""))
 
 
-def _passages(skill: Skill) -> Iterator[_Passage]:
+def _passages(skill: Skill) -> Iterator[Passage]:
     """Everything in a skill that may become a query."""
-    yield _Passage("description", skill.description)
+    yield "description", skill.description
     yield from _quotes(skill.description)
     heading = ""
     for line in _CODE.sub("\n", skill.body[:_BODY_CHARS]).splitlines():
@@ -104,21 +98,20 @@ def _passages(skill: Skill) -> Iterator[_Passage]:
         if (found["mark"] or "").startswith("#"):
             heading = found["text"]
             if not _USE.search(heading) and not _ASIDE.search(heading):
-                yield _Passage("heading", heading)
+                yield "heading", heading
         elif _USE.search(heading) and not _ASIDE.search(heading):
             quotes = list(_quotes(line))
-            yield from quotes or [_Passage("use", found["text"])]
+            yield from quotes or [("use", found["text"])]
         elif not _ASIDE.search(heading):
-            yield from (_Passage("sentence", text) for text in _SENTENCE_END.split(found["text"]) if text)
+            yield from (("sentence", text) for text in _SENTENCE_END.split(found["text"]) if text)
 
 
-def _quotes(text: str) -> Iterator[_Passage]:
-    return (_Passage("quote", found["text"]) for found in _QUOTED.finditer(text))
+def _quotes(text: str) -> Iterator[Passage]:
+    return (("quote", found["text"]) for found in _QUOTED.finditer(text))
 
 
-def _query_of(passage: _Passage) -> str:
+def _query_of(text: str) -> str:
     """A passage as a query: on one line, without markup and lead-in, of a description the first sentences."""
-    text = passage.text
     for pattern, replacement in _MARKUP:
         text = pattern.sub(replacement, text)
     sentences = _SENTENCE_END.split(" ".join(text.split()).strip(" -–—:："))
