@@ -255,6 +255,7 @@ def test_an_encoder_is_no_reranker(model_folders):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"encoder": {"source": "e"}, "num_candidates": 8}, r"'encoder' is of the old form; write for example ranke"),
         ({"rankers": []}, "at least 1 item"),
         ({"rankers": [{"kind": "rerank", "source": "x"}]}, "the first ranker finds skills in the pool; rerank only"),
         ({"rankers": [{"kind": "fuse", "of": [{"kind": "lexical"}, {"kind": "rerank", "source": "x"}]}]},

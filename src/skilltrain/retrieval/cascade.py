@@ -28,6 +28,9 @@ from skilltrain.retrieval.select import Select, SelectConfig
 from skilltrain.tables import RANKINGS, table_from_rows
 from skilltrain.terminal import say, without_bars
 
+_OLD_KEYS = ("lexical", "encoder", "embeddings", "reranker", "judge")
+_NEW_FORM = "rankers: [{kind: dense, source: …}, {kind: rerank, source: …, keep: 20}]"
+
 
 class SystemConfig(Config):
     """One way to rank the pool for a query."""
@@ -36,6 +39,14 @@ class SystemConfig(Config):
     rankers: tuple[RankerConfig, ...] = Field(
         min_length=1, description="the first ranks the pool, each next one orders what the one before it found"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _new_form(cls, values: Any) -> Any:
+        """`values` themselves. Raises ValueError for the form without rankers."""
+        if isinstance(values, Mapping) and "rankers" not in values and (old := values.keys() & set(_OLD_KEYS)):
+            raise ValueError(f"'{min(old)}' is of the old form; write for example {_NEW_FORM}")
+        return values
 
     @model_validator(mode="after")
     def _starts_with_the_pool(self) -> "SystemConfig":
