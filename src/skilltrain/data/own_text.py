@@ -107,7 +107,8 @@ def _passages(skill: Skill) -> Iterator[Passage]:
 
 
 def _quotes(text: str) -> Iterator[Passage]:
-    return (("quote", found["text"]) for found in _QUOTED.finditer(text))
+    for found in _QUOTED.finditer(text):
+        yield "quote", found["text"]
 
 
 def _query_of(text: str) -> str:
