@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from skilltrain.data import screening
 from skilltrain.data.screening import (
     RULES,
     commands,
     flags_to_leave_out,
-    hidden_text,
+    hidden,
     lures,
-    orders,
     read_flags,
     reading,
     screen,
@@ -25,7 +25,7 @@ from skilltrain.data.screening import (
     secret_keys,
     write_flags,
 )
-from skilltrain.data.screening.reading import read_text
+from skilltrain.data.screening.reading import Find, Rule, read_text
 from skilltrain.records import Skill
 from skilltrain.tables import FLAGS, read_table
 from skilltrain.workers import WorkersConfig
@@ -502,15 +502,15 @@ def test_places_in_the_plain_text_lead_back():
     assert [text[slice(*plain.place(i, i + 1))] for i in range(5)] == ["Ａ", "&", "b", "İ", "c"]
 
 
-RUNS = (hidden_text._RUN, reading._DISGUISE)  # a run of one kind of letter, with nothing behind it
+RUNS = (hidden._RUN, reading._DISGUISE, reading._WORD)  # a run of one kind of letter, with nothing behind it
 
 
 def patterns() -> list[re.Pattern]:
-    """Every pattern of the package."""
-    modules = (commands, hidden_text, lures, orders, reading, secret_keys)
-    values = [value for module in modules for value in vars(module).values()]
-    flat = [one for value in values for one in (value if isinstance(value, tuple) else [value])]
-    return [one for one in flat if isinstance(one, re.Pattern)]
+    """Every pattern of the package and of its table."""
+    modules = (commands, hidden, lures, reading, secret_keys)
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, re.Pattern)]
+    finds = [find for rule in RULES for find in rule.finds]
+    return found + [re.compile(one) for find in finds for one in (find.regex, find.unless, *find.needs) if one]
 
 
 def has_unbounded_repeat(pattern: re.Pattern) -> bool:
@@ -526,7 +526,7 @@ def has_unbounded_repeat(pattern: re.Pattern) -> bool:
 
 
 def test_every_repeat_is_bounded():
-    assert len(patterns()) > 40
+    assert len(patterns()) > 100
     assert [one.pattern for one in patterns() if one not in RUNS and has_unbounded_repeat(one)] == []
     assert has_unbounded_repeat(re.compile("(?:a|b[c]*)d")) and not has_unbounded_repeat(re.compile("a{0,9}b?[c]{2}"))
 
@@ -577,7 +577,44 @@ def test_a_clean_pool_has_an_empty_table(tmp_path: Path):
     assert read_flags(tmp_path) == {} and flags_to_leave_out(tmp_path) == {}
 
 
-def test_rules_have_names_reasons_and_hints_in_lower_case():
-    assert len({one.name for one in RULES}) == len(RULES) == 10
-    assert all(hint == hint.lower() for one in RULES for hint in one.hints)
-    assert all(isinstance(one, reading.Rule) and one.reason for one in RULES) and screening.MAX_SPAN == 400
+def test_rules_have_names_reasons_and_anchors_in_lower_case():
+    assert len({one.name for one in RULES}) == len(RULES) == 16 and all(one.reason for one in RULES)
+    assert (
+        all(find.anchors == find.anchors.lower() for one in RULES for find in one.finds) and screening.MAX_SPAN == 400
+    )
+
+
+def test_weak_rules_flag_together(monkeypatch: pytest.MonkeyPatch):
+    weak = tuple(Rule(f"weak_{word}", "why", (Find(word, word, cited=""),), 0.5) for word in ("otter", "beaver"))
+    monkeypatch.setattr(screening, "RULES", weak)
+    assert screen(skill("an otter, an otter")) == []
+    assert [flag.rule for flag in screen(skill("an otter", "a beaver"))] == ["weak_beaver", "weak_otter"]
+
+
+# The set of texts: hostile ones in many styles, and harmless look-alikes --------------------------------------------
+
+VALUES = {"payload": PAYLOAD, "password": RANDOM[:18], "anon": ".".join(
+    base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=")
+    for part in ({"alg": "HS256"}, {"iss": "supabase", "ref": "qmzvw", "role": "anon", "exp": 2086000000})
+) + "." + RANDOM}  # fmt: skip
+TEXTS = yaml.safe_load((Path(__file__).parent / "screening_set.yaml").read_text("utf-8"))
+
+
+def flagged(half: str, kind: str) -> dict[str, bool]:
+    """style → whether its text is flagged."""
+    result = {}
+    for one in TEXTS[half][kind]:
+        body = re.sub("<<(.+?)>>", lambda found: VALUES[found[1]], one["text"])
+        result[one["style"]] = bool(screen(skill(body, one.get("description", "d"))))
+    return result
+
+
+@pytest.mark.parametrize(("half", "least"), [("seen", 58), ("unseen", 40)])
+def test_hostile_texts_are_found_and_harmless_ones_let_pass(half: str, least: int):
+    assert sum(flagged(half, "hostile").values()) >= least
+    assert [style for style, found in flagged(half, "harmless").items() if found] == []
+
+
+def test_no_style_is_in_both_halves():
+    styles = [one["style"] for half in TEXTS.values() for kind in half.values() for one in kind]
+    assert len(set(styles)) == len(styles)

@@ -10,53 +10,53 @@ from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
 
-from skilltrain.data.screening.commands import BARE_ADDRESS, ENCODED_COMMAND, EXFILTRATION, PASTE_SITE
-from skilltrain.data.screening.hidden_text import HIDDEN_TEXT
-from skilltrain.data.screening.lures import LOCKED_ARCHIVE, OUTSIDE_PROGRAM
-from skilltrain.data.screening.orders import OVERRIDE_ORDER, ROUTER_ORDER
-from skilltrain.data.screening.reading import Flag, Reading, Rule, read_text
-from skilltrain.data.screening.secret_keys import EMBEDDED_SECRET
+from skilltrain.data.screening import commands, hidden, lures, secret_keys
+from skilltrain.data.screening.reading import Find, Flag, Reading, Rule, load_rules, read_text
 from skilltrain.records import Skill
 from skilltrain.tables import FLAGS, SKILLS, read_table, table_path, write_table
 from skilltrain.terminal import say
 from skilltrain.workers import WorkersConfig, map_blocks
 
-RULES: tuple[Rule, ...] = (
-    ENCODED_COMMAND, BARE_ADDRESS, PASTE_SITE, LOCKED_ARCHIVE, OUTSIDE_PROGRAM, HIDDEN_TEXT, EMBEDDED_SECRET,
-    ROUTER_ORDER, OVERRIDE_ORDER, EXFILTRATION,
-)  # fmt: skip
+_PLAIN = (commands.piped_through_decoder, lures.outside_addresses, lures.paste_links, lures.locked_archives,
+          lures.outside_programs, lures.setup_links, hidden.stuffed, hidden.disguised_words)  # fmt: skip
+_WRITTEN = (hidden.hidden_characters, secret_keys.secret_keys, secret_keys.database_passwords)
+RULES: tuple[Rule, ...] = load_rules(
+    {check.__name__: (check, False) for check in _PLAIN} | {check.__name__: (check, True) for check in _WRITTEN}
+)
 FIELDS = ("name", "description", "body")
 MAX_FLAGS = 20  # of one rule in one field; more tell no more
 MAX_SPAN = 400  # characters
+THRESHOLD = 1.0  # the sum of the scores of rules from which a skill is flagged
 _BLOCK = 256  # skills that a worker screens at a time
 
 
 def screen(skill: Skill) -> list[Flag]:
-    """What the rules find in a skill, in the order of fields, rules and places; time grows linearly with its length."""
-    texts = {field: getattr(skill, field) for field in FIELDS}
-    return [flag for field, text in texts.items() if text for flag in _screen_text(read_text(text), field)]
+    """What the rules find in a skill, in the order of fields, rules and places; time grows linearly with its length.
+
+    It is nothing where the scores of the rules that find something add up to less than 1.
+    """
+    readings = [read_text(getattr(skill, field), field, skill) for field in FIELDS]
+    found = [(rule, flag) for reading in readings for rule in RULES for flag in _find(rule, reading)]
+    score = sum({rule.name: rule.score for rule, _ in found}.values())
+    return [flag for _, flag in found] if score >= THRESHOLD else []
 
 
-def _screen_text(reading: Reading, field: str) -> Iterable[Flag]:
-    for rule in RULES:
-        if rule.hints and not any(hint in reading.plain for hint in rule.hints):
-            continue
-        last_end = -1
-        for start, end in islice(_apart(rule.find(reading, field)), MAX_FLAGS):
-            end = min(end, start + MAX_SPAN)
-            if start >= last_end:
-                span = reading.text[start:end]
-                yield Flag(rule.name, field, start, end, rule.show(span), rule.reason)
-                last_end = end
+def _find(rule: Rule, reading: Reading) -> Iterable[Flag]:
+    """The first finds of a rule in a text; they do not overlap."""
+    places = {span for find in rule.finds for span in islice(_places(find, reading), 10 * MAX_FLAGS)}
+    done = 0
+    for start, end in islice(sorted(places, key=lambda span: (span[0], -span[1])), MAX_FLAGS):
+        if start >= done:
+            done = min(end, start + MAX_SPAN)
+            span = reading.text[start:done]
+            shown = secret_keys.show_beginning(span) if rule.name == "embedded_secret" else span
+            yield Flag(rule.name, reading.field, start, done, shown, rule.reason)
 
 
-def _apart(spans: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int]]:
-    """`spans` without those that begin where one before them began."""
-    seen: set[int] = set()
-    for start, end in spans:
-        if start not in seen:
-            seen.add(start)
-            yield start, end
+def _places(find: Find, reading: Reading) -> Iterable[tuple[int, int]]:
+    """(start, end) in the text as written."""
+    spans = find.spans(reading)
+    return spans if find.written else (reading.place(*span) for span in spans)
 
 
 def screen_pool(skills: Sequence[Skill], workers: WorkersConfig) -> dict[str, list[Flag]]:

@@ -1,13 +1,84 @@
-"""Lures: a program from nowhere that must be installed first, an archive whose password keeps scanners out."""
+"""Lures: a server without a name, a command from a paste site, a locked archive, a program from nowhere."""
 
+import ipaddress
 import re
 
-from skilltrain.data.screening.reading import Reading, Rule, Spans, is_quoted
+from skilltrain.data.screening.commands import is_lesson
+from skilltrain.data.screening.reading import Reading, Spans, expand
+
+_IP = r"\d{1,3}(?:\.\d{1,3}){3}"
+_AFTER_HOST = r"(?![\w-]|\.\w)"
+_ADDRESS = re.compile(
+    rf"(?:https?|ftp|wss?)://(?:[^\s/@\"'<>]{{1,64}}@)?(?:(?P<url>{_IP})|\[(?P<v6>[0-9a-f:]{{2,39}})\]"
+    rf"|(?P<number>0x[0-9a-f]{{8}}|\d{{8,10}})){_AFTER_HOST}[^\s\"'`<>)\]]{{0,80}}"
+    rf"|/dev/(?:tcp|udp)/(?P<device>{_IP})(?:/\d{{1,5}})?"
+    rf"|(?:curl|wget|ncat|nc(?<![a-z]nc)|telnet|irm|iwr)\s(?:[^\n|;&]{{0,80}}?\s)?[\"'`]?(?P<bare>{_IP})"
+    rf"(?=[:/\s\"'`]){_AFTER_HOST}",
+    re.ASCII,
+)
+_EXAMPLES = ("1.2.3.4", "4.3.2.1", "5.6.7.8", "11.22.33.44", "12.34.56.78", "123.45.67.89", "1.0.0.1", "8.8.4.4")
+_DEMOS = ("20.102.90.50:2017/wiki17",)  # the index that DSPy's own manual shows
+
+
+def _is_outside(host: str) -> bool:
+    """Whether an address is a public one; not private, local, reserved for examples, a known resolver's or the like."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    alike = address.version == 4 and len(set(host.split("."))) == 1  # 8.8.8.8, 123.123.123.123
+    return address.is_global and not address.is_multicast and host not in _EXAMPLES and not alike
+
+
+def outside_addresses(reading: Reading) -> Spans:
+    for found in _ADDRESS.finditer(reading.plain):
+        host = found["url"] or found["v6"] or found["device"] or found["bare"]
+        if (number := found["number"]) and (number.startswith("0x") or not number.startswith("0")):
+            host = str(ipaddress.IPv4Address(int(number, 0))) if int(number, 0) < 2**32 else ""
+        if (
+            host
+            and _is_outside(host)
+            and not any(demo in found[0] for demo in _DEMOS)
+            and not is_lesson(reading, *found.span())
+        ):
+            yield found.start(), found.start() + len(found[0].rstrip(".,;:"))
+
+
+_PASTE_URL = re.compile(
+    r"(?:glot\.io/snippets|rentry\.(?:co|org)|pastebin\.com|paste\.ee|hastebin\.com|ghostbin\.\w{2,4}"
+    r"|dpaste\.(?:com|org)|ix\.io|sprunge\.us|paste\.rs|termbin\.com|0x0\.st|transfer\.sh|bpa\.st|controlc\.com"
+    r"|justpaste\.it|telegra\.ph|privatebin\.net|hackmd\.io|paste\.gg|pastes\.io|snippet\.host|anonfiles\.com|gofile\.io"
+    r"|gist\.githubusercontent\.com)/[\w~%./?=&-]{3,120}",
+    re.ASCII,
+)
+_SCHEME = re.compile(r"(?:https?://)?(?:www\.)?$")
+_RUN_IT = re.compile(
+    r"\b(?:execute|run|paste|install(?:ation)?|terminal|powershell|command|script)\b|执行|运行|终端|安装|复制|粘贴"
+)
+_PIPED = re.compile(expand(r"[^\n|]{0,40}<PIPE><SHELL>|[\"')]{0,3}\s{0,2}\)?\s{0,3}\|\s{0,3}<SHELL>"))
+_SUBSTITUTED = re.compile(r"(?:\beval|\bsource|\bsh|\bbash|\biex)\b[^\n|;]{0,60}$")
+_VISIT = re.compile(r"\b(?:visit|open|go to|copy|get|from|see)\b|访问|打开|复制|前往|\]\($|\($|\[")
+
+
+def paste_links(reading: Reading) -> Spans:
+    for found in _PASTE_URL.finditer(reading.plain):
+        before = reading.line_before(found.start(), 120)
+        scheme = _SCHEME.search(before)
+        before = before[: scheme.start()] if scheme else before
+        if before[-1:].isalnum() or before[-1:] in ("-", ".", "_"):
+            continue  # the end of another name: add_transfer.sh/x, spatix.io/x
+        after = reading.plain[found.end() : found.end() + 120]
+        runs = _PIPED.match(after) or _SUBSTITUTED.search(before)
+        if runs or ("gist." not in found[0] and _VISIT.search(before) and _RUN_IT.search(after)):
+            yield found.start() - (len(scheme[0]) if scheme else 0), found.end()
+
 
 _WORD = r"(?:pass(?:word|wd|phrase|code)?|解压码|密码|口令)"
 _VALUE = (
     r"(?:[*_\s]{0,4}(?:is\s{1,2})?:?[*_\s]{0,4}[`\"'“「][\w!@#$%.-]{1,32}|[*_\s]{0,4}[:=][*_\s]{0,4}[\w!@#$%.-]{1,32})"
 )
+_ARCHIVE = r"\.(?:zip|rar|7z|exe|msi|dmg|pkg)\b|\barchive|\bexecutable|压缩|解压|可执行"
+_FETCHED = r"https?://|\bdownload|下载|releases/"
 _LOCKED = re.compile(
     rf"(?:extract|unzip|unrar|unpack|decompress|archive|\.zip\b|\.rar\b|\.7z\b|解压|提取|压缩包)"
     rf"[^\n|]{{0,60}}?(?<![a-z]){_WORD}{_VALUE}[`\"'”」]?"
@@ -15,45 +86,42 @@ _LOCKED = re.compile(
     r"|(?:使用|用|输入)\s{0,2}(?:(?:密码|口令)\s{0,2}[`\"'“「]?[\w!@#$%.-]{1,32}[`\"'”」]?|`[\w!@#$%.-]{1,32}`)"
     r"\s{0,2}(?:命令)?(?:来|进行)?解压"
     rf"|{_WORD}{_VALUE}[`\"'”]?\s[^\n.]{{0,30}}?\b(?:to|for)\s"
-    r"(?:extract|unzip|unpack|open(?:ing)? the archive|decompress)",
+    r"(?:extract|unzip|unpack|open(?:ing)? the archive|decompress)"
+    r"|\b(?:it|file|archive|zip|rar|7z)\s(?:itself\s)?(?:is|comes)\s(?:\w{1,10}[- ])?(?:encrypted|protected|locked)\b"
+    r"[^\n]{0,40}?\b(?:code|key|pin|unlock|open|use|enter|with)\b[^\n`\"'“]{0,30}[`\"'“][\w!@#$%.-]{3,32}[`\"'”]"
+    r"|\b(?:7za?|unrar|unzip)\s(?:[\w./-]{1,40}\s){1,3}-p[\w!@#%.]{3,32}",
     re.ASCII,
 )
-_ARCHIVE = re.compile(r"\.(?:zip|rar|7z|exe|msi|dmg|pkg)\b|\barchive|\bexecutable|压缩|解压|可执行")
-_FETCHED = re.compile(r"https?://|\bdownload|下载|releases/")
 _OWN_ARCHIVE = re.compile(
-    r"(?:zip|7z|rar|7za)\s{1,3}(?:-\w{1,3}\s{1,3}){0,3}-{1,2}p|zipfile|pyzipper|pwd\s{0,2}=|setpassword"
+    r"(?:zip|rar|7za)\s{1,3}(?:-\w{1,3}\s{1,3}){0,3}-{1,2}p|zipfile|pyzipper|pwd\s{0,2}=|setpassword"
 )
 
 
-def _find_locked(reading: Reading, field: str) -> Spans:
+def locked_archives(reading: Reading) -> Spans:
     for found in _LOCKED.finditer(reading.plain):
-        near = reading.around(found.start(), found.end(), 300)
-        before_word = found[0][: max(found[0].rfind(word) for word in ("pass", "密码", "口令", "解压"))]
-        cited = is_quoted(reading, found.start()) or before_word.count('"') % 2
-        if _ARCHIVE.search(near) and _FETCHED.search(near) and not _OWN_ARCHIVE.search(found[0]) and not cited:
-            yield reading.place(found.start(), found.end())
+        near = reading.plain[max(0, found.start() - 300) : found.end() + 300]
+        before_word = found[0][
+            : max(found[0].rfind(word) for word in ("pass", "密码", "口令", "解压", "cod", "unlock"))
+        ]
+        cited = reading.is_quoted(found.start()) or before_word.count('"') % 2
+        if re.search(_ARCHIVE, near) and re.search(_FETCHED, near) and not _OWN_ARCHIVE.search(found[0]) and not cited:
+            yield found.span()
 
-
-LOCKED_ARCHIVE = Rule(
-    "locked_archive",
-    "has a password-protected archive downloaded and unpacked: the password keeps virus scanners out",
-    ("pass", "密码", "口令", "解压码", "extract", "解压", "提取"),
-    _find_locked,
-)
 
 _PROGRAM = r"[^\n.!。|]{2,60}?"
 _NEEDED = re.compile(
-    rf"(?:must|has to|have to|needs? to) (?:first )?be installed\b|is required for (?:the|this) skill\b"
-    rf"|requires?\s{_PROGRAM}\bto be installed\b|requires? the {_PROGRAM}\butility\b"
+    rf"(?:must|has to|have to|needs? to) (?:first )?be (?:installed|running|started|active)\b"
+    r"|is required for (?:the|this) skill\b"
+    rf"|requires?\s{_PROGRAM}\bto be (?:installed|running)\b|requires? the {_PROGRAM}\butility\b"
     r"|skill will not work without\b|(?:必须|需要)[^\n。]{0,30}安装|安装[^\n。]{2,40}才能",
     re.ASCII,
 )
 _BEFORE_USE = re.compile(
-    r"before (?:using|running|starting)|for (?:the|this) skill|this skill|to function"
+    r"before (?:using|running|starting)|for (?:the|this) skill|this skill|to function|nothing[^.\n]{0,20} works"
     r"|之前|本技能|(?:此|该)(?:技能|工具|功能)"
 )
 _LINK = re.compile(r"https?://(?P<host>[\w-]{1,63}(?:\.[\w-]{1,63}){1,5})(?P<path>/[^\s)\]`\"'<>]{0,200})?")
-_TO_FETCH = re.compile(r"\b(?:download|setup here|install (?:it )?from|visit|get it (?:here|from))|下载|访问")
+_TO_FETCH = re.compile(r"\b(?:download|setup here|install (?:it )?from|visit|get it (?:here|from|at))|下载|访问")
 _SETUP_LINK = re.compile(
     r"(?:^|\n)[^\n]{0,24}\b(?:set-?up|install(?:ation|er)?|download)\b[^\n]{0,16}(?:->|→|=>|➜|➡)\s{0,3}https?://[\w.-]{3,100}"
 )
@@ -61,32 +129,33 @@ _PROGRAM_FILE = re.compile(r"/releases/[^\s]{1,160}\.(?:zip|exe|msi|dmg|pkg|rar|
 # Where programs come from that others have looked at, or that are signed by who wrote them.
 _KNOWN_HOST = re.compile(
     r"(?:^|\.)(?:python\.org|nodejs\.org|npmjs\.com|crates\.io|rubygems\.org|docker\.com|brew\.sh|astral\.sh|rustup\.rs"
-    r"|go\.dev|golang\.org|anaconda\.com|conda\.io|microsoft\.com|apple\.com|google\.com|mozilla\.org|ubuntu\.com"
-    r"|gnu\.org|apache\.org|java\.com|oracle\.com|jetbrains\.com|git-scm\.com|ffmpeg\.org|amazon\.com|aws\.com"
+    r"|go\.dev|golang\.org|anaconda\.com|conda\.io|microsoft\.com|apple\.com|(?<!sites\.)(?<!drive\.)google\.com|mozilla\.org"
+    r"|gnu\.org|apache\.org|java\.com|oracle\.com|jetbrains\.com|git-scm\.com|ffmpeg\.org|amazon\.com|aws\.com|ubuntu\.com"
     r"|cloudflare\.com|openai\.com|anthropic\.com|claude\.(?:ai|com)|salesforce\.com|obsidian\.md|readthedocs\.io"
-    r"|gitlab\.com|bitbucket\.org|sourceforge\.net|wikipedia\.org|youtube\.com)$"
+    r"|gitlab\.com|bitbucket\.org|sourceforge\.net|wikipedia\.org|youtube\.com|adspower\.(?:com|net))$"
 )
 
 
-def _find_program(reading: Reading, field: str) -> Spans:
-    plain = reading.plain
-    done = 0
+def outside_programs(reading: Reading) -> Spans:
+    plain, done = reading.plain, 0
     for found in _NEEDED.finditer(plain):
         if found.start() < done:
             continue
-        near = reading.around(found.start(), found.end(), 60)
-        rest = plain[found.end() : found.end() + 300]
+        near, rest = (
+            reading.plain[max(0, found.start() - 60) : found.end() + 60],
+            plain[found.end() : found.end() + 300],
+        )
         link = next((link for link in _LINK.finditer(rest) if _is_from_nowhere(link)), None)
-        if link and _BEFORE_USE.search(near) and _TO_FETCH.search(rest[: link.end() + 80]):
+        if link and _TO_FETCH.search(rest[: link.end() + 80]) and _BEFORE_USE.search(near + rest[link.end() :]):
             done = found.end() + link.end()
-            yield reading.place(found.start(), done)
-    for found in _SETUP_LINK.finditer(plain):
-        start = found.start() + (plain[found.start()] == "\n")
-        if (
-            not _KNOWN_HOST.search(plain[found.start() : found.end()].rpartition("/")[2])
-            and "github.com" not in found[0]
-        ):
-            yield reading.place(start, found.end())
+            yield found.start(), done
+
+
+def setup_links(reading: Reading) -> Spans:
+    """Arrows from "setup" to a page that nobody knows."""
+    for found in _SETUP_LINK.finditer(reading.plain):
+        if not _KNOWN_HOST.search(found[0].rpartition("/")[2]) and "github.com" not in found[0]:
+            yield found.start() + (found[0][0] == "\n"), found.end()
 
 
 def _is_from_nowhere(link: re.Match[str]) -> bool:
@@ -94,11 +163,3 @@ def _is_from_nowhere(link: re.Match[str]) -> bool:
     if link["host"] in ("github.com", "www.github.com"):
         return bool(_PROGRAM_FILE.search(link["path"] or ""))
     return not _KNOWN_HOST.search(link["host"])
-
-
-OUTSIDE_PROGRAM = Rule(
-    "outside_program",
-    "says that a program must be installed first, from a page that is no package index, code host or known maker's",
-    ("installed", "is required for", "utility", "will not work without", "安装", "->", "→", "=>", "➜", "➡"),
-    _find_program,
-)

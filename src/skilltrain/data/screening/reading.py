@@ -2,19 +2,32 @@
 
 import html
 import re
+import unicodedata
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.resources import files
+from typing import Any, Literal
 
+import yaml
+
+from skilltrain.records import Skill
 from skilltrain.texts import INVISIBLE
 
+_WORD = re.compile("[a-z0-9]+")
 _ENTITY = r"&(?:#\d{1,7}|#x[0-9a-f]{1,6}|[a-z]{2,8});"
 _CONTINUED_LINE = r"\\\n"
 _DISGUISE = re.compile(f"{_ENTITY}|{_CONTINUED_LINE}|[{INVISIBLE}]+")
 _DISGUISE_ASCII = re.compile(f"{_ENTITY}|{_CONTINUED_LINE}")
-_FULL_WIDTH = re.compile("[\uff01-\uff5e\u3000\u00a0\u2002-\u200a\u202f]")
-_SPACES = dict.fromkeys((0x3000, 0xA0, 0x202F, *range(0x2002, 0x200B)), " ")
-_TO_HALF_WIDTH = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | _SPACES
+# Full-width and mathematical letters, and spaces of other widths, as the ASCII that they look like.
+_STYLED = re.compile("[\uff01-\uff5e\u3000\u00a0\u2002-\u200a\u202f\U0001d400-\U0001d7ff]")
+_STYLED_CODES = (0x3000, 0xA0, 0x202F, *range(0x2002, 0x200B), *range(0xFF01, 0xFF5F), *range(0x1D400, 0x1D800))
+_TO_PLAIN = {code: unicodedata.normalize("NFKC", chr(code)).lower() for code in _STYLED_CODES}
+# Cyrillic and Greek letters within Latin words, as the Latin letter that they look like.
+_LETTERS = "авекмнорстухіјѕһԁԛԝαειορυν"
+_LOOK_ALIKE = str.maketrans(_LETTERS, "abekmhopctyxijshdqwaeiopuv")
+_MIXED_WORD = re.compile("[a-z]{0,24}[авекмнорстухіјѕһԁԛԝαειορυν]{1,8}[a-zавекмнорстухіјѕһԁԛԝαειορυν]{0,24}")
 _OPENING_QUOTES = "\"'`“‘「『«"
 _PAIRS = (("“", "”"), ("「", "」"), ("『", "』"), ("«", "»"))
 _REPORTED = re.compile(
@@ -27,17 +40,45 @@ _REPORTED = re.compile(
 _OF_ATTACKS = re.compile(
     r"attack|inject|malicious|jailbreak|block|detect|scan|\btr(?:y|ies)\b|threat|suspicious|adversarial|攻击|注入|恶意|检测"
 )
+WARNING = re.compile(
+    r"attack|inject|malicious|malware|exploit|\bpatterns?:|suspicious|vulnerab|dangerous|threat|adversar"
+    r"|red flag|\bscan|\bblock(?:s|ed|ing)?\b"
+    r"|\bnever\b|\bavoid|\bdetect(?:s|ion|ing)\b|look(?:s|ing)? for|signature|indicator|\bunsafe|exfiltrat|payload"
+    r"|backdoor"
+    r"|reverse.shell|pentest|penetration|\bpersist(?:s|ence)?\b|\bdon't\b|\bdo not (?:run|use|send)|forbid|prohibit"
+    r"|\bden(?:y|ied)\b"
+    r"|\bredteam|red team|❌|🚫|攻击|注入|恶意|检测|危险|禁止|风险|拦截|黑名单"
+)
+_ON_SECURITY = re.compile(
+    r"securi|attack|malware|pentest|penetration|vulnerab|exploit|threat|inject|forensic|red.?team|hack|guard|\bctf\b"
+    r"|secret|vetter|scann|sandbox|safety|block|dangerous|malicious|hardening|安全|攻击|漏洞|渗透|恶意|风险"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """`text` as written, and `plain`: lower case, half-width, HTML entities resolved, invisible characters and broken
-    shell lines (backslash, line end) taken out. `origins[i]` is where `plain[i]` stands in `text`; None: the same.
+    """`text` as written, and `plain`: lower case, in the letters it shows, HTML entities resolved, invisible characters
+    and broken shell lines (backslash, line end) taken out. `origins[i]` is where `plain[i]` stands in `text`; None: the
+    same. `mixed` are words of `plain` that had letters of two scripts.
     """
 
     text: str
     plain: str
     origins: array | None
+    mixed: tuple[tuple[int, int], ...] = ()
+    field: str = "body"
+    skill: Skill | None = None
+    stems: frozenset[str] = frozenset()
+
+    def present(self, anchors: str) -> list[str]:
+        """Those of `anchors`, texts with "|" between them, that stand in the plain text ("" does).
+
+        Hundreds are asked for, so the beginnings of the words are compared first: most have none of an anchor's.
+        """
+        beginnings, rest, texts = _beginnings(anchors)
+        if beginnings.isdisjoint(self.stems) and not any(text in self.plain for text in rest):
+            return []
+        return [text for text in texts if text in self.plain]
 
     def place(self, start: int, end: int) -> tuple[int, int]:
         """Where `plain[start:end]` stands in `text`."""
@@ -45,17 +86,39 @@ class Reading:
             return start, end
         return self.origins[start], self.origins[end - 1] + 1
 
-    def around(self, start: int, end: int, width: int) -> str:
-        """`plain[start:end]` with `width` characters on either side."""
-        return self.plain[max(0, start - width) : end + width]
-
     def line_before(self, start: int, width: int) -> str:
         """What stands before `start` in its line, at most `width` characters."""
         return self.plain[max(self.plain.rfind("\n", max(0, start - width), start) + 1, start - width, 0) : start]
 
+    def is_quoted(self, start: int) -> bool:
+        """Whether a phrase at `start` of the plain text is cited, not said: in quotes or code, or after "such as".
+
+        It is how a skill that warns of an attack differs from the attack; an attacker who quotes his own order hides it
+        from this check, and from many models too.
+        """
+        before = self.line_before(start, 300)
+        if before.rstrip(" *_-❌✗>")[-1:] in tuple(_OPENING_QUOTES) or before.count('"') % 2 or before.count("`") % 2:
+            return True
+        parts = self.plain[max(0, start - 500) : start].split("```")
+        in_sample = len(parts) % 2 == 0 and bool(_OF_ATTACKS.search(parts[-2][-200:]))
+        in_pair = any(before.count(left) > before.count(right) for left, right in _PAIRS)
+        return in_sample or in_pair or bool(_REPORTED.search(before))
+
+    def is_warned_of(self, start: int, end: int) -> bool:
+        """Whether the text around a command says that it is an attack; quotes tell nothing: commands stand in code."""
+        line_end = self.plain.find("\n", end, end + 200)
+        before = 1500 if self.on_security() else 300
+        return bool(WARNING.search(self.plain[max(0, start - before) : line_end if line_end >= 0 else end + 200]))
+
+    def on_security(self) -> bool:
+        """Whether name or description say that the skill is about attacks: it may show some."""
+        return self.skill is not None and bool(
+            _ON_SECURITY.search(f"{self.skill.name} {self.skill.description}".lower())
+        )
+
 
 Spans = Iterator[tuple[int, int]]
-"""(start, end) in the text as written."""
+"""(start, end) in the plain text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,79 +137,168 @@ class Flag:
 
 
 @dataclass(frozen=True)
-class Rule:
-    """A named check. `find` gives the spans in a field's text, in order.
+class Find:
+    """One way to break a rule: `regex` within `reach` of an anchor, or what `custom` yields; see rules.yaml.
 
-    `show` makes of a span what the flag says.
-    `hints` are lower-case texts of which every find holds at least one: most skills hold none and are done with.
+    Places are those of the plain text, of `written` checks those of the text as written.
     """
+
+    anchors: str = ""
+    regex: str = ""
+    custom: Callable[[Reading], Spans] | None = None
+    written: bool = False
+    needs: tuple[str, ...] = ()
+    unless: str = ""
+    cited: Literal["warned", "quoted", ""] = "warned"
+    near: int = 160
+    reach: int = 400
+    fields: tuple[str, ...] = ("name", "description", "body")
+
+    def spans(self, reading: Reading) -> Spans:
+        """The finds in a text."""
+        if reading.field not in self.fields or not (anchors := reading.present(self.anchors)):
+            return
+        if self.custom is not None:
+            yield from self.custom(reading)
+            return
+        for start, end in _windows(anchors, reading.plain, self.reach):
+            for found in self._pattern.finditer(reading.plain, start, end):
+                at = found.end() - len(found[0].lstrip("。.!\n "))
+                if self._holds(reading, at, found.end()):
+                    yield at, found.end()
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile(self.regex)
+
+    def _holds(self, reading: Reading, start: int, end: int) -> bool:
+        around = reading.plain[max(0, start - self.near) : end + self.near]
+        if not all(re.search(need, around) for need in self.needs) or (self.unless and re.search(self.unless, around)):
+            return False
+        if self.cited == "quoted":
+            return not reading.is_quoted(start)
+        return not (self.cited == "warned" and reading.is_warned_of(start, end))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A named check: why a find matters, and how much it weighs; a skill is flagged from 1 on."""
 
     name: str
     reason: str
-    hints: tuple[str, ...]
-    find: Callable[[Reading, str], Spans]
-    show: Callable[[str], str] = str
+    finds: tuple[Find, ...]
+    score: float = 1.0
 
 
-def read_text(text: str) -> Reading:
-    """`text` with its plain form, in time linear in its length."""
-    plain = _lower(text)
-    pattern = _DISGUISE_ASCII if text.isascii() else _DISGUISE
-    if not text.isascii() and _FULL_WIDTH.search(plain):
-        plain = plain.translate(_TO_HALF_WIDTH)
-    if pattern.search(plain) is None:
-        return Reading(text, plain, None)
-    parts: list[str] = []
-    origins = array("l")
-    done = 0
-    for found in pattern.finditer(plain):
-        shown = html.unescape(found[0]).lower() if found[0][0] == "&" else ""
-        if len(shown) > 1:
-            continue  # no entity, or one that stands for two letters
-        parts += (plain[done : found.start()], shown)
-        origins.extend(range(done, found.start()))
-        origins.extend([found.start()] * len(shown))
-        done = found.end()
-    parts.append(plain[done:])
-    origins.extend(range(done, len(plain)))
-    return Reading(text, "".join(parts), origins)
+@cache
+def _table() -> dict[str, Any]:
+    return yaml.safe_load((files("skilltrain.data.screening") / "rules.yaml").read_text(encoding="utf-8"))
 
 
-def _lower(text: str) -> str:
-    """`text` in lower case, as long as before: a letter that would become two stays."""
-    lowered = text.lower()
-    if len(lowered) == len(text):
-        return lowered
-    return "".join(low if len(low := letter.lower()) == 1 else letter for letter in text)
+def expand(regex: str) -> str:
+    """`regex` in one line, each <NAME> replaced by that fragment of rules.yaml."""
+    fragments = _table()["fragments"]
+    return re.sub("<([A-Z_]+)>", lambda found: expand(fragments[found[1]]), "".join(regex.splitlines()))
 
 
-def windows(anchor: re.Pattern[str], plain: str, reach: int) -> Iterator[tuple[int, int]]:
-    """Stretches of `plain` within `reach` characters of an `anchor`, in order and never overlapping."""
+def load_rules(checks: Mapping[str, tuple[Callable[[Reading], Spans], bool]]) -> tuple[Rule, ...]:
+    """The rules of rules.yaml; `checks` are those in Python, each with whether it speaks of the text as written."""
+    return tuple(
+        Rule(**{**rule, "finds": tuple(_find_of(find, checks) for find in rule["finds"])}) for rule in _table()["rules"]
+    )
+
+
+def _find_of(row: dict[str, Any], checks: Mapping[str, tuple[Callable[[Reading], Spans], bool]]) -> Find:
+    regex = row.get("regex", "")
+    row["regex"] = "|".join(map(expand, regex)) if isinstance(regex, list) else expand(regex)
+    row |= {key: expand(row[key]) for key in ("anchors", "unless") if key in row}
+    row |= {key: tuple(map(expand, row[key])) for key in ("needs", "fields") if key in row}
+    row["custom"], row["written"] = checks[row["custom"]] if "custom" in row else (None, False)
+    return Find(**row)
+
+
+@cache
+def _beginnings(anchors: str) -> tuple[frozenset[str], tuple[str, ...], tuple[str, ...]]:
+    """(how a word of each anchor begins, the anchors of which no beginning is known, all anchors)."""
+    texts = tuple(anchors.split("|"))
+    known: dict[str, str] = {}
+    for text in texts:
+        # A word that the anchor does not end may go on in the text; four letters of it are enough.
+        whole = [run[0] for run in _WORD.finditer(text) if run.end() < len(text) or len(run[0]) >= 4]
+        if not text.isascii():
+            known[text] = next(letter for letter in text if not letter.isascii())
+        elif whole:
+            longest = max(whole, key=len)
+            known[text] = longest[: 6 if len(longest) >= 6 else 4]
+    return frozenset(known.values()), tuple(text for text in texts if text not in known), texts
+
+
+def _stems(plain: str) -> frozenset[str]:
+    """The beginnings of the words of a text, of four letters and of six, and its letters where they are not ASCII."""
+    words = set(_WORD.findall(plain))
+    beginnings = {word[:4] for word in words} | {word[:6] for word in words}
+    return frozenset(beginnings if plain.isascii() else beginnings | set(plain))
+
+
+def _windows(anchors: list[str], plain: str, reach: int) -> Spans:
+    """Stretches of `plain` within `reach` characters of an anchor, in order and never overlapping."""
+    places: list[int] = []
+    for anchor in anchors:
+        at = plain.find(anchor)
+        while at >= 0:
+            places.append(at)
+            at = plain.find(anchor, at + len(anchor))
     start = end = -1
-    for found in anchor.finditer(plain):
-        if found.start() - reach > end:
+    for at in sorted(places):
+        if at - reach > end:
             if end > 0:
                 yield start, end
-            start = max(0, found.start() - reach)
-        end = found.end() + reach
+            start = max(0, at - reach)
+        end = at + reach
     if end > 0:
         yield start, min(end, len(plain))
 
 
-def is_quoted(reading: Reading, start: int) -> bool:
-    """Whether a phrase at `start` of the plain text is cited, not said: in quotes or code, or after "such as", "asks
-    you to", "never". It is how a skill that warns of an attack differs from the attack; an attacker who quotes his own
-    order hides it from this check, and from many models too.
-    """
-    before = reading.line_before(start, 300)
-    if before.rstrip(" *_-❌✗>")[-1:] in tuple(_OPENING_QUOTES):
-        return True
-    if before.count('"') % 2 or before.count("`") % 2 or _in_sample(reading.plain[max(0, start - 500) : start]):
-        return True
-    return any(before.count(left) > before.count(right) for left, right in _PAIRS) or bool(_REPORTED.search(before))
+def read_text(text: str, field: str = "body", skill: Skill | None = None) -> Reading:
+    """`text` with its plain form, in time linear in its length."""
+    plain = text.lower()
+    if len(plain) != len(text):  # a letter that would become two stays
+        plain = "".join(low if len(low := letter.lower()) == 1 else letter for letter in text)
+    if text.isascii():
+        if "&" not in text and "\\\n" not in text:
+            return Reading(text, plain, None, (), field, skill, _stems(plain))
+        return _undisguised(text, plain, _DISGUISE_ASCII, field, skill)
+    if _STYLED.search(plain):
+        plain = plain.translate(_TO_PLAIN)
+    return _undisguised(text, plain, _DISGUISE, field, skill)
 
 
-def _in_sample(before: str) -> bool:
-    """Whether `before` ends inside a code block that words on attacks introduce."""
-    parts = before.split("```")
-    return len(parts) % 2 == 0 and bool(_OF_ATTACKS.search(parts[-2][-200:]))
+def _undisguised(text: str, plain: str, pattern: re.Pattern[str], field: str, skill: Skill | None) -> Reading:
+    origins = None
+    if pattern.search(plain):
+        parts: list[str] = []
+        origins = array("l")
+        done = 0
+        for found in pattern.finditer(plain):
+            shown = html.unescape(found[0]).lower() if found[0][0] == "&" else ""
+            if len(shown) > 1:
+                continue  # no entity, or one that stands for two letters
+            parts += (plain[done : found.start()], shown)
+            origins.extend(range(done, found.start()))
+            origins.extend([found.start()] * len(shown))
+            done = found.end()
+        origins.extend(range(done, len(plain)))
+        plain = "".join([*parts, plain[done:]])
+    foreign = not plain.isascii() and any(letter in plain for letter in _LETTERS)
+    mixed = tuple(_mixed_words(plain)) if foreign else ()
+    for start, end in mixed:
+        plain = plain[:start] + plain[start:end].translate(_LOOK_ALIKE) + plain[end:]
+    return Reading(text, plain, origins, mixed, field, skill, _stems(plain))
+
+
+def _mixed_words(plain: str) -> Spans:
+    """Words of Latin letters with look-alikes of another script among them, and of no other letters."""
+    for found in _MIXED_WORD.finditer(plain):
+        outside = plain[max(0, found.start() - 1) : found.start()] + plain[found.end() : found.end() + 1]
+        if re.search("[a-z]{2}|[a-z].+[a-z]", found[0]) and not any(letter.isalpha() for letter in outside):
+            yield found.span()
