@@ -103,7 +103,8 @@ def _passages(skill: Skill) -> Iterator[Passage]:
             quotes = list(_quotes(line))
             yield from quotes or [("use", found["text"])]
         elif not _ASIDE.search(heading):
-            yield from (("sentence", text) for text in _SENTENCE_END.split(found["text"]) if text)
+            for text in filter(None, _SENTENCE_END.split(found["text"])):
+                yield "sentence", text
 
 
 def _quotes(text: str) -> Iterator[Passage]:
