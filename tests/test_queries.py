@@ -122,6 +122,7 @@ def test_empty_queries_and_queries_without_gold_are_dropped(tmp_path: Path, pool
     ]  # fmt: skip
     with pytest.raises(SkilltrainError, match=r"left of 1 file\(s\), 3 dropped rows; the first: empty_query"):
         make(tmp_path, write_jsonl(tmp_path / "train.jsonl", rows))
+    assert read_table(tmp_path / "out1.dropped.parquet", DROPPED).column("query_id").to_pylist() == ["e", "n", "g"]
 
 
 def test_the_same_queries_from_any_kind_of_file(tmp_path: Path, pool: Path):

@@ -139,7 +139,7 @@ def run_queries(config: QueriesConfig, out: Path) -> dict[str, Any]:
     """Write QUERIES, JUDGEMENTS and DROPPED; their counts.
 
     Raises SkilltrainError for a row that is no query, for an id that stands twice, for a required skill that is
-    not in the pool (with `missing_gold: error`), and where no query is left.
+    not in the pool (with `missing_gold: error`), and where no query is left (DROPPED is written beside `out` then).
     """
     dropped: list[Dropped] = []
     skill_ids, kept_for = read_ids(config.pool)
@@ -162,8 +162,11 @@ def run_queries(config: QueriesConfig, out: Path) -> dict[str, Any]:
         )  # fmt: skip
     queries = [item.query for query_id, item in asked.items() if query_id not in missing]
     if not queries:
+        file = config.out.with_name(f"{config.out.name}.dropped.parquet")
+        write_table((drop.row() for drop in dropped), DROPPED, file)
         first = f"; the first: {dropped[0].filter}: {dropped[0].reason}" if dropped else ""
-        raise SkilltrainError(f"no query is left of {len(config.files)} file(s), {len(dropped)} dropped rows{first}")
+        what = f"no query is left of {len(config.files)} file(s), {len(dropped)} dropped rows{first}"
+        raise SkilltrainError(what, fix=f"all reasons stand in {file}")
     write_table(rows_of(queries), QUERIES, out)
     write_table(judgements, JUDGEMENTS, out)
     write_table((drop.row() for drop in dropped), DROPPED, out)
