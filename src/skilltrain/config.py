@@ -223,3 +223,21 @@ def input_paths(config: BaseModel) -> dict[str, Path]:
             elif is_input and isinstance(item, Path):
                 found[place] = item
     return found
+
+
+_MADE_BY = {
+    "pool": "pool",
+    "queries": "queries` or `skilltrain synthesize",
+    "rankings": "mine`, `skilltrain filter` or `skilltrain candidates",
+    "lists": "lists",
+    "clusters": "clusters",
+}
+
+
+def check_inputs(config: BaseModel) -> None:
+    """Raise SkilltrainError for the first input path that is not there, with the command that makes such a thing."""
+    for key, path in input_paths(config).items():
+        if not path.exists():
+            maker = _MADE_BY.get(key.rpartition(".")[2])
+            fix = f"made by `skilltrain {maker}`, or as the recipe's first lines say" if maker else ""
+            raise SkilltrainError("no such file or folder", where=path, fix=fix)

@@ -8,7 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from skilltrain.config import Config, input_paths, to_yaml
+from skilltrain.config import Config, check_inputs, input_paths, to_yaml
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import fingerprint, locked, read_json, staged_folder, write_json, write_text
 from skilltrain.terminal import is_main_process, say
@@ -63,6 +63,7 @@ def run_stage(stage: Stage, config: Any, resume: bool) -> dict[str, Any]:
     function, out = stage.run, config.out
     if not is_main_process():
         return _run_on_other_rank(stage, function, config, resume)
+    check_inputs(config)
     inputs = {key: input_fingerprint(path) for key, path in paths_read(config).items()}
     identity = {"recipe": config.model_dump(mode="json", exclude={"out"}), "inputs": inputs}
     if (done := _finished_run(out, what_matters(identity), resume and stage.trains)) is not None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skilltrain.config import input_paths, load_recipe, to_yaml, validate
+from skilltrain.config import check_inputs, load_recipe, to_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.runs import Stage, run_stage
 from skilltrain.terminal import is_main_process, say
@@ -112,9 +112,7 @@ def dry_run(config: Any) -> dict[str, Any]:
     if not is_main_process():
         return {}
     say(to_yaml(config))
-    for path in input_paths(config).values():
-        if not path.exists():
-            raise SkilltrainError("no such file or folder", where=path)
+    check_inputs(config)
     plan = STAGES[config.stage].plan
     return plan(config) if plan else {}
 
