@@ -105,6 +105,8 @@ FAULTS = {
     "pool sources={tmp}/empty out={tmp}/out": "{tmp}/empty: holds no SKILL.md",
     "pool sources={tmp}/text.parquet out={tmp}/out": "{tmp}/text.parquet: is not parquet",
     "pool sources={tmp}/nowhere out={tmp}/out": "{tmp}/nowhere: no such file or folder",
+    "queries files={tmp}/queries.jsonl pool={tmp}/nowhere out={tmp}/out":
+        "{tmp}/nowhere: no such file or folder (made by `skilltrain pool`, ",
     "queries files={tmp}/queries.jsonl pool={runs}/pool out={tmp}/out":
         "{tmp}/queries.jsonl, line 2: query 'queries-",
     "mine pool={tmp}/empty queries={runs}/queries encoder.source={bert} out={tmp}/out":
