@@ -31,5 +31,8 @@ systems="[{name: bm25, rankers: [{kind: lexical}]},
   {name: bm25 + trained encoder, rankers: [{kind: fuse, of: [{kind: lexical}, $encoder]}]},
   {name: trained encoder + reranker, rankers: [$encoder, {$reranker, first_weight: 1.0}]},
   {name: reranker alone, rankers: [$encoder, {$reranker}]}]"
-skilltrain evaluate pool="$out/pool" benchmark="$out/queries" split=dev systems="$systems" out="$out/dev"
-skilltrain evaluate pool="$out/pool" benchmark="$data/skillsbench-dev" systems="$systems" out="$out/tasks"
+skilltrain clusters pool="$out/pool" out="$out/clusters"
+skilltrain evaluate pool="$out/pool" clusters="$out/clusters" benchmark="$out/queries" split=dev \
+  systems="$systems" out="$out/dev"
+skilltrain evaluate pool="$out/pool" clusters="$out/clusters" benchmark="$data/skillsbench-dev" \
+  systems="$systems" out="$out/tasks"

@@ -10,7 +10,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.routing.evaluate import EvaluateConfig, run_evaluate
 from skilltrain.stages import dry_run
-from skilltrain.tables import RANKINGS, read_table, rows_of
+from skilltrain.tables import CLUSTERS, RANKINGS, read_table, rows_of, write_table
 
 SKILLS_OF_POOL = [Skill(f"s{i}", f"name {i}", f"about {word}", f"the body says {word}") for i, word in
                   enumerate(["apples", "bridges", "candles", "drums"])]  # fmt: skip
@@ -88,6 +88,26 @@ def test_saved_rankings_stand_beside_live_systems_and_predictions(folder):
     assert found["old"] == found["both"] == found["bm25"] == {"MRR@10": 1} and found["mine"] == {"MRR@10": 0}
 
 
+def test_copies_count_beside_the_strict_measures_everywhere(folder):
+    """s3 is a copy of s0 (q1); of q2 it is a judged skill of its own, and of q3 the gold one, whose copy is s0."""
+    clusters = [{"skill_id": f"s{n}", "cluster": n % 3} for n in range(4)]
+    write_table(clusters, CLUSTERS, folder / "clusters")
+    first = predict(folder, {"q1": ["s3", "s0"], "q2": ["s3"], "q3": ["s0", "s3"]}, "first")
+    better = predict(folder, {"q1": ["s0"], "q2": ["s1"], "q3": ["s3"]}, "better")
+    settings = {"pool": str(folder / "pool"), "predictions": [first, better], "measures": ["Hit@1", "FC@2"]}
+    evaluate(folder, clusters=str(folder / "clusters"), **settings)
+    expected = {"Hit@1": 0, "Hit@1 (copies)": 2 / 3, "FC@2": 2 / 3, "FC@2 (copies)": 2 / 3}
+    assert means(folder)["first"] == pytest.approx(expected)
+    assert means(folder, "multi")["first"] == dict.fromkeys(expected, 0)
+    found = json.loads((folder / "out" / "metrics.json").read_text())
+    assert {row["measure"]: row["mean"] for row in found["differences"]} == pytest.approx(
+        {"Hit@1": 1, "Hit@1 (copies)": 1 / 3}
+    )
+    assert found["notes"] == ["(copies): near-duplicates of a gold skill count as gold too; 2 of 3 queries have any."]
+    pages = [(folder / "out" / name).read_text() for name in ("report.html", "report.md")]
+    assert all("Hit@1 (copies)" in page for page in pages) and pages[0].count("copy of gold") == 2
+
+
 def test_rankings_are_as_long_as_the_measures_look(folder):
     evaluate(folder, pool=str(folder / "pool"), systems=[BM25], measures=["Recall@1", "Recall@3"], depth=1)
     rows = read_table(folder / "out", RANKINGS).to_pylist()
@@ -132,10 +152,14 @@ def test_a_benchmarks_own_gold_skills_join_the_pool(tmp_path):
         ({"systems": [BM25], "pool": "pool", "split": "nowhere"}, r"no query of split 'nowhere' \(its splits are dev"),
         ({"systems": [BM25], "pool": "none"}, "none: no such file or folder"),
         ({"systems": [BM25], "pool": "pool", "measures": []}, "measures: "),
+        ({"systems": [BM25], "pool": "pool", "clusters": "clusters"}, r"1 skill\(s\) of the pool are in no cluster"),
+        ({"predictions": "mine.json", "clusters": "clusters"}, "copies are found by the skills' texts"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(folder, monkeypatch, settings, message):
     monkeypatch.chdir(folder)
+    predict(folder, {"q1": ["s0"]})
+    write_table([{"skill_id": f"s{n}", "cluster": n} for n in range(3)], CLUSTERS, folder / "clusters")
     with pytest.raises(SkilltrainError, match=message):
         evaluate(folder, **settings)
     values = {"stage": "evaluate", "benchmark": "bench", "out": "out", **settings}

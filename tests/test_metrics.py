@@ -17,6 +17,7 @@ from skilltrain.evaluation.metrics import (
     parse_measure,
     parse_measures,
     per_query,
+    with_copies,
 )
 
 BINARY = Relevance(gold=frozenset("abc"), gains=dict.fromkeys("abc", 1.0))
@@ -237,6 +238,28 @@ def test_alternatives_change_nothing_but_the_name(ranking: list[str], cutoff: in
         renamed.append(f"copy of {gold}" if gold in renamed else gold)
     measures = [*(Measure(name, cutoff) for name in CUT), Measure("Set-Compat", 0)]
     assert evaluate_query(ranking, relevance, measures) == evaluate_query(renamed, plain, measures)
+
+
+def test_a_copy_counts_as_its_gold_skill_once_and_in_measures_of_copies_alone():
+    relevance = Relevance(frozenset("ab"), {"a": 1.0, "b": 1.0}, copies={"c": "a", "d": "a"})
+    measures = with_copies(parse_measures(["Hit@1", "Recall@3", "FC@3", "nDCG@3"]))
+    assert [str(measure) for measure in measures][:3] == ["Hit@1", "Hit@1 (copies)", "Recall@3"]
+    ideal = 1 + 1 / math.log2(3)
+    assert evaluate_query(tuple("cdaxb"), relevance, measures) == pytest.approx({
+        "Hit@1": 0, "Recall@3": 1 / 2, "FC@3": 0, "nDCG@3": (1 / math.log2(4)) / ideal,
+        "Hit@1 (copies)": 1, "Recall@3 (copies)": 1 / 2, "FC@3 (copies)": 0, "nDCG@3 (copies)": 1 / ideal,
+    })  # fmt: skip
+    assert evaluate_query(tuple("dxb"), relevance, measures[5:6]) == {"FC@3 (copies)": 1.0}
+
+
+@given(ranking=st.lists(st.sampled_from("abcdACx"), unique=True), cutoff=st.integers(1, 6))
+def test_copies_never_lower_a_measure(ranking: list[str], cutoff: int):
+    gains = {"a": 3.0, "b": 1.0, "x": 1.0}
+    relevance = Relevance(frozenset("ab"), gains, {"A": "a"}, copies={"c": "a", "C": "a", "d": "b"})
+    measures = with_copies([*(Measure(name, cutoff) for name in CUT), Measure("Set-Compat", 0)])
+    values = evaluate_query(ranking, relevance, measures)
+    for strict, lenient in zip(measures[::2], measures[1::2], strict=True):
+        assert values[str(lenient)] >= values[str(strict)]
 
 
 def test_per_query_refuses_queries_the_benchmark_does_not_hold():

@@ -8,6 +8,7 @@ from skilltrain.data import near_duplicates as module
 from skilltrain.data.near_duplicates import (
     ClustersConfig,
     bands_and_rows,
+    copies_of,
     link_near_duplicates,
     near_duplicate_clusters,
     run_clusters,
@@ -51,6 +52,17 @@ def test_copies_share_a_cluster_and_clusters_are_numbered_by_lowest_id():
     text = words(1, 200)
     skills = [skill("d", words(2, 200)), skill("a", text), skill("c", text + " and more"), skill("b", words(3, 200))]
     assert near_duplicate_clusters(skills, 0.6) == {"a": 0, "b": 1, "c": 0, "d": 2}
+
+
+def test_copies_share_a_cluster_or_a_name_and_three_tenths_of_their_trigrams(tmp_path):
+    """Of 9 words a body has 7 trigrams; bodies that share the first 5 words share 3 of 11, the first 6 4 of 10."""
+    five, six = "a b c d e p q r s", "a b c d e f p q r"
+    named = {"gold": ("PDF tools", "a b c d e f g h i"), "near": ("pdf-tools", six), "far": ("pdf-tools", five),
+             "other name": ("x", six), "of cluster": ("y", "z"), "lone": ("", "a b c d e f g h i")}  # fmt: skip
+    skills = {one: Skill(one, name, "", body) for one, (name, body) in named.items()}
+    rows = [{"skill_id": one, "cluster": n} for n, one in enumerate(skills) if one != "of cluster"]
+    write_table([*rows, {"skill_id": "of cluster", "cluster": 0}], CLUSTERS, tmp_path)
+    assert copies_of(["gold", "lone", "absent"], skills, tmp_path) == {"gold": ["near", "of cluster"]}
 
 
 def test_a_chain_of_pairs_is_one_cluster():

@@ -120,5 +120,5 @@ def test_clusters_can_be_read_from_a_table(build, tmp_path):
 
 def test_clusters_of_another_pool_are_refused(build, tmp_path):
     source = build(clusters=clustered(tmp_path, a=0, b=1, c=2))
-    with pytest.raises(SkilltrainError, match=r"2 skill\(s\) of the lists are in no cluster, 'd' among them"):
+    with pytest.raises(SkilltrainError, match=r"2 skill\(s\) of the pool are in no cluster, 'd' among them"):
         load_training_set(source, 0.6)

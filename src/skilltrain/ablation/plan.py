@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from skilltrain.ablation.grid import SEED, AblationConfig, Recipe, fill, load_grid, places_in, recipes_of
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.metrics import parse_measures
 from skilltrain.runs import input_fingerprint, paths_read, run_state, what_matters
 from skilltrain.stages import parse_recipe
 
@@ -174,7 +173,7 @@ def _check_evaluations(plan: Plan) -> None:
             if len(config.systems) + len(config.predictions) != 1:
                 what = f"an evaluation of an ablation has one system, found {len(config.systems)}"
                 raise SkilltrainError(what, where=where, fix="make a step, or a variant, of each")
-            measures = [str(measure) for measure in parse_measures(config.measures)]
+            measures = [str(measure) for measure in config.scored]
             if missing := [measure for measure in plan.grid.compare if measure not in measures]:
                 raise SkilltrainError(f"measures: {missing[0]}, which `compare` names, is missing", where=where)
             asked = (config.benchmark, config.split, measures)

@@ -13,7 +13,6 @@ from typing import Any
 from skilltrain.ablation.plan import Cell, Plan
 from skilltrain.evaluation.bootstrap import RESAMPLES, Interval, compact, interval
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare, holm, same_queries
-from skilltrain.evaluation.metrics import parse_measures
 from skilltrain.files import read_jsonl
 from skilltrain.report.numbers import reading
 from skilltrain.report.page import markdown as markdown_of
@@ -109,7 +108,7 @@ def collect_results(plan: Plan, failed: Mapping[tuple[str, int], str]) -> Result
 
 def _table(plan: Plan, name: str, cells: Sequence[Cell]) -> ResultTable:
     grid, config = plan.grid, plan.runs[cells[0].evaluations[name]].config
-    measures = tuple(str(measure) for measure in parse_measures(config.measures))
+    measures = tuple(str(measure) for measure in config.scored)
     systems: list[SystemResult] = []
     variants: list[VariantScores] = []
     for variant in grid.variants:

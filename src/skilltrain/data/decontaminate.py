@@ -19,11 +19,11 @@ from skilltrain.data.contamination import (
     Gold,
     open_benchmarks,
 )
+from skilltrain.data.near_duplicates import read_clusters
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import POSITIVE, Dropped, Skill
 from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
 from skilltrain.tables import (
-    CLUSTERS,
     DROPPED,
     JUDGEMENTS,
     LISTS,
@@ -134,10 +134,7 @@ def _compare_pool(
 
 def _same_cluster(skills: list[Skill], golds: list[Gold], clusters: Path) -> Iterator[Dropped]:
     """Yield a match where a chain of near-duplicates links a skill to a gold skill of the pool."""
-    cluster_of = {row["skill_id"]: row["cluster"] for row in read_table(clusters, CLUSTERS).to_pylist()}
-    if unknown := [skill.skill_id for skill in skills if skill.skill_id not in cluster_of]:
-        what = f"holds no cluster of skill '{unknown[0]}' (of {len(unknown)} skills)"
-        raise SkilltrainError(what, where=clusters, fix="make the clusters of this pool")
+    cluster_of = read_clusters(clusters, (skill.skill_id for skill in skills))
     for skill in skills:
         for gold in golds:
             own, other = skill.skill_id, gold.skill.skill_id

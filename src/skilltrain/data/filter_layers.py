@@ -17,11 +17,11 @@ from jaxtyping import Bool, Float32, Float64, Int64, Shaped
 from pydantic import Field, field_validator, model_validator
 
 from skilltrain.config import Config
+from skilltrain.data.near_duplicates import read_clusters
 from skilltrain.data.trigrams import Positions, TrigramSets, jaccard, numbered
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource, SkillEncoder, encode_queries, encode_skills, open_encoder
-from skilltrain.tables import CLUSTERS, read_table
 from skilltrain.texts import name_key
 from skilltrain.workers import WorkersConfig
 
@@ -103,11 +103,7 @@ class FilterPool:
     def clusters(self) -> Positions:
         """Near-duplicate clusters. Raises SkilltrainError for a skill in use that is in none."""
         assert self.clusters_path is not None  # the settings see to it
-        of = {row["skill_id"]: row["cluster"] for row in read_table(self.clusters_path, CLUSTERS).to_pylist()}
-        used = (self.skills[place].skill_id for place in self.in_use)
-        if missing := [skill_id for skill_id in used if skill_id not in of]:
-            what = f"{len(missing)} skill(s) of the pool are in no cluster, '{min(missing)}' among them"
-            raise SkilltrainError(what, where=self.clusters_path, fix="make the clusters of this pool")
+        of = read_clusters(self.clusters_path, (self.skills[place].skill_id for place in self.in_use))
         return np.array([of.get(skill.skill_id, -1) for skill in self.skills], dtype=np.int64)
 
     def cosines(

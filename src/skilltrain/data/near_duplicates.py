@@ -1,8 +1,8 @@
 """Stage `clusters`: which skills of a pool are copies of one another (MinHash proposes, exact Jaccard confirms)."""
 
 from collections import Counter
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from skilltrain.config import Config, InputPath
-from skilltrain.data.trigrams import Trigrams, TrigramSets, jaccard, numbered
+from skilltrain.data.trigrams import Trigrams, TrigramSets, jaccard, numbered, word_trigrams
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.tables import CLUSTERS, SKILLS, read_table, skills_from_table, write_table
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 MAX_PERMUTATIONS = 160
 MIN_RECALL = 0.99
+SAME_NAME_OVERLAP = 0.3  # Jaccard index from which a skill of the same name is a copy
 _BLOCK = 512  # skills that a worker sketches at once
 
 
 class ClustersConfig(Config):
-    """Find the near-duplicate clusters of a pool, for the filter layer 'cluster' and the in-batch mask."""
+    """Find the near-duplicate clusters of a pool, for filters, the in-batch mask and measures with copies."""
 
     stage: Literal["clusters"]
     pool: InputPath = Field(description="SKILLS table (file or folder)")
@@ -61,6 +62,42 @@ def run_clusters(config: ClustersConfig, out: Path) -> dict[str, Any]:
         "num_clusters": len(copies), "num_skills_in_clusters": sum(copies),
         "largest": {first[cluster]: size for cluster, size in sizes.most_common(5) if size > 1},
     }  # fmt: skip
+
+
+def read_clusters(path: Path, skill_ids: Iterable[str]) -> dict[str, int]:
+    """skill_id → cluster of a table CLUSTERS. Raises SkilltrainError for one of `skill_ids` that is in none."""
+    clusters = {row["skill_id"]: row["cluster"] for row in read_table(path, CLUSTERS).to_pylist()}
+    if missing := [skill_id for skill_id in skill_ids if skill_id not in clusters]:
+        what = f"{len(missing)} skill(s) of the pool are in no cluster, '{min(missing)}' among them"
+        raise SkilltrainError(what, where=path, fix="make the clusters of this pool")
+    return clusters
+
+
+def copies_of(skill_ids: Iterable[str], skills: Mapping[str, Skill], clusters: Path) -> dict[str, list[str]]:
+    """skill_id → the other skills of the pool `skills` that do the same job, for those of `skill_ids` that have any.
+
+    The rule: two skills are copies where they stand in one near-duplicate cluster of the table `clusters` (stage
+    `clusters`: a chain of body trigram Jaccard indices from .6, without the trigrams of templates), or where their
+    names are one (`name_key`) and the Jaccard index of their plain body trigrams is at least .3. Later versions and
+    translations of a skill share its name, its commands and less than .6 of its words.
+    Raises SkilltrainError for a skill of `skill_ids` that is in no cluster.
+    """
+    wanted = sorted({skill_id for skill_id in skill_ids if skill_id in skills})
+    cluster_of = read_clusters(clusters, wanted)
+    names = {skill_id: name_key(skill.name) for skill_id, skill in skills.items()}
+    alike: dict[int | str, list[str]] = {}  # cluster, or name → its skills
+    for skill_id, name in names.items():
+        for key in (cluster_of.get(skill_id), name or None):
+            if key is not None:
+                alike.setdefault(key, []).append(skill_id)
+    trigrams = cache(lambda skill_id: word_trigrams(skills[skill_id].body))
+    found: dict[str, list[str]] = {}
+    for own in wanted:
+        named = alike.get(names[own], [])
+        near = [other for other in named if jaccard(trigrams(own), trigrams(other)) >= SAME_NAME_OVERLAP]
+        if copies := {*alike[cluster_of[own]], *near} - {own}:
+            found[own] = sorted(copies)
+    return found
 
 
 def near_duplicate_clusters(skills: Sequence[Skill], threshold: float) -> dict[str, int]:

@@ -10,6 +10,8 @@ What is decided once, for all callers:
 - A query that the rankings leave out scores 0; SkillRouter's released evaluation leaves it out of the mean.
 - Gold outside the pool is refused (benchmarks/benchmark.py, check_pool), where the released evaluation shrinks the
   gold. Gold outside the ranking counts as missed. A ranked skill that nobody judged gains nothing.
+- A measure called `… (copies)` also takes `Relevance.copies` for gold, the first of each gold skill in the ranking; a
+  second one gains nothing and keeps its place. So it is never below the measure without copies.
 - A measure that is not defined for a query (Set-Compat, where one skill is gold) gives it no value: the key is absent
   from `per_query`, for every system alike, and the mean and its n run over the queries that have the key.
 """
@@ -18,7 +20,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from pydantic import AfterValidator
@@ -27,6 +29,7 @@ from skilltrain.errors import SkilltrainError
 
 DEFAULT_MEASURES = ("Hit@1", "MRR@10", "nDCG@10", "Recall@10", "Recall@20", "Recall@50", "FC@10")
 SET_COMPAT = "Set-Compat"  # the one measure without a cutoff
+COPIES = " (copies)"  # what the name of a measure ends with that takes copies of gold skills for gold
 MEANINGS = {
     "Hit": "1 if a gold skill stands in the top k",
     "MRR": "1 / rank of the first gold skill, 0 if it stands below place k",
@@ -49,22 +52,28 @@ class Relevance:
 
     A gain without gold is half a success: a useful skill, or a degraded copy of a gold one. `alternatives` (skill_id →
     gold skill) do what a gold skill does: the one that a ranking puts first stands for it, the others gain nothing.
+    `copies` (skill_id → gold skill) do so too, for the measures that ask for copies.
     """
 
     gold: frozenset[str]
     gains: Mapping[str, float]
     alternatives: Mapping[str, str] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A measure and the number of places it looks at (0 for Set-Compat: as many as the query has gold skills)."""
+    """A measure and the number of places it looks at (0 for Set-Compat: as many as the query has gold skills).
+
+    With `copies` it takes copies of gold skills for gold.
+    """
 
     name: str
     cutoff: int
+    copies: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name}@{self.cutoff}" if self.cutoff else self.name
+        return (f"{self.name}@{self.cutoff}" if self.cutoff else self.name) + COPIES * self.copies
 
     def applies_to(self, relevance: Relevance) -> bool:
         """Whether the measure is defined for the query, whatever the ranking."""
@@ -108,6 +117,11 @@ def parse_measures(texts: Sequence[str]) -> tuple[Measure, ...]:
     return tuple(dict.fromkeys(parse_measure(text) for text in texts))
 
 
+def with_copies(measures: Sequence[Measure]) -> tuple[Measure, ...]:
+    """Each measure, and beside it the one that takes copies of gold skills for gold."""
+    return tuple(replace(measure, copies=copies) for measure in measures for copies in (False, True))
+
+
 def _known_names(texts: tuple[str, ...]) -> tuple[str, ...]:
     try:
         return tuple(str(measure) for measure in parse_measures(texts))
@@ -128,15 +142,23 @@ def evaluate_query(ranking: Sequence[str], relevance: Relevance, measures: Seque
     if len(set(ranking)) < len(ranking):
         at = next(at for at, skill_id in enumerate(ranking) if skill_id in ranking[:at])
         raise SkilltrainError(f"skill '{ranking[at]}' stands twice in the ranking, again at rank {at + 1}")
-    found = as_found(ranking, relevance) if relevance.alternatives else relevance
-    return {str(measure): measure(ranking, found) for measure in measures if measure.applies_to(found)}
+    found = {copies: as_found(ranking, relevance, copies) for copies in {measure.copies for measure in measures}}
+    return {
+        str(measure): measure(ranking, found[measure.copies]) for measure in measures if measure.applies_to(relevance)
+    }
 
 
-def as_found(ranking: Sequence[str], relevance: Relevance) -> Relevance:
-    """`relevance` without alternatives: gold is, for each need, the skill that meets it first in `ranking`."""
+def as_found(ranking: Sequence[str], relevance: Relevance, copies: bool = False) -> Relevance:
+    """`relevance` without alternatives: gold is, for each need, the skill that meets it first in `ranking`.
+
+    With `copies` a copy of a gold skill meets its need, too.
+    """
+    needs = {**relevance.copies, **relevance.alternatives} if copies else relevance.alternatives
+    if not needs:
+        return relevance
     met: dict[str, str] = {}
     for skill_id in ranking:
-        need = relevance.alternatives.get(skill_id, skill_id)
+        need = needs.get(skill_id, skill_id)
         if need in relevance.gold:
             met.setdefault(need, skill_id)
     gold = frozenset(met.get(need, need) for need in relevance.gold)
@@ -171,7 +193,7 @@ def check_relevance(relevance: Relevance) -> None:
         raise SkilltrainError("no skill is gold, so no ranking can score")
     if without := sorted(skill_id for skill_id in gold if not gains.get(skill_id)):
         raise SkilltrainError(f"gold skill '{without[0]}' has no positive gain")
-    for skill_id, need in relevance.alternatives.items():
+    for skill_id, need in (*relevance.alternatives.items(), *relevance.copies.items()):
         if need not in gold:
             raise SkilltrainError(f"skill '{skill_id}' stands for '{need}', which is not gold")
         if skill_id in gains:

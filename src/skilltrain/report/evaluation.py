@@ -11,13 +11,13 @@ from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task
 from skilltrain.evaluation.benchmarks.skillrouter import ORIGIN
 from skilltrain.evaluation.bootstrap import RESAMPLES, normal_interval
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare
-from skilltrain.evaluation.metrics import Measure, Relevance, as_found
+from skilltrain.evaluation.metrics import COPIES, Measure, Relevance, as_found
 from skilltrain.evaluation.slices import ALL, KIND, SliceMeans, labels_of, means_by_slice, shown
 from skilltrain.records import Skill
 from skilltrain.report.numbers import counted, p_equals, reading
 
 HEADLINE = "Hit@1"
-COMPARED = (HEADLINE, "MRR@10")  # the measures by which systems are compared in pairs
+COMPARED = (HEADLINE, HEADLINE + COPIES, "MRR@10")  # the measures by which systems are compared in pairs
 
 
 @dataclass(frozen=True)
@@ -171,9 +171,9 @@ def build_report(
 ) -> Report:
     """The systems' means with 95% intervals, for all queries and each slice, and the differences between systems.
 
-    Each system is compared with the first and with the one before it, by Hit@1 and MRR@10 (by the first measure,
-    where neither was asked for). A measure may be undefined for a query: then it is so in every system, and means and
-    differences run over the other queries.
+    Each system is compared with the first and with the one before it, by Hit@1, strict and with copies, and MRR@10 (by
+    the first measure, where none was asked for). A measure may be undefined for a query: then it is so in every system,
+    and means and differences run over the other queries.
     Raises SkilltrainError where a system does not hold exactly these queries, or a measure where another does.
     """
     names = tuple(str(measure) for measure in measures)

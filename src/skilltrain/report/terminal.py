@@ -39,7 +39,7 @@ def terminal_table(report: Report, width: int) -> Table:
         table.add_row("", *(Text(head, style="bold") for head in heads), end_section=True)
         for measure in report.measures:
             cells = [_cell(part, name, measure) for part, name in block]
-            table.add_row(measure, *cells, end_section=measure == report.measures[-1])
+            table.add_row(measure.replace(" ", "\n"), *cells, end_section=measure == report.measures[-1])
     return table
 
 

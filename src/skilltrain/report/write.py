@@ -7,7 +7,7 @@ from typing import Any
 
 from skilltrain.evaluation.analysis import FIELDS, FieldAttention
 from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES
-from skilltrain.evaluation.metrics import MEANINGS, Measure
+from skilltrain.evaluation.metrics import COPIES, MEANINGS, Measure
 from skilltrain.files import write_json, write_text
 from skilltrain.report.evaluation import Report
 from skilltrain.report.numbers import ALPHA
@@ -64,7 +64,7 @@ def report_page(report: Report) -> str:
 
 def _values(report: Report) -> dict[str, Any]:
     """What both templates ask for."""
-    used = dict.fromkeys(name.partition("@")[0] for name in report.measures)
+    used = dict.fromkeys(name.removesuffix(COPIES).partition("@")[0] for name in report.measures)
     return {
         "report": report,
         "meanings": {name: MEANINGS[name] for name in used},

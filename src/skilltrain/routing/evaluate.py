@@ -10,13 +10,21 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from skilltrain.config import Config, InputPath
+from skilltrain.data.near_duplicates import copies_of
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analysis import Analysis
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark, check_pool, joined
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, check_pool, joined, knowing_copies
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.comparison import SystemResult
-from skilltrain.evaluation.metrics import DEFAULT_MEASURES, Measure, MeasureNames, parse_measures, per_query
+from skilltrain.evaluation.metrics import (
+    DEFAULT_MEASURES,
+    Measure,
+    MeasureNames,
+    parse_measures,
+    per_query,
+    with_copies,
+)
 from skilltrain.files import write_json
 from skilltrain.records import Skill
 from skilltrain.report.evaluation import About, Report, build_report
@@ -50,6 +58,11 @@ class EvaluateConfig(Config):
     predictions: tuple[InputPath, ...] = Field(
         default=(), description="JSON files {query_id: [skill_id, …]} to score as well"
     )
+    clusters: InputPath | None = Field(
+        default=None,
+        description="CLUSTERS of the pool (stage clusters): each measure stands a second time, as `Hit@1 (copies)`, "
+        "where near-duplicates of a gold skill count as gold; null: strict measures alone",
+    )
     measures: MeasureNames = Field(
         default=DEFAULT_MEASURES, min_length=1, description="e.g. Hit@1, nDCG@10, FC@10, Set-Compat"
     )
@@ -67,14 +80,19 @@ class EvaluateConfig(Config):
         return () if value is None else value if isinstance(value, list | tuple) else (value,)
 
     @property
+    def scored(self) -> tuple[Measure, ...]:
+        """What every query is scored by: `measures`, with copies too where there are `clusters`."""
+        measures = parse_measures(self.measures)
+        return measures if self.clusters is None else with_copies(measures)
+
+    @property
     def ranked_depth(self) -> int:
         """How many skills of a query are ranked, so that no Recall@100 is counted over 50."""
-        return max(self.depth, *(measure.cutoff or 0 for measure in parse_measures(self.measures)))
+        return max(self.depth, *(measure.cutoff for measure in self.scored))
 
 
 def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
     """Write the report and the rankings; the table goes to the terminal, the summary holds the means."""
-    measures = parse_measures(config.measures)
     benchmark, pools = _opened(config)
     by_id = {skill.skill_id: skill for skills in pools for skill in skills}
     predicted = _predicted(config, benchmark, by_id)
@@ -82,10 +100,11 @@ def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
     stages, asked = _ranked(config, benchmark, pools)
     if stages:
         write_table(rankings_table(chain(*stages.values())), RANKINGS, out)
-    results = _results({name: _ids(ranked[-1]) for name, ranked in stages.items()} | predicted, benchmark, measures)
+    rankings = {name: _ids(ranked[-1]) for name, ranked in stages.items()} | predicted
+    results = _results(rankings, benchmark, config.scored)
     analysis = analyse_results(inputs, results, benchmark, stages)
     about = About((*benchmark.notes, *_select_notes(asked)), _provenance(config, len(by_id)))
-    report = build_report(benchmark, results, measures, config.seed, by_id, analysis, about)
+    report = build_report(benchmark, results, config.scored, config.seed, by_id, analysis, about)
     write_report(report, out)
     console.print(terminal_table(report, console.width))
     means = report.every.means.items()
@@ -108,11 +127,12 @@ def score_predictions(config: EvaluateConfig) -> Report:
 
     Raises SkilltrainError for predictions and benchmarks that do not fit together.
     """
-    measures = parse_measures(config.measures if "measures" in config.model_fields_set else PREDICTION_MEASURES)
+    if "measures" not in config.model_fields_set:
+        config = config.model_copy(update={"measures": PREDICTION_MEASURES})
     benchmark, pools = _opened(config)
     skill_ids = {skill.skill_id for skills in pools for skill in skills}
-    results = _results(_predicted(config, benchmark, skill_ids), benchmark, measures)
-    return build_report(benchmark, results, measures, config.seed, {}, Analysis(), About(benchmark.notes))
+    results = _results(_predicted(config, benchmark, skill_ids), benchmark, config.scored)
+    return build_report(benchmark, results, config.scored, config.seed, {}, Analysis(), About(benchmark.notes))
 
 
 def write_scores(report: Report, file: Path) -> None:
@@ -149,7 +169,15 @@ def _opened(config: EvaluateConfig) -> tuple[Benchmark, list[list[Skill]]]:
     pools = [skills_of(config.pool, part) for part in benchmark.parts]
     parts = zip(benchmark.parts, pools, strict=True)
     checked = [check_pool(part, {skill.skill_id for skill in pool}) if pool else part for part, pool in parts]
-    return joined(checked), pools
+    benchmark = joined(checked)
+    if config.clusters is None:
+        return benchmark, pools
+    if not any(pools):
+        raise SkilltrainError("copies are found by the skills' texts", where="clusters", fix="give pool=…")
+    by_id = {skill.skill_id: skill for pool in pools for skill in pool}
+    relevances = [task.relevance for task in benchmark.tasks]
+    wanted = (skill_id for one in relevances for skill_id in (*one.gold, *one.alternatives))
+    return knowing_copies(benchmark, copies_of(wanted, by_id, config.clusters)), pools
 
 
 def _ranked(

@@ -10,11 +10,10 @@ from pydantic import Field, field_validator
 
 from skilltrain.config import Config, InputPath
 from skilltrain.data.contamination import BenchmarkPaths, ContaminationLimits
-from skilltrain.data.near_duplicates import near_duplicate_clusters
+from skilltrain.data.near_duplicates import near_duplicate_clusters, read_clusters
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill, Verdict
 from skilltrain.tables import (
-    CLUSTERS,
     JUDGEMENTS,
     LISTS,
     QUERIES,
@@ -109,10 +108,7 @@ def _clusters(source: ListsSource, skills: list[Skill], near_duplicates: float |
     if source.clusters is None:
         clusters = near_duplicate_clusters(skills, near_duplicates)
     else:
-        of = {row["skill_id"]: row["cluster"] for row in read_table(source.clusters, CLUSTERS).to_pylist()}
-        if missing := [skill.skill_id for skill in skills if skill.skill_id not in of]:
-            what = f"{len(missing)} skill(s) of the lists are in no cluster, {missing[0]!r} among them"
-            raise SkilltrainError(what, where=source.clusters, fix="make the clusters of this pool")
+        of = read_clusters(source.clusters, (skill.skill_id for skill in skills))
         clusters = {skill.skill_id: of[skill.skill_id] for skill in skills}
     sizes = Counter(clusters.values())
     return {skill_id: cluster for skill_id, cluster in clusters.items() if sizes[cluster] > 1}

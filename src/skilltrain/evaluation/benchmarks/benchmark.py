@@ -156,6 +156,26 @@ def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
     return replace(benchmark, tasks=tuple(tasks))
 
 
+def knowing_copies(benchmark: Benchmark, copies: Mapping[str, Collection[str]]) -> Benchmark:
+    """`benchmark` whose tasks know the copies of what they want; `copies` maps skill_id → its copies.
+
+    A skill that the benchmark wants or gives a gain of its own is no copy: its judgement knows more. A copy of two gold
+    skills is that of the first by id. A note says how many queries have copies.
+    """
+    tasks: list[Task] = []
+    for task in benchmark.tasks:
+        gold, gains, alternatives = task.relevance.gold, task.relevance.gains, task.relevance.alternatives
+        found: dict[str, str] = {}
+        for skill_id, need in sorted({**{one: one for one in gold}, **alternatives}.items()):
+            for copy in copies.get(skill_id, ()):
+                if copy not in gains and copy not in alternatives:
+                    found.setdefault(copy, need)
+        tasks.append(replace(task, relevance=replace(task.relevance, copies=found)))
+    num = sum(bool(task.relevance.copies) for task in tasks)
+    note = f"(copies): near-duplicates of a gold skill count as gold too; {num} of {len(tasks)} queries have any."
+    return replace(benchmark, tasks=tuple(tasks), notes=(*benchmark.notes, note))
+
+
 def check_split(queries: Sequence[Query], split: str | None, folder: Path) -> None:
     """Raise SkilltrainError where no query is of the split."""
     if not queries:
