@@ -416,3 +416,13 @@ def test_two_ranks_train_to_the_parameters_of_one(runs, tmp_path):
     code, again, err = finished(program(*command))
     assert code == 0 and json.loads(again) == summary and "nothing to do" in err
     assert contents(tmp_path) == before
+
+
+def test_show_prints_the_rows_of_a_table_that_fit(runs):
+    skills = runs / "pool" / "skills.parquet"
+    [skill_id, *_] = read_table(skills.parent, SKILLS).column("skill_id").to_pylist()
+    outcome = succeeds("show", skills, f"skill_id={skill_id}", "--json")
+    assert [json.loads(line)["skill_id"] for line in outcome.out.splitlines()] == [skill_id]
+    assert succeeds("show", skills, "--rows", 1).out.count("skill_id") == 1
+    assert "its tables: dropped.parquet, flags.parquet" in skilltrain("show", skills.parent).error_line
+    assert "no column 'x' (its columns: skill_id, " in skilltrain("show", skills, "x=1").error_line

@@ -8,13 +8,13 @@ from typing import Any
 
 import typer
 
-from skilltrain.cli import evaluation, routing, stages
+from skilltrain.cli import evaluation, routing, stages, tables
 from skilltrain.cli.app import app
 from skilltrain.errors import SkilltrainError, StoppedError
 from skilltrain.terminal import console
 from skilltrain.texts import printable
 
-__all__ = ["app", "evaluation", "main", "routing", "stages"]
+__all__ = ["app", "evaluation", "main", "routing", "stages", "tables"]
 _FAULT, _INTERRUPTED = 2, 130
 _STOPPED = "interrupted; what was finished is kept"
 _MAX_CHARS = 2000  # of an error line; what a library says of a file may hold all of the file
