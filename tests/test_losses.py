@@ -1,6 +1,7 @@
 """Numbers worked by hand: log 2 = 0.693147, log(1 + e) = 1.313262, log(1 + 1/e) = 0.313262."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from skilltrain.losses import (
     RankNet,
     RerankerLoss,
     ScoredBatch,
+    uses_lexical_scores,
 )
 
 LOSSES = [
@@ -252,6 +254,28 @@ def test_directions_that_make_no_sense_are_refused(directions, partition, compla
         InfoNCE(directions=directions, partition=partition)
 
 
+def test_lexical_scores_are_added_to_the_logits():
+    one = replace(batch([[1, 0]], [[1, 0]]), lexical_scores=torch.tensor([[0.0, 3.0]], dtype=torch.float64))
+    # Logits 1 / .5 = 2 and 0 / .5 + 1/3 x 3 = 1: log(1 + e^(1 - 2)).
+    assert InfoNCE(temperature=0.5, lexical_weight=1 / 3)(one).item() == pytest.approx(LE1, abs=1e-9)
+    assert InfoNCE(temperature=1)(one).item() == pytest.approx(LE1, abs=1e-9)  # not asked for, not added
+    with pytest.raises(SkilltrainError, match=r"loss\.lexical_weight: the batch holds no BM25 scores"):
+        InfoNCE(lexical_weight=1)(batch([[1, 0]], [[1, 0]]))
+    with pytest.raises(ValidationError, match=r"lexical_weight is for directions: \[query_to_skill\] alone"):
+        InfoNCE(lexical_weight=1, directions=("query_to_skill", "skill_to_query"))
+
+
+def test_what_bm25_gets_right_gives_little_gradient():
+    scores = torch.zeros(2, 2, dtype=torch.float64, requires_grad=True)
+    lexical = torch.tensor([[9.0, 0.0], [0.0, 9.0]], dtype=torch.float64)
+    one = ScoredBatch(scores, torch.eye(2, dtype=torch.float64), torch.ones(2, 2, dtype=torch.bool))
+    one = replace(one, gains=one.gains[:1].expand(2, 2), lexical_scores=lexical)
+    (gradient,) = torch.autograd.grad(InfoNCE(temperature=1, lexical_weight=1)(one), scores)
+    # Both queries want the first skill; BM25 finds it for the first one and errs for the second.
+    share = 1 / (1 + math.exp(9))
+    assert torch.allclose(gradient, torch.tensor([[-share, share], [share - 1, 1 - share]], dtype=torch.float64))
+
+
 def test_a_reranker_has_one_direction():
     with pytest.raises(SkilltrainError, match=r"loss\.directions: only an encoder"):
         InfoNCE(directions=("query_to_skill", "skill_to_query"))(random_batch(0))
@@ -289,6 +313,8 @@ def test_what_a_loss_needs():
     both = ("query_to_skill", "skill_to_query")
     assert not InfoNCE().needs_sides and InfoNCE(directions=both).needs_sides
     assert Matryoshka(loss=InfoNCE(directions=both), dims=(4,)).needs_sides
+    lexical = InfoNCE(lexical_weight=1)
+    assert [*map(uses_lexical_scores, (InfoNCE(), KL(), lexical, Matryoshka(loss=lexical, dims=(4,))))] == [0, 0, 1, 1]
     assert Matryoshka(loss=KL(), dims=(4,)).needs_teacher_scores and not Matryoshka(dims=(4,)).needs_teacher_scores
     assert {loss.name for loss in LOSSES if loss.needs_teacher_scores} == {"kl", "margin_mse"}
 

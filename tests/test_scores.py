@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -137,11 +139,28 @@ def test_a_skill_with_a_higher_gain_for_another_query_is_no_negative_of_it():
     assert sides.skill_to_query.is_negative.tolist() == [[False, True], [False, False]]
 
 
-@pytest.mark.parametrize("loss", [ALL_SIDES, SYMMETRIC, Matryoshka(loss=ALL_SIDES, dims=(3, 8)), InfoNCE()])
+RESIDUAL = InfoNCE(lexical_weight=2.0)
+LEXICAL = {"pods": {"b": 3.0, "d": 1.0, "not in the batch": 4.0}, "clips": {}, "tables": {"a": 0.5}}
+
+
+def test_lexical_scores_stand_at_their_queries_and_skills():
+    of = replace(context(ONE, TWO), lexical=LEXICAL)
+    batch = encoder_scores([ONE, TWO], [ONE, TWO], unit(2, 0), None, "abcde", unit(5, 1), of)
+    wanted = [[0, 3, 0, 1, 0], [0, 0, 0, 0, 0]]
+    assert batch.lexical_scores is not None and batch.lexical_scores.tolist() == wanted
+    assert batch.truncated is not None and batch.truncated(4).lexical_scores is batch.lexical_scores
+    of = replace(of, lexical={})
+    assert encoder_scores([ONE], [ONE], unit(1, 0), None, "ab", unit(2, 1), of).lexical_scores is None
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [ALL_SIDES, SYMMETRIC, InfoNCE(), RESIDUAL, *(Matryoshka(loss=one, dims=(3, 8)) for one in (ALL_SIDES, RESIDUAL))],
+)
 def test_ranks_add_up_to_one_process(loss):
     three = TrainingList("q3", "tables", ("e", "d"), (1.0, 0.5), frozenset("ed"))
     lists, queries, skills = [ONE, TWO, three], unit(3, 0), unit(5, 1)
-    of = context(*lists, loss=loss)
+    of = replace(context(*lists, loss=loss), lexical=LEXICAL)
     whole = loss(encoder_scores(lists, lists, queries, queries, "abcde", skills, of))
     parts = [
         loss(encoder_scores(lists[rank::4], lists, queries[rank::4], queries, "abcde", skills, of)) for rank in range(4)

@@ -1,9 +1,12 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from skilltrain.losses import InfoNCE, ListwiseCE, PointwiseBCE
 from skilltrain.training import steps
 from skilltrain.training.steps import EncoderStep, Pairs, RerankerStep, StepSettings, Texts
+from skilltrain.training.training_set import lexical_scores
 from training_data import training_set
 
 
@@ -56,6 +59,18 @@ def test_each_distinct_skill_is_encoded_once_and_the_loss_is_the_naive_one(open_
     assert step.count.tokens == sum(map(len, seen)) <= step.count.slots
     assert loss.item() == pytest.approx(expected.item(), abs=1e-9)
     for got, wanted in zip(gradients(encoder, loss), expected_gradients, strict=True):
+        assert torch.allclose(got, wanted, atol=1e-9)
+
+
+def test_lexical_scores_move_the_loss_alike_whole_and_in_chunks(open_encoder_of):
+    encoder, data, loss = open_encoder_of("bert").double(), training_set(8), InfoNCE(lexical_weight=0.5)
+    data = replace(data, lexical=lexical_scores((one.query for one in data.lists), list(data.skills.values())))
+    whole = EncoderStep(encoder, loss, data, StepSettings(10**6))(data.lists)
+    expected = gradients(encoder, whole)
+    chunked = EncoderStep(encoder, loss, data, StepSettings(120, recompute=True))(data.lists)
+    assert chunked.item() == pytest.approx(whole.item(), abs=1e-9)
+    assert whole.item() != pytest.approx(EncoderStep(encoder, InfoNCE(), data, StepSettings(120))(data.lists).item())
+    for got, wanted in zip(gradients(encoder, chunked), expected, strict=True):
         assert torch.allclose(got, wanted, atol=1e-9)
 
 

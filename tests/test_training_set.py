@@ -1,10 +1,16 @@
+import math
+import random
+
 import pytest
 
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill, Verdict
+from skilltrain.retrieval.lexical import BM25Index, LexicalConfig
+from skilltrain.retrieval.rankers import LEG_KEEP, fuse
 from skilltrain.tables import CLUSTERS, JUDGEMENTS, LISTS, QUERIES, SKILLS, rows_of, write_table
-from skilltrain.training.training_set import ListsSource, load_training_set
+from skilltrain.training.training_set import ListsSource, lexical_scores, load_training_set
+from training_data import words
 
 SKILL_IDS = "abcde"
 
@@ -122,3 +128,34 @@ def test_clusters_of_another_pool_are_refused(build, tmp_path):
     source = build(clusters=clustered(tmp_path, a=0, b=1, c=2))
     with pytest.raises(SkilltrainError, match=r"2 skill\(s\) of the pool are in no cluster, 'd' among them"):
         load_training_set(source, 0.6)
+
+
+def test_lexical_scores_by_hand():
+    # One word each, and the query names three of four: two skills share its first word, so that word is worth less.
+    pool = [Skill(name, word, "", "") for name, word in [("a", "chart"), ("b", "chart"), ("c", "clip"), ("d", "pods")]]
+    (scores,) = lexical_scores(["chart clip", "chart clip"], pool).values()
+    index = BM25Index([skill.name for skill in pool])
+    common, rare = index.scores("chart clip")[[0, 2]]  # a text as long as the mean
+    mean = (2 * common + rare) / 4
+    deviation = math.sqrt((2 * (common - mean) ** 2 + (rare - mean) ** 2 + mean**2) / 4)
+    assert 0 < common < rare
+    assert scores == pytest.approx({"a": common / deviation, "b": common / deviation, "c": rare / deviation})
+    assert lexical_scores(["nothing shared"], pool) == {"nothing shared": {}}
+
+
+def test_lexical_scores_differ_from_those_of_a_fused_system_by_a_constant():
+    source = random.Random(0)
+    pool = [Skill(f"s{i}", words(source, 1, 3), "", words(source, 0, 20)) for i in range(120)]  # more than a leg finds
+    query = Query("q", "deploy pods and review the chart", "", "", "")
+    (ranking,) = LexicalConfig().open(pool).rank([query], None, LEG_KEEP).values()
+    z = dict(fuse([ranking, []], [1.0, 1.0], "z", 0))
+    (scores,) = lexical_scores([query.text], pool).values()
+    assert len(z) == LEG_KEEP > len(scores) > 0
+    assert z == pytest.approx({skill_id: min(z.values()) + scores.get(skill_id, 0.0) for skill_id in z})
+
+
+def test_a_training_set_has_lexical_scores_of_the_whole_pool_where_they_are_asked_for(build):
+    source = build(max_lists=1)
+    assert load_training_set(source).lexical == {}
+    pool = [Skill(s, f"name {s}", "d", "b") for s in SKILL_IDS]
+    assert load_training_set(source, with_lexical=True).lexical == lexical_scores(["text of q1"], pool)

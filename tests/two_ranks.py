@@ -6,6 +6,7 @@ import shutil
 import signal
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -32,6 +33,7 @@ from skilltrain.training.engine import new_accelerator
 from skilltrain.training.loop import Run, train
 from skilltrain.training.settings import DevConfig, TrainingConfig
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
+from skilltrain.training.training_set import lexical_scores
 from training_data import training_set
 from training_runs import malicious_pickle, signal_in
 
@@ -58,9 +60,10 @@ Weights = dict[str, torch.Tensor]
 
 
 def encoder_step(folder: Path, recompute: bool = False) -> EncoderStep:
-    """The encoder's step in float64 on fourteen lists."""
-    encoder = load_encoder(EncoderConfig(source=str(folder)), CPU).double()
-    return EncoderStep(encoder, InfoNCE(), training_set(14), StepSettings(150, recompute))
+    """The encoder's step in float64 on fourteen lists, with BM25's part of the scores."""
+    encoder, data = load_encoder(EncoderConfig(source=str(folder)), CPU).double(), training_set(14)
+    data = replace(data, lexical=lexical_scores((one.query for one in data.lists), list(data.skills.values())))
+    return EncoderStep(encoder, InfoNCE(lexical_weight=0.5), data, StepSettings(150, recompute))
 
 
 def reranker_step(folder: Path, recompute: bool = False) -> RerankerStep:

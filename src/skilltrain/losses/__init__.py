@@ -24,6 +24,13 @@ from skilltrain.losses.scored_batch import ScoredBatch, SideScores, SideTerm
 EncoderLoss = Annotated[PlainLoss | Matryoshka, Field(discriminator="name")]
 RerankerLoss = Annotated[PlainLoss, Field(discriminator="name")]
 
+
+def uses_lexical_scores(loss: EncoderLoss) -> bool:
+    """Whether the batch must bring `lexical_scores`."""
+    inner = loss.loss if isinstance(loss, Matryoshka) else loss
+    return isinstance(inner, InfoNCE) and inner.lexical_weight > 0
+
+
 __all__ = [
     "KL",
     "EncoderLoss",
@@ -40,4 +47,5 @@ __all__ = [
     "SideScores",
     "SideTerm",
     "positive_cells",
+    "uses_lexical_scores",
 ]

@@ -1,5 +1,6 @@
 """InfoNCE: listwise cross-entropy over the step's skills, with symmetric and same-side terms where asked for."""
 
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -25,14 +26,17 @@ class InfoNCE(Config):
     Formula: `contrast`, the one formula that listwise cross-entropy has too; scores are cosines. joint adds to a
         positive's denominator the queries it does not answer and itself once more (skill_to_query), the queries that
         share no skill with its own (query_to_query), and the skills of other lists (skill_to_skill). per_direction is
-        the mean of the query's cross-entropy over skills and the positive's over queries.
+        the mean of the query's cross-entropy over skills and the positive's over queries. lexical_weight w adds w b to
+        each logit, b being BM25's score without its unit (`lexical_scores` of training_set): what BM25 gets right by
+        itself gives next to no gradient, so that the encoder learns the rest.
     Inputs: cosines in [-1, 1]; gains >= 0 with one > 0 a query; false negatives in the batch are marked invalid;
-        `sides` for directions beyond the first.
+        `sides` for directions beyond the first, `lexical_scores` for lexical_weight.
     Returns: the sum over queries. sentence-transformers' MultipleNegativesRankingLoss is the mean, and the same for
         lists with one positive each that share no skill and hold no false negative for one another: it knows neither.
     Example: cosines (1, 0), gains (1, 0), temperature 1: log(1 + 1/e).
     Source: SkillRouter, section 4.2, equation 1 (temperature 0.05); van den Oord et al. 2018; joint: Li et al. 2023
-        (GTE), whose sums hold the positive pair twice; per_direction: Günther et al. 2023 (Jina Embeddings 2).
+        (GTE), whose sums hold the positive pair twice; per_direction: Günther et al. 2023 (Jina Embeddings 2);
+        lexical_weight: Gao et al. 2020 (CLEAR), where BM25's residual sets the margin of a hinge loss.
     """
 
     needs_teacher_scores: ClassVar[bool] = False
@@ -41,6 +45,12 @@ class InfoNCE(Config):
     directions: tuple[Direction, ...] = Field(default=("query_to_skill",), description="what is contrasted with what")
     partition: Literal["joint", "per_direction"] = Field(
         default="joint", description="one denominator for all directions, or the mean of one loss for each"
+    )
+    lexical_weight: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="so much of BM25's score is added to a logit: an encoder that is fused with BM25 learns the rest",
     )
 
     @model_validator(mode="after")
@@ -52,6 +62,8 @@ class InfoNCE(Config):
             raise ValueError("directions hold one direction twice")
         if self.partition == "per_direction" and (alone := sorted(chosen & SAME_SIDE)):
             raise ValueError(f"{alone[0]} holds no positive to find, so partition must be joint")
+        if self.lexical_weight and len(chosen) > 1:
+            raise ValueError("lexical_weight is for directions: [query_to_skill] alone")
         return self
 
     @property
@@ -60,7 +72,12 @@ class InfoNCE(Config):
         return len(self.directions) > 1
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
-        """The loss, summed over queries. Raises SkilltrainError for directions that the batch has no scores for."""
+        """The loss, summed over queries. Raises SkilltrainError for scores that the batch does not have."""
+        if self.lexical_weight:
+            if batch.lexical_scores is None:
+                raise SkilltrainError("the batch holds no BM25 scores", where="loss.lexical_weight")
+            added = self.temperature * self.lexical_weight * batch.lexical_scores
+            batch = replace(batch, scores=batch.scores + added)
         if not self.needs_sides:
             return contrast(batch, self.temperature)
         if batch.sides is None:

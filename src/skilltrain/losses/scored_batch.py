@@ -39,8 +39,9 @@ class ScoredBatch:
 
     Losses return the sum over queries: the trainer divides by the number of queries in the global step, so that
     neither ranks nor accumulation change what a query weighs. Gradients through invalid candidates are exactly zero.
-    Where a loss learns from teacher scores, every valid candidate has one. `truncated(dim)` is the same batch scored
-    by the first `dim` coordinates of an encoder's vectors, made unit vectors again.
+    Where a loss learns from teacher scores, every valid candidate has one; where it adds `lexical_scores`, every
+    candidate. `truncated(dim)` is the same batch scored by the first `dim` coordinates of an encoder's vectors, made
+    unit vectors again.
     """
 
     scores: Float[Tensor, "query candidate"]
@@ -48,6 +49,7 @@ class ScoredBatch:
     valid: Bool[Tensor, "query candidate"]
     teacher_scores: Float[Tensor, "query candidate"] | None = None
     sides: SideScores | None = None
+    lexical_scores: Float[Tensor, "query candidate"] | None = None
     truncated: "Callable[[int], ScoredBatch] | None" = None
 
     def filled(self, filler: float) -> Float[Tensor, "query candidate"]:

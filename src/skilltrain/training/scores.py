@@ -20,7 +20,7 @@ class ScoreContext:
 
     `groups` are the numbers of a skill's name and, if it is in one, its near-duplicate cluster: skills that share
     one answer the same queries. `answers` are, for a query's text, the groups of every skill known to answer it,
-    gathered over all lists with that text.
+    gathered over all lists with that text. `lexical` are the BM25 scores that the loss adds, if it does.
     """
 
     in_batch: bool
@@ -28,6 +28,7 @@ class ScoreContext:
     needs_teacher_scores: bool
     groups: Mapping[str, tuple[int, ...]]
     answers: Mapping[str, Set[int]]
+    lexical: Mapping[str, Mapping[str, float]]
 
     @classmethod
     def of(cls, data: TrainingSet, loss: EncoderLoss, in_batch: bool) -> "ScoreContext":
@@ -46,7 +47,7 @@ class ScoreContext:
         for one in data.lists:
             answers.setdefault(one.query, set()).update(g for skill_id in one.positives for g in groups_of(skill_id))
         groups = {skill_id: groups_of(skill_id) for skill_id in data.skills}
-        return cls(in_batch, loss.needs_sides, loss.needs_teacher_scores, groups, answers)
+        return cls(in_batch, loss.needs_sides, loss.needs_teacher_scores, groups, answers, data.lexical)
 
 
 def check_teacher_scores(data: TrainingSet, loss: EncoderLoss | RerankerLoss) -> None:
@@ -113,6 +114,7 @@ def encoder_scores(
     if all_queries is not None:
         negatives = [part.to(device) for part in _side_negatives(own, batch, skill_ids, context)]
     gains, valid = gains.to(device), valid.to(device)
+    lexical = _lexical_scores(own, skill_ids, context).to(device) if context.lexical else None
 
     def scored(dim: int | None = None) -> ScoredBatch:
         """The batch by the whole vectors, or by their first `dim` coordinates, made unit vectors again."""
@@ -127,7 +129,7 @@ def encoder_scores(
                 SideTerm(_cosines(positives, asked), skill_to_query),
                 SideTerm(_cosines(positives, skills), skill_to_skill),
             )
-        return ScoredBatch(scores, gains.to(scores.dtype), valid, teacher, sides, truncated=scored)
+        return ScoredBatch(scores, gains.to(scores.dtype), valid, teacher, sides, lexical, scored)
 
     return scored()
 
@@ -192,6 +194,18 @@ def _own_cells(
     sizes = torch.tensor([len(one.skill_ids) for one in lists], dtype=torch.long)
     rows = torch.arange(len(lists)).repeat_interleave(sizes)
     return rows, torch.tensor([column[skill_id] for one in lists for skill_id in one.skill_ids], dtype=torch.long)
+
+
+def _lexical_scores(
+    lists: Sequence[TrainingList], skill_ids: Sequence[str], context: ScoreContext
+) -> Float[Tensor, "query skill"]:
+    """What BM25 says of every skill of a batch for each query; 0 for what it did not find."""
+    column = {skill_id: place for place, skill_id in enumerate(skill_ids)}
+    scores = torch.zeros(len(lists), len(skill_ids))
+    for row, one in enumerate(lists):
+        found = {column[s]: score for s, score in context.lexical[one.query].items() if s in column}
+        scores[row, [*found]] = torch.tensor([*found.values()])
+    return scores
 
 
 def _teacher_scores(lists: Sequence[TrainingList]) -> list[float]:

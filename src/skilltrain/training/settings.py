@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from skilltrain.config import Config, InputPath
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.metrics import parse_measure, parse_measures
-from skilltrain.losses import EncoderLoss, InfoNCE, ListwiseCE, Matryoshka, RerankerLoss
+from skilltrain.losses import EncoderLoss, InfoNCE, ListwiseCE, Matryoshka, RerankerLoss, uses_lexical_scores
 from skilltrain.models.adapters import AdapterConfig, add_adapter, loading_options
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision
@@ -162,6 +162,8 @@ class TrainRerankerConfig(Config):
     def _sees_lists_only(cls, loss: RerankerLoss) -> RerankerLoss:
         if loss.needs_sides:
             raise ValueError("a reranker compares skills with its own query only: directions must be query_to_skill")
+        if uses_lexical_scores(loss):
+            raise ValueError("lexical_weight is for an encoder; a reranker can be fused with BM25")
         return loss
 
     @field_validator("dev")
@@ -176,8 +178,11 @@ class TrainRerankerConfig(Config):
 TrainConfig = TrainEncoderConfig | TrainRerankerConfig
 
 
-def load_model(config: TrainConfig, device: torch.device) -> Encoder | Reranker:
-    """The model that training starts from, with its adapter; new layers depend on the seed alone."""
+def load_model(config: TrainConfig, device: torch.device, new_head: bool = True) -> Encoder | Reranker:
+    """The model that training starts from, with its adapter; new layers depend on the seed alone.
+
+    Raises SkilltrainError for a reranker that lacks its head, unless that may be `new_head`.
+    """
     set_seed(config.training.seed)
     if isinstance(config, TrainEncoderConfig):
         model = load_encoder(config.model, device, loading_options(config.adapter))
@@ -186,7 +191,7 @@ def load_model(config: TrainConfig, device: torch.device) -> Encoder | Reranker:
             what = f"{max(config.loss.dims)} is more than the encoder's {model.dim}"
             raise SkilltrainError(what, where="loss.dims")
     else:
-        model = load_reranker(config.model, device, loading_options(config.adapter), new_head=True)
+        model = load_reranker(config.model, device, loading_options(config.adapter), new_head)
         network = model.network
     if config.adapter is not None:
         add_adapter(network, config.adapter)

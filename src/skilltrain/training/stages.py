@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from skilltrain.files import cache_folder
+from skilltrain.losses import uses_lexical_scores
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import default_device
 from skilltrain.terminal import is_main_process, say
@@ -76,7 +77,7 @@ def plan(config: TrainConfig) -> dict[str, Any]:
 def _load_data(config: TrainConfig) -> TrainingSet:
     is_encoder = isinstance(config, TrainEncoderConfig)
     clusters = config.near_duplicates if is_encoder and config.in_batch_negatives else None
-    data = load_training_set(config.data, clusters)
+    data = load_training_set(config.data, clusters, uses_lexical_scores(config.loss))
     check_teacher_scores(data, config.loss)  # before any work is done
     return data
 

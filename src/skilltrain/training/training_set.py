@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,7 +12,9 @@ from skilltrain.config import Config, InputPath
 from skilltrain.data.contamination import BenchmarkPaths, ContaminationLimits
 from skilltrain.data.near_duplicates import near_duplicate_clusters, read_clusters
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Skill, Verdict
+from skilltrain.records import Query, Skill, Verdict
+from skilltrain.retrieval.lexical import LexicalConfig
+from skilltrain.retrieval.rankers import LEG_KEEP, fuse
 from skilltrain.tables import (
     JUDGEMENTS,
     LISTS,
@@ -73,14 +75,20 @@ class TrainingList:
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """All lists, the skills they name, and the number of the near-duplicate cluster of those that are in one."""
+    """All lists, the skills they name, and the number of the near-duplicate cluster of those that are in one.
+
+    `lexical` has the `lexical_scores` of every query's text, where the loss adds them.
+    """
 
     lists: tuple[TrainingList, ...]
     skills: Mapping[str, Skill]
     clusters: Mapping[str, int] = field(default_factory=dict)
+    lexical: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
-def load_training_set(source: ListsSource, near_duplicates: float | None = None) -> TrainingSet:
+def load_training_set(
+    source: ListsSource, near_duplicates: float | None = None, with_lexical: bool = False
+) -> TrainingSet:
     """Read and check the tables; skills whose bodies' Jaccard reaches `near_duplicates` share a cluster,
     unless the source names a table of clusters; without `near_duplicates` there are none.
 
@@ -98,7 +106,23 @@ def load_training_set(source: ListsSource, near_duplicates: float | None = None)
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise SkilltrainError(f"skill {missing[0]!r}{more} of {source.lists} is not in the pool", where=source.pool)
     kept = {skill_id: skills[skill_id] for skill_id in sorted(used)}
-    return TrainingSet(lists, kept, _clusters(source, list(kept.values()), near_duplicates))
+    clusters = _clusters(source, list(kept.values()), near_duplicates)
+    found = lexical_scores((one.query for one in lists), list(skills.values())) if with_lexical else {}
+    return TrainingSet(lists, kept, clusters, found)
+
+
+def lexical_scores(texts: Iterable[str], pool: Sequence[Skill]) -> dict[str, dict[str, float]]:
+    """Query text → skill_id → (BM25 - lowest) / standard deviation, both those of the query's 100 best of the `pool`.
+
+    A skill that is not among these has 0, as the last of them has. Up to a constant a query, which no softmax sees,
+    these are the z-scores that a `fuse` of the ranker `lexical` adds.
+    """
+    queries = [Query(text, text, "", "", "") for text in dict.fromkeys(texts)]
+    scores: dict[str, dict[str, float]] = {}
+    for text, best in LexicalConfig().open(pool).rank(queries, None, LEG_KEEP).items():
+        ranking = fuse([best], [1.0], "z", 0)
+        scores[text] = {skill_id: z - ranking[-1][1] for skill_id, z in ranking if z > ranking[-1][1]}
+    return scores
 
 
 def _clusters(source: ListsSource, skills: list[Skill], near_duplicates: float | None) -> dict[str, int]:
