@@ -82,6 +82,11 @@ STAGES = {
         example="pool=runs/pool queries=runs/queries system.name=encoder "
         "'system.rankers=[{kind: dense, source: runs/encoder}]' out=runs/candidates",
     ),
+    "teacher": Stage(
+        "routing.teacher", "TeacherConfig", "run_teacher",
+        about="Write a reranker's, or any system's, scores into lists, for an encoder to learn from (kl, margin_mse).",
+        example="pool=runs/pool lists=runs/lists 'rankers=[{kind: rerank, source: runs/reranker}]' out=runs/taught",
+    ),
     "train_reranker": Stage(
         "training.stages", "TrainRerankerConfig", "run_training", "plan",
         about="Train a reranker.", trains=True,
