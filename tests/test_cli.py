@@ -169,6 +169,10 @@ FAULTS = {
     "export {tmp}/empty --out {tmp}/out": "{tmp}/empty",
     "export {runs}/encoder --checkpoint step-4711 --out {tmp}/out": "step-4711",
     "export {runs}/encoder": "Missing option '--out'",
+    "export {runs}/encoder --interpolate 7 --out {tmp}/out": "--interpolate: must be a share from 0 (the base) to 1",
+    "train {tmp}/reranker.yaml 'loss={name: infonce, lexical_weight: 1}'":
+        "loss: lexical_weight is for an encoder; a reranker can be fused with BM25",
+    TRAIN + "'loss={name: infonce, lexical_weight: -1}'": "loss.lexical_weight: must be greater than or equal to 0",
     "train {tmp}/reranker.yaml model.source={without_yes} model.template.form=yes_no":
         "has no single tokens 'yes' and 'no'",
     # The command itself.

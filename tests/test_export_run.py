@@ -13,6 +13,7 @@ from skilltrain.models.adapters import AdapterConfig
 from skilltrain.models.encoder import EncoderConfig
 from skilltrain.models.reranker import RerankerConfig
 from skilltrain.records import Skill
+from skilltrain.templates import RerankerTemplate
 from skilltrain.training.export_run import export_run, save_trained
 from skilltrain.training.settings import TrainEncoderConfig, TrainRerankerConfig, load_model
 from skilltrain.training.training_set import ListsSource
@@ -169,3 +170,58 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path, unfinished):
         export_run(unfinished[0].out, out / "mine.txt", None)
     assert [path.name for path in out.iterdir()] == ["mine.txt"]
     assert not (tmp_path / ".out.partial").exists()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_weights_between_base_and_trained(tmp_path, unfinished, share):
+    config, models = unfinished
+    write_run(config, finished=True, summary=DATA | DEV)
+    found = export_run(config.out, tmp_path / "out", interpolate=share)
+    assert found["checkpoint"] == "step-4"  # what the run ended with
+    base, trained = load_model(config, CPU).state_dict(), models[4].state_dict()
+    mixed = load_model(config_of(tmp_path, tmp_path / "out"), CPU).state_dict()
+    for name, value in mixed.items():
+        assert torch.allclose(value, (1 - share) * base[name] + share * trained[name], atol=1e-6)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"{1 - share:g} x those of the base + {share:g} x those of its checkpoint `step-4` (WiSE-FT)" in card
+    assert "MRR@10 |" not in card  # the run's figures are not these weights'
+    assert json.loads((tmp_path / "out" / "skilltrain.json").read_text())["interpolate"] == share
+
+
+def test_tied_weights_are_mixed_once(tmp_path, model_folders):
+    config = config_of(tmp_path, model_folders["qwen3_reranker"], reranker=True)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"max_tokens": 400})})
+    base, trained = load_model(config, CPU).direction(), add_checkpoint(config, 3).direction()
+    write_run(config, finished=False, summary={})
+    export_run(config.out, tmp_path / "out", interpolate=0.5)
+    out = config.model.model_copy(update={"source": str(tmp_path / "out")})
+    mixed = load_model(config.model_copy(update={"model": out}), CPU).direction()
+    assert torch.allclose(mixed, (base + trained) / 2, atol=1e-6)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
+def test_a_share_outside_0_to_1_is_refused(tmp_path, unfinished, share):
+    with pytest.raises(SkilltrainError, match=rf"--interpolate: must be a share from 0 .* to 1 .*, found {share}"):
+        export_run(unfinished[0].out, tmp_path / "out", interpolate=share)
+
+
+def test_an_adapter_cannot_be_interpolated(tmp_path, model_folders):
+    config = config_of(tmp_path, model_folders["bert"], adapter=AdapterConfig(rank=2))
+    add_checkpoint(config, 3)
+    write_run(config, finished=False, summary={})
+    with pytest.raises(SkilltrainError, match=r"run: trained an adapter \(LoRA\), and only runs that trained all"):
+        export_run(config.out, tmp_path / "out", interpolate=0.5)
+
+
+def test_a_base_of_another_architecture_or_shape_is_refused(tmp_path, model_folders):
+    config = config_of(tmp_path, model_folders["bert"], reranker=True)  # a new head on an encoder
+    config = config.model_copy(update={"model": config.model.model_copy(update={"template": RerankerTemplate()})})
+    add_checkpoint(config, 3)
+    write_run(config, finished=False, summary={})
+    with pytest.raises(SkilltrainError, match=r"bert: its base is another architecture.*: its weights lack the head"):
+        export_run(config.out, tmp_path / "out", interpolate=0.5)
+    other = config_of(tmp_path, model_folders["qwen3"])
+    write_run(other, finished=False, summary={})
+    with pytest.raises(SkilltrainError, match=r"step-3: the checkpoint does not fit the recipe's model"):
+        export_run(other.out, tmp_path / "out", interpolate=0.5)
+    assert not (tmp_path / "out").exists()

@@ -129,14 +129,18 @@ def route(
     return Router(read_pool(pool), system).route(request, top)
 
 
-def export_model(training: Path | str, out: Path | str, checkpoint: str | None = None) -> dict[str, Any]:
+def export_model(
+    training: Path | str, out: Path | str, checkpoint: str | None = None, interpolate: float | None = None
+) -> dict[str, Any]:
     """Write the model of a training run, or of one of its checkpoints (`best`, `step-400`), as a folder of its own.
 
-    >>> export_model("runs/encoder", "models/encoder", checkpoint="best")
+    With `interpolate` A its weights are (1 - A) x the base's + A x the trained ones.
+
+    >>> export_model("runs/encoder", "models/encoder", checkpoint="best", interpolate=0.7)
     """
     from skilltrain.training.export_run import export_run
 
-    return export_run(Path(training), Path(out), checkpoint)
+    return export_run(Path(training), Path(out), checkpoint, interpolate)
 
 
 def _config_of(recipe: "Recipe", settings: Sequence[str]) -> Any:

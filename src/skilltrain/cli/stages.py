@@ -71,14 +71,17 @@ def export(
     run: Annotated[Path, typer.Argument(help="folder of a training, finished or not")],
     out: Annotated[Path, typer.Option(help="folder to write the model to")],
     checkpoint: Annotated[str | None, typer.Option(help="step-N or best; else what the run ended with")] = None,
+    interpolate: Annotated[
+        float | None, typer.Option(help="A: (1 - A) x the base's weights + A x the trained ones (WiSE-FT)")
+    ] = None,
 ) -> None:
     """Write the model of a training run, or of one of its checkpoints, as a folder of its own.
 
-    Example: skilltrain export runs/full/sr_emb_0.6b --checkpoint best --out models/sr_emb
+    Example: skilltrain export runs/full/sr_emb_0.6b --checkpoint best --interpolate 0.7 --out models/sr_emb
     """
     from skilltrain.training.export_run import export_run
 
-    show(quietly(export_run, run, out, checkpoint))
+    show(quietly(export_run, run, out, checkpoint, interpolate))
 
 
 @app.command()

@@ -23,7 +23,8 @@ class RunRecord:
     """What a run has to say of its model.
 
     `recipe` is the resolved settings as plain values. `summary` is the run's own; its key `dev` maps a measure to
-    mean, low, high (the 95% interval) and n. `exported` names the checkpoint, if it is not the run's chosen one.
+    mean, low, high (the 95% interval) and n. `exported` names the checkpoint, if it is not the run's chosen one;
+    `interpolate` is the share of its weights in a mean with those of the base.
     """
 
     settings: EncoderSettings | RerankerSettings
@@ -31,6 +32,7 @@ class RunRecord:
     recipe: Mapping[str, Any]
     summary: Mapping[str, Any]
     exported: str | None = None
+    interpolate: float | None = None
 
 
 def model_card(record: RunRecord) -> str:
@@ -52,6 +54,7 @@ def model_card(record: RunRecord) -> str:
         form=None if isinstance(record.settings, EncoderSettings) else record.settings.template.form,
         base=shareable(record.base).removeprefix("package:"),
         exported=record.exported,
+        interpolate=record.interpolate,
         settings=record.settings,
         skill=template.skill,
         separator=repr(template.skill.separator),

@@ -50,8 +50,12 @@ class _Module(NamedTuple):
     settings: Mapping[str, Any]
 
 
-def save_encoder(encoder: Encoder, folder: Path, base: str, card: str | None = None) -> None:
+def save_encoder(
+    encoder: Encoder, folder: Path, base: str, card: str | None = None, interpolate: float | None = None
+) -> None:
     """Write what `SentenceTransformer(folder)` needs to give our vectors, skilltrain.json and the model card.
+
+    `interpolate` is the share of trained weights in a mean with those of the base, if it is one.
 
     Raises SkilltrainError for weights that must not be saved, and where the folder cannot be written.
     """
@@ -86,14 +90,16 @@ def save_encoder(encoder: Encoder, folder: Path, base: str, card: str | None = N
             "similarity_fn_name": "cosine",
         }
         _write_modules(aside, modules, model)
-        _write_record(aside, encoder, base, card)
+        _write_record(aside, encoder, base, card, interpolate)
 
 
-def save_reranker(reranker: Reranker, folder: Path, base: str, card: str | None = None) -> None:
+def save_reranker(
+    reranker: Reranker, folder: Path, base: str, card: str | None = None, interpolate: float | None = None
+) -> None:
     """Write what `CrossEncoder(folder)` needs to give our scores, skilltrain.json and the model card.
 
     No module of sentence-transformers computes the form `cosine_pair`: its folder names our loader, and CrossEncoder
-    refuses it. For errors see `save_encoder`.
+    refuses it. For the rest see `save_encoder`.
     """
     settings = reranker.settings
     with _written_aside(folder) as aside:
@@ -114,7 +120,7 @@ def save_reranker(reranker: Reranker, folder: Path, base: str, card: str | None 
         if float32_layer := _half_precision_head(reranker):
             model["keep_in_fp32_modules"] = [float32_layer]
         _write_modules(aside, modules, model)
-        _write_record(aside, reranker, base, card)
+        _write_record(aside, reranker, base, card, interpolate)
 
 
 def copy_model(source: Path, target: Path) -> None:
@@ -181,7 +187,9 @@ def _write_modules(aside: Path, modules: Sequence[_Module], model: Mapping[str, 
             write_json(aside / module.folder / file, module.settings)
 
 
-def _write_record(aside: Path, model: Encoder | Reranker, base: str, card: str | None) -> None:
+def _write_record(
+    aside: Path, model: Encoder | Reranker, base: str, card: str | None, interpolate: float | None
+) -> None:
     """Write the model card where there is one, and skilltrain.json, which also lists the model's files."""
     if card is not None:
         write_text(aside / "README.md", card)
@@ -190,6 +198,7 @@ def _write_record(aside: Path, model: Encoder | Reranker, base: str, card: str |
         "kind": "encoder" if isinstance(model, Encoder) else "reranker",
         "settings": model.settings.model_dump(mode="json"),
         "base": shareable(base),
+        **({} if interpolate is None else {"interpolate": interpolate}),
         "skilltrain": __version__,
         "files": sorted([*files, CHECKPOINT_FILE]),
     }

@@ -13,6 +13,7 @@ from skilltrain.export.folder import copy_model, save_encoder, save_reranker
 from skilltrain.files import read_json, staged_folder
 from skilltrain.models.adapters import merge_adapter
 from skilltrain.models.encoder import Encoder
+from skilltrain.models.reranker import Reranker
 from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, RUN_FILE
 from skilltrain.terminal import say
 from skilltrain.training.checkpoint import best_checkpoint, checkpoints, load_weights
@@ -25,38 +26,68 @@ _CONFIGS: dict[str, type[TrainEncoderConfig] | type[TrainRerankerConfig]] = {
 
 
 def save_trained(
-    config: TrainConfig, checkpoint: Path, out: Path, summary: Mapping[str, Any], exported: str | None = None
+    config: TrainConfig,
+    checkpoint: Path,
+    out: Path,
+    summary: Mapping[str, Any],
+    exported: str | None = None,
+    interpolate: float | None = None,
 ) -> None:
     """Load the model as training did, with the checkpoint's weights, and save it with its card, its adapter merged.
 
-    `exported` names a checkpoint that is not what the run ended with. On the CPU: the GPU may still hold the model.
+    `exported` names a checkpoint that is not what the run ended with; `interpolate` is the share of its weights in a
+    mean with those that training started from. On the CPU: the GPU may still hold the model.
     """
     model = load_model(config, torch.device("cpu"))
     load_weights(model, "model", checkpoint)
+    if interpolate is not None:
+        _mix_with_base(model, config, interpolate)
     base, recipe = config.model.source, config.model_dump(mode="json")
-    card = model_card(RunRecord(model.settings, base, recipe, summary, exported))
+    card = model_card(RunRecord(model.settings, base, recipe, summary, exported, interpolate))
     if isinstance(model, Encoder):
         if config.adapter is not None:
             model.backbone = merge_adapter(model.backbone)
-        save_encoder(model.eval(), out, base, card)
+        save_encoder(model.eval(), out, base, card, interpolate)
     else:
         if config.adapter is not None:
             model.network = merge_adapter(model.network)
-        save_reranker(model.eval(), out, base, card)
+        save_reranker(model.eval(), out, base, card, interpolate)
 
 
-def export_run(run: Path, out: Path, checkpoint: str | None) -> dict[str, Any]:
+def _mix_with_base(model: Encoder | Reranker, config: TrainConfig, share: float) -> None:
+    """Make the trained weights of `model` (1 - share) x those that training started from + share x themselves.
+
+    What continued training forgets comes back, at little cost to what it learnt: WiSE-FT, Wortsman et al. 2022,
+    equation 1. Raises SkilltrainError for a base that lacks the reranker's head.
+    """
+    try:
+        base = load_model(config, torch.device("cpu"), new_head=False).state_dict()
+    except SkilltrainError as error:
+        what = f"its base is another architecture, and only alike models can be interpolated: {error.what}"
+        raise SkilltrainError(what, where=config.model.source, fix="export without --interpolate") from error
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            value.copy_(torch.lerp(base[name].float(), value.float(), share))
+
+
+def export_run(run: Path, out: Path, checkpoint: str | None = None, interpolate: float | None = None) -> dict[str, Any]:
     """Write the model of the training in the folder `run` to the folder `out`; says which one that was.
 
     `checkpoint` is step-N or best; without it a finished run's own model is copied, and an unfinished run's newest
-    checkpoint is used. Raises SkilltrainError if there is no such run or checkpoint, or `out` is not empty.
+    checkpoint is used. With `interpolate` the model lies between its base and the checkpoint (WiSE-FT). Raises
+    SkilltrainError if there is no such run or checkpoint, nothing to interpolate with, or `out` is not empty.
     """
     config, summary = _read(run)
+    if interpolate is not None:
+        _check_interpolation(interpolate, config, run)
+        checkpoint = checkpoint or summary.get("checkpoint")
     found = None if summary and checkpoint is None else _checkpoint(run / CHECKPOINTS, checkpoint)
     _check_free(out)
     with staged_folder(out) as staged:
         if found is None:
             copy_model(run, staged)
+        elif interpolate is not None:
+            save_trained(config, found, staged, {}, found.name, interpolate)
         elif summary.get("checkpoint") == found.name:  # this one became the run's model: its figures are the run's
             save_trained(config, found, staged, summary)
         else:
@@ -86,6 +117,15 @@ def _checkpoint(folder: Path, name: str | None) -> Path:
         what = "no checkpoint was marked as best" if name == "best" else f"no checkpoint '{name}'"
         raise SkilltrainError(f"{what}; there are {', '.join(found)}", where=folder)
     return chosen
+
+
+def _check_interpolation(share: float, config: TrainConfig, run: Path) -> None:
+    if not 0 <= share <= 1:
+        raise SkilltrainError(f"must be a share from 0 (the base) to 1 (the trained model), found {share}",
+                              where="--interpolate")  # fmt: skip
+    if config.adapter is not None:
+        what = "trained an adapter (LoRA), and only runs that trained all weights can be interpolated"
+        raise SkilltrainError(what, where=run, fix="train without adapter, or export without --interpolate")
 
 
 def _check_free(out: Path) -> None:
