@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from skilltrain.records import Skill
+from skilltrain.retrieval.nearest import ChunkVectors
 from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_table
 
 DEPTH = 50
@@ -43,9 +44,9 @@ class KnownVectors:
         self.query_rows = {text: row for row, text in enumerate(texts)}
         self.model = Dimensions(self.skills.shape[1])
 
-    def encode_skills(self, _: Any, skills: list[Skill]) -> np.ndarray:
-        """In place of skilltrain.retrieval.dense.encode_skills."""
-        return self.skills[[self.skill_rows[skill.skill_id] for skill in skills]]
+    def encode_chunks(self, _: Any, skills: list[Skill]) -> ChunkVectors:
+        """In place of skilltrain.retrieval.dense.encode_chunks."""
+        return ChunkVectors.one_each(self.skills[[self.skill_rows[skill.skill_id] for skill in skills]])
 
     def encode_queries(self, _: Any, texts: list[str]) -> np.ndarray:
         """In place of skilltrain.retrieval.dense.encode_queries."""
@@ -60,7 +61,7 @@ def measure_ours(mode: str, folder: Path, threads: int) -> dict[str, Any]:
     vectors = KnownVectors(folder)
     for module in (mine, filter_layers):
         module.open_encoder = lambda source: vectors
-        module.encode_skills, module.encode_queries = vectors.encode_skills, vectors.encode_queries
+        module.encode_chunks, module.encode_queries = vectors.encode_chunks, vectors.encode_queries
     paths = {"pool": folder / "pool", "queries": folder / "queries"}
     settings = {"stage": "mine", "depth": DEPTH, "encoder": {"source": "known"}, "index": INDEXES[mode]}
     settings |= {} if mode == "ours" else {"sources": ["semantic"]}

@@ -23,6 +23,7 @@ from skilltrain.data.trigrams import jaccard, word_trigrams
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill, Verdict
 from skilltrain.retrieval.dense import EncoderSource
+from skilltrain.retrieval.nearest import ChunkVectors
 from skilltrain.tables import (
     CLUSTERS,
     DROPPED,
@@ -58,10 +59,14 @@ CLUSTER_OF = {"gold": 3, "name": 0, "body": 3, "vector": 1, "far": 2}
 FAKE_ENCODER = SimpleNamespace(model=SimpleNamespace(dim=2))
 
 
+def known_chunks(_, skills):
+    return ChunkVectors.one_each(VECTORS[[POSITION[skill.skill_id] for skill in skills]])
+
+
 @pytest.fixture(autouse=True)
 def encoder(monkeypatch):
     monkeypatch.setattr(module, "open_encoder", lambda source: FAKE_ENCODER)
-    monkeypatch.setattr(module, "encode_skills", lambda _, skills: VECTORS[[POSITION[s.skill_id] for s in skills]])
+    monkeypatch.setattr(module, "encode_chunks", known_chunks)
     monkeypatch.setattr(module, "encode_queries", lambda _, texts: np.tile(QUERY_VECTOR, (len(texts), 1)))
 
 

@@ -7,6 +7,7 @@ from skilltrain.data import mine as mine_module
 from skilltrain.data.mine import SOURCES, MineConfig, draw, drawable, run_mine
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
+from skilltrain.retrieval.nearest import ChunkVectors
 from skilltrain.tables import (
     DROPPED,
     JUDGEMENTS,
@@ -50,12 +51,13 @@ class Workshop:
         self.query_vectors: dict[str, np.ndarray] = {}
         self.out.mkdir()
         monkeypatch.setattr(mine_module, "open_encoder", lambda source: None)
-        monkeypatch.setattr(
-            mine_module, "encode_skills", lambda _, skills: np.stack([self.vectors[s.skill_id] for s in skills])
-        )
+        monkeypatch.setattr(mine_module, "encode_chunks", lambda _, skills: self.chunks_of(skills))
         monkeypatch.setattr(
             mine_module, "encode_queries", lambda _, texts: np.stack([self.query_vectors[text] for text in texts])
         )
+
+    def chunks_of(self, skills):
+        return ChunkVectors.one_each(np.stack([self.vectors[skill.skill_id] for skill in skills]))
 
     def write_pool(self, skills, vectors):
         write_table(rows_of(skills), SKILLS, self.folder / "pool.parquet")

@@ -140,8 +140,8 @@ def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
 def dev_figure(root: Path, rank: int) -> float:
     """MRR of a dev evaluation in which a last bit orders the skills differently on the second rank."""
     queries, skill_ids = [Query("q", "find", "single", "test", "dev")], ["s0", "s1"]
-    tokens = [tokenized(keys, keys, lambda texts: [[0]] * len(texts), "", None) for keys in (["q"], skill_ids)]
-    own = OwnEncoder(*tokens)
+    asked = tokenized(["q"], ["q"], lambda texts: [[0]], "", None)
+    own = OwnEncoder(asked, {skill_id: [[0]] for skill_id in skill_ids})
     relevances = {"q": Relevance(frozenset({"s0"}), {"s0": 1.0})}
     dev = Dev(DevConfig(benchmark=root), relevances, Cascade(queries, [], 20, own), own)
     return dev.evaluate(lambda _: torch.tensor([[1.0, 0], [1 - rank / 2, 0], [0.75, 0]]))["MRR@10"].mean

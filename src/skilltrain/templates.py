@@ -3,6 +3,7 @@
 Caps count characters (SkillRouter, section 4.2 and its released code), token limits come on top of them.
 """
 
+from dataclasses import replace
 from typing import Literal, TypeVar
 
 from pydantic import Field
@@ -17,7 +18,19 @@ QWEN3_RERANKER_PREFIX = (
 QWEN3_RERANKER_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 SkillFields = Literal["full", "nd"]
 """What is seen of a skill: name, description and body, or only the first two."""
+ChunkPool = Literal["max", "top2"]
+"""How the scores of a skill's windows become one."""
 SKILL_TASK = "Given a task description, retrieve the skills that an agent needs to complete it"
+
+
+class Chunks(Config):
+    """How much of a body an encoder sees: one window, or several, each with name and description in front of it."""
+
+    windows: int = Field(default=1, ge=1, description="windows of a body at most, each of template.skill.body_chars")
+    overlap: int = Field(default=0, ge=0, description="characters that a window shares with the one before it")
+    pool: ChunkPool = Field(
+        default="max", description="a skill's score for a query: max, its best window's; top2, the mean of its best two"
+    )
 
 
 class SkillTemplate(Config):
@@ -34,6 +47,19 @@ class SkillTemplate(Config):
         if self.fields == "full":
             parts.append(skill.body[: self.body_chars])
         return self.separator.join(part.strip() for part in parts if part.strip())
+
+    def windows(self, skill: Skill, chunks: Chunks) -> list[Skill]:
+        """The skill once for each window, its body beginning there; the first is the skill itself.
+
+        There are as many as it takes to reach the body's end, or `chunks.windows`. An overlap must be below
+        `body_chars` (the encoder's settings see to it).
+        """
+        rest = len(skill.body.rstrip()) - self.body_chars
+        if chunks.windows == 1 or self.fields == "nd" or rest <= 0:
+            return [skill]
+        step = self.body_chars - chunks.overlap
+        starts = range(0, rest + step, step)[: chunks.windows]
+        return [replace(skill, body=skill.body[start:]) for start in starts]
 
 
 class EncoderTemplate(Config):

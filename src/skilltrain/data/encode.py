@@ -99,8 +99,9 @@ def run_encode(config: EncodeConfig, out: Path) -> dict[str, Any]:
     ranks = Ranks()
     encoder = open_encoder(config.encoder)
     settings = encoder.model.settings
-    skills = [settings.template.skill.render(skill) for skill in skills_from_table(read_table(config.pool, SKILLS))]
-    texts = {"skills": (skills, settings.max_tokens)}
+    skills = skills_from_table(read_table(config.pool, SKILLS))
+    chunks = [text for skill in skills for text in settings.chunk_texts(skill)]
+    texts = {"skills" if settings.chunks.windows == 1 else "chunks": (chunks, settings.max_tokens)}
     if config.queries is not None:
         requests = read_table(config.queries, QUERIES).column("text").to_pylist()
         texts["queries"] = list(map(settings.template.render_query, requests)), settings.query_max_tokens

@@ -21,7 +21,8 @@ from skilltrain.data.near_duplicates import read_clusters
 from skilltrain.data.trigrams import Positions, TrigramSets, jaccard, numbered
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
-from skilltrain.retrieval.dense import EncoderSource, SkillEncoder, encode_queries, encode_skills, open_encoder
+from skilltrain.retrieval.dense import EncoderSource, SkillEncoder, encode_chunks, encode_queries, open_encoder
+from skilltrain.retrieval.nearest import ChunkVectors, starts_of
 from skilltrain.texts import name_key
 from skilltrain.workers import WorkersConfig
 
@@ -88,10 +89,18 @@ class FilterPool:
         return self._trigrams[max_names]
 
     @cached_property
+    def chunks(self) -> ChunkVectors:
+        """Unit vectors of the skills' chunks; skills that no query is concerned with have none."""
+        found = encode_chunks(self._encoder, [self.skills[place] for place in self.in_use])
+        counts = np.zeros(len(self.skills), dtype=np.int64)
+        counts[self.in_use] = np.diff(found.starts)
+        return replace(found, starts=starts_of(counts))
+
+    @cached_property
     def vectors(self) -> Float32[np.ndarray, "skill dim"]:
-        """Unit vectors; zeros for skills that no query is concerned with."""
+        """Unit vectors of first windows; zeros for skills that no query is concerned with."""
         vectors = np.zeros((len(self.skills), self._encoder.model.dim), dtype=np.float32)
-        vectors[self.in_use] = encode_skills(self._encoder, [self.skills[place] for place in self.in_use])
+        vectors[self.in_use] = self.chunks.vectors[self.chunks.starts[self.in_use]]
         return vectors
 
     @cached_property
@@ -111,6 +120,12 @@ class FilterPool:
     ) -> Float64[np.ndarray, " skill"]:
         """The cosine of each of `skills` to `vector`; no matrix product: its last bits depend on what is beside."""
         return np.einsum("sd,d->s", self.vectors[skills], vector, optimize=False).astype(np.float64)
+
+    def answers(
+        self, skills: Int64[np.ndarray, " skill"], query: Float32[np.ndarray, " dim"]
+    ) -> Float64[np.ndarray, " skill"]:
+        """The score of each of `skills` for the vector of a query, as retrieval has it."""
+        return self.chunks.scores(query[None], np.zeros(len(skills), np.int64), skills).astype(np.float64)
 
     @cached_property
     def _encoder(self) -> SkillEncoder:
@@ -251,9 +266,9 @@ class CeilingLayer(Config):
         """A candidate stays where no gold skill has a score."""
         if self.scores == "encoder" and len(candidates.golds):
             query = pool.query_vectors[candidates.query]
-            of_golds = pool.cosines(candidates.golds, query)
+            of_golds = pool.answers(candidates.golds, query)
             weakest = int(candidates.golds[of_golds.argmin()])
-            yield weakest, self._too_close(pool.cosines(candidates.skills, query), of_golds.min())
+            yield weakest, self._too_close(pool.answers(candidates.skills, query), of_golds.min())
         elif self.scores == "ranking":
             weakest_of: dict[str, tuple[int, float]] = {}
             for source, gold, score in sorted(candidates.ranked_golds, key=lambda row: row[2]):

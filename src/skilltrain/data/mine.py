@@ -14,9 +14,9 @@ from skilltrain.data.draws import draw
 from skilltrain.data.trigrams import Positions, numbered
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import POSITIVE, Dropped, Query, Skill
-from skilltrain.retrieval.dense import EncoderSource, encode_queries, encode_skills, open_encoder
+from skilltrain.retrieval.dense import EncoderSource, encode_chunks, encode_queries, open_encoder
 from skilltrain.retrieval.lexical import BM25Index, bm25_text
-from skilltrain.retrieval.nearest import Found, build_index, cosines, nearest, recall
+from skilltrain.retrieval.nearest import ChunkVectors, Found, build_index, nearest, recall
 from skilltrain.tables import (
     DROPPED,
     JUDGEMENTS,
@@ -116,13 +116,13 @@ def mine(
     """
     texts, amounts = [query.text for query, _ in asked], config.amounts()
     encoder = open_encoder(config.encoder)
-    query_vectors, vectors = encode_queries(encoder, texts), encode_skills(encoder, skills)
+    query_vectors, chunks = encode_queries(encoder, texts), encode_chunks(encoder, skills)
     del encoder  # its memory is free again
     num_searched = config.depth + max(len(positives) for _, positives in asked)  # positives are left out
     near = worded = np.empty((len(asked), 0), np.int64), np.empty((len(asked), 0), np.float32)
     index: dict[str, Any] = {"kind": config.index}
     if amounts["semantic"]:
-        near, measured = _nearest(config, query_vectors, vectors, num_searched)
+        near, measured = _nearest(config, query_vectors, chunks, num_searched)
         index |= measured
     if amounts["lexical"]:
         found, scores = BM25Index([bm25_text(skill) for skill in skills]).search(texts, num_searched)
@@ -135,16 +135,19 @@ def mine(
         ranked += [_others(worded[0][row], worded[1][row], positives, config.depth)]
         for source, allowed in zip(SOURCES[2:], drawable(categories, names, positives), strict=True):
             drawn = draw(allowed, amounts[source], f"{config.seed}/{query.query_id}/{source}")
-            ranked.append(_by_cosine(drawn, query_vectors[row], vectors))
+            ranked.append(_by_cosine(drawn, query_vectors[row], chunks))
     return ranked, index
 
 
 def _nearest(
-    config: MineConfig, queries: np.ndarray, pool: np.ndarray, num_searched: int
+    config: MineConfig, queries: np.ndarray, chunks: ChunkVectors, num_searched: int
 ) -> tuple[Found, dict[str, Any]]:
     """The nearest skills of each query, and the recall at `depth` of an index that may miss some."""
     if config.index == EXACT:
-        return nearest(queries, pool, num_searched), {}
+        return chunks.nearest(queries, num_searched), {}
+    if not chunks.is_one_each:
+        raise SkilltrainError("an approximate index takes one window a skill", where="index", fix=f"index={EXACT}")
+    pool = chunks.vectors
     rows = np.unique(np.linspace(0, len(queries) - 1, RECALL_SAMPLE).astype(np.int64))
     index = build_index(config.index, pool, config.seed)
     sampled = nearest(queries[rows], pool, config.depth, index)
@@ -170,9 +173,9 @@ def _others(found: Positions, scores: np.ndarray, positives: Positions, depth: i
     return found[other][:depth], scores[other][:depth]
 
 
-def _by_cosine(drawn: Positions, query: Float32[np.ndarray, " dim"], pool: Float32[np.ndarray, "skill dim"]) -> Ranked:
+def _by_cosine(drawn: Positions, query: Float32[np.ndarray, " dim"], chunks: ChunkVectors) -> Ranked:
     """What was drawn, nearest first, so that ranks follow scores in every source."""
-    scores = cosines(query[None], pool, np.zeros(len(drawn), np.int64), drawn)
+    scores = chunks.scores(query[None], np.zeros(len(drawn), np.int64), drawn)
     order = np.lexsort((drawn, -scores))
     return drawn[order], scores[order]
 

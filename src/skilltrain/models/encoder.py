@@ -26,7 +26,10 @@ from skilltrain.models.loading import (
 from skilltrain.models.micro_batches import TokenIds, embed_together, model_inputs
 from skilltrain.models.pooling import Pooling, at_least_float32, module_settings, pool
 from skilltrain.models.tokens import TextTokenizer
-from skilltrain.templates import EncoderTemplate, with_fields
+from skilltrain.records import Skill
+from skilltrain.templates import Chunks, EncoderTemplate, with_fields
+
+_MOST_CHARS = 5  # of a token, in the long run; English prose has between 4 and 5, Markdown and code fewer
 
 
 class EncoderSettings(Config):
@@ -36,6 +39,15 @@ class EncoderSettings(Config):
     max_tokens: int = Field(default=256, ge=8)
     query_max_tokens: int = Field(default=512, ge=8)
     template: EncoderTemplate = EncoderTemplate()
+    chunks: Chunks = Chunks()
+
+    def windows(self, skill: Skill) -> list[Skill]:
+        """The skill once for each window of its body (`SkillTemplate.windows`)."""
+        return self.template.skill.windows(skill, self.chunks)
+
+    def chunk_texts(self, skill: Skill) -> list[str]:
+        """The texts by which the encoder knows a skill, one a window; the first is all of them by default."""
+        return [self.template.skill.render(window) for window in self.windows(skill)]
 
 
 class EncoderConfig(ModelConfig):
@@ -49,6 +61,9 @@ class EncoderConfig(ModelConfig):
         default=None, ge=8, description="token limit of a query's text; else as the folder says, at least 512"
     )
     template: EncoderTemplate | None = Field(default=None, description="the texts the model sees")
+    chunks: Chunks | None = Field(
+        default=None, description="windows of a body that are encoded; else as the folder says, or one"
+    )
 
 
 class Encoder(nn.Module):
@@ -145,4 +160,20 @@ def _settings(folder: Path, config: EncoderConfig, stored: dict[str, Any], model
     if any(name in stored | given for name in over):
         raise SkilltrainError(f"max_tokens exceeds the model's {limit} positions", where=config.source)
     template = with_fields(settings.template, config.fields)
-    return settings.model_copy(update={**over, "template": template})  # a default adapts to the model's positions
+    settings = settings.model_copy(update={**over, "template": template})  # a default adapts to the model's positions
+    _check_chunks(settings, config.source)
+    return settings
+
+
+def _check_chunks(settings: EncoderSettings, source: str) -> None:
+    """Raise SkilltrainError for windows that do not move on through a body, and for chunks that the model would cut."""
+    skill, chunks, most = settings.template.skill, settings.chunks, settings.max_tokens
+    if chunks.windows == 1 or skill.fields == "nd":
+        return
+    if chunks.overlap >= skill.body_chars:
+        what = f"chunks.overlap {chunks.overlap} is not below the window, template.skill.body_chars {skill.body_chars}"
+        raise SkilltrainError(what, where=source)
+    if skill.description_chars + skill.body_chars > _MOST_CHARS * most:
+        what = f"chunks of {skill.description_chars} + {skill.body_chars} characters are longer than {most} tokens"
+        fix = f"template.skill.body_chars: about {max(1, 4 * most - skill.description_chars)}, or a larger max_tokens"
+        raise SkilltrainError(what, where=source, fix=fix)

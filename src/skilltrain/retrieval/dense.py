@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,7 @@ from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision, default_device, resolve_model, stored_settings
 from skilltrain.records import Skill
 from skilltrain.retrieval.encode_texts import EncodingCount, encode_texts
-from skilltrain.retrieval.nearest import VectorRanker
+from skilltrain.retrieval.nearest import ChunkVectors, VectorRanker, starts_of
 from skilltrain.retrieval.vectors import OrderedTexts, Parts, VectorCache, cached_vectors
 
 
@@ -42,11 +43,9 @@ class DenseConfig(EncoderSource):
     def open(self, skills: Sequence[Skill]) -> VectorRanker:
         """The encoder with the vectors of the pool. Those of queries are not kept, so that they can be timed."""
         encoder = open_encoder(self)
-        vectors = encode_skills(encoder, skills)
+        chunks = encode_chunks(encoder, skills)
         uncached = replace(encoder, cache=None)
-        return VectorRanker(
-            [skill.skill_id for skill in skills], vectors, lambda texts: encode_queries(uncached, texts)
-        )
+        return VectorRanker([skill.skill_id for skill in skills], chunks, lambda texts: encode_queries(uncached, texts))
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,12 @@ def open_encoder(source: EncoderSource) -> SkillEncoder:
 
 
 def _identity(model: Encoder) -> str:
-    """A hash over the weights and all that shapes a vector, so that a cache never mixes two models."""
-    digest = hashlib.sha256(json.dumps(model.settings.model_dump(mode="json"), sort_keys=True).encode())
+    """A hash over the weights and all that shapes a text's vector, so that a cache never mixes two models.
+
+    Into how many texts a skill is cut does not: windows that are in the cache already are not encoded again.
+    """
+    settings = model.settings.model_dump(mode="json", exclude={"chunks"})
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     digest.update(model.tokenizer.__class__.__name__.encode())
     for name, tensor in model.backbone.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -80,10 +83,18 @@ def _identity(model: Encoder) -> str:
 
 
 def encode_skills(encoder: SkillEncoder, skills: Sequence[Skill]) -> Float32[np.ndarray, "skill dim"]:
-    """One unit vector per skill; equal texts are encoded once, cached texts not at all."""
+    """One unit vector per skill, of its first window; equal texts are encoded once, cached texts not at all."""
     settings = encoder.model.settings
     texts = [settings.template.skill.render(skill) for skill in skills]
     return _vectors(encoder, texts, settings.max_tokens, "encoding skills")
+
+
+def encode_chunks(encoder: SkillEncoder, skills: Sequence[Skill]) -> ChunkVectors:
+    """The unit vectors of all windows of each skill, by which queries find it; for repeats see `encode_skills`."""
+    settings = encoder.model.settings
+    texts = [settings.chunk_texts(skill) for skill in skills]
+    vectors = _vectors(encoder, [*chain.from_iterable(texts)], settings.max_tokens, "encoding skills")
+    return ChunkVectors(vectors, starts_of([len(of_skill) for of_skill in texts]), settings.chunks.pool)
 
 
 def encode_queries(encoder: SkillEncoder, texts: Sequence[str]) -> Float32[np.ndarray, "query dim"]:

@@ -9,12 +9,14 @@ from jaxtyping import Float32, Int64
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Ranking, Rankings
+from skilltrain.templates import ChunkPool
 
 Found = tuple[Int64[np.ndarray, "query k"], Float32[np.ndarray, "query k"]]
 """Positions of skills in the pool and their scores, best first; where too few were found, -1 and NaN."""
 
 _SPARE = 16  # skills found beyond k, among which rounding may have put one in the wrong place
 _PAIRS = 4096  # pairs whose products are taken at once: 25 MB at 384 dimensions
+_QUERIES = 64  # queries whose products with all chunks are taken at once: 27 MB at 100,000 chunks
 _ON_GPU = 2048  # what faiss finds on a GPU at most
 
 
@@ -31,7 +33,7 @@ def nearest(
         return np.empty((len(queries), k), np.int64), np.empty((len(queries), k), np.float32)
     queries, pool = (np.ascontiguousarray(vectors, dtype=np.float32) for vectors in (queries, pool))
     found = _search(queries, pool, width) if index is None else index.search(queries, width)[1]
-    return _ordered(queries, pool, found, k)
+    return _ordered(queries, ChunkVectors.one_each(pool), found, k)
 
 
 def _search(queries: np.ndarray, pool: np.ndarray, k: int) -> Int64[np.ndarray, "query k"]:
@@ -63,10 +65,78 @@ def cosines(
     return result
 
 
-def _ordered(queries: np.ndarray, pool: np.ndarray, found: np.ndarray, k: int) -> Found:
+@dataclass(frozen=True)
+class ChunkVectors:
+    """The unit vectors of the skills' chunks, skill after skill; `starts` says where each skill's begin, and ends.
+
+    A skill's score for a query is, by `pool`, that of its best chunk (MaxP; Dai and Callan, 2019) or the mean of its
+    best two. A skill of one chunk has that chunk's.
+    """
+
+    vectors: Float32[np.ndarray, "chunk dim"]
+    starts: Int64[np.ndarray, " skill_and_end"]
+    pool: ChunkPool = "max"
+
+    @classmethod
+    def one_each(cls, vectors: Float32[np.ndarray, "skill dim"]) -> "ChunkVectors":
+        """Skills of one chunk each."""
+        return cls(vectors, np.arange(len(vectors) + 1))
+
+    @property
+    def is_one_each(self) -> bool:
+        """Whether no skill has a second chunk."""
+        return len(self.vectors) == len(self.starts) - 1
+
+    def scores(
+        self,
+        queries: Float32[np.ndarray, "query dim"],
+        rows: Int64[np.ndarray, " pair"],
+        positions: Int64[np.ndarray, " pair"],
+    ) -> Float32[np.ndarray, " pair"]:
+        """The score of each (row of `queries`, position of a skill), whatever the pairs beside it."""
+        counts = np.diff(self.starts)[positions]
+        starts = starts_of(counts)
+        pairs = np.repeat(np.arange(len(positions)), counts)
+        chunks = np.arange(len(pairs)) + (self.starts[positions] - starts[:-1])[pairs]
+        return pooled(cosines(queries, self.vectors, rows[pairs], chunks)[None], starts, self.pool)[0]
+
+    def nearest(self, queries: Float32[np.ndarray, "query dim"], k: int) -> Found:
+        """The `k` skills of the highest score for each query, exactly; ties go to the lower position."""
+        num_skills = len(self.starts) - 1
+        k, width = min(k, num_skills), min(k + _SPARE, num_skills)
+        if self.is_one_each or k == 0 or not len(queries):
+            return nearest(queries, self.vectors[:num_skills], k)
+        found = np.empty((len(queries), width), dtype=np.int64)
+        for start in range(0, len(queries), _QUERIES):
+            part = slice(start, start + _QUERIES)
+            scores = pooled(queries[part] @ self.vectors.T, self.starts, self.pool)
+            found[part] = np.argsort(-scores, axis=1, kind="stable")[:, :width]
+        return _ordered(queries, self, found, k)
+
+
+def starts_of(counts: Sequence[int] | Int64[np.ndarray, " part"]) -> Int64[np.ndarray, " part_and_end"]:
+    """Where parts of these lengths begin that stand one behind the other, and where the last ends."""
+    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+
+def pooled(
+    scores: Float32[np.ndarray, "query chunk"], starts: Int64[np.ndarray, " skill_and_end"], pool: ChunkPool
+) -> Float32[np.ndarray, "query skill"]:
+    """The score of each skill by those of its chunks, of which it has at least one."""
+    best = np.maximum.reduceat(scores, starts[:-1], axis=1)
+    if pool == "max":
+        return best
+    counts = np.diff(starts)
+    is_best = scores == np.repeat(best, counts, axis=1)
+    second = np.maximum.reduceat(np.where(is_best, -np.inf, scores), starts[:-1], axis=1)
+    is_level = (np.add.reduceat(is_best, starts[:-1], axis=1, dtype=np.int64) > 1) | (counts == 1)
+    return ((best + np.where(is_level, best, second)) / 2).astype(np.float32)
+
+
+def _ordered(queries: np.ndarray, pool: ChunkVectors, found: np.ndarray, k: int) -> Found:
     """The `k` best of what was `found` for each query (-1: nothing), by exact score and then by position."""
     rows = np.repeat(np.arange(len(queries)), found.shape[1])
-    scores = cosines(queries, pool, rows, np.maximum(found.ravel(), 0)).reshape(found.shape)
+    scores = pool.scores(queries, rows, np.maximum(found.ravel(), 0)).reshape(found.shape)
     scores[found < 0] = -np.inf
     order = np.lexsort((found, -scores), axis=1)[:, :k]
     positions, scores = np.take_along_axis(found, order, 1), np.take_along_axis(scores, order, 1)
@@ -105,23 +175,23 @@ def build_index(description: str, pool: Float32[np.ndarray, "skill dim"], seed: 
 
 @dataclass(frozen=True)
 class VectorRanker:
-    """Ranks skills by the inner product of their vectors with a query's, which `encode` gives."""
+    """Ranks skills by the inner products of their chunks' vectors with a query's, which `encode` gives."""
 
     skill_ids: Sequence[str]
-    vectors: Float32[np.ndarray, "skill dim"]
+    chunks: ChunkVectors
     encode: Callable[[Sequence[str]], Float32[np.ndarray, "query dim"]]
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """The `keep` nearest skills of each query, of its candidates alone where there are some."""
         vectors = self.encode([query.text for query in queries])
         if candidates is None:
-            found = zip(queries, *nearest(vectors, self.vectors, keep), strict=True)
+            found = zip(queries, *self.chunks.nearest(vectors, keep), strict=True)
             return {query.query_id: ranking_of(self.skill_ids, *row) for query, *row in found}
         places = {skill_id: place for place, skill_id in enumerate(self.skill_ids)}
         rankings: Rankings = {}
         for row, query in enumerate(queries):
             positions = np.array([places[skill_id] for skill_id, _ in candidates[query.query_id]], dtype=np.int64)
-            scores = cosines(vectors, self.vectors, np.full(len(positions), row), positions)
+            scores = self.chunks.scores(vectors, np.full(len(positions), row), positions)
             rankings[query.query_id] = ranking_of(self.skill_ids, positions, scores)[:keep]
         return rankings
 

@@ -3,7 +3,6 @@
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,13 +23,14 @@ from skilltrain.models.reranker import PairIds, Reranker
 from skilltrain.models.tokens import TokenStore, tokenized
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems, keeps_of
-from skilltrain.retrieval.nearest import VectorRanker
+from skilltrain.retrieval.nearest import ChunkVectors, VectorRanker, starts_of
 from skilltrain.retrieval.rankers import is_own
 from skilltrain.retrieval.rerank import with_rest
+from skilltrain.templates import ChunkPool
 from skilltrain.terminal import say
 from skilltrain.training.engine import of_first_rank
 from skilltrain.training.settings import DEV_MEASURES, DevConfig, depth_of
-from skilltrain.training.steps import Pairs, Texts, tokenized_skills
+from skilltrain.training.steps import Pairs, Texts
 
 ItemT = TypeVar("ItemT")
 
@@ -43,14 +43,18 @@ class OwnEncoder:
     """
 
     query_tokens: TokenStore
-    skill_tokens: TokenStore
+    skill_tokens: Mapping[str, Sequence[TokenIds]]  # of each chunk
+    pool: ChunkPool = "max"
     model: Any = None
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """The `keep` nearest skills of each query, of its candidates alone where there are some."""
         texts: list[TokenIds] = [self.query_tokens[query.query_id] for query in queries]
-        vectors = _finite(self.model(Texts([*texts, *self.skill_tokens.values()]))).cpu().numpy()
-        ranker = VectorRanker([*self.skill_tokens], vectors[len(queries) :], lambda _: vectors[: len(queries)])
+        chunks = [ids for of_skill in self.skill_tokens.values() for ids in of_skill]
+        vectors = _finite(self.model(Texts([*texts, *chunks]))).cpu().numpy()
+        starts = starts_of([len(of_skill) for of_skill in self.skill_tokens.values()])
+        pool = ChunkVectors(vectors[len(queries) :], starts, self.pool)
+        ranker = VectorRanker([*self.skill_tokens], pool, lambda _: vectors[: len(queries)])
         return ranker.rank(queries, candidates, keep)
 
 
@@ -141,10 +145,14 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
     skills = [skill for skill in pool.values() if skill.skill_id in kept]
     say(f"dev: {len(tasks):,} queries of {config.benchmark}, ranked over {len(skills):,} of {len(pool):,} skills")
     if isinstance(model, Encoder):
-        texts, of_skills = [query.text for query in queries], partial(tokenized_skills, model)
+        texts, settings = [query.text for query in queries], model.settings
+        chunks = {skill.skill_id: settings.chunk_texts(skill) for skill in skills}
+        each = list(dict.fromkeys(text for of_skill in chunks.values() for text in of_skill))
+        tokens = tokenized(each, each, lambda some: model.tokenize(some, settings.max_tokens), "", None)
         own = OwnEncoder(
             tokenized([query.query_id for query in queries], texts, model.tokenize_queries, "", None),
-            tokenized([skill.skill_id for skill in skills], skills, of_skills, "", None),
+            {skill_id: [tokens[text] for text in of_skill] for skill_id, of_skill in chunks.items()},
+            settings.chunks.pool,
         )
     else:
         own = OwnReranker(model, {skill.skill_id: skill for skill in skills})

@@ -36,8 +36,9 @@ class ScoreContext:
         check_teacher_scores(data, loss)
         numbers: dict[tuple[str, str | int], int] = {}
 
-        def groups_of(skill_id: str) -> tuple[int, ...]:
-            name = name_key(data.skills[skill_id].name) if skill_id in data.skills else ""
+        def groups_of(key: str) -> tuple[int, ...]:
+            skill = data.skills.get(key)
+            skill_id, name = (skill.skill_id, name_key(skill.name)) if skill else (key, "")
             keys: list[tuple[str, str | int]] = [("name", name) if name else ("id", skill_id)]
             if skill_id in data.clusters:
                 keys.append(("cluster", data.clusters[skill_id]))

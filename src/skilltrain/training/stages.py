@@ -25,7 +25,7 @@ from skilltrain.training.settings import (
     load_model,
 )
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
-from skilltrain.training.training_set import TrainingList, TrainingSet, load_training_set
+from skilltrain.training.training_set import TrainingList, TrainingSet, load_training_set, on_best_windows
 
 __all__ = ["TrainEncoderConfig", "TrainRerankerConfig", "plan", "run_training"]
 
@@ -39,6 +39,7 @@ def run_training(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]
     data = _load_data(config)
     contaminated = check_held_out(config.data, config.dev, data)
     step = _step(config, data, cache_folder("tokens"))
+    data = step.data
     if share := _cut_share(step, data):
         limit = step.model.settings.max_tokens
         say(f"warning: {share:.1%} of the positives are longer than model.max_tokens={limit}, and cut there")
@@ -69,7 +70,8 @@ def plan(config: TrainConfig) -> dict[str, Any]:
     """What training would do, found by loading everything and touching nothing (`--dry-run`)."""
     data = _load_data(config)
     check_held_out(config.data, config.dev, data)
-    found = plan_of(_step(config, data, token_cache=None), data, config.training)
+    step = _step(config, data, token_cache=None)
+    found = plan_of(step, step.data, config.training)
     say("\n".join(f"{name.removeprefix('num_')}: {value:,}" for name, value in found.items()))
     return found
 
@@ -88,7 +90,7 @@ def _step(config: TrainConfig, data: TrainingSet, token_cache: Path | None) -> S
     settings = StepSettings(training.token_budget, training.recompute, in_batch, token_cache)
     if isinstance(model, Encoder):
         assert isinstance(config, TrainEncoderConfig)
-        return EncoderStep(model, config.loss, data, settings)
+        return EncoderStep(model, config.loss, on_best_windows(data, model.settings), settings)
     assert isinstance(config, TrainRerankerConfig)
     return RerankerStep(model, config.loss, data, settings)
 
@@ -99,7 +101,7 @@ def counts_of(step: StepModule, data: TrainingSet) -> dict[str, int]:
     sizes = [(p.numel() * (2 if p.dtype == torch.uint8 else 1), p.requires_grad) for p in step.parameters()]
     return {
         "num_lists": len(data.lists),
-        "num_skills": len(data.skills),
+        "num_skills": len({skill.skill_id for skill in data.skills.values()}),
         "num_pairs": sum(len(one.skill_ids) for one in data.lists),
         "num_positives": sum(gain > 0 for one in data.lists for gain in one.gains),
         "num_parameters": sum(size for size, _ in sizes),

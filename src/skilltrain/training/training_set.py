@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -12,8 +12,10 @@ from skilltrain.config import Config, InputPath
 from skilltrain.data.contamination import BenchmarkPaths, ContaminationLimits
 from skilltrain.data.near_duplicates import near_duplicate_clusters, read_clusters
 from skilltrain.errors import SkilltrainError
+from skilltrain.models.encoder import EncoderSettings
 from skilltrain.records import Query, Skill, Verdict
-from skilltrain.retrieval.lexical import LexicalConfig
+from skilltrain.retrieval.lexical import BM25Index, LexicalConfig
+from skilltrain.retrieval.nearest import starts_of
 from skilltrain.retrieval.rankers import LEG_KEEP, fuse
 from skilltrain.tables import (
     JUDGEMENTS,
@@ -24,6 +26,7 @@ from skilltrain.tables import (
     skills_from_table,
     verdicts_by_query,
 )
+from skilltrain.terminal import track
 
 
 class ListsSource(Config):
@@ -77,7 +80,8 @@ class TrainingList:
 class TrainingSet:
     """All lists, the skills they name, and the number of the near-duplicate cluster of those that are in one.
 
-    `lexical` has the `lexical_scores` of every query's text, where the loss adds them.
+    `lexical` has the `lexical_scores` of every query's text, where the loss adds them. A list may name a skill by one of
+    its windows (`on_best_windows`): `skills` and `lexical` have these too, by keys of their own.
     """
 
     lists: tuple[TrainingList, ...]
@@ -123,6 +127,36 @@ def lexical_scores(texts: Iterable[str], pool: Sequence[Skill]) -> dict[str, dic
         ranking = fuse([best], [1.0], "z", 0)
         scores[text] = {skill_id: z - ranking[-1][1] for skill_id, z in ranking if z > ranking[-1][1]}
     return scores
+
+
+def on_best_windows(data: TrainingSet, settings: EncoderSettings) -> TrainingSet:
+    """`data` whose lists name each skill by the window of its body that BM25 likes best for the query.
+
+    So the encoder learns on the passage that matters. Equal windows: the first. Terms weigh as they do among the
+    windows of all skills of the lists.
+    """
+    if settings.chunks.windows == 1:
+        return data
+    windows = {skill_id: settings.windows(skill) for skill_id, skill in data.skills.items()}
+    texts = [settings.template.skill.render(window) for of_skill in windows.values() for window in of_skill]
+    index, starts = BM25Index(texts), dict(zip(windows, starts_of([*map(len, windows.values())]), strict=False))
+    skills, lists = dict(data.skills), list[TrainingList]()
+    for one in track(data.lists, "choosing windows", len(data.lists)):
+        scores, keys = index.scores(one.query), list[str]()
+        for skill_id in one.skill_ids:
+            start, of_skill = starts[skill_id], windows[skill_id]
+            best = int(scores[start : start + len(of_skill)].argmax())
+            keys.append(f"{skill_id}\0{best}" if best else skill_id)  # no table holds a NUL, so this is no skill's id
+            skills[keys[-1]] = of_skill[best]
+        lists.append(replace(one, skill_ids=tuple(keys)))
+    keys_of: dict[str, list[str]] = {}
+    for key, skill in skills.items():
+        keys_of.setdefault(skill.skill_id, []).append(key)
+    lexical = {
+        text: {key: score for skill_id, score in found.items() for key in keys_of.get(skill_id, ())}
+        for text, found in data.lexical.items()
+    }
+    return replace(data, lists=tuple(lists), skills=skills, lexical=lexical)
 
 
 def _clusters(source: ListsSource, skills: list[Skill], near_duplicates: float | None) -> dict[str, int]:

@@ -1,0 +1,244 @@
+"""Skills as several chunks: their windows, their scores, and the window that an encoder is trained on."""
+
+import hashlib
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from skilltrain.config import validate
+from skilltrain.data import filter_layers
+from skilltrain.data.filter_layers import Candidates, CeilingLayer, FilterPool
+from skilltrain.data.mine import MineConfig, _nearest
+from skilltrain.errors import SkilltrainError
+from skilltrain.export.card import RunRecord, model_card
+from skilltrain.export.folder import save_encoder
+from skilltrain.losses import InfoNCE
+from skilltrain.models.encoder import EncoderConfig, EncoderSettings, load_encoder
+from skilltrain.records import Query, Skill
+from skilltrain.retrieval.dense import DenseConfig, EncoderSource, encode_chunks, encode_skills, open_encoder
+from skilltrain.retrieval.nearest import ChunkVectors, pooled, starts_of
+from skilltrain.tables import SKILLS, rows_of, write_table
+from skilltrain.templates import Chunks, EncoderTemplate, SkillTemplate
+from skilltrain.training.scores import ScoreContext, in_batch_negatives
+from skilltrain.training.training_set import TrainingList, TrainingSet, on_best_windows
+from skilltrain.workers import WorkersConfig
+from small_library import succeeds
+
+TEN = SkillTemplate(body_chars=10)
+SKILL = Skill("s", "n", "d", "0123456789abcdefghijABCD\n ")  # 24 characters and white space
+LONG = Skill("long", "clip", "find the clip", " ".join(f"task {n} deploy pods {n}" for n in range(8)))
+SHORT = Skill("short", "audio", "find the audio", "deploy data")
+
+
+@pytest.mark.parametrize(
+    ("chunks", "starts"),
+    [
+        ({}, [0]),
+        ({"windows": 2}, [0, 10]),
+        ({"windows": 9}, [0, 10, 20]),
+        ({"windows": 9, "overlap": 3}, [0, 7, 14]),  # 14 to 24 is the end
+        ({"windows": 3, "overlap": 4}, [0, 6, 12]),  # 18 would be the fourth
+        ({"windows": 4, "overlap": 4}, [0, 6, 12, 18]),
+    ],
+)
+def test_windows_by_hand(chunks, starts):
+    windows = TEN.windows(SKILL, Chunks(**chunks))
+    assert [TEN.render(window) for window in windows] == [f"n | d | {SKILL.body.rstrip()[s : s + 10]}" for s in starts]
+    assert windows[0] == SKILL and {window.skill_id for window in windows} == {"s"}
+
+
+def test_one_window_is_all_where_the_body_is_short_or_not_seen():
+    many = Chunks(windows=5)
+    assert SkillTemplate(body_chars=24).windows(SKILL, many) == [SKILL]
+    assert TEN.model_copy(update={"fields": "nd"}).windows(SKILL, many) == [SKILL]
+    assert SkillTemplate(body_chars=0).windows(SKILL, Chunks()) == [SKILL]
+
+
+def test_a_skills_score_by_hand():
+    scores = np.array([[0.5, 0.25, 0.75, 0.5, -0.5, 0.5, 0.5, 0.25]], dtype=np.float32)
+    starts = starts_of([1, 3, 1, 3])
+    assert pooled(scores, starts, "max").tolist() == [[0.5, 0.75, -0.5, 0.5]]
+    assert pooled(scores, starts, "top2").tolist() == [[0.5, 0.625, -0.5, 0.5]]  # alone: its own; level: both count
+
+
+@pytest.mark.parametrize("pool", ["max", "top2"])
+def test_nearest_skills_are_those_of_a_full_sort(pool):
+    generator = np.random.default_rng(0)
+    counts = generator.integers(1, 5, size=300)
+    vectors, queries = (generator.normal(size=(num, 8)).astype(np.float32) for num in (counts.sum(), 70))
+    chunks = ChunkVectors(vectors, starts_of(counts), pool)
+    products = queries.astype(np.float64) @ vectors.astype(np.float64).T
+    rows = [np.sort(row[a:b])[::-1] for row in products for a, b in zip(chunks.starts, chunks.starts[1:], strict=False)]
+    wanted = np.array([row[0] if pool == "max" else row[:2].mean() for row in rows]).reshape(70, 300)
+    positions, scores = chunks.nearest(queries, 7)
+    assert (positions == np.argsort(-wanted, axis=1, kind="stable")[:, :7]).all()
+    np.testing.assert_allclose(scores, np.take_along_axis(wanted, positions, 1), rtol=1e-5)
+    assert (chunks.scores(queries, np.repeat(np.arange(70), 7), positions.ravel()) == scores.ravel()).all()
+    assert chunks.nearest(queries[:0], 7)[0].shape == (0, 7) and chunks.nearest(queries, 0)[0].shape == (70, 0)
+    assert chunks.nearest(queries, 999)[0].shape == (70, 300)
+
+
+# The encoder ---------------------------------------------------------------------------------------------------------
+
+FIFTY = {"template": EncoderTemplate(skill=SkillTemplate(description_chars=20, body_chars=50))}
+
+
+def source(model_folders, **settings):
+    return EncoderSource(source=str(model_folders["bert"]), precision="float32", **FIFTY, **settings)
+
+
+def test_one_window_gives_the_vectors_and_the_cache_of_before(model_folders, tmp_path):
+    encoder = open_encoder(source(model_folders, cache=tmp_path))
+    chunks = encode_chunks(encoder, [LONG, SHORT])
+    np.testing.assert_array_equal(chunks.vectors, encode_skills(encoder, [LONG, SHORT]))
+    assert chunks.is_one_each and chunks.starts.tolist() == [0, 1, 2]
+    # As it was made before there were windows.
+    template = encoder.model.settings.template.model_dump()
+    before = {"pooling": "mean", "max_tokens": 256, "query_max_tokens": 512, "template": template}
+    digest = hashlib.sha256(json.dumps(before, sort_keys=True).encode())
+    digest.update(encoder.model.tokenizer.__class__.__name__.encode())
+    for name, tensor in load_encoder(source(model_folders), torch.device("cpu")).backbone.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.numpy().tobytes())
+    assert encoder.identity == digest.hexdigest()[:24]
+
+
+def test_more_windows_take_the_first_from_the_cache(model_folders, tmp_path, monkeypatch):
+    encode_skills(open_encoder(source(model_folders, cache=tmp_path)), [LONG, SHORT])
+    encoder = open_encoder(source(model_folders, cache=tmp_path, chunks={"windows": 3, "overlap": 10, "pool": "top2"}))
+    seen, forward = [], encoder.model.forward
+    monkeypatch.setattr(encoder.model, "forward", lambda texts: seen.extend(texts) or forward(texts))
+    chunks = encode_chunks(encoder, [LONG, SHORT])
+    assert len(seen) == 2 and chunks.starts.tolist() == [0, 3, 4] and chunks.pool == "top2"
+    alone = [Skill("x", "clip", "find the clip", LONG.body[start : start + 50]) for start in (0, 40, 80)]
+    np.testing.assert_allclose(chunks.vectors[:3], encode_skills(encoder, alone), atol=1e-6)
+
+
+@pytest.mark.parametrize("pool", ["max", "top2"])
+def test_a_system_ranks_by_the_best_windows(model_folders, pool):
+    settings = {"source": str(model_folders["bert"]), "precision": "float32", **FIFTY}
+    chunks = Chunks(windows=3, pool=pool)
+    ranker = DenseConfig(**settings, chunks=chunks).open([LONG, SHORT])
+    query = Query("q", "deploy pods", "", "", "")
+    cosines = np.sort((ranker.encode([query.text]) @ ranker.chunks.vectors.T)[0, :3])
+    long = cosines[-1] if pool == "max" else cosines[-2:].mean()
+    found = ranker.rank([query], None, 2)["q"]
+    assert dict(found)["long"] == pytest.approx(long, abs=1e-6)
+    assert ranker.rank([query], {"q": [("short", 0.0), ("long", 0.0)]}, 2)["q"] == found
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"chunks": {"windows": 0}}, "chunks.windows: .* greater than or equal to 1"),
+        ({"chunks": {"windows": 2, "pool": "mean"}}, "chunks.pool"),
+        (FIFTY | {"chunks": {"windows": 2, "overlap": 50}}, "overlap 50 is not below the window, .*body_chars 50"),
+        ({"chunks": {"windows": 2}}, r"chunks of 300 \+ 2500 characters are longer than 256 tokens \(.*about 724"),
+    ],
+)
+def test_windows_that_make_no_sense_are_one_line(model_folders, settings, message):
+    with pytest.raises(SkilltrainError, match=message) as error:
+        config = validate(EncoderConfig, {"source": str(model_folders["bert"]), **settings}, "recipe")
+        load_encoder(config, torch.device("cpu"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_saved_model_keeps_its_windows_and_its_card_tells_them(model_folders, tmp_path):
+    given = EncoderConfig(source=str(model_folders["bert"]), **FIFTY, chunks=Chunks(windows=3, overlap=5))
+    encoder = load_encoder(given, torch.device("cpu"))
+    save_encoder(encoder, tmp_path, base="owner/base")
+    again = load_encoder(EncoderConfig(source=str(tmp_path)), torch.device("cpu"))
+    assert again.settings == encoder.settings and again.settings.chunks.windows == 3
+    card = model_card(RunRecord(encoder.settings, "owner/base", {}, {}))
+    assert "the first 50 characters of a body. skilltrain looks at up to 3 such windows" in card
+    plain = encoder.settings.model_copy(update={"chunks": Chunks()})
+    assert "windows" not in model_card(RunRecord(plain, "owner/base", {}, {}))
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+SETTINGS = EncoderSettings(template=EncoderTemplate(skill=SkillTemplate(body_chars=12)), chunks=Chunks(windows=3))
+A = Skill("a", "pdf", "", "merge files.deploy pods.translate it")  # three windows of 12 characters
+B = Skill("b", "clip", "", "audio video")
+C = Skill("c", "", "", "table chart.deploy data.")
+DATA = TrainingSet(
+    (
+        TrainingList("q1", "deploy the pods", ("a", "b"), (1.0, 0.0), frozenset("a")),
+        TrainingList("q2", "translate a clip", ("b", "a"), (1.0, 0.0), frozenset("b")),
+        TrainingList("q3", "nothing of this", ("c", "a"), (1.0, 0.0), frozenset("c")),
+        TrainingList("q4", "deploy data", ("c", "b"), (1.0, 0.0), frozenset("c")),
+    ),
+    {"a": A, "b": B, "c": C},
+    {"a": 7, "c": 7},
+)
+
+
+def test_lists_name_the_window_that_bm25_likes_best():
+    data = on_best_windows(DATA, SETTINGS)
+    shown = [[data.skills[key].body[:12] for key in one.skill_ids] for one in data.lists]
+    assert shown == [
+        ["deploy pods.", "audio video"],
+        ["audio video", "translate it"],
+        ["table chart.", "merge files."],  # no window has a word of it: the first
+        ["deploy data.", "audio video"],
+    ]
+    assert [data.skills[key].skill_id for one in data.lists for key in one.skill_ids] == [*"abbacacb"]
+    assert [one.gains for one in data.lists] == [one.gains for one in DATA.lists]
+    assert on_best_windows(DATA, SETTINGS) == data
+    lexical = on_best_windows(replace(DATA, lexical={"deploy the pods": {"a": 2.0, "x": 1.0}}), SETTINGS).lexical
+    assert lexical == {"deploy the pods": dict.fromkeys([key for key in data.skills if key[0] == "a"], 2.0)}
+    assert on_best_windows(DATA, EncoderSettings()) is DATA
+
+
+def test_another_window_of_a_query_s_skill_is_no_negative():
+    data = on_best_windows(DATA, SETTINGS)
+    keys = sorted({key for one in data.lists for key in one.skill_ids})
+    assert [data.skills[key].skill_id for key in keys] == ["a", "a", "a", "b", "c", "c"]
+    negative = in_batch_negatives(data.lists, keys, ScoreContext.of(data, InfoNCE(), in_batch=True))
+    # q1 wants a, q3 and q4 want c: the two are one cluster. q2 wants b; its own candidate (a's last) is told elsewhere.
+    assert negative.tolist() == [
+        [False, False, False, False, False, False],
+        [True, True, False, False, True, True],
+        [False, False, False, True, False, False],
+        [False, False, False, False, False, False],
+    ]
+
+
+# The stages ----------------------------------------------------------------------------------------------------------
+
+TWO_WINDOWS = ChunkVectors(np.array([[0, 1], [1, 0], [0.6, 0.8], [0.8, 0.6]], np.float32), starts_of([2, 1, 1]))
+QUERY = np.array([[1, 0]], np.float32)
+
+
+def test_mining_ranks_by_the_best_window_and_by_an_exact_index_only(tmp_path):
+    settings = {"stage": "mine", "pool": tmp_path, "queries": tmp_path, "encoder": {"source": "x"}, "out": tmp_path}
+    (positions, scores), _ = _nearest(MineConfig(**settings), QUERY, TWO_WINDOWS, 3)
+    assert positions.tolist() == [[0, 2, 1]]
+    np.testing.assert_allclose(scores, [[1, 0.8, 0.6]], atol=1e-6)
+    with pytest.raises(SkilltrainError, match=r"index: an approximate index takes one window a skill \(index=Flat\)"):
+        _nearest(MineConfig(**settings, index="HNSW32"), QUERY, TWO_WINDOWS, 3)
+
+
+def test_a_ceiling_is_by_the_best_window(monkeypatch):
+    monkeypatch.setattr(filter_layers, "encode_chunks", lambda _, skills: TWO_WINDOWS)
+    monkeypatch.setattr(filter_layers, "open_encoder", lambda _: None)
+    monkeypatch.setattr(filter_layers, "encode_queries", lambda _, texts: QUERY)
+    skills = [Skill(skill_id, "", "", "") for skill_id in "abcd"]  # c is in no list, and has no vector
+    places, column = np.array([0, 1]), np.zeros(2)
+    asked = Candidates(0, np.array([3]), places, places, column, column, column, ())
+    pool = FilterPool(skills, [asked], ["q"], EncoderSource(source="x"), None, WorkersConfig())
+    [(gold, values)] = CeilingLayer(relative_margin=0.0).check(pool, asked)
+    np.testing.assert_allclose((gold, *values), [3, 1, np.nan], atol=1e-6)
+
+
+def test_the_stage_encode_encodes_all_windows(model_folders, tmp_path):
+    write_table(rows_of([LONG, SHORT]), SKILLS, tmp_path / "pool")
+    encoder = source(model_folders, cache=tmp_path / "vectors", chunks={"windows": 9})
+    recipe = {"stage": "encode", "pool": str(tmp_path / "pool"), "out": str(tmp_path / "out")}
+    recipe["encoder"] = encoder.model_dump(mode="json")
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")
+    summary = json.loads(succeeds("encode", tmp_path / "recipe.yaml").out)
+    num_chunks = -(-len(LONG.body) // 50) + 1
+    assert summary["num_chunks_encoded"] == summary["num_chunks"] == num_chunks
