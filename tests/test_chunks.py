@@ -17,11 +17,13 @@ from skilltrain.export.card import RunRecord, model_card
 from skilltrain.export.folder import save_encoder
 from skilltrain.losses import InfoNCE
 from skilltrain.models.encoder import EncoderConfig, EncoderSettings, load_encoder
+from skilltrain.models.tokens import tokenized
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.dense import DenseConfig, EncoderSource, encode_chunks, encode_skills, open_encoder
 from skilltrain.retrieval.nearest import ChunkVectors, pooled, starts_of
 from skilltrain.tables import SKILLS, rows_of, write_table
 from skilltrain.templates import Chunks, EncoderTemplate, SkillTemplate
+from skilltrain.training.dev import OwnEncoder
 from skilltrain.training.scores import ScoreContext, in_batch_negatives
 from skilltrain.training.training_set import TrainingList, TrainingSet, on_best_windows
 from skilltrain.workers import WorkersConfig
@@ -204,6 +206,13 @@ def test_another_window_of_a_query_s_skill_is_no_negative():
         [False, False, False, True, False, False],
         [False, False, False, False, False, False],
     ]
+
+
+def test_the_model_in_training_ranks_by_the_best_windows():
+    asked = tokenized(["q"], ["q"], lambda texts: [[0]], "", None)
+    own = OwnEncoder(asked, {"a": [[1], [2], [3]], "b": [[4]]}, "top2")
+    own.model = lambda inputs: torch.tensor([[1.0, 0], [0.5, 0], [0, 1], [1, 0], [0.625, 0]])
+    assert own.rank([Query("q", "find", "", "", "")], None, 2) == {"q": [("a", 0.75), ("b", 0.625)]}
 
 
 # The stages ----------------------------------------------------------------------------------------------------------
