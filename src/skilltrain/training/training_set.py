@@ -80,8 +80,8 @@ class TrainingList:
 class TrainingSet:
     """All lists, the skills they name, and the number of the near-duplicate cluster of those that are in one.
 
-    `lexical` has the `lexical_scores` of every query's text, where the loss adds them. A list may name a skill by one of
-    its windows (`on_best_windows`): `skills` and `lexical` have these too, by keys of their own.
+    `lexical` has the `lexical_scores` of every query's text, where the loss adds them. A list may name a skill by one
+    of its windows (`on_best_windows`): `skills` and `lexical` have these too, by keys of their own.
     """
 
     lists: tuple[TrainingList, ...]
