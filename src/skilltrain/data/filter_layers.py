@@ -121,9 +121,7 @@ class FilterPool:
         """The cosine of each of `skills` to `vector`; no matrix product: its last bits depend on what is beside."""
         return np.einsum("sd,d->s", self.vectors[skills], vector, optimize=False).astype(np.float64)
 
-    def answers(
-        self, skills: Int64[np.ndarray, " skill"], query: Float32[np.ndarray, " dim"]
-    ) -> Float64[np.ndarray, " skill"]:
+    def answers(self, skills: Positions, query: Float32[np.ndarray, " dim"]) -> Float64[np.ndarray, " skill"]:
         """The score of each of `skills` for the vector of a query, as retrieval has it."""
         return self.chunks.scores(query[None], np.zeros(len(skills), np.int64), skills).astype(np.float64)
 
