@@ -41,13 +41,10 @@ class EncoderSettings(Config):
     template: EncoderTemplate = EncoderTemplate()
     chunks: Chunks = Chunks()
 
-    def windows(self, skill: Skill) -> list[Skill]:
-        """The skill once for each window of its body (`SkillTemplate.windows`)."""
-        return self.template.skill.windows(skill, self.chunks)
-
     def chunk_texts(self, skill: Skill) -> list[str]:
         """The texts by which the encoder knows a skill, one a window; the first is all of them by default."""
-        return [self.template.skill.render(window) for window in self.windows(skill)]
+        shown = self.template.skill
+        return [shown.render(window) for window in shown.windows(skill, self.chunks)]
 
 
 class EncoderConfig(ModelConfig):

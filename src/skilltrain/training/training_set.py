@@ -137,8 +137,9 @@ def on_best_windows(data: TrainingSet, settings: EncoderSettings) -> TrainingSet
     """
     if settings.chunks.windows == 1:
         return data
-    windows = {skill_id: settings.windows(skill) for skill_id, skill in data.skills.items()}
-    texts = [settings.template.skill.render(window) for of_skill in windows.values() for window in of_skill]
+    shown = settings.template.skill
+    windows = {skill_id: shown.windows(skill, settings.chunks) for skill_id, skill in data.skills.items()}
+    texts = [shown.render(window) for of_skill in windows.values() for window in of_skill]
     index, starts = BM25Index(texts), dict(zip(windows, starts_of([*map(len, windows.values())]), strict=False))
     skills, lists = dict(data.skills), list[TrainingList]()
     for one in track(data.lists, "choosing windows", len(data.lists)):
