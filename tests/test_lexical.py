@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.retrieval.lexical import K1, B, BM25Index, english_tokenizer, top_k
+from skilltrain.records import Query, Skill
+from skilltrain.retrieval.lexical import K1, B, BM25Index, LexicalConfig, english_tokenizer, top_k
 
 
 def terms(text):
@@ -58,6 +59,19 @@ def test_empty_text_and_empty_query_are_harmless():
 def test_nothing_to_index_is_refused(texts):
     with pytest.raises(SkilltrainError, match=r"no text to index|none of the \d texts"):
         BM25Index(texts)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [("full", "dabc"), ("nd", "bacd"), ("name", "abcd"), ("description", "bacd"), ("body", "dabc")],
+)
+def test_fields_are_searched_alone_and_a_skill_may_lack_them(fields, expected):
+    pool = [Skill("a", "cat", "dog", ""), Skill("b", "", "cat", "dog"), Skill("c", "dog", "", ""),
+            Skill("d", "dog", "", "cat cat cat")]  # fmt: skip
+    found = LexicalConfig(fields=fields).open(pool).rank([Query("q", "cats", "", "", "")], None, 4)["q"]
+    assert "".join(skill_id for skill_id, _ in found) == expected
+    with pytest.raises(SkilltrainError, match="none of the 1 texts holds a word"):
+        LexicalConfig(fields="body").open(pool[:1])
 
 
 @given(npst.arrays(np.float32, st.integers(1, 30), elements=st.integers(0, 4).map(float)), st.integers(0, 30))

@@ -59,7 +59,7 @@ def test_the_encoders_program_gives_our_scores(tmp_path, open_encoder_of, monkey
 @pytest.mark.parametrize(
     ("name", "template"),
     [
-        ("bert_reranker", RerankerTemplate(query_chars=9)),
+        ("bert_reranker", RerankerTemplate(query_chars=9, skill=SkillTemplate(fields="description"))),
         ("bert", RerankerTemplate(form="cosine_pair")),
         ("qwen3_reranker", RerankerTemplate(form="yes_no", skill=SkillTemplate(fields="nd", description_chars=7))),
     ],

@@ -10,6 +10,8 @@ def test_a_skill_is_name_description_body_within_their_caps():
     assert SkillTemplate().render(SKILL) == "pod-debug | Finds why a pod fails | # Steps\nLook at events"
     assert SkillTemplate(description_chars=5, body_chars=7).render(SKILL) == "pod-debug | Finds | # Steps"
     assert SkillTemplate(fields="nd").render(SKILL) == "pod-debug | Finds why a pod fails"
+    assert SkillTemplate(fields="name", description_chars=0).render(SKILL) == "pod-debug"
+    assert SkillTemplate(fields="body", body_chars=7).render(SKILL) == "# Steps"
 
 
 def test_empty_fields_leave_no_separator():

@@ -116,6 +116,7 @@ def validate(config_class: type[ConfigT], values: Mapping[str, Any], where: obje
 def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, Any]) -> str:
     path = _key_path(fault, values)
     key, kind, found = ".".join(path), fault["type"], _short(fault["input"])
+    place = f"{key}: " if key else ""
     if kind == "extra_forbidden":
         choices = _keys_at(config_class, fault["loc"][:-1])
         return f"unknown key '{key}'{_nearest(path[-1], choices)} allowed here: {', '.join(choices)}"
@@ -130,10 +131,9 @@ def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, An
         found = str(fault["ctx"]["tag"])
         return f"{key}: unknown choice '{found}'{_nearest(found, choices)} choose from {', '.join(choices)}"
     if kind in ("model_type", "model_attributes_type"):
-        return f"{key}: must be a section of keys ({', '.join(_keys_at(config_class, fault['loc']))}), found {found}"
+        return f"{place}must be a section of keys ({', '.join(_keys_at(config_class, fault['loc']))}), found {found}"
     message = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     message = "must be a path" if kind == "path_type" else message
-    place = f"{key}: " if key else ""
     found = f", found {found}" if kind != "value_error" else ""  # a validator of ours says itself what it found
     return f"{place}{message[:1].lower()}{message[1:]}{found}"
 

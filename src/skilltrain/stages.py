@@ -91,6 +91,12 @@ STAGES = {
         "training.stages", "TrainRerankerConfig", "run_training", "plan",
         about="Train a reranker.", trains=True,
     ),
+    "fusion": Stage(
+        "routing.fusion", "FusionConfig", "run_fusion", "plan_fusion",
+        about="Fit the weights of a fuse ranker on queries with gold.",
+        example="pool=runs/pool queries=runs/queries split=dev system.name=hybrid 'system.rankers=[{kind: fuse, of: "
+        "[{kind: lexical}, {kind: dense, source: runs/encoder}]}]' out=runs/fusion",
+    ),
     "evaluate": Stage(
         "routing.evaluate", "EvaluateConfig", "run_evaluate", "plan_evaluate",
         about="Compare systems on a benchmark, with 95% intervals.",

@@ -3,6 +3,7 @@
 Caps count characters (SkillRouter, section 4.2 and its released code), token limits come on top of them.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal, TypeVar
 
@@ -16,8 +17,16 @@ QWEN3_RERANKER_PREFIX = (
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 QWEN3_RERANKER_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-SkillFields = Literal["full", "nd"]
-"""What is seen of a skill: name, description and body, or only the first two."""
+SkillFields = Literal["full", "nd", "name", "description", "body"]
+"""What is seen of a skill."""
+FIELDS_SEEN: Mapping[SkillFields, tuple[str, ...]] = {
+    "full": ("name", "description", "body"),
+    "nd": ("name", "description"),
+    "name": ("name",),
+    "description": ("description",),
+    "body": ("body",),
+}
+SEEN = "full: name, description and body; nd: no body; or one of the three alone"
 ChunkPool = Literal["max", "top2"]
 """How the scores of a skill's windows become one."""
 SKILL_TASK = "Given a task description, retrieve the skills that an agent needs to complete it"
@@ -34,18 +43,17 @@ class Chunks(Config):
 
 
 class SkillTemplate(Config):
-    """How a skill becomes one text: `name | description | body`, each within its cap."""
+    """How a skill becomes one text: `name | description | body`, the last two within their caps."""
 
-    fields: SkillFields = Field(default="full", description="full: name, description, body; nd: no body")
+    fields: SkillFields = Field(default="full", description=SEEN)
     description_chars: int = Field(default=300, ge=0, description="how much of a description")
     body_chars: int = Field(default=2500, ge=0, description="how much of a body")
     separator: str = Field(default=" | ", description="what stands between the parts")
 
     def render(self, skill: Skill) -> str:
-        """The text of a skill; `nd` leaves the body out, empty fields leave no separator behind."""
-        parts = [skill.name, skill.description[: self.description_chars]]
-        if self.fields == "full":
-            parts.append(skill.body[: self.body_chars])
+        """The text of a skill; empty fields leave no separator behind."""
+        caps = {"name": None, "description": self.description_chars, "body": self.body_chars}
+        parts = [getattr(skill, field)[: caps[field]] for field in FIELDS_SEEN[self.fields]]
         return self.separator.join(part.strip() for part in parts if part.strip())
 
     def windows(self, skill: Skill, chunks: Chunks) -> list[Skill]:
@@ -55,7 +63,7 @@ class SkillTemplate(Config):
         `body_chars` (the encoder's settings see to it).
         """
         rest = len(skill.body.rstrip()) - self.body_chars
-        if chunks.windows == 1 or self.fields == "nd" or rest <= 0:
+        if chunks.windows == 1 or "body" not in FIELDS_SEEN[self.fields] or rest <= 0:
             return [skill]
         step = self.body_chars - chunks.overlap
         starts = range(0, rest + step, step)[: chunks.windows]

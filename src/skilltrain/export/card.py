@@ -11,6 +11,7 @@ import yaml
 
 from skilltrain.models.encoder import EncoderSettings
 from skilltrain.models.reranker import RerankerSettings
+from skilltrain.templates import FIELDS_SEEN
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _SECRET_KEY = re.compile(r"(^|_)(key|token|secret|password|credentials)$", re.IGNORECASE)
@@ -57,6 +58,7 @@ def model_card(record: RunRecord) -> str:
         interpolate=record.interpolate,
         settings=record.settings,
         skill=template.skill,
+        seen=FIELDS_SEEN[template.skill.fields],
         separator=repr(template.skill.separator),
         query_chars=template.query_chars,
         summary=record.summary,

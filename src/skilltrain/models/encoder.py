@@ -27,7 +27,7 @@ from skilltrain.models.micro_batches import TokenIds, embed_together, model_inpu
 from skilltrain.models.pooling import Pooling, at_least_float32, module_settings, pool
 from skilltrain.models.tokens import TextTokenizer
 from skilltrain.records import Skill
-from skilltrain.templates import Chunks, EncoderTemplate, with_fields
+from skilltrain.templates import FIELDS_SEEN, Chunks, EncoderTemplate, with_fields
 
 _MOST_CHARS = 5  # of a token, in the long run; English prose has between 4 and 5, Markdown and code fewer
 
@@ -165,7 +165,7 @@ def _settings(folder: Path, config: EncoderConfig, stored: dict[str, Any], model
 def _check_chunks(settings: EncoderSettings, source: str) -> None:
     """Raise SkilltrainError for windows that do not move on through a body, and for chunks that the model would cut."""
     skill, chunks, most = settings.template.skill, settings.chunks, settings.max_tokens
-    if chunks.windows == 1 or skill.fields == "nd":
+    if chunks.windows == 1 or "body" not in FIELDS_SEEN[skill.fields]:
         return
     if chunks.overlap >= skill.body_chars:
         what = f"chunks.overlap {chunks.overlap} is not below the window, template.skill.body_chars {skill.body_chars}"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json
-from skilltrain.templates import SkillFields
+from skilltrain.templates import SEEN, SkillFields
 from skilltrain.terminal import say
 from skilltrain.texts import printable
 
@@ -39,7 +39,7 @@ class ModelConfig(Config):
 
     source: str = Field(description="folder, Hub id owner/name, or package:NAME (a package that ships a model)")
     fields: SkillFields | None = Field(
-        default=None, description="full, or nd (skills without bodies), whatever the template says; null: as it says"
+        default=None, description=f"what it sees, whatever its template says; {SEEN}; null: as the template says"
     )
     precision: Precision = Field(default="float32", description="number format of the weights")
 

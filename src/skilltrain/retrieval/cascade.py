@@ -15,6 +15,7 @@ from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.rankers import (
     OWN,
+    FuseConfig,
     Ranker,
     RankerConfig,
     is_own,
@@ -190,7 +191,7 @@ def check_systems(systems: Sequence[SystemConfig], has_own: bool = False) -> Non
         raise SkilltrainError("two systems have the same name", where="systems")
     for system in systems:
         for part in parts_of(system.rankers):
-            if not is_own(part):
+            if isinstance(part, FuseConfig) or not is_own(part):
                 part.check()
             elif not has_own:
                 what = f"source {OWN} is the model in training, and nothing is trained here"

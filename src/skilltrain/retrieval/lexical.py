@@ -3,7 +3,7 @@
 import re
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +14,7 @@ from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.nearest import ranking_of
-from skilltrain.templates import SkillFields
+from skilltrain.templates import FIELDS_SEEN, SEEN, SkillFields
 from skilltrain.terminal import track
 from skilltrain.texts import CJK
 
@@ -28,10 +28,10 @@ K1, B = 2.5, 1.0
 
 
 class LexicalConfig(Config):
-    """BM25 over name, description and body (`full`), or without the body (`nd`)."""
+    """BM25 over skills, or over some of their fields."""
 
     kind: Literal["lexical"] = "lexical"
-    fields: SkillFields = Field(default="full", description="what BM25 sees of a skill; nd: no body")
+    fields: SkillFields = Field(default="full", description=f"what BM25 sees; {SEEN}")
     keep: int | None = Field(default=None, ge=1, description="skills a query that are kept; null: as many as needed")
 
     def check(self) -> None:
@@ -39,7 +39,7 @@ class LexicalConfig(Config):
 
     def open(self, skills: Sequence[Skill]) -> "Lexical":
         """The index over the pool."""
-        texts = [bm25_text(skill if self.fields == "full" else replace(skill, body="")) for skill in skills]
+        texts = [bm25_text(skill, self.fields) for skill in skills]
         return Lexical([skill.skill_id for skill in skills], BM25Index(texts))
 
 
@@ -64,9 +64,9 @@ class Lexical:
         return rankings
 
 
-def bm25_text(skill: Skill) -> str:
-    """What BM25 sees of a skill: name, description and the whole body (SkillRouter, section 4.2)."""
-    return f"{skill.name} {skill.description} {skill.body}"
+def bm25_text(skill: Skill, fields: SkillFields = "full") -> str:
+    """What BM25 sees of a skill: name, description and the whole body (SkillRouter, section 4.2), or some of these."""
+    return " ".join(getattr(skill, field) for field in FIELDS_SEEN[fields])
 
 
 def words_and_bigrams(text: str) -> list[str]:

@@ -6,13 +6,16 @@ name stands in the union `RankerConfig`.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
 import numpy as np
 from jaxtyping import Float64
 from pydantic import Field, model_validator
 
-from skilltrain.config import Config
+from skilltrain.config import Config, InputPath, validate
+from skilltrain.errors import SkilltrainError
+from skilltrain.files import read_json
 from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.dense import DenseConfig
@@ -25,7 +28,7 @@ OWN = "self"
 """The `source` that stands for the model in training."""
 LEG_KEEP = 100
 """Skills that a leg of `fuse` finds where the recipe does not say: the same for any depth of the system."""
-
+WEIGHTS_FILE = "weights.json"
 
 Method = Literal["z", "max", "minmax", "rrf"]
 
@@ -46,6 +49,24 @@ class Ranker(Protocol):
 LegConfig = Annotated[LexicalConfig | DenseConfig | ApiConfig | SavedConfig | RerankConfig, Field(discriminator="kind")]
 
 
+class FittedWeights(Config):
+    """What the stage fusion writes: weights of normalised scores, the legs that they are for, and what they are worth.
+
+    `figures` has system → measure → mean, low, high and n, by cross-validation.
+    """
+
+    weights: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
+    legs: tuple[LegConfig, ...]
+    normalisation: Literal["z"]
+    num_queries: int
+    num_without_gold: int
+    folds: int
+    seed: int
+    figures: dict[str, dict[str, dict[str, float]]]
+    skilltrain: str
+    fingerprints: dict[str, str]
+
+
 class FuseConfig(Config):
     """Rankings of several rankers as one: by their scores, made comparable, or by their ranks alone (see `fuse`)."""
 
@@ -56,24 +77,58 @@ class FuseConfig(Config):
     method: Method = Field(
         default="z", description="z, max or minmax: add scores, normalised so for each query; rrf: add 1/(rrf_k + rank)"
     )
-    weights: tuple[float, ...] | None = Field(default=None, description="one a ranker; null: equal shares of 1")
+    weights: tuple[float, ...] | InputPath | None = Field(
+        default=None, description="one a ranker, or the folder of the stage fusion; null: equal shares of 1"
+    )
     rrf_k: int = Field(default=60, ge=0, description="the larger, the less the first ranks stand out")
     keep: int | None = Field(default=None, ge=1, description="skills a query that are kept; null: as many as needed")
 
     @model_validator(mode="after")
     def _one_weight_each(self) -> "FuseConfig":
-        if self.weights is not None and len(self.weights) != len(self.of):
+        if isinstance(self.weights, tuple) and len(self.weights) != len(self.of):
             raise ValueError(f"{len(self.of)} rankers are fused, and there are {len(self.weights)} weights")
+        if isinstance(self.weights, Path) and self.method != "z":
+            raise ValueError(f"fitted weights are for the method z, not {self.method}")
         return self
 
     def check(self) -> None:
-        """Nothing to check beside its parts."""
+        """Raise SkilltrainError for fitted weights that are not there or are for other rankers."""
+        self.leg_weights()
+
+    def leg_weights(self) -> tuple[float, ...]:
+        """One weight a ranker. Raises SkilltrainError as `check` does."""
+        if self.weights is None:
+            return (1 / len(self.of),) * len(self.of)
+        return read_weights(self.weights, self.of) if isinstance(self.weights, Path) else self.weights
 
 
 RankerConfig = Annotated[
     LexicalConfig | DenseConfig | ApiConfig | SavedConfig | RerankConfig | SelectConfig | FuseConfig,
     Field(discriminator="kind"),
 ]
+
+
+def read_weights(path: Path, legs: Sequence[LegConfig]) -> tuple[float, ...]:
+    """The weights in a folder of the stage fusion, or in its file, for `legs`.
+
+    Raises SkilltrainError for a file that does not hold fitted weights, and for weights of other legs. Weights that
+    were fitted on saved rankings are for any.
+    """
+    file = path / WEIGHTS_FILE if path.is_dir() else path
+    fitted = validate(FittedWeights, read_json(file), file)
+    if not len(fitted.weights) == len(fitted.legs) == len(legs):
+        what = f"{len(legs)} rankers are fused, and it holds {len(fitted.weights)} weights of {len(fitted.legs)}"
+        raise SkilltrainError(what, where=file)
+    for number, (ours, theirs) in enumerate(zip(legs, fitted.legs, strict=True), 1):
+        if "saved" not in (ours.kind, theirs.kind) and leg_name(ours) != leg_name(theirs):
+            what = f"weight {number} was fitted for {leg_name(theirs)}, and ranker {number} is {leg_name(ours)}"
+            raise SkilltrainError(what, where=file)
+    return fitted.weights
+
+
+def leg_name(leg: LegConfig) -> str:
+    """What a fused ranker is, in a word or two: `lexical name`, `dense`."""
+    return f"{leg.kind} {leg.fields}" if isinstance(leg, LexicalConfig) and leg.fields != "full" else leg.kind
 
 
 def parts_of(rankers: Sequence[RankerConfig]) -> Iterator[RankerConfig]:
@@ -96,22 +151,26 @@ def is_own(ranker: RankerConfig) -> bool:
 
 @dataclass(frozen=True)
 class Fuse:
-    """Rankers whose rankings are fused."""
+    """Rankers whose rankings are fused, and the weight of each."""
 
     config: FuseConfig
     legs: Sequence[Ranker]
+    weights: Sequence[float]
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """The `keep` best of all skills that the legs find (or of the candidates, in their order)."""
-        most = LEG_KEEP if candidates is None else max(map(len, candidates.values()), default=0)
-        keeps = [leg.keep or most for leg in self.config.of]
-        found = [leg.rank(queries, candidates, count) for leg, count in zip(self.legs, keeps, strict=True)]
-        weights = self.config.weights or [1 / len(self.legs)] * len(self.legs)
+        found = self.find(queries, candidates)
         rankings: Rankings = {}
         for query_id in (query.query_id for query in queries):
             legs = [leg[query_id] for leg in found]
-            rankings[query_id] = fuse(legs, weights, self.config.method, self.config.rrf_k)[:keep]
+            rankings[query_id] = fuse(legs, self.weights, self.config.method, self.config.rrf_k)[:keep]
         return rankings
+
+    def find(self, queries: Sequence[Query], candidates: Rankings | None) -> list[Rankings]:
+        """What each leg finds, or makes of the candidates."""
+        most = LEG_KEEP if candidates is None else max(map(len, candidates.values()), default=0)
+        keeps = [leg.keep or most for leg in self.config.of]
+        return [leg.rank(queries, candidates, count) for leg, count in zip(self.legs, keeps, strict=True)]
 
 
 def fuse(legs: Sequence[Ranking], weights: Sequence[float], method: Method, rrf_k: int) -> Ranking:
@@ -122,17 +181,32 @@ def fuse(legs: Sequence[Ranking], weights: Sequence[float], method: Method, rrf_
 
     `rrf` adds weight / (rrf_k + rank); a leg adds nothing to a skill that it did not find (Cormack et al., 2009).
     """
+    return weighted(*comparable_scores(legs, method, rrf_k), weights)
+
+
+def comparable_scores(
+    legs: Sequence[Ranking], method: Method, rrf_k: int
+) -> tuple[list[str], Float64[np.ndarray, "leg skill"]]:
+    """All skills that the `legs` found, in the order in which they were found, and what each leg says of each."""
     skill_ids = list(dict.fromkeys(skill_id for leg in legs for skill_id, _ in leg))
+    comparable = np.zeros((len(legs), len(skill_ids)))
     if not skill_ids:
-        return []
-    total = np.zeros(len(skill_ids))
-    for leg, weight in zip(legs, weights, strict=True):
+        return skill_ids, comparable
+    for row, leg in zip(comparable, legs, strict=True):
         if method == "rrf":
             scores, lowest = {skill_id: 1 / (rrf_k + rank) for rank, (skill_id, _) in enumerate(leg, 1)}, 0.0
         else:
             scores = dict(leg)
             lowest = min(scores.values(), default=0.0)
-        total += weight * _comparable(np.array([scores.get(skill_id, lowest) for skill_id in skill_ids]), method)
+        row[:] = _comparable(np.array([scores.get(skill_id, lowest) for skill_id in skill_ids]), method)
+    return skill_ids, comparable
+
+
+def weighted(skill_ids: list[str], comparable: Float64[np.ndarray, "leg skill"], weights: Sequence[float]) -> Ranking:
+    """The skills by the weighted sum of what the legs say, best first; equal sums keep their order."""
+    total = np.zeros(len(skill_ids))
+    for row, weight in zip(comparable, weights, strict=True):  # a matrix product may round equal columns unequally
+        total += weight * row
     order = np.argsort(-total, kind="stable")
     return [(skill_ids[place], float(total[place])) for place in order]
 
@@ -177,7 +251,7 @@ def open_ranker(config: RankerConfig, skills: Sequence[Skill], opened: dict[str,
     The model in training is found in `opened` under the name `OWN`.
     """
     if isinstance(config, FuseConfig):
-        return Fuse(config, [open_ranker(leg, skills, opened) for leg in config.of])
+        return Fuse(config, [open_ranker(leg, skills, opened) for leg in config.of], config.leg_weights())
     key = key_of(config)
     if key not in opened:
         opened[key] = config.open(skills)

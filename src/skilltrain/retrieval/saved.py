@@ -3,9 +3,9 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from skilltrain.config import Config, InputPath
 from skilltrain.errors import SkilltrainError
@@ -18,24 +18,38 @@ class SavedConfig(Config):
     """Rankings that a stage has written (mine, filter, candidates, evaluate)."""
 
     kind: Literal["saved"] = "saved"
-    rankings: InputPath = Field(description="RANKINGS table, or the folder that holds it")
-    stage: str | None = Field(default=None, description="which of its rankings; null where it holds one")
+    rankings: tuple[InputPath, ...] = Field(
+        min_length=1, description="RANKINGS table, or the folder that holds it; several, each with queries of its own"
+    )
+    stage: str | None = Field(default=None, description="which of a table's rankings; null where it holds one")
     keep: int | None = Field(default=None, ge=1, description="skills a query that are kept; null: as many as needed")
 
+    @field_validator("rankings", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        """A single table as a list of one."""
+        return [value] if isinstance(value, str | Path) else value
+
     def check(self) -> None:
-        """Raise SkilltrainError where the table is not there."""
-        if not table_path(self.rankings, RANKINGS).is_file():
-            raise SkilltrainError("no rankings table here", where=self.rankings)
+        """Raise SkilltrainError where a table is not there."""
+        for path in self.rankings:
+            if not table_path(path, RANKINGS).is_file():
+                raise SkilltrainError("no rankings table here", where=path)
 
     def open(self, skills: Sequence[Skill]) -> "Saved":
-        """The rankings. Raises SkilltrainError for a stage that is not there."""
-        pool = frozenset(skill.skill_id for skill in skills)
-        return Saved(self.rankings, read_rankings(self.rankings, self.stage), pool)
+        """The rankings. Raises SkilltrainError for a stage that is not there and a query that two tables rank."""
+        rankings: Rankings = {}
+        for path in self.rankings:
+            found = read_rankings(path, self.stage)
+            if twice := rankings.keys() & found.keys():
+                raise SkilltrainError(f"query '{min(twice)}' is ranked in an earlier table as well", where=path)
+            rankings |= found
+        return Saved(self.rankings[0], rankings, frozenset(skill.skill_id for skill in skills))
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Rankings by query, and the ids of the pool."""
+    """Rankings by query, the first table that holds them, and the ids of the pool."""
 
     path: Path
     rankings: Rankings

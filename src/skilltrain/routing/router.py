@@ -80,7 +80,7 @@ def _placed(value: Any, folder: Path, file: Path) -> Any:
     if not isinstance(value, dict):
         return value
     placed = {key: _placed(item, folder, file) for key, item in value.items()}
-    for key in ("source", "cache", "rankings"):
+    for key in ("source", "cache", "rankings", "weights"):
         name = placed.get(key)
         if isinstance(name, str) and (key == "cache" or (folder / name).exists()):
             placed[key] = str(inside(folder, name, file))

@@ -1,0 +1,238 @@
+"""Fitted weights of a fuse ranker: worked by hand, checked against their conditions, read back, and refused."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmark_folders import write_ours, write_pool
+from skilltrain.api import evaluate, run
+from skilltrain.config import validate
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.benchmarks.benchmark import Task
+from skilltrain.evaluation.metrics import Relevance
+from skilltrain.records import Query, Skill
+from skilltrain.retrieval.cascade import SystemConfig, check_systems
+from skilltrain.retrieval.rankers import WEIGHTS_FILE, FuseConfig, open_ranker
+from skilltrain.routing.fusion import Scored, fit_weights, folds_of
+from skilltrain.routing.router import Router
+from skilltrain.tables import RANKINGS, write_table
+
+FIELDS = ("full", "name", "description", "body")
+POOL = [
+    Skill("s1", "alpha", "reads invoices", "sum the columns of an invoice"),
+    Skill("s2", "", "merges tables", "join two tables by a key"),
+    Skill("s3", "gamma", "", "draw a chart of the sums"),
+    Skill("s4", "delta", "cuts audio clips", ""),
+    Skill("s5", "join", "deploys pods", "write a manifest and wait"),
+    Skill("s6", "chart", "reviews contracts", "list clauses on payment"),
+]
+TEXTS = {"q1": ("sum an invoice", "s1"), "q2": ("join tables by key", "s2"), "q3": ("draw a chart", "s3"),
+         "q4": ("cuts audio", "s4"), "q5": ("wait for pods", "s5"), "q6": ("clauses on payment", "s6")}  # fmt: skip
+
+
+def scored(scores, gold):
+    return Scored([str(place) for place in range(len(gold))], np.array(scores, float), np.array(gold, bool))
+
+
+def test_weights_by_hand():
+    """Of two candidates a z-score gives ±1, so that gold at the top in 3 of 4 queries asks for σ(2w) = 3/4."""
+    right, wrong = scored([[1, -1], [-1, 1]], [1, 0]), scored([[1, -1], [-1, 1]], [0, 1])
+    nowhere = scored([[1, -1], [-1, 1]], [0, 0])  # has no say
+    assert fit_weights([right, right, right, wrong, nowhere]) == pytest.approx([math.log(3) / 2, 0], abs=2e-3)
+    # Three candidates, two of them gold: the shares are halves, and the leg that parts gold from the rest is taken.
+    two = [scored([[0.5, 0.5, -1], [1, -1, 0]], [1, 1, 0])] * 3 + [scored([[0.5, 0.5, -1], [1, -1, 0]], [0, 0, 1])]
+    first, second = fit_weights(two)
+    assert second == 0 and 2 / (2 + math.exp(-1.5 * first)) == pytest.approx(3 / 4, abs=2e-3)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 12))
+def test_no_other_weights_fit_better(seed, num_legs, num_queries):
+    draw = np.random.default_rng(seed)
+    sizes = draw.integers(2, 9, num_queries)
+    queries = [scored(draw.normal(size=(num_legs, size)), np.arange(size) < draw.integers(1, size)) for size in sizes]
+
+    def loss(weights):
+        logits = [weights @ query.scores for query in queries]
+        entropies = [
+            np.log(np.exp(each).sum()) - each[query.gold].mean() for each, query in zip(logits, queries, strict=True)
+        ]
+        return np.mean(entropies) + 0.0005 * weights @ weights
+
+    try:
+        weights = fit_weights(queries)
+    except SkilltrainError as error:
+        assert "every weight would be 0" in str(error)
+        weights = np.zeros(num_legs)
+    assert (weights >= 0).all() and np.isfinite(weights).all()
+    for step in (0.01, 0.3):
+        for near in weights + step * draw.normal(size=(10, num_legs)):
+            assert loss(weights) <= loss(np.maximum(near, 0)) + 1e-9
+
+
+@given(st.lists(st.sets(st.integers(0, 30), min_size=1, max_size=3), min_size=1, max_size=40), st.integers(0, 5))
+def test_queries_of_one_skill_stand_in_one_fold(golds, seed):
+    tasks = [Task(Query(str(n), "", "", "", ""), Relevance(frozenset(map(str, gold)), {})) for n, gold in
+             enumerate(golds)]  # fmt: skip
+    try:
+        groups, folds = folds_of(tasks, 3, seed)
+    except SkilltrainError as error:
+        assert "cannot be cut into 3 folds" in str(error)
+        return
+    assert set(folds.tolist()) == {0, 1, 2}
+    for one, one_group, one_fold in zip(golds, groups, folds, strict=True):
+        for other, other_group, other_fold in zip(golds, groups, folds, strict=True):
+            assert not one & other or (one_group == other_group and one_fold == other_fold)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A pool of which some skills lack fields, queries about them, and saved rankings by faulty legs."""
+    folder = tmp_path_factory.mktemp("fusion")
+    write_pool(folder / "pool", POOL)
+    asked = [(query_id, text, "train") for query_id, (text, _) in TEXTS.items()]
+    write_ours(folder / "queries", asked, {query_id: {gold: "required"} for query_id, (_, gold) in TEXTS.items()})
+    legs = {
+        "lacking": {query_id: {"s1": 1.0, "s2": 0.0} for query_id in list(TEXTS)[1:]},
+        "constant": {query_id: {"s1": 2.0, "s2": 2.0} for query_id in TEXTS},
+        "infinite": {query_id: {"s1": math.inf, "s2": 0.0} for query_id in TEXTS},
+        "foreign": {query_id: {"elsewhere": 1.0, "s2": 0.0} for query_id in TEXTS},
+        "one": {query_id: {gold: 1.0, "s5": 0.5, "s6": 0.1} for query_id, (_, gold) in list(TEXTS.items())[:3]},
+        "two": {query_id: {gold: 9.0, "s1": 0.5, "s2": 0.1} for query_id, (_, gold) in list(TEXTS.items())[3:]},
+    }
+    for name, rankings in legs.items():
+        table = [
+            {"query_id": query_id, "skill_id": skill_id, "rank": rank, "score": score, "stage": name}
+            for query_id, ranking in rankings.items()
+            for rank, (skill_id, score) in enumerate(ranking.items(), 1)
+        ]
+        write_table(table, RANKINGS, folder / name)
+    return folder
+
+
+def lexical(*fields):
+    return [{"kind": "lexical", "fields": one} for one in fields]
+
+
+def fused(legs, **settings):
+    return {"kind": "fuse", "of": legs, **settings}
+
+
+def recipe(folder, out, legs, **changed):
+    system = {"name": "hybrid", "rankers": [fused(legs)]}
+    return {"stage": "fusion", "pool": folder / "pool", "queries": folder / "queries", "split": "train", "folds": 3,
+            "system": system, "out": out} | changed  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def fitted(folder):
+    """The summary of a fit of four lexical legs, and its folder."""
+    return run(recipe(folder, folder / "fitted", lexical(*FIELDS))), folder / "fitted"
+
+
+def test_what_is_written_is_what_a_fuse_ranker_reads(folder, fitted, tmp_path):
+    summary, out = fitted
+    file = json.loads((out / WEIGHTS_FILE).read_text())
+    assert list(summary["weights"].values()) == pytest.approx(file["weights"], abs=1e-4)
+    assert min(file["weights"]) == 0 and file["num_queries"] == 6 and file["folds"] == 3
+    assert [leg["fields"] for leg in file["legs"]] == list(FIELDS) and set(file["fingerprints"]) == {"pool", "queries"}
+    assert file["figures"]["3 lexical description"]["Hit@1"]["n"] == 6
+    assert {"fitted", "equal weights", "fitted - equal weights"} < set(summary["cross_validated"])
+    both = [
+        {"name": name, "rankers": [fused(lexical(*FIELDS), weights=weights)]}
+        for name, weights in (("file", out), ("folder", out / WEIGHTS_FILE), ("numbers", file["weights"]))
+    ]
+    benchmark = {"stage": "evaluate", "benchmark": folder / "queries", "pool": folder / "pool", "systems": both}
+    evaluate({**benchmark, "out": tmp_path / "report"})
+    ranked = json.loads((tmp_path / "report" / "run.json").read_text())["summary"]["systems"]
+    (folder / "router.yaml").write_text(
+        json.dumps({"pool": "pool", "rankers": [fused(lexical(*FIELDS), weights="fitted")]})
+    )
+    assert Router.load(folder).route("merges tables", 1)[0].skill.skill_id == "s2"
+    assert ranked["file"] == ranked["folder"] == ranked["numbers"] and ranked["file"]["Hit@1"] == 1
+
+
+def test_legs_that_order_candidates_are_fitted_behind_those_that_find_them(folder, tmp_path):
+    rankers = [{"kind": "lexical", "keep": 3}, fused(lexical("full", "body"))]
+    summary = run(recipe(folder, tmp_path / "out", [], system={"name": "two", "rankers": rankers}))
+    assert set(summary["weights"]) == {"1 lexical", "2 lexical body"} and summary["num_without_gold"] == 0
+
+
+def test_rankings_made_fold_by_fold_are_one_leg_and_fit_any(folder, tmp_path):
+    """A model for each part of the queries; the weights are then used with one that saw them all."""
+    saved = {"kind": "saved", "rankings": [str(folder / "one"), str(folder / "two")]}
+    summary = run(recipe(folder, tmp_path / "out", [*lexical("full"), saved]))
+    assert summary["weights"]["2 saved"] > 0
+    config = validate(FuseConfig, fused(lexical("full", "name"), weights=str(tmp_path / "out")), "test")
+    assert len(open_ranker(config, POOL, {}).weights) == 2
+    twice = {"kind": "saved", "rankings": [str(folder / "one"), str(folder / "one")]}
+    with pytest.raises(SkilltrainError, match="query 'q1' is ranked in an earlier table as well"):
+        run(recipe(folder, tmp_path / "other", [*lexical("full"), twice]))
+
+
+@pytest.mark.parametrize(
+    ("leg", "changed", "message"),
+    [
+        ("lacking", {}, "leg 2 saved: ranks nothing for 1 of 6 queries, first 'q1'"),
+        ("constant", {}, "leg 2 saved: gives all candidates of a query the same score"),
+        ("infinite", {}, "leg 2 saved: gives query 'q1' scores that are no numbers"),
+        ("foreign", {}, "1 of its 2 ranked skills are not in the pool, first 'elsewhere'"),
+        ("one", {"folds": 7}, "6 queries for 6 unrelated gold skills cannot be cut into 7 folds"),
+        ("one", {"system": {"name": "x", "rankers": lexical("full")}}, "the last ranker of the system must be a fuse"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(folder, tmp_path, leg, changed, message):
+    legs = [*lexical("full"), {"kind": "saved", "rankings": str(folder / leg)}]
+    with pytest.raises(SkilltrainError, match=message):
+        run(recipe(folder, tmp_path / "out", legs, **changed))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("gold", "message"), [(False, "no gold skill of 1 queries"), (True, "every weight would")])
+def test_legs_that_find_no_gold_or_rank_it_last_have_no_weights(gold, message):
+    with pytest.raises(SkilltrainError, match=message):
+        fit_weights([scored([[1, -1]], [0, gold])])
+
+
+@pytest.mark.parametrize(
+    ("legs", "message"),
+    [
+        (FIELDS[:2], "2 rankers are fused, and it holds 4 weights of 4"),
+        (FIELDS[::-1], "weight 1 was fitted for lexical, and ranker 1 is lexical body"),
+    ],
+)
+def test_weights_of_other_legs_are_refused(fitted, legs, message):
+    ranker = validate(FuseConfig, fused(lexical(*legs), weights=str(fitted[1])), "test")
+    with pytest.raises(SkilltrainError, match=message):
+        check_systems([SystemConfig(name="x", rankers=(ranker,))])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights": [1, 1, 1, -0.5]}, "weights.3: .* greater than or equal to 0"),
+        ({"weights": [1, 1, 1, math.nan]}, "weights.3: must be a finite number"),
+        ({"weights": [1, 1, 1, 1e999]}, "weights.3: must be a finite number"),
+        ({"normalisation": "rrf"}, "normalisation: must be 'z'"),
+        ({"program": "x"}, "unknown key 'program'"),
+        (["x"], "weights.json: must be a section of keys"),
+        (None, "weights.json: no such file"),
+    ],
+)
+def test_a_file_that_holds_no_weights_is_refused_in_one_line(fitted, tmp_path, change, message):
+    if isinstance(change, dict):
+        change = json.loads((fitted[1] / WEIGHTS_FILE).read_text()) | change
+    if change is not None:
+        (tmp_path / WEIGHTS_FILE).write_text(json.dumps(change))
+    config = validate(FuseConfig, fused(lexical(*FIELDS), weights=str(tmp_path / WEIGHTS_FILE)), "test")
+    with pytest.raises(SkilltrainError, match=message) as raised:
+        config.check()
+    assert "\n" not in str(raised.value)
+
+
+def test_fitted_weights_are_for_z_alone(fitted):
+    with pytest.raises(SkilltrainError, match="fitted weights are for the method z, not rrf"):
+        validate(FuseConfig, fused(lexical(*FIELDS), weights=str(fitted[1]), method="rrf"), "test")
