@@ -8,6 +8,7 @@ import random
 import re
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any, TypeVar
@@ -178,7 +179,7 @@ def in_threads(work: Callable[[ItemT], ReplyT], items: Iterable[ItemT], num_thre
         stopped.set()
 
 
-class LLM:
+class LLM(ABC):
     """A chat model, with the answers that it has given before and what it has used and may use.
 
     An answer from the cache counts what it took when it was made.
@@ -188,13 +189,13 @@ class LLM:
         self.model, self.max_tokens = config.model, config.max_tokens
         self.answers, self.budget = answers, budget
 
+    @abstractmethod
     def complete_all(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
         """Yield (position, answer) of every request as it comes; positions count from 0.
 
         Requests are taken one by one, as there is room for them. Raises SkilltrainError where no further request can
         succeed; what was answered until then is in the cache.
         """
-        raise NotImplementedError
 
 
 class LiveLLM(LLM):
