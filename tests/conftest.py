@@ -63,12 +63,14 @@ def open_reranker_of(model_folders):
 
 @pytest.fixture
 def fresh_accelerate():
-    """accelerate as a new process finds it, before and after a test."""
+    """accelerate as a new process finds it, before and after a test; and float32 products without TF32."""
+    import torch
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
+    torch.set_float32_matmul_precision("highest")
 
 
 @pytest.fixture(scope="session")

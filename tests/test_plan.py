@@ -36,13 +36,13 @@ def lists_by_hand():
 def encoder_plan(encoder, data, **training):
     """The plan of training `encoder`."""
     settings = TrainingConfig(**training)
-    return plan_of(EncoderStep(encoder, InfoNCE(), data, StepSettings(settings.token_budget)), data, settings)
+    return plan_of(EncoderStep(encoder, InfoNCE(), data, StepSettings(64)), data, settings)
 
 
 def reranker_plan(reranker, data, **training):
     """The plan of training `reranker`."""
     settings = TrainingConfig(**training)
-    return plan_of(RerankerStep(reranker, ListwiseCE(), data, StepSettings(settings.token_budget)), data, settings)
+    return plan_of(RerankerStep(reranker, ListwiseCE(), data, StepSettings(64)), data, settings)
 
 
 def test_encoder_by_hand(open_encoder_of):

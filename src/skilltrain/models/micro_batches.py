@@ -71,9 +71,15 @@ def run_micro_batches(
         output = checkpoint(function, batch, use_reentrant=False) if recompute else function(batch)
         assert isinstance(output, Tensor)
         (outputs if group else unused).append(output)
-    order = torch.tensor([position for group in groups for position in group], device=outputs[0].device)
-    result = torch.cat(outputs)[torch.argsort(order)]
+    order = on_device(np.argsort([position for group in groups for position in group]), outputs[0].device)
+    result = torch.cat(outputs)[order]
     return result + sum(output.sum() * 0 for output in unused) if unused else result
+
+
+def on_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    """`values` on `device`; a copy to a GPU starts from pinned memory, for the host waits for any other."""
+    tensor = torch.as_tensor(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def pad(
@@ -84,7 +90,7 @@ def pad(
     ids = np.full((len(texts), lengths.max()), pad_id, dtype=np.int64)
     mask = np.arange(ids.shape[1]) < lengths[:, None]
     ids[mask] = np.concatenate([np.asarray(text, dtype=np.int64) for text in texts])
-    return torch.from_numpy(ids).to(device), torch.from_numpy(mask.astype(np.int64)).to(device)
+    return on_device(ids, device), on_device(mask.astype(np.int64), device)
 
 
 def model_inputs(
@@ -96,7 +102,7 @@ def model_inputs(
         ids, mask = pad([text for text in texts if not isinstance(text, Tensor)], pad_id, device)
         return {"input_ids": ids}, mask
     embeddings = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    lengths = torch.tensor([len(text) for text in rows], device=embeddings.device)
+    lengths = on_device(np.array([len(text) for text in rows]), embeddings.device)
     mask = (torch.arange(embeddings.shape[1], device=embeddings.device) < lengths[:, None]).long()
     return {"inputs_embeds": embeddings}, mask
 
@@ -109,6 +115,6 @@ def embed_together(network: Any, texts: Sequence[TokenIds]) -> list[Float[Tensor
     token ids there.
     """
     table = network.get_input_embeddings()
-    ids = torch.from_numpy(np.concatenate([np.asarray(text, dtype=np.int64) for text in texts]))
-    rows = table(ids.to(table.weight.device))
+    ids = np.concatenate([np.asarray(text, dtype=np.int64) for text in texts])
+    rows = table(on_device(ids, table.weight.device))
     return [*rows.split([len(text) for text in texts])]

@@ -27,7 +27,7 @@ from skilltrain.models.loading import (
     resolve_model,
     stored_settings,
 )
-from skilltrain.models.micro_batches import Groups, embed_together, micro_batches, model_inputs
+from skilltrain.models.micro_batches import Groups, embed_together, micro_batches, model_inputs, on_device
 from skilltrain.models.pairs import PairIds, PairTokenizer, RerankerSettings
 from skilltrain.models.pooling import at_least_float32, pool
 from skilltrain.records import Skill
@@ -100,7 +100,8 @@ class Reranker(nn.Module):
         """
         if self.yes_no_ids is None:
             return None
-        rows = at_least_float32(self.network.get_output_embeddings().weight[list(self.yes_no_ids)])
+        head = self.network.get_output_embeddings().weight
+        rows = at_least_float32(head[on_device(torch.tensor(self.yes_no_ids), head.device)])
         return rows[0] - rows[1]
 
     def forward(self, pairs: Sequence[PairIds]) -> Float[Tensor, "pair"]:
@@ -114,7 +115,7 @@ class Reranker(nn.Module):
             with torch.autocast(last.device.type, enabled=False):  # bfloat16 would round the score itself
                 return at_least_float32(last) @ direction
         inputs, mask = self._inputs(pairs)
-        starts = torch.tensor([pair.second_start for pair in pairs], device=mask.device)
+        starts = on_device(torch.tensor([pair.second_start for pair in pairs]), mask.device)
         segments = (torch.arange(mask.shape[1], device=mask.device) >= starts[:, None]).long() * mask
         if self.settings.template.form == "cosine_pair":
             return self._cosines(inputs, mask, segments)

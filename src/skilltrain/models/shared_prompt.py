@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from skilltrain.models.micro_batches import TokenIds
+from skilltrain.models.micro_batches import TokenIds, on_device
 
 _NAME = "skilltrain_shared_prompt"
 _LEAST_FILL = 0.8  # continuations at least this long, relative to the longest, share one attention call
@@ -67,9 +67,9 @@ def pack(texts: Sequence[TokenIds], device: torch.device) -> PackedTexts:
         positions += range(shared, shared + length)
         ends[number] = len(row) - 1
     return PackedTexts(
-        torch.tensor([row], device=device),
-        torch.tensor([positions], device=device),
-        torch.tensor(ends, device=device),
+        on_device(torch.tensor([row]), device),
+        on_device(torch.tensor([positions]), device),
+        on_device(torch.tensor(ends), device),
         order,
         shared,
         [*_buckets(lengths, shared, device)],
@@ -88,7 +88,7 @@ def _buckets(lengths: Sequence[int], shared: int, device: torch.device) -> Itera
         tokens = firsts[:, None] + torch.minimum(steps, sizes[:, None] - 1)
         kept = (steps < sizes[:, None]).flatten().nonzero()[:, 0]
         mask = torch.ones(longest, shared + longest, dtype=torch.bool).tril(shared)
-        yield Bucket(tokens.to(device), kept.to(device), mask.to(device))
+        yield Bucket(on_device(tokens, device), on_device(kept, device), on_device(mask, device))
         start, number = start + sum(bucket), number + len(bucket)
 
 

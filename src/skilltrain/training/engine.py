@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, gather_object
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, gather_object
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import write_text
-from skilltrain.models.loading import default_device, resolve_dtype
+from skilltrain.models.loading import default_device
 from skilltrain.training.settings import TrainingConfig
 
 _SUPPORTED = {"NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED"}  # accelerate's names
@@ -35,13 +35,16 @@ def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
     on_cpu, deepspeed = default_device().type == "cpu", _asks_for("DEEPSPEED")
     if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would say on stdout that it had to look
-    mixed = resolve_dtype(config.precision, default_device()) == torch.bfloat16
+    else:
+        _set_up_gpu()
+    mixed = config.dtype_on(default_device()) == torch.bfloat16
     # An hour's patience: ranks wait for the first one while it saves a model. DeepSpeed must be told of gloo.
     group = InitProcessGroupKwargs(backend="gloo" if on_cpu and deepspeed else None, timeout=timedelta(hours=1))
+    views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # else DDP holds every gradient twice
     accelerator = Accelerator(
         cpu=on_cpu and not deepspeed,
         mixed_precision="bf16" if mixed else "no",
-        kwargs_handlers=[group] if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None,
+        kwargs_handlers=[group, views] if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None,
     )
     _refuse_unsupported(accelerator, config.batch_size, quantized)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -93,6 +96,16 @@ def check_shared(accelerator: Accelerator, folder: Path) -> None:
     if blind:
         what = f"process {blind[0]} does not see what process 0 writes here"
         raise SkilltrainError(what, where=folder, fix="out must be a folder that all machines share")
+
+
+def _set_up_gpu() -> None:
+    """Let float32 products use TF32, and memory grow in segments, which texts of unequal lengths do not fragment.
+
+    Where the environment has settings for PyTorch's allocator, these hold.
+    """
+    torch.set_float32_matmul_precision("high")
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def _asks_for(what: str) -> bool:

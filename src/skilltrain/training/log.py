@@ -74,6 +74,7 @@ def note_of(figures: Mapping[str, float]) -> str:
         f"loss {figures['loss']:.4f}  lr {figures['learning_rate']:.1e}  |g| {figures['grad_norm']:.2f}  "
         f"{figures['queries_per_second']:,.1f} queries/s  {figures['tokens_per_second']:,.0f} tokens/s  "
         f"padding {figures['padding_share']:.0%}"
+        + (f"  peak {figures['peak_gib']:.1f} GiB" if "peak_gib" in figures else "")
     )
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -24,11 +25,10 @@ from skilltrain.training.checkpoint import Position, best_checkpoint, checkpoint
 from skilltrain.training.dev import Dev
 from skilltrain.training.engine import check_shared, shards_weights
 from skilltrain.training.log import Meter, StepResult, TrainingLog, note_of, open_trackers
+from skilltrain.training.memory import can_probe, out_of_memory_in_one_line, peak_memory, probe_memory
 from skilltrain.training.settings import TrainingConfig
-from skilltrain.training.steps import EncoderStep, RerankerStep, TokenCount
+from skilltrain.training.steps import StepModule, TokenCount
 from skilltrain.training.training_set import TrainingList
-
-StepModule = EncoderStep | RerankerStep
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,14 @@ def train(
     meter, started = Meter(math.ceil(total / config.epochs)), time.monotonic() - position.seconds
     trackers = open_trackers(config.trackers, config.project, run.folder, run.recipe, position.step, is_main)
     with (
+        out_of_memory_in_one_line(config, step_module),
         TrainingLog(run.folder / "train_log.jsonl", position.step, is_main, trackers) as log,
         Stop() as stop,
         progress("training", total, position.step) as show,
     ):
+        if can_probe(accelerator):
+            every_batch = chain.from_iterable(step_batches(lists, config))
+            probe_memory(accelerator, model, optimizer, step_module, every_batch)
         for number, batches in enumerate(step_batches(lists, config)):
             if number < position.step or position.best.num_bad >= patience:
                 continue
@@ -114,7 +118,7 @@ def train(
                 group["lr"] = config.learning_rate * schedule(number, total, config.warmup_share)
             result = _optimiser_step(accelerator, model, optimizer, step_module, batches, config)
             position.advance(result.loss, result.num_queries, result.num_tokens, time.monotonic() - started)
-            figures = meter.update(position.step, result)
+            figures = meter.update(position.step, result) | peak_memory(accelerator.device)
             log.write(position.step, figures)
             show(position.step, note_of(figures))
             is_last, improved = position.step == total, False
@@ -136,7 +140,7 @@ def _prepare(
 ) -> tuple[nn.Module, torch.optim.Optimizer, Position]:
     """Everything in place, and as the newest checkpoint left it if the run is resumed."""
     check_shared(accelerator, run.checkpoints)
-    if not shards_weights(accelerator):
+    if accelerator.device.type == "cpu" and not shards_weights(accelerator):
         train_with_onednn(step_module)
     optimizer = new_optimizer(step_module, config.learning_rate, config.weight_decay)
     model, optimizer = accelerator.prepare(step_module.train(), optimizer)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.losses import EncoderLoss, RerankerLoss, ScoredBatch, SideScores, SideTerm, positive_cells
+from skilltrain.models.micro_batches import on_device
 from skilltrain.texts import name_key
 from skilltrain.training.training_set import TrainingList, TrainingSet
 
@@ -111,11 +112,11 @@ def encoder_scores(
         teacher = torch.full_like(gains, torch.nan)
         teacher[cells] = torch.tensor(_teacher_scores(own), dtype=gains.dtype)
         valid &= ~teacher.isnan()
-        teacher = teacher.to(device)
+        teacher = on_device(teacher, device)
     if all_queries is not None:
-        negatives = [part.to(device) for part in _side_negatives(own, batch, skill_ids, context)]
-    gains, valid = gains.to(device), valid.to(device)
-    lexical = _lexical_scores(own, skill_ids, context).to(device) if context.lexical else None
+        negatives = [on_device(part, device) for part in _side_negatives(own, batch, skill_ids, context)]
+    gains, valid = on_device(gains, device), on_device(valid, device)
+    lexical = on_device(_lexical_scores(own, skill_ids, context), device) if context.lexical else None
 
     def scored(dim: int | None = None) -> ScoredBatch:
         """The batch by the whole vectors, or by their first `dim` coordinates, made unit vectors again."""
@@ -138,12 +139,14 @@ def encoder_scores(
 def list_scores(lists: Sequence[TrainingList], flat: Float[Tensor, "pair"], needs_teacher_scores: bool) -> ScoredBatch:
     """What the reranker's loss sees: the scores of the lists' pairs, one list after the other, as one table."""
     sizes = torch.tensor([len(one.gains) for one in lists])
-    cells = (torch.arange(int(sizes.max())) < sizes[:, None]).to(flat.device)
+    cells = on_device(torch.arange(int(sizes.max())) < sizes[:, None], flat.device)
     scores = flat.new_zeros(cells.shape).masked_scatter(cells, flat)
-    gains = torch.zeros_like(scores).masked_scatter(cells, flat.new_tensor([g for one in lists for g in one.gains]))
+    given = torch.tensor([gain for one in lists for gain in one.gains], dtype=flat.dtype)
+    gains = torch.zeros_like(scores).masked_scatter(cells, on_device(given, flat.device))
     if not needs_teacher_scores:
         return ScoredBatch(scores, gains, cells)
-    teacher = torch.full_like(scores, torch.nan).masked_scatter(cells, flat.new_tensor(_teacher_scores(lists)))
+    given = torch.tensor(_teacher_scores(lists), dtype=flat.dtype)
+    teacher = torch.full_like(scores, torch.nan).masked_scatter(cells, on_device(given, flat.device))
     return ScoredBatch(scores, gains, cells & ~teacher.isnan(), teacher)
 
 

@@ -13,7 +13,7 @@ from skilltrain.evaluation.metrics import parse_measure, parse_measures
 from skilltrain.losses import EncoderLoss, InfoNCE, ListwiseCE, Matryoshka, RerankerLoss, uses_lexical_scores
 from skilltrain.models.adapters import AdapterConfig, add_adapter, loading_options
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
-from skilltrain.models.loading import Precision
+from skilltrain.models.loading import Precision, resolve_dtype
 from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
 from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.dense import DenseConfig
@@ -103,16 +103,29 @@ class TrainingConfig(Config):
     weight_decay: float = Field(default=0.01, ge=0, description="AdamW's decay of matrices")
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are clipped to this norm")
     stop_grad_norm: float = Field(default=1e4, gt=0, description="a larger norm, before clipping, stops the run")
-    token_budget: int = Field(default=4096, ge=64, description="padded tokens a micro-batch")
+    token_budget: int | None = Field(
+        default=None, ge=64, description="padded tokens a micro-batch; null: 16,384 on a GPU, 4,096 on a CPU"
+    )
     recompute: bool = Field(
         default=False, description="rebuild activations in the backward pass: less memory, more time"
     )
-    precision: Precision = Field(default="float32", description="bfloat16 computes mixed; auto where it is native")
+    precision: Precision | None = Field(
+        default=None,
+        description="bfloat16 computes mixed, auto where it is native; null: auto on a GPU, float32 on a CPU",
+    )
     seed: int = Field(default=42, ge=0, description="order of the lists, dropout, new layers")
     save_every: int = Field(default=50, ge=1, description="optimiser steps between checkpoints")
     keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept, beside the best")
     trackers: tuple[TrackerName, ...] = Field(default=(), description="beside train_log.jsonl")
     project: str = Field(default="skilltrain", description="project name for wandb")
+
+    def token_budget_on(self, device: torch.device) -> int:
+        """The `token_budget`; without one, what keeps `device` busy: a GPU waits for its host below 16,384."""
+        return self.token_budget or (16384 if device.type == "cuda" else 4096)
+
+    def dtype_on(self, device: torch.device) -> torch.dtype:
+        """The number format to compute in on `device`."""
+        return resolve_dtype(self.precision or ("auto" if device.type == "cuda" else "float32"), device)
 
 
 class TrainEncoderConfig(Config):
@@ -181,9 +194,13 @@ TrainConfig = TrainEncoderConfig | TrainRerankerConfig
 def load_model(config: TrainConfig, device: torch.device, new_head: bool = True) -> Encoder | Reranker:
     """The model that training starts from, with its adapter; new layers depend on the seed alone.
 
+    Without an adapter its weights are in float32, whatever `model.precision` says: `training.precision` computes mixed.
     Raises SkilltrainError for a reranker that lacks its head, unless that may be `new_head`.
     """
     set_seed(config.training.seed)
+    if config.adapter is None:  # most of AdamW's steps are too small to change a number in bfloat16
+        source = config.model.model_copy(update={"precision": "float32"})
+        config = config.model_copy(update={"model": source})
     if isinstance(config, TrainEncoderConfig):
         model = load_encoder(config.model, device, loading_options(config.adapter))
         network = model.backbone

@@ -15,7 +15,7 @@ from skilltrain.training.dev import open_dev
 from skilltrain.training.engine import new_accelerator
 from skilltrain.training.export_run import save_trained
 from skilltrain.training.held_out import check_held_out
-from skilltrain.training.loop import Run, StepModule, num_steps, train
+from skilltrain.training.loop import Run, num_steps, train
 from skilltrain.training.scores import check_teacher_scores
 from skilltrain.training.settings import (
     TrainConfig,
@@ -24,8 +24,8 @@ from skilltrain.training.settings import (
     TrainRerankerConfig,
     load_model,
 )
-from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
-from skilltrain.training.training_set import TrainingList, TrainingSet, load_training_set, on_best_windows
+from skilltrain.training.steps import EncoderStep, RerankerStep, StepModule, StepSettings
+from skilltrain.training.training_set import TrainingSet, load_training_set, on_best_windows
 
 __all__ = ["TrainEncoderConfig", "TrainRerankerConfig", "plan", "run_training"]
 
@@ -87,7 +87,7 @@ def _load_data(config: TrainConfig) -> TrainingSet:
 def _step(config: TrainConfig, data: TrainingSet, token_cache: Path | None) -> StepModule:
     model, training = load_model(config, default_device()), config.training
     in_batch = isinstance(config, TrainEncoderConfig) and config.in_batch_negatives
-    settings = StepSettings(training.token_budget, training.recompute, in_batch, token_cache)
+    settings = StepSettings(training.token_budget_on(model.device), training.recompute, in_batch, token_cache)
     if isinstance(model, Encoder):
         assert isinstance(config, TrainEncoderConfig)
         return EncoderStep(model, config.loss, on_best_windows(data, model.settings), settings)
@@ -116,7 +116,7 @@ def plan_of(step: StepModule, data: TrainingSet, config: TrainingConfig) -> dict
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in [*step.parameters(), *trained])
     num_bytes += _ADAMW_BYTES * sum(parameter.numel() for parameter in trained)
     most = step.model.settings.max_tokens
-    tokens = sum(min(length, most) for one in data.lists for length in _lengths(step, one))
+    tokens = sum(min(length, most) for one in data.lists for length in step.lengths(one))
     if isinstance(step, EncoderStep):
         tokens += sum(len(step.query_ids[one.query]) for one in data.lists)
     return counts_of(step, data) | {
@@ -128,18 +128,9 @@ def plan_of(step: StepModule, data: TrainingSet, config: TrainingConfig) -> dict
     }
 
 
-def _lengths(step: StepModule, one: TrainingList) -> list[int]:
-    """Tokens of a list's texts (an encoder's skills, cut; a reranker's pairs, not yet cut)."""
-    lengths = [len(step.skill_ids[skill_id]) for skill_id in one.skill_ids]
-    if isinstance(step, EncoderStep):
-        return lengths
-    fixed = step.model.pairs.num_fixed + len(step.query_ids[one.query])
-    return [fixed + length for length in lengths]
-
-
 def _cut_share(step: StepModule, data: TrainingSet) -> float:
     """The share of positives that are cut. An encoder's text that reaches its limit counts: the rest is gone."""
     longest = step.model.settings.max_tokens - isinstance(step, EncoderStep)
-    rows = [zip(one.gains, _lengths(step, one), strict=True) for one in data.lists]
+    rows = [zip(one.gains, step.lengths(one), strict=True) for one in data.lists]
     cut = [length > longest for row in rows for gain, length in row if gain > 0]
     return round(sum(cut) / len(cut), 4)

@@ -84,6 +84,10 @@ class EncoderStep(nn.Module):
         loss = self.loss(encoder_scores(own, batch, queries, all_queries, skill_ids, skills, self.context))
         return loss + skills[:0].sum()  # keeps the graph where this rank has no query
 
+    def lengths(self, one: TrainingList) -> list[int]:
+        """Tokens of the texts of a list's skills."""
+        return [len(self.skill_ids[skill_id]) for skill_id in one.skill_ids]
+
     def _encode(self, texts: Sequence[TokenIds], any_text: Sequence[TokenIds]) -> Float[Tensor, "text dim"]:
         """Unit vectors of this rank's texts. An idle rank still runs the model, for its part in the exchange."""
         used = texts or any_text
@@ -130,6 +134,11 @@ class RerankerStep(nn.Module):
         query = self.query_ids[one.query]
         return [self.model.pairs.join(query, self.skill_ids[skill_id]) for skill_id in one.skill_ids]
 
+    def lengths(self, one: TrainingList) -> list[int]:
+        """Tokens of a list's pairs before they are cut."""
+        fixed = self.model.pairs.num_fixed + len(self.query_ids[one.query])
+        return [fixed + len(self.skill_ids[skill_id]) for skill_id in one.skill_ids]
+
     def _gathered_scores(self, lists: Sequence[Sequence[PairIds]], rank: int, world: int) -> Float[Tensor, "pair"]:
         """Every rank scores its share of the lists, padded to the longest list on the wire."""
         own = lists[rank::world]
@@ -156,6 +165,9 @@ class RerankerStep(nn.Module):
             reranker.embed(pairs) if torch.is_grad_enabled() else pairs,
             groups, self.settings.recompute and self.training,
         )  # fmt: skip
+
+
+StepModule = EncoderStep | RerankerStep
 
 
 def _layer_classes(network: Any) -> list[str]:
