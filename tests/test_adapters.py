@@ -29,9 +29,9 @@ def reranker_of(open_reranker_of, form, **settings):
     return open_reranker_of(name, template=RerankerTemplate(form=form), **settings)
 
 
-def encoder_outputs(encoder, token_budget=4096, recompute=False):
+def encoder_outputs(encoder, token_budget=4096):
     """Vectors of the queries TEXTS, in one micro-batch or more."""
-    return map_micro_batches(encoder, encoder.tokenize_queries(TEXTS), token_budget, recompute)
+    return map_micro_batches(encoder, encoder.tokenize_queries(TEXTS), token_budget)
 
 
 def reranker_outputs(reranker):

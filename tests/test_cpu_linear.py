@@ -121,7 +121,7 @@ def test_equal_inputs_give_equal_bits():
 
 def step_gradients(model, step, data):
     model.zero_grad()
-    loss = step(data.lists)
+    loss = step.train()(data.lists)
     loss.backward()
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skilltrain.losses import InfoNCE, ScoredBatch
+from skilltrain.models.activations import checkpoint_layers
 from skilltrain.models.micro_batches import micro_batches, pad
 from tiny_models import map_micro_batches
 
@@ -34,7 +35,7 @@ def test_results_come_in_the_order_of_the_texts(texts, budget):
         seen.append(len(batch))
         return torch.tensor([[float(sum(text)), float(len(text))] for text in batch])
 
-    result = map_micro_batches(total, texts, budget, recompute=False)
+    result = map_micro_batches(total, texts, budget)
     assert result.tolist() == [[sum(text), len(text)] for text in texts]
     assert sum(seen) == len(texts)
 
@@ -48,22 +49,27 @@ def test_padding_stands_on_the_right():
 TEXTS = ["deploy pods", "chart", "review the merge commit " * 8, "audio video clip " * 5, "extract pdf text", "task"]
 
 
-def loss_and_gradients(encoder, texts, budget, recompute):
+def loss_and_gradients(encoder, texts, budget):
     """Loss and gradients of an InfoNCE over texts 0-2 as queries and 3-5 as skills."""
     encoder.zero_grad()
-    vectors = map_micro_batches(encoder, encoder.tokenize(texts, 128), budget, recompute)
+    vectors = map_micro_batches(encoder, encoder.tokenize(texts, 128), budget)
     scores = vectors[:3] @ vectors[3:].T
     loss = InfoNCE()(ScoredBatch(scores, torch.eye(3).to(scores), torch.ones(3, 3, dtype=torch.bool)))
     loss.backward()
     return loss.item(), [parameter.grad.clone() for parameter in encoder.parameters()]
 
 
-def test_recompute_repeats_the_dropout(open_encoder_of):
-    results = []
+def test_every_layer_is_computed_again_with_the_same_dropout(open_encoder_of):
+    results, calls = [], []
     for recompute in (False, True):
         encoder = open_encoder_of("bert_dropout").double().train()
+        for layer in encoder.backbone.encoder.layer:
+            layer.attention.register_forward_hook(lambda *_, recompute=recompute: calls.append(recompute))
+        if recompute:
+            checkpoint_layers(encoder.backbone)
         torch.manual_seed(3)
-        results.append(loss_and_gradients(encoder, TEXTS, 40, recompute))
+        results.append(loss_and_gradients(encoder, TEXTS, 40))
     (loss, gradients), (again, repeated) = results
+    assert calls.count(True) == 2 * calls.count(False) > 0
     assert loss == pytest.approx(again, abs=1e-12)
     assert max((a - b).abs().max().item() for a, b in zip(gradients, repeated, strict=True)) < 1e-9

@@ -63,8 +63,8 @@ def plain_encoder_loss(encoder, batch, data, temperature):
 @pytest.mark.parametrize(("name", "dtype", "loss_tolerance", "gradient_tolerance"), CASES)
 def test_the_encoders_step(open_encoder_of, name, dtype, loss_tolerance, gradient_tolerance, settings):
     encoder, data = open_encoder_of(name).to(dtype), training_set(8)
-    step = EncoderStep(encoder, InfoNCE(), data, settings).train()
     plain = plain_encoder_loss(encoder, data.lists, data, InfoNCE().temperature)
+    step = EncoderStep(encoder, InfoNCE(), data, settings).train()
     assert_same(encoder, step(data.lists), plain, loss_tolerance, gradient_tolerance)
 
 
@@ -88,7 +88,6 @@ def plain_reranker_scores(reranker, pairs):
 @pytest.mark.parametrize(("name", "dtype", "loss_tolerance", "gradient_tolerance"), LIST_CASES)
 def test_the_rerankers_step(open_reranker_of, name, dtype, loss_tolerance, gradient_tolerance, settings):
     reranker, data = open_reranker_of(name).to(dtype), training_set(5)
-    step = RerankerStep(reranker, ListwiseCE(), data, settings).train()
     plain = torch.zeros((), dtype=dtype)
     for one in data.lists:
         pairs = reranker.tokenize(one.query, [data.skills[skill_id] for skill_id in one.skill_ids])
@@ -97,4 +96,5 @@ def test_the_rerankers_step(open_reranker_of, name, dtype, loss_tolerance, gradi
         for place in (gains > 0).nonzero().flatten().tolist():
             against = torch.cat([scores[place : place + 1], scores[gains < gains[place]]])
             plain = plain - gains[place] / gains.sum() * torch.log_softmax(against, 0)[0]
+    step = RerankerStep(reranker, ListwiseCE(), data, settings).train()
     assert_same(reranker, step(data.lists), plain, loss_tolerance, gradient_tolerance)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from skilltrain.losses import InfoNCE, ListwiseCE, PointwiseBCE
+from skilltrain.models.activations import checkpoint_layers
 from skilltrain.training import steps
 from skilltrain.training.steps import EncoderStep, Pairs, RerankerStep, StepSettings, Texts
 from skilltrain.training.training_set import lexical_scores
@@ -45,10 +46,9 @@ def gradients(model, loss):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_each_distinct_skill_is_encoded_once_and_the_loss_is_the_naive_one(open_encoder_of, recompute):
     encoder, data = open_encoder_of("bert").double(), training_set(8)
-    step = EncoderStep(encoder, InfoNCE(), data, StepSettings(120, recompute))
     expected = naive_encoder_loss(encoder, data.lists, data, InfoNCE())
     expected_gradients = gradients(encoder, expected)
-    seen = []
+    step, seen = EncoderStep(encoder, InfoNCE(), data, StepSettings(120, recompute)).train(), []
     handle = encoder.register_forward_pre_hook(
         lambda _, inputs: seen.extend(tuple(text.tolist()) for text in inputs[0])
     )
@@ -67,7 +67,7 @@ def test_lexical_scores_move_the_loss_alike_whole_and_in_chunks(open_encoder_of)
     data = replace(data, lexical=lexical_scores((one.query for one in data.lists), list(data.skills.values())))
     whole = EncoderStep(encoder, loss, data, StepSettings(10**6))(data.lists)
     expected = gradients(encoder, whole)
-    chunked = EncoderStep(encoder, loss, data, StepSettings(120, recompute=True))(data.lists)
+    chunked = EncoderStep(encoder, loss, data, StepSettings(120, recompute=True)).train()(data.lists)
     assert chunked.item() == pytest.approx(whole.item(), abs=1e-9)
     assert whole.item() != pytest.approx(EncoderStep(encoder, InfoNCE(), data, StepSettings(120))(data.lists).item())
     for got, wanted in zip(gradients(encoder, chunked), expected, strict=True):
@@ -89,9 +89,8 @@ def test_a_rank_without_any_text_still_takes_part(open_encoder_of, monkeypatch):
 @pytest.mark.parametrize("loss", [ListwiseCE(), PointwiseBCE()], ids=lambda loss: loss.name)
 def test_the_rerankers_loss_is_the_sum_of_each_list_alone(open_reranker_of, name, loss):
     reranker, data = open_reranker_of(name), training_set(5)
-    step = RerankerStep(reranker, loss, data, StepSettings(400, recompute=True))
-    together = step(data.lists)
     alone = [RerankerStep(reranker, loss, data, StepSettings(10**6))([one]) for one in data.lists]
+    together = RerankerStep(reranker, loss, data, StepSettings(400, recompute=True)).train()(data.lists)
     assert together.item() == pytest.approx(sum(one.item() for one in alone), rel=1e-5)
     expected = gradients(reranker, sum(alone))
     for got, wanted in zip(gradients(reranker, together), expected, strict=True):
@@ -114,8 +113,9 @@ def looked_up(network):
     return sizes
 
 
-def check_dev_lookups(step, batch, inputs, sizes):
+def check_dev_lookups(step, network, batch, inputs):
     """In the dev evaluation no lookup exceeds the budget of `step`; in training there is one for everything."""
+    sizes = looked_up(network)
     step.eval()
     expected = step(inputs).detach()  # with gradients: all tokens in one lookup
     assert len(sizes) == 1
@@ -126,7 +126,8 @@ def check_dev_lookups(step, batch, inputs, sizes):
     assert torch.allclose(got, expected, rtol=0, atol=1e-6)
     for recompute in (False, True):
         sizes.clear()
-        step.settings = StepSettings(step.settings.token_budget, recompute)
+        if recompute:
+            checkpoint_layers(network)
         step.train()(batch).backward()
         assert len(sizes) == 1 and sizes[0] > step.settings.token_budget
 
@@ -137,7 +138,7 @@ def test_the_encoders_dev_evaluation_embeds_one_micro_batch_at_a_time(open_encod
     step = EncoderStep(encoder, InfoNCE(), data, StepSettings(256))
     texts = [*(step.query_ids[one.query] for one in data.lists), *(step.skill_ids[skill] for skill in data.skills)]
     texts = [*texts, *texts]
-    check_dev_lookups(step, data.lists, Texts(texts), looked_up(encoder.backbone))
+    check_dev_lookups(step, encoder.backbone, data.lists, Texts(texts))
 
 
 @pytest.mark.parametrize("name", ["bert_reranker", "qwen3_reranker"])
@@ -145,4 +146,4 @@ def test_the_rerankers_dev_evaluation_embeds_one_micro_batch_at_a_time(open_rera
     reranker, data = open_reranker_of(name), training_set(8)
     step = RerankerStep(reranker, ListwiseCE(), data, StepSettings(320))
     lists = [step.pairs(one) for one in data.lists]
-    check_dev_lookups(step, data.lists, Pairs(lists), looked_up(reranker.network))
+    check_dev_lookups(step, reranker.network, data.lists, Pairs(lists))

@@ -118,9 +118,9 @@ def test_what_systems_share_is_opened_once_and_they_rank_as_each_does_alone(enco
     opened, scored = [], []
     open_dense, open_reranker, run_micro_batches = DenseConfig.open, rerank.open_reranker, rerank.run_micro_batches
 
-    def counted_run(model, pairs, groups, recompute):
+    def counted_run(model, pairs, groups):
         scored.extend(pairs)
-        return run_micro_batches(model, pairs, groups, recompute)
+        return run_micro_batches(model, pairs, groups)
 
     monkeypatch.setattr(DenseConfig, "open", lambda self, skills: opened.append("dense") or open_dense(self, skills))
     monkeypatch.setattr(rerank, "open_reranker", lambda config: opened.append("rerank") or open_reranker(config))

@@ -73,7 +73,8 @@ def test_the_loop_on_two_ranks_equals_the_loop_on_one(both_ranks, model_folders,
 def test_two_ranks_with_shards_equal_one_process_and_resume(both_ranks, model_folders, tmp_path, kind):
     """The ranks have unequal texts and chunk counts, two batches a step, and a last step with fewer queries."""
     folder, tolerance = SHARDED[kind]
-    two_ranks.training(two_ranks.sharded_step(kind, model_folders[folder]), tmp_path)
+    step = two_ranks.sharded_step(kind, model_folders[folder])
+    two_ranks.training(step, tmp_path, precision=two_ranks.precision_of(kind))
     alone, together, resumed = (
         load_file(last_checkpoint(out) / "model.safetensors")
         for out in (tmp_path, both_ranks[0] / kind, both_ranks[0] / kind / "resumed")
@@ -81,7 +82,11 @@ def test_two_ranks_with_shards_equal_one_process_and_resume(both_ranks, model_fo
     assert alone.keys() == together.keys() == resumed.keys()
     # A key's bias shifts all scores of a softmax alike: its gradient is rounding noise, which AdamW blows up.
     names = [name for name in alone if not name.endswith("key.bias")]
-    assert max((alone[name] - together[name]).abs().max().item() for name in names) < tolerance
+    if kind.endswith("bfloat16"):
+        losses = [[row[1] for row in figures(out)] for out in (tmp_path, both_ranks[0] / kind)]
+        assert losses[1] == pytest.approx(losses[0], rel=tolerance)
+    else:
+        assert max((alone[name] - together[name]).abs().max().item() for name in names) < tolerance
     assert all(torch.equal(resumed[name], together[name]) for name in together)
     assert figures(both_ranks[0] / kind)[2:] == figures(both_ranks[0] / kind / "resumed")
 

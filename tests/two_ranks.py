@@ -22,6 +22,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.losses import InfoNCE, ListwiseCE
 from skilltrain.models.encoder import EncoderConfig, load_encoder
+from skilltrain.models.loading import Precision
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.models.tokens import tokenized
 from skilltrain.records import Query
@@ -48,6 +49,9 @@ SHARDED = {  # ways to share a model, each with one of the tiny models and how n
     "fsdp2 reranker": ("qwen3_reranker", 1e-7),  # Qwen3's norms compute in float32
     "zero2 encoder": ("qwen3", 1e-5),  # DeepSpeed computes in float32
     "zero3 reranker": ("qwen3_reranker", 1e-4),
+    "fsdp2 reranker in bfloat16": ("qwen3_reranker", 0.02),  # of the losses, not of the weights
+    "zero2 encoder in bfloat16": ("qwen3", 0.02),
+    "zero3 reranker in bfloat16": ("qwen3_reranker", 0.02),
 }
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 _FSDP = {
@@ -63,7 +67,7 @@ def encoder_step(folder: Path, recompute: bool = False) -> EncoderStep:
     """The encoder's step in float64 on fourteen lists, with BM25's part of the scores."""
     encoder, data = load_encoder(EncoderConfig(source=str(folder)), CPU).double(), training_set(14)
     data = replace(data, lexical=lexical_scores((one.query for one in data.lists), list(data.skills.values())))
-    return EncoderStep(encoder, InfoNCE(lexical_weight=0.5), data, StepSettings(150, recompute))
+    return EncoderStep(encoder, InfoNCE(lexical_weight=0.5), data, StepSettings(150, recompute)).train()
 
 
 def reranker_step(folder: Path, recompute: bool = False) -> RerankerStep:
@@ -71,13 +75,14 @@ def reranker_step(folder: Path, recompute: bool = False) -> RerankerStep:
     reranker = load_reranker(
         RerankerConfig(source=str(folder), max_tokens=100 if "bert" in folder.name else 300), CPU
     ).double()
-    return RerankerStep(reranker, ListwiseCE(), training_set(14), StepSettings(150, recompute))
+    return RerankerStep(reranker, ListwiseCE(), training_set(14), StepSettings(150, recompute)).train()
 
 
 def sharded_step(kind: str, folder: Path) -> Step:
     """The step of a case of SHARDED."""
-    step = encoder_step(folder) if kind.endswith("encoder") else reranker_step(folder)
-    return step if kind.startswith("fsdp2") else step.float()
+    rounds = kind.endswith("bfloat16")
+    step = encoder_step(folder, rounds) if "encoder" in kind else reranker_step(folder, rounds)
+    return step if kind.startswith("fsdp2") and not rounds else step.float()
 
 
 def weights_of(step: Step) -> Weights:
@@ -104,9 +109,15 @@ def five_steps(step: Step, world: int) -> tuple[list[float], Weights]:
     return losses, weights_of(step)
 
 
-def training(step: Step, out: Path, resume: bool = False) -> None:
+def training(step: Step, out: Path, resume: bool = False, precision: Precision = "float32") -> None:
     """The loop over two epochs, launched as the environment says: four steps of two batches, the last one smaller."""
-    train(new_accelerator(CONFIG, quantized=False), step, step.data.lists, CONFIG, Run(out, resume, {}))
+    config = CONFIG.model_copy(update={"precision": precision})
+    train(new_accelerator(config, quantized=False), step, step.data.lists, config, Run(out, resume, {}))
+
+
+def precision_of(kind: str) -> Precision:
+    """The number format that a case of SHARDED computes in."""
+    return "bfloat16" if kind.endswith("bfloat16") else "float32"
 
 
 def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
@@ -156,7 +167,7 @@ def sharded(kind: str, folder: Path, out: Path, rank: int) -> None:
         dist.barrier()
         launch(kind)
         torch.manual_seed(rank)
-        training(sharded_step(kind, folder), at, resume)
+        training(sharded_step(kind, folder), at, resume, precision_of(kind))
 
 
 def malicious(folder: Path, out: Path, rank: int) -> str:

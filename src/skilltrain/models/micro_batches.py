@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 TokenIds = Sequence[int] | np.ndarray
 TextT = TypeVar("TextT", bound=Sized)
@@ -57,20 +56,14 @@ def split_to(groups: Groups, count: int) -> Groups:
 
 
 def run_micro_batches(
-    function: Callable[[list[TextT]], Tensor], texts: Sequence[TextT], groups: Groups, recompute: bool
+    function: Callable[[list[TextT]], Tensor], texts: Sequence[TextT], groups: Groups
 ) -> Float[Tensor, "text ..."]:
-    """`function` over all `texts`, one group at a time, in the order of `texts`.
-
-    With `recompute`, activations are rebuilt in the backward pass: the gradient of the whole batch at the
-    memory of one micro-batch (GradCache, without its second forward pass written by hand).
-    """
+    """`function` over all `texts`, one group at a time, in the order of `texts`."""
     shortest = min(range(len(texts)), key=lambda position: len(texts[position]))
     outputs, unused = [], []
     for group in groups:
         batch = [texts[position] for position in group or [shortest]]
-        output = checkpoint(function, batch, use_reentrant=False) if recompute else function(batch)
-        assert isinstance(output, Tensor)
-        (outputs if group else unused).append(output)
+        (outputs if group else unused).append(function(batch))
     order = on_device(np.argsort([position for group in groups for position in group]), outputs[0].device)
     result = torch.cat(outputs)[order]
     return result + sum(output.sum() * 0 for output in unused) if unused else result

@@ -6,7 +6,7 @@ attends to the prompt and to itself only. Scores and gradients are those of the 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,17 +28,26 @@ class Bucket:
     mask: Bool[Tensor, "token key"]  # keys are the prompt, then the continuation
 
 
-@dataclass(frozen=True, eq=False)
 class PackedTexts:
-    """Texts as one row: the prompt, then every continuation, longest first."""
+    """Texts as one row: the prompt, then every continuation, longest first.
 
-    ids: Int[Tensor, "1 token"]
-    positions: Int[Tensor, "1 token"]
-    ends: Int[Tensor, " text"]  # place of each text's last token, in the order of the texts
-    order: list[int]  # the texts' numbers in the order of their continuations
-    num_shared: int
-    buckets: list[Bucket]
-    used: list[bool] = field(default_factory=list)  # filled by the attention function, as proof that it was asked
+    `ends` is the place of each text's last token, in the order of the texts; `order` the texts' numbers in the order
+    of their continuations; `was_used` the attention function's proof that it was asked. A plain class: FSDP2 with
+    mixed precision would hand a copy of a dataclass or a tuple to the layers.
+    """
+
+    def __init__(
+        self,
+        ids: Int[Tensor, "1 token"],
+        positions: Int[Tensor, "1 token"],
+        ends: Int[Tensor, " text"],
+        order: list[int],
+        num_shared: int,
+        buckets: list[Bucket],
+    ) -> None:
+        self.ids, self.positions, self.ends = ids, positions, ends
+        self.order, self.num_shared, self.buckets = order, num_shared, buckets
+        self.was_used = False
 
 
 def num_shared(texts: Sequence[TokenIds]) -> int:
@@ -105,7 +114,7 @@ def last_hidden(
         shared = packed.num_shared
         inputs = {"inputs_embeds": torch.cat([rows[0][:shared], *(rows[i][shared:] for i in packed.order)])[None]}
     output = decoder(**inputs, position_ids=packed.positions, use_cache=False, packed=packed)
-    if not packed.used:
+    if not packed.was_used:
         raise RuntimeError(f"{type(decoder).__name__} does not hand its arguments on to attention")
     return output.last_hidden_state[0, packed.ends]
 
@@ -152,7 +161,7 @@ def shared_prompt_attention(
 
     if packed is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    packed.used.append(True)
+    packed.was_used = True
     query, key = query.to(value.dtype), key.to(value.dtype)  # as autocast would, once instead of once a bucket
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

@@ -78,7 +78,7 @@ class Rerank:
         query_ids = self.reranker.pairs.query(query.text)
         pairs = [self.reranker.pairs.join(query_ids, self._tokens[skill_id]) for skill_id in asked]
         groups = self.reranker.micro_batches([pairs], self.token_budget)
-        values = run_micro_batches(self.reranker, pairs, groups, recompute=False).tolist()
+        values = run_micro_batches(self.reranker, pairs, groups).tolist()
         scores.update(zip(asked, values, strict=True))
         return scores
 

@@ -107,7 +107,7 @@ class TrainingConfig(Config):
         default=None, ge=64, description="padded tokens a micro-batch; null: 16,384 on a GPU, 4,096 on a CPU"
     )
     recompute: bool = Field(
-        default=False, description="rebuild activations in the backward pass: less memory, more time"
+        default=False, description="keep only every layer's inputs and compute it twice: less memory, more time"
     )
     precision: Precision | None = Field(
         default=None,

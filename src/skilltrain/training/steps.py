@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from skilltrain.losses import EncoderLoss, RerankerLoss
+from skilltrain.models.activations import checkpoint_layers
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import TokenIds, micro_batches, num_slots, run_micro_batches, split_to
 from skilltrain.models.reranker import PairIds, Reranker
@@ -63,6 +64,8 @@ class EncoderStep(nn.Module):
         super().__init__()
         self.model, self.loss, self.data, self.settings = encoder, loss, data, settings
         self._no_split_modules = _layer_classes(encoder.backbone)
+        if settings.recompute:
+            checkpoint_layers(encoder.backbone)
         self.query_ids, self.skill_ids = _token_ids(
             encoder, data, settings.token_cache, encoder.tokenize_queries, partial(tokenized_skills, encoder)
         )
@@ -99,7 +102,7 @@ class EncoderStep(nn.Module):
             self.count.tokens += sum(lengths)
             self.count.slots += num_slots(lengths, groups)
         rows = self.model.embed(used) if torch.is_grad_enabled() else used  # see embed_together
-        return run_micro_batches(self.model, rows, groups, self.settings.recompute and self.training)[: len(texts)]
+        return run_micro_batches(self.model, rows, groups)[: len(texts)]
 
 
 class RerankerStep(nn.Module):
@@ -110,6 +113,8 @@ class RerankerStep(nn.Module):
         check_teacher_scores(data, loss)
         self.model, self.loss, self.data, self.settings = reranker, loss, data, settings
         self._no_split_modules = _layer_classes(reranker.network)
+        if settings.recompute:
+            checkpoint_layers(reranker.network)
         self.query_ids, self.skill_ids = _token_ids(
             reranker,
             data,
@@ -163,8 +168,8 @@ class RerankerStep(nn.Module):
         return run_micro_batches(
             lambda group: reranker.score(group, direction),
             reranker.embed(pairs) if torch.is_grad_enabled() else pairs,
-            groups, self.settings.recompute and self.training,
-        )  # fmt: skip
+            groups,
+        )
 
 
 StepModule = EncoderStep | RerankerStep
