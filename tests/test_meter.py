@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from skilltrain import terminal
-from skilltrain.terminal import PlainProgress, progress
+from skilltrain.terminal import PlainProgress, progress, say
 from skilltrain.training.log import Meter, StepResult, note_of
 
 
@@ -78,4 +78,32 @@ def test_a_terminal_gets_a_bar_with_the_note_below(monkeypatch):
     with progress("training", 30, 10) as show:
         show(20, "loss 0.1234  padding 3%")
     text = file.getvalue()
-    assert "20/30" in text and "loss 0.1234  padding 3%" in text and "eta" in text
+    assert "20/30" in text and "loss 0.1234  padding 3%" in text and "eta 0:00:00" in text
+
+
+def test_slow_steps_have_an_eta_too(monkeypatch):
+    file, clock = io.StringIO(), Clock()
+    monkeypatch.setattr(terminal, "console", Console(file=file, width=80, force_terminal=True, get_time=clock))
+    with progress("training", 10, 4) as show:
+        for completed in (5, 6):
+            clock.now += 60
+            show(completed, "")
+    assert "eta 0:04:00" in file.getvalue()
+
+
+def test_a_single_item_has_no_bar(monkeypatch):
+    monkeypatch.setattr(terminal, "console", Console(file=(file := io.StringIO()), width=80, force_terminal=True))
+    with progress("reranking", 1) as show:
+        show(1, "")
+    assert file.getvalue() == ""
+
+
+def test_a_terminal_breaks_long_lines_between_words_only(monkeypatch, output):
+    line = f"warning: {'some words ' * 9}and /a/path/{'x' * 90}/of/one/word"
+    say(line)
+    assert output.getvalue() == f"{line}\n"  # a log file has it whole
+    file = io.StringIO()
+    monkeypatch.setattr(terminal, "console", Console(file=file, width=80, force_terminal=True, highlight=False))
+    say(line)
+    shown = file.getvalue().splitlines()
+    assert " ".join(part.strip() for part in shown) == line and len(shown) == 3

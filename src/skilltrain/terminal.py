@@ -18,12 +18,11 @@ from rich.progress import (
     Task,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.text import Text
 
 console = Console(stderr=True, highlight=False)
-if not console.is_terminal:
+if not console.is_terminal and "COLUMNS" not in os.environ:
     console.width = 120  # a log file has no width of its own; tables need this much
 log = logging.getLogger("skilltrain")
 ItemT = TypeVar("ItemT")
@@ -35,19 +34,34 @@ class _RateColumn(ProgressColumn):
         return Text(f"{task.speed:,.1f}/s" if task.speed else "", style="dim")
 
 
+class _RemainingColumn(ProgressColumn):
+    """rich's own looks back 30 seconds, so it says nothing where a step takes longer."""
+
+    def __init__(self, done_before: int) -> None:
+        super().__init__()
+        self._done_before = done_before
+
+    def render(self, task: Task) -> Text:
+        done, left = int(task.completed) - self._done_before, int((task.total or 0) - task.completed)
+        return Text(_eta(task.elapsed or 0, done, left) if left >= 0 else "", style="cyan")
+
+
 @contextmanager
 def progress(description: str, total: int | None, done: int = 0) -> Iterator[Callable[[int, str], None]]:
     """Show how far a work is, of which `done` is done already; yields show(completed, note).
 
     In a terminal a bar with rate and remaining time, the note below it; elsewhere (a batch job's log) a plain line
-    now and then.
+    now and then. Nothing for a single item.
     """
+    if total == 1:
+        yield lambda completed, note: None
+        return
     if not (console.is_terminal and is_main_process()):
         yield PlainProgress(description, total, done, time.monotonic).show
         return
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RateColumn(), TimeElapsedColumn(),
-        TextColumn("eta"), TimeRemainingColumn(),
+        _RemainingColumn(done),
     )  # fmt: skip
     bar, line = Progress(*columns, console=console), Text(style="dim")
     task = bar.add_task(description, total=total, completed=done)
@@ -94,11 +108,14 @@ class PlainProgress:
         if self.total is None:
             say(f"{self.description} {completed:,}  {note}")
             return
-        done = completed - self.done_before
-        seconds = (now - self.started) / done * (self.total - completed) if done else 0
-        eta = f"  eta {timedelta(seconds=round(seconds))}" if done else ""
+        eta = _eta(now - self.started, completed - self.done_before, self.total - completed)
         share = 100 * completed // max(1, self.total)
-        say(f"{self.description} {completed:,}/{self.total:,} ({share}%){eta}  {note}")
+        say(f"{self.description} {completed:,}/{self.total:,} ({share}%)  {eta}  {note}")
+
+
+def _eta(seconds: float, done: int, left: int) -> str:
+    """How long what is left will take, at the pace of all that was done in `seconds`."""
+    return f"eta {timedelta(seconds=round(seconds / done * left))}" if done else "eta -:--:--"
 
 
 def is_main_process() -> bool:
@@ -109,4 +126,10 @@ def is_main_process() -> bool:
 def say(message: str) -> None:
     """One plain line to the person at the terminal (stderr, so that stdout stays machine-readable)."""
     if is_main_process():
-        console.print(message, markup=False, emoji=False, soft_wrap=True)
+        print_line(message)
+
+
+def print_line(message: str, style: str = "") -> None:
+    """One line on stderr; a terminal breaks it between words alone, a log file not at all."""
+    whole = not console.is_terminal
+    console.print(message, style=style, markup=False, emoji=False, soft_wrap=whole, overflow="ignore", crop=False)

@@ -11,7 +11,7 @@ import typer
 from skilltrain.cli import evaluation, routing, stages, tables
 from skilltrain.cli.app import app
 from skilltrain.errors import SkilltrainError, StoppedError
-from skilltrain.terminal import console
+from skilltrain.terminal import print_line
 from skilltrain.texts import printable
 
 __all__ = ["app", "evaluation", "main", "routing", "stages", "tables"]
@@ -54,8 +54,7 @@ def _in_words(error: Exception) -> str:
 
 
 def _fail(message: str, code: int = _FAULT) -> int:
-    line = printable(message, _MAX_CHARS)
-    console.print(f"error: {line}", style="bold red", markup=False, emoji=False, soft_wrap=True)
+    print_line(f"error: {printable(message, _MAX_CHARS)}", style="bold red")
     return code
 
 
