@@ -2,11 +2,12 @@
 
 import logging
 import os
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -27,6 +28,7 @@ if not console.is_terminal and "COLUMNS" not in os.environ:
 log = logging.getLogger("skilltrain")
 ItemT = TypeVar("ItemT")
 _SECONDS_BETWEEN_LINES = 30
+_BETWEEN_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}  # a path can be copied whole
 
 
 class _RateColumn(ProgressColumn):
@@ -131,5 +133,7 @@ def say(message: str) -> None:
 
 def print_line(message: str, style: str = "") -> None:
     """One line on stderr; a terminal breaks it between words alone, a log file not at all."""
-    whole = not console.is_terminal
-    console.print(message, style=style, markup=False, emoji=False, soft_wrap=whole, overflow="ignore", crop=False)
+    if console.is_terminal:
+        lines = (textwrap.fill(line, console.width, **_BETWEEN_WORDS) for line in message.splitlines())
+        message = "\n".join(lines)
+    console.print(message, style=style, markup=False, emoji=False, soft_wrap=True)

@@ -8,7 +8,7 @@ from skilltrain.evaluation.slices import ALL, KIND, SliceMeans, shown
 from skilltrain.report.evaluation import Report
 from skilltrain.texts import printable
 
-NAME, CELL = 11, 17  # widths of the first column and of a mean with its interval
+NAME, CELL = 11, 21  # widths of the first column and of a mean with its interval
 
 
 def terminal_table(report: Report, width: int) -> Table:
@@ -49,4 +49,4 @@ def _cell(part: SliceMeans, system: str, measure: str) -> Text:
         return Text("–", style="dim")
     count = f"\nn = {value.n}" if value.n < len(part.query_ids) else ""
     mean = Text(compact(value.mean, 3), style="bold" if system in part.best(measure) else "")
-    return mean.append(f"\n{value.bounds()}{count}", style="not bold dim")
+    return mean.append(f" {value.bounds()}{count}", style="not bold dim")
