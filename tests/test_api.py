@@ -109,7 +109,7 @@ def test_fit_makes_a_router_and_the_recipes_of_it(router):
 
 
 def test_fit_without_queries_makes_its_own(library, tmp_path):
-    found = json.loads(succeeds("fit", library / "skills", "--out", tmp_path / "router", "max_tokens=32").out)
+    found = json.loads(succeeds("fit", library / "skills", "--out", tmp_path / "router", "max_tokens=32", "--json").out)
     forget_ranks()
     assert {"bm25", "base encoder", "trained encoder", "router"} == found["Hit@1"].keys()
     assert (tmp_path / "router" / "report" / "report.html").is_file()

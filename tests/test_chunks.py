@@ -248,6 +248,6 @@ def test_the_stage_encode_encodes_all_windows(model_folders, tmp_path):
     recipe = {"stage": "encode", "pool": str(tmp_path / "pool"), "out": str(tmp_path / "out")}
     recipe["encoder"] = encoder.model_dump(mode="json")
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")
-    summary = json.loads(succeeds("encode", tmp_path / "recipe.yaml").out)
+    summary = json.loads(succeeds("encode", tmp_path / "recipe.yaml", "--json").out)
     num_chunks = -(-len(LONG.body) // 50) + 1
     assert summary["num_chunks_encoded"] == summary["num_chunks"] == num_chunks

@@ -246,7 +246,7 @@ def test_help_tells_the_settings_inside_sections_and_those_of_each_choice():
 def test_a_recipes_path_may_hold_an_equals_sign(runs, tmp_path):
     (file := tmp_path / "seed=7" / "pool.yaml").parent.mkdir()
     file.write_text(f"stage: pool\nsources: {runs}/pool\nout: {tmp_path}/out\n")
-    assert "num_skills" in json.loads(succeeds("pool", file).out)
+    assert "num_skills" in json.loads(succeeds("pool", file, "--json").out)
 
 
 def test_help_of_the_whole_and_of_the_other_commands():
@@ -274,7 +274,7 @@ def test_the_schema_of_a_recipe_is_json():
 
 def test_a_run_and_its_checkpoints_are_exported(runs, tmp_path):
     for name, extra in (("kept", ()), ("last", ("--checkpoint", "step-6"))):
-        summary = json.loads(succeeds("export", runs / "encoder", "--out", tmp_path / name, *extra).out)
+        summary = json.loads(succeeds("export", runs / "encoder", "--out", tmp_path / name, *extra, "--json").out)
         assert isinstance(summary, dict)
         weights = load_file(tmp_path / name / "model.safetensors")
         trained_weights = load_file(runs / "encoder" / "model.safetensors")
@@ -377,7 +377,7 @@ def test_every_way_to_start_a_recipe_gives_the_same_model(runs, model_folders, t
     assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])  # comparisons of bytes rest on it
     settings, models = small_training(runs, model_folders["qwen3"]), {}
     for name, command in LAUNCHERS.items():
-        code, out, err = launch(command, *settings, f"out={tmp_path}/{name}", cwd=tmp_path)
+        code, out, err = launch(command, *settings, f"out={tmp_path}/{name}", "--json", cwd=tmp_path)
         assert code == 0, err
         assert json.loads(out)["num_steps"] == 2
         models[name] = (tmp_path / name / "model.safetensors").read_bytes()
@@ -402,7 +402,7 @@ def test_a_dry_run_of_a_launcher_prints_the_plan_once_and_touches_nothing(runs, 
 def test_two_ranks_train_to_the_parameters_of_one(runs, tmp_path):
     launch = (sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
               "--main_process_port", "0")  # fmt: skip
-    command = (*launch, runs / "recipes" / "encoder.yaml", f"out={tmp_path}/out")
+    command = (*launch, runs / "recipes" / "encoder.yaml", f"out={tmp_path}/out", "--json")
     code, out, err = finished(program(*command))
     assert code == 0, err
     one, two = (load_file(folder / "model.safetensors") for folder in (runs / "encoder", tmp_path / "out"))

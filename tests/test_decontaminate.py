@@ -235,7 +235,7 @@ def test_the_model_card_says_that_lists_were_contaminated(folder, model_folders)
     file.write_text(json.dumps(training(folder, model_folders["bert"]).model_dump(mode="json")))
     refused = skilltrain("train", file, f"data.held_out=[{folder}/bench]")
     assert "3 list(s) are contaminated" in refused.error_line and not (folder / "model").exists()
-    done = skilltrain("train", file, f"data.held_out=[{folder}/bench]", "data.contamination=allow")
+    done = skilltrain("train", file, f"data.held_out=[{folder}/bench]", "data.contamination=allow", "--json")
     assert done.code == 0 and json.loads(done.out)["num_contaminated_lists"] == 3, done
     assert "| lists contaminated by held-out benchmarks | 3 |" in (folder / "model" / "README.md").read_text()
 

@@ -75,7 +75,7 @@ def same(found, wanted, tolerance=1e-6):
 
 
 def test_later_stages_find_the_vectors_of_a_pool_and_its_queries(place, model_folders, monkeypatch):
-    summary = json.loads(succeeds("encode", place / "recipe.yaml").out)
+    summary = json.loads(succeeds("encode", place / "recipe.yaml", "--json").out)
     skills = {"num_skills": NUM_SKILLS, "num_skills_distinct": NUM_DISTINCT, "num_skills_encoded": NUM_DISTINCT}
     counts = skills | {"num_queries": 5, "num_queries_distinct": 4, "num_queries_encoded": 4, "num_ranks": 1, "dim": 32}
     assert counts.items() <= summary.items() and 0 <= summary["padding"] < 0.1
@@ -86,25 +86,25 @@ def test_later_stages_find_the_vectors_of_a_pool_and_its_queries(place, model_fo
 
 def test_run_again_it_encodes_what_has_gone(place):
     succeeds("encode", place / "recipe.yaml")
-    again = json.loads(succeeds("encode", place / "recipe.yaml").out)
+    again = json.loads(succeeds("encode", place / "recipe.yaml", "--json").out)
     assert (again["num_skills_encoded"], again["num_queries_encoded"]) == (0, 0)
     for file in Path(again["vectors"]).glob("*.parquet"):
         file.write_bytes(file.read_bytes()[:-4])  # then the file is not there
-    again = json.loads(succeeds("encode", place / "recipe.yaml").out)
+    again = json.loads(succeeds("encode", place / "recipe.yaml", "--json").out)
     assert (again["num_skills_encoded"], again["num_queries_encoded"]) == (NUM_DISTINCT, 4)
 
 
 def test_another_model_or_another_limit_shares_nothing(place, model_folders):
     succeeds("encode", place / "recipe.yaml")
     for number, change in enumerate([f"encoder.source={model_folders['qwen3']}", "encoder.max_tokens=16"]):
-        outcome = succeeds("encode", place / "recipe.yaml", change, f"out={place}/other{number}")
+        outcome = succeeds("encode", place / "recipe.yaml", change, f"out={place}/other{number}", "--json")
         assert json.loads(outcome.out)["num_skills_encoded"] == NUM_DISTINCT
     assert len([path for path in (place / "vectors").iterdir() if path.is_dir()]) == 3
 
 
 def test_an_empty_pool_is_encoded_at_once(place):
     write_table([], SKILLS, place / "pool")
-    summary = json.loads(succeeds("encode", place / "recipe.yaml", "queries=null").out)
+    summary = json.loads(succeeds("encode", place / "recipe.yaml", "queries=null", "--json").out)
     assert summary["num_skills"] == summary["num_skills_encoded"] == summary["num_tokens"] == 0
     assert "num_queries" not in summary
 
@@ -137,7 +137,7 @@ def test_vectors_that_are_no_numbers_are_never_kept(place, model_folders, monkey
 
 def test_the_recipe_runs_itself(place, monkeypatch, capsys):
     recipe = place / "recipe.yaml"
-    monkeypatch.setattr(sys, "argv", [str(recipe)])
+    monkeypatch.setattr(sys, "argv", [str(recipe), "--json"])
     exec(compile(recipe.read_text(), recipe, "exec"), {"__name__": "__main__", "__file__": str(recipe)})
     assert json.loads(capsys.readouterr().out)["num_skills_encoded"] == NUM_DISTINCT
 
@@ -186,7 +186,7 @@ def test_kill_9_loses_a_block_at_most(place, model_folders, monkeypatch):
     code, _, err = run(place / "dies.py", 0, 3, place / "recipe.yaml")
     assert code == -signal.SIGKILL, err
     assert not (place / "encoded").exists()
-    summary = json.loads(succeeds("encode", place / "recipe.yaml").out)
+    summary = json.loads(succeeds("encode", place / "recipe.yaml", "--json").out)
     assert summary["num_skills_encoded"] == NUM_DISTINCT - 3 * 8
     same(finds(place, model_folders["bert"], monkeypatch), plain(model_folders["bert"]))
 
@@ -194,7 +194,7 @@ def test_kill_9_loses_a_block_at_most(place, model_folders, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks on the CPU, where there is no GPU")
 def test_two_ranks_fill_the_cache_of_one(place, model_folders, monkeypatch):
-    code, out, err = run(*LAUNCH, 2, "-m", "skilltrain", "encode", place / "recipe.yaml")
+    code, out, err = run(*LAUNCH, 2, "-m", "skilltrain", "encode", place / "recipe.yaml", "--json")
     assert code == 0, err
     summary = json.loads(out)  # one rank speaks
     counts = {"num_skills_encoded": NUM_DISTINCT, "num_queries_encoded": 4, "num_ranks": 2}
@@ -202,7 +202,7 @@ def test_two_ranks_fill_the_cache_of_one(place, model_folders, monkeypatch):
     files = Path(summary["vectors"]).glob("*.parquet")
     assert len(list(files)) == 4  # each rank's skills, each rank's queries
     same(finds(place, model_folders["bert"], monkeypatch), plain(model_folders["bert"]))
-    again = json.loads(succeeds("encode", place / "recipe.yaml").out)
+    again = json.loads(succeeds("encode", place / "recipe.yaml", "--json").out)
     assert (again["num_skills_encoded"], again["num_queries_encoded"], again["num_ranks"]) == (0, 0, 1)
 
 
@@ -218,7 +218,7 @@ def test_a_rank_that_dies_ends_the_run_and_three_others_go_on(place, model_folde
     texts = [encoder.model.settings.template.skill.render(skill) for skill in SKILL_LIST]
     lacking = len(kept.missing(np.unique(text_keys(texts, 256)[0])))
     assert 0 < lacking <= NUM_DISTINCT - 16  # two files of the one that died, and the other's
-    code, out, err = run(*LAUNCH, 3, place / "recipe.yaml")  # the recipe itself
+    code, out, err = run(*LAUNCH, 3, place / "recipe.yaml", "--json")  # the recipe itself
     assert code == 0, err
     summary = json.loads(out)
     assert (summary["num_skills_encoded"], summary["num_ranks"]) == (lacking, 3)

@@ -78,8 +78,10 @@ def test_every_stage_leaves_its_tables_and_says_where(done):
     assert rows["candidates_filtered", "rankings"] + rows["candidates_filtered", "dropped"] == 12 * 12
     assert rows["report_encoder", "rankings"] == 5 * 4 * 20  # four systems, and what stands before the reranker
     for (command, *_), outcome in zip(stages, outcomes, strict=True):
-        summary = json.loads(outcome.out)
-        assert Path(summary["out"]).is_dir() and Path(summary["out"]).parent == runs, command
+        found, *then = outcome.out.splitlines()
+        folder = Path(found.partition(": ")[0])
+        assert folder.is_dir() and folder.parent == runs and "?" not in outcome.out, command
+        assert [line.split()[:2] for line in then] == ([] if command == "evaluate" else [["next:", "skilltrain"]])
     assert not [path for path in runs.rglob("*") if "partial" in path.name]
 
 
@@ -193,7 +195,7 @@ def test_queries_written_from_the_skills_themselves(done, model_folders, tmp_pat
         "split=dev", f"out={tmp_path}/report",
     )  # fmt: skip
     num_dev = queries.column("split").to_pylist().count("dev")
-    assert json.loads(report.out)["num_queries"] == num_dev > 0
+    assert report.out.startswith(f"{tmp_path}/report: {num_dev} queries; look at {tmp_path}/report/report.html")
     assert list(metrics_of(tmp_path / "report")) == ["bm25", f"encoder {tmp_path / 'encoder'}"]
 
 
@@ -208,3 +210,14 @@ def test_a_dry_run_plans_and_touches_nothing(done, model_folders):
     assert contents(runs) == before
     missing = skilltrain("train", runs / "recipes" / "encoder.yaml", "--dry-run", "data.lists=nowhere")
     assert missing.error_line.startswith("error: nowhere: no such file or folder")
+
+
+def test_the_next_command_names_what_there_is(done, model_folders):
+    runs, _, outcomes = done
+    pool, queries, mined = (outcome.out.splitlines() for outcome in outcomes[:3])
+    assert pool[0] == f"{runs}/pool: 20 skills in 4 categories; left out: none; flagged: 0"
+    assert queries[0] == f"{runs}/queries: 16 queries (test 4, train 12); left out: none"
+    assert mined[1] == (
+        f"next: skilltrain filter pool={runs}/pool queries={runs}/queries rankings={runs}/mined "
+        f"encoder.source={model_folders['bert']} out={runs}/filtered"
+    )

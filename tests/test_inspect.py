@@ -286,7 +286,7 @@ def test_a_page_of_12000_lists_stays_small(tmp_path: Path):
 
 def test_the_command_prints_counts_and_refuses_what_is_no_lists_folder(tmp_path: Path):
     lists = write_runs(tmp_path)
-    printed = json.loads(succeeds("inspect", lists, "--out", tmp_path / "p.html", "--max-lists", 2).out)
+    printed = json.loads(succeeds("inspect", lists, "--out", tmp_path / "p.html", "--max-lists", 2, "--json").out)
     assert printed["num_lists"] == 3 and (tmp_path / "p.html").is_file()
     assert "holds no lists" in skilltrain("inspect", tmp_path / "pool").only_line
     assert "no such folder" in skilltrain("inspect", tmp_path / "nothing").only_line

@@ -129,8 +129,9 @@ def test_several_files_and_analyses_are_for_a_report(benchmark, tmp_path, capsys
     assert "several predictions files are compared in a report (add out=… for its folder)" in line
     assert "analysis: analyses stand in a report" in refused(capsys, benchmark, {"t1": []}, "analysis.num_timed=2")
     evaluate(benchmark, {"t1": ["gt/a"]}, *both, f"out={tmp_path / 'run'}")
-    summary = json.loads(capsys.readouterr().out)
-    assert {name: row["Hit@1"] for name, row in summary["systems"].items()} == {"mine": 0.5, "other": 1.0}
+    assert f"look at {tmp_path}/run/report.html" in capsys.readouterr().out
+    systems = json.loads((tmp_path / "run" / "metrics.json").read_text())["systems"]
+    assert {one["name"]: one["metrics"]["Hit@1"]["mean"] for one in systems} == {"mine": 0.5, "other": 1.0}
     assert not list((tmp_path / "run").glob("*.parquet"))
 
 

@@ -34,7 +34,7 @@ def command(pool: Path, server: LLMServer, *settings: str) -> list[str]:
     return [
         sys.executable, "-m", "skilltrain", "synthesize", f"pool={pool}", f"out={folder}/out", "llm.kind=openai",
         "llm.model=scripted", f"llm.base_url={server.base_url}", f"llm.cache={folder}/cache", "llm.concurrency=4",
-        *settings,
+        *settings, "--json",
     ]  # fmt: skip
 
 

@@ -26,7 +26,8 @@ class Stage:
 
     The module is imported when first asked for, which for some takes seconds. A stage that `trains` writes checkpoints
     into its folder and can be resumed. One that is `on_ranks` is run by every process that accelerate starts; its
-    results lie elsewhere than in its folder, so it looks again at every run.
+    results lie elsewhere than in its folder, so it looks again at every run. `found` and `then` are what a person reads
+    at its end (`closing_words`): what came out, and the next command.
     """
 
     module: str
@@ -35,6 +36,8 @@ class Stage:
     plan_name: str | None = None
     about: str = ""
     example: str = ""
+    found: str = ""
+    then: str = ""
     trains: bool = False
     on_ranks: bool = False
 

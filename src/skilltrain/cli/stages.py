@@ -6,7 +6,18 @@ from typing import Annotated
 
 import typer
 
-from skilltrain.cli.app import AS_WRITTEN, DryRun, Overrides, app, execute, quietly, settings_of, show
+from skilltrain.cli.app import (
+    AS_WRITTEN,
+    AsJson,
+    DryRun,
+    Overrides,
+    app,
+    conclude,
+    execute,
+    quietly,
+    settings_of,
+    show,
+)
 from skilltrain.cli.settings_help import SettingsCommand
 from skilltrain.config import load_recipe
 from skilltrain.errors import SkilltrainError
@@ -15,9 +26,9 @@ from skilltrain.stages import STAGES, list_recipes, parse_recipe, schema_of
 
 def _add_stage(stage: str) -> None:
     @app.command(stage, cls=SettingsCommand, help=STAGES[stage].about, context_settings=AS_WRITTEN)
-    def run_stage(arguments: Overrides = None, only_plan: DryRun = False) -> None:
+    def run_stage(arguments: Overrides = None, only_plan: DryRun = False, as_json: AsJson = False) -> None:
         values, where = settings_of(stage, arguments or [])
-        execute(parse_recipe(values, where), only_plan, resume=False)
+        execute(parse_recipe(values, where), only_plan, as_json=as_json)
 
 
 for _stage in STAGES:
@@ -31,6 +42,7 @@ def train(
     overrides: Overrides = None,
     only_plan: DryRun = False,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train an encoder or a reranker.
 
@@ -42,7 +54,7 @@ def train(
     if not STAGES[config.stage].trains:
         fix = f"run: skilltrain {config.stage} {file}"
         raise SkilltrainError(f"is a recipe of stage {config.stage}", where=file, fix=fix)
-    execute(config, only_plan, resume)
+    execute(config, only_plan, resume, as_json)
 
 
 @app.command()
@@ -74,6 +86,7 @@ def export(
     interpolate: Annotated[
         float | None, typer.Option(help="A: (1 - A) x the base's weights + A x the trained ones (WiSE-FT)")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write the model of a training run, or of one of its checkpoints, as a folder of its own.
 
@@ -81,7 +94,8 @@ def export(
     """
     from skilltrain.training.export_run import export_run
 
-    show(quietly(export_run, run, out, checkpoint, interpolate))
+    found = quietly(export_run, run, out, checkpoint, interpolate)
+    conclude(found, [f"{out}: {found['checkpoint'] or 'the model'} of {run}"], as_json)
 
 
 @app.command()
@@ -89,6 +103,7 @@ def ablate(
     grid: Annotated[Path, typer.Argument(help="a file of recipes/ablations, or one like it")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value settings of the grid")] = None,
     only_plan: DryRun = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run every cell of a grid of variants and seeds, and compare the variants, with 95% intervals.
 
@@ -98,4 +113,8 @@ def ablate(
     """
     from skilltrain.ablation.run import plan_ablation, run_ablation
 
-    show(quietly(plan_ablation if only_plan else run_ablation, grid, overrides or []))
+    if only_plan:
+        show(quietly(plan_ablation, grid, overrides or []))
+        return
+    found = quietly(run_ablation, grid, overrides or [])
+    conclude(found, [f"{found['out']}/ablation.md: {found['num_cells']} cells, compared"], as_json)

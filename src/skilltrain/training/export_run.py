@@ -15,7 +15,6 @@ from skilltrain.models.adapters import merge_adapter
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.reranker import Reranker
 from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, RUN_FILE
-from skilltrain.terminal import say
 from skilltrain.training.checkpoint import best_checkpoint, checkpoints, load_weights
 from skilltrain.training.settings import TrainConfig, TrainEncoderConfig, TrainRerankerConfig, load_model
 
@@ -92,7 +91,6 @@ def export_run(run: Path, out: Path, checkpoint: str | None = None, interpolate:
             save_trained(config, found, staged, summary)
         else:
             save_trained(config, found, staged, {}, exported=found.name)
-    say(f"{out}: {found.name if found else 'the model'} of {run}")
     return {"out": str(out), "stage": config.stage, "checkpoint": found.name if found else summary.get("checkpoint")}
 
 
