@@ -103,11 +103,11 @@ def test_a_failed_save_leaves_no_checkpoint(run, tmp_path, monkeypatch):
 def test_another_launch_is_refused(run, tmp_path):
     save(run, tmp_path, 3)
     state = tmp_path / "step-3" / "state.json"
-    state.write_text(state.read_text().replace("1 x NO on cpu", "8 x MULTI_GPU on cuda"))
+    state.write_text(state.read_text().replace("whole models on cpu", "8 x FSDP on cuda"))
     with pytest.raises(SkilltrainError) as error:
         load_checkpoint(*run, tmp_path)
     assert str(error.value) == (
-        f"{tmp_path}/step-3: was written by 8 x MULTI_GPU on cuda, not by 1 x NO on cpu (resume with that launcher)"
+        f"{tmp_path}/step-3: was written by 8 x FSDP on cuda, not by whole models on cpu (resume with that launcher)"
     )
 
 
@@ -223,3 +223,18 @@ def test_weights_of_another_model_are_refused(tmp_path):
         load_weights(torch.nn.Linear(3, 3), "encoder", tmp_path / "step-1")
     with pytest.raises(SkilltrainError, match=r"step-1: the checkpoint does not fit the recipe's model"):
         load_weights(Holder(width=4).encoder, "encoder", tmp_path / "step-1")
+
+
+def test_only_what_trains_is_saved_and_read(tmp_path):
+    accelerator, model = Accelerator(cpu=True), Holder()
+    model.encoder["a"].requires_grad_(False)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.encoder["b"].parameters()))
+    save_checkpoint(accelerator, model, optimizer, tmp_path, Position(1, loss=0.1), keep=2)
+    assert {*load_file(tmp_path / "step-1" / "model.safetensors")} == {"encoder.b.weight", "encoder.b.bias"}
+    other = Holder()
+    with pytest.raises(SkilltrainError, match=r"does not fit the recipe's model: a\.weight"):
+        load_weights(other.encoder, "encoder", tmp_path / "step-1")
+    base = other.encoder["a"].requires_grad_(False).weight.clone()
+    load_weights(other.encoder, "encoder", tmp_path / "step-1")
+    assert torch.equal(other.encoder["a"].weight, base)
+    assert torch.equal(other.encoder["b"].weight, model.encoder["b"].weight)

@@ -54,8 +54,25 @@ class Launched(Accelerator):
 )
 def test_what_cannot_work_is_refused_with_the_reason(accelerator, quantized, message):
     with pytest.raises(SkilltrainError) as error:
-        engine._refuse_unsupported(accelerator, 8, quantized)
+        engine._refuse_unsupported(accelerator, CONFIG, quantized)
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "accumulation", "world", "fix"),
+    [
+        (1, 16, 4, "training.batch_size=4 training.accumulation=4, 16 queries an update"),
+        (8, 4, 3, "training.batch_size=9 training.accumulation=4, 36 queries an update"),
+        (1, 2, 8, "training.batch_size=8 training.accumulation=1, 8 queries an update"),
+    ],
+)
+def test_a_batch_that_the_ranks_cannot_share_is_refused_with_settings_that_they_can(
+    batch_size, accumulation, world, fix
+):
+    config = TrainingConfig(batch_size=batch_size, accumulation=accumulation)
+    with pytest.raises(SkilltrainError) as error:
+        engine._refuse_unsupported(Launched(DistributedType.MULTI_GPU, world), config, False)
+    assert f"(give {fix}; or --num_processes 1 to accelerate launch)" in str(error.value)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can run it")

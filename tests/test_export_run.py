@@ -47,7 +47,7 @@ def add_checkpoint(config, step, best=0):
     weights = {f"model.{name}": model.state_dict()[name].contiguous() for name in seen.values()}
     save_file(weights, folder / "model.safetensors")
     position = {"step": step, "best": {"step": best}}
-    (folder / "state.json").write_text(json.dumps({"written_by": "1 x NO on cpu", "position": position}))
+    (folder / "state.json").write_text(json.dumps({"written_by": "whole models on cpu", "position": position}))
     return model
 
 

@@ -108,14 +108,8 @@ def test_checkpoints_hold_no_4_bit_weights_and_export_as_what_was_trained(whole,
     torch.testing.assert_close(plain, ours, atol=1e-5, rtol=0)
 
 
-def test_what_does_not_fit_is_refused(base, whole, tmp_path):
+def test_an_adapter_that_lacks_a_weight_is_refused(whole, tmp_path):
     config, parameters, _ = whole
-    plain = load_model(config_of(base, tmp_path, NF4.model_copy(update={"quantize": "none"})), CPU)
-    with pytest.raises(SkilltrainError, match=r"does not fit the recipe's model: .*q_proj\.base_layer\.weight"):
-        load_weights(plain, "model", newest(config))  # numbers are needed here, and it holds none
-    save_file({f"model.{name}": value for name, value in plain.state_dict().items()}, tmp_path / "model.safetensors")
-    with pytest.raises(SkilltrainError, match=r"does not fit the recipe's model: size mismatch for .*base_layer"):
-        load_weights(load_model(config, CPU), "model", tmp_path)
     weights, lost = load_file(newest(config) / "model.safetensors"), next(iter(parameters))
     del weights[lost]
     save_file(weights, tmp_path / "model.safetensors")

@@ -1,6 +1,7 @@
 """Two processes equal one: with the whole model on each (DDP), and with shards of it (FSDP2, DeepSpeed ZeRO)."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -55,6 +56,13 @@ def test_two_ranks_equal_one_process_after_five_steps(both_ranks, model_folders,
         assert rank_losses == pytest.approx(losses, abs=1e-9)
         assert furthest(rank_parameters, parameters) < 1e-9
     assert furthest(parameters, before) > 1e-3
+
+
+def test_one_process_goes_on_from_a_checkpoint_of_two_ranks(both_ranks, model_folders, tmp_path):
+    shutil.copytree(both_ranks[0] / "loop" / "checkpoints" / "step-2", tmp_path / "checkpoints" / "step-2")
+    resumed = two_ranks.encoder_step(model_folders["bert"])
+    two_ranks.training(resumed, tmp_path, resume=True)
+    assert furthest(two_ranks.weights_of(resumed), both_ranks[1][0]["loop"]) < 1e-9
 
 
 def test_the_loop_on_two_ranks_equals_the_loop_on_one(both_ranks, model_folders, tmp_path):

@@ -80,9 +80,6 @@ def add_adapter(network: Any, adapter: AdapterConfig) -> None:
     for name, module in network.named_modules():
         if type(module).__name__ == "Linear4bit":  # by name: bitsandbytes need not be installed
             _prepare_for_cpu(name, module)
-            # Checkpoints hold no frozen 4-bit weights: bitsandbytes writes them under names that it cannot read again.
-            module.register_state_dict_post_hook(_without_4bit)
-            module.register_load_state_dict_pre_hook(_with_own_4bit)
     inject_adapter_in_model(config, network)
     for name, parameter in network.named_parameters():
         if ".lora_" in name:
@@ -126,18 +123,6 @@ def _prepare_for_cpu(name: str, linear: Any) -> None:
         raise SkilltrainError(f"{what} {linear.in_features} wide", fix="train it on a GPU, or with quantize=none")
     linear.support_avx512bf16_for_cpu = False
     linear.state_dict()
-
-
-def _without_4bit(linear: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    for key in [key for key in state if key == f"{prefix}weight" or key.startswith(f"{prefix}weight.")]:
-        del state[key]
-
-
-def _with_own_4bit(linear: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """What a checkpoint leaves out stays as it is; one that still holds packed weights must have them of this shape."""
-    for key in [key for key in state if key.startswith(f"{prefix}weight.")]:
-        del state[key]
-    state.setdefault(f"{prefix}weight", linear.weight.data)
 
 
 def _target_names(network: Any, adapter: AdapterConfig) -> list[str]:

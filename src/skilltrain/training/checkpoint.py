@@ -1,8 +1,8 @@
 """What a checkpoint holds; it is whole or not there: written aside, synced, then renamed to step-N.
 
-model.safetensors has the whole model, state.json how far the training is, random_R.safetensors the random states of
-rank R, optimizer.safetensors AdamW's moments. A run folder may come from elsewhere, so nothing here is read in a way
-that could execute code; DeepSpeed's own files are opened as plain tensors and numbers.
+model.safetensors has every weight that trains, state.json how far the training is, random_R.safetensors the random
+states of rank R, optimizer.safetensors AdamW's moments. A run folder may come from elsewhere, so nothing here is read
+in a way that could execute code; DeepSpeed's own files are opened as plain tensors and numbers.
 """
 
 import math
@@ -22,6 +22,7 @@ from accelerate.utils import DistributedType
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from skilltrain.config import Config, validate
@@ -83,8 +84,8 @@ def save_checkpoint(
 ) -> None:
     """Save model, optimiser, position and every random state as `folder`/step-N; all ranks must call it.
 
-    The whole model is always in one file, also where the ranks hold shards of it, so that any checkpoint can be
-    exported without the launcher that wrote it; only frozen 4-bit weights are left out, for the base model has them.
+    The weights that train are always in one file, also where the ranks hold shards of them, so that any checkpoint can
+    be exported without the launcher that wrote it; the base model has the frozen ones.
     All but the newest `keep` checkpoints and the best one are deleted.
     """
     final = folder / f"step-{position.step}"
@@ -95,7 +96,7 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    weights = cast(Mapping[str, Tensor], accelerator.get_state_dict(model))  # whole on the first rank only
+    weights = _weights(accelerator, model)
     try:
         _save_states(accelerator, model, optimizer, partial)
         if accelerator.is_main_process:
@@ -134,8 +135,8 @@ def best_checkpoint(folder: Path) -> Path | None:
 def load_checkpoint(accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path) -> Position | None:
     """Restore the newest checkpoint of `folder` and give its position; None if there is none.
 
-    Raises SkilltrainError if another number of processes, or another way of sharing the model, wrote it, and where a
-    part of it is missing, damaged, or would execute code.
+    Raises SkilltrainError if another way of sharing the model wrote it (another number of processes is one, unless each
+    holds the whole model), and where a part of it is missing, damaged, or would execute code.
     """
     if not (found := checkpoints(folder)):
         return None
@@ -159,7 +160,7 @@ def load_checkpoint(accelerator: Accelerator, model: nn.Module, optimizer: Any, 
 def load_weights(step_part: nn.Module, name: str, checkpoint: Path) -> None:
     """Put a checkpoint's weights into the part `name` (encoder or reranker) of the step module that wrote it.
 
-    An empty name stands for the step module itself, whose ranks may hold shards.
+    An empty name stands for the step module itself, whose ranks may hold shards. Frozen weights stay as they are.
     """
     file = checkpoint / WEIGHTS_FILE
     if not file.is_file():
@@ -169,6 +170,8 @@ def load_weights(step_part: nn.Module, name: str, checkpoint: Path) -> None:
     except SafetensorError as error:
         raise SkilltrainError(f"is no safetensors file: {error}", where=file) from error
     held = step_part.state_dict(keep_vars=True)
+    frozen = {key for key, parameter in step_part.named_parameters() if not parameter.requires_grad}
+    whole = {key: value for key, value in whole.items() if key not in frozen}
     for key, own in held.items():
         if isinstance(own, DTensor) and key in whole:
             value = whole[key].to(own.device)
@@ -177,16 +180,25 @@ def load_weights(step_part: nn.Module, name: str, checkpoint: Path) -> None:
         missing, unknown = step_part.load_state_dict(whole, strict=False)
         present = {id(value) for key, value in held.items() if key not in missing}
         # Tied weights are held under one name.
-        unfit = [*unknown, *(key for key in missing if id(held[key]) not in present)]
+        unfit = [*unknown, *(key for key in missing if key not in frozen and id(held[key]) not in present)]
     except RuntimeError as error:  # a shape that differs
         unfit = [str(error).splitlines()[-1].strip()]
     if unfit:
         raise SkilltrainError(f"the checkpoint does not fit the recipe's model: {unfit[0]}", where=checkpoint)
 
 
+def _weights(accelerator: Accelerator, model: nn.Module) -> Mapping[str, Tensor]:
+    """The state dict, whole on the first rank; all ranks must call it. FSDP2's frozen weights are not gathered."""
+    if accelerator.distributed_type == DistributedType.FSDP:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        return cast(Mapping[str, Tensor], get_model_state_dict(model, options=options))
+    return cast(Mapping[str, Tensor], accelerator.get_state_dict(model))
+
+
 def _write_weights(weights: Mapping[str, Tensor], module: nn.Module, file: Path) -> None:
-    """Tied weights once, under the name that accelerate keeps too; gathered shards no longer tell that they are one."""
-    names = {name for name, _ in [*module.named_parameters(), *module.named_buffers()]}
+    """What trains, and buffers; tied weights once, for gathered shards no longer tell that they are one."""
+    names = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    names |= {name for name, _ in module.named_buffers()}
     kept = {name: value.detach().cpu().contiguous() for name, value in weights.items() if name in names}
     save_file(kept, file, metadata={"format": "pt"})
 
@@ -212,7 +224,7 @@ def _save_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, fol
         states[device.type] = torch.get_device_module(device).get_rng_state()
     save_file(states, random_file)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        model.save_checkpoint(str(folder), _DEEPSPEED, save_latest=False)  # type: ignore[operator]
+        model.save_checkpoint(str(folder), _DEEPSPEED, save_latest=False, exclude_frozen_parameters=True)  # type: ignore[operator]
     elif accelerator.is_main_process or shards_weights(accelerator):
         save_file(_moments(optimizer), optimizer_file)
 
@@ -222,11 +234,13 @@ def _load_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, fol
     random_file, optimizer_file = _files(accelerator, folder)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         with _plain_data_only():
-            path, _ = model.load_checkpoint(str(folder), _DEEPSPEED)  # type: ignore[operator]
+            path, _ = model.load_checkpoint(str(folder), _DEEPSPEED, load_module_strict=False)  # type: ignore[operator]
         if path is None:
             raise SkilltrainError("no such folder", where=folder / _DEEPSPEED)
     else:
         _restore_moments(optimizer, load_file(optimizer_file))
+    if accelerator.process_index and not random_file.is_file() and not shards_weights(accelerator):
+        return  # a rank that the run did not have before: it draws as at the start
     states, device = load_file(random_file), accelerator.device
     torch.set_rng_state(states["cpu"])
     if device.type != "cpu":

@@ -1,6 +1,7 @@
 """How the processes of a run share the work (alone, DDP, FSDP2, DeepSpeed ZeRO), and what they tell each other."""
 
 import importlib.util
+import math
 import os
 import secrets
 import time
@@ -46,7 +47,7 @@ def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
         mixed_precision="bf16" if mixed else "no",
         kwargs_handlers=[group, views] if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None,
     )
-    _refuse_unsupported(accelerator, config.batch_size, quantized)
+    _refuse_unsupported(accelerator, config, quantized)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _set_deepspeed(accelerator, config)
     if accelerator.distributed_type == DistributedType.FSDP and mixed:
@@ -69,10 +70,11 @@ def zero_stage(accelerator: Accelerator) -> int:
 
 
 def launch_of(accelerator: Accelerator) -> str:
-    """How many processes share the work, and how."""
-    stage = zero_stage(accelerator)
-    kind = f"DeepSpeed ZeRO-{stage}" if stage else accelerator.distributed_type.value
-    return f"{accelerator.num_processes} x {kind} on {accelerator.device.type}"
+    """How the processes share the work; how many they are does not matter where each holds the whole model."""
+    stage, device = zero_stage(accelerator), accelerator.device.type
+    if not stage and accelerator.distributed_type != DistributedType.FSDP:
+        return f"whole models on {device}"
+    return f"{accelerator.num_processes} x {f'DeepSpeed ZeRO-{stage}' if stage else 'FSDP'} on {device}"
 
 
 def check_shared(accelerator: Accelerator, folder: Path) -> None:
@@ -120,7 +122,7 @@ def _refuse_from_environment() -> None:
         raise SkilltrainError("DeepSpeed is not installed", fix="pip install 'skilltrain[deepspeed]'")
 
 
-def _refuse_unsupported(accelerator: Accelerator, batch_size: int, quantized: bool) -> None:
+def _refuse_unsupported(accelerator: Accelerator, config: TrainingConfig, quantized: bool) -> None:
     kind, world = accelerator.distributed_type, accelerator.num_processes
     if kind.value not in _SUPPORTED:
         raise SkilltrainError(
@@ -131,9 +133,13 @@ def _refuse_unsupported(accelerator: Accelerator, batch_size: int, quantized: bo
         raise SkilltrainError(what, fix="use launch/ddp.yaml or launch/cpu.yaml there")
     if kind == DistributedType.DEEPSPEED and not zero_stage(accelerator):
         raise SkilltrainError("DeepSpeed's ZeRO stage 0 shares nothing", fix="use launch/ddp.yaml, or zero_stage: 2")
-    if batch_size % world:
-        what = f"training.batch_size {batch_size} cannot be shared equally by {world} processes"
-        raise SkilltrainError(what, fix=f"choose a multiple of {world}; training.accumulation can make up for it")
+    if config.batch_size % world:
+        what = f"training.batch_size {config.batch_size} cannot be shared equally by {world} processes"
+        batch = world * math.ceil(config.batch_size / world)
+        accumulation = max(1, round(config.batch_size * config.accumulation / batch))
+        settings = f"training.batch_size={batch} training.accumulation={accumulation}"
+        fix = f"give {settings}, {batch * accumulation} queries an update; or --num_processes 1 to accelerate launch"
+        raise SkilltrainError(what, fix=fix)
     if quantized and (shards_weights(accelerator) or kind == DistributedType.DEEPSPEED):
         engine = "DeepSpeed" if kind == DistributedType.DEEPSPEED else "FSDP2"
         what = f"4-bit weights (adapter.quantize) cannot be combined with {engine}"
