@@ -4,15 +4,18 @@ import json
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from skilltrain.config import to_yaml
 from skilltrain.errors import SkilltrainError
+from skilltrain.export.published import Published
 from skilltrain.models.adapters import AdapterConfig
 from skilltrain.models.encoder import EncoderConfig
 from skilltrain.models.reranker import RerankerConfig
 from skilltrain.records import Skill
+from skilltrain.tables import SKILLS, rows_of, write_table
 from skilltrain.templates import RerankerTemplate
 from skilltrain.training.export_run import export_run, save_trained
 from skilltrain.training.settings import TrainEncoderConfig, TrainRerankerConfig, load_model
@@ -224,4 +227,59 @@ def test_a_base_of_another_architecture_or_shape_is_refused(tmp_path, model_fold
     write_run(other, finished=False, summary={})
     with pytest.raises(SkilltrainError, match=r"step-3: the checkpoint does not fit the recipe's model"):
         export_run(other.out, tmp_path / "out", interpolate=0.5)
+    assert not (tmp_path / "out").exists()
+
+
+MEANS = {"Hit@1": {"mean": 0.5125, "low": 0.4, "high": 0.62, "n": 40}}
+
+
+def write_report(folder, source):
+    """What `evaluate` leaves of two systems, the second with the encoder in `source`."""
+    dense = {"name": "hybrid | ours", "rankers": [{"kind": "fuse", "of": [{"kind": "dense", "source": str(source)}]}]}
+    folder.mkdir()
+    systems = [{"name": "bm25", "rankers": [{"kind": "lexical"}]}, dense]
+    (folder / "run.json").write_text(json.dumps({"recipe": {"systems": systems}}))
+    rows = [{"name": system["name"], "metrics": MEANS} for system in systems]
+    (folder / "metrics.json").write_text(json.dumps({"benchmark": "our requests", "systems": rows}))
+    return folder
+
+
+@pytest.fixture
+def finished(tmp_path, model_folders):
+    """Settings of a finished run, whose pool is half English, half Chinese and comes from the Hub."""
+    config = config_of(tmp_path, model_folders["bert"])
+    add_checkpoint(config, 4)
+    write_run(config, finished=True, summary=DATA | DEV)
+    save_trained(config, config.out / "checkpoints" / "step-4", config.out, DATA | DEV)
+    skills = [Skill(f"s{n}", "name", "what", "how", lang="en" if n else "zh") for n in range(3)]
+    write_table(rows_of(skills), SKILLS, config.data.pool)
+    (config.data.pool / "run.json").write_text(json.dumps({"recipe": {"sources": ["hf:owner/skills:train", "own"]}}))
+    return config
+
+
+def test_the_card_of_an_export_can_be_published(tmp_path, finished):
+    report = write_report(tmp_path / "report", finished.out)
+    published = Published("our-team/sr-emb", "apache-2.0", report)
+    export_run(finished.out, tmp_path / "out", published=published)
+    card = (tmp_path / "out" / "README.md").read_text()
+    front = yaml.safe_load(card.split("---")[1])
+    assert (front["license"], front["language"], front["datasets"]) == ("apache-2.0", ["en", "zh"], ["owner/skills"])
+    figures = {one["dataset"]["name"]: one["metrics"][0]["value"] for one in front["model-index"][0]["results"]}
+    assert figures == {"development queries": 0.5, "our requests": 0.5125}
+    assert 'SentenceTransformer("our-team/sr-emb")' in card and "--encoder our-team/sr-emb\n" in card
+    assert '"."' not in card
+    assert "On 40 queries of our requests" in card and "| bm25 | 0.512 [0.40, 0.62] |" in card
+    assert "| **hybrid \\| ours** | 0.512 [0.40, 0.62] |" in card
+    assert "## Limits" in card.partition("our requests")[2]
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_results_are_of_the_model_that_is_exported(tmp_path, finished):
+    other = Published(report=write_report(tmp_path / "report", tmp_path / "another"))
+    with pytest.raises(SkilltrainError, match="no system of this report uses"):
+        export_run(finished.out, tmp_path / "out", published=other)
+    with pytest.raises(SkilltrainError, match="a report is of the model that the run ended with"):
+        export_run(finished.out, tmp_path / "out", "step-4", published=other)
+    with pytest.raises(SkilltrainError, match="write OWNER/NAME"):
+        export_run(finished.out, tmp_path / "out", published=Published(repo="sr-emb"))
     assert not (tmp_path / "out").exists()

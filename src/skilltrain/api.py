@@ -130,17 +130,27 @@ def route(
 
 
 def export_model(
-    training: Path | str, out: Path | str, checkpoint: str | None = None, interpolate: float | None = None
+    training: Path | str,
+    out: Path | str,
+    checkpoint: str | None = None,
+    interpolate: float | None = None,
+    *,
+    repo: str | None = None,
+    license_id: str | None = None,
+    report: Path | str | None = None,
 ) -> dict[str, Any]:
     """Write the model of a training run, or of one of its checkpoints (`best`, `step-400`), as a folder of its own.
 
-    With `interpolate` A its weights are (1 - A) x the base's + A x the trained ones.
+    With `interpolate` A its weights are (1 - A) x the base's + A x the trained ones. Its card tells the name on the Hub
+    (`repo`), the licence, and the results in the folder `report` of an evaluation of this training.
 
     >>> export_model("runs/encoder", "models/encoder", checkpoint="best", interpolate=0.7)
     """
+    from skilltrain.export.published import Published
     from skilltrain.training.export_run import export_run
 
-    return export_run(Path(training), Path(out), checkpoint, interpolate)
+    published = Published(repo, license_id, None if report is None else Path(report))
+    return export_run(Path(training), Path(out), checkpoint, interpolate, published)
 
 
 def _config_of(recipe: "Recipe", settings: Sequence[str]) -> Any:

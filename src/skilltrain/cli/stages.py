@@ -86,15 +86,19 @@ def export(
     interpolate: Annotated[
         float | None, typer.Option(help="A: (1 - A) x the base's weights + A x the trained ones (WiSE-FT)")
     ] = None,
+    report: Annotated[Path | None, typer.Option(help="report of `evaluate` for the model card's results")] = None,
+    repo: Annotated[str | None, typer.Option(help="OWNER/NAME on the Hub, for the model card's programs")] = None,
+    license_id: Annotated[str | None, typer.Option("--license", help="for the model card, e.g. apache-2.0")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the model of a training run, or of one of its checkpoints, as a folder of its own.
 
     Example: skilltrain export runs/full/sr_emb_0.6b --checkpoint best --interpolate 0.7 --out models/sr_emb
     """
+    from skilltrain.export.published import Published
     from skilltrain.training.export_run import export_run
 
-    found = quietly(export_run, run, out, checkpoint, interpolate)
+    found = quietly(export_run, run, out, checkpoint, interpolate, Published(repo, license_id, report))
     conclude(found, [f"{out}: {found['checkpoint'] or 'the model'} of {run}"], as_json)
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
+from skilltrain.export.published import HUB_ID
 from skilltrain.models.encoder import EncoderSettings
 from skilltrain.models.reranker import RerankerSettings
 from skilltrain.templates import FIELDS_SEEN
 
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _SECRET_KEY = re.compile(r"(^|_)(key|token|secret|password|credentials)$", re.IGNORECASE)
 _SECRET = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|AKIA)[\w-]{10,}|(?<=://)[^/\s@]+@")
 _HOMES = ("home", "Users")
@@ -78,7 +78,7 @@ def _front_matter(record: RunRecord) -> str:
     own = ["sentence-transformers", "feature-extraction"] if is_encoder else ["sentence-transformers", "cross-encoder"]
     if isinstance(record.settings, RerankerSettings) and record.settings.template.form == "cosine_pair":
         own = []  # only skilltrain opens it
-    is_on_hub = _HUB_ID.fullmatch(base) is not None and not Path(base).expanduser().exists()
+    is_on_hub = HUB_ID.fullmatch(base) is not None and not Path(base).expanduser().exists()
     figures = [
         EvalResult(
             task, "agent-skills-dev", "development queries", metric, round(result["mean"], 4), metric_name=metric

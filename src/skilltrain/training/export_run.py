@@ -10,6 +10,7 @@ from skilltrain.config import load_recipe, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import RunRecord, model_card
 from skilltrain.export.folder import copy_model, save_encoder, save_reranker
+from skilltrain.export.published import Published, complete_card
 from skilltrain.files import read_json, staged_folder
 from skilltrain.models.adapters import merge_adapter
 from skilltrain.models.encoder import Encoder
@@ -69,14 +70,25 @@ def _mix_with_base(model: Encoder | Reranker, config: TrainConfig, share: float)
             value.copy_(torch.lerp(base[name].float(), value.float(), share))
 
 
-def export_run(run: Path, out: Path, checkpoint: str | None = None, interpolate: float | None = None) -> dict[str, Any]:
+def export_run(
+    run: Path,
+    out: Path,
+    checkpoint: str | None = None,
+    interpolate: float | None = None,
+    published: Published = Published(),  # noqa: B008
+) -> dict[str, Any]:
     """Write the model of the training in the folder `run` to the folder `out`; says which one that was.
 
     `checkpoint` is step-N or best; without it a finished run's own model is copied, and an unfinished run's newest
     checkpoint is used. With `interpolate` the model lies between its base and the checkpoint (WiSE-FT). Raises
-    SkilltrainError if there is no such run or checkpoint, nothing to interpolate with, or `out` is not empty.
+    SkilltrainError if there is no such run or checkpoint, nothing to interpolate with, `out` is not empty, or the
+    report that is `published` is of another model.
     """
+    published.check()
     config, summary = _read(run)
+    if published.report is not None and not (summary and checkpoint is None and interpolate is None):
+        what = "a report is of the model that the run ended with"
+        raise SkilltrainError(what, where="--report", fix="leave out --report, or --checkpoint and --interpolate")
     if interpolate is not None:
         _check_interpolation(interpolate, config, run)
         checkpoint = checkpoint or summary.get("checkpoint")
@@ -91,6 +103,7 @@ def export_run(run: Path, out: Path, checkpoint: str | None = None, interpolate:
             save_trained(config, found, staged, summary)
         else:
             save_trained(config, found, staged, {}, exported=found.name)
+        complete_card(staged / "README.md", published, run, config.data.pool)
     return {"out": str(out), "stage": config.stage, "checkpoint": found.name if found else summary.get("checkpoint")}
 
 
