@@ -3,6 +3,8 @@
 Every fault ends with exit code 2 and one line on stderr that begins with `error: ` and names the place.
 """
 
+import contextlib
+import io
 import json
 import os
 import shlex
@@ -18,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 
+from skilltrain.cli import main
 from skilltrain.stages import STAGES
 from skilltrain.tables import RANKINGS, SKILLS, read_table, write_table
 from small_library import contents, encoder_recipe, skilltrain, succeeds, write_recipe
@@ -50,6 +53,7 @@ def places(runs, tmp_path_factory, model_folders):
         write(tmp / f"{name}.yaml", fill(text, names))
     (tmp / "empty.json").write_text("{}")
     (tmp / "empty").mkdir()
+    (tmp / ".kept.partial").mkdir()
     (tmp / "text.parquet").write_text("these are words")
     (tmp / "file").write_text("a file")
     (tmp / "foreign").mkdir()
@@ -141,7 +145,7 @@ FAULTS = {
     "train {tmp}/range.yaml": "{tmp}/range.yaml: training.warmup_share: must be less than 1, found 1.5",
     "train {tmp}/no_out.yaml": "{tmp}/no_out.yaml: missing key 'out'",
     "train {tmp}/no_yaml.yaml": "{tmp}/no_yaml.yaml, line 2: is not YAML",
-    TRAIN + "training.seed": "training.seed: an override has the form key=value",
+    TRAIN + "training.seed": "training.seed: is no setting (settings have the form key=value)",
     "mine {tmp}/good.yaml": "{tmp}/good.yaml: is a recipe of stage train_encoder, not mine",
     "train {runs}/pool/recipe.yaml": "{runs}/pool/recipe.yaml: is a recipe of stage pool (run: skilltrain pool",
     "pool {runs}/pool/recipe.yaml {tmp}/good.yaml": "more than one recipe: {runs}/pool/recipe.yaml {tmp}/good.yaml",
@@ -178,7 +182,21 @@ FAULTS = {
     # The command itself.
     "rout words": "No such command 'rout'",
     "train": "Missing argument 'file'",
-    TRAIN + "--resum": "No such option: --resum",
+    TRAIN + "--resum": "--resum is no option of this command, or has no value (a setting is written resum=VALUE; see",
+    "ablate grid.yaml more.yaml": "more.yaml: is no setting (settings have the form key=value)",
+    # Values that no program can use.
+    TRAIN + "training.learning_rate=1e400": "training.learning_rate: must be a finite number, found '1e400'",
+    TRAIN + "training.seed=1180591620717411303424": "training.seed: must be less than 2147483648, found 11805916207174",
+    TRAIN + "adapter.rank=1000000": "adapter.rank: 1000000 exceeds the width of every layer, at most 32",
+    "mine sources=[] pool={runs}/pool queries={runs}/queries encoder.source={bert} out={tmp}/out":
+        "skilltrain mine: sources: must hold at least 1, found []",
+    "evaluate --benchmark {runs}/queries --predictions {tmp}/empty.json --json {tmp}/empty.json":
+        "{tmp}/empty.json: --json would overwrite the predictions",
+    "pool sources={tmp}/.kept.partial out={tmp}/kept":
+        "{tmp}/.kept.partial: lies where the stage writes before it names the folder kept",
+    **{f"synthesize pool={{runs}}/pool llm.kind=openai llm.base_url={url} out={{tmp}}/out":
+        "llm.base_url: give a URL such as http://localhost:8000/v1"
+       for url in ("http://127.0.0.1:abc/v1", "http://127.0.0.1:99999/v1", "http://[::1/v1")},
 }  # fmt: skip
 
 
@@ -203,6 +221,13 @@ def test_debug_shows_where_it_happened(places):
     assert raised.traceback[-1].name == "resolve_model"
 
 
+def test_without_a_home_the_line_says_what_to_set(runs, model_folders, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", str)  # as without HOME and an entry of the user
+    command = ("route", "words", "--pool", runs / "pool", "--encoder", model_folders["bert"])
+    assert skilltrain(*command).only_line == "error: there is no home folder, which ~ stands for (set HOME)"
+
+
 def test_ctrl_c_in_a_data_stage_is_one_line_too(runs, tmp_path, monkeypatch):
     def interrupted(config, out):
         (out / "half").write_text("")
@@ -212,6 +237,42 @@ def test_ctrl_c_in_a_data_stage_is_one_line_too(runs, tmp_path, monkeypatch):
     outcome = skilltrain("pool", f"sources={runs}/pool", f"out={tmp_path}/out")
     assert (outcome.code, outcome.err) == (130, "error: interrupted; what was finished is kept\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_terminal_that_lacks_letters_gets_them_escaped(tmp_path):
+    (tmp_path / "SKILL.md").write_text("---\nname: größe-“x”\ndescription: 日本\n---\nMerges PDF files 😀.\n")
+    shown = []
+    for option in ("--top=1", "--json"):
+        stream = io.TextIOWrapper(io.BytesIO(), "latin-1")
+        with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(io.StringIO()):
+            main(["route", "merge pdf", "--pool", str(tmp_path), option])
+            stream.flush()
+        shown.append(stream.detach().getvalue().decode("latin-1"))
+    assert "\\u65e5\\u672c" in shown[0]
+    assert json.loads(shown[1])["skills"][0]["name"] == "größe-“x”"
+
+
+def test_what_data_say_steers_no_terminal(tmp_path, runs):
+    evil = "\x9b31m\u202eevil" + "x" * 5000
+    (tmp_path / "r.yaml").write_text(f"stage: {json.dumps(evil)}\nout: a\n")
+    line = skilltrain("pool", tmp_path / "r.yaml").only_line
+    assert "is a recipe of stage [U+009B]31m[U+202E]evilx" in line and len(line) < 2100 and line.endswith("…")
+    row = {"query_id": "a", "query": "merge", "skill_ids": ["\u202edata/none"], "split": "train"}
+    (tmp_path / "q.jsonl").write_text(json.dumps(row) + "\n")
+    assert "'[U+202E]data/none'" in skilltrain("queries", f"files={tmp_path}/q.jsonl", f"pool={runs}/pool",
+                                               f"out={tmp_path}/q").only_line  # fmt: skip
+    (folder := tmp_path / "\u202elib").mkdir()
+    (folder / "SKILL.md").write_text("Merges PDF files.")
+    shown = succeeds("pool", f"sources={folder}", f"out={tmp_path}/pool", "--json").out
+    assert "\\u202elib" in shown and "\u202e" not in shown and str(folder) in json.loads(shown)["num_found"]
+
+
+def test_settings_may_be_written_as_options_everywhere(runs, tmp_path):
+    train = ("train", runs / "recipes" / "encoder.yaml", "--training.epochs", "1", f"--out={tmp_path}/out", "--dry-run")
+    assert json.loads(succeeds(*train).out)["plan"]["num_steps"] == 3
+    inputs = "--pool", runs / "pool", "--queries", runs / "queries", "--rankings", runs / "candidates_filtered"
+    lists = ("lists", *inputs, "--list-size", 4, "--out", tmp_path / "lists", "--json")
+    assert json.loads(succeeds(*lists).out)["list_length"]["max"] == 4
 
 
 def test_a_failed_training_can_be_corrected_in_the_same_folder(places, tmp_path):
@@ -233,12 +294,14 @@ def test_help_lists_settings_and_an_example(command):
 
 
 def test_help_tells_the_settings_inside_sections_and_those_of_each_choice():
-    shown = succeeds("synthesize", "--help").out
+    assert "llm.model" not in succeeds("synthesize", "--help").out
+    shown = succeeds("synthesize", "--help-all").out
     assert "  llm with kind=openai:\n  llm.model: " in shown and "  llm.budget.max_dollars: " in shown
     assert "  llm with kind=smollm2:\n  llm.temperature: 0: the likeliest token each time (default 0.7)" in shown
-    assert "  registry.max_skills: " in succeeds("collect", "--help").out
-    shown = succeeds("evaluate", "--help").out
-    assert "{query_id: [skill_id, …]}" in " ".join(shown.replace("│", "").split())
+    shown = succeeds("collect", "--help-all").out
+    assert "  registry.max_skills: " in shown and "Undefined" not in shown
+    assert "{query_id: [skill_id, …]}" in " ".join(succeeds("evaluate", "--help").out.replace("│", "").split())
+    shown = succeeds("evaluate", "--help-all").out
     assert '  systems[].rankers[].template.skill.separator: what stands between the parts (default " | ")' in shown
     assert "  systems[].rankers[].template.skill.…: as systems[].rankers[].template.skill.…" in shown
 

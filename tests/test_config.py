@@ -1,3 +1,4 @@
+import os
 import runpy
 from pathlib import Path
 from typing import Annotated, Literal
@@ -83,6 +84,11 @@ def refusal(values):
         ({"section": 5}, "section: must be a section of keys (inner, source), found 5"),
         ({"section": {"inner": None}}, "section.inner: must be a section of keys (label, mode, rate), found null"),
         ({"out": None}, "out: must be a path, found null"),
+        ({"out": 2024}, "out: must be a path, found 2024 (write it in quotes)"),
+        *(
+            ({"section": {"inner": {"rate": value}}}, f"section.inner.rate: must be a finite number, found {value!r}")
+            for value in (float("inf"), "1e400", float("nan"))
+        ),
         ({"weights": {"a": "b"}}, "weights.a: must be a valid number, unable to parse string as a number, found 'b'"),
     ],
 )
@@ -105,6 +111,8 @@ def test_several_faults_are_counted_and_unknown_keys_come_first():
         ("a=null", {"section": {"inner": {"label": "x"}}, "a": None}),
         ("a=b=c", {"section": {"inner": {"label": "x"}}, "a": "b=c"}),
         ("new.key=yes please", {"section": {"inner": {"label": "x"}}, "a": 1, "new": {"key": "yes please"}}),
+        ("a=2024-06-01", {"section": {"inner": {"label": "x"}}, "a": "2024-06-01"}),
+        ("a=*.jsonl", {"section": {"inner": {"label": "x"}}, "a": "*.jsonl"}),
         ("section.inner={rate: 1}", {"section": {"inner": {"rate": 1}}, "a": 1}),
     ],
 )
@@ -124,7 +132,7 @@ def test_a_number_written_as_2e_minus_5_arrives_as_a_number():
     [
         *((malformed, "an override has the form key=value") for malformed in ("a", "=1", ".a=1", "a..b=1", "a.=1")),
         ("a.b=1", r"^a\.b=1: 'a' is a value, not a section$"),
-        ("a=[1, 2", r"^a=\[1, 2, line 1: is not YAML"),
+        ("a=[1, 2", r"^a=\[1, 2, line 1: is not YAML.* \(write text with special characters in quotes: a='\"…\"'\)$"),
     ],
 )
 def test_a_malformed_override_is_refused(override, fault):
@@ -163,7 +171,7 @@ def test_broken_yaml_is_refused_with_file_and_line(tmp_path, text):
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        *((text, "is not YAML") for text in ("a: 2024-13-01\n", "a: 0b_\n", f"a: {'[' * 5000}\n")),
+        *((text, "is not YAML") for text in ("a: 0b_\n", f"a: {'[' * 5000}\n")),
         *((text, "a recipe is a map of keys to values") for text in ("", "just words\n", "- 1\n- 2\n")),
     ],
     ids=repr,
@@ -173,7 +181,19 @@ def test_what_is_no_map_of_values_is_refused_in_one_line(tmp_path, text, fault):
         load_recipe(write(tmp_path, text))
 
 
-def test_a_missing_or_binary_recipe_is_refused(tmp_path):
+NINE = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else 'x'] * 9)}]" for i in range(9))
+
+
+@pytest.mark.parametrize(("text", "line"), [("a: 1\nb: &b [*b]\n", 2), ("a: &a {b: {c: *a}}\n", 1), (NINE, 6)])
+def test_aliases_without_end_are_refused(tmp_path, text, line):
+    with pytest.raises(SkilltrainError, match=rf"or an alias stands inside its own anchor \(line {line}\)"):
+        load_recipe(write(tmp_path, text))
+
+
+def test_a_missing_or_binary_recipe_or_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(SkilltrainError, match="is not a regular file"):
+        load_recipe(tmp_path / "pipe.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
     for name in ("none", "binary"):
         with pytest.raises(SkilltrainError, match="cannot read the recipe"):
@@ -189,7 +209,7 @@ def test_a_recipe_that_runs_itself_is_python_and_yaml_and_loses_its_key(tmp_path
 texts = st.text(max_size=20)
 shapes = st.one_of(
     st.builds(Small, name=st.just("small"), width=st.integers(1, 10**9)),
-    st.builds(Large, name=st.just("large"), depth=st.floats(allow_nan=False)),
+    st.builds(Large, name=st.just("large"), depth=st.floats(allow_nan=False, allow_infinity=False)),
 )
 paths = st.text(st.characters(blacklist_categories=["Cs", "Cc"]), min_size=1, max_size=12).map(Path)
 wholes = st.builds(
@@ -201,7 +221,7 @@ wholes = st.builds(
     ),
     shape=shapes,
     shapes=st.lists(shapes, max_size=3).map(tuple),
-    weights=st.dictionaries(texts, st.floats(allow_nan=False), max_size=3),
+    weights=st.dictionaries(texts, st.floats(allow_nan=False, allow_infinity=False), max_size=3),
     parts=st.lists(paths, max_size=2),
     out=paths,
 )

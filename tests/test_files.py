@@ -73,6 +73,13 @@ def test_a_broken_line_is_named(tmp_path, line, what):
     assert str(error.value).startswith(f"{path}, line ")
 
 
+def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("skilltrain.files._MAX_LINE", 1000)
+    (path := tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n{"a": "' + b"x" * 10**6))
+    with pytest.raises(SkilltrainError, match=r"line 1: is not JSON Lines: a line has more than 64 MiB"):
+        list(read_jsonl(path))
+
+
 def test_truncated_and_corrupt_gzip_are_refused(tmp_path):
     path = tmp_path / "rows.jsonl.gz"
     whole = gzip.compress("\n".join(json.dumps({"a": i, "b": os.urandom(8).hex()}) for i in range(500)).encode())

@@ -27,8 +27,9 @@ LAYERS = (
     ("tables",),
     ("records",),
     ("runs", "workers"),
-    ("files", "terminal"),
+    ("terminal",),
     ("config",),
+    ("files",),
     ("errors", "texts", "version"),
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}

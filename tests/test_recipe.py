@@ -8,6 +8,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 import yaml
+from safetensors import SafetensorError
 
 from skilltrain import __version__
 from skilltrain.config import load_recipe, sections_of
@@ -169,6 +170,30 @@ def test_what_a_kill_left_half_is_made_anew(library, tmp_path):
     (tmp_path / ".out.partial" / "skills.parquet").write_text("half")
     run_recipe(pool_config(library, tmp_path / "out"), resume=False)
     assert not (tmp_path / ".out.partial").exists() and (tmp_path / "out" / "skills.parquet").stat().st_size > 100
+
+
+def test_what_a_kill_left_of_a_training_does_not_block_the_next_one(runs, tmp_path, model_folders):
+    recipe = write_recipe(tmp_path / "r.yaml", encoder_recipe(runs, model_folders["bert"]))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".recipe.yaml.x7.partial").write_text("half")
+    succeeds("train", recipe, "training.epochs=1", f"out={tmp_path}/out")
+    (tmp_path / "out" / ".run.json.x7.partial").write_text("half")
+    assert "nothing to do" in succeeds("train", recipe, "training.epochs=1", f"out={tmp_path}/out").err
+    assert not list((tmp_path / "out").glob(".*.partial"))
+
+
+def test_a_full_disk_leaves_no_training_behind(runs, tmp_path, model_folders, monkeypatch):
+    """safetensors tells of a full disk by an error of its own."""
+
+    def full(tensors, file, metadata=None):
+        file.write_bytes(b"half")
+        raise SafetensorError("Error while serializing: No space left on device")
+
+    recipe = write_recipe(tmp_path / "r.yaml", encoder_recipe(runs, model_folders["bert"]))
+    monkeypatch.setattr("skilltrain.training.checkpoint.save_file", full)
+    line = skilltrain("train", recipe, f"out={tmp_path}/out").error_line
+    assert "cannot save a checkpoint: Error while serializing: No space left on device" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["r.yaml"]
 
 
 def test_two_runs_do_not_write_one_folder(library, tmp_path, monkeypatch):

@@ -6,27 +6,39 @@ import types
 import typing
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from skilltrain.errors import SkilltrainError
+from skilltrain.files import check_regular
 
 ConfigT = TypeVar("ConfigT", bound="Config")
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+"""What every random generator takes."""
+_MAX_NODES = 100_000  # of a YAML text, its aliases written out
 
 
 class Config(BaseModel):
-    """Base of every settings class: frozen, and unknown keys are errors.
+    """Base of every settings class: frozen, numbers are finite, and unknown keys are errors.
 
     Defaults live here only; code never falls back to a default of its own.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """PyYAML keeps the last of two equal keys, silently; we refuse them."""
+class _RecipeLoader(yaml.SafeLoader):
+    """Refuses equal keys, of which PyYAML silently keeps the last, and aliases without end; a date stays text."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            _check_size(node, {})
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -43,16 +55,36 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def parse_yaml(text: str, where: object) -> Any:
-    """The value in a YAML text. Raises SkilltrainError on syntax errors and on duplicate keys."""
+_RecipeLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def _check_size(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
+    """How many nodes are in `node`, each alias counted whole. Raises SkilltrainError for too many."""
+    if node not in sizes:
+        sizes[node] = _MAX_NODES  # what an alias to a node around it comes to
+        values = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = (part for value in values for part in (value if isinstance(value, tuple) else (value,)))
+        sizes[node] = 1 + sum(_check_size(part, sizes) for part in parts)
+    if sizes[node] > _MAX_NODES:
+        line = node.start_mark.line + 1
+        raise SkilltrainError(f"too large, or an alias stands inside its own anchor (line {line})")
+    return sizes[node]
+
+
+def parse_yaml(text: str, where: object, fix: str = "") -> Any:
+    """The value in a YAML text. Raises SkilltrainError for syntax errors, duplicate keys and endless aliases."""
     try:
-        return yaml.load(text, _UniqueKeyLoader)
+        return yaml.load(text, _RecipeLoader)
     except SkilltrainError as error:
         raise SkilltrainError(error.what, where=where) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # PyYAML lets an impossible date's ValueError out
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        raise SkilltrainError(f"is not YAML: {getattr(error, 'problem', error)}", where=f"{where}{line}") from error
+        what = f"is not YAML: {getattr(error, 'problem', error)}"
+        raise SkilltrainError(what, where=f"{where}{line}", fix=fix) from error
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -60,10 +92,12 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
     The key `recipe` (the line that makes a YAML file valid Python) is dropped.
     """
+    check_regular(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise SkilltrainError(f"cannot read the recipe: {error}", where=path) from error
+        reason = getattr(error, "strerror", None) or error
+        raise SkilltrainError(f"cannot read the recipe: {reason}", where=path) from error
     values = parse_yaml(text, path)
     if not isinstance(values, dict):
         raise SkilltrainError("a recipe is a map of keys to values", where=path)
@@ -72,13 +106,15 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """`values` with each `a.b=value` set; the value is read as YAML, a lone word stays text."""
+    """`values` with each `a.b=value` set; the value is read as YAML, a lone word or a pattern (*.jsonl) stays text."""
     result = copy.deepcopy(dict(values))
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not all(key.split(".")):
             raise SkilltrainError("an override has the form key=value or section.key=value", where=override)
-        set_value(result, key, parse_yaml(text, override) if text else None, override)
+        fix = f"write text with special characters in quotes: {key}='\"…\"'"
+        value = text if text.startswith("*") else parse_yaml(text, override, fix) if text else None
+        set_value(result, key, value, override)
     return result
 
 
@@ -133,7 +169,11 @@ def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, An
     if kind in ("model_type", "model_attributes_type"):
         return f"{place}must be a section of keys ({', '.join(_keys_at(config_class, fault['loc']))}), found {found}"
     message = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    message = "must be a path" if kind == "path_type" else message
+    if kind == "path_type":
+        message = "must be a path"
+        found += " (write it in quotes)" if isinstance(fault["input"], int | float) else ""
+    elif kind == "too_short":
+        message = f"must hold at least {fault['ctx']['min_length']}"
     found = f", found {found}" if kind != "value_error" else ""  # a validator of ours says itself what it found
     return f"{place}{message[:1].lower()}{message[1:]}{found}"
 

@@ -12,4 +12,8 @@ class SkilltrainError(Exception):
 
 
 class StoppedError(SkilltrainError):
-    """Ctrl-C or SIGTERM ended a long work; what was done is kept, and the same command goes on from there."""
+    """Signal `number` (Ctrl-C, SIGTERM) ended a long work; what was done is kept, and the same command goes on."""
+
+    def __init__(self, what: str, *, where: object = None, fix: str = "", number: int) -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.number = number

@@ -2,7 +2,6 @@
 
 import gzip
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -11,11 +10,13 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, AnyStr
 
 from filelock import FileLock, Timeout
 
 from skilltrain.errors import SkilltrainError
+
+_MAX_LINE = 64 * 2**20
 
 
 @contextmanager
@@ -66,6 +67,19 @@ def locked(folder: Path) -> Iterator[None]:
         lock.release()
 
 
+def staged_name(folder: Path) -> Path:
+    """Where `staged_folder` lets what becomes `folder` be written."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed process left behind of files that it was writing into `folder` (`atomic_path`)."""
+    if leftovers := [path for path in folder.glob(".*.partial") if path.is_file()]:
+        with locked(folder):
+            for path in leftovers:
+                path.unlink(missing_ok=True)
+
+
 @contextmanager
 def staged_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder beside `folder`; it takes the name `folder` only if the block succeeds.
@@ -73,7 +87,7 @@ def staged_folder(folder: Path) -> Iterator[Path]:
     `folder` must be free: absent or empty. What a killed process left behind is removed first. Raises
     SkilltrainError where another process writes the same folder.
     """
-    staged = folder.with_name(f".{folder.name}.partial")
+    staged = staged_name(folder)
     with locked(folder):
         try:
             shutil.rmtree(staged, ignore_errors=True)
@@ -143,7 +157,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     number = 0
     try:
         with _open_text(path) as lines:
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(bounded_lines(lines), 1):
                 if not line.strip():
                     continue
                 value = json.loads(line)
@@ -156,9 +170,17 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise SkilltrainError(f"is not JSON Lines: {error}", where=f"{path}, line {number}") from error
 
 
-def _open_text(path: Path) -> io.TextIOBase:
+def bounded_lines(file: IO[AnyStr]) -> Iterator[AnyStr]:
+    """The lines of an open file. Raises ValueError for one of more than 64 MiB: a small .gz may hold gigabytes."""
+    while line := file.readline(_MAX_LINE + 1):
+        if len(line) > _MAX_LINE:
+            raise ValueError("a line has more than 64 MiB")
+        yield line
+
+
+def _open_text(path: Path) -> IO[str]:
     if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig")  # type: ignore[return-value]
+        return gzip.open(path, "rt", encoding="utf-8-sig")
     return path.open(encoding="utf-8-sig")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from pydantic import Field
 
-from skilltrain.config import Config
+from skilltrain.config import Config, Seed
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import write_text
 from skilltrain.routing.router import ROUTER_FILE
@@ -33,7 +33,7 @@ class FitConfig(Config):
     max_tokens: int = Field(default=256, ge=8, description="tokens of a skill that the encoder sees")
     epochs: int = Field(default=1, ge=1, description="passes over the training lists")
     dense_weight: float = Field(default=0.5, ge=0, allow_inf_nan=False, description="the encoder's weight; BM25's is 1")
-    seed: int = Field(default=0, ge=0, description="seed of every draw")
+    seed: Seed = Field(default=0, description="seed of every draw")
 
 
 def fit(skills: Path | str, out: Path | str, **settings: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import importlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -10,7 +10,16 @@ from typing import Any, Literal
 
 from skilltrain.config import Config, check_inputs, input_paths, to_yaml
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import fingerprint, locked, read_json, staged_folder, write_json, write_text
+from skilltrain.files import (
+    fingerprint,
+    locked,
+    read_json,
+    remove_leftovers,
+    staged_folder,
+    staged_name,
+    write_json,
+    write_text,
+)
 from skilltrain.terminal import is_main_process, say
 from skilltrain.version import __version__
 
@@ -67,8 +76,12 @@ def run_stage(stage: Stage, config: Any, resume: bool) -> dict[str, Any]:
     if not is_main_process():
         return _run_on_other_rank(stage, function, config, resume)
     check_inputs(config)
-    inputs = {key: input_fingerprint(path) for key, path in paths_read(config).items()}
+    read = paths_read(config)
+    _check_place(out, read.values())
+    inputs = {key: input_fingerprint(path) for key, path in read.items()}
     identity = {"recipe": config.model_dump(mode="json", exclude={"out"}), "inputs": inputs}
+    if stage.trains:
+        remove_leftovers(out)
     if (done := _finished_run(out, what_matters(identity), resume and stage.trains)) is not None:
         if stage.on_ranks:
             return function(config, out)
@@ -100,12 +113,12 @@ def _train(config: Any, function: Callable[..., dict[str, Any]], record: dict[st
     out = config.out
     with locked(out):
         is_new = not (out / RUN_FILE).is_file()
-        out.mkdir(parents=True, exist_ok=True)
-        _write_record(out, config, record | {"finished": False})
         try:
+            out.mkdir(parents=True, exist_ok=True)
+            _write_record(out, config, record | {"finished": False})
             summary = function(config, out, resume)
         except BaseException:
-            if is_new and not any(out.glob(f"{CHECKPOINTS}/step-*")):
+            if is_new and not any(out.glob(f"{CHECKPOINTS}/step-*[0-9]")):
                 shutil.rmtree(out, ignore_errors=True)
             raise
         _write_record(out, config, record | {"finished": True, "summary": summary})
@@ -149,10 +162,17 @@ def input_fingerprint(path: Path) -> str:
         raise SkilltrainError(f"cannot be read: {error.strerror}", where=path) from error
 
 
-def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str, Any] | None:
-    """The summary of the same run, if `out` holds it, finished. Raises SkilltrainError if `out` is not free."""
+def _check_place(out: Path, read: Iterable[Path]) -> None:
+    """Raise SkilltrainError for an `out` without a name, and for an input that the stage would empty first."""
     if out.name in ("", ".."):
         raise SkilltrainError("is no name for an output folder", where=out, fix="give out=… a name")
+    staged = staged_name(out).resolve()
+    if emptied := [path for path in read if path.resolve().is_relative_to(staged)]:
+        raise SkilltrainError(f"lies where the stage writes before it names the folder {out.name}", where=emptied[0])
+
+
+def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str, Any] | None:
+    """The summary of the same run, if `out` holds it, finished. Raises SkilltrainError if `out` is not free."""
     if out.exists() and not out.is_dir():
         raise SkilltrainError("is a file; the output is a folder", where=out)
     if not out.is_dir() or not any(out.iterdir()):
@@ -193,5 +213,6 @@ def _first_difference(old: Any, new: Any, path: str = "") -> str:
 
 
 def _write_record(folder: Path, config: Config, record: dict[str, Any]) -> None:
-    write_text(folder / RECIPE_FILE, to_yaml(config))
+    """Write run.json first: a folder that a kill leaves without it would be taken for somebody else's."""
     write_json(folder / RUN_FILE, record)
+    write_text(folder / RECIPE_FILE, to_yaml(config))

@@ -22,6 +22,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from skilltrain.texts import visible
+
 console = Console(stderr=True, highlight=False)
 if not console.is_terminal and "COLUMNS" not in os.environ:
     console.width = 120  # a log file has no width of its own; tables need this much
@@ -29,6 +31,7 @@ log = logging.getLogger("skilltrain")
 ItemT = TypeVar("ItemT")
 _SECONDS_BETWEEN_LINES = 30
 _BETWEEN_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}  # a path can be copied whole
+_MAX_CHARS = 2000  # of a line; what a library says of a file may hold all of the file
 
 
 class _RateColumn(ProgressColumn):
@@ -126,14 +129,21 @@ def is_main_process() -> bool:
 
 
 def say(message: str) -> None:
-    """One plain line to the person at the terminal (stderr, so that stdout stays machine-readable)."""
+    """Plain lines to the person at the terminal (stderr, so that stdout stays machine-readable)."""
     if is_main_process():
         print_line(message)
 
 
 def print_line(message: str, style: str = "") -> None:
     """One line on stderr; a terminal breaks it between words alone, a log file not at all."""
+    message = on_terminal(message)
     if console.is_terminal:
         lines = (textwrap.fill(line, console.width, **_BETWEEN_WORDS) for line in message.splitlines())
         message = "\n".join(lines)
     console.print(message, style=style, markup=False, emoji=False, soft_wrap=True)
+
+
+def on_terminal(text: str) -> str:
+    """Text that may quote strangers as a terminal may show it: no line without end, no character that steers it."""
+    lines = visible(text).split("\n")
+    return "\n".join(line if len(line) <= _MAX_CHARS else f"{line[: _MAX_CHARS - 1]}…" for line in lines)

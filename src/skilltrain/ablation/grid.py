@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from skilltrain.config import Config, apply_overrides, load_recipe, set_value, validate
+from skilltrain.config import Config, Seed, apply_overrides, load_recipe, set_value, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.metrics import MeasureNames
 
@@ -38,7 +38,7 @@ class AblationConfig(Config):
         description="name: what differs from `steps`, 'step.key.key': value; an item of a list is named by its number "
         "from 0",
     )
-    seeds: tuple[int, ...] = Field(default=(1, 2, 3), min_length=1, description="one cell for each variant and seed")
+    seeds: tuple[Seed, ...] = Field(default=(1, 2, 3), min_length=1, description="one cell for each variant and seed")
     compare: MeasureNames = Field(
         default=("Hit@1", "MRR@10"), min_length=1, description="the measures by which variants are compared"
     )

@@ -73,7 +73,8 @@ def _run_step(run: StepRun) -> str:
             shutil.rmtree(run.folder, ignore_errors=True)  # a training that was killed before it had a record
         run_recipe(run.config, resume=state == "begun")
     except StoppedError as error:
-        raise StoppedError(error.what, where=run.folder, fix="run the same command to go on") from error
+        fix = "run the same command to go on"
+        raise StoppedError(error.what, where=run.folder, fix=fix, number=error.number) from error
     except Exception as error:
         if not isinstance(error, SkilltrainError):
             say(traceback.format_exc())

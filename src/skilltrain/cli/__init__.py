@@ -1,6 +1,7 @@
 """The command line: `skilltrain STAGE [RECIPE] [key=value …]`; commands that evaluate, route, compare and export."""
 
 import atexit
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -12,19 +13,21 @@ from skilltrain.cli import evaluation, routing, stages, tables
 from skilltrain.cli.app import app
 from skilltrain.errors import SkilltrainError, StoppedError
 from skilltrain.terminal import print_line
-from skilltrain.texts import printable
+from skilltrain.texts import one_line
 
 __all__ = ["app", "evaluation", "main", "routing", "stages", "tables"]
-_FAULT, _INTERRUPTED = 2, 130
+_FAULT, _INTERRUPTED, _SIGNALS = 2, 130, 128
 _STOPPED = "interrupted; what was finished is kept"
-_MAX_CHARS = 2000  # of an error line; what a library says of a file may hold all of the file
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line. Every fault is one line on stderr and exit code 2, a traceback only with --debug.
 
-    Ctrl-C and SIGTERM end it with 130.
+    Ctrl-C ends it with 130, SIGTERM in a training with 143.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may lack letters of a skill
+            stream.reconfigure(errors="backslashreplace")
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     command = typer.main.get_command(app)
@@ -33,13 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kept = [argument for argument in given if argument != "--debug"]
         code = command.main(kept or ["--help"], prog_name="skilltrain", standalone_mode=False) or 0
     except typer.TyperException as error:  # a fault in the command line itself
-        code = _fail(f"{error.format_message()} (see skilltrain --help)")
+        code = _fail(f"{error.format_message().rstrip('.')} (see skilltrain --help)")
     except (KeyboardInterrupt, typer.Abort):
         code = _fail(_STOPPED, _INTERRUPTED)
     except Exception as error:
         if debug:
             raise
-        code = _fail(_in_words(error), _INTERRUPTED if isinstance(error, StoppedError) else _FAULT)
+        code = _fail(_in_words(error), _SIGNALS + error.number if isinstance(error, StoppedError) else _FAULT)
     else:
         if code == _INTERRUPTED:  # what typer makes of Ctrl-C
             _fail(_STOPPED, _INTERRUPTED)
@@ -48,13 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _in_words(error: Exception) -> str:
     """What to tell a person; of an error that is none of ours, its kind and how to see where it comes from."""
-    if isinstance(error, SkilltrainError | OSError):
+    if isinstance(error, SkilltrainError):
         return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, RuntimeError) and "home directory" in str(error):  # Path.expanduser's
+        return "there is no home folder, which ~ stands for (set HOME)"
     return f"{type(error).__name__}: {error} (unexpected: add --debug to see where it happened)"
 
 
 def _fail(message: str, code: int = _FAULT) -> int:
-    print_line(f"error: {printable(message, _MAX_CHARS)}", style="bold red")
+    print_line(f"error: {one_line(message)}", style="bold red")
     return code
 
 

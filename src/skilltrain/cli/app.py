@@ -23,7 +23,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptio
 Overrides = Annotated[list[str] | None, typer.Argument(help="RECIPE.yaml (optional) and key=value settings")]
 AsJson = Annotated[bool, typer.Option("--json", help="print what came out as JSON")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print what would be done, and do nothing")]
-AS_WRITTEN = {"ignore_unknown_options": True}
+AS_WRITTEN: dict[str, Any] = {"ignore_unknown_options": True}
 """For commands whose settings may also be written `--key value`."""
 
 
@@ -59,16 +59,25 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     rest = iter(arguments)
     for argument in rest:
         if argument.startswith("--"):
-            key = argument[2:]
-            value = None if "=" in key else next(rest, None)
-            if "=" not in key and value is None:
-                raise SkilltrainError(f"{argument} has no value", fix=f"write {key}=VALUE")
-            overrides.append(key if value is None else f"{key}={value}")
+            name, equals, value = argument[2:].partition("=")
+            key = name.replace("-", "_")
+            if not equals and (value := next(rest, None)) is None:
+                raise SkilltrainError(f"--{name} is no option of this command, or has no value",
+                                      fix=f"a setting is written {key}=VALUE; see --help")  # fmt: skip
+            overrides.append(f"{key}={value}")
         elif "=" not in argument or (argument.endswith((".yaml", ".yml")) and Path(argument).is_file()):
             files.append(argument)
         else:
             overrides.append(argument)
     return files, overrides
+
+
+def only_settings(arguments: Sequence[str] | None) -> list[str]:
+    """The key=value settings of a command that takes no recipe behind its options."""
+    files, overrides = split_arguments(arguments or [])
+    if files:
+        raise SkilltrainError("is no setting", where=files[0], fix="settings have the form key=value")
+    return overrides
 
 
 def execute(config: Any, only_plan: bool, resume: bool = False, as_json: bool = False) -> None:
@@ -99,4 +108,11 @@ def quietly(function: Callable[P, ResultT], *arguments: P.args, **options: P.kwa
 def show(summary: dict[str, Any]) -> None:
     """Print what a command found as JSON, by one process of a run."""
     if summary and is_main_process():
-        typer.echo(json.dumps(summary, ensure_ascii=False, indent=1))
+        typer.echo(json_text(summary))
+
+
+def json_text(value: Any) -> str:
+    """JSON in which every character that could steer a terminal is written as \\uXXXX; it means the same."""
+    is_utf = "utf" in (sys.stdout.encoding or "utf").lower()
+    text = json.dumps(value, ensure_ascii=not is_utf, indent=1)
+    return "".join(letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1] for letter in text)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from skilltrain.cli.app import AS_WRITTEN, DryRun, Overrides, app, execute, quietly, settings_of, show
-from skilltrain.cli.settings_help import SettingsCommand
+from skilltrain.cli.settings_help import HelpAll, SettingsCommand
 from skilltrain.errors import SkilltrainError
 from skilltrain.stages import parse_recipe
 from skilltrain.terminal import console
@@ -25,6 +25,7 @@ def evaluate(
         Path | None, typer.Option("--json", help="file for the means of one predictions file, per-query table beside")
     ] = None,
     only_plan: DryRun = False,
+    help_all: HelpAll = False,
 ) -> None:
     """Compare systems on a benchmark, with 95% intervals; or score predictions that other software made.
 
@@ -35,6 +36,8 @@ def evaluate(
     values, where = settings_of("evaluate", arguments or [])
     if predictions:
         values["predictions"] = [str(file) for file in predictions]
+        if scores is not None and scores.resolve() in {file.resolve() for file in predictions}:
+            raise SkilltrainError("--json would overwrite the predictions", where=scores, fix="name another file")
     named = encoder or reranker
     if named and "systems" in values:
         raise SkilltrainError("systems stand in the recipe", where=where, fix="leave --encoder and --reranker out")

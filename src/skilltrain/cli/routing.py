@@ -1,6 +1,5 @@
 """Commands that make a router and ask it, and the page that shows training lists."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from skilltrain.cli.app import AsJson, DryRun, app, conclude, quietly, show
+from skilltrain.cli.app import AS_WRITTEN, AsJson, DryRun, app, conclude, json_text, only_settings, quietly, show
 from skilltrain.config import apply_overrides, parse_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import cache_folder
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from skilltrain.routing.router import RoutedSkill
 
 
-@app.command()
+@app.command(context_settings=AS_WRITTEN)
 def fit(
     skills: Annotated[Path, typer.Argument(help="a folder of SKILL.md files, or another source of the stage pool")],
     out: Annotated[Path, typer.Option(help="folder of the router, and of what it is made of")],
@@ -40,7 +39,7 @@ def fit(
 
     values: dict[str, Any] = {"skills": str(skills), "out": str(out), "queries": [str(file) for file in queries or []]}
     values |= {"llm": parse_yaml(llm, "--llm")} if llm else {}
-    config = validate(FitConfig, apply_overrides(values, settings or []), "skilltrain fit")
+    config = validate(FitConfig, apply_overrides(values, only_settings(settings)), "skilltrain fit")
     if only_plan:
         show(quietly(plan_fit, config))
         return
@@ -90,7 +89,7 @@ def route(
              "description": r.skill.description, "source": r.skill.source, "flags": [asdict(flag) for flag in r.flags]}
             for r in found
         ]  # fmt: skip
-        typer.echo(json.dumps({"request": request, "skills": rows}, ensure_ascii=True, indent=1))
+        typer.echo(json_text({"request": request, "skills": rows}))
         return
     for routed in found:
         _print(routed)

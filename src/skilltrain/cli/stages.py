@@ -1,6 +1,5 @@
 """Commands that run stages, trainings and grids of them, list recipes and export models."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -14,11 +13,13 @@ from skilltrain.cli.app import (
     app,
     conclude,
     execute,
+    json_text,
+    only_settings,
     quietly,
     settings_of,
     show,
 )
-from skilltrain.cli.settings_help import SettingsCommand
+from skilltrain.cli.settings_help import HelpAll, SettingsCommand
 from skilltrain.config import load_recipe
 from skilltrain.errors import SkilltrainError
 from skilltrain.stages import STAGES, list_recipes, parse_recipe, schema_of
@@ -26,7 +27,9 @@ from skilltrain.stages import STAGES, list_recipes, parse_recipe, schema_of
 
 def _add_stage(stage: str) -> None:
     @app.command(stage, cls=SettingsCommand, help=STAGES[stage].about, context_settings=AS_WRITTEN)
-    def run_stage(arguments: Overrides = None, only_plan: DryRun = False, as_json: AsJson = False) -> None:
+    def run_stage(
+        arguments: Overrides = None, only_plan: DryRun = False, as_json: AsJson = False, help_all: HelpAll = False
+    ) -> None:
         values, where = settings_of(stage, arguments or [])
         execute(parse_recipe(values, where), only_plan, as_json=as_json)
 
@@ -36,7 +39,7 @@ for _stage in STAGES:
         _add_stage(_stage)
 
 
-@app.command()
+@app.command(context_settings=AS_WRITTEN)
 def train(
     file: Annotated[Path, typer.Argument(help="a recipe of stage train_encoder or train_reranker")],
     overrides: Overrides = None,
@@ -50,7 +53,7 @@ def train(
 
     Example: skilltrain train recipes/tiny/sr_emb_minilm.yaml training.seed=7 out=runs/emb7
     """
-    config = parse_recipe(load_recipe(file, overrides or []), file)
+    config = parse_recipe(load_recipe(file, only_settings(overrides)), file)
     if not STAGES[config.stage].trains:
         fix = f"run: skilltrain {config.stage} {file}"
         raise SkilltrainError(f"is a recipe of stage {config.stage}", where=file, fix=fix)
@@ -70,7 +73,7 @@ def recipes(
     if stage is not None and stage not in STAGES:
         raise SkilltrainError(f"unknown stage {stage!r}; allowed: {', '.join(STAGES)}", where="skilltrain recipes")
     if schema:
-        typer.echo(json.dumps(schema_of([stage] if stage else [*STAGES]), ensure_ascii=False, indent=1))
+        typer.echo(json_text(schema_of([stage] if stage else [*STAGES])))
         return
     for found in list_recipes(folder):
         if stage in (None, found.stage):
@@ -102,7 +105,7 @@ def export(
     conclude(found, [f"{out}: {found['checkpoint'] or 'the model'} of {run}"], as_json)
 
 
-@app.command()
+@app.command(context_settings=AS_WRITTEN)
 def ablate(
     grid: Annotated[Path, typer.Argument(help="a file of recipes/ablations, or one like it")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value settings of the grid")] = None,
@@ -118,7 +121,7 @@ def ablate(
     from skilltrain.ablation.run import plan_ablation, run_ablation
 
     if only_plan:
-        show(quietly(plan_ablation, grid, overrides or []))
+        show(quietly(plan_ablation, grid, only_settings(overrides)))
         return
-    found = quietly(run_ablation, grid, overrides or [])
+    found = quietly(run_ablation, grid, only_settings(overrides))
     conclude(found, [f"{found['out']}/ablation.md: {found['num_cells']} cells, compared"], as_json)

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, model_validator
 
-from skilltrain.config import Config, InputPath
+from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.distractor_prompt import (
     ASKED_WORDS,
     STRATEGIES,
@@ -59,7 +59,7 @@ class DistractorsConfig(Config):
     )  # fmt: skip
     body_chars: int = Field(default=4000, ge=1, description="how much of a gold body the model is shown")
     max_attempts: int = Field(default=3, ge=1, description="answers tried for one distractor before it is dropped")
-    seed: int = Field(default=0, ge=0, description="decides the model's seeds")
+    seed: Seed = Field(default=0, description="decides the model's seeds")
     out: Path = Field(description="folder for skills, origins.jsonl, flags and dropped")
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import pyarrow as pa
 from pydantic import Field, model_validator
 
-from skilltrain.config import Config, InputPath
+from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.mine import SOURCES
 from skilltrain.data.screening import Flag, flags_to_leave_out
 from skilltrain.errors import SkilltrainError
@@ -59,7 +59,7 @@ class ListsConfig(Config):
         "negatives they may be either way",
     )
     min_negatives: int = Field(default=1, ge=0, description="a list with fewer negatives is dropped")
-    seed: int = Field(default=0, description="seed of the sampling")
+    seed: Seed = Field(default=0, description="seed of the sampling")
     out: Path = Field(description="folder to write: LISTS, their QUERIES and JUDGEMENTS, DROPPED")
 
     @model_validator(mode="after")

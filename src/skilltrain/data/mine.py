@@ -9,7 +9,7 @@ import pyarrow as pa
 from jaxtyping import Float32
 from pydantic import Field
 
-from skilltrain.config import Config, InputPath
+from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.draws import draw
 from skilltrain.data.trigrams import Positions, numbered
 from skilltrain.errors import SkilltrainError
@@ -62,7 +62,7 @@ class MineConfig(Config):
         default=8, ge=0, description="candidates of a positive's category; more than will be used"
     )
     num_random: int = Field(default=4, ge=0, description="candidates of other categories; more than will be used")
-    seed: int = Field(default=0, description="seed of the taxonomy and random draws, and of the index")
+    seed: Seed = Field(default=0, description="seed of the taxonomy and random draws, and of the index")
     out: Path = Field(description="folder to write: RANKINGS of four sources, DROPPED queries")
 
     def amounts(self) -> dict[str, int]:

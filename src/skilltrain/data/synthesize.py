@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from skilltrain.config import Config, InputPath
+from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.draws import sample_skills, stable_number
 from skilltrain.data.own_text import own_queries
 from skilltrain.data.query_prompt import WantedQuery, query_request, read_query
@@ -65,7 +65,7 @@ class SynthesizeConfig(Config):
     clusters: InputPath | None = Field(
         default=None, description="CLUSTERS table: near-duplicate skills have their queries in one split"
     )
-    seed: int = Field(default=0, ge=0, description="decides sample, styles, split and the models' seeds")
+    seed: Seed = Field(default=0, description="decides sample, styles, split and the models' seeds")
     out: Path = Field(description="folder for queries, judgements and dropped; with own_text also for the skills "
                       "without the passages that became queries: the pool to train on")  # fmt: skip
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import shareable
@@ -131,8 +132,11 @@ def copy_model(source: Path, target: Path) -> None:
         if not file.is_file():
             raise SkilltrainError("a file of the model is missing", where=file)
         copied = target / file.relative_to(source)
-        copied.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, copied)
+        try:
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copied)
+        except OSError as error:
+            raise SkilltrainError(f"cannot save the model: {error.strerror or error}", where=target) from error
 
 
 @contextmanager
@@ -153,8 +157,9 @@ def _written_aside(folder: Path) -> Iterator[Path]:
             else:
                 path.chmod(0o644)  # safetensors writes its file for its owner alone
             path.replace(folder / path.name)
-    except OSError as error:
-        raise SkilltrainError(f"cannot save the model: {error.strerror or error}", where=folder) from error
+    except (OSError, SafetensorError) as error:  # a full disk is either
+        reason = getattr(error, "strerror", None) or error
+        raise SkilltrainError(f"cannot save the model: {reason}", where=folder) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

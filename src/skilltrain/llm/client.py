@@ -38,6 +38,9 @@ class Server:
     def __init__(self, config: ServerConfig, budget: Budget) -> None:
         self.config, self.budget = config, budget
         self._key = os.environ.get(config.api_key_env, "").strip()
+        if not (self._key.isascii() and self._key.isprintable()):
+            fault = "a key has no line breaks, and ASCII letters only"
+            raise SkilltrainError(f"the environment variable {config.api_key_env} holds no key: {fault}")
         self._pace = threading.Lock()
         self._free_at = 0.0
 

@@ -68,10 +68,14 @@ class ServerConfig(Config):
     @field_validator("base_url")
     @classmethod
     def _holds_no_secret(cls, value: str) -> str:
-        parts = urllib.parse.urlsplit(value)
-        if parts.username or parts.password or parts.query:
+        try:
+            parts = urllib.parse.urlsplit(value)
+            is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and " " not in value
+        except ValueError:  # a port that is none, or a broken IPv6 address
+            parts, is_url = None, False
+        if parts and (parts.username or parts.password or parts.query):
             raise SkilltrainError("base_url must hold no user, password or query", fix="use api_key_env for the key")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not is_url:
             raise ValueError("give a URL such as http://localhost:8000/v1")
         return value.rstrip("/")
 

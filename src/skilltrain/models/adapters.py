@@ -74,6 +74,11 @@ def add_adapter(network: Any, adapter: AdapterConfig) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = _target_names(network, adapter)
+    widest = max(min(layer.in_features, layer.out_features) for layer in map(network.get_submodule, targets))
+    if adapter.rank > widest:
+        raise SkilltrainError(
+            f"{adapter.rank} exceeds the width of every layer, at most {widest}", where="adapter.rank"
+        )
     config = LoraConfig(
         r=adapter.rank, lora_alpha=adapter.alpha, lora_dropout=adapter.dropout, target_modules=targets, bias="none"
     )  # type: ignore[call-arg]

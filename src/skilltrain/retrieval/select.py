@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from skilltrain.config import Config
+from skilltrain.config import Config, Seed
 from skilltrain.llm import LLMConfig, Message, Questions, Request, ask_until, cost_of, open_llm
 from skilltrain.llm.untrusted import mark_of, untrusted_skill, untrusted_text
 from skilltrain.records import Dropped, Query, Rankings, Skill
@@ -51,7 +51,7 @@ class SelectConfig(Config):
     description_chars: int = Field(default=500, ge=0, description="how much of a description")
     body_chars: int = Field(default=2000, ge=0, description="how much of a body")
     max_retries: int = Field(default=2, ge=0, description="asked again so often, with another seed, for a number")
-    seed: int = Field(default=0, ge=0, description="decides the model's seeds")
+    seed: Seed = Field(default=0, description="decides the model's seeds")
 
     def check(self) -> None:
         """Raise SkilltrainError for settings that the model's server cannot have."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from skilltrain.config import Config, InputPath
+from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.near_duplicates import copies_of
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
@@ -70,7 +70,7 @@ class EvaluateConfig(Config):
         default=50, ge=1, description="length of the rankings; they are longer where a measure looks further"
     )
     analysis: AnalysisConfig = Field(default=AnalysisConfig(), description="what to look at beside the measures")
-    seed: int = Field(default=0, description="seed of the bootstrap")
+    seed: Seed = Field(default=0, description="seed of the bootstrap")
     out: Path = Field(description="folder to write: metrics.json, report.html, report.md, per-query values, RANKINGS")
 
     @field_validator("benchmark", "predictions", mode="before")

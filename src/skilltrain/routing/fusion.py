@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 from pydantic import Field, model_validator
 
-from skilltrain.config import Config, InputPath
+from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Task, check_pool
@@ -61,7 +61,7 @@ class FusionConfig(Config):
     split: str | None = Field(description="fit on the queries of this split, which no leg was trained on; null for all")
     system: SystemConfig = Field(description="what ranks; its last ranker is the fuse whose weights are fitted")
     folds: int = Field(default=5, ge=2, description="parts of the queries for cross-validation")
-    seed: int = Field(default=0, ge=0, description="seed of the folds and of the bootstrap")
+    seed: Seed = Field(default=0, description="seed of the folds and of the bootstrap")
     out: Path = Field(description=f"folder to write: {WEIGHTS_FILE}, which `weights` of a fuse ranker reads")
 
     @model_validator(mode="after")

@@ -103,11 +103,14 @@ def save_checkpoint(
             _write_weights(weights, cast(nn.Module, accelerator.unwrap_model(model)), partial / WEIGHTS_FILE)
             state = _State(written_by=launch_of(accelerator), position=position)
             write_json(partial / STATE_FILE, state.model_dump(mode="json"))
-    except OSError as error:
-        raise SkilltrainError(f"cannot save a checkpoint: {error.strerror or error}", where=partial) from error
+    except (OSError, SafetensorError) as error:  # a full disk is either
+        reason = getattr(error, "strerror", None) or error
+        raise SkilltrainError(f"cannot save a checkpoint: {reason}", where=partial) from error
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         for path in partial.rglob("*"):
+            if path.is_file():
+                path.chmod(0o644)  # safetensors writes its file for its owner alone
             _sync(path)
         partial.rename(final)
         _sync(folder)

@@ -131,7 +131,8 @@ def train(
                 save_checkpoint(accelerator, model, optimizer, run.checkpoints, position, config.keep_checkpoints)
             if stopping and not ending:
                 what = f"interrupted after step {position.step} of {total}; a checkpoint is saved"
-                raise StoppedError(what, where=run.folder, fix="run the same command with --resume to go on")
+                fix = "run the same command with --resume to go on"
+                raise StoppedError(what, where=run.folder, fix=fix, number=stop.asked or signal.SIGTERM)
     return TrainingResult(position, best_checkpoint(run.checkpoints) or checkpoints(run.checkpoints)[-1])
 
 
@@ -225,7 +226,7 @@ class Stop:
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = 0  # the signal's number, as soon as there was one
 
     def __enter__(self) -> "Stop":
         asks = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -237,6 +238,6 @@ class Stop:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+        self.asked = number
         if number == signal.SIGINT:
             signal.signal(number, self._before[number])

@@ -7,7 +7,7 @@ import torch
 from accelerate.utils import set_seed
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from skilltrain.config import Config, InputPath
+from skilltrain.config import Config, InputPath, Seed
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.metrics import parse_measure, parse_measures
 from skilltrain.losses import EncoderLoss, InfoNCE, ListwiseCE, Matryoshka, RerankerLoss, uses_lexical_scores
@@ -65,7 +65,7 @@ class DevConfig(Config):
     patience: int | None = Field(
         default=None, ge=1, description="evaluations without a new best after which training stops; null for never"
     )
-    seed: int = Field(default=0, ge=0, description="seed of the samples and of the bootstrap")
+    seed: Seed = Field(default=0, description="seed of the samples and of the bootstrap")
 
     @model_validator(mode="after")
     def _can_be_ranked(self) -> "DevConfig":
@@ -113,7 +113,7 @@ class TrainingConfig(Config):
         default=None,
         description="bfloat16 computes mixed, auto where it is native; null: auto on a GPU, float32 on a CPU",
     )
-    seed: int = Field(default=42, ge=0, description="order of the lists, dropout, new layers")
+    seed: Seed = Field(default=42, description="order of the lists, dropout, new layers")
     save_every: int = Field(default=50, ge=1, description="optimiser steps between checkpoints")
     keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept, beside the best")
     trackers: tuple[TrackerName, ...] = Field(default=(), description="beside train_log.jsonl")

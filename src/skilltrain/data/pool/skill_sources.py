@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from skilltrain.data.pool.skill_file import BODY_COLUMNS, COLUMNS, ID_COLUMNS, parse_skill_file, skill_from_row
 from skilltrain.errors import SkilltrainError
+from skilltrain.files import bounded_lines
 from skilltrain.records import Dropped, Skill
 from skilltrain.runs import RUN_FILE
 from skilltrain.tables import SKILLS, table_path
@@ -140,11 +141,12 @@ def _read_shards(shards: list[Path]) -> Found:
 def _read_jsonl(path: Path) -> Found:
     number, name = 0, clean_text(path.name)
     try:
-        with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
+        opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
+        with opener(path, "rb") as lines:
+            for number, line in enumerate(bounded_lines(lines), 1):
                 if line.strip():
                     yield _skill_from_line(line, f"{name}, line {number}", name)
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         if not number:
             raise SkilltrainError(f"cannot be read: {error}", where=path) from error
         yield Dropped("", "", "unreadable", f"{name} breaks off after line {number}: {error}")
