@@ -2,6 +2,7 @@ import json
 import math
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def identical(one, other):
 def test_every_list_once_an_epoch_in_an_order_of_seed_and_epoch():
     lists = training_set(NUM_LISTS).lists
     steps = list(step_batches(lists, CONFIG))
-    assert len(steps) == num_steps(NUM_LISTS, CONFIG) == 6
+    assert len(steps) == num_steps(lists, CONFIG) == 6
     assert [[len(batch) for batch in batches] for batches in steps] == [[4, 4], [4, 4], [4]] * 2
     order = [one.query_id for batches in steps for batch in batches for one in batch]
     assert sorted(order[:20]) == sorted(order[20:]) == sorted(one.query_id for one in lists)
@@ -51,6 +52,19 @@ def test_every_list_once_an_epoch_in_an_order_of_seed_and_epoch():
     again = [one.query_id for batches in step_batches(lists, CONFIG) for batch in batches for one in batch]
     other = step_batches(lists, CONFIG.model_copy(update={"seed": 1}))
     assert order == again != [one.query_id for batches in other for batch in batches for one in batch]
+
+
+def test_an_epoch_sees_a_list_as_often_as_its_weight_says():
+    weights = [1.0] * 4 + [0.5] * 4 + [2.25] * 4
+    lists = [replace(one, weight=weight) for one, weight in zip(training_set(12).lists, weights, strict=True)]
+    assert num_steps(lists, CONFIG) == 4  # 2 x (4 + 2 + 9) queries, 8 a step
+    steps = list(step_batches(lists, CONFIG))
+    epochs = [[one for batches in part for batch in batches for one in batch] for part in (steps[:2], steps[2:])]
+    for seen in epochs:
+        counts = [seen.count(one) for one in lists]
+        assert counts[:4] == [1] * 4 and sorted(counts[4:8]) == [0, 0, 1, 1] and sorted(counts[8:]) == [2, 2, 2, 3]
+    halves = [{one.query_id for one in seen if one.weight == 0.5} for seen in epochs]
+    assert halves[0] != halves[1]
 
 
 def test_the_schedule_by_hand():

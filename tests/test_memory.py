@@ -1,16 +1,22 @@
 """A GPU's memory: probed before the first step, and one line where it runs out. The rest is in test_gpu.py."""
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.losses import InfoNCE
+from skilltrain.models.adapters import AdapterConfig
 from skilltrain.models.encoder import Encoder, EncoderConfig
 from skilltrain.training import loop
 from skilltrain.training.engine import new_accelerator
-from skilltrain.training.memory import out_of_memory_in_one_line
+from skilltrain.training.memory import check_fits, out_of_memory_in_one_line
 from skilltrain.training.settings import TrainEncoderConfig, TrainingConfig, load_model
 from skilltrain.training.steps import EncoderStep, StepSettings
 from skilltrain.training.training_set import ListsSource
@@ -19,6 +25,17 @@ from training_runs import CONFIG, new_step, run
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 CPU = torch.device("cpu")
+
+
+class OnGpu(Accelerator):
+    """A launch on GPUs, as far as it is looked at."""
+
+    device: Any = torch.device("cuda")
+    distributed_type: Any = None
+    num_processes: Any = 1
+
+    def __init__(self, launch, num_processes):
+        self.distributed_type, self.num_processes = launch, num_processes
 
 
 def losses(out):
@@ -59,6 +76,33 @@ def test_memory_that_runs_out_is_one_line_with_what_to_lower(model_folders, tmp_
         out_of_memory_in_one_line(CONFIG, step),
     ):
         full(None)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "launch", "num_processes", "bytes_each"),
+    [
+        (None, DistributedType.NO, 1, 16),
+        (None, DistributedType.MULTI_GPU, 4, 16),
+        (None, DistributedType.FSDP, 4, 4),
+        (AdapterConfig(), DistributedType.NO, 1, 4),
+        (AdapterConfig(quantize="nf4"), DistributedType.MULTI_GPU, 2, 0.5),
+    ],
+)
+def test_a_model_that_cannot_fit_the_card_is_refused_before_it_is_loaded(
+    model_folders, tmp_path, monkeypatch, adapter, launch, num_processes, bytes_each
+):
+    source = model_folders["bert"]
+    config = TrainEncoderConfig(
+        stage="train_encoder", model=EncoderConfig(source=str(source)), adapter=adapter,
+        data=ListsSource(pool=tmp_path, lists=tmp_path), out=tmp_path,
+    )  # fmt: skip
+    least = bytes_each * sum(value.numel() for value in load_file(source / "model.safetensors").values())
+    properties = SimpleNamespace(total_memory=least)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    check_fits(config, OnGpu(launch, num_processes))
+    properties.total_memory -= 1
+    with pytest.raises(SkilltrainError, match=r"bert: its .*weights .*take 0\.0 GiB on each GPU, which has 0\.0 \("):
+        check_fits(config, OnGpu(launch, num_processes))
 
 
 def test_what_a_recipe_leaves_out_follows_from_the_device(monkeypatch):

@@ -1,9 +1,11 @@
 import math
 import random
+import shutil
 
 import pytest
+import yaml
 
-from skilltrain.config import validate
+from skilltrain.config import input_paths, to_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill, Verdict
 from skilltrain.retrieval.lexical import BM25Index, LexicalConfig
@@ -69,6 +71,31 @@ def test_gains_are_the_recipes_preference(build):
 def test_only_the_first_lists_and_their_skills(build):
     data = load_training_set(build(max_lists=1))
     assert len(data.lists) == 1 and sorted(data.skills) == ["a", "b", "c"]
+
+
+def test_several_folders_of_lists_with_weights(build, tmp_path):
+    build()
+    shutil.copytree(tmp_path, tmp_path.parent / "other")
+    lists = {str(tmp_path): 1.0, str(tmp_path.parent / "other"): 0.5}
+    source = build(lists=LISTS_OF_TEST[:1])
+    source = validate(ListsSource, {"pool": str(tmp_path), "lists": lists}, "recipe")
+    assert [one.weight for one in load_training_set(source).lists] == [1.0, 0.5, 0.5, 0.5]
+    assert validate(ListsSource, yaml.safe_load(to_yaml(source)), "recipe") == source
+    assert [*input_paths(source).values()] == [tmp_path, tmp_path, tmp_path.parent / "other"]
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        ({"a": 1.0, "b": 0}, "lists: the weight of b must be > 0, found 0"),
+        ({"a": -0.5}, "lists: the weight of a must be > 0, found -0.5"),
+        ({}, "lists: no folder is named"),
+    ],
+)
+def test_weights_that_draw_nothing_are_refused_in_one_line(lists, message):
+    with pytest.raises(SkilltrainError) as error:
+        validate(ListsSource, {"pool": "p", "lists": lists}, "recipe")
+    assert str(error.value) == f"recipe: {message}"
 
 
 @pytest.mark.parametrize(

@@ -250,12 +250,13 @@ InputPath = typing.Annotated[Path, _Input()]
 
 
 def input_paths(config: BaseModel) -> dict[str, Path]:
-    """Key → path of every set field annotated `InputPath` (or a list of them), sections in it and in lists included."""
+    """Key → path of every set field annotated `InputPath`, or a list or map of them; sections and lists included."""
     found: dict[str, Path] = {}
     for name, field in type(config).model_fields.items():
         is_input = any(isinstance(mark, _Input) for mark in field.metadata) or "_Input" in repr(field.annotation)
         value = getattr(config, name)
-        items = enumerate(value) if isinstance(value, list | tuple) else [(None, value)]
+        is_several = isinstance(value, list | tuple) or (is_input and isinstance(value, dict))
+        items = enumerate(value) if is_several else [(None, value)]
         for number, item in items:
             place = name if number is None else f"{name}.{number}"
             if isinstance(item, BaseModel):

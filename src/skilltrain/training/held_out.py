@@ -38,7 +38,8 @@ def check_held_out(source: ListsSource, dev: DevConfig | None, data: TrainingSet
 def _command(source: ListsSource, benchmarks: Sequence[Path], limits: str = "") -> str:
     """What to run for lists that training accepts."""
     folders = ", ".join(map(str, benchmarks))
-    command = f"skilltrain decontaminate pool={source.pool} queries={source.lists} 'benchmarks=[{folders}]'"
+    queries = source.lists if isinstance(source.lists, Path) else "FOLDER"  # of each in turn
+    command = f"skilltrain decontaminate pool={source.pool} queries={queries} 'benchmarks=[{folders}]'"
     return f"run `{command} {limits}out=…` and train on what it writes"
 
 
@@ -60,6 +61,8 @@ def _num_contaminated(benchmarks: Sequence[HeldOut], data: TrainingSet, source: 
     who = f"query {first.query_id}" + (f", positive {first.skill_id}" if first.skill_id else "")
     what = f"{num_lists:,} list(s) are contaminated ({by_ground}); the first, {who}: {first.reason}"
     if source.contamination == "refuse":
-        raise SkilltrainError(what, where=source.lists, fix=f"{fix}, or set data.contamination=allow")
+        raise SkilltrainError(
+            what, where=", ".join(map(str, source.folders)), fix=f"{fix}, or set data.contamination=allow"
+        )
     say(f"warning: {what}; figures on that benchmark will be too high (data.contamination: allow)")
     return num_lists

@@ -54,8 +54,23 @@ class TrainingResult:
     checkpoint: Path
 
 
-def num_steps(num_lists: int, config: TrainingConfig) -> int:
+def drawn(lists: Sequence[TrainingList], generator: np.random.Generator) -> list[TrainingList]:
+    """What one epoch sees: each list as often as its weight says, of lists of a broken weight that share by chance."""
+    by_weight: dict[float, list[TrainingList]] = {}
+    for one in lists:
+        by_weight.setdefault(one.weight, []).append(one)
+    found = list[TrainingList]()
+    for weight, alike in by_weight.items():
+        found += alike * int(weight)
+        if share := weight % 1:
+            chosen = generator.choice(len(alike), max(1, round(share * len(alike))), replace=False)
+            found += [alike[position] for position in chosen]
+    return found
+
+
+def num_steps(lists: Sequence[TrainingList], config: TrainingConfig) -> int:
     """Optimiser steps of a whole training."""
+    num_lists = len(drawn(lists, np.random.default_rng(0)))
     return config.epochs * math.ceil(num_lists / (config.batch_size * config.accumulation))
 
 
@@ -63,9 +78,11 @@ def step_batches(lists: Sequence[TrainingList], config: TrainingConfig) -> Itera
     """For each optimiser step its batches, in an order that depends on the seed and the epoch alone."""
     per_step = config.batch_size * config.accumulation
     for epoch in range(config.epochs):
-        order = np.random.default_rng([config.seed, epoch]).permutation(len(lists)).tolist()
+        generator = np.random.default_rng([config.seed, epoch])
+        seen = drawn(lists, generator)
+        order = generator.permutation(len(seen)).tolist()
         for start in range(0, len(order), per_step):
-            chosen = [lists[position] for position in order[start : start + per_step]]
+            chosen = [seen[position] for position in order[start : start + per_step]]
             yield [chosen[i : i + config.batch_size] for i in range(0, len(chosen), config.batch_size)]
 
 
@@ -98,7 +115,7 @@ def train(
     """
     set_seed(config.seed)
     model, optimizer, position = _prepare(accelerator, step_module, config, run)
-    total, is_main, dev = num_steps(len(lists), config), accelerator.is_main_process, run.dev
+    total, is_main, dev = num_steps(lists, config), accelerator.is_main_process, run.dev
     patience = dev.config.patience if dev is not None and dev.config.patience else math.inf
     meter, started = Meter(math.ceil(total / config.epochs)), time.monotonic() - position.seconds
     trackers = open_trackers(config.trackers, config.project, run.folder, run.recipe, position.step, is_main)

@@ -16,6 +16,7 @@ from skilltrain.training.engine import new_accelerator
 from skilltrain.training.export_run import save_trained
 from skilltrain.training.held_out import check_held_out
 from skilltrain.training.loop import Run, num_steps, train
+from skilltrain.training.memory import check_fits
 from skilltrain.training.scores import check_teacher_scores
 from skilltrain.training.settings import (
     TrainConfig,
@@ -36,6 +37,7 @@ def run_training(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]
     """Train and save the model; the summary counts what was trained on."""
     quantized = config.adapter is not None and config.adapter.quantize != "none"
     accelerator = new_accelerator(config.training, quantized)  # first, for it refuses launches that cannot work
+    check_fits(config, accelerator)
     data = _load_data(config)
     contaminated = check_held_out(config.data, config.dev, data)
     step = _step(config, data, cache_folder("tokens"))
@@ -121,7 +123,7 @@ def plan_of(step: StepModule, data: TrainingSet, config: TrainingConfig) -> dict
         tokens += sum(len(step.query_ids[one.query]) for one in data.lists)
     return counts_of(step, data) | {
         "num_queries": len({one.query for one in data.lists}),
-        "num_steps": num_steps(len(data.lists), config),
+        "num_steps": num_steps(data.lists, config),
         "positives_cut_share": _cut_share(step, data),
         "list_tokens": tokens,
         "memory_mib": round(num_bytes / 2**20, 1),

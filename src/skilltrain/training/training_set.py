@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -33,12 +34,15 @@ class ListsSource(Config):
     """What to train on, and what a verdict is worth."""
 
     pool: InputPath = Field(description="folder with skills.parquet")
-    lists: InputPath = Field(description="folder of the stage lists: lists, queries and judgements")
+    lists: InputPath | dict[InputPath, float] = Field(
+        description="folder of the stage lists: lists, queries and judgements; or {FOLDER: how often an epoch sees "
+        "each of its lists}: with 0.5 every epoch draws half of them anew"
+    )
     gains: dict[Verdict, float] = Field(
         default={Verdict.REQUIRED: 1.0, Verdict.USEFUL: 0.5, Verdict.IRRELEVANT: 0.0, Verdict.REJECTED: 0.0},
         description="gain of each verdict",
     )
-    max_lists: int | None = Field(default=None, ge=1, description="train on the first so many lists only")
+    max_lists: int | None = Field(default=None, ge=1, description="train on the first so many lists of a folder only")
     clusters: InputPath | None = Field(
         default=None,
         description="CLUSTERS of the pool (stage clusters) for the in-batch mask of an encoder; null: they are found "
@@ -54,6 +58,21 @@ class ListsSource(Config):
         default=ContaminationLimits(), description="what counts as contaminated"
     )
 
+    @property
+    def folders(self) -> Mapping[Path, float]:
+        """The folders of lists, and how often an epoch sees each of their lists."""
+        return self.lists if isinstance(self.lists, dict) else {self.lists: 1.0}
+
+    @field_validator("lists")
+    @classmethod
+    def _are_drawn(cls, lists: Path | dict[Path, float]) -> Path | dict[Path, float]:
+        weights = lists if isinstance(lists, dict) else {}
+        if isinstance(lists, dict) and not lists:
+            raise ValueError("no folder is named")
+        if unfit := [folder for folder, weight in weights.items() if not 0 < weight < math.inf]:
+            raise ValueError(f"the weight of {unfit[0]} must be > 0, found {weights[unfit[0]]:g}")
+        return lists
+
     @field_validator("gains")
     @classmethod
     def _make_sense(cls, gains: dict[Verdict, float]) -> dict[Verdict, float]:
@@ -66,7 +85,10 @@ class ListsSource(Config):
 
 @dataclass(frozen=True)
 class TrainingList:
-    """One query with its candidates; `positives` are all skills known to answer it, in the list or not."""
+    """One query with its candidates; `positives` are all skills known to answer it, in the list or not.
+
+    An epoch sees it `weight` times, on average.
+    """
 
     query_id: str
     query: str
@@ -74,6 +96,7 @@ class TrainingList:
     gains: tuple[float, ...]
     positives: frozenset[str]
     teacher_scores: tuple[float, ...] | None = None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -99,20 +122,18 @@ def load_training_set(
     Raises SkilltrainError for a list that cannot be trained on, naming its query.
     """
     skills = {skill.skill_id: skill for skill in skills_from_table(read_table(source.pool, SKILLS))}
-    texts = {row["query_id"]: row["text"] for row in read_table(source.lists, QUERIES).to_pylist()}
-    verdicts = verdicts_by_query(read_table(source.lists, JUDGEMENTS))
-    rows = read_table(source.lists, LISTS).to_pylist()[: source.max_lists]
-    if not rows:
-        raise SkilltrainError("holds no list to train on", where=source.lists)
-    lists = tuple(_training_list(row, texts, verdicts, source) for row in rows)
-    used = {skill_id for one in lists for skill_id in one.skill_ids}
-    if missing := sorted(used - skills.keys()):
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise SkilltrainError(f"skill {missing[0]!r}{more} of {source.lists} is not in the pool", where=source.pool)
+    lists, used = list[TrainingList](), set[str]()
+    for folder, weight in source.folders.items():
+        found = _lists_in(folder, source, weight)
+        own = {skill_id for one in found for skill_id in one.skill_ids}
+        if missing := sorted(own - skills.keys()):
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise SkilltrainError(f"skill {missing[0]!r}{more} of {folder} is not in the pool", where=source.pool)
+        lists, used = [*lists, *found], used | own
     kept = {skill_id: skills[skill_id] for skill_id in sorted(used)}
     clusters = _clusters(source, list(kept.values()), near_duplicates)
-    found = lexical_scores((one.query for one in lists), list(skills.values())) if with_lexical else {}
-    return TrainingSet(lists, kept, clusters, found)
+    lexical = lexical_scores((one.query for one in lists), list(skills.values())) if with_lexical else {}
+    return TrainingSet(tuple(lists), kept, clusters, lexical)
 
 
 def lexical_scores(texts: Iterable[str], pool: Sequence[Skill]) -> dict[str, dict[str, float]]:
@@ -173,17 +194,23 @@ def _clusters(source: ListsSource, skills: list[Skill], near_duplicates: float |
     return {skill_id: cluster for skill_id, cluster in clusters.items() if sizes[cluster] > 1}
 
 
-def _training_list(
-    row: dict, texts: Mapping[str, str], verdicts: Mapping[str, Mapping[str, Verdict]], source: ListsSource
-) -> TrainingList:
-    query_id, skill_ids, scores = row["query_id"], tuple(row["skill_ids"]), row["teacher_scores"]
-    for fault in _faults(row, texts, source.gains):
-        raise SkilltrainError(f"the list of query {query_id!r} {fault}", where=source.lists)
-    gains = tuple(source.gains[verdict] for verdict in row["verdicts"])
-    positives = {skill_id for skill_id, verdict in verdicts.get(query_id, {}).items() if source.gains[verdict] > 0}
-    positives |= {s for s, gain in zip(skill_ids, gains, strict=True) if gain > 0}
-    teacher_scores = None if scores is None else tuple(scores)
-    return TrainingList(query_id, texts[query_id], skill_ids, gains, frozenset(positives), teacher_scores)
+def _lists_in(folder: Path, source: ListsSource, weight: float) -> list[TrainingList]:
+    texts = {row["query_id"]: row["text"] for row in read_table(folder, QUERIES).to_pylist()}
+    verdicts = verdicts_by_query(read_table(folder, JUDGEMENTS))
+    found = list[TrainingList]()
+    for row in read_table(folder, LISTS).to_pylist()[: source.max_lists]:
+        query_id, skill_ids, scores = row["query_id"], tuple(row["skill_ids"]), row["teacher_scores"]
+        for fault in _faults(row, texts, source.gains):
+            raise SkilltrainError(f"the list of query {query_id!r} {fault}", where=folder)
+        gains = tuple(source.gains[verdict] for verdict in row["verdicts"])
+        positives = {skill_id for skill_id, verdict in verdicts.get(query_id, {}).items() if source.gains[verdict] > 0}
+        positives |= {s for s, gain in zip(skill_ids, gains, strict=True) if gain > 0}
+        teacher_scores = None if scores is None else tuple(scores)
+        one = TrainingList(query_id, texts[query_id], skill_ids, gains, frozenset(positives), teacher_scores, weight)
+        found.append(one)
+    if not found:
+        raise SkilltrainError("holds no list to train on", where=folder)
+    return found
 
 
 def _faults(row: dict, texts: Mapping[str, str], gains: Mapping[Verdict, float]) -> Iterator[str]:
