@@ -211,7 +211,7 @@ def livemcp(write: Write, tasks: list[Any]) -> Path:
     return write("tasks.jsonl", jsonl(*tasks))
 
 
-def test_livemcpbench_any_candidate_meets_a_need(write: Write, capsys: pytest.CaptureFixture[str]):
+def test_livemcpbench_any_candidate_meets_a_need(write: Write):
     both = mcp_task("t1", ["disk/write", "cloud/write"], ["web/fetch"], [])
     benchmark = load_benchmark(livemcp(write, [both, mcp_task("t2", ["web/fetch"]), mcp_task("t3", [])]))
     assert ids(benchmark) == ["t1", "t2"]
@@ -229,7 +229,6 @@ def test_livemcpbench_any_candidate_meets_a_need(write: Write, capsys: pytest.Ca
         "2 of 5 needed tools (2 tasks) have no candidate and are no gold",
         "1 of 3 tasks have no gold and are not scored: t3",
     )
-    assert "bench: 1 of 3 tasks have no gold and are not scored: t3" in " ".join(capsys.readouterr().err.split())
     rankings = {"t1": ["cloud/write", "web/fetch"], "t2": ["disk/write", "web/fetch"]}
     values = per_query(rankings, {t.query.query_id: t.relevance for t in benchmark.tasks}, parse_measures(["FC@2"]))
     assert values == {"t1": {"FC@2": 1.0}, "t2": {"FC@2": 1.0}}

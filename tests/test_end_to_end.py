@@ -195,6 +195,9 @@ def test_queries_written_from_the_skills_themselves(done, model_folders, tmp_pat
         "split=dev", f"out={tmp_path}/report",
     )  # fmt: skip
     num_dev = queries.column("split").to_pylist().count("dev")
+    assert f"{num_dev} of {num_dev} queries are passages of the skills' own texts: they favour BM25" in " ".join(
+        report.err.split()
+    )
     assert report.out.startswith(f"{tmp_path}/report: {num_dev} queries; look at {tmp_path}/report/report.html")
     assert list(metrics_of(tmp_path / "report")) == ["bm25", f"encoder {tmp_path / 'encoder'}"]
 

@@ -99,8 +99,9 @@ def write_runs(root: Path, pool: Any = POOL, texts: Any = TEXTS, drops: Any = DR
         root / "filtered", {"stage": "filter", **paths, "rankings": mined, "layers": layers},
         (RANKINGS, ranking_rows(kept)), (DROPPED, drop_rows(drops)),
     )  # fmt: skip
+    quotas = {"semantic": 2, "lexical": 2, "taxonomy": 1}
     return write_run(
-        root / "lists", {"stage": "lists", **paths, "rankings": filtered, "quotas": {"semantic": 2, "lexical": 2}},
+        root / "lists", {"stage": "lists", **paths, "rankings": filtered, "quotas": quotas},
         (LISTS, list_rows(lists)), (QUERIES, query_rows(texts)),
         (DROPPED, drop_rows([("q9", "", "no_positive", None, "no required skill of this query is in the pool")])),
     )  # fmt: skip
@@ -122,13 +123,14 @@ def found_by(folder: Path, pool: Path | None = None) -> dict[str, list[tuple[str
 def test_candidates_are_followed_from_mining_to_lists(tmp_path: Path):
     material = read_material(write_runs(tmp_path), None)
     found = numbers_of(material)
-    assert found["sources"] == ["semantic", "lexical"]
+    assert found["sources"] == ["semantic", "lexical", "taxonomy"]
     assert found["filters"] == ["judged", "name", "jaccard", "cosine", "rank_window"]
     assert found["dropped"] == {("semantic", "name"): 1, ("lexical", "jaccard"): 1, ("lexical", "rank_window"): 1}
     assert found["chosen"] == {"semantic": 4, "lexical": 3}
     assert (material.mined, material.kept) == ({"semantic": 6, "lexical": 5}, {"semantic": 5, "lexical": 3})
     inspect_lists(tmp_path / "lists", None, None, 10)
-    assert "Candidates of" not in (tmp_path / "lists.html").read_text()
+    page = (tmp_path / "lists.html").read_text()
+    assert "Candidates of" not in page and "<h3>No negative came from taxonomy</h3>" in page
 
 
 def test_a_candidate_that_vanished_without_a_row_is_said(tmp_path: Path):

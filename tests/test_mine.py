@@ -126,6 +126,12 @@ def test_taxonomy_is_the_same_category_under_another_name(workshop):
     assert ids(taxonomy) == ["s2"] and taxonomy[0][1] == pytest.approx(0.6)
 
 
+def test_a_source_that_gives_nothing_is_warned_of(workshop, capsys):
+    workshop.mined(["s5"], sources=["semantic", "taxonomy"])
+    (line,) = capsys.readouterr().err.splitlines()  # random is switched off, and no loss
+    assert line.startswith("warning: no query has a taxonomy candidate; give the pool categories")
+
+
 @pytest.mark.parametrize("category", [None, "", "  "])
 def test_a_positive_without_category_has_no_taxonomy_and_all_others_are_elsewhere(workshop, category):
     skills = [*POOL[:5], skill("s5", "loose", category)]

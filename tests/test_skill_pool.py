@@ -121,8 +121,9 @@ def test_links_that_leave_the_folder_are_not_followed(tmp_path: Path):
 
 def test_long_body_is_cut_and_told(tmp_path: Path):
     root = skill_folder(tmp_path / "library", "long", "x" * 1001)
-    skills, dropped, _ = make(tmp_path, root, max_body_chars=1000)
+    skills, dropped, summary = make(tmp_path, root, max_body_chars=1000)
     assert len(skills[0]["body"]) == 1000
+    assert (summary["num_found"], summary["num_dropped"], summary["num_cut"]) == ({str(root): 1}, {}, 1)
     (told,) = dropped
     assert (told["skill_id"], told["filter"], told["value"]) == ("long", "body_too_long", 1001.0)
     assert "kept" in told["reason"]
@@ -265,7 +266,8 @@ def test_a_source_without_skills_and_a_pool_without_categories_are_warned_of(
 ):
     empty = skill_folder(tmp_path / "library", "e", "---\nname: e\n---\n")
     file = write_jsonl(tmp_path / "s.jsonl", [row("a")])
-    _, dropped, _ = make(tmp_path, empty, file)
+    _, dropped, summary = make(tmp_path, empty, file)
+    assert sum(summary["num_found"].values()) == summary["num_skills"] + sum(summary["num_dropped"].values()) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "library/e gives no skill (the first of 1 dropped rows: the skill has no body)" in said
     assert "no skill has a category, so mining will find no taxonomy negatives" in said
@@ -301,10 +303,11 @@ def test_settings(tmp_path: Path):
     assert config.sources == [Path("pool")]
     mixed = PoolConfig.model_validate({"sources": ["pool", "hf:a/b:train"], "out": tmp_path})
     assert input_paths(mixed) == {"sources.0": Path("pool")}
+    assert PoolConfig.model_validate({"sources": "x", "encoder": {"source": "m"}, "out": "o"}).categories == "taxonomy"
     for wrong, message in [
         ({"sources": []}, "at least 1"),
         ({"categories": "taxonomy"}, "need a section encoder"),
-        ({"encoder": {"source": "m"}}, "which keep does not use"),
+        ({"encoder": {"source": "m"}, "categories": "keep"}, "which keep does not use"),
         ({"taxonomy": "t.yaml"}, "no effect"),
     ]:
         with pytest.raises(ValidationError, match=message):

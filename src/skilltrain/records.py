@@ -21,6 +21,8 @@ class Verdict(StrEnum):
 
 POSITIVE = frozenset({Verdict.REQUIRED, Verdict.USEFUL})
 """The verdicts of skills that a model is to find."""
+OWN_TEXT = "own_text"
+"""The origin of queries that are passages of the skills' own texts."""
 
 
 @dataclass(frozen=True, slots=True)

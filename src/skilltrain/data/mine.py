@@ -28,7 +28,7 @@ from skilltrain.tables import (
     verdicts_by_query,
     write_table,
 )
-from skilltrain.terminal import track
+from skilltrain.terminal import say, track
 from skilltrain.texts import name_key
 
 SOURCES: tuple[str, ...] = ("semantic", "lexical", "taxonomy", "random")
@@ -99,10 +99,14 @@ def run_mine(config: MineConfig, out: Path) -> dict[str, Any]:
     write_table(_table(ranked, [query.query_id for query, _ in asked], list(position)), RANKINGS, out)
     write_table([drop.row() for drop in lost], DROPPED, out)
     by_source = {source: ranked[place :: len(SOURCES)] for place, source in enumerate(SOURCES)}
+    without = {source: sum(not len(found) for found, _ in of) for source, of in by_source.items()}
+    for source in (source for source, amount in config.amounts().items() if amount and without[source] == len(asked)):
+        fix = "; give the pool categories: skilltrain pool categories=taxonomy" if source == "taxonomy" else ""
+        say(f"warning: no query has a {source} candidate{fix}")
     return {
         "num_queries": len(asked), "num_queries_dropped": len(lost), "num_skills": len(skills),
         "num_candidates": {source: sum(len(found) for found, _ in of) for source, of in by_source.items()},
-        "num_queries_without": {source: sum(not len(found) for found, _ in of) for source, of in by_source.items()},
+        "num_queries_without": without,
         "index": index,
     }  # fmt: skip
 

@@ -20,7 +20,7 @@ from skilltrain.data.query_prompt import WantedQuery, query_request, read_query
 from skilltrain.data.screening import flags_to_leave_out, read_flags, write_flags
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import LLMConfig, OpenAIConfig, Questions, SmolLM2Config, ask_until, cost_of, open_llm
-from skilltrain.records import Dropped, Query, Skill, Verdict
+from skilltrain.records import OWN_TEXT, Dropped, Query, Skill, Verdict
 from skilltrain.tables import (
     CLUSTERS,
     DROPPED,
@@ -138,7 +138,7 @@ def _read_pool(config: SynthesizeConfig) -> tuple[list[Skill], list[str], list[W
 
 def _origin(config: SynthesizeConfig) -> str:
     """Who writes, as the tables name it."""
-    return "own_text" if isinstance(config.llm, OwnTextConfig) else f"llm:{open_llm(config.llm).model}"
+    return OWN_TEXT if isinstance(config.llm, OwnTextConfig) else f"llm:{open_llm(config.llm).model}"
 
 
 def _questions(config: SynthesizeConfig, llm: LLMConfig, wanted: list[WantedQuery]) -> Questions[WantedQuery, str]:

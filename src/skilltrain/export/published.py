@@ -38,7 +38,7 @@ def complete_card(file: Path, published: Published, run: Path, pool: Path) -> No
     """
     from huggingface_hub import ModelCard
 
-    card = ModelCard.load(file)
+    card: Any = ModelCard.load(file)
     card.data.license = published.license
     card.data.language, card.data.datasets = _languages(pool), _data_sets(pool)
     if published.repo is not None:

@@ -80,7 +80,8 @@ def numbers_of(m: Material) -> dict[str, Any]:
     quotas = next((run.recipe["quotas"] for run in m.trail.runs if run.recipe.get("quotas")), {})
     filters = [run for run in reversed(m.trail.runs) if run.filters]
     named = ["judged" if filters else "", *(each["name"] for run in filters for each in run.recipe.get("layers") or ())]
-    sources = dict.fromkeys([*(m.mined or ()), *(m.kept or ()), *chosen, *(source for source, _ in dropped)])
+    wanted = [source for source, quota in quotas.items() if quota]  # one that gave nothing is shown too
+    sources = dict.fromkeys([*wanted, *(m.mined or ()), *(m.kept or ()), *chosen, *(source for source, _ in dropped)])
     by_source = {name: m.rank[negative & (m.source == m.sources.index(name))] for name in sources if chosen[name]}
     return {
         "sources": sorted(sources, key=lambda name: list(quotas).index(name) if name in quotas else len(quotas)),

@@ -15,12 +15,12 @@ def terminal_table(report: Report, width: int) -> Table:
     """The means over all queries and over each kind, for a terminal of `width` columns.
 
     Measures are rows; systems are columns, as many as fit, block by block, so that names and intervals are never cut.
-    The best mean stands out, the caption is the headline.
+    The best mean stands out, the caption is the headline and what else must be known.
     """
     table = Table(
         title=Text(f"{printable(report.title())}, 95% bootstrap intervals"),
         title_justify="left",
-        caption=Text(printable(report.headline())),
+        caption=Text("\n".join(map(printable, (report.headline(), *report.about.notes)))),
         caption_justify="left",
         pad_edge=False,
         show_header=False,

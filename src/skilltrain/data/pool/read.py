@@ -16,6 +16,7 @@ from skilltrain.terminal import say, track
 from skilltrain.texts import clean_text, language_of
 
 MAX_BODY_CHARS = 200_000
+CUT = "body_too_long"  # in DROPPED, but its skill is kept
 
 
 def read_pool(path: Path | str) -> list[Skill]:
@@ -28,7 +29,7 @@ def read_pool(path: Path | str) -> list[Skill]:
         return skills_from_table(read_table(file, SKILLS))
     sources, dropped = read_sources([path], MAX_BODY_CHARS)
     skills, repeated = merge_sources(sources, drop_duplicates=False)
-    if dropped := dropped + repeated:
+    if dropped := [drop for drop in dropped + repeated if drop.filter != CUT]:
         why = ", ".join(f"{name} {num}" for name, num in count_words(drop.filter for drop in dropped).items())
         num_all = len(skills) + len(dropped)
         say(f"{path}: {len(dropped)} of {num_all} left out ({why}); `skilltrain pool sources={path}` lists them")
@@ -78,7 +79,7 @@ def _read_one(source: Path | str, max_body_chars: int) -> tuple[list[Skill], lis
             skill, num_chars = found, len(found.body)
             if num_chars > max_body_chars:
                 reason = f"kept, its body cut from {num_chars:,} to {max_body_chars:,} characters"
-                dropped.append(Dropped("", found.skill_id, "body_too_long", reason, float(num_chars)))
+                dropped.append(Dropped("", found.skill_id, CUT, reason, float(num_chars)))
                 skill = replace(found, body=found.body[:max_body_chars].rstrip())
             skills.append(_with_lang(skill))
     return skills, dropped

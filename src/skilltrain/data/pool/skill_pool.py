@@ -1,5 +1,6 @@
 """The stage `pool`: skills from many sources become one table with unique ids, cleaned texts and categories."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from jaxtyping import Float32
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from skilltrain.config import Config, InputPath, parse_yaml, validate
-from skilltrain.data.pool.read import MAX_BODY_CHARS, count_words, merge_sources, read_sources
+from skilltrain.data.pool.read import CUT, MAX_BODY_CHARS, count_words, merge_sources, read_sources
 from skilltrain.data.pool.skill_sources import HF_PREFIX
 from skilltrain.data.screening import count_flagged, screen_pool, write_flags
 from skilltrain.errors import SkilltrainError
@@ -18,7 +19,7 @@ from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
 from skilltrain.tables import DROPPED, SKILLS, rows_of, write_table
 from skilltrain.terminal import say
-from skilltrain.texts import one_line
+from skilltrain.texts import clean_text, one_line
 from skilltrain.workers import WorkersConfig
 
 DEFAULT_TAXONOMY = Path(__file__).with_name("taxonomy.yaml")
@@ -39,8 +40,8 @@ class PoolConfig(Config):
     drop_duplicates: bool = Field(default=True, description="keep one of the skills with the same name and body")
     categories: Literal["keep", "taxonomy", "from_pool"] = Field(
         default="keep",
-        description="skills without a category: keep leaves them so, taxonomy gives the nearest of the taxonomy, "
-        "from_pool the nearest of those that other skills have",
+        description="skills without a category: keep leaves them so, taxonomy (the default where there is an encoder) "
+        "gives the nearest of the taxonomy, from_pool the nearest of those that other skills have",
     )
     taxonomy: InputPath | None = Field(
         default=None, description="YAML list of name and description, for categories: taxonomy; else the packaged one"
@@ -57,6 +58,13 @@ class PoolConfig(Config):
         local = [isinstance(source, str) and not source.startswith(HF_PREFIX) for source in sources]
         return [Path(source) if is_local else source for source, is_local in zip(sources, local, strict=True)]
 
+    @model_validator(mode="before")
+    @classmethod
+    def _by_taxonomy(cls, values: Any) -> Any:
+        """With an encoder, categories are given unless something else is asked for."""
+        has_encoder = isinstance(values, dict) and values.get("encoder") is not None
+        return {"categories": "taxonomy"} | values if has_encoder else values
+
     @model_validator(mode="after")
     def _consistent(self) -> "PoolConfig":
         if (self.categories == "keep") != (self.encoder is None):
@@ -67,17 +75,18 @@ class PoolConfig(Config):
 
 
 def run_pool(config: PoolConfig, out: Path) -> dict[str, Any]:
-    """Write SKILLS, DROPPED and FLAGS; the counts of what was found, dropped, categorised and flagged.
+    """Write SKILLS, DROPPED and FLAGS; the counts of what was found (kept or dropped), categorised and flagged.
 
     Raises SkilltrainError where a source cannot be read at all or where no skill is left.
     """
     sources, dropped = read_sources(config.sources, config.max_body_chars)
+    refused = Counter(drop.source for drop in dropped if drop.filter != CUT)
     merged, repeated = merge_sources(sources, config.drop_duplicates)
     dropped += repeated
     skills = fill_categories(merged, config)
     num_own, num_known = (sum(skill.category is not None for skill in some) for some in (merged, skills))
     if not num_known:
-        fix = "set categories: taxonomy and an encoder"
+        fix = "give an encoder: encoder.source=…"
         say(f"warning: no skill has a category, so mining will find no taxonomy negatives; {fix}")
     flags = screen_pool(skills, config.workers)
     write_table(rows_of(skills), SKILLS, out)
@@ -85,8 +94,12 @@ def run_pool(config: PoolConfig, out: Path) -> dict[str, Any]:
     write_table((drop.row() for drop in dropped), DROPPED, out)
     return {
         "num_skills": len(skills),
-        "num_found": {str(source): len(found) for source, found in zip(config.sources, sources, strict=True)},
-        "num_dropped": count_words(drop.filter for drop in dropped),
+        "num_found": {
+            str(source): len(found) + refused[clean_text(str(source))]
+            for source, found in zip(config.sources, sources, strict=True)
+        },
+        "num_dropped": count_words(drop.filter for drop in dropped if drop.filter != CUT),
+        "num_cut": sum(drop.filter == CUT for drop in dropped),
         "num_by_lang": count_words(skill.lang or "unknown" for skill in skills),
         "num_with_own_category": num_own,
         "num_with_assigned_category": num_known - num_own,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.metrics import Relevance, check_relevance
-from skilltrain.records import Query, Skill
+from skilltrain.records import OWN_TEXT, Query, Skill
 
 Labels = Mapping[str, str | tuple[str, ...]]
 """What is known of one query: label → value, or values where it has several."""
@@ -87,6 +87,9 @@ def make_benchmark(
     if gold_skills is None:
         wanted = {skill_id for task in scored for skill_id in (*task.relevance.gold, *task.relevance.alternatives)}
         gold_skills = [skill for skill in pool if skill.skill_id in wanted]
+    if num_own := sum(task.query.origin == OWN_TEXT for task in scored):
+        what = f"{num_own} of {len(scored)} queries are passages of the skills' own texts"
+        notes = [*notes, f"{what}: they favour BM25, which finds the same words"]
     unscored = frozenset(query_ids) - {task.query.query_id for task in scored}
     return Benchmark(name_of(folder), scored, tuple(gold_skills), tuple(pool), tuple(notes), unscored)
 

@@ -21,7 +21,6 @@ from skilltrain.evaluation.metrics import Relevance
 from skilltrain.files import check_regular
 from skilltrain.records import Verdict
 from skilltrain.tables import JUDGEMENTS, QUERIES, queries_from_table, read_table, table_path, verdicts_by_query
-from skilltrain.terminal import say
 
 # A fact of the benchmark, not a preference of a training recipe: both must mean the same to every reader of a report.
 VERDICT_GAINS = {Verdict.REQUIRED: 1.0, Verdict.USEFUL: 0.5}
@@ -92,7 +91,4 @@ def _load(path: Path, split: str | None) -> Benchmark:
     reader = next((reader for marker, reader in _READERS if (path / marker).exists()), None)
     if reader is None:
         raise SkilltrainError("is not a benchmark", where=path, fix=_FORMS)
-    benchmark = reader(path, split)
-    for note in benchmark.notes:
-        say(f"{benchmark.name}: {note}")
-    return benchmark
+    return reader(path, split)
