@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 
 from skilltrain.cli import main
+from skilltrain.errors import StoppedError
 from skilltrain.stages import STAGES
 from skilltrain.tables import RANKINGS, SKILLS, read_table, write_table
 from small_library import contents, encoder_recipe, skilltrain, succeeds, write_recipe
@@ -228,14 +229,21 @@ def test_without_a_home_the_line_says_what_to_set(runs, model_folders, monkeypat
     assert skilltrain(*command).only_line == "error: there is no home folder, which ~ stands for (set HOME)"
 
 
-def test_ctrl_c_in_a_data_stage_is_one_line_too(runs, tmp_path, monkeypatch):
+STOPPED = StoppedError("interrupted after step 3", number=signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "line"),
+    [(KeyboardInterrupt(), 130, "interrupted; what was finished is kept"), (STOPPED, 143, "interrupted after step 3")],
+)
+def test_ctrl_c_and_sigterm_are_one_line_and_an_exit_code_of_their_own(runs, tmp_path, monkeypatch, raised, code, line):
     def interrupted(config, out):
         (out / "half").write_text("")
-        raise KeyboardInterrupt
+        raise raised
 
     monkeypatch.setattr("skilltrain.data.pool.skill_pool.run_pool", interrupted)
     outcome = skilltrain("pool", f"sources={runs}/pool", f"out={tmp_path}/out")
-    assert (outcome.code, outcome.err) == (130, "error: interrupted; what was finished is kept\n")
+    assert (outcome.code, outcome.err) == (code, f"error: {line}\n")
     assert list(tmp_path.iterdir()) == []
 
 

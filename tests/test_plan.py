@@ -13,6 +13,7 @@ from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.stages import plan_of
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
 from skilltrain.training.training_set import TrainingList, TrainingSet
+from small_library import succeeds
 from training_data import training_set
 
 NAME_ONLY = SkillTemplate(description_chars=0, body_chars=0)
@@ -85,3 +86,20 @@ def test_memory_by_hand(open_encoder_of):
     trained = sum(parameter.numel() for parameter in encoder.parameters() if parameter.requires_grad)
     assert 0 < trained < count
     assert encoder_plan(encoder, data)["memory_mib"] == round((count * 2 + trained * (4 + 4 + 8)) / 2**20, 1)
+
+
+@pytest.mark.parametrize("settings", [(), ("adapter.rank=4",)])
+@pytest.mark.parametrize("name", ["encoder", "reranker"])
+def test_a_dry_run_loads_no_weights_and_prints_once_what_the_training_counts(name, settings, runs, monkeypatch):
+    def planned(step, *others):
+        devices.update(parameter.device.type for parameter in step.parameters())
+        return plan_of(step, *others)
+
+    devices = set()
+    monkeypatch.setattr("skilltrain.training.stages.plan_of", planned)
+    outcome = succeeds("train", runs / "recipes" / f"{name}.yaml", "--dry-run", *settings)
+    plan, summary = json.loads(outcome.out)["plan"], json.loads((runs / name / "run.json").read_text())["summary"]
+    assert devices == {"meta"} and str(plan["list_tokens"]) not in outcome.err
+    same = {"num_lists", "num_skills", "num_pairs", "num_positives", "num_steps"}
+    same |= set() if settings else {"num_parameters", "num_trained_parameters"}
+    assert {key: plan[key] for key in same} == {key: summary[key] for key in same}

@@ -19,6 +19,7 @@ from skilltrain.models.loading import (
     load_pretrained,
     load_tokenizer,
     num_positions,
+    placing_options,
     resolve_dtype,
     resolve_model,
     stored_settings,
@@ -125,7 +126,8 @@ def load_encoder(
 ) -> Encoder:
     """The encoder that `config` names, in evaluation mode on `device`; `options` go to `from_pretrained`.
 
-    Raises SkilltrainError if there is no such model, it is a reranker, or its folder does not hold all of it.
+    On the device meta it has shapes alone, and no weight is read. Raises SkilltrainError if there is no such model, it
+    is a reranker, or its folder does not hold all of it.
     """
     from transformers import AutoConfig, AutoModel
 
@@ -137,7 +139,7 @@ def load_encoder(
     if tokenizer.pad_token_id is None:
         raise SkilltrainError("the tokenizer has no pad token", where=config.source)
     dtype = resolve_dtype(config.precision, device)
-    given = {"dtype": dtype, **backbone_options(model_config), **options}
+    given = {"dtype": dtype, **backbone_options(model_config), **options, **placing_options(device)}
     backbone = load_network(AutoModel, folder, tokenizer, given)
     backbone.config.use_cache = False  # keys and values of texts that are never continued
     return Encoder(backbone.to(device).eval(), tokenizer, settings)

@@ -228,6 +228,11 @@ def backbone_options(model_config: Any) -> dict[str, Any]:
     return options
 
 
+def placing_options(device: torch.device) -> dict[str, Any]:
+    """Options by which a network for the device meta is made there, without its weights being read."""
+    return {"device_map": "meta"} if device.type == "meta" else {}
+
+
 def heads(network: Any) -> list[nn.Module]:
     """The layers with weights that a sequence-classification model has on its backbone; none for other models."""
     if "SequenceClassification" not in type(network).__name__:

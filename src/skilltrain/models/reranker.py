@@ -23,6 +23,7 @@ from skilltrain.models.loading import (
     load_pretrained,
     load_tokenizer,
     num_positions,
+    placing_options,
     resolve_dtype,
     resolve_model,
     stored_settings,
@@ -162,6 +163,7 @@ def load_reranker(
 ) -> Reranker:
     """The reranker that `config` names, in evaluation mode on `device`; `options` go to `from_pretrained`.
 
+    On the device meta it has shapes alone, and no weight is read.
     Causal language models score by yes/no logits, others by a classification head with one output. An encoder may be
     the start of a reranker where `config` chooses the form cosine_pair; with `new_head`, as training says, also that
     of one whose head is new (and random). Raises SkilltrainError if there is no such model, it is an encoder, or its
@@ -184,7 +186,8 @@ def load_reranker(
     tokenizer = load_tokenizer(folder)
     settings = _fitting(settings, tokenizer, model_config, config.source)
     settings = settings.model_copy(update={"template": with_fields(settings.template, config.fields)})
-    loading = {"dtype": resolve_dtype(config.precision, device), **backbone_options(model_config), **options}
+    dtype = resolve_dtype(config.precision, device)
+    loading = {"dtype": dtype, **backbone_options(model_config), **options, **placing_options(device)}
     network = _network(folder, settings.template.form, tokenizer, loading, new_head)
     return Reranker(network.to(device).eval(), tokenizer, settings)
 

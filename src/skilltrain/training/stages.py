@@ -40,7 +40,7 @@ def run_training(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]
     check_fits(config, accelerator)
     data = _load_data(config)
     contaminated = check_held_out(config.data, config.dev, data)
-    step = _step(config, data, cache_folder("tokens"))
+    step = _step(config, data, cache_folder("tokens"), default_device())
     data = step.data
     if share := _cut_share(step, data):
         limit = step.model.settings.max_tokens
@@ -69,13 +69,12 @@ def run_training(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]
 
 
 def plan(config: TrainConfig) -> dict[str, Any]:
-    """What training would do, found by loading everything and touching nothing (`--dry-run`)."""
+    """What training would do, found without the model's weights and touching nothing (`--dry-run`)."""
     data = _load_data(config)
     check_held_out(config.data, config.dev, data)
-    step = _step(config, data, token_cache=None)
-    found = plan_of(step, step.data, config.training)
-    say("\n".join(f"{name.removeprefix('num_')}: {value:,}" for name, value in found.items()))
-    return found
+    quantized = config.adapter is not None and config.adapter.quantize != "none"  # 4-bit layers are made as they load
+    step = _step(config, data, None, default_device() if quantized else torch.device("meta"))
+    return plan_of(step, step.data, config.training)
 
 
 def _load_data(config: TrainConfig) -> TrainingSet:
@@ -86,8 +85,8 @@ def _load_data(config: TrainConfig) -> TrainingSet:
     return data
 
 
-def _step(config: TrainConfig, data: TrainingSet, token_cache: Path | None) -> StepModule:
-    model, training = load_model(config, default_device()), config.training
+def _step(config: TrainConfig, data: TrainingSet, token_cache: Path | None, device: torch.device) -> StepModule:
+    model, training = load_model(config, device), config.training
     in_batch = isinstance(config, TrainEncoderConfig) and config.in_batch_negatives
     settings = StepSettings(training.token_budget_on(model.device), training.recompute, in_batch, token_cache)
     if isinstance(model, Encoder):
