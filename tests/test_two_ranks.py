@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import two_ranks
 from skilltrain.training.checkpoint import checkpoints
-from skilltrain.training.engine import gather_rows, rank_and_world
+from skilltrain.training.ranks import gather_rows, rank_and_world
 from two_ranks import SHARDED, last_checkpoint
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -104,6 +104,11 @@ def test_deepspeeds_files_execute_no_code(both_ranks):
     root, results = both_ranks
     assert [result["malicious"] for result in results] == ["the checkpoint is damaged, or holds code"] * 2
     assert not (root / "zero2 encoder" / "resumed" / "executed").exists()
+
+
+def test_the_first_rank_works_for_all_and_before_all(both_ranks):
+    assert [result["made"] for result in both_ranks[1]] == ["by rank 0"] * 2
+    assert [result["order"] for result in both_ranks[1]] == ["0", "01"]
 
 
 def test_all_ranks_agree_on_the_figures(both_ranks):

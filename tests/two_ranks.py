@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,6 +33,7 @@ from skilltrain.training.checkpoint import checkpoints
 from skilltrain.training.dev import Dev, OwnEncoder
 from skilltrain.training.engine import new_accelerator
 from skilltrain.training.loop import Run, train
+from skilltrain.training.ranks import first_rank_first, made_by_first_rank
 from skilltrain.training.settings import DevConfig, TrainingConfig
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
 from skilltrain.training.training_set import lexical_scores
@@ -92,6 +94,7 @@ def weights_of(step: Step) -> Weights:
 
 def five_steps(step: Step, world: int) -> tuple[list[float], Weights]:
     """(the losses over all ranks, the parameters) after five AdamW steps on batches that two does not divide."""
+    step.settings = replace(step.settings, is_sharded=False)
     model: nn.Module = DistributedDataParallel(step) if world > 1 else step
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, start = [], 0
@@ -135,6 +138,8 @@ def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
         "encoder": five_steps(encoder_step(folders["bert"], recompute=True), 2),
         "reranker": five_steps(reranker_step(folders["bert_reranker"]), 2),
         "figure": dev_figure(root, rank),
+        "made": made_by_first_rank(lambda: f"by rank {rank}"),
+        "order": order(root / "order", rank),
         "interrupted": interrupted(folders["bert"], root / "interrupted", rank),
         "unshared": [unshared(folders["bert"], root / "unshared", rank, resume) for resume in (False, True)],
     }
@@ -146,6 +151,15 @@ def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
     if HAS_DEEPSPEED:
         results["malicious"] = malicious(folders["qwen3"], root / "zero2 encoder" / "resumed", rank)
     torch.save(results, root / f"rank{rank}.pt")
+
+
+def order(file: Path, rank: int) -> str:
+    """What a file that all ranks write to holds after this one has."""
+    with first_rank_first():
+        if rank == 0:
+            time.sleep(0.5)
+        file.write_text((file.read_text() if file.exists() else "") + str(rank))
+        return file.read_text()
 
 
 def dev_figure(root: Path, rank: int) -> float:

@@ -28,7 +28,7 @@ from skilltrain.retrieval.rankers import is_own
 from skilltrain.retrieval.rerank import with_rest
 from skilltrain.templates import ChunkPool
 from skilltrain.terminal import say
-from skilltrain.training.engine import of_first_rank
+from skilltrain.training.ranks import of_first_rank
 from skilltrain.training.settings import DEV_MEASURES, DevConfig, depth_of
 from skilltrain.training.steps import Pairs, Texts
 

@@ -1,4 +1,4 @@
-"""How the processes of a run share the work (alone, DDP, FSDP2, DeepSpeed ZeRO), and what they tell each other."""
+"""How the processes of a run share the work: alone, DDP, FSDP2, DeepSpeed ZeRO."""
 
 import importlib.util
 import math
@@ -7,24 +7,20 @@ import secrets
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, gather_object
-from jaxtyping import Float
-from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import write_text
 from skilltrain.models.loading import default_device
+from skilltrain.training.ranks import of_first_rank
 from skilltrain.training.settings import TrainingConfig
 
 _SUPPORTED = {"NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED"}  # accelerate's names
 _PATIENCE = 60.0  # seconds: a network file system may remember for so long that a file was not there
-ValueT = TypeVar("ValueT")
 
 
 def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
@@ -166,55 +162,3 @@ def _set_deepspeed(accelerator: Accelerator, config: TrainingConfig) -> None:
     }
     if plugin.zero_stage == 3:
         plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-
-
-def rank_and_world() -> tuple[int, int]:
-    """(this process's rank, number of processes); (0, 1) outside a distributed run."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
-
-
-def highest_on_any_rank(number: int, device: torch.device) -> int:
-    """The largest `number` that any rank gives."""
-    if rank_and_world()[1] == 1:
-        return number
-    highest = torch.tensor(number, device=device)
-    dist.all_reduce(highest, dist.ReduceOp.MAX)
-    return int(highest)
-
-
-def of_first_rank(value: ValueT) -> ValueT:
-    """What the first rank gives, on every rank."""
-    box = [value]
-    if rank_and_world()[1] > 1:
-        dist.broadcast_object_list(box, 0)
-    return box[0]
-
-
-def gather_rows(rows: Float[Tensor, "own dim"], total: int) -> Float[Tensor, "total dim"]:
-    """The `total` rows of which rank r holds rows r, r + world, r + 2 world, …, in order, on every rank.
-
-    The gradient reaches the rank that made a row. Ranks may hold unequal counts: short ones are padded on the wire.
-    """
-    _, world = rank_and_world()
-    if world == 1:
-        return rows
-    longest = -(-total // world)
-    padded = torch.cat([rows, rows.new_zeros(longest - len(rows), rows.shape[1])])
-    gathered: Tensor = _Gather.apply(padded)  # [rank, row, dim]
-    return gathered.transpose(0, 1).reshape(world * longest, -1)[:total]
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:
-        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, rows.contiguous())
-        return torch.stack(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        gradient = gradients[0].contiguous()
-        dist.all_reduce(gradient)
-        return gradient[dist.get_rank()]

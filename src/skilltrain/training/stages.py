@@ -12,7 +12,7 @@ from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import default_device
 from skilltrain.terminal import is_main_process, say
 from skilltrain.training.dev import open_dev
-from skilltrain.training.engine import new_accelerator
+from skilltrain.training.engine import new_accelerator, shards_weights
 from skilltrain.training.export_run import save_trained
 from skilltrain.training.held_out import check_held_out
 from skilltrain.training.loop import Run, num_steps, train
@@ -40,7 +40,7 @@ def run_training(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]
     check_fits(config, accelerator)
     data = _load_data(config)
     contaminated = check_held_out(config.data, config.dev, data)
-    step = _step(config, data, cache_folder("tokens"), default_device())
+    step = _step(config, data, default_device(), cache_folder("tokens"), shards_weights(accelerator))
     data = step.data
     if share := _cut_share(step, data):
         limit = step.model.settings.max_tokens
@@ -73,7 +73,7 @@ def plan(config: TrainConfig) -> dict[str, Any]:
     data = _load_data(config)
     check_held_out(config.data, config.dev, data)
     quantized = config.adapter is not None and config.adapter.quantize != "none"  # 4-bit layers are made as they load
-    step = _step(config, data, None, default_device() if quantized else torch.device("meta"))
+    step = _step(config, data, default_device() if quantized else torch.device("meta"))
     return plan_of(step, step.data, config.training)
 
 
@@ -85,10 +85,17 @@ def _load_data(config: TrainConfig) -> TrainingSet:
     return data
 
 
-def _step(config: TrainConfig, data: TrainingSet, token_cache: Path | None, device: torch.device) -> StepModule:
+def _step(
+    config: TrainConfig,
+    data: TrainingSet,
+    device: torch.device,
+    token_cache: Path | None = None,
+    is_sharded: bool = False,
+) -> StepModule:
     model, training = load_model(config, device), config.training
     in_batch = isinstance(config, TrainEncoderConfig) and config.in_batch_negatives
-    settings = StepSettings(training.token_budget_on(model.device), training.recompute, in_batch, token_cache)
+    budget = training.token_budget_on(default_device())
+    settings = StepSettings(budget, training.recompute, in_batch, token_cache, is_sharded)
     if isinstance(model, Encoder):
         assert isinstance(config, TrainEncoderConfig)
         return EncoderStep(model, config.loss, on_best_windows(data, model.settings), settings)

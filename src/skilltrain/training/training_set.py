@@ -28,6 +28,7 @@ from skilltrain.tables import (
     verdicts_by_query,
 )
 from skilltrain.terminal import track
+from skilltrain.training.ranks import made_by_first_rank
 
 
 class ListsSource(Config):
@@ -131,8 +132,10 @@ def load_training_set(
             raise SkilltrainError(f"skill {missing[0]!r}{more} of {folder} is not in the pool", where=source.pool)
         lists, used = [*lists, *found], used | own
     kept = {skill_id: skills[skill_id] for skill_id in sorted(used)}
-    clusters = _clusters(source, list(kept.values()), near_duplicates)
-    lexical = lexical_scores((one.query for one in lists), list(skills.values())) if with_lexical else {}
+    clusters = made_by_first_rank(lambda: _clusters(source, list(kept.values()), near_duplicates))
+    lexical: dict[str, dict[str, float]] = {}
+    if with_lexical:
+        lexical = made_by_first_rank(lambda: lexical_scores((one.query for one in lists), list(skills.values())))
     return TrainingSet(tuple(lists), kept, clusters, lexical)
 
 
