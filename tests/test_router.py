@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from skilltrain.data.pool.read import read_pool
+from skilltrain.data.pool.read import read_pool, skill_file
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig
@@ -58,9 +58,19 @@ def test_a_real_encoder_finds_the_skills_of_the_queries(library, tmp_path):
 def test_the_command_prints_ranks_scores_and_descriptions(library):
     outcome = succeeds("route", "merge these pdf files", "--pool", library / "skills", "--top", 2)
     first, description, second, _ = outcome.out.splitlines()
-    assert first.split()[0] == "1" and first.split()[2] == "documents/pdf-merge" and float(first.split()[1]) > 0
+    file = library / "skills" / "documents" / "pdf-merge" / "SKILL.md"
+    assert first.split()[0] == "1" and float(first.split()[1]) > 0 and first.endswith(f"  pdf-merge  ({file})")
     assert description.strip() == "How to merge pdf files into one document."
     assert second.split()[0] == "2"
+
+
+def test_the_file_of_a_skill_is_found_by_its_pool(library, tmp_path):
+    succeeds("pool", f"sources={library}/skills", f"out={tmp_path}/pool")
+    file = library / "skills" / "documents" / "pdf-merge" / "SKILL.md"
+    assert skill_file(tmp_path / "pool", "documents/pdf-merge") == file
+    assert skill_file(file.parent, "pdf-merge") == file  # a source that is one skill
+    assert skill_file(tmp_path / "pool", "documents/gone") is None
+    assert skill_file(library / "skills" / "data", "../documents/pdf-merge") is None
 
 
 def test_a_router_scores_every_request_anew(model_folders):
@@ -96,11 +106,13 @@ def test_the_command_marks_flagged_skills(tmp_path, has_table):
     if not has_table:
         (tmp_path / "pool" / "flags.parquet").unlink()
     lines = succeeds("route", "merge pdf files", "--pool", tmp_path / "pool", "--top", 2).out.splitlines()
-    assert lines[0].split()[2] == "a/lure" and lines[2].startswith("    !! FLAGGED bare_address: talks to a server")
+    assert lines[0].endswith("  pdf merge  (a/lure)") and lines[2].startswith(
+        "    !! FLAGGED bare_address: talks to a server"
+    )
     assert lines[3].startswith("    !! FLAGGED locked_archive: ") and lines[3].endswith(
         "in its body: .zip (extract with pass: `otter`"
     )
-    assert lines[4].split()[2] == "a/good" and len(lines) == 6 and "\x1b" not in "".join(lines)
+    assert lines[4].endswith("(a/good)") and len(lines) == 6 and "\x1b" not in "".join(lines)
     found = json.loads(succeeds("route", "merge pdf files", "--pool", tmp_path / "pool", "--json").out)
     lure, good = found["skills"]
     assert [flag["rule"] for flag in lure["flags"]] == ["bare_address", "locked_archive"] and good["flags"] == []

@@ -64,6 +64,7 @@ def route(
         float, typer.Option(min=0, help="order by reranker + weight x the score before; 1 for small rerankers")
     ] = 0.0,
     rankers: Annotated[str | None, typer.Option(help="any rankers, as in a recipe, in their place")] = None,
+    cache: Annotated[Path | None, typer.Option(help="folder of the encoder's vectors; else the user's cache")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Find the skills for a task, those marked that the safety screening flags.
@@ -73,36 +74,44 @@ def route(
     Example: skilltrain route "merge these PDFs" --pool runs/pool --encoder runs/encoder
     """
     from skilltrain import api
+    from skilltrain.data.pool.read import skill_file
     from skilltrain.routing.router import Router
 
     def find() -> "list[RoutedSkill]":
         if router is not None and pool is None:
             return Router.load(router).route(request, top)
         if pool is not None and router is None:
-            return api.route(request, pool, rankers or _rankers(encoder, reranker, first_weight), top)
+            return api.route(request, pool, rankers or _rankers(encoder, reranker, first_weight, cache), top)
         raise SkilltrainError("give either --router or --pool", where="skilltrain route")
 
     found = quietly(find)
+    folder = pool or Router.pool_of(router or Path())
+    files = [skill_file(folder, routed.skill.skill_id) for routed in found]
     if as_json:
         rows = [
             {"rank": r.rank, "score": r.score, "skill_id": r.skill.skill_id, "name": r.skill.name,
-             "description": r.skill.description, "source": r.skill.source, "flags": [asdict(flag) for flag in r.flags]}
-            for r in found
+             "description": r.skill.description, "source": r.skill.source, "file": str(file) if file else None,
+             "flags": [asdict(flag) for flag in r.flags]}
+            for r, file in zip(found, files, strict=True)
         ]  # fmt: skip
         typer.echo(json_text({"request": request, "skills": rows}))
         return
-    for routed in found:
-        _print(routed)
+    for routed, file in zip(found, files, strict=True):
+        _print(routed, file)
 
 
-def _rankers(encoder: str | None, reranker: str | None, first_weight: float) -> list[dict[str, Any]]:
+def _rankers(
+    encoder: str | None, reranker: str | None, first_weight: float, cache: Path | None
+) -> list[dict[str, Any]]:
     """BM25 or the encoder, whose vectors are kept for the next request, and the reranker."""
-    first = {"kind": "dense", "source": encoder, "cache": cache_folder("vectors")} if encoder else {"kind": "lexical"}
+    kept = {"source": encoder, "cache": str(cache or cache_folder("vectors"))}
+    first = {"kind": "dense", **kept} if encoder else {"kind": "lexical"}
     return [first, *([{"kind": "rerank", "source": reranker, "first_weight": first_weight}] if reranker else [])]
 
 
-def _print(routed: "RoutedSkill") -> None:
-    typer.echo(f"{routed.rank:>2}  {routed.score:8.4f}  {printable(routed.skill.skill_id)}")
+def _print(routed: "RoutedSkill", file: Path | None) -> None:
+    name, place = printable(routed.skill.name, 90), printable(str(file or routed.skill.skill_id))
+    typer.echo(f"{routed.rank:>2}  {routed.score:8.4f}  {name}  ({place})")
     typer.echo(f"                {printable(routed.skill.description, 90)}")
     for flag in reversed({flag.rule: flag for flag in reversed(routed.flags)}.values()):  # one for each rule
         typer.echo(f"    !! FLAGGED {flag.rule}: {flag.reason}; in its {flag.field}: {printable(flag.span, 120)}")

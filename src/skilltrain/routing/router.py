@@ -57,7 +57,13 @@ class Router:
         config = validate(RouterConfig, load_recipe(file), file)
         rankers = [_placed(ranker, folder, file) for ranker in config.rankers]
         system = validate(SystemConfig, {"name": "router", "rankers": rankers}, file)
-        return cls(read_pool(inside(folder, str(config.pool), file)), system)
+        return cls(read_pool(cls.pool_of(folder)), system)
+
+    @staticmethod
+    def pool_of(folder: Path) -> Path:
+        """The pool of the router in `folder`."""
+        file = folder / ROUTER_FILE
+        return inside(folder, str(validate(RouterConfig, load_recipe(file), file).pool), file)
 
     def route(self, request: str, top: int = 5) -> list[RoutedSkill]:
         """The `top` skills for `request`, best first. Raises SkilltrainError for an empty request."""

@@ -10,7 +10,9 @@ from typing import Any
 from skilltrain.data.pool.skill_file import skill_from_row
 from skilltrain.data.pool.skill_sources import read_source
 from skilltrain.errors import SkilltrainError
+from skilltrain.files import read_json
 from skilltrain.records import Dropped, Skill
+from skilltrain.runs import RUN_FILE
 from skilltrain.tables import SKILLS, read_table, skills_from_table, table_path
 from skilltrain.terminal import say, track
 from skilltrain.texts import clean_text, language_of
@@ -34,6 +36,16 @@ def read_pool(path: Path | str) -> list[Skill]:
         num_all = len(skills) + len(dropped)
         say(f"{path}: {len(dropped)} of {num_all} left out ({why}); `skilltrain pool sources={path}` lists them")
     return skills
+
+
+def skill_file(pool: Path, skill_id: str) -> Path | None:
+    """Where the SKILL.md of a skill lies, below `pool` or a source that the run in `pool` read; None if it is gone."""
+    record = read_json(pool / RUN_FILE) if (pool / RUN_FILE).is_file() else None
+    sources = record["recipe"].get("sources", ()) if isinstance(record, dict) else ()
+    folders = [pool, *(Path(source) for source in sources if isinstance(source, str))]
+    places = (place for folder in folders for place in (folder / skill_id, folder) if place.name == Path(skill_id).name)
+    files = (place / "SKILL.md" for place in places if ".." not in Path(skill_id).parts)
+    return next((file for file in files if file.is_file()), None)
 
 
 def skills_of_rows(rows: Iterable[Mapping[str, Any]]) -> list[Skill]:
