@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
+from transformers import Qwen3Config, Qwen3Model
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.losses import InfoNCE, ListwiseCE
@@ -17,8 +18,10 @@ from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.training.engine import new_accelerator
 from skilltrain.training.loop import Run, train
+from skilltrain.training.memory import planned_activations
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
+from tiny_models import qwen3_tokenizer
 from training_data import training_set
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -96,6 +99,26 @@ def test_recomputed_layers_draw_the_same_dropout(
     assert again == pytest.approx(loss, rel=1e-6)
     for key, gradient in kept.items():
         assert torch.allclose(recomputed[key], gradient, atol=1e-5), key
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_step_takes_the_planned_memory(tmp_path: Path, recompute: bool) -> None:
+    """A Qwen3 of eight layers, whose activations are far larger than its weights."""
+    qwen3_tokenizer(appends_end=True).save_pretrained(tmp_path)
+    sizes = {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536, "head_dim": 64}
+    config = Qwen3Config(vocab_size=800, num_attention_heads=8, num_key_value_heads=4, **sizes)
+    Qwen3Model(config).save_pretrained(tmp_path)
+    encoder = load_encoder(EncoderConfig(source=str(tmp_path), max_tokens=512), DEVICES[1])
+    step = EncoderStep(encoder, InfoNCE(), training_set(64, num_skills=200), StepSettings(8192, recompute)).train()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = step(step.data.lists)
+    loss.backward()
+    weights = sum(parameter.numel() * 4 for parameter in step.parameters())
+    taken = torch.cuda.max_memory_allocated() - before - weights  # of them: gradients
+    planned = planned_activations(step, [step.data.lists], torch.bfloat16)
+    assert planned > 2 * weights and taken == pytest.approx(planned, rel=0.25)
 
 
 def trained(folder: Path, out: Path, resume: bool = False, **settings: object) -> EncoderStep:

@@ -1,4 +1,4 @@
-"""A GPU's memory in a training: a probe before the first step, the peak, and one line where it runs out."""
+"""Memory in a training: the plan, a probe before the first step, the peak, and one line where it runs out."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,13 +12,29 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from skilltrain.errors import SkilltrainError
+from skilltrain.models.activations import layer_bytes
 from skilltrain.models.loading import resolve_dtype, resolve_model
 from skilltrain.terminal import say
 from skilltrain.training.settings import TrainConfig, TrainingConfig
-from skilltrain.training.steps import StepModule, TokenCount
+from skilltrain.training.steps import EncoderStep, StepModule, TokenCount
 from skilltrain.training.training_set import TrainingList
 
 _GIB = 2**30
+
+
+def planned_activations(step: StepModule, batches: Iterable[Sequence[TrainingList]], dtype: torch.dtype) -> int:
+    """Bytes that the batch with the most tokens needs beside weights and optimiser, all of it on one process.
+
+    With `recompute` these are the inputs of all layers, and all of one layer for the largest micro-batch.
+    """
+    largest = max(batches, key=lambda batch: sum(sum(step.lengths(one)) for one in batch))
+    network = step.model.backbone if isinstance(step, EncoderStep) else step.model.network
+    slots, config = step.slots(largest), network.config
+    of_layer, num_layers = layer_bytes(network, dtype), config.num_hidden_layers
+    if not step.settings.recompute:
+        return round(sum(slots) * num_layers * of_layer)
+    of_input = config.hidden_size * network.get_input_embeddings().weight.element_size()
+    return round(sum(slots) * num_layers * of_input + max(slots) * of_layer)
 
 
 def check_fits(config: TrainConfig, accelerator: Accelerator) -> None:

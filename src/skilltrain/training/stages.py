@@ -1,6 +1,7 @@
 """The stages `train_encoder` and `train_reranker`: from LISTS to a model folder; and what they would do."""
 
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from skilltrain.training.dev import open_dev
 from skilltrain.training.engine import new_accelerator, shards_weights
 from skilltrain.training.export_run import save_trained
 from skilltrain.training.held_out import check_held_out
-from skilltrain.training.loop import Run, num_steps, train
-from skilltrain.training.memory import check_fits
+from skilltrain.training.loop import Run, num_steps, step_batches, train
+from skilltrain.training.memory import check_fits, planned_activations
 from skilltrain.training.scores import check_teacher_scores
 from skilltrain.training.settings import (
     TrainConfig,
@@ -119,10 +120,12 @@ def counts_of(step: StepModule, data: TrainingSet) -> dict[str, int]:
 
 def plan_of(step: StepModule, data: TrainingSet, config: TrainingConfig) -> dict[str, Any]:
     """All figures of the plan: `list_tokens` of all lists one by one, of which a step computes what is shared once;
-    `memory_mib` of weights, gradients and optimiser where one process holds all of them, activations not counted."""
+    `memory_mib` where one process holds all, with `activation_mib` for the largest batch (`planned_activations`)."""
     trained = [parameter for parameter in step.parameters() if parameter.requires_grad]
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in [*step.parameters(), *trained])
     num_bytes += _ADAMW_BYTES * sum(parameter.numel() for parameter in trained)
+    batches = chain.from_iterable(step_batches(data.lists, config))
+    activations = planned_activations(step, batches, config.dtype_on(default_device()))
     most = step.model.settings.max_tokens
     tokens = sum(min(length, most) for one in data.lists for length in step.lengths(one))
     if isinstance(step, EncoderStep):
@@ -132,7 +135,8 @@ def plan_of(step: StepModule, data: TrainingSet, config: TrainingConfig) -> dict
         "num_steps": num_steps(data.lists, config),
         "positives_cut_share": _cut_share(step, data),
         "list_tokens": tokens,
-        "memory_mib": round(num_bytes / 2**20, 1),
+        "activation_mib": round(activations / 2**20, 1),
+        "memory_mib": round((num_bytes + activations) / 2**20, 1),
     }
 
 

@@ -94,6 +94,12 @@ class EncoderStep(nn.Module):
         """Tokens of the texts of a list's skills."""
         return [len(self.skill_ids[skill_id]) for skill_id in one.skill_ids]
 
+    def slots(self, batch: Sequence[TrainingList]) -> list[int]:
+        """Tokens of each micro-batch of a batch, padding included, where one process computes all of it."""
+        lengths = [len(self.query_ids[one.query]) for one in batch]
+        lengths += [len(self.skill_ids[skill_id]) for skill_id in {s for one in batch for s in one.skill_ids}]
+        return [num_slots(lengths, [group]) for group in micro_batches(lengths, self.settings.token_budget)]
+
     def _encode(self, texts: Sequence[TokenIds], any_text: Sequence[TokenIds]) -> Float[Tensor, "text dim"]:
         """Unit vectors of this rank's texts. An idle rank still runs the model, for its part in the exchange."""
         used = texts or any_text
@@ -146,6 +152,13 @@ class RerankerStep(nn.Module):
         """Tokens of a list's pairs before they are cut."""
         fixed = self.model.pairs.num_fixed + len(self.query_ids[one.query])
         return [fixed + len(self.skill_ids[skill_id]) for skill_id in one.skill_ids]
+
+    def slots(self, batch: Sequence[TrainingList]) -> list[int]:
+        """Tokens of each micro-batch of a batch, padding included, where one process computes all of it."""
+        lists = [self.pairs(one) for one in batch]
+        pairs = [pair for one in lists for pair in one]
+        groups = self.model.micro_batches(lists, self.settings.token_budget)
+        return [self.model.num_slots([pairs[position] for position in group]) for group in groups]
 
     def _gathered_scores(self, lists: Sequence[Sequence[PairIds]], rank: int, world: int) -> Float[Tensor, "pair"]:
         """Every rank scores its share of the lists, padded to the longest list on the wire."""
