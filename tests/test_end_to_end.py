@@ -224,3 +224,26 @@ def test_the_next_command_names_what_there_is(done, model_folders):
         f"next: skilltrain filter pool={runs}/pool queries={runs}/queries rankings={runs}/mined "
         f"encoder.source={model_folders['bert']} out={runs}/filtered"
     )
+
+
+OWN_LOSS = """
+from skilltrain.losses import OwnLoss
+
+
+class Hinge(OwnLoss):
+    margin: float = 1.0
+
+    def __call__(self, batch):
+        wanted = batch.gains * 2 - 1
+        return (self.margin - wanted * batch.filled(0.0)).clamp(min=0).masked_fill(~batch.valid, 0).sum()
+"""
+
+
+def test_a_loss_of_another_package_trains_and_is_exported(done, tmp_path, monkeypatch):
+    runs, _, _ = done
+    (tmp_path / "our_losses.py").write_text(OWN_LOSS)
+    monkeypatch.syspath_prepend(tmp_path)
+    loss = "loss={name: our_losses:Hinge, margin: 0.5}"
+    succeeds("train", runs / "recipes" / "encoder.yaml", loss, f"out={tmp_path}/encoder")
+    succeeds("export", tmp_path / "encoder", "--out", tmp_path / "model")
+    assert "  name: our_losses:Hinge\n  margin: 0.5\n" in (tmp_path / "model" / "README.md").read_text()

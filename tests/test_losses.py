@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from skilltrain.losses import (
     ListwiseCE,
     MarginMSE,
     Matryoshka,
+    OwnLoss,
+    PlainLoss,
     PointwiseBCE,
     RankNet,
     RerankerLoss,
@@ -24,10 +27,7 @@ from skilltrain.losses import (
     uses_lexical_scores,
 )
 
-LOSSES = [
-    InfoNCE(), ListwiseCE(), PointwiseBCE(), ListNet(), RankNet(), LambdaRank(), LambdaRank(mu=10, k=2), MarginMSE(),
-    KL(teacher_temperature=2),
-]  # fmt: skip
+LOSSES = [*(loss() for loss in get_args(PlainLoss)), LambdaRank(mu=10, k=2)]
 EVERY_LOSS = pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss.name}{getattr(loss, 'k', '') or ''}")
 
 
@@ -322,11 +322,44 @@ def test_what_a_loss_needs():
 @pytest.mark.parametrize("union", [EncoderLoss, RerankerLoss])
 def test_a_loss_is_chosen_by_name(union):
     adapter = TypeAdapter(union)
-    for default in (InfoNCE(), ListwiseCE(), PointwiseBCE(), ListNet(), RankNet(), LambdaRank(), MarginMSE(), KL()):
+    for default in (loss() for loss in get_args(PlainLoss)):
         assert adapter.validate_python({"name": default.name}) == default
     assert InfoNCE().temperature == 0.05 and ListwiseCE().temperature == 1
     with pytest.raises(ValidationError):
         adapter.validate_python({"name": "infonce", "temperature": 0})
+
+
+class Hinge(OwnLoss):
+    margin: float = 1.0
+
+    def __call__(self, batch):
+        return (self.margin - batch.scores).clamp(min=0).sum()
+
+
+HINGE = f"{__name__}:Hinge"
+
+
+@pytest.mark.parametrize("union", [EncoderLoss, RerankerLoss])
+def test_a_loss_of_another_package_is_named_by_its_import(union):
+    adapter = TypeAdapter(union)
+    loss = adapter.validate_python({"name": HINGE, "margin": 2})
+    assert isinstance(loss, Hinge) and loss(batch([[0.5, 3]], [[1, 0]])).item() == 1.5
+    assert adapter.dump_python(loss) == {"name": HINGE, "margin": 2.0}
+    assert adapter.validate_python(adapter.dump_python(loss)) == adapter.validate_python(loss) == loss
+    for values, complaint in [
+        ({"name": "no.such:Loss"}, "cannot import no.such:Loss: No module named 'no'"),
+        ({"name": f"{__name__}:Other"}, "has no attribute 'Other'"),
+        ({"name": ":Hinge"}, "cannot import :Hinge"),
+        ({"name": "builtins:dict"}, "builtins:dict is no subclass of skilltrain.losses.OwnLoss"),
+        ({"name": HINGE, "margn": 2}, "unknown key 'margn', did you mean 'margin'"),
+    ]:
+        with pytest.raises(ValidationError, match=complaint):
+            adapter.validate_python(values)
+
+
+def test_matryoshka_goes_around_a_loss_of_another_package():
+    loss = TypeAdapter(EncoderLoss).validate_python({"name": "matryoshka", "dims": [2], "loss": {"name": HINGE}})
+    assert isinstance(loss, Matryoshka) and loss.loss == Hinge(name=HINGE) and not loss.needs_sides
 
 
 def test_matryoshka_is_the_encoders_alone():

@@ -1,12 +1,12 @@
 """Losses by name. A loss sees scores, never a model.
 
 A new loss is one file with a frozen Config (`name: Literal[...]`, what it needs, its hyper-parameters, `__call__`)
-and its class in the union in plain.py; the settings of both stages then know it.
+and its class in the union in plain.py; the settings of both stages then know it. One of another package is an OwnLoss.
 """
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, Tag
 
 from skilltrain.losses.infonce import InfoNCE
 from skilltrain.losses.kl import KL
@@ -15,14 +15,17 @@ from skilltrain.losses.list_net import ListNet
 from skilltrain.losses.listwise_ce import ListwiseCE
 from skilltrain.losses.margin_mse import MarginMSE
 from skilltrain.losses.matryoshka import Matryoshka
-from skilltrain.losses.plain import PlainLoss
+from skilltrain.losses.own import BY_NAME, Imported, OwnLoss
+from skilltrain.losses.plain import AnyPlainLoss, PlainLoss
 from skilltrain.losses.pointwise_bce import PointwiseBCE
 from skilltrain.losses.positives import positive_cells
 from skilltrain.losses.ranknet import RankNet
 from skilltrain.losses.scored_batch import ScoredBatch, SideScores, SideTerm
 
-EncoderLoss = Annotated[PlainLoss | Matryoshka, Field(discriminator="name")]
-RerankerLoss = Annotated[PlainLoss, Field(discriminator="name")]
+EncoderLoss = Annotated[
+    Annotated[PlainLoss | Matryoshka, Field(discriminator="name"), Tag("named")] | Imported, BY_NAME
+]
+RerankerLoss = AnyPlainLoss
 
 
 def uses_lexical_scores(loss: EncoderLoss) -> bool:
@@ -40,6 +43,8 @@ __all__ = [
     "ListwiseCE",
     "MarginMSE",
     "Matryoshka",
+    "OwnLoss",
+    "PlainLoss",
     "PointwiseBCE",
     "RankNet",
     "RerankerLoss",

@@ -9,7 +9,7 @@ from torch import Tensor
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 from skilltrain.losses.infonce import InfoNCE
-from skilltrain.losses.plain import PlainLoss
+from skilltrain.losses.plain import AnyPlainLoss
 from skilltrain.losses.scored_batch import ScoredBatch
 
 
@@ -27,7 +27,7 @@ class Matryoshka(Config):
     """
 
     name: Literal["matryoshka"] = "matryoshka"
-    loss: PlainLoss = Field(default=InfoNCE(), discriminator="name", description="what is learnt at every width")
+    loss: AnyPlainLoss = Field(default=InfoNCE(), description="what is learnt at every width")
     dims: tuple[int, ...] = Field(min_length=1, description="widths, the full one among them")
     weights: tuple[float, ...] | None = Field(default=None, description="a weight for each width; null: 1 for all")
 
