@@ -13,7 +13,7 @@ train() { if [ -d "$2/checkpoints" ]; then skilltrain train "$1" --resume; else 
 skilltrain pool sources=examples/skill_library/skills categories=from_pool encoder.source=$base encoder.cache=$runs/vectors out=$runs/pool
 # 2. Queries with the skills that answer them (`skilltrain synthesize` writes queries where you have none).
 skilltrain queries files='examples/skill_library/queries/*.jsonl' pool=$runs/pool out=$runs/queries
-# 3. Hard negatives from four sources, false negatives filtered in three layers, one list a query.
+# 3. Hard negatives from four sources, false negatives filtered in three layers, one list per query.
 skilltrain mine pool=$runs/pool queries=$runs/queries encoder.source=$base encoder.cache=$runs/vectors out=$runs/mined
 skilltrain filter pool=$runs/pool queries=$runs/queries rankings=$runs/mined encoder.source=$base encoder.cache=$runs/vectors out=$runs/filtered
 skilltrain lists pool=$runs/pool queries=$runs/queries rankings=$runs/filtered \

@@ -90,7 +90,7 @@ def test_beir_with_windows_line_ends_a_byte_order_mark_and_negative_scores(write
 
 def test_faults_in_other_beir_files_are_named(write: Write):
     folder = beir(write, dev="q1\td1\t1\n")
-    with pytest.raises(SkilltrainError, match=r"query 'q1' is of two splits \(give the split"):
+    with pytest.raises(SkilltrainError, match=r"query 'q1' has two splits \(give the split"):
         load_benchmark(folder)
     write("qrels/dev.tsv", "q2\td1\t1\nq2\td2\t1\n")
     with pytest.raises(SkilltrainError, match=r"dev\.tsv, line 2: query_id: Field required"):
@@ -145,7 +145,7 @@ def test_a_skillret_query_in_two_splits_needs_a_split(write: Write):
         "queries/train.jsonl": jsonl({"id": "q-test", "query": "do"}),
         "qrels/train.jsonl": jsonl({"query_id": "q-test", "skill_id": "s-train", "relevance": 1}),
     })  # fmt: skip
-    with pytest.raises(SkilltrainError, match=r"query 'q-test' is of two splits \(give the split to score"):
+    with pytest.raises(SkilltrainError, match=r"query 'q-test' has two splits \(give the split to score"):
         load_benchmark(folder)
     assert ids(load_benchmark(folder, "train")) == ["q-test"]
 
@@ -279,7 +279,7 @@ def test_livemcpbench_as_published_finds_tools_by_name(write: Write):
         (beir, "q1\td1\t1\nq1\td9\t1\n", r"test\.tsv, line 3: skill 'd9' of query 'q1' is not among the"),
         (beir, "q1\td1\tgood\n", r"test\.tsv, line 2: score: "),
         (beir, "q1\td1\tnan\n", r"test\.tsv: query 'q1': the gain of skill 'd1' is nan"),
-        (beir, "q1\td1\t1\nq1\td1\t1\n", r"test\.tsv, line 3: query 'q1' and skill 'd1' stand together twice"),
+        (beir, "q1\td1\t1\nq1\td1\t1\n", r"test\.tsv, line 3: query 'q1' and skill 'd1' appear together twice"),
         (beir, "q1\td1\t1\nq2\td", r"test\.tsv, line 3: score: "),
         (beir, "q1\td1\t1\nq2\td2\t0\n", r"test\.tsv: query 'q2': no skill is gold"),
         (beir, "", r"bench: holds no query to score"),
@@ -288,11 +288,11 @@ def test_livemcpbench_as_published_finds_tools_by_name(write: Write):
         (r3_skill, jsonl({"query": "a", "skill_ids": []}), r"test\.jsonl, line 1: query 'test-1': no skill is gold"),
         (r3_skill, jsonl({"query": "a", "skill_ids": ["skill-9"]}), r"line 1: skill 'skill-9' is not in skills_"),
         (groups, [group("g1", [])], r"judgements\.jsonl, line 1: query 'g1': no skill is gold"),
-        (groups, [group("g1", ["a"]), group("g1", ["b"])], r"judgements\.jsonl, line 2: group 'g1' stands twice"),
+        (groups, [group("g1", ["a"]), group("g1", ["b"])], r"judgements\.jsonl, line 2: group 'g1' appears twice"),
         (groups, [group("g1", ["a", "x"])], "line 1: skill 'x' of group 'g1' is judged twice"),
         (groups, [group("g1", ["a"], rejected=["x"])], r"line 1: rejected\.0: "),
         (livemcp, [mcp_task("t", ["a/b"])], r"tasks\.jsonl, line 1: skill 'a/b' of task 't' is not among"),
-        (livemcp, [mcp_task("t", ["web/fetch"])] * 2, r"tasks\.jsonl, line 2: task 't' stands twice"),
+        (livemcp, [mcp_task("t", ["web/fetch"])] * 2, r"tasks\.jsonl, line 2: task 't' appears twice"),
         (livemcp, [mcp_task("t", ["web/fetch"], tools=[])], "line 1: task 't' has 0 tools and 1 lists of candidates"),
         (
             livemcp,

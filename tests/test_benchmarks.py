@@ -46,7 +46,7 @@ def test_skillrouter_folder_scores_what_relevance_json_says(tmp_path: Path):
     [
         ([T], {}, "relevance.json lacks task 't'"),
         ([T], {"t": entry("g"), "u": entry("g")}, "tasks.jsonl lacks task 'u'"),
-        ([T, T], {"t": entry("g")}, "tasks.jsonl, line 2: task 't' stands twice"),
+        ([T, T], {"t": entry("g")}, "tasks.jsonl, line 2: task 't' appears twice"),
         ([T], [], "relevance.json: expected a map"),
         ([T], {"t": entry()}, "relevance.json: query 't': no skill is gold"),
         ([T], {"t": entry("g", relevance={"g": 0})}, "query 't': gold skill 'g' has no positive gain"),
@@ -70,8 +70,8 @@ def test_what_is_no_benchmark_is_told(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"t": %s, "t": %s}', r"relevance\.json: 't' stands twice"),
-        ('{"t": {"gt_skill_ids": ["g"], "relevance": {"g": 3, "g": 1}, "task_type": "clean"}}', "'g' stands twice"),
+        ('{"t": %s, "t": %s}', r"relevance\.json: 't' appears twice"),
+        ('{"t": {"gt_skill_ids": ["g"], "relevance": {"g": 3, "g": 1}, "task_type": "clean"}}', "'g' appears twice"),
         ("[" * 100_000, r"relevance\.json: is not JSON: maximum recursion depth"),
     ],
 )

@@ -159,7 +159,7 @@ FAULTS = {
     EVALUATE + "--encoder {bert}": "systems need a pool to rank (give pool=…)",
     EVALUATE + "--pool {tmp}/few": "gold skill 'media/photo-sort' of query 'q14' is not among the 10",
     "evaluate {tmp}/systems.yaml": "systems: two systems have the same name",
-    "evaluate {tmp}/systems.yaml --encoder {bert}": "{tmp}/systems.yaml: systems stand in the recipe",
+    "evaluate {tmp}/systems.yaml --encoder {bert}": "{tmp}/systems.yaml: the recipe lists systems already",
     "evaluate --benchmark {tmp}/empty --pool {runs}/pool out={tmp}/out": "{tmp}/empty: is not a benchmark",
     # Routing.
     "route '' --pool {runs}/pool": "the request is empty",

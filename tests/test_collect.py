@@ -320,7 +320,7 @@ def test_a_page_of_html_in_place_of_a_skill_is_asked_for_again(registry, tmp_pat
 def test_the_run_stops_when_it_is_the_registry_that_fails(registry, tmp_path, monkeypatch):
     registry.before = lambda path: Reply(b"", 500) if "/get/" in path else None
     monkeypatch.setattr("skilltrain.data.collect.collect.MAX_FAILURES_IN_ROW", 4)
-    assert "4 skills in a row could not be had; the last: HTTP 500" in failure(registry, tmp_path)
+    assert "4 skills in a row could not be fetched; the last: HTTP 500" in failure(registry, tmp_path)
     assert len(registry.downloads()) == 12
     registry.before = lambda path: None
     assert len(sync(registry, tmp_path)[1]) == 7
@@ -411,7 +411,7 @@ def test_pages_that_go_in_a_circle_end_with_an_error(registry, tmp_path, style):
     page = Reply(json.dumps({"items": [{"id": "s0", "download_url": "x"}], "next_cursor": "0"}).encode())
     registry.before = lambda path: page if "skills" in path else None
     settings = {"registry__pages": CURSOR} if style == "cursor" else {}
-    message = "the last 3 pages list nothing new: the listing goes round in circles"
+    message = "the last 3 pages list nothing new: the listing repeats itself"
     assert message in failure(registry, tmp_path, **settings)
     assert len(registry.paths) == {"number": 4, "cursor": 2}[style]
     assert message in failure(registry, tmp_path, **settings)

@@ -150,7 +150,7 @@ def test_a_duplicate_key_is_refused_with_its_line(tmp_path):
     path = write(tmp_path, "a: 1\nb:\n  c: 1\n  d: 2\n  c: 3\n")
     with pytest.raises(SkilltrainError) as error:
         load_recipe(path)
-    assert str(error.value) == f"{path}: key 'c' stands twice (again on line 5)"
+    assert str(error.value) == f"{path}: key 'c' appears twice (again on line 5)"
 
 
 def test_merge_keys_work_and_may_be_overridden(tmp_path):

@@ -221,7 +221,7 @@ def test_a_base_of_another_architecture_or_shape_is_refused(tmp_path, model_fold
     config = config.model_copy(update={"model": config.model.model_copy(update={"template": RerankerTemplate()})})
     add_checkpoint(config, 3)
     write_run(config, finished=False, summary={})
-    with pytest.raises(SkilltrainError, match=r"bert: its base is another architecture.*: its weights lack the head"):
+    with pytest.raises(SkilltrainError, match=r"bert: its base has another architecture.*: its weights lack the head"):
         export_run(config.out, tmp_path / "out", interpolate=0.5)
     other = config_of(tmp_path, model_folders["qwen3"])
     write_run(other, finished=False, summary={})

@@ -39,7 +39,7 @@ def test_json_round_trip_and_refusals(tmp_path):
     with pytest.raises(ValueError, match="JSON"):
         write_json(tmp_path / "a.json", float("nan"))
     assert read_json(tmp_path / "a.json") == {"a": [1, None, "ü"]}
-    for name, text, fault in (("b", "{", "is not JSON"), ("c", '{"a": 1, "a": 2}', "'a' stands twice")):
+    for name, text, fault in (("b", "{", "is not JSON"), ("c", '{"a": 1, "a": 2}', "'a' appears twice")):
         (tmp_path / name).write_text(text)
         with pytest.raises(SkilltrainError, match=fault):
             read_json(tmp_path / name)

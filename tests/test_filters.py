@@ -331,7 +331,7 @@ def test_judged_positives_can_be_kept_for_the_reranker(folder):
     ("changes", "message"),
     [
         ({"encoder": None}, "layer 'cosine' needs the section 'encoder'"),
-        ({"layers": [{"name": "name"}, {"name": "name"}]}, "a layer stands twice"),
+        ({"layers": [{"name": "name"}, {"name": "name"}]}, "a layer appears twice"),
         ({"layers": [{"name": "nmae"}]}, "layers.0"),
         ({"layers": [{"name": "jaccard", "above": 60}]}, "layers.0.above"),
         ({"layers": [{"name": "ceiling"}], "encoder": None}, "layer 'ceiling' needs the section 'encoder'"),
@@ -368,7 +368,7 @@ def test_all_layers_run_from_a_recipe(folder):
     [
         (RANKINGS, "rankings.parquet", rankings("stranger"),
          r"pool.parquet: 1 ranked skill\(s\) are not in this pool, 'stranger'"),
-        (QUERIES, "queries", [], r"queries: 1 ranked querie\(s\) are not here, 'q1' among them"),
+        (QUERIES, "queries", [], r"queries: 1 ranked queries are not here, 'q1' among them"),
         (CLUSTERS, "clusters.parquet", [{"skill_id": "gold", "cluster": 0}],
          r"clusters\.parquet: 4 skill\(s\) of the pool are in no cluster, 'body'"),
     ],

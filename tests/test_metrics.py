@@ -287,5 +287,5 @@ def test_a_relevance_no_ranking_can_meet_is_refused_naming_the_query(relevance: 
 
 
 def test_a_skill_twice_in_a_ranking_is_refused_naming_query_and_skill():
-    with pytest.raises(SkilltrainError, match="query q: skill 'a' stands twice in the ranking, again at rank 3"):
+    with pytest.raises(SkilltrainError, match="query q: skill 'a' appears twice in the ranking, again at rank 3"):
         per_query({"q": ["a", "b", "a"]}, {"q": BINARY}, parse_measures(["Hit@1"]))

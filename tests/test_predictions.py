@@ -89,7 +89,7 @@ def test_ids_of_another_pool_are_told(benchmark, capsys):
     [
         ({"t1": ["gt/a"], "t9": ["gt/b"]}, "1 of 2 predicted queries are not in the benchmark, first 't9'"),
         ({"t3": ["gt/d"]}, "all its predictions are for queries that are not scored here"),
-        ({"t1": ["gt/a", "x", "gt/a"]}, "query t1: skill 'gt/a' stands twice"),
+        ({"t1": ["gt/a", "x", "gt/a"]}, "query t1: skill 'gt/a' appears twice"),
         ({"t1": "gt/a"}, "query t1: a prediction is a list of skill ids"),
         ({}, "holds no prediction"),
         ([["t1", ["gt/a"]]], "predictions are an object"),
@@ -127,7 +127,7 @@ def test_several_files_and_analyses_are_for_a_report(benchmark, tmp_path, capsys
     both = ["--predictions", str(other)]
     line = refused(capsys, benchmark, {"t1": ["gt/a"]}, *both)
     assert "several predictions files are compared in a report (add out=… for its folder)" in line
-    assert "analysis: analyses stand in a report" in refused(capsys, benchmark, {"t1": []}, "analysis.num_timed=2")
+    assert "analysis: analyses are part of a report" in refused(capsys, benchmark, {"t1": []}, "analysis.num_timed=2")
     evaluate(benchmark, {"t1": ["gt/a"]}, *both, f"out={tmp_path / 'run'}")
     assert f"look at {tmp_path}/run/report.html" in capsys.readouterr().out
     systems = json.loads((tmp_path / "run" / "metrics.json").read_text())["systems"]

@@ -198,7 +198,7 @@ def test_files_and_patterns(tmp_path: Path, pool: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path / "here")
     config = QueriesConfig.model_validate({"files": ["../*.jsonl"], "pool": "../pool", "out": "o"})
     assert config.files == [Path("../a.jsonl"), Path("../b.jsonl")]
-    with pytest.raises(SkilltrainError, match="neither its rows nor its name say a split"):
+    with pytest.raises(SkilltrainError, match="neither its rows nor its file name give a split"):
         make(tmp_path, tmp_path / "a.jsonl")
     with pytest.raises(SkilltrainError, match=r"x\*.jsonl: no such file"):
         make(tmp_path, str(tmp_path / "x*.jsonl"), split="train")

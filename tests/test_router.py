@@ -131,7 +131,7 @@ def test_a_router_is_a_folder_with_a_pool_and_rankers(library, tmp_path):
     [
         ("pool: ../elsewhere\nrankers: [{kind: lexical}]", "the path '../elsewhere' leaves its folder"),
         ("pool: pool\nrankers: [{kind: dense, source: x, cache: ../v}]", "the path '../v' leaves its folder"),
-        ("pool: pool\nrankers: []", "rankers: list should have at least 1 item"),
+        ("pool: pool\nrankers: []", "rankers: must hold at least 1"),
         ("pool: pool\nrankers: [{kind: lexcal}]", "unknown choice 'lexcal', did you mean 'lexical'"),
         ("pool: pool\nrankers: [{kind: lexical}]\nrun: x", "unknown key 'run'"),
     ],

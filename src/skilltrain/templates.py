@@ -73,7 +73,7 @@ class SkillTemplate(Config):
 class EncoderTemplate(Config):
     """What the encoder sees of a query and of a skill."""
 
-    instruction: str | None = Field(default=None, description="task told before a query, in Qwen3-Embedding's form")
+    instruction: str | None = Field(default=None, description="task stated before a query, in Qwen3-Embedding's form")
     query_chars: int = Field(default=1500, ge=1, description="how much of a query")
     skill: SkillTemplate = Field(default=SkillTemplate(), description="the text of a skill")
 
@@ -98,7 +98,7 @@ class RerankerTemplate(Config):
     form: Literal["pair", "cosine_pair", "yes_no"] = Field(
         default="pair", description="pair: BERT with a head; cosine_pair: grown from an encoder; yes_no: Qwen3-Reranker"
     )
-    instruction: str = Field(default=SKILL_TASK, description="task told in yes_no")
+    instruction: str = Field(default=SKILL_TASK, description="task stated in yes_no")
     separator: Literal["\n", "\n\n"] = Field(default="\n\n", description="between the parts of yes_no")
     query_chars: int = Field(default=1500, ge=1, description="how much of a query")
     skill: SkillTemplate = Field(

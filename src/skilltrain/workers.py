@@ -26,7 +26,9 @@ class WorkersConfig(Config):
         description="processes: of this machine; ray: Ray (pip install 'skilltrain[ray]'), on the cluster of "
         "RAY_ADDRESS or on this machine",
     )
-    num: int | None = Field(default=None, ge=1, description="workers; null: one a core; 1 with processes: no other")
+    num: int | None = Field(
+        default=None, ge=1, description="workers; null: one per core; 1 with processes: this process alone"
+    )
 
 
 def num_cores() -> int:

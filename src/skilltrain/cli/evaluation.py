@@ -22,7 +22,8 @@ def evaluate(
         list[Path] | None, typer.Option(help="JSON {query_id: \\[skill_id, …]} to score; may be repeated")
     ] = None,
     scores: Annotated[
-        Path | None, typer.Option("--json", help="file for the means of one predictions file, per-query table beside")
+        Path | None,
+        typer.Option("--json", help="file for the means of one predictions file; values per query go beside it"),
     ] = None,
     only_plan: DryRun = False,
     help_all: HelpAll = False,
@@ -40,7 +41,7 @@ def evaluate(
             raise SkilltrainError("--json would overwrite the predictions", where=scores, fix="name another file")
     named = encoder or reranker
     if named and "systems" in values:
-        raise SkilltrainError("systems stand in the recipe", where=where, fix="leave --encoder and --reranker out")
+        raise SkilltrainError("the recipe lists systems already", where=where, fix="leave --encoder and --reranker out")
     if "systems" not in values and (named or (values.get("pool") is not None and not predictions)):
         values["systems"] = _systems(encoder or [], reranker)
     if predictions and "out" not in values and "systems" not in values:
@@ -60,7 +61,7 @@ def _score_predictions(values: dict[str, Any], scores: Path | None, only_plan: b
     if len(config.predictions) > 1:
         raise SkilltrainError("several predictions files are compared in a report", fix="add out=… for its folder")
     if "analysis" in values:
-        raise SkilltrainError("analyses stand in a report", where="analysis", fix="add out=… for its folder")
+        raise SkilltrainError("analyses are part of a report", where="analysis", fix="add out=… for its folder")
     if only_plan:
         show({"plan": plan_evaluate(config)})
         return

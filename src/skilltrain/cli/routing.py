@@ -23,7 +23,7 @@ def fit(
     out: Annotated[Path, typer.Option(help="folder of the router, and of what it is made of")],
     queries: Annotated[list[Path] | None, typer.Option(help="a file of queries; may be repeated")] = None,
     llm: Annotated[
-        str | None, typer.Option(help="who writes queries where there are none, e.g. '{kind: openai, model: …}'")
+        str | None, typer.Option(help="what writes queries if none are given, e.g. '{kind: openai, model: …}'")
     ] = None,
     settings: Annotated[list[str] | None, typer.Argument(help="key=value: base, max_tokens, epochs, seed, …")] = None,
     only_plan: DryRun = False,
@@ -121,8 +121,8 @@ def _print(routed: "RoutedSkill", file: Path | None) -> None:
 def inspect_lists(
     lists: Annotated[Path, typer.Argument(help="folder of the stage lists")],
     out: Annotated[Path | None, typer.Option(help="page to write; else LISTS.html beside the folder")] = None,
-    pool: Annotated[Path | None, typer.Option(help="pool, where the one that the lists name has moved")] = None,
-    max_lists: Annotated[int, typer.Option(min=1, help="lists to show; of more, a sample")] = 2000,
+    pool: Annotated[Path | None, typer.Option(help="the pool, if it has moved since the lists were made")] = None,
+    max_lists: Annotated[int, typer.Option(min=1, help="lists to show; if there are more, a sample of them")] = 2000,
     as_json: AsJson = False,
 ) -> None:
     """Write one HTML page that shows training lists: counts, plots, what filters dropped, every query to search.

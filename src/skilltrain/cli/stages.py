@@ -62,7 +62,7 @@ def train(
 
 @app.command()
 def recipes(
-    stage: Annotated[str | None, typer.Argument(help="of this stage only, e.g. train_encoder")] = None,
+    stage: Annotated[str | None, typer.Argument(help="list recipes of this stage only, e.g. train_encoder")] = None,
     folder: Annotated[Path, typer.Option("--dir", help="where the recipes are")] = Path("recipes"),
     schema: Annotated[bool, typer.Option("--schema", help="print what a recipe may hold, as JSON Schema")] = False,
 ) -> None:

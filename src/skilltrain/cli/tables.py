@@ -22,7 +22,7 @@ def show_table(
     where: Annotated[list[str] | None, typer.Argument(help="column=value: only rows whose column holds value")] = None,
     rows: Annotated[int, typer.Option(min=1, help="how many rows to show")] = 10,
     as_json: Annotated[
-        bool, typer.Option("--json", help="print all rows that fit, whole, one JSON object a line")
+        bool, typer.Option("--json", help="print all matching rows in full, one JSON object per line")
     ] = False,
 ) -> None:
     """Show the columns and the first rows of a table, or those rows that hold certain values.

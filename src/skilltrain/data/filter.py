@@ -65,7 +65,7 @@ class FilterConfig(Config):
     def _consistent(self) -> "FilterConfig":
         names = [layer.name for layer in self.layers]
         if len(set(names)) < len(names):
-            raise ValueError("a layer stands twice in 'layers'")
+            raise ValueError("a layer appears twice in 'layers'")
         encoding = [layer.name for layer in self.layers if layer.name == "cosine"]
         encoding += [layer.name for layer in self.layers if layer.name == "ceiling" and layer.scores == "encoder"]
         if encoding and self.encoder is None:
@@ -168,6 +168,6 @@ def _texts(folder: Path, query_ids: Sequence[str]) -> list[str]:
     """The texts of ranked queries. Raises SkilltrainError for one that is not in the QUERIES table."""
     texts = {row["query_id"]: row["text"] for row in read_table(folder, QUERIES).to_pylist()}
     if missing := [query_id for query_id in query_ids if query_id not in texts]:
-        what = f"{len(missing)} ranked querie(s) are not here, '{missing[0]}' among them"
+        what = f"{len(missing)} ranked queries are not here, '{missing[0]}' among them"
         raise SkilltrainError(what, where=folder, fix="give the queries that were mined for")
     return [texts[query_id] for query_id in query_ids]

@@ -177,7 +177,7 @@ class JaccardLayer(Config):
     max_names: int | None = Field(
         default=5,
         ge=1,
-        description="leave out trigrams that stand under more than so many different skill names: what a template "
+        description="leave out trigrams that occur under more than this many skill names: what a template "
         "gives to a hundred skills of different function makes no two of them copies; null: plain trigrams, as "
         "SkillRouter",
     )
@@ -248,10 +248,10 @@ class CeilingLayer(Config):
         "the source's own scores (a teacher's, a reranker's), where it has ranked a gold skill too",
     )
     relative_margin: float | None = Field(
-        default=0.05, ge=0, description="drop above the gold skill's score less this share of it; null: no such limit"
+        default=0.05, ge=0, description="drop above the gold skill's score minus this share of it; null: no such limit"
     )
     absolute_margin: float | None = Field(
-        default=None, ge=0, description="drop above the gold skill's score less this much; null: no such limit"
+        default=None, ge=0, description="drop above the gold skill's score minus this much; null: no such limit"
     )
 
     @model_validator(mode="after")

@@ -46,17 +46,17 @@ class ListsConfig(Config):
     quotas: dict[str, Annotated[int, Field(ge=0)]] | None = Field(
         default=None,
         description="negatives by source, sampled; SkillRouter: {semantic: 4, lexical: 3, taxonomy: 2, random: 1}. "
-        "What one source lacks the others give, in the order written; a quota of 0 only helps out",
+        "Where a source has too few, the others fill up in the order written; one of quota 0 only fills up",
     )
     list_size: int | None = Field(
         default=None,
         ge=2,
-        description="skills a list, from the top of one ranking, positives included; SkillRouter: 20",
+        description="skills per list, from the top of one ranking, positives included; SkillRouter: 20",
     )
     flagged: Literal["leave_out", "use"] = Field(
         default="leave_out",
         description="skills with a flag of the safety screening: leave_out makes no positive of them, use does; "
-        "negatives they may be either way",
+        "they may be negatives either way",
     )
     min_negatives: int = Field(default=1, ge=0, description="a list with fewer negatives is dropped")
     seed: Seed = Field(default=0, description="seed of the sampling")

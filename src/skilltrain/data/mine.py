@@ -52,11 +52,11 @@ class MineConfig(Config):
         min_length=1,
         description="where candidates are taken from; leave one out to switch it off",
     )
-    depth: int = Field(default=50, ge=0, description="semantic and lexical candidates a query, each")
+    depth: int = Field(default=50, ge=0, description="semantic and lexical candidates per query, each")
     index: str = Field(
         default=EXACT,
         description="faiss index that finds the nearest: Flat looks at all skills; HNSW32 efSearch=256 or "
-        "IVF1024,Flat nprobe=64 at a part, and the summary tells what they miss",
+        "IVF1024,Flat nprobe=64 at a part, and the summary reports the recall lost",
     )
     num_taxonomy: int = Field(
         default=8, ge=0, description="candidates of a positive's category; more than will be used"
@@ -150,7 +150,7 @@ def _nearest(
     if config.index == EXACT:
         return chunks.nearest(queries, num_searched), {}
     if not chunks.is_one_each:
-        raise SkilltrainError("an approximate index takes one window a skill", where="index", fix=f"index={EXACT}")
+        raise SkilltrainError("an approximate index takes one window per skill", where="index", fix=f"index={EXACT}")
     pool = chunks.vectors
     rows = np.unique(np.linspace(0, len(queries) - 1, RECALL_SAMPLE).astype(np.int64))
     index = build_index(config.index, pool, config.seed)
@@ -163,7 +163,7 @@ def _nearest(
 def drawable(categories: Positions, names: Positions, positives: Positions) -> tuple[Positions, Positions]:
     """(the skills that share a category with one of `positives` and a name with none, those that share no category).
 
-    Categories and names are numbers, one a skill; a category of -1: it has none, and is nobody's.
+    Categories and names are numbers, one per skill; a category of -1: it has none, and is nobody's.
     """
     shared = np.isin(categories, categories[positives]) & (categories >= 0)
     alike, away = np.flatnonzero(shared), ~shared

@@ -39,11 +39,11 @@ class ClustersConfig(Config):
     max_names: int | None = Field(
         default=5,
         ge=1,
-        description="leave out trigrams that stand under more than so many different skill names, for they are a "
+        description="leave out trigrams that occur under more than this many skill names, for they are a "
         "template's and not a skill's; null: plain trigrams",
     )
     workers: WorkersConfig = Field(default=WorkersConfig(), description="who computes")
-    out: Path = Field(description="folder to write: CLUSTERS, a row a skill")
+    out: Path = Field(description="folder to write: CLUSTERS, one row per skill")
 
 
 def run_clusters(config: ClustersConfig, out: Path) -> dict[str, Any]:

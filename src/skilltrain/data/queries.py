@@ -50,7 +50,7 @@ class QueriesConfig(Config):
     split: Split | None = Field(
         default=None, description="split of all queries; else the row's own, else the file's name if it is a split"
     )
-    origin: str = Field(default="unknown", min_length=1, description="who wrote the queries whose rows do not say")
+    origin: str = Field(default="unknown", min_length=1, description="who wrote the queries, where a row does not say")
     missing_gold: Literal["error", "drop"] = Field(
         default="error", description="what to do with a query that requires a skill which is not in the pool"
     )
@@ -138,7 +138,7 @@ class JudgedQuery:
 def run_queries(config: QueriesConfig, out: Path) -> dict[str, Any]:
     """Write QUERIES, JUDGEMENTS and DROPPED; their counts.
 
-    Raises SkilltrainError for a row that is no query, for an id that stands twice, for a required skill that is
+    Raises SkilltrainError for a row that is no query, for an id that appears twice, for a required skill that is
     not in the pool (with `missing_gold: error`), and where no query is left (DROPPED is written beside `out` then).
     """
     dropped: list[Dropped] = []
@@ -166,7 +166,7 @@ def run_queries(config: QueriesConfig, out: Path) -> dict[str, Any]:
         write_table((drop.row() for drop in dropped), DROPPED, file)
         first = f"; the first: {dropped[0].filter}: {dropped[0].reason}" if dropped else ""
         what = f"no query is left of {len(config.files)} file(s), {len(dropped)} dropped rows{first}"
-        raise SkilltrainError(what, fix=f"all reasons stand in {file}")
+        raise SkilltrainError(what, fix=f"all reasons are in {file}")
     write_table(rows_of(queries), QUERIES, out)
     write_table(judgements, JUDGEMENTS, out)
     write_table((drop.row() for drop in dropped), DROPPED, out)
@@ -268,7 +268,7 @@ def read_query(
 def _split_of_file(path: Path) -> str:
     stem = path.name.split(".")[0]
     if stem not in SPLITS:
-        raise SkilltrainError("neither its rows nor its name say a split", where=path, fix="set split: train")
+        raise SkilltrainError("neither its rows nor its file name give a split", where=path, fix="set split: train")
     return stem
 
 

@@ -56,7 +56,7 @@ class SynthesizeConfig(Config):
         default="leave_out", description="skills that the pool's safety screening flagged: no queries, or as any other"
     )
     num_queries_per_skill: int = Field(default=1, ge=1, description="queries asked for each skill")
-    max_skills: int | None = Field(default=None, ge=1, description="sample that many, stratified by category and lang")
+    max_skills: int | None = Field(default=None, ge=1, description="sample this many, stratified by category and lang")
     num_words: int = Field(default=160, ge=5, description="length a model is asked for (the paper's mean)")
     max_words: int = Field(default=240, ge=5, description="longer answers are refused")
     body_chars: int = Field(default=4000, ge=1, description="how much of a body a model is shown")

@@ -95,7 +95,7 @@ class TrigramSets:
 
         Many skills are filled into one template ("Automate … tasks via Rube MCP"): they share most of their trigrams
         and not their function. Copies of one skill share as much, but under one name, or under few. So a trigram is
-        counted by the distinct `names` (a number a skill) of the skills that hold it.
+        counted by the distinct `names` (one number per skill) of the skills that hold it.
         """
         keep = ~self._of_templates(names, max_names)
         kept_before = np.concatenate([[0], np.cumsum(keep)])

@@ -1,7 +1,7 @@
 """What systems score, and two of them on the same queries: how far apart, and how certainly among all compared.
 
-The tests take the differences of two systems, one a query; where several queries are one cluster (one task over several
-pools), one a cluster, because tests count independent evidence.
+The tests take the differences of two systems, one per query; where several queries are one cluster (one task over
+several pools), one per cluster, because tests count independent evidence.
 """
 
 import math

@@ -136,12 +136,12 @@ MeasureNames = Annotated[tuple[str, ...], AfterValidator(_known_names)]
 def evaluate_query(ranking: Sequence[str], relevance: Relevance, measures: Sequence[Measure]) -> dict[str, float]:
     """Measure name → value for one query's ranking (skill ids, best first), where it is defined (`Measure.applies_to`).
 
-    Raises SkilltrainError for a skill that stands twice in the ranking, and as `check_relevance` does.
+    Raises SkilltrainError for a skill that appears twice in the ranking, and as `check_relevance` does.
     """
     check_relevance(relevance)
     if len(set(ranking)) < len(ranking):
         at = next(at for at, skill_id in enumerate(ranking) if skill_id in ranking[:at])
-        raise SkilltrainError(f"skill '{ranking[at]}' stands twice in the ranking, again at rank {at + 1}")
+        raise SkilltrainError(f"skill '{ranking[at]}' appears twice in the ranking, again at rank {at + 1}")
     found = {copies: as_found(ranking, relevance, copies) for copies in {measure.copies for measure in measures}}
     return {
         str(measure): measure(ranking, found[measure.copies]) for measure in measures if measure.applies_to(relevance)

@@ -34,7 +34,7 @@ class BatchConfig(Config):
     """How the Batch API is used (llm.mode=batch)."""
 
     max_requests: int = Field(default=50_000, ge=1, le=50_000, description="requests in one batch")
-    poll_seconds: float = Field(default=60.0, gt=0, description="wait between two looks at a batch")
+    poll_seconds: float = Field(default=60.0, gt=0, description="seconds between two checks of a batch")
 
 
 class ServerConfig(Config):
@@ -46,7 +46,7 @@ class ServerConfig(Config):
     model: str = Field(min_length=1, description="the server's name of the model")
     base_url: str = Field(default="https://api.openai.com/v1", description="e.g. http://localhost:11434/v1 (Ollama)")
     api_key_env: str = Field(default="OPENAI_API_KEY", description="environment variable that holds the key")
-    timeout: float = Field(default=60.0, gt=0, description="seconds to wait for the server's next word")
+    timeout: float = Field(default=60.0, gt=0, description="seconds to wait for the server's next bytes")
     max_retries: int = Field(default=5, ge=0, description="tries after the first, on 408, 409, 429, 5xx and timeouts")
     concurrency: int = Field(default=8, ge=1, description="requests under way at once")
     requests_per_minute: float | None = Field(default=None, gt=0, description="sent at most; null: no limit")

@@ -29,7 +29,7 @@ class InfoNCE(Config):
         the mean of the query's cross-entropy over skills and the positive's over queries. lexical_weight w adds w b to
         each logit, b being BM25's score without its unit (`lexical_scores` of training_set): what BM25 gets right by
         itself gives next to no gradient, so that the encoder learns the rest.
-    Inputs: cosines in [-1, 1]; gains >= 0 with one > 0 a query; false negatives in the batch are marked invalid;
+    Inputs: cosines in [-1, 1]; gains >= 0 with one > 0 per query; false negatives in the batch are marked invalid;
         `sides` for directions beyond the first, `lexical_scores` for lexical_weight.
     Returns: the sum over queries. sentence-transformers' MultipleNegativesRankingLoss is the mean, and the same for
         lists with one positive each that share no skill and hold no false negative for one another: it knows neither.
@@ -49,8 +49,7 @@ class InfoNCE(Config):
     lexical_weight: float = Field(
         default=0.0,
         ge=0,
-        allow_inf_nan=False,
-        description="so much of BM25's score is added to a logit: an encoder that is fused with BM25 learns the rest",
+        description="BM25's score times this is added to each logit: an encoder fused with BM25 learns the rest",
     )
 
     @model_validator(mode="after")

@@ -22,7 +22,7 @@ class LambdaRank(Config):
         s_j)/t}), with places p from 1, D(p) = log2(1 + p), r_ij = |1/D(p_i) - 1/D(p_j)|, and d_ij = 1/D(|p_i - p_j|)
         - 1/D(|p_i - p_j| + 1). mu 0 is LambdaRank, mu 10 NDCG-Loss2++. With k, maxDCG is that of the first k places,
         and a pair counts if one of the two stands there.
-    Inputs: scores of any range; gains >= 0 with one > 0 a query; invalid candidates are ignored.
+    Inputs: scores of any range; gains >= 0 with one > 0 per query; invalid candidates are ignored.
     Returns: the sum over queries. sentence-transformers' LambdaLoss divides by the number of pairs in the batch,
         which takes the bound on nDCG away, and makes gains 2^label - 1; here the recipe's gains are the gains.
     Example: scores (1, 0), gains (1, 0): (1 - 1/log2(3)) log2(1 + 1/e) = 0.166798.

@@ -18,7 +18,7 @@ class ListNet(Config):
     Use: lists with graded gains whose proportions should show in the scores. Equal positives share the softmax,
         where `listwise_ce` lets each stand alone.
     Formula: -sum_i (g_i / sum g) log(e^{s_i/t} / sum_j e^{s_j/t}).
-    Inputs: scores of any range; gains >= 0 with at least one > 0 a query; invalid candidates are ignored.
+    Inputs: scores of any range; gains >= 0 with at least one > 0 per query; invalid candidates are ignored.
     Returns: the sum over queries. sentence-transformers' ListNetLoss is the mean, and its target is the softmax of
         the labels: one positive among eleven gets 0.214 of it, here 1. Given log gains as labels it is the same.
     Example: scores (0, 0), gains (3, 1): log 2.

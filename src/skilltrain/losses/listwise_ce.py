@@ -35,7 +35,7 @@ class ListwiseCE(Config):
     Use: the reranker's default; lists of one or more positives among hard negatives. Graded gains rank in full:
         a useful skill stands against irrelevant ones and below required ones.
     Formula: see `contrast`; a softmax over the list at `temperature`.
-    Inputs: scores of any range; gains >= 0 with at least one > 0 a query; invalid candidates are ignored.
+    Inputs: scores of any range; gains >= 0 with at least one > 0 per query; invalid candidates are ignored.
     Returns: the sum over queries.
     Example: scores (0, 0), gains (1, 0): log 2.
     Source: SkillRouter, section 4.3, equation 2 (temperature 1); graded lists for rerankers: R3 (Reject-as-Resource).

@@ -17,7 +17,7 @@ class MarginMSE(Config):
     Use: distillation where the teacher may doubt a negative: it then asks for a small margin, or for none.
     Formula: mean over a query's pairs (i, j) with g_i > g_j of ((s_i - s_j)/t - (T_i - T_j))^2.
     Inputs: scores of any range; a cosine margin is 2 at most, so an encoder needs a temperature that reaches the
-        teacher's; teacher scores T for every valid candidate; gains >= 0 with two values a query at least.
+        teacher's; teacher scores T for every valid candidate; gains >= 0 with at least two values per query.
     Returns: the sum over queries. sentence-transformers' MarginMSELoss is the mean, with one positive and t = 1.
     Example: scores (1, 0), teacher (3, 0), gains (1, 0): 4.
     Source: Hofstätter et al. 2020, equation 8.

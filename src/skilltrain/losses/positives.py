@@ -13,7 +13,7 @@ from skilltrain.losses.scored_batch import ScoredBatch
 class Positives:
     """Every valid candidate of gain > 0, with the candidates of its query that it should outrank.
 
-    One row a positive, and not a square of candidates a query: memory grows with positives x candidates, which
+    One row per positive, not a square of candidates per query: memory grows with positives x candidates, which
     thousands of in-batch negatives allow.
     """
 

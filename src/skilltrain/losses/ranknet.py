@@ -17,7 +17,7 @@ class RankNet(Config):
 
     Use: graded lists where only the order counts. Every pair weighs the same: see `lambda_rank` for the top places.
     Formula: mean over a query's pairs (i, j) with g_i > g_j of log(1 + e^{-(s_i - s_j)/t}).
-    Inputs: scores of any range; gains >= 0 with two values a query at least; invalid candidates are ignored.
+    Inputs: scores of any range; gains >= 0 with at least two values per query; invalid candidates are ignored.
     Returns: the sum over queries. sentence-transformers' RankNetLoss takes one mean over the pairs of a whole batch,
         so that long lists weigh more, and by default the logarithm to base 2 (reduction_log "natural" is ours).
     Example: scores (0, 1), gains (1, 0): log(1 + e).

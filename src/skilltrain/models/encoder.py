@@ -43,7 +43,7 @@ class EncoderSettings(Config):
     chunks: Chunks = Chunks()
 
     def chunk_texts(self, skill: Skill) -> list[str]:
-        """The texts by which the encoder knows a skill, one a window; the first is all of them by default."""
+        """The texts by which the encoder knows a skill, one per window; the first is all of them by default."""
         shown = self.template.skill
         return [shown.render(window) for window in shown.windows(skill, self.chunks)]
 

@@ -103,7 +103,7 @@ def model_inputs(
 def embed_together(network: Any, texts: Sequence[TokenIds]) -> list[Float[Tensor, "_ dim"]]:
     """Each text's token embeddings, all looked up at once.
 
-    The gradient of a lookup is as large as the vocabulary's whole table: one for all texts, not one a micro-batch.
+    The gradient of a lookup is as large as the vocabulary's whole table: one for all texts, not one per micro-batch.
     Without gradients nothing is won, and all texts' embeddings, not a micro-batch's, would lie in memory: models take
     token ids there.
     """

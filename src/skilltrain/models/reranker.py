@@ -97,7 +97,7 @@ class Reranker(nn.Module):
     def direction(self) -> Float[Tensor, "dim"] | None:
         """The head's row of `yes` less its row of `no`, in float32 or wider; None for the other forms.
 
-        Read once a step: its gradient is as large as the vocabulary's whole table.
+        Read once per step: its gradient is as large as the vocabulary's whole table.
         """
         if self.yes_no_ids is None:
             return None

@@ -85,7 +85,7 @@ class TextTokenizer:
 
 
 class TokenStore(dict[str, np.ndarray]):
-    """Token ids by key, views of one flat int32 array: 4 bytes a token, where lists of Python numbers take 40."""
+    """Token ids by key, views of one flat int32 array: 4 bytes per token, where lists of Python numbers take 40."""
 
     @property
     def lengths(self) -> Int64[np.ndarray, "key"]:

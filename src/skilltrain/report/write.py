@@ -21,7 +21,7 @@ NUM_QUERIES = 500  # queries listed of failures, and of differences; a larger pa
 
 
 def write_report(report: Report, folder: Path) -> None:
-    """Write metrics.json, report.md, report.html and per_query.jsonl (one row a system and query) into `folder`."""
+    """Write metrics.json, report.md, report.html and per_query.jsonl (one row per system and query) into `folder`."""
     write_json(folder / "metrics.json", report.to_json())
     write_text(folder / "report.md", report_markdown(report))
     write_text(folder / "report.html", report_page(report))
@@ -29,7 +29,7 @@ def write_report(report: Report, folder: Path) -> None:
 
 
 def write_per_query(report: Report, file: Path) -> None:
-    """Write one row a system and query: the query's slice, and its value of each measure that it has one of."""
+    """Write one row per system and query: the query's slice, and its value of each measure that it has one of."""
     rows = (
         {"system": result.name, "query_id": query_id, "slice": task.labels["kind"]}
         | {name: value for name, value in result.per_query[query_id].items() if name in report.measures}

@@ -41,7 +41,7 @@ class ApiConfig(ServerConfig):
 
     section: ClassVar[str] = "embeddings"
     kind: Literal["api"] = "api"
-    keep: int | None = Field(default=None, ge=1, description="skills a query that are kept; null: as many as needed")
+    keep: int | None = Field(default=None, ge=1, description="skills kept per query; null: as many as needed")
     dimensions: int | None = Field(
         default=None, ge=1, description="numbers of a vector, asked of the server; null: the model's own"
     )

@@ -26,7 +26,7 @@ class EncoderSource(EncoderConfig):
     """An encoder to retrieve with."""
 
     precision: Precision = Field(default="auto", description="auto: bfloat16 where the hardware has it")
-    token_budget: int = Field(default=4096, ge=64, description="padded tokens a micro-batch")
+    token_budget: int = Field(default=4096, ge=64, description="padded tokens per micro-batch")
     cache: Path | None = Field(default=None, description="folder that keeps vectors by content, for later runs")
 
 
@@ -34,7 +34,7 @@ class DenseConfig(EncoderSource):
     """An encoder that finds the skills nearest to a query."""
 
     kind: Literal["dense"] = "dense"
-    keep: int | None = Field(default=None, ge=1, description="skills a query that are kept; null: as many as needed")
+    keep: int | None = Field(default=None, ge=1, description="skills kept per query; null: as many as needed")
 
     def check(self) -> None:
         """Raise SkilltrainError for a model that is not there or is no encoder; of a Hub model, fetches settings."""

@@ -16,7 +16,7 @@ from skilltrain.retrieval.vectors import OrderedTexts, Parts
 from skilltrain.terminal import progress
 
 _BLOCK = 2048  # texts whose token ids are in memory at once
-_TOKENIZED_AT_ONCE = 256  # the tokenizer needs about 100 bytes a token while it works
+_TOKENIZED_AT_ONCE = 256  # the tokenizer needs about 100 bytes per token while it works
 _SAVE_SECONDS = 60  # a slow model's vectors are given out when a block takes longer than this
 _ENOUGH_TOKENS = 512  # on a CPU a micro-batch of so many tokens is as fast a token as a larger one
 

@@ -32,7 +32,7 @@ class LexicalConfig(Config):
 
     kind: Literal["lexical"] = "lexical"
     fields: SkillFields = Field(default="full", description=f"what BM25 sees; {SEEN}")
-    keep: int | None = Field(default=None, ge=1, description="skills a query that are kept; null: as many as needed")
+    keep: int | None = Field(default=None, ge=1, description="skills kept per query; null: as many as needed")
 
     def check(self) -> None:
         """There is nothing to check before the pool is read."""

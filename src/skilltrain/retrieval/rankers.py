@@ -55,7 +55,7 @@ class FittedWeights(Config):
     `figures` has system → measure → mean, low, high and n, by cross-validation.
     """
 
-    weights: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
+    weights: tuple[Annotated[float, Field(ge=0)], ...]
     legs: tuple[LegConfig, ...]
     normalisation: Literal["z"]
     num_queries: int
@@ -78,10 +78,10 @@ class FuseConfig(Config):
         default="z", description="z, max or minmax: add scores, normalised so for each query; rrf: add 1/(rrf_k + rank)"
     )
     weights: tuple[float, ...] | InputPath | None = Field(
-        default=None, description="one a ranker, or the folder of the stage fusion; null: equal shares of 1"
+        default=None, description="one per ranker, or the folder of the stage fusion; null: equal shares of 1"
     )
     rrf_k: int = Field(default=60, ge=0, description="the larger, the less the first ranks stand out")
-    keep: int | None = Field(default=None, ge=1, description="skills a query that are kept; null: as many as needed")
+    keep: int | None = Field(default=None, ge=1, description="skills kept per query; null: as many as needed")
 
     @model_validator(mode="after")
     def _one_weight_each(self) -> "FuseConfig":

@@ -23,7 +23,7 @@ class RerankConfig(RerankerConfig):
 
     kind: Literal["rerank"] = "rerank"
     precision: Precision = Field(default="auto", description="auto: bfloat16 where the hardware has it")
-    token_budget: int = Field(default=4096, ge=64, description="tokens a micro-batch, padding included")
+    token_budget: int = Field(default=4096, ge=64, description="tokens per micro-batch, padding included")
     keep: int = Field(default=20, ge=1, description="candidates that it orders; the others stay behind these")
     first_weight: float = Field(
         default=0.0, ge=0, description="order by reranker + first_weight x the score before; SkillRouter: 0"

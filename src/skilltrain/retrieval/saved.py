@@ -22,7 +22,7 @@ class SavedConfig(Config):
         min_length=1, description="RANKINGS table, or the folder that holds it; several, each with queries of its own"
     )
     stage: str | None = Field(default=None, description="which of a table's rankings; null where it holds one")
-    keep: int | None = Field(default=None, ge=1, description="skills a query that are kept; null: as many as needed")
+    keep: int | None = Field(default=None, ge=1, description="skills kept per query; null: as many as needed")
 
     @field_validator("rankings", mode="before")
     @classmethod

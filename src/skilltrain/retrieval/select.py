@@ -50,7 +50,7 @@ class SelectConfig(Config):
     query_chars: int = Field(default=2000, ge=1, description="how much of a query it sees")
     description_chars: int = Field(default=500, ge=0, description="how much of a description")
     body_chars: int = Field(default=2000, ge=0, description="how much of a body")
-    max_retries: int = Field(default=2, ge=0, description="asked again so often, with another seed, for a number")
+    max_retries: int = Field(default=2, ge=0, description="times it is asked again, with another seed, for a number")
     seed: Seed = Field(default=0, description="decides the model's seeds")
 
     def check(self) -> None:

@@ -24,7 +24,7 @@ class CandidatesConfig(Config):
     queries: InputPath = Field(description="folder with the QUERIES table")
     split: str | None = Field(default="train", description="rank for the queries of this split only; null for all")
     system: SystemConfig = Field(description="what ranks: a name, and a list of rankers; its last ranking is written")
-    depth: int = Field(default=50, ge=1, description="candidates a query")
+    depth: int = Field(default=50, ge=1, description="candidates per query")
     out: Path = Field(description="folder to write: RANKINGS")
 
 

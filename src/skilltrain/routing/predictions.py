@@ -16,7 +16,7 @@ PREDICTION_MEASURES = (*DEFAULT_MEASURES, "COMP@10", "Set-Compat")
 def read_predictions(path: Path) -> dict[str, list[str]]:
     """query_id → ranked skill ids, from a JSON object.
 
-    Raises SkilltrainError, naming the query, for any other shape, a query that stands twice and an id that does.
+    Raises SkilltrainError, naming the query, for any other shape, a query that appears twice and an id that does.
     """
     values = read_json(path)
     if not isinstance(values, dict):
@@ -28,7 +28,7 @@ def read_predictions(path: Path) -> dict[str, list[str]]:
         if not isinstance(ranking, list) or not all(isinstance(skill_id, str) and skill_id for skill_id in ranking):
             raise SkilltrainError("a prediction is a list of skill ids", where=where)
         if len(set(ranking)) < len(ranking):
-            raise SkilltrainError(f"skill '{Counter(ranking).most_common(1)[0][0]}' stands twice", where=where)
+            raise SkilltrainError(f"skill '{Counter(ranking).most_common(1)[0][0]}' appears twice", where=where)
     return values
 
 

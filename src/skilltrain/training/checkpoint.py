@@ -5,7 +5,6 @@ states of rank R, optimizer.safetensors AdamW's moments. A run folder may come f
 in a way that could execute code; DeepSpeed's own files are opened as plain tensors and numbers.
 """
 
-import math
 import os
 import pickle
 import re
@@ -60,7 +59,7 @@ class Position:
     """How far a training is, and its best step so far: a resumed run goes on, and stops, as an uninterrupted one."""
 
     step: int = 0
-    loss: float = math.nan
+    loss: float = 0.0
     queries: int = 0
     tokens: int = 0
     seconds: float = 0.0

@@ -134,7 +134,7 @@ def _refuse_unsupported(accelerator: Accelerator, config: TrainingConfig, quanti
         batch = world * math.ceil(config.batch_size / world)
         accumulation = max(1, round(config.batch_size * config.accumulation / batch))
         settings = f"training.batch_size={batch} training.accumulation={accumulation}"
-        fix = f"give {settings}, {batch * accumulation} queries an update; or --num_processes 1 to accelerate launch"
+        fix = f"give {settings}, {batch * accumulation} queries per update; or --num_processes 1 to accelerate launch"
         raise SkilltrainError(what, fix=fix)
     if quantized and (shards_weights(accelerator) or kind == DistributedType.DEEPSPEED):
         engine = "DeepSpeed" if kind == DistributedType.DEEPSPEED else "FSDP2"

@@ -63,7 +63,7 @@ def _mix_with_base(model: Encoder | Reranker, config: TrainConfig, share: float)
     try:
         base = load_model(config, torch.device("cpu"), new_head=False).state_dict()
     except SkilltrainError as error:
-        what = f"its base is another architecture, and only alike models can be interpolated: {error.what}"
+        what = f"its base has another architecture, and cannot be interpolated with it: {error.what}"
         raise SkilltrainError(what, where=config.model.source, fix="export without --interpolate") from error
     with torch.no_grad():
         for name, value in model.named_parameters():

@@ -37,7 +37,7 @@ def _known_measure(text: str) -> str:
 
 
 def depth_of(metric: str) -> int:
-    """How many skills a query the measures look at."""
+    """How many skills per query the measures look at."""
     return max(measure.cutoff for measure in parse_measures([*DEV_MEASURES, metric]))
 
 
@@ -52,11 +52,11 @@ class DevConfig(Config):
         min_length=1,
         description="as in a system of the stage evaluate; source: self is the model in training",
     )
-    max_queries: int | None = Field(default=None, ge=1, description="a sample of so many queries; null for all")
+    max_queries: int | None = Field(default=None, ge=1, description="sample this many queries; null for all")
     max_skills: int | None = Field(
         default=None,
         ge=1,
-        description="rank only the judged skills and a sample, so many together; figures rise, and seconds fall",
+        description="rank only this many skills, the judged ones and a sample: faster, with higher figures",
     )
     every: int = Field(default=50, ge=1, description="optimiser steps between evaluations")
     metric: Annotated[str, AfterValidator(_known_measure)] = Field(
@@ -96,15 +96,15 @@ class TrainingConfig(Config):
     """How to train; the defaults are SkillRouter's where the paper gives a value."""
 
     epochs: int = Field(default=1, ge=1, description="passes over the lists")
-    batch_size: int = Field(default=8, ge=1, description="queries a forward pass, over all ranks together")
-    accumulation: int = Field(default=4, ge=1, description="forward passes an optimiser step")
+    batch_size: int = Field(default=8, ge=1, description="queries per forward pass, over all ranks together")
+    accumulation: int = Field(default=4, ge=1, description="forward passes per optimiser step")
     learning_rate: float = Field(default=2e-5, gt=0, description="peak of the cosine schedule")
     warmup_share: float = Field(default=0.05, ge=0, lt=1, description="share of the steps that warm up")
     weight_decay: float = Field(default=0.01, ge=0, description="AdamW's decay of matrices")
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are clipped to this norm")
     stop_grad_norm: float = Field(default=1e4, gt=0, description="a larger norm, before clipping, stops the run")
     token_budget: int | None = Field(
-        default=None, ge=64, description="padded tokens a micro-batch; null: 16,384 on a GPU, 4,096 on a CPU"
+        default=None, ge=64, description="padded tokens per micro-batch; null: 16,384 on a GPU, 4,096 on a CPU"
     )
     recompute: bool = Field(
         default=False, description="keep only every layer's inputs and compute it twice: less memory, more time"
@@ -115,7 +115,7 @@ class TrainingConfig(Config):
     )
     seed: Seed = Field(default=42, description="order of the lists, dropout, new layers")
     save_every: int = Field(default=50, ge=1, description="optimiser steps between checkpoints")
-    keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept, beside the best")
+    keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept, in addition to the best")
     trackers: tuple[TrackerName, ...] = Field(default=(), description="beside train_log.jsonl")
     project: str = Field(default="skilltrain", description="project name for wandb")
 

@@ -43,7 +43,7 @@ class ListsSource(Config):
         default={Verdict.REQUIRED: 1.0, Verdict.USEFUL: 0.5, Verdict.IRRELEVANT: 0.0, Verdict.REJECTED: 0.0},
         description="gain of each verdict",
     )
-    max_lists: int | None = Field(default=None, ge=1, description="train on the first so many lists of a folder only")
+    max_lists: int | None = Field(default=None, ge=1, description="use only the first lists of each folder, this many")
     clusters: InputPath | None = Field(
         default=None,
         description="CLUSTERS of the pool (stage clusters) for the in-batch mask of an encoder; null: they are found "
@@ -70,7 +70,7 @@ class ListsSource(Config):
         weights = lists if isinstance(lists, dict) else {}
         if isinstance(lists, dict) and not lists:
             raise ValueError("no folder is named")
-        if unfit := [folder for folder, weight in weights.items() if not 0 < weight < math.inf]:
+        if unfit := [folder for folder, weight in weights.items() if weight <= 0]:
             raise ValueError(f"the weight of {unfit[0]} must be > 0, found {weights[unfit[0]]:g}")
         return lists
 
@@ -79,7 +79,7 @@ class ListsSource(Config):
     def _make_sense(cls, gains: dict[Verdict, float]) -> dict[Verdict, float]:
         if missing := sorted(set(Verdict) - gains.keys()):
             raise ValueError(f"no value for '{missing[0]}'")
-        if not all(0 <= gain < math.inf for gain in gains.values()) or max(gains.values()) == 0:
+        if min(gains.values()) < 0 or max(gains.values()) == 0:
             raise ValueError("gains must be >= 0, and one of them > 0")
         return gains
 

@@ -48,7 +48,7 @@ class CollectConfig(Config):
     stage: Literal["collect"] = "collect"
     registry: RegistryConfig = Field(description="what is collected from")
     http: HttpConfig = Field(default=HttpConfig(), description="how it is asked")
-    state: Path = Field(description="folder that keeps downloads and progress from run to run; one a registry")
+    state: Path = Field(description="folder that keeps downloads and progress from run to run; one per registry")
     out: Path = Field(description="folder to write skills.parquet, dropped.parquet, collected.jsonl and skills/ to")
 
     @model_validator(mode="after")
@@ -123,7 +123,7 @@ def fetch_all(
             dropped.append(Dropped("", skill.skill_id, error.filter, error.reason + kept, error.value))
             num_failures += error.filter == "failed"
             if num_failures == MAX_FAILURES_IN_ROW:
-                what = f"{num_failures} skills in a row could not be had; the last: {error.reason}"
+                what = f"{num_failures} skills in a row could not be fetched; the last: {error.reason}"
                 fix = "what was collected is kept: run again later"
                 raise SkilltrainError(what, where=config.registry.base_url, fix=fix) from error
             continue

@@ -115,8 +115,8 @@ def read_listing(
     """(the skills of all pages in order of id, what was left out); pages that `state` lacks are asked for.
 
     Pages shift while they are read, so that an id comes twice: the later entry counts, and there is a row only where
-    the two lead to different downloads. Raises SkilltrainError where a page cannot be had or is none, or where pages
-    come that bring nothing new.
+    the two lead to different downloads. Raises SkilltrainError where a page cannot be fetched or is none, or where
+    pages come that bring nothing new.
     """
     skills, dropped, num_stale = dict[str, Listed](), list[Dropped](), 0
     for place, items in track(_pages(registry, state, client), "reading the listing", None):
@@ -138,7 +138,7 @@ def read_listing(
             raise SkilltrainError(f"lists no skill{reason}", where=place, fix=fix)
         num_stale = 0 if len(skills) > num_before else num_stale + 1
         if num_stale == MAX_STALE_PAGES:
-            what = f"the last {num_stale} pages list nothing new: the listing goes round in circles"
+            what = f"the last {num_stale} pages list nothing new: the listing repeats itself"
             raise SkilltrainError(what, where=place, fix="set registry.pages to what the registry speaks")
         if len(skills) >= registry.max_skills:
             break
@@ -165,7 +165,7 @@ def _pages(registry: RegistryConfig, state: SyncState, client: RegistryClient) -
                 elif number > 1 and pages.cursor and error.value is not None:
                     state.forget_pages()  # a registry may have forgotten a cursor
                     fix = "run again to read the listing anew"
-                raise SkilltrainError(f"cannot be had: {error.reason}", where=place, fix=fix) from error
+                raise SkilltrainError(f"cannot be fetched: {error.reason}", where=place, fix=fix) from error
         items = value_at(page, registry.keys.items) if registry.keys.items else page
         if not isinstance(items, list):
             kind = f"an object with the keys {_names(page)}" if isinstance(page, dict) else f"a {type(page).__name__}"

@@ -46,7 +46,7 @@ class PoolConfig(Config):
     taxonomy: InputPath | None = Field(
         default=None, description="YAML list of name and description, for categories: taxonomy; else the packaged one"
     )
-    encoder: EncoderSource | None = Field(default=None, description="what tells which category is nearest")
+    encoder: EncoderSource | None = Field(default=None, description="the encoder that finds the nearest category")
     workers: WorkersConfig = Field(default=WorkersConfig(), description="who screens the skills")
     out: Path = Field(description="folder to write skills.parquet, dropped.parquet and flags.parquet to")
 
@@ -147,12 +147,12 @@ class Taxonomy(Config):
 def load_taxonomy(path: Path) -> list[Category]:
     """The categories of a YAML file, a list of `- name: …` with `description: …`, in its order.
 
-    Raises SkilltrainError naming the entry that is not of this form or whose name stands twice.
+    Raises SkilltrainError naming the entry that is not of this form or whose name appears twice.
     """
     taxonomy = validate(Taxonomy, {"entries": parse_yaml(path.read_text(encoding="utf-8-sig"), path)}, path).entries
     names = [category.name for category in taxonomy]
     if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise SkilltrainError(f"category '{repeated}' stands twice", where=path)
+        raise SkilltrainError(f"category '{repeated}' appears twice", where=path)
     return taxonomy
 
 

@@ -82,7 +82,7 @@ def make_benchmark(
     check_split([task.query for task in tasks], split, folder)
     query_id, count = Counter(task.query.query_id for task in tasks).most_common(1)[0]
     if count > 1:
-        raise SkilltrainError(f"query '{query_id}' is of two splits", where=folder, fix="give the split to score")
+        raise SkilltrainError(f"query '{query_id}' has two splits", where=folder, fix="give the split to score")
     scored = tuple(task for task in tasks if split in (None, task.query.split))
     if gold_skills is None:
         wanted = {skill_id for task in scored for skill_id in (*task.relevance.gold, *task.relevance.alternatives)}

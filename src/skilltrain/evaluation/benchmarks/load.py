@@ -77,7 +77,7 @@ def load_benchmark(path: Path | Sequence[Path], split: str | None = None) -> Ben
     Several folders are tiers that are scored together, as SkillRouter averages easy and hard: `tiers` of what comes
     back holds one benchmark each, to be ranked over its own pool. Their queries are called `task@tier`, have a label
     `tier`, and those of one task are one cluster of the bootstrap: 75 tasks over two pools have n = 150.
-    Raises SkilltrainError, naming file, line and id, for malformed files, an id that stands twice, a query without
+    Raises SkilltrainError, naming file, line and id, for malformed files, an id that appears twice, a query without
     gold, relevance without a query, and relevance of a skill that the benchmark's own pool does not hold.
     """
     paths = [path] if isinstance(path, Path) else path

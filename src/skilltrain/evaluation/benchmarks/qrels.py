@@ -119,7 +119,7 @@ def _gains(
         elif skill_ids is not None and row.skill_id not in skill_ids:
             fault = f"skill '{row.skill_id}' of query '{row.query_id}' is not among the benchmark's own skills"
         elif row.skill_id in scores.get(row.query_id, ()):
-            fault = f"query '{row.query_id}' and skill '{row.skill_id}' stand together twice"
+            fault = f"query '{row.query_id}' and skill '{row.skill_id}' appear together twice"
         if fault:
             raise SkilltrainError(fault, where=row.where)
         scores.setdefault(row.query_id, {})[row.skill_id] = row.score

@@ -68,11 +68,11 @@ def read_rows(row_class: type[RowT], *files: Path) -> Iterator[RowT]:
 
 
 def unique(what: str, rows: Iterable[NamedRowT]) -> dict[str, NamedRowT]:
-    """id → row, in order. Raises SkilltrainError for an id that stands twice; `what` has it."""
+    """id → row, in order. Raises SkilltrainError for an id that appears twice; `what` has it."""
     found: dict[str, NamedRowT] = {}
     for row in rows:
         if row.row_id in found:
-            raise SkilltrainError(f"{what} '{row.row_id}' stands twice", where=row.where)
+            raise SkilltrainError(f"{what} '{row.row_id}' appears twice", where=row.where)
         found[row.row_id] = row
     return found
 
