@@ -2,9 +2,11 @@
 
 python data_pipelines/skillrouter.py SKILLS runs/full                            # before the encoder is trained
 python data_pipelines/skillrouter.py SKILLS runs/full runs/full/sr_emb_0.6b      # after: lists for the reranker
+python data_pipelines/skillrouter.py SKILLS runs/other llm='{kind: smollm2}' quotas='{semantic: 6, lexical: 4}'
 
 SKILLS is a folder of SKILL.md files, JSON Lines or parquet. The queries are written by GPT-4o-mini, key in
-OPENAI_API_KEY: look at `skilltrain synthesize --help` for another server, a local model, or none.
+OPENAI_API_KEY: look at `skilltrain synthesize --help` for another server, a local model, or none. Every setting of
+`Pipeline` below is an option: llm, base, quotas, …
 """
 
 import sys
@@ -13,7 +15,7 @@ from typing import Any
 
 from pydantic import Field
 
-from skilltrain.config import Config
+from skilltrain.config import Config, apply_overrides, validate
 from skilltrain.stages import parse_recipe, run_recipe
 
 INSTRUCTION = (
@@ -61,6 +63,9 @@ def run(pipeline: Pipeline) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (3, 4):
+    settings = [argument for argument in sys.argv[1:] if "=" in argument]
+    places = [argument for argument in sys.argv[1:] if "=" not in argument]
+    if len(places) not in (2, 3):
         sys.exit(__doc__)
-    run(Pipeline(skills=Path(sys.argv[1]), out=Path(sys.argv[2]), trained=Path(sys.argv[3]) if sys.argv[3:] else None))
+    named = dict(zip(("skills", "out", "trained"), places, strict=False))
+    run(validate(Pipeline, apply_overrides(named, settings), __file__))
