@@ -1,23 +1,27 @@
 """Exporting a run: the finished model, or any checkpoint, with adapters merged; one clear line for every fault."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
 import yaml
+from peft import PeftModel
 from safetensors.torch import save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from skilltrain.config import to_yaml
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.published import Published
 from skilltrain.models.adapters import AdapterConfig
 from skilltrain.models.encoder import EncoderConfig
-from skilltrain.models.reranker import RerankerConfig
+from skilltrain.models.loading import resolve_model
+from skilltrain.models.reranker import Reranker, RerankerConfig
 from skilltrain.records import Skill
 from skilltrain.tables import SKILLS, rows_of, write_table
 from skilltrain.templates import RerankerTemplate
-from skilltrain.training.export_run import export_run, save_trained
+from skilltrain.training.export_run import export_adapter, export_run, save_trained
 from skilltrain.training.settings import TrainEncoderConfig, TrainRerankerConfig, load_model
 from skilltrain.training.training_set import ListsSource
 
@@ -49,7 +53,7 @@ def add_checkpoint(config, step, best=0):
     seen = {value.data_ptr(): name for name, value in reversed(model.state_dict().items())}  # tied weights once
     weights = {f"model.{name}": model.state_dict()[name].contiguous() for name in seen.values()}
     save_file(weights, folder / "model.safetensors")
-    position = {"step": step, "best": {"step": best}}
+    position = {"step": step, "loss": 0.1, "best": {"step": best}}
     (folder / "state.json").write_text(json.dumps({"written_by": "whole models on cpu", "position": position}))
     return model
 
@@ -95,6 +99,30 @@ def test_an_adapter_is_merged(tmp_path, model_folders, name):
     write_run(config, finished=False, summary={})
     export_run(config.out, tmp_path / "out", None)
     assert_same_vectors(tmp_path / "out", model)
+
+
+@pytest.mark.parametrize("name", ["bert", "qwen3", "bert_reranker", "qwen3_reranker"])
+def test_an_adapter_alone_is_read_by_peft(tmp_path, model_folders, name):
+    config = config_of(tmp_path, model_folders[name], AdapterConfig(rank=2, dropout=0.1), "reranker" in name)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"max_tokens": 400})})
+    model = add_checkpoint(config, 3)
+    write_run(config, finished=False, summary={})
+    assert export_adapter(config.out, tmp_path / "out")["checkpoint"] == "step-3"
+    kind: Any = AutoModel
+    if "reranker" in name:
+        kind = AutoModelForCausalLM if "qwen3" in name else AutoModelForSequenceClassification
+    peft = PeftModel.from_pretrained(kind.from_pretrained(model_folders[name]), str(tmp_path / "out")).eval()
+    ids = torch.tensor([[2, 9, 30, 12, 3]])
+    ours = model.network if isinstance(model, Reranker) else model.backbone
+    with torch.inference_mode():
+        torch.testing.assert_close(peft(input_ids=ids)[0], ours(input_ids=ids)[0], atol=1e-5, rtol=0)
+    with pytest.raises(SkilltrainError, match="holds an adapter, not a model of its own"):
+        resolve_model(str(tmp_path / "out"))
+
+
+def test_a_run_without_an_adapter_has_none_to_export(tmp_path, unfinished):
+    with pytest.raises(SkilltrainError, match=r"trained all weights, no adapter .export without --adapter"):
+        export_adapter(unfinished[0].out, tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["bert_reranker", "qwen3_reranker"])

@@ -89,6 +89,7 @@ def export(
     interpolate: Annotated[
         float | None, typer.Option(help="A: (1 - A) x the base's weights + A x the trained ones (WiSE-FT)")
     ] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="the adapter (LoRA) alone, for peft")] = False,
     report: Annotated[Path | None, typer.Option(help="report of `evaluate` for the model card's results")] = None,
     repo: Annotated[str | None, typer.Option(help="OWNER/NAME on the Hub, for the model card's programs")] = None,
     license_id: Annotated[str | None, typer.Option("--license", help="for the model card, e.g. apache-2.0")] = None,
@@ -99,9 +100,15 @@ def export(
     Example: skilltrain export runs/full/sr_emb_0.6b --checkpoint best --interpolate 0.7 --out models/sr_emb
     """
     from skilltrain.export.published import Published
-    from skilltrain.training.export_run import export_run
+    from skilltrain.training.export_run import export_adapter, export_run
 
-    found = quietly(export_run, run, out, checkpoint, interpolate, Published(repo, license_id, report))
+    if adapter:
+        if any(given is not None for given in (interpolate, report, repo, license_id)):
+            fix = "give only --checkpoint and --out"
+            raise SkilltrainError("an adapter is written as it is, without a card", where="--adapter", fix=fix)
+        found = quietly(export_adapter, run, out, checkpoint)
+    else:
+        found = quietly(export_run, run, out, checkpoint, interpolate, Published(repo, license_id, report))
     conclude(found, [f"{out}: {found['checkpoint'] or 'the model'} of {run}"], as_json)
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import shareable
@@ -25,6 +26,7 @@ from skilltrain.export.tokenizer import (
     yes_no_chat_template,
 )
 from skilltrain.files import inside, read_json, write_json, write_text
+from skilltrain.models.adapters import adapter_files
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import CHECKPOINT_FILE, backbone_options, load_pretrained
 from skilltrain.models.pooling import Pooling
@@ -122,6 +124,19 @@ def save_reranker(
             model["keep_in_fp32_modules"] = [float32_layer]
         _write_modules(aside, modules, model)
         _write_record(aside, reranker, base, card, interpolate)
+
+
+def save_adapter(model: Encoder | Reranker, folder: Path, base: str) -> None:
+    """Write a model's adapter alone: `PeftModel.from_pretrained(network, folder)` adds it to the network of `base`.
+
+    skilltrain.json beside it says what that network is fed with.
+    """
+    network = model.backbone if isinstance(model, Encoder) else model.network
+    config, weights = adapter_files(network, shareable(base))
+    with _written_aside(folder) as aside:
+        config.save_pretrained(aside)
+        save_file(weights, aside / "adapter_model.safetensors", metadata={"format": "pt"})
+        _write_record(aside, model, base, None, None)
 
 
 def copy_model(source: Path, target: Path) -> None:

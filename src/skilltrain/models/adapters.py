@@ -93,6 +93,16 @@ def add_adapter(network: Any, adapter: AdapterConfig) -> None:
         head.float().requires_grad_(True).register_forward_pre_hook(in_own_dtype)
 
 
+def adapter_files(network: Any, base: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """(settings, weights by name) of an adapter and the head that trained with it, as peft keeps them for `base`."""
+    config, heads_of = network.peft_config[_NAME], {id(head) for head in _heads(network)}
+    config.base_model_name_or_path, config.inference_mode = base, True
+    config.modules_to_save = [name for name, module in network.named_modules() if id(module) in heads_of] or None
+    trained = {name: value for name, value in network.named_parameters() if value.requires_grad}
+    named = {f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": value for name, value in trained.items()}
+    return config, {name: value.detach().contiguous() for name, value in named.items()}
+
+
 def merge_adapter(network: Any) -> Any:
     """`network` with its adapter added into plain linear layers: W + (alpha / rank) B A.
 

@@ -101,11 +101,11 @@ def _from_hub(source: str, weights: bool) -> Path:
 
 def _check_files(folder: Path, source: str) -> None:
     """Raise SkilltrainError for a folder without config.json, an adapter without its model, and shards elsewhere."""
-    if not (folder / "config.json").is_file():
-        raise SkilltrainError("is no model folder: it has no config.json", where=source, fix=_UNFINISHED)
     if (folder / "adapter_config.json").is_file():
         fix = "merge it into its model first (peft's merge_and_unload)"
         raise SkilltrainError("holds an adapter, not a model of its own", where=source, fix=fix)
+    if not (folder / "config.json").is_file():
+        raise SkilltrainError("is no model folder: it has no config.json", where=source, fix=_UNFINISHED)
     if (folder / _INDEX_FILE).is_file():
         index = read_json(folder / _INDEX_FILE)
         shards = index.get("weight_map") if isinstance(index, dict) else None

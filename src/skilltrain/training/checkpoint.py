@@ -172,7 +172,7 @@ def load_weights(step_part: nn.Module, name: str, checkpoint: Path) -> None:
     except SafetensorError as error:
         raise SkilltrainError(f"is no safetensors file: {error}", where=file) from error
     held = step_part.state_dict(keep_vars=True)
-    frozen = {key for key, parameter in step_part.named_parameters() if not parameter.requires_grad}
+    frozen = {key for key, own in held.items() if isinstance(own, nn.Parameter) and not own.requires_grad}
     whole = {key: value for key, value in whole.items() if key not in frozen}
     for key, own in held.items():
         if isinstance(own, DTensor) and key in whole:

@@ -9,7 +9,7 @@ import torch
 from skilltrain.config import load_recipe, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import RunRecord, model_card
-from skilltrain.export.folder import copy_model, save_encoder, save_reranker
+from skilltrain.export.folder import copy_model, save_adapter, save_encoder, save_reranker
 from skilltrain.export.published import Published, complete_card
 from skilltrain.files import read_json, staged_folder
 from skilltrain.models.adapters import merge_adapter
@@ -105,6 +105,23 @@ def export_run(
             save_trained(config, found, staged, {}, exported=found.name)
         complete_card(staged / "README.md", published, run, config.data.pool)
     return {"out": str(out), "stage": config.stage, "checkpoint": found.name if found else summary.get("checkpoint")}
+
+
+def export_adapter(run: Path, out: Path, checkpoint: str | None = None) -> dict[str, Any]:
+    """Write the adapter (LoRA) of the training in the folder `run`, not merged, to the folder `out`; see `export_run`.
+
+    Without `checkpoint` it is that of the run's model, or of an unfinished run's newest checkpoint.
+    """
+    config, summary = _read(run)
+    if config.adapter is None:
+        raise SkilltrainError("trained all weights, no adapter", where=run, fix="export without --adapter")
+    found = _checkpoint(run / CHECKPOINTS, checkpoint or summary.get("checkpoint"))
+    _check_free(out)
+    model = load_model(config, torch.device("cpu"))
+    load_weights(model, "model", found)
+    with staged_folder(out) as staged:
+        save_adapter(model, staged, config.model.source)
+    return {"out": str(out), "stage": config.stage, "checkpoint": found.name}
 
 
 def _read(run: Path) -> tuple[TrainConfig, Mapping[str, Any]]:
