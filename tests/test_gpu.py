@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import Qwen3Config, Qwen3Model
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.losses import InfoNCE, ListwiseCE
+from skilltrain.models import shared_prompt
 from skilltrain.models.adapters import AdapterConfig, add_adapter
 from skilltrain.models.cpu_linear import OneDnnLinear
 from skilltrain.models.encoder import EncoderConfig, load_encoder
@@ -30,14 +32,16 @@ TEXTS = ["deploy pods", "review the merge commit of the agent " * 6, "运行 cli
 Step = EncoderStep | RerankerStep
 
 
-def encoder_step(folder: Path, device: torch.device, recompute: bool = True) -> EncoderStep:
+def encoder_step(folder: Path, device: torch.device, recompute: bool = True, varlen: bool = False) -> EncoderStep:
+    settings = StepSettings(150, recompute, varlen=varlen)
     encoder = load_encoder(EncoderConfig(source=str(folder)), device)
-    return EncoderStep(encoder, InfoNCE(), training_set(8), StepSettings(150, recompute)).train()
+    return EncoderStep(encoder, InfoNCE(), training_set(8), settings).train()
 
 
-def reranker_step(folder: Path, device: torch.device, recompute: bool = True) -> RerankerStep:
+def reranker_step(folder: Path, device: torch.device, recompute: bool = True, varlen: bool = False) -> RerankerStep:
+    settings = StepSettings(150, recompute, varlen=varlen)
     reranker = load_reranker(RerankerConfig(source=str(folder)), device)
-    return RerankerStep(reranker, ListwiseCE(), training_set(8), StepSettings(150, recompute)).train()
+    return RerankerStep(reranker, ListwiseCE(), training_set(8), settings).train()
 
 
 def loss_and_gradients(step: Step) -> tuple[float, dict[str, Tensor]]:
@@ -71,13 +75,19 @@ def test_a_steps_loss_and_gradients(model_folders: dict[str, Path], name: str, s
         assert torch.allclose(got[key], gradient, atol=1e-4), key
 
 
-@pytest.mark.parametrize(("name", "step_of"), CASES)
+@pytest.mark.parametrize(
+    ("name", "step_of", "varlen"), [*((*case, False) for case in CASES), *((*case, True) for case in CASES[1::2])]
+)
 def test_a_step_in_bfloat16_is_close_to_float32(
-    model_folders: dict[str, Path], name: str, step_of: Callable[..., Step]
+    model_folders: dict[str, Path], name: str, step_of: Callable[..., Step], varlen: bool
 ) -> None:
     loss, expected = loss_and_gradients(step_of(model_folders[name], DEVICES[0]))
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        there, got = loss_and_gradients(step_of(model_folders[name], DEVICES[1]))
+    with (
+        torch.autocast("cuda", dtype=torch.bfloat16),
+        patch.object(shared_prompt, "_attend_by_length", wraps=shared_prompt._attend_by_length) as kernel,
+    ):
+        there, got = loss_and_gradients(step_of(model_folders[name], DEVICES[1], varlen=varlen))
+    assert bool(kernel.called) == varlen
     assert there == pytest.approx(loss, rel=0.02)
     one, other = (torch.cat([values[key].flatten() for key in expected]) for values in (expected, got))
     assert torch.cosine_similarity(one, other, dim=0) > 0.98

@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from skilltrain.errors import SkilltrainError
 from skilltrain.losses import InfoNCE, ListwiseCE, PointwiseBCE
 from skilltrain.models.activations import checkpoint_layers
 from skilltrain.training import steps
@@ -72,6 +73,29 @@ def test_lexical_scores_move_the_loss_alike_whole_and_in_chunks(open_encoder_of)
     assert whole.item() != pytest.approx(EncoderStep(encoder, InfoNCE(), data, StepSettings(120))(data.lists).item())
     for got, wanted in zip(gradients(encoder, chunked), expected, strict=True):
         assert torch.allclose(got, wanted, atol=1e-9)
+
+
+def test_without_padding_the_loss_and_its_gradients_are_the_same(open_encoder_of):
+    encoder, data = open_encoder_of("qwen3").double(), training_set(8)
+    padded = EncoderStep(encoder, InfoNCE(), data, StepSettings(300))(data.lists)
+    expected = gradients(encoder, padded)
+    step = EncoderStep(encoder, InfoNCE(), data, StepSettings(300, recompute=True, varlen=True)).train()
+    loss = step(data.lists)
+    assert step.count.slots == step.count.tokens == sum(step.slots(data.lists))
+    assert loss.item() == pytest.approx(padded.item(), abs=1e-9)
+    for got, wanted in zip(gradients(encoder, loss), expected, strict=True):
+        assert torch.allclose(got, wanted, atol=1e-6)
+    texts = list(step.query_ids.values())
+    with torch.no_grad():
+        together = encoder(texts)
+        assert torch.allclose(together, torch.cat([encoder([text]) for text in texts]), atol=1e-9)
+
+
+@pytest.mark.parametrize(("name", "what"), [("bert", "a causal encoder"), ("bert_reranker", "a causal reranker")])
+def test_other_models_are_not_attended_by_length(open_encoder_of, open_reranker_of, name, what):
+    model = open_reranker_of(name) if "reranker" in name else open_encoder_of(name)
+    with pytest.raises(SkilltrainError, match=f"varlen needs {what}"):
+        model.attend_by_length()
 
 
 def test_a_rank_without_any_text_still_takes_part(open_encoder_of, monkeypatch):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
+from skilltrain.models import shared_prompt
 from skilltrain.models.loading import (
     ModelConfig,
     backbone_options,
@@ -24,7 +25,7 @@ from skilltrain.models.loading import (
     resolve_model,
     stored_settings,
 )
-from skilltrain.models.micro_batches import TokenIds, embed_together, model_inputs
+from skilltrain.models.micro_batches import Groups, TokenIds, embed_together, micro_batches, model_inputs
 from skilltrain.models.pooling import Pooling, at_least_float32, module_settings, pool
 from skilltrain.models.tokens import TextTokenizer
 from skilltrain.records import Skill
@@ -72,6 +73,7 @@ class Encoder(nn.Module):
         self.backbone: Any = backbone
         self.tokenizer, self.settings = tokenizer, settings
         self.text_tokenizer = TextTokenizer(tokenizer)
+        self.is_packed = False
         self._is_causal = {getattr(module, "is_causal", None) for module in backbone.modules()} - {None} == {True}
 
     @property
@@ -103,12 +105,37 @@ class Encoder(nn.Module):
         rendered = [self.settings.template.render_query(text) for text in texts]
         return self.tokenize(rendered, self.settings.query_max_tokens)
 
+    def attend_by_length(self) -> None:
+        """From now on, the texts of a micro-batch stand in one row: no padding, and flash attention on a GPU.
+
+        Raises SkilltrainError for an encoder whose vectors would not be the same.
+        """
+        last = self._is_causal and self.settings.pooling == "last_token"
+        if not last or not shared_prompt.can_share(self.backbone):
+            what = "varlen needs a causal encoder with last_token pooling whose layers all see the whole text"
+            raise SkilltrainError(what, where="training.varlen")
+        shared_prompt.enable(self.backbone)
+        self.is_packed = True
+
+    def micro_batches(self, lengths: Sequence[int], token_budget: int) -> Groups:
+        """Positions of texts of these lengths, in groups to encode together; see `micro_batches.micro_batches`."""
+        return micro_batches(lengths, token_budget, 0 if self.is_packed else None)
+
+    def num_slots(self, lengths: Sequence[int]) -> int:
+        """Tokens that `forward` computes for texts of these lengths, padding included."""
+        return sum(lengths) if self.is_packed else max(lengths) * len(lengths)
+
     def embed(self, texts: Sequence[TokenIds]) -> list[Float[Tensor, "_ width"]]:
         """What `forward` takes for the texts in place of their ids where it runs in several micro-batches."""
         return embed_together(self.backbone, texts)
 
     def forward(self, texts: Sequence[TokenIds] | Sequence[Float[Tensor, "_ width"]]) -> Float[Tensor, "text dim"]:
         """Unit vectors of one micro-batch of token ids or embedded tokens, in float32 or wider."""
+        if self.is_packed:
+            packed = shared_prompt.pack(texts, self.device, varlen=True)
+            rows = [text for text in texts if isinstance(text, Tensor)]
+            last = shared_prompt.last_hidden(self.backbone, packed, rows or None)
+            return nn.functional.normalize(at_least_float32(last), dim=-1)
         inputs, mask = model_inputs(texts, self.tokenizer.pad_token_id, self.device)
         hidden = self.backbone(**inputs, attention_mask=self._mask_needed(texts, mask)).last_hidden_state
         return nn.functional.normalize(pool(at_least_float32(hidden), mask, self.settings.pooling), dim=-1)

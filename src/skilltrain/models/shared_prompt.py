@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -28,6 +29,20 @@ class Bucket:
     mask: Bool[Tensor, "token key"]  # keys are the prompt, then the continuation
 
 
+@dataclass(frozen=True, eq=False)
+class Varlen:
+    """Where queries and keys of each text begin, as torch's `varlen_attn` reads them.
+
+    The first text is the prompt, where there is one; the keys of each continuation stand behind those of the prompt.
+    """
+
+    query_starts: Int[Tensor, " start"]
+    key_starts: Int[Tensor, " start"]
+    key_places: Int[Tensor, " key"]  # in the packed row
+    longest_query: int
+    longest_key: int
+
+
 class PackedTexts:
     """Texts as one row: the prompt, then every continuation, longest first.
 
@@ -38,7 +53,7 @@ class PackedTexts:
 
     def __init__(
         self,
-        ids: Int[Tensor, "1 token"],
+        ids: Int[Tensor, "1 token"] | None,
         positions: Int[Tensor, "1 token"],
         ends: Int[Tensor, " text"],
         order: list[int],
@@ -48,6 +63,7 @@ class PackedTexts:
         self.ids, self.positions, self.ends = ids, positions, ends
         self.order, self.num_shared, self.buckets = order, num_shared, buckets
         self.was_used = False
+        self.varlen: Varlen | None = None
 
 
 def num_shared(texts: Sequence[TokenIds]) -> int:
@@ -63,25 +79,53 @@ def packed_size(shared: int, lengths: Sequence[int]) -> int:
     return shared + sum(length - shared for length in lengths)
 
 
-def pack(texts: Sequence[TokenIds], device: torch.device) -> PackedTexts:
-    """The texts (none of them empty) as one row with what attention needs to keep them apart."""
-    shared = num_shared(texts)
+def pack(
+    texts: Sequence[TokenIds] | Sequence[Float[Tensor, "_ width"]], device: torch.device, varlen: bool = False
+) -> PackedTexts:
+    """The texts (none of them empty) as one row with what attention needs to keep them apart.
+
+    Texts that are embedded already share nothing. With `varlen`, a GPU attends by their lengths in bfloat16.
+    """
+    tokens = [text for text in texts if not isinstance(text, Tensor)]
+    shared = num_shared(tokens) if tokens else 0
     order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
     lengths = [len(texts[number]) - shared for number in order]
-    row = [*texts[0][:shared]]
     positions = [*range(shared)]
     ends = [0] * len(texts)
     for number, length in zip(order, lengths, strict=True):
-        row += [*texts[number][shared:]]
         positions += range(shared, shared + length)
-        ends[number] = len(row) - 1
-    return PackedTexts(
-        on_device(torch.tensor([row]), device),
+        ends[number] = len(positions) - 1
+    ids = None
+    if tokens:
+        row = np.concatenate([tokens[0][:shared], *(tokens[number][shared:] for number in order)])
+        ids = on_device(row.astype(np.int64)[None], device)
+    packed = PackedTexts(
+        ids,
         on_device(torch.tensor([positions]), device),
         on_device(torch.tensor(ends), device),
         order,
         shared,
         [*_buckets(lengths, shared, device)],
+    )
+    packed.varlen = _varlen(lengths, shared, device) if varlen else None
+    return packed
+
+
+def _varlen(lengths: Sequence[int], shared: int, device: torch.device) -> Varlen:
+    """How `varlen_attn` reads continuations of these lengths behind a prompt of `shared` tokens."""
+    prompt = [shared] if shared else []
+    queries = np.array([*prompt, *lengths])
+    keys = np.array([*prompt, *(shared + length for length in lengths)])
+    query_starts, key_starts = (np.concatenate([[0], sizes.cumsum()]).astype(np.int32) for sizes in (queries, keys))
+    own = [np.arange(start, start + size) for start, size in zip(query_starts, queries, strict=False)]
+    before = np.arange(shared)
+    places = [place for part in own[len(prompt) :] for place in (before, part)]
+    return Varlen(
+        on_device(query_starts, device),
+        on_device(key_starts, device),
+        on_device(np.concatenate([before, *places]), device),
+        int(queries.max()),
+        int(keys.max()),
     )
 
 
@@ -165,6 +209,8 @@ def shared_prompt_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)  # as autocast would, once instead of once a bucket
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if packed.varlen is not None and query.is_cuda and value.dtype == torch.bfloat16 and not options["dropout"]:
+        return _attend_by_length(query, key, value, packed, options["scaling"]), None
     settings = {"dropout_p": options["dropout"], "scale": options["scaling"]}
     attend, shared = torch.nn.functional.scaled_dot_product_attention, packed.num_shared
     prompt_key, prompt_value = key[:, :, :shared], value[:, :, :shared]
@@ -180,3 +226,28 @@ def shared_prompt_attention(
         seen = attend(own_query, keys, values, attn_mask=bucket.mask, **settings)
         parts.append(seen.transpose(0, 1).flatten(1, 2)[:, bucket.kept])
     return torch.cat(parts, 1).transpose(0, 1)[None], None
+
+
+def _attend_by_length(
+    query: Float[Tensor, "1 head token dim"],
+    key: Float[Tensor, "1 head token dim"],
+    value: Float[Tensor, "1 head token dim"],
+    packed: PackedTexts,
+    scale: float,
+) -> Float[Tensor, "1 token head dim"]:
+    """The same by torch's flash attention over texts of unequal lengths: one call, no padding and no mask.
+
+    Each query sees the keys up to its own, counted from the end of its text. Only in bfloat16.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    places = packed.varlen
+    assert places is not None
+    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+    if packed.num_shared:
+        key, value = key.index_select(0, places.key_places), value.index_select(0, places.key_places)
+    attended: Any = varlen_attn(
+        query, key, value, places.query_starts, places.key_starts, places.longest_query, places.longest_key,
+        scale=scale, window_size=(-1, 0),
+    )  # fmt: skip
+    return attended[None]

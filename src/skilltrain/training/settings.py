@@ -109,6 +109,11 @@ class TrainingConfig(Config):
     recompute: bool = Field(
         default=False, description="keep only every layer's inputs and compute it twice: less memory, more time"
     )
+    varlen: bool = Field(
+        default=False,
+        description="attend by the texts' lengths, without padding and masks, in flash attention: a causal model "
+        "with a GPU in bfloat16",
+    )
     precision: Precision | None = Field(
         default=None,
         description="bfloat16 computes mixed, auto where it is native; null: auto on a GPU, float32 on a CPU",

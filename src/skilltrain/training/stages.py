@@ -96,7 +96,7 @@ def _step(
     model, training = load_model(config, device), config.training
     in_batch = isinstance(config, TrainEncoderConfig) and config.in_batch_negatives
     budget = training.token_budget_on(default_device())
-    settings = StepSettings(budget, training.recompute, in_batch, token_cache, is_sharded)
+    settings = StepSettings(budget, training.recompute, in_batch, token_cache, training.varlen, is_sharded)
     if isinstance(model, Encoder):
         assert isinstance(config, TrainEncoderConfig)
         return EncoderStep(model, config.loss, on_best_windows(data, model.settings), settings)

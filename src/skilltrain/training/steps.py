@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from skilltrain.losses import EncoderLoss, RerankerLoss
 from skilltrain.models.activations import checkpoint_layers
 from skilltrain.models.encoder import Encoder
-from skilltrain.models.micro_batches import TokenIds, micro_batches, num_slots, run_micro_batches, split_to
+from skilltrain.models.micro_batches import TokenIds, run_micro_batches, split_to
 from skilltrain.models.reranker import PairIds, Reranker
 from skilltrain.models.tokens import TokenStore, tokenized, tokenizer_identity
 from skilltrain.records import Skill
@@ -30,6 +30,7 @@ class StepSettings:
     recompute: bool = False
     in_batch: bool = True
     token_cache: Path | None = None
+    varlen: bool = False
     is_sharded: bool = True  # ranks that hold shards of the model (FSDP2, ZeRO-3) must run it equally often
 
 
@@ -67,6 +68,8 @@ class EncoderStep(nn.Module):
         self._no_split_modules = _layer_classes(encoder.backbone)
         if settings.recompute:
             checkpoint_layers(encoder.backbone)
+        if settings.varlen:
+            encoder.attend_by_length()
         self.query_ids, self.skill_ids = _token_ids(
             encoder, data, settings.token_cache, encoder.tokenize_queries, partial(tokenized_skills, encoder)
         )
@@ -98,18 +101,20 @@ class EncoderStep(nn.Module):
         """Tokens of each micro-batch of a batch, padding included, where one process computes all of it."""
         lengths = [len(self.query_ids[one.query]) for one in batch]
         lengths += [len(self.skill_ids[skill_id]) for skill_id in {s for one in batch for s in one.skill_ids}]
-        return [num_slots(lengths, [group]) for group in micro_batches(lengths, self.settings.token_budget)]
+        groups = self.model.micro_batches(lengths, self.settings.token_budget)
+        return [self.model.num_slots([lengths[position] for position in group]) for group in groups]
 
     def _encode(self, texts: Sequence[TokenIds], any_text: Sequence[TokenIds]) -> Float[Tensor, "text dim"]:
         """Unit vectors of this rank's texts. An idle rank still runs the model, for its part in the exchange."""
         used = texts or any_text
         lengths = [len(text) for text in used]
-        groups = micro_batches(lengths, self.settings.token_budget)
+        groups = self.model.micro_batches(lengths, self.settings.token_budget)
         if self.settings.is_sharded:
             groups = split_to(groups, highest_on_any_rank(len(groups), self.model.device))
         if texts:
             self.count.tokens += sum(lengths)
-            self.count.slots += num_slots(lengths, groups)
+            of_groups = [[lengths[position] for position in group] for group in groups if group]
+            self.count.slots += sum(map(self.model.num_slots, of_groups))
         rows = self.model.embed(used) if torch.is_grad_enabled() else used  # see embed_together
         return run_micro_batches(self.model, rows, groups)[: len(texts)]
 
@@ -124,6 +129,8 @@ class RerankerStep(nn.Module):
         self._no_split_modules = _layer_classes(reranker.network)
         if settings.recompute:
             checkpoint_layers(reranker.network)
+        if settings.varlen:
+            reranker.attend_by_length()
         self.query_ids, self.skill_ids = _token_ids(
             reranker,
             data,
