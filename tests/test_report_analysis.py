@@ -143,7 +143,7 @@ def test_notes_and_provenance_stand_in_every_form_and_begin_no_list():
     assert "- \\- one &lt;b>note&lt;/b>" in shown and "- 3\\) another" in shown
     assert "\n\\+ reranker: Hit@1" in shown and "- Pool: pool, 3 skills" in shown
     page = report_page(report)
-    assert "<p>- one &lt;b&gt;note&lt;/b&gt;</p>" in page
+    assert '<p class="under">- one &lt;b&gt;note&lt;/b&gt;</p>' in page
     assert "<dt>Pool</dt><dd>pool, 3 skills</dd>" in page
 
 

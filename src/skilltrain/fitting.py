@@ -15,7 +15,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.files import write_text
 from skilltrain.routing.router import ROUTER_FILE
 from skilltrain.runs import run_state
-from skilltrain.stages import parse_recipe, run_recipe
+from skilltrain.stages import closing_words, parse_recipe, run_recipe
 from skilltrain.tables import QUERIES, read_table
 from skilltrain.terminal import say
 
@@ -60,6 +60,7 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
         say(f"{number}. {values['stage']}")
         stage = parse_recipe(values, f"fit, step {step}")
         found[step] = run_recipe(stage, resume=run_state(stage.out) == "begun")
+        say(closing_words(stage, found[step])[0])
     write_text(config.out / ROUTER_FILE, _as_yaml({"pool": "pool", "rankers": [_hybrid(config, Path())]}))
     counts = {"num_skills": found["pool"]["num_skills"], "num_lists": found["lists"]["num_lists"]}
     if "report" in found:

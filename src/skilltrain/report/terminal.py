@@ -1,5 +1,6 @@
 """The report as a table for the terminal."""
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -11,20 +12,15 @@ from skilltrain.texts import printable
 NAME, CELL = 11, 21  # widths of the first column and of a mean with its interval
 
 
-def terminal_table(report: Report, width: int) -> Table:
+def terminal_table(report: Report, width: int) -> Group:
     """The means over all queries and over each kind, for a terminal of `width` columns.
 
     Measures are rows; systems are columns, as many as fit, block by block, so that names and intervals are never cut.
-    The best mean stands out, the caption is the headline and what else must be known.
+    The best mean stands out; below are the headline and what else must be known.
     """
-    table = Table(
-        title=Text(f"{printable(report.title())}, 95% bootstrap intervals"),
-        title_justify="left",
-        caption=Text("\n".join(map(printable, (report.headline(), *report.about.notes)))),
-        caption_justify="left",
-        pad_edge=False,
-        show_header=False,
-    )
+    table = Table(pad_edge=False, show_header=False)
+    title = Text(f"{printable(report.title())}, 95% bootstrap intervals", style="italic")
+    caption = Text("\n".join(map(printable, (report.headline(), *report.about.notes))))
     parts = [part for part in shown(report.slices) if part.label in (ALL, KIND)]
     columns = [[(part, name) for name in report.systems] for part in parts]
     if len(report.systems) == 1:
@@ -40,7 +36,7 @@ def terminal_table(report: Report, width: int) -> Table:
         for measure in report.measures:
             cells = [_cell(part, name, measure) for part, name in block]
             table.add_row(measure.replace(" ", "\n"), *cells, end_section=measure == report.measures[-1])
-    return table
+    return Group(title, table, caption)
 
 
 def _cell(part: SliceMeans, system: str, measure: str) -> Text:
