@@ -229,8 +229,10 @@ def backbone_options(model_config: Any) -> dict[str, Any]:
 
 
 def placing_options(device: torch.device) -> dict[str, Any]:
-    """Options by which a network for the device meta is made there, without its weights being read."""
-    return {"device_map": "meta"} if device.type == "meta" else {}
+    """Options by which a network is made on a GPU at once, so that ranks hold no copy of it in the machine's memory
+    first; and on the device meta, without its weights being read.
+    """
+    return {"device_map": device} if device.type in ("cuda", "meta") else {}
 
 
 def heads(network: Any) -> list[nn.Module]:

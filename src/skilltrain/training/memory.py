@@ -27,7 +27,7 @@ def planned_activations(step: StepModule, batches: Iterable[Sequence[TrainingLis
 
     With `recompute` these are the inputs of all layers, and all of one layer for the largest micro-batch.
     """
-    largest = max(batches, key=lambda batch: sum(sum(step.lengths(one)) for one in batch))
+    largest = _largest(step, batches)
     network = step.model.backbone if isinstance(step, EncoderStep) else step.model.network
     slots, config = step.slots(largest), network.config
     of_layer, num_layers = layer_bytes(network, dtype), config.num_hidden_layers
@@ -69,6 +69,11 @@ def num_weights(folder: Path) -> int:
     return count
 
 
+def _largest(step: StepModule, batches: Iterable[Sequence[TrainingList]]) -> Sequence[TrainingList]:
+    """The batch with the most tokens."""
+    return max(batches, key=lambda batch: sum(sum(step.lengths(one)) for one in batch))
+
+
 def peak_memory(device: torch.device) -> dict[str, float]:
     """The most GiB that tensors have taken on this process's GPU; nothing on a CPU."""
     return {"peak_gib": torch.cuda.max_memory_allocated(device) / _GIB} if device.type == "cuda" else {}
@@ -88,8 +93,7 @@ def probe_memory(
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     moments = [] if optimizer.state else [torch.empty_like(parameter) for parameter in trained for _ in range(2)]
-    largest = max(batches, key=lambda batch: sum(sum(step_module.lengths(one)) for one in batch))
-    device = accelerator.device
+    largest, device = _largest(step_module, batches), accelerator.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         accelerator.backward(model(largest))
     optimizer.zero_grad(set_to_none=True)
