@@ -188,6 +188,7 @@ FAULTS = {
     # Values that no program can use.
     TRAIN + "training.learning_rate=1e400": "training.learning_rate: must be a finite number, found '1e400'",
     TRAIN + "training.seed=1180591620717411303424": "training.seed: must be less than 2147483648, found 11805916207174",
+    TRAIN + "adapter.targets=[]": "adapter.targets: must",
     TRAIN + "adapter.rank=1000000": "adapter.rank: 1000000 exceeds the width of every layer, at most 32",
     "mine sources=[] pool={runs}/pool queries={runs}/queries encoder.source={bert} out={tmp}/out":
         "skilltrain mine: sources: must hold at least 1, found []",

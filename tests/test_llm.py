@@ -199,6 +199,14 @@ def test_only_openai_itself_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None
         assert ask(open_client(local), 0) == ["Please plan my week."]
 
 
+@pytest.mark.parametrize("key", ["schlüssel-1234", "sk-1234\nsk-5678"])
+def test_a_key_that_no_header_can_carry_is_refused(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with pytest.raises(SkilltrainError, match="OPENAI_API_KEY holds no key: a key has no line breaks") as failure:
+        open_llm(OpenAIConfig(model="m", cache=None))
+    assert key not in str(failure.value)
+
+
 def test_keys_in_a_recipe_are_refused_without_being_shown() -> None:
     for settings in ({"api_key_env": KEY}, {"api_key_env": "skabcdef"}, {"base_url": f"http://u:{KEY}@h/v1"}):
         with pytest.raises(SkilltrainError) as failure:

@@ -79,7 +79,7 @@ def test_all_cells_are_exact_and_few_cells_leave_places_empty():
         assert not full or (positions == nearest(queries, pool, 30)[0]).all()
 
 
-@pytest.mark.parametrize("index", ["HNWS32", "IVF9,Flat nprobe", "IVF50,Flat"])
+@pytest.mark.parametrize("index", ["", "HNWS32", "IVF9,Flat nprobe", "IVF50,Flat"])
 def test_an_index_that_cannot_be_built_is_one_line(index):
     with pytest.raises(SkilltrainError, match=f"index {index}: faiss cannot build this index"):
         build_index(index, unit_vectors(20), 0)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from skilltrain.errors import SkilltrainError
+from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import check_regular
 
 ConfigT = TypeVar("ConfigT", bound="Config")
@@ -96,8 +96,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise SkilltrainError(f"cannot read the recipe: {reason}", where=path) from error
+        raise SkilltrainError(f"cannot read the recipe: {reason_of(error)}", where=path) from error
     values = parse_yaml(text, path)
     if not isinstance(values, dict):
         raise SkilltrainError("a recipe is a map of keys to values", where=path)

@@ -17,3 +17,8 @@ class StoppedError(SkilltrainError):
     def __init__(self, what: str, *, where: object = None, fix: str = "", number: int) -> None:
         super().__init__(what, where=where, fix=fix)
         self.number = number
+
+
+def reason_of(error: Exception) -> str:
+    """What an error says, without the number and the path that the system puts around it."""
+    return getattr(error, "strerror", None) or str(error)

@@ -14,7 +14,7 @@ from typing import IO, Any, AnyStr
 
 from filelock import FileLock, Timeout
 
-from skilltrain.errors import SkilltrainError
+from skilltrain.errors import SkilltrainError, reason_of
 
 _MAX_LINE = 64 * 2**20
 
@@ -29,7 +29,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
     except OSError as error:
-        raise SkilltrainError(f"cannot write: {error.strerror or error}", where=path) from error
+        raise SkilltrainError(f"cannot write: {reason_of(error)}", where=path) from error
     os.close(handle)
     temporary = Path(name)
     try:
@@ -39,7 +39,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary.chmod(0o644)
         temporary.replace(path)
     except OSError as error:
-        raise SkilltrainError(f"cannot write: {error.strerror or error}", where=path) from error
+        raise SkilltrainError(f"cannot write: {reason_of(error)}", where=path) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -59,7 +59,7 @@ def locked(folder: Path) -> Iterator[None]:
         fix = "wait for it, or name another folder"
         raise SkilltrainError("another process is writing this very folder", where=folder, fix=fix) from error
     except OSError as error:
-        raise SkilltrainError(f"cannot write: {error.strerror or error}", where=folder) from error
+        raise SkilltrainError(f"cannot write: {reason_of(error)}", where=folder) from error
     try:
         yield
     finally:
@@ -136,7 +136,7 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError as error:
         raise SkilltrainError("no such file", where=path) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise SkilltrainError(f"is not JSON: {error}", where=path) from error
+        raise SkilltrainError(f"is not JSON: {reason_of(error)}", where=path) from error
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     except FileNotFoundError as error:
         raise SkilltrainError("no such file", where=path) from error
     except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
-        raise SkilltrainError(f"is not JSON Lines: {error}", where=f"{path}, line {number}") from error
+        raise SkilltrainError(f"is not JSON Lines: {reason_of(error)}", where=f"{path}, line {number}") from error
 
 
 def bounded_lines(file: IO[AnyStr]) -> Iterator[AnyStr]:

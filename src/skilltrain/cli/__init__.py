@@ -11,7 +11,7 @@ import typer
 
 from skilltrain.cli import evaluation, routing, stages, tables
 from skilltrain.cli.app import app
-from skilltrain.errors import SkilltrainError, StoppedError
+from skilltrain.errors import SkilltrainError, StoppedError, reason_of
 from skilltrain.terminal import print_line
 from skilltrain.texts import one_line
 
@@ -53,8 +53,8 @@ def _in_words(error: Exception) -> str:
     """What to tell a person; of an error that is none of ours, its kind and how to see where it comes from."""
     if isinstance(error, SkilltrainError):
         return str(error)
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, OSError):
+        return f"{error.filename}: {reason_of(error)}" if error.filename else reason_of(error)
     if isinstance(error, RuntimeError) and "home directory" in str(error):  # Path.expanduser's
         return "there is no home folder, which ~ stands for (set HOME)"
     return f"{type(error).__name__}: {error} (unexpected: add --debug to see where it happened)"

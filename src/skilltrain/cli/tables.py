@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from skilltrain.cli.app import app, split_arguments
-from skilltrain.errors import SkilltrainError
+from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.terminal import console
 from skilltrain.texts import printable
 
@@ -38,7 +38,7 @@ def show_table(
     try:
         table = pq.read_table(file)
     except (pa.ArrowException, OSError) as error:
-        raise SkilltrainError(f"cannot be read as parquet: {error}", where=file) from error
+        raise SkilltrainError(f"cannot be read as parquet: {reason_of(error)}", where=file) from error
     wanted = dict(item.split("=", 1) for item in split_arguments(where or [])[1])
     if unknown := wanted.keys() - set(table.column_names):
         raise SkilltrainError(
@@ -53,7 +53,7 @@ def show_table(
     for row in islice(found, rows):
         typer.echo("")
         for name, value in row.items():
-            typer.echo(f"{name:>14}  {printable(_text(value), _CELL_CHARS)}")
+            typer.echo(f"{printable(name):>14}  {printable(_text(value), _CELL_CHARS)}")
 
 
 def _fits(row: Mapping[str, Any], wanted: Mapping[str, str]) -> bool:

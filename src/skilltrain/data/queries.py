@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from skilltrain.config import Config, InputPath
 from skilltrain.data.pool.skill_file import as_text
-from skilltrain.errors import SkilltrainError
+from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import check_regular, read_json, read_jsonl
 from skilltrain.records import Dropped, Query, Verdict
 from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, SKILLS, read_table, rows_of, table_path, write_table
@@ -202,7 +202,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         rows = readers[kind](path)
     except (pa.ArrowException, OSError, ValueError, csv.Error) as error:
-        raise SkilltrainError(f"cannot be read as {kind[1:]}: {error}", where=path) from error
+        raise SkilltrainError(f"cannot be read as {kind[1:]}: {reason_of(error)}", where=path) from error
     if not isinstance(rows, list):
         raise SkilltrainError(f"is a {type(rows).__name__}, not a list of queries", where=path)
     for number, row in enumerate(rows, 1):

@@ -55,7 +55,7 @@ class SynthesizeConfig(Config):
     flagged: Literal["leave_out", "use"] = Field(
         default="leave_out", description="skills that the pool's safety screening flagged: no queries, or as any other"
     )
-    num_queries_per_skill: int = Field(default=1, ge=1, description="queries asked for each skill")
+    num_queries_per_skill: int = Field(default=1, ge=1, le=1000, description="queries asked for each skill")
     max_skills: int | None = Field(default=None, ge=1, description="sample this many, stratified by category and lang")
     num_words: int = Field(default=160, ge=5, description="length a model is asked for (the paper's mean)")
     max_words: int = Field(default=240, ge=5, description="longer answers are refused")

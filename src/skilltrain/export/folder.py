@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from skilltrain.errors import SkilltrainError
+from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.export.card import shareable
 from skilltrain.export.tokenizer import (
     append_token,
@@ -151,7 +151,7 @@ def copy_model(source: Path, target: Path) -> None:
             copied.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copied)
         except OSError as error:
-            raise SkilltrainError(f"cannot save the model: {error.strerror or error}", where=target) from error
+            raise SkilltrainError(f"cannot save the model: {reason_of(error)}", where=target) from error
 
 
 @contextmanager
@@ -173,8 +173,7 @@ def _written_aside(folder: Path) -> Iterator[Path]:
                 path.chmod(0o644)  # safetensors writes its file for its owner alone
             path.replace(folder / path.name)
     except (OSError, SafetensorError) as error:  # a full disk is either
-        reason = getattr(error, "strerror", None) or error
-        raise SkilltrainError(f"cannot save the model: {reason}", where=folder) from error
+        raise SkilltrainError(f"cannot save the model: {reason_of(error)}", where=folder) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

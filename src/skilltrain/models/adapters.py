@@ -5,7 +5,7 @@ Hu et al. 2021 (arXiv 2106.09685): y = W x + (alpha / rank) B A x, with only A a
 """
 
 import importlib.util
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -27,7 +27,7 @@ class AdapterConfig(Config):
     rank: int = Field(default=32, ge=1, description="width of the low-rank matrices")
     alpha: int = Field(default=64, ge=1, description="the addition is scaled by alpha / rank")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="share of an adapter's inputs set to 0 in training")
-    targets: Literal["all_linear"] | tuple[str, ...] = Field(
+    targets: Literal["all_linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         default="all_linear", description="all linear layers but heads, or names' endings, such as [q_proj, v_proj]"
     )
     quantize: Literal["none", "nf4"] = Field(

@@ -152,7 +152,7 @@ def build_index(description: str, pool: Float32[np.ndarray, "skill dim"], seed: 
     """
     import faiss
 
-    factory, *settings = description.split()
+    factory, *settings = description.split() or [""]
     threads = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(1)
     try:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from skilltrain.config import Config, validate
-from skilltrain.errors import SkilltrainError
+from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.evaluation.bootstrap import Interval
 from skilltrain.files import read_json, write_json
 from skilltrain.training.engine import launch_of, shards_weights
@@ -103,8 +103,7 @@ def save_checkpoint(
             state = _State(written_by=launch_of(accelerator), position=position)
             write_json(partial / STATE_FILE, state.model_dump(mode="json"))
     except (OSError, SafetensorError) as error:  # a full disk is either
-        reason = getattr(error, "strerror", None) or error
-        raise SkilltrainError(f"cannot save a checkpoint: {reason}", where=partial) from error
+        raise SkilltrainError(f"cannot save a checkpoint: {reason_of(error)}", where=partial) from error
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         for path in partial.rglob("*"):
@@ -154,7 +153,7 @@ def load_checkpoint(accelerator: Accelerator, model: nn.Module, optimizer: Any, 
     except pickle.UnpicklingError as error:  # its text is a page of advice to switch the protection off
         raise SkilltrainError("the checkpoint is damaged, or holds code", where=newest, fix=_DAMAGED_FIX) from error
     except (OSError, SafetensorError, ValueError, TypeError, LookupError, RuntimeError) as error:
-        what = f"the checkpoint is damaged: {type(error).__name__} {error}"
+        what = f"the checkpoint is damaged: {type(error).__name__} {reason_of(error)}"
         raise SkilltrainError(what, where=newest, fix=_DAMAGED_FIX) from error
     return state.position
 

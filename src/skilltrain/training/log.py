@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 
-from skilltrain.errors import SkilltrainError
+from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.evaluation.bootstrap import Interval
 from skilltrain.files import write_text
 from skilltrain.terminal import say
@@ -125,7 +125,7 @@ class TrainingLog:
         try:
             self.file.write(json.dumps({"step": step, **row}, allow_nan=False) + "\n")
         except OSError as error:
-            raise SkilltrainError(f"cannot write: {error.strerror or error}", where=self.path) from error
+            raise SkilltrainError(f"cannot write: {reason_of(error)}", where=self.path) from error
         for tracker in [*self.trackers]:
             try:
                 tracker.log(shown, step=step)

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from skilltrain.data.pool.skill_file import BODY_COLUMNS, COLUMNS, ID_COLUMNS, parse_skill_file, skill_from_row
-from skilltrain.errors import SkilltrainError
+from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import bounded_lines
 from skilltrain.records import Dropped, Skill
 from skilltrain.runs import RUN_FILE
@@ -148,8 +148,8 @@ def _read_jsonl(path: Path) -> Found:
                     yield _skill_from_line(line, f"{name}, line {number}", name)
     except (OSError, EOFError, ValueError, zlib.error) as error:
         if not number:
-            raise SkilltrainError(f"cannot be read: {error}", where=path) from error
-        yield Dropped("", "", "unreadable", f"{name} breaks off after line {number}: {error}")
+            raise SkilltrainError(f"cannot be read: {reason_of(error)}", where=path) from error
+        yield Dropped("", "", "unreadable", f"{name} breaks off after line {number}: {reason_of(error)}")
 
 
 def _skill_from_line(line: bytes, place: str, source: str) -> Skill | Dropped:
