@@ -296,7 +296,7 @@ def test_the_card_of_an_export_can_be_published(tmp_path, finished):
     assert figures == {"development queries": 0.5, "our requests": 0.5125}
     assert 'SentenceTransformer("our-team/sr-emb")' in card and "--encoder our-team/sr-emb\n" in card
     assert '"."' not in card
-    assert "On 40 queries of our requests" in card and "| bm25 | 0.512 [0.40, 0.62] |" in card
+    assert "On 40 queries of the benchmark “our requests”" in card and "| bm25 | 0.512 [0.40, 0.62] |" in card
     assert "| **hybrid \\| ours** | 0.512 [0.40, 0.62] |" in card
     assert "## Limits" in card.partition("our requests")[2]
     assert not (tmp_path / "out" / "checkpoints").exists()

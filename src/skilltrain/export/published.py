@@ -100,8 +100,8 @@ def _uses(value: Any, run: Path) -> bool:
 def _table(rows: Mapping[str, Mapping[str, Mapping[str, float]]], own: list[str], benchmark: str) -> str:
     measures = [*next(iter(rows.values()))]
     num = max(value["n"] for row in rows.values() for value in row.values())
-    lines = [f"On {num:,} queries of {benchmark}, mean and 95% interval; systems in bold use this model:", "",
-             f"| system | {' | '.join(measures)} |", f"|---|{'---:|' * len(measures)}"]  # fmt: skip
+    title = f"On {num:,} queries of the benchmark “{benchmark}”, mean and 95% interval; systems in bold use this model:"
+    lines = [title, "", f"| system | {' | '.join(measures)} |", f"|---|{'---:|' * len(measures)}"]  # fmt: skip
     for name, row in rows.items():
         cells = [
             f"{row[m]['mean']:.3f} [{row[m]['low']:.2f}, {row[m]['high']:.2f}]" if m in row else "–" for m in measures
