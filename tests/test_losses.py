@@ -24,7 +24,7 @@ from skilltrain.losses import (
     RankNet,
     RerankerLoss,
     ScoredBatch,
-    uses_lexical_scores,
+    lexical_weight,
 )
 
 LOSSES = [*(loss() for loss in get_args(PlainLoss)), LambdaRank(mu=10, k=2)]
@@ -314,7 +314,7 @@ def test_what_a_loss_needs():
     assert not InfoNCE().needs_sides and InfoNCE(directions=both).needs_sides
     assert Matryoshka(loss=InfoNCE(directions=both), dims=(4,)).needs_sides
     lexical = InfoNCE(lexical_weight=1)
-    assert [*map(uses_lexical_scores, (InfoNCE(), KL(), lexical, Matryoshka(loss=lexical, dims=(4,))))] == [0, 0, 1, 1]
+    assert [*map(lexical_weight, (InfoNCE(), KL(), lexical, Matryoshka(loss=lexical, dims=(4,))))] == [0, 0, 1, 1]
     assert Matryoshka(loss=KL(), dims=(4,)).needs_teacher_scores and not Matryoshka(dims=(4,)).needs_teacher_scores
     assert {loss.name for loss in LOSSES if loss.needs_teacher_scores} == {"kl", "margin_mse"}
 

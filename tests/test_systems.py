@@ -259,7 +259,7 @@ def test_an_encoder_is_no_reranker(model_folders):
         ({"rankers": []}, "at least 1 item"),
         ({"rankers": [{"kind": "rerank", "source": "x"}]}, "the first ranker finds skills in the pool; rerank only"),
         ({"rankers": [{"kind": "fuse", "of": [{"kind": "lexical"}, {"kind": "rerank", "source": "x"}]}]},
-         "the first ranker finds skills in the pool; fuse only"),
+         "the first ranker finds skills in the pool; rerank only"),
     ],
 )  # fmt: skip
 def test_systems_that_make_no_sense_are_refused(values, message):

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.metrics import Relevance
-from skilltrain.losses import InfoNCE, ListwiseCE
+from skilltrain.losses import InfoNCE, LateInteraction, ListwiseCE
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision
 from skilltrain.models.reranker import RerankerConfig, load_reranker
@@ -66,10 +66,11 @@ Weights = dict[str, torch.Tensor]
 
 
 def encoder_step(folder: Path, recompute: bool = False) -> EncoderStep:
-    """The encoder's step in float64 on fourteen lists, with BM25's part of the scores."""
+    """The encoder's step in float64 on fourteen lists, with BM25's part of the scores and late interaction."""
     encoder, data = load_encoder(EncoderConfig(source=str(folder)), CPU).double(), training_set(14)
     data = replace(data, lexical=lexical_scores((one.query for one in data.lists), list(data.skills.values())))
-    return EncoderStep(encoder, InfoNCE(lexical_weight=0.5), data, StepSettings(150, recompute)).train()
+    settings = StepSettings(150, recompute, late_interaction=LateInteraction(weight=0.5, temperature=0.1))
+    return EncoderStep(encoder, InfoNCE(lexical_weight=0.5), data, settings).train()
 
 
 def reranker_step(folder: Path, recompute: bool = False) -> RerankerStep:

@@ -11,6 +11,7 @@ from pydantic import Field, Tag
 from skilltrain.losses.infonce import InfoNCE
 from skilltrain.losses.kl import KL
 from skilltrain.losses.lambda_rank import LambdaRank
+from skilltrain.losses.late_interaction import LateInteraction
 from skilltrain.losses.list_net import ListNet
 from skilltrain.losses.listwise_ce import ListwiseCE
 from skilltrain.losses.margin_mse import MarginMSE
@@ -28,10 +29,10 @@ EncoderLoss = Annotated[
 RerankerLoss = AnyPlainLoss
 
 
-def uses_lexical_scores(loss: EncoderLoss) -> bool:
-    """Whether the batch must bring `lexical_scores`."""
+def lexical_weight(loss: EncoderLoss) -> float:
+    """What BM25 counts for in the loss; the batch must bring `lexical_scores` where it is not 0."""
     inner = loss.loss if isinstance(loss, Matryoshka) else loss
-    return isinstance(inner, InfoNCE) and inner.lexical_weight > 0
+    return inner.lexical_weight if isinstance(inner, InfoNCE) else 0.0
 
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "EncoderLoss",
     "InfoNCE",
     "LambdaRank",
+    "LateInteraction",
     "ListNet",
     "ListwiseCE",
     "MarginMSE",
@@ -51,6 +53,6 @@ __all__ = [
     "ScoredBatch",
     "SideScores",
     "SideTerm",
+    "lexical_weight",
     "positive_cells",
-    "uses_lexical_scores",
 ]

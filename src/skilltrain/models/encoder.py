@@ -136,9 +136,26 @@ class Encoder(nn.Module):
             rows = [text for text in texts if isinstance(text, Tensor)]
             last = shared_prompt.last_hidden(self.backbone, packed, rows or None)
             return nn.functional.normalize(at_least_float32(last), dim=-1)
+        return nn.functional.normalize(pool(*self._hidden(texts), self.settings.pooling), dim=-1)
+
+    def with_tokens(
+        self, texts: Sequence[TokenIds] | Sequence[Float[Tensor, "_ width"]], num_tokens: int
+    ) -> Float[Tensor, "text row dim"]:
+        """What `forward` gives, and behind each text's vector those of its tokens: zeros after its end, `num_tokens`.
+
+        All are unit vectors. Of an encoder that attends by length, they would not be the same.
+        """
+        hidden, mask = self._hidden(texts)
+        rows = torch.cat([pool(hidden, mask, self.settings.pooling)[:, None], hidden * mask[:, :, None]], 1)
+        return nn.functional.pad(nn.functional.normalize(rows, dim=-1), (0, 0, 0, 1 + num_tokens - rows.shape[1]))
+
+    def _hidden(
+        self, texts: Sequence[TokenIds] | Sequence[Float[Tensor, "_ width"]]
+    ) -> tuple[Float[Tensor, "text token dim"], Int[Tensor, "text token"]]:
+        """(the last hidden states in float32 or wider, which of them are tokens)."""
         inputs, mask = model_inputs(texts, self.tokenizer.pad_token_id, self.device)
         hidden = self.backbone(**inputs, attention_mask=self._mask_needed(texts, mask)).last_hidden_state
-        return nn.functional.normalize(pool(at_least_float32(hidden), mask, self.settings.pooling), dim=-1)
+        return at_least_float32(hidden), mask
 
     def _mask_needed(self, texts: Sequence[Sized], mask: Int[Tensor, "text token"]) -> Int[Tensor, "text token"] | None:
         """`mask`, or None where attention without it, which is faster, gives the same vectors.

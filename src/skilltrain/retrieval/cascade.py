@@ -51,8 +51,8 @@ class SystemConfig(Config):
 
     @model_validator(mode="after")
     def _starts_with_the_pool(self) -> "SystemConfig":
-        if needs_candidates(first := self.rankers[0]):
-            raise ValueError(f"the first ranker finds skills in the pool; {first.kind} only orders those of another")
+        if needing := [part.kind for part in parts_of(self.rankers[:1]) if needs_candidates(part)]:
+            raise ValueError(f"the first ranker finds skills in the pool; {needing[-1]} only orders those of another")
         return self
 
 

@@ -19,6 +19,7 @@ from skilltrain.files import read_json
 from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.dense import DenseConfig
+from skilltrain.retrieval.late import LateConfig
 from skilltrain.retrieval.lexical import LexicalConfig
 from skilltrain.retrieval.rerank import RerankConfig, with_rest
 from skilltrain.retrieval.saved import SavedConfig
@@ -46,7 +47,9 @@ class Ranker(Protocol):
         ...
 
 
-LegConfig = Annotated[LexicalConfig | DenseConfig | ApiConfig | SavedConfig | RerankConfig, Field(discriminator="kind")]
+LegConfig = Annotated[
+    LexicalConfig | DenseConfig | ApiConfig | SavedConfig | RerankConfig | LateConfig, Field(discriminator="kind")
+]
 
 
 class FittedWeights(Config):
@@ -103,7 +106,7 @@ class FuseConfig(Config):
 
 
 RankerConfig = Annotated[
-    LexicalConfig | DenseConfig | ApiConfig | SavedConfig | RerankConfig | SelectConfig | FuseConfig,
+    LexicalConfig | DenseConfig | ApiConfig | SavedConfig | RerankConfig | LateConfig | SelectConfig | FuseConfig,
     Field(discriminator="kind"),
 ]
 
@@ -141,7 +144,7 @@ def parts_of(rankers: Sequence[RankerConfig]) -> Iterator[RankerConfig]:
 
 def needs_candidates(ranker: RankerConfig) -> bool:
     """Whether it cannot rank a whole pool."""
-    return any(isinstance(part, RerankConfig | SelectConfig) for part in parts_of([ranker]))
+    return any(isinstance(part, RerankConfig | LateConfig | SelectConfig) for part in parts_of([ranker]))
 
 
 def is_own(ranker: RankerConfig) -> bool:
@@ -254,7 +257,7 @@ def open_ranker(config: RankerConfig, skills: Sequence[Skill], opened: dict[str,
         return Fuse(config, [open_ranker(leg, skills, opened) for leg in config.of], config.leg_weights())
     key = key_of(config)
     if key not in opened:
-        opened[key] = config.open(skills)
+        opened[key] = config.open(skills, opened.values()) if isinstance(config, LateConfig) else config.open(skills)
     if isinstance(config, RerankConfig) and config.first_weight:
         return Weighted(opened[key], config.first_weight)
     return opened[key]

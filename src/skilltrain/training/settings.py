@@ -10,7 +10,15 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.metrics import parse_measure, parse_measures
-from skilltrain.losses import EncoderLoss, InfoNCE, ListwiseCE, Matryoshka, RerankerLoss, uses_lexical_scores
+from skilltrain.losses import (
+    EncoderLoss,
+    InfoNCE,
+    LateInteraction,
+    ListwiseCE,
+    Matryoshka,
+    RerankerLoss,
+    lexical_weight,
+)
 from skilltrain.models.adapters import AdapterConfig, add_adapter, loading_options
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision, resolve_dtype
@@ -141,6 +149,9 @@ class TrainEncoderConfig(Config):
     adapter: AdapterConfig | None = Field(default=None, description="train low-rank adapters (LoRA) instead of all")
     data: ListsSource = Field(description="what to train on")
     loss: EncoderLoss = Field(default=InfoNCE(), description="what to minimise")
+    late_interaction: LateInteraction | None = Field(
+        default=None, description="train the tokens' vectors too, for rankers of kind late; null: the text's alone"
+    )
     in_batch_negatives: bool = Field(default=True, description="the other queries' skills are negatives too")
     near_duplicates: float | None = Field(
         default=0.6,
@@ -159,6 +170,12 @@ class TrainEncoderConfig(Config):
         if dev is not None:
             dev.check_own(DenseConfig, "an encoder in training is {kind: dense, source: self}")
         return dev
+
+    @model_validator(mode="after")
+    def _has_token_vectors(self) -> "TrainEncoderConfig":
+        if self.late_interaction is not None and self.training.varlen:
+            raise ValueError("late_interaction needs all tokens' vectors, and training.varlen computes the last alone")
+        return self
 
 
 class TrainRerankerConfig(Config):
@@ -180,7 +197,7 @@ class TrainRerankerConfig(Config):
     def _sees_lists_only(cls, loss: RerankerLoss) -> RerankerLoss:
         if loss.needs_sides:
             raise ValueError("a reranker compares skills with its own query only: directions must be query_to_skill")
-        if uses_lexical_scores(loss):
+        if lexical_weight(loss):
             raise ValueError("lexical_weight is for an encoder; a reranker can be fused with BM25")
         return loss
 

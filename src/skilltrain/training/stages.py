@@ -1,6 +1,6 @@
 """The stages `train_encoder` and `train_reranker`: from LISTS to a model folder; and what they would do."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from skilltrain.files import cache_folder
-from skilltrain.losses import uses_lexical_scores
+from skilltrain.losses import lexical_weight
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import default_device
 from skilltrain.terminal import is_main_process, say
@@ -81,7 +81,7 @@ def plan(config: TrainConfig) -> dict[str, Any]:
 def _load_data(config: TrainConfig) -> TrainingSet:
     is_encoder = isinstance(config, TrainEncoderConfig)
     clusters = config.near_duplicates if is_encoder and config.in_batch_negatives else None
-    data = load_training_set(config.data, clusters, uses_lexical_scores(config.loss))
+    data = load_training_set(config.data, clusters, lexical_weight(config.loss) > 0)
     check_teacher_scores(data, config.loss)  # before any work is done
     return data
 
@@ -99,6 +99,7 @@ def _step(
     settings = StepSettings(budget, training.recompute, in_batch, token_cache, training.varlen, is_sharded)
     if isinstance(model, Encoder):
         assert isinstance(config, TrainEncoderConfig)
+        settings = replace(settings, late_interaction=config.late_interaction)
         return EncoderStep(model, config.loss, on_best_windows(data, model.settings), settings)
     assert isinstance(config, TrainRerankerConfig)
     return RerankerStep(model, config.loss, data, settings)

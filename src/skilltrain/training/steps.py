@@ -1,7 +1,7 @@
 """What one forward pass of training computes: micro-batches, gather, scores and loss, all inside the wrapped module."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from skilltrain.losses import EncoderLoss, RerankerLoss
+from skilltrain.losses import EncoderLoss, LateInteraction, RerankerLoss, lexical_weight
 from skilltrain.models.activations import checkpoint_layers
 from skilltrain.models.encoder import Encoder
+from skilltrain.models.max_sim import max_sim
 from skilltrain.models.micro_batches import TokenIds, run_micro_batches, split_to
 from skilltrain.models.reranker import PairIds, Reranker
 from skilltrain.models.tokens import TokenStore, tokenized, tokenizer_identity
@@ -32,6 +33,7 @@ class StepSettings:
     token_cache: Path | None = None
     varlen: bool = False
     is_sharded: bool = True  # ranks that hold shards of the model (FSDP2, ZeRO-3) must run it equally often
+    late_interaction: LateInteraction | None = None
 
 
 @dataclass
@@ -87,10 +89,18 @@ class EncoderStep(nn.Module):
             skill_ids.sort(key=lambda skill_id: -len(self.skill_ids[skill_id]))
         texts = [self.query_ids[one.query] for one in own]
         texts += [self.skill_ids[skill_id] for skill_id in skill_ids[rank::world]]
-        vectors = self._encode(texts, [self.query_ids[batch[0].query]])
-        queries, skills = vectors[: len(own)], gather_rows(vectors[len(own) :], len(skill_ids))
+        lengths = [len(self.query_ids[one.query]) for one in batch], [len(self.skill_ids[s]) for s in skill_ids]
+        num_tokens = max(map(max, lengths)) if self.settings.late_interaction else 0
+        rows, dim = self._encode(texts, [self.query_ids[batch[0].query]], num_tokens), self.model.dim
+        of_queries, of_skills = rows[: len(own)], gather_rows(rows[len(own) :], len(skill_ids))
+        queries, skills = of_queries[:, :dim], of_skills[:, :dim]
         all_queries = gather_rows(queries, len(batch)) if self.context.needs_sides else None
-        loss = self.loss(encoder_scores(own, batch, queries, all_queries, skill_ids, skills, self.context))
+        scored = encoder_scores(own, batch, queries, all_queries, skill_ids, skills, self.context)
+        loss = self.loss(scored)
+        if self.settings.late_interaction:
+            scores = max_sim(self._tokens(of_queries, lengths[0][rank::world]), self._tokens(of_skills, lengths[1]))
+            scored = replace(scored, scores=scores, sides=None, truncated=None)
+            loss = loss + self.settings.late_interaction(scored, lexical_weight(self.loss))
         return loss + skills[:0].sum()  # keeps the graph where this rank has no query
 
     def lengths(self, one: TrainingList) -> list[int]:
@@ -104,8 +114,18 @@ class EncoderStep(nn.Module):
         groups = self.model.micro_batches(lengths, self.settings.token_budget)
         return [self.model.num_slots([lengths[position] for position in group]) for group in groups]
 
-    def _encode(self, texts: Sequence[TokenIds], any_text: Sequence[TokenIds]) -> Float[Tensor, "text dim"]:
-        """Unit vectors of this rank's texts. An idle rank still runs the model, for its part in the exchange."""
+    def _tokens(self, rows: Float[Tensor, "text width"], lengths: Sequence[int]) -> list[Float[Tensor, "_ dim"]]:
+        """The vectors of each text's tokens, which stand behind its own."""
+        split = rows.unflatten(1, (-1, self.model.dim))
+        return [row[1 : 1 + length] for row, length in zip(split, lengths, strict=True)]
+
+    def _encode(
+        self, texts: Sequence[TokenIds], any_text: Sequence[TokenIds], num_tokens: int = 0
+    ) -> Float[Tensor, "text width"]:
+        """Unit vectors of this rank's texts, and behind each those of as many tokens.
+
+        An idle rank still runs the model, for its part in the exchange.
+        """
         used = texts or any_text
         lengths = [len(text) for text in used]
         groups = self.model.micro_batches(lengths, self.settings.token_budget)
@@ -116,7 +136,9 @@ class EncoderStep(nn.Module):
             of_groups = [[lengths[position] for position in group] for group in groups if group]
             self.count.slots += sum(map(self.model.num_slots, of_groups))
         rows = self.model.embed(used) if torch.is_grad_enabled() else used  # see embed_together
-        return run_micro_batches(self.model, rows, groups)[: len(texts)]
+        model = self.model
+        both = model if not num_tokens else lambda batch: model.with_tokens(batch, num_tokens).flatten(1)
+        return run_micro_batches(both, rows, groups)[: len(texts)]
 
 
 class RerankerStep(nn.Module):

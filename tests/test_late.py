@@ -1,0 +1,170 @@
+"""Late interaction: MaxSim and its gradient, trained beside the cosines, and the ranker of kind late."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from skilltrain.losses import InfoNCE, LateInteraction
+from skilltrain.models.max_sim import max_sim
+from skilltrain.records import Query, Skill
+from skilltrain.retrieval import dense, late
+from skilltrain.retrieval.cascade import SystemConfig, run_systems
+from skilltrain.retrieval.late import LateConfig
+from skilltrain.retrieval.rankers import FuseConfig, fuse, open_ranker
+from skilltrain.training.scores import encoder_scores
+from skilltrain.training.settings import TrainEncoderConfig
+from skilltrain.training.steps import EncoderStep, StepSettings
+from skilltrain.training.training_set import lexical_scores
+from test_steps import gradients
+from tiny_models import WORDS
+from training_data import training_set
+
+SKILLS = [Skill(f"s{i}", f"name {i}", f"{word} task", f"find the {word} " * (i + 1)) for i, word in
+          enumerate(WORDS[2:14])]  # fmt: skip
+QUERIES = [Query("q1", "deploy pods and review the chart", "", "", ""), Query("q2", "pdf", "", "", "")]
+LEXICAL = {"kind": "lexical"}
+
+
+def plain_max_sim(queries, skills):
+    return torch.stack([torch.stack([(q @ s.T).amax(1).mean() for s in skills]) for q in queries])
+
+
+def unit_tokens(*lengths):
+    return [torch.nn.functional.normalize(torch.randn(n, 8, dtype=torch.float64), dim=1) for n in lengths]
+
+
+def test_max_sim_by_hand():
+    query, other = torch.tensor([[1.0, 0.0], [0.6, 0.8]]), torch.tensor([[0.0, 1.0]])
+    skill, against = torch.tensor([[0.0, 1.0], [0.8, 0.6]]), torch.tensor([[-1.0, 0.0]])
+    # query: its first token finds .8, its second .96; of the other skill's only token they find -1 and -.6
+    expected = torch.tensor([[0.88, -0.8], [1.0, 0.0]])
+    torch.testing.assert_close(max_sim([query, other], [skill, against]), expected)
+
+
+def test_max_sim_and_its_gradient_are_those_of_amax():
+    from sentence_transformers.util import mean_maxsim
+
+    texts = [text.requires_grad_() for text in unit_tokens(3, 1, 7, 5, 2, 9, 1)]
+    queries, skills, weights = texts[:3], texts[3:], torch.randn(3, 4, dtype=torch.float64)
+    scores, plain = max_sim(queries, skills), plain_max_sim(queries, skills)
+    torch.testing.assert_close(scores, plain, rtol=0, atol=1e-9)
+    torch.testing.assert_close(scores.float(), mean_maxsim(queries, skills).float(), rtol=0, atol=1e-6)
+    got, expected = (torch.autograd.grad((each * weights).sum(), texts) for each in (scores, plain))
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
+    assert max_sim([], skills).shape == (0, 4)
+
+
+@pytest.mark.parametrize("name", ["bert", "qwen3"])
+def test_tokens_stand_behind_their_texts_vector_whatever_is_beside_them(open_encoder_of, name):
+    encoder = open_encoder_of(name).double()
+    short, long = encoder.tokenize(["deploy pods", "review the chart " * 9], 60)
+    both = encoder.with_tokens([short, long], 70)
+    torch.testing.assert_close(both[:, 0], encoder([short, long]))
+    torch.testing.assert_close(both[:1, : 1 + len(short)], encoder.with_tokens([short], len(short)))
+    assert both.shape[1] == 71 and not both[0, 1 + len(short) :].any()
+    assert torch.allclose(both[1, : 1 + len(long)].norm(dim=1), torch.ones(1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("token_budget", [120, 10**6])
+def test_both_losses_are_the_naive_ones_whole_and_in_chunks(open_encoder_of, token_budget):
+    encoder, data, loss = open_encoder_of("bert").double(), training_set(8), InfoNCE(lexical_weight=0.5)
+    data = replace(data, lexical=lexical_scores((one.query for one in data.lists), list(data.skills.values())))
+    step = EncoderStep(encoder, loss, data, StepSettings(token_budget))
+    skill_ids = sorted({skill_id for one in data.lists for skill_id in one.skill_ids})
+    ids = [step.query_ids[one.query] for one in data.lists], [step.skill_ids[skill_id] for skill_id in skill_ids]
+    vectors = [encoder(texts) for texts in ids]
+    scored = encoder_scores(data.lists, data.lists, vectors[0], None, skill_ids, vectors[1], step.context)
+    tokens = [[encoder.with_tokens([text], len(text))[0, 1:] for text in texts] for texts in ids]
+    of_tokens = replace(scored, scores=plain_max_sim(*tokens))
+    expected = loss(scored) + 0.3 * InfoNCE(temperature=0.1, lexical_weight=0.5)(of_tokens)
+    expected_gradients = gradients(encoder, expected)
+    settings = StepSettings(
+        token_budget, recompute=token_budget == 120, late_interaction=LateInteraction(weight=0.3, temperature=0.1)
+    )
+    got = EncoderStep(encoder, loss, data, settings).train()(data.lists)
+    assert got.item() == pytest.approx(expected.item(), abs=1e-9)
+    assert got.item() != pytest.approx(loss(scored).item())
+    for one, wanted in zip(gradients(encoder, got), expected_gradients, strict=True):
+        torch.testing.assert_close(one, wanted, rtol=0, atol=1e-9)
+
+
+def sourced(model_folders, **settings):
+    return {"source": str(model_folders["bert"]), "precision": "float32", **settings}
+
+
+@pytest.fixture
+def ranker(model_folders):
+    return LateConfig(**sourced(model_folders, token_budget=64)).open(SKILLS)
+
+
+def candidates(*numbers):
+    return [(f"s{number}", 1.0) for number in numbers]
+
+
+def test_late_orders_candidates_by_max_sim(ranker, open_encoder_of, monkeypatch):
+    encoder, given = open_encoder_of("bert"), {"q1": candidates(7, 3, 0, 11), "q2": candidates(3, 5)}
+    found = ranker.rank(QUERIES, given, 9)
+    for query in QUERIES:
+        ids = encoder.tokenize_queries([query.text])
+        skills = [SKILLS[int(skill_id[1:])] for skill_id, _ in given[query.query_id]]
+        texts = encoder.tokenize([encoder.settings.template.skill.render(skill) for skill in skills], 256)
+        tokens = [[encoder.with_tokens([text], len(text))[0, 1:] for text in some] for some in (ids, texts)]
+        expected = plain_max_sim(*tokens)[0].tolist()
+        assert dict(found[query.query_id]) == pytest.approx(
+            {skill.skill_id: score for skill, score in zip(skills, expected, strict=True)}, abs=1e-6
+        )
+        scores = [score for _, score in found[query.query_id]]
+        assert scores == sorted(scores, reverse=True)
+    seen, with_tokens = [], ranker.encoder.model.with_tokens
+    monkeypatch.setattr(ranker.encoder.model, "with_tokens", lambda t, n: seen.extend(t) or with_tokens(t, n))
+    assert ranker.rank(QUERIES, given, 2) == {query_id: ranking[:2] for query_id, ranking in found.items()}
+    assert len(seen) == 2 + 5, "each distinct skill is encoded once"
+    monkeypatch.setattr(late, "_QUERY_TOKENS", 1)
+    monkeypatch.setattr(late, "_TEXTS", 2)
+    for query_id, ranking in ranker.rank(QUERIES, given, 9).items():
+        assert dict(ranking) == pytest.approx(dict(found[query_id]), abs=1e-6)
+    assert ranker.rank(QUERIES, {"q1": [], "q2": []}, 9) == {"q1": [], "q2": []}
+
+
+def test_equal_scores_keep_the_order_of_the_candidates(model_folders):
+    twins = [Skill(f"t{i}", "same", "same text", "the same body") for i in range(3)]
+    ranker = LateConfig(**sourced(model_folders)).open(twins)
+    given = {"q2": [("t2", 0.0), ("t0", 0.0), ("t1", 0.0)]}
+    assert [skill_id for skill_id, _ in ranker.rank(QUERIES[1:], given, 3)["q2"]] == ["t2", "t0", "t1"]
+
+
+def test_a_leg_of_fuse_with_the_dense_rankers_encoder(model_folders, monkeypatch, tmp_path):
+    opened, loaded, load = {}, [], dense.load_encoder
+    monkeypatch.setattr(dense, "load_encoder", lambda *given: loaded.append(given) or load(*given))
+    first = FuseConfig.model_validate({"of": [LEXICAL, {"kind": "dense", **sourced(model_folders), "cache": tmp_path}]})
+    legs = [LEXICAL, {"kind": "late", **sourced(model_folders)}]
+    second = FuseConfig.model_validate({"of": legs, "weights": [0.4, 0.6], "keep": 5})
+    found = open_ranker(first, SKILLS, opened).rank(QUERIES, None, 8)
+    fused = open_ranker(second, SKILLS, opened)
+    assert len(loaded) == 1
+    (bm25, of_late), ranking = fused.find(QUERIES, found), fused.rank(QUERIES, found, 5)
+    for query_id in ("q1", "q2"):
+        assert len(of_late[query_id]) == 8
+        assert ranking[query_id] == fuse([bm25[query_id], of_late[query_id]], (0.4, 0.6), "z", 60)[:5]
+    stages = run_systems([SystemConfig(name="both", rankers=(first, second))], QUERIES, SKILLS, 8)["both"]
+    assert stages[-1].rankings.keys() == {"q1", "q2"} and np.isfinite([s for _, s in stages[-1].rankings["q1"]]).all()
+
+
+@pytest.mark.parametrize("settings", [{"weight": 0}, {"weight": -1}, {"temperature": 0}, {"weight": float("inf")}])
+def test_weight_and_temperature_are_above_zero(settings):
+    with pytest.raises(ValidationError, match=f"{next(iter(settings))}\n  Input should be"):
+        LateInteraction(**settings)
+
+
+def test_what_late_interaction_cannot_do_is_refused(model_folders):
+    leg = {"kind": "late", **sourced(model_folders)}
+    for first in (leg, {"kind": "fuse", "of": [LEXICAL, leg]}):
+        with pytest.raises(ValidationError, match="the first ranker finds skills in the pool; late only orders those"):
+            SystemConfig.model_validate({"name": "late", "rankers": [first]})
+    recipe = {"stage": "train_encoder", "model": {"source": leg["source"]}, "data": {"pool": "p", "lists": "l"}}
+    recipe |= {"late_interaction": {}, "out": "o", "training": {"varlen": True}}
+    with pytest.raises(ValidationError, match=r"late_interaction needs all tokens' vectors, and training\.varlen"):
+        TrainEncoderConfig.model_validate(recipe)
