@@ -168,3 +168,6 @@ def test_what_late_interaction_cannot_do_is_refused(model_folders):
     recipe |= {"late_interaction": {}, "out": "o", "training": {"varlen": True}}
     with pytest.raises(ValidationError, match=r"late_interaction needs all tokens' vectors, and training\.varlen"):
         TrainEncoderConfig.model_validate(recipe)
+    rankers = [{"kind": "dense", "source": "self"}, {"kind": "late", "source": "self"}]
+    with pytest.raises(ValidationError, match="an encoder in training is"):
+        TrainEncoderConfig.model_validate(recipe | {"training": {}, "dev": {"benchmark": "b", "rankers": rankers}})

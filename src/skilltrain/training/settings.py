@@ -25,6 +25,7 @@ from skilltrain.models.loading import Precision, resolve_dtype
 from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
 from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.dense import DenseConfig
+from skilltrain.retrieval.late import LateConfig
 from skilltrain.retrieval.rankers import OWN, RankerConfig, is_own, needs_candidates, parts_of
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.training.log import TrackerName
@@ -95,7 +96,7 @@ class DevConfig(Config):
 
     def check_own(self, kind: type[DenseConfig] | type[RerankConfig], example: str) -> None:
         """Raises ValueError where a ranker that is the model in training is of another kind."""
-        parts = [part for part in parts_of(self.rankers) if isinstance(part, DenseConfig | RerankConfig)]
+        parts = [part for part in parts_of(self.rankers) if isinstance(part, DenseConfig | LateConfig | RerankConfig)]
         if not all(isinstance(part, kind) for part in parts if part.source == OWN):
             raise ValueError(f"rankers: {example}")
 
