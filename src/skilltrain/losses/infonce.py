@@ -1,4 +1,4 @@
-"""InfoNCE: listwise cross-entropy over the step's skills, with symmetric and same-side terms where asked for."""
+"""InfoNCE over the step's skills, with symmetric and same-side terms where asked for; late interaction, on MaxSim."""
 
 from dataclasses import replace
 from typing import ClassVar, Literal
@@ -11,8 +11,7 @@ from torch import Tensor
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 from skilltrain.losses.listwise_ce import contrast
-from skilltrain.losses.positives import gain_shares, positive_cells
-from skilltrain.losses.scored_batch import ScoredBatch, SideScores
+from skilltrain.losses.scored_batch import ScoredBatch, SideScores, gain_shares, positive_cells
 
 Direction = Literal["query_to_skill", "skill_to_query", "query_to_query", "skill_to_skill"]
 SAME_SIDE = {"query_to_query", "skill_to_skill"}
@@ -57,18 +56,11 @@ class InfoNCE(Config):
         chosen = set(self.directions)
         if "query_to_skill" not in chosen:
             raise ValueError("directions must hold query_to_skill: it compares a query with its positive")
-        if len(chosen) < len(self.directions):
-            raise ValueError("directions hold one direction twice")
         if self.partition == "per_direction" and (alone := sorted(chosen & SAME_SIDE)):
             raise ValueError(f"{alone[0]} holds no positive to find, so partition must be joint")
         if self.lexical_weight and len(chosen) > 1:
             raise ValueError("lexical_weight is for directions: [query_to_skill] alone")
         return self
-
-    @property
-    def needs_sides(self) -> bool:
-        """Whether the batch must bring `sides`."""
-        return len(self.directions) > 1
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
         """The loss, summed over queries. Raises SkilltrainError for scores that the batch does not have."""
@@ -77,7 +69,7 @@ class InfoNCE(Config):
                 raise SkilltrainError("the batch holds no BM25 scores", where="loss.lexical_weight")
             added = self.temperature * self.lexical_weight * batch.lexical_scores
             batch = replace(batch, scores=batch.scores + added)
-        if not self.needs_sides:
+        if len(self.directions) == 1:
             return contrast(batch, self.temperature)
         if batch.sides is None:
             raise SkilltrainError("only an encoder has directions beyond query_to_skill", where="loss.directions")
@@ -103,3 +95,22 @@ class InfoNCE(Config):
         others = sides.skill_to_query.strength(self.temperature)
         each = torch.nn.functional.softplus(others - batch.scores[cells] / self.temperature)
         return (gain_shares(batch)[cells] * each).sum()
+
+
+class LateInteraction(Config):
+    """A second loss of an encoder, which makes its tokens' vectors a ranker too (`kind: late`).
+
+    Use: an encoder that finds candidates by its vectors and orders them by MaxSim, from the same weights.
+    Formula: weight x infonce at a temperature of its own, from queries to skills.
+    Inputs: the batch with MaxSim for scores (`max_sim`, in [-1, 1]); BM25's weight is that of the encoder's loss.
+    Returns: the sum over queries.
+    Example: MaxSim (1, 0), gains (1, 0), temperature 1, weight 0.5: log(1 + 1/e) / 2.
+    Source: Khattab and Zaharia 2020 (ColBERT), with InfoNCE's in-batch negatives and no projection.
+    """
+
+    weight: float = Field(default=1.0, gt=0, description="what this loss counts for beside the encoder's own")
+    temperature: float = Field(default=0.02, gt=0, description="the mean largest cosines are divided by it")
+
+    def __call__(self, batch: ScoredBatch, lexical_weight: float) -> Float[Tensor, ""]:
+        """The loss, summed over queries."""
+        return self.weight * InfoNCE(temperature=self.temperature, lexical_weight=lexical_weight)(batch)

@@ -24,7 +24,6 @@ class KL(Config):
     """
 
     needs_teacher_scores: ClassVar[bool] = True
-    needs_sides: ClassVar[bool] = False
     name: Literal["kl"] = "kl"
     temperature: float = Field(default=1.0, gt=0, description="the scores are divided by it")
     teacher_temperature: float = Field(default=1.0, gt=0, description="the teacher's scores are divided by it")

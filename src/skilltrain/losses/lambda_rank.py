@@ -9,8 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from skilltrain.config import Config
-from skilltrain.losses.positives import Positives, find_positives
-from skilltrain.losses.scored_batch import ScoredBatch
+from skilltrain.losses.scored_batch import Positives, ScoredBatch, find_positives
 
 
 class LambdaRank(Config):
@@ -20,8 +19,7 @@ class LambdaRank(Config):
         gradient; equal scores stand in the list's order.
     Formula: sum over a query's pairs (i, j) with g_i > g_j of (r_ij + mu d_ij) (g_i - g_j)/maxDCG log2(1 + e^{-(s_i -
         s_j)/t}), with places p from 1, D(p) = log2(1 + p), r_ij = |1/D(p_i) - 1/D(p_j)|, and d_ij = 1/D(|p_i - p_j|)
-        - 1/D(|p_i - p_j| + 1). mu 0 is LambdaRank, mu 10 NDCG-Loss2++. With k, maxDCG is that of the first k places,
-        and a pair counts if one of the two stands there.
+        - 1/D(|p_i - p_j| + 1). mu 0 is LambdaRank, mu 10 NDCG-Loss2++.
     Inputs: scores of any range; gains >= 0 with one > 0 per query; invalid candidates are ignored.
     Returns: the sum over queries. sentence-transformers' LambdaLoss divides by the number of pairs in the batch,
         which takes the bound on nDCG away, and makes gains 2^label - 1; here the recipe's gains are the gains.
@@ -30,21 +28,17 @@ class LambdaRank(Config):
     """
 
     needs_teacher_scores: ClassVar[bool] = False
-    needs_sides: ClassVar[bool] = False
     name: Literal["lambda_rank"] = "lambda_rank"
     temperature: float = Field(default=1.0, gt=0, description="the scores are divided by it")
     mu: float = Field(default=0.0, ge=0, description="0 is LambdaRank, 10 is NDCG-Loss2++")
-    k: int | None = Field(default=None, ge=1, description="the places that count; null: all")
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
         """The loss, summed over queries."""
         positives, places = find_positives(batch), _places(batch)
         own, others = places[positives.row, positives.column][:, None], places[positives.row]
-        counts = positives.is_lower
-        if self.k is not None:
-            counts = counts & ((own <= self.k) | (others <= self.k))
         each = torch.nn.functional.softplus(-positives.margins() / self.temperature) / math.log(2)
-        return torch.where(counts, self._weights(own, others) * self._gaps(batch, positives) * each, 0.0).sum()
+        weighted = self._weights(own, others) * _gaps(batch, positives) * each
+        return torch.where(positives.is_lower, weighted, 0.0).sum()
 
     def _weights(
         self, own: Float[Tensor, "positive 1"], others: Float[Tensor, "positive candidate"]
@@ -54,12 +48,13 @@ class LambdaRank(Config):
         swap = (_discount(own) - _discount(others)).abs()
         return swap + self.mu * (_discount(apart) - _discount(apart + 1))
 
-    def _gaps(self, batch: ScoredBatch, positives: Positives) -> Float[Tensor, "positive candidate"]:
-        """Difference of two gains as a share of the best possible DCG."""
-        ideal = torch.where(batch.valid, batch.gains, 0.0).sort(1, descending=True).values[:, : self.k]
-        places = torch.arange(1, ideal.shape[1] + 1).to(batch.scores)
-        best = (ideal * _discount(places)).sum(1)
-        return (positives.gains[:, None] - positives.other_gains) / best[positives.row][:, None]
+
+def _gaps(batch: ScoredBatch, positives: Positives) -> Float[Tensor, "positive candidate"]:
+    """Difference of two gains as a share of the best possible DCG."""
+    ideal = torch.where(batch.valid, batch.gains, 0.0).sort(1, descending=True).values
+    places = torch.arange(1, ideal.shape[1] + 1).to(batch.scores)
+    best = (ideal * _discount(places)).sum(1)
+    return (positives.gains[:, None] - positives.other_gains) / best[positives.row][:, None]
 
 
 def _places(batch: ScoredBatch) -> Float[Tensor, "query candidate"]:

@@ -8,8 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from skilltrain.config import Config
-from skilltrain.losses.positives import gain_shares
-from skilltrain.losses.scored_batch import ScoredBatch
+from skilltrain.losses.scored_batch import ScoredBatch, gain_shares
 
 
 class ListNet(Config):
@@ -26,7 +25,6 @@ class ListNet(Config):
     """
 
     needs_teacher_scores: ClassVar[bool] = False
-    needs_sides: ClassVar[bool] = False
     name: Literal["list_net"] = "list_net"
     temperature: float = Field(default=1.0, gt=0, description="the scores are divided by it")
 

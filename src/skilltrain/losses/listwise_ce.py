@@ -8,8 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from skilltrain.config import Config
-from skilltrain.losses.positives import find_positives, gain_shares
-from skilltrain.losses.scored_batch import ScoredBatch
+from skilltrain.losses.scored_batch import ScoredBatch, find_positives, gain_shares
 
 
 def contrast(
@@ -42,7 +41,6 @@ class ListwiseCE(Config):
     """
 
     needs_teacher_scores: ClassVar[bool] = False
-    needs_sides: ClassVar[bool] = False
     name: Literal["listwise_ce"] = "listwise_ce"
     temperature: float = Field(default=1.0, gt=0, description="the scores are divided by it")
 

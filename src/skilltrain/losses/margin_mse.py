@@ -7,8 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from skilltrain.config import Config
-from skilltrain.losses.positives import find_positives, mean_over_pairs
-from skilltrain.losses.scored_batch import ScoredBatch
+from skilltrain.losses.scored_batch import ScoredBatch, find_positives, mean_over_pairs
 
 
 class MarginMSE(Config):
@@ -24,7 +23,6 @@ class MarginMSE(Config):
     """
 
     needs_teacher_scores: ClassVar[bool] = True
-    needs_sides: ClassVar[bool] = False
     name: Literal["margin_mse"] = "margin_mse"
     temperature: float = Field(default=1.0, gt=0, description="the scores, not the teacher's, are divided by it")
 

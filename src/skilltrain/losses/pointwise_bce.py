@@ -24,7 +24,6 @@ class PointwiseBCE(Config):
     """
 
     needs_teacher_scores: ClassVar[bool] = False
-    needs_sides: ClassVar[bool] = False
     name: Literal["pointwise_bce"] = "pointwise_bce"
     temperature: float = Field(default=1.0, gt=0, description="the scores are divided by it")
 

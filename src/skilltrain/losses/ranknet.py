@@ -8,8 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from skilltrain.config import Config
-from skilltrain.losses.positives import find_positives, mean_over_pairs
-from skilltrain.losses.scored_batch import ScoredBatch
+from skilltrain.losses.scored_batch import ScoredBatch, find_positives, mean_over_pairs
 
 
 class RankNet(Config):
@@ -25,7 +24,6 @@ class RankNet(Config):
     """
 
     needs_teacher_scores: ClassVar[bool] = False
-    needs_sides: ClassVar[bool] = False
     name: Literal["ranknet"] = "ranknet"
     temperature: float = Field(default=1.0, gt=0, description="the scores are divided by it")
 

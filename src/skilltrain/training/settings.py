@@ -18,6 +18,7 @@ from skilltrain.losses import (
     Matryoshka,
     RerankerLoss,
     lexical_weight,
+    needs_sides,
 )
 from skilltrain.models.adapters import AdapterConfig, add_adapter, loading_options
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
@@ -196,7 +197,7 @@ class TrainRerankerConfig(Config):
     @field_validator("loss")
     @classmethod
     def _sees_lists_only(cls, loss: RerankerLoss) -> RerankerLoss:
-        if loss.needs_sides:
+        if needs_sides(loss):
             raise ValueError("a reranker compares skills with its own query only: directions must be query_to_skill")
         if lexical_weight(loss):
             raise ValueError("lexical_weight is for an encoder; a reranker can be fused with BM25")
