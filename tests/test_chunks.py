@@ -124,7 +124,7 @@ def test_a_system_ranks_by_the_best_windows(model_folders, pool):
     chunks = Chunks(windows=3, pool=pool)
     ranker = DenseConfig(**settings, chunks=chunks).open([LONG, SHORT])
     query = Query("q", "deploy pods", "", "", "")
-    cosines = np.sort((ranker.pool.encode([query.text]) @ ranker.pool.chunks.vectors.T)[0, :3])
+    cosines = np.sort((ranker.encode([query.text]) @ ranker.chunks.vectors.T)[0, :3])
     long = cosines[-1] if pool == "max" else cosines[-2:].mean()
     found = ranker.rank([query], None, 2)["q"]
     assert dict(found)["long"] == pytest.approx(long, abs=1e-6)
@@ -226,7 +226,7 @@ def test_mining_ranks_by_the_best_window_and_by_an_exact_index_only(tmp_path):
     (positions, scores), _ = _nearest(MineConfig(**settings), QUERY, TWO_WINDOWS, 3)
     assert positions.tolist() == [[0, 2, 1]]
     np.testing.assert_allclose(scores, [[1, 0.8, 0.6]], atol=1e-6)
-    with pytest.raises(SkilltrainError, match=r"index: an approximate index takes one window a skill \(index=Flat\)"):
+    with pytest.raises(SkilltrainError, match=r"index: an approximate index takes one window per skill \(index=Flat\)"):
         _nearest(MineConfig(**settings, index="HNSW32"), QUERY, TWO_WINDOWS, 3)
 
 

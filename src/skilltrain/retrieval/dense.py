@@ -16,7 +16,7 @@ from pydantic import Field
 from skilltrain.models.cpu_linear import pack_linear_layers
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision, default_device, resolve_model, stored_settings
-from skilltrain.records import Query, Rankings, Skill
+from skilltrain.records import Skill
 from skilltrain.retrieval.encode_texts import EncodingCount, encode_texts
 from skilltrain.retrieval.nearest import ChunkVectors, VectorRanker, starts_of
 from skilltrain.retrieval.vectors import OrderedTexts, Parts, VectorCache, cached_vectors
@@ -40,13 +40,13 @@ class DenseConfig(EncoderSource):
         """Raise SkilltrainError for a model that is not there or is no encoder; of a Hub model, fetches settings."""
         stored_settings(resolve_model(self.source, weights=False), "encoder")
 
-    def open(self, skills: Sequence[Skill]) -> "Dense":
+    def open(self, skills: Sequence[Skill]) -> VectorRanker:
         """The encoder with the vectors of the pool. Those of queries are not kept, so that they can be timed."""
         encoder = open_encoder(self)
         chunks = encode_chunks(encoder, skills)
         uncached = replace(encoder, cache=None)
         ids = [skill.skill_id for skill in skills]
-        return Dense(self, uncached, VectorRanker(ids, chunks, lambda texts: encode_queries(uncached, texts)))
+        return VectorRanker(ids, chunks, lambda texts: encode_queries(uncached, texts))
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,6 @@ class SkillEncoder:
     token_budget: int
     cache: VectorCache | None
     identity: str
-
-
-@dataclass(frozen=True)
-class Dense:
-    """An encoder at work, with the vectors of the pool."""
-
-    config: DenseConfig
-    encoder: SkillEncoder
-    pool: VectorRanker
-
-    def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """As `VectorRanker` ranks."""
-        return self.pool.rank(queries, candidates, keep)
 
 
 def open_encoder(source: EncoderSource) -> SkillEncoder:

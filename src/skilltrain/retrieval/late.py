@@ -9,12 +9,12 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from skilltrain.models.encoder import EncoderConfig
-from skilltrain.models.loading import Precision, resolve_model, stored_settings
+from skilltrain.models.cpu_linear import pack_linear_layers
+from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
+from skilltrain.models.loading import Precision, default_device, resolve_model, stored_settings
 from skilltrain.models.max_sim import max_sim
 from skilltrain.models.micro_batches import TokenIds, micro_batches
 from skilltrain.records import Query, Rankings, Skill
-from skilltrain.retrieval.dense import Dense, EncoderSource, SkillEncoder, open_encoder
 from skilltrain.terminal import track
 
 _QUERY_TOKENS = 2**18  # of queries whose token vectors are in memory at once: 400 MB of MiniLM's
@@ -33,27 +33,26 @@ class LateConfig(EncoderConfig):
         """Raise SkilltrainError for a model that is not there or is no encoder; of a Hub model, fetches settings."""
         stored_settings(resolve_model(self.source, weights=False), "encoder")
 
-    def open(self, skills: Sequence[Skill], opened: Iterable[object] = ()) -> "Late":
-        """The encoder ready to score; a dense ranker among the `opened` ones with the same encoder lends its own."""
-        settings = self.model_dump(exclude={"kind", "keep"})
-        dense = (ranker for ranker in opened if isinstance(ranker, Dense))
-        lent = (one.encoder for one in dense if settings == one.config.model_dump(exclude={"kind", "keep", "cache"}))
-        encoder = next(lent, None) or open_encoder(EncoderSource.model_validate(settings))
-        return Late(encoder, {skill.skill_id: skill for skill in skills})
+    def open(self, skills: Sequence[Skill]) -> "Late":
+        """The encoder ready to score."""
+        model = load_encoder(self, default_device()).requires_grad_(False)
+        pack_linear_layers(model.backbone, self.token_budget)
+        return Late(model, {skill.skill_id: skill for skill in skills}, self.token_budget)
 
 
 @dataclass(frozen=True)
 class Late:
     """An encoder at work on tokens. It sees a skill's first window, and keeps no vectors."""
 
-    encoder: SkillEncoder
+    encoder: Encoder
     skills: Mapping[str, Skill]
+    token_budget: int
 
     @torch.inference_mode()
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """The `keep` best candidates of each query by MaxSim. Each skill is encoded once for some 4,000 queries."""
         assert candidates is not None, "late interaction needs candidates"
-        ids = self.encoder.model.tokenize_queries([query.text for query in queries])
+        ids = self.encoder.tokenize_queries([query.text for query in queries])
         scores: list[dict[str, float]] = [{} for _ in queries]
         for block in micro_batches([len(text) for text in ids], _QUERY_TOKENS):
             asking: dict[str, list[int]] = {}
@@ -73,12 +72,12 @@ class Late:
 
     def _skills(self, skill_ids: Iterable[str]) -> Iterator[tuple[str, Float[Tensor, "token dim"]]]:
         """Yield each skill's tokens' vectors, longest texts first."""
-        settings = self.encoder.model.settings
+        settings = self.encoder.settings
         texts = {skill_id: settings.template.skill.render(self.skills[skill_id]) for skill_id in skill_ids}
         ordered = sorted(texts, key=lambda skill_id: -len(texts[skill_id]))
         for start in track(range(0, len(ordered), _TEXTS), "late interaction", None):
             some = ordered[start : start + _TEXTS]
-            ids = self.encoder.model.tokenize([texts[skill_id] for skill_id in some], settings.max_tokens)
+            ids = self.encoder.tokenize([texts[skill_id] for skill_id in some], settings.max_tokens)
             for place, vectors in self._vectors(ids):
                 yield some[place], vectors
 
@@ -87,8 +86,8 @@ class Late:
 
     def _vectors(self, texts: Sequence[TokenIds]) -> Iterator[tuple[int, Float[Tensor, "token dim"]]]:
         """Yield (a text's place, its tokens' unit vectors)."""
-        for group in micro_batches([len(text) for text in texts], self.encoder.token_budget):
+        for group in micro_batches([len(text) for text in texts], self.token_budget):
             batch = [texts[place] for place in group]
-            rows = self.encoder.model.with_tokens(batch, max(map(len, batch)))
+            rows = self.encoder.with_tokens(batch, max(map(len, batch)))
             for place, row in zip(group, rows, strict=True):
                 yield place, row[1 : 1 + len(texts[place])]

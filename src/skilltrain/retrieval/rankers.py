@@ -31,7 +31,7 @@ LEG_KEEP = 100
 """Skills that a leg of `fuse` finds where the recipe does not say: the same for any depth of the system."""
 WEIGHTS_FILE = "weights.json"
 
-Method = Literal["z", "max", "minmax", "rrf"]
+Method = Literal["z", "rrf"]
 
 
 class Ranker(Protocol):
@@ -78,7 +78,7 @@ class FuseConfig(Config):
         min_length=2, description=f"the rankers; each finds {LEG_KEEP} skills where it has no keep"
     )
     method: Method = Field(
-        default="z", description="z, max or minmax: add scores, normalised so for each query; rrf: add 1/(rrf_k + rank)"
+        default="z", description="z: add scores, normalised for each query; rrf: add 1/(rrf_k + rank)"
     )
     weights: tuple[float, ...] | InputPath | None = Field(
         default=None, description="one per ranker, or the folder of the stage fusion; null: equal shares of 1"
@@ -179,8 +179,8 @@ class Fuse:
 def fuse(legs: Sequence[Ranking], weights: Sequence[float], method: Method, rrf_k: int) -> Ranking:
     """All skills that the `legs` found, best first; equal scores stand in the order in which they were found.
 
-    `z`, `max` and `minmax` add each leg's scores, made comparable over the skills that any leg found, times the leg's
-    weight. A skill that a leg did not find gets the lowest score that this leg gave.
+    `z` adds each leg's scores, made z-scores over the skills that any leg found, times the leg's weight. A skill that a
+    leg did not find gets the lowest score that this leg gave.
 
     `rrf` adds weight / (rrf_k + rank); a leg adds nothing to a skill that it did not find (Cormack et al., 2009).
     """
@@ -197,11 +197,12 @@ def comparable_scores(
         return skill_ids, comparable
     for row, leg in zip(comparable, legs, strict=True):
         if method == "rrf":
-            scores, lowest = {skill_id: 1 / (rrf_k + rank) for rank, (skill_id, _) in enumerate(leg, 1)}, 0.0
+            scores = {skill_id: 1 / (rrf_k + rank) for rank, (skill_id, _) in enumerate(leg, 1)}
+            row[:] = [scores.get(skill_id, 0.0) for skill_id in skill_ids]
         else:
             scores = dict(leg)
             lowest = min(scores.values(), default=0.0)
-        row[:] = _comparable(np.array([scores.get(skill_id, lowest) for skill_id in skill_ids]), method)
+            row[:] = _z_scores(np.array([scores.get(skill_id, lowest) for skill_id in skill_ids]))
     return skill_ids, comparable
 
 
@@ -214,16 +215,11 @@ def weighted(skill_ids: list[str], comparable: Float64[np.ndarray, "leg skill"],
     return [(skill_ids[place], float(total[place])) for place in order]
 
 
-def _comparable(scores: Float64[np.ndarray, " skill"], method: Method) -> Float64[np.ndarray, " skill"]:
+def _z_scores(scores: Float64[np.ndarray, " skill"]) -> Float64[np.ndarray, " skill"]:
     """`scores` without their unit; zeros where all are alike, for then they tell nothing apart."""
-    if method == "rrf":
-        return scores
-    largest, width = np.abs(scores).max(), scores.max() - scores.min()
-    if width <= 1e-12 * largest:
+    if scores.max() - scores.min() <= 1e-12 * np.abs(scores).max():
         return np.zeros_like(scores)
-    if method == "max":
-        return scores / largest
-    return (scores - scores.mean()) / scores.std() if method == "z" else (scores - scores.min()) / width
+    return (scores - scores.mean()) / scores.std()
 
 
 @dataclass(frozen=True)
@@ -257,7 +253,7 @@ def open_ranker(config: RankerConfig, skills: Sequence[Skill], opened: dict[str,
         return Fuse(config, [open_ranker(leg, skills, opened) for leg in config.of], config.leg_weights())
     key = key_of(config)
     if key not in opened:
-        opened[key] = config.open(skills, opened.values()) if isinstance(config, LateConfig) else config.open(skills)
+        opened[key] = config.open(skills)
     if isinstance(config, RerankConfig) and config.first_weight:
         return Weighted(opened[key], config.first_weight)
     return opened[key]
