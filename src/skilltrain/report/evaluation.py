@@ -9,7 +9,7 @@ from typing import Any
 from skilltrain.evaluation.analysis import Analysis, pass_rates
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task
 from skilltrain.evaluation.benchmarks.skillrouter import ORIGIN
-from skilltrain.evaluation.bootstrap import RESAMPLES, normal_interval
+from skilltrain.evaluation.bootstrap import RESAMPLES
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare
 from skilltrain.evaluation.metrics import COPIES, Measure, Relevance, as_found
 from skilltrain.evaluation.slices import ALL, KIND, SliceMeans, labels_of, means_by_slice, shown
@@ -124,11 +124,7 @@ class Report:
         return {part.value: part.to_json(system) for part in self.slices if part.label in (ALL, KIND)}
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON values, without the values of single queries.
-
-        Beside each interval of all queries and of a kind stands `normal`, the ends of the normal approximation that
-        papers print.
-        """
+        """The report as JSON values, without the values of single queries."""
         return {
             "benchmark": self.benchmark.name,
             "seed": self.seed,
@@ -147,11 +143,7 @@ class Report:
     def _system(self, result: SystemResult) -> dict[str, Any]:
         row: dict[str, Any] = {"name": result.name}
         for part in (part for part in self.slices if part.label in (ALL, KIND)):
-            means = row["metrics" if part.label == ALL else part.value] = part.to_json(result.name)
-            for measure, mean in means.items():
-                rows = (result.per_query[query_id] for query_id in part.query_ids)
-                normal = normal_interval([values[measure] for values in rows if measure in values])
-                mean["normal"] = [normal.low, normal.high]
+            row["metrics" if part.label == ALL else part.value] = part.to_json(result.name)
         return row
 
 
