@@ -15,7 +15,7 @@ import pytest
 
 from registry_server import Entry, Reply, digest_of, registry_server, skill_md, tar_of, zip_of
 from skilltrain.config import validate
-from skilltrain.data.collect.collect import CollectConfig, folder_name, run_collect
+from skilltrain.data.collect.collect import CollectConfig, run_collect
 from skilltrain.data.collect.sync_state import DATABASE, open_state
 from skilltrain.data.pool.skill_pool import PoolConfig, run_pool
 from skilltrain.errors import SkilltrainError
@@ -152,20 +152,6 @@ def test_several_skills_in_one_archive_have_their_paths_behind_the_id(registry, 
         "owner/repo/skills/saw~2": "saw",
     }  # fmt: skip
     assert not dropped
-    lines = [json.loads(line) for line in (tmp_path / "out/collected.jsonl").read_text().splitlines()]
-    assert [(line["skill_id"], line["folder"]) for line in lines] == [
-        (skill_id, folder_name(skill_id)) for skill_id in ("one", "owner/repo", "owner/repo/skills/saw")
-    ]
-
-
-def test_ids_become_safe_folders_that_never_collide():
-    taken = "foo~" + folder_name("Foo").partition("~")[2]
-    ids = ["foo", "Foo", "FOO", taken, "..", ".", "", "a/b", "a-b", "a\\b", "/etc", "x" * 500, "COM1", "ä", "b.", "-x"]
-    names = [folder_name(skill_id) for skill_id in ids]
-    assert len({name.casefold() for name in names}) == len(ids)
-    assert all(name.isascii() and len(name) <= 80 and name.strip(". ") == name != "" for name in names)
-    assert not {"/", "\\", "\0"} & set("".join(names))
-    assert (names[0], names[8]) == ("foo", "a-b")
 
 
 def test_hostile_archives_and_entries_are_dropped_with_a_reason_and_touch_nothing(registry, tmp_path):
@@ -184,7 +170,7 @@ def test_hostile_archives_and_entries_are_dropped_with_a_reason_and_touch_nothin
     assert dropped == {("zip-slip", "unsafe_name"), ("no-skill", "no_skill_file"), ("", "no_id")}
     assert all(row["reason"] and "\n" not in row["reason"] for row in rows)
     assert {path.name for path in tmp_path.iterdir()} == {"out", "state"}
-    assert {path.parent for path in (tmp_path / "out/skills").iterdir()} == {tmp_path / "out/skills"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"skills.parquet", "dropped.parquet"}
 
 
 def test_a_second_run_asks_only_for_what_is_new_or_changed(registry, tmp_path):

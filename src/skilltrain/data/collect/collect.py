@@ -1,16 +1,14 @@
-"""The stage `collect`: skills of a registry, fetched politely over hours or days and unpacked safely.
+"""The stage `collect`: skills of a registry, fetched politely over hours or days.
 
 A sync reads the whole listing, then fetches what is new or changed. All that is known lives in the folder `state`,
 which outlives the run: a run that is stopped or killed goes on where it was, a later run (with another `out`) asks
-only for what changed. `out` is made from the state at the end: skills.parquet, which the stage `pool` reads, the
-unpacked folders below skills/, collected.jsonl and dropped.parquet.
+only for what changed. `out` is made from the state at the end: skills.parquet, which the stage `pool` reads, and
+dropped.parquet. Archives are read in memory; the state keeps them as they came.
 """
 
 import hashlib
-import json
 import os
 import re
-import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -23,23 +21,20 @@ from pydantic import Field, model_validator
 
 from skilltrain.config import Config
 from skilltrain.data.collect import RefusalError
-from skilltrain.data.collect.archives import SKILL_FILE, kind_of, unpack
-from skilltrain.data.collect.registry import Listed, RegistryConfig, read_listing, without_query
+from skilltrain.data.collect.archives import kind_of, read_skill_files
+from skilltrain.data.collect.registry import Listed, RegistryConfig, read_listing
 from skilltrain.data.collect.registry_client import HttpConfig, RegistryClient
 from skilltrain.data.collect.sync_state import Outcome, SyncState, open_state
 from skilltrain.data.pool.read import count_words, merge_sources
 from skilltrain.data.pool.skill_file import parse_skill_file
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import write_text
 from skilltrain.records import Dropped, Skill
 from skilltrain.tables import DROPPED, SKILLS, rows_of, write_table
 from skilltrain.terminal import track
 from skilltrain.texts import clean_text, decode_text, one_line
 
-SKILLS_FOLDER, COLLECTED = "skills", "collected.jsonl"
 MAX_FAILURES_IN_ROW = 20  # before the run gives up for now
 _MAX_REASON_CHARS = 500
-_SAFE_ID = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,78}[a-z0-9_-])?")
 
 
 class CollectConfig(Config):
@@ -49,7 +44,7 @@ class CollectConfig(Config):
     registry: RegistryConfig = Field(description="what is collected from")
     http: HttpConfig = Field(default=HttpConfig(), description="how it is asked")
     state: Path = Field(description="folder that keeps downloads and progress from run to run; one per registry")
-    out: Path = Field(description="folder to write skills.parquet, dropped.parquet, collected.jsonl and skills/ to")
+    out: Path = Field(description="folder to write skills.parquet and dropped.parquet to")
 
     @model_validator(mode="after")
     def _state_outlives_out(self) -> "CollectConfig":
@@ -59,7 +54,7 @@ class CollectConfig(Config):
 
 
 def run_collect(config: CollectConfig, out: Path) -> dict[str, Any]:
-    """Write SKILLS, DROPPED and the skills' folders; the counts of what was listed, fetched and dropped.
+    """Write SKILLS and DROPPED; the counts of what was listed, fetched and dropped.
 
     Raises SkilltrainError where the listing cannot be read, the registry stops answering (the state is kept: run
     again), or no skill is left.
@@ -72,7 +67,7 @@ def run_collect(config: CollectConfig, out: Path) -> dict[str, Any]:
     ):
         listed, dropped = read_listing(registry, state, client)
         num_fetched, refused = fetch_all(listed, config, state, client)
-        skills, left_out = unpack_all(listed, str(urlsplit(registry.base_url).hostname), state, out)
+        skills, left_out = read_skills(listed, str(urlsplit(registry.base_url).hostname), state)
         gone = sorted(state.outcomes.keys() - {skill.skill_id for skill in listed})
         why = "was collected before and is no longer listed"
         unlisted = [Dropped("", one, "unlisted", why) for one in gone if state.outcomes[one].sha256]
@@ -174,67 +169,44 @@ def _checked(content: bytes, digest: str) -> bytes:
     return content
 
 
-def unpack_all(listed: Sequence[Listed], source: str, state: SyncState, out: Path) -> tuple[list[Skill], list[Dropped]]:
-    """(the skills in order of id, what was left out); folders in out/skills, where they come from in collected.jsonl.
+def read_skills(listed: Sequence[Listed], source: str, state: SyncState) -> tuple[list[Skill], list[Dropped]]:
+    """(the skills in order of id, what was left out).
 
     A broken archive is asked for again in the next run.
     """
-    own, inner, dropped, lines = list[Skill](), list[Skill](), list[Dropped](), list[str]()
-    for skill in track(listed, "unpacking", len(listed)):
-        outcome, folder = state.outcomes.get(skill.skill_id), out / SKILLS_FOLDER / folder_name(skill.skill_id)
+    own, inner, dropped = list[Skill](), list[Skill](), list[Dropped]()
+    for skill in track(listed, "reading", len(listed)):
+        outcome = state.outcomes.get(skill.skill_id)
         if outcome and outcome.refusal:
             dropped.append(Dropped("", skill.skill_id, outcome.refusal, outcome.reason, outcome.value))
         if not outcome or not (file := state.download_path(outcome.sha256)).is_file():
             continue
         try:
-            left_out = unpack(file.read_bytes(), folder)
+            for found in _read_archive(file.read_bytes(), skill, source):
+                if isinstance(found, Dropped):
+                    dropped.append(found)
+                else:
+                    (own if found.skill_id == skill.skill_id else inner).append(found)
         except RefusalError as error:
             dropped.append(error.row(skill.skill_id))
             if error.filter == "broken_archive":
                 state.forget(outcome)
-            continue
-        for kind, num in sorted(left_out.items()):
-            dropped.append(Dropped("", skill.skill_id, kind, f"left out {num} members of its archive", float(num)))
-        for found in _read_folder(folder, skill, source):
-            if isinstance(found, Dropped):
-                dropped.append(found)
-            else:
-                (own if found.skill_id == skill.skill_id else inner).append(found)
-        origin = {
-            "skill_id": skill.skill_id, "folder": folder.name, "name": skill.name, "url": without_query(skill.url),
-            "version": outcome.version, "sha256": outcome.sha256, "date": outcome.date,
-        }  # fmt: skip
-        lines.append(json.dumps(origin, ensure_ascii=False) + "\n")
-    write_text(out / COLLECTED, "".join(lines))
     skills, repeated = merge_sources([own, inner], drop_duplicates=False)
     return sorted(skills, key=lambda skill: skill.skill_id), dropped + repeated
 
 
-def folder_name(skill_id: str) -> str:
-    """A folder's name for a registry's id, another one for each: ids are untrusted, and some systems fold case.
-
-    An id of at most 80 lower-case letters, digits and `._-` is its own name; any other is made of what is readable
-    of it, `~` (which stands in no name of the first kind) and 16 digits of its SHA-256.
-    """
-    if _SAFE_ID.fullmatch(skill_id):
-        return skill_id
-    readable = re.sub(r"[^a-z0-9]+", "-", unicodedata.normalize("NFKC", skill_id).casefold())[:60].strip("-")
-    return f"{readable}~{hashlib.sha256(skill_id.encode()).hexdigest()[:16]}"
-
-
-def _read_folder(folder: Path, listed: Listed, source: str) -> Iterator[Skill | Dropped]:
-    """The skills in a folder, under the registry's own id, and those of them that are no text.
+def _read_archive(content: bytes, listed: Listed, source: str) -> Iterator[Skill | Dropped]:
+    """The skills in an archive, under the registry's own id, and those of them that are no text. Raises RefusalError.
 
     The only SKILL.md of an archive is the listed skill, wherever it lies; of several each has its path behind the id.
     """
-    files = sorted(file for file in folder.rglob("*") if file.name.lower() == SKILL_FILE and file.is_file())
-    for file in files:
-        inner, skill_id, name = file.parent.relative_to(folder).as_posix(), listed.skill_id, file.parent.name
-        if inner == ".":
-            name = listed.name or skill_id.rpartition("/")[2]
-        elif len(files) > 1:
+    files = read_skill_files(content)
+    for folder, file in files.items():
+        inner, skill_id = one_line(clean_text(folder)), listed.skill_id
+        name = inner.rpartition("/")[2] or listed.name or skill_id.rpartition("/")[2]
+        if inner and len(files) > 1:
             skill_id = f"{skill_id}/{inner}"
-        text = decode_text(file.read_bytes())
+        text = decode_text(file)
         if text is None:
             yield Dropped("", skill_id, "not_text", "its SKILL.md is not text")
         else:
