@@ -137,17 +137,12 @@ def test_vectors_of_another_length_are_refused(server: LLMServer, tmp_path: Path
         open_api(server, tmp_path).encode_queries(["one"])
 
 
-def test_a_text_that_the_server_refuses_is_found_and_named(server: LLMServer, tmp_path: Path) -> None:
-    def reply(request: dict[str, Any]) -> Reply:
-        return Reply(status=400) if any("skill-2" in text for text in request["input"]) else embeddings(request)
-
-    server.otherwise = reply
-    encoder = open_api(server, tmp_path, **FOUR, concurrency=1)
-    with pytest.raises(SkilltrainError, match=r"refused its text of 50 characters: .*lower .*body_chars") as failure:
+def test_the_longest_text_of_a_request_that_the_server_refuses_is_named(server: LLMServer) -> None:
+    server.otherwise = lambda _: Reply(status=400)
+    encoder = open_api(server, **FOUR, concurrency=1)
+    with pytest.raises(SkilltrainError, match=r"refused 4 texts, the longest of 66 characters: .*body_chars") as failure:
         encoder.encode_skills(SKILLS[:4])
-    assert failure.value.where == "skill id of 2"
-    # Longest first: 3 2 1 0 is refused, then its first half, of which 3 goes through and 2 is it.
-    assert [len(request["input"]) for request in server.requests] == [4, 2, 1, 1]
+    assert failure.value.where == "skill id of 3" and len(server.requests) == 1
 
 
 def test_an_empty_text_is_named_and_never_sent(server: LLMServer) -> None:

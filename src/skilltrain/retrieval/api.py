@@ -45,9 +45,7 @@ class ApiConfig(ServerConfig):
     dimensions: int | None = Field(
         default=None, ge=1, description="numbers of a vector, asked of the server; null: the model's own"
     )
-    batch_size: int = Field(
-        default=32, ge=1, le=2048, description="texts in one request; a batch that is refused is halved"
-    )
+    batch_size: int = Field(default=32, ge=1, le=2048, description="texts in one request; some servers take no more")
     price: float | None = Field(
         default=None, ge=0, description="dollars per million tokens; null: OpenAI's own where we know it"
     )
@@ -121,47 +119,37 @@ class ApiEncoder:
         num_done = 0
         with progress(work.description, len(work.texts), 0) as show:
             batches = self._reserved(work.texts)
-            for parts in in_threads(lambda batch: self._ask(*batch, name_of), batches, self.config.concurrency):
-                for start, vectors in parts:
-                    num_done += len(vectors)
-                    show(num_done, f"{self.budget.used.total:,} tokens")
-                    yield np.arange(start, start + len(vectors)), vectors
+            asked = in_threads(lambda batch: self._ask(*batch, name_of), batches, self.config.concurrency)
+            for start, vectors in asked:
+                num_done += len(vectors)
+                show(num_done, f"{self.budget.used.total:,} tokens")
+                yield np.arange(start, start + len(vectors)), vectors
 
     def _reserved(self, texts: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
         """(position of the first, texts) of each request, as soon as the budget holds it."""
         for start in range(0, len(texts), self.config.batch_size):
             # A request holds no half of a surrogate pair.
             batch = [text.encode(errors="replace").decode() for text in texts[start : start + self.config.batch_size]]
-            self._reserve(batch)
+            if not self.budget.wait_to_reserve(_most_of(batch)):
+                raise self._fault(over_budget(self.budget))
             yield start, batch
 
-    def _reserve(self, texts: Sequence[str]) -> None:
-        if not self.budget.wait_to_reserve(_most_of(texts)):
-            raise self._fault(over_budget(self.budget))
+    def _ask(self, start: int, texts: Sequence[str], name_of: NameOf) -> tuple[int, Vectors]:
+        """(position of the first, unit vectors) of `texts`, the first of which, the longest, is at `start`.
 
-    def _ask(self, start: int, texts: Sequence[str], name_of: NameOf) -> list[tuple[int, Vectors]]:
-        """(position of the first, unit vectors) of `texts`, the first of which is at `start`.
-
-        A batch that the server refuses is sent in halves. Raises SkilltrainError where a text gets no vector.
+        Raises SkilltrainError where a text gets no vector.
         """
         import openai
 
         try:
             vectors = self._server.ask(lambda: self._send(texts), _most_of(texts))
-            return [(start, self._unit(vectors, start, name_of))]
         except CompletionError as fault:
             raise self._fault(fault) from None
         except openai.OpenAIError as error:
-            if not (isinstance(error, openai.APIStatusError) and error.status_code in _TOO_MUCH):
-                raise self._fault(self._server.explain(error)) from None
-            if len(texts) == 1:
-                raise self._refused(texts[0], error, name_of(start)) from None
-        half = len(texts) // 2
-        found: list[tuple[int, Vectors]] = []
-        for first, part in ((start, texts[:half]), (start + half, texts[half:])):
-            self._reserve(part)
-            found += self._ask(first, part, name_of)
-        return found
+            if isinstance(error, openai.APIStatusError) and error.status_code in _TOO_MUCH:
+                raise self._refused(texts, error, name_of(start)) from None
+            raise self._fault(self._server.explain(error)) from None
+        return start, self._unit(vectors, start, name_of)
 
     def _send(self, texts: Sequence[str]) -> tuple[Vectors, Usage]:
         """The vectors of `texts` from one try, and what it took. Raises CompletionError where there are none."""
@@ -206,10 +194,12 @@ class ApiEncoder:
         what = f"gave no vectors: {fault.reason}" if fault.kind == "failed" else fault.reason
         return SkilltrainError(what, where=self.config.base_url, fix=fix)
 
-    def _refused(self, text: str, error: Exception, where: str) -> SkilltrainError:
+    def _refused(self, texts: Sequence[str], error: Exception, where: str) -> SkilltrainError:
         reason, section = " ".join(self._server.blot(str(error)).split())[:300], self.config.section
-        what = f"{self.config.base_url} refused its text of {len(text):,} characters: {reason}"
-        fix = f"where it is too long, lower {section}.skill.body_chars or {section}.query_chars"
+        what = (
+            f"{self.config.base_url} refused {len(texts)} texts, the longest of {len(texts[0]):,} characters: {reason}"
+        )
+        fix = f"lower {section}.skill.body_chars, {section}.query_chars or {section}.batch_size"
         return SkilltrainError(what, where=where, fix=fix)
 
 
