@@ -67,7 +67,7 @@ class Report:
 
     @property
     def chief_measure(self) -> str:
-        """What the first sentence and the latency plot are about: Hit@1, where it was asked for."""
+        """What the first sentence and the slices are about: Hit@1, where it was asked for."""
         return HEADLINE if HEADLINE in self.measures else self.measures[0]
 
     @cached_property
