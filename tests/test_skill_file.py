@@ -72,17 +72,10 @@ def test_without_frontmatter_name_is_the_folder_and_description_the_first_paragr
     assert (skill.name, skill.description, skill.body) == ("folder", "Sends mail to people.", text)
 
 
-@pytest.mark.parametrize(
-    ("gap", "body"),
-    [
-        ("\n\n", "# Title\n\ntext"),
-        ("\n", "# Title\n\ntext"),
-        ("\n\n", "# Title\n\nprose: here\n\n---\n\nend"),  # a thematic break far below closes nothing
-    ],
-)
-def test_unclosed_frontmatter_ends_at_the_first_blank_line_or_heading(gap: str, body: str):
-    skill = parsed(f"---\nname: n\ndescription: d{gap}{body}")
-    assert (skill.name, skill.description, skill.body) == ("n", "d", body)
+@pytest.mark.parametrize("body", ["\n\n# Title\n\ntext", "\n\n# Title\n\nsome prose\n\n---\n\nend"])
+def test_of_frontmatter_that_is_never_closed_no_text_is_lost(body: str):
+    skill = parsed(text := f"---\nname: n\ndescription: d{body}")
+    assert (skill.name, skill.description, skill.body) == ("folder", "name: n description: d", text)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +111,7 @@ def test_prose_between_breaks_stays_in_the_body(prose: str):
 @pytest.mark.parametrize(
     ("header", "keys"),
     [
-        ("version: 1.0\ntags:\n- a\n  b", ["version", "tags"]),
+        ("version: 1.0\nlicense: MIT", ["version", "license"]),
         ("title: What: a title\nlang: en", ["title", "lang"]),
         ("Category: c", ["category"]),
         ("", []),

@@ -21,15 +21,11 @@ COLUMNS = (*ID_COLUMNS, "name", "description", *BODY_COLUMNS, "category", "lang"
 _CONTROL = re.compile("[\x01-\x08\x0b\x0e-\x1f]")
 _OPENING = re.compile(r"(?:(?><!--.*?-->)\s*)*---[ \t]*\n", re.DOTALL)
 _CLOSING = re.compile(r"^(?:---|\.\.\.)[ \t]*$", re.MULTILINE)
+_SECTION = re.compile(r"\n[ \t]*\n#+ ")
 _KEY = re.compile(r"""["']?([A-Za-z_][\w-]*)["']?[ \t]*:(?!//)[ \t]*(.*)""")
-_KEY_OF_ANY_LANGUAGE = re.compile(r"""["']?[^\W\d][\w-]*["']?[ \t]*:(?!//)""")
-_NAME_OR_DESCRIPTION = re.compile(r"""^["']?(name|description)["']?[ \t]*:""", re.MULTILINE | re.IGNORECASE)
-_FIELDS = ("category", "lang", "license", "metadata")  # beside name and description
+_FIELDS = ("name", "description", "category", "lang", "license", "metadata")
 _INDENTED_FIELD = re.compile(r" +(name|description)[ ]*:[ ]+(.*)")
 _NO_PLAIN_VALUE = ("", "|", ">", "|-", ">-", "|+", ">+")
-_HEADING_AFTER_BLANK = re.compile(r"\n[ \t]*\n#+ (?!([-=*~_#])\1\1)[^\n]*\n[ \t]*\n")  # not `# --- comment ---`
-_BLANK_AT_END = re.compile(r"\n[ \t]*\n\Z")
-_HEADER_END = re.compile(r"\n[ \t]*\n|\n(?=#)|\Z")
 _LANG = re.compile(r"[a-z]{2}")
 
 
@@ -109,75 +105,28 @@ def as_text(value: Any) -> str:
 def split_header(text: str) -> tuple[dict[str, Any], str]:
     """(frontmatter as key → value, body) of a SKILL.md; keys are in lower case, scalars the text they are (`yes`).
 
-    A closed block is frontmatter where it is a YAML map with a name or a description, or where its lines look like
-    one; prose between two thematic breaks belongs to the body. Frontmatter that is never closed ends at the first
-    blank line or heading. What is not YAML (`description: Use when: x`) is read line by line.
+    A block between two lines `---` at the beginning is frontmatter where it has one of the keys that we read; prose
+    between two thematic breaks belongs to the body. What is not YAML (`description: Use when: x`) is read line by line,
+    unless it goes on into a section, for then it was never closed.
     """
     text = text.lstrip("\ufeff \t\n")
     opening = _OPENING.match(text)
-    if not opening:
+    closing = _CLOSING.search(text, opening.end()) if opening else None
+    if not opening or not closing:
         return {}, text
-    rest = text[opening.end() :]
-    closing = _CLOSING.search(rest)
-    header, body = (rest[: closing.start()], rest[closing.end() :]) if closing else (rest, "")
-    if closing and not header.strip():
-        return {}, body
-    if closing and len(header) <= MAX_HEADER_CHARS and not _runs_into_the_body(header):
-        fields = _read_yaml(header)
-        if fields is not None and fields.keys() & {"name", "description"}:
-            return fields, body
-    if closing is None or _HEADING_AFTER_BLANK.search(header):
-        header = _HEADER_END.split(rest, maxsplit=1)[0]
-        body = rest[len(header) :]
-    if not _looks_like_a_header(header):
-        return {}, text
+    header = _CONTROL.sub("", text[opening.end() : closing.start()][:MAX_HEADER_CHARS].expandtabs(2))
     fields = _read_yaml(header)
-    return _read_lines(_plain(header).split("\n")) if fields is None else fields, body
-
-
-def _runs_into_the_body(header: str) -> bool:
-    """Whether a block was perhaps never closed, and ends at a thematic break of the body, with a blank line above.
-
-    To YAML a heading there is a comment and `prose: here` a key, so YAML cannot tell; it is no body that says the name
-    or the description that is still missing.
-    """
-    heading = _HEADING_AFTER_BLANK.search(header)
-    if not heading or not _BLANK_AT_END.search(header):
-        return False
-    above, below = (
-        {key.lower() for key in _NAME_OR_DESCRIPTION.findall(part)}
-        for part in (header[: heading.start()], header[heading.end() :])
-    )
-    return below <= above
-
-
-def _looks_like_a_header(header: str) -> bool:
-    """Whether a block that is no YAML map with a name or a description means to be frontmatter, and not prose.
-
-    It starts with a key, and one is name or description; or all its lines are keys, lists or what belongs to them,
-    the keys ones that we read or in lower case (`Note: this is prose`).
-    """
-    lines = [line for line in header.split("\n") if line.strip() and not line.lstrip().startswith("#")]
-    if not lines or not _KEY_OF_ANY_LANGUAGE.match(lines[0].strip()):
-        return False
-    lines[0] = lines[0].strip()
-    if _NAME_OR_DESCRIPTION.search("\n".join(lines)):
-        return True
-    return all(
-        key[1][0].islower() or key[1].lower() in _FIELDS if key else line.startswith((" ", "\t", "- ", "]", "}"))
-        for key, line in ((_KEY.match(line), line) for line in lines)
-    )
-
-
-def _plain(header: str) -> str:
-    return _CONTROL.sub("", header[:MAX_HEADER_CHARS].expandtabs(2))
+    if fields is None:
+        fields = {} if _SECTION.search(header) else _read_lines(header.split("\n"))
+    is_header = not header.strip() or not fields.keys().isdisjoint(_FIELDS)
+    return (fields, text[closing.end() :]) if is_header else ({}, text)
 
 
 def _read_yaml(header: str) -> dict[str, Any] | None:
     """A header as key → value; None where it is not YAML, or no map."""
     try:
         # The loader in pure Python, on purpose: libyaml overflows the C stack on deeply nested input.
-        value = yaml.load(_plain(header), yaml.BaseLoader)
+        value = yaml.load(header, yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError, ValueError):
         return None
     return {str(key).lower(): item for key, item in value.items()} if isinstance(value, dict) else None
