@@ -141,10 +141,8 @@ class Report:
         }  # fmt: skip
 
     def _system(self, result: SystemResult) -> dict[str, Any]:
-        row: dict[str, Any] = {"name": result.name}
-        for part in (part for part in self.slices if part.label in (ALL, KIND)):
-            row["metrics" if part.label == ALL else part.value] = part.to_json(result.name)
-        return row
+        sections = self.sections(result.name)
+        return {"name": result.name, "metrics": sections.pop(ALL), **sections}
 
 
 def _difference(c: Comparison) -> dict[str, Any]:
