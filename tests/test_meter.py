@@ -5,7 +5,7 @@ from rich.console import Console
 
 from skilltrain import terminal
 from skilltrain.terminal import PlainProgress, progress, say
-from skilltrain.training.log import Meter, StepResult, note_of
+from skilltrain.training.log import StepResult, note_of
 
 
 def result(seconds=1.0, queries=8, tokens=900, slots=1000, loss=0.5):
@@ -13,35 +13,16 @@ def result(seconds=1.0, queries=8, tokens=900, slots=1000, loss=0.5):
 
 
 def test_the_figures_of_a_step_by_hand():
-    figures = Meter(steps_per_epoch=4).update(6, result(seconds=2.0))
+    figures = result(seconds=2.0).figures(epoch=1.5)
     rates = {"queries_per_second": 4.0, "tokens_per_second": 450.0, "padding_share": 0.1}
     assert figures == pytest.approx({"epoch": 1.5, "loss": 0.5, "learning_rate": 2e-5, "grad_norm": 2.31} | rates)
-
-
-def test_rates_look_back_on_twenty_steps_and_forget_the_first_which_warms_up():
-    meter = Meter(100)
-    assert meter.update(7, result(seconds=80.0))["queries_per_second"] == pytest.approx(0.1)
-    assert meter.update(8, result(seconds=2.0))["queries_per_second"] == pytest.approx(4.0)
-    assert meter.update(9, result(seconds=6.0))["queries_per_second"] == pytest.approx(16 / 8)
-    for step in range(10, 30):
-        figures = meter.update(step, result(seconds=1.0))
-    assert figures["queries_per_second"] == pytest.approx(8.0)
-
-
-def test_padding_is_the_steps_own_share_and_nothing_divides_by_zero():
-    meter = Meter(10)
-    for step in (1, 2):
-        assert meter.update(step, result(tokens=1000, slots=1000))["padding_share"] == 0
-    assert meter.update(3, result(tokens=600, slots=1000))["padding_share"] == pytest.approx(0.4)
-    assert meter.update(4, result(tokens=0, slots=0))["padding_share"] == 0
-    assert Meter(10).update(1, result(seconds=0.0))["tokens_per_second"] == 0
+    assert result(tokens=0, slots=0, seconds=0.0).figures(1.0)["padding_share"] == 0
 
 
 def test_the_line_for_the_terminal():
-    meter = Meter(10)
-    figures = meter.update(1, StepResult(0.12344, 1.9e-5, 2.314, 37, 16_800, 17_320, 3.0))
+    figures = StepResult(0.12344, 1.9e-5, 2.314, 37, 16_800, 17_320, 3.0).figures(0.1)
     assert note_of(figures) == "loss 0.1234  lr 1.9e-05  |g| 2.31  12.3 queries/s  5,600 tokens/s  padding 3%"
-    figures = meter.update(2, StepResult(0.1, 1e-5, 2.0, 3000, 2_500_000, 2_500_000, 1.0))
+    figures = StepResult(0.1, 1e-5, 2.0, 3000, 2_500_000, 2_500_000, 1.0).figures(0.2)
     assert "3,000.0 queries/s  2,500,000 tokens/s" in note_of(figures)
 
 

@@ -24,7 +24,7 @@ from skilltrain.terminal import progress, say
 from skilltrain.training.checkpoint import Position, best_checkpoint, checkpoints, load_checkpoint, save_checkpoint
 from skilltrain.training.dev import Dev
 from skilltrain.training.engine import check_shared, shards_weights
-from skilltrain.training.log import Meter, StepResult, TrainingLog, note_of, open_trackers
+from skilltrain.training.log import StepResult, TrainingLog, note_of, open_trackers
 from skilltrain.training.memory import can_probe, out_of_memory_in_one_line, peak_memory, probe_memory
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import StepModule, TokenCount
@@ -117,8 +117,8 @@ def train(
     model, optimizer, position = _prepare(accelerator, step_module, config, run)
     total, is_main, dev = num_steps(lists, config), accelerator.is_main_process, run.dev
     patience = dev.config.patience if dev is not None and dev.config.patience else math.inf
-    meter, started = Meter(math.ceil(total / config.epochs)), time.monotonic() - position.seconds
-    trackers = open_trackers(config.trackers, config.project, run.folder, run.recipe, position.step, is_main)
+    started, per_epoch = time.monotonic() - position.seconds, math.ceil(total / config.epochs)
+    trackers = open_trackers(config.trackers, config.project, run.folder, run.recipe, is_main)
     with (
         out_of_memory_in_one_line(config, step_module),
         TrainingLog(run.folder / "train_log.jsonl", position.step, is_main, trackers) as log,
@@ -135,7 +135,7 @@ def train(
                 group["lr"] = config.learning_rate * schedule(number, total, config.warmup_share)
             result = _optimiser_step(accelerator, model, optimizer, step_module, batches, config)
             position.advance(result.loss, result.num_queries, result.num_tokens, time.monotonic() - started)
-            figures = meter.update(position.step, result) | peak_memory(accelerator.device)
+            figures = result.figures(position.step / per_epoch) | peak_memory(accelerator.device)
             log.write(position.step, figures)
             show(position.step, note_of(figures))
             is_last, improved = position.step == total, False
