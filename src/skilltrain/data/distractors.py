@@ -4,10 +4,7 @@ The paper has GPT-4o-mini write 780 skills that resemble gold skills and are fun
 here is one more source for the stage `pool`: Hard = Easy + distractors.
 """
 
-import hashlib
-import json
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,19 +25,15 @@ from skilltrain.data.screening import count_flagged, screen, write_flags
 from skilltrain.data.trigrams import Trigrams, jaccard, word_trigrams
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.load import load_benchmark
-from skilltrain.files import write_text
 from skilltrain.llm import OpenAIConfig, Questions, Request, ask_until, cost_of, open_llm
 from skilltrain.records import Dropped, Skill
 from skilltrain.tables import DROPPED, SKILLS, read_table, rows_of, skills_from_table, write_table
 from skilltrain.texts import name_key, num_words
 
-ORIGINS_FILE: Final = "origins.jsonl"
 ACCEPTED_WORDS: Final = 150, 2400  # of a body
 MAX_JACCARD: Final = 0.6  # of a body's trigrams with those of a gold body or another distractor, as in stage `filter`
 # Of the longest answer asked for, as a JSON string: 1.3 a word in English prose, more in code and other scripts.
 NUM_TOKENS: Final = math.ceil(ASKED_WORDS[1] * 1.6) + 100
-_UNSAFE = re.compile(r"[^\w.-]+")
-_SLUG_CHARS = 80
 
 
 class DistractorsConfig(Config):
@@ -60,7 +53,7 @@ class DistractorsConfig(Config):
     body_chars: int = Field(default=4000, ge=1, description="how much of a gold body the model is shown")
     max_attempts: int = Field(default=3, ge=1, description="answers tried for one distractor before it is dropped")
     seed: Seed = Field(default=0, description="decides the model's seeds")
-    out: Path = Field(description="folder for skills, origins.jsonl, flags and dropped")
+    out: Path = Field(description="folder for skills, flags and dropped")
 
     @model_validator(mode="after")
     def _enough_tokens(self) -> "DistractorsConfig":
@@ -73,7 +66,7 @@ class DistractorsConfig(Config):
 
 
 def run_distractors(config: DistractorsConfig, out: Path) -> dict[str, Any]:
-    """Write SKILLS, DROPPED and FLAGS into `out`, and origins.jsonl: which gold skill each was made after, and how.
+    """Write SKILLS, DROPPED and FLAGS into `out`; an id says which gold skill it was made after, and how.
 
     Every distractor asked for is in SKILLS or, with its last fault, in DROPPED. A flag of the safety screening is
     a note and drops nothing. Interrupted runs lose nothing: answers are cached, and a new run finds them there.
@@ -81,20 +74,13 @@ def run_distractors(config: DistractorsConfig, out: Path) -> dict[str, Any]:
     questions = _questions(config)
     cost_of(questions)
     asked = ask_until(questions)
-    flags = {skill.skill_id: found for _, skill, _ in asked.values if (found := screen(skill))}
-    origins = [
-        {
-            "skill_id": skill.skill_id, "gold_skill_id": wanted.gold.skill_id, "strategy": wanted.strategy,
-            "attempt": attempt, "flags": sorted({flag.rule for flag in flags.get(skill.skill_id, ())}),
-        }
-        for wanted, skill, attempt in asked.values
-    ]  # fmt: skip
-    write_table(rows_of(skill for _, skill, _ in asked.values), SKILLS, out)
+    skills = [skill for _, skill, _ in asked.values]
+    flags = {skill.skill_id: found for skill in skills if (found := screen(skill))}
+    write_table(rows_of(skills), SKILLS, out)
     write_flags(flags, out)
-    write_text(out / ORIGINS_FILE, "".join(json.dumps(origin, ensure_ascii=False) + "\n" for origin in origins))
     write_table([row.row() for row in asked.dropped], DROPPED, out)
     return _num_asked(questions) | {
-        "num_distractors": len(asked.values), "num_dropped": len(asked.dropped),
+        "num_distractors": len(skills), "num_dropped": len(asked.dropped),
         "dropped": dict(sorted(Counter(row.filter for row in asked.dropped).items())),
         "turned_down": dict(sorted(asked.refused.items())),
         "num_flagged_skills": len(flags), "flagged": count_flagged(flags), **asked.used,
@@ -162,26 +148,15 @@ def wanted_distractors(
     golds: Sequence[tuple[Skill, tuple[Skill, ...]]], num_distractors: int
 ) -> list[WantedDistractor]:
     """Each gold skill's distractors, in the strategies by turns; their ids name the gold skill and the strategy."""
-    slugs = slugs_of([gold.skill_id for gold, _ in golds])
     strategies = list(STRATEGIES)
     wanted: list[WantedDistractor] = []
     for gold, siblings in golds:
         for place in range(num_distractors):
             turn, which = divmod(place, len(strategies))
-            skill_id = f"distractor/{slugs[gold.skill_id]}-{strategies[which]}" + (f"-{turn + 1}" if turn else "")
+            skill_id = f"distractor/{gold.skill_id}/{strategies[which]}" + (f"-{turn + 1}" if turn else "")
             total = len(range(which, num_distractors, len(strategies)))
             wanted.append(WantedDistractor(skill_id, gold, siblings, strategies[which], turn + 1, total))
     return wanted
-
-
-def slugs_of(skill_ids: Sequence[str]) -> dict[str, str]:
-    """skill_id → a name of letters, digits, dots and hyphens; equal names get a digest of their id behind them."""
-    slugs = {skill_id: _UNSAFE.sub("-", skill_id).strip("-")[:_SLUG_CHARS] for skill_id in skill_ids}
-    counts = Counter(slug.casefold() for slug in slugs.values())
-    for skill_id, slug in slugs.items():
-        if counts[slug.casefold()] > 1 or not slug:
-            slugs[skill_id] = f"{slug}-{hashlib.sha256(skill_id.encode(errors='replace')).hexdigest()[:8]}"
-    return slugs
 
 
 def length_fault(skill: Skill) -> Dropped | None:

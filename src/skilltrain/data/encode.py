@@ -7,8 +7,6 @@ them there; queries are found by mine and filter, for systems encode theirs anew
 
 import hashlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic, sleep
@@ -29,8 +27,7 @@ from skilltrain.terminal import say
 
 ValueT = TypeVar("ValueT")
 _SHOWN_WITHIN = 90  # seconds until a file that another machine wrote is seen; NFS keeps a folder's listing for 60
-# Ranks wait for the slowest. One that has ended breaks the connection, and is noticed at once.
-_PATIENCE = timedelta(hours=24)
+_PATIENCE = timedelta(hours=24)  # ranks wait for the slowest; one that has ended is noticed at once
 
 
 class EncodeConfig(Config):
@@ -60,34 +57,22 @@ class Ranks:
                 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would say on stdout that it had to look
             from accelerate import PartialState
 
-            with _connected():
-                state = PartialState(cpu=is_cpu, backend="gloo", timeout=_PATIENCE)
+            state = PartialState(cpu=is_cpu, backend="gloo", timeout=_PATIENCE)
             self.number, self.total = state.process_index, state.num_processes
 
     def from_first(self, value: ValueT) -> ValueT:
         """The first rank's `value`."""
         values = [value]
         if self.total > 1:
-            with _connected():
-                torch.distributed.broadcast_object_list(values, 0)
+            torch.distributed.broadcast_object_list(values, 0)
         return values[0]
 
     def sums(self, *numbers: int) -> list[int]:
         """Each number summed over the ranks; all have come here when this returns."""
         sums = torch.tensor(numbers, dtype=torch.int64)
         if self.total > 1:
-            with _connected():
-                torch.distributed.all_reduce(sums)
+            torch.distributed.all_reduce(sums)
         return sums.tolist()
-
-
-@contextmanager
-def _connected() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        what = "another rank ended before all were done"
-        raise SkilltrainError(what, fix="see its own message; then run it again: what is done is kept") from error
 
 
 def run_encode(config: EncodeConfig, out: Path) -> dict[str, Any]:
@@ -151,11 +136,11 @@ def _encode(
 def _wait_for(cache: VectorCache, keys: np.ndarray) -> None:
     """Return when all `keys` are to be seen here. Raises SkilltrainError if they do not appear."""
     deadline = monotonic() + _SHOWN_WITHIN
-    while (lost := len(cache.missing(keys))) and monotonic() < deadline:
-        sleep(0.2 if monotonic() < deadline - _SHOWN_WITHIN + 2 else 2)
-    if lost:
-        what = f"{lost} vectors that other ranks have written are not here"
-        raise SkilltrainError(what, where=cache.folder, fix="encoder.cache must be a folder that all machines share")
+    while lost := len(cache.missing(keys)):
+        if monotonic() > deadline:
+            what = f"{lost} vectors that other ranks have written are not here"
+            raise SkilltrainError(what, where=cache.folder, fix="encoder.cache must be a folder all machines share")
+        sleep(1)
 
 
 def _cache(encoder: SkillEncoder) -> VectorCache:
