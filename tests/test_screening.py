@@ -502,7 +502,7 @@ def test_places_in_the_plain_text_lead_back():
     assert [text[slice(*plain.place(i, i + 1))] for i in range(5)] == ["Ａ", "&", "b", "İ", "c"]
 
 
-RUNS = (hidden._RUN, reading._DISGUISE, reading._WORD)  # a run of one kind of letter, with nothing behind it
+RUNS = (hidden._RUN, reading._DISGUISE)  # a run of one kind of letter, with nothing behind it
 
 
 def patterns() -> list[re.Pattern]:

@@ -15,11 +15,8 @@ import yaml
 from skilltrain.records import Skill
 from skilltrain.texts import INVISIBLE
 
-_WORD = re.compile("[a-z0-9]+")
-_ENTITY = r"&(?:#\d{1,7}|#x[0-9a-f]{1,6}|[a-z]{2,8});"
-_CONTINUED_LINE = r"\\\n"
-_DISGUISE = re.compile(f"{_ENTITY}|{_CONTINUED_LINE}|[{INVISIBLE}]+")
-_DISGUISE_ASCII = re.compile(f"{_ENTITY}|{_CONTINUED_LINE}")
+# HTML entities, broken shell lines, invisible characters.
+_DISGUISE = re.compile(rf"&(?:#\d{{1,7}}|#x[0-9a-f]{{1,6}}|[a-z]{{2,8}});|\\\n|[{INVISIBLE}]+")
 # Full-width and mathematical letters, and spaces of other widths, as the ASCII that they look like.
 _STYLED = re.compile("[\uff01-\uff5e\u3000\u00a0\u2002-\u200a\u202f\U0001d400-\U0001d7ff]")
 _STYLED_CODES = (0x3000, 0xA0, 0x202F, *range(0x2002, 0x200B), *range(0xFF01, 0xFF5F), *range(0x1D400, 0x1D800))
@@ -68,17 +65,6 @@ class Reading:
     mixed: tuple[tuple[int, int], ...] = ()
     field: str = "body"
     skill: Skill | None = None
-    stems: frozenset[str] = frozenset()
-
-    def present(self, anchors: str) -> list[str]:
-        """Those of `anchors`, texts with "|" between them, that stand in the plain text ("" does).
-
-        Hundreds are asked for, so the beginnings of the words are compared first: most have none of an anchor's.
-        """
-        beginnings, rest, texts = _beginnings(anchors)
-        if beginnings.isdisjoint(self.stems) and not any(text in self.plain for text in rest):
-            return []
-        return [text for text in texts if text in self.plain]
 
     def place(self, start: int, end: int) -> tuple[int, int]:
         """Where `plain[start:end]` stands in `text`."""
@@ -156,7 +142,8 @@ class Find:
 
     def spans(self, reading: Reading) -> Spans:
         """The finds in a text."""
-        if reading.field not in self.fields or not (anchors := reading.present(self.anchors)):
+        anchors = [anchor for anchor in self.anchors.split("|") if anchor in reading.plain]
+        if reading.field not in self.fields or not anchors:
             return
         if self.custom is not None:
             yield from self.custom(reading)
@@ -217,29 +204,6 @@ def _find_of(row: dict[str, Any], checks: Mapping[str, tuple[Callable[[Reading],
     return Find(**row)
 
 
-@cache
-def _beginnings(anchors: str) -> tuple[frozenset[str], tuple[str, ...], tuple[str, ...]]:
-    """(how a word of each anchor begins, the anchors of which no beginning is known, all anchors)."""
-    texts = tuple(anchors.split("|"))
-    known: dict[str, str] = {}
-    for text in texts:
-        # A word that the anchor does not end may go on in the text; four letters of it are enough.
-        whole = [run[0] for run in _WORD.finditer(text) if run.end() < len(text) or len(run[0]) >= 4]
-        if not text.isascii():
-            known[text] = next(letter for letter in text if not letter.isascii())
-        elif whole:
-            longest = max(whole, key=len)
-            known[text] = longest[: 6 if len(longest) >= 6 else 4]
-    return frozenset(known.values()), tuple(text for text in texts if text not in known), texts
-
-
-def _stems(plain: str) -> frozenset[str]:
-    """The beginnings of the words of a text, of four letters and of six, and its letters where they are not ASCII."""
-    words = set(_WORD.findall(plain))
-    beginnings = {word[:4] for word in words} | {word[:6] for word in words}
-    return frozenset(beginnings if plain.isascii() else beginnings | set(plain))
-
-
 def _windows(anchors: list[str], plain: str, reach: int) -> Spans:
     """Stretches of `plain` within `reach` characters of an anchor, in order and never overlapping."""
     places: list[int] = []
@@ -264,22 +228,14 @@ def read_text(text: str, field: str = "body", skill: Skill | None = None) -> Rea
     plain = text.lower()
     if len(plain) != len(text):  # a letter that would become two stays
         plain = "".join(low if len(low := letter.lower()) == 1 else letter for letter in text)
-    if text.isascii():
-        if "&" not in text and "\\\n" not in text:
-            return Reading(text, plain, None, (), field, skill, _stems(plain))
-        return _undisguised(text, plain, _DISGUISE_ASCII, field, skill)
     if _STYLED.search(plain):
         plain = plain.translate(_TO_PLAIN)
-    return _undisguised(text, plain, _DISGUISE, field, skill)
-
-
-def _undisguised(text: str, plain: str, pattern: re.Pattern[str], field: str, skill: Skill | None) -> Reading:
     origins = None
-    if pattern.search(plain):
+    if _DISGUISE.search(plain):
         parts: list[str] = []
         origins = array("l")
         done = 0
-        for found in pattern.finditer(plain):
+        for found in _DISGUISE.finditer(plain):
             shown = html.unescape(found[0]).lower() if found[0][0] == "&" else ""
             if len(shown) > 1:
                 continue  # no entity, or one that stands for two letters
@@ -293,7 +249,7 @@ def _undisguised(text: str, plain: str, pattern: re.Pattern[str], field: str, sk
     mixed = tuple(_mixed_words(plain)) if foreign else ()
     for start, end in mixed:
         plain = plain[:start] + plain[start:end].translate(_LOOK_ALIKE) + plain[end:]
-    return Reading(text, plain, origins, mixed, field, skill, _stems(plain))
+    return Reading(text, plain, origins, mixed, field, skill)
 
 
 def _mixed_words(plain: str) -> Spans:
