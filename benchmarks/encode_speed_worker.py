@@ -95,7 +95,7 @@ def _ours(work: Work, slots: list[int]) -> Callable[[], np.ndarray]:
     from skilltrain.retrieval import dense
 
     if not work.mode.packed:
-        dense.use_onednn = lambda network: None
+        dense.pack_linear_layers = lambda network, num_rows: None
     encoder = dense.open_encoder(dense.EncoderSource(source=str(work.folder), precision=work.mode.precision))
     encoder.model.backbone.register_forward_pre_hook(
         lambda _module, _inputs, given: slots.append(given["input_ids"].numel()), with_kwargs=True

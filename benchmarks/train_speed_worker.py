@@ -124,13 +124,13 @@ def _train_ours(work: Work, mode: OurMode, training: _Training) -> None:
     """skilltrain's step as its loop runs it: loss over queries, backward, clip, AdamW. Texts are tokenised before."""
     import torch
 
-    from skilltrain.models.cpu_linear import use_onednn
+    from skilltrain.models.cpu_linear import train_with_onednn
     from skilltrain.training.loop import new_optimizer
 
     case, what = work.case, read_material(work.material)
     step, data = _our_step(case, mode, work.folder, what)
     batches = [data.lists[i : i + case.batch] for i in range(0, len(data.lists), case.batch)]
-    use_onednn(step)
+    train_with_onednn(step)
     training.flops = (useful_flops(step, batch) for batch in batches)
     optimizer = new_optimizer(step.train(), LEARNING_RATE, WEIGHT_DECAY)
     training.ready()

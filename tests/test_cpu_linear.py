@@ -8,7 +8,7 @@ from torch import nn
 from skilltrain.losses import InfoNCE, ListwiseCE
 from skilltrain.models import cpu_linear
 from skilltrain.models.adapters import AdapterConfig, add_adapter
-from skilltrain.models.cpu_linear import OneDnnLinear, use_onednn
+from skilltrain.models.cpu_linear import OneDnnLinear, pack_linear_layers, train_with_onednn
 from skilltrain.training import loop
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
 from training_data import training_set
@@ -33,7 +33,7 @@ def both(inner, outer, bias=True):
     torch.manual_seed(inner * 1000 + outer)
     plain = nn.Linear(inner, outer, bias)
     fast = copy.deepcopy(plain)
-    use_onednn(fast)
+    train_with_onednn(fast)
     assert type(fast) is OneDnnLinear
     return plain, fast
 
@@ -91,13 +91,15 @@ def test_state_dict_hooks_ties_and_subclasses_stay():
     called = []
     network["head"].register_forward_pre_hook(lambda *_: called.append(True))
     before = {name: value.clone() for name, value in network.state_dict().items()}
-    use_onednn(network)
+    train_with_onednn(network)
     assert [type(network[name]) for name in ("head", "own")] == [OneDnnLinear, Own]
     assert network["head"].weight is network["table"].weight
     assert network.state_dict().keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     network["head"](torch.randn(2, 4)).sum().backward()
     assert called == [True] and network["table"].weight.grad is not None
+    pack_linear_layers(network, 8)  # inference lays plain layers out, and leaves these
+    assert type(network["head"]) is OneDnnLinear
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -129,7 +131,7 @@ def assert_same_step(model, make_step):
     data = training_set(6)
     names = list(model.state_dict())
     plain_loss, plain = step_gradients(model, make_step(model, data), data)
-    use_onednn(model)
+    train_with_onednn(model)
     assert any(type(module) is OneDnnLinear for module in model.modules()) and list(model.state_dict()) == names
     loss, got = step_gradients(model, make_step(model, data), data)
     assert loss == pytest.approx(plain_loss, rel=1e-5)
@@ -181,5 +183,5 @@ def test_the_processor_decides(monkeypatch):
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
         assert cpu_linear.onednn_is_faster() is wanted
     layer = nn.Linear(2, 2)
-    use_onednn(layer)  # on the last of them
+    train_with_onednn(layer)  # on the last of them
     assert type(layer) is nn.Linear

@@ -8,9 +8,10 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
 from skilltrain.stages import parse_recipe, run_recipe
 from skilltrain.tables import CLUSTERS, DROPPED, JUDGEMENTS, LISTS, QUERIES, SKILLS, read_table, rows_of, write_table
-from skilltrain.training.dev import check_dev_queries
+from skilltrain.training.held_out import check_held_out
 from skilltrain.training.stages import TrainEncoderConfig
 from skilltrain.training.training_set import load_training_set
+from small_library import skilltrain
 
 PDF = "open the file read each page in order and write the text of all pages to a new file"
 POOL = [
@@ -175,20 +176,46 @@ def training(folder, model, dev=None, lists="lists", **data):
 
 
 def checked(config):
-    check_dev_queries(config.dev, config.data, load_training_set(config.data).lists)
+    return check_held_out(config.data, config.dev, load_training_set(config.data))
 
 
-def test_a_dev_set_may_share_skills_with_training_but_no_query(folder):
+def test_training_refuses_contaminated_lists_in_one_line(folder):
+    with pytest.raises(SkilltrainError) as error:
+        checked(training(folder, "none", held_out=[folder / "bench"]))
+    assert str(error.value) == (
+        f"{folder}/lists: 3 list(s) are contaminated (query_overlap 1, name 1, jaccard 1); the first, query q3, "
+        f"positive near/pdf: body overlap 0.850 with {GOLD} (run `skilltrain decontaminate pool={folder}/pool "
+        f"queries={folder}/lists 'benchmarks=[{folder}/bench]' out=…` and train on what it writes, "
+        "or set data.contamination=allow)"
+    )
+
+
+def test_training_is_content_with_what_decontaminate_writes(folder):
+    run(folder, queries=folder / "lists")
+    assert checked(training(folder, "none", held_out=folder / "bench", lists="out")) == {"num_contaminated_lists": 0}
+
+
+def test_a_dev_set_may_share_skills_with_training_but_no_query(folder, capsys):
     dev = {"benchmark": folder / "queries", "split": "dev"}
     with pytest.raises(SkilltrainError) as error:
         checked(training(folder, "none", dev=dev))
-    assert "1 list(s) ask what a dev query asks; the first, query q5: 100% of the 8-grams" in str(error.value)
-    assert f"(choose another dev.split, or train on what `skilltrain decontaminate pool={folder}/pool" in str(
-        error.value
-    )
+    assert "1 list(s) are contaminated (query_overlap 1); the first, query q5: 100% of the 8-grams" in str(error.value)
+    assert f"(choose another dev.split, or run `skilltrain decontaminate pool={folder}/pool" in str(error.value)
+    assert "limits.name=false limits.jaccard=null out=…` and train on what it writes, or set data" in str(error.value)
+    assert checked(training(folder, "none", dev=dev, contamination="allow")) == {"num_lists_of_dev_queries": 1}
     texts = dict(QUERY_TEXTS, q6=("dev", "another question about sound", "own/audio"))
     write_queries(folder / "queries", texts)
-    checked(training(folder, "none", dev=dev))
+    assert checked(training(folder, "none", dev=dev)) == {"num_lists_of_dev_queries": 0}
+
+
+def test_the_model_card_says_that_lists_were_contaminated(folder, model_folders):
+    file = folder / "train.yaml"
+    file.write_text(json.dumps(training(folder, model_folders["bert"]).model_dump(mode="json")))
+    refused = skilltrain("train", file, f"data.held_out=[{folder}/bench]")
+    assert "3 list(s) are contaminated" in refused.error_line and not (folder / "model").exists()
+    done = skilltrain("train", file, f"data.held_out=[{folder}/bench]", "data.contamination=allow", "--json")
+    assert done.code == 0 and json.loads(done.out)["num_contaminated_lists"] == 3, done
+    assert "| lists contaminated by held-out benchmarks | 3 |" in (folder / "model" / "README.md").read_text()
 
 
 def test_a_positive_linked_to_a_gold_skill_by_a_chain_of_copies_goes(folder):

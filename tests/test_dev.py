@@ -138,7 +138,7 @@ def test_a_rerankers_figures_by_hand(folder, open_reranker_of):
 def test_only_the_first_candidates_are_reranked(folder, open_reranker_of, capsys):
     write_candidates(folder, {"q1": ["s4", "s3", "s0"], "q2": ["s1", "s3", "s4"], "q3": ["s5", "s0"]})
     dev = reranker_dev(folder, open_reranker_of("bert_reranker"), keep=2)
-    said = "1 of 4 gold skills cannot be found and count as"
+    said = "1 of 4 gold skills (1 queries) are not among the candidates of the rankers before the model and count as"
     assert said in capsys.readouterr().err
     model = giving(torch.tensor([0.0, 1, 0, 1, 0, 1]))
     figures = dev.evaluate(model)
@@ -167,7 +167,7 @@ def test_the_encoder_can_be_one_of_several_rankers(folder, open_encoder_of):
 def test_gold_outside_the_pool_is_counted_and_missed(folder, open_encoder_of, capsys):
     write_benchmark(folder / "bench", {"q1": {"s0": "required", "gone": "required", "lost": "useful"}})
     dev = encoder_dev(folder, open_encoder_of("bert"))
-    assert "1 of 2 gold skills cannot be found and count as missed" in capsys.readouterr().err
+    assert "1 of 2 gold skills (1 queries) are not among the pool and count as missed" in capsys.readouterr().err
     figures = dev.evaluate(giving(unit_vectors([[0], *([axis] for axis in range(6))])))
     assert figures["Recall@10"].mean == 0.5
     assert figures["nDCG@10"].mean == pytest.approx(1 / (1 + 1 / math.log2(3)))  # the lost useful skill is left out
@@ -179,6 +179,10 @@ def skills_of(dev):
 
 def test_samples_hold_what_is_judged_and_depend_on_the_seed(folder, open_encoder_of):
     encoder = open_encoder_of("bert")
+    dev = encoder_dev(folder, encoder, max_queries=2)
+    assert len(dev.relevances) == 2 and list(dev.relevances) == sorted(dev.relevances)
+    chosen = {tuple(encoder_dev(folder, encoder, max_queries=1, seed=seed).relevances) for seed in range(10)}
+    assert len(chosen) > 1
     write_benchmark(folder / "bench", {"q1": {"s0": "required", "s3": "useful"}})
     pools = {tuple(skills_of(encoder_dev(folder, encoder, max_skills=3, seed=seed))) for seed in range(20)}
     assert pools == {tuple(sorted(["s0", "s3", other])) for other in ("s1", "s2", "s4", "s5")}
@@ -208,12 +212,12 @@ def test_output_that_is_no_number_is_an_error(folder, open_encoder_of, bad):
 
 def test_a_pool_or_candidates_of_something_else_are_refused(folder, open_encoder_of, open_reranker_of):
     write_benchmark(folder / "bench", {"q1": {"gone": "required"}})
-    with pytest.raises(SkilltrainError, match="pool: no gold skill of the dev queries is among the pool"):
+    with pytest.raises(SkilltrainError, match=r"pool: no gold skill of the 1 dev queries is among the pool \(check"):
         encoder_dev(folder, open_encoder_of("bert"))
     reranker = open_reranker_of("bert_reranker")
     write_benchmark(folder / "bench", {"q1": {"s0": "required"}})
     write_candidates(folder, {"other": ["s0"]})
-    with pytest.raises(SkilltrainError, match="no gold skill of the dev queries is among the pool"):
+    with pytest.raises(SkilltrainError, match="no gold skill of the 1 dev queries is among the candidates of the rank"):
         reranker_dev(folder, reranker)
     write_candidates(folder, {"q1": ["s0", "unknown"]})
     with pytest.raises(SkilltrainError, match=r"query q1: 1 of its 2 ranked skills are not in the pool, first 'unkno"):
@@ -228,6 +232,7 @@ COMMON = {"model": {"source": "m"}, "data": {"pool": "p", "lists": "l"}, "out": 
     ("stage", "changes", "message"),
     [
         (TrainEncoderConfig, {"metric": "MMR@10"}, r"dev.metric: unknown measure 'MMR@10', did you mean 'MRR@10'\?"),
+        (TrainRerankerConfig, {"metric": "Recall@20", "rankers": RERANK}, "is the same for every order of 20 candid"),
         (TrainRerankerConfig, {"rankers": RERANK[:1]}, r"none of them is the model in training \(source: self\)"),
         (TrainRerankerConfig, {"rankers": RERANK[1:]}, r"the first one finds skills, for instance {kind: saved, ra"),
         (TrainEncoderConfig, {"rankers": RERANK}, r"an encoder in training is {kind: dense, source: self}"),

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from skilltrain.models import cpu_linear
+from skilltrain.models.cpu_linear import PackedLinear, pack_linear_layers
 from skilltrain.retrieval import encode_texts as module
 from skilltrain.retrieval.encode_texts import EncodingCount, encode_texts, even_groups
 from skilltrain.retrieval.vectors import OrderedTexts, longest_first, text_keys
@@ -50,17 +50,16 @@ def work_of(num):
 
 
 @pytest.mark.parametrize("name", ["bert", "qwen3"])
-@pytest.mark.parametrize("by_onednn", [False, True])
-def test_blocks_groups_and_onednn_give_each_texts_own_vector(open_encoder_of, monkeypatch, name, by_onednn):
+@pytest.mark.parametrize("packed", [False, True])
+def test_blocks_groups_and_packed_layers_give_each_texts_own_vector(open_encoder_of, monkeypatch, name, packed):
     model, work = open_encoder_of(name), work_of(50)
     with torch.inference_mode():
         alone = torch.cat([model([ids]) for ids in model.tokenize(work.texts, 24)]).numpy()
     monkeypatch.setattr(module, "_BLOCK", 16)
     monkeypatch.setattr(module, "_TOKENIZED_AT_ONCE", 5)
     monkeypatch.setattr(module, "_ENOUGH_TOKENS", 40)
-    if by_onednn:
-        monkeypatch.setattr(cpu_linear, "onednn_is_faster", lambda: True)
-        cpu_linear.use_onednn(model.backbone)
+    if packed:
+        pack_linear_layers(model.backbone, 64)
     found, count = np.full_like(alone, np.nan), EncodingCount()
     for part, vectors in encode_texts(model, work, 64, count):
         assert len(part) <= 16
@@ -85,3 +84,17 @@ def test_tokenising_ahead_gives_the_same(open_encoder_of, monkeypatch):
     there = list(module._tokenized(model, work))
     assert [start for start, _ in there] == [0, 8, 16, 24]
     assert [[ids.tolist() for ids in block] for _, block in there] == [[i.tolist() for i in block] for _, block in here]
+
+
+def test_packed_layers_are_the_layers_they_stand_for():
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(
+        torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3, bias=False), torch.nn.Linear(3, 2).bfloat16()
+    )
+    values = torch.randn(4, 7, 5)
+    with torch.inference_mode():
+        plain = network[:3](values)
+        pack_linear_layers(network, 28)
+        assert [isinstance(layer, PackedLinear) for layer in network] == [True, False, True, False]
+        torch.testing.assert_close(network[:3](values), plain, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(network[0](values.transpose(0, 1)), network[0](values).transpose(0, 1))

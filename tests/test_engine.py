@@ -42,6 +42,8 @@ class Launched(Accelerator):
             False,
             "training.batch_size 8 cannot be shared equally by 3 proc",
         ),
+        (Launched(DistributedType.MEGATRON_LM), False, "the launcher asks for MEGATRON_LM, which is not supported"),
+        (Launched(DistributedType.DEEPSPEED, stage=0), False, "DeepSpeed's ZeRO stage 0 shares nothing"),
         (Launched(DistributedType.FSDP), True, "4-bit weights (adapter.quantize) cannot be combined with FSDP2"),
         (
             Launched(DistributedType.DEEPSPEED, stage=2),
@@ -59,9 +61,9 @@ def test_what_cannot_work_is_refused_with_the_reason(accelerator, quantized, mes
 @pytest.mark.parametrize(
     ("batch_size", "accumulation", "world", "fix"),
     [
-        (1, 16, 4, "training.batch_size=4 training.accumulation=4, 16 queries per update"),
-        (8, 4, 3, "training.batch_size=9 training.accumulation=4, 36 queries per update"),
-        (1, 2, 8, "training.batch_size=8 training.accumulation=1, 8 queries per update"),
+        (1, 16, 4, "training.batch_size=4 training.accumulation=4, 16 queries an update"),
+        (8, 4, 3, "training.batch_size=9 training.accumulation=4, 36 queries an update"),
+        (1, 2, 8, "training.batch_size=8 training.accumulation=1, 8 queries an update"),
     ],
 )
 def test_a_batch_that_the_ranks_cannot_share_is_refused_with_settings_that_they_can(

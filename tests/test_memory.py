@@ -66,13 +66,13 @@ def test_memory_that_runs_out_is_one_line_with_what_to_lower(model_folders, tmp_
     with pytest.raises(SkilltrainError) as error:
         run(step, tmp_path, resume=False)
     assert str(error.value) == (
-        "the GPU's memory has run out (a training.token_budget below 150, a model.max_tokens below 256, a smaller "
-        "training.batch_size with more accumulation, or an adapter (LoRA))"
+        "the GPU's memory has run out (a training.token_budget below 150 or a model.max_tokens below 256 or a "
+        "training.batch_size below 4 (with more accumulation) or an adapter (LoRA))"
     )
     step.settings = StepSettings(150, recompute=False)
     with (
-        pytest.raises(SkilltrainError, match=r"\(training.recompute=true, or a"),
-        out_of_memory_in_one_line(step),
+        pytest.raises(SkilltrainError, match=r"\(training.recompute=true or a"),
+        out_of_memory_in_one_line(CONFIG, step),
     ):
         full(None)
 

@@ -79,6 +79,13 @@ def test_an_encoder_from_the_hub_keeps_what_training_saved(tmp_path, open_encode
         load_reranker(RerankerConfig(source="me/enc"), CPU)
 
 
+def test_a_cache_that_may_lack_files_is_told_once(model_folders, publish, told):
+    name = publish(model_folders["bert"], is_known_to_be_whole=False)  # as other programs leave the cache
+    for _ in range(2):
+        assert load_encoder(EncoderConfig(source=name), CPU).settings == EncoderSettings()
+    assert [line.split(";")[0] for line in told] == [f"{name}: the Hub cannot be asked what files the model has"]
+
+
 def test_a_model_that_is_nowhere_or_in_part_is_one_clear_line(model_folders, publish):
     publish(model_folders["bert"])
     (weights,) = Path(constants.HF_HUB_CACHE).glob("*/snapshots/*/model.safetensors")

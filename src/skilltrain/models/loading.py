@@ -72,10 +72,14 @@ def _package_folder(source: str) -> Path:
 
 @functools.cache
 def _from_hub(source: str, weights: bool) -> Path:
-    """The cached folder of a Hub model."""
+    """The cached folder of a Hub model.
+
+    Where the Hub cannot be asked, a cache that was not filled by us may lack files. A line says so: settings that are
+    only out of reach would change every result.
+    """
     import httpx2
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub import get_cached_repo_tree, snapshot_download
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError, HFValidationError
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
@@ -88,6 +92,10 @@ def _from_hub(source: str, weights: bool) -> Path:
     except (OSError, ValueError, httpx2.HTTPError) as error:
         what = f"cannot load the model, neither from the cache nor from the Hub: {printable(str(error), 300)}"
         raise SkilltrainError(what, where=source) from error
+    try:
+        get_cached_repo_tree(source)
+    except CachedRepoTreeNotFoundError:
+        say(f"{source}: the Hub cannot be asked what files the model has; going on with those in the cache")
     return Path(folder)
 
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float32
 from pydantic import Field
 
-from skilltrain.models.cpu_linear import use_onednn
+from skilltrain.models.cpu_linear import pack_linear_layers
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision, default_device, resolve_model, stored_settings
 from skilltrain.records import Skill
@@ -65,7 +65,7 @@ def open_encoder(source: EncoderSource) -> SkillEncoder:
     model = load_encoder(source, default_device()).requires_grad_(False)
     identity = _identity(model) if source.cache else ""
     cache = VectorCache.open(source.cache, identity) if source.cache else None
-    use_onednn(model.backbone)
+    pack_linear_layers(model.backbone, source.token_budget)
     return SkillEncoder(model, source.source, source.token_budget, cache, identity)
 
 

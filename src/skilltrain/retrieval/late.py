@@ -9,7 +9,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from skilltrain.models.cpu_linear import use_onednn
+from skilltrain.models.cpu_linear import pack_linear_layers
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision, default_device, resolve_model, stored_settings
 from skilltrain.models.max_sim import max_sim
@@ -36,7 +36,7 @@ class LateConfig(EncoderConfig):
     def open(self, skills: Sequence[Skill]) -> "Late":
         """The encoder ready to score."""
         model = load_encoder(self, default_device()).requires_grad_(False)
-        use_onednn(model.backbone)
+        pack_linear_layers(model.backbone, self.token_budget)
         return Late(model, {skill.skill_id: skill for skill in skills}, self.token_budget)
 
 

@@ -4,14 +4,13 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from skilltrain.data.contamination import BenchmarkIndex, ContaminationLimits, HeldOut
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Task
@@ -32,7 +31,8 @@ from skilltrain.terminal import say
 from skilltrain.training.ranks import of_first_rank
 from skilltrain.training.settings import DEV_MEASURES, DevConfig, depth_of
 from skilltrain.training.steps import Pairs, Texts
-from skilltrain.training.training_set import ListsSource, TrainingList
+
+ItemT = TypeVar("ItemT")
 
 
 @dataclass
@@ -133,15 +133,15 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
     """
     check_systems([config.system], has_own=True)
     benchmark = load_benchmark(config.benchmark, config.split)
-    tasks = benchmark.tasks
+    tasks = _sample(benchmark.tasks, config.max_queries, config.seed)
     path = config.pool or training_pool
     pool = {skill.skill_id: skill for skill in read_pool(path)}
     pool |= {skill.skill_id: skill for skill in benchmark.gold_skills if skill.skill_id not in pool}
     queries = [task.query for task in tasks]
     judged = {skill_id for task in tasks for skill_id in task.relevance.gains if skill_id in pool}
     others = [skill_id for skill_id in pool if skill_id not in judged]
-    room = len(others) if config.max_skills is None else max(0, config.max_skills - len(judged))
-    kept = judged.union(random.Random(config.seed).sample(others, min(room, len(others))))
+    room = None if config.max_skills is None else max(0, config.max_skills - len(judged))
+    kept = judged.union(_sample(others, room, config.seed))
     skills = [skill for skill in pool.values() if skill.skill_id in kept]
     say(f"dev: {len(tasks):,} queries of {config.benchmark}, ranked over {len(skills):,} of {len(pool):,} skills")
     if isinstance(model, Encoder):
@@ -158,23 +158,15 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
         own = OwnReranker(model, {skill.skill_id: skill for skill in skills})
     keeps = [ranker.keep for ranker in config.rankers if ranker.keep]
     cascade = Cascade(queries, skills, max(depth_of(config.metric), *keeps, 1), own)
-    _check_found(tasks, pool, _before_own(config, cascade), path)
+    _say_missed(tasks, pool, _before_own(config, cascade), path)
     relevances = {task.query.query_id: _within(task.relevance, pool) for task in tasks}
     return Dev(config, relevances, cascade, own)
 
 
-def check_dev_queries(config: DevConfig | None, source: ListsSource, lists: Sequence[TrainingList]) -> None:
-    """Raise SkilltrainError where a list asks what a dev query asks; a dev set may share skills with training."""
-    if config is None:
-        return
-    benchmark = load_benchmark(config.benchmark, config.split)
-    index = BenchmarkIndex([HeldOut(benchmark.name, benchmark.tasks, ())], ContaminationLimits())
-    found = [match for one in lists for match in index.contaminations(one.query_id, one.query, [])]
-    if found:
-        what = f"{len(found):,} list(s) ask what a dev query asks; the first, query {found[0].query_id}"
-        clean = f"skilltrain decontaminate pool={source.pool} queries=LISTS 'benchmarks=[{config.benchmark}]'"
-        fix = f"choose another dev.split, or train on what `{clean} limits.name=false limits.jaccard=null out=…` writes"
-        raise SkilltrainError(f"{what}: {found[0].reason}", where=", ".join(map(str, source.folders)), fix=fix)
+def _sample(items: Sequence[ItemT], num: int | None, seed: int) -> list[ItemT]:
+    """`num` of the items drawn by `seed`, in their order; all without `num`."""
+    chosen = random.Random(seed).sample(range(len(items)), min(len(items) if num is None else num, len(items)))
+    return [items[position] for position in sorted(chosen)]
 
 
 def _before_own(config: DevConfig, cascade: Cascade) -> Rankings | None:
@@ -195,12 +187,15 @@ def _within(relevance: Relevance, pool: Collection[str]) -> Relevance:
     return replace(relevance, gains=gains)
 
 
-def _check_found(tasks: Sequence[Task], pool: Collection[str], found: Rankings | None, path: Path) -> None:
+def _say_missed(tasks: Sequence[Task], pool: Collection[str], found: Rankings | None, path: Path) -> None:
     """Say how much gold no ranking can hold. Raises SkilltrainError where that is all of it."""
+    place = "the pool" if found is None else "the candidates of the rankers before the model"
     golds = [(task.query.query_id, skill_id) for task in tasks for skill_id in task.relevance.gold]
-    num_missed = sum(s not in (pool if found is None else dict(found[q])) for q, s in golds)
-    if num_missed == len(golds):
-        what = "no gold skill of the dev queries is among the pool's, or the candidates of the rankers before the model"
+    missed = [(q, s) for q, s in golds if s not in (pool if found is None else dict(found[q]))]
+    if len(missed) == len(golds):
+        what = f"no gold skill of the {len(tasks)} dev queries is among {place}"
         raise SkilltrainError(what, where=path, fix="check that benchmark, split, pool and rankers belong together")
-    if num_missed:
-        say(f"dev: {num_missed:,} of {len(golds):,} gold skills cannot be found and count as missed")
+    if missed:
+        num_queries = len({query_id for query_id, _ in missed})
+        what = f"dev: {len(missed):,} of {len(golds):,} gold skills ({num_queries:,} queries) are not among {place}"
+        say(f"{what} and count as missed")

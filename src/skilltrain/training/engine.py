@@ -19,6 +19,7 @@ from skilltrain.models.loading import default_device
 from skilltrain.training.ranks import of_first_rank
 from skilltrain.training.settings import TrainingConfig
 
+_SUPPORTED = {"NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED"}  # accelerate's names
 _PATIENCE = 60.0  # seconds: a network file system may remember for so long that a file was not there
 
 
@@ -119,9 +120,15 @@ def _refuse_from_environment() -> None:
 
 def _refuse_unsupported(accelerator: Accelerator, config: TrainingConfig, quantized: bool) -> None:
     kind, world = accelerator.distributed_type, accelerator.num_processes
+    if kind.value not in _SUPPORTED:
+        raise SkilltrainError(
+            f"the launcher asks for {kind.value}, which is not supported", fix="use a file of launch/"
+        )
     if _asks_for("FSDP") and kind != DistributedType.FSDP:
         what = "accelerate would run FSDP on a CPU, or in one process, as plain DDP"
         raise SkilltrainError(what, fix="use launch/ddp.yaml or launch/cpu.yaml there")
+    if kind == DistributedType.DEEPSPEED and not zero_stage(accelerator):
+        raise SkilltrainError("DeepSpeed's ZeRO stage 0 shares nothing", fix="use launch/ddp.yaml, or zero_stage: 2")
     if config.batch_size % world:
         what = f"training.batch_size {config.batch_size} cannot be shared equally by {world} processes"
         batch = world * math.ceil(config.batch_size / world)

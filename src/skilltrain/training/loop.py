@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from skilltrain.errors import SkilltrainError, StoppedError
-from skilltrain.models.cpu_linear import use_onednn
+from skilltrain.models.cpu_linear import train_with_onednn
 from skilltrain.terminal import progress, say
 from skilltrain.training.checkpoint import Position, best_checkpoint, checkpoints, load_checkpoint, save_checkpoint
 from skilltrain.training.dev import Dev
@@ -120,7 +120,7 @@ def train(
     started, per_epoch = time.monotonic() - position.seconds, math.ceil(total / config.epochs)
     trackers = open_trackers(config.trackers, config.project, run.folder, run.recipe, is_main)
     with (
-        out_of_memory_in_one_line(step_module),
+        out_of_memory_in_one_line(config, step_module),
         TrainingLog(run.folder / "train_log.jsonl", position.step, is_main, trackers) as log,
         Stop() as stop,
         progress("training", total, position.step) as show,
@@ -159,7 +159,7 @@ def _prepare(
     """Everything in place, and as the newest checkpoint left it if the run is resumed."""
     check_shared(accelerator, run.checkpoints)
     if accelerator.device.type == "cpu" and not shards_weights(accelerator):
-        use_onednn(step_module)
+        train_with_onednn(step_module)
     optimizer = new_optimizer(step_module, config.learning_rate, config.weight_decay)
     model, optimizer = accelerator.prepare(step_module.train(), optimizer)
     position = load_checkpoint(accelerator, model, optimizer, run.checkpoints) if run.resume else None

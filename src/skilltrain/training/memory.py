@@ -11,7 +11,7 @@ from torch import nn
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.activations import layer_bytes
 from skilltrain.terminal import say
-from skilltrain.training.settings import TrainConfig, load_model
+from skilltrain.training.settings import TrainConfig, TrainingConfig, load_model
 from skilltrain.training.steps import EncoderStep, StepModule, TokenCount
 from skilltrain.training.training_set import TrainingList
 
@@ -100,13 +100,20 @@ def can_probe(accelerator: Accelerator) -> bool:
 
 
 @contextmanager
-def out_of_memory_in_one_line(step_module: StepModule) -> Iterator[None]:
+def out_of_memory_in_one_line(config: TrainingConfig, step_module: StepModule) -> Iterator[None]:
     """Within, a GPU whose memory runs out raises SkilltrainError, which says what to lower."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        settings, most = step_module.settings, step_module.model.settings.max_tokens
-        fix = "" if settings.recompute else "training.recompute=true, or "
-        fix += f"a training.token_budget below {settings.token_budget}, a model.max_tokens below {most}, a smaller "
-        fix += "training.batch_size with more accumulation, or an adapter (LoRA)"
-        raise SkilltrainError("the GPU's memory has run out", fix=fix) from error
+        settings = step_module.settings
+        first = [] if settings.recompute else ["training.recompute=true"]
+        fix = [
+            *first,
+            f"a training.token_budget below {settings.token_budget}",
+            f"a model.max_tokens below {step_module.model.settings.max_tokens}",
+        ]
+        if config.batch_size > 1:
+            fix.append(f"a training.batch_size below {config.batch_size} (with more accumulation)")
+        if all(parameter.requires_grad for parameter in step_module.parameters()):
+            fix.append("an adapter (LoRA)")
+        raise SkilltrainError("the GPU's memory has run out", fix=" or ".join(fix)) from error

@@ -33,6 +33,7 @@ from skilltrain.training.log import TrackerName
 from skilltrain.training.training_set import ListsSource
 
 DEV_MEASURES = ("Hit@1", "MRR@10", "nDCG@10", "Recall@10", "Recall@20")
+_ORDER_COUNTS = ("MRR", "nDCG")  # the other measures ask only which skills stand in the top k
 
 
 def _known_measure(text: str) -> str:
@@ -61,6 +62,7 @@ class DevConfig(Config):
         min_length=1,
         description="as in a system of the stage evaluate; source: self is the model in training",
     )
+    max_queries: int | None = Field(default=None, ge=1, description="sample this many queries; null for all")
     max_skills: int | None = Field(
         default=None,
         ge=1,
@@ -73,14 +75,19 @@ class DevConfig(Config):
     patience: int | None = Field(
         default=None, ge=1, description="evaluations without a new best after which training stops; null for never"
     )
-    seed: Seed = Field(default=0, description="seed of the sample and of the bootstrap")
+    seed: Seed = Field(default=0, description="seed of the samples and of the bootstrap")
 
     @model_validator(mode="after")
     def _can_be_ranked(self) -> "DevConfig":
+        measure, last = parse_measure(self.metric), self.rankers[-1]
         if needs_candidates(self.rankers[0]):
             raise ValueError("rankers: the first one finds skills, for instance {kind: saved, rankings: FOLDER}")
         if not any(is_own(ranker) for ranker in self.rankers):
             raise ValueError("rankers: none of them is the model in training (source: self)")
+        if isinstance(last, RerankConfig) and measure.name not in _ORDER_COUNTS:
+            keep = last.keep or depth_of(self.metric)
+            if measure.cutoff >= keep:
+                raise ValueError(f"metric: {self.metric} is the same for every order of {keep} candidates")
         return self
 
     @property

@@ -11,9 +11,10 @@ from skilltrain.losses import lexical_weight
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import default_device
 from skilltrain.terminal import is_main_process, say
-from skilltrain.training.dev import check_dev_queries, open_dev
+from skilltrain.training.dev import open_dev
 from skilltrain.training.engine import new_accelerator, shards_weights
 from skilltrain.training.export_run import save_trained
+from skilltrain.training.held_out import check_held_out
 from skilltrain.training.loop import Run, num_steps, step_batches, train
 from skilltrain.training.memory import check_fits, held_bytes, planned_activations
 from skilltrain.training.scores import check_teacher_scores
@@ -36,14 +37,14 @@ def run_training(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]
     accelerator = new_accelerator(config.training, quantized)  # first, for it refuses launches that cannot work
     check_fits(config, accelerator)
     data = _load_data(config)
-    check_dev_queries(config.dev, config.data, data.lists)
+    contaminated = check_held_out(config.data, config.dev, data)
     step = _step(config, data, default_device(), shards_weights(accelerator))
     data = step.data
     if share := _cut_share(step, data):
         limit = step.model.settings.max_tokens
         say(f"warning: {share:.1%} of the positives are longer than model.max_tokens={limit}, and cut there")
     dev = open_dev(config.dev, step.model, config.data.pool) if config.dev else None
-    summary: dict[str, Any] = counts_of(step, data)  # before the launcher shards the weights
+    summary: dict[str, Any] = counts_of(step, data) | contaminated  # before the launcher shards the weights
     result = train(
         accelerator, step, data.lists, config.training, Run(out, resume, config.model_dump(mode="json"), dev)
     )
@@ -68,7 +69,7 @@ def run_training(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]
 def plan(config: TrainConfig) -> dict[str, Any]:
     """What training would do, found without the model's weights and touching nothing (`--dry-run`)."""
     data = _load_data(config)
-    check_dev_queries(config.dev, config.data, data.lists)
+    check_held_out(config.data, config.dev, data)
     quantized = config.adapter is not None and config.adapter.quantize != "none"  # 4-bit layers are made as they load
     step = _step(config, data, default_device() if quantized else torch.device("meta"))
     return plan_of(step, step.data, config.training)

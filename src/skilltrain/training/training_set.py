@@ -5,10 +5,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, field_validator
 
 from skilltrain.config import Config, InputPath
+from skilltrain.data.contamination import BenchmarkPaths, ContaminationLimits
 from skilltrain.data.near_duplicates import near_duplicate_clusters, read_clusters
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.encoder import EncoderSettings
@@ -46,6 +48,15 @@ class ListsSource(Config):
         default=None,
         description="CLUSTERS of the pool (stage clusters) for the in-batch mask of an encoder; null: they are found "
         "at the start, by near_duplicates",
+    )
+    held_out: BenchmarkPaths = Field(
+        default=(), description="folders of benchmarks that no list may be contaminated by: queries and gold skills"
+    )
+    contamination: Literal["refuse", "allow"] = Field(
+        default="refuse", description="what to do with lists that held_out, or the queries of dev, contaminate"
+    )
+    contamination_limits: ContaminationLimits = Field(
+        default=ContaminationLimits(), description="what counts as contaminated"
     )
 
     @property
