@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from skilltrain.report.lists import inspect_lists, numbers_of, run_checks
+from skilltrain.report.checks import run_checks
+from skilltrain.report.lists import inspect_lists, numbers_of
 from skilltrain.report.material import read_material
 from skilltrain.report.numbers import percent
 from skilltrain.report.plots import histograms
