@@ -145,12 +145,16 @@ def totals(figure: Any) -> dict[str, tuple[int, list[int]]]:
     return {row["name"]: (row["total"], row["percentiles"]) for row in figure["rows"]}
 
 
-def test_ranks_lengths_and_recurring_negatives(tmp_path: Path):
+def test_ranks_lengths_shares_and_recurring_negatives(tmp_path: Path):
     found = numbers_of(read_material(write_runs(tmp_path), None))
     assert totals(found["ranks"]["semantic"]) == {"rank": (4, [1, 2, 4])}  # 1, 1, 2, 4: the median is 1.5
     assert found["positive_ranks"] is None  # no ranking held a positive
     assert totals(found["words"]) == {"all queries": (3, [2, 5, 9])}
     assert {name: row[0] for name, row in totals(found["bodies"]).items()} == {"positives": 3, "negatives": 7}
+    # shares: data 2/3 + 4/7, cloud 1/3 + 1/7, none 0 + 2/7
+    part = found["shares"]["Categories"]
+    assert part["rows"] == [("data", 2, 4), ("cloud", 1, 1), ("none", 0, 2)]
+    assert (round(part["highest"], 3), part["same"]) == (0.667, 4)  # s/chart of q2: data beside cloud
     assert [(skill.skill_id, sum(by_source)) for skill, by_source in found["hubs"][:3]] == [
         ("s/chart", 2), ("z/tu", 2), ("s/join", 1),
     ]  # fmt: skip

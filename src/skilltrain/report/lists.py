@@ -13,17 +13,17 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.files import write_text
 from skilltrain.records import Dropped
 from skilltrain.report.checks import SHORT_BODY, run_checks
-from skilltrain.report.material import Material, read_material
+from skilltrain.report.material import Material, codes, read_material
 from skilltrain.report.page import html_page
 from skilltrain.report.plots import histograms
 from skilltrain.texts import num_words, visible
 
-NUM_HUBS = 20  # rows of the table of recurring negatives
+NUM_HUBS, NUM_SHARES = 20, 30  # rows of the tables of recurring negatives and of categories
 NUM_PER_CHECK = 50  # lists that a check points at and that are shown besides the sample
 NUM_PER_FILTER = 60  # dropped pairs shown of each filter
 QUERY_CHARS, DESCRIPTION_CHARS = 2_000, 400
 BODY_CHARS, PAGE_CHARS = 1_500, 12_000_000  # of a body: so many, or its part of the page
-UNKNOWN = "unknown"
+UNKNOWN, NO_VALUE = "unknown", "none"
 ItemT = TypeVar("ItemT")
 
 
@@ -93,9 +93,27 @@ def numbers_of(m: Material) -> dict[str, Any]:
             "positives": m.body_chars[m.skill[m.positive & known]],
             "negatives": m.body_chars[m.skill[negative & known]],
         }),
+        "shares": _shares(m) if m.num_pool is not None else {},
         "serves": serves,
         "hubs": [(m.skills[place], serves[place].tolist()) for place in most[:NUM_HUBS] if serves[place].any()],
     }  # fmt: skip
+
+
+def _shares(m: Material) -> dict[str, dict[str, Any]]:
+    """Of categories and languages: (value, positives, negatives) of the largest, and how often lists are of one."""
+    found: dict[str, dict[str, Any]] = {}
+    for title, column in (("Categories", "category"), ("Languages", "lang")):
+        values, numbers = codes(getattr(skill, column) or NO_VALUE for skill in m.skills)
+        counts = [np.bincount(numbers[m.skill[m.positive == side]], minlength=len(values)) for side in (True, False)]
+        shares = [count / max(1, count.sum()) for count in counts]
+        largest = np.argsort(-sum(shares), kind="stable")[:NUM_SHARES].tolist()
+        found[title] = {
+            "rows": [(values[n], int(counts[0][n]), int(counts[1][n])) for n in largest],
+            "num_values": len(values),
+            "highest": max(float(share.max(initial=0)) for share in shares),
+            "same": int(m.like_a_positive(numbers).sum()),
+        }
+    return found
 
 
 Pairs = dict[str, dict[tuple[str, str, str], list[Dropped]]]
