@@ -1,6 +1,7 @@
 """The analyses of an evaluation: of its models and skills, before they are asked, and of what they answered."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -8,7 +9,7 @@ from pydantic import Field
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis import Analysis, FieldAttention, StageLatency, outcomes
+from skilltrain.evaluation.analysis import Analysis, StageLatency, outcomes
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, wanted_skills
 from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.records import Skill
@@ -33,12 +34,12 @@ class AnalysisConfig(Config):
     )
 
 
-def attention_by_field(
+def analyse_inputs(
     config: AnalysisConfig, systems: Sequence[SystemConfig], benchmark: Benchmark, skills: Mapping[str, Skill]
-) -> tuple[FieldAttention, ...]:
-    """The attention by field, which needs no ranking: made first, so that what fails, fails early.
+) -> Analysis:
+    """The analyses that need no ranking; made first, so that what fails, fails early.
 
-    It is that of each reranker, over the first queries, each with the first skill by id that it wants.
+    Attention is that of each reranker, over the first queries, each with the first skill by id that it wants.
     Raises SkilltrainError where an analysis was asked for and cannot be made.
     """
     parts = [part for system in systems for part in parts_of(system.rankers)]
@@ -49,23 +50,24 @@ def attention_by_field(
         raise SkilltrainError("there are no systems to time", where="analysis.num_timed")
     asked = benchmark.tasks[: config.num_attention]
     pairs = [(task.query.text, skills[wanted_skills(task.relevance, skills)[0]]) for task in asked]
-    return tuple(field_attention(open_reranker(one), pairs, one.source) for one in rerankers.values() if pairs)
+    attention = (field_attention(open_reranker(one), pairs, one.source) for one in rerankers.values() if pairs)
+    return Analysis(attention=tuple(attention))
 
 
 def analyse_results(
-    attention: tuple[FieldAttention, ...],
+    inputs: Analysis,
     results: Sequence[SystemResult],
     benchmark: Benchmark,
     stages: Mapping[str, Sequence[RankedStage]],
 ) -> Analysis:
-    """`attention` and what the results tell.
+    """`inputs` with what the results tell.
 
     Outcomes compare each system with the one before it: a pair that the recipe puts side by side.
     """
     decides = all(_DECIDES in values for result in results for values in result.per_query.values())
     pairs = pairwise(results) if decides else ()
     found = tuple(outcomes(before, after, _DECIDES, benchmark.clusters) for before, after in pairs)
-    return Analysis(attention=attention, outcomes=found, latencies=latencies(stages))
+    return replace(inputs, outcomes=found, latencies=latencies(stages))
 
 
 def latencies(stages: Mapping[str, Sequence[RankedStage]]) -> tuple[StageLatency, ...]:

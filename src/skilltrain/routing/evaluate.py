@@ -34,7 +34,7 @@ from skilltrain.report.write import write_per_query, write_report
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig, rankings_table, run_systems
 from skilltrain.retrieval.rankers import parts_of
 from skilltrain.retrieval.select import SelectConfig
-from skilltrain.routing.analyse import AnalysisConfig, analyse_results, attention_by_field
+from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs, analyse_results
 from skilltrain.routing.candidates import plan_ranking
 from skilltrain.tables import RANKINGS, write_table
 from skilltrain.terminal import console, say
@@ -98,13 +98,13 @@ def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
     benchmark, pools = _opened(config)
     by_id = {skill.skill_id: skill for skills in pools for skill in skills}
     predicted = _predicted(config, benchmark, by_id)
-    attention = attention_by_field(config.analysis, config.systems, benchmark, by_id)
+    inputs = analyse_inputs(config.analysis, config.systems, benchmark, by_id)
     stages, asked = _ranked(config, benchmark, pools)
     if stages:
         write_table(rankings_table(chain(*stages.values())), RANKINGS, out)
     rankings = {name: _ids(ranked[-1]) for name, ranked in stages.items()} | predicted
     results = _results(rankings, benchmark, config.scored)
-    analysis = analyse_results(attention, results, benchmark, stages)
+    analysis = analyse_results(inputs, results, benchmark, stages)
     about = About((*benchmark.notes, *_select_notes(asked)), _provenance(config, len(by_id)))
     report = build_report(benchmark, results, config.scored, config.seed, by_id, analysis, about)
     write_report(report, out)
