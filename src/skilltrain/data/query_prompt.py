@@ -19,7 +19,7 @@ Write one request by a user whose task needs exactly this capability:
 - the user describes the task, the situation and the result they want, and does not know that the capability exists;
 - invent concrete details where they fit: files, numbers, places, names, limits, what has gone wrong so far;
 - never write the capability's name, in whatever spelling, and do not copy sentences of the material;
-- about {num_words} words, in {language}, in the user's own voice.
+- {length}, in {language}, in the user's own voice.
 Answer with the request alone: no title, no quotation marks, no explanation."""
 MATERIAL = """{fenced}
 Write request {number} of {total} for it, without its name. Style: {style}."""
@@ -29,6 +29,8 @@ STYLES = (
     "a beginner in plain words", "hurried, with a deadline", "careful, with constraints and acceptance criteria",
     "a list of what is wanted, in prose",
 )  # fmt: skip
+TERSE = "4 to 14 words, as people type into a prompt: often no full sentence, only the details that matter most"
+MAX_TERSE_WORDS = 20
 _LANGUAGES = {"en": "English", "zh": "Chinese"}
 _LANGUAGE_CODE = re.compile(r"[A-Za-z]{2,3}(?:-[A-Za-z0-9]{2,8}){0,2}")
 _REFUSAL = re.compile(
@@ -40,13 +42,14 @@ _LABEL = re.compile(r"^(?:(?:user )?(?:request|query|task)(?: \d+)?|请求|用�
 
 @dataclass(frozen=True, slots=True)
 class WantedQuery:
-    """One query to be written: the `number`-th of a skill's `total`, in a run with a seed."""
+    """One query to be written: the `number`-th of a skill's `total`, in a run with a seed; `is_terse`, in few words."""
 
     query_id: str
     skill: Skill
     number: int
     total: int
     seed: int
+    is_terse: bool = False
 
     @property
     def skill_id(self) -> str:
@@ -58,11 +61,12 @@ def query_request(
 ) -> Request:
     """The question for a chat model. The style is the same in every attempt, the seed is another."""
     skill, place = wanted.skill, f"{wanted.skill_id}#{wanted.number}"
-    style = STYLES[stable_number(wanted.seed, "style", place) % len(STYLES)]
+    style = "terse" if wanted.is_terse else STYLES[stable_number(wanted.seed, "style", place) % len(STYLES)]
+    length = TERSE if wanted.is_terse else f"about {asked_words} words"
     material = fenced(untrusted_skill(skill, 500, body_chars))
     user = MATERIAL.format(fenced=material, number=wanted.number, total=wanted.total, style=style)
     user += AGAIN.format(reason=fault.reason) if fault else ""
-    system = SYSTEM.format(num_words=asked_words, language=language_of(skill.lang or "en", "the material"))
+    system = SYSTEM.format(length=length, language=language_of(skill.lang or "en", "the material"))
     seed = stable_number(wanted.seed, place, attempt) >> 33  # servers take seeds below 2**31
     return Request((Message("system", system), Message("user", user)), seed)
 
@@ -83,13 +87,13 @@ def read_query(seen: set[str], max_words: int, wanted: WantedQuery, answer: str)
     text = _LABEL.sub("", " ".join(answer.strip().strip("`").split()))
     if len(text) > 1 and text[0] + text[-1] in ('""', "“”", "「」", "''"):
         text = text[1:-1].strip()
-    length = num_words(text)
+    length, most = num_words(text), MAX_TERSE_WORDS if wanted.is_terse else max_words
     if _REFUSAL.match(text):
         return refused("refused", "the model declined to answer")
     if not length:
         return refused("empty", "there was no text in the answer")
-    if length > max_words:
-        return refused("too_long", f"it had {length} words, more than {max_words}", length)
+    if length > most:
+        return refused("too_long", f"it had {length} words, more than {most}", length)
     if names_skill(text, wanted.skill.name):
         return refused("name_leak", "it named the capability")
     if text.casefold() in seen:

@@ -59,6 +59,9 @@ class SynthesizeConfig(Config):
     max_skills: int | None = Field(default=None, ge=1, description="sample this many, stratified by category and lang")
     num_words: int = Field(default=160, ge=5, description="length a model is asked for (the paper's mean)")
     max_words: int = Field(default=240, ge=5, description="longer answers are refused")
+    terse_share: float = Field(
+        default=0.0, ge=0, le=1, description="share of queries that a model writes in 4 to 14 words, as typed in a hurry"
+    )
     body_chars: int = Field(default=4000, ge=1, description="how much of a body a model is shown")
     max_attempts: int = Field(default=3, ge=1, description="answers tried for one query before it is dropped")
     dev_share: float = Field(default=0.05, ge=0, le=1, description="share of skills whose queries are split dev")
@@ -126,12 +129,13 @@ def _read_pool(config: SynthesizeConfig) -> tuple[list[Skill], list[str], list[W
     usable = [skill for skill in pool if skill.skill_id not in left_out]
     flagged = [skill.skill_id for skill in pool if skill.skill_id in left_out]
     # Six digits for all that tells one run's queries from another's of the same skills, so that both can be merged.
-    parts = _origin(config), config.seed, config.num_words, config.body_chars
+    parts = _origin(config), config.seed, config.num_words, config.terse_share, config.body_chars
     run, total = hashlib.sha256(repr(parts).encode()).hexdigest()[:6], config.num_queries_per_skill
     wanted = [
-        WantedQuery(f"{skill.skill_id}#{run}-{number}", skill, number, total, config.seed)
+        WantedQuery(f"{skill.skill_id}#{run}-{number}", skill, number, total, config.seed, is_terse)
         for skill in sample_skills(usable, config.max_skills, config.seed)
         for number in range(1, total + 1)
+        for is_terse in [stable_number(config.seed, "terse", skill.skill_id, number) < config.terse_share * 2**64]
     ]
     return pool, flagged, wanted
 

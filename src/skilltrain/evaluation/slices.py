@@ -14,7 +14,7 @@ from skilltrain.evaluation.comparison import SystemResult, same_queries, values_
 from skilltrain.records import Skill
 from skilltrain.texts import words_of
 
-ALL, KIND = "all", "kind"
+ALL, KIND, LENGTH = "all", "kind", "query length"
 MOST_VALUES = 12  # a label of more values (an id, a tag) makes no table that anybody reads
 MOST_TERSE = 20  # words up to which a query is terse, as typed into a prompt
 _ORDER = ("single", "multi", "easy", "medium", "hard", "terse", "long")  # all other values stand in alphabetical order
@@ -94,7 +94,7 @@ def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, L
         query_id = task.query.query_id
         length = "terse" if len(words_of(task.query.text)) <= MOST_TERSE else "long"
         of_pool = {"description length": parts[query_id]} if query_id in parts else {}
-        labels[query_id] = {**task.labels, "query length": length, **of_pool}
+        labels[query_id] = {**task.labels, LENGTH: length, **of_pool}
     return labels
 
 

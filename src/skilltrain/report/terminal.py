@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from skilltrain.evaluation.bootstrap import compact
-from skilltrain.evaluation.slices import ALL, KIND, SliceMeans, shown
+from skilltrain.evaluation.slices import ALL, KIND, LENGTH, SliceMeans, shown
 from skilltrain.report.evaluation import Report
 from skilltrain.texts import printable
 
@@ -13,7 +13,7 @@ NAME, CELL = 11, 21  # widths of the first column and of a mean with its interva
 
 
 def terminal_table(report: Report, width: int) -> Group:
-    """The means over all queries and over each kind, for a terminal of `width` columns.
+    """The means over all queries, each kind, and terse and long ones, for a terminal of `width` columns.
 
     Measures are rows; systems are columns, as many as fit, block by block, so that names and intervals are never cut.
     The best mean stands out; below are the headline and what else must be known.
@@ -21,7 +21,7 @@ def terminal_table(report: Report, width: int) -> Group:
     table = Table(pad_edge=False, show_header=False)
     title = Text(f"{printable(report.title())}, 95% bootstrap intervals", style="italic")
     caption = Text("\n".join(map(printable, (report.headline(), *report.about.notes))))
-    parts = [part for part in shown(report.slices) if part.label in (ALL, KIND)]
+    parts = [part for part in shown(report.slices) if part.label in (ALL, KIND, LENGTH)]
     columns = [[(part, name) for name in report.systems] for part in parts]
     if len(report.systems) == 1:
         columns = [[pair for row in columns for pair in row]]  # a single system's parts stand side by side
