@@ -10,6 +10,8 @@ NAMES = {
     "st": "sentence-transformers, torch",
     "st-faiss": "sentence-transformers, faiss",
     "ours-semantic": "skilltrain, semantic, exact",
+    "ours-semantic-hnsw": "skilltrain, semantic, HNSW",
+    "ours-semantic-ivf": "skilltrain, semantic, IVF",
     "ours": "skilltrain, four sources + filter",
     "clusters": "skilltrain, near-duplicate clusters",
 }
@@ -74,10 +76,13 @@ def _growth(row: Sequence[Measurement | None], value: Any) -> str:
 
 
 def _remarks(measured: Sequence[Measurement]) -> list[str]:
-    """The share of candidates that both sides have in common."""
+    """Recall of indexes, and the share of candidates that both sides have in common."""
     lines = []
     for one in measured:
         size = f"{NAMES[one.mode]}, {one.num_skills:,} x {one.num_queries:,}"
+        index = one.result["summary"]["index"] if one.result and "summary" in one.result else {}
+        if "recall@50" in index:
+            lines.append(f"- {size}: recall@50 {index['recall@50']:.3f} (n = {index['num_queries_sampled']} queries)")
         exact = next((o for o in measured if o.mode == "ours-semantic" and o.num_skills == one.num_skills), None)
         if one.mode.startswith("st") and one.result and exact and exact.result:
             shares = _common(one.result["nearest"], exact.result["nearest"])

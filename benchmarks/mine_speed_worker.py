@@ -19,8 +19,11 @@ from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_table
 
 DEPTH = 50
 NUM_COMPARED = 100  # queries whose candidates are told, so that both sides can be compared
-OURS = ("ours", "ours-semantic")
-MODES = (*OURS, "clusters", "st", "st-faiss")
+INDEXES = {
+    "ours": "Flat", "ours-semantic": "Flat", "ours-semantic-hnsw": "HNSW32 efSearch=256",
+    "ours-semantic-ivf": "IVF1024,Flat nprobe=64",
+}  # fmt: skip
+MODES = (*INDEXES, "clusters", "st", "st-faiss")
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def measure_ours(mode: str, folder: Path, threads: int) -> dict[str, Any]:
         module.open_encoder = lambda source: vectors
         module.encode_chunks, module.encode_queries = vectors.encode_chunks, vectors.encode_queries
     paths = {"pool": folder / "pool", "queries": folder / "queries"}
-    settings = {"stage": "mine", "depth": DEPTH, "encoder": {"source": "known"}}
+    settings = {"stage": "mine", "depth": DEPTH, "encoder": {"source": "known"}, "index": INDEXES[mode]}
     settings |= {} if mode == "ours" else {"sources": ["semantic"]}
     with tempfile.TemporaryDirectory(prefix="mine-speed-") as out:
         config = mine.MineConfig.model_validate(settings | paths | {"out": out})
@@ -176,7 +179,7 @@ def main(mode: str, folder: Path, threads: int) -> None:
     if mode == "clusters":
         result = measure_clusters(folder, threads)
     else:
-        result = measure_ours(mode, folder, threads) if mode in OURS else measure_peer(mode, folder, threads)
+        result = measure_ours(mode, folder, threads) if mode in INDEXES else measure_peer(mode, folder, threads)
     result["own_peak_bytes"] = _peak_bytes()
     print(json.dumps(result))
 

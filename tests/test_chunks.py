@@ -11,6 +11,7 @@ import torch
 from skilltrain.config import validate
 from skilltrain.data import filter_layers
 from skilltrain.data.filter_layers import Candidates, CeilingLayer, FilterPool
+from skilltrain.data.mine import MineConfig, _nearest
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import RunRecord, model_card
 from skilltrain.export.folder import save_encoder
@@ -220,10 +221,13 @@ TWO_WINDOWS = ChunkVectors(np.array([[0, 1], [1, 0], [0.6, 0.8], [0.8, 0.6]], np
 QUERY = np.array([[1, 0]], np.float32)
 
 
-def test_skills_are_ranked_by_their_best_window():
-    positions, scores = TWO_WINDOWS.nearest(QUERY, 3)
+def test_mining_ranks_by_the_best_window_and_by_an_exact_index_only(tmp_path):
+    settings = {"stage": "mine", "pool": tmp_path, "queries": tmp_path, "encoder": {"source": "x"}, "out": tmp_path}
+    (positions, scores), _ = _nearest(MineConfig(**settings), QUERY, TWO_WINDOWS, 3)
     assert positions.tolist() == [[0, 2, 1]]
     np.testing.assert_allclose(scores, [[1, 0.8, 0.6]], atol=1e-6)
+    with pytest.raises(SkilltrainError, match=r"index: an approximate index takes one window per skill \(index=Flat\)"):
+        _nearest(MineConfig(**settings, index="HNSW32"), QUERY, TWO_WINDOWS, 3)
 
 
 def test_a_ceiling_is_by_the_best_window(monkeypatch):
@@ -231,8 +235,8 @@ def test_a_ceiling_is_by_the_best_window(monkeypatch):
     monkeypatch.setattr(filter_layers, "open_encoder", lambda _: None)
     monkeypatch.setattr(filter_layers, "encode_queries", lambda _, texts: QUERY)
     skills = [Skill(skill_id, "", "", "") for skill_id in "abcd"]  # c is in no list, and has no vector
-    places = np.array([0, 1])
-    asked = Candidates(0, np.array([3]), places, places, np.zeros(2))
+    places, column = np.array([0, 1]), np.zeros(2)
+    asked = Candidates(0, np.array([3]), places, places, column, column, column, ())
     pool = FilterPool(skills, [asked], ["q"], EncoderSource(source="x"), None, WorkersConfig())
     [(gold, values)] = CeilingLayer(relative_margin=0.0).check(pool, asked)
     np.testing.assert_allclose((gold, *values), [3, 1, np.nan], atol=1e-6)

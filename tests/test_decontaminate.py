@@ -1,9 +1,10 @@
 import json
+from dataclasses import replace
 
 import pytest
 
 from skilltrain.config import load_recipe, validate
-from skilltrain.data.decontaminate import DecontaminateConfig, run_decontaminate
+from skilltrain.data.decontaminate import POOL_COPIES, DecontaminateConfig, run_decontaminate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
 from skilltrain.stages import parse_recipe, run_recipe
@@ -97,9 +98,18 @@ def test_what_the_benchmark_asks_for_is_dropped_with_its_ground(folder):
     assert kept == ["q1", "q2", "q6"] == ids(folder / "out", JUDGEMENTS)
     assert rows == ROWS
     assert (summary["num_queries"], summary["num_kept"], summary["num_dropped"]) == (5, 2, 3)
-    assert summary["dropped_by_ground"] == {"query_overlap": 1, "name": 1, "jaccard": 1, "cluster": 0}
+    assert summary["dropped_by_ground"] == {"query_overlap": 1, "name": 1, "jaccard": 1, "cluster": 0, "cosine": 0}
     assert summary["dropped_by_benchmark"] == {"bench": 3}
     assert not (folder / "out" / "lists.parquet").exists() and "num_lists_kept" not in summary
+
+
+def test_copies_of_gold_skills_in_the_pool_are_reported_and_stay(folder):
+    summary, _, _ = run(folder)
+    assert summary["num_pool_copies"] == {"bench": 2}
+    assert dropped(folder / "out" / POOL_COPIES) == [
+        ("", "copy/pdf", "pool_copy", 1.0, f"body overlap 1.000 with {GOLD}", "bench", "bench/pdf"),
+        ("", "near/pdf", "pool_copy", 17 / 20, f"body overlap 0.850 with {GOLD}", "bench", "bench/pdf"),
+    ]
 
 
 def test_all_splits_and_lists_are_cleaned(folder):
@@ -115,14 +125,26 @@ def test_grounds_can_be_left_out_and_need_no_gold_texts_then(folder):
     write_table(rows_of(POOL[3:]), SKILLS, folder / "pool")
     with pytest.raises(SkilltrainError, match="gold skill 'bench/pdf' of task t1 has no text in the benchmark or the"):
         run(folder)
-    _, kept, rows = run(folder, limits={"name": False, "jaccard": None})
+    summary, kept, rows = run(folder, limits={"name": False, "jaccard": None})
     assert kept == ["q1", "q2", "q3", "q4", "q6"] and [row[0] for row in rows] == ["q5"]
+    assert summary["num_pool_copies"] == {"bench": 0}
 
 
 def test_a_positive_outside_the_pool_is_told(folder, capsys):
     write_table(rows_of(skill for skill in POOL if skill.skill_id != "own/chart"), SKILLS, folder / "pool")
     assert "q1" in run(folder)[1]
     assert "1 of 4 positives are not in" in " ".join(capsys.readouterr().err.split())
+
+
+def test_close_vectors_are_a_ground_of_their_own(folder, model_folders):
+    encoder = {"source": str(model_folders["bert"])}
+    off = {"name": False, "jaccard": None, "query_overlap": 1.0}
+    moved = [replace(skill, name="PDF to text", body=PDF) if skill.skill_id == "own/chart" else skill for skill in POOL]
+    write_table(rows_of(moved), SKILLS, folder / "pool")
+    summary, _, rows = run(folder, encoder=encoder, cosine=0.99999, limits=off)
+    assert summary["dropped_by_ground"]["cosine"] >= 1
+    (row,) = [row for row in rows if row[1] == "own/chart"]
+    assert row[2] == "cosine" and row[3] == pytest.approx(1, abs=1e-5) and row[4] == f"cosine 1.000 to {GOLD}"
 
 
 @pytest.mark.parametrize(

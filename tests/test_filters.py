@@ -17,6 +17,7 @@ from skilltrain.data.filter_layers import (
     FilterPool,
     JaccardLayer,
     NameLayer,
+    RankWindowLayer,
 )
 from skilltrain.data.trigrams import jaccard, word_trigrams
 from skilltrain.errors import SkilltrainError
@@ -159,6 +160,7 @@ def test_a_gold_outside_the_pool_is_passed_over(found):
         CosineLayer(),
         ClusterLayer(),
         CeilingLayer(),
+        CeilingLayer(scores="ranking"),
     ]
     assert not found(rankings("name", "body", "vector"), verdicts, layers)
 
@@ -187,12 +189,38 @@ def test_a_ceiling_stands_a_margin_below_the_gold(found):
     }
     assert set(over(relative_margin=0.24)) == {"vector", "far"}  # ceiling .608
     assert set(over(relative_margin=0.26)) == {"name", "vector", "far"}  # ceiling .592
+    assert set(over(relative_margin=None, absolute_margin=0.21)) == {"name", "vector", "far"}
+    assert set(over(relative_margin=None, absolute_margin=0.19)) == {"vector", "far"}
 
 
 def test_of_several_golds_the_weakest_sets_the_ceiling(found):
     verdicts = {"q1": {"gold": Verdict.REQUIRED, "body": Verdict.REQUIRED}}  # .8 and .6
     dropped = found(rankings("name", "far"), verdicts, [CeilingLayer(relative_margin=0)])
     assert dropped == {"far": ("ceiling", pytest.approx(0.96), "body")}
+
+
+def test_a_ceiling_by_ranking_takes_the_sources_own_scores(found):
+    both = pa.concat_tables(
+        [
+            rankings("gold", "name", "body", scores=[10.0, 9.6, 9.4], stage="lexical"),
+            rankings("name", "far", scores=[0.9, 0.1]),  # ranked no gold: nothing to hold against
+            rankings("gold", "vector", scores=[-2.0, -2.05], stage="teacher"),
+        ]
+    )
+    dropped = found(both, JUDGED, [CeilingLayer(scores="ranking")])
+    assert dropped == {"name": ("ceiling", 9.6, "gold"), "vector": ("ceiling", -2.05, "gold")}
+
+
+def test_a_window_keeps_ranks_of_the_sources_it_names(found):
+    table = pa.concat_tables([rankings("name", "body", "vector", "far"), rankings("gold", "far", stage="random")])
+    dropped = found(table, {}, [RankWindowLayer(ranks={"semantic": (2, 3)})])
+    assert dropped == {"name": ("rank_window", 1.0, None), "far": ("rank_window", 4.0, None)}
+    assert set(found(table, {}, [RankWindowLayer(ranks={"semantic": (2, None)})])) == {"name"}
+
+
+def test_a_window_of_a_source_that_ranks_nothing_is_refused(found):
+    with pytest.raises(SkilltrainError, match=r"no candidate is of source 'bm25' \(sources: semantic\)"):
+        found(rankings("far"), JUDGED, [RankWindowLayer(ranks={"bm25": (1, 3)})])
 
 
 class InitialLayer(Config):
@@ -308,6 +336,8 @@ def test_judged_positives_can_be_kept_for_the_reranker(folder):
         ({"layers": [{"name": "jaccard", "above": 60}]}, "layers.0.above"),
         ({"layers": [{"name": "ceiling"}], "encoder": None}, "layer 'ceiling' needs the section 'encoder'"),
         ({"layers": [{"name": "cluster"}]}, "layer 'cluster' needs 'clusters'"),
+        ({"layers": [{"name": "ceiling", "relative_margin": None}]}, "needs relative_margin or absolute_margin"),
+        ({"layers": [{"name": "rank_window", "ranks": {"semantic": [9, 2]}}]}, "1 <= first <= last"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(folder, changes, message):
@@ -321,9 +351,13 @@ def test_empty_rankings_stay_empty(folder):
 
 
 def test_all_layers_run_from_a_recipe(folder):
-    layers = [{"name": "cluster"}, {"name": "ceiling", "relative_margin": 0.1}]
+    layers = [
+        {"name": "cluster"},
+        {"name": "ceiling", "relative_margin": 0.1},
+        {"name": "rank_window", "ranks": {"semantic": [1, 2]}},
+    ]
     summary = run_filter(settings(folder, layers=layers, clusters=folder / "clusters.parquet"), folder / "out")
-    assert summary["dropped_by_layer"] == {"judged": 1, "cluster": 1, "ceiling": 3}
+    assert summary["dropped_by_layer"] == {"judged": 1, "cluster": 1, "ceiling": 3, "rank_window": 0}
     reasons = [row["reason"] for row in read_table(folder / "out", DROPPED).to_pylist()]
     assert reasons[1] == "in one near-duplicate cluster with a gold skill"
     assert reasons[2] == "score 0.960 for the query too close to that of a gold skill"

@@ -43,7 +43,7 @@ MINED = {"semantic": 6, "lexical": 5}
 DROPS = [
     ("q1", "t/pods", "name", 1.0, "same name as a gold skill", "semantic", "s/join"),
     ("q1", "t/join", "jaccard", 0.9, "body overlap 0.900 > 0.6 with a gold skill", "lexical", "s/join"),
-    ("q3", "z/tu", "cluster", 1.0, "in one near-duplicate cluster with a gold skill", "lexical", None),
+    ("q3", "z/tu", "rank_window", 1.0, "rank 1 is outside 2 to 50", "lexical", None),
 ]
 
 
@@ -94,7 +94,7 @@ def write_runs(root: Path, pool: Any = POOL, texts: Any = TEXTS, drops: Any = DR
     mined = write_run(root / "mined", {"stage": "mine", **paths}, (RANKINGS, ranking_rows(MINED)), (DROPPED, []))
     gone = Counter(drop[5] for drop in drops)
     kept = {source: size - gone[source] for source, size in MINED.items()}
-    layers = [{"name": "name"}, {"name": "jaccard"}, {"name": "cosine"}, {"name": "cluster"}]
+    layers = [{"name": "name"}, {"name": "jaccard"}, {"name": "cosine"}, {"name": "rank_window"}]
     filtered = write_run(
         root / "filtered", {"stage": "filter", **paths, "rankings": mined, "layers": layers},
         (RANKINGS, ranking_rows(kept)), (DROPPED, drop_rows(drops)),
@@ -124,8 +124,8 @@ def test_candidates_are_followed_from_mining_to_lists(tmp_path: Path):
     material = read_material(write_runs(tmp_path), None)
     found = numbers_of(material)
     assert found["sources"] == ["semantic", "lexical", "taxonomy"]
-    assert found["filters"] == ["judged", "name", "jaccard", "cosine", "cluster"]
-    assert found["dropped"] == {("semantic", "name"): 1, ("lexical", "jaccard"): 1, ("lexical", "cluster"): 1}
+    assert found["filters"] == ["judged", "name", "jaccard", "cosine", "rank_window"]
+    assert found["dropped"] == {("semantic", "name"): 1, ("lexical", "jaccard"): 1, ("lexical", "rank_window"): 1}
     assert found["chosen"] == {"semantic": 4, "lexical": 3}
     assert (material.mined, material.kept) == ({"semantic": 6, "lexical": 5}, {"semantic": 5, "lexical": 3})
     inspect_lists(tmp_path / "lists", None, None, 10)

@@ -35,6 +35,7 @@ POOL = [
 ]
 # Cosines to the query (1, 0): 1, .8, .6, 0, -.6, .28
 VECTORS = np.array([[1, 0], [0.8, 0.6], [0.6, 0.8], [0, 1], [-0.6, 0.8], [0.28, 0.96]], dtype=np.float32)
+ALL_INDEXES = ["Flat", "HNSW32 efSearch=256", "IVF2,Flat nprobe=2"]
 
 
 def query(query_id="q1", text="read a pdf", split="train"):
@@ -103,8 +104,9 @@ def ids(ranked):
 # The sources ---------------------------------------------------------------------------------------------------------
 
 
-def test_semantic_candidates_are_the_nearest_others_with_their_cosines(workshop):
-    semantic = workshop.mined(["s0"], depth=3)["semantic"]
+@pytest.mark.parametrize("index", ALL_INDEXES)
+def test_semantic_candidates_are_the_nearest_others_with_their_cosines(workshop, index):
+    semantic = workshop.mined(["s0"], depth=3, index=index)["semantic"]
     assert ids(semantic) == ["s1", "s2", "s5"]
     assert [score for _, score in semantic] == pytest.approx([0.8, 0.6, 0.28])
 
@@ -212,7 +214,7 @@ def test_the_stage_writes_rankings_by_source_and_names_lost_queries(shop):
     semantic = [(row["skill_id"], row["rank"]) for row in shop.rows() if row["stage"] == "semantic"]
     assert semantic == [("s1", 1), ("s2", 2)]
     assert summary["num_candidates"] == {"semantic": 2, "lexical": 2, "taxonomy": 1, "random": 3}
-    assert summary["num_queries_dropped"] == 2
+    assert summary["num_queries_dropped"] == 2 and summary["index"] == {"kind": "Flat"}
     dropped = {row["query_id"]: row for row in read_table(shop.out, DROPPED).to_pylist()}
     assert dropped["q2"]["skill_id"] == "gone" and "not" not in dropped["q2"]["reason"]
     assert dropped["q4"]["skill_id"] == "" and "no skill is judged" in dropped["q4"]["reason"]
@@ -230,6 +232,12 @@ def test_the_order_of_the_pool_does_not_matter(shop):
     shop.write_pool(POOL, VECTORS)
     shop.run()
     assert (shop.out / "rankings.parquet").read_bytes() == first
+
+
+def test_the_recall_of_an_approximate_index_is_told(shop):
+    found = shop.run(depth=3, index="IVF3,Flat nprobe=1")["index"]
+    assert found["kind"] == "IVF3,Flat nprobe=1" and 0 < found["recall@3"] < 1 and found["num_queries_sampled"] == 1
+    assert shop.run(depth=3, index="HNSW32")["index"]["recall@3"] == 1
 
 
 def test_the_split_null_is_all_and_one_without_queries_is_refused_with_the_splits_there_are(shop):
@@ -279,15 +287,16 @@ def large(workshop):
     workshop.write_queries(queries, judged, vectors[300:])
 
 
-def test_a_query_alone_gets_what_it_gets_among_others(workshop):
+@pytest.mark.parametrize("index", ALL_INDEXES)
+def test_a_query_alone_gets_what_it_gets_among_others(workshop, index):
     large(workshop)
-    summary = workshop.run(depth=20)
+    summary = workshop.run(depth=20, index=index)
     assert summary["num_candidates"]["semantic"] == 90 * 20
     among_others = [row for row in workshop.rows() if row["query_id"] == "q041"]
     queries = workshop.folder / "queries"
     rows = read_table(queries, QUERIES).to_pylist()
     write_table([row | {"split": "train" if row["query_id"] == "q041" else "dev"} for row in rows], QUERIES, queries)
-    workshop.run(depth=20)
+    workshop.run(depth=20, index=index)
     assert workshop.rows() == among_others
 
 

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from skilltrain.retrieval.nearest import nearest
+from skilltrain.errors import SkilltrainError
+from skilltrain.retrieval.nearest import build_index, cosines, nearest, recall
 
 
 def unit_vectors(count, dim=16, seed=0):
@@ -54,3 +55,36 @@ def test_a_query_is_answered_alike_in_any_company(size):
     parts = [nearest(queries[start : start + size], pool, 20) for start in range(0, 60, size)]
     for part, whole in zip(zip(*parts, strict=True), together, strict=True):
         assert (np.concatenate(part) == whole).all()
+
+
+@pytest.mark.parametrize(
+    ("index", "at_least"), [("Flat", 1.0), ("HNSW32 efSearch=256", 0.95), ("IVF64,Flat nprobe=8", 0.2)]
+)
+def test_an_index_finds_most_of_the_nearest_and_scores_them_exactly(index, at_least):
+    pool, queries = unit_vectors(2000), unit_vectors(50, seed=1)
+    found = [nearest(queries, pool, 10, build_index(index, pool, seed)) for seed in (0, 0)]
+    positions, scores = found[0]
+    assert all((one == again).all() for one, again in zip(*found, strict=True)), "the same seed, the same index"
+    assert recall(positions, nearest(queries, pool, 10)[0]) >= at_least
+    pairs = cosines(queries, pool, np.repeat(np.arange(50), 10), positions.ravel())
+    assert (scores.ravel() == pairs).all() and (np.diff(scores, axis=1) <= 0).all()
+
+
+def test_all_cells_are_exact_and_few_cells_leave_places_empty():
+    pool, queries = unit_vectors(40), unit_vectors(6, seed=1)
+    for num_probes, full in ((20, True), (1, False)):
+        positions, scores = nearest(queries, pool, 30, build_index(f"IVF20,Flat nprobe={num_probes}", pool, 0))
+        assert (positions >= 0).all() == full
+        assert (np.isnan(scores) == (positions < 0)).all()
+        assert not full or (positions == nearest(queries, pool, 30)[0]).all()
+
+
+@pytest.mark.parametrize("index", ["", "HNWS32", "IVF9,Flat nprobe", "IVF50,Flat"])
+def test_an_index_that_cannot_be_built_is_one_line(index):
+    with pytest.raises(SkilltrainError, match=f"index {index}: faiss cannot build this index"):
+        build_index(index, unit_vectors(20), 0)
+
+
+def test_recall_by_hand():
+    assert recall(np.array([[1, 2], [3, -1]]), np.array([[2, 1], [3, 4]])) == 0.75
+    assert recall(np.empty((0, 3), np.int64), np.empty((0, 3), np.int64)) == 0

@@ -117,7 +117,7 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
 
 
 def _rankers(out: Path) -> list[Recipe]:
-    """BM25 and the trained encoder find candidates; late interaction helps to order the first. `out` has the folders."""
+    """BM25 and the trained encoder find candidates, and late interaction helps to order them; folders lie in `out`."""
     dense = {"kind": "dense", "source": str(out / "encoder"), "cache": str(out / "vectors")}
     legs = [{"kind": "lexical"}, dense]
     late = {"kind": "late", "source": str(out / "encoder")}

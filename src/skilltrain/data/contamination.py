@@ -2,8 +2,8 @@
 
 Grounds, of which the first speaks of queries and the others of skills, a query's positives against the benchmark's
 gold skills: `query_overlap` (the same words, or many n-grams of words in common), `name` (the same skill, or one
-that bears its name), `jaccard` (bodies with most word trigrams in common) and `cluster` (linked by a chain of
-near-duplicates).
+that bears its name), `jaccard` (bodies with most word trigrams in common), `cluster` (linked by a chain of
+near-duplicates) and `cosine` (vectors all but the same).
 A query that says the same in other words is found by none of them, unless it asks for a gold skill.
 """
 
@@ -23,7 +23,7 @@ from skilltrain.records import Dropped, Skill
 from skilltrain.tables import SKILLS, read_table, skills_from_table
 from skilltrain.texts import name_key, words_of
 
-GROUNDS: tuple[str, ...] = ("query_overlap", "name", "jaccard", "cluster")
+GROUNDS: tuple[str, ...] = ("query_overlap", "name", "jaccard", "cluster", "cosine")
 TRAIN = "train"
 _FEWEST_WORDS = 4  # shorter queries stand within many others by chance; they are compared as a whole
 

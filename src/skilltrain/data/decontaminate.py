@@ -1,9 +1,11 @@
 """Stage `decontaminate`: takes out of training data what a benchmark asks, and says of each query why it went."""
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
@@ -20,6 +22,7 @@ from skilltrain.data.contamination import (
 from skilltrain.data.near_duplicates import read_clusters
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import POSITIVE, Dropped, Skill
+from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
 from skilltrain.tables import (
     DROPPED,
     JUDGEMENTS,
@@ -34,6 +37,8 @@ from skilltrain.tables import (
     write_table,
 )
 from skilltrain.terminal import say, track
+
+POOL_COPIES = "pool_copies.parquet"
 
 
 class DecontaminateConfig(Config):
@@ -56,15 +61,21 @@ class DecontaminateConfig(Config):
         description="CLUSTERS of the pool (stage clusters): a positive in one cluster with a gold skill contaminates; "
         "null: not compared",
     )
-    out: Path = Field(description="folder to write: QUERIES, JUDGEMENTS (LISTS), DROPPED")
+    encoder: EncoderSource | None = Field(
+        default=None, description="compares positives with gold skills by cosine too; null: by text alone"
+    )
+    cosine: float = Field(default=0.92, gt=0, le=1, description="cosine from which a positive contaminates")
+    out: Path = Field(description="folder to write: QUERIES, JUDGEMENTS (LISTS), DROPPED, pool_copies.parquet")
 
 
 def run_decontaminate(config: DecontaminateConfig, out: Path) -> dict[str, Any]:
-    """Counts by ground and benchmark; writes the clean tables and DROPPED.
+    """Counts by ground and benchmark; writes the clean tables, DROPPED, and the pool's copies of gold skills.
 
     A query goes with a row for each benchmark and ground that holds for it, so grounds can be weighed against one
     another; the counts by ground therefore add up to more than the queries dropped. Copies of gold skills stay in the
-    pool: `evaluate` counts them as gold where it is given the pool's clusters.
+    pool, for it is the benchmark that must know them: where a copy is ranked before the gold skill, the answer is
+    right and counts as wrong. They are listed in pool_copies.parquet, a table of the form of DROPPED, the value being
+    the Jaccard index of the bodies.
     """
     training = select_queries(config.queries, config.split)
     verdicts = verdicts_by_query(read_table(config.queries, JUDGEMENTS))
@@ -72,7 +83,7 @@ def run_decontaminate(config: DecontaminateConfig, out: Path) -> dict[str, Any]:
         query.query_id: sorted(one for one, verdict in verdicts.get(query.query_id, {}).items() if verdict in POSITIVE)
         for query in training
     }
-    needs_golds = config.limits.compares_skills or config.clusters is not None
+    needs_golds = config.limits.compares_skills or config.clusters is not None or config.encoder is not None
     index = BenchmarkIndex(open_benchmarks(config.benchmarks, config.pool, needs_golds), config.limits)
     matches = _compare_pool({one for several in positives.values() for one in several}, index, config)
     found: list[Dropped] = []
@@ -85,6 +96,9 @@ def run_decontaminate(config: DecontaminateConfig, out: Path) -> dict[str, Any]:
         raise SkilltrainError(what, where=config.queries, fix="hold out other benchmarks, or set limits")
     counts = _write_kept(config.queries, dropped, out)
     write_table([one.row() for one in found], DROPPED, out)
+    copies = [replace(one, filter="pool_copy") for several in matches.values() for one in several
+              if one.filter == "jaccard" and one.other_id != one.skill_id]  # fmt: skip
+    write_table([one.row() for one in copies], DROPPED, out / POOL_COPIES)
     return {
         "num_queries": len(training),
         "num_kept": len(training) - len(dropped),
@@ -92,13 +106,14 @@ def run_decontaminate(config: DecontaminateConfig, out: Path) -> dict[str, Any]:
         **counts,
         "dropped_by_ground": {key: len({one.query_id for one in found if one.filter == key}) for key in GROUNDS},
         "dropped_by_benchmark": {key: len({one.query_id for one in found if one.source == key}) for key in index.names},
+        "num_pool_copies": {key: len({one.skill_id for one in copies if one.source == key}) for key in index.names},
     }
 
 
 def _compare_pool(
     positives: Collection[str], index: BenchmarkIndex, config: DecontaminateConfig
 ) -> dict[str, list[Dropped]]:
-    """skill_id → the gold skills that it matches, of `positives`."""
+    """skill_id → the gold skills that it matches, of all skills of the pool by text, and of `positives` by the rest."""
     skills = skills_from_table(read_table(config.pool, SKILLS))
     known = [skill for skill in skills if skill.skill_id in positives]
     if positives and not known:
@@ -107,9 +122,12 @@ def _compare_pool(
     if len(known) < len(positives):
         say(f"warning: {len(positives) - len(known):,} of {len(positives):,} positives are not in {config.pool}, "
             "so they were compared with no gold skill")  # fmt: skip
-    matches = {one.skill_id: index.skill_matches(one) for one in track(known, "comparing skills", len(known))}
+    matches = {one.skill_id: index.skill_matches(one) for one in track(skills, "comparing skills", len(skills))}
     if config.clusters is not None:
         for match in _same_cluster(known, index.golds, config.clusters):
+            matches[match.skill_id].append(match)
+    if config.encoder is not None:
+        for match in _close_vectors(known, index.golds, config.encoder, config.cosine):
             matches[match.skill_id].append(match)
     return matches
 
@@ -122,6 +140,16 @@ def _same_cluster(skills: list[Skill], golds: list[Gold], clusters: Path) -> Ite
             own, other = skill.skill_id, gold.skill.skill_id
             if own != other and cluster_of.get(other) == cluster_of[own]:
                 yield gold.against(skill, "cluster", 1.0, f"in one cluster with {gold}")
+
+
+def _close_vectors(skills: list[Skill], golds: list[Gold], source: EncoderSource, limit: float) -> Iterator[Dropped]:
+    """Yield a match where a skill's vector is all but a gold skill's."""
+    encoder = open_encoder(source)
+    gold_vectors = encode_skills(encoder, [gold.skill for gold in golds])
+    cosines = encode_skills(encoder, skills) @ gold_vectors.T
+    for at, gold_at in np.argwhere(cosines >= limit).tolist():
+        gold, value = golds[gold_at], float(cosines[at, gold_at])
+        yield gold.against(skills[at], "cosine", value, f"cosine {value:.3f} to {gold}")
 
 
 def _write_kept(source: Path, dropped: Collection[str], out: Path) -> dict[str, int]:

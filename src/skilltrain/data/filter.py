@@ -50,7 +50,8 @@ class FilterConfig(Config):
     clusters: InputPath | None = Field(default=None, description="CLUSTERS of the pool, for the layer 'cluster'")
     layers: tuple[Layer, ...] = Field(
         default=(NameLayer(), JaccardLayer(), CosineLayer()),
-        description="layers in order (name, jaccard, cosine, cluster, ceiling); leave one out to switch it off",
+        description="layers in order (name, jaccard, cosine, cluster, ceiling, rank_window); leave one out to "
+        "switch it off",
     )
     judged_positives: Literal["drop", "keep"] = Field(
         default="drop",
@@ -65,7 +66,8 @@ class FilterConfig(Config):
         names = [layer.name for layer in self.layers]
         if len(set(names)) < len(names):
             raise ValueError("a layer appears twice in 'layers'")
-        encoding = [name for name in names if name in ("cosine", "ceiling")]
+        encoding = [layer.name for layer in self.layers if layer.name == "cosine"]
+        encoding += [layer.name for layer in self.layers if layer.name == "ceiling" and layer.scores == "encoder"]
         if encoding and self.encoder is None:
             what = f"the layer '{encoding[0]}' needs the section 'encoder'"
             raise ValueError(f"{what} (or leave the layer out of 'layers')")
@@ -116,11 +118,17 @@ def open_candidates(
         raise SkilltrainError(what, where=where, fix="give the pool that was mined")
     places = np.array([position[skill_id] for skill_id in skill_ids], dtype=np.int64)
     sources = np.array(texts_of(rankings.column("stage")), dtype=object)
+    ranks, scores = (rankings.column(name).to_numpy() for name in ("rank", "score"))
     for number, (query_id, rows) in enumerate(rows_by_query(rankings).items()):
         judged = {position[s]: verdict for s, verdict in sorted(verdicts.get(query_id, {}).items()) if s in position}
         golds = np.array([place for place, verdict in judged.items() if verdict in POSITIVE], dtype=np.int64)
+        ranked_golds = rows[np.isin(places[rows], golds)]
         rows = rows[~np.isin(places[rows], list(judged))]
-        yield query_id, Candidates(query=number, golds=golds, rows=rows, skills=places[rows], sources=sources[rows])
+        yield query_id, Candidates(
+            query=number, golds=golds, rows=rows, skills=places[rows], ranks=ranks[rows].astype(np.int64),
+            scores=scores[rows], sources=sources[rows],
+            ranked_golds=list(zip(sources[ranked_golds], places[ranked_golds], scores[ranked_golds], strict=True)),
+        )  # fmt: skip
 
 
 def find_false_negatives(
@@ -139,7 +147,7 @@ def find_false_negatives(
                 value, gold = float(values[place]), int(golds[place])
                 found[int(left.rows[place])] = Dropped(
                     query_id, pool.skills[left.skills[place]].skill_id, layer.name, layer.explain(value), value,
-                    left.sources[place], pool.skills[gold].skill_id,
+                    left.sources[place], pool.skills[gold].skill_id if gold >= 0 else None,
                 )  # fmt: skip
             if drop.any():
                 left = left.only(~drop)

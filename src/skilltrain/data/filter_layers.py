@@ -14,11 +14,12 @@ from typing import Annotated, Literal, Protocol
 
 import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int64, Shaped
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from skilltrain.config import Config
 from skilltrain.data.near_duplicates import read_clusters
 from skilltrain.data.trigrams import Positions, TrigramSets, jaccard, numbered
+from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource, SkillEncoder, encode_chunks, encode_queries, open_encoder
 from skilltrain.retrieval.nearest import ChunkVectors, starts_of
@@ -33,18 +34,23 @@ Values = Float64[np.ndarray, " candidate"]
 class Candidates:
     """One query's candidates that are still open; skills are places in the pool, rows those of the RANKINGS.
 
-    `query` is the query's place among all, `golds` its gold skills in order of id.
+    `query` is the query's place among all, `golds` its gold skills in order of id, `ranked_golds` has (source, gold
+    skill, score) of those that a source ranked.
     """
 
     query: int
     golds: Positions
     rows: Int64[np.ndarray, " candidate"]
     skills: Int64[np.ndarray, " candidate"]
+    ranks: Int64[np.ndarray, " candidate"]
+    scores: Float64[np.ndarray, " candidate"]
     sources: Shaped[np.ndarray, " candidate"]
+    ranked_golds: Sequence[tuple[str, int, float]]
 
     def only(self, which: Bool[np.ndarray, " candidate"]) -> "Candidates":
         """Those of the candidates that are still open after a layer."""
-        return replace(self, rows=self.rows[which], skills=self.skills[which], sources=self.sources[which])
+        names = ("rows", "skills", "ranks", "scores", "sources")
+        return replace(self, **{name: getattr(self, name)[which] for name in names})
 
 
 @dataclass
@@ -64,6 +70,11 @@ class FilterPool:
         """The skills that are candidates or golds, in the order of the pool: only these are encoded."""
         places = [places for one in self.candidates for places in (one.skills, one.golds)]
         return np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *places]))
+
+    @cached_property
+    def sources(self) -> frozenset[str]:
+        """All sources of candidates."""
+        return frozenset(source for one in self.candidates for source in one.sources)
 
     @cached_property
     def names(self) -> Positions:
@@ -121,7 +132,7 @@ class FilterPool:
 
 
 Against = Iterator[tuple[int, Values]]
-"""A gold skill, and what is held against the candidates beside it; the first value counts."""
+"""A gold skill (-1: none in particular), and what is held against the candidates beside it; the first value counts."""
 
 
 class FilterLayer(Protocol):
@@ -223,27 +234,87 @@ class ClusterLayer(Config):
 class CeilingLayer(Config):
     """Drops a candidate that answers the query about as well as a gold skill, or better; the value is its score.
 
-    NV-Retriever (Moreira et al. 2024) calls it TopK-PercPos; its 95% is a `relative_margin` of .05. The margin means
-    what it does in sentence-transformers' mine_hard_negatives: of several golds the one with the lowest score counts,
-    for a list takes every gold for a positive. Scores are cosines of the stage's `encoder`, and it is as good as they:
-    read by eye, 1 of 50 pairs dropped by an untrained MiniLM would have answered the query, and 7 of 50
+    NV-Retriever (Moreira et al. 2024) calls the relative margin TopK-PercPos (its 95% is a `relative_margin` of .05)
+    and the absolute one TopK-MarginPos. Both margins mean what they do in sentence-transformers' mine_hard_negatives:
+    of several golds the one with the lowest score counts, for a list takes every gold for a positive. It is as good as
+    its scores: read by eye, 1 of 50 pairs dropped by an untrained MiniLM would have answered the query, and 7 of 50
     dropped by the same model after training; the others were hard negatives.
     """
 
     name: Literal["ceiling"] = "ceiling"
-    relative_margin: float = Field(
-        default=0.05, ge=0, description="drop above the gold skill's score minus this share of it"
+    scores: Literal["encoder", "ranking"] = Field(
+        default="encoder",
+        description="encoder: cosines of the stage's `encoder` to the query, for candidates of all sources; ranking: "
+        "the source's own scores (a teacher's, a reranker's), where it has ranked a gold skill too",
+    )
+    relative_margin: float | None = Field(
+        default=0.05, ge=0, description="drop above the gold skill's score minus this share of it; null: no such limit"
+    )
+    absolute_margin: float | None = Field(
+        default=None, ge=0, description="drop above the gold skill's score minus this much; null: no such limit"
     )
 
+    @model_validator(mode="after")
+    def _limits_something(self) -> "CeilingLayer":
+        if self.relative_margin is None and self.absolute_margin is None:
+            raise ValueError("the layer 'ceiling' needs relative_margin or absolute_margin")
+        return self
+
     def check(self, pool: FilterPool, candidates: Candidates) -> Against:
-        if len(candidates.golds):
+        """A candidate stays where no gold skill has a score."""
+        if self.scores == "encoder" and len(candidates.golds):
             query = pool.query_vectors[candidates.query]
-            of_golds, scores = pool.answers(candidates.golds, query), pool.answers(candidates.skills, query)
-            weakest, limit = int(candidates.golds[of_golds.argmin()]), of_golds.min()
-            yield weakest, np.where(scores > limit - self.relative_margin * abs(limit), scores, np.nan)
+            of_golds = pool.answers(candidates.golds, query)
+            weakest = int(candidates.golds[of_golds.argmin()])
+            yield weakest, self._too_close(pool.answers(candidates.skills, query), of_golds.min())
+        elif self.scores == "ranking":
+            weakest_of: dict[str, tuple[int, float]] = {}
+            for source, gold, score in sorted(candidates.ranked_golds, key=lambda row: row[2]):
+                weakest_of.setdefault(source, (gold, score))
+            for source, (gold, score) in weakest_of.items():
+                yield gold, self._too_close(np.where(candidates.sources == source, candidates.scores, np.nan), score)
+
+    def _too_close(self, scores: Values, limit: float) -> Values:
+        """Those of the scores that are above a limit."""
+        margins = self.absolute_margin, self.relative_margin and self.relative_margin * abs(limit)
+        lowest = limit - max(margin for margin in margins if margin is not None)
+        return np.where(scores > lowest, scores, np.nan)
 
     def explain(self, value: float) -> str:
         return f"score {value:.3f} for the query too close to that of a gold skill"
 
 
-Layer = Annotated[NameLayer | JaccardLayer | CosineLayer | ClusterLayer | CeilingLayer, Field(discriminator="name")]
+class RankWindowLayer(Config):
+    """Keeps, of each source named, only the candidates of a window of ranks; the value is the rank."""
+
+    name: Literal["rank_window"] = "rank_window"
+    ranks: dict[str, tuple[int, int | None]] = Field(
+        description="source: [first, last] rank to keep, counted from 1; last null: to the end"
+    )
+
+    @field_validator("ranks")
+    @classmethod
+    def _in_order(cls, ranks: dict[str, tuple[int, int | None]]) -> dict[str, tuple[int, int | None]]:
+        for source, (first, last) in ranks.items():
+            if first < 1 or (last is not None and last < first):
+                raise ValueError(f"the ranks of '{source}' must be [first, last] with 1 <= first <= last")
+        return ranks
+
+    def check(self, pool: FilterPool, candidates: Candidates) -> Against:
+        """Ranks are the source's own, before any layer. Raises SkilltrainError for a source that ranks nothing here."""
+        if unknown := sorted(self.ranks.keys() - pool.sources):
+            raise SkilltrainError(
+                f"no candidate is of source '{unknown[0]}'", where="layers.rank_window.ranks",
+                fix=f"sources: {', '.join(sorted(pool.sources))}",
+            )  # fmt: skip
+        for source, (first, last) in self.ranks.items():
+            outside = (candidates.ranks < first) | (candidates.ranks > (np.inf if last is None else last))
+            yield -1, np.where(outside & (candidates.sources == source), candidates.ranks, np.nan)
+
+    def explain(self, value: float) -> str:
+        return f"rank {value:.0f} outside the window of its source"
+
+
+Layer = Annotated[
+    NameLayer | JaccardLayer | CosineLayer | ClusterLayer | CeilingLayer | RankWindowLayer, Field(discriminator="name")
+]

@@ -16,7 +16,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.records import POSITIVE, Dropped, Query, Skill
 from skilltrain.retrieval.dense import EncoderSource, encode_chunks, encode_queries, open_encoder
 from skilltrain.retrieval.lexical import BM25Index, bm25_text
-from skilltrain.retrieval.nearest import ChunkVectors
+from skilltrain.retrieval.nearest import ChunkVectors, Found, build_index, nearest, recall
 from skilltrain.tables import (
     DROPPED,
     JUDGEMENTS,
@@ -32,6 +32,8 @@ from skilltrain.terminal import say, track
 from skilltrain.texts import name_key
 
 SOURCES: tuple[str, ...] = ("semantic", "lexical", "taxonomy", "random")
+EXACT = "Flat"
+RECALL_SAMPLE = 200  # queries by which an approximate index is measured
 
 Ranked = tuple[Positions, Float32[np.ndarray, " candidate"]]
 """Positions in the pool and their scores, best first."""
@@ -51,11 +53,16 @@ class MineConfig(Config):
         description="where candidates are taken from; leave one out to switch it off",
     )
     depth: int = Field(default=50, ge=0, description="semantic and lexical candidates per query, each")
+    index: str = Field(
+        default=EXACT,
+        description="faiss index that finds the nearest: Flat looks at all skills; HNSW32 efSearch=256 or "
+        "IVF1024,Flat nprobe=64 at a part, and the summary reports the recall lost",
+    )
     num_taxonomy: int = Field(
         default=8, ge=0, description="candidates of a positive's category; more than will be used"
     )
     num_random: int = Field(default=4, ge=0, description="candidates of other categories; more than will be used")
-    seed: Seed = Field(default=0, description="seed of the taxonomy and random draws")
+    seed: Seed = Field(default=0, description="seed of the taxonomy and random draws, and of the index")
     out: Path = Field(description="folder to write: RANKINGS of four sources, DROPPED queries")
 
     def amounts(self) -> dict[str, int]:
@@ -88,7 +95,7 @@ def run_mine(config: MineConfig, out: Path) -> dict[str, Any]:
     if not asked:
         what = f"no query of {config.queries} has a positive in the pool"
         raise SkilltrainError(what, where=config.pool, fix="give the queries' pool")
-    ranked = mine(config, skills, asked)
+    ranked, index = mine(config, skills, asked)
     write_table(_table(ranked, [query.query_id for query, _ in asked], list(position)), RANKINGS, out)
     write_table([drop.row() for drop in lost], DROPPED, out)
     by_source = {source: ranked[place :: len(SOURCES)] for place, source in enumerate(SOURCES)}
@@ -100,11 +107,14 @@ def run_mine(config: MineConfig, out: Path) -> dict[str, Any]:
         "num_queries": len(asked), "num_queries_dropped": len(lost), "num_skills": len(skills),
         "num_candidates": {source: sum(len(found) for found, _ in of) for source, of in by_source.items()},
         "num_queries_without": without,
+        "index": index,
     }  # fmt: skip
 
 
-def mine(config: MineConfig, skills: Sequence[Skill], asked: Sequence[tuple[Query, Positions]]) -> list[Ranked]:
-    """Each query's candidates from each of SOURCES, query after query.
+def mine(
+    config: MineConfig, skills: Sequence[Skill], asked: Sequence[tuple[Query, Positions]]
+) -> tuple[list[Ranked], dict[str, Any]]:
+    """(each query's candidates from each of SOURCES, query after query; what is to be told of the index).
 
     `asked` has each query with its positives. What a query gets depends on no other query.
     """
@@ -114,8 +124,10 @@ def mine(config: MineConfig, skills: Sequence[Skill], asked: Sequence[tuple[Quer
     del encoder  # its memory is free again
     num_searched = config.depth + max(len(positives) for _, positives in asked)  # positives are left out
     near = worded = np.empty((len(asked), 0), np.int64), np.empty((len(asked), 0), np.float32)
+    index: dict[str, Any] = {"kind": config.index}
     if amounts["semantic"]:
-        near = chunks.nearest(query_vectors, num_searched)
+        near, measured = _nearest(config, query_vectors, chunks, num_searched)
+        index |= measured
     if amounts["lexical"]:
         found, scores = BM25Index([bm25_text(skill) for skill in skills]).search(texts, num_searched)
         worded = found, np.where(scores > 0, scores, np.float32(np.nan))  # 0: it shares no term
@@ -128,7 +140,24 @@ def mine(config: MineConfig, skills: Sequence[Skill], asked: Sequence[tuple[Quer
         for source, allowed in zip(SOURCES[2:], drawable(categories, names, positives), strict=True):
             drawn = draw(allowed, amounts[source], f"{config.seed}/{query.query_id}/{source}")
             ranked.append(_by_cosine(drawn, query_vectors[row], chunks))
-    return ranked
+    return ranked, index
+
+
+def _nearest(
+    config: MineConfig, queries: np.ndarray, chunks: ChunkVectors, num_searched: int
+) -> tuple[Found, dict[str, Any]]:
+    """The nearest skills of each query, and the recall at `depth` of an index that may miss some."""
+    if config.index == EXACT:
+        return chunks.nearest(queries, num_searched), {}
+    if not chunks.is_one_each:
+        raise SkilltrainError("an approximate index takes one window per skill", where="index", fix=f"index={EXACT}")
+    pool = chunks.vectors
+    rows = np.unique(np.linspace(0, len(queries) - 1, RECALL_SAMPLE).astype(np.int64))
+    index = build_index(config.index, pool, config.seed)
+    sampled = nearest(queries[rows], pool, config.depth, index)
+    share = recall(sampled[0], nearest(queries[rows], pool, config.depth)[0])
+    measured = {f"recall@{config.depth}": round(share, 4), "num_queries_sampled": len(rows)}
+    return nearest(queries, pool, num_searched, index), measured
 
 
 def drawable(categories: Positions, names: Positions, positives: Positions) -> tuple[Positions, Positions]:

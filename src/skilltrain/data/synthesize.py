@@ -60,7 +60,7 @@ class SynthesizeConfig(Config):
     num_words: int = Field(default=160, ge=5, description="length a model is asked for (the paper's mean)")
     max_words: int = Field(default=240, ge=5, description="longer answers are refused")
     terse_share: float = Field(
-        default=0.0, ge=0, le=1, description="share of queries that a model writes in 4 to 14 words, as typed in a hurry"
+        default=0.0, ge=0, le=1, description="share of queries that a model writes in 4 to 14 words, as typed"
     )
     body_chars: int = Field(default=4000, ge=1, description="how much of a body a model is shown")
     max_attempts: int = Field(default=3, ge=1, description="answers tried for one query before it is dropped")

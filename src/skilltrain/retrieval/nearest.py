@@ -1,16 +1,18 @@
-"""The nearest skills of a query by inner product: exact (faiss)."""
+"""The nearest skills of a query by inner product: exact, or by an index that looks at a part of the pool (faiss)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Int64
 
+from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Ranking, Rankings
 from skilltrain.templates import ChunkPool
 
 Found = tuple[Int64[np.ndarray, "query k"], Float32[np.ndarray, "query k"]]
-"""Positions of skills in the pool and their scores, best first."""
+"""Positions of skills in the pool and their scores, best first; where too few were found, -1 and NaN."""
 
 _SPARE = 16  # skills found beyond k, among which rounding may have put one in the wrong place
 _PAIRS = 4096  # pairs whose products are taken at once: 25 MB at 384 dimensions
@@ -18,8 +20,10 @@ _QUERIES = 64  # queries whose products with all chunks are taken at once: 27 MB
 _ON_GPU = 2048  # what faiss finds on a GPU at most
 
 
-def nearest(queries: Float32[np.ndarray, "query dim"], pool: Float32[np.ndarray, "skill dim"], k: int) -> Found:
-    """The `k` nearest skills of each query, exactly; ties go to the lower position.
+def nearest(
+    queries: Float32[np.ndarray, "query dim"], pool: Float32[np.ndarray, "skill dim"], k: int, index: Any = None
+) -> Found:
+    """The `k` nearest skills of each query; ties go to the lower position. Exact, unless an `index` finds them.
 
     faiss's own float32 products depend in their last bits on the number of queries, the threads and the hardware. So
     they only choose k and a few more, which are then ordered by products in double precision.
@@ -28,7 +32,8 @@ def nearest(queries: Float32[np.ndarray, "query dim"], pool: Float32[np.ndarray,
     if k == 0 or not len(queries):
         return np.empty((len(queries), k), np.int64), np.empty((len(queries), k), np.float32)
     queries, pool = (np.ascontiguousarray(vectors, dtype=np.float32) for vectors in (queries, pool))
-    return _ordered(queries, ChunkVectors.one_each(pool), _search(queries, pool, width), k)
+    found = _search(queries, pool, width) if index is None else index.search(queries, width)[1]
+    return _ordered(queries, ChunkVectors.one_each(pool), found, k)
 
 
 def _search(queries: np.ndarray, pool: np.ndarray, k: int) -> Int64[np.ndarray, "query k"]:
@@ -129,11 +134,43 @@ def pooled(
 
 
 def _ordered(queries: np.ndarray, pool: ChunkVectors, found: np.ndarray, k: int) -> Found:
-    """The `k` best of what was `found` for each query, by exact score and then by position."""
+    """The `k` best of what was `found` for each query (-1: nothing), by exact score and then by position."""
     rows = np.repeat(np.arange(len(queries)), found.shape[1])
-    scores = pool.scores(queries, rows, found.ravel()).reshape(found.shape)
+    scores = pool.scores(queries, rows, np.maximum(found.ravel(), 0)).reshape(found.shape)
+    scores[found < 0] = -np.inf
     order = np.lexsort((found, -scores), axis=1)[:, :k]
-    return np.take_along_axis(found, order, 1), np.take_along_axis(scores, order, 1)
+    positions, scores = np.take_along_axis(found, order, 1), np.take_along_axis(scores, order, 1)
+    scores[positions < 0] = np.nan
+    return positions, scores
+
+
+def build_index(description: str, pool: Float32[np.ndarray, "skill dim"], seed: int) -> Any:
+    """The faiss index that `description` names, over `pool`: `Flat`, `HNSW32`, or `IVF1024,Flat nprobe=64`.
+
+    After a blank stand settings of the search, as faiss names them (nprobe, efSearch, efConstruction). One thread
+    builds it: several link an HNSW graph in the order of chance. Raises SkilltrainError for what faiss does not know.
+    """
+    import faiss
+
+    factory, *settings = description.split() or [""]
+    threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    try:
+        index: Any = faiss.index_factory(pool.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
+        if isinstance(index, faiss.IndexIVF):
+            index.cp.seed = seed
+            index.cp.min_points_per_centroid = 1  # faiss warns where cells are small; the recall says what that costs
+        elif isinstance(index, faiss.IndexHNSW):
+            index.hnsw.rng = faiss.RandomGenerator(seed)  # pyright: ignore[reportAttributeAccessIssue]
+        for setting in settings:
+            faiss.ParameterSpace().set_index_parameters(index, setting)
+        index.train(pool)
+        index.add(pool)
+    except RuntimeError as error:
+        raise SkilltrainError(f"faiss cannot build this index: {error}", where=f"index {description}") from error
+    finally:
+        faiss.omp_set_num_threads(threads)
+    return index
 
 
 @dataclass(frozen=True)
@@ -163,3 +200,9 @@ def ranking_of(skill_ids: Sequence[str], positions: np.ndarray, scores: np.ndarr
     """The skills at `positions` of the pool, best first; equal scores keep their order."""
     pairs = [(skill_ids[int(place)], float(score)) for place, score in zip(positions, scores, strict=True)]
     return sorted(pairs, key=lambda pair: -pair[1])
+
+
+def recall(found: Int64[np.ndarray, "query k"], exact: Int64[np.ndarray, "query k"]) -> float:
+    """The share of the exact nearest that were found."""
+    hits: Sequence[int] = [len(np.intersect1d(*pair)) for pair in zip(found, exact, strict=True)]
+    return sum(hits) / max(1, exact.size)
