@@ -8,6 +8,7 @@ from skilltrain.evaluation.analysis import (
     COVERAGES,
     FIELDS,
     Analysis,
+    FeatureComparison,
     FieldAttention,
     StageLatency,
     outcomes,
@@ -95,6 +96,14 @@ def _analysis(results: Sequence[SystemResult]) -> Analysis:
         outcomes=(outcomes(emb, rank, "Hit@1"), outcomes(results[1], rank, "FC@10")),
         pass_rates=pass_rates(coverage),
         latencies=tuple(_latencies(results)),
+        structure=(
+            FeatureComparison("code share of the body", 0.21, 0.09, 0.68, 0.00004, 180, 26_261),
+            FeatureComparison("headings", 11, 8, 0.61, 0.0021, 180, 26_261),
+            FeatureComparison("list items", 34, 22, 0.59, 0.012, 180, 26_261),
+            FeatureComparison("scripts beside it", 0.31, 0.28, 0.52, 0.61, 180, 26_261),
+            FeatureComparison("links", 1, 3, 0.39, 0.0008, 180, 26_261),
+            FeatureComparison("characters", 5_400, 4_980.5, 0.53, 0.41, 180, 26_261),
+        ),
         attention=tuple(_attention(name, count) for name, count in (("SR-Rank MiniLM", 6), ("SR-Rank 0.6B", 28))),
     )
 

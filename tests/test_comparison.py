@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analysis import Outcomes, outcomes
-from skilltrain.evaluation.bootstrap import Interval, paired_differences
+from skilltrain.evaluation.bootstrap import Interval, normal_interval, paired_differences
 from skilltrain.evaluation.comparison import (
     Comparison,
     SystemResult,
+    cohens_h,
     compare,
     holm,
     mcnemar,
@@ -24,6 +25,33 @@ from skilltrain.evaluation.comparison import (
 
 BITS = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40)
 STEPS = st.lists(st.integers(-4, 4), min_size=1, max_size=9)
+
+
+@pytest.mark.parametrize(
+    ("hits", "low", "high"),
+    [(84, 0.481, 0.639), (93, 0.542, 0.698), (96, 0.563, 0.717), (98, 0.578, 0.730), (102, 0.605, 0.755),
+     (111, 0.670, 0.810), (112, 0.677, 0.817), (114, 0.692, 0.828)],
+)  # fmt: skip
+def test_table_13_of_skillrouter(hits: int, low: float, high: float):
+    """Appendix E rounds the share before it computes (98/150 → .654): the last digit may differ by one."""
+    found = normal_interval([1.0] * hits + [0.0] * (150 - hits))
+    assert [found.low, found.high] == pytest.approx([low, high], abs=0.0013)
+    assert (found.mean, found.n) == (hits / 150, 150)
+
+
+def test_values_between_0_and_1_use_the_sample_deviation():
+    """0, .5, 1: deviation .5, error .5 / √3; clipped, as the half width of .566 leaves [0, 1]."""
+    assert normal_interval([0, 0.5, 1]) == Interval(0.5, 0.0, 1.0, 3)
+    found = normal_interval([0, 0.5, 1] * 12)
+    error = math.sqrt(12 * 2 * 0.25 / 35) / 6
+    assert [found.low, found.high] == pytest.approx([0.5 - 1.96 * error, 0.5 + 1.96 * error])
+
+
+def test_cohens_h_worked_by_hand():
+    """asin √1 is π/2, asin √.5 is π/4, asin √.75 is π/3, asin √.25 is π/6."""
+    assert cohens_h(1, 0) == pytest.approx(math.pi)
+    assert cohens_h(0.5, 0.75) == pytest.approx(-math.pi / 6)
+    assert cohens_h(0.75, 0.25) == pytest.approx(math.pi / 3)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +172,8 @@ def test_a_comparison_is_what_its_parts_say():
         assert comparison.wilcoxon_p == wilcoxon(differences)
         binary = comparison.measure == "Hit@1"
         assert comparison.mcnemar_p == (mcnemar(differences) if binary else None)
+        expected = cohens_h(float(np.mean(after)), float(np.mean(before))) if binary else None
+        assert comparison.cohens_h == expected
     assert [c.p_holm for c in found] == holm([c.p for c in found])  # the family is every pair and measure
     (alone,) = compare(SYSTEMS, PAIRS[:1], MEASURES[:1], IDS, seed=5)
     assert alone == replace(found[0], p_holm=found[0].p)
@@ -155,8 +185,8 @@ def test_equal_systems_differ_in_nothing():
         (found,) = compare([one_measure("a", values), one_measure("b", values)], [("a", "b")], ["m"],
                            [f"q{i}" for i in range(len(values))], seed=0)  # fmt: skip
         binary = values[0] in (0, 1)
-        p = 1.0 if binary else None
-        assert found == Comparison("b", "a", "m", Interval(0, 0, 0, len(values)), 1, 1, 1, p)
+        effect, p = (0.0, 1.0) if binary else (None, None)
+        assert found == Comparison("b", "a", "m", Interval(0, 0, 0, len(values)), 1, 1, 1, p, effect)
 
 
 @settings(deadline=None, max_examples=12)
@@ -169,7 +199,9 @@ def test_turned_round(pairs: list[tuple[float, float]]):
     assert forth.wilcoxon_p == pytest.approx(back.wilcoxon_p)
     assert forth.difference.mean == pytest.approx(-back.difference.mean)
     assert forth.difference.low == pytest.approx(-back.difference.high)
-    assert (forth.mcnemar_p is None) == (not {0.25}.isdisjoint(v for p in pairs for v in p))
+    assert (forth.cohens_h is None) == (back.cohens_h is None) == (not {0.25}.isdisjoint(v for p in pairs for v in p))
+    if forth.cohens_h is not None and back.cohens_h is not None:
+        assert forth.cohens_h == -back.cohens_h
 
 
 def test_a_cluster_counts_once():

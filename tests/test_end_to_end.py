@@ -109,8 +109,10 @@ def test_metrics_have_the_promised_shape(done):
     for name in SYSTEMS:
         assert set(metrics[name]) == {"Hit@1", "MRR@10", "nDCG@10", "Recall@10", "Recall@20", "Recall@50", "FC@10"}
         for value in metrics[name].values():
-            assert value.keys() == {"mean", "low", "high", "n"}
+            assert value.keys() == {"mean", "low", "high", "n", "normal"}
             assert 0 <= value["low"] <= value["mean"] <= value["high"] <= 1 and value["n"] == 4
+            low, high = value["normal"]
+            assert 0 <= low <= value["mean"] <= high <= 1
         assert metrics[name]["Recall@20"]["mean"] == 1  # the pool has 20 skills
     assert metrics["bm25"]["Hit@1"]["mean"] >= 0.75  # the queries share rare words with their skills
 

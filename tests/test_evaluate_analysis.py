@@ -10,7 +10,10 @@ from benchmark_folders import jsonl, write_ours, write_pool
 from llm_server import LLMServer, llm_server
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Skill
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, task_of
+from skilltrain.evaluation.metrics import Relevance
+from skilltrain.records import Query, Skill
+from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs, analyse_results
 from skilltrain.routing.evaluate import EvaluateConfig, run_evaluate
 
 TOPICS = ["deploy", "pods", "kubernetes", "chart", "table", "pdf", "text", "audio", "video", "clip"]
@@ -64,7 +67,7 @@ def predict(folder: Path, name: str, values: object) -> str:
 def analysed(folder, model_folders):
     """The folder of a report with every analysis on; the two rerankers of one source are one model."""
     systems = [BM25, reranked(model_folders["bert_reranker"]), reranked(model_folders["bert_reranker"], "again")]
-    evaluate(folder, systems=systems, analysis={"num_timed": 3, "num_attention": 4}, depth=5)
+    evaluate(folder, systems=systems, analysis={"num_timed": 3, "num_attention": 4, "structure": True}, depth=5)
     return folder / "out"
 
 
@@ -80,6 +83,7 @@ def test_every_analysis_stands_in_json_markdown_and_on_the_page(analysed, model_
     assert (attention["model"], attention["num_pairs"]) == (str(model_folders["bert_reranker"]), 4)
     assert len(attention["layers"]) == 2
     assert all(sum(layer.values()) == pytest.approx(1) for layer in [*attention["layers"], attention["tokens"]])
+    assert {(row["num_gold"], row["num_others"]) for row in found["structure"]} == {(8, 2)}
     pairs = [(row["baseline"], row["system"]) for row in found["outcomes"]]
     assert pairs == [("bm25", "reranked"), ("reranked", "again")]
     again = found["outcomes"][1]
@@ -94,10 +98,14 @@ def test_every_analysis_stands_in_json_markdown_and_on_the_page(analysed, model_
     markdown = (analysed / "report.md").read_text()
     for title in ("Fixed and broken", "Latency"):
         assert f"## {title}\n" in markdown
-    assert "## Description length: Q1" in markdown and "(n = 4 pairs)" in markdown
+    assert (
+        "## Description length: Q1" in markdown
+        and "(n = 4 pairs)" in markdown
+        and "## Structure of gold skills (n = 8) and others (n = 2)" in markdown
+    )
     page = (analysed / "report.html").read_text()
     assert "<dt>Pool</dt><dd>pool, 10 skills</dd>" in page and "with skilltrain 0" in page
-    for part in ("flows", "speed", "slices", "attention"):
+    for part in ("flows", "speed", "slices", "attention", "structure"):
         assert f'<section id="{part}">' in page
 
 
@@ -105,6 +113,17 @@ def test_nothing_more_is_analysed_than_was_asked_for(folder):
     evaluate(folder, systems=[BM25], measures=["Recall@3"])
     found = json.loads((folder / "out" / "metrics.json").read_text())["analysis"]
     assert {name for name, rows in found.items() if rows} == set(), "without Hit@1 there is no right and wrong"
+
+
+def test_an_alternative_stands_in_for_a_gold_skill_that_the_pool_lacks():
+    """The gold skill `gone` is met by s9, so its description and body are what is looked at."""
+    relevance = Relevance(frozenset({"gone", "s0"}), {"gone": 1.0, "s0": 1.0}, {"s9": "gone", "absent": "gone"})
+    task = task_of(Query("q", "text", "", "t", "test"), relevance, {})
+    benchmark, skills = Benchmark("b", (task,), ()), {skill.skill_id: skill for skill in POOL}
+    inputs = analyse_inputs(AnalysisConfig(structure=True), [], benchmark, skills)
+    assert {(row.num_gold, row.num_others) for row in inputs.structure} == {(2, 8)}
+    result = analyse_results(inputs, [], benchmark, {})
+    assert result.structure == inputs.structure and result.outcomes == ()
 
 
 # Refused before any query is ranked -----------------------------------------------------------------------------------
@@ -141,6 +160,8 @@ def test_faults_are_found_before_ranking(folder, settings, message):
 
 def test_an_analysis_without_what_it_needs_is_refused(folder):
     mine = predict(folder, "mine", {"q0": ["s0"]})
+    with pytest.raises(SkilltrainError, match=r"analysis.structure: needs the skills' texts \(give pool=…\)"):
+        evaluate(folder, pool=None, predictions=mine, analysis={"structure": True})
     with pytest.raises(SkilltrainError, match=r"analysis\.num_timed: there are no systems to time"):
         evaluate(folder, predictions=mine, analysis={"num_timed": 3})
 
@@ -171,7 +192,7 @@ def test_a_benchmark_with_a_pool_of_its_own_needs_no_other(tmp_path):
     (bench / "corpus.jsonl").write_text(jsonl(*corpus))
     (bench / "queries.jsonl").write_text(json.dumps({"_id": "q1", "text": "the chart report"}) + "\n")
     (bench / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\ts3\t1\n")
-    summary = evaluate(tmp_path, pool=None, systems=[BM25], measures=["Hit@1"])
+    summary = evaluate(tmp_path, pool=None, systems=[BM25], measures=["Hit@1"], analysis={"structure": True})
     assert summary["num_queries"] == 1 and summary["systems"] == {"bm25": {"Hit@1": 1.0}}
     with pytest.raises(SkilltrainError, match="1 of 1 predicted skills are not in the pool, first 'elsewhere'"):
         evaluate(tmp_path, pool=None, predictions=predict(tmp_path, "mine", {"q1": ["elsewhere"]}))

@@ -64,9 +64,11 @@ def test_metrics_json_holds_means_by_slice_worked_by_hand():
     assert base["metrics"]["Hit@1"]["mean"] == pytest.approx(1 / 3)
     assert base["metrics"]["MRR@10"]["mean"] == pytest.approx((1 / 2 + 1 + 0) / 3)
     assert base["single"]["MRR@10"]["mean"] == pytest.approx(1 / 4)
-    assert base["multi"]["FC@10"] == {"mean": 1.0, "low": 1.0, "high": 1.0, "n": 1}
+    assert base["multi"]["FC@10"] == {"mean": 1.0, "low": 1.0, "high": 1.0, "n": 1, "normal": [1.0, 1.0]}
     assert better["multi"]["Recall@10"]["mean"] == 0.5
     assert better["metrics"]["Hit@1"]["n"] == 3
+    third, error = 1 / 3, 1.959964 * (1 / 3 * 2 / 3 / 3) ** 0.5
+    assert base["metrics"]["Hit@1"]["normal"] == pytest.approx([max(0.0, third - error), third + error], abs=1e-4)
     assert list(better["metrics"]) == list(DEFAULT_MEASURES)
 
 
@@ -82,7 +84,7 @@ def test_each_system_is_compared_with_the_first_and_the_one_before_once():
     assert rows[4]["mean"] == -rows[0]["mean"]
     assert set(rows[0]) == {
         "system", "baseline", "measure", "mean", "low", "high", "n", "p", "p_holm", "wilcoxon_p", "mcnemar_p",
-        "reading",
+        "cohens_h", "reading",
     }  # fmt: skip
     assert {row["reading"] for row in rows} == {"not told apart"}
     assert [row["mcnemar_p"] for row in rows[:2]] == [1.0, None]  # one fixed, none broken; MRR is not 0 or 1
@@ -116,7 +118,7 @@ def test_markdown_escapes_names_and_marks_the_best():
     assert "| better | **.667** [.00, 1.00] |" in text
     assert "<img" not in text
     rows = [line for line in text.splitlines() if line.startswith("| &lt;/script")]
-    assert all(line.replace("\\|", "").count("|") in (9, 10) for line in rows)
+    assert all(line.replace("\\|", "").count("|") in (9, 11) for line in rows)
     assert "## Kind: single (n = 2)" in text
     assert "| better | base | Hit@1 | 1 | not told apart | +.333 [.00, 1.00] |" in text
 

@@ -20,7 +20,7 @@ from skilltrain.report.write import report_markdown, report_page, write_report
 from skilltrain.texts import visible
 from test_report import BASE, BETTER, RELEVANCES, SAME, Tags, check_safe, report_of, system, terminal
 
-PARTS = ("differences", "flows", "slices", "speed", "agents", "attention", "queries")
+PARTS = ("differences", "flows", "slices", "speed", "agents", "attention", "structure", "queries")
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +59,15 @@ def test_every_picture_has_words(small_page: str):
 def test_markdown_and_json_hold_the_same_analyses(small: Report, tmp_path: Path):
     write_report(small, tmp_path)
     saved = json.loads((tmp_path / "metrics.json").read_text())["analysis"]
-    assert list(saved) == ["outcomes", "pass_rates", "latencies", "attention"]
+    assert list(saved) == ["outcomes", "pass_rates", "latencies", "structure", "attention"]
     assert saved["outcomes"][0]["fixed"] == list(small.analysis.outcomes[0].fixed)
     assert len(saved["attention"][1]["layers"]) == 28
     markdown = report_markdown(small)
-    for title in ("Fixed and broken", "Latency", "Description length: Q1", "Estimated pass rates"):
+    for title in ("Fixed and broken", "Latency", "Description length: Q1", "Estimated pass rates", "Structure of"):
         assert f"## {title}" in markdown
     assert "| total | 4.10 ms | 6.56 ms | 244 | 75 |" in markdown
+    assert "| code share of the body | .21 | .09 | .68 | <.0001 | more |" in markdown
+    assert "| links | 1 | 3 | .39 | .0008 | less |" in markdown
     assert "<img" not in markdown and "\u202e" not in markdown
     rows = [line for line in markdown.split("## Latency")[1].split("\n## ")[0].splitlines() if line.startswith("|")]
     assert len({line.replace("\\|", "").count("|") for line in rows}) == 1

@@ -4,6 +4,7 @@ The tests take the differences of two systems, one per query; where several quer
 several pools), one per cluster, because tests count independent evidence.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -65,10 +66,10 @@ def values_of(
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How much `system` is above `baseline` in the mean of `measure`, and three answers to whether that is chance.
+    """How much `system` is above `baseline` in the mean of `measure`, and four answers to whether that is chance.
 
     `p` is the paired bootstrap's, `p_holm` the same adjusted over all comparisons of one call of `compare`; the others
-    are not adjusted. `mcnemar_p` is None unless every value of both systems is 0 or 1.
+    are not adjusted. `mcnemar_p` and `cohens_h` are None unless every value of both systems is 0 or 1.
     """
 
     system: str
@@ -79,6 +80,7 @@ class Comparison:
     p_holm: float
     wilcoxon_p: float
     mcnemar_p: float | None
+    cohens_h: float | None
 
 
 def compare(
@@ -120,6 +122,7 @@ def compare(
             p_holm=adjusted[place],
             wilcoxon_p=wilcoxon(sums[:, place] / sizes),
             mcnemar_p=mcnemar(sums[:, place]) if is_share else None,
+            cohens_h=cohens_h(float(after.mean()), float(before.mean())) if is_share else None,
         )
         comparisons.append(comparison)
     return tuple(comparisons)
@@ -175,3 +178,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
         least = max(least, min(1.0, p_values[place] * (len(p_values) - step)))
         adjusted[place] = least
     return adjusted
+
+
+def cohens_h(share_a: float, share_b: float) -> float:
+    """How far two shares lie apart: 2 asin √a − 2 asin √b (Cohen, 1988), who calls ±.2 small, ±.5 medium, ±.8 large."""
+    return 2 * math.asin(math.sqrt(share_a)) - 2 * math.asin(math.sqrt(share_b))

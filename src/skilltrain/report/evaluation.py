@@ -9,7 +9,7 @@ from typing import Any
 from skilltrain.evaluation.analysis import Analysis, pass_rates
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task
 from skilltrain.evaluation.benchmarks.skillrouter import ORIGIN
-from skilltrain.evaluation.bootstrap import RESAMPLES
+from skilltrain.evaluation.bootstrap import RESAMPLES, normal_interval
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare
 from skilltrain.evaluation.metrics import COPIES, Measure, Relevance, as_found
 from skilltrain.evaluation.slices import ALL, KIND, SliceMeans, labels_of, means_by_slice, shown
@@ -67,7 +67,7 @@ class Report:
 
     @property
     def chief_measure(self) -> str:
-        """What the first sentence and the slices are about: Hit@1, where it was asked for."""
+        """What the first sentence and the latency plot are about: Hit@1, where it was asked for."""
         return HEADLINE if HEADLINE in self.measures else self.measures[0]
 
     @cached_property
@@ -124,7 +124,11 @@ class Report:
         return {part.value: part.to_json(system) for part in self.slices if part.label in (ALL, KIND)}
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON values, without the values of single queries."""
+        """The report as JSON values, without the values of single queries.
+
+        Beside each interval of all queries and of a kind stands `normal`, the ends of the normal approximation that
+        papers print.
+        """
         return {
             "benchmark": self.benchmark.name,
             "seed": self.seed,
@@ -141,8 +145,14 @@ class Report:
         }  # fmt: skip
 
     def _system(self, result: SystemResult) -> dict[str, Any]:
-        sections = self.sections(result.name)
-        return {"name": result.name, "metrics": sections.pop(ALL), **sections}
+        row: dict[str, Any] = {"name": result.name}
+        for part in (part for part in self.slices if part.label in (ALL, KIND)):
+            means = row["metrics" if part.label == ALL else part.value] = part.to_json(result.name)
+            for measure, mean in means.items():
+                rows = (result.per_query[query_id] for query_id in part.query_ids)
+                normal = normal_interval([values[measure] for values in rows if measure in values])
+                mean["normal"] = [normal.low, normal.high]
+        return row
 
 
 def _difference(c: Comparison) -> dict[str, Any]:

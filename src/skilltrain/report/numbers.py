@@ -1,5 +1,6 @@
 """How numbers are put into words, the same on every page, in Markdown and in the terminal."""
 
+from skilltrain.evaluation.analysis import FeatureComparison
 from skilltrain.evaluation.bootstrap import LEVEL, Interval, compact
 from skilltrain.evaluation.comparison import Comparison
 
@@ -34,9 +35,11 @@ def p_equals(p: float | None) -> str:
     return f"p < {value[1:]}" if value.startswith("<") else f"p = {value}"
 
 
-def signed(value: float) -> str:
-    """A difference with its sign, like `+.173`; 0 has none."""
-    text = compact(value, 3)
+def signed(value: float | None, places: int = 3) -> str:
+    """A difference with its sign, like `+.173`; 0 has none; a dash where there is none."""
+    if value is None:
+        return "–"
+    text = compact(value, places)
     return text if text.startswith("-") or not text.strip("0.") else f"+{text}"
 
 
@@ -50,6 +53,13 @@ def reading(comparison: Comparison) -> str:
     if comparison.p_holm >= ALPHA or not comparison.difference.mean:
         return "not told apart"
     return "above" if comparison.difference.mean > 0 else "below"
+
+
+def feature_reading(feature: FeatureComparison) -> str:
+    """What the test allows to say of gold skills: more, less or not told apart."""
+    if feature.p >= ALPHA or feature.effect == 0.5:
+        return "not told apart"
+    return "more" if feature.effect > 0.5 else "less"
 
 
 def number(value: float) -> str:

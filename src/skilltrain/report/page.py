@@ -22,7 +22,7 @@ from skilltrain.texts import one_line, visible
 
 _FORMATS: tuple[Callable[..., str], ...] = (
     compact, numbers.counted, numbers.duration, numbers.number, numbers.p_equals, numbers.p_value, numbers.percent,
-    numbers.reading, numbers.share, numbers.signed, numbers.signed_interval,
+    numbers.feature_reading, numbers.reading, numbers.share, numbers.signed, numbers.signed_interval,
 )  # fmt: skip
 
 

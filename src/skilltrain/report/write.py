@@ -94,13 +94,15 @@ def _recall_curve(report: Report) -> dict[str, Any] | None:
 
 
 def _axes(report: Report) -> dict[str, Axis]:
-    """The axes of shares and, where they are drawn, of differences and agents' pass rates."""
+    """The axes of shares and, where they are drawn, of differences, agents' pass rates and effects of structure."""
     analysis, found = report.analysis, {"shares": SHARES}
     if differences := [c.difference for c in report.comparisons]:
         found["differences"] = axis_around(0, [end for value in differences for end in (value.low, value.high)])
     if rates := analysis.pass_rates:
         ends = [end for rate in rates for end in (rate.without_skills, rate.with_gold)]
         found["agents"] = axis_over([*ends, *(value.mean for rate in rates for value in rate.estimates.values())])
+    if analysis.structure:
+        found["structure"] = axis_around(0.5, [feature.effect for feature in analysis.structure])
     return found
 
 

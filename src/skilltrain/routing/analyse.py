@@ -9,7 +9,7 @@ from pydantic import Field
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis import Analysis, StageLatency, outcomes
+from skilltrain.evaluation.analysis import Analysis, StageLatency, compare_structure, outcomes
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, wanted_skills
 from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.records import Skill
@@ -32,12 +32,13 @@ class AnalysisConfig(Config):
     num_attention: int = Field(
         default=0, ge=0, description="queries with a gold skill in which each reranker's attention by field is measured"
     )
+    structure: bool = Field(default=False, description="compare the structure of gold skills with the rest of the pool")
 
 
 def analyse_inputs(
     config: AnalysisConfig, systems: Sequence[SystemConfig], benchmark: Benchmark, skills: Mapping[str, Skill]
 ) -> Analysis:
-    """The analyses that need no ranking; made first, so that what fails, fails early.
+    """The analyses that need no ranking, attention and structure; made first, so that what fails, fails early.
 
     Attention is that of each reranker, over the first queries, each with the first skill by id that it wants.
     Raises SkilltrainError where an analysis was asked for and cannot be made.
@@ -48,10 +49,15 @@ def analyse_inputs(
         raise SkilltrainError("is measured in rerankers, and no system has one", where="analysis.num_attention")
     if config.num_timed and not systems:
         raise SkilltrainError("there are no systems to time", where="analysis.num_timed")
-    asked = benchmark.tasks[: config.num_attention]
-    pairs = [(task.query.text, skills[wanted_skills(task.relevance, skills)[0]]) for task in asked]
+    if config.structure and not skills:
+        raise SkilltrainError("needs the skills' texts", where="analysis.structure", fix="give pool=…")
+    wanted = [(task.query.text, wanted_skills(task.relevance, skills)) for task in benchmark.tasks]
+    gold = {skill_id: skills[skill_id].body for _, skill_ids in wanted for skill_id in skill_ids}
+    others = (skill.body for skill in skills.values() if skill.skill_id not in gold)
+    structure = compare_structure(gold.values(), others) if config.structure else ()
+    pairs = [(text, skills[skill_ids[0]]) for text, skill_ids in wanted[: config.num_attention]]
     attention = (field_attention(open_reranker(one), pairs, one.source) for one in rerankers.values() if pairs)
-    return Analysis(attention=tuple(attention))
+    return Analysis(structure=structure, attention=tuple(attention))
 
 
 def analyse_results(
