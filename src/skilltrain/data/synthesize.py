@@ -19,7 +19,7 @@ from skilltrain.data.own_text import own_queries
 from skilltrain.data.query_prompt import WantedQuery, query_request, read_query
 from skilltrain.data.screening import flags_to_leave_out, read_flags, write_flags
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import OpenAIConfig, Questions, ask_until, cost_of, open_llm
+from skilltrain.llm import LLMConfig, OpenAIConfig, Questions, SmolLM2Config, ask_until, cost_of, open_llm
 from skilltrain.records import OWN_TEXT, Dropped, Query, Skill, Verdict
 from skilltrain.tables import (
     CLUSTERS,
@@ -49,8 +49,8 @@ class SynthesizeConfig(Config):
 
     stage: Literal["synthesize"] = "synthesize"
     pool: InputPath = Field(description="SKILLS table, or the folder that holds it")
-    llm: Annotated[OpenAIConfig | OwnTextConfig, Field(discriminator="kind")] = Field(
-        default=OwnTextConfig(), description="who writes: kind own_text (no model) or openai"
+    llm: Annotated[OpenAIConfig | SmolLM2Config | OwnTextConfig, Field(discriminator="kind")] = Field(
+        default=OwnTextConfig(), description="who writes: kind own_text (no model), openai or smollm2"
     )
     flagged: Literal["leave_out", "use"] = Field(
         default="leave_out", description="skills that the pool's safety screening flagged: no queries, or as any other"
@@ -145,7 +145,7 @@ def _origin(config: SynthesizeConfig) -> str:
     return OWN_TEXT if isinstance(config.llm, OwnTextConfig) else f"llm:{open_llm(config.llm).model}"
 
 
-def _questions(config: SynthesizeConfig, llm: OpenAIConfig, wanted: list[WantedQuery]) -> Questions[WantedQuery, str]:
+def _questions(config: SynthesizeConfig, llm: LLMConfig, wanted: list[WantedQuery]) -> Questions[WantedQuery, str]:
     """What a chat model is asked."""
     return Questions(
         llm=open_llm(llm),

@@ -1,4 +1,4 @@
-"""Chat models behind one protocol: an OpenAI-compatible server, live or in batches.
+"""Chat models behind one protocol: an OpenAI-compatible server, live or in batches, or a small local model.
 
 Answers are kept on disk, and a run never takes more tokens or dollars than its budget holds.
 """
@@ -9,19 +9,23 @@ from skilltrain.llm.batch import BatchLLM
 from skilltrain.llm.budget import Budget, prices_of
 from skilltrain.llm.client import LLM, LiveLLM
 from skilltrain.llm.protocol import Answer, Completion, CompletionError, Message, Request, Usage
-from skilltrain.llm.settings import BudgetConfig, OpenAIConfig, Prices
+from skilltrain.llm.settings import BudgetConfig, LLMConfig, OpenAIConfig, Prices, SmolLM2Config
 
 __all__ = [
-    "LLM", "Answer", "Answers", "Asked", "Budget", "BudgetConfig", "Completion", "CompletionError", "Message",
-    "OpenAIConfig", "Prices", "Question", "Questions", "Request", "Usage", "ask_until", "cost_of", "open_llm",
-    "prices_of",
+    "LLM", "Answer", "Answers", "Asked", "Budget", "BudgetConfig", "Completion", "CompletionError", "LLMConfig",
+    "Message", "OpenAIConfig", "Prices", "Question", "Questions", "Request", "SmolLM2Config", "Usage", "ask_until",
+    "cost_of", "open_llm", "prices_of",
 ]  # fmt: skip
 
 
-def open_llm(config: OpenAIConfig) -> LLM:
-    """The model of a recipe's `llm:` section, ready to be asked. SkilltrainError: a setting is missing."""
+def open_llm(config: OpenAIConfig | SmolLM2Config) -> LLM:
+    """The model of a recipe's `llm:` section, ready to be asked. SkilltrainError: a package or a setting is missing."""
     # What decides an answer; neither the mode, nor the budget, nor the pace does.
     parameters = {"kind", "model", "base_url", "temperature", "max_tokens"}
     answers = Answers(config.cache, config.model_dump(mode="json", include=parameters))
+    if isinstance(config, SmolLM2Config):
+        from skilltrain.llm.local import SmolLM2
+
+        return SmolLM2(config, answers, Budget(BudgetConfig(), Prices(prompt=0, completion=0)))
     client = LiveLLM if config.mode == "live" else BatchLLM
     return client(config, answers, Budget(config.budget, prices_of(config)))

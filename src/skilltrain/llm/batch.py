@@ -15,7 +15,7 @@ import openai
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm.answers import DATABASE, Answers, BatchNote
 from skilltrain.llm.budget import Budget, most_of
-from skilltrain.llm.client import LLM, body_of, is_passing, over_budget, read_answer, usage_of
+from skilltrain.llm.client import LLM, Server, body_of, is_passing, over_budget, read_answer, usage_of
 from skilltrain.llm.protocol import Answer, CompletionError, Request, Usage
 from skilltrain.llm.settings import OpenAIConfig
 from skilltrain.terminal import say
@@ -44,6 +44,7 @@ class BatchLLM(LLM):
         if config.cache is None:
             raise SkilltrainError("llm.mode=batch notes its batches in the cache's folder", fix="set llm.cache")
         super().__init__(config, answers, budget)
+        self._config, self._server = config, Server(config, budget)
 
     def complete_all(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
         """See LLM. A batch that an earlier run left under way is waited for as soon as one of its requests comes."""

@@ -19,7 +19,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.llm.answers import Answers
 from skilltrain.llm.budget import Budget, estimate_prompt, estimate_tokens, most_of, reported_tokens
 from skilltrain.llm.protocol import Answer, Completion, CompletionError, Request, Usage
-from skilltrain.llm.settings import OpenAIConfig, ServerConfig
+from skilltrain.llm.settings import OpenAIConfig, ServerConfig, SmolLM2Config
 
 ItemT = TypeVar("ItemT")
 ReplyT = TypeVar("ReplyT")
@@ -188,11 +188,9 @@ class LLM(ABC):
     An answer from the cache counts what it took when it was made.
     """
 
-    def __init__(self, config: OpenAIConfig, answers: Answers, budget: Budget) -> None:
+    def __init__(self, config: OpenAIConfig | SmolLM2Config, answers: Answers, budget: Budget) -> None:
         self.model, self.max_tokens = config.model, config.max_tokens
         self.answers, self.budget = answers, budget
-        self._config, self._server = config, Server(config, budget)
-        self._num_failures = 0
 
     @abstractmethod
     def complete_all(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
@@ -205,6 +203,11 @@ class LLM(ABC):
 
 class LiveLLM(LLM):
     """A chat model behind a server that answers while one waits."""
+
+    def __init__(self, config: OpenAIConfig, answers: Answers, budget: Budget) -> None:
+        super().__init__(config, answers, budget)
+        self._config, self._server = config, Server(config, budget)
+        self._num_failures = 0
 
     def complete_all(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
         """See LLM. Requests are sent in their order."""

