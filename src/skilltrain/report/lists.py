@@ -13,12 +13,14 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.files import write_text
 from skilltrain.records import Dropped
 from skilltrain.report.checks import SHORT_BODY, run_checks
-from skilltrain.report.material import Material, codes, read_material
+from skilltrain.report.material import Material, codes, read_material, rows_of
 from skilltrain.report.page import html_page
 from skilltrain.report.plots import histograms
+from skilltrain.tables import DROPPED
 from skilltrain.texts import num_words, visible
 
 NUM_HUBS, NUM_SHARES = 20, 30  # rows of the tables of recurring negatives and of categories
+NUM_FLAGGED = 50  # flagged skills listed; those in lists first
 NUM_PER_CHECK = 50  # lists that a check points at and that are shown besides the sample
 NUM_PER_FILTER = 60  # dropped pairs shown of each filter
 QUERY_CHARS, DESCRIPTION_CHARS = 2_000, 400
@@ -50,6 +52,7 @@ def inspect_lists(lists: Path, out: Path | None, pool: Path | None, max_lists: i
         found={key: len(places) for key, places in found.items()},
         passed=[key for key in checks if key not in found],
         short_body=SHORT_BODY,
+        num_flagged=NUM_FLAGGED,
         pairs={name: len(by_pair) for name, by_pair in pairs.items()},
         data=data,
         **numbers_of(material),
@@ -86,6 +89,7 @@ def numbers_of(m: Material) -> dict[str, Any]:
         "dropped": dropped,
         "chosen": chosen,
         "quotas": quotas,
+        "other_drops": _other_drops(m),
         "ranks": {name: histograms({"rank": ranks}) for name, ranks in by_source.items()},
         "positive_ranks": histograms({"found at rank": m.rank[m.positive & (m.rank > 0)]}),
         "words": histograms({"all queries": np.array([num_words(text) for text in m.texts if text], dtype=np.int64)}),
@@ -96,7 +100,17 @@ def numbers_of(m: Material) -> dict[str, Any]:
         "shares": _shares(m) if m.num_pool is not None else {},
         "serves": serves,
         "hubs": [(m.skills[place], serves[place].tolist()) for place in most[:NUM_HUBS] if serves[place].any()],
+        "flags": None if m.flags is None else _flags(m, m.flags),
     }  # fmt: skip
+
+
+def _other_drops(m: Material) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """(stage, filter) → what stages that filter no candidates dropped: queries, lists, skills."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for run in reversed(m.trail.runs):
+        for row in () if run.filters else rows_of(run.folder, DROPPED) or ():
+            found.setdefault((run.stage, row["filter"]), []).append(row)
+    return found
 
 
 def _shares(m: Material) -> dict[str, dict[str, Any]]:
@@ -114,6 +128,17 @@ def _shares(m: Material) -> dict[str, dict[str, Any]]:
             "same": int(m.like_a_positive(numbers).sum()),
         }
     return found
+
+
+def _flags(m: Material, findings: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The findings of the screening with how often lists want, and refuse, the skill; the most wanted first."""
+    wanted, serves = m.num_lists(positive=True), m.num_lists(positive=False)
+    rows: list[dict[str, Any]] = []
+    for row in findings:
+        place = m.position.get(row["skill_id"])
+        used = (0, 0) if place is None else (int(wanted[place]), int(serves[place]))
+        rows.append({**row, "wanted": used[0], "serves": used[1]})
+    return sorted(rows, key=lambda row: (-row["wanted"], -row["serves"]))
 
 
 Pairs = dict[str, dict[tuple[str, str, str], list[Dropped]]]

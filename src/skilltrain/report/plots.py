@@ -28,9 +28,9 @@ class Axis:
         return 100 * (value - self.low) / (self.high - self.low)
 
 
-def axis_of(ticks: Sequence[float]) -> Axis:
+def axis_of(ticks: Sequence[float], logarithmic: bool = False) -> Axis:
     """The axis from the first tick to the last."""
-    return Axis(tuple(ticks), ticks[0], ticks[-1])
+    return Axis(tuple(ticks), ticks[0], ticks[-1], logarithmic)
 
 
 SHARES = axis_of((0, 0.25, 0.5, 0.75, 1))
@@ -43,9 +43,9 @@ def axis_around(middle: float, values: Sequence[float]) -> Axis:
     return axis_of((round(middle - limit, 2), middle, round(middle + limit, 2)))
 
 
-def axis_over(values: Sequence[float]) -> Axis:
-    """The axis with round ends that holds all values."""
-    return axis_of(round_numbers(min(values), max(values)))
+def axis_over(values: Sequence[float], logarithmic: bool = False) -> Axis:
+    """The axis with round ends that holds all values; above 0, if it is logarithmic."""
+    return axis_of(round_numbers(min(values), max(values), logarithmic), logarithmic)
 
 
 def round_numbers(low: float, high: float, logarithmic: bool = False) -> list[float]:

@@ -54,6 +54,7 @@ def report_page(report: Report) -> str:
         missed=missed,
         differing=differing,
         curve=_recall_curve(report),
+        trade=_trade(report),
         axes=_axes(report),
         layers=_layers,
         fields=FIELDS,
@@ -91,6 +92,18 @@ def _recall_curve(report: Report) -> dict[str, Any] | None:
         lines[result.name] = [(axis.place(k), 100 * mean) for k, mean in zip(cutoffs, means, strict=True)]
         last[result.name] = means[-1]
     return {"axis": axis, "lines": lines, "last": last}
+
+
+def _trade(report: Report) -> dict[str, Any] | None:
+    """Latency against quality: both axes, and system → (its whole time, its mean); None where no system has both."""
+    totals = {row.system: row for row in report.analysis.latencies if row.stage == "total" and row.p50 > 0}
+    means = {name: row.get(report.chief_measure) for name, row in report.every.means.items()}
+    points = {name: (totals[name], mean) for name, mean in means.items() if mean is not None and name in totals}
+    if not points:
+        return None
+    across = axis_over([1000 * row.p50 for row, _ in points.values()], logarithmic=True)
+    up = axis_over([end for _, mean in points.values() for end in (mean.low, mean.high)])
+    return {"across": across, "up": up, "points": points}
 
 
 def _axes(report: Report) -> dict[str, Axis]:
