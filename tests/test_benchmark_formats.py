@@ -243,6 +243,32 @@ def test_a_pool_with_one_of_the_candidates_is_enough(write: Write):
         check_pool(benchmark, ["web/fetch"])
 
 
+def clone(write: Write, tools: str) -> Path:
+    """The two files of a clone of the published repository that are read."""
+    offered = {"name": "write", "description": "writes", "inputSchema": {"properties": {"path": {}, "data": {}}}}
+    servers = [
+        {"name": "Disk", "description": "files", "category": "File", "tools": {"disk": {"tools": [offered]}}},
+        {"name": "Cloud", "tools": {"cloud": {"tools": [offered, {"name": "fetch", "description": None}]}}},
+    ]
+    write("tools/LiveMCPTool/tools.json", json.dumps(servers))
+    task = {"task_id": "t1", "Question": "save it", "answers": "", "Annotator Metadata": {"Tools": tools}}
+    return write("annotated_data/all_annotations.json", json.dumps([task]))
+
+
+def test_livemcpbench_as_published_finds_tools_by_name(write: Write):
+    benchmark = load_benchmark(clone(write, "1. write\n2. fetch \n3. lost"))
+    assert benchmark.tasks[0].relevance == Relevance(
+        frozenset({"disk/write", "cloud/fetch"}), {"disk/write": 1.0, "cloud/fetch": 1.0}, {"cloud/write": "disk/write"}
+    )
+    assert benchmark.pool[0] == Skill(
+        "disk/write", "write", "writes (Disk: files)", "Parameters: data, path", "File", source="livemcpbench"
+    )
+    assert benchmark.pool[2] == Skill("cloud/fetch", "fetch", "(Cloud)", "Takes no parameters.", source="livemcpbench")
+    assert benchmark.notes == ("1 of 3 needed tools (1 tasks) have no candidate and are no gold",)
+    with pytest.raises(SkilltrainError, match=r"entry 1: .*expected a numbered list of tools, found 'write'"):
+        load_benchmark(clone(write, "write"))
+
+
 # Faults
 
 

@@ -5,18 +5,34 @@ is taken to do: the first is gold, the others are its alternatives (Relevance.al
 among the tools cannot be gold, and a task with no other is not scored; the benchmark's `notes` count both.
 """
 
-from collections.abc import Container
+import re
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AliasChoices, AliasPath, BeforeValidator, Field
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, make_benchmark, task_of
-from skilltrain.evaluation.benchmarks.rows import Label, NamedRow, Text, read_rows, unique
+from skilltrain.evaluation.benchmarks.rows import Label, NamedRow, Text, parse_row, read_rows, unique
 from skilltrain.evaluation.metrics import Relevance
+from skilltrain.files import read_json
 from skilltrain.records import Query, Skill
 
 _ORIGIN = "livemcpbench"
+ANNOTATIONS = "annotated_data/all_annotations.json"
+SERVERS = "tools/LiveMCPTool/tools.json"
+_LISTED = re.compile(r"^\s*\d+\s*[.)]\s*(\S.*?)\s*$", re.MULTILINE)  # `1. geocode_address`
+
+
+def _listed(value: Any) -> Any:
+    """The names of an annotator's numbered list, `1. write`, `2. fetch`."""
+    if not isinstance(value, str):
+        return value
+    names = _LISTED.findall(value)
+    if not names and value.strip():
+        raise ValueError(f"expected a numbered list of tools, found '{value[:60]}'")
+    return names
 
 
 class _ToolRow(NamedRow):
@@ -38,21 +54,57 @@ class _ToolRow(NamedRow):
 
 class _TaskRow(NamedRow):
     row_id: Text = Field(alias="task_id")
-    query: Text
-    tools: list[Text]
-    tool_skill_ids: list[list[Text]]  # for each tool those that could be meant
+    query: Text = Field(validation_alias=AliasChoices("query", "Question"))
+    tools: Annotated[list[Text], BeforeValidator(_listed)] = Field(
+        validation_alias=AliasChoices("tools", AliasPath("Annotator Metadata", "Tools"))
+    )
+    tool_skill_ids: list[list[Text]] | None = None  # for each tool those that could be meant; None: all of its name
     category: Label = ""
 
 
 def read_livemcpbench(folder: Path, split: str | None) -> Benchmark:
     """The benchmark of a folder with tasks.jsonl and tools.jsonl."""
     tools = unique("skill", read_rows(_ToolRow, folder / "tools.jsonl"))
-    rows = unique("task", read_rows(_TaskRow, folder / "tasks.jsonl"))
+    return _benchmark(folder, split, tools, unique("task", read_rows(_TaskRow, folder / "tasks.jsonl")))
+
+
+def read_livemcpbench_clone(folder: Path, split: str | None) -> Benchmark:
+    """The benchmark of a clone of the published repository."""
+    servers, annotations = folder / SERVERS, folder / ANNOTATIONS
+    tools = (parse_row(_ToolRow, values, str(servers)) for values in _tools_of(read_json(servers)))
+    annotated = enumerate(read_json(annotations), 1)
+    tasks = (parse_row(_TaskRow, values, f"{annotations}, entry {number}") for number, values in annotated)
+    return _benchmark(folder, split, unique("skill", tools), unique("task", tasks))
+
+
+def _tools_of(servers: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the published tools, server by server, as rows of tools.jsonl."""
+    for server in servers:
+        for key, group in server["tools"].items():
+            for tool in group["tools"]:
+                yield {
+                    "skill_id": f"{key}/{tool['name']}",
+                    "server": server["name"],
+                    "server_description": server.get("description") or "",
+                    "name": tool["name"],
+                    "description": tool.get("description") or "",
+                    "parameters": sorted((tool.get("inputSchema") or {}).get("properties") or {}),
+                    "category": server.get("category"),
+                }
+
+
+def _benchmark(
+    folder: Path, split: str | None, tools: Mapping[str, _ToolRow], rows: Mapping[str, _TaskRow]
+) -> Benchmark:
+    offers: dict[str, list[str]] = {}
+    for skill_id, tool in tools.items():
+        offers.setdefault(tool.name, []).append(skill_id)
     tasks: list[Task] = []
     without: list[str] = []  # the task of each tool that has no candidate
     for task_id, row in rows.items():
-        without += [task_id for skill_ids in row.tool_skill_ids if not skill_ids]
-        relevance = _relevance(row, tools)
+        candidates = [offers.get(name, []) for name in row.tools] if row.tool_skill_ids is None else row.tool_skill_ids
+        without += [task_id for skill_ids in candidates if not skill_ids]
+        relevance = _relevance(row, candidates, tools)
         if relevance.gold:
             query = Query(task_id, row.query, kind="", origin=_ORIGIN, split="test")
             tasks.append(task_of(query, relevance, {"category": row.category}, row.where))
@@ -66,13 +118,13 @@ def read_livemcpbench(folder: Path, split: str | None) -> Benchmark:
     return make_benchmark(folder, tasks, split, rows, [tool.skill() for tool in tools.values()], notes=notes)
 
 
-def _relevance(row: _TaskRow, pool: Container[str]) -> Relevance:
+def _relevance(row: _TaskRow, candidates: Sequence[Sequence[str]], pool: Container[str]) -> Relevance:
     """What a task asks for; nothing, where none of its tools has a candidate."""
-    if len(row.tools) != len(row.tool_skill_ids):
-        what = f"task '{row.row_id}' has {len(row.tools)} tools and {len(row.tool_skill_ids)} lists of candidates"
+    if len(row.tools) != len(candidates):
+        what = f"task '{row.row_id}' has {len(row.tools)} tools and {len(candidates)} lists of candidates"
         raise SkilltrainError(what, where=row.where)
     needs: dict[str, str] = {}  # candidate → the first one of its tool
-    for group in dict.fromkeys(tuple(skill_ids) for skill_ids in row.tool_skill_ids):
+    for group in dict.fromkeys(tuple(skill_ids) for skill_ids in candidates):
         for skill_id in group:
             if skill_id in needs or skill_id not in pool:
                 fault = "is a candidate for two tools" if skill_id in needs else "is not among the benchmark's own"

@@ -13,7 +13,7 @@ from skilltrain.evaluation.benchmarks.benchmark import (
     make_benchmark,
     task_of,
 )
-from skilltrain.evaluation.benchmarks.livemcpbench import read_livemcpbench
+from skilltrain.evaluation.benchmarks.livemcpbench import ANNOTATIONS, read_livemcpbench, read_livemcpbench_clone
 from skilltrain.evaluation.benchmarks.qrels import read_beir, read_skillret
 from skilltrain.evaluation.benchmarks.r3 import read_r3_groups, read_r3_skill
 from skilltrain.evaluation.benchmarks.skillrouter import read_skillrouter, read_skillrouter_tier
@@ -54,6 +54,7 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
 # The file that tells a form, and what reads it; the first that is there decides.
 _READERS: tuple[tuple[str, Callable[[Path, str | None], Benchmark]], ...] = (
     ("tools.jsonl", read_livemcpbench),
+    (ANNOTATIONS, read_livemcpbench_clone),
     ("tasks.jsonl", read_skillrouter),
     ("judgements.jsonl", read_r3_groups),
     ("skills_test.jsonl", read_r3_skill),
@@ -66,7 +67,7 @@ _FORMS = (
     "a benchmark holds queries.parquet and judgements.parquet (ours), tasks.jsonl and relevance.json "
     "(SkillRouter), queries.jsonl and qrels/*.tsv (BEIR), queries/, skills/ and qrels/*.jsonl (SkillRet's data), "
     "test.jsonl and skills_test.jsonl (R3-Skill's data), judgements.jsonl (groups), "
-    "tasks.jsonl and tools.jsonl (LiveMCPBench), or the pool of a tier beside relevance.json (SkillRouter)"
+    "tasks.jsonl and tools.jsonl, or a clone (LiveMCPBench), or the pool of a tier beside relevance.json (SkillRouter)"
 )
 
 
