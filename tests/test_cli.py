@@ -169,7 +169,8 @@ FAULTS = {
     "route --pool {runs}/pool": "Missing argument 'request'",
     "route words --pool {runs}/pool --encoder {tmp}/nowhere": "{tmp}/nowhere: no such model",
     # Recipes and runs.
-    "settings trian": "skilltrain settings: unknown stage 'trian'; allowed: collect, pool, ",
+    "recipes --dir {tmp}/nowhere": "{tmp}/nowhere: no such folder (recipes come with the repository",
+    "recipes --schema trian": "skilltrain recipes: unknown stage 'trian'; allowed: collect, pool, ",
     "export {tmp}/empty --out {tmp}/out": "{tmp}/empty",
     "export {runs}/encoder --checkpoint step-4711 --out {tmp}/out": "step-4711",
     "export {runs}/encoder": "Missing option '--out'",
@@ -303,13 +304,14 @@ def test_help_lists_settings_and_an_example(command):
 
 def test_help_tells_the_settings_inside_sections_and_those_of_each_choice():
     assert "llm.model" not in succeeds("synthesize", "--help").out
-    shown = succeeds("settings", "synthesize").out
+    shown = succeeds("synthesize", "--help-all").out
     assert "  llm with kind=openai:\n  llm.model: " in shown and "  llm.budget.max_dollars: " in shown
-    assert "  llm with kind=smollm2:\n  llm.temperature: 0: the likeliest token each time (default 0.7)" in shown
-    shown = succeeds("settings", "collect").out
+    assert "  llm with kind=smollm2:
+  llm.temperature: 0: the likeliest token each time (default 0.7)" in shown
+    shown = succeeds("collect", "--help-all").out
     assert "  registry.max_skills: " in shown and "Undefined" not in shown
     assert "{query_id: [skill_id, …]}" in " ".join(succeeds("evaluate", "--help").out.replace("│", "").split())
-    shown = succeeds("settings", "evaluate").out
+    shown = succeeds("evaluate", "--help-all").out
     assert '  systems[].rankers[].template.skill.separator: what stands between the parts (default " | ")' in shown
     assert "  systems[].rankers[].template.skill.…: as systems[].rankers[].template.skill.…" in shown
 
@@ -325,6 +327,22 @@ def test_help_of_the_whole_and_of_the_other_commands():
     assert "--resume" in succeeds("train", "--help").out
     assert "--json" in succeeds("route", "--help").out
     assert succeeds("--version").out.strip()
+
+
+def test_recipes_are_listed_with_what_they_train(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    lines = succeeds("recipes").out.splitlines()
+    (line,) = [line for line in lines if line.startswith("recipes/sr_rank_0.6b_pointwise.yaml ")]
+    assert line.split()[1:] == ["train_reranker", "Qwen/Qwen3-Reranker-0.6B", "pointwise_bce"]
+    assert lines[lines.index(line) + 1].startswith("    The ablation")
+    assert "tiny/sr_emb_minilm.yaml" in succeeds("recipes", "--dir", "recipes/tiny").out
+
+
+def test_the_schema_of_a_recipe_is_json():
+    schema = json.loads(succeeds("recipes", "--schema", "train_reranker").out)
+    assert schema["properties"]["stage"]["const"] == "train_reranker" and "ListwiseCE" in schema["$defs"]
+    any_stage = json.loads(succeeds("recipes", "--schema").out)
+    assert [one["properties"]["stage"]["const"] for one in any_stage["oneOf"]] == [*STAGES]
 
 
 def test_a_run_and_its_checkpoints_are_exported(runs, tmp_path):

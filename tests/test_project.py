@@ -18,7 +18,7 @@ from packaging.version import Version
 
 import skilltrain
 from skilltrain.config import load_recipe
-from skilltrain.stages import STAGES, parse_recipe
+from skilltrain.stages import STAGES, list_recipes, parse_recipe
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "ablations")
@@ -95,8 +95,9 @@ def test_there_are_recipes():
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_recipe_is_valid_says_what_it_is_and_starts_nothing_when_imported(path: Path):
     stage = STAGES[parse_recipe(load_recipe(path), path).stage]
-    about = next(line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
-    assert about.endswith(".") and 20 < len(about) < 140
+    (found,) = [one for one in list_recipes(path.parent) if one.path == path]
+    assert found.about.endswith(".") and 20 < len(found.about) < 140
+    assert bool(found.base and found.loss) == stage.trains
     if stage.trains:
         assert "run" in runpy.run_path(str(path), run_name="imported")  # what a spawned worker does
 

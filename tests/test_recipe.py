@@ -15,7 +15,7 @@ from skilltrain.config import load_recipe, sections_of
 from skilltrain.errors import SkilltrainError
 from skilltrain.recipe import run
 from skilltrain.runs import FREE_TO_CHANGE, input_fingerprint
-from skilltrain.stages import STAGES, parse_recipe, run_recipe
+from skilltrain.stages import STAGES, list_recipes, parse_recipe, run_recipe, schema_of
 from small_library import (
     contents,
     encoder_recipe,
@@ -75,6 +75,28 @@ def test_every_stage_has_settings_with_descriptions(name):
             bare += [f"{section.__name__}.{key}"] if not (is_tag or field.description) else []
             waiting += [inner for inner in sections_of(field.annotation) if inner not in seen]
     assert bare == []
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_the_schema_of_a_stage_names_its_settings_and_the_line_of_python(name):
+    schema = json.loads(json.dumps(schema_of([name])))
+    assert schema["properties"].keys() == {"recipe", *STAGES[name].config.model_fields}
+    assert schema["additionalProperties"] is False
+    assert "out" in schema["required"] and "recipe" not in schema["required"]
+    assert schema["$defs"].items() <= schema_of([*STAGES])["$defs"].items()
+
+
+def test_recipes_are_listed_by_what_they_train(tmp_path):
+    text = "# An encoder.\nstage: train_encoder\nmodel: {source: owner/name}\ndata: {pool: a, lists: b}\nout: c\n"
+    write_recipe(tmp_path / "below" / "encoder.yaml", text)
+    (tmp_path / "pool.yaml").write_text("stage: pool\nsources: a\nout: b\n")
+    (tmp_path / "launch.yaml").write_text("num_processes: 2\n")
+    (tmp_path / "list.yaml").write_text("- stage: pool\n")
+    (tmp_path / "odd.yaml").write_text("stage: [pool]\n")
+    pool, encoder = list_recipes(tmp_path)
+    assert (pool.path, pool.stage, pool.base, pool.loss, pool.about) == (tmp_path / "pool.yaml", "pool", "", "", "")
+    assert (encoder.stage, encoder.base, encoder.loss) == ("train_encoder", "owner/name", "infonce")
+    assert encoder.about == "An encoder." and encoder.path == tmp_path / "below" / "encoder.yaml"
 
 
 # The record ----------------------------------------------------------------------------------------------------------

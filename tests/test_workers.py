@@ -1,11 +1,14 @@
-"""Blocks of work: the same results in the same order in this process and in several."""
+"""Blocks of work: the same results in the same order in this process, in several, and on Ray."""
 
 import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from skilltrain.data.near_duplicates import link_near_duplicates
+from skilltrain.data.trigrams import TrigramSets
 from skilltrain.errors import SkilltrainError
 from skilltrain.workers import WorkersConfig, map_blocks
 
@@ -57,3 +60,32 @@ def test_a_users_fault_in_a_worker_is_told_as_it_is(workers: WorkersConfig) -> N
 def test_a_worker_that_dies_ends_the_work_with_advice() -> None:
     with pytest.raises(SkilltrainError, match=r"worker process ended.*workers\.num to fewer"):
         list(map_blocks(die, [0, 1], WorkersConfig(num=2), "x"))
+
+
+@pytest.fixture(scope="module")
+def on_ray() -> Iterator[WorkersConfig]:
+    ray = pytest.importorskip("ray")
+    with pytest.MonkeyPatch.context() as patch:
+        paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))  # where Ray's workers find this file's functions
+        yield WorkersConfig(engine="ray", num=2)
+    ray.shutdown()
+
+
+def test_ray_gives_what_processes_give(on_ray: WorkersConfig) -> None:
+    blocks = [range(10 * start, 10 * start + 3) for start in range(6)]
+    here = list(map_blocks(partial(shifted_squares, 7), blocks, WorkersConfig(num=1), "squares"))
+    assert list(map_blocks(partial(shifted_squares, 7), blocks, on_ray, "squares")) == here
+    with pytest.raises(SkilltrainError, match=r"^block 2: is odd \(leave it out\)$"):
+        list(map_blocks(refuse_third, range(4), on_ray, "x"))
+    assert list(map_blocks(refuse_third, [], on_ray, "x")) == []
+
+
+@pytest.mark.slow
+def test_near_duplicates_are_the_same_on_ray(on_ray: WorkersConfig) -> None:
+    bodies = [f"restart the pods of service {n // 2} and wait until all of them are ready again" for n in range(40)]
+    here = TrigramSets.of(bodies, ENGINES[0])
+    there = TrigramSets.of(bodies, on_ray)
+    assert here.trigrams.tolist() == there.trigrams.tolist() and here.starts.tolist() == there.starts.tolist()
+    roots = link_near_duplicates(here, 0.9, ENGINES[0])
+    assert link_near_duplicates(there, 0.9, on_ray) == roots and len(set(roots)) == 20

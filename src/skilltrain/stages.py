@@ -1,10 +1,12 @@
 """All stages in one place: their settings as one union, how each runs, and what `--help` says of it."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from skilltrain.config import check_inputs, to_yaml, validate
+from skilltrain.config import check_inputs, load_recipe, to_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.runs import Stage, run_stage
 from skilltrain.terminal import is_main_process, say
@@ -184,3 +186,55 @@ def dry_run(config: Any) -> dict[str, Any]:
     check_inputs(config)
     plan = STAGES[config.stage].plan
     return plan(config) if plan else {}
+
+
+def schema_of(stages: Sequence[str]) -> dict[str, Any]:
+    """The JSON Schema of a recipe of any of `stages`, for an editor."""
+    schemas = [STAGES[stage].config.model_json_schema() for stage in stages]
+    line = {"type": "string", "description": "the line that makes the file valid Python; not a setting"}
+    definitions: dict[str, Any] = {}
+    for schema in schemas:
+        schema["properties"] = {"recipe": line} | schema["properties"]
+        definitions |= schema.pop("$defs", {})
+    any_of = schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **any_of, "$defs": definitions}
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One recipe of a folder, in the words of `skilltrain recipes`; base and loss are empty where there is none."""
+
+    path: Path
+    stage: str
+    base: str
+    loss: str
+    about: str
+
+
+def list_recipes(folder: Path) -> list[Listed]:
+    """The recipes below `folder`, those of the folder itself first. Raises SkilltrainError where there is none."""
+    files = sorted(folder.rglob("*.yaml"), key=lambda file: (len(file.parts), file))
+    found = [listed for file in files if (listed := _listed(file)) is not None]
+    if not found:
+        what = "holds no recipe" if folder.is_dir() else "no such folder"
+        fix = "recipes come with the repository, not with the installed package: clone it, or give --dir"
+        raise SkilltrainError(what, where=folder, fix=fix)
+    return found
+
+
+def _listed(file: Path) -> Listed | None:
+    """What a file says of itself; None if it is no recipe."""
+    try:
+        values = load_recipe(file)
+    except SkilltrainError as error:
+        say(f"not listed: {error}")
+        return None
+    stage = values.get("stage")
+    if not isinstance(stage, str) or stage not in STAGES:
+        return None
+    model, loss = ("", "")
+    if STAGES[stage].trains:
+        config = parse_recipe(values, file)
+        model, loss = config.model.source, config.loss.name
+    comments = (line[1:].strip() for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
+    return Listed(file, stage, model, loss, next(comments, ""))

@@ -1,4 +1,4 @@
-"""The declared tables between stages; a row that does not fit is refused.
+"""The declared tables between stages; a row that does not fit is refused, never bent.
 
 `pa.Table.from_pylist` drops unknown keys and lets nulls into non-null columns, so `write_table` checks both.
 """
@@ -92,10 +92,33 @@ def table_from_rows(rows: Iterable[Mapping[str, Any]], spec: TableSpec) -> pa.Ta
 
 def _column(values: list[Any], field: pa.Field, spec: TableSpec) -> pa.Array:
     try:
-        return pa.array(values, field.type)
+        return _array(values, field.type)
     except _MISFIT as error:
         what = f"a value does not fit column '{field.name}' of table {spec.name}: {error}"
-        raise SkilltrainError(what) from error
+        raise SkilltrainError(what, where=_first_misfit(values, field)) from error
+
+
+def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
+    for value in values:
+        if _bends(value, kind):
+            raise ValueError(f"{value!r} is not {kind}")
+    return pa.array(values, kind)
+
+
+def _bends(value: Any, kind: pa.DataType) -> bool:
+    """Whether Arrow would silently change `value`: cut off a fraction, or spell a text out as a list of letters."""
+    if pa.types.is_list(kind) and value is not None:
+        return isinstance(value, str) or any(_bends(item, kind.value_type) for item in value)
+    return pa.types.is_integer(kind) and isinstance(value, float)
+
+
+def _first_misfit(values: list[Any], field: pa.Field) -> str | None:
+    for position, value in enumerate(values):
+        try:
+            _array([value], field.type)
+        except _MISFIT:
+            return f"row {position}"
+    return None
 
 
 def check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
@@ -119,13 +142,12 @@ def _difference(have: pa.Schema, need: pa.Schema) -> str:
     if unknown := [name for name in have.names if name not in need.names]:
         return f"its column '{unknown[0]}' is unknown; the columns are {', '.join(need.names)}"
     for field in need:
-        if (found := have.field(field.name)) != field:
-            return f"column '{field.name}' is {_kind(found)}, and must be {_kind(field)}"
+        found = have.field(field.name)
+        if found.type != field.type:
+            return f"column '{field.name}' is {found.type}, not {field.type}"
+        if found.nullable != field.nullable:
+            return f"column '{field.name}' is declared {'nullable' if found.nullable else 'not null'}"
     return f"the order of the columns is not {', '.join(need.names)}"
-
-
-def _kind(field: pa.Field) -> str:
-    return f"{field.type}{' or null' if field.nullable else ''}"
 
 
 def _check_key(table: pa.Table, spec: TableSpec, where: object) -> None:

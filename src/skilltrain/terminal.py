@@ -1,5 +1,6 @@
-"""What a person sees while work goes on: one console, one kind of progress line."""
+"""What a person sees while work goes on: one console, one kind of progress bar."""
 
+import logging
 import os
 import textwrap
 import time
@@ -8,8 +9,17 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.text import Text
 
 from skilltrain.texts import visible
@@ -17,27 +27,56 @@ from skilltrain.texts import visible
 console = Console(stderr=True, highlight=False)
 if not console.is_terminal and "COLUMNS" not in os.environ:
     console.width = 120  # a log file has no width of its own; tables need this much
+log = logging.getLogger("skilltrain")
 ItemT = TypeVar("ItemT")
 _SECONDS_BETWEEN_LINES = 30
 _BETWEEN_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}  # a path can be copied whole
 _MAX_CHARS = 2000  # of a line; what a library says of a file may hold all of the file
 
 
+class _RateColumn(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.speed:,.1f}/s" if task.speed else "", style="dim")
+
+
+class _RemainingColumn(ProgressColumn):
+    """rich's own looks back 30 seconds, so it says nothing where a step takes longer."""
+
+    def __init__(self, done_before: int) -> None:
+        super().__init__()
+        self._done_before = done_before
+
+    def render(self, task: Task) -> Text:
+        done, left = int(task.completed) - self._done_before, int((task.total or 0) - task.completed)
+        return Text(_eta(task.elapsed or 0, done, left) if left >= 0 else "", style="cyan")
+
+
 @contextmanager
 def progress(description: str, total: int | None, done: int = 0) -> Iterator[Callable[[int, str], None]]:
     """Show how far a work is, of which `done` is done already; yields show(completed, note).
 
-    In a terminal a line that is redrawn, the note below it; elsewhere (a batch job's log) a line about every 30
-    seconds. Nothing for a single item.
+    In a terminal a bar with rate and remaining time, the note below it; elsewhere (a batch job's log) a plain line
+    now and then. Nothing for a single item.
     """
-    shown = Progress(description, total, done, time.monotonic)
     if total == 1:
         yield lambda completed, note: None
-    elif not (console.is_terminal and is_main_process()):
-        yield shown.say
-    else:
-        with Live(console=console, refresh_per_second=4) as live:
-            yield lambda completed, note: live.update(Text(f"{shown.line(completed)}\n{note}".strip(), style="dim"))
+        return
+    if not (console.is_terminal and is_main_process()):
+        yield PlainProgress(description, total, done, time.monotonic).show
+        return
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RateColumn(), TimeElapsedColumn(),
+        _RemainingColumn(done),
+    )  # fmt: skip
+    bar, line = Progress(*columns, console=console), Text(style="dim")
+    task = bar.add_task(description, total=total, completed=done)
+
+    def show(completed: int, note: str) -> None:
+        bar.update(task, completed=completed)
+        line.plain = note
+
+    with Live(Group(bar, line), console=console, refresh_per_second=4):
+        yield show
 
 
 def track(items: Iterable[ItemT], description: str, total: int | None) -> Iterator[ItemT]:
@@ -58,27 +97,30 @@ def without_bars() -> Iterator[None]:
         console.quiet = before
 
 
-class Progress:
-    """How far a work is, in a line, with how long what is left will take at the pace of all that was done here."""
+class PlainProgress:
+    """One line about every 30 seconds."""
 
     def __init__(self, description: str, total: int | None, done: int, clock: Callable[[], float]) -> None:
         self.description, self.total, self.done_before, self.clock = description, total, done, clock
         self.started = self.last_time = clock()
 
-    def line(self, completed: int) -> str:
-        """The line when `completed` are done, those of before included."""
+    def show(self, completed: int, note: str) -> None:
+        """Say how far it is, and how long it will take, if it is time to."""
+        now = self.clock()
+        if now - self.last_time < _SECONDS_BETWEEN_LINES:
+            return
+        self.last_time = now
         if self.total is None:
-            return f"{self.description} {completed:,}"
-        done = completed - self.done_before
-        left = (self.clock() - self.started) / done * (self.total - completed) if done else None
-        eta = "-:--:--" if left is None else timedelta(seconds=round(left))
-        return f"{self.description} {completed:,}/{self.total:,} ({100 * completed // max(1, self.total)}%)  eta {eta}"
+            say(f"{self.description} {completed:,}  {note}")
+            return
+        eta = _eta(now - self.started, completed - self.done_before, self.total - completed)
+        share = 100 * completed // max(1, self.total)
+        say(f"{self.description} {completed:,}/{self.total:,} ({share}%)  {eta}  {note}")
 
-    def say(self, completed: int, note: str) -> None:
-        """Say the line if 30 seconds have passed since the last."""
-        if self.clock() - self.last_time >= _SECONDS_BETWEEN_LINES:
-            self.last_time = self.clock()
-            say(f"{self.line(completed)}  {note}")
+
+def _eta(seconds: float, done: int, left: int) -> str:
+    """How long what is left will take, at the pace of all that was done in `seconds`."""
+    return f"eta {timedelta(seconds=round(seconds / done * left))}" if done else "eta -:--:--"
 
 
 def is_main_process() -> bool:

@@ -1,11 +1,12 @@
-"""Blocks of work on several processes of this machine, with the same results in the same order."""
+"""Blocks of work on several processes of this machine, or on a Ray cluster, with the same results in the same order."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -20,8 +21,13 @@ ResultT = TypeVar("ResultT")
 class WorkersConfig(Config):
     """Who computes. The results do not depend on it."""
 
+    engine: Literal["processes", "ray"] = Field(
+        default="processes",
+        description="processes: of this machine; ray: Ray (pip install 'skilltrain[ray]'), on the cluster of "
+        "RAY_ADDRESS or on this machine",
+    )
     num: int | None = Field(
-        default=None, ge=1, description="processes of this machine; null: one per core; 1: this process alone"
+        default=None, ge=1, description="workers; null: one per core; 1 with processes: this process alone"
     )
 
 
@@ -42,7 +48,10 @@ def map_blocks(
     if not blocks:
         return
     num = min(workers.num or num_cores(), len(blocks))
-    results = _in_processes(function, blocks, num) if num > 1 else map(function, blocks)
+    if workers.engine == "ray":
+        results = _on_ray(function, blocks, workers.num)
+    else:
+        results = _in_processes(function, blocks, num) if num > 1 else map(function, blocks)
     yield from track(results, description, len(blocks))
 
 
@@ -65,3 +74,27 @@ def _limit_threads(threads: int) -> None:
     """Share the cores among the workers, before the libraries that read this are loaded."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(threads)
+
+
+def _on_ray(function: Callable[[BlockT], ResultT], blocks: Sequence[BlockT], num: int | None) -> Iterator[ResultT]:
+    """The results from the cluster that RAY_ADDRESS names, or from one of `num` cores on this machine."""
+    try:
+        import ray
+        from ray.exceptions import RayError, RayTaskError
+    except ImportError as error:
+        raise SkilltrainError("workers.engine ray needs Ray", fix="pip install 'skilltrain[ray]'") from error
+    if not ray.is_initialized():
+        cores = None if os.environ.get("RAY_ADDRESS") else num or num_cores()
+        ray.init(num_cpus=cores, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    task: Any = ray.remote(_call)
+    get: Any = ray.get
+    try:
+        yield from map(get, [task.remote(function, block) for block in blocks])
+    except RayTaskError as error:
+        raise error.cause if isinstance(error.cause, SkilltrainError) else error from error
+    except RayError as error:
+        raise SkilltrainError(f"Ray gave up: {' '.join(str(error).split())[:300]}") from error
+
+
+def _call(function: Callable[[BlockT], ResultT], block: BlockT) -> ResultT:
+    return function(block)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from skilltrain.cli.app import AS_WRITTEN, DryRun, Overrides, app, execute, quietly, settings_of, show
-from skilltrain.cli.settings_help import SettingsCommand
+from skilltrain.cli.settings_help import HelpAll, SettingsCommand
 from skilltrain.errors import SkilltrainError
 from skilltrain.stages import parse_recipe
 from skilltrain.terminal import console
@@ -26,6 +26,7 @@ def evaluate(
         typer.Option("--json", help="file for the means of one predictions file; values per query go beside it"),
     ] = None,
     only_plan: DryRun = False,
+    help_all: HelpAll = False,
 ) -> None:
     """Compare systems on a benchmark, with 95% intervals; or score predictions that other software made.
 

@@ -1,9 +1,10 @@
-"""The settings of a stage in words: the first level in a command's --help, all of them in `skilltrain settings`."""
+"""A command's --help with the settings of its stage; --help-all also tells those of sections within sections."""
 
 import json
 from collections.abc import Iterator
-from typing import Any, get_origin
+from typing import Annotated, Any, get_origin
 
+import typer
 from pydantic import BaseModel
 from typer.core import TyperCommand
 
@@ -19,13 +20,20 @@ class SettingsCommand(TyperCommand):
         stage = STAGES[str(self.name)]
         super().get_help(ctx)
         fields = "\n".join(_describe_fields(stage.config, "", None))
-        settings = f"\nSettings (key=value; `skilltrain settings {self.name}` shows those of sections too):\n{fields}"
+        settings = f"\nSettings (key=value; --help-all shows those of sections too):\n{fields}"
         return f"{settings}\n\nExample:\n  skilltrain {self.name} {stage.example}" if stage.example else settings
 
 
-def all_settings(stage: str) -> str:
-    """All that a recipe of the stage may hold, sections within sections too."""
-    return "\n".join(_describe_fields(STAGES[stage].config, "", {}))
+def _print_all(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        fields = "\n".join(_describe_fields(STAGES[str(ctx.command.name)].config, "", {}))
+        typer.echo(f"Settings (key=value; those of lists, marked [], in a recipe):\n{fields}")
+        raise typer.Exit
+
+
+HelpAll = Annotated[
+    bool, typer.Option("--help-all", callback=_print_all, is_eager=True, help="show all settings and exit")
+]
 
 
 def _describe_fields(

@@ -1,4 +1,4 @@
-"""Commands that run stages, trainings and grids of them, tell their settings and export models."""
+"""Commands that run stages, trainings and grids of them, list recipes and export models."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,20 +13,23 @@ from skilltrain.cli.app import (
     app,
     conclude,
     execute,
+    json_text,
     only_settings,
     quietly,
     settings_of,
     show,
 )
-from skilltrain.cli.settings_help import SettingsCommand, all_settings
+from skilltrain.cli.settings_help import HelpAll, SettingsCommand
 from skilltrain.config import load_recipe
 from skilltrain.errors import SkilltrainError
-from skilltrain.stages import STAGES, parse_recipe
+from skilltrain.stages import STAGES, list_recipes, parse_recipe, schema_of
 
 
 def _add_stage(stage: str) -> None:
     @app.command(stage, cls=SettingsCommand, help=STAGES[stage].about, context_settings=AS_WRITTEN)
-    def run_stage(arguments: Overrides = None, only_plan: DryRun = False, as_json: AsJson = False) -> None:
+    def run_stage(
+        arguments: Overrides = None, only_plan: DryRun = False, as_json: AsJson = False, help_all: HelpAll = False
+    ) -> None:
         values, where = settings_of(stage, arguments or [])
         execute(parse_recipe(values, where), only_plan, as_json=as_json)
 
@@ -46,7 +49,7 @@ def train(
 ) -> None:
     """Train an encoder or a reranker.
 
-    Its settings: skilltrain settings train_encoder (or train_reranker)
+    Its settings: skilltrain recipes --schema train_encoder (or train_reranker)
 
     Example: skilltrain train recipes/tiny/sr_emb_minilm.yaml training.seed=7 out=runs/emb7
     """
@@ -58,16 +61,24 @@ def train(
 
 
 @app.command()
-def settings(
-    stage: Annotated[str, typer.Argument(help="a stage, e.g. train_encoder, or another command with a recipe")],
+def recipes(
+    stage: Annotated[str | None, typer.Argument(help="list recipes of this stage only, e.g. train_encoder")] = None,
+    folder: Annotated[Path, typer.Option("--dir", help="where the recipes are")] = Path("recipes"),
+    schema: Annotated[bool, typer.Option("--schema", help="print what a recipe may hold, as JSON Schema")] = False,
 ) -> None:
-    """Show all that a recipe of a stage may hold, with defaults; items of lists are marked [].
+    """List the recipes of a folder, or print what a recipe may hold, as JSON Schema.
 
-    Example: skilltrain settings train_encoder
+    Example: skilltrain recipes --schema train_encoder > train_encoder.schema.json
     """
-    if stage not in STAGES:
-        raise SkilltrainError(f"unknown stage {stage!r}; allowed: {', '.join(STAGES)}", where="skilltrain settings")
-    typer.echo(all_settings(stage))
+    if stage is not None and stage not in STAGES:
+        raise SkilltrainError(f"unknown stage {stage!r}; allowed: {', '.join(STAGES)}", where="skilltrain recipes")
+    if schema:
+        typer.echo(json_text(schema_of([stage] if stage else [*STAGES])))
+        return
+    for found in list_recipes(folder):
+        if stage in (None, found.stage):
+            facts = [found.stage, found.base, found.loss]
+            typer.echo(f"{found.path}  {'  '.join(fact for fact in facts if fact)}\n    {found.about}")
 
 
 @app.command()
