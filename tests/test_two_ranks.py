@@ -108,6 +108,7 @@ def test_deepspeeds_files_execute_no_code(both_ranks):
 
 def test_the_first_rank_works_for_all_and_before_all(both_ranks):
     assert [result["made"] for result in both_ranks[1]] == ["by rank 0"] * 2
+    assert [result["order"] for result in both_ranks[1]] == ["0", "01"]
 
 
 def test_all_ranks_agree_on_the_figures(both_ranks):

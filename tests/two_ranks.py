@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,7 +33,7 @@ from skilltrain.training.checkpoint import checkpoints
 from skilltrain.training.dev import Dev, OwnEncoder
 from skilltrain.training.engine import new_accelerator
 from skilltrain.training.loop import Run, train
-from skilltrain.training.ranks import made_by_first_rank
+from skilltrain.training.ranks import first_rank_first, made_by_first_rank
 from skilltrain.training.settings import DevConfig, TrainingConfig
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
 from skilltrain.training.training_set import lexical_scores
@@ -139,6 +140,7 @@ def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
         "reranker": five_steps(reranker_step(folders["bert_reranker"]), 2),
         "figure": dev_figure(root, rank),
         "made": made_by_first_rank(lambda: f"by rank {rank}"),
+        "order": order(root / "order", rank),
         "interrupted": interrupted(folders["bert"], root / "interrupted", rank),
         "unshared": [unshared(folders["bert"], root / "unshared", rank, resume) for resume in (False, True)],
     }
@@ -152,10 +154,19 @@ def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
     torch.save(results, root / f"rank{rank}.pt")
 
 
+def order(file: Path, rank: int) -> str:
+    """What a file that all ranks write to holds after this one has."""
+    with first_rank_first():
+        if rank == 0:
+            time.sleep(0.5)
+        file.write_text((file.read_text() if file.exists() else "") + str(rank))
+        return file.read_text()
+
+
 def dev_figure(root: Path, rank: int) -> float:
     """MRR of a dev evaluation in which a last bit orders the skills differently on the second rank."""
     queries, skill_ids = [Query("q", "find", "single", "test", "dev")], ["s0", "s1"]
-    asked = tokenized(["q"], ["q"], lambda texts: [[0]])
+    asked = tokenized(["q"], ["q"], lambda texts: [[0]], "", None)
     own = OwnEncoder(asked, {skill_id: [[0]] for skill_id in skill_ids})
     relevances = {"q": Relevance(frozenset({"s0"}), {"s0": 1.0})}
     dev = Dev(DevConfig(benchmark=root), relevances, Cascade(queries, [], 20, own), own)

@@ -148,9 +148,9 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
         texts, settings = [query.text for query in queries], model.settings
         chunks = {skill.skill_id: settings.chunk_texts(skill) for skill in skills}
         each = list(dict.fromkeys(text for of_skill in chunks.values() for text in of_skill))
-        tokens = tokenized(each, each, lambda some: model.tokenize(some, settings.max_tokens))
+        tokens = tokenized(each, each, lambda some: model.tokenize(some, settings.max_tokens), "", None)
         own = OwnEncoder(
-            tokenized([query.query_id for query in queries], texts, model.tokenize_queries),
+            tokenized([query.query_id for query in queries], texts, model.tokenize_queries, "", None),
             {skill_id: [tokens[text] for text in of_skill] for skill_id, of_skill in chunks.items()},
             settings.chunks.pool,
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from skilltrain.files import cache_folder
 from skilltrain.losses import lexical_weight
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import default_device
@@ -16,7 +17,7 @@ from skilltrain.training.engine import new_accelerator, shards_weights
 from skilltrain.training.export_run import save_trained
 from skilltrain.training.held_out import check_held_out
 from skilltrain.training.loop import Run, num_steps, step_batches, train
-from skilltrain.training.memory import check_fits, held_bytes, planned_activations
+from skilltrain.training.memory import check_fits, planned_activations
 from skilltrain.training.scores import check_teacher_scores
 from skilltrain.training.settings import (
     TrainConfig,
@@ -30,6 +31,8 @@ from skilltrain.training.training_set import TrainingSet, load_training_set, on_
 
 __all__ = ["TrainEncoderConfig", "TrainRerankerConfig", "plan", "run_training"]
 
+_ADAMW_BYTES = 8  # two float32 moments a trained parameter
+
 
 def run_training(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]:
     """Train and save the model; the summary counts what was trained on."""
@@ -38,7 +41,7 @@ def run_training(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]
     check_fits(config, accelerator)
     data = _load_data(config)
     contaminated = check_held_out(config.data, config.dev, data)
-    step = _step(config, data, default_device(), shards_weights(accelerator))
+    step = _step(config, data, default_device(), cache_folder("tokens"), shards_weights(accelerator))
     data = step.data
     if share := _cut_share(step, data):
         limit = step.model.settings.max_tokens
@@ -83,11 +86,17 @@ def _load_data(config: TrainConfig) -> TrainingSet:
     return data
 
 
-def _step(config: TrainConfig, data: TrainingSet, device: torch.device, is_sharded: bool = False) -> StepModule:
+def _step(
+    config: TrainConfig,
+    data: TrainingSet,
+    device: torch.device,
+    token_cache: Path | None = None,
+    is_sharded: bool = False,
+) -> StepModule:
     model, training = load_model(config, device), config.training
     in_batch = isinstance(config, TrainEncoderConfig) and config.in_batch_negatives
     budget = training.token_budget_on(default_device())
-    settings = StepSettings(budget, training.recompute, in_batch, training.varlen, is_sharded)
+    settings = StepSettings(budget, training.recompute, in_batch, token_cache, training.varlen, is_sharded)
     if isinstance(model, Encoder):
         assert isinstance(config, TrainEncoderConfig)
         settings = replace(settings, late_interaction=config.late_interaction)
@@ -113,6 +122,9 @@ def counts_of(step: StepModule, data: TrainingSet) -> dict[str, int]:
 def plan_of(step: StepModule, data: TrainingSet, config: TrainingConfig) -> dict[str, Any]:
     """All figures of the plan: `list_tokens` of all lists one by one, of which a step computes what is shared once;
     `memory_mib` where one process holds all, with `activation_mib` for the largest batch (`planned_activations`)."""
+    trained = [parameter for parameter in step.parameters() if parameter.requires_grad]
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in [*step.parameters(), *trained])
+    num_bytes += _ADAMW_BYTES * sum(parameter.numel() for parameter in trained)
     batches = chain.from_iterable(step_batches(data.lists, config))
     activations = planned_activations(step, batches, config.dtype_on(default_device()))
     most = step.model.settings.max_tokens
@@ -125,7 +137,7 @@ def plan_of(step: StepModule, data: TrainingSet, config: TrainingConfig) -> dict
         "positives_cut_share": _cut_share(step, data),
         "list_tokens": tokens,
         "activation_mib": round(activations / 2**20, 1),
-        "memory_mib": round((held_bytes(step) + activations) / 2**20, 1),
+        "memory_mib": round((num_bytes + activations) / 2**20, 1),
     }
 
 

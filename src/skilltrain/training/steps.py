@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from skilltrain.models.encoder import Encoder
 from skilltrain.models.max_sim import max_sim
 from skilltrain.models.micro_batches import TokenIds, run_micro_batches, split_to
 from skilltrain.models.reranker import PairIds, Reranker
-from skilltrain.models.tokens import TokenStore, tokenized
+from skilltrain.models.tokens import TokenStore, tokenized, tokenizer_identity
 from skilltrain.records import Skill
-from skilltrain.training.ranks import gather_rows, highest_on_any_rank, made_by_first_rank, rank_and_world
+from skilltrain.training.ranks import first_rank_first, gather_rows, highest_on_any_rank, rank_and_world
 from skilltrain.training.scores import ScoreContext, check_teacher_scores, encoder_scores, list_scores
 from skilltrain.training.training_set import TrainingList, TrainingSet
 
@@ -29,6 +30,7 @@ class StepSettings:
     token_budget: int
     recompute: bool = False
     in_batch: bool = True
+    token_cache: Path | None = None
     varlen: bool = False
     is_sharded: bool = True  # ranks that hold shards of the model (FSDP2, ZeRO-3) must run it equally often
     late_interaction: LateInteraction | None = None
@@ -70,7 +72,9 @@ class EncoderStep(nn.Module):
             checkpoint_layers(encoder.backbone)
         if settings.varlen:
             encoder.attend_by_length()
-        self.query_ids, self.skill_ids = _token_ids(data, encoder.tokenize_queries, partial(tokenized_skills, encoder))
+        self.query_ids, self.skill_ids = _token_ids(
+            encoder, data, settings.token_cache, encoder.tokenize_queries, partial(tokenized_skills, encoder)
+        )
         self.context = ScoreContext.of(data, loss, settings.in_batch)
         self.count = TokenCount()
 
@@ -147,8 +151,14 @@ class RerankerStep(nn.Module):
         self._no_split_modules = _layer_classes(reranker.network)
         if settings.recompute:
             checkpoint_layers(reranker.network)
+        if settings.varlen:
+            reranker.attend_by_length()
         self.query_ids, self.skill_ids = _token_ids(
-            data, lambda texts: [*map(reranker.pairs.query, texts)], reranker.pairs.skills
+            reranker,
+            data,
+            settings.token_cache,
+            lambda texts: [*map(reranker.pairs.query, texts)],
+            reranker.pairs.skills,
         )
         self.count = TokenCount()
 
@@ -225,15 +235,18 @@ def tokenized_skills(encoder: Encoder, skills: Sequence[Skill]) -> list[TokenIds
 
 
 def _token_ids(
+    model: Encoder | Reranker,
     data: TrainingSet,
+    cache: Path | None,
     of_queries: Callable[[list[str]], Sequence[TokenIds]],
     of_skills: Callable[[list[Skill]], Sequence[TokenIds]],
 ) -> tuple[TokenStore, TokenStore]:
     """Token ids of the queries, or their part of a pair, by text, and of the skills by id."""
+    identity = f"{tokenizer_identity(model.tokenizer)} {model.settings.model_dump_json()}"
     queries = list(dict.fromkeys(one.query for one in data.lists))
-    return made_by_first_rank(
-        lambda: (
-            tokenized(queries, queries, of_queries),
-            tokenized(list(data.skills), list(data.skills.values()), of_skills),
+    skills = list(data.skills.values())
+    with first_rank_first():
+        return (
+            tokenized(queries, queries, of_queries, identity, cache),
+            tokenized(list(data.skills), skills, of_skills, identity, cache),
         )
-    )
