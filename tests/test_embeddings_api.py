@@ -140,7 +140,9 @@ def test_vectors_of_another_length_are_refused(server: LLMServer, tmp_path: Path
 def test_the_longest_text_of_a_request_that_the_server_refuses_is_named(server: LLMServer) -> None:
     server.otherwise = lambda _: Reply(status=400)
     encoder = open_api(server, **FOUR, concurrency=1)
-    with pytest.raises(SkilltrainError, match=r"refused 4 texts, the longest of 66 characters: .*body_chars") as failure:
+    with pytest.raises(
+        SkilltrainError, match=r"refused 4 texts, the longest of 66 characters: .*body_chars"
+    ) as failure:
         encoder.encode_skills(SKILLS[:4])
     assert failure.value.where == "skill id of 3" and len(server.requests) == 1
 
