@@ -78,12 +78,11 @@ def read_skill_files(content: bytes) -> dict[str, bytes]:
             _check_size(num_bytes)
             parts = path_parts(member.name)
             if member.is_file and parts:
-                tops.add(parts[0] if len(parts) > 1 else "")
-                *folder, name = parts
-                is_new_skill = name.lower() == SKILL_FILE and tuple(folder) not in found
+                tops.add(parts[0] if parts[1:] else "")
+                is_new_skill = parts[-1].lower() == SKILL_FILE and parts[:-1] not in found
                 if is_new_skill and member.num_bytes <= MAX_SKILL_BYTES:
                     with member.open() as file:
-                        found[tuple(folder)] = file.read()
+                        found[parts[:-1]] = file.read()
     except _BROKEN as error:
         reason = ascii(str(error) or type(error).__name__)[1:200].rstrip("'\"")
         raise RefusalError("broken_archive", f"cannot be unpacked: {reason}") from error
