@@ -132,7 +132,6 @@ def test_what_comes_to_nothing_is_dropped_with_its_reason(
         turned_down = ["turned down" in request["messages"][1]["content"] for request in server.requests]
     assert turned_down == [False, False, True, True][: 2 * num_requests]
     assert (summary["num_distractors"], summary["num_dropped"], summary["dropped"]) == (0, 2, {kind: 2})
-    assert summary["turned_down"] == {kind: 2 * num_requests}
     rows = read_table(out, DROPPED).to_pylist()
     assert [row["skill_id"] for row in rows] == [
         f"distractor/gt/read-audio/{FIRST}", f"distractor/gt/sort-invoices/{FIRST}",
@@ -152,7 +151,7 @@ def test_only_what_failed_is_asked_for_again_with_the_reason(benchmark: Path) ->
     assert len(users) == 6
     assert "turned down: it is not one JSON object" in users[4]
     assert "turned down: its body has 1 words, fewer than 150. Write" in users[5]
-    assert (summary["num_distractors"], summary["turned_down"]) == (4, {"malformed": 1, "too_short": 1})
+    assert summary["num_distractors"] == 4
 
 
 def test_distractors_are_no_copies_of_each_other(benchmark: Path) -> None:

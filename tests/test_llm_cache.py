@@ -110,12 +110,10 @@ def test_asking_goes_on_until_each_answer_passes_or_the_attempts_are_used_up(ser
     never = {7: Reply("no"), 1007: Reply("x", finish_reason="length"), 2007: Reply("no")}
     server.otherwise = lambda request: (wrong | never).get(request["seed"], Reply(f"answer {request['seed'] % 1000}"))
     asked = ask_until(questions(open_client(server, tmp_path, concurrency=4), 8))
-    assert [(question.number, text, attempt) for question, text, attempt in asked.values] == [
-        (0, "answer 0", 1), (1, "answer 1", 1), (2, "answer 2", 3), (3, "answer 3", 2), (4, "answer 4", 2),
-        (6, "answer 6", 1),
-    ]  # fmt: skip
+    assert [(question.number, text) for question, text in asked.values] == [
+        (number, f"answer {number}") for number in (0, 1, 2, 3, 4, 6)
+    ]
     assert [fault.filter for fault in asked.dropped] == ["failed", "wrong"]
-    assert asked.refused == {"wrong": 3, "malformed": 1, "empty": 1, "refused": 1, "truncated": 1, "failed": 1}
     assert len(server.requests) == 8 + 4 + 2
     # Over a finished cache only the failure is asked for again.
     again = ask_until(questions(open_client(server, tmp_path), 8))

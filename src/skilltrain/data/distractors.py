@@ -74,7 +74,7 @@ def run_distractors(config: DistractorsConfig, out: Path) -> dict[str, Any]:
     questions = _questions(config)
     cost_of(questions)
     asked = ask_until(questions)
-    skills = [skill for _, skill, _ in asked.values]
+    skills = [skill for _, skill in asked.values]
     flags = {skill.skill_id: found for skill in skills if (found := screen(skill))}
     write_table(rows_of(skills), SKILLS, out)
     write_flags(flags, out)
@@ -82,7 +82,6 @@ def run_distractors(config: DistractorsConfig, out: Path) -> dict[str, Any]:
     return _num_asked(questions) | {
         "num_distractors": len(skills), "num_dropped": len(asked.dropped),
         "dropped": dict(sorted(Counter(row.filter for row in asked.dropped).items())),
-        "turned_down": dict(sorted(asked.refused.items())),
         "num_flagged_skills": len(flags), "flagged": count_flagged(flags), **asked.used,
     }  # fmt: skip
 

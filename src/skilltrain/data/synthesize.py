@@ -87,7 +87,7 @@ def run_synthesize(config: SynthesizeConfig, out: Path) -> dict[str, Any]:
         questions = _questions(config, config.llm, wanted)
         cost_of(questions)
         asked = ask_until(questions)
-        written, dropped, used = [(ask, text) for ask, text, _ in asked.values], asked.dropped, asked.used
+        written, dropped, used = asked.values, asked.dropped, asked.used
     num_skills = len(wanted) // config.num_queries_per_skill
     if not written:
         first = dropped[0].reason if dropped else "every skill is flagged"

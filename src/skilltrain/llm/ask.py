@@ -1,6 +1,5 @@
 """Asking a chat model in rounds until every answer is usable, and what that will cost, found without asking anybody."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -52,14 +51,12 @@ class Questions(Generic[QuestionT, ValueT]):
 class Asked(Generic[QuestionT, ValueT]):
     """What came of questions.
 
-    `values` are (question, value, number of the attempt from 1) of those with a usable answer, and `dropped` says why
-    the others have none, both in the order of the questions. `refused` counts all refused answers, also those before a
-    usable one. `used` has the tokens and dollars.
+    `values` are (question, value) of those with a usable answer, and `dropped` says why the others have none, both in
+    the order of the questions. `used` has the tokens and dollars.
     """
 
-    values: list[tuple[QuestionT, ValueT, int]]
+    values: list[tuple[QuestionT, ValueT]]
     dropped: list[Dropped]
-    refused: Counter[str]
     used: dict[str, Any]
 
 
@@ -99,9 +96,8 @@ def ask_until(questions: Questions[QuestionT, ValueT]) -> Asked[QuestionT, Value
 
     Raises SkilltrainError where no further request can succeed; what was answered until then is in the cache.
     """
-    values: dict[int, tuple[QuestionT, ValueT, int]] = {}
+    values: dict[int, tuple[QuestionT, ValueT]] = {}
     faults: dict[int, Dropped] = {}
-    refused: Counter[str] = Counter()
     pending = list(range(len(questions.asked)))
     for attempt in range(questions.attempts):
         requests = (questions.request(questions.asked[place], attempt, faults.get(place)) for place in pending)
@@ -112,17 +108,16 @@ def ask_until(questions: Questions[QuestionT, ValueT]) -> Asked[QuestionT, Value
             question = questions.asked[place]
             checked = _checked(questions, question, answers[position])
             if not isinstance(checked, Dropped):
-                values[place] = question, checked, attempt + 1
+                values[place] = question, checked
                 faults.pop(place, None)
                 continue
             faults[place] = checked
-            refused[checked.filter] += 1
             if checked.filter not in LASTING:
                 again.append(place)
         pending = again
     budget = questions.llm.budget
     in_order = [values[place] for place in sorted(values)], [faults[place] for place in sorted(faults)]
-    return Asked(*in_order, refused, budget.account(budget.used))
+    return Asked(*in_order, budget.account(budget.used))
 
 
 def _checked(questions: Questions[QuestionT, ValueT], question: QuestionT, answer: Answer) -> ValueT | Dropped:

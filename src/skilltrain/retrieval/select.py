@@ -102,7 +102,7 @@ class Select:
             say(f"{num} queries keep their order, for no answer chose: {reasons}")
         counts = {"num_asked": len(choices), "num_unusable": len(asked.dropped), "unusable": unusable}
         self.counts = counts | asked.used
-        chosen = {choice.query_id: skill_id for choice, skill_id, _ in asked.values}
+        chosen = {choice.query_id: skill_id for choice, skill_id in asked.values}
         rankings: Rankings = {}
         for query in queries:
             skill_ids = [skill_id for skill_id, _ in candidates[query.query_id]]
