@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from skilltrain.config import load_recipe, validate
-from skilltrain.data.decontaminate import POOL_COPIES, DecontaminateConfig, run_decontaminate
+from skilltrain.data.decontaminate import DecontaminateConfig, run_decontaminate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
 from skilltrain.stages import parse_recipe, run_recipe
@@ -103,15 +103,6 @@ def test_what_the_benchmark_asks_for_is_dropped_with_its_ground(folder):
     assert not (folder / "out" / "lists.parquet").exists() and "num_lists_kept" not in summary
 
 
-def test_copies_of_gold_skills_in_the_pool_are_reported_and_stay(folder):
-    summary, _, _ = run(folder)
-    assert summary["num_pool_copies"] == {"bench": 2}
-    assert dropped(folder / "out" / POOL_COPIES) == [
-        ("", "copy/pdf", "pool_copy", 1.0, f"body overlap 1.000 with {GOLD}", "bench", "bench/pdf"),
-        ("", "near/pdf", "pool_copy", 17 / 20, f"body overlap 0.850 with {GOLD}", "bench", "bench/pdf"),
-    ]
-
-
 def test_all_splits_and_lists_are_cleaned(folder):
     _, kept, rows = run(folder, split=None)
     assert kept == ["q1", "q2"]
@@ -125,9 +116,8 @@ def test_grounds_can_be_left_out_and_need_no_gold_texts_then(folder):
     write_table(rows_of(POOL[3:]), SKILLS, folder / "pool")
     with pytest.raises(SkilltrainError, match="gold skill 'bench/pdf' of task t1 has no text in the benchmark or the"):
         run(folder)
-    summary, kept, rows = run(folder, limits={"name": False, "jaccard": None})
+    _, kept, rows = run(folder, limits={"name": False, "jaccard": None})
     assert kept == ["q1", "q2", "q3", "q4", "q6"] and [row[0] for row in rows] == ["q5"]
-    assert summary["num_pool_copies"] == {"bench": 0}
 
 
 def test_a_positive_outside_the_pool_is_told(folder, capsys):

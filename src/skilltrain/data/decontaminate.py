@@ -1,7 +1,6 @@
 """Stage `decontaminate`: takes out of training data what a benchmark asks, and says of each query why it went."""
 
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,8 +37,6 @@ from skilltrain.tables import (
 )
 from skilltrain.terminal import say, track
 
-POOL_COPIES = "pool_copies.parquet"
-
 
 class DecontaminateConfig(Config):
     """Drop training queries (and their lists) that a benchmark asks, or whose positives are its gold skills."""
@@ -65,17 +62,15 @@ class DecontaminateConfig(Config):
         default=None, description="compares positives with gold skills by cosine too; null: by text alone"
     )
     cosine: float = Field(default=0.92, gt=0, le=1, description="cosine from which a positive contaminates")
-    out: Path = Field(description="folder to write: QUERIES, JUDGEMENTS (LISTS), DROPPED, pool_copies.parquet")
+    out: Path = Field(description="folder to write: QUERIES, JUDGEMENTS (LISTS), DROPPED")
 
 
 def run_decontaminate(config: DecontaminateConfig, out: Path) -> dict[str, Any]:
-    """Counts by ground and benchmark; writes the clean tables, DROPPED, and the pool's copies of gold skills.
+    """Counts by ground and benchmark; writes the clean tables and DROPPED.
 
     A query goes with a row for each benchmark and ground that holds for it, so grounds can be weighed against one
     another; the counts by ground therefore add up to more than the queries dropped. Copies of gold skills stay in the
-    pool, for it is the benchmark that must know them: where a copy is ranked before the gold skill, the answer is
-    right and counts as wrong. They are listed in pool_copies.parquet, a table of the form of DROPPED, the value being
-    the Jaccard index of the bodies.
+    pool: `evaluate` counts them as gold where it is given the pool's clusters.
     """
     training = select_queries(config.queries, config.split)
     verdicts = verdicts_by_query(read_table(config.queries, JUDGEMENTS))
@@ -96,9 +91,6 @@ def run_decontaminate(config: DecontaminateConfig, out: Path) -> dict[str, Any]:
         raise SkilltrainError(what, where=config.queries, fix="hold out other benchmarks, or set limits")
     counts = _write_kept(config.queries, dropped, out)
     write_table([one.row() for one in found], DROPPED, out)
-    copies = [replace(one, filter="pool_copy") for several in matches.values() for one in several
-              if one.filter == "jaccard" and one.other_id != one.skill_id]  # fmt: skip
-    write_table([one.row() for one in copies], DROPPED, out / POOL_COPIES)
     return {
         "num_queries": len(training),
         "num_kept": len(training) - len(dropped),
@@ -106,14 +98,13 @@ def run_decontaminate(config: DecontaminateConfig, out: Path) -> dict[str, Any]:
         **counts,
         "dropped_by_ground": {key: len({one.query_id for one in found if one.filter == key}) for key in GROUNDS},
         "dropped_by_benchmark": {key: len({one.query_id for one in found if one.source == key}) for key in index.names},
-        "num_pool_copies": {key: len({one.skill_id for one in copies if one.source == key}) for key in index.names},
     }
 
 
 def _compare_pool(
     positives: Collection[str], index: BenchmarkIndex, config: DecontaminateConfig
 ) -> dict[str, list[Dropped]]:
-    """skill_id → the gold skills that it matches, of all skills of the pool by text, and of `positives` by the rest."""
+    """skill_id → the gold skills that it matches, of `positives`."""
     skills = skills_from_table(read_table(config.pool, SKILLS))
     known = [skill for skill in skills if skill.skill_id in positives]
     if positives and not known:
@@ -122,7 +113,7 @@ def _compare_pool(
     if len(known) < len(positives):
         say(f"warning: {len(positives) - len(known):,} of {len(positives):,} positives are not in {config.pool}, "
             "so they were compared with no gold skill")  # fmt: skip
-    matches = {one.skill_id: index.skill_matches(one) for one in track(skills, "comparing skills", len(skills))}
+    matches = {one.skill_id: index.skill_matches(one) for one in track(known, "comparing skills", len(known))}
     if config.clusters is not None:
         for match in _same_cluster(known, index.golds, config.clusters):
             matches[match.skill_id].append(match)
