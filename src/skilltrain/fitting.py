@@ -1,7 +1,8 @@
 """From a folder of skills to a router that answers: the stages that most users want, each with its recipe.
 
-The router adds what BM25, a trained encoder and its late interaction say of a skill. All three err on different
-requests; over equal weights, fitted ones gained nothing that a test on other queries could tell (benchmarks/README.md).
+The router adds what BM25, a trained encoder and its late interaction say of a skill: they err on different requests.
+BM25 counts as much as the other two together. Made-up queries would have it count half, real tasks more
+(benchmarks/README.md).
 """
 
 from collections.abc import Mapping
@@ -121,7 +122,8 @@ def _rankers(out: Path) -> list[Recipe]:
     dense = {"kind": "dense", "source": str(out / "encoder"), "cache": str(out / "vectors")}
     legs = [{"kind": "lexical"}, dense]
     late = {"kind": "late", "source": str(out / "encoder")}
-    return [{"kind": "fuse", "of": legs, "keep": 20}, {"kind": "fuse", "of": [*legs, late]}]
+    find = {"kind": "fuse", "of": legs, "weights": [1.0, 0.5], "keep": 20}
+    return [find, {"kind": "fuse", "of": [*legs, late], "weights": [1.0, 0.5, 0.5]}]
 
 
 def _as_yaml(values: Mapping[str, Any]) -> str:
