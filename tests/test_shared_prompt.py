@@ -182,16 +182,11 @@ def test_every_token_stands_once_in_the_packed_row(texts):
 
 
 @given(texts)
-def test_by_length_every_text_is_its_keys_up_to_its_queries(texts):
+def test_by_length_every_text_stands_whole_between_two_starts(texts):
     packed = shared_prompt.pack(texts, CPU, varlen=True)
-    row, shared, places = packed.ids[0].tolist(), packed.num_shared, packed.varlen
-    keys, queries = places.key_starts.tolist(), places.query_starts.tolist()
-    found = [[row[place] for place in places.key_places[i:j]] for i, j in itertools.pairwise(keys)]
-    assert found == [texts[0][:shared]] * (shared > 0) + [texts[number] for number in packed.order]
-    own = [row[i:j] for i, j in itertools.pairwise(queries)]
-    assert all(text[len(text) - len(part) :] == part for text, part in zip(found, own, strict=True))
-    assert [*itertools.chain(*own)] == row
-    assert (places.longest_query, places.longest_key) == (max(map(len, own)), max(map(len, found)))
+    row = packed.ids[0].tolist()
+    found = [row[start:stop] for start, stop in itertools.pairwise(packed.starts.tolist())]
+    assert found == [texts[number] for number in packed.order] and packed.longest == max(map(len, texts))
 
 
 def test_groups_hold_pairs_of_one_list_within_the_budget(folder):

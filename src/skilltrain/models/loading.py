@@ -257,9 +257,13 @@ def num_positions(model_config: Any) -> int | None:
 
 
 def resolve_dtype(precision: Precision, device: torch.device) -> torch.dtype:
-    """The number format to compute in; `auto` is bfloat16 where the hardware multiplies it natively."""
+    """The number format to compute in; `auto` is bfloat16 where the hardware multiplies it natively.
+
+    The device meta stands for the one that would be used.
+    """
     if precision != "auto":
         return torch.bfloat16 if precision == "bfloat16" else torch.float32
+    device = default_device() if device.type == "meta" else device
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     capabilities = torch.cpu.get_capabilities()

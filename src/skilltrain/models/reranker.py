@@ -53,7 +53,6 @@ class Reranker(nn.Module):
         self.pairs = PairTokenizer(tokenizer, settings)
         self.yes_no_ids = yes_no_ids(tokenizer) if settings.template.form == "yes_no" else None
         self.is_packed = self.yes_no_ids is not None and shared_prompt.can_share(network)
-        self._varlen = False
         if self.is_packed:
             shared_prompt.enable(network)
 
@@ -89,13 +88,6 @@ class Reranker(nn.Module):
             shared = shared_prompt.num_shared([pair.ids for pair in pairs])
             return shared_prompt.packed_size(shared, [len(pair) for pair in pairs])
         return max(map(len, pairs)) * len(pairs)
-
-    def attend_by_length(self) -> None:
-        """From now on, flash attention on a GPU. Raises SkilltrainError for a reranker that pads its pairs."""
-        if not self.is_packed:
-            what = "varlen needs a causal reranker (template.form yes_no) whose layers all see the whole text"
-            raise SkilltrainError(what, where="training.varlen")
-        self._varlen = True
 
     def embed(self, pairs: Sequence[PairIds]) -> list[PairIds]:
         """The same pairs with their tokens' embeddings, for scoring them in several micro-batches."""
@@ -147,7 +139,7 @@ class Reranker(nn.Module):
         """The hidden state of each pair's last token; no vocabulary logits are computed."""
         decoder = self.network.get_decoder()
         if self.is_packed:
-            packed = shared_prompt.pack([pair.ids for pair in pairs], self.device, self._varlen)
+            packed = shared_prompt.pack([pair.ids for pair in pairs], self.device)
             rows = [pair.rows for pair in pairs if pair.rows is not None]
             return shared_prompt.last_hidden(decoder, packed, rows or None)
         inputs, mask = self._inputs(pairs)

@@ -29,26 +29,13 @@ class Bucket:
     mask: Bool[Tensor, "token key"]  # keys are the prompt, then the continuation
 
 
-@dataclass(frozen=True, eq=False)
-class Varlen:
-    """Where queries and keys of each text begin, as torch's `varlen_attn` reads them.
-
-    The first text is the prompt, where there is one; the keys of each continuation stand behind those of the prompt.
-    """
-
-    query_starts: Int[Tensor, " start"]
-    key_starts: Int[Tensor, " start"]
-    key_places: Int[Tensor, " key"]  # in the packed row
-    longest_query: int
-    longest_key: int
-
-
 class PackedTexts:
     """Texts as one row: the prompt, then every continuation, longest first.
 
     `ends` is the place of each text's last token, in the order of the texts; `order` the texts' numbers in the order
-    of their continuations; `was_used` the attention function's proof that it was asked. A plain class: FSDP2 with
-    mixed precision would hand a copy of a dataclass or a tuple to the layers.
+    of their continuations; `starts` where each begins in the row, given where attention is to go by them; `was_used`
+    the attention function's proof that it was asked. A plain class: FSDP2 with mixed precision would hand a copy of a
+    dataclass or a tuple to the layers.
     """
 
     def __init__(
@@ -59,11 +46,12 @@ class PackedTexts:
         order: list[int],
         num_shared: int,
         buckets: list[Bucket],
+        starts: Int[Tensor, " start"] | None,
+        longest: int,
     ) -> None:
         self.ids, self.positions, self.ends = ids, positions, ends
         self.order, self.num_shared, self.buckets = order, num_shared, buckets
-        self.was_used = False
-        self.varlen: Varlen | None = None
+        self.starts, self.longest, self.was_used = starts, longest, False
 
 
 def num_shared(texts: Sequence[TokenIds]) -> int:
@@ -84,10 +72,11 @@ def pack(
 ) -> PackedTexts:
     """The texts (none of them empty) as one row with what attention needs to keep them apart.
 
-    Texts that are embedded already share nothing. With `varlen`, a GPU attends by their lengths in bfloat16.
+    Texts that are embedded already share nothing. With `varlen` none do, and in bfloat16 a GPU
+    attends by their lengths.
     """
     tokens = [text for text in texts if not isinstance(text, Tensor)]
-    shared = num_shared(tokens) if tokens else 0
+    shared = num_shared(tokens) if tokens and not varlen else 0
     order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
     lengths = [len(texts[number]) - shared for number in order]
     positions = [*range(shared)]
@@ -99,33 +88,16 @@ def pack(
     if tokens:
         row = np.concatenate([tokens[0][:shared], *(tokens[number][shared:] for number in order)])
         ids = on_device(row.astype(np.int64)[None], device)
-    packed = PackedTexts(
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return PackedTexts(
         ids,
         on_device(torch.tensor([positions]), device),
         on_device(torch.tensor(ends), device),
         order,
         shared,
         [*_buckets(lengths, shared, device)],
-    )
-    packed.varlen = _varlen(lengths, shared, device) if varlen else None
-    return packed
-
-
-def _varlen(lengths: Sequence[int], shared: int, device: torch.device) -> Varlen:
-    """How `varlen_attn` reads continuations of these lengths behind a prompt of `shared` tokens."""
-    prompt = [shared] if shared else []
-    queries = np.array([*prompt, *lengths])
-    keys = np.array([*prompt, *(shared + length for length in lengths)])
-    query_starts, key_starts = (np.concatenate([[0], sizes.cumsum()]).astype(np.int32) for sizes in (queries, keys))
-    own = [np.arange(start, start + size) for start, size in zip(query_starts, queries, strict=False)]
-    before = np.arange(shared)
-    places = [place for part in own[len(prompt) :] for place in (before, part)]
-    return Varlen(
-        on_device(query_starts, device),
-        on_device(key_starts, device),
-        on_device(np.concatenate([before, *places]), device),
-        int(queries.max()),
-        int(keys.max()),
+        on_device(starts, device) if varlen else None,
+        lengths[0],
     )
 
 
@@ -209,7 +181,7 @@ def shared_prompt_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)  # as autocast would, once instead of once a bucket
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    if packed.varlen is not None and query.is_cuda and value.dtype == torch.bfloat16 and not options["dropout"]:
+    if packed.starts is not None and query.is_cuda and value.dtype == torch.bfloat16 and not options["dropout"]:
         return _attend_by_length(query, key, value, packed, options["scaling"]), None
     settings = {"dropout_p": options["dropout"], "scale": options["scaling"]}
     attend, shared = torch.nn.functional.scaled_dot_product_attention, packed.num_shared
@@ -235,19 +207,14 @@ def _attend_by_length(
     packed: PackedTexts,
     scale: float,
 ) -> Float[Tensor, "1 token head dim"]:
-    """The same by torch's flash attention over texts of unequal lengths: one call, no padding and no mask.
+    """The same by torch's flash attention over texts of unequal lengths, which share nothing: no padding, no mask.
 
-    Each query sees the keys up to its own, counted from the end of its text. Only in bfloat16.
+    Only in bfloat16.
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    places = packed.varlen
-    assert places is not None
+    starts, longest = packed.starts, packed.longest
+    assert starts is not None
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
-    if packed.num_shared:
-        key, value = key.index_select(0, places.key_places), value.index_select(0, places.key_places)
-    attended: Any = varlen_attn(
-        query, key, value, places.query_starts, places.key_starts, places.longest_query, places.longest_key,
-        scale=scale, window_size=(-1, 0),
-    )  # fmt: skip
+    attended: Any = varlen_attn(query, key, value, starts, starts, longest, longest, scale=scale, window_size=(-1, 0))
     return attended[None]

@@ -1,25 +1,22 @@
 """Memory in a training: the plan, a probe before the first step, the peak, and one line where it runs out."""
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.activations import layer_bytes
-from skilltrain.models.loading import resolve_dtype, resolve_model
 from skilltrain.terminal import say
-from skilltrain.training.settings import TrainConfig, TrainingConfig
+from skilltrain.training.settings import TrainConfig, TrainingConfig, load_model
 from skilltrain.training.steps import EncoderStep, StepModule, TokenCount
 from skilltrain.training.training_set import TrainingList
 
 _GIB = 2**30
+_ADAMW_BYTES = 8  # two float32 moments a trained parameter
 
 
 def planned_activations(step: StepModule, batches: Iterable[Sequence[TrainingList]], dtype: torch.dtype) -> int:
@@ -37,36 +34,29 @@ def planned_activations(step: StepModule, batches: Iterable[Sequence[TrainingLis
     return round(sum(slots) * num_layers * of_input + max(slots) * of_layer)
 
 
+def held_bytes(module: nn.Module) -> int:
+    """Bytes of all weights, and of the gradients and AdamW's two moments of those that train."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in [*module.parameters(), *trained])
+    return weights + _ADAMW_BYTES * sum(parameter.numel() for parameter in trained)
+
+
 def check_fits(config: TrainConfig, accelerator: Accelerator) -> None:
-    """Raise SkilltrainError, before anything is loaded, where the weights and what belongs to each exceed the GPU.
+    """Raise SkilltrainError, before any weight is read, where what training holds of each exceeds the GPU.
 
-    Each weight that trains takes 16 bytes: itself, its gradient and AdamW's two moments, in float32. A rank holds its
-    part of them under FSDP2 and DeepSpeed. Activations come on top, so a training that passes may still not fit.
+    A rank holds its part under FSDP2 and DeepSpeed. Activations come on top, so a training that passes may still not
+    fit; of 4-bit weights, which are made as they load, nothing is known yet.
     """
-    device, launch, adapter = accelerator.device, accelerator.distributed_type, config.adapter
-    if device.type != "cuda":
+    if accelerator.device.type != "cuda" or (config.adapter is not None and config.adapter.quantize != "none"):
         return
-    if adapter is None:
-        size, what, fix = 16.0, "its weights with their gradients and AdamW's moments", "train an adapter (LoRA)"
-    else:
-        size = 0.5 if adapter.quantize == "nf4" else resolve_dtype(config.model.precision, device).itemsize
-        what, fix = "its frozen weights", "a smaller model, model.precision=bfloat16 or adapter.quantize=nf4"
-    is_shared = launch in (DistributedType.DEEPSPEED, DistributedType.FSDP)
-    held = num_weights(resolve_model(config.model.source)) * size / (accelerator.num_processes if is_shared else 1)
-    total = torch.cuda.get_device_properties(device).total_memory
+    is_shared = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
+    held = held_bytes(load_model(config, torch.device("meta"))) / (accelerator.num_processes if is_shared else 1)
+    total = torch.cuda.get_device_properties(accelerator.device).total_memory
     if held > total:
-        what = f"{what} take {held / _GIB:.1f} GiB on each GPU, which has {total / _GIB:.1f}"
-        raise SkilltrainError(what, where=config.model.source, fix=f"{fix}, or share it by launch/fsdp2.yaml")
-
-
-def num_weights(folder: Path) -> int:
-    """How many numbers the weight files of a model folder hold, by their headers; 0 where they cannot be read."""
-    count = 0
-    with suppress(SafetensorError, OSError):
-        for path in folder.glob("*.safetensors"):
-            with safe_open(path, "pt") as file:
-                count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    return count
+        what = f"its weights, gradients and AdamW's moments take {held / _GIB:.1f} GiB on each GPU"
+        lighter = "train an adapter (LoRA)" if config.adapter is None else "set adapter.quantize=nf4"
+        fix = f"{lighter}, or share it by launch/fsdp2.yaml"
+        raise SkilltrainError(f"{what}, which has {total / _GIB:.1f}", where=config.model.source, fix=fix)
 
 
 def _largest(step: StepModule, batches: Iterable[Sequence[TrainingList]]) -> Sequence[TrainingList]:

@@ -121,7 +121,7 @@ class TrainingConfig(Config):
     )
     varlen: bool = Field(
         default=False,
-        description="attend by the texts' lengths, without padding and masks, in flash attention: a causal model "
+        description="attend by the texts' lengths, without padding and masks, in flash attention: a causal encoder "
         "with a GPU in bfloat16",
     )
     precision: Precision | None = Field(
@@ -202,6 +202,13 @@ class TrainRerankerConfig(Config):
         if lexical_weight(loss):
             raise ValueError("lexical_weight is for an encoder; a reranker can be fused with BM25")
         return loss
+
+    @field_validator("training")
+    @classmethod
+    def _never_pads(cls, training: TrainingConfig) -> TrainingConfig:
+        if training.varlen:
+            raise ValueError("varlen is for encoders; a causal reranker never pads")
+        return training
 
     @field_validator("dev")
     @classmethod

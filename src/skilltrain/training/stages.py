@@ -17,7 +17,7 @@ from skilltrain.training.engine import new_accelerator, shards_weights
 from skilltrain.training.export_run import save_trained
 from skilltrain.training.held_out import check_held_out
 from skilltrain.training.loop import Run, num_steps, step_batches, train
-from skilltrain.training.memory import check_fits, planned_activations
+from skilltrain.training.memory import check_fits, held_bytes, planned_activations
 from skilltrain.training.scores import check_teacher_scores
 from skilltrain.training.settings import (
     TrainConfig,
@@ -30,8 +30,6 @@ from skilltrain.training.steps import EncoderStep, RerankerStep, StepModule, Ste
 from skilltrain.training.training_set import TrainingSet, load_training_set, on_best_windows
 
 __all__ = ["TrainEncoderConfig", "TrainRerankerConfig", "plan", "run_training"]
-
-_ADAMW_BYTES = 8  # two float32 moments a trained parameter
 
 
 def run_training(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]:
@@ -122,9 +120,6 @@ def counts_of(step: StepModule, data: TrainingSet) -> dict[str, int]:
 def plan_of(step: StepModule, data: TrainingSet, config: TrainingConfig) -> dict[str, Any]:
     """All figures of the plan: `list_tokens` of all lists one by one, of which a step computes what is shared once;
     `memory_mib` where one process holds all, with `activation_mib` for the largest batch (`planned_activations`)."""
-    trained = [parameter for parameter in step.parameters() if parameter.requires_grad]
-    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in [*step.parameters(), *trained])
-    num_bytes += _ADAMW_BYTES * sum(parameter.numel() for parameter in trained)
     batches = chain.from_iterable(step_batches(data.lists, config))
     activations = planned_activations(step, batches, config.dtype_on(default_device()))
     most = step.model.settings.max_tokens
@@ -137,7 +132,7 @@ def plan_of(step: StepModule, data: TrainingSet, config: TrainingConfig) -> dict
         "positives_cut_share": _cut_share(step, data),
         "list_tokens": tokens,
         "activation_mib": round(activations / 2**20, 1),
-        "memory_mib": round((num_bytes + activations) / 2**20, 1),
+        "memory_mib": round((held_bytes(step) + activations) / 2**20, 1),
     }
 
 

@@ -151,8 +151,6 @@ class RerankerStep(nn.Module):
         self._no_split_modules = _layer_classes(reranker.network)
         if settings.recompute:
             checkpoint_layers(reranker.network)
-        if settings.varlen:
-            reranker.attend_by_length()
         self.query_ids, self.skill_ids = _token_ids(
             reranker,
             data,
