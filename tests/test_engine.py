@@ -61,9 +61,9 @@ def test_what_cannot_work_is_refused_with_the_reason(accelerator, quantized, mes
 @pytest.mark.parametrize(
     ("batch_size", "accumulation", "world", "fix"),
     [
-        (1, 16, 4, "training.batch_size=4 training.accumulation=4, 16 queries an update"),
-        (8, 4, 3, "training.batch_size=9 training.accumulation=4, 36 queries an update"),
-        (1, 2, 8, "training.batch_size=8 training.accumulation=1, 8 queries an update"),
+        (1, 16, 4, "training.batch_size=4 training.accumulation=4, 16 queries per update"),
+        (8, 4, 3, "training.batch_size=9 training.accumulation=4, 36 queries per update"),
+        (1, 2, 8, "training.batch_size=8 training.accumulation=1, 8 queries per update"),
     ],
 )
 def test_a_batch_that_the_ranks_cannot_share_is_refused_with_settings_that_they_can(
