@@ -33,8 +33,8 @@ class PackedTexts:
     """Texts as one row: the prompt, then every continuation, longest first.
 
     `ends` is the place of each text's last token, in the order of the texts; `order` the texts' numbers in the order
-    of their continuations; `starts` where each begins in the row, given where attention is to go by them; `was_used`
-    the attention function's proof that it was asked. A plain class: FSDP2 with mixed precision would hand a copy of a
+    of their continuations; `starts` where each begins in the row, with the length of the longest, given where attention
+    is to go by them; `was_used` the attention function's proof that it was asked. A plain class: FSDP2 with mixed precision would hand a copy of a
     dataclass or a tuple to the layers.
     """
 
@@ -46,12 +46,11 @@ class PackedTexts:
         order: list[int],
         num_shared: int,
         buckets: list[Bucket],
-        starts: Int[Tensor, " start"] | None,
-        longest: int,
+        starts: tuple[Int[Tensor, " start"], int] | None,
     ) -> None:
         self.ids, self.positions, self.ends = ids, positions, ends
         self.order, self.num_shared, self.buckets = order, num_shared, buckets
-        self.starts, self.longest, self.was_used = starts, longest, False
+        self.starts, self.was_used = starts, False
 
 
 def num_shared(texts: Sequence[TokenIds]) -> int:
@@ -96,8 +95,7 @@ def pack(
         order,
         shared,
         [*_buckets(lengths, shared, device)],
-        on_device(starts, device) if varlen else None,
-        lengths[0],
+        (on_device(starts, device), lengths[0]) if varlen else None,
     )
 
 
@@ -213,8 +211,8 @@ def _attend_by_length(
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    starts, longest = packed.starts, packed.longest
-    assert starts is not None
+    assert packed.starts is not None
+    starts, longest = packed.starts
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
     attended: Any = varlen_attn(query, key, value, starts, starts, longest, longest, scale=scale, window_size=(-1, 0))
     return attended[None]
