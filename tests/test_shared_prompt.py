@@ -185,8 +185,9 @@ def test_every_token_stands_once_in_the_packed_row(texts):
 def test_by_length_every_text_stands_whole_between_two_starts(texts):
     packed = shared_prompt.pack(texts, CPU, varlen=True)
     row = packed.ids[0].tolist()
-    found = [row[start:stop] for start, stop in itertools.pairwise(packed.starts.tolist())]
-    assert found == [texts[number] for number in packed.order] and packed.longest == max(map(len, texts))
+    starts, longest = packed.starts
+    found = [row[start:stop] for start, stop in itertools.pairwise(starts.tolist())]
+    assert found == [texts[number] for number in packed.order] and longest == max(map(len, texts))
 
 
 def test_groups_hold_pairs_of_one_list_within_the_budget(folder):

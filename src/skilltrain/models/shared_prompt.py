@@ -34,8 +34,8 @@ class PackedTexts:
 
     `ends` is the place of each text's last token, in the order of the texts; `order` the texts' numbers in the order
     of their continuations; `starts` where each begins in the row, with the length of the longest, given where attention
-    is to go by them; `was_used` the attention function's proof that it was asked. A plain class: FSDP2 with mixed precision would hand a copy of a
-    dataclass or a tuple to the layers.
+    is to go by them; `was_used` the attention function's proof that it was asked. A plain class: FSDP2 with mixed
+    precision would hand a copy of a dataclass or a tuple to the layers.
     """
 
     def __init__(
