@@ -338,6 +338,7 @@ def test_a_loss_of_another_package_is_named_by_its_import(union):
         ({"name": "no.such:Loss"}, "cannot import no.such:Loss: No module named 'no'"),
         ({"name": f"{__name__}:Other"}, "has no attribute 'Other'"),
         ({"name": ":Hinge"}, "cannot import :Hinge"),
+        ({"name": "skilltrain.losses:OwnLoss"}, "skilltrain.losses:OwnLoss has no __call__"),
         ({"name": "builtins:dict"}, "builtins:dict is no subclass of skilltrain.losses.OwnLoss"),
         ({"name": HINGE, "margn": 2}, "unknown key 'margn', did you mean 'margin'"),
     ]:

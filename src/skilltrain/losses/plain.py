@@ -1,6 +1,7 @@
 """The losses that score a batch as it is: a new loss is one file and one name here; others' packages have their own."""
 
 import importlib
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
@@ -33,9 +34,9 @@ class OwnLoss(Config):
     needs_teacher_scores: ClassVar[bool] = False
     name: str = Field(pattern=":", description="where it is imported from: package.module:Class")
 
+    @abstractmethod
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
         """The loss, summed over queries."""
-        raise NotImplementedError
 
 
 def _imported(value: Any) -> OwnLoss:
@@ -48,6 +49,8 @@ def _imported(value: Any) -> OwnLoss:
         raise ValueError(f"cannot import {value['name']}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, OwnLoss)):
         raise ValueError(f"{value['name']} is no subclass of skilltrain.losses.OwnLoss")
+    if found.__abstractmethods__:
+        raise ValueError(f"{value['name']} has no __call__")
     try:
         return validate(found, value, "loss")
     except SkilltrainError as error:
