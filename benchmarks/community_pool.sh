@@ -15,9 +15,9 @@ skilltrain queries files="[$data/queries/dev.jsonl, $data/queries/terse_dev.json
 skilltrain mine pool="$out/pool" queries="$out/queries" $base out="$out/mined"
 skilltrain filter pool="$out/pool" queries="$out/queries" rankings="$out/mined" $base out="$out/filtered"
 skilltrain lists pool="$out/pool" queries="$out/queries" rankings="$out/filtered" \
-  quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}' out="$out/lists"
+  quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}' out="$out/encoder_lists"
 skilltrain clusters pool="$out/pool" out="$out/clusters"
-skilltrain train recipes/tiny/sr_emb_minilm.yaml model.max_tokens=256 data.pool="$out/pool" data.lists="$out/lists" \
+skilltrain train recipes/tiny/sr_emb_minilm.yaml model.max_tokens=256 data.pool="$out/pool" data.lists="$out/encoder_lists" \
   data.clusters="$out/clusters" out="$out/encoder"
 
 bm25="{kind: lexical}" dense="{kind: dense, source: $out/encoder, cache: $out/vectors}"

@@ -147,7 +147,7 @@ def write_recipe(file: Path, text: str) -> Path:
     return file
 
 
-def encoder_recipe(runs: Path, model: Path, lists: str = "lists") -> str:
+def encoder_recipe(runs: Path, model: Path, lists: str = "encoder_lists") -> str:
     """Two epochs over the encoder's lists: six steps of four queries."""
     return f"""
 stage: train_encoder
@@ -180,7 +180,7 @@ def list_stages(runs: Path, library: Path, model: Path) -> list[tuple[str, ...]]
         ("mine", pool, queries, encoder, vectors, "depth=8", f"out={runs}/mined"),
         ("filter", pool, queries, f"rankings={runs}/mined", encoder, vectors, LAYERS, f"out={runs}/filtered"),
         ("lists", pool, queries, f"rankings={runs}/filtered",
-         "quotas={semantic: 3, lexical: 2, taxonomy: 2, random: 1}", f"out={runs}/lists"),
+         "quotas={semantic: 3, lexical: 2, taxonomy: 2, random: 1}", f"out={runs}/encoder_lists"),
     ]  # fmt: skip
 
 

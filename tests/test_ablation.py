@@ -112,7 +112,7 @@ def test_the_tables_hold_every_variant_seed_and_recipe(done):
     for cell in found["cells"]:
         assert cell["error"] is None and list(cell["recipes"])[-1] in ("evaluate", "seen")
         assert all(Path(recipe).is_file() for recipe in cell["recipes"].values())
-    assert "## seen: " in (out / "ablation.md").read_text()
+    assert "## seen: " in (out / "ablation.md").read_text() and "<h2>seen: " in (out / "ablation.html").read_text()
 
 
 def test_a_cell_is_reproduced_by_its_recipes(done, tmp_path):

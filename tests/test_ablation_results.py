@@ -103,6 +103,16 @@ def test_the_tables_name_variants_verdicts_and_recipes(tmp_path):
         assert str(cell.evaluations["evaluate"] / "recipe.yaml").replace("_", "\\_") in text
 
 
+def test_the_page_holds_the_tables_and_asks_for_nothing(tmp_path):
+    results = collect_results(two_seeds(tmp_path), {("clean", 2): "<b>out of memory</b>"})
+    page = results.page()
+    assert page.count('<td class="word above">above</td>') == 2 and "over all 2 comparisons" in page
+    assert "<b>1.000</b><small>[1.00, 1.00] ± .000</small>" in page
+    assert "&lt;b&gt;out of memory" in page and "src=" not in page
+    nothing = collect_results(results.plan, {(cell.variant, cell.seed): "x" for cell in results.plan.cells})
+    assert "Paired differences" not in nothing.page()
+
+
 def test_a_variant_without_the_seed_is_one_training_beside_others(tmp_path):
     untrained = {"evaluate.systems.0.rankers.0.source": "some/model"}
     plan = plan_of(tmp_path, variants={"clean": {}, "untrained": untrained})

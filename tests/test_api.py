@@ -62,7 +62,7 @@ def test_the_stages_as_functions(library, tmp_path, model_folders):
     assert skilltrain.run({"stage": "pool", "sources": library / "skills", "out": pool})["num_skills"] == 20
     rows = [{"query": text, "skill_ids": list(skill_ids)} for _, text, skill_ids in QUERIES]
     lists = skilltrain.build_lists(pool, rows, tmp_path / "data", quotas={"semantic": 2, "random": 1})
-    assert lists == tmp_path / "data" / "lists" and (lists / "lists.parquet").is_file()
+    assert lists == tmp_path / "data" / "encoder_lists" and (lists / "lists.parquet").is_file()
     recipe = {
         "stage": "train_encoder", "model": {"source": model, "max_tokens": 32}, "data": {"pool": pool, "lists": lists},
         "training": {"batch_size": 8},
@@ -98,7 +98,7 @@ def test_fit_makes_a_router_and_the_recipes_of_it(router):
     assert found["num_skills"] == 20 and found["num_lists"] > 0
     recipes = sorted((out / "recipes").iterdir())
     assert [file.stem for file in recipes] == [
-        "1_pool", "2_queries", "3_mined", "4_filtered", "5_lists", "6_encoder"
+        "1_pool", "2_queries", "3_mined", "4_filtered", "5_encoder_lists", "6_encoder"
     ]  # fmt: skip
     before = contents(out)
     answered = succeeds("train", out / "recipes" / "6_encoder.yaml").err
@@ -117,7 +117,7 @@ def test_fit_without_queries_makes_its_own(library, tmp_path):
 
 def test_a_dry_run_of_fit_writes_nothing(library, tmp_path):
     plan = json.loads(succeeds("fit", library / "skills", "--out", tmp_path / "router", "--dry-run").out)["steps"]
-    assert [*plan] == ["pool", "queries", "mined", "filtered", "lists", "encoder", "report"]
+    assert [*plan] == ["pool", "queries", "mined", "filtered", "encoder_lists", "encoder", "report"]
     assert {step["state"] for step in plan.values()} == {"to run"} and not (tmp_path / "router").exists()
     assert "no such file or folder" in command("fit", tmp_path / "none", "--out", tmp_path / "x", "--dry-run").err
 

@@ -29,10 +29,10 @@ from tiny_models import WORDS
 
 ROOT = Path(__file__).parents[1]
 
-BASE = "stage: train_encoder\nmodel: {source: {bert}}\ndata: {pool: {runs}/pool, lists: {runs}/lists}\n"
+BASE = "stage: train_encoder\nmodel: {source: {bert}}\ndata: {pool: {runs}/pool, lists: {runs}/encoder_lists}\n"
 RECIPES = {
     "good": BASE + "out: {tmp}/out\n",
-    "reranker": BASE.replace("encoder", "reranker").replace("/lists", "/reranker_lists") + "out: {tmp}/out\n",
+    "reranker": BASE.replace("encoder", "reranker") + "out: {tmp}/out\n",
     "stage": "stage: trian_encoder\nout: {tmp}/out\n",
     "no_stage": "out: {tmp}/out\n",
     "unknown_key": BASE + "training: {learning_rat: 1}\nout: {tmp}/out\n",
@@ -440,7 +440,7 @@ def launch(command: str, *more: object, cwd: Path) -> tuple[int, str, str]:
 
 def small_training(runs: Path, model: Path) -> list[str]:
     """Settings that let a tiny recipe train on the library of these tests, in two updates."""
-    return [f"model.source={model}", f"data.pool={runs}/pool", f"data.lists={runs}/lists", "data.max_lists=8",
+    return [f"model.source={model}", f"data.pool={runs}/pool", f"data.lists={runs}/encoder_lists", "data.max_lists=8",
             "training.accumulation=1", "training.batch_size=4", "model.max_tokens=48"]  # fmt: skip
 
 

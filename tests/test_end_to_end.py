@@ -67,13 +67,14 @@ def test_every_stage_leaves_its_tables_and_says_where(done):
     runs, stages, outcomes = done
     tables = {
         "pool": [SKILLS, DROPPED], "queries": [QUERIES, JUDGEMENTS, DROPPED], "mined": [RANKINGS, DROPPED],
-        "filtered": [RANKINGS, DROPPED], "lists": [LISTS, QUERIES, JUDGEMENTS, DROPPED], "candidates": [RANKINGS],
-        "candidates_filtered": [RANKINGS, DROPPED], "reranker_lists": [LISTS, QUERIES, JUDGEMENTS, DROPPED],
+        "filtered": [RANKINGS, DROPPED], "encoder_lists": [LISTS, QUERIES, JUDGEMENTS, DROPPED],
+        "candidates": [RANKINGS], "candidates_filtered": [RANKINGS, DROPPED],
+        "reranker_lists": [LISTS, QUERIES, JUDGEMENTS, DROPPED],
         "report_encoder": [RANKINGS],
     }  # fmt: skip
     rows = {(name, spec.name): read_table(runs / name, spec).num_rows for name in tables for spec in tables[name]}
     assert rows["pool", "skills"] == 20 and rows["queries", "queries"] == 16 and rows["queries", "judgements"] == 18
-    assert rows["lists", "lists"] == rows["reranker_lists", "lists"] == 12  # the train split
+    assert rows["encoder_lists", "lists"] == rows["reranker_lists", "lists"] == 12  # the train split
     assert rows["candidates", "rankings"] == 12 * 12
     assert rows["candidates_filtered", "rankings"] + rows["candidates_filtered", "dropped"] == 12 * 12
     assert rows["report_encoder", "rankings"] == 5 * 4 * 20  # four systems, and what stands before the reranker

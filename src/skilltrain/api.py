@@ -59,7 +59,7 @@ def build_lists(
     `query` and `skill_ids`. What the steps between make lies in `out` too.
 
     >>> build_lists("runs/pool", [{"query": "Join two PDF files", "skill_ids": ["pdf-merge"]}], "runs/mine")
-    PosixPath('runs/mine/lists')
+    PosixPath('runs/mine/encoder_lists')
     """
     out = Path(out)
     if not isinstance(queries, Path | str):
@@ -72,8 +72,8 @@ def build_lists(
     run({"stage": "mine", **asked, "encoder": model, "out": out / "mined"})
     run({"stage": "filter", **asked, "rankings": out / "mined", "encoder": model, "out": out / "filtered"})
     drawn = dict(quotas or _DEFAULT_QUOTAS)
-    run({"stage": "lists", **asked, "rankings": out / "filtered", "quotas": drawn, "out": out / "lists"})
-    return out / "lists"
+    run({"stage": "lists", **asked, "rankings": out / "filtered", "quotas": drawn, "out": out / "encoder_lists"})
+    return out / "encoder_lists"
 
 
 def run(recipe: "Recipe", *settings: str, resume: bool = False) -> dict[str, Any]:

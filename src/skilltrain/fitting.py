@@ -63,7 +63,7 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
         found[step] = run_recipe(stage, resume=run_state(stage.out) == "begun")
         say(closing_words(stage, found[step])[0])
     write_text(config.out / ROUTER_FILE, _as_yaml({"pool": "pool", "rankers": _rankers(Path())}))
-    counts = {"num_skills": found["pool"]["num_skills"], "num_lists": found["lists"]["num_lists"]}
+    counts = {"num_skills": found["pool"]["num_skills"], "num_lists": found["encoder_lists"]["num_lists"]}
     if "report" in found:
         counts["Hit@1"] = {name: row["Hit@1"] for name, row in found["report"]["systems"].items()}
     return {"out": str(config.out), **counts}
@@ -102,11 +102,12 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
         "queries": (read if config.queries else {**write, "seed": config.seed}) | {"pool": pool},
         "mined": {"stage": "mine", **asked, "encoder": model, "seed": config.seed},
         "filtered": {"stage": "filter", **asked, "rankings": str(out / "mined"), "encoder": model},
-        "lists": {"stage": "lists", **asked, "rankings": str(out / "filtered"), "quotas": quotas, "seed": config.seed},
+        "encoder_lists": {"stage": "lists", **asked, "rankings": str(out / "filtered"), "quotas": quotas,
+                          "seed": config.seed},
         "encoder": {
             "stage": "train_encoder",
             "model": {"source": config.base, "max_tokens": config.max_tokens},
-            "data": {"pool": asked["pool"], "lists": str(out / "lists")},
+            "data": {"pool": asked["pool"], "lists": str(out / "encoder_lists")},
             "loss": {"name": "infonce", "temperature": 0.05},
             "late_interaction": {"weight": 1.0, "temperature": 0.01},
             "training": {"epochs": config.epochs, "batch_size": 16, "learning_rate": 1.0e-4, "seed": config.seed},

@@ -80,20 +80,20 @@ STAGES = {
         f"encoder.source={_BASE} out=runs/filtered",
         found="{num_kept} of {num_candidates} candidates kept; dropped: {dropped_by_layer}",
         then="lists pool={pool} queries={queries} rankings={out} {quotas} "
-        "out={near}/lists  # for a reranker: list_size=20",
+        "out={near}/encoder_lists  # for a reranker: list_size=20",
     ),
     "lists": Stage(
         "data.lists", "ListsConfig", "run_lists",
         about="Build the lists that training reads.",
         example="pool=runs/pool queries=runs/queries rankings=runs/filtered "
-        f"{_QUOTAS} out=runs/lists",
+        f"{_QUOTAS} out=runs/encoder_lists",
         found="{num_lists} lists: {by_source}; left out: {dropped}",
         then="inspect {out}  # then skilltrain train RECIPE data.pool={pool} data.lists={out}",
     ),
     "decontaminate": Stage(
         "data.decontaminate", "DecontaminateConfig", "run_decontaminate",
         about="Drop training queries that a benchmark asks.",
-        example="pool=runs/pool queries=runs/lists benchmarks='[benchmark]' out=runs/clean_lists",
+        example="pool=runs/pool queries=runs/encoder_lists benchmarks='[benchmark]' out=runs/clean_lists",
         found="{num_kept} of {num_queries} queries kept; dropped: {dropped_by_ground}",
         then="train RECIPE data.pool={pool} data.lists={out}",
     ),
@@ -115,7 +115,8 @@ STAGES = {
     "teacher": Stage(
         "routing.teacher", "TeacherConfig", "run_teacher",
         about="Write a reranker's, or any system's, scores into lists, for an encoder to learn from (kl, margin_mse).",
-        example="pool=runs/pool lists=runs/lists 'rankers=[{kind: rerank, source: runs/reranker}]' out=runs/taught",
+        example="pool=runs/pool lists=runs/encoder_lists "
+        "'rankers=[{kind: rerank, source: runs/reranker}]' out=runs/taught",
         found="{num_pairs} scores in {num_lists} lists: {score}",
         then="train RECIPE data.pool={pool} data.lists={out} loss.name=kl",
     ),

@@ -46,7 +46,7 @@ class AblationConfig(Config):
         default=None,
         description="folder of the steps' runs; grids that name the same one share runs; null: steps in `out`",
     )
-    out: Path = Field(description="folder to write: ablation.json, ablation.md")
+    out: Path = Field(description="folder to write: ablation.json, ablation.md, ablation.html")
 
     @model_validator(mode="after")
     def _consistent(self) -> "AblationConfig":

@@ -11,11 +11,13 @@ from statistics import fmean, stdev
 from typing import Any
 
 from skilltrain.ablation.plan import Cell, Plan
-from skilltrain.evaluation.bootstrap import RESAMPLES, Interval, compact, interval
+from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES, Interval, compact, interval
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare, holm, same_queries
 from skilltrain.files import read_jsonl
 from skilltrain.report.numbers import reading
+from skilltrain.report.page import html_page
 from skilltrain.report.page import markdown as markdown_of
+from skilltrain.report.plots import SHARES, axis_around
 from skilltrain.runs import RECIPE_FILE
 from skilltrain.version import __version__
 
@@ -92,6 +94,13 @@ class Results:
     def markdown(self) -> str:
         """The ablation as Markdown; names are escaped."""
         return markdown_of("ablation.md.j2", results=self, grid=self.plan.grid, recipe_file=RECIPE_FILE)
+
+    def page(self) -> str:
+        """The ablation as one HTML page."""
+        differences = [c.difference for table in self.tables for c in table.differences]
+        values = {"results": self, "grid": self.plan.grid, "recipe_file": RECIPE_FILE, "shares": SHARES}
+        axis = axis_around(0, [end for value in differences for end in (value.low, value.high)] or [0])
+        return html_page("ablation.html.j2", (), **values, axis=axis, level=f"{LEVEL:.0%}", version=__version__)
 
 
 def collect_results(plan: Plan, failed: Mapping[tuple[str, int], str]) -> Results:

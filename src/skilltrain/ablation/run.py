@@ -26,7 +26,7 @@ def plan_ablation(file: Path, overrides: list[str]) -> dict[str, Any]:
 
 
 def run_ablation(file: Path, overrides: list[str]) -> dict[str, Any]:
-    """Run all cells of the grid in `file`, and write ablation.json and ablation.md.
+    """Run all cells of the grid in `file`, and write ablation.json, ablation.md and ablation.html.
 
     Finished runs are left as they are; a training that was stopped goes on from its newest checkpoint. A cell that
     fails is noted and the others go on; SkilltrainError is raised at the end, when the tables are written. It is
@@ -39,6 +39,7 @@ def run_ablation(file: Path, overrides: list[str]) -> dict[str, Any]:
     results = collect_results(plan, failed)
     write_json(out / "ablation.json", results.to_json())
     write_text(out / "ablation.md", results.markdown())
+    write_text(out / "ablation.html", results.page())
     say(results.markdown())
     if failed:
         (variant, seed), error = next(iter(failed.items()))

@@ -127,7 +127,7 @@ def inspect_lists(
 ) -> None:
     """Write one HTML page that shows training lists: counts, plots, what filters dropped, every query to search.
 
-    Example: skilltrain inspect runs/lists --out lists.html
+    Example: skilltrain inspect runs/encoder_lists --out lists.html
     """
     from skilltrain.report.lists import inspect_lists as inspect
 

@@ -131,4 +131,4 @@ def ablate(
         show(quietly(plan_ablation, grid, only_settings(overrides)))
         return
     found = quietly(run_ablation, grid, only_settings(overrides))
-    conclude(found, [f"{found['out']}/ablation.md: {found['num_cells']} cells, compared"], as_json)
+    conclude(found, [f"{found['out']}/ablation.html: {found['num_cells']} cells, compared"], as_json)
