@@ -154,6 +154,7 @@ def test_a_benchmarks_own_gold_skills_join_the_pool(tmp_path):
         ({"systems": [BM25], "pool": "pool", "measures": []}, "measures: "),
         ({"systems": [BM25], "pool": "pool", "clusters": "clusters"}, r"1 skill\(s\) of the pool are in no cluster"),
         ({"predictions": "mine.json", "clusters": "clusters"}, "copies are found by the skills' texts"),
+        ({"systems": [BM25], "pool": "pool", "measures": ["Hit@1 (copies)"]}, "counts near-duplicates of gold skills"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(folder, monkeypatch, settings, message):

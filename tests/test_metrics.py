@@ -35,6 +35,8 @@ def test_parse_measure_reads_name_and_cutoff_and_prints_them_back():
     assert parse_measure("nDCG@10") == Measure("nDCG", 10)
     assert [str(measure) for measure in parse_measures(DEFAULT_MEASURES)] == list(DEFAULT_MEASURES)
     assert parse_measures(["Hit@1", "FC@10", "Hit@1"]) == (Measure("Hit", 1), Measure("FC", 10))
+    assert parse_measure("Hit@1 (copies)") == Measure("Hit", 1, copies=True)
+    assert len(with_copies(parse_measures(["Hit@1", "Hit@1 (copies)"]))) == 2
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,12 @@ class Measure:
 
 
 def parse_measure(text: str) -> Measure:
-    """The measure a text like `nDCG@10` names. Raises SkilltrainError with the nearest name and all allowed ones."""
+    """The measure a text like `nDCG@10` or `Hit@1 (copies)` names.
+
+    Raises SkilltrainError with the nearest name and all allowed ones.
+    """
+    if text.endswith(COPIES):
+        return replace(parse_measure(text.removesuffix(COPIES)), copies=True)
     name, _, cutoff = text.partition("@")
     allowed = f"measures are {', '.join(_example(known, 'k') for known in MEANINGS)}"
     if name not in MEANINGS:
@@ -118,8 +123,8 @@ def parse_measures(texts: Sequence[str]) -> tuple[Measure, ...]:
 
 
 def with_copies(measures: Sequence[Measure]) -> tuple[Measure, ...]:
-    """Each measure, and beside it the one that takes copies of gold skills for gold."""
-    return tuple(replace(measure, copies=copies) for measure in measures for copies in (False, True))
+    """Each measure, and beside it the one that takes copies of gold skills for gold; each once."""
+    return tuple(dict.fromkeys(replace(measure, copies=copies) for measure in measures for copies in (False, True)))
 
 
 def _known_names(texts: tuple[str, ...]) -> tuple[str, ...]:

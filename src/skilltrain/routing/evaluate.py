@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.near_duplicates import copies_of
@@ -19,6 +19,7 @@ from skilltrain.evaluation.benchmarks.benchmark import Benchmark, check_pool, jo
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.evaluation.metrics import (
+    COPIES,
     DEFAULT_MEASURES,
     Measure,
     MeasureNames,
@@ -80,6 +81,12 @@ class EvaluateConfig(Config):
     def _listed(cls, value: Any) -> Any:
         """A single file as a list of one."""
         return () if value is None else value if isinstance(value, list | tuple) else (value,)
+
+    @model_validator(mode="after")
+    def _knows_copies(self) -> "EvaluateConfig":
+        if self.clusters is None and (asked := [name for name in self.measures if name.endswith(COPIES)]):
+            raise ValueError(f"measures: {asked[0]} counts near-duplicates of gold skills: give clusters=…")
+        return self
 
     @property
     def scored(self) -> tuple[Measure, ...]:

@@ -1,0 +1,88 @@
+"""Weights of BM25, a trained encoder and its late interaction, fitted on queries that the encoder has not seen.
+
+python data_pipelines/cross_fit.py RECIPE OUT                                    # three folds
+python data_pipelines/cross_fit.py RECIPE OUT folds=5 training.precision=bfloat16
+
+RECIPE trains an encoder; what else is given changes its settings. Its lists are cut into folds by gold skill. For each
+fold an encoder is trained without it and ranks its queries. OUT/weights_find and OUT/weights_order are then fitted on
+the rankings of all folds: `weights` of a fuse ranker whose encoder is trained on all lists. A run that was stopped goes
+on where it was: give the same line again. Why: fitted on queries of its training, an encoder is trusted too far.
+"""
+
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+
+from skilltrain.config import load_recipe
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.benchmarks.load import load_benchmark
+from skilltrain.routing.fusion import folds_of
+from skilltrain.runs import run_state
+from skilltrain.stages import parse_recipe, run_recipe
+from skilltrain.tables import JUDGEMENTS, LISTS, QUERIES, read_table, write_table
+
+Recipe = dict[str, Any]
+
+
+def run(recipe: Path, out: Path, num_folds: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Train and rank fold by fold, then fit; the summaries of both fits. Raises SkilltrainError as the stages do."""
+    training = load_recipe(recipe, overrides)
+    config = parse_recipe(training, recipe)
+    if config.stage != "train_encoder" or not isinstance(config.data.lists, Path):
+        raise SkilltrainError("the recipe must train an encoder on one folder of lists", where=recipe)
+    lists, pool, vectors = config.data.lists, str(config.data.pool), str(out / "vectors")
+    tasks = load_benchmark((lists,), None).tasks
+    _, folds = folds_of(tasks, num_folds, config.training.seed)
+    lexical, late = {"kind": "lexical"}, config.late_interaction is not None
+    for number in range(num_folds):
+        held = {task.query.query_id for task, fold in zip(tasks, folds.tolist(), strict=True) if fold == number}
+        part = out / f"fold{number + 1}"
+        _cut(lists, held, part)
+        encoder = str(part / "encoder")
+        _run(training | {"data": training["data"] | {"lists": str(part / "lists")}, "out": encoder})
+        dense = {"kind": "dense", "source": encoder, "cache": vectors}
+        systems: list[Recipe] = [{"name": "dense", "rankers": [dense]}]
+        if late:
+            find = {"kind": "fuse", "of": [lexical, dense], "keep": 50}
+            systems.append({"name": "late", "rankers": [find, {"kind": "late", "source": encoder}]})
+        _run({"stage": "evaluate", "pool": pool, "benchmark": str(part / "held"), "depth": 100, "systems": systems,
+              "out": str(part / "ranked")})  # fmt: skip
+    ranked = [str(out / f"fold{number + 1}" / "ranked") for number in range(num_folds)]
+    saved = [{"kind": "saved", "rankings": ranked, "stage": name} for name in ("dense", "late")]
+    find = {"kind": "fuse", "of": [lexical, saved[0]]}
+    fits: dict[str, list[Recipe]] = {"weights_find": [find]}
+    if late:
+        fits["weights_order"] = [find | {"keep": 50}, {"kind": "fuse", "of": [lexical, *saved]}]
+    fusion = {"stage": "fusion", "pool": pool, "queries": str(lists), "split": None}
+    return {
+        name: _run(fusion | {"system": {"name": name, "rankers": rankers}, "out": str(out / name)})
+        for name, rankers in fits.items()
+    }
+
+
+def _cut(lists: Path, held: Collection[str], part: Path) -> None:
+    """Write the lists of all queries but the held ones, and the held queries with their judgements."""
+    for name, inside in (("lists", False), ("held", True)):
+        for spec in (QUERIES, JUDGEMENTS) if inside else (QUERIES, JUDGEMENTS, LISTS):
+            table = read_table(lists, spec)
+            is_held = pc.is_in(table.column("query_id"), value_set=pc.cast(sorted(held), "string"))
+            write_table(table.filter(is_held if inside else pc.invert(is_held)), spec, part / name)
+
+
+def _run(values: Recipe) -> dict[str, Any]:
+    config = parse_recipe(values, __file__)
+    return run_recipe(config, resume=run_state(config.out) == "begun")
+
+
+if __name__ == "__main__":
+    settings = [argument for argument in sys.argv[1:] if "=" in argument]
+    places = [Path(argument) for argument in sys.argv[1:] if "=" not in argument]
+    asked = [setting.removeprefix("folds=") for setting in settings if setting.startswith("folds=")]
+    if len(places) != 2 or not all(number.isdecimal() for number in asked):
+        sys.exit(__doc__)
+    others = [setting for setting in settings if not setting.startswith("folds=")]
+    for name, summary in run(*places, int((asked or ["3"])[-1]), others).items():
+        print(name, summary["weights"], summary["cross_validated"])

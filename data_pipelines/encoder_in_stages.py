@@ -1,0 +1,96 @@
+"""An encoder trained in up to three stages: on the skills' own text, on the queries, on negatives it gets wrong itself.
+
+python data_pipelines/encoder_in_stages.py RECIPE OUT                              # the queries, then one more round
+python data_pipelines/encoder_in_stages.py RECIPE OUT free_pairs=20000 rounds=0    # free pairs, then the queries
+python data_pipelines/encoder_in_stages.py RECIPE OUT rounds=2 training.learning_rate=2e-5
+
+RECIPE trains an encoder on one folder of lists; what else is given changes its settings. With `free_pairs` it is first
+trained on passages of so many skills of its pool, against these skills without them. Then comes RECIPE. Each of the
+`rounds` mines what BM25 and the encoder so far wrongly rank among their first ten, and trains on (as ANCE, Xiong et
+al., 2021, but between trainings). Give the same line again after a stop; it prints where each encoder lies.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from skilltrain.config import Config, load_recipe, validate
+from skilltrain.errors import SkilltrainError
+from skilltrain.runs import run_state
+from skilltrain.stages import parse_recipe, run_recipe
+
+Recipe = dict[str, Any]
+QUOTAS = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
+WRONG_TOP = 10
+
+
+class Pipeline(Config):
+    """What this pipeline can be told beside the recipe's settings."""
+
+    recipe: Path
+    out: Path
+    free_pairs: int = Field(default=0, ge=0, description="skills whose own text is trained on first")
+    rounds: int = Field(default=1, ge=0, description="trainings on negatives mined anew")
+
+
+def run(pipeline: Pipeline, overrides: Sequence[str]) -> list[Path]:
+    """The folder of each stage's encoder, in their order. Raises SkilltrainError as the stages do."""
+    out, training = pipeline.out, load_recipe(pipeline.recipe, overrides)
+    config = parse_recipe(training, pipeline.recipe)
+    if config.stage != "train_encoder" or not isinstance(config.data.lists, Path):
+        raise SkilltrainError("the recipe must train an encoder on one folder of lists", where=pipeline.recipe)
+    pool, lists = str(config.data.pool), str(config.data.lists)
+    source, encoders = str(config.model.source), list[Path]()
+
+    def train(place: Path, data: Recipe) -> None:
+        """Train what there is on `data`, and go on with what comes of it."""
+        nonlocal source
+        model = training["model"] | {"source": source}
+        _run(training | {"model": model, "data": training["data"] | data, "out": str(place)})
+        source = str(place)
+        encoders.append(place)
+
+    if pipeline.free_pairs:
+        place, pairs = out / "free_pairs", str(out / "free_pairs" / "pairs")
+        own = {"stage": "synthesize", "pool": pool, "llm": {"kind": "own_text"}, "max_skills": pipeline.free_pairs}
+        _run(own | {"num_queries_per_skill": 2, "out": pairs})
+        cut = _new_lists(place, {"pool": pairs, "queries": pairs}, source, source, QUOTAS)
+        train(place / "encoder", {"pool": pairs, "lists": cut, "clusters": None})
+    train(out / "queries", {})
+    base = str(config.model.source)
+    for number in range(1, pipeline.rounds + 1):
+        place = out / f"round{number}"
+        wrong = {"semantic": WRONG_TOP // 2, "lexical": WRONG_TOP // 2}
+        train(place / "encoder", {"lists": _new_lists(place, {"pool": pool, "queries": lists}, source, base, wrong)})
+    return encoders
+
+
+def _new_lists(place: Path, asked: Recipe, miner: str, base: str, quotas: dict[str, int]) -> str:
+    """Lists with negatives that `miner` finds, filtered by `base`, whose cosines the filter's limits are made for."""
+    cache = str(place.parent / "vectors")
+    depth = {} if len(quotas) > 2 else {"depth": WRONG_TOP, "sources": [*quotas]}
+    mined, filtered, lists = (str(place / name) for name in ("mined", "filtered", "lists"))
+    _run({"stage": "mine", **asked, "encoder": {"source": miner, "cache": cache}, **depth, "out": mined})
+    encoder = {"source": base, "cache": cache}
+    _run({"stage": "filter", **asked, "rankings": mined, "encoder": encoder, "out": filtered})
+    _run({"stage": "lists", **asked, "rankings": filtered, "quotas": quotas, "out": lists})
+    return lists
+
+
+def _run(values: Recipe) -> None:
+    config = parse_recipe(values, __file__)
+    print(config.out, run_recipe(config, resume=run_state(config.out) == "begun"))
+
+
+if __name__ == "__main__":
+    settings = [argument for argument in sys.argv[1:] if "=" in argument]
+    places = [argument for argument in sys.argv[1:] if "=" not in argument]
+    if len(places) != 2:
+        sys.exit(__doc__)
+    own = {"free_pairs", "rounds"}
+    given = {key: int(value) for key, _, value in (one.partition("=") for one in settings) if key in own}
+    named = {"recipe": places[0], "out": places[1], **given}
+    print(*run(validate(Pipeline, named, __file__), [one for one in settings if one.partition("=")[0] not in own]))

