@@ -19,11 +19,11 @@ from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.bootstrap import interval
 from skilltrain.evaluation.metrics import parse_measures, per_query
 from skilltrain.records import Skill
-from skilltrain.retrieval.lexical import english_tokenizer, top_k
+from skilltrain.retrieval.lexical import Vocabulary, top_k
 from skilltrain.routing.evaluate import skills_of
 
 MEASURES, DEPTH = ("Hit@1", "MRR@10", "Recall@50"), 50
-_TOKENIZER = english_tokenizer()
+_VOCABULARY = Vocabulary()
 
 Cut = Callable[[str], Iterable[str]]
 CUTS: dict[str, Cut] = {
@@ -37,7 +37,7 @@ CUTS: dict[str, Cut] = {
 
 def our_terms(text: str) -> list[str]:
     """The terms that skilltrain's BM25 makes of a text."""
-    return _TOKENIZER.tokenize([text], return_as="string", show_progress=False, allow_empty=False)[0]
+    return [stem for _, stem in _VOCABULARY.stems(text)]
 
 
 SHOWN: dict[str, Callable[[Skill], str]] = {

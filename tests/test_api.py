@@ -6,9 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
-import yaml
 
 import skilltrain
 from skilltrain.errors import SkilltrainError
@@ -83,11 +83,12 @@ def test_the_stages_as_functions(library, tmp_path, model_folders):
 
 def test_one_request_and_many(library, router):
     skills = skilltrain.read_pool(library / "skills")
-    best = skilltrain.route("merge these pdf files", skills, "[{kind: lexical}]", top=1)[0]
-    assert best.skill.skill_id == "documents/pdf-merge"
-    assert skilltrain.route("merge these pdf files", library / "skills", [{"kind": "lexical"}], top=1)[0] == best
+    best = skilltrain.route("merge these pdf files", skills, "[{kind: lexical}]", k=1).skills[0]
+    assert best.skill_id == "documents/pdf-merge" and best.path is None
+    found = skilltrain.route("merge these pdf files", library / "skills", [{"kind": "lexical"}], k=1).skills[0]
+    assert found == replace(best, path=library / "skills" / "documents" / "pdf-merge" / "SKILL.md")
     opened = skilltrain.Router.load(router[0])
-    assert len(opened.route("merge these pdf files", top=3)) == 3
+    assert len(opened.route("merge these pdf files", k=3).skills) == 3
 
 
 # fit -----------------------------------------------------------------------------------------------------------------
@@ -98,14 +99,14 @@ def test_fit_makes_a_router_and_the_recipes_of_it(router):
     assert found["num_skills"] == 20 and found["num_lists"] > 0
     recipes = sorted((out / "recipes").iterdir())
     assert [file.stem for file in recipes] == [
-        "1_pool", "2_queries", "3_mined", "4_filtered", "5_encoder_lists", "6_encoder"
+        "1_pool", "2_queries", "3_mined", "4_filtered", "5_encoder_lists", "6_encoder", "8_index"
     ]  # fmt: skip
     before = contents(out)
     answered = succeeds("train", out / "recipes" / "6_encoder.yaml").err
     assert "already holds this run" in answered and contents(out) == before
-    values = yaml.safe_load((out / "router.yaml").read_text())
-    assert values["pool"] == "pool" and values["rankers"][0]["of"][1]["source"] == "encoder"
-    assert succeeds("route", "merge these pdf files", "--router", out, "--top", 2).out.count("\n") == 4
+    record = json.loads((out / "index-1" / "index.json").read_text())
+    assert record["pool"] == "pool" and record["rankers"][0]["of"][1]["source"] == "encoder"
+    assert succeeds("route", "merge these pdf files", "--router", out, "--top", 2).out.count("\n") == 6
 
 
 def test_fit_without_queries_makes_its_own(library, tmp_path):
@@ -117,7 +118,7 @@ def test_fit_without_queries_makes_its_own(library, tmp_path):
 
 def test_a_dry_run_of_fit_writes_nothing(library, tmp_path):
     plan = json.loads(succeeds("fit", library / "skills", "--out", tmp_path / "router", "--dry-run").out)["steps"]
-    assert [*plan] == ["pool", "queries", "mined", "filtered", "encoder_lists", "encoder", "report"]
+    assert [*plan] == ["pool", "queries", "mined", "filtered", "encoder_lists", "encoder", "report", "index"]
     assert {step["state"] for step in plan.values()} == {"to run"} and not (tmp_path / "router").exists()
     assert "no such file or folder" in command("fit", tmp_path / "none", "--out", tmp_path / "x", "--dry-run").err
 
@@ -134,4 +135,4 @@ def test_a_killed_fit_goes_on(library, tmp_path):
     process.wait()
     kept = contents(tmp_path / "router" / "mined")
     assert subprocess.run(line, capture_output=True, check=False).returncode == 0
-    assert contents(tmp_path / "router" / "mined") == kept and (tmp_path / "router" / "router.yaml").is_file()
+    assert contents(tmp_path / "router" / "mined") == kept and (tmp_path / "router" / "router.json").is_file()

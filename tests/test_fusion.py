@@ -148,10 +148,9 @@ def test_what_is_written_is_what_a_fuse_ranker_reads(folder, fitted, tmp_path):
     benchmark = {"stage": "evaluate", "benchmark": folder / "queries", "pool": folder / "pool", "systems": both}
     evaluate({**benchmark, "out": tmp_path / "report"})
     ranked = json.loads((tmp_path / "report" / "run.json").read_text())["summary"]["systems"]
-    (folder / "router.yaml").write_text(
-        json.dumps({"pool": "pool", "rankers": [fused(lexical(*FIELDS), weights="fitted")]})
-    )
-    assert Router.load(folder).route("merges tables", 1)[0].skill.skill_id == "s2"
+    fuse = fused(lexical(*FIELDS), weights=str(out))
+    run({"stage": "index", "pool": folder / "pool", "rankers": [fuse], "out": tmp_path / "router"})
+    assert Router.load(tmp_path / "router").route("merges tables", 1).skills[0].skill_id == "s2"
     assert ranked["file"] == ranked["folder"] == ranked["numbers"] and ranked["file"]["Hit@1"] == 1
 
 

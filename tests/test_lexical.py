@@ -8,11 +8,11 @@ from hypothesis.extra import numpy as npst
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
-from skilltrain.retrieval.lexical import K1, B, BM25Index, LexicalConfig, english_tokenizer, top_k
+from skilltrain.retrieval.lexical import K1, B, BM25Index, LexicalConfig, Vocabulary, top_k
 
 
 def terms(text):
-    return english_tokenizer().tokenize([text], return_as="string", show_progress=False, allow_empty=False)[0]
+    return [stem for _, stem in Vocabulary().stems(text)]
 
 
 def test_words_are_stemmed_and_split_at_separators_and_stop_words_left_out():
@@ -34,6 +34,22 @@ def test_scores_follow_the_formula_worked_by_hand():
     idf = math.log(1 + (2 - 1 + 0.5) / (1 + 0.5))
     expected = idf * 1 / (1 + K1 * (1 - B + B * 2 / 1.5))
     np.testing.assert_allclose(index.scores("cats"), [expected, 0.0], rtol=1e-6)
+
+
+def test_an_index_built_on_another_is_the_one_built_anew(tmp_path):
+    texts = ["red apple tree", "", "green pear", "red red plum", "green pear"]
+    (tmp_path / "old").mkdir()
+    BM25Index(texts).save(tmp_path / "old")
+    now = ["a new fig tree", "green pear", texts[3], texts[0], ""]
+    built, anew = BM25Index(now, BM25Index.load(tmp_path / "old")), BM25Index(now)
+    for query in ("red tree", "pear", "fig plum apple", "nothing"):
+        np.testing.assert_array_equal(built.scores(query), anew.scores(query))
+    assert built.scores("plum")[2] > 0 and not built.scores("plum")[[0, 1, 3, 4]].any()
+
+
+def test_matched_words_are_those_of_the_query_in_order_of_weight():
+    index = BM25Index(["red apples on a tree", "tree", "trees"])
+    assert index.matched("The Tree with APPLE, reds and pears; red", 0) == ["reds", "apple", "tree"]
 
 
 def test_search_ranks_and_breaks_ties_by_position():

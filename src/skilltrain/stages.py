@@ -133,6 +133,22 @@ STAGES = {
         "[{kind: lexical}, {kind: dense, source: runs/encoder}]}]' out=runs/fusion",
         found="weights {weights}; by cross-validation on {num_queries} queries: {cross_validated}",
     ),
+    "index": Stage(
+        "routing.indexing", "IndexConfig", "run_index", "plan_index", in_place=True,
+        about="Make a router of a pool and rankers, or bring one up to date: only what has changed is encoded.",
+        example="pool=runs/pool 'rankers=[{kind: fuse, of: [{kind: lexical}, {kind: dense, source: runs/encoder}], "
+        "weights: [1, .5]}]' out=runs/router && skilltrain index out=runs/router  # reads the pool again",
+        found="{num_skills} skills: {num_new} new, {num_changed} changed, {num_gone} gone",
+        then="route --router {out} 'a task in plain words'",
+    ),
+    "calibrate": Stage(
+        "routing.calibrate", "CalibrateConfig", "run_calibrate",
+        about="Fit what a router's scores are worth: probabilities, and when to say that no skill fits.",
+        example="router=runs/router queries=runs/queries clusters=runs/clusters out=runs/calibration",
+        found="{num_queries} queries: {answered} answered, {falsely_answered} where no skill fits; "
+        "calibration error {calibration_error}",
+        then="index calibration={out} out={router}",
+    ),
     "evaluate": Stage(
         "routing.evaluate", "EvaluateConfig", "run_evaluate", "plan_evaluate",
         about="Compare systems on a benchmark, with 95% intervals.",

@@ -62,12 +62,15 @@ class SkillTemplate(Config):
         There are as many as it takes to reach the body's end, or `chunks.windows`. An overlap must be below
         `body_chars` (the encoder's settings see to it).
         """
+        return [replace(skill, body=skill.body[start:]) if start else skill for start in self.starts(skill, chunks)]
+
+    def starts(self, skill: Skill, chunks: Chunks) -> range:
+        """Where in the body its windows begin."""
         rest = len(skill.body.rstrip()) - self.body_chars
         if chunks.windows == 1 or "body" not in FIELDS_SEEN[self.fields] or rest <= 0:
-            return [skill]
+            return range(1)
         step = self.body_chars - chunks.overlap
-        starts = range(0, rest + step, step)[: chunks.windows]
-        return [replace(skill, body=skill.body[start:]) for start in starts]
+        return range(0, rest + step, step)[: chunks.windows]
 
 
 class EncoderTemplate(Config):

@@ -14,7 +14,7 @@ from skilltrain.files import cache_folder
 from skilltrain.texts import printable
 
 if TYPE_CHECKING:
-    from skilltrain.routing.router import RoutedSkill
+    from skilltrain.routing.router import Answer, RoutedSkill
 
 
 @app.command(context_settings=AS_WRITTEN)
@@ -54,65 +54,56 @@ def fit(
 
 @app.command()
 def route(
-    request: Annotated[str, typer.Argument(help="a task in plain words")],
-    router: Annotated[Path | None, typer.Option(help="folder that `skilltrain fit` wrote")] = None,
+    task: Annotated[str, typer.Argument(help="a task in plain words")],
+    router: Annotated[Path | None, typer.Option(help="folder of `skilltrain fit` or `skilltrain index`")] = None,
     pool: Annotated[Path | None, typer.Option(help="without a router: the pool, or a folder of SKILL.md files")] = None,
     encoder: Annotated[str | None, typer.Option(help="encoder; BM25 finds the candidates without one")] = None,
-    reranker: Annotated[str | None, typer.Option(help="reranker for the top candidates")] = None,
+    reranker: Annotated[str | None, typer.Option(help="reranker for the first 20 candidates")] = None,
     top: Annotated[int, typer.Option(min=1, help="how many skills to show")] = 5,
-    first_weight: Annotated[
-        float, typer.Option(min=0, help="order by reranker + weight x the score before; 1 for small rerankers")
-    ] = 0.0,
-    rankers: Annotated[str | None, typer.Option(help="any rankers, as in a recipe, in their place")] = None,
-    cache: Annotated[Path | None, typer.Option(help="folder of the encoder's vectors; else the user's cache")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Find the skills for a task, those marked that the safety screening flags.
+    """Find the skills for a task, those marked that the safety screening flags; or say that none fits.
 
     Example: skilltrain route "merge these PDFs and stamp page numbers" --router runs/router
 
     Example: skilltrain route "merge these PDFs" --pool runs/pool --encoder runs/encoder
     """
     from skilltrain import api
-    from skilltrain.data.pool.read import skill_file
     from skilltrain.routing.router import Router
 
-    def find() -> "list[RoutedSkill]":
+    def find() -> "Answer":
         if router is not None and pool is None:
-            return Router.load(router).route(request, top)
+            return Router.load(router).route(task, top)
         if pool is not None and router is None:
-            return api.route(request, pool, rankers or _rankers(encoder, reranker, first_weight, cache), top)
+            return api.route(task, pool, _rankers(encoder, reranker), top)
         raise SkilltrainError("give either --router or --pool", where="skilltrain route")
 
-    found = quietly(find)
-    folder = pool or Router.pool_of(router or Path())
-    files = [skill_file(folder, routed.skill.skill_id) for routed in found]
+    answer = quietly(find)
     if as_json:
-        rows = [
-            {"rank": r.rank, "score": r.score, "skill_id": r.skill.skill_id, "name": r.skill.name,
-             "description": r.skill.description, "source": r.skill.source, "file": str(file) if file else None,
-             "flags": [asdict(flag) for flag in r.flags]}
-            for r, file in zip(found, files, strict=True)
-        ]  # fmt: skip
-        typer.echo(json_text({"request": request, "skills": rows}))
+        rows = [asdict(routed) | {"path": routed.path and str(routed.path)} for routed in answer.skills]
+        found = {"task": task, "fits": answer.fits, "num_likely": answer.num_likely, "skills": rows}
+        typer.echo(json_text(found))
         return
-    for routed, file in zip(found, files, strict=True):
-        _print(routed, file)
+    if not answer.fits:
+        typer.echo("No skill fits, as far as the router can tell. The nearest:")
+    for routed in answer.skills:
+        _print(routed)
 
 
-def _rankers(
-    encoder: str | None, reranker: str | None, first_weight: float, cache: Path | None
-) -> list[dict[str, Any]]:
-    """BM25 or the encoder, whose vectors are kept for the next request, and the reranker."""
-    kept = {"source": encoder, "cache": str(cache or cache_folder("vectors"))}
-    first = {"kind": "dense", **kept} if encoder else {"kind": "lexical"}
-    return [first, *([{"kind": "rerank", "source": reranker, "first_weight": first_weight}] if reranker else [])]
+def _rankers(encoder: str | None, reranker: str | None) -> list[dict[str, Any]]:
+    """BM25 or the encoder, whose vectors are kept for the next task, and the reranker."""
+    dense = {"kind": "dense", "source": encoder, "cache": str(cache_folder("vectors"))}
+    return [dense if encoder else {"kind": "lexical"}, *([{"kind": "rerank", "source": reranker}] if reranker else [])]
 
 
-def _print(routed: "RoutedSkill", file: Path | None) -> None:
-    name, place = printable(routed.skill.name, 90), printable(str(file or routed.skill.skill_id))
-    typer.echo(f"{routed.rank:>2}  {routed.score:8.4f}  {name}  ({place})")
-    typer.echo(f"                {printable(routed.skill.description, 90)}")
+def _print(routed: "RoutedSkill") -> None:
+    name, place = printable(routed.name, 90), printable(str(routed.path or routed.skill_id))
+    sure = "" if routed.probability is None else f"  {routed.probability:.0%}"
+    typer.echo(f"{routed.rank:>2}  {routed.score:8.4f}{sure}  {name}  ({place})")
+    typer.echo(f"                {printable(routed.description, 90)}")
+    ranks = ", ".join(f"{placed.ranker} {placed.rank}" for placed in routed.why.placed)
+    words = f"; words: {printable(' '.join(routed.why.terms), 60)}" if routed.why.terms else ""
+    typer.echo(f"                ranks: {ranks}{words}")
     for flag in reversed({flag.rule: flag for flag in reversed(routed.flags)}.values()):  # one for each rule
         typer.echo(f"    !! FLAGGED {flag.rule}: {flag.reason}; in its {flag.field}: {printable(flag.span, 120)}")
 

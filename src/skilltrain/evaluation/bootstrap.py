@@ -49,6 +49,20 @@ def interval(values: Sequence[float], *, seed: int) -> Interval:
     return intervals(np.asarray(values, dtype=np.float64)[:, None], seed=seed)[0]
 
 
+def share(values: Sequence[bool] | Float[np.ndarray, " query"]) -> Interval:
+    """The share of `values` that are 1, with Wilson's interval (1927), which is no point at 0 and 1.
+
+    Raises SkilltrainError where there is no value.
+    """
+    from scipy.stats import binomtest
+
+    if not len(values):
+        raise SkilltrainError("there is no query to take a share of")
+    found = binomtest(int(sum(values)), len(values))
+    low, high = found.proportion_ci(LEVEL, "wilson")
+    return Interval(float(found.statistic), float(low), float(high), len(values))
+
+
 def intervals(
     values: Float[np.ndarray, "query column"], *, seed: int, clusters: Sequence[str] | None = None
 ) -> tuple[Interval, ...]:

@@ -43,6 +43,11 @@ class EncoderSettings(Config):
     template: EncoderTemplate = EncoderTemplate()
     chunks: Chunks = Chunks()
 
+    def window(self, skill: Skill, number: int) -> tuple[int, int]:
+        """Start and end of a window in a skill's body; windows count from 0."""
+        start = self.template.skill.starts(skill, self.chunks)[number]
+        return start, min(start + self.template.skill.body_chars, len(skill.body))
+
     def chunk_texts(self, skill: Skill) -> list[str]:
         """The texts by which the encoder knows a skill, one per window; the first is all of them by default."""
         shown = self.template.skill

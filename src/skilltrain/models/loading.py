@@ -1,6 +1,7 @@
 """From a folder, a Hub id or a package to a network whose every weight came from its files."""
 
 import functools
+import hashlib
 import importlib.util
 import inspect
 import os
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import read_json
+from skilltrain.files import fingerprint, read_json
 from skilltrain.templates import SEEN, SkillFields
 from skilltrain.terminal import say
 from skilltrain.texts import printable
@@ -25,6 +26,7 @@ Kind = Literal["encoder", "reranker"]
 Precision = Literal["auto", "float32", "bfloat16"]
 _INDEX_FILE = "model.safetensors.index.json"
 _SETTINGS = ["*.json", "*.txt", "*.model", "*.jinja"]
+_MODEL_FILES, _NO_MODEL = (".safetensors", ".json", ".txt", ".model"), ("run.json",)
 _UNFINISHED = "training that has not finished leaves only checkpoints; continue it with --resume"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PROBE = "a b c d e"
@@ -58,6 +60,16 @@ def resolve_model(source: str, weights: bool = True) -> Path:
         folder = _from_hub(source, weights)
     _check_files(folder, source)
     return folder
+
+
+def model_fingerprint(source: str) -> str:
+    """A SHA-256 over the files that make a model; other files beside them may come and go."""
+    folder, digest = resolve_model(source), hashlib.sha256()
+    for file in sorted(file for file in folder.rglob("*") if file.suffix in _MODEL_FILES):
+        name = str(file.relative_to(folder))
+        if name not in _NO_MODEL and not name.startswith("checkpoints"):
+            digest.update(f"{name} {fingerprint(file)}".encode())
+    return digest.hexdigest()
 
 
 def _package_folder(source: str) -> Path:

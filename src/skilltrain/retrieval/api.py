@@ -17,7 +17,7 @@ from skilltrain.llm.client import Server, in_threads, over_budget
 from skilltrain.llm.protocol import CompletionError, Usage
 from skilltrain.llm.settings import Prices, ServerConfig
 from skilltrain.records import Query, Skill
-from skilltrain.retrieval.nearest import ChunkVectors, VectorRanker
+from skilltrain.retrieval.nearest import ChunkVectors, Encoders, VectorRanker
 from skilltrain.retrieval.vectors import OrderedTexts, Parts, VectorCache, cached_vectors, text_keys
 from skilltrain.templates import SkillTemplate
 from skilltrain.terminal import progress, say
@@ -63,9 +63,12 @@ class ApiConfig(ServerConfig):
 
     def open(self, skills: Sequence[Skill]) -> VectorRanker:
         """The server with the vectors of the pool."""
+        return self.encoders().over(skills)
+
+    def encoders(self) -> Encoders:
+        """The server for any pool."""
         encoder = open_encoder(self)
-        chunks = ChunkVectors.one_each(encoder.encode_skills(skills))
-        return VectorRanker([skill.skill_id for skill in skills], chunks, encoder.encode_queries)
+        return Encoders(lambda skills: ChunkVectors.one_each(encoder.encode_skills(skills)), encoder.encode_queries)
 
     def render_skill(self, skill: Skill) -> str:
         """The text that is sent of a skill."""

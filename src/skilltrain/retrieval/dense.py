@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -18,7 +19,7 @@ from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision, default_device, resolve_model, stored_settings
 from skilltrain.records import Skill
 from skilltrain.retrieval.encode_texts import EncodingCount, encode_texts
-from skilltrain.retrieval.nearest import ChunkVectors, VectorRanker, starts_of
+from skilltrain.retrieval.nearest import ChunkVectors, Encoders, VectorRanker, starts_of
 from skilltrain.retrieval.vectors import OrderedTexts, Parts, VectorCache, cached_vectors
 
 
@@ -41,12 +42,15 @@ class DenseConfig(EncoderSource):
         stored_settings(resolve_model(self.source, weights=False), "encoder")
 
     def open(self, skills: Sequence[Skill]) -> VectorRanker:
-        """The encoder with the vectors of the pool. Those of queries are not kept, so that they can be timed."""
+        """The encoder with the vectors of the pool."""
+        return self.encoders().over(skills)
+
+    def encoders(self) -> Encoders:
+        """The encoder for any pool. Vectors of queries are not kept, so that they can be timed."""
         encoder = open_encoder(self)
-        chunks = encode_chunks(encoder, skills)
         uncached = replace(encoder, cache=None)
-        ids = [skill.skill_id for skill in skills]
-        return VectorRanker(ids, chunks, lambda texts: encode_queries(uncached, texts))
+        skills, queries = partial(encode_chunks, encoder), partial(encode_queries, uncached)
+        return Encoders(skills, queries, encoder.model.settings.window)
 
 
 @dataclass(frozen=True)

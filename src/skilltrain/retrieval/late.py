@@ -1,7 +1,7 @@
 """Late interaction: candidates in the order of MaxSim, between each token of a query and the tokens of a skill."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -48,6 +48,10 @@ class Late:
     skills: Mapping[str, Skill]
     token_budget: int
 
+    def over(self, skills: Mapping[str, Skill]) -> "Late":
+        """The same encoder over another pool."""
+        return replace(self, skills=skills)
+
     @torch.inference_mode()
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """The `keep` best candidates of each query by MaxSim. Each skill is encoded once for some 4,000 queries."""
@@ -75,7 +79,8 @@ class Late:
         settings = self.encoder.settings
         texts = {skill_id: settings.template.skill.render(self.skills[skill_id]) for skill_id in skill_ids}
         ordered = sorted(texts, key=lambda skill_id: -len(texts[skill_id]))
-        for start in track(range(0, len(ordered), _TEXTS), "late interaction", None):
+        starts = range(0, len(ordered), _TEXTS)
+        for start in track(starts, "late interaction", len(starts)):
             some = ordered[start : start + _TEXTS]
             ids = self.encoder.tokenize([texts[skill_id] for skill_id in some], settings.max_tokens)
             for place, vectors in self._vectors(ids):

@@ -2,18 +2,22 @@
 
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float32, Int64
+from jaxtyping import Float32, Int32, Int64
 from pydantic import Field
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
+from skilltrain.files import read_json, write_json
 from skilltrain.records import Query, Rankings, Skill
-from skilltrain.retrieval.nearest import ranking_of
+from skilltrain.retrieval.nearest import ranking_of, starts_of
+from skilltrain.retrieval.vectors import text_keys
 from skilltrain.templates import FIELDS_SEEN, SEEN, SkillFields
 from skilltrain.terminal import track
 from skilltrain.texts import CJK
@@ -37,10 +41,10 @@ class LexicalConfig(Config):
     def check(self) -> None:
         """There is nothing to check before the pool is read."""
 
-    def open(self, skills: Sequence[Skill]) -> "Lexical":
-        """The index over the pool."""
+    def open(self, skills: Sequence[Skill], before: "BM25Index | None" = None) -> "Lexical":
+        """The index over the pool; texts that the index `before` holds are not read again."""
         texts = [bm25_text(skill, self.fields) for skill in skills]
-        return Lexical([skill.skill_id for skill in skills], BM25Index(texts))
+        return Lexical([skill.skill_id for skill in skills], BM25Index(texts, before))
 
 
 @dataclass(frozen=True)
@@ -55,13 +59,17 @@ class Lexical:
         if candidates is None:
             found = zip(queries, *self.index.search([query.text for query in queries], keep), strict=True)
             return {query.query_id: ranking_of(self.skill_ids, *row) for query, *row in found}
-        places = {skill_id: place for place, skill_id in enumerate(self.skill_ids)}
         rankings: Rankings = {}
         for query in queries:
-            positions = np.array([places[skill_id] for skill_id, _ in candidates[query.query_id]], dtype=np.int64)
+            positions = np.array([self.places[skill_id] for skill_id, _ in candidates[query.query_id]], dtype=np.int64)
             scores = self.index.scores(query.text)[positions]
             rankings[query.query_id] = ranking_of(self.skill_ids, positions, scores)[:keep]
         return rankings
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """skill_id → its position in the pool."""
+        return {skill_id: place for place, skill_id in enumerate(self.skill_ids)}
 
 
 def bm25_text(skill: Skill, fields: SkillFields = "full") -> str:
@@ -85,40 +93,140 @@ def _bigrams(run: str) -> list[str]:
     return [run[i : i + 2] for i in range(len(run) - 1)] or [run]
 
 
-def english_tokenizer() -> Any:
-    """A bm25s tokenizer that lower-cases, leaves stop words out, and stems words by Snowball's English rules."""
-    import Stemmer
-    from bm25s.stopwords import STOPWORDS_EN_PLUS
-    from bm25s.tokenization import Tokenizer
+class Vocabulary:
+    """Terms and their numbers: words in lower case, stemmed by Snowball's English rules, without stop words."""
 
-    stop_words = sorted({part for word in STOPWORDS_EN_PLUS for part in word.lower().split("'")})
-    stem = Stemmer.Stemmer("english").stemWord
-    return Tokenizer(splitter=words_and_bigrams, stopwords=stop_words, stemmer=stem)
+    def __init__(self, stems: Iterable[str] = ()) -> None:
+        import Stemmer
+        from bm25s.stopwords import STOPWORDS_EN_PLUS
+
+        self.numbers = {stem: number for number, stem in enumerate(stems)}
+        self._stop_words = {part for word in STOPWORDS_EN_PLUS for part in word.lower().split("'")}
+        self._stem: Callable[[str], str] = Stemmer.Stemmer("english").stemWord
+
+    def stems(self, text: str) -> Iterator[tuple[str, str]]:
+        """Yield (word, its stem) of `text`, in order."""
+        for word in words_and_bigrams(text.lower()):
+            if word not in self._stop_words:
+                yield word, self._stem(word)
+
+    def find(self, text: str) -> list[tuple[str, int]]:
+        """(word, its term's number) of `text`; terms without a number are left out, and get none."""
+        return [(word, self.numbers[stem]) for word, stem in self.stems(text) if stem in self.numbers]
+
+    def add(self, texts: Sequence[str]) -> Iterator["array[int]"]:
+        """Yield the numbers of each text's terms; new terms get the next ones."""
+        of_word = dict.fromkeys(self._stop_words, -1)
+        for text in track(texts, "reading terms", len(texts)):
+            found = array("i")
+            for word in words_and_bigrams(text.lower()):
+                if (number := of_word.get(word)) is None:
+                    number = of_word[word] = self.numbers.setdefault(self._stem(word), len(self.numbers))
+                if number >= 0:
+                    found.append(number)
+            yield found
 
 
 class BM25Index:
-    """An index of texts by term: Lucene's BM25 formula, computed by bm25s."""
+    """Texts by term, scored by Lucene's BM25 formula.
 
-    def __init__(self, texts: Sequence[str]) -> None:
-        """Index `texts`; a result's index is a position in them. Raises SkilltrainError where there is no term."""
-        import bm25s
+    `keys` tell the texts apart by content. `counts` and `weights` are of the same postings, how often a term occurs in
+    a text and what that scores; those of term t stand from starts[t] to starts[t + 1], and `texts` has the positions of
+    their texts, which rise. The arrays may be memory-mapped.
+    """
 
+    _ARRAYS = ("keys", "counts", "weights", "texts", "starts")
+    keys: np.ndarray
+    counts: Int32[np.ndarray, " posting"]
+    weights: Float32[np.ndarray, " posting"]
+    texts: Int32[np.ndarray, " posting"]
+    starts: Int64[np.ndarray, " term_and_end"]
+    vocabulary: Vocabulary
+
+    def __init__(self, texts: Sequence[str], before: "BM25Index | None" = None) -> None:
+        """Index `texts`; a result's index is a position in them. Those that `before` holds are not read again.
+
+        Raises SkilltrainError where there is no term.
+        """
         if not texts:
             raise SkilltrainError("no text to index for lexical search")
-        self._tokenizer = english_tokenizer()
-        found = self._tokenizer.streaming_tokenize(track(texts, "reading terms", len(texts)), allow_empty=False)
-        ids = [array("i", term_ids) for term_ids in found]
-        vocabulary = self._tokenizer.get_vocab_dict()
-        if not vocabulary:
+        self.keys = text_keys(texts, 0)[0]
+        self.vocabulary = Vocabulary(before.vocabulary.numbers if before else ())
+        counts = self._counted(texts, before)
+        if not counts.nnz:
             raise SkilltrainError(f"none of the {len(texts)} texts holds a word to index for lexical search")
-        self._scorer = bm25s.BM25(method="lucene", k1=K1, b=B)
-        self._scorer.index((ids, vocabulary), show_progress=False)
-        self._num_texts = len(texts)
+        lengths = np.asarray(counts.sum(axis=1), dtype=np.float64).ravel()
+        by_term = counts.T.tocsr()
+        self.counts, self.texts, self.starts = by_term.data, by_term.indices, by_term.indptr.astype(np.int64)
+        num_with = np.diff(self.starts)
+        idf = np.log(1 + (len(texts) - num_with + 0.5) / (num_with + 0.5))
+        saturation = K1 * (1 - B + B * lengths / lengths.mean())
+        weights = np.repeat(idf, num_with) * (self.counts / (self.counts + saturation[self.texts]))
+        self.weights = weights.astype(np.float32)
+
+    def _counted(self, texts: Sequence[str], before: "BM25Index | None") -> Any:
+        """How often each term occurs in each text, as a sparse matrix [text, term]."""
+        from scipy.sparse import csr_array, vstack
+
+        rows = np.full(len(texts), -1) if before is None else _places(self.keys, before.keys)
+        new = np.flatnonzero(rows < 0)
+        terms, lengths = array("i"), list[int]()
+        for found in self.vocabulary.add([texts[int(place)] for place in new]):
+            terms.extend(found)
+            lengths.append(len(found))
+        width = len(self.vocabulary.numbers)
+        ones = np.ones(len(terms), np.int32)
+        counts: Any = csr_array((ones, np.asarray(terms), starts_of(lengths)), shape=(len(new), width))
+        counts.sum_duplicates()
+        if before is None:
+            return counts
+        known = csr_array(
+            (before.counts, before.texts, before.starts), shape=(len(before.starts) - 1, len(before.keys))
+        )
+        kept = known.T.tocsr()[rows[rows >= 0]]
+        kept.resize((kept.shape[0], width))
+        order = np.argsort(np.concatenate([np.flatnonzero(rows >= 0), new]))
+        return vstack([kept, counts]).tocsr()[order]
+
+    @property
+    def num_skills(self) -> int:
+        """How many texts are indexed."""
+        return len(self.keys)
+
+    def save(self, folder: Path) -> None:
+        """Write the index into `folder`."""
+        for name in self._ARRAYS:
+            np.save(folder / f"{name}.npy", getattr(self, name))
+        write_json(folder / "stems.json", [*self.vocabulary.numbers])
+
+    @classmethod
+    def load(cls, folder: Path) -> "BM25Index":
+        """The index that `save` wrote into `folder`, its arrays memory-mapped."""
+        index = cls.__new__(cls)
+        for name in cls._ARRAYS:
+            setattr(index, name, np.load(folder / f"{name}.npy", mmap_mode="r"))
+        index.vocabulary = Vocabulary(read_json(folder / "stems.json"))
+        return index
 
     def scores(self, query: str) -> Float32[np.ndarray, " text"]:
         """The BM25 score of every indexed text; 0 where none of the query's terms occurs."""
-        (ids,) = self._tokenizer.streaming_tokenize([query], update_vocab=False, allow_empty=False)
-        return self._scorer.get_scores_from_ids(ids)
+        scores = np.zeros(len(self.keys), np.float32)
+        for _, number in self.vocabulary.find(query):
+            postings = slice(self.starts[number], self.starts[number + 1])
+            np.add.at(scores, self.texts[postings], self.weights[postings])
+        return scores
+
+    def matched(self, query: str, position: int) -> list[str]:
+        """The words of `query` that a text holds in some form, those that count most first."""
+        words: dict[int, str] = {}
+        worth: dict[int, float] = {}
+        for word, number in self.vocabulary.find(query):
+            start, end = self.starts[number : number + 2].tolist()
+            place = start + int(np.searchsorted(self.texts[start:end], position))
+            if place < end and self.texts[place] == position:
+                words.setdefault(number, word)
+                worth[number] = worth.get(number, 0.0) + float(self.weights[place])
+        return [words[number] for number in sorted(worth, key=lambda number: -worth[number])]
 
     def search(
         self, queries: Sequence[str], k: int
@@ -127,13 +235,20 @@ class BM25Index:
 
         Equal scores stand in the order of the texts. A score of 0 means that the text shares no term with the query.
         """
-        k = min(k, self._num_texts)
+        k = min(k, len(self.keys))
         positions, best = np.empty((len(queries), k), np.int64), np.empty((len(queries), k), np.float32)
         for row, query in enumerate(track(queries, "lexical search", len(queries))):
             scores = self.scores(query)
             positions[row] = top_k(scores, k)
             best[row] = scores[positions[row]]
         return positions, best
+
+
+def _places(keys: np.ndarray, among: np.ndarray) -> Int64[np.ndarray, " key"]:
+    """Where each of `keys` stands in `among`; -1 where it does not."""
+    order = np.argsort(among, kind="stable")
+    places = order[np.minimum(np.searchsorted(among, keys, sorter=order), len(among) - 1)]
+    return np.where(among[places] == keys, places, -1)
 
 
 def top_k(scores: Float32[np.ndarray, " text"], k: int) -> Int64[np.ndarray, " k"]:

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Int64
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Query, Ranking, Rankings
+from skilltrain.files import read_json, write_json
+from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.templates import ChunkPool
 
 Found = tuple[Int64[np.ndarray, "query k"], Float32[np.ndarray, "query k"]]
@@ -82,10 +85,27 @@ class ChunkVectors:
         """Skills of one chunk each."""
         return cls(vectors, np.arange(len(vectors) + 1))
 
+    def save(self, folder: Path) -> None:
+        """Write them into `folder`."""
+        np.save(folder / "vectors.npy", self.vectors)
+        np.save(folder / "starts.npy", self.starts)
+        write_json(folder / "pool.json", self.pool)
+
+    @classmethod
+    def load(cls, folder: Path) -> "ChunkVectors":
+        """What `save` wrote into `folder`, memory-mapped."""
+        vectors, starts = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("vectors", "starts"))
+        return cls(vectors, starts, read_json(folder / "pool.json"))
+
+    @property
+    def num_skills(self) -> int:
+        """How many skills have vectors."""
+        return len(self.starts) - 1
+
     @property
     def is_one_each(self) -> bool:
         """Whether no skill has a second chunk."""
-        return len(self.vectors) == len(self.starts) - 1
+        return len(self.vectors) == self.num_skills
 
     def scores(
         self,
@@ -102,10 +122,9 @@ class ChunkVectors:
 
     def nearest(self, queries: Float32[np.ndarray, "query dim"], k: int) -> Found:
         """The `k` skills of the highest score for each query, exactly; ties go to the lower position."""
-        num_skills = len(self.starts) - 1
-        k, width = min(k, num_skills), min(k + _SPARE, num_skills)
+        k, width = min(k, self.num_skills), min(k + _SPARE, self.num_skills)
         if self.is_one_each or k == 0 or not len(queries):
-            return nearest(queries, self.vectors[:num_skills], k)
+            return nearest(queries, self.vectors[: self.num_skills], k)
         found = np.empty((len(queries), width), dtype=np.int64)
         for start in range(0, len(queries), _QUERIES):
             part = slice(start, start + _QUERIES)
@@ -187,13 +206,39 @@ class VectorRanker:
         if candidates is None:
             found = zip(queries, *self.chunks.nearest(vectors, keep), strict=True)
             return {query.query_id: ranking_of(self.skill_ids, *row) for query, *row in found}
-        places = {skill_id: place for place, skill_id in enumerate(self.skill_ids)}
         rankings: Rankings = {}
         for row, query in enumerate(queries):
-            positions = np.array([places[skill_id] for skill_id, _ in candidates[query.query_id]], dtype=np.int64)
+            positions = np.array([self.places[skill_id] for skill_id, _ in candidates[query.query_id]], dtype=np.int64)
             scores = self.chunks.scores(vectors, np.full(len(positions), row), positions)
             rankings[query.query_id] = ranking_of(self.skill_ids, positions, scores)[:keep]
         return rankings
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """skill_id → its position in the pool."""
+        return {skill_id: place for place, skill_id in enumerate(self.skill_ids)}
+
+    def best_chunk(self, query: str, skill_id: str) -> int | None:
+        """The number of the skill's chunk that is nearest to a query; None where it has but one."""
+        first, end = self.chunks.starts[self.places[skill_id] :][:2].tolist()
+        if end - first < 2:
+            return None
+        return int((self.chunks.vectors[first:end] @ self.encode([query])[0]).argmax())
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """What gives skills and queries vectors, opened once for any pool. `window` says where a skill's chunk lies in its
+    body (start, end), by the chunk's number; None where a skill is one chunk.
+    """
+
+    skills: Callable[[Sequence[Skill]], ChunkVectors]
+    queries: Callable[[Sequence[str]], Float32[np.ndarray, "query dim"]]
+    window: Callable[[Skill, int], tuple[int, int]] | None = None
+
+    def over(self, skills: Sequence[Skill]) -> VectorRanker:
+        """The ranker of a pool."""
+        return VectorRanker([skill.skill_id for skill in skills], self.skills(skills), self.queries)
 
 
 def ranking_of(skill_ids: Sequence[str], positions: np.ndarray, scores: np.ndarray) -> Ranking:

@@ -129,8 +129,8 @@ def read_weights(path: Path, legs: Sequence[LegConfig]) -> tuple[float, ...]:
     return fitted.weights
 
 
-def leg_name(leg: LegConfig) -> str:
-    """What a fused ranker is, in a word or two: `lexical name`, `dense`."""
+def leg_name(leg: RankerConfig) -> str:
+    """What a ranker is, in a word or two: `lexical name`, `dense`."""
     return f"{leg.kind} {leg.fields}" if isinstance(leg, LexicalConfig) and leg.fields != "full" else leg.kind
 
 
@@ -163,11 +163,11 @@ class Fuse:
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """The `keep` best of all skills that the legs find (or of the candidates, in their order)."""
         found = self.find(queries, candidates)
-        rankings: Rankings = {}
-        for query_id in (query.query_id for query in queries):
-            legs = [leg[query_id] for leg in found]
-            rankings[query_id] = fuse(legs, self.weights, self.config.method, self.config.rrf_k)[:keep]
-        return rankings
+        return {query.query_id: self.join([leg[query.query_id] for leg in found])[:keep] for query in queries}
+
+    def join(self, legs: Sequence[Ranking]) -> Ranking:
+        """What the legs found for a query as one ranking."""
+        return fuse(legs, self.weights, self.config.method, self.config.rrf_k)
 
     def find(self, queries: Sequence[Query], candidates: Rankings | None) -> list[Rankings]:
         """What each leg finds, or makes of the candidates."""

@@ -1,7 +1,7 @@
 """Reranking: the candidates of each query, ordered by the reranker."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -9,13 +9,14 @@ import torch
 from jaxtyping import Int32
 from pydantic import Field
 
+from skilltrain.models.cpu_linear import pack_linear_layers
 from skilltrain.models.loading import Precision, default_device, resolve_model, stored_settings
 from skilltrain.models.micro_batches import run_micro_batches
 from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
 from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.terminal import track
 
-_REMEMBERED = 100_000  # queries whose scores are held at most
+_REMEMBERED = 10_000  # queries whose scores are held at most
 
 
 class RerankConfig(RerankerConfig):
@@ -35,7 +36,9 @@ class RerankConfig(RerankerConfig):
 
     def open(self, skills: Sequence[Skill]) -> "Rerank":
         """The reranker ready to score, without `first_weight` (`Weighted`)."""
-        return Rerank(open_reranker(self), {skill.skill_id: skill for skill in skills}, self.token_budget)
+        reranker = open_reranker(self)
+        pack_linear_layers(reranker.network.base_model, self.token_budget)
+        return Rerank(reranker, {skill.skill_id: skill for skill in skills}, self.token_budget)
 
 
 def open_reranker(config: RerankConfig) -> Reranker:
@@ -52,6 +55,10 @@ class Rerank:
     token_budget: int
     _scores: dict[Query, dict[str, float]] = field(default_factory=dict)
     _tokens: dict[str, Int32[np.ndarray, " token"]] = field(default_factory=dict)
+
+    def over(self, skills: Mapping[str, Skill]) -> "Rerank":
+        """The same reranker over another pool."""
+        return replace(self, skills=skills, _scores={}, _tokens={})
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """The first `keep` candidates of each query by score, the others behind them in their order."""

@@ -11,7 +11,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -79,6 +79,10 @@ class Select:
     config: SelectConfig
     skills: Mapping[str, Skill]
     counts: dict[str, Any] = field(default_factory=dict)
+
+    def over(self, skills: Mapping[str, Skill]) -> "Select":
+        """The same model over another pool."""
+        return replace(self, skills=skills, counts={})
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """Each query's candidates with the chosen one first; where no answer chooses, as they were.
