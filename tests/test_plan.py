@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from skilltrain.losses import InfoNCE, ListwiseCE
+from skilltrain.models.activations import checkpoint_layers
 from skilltrain.models.adapters import AdapterConfig, add_adapter
 from skilltrain.records import Skill
 from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate
+from skilltrain.training import planned_time
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.stages import plan_of
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
@@ -105,3 +107,47 @@ def test_a_dry_run_loads_no_weights_and_prints_once_what_the_training_counts(nam
     same = {"num_lists", "num_skills", "num_pairs", "num_positives", "num_steps"}
     same |= set() if settings else {"num_parameters", "num_trained_parameters"}
     assert {key: plan[key] for key in same} == {key: summary[key] for key in same}
+
+
+def test_time_by_hand(open_encoder_of, monkeypatch):
+    encoder = open_encoder_of("bert", max_tokens=12, template=EncoderTemplate(skill=NAME_ONLY))
+    data = lists_by_hand()
+    step = EncoderStep(encoder, InfoNCE(), data, StepSettings(64))
+    timed = []
+    monkeypatch.setattr(planned_time, "_layer_seconds", lambda network, ids, dtype: timed.append(ids.shape) or 2.0)
+    seconds = planned_time.planned_seconds(step, [data.lists] * 3, torch.float32, torch.device("cpu"))
+    # Texts of (3 + 5 + 12 + 12 + 3 + 12) / 6, about 8, tokens fill 64 in 8 rows. The batch pads six texts of 3, 4, 5,
+    # 6, 12 and 12 tokens to one micro-batch: 72 exceed 64, so that the longest two stand apart or pad less.
+    assert timed == [(8, 8)]
+    assert seconds == pytest.approx(
+        3 * sum(step.slots(data.lists)) / 64 * encoder.backbone.config.num_hidden_layers * 2
+    )
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["bert", "qwen3"])
+def test_a_layer_is_timed_and_the_network_stays_as_it_was(open_encoder_of, name, recompute):
+    network = open_encoder_of(name).backbone.to("meta")
+    add_adapter(network, AdapterConfig(rank=2))
+    if recompute:
+        checkpoint_layers(network)
+    names = [key for key, _ in network.named_parameters()]
+    taken = planned_time._layer_seconds(network, torch.zeros(2, 8, dtype=torch.long), torch.bfloat16)
+    assert 0 < taken < 60
+    assert [key for key, value in network.named_parameters() if value.is_meta] == names
+
+
+def test_ranks_share_time_and_activations_and_with_fsdp_the_rest(open_encoder_of, monkeypatch):
+    encoder, data = open_encoder_of("bert"), training_set(5)
+    monkeypatch.setattr(planned_time, "_layer_seconds", lambda *_: 3600.0)
+    alone = encoder_plan(encoder, data)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    together = encoder_plan(encoder, data)
+    assert (alone["num_ranks"], together["num_ranks"]) == (1, 2)
+    assert together["hours"] == pytest.approx(alone["hours"] / 2, rel=0.05)
+    assert together["activation_mib"] == pytest.approx(alone["activation_mib"] / 2, abs=0.11)
+    held = alone["memory_mib"] - alone["activation_mib"]
+    assert together["memory_mib"] - together["activation_mib"] == pytest.approx(held, abs=0.11)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    shared = encoder_plan(encoder, data)
+    assert shared["memory_mib"] == pytest.approx(alone["memory_mib"] / 2, abs=0.11)

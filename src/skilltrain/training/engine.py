@@ -41,7 +41,7 @@ def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
     accelerator = Accelerator(
         cpu=on_cpu and not deepspeed,
         mixed_precision="bf16" if mixed else "no",
-        kwargs_handlers=[group, views] if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None,
+        kwargs_handlers=[group, views] if launched_ranks() > 1 else None,
     )
     _refuse_unsupported(accelerator, config, quantized)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -104,6 +104,16 @@ def _set_up_gpu() -> None:
     torch.set_float32_matmul_precision("high")
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def launched_ranks() -> int:
+    """How many processes the launcher has started, known without an accelerator."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def shares_state() -> bool:
+    """Whether the launcher asks for FSDP2 or DeepSpeed, with which each rank holds a part of what training keeps."""
+    return _asks_for("FSDP") or _asks_for("DEEPSPEED")
 
 
 def _asks_for(what: str) -> bool:

@@ -13,11 +13,12 @@ from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import default_device
 from skilltrain.terminal import is_main_process, say
 from skilltrain.training.dev import open_dev
-from skilltrain.training.engine import new_accelerator, shards_weights
+from skilltrain.training.engine import launched_ranks, new_accelerator, shards_weights, shares_state
 from skilltrain.training.export_run import save_trained
 from skilltrain.training.held_out import check_held_out
 from skilltrain.training.loop import Run, num_steps, step_batches, train
 from skilltrain.training.memory import check_fits, held_bytes, planned_activations
+from skilltrain.training.planned_time import planned_seconds
 from skilltrain.training.scores import check_teacher_scores
 from skilltrain.training.settings import (
     TrainConfig,
@@ -119,9 +120,16 @@ def counts_of(step: StepModule, data: TrainingSet) -> dict[str, int]:
 
 def plan_of(step: StepModule, data: TrainingSet, config: TrainingConfig) -> dict[str, Any]:
     """All figures of the plan: `list_tokens` of all lists one by one, of which a step computes what is shared once;
-    `memory_mib` where one process holds all, with `activation_mib` for the largest batch (`planned_activations`)."""
-    batches = chain.from_iterable(step_batches(data.lists, config))
-    activations = planned_activations(step, batches, config.dtype_on(default_device()))
+    `memory_mib` of each rank, with `activation_mib` for the largest batch (`planned_activations`); and `hours`, about,
+    but for 4-bit weights (`planned_seconds`)."""
+    batches, ranks = [*chain.from_iterable(step_batches(data.lists, config))], launched_ranks()
+    device, time = default_device(), {}
+    if all(parameter.dtype != torch.uint8 for parameter in step.parameters()):
+        seconds = planned_seconds(step, batches, config.dtype_on(device), device) / ranks
+        words = f"one layer timed on this {device.type}, times layers and tokens; AdamW, exchange and dev come on top"
+        time = {"hours": float(f"{seconds / 3600:.2g}"), "hours_from": words}
+    activations = planned_activations(step, batches, config.dtype_on(device)) / ranks
+    held = held_bytes(step) / (ranks if shares_state() else 1)
     most = step.model.settings.max_tokens
     tokens = sum(min(length, most) for one in data.lists for length in step.lengths(one))
     if isinstance(step, EncoderStep):
@@ -132,7 +140,9 @@ def plan_of(step: StepModule, data: TrainingSet, config: TrainingConfig) -> dict
         "positives_cut_share": _cut_share(step, data),
         "list_tokens": tokens,
         "activation_mib": round(activations / 2**20, 1),
-        "memory_mib": round((held_bytes(step) + activations) / 2**20, 1),
+        "memory_mib": round((held + activations) / 2**20, 1),
+        "num_ranks": ranks,
+        **time,
     }
 
 
