@@ -9,13 +9,13 @@ from typing import Any
 
 import typer
 
-from skilltrain.cli import evaluation, routing, stages, tables
+from skilltrain.cli import evaluation, routing, serving, stages, tables
 from skilltrain.cli.app import app
 from skilltrain.errors import SkilltrainError, StoppedError, reason_of
 from skilltrain.terminal import print_line
 from skilltrain.texts import one_line
 
-__all__ = ["app", "evaluation", "main", "routing", "stages", "tables"]
+__all__ = ["app", "evaluation", "main", "routing", "serving", "stages", "tables"]
 _FAULT, _INTERRUPTED, _SIGNALS = 2, 130, 128
 _STOPPED = "interrupted; what was finished is kept"
 

@@ -161,6 +161,11 @@ class Router:
         """What ranks."""
         return self._now.system
 
+    @property
+    def parts(self) -> Mapping[str, Ranker]:
+        """The rankers by `key_of`, for whoever asks an encoder or a reranker alone."""
+        return self._now.parts
+
     def route(self, task: str, k: int = 5) -> Answer:
         """The `k` best skills for `task`, of which the first 10,000 characters are read.
 

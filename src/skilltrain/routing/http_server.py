@@ -1,0 +1,136 @@
+"""HTTP beside MCP: /route, /embed and /rerank in the form of Text Embeddings Inference, /health and /metrics."""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+from anyio.to_thread import run_sync
+from prometheus_client import generate_latest
+from pydantic import Field
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from skilltrain.config import Config, validate
+from skilltrain.errors import SkilltrainError
+from skilltrain.records import Query, Skill
+from skilltrain.routing.mcp_server import new_mcp_server
+from skilltrain.routing.service import MAX_SKILLS, Service
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_MAX_BODY, _MAX_TEXTS = 2**20, 128  # bytes of a request, and texts in one
+_TOO_MUCH, _NO_MODEL, _INVALID = 413, 424, 422
+
+
+class RouteRequest(Config):
+    """The body of POST /route."""
+
+    query: str
+    k: int = Field(default=5, ge=1, le=MAX_SKILLS)
+    filters: dict[str, tuple[str, ...]] | None = None
+
+
+class EmbedRequest(Config):
+    """The body of POST /embed; texts are encoded as requests are."""
+
+    inputs: str | tuple[str, ...]
+    normalize: bool = True
+    truncate: bool = True
+
+
+class RerankRequest(Config):
+    """The body of POST /rerank."""
+
+    query: str
+    texts: tuple[str, ...]
+    raw_scores: bool = False
+    return_text: bool = False
+    truncate: bool = True
+
+
+def new_http_app(service: Service, host: str) -> Starlette:
+    """MCP at /mcp and the other routes. At a loopback address only requests that name one are answered."""
+    app = new_mcp_server(service).streamable_http_app(json_response=True, stateless_http=True, host=host)
+
+    async def health(_: Request) -> Response:
+        return JSONResponse({"status": "ok", "num_skills": len(service.router.skills)})
+
+    async def metrics(_: Request) -> Response:
+        return PlainTextResponse(generate_latest(service.registry))
+
+    app.router.routes += [Route("/health", health), Route("/metrics", metrics)]
+    for name, form, work in (("route", RouteRequest, _route), ("embed", EmbedRequest, _embed),
+                             ("rerank", RerankRequest, _rerank)):  # fmt: skip
+        app.router.routes.append(Route(f"/{name}", _handler(service, name, form, work), methods=["POST"]))
+    if host in LOOPBACK:  # else a web page whose name is made to point here could ask too
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOOPBACK, "[::1]"])
+    return app
+
+
+def _handler(service: Service, name: str, form: type[Config], work: Callable[..., Any]) -> Callable[..., Any]:
+    async def handle(request: Request) -> Response:
+        body = b""
+        try:
+            async for part in request.stream():
+                body += part
+                if len(body) > _MAX_BODY:
+                    raise HTTPException(_TOO_MUCH, f"a request has at most {_MAX_BODY:,} bytes")
+            asked = validate(form, _read(body), f"/{name}")
+            return JSONResponse(await run_sync(lambda: service.timed(name, work, service, asked)))
+        except SkilltrainError as error:
+            return JSONResponse({"error": str(error), "error_type": "Validation"}, _INVALID)
+        except HTTPException as error:
+            return JSONResponse({"error": error.detail, "error_type": "Validation"}, error.status_code)
+
+    return handle
+
+
+def _read(body: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise SkilltrainError("the body is not a JSON object")
+    return values
+
+
+def _route(service: Service, asked: RouteRequest) -> dict[str, Any]:
+    return service.search(asked.query, asked.k, asked.filters)
+
+
+def _embed(service: Service, asked: EmbedRequest) -> list[list[float]]:
+    from skilltrain.retrieval.nearest import VectorRanker
+
+    texts = [asked.inputs] if isinstance(asked.inputs, str) else [*asked.inputs]
+    _check_number(len(texts))
+    encoder = next((part for part in service.router.parts.values() if isinstance(part, VectorRanker)), None)
+    if encoder is None:
+        raise HTTPException(_NO_MODEL, "this router has no encoder")
+    return encoder.encode(texts).tolist()
+
+
+def _rerank(service: Service, asked: RerankRequest) -> list[dict[str, Any]]:
+    from skilltrain.retrieval.rerank import Rerank
+
+    _check_number(len(asked.texts))
+    reranker = next((part for part in service.router.parts.values() if isinstance(part, Rerank)), None)
+    if reranker is None:
+        raise HTTPException(_NO_MODEL, "this router has no reranker")
+    skills = {str(number): Skill(str(number), "", "", text) for number, text in enumerate(asked.texts)}
+    query, candidates = Query("asked", asked.query, "", "", ""), [(number, 0.0) for number in skills]
+    ranking = reranker.over(skills).rank([query], {query.query_id: candidates}, len(skills))[query.query_id]
+    return [
+        {"index": int(number), "score": score if asked.raw_scores else 0.5 * (1 + math.tanh(score / 2))}
+        | ({"text": asked.texts[int(number)]} if asked.return_text else {})
+        for number, score in ranking
+    ]
+
+
+def _check_number(count: int) -> None:
+    if not 0 < count <= _MAX_TEXTS:
+        raise HTTPException(_TOO_MUCH, f"{count:,} texts, which must be 1 to {_MAX_TEXTS}")

@@ -1,0 +1,105 @@
+"""`skilltrain serve`: a router that answers agents over MCP, and programs over HTTP, while its skills change."""
+
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+from anyio.to_thread import run_sync
+
+from skilltrain.data.pool.read import read_pool
+from skilltrain.errors import SkilltrainError, reason_of
+from skilltrain.routing.service import Service
+from skilltrain.terminal import say
+from skilltrain.texts import clean_text
+
+if TYPE_CHECKING:
+    from skilltrain.routing.router import Router
+
+_EVERY = 2.0  # seconds between looks at what another process has written
+_LOG_EVERY = 30  # looks between two writes of the log
+
+
+def serve_stdio(service: Service, watched: Path | None) -> None:
+    """Serve MCP on stdin and stdout until stdin ends."""
+    from skilltrain.routing.mcp_server import new_mcp_server
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the log is written
+    anyio.run(_beside_watch, service, watched, new_mcp_server(service).run_stdio_async)
+
+
+def serve_http(service: Service, watched: Path | None, host: str, port: int) -> None:
+    """Serve MCP and HTTP until Ctrl-C or SIGTERM. Raises SkilltrainError where the port is taken."""
+    import uvicorn
+
+    from skilltrain.routing.http_server import LOOPBACK, new_http_app
+
+    try:
+        place = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        what = f"cannot listen here: {reason_of(error)}"
+        raise SkilltrainError(what, where=f"{host}:{port}", fix="give another --port") from error
+    if host not in LOOPBACK:
+        say(f"warning: whoever reaches {host}:{port} may ask this router; it knows no passwords")
+    server = uvicorn.Server(uvicorn.Config(new_http_app(service, host), log_level="warning"))
+    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn ends its work, and raises it again
+    anyio.run(_beside_watch, service, watched, partial(server.serve, sockets=[place]))
+
+
+async def _beside_watch(service: Service, watched: Path | None, serve: Callable[[], Awaitable[None]]) -> None:
+    """Serve while the skills are kept current; at the end what is logged is written."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_refresh, service)
+        if watched is not None:
+            tasks.start_soon(_watch, service, watched)
+        try:
+            await serve()
+        finally:
+            tasks.cancel_scope.cancel()
+            if service.log is not None:
+                service.log.flush()
+
+
+async def _refresh(service: Service) -> None:
+    """Take up what other processes write into the router's folder; write the log now and then."""
+    looks = 0
+    while True:
+        await anyio.sleep(_EVERY)
+        await _try(service, "refresh", service.router.refresh)
+        looks += 1
+        if service.log is not None and looks % _LOG_EVERY == 0:
+            await _try(service, "log", service.log.flush)
+
+
+async def _watch(service: Service, watched: Path) -> None:
+    """Update the router for what changed below `watched` before and from now on."""
+    from watchfiles import awatch
+
+    await _try(service, "update", update_from, service.router, watched)
+    async for _ in awatch(watched):
+        await _try(service, "update", update_from, service.router, watched)
+
+
+async def _try(service: Service, name: str, work: Callable[..., object], *arguments: object) -> None:
+    """Do it in a thread, counted as a request; after a fault, which is said, the server goes on with what it has."""
+    try:
+        await run_sync(lambda: service.timed(name, work, *arguments))
+    except Exception as error:
+        say(f"{name}: {error}")
+
+
+def update_from(router: "Router", watched: Path) -> dict[str, int]:
+    """Let the router answer with the skills that `watched` holds now; those of other sources stay as they are.
+
+    A skill keeps its category. Raises SkilltrainError where nothing can be read, or where another process writes.
+    """
+    before, source = router.skills, clean_text(watched.resolve().name)
+    others = [skill for skill in before.values() if skill.source != source]
+    taken = {skill.skill_id for skill in others}
+    read = [skill for skill in read_pool(watched) if skill.skill_id not in taken]
+    known = {skill.skill_id: before[skill.skill_id].category for skill in read if skill.skill_id in before}
+    return router.update([*others, *(replace(skill, category=known.get(skill.skill_id)) for skill in read)])

@@ -1,0 +1,99 @@
+"""The command for agents' hooks: it names skills, and whatever goes wrong it is silent and exits 0 soon."""
+
+import http.server
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+SKILL = {"uri": "skill://pdf-merge/SKILL.md", "name": "pdf-merge", "description": "merge \x1b[31mpdf files"}
+SKILL |= {"flags": ["x: y"]}
+ANSWER = {"fits": True, "skills": [SKILL], "note": "n"}
+
+
+@contextmanager
+def server(answer: bytes, code: int = 200, wait: float = 0.0):
+    """A stub of `skilltrain serve`; yields its address and the bodies that it was sent."""
+    bodies: list[dict] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            bodies.append({"path": self.path} | json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            time.sleep(wait)
+            self.send_response(code)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_):
+            pass
+
+    stub = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=stub.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{stub.server_port}", bodies
+    finally:
+        stub.shutdown()
+
+
+def hook(address: str, given: str, seconds: float = 20.0) -> str:
+    """What the hook prints; it always exits 0 and says nothing on stderr. Its own limit is for quick machines."""
+    code = f"import skilltrain.routing.hook as hook; hook._SECONDS = {seconds}; hook.main()"
+    line = [sys.executable, "-c", code, address]
+    found = subprocess.run(line, input=given.encode(), capture_output=True, check=False, timeout=120)
+    assert (found.returncode, found.stderr) == (0, b"")
+    return found.stdout.decode()
+
+
+def test_it_names_the_skills_of_a_prompt():
+    with server(json.dumps(ANSWER).encode()) as (address, bodies):
+        told = hook(address, json.dumps({"hook_event_name": "UserPromptSubmit", "prompt": "join these pdf files"}))
+        assert told == hook(address, "join these pdf files")
+    assert bodies == [{"path": "/route", "query": "join these pdf files", "k": 3}] * 2
+    first, line, last = told.splitlines()
+    assert "untrusted" in first and "load_skill" in last
+    assert line == ("- pdf-merge (skill://pdf-merge/SKILL.md): merge  [31mpdf files FLAGGED by the safety screening.")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        json.dumps({"fits": False, "skills": []}).encode(), b"", b"not json", b"[]", b"null", b'{"fits": true}',
+        b'{"fits": true, "skills": [7]}', b'{"fits": true, "skills": 7}',
+    ],
+)  # fmt: skip
+def test_no_skill_and_a_bad_answer_are_silent(answer):
+    with server(answer) as (address, _):
+        assert hook(address, "join these pdf files") == ""
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:1", "nonsense", "http://[", "http://x:99999999"])
+def test_a_server_that_is_not_there_is_silent(address):
+    assert hook(address, "join these pdf files") == ""
+
+
+def test_an_error_an_empty_prompt_and_odd_input_are_silent():
+    with server(json.dumps(ANSWER).encode(), code=500) as (address, bodies):
+        assert hook(address, "join") == hook(address, "") == hook(address, '{"prompt": null}') == ""
+    assert len(bodies) == 1
+
+
+def test_it_does_not_wait_for_a_slow_server():
+    with server(json.dumps(ANSWER).encode(), wait=60) as (address, _):
+        assert hook(address, "join", seconds=0.5) == ""
+    with socket.create_server(("127.0.0.1", 0)) as deaf:  # accepts, and never answers
+        assert hook(f"http://127.0.0.1:{deaf.getsockname()[1]}", "join", seconds=0.5) == ""
+
+
+def test_it_imports_no_package_but_its_own():
+    code = (
+        "import sys; before = set(sys.modules); import skilltrain.routing.hook; import sysconfig; "
+        "found = {name.partition('.')[0] for name in set(sys.modules) - before}; "
+        "print(sorted(found - set(sys.stdlib_module_names)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "['skilltrain']"

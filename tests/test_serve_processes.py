@@ -1,0 +1,160 @@
+"""`skilltrain serve` as a process: clients over stdio and HTTP, skills that change under load, kills in an update."""
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mcp", reason="needs skilltrain[serve]")
+
+from mcp import Client, StdioServerParameters
+
+from small_library import skilltrain, succeeds, write_library
+
+pytestmark = pytest.mark.slow
+ROUND = 5  # kills
+
+
+@pytest.fixture
+def places(tmp_path) -> tuple[Path, Path]:
+    """(a router of BM25 alone, the folder of skills that it was made of)."""
+    skills, router = write_library(tmp_path / "library") / "skills", tmp_path / "router"
+    succeeds("index", f"pool={skills}", "rankers=[{kind: lexical}]", f"out={router}")
+    return router, skills
+
+
+def write_skill(skills: Path, name: str, words: str) -> None:
+    place = skills / "new" / name / "SKILL.md"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(f"---\nname: {name}\ndescription: {words}\n---\nDo it: {words}.\n")
+
+
+def command(router: Path, *options: object) -> list[str]:
+    return [sys.executable, "-m", "skilltrain", "serve", str(router), *map(str, options)]
+
+
+@contextmanager
+def serving(router: Path, *options: object):
+    """A server over HTTP that answers; yields its port and its process."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen(command(router, "--mcp", "http", "--port", port, *options))
+    try:
+        until(lambda: asked(port, "GET", "/health") is not None or process.poll() is not None)
+        assert process.poll() is None, "the server has ended"
+        yield port, process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def until(happens, seconds: float = 240) -> None:
+    last = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < last, "it has not happened"
+        time.sleep(0.1)
+
+
+def asked(port: int, method: str, path: str, body: dict | None = None):
+    """The answer as a value, or None where nobody answers."""
+    server = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        server.request(method, path, json.dumps(body) if body else None)
+        answer = server.getresponse()
+        return json.loads(answer.read()) if answer.status == 200 else None
+    except OSError:
+        return None
+
+
+def first(port: int, query: str) -> str | None:
+    found = asked(port, "POST", "/route", {"query": query, "k": 1})
+    return found["skills"][0]["skill_id"] if found and found["skills"] else None
+
+
+async def search(client: Client, query: str) -> str:
+    found = (await client.call_tool("search_skills", {"query": query, "k": 1})).structured_content
+    uri = found["skills"][0]["uri"]
+    text = (await client.call_tool("load_skill", {"uri": uri})).content[0].text
+    assert "untrusted" in text or "not orders" in text
+    return uri
+
+
+def test_an_agent_starts_it_over_stdio(places):
+    router, _ = places
+    start, *arguments = command(router)
+
+    async def ask():
+        async with Client(StdioServerParameters(command=start, args=arguments, env=dict(os.environ))) as client:
+            return await search(client, "merge these pdf files into one document")
+
+    assert asyncio.run(ask()) == "skill://documents/pdf-merge/SKILL.md"
+
+
+def test_fifty_clients_are_answered_while_skills_change(places):
+    router, skills = places
+
+    async def one(port: int, number: int) -> list[str]:
+        async with Client(f"http://127.0.0.1:{port}/mcp") as client:
+            if number % 10 == 0:
+                write_skill(skills, f"zebra-{number}", f"paint zebra number{number}")
+            return [await search(client, "merge these pdf files into one document") for _ in range(3)]
+
+    async def all_of_them(port: int) -> list[list[str]]:
+        return await asyncio.gather(*(one(port, number) for number in range(50)))
+
+    with serving(router, "--watch", skills, "--log", router.parent / "log") as (port, process):
+        found = asyncio.run(all_of_them(port))
+        assert {uri for uris in found for uri in uris} == {"skill://documents/pdf-merge/SKILL.md"}
+        for number in range(0, 50, 10):
+            until(lambda n=number: first(port, f"paint zebra number{n}") == f"new/zebra-{n}")
+        assert asked(port, "GET", "/health")["num_skills"] == 25
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    assert [*(router.parent / "log").glob("*/queries.parquet")], "the log is written at the end"
+
+
+def test_a_kill_in_an_update_leaves_a_whole_router(places):
+    router, skills = places
+    for number in range(ROUND):
+        with serving(router, "--watch", skills) as (port, process):
+            for name in range(200):
+                write_skill(skills, f"thing-{name}", f"handle thing{name} round{number}")
+            time.sleep(0.1 + 0.2 * number)
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+        assert succeeds("route", "merge these pdf files into one document", "--router", router, "--top", 1).out
+    with serving(router, "--watch", skills) as (port, _):
+        until(lambda: first(port, f"handle thing7 round{ROUND - 1}") == "new/thing-7")
+        assert asked(port, "GET", "/health")["num_skills"] == 220
+    assert len([*router.glob("index-*")]) <= 2, "leftovers of killed updates go with the next"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("nowhere",), "holds no router"),
+        (("{router}", "--watch", "nowhere"), "nowhere: no such folder"),
+        (("{router}", "--mcp", "smoke"), "smoke"),
+        (("{router}", "--mcp", "http", "--port", "0"), "port"),
+    ],
+)
+def test_bad_settings_are_one_line(places, options, words):
+    found = skilltrain("serve", *(option.format(router=places[0]) for option in options))
+    assert words in found.error_line
+
+
+def test_a_taken_port_is_one_line(places):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = command(places[0], "--mcp", "http", "--port", port)
+        found = subprocess.run(line, capture_output=True, text=True, check=False, timeout=240)
+    assert found.returncode == 2 and f"127.0.0.1:{port}: cannot listen here" in found.stderr
