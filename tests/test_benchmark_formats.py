@@ -371,6 +371,21 @@ def test_labels_are_what_the_files_say_of_a_query(write: Write, tmp_path: Path):
     assert load_benchmark(tmp_path / "groups").tasks[0].labels == every | {"reason": ("low_quality",)}
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (group("g", ["a"]), "group 'g' holds 1 skill"),
+        (group("g", ["a"], rejected=[{"skill_id": "b", "reason": "too blue"}]), "'too blue' is not a valid Reason"),
+        (group("g", ["a"], rejected=[{"skill_id": "a", "reason": None}]), "skill 'a' of group 'g' is judged twice"),
+    ],
+)
+def test_groups_that_judge_nothing_or_twice_are_refused(tmp_path: Path, row: Any, message: str):
+    (tmp_path / "judgements.jsonl").write_text(jsonl(row))
+    with pytest.raises(SkilltrainError, match=message) as error:
+        load_benchmark(tmp_path)
+    assert "judgements.jsonl, line 1" in str(error.value) and "\n" not in str(error.value)
+
+
 def test_labels_of_beir_never_replace_our_own(write: Write):
     folder = beir(write)
     row = {"_id": "q1", "text": "first", "metadata": {"kind": "odd", "style": "terse", "votes": 3}}

@@ -1,4 +1,5 @@
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -83,6 +84,33 @@ def test_samples_are_uniform_and_change_with_the_key():
     )
     # Binomial(2000, .4): mean 800, standard deviation 22.
     assert set(counts) == set("abcde") and all(abs(count - 800) < 110 for count in counts.values())
+
+
+JUDGEMENTS_OF_PLAN = {"r1": "rejected", "r2": "rejected", "i1": "irrelevant"}
+
+
+def judged_plan():
+    """One gold, two rejected skills and an irrelevant one, all in the pool."""
+    return replace(plan("g", **{s: Verdict(v) for s, v in JUDGEMENTS_OF_PLAN.items()}), turned_down=("i1", "r1", "r2"))
+
+
+def test_what_a_judge_turned_down_comes_before_what_was_mined_rejections_first():
+    mined = ranked("semantic", "r1", *"abc")
+    for quotas in ({"semantic": 2, "judged": 2}, {"judged": 2, "semantic": 2}):
+        entries = build_list(judged_plan(), mined, settings(quotas=quotas))
+        assert {(e.skill_id, e.source) for e in entries if e.source == "judged"} == {("r1", "judged"), ("r2", "judged")}
+        assert len(entries) == 5 and sum(e.source == "semantic" for e in entries) == 2
+    three = build_list(judged_plan(), mined, settings(quotas={"judged": 3}))
+    assert [e.skill_id for e in three][3] == "i1" and [e.rank for e in three] == [0, 1, 2, 3]
+
+
+def test_a_reranker_list_holds_judged_skills_at_the_rank_where_they_were_found():
+    mined = ranked("encoder", "a", "r1", "b", "g", "c")
+    entries = build_list(judged_plan(), mined, settings(list_size=4, quotas={"judged": 2}))
+    assert [(e.skill_id, e.source, e.rank) for e in entries][:3] == [
+        ("a", "encoder", 1), ("r1", "encoder", 2), ("g", "encoder", 4),
+    ]  # fmt: skip
+    assert (entries[3].skill_id, entries[3].source) == ("r2", "judged") and len(entries) == 4
 
 
 def test_encoder_lists_begin_with_the_golds():
@@ -183,6 +211,22 @@ def test_together_gives_one_list_a_query_with_verdicts_from_judgements(folder):
         "list_length": {"min": 6, "mean": 6.5, "max": 7},
         "dropped": {"min_negatives": 1, "no_positive": 1, "not_in_pool": 1},
     }
+
+
+def test_judged_skills_keep_source_and_verdict_in_the_table(folder):
+    rows = read_table(folder / "queries", JUDGEMENTS).to_pylist()
+    more = [{"query_id": "q1", "skill_id": s, "verdict": "rejected", "judge": "llm"} for s in ("d", "gone")]
+    write_table([*rows, *more], JUDGEMENTS, folder / "queries")
+    summary = run(folder, quotas={"judged": 2, "semantic": 1})
+    row = lists_of(folder)["q1"]
+    assert {*zip(row["skill_ids"], row["sources"], row["verdicts"], strict=True)} >= {
+        ("d", "judged", "rejected"), ("e", "judged", "rejected"), ("a", "gold", "required"),
+    }  # fmt: skip
+    assert summary["by_source"]["judged"] == 2
+    dropped = read_table(folder / "out", DROPPED).to_pylist()
+    assert [d["reason"] for d in dropped if (d["query_id"], d["skill_id"]) == ("q1", "gone")] == [
+        "judged rejected, not in the pool"
+    ]
 
 
 def test_what_is_left_out_has_a_reason(folder):

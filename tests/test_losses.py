@@ -16,6 +16,7 @@ from skilltrain.losses import (
     LambdaRank,
     ListNet,
     ListwiseCE,
+    Margin,
     MarginMSE,
     Matryoshka,
     OwnLoss,
@@ -26,9 +27,10 @@ from skilltrain.losses import (
     ScoredBatch,
     lexical_weight,
     needs_sides,
+    pushes,
 )
 
-LOSSES = [*(loss() for loss in get_args(PlainLoss)), LambdaRank(mu=10)]
+LOSSES = [*(loss() for loss in get_args(PlainLoss)), LambdaRank(mu=10), ListNet(target_temperature=0.5)]
 EVERY_LOSS = pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss.name}{getattr(loss, 'k', '') or ''}")
 
 
@@ -77,10 +79,20 @@ BY_HAND = [
     (RankNet(), [0, 1], [1, 0], L1E),
     # Pairs (1, 1/2), (1, 0), (1/2, 0) with margins 1, 0, -1.
     (RankNet(), [0, -1, 0], [1, 0.5, 0], (LE1 + L2 + L1E) / 3),
+    # A rejected skill below an irrelevant one: pairs (1, 0), (1, -1), (0, -1) with margins 0, -1, -1.
+    (RankNet(), [0, 0, 1], [1, 0, -1], (L2 + 2 * L1E) / 3),
+    (Margin(), [0, 0], [1, -0.5], 1.5),
+    # Wanted and found: 1 and 2 / (1/2), far enough; 2 and 1 / (1/2), just enough; 1 and -1 / (1/2).
+    (Margin(temperature=0.5), [2, 0, 1], [1, 0, -1], (0 + 0 + 3) / 3),
+    (ListNet(target_temperature=1), [1, 0], [math.log(3), 0], 3 / 4 * LE1 + 1 / 4 * L1E),
+    # Half for the irrelevant skill of score 1, half for the rejected one of score 0; and all three in one softmax.
+    (InfoNCE(temperature=1, push_share=0.5), [0, 1, 0], [1, 0, -1], (L1E + L2) / 2),
+    (InfoNCE(temperature=1), [0, 1, 0], [1, 0, -1], math.log(2 + math.e)),
     # Places 1 and 2: discounts 1 and 1/log2(3) = 0.630930; maxDCG 1; margin 1. NDCG-Loss2++ weighs one place 11 times.
     (LambdaRank(), [1, 0], [1, 0], (1 - 0.630930) * LE1 / L2),
     (LambdaRank(mu=10), [1, 0], [1, 0], 11 * 0.166798),
     # Best order 1, 1/2: maxDCG 1 + 0.5 * 0.63093 = 1.315465. The useful skill stands above the required one.
+    (LambdaRank(), [1, 0], [0, -1], 0.166798),  # counted from the lowest gain: as (1, 0)
     (LambdaRank(), [0, 1], [1, 0.5], 0.5 / 1.315465 * (1 - 0.630930) * L1E / L2),
     # Scores 3, 2, 1: the positive stands last. At k = 1 only its pair with the first place counts.
     (LambdaRank(), [3, 2, 1], [0, 0, 1], (0.5 * math.log(1 + math.e**2) + (0.630930 - 0.5) * L1E) / L2),
@@ -93,7 +105,9 @@ def test_worked_by_hand(loss, scores, gains, expected):
 
 
 @pytest.mark.parametrize(
-    "loss", [InfoNCE, ListwiseCE, PointwiseBCE, ListNet, RankNet, LambdaRank, MarginMSE, KL], ids=lambda c: c.__name__
+    "loss",
+    [InfoNCE, ListwiseCE, PointwiseBCE, ListNet, RankNet, LambdaRank, Margin, MarginMSE, KL],
+    ids=lambda c: c.__name__,
 )
 def test_every_temperature_means_the_same(loss):
     one = random_batch(3)
@@ -127,6 +141,43 @@ def test_one_positive_equals_torch_cross_entropy(temperature):
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     assert torch.allclose(one.scores.grad, gradient, rtol=1e-12, atol=1e-12)
     assert InfoNCE(temperature=temperature)(one).item() == loss.item()
+
+
+def graded(seed):
+    """Gains -1, 0, 0.5 and 1 among eight candidates of four queries, two of them invalid."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(4, 8, generator=generator, dtype=torch.float64)
+    gains = torch.tensor([-1.0, 0, 0.5, 1], dtype=torch.float64)[torch.randint(4, (4, 8), generator=generator)]
+    return ScoredBatch(scores, gains, torch.arange(8).expand(4, 8) < 6)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_pair_of_two_grades_counts_once(seed):
+    one = graded(seed)
+    wanted = 0.0
+    for scores, gains in zip(one.scores[:, :6].tolist(), one.gains[:, :6].tolist(), strict=True):
+        pairs = [(i, j) for i in range(6) for j in range(6) if gains[i] > gains[j]]
+        each = [math.log1p(math.exp(scores[j] - scores[i])) for i, j in pairs]
+        wanted += sum(each) / max(1, len(each))
+    assert RankNet()(one).item() == pytest.approx(wanted, rel=1e-12)
+
+
+def test_positives_are_named_by_verdict_and_not_by_gain():
+    """A rejected skill is worth more than an irrelevant one here: it stays a negative, above the irrelevant one."""
+    one = replace(batch([[0, 0, 0]], [[1, 0.2, 0]]), positive=torch.tensor([[True, False, False]]))
+    assert ListwiseCE()(one).item() == pytest.approx(math.log(3))
+    assert InfoNCE(directions=("query_to_skill",))(one).item() == pytest.approx(math.log(3))
+    assert PointwiseBCE()(replace(one, scores=one.scores + 1)).item() == pytest.approx((LE1 + 2 * L1E) / 3, abs=1e-6)
+    (slopes,) = torch.autograd.grad(RankNet()(one), one.scores)
+    assert slopes.tolist() == [[pytest.approx(-1 / 3), pytest.approx(0), pytest.approx(1 / 3)]]
+
+
+def test_a_push_needs_rejections_and_one_direction():
+    one = batch([[0, 1]], [[1, 0]])
+    assert InfoNCE(temperature=1, push_share=0.25)(one).item() == pytest.approx(0.75 * L1E, abs=1e-6)
+    with pytest.raises(ValidationError, match=r"push_share is for directions: \[query_to_skill\] alone"):
+        InfoNCE(push_share=0.5, directions=("query_to_skill", "skill_to_query"), partition="per_direction")
+    assert pushes(Matryoshka(loss=InfoNCE(push_share=0.5), dims=(4,))) and not pushes(InfoNCE())
 
 
 def test_ranknet_averages_over_the_querys_own_pairs():

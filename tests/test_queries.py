@@ -60,6 +60,25 @@ def test_shapes_of_query_rows(tmp_path: Path, pool: Path):
     assert {query["split"] for query in forced} == {"test"}
 
 
+def test_a_rejected_skill_that_another_file_calls_an_answer_of_the_same_text(tmp_path: Path, pool: Path):
+    row = {"query_id": "q1", "query": "Do it", "required": ["a"], "rejected": ["b", "c"]}
+    one = write_jsonl(tmp_path / "one.jsonl", [row])
+    two = write_jsonl(tmp_path / "two.jsonl", [{"query_id": "q2", "query": "Do it", "required": ["b"]}])
+    for files in ([one, two], [two, one]):
+        _, judgements, dropped, summary = make(tmp_path, files, split="train")
+        found = {(j["query_id"], j["skill_id"]): j["verdict"] for j in judgements}
+        assert found == {("q1", "a"): "required", ("q1", "c"): "rejected", ("q2", "b"): "required"}
+        assert [(d["query_id"], d["skill_id"], d["filter"]) for d in dropped] == [("q1", "b", "contradiction")]
+        assert "one.jsonl, line 1 says rejected" in dropped[0]["reason"] and "two.jsonl" in dropped[0]["reason"]
+        assert summary["num_dropped"] == {"contradiction": 1}
+
+
+def test_a_reason_is_one_of_eight(tmp_path: Path, pool: Path):
+    rows = [{"query": "x", "required": ["a"], "rejected": [{"skill_id": "b", "reason": "too blue"}]}]
+    with pytest.raises(SkilltrainError, match=r"train\.jsonl, line 1: rejected\.0\.reason: .*'low_quality'.*too blue"):
+        make(tmp_path, write_jsonl(tmp_path / "train.jsonl", rows))
+
+
 def test_made_up_ids_do_not_depend_on_the_line(tmp_path: Path, pool: Path):
     rows = [{"query": "x", "skill_ids": ["a"]}, {"query": "y", "skill_ids": ["a"]}]
     first, _, _, _ = make(tmp_path, write_jsonl(tmp_path / "train.jsonl", rows))

@@ -50,6 +50,16 @@ def test_known_positives_and_twins_by_name_are_no_in_batch_negatives():
     assert negatives.tolist() == [[False, False, True, False, True], [True, False, False, True, False]]
 
 
+def test_positives_are_those_of_the_lists_own_verdicts():
+    """b gains more than nothing for q1, and is none of its answers; a is q1's alone."""
+    near = replace(ONE, gains=(1.0, 0.5))
+    batch = encoder_scores([near, TWO], [near, TWO], unit(2, 0), None, "abcde", unit(5, 1), context(near, TWO))
+    assert batch.is_positive.tolist() == [[True, False, False, False, False], [False, False, True, False, False]]
+    assert list_scores([near, TWO], torch.zeros(4), False).is_positive.tolist() == [[True, False], [True, False]]
+    window = replace(ONE, skill_ids=("a\0" + "2", "b"))
+    assert window.is_positive == (True, False)
+
+
 def test_near_duplicates_of_a_positive_are_no_in_batch_negatives():
     of = context(ONE, TWO, clusters={"a": 7, "e": 7, "d": 3, "x": 3})
     _, valid = candidate_labels([ONE, TWO], "abcde", of)

@@ -1,6 +1,9 @@
 """Results by slice: which queries a slice holds, means over them, and queries that are drawn together."""
 
+from pathlib import Path
+
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +15,7 @@ from skilltrain.evaluation.metrics import Relevance
 from skilltrain.evaluation.slices import labels_of, means_by_slice, quartiles, shown
 from skilltrain.records import Query, Skill
 
+SOURCE = Path(__file__).parents[1] / "src" / "skilltrain"
 LABELS = {
     "q1": {"kind": "single", "tier": "hard", "origin": "llm", "id": "1"},
     "q2": {"kind": "multi", "tier": "easy", "origin": "llm", "reason": ("low_quality", "scope_mismatch")},
@@ -54,6 +58,40 @@ def test_a_slice_holds_the_queries_of_one_value():
     assert every.partial() == {"Set-Compat": 1} and multi.partial() == {}
     assert every.best("Hit@1") == {"two"} and single.best("Hit@1") == frozenset()
     assert every.best("Set-Compat") == {"one"}
+
+
+def test_direction_and_domain_come_from_the_query_and_its_gold_skills():
+    skills = {
+        "en": Skill("en", "one", "d", "b", category="spreadsheets", lang="en"),
+        "zh": Skill("zh", "two", "d", "b", category="video-production", lang="zh"),
+        "no": Skill("no", "three", "d", "b", category="odd"),
+    }
+    texts = {
+        "cut the tables in two": ["en"],
+        "把这些发票按月整理好": ["en", "zh"],
+        "pdf ocr batch": ["zh"],
+        "été": ["en"],
+        "x": ["no"],
+    }
+    tasks = [task_of(query(t, t), Relevance(frozenset(g), dict.fromkeys(g, 1.0)), {}) for t, g in texts.items()]
+    found = [(one.get("direction"), one.get("domain")) for one in labels_of(tasks, skills).values()]
+    data, media = ("data-and-science",), ("media-and-design",)
+    assert found == [
+        (("en2en",), data),
+        (("zh2en", "zh2zh"), data + media),
+        (("en2zh",), media),
+        (None, data),
+        (None, None),
+    ]
+    told = task_of(query("q", "cut the tables"), Relevance(frozenset({"en"}), {"en": 1.0}), {"direction": "zh2zh"})
+    assert labels_of([told], skills)["q"]["direction"] == "zh2zh"  # what the benchmark says stands
+
+
+def test_every_category_of_the_taxonomy_is_in_one_super_domain():
+    taxonomy = yaml.safe_load((SOURCE / "data/pool/taxonomy.yaml").read_text(encoding="utf-8"))
+    domains = yaml.safe_load((SOURCE / "evaluation/domains.yaml").read_text(encoding="utf-8"))
+    assert sorted(entry["name"] for entry in taxonomy) == sorted(name for of in domains.values() for name in of)
+    assert len(domains) == 8
 
 
 def test_a_label_of_many_values_makes_no_slices():

@@ -68,6 +68,29 @@ def test_gains_are_the_recipes_preference(build):
     assert one.gains == (3.0, 0.0, 0.0) and one.positives == {"a"}
 
 
+def test_gains_count_from_that_of_an_irrelevant_skill_and_verdicts_name_the_positives(build):
+    lists = [a_list("q1", a="required", b="useful", c="irrelevant", d="rejected")]
+    gains = {"required": 3, "useful": 2, "irrelevant": 1, "rejected": -0.5}
+    (one,) = load_training_set(build(lists=lists, gains=gains)).lists
+    assert one.gains == (2, 1, 0, -1.5) and one.is_positive == (True, True, False, False)
+    assert one.verdicts == tuple(Verdict) and one.positives == {"a", "b", "e"}
+    (one,) = load_training_set(build(lists=lists, gains=gains | {"rejected": 1.5, "useful": 1})).lists
+    assert one.gains == (2, 0, 0, 0.5) and one.is_positive == (True, False, False, False)
+
+
+def test_a_rejected_skill_that_another_list_of_the_same_text_calls_an_answer(build, tmp_path):
+    source = build(lists=[a_list("q1", a="required", b="rejected")], judgements=judged("q1", a="required"))
+    other = build(lists=[a_list("q2#1", b="required", c="irrelevant")], judgements=judged("q2#1", b="required"))
+    assert source == other  # one folder: both write the same tables
+    twice = Query("q1", "same", "single", "t", "train"), Query("q2#1", "same", "single", "t", "train")
+    lists = [a_list("q1", a="required", b="rejected"), a_list("q2#1", b="required", c="irrelevant")]
+    source = build(lists=lists, judgements=[*judged("q1", a="required"), *judged("q2#1", b="required")])
+    assert len(load_training_set(source).lists) == 2  # of two texts
+    write_table(rows_of(twice), QUERIES, tmp_path)
+    with pytest.raises(SkilltrainError, match=r"the list of query 'q1': rejects skill 'b', which answers the same"):
+        load_training_set(source)
+
+
 def test_only_the_first_lists_and_their_skills(build):
     data = load_training_set(build(max_lists=1))
     assert len(data.lists) == 1 and sorted(data.skills) == ["a", "b", "c"]
@@ -125,13 +148,20 @@ def test_a_list_that_cannot_be_trained_on_is_named(build, lists, message):
     ("gains", "message"),
     [
         ({"required": 1, "useful": 1, "irrelevant": 0}, "no value for 'rejected'"),
-        (dict.fromkeys(Verdict, 0), "gains must be >= 0, and one of them > 0"),
-        ({**dict.fromkeys(Verdict, 1), "rejected": -1}, "gains must be >= 0, and one of them > 0"),
+        (dict.fromkeys(Verdict, 0), "required must be worth more than irrelevant and rejected"),
+        ({**dict.fromkeys(Verdict, 1), "rejected": -1}, "required must be worth more than irrelevant and rejected"),
     ],
 )
 def test_gains_that_make_no_sense_are_refused(build, gains, message):
-    gains = {str(verdict): float("nan") if gain == ".nan" else gain for verdict, gain in gains.items()}
+    gains = {str(verdict): gain for verdict, gain in gains.items()}
     with pytest.raises(SkilltrainError, match=f"recipe: gains: {message}"):
+        build(gains=gains)
+
+
+@pytest.mark.parametrize("gain", [math.nan, math.inf])
+def test_a_gain_is_a_finite_number(build, gain):
+    gains = {"required": 1, "useful": 0.5, "irrelevant": 0, "rejected": gain}
+    with pytest.raises(SkilltrainError, match=r"recipe: gains\.rejected: .*finite number"):
         build(gains=gains)
 
 

@@ -19,6 +19,19 @@ class Verdict(StrEnum):
     REJECTED = "rejected"
 
 
+class Reason(StrEnum):
+    """Why a judge rejected a skill for a query (the eight classes of R3)."""
+
+    FUNCTIONAL_OVERLAP = "functional_overlap"
+    PLATFORM_CONFLICT = "platform_conflict"
+    CONFLICTING_OUTCOME = "conflicting_outcome"
+    SCOPE_MISMATCH = "scope_mismatch"
+    DOMAIN_MISMATCH = "domain_mismatch"
+    IO_MISMATCH = "io_mismatch"
+    MISSING_PREREQUISITE = "missing_prerequisite"
+    LOW_QUALITY = "low_quality"
+
+
 POSITIVE = frozenset({Verdict.REQUIRED, Verdict.USEFUL})
 """The verdicts of skills that a model is to find."""
 OWN_TEXT = "own_text"

@@ -45,6 +45,21 @@ STAGES = {
         found="{num_queries} queries for {num_skills} skills, {num_dev} of them dev; left out: {dropped}",
         then="mine pool={pool} queries={out} encoder.source={base} out={near}/mined",
     ),
+    "rejections": Stage(
+        "data.rejections", "RejectionsConfig", "run_rejections", "plan_rejections",
+        about="Write requests for groups of skills, and keep which skills a chat model rejects for them, and why (R3).",
+        example=f"pool=runs/pool encoder.source={_BASE} llm.kind=openai num_groups=200 out=runs/judged",
+        found="{num_queries} requests for {num_groups} groups: {by_verdict}; left out: {dropped}",
+        then="mine pool={pool} queries={out} encoder.source={base} out={near}/mined  # then filter, and lists with "
+        "quotas='{{judged: 4, semantic: 4, lexical: 2}}'",
+    ),
+    "rewrite": Stage(
+        "data.rewrite", "RewriteConfig", "run_rewrite", "plan_rewrite",
+        about="Have a chat model rewrite queries: as a person types, in other words, or tersely.",
+        example="queries=runs/judged pool=runs/pool llm.kind=openai style=typed out=runs/typed",
+        found="{num_rewritten} of {num_asked} queries rewritten; left out: {dropped}",
+        then="mine pool={pool} queries={out} encoder.source={base} out={near}/mined",
+    ),
     "distractors": Stage(
         "data.distractors", "DistractorsConfig", "run_distractors", "plan_distractors",
         about="Write skills that look like a benchmark's gold skills and do something else (SkillRouter's Hard tier).",

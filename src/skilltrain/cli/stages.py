@@ -113,6 +113,31 @@ def export(
 
 
 @app.command(context_settings=AS_WRITTEN)
+def gradients(
+    file: Annotated[Path, typer.Argument(help="a recipe of stage train_encoder or train_reranker")],
+    overrides: Overrides = None,
+    num_batches: Annotated[int, typer.Option("--batches", min=1, help="batches of the training to look at")] = 20,
+) -> None:
+    """Take a loss's gradient apart: what becomes of the push away from rejected skills, beside everything else.
+
+    Trains nothing. A trained model is looked at with model.source=FOLDER.
+
+    Example: skilltrain gradients recipes/r3_emb_0.6b.yaml --batches 50 out=runs/gradients
+    """
+    from skilltrain.training.gradients import measure_gradients, write_gradients
+
+    config = parse_recipe(load_recipe(file, only_settings(overrides)), file)
+    if not STAGES[config.stage].trains:
+        raise SkilltrainError(f"is a recipe of stage {config.stage}, which trains nothing", where=file)
+    if config.out.exists():
+        raise SkilltrainError("exists already", where=config.out, fix="name another folder: out=…")
+    found = quietly(measure_gradients, config, num_batches)
+    write_gradients(found, config, num_batches)
+    lost = ", ".join(f"{row.survival:.2f} at the {row.at}" for row in found if row.part == "rejected")
+    conclude({}, [f"{config.out}/gradients.html: of the rejections' gradient survive {lost}"], as_json=False)
+
+
+@app.command(context_settings=AS_WRITTEN)
 def ablate(
     grid: Annotated[Path, typer.Argument(help="a file of recipes/ablations, or one like it")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value settings of the grid")] = None,

@@ -6,16 +6,14 @@ tasks are named as what must not be written either, for a "different problem of 
 another gold skill of the task solves; and no query is shown, so that the benchmark's words do not leak into the pool.
 """
 
-import json
-import re
 from dataclasses import dataclass
 from typing import Annotated, Final
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from skilltrain.data.pool.skill_file import split_header
 from skilltrain.data.query_prompt import language_of
-from skilltrain.llm import Message, Request
+from skilltrain.llm import Message, Request, read_object
 from skilltrain.llm.untrusted import fenced, untrusted_line, untrusted_skill
 from skilltrain.records import Dropped, Skill
 from skilltrain.texts import clean_text, one_line
@@ -50,7 +48,6 @@ OTHERS: Final = " The kind is asked for several times: take a problem that does 
 AGAIN: Final = "\nAn earlier answer was turned down: {reason}. Write another one."
 _MAX_SIBLINGS = 12
 _SIBLING_CHARS = 160
-_FENCED = re.compile(r"^```(?:json)?[ \t]*\n(.*)\n[ \t]*```[ \t]*$", re.S | re.M | re.I)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +103,9 @@ class _Draft(BaseModel):
 
 def read_draft(wanted: WantedDistractor, answer: str, source: str) -> Skill | Dropped:
     """The skill in the one JSON object of an answer, bare or in a fenced block, its texts cleaned; or why none is."""
-    text = answer.strip()
-    fenced = _FENCED.search(text)
     try:
-        # Many models put a line break inside a JSON string, which loses nothing.
-        values = json.loads(fenced[1] if fenced and not text.startswith("{") else text, strict=False)
-        draft = _Draft.model_validate(values)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        reason = ": ".join([*(str(part) for part in first["loc"]), first["msg"]])
-    except (ValueError, RecursionError) as error:
-        reason = f"it is not one JSON object with name, description and body: {error}"
-    else:
-        gold = wanted.gold
-        return Skill(wanted.skill_id, draft.name, draft.description, draft.body, gold.category, gold.lang, source)
-    return Dropped("", wanted.skill_id, "malformed", reason)
+        draft = read_object(answer, _Draft)
+    except ValueError as error:
+        return Dropped("", wanted.skill_id, "malformed", str(error))
+    gold = wanted.gold
+    return Skill(wanted.skill_id, draft.name, draft.description, draft.body, gold.category, gold.lang, source)

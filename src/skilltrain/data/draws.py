@@ -3,7 +3,7 @@
 import hashlib
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Int64
@@ -35,6 +35,32 @@ def sample_skills(pool: Sequence[Skill], max_skills: int | None, seed: int) -> l
     for key, skill_ids in strata.items():
         chosen.update(random.Random(stable_number(seed, "sample", *key)).sample(sorted(skill_ids), quotas[key]))
     return [skill for skill in pool if skill.skill_id in chosen]
+
+
+def split_groups(groups: Mapping[str, Collection[str]], share: float, seed: int) -> dict[str, str]:
+    """Group → dev or train, so that no skill is on both sides: groups that share a skill stay together.
+
+    About `share` of the groups are dev; what hangs together and would exceed that is train.
+    """
+    root: dict[str, str] = {}
+
+    def root_of(skill_id: str) -> str:
+        while (parent := root.setdefault(skill_id, skill_id)) != skill_id:
+            root[skill_id] = skill_id = root[parent]
+        return skill_id
+
+    for skill_ids in groups.values():
+        for skill_id in skill_ids:
+            root[root_of(skill_id)] = root_of(min(skill_ids))
+    joined: dict[str, list[str]] = defaultdict(list)
+    for name, skill_ids in groups.items():
+        joined[root_of(min(skill_ids))].append(name)
+    room, split = round(share * len(groups)), dict.fromkeys(groups, "train")
+    for names in sorted(joined.values(), key=lambda names: stable_number(seed, "split", min(names))):
+        if len(names) <= room:
+            room -= len(names)
+            split |= dict.fromkeys(names, "dev")
+    return split
 
 
 def largest_remainder(sizes: Mapping[tuple[str, str], int], total: int) -> dict[tuple[str, str], int]:

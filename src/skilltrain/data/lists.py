@@ -11,6 +11,7 @@ import pyarrow as pa
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath, Seed
+from skilltrain.data.draws import stable_number
 from skilltrain.data.mine import SOURCES
 from skilltrain.data.screening import Flag, flags_to_leave_out
 from skilltrain.errors import SkilltrainError
@@ -32,7 +33,7 @@ from skilltrain.tables import (
 )
 from skilltrain.terminal import track
 
-GOLD = "gold"
+GOLD, JUDGED = "gold", "judged"
 
 
 class ListsConfig(Config):
@@ -46,12 +47,14 @@ class ListsConfig(Config):
     quotas: dict[str, Annotated[int, Field(ge=0)]] | None = Field(
         default=None,
         description="negatives by source, sampled; SkillRouter: {semantic: 4, lexical: 3, taxonomy: 2, random: 1}. "
-        "Where a source has too few, the others fill up in the order written; one of quota 0 only fills up",
+        "Where a source has too few, the others fill up in the order written; one of quota 0 only fills up. The source "
+        "judged holds what a judge turned down, rejected skills first, and is drawn before the others",
     )
     list_size: int | None = Field(
         default=None,
         ge=2,
-        description="skills per list, from the top of one ranking, positives included; SkillRouter: 20",
+        description="skills per list, from the top of one ranking, positives included; SkillRouter: 20. With "
+        "quotas={judged: 4}, so many of the skills that a judge turned down are among them",
     )
     flagged: Literal["leave_out", "use"] = Field(
         default="leave_out",
@@ -64,7 +67,8 @@ class ListsConfig(Config):
 
     @model_validator(mode="after")
     def _one_way(self) -> "ListsConfig":
-        if (self.quotas is None) == (self.list_size is None):
+        of_judged = self.quotas is not None and self.quotas.keys() == {JUDGED}
+        if (self.quotas is None) == (self.list_size is None) and not (of_judged and self.list_size):
             raise ValueError("set either 'quotas' (the encoder's lists) or 'list_size' (the reranker's)")
         if self.quotas is not None and not sum(self.quotas.values()):
             raise ValueError("all 'quotas' are 0")
@@ -82,11 +86,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class ListPlan:
-    """A list to be built: its query's id and judgements, and the positives it shall hold."""
+    """A list to be built: its query's id and judgements, and the positives it shall hold.
+
+    `turned_down` are the skills of the pool that a judge called rejected or irrelevant.
+    """
 
     query_id: str
     judged: dict[str, Verdict]
     positives: tuple[str, ...]
+    turned_down: tuple[str, ...] = ()
 
 
 def run_lists(config: ListsConfig, out: Path) -> dict[str, Any]:
@@ -133,15 +141,27 @@ def build_list(plan: ListPlan, candidates: Sequence[Entry], config: ListsConfig)
     """
     known = {skill_id for skill_id, verdict in plan.judged.items() if verdict in POSITIVE}
     negatives = [entry for entry in candidates if entry.skill_id not in known]
-    if config.quotas is not None:
+    judged, quotas = _turned_down(plan, config.seed), config.quotas or {}
+    if config.list_size is None:
         golds = [Entry(skill_id, GOLD, 0) for skill_id in plan.positives]
-        return golds + sample_negatives(negatives, config.quotas, f"{config.seed}/{plan.query_id}")
-    assert config.list_size is not None
-    found = {entry.skill_id: entry for entry in candidates if entry.skill_id in plan.positives}
-    absent = [Entry(skill_id, GOLD, 0) for skill_id in plan.positives if skill_id not in found]
-    room = max(0, config.list_size - len(plan.positives))
-    ranked = [*found.values(), *sorted(negatives, key=_in_order)[:room]]
-    return sorted(ranked, key=_in_order) + absent
+        return golds + sample_negatives([*judged, *negatives], quotas, f"{config.seed}/{plan.query_id}")
+    wanted = {skill_id: Entry(skill_id, GOLD, 0) for skill_id in plan.positives}
+    wanted |= {entry.skill_id: entry for entry in judged[: quotas.get(JUDGED, 0)]}
+    found = {entry.skill_id: entry for entry in candidates if entry.skill_id in wanted}
+    absent = [entry for skill_id, entry in wanted.items() if skill_id not in found]
+    room = max(0, config.list_size - len(wanted))
+    others = sorted((entry for entry in negatives if entry.skill_id not in wanted), key=_in_order)
+    return sorted([*found.values(), *others[:room]], key=_in_order) + absent
+
+
+def _turned_down(plan: ListPlan, seed: int) -> list[Entry]:
+    """What a judge turned down for the query, rejected skills first, those of one verdict in an order by chance."""
+    verdict = plan.judged.__getitem__
+    drawn = sorted(
+        plan.turned_down,
+        key=lambda s: (verdict(s) is not Verdict.REJECTED, stable_number(seed, JUDGED, plan.query_id, s)),
+    )
+    return [Entry(skill_id, JUDGED, place) for place, skill_id in enumerate(drawn, 1)]
 
 
 def sample_negatives(candidates: Sequence[Entry], quotas: dict[str, int], key: str) -> list[Entry]:
@@ -153,10 +173,11 @@ def sample_negatives(candidates: Sequence[Entry], quotas: dict[str, int], key: s
     waiting: dict[str, list[Entry]] = {}
     for source in quotas:
         waiting[source] = sorted((entry for entry in candidates if entry.source == source), key=_in_order)
-        random.Random(f"{key}/{source}").shuffle(waiting[source])
+        if source != JUDGED:
+            random.Random(f"{key}/{source}").shuffle(waiting[source])
     chosen: dict[str, Entry] = {}
-    for source, quota in quotas.items():
-        _take(waiting[source], quota, chosen)
+    for source in sorted(quotas, key=lambda source: source != JUDGED):
+        _take(waiting[source], quotas[source], chosen)
     for source in quotas:
         _take(waiting[source], sum(quotas.values()) - len(chosen), chosen)
     return list(chosen.values())
@@ -179,7 +200,7 @@ def _check_rankings(rankings: pa.Table, pool: Collection[str], config: ListsConf
     if config.list_size is not None and len(sources) > 1:
         what = f"'list_size' takes the top of one ranking; {here}"
         raise SkilltrainError(what, where=config.rankings, fix="set quotas instead")
-    if unknown := [source for source in config.quotas or {} if source not in sources and source not in SOURCES]:
+    if unknown := [source for source in config.quotas or {} if source not in {*sources, *SOURCES, JUDGED}]:
         raise SkilltrainError(f"'quotas' names an unknown source '{unknown[0]}'; {here}", where=config.rankings)
     if missing := set(rankings.column("skill_id").unique().to_pylist()).difference(pool):
         what = f"{len(missing)} ranked skill(s) are not in this pool, '{min(missing)}' among them"
@@ -206,8 +227,11 @@ def _plan(
                 dropped.append(Dropped(query_id, skill_id, "flagged", f"a positive with the flag {rules}"))
             else:
                 known.append(skill_id)
+        against = sorted(skill_id for skill_id, verdict in judged.items() if verdict not in POSITIVE)
+        outside = [skill_id for skill_id in against if skill_id not in pool]
+        dropped += [Dropped(query_id, s, "not_in_pool", f"judged {judged[s]}, not in the pool") for s in outside]
         if any(judged[skill_id] is Verdict.REQUIRED for skill_id in known):
-            plans.append(ListPlan(query_id, judged, tuple(known)))
+            plans.append(ListPlan(query_id, judged, tuple(known), tuple(s for s in against if s in pool)))
         else:
             dropped.append(Dropped(query_id, "", "no_positive", "no required skill of this query can be a positive"))
     return plans, dropped

@@ -5,7 +5,7 @@ import glob
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -19,7 +19,7 @@ from skilltrain.config import Config, InputPath
 from skilltrain.data.pool.skill_file import as_text
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import check_regular, read_json, read_jsonl
-from skilltrain.records import Dropped, Query, Verdict
+from skilltrain.records import POSITIVE, Dropped, Query, Reason, Verdict
 from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, SKILLS, read_table, rows_of, table_path, write_table
 from skilltrain.texts import clean_text, one_line
 
@@ -94,7 +94,14 @@ class Judgement(BaseModel, frozen=True):
     group: Line = None
 
 
+class Rejection(Judgement, frozen=True):
+    """The same of a rejected skill, whose reason is one of eight."""
+
+    reason: Reason | None = None
+
+
 Entries = Annotated[list[Judgement], pydantic.BeforeValidator(_entries)]
+Rejections = Annotated[list[Rejection], pydantic.BeforeValidator(_entries)]
 
 
 class QueryRow(BaseModel):
@@ -109,7 +116,7 @@ class QueryRow(BaseModel):
     skill_id: Entries = []
     required: Entries = []
     useful: Entries = []
-    rejected: Entries = []
+    rejected: Rejections = []
     irrelevant: Entries = []
 
     @model_validator(mode="before")
@@ -151,6 +158,7 @@ def run_queries(config: QueriesConfig, out: Path) -> dict[str, Any]:
                 dropped.append(fault)
             else:
                 asked[item.query.query_id] = item
+    _drop_contradicted(asked.values(), dropped)
     judgements = [row for item in asked.values() for row in _within_pool(item, skill_ids, dropped)]
     missing = {drop.query_id: drop.skill_id for drop in reversed(dropped) if drop.filter == "missing_gold"}
     if missing and config.missing_gold == "error":
@@ -287,6 +295,20 @@ def _fault(item: JudgedQuery, earlier: JudgedQuery | None) -> Dropped | None:
     if item.has_own_id or earlier.has_own_id:
         raise SkilltrainError(f"query_id '{query_id}' stands in {earlier.place} too", where=item.place)
     return Dropped(query_id, "", "duplicate_query", f"{item.place} repeats {earlier.place}")
+
+
+def _drop_contradicted(items: Iterable[JudgedQuery], dropped: list[Dropped]) -> None:
+    """Take out what an item says against a skill that another of the same text calls an answer, each with a row."""
+    answers: dict[str, dict[str, str]] = {}
+    for item in items:
+        known = {s: item.place for s, found in item.judgements.items() if found.verdict in POSITIVE}
+        answers[item.query.text] = known | answers.get(item.query.text, {})
+    for item in items:
+        known = answers[item.query.text]
+        for skill_id in [s for s, found in item.judgements.items() if found.verdict not in POSITIVE and s in known]:
+            verdict = item.judgements.pop(skill_id).verdict
+            reason = f"{item.place} says {verdict}, and {known[skill_id]}, of the same text, that it is an answer"
+            dropped.append(Dropped(item.query.query_id, skill_id, "contradiction", reason))
 
 
 def _within_pool(item: JudgedQuery, skill_ids: set[str], dropped: list[Dropped]) -> list[dict[str, Any]]:

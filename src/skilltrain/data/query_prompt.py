@@ -1,6 +1,7 @@
 """What a chat model is asked, so that it writes a request which needs a skill and does not name it; and its answer."""
 
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -83,18 +84,25 @@ def language_of(lang: str | None, text: str) -> str:
 
 def read_query(seen: set[str], max_words: int, wanted: WantedQuery, answer: str) -> str | Dropped:
     """An answer's text as a query, which `seen` then holds, or why it is none."""
-    refused = partial(Dropped, wanted.query_id, wanted.skill_id)
+    most = MAX_TERSE_WORDS if wanted.is_terse else max_words
+    return checked_query(seen, most, partial(Dropped, wanted.query_id, wanted.skill_id), [wanted.skill], answer)
+
+
+def checked_query(
+    seen: set[str], most: int, refused: Callable[..., Dropped], skills: Iterable[Skill], answer: str
+) -> str | Dropped:
+    """The same, of a query of at most so many words that must name none of `skills`."""
     text = _LABEL.sub("", " ".join(answer.strip().strip("`").split()))
     if len(text) > 1 and text[0] + text[-1] in ('""', "“”", "「」", "''"):
         text = text[1:-1].strip()
-    length, most = num_words(text), MAX_TERSE_WORDS if wanted.is_terse else max_words
+    length = num_words(text)
     if _REFUSAL.match(text):
         return refused("refused", "the model declined to answer")
     if not length:
         return refused("empty", "there was no text in the answer")
     if length > most:
         return refused("too_long", f"it had {length} words, more than {most}", length)
-    if names_skill(text, wanted.skill.name):
+    if any(names_skill(text, skill.name) for skill in skills):
         return refused("name_leak", "it named the capability")
     if text.casefold() in seen:
         return refused("duplicate", "the same text was written before")

@@ -2,17 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from skilltrain.config import parse_yaml
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Labels, Task, wanted_skills
 from skilltrain.evaluation.bootstrap import Interval, intervals
 from skilltrain.evaluation.comparison import SystemResult, same_queries, values_of
 from skilltrain.records import Skill
-from skilltrain.texts import words_of
+from skilltrain.texts import language_of, words_of
 
 ALL, KIND, LENGTH = "all", "kind", "query length"
 MOST_VALUES = 12  # a label of more values (an id, a tag) makes no table that anybody reads
@@ -81,21 +84,37 @@ def shown(slices: Sequence[SliceMeans]) -> tuple[SliceMeans, ...]:
 def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, Labels]:
     """query_id → its labels: those of the benchmark, and those computed here.
 
-    `query length` counts words, a CJK character as one. `description length` is one of four parts of the tasks by the
-    mean characters of their gold skills' descriptions in the pool `skills`, left out where its texts are not known.
+    `direction` is from the query's language to those of its gold skills (`zh2en`), `domain` the super-domains of their
+    categories. `query length` counts words, a CJK character as one. `description length` is one of four parts of the
+    tasks by the mean characters of their gold skills' descriptions in the pool `skills`, left out where its texts are
+    not known.
     """
     lengths: dict[str, float] = {}
+    of_gold: dict[str, dict[str, tuple[str, ...]]] = {}
     for task in tasks:
-        if wanted := wanted_skills(task.relevance, skills):
-            lengths[task.query.query_id] = fmean(len(skills[skill_id].description) for skill_id in wanted)
+        query_id, wanted = task.query.query_id, [skills[s] for s in wanted_skills(task.relevance, skills)]
+        if wanted:
+            lengths[query_id] = fmean(len(skill.description) for skill in wanted)
+            asked = language_of(task.query.text) or ("en" if task.query.text.isascii() else None)
+            directions = {f"{asked}2{skill.lang}" for skill in wanted if asked and skill.lang}
+            domains = {_domains()[skill.category] for skill in wanted if skill.category in _domains()}
+            found = {"direction": tuple(sorted(directions)), "domain": tuple(sorted(domains))}
+            of_gold[query_id] = {label: values for label, values in found.items() if values}
     parts = quartiles(lengths)
     labels: dict[str, Labels] = {}
     for task in tasks:
         query_id = task.query.query_id
         length = "terse" if len(words_of(task.query.text)) <= MOST_TERSE else "long"
         of_pool = {"description length": parts[query_id]} if query_id in parts else {}
-        labels[query_id] = {**task.labels, LENGTH: length, **of_pool}
+        labels[query_id] = {**of_gold.get(query_id, {}), **task.labels, LENGTH: length, **of_pool}
     return labels
+
+
+@cache
+def _domains() -> dict[str, str]:
+    """Category → its super-domain, of the categories that the stage pool gives; R3 has eight, their names are ours."""
+    text = Path(__file__).with_name("domains.yaml").read_text(encoding="utf-8")
+    return {category: domain for domain, of in parse_yaml(text, "domains.yaml").items() for category in of}
 
 
 def quartiles(lengths: Mapping[str, float]) -> dict[str, str]:

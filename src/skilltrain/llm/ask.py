@@ -1,8 +1,12 @@
 """Asking a chat model in rounds until every answer is usable, and what that will cost, found without asking anybody."""
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from skilltrain.llm.budget import Budget, estimate_prompt
 from skilltrain.llm.client import LLM
@@ -10,6 +14,7 @@ from skilltrain.llm.protocol import Answer, CompletionError, Request, Usage
 from skilltrain.records import Dropped
 from skilltrain.terminal import say, track
 
+_FENCED = re.compile(r"^```(?:json)?[ \t]*\n(.*)\n[ \t]*```[ \t]*$", re.S | re.M | re.I)
 LASTING = ("failed", "expired", "budget")
 """Faults that another answer would have again: asking for one is useless, or must not be paid for."""
 
@@ -24,6 +29,7 @@ class Question(Protocol):
     def skill_id(self) -> str: ...
 
 
+ModelT = TypeVar("ModelT", bound=BaseModel)
 QuestionT = TypeVar("QuestionT", bound=Question)
 ValueT = TypeVar("ValueT")
 
@@ -58,6 +64,21 @@ class Asked(Generic[QuestionT, ValueT]):
     values: list[tuple[QuestionT, ValueT]]
     dropped: list[Dropped]
     used: dict[str, Any]
+
+
+def read_object(answer: str, kind: type[ModelT]) -> ModelT:
+    """The one JSON object of an answer, bare or in a fenced block. Raises ValueError, which says what is wrong."""
+    text = answer.strip()
+    fenced = _FENCED.search(text)
+    try:
+        # Many models put a line break inside a JSON string, which loses nothing.
+        values = json.loads(fenced[1] if fenced and not text.startswith("{") else text, strict=False)
+        return kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise ValueError(": ".join([*(str(part) for part in first["loc"]), first["msg"]])) from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not one JSON object with {', '.join(kind.model_fields)}: {error}") from error
 
 
 def cost_of(questions: Questions[Any, Any]) -> dict[str, Any]:

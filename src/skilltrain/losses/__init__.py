@@ -13,6 +13,7 @@ from skilltrain.losses.kl import KL
 from skilltrain.losses.lambda_rank import LambdaRank
 from skilltrain.losses.list_net import ListNet
 from skilltrain.losses.listwise_ce import ListwiseCE
+from skilltrain.losses.margin import Margin
 from skilltrain.losses.margin_mse import MarginMSE
 from skilltrain.losses.matryoshka import Matryoshka
 from skilltrain.losses.plain import BY_NAME, AnyPlainLoss, Imported, OwnLoss, PlainLoss
@@ -38,6 +39,12 @@ def needs_sides(loss: EncoderLoss) -> bool:
     return isinstance(inner, InfoNCE) and len(inner.directions) > 1
 
 
+def pushes(loss: EncoderLoss) -> bool:
+    """Whether a term of the loss is for skills worth less than an irrelevant one alone."""
+    inner = _inner(loss)
+    return isinstance(inner, InfoNCE) and inner.push_share > 0
+
+
 def _inner(loss: EncoderLoss) -> RerankerLoss:
     return loss.loss if isinstance(loss, Matryoshka) else loss
 
@@ -50,6 +57,7 @@ __all__ = [
     "LateInteraction",
     "ListNet",
     "ListwiseCE",
+    "Margin",
     "MarginMSE",
     "Matryoshka",
     "OwnLoss",
@@ -60,4 +68,5 @@ __all__ = [
     "ScoredBatch",
     "lexical_weight",
     "needs_sides",
+    "pushes",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 from skilltrain.losses.listwise_ce import contrast
-from skilltrain.losses.scored_batch import ScoredBatch, SideScores, gain_shares, positive_cells
+from skilltrain.losses.scored_batch import ScoredBatch, SideScores, gain_shares
 
 Direction = Literal["query_to_skill", "skill_to_query", "query_to_query", "skill_to_skill"]
 SAME_SIDE = {"query_to_query", "skill_to_skill"}
@@ -27,15 +27,17 @@ class InfoNCE(Config):
         share no skill with its own (query_to_query), and the skills of other lists (skill_to_skill). per_direction is
         the mean of the query's cross-entropy over skills and the positive's over queries. lexical_weight w adds w b to
         each logit, b being BM25's score without its unit (`lexical_scores` of training_set): what BM25 gets right by
-        itself gives next to no gradient, so that the encoder learns the rest.
-    Inputs: cosines in [-1, 1]; gains >= 0 with one > 0 per query; false negatives in the batch are marked invalid;
+        itself gives next to no gradient, so that the encoder learns the rest. push_share a takes what is worth less
+        than an irrelevant skill out of the denominator: (1 - a) contrast without it + a contrast with it alone.
+    Inputs: cosines in [-1, 1]; any gains, positives above 0; false negatives in the batch are marked invalid;
         `sides` for directions beyond the first, `lexical_scores` for lexical_weight.
     Returns: the sum over queries. sentence-transformers' MultipleNegativesRankingLoss is the mean, and the same for
         lists with one positive each that share no skill and hold no false negative for one another: it knows neither.
     Example: cosines (1, 0), gains (1, 0), temperature 1: log(1 + 1/e).
     Source: SkillRouter, section 4.2, equation 1 (temperature 0.05); van den Oord et al. 2018; joint: Li et al. 2023
         (GTE), whose sums hold the positive pair twice; per_direction: Günther et al. 2023 (Jina Embeddings 2);
-        lexical_weight: Gao et al. 2020 (CLEAR), where BM25's residual sets the margin of a hinge loss.
+        lexical_weight: Gao et al. 2020 (CLEAR), where BM25's residual sets the margin of a hinge loss; push_share 0.5
+        and per_direction are our two readings of R3's "bilateral balancing", which its public texts do not define.
     """
 
     needs_teacher_scores: ClassVar[bool] = False
@@ -51,6 +53,14 @@ class InfoNCE(Config):
         description="BM25's score times this is added to each logit: an encoder fused with BM25 learns the rest",
     )
 
+    push_share: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of the loss that pushes rejected skills away, where gains put them below irrelevant ones; "
+        "0: they stand among the other negatives",
+    )
+
     @model_validator(mode="after")
     def _check_directions(self) -> "InfoNCE":
         chosen = set(self.directions)
@@ -60,6 +70,8 @@ class InfoNCE(Config):
             raise ValueError(f"{alone[0]} holds no positive to find, so partition must be joint")
         if self.lexical_weight and len(chosen) > 1:
             raise ValueError("lexical_weight is for directions: [query_to_skill] alone")
+        if self.push_share and len(chosen) > 1:
+            raise ValueError("push_share is for directions: [query_to_skill] alone")
         return self
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
@@ -69,6 +81,11 @@ class InfoNCE(Config):
                 raise SkilltrainError("the batch holds no BM25 scores", where="loss.lexical_weight")
             added = self.temperature * self.lexical_weight * batch.lexical_scores
             batch = replace(batch, scores=batch.scores + added)
+        if self.push_share:
+            below = batch.gains < 0
+            pulled = contrast(replace(batch, valid=batch.valid & ~below), self.temperature)
+            pushed = contrast(replace(batch, valid=batch.valid & (below | batch.is_positive)), self.temperature)
+            return (1 - self.push_share) * pulled + self.push_share * pushed
         if len(self.directions) == 1:
             return contrast(batch, self.temperature)
         if batch.sides is None:
@@ -79,7 +96,7 @@ class InfoNCE(Config):
 
     def _joint(self, batch: ScoredBatch, sides: SideScores) -> Float[Tensor, "positive"]:
         """What else stands in each positive's denominator, as a log."""
-        row, column = positive_cells(batch.gains, batch.valid)
+        row, column = batch.is_positive.nonzero(as_tuple=True)
         terms = []
         if "skill_to_query" in self.directions:
             terms += [sides.skill_to_query.strength(self.temperature), batch.scores[row, column] / self.temperature]
@@ -91,10 +108,10 @@ class InfoNCE(Config):
 
     def _symmetric(self, batch: ScoredBatch, sides: SideScores) -> Float[Tensor, ""]:
         """Each positive against the queries that it does not answer, weighted as in `contrast`."""
-        cells = positive_cells(batch.gains, batch.valid)
+        cells = batch.is_positive.nonzero(as_tuple=True)
         others = sides.skill_to_query.strength(self.temperature)
         each = torch.nn.functional.softplus(others - batch.scores[cells] / self.temperature)
-        return (gain_shares(batch)[cells] * each).sum()
+        return (gain_shares(batch, batch.is_positive)[cells] * each).sum()
 
 
 class LateInteraction(Config):

@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from skilltrain.config import Config
-from skilltrain.losses.scored_batch import Positives, ScoredBatch, find_positives
+from skilltrain.losses.scored_batch import ScoredBatch, find_pairs
 
 
 class LambdaRank(Config):
@@ -20,7 +20,7 @@ class LambdaRank(Config):
     Formula: sum over a query's pairs (i, j) with g_i > g_j of (r_ij + mu d_ij) (g_i - g_j)/maxDCG log2(1 + e^{-(s_i -
         s_j)/t}), with places p from 1, D(p) = log2(1 + p), r_ij = |1/D(p_i) - 1/D(p_j)|, and d_ij = 1/D(|p_i - p_j|)
         - 1/D(|p_i - p_j| + 1). mu 0 is LambdaRank, mu 10 NDCG-Loss2++.
-    Inputs: scores of any range; gains >= 0 with one > 0 per query; invalid candidates are ignored.
+    Inputs: scores of any range; at least two gains per query; invalid candidates are ignored.
     Returns: the sum over queries. sentence-transformers' LambdaLoss divides by the number of pairs in the batch,
         which takes the bound on nDCG away, and makes gains 2^label - 1; here the recipe's gains are the gains.
     Example: scores (1, 0), gains (1, 0): (1 - 1/log2(3)) log2(1 + 1/e) = 0.166798.
@@ -34,27 +34,28 @@ class LambdaRank(Config):
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
         """The loss, summed over queries."""
-        positives, places = find_positives(batch), _places(batch)
-        own, others = places[positives.row, positives.column][:, None], places[positives.row]
-        each = torch.nn.functional.softplus(-positives.margins() / self.temperature) / math.log(2)
-        weighted = self._weights(own, others) * _gaps(batch, positives) * each
-        return torch.where(positives.is_lower, weighted, 0.0).sum()
+        pairs, places = find_pairs(batch), _places(batch)
+        own, others = places[pairs.row, pairs.column][:, None], places[pairs.row]
+        each = torch.nn.functional.softplus(-pairs.margins() / self.temperature) / math.log(2)
+        worth = pairs.gaps() / _best_dcg(batch)[pairs.row][:, None]
+        return torch.where(pairs.is_pair, self._weights(own, others) * worth * each, 0.0).sum()
 
     def _weights(
-        self, own: Float[Tensor, "positive 1"], others: Float[Tensor, "positive candidate"]
-    ) -> Float[Tensor, "positive candidate"]:
+        self, own: Float[Tensor, "chosen 1"], others: Float[Tensor, "chosen candidate"]
+    ) -> Float[Tensor, "chosen candidate"]:
         """What a place is worth to a pair, before the gains."""
         apart = (own - others).abs().clamp(min=1)
         swap = (_discount(own) - _discount(others)).abs()
         return swap + self.mu * (_discount(apart) - _discount(apart + 1))
 
 
-def _gaps(batch: ScoredBatch, positives: Positives) -> Float[Tensor, "positive candidate"]:
-    """Difference of two gains as a share of the best possible DCG."""
-    ideal = torch.where(batch.valid, batch.gains, 0.0).sort(1, descending=True).values
+def _best_dcg(batch: ScoredBatch) -> Float[Tensor, "query"]:
+    """The DCG of the best order; where gains lie below 0, they are counted from the query's lowest."""
+    gains = torch.where(batch.valid, batch.gains, 0.0)
+    from_lowest = torch.where(batch.valid, gains - gains.amin(1, keepdim=True).clamp(max=0), 0.0)
+    ideal = from_lowest.sort(1, descending=True).values
     places = torch.arange(1, ideal.shape[1] + 1).to(batch.scores)
-    best = (ideal * _discount(places)).sum(1)
-    return (positives.gains[:, None] - positives.other_gains) / best[positives.row][:, None]
+    return (ideal * _discount(places)).sum(1).clamp(min=torch.finfo(batch.scores.dtype).tiny)
 
 
 def _places(batch: ScoredBatch) -> Float[Tensor, "query candidate"]:

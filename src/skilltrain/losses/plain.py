@@ -16,12 +16,13 @@ from skilltrain.losses.kl import KL
 from skilltrain.losses.lambda_rank import LambdaRank
 from skilltrain.losses.list_net import ListNet
 from skilltrain.losses.listwise_ce import ListwiseCE
+from skilltrain.losses.margin import Margin
 from skilltrain.losses.margin_mse import MarginMSE
 from skilltrain.losses.pointwise_bce import PointwiseBCE
 from skilltrain.losses.ranknet import RankNet
 from skilltrain.losses.scored_batch import ScoredBatch
 
-PlainLoss = InfoNCE | KL | LambdaRank | ListNet | ListwiseCE | MarginMSE | PointwiseBCE | RankNet
+PlainLoss = InfoNCE | KL | LambdaRank | ListNet | ListwiseCE | Margin | MarginMSE | PointwiseBCE | RankNet
 
 
 class OwnLoss(Config):

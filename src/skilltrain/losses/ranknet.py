@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from skilltrain.config import Config
-from skilltrain.losses.scored_batch import ScoredBatch, find_positives, mean_over_pairs
+from skilltrain.losses.scored_batch import ScoredBatch, find_pairs, mean_over_pairs
 
 
 class RankNet(Config):
@@ -16,7 +16,7 @@ class RankNet(Config):
 
     Use: graded lists where only the order counts. Every pair weighs the same: see `lambda_rank` for the top places.
     Formula: mean over a query's pairs (i, j) with g_i > g_j of log(1 + e^{-(s_i - s_j)/t}).
-    Inputs: scores of any range; gains >= 0 with at least two values per query; invalid candidates are ignored.
+    Inputs: scores of any range; at least two gains per query; invalid candidates are ignored.
     Returns: the sum over queries. sentence-transformers' RankNetLoss takes one mean over the pairs of a whole batch,
         so that long lists weigh more, and by default the logarithm to base 2 (reduction_log "natural" is ours).
     Example: scores (0, 1), gains (1, 0): log(1 + e).
@@ -29,5 +29,5 @@ class RankNet(Config):
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
         """The loss, summed over queries."""
-        positives = find_positives(batch)
-        return mean_over_pairs(batch, positives, torch.nn.functional.softplus(-positives.margins() / self.temperature))
+        pairs = find_pairs(batch)
+        return mean_over_pairs(batch, pairs, torch.nn.functional.softplus(-pairs.margins() / self.temperature))

@@ -1,7 +1,7 @@
-"""What every loss sees: scores, gains and who counts; and the positives in them, each with what it is compared with."""
+"""What every loss sees: scores, gains and who counts; and the candidates that are compared in them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -42,6 +42,9 @@ class ScoredBatch:
     Where a loss learns from teacher scores, every valid candidate has one; where it adds `lexical_scores`, every
     candidate. `truncated(dim)` is the same batch scored by the first `dim` coordinates of an encoder's vectors, made
     unit vectors again.
+
+    Gains are any finite numbers; a trainer counts them from that of an irrelevant skill, so that in-batch negatives,
+    which nobody judged, have 0. `positive` names the skills to find, by their verdicts; None: those of gain > 0.
     """
 
     scores: Float[Tensor, "query candidate"]
@@ -51,6 +54,12 @@ class ScoredBatch:
     sides: SideScores | None = None
     lexical_scores: Float[Tensor, "query candidate"] | None = None
     truncated: "Callable[[int], ScoredBatch] | None" = None
+    positive: Bool[Tensor, "query candidate"] | None = None
+
+    @property
+    def is_positive(self) -> Bool[Tensor, "query candidate"]:
+        """Which valid candidates are to be found."""
+        return (self.gains > 0 if self.positive is None else self.positive) & self.valid
 
     def filled(self, filler: float) -> Float[Tensor, "query candidate"]:
         """Scores with `filler` for invalid candidates, whatever theirs are: no gradient reaches them."""
@@ -63,55 +72,67 @@ class ScoredBatch:
 
 
 @dataclass(frozen=True)
-class Positives:
-    """Every valid candidate of gain > 0, with the candidates of its query that it should outrank.
+class Compared:
+    """Some candidates, each with those of its query that it is compared with.
 
-    One row per positive, not a square of candidates per query: memory grows with positives x candidates, which
+    One row per candidate chosen, not a square of candidates per query: memory grows with judged x candidates, which
     thousands of in-batch negatives allow.
     """
 
-    row: Int[Tensor, "positive"]
-    column: Int[Tensor, "positive"]
-    scores: Float[Tensor, "positive"]
-    gains: Float[Tensor, "positive"]
-    other_scores: Float[Tensor, "positive candidate"]
-    other_gains: Float[Tensor, "positive candidate"]
-    is_lower: Bool[Tensor, "positive candidate"]
+    row: Int[Tensor, "chosen"]
+    column: Int[Tensor, "chosen"]
+    scores: Float[Tensor, "chosen"]
+    gains: Float[Tensor, "chosen"]
+    other_scores: Float[Tensor, "chosen candidate"]
+    other_gains: Float[Tensor, "chosen candidate"]
+    is_pair: Bool[Tensor, "chosen candidate"]
 
-    def margins(self) -> Float[Tensor, "positive candidate"]:
-        """How far each positive scores above each candidate."""
-        return self.scores[:, None] - self.other_scores
+    def gaps(self) -> Float[Tensor, "chosen candidate"]:
+        """How far the higher gain of each pair is above the lower one."""
+        return (self.gains[:, None] - self.other_gains).abs()
 
-
-def positive_cells(
-    gains: Float[Tensor, "query candidate"], valid: Bool[Tensor, "query candidate"]
-) -> tuple[Int[Tensor, "positive"], Int[Tensor, "positive"]]:
-    """(row, column) of every valid candidate of gain > 0, row by row."""
-    row, column = ((gains > 0) & valid).nonzero(as_tuple=True)
-    return row, column
+    def margins(self) -> Float[Tensor, "chosen candidate"]:
+        """How far the candidate of higher gain scores above the other one."""
+        sign = torch.where(self.gains[:, None] < self.other_gains, -1, 1)
+        return sign * (self.scores[:, None] - self.other_scores)
 
 
-def find_positives(batch: ScoredBatch) -> Positives:
-    """The positives of a batch; a candidate is lower if it is valid and of lower gain."""
-    row, column = positive_cells(batch.gains, batch.valid)
+def _compared(batch: ScoredBatch, chosen: Bool[Tensor, "query candidate"]) -> Compared:
+    """The chosen candidates, paired with all valid ones of lower gain."""
+    row, column = chosen.nonzero(as_tuple=True)
     scores, gains = batch.filled(0.0), batch.gains
     own, others = gains[row, column], gains[row]
-    is_lower = batch.valid[row] & (others < own[:, None])
-    return Positives(row, column, scores[row, column], own, scores[row], others, is_lower)
+    is_pair = batch.valid[row] & (others < own[:, None])
+    return Compared(row, column, scores[row, column], own, scores[row], others, is_pair)
 
 
-def gain_shares(batch: ScoredBatch) -> Float[Tensor, "query candidate"]:
-    """Each valid candidate's share in its query's gains: they sum to 1, or to 0 for a query without a positive."""
-    gains = torch.where(batch.valid, batch.gains, 0.0).to(batch.scores)
+def find_positives(batch: ScoredBatch) -> Compared:
+    """The positives of a batch, with the candidates that each should outrank: the valid ones of lower gain."""
+    return _compared(batch, batch.is_positive)
+
+
+def find_pairs(batch: ScoredBatch) -> Compared:
+    """Every pair of a higher and a lower gain, once: also of two negatives, one of them rejected.
+
+    Two of gain 0 are no pair, so candidates of another gain are rows: below 0 they also meet those of gain 0.
+    """
+    found = _compared(batch, batch.valid & (batch.gains != 0))
+    from_below = batch.valid[found.row] & (found.other_gains == 0) & (found.gains < 0)[:, None]
+    return replace(found, is_pair=found.is_pair | from_below)
+
+
+def gain_shares(batch: ScoredBatch, counted: Bool[Tensor, "query candidate"]) -> Float[Tensor, "query candidate"]:
+    """Each counted candidate's share in their gains: a query's sum to 1, or to 0 where it has none."""
+    gains = torch.where(batch.valid & counted, batch.gains, 0.0).to(batch.scores)
     return gains / gains.sum(1, keepdim=True).clamp(min=torch.finfo(gains.dtype).tiny)
 
 
 def mean_over_pairs(
-    batch: ScoredBatch, positives: Positives, each: Float[Tensor, "positive candidate"]
+    batch: ScoredBatch, compared: Compared, each: Float[Tensor, "chosen candidate"]
 ) -> Float[Tensor, ""]:
-    """Sum over queries of the mean of `each` over the query's pairs (positive, candidate of lower gain)."""
-    num_pairs = positives.is_lower.sum(1)
+    """Sum over queries of the mean of `each` over the query's pairs."""
+    num_pairs = compared.is_pair.sum(1)
     of_query = torch.zeros(len(batch.scores), dtype=num_pairs.dtype, device=num_pairs.device)
-    of_query = of_query.index_add(0, positives.row, num_pairs)
-    summed = torch.where(positives.is_lower, each, 0.0).sum(1)
-    return (summed / of_query[positives.row].clamp(min=1)).sum()
+    of_query = of_query.index_add(0, compared.row, num_pairs)
+    summed = torch.where(compared.is_pair, each, 0.0).sum(1)
+    return (summed / of_query[compared.row].clamp(min=1)).sum()

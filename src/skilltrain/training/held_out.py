@@ -49,7 +49,7 @@ def _num_contaminated(benchmarks: Sequence[HeldOut], data: TrainingSet, source: 
     matches = cache(lambda skill_id: index.skill_matches(data.skills[skill_id]))
     found: list[Dropped] = []
     for one in data.lists:
-        positives = [skill_id for skill_id, gain in zip(one.skill_ids, one.gains, strict=True) if gain > 0]
+        positives = [skill_id for skill_id, found in zip(one.skill_ids, one.is_positive, strict=True) if found]
         of_skills = [match for skill_id in positives for match in matches(skill_id)]
         found += index.contaminations(one.query_id, one.query, of_skills)
     if not found:

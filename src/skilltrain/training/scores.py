@@ -10,7 +10,7 @@ from torch import Tensor
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.losses import EncoderLoss, RerankerLoss, needs_sides
-from skilltrain.losses.scored_batch import ScoredBatch, SideScores, SideTerm, positive_cells
+from skilltrain.losses.scored_batch import ScoredBatch, SideScores, SideTerm
 from skilltrain.models.micro_batches import on_device
 from skilltrain.texts import name_key
 from skilltrain.training.training_set import TrainingList, TrainingSet
@@ -91,6 +91,14 @@ def candidate_labels(
     return gains, valid
 
 
+def positive_labels(lists: Sequence[TrainingList], skill_ids: Sequence[str]) -> Bool[Tensor, "query skill"]:
+    """Which skills of a batch are positives of each query, by their verdicts in its own list."""
+    positive = torch.zeros(len(lists), len(skill_ids), dtype=torch.bool)
+    found = [is_positive for one in lists for is_positive in one.is_positive]
+    positive[_own_cells(lists, skill_ids)] = torch.tensor(found, dtype=torch.bool)
+    return positive
+
+
 def encoder_scores(
     own: Sequence[TrainingList],
     batch: Sequence[TrainingList],
@@ -108,6 +116,7 @@ def encoder_scores(
     """
     device, teacher, negatives = skill_vectors.device, None, None
     gains, valid = candidate_labels(own, skill_ids, context)
+    positive = positive_labels(own, skill_ids)
     if context.needs_teacher_scores:
         cells = _own_cells(own, skill_ids)
         teacher = torch.full_like(gains, torch.nan)
@@ -116,7 +125,7 @@ def encoder_scores(
         teacher = on_device(teacher, device)
     if all_queries is not None:
         negatives = [on_device(part, device) for part in _side_negatives(own, batch, skill_ids, context)]
-    gains, valid = on_device(gains, device), on_device(valid, device)
+    gains, valid, positive = (on_device(part, device) for part in (gains, valid, positive))
     lexical = on_device(_lexical_scores(own, skill_ids, context), device) if context.lexical else None
 
     def scored(dim: int | None = None) -> ScoredBatch:
@@ -132,7 +141,7 @@ def encoder_scores(
                 SideTerm(_cosines(positives, asked), skill_to_query),
                 SideTerm(_cosines(positives, skills), skill_to_skill),
             )
-        return ScoredBatch(scores, gains.to(scores.dtype), valid, teacher, sides, lexical, scored)
+        return ScoredBatch(scores, gains.to(scores.dtype), valid, teacher, sides, lexical, scored, positive)
 
     return scored()
 
@@ -144,11 +153,13 @@ def list_scores(lists: Sequence[TrainingList], flat: Float[Tensor, "pair"], need
     scores = flat.new_zeros(cells.shape).masked_scatter(cells, flat)
     given = torch.tensor([gain for one in lists for gain in one.gains], dtype=flat.dtype)
     gains = torch.zeros_like(scores).masked_scatter(cells, on_device(given, flat.device))
+    named = torch.tensor([found for one in lists for found in one.is_positive], dtype=torch.bool)
+    positive = torch.zeros_like(cells).masked_scatter(cells, on_device(named, flat.device))
     if not needs_teacher_scores:
-        return ScoredBatch(scores, gains, cells)
+        return ScoredBatch(scores, gains, cells, positive=positive)
     given = torch.tensor(_teacher_scores(lists), dtype=flat.dtype)
     teacher = torch.full_like(scores, torch.nan).masked_scatter(cells, on_device(given, flat.device))
-    return ScoredBatch(scores, gains, cells & ~teacher.isnan(), teacher)
+    return ScoredBatch(scores, gains, cells & ~teacher.isnan(), teacher, positive=positive)
 
 
 def _side_negatives(
@@ -161,8 +172,8 @@ def _side_negatives(
     A query's negatives among queries share no answer with it; a positive's among queries are those for which it
     is a negative or of lower gain; among skills those of other lists that are no false negatives of its query.
     """
-    gains, valid = candidate_labels(own, skill_ids, context)
-    row, column = positive_cells(gains, valid)
+    gains, _ = candidate_labels(own, skill_ids, context)
+    row, column = positive_labels(own, skill_ids).nonzero(as_tuple=True)
     all_gains, _ = candidate_labels(batch, skill_ids, context)
     counts = in_batch_negatives(batch, skill_ids, context)
     counts[_own_cells(batch, skill_ids)] = True

@@ -19,11 +19,13 @@ from skilltrain.losses import (
     RerankerLoss,
     lexical_weight,
     needs_sides,
+    pushes,
 )
 from skilltrain.models.adapters import AdapterConfig, add_adapter, loading_options
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision, resolve_dtype
 from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
+from skilltrain.records import Verdict
 from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.late import LateConfig
@@ -172,6 +174,13 @@ class TrainEncoderConfig(Config):
         if dev is not None:
             dev.check_own(DenseConfig, "an encoder in training is {kind: dense, source: self}")
         return dev
+
+    @model_validator(mode="after")
+    def _has_rejections_to_push(self) -> "TrainEncoderConfig":
+        gains = self.data.gains
+        if pushes(self.loss) and gains[Verdict.REJECTED] >= gains[Verdict.IRRELEVANT]:
+            raise ValueError("loss.push_share needs data.gains that put rejected below irrelevant")
+        return self
 
     @model_validator(mode="after")
     def _has_token_vectors(self) -> "TrainEncoderConfig":

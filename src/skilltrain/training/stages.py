@@ -38,9 +38,9 @@ def run_training(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]
     quantized = config.adapter is not None and config.adapter.quantize != "none"
     accelerator = new_accelerator(config.training, quantized)  # first, for it refuses launches that cannot work
     check_fits(config, accelerator)
-    data = _load_data(config)
+    data = load_data(config)
     contaminated = check_held_out(config.data, config.dev, data)
-    step = _step(config, data, default_device(), cache_folder("tokens"), shards_weights(accelerator))
+    step = open_step(config, data, default_device(), cache_folder("tokens"), shards_weights(accelerator))
     data = step.data
     if share := _cut_share(step, data):
         limit = step.model.settings.max_tokens
@@ -70,14 +70,14 @@ def run_training(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]
 
 def plan(config: TrainConfig) -> dict[str, Any]:
     """What training would do, found without the model's weights and touching nothing (`--dry-run`)."""
-    data = _load_data(config)
+    data = load_data(config)
     check_held_out(config.data, config.dev, data)
     quantized = config.adapter is not None and config.adapter.quantize != "none"  # 4-bit layers are made as they load
-    step = _step(config, data, default_device() if quantized else torch.device("meta"))
+    step = open_step(config, data, default_device() if quantized else torch.device("meta"))
     return plan_of(step, step.data, config.training)
 
 
-def _load_data(config: TrainConfig) -> TrainingSet:
+def load_data(config: TrainConfig) -> TrainingSet:
     is_encoder = isinstance(config, TrainEncoderConfig)
     clusters = config.near_duplicates if is_encoder and config.in_batch_negatives else None
     data = load_training_set(config.data, clusters, lexical_weight(config.loss) > 0)
@@ -85,7 +85,7 @@ def _load_data(config: TrainConfig) -> TrainingSet:
     return data
 
 
-def _step(
+def open_step(
     config: TrainConfig,
     data: TrainingSet,
     device: torch.device,
@@ -112,7 +112,7 @@ def counts_of(step: StepModule, data: TrainingSet) -> dict[str, int]:
         "num_lists": len(data.lists),
         "num_skills": len({skill.skill_id for skill in data.skills.values()}),
         "num_pairs": sum(len(one.skill_ids) for one in data.lists),
-        "num_positives": sum(gain > 0 for one in data.lists for gain in one.gains),
+        "num_positives": sum(sum(one.is_positive) for one in data.lists),
         "num_parameters": sum(size for size, _ in sizes),
         "num_trained_parameters": sum(size for size, is_trained in sizes if is_trained),
     }
@@ -149,6 +149,6 @@ def plan_of(step: StepModule, data: TrainingSet, config: TrainingConfig) -> dict
 def _cut_share(step: StepModule, data: TrainingSet) -> float:
     """The share of positives that are cut. An encoder's text that reaches its limit counts: the rest is gone."""
     longest = step.model.settings.max_tokens - isinstance(step, EncoderStep)
-    rows = [zip(one.gains, step.lengths(one), strict=True) for one in data.lists]
-    cut = [length > longest for row in rows for gain, length in row if gain > 0]
+    rows = [zip(one.is_positive, step.lengths(one), strict=True) for one in data.lists]
+    cut = [length > longest for row in rows for is_positive, length in row if is_positive]
     return round(sum(cut) / len(cut), 4)

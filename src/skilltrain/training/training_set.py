@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, FiniteFloat, field_validator
 
 from skilltrain.config import Config, InputPath
 from skilltrain.data.contamination import BenchmarkPaths, ContaminationLimits
 from skilltrain.data.near_duplicates import near_duplicate_clusters, read_clusters
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.encoder import EncoderSettings
-from skilltrain.records import Query, Skill, Verdict
+from skilltrain.records import POSITIVE, Query, Skill, Verdict
 from skilltrain.retrieval.lexical import BM25Index, LexicalConfig
 from skilltrain.retrieval.nearest import starts_of
 from skilltrain.retrieval.rankers import LEG_KEEP, fuse
@@ -39,9 +39,10 @@ class ListsSource(Config):
         description="folder of the stage lists: lists, queries and judgements; or {FOLDER: how often an epoch sees "
         "each of its lists}: with 0.5 every epoch draws half of them anew"
     )
-    gains: dict[Verdict, float] = Field(
+    gains: dict[Verdict, FiniteFloat] = Field(
         default={Verdict.REQUIRED: 1.0, Verdict.USEFUL: 0.5, Verdict.IRRELEVANT: 0.0, Verdict.REJECTED: 0.0},
-        description="gain of each verdict",
+        description="gain of each verdict, any numbers: only how far they lie from that of irrelevant counts. Required "
+        "and, where it is worth more than irrelevant, useful are what a model is to find",
     )
     max_lists: int | None = Field(default=None, ge=1, description="use only the first lists of each folder, this many")
     clusters: InputPath | None = Field(
@@ -79,8 +80,8 @@ class ListsSource(Config):
     def _make_sense(cls, gains: dict[Verdict, float]) -> dict[Verdict, float]:
         if missing := sorted(set(Verdict) - gains.keys()):
             raise ValueError(f"no value for '{missing[0]}'")
-        if min(gains.values()) < 0 or max(gains.values()) == 0:
-            raise ValueError("gains must be >= 0, and one of them > 0")
+        if gains[Verdict.REQUIRED] <= max(gains[Verdict.IRRELEVANT], gains[Verdict.REJECTED]):
+            raise ValueError("required must be worth more than irrelevant and rejected")
         return gains
 
 
@@ -88,7 +89,7 @@ class ListsSource(Config):
 class TrainingList:
     """One query with its candidates; `positives` are all skills known to answer it, in the list or not.
 
-    An epoch sees it `weight` times, on average.
+    Gains count from that of an irrelevant skill, which has 0. An epoch sees it `weight` times, on average.
     """
 
     query_id: str
@@ -98,6 +99,13 @@ class TrainingList:
     positives: frozenset[str]
     teacher_scores: tuple[float, ...] | None = None
     weight: float = 1.0
+    verdicts: tuple[Verdict, ...] = ()
+
+    @property
+    def is_positive(self) -> tuple[bool, ...]:
+        """Which candidates are to be found: known answers, whatever others gain. A window's key begins with its id."""
+        known = (skill_id.partition("\0")[0] in self.positives for skill_id in self.skill_ids)
+        return tuple(answers and gain > 0 for answers, gain in zip(known, self.gains, strict=True))
 
 
 @dataclass(frozen=True)
@@ -131,12 +139,25 @@ def load_training_set(
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise SkilltrainError(f"skill {missing[0]!r}{more} of {folder} is not in the pool", where=source.pool)
         lists, used = [*lists, *found], used | own
+    _check_rejections(lists)
     kept = {skill_id: skills[skill_id] for skill_id in sorted(used)}
     clusters = made_by_first_rank(lambda: _clusters(source, list(kept.values()), near_duplicates))
     lexical: dict[str, dict[str, float]] = {}
     if with_lexical:
         lexical = made_by_first_rank(lambda: lexical_scores((one.query for one in lists), list(skills.values())))
     return TrainingSet(tuple(lists), kept, clusters, lexical)
+
+
+def _check_rejections(lists: Sequence[TrainingList]) -> None:
+    """Raise SkilltrainError for a skill that one list rejects and another, of the same text, calls an answer."""
+    answers: dict[str, set[str]] = {}
+    for one in lists:
+        answers.setdefault(one.query, set()).update(one.positives)
+    for one in lists:
+        for skill_id, verdict in zip(one.skill_ids, one.verdicts, strict=True):
+            if verdict is Verdict.REJECTED and skill_id in answers[one.query]:
+                what = f"rejects skill {skill_id!r}, which answers the same text in another list"
+                raise SkilltrainError(what, where=f"the list of query {one.query_id!r}", fix="judge the text once")
 
 
 def lexical_scores(texts: Iterable[str], pool: Sequence[Skill]) -> dict[str, dict[str, float]]:
@@ -200,17 +221,19 @@ def _clusters(source: ListsSource, skills: list[Skill], near_duplicates: float |
 def _lists_in(folder: Path, source: ListsSource, weight: float) -> list[TrainingList]:
     texts = {row["query_id"]: row["text"] for row in read_table(folder, QUERIES).to_pylist()}
     verdicts = verdicts_by_query(read_table(folder, JUDGEMENTS))
+    worth = {verdict: gain - source.gains[Verdict.IRRELEVANT] for verdict, gain in source.gains.items()}
     found = list[TrainingList]()
     for row in read_table(folder, LISTS).to_pylist()[: source.max_lists]:
         query_id, skill_ids, scores = row["query_id"], tuple(row["skill_ids"]), row["teacher_scores"]
-        for fault in _faults(row, texts, source.gains):
+        for fault in _faults(row, texts, worth):
             raise SkilltrainError(f"the list of query {query_id!r} {fault}", where=folder)
-        gains = tuple(source.gains[verdict] for verdict in row["verdicts"])
-        positives = {skill_id for skill_id, verdict in verdicts.get(query_id, {}).items() if source.gains[verdict] > 0}
-        positives |= {s for s, gain in zip(skill_ids, gains, strict=True) if gain > 0}
-        teacher_scores = None if scores is None else tuple(scores)
-        one = TrainingList(query_id, texts[query_id], skill_ids, gains, frozenset(positives), teacher_scores, weight)
-        found.append(one)
+        judged = tuple(map(Verdict, row["verdicts"]))
+        known = [*verdicts.get(query_id, {}).items(), *zip(skill_ids, judged, strict=True)]
+        positives = frozenset(skill_id for skill_id, verdict in known if verdict in POSITIVE and worth[verdict] > 0)
+        gains, teacher_scores = tuple(map(worth.__getitem__, judged)), None if scores is None else tuple(scores)
+        found.append(
+            TrainingList(query_id, texts[query_id], skill_ids, gains, positives, teacher_scores, weight, judged)
+        )
     if not found:
         raise SkilltrainError("holds no list to train on", where=folder)
     return found
@@ -230,8 +253,7 @@ def _faults(row: dict, texts: Mapping[str, str], gains: Mapping[Verdict, float])
         yield f"holds '{unknown[0]}', which is no verdict; choose from {', '.join(Verdict)}"
     if any(map(math.isinf, scores or ())):  # NaN stands for a candidate that the teacher has not scored
         yield "holds an infinite teacher score"
-    worth = {gains[verdict] for verdict in verdicts}
-    if not any(worth):
+    if not any(verdict in POSITIVE and gains[verdict] > 0 for verdict in verdicts):
         yield "holds no positive"
-    if len(worth) == 1:
+    if len({gains[verdict] for verdict in verdicts}) == 1:
         yield "holds no negative"

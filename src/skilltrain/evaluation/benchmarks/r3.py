@@ -4,14 +4,15 @@ A published query has no id and is called by its line, test-17. Gold skills (of 
 """
 
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Labels, Task, make_benchmark, task_of
 from skilltrain.evaluation.benchmarks.rows import Label, NamedRow, Row, Text, read_rows, unique
 from skilltrain.evaluation.metrics import Relevance
-from skilltrain.records import Query, Skill
+from skilltrain.records import Query, Reason, Skill
 
 
 class _SkillRow(NamedRow):
@@ -31,7 +32,7 @@ class _QueryRow(Row):
 
 class _Rejected(Row):
     skill_id: Text
-    reason: Label = ""
+    reason: Annotated[Reason | None, BeforeValidator(lambda value: Reason(value) if isinstance(value, str) else None)]
 
 
 class _Group(NamedRow):
@@ -63,6 +64,9 @@ def read_r3_groups(folder: Path, split: str | None) -> Benchmark:
         judged = [*row.required, *(one.skill_id for one in row.rejected), *row.irrelevant]
         if twice := [skill_id for at, skill_id in enumerate(judged) if skill_id in judged[:at]]:
             raise SkilltrainError(f"skill '{twice[0]}' of group '{group_id}' is judged twice", where=row.where)
+        if len(judged) < 2:
+            what = f"group '{group_id}' holds {len(judged)} skill(s): a group is judged against one another"
+            raise SkilltrainError(what, where=row.where)
         reasons = tuple(dict.fromkeys(one.reason for one in row.rejected if one.reason))
         tasks.append(_task(group_id, row.query, row.required, {"reason": reasons}, row.where))
     return make_benchmark(folder, tasks, split, rows)

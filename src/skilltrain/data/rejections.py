@@ -1,0 +1,222 @@
+"""Stage `rejections`: requests for groups of skills, with what a chat model turns down and why (R3).
+
+R3's abstracts say that a language model's rejections, which pipelines throw away, tell which skills must not be
+retrieved together. How its groups are drawn is not public; the four kinds and the balance of directions here are ours.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import cycle, islice, product
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Bool
+from pydantic import Field
+
+from skilltrain.config import Config, InputPath, Seed
+from skilltrain.data.draws import draw, split_groups, stable_number
+from skilltrain.data.rejection_prompt import Group, Judged, JudgedRequest, group_request, read_group, read_second
+from skilltrain.data.screening import flags_to_leave_out
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.agreement import agreement
+from skilltrain.llm import LLMConfig, Questions, ask_until, cost_of, open_llm
+from skilltrain.records import Dropped, Query, Skill, Verdict
+from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
+from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, SKILLS, read_table, rows_of, skills_from_table, write_table
+from skilltrain.texts import name_key
+
+Kind = Literal["neighbours", "category", "across", "languages"]
+Language = Literal["en", "zh"]
+_ATTEMPTS = 3
+_TOKENS_PER_VERDICT = 40  # of an answer, a reason and its 20 words among them
+_NEAR = 3  # neighbours are drawn from so many times as many as are wanted
+
+
+class RejectionsConfig(Config):
+    """Write requests for groups of skills, and keep what is rejected for them."""
+
+    stage: Literal["rejections"] = "rejections"
+    pool: InputPath = Field(description="SKILLS table, or the folder that holds it; flagged skills are in no group")
+    llm: LLMConfig = Field(description="who writes and judges, kind openai or smollm2")
+    second_judge: LLMConfig | None = Field(
+        default=None, description="who judges a sample again, without seeing the first verdicts; null: nobody"
+    )
+    num_judged_twice: int = Field(default=100, ge=1, description="groups that the second judge sees")
+    encoder: EncoderSource = Field(description="finds neighbours; across languages too, if it was trained for that")
+    num_groups: int = Field(default=1000, ge=1, description="groups asked for, by turns of all directions and kinds")
+    group_size: int = Field(default=7, ge=2, le=20, description="skills in a group, the anchor among them")
+    kinds: tuple[Kind, ...] = Field(
+        default=("neighbours", "category", "across", "languages"),
+        min_length=1,
+        description="neighbours of the anchor; its category; other categories; half of them of another language",
+    )
+    languages: tuple[Language, ...] = Field(
+        default=("en", "zh"), min_length=1, description="of requests and of anchors; all directions equally often"
+    )
+    num_words: int = Field(default=80, ge=5, description="length that a request is asked for; twice that is refused")
+    dev_share: float = Field(default=0.1, ge=0, le=1, description="share of groups of split dev; no skill is in both")
+    seed: Seed = Field(default=0, description="decides groups, split and the model's seeds")
+    out: Path = Field(description="folder for queries, judgements and dropped; second/ has the second judge's")
+
+
+def run_rejections(config: RejectionsConfig, out: Path) -> dict[str, Any]:
+    """Write QUERIES, JUDGEMENTS and DROPPED; every group asked for is in one of the first and last.
+
+    A refusal of a whole group is one, too: a request that needs the anchor alone, for which all others are rejected.
+    Interrupted runs lose nothing: answers are cached. Raises SkilltrainError where no group could be used.
+    """
+    groups, dropped = _groups(config)
+    questions = _questions(config, config.llm, groups, partial(read_group, set(), 2 * config.num_words))
+    cost_of(questions)
+    asked = ask_until(questions)
+    dropped += asked.dropped
+    if not asked.values:
+        raise SkilltrainError(f"made no request for {len(groups)} groups; the first reason: {dropped[-1].reason}")
+    judge = f"llm:{questions.llm.model}"
+    members = {group.group_id: [skill.skill_id for skill in group.skills] for group, _ in asked.values}
+    split = split_groups(members, config.dev_share, config.seed)
+    queries = [
+        Query(group.group_id, found.request, "single" if found.refusal else "multi", judge, split[group.group_id])
+        for group, found in asked.values
+    ]
+    rows = [row for group, found in asked.values for row in _rows(group, found.verdicts, judge)]
+    second = _judged_twice(config, asked.values, out)
+    write_table(rows_of(queries), QUERIES, out)
+    write_table(rows, JUDGEMENTS, out)
+    write_table([row.row() for row in dropped], DROPPED, out)
+    return {
+        "num_groups": len(groups), "num_queries": len(queries),
+        "num_refusals": sum(query.kind == "single" for query in queries),
+        "num_dev": sum(query.split == "dev" for query in queries),
+        "by_direction": _counts(f"{group.lang}2{group.skills[0].lang}" for group, _ in asked.values),
+        "by_verdict": _counts(row["verdict"] for row in rows),
+        "by_reason": _counts(row["reason"] for row in rows if row["reason"]),
+        "dropped": _counts(row.filter for row in dropped), **second, **asked.used,
+    }  # fmt: skip
+
+
+def plan_rejections(config: RejectionsConfig) -> dict[str, Any]:
+    """What a run would ask for and about what it would cost, found without asking anybody (`--dry-run`)."""
+    groups, dropped = _groups(config)
+    plan = {"num_groups": len(groups), "dropped": _counts(row.filter for row in dropped)}
+    plan |= cost_of(_questions(config, config.llm, groups, read_group))
+    if config.second_judge is not None:
+        made_up = [replace(group, request="word " * config.num_words) for group in groups[: config.num_judged_twice]]
+        plan["second_judge"] = cost_of(_questions(config, config.second_judge, made_up, read_second))
+    return plan
+
+
+def _groups(config: RejectionsConfig) -> tuple[list[Group], list[Dropped]]:
+    """The groups to ask for, by turns of every direction and kind; and the skills and groups that are left out."""
+    pool, flags = skills_from_table(read_table(config.pool, SKILLS)), flags_to_leave_out(config.pool)
+    skills, dropped = list[Skill](), list[Dropped]()
+    for skill in pool:
+        if skill.skill_id in flags:
+            dropped.append(Dropped("", skill.skill_id, "flagged", "the safety screening flagged the skill"))
+        elif skill.lang in config.languages:
+            skills.append(skill)
+        else:
+            reason = f"its language, {skill.lang or 'unknown'}, is none of {', '.join(config.languages)}"
+            dropped.append(Dropped("", skill.skill_id, "language", reason))
+    if missing := sorted(set(config.languages) - {skill.lang for skill in skills}):
+        fix = "name the pool's languages in languages"
+        raise SkilltrainError(f"the pool holds no skill of language {missing[0]}", where=config.pool, fix=fix)
+    order = sorted(range(len(skills)), key=lambda at: stable_number(config.seed, "anchor", skills[at].skill_id))
+    anchors = {lang: cycle([at for at in order if skills[at].lang == lang]) for lang in config.languages}
+    run = hashlib.sha256(config.model_dump_json(exclude={"pool", "out", "llm", "second_judge"}).encode()).hexdigest()
+    turns = islice(cycle(product(product(config.languages, repeat=2), config.kinds)), config.num_groups)
+    mates, groups = _Mates(config, skills), list[Group]()
+    for number, ((asked, of), kind) in enumerate(turns):
+        group_id, anchor = f"{kind}-{run[:6]}-{number:05}", next(anchors[of])
+        if found := mates.of(anchor, kind, group_id):
+            groups.append(Group(group_id, asked, tuple(skills[at] for at in (anchor, *found)), config.seed))
+        else:
+            reason = f"no other skill can stand with it in a group of kind {kind}"
+            dropped.append(Dropped(group_id, skills[anchor].skill_id, "group_of_one", reason))
+    if not groups:
+        raise SkilltrainError("every group would hold one skill alone", where=config.pool, fix="give a larger pool")
+    return groups, dropped
+
+
+class _Mates:
+    """Draws the others of a group; the same whatever was drawn before."""
+
+    def __init__(self, config: RejectionsConfig, skills: Sequence[Skill]) -> None:
+        self.wanted, self.seed = config.group_size - 1, config.seed
+        self.vectors = encode_skills(open_encoder(config.encoder), skills)
+        self.names = np.array([name_key(skill.name) for skill in skills])
+        self.langs = np.array([skill.lang for skill in skills])
+        self.categories = np.array([skill.category or "" for skill in skills])
+
+    def of(self, anchor: int, kind: Kind, group_id: str) -> list[int]:
+        """Positions of at most `group_size` - 1 skills of other names; none where no skill fits."""
+        other_name, same_lang = self.names != self.names[anchor], self.langs == self.langs[anchor]
+        own, alike = other_name & same_lang, self.categories == self.categories[anchor]
+        if kind == "category":
+            return self._drawn(own & alike & (self.categories != ""), self.wanted, group_id)
+        if kind == "across":
+            return self._drawn(own & ~alike, self.wanted, group_id)
+        foreign = self._near(anchor, other_name & ~same_lang) if kind == "languages" else np.zeros_like(own)
+        far = self._drawn(foreign, (self.wanted + 1) // 2, f"{group_id}/far")
+        near = self._drawn(self._near(anchor, own), self.wanted - len(far), group_id)
+        return [*far, *near] if kind == "neighbours" or far else []
+
+    def _near(self, anchor: int, allowed: Bool[np.ndarray, " skill"]) -> Bool[np.ndarray, " skill"]:
+        likeness = np.where(allowed, self.vectors @ self.vectors[anchor], -np.inf)
+        nearest = np.argsort(-likeness, kind="stable")[: _NEAR * self.wanted]
+        return allowed & np.isin(np.arange(len(allowed)), nearest)
+
+    def _drawn(self, allowed: Bool[np.ndarray, " skill"], count: int, key: str) -> list[int]:
+        return draw(np.flatnonzero(allowed), count, f"{self.seed}/{key}").tolist() if allowed.any() else []
+
+
+def _questions(config: RejectionsConfig, llm: LLMConfig, groups: Sequence[Group], check: Any) -> Questions[Group, Any]:
+    """What a judge is asked: the first one's groups have no request yet."""
+    tokens = _TOKENS_PER_VERDICT * config.group_size + (0 if groups[0].request else round(1.5 * config.num_words))
+    request = partial(group_request, config.num_words)
+    return Questions(open_llm(llm), groups, request, check, _ATTEMPTS, tokens, "judging groups")
+
+
+def _judged_twice(config: RejectionsConfig, values: Sequence[tuple[Group, JudgedRequest]], out: Path) -> dict[str, Any]:
+    """Kappa of both judges over a sample of groups; the second one's JUDGEMENTS and DROPPED go to second/.
+
+    The second sees the skills in another order, so that agreement does not come from their places.
+    """
+    if config.second_judge is None:
+        return {}
+    sample = sorted(values, key=lambda value: stable_number(config.seed, "second", value[0].group_id))
+    groups: list[Group] = []
+    verdict_of: dict[tuple[str, str], str] = {}
+    for group, found in sample[: config.num_judged_twice]:
+        turned = sorted(group.skills, key=lambda skill: stable_number(config.seed, group.group_id, skill.skill_id))
+        groups.append(replace(group, skills=tuple(turned), request=found.request))
+        verdict_of |= {(row["group"], row["skill_id"]): row["verdict"] for row in _rows(group, found.verdicts, "")}
+    questions = _questions(config, config.second_judge, groups, read_second)
+    cost_of(questions)
+    asked = ask_until(questions)
+    judged = [_rows(group, found.verdicts, f"llm:{questions.llm.model}") for group, found in asked.values]
+    pairs = [[(verdict_of[row["group"], row["skill_id"]], row["verdict"]) for row in rows] for rows in judged]
+    write_table([row for rows in judged for row in rows], JUDGEMENTS, out / "second")
+    write_table([row.row() for row in asked.dropped], DROPPED, out / "second")
+    kappa = asdict(agreement(pairs, seed=config.seed))
+    return {"kappa": kappa, "second_judge": {"num_groups": len(judged), **asked.used}}
+
+
+def _rows(group: Group, verdicts: Iterable[Judged], judge: str) -> list[dict[str, Any]]:
+    """The rows of JUDGEMENTS of a group; only a rejection has a reason."""
+    return [
+        {
+            "query_id": group.group_id, "skill_id": group.skills[one.skill - 1].skill_id, "verdict": str(one.verdict),
+            "reason": str(one.reason) if one.verdict is Verdict.REJECTED else None, "why": one.why,
+            "group": group.group_id, "judge": judge,
+        }
+        for one in verdicts
+    ]  # fmt: skip
+
+
+def _counts(values: Iterable[str]) -> dict[str, int]:
+    return dict(sorted(Counter(values).items()))

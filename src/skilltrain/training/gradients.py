@@ -1,0 +1,153 @@
+"""What becomes of the rejections' gradient beside that of positives, of other negatives and of in-batch negatives.
+
+R3 reports that "bilateral balancing" dilutes the push away from rejected skills in a bi-encoder, and that a
+cross-encoder loses nothing of it; how that was measured is not public. The measures here are ours.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.files import staged_folder, write_json, write_text
+from skilltrain.losses import Matryoshka
+from skilltrain.models.loading import default_device
+from skilltrain.records import Verdict
+from skilltrain.report.page import html_page, markdown
+from skilltrain.terminal import track
+from skilltrain.training.loop import step_batches
+from skilltrain.training.scores import encoder_scores, list_scores
+from skilltrain.training.settings import TrainConfig
+from skilltrain.training.stages import load_data, open_step
+from skilltrain.training.steps import EncoderStep, Pairs, Texts
+from skilltrain.training.training_set import TrainingList
+
+IN_BATCH, DIRECTIONS = "in-batch", "other directions"
+Row = tuple[tuple[str, str], tuple[float, ...]]
+"""Where and which part, and the figures of one query or skill in the order of PartOfGradient."""
+
+
+@dataclass(frozen=True)
+class PartOfGradient:
+    """What one part of a loss does at the scores, the queries' vectors or the skills' vectors: means over `num` rows.
+
+    `norm` is that of its gradient, `share` its part of the sum of all parts' norms. `cosine` is to the gradient of the
+    whole loss there. `survival` is how far the whole goes along this part's own gradient, in lengths of it: 1 is all of
+    it, 0 nothing, below 0 the reverse. At the scores `slope` is d loss / d score, and nothing is in a part's way there.
+    """
+
+    at: str
+    part: str
+    num: int
+    norm: float
+    share: float
+    cosine: float
+    survival: float
+    slope: float
+
+
+def measure_gradients(config: TrainConfig, num_batches: int) -> list[PartOfGradient]:
+    """The parts over the first batches of a training, by the model that it starts from; nothing is trained.
+
+    Raises SkilltrainError for a loss that does not see one table of scores, and lists without a rejected skill.
+    """
+    if isinstance(config.loss, Matryoshka) or getattr(config, "late_interaction", None):
+        raise SkilltrainError("gradients are taken apart for a plain loss alone", where="loss", fix="name one")
+    data = load_data(config)
+    if not any(Verdict.REJECTED in one.verdicts for one in data.lists):
+        raise SkilltrainError("no list holds a rejected skill", where="data.lists", fix="give a quota judged")
+    step = open_step(config, data, default_device()).eval()
+    batches = [*islice(chain.from_iterable(step_batches(step.data.lists, config.training)), num_batches)]
+    of_batch = _of_encoder if isinstance(step, EncoderStep) else _of_reranker
+    rows: dict[tuple[str, str], list[tuple[float, ...]]] = {}
+    for batch in track(batches, "taking gradients apart", len(batches)):
+        for key, row in of_batch(step, batch):
+            rows.setdefault(key, []).append(row)
+    means = {key: torch.tensor(values, dtype=torch.float64).mean(0).tolist() for key, values in rows.items()}
+    return [PartOfGradient(*key, len(rows[key]), *mean) for key, mean in means.items()]
+
+
+def write_gradients(found: Sequence[PartOfGradient], config: TrainConfig, num_batches: int) -> None:
+    """gradients.json, gradients.md and gradients.html with the bars, in the folder `config.out`."""
+    about = {"stage": config.stage, "model": config.model.source, "loss": config.loss.model_dump(mode="json")}
+    about |= {"gains": {str(v): gain for v, gain in config.data.gains.items()}, "num_batches": num_batches}
+    values = {"about": about, "places": list(dict.fromkeys(row.at for row in found)), "found": found}
+    with staged_folder(config.out) as folder:
+        write_json(folder / "gradients.json", about | {"parts": [asdict(row) for row in found]})
+        write_text(folder / "gradients.md", markdown("gradients.md.j2", **values))
+        write_text(folder / "gradients.html", html_page("gradients.html.j2", (), **values))
+
+
+def _of_encoder(step: Any, batch: Sequence[TrainingList]) -> Iterator[Row]:
+    skill_ids = sorted({skill_id for one in batch for skill_id in one.skill_ids})
+    texts = [step.query_ids[one.query] for one in batch] + [step.skill_ids[skill_id] for skill_id in skill_ids]
+    with torch.no_grad():
+        vectors = step(Texts(texts)).double().cpu()
+    queries, skills = (part.clone().requires_grad_() for part in vectors.split([len(batch), len(skill_ids)]))
+    scored = encoder_scores(batch, batch, queries, queries, skill_ids, skills, step.context)
+    slopes, *wholes = torch.autograd.grad(step.loss(scored), (scored.scores, queries, skills))
+    column = {skill_id: place for place, skill_id in enumerate(skill_ids)}
+    names = [["" if not counts else IN_BATCH for counts in row] for row in scored.valid.tolist()]
+    for row, one in zip(names, batch, strict=True):
+        for skill_id, verdict in zip(one.skill_ids, one.verdicts, strict=True):
+            row[column[skill_id]] = str(verdict)
+    yield from at_scores(slopes, names)
+    queries, skills = queries.detach(), skills.detach()
+    masks = {part: torch.tensor([[name == part for name in row] for row in names]) for part in _parts(names)}
+    cells = {part: torch.where(mask, slopes, 0.0) for part, mask in masks.items()}
+    yield from at_vectors("queries", {part: cell @ skills for part, cell in cells.items()}, wholes[0], queries)
+    yield from at_vectors("skills", {part: cell.T @ queries for part, cell in cells.items()}, wholes[1], skills)
+
+
+def _of_reranker(step: Any, batch: Sequence[TrainingList]) -> Iterator[Row]:
+    with torch.no_grad():
+        flat = step(Pairs([step.pairs(one) for one in batch])).double().cpu()
+    scored = list_scores(batch, flat.requires_grad_(), step.loss.needs_teacher_scores)
+    (slopes,) = torch.autograd.grad(step.loss(scored), scored.scores)
+    empty = slopes.shape[1]
+    yield from at_scores(slopes, [[*map(str, one.verdicts), *[""] * (empty - len(one.verdicts))] for one in batch])
+
+
+def at_scores(slopes: Float[Tensor, "query skill"], names: Sequence[Sequence[str]]) -> Iterator[Row]:
+    """For each query and part: the sum of its slopes' amounts, their share, and the mean slope.
+
+    `names` has the part that each cell is of, "" for none.
+    """
+    for slope, row in zip(slopes.tolist(), names, strict=True):
+        own = {part: [one for one, name in zip(slope, row, strict=True) if name == part] for part in _parts([row])}
+        amounts = {part: sum(map(abs, found)) for part, found in own.items()}
+        for part, found in own.items():
+            share = amounts[part] / (sum(amounts.values()) or 1.0)
+            yield ("scores", part), (amounts[part], share, 1.0, 1.0, sum(found) / len(found))
+
+
+def at_vectors(
+    at: str,
+    parts: Mapping[str, Float[Tensor, "row dim"]],
+    whole: Float[Tensor, "row dim"],
+    vectors: Float[Tensor, "row dim"],
+) -> Iterator[Row]:
+    """For each row that a part reaches: its gradient's norm and share, and its cosine and survival in the `whole`.
+
+    What the parts do not add up to comes from a loss's other directions. All are cut to what turns the unit `vectors`:
+    the part along a vector is lost where it is made a unit vector.
+    """
+    every = {**parts, DIRECTIONS: whole - sum(parts.values(), torch.zeros_like(whole)), "": whole}
+    turning = {part: rows - (rows * vectors).sum(1, keepdim=True) * vectors for part, rows in every.items()}
+    whole = turning.pop("")
+    norms = {part: rows.norm(dim=1) for part, rows in turning.items()}
+    in_all = sum(norms.values(), torch.zeros(len(whole)))
+    for part, rows in turning.items():
+        for number in (norms[part] > 1e-9 * in_all.max()).nonzero()[:, 0].tolist():
+            norm, along = norms[part][number], rows[number] @ whole[number]
+            cosine = along / (norm * whole[number].norm()).clamp(min=1e-300)
+            yield (at, part), (*map(float, (norm, norm / in_all[number], cosine, along / norm**2)), 0.0)
+
+
+def _parts(names: Sequence[Sequence[str]]) -> list[str]:
+    return sorted({name for row in names for name in row} - {""})

@@ -1,0 +1,151 @@
+"""Gradients taken apart: two dimensions worked by hand, and the command over real lists."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from skilltrain.losses import InfoNCE
+from skilltrain.records import Skill
+from skilltrain.tables import JUDGEMENTS, LISTS, QUERIES, read_table, write_table
+from skilltrain.training.gradients import at_scores, at_vectors
+from skilltrain.training.scores import ScoreContext, encoder_scores
+from skilltrain.training.training_set import TrainingList, TrainingSet
+from small_library import skilltrain, succeeds, write_recipe
+
+
+def rows_by_part(rows):
+    found = {}
+    for (at, part), figures in rows:
+        found.setdefault((at, part), []).append(figures)
+    return found
+
+
+def test_slopes_by_hand():
+    """Softmax over three scores of 0: a third each, so the positive has -2/3 and the two negatives 1/3."""
+    slopes = torch.tensor([[-2 / 3, 1 / 3, 1 / 3, 0.0]], dtype=torch.float64)
+    rows = rows_by_part(at_scores(slopes, [["required", "rejected", "in-batch", ""]]))
+    assert rows["scores", "rejected"] == [(pytest.approx(1 / 3), pytest.approx(1 / 4), 1, 1, pytest.approx(1 / 3))]
+    assert rows["scores", "required"] == [(pytest.approx(2 / 3), pytest.approx(1 / 2), 1, 1, pytest.approx(-2 / 3))]
+    assert len(rows) == 3
+
+
+def test_parts_at_vectors_by_hand():
+    """A unit vector along x: only y turns it. Rejections push by 3, an in-batch negative takes 2 of that back."""
+    parts = {"rejected": torch.tensor([[9.0, 3.0]]), "in-batch": torch.tensor([[0.0, -2.0]])}
+    rows = rows_by_part(at_vectors("queries", parts, torch.tensor([[9.0, 1.0]]), torch.tensor([[1.0, 0.0]])))
+    assert rows["queries", "rejected"] == [pytest.approx((3, 3 / 5, 1, 1 / 3, 0))]
+    assert rows["queries", "in-batch"] == [pytest.approx((2, 2 / 5, -1, -1 / 2, 0))]
+    assert len(rows) == 2, "the parts add up to the whole, and no other direction is left"
+    (other,) = rows_by_part(at_vectors("queries", {}, torch.tensor([[9.0, 1.0]]), torch.tensor([[1.0, 0.0]])))
+    assert other == ("queries", "other directions")
+
+
+def test_a_rejected_skill_that_another_query_needs_is_pulled_back():
+    """Two queries along x and y; the skill b, rejected by the first, is the second's positive.
+
+    All cosines to b are 1/sqrt(2), those of a and c to their queries 1. At b, x pushes with slope p and y pulls.
+    """
+    half = math.sqrt(0.5)
+    lists = [
+        TrainingList("q1", "one", ("a", "b"), (1.0, 0.0), frozenset("a")),
+        TrainingList("q2", "two", ("b", "c"), (1.0, 0.0), frozenset("b")),
+    ]
+    context = ScoreContext.of(TrainingSet(tuple(lists), {s: Skill(s, s, "", "") for s in "abc"}), InfoNCE(), False)
+    queries = torch.eye(2, dtype=torch.float64)
+    skills = torch.tensor([[1, 0], [half, half], [0, 1]], dtype=torch.float64).requires_grad_()
+    scored = encoder_scores(lists, lists, queries, None, "abc", skills, context)
+    slopes, whole = torch.autograd.grad(InfoNCE(temperature=1)(scored), (scored.scores, skills))
+    p = 1 / (1 + math.exp(1 - half))  # softmax of (1, half) for the first, of (half, 1) for the second
+    assert slopes[0].tolist() == [pytest.approx(-p), pytest.approx(p), 0]
+    assert slopes[1].tolist() == [0, pytest.approx(p - 1), pytest.approx(1 - p)]
+    names = [["required", "rejected", ""], ["", "required", "irrelevant"]]
+    parts = {
+        part: torch.where(torch.tensor([[n == part for n in row] for row in names]), slopes, 0.0).T @ queries
+        for part in ("required", "rejected")
+    }
+    rows = rows_by_part(at_vectors("skills", parts, whole, skills.detach()))
+    # What turns b: x - half * b = (1, -1) / 2 of the push p, and y - half * b = (-1, 1) / 2 of the pull p - 1.
+    ((norm, share, cosine, survival, _),) = rows["skills", "rejected"]
+    assert norm == pytest.approx(p * half) and share == pytest.approx(p / (p + 1 - p)) and cosine == pytest.approx(1)
+    assert survival == pytest.approx((p + (1 - p)) / p), "both turn b away from x: the rejection is helped"
+
+
+@pytest.fixture
+def with_rejections(runs: Path, tmp_path: Path):
+    """The small library's lists, in which each query's last candidate is rejected; and the recipe of an encoder."""
+    for name, folder in (("encoder", "lists"), ("reranker", "reranker_lists")):
+        rows = read_table(runs / folder, LISTS).to_pylist()
+        for row in rows:
+            last = max(at for at, verdict in enumerate(row["verdicts"]) if verdict == "irrelevant")
+            row["verdicts"][last] = "rejected"
+        write_table(rows, LISTS, tmp_path / name)
+        for spec in (QUERIES, JUDGEMENTS):
+            write_table(read_table(runs / folder, spec), spec, tmp_path / name)
+    return tmp_path
+
+
+def recipe(folder: Path, stage: str, runs: Path, model: Path, loss: str) -> Path:
+    lists = folder / stage.removeprefix("train_")
+    text = f"stage: {stage}\nmodel: {{source: {model}, max_tokens: 48, query_max_tokens: 24}}\n"
+    gains = "{required: 1, useful: 0.5, irrelevant: 0, rejected: -1}"
+    text += f"data: {{pool: {runs}/pool, lists: {lists}, gains: {gains}}}\n"
+    text += f"loss: {loss}\ntraining: {{batch_size: 4, accumulation: 1, token_budget: 512}}\nout: {folder}/out\n"
+    return write_recipe(folder / f"{stage}.yaml", text)
+
+
+SYMMETRIC = "{name: infonce, directions: [query_to_skill, skill_to_query], partition: per_direction}"
+
+
+def parts_of(folder: Path) -> dict[tuple[str, str], dict]:
+    found = json.loads((folder / "gradients.json").read_text())
+    return {(row["at"], row["part"]): row for row in found["parts"]}
+
+
+def test_the_command_measures_an_encoder(with_rejections: Path, runs: Path, model_folders):
+    folder = with_rejections
+    file = recipe(folder, "train_encoder", runs, model_folders["bert"], SYMMETRIC)
+    outcome = succeeds("gradients", file, "--batches", "2")
+    assert outcome.out.startswith(
+        f"{folder}/out/gradients.html: of the rejections' gradient survive 1.00 at the scores"
+    )
+    parts = parts_of(folder / "out")
+    ends = {"required", "rejected", "irrelevant", "in-batch"}
+    assert {part for at, part in parts if at == "scores"} >= ends
+    assert {part for at, part in parts if at == "skills"} >= {*ends, "other directions"}
+    assert parts["scores", "rejected"]["slope"] > 0 > parts["scores", "required"]["slope"]
+    for at in ("scores", "queries"):
+        own = [row for (place, _), row in parts.items() if place == at]
+        total = sum(row["share"] * row["num"] for row in own)
+        assert total == pytest.approx(max(row["num"] for row in own), rel=1e-6), "a row's shares sum to 1"
+    markdown, page = (folder / "out" / "gradients.md").read_text(), (folder / "out" / "gradients.html").read_text()
+    assert "## At the queries" in markdown and "| rejected |" in markdown
+    assert "At the skills" in page and page.count("<rect") >= 10
+    assert "exists already" in skilltrain("gradients", file).error_line
+
+
+def test_the_command_measures_a_reranker(with_rejections: Path, runs: Path, model_folders):
+    file = recipe(with_rejections, "train_reranker", runs, model_folders["bert_reranker"], "{name: ranknet}")
+    succeeds("gradients", file, "--batches", "1")
+    parts = parts_of(with_rejections / "out")
+    assert {at for at, _ in parts} == {"scores"}
+    slopes = {part: parts["scores", part]["slope"] for part in ("required", "irrelevant", "rejected")}
+    assert slopes["required"] < slopes["irrelevant"] < slopes["rejected"] and slopes["rejected"] > 0
+
+
+def test_lists_without_rejections_and_other_losses_are_refused(with_rejections: Path, runs: Path, model_folders):
+    file = recipe(with_rejections, "train_encoder", runs, model_folders["bert"], SYMMETRIC)
+    line = skilltrain("gradients", file, f"data.lists={runs}/lists").error_line
+    assert "data.lists: no list holds a rejected skill (give a quota judged)" in line
+    assert (
+        "loss: gradients are taken apart for a plain loss"
+        in skilltrain("gradients", file, "loss={name: matryoshka, dims: [16]}").error_line
+    )
+    push = "loss={name: infonce, push_share: 0.5}"
+    gains = "data.gains={required: 1, useful: 0.5, irrelevant: 0, rejected: 0}"
+    assert (
+        "loss.push_share needs data.gains that put rejected below irrelevant"
+        in skilltrain("gradients", file, push, gains).error_line
+    )

@@ -1,0 +1,267 @@
+"""Every group asked for becomes judgements or is accounted for; two judges are compared; queries are rewritten."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llm_server import LLMServer, Reply
+from skilltrain.data.draws import split_groups
+from skilltrain.data.rejection_prompt import Group, read_group
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.agreement import agreement, cohens_kappa
+from skilltrain.records import Dropped, Reason, Skill
+from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, SKILLS, read_table, rows_of, write_table
+from small_library import skilltrain, succeeds
+
+TOPICS = ("pods", "charts", "tables", "audio")
+POOL = [
+    Skill(f"{lang}{n}", f"tool-{lang}-{n}", TOPICS[n % 4] if lang == "en" else "处理音频", f"how to do {TOPICS[n % 4]}",
+          category=TOPICS[n % 2], lang=lang)
+    for lang in ("en", "zh") for n in range(8)
+]  # fmt: skip
+ENGLISH, CHINESE = "Please put the report number {} of the week on my desk", "请把第{}号报告放到我的桌子上并且通知同事"
+VERDICTS = ["required", "required", "useful", "rejected", "irrelevant"]
+
+
+def answer(request: dict[str, Any], verdicts: list[str] = VERDICTS, **changed: Any) -> Reply:
+    """What an honest model says: one verdict for each numbered skill, in the language that it was asked for."""
+    system, user = (message["content"] for message in request["messages"])
+    num_skills = len(re.findall(r"^Capability \d+$", user, re.M))
+    text = (CHINESE if "in Chinese" in system else ENGLISH).format(request["seed"])
+    judged = [{"skill": n, "verdict": v} for n, v in enumerate(verdicts[:num_skills], 1)]
+    for one in judged:
+        if one["verdict"] == "rejected":
+            one |= {"reason": "scope_mismatch", "why": "too wide for it"}
+    return Reply(json.dumps({"request": text, "verdicts": judged} | changed))
+
+
+@pytest.fixture
+def asked(server: LLMServer, tmp_path: Path, model_folders):
+    """The arguments of a run over POOL and one French skill; the server is honest."""
+    french = Skill("fr", "outil", "fait", "corps", lang="fr")
+    write_table(rows_of([*POOL, french]), SKILLS, tmp_path / "pool")
+    server.otherwise = answer
+    llm = ["llm.kind=openai", "llm.model=scripted", f"llm.base_url={server.base_url}", f"llm.cache={tmp_path}/cache",
+           "llm.max_retries=0", "llm.concurrency=1"]  # fmt: skip
+    encoder = f"encoder.source={model_folders['bert']}"
+    return ["rejections", f"pool={tmp_path}/pool", encoder, *llm, "group_size=5", "num_words=12", "num_groups=16",
+            f"out={tmp_path}/out"]  # fmt: skip
+
+
+def tables(folder: Path) -> tuple[list[dict], list[dict], list[dict]]:
+    return tuple(read_table(folder, spec).to_pylist() for spec in (QUERIES, JUDGEMENTS, DROPPED))  # type: ignore
+
+
+def test_every_group_becomes_a_query_and_a_verdict_for_each_skill(asked, server: LLMServer, tmp_path: Path):
+    outcome = succeeds(*asked, "dev_share=0.2", "--json")
+    queries, judgements, dropped = tables(tmp_path / "out")
+    summary = json.loads(outcome.out)
+    assert summary["by_direction"] == {"en2en": 4, "en2zh": 4, "zh2en": 4, "zh2zh": 4}
+    assert Counter(query["query_id"].split("-")[0] for query in queries) == dict.fromkeys(
+        ("neighbours", "category", "across", "languages"), 4
+    )
+    assert [(row["skill_id"], row["filter"]) for row in dropped] == [("fr", "language")]
+    assert {query["kind"] for query in queries} == {"multi"} and {query["origin"] for query in queries} == {
+        "llm:scripted"
+    }
+    rejected = [row for row in judgements if row["verdict"] == "rejected"]
+    assert {(row["reason"], row["why"]) for row in rejected} == {("scope_mismatch", "too wide for it")}
+    assert {row["reason"] for row in judgements if row["verdict"] != "rejected"} == {None}
+    lang, category = ({s.skill_id: getattr(s, name) for s in POOL} for name in ("lang", "category"))
+    for query in queries:
+        members = [row["skill_id"] for row in judgements if row["group"] == query["query_id"]]
+        assert len(set(members)) == len(members) and members[0] in lang
+        kind = query["query_id"].split("-")[0]
+        langs, categories = {lang[s] for s in members}, Counter(category[s] for s in members)
+        assert len(langs) == 1 + (kind == "languages")
+        if kind == "category":
+            assert len(members) == 4 and len(categories) == 1  # the four of one language and category
+        elif kind == "across":
+            assert categories[category[members[0]]] == 1
+    sides = {row["skill_id"]: set() for row in judgements}
+    split = {query["query_id"]: query["split"] for query in queries}
+    for row in judgements:
+        sides[row["skill_id"]].add(split[row["query_id"]])
+    assert all(len(found) == 1 for found in sides.values()), "a skill is in train and in dev"
+
+
+def test_a_refusal_becomes_rejections_of_all_but_the_anchor(asked, server: LLMServer, tmp_path: Path):
+    server.otherwise = lambda asked: answer(asked, verdicts=[], refusal="functional_overlap", why="all do the same")
+    succeeds(*asked, "num_groups=4")
+    queries, judgements, _ = tables(tmp_path / "out")
+    assert {query["kind"] for query in queries} == {"single"}
+    assert Counter((row["verdict"], row["reason"], row["why"]) for row in judgements) == {
+        ("required", None, None): 4, ("rejected", "functional_overlap", "all do the same"): len(judgements) - 4,
+    }  # fmt: skip
+
+
+def test_a_bad_answer_is_asked_again_and_an_interrupted_run_pays_once(asked, server: LLMServer, tmp_path: Path):
+    server.script = [Reply("no JSON"), Reply(status=400)]
+    first = skilltrain(*asked, "num_groups=2")
+    assert "400" in first.error_line or first.code == 0
+    num = len(server.requests)
+    succeeds(*asked, "num_groups=2")
+    (again, *_) = [r for r in server.requests[num:] if "turned down" in r["messages"][1]["content"]] or [None]
+    assert again is not None and "not one JSON object" in again["messages"][1]["content"]
+    total = len(server.requests)
+    succeeds(*asked, "num_groups=2", f"out={tmp_path}/again")
+    assert len(server.requests) == total, "all answers were kept"
+
+
+def test_dry_run_counts_and_prices_and_asks_nobody(asked, server: LLMServer, tmp_path: Path):
+    llm = f"{{kind: openai, model: other, base_url: {server.base_url}, prices: {{prompt: 1, completion: 2}}}}"
+    prices = "llm.prices={prompt: 10, completion: 20}"
+    plan = json.loads(succeeds(*asked, prices, f"second_judge={llm}", "num_judged_twice=3", "--dry-run").out)["plan"]
+    assert (plan["num_groups"], plan["num_requests"], plan["second_judge"]["num_requests"]) == (16, 16, 3)
+    tokens = plan["num_prompt_tokens"], plan["num_completion_tokens"]
+    assert plan["dollars"] == pytest.approx((10 * tokens[0] + 20 * tokens[1]) / 1e6) and server.requests == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_second_judge_sees_no_verdict_and_agreement_is_measured(asked, server: LLMServer, tmp_path: Path):
+    def second(request: dict[str, Any]) -> Reply:
+        return answer(request) if request["model"] == "scripted" else answer(request, ["irrelevant"] * 5)
+
+    server.otherwise = second
+    llm = f"{{kind: openai, model: other, base_url: {server.base_url}, cache: null, max_retries: 0}}"
+    summary = json.loads(succeeds(*asked, f"second_judge={llm}", "num_judged_twice=5", "--json").out)
+    texts = [r["messages"][1]["content"] for r in server.requests if r["model"] == "other"]
+    assert len(texts) == 5 and all("Request: " in text and "scope_mismatch" not in text for text in texts)
+    assert summary["second_judge"]["num_groups"] == 5
+    assert summary["kappa"]["mean"] == 0.0, "one who says the same of all agrees by chance alone"
+    _, judgements, _ = tables(tmp_path / "out")
+    found = read_table(tmp_path / "out" / "second", JUDGEMENTS).to_pylist()
+    assert {row["judge"] for row in found} == {"llm:other"} and len(found) == summary["kappa"]["n"]
+    assert {(r["query_id"], r["skill_id"]) for r in found} < {(r["query_id"], r["skill_id"]) for r in judgements}
+
+
+GROUP = Group("g", "en", tuple(POOL[:3]), 0)
+GOOD = {"request": "put the report on my desk", "verdicts": [
+    {"skill": 1, "verdict": "required"}, {"skill": 2, "verdict": "required"},
+    {"skill": 3, "verdict": "rejected", "reason": "low_quality", "why": "so poor"},
+]}  # fmt: skip
+
+
+def judged(*rows: tuple[Any, ...]) -> list[dict[str, Any]]:
+    return [dict(zip(("skill", "verdict", "reason"), row, strict=False)) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "reason"),
+    [
+        (
+            {"verdicts": judged((1, "required"), (1, "rejected", "low_quality"), (2, "required"))},
+            "malformed",
+            "1 is judged twice",
+        ),
+        ({"verdicts": judged((1, "required"), (2, "required"))}, "malformed", "not 1 to 3"),
+        ({"verdicts": judged((1, "required"), (2, "required"), (3, "rejected"))}, "malformed", "3 is rejected without"),
+        ({"verdicts": judged((1, "required"), (2, "required"), (3, "rejected", "blue"))}, "malformed", "'low_quality'"),
+        ({"verdicts": judged((1, "required"), (2, "useful"), (3, "irrelevant"))}, "malformed", "or a refusal"),
+        ({"refusal": "blue"}, "malformed", "refusal"),
+        ({"request": "把报告放到我的桌子上"}, "language", "not in English"),
+        ({"request": "let tool en 1 do the work"}, "name_leak", "named"),
+        ({"request": "please " * 40 + "do the work"}, "too_long", "42 words"),
+    ],
+)
+def test_answers_that_cannot_be_used_say_why(changed: dict[str, Any], kind: str, reason: str):
+    found = read_group(set(), 30, GROUP, json.dumps(GOOD | changed))
+    assert isinstance(found, Dropped) and found.filter == kind and reason in found.reason
+    assert "\n" not in found.reason
+
+
+def test_a_good_answer_may_stand_in_a_fenced_block():
+    found = read_group(set(), 30, GROUP, f"Here it is:\n```json\n{json.dumps(GOOD)}\n```")
+    assert not isinstance(found, Dropped) and found.verdicts[2].reason is Reason.LOW_QUALITY
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (["group_size=1"], "group_size: Input should be greater than or equal to 2"),
+        (["languages=[en, fr]"], "languages.1: Input should be 'en' or 'zh'"),
+        (["kinds=[twins]"], "kinds.0: Input should be 'neighbours', 'category', 'across' or 'languages'"),
+        (["pool={one}"], "every group would hold one skill alone"),
+        (["pool={one}", "languages=[zh]"], "the pool holds no skill of language zh"),
+    ],
+)
+def test_settings_and_pools_that_make_no_group(asked, tmp_path: Path, changed: list[str], message: str):
+    one = write_table(rows_of(POOL[:1]), SKILLS, tmp_path / "one" / "skills.parquet").parent
+    settings = ["languages=[en]", *(part.format(one=one) for part in changed)]
+    assert message in skilltrain(*asked, *settings).error_line
+
+
+# Agreement and split -------------------------------------------------------------------------------------------------
+
+
+def test_kappa_by_hand():
+    # Agreement 35/50, by chance (25 * 30 + 25 * 20) / 2500 = 0.5: kappa 0.4 (Cohen's textbook case).
+    table = np.array([[20.0, 5], [10, 15]])
+    assert cohens_kappa(table[None]).tolist() == [pytest.approx(0.4)]
+    assert cohens_kappa(np.array([[[7.0]]])).tolist() == [1.0]
+    pairs = [("a", "a")] * 20 + [("a", "b")] * 5 + [("b", "a")] * 10 + [("b", "b")] * 15
+    alone = agreement([[pair] for pair in pairs], seed=0)
+    together = agreement([pairs[n::5] for n in range(5)], seed=0)
+    assert alone.mean == together.mean == pytest.approx(0.4) and alone.n == 50
+    assert alone.low < 0.4 < alone.high and alone.high - alone.low > 0.2
+    with pytest.raises(SkilltrainError, match="no skill was judged twice"):
+        agreement([], seed=0)
+
+
+def test_groups_that_share_a_skill_are_on_one_side():
+    groups = {f"g{n}": [f"s{n}", f"s{n + 1}" if n < 6 else f"t{n}"] for n in range(20)}  # g0 to g6 hang together
+    for seed in range(5):
+        split = split_groups(groups, 0.3, seed)
+        assert Counter(split.values()) == {"dev": 6, "train": 14}
+        assert {split[f"g{n}"] for n in range(7)} == {"train"}
+    assert split_groups(groups, 0.3, 0) != split_groups(groups, 0.3, 1)
+    assert set(split_groups(groups, 1.0, 0).values()) == {"dev"}
+
+
+# Rewriting -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rewritten(asked, server: LLMServer, tmp_path: Path):
+    """The arguments of a rewriting of four judged queries."""
+    succeeds(*asked, "num_groups=4", "languages=[en]")
+    server.requests.clear()
+    llm = [part for part in asked if part.startswith("llm.")]
+    return ["rewrite", f"queries={tmp_path}/out", f"pool={tmp_path}/pool", *llm, f"out={tmp_path}/new"]
+
+
+def test_rewritten_queries_keep_their_judgements(rewritten, server: LLMServer, tmp_path: Path):
+    server.otherwise = lambda asked: Reply(f"desk, report {asked['seed']}")
+    succeeds(*rewritten, "style=terse")
+    before, after = tables(tmp_path / "out"), tables(tmp_path / "new")
+    assert after[1] == before[1] and [q["query_id"] for q in after[0]] == [q["query_id"] for q in before[0]]
+    assert {q["origin"] for q in after[0]} == {"terse by llm:scripted"}
+    assert all(q["text"].startswith("desk, report") for q in after[0])
+    names = [skill.name for skill in POOL]
+    assert all(any(name in r["messages"][0]["content"] for name in names) for r in server.requests)
+    succeeds(*rewritten, "style=paraphrase", "keep=true", f"out={tmp_path}/both")
+    queries, judgements, _ = tables(tmp_path / "both")
+    assert {q["query_id"] for q in queries} == {q["query_id"] + end for q in before[0] for end in ("", "~paraphrase")}
+    assert len(judgements) == 2 * len(before[1])
+    plan = json.loads(succeeds(*rewritten, "style=typed", "--dry-run").out)["plan"]
+    assert (plan["num_asked"], plan["num_requests"]) == (4, 4)
+
+
+def test_what_cannot_be_rewritten_is_dropped_with_a_reason(rewritten, server: LLMServer, tmp_path: Path):
+    original = read_table(tmp_path / "out", QUERIES).to_pylist()[0]["text"]
+    names = " and ".join(f"tool en {n}" for n in range(8))
+    for number, (text, reason) in enumerate(
+        [(original, "the same text was written before"), ("report " * 30, "it had 30 words, more than 20"),
+         ("把报告放到我的桌子上去", "it is in another language than the query")]
+    ):  # fmt: skip
+        server.otherwise = lambda asked, text=text: Reply(text)
+        style = "typed" if number == 0 else "terse"
+        line = skilltrain(*rewritten, f"style={style}", f"llm.temperature={number / 10}").error_line
+        assert f"rewrote no query; the first reason: {reason}" in line
+    server.otherwise = lambda asked: Reply(f"use {names}")
+    assert "it named the capability" in skilltrain(*rewritten, "style=typed", "llm.temperature=0.9").error_line
