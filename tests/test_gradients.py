@@ -76,7 +76,7 @@ def test_a_rejected_skill_that_another_query_needs_is_pulled_back():
 @pytest.fixture
 def with_rejections(runs: Path, tmp_path: Path):
     """The small library's lists, in which each query's last candidate is rejected; and the recipe of an encoder."""
-    for name, folder in (("encoder", "lists"), ("reranker", "reranker_lists")):
+    for name, folder in (("encoder", "encoder_lists"), ("reranker", "reranker_lists")):
         rows = read_table(runs / folder, LISTS).to_pylist()
         for row in rows:
             last = max(at for at, verdict in enumerate(row["verdicts"]) if verdict == "irrelevant")
@@ -137,7 +137,7 @@ def test_the_command_measures_a_reranker(with_rejections: Path, runs: Path, mode
 
 def test_lists_without_rejections_and_other_losses_are_refused(with_rejections: Path, runs: Path, model_folders):
     file = recipe(with_rejections, "train_encoder", runs, model_folders["bert"], SYMMETRIC)
-    line = skilltrain("gradients", file, f"data.lists={runs}/lists").error_line
+    line = skilltrain("gradients", file, f"data.lists={runs}/encoder_lists").error_line
     assert "data.lists: no list holds a rejected skill (give a quota judged)" in line
     assert (
         "loss: gradients are taken apart for a plain loss"

@@ -23,7 +23,7 @@ from skilltrain.stages import STAGES, list_recipes, parse_recipe
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "ablations")
 LAUNCH_CONFIGS = sorted((ROOT / "launch").glob("*.yaml"))
-FULL_SIZE = [path.stem for path in sorted((ROOT / "recipes").glob("sr_*.yaml"))]
+FULL_SIZE = [path.stem for path in sorted((ROOT / "recipes").glob("[rs][3r]_*.yaml"))]
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -88,6 +88,7 @@ def test_help_names_every_stage():
 
 def test_there_are_recipes():
     wanted = {"sr_emb_0.6b", "sr_emb_8b", "sr_emb_8b_full", "sr_rank_0.6b", "sr_rank_8b", "sr_rank_0.6b_pointwise"}
+    wanted |= {"r3_emb_0.6b", "r3_rank_0.6b"}
     assert set(FULL_SIZE) == wanted
     assert {path.stem for path in RECIPES if path.parent.name == "tiny"} == wanted | {"sr_emb_minilm", "sr_rank_minilm"}
 

@@ -100,17 +100,17 @@ def test_a_refusal_becomes_rejections_of_all_but_the_anchor(asked, server: LLMSe
     }  # fmt: skip
 
 
-def test_a_bad_answer_is_asked_again_and_an_interrupted_run_pays_once(asked, server: LLMServer, tmp_path: Path):
-    server.script = [Reply("no JSON"), Reply(status=400)]
-    first = skilltrain(*asked, "num_groups=2")
-    assert "400" in first.error_line or first.code == 0
-    num = len(server.requests)
+def test_a_bad_answer_is_asked_again_and_no_answer_is_paid_twice(asked, server: LLMServer, tmp_path: Path):
+    server.script = [Reply("no JSON")]
     succeeds(*asked, "num_groups=2")
-    (again, *_) = [r for r in server.requests[num:] if "turned down" in r["messages"][1]["content"]] or [None]
-    assert again is not None and "not one JSON object" in again["messages"][1]["content"]
-    total = len(server.requests)
+    first, _, again = server.requests
+    assert (
+        "turned down: it is not one JSON object" in again["messages"][1]["content"] and again["seed"] != first["seed"]
+    )
     succeeds(*asked, "num_groups=2", f"out={tmp_path}/again")
-    assert len(server.requests) == total, "all answers were kept"
+    assert len(server.requests) == 3, "all answers were kept"
+    succeeds(*asked, "num_groups=3", f"out={tmp_path}/more")
+    assert len(server.requests) == 4, "more groups pay for what is new alone"
 
 
 def test_dry_run_counts_and_prices_and_asks_nobody(asked, server: LLMServer, tmp_path: Path):
@@ -119,7 +119,7 @@ def test_dry_run_counts_and_prices_and_asks_nobody(asked, server: LLMServer, tmp
     plan = json.loads(succeeds(*asked, prices, f"second_judge={llm}", "num_judged_twice=3", "--dry-run").out)["plan"]
     assert (plan["num_groups"], plan["num_requests"], plan["second_judge"]["num_requests"]) == (16, 16, 3)
     tokens = plan["num_prompt_tokens"], plan["num_completion_tokens"]
-    assert plan["dollars"] == pytest.approx((10 * tokens[0] + 20 * tokens[1]) / 1e6) and server.requests == []
+    assert plan["dollars"] == pytest.approx((10 * tokens[0] + 20 * tokens[1]) / 1e6, abs=1e-6) and server.requests == []
     assert not (tmp_path / "out").exists()
 
 
@@ -166,7 +166,7 @@ def judged(*rows: tuple[Any, ...]) -> list[dict[str, Any]]:
         ({"refusal": "blue"}, "malformed", "refusal"),
         ({"request": "把报告放到我的桌子上"}, "language", "not in English"),
         ({"request": "let tool en 1 do the work"}, "name_leak", "named"),
-        ({"request": "please " * 40 + "do the work"}, "too_long", "42 words"),
+        ({"request": "please " * 40 + "do the work"}, "too_long", "43 words"),
     ],
 )
 def test_answers_that_cannot_be_used_say_why(changed: dict[str, Any], kind: str, reason: str):
@@ -229,7 +229,7 @@ def test_groups_that_share_a_skill_are_on_one_side():
 @pytest.fixture
 def rewritten(asked, server: LLMServer, tmp_path: Path):
     """The arguments of a rewriting of four judged queries."""
-    succeeds(*asked, "num_groups=4", "languages=[en]")
+    succeeds(*asked, "num_groups=4", "languages=[en]", "kinds=[neighbours]")
     server.requests.clear()
     llm = [part for part in asked if part.startswith("llm.")]
     return ["rewrite", f"queries={tmp_path}/out", f"pool={tmp_path}/pool", *llm, f"out={tmp_path}/new"]

@@ -20,7 +20,7 @@ class Verdict(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why a judge rejected a skill for a query (the eight classes of R3)."""
+    """Why a judge rejected a skill for a query. R3 has eight classes; its public texts do not name them."""
 
     FUNCTIONAL_OVERLAP = "functional_overlap"
     PLATFORM_CONFLICT = "platform_conflict"

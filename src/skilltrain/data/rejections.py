@@ -127,7 +127,8 @@ def _groups(config: RejectionsConfig) -> tuple[list[Group], list[Dropped]]:
         raise SkilltrainError(f"the pool holds no skill of language {missing[0]}", where=config.pool, fix=fix)
     order = sorted(range(len(skills)), key=lambda at: stable_number(config.seed, "anchor", skills[at].skill_id))
     anchors = {lang: cycle([at for at in order if skills[at].lang == lang]) for lang in config.languages}
-    run = hashlib.sha256(config.model_dump_json(exclude={"pool", "out", "llm", "second_judge"}).encode()).hexdigest()
+    decide = {"seed", "kinds", "languages", "group_size", "num_words"}  # of two runs, whether their groups are the same
+    run = hashlib.sha256(f"{config.llm.model} {config.model_dump_json(include=decide)}".encode()).hexdigest()
     turns = islice(cycle(product(product(config.languages, repeat=2), config.kinds)), config.num_groups)
     mates, groups = _Mates(config, skills), list[Group]()
     for number, ((asked, of), kind) in enumerate(turns):
