@@ -183,9 +183,9 @@ def test_a_good_answer_may_stand_in_a_fenced_block():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (["group_size=1"], "group_size: Input should be greater than or equal to 2"),
-        (["languages=[en, fr]"], "languages.1: Input should be 'en' or 'zh'"),
-        (["kinds=[twins]"], "kinds.0: Input should be 'neighbours', 'category', 'across' or 'languages'"),
+        (["group_size=1"], "group_size: must be greater than or equal to 2"),
+        (["languages=[en, fr]"], "languages.1: must be 'en' or 'zh'"),
+        (["kinds=[twins]"], "kinds.0: must be 'neighbours', 'category', 'across' or 'languages'"),
         (["pool={one}"], "every group would hold one skill alone"),
         (["pool={one}", "languages=[zh]"], "the pool holds no skill of language zh"),
     ],

@@ -22,7 +22,7 @@ from skilltrain.report.page import html_page, markdown
 from skilltrain.terminal import track
 from skilltrain.training.loop import step_batches
 from skilltrain.training.scores import encoder_scores, list_scores
-from skilltrain.training.settings import TrainConfig
+from skilltrain.training.settings import TrainConfig, TrainEncoderConfig
 from skilltrain.training.stages import load_data, open_step
 from skilltrain.training.steps import EncoderStep, Pairs, Texts
 from skilltrain.training.training_set import TrainingList
@@ -56,7 +56,8 @@ def measure_gradients(config: TrainConfig, num_batches: int) -> list[PartOfGradi
 
     Raises SkilltrainError for a loss that does not see one table of scores, and lists without a rejected skill.
     """
-    if isinstance(config.loss, Matryoshka) or getattr(config, "late_interaction", None):
+    is_late = isinstance(config, TrainEncoderConfig) and config.late_interaction is not None
+    if is_late or isinstance(config.loss, Matryoshka):
         raise SkilltrainError("gradients are taken apart for a plain loss alone", where="loss", fix="name one")
     data = load_data(config)
     if not any(Verdict.REJECTED in one.verdicts for one in data.lists):
