@@ -169,6 +169,12 @@ STAGES = {
         about="Compare systems on a benchmark, with 95% intervals.",
         found="{num_queries} queries; look at {out}/report.html",
     ),
+    "plans": Stage(
+        "routing.planning.score_plans", "PlansConfig", "run_plans", "plan_plans",
+        about="Plan a benchmark's compound tasks, and score the plans step by step.",
+        example="benchmark=livemcpbench system.name=bm25 'system.rankers=[{kind: lexical}]' out=runs/plans",
+        found="{num_tasks} tasks planned; look at {out}/report.md",
+    ),
 }  # fmt: skip
 
 

@@ -66,6 +66,10 @@ DROPPED = TableSpec("dropped", pa.schema([
     _field("value", _number, optional=True), _field("reason", _text),
     _field("source", _text, optional=True), _field("other_id", _text, optional=True),
 ]), key=())  # fmt: skip
+PLANS = TableSpec("plans", pa.schema([
+    _field("query_id", _text), _field("step_id", _text), _field("text", _text), _field("depends_on", _texts),
+    _field("skill_id", _text, optional=True),
+]), key=("query_id", "step_id"))  # fmt: skip
 CLUSTERS = TableSpec("clusters", pa.schema([
     _field("skill_id", _text), _field("cluster", pa.int32()),
 ]), key=("skill_id",))  # fmt: skip

@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 
 from skilltrain.config import Config, Seed, apply_overrides, load_recipe, set_value, validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.metrics import MeasureNames
 
 SEED = "seed"
 _STEP_NAME = re.compile("[A-Za-z][A-Za-z0-9_-]*")
@@ -39,7 +38,7 @@ class AblationConfig(Config):
         "from 0",
     )
     seeds: tuple[Seed, ...] = Field(default=(1, 2, 3), min_length=1, description="one cell for each variant and seed")
-    compare: MeasureNames = Field(
+    compare: tuple[str, ...] = Field(
         default=("Hit@1", "MRR@10"), min_length=1, description="the measures by which variants are compared"
     )
     runs: Path | None = Field(

@@ -15,6 +15,9 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.runs import input_fingerprint, paths_read, run_state, what_matters
 from skilltrain.stages import parse_recipe
 
+EVALUATIONS = ("evaluate", "plans")
+"""The stages that score queries, each with a per_query.jsonl."""
+
 
 @dataclass(frozen=True)
 class StepRun:
@@ -48,7 +51,7 @@ class Cell:
     @property
     def evaluations(self) -> dict[str, Path]:
         """The name of each evaluation → the folder of its run."""
-        return {run.step: run.folder for run in self.runs if run.config.stage == "evaluate"}
+        return {run.step: run.folder for run in self.runs if run.config.stage in EVALUATIONS}
 
     def missing(self) -> list[StepRun]:
         """The runs that are to be done, but none that only a finished run has read: a model may be deleted once it is
@@ -130,10 +133,10 @@ def _chain(grid: AblationConfig, variant: str) -> list[_Step]:
         raise SkilltrainError(f"steps go in a circle: {' → '.join(error.args[1])}") from error
     used: set[str] = set()
     for name in reversed(order):
-        if name in used or recipes[name].get("stage") == "evaluate":
+        if name in used or recipes[name].get("stage") in EVALUATIONS:
             used |= {name, *steps[name].needs}
     if not used:
-        raise SkilltrainError("has no step of stage evaluate", where=f"variant '{variant}'")
+        raise SkilltrainError(f"has no step of stage {' or '.join(EVALUATIONS)}", where=f"variant '{variant}'")
     return [steps[name] for name in order if name in used]
 
 
@@ -170,8 +173,8 @@ def _check_evaluations(plan: Plan) -> None:
     for cell in plan.cells:
         for name, folder in cell.evaluations.items():
             config, where = plan.runs[folder].config, f"step '{name}' of variant '{cell.variant}'"
-            if len(config.systems) + len(config.predictions) != 1:
-                what = f"an evaluation of an ablation has one system, found {len(config.systems)}"
+            if config.num_systems != 1:
+                what = f"an evaluation of an ablation has one system, found {config.num_systems}"
                 raise SkilltrainError(what, where=where, fix="make a step, or a variant, of each")
             measures = [str(measure) for measure in config.scored]
             if missing := [measure for measure in plan.grid.compare if measure not in measures]:

@@ -14,7 +14,7 @@ from skilltrain.files import cache_folder
 from skilltrain.texts import printable
 
 if TYPE_CHECKING:
-    from skilltrain.routing.router import Answer, RoutedSkill
+    from skilltrain.routing.router import Answer, RoutedSkill, Router
 
 
 @app.command(context_settings=AS_WRITTEN)
@@ -106,6 +106,57 @@ def _print(routed: "RoutedSkill") -> None:
     typer.echo(f"                ranks: {ranks}{words}")
     for flag in reversed({flag.rule: flag for flag in reversed(routed.flags)}.values()):  # one for each rule
         typer.echo(f"    !! FLAGGED {flag.rule}: {flag.reason}; in its {flag.field}: {printable(flag.span, 120)}")
+
+
+@app.command(context_settings=AS_WRITTEN)
+def plan(
+    task: Annotated[str, typer.Argument(help="a compound task in plain words")],
+    router: Annotated[Path | None, typer.Option(help="folder of `skilltrain fit` or `skilltrain index`")] = None,
+    pool: Annotated[Path | None, typer.Option(help="without a router: the pool, or a folder of SKILL.md files")] = None,
+    rankers: Annotated[str | None, typer.Option(help="what ranks the pool, as in a recipe; else BM25")] = None,
+    llm: Annotated[
+        str | None, typer.Option(help="what cuts the task, e.g. '{kind: openai, model: …}'; else rules")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="key=value: hints.rounds, hints.show, compose.alpha, decomposer.kind, …")
+    ] = None,
+    mermaid: Annotated[bool, typer.Option("--mermaid", help="print a Mermaid flowchart")] = False,
+    only_plan: DryRun = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Cut a compound task into steps, find a skill for each, and say which step waits for which.
+
+    Example: skilltrain plan "download the data, clean it and draw a chart" --pool examples/skill_library/skills
+    """
+    from skilltrain.routing.planning import planner
+    from skilltrain.routing.planning.show import plan_json, plan_lines, plan_mermaid
+
+    values = {"decomposer": {"kind": "llm", "llm": {"temperature": 0.1} | parse_yaml(llm, "--llm")}} if llm else {}
+    config = validate(planner.PlannerConfig, apply_overrides(values, only_settings(settings)), "skilltrain plan")
+    if only_plan:
+        show(quietly(planner.plan_cost, config, [planner.task_query(task)]))
+        return
+    opened = quietly(_router, router, pool, rankers)
+    made, flags = quietly(planner.plan_task, config, task, opened)
+    if as_json:
+        found = {skill_id: [asdict(flag) for flag in own] for skill_id, own in flags.items()}
+        typer.echo(json_text(plan_json(made, opened.skills) | {"flags": found}))
+    else:
+        typer.echo(plan_mermaid(made, opened.skills) if mermaid else "\n".join(plan_lines(made, opened.skills, flags)))
+
+
+def _router(router: Path | None, pool: Path | None, rankers: str | None) -> "Router":
+    """The router that is given, or one over the pool."""
+    from skilltrain.data.pool.read import read_pool
+    from skilltrain.retrieval.cascade import SystemConfig
+    from skilltrain.routing.router import Router
+
+    if router is not None and pool is None:
+        return Router.load(router)
+    if pool is None or router is not None:
+        raise SkilltrainError("give either --router or --pool", where="skilltrain plan")
+    given = {"name": "plan", "rankers": parse_yaml(rankers or "[{kind: lexical}]", "--rankers")}
+    return Router(read_pool(pool), validate(SystemConfig, given, "--rankers"), pool)
 
 
 @app.command("inspect")

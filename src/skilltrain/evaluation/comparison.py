@@ -128,9 +128,10 @@ def compare(
     return tuple(comparisons)
 
 
-def wilcoxon(differences: Float[np.ndarray, " query"]) -> float:
+def wilcoxon(differences: Float[np.ndarray, " query"], above: bool = False) -> float:
     """The two-sided p of Wilcoxon's signed-rank test: are the differences symmetric about 0?
 
+    With `above` the one-sided p: could they be as far above 0 by chance?
     Queries on which both are equal are left out; equal amounts share their mean rank. Up to 200 differing queries p is
     exact, ties or not (scipy counts ties exactly for 13), so that for values of 0 and 1 it is McNemar's p. Beyond, it
     is the normal approximation with the variance corrected for ties. No difference at all gives 1.
@@ -141,8 +142,9 @@ def wilcoxon(differences: Float[np.ndarray, " query"]) -> float:
     differing = differing[differing != 0]
     if differing.size <= _EXACT:
         ranks = np.rint(2 * stats.rankdata(np.abs(differing)))  # doubled, because ties have halves
-        return _sign_flip_p((ranks * np.sign(differing)).astype(np.int64))
-    found = stats.wilcoxon(differing, correction=False, alternative="two-sided", method="asymptotic")
+        return _sign_flip_p((ranks * np.sign(differing)).astype(np.int64), above)
+    side = "greater" if above else "two-sided"
+    found = stats.wilcoxon(differing, correction=False, alternative=side, method="asymptotic")
     return float(found[1])  # type: ignore[arg-type]
 
 
@@ -155,8 +157,11 @@ def mcnemar(differences: Float[np.ndarray, " query"]) -> float:
     return _sign_flip_p(np.rint(differences).astype(np.int64))
 
 
-def _sign_flip_p(differences: Int[np.ndarray, " query"]) -> float:
-    """Twice the chance of a sum of positive differences as far out as the one found, each sign the toss of a coin."""
+def _sign_flip_p(differences: Int[np.ndarray, " query"], above: bool = False) -> float:
+    """The chance of a sum of positive differences as large as the one found, each sign the toss of a coin.
+
+    Two-sided it is twice the chance of one as far out.
+    """
     amounts = np.abs(differences)
     chances = np.zeros(amounts.sum() + 1)
     chances[0] = 1.0
@@ -165,7 +170,8 @@ def _sign_flip_p(differences: Int[np.ndarray, " query"]) -> float:
         with_amount[amount:] = chances[:-amount]
         chances = (chances + with_amount) / 2
     found = differences[differences > 0].sum()
-    return min(1.0, 2 * float(min(chances[: found + 1].sum(), chances[found:].sum())))
+    high = float(chances[found:].sum())
+    return min(1.0, high if above else 2 * min(high, float(chances[: found + 1].sum())))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

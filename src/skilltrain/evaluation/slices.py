@@ -58,18 +58,20 @@ def means_by_slice(
     *,
     seed: int,
     clusters: Mapping[str, str] | None = None,
+    most_values: int = MOST_VALUES,
 ) -> tuple[SliceMeans, ...]:
     """The means of all queries, and then of every slice, by label and value; systems share their draws.
 
-    `labels` maps every query to what is known of it (`labels_of`), `clusters` as for `compare`. Raises SkilltrainError
-    where systems hold different queries, or one lacks a value of a measure where another has one.
+    `labels` maps every query to what is known of it (`labels_of`), `clusters` as for `compare`; a label of more than
+    `most_values` values makes no slices. Raises SkilltrainError where systems hold different queries, or one lacks a
+    value of a measure where another has one.
     """
     if not results or not labels or not measures:
         raise SkilltrainError("a report needs at least one system, one query and one measure")
     same_queries(results)
     rows = [row for result in results for row in result.per_query.items()]
     held = {name: frozenset(query_id for query_id, values in rows if name in values) for name in measures}
-    parts = _slices(labels)
+    parts = _slices(labels, most_values)
     # of many a label one value holds all queries
     means = {ids: _means(results, ids, held, seed, clusters or {}) for ids in dict.fromkeys(parts.values())}
     return tuple(SliceMeans(label, value, ids, means[ids]) for (label, value), ids in parts.items())
@@ -135,7 +137,7 @@ def quartiles(lengths: Mapping[str, float]) -> dict[str, str]:
     return names
 
 
-def _slices(labels: Mapping[str, Labels]) -> dict[tuple[str, str], tuple[str, ...]]:
+def _slices(labels: Mapping[str, Labels], most_values: int) -> dict[tuple[str, str], tuple[str, ...]]:
     """(label, value) → the queries that have it, all queries first."""
     values: dict[str, dict[str, list[str]]] = {}
     for query_id, known in labels.items():
@@ -144,7 +146,7 @@ def _slices(labels: Mapping[str, Labels]) -> dict[tuple[str, str], tuple[str, ..
                 values.setdefault(label, {}).setdefault(one, []).append(query_id)
     found = {(ALL, ALL): tuple(labels)}
     for label, parts in values.items():
-        if len(parts) <= MOST_VALUES:
+        if len(parts) <= most_values:
             ordered = [*(value for value in _ORDER if value in parts), *sorted(parts.keys() - {*_ORDER})]
             found |= {(label, value): tuple(parts[value]) for value in ordered}
     return found

@@ -77,16 +77,24 @@ class Cascade:
     """Runs systems for the same queries over one pool; what two systems begin with in common runs once.
 
     `own` is the model in training, which a ranker with `source: self` stands for. What it is part of runs anew each
-    time, so that a trainer can ask again after some more steps.
+    time, so that a trainer can ask again after some more steps. `opened` keeps models open for a later cascade over the
+    same pool.
     """
 
     def __init__(
-        self, queries: Sequence[Query], skills: Sequence[Skill], depth: int, own: Ranker | None = None
+        self,
+        queries: Sequence[Query],
+        skills: Sequence[Skill],
+        depth: int,
+        own: Ranker | None = None,
+        opened: dict[str, Ranker] | None = None,
     ) -> None:
         if not queries:
             raise SkilltrainError("there is no query to rank for")
         self.queries, self.skills, self.depth = queries, skills, depth
-        self._opened: dict[str, Ranker] = {} if own is None else {OWN: own}
+        self._opened = {} if opened is None else opened
+        if own is not None:
+            self._opened[OWN] = own
         self._answers: dict[str, RankedStage] = {}
 
     def run(self, system: SystemConfig, num_timed: int = 0) -> tuple[RankedStage, ...]:

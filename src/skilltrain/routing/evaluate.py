@@ -95,6 +95,11 @@ class EvaluateConfig(Config):
         return measures if self.clusters is None else with_copies(measures)
 
     @property
+    def num_systems(self) -> int:
+        """How many systems and files of predictions are compared."""
+        return len(self.systems) + len(self.predictions)
+
+    @property
     def ranked_depth(self) -> int:
         """How many skills of a query are ranked, so that no Recall@100 is counted over 50."""
         return max(self.depth, *(measure.cutoff for measure in self.scored))

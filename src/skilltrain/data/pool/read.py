@@ -62,7 +62,7 @@ def skills_of_rows(rows: Iterable[Mapping[str, Any]]) -> list[Skill]:
 
 
 def read_sources(sources: Sequence[Path | str], max_body_chars: int) -> tuple[list[list[Skill]], list[Dropped]]:
-    """(the skills of each source that have a body, what was left out or cut).
+    """(the skills of each source, what was left out or cut).
 
     Raises SkilltrainError where a source cannot be read at all or where no skill is left.
     """
@@ -85,8 +85,6 @@ def _read_one(source: Path | str, max_body_chars: int) -> tuple[list[Skill], lis
     for found in track(read_source(source), "reading skills", None):
         if isinstance(found, Dropped):
             dropped.append(found)
-        elif not found.body:
-            dropped.append(Dropped("", found.skill_id, "empty_body", "the skill has no body"))
         else:
             skill, num_chars = found, len(found.body)
             if num_chars > max_body_chars:
@@ -142,6 +140,6 @@ def merge_sources(sources: Sequence[Sequence[Skill]], drop_duplicates: bool) -> 
 
 
 def _content_digest(skill: Skill) -> bytes:
-    """16 bytes that are equal for skills whose name and body differ in case and white space only."""
-    parts = (" ".join(part.casefold().split()) for part in (skill.name, skill.body))
+    """16 bytes, equal for skills whose name and body (of a tool: description) differ in case and white space only."""
+    parts = (" ".join(part.casefold().split()) for part in (skill.name, skill.body or skill.description))
     return hashlib.blake2b("\x00".join(parts).encode(), digest_size=16).digest()

@@ -53,7 +53,8 @@ def parse_skill_file(text: str, skill_id: str, fallback_name: str, source: str =
 def skill_from_row(row: Mapping[str, Any], place: str, source: str) -> Skill | Dropped:
     """A skill from a row of a table in SkillRouter's shape, or why it is none.
 
-    `content` and `skill_md` may hold a whole SKILL.md, whose frontmatter then fills what the row leaves out.
+    `content` and `skill_md` may hold a whole SKILL.md, whose frontmatter then fills what the row leaves out. A row that
+    has a description and no column for a body is a tool (MCP servers are listed so): its body stays empty.
     Name and description are cut where a frontmatter's would be, at MAX_HEADER_CHARS.
     """
     values = {key: _cell(row.get(key)) for key in COLUMNS}
@@ -62,16 +63,19 @@ def skill_from_row(row: Mapping[str, Any], place: str, source: str) -> Skill | D
     body_key = next((key for key in BODY_COLUMNS if values[key]), "")
     if not skill_id:
         return Dropped("", "", "no_id", f"{place} has neither skill_id nor name")
-    if not body_key:
+    is_tool = bool(description.strip()) and row.keys().isdisjoint(BODY_COLUMNS)
+    if not body_key and not is_tool:
         return Dropped("", skill_id, "empty_body", f"{place} has no body")
-    if not isinstance(row[body_key], str | bytes):
+    if body_key and not isinstance(row[body_key], str | bytes):
         reason = f"{place}: {body_key} is a {type(row[body_key]).__name__}, not text"
         return Dropped("", skill_id, "not_text", reason)
     fallback_name = one_line(name or skill_id.rsplit("/", 1)[-1])
-    if body_key == "body":
+    if body_key in ("body", ""):
         inner = Skill(skill_id, fallback_name, "", values["body"].strip())
     else:
         inner = parse_skill_file(values[body_key], skill_id, fallback_name)
+    if not inner.body and not is_tool:
+        return Dropped("", skill_id, "empty_body", f"{place} has no body")
     return replace(
         inner,
         name=one_line(name) or inner.name,

@@ -125,7 +125,8 @@ def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
         return Dropped("", skill_id, "unreadable", f"{place}: {error.strerror}")
     if text is None:
         return Dropped("", skill_id, "not_text", f"{place} is not text")
-    return parse_skill_file(text, skill_id, path.parent.name, source)
+    skill = parse_skill_file(text, skill_id, path.parent.name, source)
+    return skill if skill.body else Dropped("", skill_id, "empty_body", "the skill has no body")
 
 
 def _read_shards(shards: list[Path]) -> Found:
@@ -174,9 +175,9 @@ def _read_parquet(path: Path) -> Found:
 
 
 def _known_columns(names: list[str], where: object) -> list[str]:
-    """Those of `names` that tell of a skill. Raises SkilltrainError where there is no body, or neither id nor name."""
-    if {*ID_COLUMNS, "name"}.isdisjoint(names) or set(BODY_COLUMNS).isdisjoint(names):
-        need = "skill_id or name, and body, content or skill_md"
+    """Those of `names` that tell of a skill. Raises SkilltrainError without a body or description, or an id or name."""
+    if {*ID_COLUMNS, "name"}.isdisjoint(names) or {*BODY_COLUMNS, "description"}.isdisjoint(names):
+        need = "skill_id or name, and body, content or skill_md (or description alone: tools)"
         raise SkilltrainError(f"holds no skills: needs the columns {need}; has {', '.join(names[:8])}", where=where)
     return [name for name in COLUMNS if name in names]
 

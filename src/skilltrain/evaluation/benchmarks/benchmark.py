@@ -15,13 +15,25 @@ Labels = Mapping[str, str | tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
+class GoldStep:
+    """One step of a task in words, and the skill that does it; "" where the benchmark does not say which."""
+
+    text: str
+    skill_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
-    """One query of a benchmark; `cluster` names the query that it repeats over another pool, "" for none."""
+    """One query of a benchmark; `cluster` names the query that it repeats over another pool, "" for none.
+
+    `steps` are those of a compound task, in order, where the benchmark knows them.
+    """
 
     query: Query
     relevance: Relevance
     labels: Labels = field(default_factory=dict)
     cluster: str = ""
+    steps: tuple[GoldStep, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

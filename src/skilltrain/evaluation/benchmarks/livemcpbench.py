@@ -7,13 +7,14 @@ among the tools cannot be gold, and a task with no other is not scored; the benc
 
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AliasChoices, AliasPath, BeforeValidator, Field
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, make_benchmark, task_of
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, GoldStep, Task, make_benchmark, task_of
 from skilltrain.evaluation.benchmarks.rows import Label, NamedRow, Text, parse_row, read_rows, unique
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.files import read_json
@@ -33,6 +34,11 @@ def _listed(value: Any) -> Any:
     if not names and value.strip():
         raise ValueError(f"expected a numbered list of tools, found '{value[:60]}'")
     return names
+
+
+def _in_steps(value: Any) -> Any:
+    """The steps of an annotator's numbered list; a text without numbers is one step."""
+    return (_LISTED.findall(value) or value.split("\n")[:1]) if isinstance(value, str) and value else value or []
 
 
 class _ToolRow(NamedRow):
@@ -60,6 +66,9 @@ class _TaskRow(NamedRow):
     )
     tool_skill_ids: list[list[Text]] | None = None  # for each tool those that could be meant; None: all of its name
     category: Label = ""
+    steps: Annotated[list[Text], BeforeValidator(_in_steps)] = Field(
+        default=[], validation_alias=AliasChoices("steps", AliasPath("Annotator Metadata", "Steps"))
+    )
 
 
 def read_livemcpbench(folder: Path, split: str | None) -> Benchmark:
@@ -107,7 +116,8 @@ def _benchmark(
         relevance = _relevance(row, candidates, tools)
         if relevance.gold:
             query = Query(task_id, row.query, kind="", origin=_ORIGIN, split="test")
-            tasks.append(task_of(query, relevance, {"category": row.category}, row.where))
+            task = task_of(query, relevance, {"category": row.category}, row.where)
+            tasks.append(replace(task, steps=tuple(map(GoldStep, row.steps))))
     notes: list[str] = []
     if without:
         missing = f"{len(without)} of {sum(len(row.tools) for row in rows.values())} needed tools"

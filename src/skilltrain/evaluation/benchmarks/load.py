@@ -1,11 +1,13 @@
 """Reading a benchmark from its folder: from our own tables, or in whichever published form it has."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import (
     Benchmark,
+    GoldStep,
     Task,
     as_tier,
     check_split,
@@ -20,14 +22,17 @@ from skilltrain.evaluation.benchmarks.skillrouter import read_skillrouter, read_
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.files import check_regular
 from skilltrain.records import Verdict
-from skilltrain.tables import JUDGEMENTS, QUERIES, queries_from_table, read_table, table_path, verdicts_by_query
+from skilltrain.tables import JUDGEMENTS, PLANS, QUERIES, queries_from_table, read_table, table_path, verdicts_by_query
 
 # A fact of the benchmark, not a preference of a training recipe: both must mean the same to every reader of a report.
 VERDICT_GAINS = {Verdict.REQUIRED: 1.0, Verdict.USEFUL: 0.5}
 
 
 def read_tables(folder: Path, split: str | None) -> Benchmark:
-    """The tasks of our queries.parquet and judgements.parquet: what is required is gold, gains are VERDICT_GAINS."""
+    """The tasks of our queries.parquet and judgements.parquet: what is required is gold, gains are VERDICT_GAINS.
+
+    Where plans.parquet lies beside them, its rows are the steps of the tasks.
+    """
     for spec in (QUERIES, JUDGEMENTS):
         check_regular(table_path(folder, spec))
     queries, judgements = queries_from_table(read_table(folder, QUERIES)), read_table(folder, JUDGEMENTS)
@@ -41,14 +46,27 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
     if unknown := sorted(verdicts.keys() - set(query_ids)):
         what = f"{len(unknown)} judged queries are not in queries.parquet, first '{unknown[0]}'"
         raise SkilltrainError(what, where=file)
+    steps = _steps(folder, query_ids) if table_path(folder, PLANS).exists() else {}
     tasks: list[Task] = []
     for query in (query for query in queries if split in (None, query.split)):
         judged = verdicts.get(query.query_id, {})
         gains = {skill_id: VERDICT_GAINS[verdict] for skill_id, verdict in judged.items() if verdict in VERDICT_GAINS}
         gold = frozenset(skill_id for skill_id, verdict in judged.items() if verdict is Verdict.REQUIRED)
         labels = {"reason": tuple(reasons.get(query.query_id, ()))}
-        tasks.append(task_of(query, Relevance(gold, gains), labels, file))
+        task = task_of(query, Relevance(gold, gains), labels, file)
+        tasks.append(replace(task, steps=tuple(steps.get(query.query_id, ()))))
     return make_benchmark(folder, tasks, split, query_ids)
+
+
+def _steps(folder: Path, query_ids: Collection[str]) -> dict[str, list[GoldStep]]:
+    """query_id → its steps, in the order of the PLANS table."""
+    steps: dict[str, list[GoldStep]] = {}
+    for row in read_table(folder, PLANS).to_pylist():
+        if row["query_id"] not in query_ids:
+            what = f"a step is of query '{row['query_id']}', which is not in queries.parquet"
+            raise SkilltrainError(what, where=table_path(folder, PLANS))
+        steps.setdefault(row["query_id"], []).append(GoldStep(row["text"], row["skill_id"] or ""))
+    return steps
 
 
 # The file that tells a form, and what reads it; the first that is there decides.

@@ -1,0 +1,298 @@
+"""Tasks become steps, steps find skills, skills are chosen and put in order; what a model gets wrong costs no plan."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llm_server import LLMServer, Reply, llm_server
+from skilltrain.config import validate
+from skilltrain.errors import SkilltrainError
+from skilltrain.records import Dropped, Query, Ranking, Skill
+from skilltrain.routing.planning.compose import ComposeConfig, Plan, compatibility, compose, dependencies, levels_of
+from skilltrain.routing.planning.decompose import Ask, read_steps
+from skilltrain.routing.planning.hints import HintsConfig, Round, hint_lines, jaccard, refine
+from skilltrain.routing.planning.planner import Known, Planner, PlannerConfig
+from skilltrain.routing.planning.rules import Draft, draft_by_rules
+from skilltrain.routing.planning.show import plan_json, plan_lines, plan_mermaid
+from small_library import skilltrain, succeeds, write_library
+
+
+def tool(skill_id: str, description: str = "", category: str | None = None) -> Skill:
+    return Skill(skill_id, f"{skill_id}-tool", description, "", category)
+
+
+def query(text: str, query_id: str = "q") -> Query:
+    return Query(query_id, text, "multi", "test", "test")
+
+
+@pytest.mark.parametrize(
+    ("task", "steps"),
+    [
+        ("Download the dataset, transform it, and create visual reports",
+         ["Download the dataset", "transform it", "create visual reports"]),
+        ("First fetch the prices and then notify my team.", ["fetch the prices", "notify my team"]),
+        ("Before sending the report, translate it into French", ["translate it into French", "sending the report"]),
+        ("Plot the sales after cleaning the table", ["cleaning the table", "Plot the sales"]),
+        ("1. Scrape the page\n2. Store it in a database\n- Notify me",
+         ["Scrape the page", "Store it in a database", "Notify me"]),
+        ("I am new here. Could you find a hotel? Save it to a.csv; thanks.", ["find a hotel", "Save it to a.csv"]),
+        ("从网站下载最新论文，总结要点，然后翻译成英文并发送邮件给团队",
+         ["从网站下载最新论文", "总结要点", "翻译成英文", "发送邮件给团队"]),
+        ("Find salt and pepper mills", ["Find salt and pepper mills"]),
+        ("good morning", ["good morning"]),
+        ("", [""]),
+    ],
+)  # fmt: skip
+def test_rules_cut_a_task_at_words_of_order_and_before_verbs(task: str, steps: list[str]) -> None:
+    assert list(draft_by_rules(task, 20).texts) == steps
+
+
+def test_fifty_clauses_become_no_more_steps_than_allowed() -> None:
+    task = ". ".join(f"Find item {number}" for number in range(50))
+    assert draft_by_rules(task, 20).texts == tuple(f"Find item {number}" for number in range(20))
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome"),
+    [
+        ('["fetch it", "send it"]', Draft(("fetch it", "send it"))),
+        ('Sure!\n```json\n["fetch it"]\n```', Draft(("fetch it",))),
+        ('[{"step": "a"}, {"task": "b", "depends_on": [1, 9]}]', Draft(("a", "b"), ((), (0,)))),
+        ("1. fetch it 2. send it", "no_json"),
+        ('["fetch it", ', "no_json"),
+        ("[" * 100_000 + "]", "no_json"),
+        ("[]", "no_step"),
+        ('["fetch it", 3]', "no_step"),
+        (json.dumps([f"step {number}" for number in range(50)]), "too_many"),
+        ('[{"step": "a", "depends_on": [2]}, {"step": "b", "depends_on": [1]}]', "cycle"),
+    ],
+)
+def test_an_answer_is_steps_or_says_why_it_is_none(answer: str, outcome: Draft | str) -> None:
+    found = read_steps(20, Ask("q", "a task"), answer)
+    assert (found.filter if isinstance(found, Dropped) else found) == outcome
+
+
+@pytest.mark.parametrize(
+    ("task", "texts", "after"),
+    [
+        ("", ["download the data", "clean it", "draw a chart"], [(), (0,), (1,)]),
+        ("find hotels and find trains; then compare prices",
+         ["find hotels", "find trains", "compare prices"], [(), (), (0, 1)]),
+        ("find hotels and then find trains", ["find hotels", "find trains"], [(), (0,)]),
+        ("查找北京到上海的高铁票，同时推荐酒店，最后生成行程报告",
+         ["查找北京到上海的高铁票", "推荐酒店", "生成行程报告"], [(), (), (0, 1)]),
+        ("", ["draw a chart of the sales", "get the news", "email the chart"], [(), (), (0, 1)]),
+        ("", ["only this"], [()]),
+    ],
+)  # fmt: skip
+def test_a_step_waits_for_what_it_works_on(task: str, texts: list[str], after: list[tuple[int, ...]]) -> None:
+    assert list(dependencies(task, texts)) == after
+
+
+def test_levels_hold_what_can_be_done_at_once_and_a_circle_is_refused() -> None:
+    assert levels_of([(), (), (0, 1), (0,)]) == [[0, 1], [2, 3]]
+    with pytest.raises(SkilltrainError, match=r"wait for each other: (1 → 2 → 1|2 → 1 → 2)"):
+        levels_of([(1,), (0,)])
+
+
+CSV = tool("csv", "Exports rows as csv.", "data")
+PLOT = tool("plot", "Reads csv rows.", "data")
+MAIL = tool("mail", "Delivers letters.", "office")
+SKILLS = {skill.skill_id: skill for skill in (CSV, PLOT, MAIL)}
+
+
+def test_compatibility_by_hand() -> None:
+    # Categories 1; of {tool, exports, rows} and {plot, tool, reads, rows} 2 of 3 words; csv is all that plot takes.
+    assert compatibility(CSV, PLOT) == pytest.approx((1 + 2 / 3 + 1) / 3)
+    assert compatibility(CSV, MAIL) == pytest.approx((0 + 1 / 3 + 0) / 3)  # the word tool
+
+
+def test_alpha_weighs_similarity_against_earlier_steps() -> None:
+    draft = Round(Draft(("get rows", "show rows")))
+    found: list[Ranking] = [[("csv", 9.0)], [("mail", 8.0), ("plot", 4.0)]]
+
+    def chosen(alpha: float) -> list[str | None]:
+        steps = compose(query("x"), [draft], found, SKILLS, ComposeConfig(alpha=alpha))
+        return [step.skill_id for step in steps]
+
+    # mail: alpha x 1 + (1 - alpha) x 1/9; plot: (1 - alpha) x 8/9: equal at alpha 7/16.
+    assert chosen(1.0) == ["csv", "mail"] and chosen(0.45) == ["csv", "mail"] and chosen(0.42) == ["csv", "plot"]
+
+
+def test_a_step_that_nothing_fits_has_no_skill() -> None:
+    rounds = [Round(Draft(("zzz", "get rows", "send it")))]
+    found: list[Ranking] = [[("csv", 0.0), ("mail", 0.0)], [("csv", 0.2)], [("mail", 0.6), ("csv", 0.1)]]
+    steps = compose(query("x"), rounds, found, SKILLS, ComposeConfig(min_score=0.3))
+    assert [(step.skill_id, len(step.candidates)) for step in steps] == [(None, 0), (None, 0), ("mail", 1)]
+
+
+def _refined(config: HintsConfig, found: Mapping[str, str], answers: Sequence[str]) -> tuple[Round, ...]:
+    """One task's rounds: `found` has what each step finds, letter by letter; `answers` are the model's later steps."""
+    left = iter(answers)
+
+    def find(texts: Sequence[str], keep: int) -> list[Ranking]:
+        return [[(letter, 1.0) for letter in found[text]][:keep] for text in texts]
+
+    def redraft(tasks: Sequence[Query], hints: Mapping[str, Sequence[str]]) -> dict[str, Draft]:
+        texts = next(left)
+        return {tasks[0].query_id: Draft(tuple(texts.split("+")))} if texts else {}
+
+    return refine(config, [query("x")], {"q": Draft(("one", "two"))}, redraft, find)["q"]
+
+
+def test_every_round_is_kept_with_its_hints_and_how_much_they_changed() -> None:
+    found = {"one": "abc", "two": "dbe", "three": "abd", "four": "xyz"}
+    config = HintsConfig(count=4, rounds=2, stop_above=0.8)
+    rounds = _refined(config, found, ["three", "four"])
+    assert [(one.draft.texts, "".join(one.hints)) for one in rounds] == [
+        (("one", "two"), "adbc"),  # every step's first before any step's second
+        (("three",), "abd"), (("four",), "xyz"),
+    ]  # fmt: skip
+    assert [one.jaccard for one in rounds] == [None, 3 / 4, 0.0]
+    stopped = _refined(HintsConfig(count=4, rounds=2), found, ["three", "four"])
+    assert len(stopped) == 2  # 3/4 is above .6
+
+
+@pytest.mark.parametrize(
+    ("found", "answers", "num"),
+    [({"one": "", "two": ""}, [], 1), ({"one": "a", "two": "b"}, [""], 1), ({"one": "a", "two": "b"}, ["two"], 2)],
+    ids=["no hints", "no usable answer", "one round"],
+)
+def test_the_last_usable_round_stands(found: dict[str, str], answers: list[str], num: int) -> None:
+    assert len(_refined(HintsConfig(rounds=1), found, answers)) == num
+    assert jaccard((), ()) == 0.0
+
+
+def test_hints_are_names_or_described() -> None:
+    assert hint_lines(HintsConfig(), ["csv", "mail"], SKILLS) == ["csv-tool, mail-tool"]
+    shown = hint_lines(HintsConfig(show="described", description_chars=7), ["csv"], SKILLS)
+    assert shown == ["csv-tool: Exports"]
+
+
+def _find(texts: Sequence[str], keep: int) -> list[Ranking]:
+    """Skills whose description shares a word with the text."""
+    return [
+        [(s.skill_id, float(n)) for s in SKILLS.values() if (n := len({*text.split()} & {*s.description.split()}))]
+        for text in texts
+    ]
+
+
+def _plan(
+    server: LLMServer, text: str = "export the rows, then send letters", lenient: bool = False, **config: Any
+) -> Plan:
+    """One task planned by the server's model."""
+    hints = config.pop("hints", {"rounds": 0})
+    llm = {"kind": "openai", "model": "m", "base_url": server.base_url, "cache": None, "max_retries": 0}
+    values = {"decomposer": {"kind": "llm", "llm": llm, "max_retries": 1, **config}, "hints": hints}
+    planner = Planner(validate(PlannerConfig, values, "test"), SKILLS, _find, Known({"q": 2}, {"q": ["mail"]}), lenient)
+    return planner.plan([query(text)])[0]
+
+
+def _prompts(server: LLMServer) -> list[str]:
+    return [request["messages"][1]["content"] for request in server.requests]
+
+
+def test_a_model_writes_steps_and_sees_hints_in_the_next_round() -> None:
+    with llm_server() as server:
+        server.script = [Reply("no list"), Reply('["export rows as csv."]'), Reply('["export rows", "send letters."]')]
+        plan = _plan(server, hints={"rounds": 1, "count": 2})
+        first, again, hinted = _prompts(server)
+    assert "export the rows, then send letters" in first and "holds no JSON array" in again and "-tool" not in again
+    assert "skills that exist and may help\ncsv-tool" in hinted
+    assert [len(one.draft.texts) for one in plan.rounds] == [1, 2] and not plan.notes and plan.made_by == "llm"
+    assert [step.skill_id for step in plan.steps] == ["csv", "mail"]
+
+
+@pytest.mark.parametrize("answer", ["no list", json.dumps(["do it"] * 50), '["a", {}]'])
+def test_without_a_usable_answer_rules_plan_and_a_note_says_so(answer: str) -> None:
+    with llm_server() as server:
+        server.script = [Reply(answer)] * 2
+        plan = _plan(server)
+    assert [step.text for step in plan.steps] == ["export the rows", "send letters"]
+    assert plan.made_by == "rules" and "no answer of the model was usable" in plan.notes[0]
+
+
+def test_a_model_that_is_down_ends_an_evaluation_and_not_a_users_plan() -> None:
+    with llm_server() as server:
+        pass
+    with pytest.raises(SkilltrainError, match="no server answers"):
+        _plan(server)
+    plan = _plan(server, lenient=True)
+    assert len(plan.steps) == 2 and "the model cannot be asked" in plan.notes[0]
+
+
+def test_the_true_count_is_told_where_it_is_asked_for() -> None:
+    with llm_server() as server:
+        server.script = [Reply('["a", "b"]')]
+        _plan(server, true_count=True)
+        assert "Write exactly 2 steps." in _prompts(server)[0]
+
+
+def test_llm_direct_chooses_by_number_from_a_list_that_holds_the_gold_skills() -> None:
+    with llm_server() as server:
+        server.script = [Reply("[9]"), Reply("[2, 1]")]
+        plan = _plan(server, "export rows as csv.", kind="direct", shown=2)
+        assert "1. csv-tool\n2. mail-tool" in _prompts(server)[0]
+    assert [(step.skill_id, step.text) for step in plan.steps] == [("mail", "mail-tool"), ("csv", "csv-tool")]
+
+
+def test_react_searches_until_it_is_done() -> None:
+    with llm_server() as server:
+        server.script = [Reply('{"thought": "t", "search": "rows as csv."}'), Reply('{"search": "letters."}'),
+                         Reply('{"done": true}')]  # fmt: skip
+        plan = _plan(server, kind="react", shown=1)
+        assert "so far\nsearch: rows as csv.\ncsv-tool: Exports rows as csv." in _prompts(server)[1]
+    assert [step.text for step in plan.steps] == ["rows as csv.", "letters."]
+    with llm_server() as server:
+        server.script = [Reply('{"done": true}')]
+        assert "looked for nothing" in _plan(server, kind="react").notes[0]
+
+
+def test_a_plan_is_shown_as_lines_json_and_mermaid() -> None:
+    text = 'find "rows"]; <b>x</b>'
+    rounds = (Round(Draft((text, "send it"))),)
+    found: list[Ranking] = [[("csv", 1.0)], []]
+    plan = Plan(query("a task"), compose(query("x"), rounds, found, SKILLS, ComposeConfig()), rounds, "rules")
+    assert plan_lines(plan, SKILLS, {}) == [
+        "2 steps in 2 levels, made by rules", "level 1", f"  1. {text}", "     → csv-tool  (csv)",
+        "level 2", "  2. send it  (after 1)", "     → no skill fits",
+    ]  # fmt: skip
+    shown = plan_json(plan, SKILLS)
+    assert shown["levels"] == [[1], [2]] and shown["steps"][1]["depends_on"] == [1]
+    assert shown["steps"][0]["candidates"] == [{"skill_id": "csv", "score": 1.0}]
+    chart = plan_mermaid(plan, SKILLS).splitlines()
+    assert chart[1] == '    s1["1. find #34;rows#34;#93;#59; #60;b#62;x#60;/b#62;<br/>csv-tool"]'
+    assert chart[3] == "    s1 --> s2"
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_library(tmp_path_factory.mktemp("library")) / "skills"
+
+
+def test_the_command_plans_without_a_model(library: Path) -> None:
+    task = "merge the pdf files and then translate the text"
+    out = succeeds("plan", task, "--pool", library).out
+    assert "2 steps in 2 levels" in out and "documents/pdf-merge" in out
+    plan = json.loads(succeeds("plan", task, "--pool", library, "--json", "compose.alpha=1").out)
+    assert [step["skill_id"] for step in plan["steps"]] == ["documents/pdf-merge", "media/translate-text"]
+    assert succeeds("plan", task, "--pool", library, "--mermaid").out.startswith("flowchart TD")
+    assert succeeds("plan", "合并文件，然后翻译", "--pool", library).out.count("no skill fits") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["", "--pool", "LIBRARY"], "the task is empty"),
+        (["x"], "give either --router or --pool"),
+        (["x", "--pool", "LIBRARY", "hints.H=3"], "unknown key 'hints.H'"),
+        (["x", "--pool", "LIBRARY", "--llm", "{kind: parrot}"], "unknown choice 'parrot'"),
+        (["x", "--pool", "LIBRARY", "--rankers", "[{kind: rerank, source: y}]"], "the first ranker finds skills"),
+    ],
+)
+def test_what_the_command_refuses(library: Path, arguments: list[str], fault: str) -> None:
+    given = [str(library) if one == "LIBRARY" else one for one in arguments]
+    assert fault in skilltrain("plan", *given).error_line

@@ -1,0 +1,285 @@
+"""Plans are scored against gold steps and skills, by hand; the benchmark is rebuilt from a list of servers."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmark_folders import jsonl, write_ours, write_pool
+from skilltrain.data.pool.read import read_pool
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.benchmarks.benchmark import GoldStep, Task
+from skilltrain.evaluation.benchmarks.load import load_benchmark
+from skilltrain.evaluation.comparison import wilcoxon
+from skilltrain.evaluation.metrics import Relevance
+from skilltrain.evaluation.plan_measures import Outcome, measure_names, plan_values
+from skilltrain.records import Query, Skill
+from skilltrain.tables import PLANS, write_table
+from small_library import skilltrain, succeeds
+
+CATEGORIES = {"a1": "A", "a2": "A", "b1": "B", "b2": "B", "c1": "C"}
+TOKENS = dict.fromkeys(CATEGORIES, 10)
+
+
+def task(*steps: tuple[str, str], gold: str = "", alternatives: dict[str, str] | None = None) -> Task:
+    ids = frozenset(gold.split() or [skill_id for _, skill_id in steps])
+    relevance = Relevance(ids, dict.fromkeys(ids, 1.0), alternatives or {})
+    return Task(Query("q", "x", "multi", "t", "test"), relevance, steps=tuple(GoldStep(*step) for step in steps))
+
+
+def values(asked: Task, found: list[str], chosen: str, oracle: list[str]) -> dict[str, float]:
+    """Rankings and choices in words; `-` is no choice."""
+    outcome = Outcome([own.split() for own in found], [None if one == "-" else one for one in chosen.split()])
+    return plan_values(asked, outcome, [own.split() for own in oracle], CATEGORIES, TOKENS)
+
+
+def test_measures_by_hand() -> None:
+    asked = task(("do a", "a1"), ("do b", "b1"), ("do c", "c1"))
+    found = values(asked, ["a2 a1", "b2 b1"], "a2 b1", ["a1", "b2", "b2"])
+    expected = {
+        "steps": 2, "DA": 0, "DA±1": 1, "R@1": 0, "R@5": 2 / 3, "CatR@1": 2 / 3, "CatR@10": 2 / 3,
+        "Chain exact": 0, "Chain category (share)": 2 / 3, "Chain category (all)": 0,
+        "Skill R@1": 0, "Skill R@5": 2 / 3, "Chosen": 1 / 3, "Oracle R@1": 1 / 3, "Oracle CatR@1": 2 / 3,
+        "Step R@1": 2 / 3, "Step R@5": 1, "Oracle Skill R@10": 1 / 3, "Context saved": 1 - 20 / 50,
+        "Lost in composition": 1 / 3, "Lost in decomposition": 0, "Lost in retrieval": 1 / 3,
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert {*found} == {*measure_names()}
+
+
+def test_a_chain_is_exact_only_in_its_order_and_of_its_length() -> None:
+    asked = task(("do a", "a1"), ("do b", "b1"))
+    right = values(asked, ["a1", "b1"], "a1 b1", ["a1", "b1"])
+    assert [right[name] for name in ("DA", "Chain exact", "Chain category (all)", "Chosen")] == [1, 1, 1, 1]
+    swapped = values(asked, ["b1", "a1"], "b1 a1", ["a1", "b1"])
+    assert [swapped[name] for name in ("Chain exact", "R@1", "Chosen", "Skill R@1")] == [0, 0, 1, 1]
+    longer = values(asked, ["a1", "b1", "c1"], "a1 b1 -", ["a1", "b1"])
+    assert [longer[name] for name in ("Chain category (share)", "Chain category (all)", "DA±1")] == [1, 0, 1]
+    missed = values(asked, ["c1"], "c1", ["a1", "c1"])
+    assert [missed[f"Lost in {name}"] for name in ("decomposition", "retrieval", "composition")] == [0.5, 0.5, 0]
+
+
+def test_without_a_skill_for_each_step_nothing_is_measured_by_place() -> None:
+    found = values(task(("do it", ""), gold="a1 b1", alternatives={"a2": "a1"}), ["a2", "c1"], "a2 c1", ["b1"])
+    assert not {"R@1", "CatR@1", "Chain exact", "Oracle R@1"} & found.keys()
+    assert (found["Skill R@1"], found["DA"], found["Lost in decomposition"]) == (0.5, 0, 0.5)
+    assert "DA" not in values(task(gold="a1"), ["a1"], "a1", [])
+
+
+def test_wilcoxon_of_one_side_by_hand() -> None:
+    three = np.array([1.0, 1, 1, 0])
+    assert wilcoxon(three, above=True) == 1 / 8 and wilcoxon(-three, above=True) == 1.0
+    assert wilcoxon(three) == 2 / 8
+    many = np.concatenate([np.ones(160), -np.ones(80)])
+    assert wilcoxon(many, above=True) == pytest.approx(wilcoxon(many) / 2)
+
+
+POOL = [
+    Skill("pdf", "pdf-merge", "merge pdf pages", "Joins pdf pages.", "documents"),
+    Skill("text", "pdf-words", "extract words of a pdf", "Reads words.", "documents"),
+    Skill("chart", "chart-maker", "draw a chart of numbers", "Draws.", "pictures"),
+    Skill("mail", "mailer", "deliver letters by mail", "Delivers.", "office"),
+]
+CHAINS = {
+    "q1": ("Extract the words of the pdf and then draw a chart of numbers.", ["text", "chart"]),
+    "q2": ("Draw a chart of numbers, and deliver it by mail.", ["chart", "mail"]),
+    "q3": ("Merge the pdf pages with a chart of numbers", ["pdf", "chart"]),
+}
+
+
+def bench(root: Path, chains: dict[str, tuple[str, list[str]]] | None = None) -> Path:
+    chains = CHAINS if chains is None else chains
+    verdicts = {one: dict.fromkeys(ids, "required") for one, (_, ids) in chains.items()}
+    folder = write_ours(root / "bench", [(one, text, "test") for one, (text, _) in chains.items()], verdicts)
+    words = {skill.skill_id: skill.description for skill in POOL}
+    steps = [(one, skill_id) for one, (_, ids) in chains.items() for skill_id in ids]
+    rows = [{"query_id": one, "step_id": str(number), "text": words.get(skill_id, "x"), "depends_on": [],
+             "skill_id": skill_id} for number, (one, skill_id) in enumerate(steps)]  # fmt: skip
+    write_table(rows, PLANS, folder)
+    write_pool(root / "pool", POOL)
+    return folder
+
+
+BM25 = ["system.name=bm25", "system.rankers=[{kind: lexical}]"]
+
+
+def run(root: Path, *settings: str) -> dict[str, Any]:
+    succeeds("plans", f"benchmark={root / 'bench'}", f"pool={root / 'pool'}", *BM25, *settings, f"out={root / 'out'}")
+    return json.loads((root / "out" / "metrics.json").read_text())
+
+
+def test_the_stage_scores_ways_to_plan_side_by_side(tmp_path: Path) -> None:
+    bench(tmp_path)
+    planners = "planners=[{name: first}, {name: one step, decomposer: {kind: rules, max_steps: 1}}]"
+    found = run(tmp_path, planners, "compare=[DA, CatR@1]")
+    every = found["planners"]["first"][0]["means"]
+    assert (every["DA"]["mean"], every["Oracle R@1"]["mean"]) == (pytest.approx(2 / 3), 1.0)
+    assert every["CatR@1"]["mean"] == pytest.approx((1 + 1 + 0.5) / 3)
+    assert found["planners"]["one step"][0]["means"]["DA"]["mean"] == 0
+    slices = {(one["label"], one["value"]): one["n"] for one in found["planners"]["first"]}
+    assert slices["steps planned", "as many as gold"] == 2 and slices["category", "office"] == 1
+    da, cat = found["comparisons"]
+    assert (da["system"], da["difference"]["mean"]) == ("one step", pytest.approx(-2 / 3))
+    assert da["wilcoxon_p_above"] == 1.0 and cat["baseline"] == "first"
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "| DA | .667 [.00, 1.00] | .000 [.00, .00] |" in report and "| one step | first | DA |" in report
+    plans = [json.loads(line) for line in (tmp_path / "out" / "plans.jsonl").read_text().splitlines()]
+    assert [len(plan["steps"]) for plan in plans] == [2, 2, 1, 1, 1, 1]
+
+
+def test_what_is_held_out_is_not_found_and_still_has_its_category(tmp_path: Path) -> None:
+    bench(tmp_path)
+    write_pool(tmp_path / "away", POOL[:1])
+    every = run(tmp_path, f"held_out={tmp_path / 'away'}")["planners"]["rules"][0]["means"]
+    assert every["Oracle R@1"]["mean"] == pytest.approx((1 + 1 + 0.5) / 3)
+    assert every["Oracle CatR@1"]["mean"] == 1.0  # the other skill of documents is found in its place
+
+
+@pytest.mark.parametrize(
+    ("setting", "fault"),
+    [
+        ("planners=[{name: a}, {name: a}]", "two planners have the same name"),
+        ("compare=[Hit@1]", "unknown measure 'Hit@1'; measures are DA, "),
+        ("planners=[{name: a, compose: {alpha: 2}}]", "planners.0.compose.alpha: must be less than or equal to 1"),
+        ("split=dev", "dev"),
+    ],
+)
+def test_settings_that_cannot_be(tmp_path: Path, setting: str, fault: str) -> None:
+    benchmark = bench(tmp_path)
+    arguments = [f"benchmark={benchmark}", f"pool={tmp_path / 'pool'}", *BM25, setting, f"out={tmp_path / 'out'}"]
+    assert fault in skilltrain("plans", *arguments).error_line
+
+
+def test_benchmarks_that_have_no_plans_to_score(tmp_path: Path) -> None:
+    benchmark = bench(tmp_path, {"q1": ("Do it", ["gone"])})
+    arguments = ["plans", f"benchmark={benchmark}", f"pool={tmp_path / 'pool'}", *BM25, f"out={tmp_path / 'out'}"]
+    assert "gold skill 'gone' of query 'q1' is not among the 4 skills" in skilltrain(*arguments).error_line
+    row = {"query_id": "q9", "step_id": "1", "text": "t", "depends_on": []}
+    write_table([row], PLANS, benchmark)
+    assert "a step is of query 'q9', which is not in queries.parquet" in skilltrain(*arguments).error_line
+    (benchmark / "plans.parquet").unlink()
+    assert "its tasks have no steps" in skilltrain(*arguments).error_line
+
+
+def test_alpha_is_swept_by_ablate(tmp_path: Path) -> None:
+    bench(tmp_path)
+    grid = {
+        "ablation": "alpha", "claim": "Compatibility helps.", "baseline": "similarity", "seeds": [1],
+        "compare": ["Chosen"], "out": str(tmp_path / "grid"),
+        "variants": {"similarity": None, "compatibility": {"plan.planners.0.compose.alpha": 0.0}},
+        "steps": {"plan": {
+            "stage": "plans", "benchmark": str(tmp_path / "bench"), "pool": str(tmp_path / "pool"),
+            "system": {"name": "bm25", "rankers": [{"kind": "lexical"}]},
+            "planners": [{"name": "rules", "compose": {"alpha": 1.0}}],
+        }},
+    }  # fmt: skip
+    (tmp_path / "grid.yaml").write_text(json.dumps(grid))
+    succeeds("ablate", tmp_path / "grid.yaml")
+    (table,) = json.loads((tmp_path / "grid" / "ablation.json").read_text())["tables"]
+    assert [one["variant"] for one in table["variants"]] == ["similarity", "compatibility"]
+    assert table["differences"][0]["measure"] == "Chosen" and table["num_queries"] == 3
+
+
+def test_a_row_without_a_body_column_is_a_tool(tmp_path: Path) -> None:
+    rows = [
+        {"id": "x/one", "name": "one", "description": "Finds shares.", "category": "Finance"},
+        {"id": "y/one", "name": "one", "description": "Finds songs."},
+        {"id": "z/one", "name": "one", "description": "finds  songs."},
+        {"id": "bare", "name": "bare"}, {"id": "empty", "name": "e", "description": "d", "body": " "},
+    ]  # fmt: skip
+    (tmp_path / "servers.jsonl").write_text(jsonl(*rows))
+    succeeds("pool", f"sources={tmp_path / 'servers.jsonl'}", f"out={tmp_path / 'pool'}")
+    skills = read_pool(tmp_path / "pool")
+    assert [(one.skill_id, one.body, one.category) for one in skills] == [("x/one", "", "Finance"), ("y/one", "", None)]
+    assert len(read_pool(tmp_path / "servers.jsonl")) == 3  # equal ones are kept there
+
+
+def test_livemcpbench_brings_its_steps(tmp_path: Path) -> None:
+    tool = {"skill_id": "a/t", "server": "a", "server_description": "", "name": "t", "description": "d",
+            "parameters": []}  # fmt: skip
+    rows = [
+        {"task_id": str(n), "query": "x", "tools": ["t"], "tool_skill_ids": [["a/t"]], "steps": steps}
+        for n, steps in enumerate([["one", "two"], "1. one\n2. two", "just one", ""])
+    ]
+    (tmp_path / "tools.jsonl").write_text(jsonl(tool))
+    (tmp_path / "tasks.jsonl").write_text(jsonl(*rows))
+    steps = [[step.text for step in one.steps] for one in load_benchmark(tmp_path).tasks]
+    assert steps == [["one", "two"], ["one", "two"], ["just one"], []]
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Any:
+    file = Path(__file__).parents[1] / "data_pipelines" / "compskillbench.py"
+    spec = importlib.util.spec_from_file_location("compskillbench", file)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+CATEGORIES_YAML = """
+tables:
+  from: [Databases]
+  steps:
+    - ["rows", read the rows, look at the rows, what rows are there]
+    - ["rows", ask db-0 for rows, x, x]
+pictures:
+  from: [Art]
+  words: "\\\\bpainter\\\\b"
+  steps:
+    - ["painting", show a painting, present a canvas, let me see it]
+rare:
+  from: [Rare]
+  steps:
+    - ["rare", do a rare thing, x, x]
+"""
+
+
+def make(pipeline: Any, root: Path, source: Path) -> dict[str, Any]:
+    (root / "groups.yaml").write_text(CATEGORIES_YAML)
+    values = {"servers": source, "out": root / "out", "categories": root / "groups.yaml", "sizes": {2: 6},
+              "held_out": ["pictures"], "min_skills": 3}  # fmt: skip
+    return pipeline.run(pipeline.Pipeline.model_validate(values))
+
+
+def test_compskillbench_is_rebuilt_from_a_list(pipeline: Any, tmp_path: Path) -> None:
+    rows = [{"name": f"db-{n}", "description": f"Serves rows of store {n}.", "category": "Databases"} for n in range(4)]
+    rows += [{"name": f"art{n}", "description": "Shows a painting.", "category": "Art"} for n in range(3)]
+    rows += [
+        {"name": "DB_1", "description": "Serves rows once more.", "category": "Databases"},
+        {"name": "short", "description": "Too short.", "category": "Databases"},
+        {"name": "badge", "description": "[![x](https://a.b/c.svg)](https://a.b) https://a.b/x y", "category": "Art"},
+        {"name": "odd", "description": "A category that nobody mapped.", "category": "Odd"},
+        {"name": "hand", "description": "A painter of rows, by its words.", "category": "Databases"},
+        {"name": "rare", "description": "A rare thing that stands alone.", "category": "Rare"},
+    ]  # fmt: skip
+    (tmp_path / "servers.jsonl").write_text(jsonl(*rows))
+    counts = make(pipeline, tmp_path, tmp_path / "servers.jsonl")
+    assert counts == {
+        "skills": 9, "dropped": 4, "tasks": 6, "transfer_category": {"tasks": 6, "held out": 4},
+        "transfer_skill": {"tasks": counts["transfer_skill"]["tasks"], "held out": 2},
+    }  # fmt: skip
+    skills = {skill.skill_id: skill for skill in read_pool(tmp_path / "out" / "pool")}
+    assert skills["hand"].category == "pictures" and not skills["hand"].body and "short" not in skills
+    chains = []
+    for style in ("template", "paraphrase", "human"):
+        tasks = load_benchmark(tmp_path / "out" / style).tasks
+        chains.append([[step.skill_id for step in one.steps] for one in tasks])
+        assert all(step.text.lower() in one.query.text.lower() for one in tasks for step in one.steps)
+        assert not any("db-0" in step.text and step.skill_id == "db-0" for one in tasks for step in one.steps)
+    assert chains[0] == chains[1] == chains[2]
+    assert all({skills[one].category for one in chain} == {"tables", "pictures"} for chain in chains[0])
+
+
+def test_markdown_lists_are_read_as_they_are_published(pipeline: Any, tmp_path: Path) -> None:
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists" / "db.md").write_text(
+        "## 🗄 Databases\n\nText.\n- [a/b](https://x.y): Serves rows.\n- no entry\n"
+    )
+    (row,) = pipeline.rows_of_source(tmp_path / "lists")
+    assert (row["name"], row["description"], row["category"]) == ("a/b", "Serves rows.", "Databases")
+    with pytest.raises(SkilltrainError, match="neither a JSON Lines file nor a folder of Markdown lists"):
+        list(pipeline.rows_of_source(tmp_path))
