@@ -189,5 +189,5 @@ if __name__ == "__main__":
     places = [argument for argument in sys.argv[1:] if "=" not in argument]
     if len(places) != 2:
         sys.exit(__doc__)
-    named = dict(zip(("servers", "out"), places, strict=True))
+    named: dict[str, str] = dict(zip(("servers", "out"), places, strict=True))
     print(json.dumps(run(validate(Pipeline, apply_overrides(named, settings), __file__)), indent=1))

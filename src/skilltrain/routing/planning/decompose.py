@@ -187,7 +187,7 @@ def _read_numbers(max_steps: int, lists: Mapping[str, Sequence[str]], ask: Ask, 
     skill_ids = lists[ask.query_id]
     if not isinstance(numbers, list) or not all(type(one) is int and 1 <= one <= len(skill_ids) for one in numbers):
         return Dropped(ask.query_id, "", "no_json", f"it is no JSON array of numbers from 1 to {len(skill_ids)}")
-    places = list(dict.fromkeys(one - 1 for one in numbers))
+    places: list[int] = list(dict.fromkeys(one - 1 for one in numbers))
     if not 0 < len(places) <= max_steps:
         return Dropped(ask.query_id, "", "no_step", f"{len(places)} skills, not 1 to {max_steps}")
     names = tuple(ask.shown[place].partition(". ")[2] for place in places)
