@@ -26,7 +26,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): about 2 GB, about 2 minutes"
 	@$(PYTHON) -m venv $(VENV)
 	@for try in 1 2 3; do \
-	  if $(PIP_INSTALL) -c constraints.txt -e '.[dev,quickstart,deepspeed,trackers,qlora,ray,serve]'; then touch $@; exit 0; fi; \
+	  if $(PIP_INSTALL) -c constraints.txt -e '.[dev,quickstart,deepspeed,trackers,qlora,ray,serve,onnx,openvino]'; then touch $@; exit 0; fi; \
 	  echo "installation failed (try $$try of 3)" >&2; sleep $$((5 * try)); \
 	done; exit 1
 

@@ -287,7 +287,7 @@ def finished(tmp_path, model_folders):
 
 def test_the_card_of_an_export_can_be_published(tmp_path, finished):
     report = write_report(tmp_path / "report", finished.out)
-    published = Published("our-team/sr-emb", "apache-2.0", report)
+    published = Published("our-team/sr-emb", "apache-2.0", [report])
     export_run(finished.out, tmp_path / "out", published=published)
     card = (tmp_path / "out" / "README.md").read_text()
     front = yaml.safe_load(card.split("---")[1])
@@ -303,7 +303,7 @@ def test_the_card_of_an_export_can_be_published(tmp_path, finished):
 
 
 def test_results_are_of_the_model_that_is_exported(tmp_path, finished):
-    other = Published(report=write_report(tmp_path / "report", tmp_path / "another"))
+    other = Published(reports=[write_report(tmp_path / "report", tmp_path / "another")])
     with pytest.raises(SkilltrainError, match="no system of this report uses"):
         export_run(finished.out, tmp_path / "out", published=other)
     with pytest.raises(SkilltrainError, match="a report is of the model that the run ended with"):

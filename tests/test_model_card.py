@@ -1,5 +1,7 @@
 """Model cards: their programs run, their figures are the run's, and they tell nothing of the machine."""
 
+import hashlib
+import json
 import re
 
 import numpy as np
@@ -9,10 +11,12 @@ import yaml
 
 from skilltrain.export.card import RunRecord, model_card, shareable
 from skilltrain.export.folder import save_encoder, save_reranker
+from skilltrain.export.published import Published, data_steps
 from skilltrain.models.encoder import EncoderSettings
 from skilltrain.models.pairs import RerankerSettings
 from skilltrain.records import Skill
 from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate
+from tiny_models import save_bert
 
 QUERY = "Fill in the tax form and sign it"
 SKILLS = [
@@ -102,6 +106,45 @@ def test_a_local_base_is_named_by_its_last_part_and_is_no_model_of_the_hub(tmp_p
     card = model_card(record(EncoderSettings(), base=str(base), recipe={"model": {"source": str(base)}}))
     assert "base_model" not in yaml.safe_load(card.split("---")[1])
     assert "`first`" in card and "source: first\n" in card and "somebody" not in card
+
+
+def write_record(folder, stage, summary, **inputs):
+    """What a stage leaves in its folder; `inputs` maps a setting to the folder that it names."""
+    folder.mkdir()
+    recipe = {"stage": stage, "data": {}, **{key: str(path) for key, path in inputs.items()}}
+    shas = {key: hashlib.sha256(path.name.encode()).hexdigest() for key, path in inputs.items()}
+    (folder / "run.json").write_text(json.dumps({"recipe": recipe, "inputs": shas, "summary": summary}))
+    return folder
+
+
+def test_the_card_tells_how_the_data_were_made(tmp_path):
+    pool = write_record(tmp_path / "pool", "pool", {"num_skills": 1234, "num_found": {"a/b|c": 1234}, "seconds": 0.5})
+    queries = write_record(tmp_path / "queries", "queries", {"num_queries": 80, "dropped": {}}, pool=pool)
+    dropped = {"dropped_by_layer": {"name": 3, "jaccard": 5}}
+    filtered = write_record(tmp_path / "filtered", "filter", dropped, pool=pool, queries=queries)
+    lists = write_record(tmp_path / "lists", "lists", {"by_source": {"gold": 80}}, queries=queries, rankings=filtered)
+    run = write_record(tmp_path / "run", "train_encoder", {}, pool=pool, lists=lists)
+    steps = data_steps(run)
+    assert [(step.stage, step.counts) for step in steps] == [
+        ("pool", "num_skills 1,234; num_found: b\\|c 1,234"),
+        ("queries", "num_queries 80"),
+        ("filter", "dropped_by_layer: name 3, jaccard 5"),
+        ("lists", "by_source: gold 80"),
+    ]
+    card = model_card(record(EncoderSettings(), run=run))
+    sha256 = hashlib.sha256(b"filtered").hexdigest()[:16]
+    assert f"| filter | filtered | `{sha256}` | dropped_by_layer: name 3, jaccard 5 |\n| lists |" in card
+    assert "How they were made" not in model_card(record(EncoderSettings()))
+
+
+def test_licences_are_stated_or_said_to_be_unknown(tmp_path):
+    base = save_bert(tmp_path / "base", reranker=False)
+    assert "Licence: not stated; that of the base: not known." in model_card(record(EncoderSettings(), base=str(base)))
+    (base / "README.md").write_text("---\nlicense: mit\n---\n# A base\n")
+    card = model_card(record(EncoderSettings(), base=str(base)), Published(license="apache-2.0"))
+    assert "Licence: apache-2.0; that of the base: mit." in card
+    assert "see [its page](https://huggingface.co/owner/base)" in model_card(record(EncoderSettings()))
+    assert "{" not in re.sub(r"```.*?```", "", card, flags=re.DOTALL)  # nothing of the template is left
 
 
 def test_what_may_be_published():

@@ -67,7 +67,11 @@ def test_every_dependency_has_a_lower_bound_and_a_pin_within_its_range():
         for name, version in (pin.split("==") for pin in lines_of(ROOT / "constraints.txt"))
     }
     extras = PROJECT["optional-dependencies"]
-    pinned = [text for name in ("dev", "quickstart", "deepspeed", "trackers", "qlora") for text in extras[name]]
+    pinned = [
+        text
+        for name in ("dev", "quickstart", "deepspeed", "trackers", "qlora", "onnx", "openvino")
+        for text in extras[name]
+    ]
     for text in (*PROJECT["dependencies"], *pinned):
         needed = Requirement(text)
         assert needed.specifier, f"{text} has no version range"

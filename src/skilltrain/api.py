@@ -147,7 +147,7 @@ def export_model(
     from skilltrain.export.published import Published
     from skilltrain.training.export_run import export_run
 
-    published = Published(repo, license_id, None if report is None else Path(report))
+    published = Published(repo, license_id, [] if report is None else [Path(report)])
     return export_run(Path(training), Path(out), checkpoint, interpolate, published)
 
 

@@ -22,7 +22,17 @@ from skilltrain.cli.app import (
 from skilltrain.cli.settings_help import HelpAll, SettingsCommand
 from skilltrain.config import load_recipe
 from skilltrain.errors import SkilltrainError
+from skilltrain.export import Form
 from skilltrain.stages import STAGES, list_recipes, parse_recipe, schema_of
+from skilltrain.texts import visible
+
+AsForm = Annotated[
+    Form | None, typer.Option("--form", help="what else than the plain folder: for vLLM, late interaction, a runtime")
+]
+Reports = Annotated[
+    list[Path] | None, typer.Option("--report", help="report of `evaluate` for the card's results; may be repeated")
+]
+License = Annotated[str | None, typer.Option("--license", help="for the model card, e.g. apache-2.0")]
 
 
 def _add_stage(stage: str) -> None:
@@ -90,26 +100,58 @@ def export(
         float | None, typer.Option(help="A: (1 - A) x the base's weights + A x the trained ones (WiSE-FT)")
     ] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="the adapter (LoRA) alone, for peft")] = False,
-    report: Annotated[Path | None, typer.Option(help="report of `evaluate` for the model card's results")] = None,
+    form: AsForm = None,
+    reports: Reports = None,
     repo: Annotated[str | None, typer.Option(help="OWNER/NAME on the Hub, for the model card's programs")] = None,
-    license_id: Annotated[str | None, typer.Option("--license", help="for the model card, e.g. apache-2.0")] = None,
+    license_id: License = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the model of a training run, or of one of its checkpoints, as a folder of its own.
 
     Example: skilltrain export runs/full/sr_emb_0.6b --checkpoint best --interpolate 0.7 --out models/sr_emb
+
+    Example: skilltrain export runs/full/sr_rank_0.6b --form sequence_classification --out models/sr_rank_vllm
     """
     from skilltrain.export.published import Published
     from skilltrain.training.export_run import export_adapter, export_run
 
     if adapter:
-        if any(given is not None for given in (interpolate, report, repo, license_id)):
+        if any(given is not None for given in (interpolate, form, reports, repo, license_id)):
             fix = "give only --checkpoint and --out"
             raise SkilltrainError("an adapter is written as it is, without a card", where="--adapter", fix=fix)
         found = quietly(export_adapter, run, out, checkpoint)
     else:
-        found = quietly(export_run, run, out, checkpoint, interpolate, Published(repo, license_id, report))
+        published = Published(repo, license_id, reports or ())
+        found = quietly(export_run, run, out, checkpoint, interpolate, published, form)
     conclude(found, [f"{out}: {found['checkpoint'] or 'the model'} of {run}"], as_json)
+
+
+@app.command()
+def push(
+    run: Annotated[Path, typer.Argument(help="folder of a finished training, or one that `export` wrote")],
+    repo: Annotated[str, typer.Option(help="OWNER/NAME on the Hub; made if it is not there, and private")],
+    public: Annotated[bool, typer.Option("--public", help="everyone may read the repository")] = False,
+    form: AsForm = None,
+    reports: Reports = None,
+    license_id: License = None,
+    only_plan: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Upload a model with its card to the Hugging Face Hub, after a check that others open it with the same scores.
+
+    The token is HF_TOKEN, or that of `hf auth login`. --dry-run checks all, shows files and card, and asks no server.
+
+    Example: skilltrain push runs/encoder --repo our-team/sr-emb --license apache-2.0 --dry-run
+    """
+    from skilltrain.export.published import Published
+    from skilltrain.training.push import push_model
+
+    found = quietly(push_model, run, Published(repo, license_id, reports or ()), form, public, only_plan)
+    if only_plan and not as_json:
+        typer.echo(visible(found["card"]))
+    sizes = [f"{name}: {size:,} bytes" for name, size in found["files"].items()]
+    done = f"{repo}: would be pushed; nothing was sent" if only_plan else f"{found['url']}: pushed"
+    conclude(found, [*sizes, done], as_json)
 
 
 @app.command(context_settings=AS_WRITTEN)

@@ -2,17 +2,27 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import yaml
 
-from skilltrain.export.published import HUB_ID
+from skilltrain.export.published import (
+    Published,
+    Results,
+    base_license,
+    data_sets,
+    data_steps,
+    is_on_hub,
+    languages,
+    read_results,
+)
 from skilltrain.models.encoder import EncoderSettings
 from skilltrain.models.reranker import RerankerSettings
 from skilltrain.templates import FIELDS_SEEN
+from skilltrain.version import __version__
 
 _SECRET_KEY = re.compile(r"(^|_)(key|token|secret|password|credentials)$", re.IGNORECASE)
 _SECRET = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|AKIA)[\w-]{10,}|(?<=://)[^/\s@]+@")
@@ -25,7 +35,8 @@ class RunRecord:
 
     `recipe` is the resolved settings as plain values. `summary` is the run's own; its key `dev` maps a measure to
     mean, low, high (the 95% interval) and n. `exported` names the checkpoint, if it is not the run's chosen one;
-    `interpolate` is the share of its weights in a mean with those of the base.
+    `interpolate` is the share of its weights in a mean with those of the base; `form` one of `forms.Form`. `run` is
+    where the run lies.
     """
 
     settings: EncoderSettings | RerankerSettings
@@ -34,12 +45,15 @@ class RunRecord:
     summary: Mapping[str, Any]
     exported: str | None = None
     interpolate: float | None = None
+    form: str | None = None
+    run: Path | None = None
 
 
-def model_card(record: RunRecord) -> str:
+def model_card(record: RunRecord, published: Published = Published()) -> str:  # noqa: B008
     """Markdown with YAML front matter, for the Hub and for whoever opens the folder.
 
-    It shows only the last part of local paths, nothing that looks like a key, and no text of the training data.
+    It shows only the last part of local paths, nothing that looks like a key, and no text of the training data. Raises
+    SkilltrainError for a report in which no system uses the run.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -49,11 +63,19 @@ def model_card(record: RunRecord) -> str:
     )  # fmt: skip
     environment.filters["number"] = _number
     template = record.settings.template
+    results = [read_results(report, record.run or Path()) for report in published.reports]
     return environment.get_template("card.md.j2").render(
-        front_matter=_front_matter(record),
+        front_matter=_front_matter(record, published, results),
         kind=_kind(record),
         form=None if isinstance(record.settings, EncoderSettings) else record.settings.template.form,
+        exported_form=record.form,
         base=shareable(record.base).removeprefix("package:"),
+        base_license=base_license(record.base),
+        base_is_on_hub=is_on_hub(record.base),
+        published=published,
+        results=results,
+        steps=data_steps(record.run) if record.run else [],
+        version=__version__,
         exported=record.exported,
         interpolate=record.interpolate,
         settings=record.settings,
@@ -70,27 +92,33 @@ def _kind(record: RunRecord) -> str:
     return "encoder" if isinstance(record.settings, EncoderSettings) else "reranker"
 
 
-def _front_matter(record: RunRecord) -> str:
+def _front_matter(record: RunRecord, published: Published, results: Sequence[Results]) -> str:
     from huggingface_hub import EvalResult, ModelCardData
 
-    is_encoder, base = isinstance(record.settings, EncoderSettings), record.base
+    is_encoder = isinstance(record.settings, EncoderSettings)
     task = "sentence-similarity" if is_encoder else "text-ranking"
     own = ["sentence-transformers", "feature-extraction"] if is_encoder else ["sentence-transformers", "cross-encoder"]
+    if record.form == "multi_vector":
+        own = ["sentence-transformers", "multi-vector", "late-interaction"]
     if isinstance(record.settings, RerankerSettings) and record.settings.template.form == "cosine_pair":
         own = []  # only skilltrain opens it
-    is_on_hub = HUB_ID.fullmatch(base) is not None and not Path(base).expanduser().exists()
+    found = [("agent-skills-dev", "development queries", record.summary.get("dev", {}))]
+    found += [("agent-skills", one.benchmark, one.rows[one.own[0]]) for one in results]
     figures = [
-        EvalResult(
-            task, "agent-skills-dev", "development queries", metric, round(result["mean"], 4), metric_name=metric
-        )
-        for metric, result in record.summary.get("dev", {}).items()
+        EvalResult(task, kind, name, metric, round(value["mean"], 4), metric_name=metric)
+        for kind, name, measures in found
+        for metric, value in measures.items()
     ]
+    pool = record.recipe.get("data", {}).get("pool")
     data = ModelCardData(
         library_name="sentence-transformers" if own else "skilltrain",
         pipeline_tag=task,
-        base_model=base if is_on_hub else None,
+        license=published.license,
+        language=languages(Path(pool)) if pool else None,
+        datasets=data_sets(Path(pool)) if pool else None,
+        base_model=record.base if is_on_hub(record.base) else None,
         tags=[*own, *([] if is_encoder else ["reranker"]), "agent-skills", "skilltrain"],
-        model_name=f"agent skill {_kind(record)}" if figures else None,
+        model_name=(published.repo or f"agent skill {_kind(record)}") if figures else None,
         eval_results=figures or None,
     )
     return data.to_yaml()

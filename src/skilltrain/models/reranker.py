@@ -97,10 +97,13 @@ class Reranker(nn.Module):
     def direction(self) -> Float[Tensor, "dim"] | None:
         """The head's row of `yes` less its row of `no`, in float32 or wider; None for the other forms.
 
-        Read once per step: its gradient is as large as the vocabulary's whole table.
+        Read once per step: its gradient is as large as the vocabulary's whole table. A model that was exported for
+        sequence classification has this difference as its only row.
         """
         if self.yes_no_ids is None:
             return None
+        if classifiers := heads(self.network):
+            return at_least_float32(classifiers[0].weight[0])
         head = self.network.get_output_embeddings().weight
         rows = at_least_float32(head[on_device(torch.tensor(self.yes_no_ids), head.device)])
         return rows[0] - rows[1]
@@ -181,14 +184,16 @@ def load_reranker(
     if causal and "template" not in stored | given:
         stored["template"] = {"form": "yes_no"}
     settings = RerankerSettings.model_validate(stored | given)
-    if settings.template.form == "yes_no" and not causal:
+    was_causal = stored.get("template", {}).get("form") == "yes_no"
+    if settings.template.form == "yes_no" and not (causal or was_causal):
         raise SkilltrainError("template.form=yes_no needs a causal language model", where=config.source)
     tokenizer = load_tokenizer(folder)
     settings = _fitting(settings, tokenizer, model_config, config.source)
     settings = settings.model_copy(update={"template": with_fields(settings.template, config.fields)})
     dtype = resolve_dtype(config.precision, device)
     loading = {"dtype": dtype, **backbone_options(model_config), **options, **placing_options(device)}
-    network = _network(folder, settings.template.form, tokenizer, loading, new_head)
+    kind = "causal" if causal and settings.template.form == "yes_no" else settings.template.form
+    network = _network(folder, kind, tokenizer, loading, new_head)
     return Reranker(network.to(device).eval(), tokenizer, settings)
 
 
@@ -212,13 +217,13 @@ def _fitting(settings: RerankerSettings, tokenizer: Any, model_config: Any, wher
     return settings.model_copy(update={"query_max_tokens": room})
 
 
-def _network(folder: Path, form: str, tokenizer: Any, options: dict[str, Any], new_head: bool) -> Any:
+def _network(folder: Path, kind: str, tokenizer: Any, options: dict[str, Any], new_head: bool) -> Any:
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    if form == "cosine_pair":
+    if kind == "cosine_pair":
         return load_network(AutoModel, folder, tokenizer, options)
     options.pop("add_pooling_layer", None)  # where there is a head, the pooler is part of it
-    if form == "yes_no":
+    if kind == "causal":
         return load_network(AutoModelForCausalLM, folder, tokenizer, options)
     options["num_labels"] = 1
     network = load_network(AutoModelForSequenceClassification, folder, tokenizer, options, new_head)

@@ -8,13 +8,16 @@ import torch
 
 from skilltrain.config import load_recipe, validate
 from skilltrain.errors import SkilltrainError
+from skilltrain.export import Form
 from skilltrain.export.card import RunRecord, model_card
 from skilltrain.export.folder import copy_model, save_adapter, save_encoder, save_reranker
-from skilltrain.export.published import Published, complete_card
-from skilltrain.files import read_json, staged_folder
+from skilltrain.export.forms import write_form
+from skilltrain.export.published import Published
+from skilltrain.files import read_json, staged_folder, write_text
 from skilltrain.models.adapters import merge_adapter
-from skilltrain.models.encoder import Encoder
-from skilltrain.models.reranker import Reranker
+from skilltrain.models.encoder import Encoder, EncoderSettings
+from skilltrain.models.loading import stored_settings
+from skilltrain.models.reranker import Reranker, RerankerSettings
 from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, RUN_FILE
 from skilltrain.training.checkpoint import best_checkpoint, checkpoints, load_weights
 from skilltrain.training.settings import TrainConfig, TrainEncoderConfig, TrainRerankerConfig, load_model
@@ -43,7 +46,7 @@ def save_trained(
     if interpolate is not None:
         _mix_with_base(model, config, interpolate)
     base, recipe = config.model.source, config.model_dump(mode="json")
-    card = model_card(RunRecord(model.settings, base, recipe, summary, exported, interpolate))
+    card = model_card(RunRecord(model.settings, base, recipe, summary, exported, interpolate, run=config.out))
     if isinstance(model, Encoder):
         if config.adapter is not None:
             model.backbone = merge_adapter(model.backbone)
@@ -76,17 +79,19 @@ def export_run(
     checkpoint: str | None = None,
     interpolate: float | None = None,
     published: Published = Published(),  # noqa: B008
+    form: Form | None = None,
 ) -> dict[str, Any]:
     """Write the model of the training in the folder `run` to the folder `out`; says which one that was.
 
     `checkpoint` is step-N or best; without it a finished run's own model is copied, and an unfinished run's newest
-    checkpoint is used. With `interpolate` the model lies between its base and the checkpoint (WiSE-FT). Raises
-    SkilltrainError if there is no such run or checkpoint, nothing to interpolate with, `out` is not empty, or the
-    report that is `published` is of another model.
+    checkpoint is used. With `interpolate` the model lies between its base and the checkpoint (WiSE-FT). `form` is
+    another than the one that training saves. Raises SkilltrainError if there is no such run or checkpoint, nothing to
+    interpolate with, no such form of the model, `out` is not empty, or a report that is `published` is of another
+    model.
     """
     published.check()
     config, summary = _read(run)
-    if published.report is not None and not (summary and checkpoint is None and interpolate is None):
+    if published.reports and not (summary and checkpoint is None and interpolate is None):
         what = "a report is of the model that the run ended with"
         raise SkilltrainError(what, where="--report", fix="leave out --report, or --checkpoint and --interpolate")
     if interpolate is not None:
@@ -95,15 +100,20 @@ def export_run(
     found = None if summary and checkpoint is None else _checkpoint(run / CHECKPOINTS, checkpoint)
     _check_free(out)
     with staged_folder(out) as staged:
+        exported = None
         if found is None:
             copy_model(run, staged)
-        elif interpolate is not None:
-            save_trained(config, found, staged, {}, found.name, interpolate)
-        elif summary.get("checkpoint") == found.name:  # this one became the run's model: its figures are the run's
-            save_trained(config, found, staged, summary)
         else:
-            save_trained(config, found, staged, {}, exported=found.name)
-        complete_card(staged / "README.md", published, run, config.data.pool)
+            if interpolate is not None or summary.get("checkpoint") != found.name:
+                summary, exported = {}, found.name  # its figures are not the run's
+            save_trained(config, found, staged, summary, exported, interpolate)
+        if form is not None:
+            write_form(staged, form)
+        is_encoder = isinstance(config, TrainEncoderConfig)
+        kind, settings = ("encoder", EncoderSettings) if is_encoder else ("reranker", RerankerSettings)
+        own, recipe = settings.model_validate(stored_settings(staged, kind)), config.model_dump(mode="json")
+        record = RunRecord(own, config.model.source, recipe, summary, exported, interpolate, form, run)
+        write_text(staged / "README.md", model_card(record, published))
     return {"out": str(out), "stage": config.stage, "checkpoint": found.name if found else summary.get("checkpoint")}
 
 

@@ -1,0 +1,117 @@
+"""A Hub on loopback: huggingface_hub's own client makes repositories there, asks before it uploads, and commits."""
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+TOKEN = "token-of-the-test"
+
+
+@dataclass
+class Repository:
+    """What the Hub has under a name."""
+
+    private: bool = True
+    files: dict[str, bytes] = field(default_factory=dict)
+    commits: int = 0
+
+
+@dataclass
+class Hub:
+    """The running server: its repositories, whose token may write, and what it was asked."""
+
+    url: str = ""
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    status_of_create: int = 200
+    log: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def hub_server() -> Iterator[Hub]:
+    """A Hub that listens until the block ends."""
+    hub = Hub()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Quiet."""
+
+        def answer(self, status: int, value: object) -> None:
+            body = json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            if status >= 400:
+                self.send_header("X-Error-Message", str(value))
+                self.send_header("X-Error-Code", "RepoNotFound" if status == 404 else "Refused")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def repository(self) -> tuple[str, Repository | None]:
+            name = "/".join(self.path.split("?")[0].split("/")[3:5])
+            return name, hub.repositories.get(name)
+
+        def do_GET(self) -> None:
+            hub.log.append(f"GET {self.path}")
+            name, found = self.repository()
+            if found is None:
+                self.answer(404, "Repository not found")
+            else:
+                siblings = [{"rfilename": file} for file in found.files]
+                self.answer(200, {"id": name, "private": found.private, "sha": "0" * 40, "siblings": siblings})
+
+        def do_POST(self) -> None:
+            hub.log.append(f"POST {self.path}")
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+                self.answer(401, "Invalid credentials in Authorization header")
+            elif self.path == "/api/repos/create":
+                self.create(json.loads(body))
+            elif self.path == "/api/validate-yaml":
+                self.answer(200, {"errors": [], "warnings": []})
+            elif "/preupload/" in self.path:
+                files = [
+                    {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                    for file in json.loads(body)["files"]
+                ]
+                self.answer(200, {"files": files})
+            else:
+                self.commit([json.loads(line) for line in body.splitlines()])
+
+        def create(self, asked: dict[str, str]) -> None:
+            name = f"{asked['organization']}/{asked['name']}"
+            if hub.status_of_create != 200:
+                self.answer(hub.status_of_create, "You don't have the rights to create a model under this namespace")
+            elif name in hub.repositories:
+                self.answer(409, "You already created this model repo")
+            else:
+                hub.repositories[name] = Repository(asked.get("visibility") == "private" or bool(asked.get("private")))
+                self.answer(200, {"url": f"{hub.url}/{name}"})
+
+        def commit(self, operations: list[dict]) -> None:
+            name, found = self.repository()
+            assert found is not None
+            for operation in operations:
+                value = operation["value"]
+                if operation["key"] == "file":
+                    found.files[value["path"]] = base64.b64decode(value["content"])
+                elif operation["key"] == "deletedFile":
+                    del found.files[value["path"]]
+            found.commits += 1
+            self.answer(200, {"commitUrl": f"{hub.url}/{name}/commit/{'0' * 40}", "commitOid": "0" * 40})
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
