@@ -123,7 +123,9 @@ def _add_graph(folder: Path, form: Form) -> None:
     network.config.use_cache = network.base_model.config.use_cache = False
     names = ["input_ids", "attention_mask"]
     names += ["token_type_ids"] if (getattr(network.config, "type_vocab_size", None) or 0) > 1 else []
-    example = tuple(torch.ones(2, 8, dtype=torch.long) for _ in names)
+    ids, mask = torch.ones(2, 8, dtype=torch.long), torch.ones(2, 8, dtype=torch.long)
+    mask[1, 5:] = 0  # a trace without padding would leave the mask out
+    example = (ids, mask, torch.zeros_like(ids))[: len(names)]
     graph = _Graph(network).requires_grad_(False)
     try:
         (_write_onnx if form == "onnx" else _write_openvino)(graph, example, names, folder)
