@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -119,8 +120,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         save_encoder(encoder, folder, given.model)
-        write_form(folder, "onnx")
-        write_form(folder, "openvino")
+        with redirect_stdout(sys.stderr):
+            write_form(folder, "onnx")
+            write_form(folder, "openvino")
         for name, (file, open_form) in FORMS.items():
             hidden_of = open_form(encoder, folder)
             vectors(encoder, hidden_of, texts[:64])  # warm

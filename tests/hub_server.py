@@ -42,7 +42,7 @@ def hub_server() -> Iterator[Hub]:
             """Quiet."""
 
         def answer(self, status: int, value: object) -> None:
-            body = json.dumps(value).encode()
+            body = json.dumps({"error": value} if isinstance(value, str) else value).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
@@ -88,7 +88,7 @@ def hub_server() -> Iterator[Hub]:
             if hub.status_of_create != 200:
                 self.answer(hub.status_of_create, "You don't have the rights to create a model under this namespace")
             elif name in hub.repositories:
-                self.answer(409, "You already created this model repo")
+                self.answer(409, {"error": "You already created this model repo", "url": f"{hub.url}/{name}"})
             else:
                 hub.repositories[name] = Repository(asked.get("visibility") == "private" or bool(asked.get("private")))
                 self.answer(200, {"url": f"{hub.url}/{name}"})

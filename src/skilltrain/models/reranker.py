@@ -103,7 +103,7 @@ class Reranker(nn.Module):
         if self.yes_no_ids is None:
             return None
         if classifiers := heads(self.network):
-            return at_least_float32(classifiers[0].weight[0])
+            return at_least_float32(next(classifiers[0].parameters())[0])
         head = self.network.get_output_embeddings().weight
         rows = at_least_float32(head[on_device(torch.tensor(self.yes_no_ids), head.device)])
         return rows[0] - rows[1]
