@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-import json
+import math
 import re
 from dataclasses import replace
 
@@ -20,9 +20,9 @@ from starlette.testclient import TestClient
 from fake_router import FakeRouter
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
+from skilltrain.routing import serve
 from skilltrain.routing.http_server import new_http_app
 from skilltrain.routing.mcp_server import GetSkillParams, new_mcp_server
-from skilltrain.routing.serve import update_from
 from skilltrain.routing.service import PAGE, RouteLog, Service
 from skilltrain.routing.skill_uris import entry_of, skill_at, skill_text, uri_of
 from skilltrain.tables import QUERIES, RANKINGS, read_table
@@ -253,6 +253,26 @@ def test_a_bad_request_is_one_line(path, body, code, words):
     assert answer.status_code == code and words in answer.json()["error"] and "\n" not in answer.json()["error"]
 
 
+def test_embed_and_rerank_ask_the_routers_own_models(model_folders):
+    from skilltrain.retrieval.cascade import SystemConfig
+    from skilltrain.retrieval.dense import DenseConfig
+    from skilltrain.retrieval.rerank import RerankConfig
+    from skilltrain.routing.router import Router
+
+    dense = DenseConfig(source=str(model_folders["bert"]), keep=2)
+    rerank = RerankConfig(source=str(model_folders["bert_reranker"]))
+    client = web(Service(Router([PDF, CSV], SystemConfig(name="both", rankers=(dense, rerank))), "mark", None))
+    first, second = client.post("/embed", json={"inputs": ["pods text", "chart"], "truncate": True}).json()
+    assert client.post("/embed", json={"inputs": "chart"}).json() == [pytest.approx(second, abs=1e-6)] != [first]
+    assert sum(value**2 for value in first) == pytest.approx(1)
+    body = {"query": "pods text", "texts": ["chart data", "pods text pods", "merge"]}
+    raw = client.post("/rerank", json=body | {"raw_scores": True, "return_text": True}).json()
+    assert sorted(row["index"] for row in raw) == [0, 1, 2] and raw[0]["score"] >= raw[1]["score"] >= raw[2]["score"]
+    assert all(row["text"] == body["texts"][row["index"]] for row in raw)
+    sigmoids = [{"index": row["index"], "score": pytest.approx(1 / (1 + math.exp(-row["score"])))} for row in raw]
+    assert client.post("/rerank", json=body).json() == sigmoids
+
+
 def test_a_web_page_of_another_name_is_not_answered():
     client = TestClient(new_http_app(service_of(), "127.0.0.1"), base_url="http://rebound.example:8765")
     assert {client.get("/health").status_code, client.post("/route", json={"query": "pdf"}).status_code} == {400}
@@ -285,13 +305,29 @@ def test_a_watched_folder_replaces_its_own_skills_alone(tmp_path):
     router = FakeRouter(dict(POOL))
     write("documents/pdf-merge", "another body")
     write("new-one", "fresh")
-    update_from(router, tmp_path / "mine")
+    serve.update_from(router, tmp_path / "mine")
     assert [*router.skills] == ["evil", "documents/pdf-merge", "new-one"]  # csv-repair is gone, theirs stays
     changed, new = router.skills["documents/pdf-merge"], router.skills["new-one"]
     assert (changed.body, changed.category, new.category) == ("another body", "documents", None)
     (tmp_path / "mine" / "new-one" / "SKILL.md").unlink()
     (tmp_path / "mine" / "documents" / "pdf-merge" / "SKILL.md").unlink()
     with pytest.raises(SkilltrainError):
-        update_from(router, tmp_path / "mine")
+        serve.update_from(router, tmp_path / "mine")
     assert len(router.updates) == 1, "an empty folder empties no router"
-    assert json.dumps(router.updates)
+
+
+def test_an_update_that_fails_is_tried_again_and_said_once(tmp_path, monkeypatch, capsys):
+    async def looks(*_, **__):
+        for changes in (set(), set(), set(), set(), {"a change"}, set()):
+            yield changes
+
+    outcomes = [SkilltrainError("another process writes"), SkilltrainError("another process writes"), None, None]
+
+    def update(*_):
+        if (outcome := outcomes.pop(0)) is not None:
+            raise outcome
+
+    monkeypatch.setattr("watchfiles.awatch", looks)
+    monkeypatch.setattr(serve, "update_from", update)
+    asyncio.run(serve._watch(service_of(), tmp_path))
+    assert outcomes == [] and capsys.readouterr().err.count("another process writes") == 1

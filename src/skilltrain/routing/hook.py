@@ -4,13 +4,14 @@
 
 The prompt is plain text, or the JSON that Claude Code gives its hooks. It asks a running `skilltrain serve` and prints
 lines that the agent adds to its context. It fails open: without a server, without a fitting skill and after a quarter
-of a second it prints nothing, and it always exits 0. It runs before every prompt and so imports no other package.
+of a second it prints nothing, and it always exits 0. It runs before every prompt, and so imports next to nothing:
+http.client alone would take longer than the rest.
 """
 
-import http.client
 import json
 import os
 import signal
+import socket
 import sys
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,7 +34,7 @@ def main() -> None:
         lines = lines_for(_prompt(sys.stdin.buffer.read().decode("utf-8", "replace")), address)
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         sys.stdout.flush()
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, http.client.HTTPException):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         os._exit(0)
 
 
@@ -42,12 +43,14 @@ def lines_for(prompt: str, address: str) -> list[str]:
     if not prompt.strip():
         return []
     place = urlsplit(address)
-    server = http.client.HTTPConnection(place.hostname or "", place.port or 80, timeout=_SECONDS)
-    body = json.dumps({"query": prompt[:_MAX_CHARS], "k": _TOP})
-    server.request("POST", f"{place.path.rstrip('/')}/route", body, {"Content-Type": "application/json"})
-    answer = server.getresponse()
-    found: Any = json.loads(answer.read())
-    return [_HEAD, *map(_line, found["skills"]), _TAIL] if answer.status == http.client.OK and found["fits"] else []
+    body = json.dumps({"query": prompt[:_MAX_CHARS], "k": _TOP}).encode()
+    lines = [f"POST {place.path.rstrip('/')}/route HTTP/1.0", f"Host: {place.netloc}", f"Content-Length: {len(body)}"]
+    with socket.create_connection((place.hostname or "", place.port or 80), _SECONDS) as server:
+        server.sendall("".join(f"{line}\r\n" for line in (*lines, "")).encode() + body)
+        answer = b"".join(iter(lambda: server.recv(65536), b""))
+    head, _, text = answer.partition(b"\r\n\r\n")
+    found: Any = json.loads(text)
+    return [_HEAD, *map(_line, found["skills"]), _TAIL] if head.split()[1] == b"200" and found["fits"] else []
 
 
 def _line(skill: dict[str, Any]) -> str:

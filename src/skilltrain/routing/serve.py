@@ -76,20 +76,25 @@ async def _refresh(service: Service) -> None:
 
 
 async def _watch(service: Service, watched: Path) -> None:
-    """Update the router for what changed below `watched` before and from now on."""
+    """Update the router for what has changed below `watched`, at first for what changed while nobody watched."""
     from watchfiles import awatch
 
-    await _try(service, "update", update_from, service.router, watched)
-    async for _ in awatch(watched):
-        await _try(service, "update", update_from, service.router, watched)
+    is_current = False
+    async for changes in awatch(watched, yield_on_timeout=True):  # what failed is tried again when it wakes
+        if changes or not is_current:
+            is_current = await _try(service, "update", update_from, service.router, watched)
 
 
-async def _try(service: Service, name: str, work: Callable[..., object], *arguments: object) -> None:
-    """Do it in a thread, counted as a request; after a fault, which is said, the server goes on with what it has."""
+async def _try(service: Service, name: str, work: Callable[..., object], *arguments: object) -> bool:
+    """Do it in a thread, counted as a request; after a fault, which is said once, the server goes on as it is."""
     try:
         await run_sync(lambda: service.timed(name, work, *arguments))
+        service.faults.pop(name, None)
     except Exception as error:
-        say(f"{name}: {error}")
+        if service.faults.get(name) != str(error):
+            say(f"{name}: {error}")
+        service.faults[name] = str(error)
+    return name not in service.faults
 
 
 def update_from(router: "Router", watched: Path) -> dict[str, int]:

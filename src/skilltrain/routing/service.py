@@ -79,6 +79,7 @@ class Service:
 
     def __init__(self, router: "Router", flagged: Flagged, log: RouteLog | None) -> None:
         self.router, self.flagged, self.log, self.registry = router, flagged, log, CollectorRegistry()
+        self.faults: dict[str, str] = {}
         skills = Gauge("skilltrain_skills", "Skills of the router", registry=self.registry)
         skills.set_function(lambda: len(self.router.skills))
         self._seconds = Histogram(
