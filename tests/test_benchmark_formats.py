@@ -375,7 +375,10 @@ def test_labels_are_what_the_files_say_of_a_query(write: Write, tmp_path: Path):
     ("row", "message"),
     [
         (group("g", ["a"], rejected=[], irrelevant=[]), "group 'g' holds 1 skill"),
-        (group("g", ["a"], rejected=[{"skill_id": "b", "reason": "too blue"}]), "'too blue' is not a valid Reason"),
+        (
+            group("g", ["a"], rejected=[{"skill_id": "b", "reason": "too blue"}]),
+            "'too blue' is no reason; choose from functional_",
+        ),
         (group("g", ["a"], rejected=[{"skill_id": "a", "reason": None}]), "skill 'a' of group 'g' is judged twice"),
     ],
 )

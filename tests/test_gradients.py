@@ -10,7 +10,7 @@ import torch
 from skilltrain.losses import InfoNCE
 from skilltrain.records import Skill
 from skilltrain.tables import JUDGEMENTS, LISTS, QUERIES, read_table, write_table
-from skilltrain.training.gradients import at_scores, at_vectors
+from skilltrain.training.gradients import _mean, at_scores, at_vectors
 from skilltrain.training.scores import ScoreContext, encoder_scores
 from skilltrain.training.training_set import TrainingList, TrainingSet
 from small_library import skilltrain, succeeds, write_recipe
@@ -27,8 +27,8 @@ def test_slopes_by_hand():
     """Softmax over three scores of 0: a third each, so the positive has -2/3 and the two negatives 1/3."""
     slopes = torch.tensor([[-2 / 3, 1 / 3, 1 / 3, 0.0]], dtype=torch.float64)
     rows = rows_by_part(at_scores(slopes, [["required", "rejected", "in-batch", ""]]))
-    assert rows["scores", "rejected"] == [(pytest.approx(1 / 3), pytest.approx(1 / 4), 1, 1, pytest.approx(1 / 3))]
-    assert rows["scores", "required"] == [(pytest.approx(2 / 3), pytest.approx(1 / 2), 1, 1, pytest.approx(-2 / 3))]
+    assert rows["scores", "rejected"] == [pytest.approx((1 / 3, 1 / 4, 1, 1 / 9, 1 / 3))]
+    assert rows["scores", "required"] == [pytest.approx((2 / 3, 1 / 2, 1, 4 / 9, -2 / 3))]
     assert len(rows) == 3
 
 
@@ -36,8 +36,8 @@ def test_parts_at_vectors_by_hand():
     """A unit vector along x: only y turns it. Rejections push by 3, an in-batch negative takes 2 of that back."""
     parts = {"rejected": torch.tensor([[9.0, 3.0]]), "in-batch": torch.tensor([[0.0, -2.0]])}
     rows = rows_by_part(at_vectors("queries", parts, torch.tensor([[9.0, 1.0]]), torch.tensor([[1.0, 0.0]])))
-    assert rows["queries", "rejected"] == [pytest.approx((3, 3 / 5, 1, 1 / 3, 0))]
-    assert rows["queries", "in-batch"] == [pytest.approx((2, 2 / 5, -1, -1 / 2, 0))]
+    assert rows["queries", "rejected"] == [pytest.approx((3, 3 / 5, 1, 3, 0))]
+    assert rows["queries", "in-batch"] == [pytest.approx((2, 2 / 5, -1, -2, 0))]
     assert len(rows) == 2, "the parts add up to the whole, and no other direction is left"
     (other,) = rows_by_part(at_vectors("queries", {}, torch.tensor([[9.0, 1.0]]), torch.tensor([[1.0, 0.0]])))
     assert other == ("queries", "other directions")
@@ -68,9 +68,15 @@ def test_a_rejected_skill_that_another_query_needs_is_pulled_back():
     }
     rows = rows_by_part(at_vectors("skills", parts, whole, skills.detach()))
     # What turns b: x - half * b = (1, -1) / 2 of the push p, and y - half * b = (-1, 1) / 2 of the pull p - 1.
-    ((norm, share, cosine, survival, _),) = rows["skills", "rejected"]
+    ((norm, share, cosine, along, _),) = rows["skills", "rejected"]
     assert norm == pytest.approx(p * half) and share == pytest.approx(p / (p + 1 - p)) and cosine == pytest.approx(1)
-    assert survival == pytest.approx((p + (1 - p)) / p), "both turn b away from x: the rejection is helped"
+    assert along / norm**2 == pytest.approx((p + (1 - p)) / p), "both turn b away from x: the rejection is helped"
+
+
+def test_survival_is_that_of_all_rows_together():
+    """A row of norm 3 of which 1/3 survives, and one of norm 0.1 that is reversed tenfold: 3 - 0.1 of 9 + 0.01."""
+    part = _mean("queries", "rejected", [(3.0, 0.6, 1.0, 3.0, 0.0), (0.1, 0.1, -1.0, -0.1, 0.0)])
+    assert part.survival == pytest.approx(2.9 / 9.01) and part.norm == pytest.approx(1.55) and part.num == 2
 
 
 @pytest.fixture

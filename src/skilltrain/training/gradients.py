@@ -29,7 +29,7 @@ from skilltrain.training.training_set import TrainingList
 
 IN_BATCH, DIRECTIONS = "in-batch", "other directions"
 Row = tuple[tuple[str, str], tuple[float, ...]]
-"""Where and which part, and the figures of one query or skill in the order of PartOfGradient."""
+"""Where and which part; and of one query or skill norm, share, cosine, product with the whole, and slope."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,14 @@ def measure_gradients(config: TrainConfig, num_batches: int) -> list[PartOfGradi
     for batch in track(batches, "taking gradients apart", len(batches)):
         for key, row in of_batch(step, batch):
             rows.setdefault(key, []).append(row)
-    means = {key: torch.tensor(values, dtype=torch.float64).mean(0).tolist() for key, values in rows.items()}
-    return [PartOfGradient(*key, len(rows[key]), *mean) for key, mean in means.items()]
+    return [_mean(*key, values) for key, values in rows.items()]
+
+
+def _mean(at: str, part: str, rows: Sequence[tuple[float, ...]]) -> PartOfGradient:
+    """The means of a part's rows; survival is that of all rows together, for a single one may have next to no norm."""
+    norm, share, cosine, along, slope = torch.tensor(rows, dtype=torch.float64).mean(0).tolist()
+    squares = sum(row[0] ** 2 for row in rows) / len(rows)
+    return PartOfGradient(at, part, len(rows), norm, share, cosine, along / squares if squares else 1.0, slope)
 
 
 def write_gradients(found: Sequence[PartOfGradient], config: TrainConfig, num_batches: int) -> None:
@@ -124,7 +130,7 @@ def at_scores(slopes: Float[Tensor, "query skill"], names: Sequence[Sequence[str
         amounts = {part: sum(map(abs, found)) for part, found in own.items()}
         for part, found in own.items():
             share = amounts[part] / (sum(amounts.values()) or 1.0)
-            yield ("scores", part), (amounts[part], share, 1.0, 1.0, sum(found) / len(found))
+            yield ("scores", part), (amounts[part], share, 1.0, amounts[part] ** 2, sum(found) / len(found))
 
 
 def at_vectors(
@@ -133,7 +139,7 @@ def at_vectors(
     whole: Float[Tensor, "row dim"],
     vectors: Float[Tensor, "row dim"],
 ) -> Iterator[Row]:
-    """For each row that a part reaches: its gradient's norm and share, and its cosine and survival in the `whole`.
+    """For each row that a part reaches: its gradient's norm and share, and its cosine and product with the `whole`.
 
     What the parts do not add up to comes from a loss's other directions. All are cut to what turns the unit `vectors`:
     the part along a vector is lost where it is made a unit vector.
@@ -147,7 +153,7 @@ def at_vectors(
         for number in (norms[part] > 1e-9 * in_all.max()).nonzero()[:, 0].tolist():
             norm, along = norms[part][number], rows[number] @ whole[number]
             cosine = along / (norm * whole[number].norm()).clamp(min=1e-300)
-            yield (at, part), (*map(float, (norm, norm / in_all[number], cosine, along / norm**2)), 0.0)
+            yield (at, part), (*map(float, (norm, norm / in_all[number], cosine, along)), 0.0)
 
 
 def _parts(names: Sequence[Sequence[str]]) -> list[str]:

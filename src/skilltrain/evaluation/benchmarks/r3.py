@@ -30,9 +30,16 @@ class _QueryRow(Row):
     lang: Label = ""
 
 
+def _reason(value: object) -> str | None:
+    """A reason; anything but a text says nothing. Raises ValueError for a text that is none of the eight."""
+    if isinstance(value, str) and value not in set(Reason):
+        raise ValueError(f"'{value:.40}' is no reason; choose from {', '.join(Reason)}")
+    return value if isinstance(value, str) else None
+
+
 class _Rejected(Row):
     skill_id: Text
-    reason: Annotated[Reason | None, BeforeValidator(lambda value: Reason(value) if isinstance(value, str) else None)]
+    reason: Annotated[str | None, BeforeValidator(_reason)] = None
 
 
 class _Group(NamedRow):
