@@ -67,7 +67,8 @@ def predict(folder: Path, name: str, values: object) -> str:
 def analysed(folder, model_folders):
     """The folder of a report with every analysis on; the two rerankers of one source are one model."""
     systems = [BM25, reranked(model_folders["bert_reranker"]), reranked(model_folders["bert_reranker"], "again")]
-    evaluate(folder, systems=systems, analysis={"num_timed": 3, "num_attention": 4, "structure": True}, depth=5)
+    analysis = {"num_timed": 3, "num_attention": 4, "truncation": True, "structure": True}
+    evaluate(folder, systems=systems, analysis=analysis, depth=5)
     return folder / "out"
 
 
@@ -79,6 +80,13 @@ def test_every_analysis_stands_in_json_markdown_and_on_the_page(analysed, model_
         ("reranked", "1 lexical", 3), ("reranked", "2 rerank", 3), ("reranked", "total", 3),
         ("again", "1 lexical", 3), ("again", "2 rerank", 3), ("again", "total", 3),
     ]  # fmt: skip
+    assert [(row["system"], row["stage"], row["num_passed"]) for row in found["stages"]] == [
+        ("reranked", "1 lexical", 3), ("reranked", "2 rerank", 10), ("again", "1 lexical", 3), ("again", "2 rerank", 10),
+    ]  # fmt: skip
+    recalls = [row["means"]["Recall@10"]["mean"] for row in found["stages"]]
+    assert recalls == [1.0] * 4, "the word of each query stands in its skill alone"
+    (truncated,) = found["truncation"]
+    assert (truncated["model"], truncated["num_skills"]) == (str(model_folders["bert_reranker"]), 10)
     (attention,) = found["attention"]
     assert (attention["model"], attention["num_pairs"]) == (str(model_folders["bert_reranker"]), 4)
     assert len(attention["layers"]) == 2
@@ -96,7 +104,7 @@ def test_every_analysis_stands_in_json_markdown_and_on_the_page(analysed, model_
     assert [part["num_queries"] for part in parts] == [2, 2, 2, 2]
     assert found["pass_rates"] == [], "the agents' pass rates are known for SkillsBench's tasks alone"
     markdown = (analysed / "report.md").read_text()
-    for title in ("Fixed and broken", "Latency"):
+    for title in ("Fixed and broken", "Stage by stage", "Skills that a model sees whole", "Latency"):
         assert f"## {title}\n" in markdown
     assert (
         "## Description length: Q1" in markdown
@@ -105,7 +113,7 @@ def test_every_analysis_stands_in_json_markdown_and_on_the_page(analysed, model_
     )
     page = (analysed / "report.html").read_text()
     assert "<dt>Pool</dt><dd>pool, 10 skills</dd>" in page and "with skilltrain 0" in page
-    for part in ("flows", "speed", "slices", "attention", "structure"):
+    for part in ("flows", "stages", "truncation", "speed", "slices", "attention", "structure"):
         assert f'<section id="{part}">' in page
 
 
@@ -122,7 +130,7 @@ def test_an_alternative_stands_in_for_a_gold_skill_that_the_pool_lacks():
     benchmark, skills = Benchmark("b", (task,), ()), {skill.skill_id: skill for skill in POOL}
     inputs = analyse_inputs(AnalysisConfig(structure=True), [], benchmark, skills)
     assert {(row.num_gold, row.num_others) for row in inputs.structure} == {(2, 8)}
-    result = analyse_results(inputs, [], benchmark, {})
+    result = analyse_results(inputs, [], benchmark, {}, 0)
     assert result.structure == inputs.structure and result.outcomes == ()
 
 

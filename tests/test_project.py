@@ -94,7 +94,8 @@ def test_there_are_recipes():
     wanted = {"sr_emb_0.6b", "sr_emb_8b", "sr_emb_8b_full", "sr_rank_0.6b", "sr_rank_8b", "sr_rank_0.6b_pointwise"}
     wanted |= {"r3_emb_0.6b", "r3_rank_0.6b"}
     assert set(FULL_SIZE) == wanted
-    assert {path.stem for path in RECIPES if path.parent.name == "tiny"} == wanted | {"sr_emb_minilm", "sr_rank_minilm"}
+    more = {"sr_emb_minilm", "sr_rank_minilm", "skillflow"}
+    assert {path.stem for path in RECIPES if path.parent.name == "tiny"} == wanted | more
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -142,6 +143,21 @@ def test_the_recipes_hold_skillrouters_values():
     skills = [recipe["model"]["template"]["skill"] for recipe in (encoder, reranker)]
     assert [(skill["description_chars"], skill["body_chars"]) for skill in skills] == [(300, 2500), (500, 2000)]
     assert reranker["model"]["template"]["separator"] == "\n\n"
+
+
+def test_the_cascade_has_skillflows_values_and_a_twin_of_the_same_systems():
+    full, twin = (load_recipe(ROOT / "recipes" / folder / "skillflow.yaml")["systems"] for folder in ("", "tiny"))
+    for one, other in zip(full, twin, strict=True):
+        assert one["name"] == other["name"]
+        for ranker, small in zip(one["rankers"], other["rankers"], strict=True):
+            assert keys_of(ranker) - keys_of(small) == set() and ranker["kind"] == small["kind"]
+    first, shallow, deep, chooser = full[-1]["rankers"]
+    assert first["of"]["template"]["skill"]["fields"] == "description"
+    assert (first["count"], first["join"], first["of"]["keep"], first["keep"]) == (5, "union", 200, 1000)
+    values = [(one["count"], one["of"]["keep"], one["of"]["max_tokens"]) for one in (shallow, deep)]
+    assert values == [(1, 1000, 512), (1, 100, 4096)]
+    assert (chooser["keep"], chooser["most"], chooser["specificity"]) == (10, 5, True)
+    assert {one["llm"]["model"] for one in full[-1]["rankers"]} == {"gpt-4o-mini"}
 
 
 # Launch files --------------------------------------------------------------------------------------------------------

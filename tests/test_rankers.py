@@ -8,7 +8,8 @@ from pydantic import ValidationError
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
-from skilltrain.retrieval.rankers import FuseConfig, Weighted, fuse, open_ranker
+from skilltrain.retrieval.fuse import fuse
+from skilltrain.retrieval.rankers import FuseConfig, Weighted, open_ranker
 from skilltrain.retrieval.saved import SavedConfig
 from skilltrain.tables import RANKINGS, write_table
 

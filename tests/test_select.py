@@ -10,10 +10,11 @@ import pytest
 
 from llm_server import LLMServer, Reply, llm_server
 from skilltrain.config import validate
+from skilltrain.llm import cost_of
 from skilltrain.llm.budget import estimate_prompt
 from skilltrain.llm.protocol import Message
 from skilltrain.records import Dropped, Query, Skill
-from skilltrain.retrieval.select import Choice, Select, SelectConfig, plan_select, read_choice
+from skilltrain.retrieval.select import Choice, Select, SelectConfig, read_choice
 
 
 def skill(skill_id: str, body: str = "Do the work.", **changed: Any) -> Skill:
@@ -201,7 +202,7 @@ def test_the_cost_is_told_before_anybody_is_asked(capsys: pytest.CaptureFixture[
         server.otherwise = lambda request: Reply("1")
         config = config_of(server, None, llm={"prices": {"prompt": 10.0, "completion": 100.0}})
         asked = [Query(query_id, text, "single", "test", "test") for query_id, text in queries.items()]
-        plan = plan_select(config, asked, list(FOUR.values()))
+        plan = cost_of(config.asks(asked, list(FOUR.values())))
         assert server.requests == []
         select(config, queries, dict.fromkeys(queries, "abcd"), FOUR)
         messages = [Message(m["role"], m["content"]) for m in server.requests[0]["messages"]]
@@ -211,4 +212,4 @@ def test_the_cost_is_told_before_anybody_is_asked(capsys: pytest.CaptureFixture[
     assert plan["num_completion_tokens"] == 5 * 4
     assert plan["dollars"] == pytest.approx((plan["num_prompt_tokens"] * 10 + 20 * 100) / 1e6)
     assert "5 requests to scripted, about" in capsys.readouterr().err
-    assert plan_select(config, asked, [skill("a")])["num_requests"] == 0
+    assert cost_of(config.asks(asked, [skill("a")]))["num_requests"] == 0

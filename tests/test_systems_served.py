@@ -121,7 +121,7 @@ def test_a_chat_model_is_not_timed(capsys):
         found = asked([system_of(server)], num_timed=3)
         assert len(server.requests) == 3
     assert found["selected"].alone == ()
-    assert "selected: not timed, for it asks a server" in capsys.readouterr().err
+    assert "selected, from select on: not timed, for it asks a server" in capsys.readouterr().err
 
 
 def test_a_chat_model_in_an_evaluation_is_counted_in_the_summary(bench):

@@ -122,5 +122,5 @@ def test_lists_that_cannot_be_scored_are_refused(folder, members, complaint):
 
 
 def test_what_gives_no_scores_is_no_teacher(folder):
-    with pytest.raises(SkilltrainError, match="recipe: rankers: select names the best skill and gives no scores"):
+    with pytest.raises(SkilltrainError, match="recipe: rankers: select chooses skills and gives no scores"):
         run(folder, {"kind": "select", "llm": {"kind": "smollm2"}})

@@ -1,16 +1,19 @@
 """The command `evaluate`."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
-from skilltrain.cli.app import AS_WRITTEN, DryRun, Overrides, app, execute, quietly, settings_of, show
+from skilltrain.cli.app import AS_WRITTEN, AsJson, DryRun, Overrides, app, conclude, execute, quietly, settings_of, show
 from skilltrain.cli.settings_help import HelpAll, SettingsCommand
 from skilltrain.errors import SkilltrainError
 from skilltrain.stages import parse_recipe
 from skilltrain.terminal import console
+from skilltrain.texts import printable
 
 
 @app.command(cls=SettingsCommand, context_settings=AS_WRITTEN)
@@ -50,6 +53,38 @@ def evaluate(
         raise SkilltrainError("--json is for predictions alone", fix="leave out=… and systems out, or --json")
     else:
         execute(parse_recipe(values, where), only_plan)
+
+
+@app.command()
+def agents(
+    trials: Annotated[
+        Path, typer.Argument(help="JSON Lines: condition, task, trial, passed; used, retrieved, steps, …")
+    ],
+    benchmark: Annotated[Path | None, typer.Option(help="the tasks, to count gold skills among the retrieved")] = None,
+    ceiling: Annotated[str | None, typer.Option(help="the condition in which agents had the gold skills")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare what agents did under several conditions, each with the first: no skills, gold skills, skills found.
+
+    Example: skilltrain agents trials.jsonl --benchmark bench --ceiling gold
+    """
+    from skilltrain.evaluation.agent_results import CHIEF, agent_results, read_trials
+    from skilltrain.evaluation.benchmarks.load import load_benchmark
+    from skilltrain.report.numbers import p_equals, reading, signed_interval
+
+    tasks = load_benchmark([benchmark], None).tasks if benchmark else ()
+    found = agent_results(read_trials(trials), {task.query.query_id: task.relevance for task in tasks}, ceiling)
+    if as_json:
+        show(asdict(found))
+        return
+    table = Table("", *map(printable, found.means), title="means over tasks, 95% bootstrap intervals")
+    for measure in dict.fromkeys(measure for row in found.means.values() for measure in row):
+        table.add_row(measure, *(str(row.get(measure, "–")) for row in found.means.values()))
+    console.print(table)
+    lines = [f"{c.system} - {c.baseline}: {CHIEF} {signed_interval(c.difference)}, {p_equals(c.p_holm)} after Holm, "
+             f"{reading(c)}" for c in found.comparisons]  # fmt: skip
+    lines += [f"{name}: {share:.1%} of {ceiling}'s {CHIEF}" for name, share in found.of_ceiling.items()]
+    conclude({}, lines, as_json)
 
 
 def _score_predictions(values: dict[str, Any], scores: Path | None, only_plan: bool) -> None:

@@ -159,6 +159,28 @@ def _router(router: Path | None, pool: Path | None, rankers: str | None) -> "Rou
     return Router(read_pool(pool), validate(SystemConfig, given, "--rankers"), pool)
 
 
+@app.command("provision")
+def provision_skills(
+    rankings: Annotated[Path, typer.Argument(help="RANKINGS table, or the folder of evaluate or candidates")],
+    pool: Annotated[Path, typer.Option(help="the pool that was ranked")],
+    out: Annotated[Path, typer.Option(help="folder to write: a folder for each query, in it one for each skill")],
+    stage: Annotated[str | None, typer.Option(help="whose ranking, where the table holds several")] = None,
+    top: Annotated[int, typer.Option(min=1, help="skills of a query at most")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Write the skills that a system chose for each query into folders, as agents read them.
+
+    Example: skilltrain provision runs/report --stage cascade --pool runs/pool --out runs/agent_skills
+    """
+    from skilltrain.retrieval.saved import read_rankings
+    from skilltrain.routing.provision import NAMES_FILE, provision
+
+    found = read_rankings(rankings, stage)
+    num = quietly(provision, found, pool, top, out)
+    lines = [f"{out}: {num:,} skills for {len(found):,} queries; {out / NAMES_FILE} says which folder is which"]
+    conclude({"out": str(out), "num_queries": len(found), "num_skills": num}, lines, as_json)
+
+
 @app.command("inspect")
 def inspect_lists(
     lists: Annotated[Path, typer.Argument(help="folder of the stage lists")],

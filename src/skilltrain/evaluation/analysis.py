@@ -63,6 +63,32 @@ class StageLatency:
 
 
 @dataclass(frozen=True, slots=True)
+class StageRecall:
+    """What one ranker of a system finds (SkillFlow, table 3): measure → mean, with cutoffs up to its longest ranking.
+
+    The next ranker sees `num_passed` skills. Recall at this cutoff is what later rankers cannot exceed, Hit at it the
+    Hit@1 of a perfect next ranker.
+    """
+
+    system: str
+    stage: str
+    num_passed: int
+    means: dict[str, Interval]
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """The share of skills that a model sees whole (SkillFlow, figure 6): of the fields that it is shown, neither the
+    template's characters nor its tokens cut anything. Nothing is taken off a reranker's tokens for the query.
+    """
+
+    model: str
+    max_tokens: int
+    whole: float
+    num_skills: int
+
+
+@dataclass(frozen=True, slots=True)
 class FieldAttention:
     """Where a reranker looks: attention of the last position (of the first for models with a classification token) to
     the skill's fields (SkillRouter, section 3.2 and appendix F), averaged over heads, normalised over a pair's fields,
@@ -108,6 +134,8 @@ class Analysis:
 
     outcomes: tuple[Outcomes, ...] = ()
     pass_rates: tuple[PassRate, ...] = ()
+    stages: tuple[StageRecall, ...] = ()
+    truncation: tuple[Truncation, ...] = ()
     latencies: tuple[StageLatency, ...] = ()
     structure: tuple[FeatureComparison, ...] = ()
     attention: tuple[FieldAttention, ...] = ()

@@ -4,7 +4,16 @@ Answers are kept on disk, and a run never takes more tokens or dollars than its 
 """
 
 from skilltrain.llm.answers import Answers
-from skilltrain.llm.ask import Asked, Question, Questions, ask_until, cost_of, read_object
+from skilltrain.llm.ask import (
+    Asked,
+    Question,
+    Questions,
+    ask_until,
+    ask_while_up,
+    cost_of,
+    read_list,
+    read_object,
+)
 from skilltrain.llm.batch import BatchLLM
 from skilltrain.llm.budget import Budget, prices_of
 from skilltrain.llm.client import LLM, LiveLLM
@@ -14,7 +23,7 @@ from skilltrain.llm.settings import BudgetConfig, LLMConfig, OpenAIConfig, Price
 __all__ = [
     "LLM", "Answer", "Answers", "Asked", "Budget", "BudgetConfig", "Completion", "CompletionError", "LLMConfig",
     "Message", "OpenAIConfig", "Prices", "Question", "Questions", "Request", "SmolLM2Config", "Usage", "ask_until",
-    "cost_of", "open_llm", "prices_of", "read_object",
+    "ask_while_up", "cost_of", "open_llm", "prices_of", "read_list", "read_object",
 ]  # fmt: skip
 
 

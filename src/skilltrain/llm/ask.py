@@ -2,12 +2,14 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from skilltrain.errors import SkilltrainError
 from skilltrain.llm.budget import Budget, estimate_prompt
 from skilltrain.llm.client import LLM
 from skilltrain.llm.protocol import Answer, CompletionError, Request, Usage
@@ -65,20 +67,38 @@ class Asked(Generic[QuestionT, ValueT]):
     dropped: list[Dropped]
     used: dict[str, Any]
 
+    def counts(self) -> dict[str, Any]:
+        """How many questions there were, how many have no usable answer, and why, and what all of it took."""
+        why = dict(sorted(Counter(fault.filter for fault in self.dropped).items()))
+        num = len(self.dropped)
+        return {"num_asked": len(self.values) + num, "num_unusable": num, "unusable": why, **self.used}
+
 
 def read_object(answer: str, kind: type[ModelT]) -> ModelT:
     """The one JSON object of an answer, bare or in a fenced block. Raises ValueError, which says what is wrong."""
-    text = answer.strip()
-    fenced = _FENCED.search(text)
     try:
-        # Many models put a line break inside a JSON string, which loses nothing.
-        values = json.loads(fenced[1] if fenced and not text.startswith("{") else text, strict=False)
-        return kind.model_validate(values)
+        return kind.model_validate(_read_json(answer, "{"))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise ValueError(": ".join([*(str(part) for part in first["loc"]), first["msg"]])) from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not one JSON object with {', '.join(kind.model_fields)}: {error}") from error
+
+
+def read_list(answer: str) -> list[Any] | None:
+    """The one JSON list of an answer, bare or in a fenced block; None where it is anything else."""
+    try:
+        value = _read_json(answer, "[")
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, list) else None
+
+
+def _read_json(answer: str, opening: str) -> Any:
+    text = answer.strip()
+    fenced = _FENCED.search(text)
+    # Many models put a line break inside a JSON string, which loses nothing.
+    return json.loads(fenced[1] if fenced and not text.startswith(opening) else text, strict=False)
 
 
 def cost_of(questions: Questions[Any, Any]) -> dict[str, Any]:
@@ -139,6 +159,16 @@ def ask_until(questions: Questions[QuestionT, ValueT]) -> Asked[QuestionT, Value
     budget = questions.llm.budget
     in_order = [values[place] for place in sorted(values)], [faults[place] for place in sorted(faults)]
     return Asked(*in_order, budget.account(budget.used))
+
+
+def ask_while_up(questions: Questions[QuestionT, ValueT]) -> Asked[QuestionT, ValueT]:
+    """As `ask_until`; but where no request can succeed, that is said, and every question is dropped as `down`."""
+    try:
+        return ask_until(questions)
+    except SkilltrainError as error:
+        say(f"warning: {questions.description}: it goes on without the chat model: {error}")
+        dropped = [Dropped(one.query_id, one.skill_id, "down", error.what) for one in questions.asked]
+        return Asked([], dropped, questions.llm.budget.account(questions.llm.budget.used))
 
 
 def _checked(questions: Questions[QuestionT, ValueT], question: QuestionT, answer: Answer) -> ValueT | Dropped:

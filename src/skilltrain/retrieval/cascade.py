@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import pyarrow as pa
@@ -15,17 +16,19 @@ from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.rankers import (
     OWN,
+    Asking,
+    AskingConfig,
     FuseConfig,
     Ranker,
     RankerConfig,
     is_own,
     key_of,
     needs_candidates,
+    num_read,
     open_ranker,
     parts_of,
 )
 from skilltrain.retrieval.saved import SavedConfig
-from skilltrain.retrieval.select import Select, SelectConfig
 from skilltrain.tables import RANKINGS, table_from_rows
 from skilltrain.terminal import say, without_bars
 
@@ -62,7 +65,7 @@ class RankedStage:
 
     `name` is the system's for its last ranker, `<system>/<number> <kind>` for those before. `seconds` are those of a
     query when all were ranked together, `alone` those of each query that was asked alone. `counts` is what a ranker
-    that asks a chat model has to tell.
+    that asks a chat model has to tell. The ranker after it sees the first `num_passed` skills, or all (None).
     """
 
     name: str
@@ -71,6 +74,7 @@ class RankedStage:
     seconds: float
     alone: tuple[float, ...]
     counts: Mapping[str, Any]
+    num_passed: int | None = None
 
 
 class Cascade:
@@ -100,15 +104,18 @@ class Cascade:
     def run(self, system: SystemConfig, num_timed: int = 0) -> tuple[RankedStage, ...]:
         """What each ranker of `system` answers; the last one's rankings are cut at the depth.
 
-        `num_timed` queries are asked once more, alone, where no ranker asks a server.
+        `num_timed` queries are asked once more, alone, up to the first ranker that asks a server.
         """
         keeps = keeps_of(system, self.depth)
         alone = self._times_alone(system, keeps, num_timed)
         stages: list[RankedStage] = []
         for number, ranker in enumerate(system.rankers, 1):
             stage = self._answer(system, keeps, number, stages[-1].rankings if stages else None)
-            name = f"{system.name}/{number} {ranker.kind}" if number < len(system.rankers) else system.name
-            stages.append(replace(stage, name=name, alone=tuple(row[number - 1] for row in alone)))
+            is_last = number == len(system.rankers)
+            name = system.name if is_last else f"{system.name}/{number} {ranker.kind}"
+            passed = None if is_last else num_read(system.rankers[number])
+            times = tuple(row[number - 1] for row in alone if len(row) >= number)
+            stages.append(replace(stage, name=name, alone=times, num_passed=passed))
         cut = {query_id: ranking[: self.depth] for query_id, ranking in stages[-1].rankings.items()}
         return (*stages[:-1], replace(stages[-1], rankings=cut))
 
@@ -130,7 +137,7 @@ class Cascade:
         if not all(math.isfinite(score) for ranking in rankings.values() for _, score in ranking):
             raise SkilltrainError(f"ranker {number}, {rankers[-1].kind}, gave scores that are no numbers",
                                   where=f"system {system.name}")  # fmt: skip
-        counts = ranker.counts if isinstance(ranker, Select) else {}
+        counts = ranker.counts if isinstance(ranker, Asking) else {}
         answer = RankedStage(system.name, rankers[-1].kind, rankings, seconds, (), counts)
         if not any(is_own(ranker) for ranker in rankers):
             self._answers[key] = answer
@@ -139,14 +146,16 @@ class Cascade:
     def _times_alone(self, system: SystemConfig, keeps: Sequence[int], num: int) -> list[list[float]]:
         """Seconds of each ranker for each of `num` queries, asked alone; the first once more before, to warm up.
 
-        They are asked under ids of their own, so that no score that is remembered of them helps.
+        Rankers from the first on that asks a server or reads a file are left out. Queries have ids of their own, so
+        that no score that is remembered of them helps.
         """
         if not num:
             return []
-        if any(isinstance(part, ApiConfig | SelectConfig | SavedConfig) for part in parts_of(system.rankers)):
-            say(f"{system.name}: not timed, for it asks a server or reads rankings from a file")
-            return []
-        rankers = [open_ranker(ranker, self.skills, self._opened) for ranker in system.rankers]
+        timed = [*takewhile(_is_local, system.rankers)]
+        if len(timed) < len(system.rankers):
+            start = f", from {system.rankers[len(timed)].kind} on" if timed else ""
+            say(f"{system.name}{start}: not timed, for it asks a server or reads rankings from a file")
+        rankers = [open_ranker(ranker, self.skills, self._opened) for ranker in timed]
         queries = [self.queries[0], *self.queries[:num]]
         again = [replace(query, query_id=f"{system.name} {number}") for number, query in enumerate(queries)]
         times: list[list[float]] = []
@@ -154,11 +163,15 @@ class Cascade:
             for query in again:
                 times.append([])
                 rankings: Rankings | None = None
-                for ranker, keep in zip(rankers, keeps, strict=True):
+                for ranker, keep in zip(rankers, keeps, strict=False):
                     started = time.perf_counter()
                     rankings = ranker.rank([query], rankings, keep)
                     times[-1].append(time.perf_counter() - started)
         return times[1:]
+
+
+def _is_local(ranker: RankerConfig) -> bool:
+    return not any(isinstance(part, ApiConfig | AskingConfig | SavedConfig) for part in parts_of([ranker]))
 
 
 def keeps_of(system: SystemConfig, depth: int) -> list[int]:

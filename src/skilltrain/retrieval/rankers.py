@@ -9,29 +9,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
-import numpy as np
-from jaxtyping import Float64
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json
-from skilltrain.records import Query, Ranking, Rankings, Skill
+from skilltrain.records import Query, Rankings, Skill
+from skilltrain.retrieval.admit import Admit, AdmitConfig
 from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.dense import DenseConfig
+from skilltrain.retrieval.expand import Expand, ExpandConfig
+from skilltrain.retrieval.fuse import Method, fuse
 from skilltrain.retrieval.late import LateConfig
 from skilltrain.retrieval.lexical import LexicalConfig
 from skilltrain.retrieval.rerank import RerankConfig, with_rest
 from skilltrain.retrieval.saved import SavedConfig
-from skilltrain.retrieval.select import SelectConfig
+from skilltrain.retrieval.select import Select, SelectConfig
 
 OWN = "self"
 """The `source` that stands for the model in training."""
 LEG_KEEP = 100
 """Skills that a leg of `fuse` finds where the recipe does not say: the same for any depth of the system."""
 WEIGHTS_FILE = "weights.json"
-
-Method = Literal["z", "rrf"]
 
 
 class Ranker(Protocol):
@@ -41,8 +40,9 @@ class Ranker(Protocol):
         """query_id → the skills that it ranks, best first.
 
         Without `candidates` these are the `keep` best of the whole pool; with them, the candidates in a new order.
-        `rerank` and `select` order the first `keep` candidates and leave the others behind them, all other kinds
-        return the `keep` best. Equal scores keep the order of the candidates, or of the pool.
+        `rerank` and `select` order the first `keep` candidates and leave the others behind them, `admit` drops those
+        that it does not choose, all other kinds return the `keep` best. Equal scores keep the order of the candidates,
+        or of the pool.
         """
         ...
 
@@ -105,8 +105,11 @@ class FuseConfig(Config):
         return read_weights(self.weights, self.of) if isinstance(self.weights, Path) else self.weights
 
 
+AskingConfig = SelectConfig | AdmitConfig | ExpandConfig
+"""Rankers that ask a chat model; at work, they hold `counts` of what came of it."""
+Asking = Select | Admit | Expand
 RankerConfig = Annotated[
-    LexicalConfig | DenseConfig | ApiConfig | SavedConfig | RerankConfig | LateConfig | SelectConfig | FuseConfig,
+    LexicalConfig | DenseConfig | ApiConfig | SavedConfig | RerankConfig | LateConfig | FuseConfig | AskingConfig,
     Field(discriminator="kind"),
 ]
 
@@ -135,16 +138,22 @@ def leg_name(leg: RankerConfig) -> str:
 
 
 def parts_of(rankers: Sequence[RankerConfig]) -> Iterator[RankerConfig]:
-    """Yield each ranker, and what a fused one is made of."""
+    """Yield each ranker, and what it is made of: the legs of a fused one, what is asked by one that expands."""
     for ranker in rankers:
         yield ranker
-        if isinstance(ranker, FuseConfig):
-            yield from ranker.of
+        if isinstance(ranker, FuseConfig | ExpandConfig):
+            yield from ranker.of if isinstance(ranker, FuseConfig) else (ranker.of,)
 
 
 def needs_candidates(ranker: RankerConfig) -> bool:
     """Whether it cannot rank a whole pool."""
-    return any(isinstance(part, RerankConfig | LateConfig | SelectConfig) for part in parts_of([ranker]))
+    return any(isinstance(part, RerankConfig | LateConfig | SelectConfig | AdmitConfig) for part in parts_of([ranker]))
+
+
+def num_read(ranker: RankerConfig) -> int | None:
+    """How many of its candidates, from the first on, decide what it answers; None for all."""
+    part = ranker.of if isinstance(ranker, ExpandConfig) else ranker
+    return part.keep if isinstance(part, RerankConfig | SelectConfig | AdmitConfig) else None
 
 
 def is_own(ranker: RankerConfig) -> bool:
@@ -176,52 +185,6 @@ class Fuse:
         return [leg.rank(queries, candidates, count) for leg, count in zip(self.legs, keeps, strict=True)]
 
 
-def fuse(legs: Sequence[Ranking], weights: Sequence[float], method: Method, rrf_k: int) -> Ranking:
-    """All skills that the `legs` found, best first; equal scores stand in the order in which they were found.
-
-    `z` adds each leg's scores, made z-scores over the skills that any leg found, times the leg's weight. A skill that a
-    leg did not find gets the lowest score that this leg gave.
-
-    `rrf` adds weight / (rrf_k + rank); a leg adds nothing to a skill that it did not find (Cormack et al., 2009).
-    """
-    return weighted(*comparable_scores(legs, method, rrf_k), weights)
-
-
-def comparable_scores(
-    legs: Sequence[Ranking], method: Method, rrf_k: int
-) -> tuple[list[str], Float64[np.ndarray, "leg skill"]]:
-    """All skills that the `legs` found, in the order in which they were found, and what each leg says of each."""
-    skill_ids = list(dict.fromkeys(skill_id for leg in legs for skill_id, _ in leg))
-    comparable = np.zeros((len(legs), len(skill_ids)))
-    if not skill_ids:
-        return skill_ids, comparable
-    for row, leg in zip(comparable, legs, strict=True):
-        if method == "rrf":
-            scores = {skill_id: 1 / (rrf_k + rank) for rank, (skill_id, _) in enumerate(leg, 1)}
-            row[:] = [scores.get(skill_id, 0.0) for skill_id in skill_ids]
-        else:
-            scores = dict(leg)
-            lowest = min(scores.values(), default=0.0)
-            row[:] = _z_scores(np.array([scores.get(skill_id, lowest) for skill_id in skill_ids]))
-    return skill_ids, comparable
-
-
-def weighted(skill_ids: list[str], comparable: Float64[np.ndarray, "leg skill"], weights: Sequence[float]) -> Ranking:
-    """The skills by the weighted sum of what the legs say, best first; equal sums keep their order."""
-    total = np.zeros(len(skill_ids))
-    for row, weight in zip(comparable, weights, strict=True):  # a matrix product may round equal columns unequally
-        total += weight * row
-    order = np.argsort(-total, kind="stable")
-    return [(skill_ids[place], float(total[place])) for place in order]
-
-
-def _z_scores(scores: Float64[np.ndarray, " skill"]) -> Float64[np.ndarray, " skill"]:
-    """`scores` without their unit; zeros where all are alike, for then they tell nothing apart."""
-    if scores.max() - scores.min() <= 1e-12 * np.abs(scores).max():
-        return np.zeros_like(scores)
-    return (scores - scores.mean()) / scores.std()
-
-
 @dataclass(frozen=True)
 class Weighted:
     """A reranker to whose scores those of the ranker before are added, times `weight`.
@@ -251,6 +214,8 @@ def open_ranker(config: RankerConfig, skills: Sequence[Skill], opened: dict[str,
     """
     if isinstance(config, FuseConfig):
         return Fuse(config, [open_ranker(leg, skills, opened) for leg in config.of], config.leg_weights())
+    if isinstance(config, ExpandConfig):
+        return Expand(config, open_ranker(config.of, skills, opened))
     key = key_of(config)
     if key not in opened:
         opened[key] = config.open(skills)

@@ -9,15 +9,29 @@ from pydantic import Field
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis import Analysis, StageLatency, compare_structure, outcomes
+from skilltrain.evaluation.analysis import (
+    Analysis,
+    StageLatency,
+    StageRecall,
+    Truncation,
+    compare_structure,
+    outcomes,
+)
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, wanted_skills
+from skilltrain.evaluation.bootstrap import intervals
 from skilltrain.evaluation.comparison import SystemResult
+from skilltrain.evaluation.metrics import Measure, per_query
+from skilltrain.models.encoder import EncoderConfig, load_encoder
+from skilltrain.models.loading import default_device
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig
 from skilltrain.retrieval.rankers import key_of, parts_of
 from skilltrain.retrieval.rerank import RerankConfig, open_reranker
 from skilltrain.routing.field_attention import field_attention
+from skilltrain.terminal import track
 
+STAGE_CUTOFFS = (1, 5, 10, 50, 100, 500, 1000)
+_WHOLE = 10**9  # characters
 _DECIDES = "Hit@1"  # what is right and what is wrong in the analyses that need a yes or no
 
 
@@ -32,6 +46,7 @@ class AnalysisConfig(Config):
     num_attention: int = Field(
         default=0, ge=0, description="queries with a gold skill in which each reranker's attention by field is measured"
     )
+    truncation: bool = Field(default=False, description="how many skills each model sees whole; reads the whole pool")
     structure: bool = Field(default=False, description="compare the structure of gold skills with the rest of the pool")
 
 
@@ -57,7 +72,26 @@ def analyse_inputs(
     structure = compare_structure(gold.values(), others) if config.structure else ()
     pairs = [(text, skills[skill_ids[0]]) for text, skill_ids in wanted[: config.num_attention]]
     attention = (field_attention(open_reranker(one), pairs, one.source) for one in rerankers.values() if pairs)
-    return Analysis(structure=structure, attention=tuple(attention))
+    models = {key_of(part): part for part in parts if isinstance(part, EncoderConfig | RerankConfig)}
+    cut = [truncation(part, [*skills.values()]) for part in models.values() if config.truncation]
+    return Analysis(truncation=tuple(cut), structure=structure, attention=tuple(attention))
+
+
+def truncation(config: EncoderConfig | RerankConfig, skills: Sequence[Skill]) -> Truncation:
+    """How many of `skills` the model sees whole."""
+    if isinstance(config, RerankConfig):
+        pairs = open_reranker(config).pairs
+        template, text, room = pairs.template.skill, pairs.text, pairs.settings.max_tokens - pairs.num_fixed
+    else:
+        encoder = load_encoder(config, default_device())
+        template, text = encoder.settings.template.skill, encoder.text_tokenizer
+        room = encoder.settings.max_tokens - len(encoder.tokenize([""], 8)[0])
+    uncapped = template.model_copy(update={"description_chars": _WHOLE, "body_chars": _WHOLE})
+    num = 0
+    for skill in track(skills, f"lengths for {config.source}", len(skills)):
+        shown = template.render(skill)
+        num += shown == uncapped.render(skill) and len(text.ids([shown])[0]) <= room
+    return Truncation(config.source, room, num / len(skills), len(skills))
 
 
 def analyse_results(
@@ -65,15 +99,38 @@ def analyse_results(
     results: Sequence[SystemResult],
     benchmark: Benchmark,
     stages: Mapping[str, Sequence[RankedStage]],
+    seed: int,
 ) -> Analysis:
-    """`inputs` with what the results tell.
+    """`inputs` with what the results tell; `seed` is the bootstrap's.
 
     Outcomes compare each system with the one before it: a pair that the recipe puts side by side.
     """
     decides = all(_DECIDES in values for result in results for values in result.per_query.values())
     pairs = pairwise(results) if decides else ()
     found = tuple(outcomes(before, after, _DECIDES, benchmark.clusters) for before, after in pairs)
-    return replace(inputs, outcomes=found, latencies=latencies(stages))
+    return replace(inputs, outcomes=found, stages=stage_recalls(stages, benchmark, seed), latencies=latencies(stages))
+
+
+def stage_recalls(
+    stages: Mapping[str, Sequence[RankedStage]], benchmark: Benchmark, seed: int
+) -> tuple[StageRecall, ...]:
+    """What the rankers of each system of several find, one after the other."""
+    relevances = {task.query.query_id: task.relevance for task in benchmark.tasks}
+    clusters = [task.cluster or task.query.query_id for task in benchmark.tasks]
+    found: list[StageRecall] = []
+    for system, ranked in stages.items():
+        for number, stage in enumerate(ranked if len(ranked) > 1 else (), 1):
+            longest = max(1, *map(len, stage.rankings.values()))
+            passed = min(stage.num_passed or longest, longest)
+            cutoffs = sorted({passed, *(k for k in STAGE_CUTOFFS if k <= longest)})
+            measures = [Measure(name, k) for name in ("Recall", "Precision") for k in cutoffs]
+            measures += [Measure("MRR", longest), Measure("Hit", passed)]
+            ids = {query_id: [skill_id for skill_id, _ in ranking] for query_id, ranking in stage.rankings.items()}
+            rows = per_query(ids, relevances, measures).values()
+            columns = np.array([[row[str(measure)] for measure in measures] for row in rows])
+            means = dict(zip(map(str, measures), intervals(columns, seed=seed, clusters=clusters), strict=True))
+            found.append(StageRecall(system, f"{number} {stage.kind}", passed, means))
+    return tuple(found)
 
 
 def latencies(stages: Mapping[str, Sequence[RankedStage]]) -> tuple[StageLatency, ...]:
@@ -84,7 +141,8 @@ def latencies(stages: Mapping[str, Sequence[RankedStage]]) -> tuple[StageLatency
     found: list[StageLatency] = []
     for system, ranked in stages.items():
         rows = {f"{number} {stage.kind}": np.array(stage.alone) for number, stage in enumerate(ranked, 1)}
-        rows["total"] = np.sum([*rows.values()], axis=0)
+        if all(stage.alone for stage in ranked):
+            rows["total"] = np.sum([*rows.values()], axis=0)
         for name, seconds in rows.items():
             if seconds.size:
                 p50, p95 = np.quantile(seconds, (0.5, 0.95)).tolist()

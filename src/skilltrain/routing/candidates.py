@@ -8,11 +8,11 @@ from pydantic import Field
 
 from skilltrain.config import Config, InputPath
 from skilltrain.data.pool.read import read_pool
+from skilltrain.llm import cost_of
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.api import ApiConfig, plan_encoding
 from skilltrain.retrieval.cascade import SystemConfig, rankings_table, run_systems
-from skilltrain.retrieval.rankers import key_of, parts_of
-from skilltrain.retrieval.select import SelectConfig, plan_select
+from skilltrain.retrieval.rankers import AskingConfig, key_of, parts_of
 from skilltrain.tables import RANKINGS, select_queries, write_table
 
 
@@ -52,8 +52,10 @@ def plan_ranking(systems: Sequence[SystemConfig], queries: Sequence[Query], skil
     seen: set[str] = set()
     for system in systems:
         for part in parts_of(system.rankers):
-            if isinstance(part, SelectConfig):
-                asked.setdefault(system.name, {})[part.kind] = plan_select(part, queries, skills)
+            if isinstance(part, AskingConfig):
+                costs = asked.setdefault(system.name, {})
+                name = part.kind if part.kind not in costs else f"{part.kind} {len(costs) + 1}"
+                costs[name] = cost_of(part.asks(queries, skills))
             elif isinstance(part, ApiConfig) and key_of(part) not in seen:  # what two systems share is asked once
                 seen.add(key_of(part))
                 asked.setdefault(system.name, {})[part.kind] = plan_encoding(part, skills, queries)

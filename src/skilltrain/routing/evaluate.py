@@ -33,8 +33,7 @@ from skilltrain.report.evaluation import About, Report, build_report
 from skilltrain.report.terminal import terminal_table
 from skilltrain.report.write import write_per_query, write_report
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig, rankings_table, run_systems
-from skilltrain.retrieval.rankers import parts_of
-from skilltrain.retrieval.select import SelectConfig
+from skilltrain.retrieval.rankers import AskingConfig, parts_of
 from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs, analyse_results
 from skilltrain.routing.candidates import plan_ranking
 from skilltrain.tables import RANKINGS, write_table
@@ -116,7 +115,7 @@ def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
         write_table(rankings_table(chain(*stages.values())), RANKINGS, out)
     rankings = {name: _ids(ranked[-1]) for name, ranked in stages.items()} | predicted
     results = _results(rankings, benchmark, config.scored)
-    analysis = analyse_results(inputs, results, benchmark, stages)
+    analysis = analyse_results(inputs, results, benchmark, stages, config.seed)
     about = About((*benchmark.notes, *_select_notes(asked)), _provenance(config, len(by_id)))
     report = build_report(benchmark, results, config.scored, config.seed, by_id, analysis, about)
     write_report(report, out)
@@ -304,19 +303,22 @@ def _provenance(config: EvaluateConfig, num_skills: int) -> dict[str, str]:
 
 def _models_of(system: SystemConfig) -> list[str]:
     """The models that a system's settings name, in their order; folders by their name."""
-    parts = (part.llm if isinstance(part, SelectConfig) else part for part in parts_of(system.rankers))
+    parts = (part.llm if isinstance(part, AskingConfig) else part for part in parts_of(system.rankers))
     names = [getattr(part, key, None) for part in parts for key in ("source", "model")]
     return [Path(name).name if Path(name).exists() else name for name in names if name]
 
 
 def _select_notes(asked: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A sentence for each chat model that did not choose for every query."""
+    """What chat models left unanswered, and what their filters accepted."""
     notes: list[str] = []
     for name, counts in asked.items():
         if num := counts.get("num_unusable"):
             why = ", ".join(f"{kind} {count}" for kind, count in counts["unusable"].items())
             notes.append(
-                f"{name}: the chat model chose nothing for {num} of {counts['num_asked']} queries ({why}); "
-                "there its figures are those of the stage before."
+                f"{name}: the chat model gave nothing of use for {num} of {counts['num_asked']} queries ({why}); "
+                "there it went on without the model."
             )
+        for which, (num, num_seen) in counts.get("accepted", {}).items():
+            if num_seen:
+                notes.append(f"{name}: {which} accepted {num} of {num_seen} skills ({num / num_seen:.1%}).")
     return notes

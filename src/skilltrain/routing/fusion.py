@@ -29,6 +29,7 @@ from skilltrain.evaluation.metrics import Relevance, parse_measures, per_query
 from skilltrain.files import write_json
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import SystemConfig, check_systems, keeps_of
+from skilltrain.retrieval.fuse import comparable_scores, weighted
 from skilltrain.retrieval.rankers import (
     LEG_KEEP,
     WEIGHTS_FILE,
@@ -37,10 +38,8 @@ from skilltrain.retrieval.rankers import (
     FuseConfig,
     LegConfig,
     Ranker,
-    comparable_scores,
     leg_name,
     open_ranker,
-    weighted,
 )
 from skilltrain.routing.candidates import plan_ranking
 from skilltrain.runs import input_fingerprint

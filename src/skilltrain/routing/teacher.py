@@ -12,6 +12,7 @@ from skilltrain.config import Config, InputPath
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Rankings, Skill
+from skilltrain.retrieval.admit import AdmitConfig
 from skilltrain.retrieval.rankers import FuseConfig, Ranker, RankerConfig, open_ranker, parts_of
 from skilltrain.retrieval.select import SelectConfig
 from skilltrain.tables import JUDGEMENTS, LISTS, QUERIES, queries_from_table, read_table, write_table
@@ -33,8 +34,8 @@ class TeacherConfig(Config):
     @field_validator("rankers")
     @classmethod
     def _give_scores(cls, rankers: tuple[RankerConfig, ...]) -> tuple[RankerConfig, ...]:
-        if any(isinstance(ranker, SelectConfig) for ranker in rankers):
-            raise ValueError("select names the best skill and gives no scores to learn from")
+        if kinds := [ranker.kind for ranker in rankers if isinstance(ranker, SelectConfig | AdmitConfig)]:
+            raise ValueError(f"{kinds[0]} chooses skills and gives no scores to learn from")
         return rankers
 
 

@@ -39,13 +39,18 @@ def read_pool(path: Path | str) -> list[Skill]:
 
 
 def skill_file(pool: Path, skill_id: str) -> Path | None:
-    """Where the SKILL.md of a skill lies, below `pool` or a source that the run in `pool` read; None if it is gone."""
+    """Where the SKILL.md of a skill lies, below `pool` or a source that the run in `pool` read; None if it is gone.
+
+    An id that leads out of these folders, by itself or by a link, has none.
+    """
     record = read_json(pool / RUN_FILE) if (pool / RUN_FILE).is_file() else None
     sources = record["recipe"].get("sources", ()) if isinstance(record, dict) else ()
     folders = [pool, *(Path(source) for source in sources if isinstance(source, str))]
-    places = (place for folder in folders for place in (folder / skill_id, folder) if place.name == Path(skill_id).name)
-    files = (place / "SKILL.md" for place in places if ".." not in Path(skill_id).parts)
-    return next((file for file in files if file.is_file()), None)
+    name = Path(skill_id).name
+    places = [(folder, place) for folder in folders for place in (folder / skill_id, folder) if place.name == name]
+    files = [(folder, place / "SKILL.md") for folder, place in places]
+    found = (file for folder, file in files if file.is_file() and file.resolve().is_relative_to(folder.resolve()))
+    return next(found, None)
 
 
 def skills_of_rows(rows: Iterable[Mapping[str, Any]]) -> list[Skill]:

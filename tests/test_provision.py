@@ -1,0 +1,110 @@
+"""Chosen skills as folders: what an agent reads, the files beside it, and no name that leads elsewhere."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmark_folders import write_pool
+from skilltrain.data.pool.read import read_pool
+from skilltrain.data.pool.skill_file import parse_skill_file
+from skilltrain.records import Skill
+from skilltrain.routing.provision import free_name, write_skill
+from skilltrain.tables import RANKINGS, write_table
+from small_library import skilltrain, succeeds
+
+
+def ranked(folder: Path, **skills: list[str]) -> Path:
+    """A RANKINGS table of one stage."""
+    pairs = [(q.replace("_", "/"), *pair) for q, skill_ids in skills.items() for pair in enumerate(skill_ids, 1)]
+    names = ("query_id", "rank", "skill_id")
+    rows = [dict(zip(names, pair, strict=True)) | {"score": 0.0, "stage": "s"} for pair in pairs]
+    return write_table(rows, RANKINGS, folder)
+
+
+def files_in(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("skill", "header"),
+    [
+        (Skill("a", "PDF: forms", 'Use "when": a # form\nis --- due', "# Steps\n---\nx: y"), "name: pdf-forms\n"),
+        (Skill("a", "表单", "填表", "正文", license="MIT"), "license: MIT\n"),
+        (Skill("a", "../..", "", "body"), "name: skill\n"),
+    ],
+)
+def test_what_is_written_reads_as_the_skill_it_was(skill: Skill, header: str, tmp_path: Path) -> None:
+    folder = tmp_path / free_name(skill.name, tmp_path)
+    write_skill(skill, folder, None)
+    text = (folder / "SKILL.md").read_text(encoding="utf-8")
+    assert text.startswith("---\nname: ") and header in text
+    again = parse_skill_file(text, "a", "")
+    assert again.name == folder.name and folder.parent == tmp_path
+    assert again.body == skill.body and again.license == skill.license
+    assert again.description == (" ".join(skill.description.split()) or skill.body)
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """A library whose skills bundle files, with what must not be copied beside them; and its pool."""
+    one = tmp_path / "library" / "docs" / "forms"
+    others = ("scripts/fill.py", "references/a/b.md", ".git/config", ".env", "inner/SKILL.md", "inner/x.py")
+    for name in ("SKILL.md", *others):
+        (one / name).parent.mkdir(parents=True, exist_ok=True)
+        (one / name).write_text(f"# {name}\nx\n")
+    (one / "SKILL.md").write_text("---\nname: Forms\ndescription: d\n---\nFill it in.\n")
+    (one / "scripts" / "fill.py").chmod(0o4755)
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "key").write_text("k")
+    (one / "link").symlink_to(secret / "key")
+    (one / "linked").symlink_to(secret)
+    succeeds("pool", f"sources={tmp_path}/library", f"out={tmp_path}/pool")
+    return tmp_path
+
+
+def test_a_skill_comes_with_the_files_of_its_own_folder(library: Path) -> None:
+    rankings = ranked(library, q1=["docs/forms", "docs/forms/inner"], q_2=["docs/forms"], none=[])
+    out = succeeds("provision", rankings, "--pool", library / "pool", "--out", library / "out", "--top", "2").out
+    assert "3 skills for 2 queries" in out
+    assert files_in(library / "out") == {
+        "provisioned.json", "q1/forms/SKILL.md", "q1/forms/scripts/fill.py", "q1/forms/references/a/b.md",
+        "q1/inner/SKILL.md", "q1/inner/x.py",
+        "q-2/forms/SKILL.md", "q-2/forms/scripts/fill.py", "q-2/forms/references/a/b.md",
+    }  # fmt: skip
+    assert json.loads((library / "out" / "provisioned.json").read_text()) == {
+        "q1": {"q1/forms": "docs/forms", "q1/inner": "docs/forms/inner"}, "q/2": {"q-2/forms": "docs/forms"},
+    }  # fmt: skip
+    assert (library / "out" / "q1" / "forms" / "scripts" / "fill.py").stat().st_mode & 0o7777 == 0o755
+
+
+def test_names_and_ids_from_data_stay_in_the_folder(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "SKILL.md").write_text("secret")
+    (outside / "key").write_text("k")
+    pool = tmp_path / "pool"
+    names = [str(outside), "../outside", "a/../../outside", "link", "CON", "con", "/"]
+    write_pool(pool, [Skill(name, name, "d", "body") for name in names])
+    (pool / "link").symlink_to(outside)
+    rankings = ranked(tmp_path, **{"..": names})
+    succeeds("provision", rankings, "--pool", pool, "--out", tmp_path / "out", "--top", "9")
+    written = files_in(tmp_path / "out") - {"provisioned.json"}
+    assert len(written) == len(names) and {path.rsplit("/", 1)[1] for path in written} == {"SKILL.md"}
+    assert not any("secret" in (tmp_path / "out" / path).read_text() for path in written)
+    assert {path.count("/") for path in written} == {2} and "skill/con-2/SKILL.md" in written
+    assert files_in(outside) == {"SKILL.md", "key"}
+
+
+def test_what_cannot_be_provisioned_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    pool = write_pool(tmp_path / "pool", [Skill("a", "a", "d", "body")])
+    assert [skill.skill_id for skill in read_pool(pool)] == ["a"]
+    rankings = ranked(tmp_path, q=["a", "b"])
+    given = ("provision", rankings, "--pool", pool, "--out")
+    assert "query q: skill 'b' is not in the pool" in skilltrain(*given, tmp_path / "out").only_line
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("x")
+    assert "is not an empty folder" in skilltrain(*given, tmp_path / "full").only_line
+    assert "no rankings of stage 'x'" in skilltrain(*given, tmp_path / "out", "--stage", "x").only_line
