@@ -14,6 +14,7 @@ from skilltrain.retrieval.admit import Admit, AdmitConfig, read_relevant, read_v
 from skilltrain.retrieval.cascade import SystemConfig, run_systems
 from skilltrain.retrieval.expand import Expand, ExpandConfig, joined, read_queries
 from skilltrain.retrieval.select import Choice
+from skilltrain.routing.router import Router
 
 SKILLS = {letter: Skill(letter, f"name-{letter}", f"Topic {letter * 3}.", f"Body of {letter}.") for letter in "abcdef"}
 TASK = Choice("q", "task", tuple(SKILLS[letter] for letter in "abc"))
@@ -249,3 +250,12 @@ def test_a_cascade_may_choose_nothing() -> None:
         server.otherwise = lambda request: Reply("[]" if "candidate 1" in user_text(request) else '["bbb", "eee"]')
         found = run_systems([cascade(server)], queries_of(q="task"), list(SKILLS.values()), 10)["cascade"]
     assert [skill_id for skill_id, _ in found[0].rankings["q"]][:2] == ["b", "e"] and found[-1].rankings == {"q": []}
+
+
+def test_a_router_may_hold_the_whole_cascade() -> None:
+    with llm_server() as server:
+        server.otherwise = lambda request: Reply("[2]" if "candidate 1" in user_text(request) else '["bbb", "eee"]')
+        router = Router([*SKILLS.values()], cascade(server))
+        assert [routed.skill.skill_id for routed in router.route("task").skills] == ["e"]
+        server.otherwise = lambda request: Reply("[]")
+        assert router.route("another task").skills == ()

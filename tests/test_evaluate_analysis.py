@@ -81,7 +81,8 @@ def test_every_analysis_stands_in_json_markdown_and_on_the_page(analysed, model_
         ("again", "1 lexical", 3), ("again", "2 rerank", 3), ("again", "total", 3),
     ]  # fmt: skip
     assert [(row["system"], row["stage"], row["num_passed"]) for row in found["stages"]] == [
-        ("reranked", "1 lexical", 3), ("reranked", "2 rerank", 10), ("again", "1 lexical", 3), ("again", "2 rerank", 10),
+        ("reranked", "1 lexical", 3), ("reranked", "2 rerank", 10),
+        ("again", "1 lexical", 3), ("again", "2 rerank", 10),
     ]  # fmt: skip
     recalls = [row["means"]["Recall@10"]["mean"] for row in found["stages"]]
     assert recalls == [1.0] * 4, "the word of each query stands in its skill alone"

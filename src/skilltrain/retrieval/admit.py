@@ -7,7 +7,7 @@ candidates that try to steer the model see select.py: the worst that one can do 
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -60,6 +60,10 @@ class Admit:
     config: AdmitConfig
     skills: Mapping[str, Skill]
     counts: dict[str, Any] = field(default_factory=dict)
+
+    def over(self, skills: Mapping[str, Skill]) -> "Admit":
+        """The same model over another pool."""
+        return replace(self, skills=skills, counts={})
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """The admitted candidates of each query, in their order and with their scores.

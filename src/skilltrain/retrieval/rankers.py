@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from skilltrain.config import Config, InputPath, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json
-from skilltrain.records import Query, Rankings, Skill
+from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.retrieval.admit import Admit, AdmitConfig
 from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.dense import DenseConfig

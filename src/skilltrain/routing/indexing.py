@@ -12,6 +12,7 @@ from skilltrain.files import read_json
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig, check_systems
 from skilltrain.retrieval.dense import DenseConfig
+from skilltrain.retrieval.expand import ExpandConfig
 from skilltrain.retrieval.rankers import FuseConfig, RankerConfig, parts_of
 from skilltrain.routing.confidence import CALIBRATION_FILE, Calibration
 from skilltrain.routing.index import POINTER, Index, changes_of, write_index
@@ -81,4 +82,6 @@ def _with_cache(ranker: RankerConfig, cache: Path) -> Any:
     """`ranker` whose encoders keep their vectors, those in `cache` that have no cache yet."""
     if isinstance(ranker, FuseConfig):
         return ranker.model_copy(update={"of": tuple(_with_cache(leg, cache) for leg in ranker.of)})
+    if isinstance(ranker, ExpandConfig):
+        return ranker.model_copy(update={"of": _with_cache(ranker.of, cache)})
     return ranker.model_copy(update={"cache": ranker.cache or cache}) if isinstance(ranker, DenseConfig) else ranker

@@ -14,9 +14,11 @@ from skilltrain.data.pool.read import skill_file
 from skilltrain.data.screening import Flag, screen
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Ranking, Rankings, Skill
+from skilltrain.retrieval.admit import Admit
 from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.cascade import SystemConfig, check_systems, keeps_of
 from skilltrain.retrieval.dense import DenseConfig
+from skilltrain.retrieval.expand import ExpandConfig
 from skilltrain.retrieval.late import Late
 from skilltrain.retrieval.lexical import BM25Index, Lexical, LexicalConfig
 from skilltrain.retrieval.nearest import ChunkVectors, Encoders, VectorRanker
@@ -222,20 +224,21 @@ def _opened(now: _Opened) -> _Opened:
     """`now` with its rankers opened."""
     check_systems([now.system])
     for config in parts_of(now.system.rankers):
-        if not isinstance(config, FuseConfig) and key_of(config) not in now.parts:
+        if not isinstance(config, FuseConfig | ExpandConfig) and key_of(config) not in now.parts:
             now.parts[key_of(config)] = _open_part(config, now)
     return now
 
 
 def _open_part(config: RankerConfig, now: _Opened) -> Ranker:
     """A ranker over the pool, from the index where there is one."""
+    assert not isinstance(config, FuseConfig | ExpandConfig), "these are made of others"
     key = key_of(config)
     stored = now.index.parts.get(key) if now.index else None
     if isinstance(config, LexicalConfig):
         return Lexical([*now.skills], stored) if isinstance(stored, BM25Index) else config.open([*now.skills.values()])
     if key not in now.models:
         now.models[key] = config.encoders() if isinstance(config, DenseConfig | ApiConfig) else config.open(())
-    model: Encoders | Late | Rerank | Select | Saved = now.models[key]
+    model: Encoders | Late | Rerank | Select | Admit | Saved = now.models[key]
     if isinstance(model, Encoders):
         encoders = replace(model, queries=_remembered(model))
         found = stored if isinstance(stored, ChunkVectors) else encoders.skills([*now.skills.values()])
