@@ -256,6 +256,6 @@ def test_a_router_may_hold_the_whole_cascade() -> None:
     with llm_server() as server:
         server.otherwise = lambda request: Reply("[2]" if "candidate 1" in user_text(request) else '["bbb", "eee"]')
         router = Router([*SKILLS.values()], cascade(server))
-        assert [routed.skill.skill_id for routed in router.route("task").skills] == ["e"]
+        assert [routed.skill_id for routed in router.route("task").skills] == ["e"]
         server.otherwise = lambda request: Reply("[]")
         assert router.route("another task").skills == ()
