@@ -24,13 +24,13 @@ CMD ["skilltrain", "--help"]
 
 FROM base AS cpu
 ARG TORCH_INDEX
-ARG EXTRAS=quickstart
+ARG EXTRAS=quickstart,serve
 RUN test -n "$TORCH_INDEX" || { echo "give --build-arg TORCH_INDEX, the index of torch's CPU builds" >&2; exit 2; }
 RUN pip install --no-cache-dir --retries 5 -c constraints.txt --extra-index-url "$TORCH_INDEX" torch==2.13.0+cpu
 RUN pip install --no-cache-dir --retries 5 -c constraints.txt -e ".[${EXTRAS}]"
 USER skilltrain
 
 FROM base AS cuda
-ARG EXTRAS=quickstart
+ARG EXTRAS=quickstart,serve
 RUN pip install --no-cache-dir --retries 5 -c constraints.txt -e ".[${EXTRAS}]"
 USER skilltrain
