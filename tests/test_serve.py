@@ -273,7 +273,9 @@ def test_embed_and_rerank_ask_the_routers_own_models(model_folders):
     assert client.post("/rerank", json=body).json() == sigmoids
 
 
-def test_a_web_page_of_another_name_is_not_answered():
+def test_a_web_page_is_not_answered_under_its_own_name_or_ours():
+    page = web(service_of()).post("/route", json={"query": "pdf"}, headers={"Origin": "https://page.example"})
+    assert page.status_code == 403 and page.json()["error"] == "web pages are not answered"
     client = TestClient(new_http_app(service_of(), "127.0.0.1"), base_url="http://rebound.example:8765")
     assert {client.get("/health").status_code, client.post("/route", json={"query": "pdf"}).status_code} == {400}
 

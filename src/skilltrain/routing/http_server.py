@@ -23,7 +23,7 @@ from skilltrain.routing.service import MAX_SKILLS, Service
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MAX_BODY, _MAX_TEXTS = 2**20, 128  # bytes of a request, and texts in one
-_TOO_MUCH, _NO_MODEL, _INVALID = 413, 424, 422
+_FORBIDDEN, _TOO_MUCH, _NO_MODEL, _INVALID = 403, 413, 424, 422
 
 
 class RouteRequest(Config):
@@ -75,6 +75,8 @@ def _handler(service: Service, name: str, form: type[Config], work: Callable[...
     async def handle(request: Request) -> Response:
         body = b""
         try:
+            if "origin" in request.headers:  # a page in the user's browser, which has no business here
+                raise HTTPException(_FORBIDDEN, "web pages are not answered")
             async for part in request.stream():
                 body += part
                 if len(body) > _MAX_BODY:

@@ -49,8 +49,10 @@ class RouteLog:
 
     def add(self, query: str, skills: Sequence[Mapping[str, Any]]) -> None:
         """Keep an answer; with enough of them, write them."""
-        self._answers.append((clean_text(query), skills))
-        if len(self._answers) >= _LOGGED:
+        with self._lock:
+            self._answers.append((clean_text(query), skills))
+            is_full = len(self._answers) >= _LOGGED
+        if is_full:
             self.flush()
 
     def flush(self) -> None:
