@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow.compute as pc
+import pyarrow as pa
 
 from skilltrain.config import load_recipe
 from skilltrain.errors import SkilltrainError
@@ -68,8 +68,8 @@ def _cut(lists: Path, held: Collection[str], part: Path) -> None:
     for name, inside in (("lists", False), ("held", True)):
         for spec in (QUERIES, JUDGEMENTS) if inside else (QUERIES, JUDGEMENTS, LISTS):
             table = read_table(lists, spec)
-            is_held = pc.is_in(table.column("query_id"), value_set=pc.cast(sorted(held), "string"))
-            write_table(table.filter(is_held if inside else pc.invert(is_held)), spec, part / name)
+            kept = [(query_id in held) == inside for query_id in table.column("query_id").to_pylist()]
+            write_table(table.filter(pa.array(kept, pa.bool_())), spec, part / name)
 
 
 def _run(values: Recipe) -> dict[str, Any]:
@@ -84,5 +84,5 @@ if __name__ == "__main__":
     if len(places) != 2 or not all(number.isdecimal() for number in asked):
         sys.exit(__doc__)
     others = [setting for setting in settings if not setting.startswith("folds=")]
-    for name, summary in run(*places, int((asked or ["3"])[-1]), others).items():
+    for name, summary in run(places[0], places[1], int((asked or ["3"])[-1]), others).items():
         print(name, summary["weights"], summary["cross_validated"])
