@@ -12,6 +12,7 @@ from skilltrain.evaluation.bootstrap import (
     intervals,
     paired_differences,
     resampled_means,
+    separation,
 )
 
 
@@ -88,3 +89,15 @@ def test_bad_values_are_refused(values: list[float], message: str):
 def test_compact_prints_shares_as_papers_do(value: float, places: int, text: str):
     assert compact(value, places) == text
     assert str(Interval(0.573, 0.45, 0.694, 75)) == ".573 [.45, .69]"
+
+
+def test_separation_is_the_share_of_pairs_in_the_right_order():
+    found = separation([3.0, 2.0], [2.0, 1.0, -np.inf], seed=0)
+    assert (found.mean, found.n) == (pytest.approx(5.5 / 6), 5)
+    assert separation([2.0] * 3, [1.0] * 2, seed=0) == Interval(1, 1, 1, 5)
+    assert separation([1.0] * 3, [1.0] * 2, seed=0) == Interval(0.5, 0.5, 0.5, 5)
+    source = np.random.default_rng(1)
+    above, below = source.normal(1, 1, 60), source.normal(0, 1, 50)
+    found = separation(above, below, seed=0)
+    assert found.mean == pytest.approx(scipy.stats.mannwhitneyu(above, below).statistic / 3000)
+    assert 0.05 < found.mean - found.low < 0.15 and 0.03 < found.high - found.mean < 0.15

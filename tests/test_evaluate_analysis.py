@@ -15,6 +15,7 @@ from skilltrain.evaluation.metrics import Relevance
 from skilltrain.records import Query, Skill
 from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs, analyse_results
 from skilltrain.routing.evaluate import EvaluateConfig, run_evaluate
+from skilltrain.tables import RANKINGS, read_table
 
 TOPICS = ["deploy", "pods", "kubernetes", "chart", "table", "pdf", "text", "audio", "video", "clip"]
 POOL = [
@@ -133,6 +134,21 @@ def test_an_alternative_stands_in_for_a_gold_skill_that_the_pool_lacks():
     assert {(row.num_gold, row.num_others) for row in inputs.structure} == {(2, 8)}
     result = analyse_results(inputs, [], benchmark, {}, 0)
     assert result.structure == inputs.structure and result.outcomes == ()
+
+
+def test_queries_that_no_skill_serves_are_told_from_the_others_by_the_best_score(folder):
+    rows = [{"query": "bake bread at dawn"}, {"query": f"the {TOPICS[0]} report"}]  # the second is served, in truth
+    (folder / "none.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluate(folder, systems=[BM25], analysis={"unserved": str(folder / "none.jsonl")})
+    told = json.loads((folder / "out" / "metrics.json").read_text())["analysis"]["unserved"]["bm25"]
+    # All eight find more than the first, and the second finds what one of the eight finds: (8 + .5 ± 7 ties or less).
+    assert 0.5 < told["mean"] <= 1 and told["low"] <= told["mean"] <= told["high"] and told["n"] == 10
+    assert "(n = 8 and 2)" in (folder / "out" / "report.md").read_text()
+    ranked = read_table(folder / "out", RANKINGS).column("query_id").to_pylist()
+    assert set(ranked) == {f"q{i}" for i in range(NUM_QUERIES)}
+    (folder / "none.jsonl").write_text("{}\n")
+    with pytest.raises(SkilltrainError, match=r"line 1: has no text under the key 'query'"):
+        evaluate(folder, systems=[BM25], analysis={"unserved": str(folder / "none.jsonl")})
 
 
 # Refused before any query is ranked -----------------------------------------------------------------------------------

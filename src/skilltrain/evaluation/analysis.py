@@ -5,7 +5,7 @@ reranker looks, and how gold skills differ from the rest of the pool.
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
@@ -130,11 +130,15 @@ class FeatureComparison:
 
 @dataclass(frozen=True)
 class Analysis:
-    """The analyses of one evaluation; what was not asked for, or cannot be computed, is empty."""
+    """The analyses of one evaluation; what was not asked for, or cannot be computed, is empty.
+
+    `unserved`: system → the chance that its best score for a query is higher than for one that no skill serves.
+    """
 
     outcomes: tuple[Outcomes, ...] = ()
     pass_rates: tuple[PassRate, ...] = ()
     stages: tuple[StageRecall, ...] = ()
+    unserved: dict[str, Interval] = field(default_factory=dict)
     truncation: tuple[Truncation, ...] = ()
     latencies: tuple[StageLatency, ...] = ()
     structure: tuple[FeatureComparison, ...] = ()

@@ -63,6 +63,19 @@ def share(values: Sequence[bool] | Float[np.ndarray, " query"]) -> Interval:
     return Interval(float(found.statistic), float(low), float(high), len(values))
 
 
+def separation(above: Sequence[float], below: Sequence[float], *, seed: int) -> Interval:
+    """The chance that a value of `above` is larger than one of `below` (AUROC; equal values count half), n = all.
+
+    Both are drawn anew for the interval.
+    """
+    larger = np.greater.outer(above, below) + 0.5 * np.equal.outer(above, below)
+    source = np.random.default_rng(seed)
+    rows, columns = (source.multinomial(size, np.full(size, 1 / size), RESAMPLES) for size in larger.shape)
+    drawn = np.einsum("da,ab,db->d", rows, larger, columns, optimize=True) / larger.size
+    low, high = np.quantile(drawn, ((1 - LEVEL) / 2, (1 + LEVEL) / 2)).tolist()
+    return Interval(float(larger.mean()), low, high, sum(larger.shape))
+
+
 def intervals(
     values: Float[np.ndarray, "query column"], *, seed: int, clusters: Sequence[str] | None = None
 ) -> tuple[Interval, ...]:

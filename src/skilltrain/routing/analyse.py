@@ -1,13 +1,14 @@
 """The analyses of an evaluation: of its models and skills, before they are asked, and of what they answered."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 from pydantic import Field
 
-from skilltrain.config import Config
+from skilltrain.config import Config, InputPath
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analysis import (
     Analysis,
@@ -18,12 +19,12 @@ from skilltrain.evaluation.analysis import (
     outcomes,
 )
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, wanted_skills
-from skilltrain.evaluation.bootstrap import intervals
+from skilltrain.evaluation.bootstrap import Interval, intervals, separation
 from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.evaluation.metrics import Measure, per_query
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.loading import default_device
-from skilltrain.records import Skill
+from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig
 from skilltrain.retrieval.rankers import key_of, parts_of
 from skilltrain.retrieval.rerank import RerankConfig, open_reranker
@@ -45,6 +46,10 @@ class AnalysisConfig(Config):
     )
     num_attention: int = Field(
         default=0, ge=0, description="queries with a gold skill in which each reranker's attention by field is measured"
+    )
+    unserved: InputPath | None = Field(
+        default=None,
+        description="JSON Lines file of queries (key `query`) that no skill serves: does a system's best score tell?",
     )
     truncation: bool = Field(default=False, description="how many skills each model sees whole; reads the whole pool")
     structure: bool = Field(default=False, description="compare the structure of gold skills with the rest of the pool")
@@ -109,6 +114,24 @@ def analyse_results(
     pairs = pairwise(results) if decides else ()
     found = tuple(outcomes(before, after, _DECIDES, benchmark.clusters) for before, after in pairs)
     return replace(inputs, outcomes=found, stages=stage_recalls(stages, benchmark, seed), latencies=latencies(stages))
+
+
+def tell_unserved(
+    ranked: Mapping[str, Rankings], query_ids: Sequence[str], unserved: Sequence[Query], seed: int
+) -> dict[str, Interval]:
+    """System → how well its best score tells the queries from the `unserved` ones; where nothing is found, it is -inf.
+
+    A fused score is made of z-scores over a query's own candidates, and so says how far the best one stands out.
+    """
+
+    def tops(rankings: Rankings, ids: Iterable[str]) -> list[float]:
+        return [rankings[query_id][0][1] if rankings[query_id] else -math.inf for query_id in ids]
+
+    others = [query.query_id for query in unserved]
+    return {
+        name: separation(tops(rankings, query_ids), tops(rankings, others), seed=seed)
+        for name, rankings in ranked.items()
+    }
 
 
 def stage_recalls(

@@ -1,7 +1,6 @@
 """Stage `evaluate`: systems side by side on a benchmark, with intervals; and predictions of others, scored alone."""
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from itertools import chain
@@ -16,7 +15,8 @@ from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analysis import Analysis
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, check_pool, joined, knowing_copies
-from skilltrain.evaluation.benchmarks.load import load_benchmark
+from skilltrain.evaluation.benchmarks.load import load_benchmark, read_unserved
+from skilltrain.evaluation.bootstrap import Interval
 from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.evaluation.metrics import (
     COPIES,
@@ -27,17 +27,18 @@ from skilltrain.evaluation.metrics import (
     per_query,
     with_copies,
 )
-from skilltrain.files import read_json, write_json
-from skilltrain.records import Skill
+from skilltrain.evaluation.predictions import read_predictions, scored_predictions
+from skilltrain.files import write_json
+from skilltrain.records import Query, Skill
 from skilltrain.report.evaluation import About, Report, build_report
 from skilltrain.report.terminal import terminal_table
 from skilltrain.report.write import write_per_query, write_report
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig, rankings_table, run_systems
 from skilltrain.retrieval.rankers import AskingConfig, parts_of
-from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs, analyse_results
+from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs, analyse_results, tell_unserved
 from skilltrain.routing.candidates import plan_ranking
 from skilltrain.tables import RANKINGS, write_table
-from skilltrain.terminal import console, say
+from skilltrain.terminal import console
 from skilltrain.version import __version__
 
 PREDICTION_MEASURES = (*DEFAULT_MEASURES, "COMP@10", "Set-Compat")
@@ -110,13 +111,19 @@ def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
     by_id = {skill.skill_id: skill for skills in pools for skill in skills}
     predicted = _predicted(config, benchmark, by_id)
     inputs = analyse_inputs(config.analysis, config.systems, benchmark, by_id)
-    stages, asked = _ranked(config, benchmark, pools)
+    unserved = read_unserved(config.analysis.unserved) if config.analysis.unserved else []
+    stages, asked = _ranked(config, benchmark, pools, unserved)
+    query_ids = [task.query.query_id for task in benchmark.tasks]
+    last = {name: ranked[-1].rankings for name, ranked in stages.items()}
+    told = tell_unserved(last, query_ids, unserved, config.seed) if unserved else {}
+    stages = {name: tuple(_of(query_ids, stage) for stage in ranked) for name, ranked in stages.items()}
     if stages:
         write_table(rankings_table(chain(*stages.values())), RANKINGS, out)
     rankings = {name: _ids(ranked[-1]) for name, ranked in stages.items()} | predicted
     results = _results(rankings, benchmark, config.scored)
-    analysis = analyse_results(inputs, results, benchmark, stages, config.seed)
-    about = About((*benchmark.notes, *_select_notes(asked)), _provenance(config, len(by_id)))
+    analysis = replace(analyse_results(inputs, results, benchmark, stages, config.seed), unserved=told)
+    notes = (*benchmark.notes, *_select_notes(asked), *_unserved_notes(told, len(unserved)))
+    about = About(notes, _provenance(config, len(by_id)))
     report = build_report(benchmark, results, config.scored, config.seed, by_id, analysis, about)
     write_report(report, out)
     console.print(terminal_table(report, console.width))
@@ -194,13 +201,16 @@ def _opened(config: EvaluateConfig) -> tuple[Benchmark, list[list[Skill]]]:
 
 
 def _ranked(
-    config: EvaluateConfig, benchmark: Benchmark, pools: Sequence[Sequence[Skill]]
+    config: EvaluateConfig, benchmark: Benchmark, pools: Sequence[Sequence[Skill]], unserved: Sequence[Query]
 ) -> tuple[dict[str, tuple[RankedStage, ...]], dict[str, Mapping[str, Any]]]:
-    """(system → what each of its rankers answers, the queries of each part over its pool; ranker → what it asked)."""
+    """(system → what each of its rankers answers, the queries of each part over its pool; ranker → what it asked).
+
+    The `unserved` queries are asked over the first pool.
+    """
     found: dict[str, tuple[RankedStage, ...]] = {}
     asked: dict[str, Mapping[str, Any]] = {}
     for part, pool in zip(benchmark.parts, pools, strict=True):
-        queries = [task.query for task in part.tasks]
+        queries = [*(task.query for task in part.tasks), *(() if found else unserved)]
         ranked = run_systems(config.systems, queries, pool, config.ranked_depth, config.analysis.num_timed)
         for system, stages in ranked.items():
             tier = f", {part.name}" if benchmark.tiers else ""
@@ -208,6 +218,10 @@ def _ranked(
             before = found.get(system)
             found[system] = stages if before is None else tuple(map(_with, before, stages))
     return found, asked
+
+
+def _of(query_ids: Iterable[str], stage: RankedStage) -> RankedStage:
+    return replace(stage, rankings={query_id: stage.rankings[query_id] for query_id in query_ids})
 
 
 def _with(one: RankedStage, other: RankedStage) -> RankedStage:
@@ -227,54 +241,6 @@ def _predicted(
             raise SkilltrainError(f"another system is called '{file.stem}' as well", where=file, fix="rename it")
         found[file.stem] = scored_predictions(read_predictions(file), benchmark, skill_ids, file)
     return found
-
-
-def read_predictions(path: Path) -> dict[str, list[str]]:
-    """query_id → ranked skill ids, from a JSON object.
-
-    Raises SkilltrainError, naming the query, for any other shape, a query that appears twice and an id that does.
-    """
-    values = read_json(path)
-    if not isinstance(values, dict):
-        raise SkilltrainError("predictions are an object {query_id: [skill_id, …]}", where=path)
-    if not values:
-        raise SkilltrainError("holds no prediction", where=path)
-    for query_id, ranking in values.items():
-        where = f"{path}, query {query_id}"
-        if not isinstance(ranking, list) or not all(isinstance(skill_id, str) and skill_id for skill_id in ranking):
-            raise SkilltrainError("a prediction is a list of skill ids", where=where)
-        if len(set(ranking)) < len(ranking):
-            raise SkilltrainError(f"skill '{Counter(ranking).most_common(1)[0][0]}' appears twice", where=where)
-    return values
-
-
-def scored_predictions(
-    predictions: Mapping[str, list[str]], benchmark: Benchmark, skill_ids: Collection[str], where: Path
-) -> dict[str, list[str]]:
-    """The predictions for the tasks that are scored.
-
-    Raises SkilltrainError for a task that the benchmark does not hold, where none is scored and, where the pool is
-    known (`skill_ids` is not empty), for a skill that it lacks. A task without a prediction gets a warning: it scores
-    0, for a system that fails to answer is not excused.
-    """
-    known = [task.query.query_id for task in benchmark.tasks]
-    asked = benchmark.unscored.union(known)
-    if unknown := [query_id for query_id in predictions if query_id not in asked]:
-        what = f"{len(unknown)} of {len(predictions)} predicted queries are not in the benchmark, first '{unknown[0]}'"
-        raise SkilltrainError(what, where=where, fix=f"its query ids look like '{known[0]}'")
-    pairs = [(query_id, skill_id) for query_id, ranking in predictions.items() for skill_id in ranking]
-    if strange := [pair for pair in pairs if skill_ids and pair[1] not in skill_ids]:
-        query_id, skill_id = strange[0]
-        what = f"{len(strange)} of {len(pairs)} predicted skills are not in the pool, first '{skill_id}'"
-        fix = "predict ids of this pool, or score without pool=…"
-        raise SkilltrainError(what, where=f"{where}, query {query_id}", fix=fix)
-    scored = {query_id: ranking for query_id, ranking in predictions.items() if query_id in known}
-    if not scored:
-        raise SkilltrainError("all its predictions are for queries that are not scored here", where=where)
-    if missing := [query_id for query_id in known if query_id not in scored]:
-        count = f"{len(missing)} of {len(known)}"
-        say(f"warning: {where}: no prediction for {count} queries, first '{missing[0]}'; they score 0")
-    return scored
 
 
 def _ids(stage: RankedStage) -> dict[str, list[str]]:
@@ -306,6 +272,14 @@ def _models_of(system: SystemConfig) -> list[str]:
     parts = (part.llm if isinstance(part, AskingConfig) else part for part in parts_of(system.rankers))
     names = [getattr(part, key, None) for part in parts for key in ("source", "model")]
     return [Path(name).name if Path(name).exists() else name for name in names if name]
+
+
+def _unserved_notes(told: Mapping[str, Interval], num_unserved: int) -> list[str]:
+    return [
+        f"{name}: its best score for a query is above that for one that no skill serves with a chance of {value} "
+        f"(n = {value.n - num_unserved} and {num_unserved})."
+        for name, value in told.items()
+    ]
 
 
 def _select_notes(asked: Mapping[str, Mapping[str, Any]]) -> list[str]:

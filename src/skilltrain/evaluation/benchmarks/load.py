@@ -20,12 +20,25 @@ from skilltrain.evaluation.benchmarks.qrels import read_beir, read_skillret
 from skilltrain.evaluation.benchmarks.r3 import read_r3_groups, read_r3_skill
 from skilltrain.evaluation.benchmarks.skillrouter import read_skillrouter, read_skillrouter_tier
 from skilltrain.evaluation.metrics import Relevance
-from skilltrain.files import check_regular
-from skilltrain.records import Verdict
+from skilltrain.files import check_regular, read_jsonl
+from skilltrain.records import Query, Verdict
 from skilltrain.tables import JUDGEMENTS, PLANS, QUERIES, queries_from_table, read_table, table_path, verdicts_by_query
 
 # A fact of the benchmark, not a preference of a training recipe: both must mean the same to every reader of a report.
 VERDICT_GAINS = {Verdict.REQUIRED: 1.0, Verdict.USEFUL: 0.5}
+UNSERVED = "unserved "  # what the ids of queries begin with that no skill serves
+
+
+def read_unserved(file: Path) -> list[Query]:
+    """The queries of a JSON Lines file (key `query`) that no skill serves. Raises SkilltrainError for one without."""
+    queries: list[Query] = []
+    for number, row in read_jsonl(file):
+        if not isinstance(text := row.get("query"), str):
+            raise SkilltrainError("has no text under the key 'query'", where=f"{file}, line {number}")
+        queries.append(Query(f"{UNSERVED}{number}", text, "single", "", ""))
+    if not queries:
+        raise SkilltrainError("holds no query", where=file)
+    return queries
 
 
 def read_tables(folder: Path, split: str | None) -> Benchmark:
