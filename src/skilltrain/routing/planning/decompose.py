@@ -109,16 +109,19 @@ def _request(system: str, seed: int, ask: Ask, attempt: int, fault: Dropped | No
     )
 
 
-def draft_by_model(config: StepsConfig, llm: LLM, asks: Sequence[Ask]) -> Drafts:
-    """(query_id → the model's steps, why other tasks have none). SkilltrainError: the model cannot be asked at all."""
-    asked = ask_until(questions_of(config, llm, asks, STEPS, partial(read_steps, config.max_steps)))
-    return {ask.query_id: draft for ask, draft in asked.values}, asked.dropped
+def draft_by_model(
+    config: StepsConfig | DirectConfig, llm: LLM, asks: Sequence[Ask], lists: Mapping[str, Sequence[str]]
+) -> Drafts:
+    """(query_id → the model's steps, why other tasks have none).
 
-
-def draft_directly(config: DirectConfig, llm: LLM, asks: Sequence[Ask], lists: Mapping[str, Sequence[str]]) -> Drafts:
-    """As `draft_by_model`; the steps are the chosen ones of `lists` (query_id → skill ids, as they are shown)."""
-    check = partial(_read_numbers, config.max_steps, lists)
-    asked = ask_until(questions_of(config, llm, asks, DIRECT, check))
+    LLM-Direct chooses from `lists`, query_id → skill ids as they are shown. Raises SkilltrainError where the model
+    cannot be asked at all.
+    """
+    if isinstance(config, StepsConfig):
+        questions = questions_of(config, llm, asks, STEPS, partial(read_steps, config.max_steps))
+    else:
+        questions = questions_of(config, llm, asks, DIRECT, partial(_read_numbers, config.max_steps, lists))
+    asked = ask_until(questions)
     return {ask.query_id: draft for ask, draft in asked.values}, asked.dropped
 
 

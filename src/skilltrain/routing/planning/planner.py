@@ -24,7 +24,6 @@ from skilltrain.routing.planning.decompose import (
     asks_of,
     draft_by_model,
     draft_by_searching,
-    draft_directly,
     questions_of,
 )
 from skilltrain.routing.planning.hints import Find, HintsConfig, Round, described, hint_lines, refine
@@ -101,7 +100,7 @@ class Planner:
             lists = self._lists(decomposer, tasks)
             names = {one: [untrusted_line(self.skills[i].name) for i in ids] for one, ids in lists.items()}
             shown = {one: [f"{place}. {name}" for place, name in enumerate(own, 1)] for one, own in names.items()}
-            drafts, dropped = draft_directly(decomposer, self._llm, asks_of(tasks, shown, {}), lists)
+            drafts, dropped = draft_by_model(decomposer, self._llm, asks_of(tasks, shown, {}), lists)
         for fault in dropped:
             notes[fault.query_id] = f"planned by rules, for no answer of the model was usable: {fault.reason}"
         for task in tasks:
@@ -123,7 +122,7 @@ class Planner:
         """The model's steps, with `hints` (query_id → skill ids) where there are some."""
         shown = {one: hint_lines(self.config.hints, ids, self.skills) for one, ids in hints.items()}
         counts = self.known.counts if decomposer.true_count else {}
-        return draft_by_model(decomposer, self._llm, asks_of(tasks, shown, counts))
+        return draft_by_model(decomposer, self._llm, asks_of(tasks, shown, counts), {})
 
     def _look(self, shown: int, searches: Sequence[str]) -> list[list[str]]:
         """What each search of ReAct finds, in lines."""
