@@ -2,6 +2,7 @@
 
 python data_pipelines/skillrouter.py SKILLS runs/full                            # before the encoder is trained
 python data_pipelines/skillrouter.py SKILLS runs/full runs/full/sr_emb_0.6b      # after: lists for the reranker
+python data_pipelines/skillrouter.py SKILLS runs/paper variant=paper             # for recipes/paper/*.yaml
 python data_pipelines/skillrouter.py SKILLS runs/other llm='{kind: smollm2}' quotas='{semantic: 6, lexical: 4}'
 
 SKILLS is a folder of SKILL.md files, JSON Lines or parquet. The queries are written by GPT-4o-mini, key in
@@ -11,7 +12,7 @@ OPENAI_API_KEY: look at `skilltrain synthesize --help` for another server, a loc
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -21,6 +22,25 @@ from skilltrain.stages import parse_recipe, run_recipe
 INSTRUCTION = (
     "Given a task description, retrieve the most relevant skill document that would help an agent complete the task"
 )
+
+
+# What the paper does otherwise than our defaults: folder → settings of the stage that writes it.
+PAPER: dict[str, dict[str, Any]] = {
+    "queries": {
+        "prompt": "skillrouter",      # (table 2) ours: seven styles
+        "max_skills": 37_979,         # (4.2) drawn by category; ours: one query for every skill
+        "dev_share": 0,               # none are held back; ours: 5% of the skills
+    },
+    "mined": {"lexical_among": "semantic"},  # (4.2) BM25 on the same top 50; ours: on the whole pool
+    "filtered": {"layers": [
+        {"name": "name"},
+        {"name": "jaccard", "max_names": None},  # (4.2) all trigrams; ours: without those of templates
+        {"name": "cosine"},
+    ]},
+    "encoder_lists": {"best_of": ["lexical"]},   # the best 3 of 50 by BM25; a draw from the same 50 would be semantic
+    "reranker_lists": {"absent_gold": "drop"},   # (4.3) 32,283 of 37,979 lists are left; ours: gold is put in
+}  # fmt: skip
+PAPER["candidates_filtered"] = PAPER["filtered"]  # (4.3) the same filter
 
 
 class Pipeline(Config):
@@ -33,6 +53,8 @@ class Pipeline(Config):
     llm: dict[str, Any] = Field(default={"kind": "openai", "model": "gpt-4o-mini"}, description="who writes queries")
     template: dict[str, Any] | None = Field(default={"instruction": INSTRUCTION}, description="what the base sees")
     max_tokens: int | None = Field(default=2048, description="token limit of the base's texts, as in the recipes")
+    variant: Literal["ours", "paper"] = Field(default="ours", description="our defaults, or the paper's (PAPER above)")
+    depth: int = Field(default=50, description="candidates filtered before the cut to 20; 20: cut first, then filter")
     quotas: dict[str, int] = Field(default={"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1})
 
 
@@ -54,12 +76,17 @@ def run(pipeline: Pipeline) -> None:
     encoder = {"kind": "dense", "source": str(pipeline.trained), "cache": out / "vectors"}
     system = {"name": "trained encoder", "rankers": [encoder]}
     after: list[dict[str, Any]] = [
-        {"stage": "candidates", **inputs, "system": system, "out": candidates},
+        {"stage": "candidates", **inputs, "system": system, "depth": pipeline.depth, "out": candidates},
         {"stage": "filter", **inputs, "rankings": candidates, "encoder": base, **keep, "out": filtered},
         {"stage": "lists", **inputs, "rankings": filtered, "list_size": 20, "out": out / "reranker_lists"},
     ]  # fmt: skip
+    paper = PAPER if pipeline.variant == "paper" else {}
+    if paper:  # without the filter, for the ablation (5.4.1)
+        raw = {"rankings": out / "mined", "out": out / "encoder_lists_raw"}
+        before.append(before[-1] | PAPER["encoder_lists"] | raw)
     for values in before + (after if pipeline.trained else []):
-        print(values["stage"], run_recipe(parse_recipe(values, __file__), resume=False))
+        recipe = values | paper.get(values["out"].name, {})
+        print(recipe["stage"], run_recipe(parse_recipe(recipe, __file__), resume=False))
 
 
 if __name__ == "__main__":

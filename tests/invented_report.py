@@ -10,6 +10,7 @@ from skilltrain.evaluation.analysis import (
     Analysis,
     FeatureComparison,
     FieldAttention,
+    PairAttention,
     StageLatency,
     outcomes,
     pass_rates,
@@ -54,7 +55,7 @@ def invented(num_queries: int = 75, hostile: bool = False) -> Report:
     found = [ranking for result in results for ranking in result.rankings.values()]
     ids = sorted(set().union(*found, *gold.values()))
     names_of = {i: f"{WORDS[hash_of(i) % len(WORDS)].replace(' ', '-')}{evil}" for i in ids}
-    skills = {i: Skill(i, name, "d" * (20 + hash_of(i) % 900), "") for i, name in names_of.items()}
+    skills = {i: Skill(i, name, "word " * (3 + hash_of(i) % 90), "") for i, name in names_of.items()}
     tasks = tuple(
         task_of(Query(q, f"{_request(draw, n)} {evil}", "", "invented", "test"), relevance,
                 {"difficulty": ("easy", "medium", "hard")[n % 3] + evil})
@@ -110,7 +111,16 @@ def _analysis(results: Sequence[SystemResult]) -> Analysis:
 
 def _latencies(results: Sequence[SystemResult]) -> list[StageLatency]:
     return [
-        StageLatency(result.name, stage, ms / 1000, ms * 1.6 / 1000, 1000 / ms, 75)
+        StageLatency(
+            result.name,
+            stage,
+            ms / 900,
+            ms / 1000,
+            ms * 1.6 / 1000,
+            900 / ms,
+            *((3.5, ms) if ms > 400 else (None, None)),
+            75,
+        )
         for result, (_, _, stages) in zip(results, SYSTEMS, strict=True)
         for stage, ms in {**stages, "total": sum(stages.values())}.items()
     ]
@@ -125,4 +135,6 @@ def _attention(model: str, num_layers: int) -> FieldAttention:
         layers.append({"name": name, "description": described, "body": 1 - name - described})
     overall = {field: sum(layer[field] for layer in layers) / num_layers for field in FIELDS}
     tokens = {"name": 0.008, "description": 0.061, "body": 0.931}
-    return FieldAttention(model, tuple(layers), overall, tokens, 400)
+    groups = {"early": layers[0], "middle": overall, "late": layers[-1]}
+    pairs = tuple(PairAttention(f"task-{n:03}", f"gold/{n}-0", layers[n % num_layers], tokens, n) for n in range(400))
+    return FieldAttention(model, tuple(layers), groups, overall, tokens, pairs)

@@ -30,6 +30,7 @@ def test_skillrouter_folder_scores_what_relevance_json_says(tmp_path: Path):
     folder = write_skillrouter(tmp_path / "bench", [T1, T2, T3], relevance, [skill])
     benchmark = load_benchmark(folder)
     assert benchmark.name == "bench"
+    assert benchmark.notes == ("1 of 3 tasks want generic skills alone and are not scored",)  # 12 of the published 87
     assert benchmark.gold_skills == (Skill("g/a", "A", "does a", "# A"),)
     first, second = benchmark.tasks
     assert first.query == Query("t1", "do t1", "single", "skillsbench", "test")

@@ -238,3 +238,26 @@ def test_input_paths_finds_marked_fields_at_any_depth():
     config = Whole(section=Section(source=Path("s")), parts=[Path("x"), Path("y")])
     assert input_paths(config) == {"section.source": Path("s"), "parts.0": Path("x"), "parts.1": Path("y")}
     assert input_paths(Whole()) == {}
+
+
+# Recipes that are based on another ------------------------------------------------------------------------------------
+
+
+def test_a_recipe_says_what_differs_from_its_base(tmp_path):
+    (tmp_path / "paper").mkdir()
+    (tmp_path / "base.yaml").write_text("stage: x\nmodel: {source: a, template: {cap: 1}}\nlayers: [1, 2]\nout: o\n")
+    over = tmp_path / "paper" / "over.yaml"
+    over.write_text("based_on: ../base.yaml\nmodel: {template: {cap: null, new: 2}}\nlayers: [3]\n")
+    values = {"stage": "x", "model": {"source": "a", "template": {"cap": None, "new": 2}}, "layers": [3], "out": "o"}
+    assert load_recipe(over) == values
+    assert load_recipe(over, ["model.source=b"])["model"]["source"] == "b"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("missing.yaml", "cannot read the recipe"), ("over.yaml", "is based on a recipe that is based on another")],
+)
+def test_a_base_that_is_none_is_refused(tmp_path, name, message):
+    (tmp_path / "over.yaml").write_text(f"based_on: {name}\nout: o\n")
+    with pytest.raises(SkilltrainError, match=message):
+        load_recipe(tmp_path / "over.yaml")

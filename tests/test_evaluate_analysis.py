@@ -90,7 +90,7 @@ def test_every_analysis_stands_in_json_markdown_and_on_the_page(analysed, model_
     (truncated,) = found["truncation"]
     assert (truncated["model"], truncated["num_skills"]) == (str(model_folders["bert_reranker"]), 10)
     (attention,) = found["attention"]
-    assert (attention["model"], attention["num_pairs"]) == (str(model_folders["bert_reranker"]), 4)
+    assert (attention["model"], len(attention["pairs"])) == (str(model_folders["bert_reranker"]), 4)
     assert len(attention["layers"]) == 2
     assert all(sum(layer.values()) == pytest.approx(1) for layer in [*attention["layers"], attention["tokens"]])
     assert {(row["num_gold"], row["num_others"]) for row in found["structure"]} == {(8, 2)}
@@ -100,10 +100,17 @@ def test_every_analysis_stands_in_json_markdown_and_on_the_page(analysed, model_
     assert again["fixed"] == again["broken"] == [], "one reranker scores alike under two names"
     # Descriptions grow with the skill's number: two queries in each quartile.
     parts = [part for part in saved["slices"] if part["label"] == "description length"]
-    lengths = [len(POOL[i].description) for i in range(NUM_QUERIES)]
+    lengths = [len(POOL[i].description.split()) for i in range(NUM_QUERIES)]
     bounds = [(lengths[i], lengths[i + 1]) for i in (0, 2, 4, 6)]
-    assert [part["value"] for part in parts] == [f"Q{n}, {a}–{b} characters" for n, (a, b) in enumerate(bounds, 1)]
+    assert [part["value"] for part in parts] == [f"Q{n}, {a}–{b} words" for n, (a, b) in enumerate(bounds, 1)]
     assert [part["num_queries"] for part in parts] == [2, 2, 2, 2]
+    assert [(gap["system"], gap["baseline"], gap["value"][:2]) for gap in saved["gaps"]] == [
+        (after, before, f"Q{n}")
+        for before, after in (("bm25", "reranked"), ("reranked", "again"))
+        for n in (1, 2, 3, 4)
+    ]
+    assert {gap["difference"]["mean"] for gap in saved["gaps"][4:]} == {0}
+    assert [pair["query_id"] for pair in attention["pairs"]] == ["q0", "q1", "q2", "q3"]
     assert found["pass_rates"] == [], "the agents' pass rates are known for SkillsBench's tasks alone"
     markdown = (analysed / "report.md").read_text()
     for title in ("Fixed and broken", "Stage by stage", "Skills that a model sees whole", "Latency"):

@@ -14,16 +14,22 @@ from transformers import (
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.reranker import RerankerConfig, load_reranker
-from skilltrain.records import Skill
+from skilltrain.records import Query, Skill
 from skilltrain.routing.field_attention import FIELDS, field_attention, field_spans, token_fields
 from skilltrain.templates import RerankerTemplate, SkillTemplate
 from tiny_models import bert_tokenizer, qwen3_tokenizer
 
 CPU = torch.device("cpu")
+
+
+def asked(text):
+    return Query(f"q: {text}", text, "", "", "")
+
+
 PAIRS = [
-    ("deploy the pods and review the chart", Skill("a", "pods", "deploy pods", "to find the task " * 5)),
-    ("translate audio", Skill("b", "chart 运行", "", "table " * 60)),
-    ("extract text", Skill("c", "clip", "audio report", "video text 🚀 " * 30)),
+    (asked("deploy the pods and review the chart"), Skill("a", "pods", "deploy pods", "to find the task " * 5)),
+    (asked("translate audio"), Skill("b", "chart 运行", "", "table " * 60)),
+    (asked("extract text"), Skill("c", "clip", "audio report", "video text 🚀 " * 30)),
 ]
 
 
@@ -89,7 +95,7 @@ def test_shares_are_those_of_the_eager_attention_matrices(opened):
     reranker, eager, place = opened
     expected = []
     for query, skill in PAIRS:
-        (pair,) = reranker.tokenize(query, [skill])
+        (pair,) = reranker.tokenize(query.text, [skill])
         assert place == 0 or len(pair) > 64  # the window hides something
         fields = token_fields(reranker, skill)
         sums = eager_rows(eager, pair, place)[:, pair.second_start :][:, : len(fields)].numpy() @ fields
@@ -98,6 +104,11 @@ def test_shares_are_those_of_the_eager_attention_matrices(opened):
     assert (found.model, found.num_pairs) == ("tiny", 3)
     assert table(found.layers) == pytest.approx(np.mean(expected, 0), abs=1e-5)
     assert table([found.overall])[0] == pytest.approx(np.mean(expected, (0, 1)), abs=1e-5)
+    # Of three layers a quarter is none: all are in the middle.
+    assert {**found.groups} == {"middle": found.overall}
+    assert [(pair.query_id, pair.skill_id) for pair in found.pairs] == [(q.query_id, s.skill_id) for q, s in PAIRS]
+    assert table([pair.overall for pair in found.pairs]) == pytest.approx(np.mean(expected, 1), abs=1e-5)
+    assert found.range_of("body") == tuple(sorted(pair.overall["body"] for pair in found.pairs))
     for shares in (*found.layers, found.overall, found.tokens):
         assert sum(shares.values()) == pytest.approx(1)
 
@@ -108,14 +119,14 @@ def table(shares):
 
 def test_the_reranker_scores_after_reading_as_before(opened):
     reranker, _, _ = opened
-    (pair,) = reranker.tokenize(*[PAIRS[0][0], [PAIRS[0][1]]])
+    (pair,) = reranker.tokenize(PAIRS[0][0].text, [PAIRS[0][1]])
     implementation = reranker.network.config._attn_implementation
     with torch.inference_mode():
         before = reranker([pair])
         field_attention(reranker, PAIRS, "tiny")
         assert torch.equal(reranker([pair]), before)
         with pytest.raises(SkilltrainError, match="skill empty: the reranker sees no token of this"):
-            field_attention(reranker, [*PAIRS, ("pods", Skill("empty", " ", "", "\n"))], "tiny")
+            field_attention(reranker, [*PAIRS, (asked("pods"), Skill("empty", " ", "", "\n"))], "tiny")
         assert torch.equal(reranker([pair]), before)
     assert reranker.network.config._attn_implementation == implementation
 
@@ -134,8 +145,9 @@ def test_a_cut_body_counts_for_what_is_left_of_it(open_reranker_of):
     reranker = open_reranker_of("bert_reranker", max_tokens=32, query_max_tokens=8)
     skill = Skill("a", "deploy pods", "find the chart", "text " * 90)
     # [CLS] pods [SEP] … [SEP] leaves 28: two of the name, |, three of the description, |, and 21 of the body's 90
-    found = field_attention(reranker, [("pods", skill)], "cut")
+    found = field_attention(reranker, [(asked("pods"), skill)], "cut")
     assert table([found.tokens])[0] == pytest.approx([2 / 26, 3 / 26, 21 / 26])
+    assert [pair.num_cut for pair in found.pairs] == [69]
 
 
 def owners(reranker, skill):
@@ -171,9 +183,9 @@ def test_a_skill_without_description_and_a_template_without_body(open_reranker_o
     template = RerankerTemplate(skill=SkillTemplate(fields="nd"))
     nd = open_reranker_of("bert_reranker", template=template)
     assert [field for _, field in owners(nd, skill)] == ["name"]
-    (found,) = field_attention(nd, [("pods", Skill("a", "pods", "deploy chart text", "body"))], "nd").layers[1:]
+    (found,) = field_attention(nd, [(asked("pods"), Skill("a", "pods", "deploy chart text", "body"))], "nd").layers[1:]
     assert found["body"] == 0 and found["name"] > 0 and found["description"] > 0
-    assert field_attention(nd, [("pods", skill)], "nd").overall == {"name": 1, "description": 0, "body": 0}
+    assert field_attention(nd, [(asked("pods"), skill)], "nd").overall == {"name": 1, "description": 0, "body": 0}
 
 
 def test_field_spans_worked_by_hand():
@@ -182,6 +194,29 @@ def test_field_spans_worked_by_hand():
     spans = field_spans(template, Skill("a", " 运行 ", "abcdefg", "🚀x  yz"))
     assert spans == {"name": (0, 2), "description": (5, 10), "body": (13, 15)}
     assert field_spans(template, Skill("a", "", "", "")) == {}
+
+
+def test_a_verbatim_template_has_its_separators_around_empty_fields():
+    template = SkillTemplate(verbatim=True)
+    assert template.render(Skill("a", "n", "", " b")) == "n |  |  b"
+    assert field_spans(template, Skill("a", "n", "", " b")) == {"name": (0, 1), "body": (7, 9)}
+
+
+def test_layers_are_grouped_in_a_quarter_a_half_and_a_quarter(tmp_path):
+    """Of 28 layers 0–6, 7–20 and 21–27 (SkillRouter, appendix F); of eight 0–1, 2–5 and 6–7."""
+    tokenizer = bert_tokenizer()
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=8, num_hidden_layers=8, num_attention_heads=2, intermediate_size=8,
+        initializer_range=0.5, num_labels=1,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    found = field_attention(load_reranker(RerankerConfig(source=str(tmp_path)), CPU), PAIRS[:1], "eight")
+    layers = table(found.layers)
+    assert [*found.groups] == ["early", "middle", "late"]
+    expected = [layers[:2].mean(0), layers[2:6].mean(0), layers[6:].mean(0)]
+    assert table(found.groups.values()) == pytest.approx(np.array(expected))
 
 
 @given(

@@ -113,6 +113,30 @@ def test_a_reranker_list_holds_judged_skills_at_the_rank_where_they_were_found()
     assert (entries[3].skill_id, entries[3].source) == ("r2", "judged") and len(entries) == 4
 
 
+def test_the_best_of_a_source_are_taken_where_it_says_so():
+    """SkillRouter's lexical negatives: the first three by BM25 that are not semantic ones already."""
+    candidates = ranked("semantic", *"abcdefgh") + ranked("lexical", *"hgfedcba")
+    for number in range(20):
+        chosen = sample_negatives(candidates, {"semantic": 4, "lexical": 3}, f"k{number}", ["lexical"])
+        semantic = {entry.skill_id for entry in chosen if entry.source == "semantic"}
+        lexical = [entry.skill_id for entry in chosen if entry.source == "lexical"]
+        assert lexical == [skill_id for skill_id in "hgfedcba" if skill_id not in semantic][:3]
+
+
+@pytest.mark.parametrize(
+    ("golds", "found", "expected"),
+    [
+        (["g"], "agbc", ["a", "g", "b"]),
+        (["g"], "abcg", ["a", "b", "c"]),  # below the cut: left out, and with it the list
+        (["g", "h"], "ahbgc", ["a", "h", "b"]),
+        (["g"], "abcd", ["a", "b", "c"]),
+    ],
+)
+def test_gold_outside_the_top_can_be_left_out(golds, found, expected):
+    config = settings(list_size=3, absent_gold="drop")
+    assert [e.skill_id for e in build_list(plan(*golds), ranked("encoder", *found), config)] == expected
+
+
 def test_encoder_lists_begin_with_the_golds():
     entries = build_list(plan("g1", "g2"), plenty(), settings(quotas=QUOTAS))
     assert entries[:2] == [Entry("g1", "gold", 0), Entry("g2", "gold", 0)] and len(entries) == 12
@@ -147,6 +171,9 @@ def test_all_positives_are_in_a_reranker_list_at_their_ranks(golds, found, list_
         ({"quotas": {"semantic": 0}}, "all 'quotas' are 0"),
         ({"quotas": {"semantic": -1}}, "quotas.semantic"),
         ({"list_size": 1}, "list_size"),
+        ({"quotas": {"semantic": 4}, "best_of": ["lexical"]}, "best_of: 'lexical' is no source of 'quotas'"),
+        ({"quotas": {"semantic": 4}, "absent_gold": "drop"}, "absent_gold: drop needs 'list_size', and no"),
+        ({"list_size": 9, "quotas": {"judged": 2}, "absent_gold": "drop"}, "absent_gold: drop needs"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes, message):
@@ -279,6 +306,18 @@ def test_reranker_lists(folder):
     row = lists_of(folder)["q1"]
     assert (row["skill_ids"], row["sources"], row["ranks"]) == (["e", "a", "f"], ["encoder"] * 3, [1, 2, 3])
     assert row["verdicts"] == ["rejected", "required", "irrelevant"]
+
+
+def test_a_list_without_required_gold_in_its_top_is_left_out_with_a_row(folder):
+    """q1's gold is third; of q2's c is third, b fifth and the useful d nowhere; q4's is fourth."""
+    tops = {"q1": "efa", "q2": "efcgb", "q4": "efga"}
+    write_rankings(folder, [(q, s, rank, "encoder") for q, found in tops.items() for rank, s in enumerate(found, 1)])
+    summary = run(folder, list_size=3, absent_gold="drop")
+    assert {q: row["skill_ids"] for q, row in lists_of(folder).items()} == {"q1": [*"efa"], "q2": [*"efc"]}
+    dropped = [row for row in read_table(folder / "out", DROPPED).to_pylist() if row["filter"] == "outside_top"]
+    assert [(row["query_id"], row["skill_id"]) for row in dropped] == [("q2", "b"), ("q2", "d"), ("q4", "a")]
+    assert dropped[0]["reason"] == "a positive outside the top 3"
+    assert (summary["num_lists"], summary["by_verdict"]["required"]) == (2, 2)
 
 
 def test_an_unknown_source_is_refused_and_an_empty_one_is_not(folder):

@@ -121,6 +121,20 @@ def test_lexical_candidates_share_a_term(workshop):
     assert set(ids(workshop.mined(["s0"])["lexical"])) == {"s1", "s4"}
 
 
+def test_lexical_candidates_may_be_the_semantic_ones_in_the_order_of_bm25(workshop):
+    """s4 shares a term with the query, and is fourth by cosine."""
+    found = workshop.mined(["s0"], depth=3, lexical_among="semantic")
+    assert ids(found["semantic"]) == ["s1", "s2", "s5"] and ids(found["lexical"]) == ["s1"]
+    wider = workshop.mined(["s0"], depth=9, lexical_among="semantic")
+    alone = workshop.mined(["s0"], depth=9)
+    assert wider["lexical"] == alone["lexical"], "with the whole pool among them they are what BM25 finds alone"
+
+
+def test_semantic_candidates_that_are_not_mined_cannot_be_ordered(workshop):
+    with pytest.raises(ValueError, match="lexical_among: semantic needs both semantic and lexical"):
+        workshop.run(lexical_among="semantic", sources=["lexical"])
+
+
 def test_taxonomy_is_the_same_category_under_another_name(workshop):
     taxonomy = workshop.mined(["s0"], num_taxonomy=9)["taxonomy"]
     assert ids(taxonomy) == ["s2"] and taxonomy[0][1] == pytest.approx(0.6)

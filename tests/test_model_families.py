@@ -29,7 +29,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.loading import num_positions
 from skilltrain.models.reranker import RerankerConfig, load_reranker
-from skilltrain.records import Skill
+from skilltrain.records import Query, Skill
 from skilltrain.routing.field_attention import field_attention, token_fields
 from tiny_models import bert_tokenizer
 
@@ -140,7 +140,7 @@ def test_a_reranker_of_one_segment_scores_as_plain_transformers_code(tmp_path, n
 def test_attention_of_a_reranker_of_one_segment_is_read_and_of_mpnet_refused(tmp_path):
     folder = save(tmp_path / "xlm-roberta", *RERANKERS["xlm-roberta"])
     reranker = load_reranker(RerankerConfig(source=folder), CPU)
-    found = field_attention(reranker, [("merge pdf", SKILLS[0])], "x")
+    found = field_attention(reranker, [(Query("q", "merge pdf", "", "", ""), SKILLS[0])], "x")
     (pair,) = reranker.tokenize("merge pdf", SKILLS[:1])
     network = AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager").eval()
     with torch.inference_mode():
@@ -152,4 +152,4 @@ def test_attention_of_a_reranker_of_one_segment_is_read_and_of_mpnet_refused(tmp
     assert shares == pytest.approx(sums / sums.sum(), abs=1e-5)
     reranker = load_reranker(RerankerConfig(source=save(tmp_path / "mpnet", *RERANKERS["mpnet"])), CPU)
     with pytest.raises(SkilltrainError, match="MPNetForSequenceClassification can be read in 0 of its 1 layers only"):
-        field_attention(reranker, [("merge pdf", SKILLS[0])], "x")
+        field_attention(reranker, [(Query("q", "merge pdf", "", "", ""), SKILLS[0])], "x")

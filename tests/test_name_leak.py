@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skilltrain.data.name_leak import names_skill
+from skilltrain.data.name_leak import names_program, names_skill, programs_of
 
 
 @pytest.mark.parametrize(
@@ -49,3 +49,32 @@ def test_full_width_letters_and_names_without_letters() -> None:
 )
 def test_a_name_between_spaces_always_leaks(parts: list[str], before: str, after: str) -> None:
     assert names_skill(f"{before} {' '.join(parts).upper()} {after}", "-".join(parts))
+
+
+BODY = """# Cut clips
+```bash
+$ sudo ffmpeg -i in.mp4 out.mp4
+cd clips && ls
+whisper-cli --model small out.mp4
+# then
+python cut.py
+```
+Use `sox` for the rest.
+```python
+import ffmpegio
+```
+"""
+
+
+def test_programs_are_what_shell_blocks_start_and_not_everybody_does():
+    assert programs_of(BODY) == {"ffmpeg", "whisper-cli"}
+    assert programs_of("```console\n$ git push\n> kubectl get pods\n```") == {"git", "kubectl"}
+    assert programs_of("ffmpeg -i a") == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("query", "named"),
+    [("cut it with FFmpeg", True), ("run whisper cli on it", True), ("cut the clip", False), ("use ffmpegio", False)],
+)
+def test_a_query_names_a_program_in_whole_words(query, named):
+    assert names_program(query, BODY) is named

@@ -1,5 +1,6 @@
 """What ships beside the code: metadata, pins, launch files, recipes, and documents that name real things."""
 
+import copy
 import os
 import re
 import runpy
@@ -126,6 +127,23 @@ def test_every_recipe_of_full_size_has_a_twin_with_the_same_keys(name: str):
     for key in ("epochs", "batch_size", "accumulation", "warmup_share", "weight_decay", "recompute", "seed"):
         assert full["training"][key] == twin["training"][key], key
     assert full["model"]["template"] == twin["model"]["template"]
+
+
+def test_the_papers_recipes_are_ours_but_for_a_few_lines():
+    for path in sorted((ROOT / "recipes" / "paper").glob("sr_*.yaml")):
+        ours = load_recipe(ROOT / "recipes" / path.name.replace("_raw", ""))
+        found, expected = load_recipe(path), copy.deepcopy(ours)
+        template = expected["model"]["template"]
+        template["instruction"] = template["instruction"].replace("a task", "a coding task")
+        template["skill"]["verbatim"] = True
+        expected["data"] |= {"pool": "runs/paper/pool", "lists": found["data"]["lists"]}
+        expected["out"] = f"runs/paper/{path.stem}"
+        if "emb" in path.stem:
+            expected["near_duplicates"] = None
+        else:
+            template["query_chars"], expected["model"]["query_max_tokens"] = None, 4000
+        assert found == expected, path.name
+    assert found["data"]["lists"] == "runs/paper/reranker_lists"
 
 
 def test_the_recipes_hold_skillrouters_values():

@@ -61,12 +61,22 @@ def test_markdown_and_json_hold_the_same_analyses(small: Report, tmp_path: Path)
     saved = json.loads((tmp_path / "metrics.json").read_text())["analysis"]
     assert list(saved) == ["outcomes", "pass_rates", "stages", "truncation", "latencies", "structure", "attention"]
     assert saved["outcomes"][0]["fixed"] == list(small.analysis.outcomes[0].fixed)
-    assert len(saved["attention"][1]["layers"]) == 28
+    assert len(saved["attention"][1]["layers"]) == 28 and len(saved["attention"][1]["pairs"]) == 400
     markdown = report_markdown(small)
-    for title in ("Fixed and broken", "Latency", "Description length: Q1", "Estimated pass rates", "Structure of"):
+    for title in (
+        "Fixed and broken",
+        "Latency",
+        "Gap by description length",
+        "Description length: Q1",
+        "Estimated pass rates",
+        "Structure of",
+    ):
         assert f"## {title}" in markdown
-    assert "| total | 4.10 ms | 4.10 ms | 6.56 ms | 244 | 75 |" in markdown
+    assert "| total | 4.56 ms | 4.10 ms | 6.56 ms | 220 | – | – | 75 |" in markdown
     assert "| code share of the body | .21 | .09 | .68 | <.0001 | more |" in markdown
+    assert re.search(r"\| rerank \| 458 ms \| 412 ms .* \| 3.50 \| 412 \| 75 \|", markdown)
+    assert re.search(r"\| early \|.*\n\| middle \|.*\n\| late \|", markdown)
+    assert "Share of the body in one pair: lowest, middle and highest ." in markdown
     assert "| links | 1 | 3 | .39 | .0008 | less |" in markdown
     assert "<img" not in markdown and "\u202e" not in markdown
     rows = [line for line in markdown.split("## Latency")[1].split("\n## ")[0].splitlines() if line.startswith("|")]

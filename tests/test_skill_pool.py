@@ -17,6 +17,7 @@ from skilltrain.data.pool.skill_pool import (
     Category,
     PoolConfig,
     assign_categories,
+    audit,
     load_taxonomy,
     mean_vectors,
     run_pool,
@@ -358,6 +359,12 @@ def test_a_taxonomy_keeps_its_order_and_wrong_ones_name_the_entry(tmp_path: Path
         file.write_text(text)
         with pytest.raises(SkilltrainError, match=message):
             load_taxonomy(file)
+
+
+def test_the_audit_of_descriptions_by_hand():
+    """Of 0, 9, 10, 24 and 25 words."""
+    found = audit(["word " * length for length in (0, 9, 10, 24, 25)])
+    assert found == pytest.approx({"empty": 0.2, "under_10": 0.4, "under_25": 0.8, "median": 10, "p90": 24.6})
 
 
 def test_nearest_category_by_hand():

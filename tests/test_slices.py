@@ -12,7 +12,7 @@ from skilltrain.evaluation.benchmarks.benchmark import task_of
 from skilltrain.evaluation.bootstrap import interval
 from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.evaluation.metrics import Relevance
-from skilltrain.evaluation.slices import labels_of, means_by_slice, quartiles, shown
+from skilltrain.evaluation.slices import SliceMeans, gaps, labels_of, means_by_slice, quartiles, shown
 from skilltrain.records import Query, Skill
 
 SOURCE = Path(__file__).parents[1] / "src" / "skilltrain"
@@ -134,12 +134,12 @@ def test_computed_labels_stand_beside_those_of_the_benchmark():
     gold = Relevance(frozenset({"a", "b"}), {"a": 1.0, "b": 1.0}, alternatives={"c": "b"})
     short = task_of(query("q1", "make a chart"), gold, {"difficulty": "easy", "domain": ""})
     long = task_of(query("q2", "w " * 21), Relevance(frozenset("a"), {"a": 1.0}), {})
-    skills = {skill_id: Skill(skill_id, "", "d" * length, "") for skill_id, length in {"a": 10, "c": 40}.items()}
+    skills = {skill_id: Skill(skill_id, "", "word " * length, "") for skill_id, length in {"a": 10, "c": 40}.items()}
     assert labels_of([short, long], skills) == {
         "q1": {"kind": "multi", "origin": "llm", "split": "test", "difficulty": "easy", "query length": "terse",
-               "description length": "Q2, 25–25 characters"},  # c stands in for b, which the pool lacks
+               "description length": "Q2, 25–25 words"},  # c stands in for b, which the pool lacks
         "q2": {"kind": "single", "origin": "llm", "split": "test", "query length": "long",
-               "description length": "Q1, 10–10 characters"},
+               "description length": "Q1, 10–10 words"},
     }  # fmt: skip
     assert "description length" not in labels_of([short], {})["q1"]
     chinese = task_of(query("q3", "把这个表格转换成图表"), gold, {})
@@ -149,7 +149,7 @@ def test_computed_labels_stand_beside_those_of_the_benchmark():
 def cut(lengths: list[float]) -> list[tuple[str, int]]:
     """(name, queries) of each part."""
     found = list(quartiles({f"q{number}": length for number, length in enumerate(lengths)}).values())
-    return sorted((name.removesuffix(" characters"), found.count(name)) for name in set(found))
+    return sorted((name.removesuffix(" words"), found.count(name)) for name in set(found))
 
 
 @pytest.mark.parametrize(
@@ -176,3 +176,19 @@ def test_every_query_is_in_one_part_and_parts_do_not_overlap(lengths: dict[str, 
     assert len(set(zip(lengths.values(), (found[query_id] for query_id in lengths), strict=True))) == len(
         set(lengths.values())
     )
+
+
+def test_gaps_are_means_of_differences_in_each_part_and_leave_out_what_has_no_value():
+    """SkillRouter's gap: full minus nd, by the length of descriptions."""
+    nd = SystemResult("nd", {"a": {"m": 0.0}, "b": {"m": 1.0}, "c": {"m": 0.0}, "d": {}}, {})
+    full = SystemResult("full", {"a": {"m": 1.0}, "b": {"m": 1.0}, "c": {"m": 1.0}, "d": {}}, {})
+    parts = [
+        SliceMeans("kind", "multi", ("a", "b"), {}),
+        SliceMeans("description length", "Q1, 1–9 words", ("a", "b"), {}),
+        SliceMeans("description length", "Q2, 10–20 words", ("c", "d"), {}),
+    ]
+    one, two = gaps([nd, full], parts, "m", seed=0)
+    assert (one.baseline, one.system, one.measure, one.value) == ("nd", "full", "m", "Q1, 1–9 words")
+    assert (one.difference.mean, one.difference.low, one.difference.high, one.difference.n) == (0.5, 0, 1, 2)
+    assert (two.value, two.difference.mean, two.difference.n) == ("Q2, 10–20 words", 1, 1)
+    assert gaps([nd], parts, "m", seed=0) == ()

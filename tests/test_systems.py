@@ -281,6 +281,18 @@ def test_percentiles_and_rates_by_hand():
     assert (one.p50, one.p95, one.qps) == pytest.approx((3, 8.8, 5 / 20))
     assert (two.p50, two.p95, two.qps) == pytest.approx((0.5, 0.5, 2))
     assert (total.p50, total.p95, total.qps) == pytest.approx((3.5, 9.3, 5 / 22.5))
+    assert (one.mean, two.mean, total.mean) == (4, 0.5, 4.5)
+    assert [(row.gpu_gib, row.gpu_seconds) for row in (one, two, total)] == [(None, None)] * 3
+
+
+def test_the_gpus_memory_is_the_most_of_all_stages_and_its_seconds_are_of_those_that_use_it():
+    used = {"lexical": ((1.0, 3.0), 0), "dense": ((0.02, 0.04), 2**30), "rerank": ((0.1, 0.3), 3 * 2**30)}
+    stages = [RankedStage(kind, kind, {}, 0.0, alone, {}, gpu_bytes) for kind, (alone, gpu_bytes) in used.items()]
+    found = {row.stage: (row.gpu_gib, row.gpu_seconds) for row in latencies({"mine": stages})}
+    assert found["1 lexical"] == (None, None)
+    # 1,000 queries hold the card for 1,000 x .03 s in the encoder and 1,000 x .2 s in the reranker.
+    assert found["2 dense"] == pytest.approx((1, 30)) and found["3 rerank"] == pytest.approx((3, 200))
+    assert found["total"] == pytest.approx((3, 230))
 
 
 def test_total_is_of_queries_and_not_of_percentiles():

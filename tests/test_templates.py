@@ -1,5 +1,9 @@
 import pytest
 
+from skilltrain.config import validate
+from skilltrain.errors import SkilltrainError
+from skilltrain.models.encoder import EncoderConfig
+from skilltrain.models.reranker import RerankerConfig
 from skilltrain.records import Skill
 from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate
 
@@ -29,6 +33,20 @@ def test_the_encoder_sees_no_space_after_query():
     template = EncoderTemplate(instruction="Find skills", query_chars=6)
     assert template.render_query("deploy pods") == "Instruct: Find skills\nQuery:deploy"
     assert EncoderTemplate().render_query("deploy pods") == "deploy pods"
+
+
+def test_skillrouters_released_templates_by_name():
+    encoder = validate(EncoderConfig, {"source": "x", "template": "skillrouter_released"}, "test").template
+    reranker = validate(RerankerConfig, {"source": "x", "template": "skillrouter_released"}, "test").template
+    assert encoder is not None and reranker is not None
+    bare = Skill("s", "n ", "", "b" * 9000)
+    assert encoder.render_skill(bare) == f"n  |  | {'b' * 8000}"
+    assert encoder.render_query("q" * 3000).startswith("Instruct: Given a coding task description, retrieve ")
+    assert encoder.render_query("q" * 3000).endswith("task\nQuery:" + "q" * 2000)
+    assert reranker.render_skill(bare) == f"n  |  | {'b' * 2000}"
+    assert "\n\n<Query>: " + "q" * 3000 + "\n\n<Document>: " in reranker.render_query("q" * 3000)
+    with pytest.raises(SkilltrainError, match=r"template: must be a section of keys \(.*found 'skillrouter'"):
+        validate(EncoderConfig, {"source": "x", "template": "skillrouter"}, "test")
 
 
 @pytest.mark.parametrize("separator", ["\n", "\n\n"])

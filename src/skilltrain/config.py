@@ -90,8 +90,19 @@ def parse_yaml(text: str, where: object, fix: str = "") -> Any:
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """A recipe file as nested maps, with `key=value` overrides applied.
 
-    The key `recipe` (the line that makes a YAML file valid Python) is dropped.
+    The key `recipe` (the line that makes a YAML file valid Python) is dropped. A file with `based_on` says, key by key,
+    what differs from that recipe, whose place is relative to its own; one base, not a chain of them.
     """
+    values = _read_recipe(path)
+    if (name := values.pop("based_on", None)) is not None:
+        base = _read_recipe(path.parent / str(name))
+        if "based_on" in base:
+            raise SkilltrainError(f"is based on a recipe that is based on another, {name}", where=path)
+        values = laid_over(base, values)
+    return apply_overrides(values, overrides)
+
+
+def _read_recipe(path: Path) -> dict[str, Any]:
     check_regular(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -101,7 +112,14 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise SkilltrainError("a recipe is a map of keys to values", where=path)
     values.pop("recipe", None)
-    return apply_overrides(values, overrides)
+    return values
+
+
+def laid_over(under: Any, over: Any) -> Any:
+    """`over`, and what only `under` says; where not both are maps, `over`."""
+    if not (isinstance(under, dict) and isinstance(over, dict)):
+        return over
+    return under | {key: laid_over(under.get(key), value) for key, value in over.items()}
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

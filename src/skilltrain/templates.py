@@ -5,9 +5,9 @@ Caps count characters (SkillRouter, section 4.2 and its released code), token li
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from skilltrain.config import Config
 from skilltrain.records import Skill
@@ -29,6 +29,15 @@ FIELDS_SEEN: Mapping[SkillFields, tuple[str, ...]] = {
 SEEN = "full: name, description and body; nd: no body; or one of the three alone"
 ChunkPool = Literal["max", "top2"]
 """How the scores of a skill's windows become one."""
+RELEASED = "skillrouter_released"
+"""The template, by name, with which SkillRouter's released code evaluates; it trains with smaller caps."""
+_RELEASED_RETRIEVAL = (
+    "Given a coding task description, retrieve the most relevant skill document that would help an agent complete the "
+    "task"
+)
+_RELEASED_JUDGEMENT = (
+    "Given a coding task description, judge whether the skill document is relevant and useful for completing the task"
+)
 SKILL_TASK = "Given a task description, retrieve the skills that an agent needs to complete it"
 
 
@@ -49,12 +58,21 @@ class SkillTemplate(Config):
     description_chars: int = Field(default=300, ge=0, description="how much of a description")
     body_chars: int = Field(default=2500, ge=0, description="how much of a body")
     separator: str = Field(default=" | ", description="what stands between the parts")
+    verbatim: bool = Field(
+        default=False,
+        description="keep the spaces around a field, and the separators around one that is empty, as SkillRouter's "
+        "released code does",
+    )
+
+    def parts(self, skill: Skill) -> dict[str, str]:
+        """Field → what is shown of it, in order; a field that shows nothing is left out, unless `verbatim`."""
+        caps = {"name": None, "description": self.description_chars, "body": self.body_chars}
+        shown = {field: getattr(skill, field)[: caps[field]] for field in FIELDS_SEEN[self.fields]}
+        return shown if self.verbatim else {field: text.strip() for field, text in shown.items() if text.strip()}
 
     def render(self, skill: Skill) -> str:
-        """The text of a skill; empty fields leave no separator behind."""
-        caps = {"name": None, "description": self.description_chars, "body": self.body_chars}
-        parts = [getattr(skill, field)[: caps[field]] for field in FIELDS_SEEN[self.fields]]
-        return self.separator.join(part.strip() for part in parts if part.strip())
+        """The text of a skill."""
+        return self.separator.join(self.parts(skill).values())
 
     def windows(self, skill: Skill, chunks: Chunks) -> list[Skill]:
         """The skill once for each window, its body beginning there; the first is the skill itself.
@@ -74,19 +92,50 @@ class SkillTemplate(Config):
 
 
 class EncoderTemplate(Config):
-    """What the encoder sees of a query and of a skill."""
+    """What the encoder sees of a query and of a skill.
+
+    A prompt that is null is the one in the model's own folder, if there is one; "" is none.
+    """
 
     instruction: str | None = Field(default=None, description="task stated before a query, in Qwen3-Embedding's form")
+    query_prompt: str | None = Field(
+        default=None, description="text before a query, as it stands, in place of instruction: 'query: ' for E5"
+    )
+    skill_prompt: str | None = Field(default=None, description="text before a skill, as it stands: 'passage: ' for E5")
     query_chars: int = Field(default=1500, ge=1, description="how much of a query")
     skill: SkillTemplate = Field(default=SkillTemplate(), description="the text of a skill")
 
-    def query_prompt(self) -> str:
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, values: Any) -> Any:
+        if values != RELEASED:
+            return values
+        skill = SkillTemplate(description_chars=500, body_chars=8000, verbatim=True)
+        return {"instruction": _RELEASED_RETRIEVAL, "query_chars": 2000, "skill": skill}
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> "EncoderTemplate":
+        if self.instruction and self.query_prompt is not None:
+            raise ValueError("give 'instruction' or 'query_prompt', not both")
+        return self
+
+    def before_query(self) -> str:
         """What precedes the query; Qwen3-Embedding's form has no space after `Query:`."""
-        return f"Instruct: {self.instruction}\nQuery:" if self.instruction else ""
+        return f"Instruct: {self.instruction}\nQuery:" if self.instruction else self.query_prompt or ""
 
     def render_query(self, text: str) -> str:
         """The text of a query, prompt included."""
-        return self.query_prompt() + text[: self.query_chars]
+        return self.before_query() + text[: self.query_chars]
+
+    def render_skill(self, skill: Skill) -> str:
+        """The text of a skill, prompt included."""
+        return (self.skill_prompt or "") + self.skill.render(skill)
+
+    def with_prompts(self, query_prompt: str, skill_prompt: str) -> "EncoderTemplate":
+        """This template with the prompts of a model's folder, where it says nothing itself."""
+        of_query = {} if self.instruction or self.query_prompt is not None else {"query_prompt": query_prompt or None}
+        of_skill = {} if self.skill_prompt is not None else {"skill_prompt": skill_prompt or None}
+        return self.model_copy(update=of_query | of_skill)
 
 
 class RerankerTemplate(Config):
@@ -103,10 +152,18 @@ class RerankerTemplate(Config):
     )
     instruction: str = Field(default=SKILL_TASK, description="task stated in yes_no")
     separator: Literal["\n", "\n\n"] = Field(default="\n\n", description="between the parts of yes_no")
-    query_chars: int = Field(default=1500, ge=1, description="how much of a query")
+    query_chars: int | None = Field(default=1500, ge=1, description="how much of a query; null: all of it")
     skill: SkillTemplate = Field(
         default=SkillTemplate(description_chars=500, body_chars=2000), description="the text of a skill"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, values: Any) -> Any:
+        if values != RELEASED:
+            return values
+        skill = SkillTemplate(description_chars=500, body_chars=2000, verbatim=True)
+        return {"form": "yes_no", "instruction": _RELEASED_JUDGEMENT, "query_chars": None, "skill": skill}
 
     def query_prompt(self) -> str:
         """What precedes the query's own text (after the chat prefix)."""

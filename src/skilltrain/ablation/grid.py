@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from skilltrain.config import Config, Seed, apply_overrides, load_recipe, set_value, validate
+from skilltrain.config import Config, Seed, apply_overrides, laid_over, load_recipe, set_value, validate
 from skilltrain.errors import SkilltrainError
 
 SEED = "seed"
@@ -67,15 +67,8 @@ def load_grid(file: Path, overrides: Sequence[str]) -> tuple[AblationConfig, set
     values = load_recipe(file)
     own: set[str] = {*values.get("steps", {})}
     if isinstance(chain := apply_overrides(values, overrides).get("chain"), str):
-        values["steps"] = _laid_over(load_recipe(file.parent / chain), values.get("steps", {}))
+        values["steps"] = laid_over(load_recipe(file.parent / chain), values.get("steps", {}))
     return validate(AblationConfig, apply_overrides(values, overrides), file), own
-
-
-def _laid_over(under: Any, over: Any) -> Any:
-    """`over`, and what only `under` says; where not both are maps, `over`."""
-    if not (isinstance(under, dict) and isinstance(over, dict)):
-        return over
-    return under | {key: _laid_over(under.get(key), value) for key, value in over.items()}
 
 
 def recipes_of(grid: AblationConfig, variant: str) -> dict[str, Recipe]:

@@ -56,6 +56,15 @@ class ListsConfig(Config):
         description="skills per list, from the top of one ranking, positives included; SkillRouter: 20. With "
         "quotas={judged: 4}, so many of the skills that a judge turned down are among them",
     )
+    best_of: tuple[str, ...] = Field(
+        default=(),
+        description="sources of quotas whose best ranked negatives are taken instead of drawn; SkillRouter: [lexical]",
+    )
+    absent_gold: Literal["add", "drop"] = Field(
+        default="add",
+        description="gold outside the top list_size: add puts it at the list's end; drop leaves it out, and the whole "
+        "list where no required skill is left, as SkillRouter",
+    )
     flagged: Literal["leave_out", "use"] = Field(
         default="leave_out",
         description="skills with a flag of the safety screening: leave_out makes no positive of them, use does; "
@@ -72,6 +81,10 @@ class ListsConfig(Config):
             raise ValueError("set either 'quotas' (the encoder's lists) or 'list_size' (the reranker's)")
         if self.quotas is not None and not sum(self.quotas.values()):
             raise ValueError("all 'quotas' are 0")
+        if unknown := set(self.best_of).difference(self.quotas or {}):
+            raise ValueError(f"best_of: '{min(unknown)}' is no source of 'quotas'")
+        if self.absent_gold == "drop" and (self.list_size is None or self.quotas):
+            raise ValueError("absent_gold: drop needs 'list_size', and no 'quotas'")
         return self
 
 
@@ -113,7 +126,14 @@ def run_lists(config: ListsConfig, out: Path) -> dict[str, Any]:
     candidates = _candidates(rankings)
     for plan in track(plans, "building lists", len(plans)):
         entries = build_list(plan, candidates(plan.query_id), config)
-        num_negatives = len(entries) - len(plan.positives)
+        outside = set(plan.positives).difference(entry.skill_id for entry in entries)
+        dropped += [
+            Dropped(plan.query_id, skill_id, "outside_top", f"a positive outside the top {config.list_size}")
+            for skill_id in sorted(outside)
+        ]
+        if not any(plan.judged[s] is Verdict.REQUIRED for s in plan.positives if s not in outside):
+            continue
+        num_negatives = len(entries) - len(plan.positives) + len(outside)
         if num_negatives >= config.min_negatives:
             built[plan.query_id] = _row(plan, entries)
             continue
@@ -144,7 +164,10 @@ def build_list(plan: ListPlan, candidates: Sequence[Entry], config: ListsConfig)
     judged, quotas = _turned_down(plan, config.seed), config.quotas or {}
     if config.list_size is None:
         golds = [Entry(skill_id, GOLD, 0) for skill_id in plan.positives]
-        return golds + sample_negatives([*judged, *negatives], quotas, f"{config.seed}/{plan.query_id}")
+        return golds + sample_negatives([*judged, *negatives], quotas, f"{config.seed}/{plan.query_id}", config.best_of)
+    if config.absent_gold == "drop":
+        ranked = [entry for entry in candidates if entry.skill_id in plan.positives]
+        return sorted([*ranked, *negatives], key=_in_order)[: config.list_size]
     wanted = {skill_id: Entry(skill_id, GOLD, 0) for skill_id in plan.positives}
     wanted |= {entry.skill_id: entry for entry in judged[: quotas.get(JUDGED, 0)]}
     found = {entry.skill_id: entry for entry in candidates if entry.skill_id in wanted}
@@ -164,8 +187,12 @@ def _turned_down(plan: ListPlan, seed: int) -> list[Entry]:
     return [Entry(skill_id, JUDGED, place) for place, skill_id in enumerate(drawn, 1)]
 
 
-def sample_negatives(candidates: Sequence[Entry], quotas: dict[str, int], key: str) -> list[Entry]:
+def sample_negatives(
+    candidates: Sequence[Entry], quotas: dict[str, int], key: str, best_of: Collection[str] = ()
+) -> list[Entry]:
     """Each source's quota, drawn uniformly from its candidates without taking a skill twice; the same for one `key`.
+
+    Of the sources in `best_of` the best ranked are taken.
 
     What a source could not give is drawn from what is left of the sources, in the order of `quotas`. Every source has
     draws of its own, so that a change of one quota leaves the sources before it as they were.
@@ -173,7 +200,7 @@ def sample_negatives(candidates: Sequence[Entry], quotas: dict[str, int], key: s
     waiting: dict[str, list[Entry]] = {}
     for source in quotas:
         waiting[source] = sorted((entry for entry in candidates if entry.source == source), key=_in_order)
-        if source != JUDGED:
+        if source not in (JUDGED, *best_of):
             random.Random(f"{key}/{source}").shuffle(waiting[source])
     chosen: dict[str, Entry] = {}
     for source in sorted(quotas, key=lambda source: source != JUDGED):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 from jaxtyping import Float32
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.draws import draw
@@ -58,12 +58,22 @@ class MineConfig(Config):
         description="faiss index that finds the nearest: Flat looks at all skills; HNSW32 efSearch=256 or "
         "IVF1024,Flat nprobe=64 at a part, and the summary reports the recall lost",
     )
+    lexical_among: Literal["pool", "semantic"] = Field(
+        default="pool",
+        description="what BM25 chooses from: the whole pool, or a query's semantic candidates alone, as SkillRouter",
+    )
     num_taxonomy: int = Field(
         default=8, ge=0, description="candidates of a positive's category; more than will be used"
     )
     num_random: int = Field(default=4, ge=0, description="candidates of other categories; more than will be used")
     seed: Seed = Field(default=0, description="seed of the taxonomy and random draws, and of the index")
     out: Path = Field(description="folder to write: RANKINGS of four sources, DROPPED queries")
+
+    @model_validator(mode="after")
+    def _has_what_bm25_orders(self) -> "MineConfig":
+        if self.lexical_among == "semantic" and not {"semantic", "lexical"} <= {*self.sources}:
+            raise ValueError("lexical_among: semantic needs both semantic and lexical in 'sources'")
+        return self
 
     def amounts(self) -> dict[str, int]:
         """How many candidates a query gets from each source; 0 where it is switched off."""
@@ -128,15 +138,19 @@ def mine(
     if amounts["semantic"]:
         near, measured = _nearest(config, query_vectors, chunks, num_searched)
         index |= measured
-    if amounts["lexical"]:
-        found, scores = BM25Index([bm25_text(skill) for skill in skills]).search(texts, num_searched)
+    words = BM25Index([bm25_text(skill) for skill in skills]) if amounts["lexical"] else None
+    if words and config.lexical_among == "pool":
+        found, scores = words.search(texts, num_searched)
         worded = found, np.where(scores > 0, scores, np.float32(np.nan))  # 0: it shares no term
     categories = numbered((skill.category or "").strip() for skill in skills)
     names = numbered(name_key(skill.name) for skill in skills)
     ranked: list[Ranked] = []
     for row, (query, positives) in enumerate(track(asked, "drawing candidates", len(asked))):
-        ranked += [_others(near[0][row], near[1][row], positives, config.depth)]
-        ranked += [_others(worded[0][row], worded[1][row], positives, config.depth)]
+        semantic = _others(near[0][row], near[1][row], positives, config.depth)
+        if words and config.lexical_among == "semantic":
+            ranked += [semantic, _by_words(semantic[0], words.scores(query.text))]
+        else:
+            ranked += [semantic, _others(worded[0][row], worded[1][row], positives, config.depth)]
         for source, allowed in zip(SOURCES[2:], drawable(categories, names, positives), strict=True):
             drawn = draw(allowed, amounts[source], f"{config.seed}/{query.query_id}/{source}")
             ranked.append(_by_cosine(drawn, query_vectors[row], chunks))
@@ -175,6 +189,13 @@ def _others(found: Positions, scores: np.ndarray, positives: Positions, depth: i
     """The `depth` best that have a score and are no positive."""
     other = ~np.isin(found, positives) & ~np.isnan(scores)
     return found[other][:depth], scores[other][:depth]
+
+
+def _by_words(found: Positions, scores: Float32[np.ndarray, " skill"]) -> Ranked:
+    """Those of `found` that share a term with the query, in the order of BM25."""
+    found = found[scores[found] > 0]
+    order = np.lexsort((found, -scores[found]))
+    return found[order], scores[found[order]]
 
 
 def _by_cosine(drawn: Positions, query: Float32[np.ndarray, " dim"], chunks: ChunkVectors) -> Ranked:

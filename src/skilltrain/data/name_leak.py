@@ -1,4 +1,6 @@
-"""Does a query name its skill? Such a query teaches a model to match names, not needs (SkillRouter, section 4.1)."""
+"""Does a query name its skill, or a program that it runs? Such a query teaches a model to match names, not needs
+(SkillRouter, section 4.1).
+"""
 
 import re
 from itertools import accumulate
@@ -6,6 +8,31 @@ from itertools import accumulate
 from skilltrain.texts import CJK, words_of
 
 _IS_LATIN = re.compile(rf"[^{CJK}]")
+
+
+_SHELL = re.compile(r"^```(?:bash|sh|shell|zsh|console)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL | re.IGNORECASE)
+_PROGRAM = re.compile(r"^[ \t]{0,8}(?:[$>] )?(?:sudo )?([a-z][\w-]{1,40})(?= |$)", re.MULTILINE)
+# Words of the shell itself, and programs that tell nothing of what a skill is for.
+_ANYBODYS = frozenset(
+    words_of(
+        """alias apt awk bash brew bun cat cd chmod chown cmd conda cp curl cut date deno diff do done echo elif else
+        env esac eval exec exit export false fi find for function go grep head if in install jq kill less ln local ls
+        make mkdir mv node npm npx open pip pipx pnpm printf ps pwd python read return rm run sed set sh sleep sort
+        source ssh sudo tail tar tee test then time touch true uniq until unset uv uvx wait wc wget which while xargs
+        yarn zip"""
+    )
+)
+
+
+def programs_of(body: str) -> frozenset[str]:
+    """The programs that the shell blocks of a skill's body start, but for those that every other skill starts too."""
+    found = (program for block in _SHELL.findall(body) for program in _PROGRAM.findall(block))
+    return frozenset(found) - _ANYBODYS
+
+
+def names_program(query: str, body: str) -> bool:
+    """Whether `query` has the name of a program of the skill as a word: "with ffmpeg" tells which skill is wanted."""
+    return any(names_skill(query, program) for program in programs_of(body))
 
 
 def names_skill(query: str, name: str) -> bool:

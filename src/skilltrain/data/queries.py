@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from skilltrain.config import Config, InputPath
 from skilltrain.data.pool.skill_file import as_text
+from skilltrain.data.query_profile import query_profile
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import check_regular, read_json, read_jsonl
 from skilltrain.records import POSITIVE, Dropped, Query, Reason, Verdict
@@ -184,6 +185,7 @@ def run_queries(config: QueriesConfig, out: Path) -> dict[str, Any]:
         "num_by_kind": dict(sorted(Counter(query.kind for query in queries).items())),
         "num_by_verdict": dict(sorted(Counter(row["verdict"].value for row in judgements).items())),
         "num_dropped": dict(sorted(Counter(drop.filter for drop in dropped).items())),
+        "profile": query_profile([query.text for query in queries]),
     }
 
 

@@ -11,12 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.draws import sample_skills, stable_number
 from skilltrain.data.own_text import own_queries
-from skilltrain.data.query_prompt import WantedQuery, query_request, read_query
+from skilltrain.data.query_profile import query_profile
+from skilltrain.data.query_prompt import PromptName, WantedQuery, query_request, read_query
 from skilltrain.data.screening import flags_to_leave_out, read_flags, write_flags
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import LLMConfig, OpenAIConfig, Questions, SmolLM2Config, ask_until, cost_of, open_llm
@@ -57,6 +58,17 @@ class SynthesizeConfig(Config):
     )
     num_queries_per_skill: int = Field(default=1, ge=1, le=1000, description="queries asked for each skill")
     max_skills: int | None = Field(default=None, ge=1, description="sample this many, stratified by category and lang")
+    prompt: PromptName = Field(
+        default="styles",
+        description="styles: a style for each query; skillrouter: after the paper's table 2, with the skill's category",
+    )
+    style: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=200,
+        description="style of all queries, in words; it stands in their origin, so that reports tell styles apart; "
+        "null: one of seven, drawn for each",
+    )
     num_words: int = Field(default=160, ge=5, description="length a model is asked for (the paper's mean)")
     max_words: int = Field(default=240, ge=5, description="longer answers are refused")
     terse_share: float = Field(
@@ -71,6 +83,12 @@ class SynthesizeConfig(Config):
     seed: Seed = Field(default=0, description="decides sample, styles, split and the models' seeds")
     out: Path = Field(description="folder for queries, judgements and dropped; with own_text also for the skills "
                       "without the passages that became queries: the pool to train on")  # fmt: skip
+
+    @model_validator(mode="after")
+    def _style_is_used(self) -> "SynthesizeConfig":
+        if self.style is not None and (self.prompt != "styles" or isinstance(self.llm, OwnTextConfig)):
+            raise ValueError("style is for a chat model and prompt: styles")
+        return self
 
 
 def run_synthesize(config: SynthesizeConfig, out: Path) -> dict[str, Any]:
@@ -108,6 +126,7 @@ def run_synthesize(config: SynthesizeConfig, out: Path) -> dict[str, Any]:
         "dropped": dict(sorted(Counter(row.filter for row in dropped).items())),
         "num_dev": sum(query.split == "dev" for query in queries),
         "mean_words": round(sum(num_words(text) for _, text in written) / len(written), 1), "origin": origin, **used,
+        "profile": query_profile([query.text for query in queries]),
     }  # fmt: skip
 
 
@@ -130,9 +149,10 @@ def _read_pool(config: SynthesizeConfig) -> tuple[list[Skill], list[str], list[W
     flagged = [skill.skill_id for skill in pool if skill.skill_id in left_out]
     # Six digits for all that tells one run's queries from another's of the same skills, so that both can be merged.
     parts = _origin(config), config.seed, config.num_words, config.terse_share, config.body_chars
+    parts += (config.prompt, config.style) if (config.prompt, config.style) != ("styles", None) else ()
     run, total = hashlib.sha256(repr(parts).encode()).hexdigest()[:6], config.num_queries_per_skill
     wanted = [
-        WantedQuery(f"{skill.skill_id}#{run}-{number}", skill, number, total, config.seed, is_terse)
+        WantedQuery(f"{skill.skill_id}#{run}-{number}", skill, number, total, config.seed, is_terse, config.style or "")
         for skill in sample_skills(usable, config.max_skills, config.seed)
         for number in range(1, total + 1)
         for is_terse in [stable_number(config.seed, "terse", skill.skill_id, number) < config.terse_share * 2**64]
@@ -142,7 +162,9 @@ def _read_pool(config: SynthesizeConfig) -> tuple[list[Skill], list[str], list[W
 
 def _origin(config: SynthesizeConfig) -> str:
     """Who writes, as the tables name it."""
-    return OWN_TEXT if isinstance(config.llm, OwnTextConfig) else f"llm:{open_llm(config.llm).model}"
+    if isinstance(config.llm, OwnTextConfig):
+        return OWN_TEXT
+    return f"llm:{open_llm(config.llm).model}" + (f", {config.style}" if config.style else "")
 
 
 def _questions(config: SynthesizeConfig, llm: LLMConfig, wanted: list[WantedQuery]) -> Questions[WantedQuery, str]:
@@ -150,7 +172,7 @@ def _questions(config: SynthesizeConfig, llm: LLMConfig, wanted: list[WantedQuer
     return Questions(
         llm=open_llm(llm),
         asked=wanted,
-        request=partial(query_request, config.num_words, config.body_chars),
+        request=partial(query_request, config.prompt, config.num_words, config.body_chars),
         check=partial(read_query, set(), config.max_words),
         attempts=config.max_attempts,
         answer_tokens=round(config.num_words * _TOKENS_PER_WORD),

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -52,13 +52,20 @@ class Outcomes:
 
 @dataclass(frozen=True, slots=True)
 class StageLatency:
-    """Seconds that a query takes in one ranker of a system (`1 lexical`, … or `total`), of `num` asked one by one."""
+    """Seconds that a query takes in one ranker of a system (`1 lexical`, … or `total`), of `num` asked one by one.
+
+    `gpu_gib` is the most memory in use on the GPU; `gpu_seconds` are those of 1,000 queries for which a ranker holds
+    it. Both are None for rankers that use none.
+    """
 
     system: str
     stage: str
+    mean: float
     p50: float
     p95: float
     qps: float
+    gpu_gib: float | None
+    gpu_seconds: float | None
     num: int
 
 
@@ -89,17 +96,41 @@ class Truncation:
 
 
 @dataclass(frozen=True, slots=True)
+class PairAttention:
+    """One pair of a FieldAttention: its shares over all layers, its fields' shares of tokens, and tokens cut away."""
+
+    query_id: str
+    skill_id: str
+    overall: Shares
+    tokens: Shares
+    num_cut: int
+
+
+@dataclass(frozen=True, slots=True)
 class FieldAttention:
     """Where a reranker looks: attention of the last position (of the first for models with a classification token) to
     the skill's fields (SkillRouter, section 3.2 and appendix F), averaged over heads, normalised over a pair's fields,
     averaged over pairs. `tokens` is what attention without a preference would give: the fields' share of tokens.
+    `groups` are means of the layers: the first quarter, the half after it and the last quarter (of 28 layers 0–6, 7–20
+    and 21–27, the paper's).
     """
 
     model: str
     layers: tuple[Shares, ...]
+    groups: dict[str, Shares]
     overall: Shares
     tokens: Shares
-    num_pairs: int
+    pairs: tuple[PairAttention, ...]
+
+    @property
+    def num_pairs(self) -> int:
+        """The pairs that were read."""
+        return len(self.pairs)
+
+    def range_of(self, field: str) -> tuple[float, float, float]:
+        """The lowest, middle and highest share of a field in one pair."""
+        shares = [pair.overall[field] for pair in self.pairs]
+        return min(shares), median(shares), max(shares)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,12 +16,23 @@ from skilltrain.evaluation.benchmarks.benchmark import Labels, Task, wanted_skil
 from skilltrain.evaluation.bootstrap import Interval, intervals
 from skilltrain.evaluation.comparison import SystemResult, same_queries, values_of
 from skilltrain.records import Skill
-from skilltrain.texts import language_of, words_of
+from skilltrain.texts import language_of, num_words, words_of
 
-ALL, KIND, LENGTH = "all", "kind", "query length"
+ALL, KIND, LENGTH, DESCRIPTION = "all", "kind", "query length", "description length"
 MOST_VALUES = 12  # a label of more values (an id, a tag) makes no table that anybody reads
 MOST_TERSE = 20  # words up to which a query is terse, as typed into a prompt
 _ORDER = ("single", "multi", "easy", "medium", "hard", "terse", "long")  # all other values stand in alphabetical order
+
+
+@dataclass(frozen=True, slots=True)
+class SliceGap:
+    """How much `system` is above `baseline` on the queries whose gold skills have descriptions of this length."""
+
+    baseline: str
+    system: str
+    measure: str
+    value: str
+    difference: Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +89,31 @@ def means_by_slice(
     return tuple(SliceMeans(label, value, ids, means[ids]) for (label, value), ids in parts.items())
 
 
+def gaps(
+    results: Sequence[SystemResult],
+    slices: Sequence[SliceMeans],
+    measure: str,
+    *,
+    seed: int,
+    clusters: Mapping[str, str] | None = None,
+) -> tuple[SliceGap, ...]:
+    """How far each system is above the one before it in each part of `description length`.
+
+    Of two systems that see name and description alone (nd) and all of a skill (full), in this order, these are
+    SkillRouter's gaps. Queries without a value of the measure are left out.
+    """
+    found: list[SliceGap] = []
+    for before, after in pairwise(results):
+        for part in (part for part in slices if part.label == DESCRIPTION):
+            having = [query_id for query_id in part.query_ids if measure in before.per_query[query_id]]
+            if having:
+                difference = values_of(after, having, [measure]) - values_of(before, having, [measure])
+                drawn = [(clusters or {}).get(query_id, query_id) for query_id in having]
+                (gap,) = intervals(difference, seed=seed, clusters=drawn)
+                found.append(SliceGap(before.name, after.name, measure, part.value, gap))
+    return tuple(found)
+
+
 def shown(slices: Sequence[SliceMeans]) -> tuple[SliceMeans, ...]:
     """All queries, and the slices that are not all queries once more."""
     every = slices[0].query_ids
@@ -88,7 +125,7 @@ def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, L
 
     `direction` is from the query's language to those of its gold skills (`zh2en`), `domain` the super-domains of their
     categories. `query length` counts words, a CJK character as one. `description length` is one of four parts of the
-    tasks by the mean characters of their gold skills' descriptions in the pool `skills`, left out where its texts are
+    tasks by the mean words of their gold skills' descriptions in the pool `skills`, left out where its texts are
     not known.
     """
     lengths: dict[str, float] = {}
@@ -96,7 +133,7 @@ def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, L
     for task in tasks:
         query_id, wanted = task.query.query_id, [skills[s] for s in wanted_skills(task.relevance, skills)]
         if wanted:
-            lengths[query_id] = fmean(len(skill.description) for skill in wanted)
+            lengths[query_id] = fmean(num_words(skill.description) for skill in wanted)
             asked = language_of(task.query.text) or ("en" if task.query.text.isascii() else None)
             directions = {f"{asked}2{skill.lang}" for skill in wanted if asked and skill.lang}
             domains = {_domains()[skill.category] for skill in wanted if skill.category in _domains()}
@@ -107,7 +144,7 @@ def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, L
     for task in tasks:
         query_id = task.query.query_id
         length = "terse" if len(words_of(task.query.text)) <= MOST_TERSE else "long"
-        of_pool = {"description length": parts[query_id]} if query_id in parts else {}
+        of_pool = {DESCRIPTION: parts[query_id]} if query_id in parts else {}
         labels[query_id] = {**of_gold.get(query_id, {}), **task.labels, LENGTH: length, **of_pool}
     return labels
 
@@ -120,7 +157,7 @@ def _domains() -> dict[str, str]:
 
 
 def quartiles(lengths: Mapping[str, float]) -> dict[str, str]:
-    """query_id → its part of four, like `Q1, 24–80 characters`, cut by rank from short to long.
+    """query_id → its part of four, like `Q1, 4–11 words`, cut by rank from short to long.
 
     Equal lengths stay together, in the part where the middle of them falls; parts that are empty are left out.
     """
@@ -133,7 +170,7 @@ def quartiles(lengths: Mapping[str, float]) -> dict[str, str]:
     names: dict[str, str] = {}
     for number, (_, part) in enumerate(sorted(parts.items()), 1):
         own = [lengths[query_id] for query_id in part]
-        names |= dict.fromkeys(part, f"Q{number}, {min(own):.0f}–{max(own):.0f} characters")
+        names |= dict.fromkeys(part, f"Q{number}, {min(own):.0f}–{max(own):.0f} words")
     return names
 
 

@@ -84,7 +84,8 @@ def multi_vector_layout(encoder: Encoder) -> Layout:
 
 
 def _asks(encoder: Encoder) -> dict[str, Any]:
-    prompts = {"query": encoder.settings.template.query_prompt(), "document": ""}
+    template = encoder.settings.template
+    prompts = {"query": template.before_query(), "document": template.skill_prompt or ""}
     return {"prompts": prompts, "default_prompt_name": None}
 
 

@@ -59,7 +59,7 @@ def yes_no_chat_template(template: RerankerTemplate, control_tokens: Sequence[st
         "PREFIX": QWEN3_RERANKER_PREFIX,
         "SUFFIX": QWEN3_RERANKER_SUFFIX,
         "SEPARATOR": template.separator,
-        "QUERY_CHARS": template.query_chars,
+        "QUERY_CHARS": template.query_chars or 10**9,  # null: all of it
     }
     lines = [f"{{%- set {name} = {json.dumps(value, ensure_ascii=False)} -%}}" for name, value in values.items()]
     return "\n".join([*lines, _CHAT_TEMPLATE.read_text(encoding="utf-8")]).strip() + "\n"

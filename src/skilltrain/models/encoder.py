@@ -26,7 +26,7 @@ from skilltrain.models.loading import (
     stored_settings,
 )
 from skilltrain.models.micro_batches import Groups, TokenIds, embed_together, micro_batches, model_inputs
-from skilltrain.models.pooling import Pooling, at_least_float32, module_settings, pool
+from skilltrain.models.pooling import Pooling, at_least_float32, module_settings, pool, stored_prompts
 from skilltrain.models.tokens import TextTokenizer
 from skilltrain.records import Skill
 from skilltrain.templates import FIELDS_SEEN, Chunks, EncoderTemplate, with_fields
@@ -50,8 +50,7 @@ class EncoderSettings(Config):
 
     def chunk_texts(self, skill: Skill) -> list[str]:
         """The texts by which the encoder knows a skill, one per window; the first is all of them by default."""
-        shown = self.template.skill
-        return [shown.render(window) for window in shown.windows(skill, self.chunks)]
+        return [self.template.render_skill(window) for window in self.template.skill.windows(skill, self.chunks)]
 
 
 class EncoderConfig(ModelConfig):
@@ -64,7 +63,9 @@ class EncoderConfig(ModelConfig):
     query_max_tokens: int | None = Field(
         default=None, ge=8, description="token limit of a query's text; else as the folder says, at least 512"
     )
-    template: EncoderTemplate | None = Field(default=None, description="the texts the model sees")
+    template: EncoderTemplate | None = Field(
+        default=None, description="the texts the model sees; skillrouter_released: those of its code"
+    )
     chunks: Chunks | None = Field(
         default=None, description="windows of a body that are encoded; else as the folder says, or one"
     )
@@ -208,6 +209,8 @@ def _settings(folder: Path, config: EncoderConfig, stored: dict[str, Any], model
     if any(name in stored | given for name in over):
         raise SkilltrainError(f"max_tokens exceeds the model's {limit} positions", where=config.source)
     template = with_fields(settings.template, config.fields)
+    if not stored:
+        template = template.with_prompts(*stored_prompts(folder))
     settings = settings.model_copy(update={**over, "template": template})  # a default adapts to the model's positions
     _check_chunks(settings, config.source)
     return settings

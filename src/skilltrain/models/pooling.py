@@ -1,4 +1,4 @@
-"""From a text's token vectors to its one vector; and what modules.json, sentence-transformers' file, says of that."""
+"""From a text's token vectors to its one vector; and what sentence-transformers' files say of that and of prompts."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ Pooling = Literal["mean", "last_token", "cls"]
 _ENDLESS = 10**9  # transformers writes 1e30 for "no limit"
 _COMPUTED = ("Transformer", "Pooling", "Normalize")
 _POOLING: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
+_OF_SKILLS, _KEPT = ("document", "passage", "corpus"), "include_prompt"
 _FLAG = "pooling_mode_"  # sentence-transformers before version 6: one switch for each mode
 
 
@@ -48,6 +49,33 @@ class _Limits(Config):
     max_seq_length: int | None = Field(default=None, ge=8)
     document_length: int | None = Field(default=None, ge=8)
     query_length: int | None = Field(default=None, ge=8)
+
+
+class _Prompts(Config):
+    """The texts that sentence-transformers puts before others, by name; `default_prompt_name` is for neither kind."""
+
+    model_config = ConfigDict(extra="ignore")
+    prompts: dict[str, str | None] = Field(default={})
+
+
+def stored_prompts(folder: Path) -> tuple[str, str]:
+    """What a model's folder says stands before a query and before a skill, as sentence-transformers reads it.
+
+    `encode_query` takes the prompt `query`, `encode_document` the first of `document`, `passage` and `corpus`: so it is
+    documented, though release 6.2 overlooks the last two unless they are named in the call. Raises SkilltrainError for
+    prompts that are no texts by name, and for a pooling that leaves a prompt's tokens out.
+    """
+    if not (folder / "modules.json").is_file():
+        return "", ""
+    file = folder / "config_sentence_transformers.json"
+    given = validate(_Prompts, _read_map(file), file).prompts
+    prompts = {name: text for name, text in given.items() if text is not None}
+    found = prompts.get("query", ""), next((prompts[name] for name in _OF_SKILLS if name in prompts), "")
+    pooling = _read_map(_places(folder).get("Pooling", folder) / "config.json") if any(found) else {}
+    if pooling.get(_KEPT) is False:
+        what = f"its pooling leaves the prompt out ({_KEPT}: false), which an encoder here does not compute"
+        raise SkilltrainError(what, where=folder, fix="choose another model")
+    return found
 
 
 def module_settings(folder: Path, model_config: Any, pooling_is_given: bool, least_query_tokens: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import numpy as np
 from jaxtyping import Bool, Int64
 
-from skilltrain.data.name_leak import names_skill
+from skilltrain.data.name_leak import names_program, names_skill
 from skilltrain.report.material import Material, codes
 from skilltrain.texts import language_of, name_key, words_of
 
@@ -21,7 +21,7 @@ def run_checks(material: Material) -> dict[str, Int64[np.ndarray, " found"]]:
         _, names = codes(name_key(skill.name) for skill in skills)
         _, bodies = codes(skill.body.strip() for skill in skills)
         _, descriptions = codes(skill.description.strip().casefold() for skill in skills)
-        found["leak"] = _leak(m)
+        found["leak"], found["program_leak"] = _leak(m)
         found["same_name"] = m.like_a_positive(names) & known
         found["same_text"] = m.like_a_positive(bodies) | m.like_a_positive(descriptions)
         found["other_language"] = _other_language(m)
@@ -41,13 +41,14 @@ def run_checks(material: Material) -> dict[str, Int64[np.ndarray, " found"]]:
     return {key: np.flatnonzero(mask) for key, mask in found.items()}
 
 
-def _leak(m: Material) -> Found:
-    """Positives that their query names."""
-    found = np.zeros(len(m.in_list), dtype=bool)
+def _leak(m: Material) -> tuple[Found, Found]:
+    """(positives that their query names, positives of whose programs it names one)."""
+    named, program_named = np.zeros(len(m.in_list), dtype=bool), np.zeros(len(m.in_list), dtype=bool)
     for place in np.flatnonzero(m.positive & m.known[m.skill]).tolist():
-        text, name = m.texts[m.in_list[place]], m.skills[m.skill[place]].name
-        found[place] = bool(text and name) and names_skill(text, name)
-    return found
+        text, skill = m.texts[m.in_list[place]], m.skills[m.skill[place]]
+        named[place] = bool(text and skill.name) and names_skill(text, skill.name)
+        program_named[place] = bool(text) and names_program(text, skill.body)
+    return named, program_named
 
 
 def _teacher(m: Material) -> Found:

@@ -12,7 +12,7 @@ from skilltrain.evaluation.benchmarks.skillrouter import ORIGIN
 from skilltrain.evaluation.bootstrap import RESAMPLES, normal_interval
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare
 from skilltrain.evaluation.metrics import COPIES, Measure, Relevance, as_found
-from skilltrain.evaluation.slices import ALL, KIND, SliceMeans, labels_of, means_by_slice, shown
+from skilltrain.evaluation.slices import ALL, KIND, SliceGap, SliceMeans, gaps, labels_of, means_by_slice, shown
 from skilltrain.records import Skill
 from skilltrain.report.numbers import counted, p_equals, reading
 
@@ -33,7 +33,7 @@ class Report:
     """Everything a reader needs to trust a table: means, intervals, paired comparisons, and the values behind them.
 
     `skills` maps skill_id → skill; ids stand in for names that it lacks. The first of `slices` are all queries.
-    `comparisons` are over all queries that have a value.
+    `comparisons` are over all queries that have a value, `gaps` over parts of them.
     """
 
     benchmark: Benchmark
@@ -43,6 +43,7 @@ class Report:
     results: tuple[SystemResult, ...]
     slices: tuple[SliceMeans, ...]
     comparisons: tuple[Comparison, ...]
+    gaps: tuple[SliceGap, ...]
     analysis: Analysis
     about: About
 
@@ -140,6 +141,7 @@ class Report:
                 for part in self.slices
             ],
             "differences": [_difference(c) for c in self.comparisons],
+            "gaps": [asdict(gap) for gap in self.gaps],
             "analysis": asdict(self.analysis),
             "notes": list(self.about.notes),
         }  # fmt: skip
@@ -193,6 +195,7 @@ def build_report(
         results=tuple(results),
         slices=slices,
         comparisons=compare(results, pairs, compared, together, seed=seed, clusters=clusters) if together else (),
+        gaps=gaps(results, slices, compared[0], seed=seed, clusters=clusters),
         analysis=replace(analysis, pass_rates=pass_rates(slices[0].means)) if known else analysis,
         about=about,
     )

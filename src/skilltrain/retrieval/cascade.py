@@ -8,6 +8,7 @@ from itertools import takewhile
 from typing import Any
 
 import pyarrow as pa
+import torch
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config
@@ -66,6 +67,8 @@ class RankedStage:
     `name` is the system's for its last ranker, `<system>/<number> <kind>` for those before. `seconds` are those of a
     query when all were ranked together, `alone` those of each query that was asked alone. `counts` is what a ranker
     that asks a chat model has to tell. The ranker after it sees the first `num_passed` skills, or all (None).
+    `gpu_bytes` is the most that lay on the GPU, models included, while queries were asked alone; 0 for a ranker that
+    put nothing there.
     """
 
     name: str
@@ -75,6 +78,7 @@ class RankedStage:
     alone: tuple[float, ...]
     counts: Mapping[str, Any]
     num_passed: int | None = None
+    gpu_bytes: int = 0
 
 
 class Cascade:
@@ -114,8 +118,9 @@ class Cascade:
             is_last = number == len(system.rankers)
             name = system.name if is_last else f"{system.name}/{number} {ranker.kind}"
             passed = None if is_last else num_read(system.rankers[number])
-            times = tuple(row[number - 1] for row in alone if len(row) >= number)
-            stages.append(replace(stage, name=name, alone=times, num_passed=passed))
+            own = [row[number - 1] for row in alone if len(row) >= number]
+            times, gpu_bytes = tuple(seconds for seconds, _ in own), max((used for _, used in own), default=0)
+            stages.append(replace(stage, name=name, alone=times, num_passed=passed, gpu_bytes=gpu_bytes))
         cut = {query_id: ranking[: self.depth] for query_id, ranking in stages[-1].rankings.items()}
         return (*stages[:-1], replace(stages[-1], rankings=cut))
 
@@ -143,9 +148,10 @@ class Cascade:
             self._answers[key] = answer
         return answer
 
-    def _times_alone(self, system: SystemConfig, keeps: Sequence[int], num: int) -> list[list[float]]:
-        """Seconds of each ranker for each of `num` queries, asked alone; the first once more before, to warm up.
+    def _times_alone(self, system: SystemConfig, keeps: Sequence[int], num: int) -> list[list[tuple[float, int]]]:
+        """Seconds and bytes on the GPU of each ranker for each of `num` queries, asked alone.
 
+        The first is asked once more before, to warm up.
         Rankers from the first on that asks a server or reads a file are left out. Queries have ids of their own, so
         that no score that is remembered of them helps.
         """
@@ -158,20 +164,28 @@ class Cascade:
         rankers = [open_ranker(ranker, self.skills, self._opened) for ranker in timed]
         queries = [self.queries[0], *self.queries[:num]]
         again = [replace(query, query_id=f"{system.name} {number}") for number, query in enumerate(queries)]
-        times: list[list[float]] = []
+        times: list[list[tuple[float, int]]] = []
         with without_bars():
             for query in again:
                 times.append([])
                 rankings: Rankings | None = None
                 for ranker, keep in zip(rankers, keeps, strict=False):
-                    started = time.perf_counter()
+                    before, started = _bytes_on_gpu(), time.perf_counter()
                     rankings = ranker.rank([query], rankings, keep)
-                    times[-1].append(time.perf_counter() - started)
+                    seconds, peak = time.perf_counter() - started, torch.cuda.max_memory_allocated()
+                    times[-1].append((seconds, peak if peak > before else 0))
         return times[1:]
 
 
 def _is_local(ranker: RankerConfig) -> bool:
     return not any(isinstance(part, ApiConfig | AskingConfig | SavedConfig) for part in parts_of([ranker]))
+
+
+def _bytes_on_gpu() -> int:
+    """The bytes that lie on the GPU; from now on their peak is counted anew. 0 without a GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
 
 
 def keeps_of(system: SystemConfig, depth: int) -> list[int]:

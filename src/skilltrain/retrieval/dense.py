@@ -90,7 +90,7 @@ def _identity(model: Encoder) -> str:
 def encode_skills(encoder: SkillEncoder, skills: Sequence[Skill]) -> Float32[np.ndarray, "skill dim"]:
     """One unit vector per skill, of its first window; equal texts are encoded once, cached texts not at all."""
     settings = encoder.model.settings
-    texts = [settings.template.skill.render(skill) for skill in skills]
+    texts = [settings.template.render_skill(skill) for skill in skills]
     return _vectors(encoder, texts, settings.max_tokens, "encoding skills")
 
 

@@ -77,7 +77,7 @@ class Late:
     def _skills(self, skill_ids: Iterable[str]) -> Iterator[tuple[str, Float[Tensor, "token dim"]]]:
         """Yield each skill's tokens' vectors, longest texts first."""
         settings = self.encoder.settings
-        texts = {skill_id: settings.template.skill.render(self.skills[skill_id]) for skill_id in skill_ids}
+        texts = {skill_id: settings.template.render_skill(self.skills[skill_id]) for skill_id in skill_ids}
         ordered = sorted(texts, key=lambda skill_id: -len(texts[skill_id]))
         starts = range(0, len(ordered), _TEXTS)
         for start in track(starts, "late interaction", len(starts)):

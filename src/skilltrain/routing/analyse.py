@@ -71,11 +71,11 @@ def analyse_inputs(
         raise SkilltrainError("there are no systems to time", where="analysis.num_timed")
     if config.structure and not skills:
         raise SkilltrainError("needs the skills' texts", where="analysis.structure", fix="give pool=…")
-    wanted = [(task.query.text, wanted_skills(task.relevance, skills)) for task in benchmark.tasks]
+    wanted = [(task.query, wanted_skills(task.relevance, skills)) for task in benchmark.tasks]
     gold = {skill_id: skills[skill_id].body for _, skill_ids in wanted for skill_id in skill_ids}
     others = (skill.body for skill in skills.values() if skill.skill_id not in gold)
     structure = compare_structure(gold.values(), others) if config.structure else ()
-    pairs = [(text, skills[skill_ids[0]]) for text, skill_ids in wanted[: config.num_attention]]
+    pairs = [(query, skills[skill_ids[0]]) for query, skill_ids in wanted[: config.num_attention]]
     attention = (field_attention(open_reranker(one), pairs, one.source) for one in rerankers.values() if pairs)
     models = {key_of(part): part for part in parts if isinstance(part, EncoderConfig | RerankConfig)}
     cut = [truncation(part, [*skills.values()]) for part in models.values() if config.truncation]
@@ -163,11 +163,15 @@ def latencies(stages: Mapping[str, Sequence[RankedStage]]) -> tuple[StageLatency
     """
     found: list[StageLatency] = []
     for system, ranked in stages.items():
-        rows = {f"{number} {stage.kind}": np.array(stage.alone) for number, stage in enumerate(ranked, 1)}
+        rows = {f"{number} {stage.kind}": [stage] for number, stage in enumerate(ranked, 1)}
         if all(stage.alone for stage in ranked):
-            rows["total"] = np.sum([*rows.values()], axis=0)
-        for name, seconds in rows.items():
+            rows["total"] = [*ranked]
+        for name, stages_of in rows.items():
+            seconds = np.sum([stage.alone for stage in stages_of], axis=0)
             if seconds.size:
                 p50, p95 = np.quantile(seconds, (0.5, 0.95)).tolist()
-                found.append(StageLatency(system, name, p50, p95, float(1 / seconds.mean()), len(seconds)))
+                mean, num_bytes = float(seconds.mean()), max(stage.gpu_bytes for stage in stages_of)
+                held = sum(float(np.mean(stage.alone)) for stage in stages_of if stage.gpu_bytes)
+                on_gpu = (num_bytes / 2**30, 1000 * held) if num_bytes else (None, None)
+                found.append(StageLatency(system, name, mean, p50, p95, 1 / mean, *on_gpu, len(seconds)))
     return tuple(found)

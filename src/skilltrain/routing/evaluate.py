@@ -228,7 +228,8 @@ def _with(one: RankedStage, other: RankedStage) -> RankedStage:
     """One ranker's answers over two pools; seconds are those of a query, over both."""
     seconds = one.seconds * len(one.rankings) + other.seconds * len(other.rankings)
     rankings = one.rankings | other.rankings
-    return replace(one, rankings=rankings, seconds=seconds / len(rankings), alone=one.alone + other.alone)
+    alone, gpu_bytes = one.alone + other.alone, max(one.gpu_bytes, other.gpu_bytes)
+    return replace(one, rankings=rankings, seconds=seconds / len(rankings), alone=alone, gpu_bytes=gpu_bytes)
 
 
 def _predicted(

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,17 +10,17 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis import FIELDS, FieldAttention
+from skilltrain.evaluation.analysis import FIELDS, FieldAttention, PairAttention, Shares
 from skilltrain.models.reranker import PairIds, Reranker
-from skilltrain.records import Skill
+from skilltrain.records import Query, Skill
 from skilltrain.templates import SkillTemplate
 from skilltrain.terminal import track
 
 
-def field_attention(reranker: Reranker, pairs: Sequence[tuple[str, Skill]], model: str) -> FieldAttention:
+def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], model: str) -> FieldAttention:
     """How the scoring position's attention is shared by the fields of each pair's skill, layer by layer.
 
-    `pairs` are (query's text, skill), read one by one; `model` is the reranker's name in a report. A field that is
+    `pairs` are (query, skill), read one by one; `model` is the reranker's name in a report. A field that is
     empty, not in the template, or cut away whole, has the share 0. Raises SkilltrainError for no pairs, a skill of
     which the reranker sees no token, and a reranker without one scoring position.
     """
@@ -32,10 +31,10 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[str, Skill]], mode
         raise SkilltrainError(f"a classifier with {pooling} pooling has no scoring position")
     if not pairs:
         raise SkilltrainError("no (query, skill) pairs to read the attention of", where=model)
-    shares, tokens = [], []
+    shares, tokens, cut = [], [], []
     with _eager(reranker.network):
         for query, skill in track(pairs, "attention by field", len(pairs)):
-            (pair,) = reranker.tokenize(query, [skill])
+            (pair,) = reranker.tokenize(query.text, [skill])
             fields = token_fields(reranker, skill)
             fields = fields[: len(fields) - pair.num_cut]
             if not fields.any():
@@ -47,10 +46,25 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[str, Skill]], mode
                 raise SkilltrainError(what, where=f"{model}, skill {skill.skill_id}")
             tokens.append(fields.sum(0) / fields.sum())
             shares.append(weights / weights.sum(1, keepdims=True))
-    layers = np.mean(shares, axis=0)
-    every = (*layers, layers.mean(0), np.mean(tokens, axis=0))
-    rows = [dict(zip(FIELDS, row.tolist(), strict=True)) for row in every]
-    return FieldAttention(model, tuple(rows[:-2]), overall=rows[-2], tokens=rows[-1], num_pairs=len(pairs))
+            cut.append(pair.num_cut)
+    layers, quarter = np.mean(shares, axis=0), reranker.network.config.num_hidden_layers // 4
+    groups = {"early": layers[:quarter], "middle": layers[quarter : len(layers) - quarter]}
+    groups["late"] = layers[len(layers) - quarter :]
+    return FieldAttention(
+        model,
+        layers=tuple(map(_named, layers)),
+        groups={name: _named(rows.mean(0)) for name, rows in groups.items() if len(rows)},
+        overall=_named(layers.mean(0)),
+        tokens=_named(np.mean(tokens, axis=0)),
+        pairs=tuple(
+            PairAttention(query.query_id, skill.skill_id, _named(own.mean(0)), _named(held), num_cut)
+            for (query, skill), own, held, num_cut in zip(pairs, shares, tokens, cut, strict=True)
+        ),
+    )
+
+
+def _named(row: Float[np.ndarray, " field"]) -> Shares:
+    return dict(zip(FIELDS, row.tolist(), strict=True))
 
 
 @contextmanager
@@ -100,12 +114,10 @@ def attention_rows(reranker: Reranker, pair: PairIds) -> Float[np.ndarray, "laye
 def field_spans(template: SkillTemplate, skill: Skill) -> dict[str, tuple[int, int]]:
     """The characters [start, end) of each field in `template.render(skill)`; a field without any is left out."""
     spans, start = {}, 0
-    nothing = Skill(skill.skill_id, "", "", "")
-    for field in FIELDS:
-        alone = template.render(replace(nothing, **{field: getattr(skill, field)}))
-        if alone:
-            spans[field] = (start, start + len(alone))
-            start += len(alone) + len(template.separator)
+    for field, text in template.parts(skill).items():
+        if text:
+            spans[field] = (start, start + len(text))
+        start += len(text) + len(template.separator)
     return spans
 
 

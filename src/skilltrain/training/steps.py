@@ -228,8 +228,8 @@ def _layer_classes(network: Any) -> list[str]:
 
 def tokenized_skills(encoder: Encoder, skills: Sequence[Skill]) -> list[TokenIds]:
     """Token ids of the skills as the encoder sees them."""
-    template, most = encoder.settings.template.skill, encoder.settings.max_tokens
-    return encoder.tokenize([template.render(skill) for skill in skills], most)
+    template, most = encoder.settings.template, encoder.settings.max_tokens
+    return encoder.tokenize([template.render_skill(skill) for skill in skills], most)
 
 
 def _token_ids(

@@ -19,7 +19,7 @@ from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
 from skilltrain.tables import DROPPED, SKILLS, rows_of, write_table
 from skilltrain.terminal import say
-from skilltrain.texts import clean_text, one_line
+from skilltrain.texts import clean_text, num_words, one_line
 from skilltrain.workers import WorkersConfig
 
 DEFAULT_TAXONOMY = Path(__file__).with_name("taxonomy.yaml")
@@ -104,9 +104,23 @@ def run_pool(config: PoolConfig, out: Path) -> dict[str, Any]:
         "num_with_own_category": num_own,
         "num_with_assigned_category": num_known - num_own,
         "num_categories": len({skill.category for skill in skills} - {None}),
+        "description_words": audit([skill.description for skill in skills]),
         "num_flagged_skills": len(flags),
         "num_flagged": count_flagged(flags),
     }
+
+
+def audit(texts: Sequence[str]) -> dict[str, float]:
+    """What metadata are worth: the shares of empty texts and of those under 10 and 25 words; median and P90 of words.
+
+    SkillRouter's claim that descriptions do not suffice holds for a pool as far as its descriptions are short.
+    """
+    words = np.array([num_words(text) for text in texts])
+    limits = {"empty": 1, "under_10": 10, "under_25": 25}
+    median, ninth = np.quantile(words, (0.5, 0.9)).tolist()
+    return {name: round(float((words < limit).mean()), 4) for name, limit in limits.items()} | {
+        "median": median, "p90": ninth,
+    }  # fmt: skip
 
 
 def fill_categories(skills: Sequence[Skill], config: PoolConfig) -> Sequence[Skill]:

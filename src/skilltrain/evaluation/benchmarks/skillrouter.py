@@ -55,7 +55,9 @@ def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
             tasks.append(task_of(query, Relevance(frozenset(gold), entry.relevance), labels, file))
     gold_file = folder / "gold_skills.jsonl"
     gold_skills = read_skills(gold_file) if gold_file.exists() else ()
-    return make_benchmark(folder, tasks, split, rows, gold_skills=gold_skills)
+    num_left_out = len(rows) - len(tasks)
+    left_out = f"{num_left_out} of {len(rows)} tasks want generic skills alone and are not scored"
+    return make_benchmark(folder, tasks, split, rows, gold_skills=gold_skills, notes=[left_out] if num_left_out else ())
 
 
 def read_skillrouter_tier(folder: Path, split: str | None) -> Benchmark:
