@@ -68,7 +68,10 @@ import ffmpegio
 
 def test_programs_are_what_shell_blocks_start_and_not_everybody_does():
     assert programs_of(BODY) == {"ffmpeg", "whisper-cli"}
-    assert programs_of("```console\n$ git push\n> kubectl get pods\n```") == {"git", "kubectl"}
+    assert programs_of("```console\n$ gh pr list\n> kubectl get pods\n$ git push\npapers = [1]\n```") == {
+        "gh",
+        "kubectl",
+    }
     assert programs_of("ffmpeg -i a") == frozenset()
 
 

@@ -11,15 +11,16 @@ _IS_LATIN = re.compile(rf"[^{CJK}]")
 
 
 _SHELL = re.compile(r"^```(?:bash|sh|shell|zsh|console)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL | re.IGNORECASE)
-_PROGRAM = re.compile(r"^[ \t]{0,8}(?:[$>] )?(?:sudo )?([a-z][\w-]{1,40})(?= |$)", re.MULTILINE)
-# Words of the shell itself, and programs that tell nothing of what a skill is for.
+_PROGRAM = re.compile(r"^[ \t]{0,8}(?:[$>] )?(?:sudo )?([a-z][\w-]{1,40})(?= (?![=(])|$)", re.MULTILINE)
+# Words of the shell and of code that is written by it, and programs that tell nothing of what a skill is for.
 _ANYBODYS = frozenset(
     words_of(
-        """alias apt awk bash brew bun cat cd chmod chown cmd conda cp curl cut date deno diff do done echo elif else
-        env esac eval exec exit export false fi find for function go grep head if in install jq kill less ln local ls
-        make mkdir mv node npm npx open pip pipx pnpm printf ps pwd python read return rm run sed set sh sleep sort
-        source ssh sudo tail tar tee test then time touch true uniq until unset uv uvx wait wc wget which while xargs
-        yarn zip"""
+        """alias apt awk bash break brew bun case cat cd chmod chown class cmd command conda const continue cp curl cut
+        data date def deno diff do done echo elif else env esac eval exec exit export false fi find for from
+        function git go grep head if import in install jq kill less let ln local ls make mkdir mv node npm npx
+        open pip pip3 pipx pnpm printf process ps pwd python python3 read return rm run sed set sh sleep sort
+        source ssh sudo tail tar tee test then time touch trap true uniq unset until uv uvx var wait wc wget
+        which while with xargs yarn zip"""
     )
 )
 
