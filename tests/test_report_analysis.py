@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from invented_report import invented
-from skilltrain.evaluation.analysis import FIELDS, Analysis, FieldAttention, Outcomes
+from skilltrain.evaluation.analysis import FIELDS, Analysis, FieldAttention, Outcomes, PairAttention
 from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.evaluation.metrics import parse_measures
 from skilltrain.records import Skill
@@ -101,12 +101,14 @@ def test_a_changed_query_is_listed_with_what_stood_on_top():
 def test_attention_is_drawn_against_the_share_of_tokens():
     layers = tuple(dict(zip(FIELDS, row, strict=True)) for row in ((0.1, 0.2, 0.7), (0.3, 0.2, 0.5)))
     overall, tokens = (dict(zip(FIELDS, row, strict=True)) for row in ((0.2, 0.2, 0.6), (0.05, 0.15, 0.8)))
-    model = FieldAttention("m", layers, overall, tokens, 9)
+    pairs = (PairAttention("q1", "a", overall, tokens, 0),)
+    model = FieldAttention("m", layers, {"middle": overall}, overall, tokens, pairs)
     shown = with_analysis(attention=(model,))
     assert '<polyline class="name" points="0.00,90.00 100.00,70.00"/>' in shown
     assert '<polyline class="name expected" points="0.00,95.00 100.00,95.00"/>' in shown
     assert "name <b>.200</b> <small>.050 of the tokens, × 4.0</small>" in shown
-    one = FieldAttention("m", layers[:1], layers[0], layers[0], 9)
+    assert "middle layers name .200 description .200 body .600; body in one pair .600 .600 .600" in shown
+    one = FieldAttention("m", layers[:1], {}, layers[0], layers[0], pairs)
     assert "100.00,90.00" in with_analysis(attention=(one,))
 
 

@@ -474,7 +474,8 @@ def test_the_papers_prompt_shows_the_category_inside_the_fence_and_asks_for_no_s
 
 def test_one_style_for_all_queries_stands_in_prompt_and_origin(tmp_path: Path) -> None:
     write_pool(tmp_path, [unlike(i) for i in range(3)])
-    with llm_server(reply=unique_reply) as server:
+    with llm_server() as server:
+        server.otherwise = unique_reply
         _, out = run(tmp_path, "out", llm=on_server(server, tmp_path / "cache"), style="as a bug report")
         prompts = [request["messages"][1]["content"] for request in server.requests]
     assert len(prompts) == 3 and all("Style: as a bug report." in prompt for prompt in prompts)
