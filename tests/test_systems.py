@@ -287,7 +287,9 @@ def test_percentiles_and_rates_by_hand():
 
 def test_the_gpus_memory_is_the_most_of_all_stages_and_its_seconds_are_of_those_that_use_it():
     used = {"lexical": ((1.0, 3.0), 0), "dense": ((0.02, 0.04), 2**30), "rerank": ((0.1, 0.3), 3 * 2**30)}
-    stages = [RankedStage(kind, kind, {}, 0.0, alone, {}, gpu_bytes) for kind, (alone, gpu_bytes) in used.items()]
+    stages = [
+        RankedStage(kind, kind, {}, 0.0, alone, {}, gpu_bytes=gpu_bytes) for kind, (alone, gpu_bytes) in used.items()
+    ]
     found = {row.stage: (row.gpu_gib, row.gpu_seconds) for row in latencies({"mine": stages})}
     assert found["1 lexical"] == (None, None)
     # 1,000 queries hold the card for 1,000 x .03 s in the encoder and 1,000 x .2 s in the reranker.
