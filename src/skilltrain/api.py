@@ -19,7 +19,7 @@ from skilltrain.stages import STAGES, parse_recipe, run_recipe
 if TYPE_CHECKING:
     import pandas as pd
 
-    from skilltrain.routing.router import Answer
+    from skilltrain.routing.answer import Answer
 
     Skills = Path | str | pd.DataFrame | Iterable[Mapping[str, Any]] | Iterable[Skill]
     Recipe = Mapping[str, Any] | Path | str

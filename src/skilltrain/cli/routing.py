@@ -14,7 +14,8 @@ from skilltrain.files import cache_folder
 from skilltrain.texts import printable
 
 if TYPE_CHECKING:
-    from skilltrain.routing.router import Answer, RoutedSkill, Router
+    from skilltrain.routing.answer import Answer, RoutedSkill
+    from skilltrain.routing.router import Router
 
 
 @app.command(context_settings=AS_WRITTEN)

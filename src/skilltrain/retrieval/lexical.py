@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import log
 from pathlib import Path
 from typing import Any, Literal
 
@@ -215,6 +216,15 @@ class BM25Index:
             postings = slice(self.starts[number], self.starts[number + 1])
             np.add.at(scores, self.texts[postings], self.weights[postings])
         return scores
+
+    def most(self, query: str) -> float:
+        """What a text would score that holds all of the query's terms without end, those of no text included."""
+        total, num = 0.0, len(self.keys)
+        for _, stem in self.vocabulary.stems(query):
+            number = self.vocabulary.numbers.get(stem)
+            num_with = 0 if number is None else int(self.starts[number + 1] - self.starts[number])
+            total += log(1 + (num - num_with + 0.5) / (num_with + 0.5))
+        return total
 
     def matched(self, query: str, position: int) -> list[str]:
         """The words of `query` that a text holds in some form, those that count most first."""

@@ -21,6 +21,7 @@ from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.bootstrap import share
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.files import read_jsonl, write_json
+from skilltrain.routing.answer import Traced
 from skilltrain.routing.confidence import (
     CALIBRATION_FILE,
     Calibration,
@@ -33,10 +34,12 @@ from skilltrain.routing.confidence import (
 )
 from skilltrain.routing.fusion import folds_of
 from skilltrain.routing.index import Index
-from skilltrain.routing.router import Router, Traced
+from skilltrain.routing.router import Router
 from skilltrain.runs import input_fingerprint
 from skilltrain.terminal import track
 from skilltrain.version import __version__
+
+_FITTED = 3
 
 
 class CalibrateConfig(Config):
@@ -121,15 +124,17 @@ def _unserved(router: Router, file: Path) -> Iterator[Evidence]:
 
 
 def fit_calibrator(cases: Sequence[Case], answered: float, contained: float) -> Calibrator:
-    """Probabilities by all ranked skills of all cases; threshold and likely set by the cases that a skill serves.
+    """Probabilities by the first skills of all cases; threshold and likely set by the cases that a skill serves.
+
+    Further skills than the first three are nearly never right, and would only tell that.
 
     Raises SkilltrainError where the first skill is never right.
     """
     if not any(case.right[:1] == (True,) for case in cases):
         raise SkilltrainError("the router's first skill is never right, so there is nothing to calibrate")
     rankers = tuple(cases[0].evidence.tops)
-    rows = np.concatenate([case.evidence.rows(rankers) for case in cases])
-    weights, intercept = fit_logistic(rows, np.concatenate([case.right for case in cases]))
+    rows = np.concatenate([case.evidence.rows(rankers)[:_FITTED] for case in cases])
+    weights, intercept = fit_logistic(rows, np.concatenate([case.right[:_FITTED] for case in cases]))
     found = Calibrator(rankers=rankers, weights=tuple(weights.tolist()), intercept=intercept, threshold=0, miss=1)
     served = [(case, found.probabilities(case.evidence)) for case in cases if case.is_served]
     tops = np.array([max(probabilities, default=0.0) for _, probabilities in served])

@@ -21,7 +21,10 @@ _BINS = 10
 
 @dataclass(frozen=True)
 class Evidence:
-    """The scores of a task's ranked skills, best first, and the best score in the pool of each ranker, by its name."""
+    """The scores of a task's ranked skills, best first, and by ranker the best score that it gave.
+
+    BM25's is the share of what it gives at most for the task, so that long and short tasks can be compared.
+    """
 
     scores: Sequence[float]
     tops: Mapping[str, float]

@@ -34,7 +34,7 @@ from skilltrain.version import __version__
 
 Part = BM25Index | ChunkVectors
 POINTER, RECORD = "router.json", "index.json"
-_NAME = re.compile(r"index-(\d{1,9})")
+_NAME = re.compile(r"\.?index-(\d{1,9})(?:\.partial)?")
 _AGAIN = "run skilltrain index again"
 _TRIES = 20  # a writer may remove a generation while it is opened, but hardly so often
 
@@ -113,7 +113,7 @@ def generation(router: Path) -> Path:
         raise SkilltrainError("holds no router", where=router, fix=fix)
     pointer = read_json(router / POINTER)
     name = pointer.get("index") if isinstance(pointer, dict) else None
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _number(Path(name)) or "/" in name:
         raise SkilltrainError("names no index", where=router / POINTER, fix=_AGAIN)
     return router / name
 
@@ -165,8 +165,7 @@ def write_index(
             raise SkilltrainError(what, where=router, fix="run skilltrain calibrate on this router")
         if before and before.record.model_copy(update={"files": {}}) == record and np.array_equal(before.keys, keys):
             return counts
-        number = int(before.folder.name.removeprefix("index-")) if before else 0
-        name = f"index-{number + 1}"
+        name = f"index-{1 + max(map(_number, router.iterdir()), default=0)}"
         with staged_folder(router / name) as staged:
             _write_parts(staged, system, skills, models, before)
             np.save(staged / "keys.npy", keys)
@@ -180,6 +179,12 @@ def write_index(
     return counts
 
 
+def _number(folder: Path) -> int:
+    """Of a generation or what becomes one; 0 for what else lies beside them."""
+    found = _NAME.fullmatch(folder.name)
+    return int(found[1]) if found else 0
+
+
 def _readable(router: Path) -> Index | None:
     """The generation before, if it can be used."""
     try:
@@ -190,9 +195,9 @@ def _readable(router: Path) -> Index | None:
 
 def _remove_all_but(router: Path, name: str) -> None:
     """Remove generations that are no longer or not yet in use; what the system still holds open goes next time."""
-    old = [folder for folder in router.glob("index-*") if _NAME.fullmatch(folder.name) and (folder / RECORD).is_file()]
-    for folder in (*old, *router.glob(".index-*.partial")):
-        if folder.name != name:
+    for folder in (*router.glob("index-*"), *router.glob(".index-*.partial")):
+        is_ours = (router / POINTER).is_file() or (folder / RECORD).is_file()
+        if folder.name != name and is_ours and _number(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 

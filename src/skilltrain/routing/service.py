@@ -24,7 +24,8 @@ from skilltrain.tables import QUERIES, RANKINGS, write_table
 from skilltrain.texts import clean_text
 
 if TYPE_CHECKING:
-    from skilltrain.routing.router import RoutedSkill, Router
+    from skilltrain.routing.answer import RoutedSkill
+    from skilltrain.routing.router import Router
 
 Flagged = Literal["mark", "withhold"]
 MAX_SKILLS = 50

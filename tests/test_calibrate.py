@@ -1,0 +1,156 @@
+"""What a router's scores are worth: the calibrator by hand-worked numbers, and the stage on a small library."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.bootstrap import share
+from skilltrain.routing.confidence import Calibrator, Evidence, bound, calibration_error, fit_logistic, risk_coverage
+from skilltrain.routing.router import Router
+from small_library import QUERIES, skilltrain, succeeds, write_library
+
+RANKERS = "[{kind: lexical}]"
+
+
+def test_features_are_score_lead_and_tops():
+    rows = Evidence([3.0, 2.5, 1.0], {"lexical": 9.0, "dense": 0.5}).rows(["dense", "lexical"])
+    assert rows.tolist() == [[3.0, 0.5, 0.5, 9.0], [2.5, -0.5, 0.5, 9.0], [1.0, -2.0, 0.5, 9.0]]
+    assert Evidence([3.0], {"lexical": 9.0}).rows(["lexical"]).tolist() == [[3.0, 0.0, 9.0]]
+    assert Evidence([], {"lexical": 0.0}).rows(["lexical"]).shape == (0, 3)
+
+
+def test_a_calibrator_follows_its_formula():
+    calibrator = Calibrator(rankers=("a",), weights=(1.0, 2.0, 0.5), intercept=-3.0, threshold=0.6, miss=0.5)
+    evidence = Evidence([2.0, 1.0], {"a": 1.0})  # logits 2 + 2 + .5 - 3 = 1.5 and 1 - 2 + .5 - 3 = -3.5
+    assert calibrator.probabilities(evidence) == pytest.approx([1 / (1 + np.exp(-1.5)), 1 / (1 + np.exp(3.5))])
+    assert calibrator.fits(evidence) and calibrator.num_likely(evidence) == 1
+    assert not calibrator.fits(Evidence([0.0, 0.0], {"a": 1.0})) and not calibrator.fits(Evidence([], {"a": 0.0}))
+
+
+@given(st.lists(st.floats(-50, 50), min_size=1, max_size=9), st.floats(0, 9), st.floats(0, 9), st.floats(-99, 99))
+def test_probabilities_fall_with_rank(scores, weight, lead, intercept):
+    calibrator = Calibrator(rankers=(), weights=(weight, lead), intercept=intercept, threshold=0, miss=1)
+    found = calibrator.probabilities(Evidence(sorted(scores, reverse=True), {}))
+    assert (np.diff(found) <= 0).all() and (found >= 0).all() and (found <= 1).all()
+    assert calibrator.num_likely(Evidence(scores, {})) == len(scores)
+
+
+def test_a_fit_gives_the_frequencies_and_no_feature_a_weight_below_zero():
+    rows = np.array([[0.0, 1.0]] * 40 + [[1.0, 0.0]] * 40)
+    labels = np.array([True] * 10 + [False] * 30 + [True] * 30 + [False] * 10)
+    weights, intercept = fit_logistic(rows, labels)
+    logits = rows @ weights + intercept
+    assert weights[1] == 0 and weights[0] > 0
+    assert 1 / (1 + np.exp(-logits[[0, -1]])) == pytest.approx([0.25, 0.75], abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("num", "level", "expected"), [(9, 0.9, 0.1), (19, 0.9, 0.2), (20, 0.9, 0.2), (8, 0.9, 0.0), (9, 0.5, 0.5)]
+)
+def test_a_bound_is_the_conformal_quantile(num, level, expected):
+    assert bound(np.arange(num, 0, -1) / 10, level) == pytest.approx(expected)
+
+
+def test_a_new_value_reaches_the_bound_as_often_as_was_asked():
+    draw = np.random.default_rng(0)
+    reached = [draw.random() >= bound(draw.random(50), 0.8) for _ in range(4000)]
+    assert np.mean(reached) == pytest.approx(0.8, abs=0.02)  # three standard errors
+
+
+def test_calibration_error_and_risk_by_hand():
+    sure = np.array([0.9] * 5 + [0.3] * 5)
+    right = np.array([True, True, True, False, False] + [True] * 5)
+    bins = [(0.3, 1.0)] * 5 + [(0.9, 1.0)] * 3 + [(0.9, 0.0)] * 2  # ten bins of one answer
+    assert calibration_error(sure, right) == pytest.approx(np.mean([abs(p - ok) for p, ok in bins]))
+    points = dict(risk_coverage(sure, right))
+    assert points[0.1] == 0 and points[0.5] == 0.4 and points[1.0] == 0.2
+
+
+def test_a_share_of_none_has_an_interval():
+    found = share([False] * 30)
+    assert (found.mean, found.low, found.n) == (0, 0, 30) and found.high == pytest.approx(0.1135, abs=1e-3)
+    with pytest.raises(SkilltrainError, match="no query to take a share of"):
+        share([])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A folder with a library's pool, queries, clusters and router."""
+    folder = write_library(tmp_path_factory.mktemp("library"))
+    succeeds("pool", f"sources={folder}/skills", f"out={folder}/pool")
+    succeeds("queries", f"files={folder}/queries/all.jsonl", f"pool={folder}/pool", f"out={folder}/asked")
+    succeeds("clusters", f"pool={folder}/pool", f"out={folder}/clusters")
+    succeeds("index", f"pool={folder}/pool", f"rankers={RANKERS}", f"out={folder}/router")
+    lines = [json.dumps({"query": text}) for text in ("walk my dog at noon", "what is love")]
+    (folder / "unserved.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def calibrate(folder, out, *settings):
+    given = (f"queries={folder}/asked", "split=null", f"clusters={folder}/clusters", "folds=3", *settings)
+    return ("calibrate", f"router={folder}/router", *given, f"out={out}")
+
+
+def test_a_calibrated_router_says_when_no_skill_fits(folders, tmp_path):
+    out = tmp_path / "calibration"
+    found = json.loads(succeeds(*calibrate(folders, out, f"unserved={folders}/unserved.jsonl"), "--json").out)
+    assert found["num_queries"] == len(QUERIES) and found["right"]["n"] == found["falsely_answered"]["n"] == 16
+    assert found["unserved"]["n"] == 2 and found["right"]["mean"] > 0.5
+    assert found["falsely_answered"]["mean"] < found["answered"]["mean"]
+    assert 0 <= found["calibration_error"] <= 1 and found["risk_coverage"][-1][0] == 1
+    shutil.copytree(folders / "router", tmp_path / "router")
+    succeeds("index", f"calibration={out}", f"out={tmp_path}/router")
+    router = Router.load(tmp_path / "router")
+    good, bad = router.route("merge pdf files into one document"), router.route("walk my dog at noon")
+    assert good.fits and not bad.fits and good.num_likely is not None and good.num_likely >= 1
+    sure = [routed.probability for routed in good.skills]
+    assert sure == sorted(sure, reverse=True) and sure[0] > bad.skills[0].probability
+    one, nine = (router.route("merge pdf files", k).skills[0].probability for k in (1, 9))
+    assert one == nine
+    router.update([skill for skill in router.skills.values() if "contract" not in skill.skill_id])
+    assert router.route("walk my dog at noon").fits is False, "a calibration outlives its pool"
+    shown = succeeds("route", "walk my dog at noon", "--router", tmp_path / "router").out
+    assert shown.startswith("No skill fits")
+
+
+def test_skills_that_are_left_out_are_as_if_they_were_not_there(folders):
+    router = Router.load(folders / "router")
+    first, second, *_ = [skill_id for skill_id, _ in router.trace("merge pdf files").ranking]
+    left = router.trace("merge pdf files", {first})
+    assert left.ranking[0][0] == second and len(left.ranking) == len(router.trace("merge pdf files").ranking) - 1
+    assert left.found["lexical"][0][0] == second
+
+
+def test_a_calibration_of_other_rankers_is_refused_or_dropped(folders, tmp_path):
+    out, router = tmp_path / "calibration", tmp_path / "router"
+    succeeds(*calibrate(folders, out))
+    line = ("index", f"pool={folders}/pool", f"out={router}")
+    assert (
+        "of other rankers or models (run skilltrain calibrate on this router)"
+        in skilltrain(*line, "rankers=[{kind: lexical, fields: name}]", f"calibration={out}").error_line
+    )
+    succeeds(*line, f"rankers={RANKERS}", f"calibration={out}")
+    assert Router.load(router).route("merge pdf files").num_likely is not None
+    succeeds(*line, "rankers=[{kind: lexical, fields: name}]")
+    assert Router.load(router).route("merge pdf files").num_likely is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (["folds=99"], "cannot be cut into 99 folds"),
+        (["unserved={tmp}/text.jsonl"], "text.jsonl, line 1: has no text under the key 'query'"),
+        (["answered=1.5"], "answered: must be less than 1"),
+        (["split=nowhere"], "holds no query of split 'nowhere'"),
+        (["router={tmp}"], "holds no router"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused(folders, tmp_path, settings, complaint):
+    (tmp_path / "text.jsonl").write_text('{"text": "x"}')
+    given = [text.replace("{tmp}", str(tmp_path)) for text in settings]
+    assert complaint in skilltrain(*calibrate(folders, tmp_path / "out", *given)).error_line
