@@ -49,6 +49,14 @@ class Ours:
 
     def answer(self, text: str) -> list[str]:
         """The ids of the best skills."""
+        return [skill_id for skill_id, _ in self.router.trace(text).ranking[:TOP]]
+
+
+class Whole(Ours):
+    """The router, with what the peer does not do: why each skill is there, where it lies, and the safety screening."""
+
+    def answer(self, text: str) -> list[str]:
+        """The ids of the best skills."""
         return [routed.skill_id for routed in self.router.route(text, TOP).skills]
 
 
@@ -160,7 +168,7 @@ def with_cache(value: Any, out: Path) -> Any:
 
 def measure(side: str, name: str, out: Path, queries: list[str]) -> dict[str, Any]:
     """In this process: seconds of the first answer from its start, of the others, the answers, and the peak memory."""
-    ranker = (Ours if side == "ours" else Peer)(out, name)
+    ranker = SIDES[side](out, name)
     answers = [ranker.answer(queries[0])]
     cold = time.time() - STARTED
     for text in queries[-5:]:
@@ -185,7 +193,7 @@ def main(pool: Path, folder: Path, out: Path, num: int) -> None:
     print(f"| n = {len(draw) - 6} | p50 | p95 | cold start | peak memory |\n| --- | ---: | ---: | ---: | ---: |")
     for name in SYSTEMS:
         found: dict[str, dict[str, Any]] = {}
-        for side in ("peer", "ours"):
+        for side in SIDES:
             line = [sys.executable, __file__, side, name, str(out), str(time.time())]
             found[side] = json.loads(subprocess.run(line, stdout=subprocess.PIPE, check=True).stdout)
         rows = {side: np.percentile(np.array(one["seconds"]) * 1e3, [50, 95]) for side, one in found.items()}
@@ -199,8 +207,10 @@ def main(pool: Path, folder: Path, out: Path, num: int) -> None:
         print(f"{name}: same first skill {same:.3f}, shared of {TOP} {shared:.3f}, n = {len(pairs)}", file=sys.stderr)
 
 
+SIDES = {"peer": Peer, "ours": Ours, "whole answer": Whole}
+
 if __name__ == "__main__":
-    if sys.argv[1] in ("ours", "peer"):
+    if sys.argv[1] in SIDES:
         STARTED = float(sys.argv[4])
         where = Path(sys.argv[3])
         print(json.dumps(measure(sys.argv[1], sys.argv[2], where, json.loads((where / "queries.json").read_text()))))

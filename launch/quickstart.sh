@@ -23,6 +23,8 @@ train recipes/tiny/sr_emb_minilm.yaml $runs/encoder
 # 5. Five systems side by side on held-out queries.
 skilltrain evaluate recipes/quickstart_systems.yaml
 cp $runs/report/metrics.json $runs/report/report.html $runs/
-# 6. A routed answer.
+# 6. A router, and its answer.
+skilltrain index pool=$runs/pool out=$runs/router \
+  rankers="[{kind: fuse, of: [{kind: lexical}, {kind: dense, source: $runs/encoder, cache: $runs/vectors}], weights: [1, 0.5]}]"
 skilltrain route "Customers send me scanned contracts; I need the text searchable, without uploading anything" \
-  --pool $runs/pool --encoder $runs/encoder --cache $runs/vectors --top 3
+  --router $runs/router --top 3

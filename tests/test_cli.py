@@ -166,7 +166,7 @@ FAULTS = {
     "route words --pool {tmp}/nowhere": "{tmp}/nowhere: no such file or folder",
     "route words --pool {runs}/pool --top 0": "Invalid value for '--top': ",
     "route words": "skilltrain route: give either --router or --pool",
-    "route --pool {runs}/pool": "Missing argument 'request'",
+    "route --pool {runs}/pool": "Missing argument 'task'",
     "route words --pool {runs}/pool --encoder {tmp}/nowhere": "{tmp}/nowhere: no such model",
     # Recipes and runs.
     "recipes --dir {tmp}/nowhere": "{tmp}/nowhere: no such folder (recipes come with the repository",

@@ -122,10 +122,10 @@ def test_route_answers_in_json(done):
     runs, _, _ = done
     answer = succeeds(
         "route", "cut the laughter out of the audio", "--pool", runs / "pool", "--encoder", runs / "encoder",
-        "--reranker", runs / "reranker", "--first-weight", 1, "--top", 3, "--json",
+        "--reranker", runs / "reranker", "--top", 3, "--json",
     )  # fmt: skip
     found = json.loads(answer.out)
-    assert found["request"] == "cut the laughter out of the audio"
+    assert found["task"] == "cut the laughter out of the audio"
     assert [skill["rank"] for skill in found["skills"]] == [1, 2, 3]
     scores = [skill["score"] for skill in found["skills"]]
     assert scores == sorted(scores, reverse=True)
