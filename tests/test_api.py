@@ -105,7 +105,7 @@ def test_fit_makes_a_router_and_the_recipes_of_it(router):
     answered = succeeds("train", out / "recipes" / "6_encoder.yaml").err
     assert "already holds this run" in answered and contents(out) == before
     record = json.loads((out / "index-1" / "index.json").read_text())
-    assert record["pool"] == "pool" and record["rankers"][0]["of"][1]["source"] == "encoder"
+    assert record["pool"] == "./pool" and record["rankers"][0]["of"][1]["source"] == "./encoder"
     assert succeeds("route", "merge these pdf files", "--router", out, "--top", 2).out.count("\n") == 6
 
 

@@ -275,7 +275,7 @@ def _stored(router: Path, name: str) -> str:
     path, root = Path(name).expanduser().resolve(), router.resolve()
     if path.is_relative_to(root) and path.exists():
         return f"./{path.relative_to(root)}"
-    return str(path) if path.is_dir() else name
+    return str(path) if path.exists() else name
 
 
 def _placed(router: Path, name: str) -> str:
