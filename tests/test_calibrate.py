@@ -25,16 +25,19 @@ def test_features_are_score_lead_and_tops():
 
 
 def test_a_calibrator_follows_its_formula():
-    calibrator = Calibrator(rankers=("a",), weights=(1.0, 2.0, 0.5), intercept=-3.0, threshold=0.6, miss=0.5)
+    calibrator = Calibrator(
+        rankers=("a",), weights=(1.0, 2.0, 0.5), intercept=-3.0, threshold=0.6, least=(0.5,), miss=0.5
+    )
     evidence = Evidence([2.0, 1.0], {"a": 1.0})  # logits 2 + 2 + .5 - 3 = 1.5 and 1 - 2 + .5 - 3 = -3.5
     assert calibrator.probabilities(evidence) == pytest.approx([1 / (1 + np.exp(-1.5)), 1 / (1 + np.exp(3.5))])
     assert calibrator.fits(evidence) and calibrator.num_likely(evidence) == 1
+    assert not calibrator.fits(Evidence([9.0, 1.0], {"a": 0.4}))
     assert not calibrator.fits(Evidence([0.0, 0.0], {"a": 1.0})) and not calibrator.fits(Evidence([], {"a": 0.0}))
 
 
 @given(st.lists(st.floats(-50, 50), min_size=1, max_size=9), st.floats(0, 9), st.floats(0, 9), st.floats(-99, 99))
 def test_probabilities_fall_with_rank(scores, weight, lead, intercept):
-    calibrator = Calibrator(rankers=(), weights=(weight, lead), intercept=intercept, threshold=0, miss=1)
+    calibrator = Calibrator(rankers=(), weights=(weight, lead), intercept=intercept, threshold=0, least=(), miss=1)
     found = calibrator.probabilities(Evidence(sorted(scores, reverse=True), {}))
     assert (np.diff(found) <= 0).all() and (found >= 0).all() and (found <= 1).all()
     assert calibrator.num_likely(Evidence(scores, {})) == len(scores)
@@ -98,7 +101,8 @@ def calibrate(folder, out, *settings):
 
 def test_a_calibrated_router_says_when_no_skill_fits(folders, tmp_path):
     out = tmp_path / "calibration"
-    found = json.loads(succeeds(*calibrate(folders, out, f"unserved={folders}/unserved.jsonl"), "--json").out)
+    line = calibrate(folders, out, f"unserved={folders}/unserved.jsonl", "answered=0.6")
+    found = json.loads(succeeds(*line, "--json").out)
     assert found["num_queries"] == len(QUERIES) and found["right"]["n"] == found["falsely_answered"]["n"] == 16
     assert found["unserved"]["n"] == 2 and found["right"]["mean"] > 0.5
     assert found["falsely_answered"]["mean"] < found["answered"]["mean"]

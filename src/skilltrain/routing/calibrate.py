@@ -40,6 +40,7 @@ from skilltrain.terminal import track
 from skilltrain.version import __version__
 
 _FITTED = 3
+_ANY = -1e9  # below every score
 
 
 class CalibrateConfig(Config):
@@ -135,11 +136,15 @@ def fit_calibrator(cases: Sequence[Case], answered: float, contained: float) -> 
     rankers = tuple(cases[0].evidence.tops)
     rows = np.concatenate([case.evidence.rows(rankers)[:_FITTED] for case in cases])
     weights, intercept = fit_logistic(rows, np.concatenate([case.right[:_FITTED] for case in cases]))
-    found = Calibrator(rankers=rankers, weights=tuple(weights.tolist()), intercept=intercept, threshold=0, miss=1)
+    start = {"threshold": 0.0, "least": (), "miss": 1.0}
+    found = Calibrator(rankers=rankers, weights=tuple(weights.tolist()), intercept=intercept, **start)
     served = [(case, found.probabilities(case.evidence)) for case in cases if case.is_served]
+    level = 1 - (1 - answered) / (1 + len(rankers))  # each bound may turn away as many: together, 1 - answered at most
     tops = np.array([max(probabilities, default=0.0) for _, probabilities in served])
+    best_of = [np.array([case.evidence.tops[name] for case, _ in served]) for name in rankers]
+    least = tuple(bound(values, level, _ANY) for values in best_of)
     best = np.array([max(probabilities[[*case.right]], default=0.0) for case, probabilities in served])
-    limits = {"threshold": bound(tops, answered), "miss": 1 - bound(best, contained)}
+    limits = {"threshold": bound(tops, level), "least": least, "miss": 1 - bound(best, contained)}
     return found.model_copy(update=limits)
 
 

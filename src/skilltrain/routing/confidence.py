@@ -42,14 +42,16 @@ class Evidence:
 class Calibrator(Config):
     """Probabilities of a router's answers, and what follows from them.
 
-    `weights` are of score, lead and the tops of `rankers`. `threshold` is the probability of the first skill from which
-    a task is answered, `miss` the most that 1 - probability may be of a skill in the likely set.
+    `weights` are of score, lead and the tops of `rankers`. A task is answered where the first skill's probability is
+    `threshold` at least, and no top is below its `least`: of a task unlike all that skills serve, too, some skill
+    stands out among the others. `miss` is the most that 1 - probability may be of a skill in the likely set.
     """
 
     rankers: tuple[str, ...]
     weights: tuple[float, ...]
     intercept: float
     threshold: float
+    least: tuple[float, ...]
     miss: float
 
     def probabilities(self, evidence: Evidence) -> Float64[np.ndarray, " skill"]:
@@ -59,7 +61,9 @@ class Calibrator(Config):
 
     def fits(self, evidence: Evidence) -> bool:
         """Whether any skill serves the task."""
-        return bool(max(self.probabilities(evidence), default=-1.0) >= self.threshold)
+        tops = (evidence.tops[name] for name in self.rankers)
+        is_like = all(top >= least for top, least in zip(tops, self.least, strict=True))
+        return is_like and bool(max(self.probabilities(evidence), default=-1.0) >= self.threshold)
 
     def num_likely(self, evidence: Evidence) -> int:
         """How many of the first skills hold one that serves the task, with the chance that was asked for."""
@@ -105,14 +109,14 @@ def fit_logistic(
     return weights, float(found[-1] - mean @ weights)
 
 
-def bound(values: Float64[np.ndarray, " query"], level: float) -> float:
-    """What the value of a new query reaches with a chance of at least `level`; 0 where there are too few to tell.
+def bound(values: Float64[np.ndarray, " query"], level: float, lowest: float = 0.0) -> float:
+    """What the value of a new query reaches with a chance of at least `level`; `lowest` where too few tell.
 
     The (n + 1)(1 - level)-th lowest of n values: split conformal prediction (Vovk et al. 2005; Angelopoulos and Bates
     2021, section 1).
     """
     place = floor((len(values) + 1) * (1 - level) + 1e-9)  # .1 · 10 is a little less than 1
-    return float(np.sort(values)[place - 1]) if place else 0.0
+    return float(np.sort(values)[place - 1]) if place else lowest
 
 
 def calibration_error(probabilities: Float64[np.ndarray, " answer"], is_right: Bool[np.ndarray, " answer"]) -> float:
