@@ -94,5 +94,5 @@ if __name__ == "__main__":
     places = [argument for argument in sys.argv[1:] if "=" not in argument]
     if len(places) not in (2, 3):
         sys.exit(__doc__)
-    named = dict(zip(("skills", "out", "trained"), places, strict=False))
+    named: dict[str, str] = dict(zip(("skills", "out", "trained"), places, strict=False))
     run(validate(Pipeline, apply_overrides(named, settings), __file__))
