@@ -74,7 +74,7 @@ class Peer:
         self.late = name == "late"
         self.model = SentenceTransformer(str(resolve_model(MODEL)), device="cpu")
         self.model.max_seq_length = 256
-        self.index = faiss.IndexFlatIP(self.model.get_sentence_embedding_dimension())
+        self.index = faiss.IndexFlatIP(self.model.get_embedding_dimension())
         self.index.add(np.load(out / "peer" / "vectors.npy"))
         self.bm25 = bm25s.BM25.load(out / "peer" / "bm25", mmap=True)
         self.tokenizer = tokenizer()

@@ -20,7 +20,7 @@ from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.expand import ExpandConfig
 from skilltrain.retrieval.lexical import BM25Index, Lexical
 from skilltrain.retrieval.nearest import ChunkVectors, Encoders, VectorRanker
-from skilltrain.retrieval.rankers import Fuse, FuseConfig, Ranker, RankerConfig, key_of, leg_name, open_ranker, parts_of
+from skilltrain.retrieval.rankers import Fuse, FuseConfig, Ranker, key_of, leg_name, open_ranker, parts_of
 from skilltrain.routing.answer import Answer, RoutedSkill, Traced, Why
 from skilltrain.routing.index import Index, generation, write_index
 from skilltrain.texts import clean_text
@@ -158,7 +158,7 @@ def _over(index: Index, models: dict[str, Any]) -> _Opened:
     return _Opened(index.system, index.skills, index.pool, parts, models, index)
 
 
-def _parts(system: SystemConfig) -> dict[str, RankerConfig]:
+def _parts(system: SystemConfig) -> dict[str, Any]:
     """The rankers by `key_of`, those that others are made of one by one."""
     made = FuseConfig | ExpandConfig
     return {key_of(part): part for part in parts_of(system.rankers) if not isinstance(part, made)}
