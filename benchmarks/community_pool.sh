@@ -33,5 +33,9 @@ systems="[{name: bm25, rankers: [$bm25]},
     {kind: fuse, of: [$bm25, $dense, $late], weights: [1, 0.5, 0.5]}]}]"
 for benchmark in "$out/dev_queries" "$data/skillsbench-dev"; do
   skilltrain evaluate pool="$out/pool" clusters="$out/clusters" benchmark="$benchmark" systems="$systems" \
-    out="$out/report_$(basename "$benchmark")"
+    analysis.unserved="$data/queries/no_skill.jsonl" out="$out/report_$(basename "$benchmark")"
 done
+skilltrain index pool="$out/pool" out="$out/router" rankers="[{kind: fuse, of: [$bm25, $dense], weights: [1, 0.5], keep: 20},
+  {kind: fuse, of: [$bm25, $dense, $late], weights: [1, 0.5, 0.5]}]"
+skilltrain calibrate router="$out/router" queries="$out/dev_queries" clusters="$out/clusters" \
+  unserved="$data/queries/no_skill.jsonl" out="$out/calibration"
