@@ -4,7 +4,7 @@ Each query is routed twice: over the pool as it is, and as if the skills that se
 so that whatever is answered then is wrong. All figures are by cross-validation over the queries.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,10 +17,10 @@ from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.near_duplicates import copies_of
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import check_pool, knowing_copies
-from skilltrain.evaluation.benchmarks.load import load_benchmark
+from skilltrain.evaluation.benchmarks.load import load_benchmark, read_unserved
 from skilltrain.evaluation.bootstrap import share
 from skilltrain.evaluation.metrics import Relevance
-from skilltrain.files import read_jsonl, write_json
+from skilltrain.files import write_json
 from skilltrain.routing.answer import Traced
 from skilltrain.routing.confidence import (
     CALIBRATION_FILE,
@@ -96,7 +96,10 @@ def run_calibrate(config: CalibrateConfig, out: Path) -> dict[str, Any]:
     calibrator = fit_calibrator(cases, config.answered, config.contained)
     figures = _figures(cases, np.repeat(folds, 2), config)
     if config.unserved is not None:
-        figures["unserved"] = asdict(share([calibrator.fits(one) for one in _unserved(router, config.unserved)]))
+        unserved = read_unserved(config.unserved)
+        figures["unserved"] = asdict(
+            share([calibrator.fits(router.trace(query.text).evidence()) for query in unserved])
+        )
     inputs = {"queries": config.queries, "clusters": config.clusters, "unserved": config.unserved}
     calibration = Calibration(
         system=record.rankers, models=record.models, calibrator=calibrator, answered=config.answered,
@@ -115,13 +118,6 @@ def _right(relevance: Relevance) -> frozenset[str]:
 
 def _case(traced: Traced, right: frozenset[str], is_served: bool) -> Case:
     return Case(traced.evidence(), tuple(skill_id in right for skill_id, _ in traced.ranking), is_served)
-
-
-def _unserved(router: Router, file: Path) -> Iterator[Evidence]:
-    for number, row in read_jsonl(file):
-        if not isinstance(row.get("query"), str):
-            raise SkilltrainError("has no text under the key 'query'", where=f"{file}, line {number}")
-        yield router.trace(row["query"]).evidence()
 
 
 def fit_calibrator(cases: Sequence[Case], answered: float, contained: float) -> Calibrator:
