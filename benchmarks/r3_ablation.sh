@@ -2,7 +2,7 @@
 # What rejections are worth to MiniLM, as a reranker and as an encoder, on judged groups that share no skill.
 #   benchmarks/r3_ablation.sh DATA [seeds='[1]']
 # DATA holds pool/*.parquet and r3/judgements.jsonl. Writes runs/r3_ablation; stopped, the same line goes on.
-# About ten minutes a training on two free cores: twelve rerankers, twelve encoders (an estimate).
+# About ten minutes a training on two free cores: fifteen rerankers, twelve encoders (an estimate).
 set -euo pipefail
 data=$(realpath "$1"); shift
 cd "$(dirname "$0")/.."
