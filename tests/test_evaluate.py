@@ -123,7 +123,7 @@ def test_a_chat_model_that_chose_nothing_is_named_in_the_report(folder):
         system = {"name": "selected", "rankers": [{"kind": "lexical"}, select]}
         evaluate(folder, pool=str(folder / "pool"), systems=[BM25, system], measures=["Hit@1"])
     (note,) = json.loads((folder / "out" / "metrics.json").read_text())["notes"]
-    assert note.startswith("selected: the chat model chose nothing for 3 of 3 queries (no_number 3)")
+    assert note.startswith("selected: the chat model gave nothing of use for 3 of 3 queries (no_number 3)")
     assert note.split(" (")[0] in (folder / "out" / "report.html").read_text()
 
 

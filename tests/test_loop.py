@@ -1,6 +1,5 @@
 import json
 import math
-import os
 import signal
 from dataclasses import replace
 
@@ -198,9 +197,9 @@ def test_accumulation_does_not_change_what_a_query_weighs(open_encoder_of, tmp_p
 
 def test_only_a_second_ctrl_c_stops_at_once():
     with Stop() as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)  # a batch system that signals launcher and worker both
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # a batch system that signals launcher and worker both
+        signal.raise_signal(signal.SIGINT)
         assert stop.asked
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

@@ -112,7 +112,7 @@ def test_the_record_holds_settings_inputs_and_summary(runs):
 
 
 def test_the_resolved_recipe_runs_to_the_same_tables(runs, tmp_path):
-    for name, stage in (("pool", "pool"), ("mined", "mine"), ("lists", "lists")):
+    for name, stage in (("pool", "pool"), ("mined", "mine"), ("encoder_lists", "lists")):
         resolved = runs / name / "recipe.yaml"
         assert load_recipe(resolved)["out"] == str(runs / name)
         assert "nothing to do" in succeeds(stage, resolved).err

@@ -59,7 +59,16 @@ def test_every_picture_has_words(small_page: str):
 def test_markdown_and_json_hold_the_same_analyses(small: Report, tmp_path: Path):
     write_report(small, tmp_path)
     saved = json.loads((tmp_path / "metrics.json").read_text())["analysis"]
-    assert list(saved) == ["outcomes", "pass_rates", "stages", "truncation", "latencies", "structure", "attention"]
+    assert list(saved) == [
+        "outcomes",
+        "pass_rates",
+        "stages",
+        "unserved",
+        "truncation",
+        "latencies",
+        "structure",
+        "attention",
+    ]
     assert saved["outcomes"][0]["fixed"] == list(small.analysis.outcomes[0].fixed)
     assert len(saved["attention"][1]["layers"]) == 28 and len(saved["attention"][1]["pairs"]) == 400
     markdown = report_markdown(small)

@@ -88,8 +88,11 @@ class Index:
             folder = generation(router)
             try:
                 return _open(folder)
-            except (OSError, ValueError, pa.ArrowException) as error:
+            except SkilltrainError:
                 if generation(router) == folder:  # else a writer has removed it meanwhile
+                    raise
+            except (OSError, ValueError, pa.ArrowException) as error:
+                if generation(router) == folder:
                     what = f"is half-written or damaged: {reason_of(error)}"
                     raise SkilltrainError(what, where=folder, fix=_AGAIN) from error
         raise SkilltrainError("changes faster than it can be opened", where=router)
