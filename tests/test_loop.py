@@ -196,6 +196,7 @@ def test_accumulation_does_not_change_what_a_query_weighs(open_encoder_of, tmp_p
 
 
 def test_only_a_second_ctrl_c_stops_at_once():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
     with Stop() as stop:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)  # a batch system that signals launcher and worker both
@@ -203,6 +204,7 @@ def test_only_a_second_ctrl_c_stops_at_once():
         assert stop.asked
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

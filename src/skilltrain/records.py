@@ -1,8 +1,9 @@
 """What moves between stages when it is one thing and not a table."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 Ranking = list[tuple[str, float]]
 """(skill_id, score), best first."""
@@ -82,3 +83,16 @@ class Dropped:
     def row(self) -> dict[str, Any]:
         """The row for `write_table(…, DROPPED, …)`."""
         return asdict(self)
+
+
+class Ranker(Protocol):
+    """Whatever puts skills in an order for a query."""
+
+    def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
+        """query_id → the skills that it ranks, best first.
+
+        Without `candidates` these are the `keep` best of the whole pool; with them, the candidates in a new order.
+        `rerank` and `select` order the first `keep` candidates and leave the others behind them, `admit` drops those
+        that it does not choose, all other kinds return the `keep` best. Equal scores keep the order of the candidates,
+        or of the pool.
+        """

@@ -13,14 +13,13 @@ from pydantic import Field, model_validator
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Query, Rankings, Skill
+from skilltrain.records import Query, Ranker, Rankings, Skill
 from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.rankers import (
     OWN,
     Asking,
     AskingConfig,
     FuseConfig,
-    Ranker,
     RankerConfig,
     is_own,
     key_of,

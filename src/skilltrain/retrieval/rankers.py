@@ -7,14 +7,14 @@ name stands in the union `RankerConfig`.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json
-from skilltrain.records import Query, Ranking, Rankings, Skill
+from skilltrain.records import Query, Ranker, Ranking, Rankings, Skill
 from skilltrain.retrieval.admit import Admit, AdmitConfig
 from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.dense import DenseConfig
@@ -31,20 +31,6 @@ OWN = "self"
 LEG_KEEP = 100
 """Skills that a leg of `fuse` finds where the recipe does not say: the same for any depth of the system."""
 WEIGHTS_FILE = "weights.json"
-
-
-class Ranker(Protocol):
-    """Whatever puts skills in an order for a query."""
-
-    def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """query_id → the skills that it ranks, best first.
-
-        Without `candidates` these are the `keep` best of the whole pool; with them, the candidates in a new order.
-        `rerank` and `select` order the first `keep` candidates and leave the others behind them, `admit` drops those
-        that it does not choose, all other kinds return the `keep` best. Equal scores keep the order of the candidates,
-        or of the pool.
-        """
-        ...
 
 
 LegConfig = Annotated[

@@ -27,7 +27,7 @@ from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.bootstrap import Interval, intervals
 from skilltrain.evaluation.metrics import Relevance, parse_measures, per_query
 from skilltrain.files import write_json
-from skilltrain.records import Query, Rankings, Skill
+from skilltrain.records import Query, Ranker, Rankings, Skill
 from skilltrain.retrieval.cascade import SystemConfig, check_systems, keeps_of
 from skilltrain.retrieval.fuse import comparable_scores, weighted
 from skilltrain.retrieval.rankers import (
@@ -37,7 +37,6 @@ from skilltrain.retrieval.rankers import (
     Fuse,
     FuseConfig,
     LegConfig,
-    Ranker,
     leg_name,
     open_ranker,
 )

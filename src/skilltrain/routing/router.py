@@ -13,14 +13,14 @@ from jaxtyping import Float32
 from skilltrain.data.pool.read import skill_file
 from skilltrain.data.screening import Flag, screen
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Query, Ranking, Rankings, Skill
+from skilltrain.records import Query, Ranker, Ranking, Rankings, Skill
 from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.cascade import SystemConfig, check_systems, keeps_of
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.expand import ExpandConfig
 from skilltrain.retrieval.lexical import BM25Index, Lexical
 from skilltrain.retrieval.nearest import ChunkVectors, Encoders, VectorRanker
-from skilltrain.retrieval.rankers import Fuse, FuseConfig, Ranker, key_of, leg_name, open_ranker, parts_of
+from skilltrain.retrieval.rankers import Fuse, FuseConfig, key_of, leg_name, open_ranker, parts_of
 from skilltrain.routing.answer import Answer, RoutedSkill, Traced, Why
 from skilltrain.routing.index import Index, generation, write_index
 from skilltrain.texts import clean_text

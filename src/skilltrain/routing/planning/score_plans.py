@@ -20,10 +20,9 @@ from skilltrain.evaluation.plan_measures import MEANINGS, Outcome, measure_names
 from skilltrain.evaluation.slices import ALL, SliceMeans, means_by_slice
 from skilltrain.files import write_json, write_text
 from skilltrain.llm.budget import estimate_tokens
-from skilltrain.records import Query, Ranking, Skill
+from skilltrain.records import Query, Ranker, Ranking, Skill
 from skilltrain.report.page import markdown
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems
-from skilltrain.retrieval.rankers import Ranker
 from skilltrain.routing.planning.compose import Plan
 from skilltrain.routing.planning.hints import Find
 from skilltrain.routing.planning.planner import Known, Planner, PlannerConfig, plan_cost
