@@ -25,7 +25,7 @@ BUDGETS = {
     "data": 4_400, "training": 2_300, "export": 800, "report": 1_000, "routing": 1_600, "ablation": 800, "cli": 500,
 }  # fmt: skip
 CEILINGS = {
-    "(modules)": 2_320, "llm": 1_275, "losses": 795, "models": 1_890, "retrieval": 2_450, "evaluation": 2_265,
+    "(modules)": 2_335, "llm": 1_275, "losses": 795, "models": 1_890, "retrieval": 2_435, "evaluation": 2_265,
     "data": 6_075, "training": 3_085, "export": 880, "report": 1_210, "routing": 3_910, "cli": 905,
 }  # fmt: skip
 # The aims are 18,000 lines in 150 files, and 16,000 lines of tests; these too only ever fall.
