@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -149,6 +150,8 @@ def _write_onnx(graph: _Graph, example: tuple[Tensor, ...], names: list[str], fo
 
 
 def _write_openvino(graph: _Graph, example: tuple[Tensor, ...], names: list[str], folder: Path) -> None:
+    # Both send word of every conversion to their maker, unasked; without this package they run as well.
+    sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
     import nncf
     import openvino
 
