@@ -96,3 +96,4 @@ class Ranker(Protocol):
         that it does not choose, all other kinds return the `keep` best. Equal scores keep the order of the candidates,
         or of the pool.
         """
+        ...
