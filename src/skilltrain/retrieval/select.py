@@ -129,7 +129,7 @@ class Select:
         return rankings
 
 
-def random_choices(keep: int, queries: Sequence[Query], skills: Sequence[Skill]) -> list["Choice"]:
+def random_choices(keep: int, queries: Sequence[Query], skills: Sequence[Skill]) -> list[Choice]:
     """Queries with `keep` random skills for candidates, which cost about what the true ones will."""
     draw, count = random.Random(0), min(keep, len(skills))
     return [Choice(query.query_id, query.text, tuple(draw.sample(skills, count))) for query in queries]
