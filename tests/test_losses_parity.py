@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from sentence_transformers.cross_encoder import losses as reranker_losses
+from sentence_transformers.sentence_transformer import losses as encoder_losses
 
 from skilltrain.losses import (
     KL,
@@ -61,7 +63,10 @@ def theirs(loss_class, batch, labels, **settings):
     columns = [[f"{i}" for i in range(size)] for size in sizes]
     targets = [row[:size] for row, size in zip(labels, sizes, strict=True)]
     loss = loss_class(Scores(batch.scores[batch.valid]), mini_batch_size=-1, **settings)
-    value = loss([["q"] * len(sizes), columns], targets)
+    return with_gradient(loss([["q"] * len(sizes), columns], targets), batch)
+
+
+def with_gradient(value, batch):
     return value, torch.autograd.grad(value, batch.scores)[0]
 
 
@@ -76,36 +81,29 @@ def assert_same(loss, batch, expected, factor):
 # Rerankers -----------------------------------------------------------------------------------------------------------
 
 
-def test_list_net_given_log_gains():
-    from sentence_transformers.cross_encoder.losses import ListNetLoss
-
-    batch = lists((6, 4, 5), grades=(1.0, 0.5, 0.5))
-    assert_same(ListNet(), batch, theirs(ListNetLoss, batch, batch.gains.log()), 3)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.25])
-def test_ranknet_on_one_list(temperature):
-    from sentence_transformers.cross_encoder.losses import RankNetLoss
-
-    batch = lists((7,), grades=(1.0, 0.5, 0.5))
-    expected = theirs(RankNetLoss, batch, batch.gains, sigma=1 / temperature, reduction_log="natural")
-    assert_same(RankNet(temperature=temperature), batch, expected, 1)
+GRADES = (1.0, 0.5, 0.5)
+CASES = [  # ours, the lists, their loss with its settings, its labels, and what theirs is to be multiplied by
+    (ListNet(), lists((6, 4, 5), grades=GRADES), "ListNetLoss", {}, torch.log, 3),
+    (ListwiseCE(), lists((6, 4)), "ListNetLoss", {}, torch.log, 2),
+    (RankNet(), lists((7,), grades=GRADES), "RankNetLoss", {"reduction_log": "natural"}, torch.clone, 1),
+    (RankNet(temperature=0.25), lists((7,), grades=GRADES), "RankNetLoss", {"reduction_log": "natural", "sigma": 4},
+     torch.clone, 1),
+    (RankNet(), lists((5, 5, 5)), "RankNetLoss", {}, torch.clone, 3 * math.log(2)),
+]  # fmt: skip
 
 
-def test_ranknet_on_lists_of_one_length():
-    from sentence_transformers.cross_encoder.losses import RankNetLoss
-
-    batch = lists((5, 5, 5))
-    assert_same(RankNet(), batch, theirs(RankNetLoss, batch, batch.gains), 3 * math.log(2))
+@pytest.mark.parametrize(("ours", "batch", "name", "settings", "labels", "factor"), CASES)
+def test_a_reranker_s_loss(ours, batch, name, settings, labels, factor):
+    expected = theirs(getattr(reranker_losses, name), batch, labels(batch.gains), **settings)
+    assert_same(ours, batch, expected, factor)
 
 
 @pytest.mark.parametrize("mu", [0.0, 10.0, 3.0])
 def test_lambda_rank(mu):
-    from sentence_transformers.cross_encoder.losses import LambdaLoss, LambdaRankScheme, NDCGLoss2PPScheme
-
-    batch = lists((8, 5, 6), grades=(1.0, 0.5, 0.5))
-    scheme = NDCGLoss2PPScheme(mu) if mu else LambdaRankScheme()
-    expected = theirs(LambdaLoss, batch, torch.log2(1 + batch.gains), weighting_scheme=scheme, sigma=0.5)
+    batch = lists((8, 5, 6), grades=GRADES)
+    scheme = reranker_losses.NDCGLoss2PPScheme(mu) if mu else reranker_losses.LambdaRankScheme()
+    labels, settings = torch.log2(1 + batch.gains), {"weighting_scheme": scheme, "sigma": 0.5}
+    expected = theirs(reranker_losses.LambdaLoss, batch, labels, **settings)
     assert_same(LambdaRank(mu=mu, temperature=2.0), batch, expected, num_counted_pairs(batch))
 
 
@@ -120,42 +118,28 @@ def num_counted_pairs(batch):
 
 
 def test_pointwise_on_one_list():
-    from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
-
     batch = lists((9,), grades=(1.0, 1.0))
-    model = Scores(batch.scores[0])
-    loss = BinaryCrossEntropyLoss.__new__(BinaryCrossEntropyLoss)  # its constructor asks for a whole model
-    torch.nn.Module.__init__(loss)
-    loss.model, loss.activation_fn, loss.bce_with_logits_loss = model, torch.nn.Identity(), torch.nn.BCEWithLogitsLoss()
-    value = loss([["q"] * 9, ["s"] * 9], batch.gains[0])
-    assert_same(PointwiseBCE(), batch, (value, torch.autograd.grad(value, batch.scores)[0]), 1)
+    loss = reranker_losses.BinaryCrossEntropyLoss.__new__(reranker_losses.BinaryCrossEntropyLoss)
+    torch.nn.Module.__init__(loss)  # its own constructor asks for a whole model
+    loss.model, loss.activation_fn = Scores(batch.scores[0]), torch.nn.Identity()
+    loss.bce_with_logits_loss = torch.nn.BCEWithLogitsLoss()
+    assert_same(PointwiseBCE(), batch, with_gradient(loss([["q"] * 9, ["s"] * 9], batch.gains[0]), batch), 1)
 
 
-# Distillation: a query vector (1) and skill vectors (score) have the score as their dot product ----------------------
+TAUGHT = [
+    (KL(teacher_temperature=2.0), encoder_losses.DistillKLDivLoss(None, teacher_temperature=2.0), 2),
+    (KL(temperature=0.5), encoder_losses.DistillKLDivLoss(None, student_temperature=0.5), 8),
+    (MarginMSE(), encoder_losses.MarginMSELoss(None), 2),
+]
 
 
-def as_vectors(batch):
-    ones = torch.ones(len(batch.scores), 1)
-    return [ones, *(column.unsqueeze(1) for column in batch.scores.T)]
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_kl(temperature):
-    from sentence_transformers.sentence_transformer.losses import DistillKLDivLoss
-
+@pytest.mark.parametrize(("ours", "reference", "factor"), TAUGHT)
+def test_distillation(ours, reference, factor):
+    """A query vector (1) and skill vectors (score) have the score as their dot product."""
     batch = lists((6, 6))
-    loss = DistillKLDivLoss(None, student_temperature=temperature, teacher_temperature=2.0)
-    value = loss.compute_loss_from_embeddings(as_vectors(batch), batch.teacher_scores)
-    expected = (value, torch.autograd.grad(value, batch.scores)[0])
-    assert_same(KL(temperature=temperature, teacher_temperature=2.0), batch, expected, 2 / temperature**2)
-
-
-def test_margin_mse():
-    from sentence_transformers.sentence_transformer.losses import MarginMSELoss
-
-    batch = lists((6, 6))
-    value = MarginMSELoss(None).compute_loss_from_embeddings(as_vectors(batch), batch.teacher_scores)
-    assert_same(MarginMSE(), batch, (value, torch.autograd.grad(value, batch.scores)[0]), 2)
+    columns = [torch.ones(len(batch.scores), 1), *(column.unsqueeze(1) for column in batch.scores.T)]
+    value = reference.compute_loss_from_embeddings(columns, batch.teacher_scores)
+    assert_same(ours, batch, with_gradient(value, batch), factor)
 
 
 # Encoders: the same vectors through our scores and labels ------------------------------------------------------------
@@ -198,11 +182,11 @@ def ours_on(loss, queries, skills):
     ],
 )
 def test_infonce_in_every_direction(directions, partition):
-    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-
     queries, skills = vectors(4, 1), vectors(12, 2)
     names = tuple(THEIRS[direction] for direction in directions)
-    reference = MultipleNegativesRankingLoss(None, scale=10.0, directions=names, partition_mode=partition)
+    reference = encoder_losses.MultipleNegativesRankingLoss(
+        None, scale=10.0, directions=names, partition_mode=partition
+    )
     expected = 4 * reference.compute_loss_from_embeddings([queries, *skills.split(4)], torch.zeros(4))
     ours = ours_on(InfoNCE(temperature=0.1, directions=directions, partition=partition), queries, skills)
     assert ours.item() == pytest.approx(expected.item(), rel=1e-12)
@@ -230,20 +214,11 @@ class Vectors(torch.nn.Module):
 
 @pytest.mark.parametrize("inner", [InfoNCE(temperature=0.05), InfoNCE(directions=GTE)], ids=["one", "gte"])
 def test_matryoshka(inner):
-    from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss, MultipleNegativesRankingLoss
-
     queries, skills = vectors(4, 3), vectors(12, 4)
     model = Vectors([queries, *skills.split(4)])
     names = tuple(THEIRS[direction] for direction in inner.directions)
-    reference = MatryoshkaLoss(model, MultipleNegativesRankingLoss(model, directions=names), [12, 6, 3])
+    inner_loss = encoder_losses.MultipleNegativesRankingLoss(model, directions=names)
+    reference = encoder_losses.MatryoshkaLoss(model, inner_loss, [12, 6, 3])
     expected = 4 * reference([{"column": torch.tensor(i)} for i in range(4)], torch.zeros(4))
     ours = ours_on(Matryoshka(loss=inner, dims=(3, 6, 12)), queries, skills)
     assert ours.item() == pytest.approx(expected.item(), rel=1e-9)
-
-
-def test_listwise_ce_is_their_infonce_on_lists_alone():
-    from sentence_transformers.cross_encoder.losses import ListNetLoss
-
-    batch = lists((6, 4))
-    expected = theirs(ListNetLoss, batch, batch.gains.log())
-    assert_same(ListwiseCE(), batch, expected, 2)

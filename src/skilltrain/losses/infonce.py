@@ -1,7 +1,7 @@
 """InfoNCE over the step's skills, with symmetric and same-side terms where asked for; late interaction, on MaxSim."""
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -10,14 +10,13 @@ from torch import Tensor
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
-from skilltrain.losses.listwise_ce import contrast
-from skilltrain.losses.scored_batch import ScoredBatch, SideScores, gain_shares
+from skilltrain.losses.list_losses import contrast
+from skilltrain.losses.scored_batch import Loss, ScoredBatch, SideScores, Temperature, gain_shares
 
 Direction = Literal["query_to_skill", "skill_to_query", "query_to_query", "skill_to_skill"]
-SAME_SIDE = {"query_to_query", "skill_to_skill"}
 
 
-class InfoNCE(Config):
+class InfoNCE(Loss):
     """InfoNCE over hard and in-batch negatives, in one direction or more.
 
     Use: the encoder's default; the other queries' skills serve as further negatives. For symmetric InfoNCE (Jina)
@@ -40,9 +39,8 @@ class InfoNCE(Config):
         and per_direction are our two readings of R3's "bilateral balancing", which its public texts do not define.
     """
 
-    needs_teacher_scores: ClassVar[bool] = False
     name: Literal["infonce"] = "infonce"
-    temperature: float = Field(default=0.05, gt=0, description="the scores are divided by it")
+    temperature: Temperature = 0.05
     directions: tuple[Direction, ...] = Field(default=("query_to_skill",), description="what is contrasted with what")
     partition: Literal["joint", "per_direction"] = Field(
         default="joint", description="one denominator for all directions, or the mean of one loss for each"
@@ -52,7 +50,6 @@ class InfoNCE(Config):
         ge=0,
         description="BM25's score times this is added to each logit: an encoder fused with BM25 learns the rest",
     )
-
     push_share: float = Field(
         default=0.0,
         ge=0,
@@ -61,21 +58,24 @@ class InfoNCE(Config):
         "0: they stand among the other negatives",
     )
 
+    @property
+    def needs_sides(self) -> bool:
+        """Whether the batch must bring `sides`."""
+        return len(self.directions) > 1
+
     @model_validator(mode="after")
     def _check_directions(self) -> "InfoNCE":
-        chosen = set(self.directions)
-        if "query_to_skill" not in chosen:
+        if "query_to_skill" not in self.directions:
             raise ValueError("directions must hold query_to_skill: it compares a query with its positive")
-        if self.partition == "per_direction" and (alone := sorted(chosen & SAME_SIDE)):
-            raise ValueError(f"{alone[0]} holds no positive to find, so partition must be joint")
-        if self.lexical_weight and len(chosen) > 1:
-            raise ValueError("lexical_weight is for directions: [query_to_skill] alone")
-        if self.push_share and len(chosen) > 1:
-            raise ValueError("push_share is for directions: [query_to_skill] alone")
+        same_side = sorted({"query_to_query", "skill_to_skill"}.intersection(self.directions))
+        if self.partition == "per_direction" and same_side:
+            raise ValueError(f"{same_side[0]} holds no positive to find, so partition must be joint")
+        for name in ("lexical_weight", "push_share"):
+            if getattr(self, name) and self.needs_sides:
+                raise ValueError(f"{name} is for directions: [query_to_skill] alone")
         return self
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
-        """The loss, summed over queries. Raises SkilltrainError for scores that the batch does not have."""
         if self.lexical_weight:
             if batch.lexical_scores is None:
                 raise SkilltrainError("the batch holds no BM25 scores", where="loss.lexical_weight")
@@ -86,7 +86,7 @@ class InfoNCE(Config):
             pulled = contrast(replace(batch, valid=batch.valid & ~below), self.temperature)
             pushed = contrast(replace(batch, valid=batch.valid & (below | batch.is_positive)), self.temperature)
             return (1 - self.push_share) * pulled + self.push_share * pushed
-        if len(self.directions) == 1:
+        if not self.needs_sides:
             return contrast(batch, self.temperature)
         if batch.sides is None:
             raise SkilltrainError("only an encoder has directions beyond query_to_skill", where="loss.directions")

@@ -1,11 +1,18 @@
-"""What every loss sees: scores, gains and who counts; and the candidates that are compared in them."""
+"""What every loss is, what it sees (scores, gains and who counts), and the candidates that are compared in that."""
 
+from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
+from pydantic import Field
 from torch import Tensor
+
+from skilltrain.config import Config
+
+Temperature = Annotated[float, Field(gt=0, description="the scores are divided by it")]
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,16 @@ class ScoredBatch:
         return self.teacher_scores.to(self.scores).masked_fill(~self.valid, 0.0)
 
 
+class Loss(Config):
+    """A loss by name: its hyper-parameters are fields, and calling it gives the loss of a batch."""
+
+    needs_teacher_scores: ClassVar[bool] = False
+
+    @abstractmethod
+    def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
+        """The loss, summed over queries. Raises SkilltrainError for scores that the batch does not have."""
+
+
 @dataclass(frozen=True)
 class Compared:
     """Some candidates, each with those of its query that it is compared with.
@@ -81,34 +98,33 @@ class Compared:
 
     row: Int[Tensor, "chosen"]
     column: Int[Tensor, "chosen"]
-    scores: Float[Tensor, "chosen"]
-    gains: Float[Tensor, "chosen"]
-    other_scores: Float[Tensor, "chosen candidate"]
-    other_gains: Float[Tensor, "chosen candidate"]
+    difference: Float[Tensor, "chosen candidate"]  # of the chosen candidate's gain and the other's
     is_pair: Bool[Tensor, "chosen candidate"]
+    num_queries: int
 
+    @property
     def gaps(self) -> Float[Tensor, "chosen candidate"]:
         """How far the higher gain of each pair is above the lower one."""
-        return (self.gains[:, None] - self.other_gains).abs()
+        return self.difference.abs()
 
-    def margins(self) -> Float[Tensor, "chosen candidate"]:
+    def margins(self, scores: Float[Tensor, "query candidate"]) -> Float[Tensor, "chosen candidate"]:
         """How far the candidate of higher gain scores above the other one."""
-        sign = torch.where(self.gains[:, None] < self.other_gains, -1, 1)
-        return sign * (self.scores[:, None] - self.other_scores)
+        sign = torch.where(self.difference < 0, -1, 1)
+        return sign * (scores[self.row, self.column][:, None] - scores[self.row])
 
-
-def _compared(batch: ScoredBatch, chosen: Bool[Tensor, "query candidate"]) -> Compared:
-    """The chosen candidates, paired with all valid ones of lower gain."""
-    row, column = chosen.nonzero(as_tuple=True)
-    scores, gains = batch.filled(0.0), batch.gains
-    own, others = gains[row, column], gains[row]
-    is_pair = batch.valid[row] & (others < own[:, None])
-    return Compared(row, column, scores[row, column], own, scores[row], others, is_pair)
+    def mean(self, each: Float[Tensor, "chosen candidate"]) -> Float[Tensor, ""]:
+        """Sum over queries of the mean of `each` over the query's pairs."""
+        num_pairs = self.is_pair.sum(1)
+        of_query = num_pairs.new_zeros(self.num_queries).index_add(0, self.row, num_pairs)
+        summed = torch.where(self.is_pair, each, 0.0).sum(1)
+        return (summed / of_query[self.row].clamp(min=1)).sum()
 
 
 def find_positives(batch: ScoredBatch) -> Compared:
     """The positives of a batch, with the candidates that each should outrank: the valid ones of lower gain."""
-    return _compared(batch, batch.is_positive)
+    row, column = batch.is_positive.nonzero(as_tuple=True)
+    difference = batch.gains[row, column][:, None] - batch.gains[row]
+    return Compared(row, column, difference, batch.valid[row] & (difference > 0), len(batch.gains))
 
 
 def find_pairs(batch: ScoredBatch) -> Compared:
@@ -116,23 +132,13 @@ def find_pairs(batch: ScoredBatch) -> Compared:
 
     Two of gain 0 are no pair, so candidates of another gain are rows: below 0 they also meet those of gain 0.
     """
-    found = _compared(batch, batch.valid & (batch.gains != 0))
-    from_below = batch.valid[found.row] & (found.other_gains == 0) & (found.gains < 0)[:, None]
-    return replace(found, is_pair=found.is_pair | from_below)
+    row, column = (batch.valid & (batch.gains != 0)).nonzero(as_tuple=True)
+    difference = batch.gains[row, column][:, None] - batch.gains[row]
+    is_pair = (difference > 0) | (difference < 0) & (batch.gains[row] == 0)
+    return Compared(row, column, difference, batch.valid[row] & is_pair, len(batch.gains))
 
 
 def gain_shares(batch: ScoredBatch, counted: Bool[Tensor, "query candidate"]) -> Float[Tensor, "query candidate"]:
     """Each counted candidate's share in their gains: a query's sum to 1, or to 0 where it has none."""
     gains = torch.where(batch.valid & counted, batch.gains, 0.0).to(batch.scores)
     return gains / gains.sum(1, keepdim=True).clamp(min=torch.finfo(gains.dtype).tiny)
-
-
-def mean_over_pairs(
-    batch: ScoredBatch, compared: Compared, each: Float[Tensor, "chosen candidate"]
-) -> Float[Tensor, ""]:
-    """Sum over queries of the mean of `each` over the query's pairs."""
-    num_pairs = compared.is_pair.sum(1)
-    of_query = torch.zeros(len(batch.scores), dtype=num_pairs.dtype, device=num_pairs.device)
-    of_query = of_query.index_add(0, compared.row, num_pairs)
-    summed = torch.where(compared.is_pair, each, 0.0).sum(1)
-    return (summed / of_query[compared.row].clamp(min=1)).sum()

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.losses import EncoderLoss, RerankerLoss, needs_sides
+from skilltrain.losses import EncoderLoss, RerankerLoss, infonce_in
 from skilltrain.losses.scored_batch import ScoredBatch, SideScores, SideTerm
 from skilltrain.models.micro_batches import on_device
 from skilltrain.texts import name_key
@@ -50,7 +50,7 @@ class ScoreContext:
         for one in data.lists:
             answers.setdefault(one.query, set()).update(g for skill_id in one.positives for g in groups_of(skill_id))
         groups = {skill_id: groups_of(skill_id) for skill_id in data.skills}
-        return cls(in_batch, needs_sides(loss), loss.needs_teacher_scores, groups, answers, data.lexical)
+        return cls(in_batch, infonce_in(loss).needs_sides, loss.needs_teacher_scores, groups, answers, data.lexical)
 
 
 def check_teacher_scores(data: TrainingSet, loss: EncoderLoss | RerankerLoss) -> None:

@@ -17,9 +17,7 @@ from skilltrain.losses import (
     ListwiseCE,
     Matryoshka,
     RerankerLoss,
-    lexical_weight,
-    needs_sides,
-    pushes,
+    infonce_in,
 )
 from skilltrain.models.adapters import AdapterConfig, add_adapter, loading_options
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
@@ -178,7 +176,7 @@ class TrainEncoderConfig(Config):
     @model_validator(mode="after")
     def _has_rejections_to_push(self) -> "TrainEncoderConfig":
         gains = self.data.gains
-        if pushes(self.loss) and gains[Verdict.REJECTED] >= gains[Verdict.IRRELEVANT]:
+        if infonce_in(self.loss).push_share and gains[Verdict.REJECTED] >= gains[Verdict.IRRELEVANT]:
             raise ValueError("loss.push_share needs data.gains that put rejected below irrelevant")
         return self
 
@@ -206,9 +204,9 @@ class TrainRerankerConfig(Config):
     @field_validator("loss")
     @classmethod
     def _sees_lists_only(cls, loss: RerankerLoss) -> RerankerLoss:
-        if needs_sides(loss):
+        if infonce_in(loss).needs_sides:
             raise ValueError("a reranker compares skills with its own query only: directions must be query_to_skill")
-        if lexical_weight(loss):
+        if infonce_in(loss).lexical_weight:
             raise ValueError("lexical_weight is for an encoder; a reranker can be fused with BM25")
         return loss
 

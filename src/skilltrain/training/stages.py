@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from skilltrain.files import cache_folder
-from skilltrain.losses import lexical_weight
+from skilltrain.losses import infonce_in
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import default_device
 from skilltrain.terminal import is_main_process, say
@@ -80,7 +80,7 @@ def plan(config: TrainConfig) -> dict[str, Any]:
 def load_data(config: TrainConfig) -> TrainingSet:
     is_encoder = isinstance(config, TrainEncoderConfig)
     clusters = config.near_duplicates if is_encoder and config.in_batch_negatives else None
-    data = load_training_set(config.data, clusters, lexical_weight(config.loss) > 0)
+    data = load_training_set(config.data, clusters, infonce_in(config.loss).lexical_weight > 0)
     check_teacher_scores(data, config.loss)  # before any work is done
     return data
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from skilltrain.losses import EncoderLoss, LateInteraction, RerankerLoss, lexical_weight
+from skilltrain.losses import EncoderLoss, LateInteraction, RerankerLoss, infonce_in
 from skilltrain.models.activations import checkpoint_layers
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.max_sim import max_sim
@@ -100,7 +100,7 @@ class EncoderStep(nn.Module):
         if self.settings.late_interaction:
             scores = max_sim(self._tokens(of_queries, lengths[0][rank::world]), self._tokens(of_skills, lengths[1]))
             scored = replace(scored, scores=scores, sides=None, truncated=None)
-            loss = loss + self.settings.late_interaction(scored, lexical_weight(self.loss))
+            loss = loss + self.settings.late_interaction(scored, infonce_in(self.loss).lexical_weight)
         return loss + skills[:0].sum()  # keeps the graph where this rank has no query
 
     def lengths(self, one: TrainingList) -> list[int]:
