@@ -7,19 +7,17 @@ torch takes seconds.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from skilltrain.version import __version__
-
 if TYPE_CHECKING:
-    from skilltrain.api import build_lists, evaluate, export_model, read_pool, route, run, train
-    from skilltrain.fitting import fit
+    from skilltrain.api import build_lists, evaluate, export_model, fit, read_pool, route, run, train
     from skilltrain.records import Query, Skill
     from skilltrain.routing.router import Router
 
+__version__ = "0.1.0"
 __all__ = [
     "Query", "Router", "Skill", "__version__", "build_lists", "evaluate", "export_model", "fit", "read_pool", "route",
     "run", "train",
 ]  # fmt: skip
-_HOMES = {"Query": "records", "Skill": "records", "Router": "routing.router", "fit": "fitting"}
+_HOMES = {"Query": "records", "Skill": "records", "Router": "routing.router"}
 
 
 def __getattr__(name: str) -> Any:

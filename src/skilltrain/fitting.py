@@ -21,6 +21,7 @@ from skilltrain.tables import QUERIES, read_table
 from skilltrain.terminal import say
 
 Recipe = dict[str, Any]
+QUOTAS: Mapping[str, int] = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
 
 
 class FitConfig(Config):
@@ -36,19 +37,6 @@ class FitConfig(Config):
     seed: Seed = Field(default=0, description="seed of every draw")
 
 
-def fit(skills: Path | str, out: Path | str, **settings: Any) -> dict[str, Any]:
-    """Make a router of a folder of skills (see `FitConfig` for the settings) and return what it took and is worth.
-
-    Run again, it goes on where it was stopped. Raises SkilltrainError as the stages do.
-
-    >>> fit("my_skills", "runs/router")["num_skills"]
-    176
-    """
-    from skilltrain.config import validate
-
-    return run_fit(validate(FitConfig, {"skills": skills, "out": out, **settings}, "fit"))
-
-
 def run_fit(config: FitConfig) -> dict[str, Any]:
     """Run every step that is missing; where the router lies, the counts, and each system's Hit@1 on the dev queries."""
     found: dict[str, Any] = {}
@@ -56,10 +44,11 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
         if step == "report" and "dev" not in read_table(config.out / "queries", QUERIES).column("split").to_pylist():
             say("no query belongs to split dev, so nothing is evaluated")
             continue
-        write_text(config.out / "recipes" / f"{number}_{step}.yaml", _as_yaml(values))
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+        write_text(config.out / "recipes" / f"{number}_{step}.yaml", text)
         say(f"{number}. {values['stage']}")
         stage = parse_recipe(values, f"fit, step {step}")
-        found[step] = run_recipe(stage, resume=run_state(stage.out) == "begun")
+        found[step] = run_recipe(stage, resume=None)
         say(closing_words(stage, found[step])[0])
     counts = {"num_skills": found["pool"]["num_skills"], "num_lists": found["encoder_lists"]["num_lists"]}
     if "report" in found:
@@ -79,43 +68,56 @@ def plan_fit(config: FitConfig) -> dict[str, Any]:
 
 def recipes_of(config: FitConfig) -> dict[str, Recipe]:
     """Step → its recipe, in the order in which they run; a step's folder in `out` bears its name."""
-    out, pool = config.out, str(config.out / "pool")
+    out, pool, queries = config.out, str(config.out / "pool"), str(config.out / "queries")
     model = {"source": config.base, "cache": str(out / "vectors")}
     # Queries that were cut from a skill must not be found again in it: there the skills without them are trained on.
-    cut = not config.queries and config.llm.get("kind") == "own_text"
-    asked = {"pool": str(out / "queries") if cut else pool, "queries": str(out / "queries")}
-    write: Recipe = {"stage": "synthesize", "llm": dict(config.llm), "num_queries_per_skill": 2, "dev_share": 0.1}
-    if config.llm.get("kind") != "own_text":
-        write["terse_share"] = 0.5
-    read: Recipe = {"stage": "queries", "files": [str(file) for file in config.queries], "missing_gold": "drop"}
-    quotas = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
-    systems: list[Recipe] = [
-        {"name": "bm25", "rankers": [{"kind": "lexical"}]},
-        {"name": "base encoder", "rankers": [{"kind": "dense", **model}]},
-        {"name": "trained encoder", "rankers": [{"kind": "dense", **model, "source": str(out / "encoder")}]},
-        {"name": "router", "rankers": _rankers(out)},
-    ]
+    own_text = config.llm.get("kind") == "own_text"
+    asked = {"pool": queries if own_text and not config.queries else pool, "queries": queries}
+    ask: Recipe = {"stage": "queries", "files": [str(file) for file in config.queries], "missing_gold": "drop"}
+    if not config.queries:
+        ask = {"stage": "synthesize", "llm": dict(config.llm), "num_queries_per_skill": 2, "dev_share": 0.1}
+        ask |= {"seed": config.seed} | ({} if own_text else {"terse_share": 0.5})
+    train = {
+        "stage": "train_encoder",
+        "model": {"source": config.base, "max_tokens": config.max_tokens},
+        "data": {"pool": asked["pool"], "lists": str(out / "encoder_lists")},
+        "loss": {"name": "infonce", "temperature": 0.05},
+        "late_interaction": {"weight": 1.0, "temperature": 0.01},
+        "training": {"epochs": config.epochs, "batch_size": 16, "learning_rate": 1.0e-4, "precision": "auto",
+                     "seed": config.seed},
+    }  # fmt: skip
+    systems = {
+        "bm25": [{"kind": "lexical"}],
+        "base encoder": [{"kind": "dense", **model}],
+        "trained encoder": [{"kind": "dense", **model, "source": str(out / "encoder")}],
+        "router": _rankers(out),
+    }
+    compare = {"systems": [{"name": name, "rankers": rankers} for name, rankers in systems.items()], "split": "dev"}
     steps: dict[str, Recipe] = {
         "pool": {"stage": "pool", "sources": str(config.skills), "categories": "taxonomy", "encoder": model},
-        "queries": (read if config.queries else {**write, "seed": config.seed}) | {"pool": pool},
-        "mined": {"stage": "mine", **asked, "encoder": model, "seed": config.seed},
-        "filtered": {"stage": "filter", **asked, "rankings": str(out / "mined"), "encoder": model},
-        "encoder_lists": {"stage": "lists", **asked, "rankings": str(out / "filtered"), "quotas": quotas,
-                          "seed": config.seed},
-        "encoder": {
-            "stage": "train_encoder",
-            "model": {"source": config.base, "max_tokens": config.max_tokens},
-            "data": {"pool": asked["pool"], "lists": str(out / "encoder_lists")},
-            "loss": {"name": "infonce", "temperature": 0.05},
-            "late_interaction": {"weight": 1.0, "temperature": 0.01},
-            "training": {"epochs": config.epochs, "batch_size": 16, "learning_rate": 1.0e-4, "precision": "auto",
-                         "seed": config.seed},
+        "queries": ask | {"pool": pool},
+        **list_steps(asked, model, out, QUOTAS, config.seed),
+        "encoder": train,
+        "report": {
+            "stage": "evaluate",
+            "pool": asked["pool"],
+            "benchmark": queries,
+            "split": "dev",
+            "systems": compare,
         },
-        "report": {"stage": "evaluate", "pool": asked["pool"], "benchmark": str(out / "queries"), "split": "dev",
-                   "systems": systems},
         "index": {"stage": "index", "pool": pool, "rankers": _rankers(out), "out": str(out)},
-    }  # fmt: skip
+    }
     return {step: {"out": str(out / step)} | values for step, values in steps.items()}
+
+
+def list_steps(asked: Recipe, model: Recipe, out: Path, quotas: Mapping[str, int], seed: int) -> dict[str, Recipe]:
+    """The steps from `asked` (pool and queries) to training lists, without their folders, which lie in `out`."""
+    drawn = {"quotas": dict(quotas), "seed": seed}
+    return {
+        "mined": {"stage": "mine", **asked, "encoder": model, "seed": seed},
+        "filtered": {"stage": "filter", **asked, "rankings": str(out / "mined"), "encoder": model},
+        "encoder_lists": {"stage": "lists", **asked, "rankings": str(out / "filtered"), **drawn},
+    }
 
 
 def _rankers(out: Path) -> list[Recipe]:
@@ -125,7 +127,3 @@ def _rankers(out: Path) -> list[Recipe]:
     late = {"kind": "late", "source": str(out / "encoder")}
     find = {"kind": "fuse", "of": legs, "weights": [1.0, 0.5], "keep": 20}
     return [find, {"kind": "fuse", "of": [*legs, late], "weights": [1.0, 0.5, 0.5]}]
-
-
-def _as_yaml(values: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
+from skilltrain import __version__
 from skilltrain.config import Config, check_inputs, input_paths, to_yaml
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import (
@@ -21,7 +23,6 @@ from skilltrain.files import (
     write_text,
 )
 from skilltrain.terminal import is_main_process, say
-from skilltrain.version import __version__
 
 RUN_FILE, RECIPE_FILE, CHECKPOINTS = "run.json", "recipe.yaml", "checkpoints"
 # What may change between a training and its resumption, because no update of a weight depends on it.
@@ -31,20 +32,18 @@ _ANOTHER_FOLDER = "choose another out=…, or delete the folder"
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: its module, and the names there of its settings, of what runs it and of what `--dry-run` adds.
+    """One stage: its module holds, by its name, `MineConfig`, `run_mine(config, out)` and perhaps `plan_mine(config)`.
 
-    The module is imported when first asked for, which for some takes seconds. A stage that `trains` writes checkpoints
-    into its folder and can be resumed. One that is `on_ranks` is run by every process that accelerate starts; its
-    results lie elsewhere than in its folder, so it looks again at every run. `found` and `then` are what a person reads
-    at its end (`closing_words`): what came out, and the next command. One that is `in_place` brings its folder up to
-    date, and keeps no record of a run.
+    The module is imported when first asked for, which for some takes seconds. `about` and `example` stand in --help.
+    `found` and `then` are what a person reads at the end (`closing_words`): what came out, and the next command. A
+    stage that `trains` writes checkpoints into its folder and can be resumed. One that is `on_ranks` is run by every
+    process that accelerate starts; its results lie elsewhere than in its folder, so it looks again at every run. One
+    that is `in_place` brings its folder up to date, and keeps no record of a run.
     """
 
+    name: str
     module: str
-    config_name: str
-    run_name: str
-    plan_name: str | None = None
-    about: str = ""
+    about: str
     example: str = ""
     found: str = ""
     then: str = ""
@@ -54,18 +53,24 @@ class Stage:
 
     @property
     def config(self) -> type[Config]:
-        return self._imported(self.config_name)
+        return getattr(self._module, f"{self.name.title().replace('_', '')}Config")
 
     @property
     def run(self) -> Callable[..., dict[str, Any]]:
-        return self._imported(self.run_name)
+        return getattr(self._module, f"run_{self._verb}")
 
     @property
     def plan(self) -> Callable[[Any], dict[str, Any]] | None:
-        return self._imported(self.plan_name) if self.plan_name else None
+        """What `--dry-run` adds to the resolved recipe."""
+        return getattr(self._module, f"plan_{self._verb}", None)
 
-    def _imported(self, name: str) -> Any:
-        return getattr(importlib.import_module(f"skilltrain.{self.module}"), name)
+    @property
+    def _module(self) -> ModuleType:
+        return importlib.import_module(f"skilltrain.{self.module}")
+
+    @property
+    def _verb(self) -> str:
+        return "training" if self.trains else self.name
 
 
 def run_stage(stage: Stage, config: Any, resume: bool) -> dict[str, Any]:
@@ -74,12 +79,12 @@ def run_stage(stage: Stage, config: Any, resume: bool) -> dict[str, Any]:
     The resolved recipe and the fingerprints of the inputs are kept beside the output. A folder that already holds this
     very run is left as it is; one that holds another is refused.
     """
-    function, out = stage.run, config.out
+    out = config.out
     if not is_main_process():
-        return _run_on_other_rank(stage, function, config, resume)
+        return _run_on_other_rank(stage, config, resume)
     check_inputs(config)
     if stage.in_place:
-        return function(config, out)
+        return stage.run(config, out)
     read = paths_read(config)
     _check_place(out, read.values())
     inputs = {key: input_fingerprint(path) for key, path in read.items()}
@@ -88,31 +93,31 @@ def run_stage(stage: Stage, config: Any, resume: bool) -> dict[str, Any]:
         remove_leftovers(out)
     if (done := _finished_run(out, what_matters(identity), resume and stage.trains)) is not None:
         if stage.on_ranks:
-            return function(config, out)
+            return stage.run(config, out)
         say(f"{out}: already holds this run; nothing to do")
         return done
     record = {"skilltrain": __version__, **identity}
     if stage.trains:
-        return _train(config, function, record, resume)
+        return _train(stage, config, record, resume)
     with staged_folder(out) as staged:
-        summary = function(config, staged)
+        summary = stage.run(config, staged)
         _write_record(staged, config, record | {"finished": True, "summary": summary})
     return summary
 
 
-def _run_on_other_rank(stage: Stage, function: Callable[..., dict[str, Any]], config: Any, resume: bool) -> Any:
+def _run_on_other_rank(stage: Stage, config: Any, resume: bool) -> dict[str, Any]:
     if stage.on_ranks:
-        return function(config, config.out)
+        return stage.run(config, config.out)
     if not stage.trains:
-        raise SkilltrainError(f"the stage {config.stage} runs in one process", fix="run it without accelerate launch")
+        raise SkilltrainError(f"the stage {stage.name} runs in one process", fix="run it without accelerate launch")
     # The main process leaves a finished run as it is, or refuses it.
     record = read_json(config.out / RUN_FILE) if (config.out / RUN_FILE).is_file() else None
     if isinstance(record, dict) and record.get("finished"):
         return record["summary"]
-    return function(config, config.out, resume)
+    return stage.run(config, config.out, resume)
 
 
-def _train(config: Any, function: Callable[..., dict[str, Any]], record: dict[str, Any], resume: bool) -> Any:
+def _train(stage: Stage, config: Any, record: dict[str, Any], resume: bool) -> dict[str, Any]:
     """The summary of a training; its checkpoints stay, and one that fails before the first leaves nothing behind."""
     out = config.out
     with locked(out):
@@ -120,7 +125,7 @@ def _train(config: Any, function: Callable[..., dict[str, Any]], record: dict[st
         try:
             out.mkdir(parents=True, exist_ok=True)
             _write_record(out, config, record | {"finished": False})
-            summary = function(config, out, resume)
+            summary = stage.run(config, out, resume)
         except BaseException:
             if is_new and not any(out.glob(f"{CHECKPOINTS}/step-*[0-9]")):
                 shutil.rmtree(out, ignore_errors=True)

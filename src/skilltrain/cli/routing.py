@@ -14,7 +14,7 @@ from skilltrain.files import cache_folder
 from skilltrain.texts import printable
 
 if TYPE_CHECKING:
-    from skilltrain.routing.answer import Answer, RoutedSkill
+    from skilltrain.routing.answer import RoutedSkill
     from skilltrain.routing.router import Router
 
 
@@ -69,17 +69,7 @@ def route(
 
     Example: skilltrain route "merge these PDFs" --pool runs/pool --encoder runs/encoder
     """
-    from skilltrain import api
-    from skilltrain.routing.router import Router
-
-    def find() -> "Answer":
-        if router is not None and pool is None:
-            return Router.load(router).route(task, top)
-        if pool is not None and router is None:
-            return api.route(task, pool, _rankers(encoder, reranker), top)
-        raise SkilltrainError("give either --router or --pool", where="skilltrain route")
-
-    answer = quietly(find)
+    answer = quietly(lambda: _open(router, pool, _rankers(encoder, reranker), "skilltrain route").route(task, top))
     if as_json:
         rows = [asdict(routed) | {"path": routed.path and str(routed.path)} for routed in answer.skills]
         found = {"task": task, "fits": answer.fits, "num_likely": answer.num_likely, "skills": rows}
@@ -137,7 +127,7 @@ def plan(
     if only_plan:
         show(quietly(planner.plan_cost, config, [planner.task_query(task)]))
         return
-    opened = quietly(_router, router, pool, rankers)
+    opened = quietly(_open, router, pool, rankers or "[{kind: lexical}]", "skilltrain plan")
     made, flags = quietly(planner.plan_task, config, task, opened)
     if as_json:
         found = {skill_id: [asdict(flag) for flag in own] for skill_id, own in flags.items()}
@@ -146,18 +136,16 @@ def plan(
         typer.echo(plan_mermaid(made, opened.skills) if mermaid else "\n".join(plan_lines(made, opened.skills, flags)))
 
 
-def _router(router: Path | None, pool: Path | None, rankers: str | None) -> "Router":
+def _open(router: Path | None, pool: Path | None, rankers: "list[dict[str, Any]] | str", where: str) -> "Router":
     """The router that is given, or one over the pool."""
-    from skilltrain.data.pool.read import read_pool
-    from skilltrain.retrieval.cascade import SystemConfig
+    from skilltrain.api import open_router
     from skilltrain.routing.router import Router
 
     if router is not None and pool is None:
         return Router.load(router)
     if pool is None or router is not None:
-        raise SkilltrainError("give either --router or --pool", where="skilltrain plan")
-    given = {"name": "plan", "rankers": parse_yaml(rankers or "[{kind: lexical}]", "--rankers")}
-    return Router(read_pool(pool), validate(SystemConfig, given, "--rankers"), pool)
+        raise SkilltrainError("give either --router or --pool", where=where)
+    return open_router(pool, rankers, "--rankers")
 
 
 @app.command("provision")

@@ -1,7 +1,8 @@
 """Commands that run stages, trainings and grids of them, list recipes and export models."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -9,7 +10,9 @@ from skilltrain.cli.app import (
     AS_WRITTEN,
     AsJson,
     DryRun,
+    HelpAll,
     Overrides,
+    SettingsCommand,
     app,
     conclude,
     execute,
@@ -19,7 +22,6 @@ from skilltrain.cli.app import (
     settings_of,
     show,
 )
-from skilltrain.cli.settings_help import HelpAll, SettingsCommand
 from skilltrain.config import load_recipe
 from skilltrain.errors import SkilltrainError
 from skilltrain.export import Form
@@ -40,13 +42,12 @@ def _add_stage(stage: str) -> None:
     def run_stage(
         arguments: Overrides = None, only_plan: DryRun = False, as_json: AsJson = False, help_all: HelpAll = False
     ) -> None:
-        values, where = settings_of(stage, arguments or [])
-        execute(parse_recipe(values, where), only_plan, as_json=as_json)
+        execute(parse_recipe(*settings_of(stage, arguments)), only_plan, as_json=as_json)
 
 
-for _stage in STAGES:
-    if STAGES[_stage].example:
-        _add_stage(_stage)
+for _stage in STAGES.values():
+    if _stage.example:
+        _add_stage(_stage.name)
 
 
 @app.command(context_settings=AS_WRITTEN)
@@ -63,11 +64,15 @@ def train(
 
     Example: skilltrain train recipes/tiny/sr_emb_minilm.yaml training.seed=7 out=runs/emb7
     """
+    execute(_training(file, overrides), only_plan, resume, as_json)
+
+
+def _training(file: Path, overrides: Sequence[str] | None) -> Any:
     config = parse_recipe(load_recipe(file, only_settings(overrides)), file)
     if not STAGES[config.stage].trains:
         fix = f"run: skilltrain {config.stage} {file}"
         raise SkilltrainError(f"is a recipe of stage {config.stage}", where=file, fix=fix)
-    execute(config, only_plan, resume, as_json)
+    return config
 
 
 @app.command()
@@ -86,9 +91,8 @@ def recipes(
         typer.echo(json_text(schema_of([stage] if stage else [*STAGES])))
         return
     for found in list_recipes(folder):
-        if stage in (None, found.stage):
-            facts = [found.stage, found.base, found.loss]
-            typer.echo(f"{found.path}  {'  '.join(fact for fact in facts if fact)}\n    {found.about}")
+        if stage in (None, found.facts[0]):
+            typer.echo(f"{found.path}  {'  '.join(found.facts)}\n    {found.about}")
 
 
 @app.command()
@@ -168,9 +172,7 @@ def gradients(
     """
     from skilltrain.training.gradients import measure_gradients, write_gradients
 
-    config = parse_recipe(load_recipe(file, only_settings(overrides)), file)
-    if not STAGES[config.stage].trains:
-        raise SkilltrainError(f"is a recipe of stage {config.stage}, which trains nothing", where=file)
+    config = _training(file, overrides)
     if config.out.exists():
         raise SkilltrainError("exists already", where=config.out, fix="name another folder: out=…")
     found = quietly(measure_gradients, config, num_batches)

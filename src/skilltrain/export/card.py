@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from skilltrain import __version__
 from skilltrain.export.published import (
     Published,
     Results,
@@ -22,7 +23,6 @@ from skilltrain.export.published import (
 from skilltrain.models.encoder import EncoderSettings
 from skilltrain.models.reranker import RerankerSettings
 from skilltrain.templates import FIELDS_SEEN
-from skilltrain.version import __version__
 
 _SECRET_KEY = re.compile(r"(^|_)(key|token|secret|password|credentials)$", re.IGNORECASE)
 _SECRET = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|AKIA)[\w-]{10,}|(?<=://)[^/\s@]+@")

@@ -10,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from skilltrain import __version__
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.export.card import shareable
 from skilltrain.export.modules import encoder_layout, reranker_layout
@@ -26,7 +27,6 @@ from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import CHECKPOINT_FILE, load_pretrained
 from skilltrain.models.reranker import Reranker
 from skilltrain.terminal import say
-from skilltrain.version import __version__
 
 _PROBES = ("a", "a " * 5, "a " * 30)
 _PROBE_TOKENS = 12

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Int64
 from pydantic import Field
 
+from skilltrain import __version__
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.near_duplicates import copies_of
 from skilltrain.errors import SkilltrainError
@@ -37,7 +38,6 @@ from skilltrain.routing.index import Index
 from skilltrain.routing.router import Router
 from skilltrain.runs import input_fingerprint
 from skilltrain.terminal import track
-from skilltrain.version import __version__
 
 _FITTED = 3
 _ANY = -1e9  # below every score

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from skilltrain import __version__
 from skilltrain.config import Config, validate
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import inside, locked, read_json, staged_folder, write_json
@@ -30,7 +31,6 @@ from skilltrain.retrieval.rankers import FuseConfig, key_of, parts_of
 from skilltrain.retrieval.vectors import text_keys
 from skilltrain.routing.confidence import Calibration
 from skilltrain.tables import SKILLS, rows_of, table_from_rows
-from skilltrain.version import __version__
 
 Part = BM25Index | ChunkVectors
 POINTER, RECORD = "router.json", "index.json"

@@ -30,7 +30,7 @@ from skilltrain.training.settings import (
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepModule, StepSettings
 from skilltrain.training.training_set import TrainingSet, load_training_set, on_best_windows
 
-__all__ = ["TrainEncoderConfig", "TrainRerankerConfig", "plan", "run_training"]
+__all__ = ["TrainEncoderConfig", "TrainRerankerConfig", "plan_training", "run_training"]
 
 
 def run_training(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def run_training(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]
     return summary
 
 
-def plan(config: TrainConfig) -> dict[str, Any]:
+def plan_training(config: TrainConfig) -> dict[str, Any]:
     """What training would do, found without the model's weights and touching nothing (`--dry-run`)."""
     data = load_data(config)
     check_held_out(config.data, config.dev, data)

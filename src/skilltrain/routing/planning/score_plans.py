@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
+from skilltrain import __version__
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
@@ -27,7 +28,6 @@ from skilltrain.routing.planning.compose import Plan
 from skilltrain.routing.planning.hints import Find
 from skilltrain.routing.planning.planner import Known, Planner, PlannerConfig, plan_cost
 from skilltrain.routing.planning.show import plan_json
-from skilltrain.version import __version__
 
 _SLICED = ("DA", "CatR@1", "CatR@10", "Skill R@10", "Chosen")
 _MOST_VALUES = 50  # of a label: categories are many
