@@ -10,13 +10,22 @@ import pytest
 from llm_server import LLMServer, Reply, llm_server
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.benchmarks.benchmark import GoldStep, Task
+from skilltrain.evaluation.metrics import Relevance
 from skilltrain.records import Dropped, Query, Ranking, Skill
-from skilltrain.routing.planning.compose import ComposeConfig, Plan, compatibility, compose, dependencies, levels_of
+from skilltrain.routing.planning.compose import (
+    ComposeConfig,
+    Plan,
+    Round,
+    compatibility,
+    compose,
+    plan_json,
+    plan_lines,
+    plan_mermaid,
+)
 from skilltrain.routing.planning.decompose import Ask, read_steps
-from skilltrain.routing.planning.hints import HintsConfig, Round, hint_lines, jaccard, refine
-from skilltrain.routing.planning.planner import Known, Planner, PlannerConfig
-from skilltrain.routing.planning.rules import Draft, draft_by_rules
-from skilltrain.routing.planning.show import plan_json, plan_lines, plan_mermaid
+from skilltrain.routing.planning.planner import HintsConfig, Planner, PlannerConfig, refine
+from skilltrain.routing.planning.rules import Draft, dependencies, draft_by_rules, levels_of
 from small_library import skilltrain, succeeds, write_library
 
 
@@ -71,7 +80,7 @@ def test_fifty_clauses_become_no_more_steps_than_allowed() -> None:
     ],
 )
 def test_an_answer_is_steps_or_says_why_it_is_none(answer: str, outcome: Draft | str) -> None:
-    found = read_steps(20, Ask("q", "a task"), answer)
+    found = read_steps(20, Ask(query("a task")), answer)
     assert (found.filter if isinstance(found, Dropped) else found) == outcome
 
 
@@ -111,11 +120,11 @@ def test_compatibility_by_hand() -> None:
 
 
 def test_alpha_weighs_similarity_against_earlier_steps() -> None:
-    draft = Round(Draft(("get rows", "show rows")))
+    draft = Draft(("get rows", "show rows"))
     found: list[Ranking] = [[("csv", 9.0)], [("mail", 8.0), ("plot", 4.0)]]
 
     def chosen(alpha: float) -> list[str | None]:
-        steps = compose(query("x"), [draft], found, SKILLS, ComposeConfig(alpha=alpha))
+        steps = compose("x", draft, found, SKILLS, ComposeConfig(alpha=alpha))
         return [step.skill_id for step in steps]
 
     # mail: alpha x 1 + (1 - alpha) x 1/9; plot: (1 - alpha) x 8/9: equal at alpha 7/16.
@@ -123,9 +132,9 @@ def test_alpha_weighs_similarity_against_earlier_steps() -> None:
 
 
 def test_a_step_that_nothing_fits_has_no_skill() -> None:
-    rounds = [Round(Draft(("zzz", "get rows", "send it")))]
+    draft = Draft(("zzz", "get rows", "send it"))
     found: list[Ranking] = [[("csv", 0.0), ("mail", 0.0)], [("csv", 0.2)], [("mail", 0.6), ("csv", 0.1)]]
-    steps = compose(query("x"), rounds, found, SKILLS, ComposeConfig(min_score=0.3))
+    steps = compose("x", draft, found, SKILLS, ComposeConfig(min_score=0.3))
     assert [(step.skill_id, len(step.candidates)) for step in steps] == [(None, 0), (None, 0), ("mail", 1)]
 
 
@@ -163,13 +172,6 @@ def test_every_round_is_kept_with_its_hints_and_how_much_they_changed() -> None:
 )
 def test_the_last_usable_round_stands(found: dict[str, str], answers: list[str], num: int) -> None:
     assert len(_refined(HintsConfig(rounds=1), found, answers)) == num
-    assert jaccard((), ()) == 0.0
-
-
-def test_hints_are_names_or_described() -> None:
-    assert hint_lines(HintsConfig(), ["csv", "mail"], SKILLS) == ["csv-tool, mail-tool"]
-    shown = hint_lines(HintsConfig(show="described", description_chars=7), ["csv"], SKILLS)
-    assert shown == ["csv-tool: Exports"]
 
 
 def _find(texts: Sequence[str], keep: int) -> list[Ranking]:
@@ -187,7 +189,9 @@ def _plan(
     hints = config.pop("hints", {"rounds": 0})
     llm = {"kind": "openai", "model": "m", "base_url": server.base_url, "cache": None, "max_retries": 0}
     values = {"decomposer": {"kind": "llm", "llm": llm, "max_retries": 1, **config}, "hints": hints}
-    planner = Planner(validate(PlannerConfig, values, "test"), SKILLS, _find, Known({"q": 2}, {"q": ["mail"]}), lenient)
+    steps = GoldStep("one"), GoldStep("two")
+    known = Task(query(text), Relevance(frozenset({"mail"}), {"mail": 1.0}), steps=steps)
+    planner = Planner(validate(PlannerConfig, values, "test"), SKILLS, _find, {"q": known}, lenient)
     return planner.plan([query(text)])[0]
 
 
@@ -200,8 +204,11 @@ def test_a_model_writes_steps_and_sees_hints_in_the_next_round() -> None:
         server.script = [Reply("no list"), Reply('["export rows as csv."]'), Reply('["export rows", "send letters."]')]
         plan = _plan(server, hints={"rounds": 1, "count": 2})
         first, again, hinted = _prompts(server)
+        server.script = [Reply('["export rows as csv."]')] * 2
+        _plan(server, hints={"show": "described", "description_chars": 7})
+        assert "may help\ncsv-tool: Exports\n" in _prompts(server)[-1]
     assert "export the rows, then send letters" in first and "holds no JSON array" in again and "-tool" not in again
-    assert "skills that exist and may help\ncsv-tool" in hinted
+    assert "skills that exist and may help\ncsv-tool\n" in hinted
     assert [len(one.draft.texts) for one in plan.rounds] == [1, 2] and not plan.notes and plan.made_by == "llm"
     assert [step.skill_id for step in plan.steps] == ["csv", "mail"]
 
@@ -255,7 +262,7 @@ def test_a_plan_is_shown_as_lines_json_and_mermaid() -> None:
     text = 'find "rows"]; <b>x</b>'
     rounds = (Round(Draft((text, "send it"))),)
     found: list[Ranking] = [[("csv", 1.0)], []]
-    plan = Plan(query("a task"), compose(query("x"), rounds, found, SKILLS, ComposeConfig()), rounds, "rules")
+    plan = Plan(query("a task"), compose("x", rounds[0].draft, found, SKILLS, ComposeConfig()), rounds, "rules")
     assert plan_lines(plan, SKILLS, {}) == [
         "2 steps in 2 levels, made by rules", "level 1", f"  1. {text}", "     → csv-tool  (csv)",
         "level 2", "  2. send it  (after 1)", "     → no skill fits",
@@ -290,7 +297,6 @@ def test_the_command_plans_without_a_model(library: Path) -> None:
         (["x"], "give either --router or --pool"),
         (["x", "--pool", "LIBRARY", "hints.H=3"], "unknown key 'hints.H'"),
         (["x", "--pool", "LIBRARY", "--llm", "{kind: parrot}"], "unknown choice 'parrot'"),
-        (["x", "--pool", "LIBRARY", "--rankers", "[{kind: rerank, source: y}]"], "the first ranker finds skills"),
     ],
 )
 def test_what_the_command_refuses(library: Path, arguments: list[str], fault: str) -> None:

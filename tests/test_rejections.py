@@ -13,7 +13,7 @@ from llm_server import LLMServer, Reply
 from skilltrain.data.draws import split_groups
 from skilltrain.data.rejection_prompt import Group, read_group
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.agreement import agreement, cohens_kappa
+from skilltrain.evaluation.bootstrap import agreement, cohens_kappa
 from skilltrain.records import Dropped, Reason, Skill
 from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, SKILLS, read_table, rows_of, write_table
 from small_library import skilltrain, succeeds

@@ -15,13 +15,12 @@ from skilltrain.evaluation.benchmarks.benchmark import GoldStep, Task
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.comparison import wilcoxon
 from skilltrain.evaluation.metrics import Relevance
-from skilltrain.evaluation.plan_measures import Outcome, measure_names, plan_values
+from skilltrain.evaluation.plan_measures import measure_names, plan_values
 from skilltrain.records import Query, Skill
 from skilltrain.tables import PLANS, write_table
 from small_library import skilltrain, succeeds
 
-CATEGORIES = {"a1": "A", "a2": "A", "b1": "B", "b2": "B", "c1": "C"}
-TOKENS = dict.fromkeys(CATEGORIES, 10)
+SKILLS = {one: Skill(one, one, "", "", one[0].upper()) for one in ("a1", "a2", "b1", "b2", "c1")}
 
 
 def task(*steps: tuple[str, str], gold: str = "", alternatives: dict[str, str] | None = None) -> Task:
@@ -32,8 +31,9 @@ def task(*steps: tuple[str, str], gold: str = "", alternatives: dict[str, str] |
 
 def values(asked: Task, found: list[str], chosen: str, oracle: list[str]) -> dict[str, float]:
     """Rankings and choices in words; `-` is no choice."""
-    outcome = Outcome([own.split() for own in found], [None if one == "-" else one for one in chosen.split()])
-    return plan_values(asked, outcome, [own.split() for own in oracle], CATEGORIES, TOKENS)
+    picked = [None if one == "-" else one for one in chosen.split()]
+    split = [own.split() for own in found], picked, [own.split() for own in oracle]
+    return plan_values(asked, *split, SKILLS, dict.fromkeys(SKILLS, 10))
 
 
 def test_measures_by_hand() -> None:
@@ -195,19 +195,6 @@ def test_a_row_without_a_body_column_is_a_tool(tmp_path: Path) -> None:
     skills = read_pool(tmp_path / "pool")
     assert [(one.skill_id, one.body, one.category) for one in skills] == [("x/one", "", "Finance"), ("y/one", "", None)]
     assert len(read_pool(tmp_path / "servers.jsonl")) == 3  # equal ones are kept there
-
-
-def test_livemcpbench_brings_its_steps(tmp_path: Path) -> None:
-    tool = {"skill_id": "a/t", "server": "a", "server_description": "", "name": "t", "description": "d",
-            "parameters": []}  # fmt: skip
-    rows = [
-        {"task_id": str(n), "query": "x", "tools": ["t"], "tool_skill_ids": [["a/t"]], "steps": steps}
-        for n, steps in enumerate([["one", "two"], "1. one\n2. two", "just one", ""])
-    ]
-    (tmp_path / "tools.jsonl").write_text(jsonl(tool))
-    (tmp_path / "tasks.jsonl").write_text(jsonl(*rows))
-    steps = [[step.text for step in one.steps] for one in load_benchmark(tmp_path).tasks]
-    assert steps == [["one", "two"], ["one", "two"], ["just one"], []]
 
 
 @pytest.fixture(scope="module")

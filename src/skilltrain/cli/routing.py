@@ -104,7 +104,6 @@ def plan(
     task: Annotated[str, typer.Argument(help="a compound task in plain words")],
     router: Annotated[Path | None, typer.Option(help="folder of `skilltrain fit` or `skilltrain index`")] = None,
     pool: Annotated[Path | None, typer.Option(help="without a router: the pool, or a folder of SKILL.md files")] = None,
-    rankers: Annotated[str | None, typer.Option(help="what ranks the pool, as in a recipe; else BM25")] = None,
     llm: Annotated[
         str | None, typer.Option(help="what cuts the task, e.g. '{kind: openai, model: …}'; else rules")
     ] = None,
@@ -112,23 +111,19 @@ def plan(
         list[str] | None, typer.Argument(help="key=value: hints.rounds, hints.show, compose.alpha, decomposer.kind, …")
     ] = None,
     mermaid: Annotated[bool, typer.Option("--mermaid", help="print a Mermaid flowchart")] = False,
-    only_plan: DryRun = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Cut a compound task into steps, find a skill for each, and say which step waits for which.
+    """Cut a compound task into steps, find a skill for each (without a router by BM25), and say which waits for which.
 
     Example: skilltrain plan "download the data, clean it and draw a chart" --pool examples/skill_library/skills
     """
-    from skilltrain.routing.planning import planner
-    from skilltrain.routing.planning.show import plan_json, plan_lines, plan_mermaid
+    from skilltrain.routing.planning.compose import plan_json, plan_lines, plan_mermaid
+    from skilltrain.routing.planning.planner import PlannerConfig, plan_task
 
     values = {"decomposer": {"kind": "llm", "llm": {"temperature": 0.1} | parse_yaml(llm, "--llm")}} if llm else {}
-    config = validate(planner.PlannerConfig, apply_overrides(values, only_settings(settings)), "skilltrain plan")
-    if only_plan:
-        show(quietly(planner.plan_cost, config, [planner.task_query(task)]))
-        return
-    opened = quietly(_open, router, pool, rankers or "[{kind: lexical}]", "skilltrain plan")
-    made, flags = quietly(planner.plan_task, config, task, opened)
+    config = validate(PlannerConfig, apply_overrides(values, only_settings(settings)), "skilltrain plan")
+    opened = quietly(_open, router, pool, "[{kind: lexical}]", "skilltrain plan")
+    made, flags = quietly(plan_task, config, task, opened)
     if as_json:
         found = {skill_id: [asdict(flag) for flag in own] for skill_id, own in flags.items()}
         typer.echo(json_text(plan_json(made, opened.skills) | {"flags": found}))

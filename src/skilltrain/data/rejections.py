@@ -22,7 +22,7 @@ from skilltrain.data.draws import draw, split_groups, stable_number
 from skilltrain.data.rejection_prompt import Group, Judged, JudgedRequest, group_request, read_group, read_second
 from skilltrain.data.screening import flags_to_leave_out
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.agreement import agreement
+from skilltrain.evaluation.bootstrap import agreement
 from skilltrain.llm import LLMConfig, Questions, ask_until, cost_of, open_llm
 from skilltrain.records import Dropped, Query, Skill, Verdict
 from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder

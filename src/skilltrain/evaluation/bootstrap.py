@@ -15,6 +15,7 @@ from jaxtyping import Float
 from skilltrain.errors import SkilltrainError
 
 RESAMPLES = 10_000
+_KAPPAS = 2_000  # draws of `agreement`
 LEVEL = 0.95
 Z = 1.96  # standard errors on either side of the mean: 95 percent
 _CELLS_AT_ONCE = 2_000_000  # drawn queries held in memory: 16 MB of indices and 16 MB of counts
@@ -164,3 +165,33 @@ def normal_interval(values: Sequence[float]) -> Interval:
 def is_binary(values: Float[np.ndarray, "*axes"]) -> bool:
     """Whether every value is exactly 0 or 1, so that the mean is a share of the queries."""
     return bool(((values == 0) | (values == 1)).all())
+
+
+def agreement(groups: Sequence[Sequence[tuple[str, str]]], *, seed: int) -> Interval:
+    """Cohen's kappa over all pairs of verdicts, the first judge's and the second's: how far they agree beyond chance.
+
+    Its interval draws whole groups: what one request makes a judge think of its skills is no independent evidence.
+    Raises SkilltrainError where nothing was judged twice.
+    """
+    pairs = [pair for group in groups for pair in group]
+    if not pairs:
+        raise SkilltrainError("no skill was judged twice")
+    labels = sorted({label for pair in pairs for label in pair})
+    counts = np.zeros((len(groups), len(labels), len(labels)))
+    for number, group in enumerate(groups):
+        for first, second in group:
+            counts[number, labels.index(first), labels.index(second)] += 1
+    drawn = np.random.default_rng(seed).multinomial(len(groups), np.full(len(groups), 1 / len(groups)), _KAPPAS)
+    low, high = np.quantile(cohens_kappa(np.tensordot(drawn, counts, 1)), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(float(cohens_kappa(counts.sum(0)[None])[0]), float(low), float(high), len(pairs))
+
+
+def cohens_kappa(tables: Float[np.ndarray, "table label label"]) -> Float[np.ndarray, " table"]:
+    """(p - e) / (1 - e) of each table of counts: p is the share of agreement, e what the margins alone would give.
+
+    Two judges that know one label only agree, and have 1 (Cohen, 1960, leaves it open).
+    """
+    shares = tables / np.maximum(tables.sum((1, 2), keepdims=True), 1)
+    observed = np.trace(shares, axis1=1, axis2=2)
+    expected = (shares.sum(1) * shares.sum(2)).sum(1)
+    return np.where(expected < 1, (observed - expected) / np.where(expected < 1, 1 - expected, 1), 1.0)

@@ -5,11 +5,12 @@ step without one is missed. Where a benchmark does not say which skill does whic
 defined, and their keys are absent. Everything is a share of one task's steps or skills first, then a mean over tasks.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from statistics import fmean
 
 from skilltrain.evaluation.benchmarks.benchmark import Task
+from skilltrain.records import Skill
 
 CUTOFFS = (1, 5, 10)
 MEANINGS = {
@@ -32,6 +33,8 @@ MEANINGS = {
     "Lost in retrieval": "share found for neither, to the same depth",
     "Context saved": "1 - tokens of the chosen skills / tokens of all skills",
 }
+Found = Sequence[Sequence[str]]
+"""The ids found for each step, best first."""
 
 
 def measure_names() -> tuple[str, ...]:
@@ -40,76 +43,69 @@ def measure_names() -> tuple[str, ...]:
     return tuple(chain.from_iterable(cut))
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What was planned for a task: the ids found for each step, best first, and the one chosen, None for none."""
-
-    found: Sequence[Sequence[str]]
-    chosen: Sequence[str | None]
-
-
 def plan_values(
     task: Task,
-    outcome: Outcome,
-    oracle: Sequence[Sequence[str]],
-    categories: Mapping[str, str | None],
+    found: Found,
+    chosen: Sequence[str | None],
+    oracle: Found,
+    skills: Mapping[str, Skill],
     tokens: Mapping[str, int],
 ) -> dict[str, float]:
     """Measure → value of one task, where it is defined.
 
-    `oracle` has what is found for the gold steps' own words, `categories` and `tokens` are of all skills.
+    `found` and `chosen` (None for no skill) are of each planned step, `oracle` is found for the gold steps' own words;
+    `tokens` are of all `skills`.
     """
-    gold_ids = [step.skill_id for step in task.steps]
-    num, num_gold = len(outcome.found), len(gold_ids)
-    used = sum(tokens[one] for one in {*outcome.chosen} - {None} if one)
+    num, num_gold = len(found), len(task.steps)
+    used = sum(tokens[one] for one in {*chosen} if one)
     values = {"steps": float(num), "Context saved": 1 - used / max(1, sum(tokens.values()))}
-    values |= _of_needs(task, outcome, oracle)
-    if not task.steps:
+    values |= _of_needs(task, found, chosen, oracle)
+    if task.steps:
+        values |= {"DA": float(num == num_gold), "DA±1": float(abs(num - num_gold) <= 1)}
+        values |= {f"Step R@{k}": fmean(bool({*own[:1]} & _seen(found, k)) for own in oracle) for k in CUTOFFS}
+    gold = [step.skill_id for step in task.steps]
+    if not gold or not all(gold):
         return values
-    values |= {"DA": float(num == num_gold), "DA±1": float(abs(num - num_gold) <= 1)}
-    first = [set(own[:1]) for own in oracle]
-    values |= {f"Step R@{k}": _share([bool(one & _seen(outcome.found, k)) for one in first]) for k in CUTOFFS}
-    if not all(gold_ids):
-        return values
-    kinds = [categories.get(one) for one in gold_ids]
+    kinds = [skills[one].category for one in gold]
+
+    def of_kind(ids: Iterable[str]) -> list[str | None]:
+        return [skills[one].category for one in ids]
+
     for k in CUTOFFS:
-        values[f"R@{k}"] = _by_place(gold_ids, [own[:k] for own in outcome.found])
-        values[f"CatR@{k}"] = _by_place(kinds, [[categories[one] for one in own[:k]] for own in outcome.found])
-    chosen = [[] if one is None else [one] for one in outcome.chosen]
-    share = _by_place(kinds, [[categories[one] for one in own] for own in chosen])
-    values["Chain exact"] = float([*outcome.chosen] == gold_ids)
-    values |= {"Chain category (share)": share, "Chain category (all)": float(share == 1 and num == num_gold)}
-    values["Oracle R@1"] = _by_place(gold_ids, [own[:1] for own in oracle])
-    values["Oracle CatR@1"] = _by_place(kinds, [[categories[one] for one in own[:1]] for own in oracle])
-    return values
+        values[f"R@{k}"] = _by_place(gold, [own[:k] for own in found])
+        values[f"CatR@{k}"] = _by_place(kinds, [of_kind(own[:k]) for own in found])
+    share = _by_place(kinds, [of_kind([one] if one else []) for one in chosen])
+    return values | {
+        "Chain exact": float([*chosen] == gold),
+        "Chain category (share)": share,
+        "Chain category (all)": float(share == 1 and num == num_gold),
+        "Oracle R@1": _by_place(gold, [own[:1] for own in oracle]),
+        "Oracle CatR@1": _by_place(kinds, [of_kind(own[:1]) for own in oracle]),
+    }
 
 
-def _of_needs(task: Task, outcome: Outcome, oracle: Sequence[Sequence[str]]) -> dict[str, float]:
+def _of_needs(task: Task, found: Found, chosen: Sequence[str | None], oracle: Found) -> dict[str, float]:
     """What became of each gold skill, or of any of its alternatives."""
     needs = {skill_id: {skill_id} for skill_id in sorted(task.relevance.gold)}
     for skill_id, need in task.relevance.alternatives.items():
         needs[need].add(skill_id)
-    seen = {k: _seen(outcome.found, k) for k in CUTOFFS}
-    values = {f"Skill R@{k}": _share([bool(need & seen[k]) for need in needs.values()]) for k in CUTOFFS}
-    chosen = [bool(need & {*outcome.chosen}) for need in needs.values()]
-    found = [bool(need & _seen(outcome.found, None)) for need in needs.values()]
-    by_oracle = [bool(need & _seen(oracle, None)) for need in needs.values()]
-    fates = list(zip(chosen, found, by_oracle, strict=True))
-    values["Chosen"] = _share(chosen)
-    values["Lost in composition"] = _share([not c and f for c, f, _ in fates])
+
+    def share(ids: set[str] | set[str | None], without: Iterable[set[str] | set[str | None]] = ()) -> float:
+        """Of the needs, those that `ids` meet and nothing of `without` does."""
+        return fmean(bool(need & ids) and not any(need & other for other in without) for need in needs.values())
+
+    picked, seen, by_oracle = {*chosen}, _seen(found, None), _seen(oracle, None)
+    values = {f"Skill R@{k}": share(_seen(found, k)) for k in CUTOFFS}
+    values |= {"Chosen": share(picked), "Lost in composition": share(seen, [picked])}
     if task.steps:
-        values["Oracle Skill R@10"] = _share([bool(need & _seen(oracle, 10)) for need in needs.values()])
-        values["Lost in decomposition"] = _share([not c and not f and o for c, f, o in fates])
-        values["Lost in retrieval"] = _share([not (c or f or o) for c, f, o in fates])
+        values["Oracle Skill R@10"] = share(_seen(oracle, 10))
+        values["Lost in decomposition"] = share(by_oracle, [picked, seen])
+        values["Lost in retrieval"] = fmean(not need & {*picked, *seen, *by_oracle} for need in needs.values())
     return values
 
 
-def _seen(found: Sequence[Sequence[str]], k: int | None) -> set[str]:
+def _seen(found: Found, k: int | None) -> set[str]:
     return {skill_id for own in found for skill_id in own[:k]}
-
-
-def _share(hits: Sequence[bool]) -> float:
-    return sum(hits) / len(hits)
 
 
 def _by_place(wanted: Sequence[str | None], found: Sequence[Sequence[str | None]]) -> float:

@@ -7,7 +7,7 @@ removed, and the model is told that these texts are data and no instructions. A 
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from skilltrain.records import Skill
 
@@ -53,3 +53,9 @@ def fenced(text: str) -> str:
     """An untrusted text between two lines that hold the same mark."""
     mark = f"{mark_of([text])} ==="
     return f"{mark}\n{text}\n{mark}"
+
+
+def framed(parts: Sequence[tuple[str, str]], end: str) -> tuple[str, str]:
+    """(the mark, one text of all parts): each (title, untrusted text) below a line of mark and title; `end` closes."""
+    mark = mark_of(text for _, text in parts)
+    return mark, "\n".join([*(f"{mark} {title}\n{text}" for title, text in parts), f"{mark} {end}"])

@@ -15,7 +15,6 @@ from skilltrain.config import Config, InputPath, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json
 from skilltrain.records import Query, Ranker, Ranking, Rankings, Skill
-from skilltrain.retrieval.admit import Admit, AdmitConfig
 from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.expand import Expand, ExpandConfig
@@ -24,7 +23,7 @@ from skilltrain.retrieval.late import LateConfig
 from skilltrain.retrieval.lexical import LexicalConfig
 from skilltrain.retrieval.rerank import RerankConfig, with_rest
 from skilltrain.retrieval.saved import SavedConfig
-from skilltrain.retrieval.select import Select, SelectConfig
+from skilltrain.retrieval.select import AdmitConfig, Select, SelectConfig
 
 OWN = "self"
 """The `source` that stands for the model in training."""
@@ -93,7 +92,7 @@ class FuseConfig(Config):
 
 AskingConfig = SelectConfig | AdmitConfig | ExpandConfig
 """Rankers that ask a chat model; at work, they hold `counts` of what came of it."""
-Asking = Select | Admit | Expand
+Asking = Select | Expand
 RankerConfig = Annotated[
     LexicalConfig | DenseConfig | ApiConfig | SavedConfig | RerankConfig | LateConfig | FuseConfig | AskingConfig,
     Field(discriminator="kind"),

@@ -12,9 +12,8 @@ from skilltrain.config import Config, InputPath
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Ranker, Rankings, Skill
-from skilltrain.retrieval.admit import AdmitConfig
 from skilltrain.retrieval.rankers import FuseConfig, RankerConfig, open_ranker, parts_of
-from skilltrain.retrieval.select import SelectConfig
+from skilltrain.retrieval.select import AdmitConfig, SelectConfig
 from skilltrain.tables import JUDGEMENTS, LISTS, QUERIES, queries_from_table, read_table, write_table
 
 

@@ -26,7 +26,8 @@ class GoldStep:
 class Task:
     """One query of a benchmark; `cluster` names the query that it repeats over another pool, "" for none.
 
-    `steps` are those of a compound task, in order, where the benchmark knows them.
+    `steps` are those of a compound task, in order, where the benchmark knows them. `where` is the place that a fault in
+    it is told to be at.
     """
 
     query: Query
@@ -34,6 +35,7 @@ class Task:
     labels: Labels = field(default_factory=dict)
     cluster: str = ""
     steps: tuple[GoldStep, ...] = ()
+    where: object = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,45 +66,58 @@ class Benchmark:
         return {task.query.query_id: task.cluster for task in self.tasks if task.cluster}
 
 
-def task_of(query: Query, relevance: Relevance, labels: Labels, where: object = None) -> Task:
+def task_of(
+    query: Query, relevance: Relevance, labels: Labels, where: object = None, steps: Iterable[GoldStep] = ()
+) -> Task:
     """A task with `labels` (empty values are left out) beside those that every task has: kind, origin and split.
 
-    The kind is `single` where exactly one skill is gold, else `multi` (SkillRouter, appendix A). Raises
-    SkilltrainError, naming the query and `where` it stands, for a relevance by which no ranking could score.
+    The kind is `single` where exactly one skill is gold, else `multi` (SkillRouter, appendix A).
     """
-    try:
-        check_relevance(relevance)
-    except SkilltrainError as error:
-        raise SkilltrainError(f"query '{query.query_id}': {error.what}", where=where) from error
     kind = "single" if len(relevance.gold) == 1 else "multi"
     every = {**labels, "kind": kind, "origin": query.origin, "split": query.split}
-    return Task(replace(query, kind=query.kind or kind), relevance, {name: v for name, v in every.items() if v})
+    known = {name: value for name, value in every.items() if value}
+    return Task(replace(query, kind=query.kind or kind), relevance, known, steps=tuple(steps), where=where)
 
 
 def make_benchmark(
     folder: Path,
     tasks: Sequence[Task],
     split: str | None,
-    query_ids: Iterable[str],
+    query_ids: Iterable[str] = (),
     pool: Sequence[Skill] = (),
     gold_skills: Sequence[Skill] | None = None,
     notes: Sequence[str] = (),
 ) -> Benchmark:
-    """The benchmark in `folder`: the tasks of a split, or all. `query_ids` are all queries of its files, scored or not;
-    `gold_skills` are those of the pool that can be gold, unless they are given.
+    """The benchmark in `folder`: the tasks of a split, or all.
+
+    `query_ids` are queries of its files that may be no tasks; `gold_skills` are those of the pool that can be gold,
+    unless they are given. Raises SkilltrainError, naming the query and where it stands, for a relevance by which no
+    ranking could score.
     """
-    check_split([task.query for task in tasks], split, folder)
-    query_id, count = Counter(task.query.query_id for task in tasks).most_common(1)[0]
+    splits = Counter(task.query.split for task in tasks)
+    if not tasks:
+        raise SkilltrainError("holds no query to score", where=folder)
+    if split not in (None, *splits):
+        fix = f"its splits are {', '.join(f'{name} ({count})' for name, count in sorted(splits.items()))}"
+        raise SkilltrainError(f"holds no query of split '{split}'", where=folder, fix=fix)
+    every = Counter(dict.fromkeys(query_ids, 0))
+    every.update(task.query.query_id for task in tasks)
+    query_id, count = every.most_common(1)[0]
     if count > 1:
         raise SkilltrainError(f"query '{query_id}' has two splits", where=folder, fix="give the split to score")
     scored = tuple(task for task in tasks if split in (None, task.query.split))
+    for task in scored:
+        try:
+            check_relevance(task.relevance)
+        except SkilltrainError as error:
+            raise SkilltrainError(f"query '{task.query.query_id}': {error.what}", where=task.where) from error
     if gold_skills is None:
         wanted = {skill_id for task in scored for skill_id in (*task.relevance.gold, *task.relevance.alternatives)}
         gold_skills = [skill for skill in pool if skill.skill_id in wanted]
     if num_own := sum(task.query.origin == OWN_TEXT for task in scored):
         what = f"{num_own} of {len(scored)} queries are passages of the skills' own texts"
         notes = [*notes, f"{what}: they favour BM25, which finds the same words"]
-    unscored = frozenset(query_ids) - {task.query.query_id for task in scored}
+    unscored = frozenset(every.keys() - {task.query.query_id for task in scored})
     return Benchmark(name_of(folder), scored, tuple(gold_skills), tuple(pool), tuple(notes), unscored)
 
 
@@ -189,13 +204,3 @@ def knowing_copies(benchmark: Benchmark, copies: Mapping[str, Collection[str]]) 
     num = sum(bool(task.relevance.copies) for task in tasks)
     note = f"(copies): near-duplicates of a gold skill count as gold too; {num} of {len(tasks)} queries have any."
     return replace(benchmark, tasks=tuple(tasks), notes=(*benchmark.notes, note))
-
-
-def check_split(queries: Sequence[Query], split: str | None, folder: Path) -> None:
-    """Raise SkilltrainError where no query is of the split."""
-    if not queries:
-        raise SkilltrainError("holds no query to score", where=folder)
-    counts = Counter(query.split for query in queries)
-    if split is not None and split not in counts:
-        splits = ", ".join(f"{name} ({count})" for name, count in sorted(counts.items()))
-        raise SkilltrainError(f"holds no query of split '{split}'", where=folder, fix=f"its splits are {splits}")

@@ -7,7 +7,6 @@ among the tools cannot be gold, and a task with no other is not scored; the benc
 
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,18 +71,31 @@ class _TaskRow(NamedRow):
 
 
 def read_livemcpbench(folder: Path, split: str | None) -> Benchmark:
-    """The benchmark of a folder with tasks.jsonl and tools.jsonl."""
-    tools = unique("skill", read_rows(_ToolRow, folder / "tools.jsonl"))
-    return _benchmark(folder, split, tools, unique("task", read_rows(_TaskRow, folder / "tasks.jsonl")))
-
-
-def read_livemcpbench_clone(folder: Path, split: str | None) -> Benchmark:
-    """The benchmark of a clone of the published repository."""
-    servers, annotations = folder / SERVERS, folder / ANNOTATIONS
-    tools = (parse_row(_ToolRow, values, str(servers)) for values in _tools_of(read_json(servers)))
-    annotated = enumerate(read_json(annotations), 1)
-    tasks = (parse_row(_TaskRow, values, f"{annotations}, entry {number}") for number, values in annotated)
-    return _benchmark(folder, split, unique("skill", tools), unique("task", tasks))
+    """The benchmark of a folder with tasks.jsonl and tools.jsonl, or of a clone of the published repository."""
+    if (folder / "tools.jsonl").exists():
+        tools, asked = read_rows(_ToolRow, folder / "tools.jsonl"), read_rows(_TaskRow, folder / "tasks.jsonl")
+    else:
+        servers, file = folder / SERVERS, folder / ANNOTATIONS
+        tools = (parse_row(_ToolRow, values, str(servers)) for values in _tools_of(read_json(servers)))
+        entries = enumerate(read_json(file), 1)
+        asked = (parse_row(_TaskRow, values, f"{file}, entry {number}") for number, values in entries)
+    pool, rows = unique("skill", tools), unique("task", asked)
+    tasks: list[Task] = []
+    without: list[str] = []  # the task of each tool that has no candidate
+    for task_id, row in rows.items():
+        candidates = _candidates(row, pool)
+        without += [task_id for skill_ids in candidates if not skill_ids]
+        relevance = _relevance(row, candidates, pool)
+        if relevance.gold:
+            query = Query(task_id, row.query, kind="", origin=_ORIGIN, split="test")
+            tasks.append(task_of(query, relevance, {"category": row.category}, row.where, map(GoldStep, row.steps)))
+    notes: list[str] = []
+    if without:
+        missing = f"{len(without)} of {sum(len(row.tools) for row in rows.values())} needed tools"
+        notes.append(f"{missing} ({len(set(without))} tasks) have no candidate and are no gold")
+    if left_out := sorted(rows.keys() - {task.query.query_id for task in tasks}, key=[*rows].index):
+        notes.append(f"{len(left_out)} of {len(rows)} tasks have no gold and are not scored: {', '.join(left_out[:3])}")
+    return make_benchmark(folder, tasks, split, rows, [tool.skill() for tool in pool.values()], notes=notes)
 
 
 def _tools_of(servers: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -102,37 +114,18 @@ def _tools_of(servers: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _benchmark(
-    folder: Path, split: str | None, tools: Mapping[str, _ToolRow], rows: Mapping[str, _TaskRow]
-) -> Benchmark:
-    offers: dict[str, list[str]] = {}
-    for skill_id, tool in tools.items():
-        offers.setdefault(tool.name, []).append(skill_id)
-    tasks: list[Task] = []
-    without: list[str] = []  # the task of each tool that has no candidate
-    for task_id, row in rows.items():
-        candidates = [offers.get(name, []) for name in row.tools] if row.tool_skill_ids is None else row.tool_skill_ids
-        without += [task_id for skill_ids in candidates if not skill_ids]
-        relevance = _relevance(row, candidates, tools)
-        if relevance.gold:
-            query = Query(task_id, row.query, kind="", origin=_ORIGIN, split="test")
-            task = task_of(query, relevance, {"category": row.category}, row.where)
-            tasks.append(replace(task, steps=tuple(map(GoldStep, row.steps))))
-    notes: list[str] = []
-    if without:
-        missing = f"{len(without)} of {sum(len(row.tools) for row in rows.values())} needed tools"
-        notes.append(f"{missing} ({len(set(without))} tasks) have no candidate and are no gold")
-    scored = {task.query.query_id for task in tasks}
-    if left_out := [task_id for task_id in rows if task_id not in scored]:
-        notes.append(f"{len(left_out)} of {len(rows)} tasks have no gold and are not scored: {', '.join(left_out[:3])}")
-    return make_benchmark(folder, tasks, split, rows, [tool.skill() for tool in tools.values()], notes=notes)
+def _candidates(row: _TaskRow, pool: Mapping[str, _ToolRow]) -> list[list[str]]:
+    """For each tool of a task the ids that could be meant."""
+    if row.tool_skill_ids is None:
+        return [[skill_id for skill_id, tool in pool.items() if tool.name == name] for name in row.tools]
+    if len(row.tools) != len(row.tool_skill_ids):
+        what = f"task '{row.row_id}' has {len(row.tools)} tools and {len(row.tool_skill_ids)} lists of candidates"
+        raise SkilltrainError(what, where=row.where)
+    return row.tool_skill_ids
 
 
 def _relevance(row: _TaskRow, candidates: Sequence[Sequence[str]], pool: Container[str]) -> Relevance:
     """What a task asks for; nothing, where none of its tools has a candidate."""
-    if len(row.tools) != len(candidates):
-        what = f"task '{row.row_id}' has {len(row.tools)} tools and {len(candidates)} lists of candidates"
-        raise SkilltrainError(what, where=row.where)
     needs: dict[str, str] = {}  # candidate → the first one of its tool
     for group in dict.fromkeys(tuple(skill_ids) for skill_ids in candidates):
         for skill_id in group:

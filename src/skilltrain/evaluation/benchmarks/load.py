@@ -1,7 +1,6 @@
 """Reading a benchmark from its folder: from our own tables, or in whichever published form it has."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from skilltrain.errors import SkilltrainError
@@ -10,12 +9,11 @@ from skilltrain.evaluation.benchmarks.benchmark import (
     GoldStep,
     Task,
     as_tier,
-    check_split,
     joined,
     make_benchmark,
     task_of,
 )
-from skilltrain.evaluation.benchmarks.livemcpbench import ANNOTATIONS, read_livemcpbench, read_livemcpbench_clone
+from skilltrain.evaluation.benchmarks.livemcpbench import ANNOTATIONS, read_livemcpbench
 from skilltrain.evaluation.benchmarks.qrels import read_beir, read_skillret
 from skilltrain.evaluation.benchmarks.r3 import read_r3_groups, read_r3_skill
 from skilltrain.evaluation.benchmarks.skillrouter import read_skillrouter, read_skillrouter_tier
@@ -49,26 +47,24 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
     for spec in (QUERIES, JUDGEMENTS):
         check_regular(table_path(folder, spec))
     queries, judgements = queries_from_table(read_table(folder, QUERIES)), read_table(folder, JUDGEMENTS)
-    check_split(queries, split, folder)
+    file, query_ids = table_path(folder, JUDGEMENTS), {query.query_id for query in queries}
     verdicts = verdicts_by_query(judgements)
+    if unknown := sorted(verdicts.keys() - query_ids):
+        what = f"{len(unknown)} judged queries are not in queries.parquet, first '{unknown[0]}'"
+        raise SkilltrainError(what, where=file)
     reasons: dict[str, dict[str, None]] = {}
     for row in judgements.select(["query_id", "reason"]).to_pylist():
         if row["reason"]:
             reasons.setdefault(row["query_id"], {})[row["reason"]] = None
-    file, query_ids = folder / "judgements.parquet", [query.query_id for query in queries]
-    if unknown := sorted(verdicts.keys() - set(query_ids)):
-        what = f"{len(unknown)} judged queries are not in queries.parquet, first '{unknown[0]}'"
-        raise SkilltrainError(what, where=file)
     steps = _steps(folder, query_ids) if table_path(folder, PLANS).exists() else {}
     tasks: list[Task] = []
-    for query in (query for query in queries if split in (None, query.split)):
+    for query in queries:
         judged = verdicts.get(query.query_id, {})
         gains = {skill_id: VERDICT_GAINS[verdict] for skill_id, verdict in judged.items() if verdict in VERDICT_GAINS}
         gold = frozenset(skill_id for skill_id, verdict in judged.items() if verdict is Verdict.REQUIRED)
         labels = {"reason": tuple(reasons.get(query.query_id, ()))}
-        task = task_of(query, Relevance(gold, gains), labels, file)
-        tasks.append(replace(task, steps=tuple(steps.get(query.query_id, ()))))
-    return make_benchmark(folder, tasks, split, query_ids)
+        tasks.append(task_of(query, Relevance(gold, gains), labels, file, steps.get(query.query_id, ())))
+    return make_benchmark(folder, tasks, split)
 
 
 def _steps(folder: Path, query_ids: Collection[str]) -> dict[str, list[GoldStep]]:
@@ -85,7 +81,7 @@ def _steps(folder: Path, query_ids: Collection[str]) -> dict[str, list[GoldStep]
 # The file that tells a form, and what reads it; the first that is there decides.
 _READERS: tuple[tuple[str, Callable[[Path, str | None], Benchmark]], ...] = (
     ("tools.jsonl", read_livemcpbench),
-    (ANNOTATIONS, read_livemcpbench_clone),
+    (ANNOTATIONS, read_livemcpbench),
     ("tasks.jsonl", read_skillrouter),
     ("judgements.jsonl", read_r3_groups),
     ("skills_test.jsonl", read_r3_skill),

@@ -123,11 +123,9 @@ def _gains(
         if fault:
             raise SkilltrainError(fault, where=row.where)
         scores.setdefault(row.query_id, {})[row.skill_id] = row.score
-    return {  # NaN is refused with the task
-        query_id: {skill_id: score for skill_id, score in scores[query_id].items() if not score <= 0}
-        for query_id in query_ids
-        if query_id in scores
-    }
+    judged = {query_id: scores[query_id] for query_id in query_ids if query_id in scores}
+    # NaN is kept here, and refused with the task
+    return {one: {skill_id: score for skill_id, score in row.items() if not score <= 0} for one, row in judged.items()}
 
 
 def _tsv_rows(file: Path) -> Iterator[_Qrel]:

@@ -3,6 +3,7 @@
 A published query has no id and is called by its line, test-17. Gold skills (of groups: the required ones) have gain 1.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -57,17 +58,15 @@ def read_r3_skill(folder: Path, split: str | None) -> Benchmark:
     for row in read_rows(_QueryRow, folder / "test.jsonl"):
         if unknown := sorted(set(row.skill_ids) - skills.keys()):
             raise SkilltrainError(f"skill '{unknown[0]}' is not in skills_test.jsonl", where=row.where)
-        query_id = f"test-{row.where.rpartition(' ')[2]}"
-        tasks.append(_task(query_id, row.query, row.skill_ids, {"direction": row.lang}, row.where))
-    pool = [row.skill() for row in skills.values()]
-    return make_benchmark(folder, tasks, split, [task.query.query_id for task in tasks], pool)
+        line = row.where.rpartition(" ")[2]
+        tasks.append(_task(f"test-{line}", row, row.skill_ids, {"direction": row.lang}))
+    return make_benchmark(folder, tasks, split, pool=[row.skill() for row in skills.values()])
 
 
 def read_r3_groups(folder: Path, split: str | None) -> Benchmark:
     """Groups of one query and the verdicts on its candidates, judgements.jsonl."""
-    rows = unique("group", read_rows(_Group, folder / "judgements.jsonl"))
     tasks: list[Task] = []
-    for group_id, row in rows.items():
+    for group_id, row in unique("group", read_rows(_Group, folder / "judgements.jsonl")).items():
         judged = [*row.required, *(one.skill_id for one in row.rejected), *row.irrelevant]
         if twice := [skill_id for at, skill_id in enumerate(judged) if skill_id in judged[:at]]:
             raise SkilltrainError(f"skill '{twice[0]}' of group '{group_id}' is judged twice", where=row.where)
@@ -75,10 +74,10 @@ def read_r3_groups(folder: Path, split: str | None) -> Benchmark:
             what = f"group '{group_id}' holds {len(judged)} skill(s): a group is judged against one another"
             raise SkilltrainError(what, where=row.where)
         reasons = tuple(dict.fromkeys(one.reason for one in row.rejected if one.reason))
-        tasks.append(_task(group_id, row.query, row.required, {"reason": reasons}, row.where))
-    return make_benchmark(folder, tasks, split, rows)
+        tasks.append(_task(group_id, row, row.required, {"reason": reasons}))
+    return make_benchmark(folder, tasks, split)
 
 
-def _task(query_id: str, text: str, gold: list[str], labels: Labels, where: str) -> Task:
-    relevance = Relevance(frozenset(gold), dict.fromkeys(gold, 1.0))
-    return task_of(Query(query_id, text, kind="", origin="r3", split="test"), relevance, labels, where)
+def _task(query_id: str, row: _QueryRow | _Group, gold: Sequence[str], labels: Labels) -> Task:
+    query = Query(query_id, row.query, kind="", origin="r3", split="test")
+    return task_of(query, Relevance(frozenset(gold), dict.fromkeys(gold, 1.0)), labels, row.where)

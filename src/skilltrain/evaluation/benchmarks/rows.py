@@ -8,7 +8,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_jsonl
-from skilltrain.records import Skill
 
 Text = Annotated[str, Field(min_length=1)]
 Label = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, str | int) else "")]
@@ -31,17 +30,6 @@ class NamedRow(Row):
     """A row with an id that stands once in a file."""
 
     row_id: Text = Field(alias="id")
-
-
-class _SkillRow(NamedRow):
-    row_id: Text = Field(alias="skill_id")
-    name: str
-    description: str
-    body: str
-    category: str | None = None
-    lang: str | None = None
-    source: str = ""
-    license: str | None = None
 
 
 RowT = TypeVar("RowT", bound=Row)
@@ -75,9 +63,3 @@ def unique(what: str, rows: Iterable[NamedRowT]) -> dict[str, NamedRowT]:
             raise SkilltrainError(f"{what} '{row.row_id}' appears twice", where=row.where)
         found[row.row_id] = row
     return found
-
-
-def read_skills(*files: Path) -> tuple[Skill, ...]:
-    """The skills of JSON Lines files; an id stands in one of them once."""
-    found = unique("skill", read_rows(_SkillRow, *files))
-    return tuple(Skill(skill_id, **row.model_dump(exclude={"row_id"})) for skill_id, row in found.items())

@@ -13,10 +13,10 @@ from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, make_benchmark, task_of
-from skilltrain.evaluation.benchmarks.rows import Label, NamedRow, Row, Text, parse_row, read_rows, read_skills, unique
+from skilltrain.evaluation.benchmarks.rows import Label, NamedRow, Row, Text, parse_row, read_rows, unique
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.files import read_json
-from skilltrain.records import Query
+from skilltrain.records import Query, Skill
 
 ORIGIN = "skillsbench"
 
@@ -33,6 +33,17 @@ class _RelevanceRow(Row):
     relevance: dict[Text, float]
     core_gt_ids: list[Text] | None = None
     task_type: str
+
+
+class _PoolRow(NamedRow):
+    row_id: Text = Field(alias="skill_id")
+    name: str
+    description: str
+    body: str
+    category: str | None = None
+    lang: str | None = None
+    source: str = ""
+    license: str | None = None
 
 
 def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
@@ -54,7 +65,7 @@ def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
             query = Query(task_id, row.instruction_text, kind="", origin=ORIGIN, split="test")
             tasks.append(task_of(query, Relevance(frozenset(gold), entry.relevance), labels, file))
     gold_file = folder / "gold_skills.jsonl"
-    gold_skills = read_skills(gold_file) if gold_file.exists() else ()
+    gold_skills = _read_skills(gold_file) if gold_file.exists() else ()
     num_left_out = len(rows) - len(tasks)
     left_out = f"{num_left_out} of {len(rows)} tasks want generic skills alone and are not scored"
     return make_benchmark(folder, tasks, split, rows, gold_skills=gold_skills, notes=[left_out] if num_left_out else ())
@@ -66,4 +77,10 @@ def read_skillrouter_tier(folder: Path, split: str | None) -> Benchmark:
     if not files:
         raise SkilltrainError("holds no .jsonl or .jsonl.gz file with the skills of this tier", where=folder)
     above = read_skillrouter(folder.resolve().parent, split)
-    return replace(above, name=folder.resolve().name, pool=read_skills(*files))
+    return replace(above, name=folder.resolve().name, pool=_read_skills(*files))
+
+
+def _read_skills(*files: Path) -> tuple[Skill, ...]:
+    """The skills of JSON Lines files; an id stands in one of them once."""
+    found = unique("skill", read_rows(_PoolRow, *files))
+    return tuple(Skill(skill_id, **row.model_dump(exclude={"row_id"})) for skill_id, row in found.items())

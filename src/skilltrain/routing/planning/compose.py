@@ -1,60 +1,28 @@
-"""One skill for each step, and which step waits for which (SkillWeaver, section 4.3, equation 4).
+"""Plans: a skill for each step (SkillWeaver, section 4.3, equation 4), and how they are shown.
 
 A candidate's score is alpha x similarity + (1 - alpha) x its mean compatibility with the skills of earlier steps. The
 similarity is the ranker's score, stretched from 0 to 1 over a step's candidates, so that any ranker will do.
 Compatibility is the mean of three shares: categories in common (Jaccard), words in common, and how much of what a skill
-takes the earlier one gives. What skills take and give is read from their texts by a list of kinds of data: rough, as in
-the paper, and no better than these texts.
+takes the earlier one gives. Texts of tasks and skills are untrusted.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from graphlib import TopologicalSorter
 from statistics import fmean
+from typing import Any
 
 from pydantic import Field
 
 from skilltrain.config import Config
-from skilltrain.errors import SkilltrainError
+from skilltrain.data.screening import Flag
 from skilltrain.records import Query, Ranking, Skill
-from skilltrain.routing.planning.decompose import circle_in
-from skilltrain.routing.planning.hints import Round
-from skilltrain.texts import one_line, words_of
+from skilltrain.routing.planning.rules import Draft, dependencies, given_by, levels_of, taken_by
+from skilltrain.texts import printable, words_of
 
-_KINDS = (
-    "address|article|audio|calendar|chart|code|coordinate|csv|dashboard|data|database|dataset|diagram|document|email|"
-    "event|excel|file|graph|html|image|invoice|issue|json|list|map|markdown|message|note|page|paper|pdf|photo|"
-    "picture|plan|post|presentation|report|result|route|schedule|score|script|slide|spreadsheet|summary|table|text|"
-    "ticket|transcript|translation|url|video|website"
-)
-_HAN_KINDS = "图表|图片|报告|文档|文件|数据|视频|音频|邮件|网页|代码|论文|列表|表格|摘要"
-_KIND = re.compile(rf"\b({_KINDS})s?\b|({_HAN_KINDS})", re.I)
-_GIVES = re.compile(
-    r"\b(?:build|compil|compos|creat|draft|draw|download|export|extract|fetch|find|gather|generat|get|into|mak|output|"
-    r"plot|produc|render|return|retriev|sav|scrap|to|transcrib|writ)\w*\b(?:\W+\w+){0,6}|[生创写绘制下导提保获]\w{1,12}",
-    re.I,
-)
-_TAKES = re.compile(
-    r"\b(?:analy[sz]|attach|clean|convert|edit|email|from|import|load|of|pars|plot|process|publish|read|send|shar|"
-    r"summari[sz]|transform|translat|upload|using|visuali[sz])\w*\b(?:\W+(?!(?:in)?to\b|and\b)\w+){0,6}|[读分转总翻发上]\w{1,12}",
-    re.I,
-)
-_BACK = re.compile(
-    r"\b(?:it|its|them|this|these|those|the\s+(?:result|output|finding|file|data)s?|resulting|above|previous|then|after|"
-    r"afterwards|followed|finally|lastly|next|before|once|based\s+on)\b|[它其该这]|结果|然后|接着|随后|之后|最后|根据|基于|再",
-    re.I,
-)
-_APART = re.compile(
-    r"\b(?:meanwhile|in\s+parallel|at\s+the\s+same\s+time|separately|independently|also)\b|同时|另外|并行", re.I
-)
-
-_FETCHES = re.compile(
-    r"(?:find|search|get|fetch|download|read|look|list|check|pull|query|retriev|collect|gather|scrap|load|open|monitor|"
-    r"recommend|track|watch|book|locat|discover|identif|extract|view|browse|research)|[查搜找读]|获取|下载|检索|推荐|抓取|收集|提取",
-    re.I,
-)
+_NOT_PLAIN = re.compile(r"[^\w .,:/()'’，。：-]")  # what could end a label or begin a tag in Mermaid
+_LABEL_CHARS = 80
 
 
 class ComposeConfig(Config):
@@ -65,6 +33,15 @@ class ComposeConfig(Config):
     min_score: float | None = Field(
         default=None, description="a skill of a lower score does not fit the step; null: any does that scores at all"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The steps of a round, the hints found for them, and their Jaccard with those of the round before (hints.py)."""
+
+    draft: Draft
+    hints: tuple[str, ...] = ()
+    jaccard: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,123 +67,94 @@ class Plan:
     made_by: str
     notes: tuple[str, ...] = ()
 
-    @property
-    def levels(self) -> list[list[int]]:
-        """Steps (from 0) that can be done at once, level after level."""
-        return levels_of([step.after for step in self.steps])
-
-
-@dataclass(frozen=True, slots=True)
-class _Traits:
-    categories: frozenset[str]
-    words: frozenset[str]
-    gives: frozenset[str]
-    takes: frozenset[str]
-
 
 def compose(
-    task: Query,
-    rounds: Sequence[Round],
-    found: Sequence[Ranking],
-    skills: Mapping[str, Skill],
-    config: ComposeConfig,
+    task: str, draft: Draft, found: Sequence[Ranking], skills: Mapping[str, Skill], config: ComposeConfig
 ) -> tuple[Step, ...]:
-    """A step for each text of the last round, with one of the skills that were `found` for it."""
-    draft = rounds[-1].draft
-    after = dependencies(task.text, draft.texts) if draft.after is None else draft.after
-    levels_of(after)
+    """A step for each text of a draft, with one of the skills that were `found` for it."""
+    after = dependencies(task, draft.texts) if draft.after is None else draft.after
     steps: list[Step] = []
     for place, (text, ranking) in enumerate(zip(draft.texts, found, strict=True)):
         fitting = [pair for pair in ranking if config.min_score is None or pair[1] >= config.min_score]
-        if not any(score for _, score in fitting):  # BM25's answer to a text without a known word
-            fitting = []
         if draft.chosen:
             fitting = [(draft.chosen[place], 1.0)]
+        elif not any(score for _, score in fitting):  # BM25's answer to a text without a known word
+            fitting = []
         before = [skills[step.skill_id] for step in steps if step.skill_id]
-        chosen = _best(fitting, before, skills, config.alpha)
-        steps.append(Step(text, after[place], tuple(fitting), chosen))
+        steps.append(Step(text, after[place], tuple(fitting), _best(fitting, before, skills, config.alpha)))
     return tuple(steps)
 
 
 def _best(ranking: Ranking, before: Sequence[Skill], skills: Mapping[str, Skill], alpha: float) -> str | None:
-    """The skill with the highest score; of equal ones the first."""
-    if not ranking:
-        return None
-    scores = [score for _, score in ranking]
-    low, width = min(scores), max(scores) - min(scores)
-    total: dict[str, float] = {}
-    for skill_id, score in ranking:
-        similarity = (score - low) / width if width else 1.0
-        fit = fmean(compatibility(one, skills[skill_id]) for one in before) if before else 0.0
-        total[skill_id] = alpha * similarity + (1 - alpha) * fit if before else similarity
-    return max(total, key=total.__getitem__)
+    """The skill with the highest score, of equal ones the first; None where there is none."""
+    low = min((score for _, score in ranking), default=0.0)
+    width = max((score for _, score in ranking), default=0.0) - low
+    total = {skill_id: (score - low) / width if width else 1.0 for skill_id, score in ranking}
+    if before:
+        for skill_id, similarity in total.items():
+            fit = fmean(compatibility(one, skills[skill_id]) for one in before)
+            total[skill_id] = alpha * similarity + (1 - alpha) * fit
+    return max(total, key=total.__getitem__, default=None)
 
 
 def compatibility(earlier: Skill, later: Skill) -> float:
     """How well one skill follows another, from 0 to 1: the mean of three shares (see above)."""
-    one, other = _traits(earlier), _traits(later)
-    categories = len(one.categories & other.categories) / max(1, len(one.categories | other.categories))
-    words = len(one.words & other.words) / max(1, min(len(one.words), len(other.words)))
-    handed = len(one.gives & other.takes) / max(1, len(other.takes))
-    return (categories + words + handed) / 3
+    (ours, words, gives, _), (theirs, others, _, takes) = _traits(earlier), _traits(later)
+    categories = len(ours & theirs) / max(1, len(ours | theirs))
+    shared = len(words & others) / max(1, min(len(words), len(others)))
+    return (categories + shared + len(gives & takes) / max(1, len(takes))) / 3
 
 
 @lru_cache(maxsize=20_000)
-def _traits(skill: Skill) -> _Traits:
+def _traits(skill: Skill) -> tuple[frozenset[str], frozenset[str], frozenset[str], frozenset[str]]:
+    """(categories, words, kinds of data that it gives, those that it takes) as its name and description tell."""
     said = f"{skill.name}. {skill.description}"
     categories = frozenset(part.strip().lower() for part in (skill.category or "").split(",") if part.strip())
     words = frozenset(word for word in words_of(said) if len(word) > 3 or not word.isascii())
-    return _Traits(categories, words, given_by(said), _kinds(" ".join(_TAKES.findall(said))))
+    return categories, words, given_by(said), taken_by(said)
 
 
-def given_by(text: str) -> frozenset[str]:
-    """The kinds of data that a text says something makes or brings: chart, report, csv …"""
-    return _kinds(" ".join(_GIVES.findall(text)))
+def plan_lines(plan: Plan, skills: Mapping[str, Skill], flags: Mapping[str, Sequence[Flag]]) -> list[str]:
+    """The plan as a graph in lines: each step below its level, what it waits for, and its skill."""
+    num, levels = len(plan.steps), levels_of([step.after for step in plan.steps])
+    lines = [f"{num} step{'s' * (num != 1)} in {len(levels)} level{'s' * (len(levels) != 1)}, made by {plan.made_by}"]
+    lines += [f"note: {printable(note)}" for note in plan.notes]
+    for number, level in enumerate(levels, 1):
+        lines.append(f"level {number}{', side by side' if len(level) > 1 else ''}")
+        for place in level:
+            step = plan.steps[place]
+            waits = f"  (after {', '.join(str(other + 1) for other in step.after)})" if step.after else ""
+            skill = skills[step.skill_id] if step.skill_id else None
+            named = f"{printable(skill.name, 60)}  ({printable(skill.skill_id)})" if skill else "no skill fits"
+            lines += [f"  {place + 1}. {printable(step.text, 100)}{waits}", f"     → {named}"]
+            lines += [f"     !! FLAGGED {flag.rule}: {flag.reason}" for flag in flags.get(step.skill_id or "", ())]
+    return lines
 
 
-def _kinds(text: str) -> frozenset[str]:
-    return frozenset((latin or other).lower() for latin, other in _KIND.findall(text))
+def plan_json(plan: Plan, skills: Mapping[str, Skill]) -> dict[str, Any]:
+    """The plan as JSON values; steps count from 1."""
+    steps = [
+        {"step": number, "text": step.text, "depends_on": [place + 1 for place in step.after],
+         "skill_id": step.skill_id, "name": skills[step.skill_id].name if step.skill_id else None,
+         "candidates": [{"skill_id": skill_id, "score": score} for skill_id, score in step.candidates]}
+        for number, step in enumerate(plan.steps, 1)
+    ]  # fmt: skip
+    rounds = [{"steps": list(one.draft.texts), "hints": list(one.hints), "jaccard": one.jaccard} for one in plan.rounds]
+    levels = [[place + 1 for place in level] for level in levels_of([step.after for step in plan.steps])]
+    return {"task": plan.task.text, "made_by": plan.made_by, "notes": list(plan.notes), "steps": steps,
+            "levels": levels, "rounds": rounds}  # fmt: skip
 
 
-def dependencies(task: str, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """For each step the earlier ones that it waits for, counted from 0.
-
-    A step that brings something new (find, download, 查找) waits for nobody, unless it or what stands between it and
-    the step before points back (it, the result, then, 然后). Any other works on what is there: it waits for all earlier
-    steps that no other waits for yet. One that is said to go side by side with the step before (also, 同时) waits for
-    what that one waits for. And whoever names the output of an earlier step waits for it.
-    """
-    task, after = one_line(task), list[tuple[int, ...]]()
-    for place, text in enumerate(texts):
-        waits: set[int] = set()
-        between = _between(task, texts[place - 1], text) if place else ""
-        if place and _APART.search(f"{between} {text}"):
-            waits |= {*after[-1]}
-        elif place and (_BACK.search(f"{between} {text}") or not _FETCHES.match(text)):
-            waits |= {*range(place)} - {other for one in after for other in one}
-        for kind in _kinds(text):
-            makers = [earlier for earlier in range(place) if kind in given_by(texts[earlier])]
-            waits |= {*makers[-1:]}
-        after.append(tuple(sorted(waits)))
-    return tuple(after)
+def plan_mermaid(plan: Plan, skills: Mapping[str, Skill]) -> str:
+    """The plan as a Mermaid flowchart."""
+    lines = ["flowchart TD"]
+    for number, step in enumerate(plan.steps, 1):
+        skill = _label(skills[step.skill_id].name) if step.skill_id else "no skill fits"
+        lines.append(f'    s{number}["{number}. {_label(step.text)}<br/>{skill}"]')
+        lines += [f"    s{place + 1} --> s{number}" for place in step.after]
+    return "\n".join(lines)
 
 
-def _between(task: str, one: str, other: str) -> str:
-    """What the task says between two steps, "before" if it names the later one first; "" if it does not quote both."""
-    end, start = task.find(one) + len(one), task.find(other)
-    if one not in task or start < 0:
-        return ""
-    return task[end:start] if start >= end else "before"
-
-
-def levels_of(after: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Steps (from 0) that can be done at once, level after level. Raises SkilltrainError for a circle."""
-    if circle := circle_in(after):
-        raise SkilltrainError(f"the steps of a plan wait for each other: {circle}", fix="break the circle")
-    sorter = TopologicalSorter(dict(enumerate(after)))
-    sorter.prepare()
-    levels: list[list[int]] = []
-    while sorter.is_active():
-        levels.append(sorted(sorter.get_ready()))
-        sorter.done(*levels[-1])
-    return levels
+def _label(text: str) -> str:
+    """A text on one line, with all that Mermaid could read as its own written as numbers."""
+    return _NOT_PLAIN.sub(lambda found: f"#{ord(found[0])};", printable(text, _LABEL_CHARS))

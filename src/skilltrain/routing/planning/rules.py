@@ -1,16 +1,20 @@
-"""A task cut into steps by rules of English and Chinese: the floor that needs no model.
+"""What rules of English and Chinese read in a task: its steps, and which step waits for which. No model is needed.
 
 Sentences and list items are cut, then clauses: at words of order (then, finally, 然后), and where "and" or a comma
 stands before a verb of action. What holds neither such a verb nor a question is the task's setting and no step.
+What steps take and give is read by a list of kinds of data: rough, and no better than their words.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from typing import Literal
 
 from pydantic import Field
 
 from skilltrain.config import Config
+from skilltrain.errors import SkilltrainError
 from skilltrain.texts import one_line
 
 _VERBS = (
@@ -56,18 +60,49 @@ _OPENING = re.compile(
 )  # fmt: skip
 _ASKS = r"^(?:what|how|which|who|where|why|\w{3,}ing)\b|\bI\s+(?:need|want)\b|[什怎如哪]\w"
 _ACTS = re.compile(rf"\b{_VERB}|{_ZH_VERB}|{_ASKS}", re.I)
+_KINDS = (
+    "address|article|audio|calendar|chart|code|coordinate|csv|dashboard|data|database|dataset|diagram|document|email|"
+    "event|excel|file|graph|html|image|invoice|issue|json|list|map|markdown|message|note|page|paper|pdf|photo|"
+    "picture|plan|post|presentation|report|result|route|schedule|score|script|slide|spreadsheet|summary|table|text|"
+    "ticket|transcript|translation|url|video|website"
+)
+_HAN_KINDS = "图表|图片|报告|文档|文件|数据|视频|音频|邮件|网页|代码|论文|列表|表格|摘要"
+_KIND = re.compile(rf"\b({_KINDS})s?\b|({_HAN_KINDS})", re.I)
+_GIVES = re.compile(
+    r"\b(?:build|compil|compos|creat|draft|draw|download|export|extract|fetch|find|gather|generat|get|into|mak|output|"
+    r"plot|produc|render|return|retriev|sav|scrap|to|transcrib|writ)\w*\b(?:\W+\w+){0,6}|[生创写绘制下导提保获]\w{1,12}",
+    re.I,
+)
+_TAKES = re.compile(
+    r"\b(?:analy[sz]|attach|clean|convert|edit|email|from|import|load|of|pars|plot|process|publish|read|send|shar|"
+    r"summari[sz]|transform|translat|upload|using|visuali[sz])\w*\b(?:\W+(?!(?:in)?to\b|and\b)\w+){0,6}|[读分转总翻发上]\w{1,12}",
+    re.I,
+)
+_BACK = re.compile(
+    r"\b(?:it|its|them|this|these|those|the\s+(?:result|output|finding|file|data)s?|resulting|above|previous|then|after|"
+    r"afterwards|followed|finally|lastly|next|before|once|based\s+on)\b|[它其该这]|结果|然后|接着|随后|之后|最后|根据|基于|再",
+    re.I,
+)
+_APART = re.compile(
+    r"\b(?:meanwhile|in\s+parallel|at\s+the\s+same\s+time|separately|independently|also)\b|同时|另外|并行", re.I
+)
+
+_FETCHES = re.compile(
+    r"(?:find|search|get|fetch|download|read|look|list|check|pull|query|retriev|collect|gather|scrap|load|open|monitor|"
+    r"recommend|track|watch|book|locat|discover|identif|extract|view|browse|research)|[查搜找读]|获取|下载|检索|推荐|抓取|收集|提取",
+    re.I,
+)
+
+Waits = tuple[tuple[int, ...], ...]
+"""For each step the earlier ones that it waits for, counted from 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A task cut into steps.
-
-    `after` names, for each step, the steps that it needs, counted from 0; None where nobody said. `chosen` are skill
-    ids, one a step, where a model chose them itself.
-    """
+    """A task cut into steps: what each waits for (None where nobody said), and its skill where a model chose it."""
 
     texts: tuple[str, ...]
-    after: tuple[tuple[int, ...], ...] | None = None
+    after: Waits | None = None
     chosen: tuple[str, ...] = ()
 
 
@@ -82,11 +117,6 @@ class WholeConfig(Config):
     """The whole task as one step, to see what cutting it adds."""
 
     kind: Literal["whole"] = "whole"
-
-
-def draft_without_model(config: RulesConfig | WholeConfig, task: str) -> Draft:
-    """The steps of `task` by one of the two."""
-    return Draft((one_line(task),)) if isinstance(config, WholeConfig) else draft_by_rules(task, config.max_steps)
 
 
 def draft_by_rules(task: str, max_steps: int) -> Draft:
@@ -107,3 +137,64 @@ def _clauses(sentence: str) -> list[str]:
             return [clause for place in order for clause in _clauses(pair[place] or "")]
     parts = [_OPENING.sub("", part).strip(" ,;:.!?，。") for part in _ORDER.split(plain)]
     return [part for part in parts if len(part) > 1]
+
+
+def levels_of(after: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Steps (from 0) that can be done at once, level after level. Raises SkilltrainError for a circle."""
+    sorter = TopologicalSorter(dict(enumerate(after)))
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        circle = " → ".join(str(place + 1) for place in error.args[1])
+        raise SkilltrainError(f"its steps wait for each other: {circle}") from error
+    levels: list[list[int]] = []
+    while sorter.is_active():
+        levels.append(sorted(sorter.get_ready()))
+        sorter.done(*levels[-1])
+    return levels
+
+
+def given_by(text: str) -> frozenset[str]:
+    """The kinds of data that a text says something makes or brings: chart, report, csv …"""
+    return kinds_in(" ".join(_GIVES.findall(text)))
+
+
+def taken_by(text: str) -> frozenset[str]:
+    """The kinds of data that a text says something works on."""
+    return kinds_in(" ".join(_TAKES.findall(text)))
+
+
+def kinds_in(text: str) -> frozenset[str]:
+    """The kinds of data that a text names."""
+    return frozenset((latin or other).lower() for latin, other in _KIND.findall(text))
+
+
+def dependencies(task: str, texts: Sequence[str]) -> Waits:
+    """What each step of a task waits for.
+
+    A step that brings something new (find, download, 查找) waits for nobody, unless it or what stands between it and
+    the step before points back (it, the result, then, 然后). Any other works on what is there: it waits for all earlier
+    steps that no other waits for yet. One that is said to go side by side with the step before (also, 同时) waits for
+    what that one waits for. And whoever names the output of an earlier step waits for it.
+    """
+    task, after = one_line(task), list[tuple[int, ...]]()
+    for place, text in enumerate(texts):
+        waits: set[int] = set()
+        between = _between(task, texts[place - 1], text) if place else ""
+        if place and _APART.search(f"{between} {text}"):
+            waits |= {*after[-1]}
+        elif place and (_BACK.search(f"{between} {text}") or not _FETCHES.match(text)):
+            waits |= {*range(place)} - {other for one in after for other in one}
+        for kind in kinds_in(text):
+            makers = [earlier for earlier in range(place) if kind in given_by(texts[earlier])]
+            waits |= {*makers[-1:]}
+        after.append(tuple(sorted(waits)))
+    return tuple(after)
+
+
+def _between(task: str, one: str, other: str) -> str:
+    """What the task says between two steps, "before" if it names the later one first; "" if it does not quote both."""
+    end, start = task.find(one) + len(one), task.find(other)
+    if one not in task or start < 0:
+        return ""
+    return task[end:start] if start >= end else "before"

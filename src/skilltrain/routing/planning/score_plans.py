@@ -1,7 +1,7 @@
 """The stage `plans`: plan a benchmark's compound tasks in one or several ways, and score the plans."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -14,20 +14,19 @@ from skilltrain import __version__
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, check_pool
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Labels, Task, check_pool
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare, values_of, wilcoxon
-from skilltrain.evaluation.plan_measures import MEANINGS, Outcome, measure_names, plan_values
-from skilltrain.evaluation.slices import ALL, SliceMeans, means_by_slice
+from skilltrain.evaluation.plan_measures import MEANINGS, measure_names, plan_values
+from skilltrain.evaluation.slices import means_by_slice, shown
 from skilltrain.files import write_json, write_text
 from skilltrain.llm.budget import estimate_tokens
 from skilltrain.records import Query, Ranker, Ranking, Skill
 from skilltrain.report.page import markdown
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems
-from skilltrain.routing.planning.compose import Plan
-from skilltrain.routing.planning.hints import Find
-from skilltrain.routing.planning.planner import Known, Planner, PlannerConfig, plan_cost
-from skilltrain.routing.planning.show import plan_json
+from skilltrain.routing.planning.compose import Plan, Round, plan_json
+from skilltrain.routing.planning.planner import Find, Planner, PlannerConfig, find_each, plan_cost
+from skilltrain.routing.planning.rules import Draft
 
 _SLICED = ("DA", "CatR@1", "CatR@10", "Skill R@10", "Chosen")
 _MOST_VALUES = 50  # of a label: categories are many
@@ -65,8 +64,8 @@ class PlansConfig(Config):
         names = [planner.name for planner in self.planners]
         if len(set(names)) < len(names):
             raise ValueError("two planners have the same name")
-        if unknown := sorted({*self.compare} - {*measure_names()}):
-            raise ValueError(f"compare: unknown measure '{unknown[0]}'; measures are {', '.join(measure_names())}")
+        if unknown := sorted({*self.compare} - {*self.scored}):
+            raise ValueError(f"compare: unknown measure '{unknown[0]}'; measures are {', '.join(self.scored)}")
         return self
 
     @property
@@ -83,23 +82,24 @@ class PlansConfig(Config):
 def run_plans(config: PlansConfig, out: Path) -> dict[str, Any]:
     """Write the plans and what they are worth; the summary holds the means of all tasks."""
     benchmark, skills, pool = _opened(config)
-    tasks, find = benchmark.tasks, finder(config.system, pool)
-    oracle = _by_own_words(config, tasks, find)
-    known = Known(
-        {task.query.query_id: len(task.steps) for task in tasks},
-        {task.query.query_id: sorted(task.relevance.gold) for task in tasks},
-    )
-    plans = {
-        planner.name: Planner(planner, skills, find, known).plan([task.query for task in tasks])
-        for planner in config.planners
-    }
-    results = [SystemResult(name, _values(tasks, own, oracle, skills), {}) for name, own in plans.items()]
-    slices = {result.name: _slices(config, tasks, result, skills) for result in results}
-    rounds = {name: _rounds(tasks, own) for name, own in plans.items()}
+    tasks, find = {task.query.query_id: task for task in benchmark.tasks}, finder(config.system, pool)
+    planners = [Planner(planner, skills, find, tasks) for planner in config.planners]
+    plans = {p.config.name: p.plan([task.query for task in benchmark.tasks]) for p in planners}
+    results = _results(config, benchmark.tasks, plans, find, skills)
+    slices = {
+        result.name: shown(
+            means_by_slice(
+                [result], _labels(benchmark.tasks, result, skills), config.scored, seed=config.seed,
+                most_values=_MOST_VALUES,
+            )
+        )
+        for result in results
+    }  # fmt: skip
+    rounds = {name: _rounds(benchmark.tasks, own) for name, own in plans.items()}
     compared, notes = _comparisons(config, results), [*benchmark.notes, *_notes(plans)]
     about = {"benchmark": benchmark.name, "num_tasks": len(tasks), "num_skills": len(pool), "notes": notes}
-    shown = {"slices": slices, "rounds": rounds, "comparisons": compared, "measures": config.scored}
-    write_text(out / "report.md", markdown("plans.md.j2", **about, **shown, meanings=MEANINGS, sliced=_SLICED))
+    values = {"slices": slices, "rounds": rounds, "comparisons": compared, "measures": config.scored}
+    write_text(out / "report.md", markdown("plans.md.j2", **about, **values, meanings=MEANINGS, sliced=_SLICED))
     by_slice = {
         name: [{"label": s.label, "value": s.value, "n": len(s.query_ids), "means": s.to_json(name)} for s in own]
         for name, own in slices.items()
@@ -107,20 +107,15 @@ def run_plans(config: PlansConfig, out: Path) -> dict[str, Any]:
     differences = [asdict(one) | {"wilcoxon_p_above": p} for one, p in compared]
     found = {"skilltrain": __version__, **about, "planners": by_slice, "rounds": rounds, "comparisons": differences}
     write_json(out / "metrics.json", found)
-    _write_rows(out / "per_query.jsonl", [
-        {"system": result.name, "query_id": query_id} | {**row}
-        for result in results for query_id, row in result.per_query.items()
-    ])  # fmt: skip
-    _write_rows(out / "plans.jsonl", [
-        {"system": name, "query_id": plan.task.query_id} | plan_json(plan, skills)
-        for name, own in plans.items() for plan in own
-    ])  # fmt: skip
+    scores = ((result.name, *row) for result in results for row in result.per_query.items())
+    _write_rows(out / "per_query.jsonl", ({"system": name, "query_id": one, **row} for name, one, row in scores))
+    made = ((name, plan) for name, own in plans.items() for plan in own)
+    _write_rows(
+        out / "plans.jsonl",
+        ({"system": name, "query_id": plan.task.query_id, **plan_json(plan, skills)} for name, plan in made),
+    )
     means = {name: {key: round(one.mean, 4) for key, one in own[0].means[name].items()} for name, own in slices.items()}
     return {"num_tasks": len(tasks), "num_skills": len(pool), "planners": means}
-
-
-def _write_rows(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def plan_plans(config: PlansConfig) -> dict[str, Any]:
@@ -138,8 +133,6 @@ def finder(system: SystemConfig, skills: Sequence[Skill]) -> Find:
 
     def find(texts: Sequence[str], keep: int) -> list[Ranking]:
         queries = [Query(f"step {number}", text, "step", "plan", "") for number, text in enumerate(texts)]
-        if not queries:
-            return []
         rankings = Cascade(queries, skills, keep, opened=opened).run(system)[-1].rankings
         return [rankings[query.query_id] for query in queries]
 
@@ -154,55 +147,59 @@ def _opened(config: PlansConfig) -> tuple[Benchmark, dict[str, Skill], list[Skil
         raise SkilltrainError("plans need a pool to find skills in", fix="give pool=…")
     if not any(task.steps for task in benchmark.tasks):
         raise SkilltrainError("its tasks have no steps", where=config.benchmark[0], fix="it needs plans.parquet")
-    away = read_pool(config.held_out) if config.held_out else []
-    away_ids = {skill.skill_id for skill in away}
-    every = {skill.skill_id: skill for skill in [*pool, *away]}
-    return check_pool(benchmark, every), every, [skill for skill in pool if skill.skill_id not in away_ids]
+    away = {skill.skill_id: skill for skill in (read_pool(config.held_out) if config.held_out else ())}
+    every = {skill.skill_id: skill for skill in pool} | away
+    return check_pool(benchmark, every), every, [skill for skill in pool if skill.skill_id not in away]
 
 
-def _by_own_words(config: PlansConfig, tasks: Sequence[Task], find: Find) -> dict[str, list[list[str]]]:
-    """query_id → what is found for each gold step's own words, as deep as for the steps of plans."""
-    depth = max(planner.compose.candidates for planner in config.planners)
-    rankings = iter(find([step.text for task in tasks for step in task.steps], depth))
-    return {task.query.query_id: [[one for one, _ in next(rankings)] for _ in task.steps] for task in tasks}
-
-
-def _values(
+def _results(
+    config: PlansConfig,
     tasks: Sequence[Task],
-    plans: Sequence[Plan],
-    oracle: Mapping[str, Sequence[Sequence[str]]],
+    plans: Mapping[str, Sequence[Plan]],
+    find: Find,
     skills: Mapping[str, Skill],
-) -> dict[str, dict[str, float]]:
-    """query_id → measure → value."""
-    categories = {skill_id: skill.category for skill_id, skill in skills.items()}
+) -> list[SystemResult]:
+    """The measures of every plan; the oracle looks as deep for each gold step's own words as plans do for theirs."""
+    depth = max(planner.compose.candidates for planner in config.planners)
+    own_words = [Round(Draft(tuple(step.text for step in task.steps))) for task in tasks]
+    oracle = [[_ids(ranking) for ranking in own] for own in find_each(find, own_words, depth)]
     tokens = {one: estimate_tokens(f"{s.name} {s.description} {s.body}") for one, s in skills.items()}
-    values: dict[str, dict[str, float]] = {}
-    for task, plan in zip(tasks, plans, strict=True):
-        found = [[skill_id for skill_id, _ in step.candidates] for step in plan.steps]
-        outcome = Outcome(found, [step.skill_id for step in plan.steps])
-        query_id = task.query.query_id
-        values[query_id] = plan_values(task, outcome, oracle[query_id], categories, tokens)
-    return values
+    results: list[SystemResult] = []
+    for name, own in plans.items():
+        values = {
+            task.query.query_id: plan_values(
+                task, [_ids(step.candidates) for step in plan.steps], [step.skill_id for step in plan.steps], known,
+                skills, tokens,
+            )
+            for task, plan, known in zip(tasks, own, oracle, strict=True)
+        }  # fmt: skip
+        results.append(SystemResult(name, values, {}))
+    return results
 
 
-def _slices(
-    config: PlansConfig, tasks: Sequence[Task], result: SystemResult, skills: Mapping[str, Skill]
-) -> tuple[SliceMeans, ...]:
-    """All tasks, and slices by difficulty, category, and by whether the number of steps is right (the DA-conditioned
+def _ids(ranking: Iterable[tuple[str, float]]) -> list[str]:
+    return [skill_id for skill_id, _ in ranking]
+
+
+def _write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def _labels(tasks: Sequence[Task], result: SystemResult, skills: Mapping[str, Skill]) -> dict[str, Labels]:
+    """query_id → its labels: difficulty, categories, and whether the number of steps is right (the DA-conditioned
     table)."""
-    labels = {}
+    labels: dict[str, Labels] = {}
     for task in tasks:
         query_id, num = task.query.query_id, len(task.steps)
-        categories = tuple(dict.fromkeys(skills[s.skill_id].category or "none" for s in task.steps if s.skill_id))
         over = result.per_query[query_id]["steps"] - num
-        count = "as many as gold" if not over else "too many" if over > 0 else "too few"
-        difficulty = "easy" if num <= 2 else "medium" if num == 3 else "hard"
         labels[query_id] = {
-            **task.labels, "difficulty": difficulty, "steps planned": count,
-            **({"category": categories} if categories else {}),
-        }  # fmt: skip
-    every = means_by_slice([result], labels, config.scored, seed=config.seed, most_values=_MOST_VALUES)
-    return tuple(part for part in every if part.label == ALL or len(part.query_ids) < len(tasks))
+            **task.labels,
+            "difficulty": "easy" if num <= 2 else "medium" if num == 3 else "hard",
+            "steps planned": "as many as gold" if not over else "too many" if over > 0 else "too few",
+        }
+        if categories := tuple(dict.fromkeys(skills[s.skill_id].category or "none" for s in task.steps if s.skill_id)):
+            labels[query_id] = {**labels[query_id], "category": categories}
+    return labels
 
 
 def _rounds(tasks: Sequence[Task], plans: Sequence[Plan]) -> list[dict[str, Any]]:
@@ -213,27 +210,29 @@ def _rounds(tasks: Sequence[Task], plans: Sequence[Plan]) -> list[dict[str, Any]
     rows: list[dict[str, Any]] = []
     for number in range(max(len(plan.rounds) for plan in plans)):
         own = [plan.rounds[min(number, len(plan.rounds) - 1)] for plan in plans]
-        pairs = list(zip(tasks, own, strict=True))
-        counts = [(len(one.draft.texts), len(task.steps)) for task, one in pairs]
-        alike = [one.jaccard for _, one in pairs if one.jaccard is not None] if number else []
-        reached = sum(len(plan.rounds) > number for plan in plans)
-        da = fmean(num == gold for num, gold in counts)
-        jaccard = fmean(alike) if alike else None
-        rows.append({"round": number, "reached": reached, "steps": fmean(n for n, _ in counts), "DA": da,
-                     "jaccard": jaccard})  # fmt: skip
+        counts = [len(one.draft.texts) for one in own]
+        alike = [one.jaccard for one in own if one.jaccard is not None] if number else []
+        rows.append({
+            "round": number,
+            "reached": sum(len(plan.rounds) > number for plan in plans),
+            "steps": fmean(counts),
+            "DA": fmean(num == len(task.steps) for num, task in zip(counts, tasks, strict=True)),
+            "jaccard": fmean(alike) if alike else None,
+        })  # fmt: skip
     return rows
 
 
 def _comparisons(config: PlansConfig, results: Sequence[SystemResult]) -> list[tuple[Comparison, float]]:
     """Each planner beside the first by each measure that is defined, with Wilcoxon's one-sided p."""
-    measures = [name for name in config.compare if any(name in row for row in results[0].per_query.values())]
+    rows = results[0].per_query
+    measures = [name for name in config.compare if any(name in row for row in rows.values())]
+    query_ids = [one for one, row in rows.items() if all(name in row for name in measures)]
+    by_name = {result.name: result for result in results}
     found: list[tuple[Comparison, float]] = []
     pairs = [(results[0].name, other.name) for other in results[1:]]
-    query_ids = [one for one, row in results[0].per_query.items() if all(name in row for name in measures)]
     for made in compare(results, pairs, measures, query_ids, seed=config.seed):
-        after, before = ({r.name: r for r in results}[name] for name in (made.system, made.baseline))
-        difference = np.subtract(*(values_of(one, query_ids, [made.measure])[:, 0] for one in (after, before)))
-        found.append((made, wilcoxon(difference, above=True)))
+        after, before = (values_of(by_name[name], query_ids, [made.measure]) for name in (made.system, made.baseline))
+        found.append((made, wilcoxon(np.subtract(after, before)[:, 0], above=True)))
     return found
 
 
@@ -243,6 +242,7 @@ def _notes(plans: Mapping[str, Sequence[Plan]]) -> list[str]:
     for name, own in plans.items():
         if told := [plan.notes[0] for plan in own if plan.notes]:
             notes.append(f"{name}: rules planned {len(told)} of {len(own)} tasks, first: {told[0]}")
-        if empty := sum(step.skill_id is None for plan in own for step in plan.steps):
-            notes.append(f"{name}: nothing fits {empty} of {sum(len(plan.steps) for plan in own)} steps")
+        steps = [step for plan in own for step in plan.steps]
+        if empty := sum(step.skill_id is None for step in steps):
+            notes.append(f"{name}: nothing fits {empty} of {len(steps)} steps")
     return notes
