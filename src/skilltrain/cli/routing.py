@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -150,6 +150,10 @@ def provision_skills(
     out: Annotated[Path, typer.Option(help="folder to write: a folder for each query, in it one for each skill")],
     stage: Annotated[str | None, typer.Option(help="whose ranking, where the table holds several")] = None,
     top: Annotated[int, typer.Option(min=1, help="skills of a query at most")] = 5,
+    flagged: Annotated[
+        Literal["leave_out", "use"],
+        typer.Option(help="skills with a find of the safety screening in text or files"),
+    ] = "leave_out",
     as_json: AsJson = False,
 ) -> None:
     """Write the skills that a system chose for each query into folders, as agents read them.
@@ -160,9 +164,9 @@ def provision_skills(
     from skilltrain.routing.provision import NAMES_FILE, provision
 
     found = read_rankings(rankings, stage)
-    num = quietly(provision, found, pool, top, out)
-    lines = [f"{out}: {num:,} skills for {len(found):,} queries; {out / NAMES_FILE} says which folder is which"]
-    conclude({"out": str(out), "num_queries": len(found), "num_skills": num}, lines, as_json)
+    counts = quietly(provision, found, pool, top, out, flagged)
+    line = f"{out}: {counts['num_skills']:,} skills for {len(found):,} queries; {out / NAMES_FILE} says which is which"
+    conclude({"out": str(out), "num_queries": len(found)} | counts, [line], as_json)
 
 
 @app.command("inspect")

@@ -217,10 +217,10 @@ def _routed(now: _Opened, query: Query, traced: Traced, rank: int, probability: 
     path = skill_file(now.pool, skill_id) if now.pool else None
     # Screened here, because the flags beside a stranger's pool may be anything.
     return RoutedSkill(
-        rank, skill_id, skill.name, skill.description, path, score, probability, why, _flags(skill)
+        rank, skill_id, skill.name, skill.description, path, score, probability, why, _flags(skill, path)
     )  # fmt: skip
 
 
 @lru_cache(_SCREENED)
-def _flags(skill: Skill) -> tuple[Flag, ...]:
-    return tuple(screen(skill))
+def _flags(skill: Skill, path: Path | None) -> tuple[Flag, ...]:
+    return tuple(screen(skill, path and path.parent))

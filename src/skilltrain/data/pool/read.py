@@ -9,6 +9,7 @@ from typing import Any
 
 from skilltrain.data.pool.skill_file import skill_from_row
 from skilltrain.data.pool.skill_sources import read_source
+from skilltrain.data.screening.bundled import SKILL_FILE
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json
 from skilltrain.records import Dropped, Skill
@@ -39,16 +40,20 @@ def read_pool(path: Path | str) -> list[Skill]:
 
 
 def skill_file(pool: Path, skill_id: str) -> Path | None:
-    """Where the SKILL.md of a skill lies, below `pool` or a source that the run in `pool` read; None if it is gone.
+    """Where the SKILL.md of a skill lies, below `pool` or a source that the run in `pool` read; None if it is gone."""
+    record = read_json(pool / RUN_FILE) if (pool / RUN_FILE).is_file() else None
+    sources = record["recipe"].get("sources", ()) if isinstance(record, dict) else ()
+    return find_skill_file([pool, *(Path(source) for source in sources if isinstance(source, str))], skill_id)
+
+
+def find_skill_file(folders: Sequence[Path], skill_id: str) -> Path | None:
+    """The SKILL.md of a skill in the first of `folders` that has it.
 
     An id that leads out of these folders, by itself or by a link, has none.
     """
-    record = read_json(pool / RUN_FILE) if (pool / RUN_FILE).is_file() else None
-    sources = record["recipe"].get("sources", ()) if isinstance(record, dict) else ()
-    folders = [pool, *(Path(source) for source in sources if isinstance(source, str))]
     name = Path(skill_id).name
     places = [(folder, place) for folder in folders for place in (folder / skill_id, folder) if place.name == name]
-    files = [(folder, place / "SKILL.md") for folder, place in places]
+    files = [(folder, place / SKILL_FILE) for folder, place in places]
     found = (file for folder, file in files if file.is_file() and file.resolve().is_relative_to(folder.resolve()))
     return next(found, None)
 

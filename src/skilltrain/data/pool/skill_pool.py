@@ -11,7 +11,7 @@ from jaxtyping import Float32
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from skilltrain.config import Config, InputPath, parse_yaml, validate
-from skilltrain.data.pool.read import CUT, MAX_BODY_CHARS, count_words, merge_sources, read_sources
+from skilltrain.data.pool.read import CUT, MAX_BODY_CHARS, count_words, find_skill_file, merge_sources, read_sources
 from skilltrain.data.pool.skill_sources import HF_PREFIX
 from skilltrain.data.screening import count_flagged, screen_pool, write_flags
 from skilltrain.errors import SkilltrainError
@@ -88,7 +88,9 @@ def run_pool(config: PoolConfig, out: Path) -> dict[str, Any]:
     if not num_known:
         fix = "give an encoder: encoder.source=…"
         say(f"warning: no skill has a category, so mining will find no taxonomy negatives; {fix}")
-    flags = screen_pool(skills, config.workers)
+    places = [source for source in config.sources if isinstance(source, Path) and source.is_dir()]
+    files = {skill.skill_id: find_skill_file(places, skill.skill_id) for skill in skills}
+    flags = screen_pool(skills, config.workers, {own: file.parent for own, file in files.items() if file})
     write_table(rows_of(skills), SKILLS, out)
     write_flags(flags, out)
     write_table((drop.row() for drop in dropped), DROPPED, out)

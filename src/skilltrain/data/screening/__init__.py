@@ -1,5 +1,7 @@
 """Safety screening: which skills carry a lure, a hidden text, a secret or an order to the router, and where.
 
+The files beside a SKILL.md are read by the same rules; some finds are for programs alone.
+
 A flag is a finding in the text, not a verdict on its author: a skill that teaches how malware is found may quote one.
 What to do with flagged skills is the recipe's choice; by default they are no positives, and routing shows the flag.
 """
@@ -11,6 +13,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from skilltrain.data.screening import commands, hidden, lures, secret_keys
+from skilltrain.data.screening.bundled import BundledFile, bundled_files
 from skilltrain.data.screening.reading import Find, Flag, Reading, Rule, load_rules, read_text
 from skilltrain.records import Skill
 from skilltrain.tables import FLAGS, SKILLS, read_table, table_path, write_table
@@ -30,15 +33,24 @@ THRESHOLD = 1.0  # the sum of the scores of rules from which a skill is flagged
 _BLOCK = 256  # skills that a worker screens at a time
 
 
-def screen(skill: Skill) -> list[Flag]:
-    """What the rules find in a skill, in the order of fields, rules and places; time grows linearly with its length.
+def screen(skill: Skill, folder: Path | None = None) -> list[Flag]:
+    """What the rules find in a skill and, where its folder is given, in the files bundled there.
 
-    It is nothing where the scores of the rules that find something add up to less than 1.
+    In the order of fields, rules and places; time grows linearly with the length. It is nothing where the scores of
+    the rules that find something add up to less than 1. The field of a find in a file is `./` and the file's path.
     """
-    readings = [read_text(getattr(skill, field), field, skill) for field in FIELDS]
+    return screen_texts(skill, bundled_files(folder)[0] if folder else ())
+
+
+def screen_texts(skill: Skill, files: Iterable[BundledFile]) -> list[Flag]:
+    """As `screen`, of files that are read already."""
+    texts = [(field, getattr(skill, field)) for field in FIELDS] + [(file.field, file.text) for file in files]
+    readings = (read_text(text, field, skill) for field, text in texts)
     found = [(rule, flag) for reading in readings for rule in RULES for flag in _find(rule, reading)]
     score = sum({rule.name: rule.score for rule, _ in found}.values())
-    return [flag for _, flag in found] if score >= THRESHOLD else []
+    # Names of files that are shown alike may hold the same.
+    flags = {(flag.rule, flag.field, flag.start): flag for _, flag in found}
+    return [*flags.values()] if score >= THRESHOLD else []
 
 
 def _find(rule: Rule, reading: Reading) -> Iterable[Flag]:
@@ -59,15 +71,18 @@ def _places(find: Find, reading: Reading) -> Iterable[tuple[int, int]]:
     return spans if find.written else (reading.place(*span) for span in spans)
 
 
-def screen_pool(skills: Sequence[Skill], workers: WorkersConfig) -> dict[str, list[Flag]]:
-    """skill_id → flags, of the skills that have any."""
-    blocks = [skills[start : start + _BLOCK] for start in range(0, len(skills), _BLOCK)]
+def screen_pool(
+    skills: Sequence[Skill], workers: WorkersConfig, folders: Mapping[str, Path] | None = None
+) -> dict[str, list[Flag]]:
+    """skill_id → flags, of the skills that have any; `folders` (by skill_id) are those of skills with other files."""
+    pairs = [(skill, (folders or {}).get(skill.skill_id)) for skill in skills]
+    blocks = [pairs[start : start + _BLOCK] for start in range(0, len(pairs), _BLOCK)]
     found = chain.from_iterable(map_blocks(_screen_block, blocks, workers, "screening skills"))
     return {skill.skill_id: flags for skill, flags in zip(skills, found, strict=True) if flags}
 
 
-def _screen_block(skills: Sequence[Skill]) -> list[list[Flag]]:
-    return [screen(skill) for skill in skills]
+def _screen_block(pairs: Sequence[tuple[Skill, Path | None]]) -> list[list[Flag]]:
+    return [screen(*pair) for pair in pairs]
 
 
 def count_flagged(flags: Mapping[str, Sequence[Flag]]) -> dict[str, int]:

@@ -1,9 +1,11 @@
 """What a rule is and what it reads: a text as a person or a shell would, disguises taken off, places known."""
 
+import dataclasses
 import html
 import re
 import unicodedata
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -46,6 +48,10 @@ WARNING = re.compile(
     r"|\bden(?:y|ied)\b"
     r"|\bredteam|red team|❌|🚫|攻击|注入|恶意|检测|危险|禁止|风险|拦截|黑名单"
 )
+_PROSE = (".md", ".mdx", ".txt", ".rst", ".adoc")
+_PRINTED = re.compile(
+    r"(?:\bprint|\becho|\bputs|\bprintf|console\.log|stdout\.write)\s?\(?\s?[a-z]?[\"'`][^\"'`]{0,200}$"
+)
 _ON_SECURITY = re.compile(
     r"securi|attack|malware|pentest|penetration|vulnerab|exploit|threat|inject|forensic|red.?team|hack|guard|\bctf\b"
     r"|secret|vetter|scann|sandbox|safety|block|dangerous|malicious|hardening|安全|攻击|漏洞|渗透|恶意|风险"
@@ -65,12 +71,28 @@ class Reading:
     mixed: tuple[tuple[int, int], ...] = ()
     field: str = "body"
     skill: Skill | None = None
+    starts: dict[str, list[int]] = dataclasses.field(default_factory=dict, repr=False)
+
+    def stands_between(self, regex: str, start: int, end: int) -> bool:
+        """Whether a match of `regex` begins in `plain[start:end]`; all matches are found once, in linear time."""
+        if regex not in self.starts:
+            self.starts[regex] = [found.start() for found in re.finditer(regex, self.plain)]
+        starts = self.starts[regex]
+        at = bisect_left(starts, start)
+        return at < len(starts) and starts[at] < end
 
     def place(self, start: int, end: int) -> tuple[int, int]:
         """Where `plain[start:end]` stands in `text`."""
         if self.origins is None or start >= end:
             return start, end
         return self.origins[start], self.origins[end - 1] + 1
+
+    @property
+    def kind(self) -> str:
+        """What rules take this for: name, description, body (as is any text for readers), or program."""
+        if not self.field.startswith("./"):
+            return self.field
+        return "body" if self.field.lower().endswith(_PROSE) else "program"
 
     def line_before(self, start: int, width: int) -> str:
         """What stands before `start` in its line, at most `width` characters."""
@@ -83,6 +105,8 @@ class Reading:
         from this check, and from many models too.
         """
         before = self.line_before(start, 300)
+        if self.kind == "program" and not self.on_security() and _PRINTED.search(before):
+            return False
         if before.rstrip(" *_-❌✗>")[-1:] in tuple(_OPENING_QUOTES) or before.count('"') % 2 or before.count("`") % 2:
             return True
         parts = self.plain[max(0, start - 500) : start].split("```")
@@ -91,7 +115,12 @@ class Reading:
         return in_sample or in_pair or bool(_REPORTED.search(before))
 
     def is_warned_of(self, start: int, end: int) -> bool:
-        """Whether the text around a command says that it is an attack; quotes tell nothing: commands stand in code."""
+        """Whether the text around a command says that it is an attack; quotes tell nothing: commands stand in code.
+
+        Comments of a program warn nobody, but those of a scanner.
+        """
+        if self.kind == "program" and not self.on_security():
+            return False
         line_end = self.plain.find("\n", end, end + 200)
         before = 1500 if self.on_security() else 300
         return bool(WARNING.search(self.plain[max(0, start - before) : line_end if line_end >= 0 else end + 200]))
@@ -138,12 +167,12 @@ class Find:
     cited: Literal["warned", "quoted", ""] = "warned"
     near: int = 160
     reach: int = 400
-    fields: tuple[str, ...] = ("name", "description", "body")
+    fields: tuple[str, ...] = ("name", "description", "body", "program")
 
     def spans(self, reading: Reading) -> Spans:
         """The finds in a text."""
         anchors = [anchor for anchor in self.anchors.split("|") if anchor in reading.plain]
-        if reading.field not in self.fields or not anchors:
+        if reading.kind not in self.fields or not anchors:
             return
         if self.custom is not None:
             yield from self.custom(reading)
@@ -159,8 +188,10 @@ class Find:
         return re.compile(self.regex)
 
     def _holds(self, reading: Reading, start: int, end: int) -> bool:
-        around = reading.plain[max(0, start - self.near) : end + self.near]
-        if not all(re.search(need, around) for need in self.needs) or (self.unless and re.search(self.unless, around)):
+        around = start - self.near, end + self.near
+        if not all(reading.stands_between(need, *around) for need in self.needs):
+            return False
+        if self.unless and reading.stands_between(self.unless, *around):
             return False
         if self.cited == "quoted":
             return not reading.is_quoted(start)

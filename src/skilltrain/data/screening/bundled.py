@@ -1,0 +1,62 @@
+"""The files beside a SKILL.md: which of them belong to the skill, and their texts."""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from skilltrain.texts import clean_text, decode_text, printable
+
+SKILL_FILE = "SKILL.md"
+MAX_FILES, MAX_BYTES = 500, 4 * 2**20  # of one skill; what lies beyond is neither screened nor handed on
+_NO_TEXT = re.compile(rb"[^\t\n -~]+")
+
+
+@dataclass(frozen=True, slots=True)
+class BundledFile:
+    """One file of a skill's folder; `path` is relative to the folder."""
+
+    path: Path
+    content: bytes
+    is_executable: bool
+
+    @property
+    def field(self) -> str:
+        """How a flag names the file."""
+        return f"./{printable(self.path.as_posix())}"
+
+    @property
+    def text(self) -> str:
+        """The text of the file; where it is no text, the letters in it: a shell would run them all the same."""
+        text = decode_text(self.content)
+        return clean_text(text if text is not None else _NO_TEXT.sub(b"\n", self.content).decode("ascii"))
+
+
+def bundled_files(folder: Path) -> tuple[list[BundledFile], int]:
+    """(the files of a skill's folder but SKILL.md, how many are left out because they cannot be read or are too much).
+
+    Links, what is hidden and folders of other skills are no part of the skill.
+    """
+    files: list[BundledFile] = []
+    num_left_out = num_bytes = 0
+    for path in _paths(folder):
+        try:
+            size = path.stat().st_size
+            if len(files) == MAX_FILES or num_bytes + size > MAX_BYTES:
+                num_left_out += 1
+                continue
+            content = path.read_bytes()
+        except OSError:
+            num_left_out += 1
+            continue
+        num_bytes += size
+        files.append(BundledFile(path.relative_to(folder), content, os.access(path, os.X_OK)))
+    return files, num_left_out
+
+
+def _paths(folder: Path) -> Iterator[Path]:
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name[0] != "." and not Path(place, name, SKILL_FILE).exists())
+        paths = (Path(place, name) for name in sorted(names) if name[0] != "." and name.lower() != SKILL_FILE.lower())
+        yield from (path for path in paths if path.is_file() and not path.is_symlink())
