@@ -3,24 +3,17 @@
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from skilltrain.evaluation.analysis import (
-    COVERAGES,
-    FIELDS,
-    Analysis,
-    FeatureComparison,
-    FieldAttention,
-    PairAttention,
-    StageLatency,
-    outcomes,
-    pass_rates,
-)
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, task_of
 from skilltrain.evaluation.bootstrap import interval
 from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.evaluation.metrics import DEFAULT_MEASURES, SET_COMPAT, Measure, Relevance, parse_measures, per_query
 from skilltrain.records import Query, Skill
-from skilltrain.report.evaluation import About, Report, build_report
+from skilltrain.report.evaluation import Report, build_report
+from skilltrain.routing.analyse import COVERAGES, outcomes, pass_rates
+from skilltrain.routing.field_attention import FIELDS
 
 HOSTILE = "</script><img src=http://x.invalid onerror='alert(1)'>\"&|`*\u202eevil\u2066\u200b"
 # name, how well it ranks, p50 in ms of its stages
@@ -62,8 +55,9 @@ def invented(num_queries: int = 75, hostile: bool = False) -> Report:
         for n, (q, relevance) in enumerate(relevances.items())
     )  # fmt: skip
     benchmark = Benchmark(f"SkillRouter easy{evil}", tasks)
-    about = About(provenance={"Benchmark": f"SkillRouter easy{evil}, split test", "Pool": "pool, 4,000 skills"})
-    return build_report(benchmark, results, MEASURES, 7, skills, _analysis(results), about)
+    provenance = {"Benchmark": f"SkillRouter easy{evil}, split test", "Pool": "pool, 4,000 skills"}
+    report = build_report(benchmark, results, MEASURES, 7, skills, provenance=provenance)
+    return replace(report, analysis=_analysis(results))
 
 
 def hash_of(text: str) -> int:
@@ -90,43 +84,34 @@ def _ranking(draw: random.Random, gold: frozenset[str], skill: float, ease: floa
     return [places[n] if n in places else f"other/{draw.randrange(4_000)}-{n}" for n in range(50)]
 
 
-def _analysis(results: Sequence[SystemResult]) -> Analysis:
+def _analysis(results: Sequence[SystemResult]) -> dict[str, Any]:
     emb, rank = results[2], results[3]
     coverage = {r.name: {m: interval([v[m] for v in r.per_query.values()], seed=1) for m in COVERAGES} for r in results}
-    return Analysis(
-        outcomes=(outcomes(emb, rank, "Hit@1"), outcomes(results[1], rank, "FC@10")),
-        pass_rates=pass_rates(coverage),
-        latencies=tuple(_latencies(results)),
-        structure=(
-            FeatureComparison("code share of the body", 0.21, 0.09, 0.68, 0.00004, 180, 26_261),
-            FeatureComparison("headings", 11, 8, 0.61, 0.0021, 180, 26_261),
-            FeatureComparison("list items", 34, 22, 0.59, 0.012, 180, 26_261),
-            FeatureComparison("scripts beside it", 0.31, 0.28, 0.52, 0.61, 180, 26_261),
-            FeatureComparison("links", 1, 3, 0.39, 0.0008, 180, 26_261),
-            FeatureComparison("characters", 5_400, 4_980.5, 0.53, 0.41, 180, 26_261),
-        ),
-        attention=tuple(_attention(name, count) for name, count in (("SR-Rank MiniLM", 6), ("SR-Rank 0.6B", 28))),
-    )
+    names = ("feature", "gold", "others", "effect", "p")
+    features = [
+        ("code share of the body", 0.21, 0.09, 0.68, 0.00004), ("headings", 11, 8, 0.61, 0.0021),
+        ("list items", 34, 22, 0.59, 0.012), ("scripts beside it", 0.31, 0.28, 0.52, 0.61),
+        ("links", 1, 3, 0.39, 0.0008), ("characters", 5_400, 4_980.5, 0.53, 0.41),
+    ]  # fmt: skip
+    return {
+        "outcomes": [outcomes(emb, rank, "Hit@1"), outcomes(results[1], rank, "FC@10")],
+        "pass_rates": pass_rates(coverage),
+        "latencies": _latencies(results),
+        "structure": [dict(zip(names, row, strict=True), num_gold=180, num_others=26_261) for row in features],
+        "attention": [_attention(name, count) for name, count in (("SR-Rank MiniLM", 6), ("SR-Rank 0.6B", 28))],
+    }
 
 
-def _latencies(results: Sequence[SystemResult]) -> list[StageLatency]:
+def _latencies(results: Sequence[SystemResult]) -> list[dict[str, Any]]:
     return [
-        StageLatency(
-            result.name,
-            stage,
-            ms / 900,
-            ms / 1000,
-            ms * 1.6 / 1000,
-            900 / ms,
-            *((3.5, ms) if ms > 400 else (None, None)),
-            75,
-        )
+        {"system": result.name, "stage": stage, "mean": ms / 900, "p50": ms / 1000, "p95": ms * 1.6 / 1000,
+         "qps": 900 / ms, "gpu_gib": 3.5 if ms > 400 else None, "gpu_seconds": ms if ms > 400 else None, "num": 75}
         for result, (_, _, stages) in zip(results, SYSTEMS, strict=True)
         for stage, ms in {**stages, "total": sum(stages.values())}.items()
-    ]
+    ]  # fmt: skip
 
 
-def _attention(model: str, num_layers: int) -> FieldAttention:
+def _attention(model: str, num_layers: int) -> dict[str, Any]:
     layers = []
     for n in range(num_layers):
         depth = n / (num_layers - 1)
@@ -135,6 +120,10 @@ def _attention(model: str, num_layers: int) -> FieldAttention:
         layers.append({"name": name, "description": described, "body": 1 - name - described})
     overall = {field: sum(layer[field] for layer in layers) / num_layers for field in FIELDS}
     tokens = {"name": 0.008, "description": 0.061, "body": 0.931}
+    pairs = [
+        {"query_id": f"task-{n:03}", "skill_id": f"gold/{n}-0", "overall": layers[n % num_layers], "tokens": tokens,
+         "num_cut": n}
+        for n in range(400)
+    ]  # fmt: skip
     groups = {"early": layers[0], "middle": overall, "late": layers[-1]}
-    pairs = tuple(PairAttention(f"task-{n:03}", f"gold/{n}-0", layers[n % num_layers], tokens, n) for n in range(400))
-    return FieldAttention(model, tuple(layers), groups, overall, tokens, pairs)
+    return {"model": model, "layers": layers, "groups": groups, "overall": overall, "tokens": tokens, "pairs": pairs}

@@ -1,4 +1,4 @@
-"""Two systems compared: shares, tests and Holm's adjustment, the comparison itself, and which queries changed."""
+"""Two systems compared: shares, tests and Holm's adjustment, and the comparison itself."""
 
 import math
 from dataclasses import replace
@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis import Outcomes, outcomes
 from skilltrain.evaluation.bootstrap import Interval, normal_interval, paired_differences
 from skilltrain.evaluation.comparison import (
     Comparison,
@@ -234,34 +233,3 @@ def test_what_is_not_there_is_named():
     odd = replace(BASE, per_query={**BASE.per_query, "q4": {"Hit@1": math.nan, "MRR@10": 0.0}})
     with pytest.raises(SkilltrainError, match=r"system base: 1 values are not finite .*, first Hit@1 = nan .*'q4'"):
         compare([BM25, odd, TRAINED], PAIRS, MEASURES, IDS, seed=0)
-
-
-def with_hits(name: str, hits: dict[str, float]) -> SystemResult:
-    rows = {query_id: {"Hit@1": hit, "MRR@10": 0.5} for query_id, hit in hits.items()}
-    return SystemResult(name=name, per_query=rows, rankings={})
-
-
-ENCODER = with_hits("encoder", {"q1": 1, "q2": 0, "q3": 1, "q4": 0, "q5": 0})
-
-
-def test_each_query_stands_in_one_cell():
-    """Two fixed and one broken: of three tosses, all splits are as likely or likelier, p = 1."""
-    reranked = with_hits("reranked", {"q5": 1, "q4": 0, "q3": 0, "q2": 1, "q1": 1})
-    assert outcomes(ENCODER, reranked, "Hit@1") == Outcomes(
-        baseline="encoder", system="reranked", measure="Hit@1",
-        both=("q1",), fixed=("q2", "q5"), broken=("q3",), neither=("q4",), p=1.0,
-    )  # fmt: skip
-
-
-def test_table_9_of_skillrouter():
-    """Of 150 queries 92 both, 19 fixed, 6 broken, 33 neither: 65.3% becomes 74.0%, exact p = .0146."""
-    cells = {"both": (92, 1, 1), "fixed": (19, 0, 1), "broken": (6, 1, 0), "neither": (33, 0, 0)}
-    before, after = (
-        with_hits(name, {f"{cell}{i}": row[side] for cell, row in cells.items() for i in range(row[0])})
-        for side, name in ((1, "SR-Emb"), (2, "SR-Rank"))
-    )
-    found = outcomes(before, after, "Hit@1")
-    for cell, (num, _, _) in cells.items():
-        assert getattr(found, cell) == tuple(f"{cell}{i}" for i in range(num))
-    assert found.p == pytest.approx(0.0146, abs=5e-5)
-    assert outcomes(after, before, "Hit@1").fixed == found.broken

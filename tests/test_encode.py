@@ -148,11 +148,11 @@ LAUNCH = ("-m", "accelerate.commands.launch", "--multi_gpu", "--main_process_por
 DIES = """
 import os, signal, sys
 from skilltrain.cli import main
-from skilltrain.retrieval import encode_texts
+from skilltrain.retrieval import dense
 from skilltrain.retrieval.vectors import VectorCache
 
 rank, num_files = map(int, sys.argv[1:3])
-encode_texts._BLOCK, add, written = 8, VectorCache.add, []
+dense._BLOCK, add, written = 8, VectorCache.add, []
 
 def adding(self, keys, vectors):
     add(self, keys, vectors)

@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from skilltrain.models.cpu_linear import PackedLinear, pack_linear_layers
-from skilltrain.retrieval import encode_texts as module
-from skilltrain.retrieval.encode_texts import EncodingCount, encode_texts, even_groups
+from skilltrain.retrieval import dense as module
+from skilltrain.retrieval.dense import EncodingCount, encode_texts, even_groups
 from skilltrain.retrieval.vectors import OrderedTexts, longest_first, text_keys
 from tiny_models import WORDS
 

@@ -101,15 +101,16 @@ def test_shares_are_those_of_the_eager_attention_matrices(opened):
         sums = eager_rows(eager, pair, place)[:, pair.second_start :][:, : len(fields)].numpy() @ fields
         expected.append(sums / sums.sum(1, keepdims=True))
     found = field_attention(reranker, PAIRS, "tiny")
-    assert (found.model, found.num_pairs) == ("tiny", 3)
-    assert table(found.layers) == pytest.approx(np.mean(expected, 0), abs=1e-5)
-    assert table([found.overall])[0] == pytest.approx(np.mean(expected, (0, 1)), abs=1e-5)
+    assert (found["model"], len(found["pairs"])) == ("tiny", 3)
+    assert table(found["layers"]) == pytest.approx(np.mean(expected, 0), abs=1e-5)
+    assert table([found["overall"]])[0] == pytest.approx(np.mean(expected, (0, 1)), abs=1e-5)
     # Of three layers a quarter is none: all are in the middle.
-    assert {**found.groups} == {"middle": found.overall}
-    assert [(pair.query_id, pair.skill_id) for pair in found.pairs] == [(q.query_id, s.skill_id) for q, s in PAIRS]
-    assert table([pair.overall for pair in found.pairs]) == pytest.approx(np.mean(expected, 1), abs=1e-5)
-    assert found.range_of("body") == tuple(sorted(pair.overall["body"] for pair in found.pairs))
-    for shares in (*found.layers, found.overall, found.tokens):
+    assert found["groups"] == {"middle": found["overall"]}
+    assert [(pair["query_id"], pair["skill_id"]) for pair in found["pairs"]] == [
+        (q.query_id, s.skill_id) for q, s in PAIRS
+    ]
+    assert table([pair["overall"] for pair in found["pairs"]]) == pytest.approx(np.mean(expected, 1), abs=1e-5)
+    for shares in (*found["layers"], found["overall"], found["tokens"]):
         assert sum(shares.values()) == pytest.approx(1)
 
 
@@ -138,7 +139,7 @@ def test_attention_without_a_preference_has_the_shares_of_the_tokens(open_rerank
         if ".query." in parameter_name or ".q_proj." in parameter_name:
             torch.nn.init.zeros_(parameter)  # all scores are 0: attention is even
     found = field_attention(reranker, PAIRS, "even")
-    assert table(found.layers) == pytest.approx(np.repeat(table([found.tokens]), 2, 0), abs=1e-6)
+    assert table(found["layers"]) == pytest.approx(np.repeat(table([found["tokens"]]), 2, 0), abs=1e-6)
 
 
 def test_a_cut_body_counts_for_what_is_left_of_it(open_reranker_of):
@@ -146,8 +147,8 @@ def test_a_cut_body_counts_for_what_is_left_of_it(open_reranker_of):
     skill = Skill("a", "deploy pods", "find the chart", "text " * 90)
     # [CLS] pods [SEP] … [SEP] leaves 28: two of the name, |, three of the description, |, and 21 of the body's 90
     found = field_attention(reranker, [(asked("pods"), skill)], "cut")
-    assert table([found.tokens])[0] == pytest.approx([2 / 26, 3 / 26, 21 / 26])
-    assert [pair.num_cut for pair in found.pairs] == [69]
+    assert table([found["tokens"]])[0] == pytest.approx([2 / 26, 3 / 26, 21 / 26])
+    assert [pair["num_cut"] for pair in found["pairs"]] == [69]
 
 
 def owners(reranker, skill):
@@ -183,9 +184,11 @@ def test_a_skill_without_description_and_a_template_without_body(open_reranker_o
     template = RerankerTemplate(skill=SkillTemplate(fields="nd"))
     nd = open_reranker_of("bert_reranker", template=template)
     assert [field for _, field in owners(nd, skill)] == ["name"]
-    (found,) = field_attention(nd, [(asked("pods"), Skill("a", "pods", "deploy chart text", "body"))], "nd").layers[1:]
+    (found,) = field_attention(nd, [(asked("pods"), Skill("a", "pods", "deploy chart text", "body"))], "nd")["layers"][
+        1:
+    ]
     assert found["body"] == 0 and found["name"] > 0 and found["description"] > 0
-    assert field_attention(nd, [(asked("pods"), skill)], "nd").overall == {"name": 1, "description": 0, "body": 0}
+    assert field_attention(nd, [(asked("pods"), skill)], "nd")["overall"] == {"name": 1, "description": 0, "body": 0}
 
 
 def test_field_spans_worked_by_hand():
@@ -213,10 +216,10 @@ def test_layers_are_grouped_in_a_quarter_a_half_and_a_quarter(tmp_path):
     BertForSequenceClassification(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     found = field_attention(load_reranker(RerankerConfig(source=str(tmp_path)), CPU), PAIRS[:1], "eight")
-    layers = table(found.layers)
-    assert [*found.groups] == ["early", "middle", "late"]
+    layers = table(found["layers"])
+    assert [*found["groups"]] == ["early", "middle", "late"]
     expected = [layers[:2].mean(0), layers[2:6].mean(0), layers[6:].mean(0)]
-    assert table(found.groups.values()) == pytest.approx(np.array(expected))
+    assert table(found["groups"].values()) == pytest.approx(np.array(expected))
 
 
 @given(

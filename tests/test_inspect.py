@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from skilltrain.report.checks import run_checks
 from skilltrain.report.lists import inspect_lists, numbers_of
-from skilltrain.report.material import read_material
-from skilltrain.report.numbers import percent
+from skilltrain.report.material import Material, run_checks
+from skilltrain.report.page import percent
 from skilltrain.report.plots import histograms
 from skilltrain.tables import CLUSTERS, DROPPED, FLAGS, LISTS, QUERIES, RANKINGS, SKILLS, TableSpec, write_table
 from skilltrain.texts import visible
@@ -113,7 +112,7 @@ def data_of(page: Path) -> dict[str, Any]:
 
 def found_by(folder: Path, pool: Path | None = None) -> dict[str, list[tuple[str, str]]]:
     """check → (query_id, skill_id) of what it found."""
-    m = read_material(folder, pool)
+    m = Material(folder, pool)
     return {
         key: [(m.query_ids[m.in_list[e]], m.skills[m.skill[e]].skill_id) for e in entries.tolist()]
         for key, entries in run_checks(m).items()
@@ -121,7 +120,7 @@ def found_by(folder: Path, pool: Path | None = None) -> dict[str, list[tuple[str
 
 
 def test_candidates_are_followed_from_mining_to_lists(tmp_path: Path):
-    material = read_material(write_runs(tmp_path), None)
+    material = Material(write_runs(tmp_path), None)
     found = numbers_of(material)
     assert found["sources"] == ["semantic", "lexical", "taxonomy"]
     assert found["filters"] == ["judged", "name", "jaccard", "cosine", "rank_window"]
@@ -146,7 +145,7 @@ def totals(figure: Any) -> dict[str, tuple[int, list[int]]]:
 
 
 def test_ranks_lengths_shares_and_recurring_negatives(tmp_path: Path):
-    found = numbers_of(read_material(write_runs(tmp_path), None))
+    found = numbers_of(Material(write_runs(tmp_path), None))
     assert totals(found["ranks"]["semantic"]) == {"rank": (4, [1, 2, 4])}  # 1, 1, 2, 4: the median is 1.5
     assert found["positive_ranks"] is None  # no ranking held a positive
     assert totals(found["words"]) == {"all queries": (3, [2, 5, 9])}

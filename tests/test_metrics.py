@@ -3,7 +3,7 @@ from collections.abc import Sequence
 
 import ir_measures
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ir_measures import RR, P, R, Success, nDCG
 
@@ -23,16 +23,11 @@ from skilltrain.evaluation.metrics import (
 BINARY = Relevance(gold=frozenset("abc"), gains=dict.fromkeys("abc", 1.0))
 
 
-def value(measure: str, ranking: str, relevance: Relevance = BINARY) -> float:
-    return value_of(measure, tuple(ranking), relevance)
-
-
-def value_of(measure: str, ranking: Sequence[str], relevance: Relevance) -> float:
+def value(measure: str, ranking: Sequence[str], relevance: Relevance = BINARY) -> float:
     return evaluate_query(ranking, relevance, [parse_measure(measure)])[measure]
 
 
-def test_parse_measure_reads_name_and_cutoff_and_prints_them_back():
-    assert parse_measure("nDCG@10") == Measure("nDCG", 10)
+def test_a_measure_is_read_and_printed_back():
     assert [str(measure) for measure in parse_measures(DEFAULT_MEASURES)] == list(DEFAULT_MEASURES)
     assert parse_measures(["Hit@1", "FC@10", "Hit@1"]) == (Measure("Hit", 1), Measure("FC", 10))
     assert parse_measure("Hit@1 (copies)") == Measure("Hit", 1, copies=True)
@@ -43,7 +38,6 @@ def test_parse_measure_reads_name_and_cutoff_and_prints_them_back():
     ("text", "message"),
     [
         ("ndcg@10", "unknown measure 'ndcg@10', did you mean 'nDCG@10'?"),
-        ("Recal@5", "did you mean 'Recall@5'?"),
         ("MRR", "measure 'MRR' needs a whole cutoff from 1, like MRR@10"),
         ("Hit@0", "needs a whole cutoff from 1"),
         ("Hit@" + "9" * 5000, "needs a whole cutoff from 1"),
@@ -53,12 +47,11 @@ def test_parse_measure_reads_name_and_cutoff_and_prints_them_back():
         ("", "unknown measure ''"),
     ],
 )
-def test_parse_measure_names_the_nearest_and_all_allowed(text: str, message: str):
+def test_what_names_no_measure_is_told_the_nearest_and_all_allowed(text: str, message: str):
     with pytest.raises(SkilltrainError) as error:
         parse_measure(text)
     assert message in str(error.value)
-    if "Set-Compat@" not in text:
-        assert "measures are Hit@k, MRR@k, nDCG@k" in str(error.value)
+    assert "Set-Compat@" in text or "measures are Hit@k, MRR@k, nDCG@k" in str(error.value)
 
 
 CUT = [name for name in MEANINGS if name != "Set-Compat"]  # the measures with a cutoff
@@ -95,25 +88,17 @@ def test_values_worked_by_hand(measure: str, ranking: str, expected: float):
     assert value(measure, ranking) == pytest.approx(expected)
 
 
-def test_ndcg_has_linear_gains_and_counts_degraded_copies():
-    """Gold 3 at rank 2, its degraded copy 1 at rank 1; best order 3 then 1."""
-    relevance = Relevance(gold=frozenset("g"), gains={"g": 3.0, "d": 1.0})
-    expected = (1 + 3 / math.log2(3)) / (3 + 1 / math.log2(3))
-    assert value("nDCG@10", "dg", relevance) == pytest.approx(expected)
-    assert value("nDCG@1", "dg", relevance) == pytest.approx(1 / 3)
-    assert value("Hit@1", "dg", relevance) == 0.0  # a degraded copy is not gold
-    assert value("Recall@1", "dg", relevance) == 0.0
-
-
 def test_ndcg_names_its_gain():
     """Gains 3 (gold), 2 (gold) and 1 (a degraded copy), ranked worst first."""
     relevance = Relevance(frozenset("ab"), {"a": 3.0, "b": 2.0, "c": 1.0})
     second, third = 1 / math.log2(3), 1 / math.log2(4)
     assert value("nDCG@3", "cba", relevance) == pytest.approx((1 + 2 * second + 3 * third) / (3 + 2 * second + third))
+    assert value("nDCG@1", "cba", relevance) == pytest.approx(1 / 3)
     assert value("nDCG-exp@3", "cba", relevance) == pytest.approx(
         (1 + 3 * second + 7 * third) / (7 + 3 * second + third)
     )
     assert value("nDCG-bin@3", "cba", relevance) == pytest.approx((second + third) / (1 + second))
+    assert value("Hit@1", "cba", relevance) == value("Recall@1", "cba", relevance) == 0.0  # a degraded copy is not gold
 
 
 def test_rounding_does_not_lift_ndcg_above_1():
@@ -143,31 +128,20 @@ def assert_parity(ranking: list[str], gains: dict[str, int], cutoff: int):
         assert ours[name] == pytest.approx(theirs[measure], abs=1e-9), name
 
 
+RANKED = st.lists(st.sampled_from(IDS), unique=True)
+
+
 @settings(deadline=None, max_examples=50)
-@given(
-    ranking=st.lists(st.sampled_from(IDS), unique=True),
-    gains=st.dictionaries(st.sampled_from(IDS), st.sampled_from([0, 1, 3]), min_size=1),
-    cutoff=st.integers(1, 15),
-)
-def test_agrees_with_ir_measures_on_random_rankings(ranking: list[str], gains: dict[str, int], cutoff: int):
+@given(RANKED, st.dictionaries(st.sampled_from(IDS), st.sampled_from([0, 1, 3]), min_size=1), st.integers(1, 15))
+@example([], {"s0": 3}, 3)  # no answer
+@example(["s0"], {"s0": 3}, 3)  # a pool of one skill
+@example(["s1"], {"s0": 3}, 3)  # all gold outside the ranking
+@example(["s1", "s0"], {"s0": 3, "s1": 3, "s2": 1}, 10)  # shorter than the cutoff
+@example(IDS, dict.fromkeys(IDS, 3), 3)  # more gold than places
+@example(["x", "y", "s0", "z"], {"s0": 3, "s1": 1}, 3)  # skills that nobody judged
+@example(["s1", "s2", "s0"], {"s0": 3, "s1": 0, "s2": 0}, 1)  # judged as worth nothing
+def test_agrees_with_ir_measures_on_random_and_degenerate_rankings(ranking, gains, cutoff):
     assert_parity(ranking, gains | {"s0": 3}, cutoff)
-
-
-@pytest.mark.parametrize("cutoff", [1, 3, 10])
-@pytest.mark.parametrize(
-    ("ranking", "gains"),
-    [
-        ([], {"s0": 3}),  # no answer
-        (["s0"], {"s0": 3}),  # a pool of one skill
-        (["s1"], {"s0": 3}),  # all gold outside the ranking
-        (["s1", "s0"], {"s0": 3, "s1": 3, "s2": 1}),  # shorter than the cutoff
-        (IDS, dict.fromkeys(IDS, 3)),  # more gold than places
-        (["x", "y", "s0", "z"], {"s0": 3, "s1": 1}),  # skills that nobody judged
-        (["s1", "s2", "s0"], {"s0": 3, "s1": 0, "s2": 0}),  # judged as worth nothing
-    ],
-)
-def test_agrees_with_ir_measures_on_degenerate_rankings(ranking: list[str], gains: dict[str, int], cutoff: int):
-    assert_parity(ranking, gains, cutoff)
 
 
 @given(ranking=st.permutations(IDS), num_gold=st.integers(1, 12), cutoff=st.integers(1, 15))
@@ -187,19 +161,17 @@ def test_bounds_and_order_between_measures(ranking: list[str], num_gold: int, cu
         assert "Set-Compat" not in values
 
 
-@given(
-    ranking=st.lists(st.sampled_from(IDS), unique=True), num_gold=st.integers(1, 6), cutoff=st.sampled_from([5, 10, 15])
-)
+@given(RANKED, st.integers(1, 6), st.sampled_from([5, 10, 15]))
 def test_agrees_with_the_released_r3_evaluation(ranking: list[str], num_gold: int, cutoff: int):
     """Its definitions, written down here once more: binary nDCG, comp, and the gold set as a subset of the top."""
     gold, top = set(IDS[:num_gold]), ranking[:cutoff]
     relevance = Relevance(frozenset(gold), dict.fromkeys(gold, 1.0))
     gained = sum(1 / math.log2(place + 2) for place, skill_id in enumerate(top) if skill_id in gold)
     ideal = sum(1 / math.log2(place + 2) for place in range(min(cutoff, num_gold)))
-    assert value_of(f"nDCG-bin@{cutoff}", ranking, relevance) == pytest.approx(gained / ideal)
-    assert value_of(f"COMP@{cutoff}", ranking, relevance) == len(gold & set(top)) / min(num_gold, cutoff)
+    assert value(f"nDCG-bin@{cutoff}", ranking, relevance) == pytest.approx(gained / ideal)
+    assert value(f"COMP@{cutoff}", ranking, relevance) == len(gold & set(top)) / min(num_gold, cutoff)
     if num_gold > 1:
-        assert value_of("Set-Compat", ranking, relevance) == float(gold <= set(ranking[:num_gold]))
+        assert value("Set-Compat", ranking, relevance) == float(gold <= set(ranking[:num_gold]))
 
 
 def test_a_measure_has_no_value_where_it_is_not_defined():
@@ -215,12 +187,10 @@ def test_a_measure_has_no_value_where_it_is_not_defined():
 @pytest.mark.parametrize(
     ("ranking", "recall", "ndcg"),
     [
-        ("ax", 1 / 2, 1 / (1 + 1 / math.log2(3))),
         ("Ax", 1 / 2, 1 / (1 + 1 / math.log2(3))),  # an alternative is as good as the gold skill
         ("Aab", 1 / 2, 1 / (1 + 1 / math.log2(3))),  # a second copy earns nothing and keeps its place …
         ("aAb", 1 / 2, 1 / (1 + 1 / math.log2(3))),  # … whichever comes first
         ("bA", 1.0, 1.0),
-        ("", 0.0, 0.0),
     ],
 )
 def test_any_alternative_meets_a_need_once(ranking: str, recall: float, ndcg: float):
@@ -264,17 +234,11 @@ def test_copies_never_lower_a_measure(ranking: list[str], cutoff: int):
         assert values[str(lenient)] >= values[str(strict)]
 
 
-def test_per_query_refuses_queries_the_benchmark_does_not_hold():
-    with pytest.raises(SkilltrainError, match=r"query q9: 1 of 2 ranked queries are not in the benchmark"):
-        per_query({"q": [], "q9": []}, {"q": BINARY}, parse_measures(["Hit@1"]))
-
-
 @pytest.mark.parametrize(
     ("relevance", "message"),
     [
         (Relevance(frozenset(), {}), "no skill is gold"),
         (Relevance(frozenset("a"), {"a": 0.0}), "gold skill 'a' has no positive gain"),
-        (Relevance(frozenset(), {"a": 1.0}), "no skill is gold"),
         (Relevance(frozenset("ab"), {"a": 1.0}), "gold skill 'b' has no positive gain"),
         (Relevance(frozenset("a"), {"a": math.nan}), "gain of skill 'a' is nan"),
         (Relevance(frozenset("a"), {"a": 1.0, "b": -1.0}), "gain of skill 'b' is -1.0"),
@@ -288,6 +252,8 @@ def test_a_relevance_no_ranking_can_meet_is_refused_naming_the_query(relevance: 
         per_query({}, {"q7": relevance}, parse_measures(["Hit@1"]))
 
 
-def test_a_skill_twice_in_a_ranking_is_refused_naming_query_and_skill():
+def test_rankings_of_other_queries_and_skills_that_stand_twice_are_refused():
+    with pytest.raises(SkilltrainError, match=r"query q9: 1 of 2 ranked queries are not in the benchmark"):
+        per_query({"q": [], "q9": []}, {"q": BINARY}, parse_measures(["Hit@1"]))
     with pytest.raises(SkilltrainError, match="query q: skill 'a' appears twice in the ranking, again at rank 3"):
         per_query({"q": ["a", "b", "a"]}, {"q": BINARY}, parse_measures(["Hit@1"]))

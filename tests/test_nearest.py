@@ -2,12 +2,16 @@ import numpy as np
 import pytest
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.retrieval.nearest import build_index, cosines, nearest, recall
+from skilltrain.retrieval.nearest import ChunkVectors, build_index, recall
 
 
 def unit_vectors(count, dim=16, seed=0):
     vectors = np.random.default_rng(seed).normal(size=(count, dim)).astype(np.float32)
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def nearest(queries, pool, k, index=None):
+    return ChunkVectors.one_each(pool).nearest(queries, k, index)
 
 
 def full_sort(queries, pool, k):
@@ -66,7 +70,7 @@ def test_an_index_finds_most_of_the_nearest_and_scores_them_exactly(index, at_le
     positions, scores = found[0]
     assert all((one == again).all() for one, again in zip(*found, strict=True)), "the same seed, the same index"
     assert recall(positions, nearest(queries, pool, 10)[0]) >= at_least
-    pairs = cosines(queries, pool, np.repeat(np.arange(50), 10), positions.ravel())
+    pairs = ChunkVectors.one_each(pool).scores(queries, np.repeat(np.arange(50), 10), positions.ravel())
     assert (scores.ravel() == pairs).all() and (np.diff(scores, axis=1) <= 0).all()
 
 

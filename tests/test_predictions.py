@@ -86,7 +86,7 @@ def test_missing_tasks_score_nothing_and_are_told(benchmark, capsys):
         ({"t3": ["gt/d"]}, "all its predictions are for queries that are not scored here"),
         ({"t1": ["gt/a", "x", "gt/a"]}, "query t1: skill 'gt/a' appears twice"),
         ({"t1": "gt/a"}, "query t1: a prediction is a list of skill ids"),
-        ({}, "holds no prediction"),
+        ({}, "predictions are an object {query_id: [skill_id, …]}, with a query at least"),
         ([["t1", ["gt/a"]]], "predictions are an object"),
         ('{"t1": ["gt/a"', "is not JSON"),
     ],

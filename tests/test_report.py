@@ -1,20 +1,20 @@
 import base64
 import hashlib
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from skilltrain.evaluation.analysis import Analysis
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, task_of
 from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.evaluation.metrics import DEFAULT_MEASURES, Measure, Relevance, parse_measures, per_query
 from skilltrain.records import Query, Skill
-from skilltrain.report.evaluation import About, Report, build_report
-from skilltrain.report.terminal import terminal_table
-from skilltrain.report.write import report_markdown, report_page, write_report
+from skilltrain.report.evaluation import Report, build_report
+from skilltrain.report.write import report_markdown, report_page, terminal_table, write_report
 
 RELEVANCES = {
     "q1": Relevance(frozenset("a"), {"a": 1.0}),
@@ -38,12 +38,13 @@ def system(name: str, **rankings: str) -> SystemResult:
 def report_of(
     *systems: SystemResult,
     measures: tuple[Measure, ...] = MEASURES,
-    analysis: Analysis = Analysis(),  # noqa: B008
     benchmark: Benchmark | None = None,
     skills: dict[str, Skill] | None = None,
-    about: About = About(),  # noqa: B008
+    **more: Any,
 ) -> Report:
-    return build_report(benchmark or benchmark_of(RELEVANCES), systems, measures, 7, skills or {}, analysis, about)
+    """`more`: notes, provenance, analysis."""
+    report = build_report(benchmark or benchmark_of(RELEVANCES), systems, measures, 7, skills or {})
+    return replace(report, **more)
 
 
 def terminal(report: Report, width: int) -> str:
@@ -145,10 +146,8 @@ class Tags(HTMLParser):
 
 def html_of(*systems: SystemResult) -> str:
     skills = {skill_id: Skill(skill_id, f"{skill_id}: {EVIL}", "", "") for skill_id in "abcxyz"}
-    about = About(provenance={EVIL: EVIL})
-    return report_page(
-        report_of(*systems, benchmark=benchmark_of(RELEVANCES, f"{{}} {EVIL}\ud800"), skills=skills, about=about)
-    )
+    benchmark = benchmark_of(RELEVANCES, f"{{}} {EVIL}\ud800")
+    return report_page(report_of(*systems, benchmark=benchmark, skills=skills, provenance={EVIL: EVIL}))
 
 
 def check_safe(text: str, num_scripts: int) -> Tags:

@@ -4,19 +4,19 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from invented_report import invented
-from skilltrain.evaluation.analysis import FIELDS, Analysis, FieldAttention, Outcomes, PairAttention
 from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.evaluation.metrics import parse_measures
 from skilltrain.records import Skill
-from skilltrain.report.evaluation import About, Report
-from skilltrain.report.numbers import duration, number, p_equals, p_value, signed
-from skilltrain.report.page import plain
+from skilltrain.report.evaluation import Report
+from skilltrain.report.page import duration, number, p_equals, p_value, plain, signed
 from skilltrain.report.plots import axis_around, axis_of, axis_over
 from skilltrain.report.write import report_markdown, report_page, write_report
+from skilltrain.routing.field_attention import FIELDS
 from skilltrain.texts import visible
 from test_report import BASE, BETTER, RELEVANCES, SAME, Tags, check_safe, report_of, system, terminal
 
@@ -35,9 +35,15 @@ def small_page(small: Report) -> str:
     return report_page(small)
 
 
-def with_analysis(**parts: tuple) -> str:
+def outcome(**cells: list[str]) -> dict[str, Any]:
+    """A row of `outcomes` of two systems."""
+    row: dict[str, Any] = {"baseline": "base", "system": "better", "measure": "Hit@1", "p": 1.0}
+    return row | {name: cells.get(name, []) for name in ("both", "fixed", "broken", "neither")}
+
+
+def with_analysis(**parts: list[dict[str, Any]]) -> str:
     """The page of two systems with some analyses."""
-    return report_page(report_of(BASE, BETTER, analysis=Analysis(**parts)))
+    return report_page(report_of(BASE, BETTER, analysis=parts))
 
 
 def test_the_page_has_a_part_for_each_analysis_and_is_well_formed(small_page: str):
@@ -69,7 +75,7 @@ def test_markdown_and_json_hold_the_same_analyses(small: Report, tmp_path: Path)
         "structure",
         "attention",
     ]
-    assert saved["outcomes"][0]["fixed"] == list(small.analysis.outcomes[0].fixed)
+    assert saved["outcomes"][0]["fixed"] == small.analysis["outcomes"][0]["fixed"]
     assert len(saved["attention"][1]["layers"]) == 28 and len(saved["attention"][1]["pairs"]) == 400
     markdown = report_markdown(small)
     for title in (
@@ -93,32 +99,30 @@ def test_markdown_and_json_hold_the_same_analyses(small: Report, tmp_path: Path)
 
 
 def test_fixed_and_broken_queries_are_counted_and_listed():
-    shown = with_analysis(outcomes=(Outcomes("base", "better", "Hit@1", ("q1",), ("q3",), (), ("q2",), 1.0),))
+    shown = with_analysis(outcomes=[outcome(both=["q1"], fixed=["q3"], neither=["q2"])])
     assert '<rect class="fixed" x="33.33%" width="33.33%"' in shown
     assert "McNemar’s p = 1" in shown and "broken <b>0</b>" in shown
     assert re.findall(r"<summary>(\d.*?)</summary>", shown) == ["1 query fixed"]
 
 
 def test_a_changed_query_is_listed_with_what_stood_on_top():
-    outcome = Outcomes("base", "better", "Hit@1", (), ("q1",), ("q2",), ("q3",), 1.0)
-    skills = {"x": Skill("x", "Ex", "", "")}
-    shown = report_page(report_of(BASE, BETTER, analysis=Analysis(outcomes=(outcome,)), skills=skills))
+    changed = {"outcomes": [outcome(fixed=["q1"], broken=["q2"], neither=["q3"])]}
+    shown = report_page(report_of(BASE, BETTER, analysis=changed, skills={"x": Skill("x", "Ex", "", "")}))
     assert '<b>q1</b><p dir="auto">text of q1</p>' in shown
     assert re.search(r"<bdi>Ex</bdi> \(gold at 2\)\s*<i>→</i>\s*<bdi>a</bdi> \(gold\)", shown)
 
 
 def test_attention_is_drawn_against_the_share_of_tokens():
-    layers = tuple(dict(zip(FIELDS, row, strict=True)) for row in ((0.1, 0.2, 0.7), (0.3, 0.2, 0.5)))
+    layers = [dict(zip(FIELDS, row, strict=True)) for row in ((0.1, 0.2, 0.7), (0.3, 0.2, 0.5))]
     overall, tokens = (dict(zip(FIELDS, row, strict=True)) for row in ((0.2, 0.2, 0.6), (0.05, 0.15, 0.8)))
-    pairs = (PairAttention("q1", "a", overall, tokens, 0),)
-    model = FieldAttention("m", layers, {"middle": overall}, overall, tokens, pairs)
-    shown = with_analysis(attention=(model,))
+    found = {"overall": overall, "tokens": tokens}
+    model = {"model": "m", "layers": layers, "groups": {"middle": overall}, "pairs": [found], **found}
+    shown = with_analysis(attention=[model])
     assert '<polyline class="name" points="0.00,90.00 100.00,70.00"/>' in shown
     assert '<polyline class="name expected" points="0.00,95.00 100.00,95.00"/>' in shown
     assert "name <b>.200</b> <small>.050 of the tokens, × 4.0</small>" in shown
     assert "middle layers name .200 description .200 body .600; body in one pair .600 .600 .600" in shown
-    one = FieldAttention("m", layers[:1], {}, layers[0], layers[0], pairs)
-    assert "100.00,90.00" in with_analysis(attention=(one,))
+    assert "100.00,90.00" in with_analysis(attention=[model | {"layers": layers[:1], "groups": {}}])
 
 
 def report_with(measure: str, base: dict[str, float], better: dict[str, float], names=("Hit@1",)) -> Report:
@@ -157,8 +161,8 @@ def test_systems_are_compared_over_the_queries_that_have_a_value():
 
 
 def test_notes_and_provenance_stand_in_every_form_and_begin_no_list():
-    about = About(("- one <b>note</b>", "3) another"), {"Pool": "pool, 3 skills"})
-    report = report_of(system("+ reranker", q1="a"), about=about)
+    notes, provenance = ("- one <b>note</b>", "3) another"), {"Pool": "pool, 3 skills"}
+    report = report_of(system("+ reranker", q1="a"), notes=notes, provenance=provenance)
     assert report.to_json()["notes"] == ["- one <b>note</b>", "3) another"]
     shown = report_markdown(report)
     assert "- \\- one &lt;b>note&lt;/b>" in shown and "- 3\\) another" in shown

@@ -15,7 +15,6 @@ from skilltrain.retrieval.cascade import Cascade, RankedStage, SystemConfig, che
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.lexical import LexicalConfig
 from skilltrain.retrieval.rerank import RerankConfig
-from skilltrain.routing.analyse import latencies
 from skilltrain.terminal import console
 from tiny_models import WORDS
 
@@ -268,39 +267,6 @@ def test_systems_that_make_no_sense_are_refused(values, message):
 
 
 # Latency --------------------------------------------------------------------------------------------------------------
-
-
-def test_percentiles_and_rates_by_hand():
-    kinds = {"dense": (1.0, 2.0, 3.0, 4.0, 10.0), "rerank": (0.5,) * 5}
-    stages = [RankedStage(kind, kind, {}, 0.0, seconds, {}) for kind, seconds in kinds.items()]
-    one, two, total = latencies({"mine": stages, "not timed": [RankedStage("x", "x", {}, 0.0, (), {})]})
-    assert [(row.system, row.stage, row.num) for row in (one, two, total)] == [
-        ("mine", "1 dense", 5), ("mine", "2 rerank", 5), ("mine", "total", 5),
-    ]  # fmt: skip
-    # Sorted 1, 2, 3, 4, 10: the middle is 3; .95 of the way from the first to the last is .8 of the way from 4 to 10.
-    assert (one.p50, one.p95, one.qps) == pytest.approx((3, 8.8, 5 / 20))
-    assert (two.p50, two.p95, two.qps) == pytest.approx((0.5, 0.5, 2))
-    assert (total.p50, total.p95, total.qps) == pytest.approx((3.5, 9.3, 5 / 22.5))
-    assert (one.mean, two.mean, total.mean) == (4, 0.5, 4.5)
-    assert [(row.gpu_gib, row.gpu_seconds) for row in (one, two, total)] == [(None, None)] * 3
-
-
-def test_the_gpus_memory_is_the_most_of_all_stages_and_its_seconds_are_of_those_that_use_it():
-    used = {"lexical": ((1.0, 3.0), 0), "dense": ((0.02, 0.04), 2**30), "rerank": ((0.1, 0.3), 3 * 2**30)}
-    stages = [
-        RankedStage(kind, kind, {}, 0.0, alone, {}, gpu_bytes=gpu_bytes) for kind, (alone, gpu_bytes) in used.items()
-    ]
-    found = {row.stage: (row.gpu_gib, row.gpu_seconds) for row in latencies({"mine": stages})}
-    assert found["1 lexical"] == (None, None)
-    # 1,000 queries hold the card for 1,000 x .03 s in the encoder and 1,000 x .2 s in the reranker.
-    assert found["2 dense"] == pytest.approx((1, 30)) and found["3 rerank"] == pytest.approx((3, 200))
-    assert found["total"] == pytest.approx((3, 230))
-
-
-def test_total_is_of_queries_and_not_of_percentiles():
-    stages = [RankedStage(name, name, {}, 0.0, seconds, {}) for name, seconds in (("a", (9.0, 1.0)), ("b", (1.0, 9.0)))]
-    one, two, total = latencies({"mine": stages})
-    assert total.p50 == total.p95 == 10 < one.p95 + two.p95 == pytest.approx(2 * 8.6)
 
 
 def test_every_ranker_is_timed_alone_with_the_warm_up_left_out(encoder, reranker, tmp_path):

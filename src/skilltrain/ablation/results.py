@@ -15,7 +15,6 @@ from skilltrain.ablation.plan import Cell, Plan
 from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES, Interval, compact, interval
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare, holm, same_queries
 from skilltrain.files import read_jsonl
-from skilltrain.report.numbers import reading
 from skilltrain.report.page import html_page
 from skilltrain.report.page import markdown as markdown_of
 from skilltrain.report.plots import SHARES, axis_around
@@ -60,7 +59,7 @@ class ResultTable:
 
     def to_json(self) -> dict[str, Any]:
         """Everything as JSON values, with a verdict on each difference."""
-        verdicts = [asdict(comparison) | {"verdict": reading(comparison)} for comparison in self.differences]
+        verdicts = [asdict(comparison) | {"verdict": comparison.reading} for comparison in self.differences]
         return asdict(self) | {"differences": verdicts}
 
 

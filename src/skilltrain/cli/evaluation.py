@@ -87,7 +87,7 @@ def agents(
     """
     from skilltrain.evaluation.agent_results import CHIEF, agent_results, read_trials
     from skilltrain.evaluation.benchmarks.load import load_benchmark
-    from skilltrain.report.numbers import p_equals, reading, signed_interval
+    from skilltrain.report.page import p_equals, signed_interval
 
     tasks = load_benchmark([benchmark], None).tasks if benchmark else ()
     found = agent_results(read_trials(trials), {task.query.query_id: task.relevance for task in tasks}, ceiling)
@@ -99,14 +99,14 @@ def agents(
         table.add_row(measure, *(str(row.get(measure, "–")) for row in found.means.values()))
     console.print(table)
     lines = [f"{c.system} - {c.baseline}: {CHIEF} {signed_interval(c.difference)}, {p_equals(c.p_holm)} after Holm, "
-             f"{reading(c)}" for c in found.comparisons]  # fmt: skip
+             f"{c.reading}" for c in found.comparisons]  # fmt: skip
     lines += [f"{name}: {share:.1%} of {ceiling}'s {CHIEF}" for name, share in found.of_ceiling.items()]
     conclude({}, lines, as_json)
 
 
 def _score_predictions(values: dict[str, Any], scores: Path | None, only_plan: bool) -> None:
     """Score one predictions file without a run folder; `values` are settings of the stage evaluate."""
-    from skilltrain.report.terminal import terminal_table
+    from skilltrain.report.write import terminal_table
     from skilltrain.routing.evaluate import plan_evaluate, score_predictions, write_scores
 
     config = parse_recipe(values | {"out": "."}, "skilltrain evaluate")

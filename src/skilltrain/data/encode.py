@@ -19,8 +19,7 @@ from pydantic import Field, model_validator
 from skilltrain.config import Config, InputPath
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.loading import default_device
-from skilltrain.retrieval.dense import EncoderSource, SkillEncoder, open_encoder
-from skilltrain.retrieval.encode_texts import EncodingCount, encode_texts
+from skilltrain.retrieval.dense import EncoderSource, EncodingCount, SkillEncoder, encode_texts, open_encoder
 from skilltrain.retrieval.vectors import OrderedTexts, VectorCache, longest_first, text_keys
 from skilltrain.tables import QUERIES, SKILLS, read_table, skills_from_table
 from skilltrain.terminal import say

@@ -16,7 +16,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.records import POSITIVE, Dropped, Query, Skill
 from skilltrain.retrieval.dense import EncoderSource, encode_chunks, encode_queries, open_encoder
 from skilltrain.retrieval.lexical import BM25Index, bm25_text
-from skilltrain.retrieval.nearest import ChunkVectors, Found, build_index, nearest, recall
+from skilltrain.retrieval.nearest import ChunkVectors, Found, build_index, recall
 from skilltrain.tables import (
     DROPPED,
     JUDGEMENTS,
@@ -165,13 +165,11 @@ def _nearest(
         return chunks.nearest(queries, num_searched), {}
     if not chunks.is_one_each:
         raise SkilltrainError("an approximate index takes one window per skill", where="index", fix=f"index={EXACT}")
-    pool = chunks.vectors
     rows = np.unique(np.linspace(0, len(queries) - 1, RECALL_SAMPLE).astype(np.int64))
-    index = build_index(config.index, pool, config.seed)
-    sampled = nearest(queries[rows], pool, config.depth, index)
-    share = recall(sampled[0], nearest(queries[rows], pool, config.depth)[0])
-    measured = {f"recall@{config.depth}": round(share, 4), "num_queries_sampled": len(rows)}
-    return nearest(queries, pool, num_searched, index), measured
+    index = build_index(config.index, chunks.vectors, config.seed)
+    sampled, exact = (chunks.nearest(queries[rows], config.depth, one)[0] for one in (index, None))
+    measured = {f"recall@{config.depth}": round(recall(sampled, exact), 4), "num_queries_sampled": len(rows)}
+    return chunks.nearest(queries, num_searched, index), measured
 
 
 def drawable(categories: Positions, names: Positions, positives: Positions) -> tuple[Positions, Positions]:

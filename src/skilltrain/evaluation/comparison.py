@@ -12,8 +12,9 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.bootstrap import Interval, cluster_sums, is_binary, paired_differences
+from skilltrain.evaluation.bootstrap import LEVEL, Interval, cluster_sums, is_binary, paired_differences
 
+ALPHA = 1 - LEVEL
 _EXACT = 200  # differing queries up to which all choices of signs are counted: some ms
 _PLACES = 12  # differences are rounded to so many decimals, or rounding errors would break ties
 
@@ -82,6 +83,13 @@ class Comparison:
     mcnemar_p: float | None
     cohens_h: float | None
 
+    @property
+    def reading(self) -> str:
+        """What it allows to say, by its p after Holm's correction: above, below or not told apart."""
+        if self.p_holm >= ALPHA or not self.difference.mean:
+            return "not told apart"
+        return "above" if self.difference.mean > 0 else "below"
+
 
 def compare(
     results: Sequence[SystemResult],
@@ -113,18 +121,10 @@ def compare(
     for place, (baseline, system, at) in enumerate(cases):
         before, after = values[baseline][:, at], values[system][:, at]
         is_share = is_binary(before) and is_binary(after)
-        comparison = Comparison(
-            system=system,
-            baseline=baseline,
-            measure=measures[at],
-            difference=found[place][0],
-            p=found[place][1],
-            p_holm=adjusted[place],
-            wilcoxon_p=wilcoxon(sums[:, place] / sizes),
-            mcnemar_p=mcnemar(sums[:, place]) if is_share else None,
-            cohens_h=cohens_h(float(after.mean()), float(before.mean())) if is_share else None,
-        )
-        comparisons.append(comparison)
+        tests = wilcoxon(sums[:, place] / sizes), mcnemar(sums[:, place]) if is_share else None
+        effect = cohens_h(float(after.mean()), float(before.mean())) if is_share else None
+        about = (system, baseline, measures[at])
+        comparisons.append(Comparison(*about, *found[place], adjusted[place], *tests, effect))
     return tuple(comparisons)
 
 

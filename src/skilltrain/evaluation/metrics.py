@@ -81,12 +81,38 @@ class Measure:
 
     def __call__(self, ranking: Sequence[str], relevance: Relevance) -> float:
         """The value for one query, in [0, 1]; inputs are trusted and alternatives resolved (see `evaluate_query`)."""
-        num_places = self.cutoff or len(relevance.gold)
+        num_gold = len(relevance.gold)
+        num_places = self.cutoff or num_gold
         top = ranking[:num_places]
         if self.name in _GAINS:
-            return _ndcg(top, _GAINS[self.name](relevance), num_places)
+            gains = _GAINS[self.name](relevance)
+            best = sorted(gains.values(), reverse=True)[:num_places]
+            ratio = _discounted([gains.get(skill_id, 0.0) for skill_id in top]) / _discounted(best)
+            return min(1.0, ratio)  # gains that all but tie can round to above 1
         hits = [skill_id in relevance.gold for skill_id in top]
-        return float(_FORMULAS[self.name](hits, len(relevance.gold), num_places))
+        return float(_FORMULAS[self.name](hits, num_gold, num_places))
+
+
+_GAINS: dict[str, Callable[[Relevance], Mapping[str, float]]] = {
+    "nDCG": lambda relevance: relevance.gains,
+    # 2^gain - 1; expm1 keeps gains near 0 above 0
+    "nDCG-exp": lambda relevance: {one: math.expm1(gain * math.log(2)) for one, gain in relevance.gains.items()},
+    "nDCG-bin": lambda relevance: dict.fromkeys(relevance.gold, 1.0),
+}
+# (whether the skill at each place of the top is gold, number of gold skills, number of places) → value.
+_FORMULAS: dict[str, Callable[[Sequence[bool], int, int], float]] = {
+    "Hit": lambda hits, num_gold, num_places: any(hits),
+    "MRR": lambda hits, num_gold, num_places: 1 / (hits.index(True) + 1) if any(hits) else 0,
+    "Recall": lambda hits, num_gold, num_places: sum(hits) / num_gold,
+    "Precision": lambda hits, num_gold, num_places: sum(hits) / num_places,
+    "FC": lambda hits, num_gold, num_places: sum(hits) == num_gold,
+    "COMP": lambda hits, num_gold, num_places: sum(hits) / min(num_gold, num_places),
+    SET_COMPAT: lambda hits, num_gold, num_places: sum(hits) == num_gold,  # of as many places as gold skills
+}
+
+
+def _discounted(gains: Sequence[float]) -> float:
+    return math.fsum(gain / math.log2(rank + 1) for rank, gain in enumerate(gains, 1))
 
 
 def parse_measure(text: str) -> Measure:
@@ -103,14 +129,12 @@ def parse_measure(text: str) -> Measure:
         near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.4)
         hint = f", did you mean '{_example(lower[near[0]], cutoff or '10')}'?" if near else ""
         raise SkilltrainError(f"unknown measure '{text}'{hint}", fix=allowed)
-    if name == SET_COMPAT:
-        if text != name:
-            what = f"measure '{text}' takes no cutoff: it looks at as many places as a query has gold skills"
-            raise SkilltrainError(what, fix=f"write {SET_COMPAT}")
-        return Measure(name, 0)
-    if not re.fullmatch("[1-9][0-9]{0,8}", cutoff):
+    if name == SET_COMPAT and text != name:
+        what = f"measure '{text}' takes no cutoff: it looks at as many places as a query has gold skills"
+        raise SkilltrainError(what, fix=f"write {SET_COMPAT}")
+    if name != SET_COMPAT and not re.fullmatch("[1-9][0-9]{0,8}", cutoff):
         raise SkilltrainError(f"measure '{text}' needs a whole cutoff from 1, like {name}@10", fix=allowed)
-    return Measure(name, int(cutoff))
+    return Measure(name, int(cutoff or 0))
 
 
 def _example(name: str, cutoff: str) -> str:
@@ -119,7 +143,7 @@ def _example(name: str, cutoff: str) -> str:
 
 def parse_measures(texts: Sequence[str]) -> tuple[Measure, ...]:
     """The named measures, in order and each once."""
-    return tuple(dict.fromkeys(parse_measure(text) for text in texts))
+    return tuple(dict.fromkeys(map(parse_measure, texts)))
 
 
 def with_copies(measures: Sequence[Measure]) -> tuple[Measure, ...]:
@@ -129,45 +153,13 @@ def with_copies(measures: Sequence[Measure]) -> tuple[Measure, ...]:
 
 def _known_names(texts: tuple[str, ...]) -> tuple[str, ...]:
     try:
-        return tuple(str(measure) for measure in parse_measures(texts))
+        return tuple(map(str, parse_measures(texts)))
     except SkilltrainError as error:
         raise ValueError(error.what) from error
 
 
 MeasureNames = Annotated[tuple[str, ...], AfterValidator(_known_names)]
 """Names of measures as a setting: unknown ones are refused, each stands once."""
-
-
-def evaluate_query(ranking: Sequence[str], relevance: Relevance, measures: Sequence[Measure]) -> dict[str, float]:
-    """Measure name → value for one query's ranking (skill ids, best first), where it is defined (`Measure.applies_to`).
-
-    Raises SkilltrainError for a skill that appears twice in the ranking, and as `check_relevance` does.
-    """
-    check_relevance(relevance)
-    if len(set(ranking)) < len(ranking):
-        at = next(at for at, skill_id in enumerate(ranking) if skill_id in ranking[:at])
-        raise SkilltrainError(f"skill '{ranking[at]}' appears twice in the ranking, again at rank {at + 1}")
-    found = {copies: as_found(ranking, relevance, copies) for copies in {measure.copies for measure in measures}}
-    return {
-        str(measure): measure(ranking, found[measure.copies]) for measure in measures if measure.applies_to(relevance)
-    }
-
-
-def as_found(ranking: Sequence[str], relevance: Relevance, copies: bool = False) -> Relevance:
-    """`relevance` without alternatives: gold is, for each need, the skill that meets it first in `ranking`.
-
-    With `copies` a copy of a gold skill meets its need, too.
-    """
-    needs = {**relevance.copies, **relevance.alternatives} if copies else relevance.alternatives
-    if not needs:
-        return relevance
-    met: dict[str, str] = {}
-    for skill_id in ranking:
-        need = needs.get(skill_id, skill_id)
-        if need in relevance.gold:
-            met.setdefault(need, skill_id)
-    gold = frozenset(met.get(need, need) for need in relevance.gold)
-    return Relevance(gold, {met.get(skill_id, skill_id): gain for skill_id, gain in relevance.gains.items()})
 
 
 def per_query(
@@ -184,6 +176,21 @@ def per_query(
         except SkilltrainError as error:
             raise SkilltrainError(error.what, where=f"query {query_id}", fix=error.fix) from error
     return values
+
+
+def evaluate_query(ranking: Sequence[str], relevance: Relevance, measures: Sequence[Measure]) -> dict[str, float]:
+    """Measure name → value for one query's ranking (skill ids, best first), where it is defined (`Measure.applies_to`).
+
+    Raises SkilltrainError for a skill that appears twice in the ranking, and as `check_relevance` does.
+    """
+    check_relevance(relevance)
+    if len(set(ranking)) < len(ranking):
+        at = next(at for at, skill_id in enumerate(ranking) if skill_id in ranking[:at])
+        raise SkilltrainError(f"skill '{ranking[at]}' appears twice in the ranking, again at rank {at + 1}")
+    found = {copies: as_found(ranking, relevance, copies) for copies in {measure.copies for measure in measures}}
+    return {
+        str(measure): measure(ranking, found[measure.copies]) for measure in measures if measure.applies_to(relevance)
+    }
 
 
 def check_relevance(relevance: Relevance) -> None:
@@ -205,31 +212,18 @@ def check_relevance(relevance: Relevance) -> None:
             raise SkilltrainError(f"skill '{skill_id}' stands for '{need}' and has a gain of its own")
 
 
-_GAINS: dict[str, Callable[[Relevance], Mapping[str, float]]] = {
-    "nDCG": lambda relevance: relevance.gains,
-    # 2^gain - 1; expm1 keeps gains near 0 above 0
-    "nDCG-exp": lambda relevance: {one: math.expm1(gain * math.log(2)) for one, gain in relevance.gains.items()},
-    "nDCG-bin": lambda relevance: dict.fromkeys(relevance.gold, 1.0),
-}
+def as_found(ranking: Sequence[str], relevance: Relevance, copies: bool = False) -> Relevance:
+    """`relevance` without alternatives: gold is, for each need, the skill that meets it first in `ranking`.
 
-
-def _ndcg(top: Sequence[str], gains: Mapping[str, float], num_places: int) -> float:
-    found = [gains.get(skill_id, 0.0) for skill_id in top]
-    best = sorted(gains.values(), reverse=True)[:num_places]
-    return min(1.0, _discounted(found) / _discounted(best))  # gains that all but tie can round to above 1
-
-
-def _discounted(gains: Sequence[float]) -> float:
-    return math.fsum(gain / math.log2(rank + 1) for rank, gain in enumerate(gains, 1))
-
-
-# (whether the skill at each place of the top is gold, number of gold skills, number of places) → value.
-_FORMULAS: dict[str, Callable[[Sequence[bool], int, int], float]] = {
-    "Hit": lambda hits, num_gold, num_places: any(hits),
-    "MRR": lambda hits, num_gold, num_places: 1 / (hits.index(True) + 1) if any(hits) else 0,
-    "Recall": lambda hits, num_gold, num_places: sum(hits) / num_gold,
-    "Precision": lambda hits, num_gold, num_places: sum(hits) / num_places,
-    "FC": lambda hits, num_gold, num_places: sum(hits) == num_gold,
-    "COMP": lambda hits, num_gold, num_places: sum(hits) / min(num_gold, num_places),
-    SET_COMPAT: lambda hits, num_gold, num_places: sum(hits) == num_gold,  # of as many places as gold skills
-}
+    With `copies` a copy of a gold skill meets its need, too.
+    """
+    needs = {**relevance.copies, **relevance.alternatives} if copies else relevance.alternatives
+    if not needs:
+        return relevance
+    met: dict[str, str] = {}
+    for skill_id in ranking:
+        need = needs.get(skill_id, skill_id)
+        if need in relevance.gold:
+            met.setdefault(need, skill_id)
+    gold = frozenset(met.get(need, need) for need in relevance.gold)
+    return Relevance(gold, {met.get(skill_id, skill_id): gain for skill_id, gain in relevance.gains.items()})

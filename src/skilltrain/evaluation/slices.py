@@ -18,21 +18,12 @@ from skilltrain.evaluation.comparison import SystemResult, same_queries, values_
 from skilltrain.records import Skill
 from skilltrain.texts import language_of, num_words, words_of
 
+Row = dict[str, Any]
+"""One row of a report: names, numbers and intervals by their key in metrics.json."""
 ALL, KIND, LENGTH, DESCRIPTION = "all", "kind", "query length", "description length"
 MOST_VALUES = 12  # a label of more values (an id, a tag) makes no table that anybody reads
 MOST_TERSE = 20  # words up to which a query is terse, as typed into a prompt
 _ORDER = ("single", "multi", "easy", "medium", "hard", "terse", "long")  # all other values stand in alphabetical order
-
-
-@dataclass(frozen=True, slots=True)
-class SliceGap:
-    """How much `system` is above `baseline` on the queries whose gold skills have descriptions of this length."""
-
-    baseline: str
-    system: str
-    measure: str
-    value: str
-    difference: Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +87,21 @@ def gaps(
     *,
     seed: int,
     clusters: Mapping[str, str] | None = None,
-) -> tuple[SliceGap, ...]:
+) -> tuple[Row, ...]:
     """How far each system is above the one before it in each part of `description length`.
 
     Of two systems that see name and description alone (nd) and all of a skill (full), in this order, these are
     SkillRouter's gaps. Queries without a value of the measure are left out.
     """
-    found: list[SliceGap] = []
+    found: list[Row] = []
     for before, after in pairwise(results):
         for part in (part for part in slices if part.label == DESCRIPTION):
-            having = [query_id for query_id in part.query_ids if measure in before.per_query[query_id]]
-            if having:
+            if having := [query_id for query_id in part.query_ids if measure in before.per_query[query_id]]:
                 difference = values_of(after, having, [measure]) - values_of(before, having, [measure])
                 drawn = [(clusters or {}).get(query_id, query_id) for query_id in having]
                 (gap,) = intervals(difference, seed=seed, clusters=drawn)
-                found.append(SliceGap(before.name, after.name, measure, part.value, gap))
+                names = {"baseline": before.name, "system": after.name, "measure": measure}
+                found.append(names | {"value": part.value, "difference": gap})
     return tuple(found)
 
 

@@ -1,39 +1,32 @@
-"""The report of an evaluation: what it holds, and how it is written as JSON, Markdown and one page."""
+"""The report of an evaluation: everything a reader needs to trust a table, and what is said of it in words."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from skilltrain.evaluation.analysis import Analysis, pass_rates
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task
-from skilltrain.evaluation.benchmarks.skillrouter import ORIGIN
-from skilltrain.evaluation.bootstrap import RESAMPLES, normal_interval
+from skilltrain.evaluation.bootstrap import RESAMPLES, Interval, normal_interval
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare
 from skilltrain.evaluation.metrics import COPIES, Measure, Relevance, as_found
-from skilltrain.evaluation.slices import ALL, KIND, SliceGap, SliceMeans, gaps, labels_of, means_by_slice, shown
+from skilltrain.evaluation.slices import ALL, KIND, Row, SliceMeans, gaps, labels_of, means_by_slice, shown
 from skilltrain.records import Skill
-from skilltrain.report.numbers import counted, p_equals, reading
+from skilltrain.report.page import counted, p_equals
 
 HEADLINE = "Hit@1"
 COMPARED = (HEADLINE, HEADLINE + COPIES, "MRR@10")  # the measures by which systems are compared in pairs
-
-
-@dataclass(frozen=True)
-class About:
-    """What a reader must know beside the figures: sentences, and what was evaluated (title → words)."""
-
-    notes: tuple[str, ...] = ()
-    provenance: Mapping[str, str] = field(default_factory=dict)
+ANALYSES = ("outcomes", "pass_rates", "stages", "unserved", "truncation", "latencies", "structure", "attention")
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything a reader needs to trust a table: means, intervals, paired comparisons, and the values behind them.
+    """Means, intervals, paired comparisons, and the values behind them.
 
     `skills` maps skill_id → skill; ids stand in for names that it lacks. The first of `slices` are all queries.
-    `comparisons` are over all queries that have a value, `gaps` over parts of them.
+    `comparisons` are over all queries that have a value, `gaps` over parts of them. `notes` are sentences that a reader
+    must know, `provenance` says what was evaluated (title → words). `analysis` has, by a name of ANALYSES, the rows of
+    what was asked for and could be computed (of `unserved` a mapping, see routing/analyse.py).
     """
 
     benchmark: Benchmark
@@ -43,9 +36,10 @@ class Report:
     results: tuple[SystemResult, ...]
     slices: tuple[SliceMeans, ...]
     comparisons: tuple[Comparison, ...]
-    gaps: tuple[SliceGap, ...]
-    analysis: Analysis
-    about: About
+    gaps: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    analysis: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def every(self) -> SliceMeans:
@@ -116,7 +110,7 @@ class Report:
         said = f"{best} has the highest {measure}, {rows[best]}"
         for c in self.comparisons:
             if (c.system, c.baseline, c.measure) == (best, self.systems[0], measure):
-                words = reading(c) + (" from" if reading(c) == "not told apart" else "")
+                words = c.reading + (" from" if c.reading == "not told apart" else "")
                 return f"{said}: {words} {c.baseline} (difference {c.difference}, {p_equals(c.p_holm)} after Holm)."
         return f"{said}."
 
@@ -137,13 +131,13 @@ class Report:
             "systems": [self._system(result) for result in self.results],
             "slices": [
                 {"label": part.label, "value": part.value, "num_queries": len(part.query_ids),
-                 "systems": {name: part.to_json(name) for name in self.systems}}
+                 "systems": plain(part.means)}
                 for part in self.slices
             ],
             "differences": [_difference(c) for c in self.comparisons],
-            "gaps": [asdict(gap) for gap in self.gaps],
-            "analysis": asdict(self.analysis),
-            "notes": list(self.about.notes),
+            "gaps": plain(self.gaps),
+            "analysis": {name: plain(self.analysis.get(name, {} if name == "unserved" else [])) for name in ANALYSES},
+            "notes": list(self.notes),
         }  # fmt: skip
 
     def _system(self, result: SystemResult) -> dict[str, Any]:
@@ -157,9 +151,18 @@ class Report:
         return row
 
 
-def _difference(c: Comparison) -> dict[str, Any]:
-    row = asdict(c)
-    return row | row.pop("difference") | {"reading": reading(c)}
+def _difference(c: Comparison) -> Row:
+    row: Row = asdict(c)
+    return row | row.pop("difference") | {"reading": c.reading}
+
+
+def plain(value: Any) -> Any:
+    """JSON values, with each interval as {mean, low, high, n}."""
+    if isinstance(value, Mapping):
+        return {key: plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    return asdict(value) if isinstance(value, Interval) else value
 
 
 def build_report(
@@ -168,8 +171,8 @@ def build_report(
     measures: Sequence[Measure],
     seed: int,
     skills: Mapping[str, Skill],
-    analysis: Analysis,
-    about: About,
+    notes: Sequence[str] = (),
+    provenance: Mapping[str, str] | None = None,
 ) -> Report:
     """The systems' means with 95% intervals, for all queries and each slice, and the differences between systems.
 
@@ -178,24 +181,23 @@ def build_report(
     and means and differences run over the other queries.
     Raises SkilltrainError where a system does not hold exactly these queries, or a measure where another does.
     """
-    names = tuple(str(measure) for measure in measures)
+    names = tuple(map(str, measures))
     labels, clusters = labels_of(benchmark.tasks, skills), benchmark.clusters
     slices = means_by_slice(results, labels, names, seed=seed, clusters=clusters)
     systems = [result.name for result in results]
     pairs = list(dict.fromkeys([*((systems[0], system) for system in systems[1:]), *pairwise(systems)]))
-    known = all(task.query.origin == ORIGIN for task in benchmark.tasks)  # the tasks whose pass rates were published
     compared = [name for name in names if name in COMPARED] or [names[0]]
     values = results[0].per_query
     together = [query_id for query_id in labels if all(name in values[query_id] for name in compared)]
     return Report(
-        benchmark=benchmark,
-        skills=skills,
-        seed=seed,
-        measures=names,
-        results=tuple(results),
-        slices=slices,
+        benchmark,
+        skills,
+        seed,
+        names,
+        tuple(results),
+        slices,
         comparisons=compare(results, pairs, compared, together, seed=seed, clusters=clusters) if together else (),
         gaps=gaps(results, slices, compared[0], seed=seed, clusters=clusters),
-        analysis=replace(analysis, pass_rates=pass_rates(slices[0].means)) if known else analysis,
-        about=about,
+        notes=tuple(notes),
+        provenance=provenance or {},
     )

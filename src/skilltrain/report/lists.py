@@ -12,8 +12,7 @@ from jaxtyping import Int64
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import write_text
 from skilltrain.records import Dropped
-from skilltrain.report.checks import SHORT_BODY, run_checks
-from skilltrain.report.material import Material, codes, read_material, rows_of
+from skilltrain.report.material import SHORT_BODY, Material, codes, rows_of, run_checks
 from skilltrain.report.page import html_page
 from skilltrain.report.plots import histograms
 from skilltrain.tables import DROPPED
@@ -27,6 +26,8 @@ QUERY_CHARS, DESCRIPTION_CHARS = 2_000, 400
 BODY_CHARS, PAGE_CHARS = 1_500, 12_000_000  # of a body: so many, or its part of the page
 UNKNOWN, NO_VALUE = "unknown", "none"
 ItemT = TypeVar("ItemT")
+Pairs = dict[str, dict[tuple[str, str, str], list[Dropped]]]
+"""Filter → (query, candidate, the skill it resembles) → the drops that say so: sources may share a pair."""
 
 
 def inspect_lists(lists: Path, out: Path | None, pool: Path | None, max_lists: int) -> dict[str, Any]:
@@ -35,21 +36,24 @@ def inspect_lists(lists: Path, out: Path | None, pool: Path | None, max_lists: i
     `pool` stands in for the pool that the lists' record names; of more than `max_lists` lists a sample is shown.
     Raises SkilltrainError where `lists` holds no lists, or `out` lies in a folder that a training reads.
     """
-    material = read_material(lists, pool)
+    material = Material(lists, pool)
     folder = material.trail.folder
     file = folder.with_name(f"{folder.name}.html") if out is None else out
     if folder in file.resolve().parents:
         raise SkilltrainError("lies in the folder of the lists, which a page would change", where=file, fix="set --out")
     checks = run_checks(material)
-    found = {key: np.unique(material.in_list[entries]) for key, entries in checks.items() if len(entries)}
-    pairs = pairs_of(material)
+    found = {key: len(np.unique(material.in_list[entries])) for key, entries in checks.items() if len(entries)}
+    pairs: Pairs = {}
+    for drop in material.drops:
+        pair = (drop.query_id, drop.skill_id, drop.other_id or "")
+        pairs.setdefault(drop.filter, {}).setdefault(pair, []).append(drop)
     data = page_data(material, {key: checks[key] for key in found}, max_lists, pairs)
     content = html_page(
         "lists.html.j2",
         ("lists.js",),
         material=material,
         num_sampled=min(max_lists, len(material.query_ids)),
-        found={key: len(places) for key, places in found.items()},
+        found=found,
         passed=[key for key in checks if key not in found],
         short_body=SHORT_BODY,
         num_flagged=NUM_FLAGGED,
@@ -64,32 +68,36 @@ def inspect_lists(lists: Path, out: Path | None, pool: Path | None, max_lists: i
         "num_lists": len(material.query_ids),
         "num_lists_shown": len(data["lists"]),
         "num_dropped_pairs_shown": len(data["drops"]),
-        "worth_a_look": {key: len(places) for key, places in found.items()},
+        "worth_a_look": found,
         "missing": material.trail.missing,
     }
 
 
 def numbers_of(m: Material) -> dict[str, Any]:
     """What the page counts over all lists, by the names that its template uses."""
-    negative, known = ~m.positive, m.known[m.skill]
+    negative, known, runs = ~m.positive, m.known[m.skill], m.trail.runs
     dropped = Counter((drop.source or UNKNOWN, drop.filter) for drop in m.drops)
     serves = np.zeros((len(m.skills), len(m.sources)), dtype=np.int64)  # as a negative, by source
     np.add.at(serves, (m.skill[negative], m.source[negative]), 1)
     chosen = Counter({name: n for name, n in zip(m.sources, serves.sum(axis=0).tolist(), strict=True) if n})
     most = np.lexsort(([skill.skill_id for skill in m.skills], -serves.sum(axis=1))).tolist()
-    quotas = next((run.recipe["quotas"] for run in m.trail.runs if run.recipe.get("quotas")), {})
-    filters = [run for run in reversed(m.trail.runs) if run.filters]
-    named = ["judged" if filters else "", *(each["name"] for run in filters for each in run.recipe.get("layers") or ())]
+    quotas = next((run.recipe["quotas"] for run in runs if run.recipe.get("quotas")), {})
+    layers = [each["name"] for run in reversed(m.trail.filters) for each in run.recipe.get("layers") or ()]
+    filters = [*(["judged"] if m.trail.filters else ()), *layers, *(name for _, name in dropped)]
     wanted = [source for source, quota in quotas.items() if quota]  # one that gave nothing is shown too
     sources = dict.fromkeys([*wanted, *(m.mined or ()), *(m.kept or ()), *chosen, *(source for source, _ in dropped)])
     by_source = {name: m.rank[negative & (m.source == m.sources.index(name))] for name in sources if chosen[name]}
+    other_drops: dict[tuple[str, str], list[dict[str, Any]]] = {}  # of stages that filter no candidates
+    for run in (run for run in reversed(runs) if run not in m.trail.filters):
+        for row in rows_of(run.folder, DROPPED) or ():
+            other_drops.setdefault((run.stage, row["filter"]), []).append(row)
     return {
         "sources": sorted(sources, key=lambda name: list(quotas).index(name) if name in quotas else len(quotas)),
-        "filters": list(dict.fromkeys([*filter(None, named), *(name for _, name in dropped)])),
+        "filters": list(dict.fromkeys(filters)),
         "dropped": dropped,
         "chosen": chosen,
         "quotas": quotas,
-        "other_drops": _other_drops(m),
+        "other_drops": other_drops,
         "ranks": {name: histograms({"rank": ranks}) for name, ranks in by_source.items()},
         "positive_ranks": histograms({"found at rank": m.rank[m.positive & (m.rank > 0)]}),
         "words": histograms({"all queries": np.array([num_words(text) for text in m.texts if text], dtype=np.int64)}),
@@ -102,15 +110,6 @@ def numbers_of(m: Material) -> dict[str, Any]:
         "hubs": [(m.skills[place], serves[place].tolist()) for place in most[:NUM_HUBS] if serves[place].any()],
         "flags": None if m.flags is None else _flags(m, m.flags),
     }  # fmt: skip
-
-
-def _other_drops(m: Material) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """(stage, filter) → what stages that filter no candidates dropped: queries, lists, skills."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for run in reversed(m.trail.runs):
-        for row in () if run.filters else rows_of(run.folder, DROPPED) or ():
-            found.setdefault((run.stage, row["filter"]), []).append(row)
-    return found
 
 
 def _shares(m: Material) -> dict[str, dict[str, Any]]:
@@ -132,26 +131,13 @@ def _shares(m: Material) -> dict[str, dict[str, Any]]:
 
 def _flags(m: Material, findings: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The findings of the screening with how often lists want, and refuse, the skill; the most wanted first."""
-    wanted, serves = m.num_lists(positive=True), m.num_lists(positive=False)
+    counts = {"wanted": m.num_lists(positive=True), "serves": m.num_lists(positive=False)}
     rows: list[dict[str, Any]] = []
     for row in findings:
         place = m.position.get(row["skill_id"])
-        used = (0, 0) if place is None else (int(wanted[place]), int(serves[place]))
-        rows.append({**row, "wanted": used[0], "serves": used[1]})
+        used = {name: 0 if place is None else int(of_skill[place]) for name, of_skill in counts.items()}
+        rows.append({**row, **used})
     return sorted(rows, key=lambda row: (-row["wanted"], -row["serves"]))
-
-
-Pairs = dict[str, dict[tuple[str, str, str], list[Dropped]]]
-"""Filter → (query, candidate, the skill it resembles) → the drops that say so: sources may share a pair."""
-
-
-def pairs_of(material: Material) -> Pairs:
-    """The dropped candidates, each once a filter."""
-    found: Pairs = {}
-    for drop in material.drops:
-        pair = (drop.query_id, drop.skill_id, drop.other_id or "")
-        found.setdefault(drop.filter, {}).setdefault(pair, []).append(drop)
-    return found
 
 
 def page_data(m: Material, checks: Mapping[str, Int64[np.ndarray, " found"]], max_lists: int, pairs: Pairs) -> Any:

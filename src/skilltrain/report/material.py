@@ -1,16 +1,17 @@
-"""What the page on lists is made of, read once: the lists' entries as aligned arrays, and the runs that made them."""
+"""What the page on lists is made of, read once: the runs that made them, the lists' entries as aligned arrays, and the
+entries that break an assumption of training.
+"""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Bool, Int64
 
+from skilltrain.data.name_leak import names_program, names_skill
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json
 from skilltrain.records import POSITIVE, Dropped, Skill
@@ -27,8 +28,12 @@ from skilltrain.tables import (
     read_table,
     table_path,
 )
+from skilltrain.texts import language_of, name_key, words_of
 
+SHORT_BODY = 200  # characters; too few to teach what a skill does
 _INPUTS = ("lists", "rankings", "queries", "pool", "clusters")  # the settings by which a stage names runs before it
+
+Entries = Bool[np.ndarray, " entry"]
 
 
 class Run(NamedTuple):
@@ -38,27 +43,23 @@ class Run(NamedTuple):
     folder: Path
     recipe: Mapping[str, Any]
 
-    @property
-    def mines(self) -> bool:
-        """Whether it found candidates."""
-        return table_path(self.folder, RANKINGS).is_file() and "rankings" not in self.recipe
-
-    @property
-    def filters(self) -> bool:
-        """Whether it filtered the candidates that its recipe names."""
-        return table_path(self.folder, RANKINGS).is_file() and "rankings" in self.recipe
+    def ranks(self, of_others: bool) -> bool:
+        """Whether it wrote rankings: its own, or (`of_others`) what was left of those that its recipe names."""
+        return table_path(self.folder, RANKINGS).is_file() and ("rankings" in self.recipe) == of_others
 
 
-@dataclass(frozen=True)
 class Trail:
     """The runs from the lists back, nearest first, what they read (setting → paths), and what is missing of it."""
 
-    folder: Path
-    runs: list[Run] = field(default_factory=list)
-    inputs: dict[str, list[Path]] = field(default_factory=lambda: {name: [] for name in _INPUTS})
-    missing: list[str] = field(default_factory=list)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.runs: list[Run] = []
+        self.inputs: dict[str, list[Path]] = {name: [] for name in _INPUTS}
+        self.missing: list[str] = []
+        self._follow(folder)
+        self.filters = [run for run in self.runs if run.ranks(of_others=True)]
 
-    def follow(self, folder: Path) -> None:
+    def _follow(self, folder: Path) -> None:
         """Add the run of `folder` and those before it; a pool or queries that no stage wrote have no record."""
         if any(run.folder == folder for run in self.runs):
             return
@@ -74,7 +75,7 @@ class Trail:
             places = [written, *(parent / written for parent in self.folder.parents), self.folder.parent / written.name]
             if found := next((place.resolve() for place in places if place.exists()), None):
                 self.inputs[name].append(found)
-                self.follow(found if found.is_dir() else found.parent)
+                self._follow(found if found.is_dir() else found.parent)
             elif name in ("lists", "rankings"):
                 self.missing.append(f"{name} of stage {recipe['stage']}: {recipe[name]}")
 
@@ -90,124 +91,82 @@ def rows_of(path: Path | None, spec: TableSpec) -> list[dict[str, Any]] | None:
     return read_table(path, spec).to_pylist()
 
 
-@dataclass(frozen=True)
 class Material:
-    """Lists, entry by entry, with the skills in use; one that the pool lacks has empty texts and is not `known`.
+    """Lists, entry by entry, with the `skills` in use; one that the pool lacks has empty texts and is not `known`.
 
-    `skill`, `source` and `verdict` of an entry are places in `skills`, `sources` and `verdicts`. `num_pool` is None
-    without a pool, `mined` and `kept` (candidates by source) where their run was not found, `flags` where the pool was
-    not screened, `clusters` (of each skill, -1 for none) where there are none.
+    Of each entry: the place of its list (`in_list`), and of its `skill`, `source` and `verdict` in `skills`, `sources`
+    and `verdicts`; its `rank`; the `score` of a teacher (NaN where none scored); whether it is `positive`. `texts` has
+    the query of each list, empty where it was not found; `body_chars` is of each skill. `num_pool` is None without a
+    pool, `mined` and `kept` (candidates by source) where their run was not found, `flags` where the pool was not
+    screened, `clusters` (of each skill, -1 for none) where there are none.
     """
 
-    trail: Trail
-    query_ids: list[str]
-    query_texts: dict[str, str]
-    sources: list[str]
-    verdicts: list[str]
-    skills: list[Skill]
-    known: Bool[np.ndarray, " skill"]
-    in_list: Int64[np.ndarray, " entry"]
-    skill: Int64[np.ndarray, " entry"]
-    source: Int64[np.ndarray, " entry"]
-    verdict: Int64[np.ndarray, " entry"]
-    rank: Int64[np.ndarray, " entry"]
-    score: Float64[np.ndarray, " entry"]  # of a teacher; NaN where none scored
-    positive: Bool[np.ndarray, " entry"]
-    num_pool: int | None
-    mined: Counter[str] | None
-    kept: Counter[str] | None
-    drops: Sequence[Dropped]
-    flags: Sequence[Mapping[str, Any]] | None
-    clusters: Int64[np.ndarray, " skill"] | None
+    def __init__(self, lists: Path, pool: Path | None) -> None:
+        """Read the folder `lists`; `pool` stands in for the pool that the runs name.
 
-    @cached_property
-    def position(self) -> dict[str, int]:
-        """skill_id → place in `skills`."""
-        return {skill.skill_id: place for place, skill in enumerate(self.skills)}
+        Raises SkilltrainError where `lists` holds no lists or `pool` no skills; all else may be missing.
+        """
+        if (rows := rows_of(lists, LISTS)) is None:
+            what = "holds no lists" if lists.is_dir() else "no such folder"
+            raise SkilltrainError(what, where=lists, fix="give the folder that `skilltrain lists` wrote")
+        if pool is not None and not table_path(pool, SKILLS).is_file():
+            raise SkilltrainError("holds no pool", where=pool, fix="give the folder that `skilltrain pool` wrote")
+        self.trail = trail = Trail(lists.resolve() if lists.is_dir() else lists.resolve().parent)
+        pool = pool or trail.first("pool")
+        mined = next((run for run in trail.runs if run.ranks(of_others=False)), None)
+        self.mined, self.kept = _by_source(mined), _by_source(trail.filters[0] if trail.filters else mined)
+        dropped = (rows_of(run.folder, DROPPED) or () for run in reversed(trail.filters))
+        self.drops = [Dropped(**row) for of_run in dropped for row in of_run]
+        self._read_skills(pool, {skill_id for row in rows for skill_id in row["skill_ids"]})
+        self.query_ids = [row["query_id"] for row in rows]
+        found = (rows_of(path, QUERIES) or () for path in (*trail.inputs["queries"], trail.folder))
+        self.query_texts = {
+            row["query_id"]: row["text"] for of in found for row in of
+        }  # drops name queries without list
+        if not self.query_texts:
+            trail.missing.append("queries: lists are shown without their query's text")
+        self.texts = [self.query_texts.get(query_id, "") for query_id in self.query_ids]
+        self.flags = rows_of(pool.parent if pool and pool.is_file() else pool, FLAGS)
+        clustered = rows_of(trail.first("clusters") or pool, CLUSTERS)
+        clusters = {row["skill_id"]: row["cluster"] for row in clustered or ()}
+        self.clusters = None
+        if clustered is not None:
+            self.clusters = np.array([clusters.get(skill.skill_id, -1) for skill in self.skills])
+        self._read_entries(rows)
 
-    @cached_property
-    def texts(self) -> tuple[str, ...]:
-        """The query of each list; empty where it was not found."""
-        return tuple(self.query_texts.get(query_id, "") for query_id in self.query_ids)
+    def _read_skills(self, pool: Path | None, used: set[str]) -> None:
+        """Those of the lists (`used`) and of the drops, the known ones first."""
+        used |= {skill_id for drop in self.drops for skill_id in (drop.skill_id, drop.other_id) if skill_id}
+        in_pool = rows_of(pool, SKILLS)
+        if in_pool is None:
+            self.trail.missing.append("pool: texts of skills are missing (give --pool)")
+        known = [Skill(**row) for row in in_pool or () if row["skill_id"] in used]
+        unknown = sorted(used - {skill.skill_id for skill in known})
+        self.skills = [*known, *(Skill(skill_id, skill_id, "", "") for skill_id in unknown)]
+        self.known = np.arange(len(self.skills)) < len(known)
+        self.num_pool = None if in_pool is None else len(in_pool)
+        self.position = {skill.skill_id: place for place, skill in enumerate(self.skills)}
+        self.body_chars = np.array([len(skill.body) for skill in self.skills], dtype=np.int64)
 
-    @cached_property
-    def body_chars(self) -> Int64[np.ndarray, " skill"]:
-        """Characters of the body of each skill."""
-        return np.array([len(skill.body) for skill in self.skills], dtype=np.int64)
+    def _read_entries(self, rows: list[dict[str, Any]]) -> None:
+        self.in_list = np.repeat(np.arange(len(rows)), [len(row["skill_ids"]) for row in rows])
+        self.skill = np.array([self.position[skill_id] for row in rows for skill_id in row["skill_ids"]], np.int64)
+        self.sources, self.source = codes(value for row in rows for value in row["sources"])
+        self.verdicts, self.verdict = codes(value for row in rows for value in row["verdicts"])
+        self.rank = np.array([rank for row in rows for rank in row["ranks"]], dtype=np.int64)
+        scores = (row["teacher_scores"] or [np.nan] * len(row["skill_ids"]) for row in rows)
+        self.score = np.array([score for row in scores for score in row], dtype=np.float64)
+        self.positive = np.array([name in POSITIVE for name in self.verdicts], dtype=bool)[self.verdict]
 
     def num_lists(self, positive: bool) -> Int64[np.ndarray, " skill"]:
         """How often each skill is a positive, or a negative, of a list."""
         return np.bincount(self.skill[self.positive == positive], minlength=len(self.skills))
 
-    def like_a_positive(self, numbers: Int64[np.ndarray, " skill"]) -> Bool[np.ndarray, " entry"]:
+    def like_a_positive(self, numbers: Int64[np.ndarray, " skill"]) -> Entries:
         """Which entries are negatives whose skill has the number of a positive of their list; -1 equals nothing."""
         own = numbers[self.skill]
         key = self.in_list * (int(numbers.max(initial=0)) + 1) + own
         return ~self.positive & (own >= 0) & np.isin(key, key[self.positive & (own >= 0)])
-
-
-def read_material(lists: Path, pool: Path | None) -> Material:
-    """The material of the folder `lists`; `pool` stands in for the pool that the runs name.
-
-    Raises SkilltrainError where `lists` holds no lists or `pool` no skills; all else may be missing.
-    """
-    if (rows := rows_of(lists, LISTS)) is None:
-        what = "holds no lists" if lists.is_dir() else "no such folder"
-        raise SkilltrainError(what, where=lists, fix="give the folder that `skilltrain lists` wrote")
-    if pool is not None and not table_path(pool, SKILLS).is_file():
-        raise SkilltrainError("holds no pool", where=pool, fix="give the folder that `skilltrain pool` wrote")
-    trail = Trail(lists.resolve() if lists.is_dir() else lists.resolve().parent)
-    trail.follow(trail.folder)
-    pool = pool or trail.first("pool")
-    mined = next((run for run in trail.runs if run.mines), None)
-    filters = [run for run in trail.runs if run.filters]
-    drops = [Dropped(**row) for run in reversed(filters) for row in rows_of(run.folder, DROPPED) or ()]
-    used = {skill_id for row in rows for skill_id in row["skill_ids"]}
-    used |= {skill_id for drop in drops for skill_id in (drop.skill_id, drop.other_id) if skill_id}
-    in_pool = rows_of(pool, SKILLS)
-    if in_pool is None:
-        trail.missing.append("pool: texts of skills are missing (give --pool)")
-    known = [Skill(**row) for row in in_pool or () if row["skill_id"] in used]
-    unknown = sorted(used - {skill.skill_id for skill in known})
-    skills = [*known, *(Skill(skill_id, skill_id, "", "") for skill_id in unknown)]
-    found = (rows_of(path, QUERIES) or () for path in (*trail.inputs["queries"], trail.folder))
-    texts = {row["query_id"]: row["text"] for rows in found for row in rows}  # drops name queries that have no list
-    if not texts:
-        trail.missing.append("queries: lists are shown without their query's text")
-    clustered = rows_of(trail.first("clusters") or pool, CLUSTERS)
-    clusters = {row["skill_id"]: row["cluster"] for row in clustered or ()}
-    return Material(
-        trail=trail,
-        query_ids=[row["query_id"] for row in rows],
-        query_texts=texts,
-        skills=skills,
-        known=np.arange(len(skills)) < len(known),
-        num_pool=None if in_pool is None else len(in_pool),
-        mined=_by_source(mined),
-        kept=_by_source(filters[0] if filters else mined),
-        drops=drops,
-        flags=rows_of(pool.parent if pool and pool.is_file() else pool, FLAGS),
-        clusters=None if clustered is None else np.array([clusters.get(skill.skill_id, -1) for skill in skills]),
-        **_entries(rows, {skill.skill_id: place for place, skill in enumerate(skills)}),
-    )
-
-
-def _entries(rows: list[dict[str, Any]], places: Mapping[str, int]) -> dict[str, Any]:
-    """The lists' entries as aligned arrays, and what the codes of sources and verdicts stand for."""
-    sources, source = codes(value for row in rows for value in row["sources"])
-    verdicts, verdict = codes(value for row in rows for value in row["verdicts"])
-    scores = [row["teacher_scores"] or [np.nan] * len(row["skill_ids"]) for row in rows]
-    return {
-        "sources": sources,
-        "verdicts": verdicts,
-        "in_list": np.repeat(np.arange(len(rows)), [len(row["skill_ids"]) for row in rows]),
-        "skill": np.array([places[skill_id] for row in rows for skill_id in row["skill_ids"]], dtype=np.int64),
-        "source": source,
-        "verdict": verdict,
-        "rank": np.array([rank for row in rows for rank in row["ranks"]], dtype=np.int64),
-        "score": np.array([score for row in scores for score in row], dtype=np.float64),
-        "positive": np.isin(verdict, [place for place, name in enumerate(verdicts) if name in POSITIVE]),
-    }
 
 
 def codes(values: Iterable[str | None]) -> tuple[list[str], Int64[np.ndarray, " value"]]:
@@ -223,3 +182,51 @@ def _by_source(run: Run | None) -> Counter[str] | None:
         return None
     column = pq.read_table(table_path(run.folder, RANKINGS), columns=["stage"]).column("stage")
     return Counter({row["values"]: row["counts"] for row in column.value_counts().to_pylist()})
+
+
+def run_checks(m: Material) -> dict[str, Int64[np.ndarray, " found"]]:
+    """Check → the places of the entries that it found, for all checks that the material allows.
+
+    What each means stands in the page's template.
+    """
+    found: dict[str, Entries] = {}
+    if m.num_pool is not None:
+        known = m.known[m.skill]
+        _, names = codes(name_key(skill.name) for skill in m.skills)
+        _, bodies = codes(skill.body.strip() for skill in m.skills)
+        _, descriptions = codes(skill.description.strip().casefold() for skill in m.skills)
+        found["leak"], found["program_leak"] = _leaks(m)
+        found["same_name"] = m.like_a_positive(names) & known
+        found["same_text"] = m.like_a_positive(bodies) | m.like_a_positive(descriptions)
+        asked = np.array([language_of(text[:4000]) or "" for text in m.texts], dtype=object)[m.in_list]
+        given = np.array([skill.lang or "" for skill in m.skills], dtype=object)[m.skill]
+        found["other_language"] = m.positive & (asked != "") & (given != "") & (asked != given)
+        found["short_positive"] = m.positive & known & (m.body_chars[m.skill] < SHORT_BODY)
+        found["unknown_skill"] = ~known
+    if m.clusters is not None:
+        found["cluster"] = m.like_a_positive(m.clusters)
+    if not np.isnan(m.score).all():
+        lowest = np.full(len(m.query_ids), np.inf)  # of a list's positives
+        scored = m.positive & ~np.isnan(m.score)
+        np.minimum.at(lowest, m.in_list[scored], m.score[scored])
+        found["teacher"] = ~m.positive & (m.score > lowest[m.in_list])
+    if m.flags is not None:
+        flagged = {row["skill_id"] for row in m.flags}
+        found["flagged_positive"] = m.positive & np.array([s.skill_id in flagged for s in m.skills], bool)[m.skill]
+    first = np.diff(m.in_list, prepend=-1) > 0
+    texts, own = codes(" ".join(words_of(text)) for text in m.texts)
+    repeated = (own >= 0) & (np.bincount(own[own >= 0], minlength=len(texts) + 1) > 1)[own]
+    found["same_query"] = first & repeated[m.in_list]
+    sizes = np.bincount(m.in_list, minlength=len(m.query_ids))
+    found["short_list"] = first & (sizes < np.argmax(np.bincount(sizes, minlength=1)))[m.in_list]
+    return {key: np.flatnonzero(mask) for key, mask in found.items()}
+
+
+def _leaks(m: Material) -> tuple[Entries, Entries]:
+    """(positives that their query names, positives of whose programs it names one)."""
+    named, program_named = np.zeros(len(m.in_list), dtype=bool), np.zeros(len(m.in_list), dtype=bool)
+    for place in np.flatnonzero(m.positive & m.known[m.skill]).tolist():
+        text, skill = m.texts[m.in_list[place]], m.skills[m.skill[place]]
+        named[place] = bool(text and skill.name) and names_skill(text, skill.name)
+        program_named[place] = bool(text) and names_program(text, skill.body)
+    return named, program_named

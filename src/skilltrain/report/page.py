@@ -1,4 +1,4 @@
-"""Pages and Markdown from the templates beside this file.
+"""Pages and Markdown from the templates beside this file, and how they put numbers into words.
 
 Skill names, queries and bodies are untrusted. Every text that a template prints is escaped, with the characters that
 nobody sees written out; a page is one file that asks for nothing, and its own policy admits only its one script and
@@ -8,22 +8,18 @@ its one style sheet, each named by its hash.
 import base64
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
+from statistics import median
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from skilltrain.evaluation.bootstrap import compact
-from skilltrain.report import numbers
+from skilltrain.evaluation.bootstrap import Interval, compact
+from skilltrain.evaluation.comparison import ALPHA
 from skilltrain.texts import one_line, visible
-
-_FORMATS: tuple[Callable[..., str], ...] = (
-    compact, numbers.counted, numbers.duration, numbers.number, numbers.p_equals, numbers.p_value, numbers.percent,
-    numbers.feature_reading, numbers.reading, numbers.share, numbers.signed, numbers.signed_interval,
-)  # fmt: skip
 
 
 def html_page(template: str, scripts: tuple[str, ...], **values: Any) -> str:
@@ -65,9 +61,8 @@ def _environment(markdown: bool) -> Environment:
         lstrip_blocks=True,
     )
     made.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
-    made.filters |= {"lead": lead, "zip": zip}
-    for form in _FORMATS:
-        made.filters[form.__name__] = _trusted(form) if markdown else form
+    made.filters |= {"lead": lead, "median": median, "zip": zip}
+    made.filters |= {form.__name__: _trusted(form) if markdown else form for form in _FORMATS}
     return made
 
 
@@ -81,3 +76,85 @@ def _asset(name: str) -> str:
 
 def _hash(content: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+
+def share(value: float) -> str:
+    """The number at a tick of an axis of shares: 0, .25, 1."""
+    return f"{value:.0f}" if value in (0, 1) else compact(value, 2)
+
+
+def percent(part: float, whole: float) -> str:
+    """A share in words: `1.7%`, `<0.1%`, `0%`."""
+    found = 100 * part / whole if whole else 0.0
+    if 0 < found < 0.1:
+        return "<0.1%"
+    return f"{found:.1f}%" if found < 10 and found != round(found) else f"{found:.0f}%"
+
+
+def p_value(p: float | None) -> str:
+    """A p like `.0321`, `<.0001` where it is smaller, 1 where it rounds to it; a dash where a test does not apply."""
+    if p is None:
+        return "–"
+    if p >= 0.99995:
+        return "1"
+    return "<.0001" if p < 0.0001 else compact(p, 4)
+
+
+def p_equals(p: float | None) -> str:
+    """A p in a sentence: `p = .0321`, `p < .0001`."""
+    value = p_value(p)
+    return f"p < {value[1:]}" if value.startswith("<") else f"p = {value}"
+
+
+def signed(value: float | None, places: int = 3) -> str:
+    """A difference with its sign, like `+.173`; 0 has none; a dash where there is none."""
+    if value is None:
+        return "–"
+    text = compact(value, places)
+    return text if text.startswith("-") or not text.strip("0.") else f"+{text}"
+
+
+def signed_interval(value: Interval) -> str:
+    """A difference with its interval, like `+.173 [.08, .27]`."""
+    return f"{signed(value.mean)} {value.bounds()}"
+
+
+def feature_reading(feature: Mapping[str, Any]) -> str:
+    """What the test of a row of `structure` allows to say of gold skills: more, less or not told apart."""
+    if feature["p"] >= ALPHA or feature["effect"] == 0.5:
+        return "not told apart"
+    return "more" if feature["effect"] > 0.5 else "less"
+
+
+def number(value: float) -> str:
+    """A count, length or rate in three significant digits or more: `1,240`, `12.5`, `.04`."""
+    if abs(value) >= 100 or value == round(value):
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else compact(value, 2)
+
+
+def duration(seconds: float) -> str:
+    """A time of waiting in three significant digits: `.42 ms`, `85.0 ms`, `1.30 s`."""
+    value, unit = (seconds, "s") if seconds >= 1 else (1000 * seconds, "ms")
+    return f"{value:,.0f} {unit}" if value >= 99.95 else f"{compact(value, 1 if value >= 9.995 else 2)} {unit}"
+
+
+def counted(num: int, noun: str) -> str:
+    """A count with its noun: `1 query`, `3 queries`, `2 systems`."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{num:,} {noun if num == 1 else plural}"
+
+
+_FORMATS = (
+    compact,
+    counted,
+    duration,
+    number,
+    p_equals,
+    p_value,
+    percent,
+    feature_reading,
+    share,
+    signed,
+    signed_interval,
+)

@@ -1,23 +1,30 @@
-"""The files of an evaluation's report: JSON, Markdown, one HTML page with its figures, and the values of each query."""
+"""The forms of an evaluation's report: JSON, Markdown, one HTML page with its figures, a table for the terminal."""
 
 import json
 import math
 from pathlib import Path
 from typing import Any
 
-from skilltrain.evaluation.analysis import FIELDS, FieldAttention
-from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES, compact
+from skilltrain.evaluation.comparison import ALPHA
 from skilltrain.evaluation.metrics import COPIES, MEANINGS, Measure
+from skilltrain.evaluation.slices import ALL, KIND, LENGTH, Row, SliceMeans, shown
 from skilltrain.files import write_json, write_text
-from skilltrain.report.evaluation import Report
-from skilltrain.report.numbers import ALPHA
+from skilltrain.report.evaluation import ANALYSES, Report
 from skilltrain.report.page import html_page, markdown
 from skilltrain.report.plots import SHARES, Axis, axis_around, axis_over
+from skilltrain.templates import FIELDS_SEEN
+from skilltrain.texts import printable
 
 CURVE = (*range(1, 11), 12, 15, 20, 25, 30, 40, 50)  # cutoffs of the recall curve
 MARKED = (1, 2, 5, 10, 20, 50)  # of them, those with a number
 NUM_CASES = 100  # fixed (and broken) queries listed of a pair of systems
 NUM_QUERIES = 500  # queries listed of failures, and of differences; a larger page is slow to search
+_NAME, _CELL = 11, 21  # widths of the terminal's first column and of a mean with its interval
 
 
 def write_report(report: Report, folder: Path) -> None:
@@ -57,7 +64,7 @@ def report_page(report: Report) -> str:
         trade=_trade(report),
         axes=_axes(report),
         layers=_layers,
-        fields=FIELDS,
+        fields=FIELDS_SEEN["full"],
         limits={"cases": NUM_CASES, "queries": NUM_QUERIES},
     )
 
@@ -67,6 +74,7 @@ def _values(report: Report) -> dict[str, Any]:
     used = dict.fromkeys(name.removesuffix(COPIES).partition("@")[0] for name in report.measures)
     return {
         "report": report,
+        "analysis": dict.fromkeys(ANALYSES, ()) | dict(report.analysis),
         "meanings": {name: MEANINGS[name] for name in used},
         "level": f"{LEVEL:.0%}",
         "resamples": RESAMPLES,
@@ -96,12 +104,13 @@ def _recall_curve(report: Report) -> dict[str, Any] | None:
 
 def _trade(report: Report) -> dict[str, Any] | None:
     """Latency against quality: both axes, and system → (its whole time, its mean); None where no system has both."""
-    totals = {row.system: row for row in report.analysis.latencies if row.stage == "total" and row.p50 > 0}
+    latencies = report.analysis.get("latencies", ())
+    totals = {row["system"]: row for row in latencies if row["stage"] == "total" and row["p50"] > 0}
     means = {name: row.get(report.chief_measure) for name, row in report.every.means.items()}
     points = {name: (totals[name], mean) for name, mean in means.items() if mean is not None and name in totals}
     if not points:
         return None
-    across = axis_over([1000 * row.p50 for row, _ in points.values()], logarithmic=True)
+    across = axis_over([1000 * row["p50"] for row, _ in points.values()], logarithmic=True)
     up = axis_over([end for _, mean in points.values() for end in (mean.low, mean.high)])
     return {"across": across, "up": up, "points": points}
 
@@ -111,24 +120,27 @@ def _axes(report: Report) -> dict[str, Axis]:
     analysis, found = report.analysis, {"shares": SHARES}
     if differences := [c.difference for c in report.comparisons]:
         found["differences"] = axis_around(0, [end for value in differences for end in (value.low, value.high)])
-    if rates := analysis.pass_rates:
-        ends = [end for rate in rates for end in (rate.without_skills, rate.with_gold)]
-        found["agents"] = axis_over([*ends, *(value.mean for rate in rates for value in rate.estimates.values())])
-    if analysis.structure:
-        found["structure"] = axis_around(0.5, [feature.effect for feature in analysis.structure])
+    if rates := analysis.get("pass_rates"):
+        ends = [rate[key] for rate in rates for key in ("without_skills", "with_gold")]
+        found["agents"] = axis_over([*ends, *(value.mean for rate in rates for value in rate["estimates"].values())])
+    if structure := analysis.get("structure"):
+        found["structure"] = axis_around(0.5, [feature["effect"] for feature in structure])
     return found
 
 
-def _layers(model: FieldAttention) -> dict[str, Any]:
+def _layers(model: Row) -> dict[str, Any]:
     """Field → its line over the layers, and the places of about eight of their `numbers`, the first and the last too.
 
     A single layer runs over the whole width.
     """
-    count = len(model.layers)
-    every = model.layers if count > 1 else model.layers * 2
+    count = len(model["layers"])
+    every = model["layers"] * (1 if count > 1 else 2)
     step = max(1, -(-count // 8))
     named = [*range(0, count - step // 2 - 1, step), count - 1] if count > 1 else [0]
-    lines = {name: [(100 * n / (len(every) - 1), 100 * one[name]) for n, one in enumerate(every)] for name in FIELDS}
+    lines: dict[str, Any] = {
+        name: [(100 * n / (len(every) - 1), 100 * one[name]) for n, one in enumerate(every)]
+        for name in FIELDS_SEEN["full"]
+    }
     return lines | {"numbers": [(100 * n / max(1, count - 1), n + 1) for n in named]}
 
 
@@ -151,6 +163,40 @@ def _spread(report: Report, query_id: str) -> float:
     """How far the systems lie apart, summed over measures; with one system, how far it is from perfect."""
     held = [result.per_query[query_id] for result in report.results]
     columns = [[values[name] for values in held] for name in report.measures if name in held[0]]
-    if len(held) == 1:
-        return sum(1 - column[0] for column in columns)
-    return sum(max(column) - min(column) for column in columns)
+    best = (1.0 if len(held) == 1 else max(column) for column in columns)
+    return sum(top - min(column) for top, column in zip(best, columns, strict=True))
+
+
+def terminal_table(report: Report, width: int) -> Group:
+    """The means over all queries, each kind, and terse and long ones, for a terminal of `width` columns.
+
+    Measures are rows; systems are columns, as many as fit, block by block, so that names and intervals are never cut.
+    The best mean stands out; below are the headline and what else must be known.
+    """
+    parts = [part for part in shown(report.slices) if part.label in (ALL, KIND, LENGTH)]
+    columns = [[(part, name) for name in report.systems] for part in parts]
+    if len(report.systems) == 1:
+        columns = [[pair for row in columns for pair in row]]  # a single system's parts stand side by side
+    num = max(1, (width - _NAME) // _CELL)
+    blocks = [row[start : start + num] for row in columns for start in range(0, len(row), num)]
+    table = Table(pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    for _ in range(max(map(len, blocks))):
+        table.add_column(justify="right", overflow="fold", max_width=_CELL - 3)
+    for block in blocks:
+        heads = [f"{printable(name)}\n{part.value}, n = {len(part.query_ids)}" for part, name in block]
+        table.add_row("", *(Text(head, style="bold") for head in heads), end_section=True)
+        for measure in report.measures:
+            cells = [_cell(part, name, measure) for part, name in block]
+            table.add_row(measure.replace(" ", "\n"), *cells, end_section=measure == report.measures[-1])
+    title = Text(f"{printable(report.title())}, 95% bootstrap intervals", style="italic")
+    return Group(title, table, Text("\n".join(map(printable, (report.headline(), *report.notes)))))
+
+
+def _cell(part: SliceMeans, system: str, measure: str) -> Text:
+    value = part.means[system].get(measure)
+    if value is None:
+        return Text("–", style="dim")
+    count = f"\nn = {value.n}" if value.n < len(part.query_ids) else ""
+    mean = Text(compact(value.mean, 3), style="bold" if system in part.best(measure) else "")
+    return mean.append(f" {value.bounds()}{count}", style="not bold dim")

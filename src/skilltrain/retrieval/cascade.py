@@ -79,6 +79,21 @@ class RankedStage:
     num_passed: int | None = None
     gpu_bytes: int = 0
 
+    def skill_ids(self) -> dict[str, list[str]]:
+        """query_id → its ranked skills."""
+        return {query_id: [skill_id for skill_id, _ in ranking] for query_id, ranking in self.rankings.items()}
+
+    def only(self, query_ids: Iterable[str]) -> "RankedStage":
+        """The answers to some queries."""
+        return replace(self, rankings={query_id: self.rankings[query_id] for query_id in query_ids})
+
+    def joined(self, other: "RankedStage") -> "RankedStage":
+        """The same ranker's answers over this pool and another; seconds are those of a query, over both."""
+        seconds = self.seconds * len(self.rankings) + other.seconds * len(other.rankings)
+        rankings = self.rankings | other.rankings
+        alone, gpu_bytes = self.alone + other.alone, max(self.gpu_bytes, other.gpu_bytes)
+        return replace(self, rankings=rankings, seconds=seconds / len(rankings), alone=alone, gpu_bytes=gpu_bytes)
+
 
 class Cascade:
     """Runs systems for the same queries over one pool; what two systems begin with in common runs once.

@@ -23,51 +23,6 @@ _QUERIES = 64  # queries whose products with all chunks are taken at once: 27 MB
 _ON_GPU = 2048  # what faiss finds on a GPU at most
 
 
-def nearest(
-    queries: Float32[np.ndarray, "query dim"], pool: Float32[np.ndarray, "skill dim"], k: int, index: Any = None
-) -> Found:
-    """The `k` nearest skills of each query; ties go to the lower position. Exact, unless an `index` finds them.
-
-    faiss's own float32 products depend in their last bits on the number of queries, the threads and the hardware. So
-    they only choose k and a few more, which are then ordered by products in double precision.
-    """
-    k, width = min(k, len(pool)), min(k + _SPARE, len(pool))
-    if k == 0 or not len(queries):
-        return np.empty((len(queries), k), np.int64), np.empty((len(queries), k), np.float32)
-    queries, pool = (np.ascontiguousarray(vectors, dtype=np.float32) for vectors in (queries, pool))
-    found = _search(queries, pool, width) if index is None else index.search(queries, width)[1]
-    return _ordered(queries, ChunkVectors.one_each(pool), found, k)
-
-
-def _search(queries: np.ndarray, pool: np.ndarray, k: int) -> Int64[np.ndarray, "query k"]:
-    """The best by float32 products, on a GPU where faiss finds one."""
-    import faiss
-
-    # The CPU build of faiss counts GPUs too, and always finds none.
-    if faiss.get_num_gpus() and k <= _ON_GPU:
-        return faiss.knn_gpu(faiss.StandardGpuResources(), queries, pool, k, metric=faiss.METRIC_INNER_PRODUCT)[1]
-    return faiss.knn(queries, pool, k, metric=faiss.METRIC_INNER_PRODUCT)[1]
-
-
-def cosines(
-    queries: Float32[np.ndarray, "query dim"],
-    pool: Float32[np.ndarray, "skill dim"],
-    rows: Int64[np.ndarray, " pair"],
-    positions: Int64[np.ndarray, " pair"],
-) -> Float32[np.ndarray, " pair"]:
-    """The inner product of each (row of `queries`, position in `pool`), in double precision and then rounded.
-
-    A pair's result does not depend on the pairs beside it, which cannot be said of a matrix product.
-    """
-    result = np.empty(len(rows), dtype=np.float32)
-    for start in range(0, len(rows), _PAIRS):
-        part = slice(start, start + _PAIRS)
-        products = queries[rows[part]].astype(np.float64)
-        products *= pool[positions[part]]
-        result[part] = products.sum(axis=1)
-    return result
-
-
 @dataclass(frozen=True)
 class ChunkVectors:
     """The unit vectors of the skills' chunks, skill after skill; `starts` says where each skill's begin, and ends.
@@ -83,7 +38,7 @@ class ChunkVectors:
     @classmethod
     def one_each(cls, vectors: Float32[np.ndarray, "skill dim"]) -> "ChunkVectors":
         """Skills of one chunk each."""
-        return cls(vectors, np.arange(len(vectors) + 1))
+        return cls(np.ascontiguousarray(vectors, dtype=np.float32), np.arange(len(vectors) + 1))
 
     def save(self, folder: Path) -> None:
         """Write them into `folder`."""
@@ -113,24 +68,57 @@ class ChunkVectors:
         rows: Int64[np.ndarray, " pair"],
         positions: Int64[np.ndarray, " pair"],
     ) -> Float32[np.ndarray, " pair"]:
-        """The score of each (row of `queries`, position of a skill), whatever the pairs beside it."""
+        """The score of each (row of `queries`, position of a skill), from products in double precision, then rounded.
+
+        It does not depend on the pairs beside it, which cannot be said of a matrix product.
+        """
         counts = np.diff(self.starts)[positions]
         starts = starts_of(counts)
         pairs = np.repeat(np.arange(len(positions)), counts)
         chunks = np.arange(len(pairs)) + (self.starts[positions] - starts[:-1])[pairs]
-        return pooled(cosines(queries, self.vectors, rows[pairs], chunks)[None], starts, self.pool)[0]
+        cosines = np.empty(len(pairs), dtype=np.float32)
+        for start in range(0, len(pairs), _PAIRS):
+            part = slice(start, start + _PAIRS)
+            products = queries[rows[pairs[part]]].astype(np.float64)
+            products *= self.vectors[chunks[part]]
+            cosines[part] = products.sum(axis=1)
+        return pooled(cosines[None], starts, self.pool)[0]
 
-    def nearest(self, queries: Float32[np.ndarray, "query dim"], k: int) -> Found:
-        """The `k` skills of the highest score for each query, exactly; ties go to the lower position."""
+    def nearest(self, queries: Float32[np.ndarray, "query dim"], k: int, index: Any = None) -> Found:
+        """The `k` skills of the highest score for each query; ties go to the lower position.
+
+        Exact, unless an `index` finds them. Products in single precision depend in their last bits on the number of
+        queries, the threads and the hardware. So they only choose k and a few more, which `scores` then orders.
+        """
         k, width = min(k, self.num_skills), min(k + _SPARE, self.num_skills)
-        if self.is_one_each or k == 0 or not len(queries):
-            return nearest(queries, self.vectors[: self.num_skills], k)
-        found = np.empty((len(queries), width), dtype=np.int64)
+        if k == 0 or not len(queries):
+            return np.empty((len(queries), k), np.int64), np.empty((len(queries), k), np.float32)
+        queries = np.ascontiguousarray(queries, dtype=np.float32)
+        found = self._search(queries, width) if index is None else index.search(queries, width)[1]
+        rows = np.repeat(np.arange(len(queries)), found.shape[1])
+        scores = self.scores(queries, rows, np.maximum(found.ravel(), 0)).reshape(found.shape)
+        scores[found < 0] = -np.inf
+        order = np.lexsort((found, -scores), axis=1)[:, :k]
+        positions, scores = np.take_along_axis(found, order, 1), np.take_along_axis(scores, order, 1)
+        scores[positions < 0] = np.nan
+        return positions, scores
+
+    def _search(self, queries: np.ndarray, k: int) -> Int64[np.ndarray, "query k"]:
+        """The best by products in single precision, on a GPU where faiss finds one."""
+        if self.is_one_each:
+            import faiss
+
+            pool, metric = np.ascontiguousarray(self.vectors), faiss.METRIC_INNER_PRODUCT
+            # The CPU build of faiss counts GPUs too, and always finds none.
+            if faiss.get_num_gpus() and k <= _ON_GPU:
+                return faiss.knn_gpu(faiss.StandardGpuResources(), queries, pool, k, metric=metric)[1]
+            return faiss.knn(queries, pool, k, metric=metric)[1]
+        found = np.empty((len(queries), k), dtype=np.int64)
         for start in range(0, len(queries), _QUERIES):
             part = slice(start, start + _QUERIES)
             scores = pooled(queries[part] @ self.vectors.T, self.starts, self.pool)
-            found[part] = np.argsort(-scores, axis=1, kind="stable")[:, :width]
-        return _ordered(queries, self, found, k)
+            found[part] = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+        return found
 
 
 def starts_of(counts: Sequence[int] | Int64[np.ndarray, " part"]) -> Int64[np.ndarray, " part_and_end"]:
@@ -142,25 +130,16 @@ def pooled(
     scores: Float32[np.ndarray, "query chunk"], starts: Int64[np.ndarray, " skill_and_end"], pool: ChunkPool
 ) -> Float32[np.ndarray, "query skill"]:
     """The score of each skill by those of its chunks, of which it has at least one."""
+    counts = np.diff(starts)
+    if (counts == 1).all():
+        return scores
     best = np.maximum.reduceat(scores, starts[:-1], axis=1)
     if pool == "max":
         return best
-    counts = np.diff(starts)
     is_best = scores == np.repeat(best, counts, axis=1)
     second = np.maximum.reduceat(np.where(is_best, -np.inf, scores), starts[:-1], axis=1)
     is_level = (np.add.reduceat(is_best, starts[:-1], axis=1, dtype=np.int64) > 1) | (counts == 1)
     return ((best + np.where(is_level, best, second)) / 2).astype(np.float32)
-
-
-def _ordered(queries: np.ndarray, pool: ChunkVectors, found: np.ndarray, k: int) -> Found:
-    """The `k` best of what was `found` for each query (-1: nothing), by exact score and then by position."""
-    rows = np.repeat(np.arange(len(queries)), found.shape[1])
-    scores = pool.scores(queries, rows, np.maximum(found.ravel(), 0)).reshape(found.shape)
-    scores[found < 0] = -np.inf
-    order = np.lexsort((found, -scores), axis=1)[:, :k]
-    positions, scores = np.take_along_axis(found, order, 1), np.take_along_axis(scores, order, 1)
-    scores[positions < 0] = np.nan
-    return positions, scores
 
 
 def build_index(description: str, pool: Float32[np.ndarray, "skill dim"], seed: int) -> Any:
@@ -190,6 +169,12 @@ def build_index(description: str, pool: Float32[np.ndarray, "skill dim"], seed: 
     finally:
         faiss.omp_set_num_threads(threads)
     return index
+
+
+def recall(found: Int64[np.ndarray, "query k"], exact: Int64[np.ndarray, "query k"]) -> float:
+    """The share of the exact nearest that were found."""
+    hits: Sequence[int] = [len(np.intersect1d(*pair)) for pair in zip(found, exact, strict=True)]
+    return sum(hits) / max(1, exact.size)
 
 
 @dataclass(frozen=True)
@@ -245,9 +230,3 @@ def ranking_of(skill_ids: Sequence[str], positions: np.ndarray, scores: np.ndarr
     """The skills at `positions` of the pool, best first; equal scores keep their order."""
     pairs = [(skill_ids[int(place)], float(score)) for place, score in zip(positions, scores, strict=True)]
     return sorted(pairs, key=lambda pair: -pair[1])
-
-
-def recall(found: Int64[np.ndarray, "query k"], exact: Int64[np.ndarray, "query k"]) -> float:
-    """The share of the exact nearest that were found."""
-    hits: Sequence[int] = [len(np.intersect1d(*pair)) for pair in zip(found, exact, strict=True)]
-    return sum(hits) / max(1, exact.size)

@@ -2,7 +2,7 @@
 
 import hashlib
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +20,11 @@ KEY = np.dtype("S16")
 _SMALL, _MANY = 512, 64  # so many files with fewer vectors than this are joined into one
 _DAMAGED = (pa.ArrowException, OSError, ValueError)
 
-Parts = Iterator[tuple[Int64[np.ndarray, " some"], Float32[np.ndarray, "some dim"]]]
-"""Positions in what was asked for, and the vectors there, part by part as they are found or made."""
+Positions = Int64[np.ndarray, " some"]
+Part = tuple[Positions, Float32[np.ndarray, "some dim"]]
+"""Positions in what was asked for, and the vectors there."""
+Parts = Iterator[Part]
+"""Part by part as they are found or made."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,9 @@ class VectorCache:
 
     def read(self, keys: np.ndarray) -> Parts:
         """Yield (positions among the distinct `keys`, their vectors) of what each file has of them."""
-        order = np.argsort(keys, kind="stable")
         for path in self._paths() if len(keys) else ():
             try:
-                part = _read_file(path, keys, order)
+                part = _read_file(path, keys)
             except FileNotFoundError:
                 continue  # another process has joined it with others
             except _DAMAGED:
@@ -67,23 +69,18 @@ class VectorCache:
                 continue
             yield part
 
-    def missing(self, keys: np.ndarray) -> Int64[np.ndarray, " some"]:
+    def missing(self, keys: np.ndarray) -> Positions:
         """Positions of those of the distinct `keys` that have no vector here."""
-        is_missing = np.ones(len(keys), dtype=bool)
-        for positions, _ in self.read(keys):
-            is_missing[positions] = False
-        return np.flatnonzero(is_missing)
+        return _others(len(keys), self.read(keys))
 
     def add(self, keys: np.ndarray, vectors: Float32[np.ndarray, "key dim"]) -> None:
         """Keep `vectors`; they are in a file when this returns. Raises SkilltrainError if they cannot be written."""
-        if not len(keys):
-            return
-        content = pa.py_buffer(np.asarray(keys, dtype=KEY).tobytes())
-        flat = pa.array(np.ascontiguousarray(vectors, dtype=np.float32).ravel())
-        self._write(pa.table({
-            "key": pa.Array.from_buffers(pa.binary(KEY.itemsize), len(keys), [None, content]),
-            "vector": pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1]),
-        }))  # fmt: skip
+        if len(keys):
+            content = pa.py_buffer(np.asarray(keys, dtype=KEY).tobytes())
+            column = pa.Array.from_buffers(pa.binary(KEY.itemsize), len(keys), [None, content])
+            flat = pa.array(np.ascontiguousarray(vectors, dtype=np.float32).ravel())
+            lists = pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
+            self._write(pa.table({"key": column, "vector": lists}))
 
     def _paths(self) -> list[Path]:
         return sorted(self.folder.glob("*.parquet"))
@@ -110,19 +107,24 @@ class VectorCache:
                 path.unlink()
 
 
-def _read_file(
-    path: Path, keys: np.ndarray, order: np.ndarray
-) -> tuple[Int64[np.ndarray, " some"], Float32[np.ndarray, "some dim"]]:
-    """(positions among `keys` that the file holds, their vectors); `order` sorts `keys`."""
+def _read_file(path: Path, keys: np.ndarray) -> Part:
+    """(positions among `keys` of what the file holds of them, the vectors)."""
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
-        held = np.array(file.read(["key"]).column("key").to_pylist(), dtype=KEY)
-        places = order[np.minimum(np.searchsorted(keys, held, sorter=order), len(keys) - 1)]
-        rows = np.flatnonzero(keys[places] == held)
+        places = places_in(keys, np.array(file.read(["key"]).column("key").to_pylist(), dtype=KEY))
+        rows = np.flatnonzero(places >= 0)
         dim = file.schema_arrow.field("vector").type.list_size
         if not len(rows):
-            return places[rows], np.empty((0, dim), np.float32)
+            return rows, np.empty((0, dim), np.float32)
         chunks = [chunk.flatten().to_numpy() for chunk in file.read(["vector"]).column("vector").chunks]
-    return places[rows], np.concatenate(chunks).reshape(len(held), dim)[rows]
+    return places[rows], np.concatenate(chunks).reshape(len(places), dim)[rows]
+
+
+def _others(num: int, parts: Iterable[Part]) -> Positions:
+    """The positions up to `num` that are in none of `parts`."""
+    is_missing = np.ones(num, dtype=bool)
+    for positions, _ in parts:
+        is_missing[positions] = False
+    return np.flatnonzero(is_missing)
 
 
 @dataclass(frozen=True)
@@ -153,14 +155,10 @@ def cached_vectors(
     keys, lengths = text_keys(texts, max_tokens)
     distinct, first, which = np.unique(keys, return_index=True, return_inverse=True)
     parts = [*cache.read(distinct)] if cache else []
-    is_missing = np.ones(len(distinct), dtype=bool)
-    for positions, _ in parts:
-        is_missing[positions] = False
-    missing = np.flatnonzero(is_missing)
+    missing = _others(len(distinct), parts)
     missing = missing[longest_first(lengths[first[missing]])]
     places = first[missing]
-    chosen = [texts[int(place)] for place in places]
-    work = OrderedTexts(chosen, distinct[missing], places, max_tokens, description)
+    work = OrderedTexts([texts[int(place)] for place in places], distinct[missing], places, max_tokens, description)
     for part, vectors in encode(work) if len(missing) else ():
         if cache:
             cache.add(work.keys[part], vectors)
@@ -168,7 +166,8 @@ def cached_vectors(
     if not parts:
         return np.empty((0, 0), dtype=np.float32)
     rows = np.empty(len(distinct), dtype=np.int64)
-    rows[np.concatenate([positions for positions, _ in parts])] = np.arange(sum(len(some) for some, _ in parts))
+    found = np.concatenate([positions for positions, _ in parts])
+    rows[found] = np.arange(len(found))
     return np.concatenate([vectors for _, vectors in parts])[rows[which]]
 
 
@@ -177,6 +176,13 @@ def text_keys(texts: Sequence[str], max_tokens: int) -> tuple[np.ndarray, Int64[
     digests = [hashlib.sha256(f"{max_tokens} {text}".encode("utf-8", "replace")).digest() for text in texts]
     keys = b"".join(digest[: KEY.itemsize] for digest in digests)
     return np.frombuffer(keys, KEY), np.array([len(text) for text in texts], dtype=np.int64)
+
+
+def places_in(keys: np.ndarray, wanted: np.ndarray) -> Positions:
+    """Where each of `wanted` stands among `keys`; -1 where it does not."""
+    order = np.argsort(keys, kind="stable")
+    places = order[np.minimum(np.searchsorted(keys, wanted, sorter=order), len(keys) - 1)]
+    return np.where(keys[places] == wanted, places, -1)
 
 
 def longest_first(lengths: Int64[np.ndarray, " text"]) -> Int64[np.ndarray, " text"]:

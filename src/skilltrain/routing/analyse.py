@@ -1,39 +1,52 @@
-"""The analyses of an evaluation: of its models and skills, before they are asked, and of what they answered."""
+"""The analyses of an evaluation, each a list of rows that stands in metrics.json and that the report's templates draw:
+of its models and skills, before they are asked, and of what they answered.
+"""
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from functools import cache
 from itertools import pairwise
+from statistics import fmean
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 from pydantic import Field
 
 from skilltrain.config import Config, InputPath
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis import (
-    Analysis,
-    StageLatency,
-    StageRecall,
-    Truncation,
-    compare_structure,
-    outcomes,
-)
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, wanted_skills
-from skilltrain.evaluation.bootstrap import Interval, intervals, separation
-from skilltrain.evaluation.comparison import SystemResult
+from skilltrain.evaluation.benchmarks.skillrouter import ORIGIN
+from skilltrain.evaluation.bootstrap import Interval, cluster_sums, intervals, separation
+from skilltrain.evaluation.comparison import SystemResult, holm, mcnemar, same_queries, values_of
 from skilltrain.evaluation.metrics import Measure, per_query
+from skilltrain.evaluation.slices import Row
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.loading import default_device
 from skilltrain.records import Query, Rankings, Skill
+from skilltrain.report.evaluation import Report
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig
 from skilltrain.retrieval.rankers import key_of, parts_of
 from skilltrain.retrieval.rerank import RerankConfig, open_reranker
 from skilltrain.routing.field_attention import field_attention
 from skilltrain.terminal import track
+from skilltrain.texts import words_of
+
+if TYPE_CHECKING:
+    from markdown_it import MarkdownIt
 
 STAGE_CUTOFFS = (1, 5, 10, 50, 100, 500, 1000)
-_WHOLE = 10**9  # characters
+COVERAGES = ("Hit@1", "Recall@10", "FC@10")  # an agent that takes the first, reads ten, or needs all among ten
+AVERAGE = "average"
 _DECIDES = "Hit@1"  # what is right and what is wrong in the analyses that need a yes or no
+_WHOLE = 10**9  # characters
+# The bounds keep a text that repeats `scripts/` from costing more than its length.
+_MENTIONS = {
+    "mentions a script": re.compile(r"(?<![\w-])scripts?/[\w./-]{0,100}\.(?:py|sh|bash|js|mjs|ts|rb|pl|ps1|R)\b"),
+    "mentions a reference file": re.compile(r"(?<![\w-])references?/[\w./-]{0,100}\.(?:md|txt|rst|pdf|json|ya?ml)\b"),
+}
 
 
 class AnalysisConfig(Config):
@@ -55,35 +68,184 @@ class AnalysisConfig(Config):
     structure: bool = Field(default=False, description="compare the structure of gold skills with the rest of the pool")
 
 
+class Agent(NamedTuple):
+    """The shares of tasks that an agent passes without skills, and with the gold skills."""
+
+    name: str
+    without_skills: float
+    with_gold: float
+
+
+# SkillsBench's leaderboard (84 tasks, 5 trials each) as SkillRouter prints it: appendix H, table 16.
+AGENTS = (
+    Agent("Gemini CLI (Flash)", 0.313, 0.487),
+    Agent("Claude Code (Opus 4.5)", 0.220, 0.453),
+    Agent("Codex (GPT-5.2)", 0.306, 0.447),
+    Agent("Claude Code (Opus 4.6)", 0.306, 0.445),
+    Agent("Gemini CLI (Pro)", 0.276, 0.412),
+    Agent("Claude Code (Sonnet 4.5)", 0.173, 0.318),
+    Agent("Claude Code (Haiku 4.5)", 0.110, 0.277),
+)
+
+
 def analyse_inputs(
     config: AnalysisConfig, systems: Sequence[SystemConfig], benchmark: Benchmark, skills: Mapping[str, Skill]
-) -> Analysis:
-    """The analyses that need no ranking, attention and structure; made first, so that what fails, fails early.
+) -> dict[str, list[Row]]:
+    """The analyses that need no ranking, made first, so that what fails, fails early.
 
     Attention is that of each reranker, over the first queries, each with the first skill by id that it wants.
     Raises SkilltrainError where an analysis was asked for and cannot be made.
     """
-    parts = [part for system in systems for part in parts_of(system.rankers)]
-    rerankers = {key_of(part): part for part in parts if isinstance(part, RerankConfig)}
+    parts = {key_of(part): part for system in systems for part in parts_of(system.rankers)}
+    rerankers = [part for part in parts.values() if isinstance(part, RerankConfig)]
     if config.num_attention and not rerankers:
         raise SkilltrainError("is measured in rerankers, and no system has one", where="analysis.num_attention")
     if config.num_timed and not systems:
         raise SkilltrainError("there are no systems to time", where="analysis.num_timed")
     if config.structure and not skills:
         raise SkilltrainError("needs the skills' texts", where="analysis.structure", fix="give pool=…")
+    found: dict[str, list[Row]] = {}
     wanted = [(task.query, wanted_skills(task.relevance, skills)) for task in benchmark.tasks]
-    gold = {skill_id: skills[skill_id].body for _, skill_ids in wanted for skill_id in skill_ids}
-    others = (skill.body for skill in skills.values() if skill.skill_id not in gold)
-    structure = compare_structure(gold.values(), others) if config.structure else ()
-    pairs = [(query, skills[skill_ids[0]]) for query, skill_ids in wanted[: config.num_attention]]
-    attention = (field_attention(open_reranker(one), pairs, one.source) for one in rerankers.values() if pairs)
-    models = {key_of(part): part for part in parts if isinstance(part, EncoderConfig | RerankConfig)}
-    cut = [truncation(part, [*skills.values()]) for part in models.values() if config.truncation]
-    return Analysis(truncation=tuple(cut), structure=structure, attention=tuple(attention))
+    if config.structure:
+        gold = {skill_id: skills[skill_id].body for _, skill_ids in wanted for skill_id in skill_ids}
+        others = (skill.body for skill in skills.values() if skill.skill_id not in gold)
+        found["structure"] = compare_structure(gold.values(), others)
+    if config.num_attention:
+        pairs = [(query, skills[skill_ids[0]]) for query, skill_ids in wanted[: config.num_attention]]
+        found["attention"] = [field_attention(open_reranker(one), pairs, one.source) for one in rerankers]
+    if config.truncation:
+        models = [part for part in parts.values() if isinstance(part, EncoderConfig | RerankConfig)]
+        found["truncation"] = [truncation(model, [*skills.values()]) for model in models]
+    return found
 
 
-def truncation(config: EncoderConfig | RerankConfig, skills: Sequence[Skill]) -> Truncation:
-    """How many of `skills` the model sees whole."""
+def analyse_results(report: Report, stages: Mapping[str, Sequence[RankedStage]]) -> dict[str, list[Row]]:
+    """What the results tell. Outcomes compare each system with the one before it: a pair that the recipe puts side by
+    side. Pass rates are known for the tasks of SkillRouter's benchmark alone.
+    """
+    results, benchmark = report.results, report.benchmark
+    decides = all(_DECIDES in values for result in results for values in result.per_query.values())
+    pairs = pairwise(results) if decides else ()
+    known = all(task.query.origin == ORIGIN for task in benchmark.tasks)
+    return {
+        "outcomes": [outcomes(before, after, _DECIDES, benchmark.clusters) for before, after in pairs],
+        "pass_rates": pass_rates(report.every.means) if known else [],
+        "stages": stage_recalls(stages, benchmark, report.seed),
+        "latencies": latencies(stages),
+    }
+
+
+def outcomes(
+    baseline: SystemResult, system: SystemResult, measure: str, clusters: Mapping[str, str] | None = None
+) -> Row:
+    """What `system` changed (SkillRouter, section 5.5.1): the queries that are right by `measure`, which is 0 or 1, in
+    both, in `system` alone (fixed), in `baseline` alone (broken) and in neither; `p` is McNemar's, exact. `clusters` as
+    for `compare`.
+    """
+    query_ids = same_queries([baseline, system])
+    before, after = (values_of(result, query_ids, [measure])[:, 0] for result in (baseline, system))
+    names = [(clusters or {}).get(query_id, query_id) for query_id in query_ids]
+    net, _ = cluster_sums((after - before)[:, np.newaxis], names)
+    cells = {"both": (1, 1), "fixed": (0, 1), "broken": (1, 0), "neither": (0, 0)}
+    row: Row = {"baseline": baseline.name, "system": system.name, "measure": measure}
+    for cell, (was_right, is_right) in cells.items():
+        row[cell] = np.array(query_ids)[(before == was_right) & (after == is_right)].tolist()
+    return row | {"p": mcnemar(net[:, 0])}
+
+
+def pass_rates(means: Mapping[str, Mapping[str, Interval]], agents: Sequence[Agent] = AGENTS) -> list[Row]:
+    """The share of tasks that each agent, and their average, may pass with each system of `means` (system → measure →
+    mean), for each of COVERAGES, if the skills found were used.
+    """
+    found: list[Row] = []
+    for system, row in means.items():
+        coverages = {name: row[name] for name in COVERAGES if name in row}
+        for agent in (*agents, average(agents)) if coverages else ():
+            estimates = {name: estimate(agent, value) for name, value in coverages.items()}
+            rates = {"without_skills": agent.without_skills, "with_gold": agent.with_gold}
+            found.append({"system": system, "agent": agent.name, **rates, "estimates": estimates})
+    return found
+
+
+def average(agents: Sequence[Agent]) -> Agent:
+    """The agent whose pass rates, and so whose estimates, are the means of all."""
+    return Agent(AVERAGE, fmean(agent.without_skills for agent in agents), fmean(agent.with_gold for agent in agents))
+
+
+def estimate(agent: Agent, coverage: Interval) -> Interval:
+    """Without skills + coverage x (with gold - without), at the mean and the ends (turned round if skills harm)."""
+    gain = agent.with_gold - agent.without_skills
+    mean, low, high = (agent.without_skills + share * gain for share in (coverage.mean, coverage.low, coverage.high))
+    return Interval(mean, min(low, high), max(low, high), coverage.n)
+
+
+def tell_unserved(
+    ranked: Mapping[str, Rankings], query_ids: Sequence[str], unserved: Sequence[Query], seed: int
+) -> dict[str, Interval]:
+    """System → the chance that its best score for a query is above that for one of the `unserved`; -inf for no skill.
+
+    A fused score is made of z-scores over a query's own candidates, and so says how far the best one stands out.
+    """
+
+    def tops(rankings: Rankings, ids: Iterable[str]) -> list[float]:
+        return [rankings[query_id][0][1] if rankings[query_id] else -math.inf for query_id in ids]
+
+    others = [query.query_id for query in unserved]
+    return {name: separation(tops(row, query_ids), tops(row, others), seed=seed) for name, row in ranked.items()}
+
+
+def stage_recalls(stages: Mapping[str, Sequence[RankedStage]], benchmark: Benchmark, seed: int) -> list[Row]:
+    """What each ranker of the systems of several finds (SkillFlow, table 3): the means of measures with cutoffs up to
+    its longest ranking, and how many skills it passes on (`num_passed`).
+
+    Recall at this cutoff is what later rankers cannot exceed, Hit at it the Hit@1 of a perfect next ranker.
+    """
+    relevances = {task.query.query_id: task.relevance for task in benchmark.tasks}
+    clusters = [task.cluster or task.query.query_id for task in benchmark.tasks]
+    found: list[Row] = []
+    for system, ranked in stages.items():
+        for number, stage in enumerate(ranked if len(ranked) > 1 else (), 1):
+            longest = max(1, *map(len, stage.rankings.values()))
+            passed = min(stage.num_passed or longest, longest)
+            cutoffs = sorted({passed, *(k for k in STAGE_CUTOFFS if k <= longest)})
+            measures = [Measure(name, k) for name in ("Recall", "Precision") for k in cutoffs]
+            measures += [Measure("MRR", longest), Measure("Hit", passed)]
+            rows = per_query(stage.skill_ids(), relevances, measures).values()
+            columns = np.array([[row[str(measure)] for measure in measures] for row in rows])
+            means = dict(zip(map(str, measures), intervals(columns, seed=seed, clusters=clusters), strict=True))
+            found.append({"system": system, "stage": f"{number} {stage.kind}", "num_passed": passed, "means": means})
+    return found
+
+
+def latencies(stages: Mapping[str, Sequence[RankedStage]]) -> list[Row]:
+    """Seconds that a query asked alone waits for each ranker of the systems that were timed, and for all (`total`).
+
+    `gpu_gib` is the most memory in use on the GPU, `gpu_seconds` are those of 1,000 queries for which a ranker holds
+    it; both are None for rankers that use none. Percentiles are between the two nearest of the `num` measurements
+    (numpy's default); with few queries p95 says little.
+    """
+    found: list[Row] = []
+    for system, ranked in stages.items():
+        rows = {f"{number} {stage.kind}": [stage] for number, stage in enumerate(ranked, 1)}
+        if all(stage.alone for stage in ranked):
+            rows["total"] = [*ranked]
+        for name, stages_of in rows.items():
+            seconds = np.sum([stage.alone for stage in stages_of], axis=0)
+            if not seconds.size:
+                continue
+            mean, (p50, p95) = float(seconds.mean()), np.quantile(seconds, (0.5, 0.95)).tolist()
+            num_bytes = max(stage.gpu_bytes for stage in stages_of)
+            held = sum(float(np.mean(stage.alone)) for stage in stages_of if stage.gpu_bytes)
+            gpu = {"gpu_gib": num_bytes / 2**30 or None, "gpu_seconds": 1000 * held if num_bytes else None}
+            times = {"mean": mean, "p50": p50, "p95": p95, "qps": 1 / mean}
+            found.append({"system": system, "stage": name, **times, **gpu, "num": len(seconds)})
+    return found
+
+
+def truncation(config: EncoderConfig | RerankConfig, skills: Sequence[Skill]) -> Row:
+    """The share of `skills` that a model sees whole (SkillFlow, figure 6): of the fields that it is shown, neither the
+    template's characters nor its tokens cut anything. Nothing is taken off a reranker's tokens for the query.
+    """
     if isinstance(config, RerankConfig):
         pairs = open_reranker(config).pairs
         template, text, room = pairs.template.skill, pairs.text, pairs.settings.max_tokens - pairs.num_fixed
@@ -96,82 +258,62 @@ def truncation(config: EncoderConfig | RerankConfig, skills: Sequence[Skill]) ->
     for skill in track(skills, f"lengths for {config.source}", len(skills)):
         shown = template.render(skill)
         num += shown == uncapped.render(skill) and len(text.ids([shown])[0]) <= room
-    return Truncation(config.source, room, num / len(skills), len(skills))
+    return {"model": config.source, "max_tokens": room, "whole": num / len(skills), "num_skills": len(skills)}
 
 
-def analyse_results(
-    inputs: Analysis,
-    results: Sequence[SystemResult],
-    benchmark: Benchmark,
-    stages: Mapping[str, Sequence[RankedStage]],
-    seed: int,
-) -> Analysis:
-    """`inputs` with what the results tell; `seed` is the bootstrap's.
+def compare_structure(gold_bodies: Iterable[str], other_bodies: Iterable[str]) -> list[Row]:
+    """Every feature of gold skills' bodies against those of others, which should not hold the gold ones: medians
+    (shares where it is 0 or 1) and a Mann-Whitney test, whose `p` is Holm's over all features.
 
-    Outcomes compare each system with the one before it: a pair that the recipe puts side by side.
+    `effect` is how likely a random gold skill has more than a random other, ties half.
     """
-    decides = all(_DECIDES in values for result in results for values in result.per_query.values())
-    pairs = pairwise(results) if decides else ()
-    found = tuple(outcomes(before, after, _DECIDES, benchmark.clusters) for before, after in pairs)
-    return replace(inputs, outcomes=found, stages=stage_recalls(stages, benchmark, seed), latencies=latencies(stages))
+    from scipy.stats import mannwhitneyu
+
+    gold, others = _features(gold_bodies, "gold"), _features(other_bodies, "other")
+    tests = [mannwhitneyu(values, others[name], alternative="two-sided") for name, values in gold.items()]
+    compared: list[Row] = []
+    for (name, values), test, p in zip(gold.items(), tests, holm([float(one.pvalue) for one in tests]), strict=True):
+        middle = np.mean if name in _MENTIONS else np.median
+        nums = {"num_gold": len(values), "num_others": len(others[name])}
+        row = {"feature": name, "gold": float(middle(values)), "others": float(middle(others[name]))}
+        compared.append(row | {"effect": float(test.statistic) / math.prod(nums.values()), "p": p, **nums})
+    return compared
 
 
-def tell_unserved(
-    ranked: Mapping[str, Rankings], query_ids: Sequence[str], unserved: Sequence[Query], seed: int
-) -> dict[str, Interval]:
-    """System → how well its best score tells the queries from the `unserved` ones; where nothing is found, it is -inf.
+def _features(bodies: Iterable[str], kind: str) -> dict[str, Float[np.ndarray, " skill"]]:
+    """Feature → its value in each body. Raises SkilltrainError for no bodies."""
+    rows = [structure_features(body) for body in track(bodies, f"structure of {kind} skills", None)]
+    if not rows:
+        raise SkilltrainError(f"no {kind} skills, whose structure could be compared")
+    return {name: np.array([row[name] for row in rows], dtype=np.float64) for name in rows[0]}
 
-    A fused score is made of z-scores over a query's own candidates, and so says how far the best one stands out.
+
+def structure_features(body: str) -> dict[str, float]:
+    """Feature → value for one skill's body, read as CommonMark, up to 20 blocks inside one another.
+
+    Nothing but words counts inside code. Mentions (0 or 1) stand in for SkillFlow's bundled files: no table has them.
     """
-
-    def tops(rankings: Rankings, ids: Iterable[str]) -> list[float]:
-        return [rankings[query_id][0][1] if rankings[query_id] else -math.inf for query_id in ids]
-
-    others = [query.query_id for query in unserved]
+    text = body.replace("\r\n", "\n")
+    blocks = _parser().parse(text)
+    num_words = len(words_of(text))
+    code = [block.content for block in blocks if block.type == "fence"]
+    kinds = Counter(token.type for block in blocks for token in (block, *(block.children or ())))
+    ordered = sum(block.type == "list_item_open" and block.markup in (".", ")") for block in blocks)
     return {
-        name: separation(tops(rankings, query_ids), tops(rankings, others), seed=seed)
-        for name, rankings in ranked.items()
+        "words": num_words,
+        "code share": sum(map(len, code)) / max(1, len(text)),
+        "code blocks": len(code),
+        "headings": kinds["heading_open"],
+        "ordered items": ordered,
+        "unordered items": kinds["list_item_open"] - ordered,
+        "inline code per 100 words": 100 * kinds["code_inline"] / max(1, num_words),
+        "links": kinds["link_open"],
+        **{name: float(pattern.search(text) is not None) for name, pattern in _MENTIONS.items()},
     }
 
 
-def stage_recalls(
-    stages: Mapping[str, Sequence[RankedStage]], benchmark: Benchmark, seed: int
-) -> tuple[StageRecall, ...]:
-    """What the rankers of each system of several find, one after the other."""
-    relevances = {task.query.query_id: task.relevance for task in benchmark.tasks}
-    clusters = [task.cluster or task.query.query_id for task in benchmark.tasks]
-    found: list[StageRecall] = []
-    for system, ranked in stages.items():
-        for number, stage in enumerate(ranked if len(ranked) > 1 else (), 1):
-            longest = max(1, *map(len, stage.rankings.values()))
-            passed = min(stage.num_passed or longest, longest)
-            cutoffs = sorted({passed, *(k for k in STAGE_CUTOFFS if k <= longest)})
-            measures = [Measure(name, k) for name in ("Recall", "Precision") for k in cutoffs]
-            measures += [Measure("MRR", longest), Measure("Hit", passed)]
-            ids = {query_id: [skill_id for skill_id, _ in ranking] for query_id, ranking in stage.rankings.items()}
-            rows = per_query(ids, relevances, measures).values()
-            columns = np.array([[row[str(measure)] for measure in measures] for row in rows])
-            means = dict(zip(map(str, measures), intervals(columns, seed=seed, clusters=clusters), strict=True))
-            found.append(StageRecall(system, f"{number} {stage.kind}", passed, means))
-    return tuple(found)
+@cache
+def _parser() -> "MarkdownIt":
+    from markdown_it import MarkdownIt
 
-
-def latencies(stages: Mapping[str, Sequence[RankedStage]]) -> tuple[StageLatency, ...]:
-    """How long a query that is asked alone waits for each ranker of the systems that were timed, and for all together.
-
-    Percentiles are between the two nearest measurements (numpy's default); with few queries p95 says little.
-    """
-    found: list[StageLatency] = []
-    for system, ranked in stages.items():
-        rows = {f"{number} {stage.kind}": [stage] for number, stage in enumerate(ranked, 1)}
-        if all(stage.alone for stage in ranked):
-            rows["total"] = [*ranked]
-        for name, stages_of in rows.items():
-            seconds = np.sum([stage.alone for stage in stages_of], axis=0)
-            if seconds.size:
-                p50, p95 = np.quantile(seconds, (0.5, 0.95)).tolist()
-                mean, num_bytes = float(seconds.mean()), max(stage.gpu_bytes for stage in stages_of)
-                held = sum(float(np.mean(stage.alone)) for stage in stages_of if stage.gpu_bytes)
-                on_gpu = (num_bytes / 2**30, 1000 * held) if num_bytes else (None, None)
-                found.append(StageLatency(system, name, mean, p50, p95, 1 / mean, *on_gpu, len(seconds)))
-    return tuple(found)
+    return MarkdownIt("commonmark").disable(["emphasis", "entity", "newline"])  # they decide nothing here

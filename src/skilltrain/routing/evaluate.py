@@ -1,6 +1,7 @@
 """Stage `evaluate`: systems side by side on a benchmark, with intervals; and predictions of others, scored alone."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from itertools import chain
@@ -14,10 +15,8 @@ from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.near_duplicates import copies_of
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis import Analysis
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, check_pool, joined, knowing_copies
 from skilltrain.evaluation.benchmarks.load import load_benchmark, read_unserved
-from skilltrain.evaluation.bootstrap import Interval
 from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.evaluation.metrics import (
     COPIES,
@@ -28,18 +27,16 @@ from skilltrain.evaluation.metrics import (
     per_query,
     with_copies,
 )
-from skilltrain.evaluation.predictions import read_predictions, scored_predictions
-from skilltrain.files import write_json
+from skilltrain.files import read_json, write_json
 from skilltrain.records import Query, Skill
-from skilltrain.report.evaluation import About, Report, build_report
-from skilltrain.report.terminal import terminal_table
-from skilltrain.report.write import write_per_query, write_report
+from skilltrain.report.evaluation import Report, build_report
+from skilltrain.report.write import terminal_table, write_per_query, write_report
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig, rankings_table, run_systems
 from skilltrain.retrieval.rankers import AskingConfig, parts_of
 from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs, analyse_results, tell_unserved
 from skilltrain.routing.candidates import plan_ranking
 from skilltrain.tables import RANKINGS, write_table
-from skilltrain.terminal import console
+from skilltrain.terminal import console, say
 
 PREDICTION_MEASURES = (*DEFAULT_MEASURES, "COMP@10", "Set-Compat")
 
@@ -110,21 +107,26 @@ def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
     benchmark, pools = _opened(config)
     by_id = {skill.skill_id: skill for skills in pools for skill in skills}
     predicted = _predicted(config, benchmark, by_id)
-    inputs = analyse_inputs(config.analysis, config.systems, benchmark, by_id)
+    analysis: dict[str, Any] = {**analyse_inputs(config.analysis, config.systems, benchmark, by_id)}
     unserved = read_unserved(config.analysis.unserved) if config.analysis.unserved else []
     stages, asked = _ranked(config, benchmark, pools, unserved)
+    notes = [*benchmark.notes, *_select_notes(asked)]
     query_ids = [task.query.query_id for task in benchmark.tasks]
-    last = {name: ranked[-1].rankings for name, ranked in stages.items()}
-    told = tell_unserved(last, query_ids, unserved, config.seed) if unserved else {}
-    stages = {name: tuple(_of(query_ids, stage) for stage in ranked) for name, ranked in stages.items()}
+    if unserved:
+        last = {name: ranked[-1].rankings for name, ranked in stages.items()}
+        analysis["unserved"] = told = tell_unserved(last, query_ids, unserved, config.seed)
+        notes += [
+            f"{name}: its best score for a query is above that for one that no skill serves with a chance of {value} "
+            f"(n = {len(query_ids)} and {len(unserved)})."
+            for name, value in told.items()
+        ]
+    stages = {name: [stage.only(query_ids) for stage in ranked] for name, ranked in stages.items()}
     if stages:
         write_table(rankings_table(chain(*stages.values())), RANKINGS, out)
-    rankings = {name: _ids(ranked[-1]) for name, ranked in stages.items()} | predicted
-    results = _results(rankings, benchmark, config.scored)
-    analysis = replace(analyse_results(inputs, results, benchmark, stages, config.seed), unserved=told)
-    notes = (*benchmark.notes, *_select_notes(asked), *_unserved_notes(told, len(unserved)))
-    about = About(notes, _provenance(config, len(by_id)))
-    report = build_report(benchmark, results, config.scored, config.seed, by_id, analysis, about)
+    rankings = {name: ranked[-1].skill_ids() for name, ranked in stages.items()} | predicted
+    provenance = _provenance(config, len(by_id))
+    report = _report(config, benchmark, rankings, by_id, notes, provenance)
+    report = replace(report, analysis=analysis | analyse_results(report, stages))
     write_report(report, out)
     console.print(terminal_table(report, console.width))
     means = report.every.means.items()
@@ -151,8 +153,7 @@ def score_predictions(config: EvaluateConfig) -> Report:
         config = config.model_copy(update={"measures": PREDICTION_MEASURES})
     benchmark, pools = _opened(config)
     skill_ids = {skill.skill_id for skills in pools for skill in skills}
-    results = _results(_predicted(config, benchmark, skill_ids), benchmark, config.scored)
-    return build_report(benchmark, results, config.scored, config.seed, {}, Analysis(), About(benchmark.notes))
+    return _report(config, benchmark, _predicted(config, benchmark, skill_ids), {}, benchmark.notes)
 
 
 def write_scores(report: Report, file: Path) -> None:
@@ -188,8 +189,7 @@ def _opened(config: EvaluateConfig) -> tuple[Benchmark, list[list[Skill]]]:
         raise SkilltrainError("systems need a pool to rank", fix="give pool=…")
     pools = [skills_of(config.pool, part) for part in benchmark.parts]
     parts = zip(benchmark.parts, pools, strict=True)
-    checked = [check_pool(part, {skill.skill_id for skill in pool}) if pool else part for part, pool in parts]
-    benchmark = joined(checked)
+    benchmark = joined([check_pool(part, {s.skill_id for s in pool}) if pool else part for part, pool in parts])
     if config.clusters is None:
         return benchmark, pools
     if not any(pools):
@@ -202,12 +202,12 @@ def _opened(config: EvaluateConfig) -> tuple[Benchmark, list[list[Skill]]]:
 
 def _ranked(
     config: EvaluateConfig, benchmark: Benchmark, pools: Sequence[Sequence[Skill]], unserved: Sequence[Query]
-) -> tuple[dict[str, tuple[RankedStage, ...]], dict[str, Mapping[str, Any]]]:
+) -> tuple[dict[str, list[RankedStage]], dict[str, Mapping[str, Any]]]:
     """(system → what each of its rankers answers, the queries of each part over its pool; ranker → what it asked).
 
     The `unserved` queries are asked over the first pool.
     """
-    found: dict[str, tuple[RankedStage, ...]] = {}
+    found: dict[str, list[RankedStage]] = {}
     asked: dict[str, Mapping[str, Any]] = {}
     for part, pool in zip(benchmark.parts, pools, strict=True):
         queries = [*(task.query for task in part.tasks), *(() if found else unserved)]
@@ -216,43 +216,64 @@ def _ranked(
             tier = f", {part.name}" if benchmark.tiers else ""
             asked |= {f"{stage.name}{tier}": stage.counts for stage in stages if stage.counts}
             before = found.get(system)
-            found[system] = stages if before is None else tuple(map(_with, before, stages))
+            found[system] = [*stages] if before is None else [*map(RankedStage.joined, before, stages)]
     return found, asked
 
 
-def _of(query_ids: Iterable[str], stage: RankedStage) -> RankedStage:
-    return replace(stage, rankings={query_id: stage.rankings[query_id] for query_id in query_ids})
-
-
-def _with(one: RankedStage, other: RankedStage) -> RankedStage:
-    """One ranker's answers over two pools; seconds are those of a query, over both."""
-    seconds = one.seconds * len(one.rankings) + other.seconds * len(other.rankings)
-    rankings = one.rankings | other.rankings
-    alone, gpu_bytes = one.alone + other.alone, max(one.gpu_bytes, other.gpu_bytes)
-    return replace(one, rankings=rankings, seconds=seconds / len(rankings), alone=alone, gpu_bytes=gpu_bytes)
-
-
-def _predicted(
-    config: EvaluateConfig, benchmark: Benchmark, skill_ids: Collection[str]
-) -> dict[str, dict[str, list[str]]]:
+def _predicted(config: EvaluateConfig, benchmark: Benchmark, pool: Collection[str]) -> dict[str, dict[str, list[str]]]:
     """The rankings of the predictions files, each called by its file's name."""
     found: dict[str, dict[str, list[str]]] = {}
     for file in config.predictions:
         if file.stem in found or any(system.name == file.stem for system in config.systems):
             raise SkilltrainError(f"another system is called '{file.stem}' as well", where=file, fix="rename it")
-        found[file.stem] = scored_predictions(read_predictions(file), benchmark, skill_ids, file)
+        found[file.stem] = _predictions(file, benchmark, pool)
     return found
 
 
-def _ids(stage: RankedStage) -> dict[str, list[str]]:
-    return {query_id: [skill_id for skill_id, _ in ranking] for query_id, ranking in stage.rankings.items()}
+def _predictions(file: Path, benchmark: Benchmark, pool: Collection[str]) -> dict[str, list[str]]:
+    """query_id → ranked skill ids, of the tasks that are scored, from a JSON object.
+
+    Raises SkilltrainError, naming the query, for any other shape, an id that appears twice, a task that the benchmark
+    does not hold and, where the pool is known, for a skill that it lacks; and where no task is scored. A task without a
+    prediction gets a warning: it scores 0, for a system that fails to answer is not excused.
+    """
+    values = read_json(file)
+    if not isinstance(values, dict) or not values:
+        raise SkilltrainError("predictions are an object {query_id: [skill_id, …]}, with a query at least", where=file)
+    for query_id, ranking in values.items():
+        where = f"{file}, query {query_id}"
+        if not isinstance(ranking, list) or not all(isinstance(skill_id, str) and skill_id for skill_id in ranking):
+            raise SkilltrainError("a prediction is a list of skill ids", where=where)
+        if len(set(ranking)) < len(ranking):
+            raise SkilltrainError(f"skill '{Counter(ranking).most_common(1)[0][0]}' appears twice", where=where)
+        if pool and (strange := [skill_id for skill_id in ranking if skill_id not in pool]):
+            what = f"{len(strange)} of {len(ranking)} predicted skills are not in the pool, first '{strange[0]}'"
+            raise SkilltrainError(what, where=where, fix="predict ids of this pool, or score without pool=…")
+    known = [task.query.query_id for task in benchmark.tasks]
+    if unknown := [query_id for query_id in values if query_id not in benchmark.unscored.union(known)]:
+        what = f"{len(unknown)} of {len(values)} predicted queries are not in the benchmark, first '{unknown[0]}'"
+        raise SkilltrainError(what, where=file, fix=f"its query ids look like '{known[0]}'")
+    scored = {query_id: ranking for query_id, ranking in values.items() if query_id in known}
+    if not scored:
+        raise SkilltrainError("all its predictions are for queries that are not scored here", where=file)
+    if missing := [query_id for query_id in known if query_id not in scored]:
+        count = f"{len(missing)} of {len(known)}"
+        say(f"warning: {file}: no prediction for {count} queries, first '{missing[0]}'; they score 0")
+    return scored
 
 
-def _results(
-    rankings: Mapping[str, Mapping[str, Sequence[str]]], benchmark: Benchmark, measures: Sequence[Measure]
-) -> list[SystemResult]:
+def _report(
+    config: EvaluateConfig,
+    benchmark: Benchmark,
+    rankings: Mapping[str, Mapping[str, Sequence[str]]],
+    skills: Mapping[str, Skill],
+    notes: Sequence[str],
+    provenance: Mapping[str, str] | None = None,
+) -> Report:
     relevances = {task.query.query_id: task.relevance for task in benchmark.tasks}
-    return [SystemResult(name, per_query(found, relevances, measures), found) for name, found in rankings.items()]
+    scores = {name: per_query(found, relevances, config.scored) for name, found in rankings.items()}
+    results = [SystemResult(name, scores[name], found) for name, found in rankings.items()]
+    return build_report(benchmark, results, config.scored, config.seed, skills, notes, provenance)
 
 
 def _provenance(config: EvaluateConfig, num_skills: int) -> dict[str, str]:
@@ -273,14 +294,6 @@ def _models_of(system: SystemConfig) -> list[str]:
     parts = (part.llm if isinstance(part, AskingConfig) else part for part in parts_of(system.rankers))
     names = [getattr(part, key, None) for part in parts for key in ("source", "model")]
     return [Path(name).name if Path(name).exists() else name for name in names if name]
-
-
-def _unserved_notes(told: Mapping[str, Interval], num_unserved: int) -> list[str]:
-    return [
-        f"{name}: its best score for a query is above that for one that no skill serves with a chance of {value} "
-        f"(n = {value.n - num_unserved} and {num_unserved})."
-        for name, value in told.items()
-    ]
 
 
 def _select_notes(asked: Mapping[str, Mapping[str, Any]]) -> list[str]:

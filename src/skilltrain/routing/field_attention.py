@@ -10,19 +10,25 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analysis import FIELDS, FieldAttention, PairAttention, Shares
+from skilltrain.evaluation.slices import Row
 from skilltrain.models.reranker import PairIds, Reranker
 from skilltrain.records import Query, Skill
-from skilltrain.templates import SkillTemplate
+from skilltrain.templates import FIELDS_SEEN, SkillTemplate
 from skilltrain.terminal import track
 
+FIELDS = FIELDS_SEEN["full"]
 
-def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], model: str) -> FieldAttention:
-    """How the scoring position's attention is shared by the fields of each pair's skill, layer by layer.
 
-    `pairs` are (query, skill), read one by one; `model` is the reranker's name in a report. A field that is
-    empty, not in the template, or cut away whole, has the share 0. Raises SkilltrainError for no pairs, a skill of
-    which the reranker sees no token, and a reranker without one scoring position.
+def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], model: str) -> Row:
+    """How attention to each pair's skill is shared by its fields: that of the last position (of the first for models
+    with a classification token), averaged over heads, normalised over the pair's fields, averaged over pairs.
+
+    `layers` has field → share for each layer, `groups` the means of the first quarter, the half after it and the last
+    quarter (of 28 layers 0–6, 7–20 and 21–27, the paper's), `overall` that of all; `tokens` is what attention without a
+    preference would give: the fields' share of tokens. `pairs` has both of each pair, and the tokens cut away. A field
+    that is empty, not in the template, or cut away whole, has the share 0. `model` is the reranker's name in a report.
+    Raises SkilltrainError for no pairs, a skill of which the reranker sees no token, and a reranker without one scoring
+    position.
     """
     if reranker.settings.template.form == "cosine_pair":
         what = "a cosine_pair reranker has no scoring position: it compares the mean vectors of query and skill"
@@ -31,7 +37,7 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], mo
         raise SkilltrainError(f"a classifier with {pooling} pooling has no scoring position")
     if not pairs:
         raise SkilltrainError("no (query, skill) pairs to read the attention of", where=model)
-    shares, tokens, cut = [], [], []
+    shares, tokens, rows = [], [], list[Row]()
     with _eager(reranker.network):
         for query, skill in track(pairs, "attention by field", len(pairs)):
             (pair,) = reranker.tokenize(query.text, [skill])
@@ -46,24 +52,23 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], mo
                 raise SkilltrainError(what, where=f"{model}, skill {skill.skill_id}")
             tokens.append(fields.sum(0) / fields.sum())
             shares.append(weights / weights.sum(1, keepdims=True))
-            cut.append(pair.num_cut)
+            ids = {"query_id": query.query_id, "skill_id": skill.skill_id}
+            found = {"overall": _named(shares[-1].mean(0)), "tokens": _named(tokens[-1]), "num_cut": pair.num_cut}
+            rows.append(ids | found)
     layers, quarter = np.mean(shares, axis=0), reranker.network.config.num_hidden_layers // 4
     groups = {"early": layers[:quarter], "middle": layers[quarter : len(layers) - quarter]}
     groups["late"] = layers[len(layers) - quarter :]
-    return FieldAttention(
-        model,
-        layers=tuple(map(_named, layers)),
-        groups={name: _named(rows.mean(0)) for name, rows in groups.items() if len(rows)},
-        overall=_named(layers.mean(0)),
-        tokens=_named(np.mean(tokens, axis=0)),
-        pairs=tuple(
-            PairAttention(query.query_id, skill.skill_id, _named(own.mean(0)), _named(held), num_cut)
-            for (query, skill), own, held, num_cut in zip(pairs, shares, tokens, cut, strict=True)
-        ),
-    )
+    return {
+        "model": model,
+        "layers": [_named(layer) for layer in layers],
+        "groups": {name: _named(part.mean(0)) for name, part in groups.items() if len(part)},
+        "overall": _named(layers.mean(0)),
+        "tokens": _named(np.mean(tokens, axis=0)),
+        "pairs": rows,
+    }
 
 
-def _named(row: Float[np.ndarray, " field"]) -> Shares:
+def _named(row: Float[np.ndarray, " field"]) -> dict[str, float]:
     return dict(zip(FIELDS, row.tolist(), strict=True))
 
 

@@ -28,7 +28,7 @@ from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.bootstrap import Interval, intervals
 from skilltrain.evaluation.metrics import Relevance, parse_measures, per_query
 from skilltrain.files import write_json
-from skilltrain.records import Query, Ranker, Rankings, Skill
+from skilltrain.records import Query, Ranker, Ranking, Rankings, Skill
 from skilltrain.retrieval.cascade import SystemConfig, check_systems, keeps_of
 from skilltrain.retrieval.fuse import comparable_scores, weighted
 from skilltrain.retrieval.rankers import (
@@ -78,6 +78,10 @@ class Scored:
     scores: Float64[np.ndarray, "leg skill"]
     gold: Bool[np.ndarray, " skill"]
 
+    def ranked(self, weights: Float64[np.ndarray, " leg"]) -> Ranking:
+        """The candidates as a fuse ranker of these weights orders them."""
+        return weighted(self.skill_ids, self.scores, weights.tolist())
+
 
 def run_fusion(config: FusionConfig, out: Path) -> dict[str, Any]:
     """Write the fitted weights; these with the figures, cross-validated, of what they are compared with.
@@ -86,18 +90,25 @@ def run_fusion(config: FusionConfig, out: Path) -> dict[str, Any]:
     `scored_queries` or `fit_weights` refuse.
     """
     skills = read_pool(config.pool)
-    benchmark = check_pool(load_benchmark(config.queries, config.split), {skill.skill_id for skill in skills})
-    relevances = {task.query.query_id: task.relevance for task in benchmark.tasks}
-    clusters, folds = folds_of(benchmark.tasks, config.folds, config.seed)
-    legs, found = found_by_legs(config.system, [task.query for task in benchmark.tasks], skills)
+    tasks = check_pool(load_benchmark(config.queries, config.split), {skill.skill_id for skill in skills}).tasks
+    clusters, folds = folds_of(tasks, config.folds, config.seed)
+    legs, found = found_by_legs(config.system, [task.query for task in tasks], skills)
     names = [f"{number} {leg_name(leg)}" for number, leg in enumerate(legs, 1)]
-    scored = scored_queries(benchmark.tasks, names, found)
-    rankings = dict(zip(names, found, strict=True)) | cross_validated(scored, list(relevances), folds)
-    figures = compare(rankings, relevances, clusters, config.seed)
+    scored = scored_queries(tasks, names, found)
     weights = fit_weights(scored)
     num_without = sum(not query.gold.any() for query in scored)
     if num_without:
         say(f"{num_without} of {len(scored)} queries have no gold skill among what the legs found: not fitted on")
+    # each fold by weights that were fitted on the others
+    fits = [
+        fit_weights([query for query, own in zip(scored, folds, strict=True) if own != n]) for n in range(config.folds)
+    ]
+    equal = np.full(len(legs), 1 / len(legs))
+    rankings = dict(zip(names, found, strict=True)) | {FITTED: {}, EQUAL: {}}
+    for task, query, fold in zip(tasks, scored, folds.tolist(), strict=True):
+        rankings[FITTED][task.query.query_id] = query.ranked(fits[fold])
+        rankings[EQUAL][task.query.query_id] = query.ranked(equal)
+    figures = compare(rankings, {task.query.query_id: task.relevance for task in tasks}, clusters, config.seed)
     fitted = FittedWeights(
         weights=tuple(weights.tolist()),
         legs=tuple(legs),
@@ -159,8 +170,8 @@ def scored_queries(tasks: Sequence[Task], names: Sequence[str], found: Sequence[
         skill_ids, scores = comparable_scores([leg[task.query.query_id] for leg in found], "z", 0)
         gold = np.array([skill_id in task.relevance.gold for skill_id in skill_ids])
         scored.append(Scored(skill_ids, scores, gold))
-    for name, scores in zip(names, zip(*(query.scores for query in scored), strict=True), strict=True):
-        if not any(row.any() for row in scores):
+    for number, name in enumerate(names):
+        if not any(query.scores[number].any() for query in scored):
             what = "gives all candidates of a query the same score, so that no weight can be found for it"
             raise SkilltrainError(what, where=f"leg {name}", fix="leave it out")
     return scored
@@ -225,22 +236,6 @@ def folds_of(tasks: Sequence[Task], num_folds: int, seed: int) -> tuple[list[str
         fold[names[place]] = int(sizes.argmin())
         sizes[fold[names[place]]] += counts[names[place]]
     return groups, np.array([fold[group] for group in groups], dtype=np.int64)
-
-
-def cross_validated(
-    scored: Sequence[Scored], query_ids: Sequence[str], folds: Int64[np.ndarray, " query"]
-) -> dict[str, Rankings]:
-    """The rankings by weights that were fitted on the queries of other folds, and those by equal weights."""
-    parts = [
-        [query for query, own in zip(scored, folds, strict=True) if own != fold] for fold in range(folds.max() + 1)
-    ]
-    fits = [fit_weights(part) for part in parts]
-    equal = np.full(len(fits[0]), 1 / len(fits[0]))
-    rankings: dict[str, Rankings] = {FITTED: {}, EQUAL: {}}
-    for query_id, query, fold in zip(query_ids, scored, folds.tolist(), strict=True):
-        rankings[FITTED][query_id] = weighted(query.skill_ids, query.scores, fits[fold].tolist())
-        rankings[EQUAL][query_id] = weighted(query.skill_ids, query.scores, equal.tolist())
-    return rankings
 
 
 def compare(

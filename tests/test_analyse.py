@@ -1,0 +1,330 @@
+"""The analyses of an evaluation by hand: rankers one by one, changed queries, agents, the structure of skills."""
+
+import sys
+
+import pytest
+from scipy.stats import mannwhitneyu
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, task_of
+from skilltrain.evaluation.bootstrap import Interval
+from skilltrain.evaluation.comparison import SystemResult
+from skilltrain.evaluation.metrics import Relevance
+from skilltrain.models.encoder import EncoderConfig
+from skilltrain.records import Query, Skill
+from skilltrain.retrieval.cascade import RankedStage
+from skilltrain.retrieval.dense import DenseConfig
+from skilltrain.retrieval.rerank import RerankConfig
+from skilltrain.routing.analyse import (
+    AGENTS,
+    AVERAGE,
+    Agent,
+    average,
+    compare_structure,
+    estimate,
+    latencies,
+    outcomes,
+    pass_rates,
+    stage_recalls,
+    structure_features,
+    truncation,
+)
+from skilltrain.templates import EncoderTemplate, SkillTemplate
+from skilltrain.texts import words_of
+
+# What rankers let through, and take ----------------------------------------------------------------------------------
+
+
+def stage(kind, num_passed=None, **rankings):
+    ranked = {query_id: [(letter, 0.0) for letter in letters] for query_id, letters in rankings.items()}
+    return RankedStage(kind, kind, ranked, 0.0, (), {}, num_passed)
+
+
+def test_recall_passes_from_ranker_to_ranker():
+    gold = {"q1": "a", "q2": "bc"}
+    tasks = [
+        task_of(Query(query_id, "text", "", "t", "test"), Relevance(frozenset(ids), dict.fromkeys(ids, 1.0)), {})
+        for query_id, ids in gold.items()
+    ]
+    stages = {
+        "two": (stage("dense", 2, q1="xayz", q2="bxyc"), stage("admit", None, q1="ax", q2="")),
+        "one": (stage("lexical", None, q1="a", q2="b"),),
+        "none": (stage("dense", 50, q1="ab", q2="ab"), stage("admit", None, q1="", q2="")),
+    }
+    rows = stage_recalls(stages, Benchmark("b", tuple(tasks)), seed=0)
+    assert [(row["system"], row["stage"], row["num_passed"]) for row in rows] == [
+        ("two", "1 dense", 2), ("two", "2 admit", 2), ("none", "1 dense", 2), ("none", "2 admit", 1),
+    ]  # fmt: skip
+    first, second, _, empty = ({name: mean.mean for name, mean in row["means"].items()} for row in rows)
+    assert first == pytest.approx({
+        # q1 has a second; q2 has b first and c fourth
+        "Recall@1": 0.25, "Recall@2": 0.75, "Precision@1": 0.5, "Precision@2": 0.5, "MRR@4": 0.75, "Hit@2": 1,
+    })  # fmt: skip
+    assert second == pytest.approx({
+        "Recall@1": 0.5, "Recall@2": 0.5, "Precision@1": 0.5, "Precision@2": 0.25, "MRR@2": 0.5, "Hit@2": 0.5,
+    })  # fmt: skip
+    assert set(empty.values()) == {0.0} and rows[-1]["means"]["Hit@1"].n == 2
+
+
+def test_percentiles_rates_and_the_gpu_by_hand():
+    """Total is of queries, not of percentiles; the GPU's seconds are of those rankers that use it."""
+    timed = {"lexical": ((1.0, 2.0, 3.0, 4.0, 10.0), 0), "dense": ((0.5, 0.5, 0.5, 0.5, 0.0), 2**30),
+             "rerank": ((0.0, 0.0, 0.0, 0.0, 1.0), 3 * 2**30)}  # fmt: skip
+    stages = [RankedStage(kind, kind, {}, 0.0, alone, {}, gpu_bytes=used) for kind, (alone, used) in timed.items()]
+    rows = latencies({"mine": stages, "not timed": [RankedStage("x", "x", {}, 0.0, (), {})]})
+    assert [(row["system"], row["stage"], row["num"]) for row in rows] == [
+        ("mine", name, 5) for name in ("1 lexical", "2 dense", "3 rerank", "total")
+    ]
+    # Sorted 1, 2, 3, 4, 10: the middle is 3; .95 of the way from the first to the last is .8 of the way from 4 to 10.
+    found = [[row[key] for key in ("mean", "p50", "p95", "qps")] for row in rows]
+    assert found[0] == pytest.approx([4, 3, 8.8, 5 / 20])
+    assert found[3] == pytest.approx([4.6, 3.5, 4.5 + 0.8 * 6.5, 5 / 23])
+    # 1,000 queries hold the card for 1,000 x .4 s in the encoder and 1,000 x .2 s in the reranker.
+    assert [row["gpu_gib"] for row in rows] == [None, 1, 3, 3]
+    assert [row["gpu_seconds"] for row in rows[1:]] == pytest.approx([400, 200, 600])
+
+
+def skill(num_words, description="pdf"):
+    return Skill(f"s{num_words}", "pdf", description, " ".join(["pdf"] * num_words))
+
+
+def test_a_skill_is_whole_where_neither_characters_nor_tokens_cut_it(model_folders):
+    # name | description | body: 4 tokens and the words of the body; a pair takes 3 of 32, a text 2.
+    skills = [skill(25), skill(26), skill(27), skill(1, description="pdf " * 200)]
+    source = str(model_folders["bert_reranker"])
+    pair = truncation(RerankConfig(source=source, max_tokens=32), skills)
+    assert pair == {"model": source, "max_tokens": 29, "whole": 0.25, "num_skills": 4}
+    text = truncation(DenseConfig(source=str(model_folders["bert"]), max_tokens=32), skills)
+    assert (text["max_tokens"], text["whole"]) == (30, 0.5)
+    described = EncoderTemplate(skill=SkillTemplate(fields="description", description_chars=2000))
+    short = truncation(EncoderConfig(source=str(model_folders["bert"]), max_tokens=32, template=described), skills)
+    assert short["whole"] == 0.75, "bodies do not count for a model that sees none"
+
+
+# Queries that changed ------------------------------------------------------------------------------------------------
+
+
+def with_hits(name: str, hits: dict[str, float]) -> SystemResult:
+    return SystemResult(name, {query_id: {"Hit@1": hit} for query_id, hit in hits.items()}, {})
+
+
+def test_each_query_stands_in_one_cell():
+    """Two fixed and one broken: of three tosses, all splits are as likely or likelier, p = 1."""
+    encoder = with_hits("encoder", {"q1": 1, "q2": 0, "q3": 1, "q4": 0, "q5": 0})
+    reranked = with_hits("reranked", {"q5": 1, "q4": 0, "q3": 0, "q2": 1, "q1": 1})
+    assert outcomes(encoder, reranked, "Hit@1") == {
+        "baseline": "encoder", "system": "reranked", "measure": "Hit@1",
+        "both": ["q1"], "fixed": ["q2", "q5"], "broken": ["q3"], "neither": ["q4"], "p": 1.0,
+    }  # fmt: skip
+
+
+def test_table_9_of_skillrouter():
+    """Of 150 queries 92 both, 19 fixed, 6 broken, 33 neither: 65.3% becomes 74.0%, exact p = .0146."""
+    cells = {"both": (92, 1, 1), "fixed": (19, 0, 1), "broken": (6, 1, 0), "neither": (33, 0, 0)}
+    before, after = (
+        with_hits(name, {f"{cell}{i}": row[side] for cell, row in cells.items() for i in range(row[0])})
+        for side, name in ((1, "SR-Emb"), (2, "SR-Rank"))
+    )
+    found = outcomes(before, after, "Hit@1")
+    for cell, (num, _, _) in cells.items():
+        assert found[cell] == [f"{cell}{i}" for i in range(num)]
+    assert found["p"] == pytest.approx(0.0146, abs=5e-5)
+    assert outcomes(after, before, "Hit@1")["fixed"] == found["broken"]
+
+
+# What agents could gain ----------------------------------------------------------------------------------------------
+
+PRINTED = 0.06  # percent: the paper prints tenths, and computed from coverages with more than three digits
+# SkillRouter, table 16: with FC@10 .520, Hit@1 .740 and Recall@10 .704, in percent.
+TABLE_16 = {
+    "Gemini CLI (Flash)": (40.3, 44.2, 43.6), "Claude Code (Opus 4.5)": (34.1, 39.2, 38.4),
+    "Codex (GPT-5.2)": (37.9, 41.0, 40.5), "Claude Code (Opus 4.6)": (37.8, 40.9, 40.4),
+    "Gemini CLI (Pro)": (34.7, 37.7, 37.2), "Claude Code (Sonnet 4.5)": (24.8, 28.0, 27.5),
+    "Claude Code (Haiku 4.5)": (19.7, 23.4, 22.8), AVERAGE: (32.8, 36.3, 35.8),
+}  # fmt: skip
+# Table 15: Hit@1, Recall@10 and FC@10 of four pipelines, and the average over the seven agents.
+TABLE_15 = [((0.314, 0.321, 0.214), (29.4, 29.5, 27.8)), ((0.680, 0.692, 0.534), (35.4, 35.6, 33.0)),
+            ((0.740, 0.704, 0.520), (36.3, 35.8, 32.8)), ((0.760, 0.719, 0.540), (36.7, 36.0, 33.1))]  # fmt: skip
+
+
+def share(value: float) -> Interval:
+    return Interval(value, value, value, 150)
+
+
+def test_tables_15_and_16_of_skillrouter():
+    cases = [(agent, (0.520, 0.740, 0.704), TABLE_16[agent.name]) for agent in (*AGENTS, average(AGENTS))]
+    for agent, coverages, percent in [*cases, *((average(AGENTS), *row) for row in TABLE_15)]:
+        found = [100 * estimate(agent, share(coverage)).mean for coverage in coverages]
+        assert found == pytest.approx(percent, abs=PRINTED), agent.name
+
+
+def test_the_interval_of_the_coverage_is_mapped():
+    """Coverage .5 [.25, .75] between .2 and .6."""
+    helped = estimate(Agent("helped by skills", 0.2, 0.6), Interval(0.5, 0.25, 0.75, 9))
+    assert [helped.mean, helped.low, helped.high, helped.n] == pytest.approx([0.4, 0.3, 0.5, 9])
+    harmed = estimate(Agent("harmed by skills", 0.6, 0.2), Interval(0.5, 0.25, 0.5, 9))
+    assert [harmed.mean, harmed.low, harmed.high] == pytest.approx([0.4, 0.4, 0.5])
+
+
+def test_every_system_and_agent_has_a_row():
+    means = {"full": {"Hit@1": share(0.75), "Recall@10": share(0.5), "FC@10": share(0.25), "nDCG@10": share(1)},
+             "hits": {"Hit@1": Interval(0.25, 0.0, 0.75, 4)}, "none": {"nDCG@10": share(1)}}  # fmt: skip
+    found = pass_rates(means, (Agent("a", 0.2, 0.4), Agent("b", 0.0, 1.0)))
+    assert [(row["system"], row["agent"]) for row in found] == [
+        (system, agent) for system in ("full", "hits") for agent in ("a", "b", AVERAGE)
+    ]
+    first, _, mean, _, whole, _ = found
+    estimates = {name: value.mean for name, value in first["estimates"].items()}
+    assert estimates == pytest.approx({"Hit@1": 0.35, "Recall@10": 0.3, "FC@10": 0.25})
+    assert whole["estimates"] == {"Hit@1": Interval(0.25, 0.0, 0.75, 4)}  # from 0 to 1: the coverage itself
+    assert (mean["without_skills"], mean["with_gold"]) == pytest.approx((0.1, 0.7))
+    assert mean["estimates"]["FC@10"].mean == pytest.approx((0.25 + 0.25) / 2)
+
+
+# Structure of skills -------------------------------------------------------------------------------------------------
+
+SKILL = """# Deploy pods
+
+Run `kubectl get pods`, then see [the guide](references/guide.md) and <https://example.com>.
+
+Checks
+------
+
+1. first
+2. second
+   - nested `one`
+   - nested two
+3) another list
+
+```bash
+# no heading
+python scripts/deploy.py
+- no item
+```
+
+* last
+"""
+
+
+def test_features_worked_by_hand():
+    code = "# no heading\npython scripts/deploy.py\n- no item\n"
+    assert structure_features(SKILL.replace("\n", "\r\n")) == structure_features(SKILL)
+    assert structure_features(SKILL) == {
+        "words": 39,  # `2.` and `scripts/deploy.py` count as one and three
+        "code share": len(code) / len(SKILL),
+        "code blocks": 1,
+        "headings": 2,
+        "ordered items": 3,
+        "unordered items": 3,
+        "inline code per 100 words": 200 / 39,
+        "links": 2,
+        "mentions a script": 1,
+        "mentions a reference file": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("```\na\n```\n", ["a\n"]),
+        ("~~~ python\na\n```\nb\n~~~\n", ["a\n```\nb\n"]),  # another kind of fence closes nothing
+        ("```\na\n# b", ["a\n# b"]),  # unclosed: to the end
+        ("> ```\n> a\nb", ["a\n"]),  # … of the quote that holds it
+        ("    ```\n    a\n    ```\n", []),  # four spaces: code by indentation
+        ("```\n```\n\n~~~\n\n\n~~~\n", ["", "\n\n"]),
+    ],
+)
+def test_fences_follow_commonmark(body, code):
+    found = structure_features(body)
+    assert found["code blocks"] == len(code)
+    assert found["code share"] == pytest.approx(sum(map(len, code)) / len(body))
+
+
+@pytest.mark.parametrize(
+    ("body", "headings", "ordered", "unordered", "inline", "links"),
+    [
+        ("#no\n\n####### no\n\n\\# no\n\n#\n\n  ## yes ##\n", 2, 0, 0, 0, 0),
+        ("text\n2. no item\n\n2. item\n", 0, 1, 0, 0, 0),  # only 1. interrupts a paragraph
+        ("1) a\n\n1. b\n\n- c\n+ d\n* e\n", 0, 2, 3, 0, 0),
+        ("`` a`b `` and `c and \\`d`", 0, 0, 0, 2, 0),
+        ("[a](b) ![c](d) [e] [f][g]\n\n[e]: /url\n", 0, 0, 0, 0, 2),
+        ("<!-- # no\n- no -->\n", 0, 0, 0, 0, 0),
+        ("", 0, 0, 0, 0, 0),
+    ],
+)
+def test_headings_items_inline_code_and_links(body, headings, ordered, unordered, inline, links):
+    found = structure_features(body)
+    names = ("headings", "ordered items", "unordered items", "links")
+    assert tuple(found[name] for name in names) == (headings, ordered, unordered, links)
+    assert found["inline code per 100 words"] == pytest.approx(100 * inline / max(1, len(words_of(body))))
+
+
+@pytest.mark.parametrize(
+    ("body", "script", "reference"),
+    [
+        ("run `scripts/a-b/run_all.sh`", 1, 0),
+        ("my-skill/scripts/run.py then ./references/api.v2.md", 1, 1),
+        ("postscripts/run.py, scripts/readme and reference.md", 0, 0),
+        ("script/x.ts, reference/y.yml", 1, 1),
+    ],
+)
+def test_mentions_of_bundled_files(body, script, reference):
+    found = structure_features(body)
+    assert (found["mentions a script"], found["mentions a reference file"]) == (script, reference)
+
+
+def num_calls(function, *arguments):
+    """How many functions ran: a measure of work that no busy machine disturbs."""
+    count = 0
+
+    def note(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        function(*arguments)
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+@pytest.mark.parametrize(
+    "unit", ["`", "` ", "[", "![", "[a](", "```\n", "> ", "> a\n", "- ", "- a\n", "1. ", "<", "<a ", "[a]: b\n", "\0"]
+)
+def test_hostile_text_costs_work_in_proportion_to_its_length(unit):
+    structure_features("a")  # the parser is built once
+    few, many = (num_calls(structure_features, unit * (length // len(unit))) for length in (2_000, 8_000))
+    assert many < 6 * few  # four times the text; quadratic would be 16
+
+
+def test_comparison_worked_by_hand():
+    gold = ["```\na\n```\n# b c scripts/x.py", "a b", "a scripts/x.py"]
+    others = ["a", "a b", "a b c d e", "scripts/x.py"]
+    compared = {row["feature"]: row for row in compare_structure(gold, others)}
+    words = compared["words"]
+    assert (words["gold"], words["others"], words["num_gold"], words["num_others"]) == (4, 2.5, 3, 4)
+    # gold 6, 2, 4 against 1, 2, 5, 3: 6 has more than all 4; 2 more than one, one tie; 4 more than three
+    assert words["effect"] == pytest.approx((4 + 1.5 + 3) / 12)
+    assert (compared["mentions a script"]["gold"], compared["mentions a script"]["others"]) == (2 / 3, 1 / 4)
+    assert compared["mentions a script"]["effect"] == pytest.approx((2 * (3 + 0.5) + 0.5 * 3) / 12)
+    links = compared["links"]
+    assert (links["gold"], links["others"], links["effect"], links["p"]) == (0, 0, 0.5, 1)
+
+
+def test_p_is_scipys_adjusted_by_holm():
+    gold, others = ["# a\n" * n for n in range(20, 40)], ["# a\n" * n for n in range(15, 30)]
+    compared = compare_structure(gold, others)
+    raw = mannwhitneyu([*range(20, 40)], [*range(15, 30)], alternative="two-sided").pvalue
+    found = {row["feature"]: row["p"] for row in compared}
+    # headings and words differ alike, and they alone: Holm multiplies the least p by the number of features
+    assert found["headings"] == found["words"] == pytest.approx(len(compared) * raw)
+    assert {p for name, p in found.items() if name not in ("headings", "words")} == {1}
+
+
+def test_nothing_to_compare_is_refused():
+    with pytest.raises(SkilltrainError, match="no other skills, whose structure"):
+        compare_structure(["a"], [])
+    with pytest.raises(SkilltrainError, match="no gold skills, whose structure"):
+        compare_structure([], ["a"])
