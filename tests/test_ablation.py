@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file
 
 from skilltrain.ablation import run as ablation_run
-from skilltrain.ablation.plan import make_plan
+from skilltrain.ablation.grid import make_plan
 from skilltrain.ablation.run import plan_ablation, run_ablation
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_json

@@ -1,17 +1,20 @@
-"""An ablation's file: what it means, what cells have in common, and every fault named before any work."""
+"""An ablation's file, planned and not run: what cells have in common, faults, and the tables of written values."""
 
+import json
 import re
+from collections.abc import Mapping
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from skilltrain.ablation.grid import fill, places_in
-from skilltrain.ablation.plan import Plan, make_plan
-from skilltrain.ablation.run import plan_ablation
+from skilltrain.ablation.grid import Plan, fill, make_plan
+from skilltrain.ablation.run import collect_results, plan_ablation
 from skilltrain.config import apply_overrides
 from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.comparison import holm
 from small_library import contents, write_library
 
 ROOT = Path(__file__).parents[1]
@@ -73,45 +76,50 @@ def steps_of(plan: Plan) -> dict[str, int]:
 # What a grid means ---------------------------------------------------------------------------------------------------
 
 
-def test_cells_share_what_they_have_in_common(tmp_path):
-    plan = plan_of(tmp_path)
+def test_cells_share_what_they_have_in_common(tmp_path, capsys):
+    file = write_grid(tmp_path, grid(tmp_path))
+    before, plan = contents(tmp_path), make_plan(file, [])
     assert steps_of(plan) == {"pool": 1, "queries": 1, "mine": 1, "filter": 1, "lists": 2, "train": 4, "evaluate": 4}
     assert [str(cell) for cell in plan.cells] == ["clean, seed 1", "raw, seed 1", "clean, seed 2", "raw, seed 2"]
     clean, raw, *_ = plan.cells
     assert [run.step for run in clean.runs] == ["pool", "queries", "mine", "filter", "lists", "train", "evaluate"]
+    *_, lists, train, _ = raw.runs
     assert [run.step for run in raw.runs] == ["pool", "queries", "mine", "lists", "train", "evaluate"]
-    train = next(run for run in raw.runs if run.step == "train")
     assert train.config.training.seed == 1 and train.config.out == train.folder
-    lists = next(run for run in raw.runs if run.step == "lists")
     assert train.config.data.lists == lists.folder and lists.config.rankings.name.startswith("mine-")
+    assert plan_ablation(file, []) == {"num_cells": 4, "num_runs": 14, "num_runs_missing": 14}
+    said = capsys.readouterr().err
+    assert re.search(r"raw, seed 2: pool-\w{12} \(to run\) → .* → train-\w{12} \(to run\) → evaluate-", said)
+    assert contents(tmp_path) == before
 
 
 def test_a_change_of_any_setting_or_input_makes_another_run(tmp_path):
-    def folders(*overrides: str, **changes: Any) -> set[str]:
-        return {folder.name for folder in plan_of(tmp_path, *overrides, **changes).runs}
+    def folders(*overrides: str) -> set[str]:
+        return {folder.name for folder in plan_of(tmp_path, *overrides).runs}
 
     before = folders()
-    assert folders("claim=another") == before
-    assert folders("steps.filter.workers.num=2") == before, "who computes is no part of a result"
-    assert folders("steps.train.training.save_every=7") == before
+    for override in ("claim=another", "steps.filter.workers.num=2", "steps.train.training.save_every=7"):
+        assert folders(override) == before, "who computes is no part of a result"
     assert {name.split("-")[0] for name in before - folders("steps.train.training.epochs=2")} == {"train", "evaluate"}
     file = tmp_path / "library" / "queries" / "all.jsonl"
     file.write_text(file.read_text().replace("my video", "my film"))
-    changed = before - folders()
-    assert {name.split("-")[0] for name in before - changed} == {"pool"}
+    assert {name.split("-")[0] for name in before & folders()} == {"pool"}
+    # A pool of one's own may stand where the runs do: only the grid's own runs go without a fingerprint.
+    (own := tmp_path / "out" / "steps" / "pool").mkdir(parents=True)
+    (own / "a.jsonl").write_text('{"name": "a", "body": "one"}')
+    before = folders(f"steps.pool.sources={own}")
+    (own / "a.jsonl").write_text('{"name": "a", "body": "two"}')
+    assert not before & folders(f"steps.pool.sources={own}")
 
 
-def test_a_variant_may_change_an_item_or_a_section(tmp_path):
+def test_what_a_variant_changes(tmp_path):
     sharper = {"filter.layers.1.above": 0.4, "lists.quotas": {"random": 1}}
     plan = plan_of(tmp_path, "seeds=[5]", variants={"clean": None, "sharper": sharper})
     configs = {run.step: run.config for run in plan.cells[1].runs}
     assert [layer.above for layer in configs["filter"].layers[1:]] == [0.4]
     assert configs["lists"].quotas == {"random": 1} and steps_of(plan)["lists"] == 2
-
-
-def test_a_variant_without_the_seed_has_one_cell(tmp_path):
-    base = {"evaluate.systems.0.rankers.0.source": "some/model"}
-    plan = plan_of(tmp_path, variants={"clean": {}, "untrained": base})
+    untrained = {"evaluate.systems.0.rankers.0.source": "some/model"}  # which does not use the seed
+    plan = plan_of(tmp_path, variants={"clean": {}, "untrained": untrained})
     assert [str(cell) for cell in plan.cells] == ["clean, seed 1", "untrained, seed 1", "clean, seed 2"]
 
 
@@ -124,23 +132,8 @@ def test_grids_that_name_one_folder_share_runs(tmp_path):
 
 def test_texts_are_filled():
     places = {"mine": "runs/mine-1", "seed": 7}
-    filled = fill({"a": ["{mine}/x", "{seed}", "s{seed}"], "b": [1, None, True]}, places.__getitem__)
-    assert filled == {"a": ["runs/mine-1/x", 7, "s7"], "b": [1, None, True]}
-    assert fill("{{mine}} of {mine}", places.__getitem__) == "{mine} of runs/mine-1"
-    assert places_in({"a": "{mine}{seed}", "b": "{{c}}"}, {*places}) == {"mine", "seed"}
-
-
-# Dry run -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_dry_run_says_what_there_is_to_do_and_writes_nothing(tmp_path, capsys):
-    file = write_grid(tmp_path, grid(tmp_path))
-    before = contents(tmp_path)
-    found = plan_ablation(file, [])
-    assert contents(tmp_path) == before
-    assert (found["num_cells"], found["num_runs"], found["num_runs_missing"]) == (4, 14, 14)
-    said = capsys.readouterr().err
-    assert re.search(r"raw, seed 2: pool-\w{12} \(to run\) → .* → train-\w{12} \(to run\) → evaluate-", said)
+    filled = fill({"a": ["{mine}/x", "{seed}", "s{seed}"], "b": [1, None], "c": "{{d}} of {mine}"}, places.__getitem__)
+    assert filled == {"a": ["runs/mine-1/x", 7, "s7"], "b": [1, None], "c": "{d} of runs/mine-1"}
 
 
 # Faults --------------------------------------------------------------------------------------------------------------
@@ -196,20 +189,14 @@ def with_chain(folder: Path, **steps: Any) -> Path:
     return write_grid(folder, values | {"chain": "chain.yaml", "steps": steps})
 
 
-def test_a_chain_gives_the_steps_that_the_grid_would(tmp_path):
+def test_steps_are_laid_over_a_chain_key_by_key(tmp_path):
     whole, file = plan_of(tmp_path), with_chain(tmp_path)
     assert make_plan(file, []).runs.keys() == whole.runs.keys()
-    values = yaml.safe_load(file.read_text())
-    del values["steps"]
-    assert make_plan(write_grid(tmp_path, values), []).runs.keys() == whole.runs.keys()
-
-
-def test_steps_are_laid_over_the_chain_key_by_key(tmp_path):
     changed = make_plan(with_chain(tmp_path, train={"training": {"batch_size": 4}}), ["steps.lists.quotas={random: 3}"])
-    trained = next(run.config for run in changed.runs.values() if run.step == "train")
-    assert (trained.training.batch_size, trained.training.seed, trained.model.source) == (4, 1, "some/model")
-    lists = next(run.config for run in changed.runs.values() if run.step == "lists")
-    assert lists.quotas == {"random": 3}  # an override is the whole value
+    configs = {run.step: run.config for run in changed.runs.values()}
+    trained = configs["train"]
+    assert (trained.training.batch_size, trained.training.seed > 0, trained.model.source) == (4, True, "some/model")
+    assert configs["lists"].quotas == {"random": 3}  # an override is the whole value
 
 
 def test_faults_of_a_chain_are_named(tmp_path):
@@ -222,36 +209,120 @@ def test_faults_of_a_chain_are_named(tmp_path):
         make_plan(with_chain(tmp_path), ["chain=[1]"])
 
 
-def test_what_changes_below_the_runs_folder_makes_other_runs(tmp_path):
-    """A pool of one's own may stand where the runs do; only the grid's own runs go without a fingerprint."""
-    values = grid(tmp_path)
-    (folder := tmp_path / "out" / "steps" / "pool").mkdir(parents=True)
-    values["steps"]["pool"]["sources"] = str(folder)
-    (folder / "a.jsonl").write_text('{"name": "a", "body": "one"}')
-    before = make_plan(write_grid(tmp_path, values), []).runs.keys()
-    (folder / "a.jsonl").write_text('{"name": "a", "body": "two"}')
-    assert not before & make_plan(write_grid(tmp_path, values), []).runs.keys()
-
-
-# The grids that ship -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("file", GRIDS, ids=lambda file: file.stem)
-def test_a_grid_that_ships_can_be_planned(file, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    plan = make_plan(file, [])
-    assert plan.grid.runs_folder == Path("runs/ablations/steps") and plan.grid.out == Path("runs/ablations") / file.stem
-    assert len({cell.variant for cell in plan.cells}) == len(plan.grid.variants)
-    assert len(plan.runs) < sum(len(cell.runs) for cell in plan.cells)
-
-
-def test_grids_share_the_runs_of_their_baselines(monkeypatch):
+def test_the_grids_that_ship_can_be_planned_and_share_the_runs_of_their_baselines(monkeypatch):
     monkeypatch.chdir(ROOT)
     plans = {file.stem: make_plan(file, []) for file in GRIDS}
     assert {*plans} == {"candidates_k", "filter", "inputs", "listwise_pointwise", "random_negatives"}
-    trained = {
-        name: {folder for folder, run in plan.runs.items() if run.config.stage == "train_encoder"}
-        for name, plan in plans.items()
-    }
+    trained = {}
+    for name, plan in plans.items():
+        assert (plan.grid.runs_folder, plan.grid.out) == (Path("runs/ablations/steps"), Path("runs/ablations") / name)
+        assert {cell.variant for cell in plan.cells} == {*plan.grid.variants}
+        trained[name] = {folder for folder, run in plan.runs.items() if run.config.stage == "train_encoder"}
     assert trained["filter"] & trained["random_negatives"] and trained["filter"] & trained["inputs"]
     assert trained["candidates_k"] == trained["listwise_pointwise"] <= trained["filter"]
+
+
+# Tables of values that are written where evaluations would stand -----------------------------------------------------
+
+VARIANTS = {"clean": {}, "raw *new*": {"lists.rankings": "{mine}"}}
+QUERIES = "abcdefgh"
+
+
+def write_values(plan: Plan, hits: Mapping[tuple[str, int], str], name: str = "evaluate") -> None:
+    """Write Hit@1 as digits, one a query; MRR@10 is half of it, and not defined for the last query."""
+    for cell in plan.cells:
+        if (values := hits.get((cell.variant, cell.seed))) is not None:
+            folder = cell.evaluations[name]
+            folder.mkdir(parents=True, exist_ok=True)
+            rows = [
+                {"system": "encoder", "query_id": query_id, "slice": "single", "Hit@1": int(value)}
+                | {"MRR@10": None if query_id == QUERIES[-1] else int(value) / 2}
+                for query_id, value in zip(QUERIES, values, strict=False)
+            ]
+            (folder / "per_query.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def two_seeds(folder: Path, **changes: Any) -> Plan:
+    """Clean scores 2 and 4 of 8, the other variant all."""
+    plan = plan_of(folder, variants=VARIANTS, **changes)
+    hits = {("clean", 1): "11000000", ("clean", 2): "11110000"}
+    write_values(plan, hits | dict.fromkeys([("raw *new*", 1), ("raw *new*", 2)], "11111111"))
+    return plan
+
+
+def test_a_query_is_averaged_over_seeds_before_queries_are(tmp_path):
+    (table,) = collect_results(two_seeds(tmp_path), {}).tables
+    clean, raw = table.variants
+    assert (table.evaluation, table.split, table.num_queries) == ("evaluate", "test", 8)
+    assert clean.metrics["Hit@1"].mean == 3 / 8 and clean.metrics["Hit@1"].n == 8
+    assert clean.metrics["MRR@10"].mean == pytest.approx(3 / 7 / 2) and clean.metrics["MRR@10"].n == 7
+    assert clean.seed_means == {1: {"Hit@1": 0.25, "MRR@10": 1 / 7}, 2: {"Hit@1": 0.5, "MRR@10": 2 / 7}}
+    assert clean.seed_sd["Hit@1"] == pytest.approx(0.25 / sqrt(2))  # the deviation of two values
+    assert raw.metrics["Hit@1"].mean == raw.metrics["Hit@1"].low == 1 and raw.seed_sd["Hit@1"] == 0
+    hit, mrr = table.differences
+    assert (hit.system, hit.baseline, hit.measure) == ("raw *new*", "clean", "Hit@1")
+    assert hit.difference.mean == 5 / 8 and hit.difference.n == 8
+    assert mrr.difference.mean == pytest.approx((1 - 3 / 7) / 2) and mrr.difference.n == 7
+    # Six queries differ, all for the better: the signed ranks fall so with a chance of 2 in 2^6.
+    assert hit.wilcoxon_p == pytest.approx(2 / 2**6)
+    assert hit.mcnemar_p is None, "means over seeds are neither right nor wrong"
+
+
+def test_one_seed_is_tested_by_mcnemar_too_and_a_variant_without_it_is_one_training(tmp_path):
+    plan = plan_of(tmp_path, variants=VARIANTS, seeds=[1])
+    write_values(plan, {("clean", 1): "11000000", ("raw *new*", 1): "01111111"})
+    (table,) = collect_results(plan, {}).tables
+    assert table.differences[0].mcnemar_p == pytest.approx(2 * (1 + 7) / 2**7)  # 6 fixed, 1 broken
+    assert table.variants[0].seed_sd["Hit@1"] is None
+    untrained = {"evaluate.systems.0.rankers.0.source": "some/model"}
+    plan = plan_of(tmp_path, variants={"clean": {}, "untrained": untrained})
+    write_values(plan, {("clean", 1): "11000000", ("clean", 2): "11110000", ("untrained", 1): "11100000"})
+    (table,) = collect_results(plan, {}).tables
+    assert [len(scores.seed_means) for scores in table.variants] == [2, 1]
+    assert table.variants[1].seed_sd["Hit@1"] is None and table.differences[0].difference.mean == 0
+
+
+def test_holm_corrects_over_all_tables(tmp_path):
+    values = plan_of(tmp_path).grid.model_dump(mode="json")["steps"]
+    values["tasks"] = values["evaluate"] | {"split": "train"}
+    plan = two_seeds(tmp_path, steps=values)
+    hits = {("clean", 1): "10101010", ("clean", 2): "01010101"}
+    write_values(plan, hits | dict.fromkeys([("raw *new*", 1), ("raw *new*", 2)], "11110000"), "tasks")
+    results = collect_results(plan, {})
+    assert [table.evaluation for table in results.tables] == ["evaluate", "tasks"] and results.num_tests == 4
+    found = [c for table in results.tables for c in table.differences]
+    assert [c.p_holm for c in found] == holm([c.p for c in found])
+    verdicts = [[row["verdict"] for row in table["differences"]] for table in results.to_json()["tables"]]
+    assert verdicts == [["above", "above"], ["not told apart", "not told apart"]]
+
+
+def test_what_failed_is_left_out_and_named(tmp_path):
+    plan = two_seeds(tmp_path)
+    results = collect_results(plan, {("raw *new*", 2): "step train: out of memory"})
+    raw = results.to_json()["tables"][0]["variants"][1]
+    assert list(raw["seed_means"]) == [1] and raw["seed_sd"] == {"Hit@1": None, "MRR@10": None}
+    assert [cell["error"] for cell in results.to_json()["cells"]] == [None, None, None, "step train: out of memory"]
+    without = collect_results(plan, {("clean", 1): "x", ("clean", 2): "x"})
+    assert [scores.variant for scores in without.tables[0].variants] == ["raw *new*"]
+    assert not without.tables[0].differences and "x" in without.markdown()
+    nothing = collect_results(plan, {(cell.variant, cell.seed): "x" for cell in plan.cells})
+    assert nothing.tables == () and "## Cells" in nothing.markdown()
+
+
+def test_the_tables_and_the_page_name_variants_verdicts_and_recipes(tmp_path):
+    results = collect_results(two_seeds(tmp_path), {("clean", 2): "<b>out of memory</b>"})
+    text, page = results.markdown(), results.page()
+    assert "| raw \\*new\\* | 2 | 1.000 [1.00, 1.00] ± .000 |" in text and text.count("▲ above") == 2
+    assert "| raw \\*new\\* | Hit@1 | +.750 [" in text and "(n = 8)" in text and "Claim: Filtering helps." in text
+    for cell in results.plan.cells:
+        assert str(cell.evaluations["evaluate"] / "recipe.yaml").replace("_", "\\_") in text
+    assert page.count('<td class="word above">above</td>') == 2 and "over all 2 comparisons" in page
+    assert "<b>1.000</b><small>[1.00, 1.00] ± .000</small>" in page
+    assert "&lt;b&gt;out of memory" in page and "src=" not in page
+
+
+def test_other_queries_are_not_compared(tmp_path):
+    plan = plan_of(tmp_path, seeds=[1])
+    write_values(plan, {("clean", 1): "11110000", ("raw", 1): "1111"})
+    with pytest.raises(SkilltrainError, match="runs over different query sets compared: 4 queries stand on one side"):
+        collect_results(plan, {})

@@ -29,64 +29,53 @@ class TableSpec:
 
 
 _MISFIT = (pa.ArrowException, TypeError, ValueError, OverflowError)
+_PLAIN = {"text": pa.string(), "int": pa.int32(), "float": pa.float64()}
+_LISTS = {f"{name}s": pa.list_(pa.field("item", kind, nullable=False)) for name, kind in _PLAIN.items()}
 
 
-def _field(name: str, kind: pa.DataType, optional: bool = False) -> pa.Field:
-    return pa.field(name, kind, nullable=optional)
+def _spec(name: str, key: str, /, **columns: str) -> TableSpec:
+    """`columns` name a type each, with `?` where a value may be null."""
+    types = _PLAIN | _LISTS
+    fields = [pa.field(c, types[kind.rstrip("?")], nullable=kind.endswith("?")) for c, kind in columns.items()]
+    return TableSpec(name, pa.schema(fields), tuple(key.split()))
 
 
-_text, _number = pa.string(), pa.float64()
-_texts = pa.list_(pa.field("item", _text, nullable=False))
-
-SKILLS = TableSpec("skills", pa.schema([
-    _field("skill_id", _text), _field("name", _text), _field("description", _text), _field("body", _text),
-    _field("category", _text, optional=True), _field("lang", _text, optional=True),
-    _field("source", _text), _field("license", _text, optional=True),
-]), key=("skill_id",))  # fmt: skip
-QUERIES = TableSpec("queries", pa.schema([
-    _field("query_id", _text), _field("text", _text), _field("kind", _text),
-    _field("origin", _text), _field("split", _text),
-]), key=("query_id",))  # fmt: skip
-JUDGEMENTS = TableSpec("judgements", pa.schema([
-    _field("query_id", _text), _field("skill_id", _text), _field("verdict", _text),
-    _field("reason", _text, optional=True), _field("why", _text, optional=True),
-    _field("group", _text, optional=True), _field("judge", _text),
-]), key=("query_id", "skill_id"))  # fmt: skip
-RANKINGS = TableSpec("rankings", pa.schema([
-    _field("query_id", _text), _field("skill_id", _text), _field("rank", pa.int32()),
-    _field("score", _number), _field("stage", _text),
-]), key=("stage", "query_id", "skill_id"))  # fmt: skip
-LISTS = TableSpec("lists", pa.schema([
-    _field("query_id", _text), _field("skill_ids", _texts), _field("verdicts", _texts), _field("sources", _texts),
-    _field("ranks", pa.list_(pa.field("item", pa.int32(), nullable=False))),
-    _field("teacher_scores", pa.list_(pa.field("item", _number, nullable=False)), optional=True),
-]), key=("query_id",))  # fmt: skip
-DROPPED = TableSpec("dropped", pa.schema([
-    _field("query_id", _text), _field("skill_id", _text), _field("filter", _text),
-    _field("value", _number, optional=True), _field("reason", _text),
-    _field("source", _text, optional=True), _field("other_id", _text, optional=True),
-]), key=())  # fmt: skip
-PLANS = TableSpec("plans", pa.schema([
-    _field("query_id", _text), _field("step_id", _text), _field("text", _text), _field("depends_on", _texts),
-    _field("skill_id", _text, optional=True),
-]), key=("query_id", "step_id"))  # fmt: skip
-CLUSTERS = TableSpec("clusters", pa.schema([
-    _field("skill_id", _text), _field("cluster", pa.int32()),
-]), key=("skill_id",))  # fmt: skip
-FLAGS = TableSpec("flags", pa.schema([
-    _field("skill_id", _text), _field("rule", _text), _field("field", _text),
-    _field("start", pa.int32()), _field("end", pa.int32()), _field("span", _text), _field("reason", _text),
-]), key=("skill_id", "rule", "field", "start"))  # fmt: skip
+SKILLS = _spec(
+    "skills", "skill_id", skill_id="text", name="text", description="text", body="text", category="text?",
+    lang="text?", source="text", license="text?",
+)  # fmt: skip
+QUERIES = _spec("queries", "query_id", query_id="text", text="text", kind="text", origin="text", split="text")
+JUDGEMENTS = _spec(
+    "judgements", "query_id skill_id", query_id="text", skill_id="text", verdict="text", reason="text?", why="text?",
+    group="text?", judge="text",
+)  # fmt: skip
+RANKINGS = _spec(
+    "rankings", "stage query_id skill_id", query_id="text", skill_id="text", rank="int", score="float", stage="text"
+)
+LISTS = _spec(
+    "lists", "query_id", query_id="text", skill_ids="texts", verdicts="texts", sources="texts", ranks="ints",
+    teacher_scores="floats?",
+)  # fmt: skip
+DROPPED = _spec(
+    "dropped", "", query_id="text", skill_id="text", filter="text", value="float?", reason="text", source="text?",
+    other_id="text?",
+)  # fmt: skip
+PLANS = _spec(
+    "plans", "query_id step_id", query_id="text", step_id="text", text="text", depends_on="texts", skill_id="text?"
+)
+CLUSTERS = _spec("clusters", "skill_id", skill_id="text", cluster="int")
+FLAGS = _spec(
+    "flags", "skill_id rule field start", skill_id="text", rule="text", field="text", start="int", end="int",
+    span="text", reason="text",
+)  # fmt: skip
 
 
 def table_from_rows(rows: Iterable[Mapping[str, Any]], spec: TableSpec) -> pa.Table:
     """`rows` as a checked table. Raises SkilltrainError for an unknown, missing, null or ill-typed value."""
     rows = list(rows)
-    names = set(spec.schema.names)
     required = {field.name for field in spec.schema if not field.nullable}
     for position, row in enumerate(rows):
-        faults = [("unknown", row.keys() - names), ("missing", required - row.keys())]
-        for fault, columns in faults:
+        for fault, columns in (("unknown", row.keys() - {*spec.schema.names}), ("missing", required - row.keys())):
             if columns:
                 what = f"{fault} column {min(columns)!r} in a row for table {spec.name}"
                 raise SkilltrainError(what, where=f"row {position}")
@@ -146,11 +135,8 @@ def _difference(have: pa.Schema, need: pa.Schema) -> str:
     if unknown := [name for name in have.names if name not in need.names]:
         return f"its column '{unknown[0]}' is unknown; the columns are {', '.join(need.names)}"
     for field in need:
-        found = have.field(field.name)
-        if found.type != field.type:
-            return f"column '{field.name}' is {found.type}, not {field.type}"
-        if found.nullable != field.nullable:
-            return f"column '{field.name}' is declared {'nullable' if found.nullable else 'not null'}"
+        if not (found := have.field(field.name)).equals(field):
+            return f"its column is '{pa.schema([found])}', not '{pa.schema([field])}'"
     return f"the order of the columns is not {', '.join(need.names)}"
 
 
@@ -179,12 +165,12 @@ def write_table(rows: pa.Table | Iterable[Mapping[str, Any]], spec: TableSpec, p
 
 
 def _cast(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
-    if table.schema.names != spec.schema.names:
-        raise SkilltrainError(f"is not a {spec.name} table: {_difference(table.schema, spec.schema)}", where=where)
     try:
-        return check_table(table.cast(spec.schema), spec, where)
+        if table.schema.names == spec.schema.names:
+            table = table.cast(spec.schema)
     except (pa.ArrowException, ValueError) as error:
         raise SkilltrainError(f"a value does not fit table {spec.name}: {error}", where=where) from error
+    return check_table(table, spec, where)
 
 
 def read_table(path: Path, spec: TableSpec) -> pa.Table:
@@ -243,12 +229,9 @@ def texts_of(column: pa.ChunkedArray) -> list[str]:
 def verdicts_by_query(judgements: pa.Table) -> dict[str, dict[str, Verdict]]:
     """query_id → skill_id → verdict. Raises SkilltrainError for a word that is no verdict."""
     result: dict[str, dict[str, Verdict]] = {}
-    for query_id, skill_id, verdict in zip(
-        *(judgements.column(name).to_pylist() for name in ("query_id", "skill_id", "verdict")), strict=True
-    ):
-        try:
-            result.setdefault(query_id, {})[skill_id] = Verdict(verdict)
-        except ValueError as error:
-            choices = ", ".join(Verdict)
-            raise SkilltrainError(f"'{verdict}' is no verdict; choose from {choices}", where=query_id) from error
+    for row in judgements.select(["query_id", "skill_id", "verdict"]).to_pylist():
+        if row["verdict"] not in [*Verdict]:
+            what = f"'{row['verdict']}' is no verdict; choose from {', '.join(Verdict)}"
+            raise SkilltrainError(what, where=row["query_id"])
+        result.setdefault(row["query_id"], {})[row["skill_id"]] = Verdict(row["verdict"])
     return result

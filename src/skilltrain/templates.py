@@ -31,13 +31,6 @@ ChunkPool = Literal["max", "top2"]
 """How the scores of a skill's windows become one."""
 RELEASED = "skillrouter_released"
 """The template, by name, with which SkillRouter's released code evaluates; it trains with smaller caps."""
-_RELEASED_RETRIEVAL = (
-    "Given a coding task description, retrieve the most relevant skill document that would help an agent complete the "
-    "task"
-)
-_RELEASED_JUDGEMENT = (
-    "Given a coding task description, judge whether the skill document is relevant and useful for completing the task"
-)
 SKILL_TASK = "Given a task description, retrieve the skills that an agent needs to complete it"
 
 
@@ -91,6 +84,11 @@ class SkillTemplate(Config):
         return range(0, rest + step, step)[: chunks.windows]
 
 
+def _released(**settings: Any) -> Any:
+    """A validator that takes RELEASED for these settings of a template."""
+    return model_validator(mode="before")(lambda given: settings if given == RELEASED else given)
+
+
 class EncoderTemplate(Config):
     """What the encoder sees of a query and of a skill.
 
@@ -105,13 +103,12 @@ class EncoderTemplate(Config):
     query_chars: int = Field(default=1500, ge=1, description="how much of a query")
     skill: SkillTemplate = Field(default=SkillTemplate(), description="the text of a skill")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _by_name(cls, values: Any) -> Any:
-        if values != RELEASED:
-            return values
-        skill = SkillTemplate(description_chars=500, body_chars=8000, verbatim=True)
-        return {"instruction": _RELEASED_RETRIEVAL, "query_chars": 2000, "skill": skill}
+    _by_name = _released(
+        instruction="Given a coding task description, retrieve the most relevant skill document that would help an "
+        "agent complete the task",
+        query_chars=2000,
+        skill=SkillTemplate(description_chars=500, body_chars=8000, verbatim=True),
+    )
 
     @model_validator(mode="after")
     def _one_prompt(self) -> "EncoderTemplate":
@@ -143,8 +140,7 @@ class RerankerTemplate(Config):
 
     `pair` is the two-segment input of BERT-like models, scored by a classification head. `cosine_pair` is the same
     input, scored by the cosine of the two segments' mean vectors: it starts from what an encoder knows, where a new
-    head first has to learn what relevance is. `yes_no` is Qwen3-Reranker's chat form, whose two
-    official separators between the parts are a newline and a blank line (SkillRouter uses the latter).
+    head first has to learn what relevance is. `yes_no` is Qwen3-Reranker's chat form; it has two official separators.
     """
 
     form: Literal["pair", "cosine_pair", "yes_no"] = Field(
@@ -157,13 +153,13 @@ class RerankerTemplate(Config):
         default=SkillTemplate(description_chars=500, body_chars=2000), description="the text of a skill"
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _by_name(cls, values: Any) -> Any:
-        if values != RELEASED:
-            return values
-        skill = SkillTemplate(description_chars=500, body_chars=2000, verbatim=True)
-        return {"form": "yes_no", "instruction": _RELEASED_JUDGEMENT, "query_chars": None, "skill": skill}
+    _by_name = _released(
+        form="yes_no",
+        instruction="Given a coding task description, judge whether the skill document is relevant and useful for "
+        "completing the task",
+        query_chars=None,
+        skill=SkillTemplate(description_chars=500, body_chars=2000, verbatim=True),
+    )
 
     def query_prompt(self) -> str:
         """What precedes the query's own text (after the chat prefix)."""

@@ -1,31 +1,116 @@
-"""The command `skilltrain ablate`: a grid of variants and seeds, run to its end however often it is stopped."""
+"""The command `skilltrain ablate`: a grid of variants and seeds, run to its end however often it is stopped, compared.
+
+A query's value is its mean over the seeds; queries are then drawn with replacement, so an interval speaks of other
+queries and not of other trainings. How far the seeds lie apart stands beside it.
+"""
 
 import gc
 import os
 import shutil
 import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
-from skilltrain.ablation.plan import Plan, StepRun, make_plan
-from skilltrain.ablation.results import collect_results
+from skilltrain import __version__
+from skilltrain.ablation.grid import Cell, Plan, StepRun, make_plan
 from skilltrain.errors import SkilltrainError, StoppedError
-from skilltrain.files import write_json, write_text
-from skilltrain.runs import CHECKPOINTS
+from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES, Interval, interval
+from skilltrain.evaluation.comparison import Comparison, SystemResult, compare, holm, same_queries
+from skilltrain.files import read_jsonl, write_json, write_text
+from skilltrain.report.page import html_page
+from skilltrain.report.page import markdown as markdown_of
+from skilltrain.report.plots import SHARES, axis_around
+from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, run_state
 from skilltrain.stages import run_recipe
 from skilltrain.terminal import progress, say
 
+_SEED = 0  # of the bootstrap
+Failed = Mapping[tuple[str, int], str]
+"""(variant, seed) → the one-line error of its cell."""
 
-def plan_ablation(file: Path, overrides: list[str]) -> dict[str, Any]:
+
+@dataclass(frozen=True)
+class VariantScores:
+    """A variant's measures: the interval over queries, the mean of each seed, and the deviation (n − 1) of these.
+
+    A variant that does not use the seed has one training, which stands for all seeds, and no deviation.
+    """
+
+    variant: str
+    metrics: Mapping[str, Interval]
+    seed_means: Mapping[int, Mapping[str, float]]
+    seed_sd: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    """One evaluation: its variants' scores, in the grid's order, and the differences to the baseline."""
+
+    evaluation: str
+    benchmark: str
+    split: str | None
+    num_queries: int
+    measures: tuple[str, ...]
+    variants: tuple[VariantScores, ...]
+    differences: tuple[Comparison, ...]
+
+
+@dataclass(frozen=True)
+class Results:
+    """All tables of an ablation, and the cells that failed."""
+
+    plan: Plan
+    tables: tuple[ResultTable, ...]
+    failed: Failed
+
+    @property
+    def num_tests(self) -> int:
+        """The family of Holm's correction: all comparisons of all tables."""
+        return sum(len(table.differences) for table in self.tables)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as JSON values, with a verdict on each difference."""
+        grid = self.plan.grid
+        cells = [
+            {"variant": cell.variant, "seed": cell.seed, "error": self.failed.get((cell.variant, cell.seed))}
+            | {"recipes": {run.step: str(run.folder / RECIPE_FILE) for run in cell.runs}}
+            for cell in self.plan.cells
+        ]
+        tables = [
+            asdict(table) | {"differences": [asdict(c) | {"verdict": c.reading} for c in table.differences]}
+            for table in self.tables
+        ]
+        return {
+            "skilltrain": __version__, "ablation": grid.ablation, "claim": grid.claim, "baseline": grid.baseline,
+            "statistics": {"resamples": RESAMPLES, "seed": _SEED, "num_tests": self.num_tests},
+            "tables": tables, "cells": cells,
+        }  # fmt: skip
+
+    def markdown(self) -> str:
+        """The ablation as Markdown; names are escaped."""
+        return markdown_of("ablation.md.j2", results=self, grid=self.plan.grid, recipe_file=RECIPE_FILE)
+
+    def page(self) -> str:
+        """The ablation as one HTML page."""
+        differences = [c.difference for table in self.tables for c in table.differences]
+        values = {"results": self, "grid": self.plan.grid, "recipe_file": RECIPE_FILE, "shares": SHARES}
+        axis = axis_around(0, [end for value in differences for end in (value.low, value.high)] or [0])
+        return html_page("ablation.html.j2", (), **values, axis=axis, level=f"{LEVEL:.0%}", version=__version__)
+
+
+def plan_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """What `run_ablation` would do, for `--dry-run`; nothing is written. Raises SkilltrainError as it does."""
     plan = make_plan(file, overrides)
     for cell in plan.cells:
-        say(f"{cell}: {' → '.join(f'{run.folder.name} ({run.state()})' for run in cell.runs)}")
+        say(f"{cell}: {' → '.join(f'{run.folder.name} ({run_state(run.folder)})' for run in cell.runs)}")
     missing = {run.folder for cell in plan.cells for run in cell.missing()}
     return {"num_cells": len(plan.cells), "num_runs": len(plan.runs), "num_runs_missing": len(missing)}
 
 
-def run_ablation(file: Path, overrides: list[str]) -> dict[str, Any]:
+def run_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Run all cells of the grid in `file`, and write ablation.json, ablation.md and ablation.html.
 
     Finished runs are left as they are; a training that was stopped goes on from its newest checkpoint. A cell that
@@ -48,8 +133,8 @@ def run_ablation(file: Path, overrides: list[str]) -> dict[str, Any]:
     return {"out": str(out), "num_cells": len(plan.cells)}
 
 
-def _run_cells(plan: Plan) -> dict[tuple[str, int], str]:
-    """Run what is missing; (variant, seed) → why it failed, for the cells that did. A failed run is tried once."""
+def _run_cells(plan: Plan) -> Failed:
+    """Run what is missing; the cells that failed. A failed run is tried once."""
     errors: dict[Path, str] = {}
     failed: dict[tuple[str, int], str] = {}
     with progress("cells", len(plan.cells)) as show:
@@ -67,12 +152,14 @@ def _run_cells(plan: Plan) -> dict[tuple[str, int], str]:
 
 def _run_step(run: StepRun) -> str:
     """Run a step to its end, a training from its newest checkpoint; the one-line error if it fails."""
+    import torch
+    from accelerate.state import AcceleratorState
+
     say(f"{run.step}: {run.folder}")
-    state = run.state()
     try:
-        if state == "to run":
+        if run_state(run.folder) == "to run":
             shutil.rmtree(run.folder, ignore_errors=True)  # a training that was killed before it had a record
-        run_recipe(run.config, resume=state == "begun")
+        run_recipe(run.config, resume=None)
     except StoppedError as error:
         fix = "run the same command to go on"
         raise StoppedError(error.what, where=run.folder, fix=fix, number=error.number) from error
@@ -81,18 +168,73 @@ def _run_step(run: StepRun) -> str:
             say(traceback.format_exc())
         first = (str(error).splitlines() or [""])[0]
         return f"step {run.step}: {first if isinstance(error, SkilltrainError) else f'{type(error).__name__}: {first}'}"
-    finally:
-        _forget()
+    finally:  # memory is given back, and the next training of this process sets accelerate up anew
+        AcceleratorState._reset_state(reset_partial_state=True)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
     shutil.rmtree(run.folder / CHECKPOINTS, ignore_errors=True)  # three times the model's size
     return ""
 
 
-def _forget() -> None:
-    """Give memory back, and let the next training of this process set accelerate up anew."""
-    import torch
-    from accelerate.state import AcceleratorState
+def collect_results(plan: Plan, failed: Failed) -> Results:
+    """The tables of all cells that did not fail; none where all did."""
+    done = [cell for cell in plan.cells if (cell.variant, cell.seed) not in failed]
+    tables = [_table(plan, name, done) for name in (done[0].evaluations if done else ())]
+    adjusted = iter(holm([c.p for table in tables for c in table.differences]))
+    corrected = [
+        replace(table, differences=tuple(replace(c, p_holm=next(adjusted)) for c in table.differences))
+        for table in tables
+    ]
+    return Results(plan, tuple(corrected), failed)
 
-    AcceleratorState._reset_state(reset_partial_state=True)
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+
+def _table(plan: Plan, name: str, cells: Sequence[Cell]) -> ResultTable:
+    grid, config = plan.grid, plan.runs[cells[0].evaluations[name]].config
+    measures = tuple(str(measure) for measure in config.scored)
+    systems: list[SystemResult] = []
+    variants: list[VariantScores] = []
+    for variant in grid.variants:
+        folders: dict[Path, int] = {}  # a run that several seeds share is one training
+        for cell in cells:
+            if cell.variant == variant:
+                folders.setdefault(cell.evaluations[name], cell.seed)
+        if folders:
+            system, scores = _scores(variant, folders, measures)
+            systems.append(system)
+            variants.append(scores)
+    others = [system.name for system in systems if system.name != grid.baseline]
+    pairs = [(grid.baseline, other) for other in others] if len(others) < len(systems) else []
+    differences = [
+        difference
+        for measure in grid.compare
+        if (defined := [q for q, row in systems[0].per_query.items() if measure in row])
+        for difference in compare(systems, pairs, [measure], defined, seed=_SEED)
+    ]
+    differences.sort(key=lambda difference: others.index(difference.system))
+    asked = (name, " + ".join(map(str, config.benchmark)), config.split, len(same_queries(systems)), measures)
+    return ResultTable(*asked, tuple(variants), tuple(differences))
+
+
+def _scores(variant: str, folders: Mapping[Path, int], measures: Sequence[str]) -> tuple[SystemResult, VariantScores]:
+    """The variant as a system, each query's value its mean over the seeds, and its measures.
+
+    `folders` are its evaluations, each with its seed. A measure that is not defined for a query is left out.
+    """
+    of_seed = {
+        seed: {
+            row["query_id"]: {name: row[name] for name in measures if row.get(name) is not None}
+            for _, row in read_jsonl(folder / "per_query.jsonl")
+        }
+        for folder, seed in folders.items()
+    }
+    runs = [*of_seed.values()]
+    mean = {q: {name: fmean(values[q][name] for values in runs) for name in row} for q, row in runs[0].items()}
+    columns = {name: [row[name] for row in mean.values() if name in row] for name in measures}
+    metrics = {name: interval(column, seed=_SEED) for name, column in columns.items() if column}
+    means = {
+        seed: {name: fmean(row[name] for row in values.values() if name in row) for name in metrics}
+        for seed, values in of_seed.items()
+    }
+    spread = {name: stdev(row[name] for row in means.values()) if len(means) > 1 else None for name in metrics}
+    return SystemResult(variant, mean, {}), VariantScores(variant, metrics, means, spread)
