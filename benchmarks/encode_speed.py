@@ -10,28 +10,36 @@ is a warm-up, after which the float32 vectors must agree to 1e-5. Progress goes 
 
 import argparse
 import json
-import multiprocessing
-import os
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
-from encode_speed_worker import Mode, Round, Work, measure_gemm, run
-from train_speed import Worker, say
-from train_speed_cases import CASES, Case
-from train_speed_data import write_model
-from train_speed_report import ratio
+from measuring import SEED, Gemm, Meter, forward_flops, own_process, pairs_seen, ratio, say, set_environment
+from train_speed_cases import CASES, Case, write_model
 
 from skilltrain.records import Skill
 
-SEED, TOLERANCE = 0, 1e-5
-OURS = Mode("skilltrain")
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to encode. `packed` is skilltrain's own linear layers; `batch_size` is sentence-transformers'."""
+
+    name: str
+    library: Literal["skilltrain", "sentence-transformers"] = "skilltrain"
+    precision: Literal["float32", "auto"] = "float32"
+    packed: bool = True
+    batch_size: int = 32
+
+
 MODES = (
-    OURS,
+    Mode("skilltrain"),
     Mode("skilltrain, PyTorch's linear layers", packed=False),
     Mode("skilltrain, precision auto", precision="auto"),
     Mode("sentence-transformers, default (batch 32)", "sentence-transformers"),
@@ -49,15 +57,161 @@ ENCODING = {
 
 
 @dataclass(frozen=True)
+class Round:
+    """What a mode says of having encoded all skills once; `slots` are tokens with padding."""
+
+    seconds: float
+    cpu_seconds: float
+    peak_bytes: int
+    slots: int
+
+
+class Encoding:
+    """The process of a mode: all skills, encoded on each demand."""
+
+    running: "Encoding"
+
+    def __init__(self, mode: Mode, skills: tuple[Skill, ...], folder: Path, threads: int) -> None:
+        import torch
+
+        torch.set_num_threads(threads)
+        self.slots: list[int] = []
+        self.encode = (_ours if mode.library == "skilltrain" else _peer)(mode, skills, folder, self.slots)
+        self.meter = Meter()
+
+    @classmethod
+    def begin(cls, *arguments: Any) -> None:
+        """Make this process's one."""
+        cls.running = cls(*arguments)
+
+    @classmethod
+    def round(cls, out: Path) -> Round:
+        """Encode all skills; the vectors go to `out`."""
+        own = cls.running
+        own.slots.clear()
+        own.meter.start()
+        vectors = own.encode()
+        seconds, cpu_seconds, peak = own.meter.read()
+        np.save(out, vectors)
+        return Round(seconds, cpu_seconds, peak, sum(own.slots))
+
+
+def _ours(mode: Mode, skills: tuple[Skill, ...], folder: Path, slots: list[int]) -> Callable[[], np.ndarray]:
+    from skilltrain.retrieval import dense
+
+    if not mode.packed:
+        dense.pack_linear_layers = lambda network, num_rows: None
+    encoder = dense.open_encoder(dense.EncoderSource(source=str(folder), precision=mode.precision))
+    encoder.model.backbone.register_forward_pre_hook(
+        lambda _module, _inputs, given: slots.append(given["input_ids"].numel()), with_kwargs=True
+    )
+    return lambda: dense.encode_skills(encoder, skills)
+
+
+def _peer(mode: Mode, skills: tuple[Skill, ...], folder: Path, slots: list[int]) -> Callable[[], np.ndarray]:
+    from sentence_transformers import SentenceTransformer
+
+    settings, model = _plain_encoder(folder).settings, SentenceTransformer(str(folder), device="cpu")
+    model.max_seq_length = settings.max_tokens
+    texts = [settings.template.skill.render(skill) for skill in skills]
+    first: Any = model[0]
+    first.register_forward_pre_hook(lambda _module, inputs: slots.append(inputs[0]["input_ids"].numel()))
+    return lambda: model.encode(texts, batch_size=mode.batch_size, show_progress_bar=False)
+
+
+def _plain_encoder(folder: Path) -> Any:
+    import torch
+
+    from skilltrain.models.encoder import EncoderConfig, load_encoder
+
+    return load_encoder(EncoderConfig(source=str(folder)), torch.device("cpu"))
+
+
+def tokens_and_flops(folder: Path, skills: tuple[Skill, ...]) -> tuple[int, float]:
+    """(tokens of all skills without padding, FLOP of a forward pass over them)."""
+    encoder = _plain_encoder(folder)
+    texts = [encoder.settings.template.skill.render(skill) for skill in skills]
+    lengths = [len(ids) for ids in encoder.tokenize(texts, encoder.settings.max_tokens)]
+    seen = sum(pairs_seen(encoder.backbone, length) for length in lengths)
+    return sum(lengths), forward_flops(encoder.backbone, sum(lengths), seen)
+
+
+@dataclass(frozen=True)
 class CaseResult:
     """What was measured of a case: per mode its rounds in order (no warm-up), GEMM rates (MKL, oneDNN) a round, and
     the largest difference of each mode's vectors to sentence-transformers'.
     """
 
     title: str
+    num_tokens: int
+    flops: float
     rounds: dict[str, list[Round]]
     gemm_flops: list[list[float]]
     differences: dict[str, float]
+
+
+def measure(case: Case, skills: tuple[Skill, ...], data: Path, threads: int, num_rounds: int) -> CaseResult:
+    """Every mode in each round, one after the other; the warm-up is left out."""
+    with tempfile.TemporaryDirectory(prefix="encode-speed-") as name:
+        folder = Path(name)
+        with own_process() as writer:
+            writer.submit(write_model, case, data, folder / "model").result()
+            work = writer.submit(tokens_and_flops, folder / "model", skills).result()
+        processes = [own_process(Encoding.begin, mode, skills, folder / "model", threads) for mode in MODES]
+        rounds: dict[str, list[Round]] = {mode.name: [] for mode in MODES}
+        gemm, rates = Gemm(), []
+        for number in range(num_rounds + 1):
+            rates.append(gemm.rates())
+            for place, (mode, process) in enumerate(zip(MODES, processes, strict=True)):
+                one = process.submit(Encoding.round, folder / f"{place}.npy").result()
+                say(f"  round {number}: {one.seconds:.2f} s ({one.cpu_seconds:.2f} s of CPU time), {mode.name}")
+                rounds[mode.name].append(one)
+            if not number:
+                differences = _differences(folder)
+        for process in processes:
+            process.shutdown()
+    timed = {name: found[1:] for name, found in rounds.items()}
+    return CaseResult(case.title, *work, timed, rates[1:], differences)
+
+
+def _differences(folder: Path) -> dict[str, float]:
+    """Largest difference of each mode's vectors to sentence-transformers'; the program ends if it is too large."""
+    vectors = {mode: np.load(folder / f"{place}.npy") for place, mode in enumerate(MODES)}
+    peer = next(found for mode, found in vectors.items() if mode.library == "sentence-transformers")
+    differences = {mode.name: float(np.abs(found - peer).max()) for mode, found in vectors.items()}
+    for mode in MODES:
+        if mode.precision == "float32" and not differences[mode.name] < TOLERANCE:
+            sys.exit(f"encode_speed: vectors of {mode.name} differ by {differences[mode.name]:.1e}")
+    return differences
+
+
+def table(result: CaseResult, num: int, threads: int) -> str:
+    """A heading, a sentence on the work, and a row for each mode."""
+    base = result.rounds[MODES[0].name]
+    mkl, onednn = (float(rate) for rate in np.median(result.gemm_flops, axis=0))
+    lines = [
+        f"### {result.title}",
+        "",
+        f"{num} skills, {result.num_tokens:,} tokens, {result.flops / 1e12:.2f} TFLOP of useful work; {threads} "
+        f"threads; GEMM peak: MKL {mkl / 1e9:.0f}, oneDNN {onednn / 1e9:.0f} GFLOP/s (the last column is of the "
+        "higher).",
+        "",
+        "| | skills/s | time against ours [95%], n | CPU time against ours | padding | peak MB | vectors differ by "
+        "| of GEMM peak |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, rounds in result.rounds.items():
+        wall, cpu = (
+            ratio([getattr(one, kind) for one in base], [getattr(one, kind) for one in rounds])
+            for kind in ("seconds", "cpu_seconds")
+        )
+        seconds = float(np.median([one.seconds for one in rounds]))
+        lines.append(
+            f"| {name} | {num / seconds:.1f} | {wall} | {cpu.split()[0]} "
+            f"| {1 - result.num_tokens / rounds[-1].slots:.1%} | {rounds[-1].peak_bytes / 1e6:.0f} "
+            f"| {result.differences[name]:.0e} | {result.flops / seconds / max(mkl, onednn):.0%} |"
+        )
+    return "\n".join([*lines, ""])
 
 
 def read_skills(data: Path, num: int) -> tuple[Skill, ...]:
@@ -65,82 +219,9 @@ def read_skills(data: Path, num: int) -> tuple[Skill, ...]:
     import pyarrow.parquet
 
     columns = ["skill_id", "name", "description", "body"]
-    table = pyarrow.parquet.read_table(data / "pool", columns=columns)
-    rows = table.take(sorted(random.Random(SEED).sample(range(table.num_rows), num))).to_pylist()
+    found = pyarrow.parquet.read_table(data / "pool", columns=columns)
+    rows = found.take(sorted(random.Random(SEED).sample(range(found.num_rows), num))).to_pylist()
     return tuple(Skill(*(row[key] or "" for key in columns)) for row in rows)
-
-
-def measure(case: Case, skills: tuple[Skill, ...], data: Path, threads: int, rounds: int) -> CaseResult:
-    """Every mode in each round, one after the other; the warm-up is left out."""
-    with tempfile.TemporaryDirectory(prefix="encode-speed-") as name:
-        folder = Path(name)
-        writer = multiprocessing.get_context("spawn").Process(target=write_model, args=(case, data, folder / "model"))
-        writer.start()
-        writer.join()
-        if writer.exitcode:
-            sys.exit(f"encode_speed: cannot make the model of {case.title}")
-        works = [Work(mode, skills, folder / "model", threads, folder / f"{n}.npy") for n, mode in enumerate(MODES)]
-        workers = [Worker(run, work) for work in works]
-        gemm = Worker(measure_gemm, threads)
-        try:
-            for worker in [*workers, gemm]:
-                worker.answer()
-            return _rounds(case, works, workers, gemm, rounds)
-        finally:
-            for worker in [*workers, gemm]:
-                worker.stop()
-
-
-def _rounds(case: Case, works: Sequence[Work], workers: Sequence[Worker], gemm: Worker, rounds: int) -> CaseResult:
-    found: dict[str, list[Round]] = {work.mode.name: [] for work in works}
-    rates: list[list[float]] = []
-    differences: dict[str, float] = {}
-    for number in range(rounds + 1):
-        rates.append(gemm.ask())
-        for work, worker in zip(works, workers, strict=True):
-            one: Round = worker.ask()
-            say(f"  round {number}: {one.seconds:.2f} s ({one.cpu_seconds:.2f} s of CPU time), {work.mode.name}")
-            if number:
-                found[work.mode.name].append(one)
-        if not number:
-            differences = _differences(works)
-    return CaseResult(case.title, found, rates[1:], differences)
-
-
-def _differences(works: Sequence[Work]) -> dict[str, float]:
-    """Largest difference of each mode's vectors to sentence-transformers'; the program ends if it is too large."""
-    peer = next(np.load(work.out) for work in works if work.mode.library == "sentence-transformers")
-    found = {work.mode.name: float(np.abs(np.load(work.out) - peer).max()) for work in works}
-    for work in works:
-        if work.mode.precision == "float32" and not found[work.mode.name] < TOLERANCE:
-            sys.exit(f"encode_speed: vectors of {work.mode.name} differ by {found[work.mode.name]:.1e}")
-    return found
-
-
-def table(result: CaseResult, num: int, threads: int) -> str:
-    """A heading, a sentence on the work, and a row for each mode."""
-    base = result.rounds[OURS.name]
-    mkl, onednn = (float(rate) for rate in np.median(result.gemm_flops, axis=0))
-    lines = [
-        f"### {result.title}",
-        "",
-        f"{num} skills, {base[0].tokens:,} tokens, {base[0].flops / 1e12:.2f} TFLOP of useful work; {threads} threads; "
-        f"GEMM peak: MKL {mkl / 1e9:.0f}, oneDNN {onednn / 1e9:.0f} GFLOP/s (the last column is of the higher).",
-        "",
-        "| | skills/s | time against ours [95%], n | CPU time against ours | padding | peak MB | vectors differ by "
-        "| of GEMM peak |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for name, rounds in result.rounds.items():
-        middle, low, high = ratio([one.seconds for one in base], [one.seconds for one in rounds])
-        cpu, _, _ = ratio([one.cpu_seconds for one in base], [one.cpu_seconds for one in rounds])
-        seconds = float(np.median([one.seconds for one in rounds]))
-        lines.append(
-            f"| {name} | {num / seconds:.1f} | {middle:.2f} [{low:.2f}, {high:.2f}], {len(rounds)} | {cpu:.2f} "
-            f"| {1 - rounds[-1].tokens / rounds[-1].slots:.1%} | {rounds[-1].peak_bytes / 1e6:.0f} "
-            f"| {result.differences[name]:.0e} | {rounds[-1].flops / seconds / max(mkl, onednn):.0%} |"
-        )
-    return "\n".join([*lines, ""])
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -154,9 +235,7 @@ def main(arguments: Sequence[str]) -> None:
                         help=", ".join(ENCODING))  # fmt: skip
     parser.add_argument("--json", type=Path, help="file for every single measurement")
     given = parser.parse_args(arguments)
-    os.environ |= {"OMP_NUM_THREADS": str(given.threads), "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
-    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
-    os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed, where it is installed, would say on stdout that it had to look
+    set_environment(given.threads)
     skills, results = read_skills(given.data, given.num), []
     for name in given.only:
         say(f"{name}: {given.rounds} rounds of {given.num} skills")

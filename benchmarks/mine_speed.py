@@ -16,16 +16,52 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
-from mine_speed_data import Base, encode_base, write_case
-from mine_speed_report import NAMES, Measurement, report
-from mine_speed_worker import MODES
+from measuring import say
+from mine_speed_data import encode_base, write_case
 
 WORKER = Path(__file__).with_name("mine_speed_worker.py")
+MODES = {
+    "st": "sentence-transformers, torch",
+    "st-faiss": "sentence-transformers, faiss",
+    "ours-semantic": "skilltrain, semantic, exact",
+    "ours-semantic-hnsw": "skilltrain, semantic, HNSW",
+    "ours-semantic-ivf": "skilltrain, semantic, IVF",
+    "ours": "skilltrain, four sources + filter",
+    "clusters": "skilltrain, near-duplicate clusters",
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One mode at one size; `result` is None where the process ended before its work was done."""
+
+    mode: str
+    num_skills: int
+    num_queries: int
+    peak_bytes: int
+    result: dict[str, Any] | None
+
+    @property
+    def size(self) -> str:
+        """As the tables' heads have it."""
+        return f"{self.num_skills:,} x {self.num_queries:,}"
+
+    @property
+    def seconds(self) -> float:
+        """Of mining and of filtering."""
+        return self.result["mine_seconds"] + self.result["filter_seconds"] if self.result else float("nan")
+
+    @property
+    def gigabytes(self) -> float:
+        """The most memory that was in use."""
+        return self.peak_bytes / 1e9
 
 
 def measure(mode: str, folder: Path, threads: int) -> tuple[int, dict | None]:
@@ -66,29 +102,58 @@ def _peak(pid: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
 
 
-def run(base: Base, sizes: Sequence[tuple[int, int]], modes: Sequence[str], threads: int) -> Iterator[Measurement]:
-    """Every mode at every (number of skills, number of queries), one after the other."""
-    for num_skills, num_queries in sizes:
-        with tempfile.TemporaryDirectory(prefix="mine-speed-") as folder:
-            write_case(base, num_skills, num_queries, Path(folder))
-            for mode in modes:
-                started = time.monotonic()
-                peak, result = measure(mode, Path(folder), threads)
-                wall = time.monotonic() - started
-                took = f"{result['mine_seconds']:.1f} + {result['filter_seconds']:.1f} s" if result else "died"
-                say(
-                    f"{num_skills:,} x {num_queries:,} {NAMES[mode]}: {took}, {peak / 1e9:.2f} GB ({wall:.0f} s in all)"
-                )
-                yield Measurement(mode, num_skills, num_queries, peak, result)
+def report(measured: Sequence[Measurement]) -> str:
+    """Two Markdown tables, seconds and memory at every size, with growth exponents over sizes that grow together."""
+    sizes = list(dict.fromkeys(one.size for one in sorted(measured, key=lambda one: one.num_skills)))
+    lines: list[str] = []
+    columns: tuple[tuple[str, Callable[[Measurement], float], str], ...] = (
+        ("seconds (skills x queries)", lambda one: one.seconds, ".1f"),
+        ("peak memory, GB", lambda one: one.gigabytes, ".2f"),
+    )
+    for title, value, form in columns:
+        lines += [f"| {title} | {' | '.join(sizes)} | grows as |", f"|---|{'---:|' * (len(sizes) + 1)}"]
+        for mode, name in MODES.items():
+            row = {one.size: one for one in measured if one.mode == mode}
+            if row:
+                cells = [_cell(row[size], value, form) if size in row else "" for size in sizes]
+                lines.append(f"| {name} | {' | '.join(cells)} | {_growth([*row.values()], value)} |")
+        lines.append("")
+    return "\n".join([*lines, *_remarks(measured)])
 
 
-def say(text: str) -> None:
-    """A line of progress."""
-    print(text, file=sys.stderr, flush=True)
+def _cell(one: Measurement, value: Callable[[Measurement], float], form: str) -> str:
+    return f"{value(one):{form}}{'' if one.result else ' (died)'}"
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+def _growth(row: Sequence[Measurement], value: Callable[[Measurement], float]) -> str:
+    """n^e by least squares in logarithms, over sizes with the most common number of queries a skill."""
+    done = [one for one in row if one.result]
+    ratios = [round(one.num_queries / one.num_skills, 2) for one in done]
+    alike = [one for one, own in zip(done, ratios, strict=True) if own == max(ratios, key=ratios.count)]
+    if len(alike) < 2:
+        return ""
+    logs = np.log([[one.num_skills, value(one)] for one in alike])
+    return f"n^{np.polyfit(logs[:, 0], logs[:, 1], 1)[0]:.2f}"
+
+
+def _remarks(measured: Sequence[Measurement]) -> list[str]:
+    """Recall of indexes, and the share of candidates that both sides have in common."""
+    lines: list[str] = []
+    exact = {one.size: one.result["nearest"] for one in measured if one.mode == "ours-semantic" and one.result}
+    for one in (one for one in measured if one.result):
+        found, name = one.result or {}, f"- {MODES[one.mode]}, {one.size}"
+        index = found.get("summary", {}).get("index", {})
+        if "recall@50" in index:
+            lines.append(f"{name}: recall@50 {index['recall@50']:.3f} (n = {index['num_queries_sampled']} queries)")
+        if one.mode.startswith("st") and (ours := exact.get(one.size)):
+            both = [query for query in found["nearest"] if query in ours and found["nearest"][query]]
+            shares = [len({*found["nearest"][q]} & {*ours[q]}) / len(found["nearest"][q]) for q in both]
+            lines.append(f"{name}: {np.mean(shares):.4f} of its candidates are ours (n = {len(shares)} queries)")
+    return lines
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure; with --json every measurement is kept as soon as it is made."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pool", type=Path, required=True, help="SKILLS table")
     parser.add_argument("--queries", type=Path, required=True, help="folder with QUERIES and JUDGEMENTS of this pool")
@@ -99,22 +164,22 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--queries-a-skill", type=float, default=0.475, help="queries grow with the pool by this")
     parser.add_argument("--as-is", action="store_true", help="mine the pool as it is, too")
     parser.add_argument("--threads", type=int, default=2, help="threads of the peer, worker processes of ours")
-    parser.add_argument("--only", nargs="+", choices=MODES, default=MODES, metavar="MODE", help=", ".join(MODES))
+    parser.add_argument("--only", nargs="+", choices=MODES, default=[*MODES], metavar="MODE", help=", ".join(MODES))
     parser.add_argument("--json", type=Path, help="file for every single measurement")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Measure; print the tables anew after every size, so that a run that is cut short has shown what it has."""
-    given = parse(arguments)
+    given = parser.parse_args(arguments)
     base = encode_base(given.pool, given.queries, given.split, given.encoder, given.cache)
-    sizes = [(size, round(size * given.queries_a_skill)) for size in given.sizes]
-    sizes = ([(len(base.skills), len(base.queries))] if given.as_is else []) + sizes
+    sizes = [(len(base.skills), len(base.queries))] if given.as_is else []
+    sizes += [(size, round(size * given.queries_a_skill)) for size in given.sizes]
     measured: list[Measurement] = []
-    for one in run(base, sizes, given.only, given.threads):
-        measured.append(one)
-        if given.json:
-            given.json.write_text(json.dumps([asdict(m) for m in measured], indent=1), encoding="utf-8")
+    for num_skills, num_queries in sizes:
+        with tempfile.TemporaryDirectory(prefix="mine-speed-") as folder:
+            write_case(base, num_skills, num_queries, Path(folder))
+            for mode in given.only:
+                one = Measurement(mode, num_skills, num_queries, *measure(mode, Path(folder), given.threads))
+                say(f"{one.size} {MODES[mode]}: {_cell(one, lambda one: one.seconds, '.1f')} s, {one.gigabytes:.2f} GB")
+                measured.append(one)
+                if given.json:
+                    given.json.write_text(json.dumps([asdict(m) for m in measured], indent=1), encoding="utf-8")
     print(report(measured), flush=True)
 
 

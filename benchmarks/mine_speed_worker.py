@@ -7,8 +7,8 @@ import json
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,14 +23,6 @@ INDEXES = {
     "ours": "Flat", "ours-semantic": "Flat", "ours-semantic-hnsw": "HNSW32 efSearch=256",
     "ours-semantic-ivf": "IVF1024,Flat nprobe=64",
 }  # fmt: skip
-MODES = (*INDEXES, "clusters", "st", "st-faiss")
-
-
-@dataclass(frozen=True)
-class Dimensions:
-    """All that the stages ask of an encoder's model."""
-
-    dim: int
 
 
 class KnownVectors:
@@ -42,7 +34,7 @@ class KnownVectors:
         texts = read_table(folder / "queries", QUERIES).column("text").to_pylist()
         self.skill_rows = {skill_id: row for row, skill_id in enumerate(ids)}
         self.query_rows = {text: row for row, text in enumerate(texts)}
-        self.model = Dimensions(self.skills.shape[1])
+        self.model = SimpleNamespace(dim=self.skills.shape[1])  # all that the stages ask of an encoder's model
 
     def encode_chunks(self, _: Any, skills: list[Skill]) -> ChunkVectors:
         """In place of skilltrain.retrieval.dense.encode_chunks."""

