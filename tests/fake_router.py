@@ -37,6 +37,10 @@ class FakeRouter:
         ]  # fmt: skip
         return SimpleNamespace(skills=tuple(found), fits=bool(found) and "nothing" not in words, num_likely=None)
 
+    def flags(self, skill: Skill) -> Any:
+        """What the screening finds."""
+        return tuple(screen(skill))
+
     def update(self, skills: list[Skill]) -> dict[str, int]:
         """Answer with these skills from now on."""
         self.updates.append([skill.skill_id for skill in skills])

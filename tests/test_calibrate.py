@@ -10,37 +10,45 @@ from hypothesis import strategies as st
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.bootstrap import share
-from skilltrain.routing.confidence import Calibrator, Evidence, bound, calibration_error, fit_logistic, risk_coverage
+from skilltrain.routing.answer import Calibrator, Traced
+from skilltrain.routing.calibrate import bound, calibration_error, fit_logistic, risk_coverage
 from skilltrain.routing.router import Router
 from small_library import QUERIES, skilltrain, succeeds, write_library
 
 RANKERS = "[{kind: lexical}]"
 
 
+def traced(scores, **tops):
+    """What a router made of a task: skills of these scores, and rankers that gave these at most."""
+    found = {name: [("x", top), ("y", top - 1)] for name, top in tops.items()}
+    return Traced(found, {}, [(f"s{number}", score) for number, score in enumerate(scores)])
+
+
 def test_features_are_score_lead_and_tops():
-    rows = Evidence([3.0, 2.5, 1.0], {"lexical": 9.0, "dense": 0.5}).rows(["dense", "lexical"])
+    rows = traced([3.0, 2.5, 1.0], lexical=9.0, dense=0.5).rows(["dense", "lexical"])
     assert rows.tolist() == [[3.0, 0.5, 0.5, 9.0], [2.5, -0.5, 0.5, 9.0], [1.0, -2.0, 0.5, 9.0]]
-    assert Evidence([3.0], {"lexical": 9.0}).rows(["lexical"]).tolist() == [[3.0, 0.0, 9.0]]
-    assert Evidence([], {"lexical": 0.0}).rows(["lexical"]).shape == (0, 3)
+    assert traced([3.0], lexical=9.0).rows(["lexical"]).tolist() == [[3.0, 0.0, 9.0]]
+    assert traced([], lexical=0.0).rows(["lexical"]).shape == (0, 3)
+    assert Traced({"bm25": [("s", 6.0)], "none": []}, {"bm25": 24.0}, []).tops(["bm25", "none"]) == [0.25, 0.0]
 
 
 def test_a_calibrator_follows_its_formula():
     calibrator = Calibrator(
         rankers=("a",), weights=(1.0, 2.0, 0.5), intercept=-3.0, threshold=0.6, least=(0.5,), miss=0.5
     )
-    evidence = Evidence([2.0, 1.0], {"a": 1.0})  # logits 2 + 2 + .5 - 3 = 1.5 and 1 - 2 + .5 - 3 = -3.5
-    assert calibrator.probabilities(evidence) == pytest.approx([1 / (1 + np.exp(-1.5)), 1 / (1 + np.exp(3.5))])
-    assert calibrator.fits(evidence) and calibrator.num_likely(evidence) == 1
-    assert not calibrator.fits(Evidence([9.0, 1.0], {"a": 0.4}))
-    assert not calibrator.fits(Evidence([0.0, 0.0], {"a": 1.0})) and not calibrator.fits(Evidence([], {"a": 0.0}))
+    task = traced([2.0, 1.0], a=1.0)  # logits 2 + 2 + .5 - 3 = 1.5 and 1 - 2 + .5 - 3 = -3.5
+    assert calibrator.probabilities(task) == pytest.approx([1 / (1 + np.exp(-1.5)), 1 / (1 + np.exp(3.5))])
+    assert calibrator.fits(task) and calibrator.num_likely(task) == 1
+    assert not calibrator.fits(traced([9.0, 1.0], a=0.4))
+    assert not calibrator.fits(traced([0.0, 0.0], a=1.0)) and not calibrator.fits(traced([], a=0.0))
 
 
 @given(st.lists(st.floats(-50, 50), min_size=1, max_size=9), st.floats(0, 9), st.floats(0, 9), st.floats(-99, 99))
 def test_probabilities_fall_with_rank(scores, weight, lead, intercept):
     calibrator = Calibrator(rankers=(), weights=(weight, lead), intercept=intercept, threshold=0, least=(), miss=1)
-    found = calibrator.probabilities(Evidence(sorted(scores, reverse=True), {}))
+    found = calibrator.probabilities(traced(sorted(scores, reverse=True)))
     assert (np.diff(found) <= 0).all() and (found >= 0).all() and (found <= 1).all()
-    assert calibrator.num_likely(Evidence(scores, {})) == len(scores)
+    assert calibrator.num_likely(traced(scores)) == len(scores)
 
 
 def test_a_fit_gives_the_frequencies_and_no_feature_a_weight_below_zero():

@@ -13,8 +13,9 @@ from skilltrain.files import locked
 from skilltrain.records import Skill
 from skilltrain.retrieval import dense
 from skilltrain.retrieval.cascade import SystemConfig
-from skilltrain.routing import index as index_module
-from skilltrain.routing.index import Index, write_index
+from skilltrain.routing import indexing
+from skilltrain.routing.index import Index
+from skilltrain.routing.indexing import write_index
 from skilltrain.routing.router import Router
 from skilltrain.tables import SKILLS, rows_of, write_table
 from small_library import skilltrain, succeeds
@@ -70,9 +71,11 @@ def test_an_index_answers_as_its_rankers_do(model, tmp_path):
     rankers = hybrid(model, chunks={"windows": 3}, template={"skill": {"body_chars": 80}})
     loaded, opened = Router.load(made(tmp_path / "router", rankers=rankers)), Router(POOL, system_of(rankers))
     for task in ("join two tables", "find a line in the logs"):
-        expected = [(r.skill_id, pytest.approx(r.score, abs=1e-5)) for r in opened.route(task, 3).skills]
-        found = loaded.route(task, 3).skills
-        assert [(routed.skill_id, routed.score) for routed in found] == expected
+        traces = [router.trace(task) for router in (loaded, opened)]
+        assert [skill_id for skill_id, _ in traces[0].ranking] == [skill_id for skill_id, _ in traces[1].ranking]
+        for name, within in (("lexical", 1e-5), ("dense", 1e-5), ("late", 3e-3)):  # tokens are stored in 8 bits
+            found, expected = (dict(trace.found[name]) for trace in traces)
+            assert found == pytest.approx(expected, abs=within)
     assert [*loaded.skills.values()] == POOL and loaded.skills["s1"] == POOL[1]
     why = loaded.route("join two tables", 1).skills[0].why
     assert why.terms == ("join", "tables")
@@ -216,7 +219,7 @@ def test_a_writer_that_is_stopped_changes_nothing_and_leaves_nothing(tmp_path, m
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(index_module.np if "." in last else index_module, last.removeprefix("np."), stop)
+        patched.setattr(indexing.np if "." in last else indexing, last.removeprefix("np."), stop)
         with pytest.raises(KeyboardInterrupt):
             made(folder, POOL[:3])
     assert len(Router.load(folder).skills) == 6
@@ -224,7 +227,7 @@ def test_a_writer_that_is_stopped_changes_nothing_and_leaves_nothing(tmp_path, m
     shutil.copytree(folder / "index-1", folder / "index-9")
     (folder / "index-of-mine").mkdir()
     assert len(Router.load(made(folder, POOL[:3])).skills) == 3
-    assert sorted(path.name for path in folder.iterdir()) == ["index-2", "index-of-mine", "router.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["index-10", "index-of-mine", "router.json"]
 
 
 def test_a_router_may_be_moved_with_what_lies_in_it(model, tmp_path):

@@ -13,7 +13,7 @@ from skilltrain.records import Query, Skill
 from skilltrain.retrieval import late
 from skilltrain.retrieval.cascade import SystemConfig, run_systems
 from skilltrain.retrieval.fuse import fuse
-from skilltrain.retrieval.late import LateConfig
+from skilltrain.retrieval.late import LateConfig, TokenVectors
 from skilltrain.retrieval.rankers import FuseConfig, open_ranker
 from skilltrain.training.scores import encoder_scores
 from skilltrain.training.settings import TrainEncoderConfig
@@ -128,6 +128,24 @@ def test_late_orders_candidates_by_max_sim(ranker, open_encoder_of, monkeypatch)
     for query_id, ranking in ranker.rank(QUERIES, given, 9).items():
         assert dict(ranking) == pytest.approx(dict(found[query_id]), abs=1e-6)
     assert ranker.rank(QUERIES, {"q1": [], "q2": []}, 9) == {"q1": [], "q2": []}
+
+
+def test_stored_vectors_of_tokens_give_the_scores_and_are_encoded_once(ranker, tmp_path, monkeypatch):
+    given = {"q1": candidates(7, 3, 0, 11), "q2": candidates(3, 5)}
+    expected, seen, with_tokens = ranker.rank(QUERIES, given, 9), [], ranker.encoder.with_tokens
+    monkeypatch.setattr(ranker.encoder, "with_tokens", lambda t, n: seen.extend(t) or with_tokens(t, n))
+    monkeypatch.setattr(late, "_TEXTS", 5)
+    for name, skills, at in (("old", SKILLS[2:], [-1] * 10), ("new", SKILLS, [-1, -1, *range(9), -1])):
+        (tmp_path / name).mkdir()
+        kept = TokenVectors.load(tmp_path / "old") if name == "new" else None
+        ranker.save_tokens(tmp_path / name, skills, kept, at)
+    assert len(seen) == 10 + 3
+    stored = ranker.over(ranker.skills, TokenVectors.load(tmp_path / "new"))
+    assert stored.stored.num_skills == len(SKILLS)
+    found = stored.rank(QUERIES, given, 9)
+    assert len(seen) == 10 + 3 + 2, "only the queries"
+    for query_id, ranking in expected.items():
+        assert dict(found[query_id]) == pytest.approx(dict(ranking), abs=3e-3)
 
 
 def test_equal_scores_keep_the_order_of_the_candidates(model_folders):

@@ -23,8 +23,7 @@ from skilltrain.records import Skill
 from skilltrain.routing import serve
 from skilltrain.routing.http_server import new_http_app
 from skilltrain.routing.mcp_server import GetSkillParams, new_mcp_server
-from skilltrain.routing.service import PAGE, RouteLog, Service
-from skilltrain.routing.skill_uris import entry_of, skill_at, skill_text, uri_of
+from skilltrain.routing.service import PAGE, RouteLog, Service, entry_of, skill_at, skill_text, uri_of
 from skilltrain.tables import QUERIES, RANKINGS, read_table
 
 PDF = Skill("documents/pdf-merge", "pdf-merge", "merge pdf files into one", "Use pypdf.", "documents", "en", "mine")

@@ -11,8 +11,8 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.losses import KL
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.lexical import LexicalConfig
-from skilltrain.routing import teacher
-from skilltrain.routing.teacher import TeacherConfig, run_teacher
+from skilltrain.routing import candidates
+from skilltrain.routing.candidates import TeacherConfig, run_teacher
 from skilltrain.tables import JUDGEMENTS, LISTS, QUERIES, RANKINGS, read_table, write_table
 from skilltrain.training.scores import check_teacher_scores
 from skilltrain.training.training_set import ListsSource, load_training_set
@@ -101,10 +101,10 @@ def test_a_score_that_is_no_number_is_refused(monkeypatch, bad):
         def rank(self, queries, candidates, keep):
             return {query_id: [(skill_id, bad) for skill_id, _ in row] for query_id, row in candidates.items()}
 
-    monkeypatch.setattr(teacher, "open_ranker", lambda *_: Broken())
+    monkeypatch.setattr(candidates, "open_ranker", lambda *_: Broken())
     queries = [Query(query_id, text, "single", "test", "train") for query_id, text in TEXTS.items()]
     with pytest.raises(SkilltrainError, match=rf"query q1: gave skill 's3' {bad}, and a teacher must give a number"):
-        teacher.member_scores([LexicalConfig()], queries, MEMBERS, SKILLS)
+        candidates.member_scores([LexicalConfig()], queries, MEMBERS, SKILLS)
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ STAGES = {stage.name: stage for stage in (
         "encoder.source={base} out={near}/candidates_filtered",
     ),
     Stage(
-        "teacher", "routing.teacher",
+        "teacher", "routing.candidates",
         about="Write a reranker's, or any system's, scores into lists, for an encoder to learn from (kl, margin_mse).",
         example="pool=runs/pool lists=runs/encoder_lists "
         "'rankers=[{kind: rerank, source: runs/reranker}]' out=runs/taught",
@@ -208,6 +208,8 @@ def closing_words(config: Any, summary: Mapping[str, Any]) -> list[str]:
 
 
 def _in_words(value: Any) -> str:
+    if isinstance(value, Mapping) and {"mean", "low", "high"} <= value.keys():
+        return "{mean:.3f} [{low:.2f}, {high:.2f}]".format_map(value)
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_in_words(item)}" for key, item in value.items()) or "none"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -9,13 +9,13 @@ from typing import Any
 
 import typer
 
-from skilltrain.cli import evaluation, routing, serving, stages
+from skilltrain.cli import evaluation, routing, stages
 from skilltrain.cli.app import app
 from skilltrain.errors import SkilltrainError, StoppedError, reason_of
 from skilltrain.terminal import print_line
 from skilltrain.texts import one_line
 
-__all__ = ["app", "evaluation", "main", "routing", "serving", "stages"]
+__all__ = ["app", "evaluation", "main", "routing", "stages"]
 _FAULT, _INTERRUPTED, _SIGNALS = 2, 130, 128
 
 

@@ -1,4 +1,4 @@
-"""Commands that make a router and ask it, and the page that shows training lists."""
+"""Commands that make a router, ask it and serve it, and the page that shows training lists."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -141,6 +141,38 @@ def _open(router: Path | None, pool: Path | None, rankers: "list[dict[str, Any]]
     if pool is None or router is not None:
         raise SkilltrainError("give either --router or --pool", where=where)
     return open_router(pool, rankers, "--rankers")
+
+
+@app.command()
+def serve(
+    router: Annotated[Path, typer.Argument(help="folder that `skilltrain fit` or `skilltrain index` wrote")],
+    mcp: Annotated[Literal["stdio", "http"], typer.Option(help="stdio: for one agent that starts it")] = "stdio",
+    watch: Annotated[Path | None, typer.Option(help="folder of SKILL.md files: changes go into the router")] = None,
+    flagged: Annotated[
+        Literal["mark", "withhold"], typer.Option(help="what to do with skills that the safety screening flags")
+    ] = "mark",
+    log: Annotated[Path | None, typer.Option(help="folder for requests and answers, as QUERIES and RANKINGS")] = None,
+    host: Annotated[str, typer.Option(help="address to listen on (http)")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="port to listen on (http)")] = 8765,
+) -> None:
+    """Serve a router: MCP over stdio, or over HTTP with /route, /embed, /rerank, /health and /metrics beside it.
+
+    Example: skilltrain serve runs/router --mcp http --watch my_skills
+    """
+    from skilltrain.routing.router import Router
+
+    try:
+        from skilltrain.routing.serve import serve_http, serve_stdio
+        from skilltrain.routing.service import RouteLog, Service
+    except ModuleNotFoundError as error:
+        raise SkilltrainError(f"{error.name} is not installed", fix="pip install 'skilltrain[serve]'") from error
+    if watch is not None and not watch.is_dir():
+        raise SkilltrainError("no such folder", where=watch)
+    service = Service(Router.load(router), flagged, RouteLog(log) if log else None)
+    if mcp == "stdio":
+        serve_stdio(service, watch)
+    else:
+        serve_http(service, watch, host, port)
 
 
 @app.command("provision")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -54,9 +54,9 @@ class DenseConfig(EncoderSource):
         """The encoder with the vectors of the pool."""
         return self.encoders().over(skills)
 
-    def encoders(self) -> Encoders:
+    def encoders(self, opened: dict[str, Any] | None = None) -> Encoders:
         """The encoder for any pool. Vectors of queries are not kept, so that they can be timed."""
-        encoder = open_encoder(self)
+        encoder = open_encoder(self, opened)
         queries = partial(encode_queries, replace(encoder, cache=None))
         return Encoders(partial(encode_chunks, encoder), queries, encoder.model.settings.window)
 
@@ -72,12 +72,20 @@ class SkillEncoder:
     identity: str
 
 
-def open_encoder(source: EncoderSource) -> SkillEncoder:
-    """The encoder ready to encode and no more to be trained, on the GPU where there is one."""
-    model = load_encoder(source, default_device()).requires_grad_(False)
-    identity = _identity(model) if source.cache else ""
+def open_encoder(source: EncoderSource, opened: dict[str, Any] | None = None) -> SkillEncoder:
+    """The encoder ready to encode and no more to be trained, on the GPU where there is one.
+
+    `opened` keeps the model for all sources that differ from this one by their cache alone.
+    """
+    opened = {} if opened is None else opened
+    key = repr(source.model_dump(include={*EncoderSource.model_fields} - {"cache"}))
+    model, identity = opened.get(key, (None, ""))
+    if model is None or (source.cache and not identity):
+        model = load_encoder(source, default_device()).requires_grad_(False)
+        identity = _identity(model) if source.cache else ""
+        pack_linear_layers(model.backbone, source.token_budget)
+        opened[key] = (model, identity)
     cache = VectorCache.open(source.cache, identity) if source.cache else None
-    pack_linear_layers(model.backbone, source.token_budget)
     return SkillEncoder(model, source.source, source.token_budget, cache, identity)
 
 

@@ -1,20 +1,23 @@
 """Late interaction: candidates in the order of MaxSim, between each token of a query and the tokens of a skill."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from pydantic import Field
 from torch import Tensor
 
-from skilltrain.models.cpu_linear import pack_linear_layers
-from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
-from skilltrain.models.loading import Precision, default_device, resolve_model, stored_settings
+from skilltrain.models.encoder import Encoder, EncoderConfig
+from skilltrain.models.loading import Precision, resolve_model, stored_settings
 from skilltrain.models.max_sim import max_sim
 from skilltrain.models.micro_batches import TokenIds, micro_batches
 from skilltrain.records import Query, Rankings, Skill
+from skilltrain.retrieval.dense import EncoderSource, open_encoder
+from skilltrain.retrieval.nearest import starts_of
 from skilltrain.terminal import track
 
 _QUERY_TOKENS = 2**18  # of queries whose token vectors are in memory at once: 400 MB of MiniLM's
@@ -33,24 +36,65 @@ class LateConfig(EncoderConfig):
         """Raise SkilltrainError for a model that is not there or is no encoder; of a Hub model, fetches settings."""
         stored_settings(resolve_model(self.source, weights=False), "encoder")
 
-    def open(self, skills: Sequence[Skill]) -> "Late":
-        """The encoder ready to score."""
-        model = load_encoder(self, default_device()).requires_grad_(False)
-        pack_linear_layers(model.backbone, self.token_budget)
+    def open(self, skills: Sequence[Skill], opened: dict[str, Any] | None = None) -> "Late":
+        """The encoder ready to score; for `opened` see `open_encoder`."""
+        source = EncoderSource(**self.model_dump(exclude={"kind", "keep"}))
+        model = open_encoder(source, opened).model
         return Late(model, {skill.skill_id: skill for skill in skills}, self.token_budget)
 
 
 @dataclass(frozen=True)
+class TokenVectors:
+    """The unit vectors of skills' tokens, skill after skill, in 8 bits: a row is a scale (float32) and `dim` numbers.
+
+    A cosine is off by some 1e-3. `places` has a skill's place by its id; `starts` says where its tokens begin, and end.
+    """
+
+    rows: np.ndarray
+    starts: Int64[np.ndarray, " skill_and_end"]
+    places: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, folder: Path) -> "TokenVectors":
+        """What `Late.save_tokens` wrote into `folder`, memory-mapped."""
+        starts, file = np.load(folder / "starts.npy"), folder / "tokens.bin"
+        return cls(np.memmap(file, _rows_of(file.stat().st_size // starts[-1] - 4), "r"), starts)
+
+    @property
+    def num_skills(self) -> int:
+        """How many skills have vectors."""
+        return len(self.starts) - 1
+
+    def of(self, place: int) -> np.ndarray:
+        """The rows of the skill at a place."""
+        return self.rows[self.starts[place] : self.starts[place + 1]]
+
+
+def _rows_of(dim: int) -> np.dtype[Any]:
+    return np.dtype([("scale", "<f4"), ("values", "i1", dim)])
+
+
+def _as_rows(vectors: Float[Tensor, "token dim"]) -> np.ndarray:
+    found = vectors.float().cpu().numpy()
+    rows = np.empty(len(found), _rows_of(found.shape[1]))
+    rows["scale"] = np.abs(found).max(1) / 127
+    rows["values"] = np.rint(found / rows["scale"][:, None])
+    return rows
+
+
+@dataclass(frozen=True)
 class Late:
-    """An encoder at work on tokens. It sees a skill's first window, and keeps no vectors."""
+    """An encoder at work on tokens. It sees a skill's first window; what `stored` holds is not encoded again."""
 
     encoder: Encoder
     skills: Mapping[str, Skill]
     token_budget: int
+    stored: TokenVectors | None = None
 
-    def over(self, skills: Mapping[str, Skill]) -> "Late":
-        """The same encoder over another pool."""
-        return replace(self, skills=skills)
+    def over(self, skills: Mapping[str, Skill], stored: TokenVectors | None = None) -> "Late":
+        """The same encoder over another pool, whose tokens' vectors may be `stored` in its order."""
+        places = {skill_id: place for place, skill_id in enumerate(skills)}
+        return replace(self, skills=skills, stored=replace(stored, places=places) if stored else None)
 
     @torch.inference_mode()
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
@@ -63,7 +107,7 @@ class Late:
             for place in block:
                 for skill_id, _ in candidates[queries[place].query_id]:
                     asking.setdefault(skill_id, []).append(place)
-            vectors = dict(zip(block, self._in_order([ids[place] for place in block]), strict=True))
+            vectors = {block[place]: found for place, found in self._vectors([ids[place] for place in block])}
             for skill_id, tokens in self._skills(asking):
                 found = max_sim([vectors[place] for place in asking[skill_id]], [tokens])[:, 0].tolist()
                 for place, score in zip(asking[skill_id], found, strict=True):
@@ -74,10 +118,31 @@ class Late:
             rankings[query.query_id] = sorted(ranking, key=lambda pair: -pair[1])[:keep]
         return rankings
 
+    @torch.inference_mode()
+    def save_tokens(self, folder: Path, skills: Sequence[Skill], kept: TokenVectors | None, at: Sequence[int]) -> None:
+        """Write the vectors of the tokens of `skills`; those of skill i stand at place `at[i]` in `kept` if not -1."""
+        counts: list[int] = []
+        with (folder / "tokens.bin").open("wb") as file:
+            for start in range(0, len(skills), _TEXTS):
+                some = [*zip(skills[start : start + _TEXTS], at[start : start + _TEXTS], strict=True)]
+                new = {skill.skill_id: skill for skill, place in some if kept is None or place < 0}
+                found = {skill_id: _as_rows(tokens) for skill_id, tokens in self.over(new)._skills(new)}
+                for skill, place in some:
+                    rows = found[skill.skill_id] if kept is None or place < 0 else kept.of(place)
+                    file.write(rows.tobytes())
+                    counts.append(len(rows))
+        np.save(folder / "starts.npy", starts_of(counts))
+
     def _skills(self, skill_ids: Iterable[str]) -> Iterator[tuple[str, Float[Tensor, "token dim"]]]:
-        """Yield each skill's tokens' vectors, longest texts first."""
-        settings = self.encoder.settings
-        texts = {skill_id: settings.template.render_skill(self.skills[skill_id]) for skill_id in skill_ids}
+        """Yield each skill's tokens' vectors: those that are stored, then the others, longest texts first."""
+        settings, texts = self.encoder.settings, dict[str, str]()
+        for skill_id in skill_ids:
+            if self.stored is None:
+                texts[skill_id] = settings.template.render_skill(self.skills[skill_id])
+            else:
+                rows = self.stored.of(self.stored.places[skill_id])
+                tokens = torch.from_numpy(rows["values"] * rows["scale"][:, None])
+                yield skill_id, tokens.to(self.encoder.device)
         ordered = sorted(texts, key=lambda skill_id: -len(texts[skill_id]))
         starts = range(0, len(ordered), _TEXTS)
         for start in track(starts, "late interaction", len(starts)):
@@ -85,9 +150,6 @@ class Late:
             ids = self.encoder.tokenize([texts[skill_id] for skill_id in some], settings.max_tokens)
             for place, vectors in self._vectors(ids):
                 yield some[place], vectors
-
-    def _in_order(self, texts: Sequence[TokenIds]) -> list[Float[Tensor, "_ dim"]]:
-        return [vectors for _, vectors in sorted(self._vectors(texts), key=lambda pair: pair[0])]
 
     def _vectors(self, texts: Sequence[TokenIds]) -> Iterator[tuple[int, Float[Tensor, "token dim"]]]:
         """Yield (a text's place, its tokens' unit vectors)."""

@@ -1,12 +1,20 @@
-"""What a router answers: skills, how sure it is of them, and why."""
+"""What a router answers: skills, why these, and how sure it may be of them.
 
-from collections.abc import Mapping
+A skill's probability is a logistic function (Platt, 1999) of a few features, none of which may lower it when it rises.
+Within a task only the skill's own score and its lead differ, so that probabilities fall with rank.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from jaxtyping import Float64
+
+from skilltrain.config import Config
 from skilltrain.data.screening import Flag
 from skilltrain.records import Ranking
-from skilltrain.routing.confidence import Evidence
 
 
 @dataclass(frozen=True)
@@ -69,20 +77,71 @@ class Answer:
 class Traced:
     """What each ranker made of a task, by its name (those that are fused, one by one), and the last ranking.
 
-    `most` is the score that a ranker gives at most, where that depends on the task (BM25's).
+    `most` is the score that a ranker gives at most, where that depends on the task: so BM25's scores of long and short
+    tasks can be compared.
     """
 
     found: Mapping[str, Ranking]
     most: Mapping[str, float]
     ranking: Ranking
 
-    def evidence(self) -> Evidence:
-        """What a calibration looks at."""
-        best = {name: max((score for _, score in ranking), default=0.0) for name, ranking in self.found.items()}
-        tops = {name: score / (self.most.get(name, 1.0) or 1.0) for name, score in best.items()}
-        return Evidence([score for _, score in self.ranking], tops)
-
     def placed(self, skill_id: str) -> tuple[Placed, ...]:
         """Where the rankers put a skill."""
         rows = ((name, n, *pair) for name, ranking in self.found.items() for n, pair in enumerate(ranking, 1))
         return tuple(Placed(name, rank, score) for name, rank, other, score in rows if other == skill_id)
+
+    def tops(self, rankers: Sequence[str]) -> list[float]:
+        """The best score that each of `rankers` gave, as a share of its most."""
+        best = {name: max((score for _, score in self.found[name]), default=0.0) for name in rankers}
+        return [best[name] / (self.most.get(name, 1.0) or 1.0) for name in rankers]
+
+    def rows(self, rankers: Sequence[str]) -> Float64[np.ndarray, "skill feature"]:
+        """For each ranked skill its score, its lead over the best of the others, and the tops of `rankers`."""
+        scores = np.array([score for _, score in self.ranking])
+        if not len(scores):
+            return np.empty((0, 2 + len(rankers)))
+        rival = np.where(np.arange(len(scores)) == 0, scores[min(1, len(scores) - 1)], scores[0])
+        return np.column_stack([scores, scores - rival, np.tile(self.tops(rankers), (len(scores), 1))])
+
+
+class Calibrator(Config):
+    """Probabilities of a router's answers, and what follows from them.
+
+    `weights` are of score, lead and the tops of `rankers`. A task is answered where the first skill's probability is
+    `threshold` at least, and no top is below its `least`: of a task unlike all that skills serve, too, some skill
+    stands out among the others. `miss` is the most that 1 - probability may be of a skill in the likely set.
+    """
+
+    rankers: tuple[str, ...]
+    weights: tuple[float, ...]
+    intercept: float
+    threshold: float
+    least: tuple[float, ...]
+    miss: float
+
+    def probabilities(self, traced: Traced) -> Float64[np.ndarray, " skill"]:
+        """The probability of each ranked skill that it serves the task."""
+        logits = traced.rows(self.rankers) @ np.array(self.weights) + self.intercept
+        return (1 + np.tanh(logits / 2)) / 2  # the logistic function, without overflow
+
+    def fits(self, traced: Traced) -> bool:
+        """Whether any skill serves the task."""
+        is_like = all(top >= least for top, least in zip(traced.tops(self.rankers), self.least, strict=True))
+        return is_like and bool(max(self.probabilities(traced), default=-1.0) >= self.threshold)
+
+    def num_likely(self, traced: Traced) -> int:
+        """How many of the first skills hold one that serves the task, with the chance that was asked for."""
+        return int(np.count_nonzero(1 - self.probabilities(traced) <= self.miss))
+
+
+class Calibration(Config):
+    """What the stage calibrate writes, and an index holds: a calibrator and the rankers and models that it is for.
+
+    `figures` say what calibrators are worth that were fitted in the same way to a part of the queries.
+    """
+
+    system: list[dict[str, Any]]
+    models: dict[str, str]
+    calibrator: Calibrator
+    num_queries: int
+    figures: dict[str, Any]

@@ -6,14 +6,14 @@ so that whatever is answered then is wrong. All figures are by cross-validation 
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import floor
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Bool, Float64, Int64
 from pydantic import Field
 
-from skilltrain import __version__
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.near_duplicates import copies_of
 from skilltrain.errors import SkilltrainError
@@ -22,25 +22,17 @@ from skilltrain.evaluation.benchmarks.load import load_benchmark, read_unserved
 from skilltrain.evaluation.bootstrap import share
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.files import write_json
-from skilltrain.routing.answer import Traced
-from skilltrain.routing.confidence import (
-    CALIBRATION_FILE,
-    Calibration,
-    Calibrator,
-    Evidence,
-    bound,
-    calibration_error,
-    fit_logistic,
-    risk_coverage,
-)
+from skilltrain.routing.answer import Calibration, Calibrator, Traced
 from skilltrain.routing.fusion import folds_of
 from skilltrain.routing.index import Index
+from skilltrain.routing.indexing import CALIBRATION_FILE
 from skilltrain.routing.router import Router
-from skilltrain.runs import input_fingerprint
 from skilltrain.terminal import track
 
-_FITTED = 3
+_FITTED = 3  # skills of a query; further ones are nearly never right, and would only tell that
 _ANY = -1e9  # below every score
+_L2 = 1e-2  # keeps weights finite where few answers can be told apart without error
+_BINS = 10
 
 
 class CalibrateConfig(Config):
@@ -69,9 +61,9 @@ class CalibrateConfig(Config):
 
 @dataclass(frozen=True)
 class Case:
-    """A query's evidence, which of its ranked skills are right, and whether the pool holds any."""
+    """What a router made of a query, which of the ranked skills are right, and whether the pool holds any."""
 
-    evidence: Evidence
+    traced: Traced
     right: tuple[bool, ...]
     is_served: bool
 
@@ -80,7 +72,7 @@ def run_calibrate(config: CalibrateConfig, out: Path) -> dict[str, Any]:
     """Write the calibration; its figures.
 
     Raises SkilltrainError for a gold skill that the router does not hold, for fewer groups of queries than folds, and
-    for a router whose first skills are never or always right.
+    for a router whose first skills are never right.
     """
     router, record = Router.load(config.router), Index.open(config.router).record
     benchmark = check_pool(load_benchmark(config.queries, config.split), router.skills.keys())
@@ -91,20 +83,17 @@ def run_calibrate(config: CalibrateConfig, out: Path) -> dict[str, Any]:
     cases: list[Case] = []
     for task in track(benchmark.tasks, "routing", len(benchmark.tasks)):
         right = _right(task.relevance)
-        cases.append(_case(router.trace(task.query.text), right, True))
-        cases.append(_case(router.trace(task.query.text, right), right, False))
+        for without in ((), right):
+            traced = router.trace(task.query.text, without)
+            cases.append(Case(traced, tuple(skill_id in right for skill_id, _ in traced.ranking), not without))
     calibrator = fit_calibrator(cases, config.answered, config.contained)
     figures = _figures(cases, np.repeat(folds, 2), config)
     if config.unserved is not None:
         unserved = read_unserved(config.unserved)
-        figures["unserved"] = asdict(
-            share([calibrator.fits(router.trace(query.text).evidence()) for query in unserved])
-        )
-    inputs = {"queries": config.queries, "clusters": config.clusters, "unserved": config.unserved}
+        figures["unserved"] = asdict(share([calibrator.fits(router.trace(query.text)) for query in unserved]))
     calibration = Calibration(
-        system=record.rankers, models=record.models, calibrator=calibrator, answered=config.answered,
-        contained=config.contained, num_queries=len(benchmark.tasks), figures=figures, skilltrain=__version__,
-        fingerprints={key: input_fingerprint(path) for key, path in inputs.items() if path is not None},
+        system=record.rankers, models=record.models, calibrator=calibrator, num_queries=len(benchmark.tasks),
+        figures=figures,
     )  # fmt: skip
     write_json(out / CALIBRATION_FILE, calibration.model_dump(mode="json"))
     return {"num_queries": len(benchmark.tasks), **figures}
@@ -116,32 +105,60 @@ def _right(relevance: Relevance) -> frozenset[str]:
     return frozenset([*relevance.gold, *relevance.alternatives, *relevance.copies, *gains])
 
 
-def _case(traced: Traced, right: frozenset[str], is_served: bool) -> Case:
-    return Case(traced.evidence(), tuple(skill_id in right for skill_id, _ in traced.ranking), is_served)
-
-
 def fit_calibrator(cases: Sequence[Case], answered: float, contained: float) -> Calibrator:
     """Probabilities by the first skills of all cases; threshold and likely set by the cases that a skill serves.
-
-    Further skills than the first three are nearly never right, and would only tell that.
 
     Raises SkilltrainError where the first skill is never right.
     """
     if not any(case.right[:1] == (True,) for case in cases):
         raise SkilltrainError("the router's first skill is never right, so there is nothing to calibrate")
-    rankers = tuple(cases[0].evidence.tops)
-    rows = np.concatenate([case.evidence.rows(rankers)[:_FITTED] for case in cases])
+    rankers = tuple(cases[0].traced.found)
+    rows = np.concatenate([case.traced.rows(rankers)[:_FITTED] for case in cases])
     weights, intercept = fit_logistic(rows, np.concatenate([case.right[:_FITTED] for case in cases]))
     start = {"threshold": 0.0, "least": (), "miss": 1.0}
     found = Calibrator(rankers=rankers, weights=tuple(weights.tolist()), intercept=intercept, **start)
-    served = [(case, found.probabilities(case.evidence)) for case in cases if case.is_served]
+    served = [case for case in cases if case.is_served]
     level = 1 - (1 - answered) / (1 + len(rankers))  # each bound may turn away as many: together, 1 - answered at most
-    tops = np.array([max(probabilities, default=0.0) for _, probabilities in served])
-    best_of = [np.array([case.evidence.tops[name] for case, _ in served]) for name in rankers]
-    least = tuple(bound(values, level, _ANY) for values in best_of)
-    best = np.array([max(probabilities[[*case.right]], default=0.0) for case, probabilities in served])
-    limits = {"threshold": bound(tops, level), "least": least, "miss": 1 - bound(best, contained)}
+    sure = [found.probabilities(case.traced) for case in served]
+    best = [max(one[[*case.right]], default=0.0) for one, case in zip(sure, served, strict=True)]
+    limits = {
+        "threshold": bound(np.array([max(one, default=0.0) for one in sure]), level),
+        "least": tuple(bound(of, level, _ANY) for of in np.array([case.traced.tops(rankers) for case in served]).T),
+        "miss": 1 - bound(np.array(best), contained),
+    }
     return found.model_copy(update=limits)
+
+
+def fit_logistic(
+    rows: Float64[np.ndarray, "row feature"], labels: Bool[np.ndarray, " row"]
+) -> tuple[Float64[np.ndarray, " feature"], float]:
+    """(weights ≥ 0, intercept) by which `labels` are likeliest, with a trace of L2 on weights of scaled features."""
+    from scipy.optimize import minimize
+
+    mean, spread = rows.mean(0), rows.std(0)
+    spread[spread == 0] = 1
+    scaled = np.column_stack([(rows - mean) / spread, np.ones(len(rows))])
+
+    def loss(values: Float64[np.ndarray, " feature"]) -> tuple[float, Float64[np.ndarray, " feature"]]:
+        logits, free = scaled @ values, np.append(values[:-1], 0.0)
+        odds = 1 / (1 + np.exp(-logits))
+        entropy = np.logaddexp(0, logits).mean() - logits[labels].sum() / len(rows)
+        return entropy + _L2 / 2 * free @ free, scaled.T @ (odds - labels) / len(rows) + _L2 * free
+
+    bounds = [(0, None)] * rows.shape[1] + [(None, None)]
+    found = minimize(loss, np.zeros(len(bounds)), jac=True, method="L-BFGS-B", bounds=bounds).x
+    weights = found[:-1] / spread
+    return weights, float(found[-1] - mean @ weights)
+
+
+def bound(values: Float64[np.ndarray, " query"], level: float, lowest: float = 0.0) -> float:
+    """What the value of a new query reaches with a chance of at least `level`; `lowest` where too few tell.
+
+    The (n + 1)(1 - level)-th lowest of n values: split conformal prediction (Vovk et al. 2005; Angelopoulos and Bates
+    2021, section 1).
+    """
+    place = floor((len(values) + 1) * (1 - level) + 1e-9)  # .1 · 10 is a little less than 1
+    return float(np.sort(values)[place - 1]) if place else lowest
 
 
 def _figures(cases: Sequence[Case], folds: Int64[np.ndarray, " case"], config: CalibrateConfig) -> dict[str, Any]:
@@ -156,9 +173,9 @@ def _figures(cases: Sequence[Case], folds: Int64[np.ndarray, " case"], config: C
         calibrator = fit_calibrator(others, config.answered, config.contained)
         for place in np.flatnonzero(folds == fold).tolist():
             case = cases[place]
-            found = calibrator.probabilities(case.evidence)
+            found = calibrator.probabilities(case.traced)
             tops[place], right[place] = max(found, default=0.0), any(case.right[:1])
-            fits[place], sizes[place] = calibrator.fits(case.evidence), calibrator.num_likely(case.evidence)
+            fits[place], sizes[place] = calibrator.fits(case.traced), calibrator.num_likely(case.traced)
             contains[place] = any(case.right[: int(sizes[place])])
     served = np.array([case.is_served for case in cases])
     return {
@@ -172,3 +189,25 @@ def _figures(cases: Sequence[Case], folds: Int64[np.ndarray, " case"], config: C
         "risk_coverage": risk_coverage(tops, right > 0),
         "risk_coverage_served": risk_coverage(tops[served], right[served] > 0),
     }
+
+
+def calibration_error(probabilities: Float64[np.ndarray, " answer"], is_right: Bool[np.ndarray, " answer"]) -> float:
+    """The expected calibration error: the mean gap of confidence and accuracy over ten bins of equally many answers.
+
+    Source: Naeini et al. 2015, with bins of equal mass (Nixon et al. 2019).
+    """
+    bins = np.array_split(np.argsort(probabilities, kind="stable"), min(_BINS, len(probabilities)))
+    gaps = [len(one) * abs(probabilities[one].mean() - is_right[one].mean()) for one in bins]
+    return float(sum(gaps) / len(probabilities))
+
+
+def risk_coverage(
+    probabilities: Float64[np.ndarray, " answer"], is_right: Bool[np.ndarray, " answer"]
+) -> list[tuple[float, float]]:
+    """(share of tasks that are answered, share of these answers that are wrong), the surest tasks answered first.
+
+    One point for each tenth. Source: El-Yaniv and Wiener 2010.
+    """
+    wrong = np.cumsum(~is_right[np.argsort(-probabilities, kind="stable")])
+    counts = [round(len(wrong) * share / _BINS) for share in range(1, _BINS + 1)]
+    return [(round(count / len(wrong), 4), round(float(wrong[count - 1]) / count, 4)) for count in counts if count]

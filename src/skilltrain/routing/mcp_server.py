@@ -17,8 +17,7 @@ from pydantic import Field
 
 from skilltrain import __version__
 from skilltrain.errors import SkilltrainError
-from skilltrain.routing.service import MAX_SKILLS, PAGE, Service
-from skilltrain.routing.skill_uris import SCHEME, entry_of, skill_text
+from skilltrain.routing.service import MAX_SKILLS, PAGE, SCHEME, Service, entry_of, skill_text
 
 _INSTRUCTIONS = (
     "search_skills finds skills for a task in plain words; where it says that none fits, do without. "

@@ -15,14 +15,16 @@ from skilltrain.data.screening import Flag, screen
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Ranker, Ranking, Rankings, Skill
 from skilltrain.retrieval.api import ApiConfig
-from skilltrain.retrieval.cascade import SystemConfig, check_systems, keeps_of
+from skilltrain.retrieval.cascade import SystemConfig, keeps_of
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.expand import ExpandConfig
-from skilltrain.retrieval.lexical import BM25Index, Lexical
+from skilltrain.retrieval.late import LateConfig, TokenVectors
+from skilltrain.retrieval.lexical import BM25Index, Lexical, LexicalConfig
 from skilltrain.retrieval.nearest import ChunkVectors, Encoders, VectorRanker
 from skilltrain.retrieval.rankers import Fuse, FuseConfig, key_of, leg_name, open_ranker, parts_of
 from skilltrain.routing.answer import Answer, RoutedSkill, Traced, Why
-from skilltrain.routing.index import Index, generation, write_index
+from skilltrain.routing.index import Index, Part, generation
+from skilltrain.routing.indexing import check_rankers, open_model, write_index
 from skilltrain.texts import clean_text
 
 MAX_CHARS = 10_000
@@ -41,7 +43,7 @@ class _Opened:
     pool: Path | None
     parts: dict[str, Ranker]
     models: dict[str, Any]
-    index: Index | None
+    index: Index | None = None
 
     @cached_property
     def rankers(self) -> list[Ranker]:
@@ -69,11 +71,8 @@ class Router:
         """
         if not skills:
             raise SkilltrainError("the pool is empty")
-        check_systems([system])
-        parts: dict[str, Ranker] = {}
-        for ranker in system.rankers:
-            open_ranker(ranker, skills, parts)
-        self._now = _Opened(system, {skill.skill_id: skill for skill in skills}, pool, parts, {}, None)
+        by_id, models = {skill.skill_id: skill for skill in skills}, dict[str, Any]()
+        self._now = _Opened(system, by_id, pool, _parts(system, by_id, {}, models), models)
 
     @classmethod
     def load(cls, folder: Path | str) -> "Router":
@@ -96,6 +95,10 @@ class Router:
         """The rankers by `key_of`, for whoever asks an encoder or a reranker alone."""
         return self._now.parts
 
+    def flags(self, skill: Skill) -> tuple[Flag, ...]:
+        """What the safety screening finds in one of the skills."""
+        return _screened(self._now, skill)[1]
+
     def route(self, task: str, k: int = 5) -> Answer:
         """The `k` best skills for `task`, of which the first 10,000 characters are read.
 
@@ -104,13 +107,13 @@ class Router:
         now, query = self._now, _query(task)
         traced = _trace(now, query, k, ())
         calibration = now.index.record.calibration if now.index else None
-        calibrator, evidence = calibration and calibration.calibrator, traced.evidence()
-        found = calibrator.probabilities(evidence).tolist() if calibrator else [None] * len(traced.ranking)
+        calibrator = calibration and calibration.calibrator
+        found = calibrator.probabilities(traced).tolist() if calibrator else [None] * len(traced.ranking)
         answers = zip(traced.ranking[:k], found, strict=False)
         skills = tuple(_routed(now, query, traced, rank, sure) for rank, (_, sure) in enumerate(answers, 1))
         if calibrator is None:
             return Answer(skills, bool(skills), None)
-        return Answer(skills, calibrator.fits(evidence), calibrator.num_likely(evidence))
+        return Answer(skills, calibrator.fits(traced), calibrator.num_likely(traced))
 
     def trace(self, task: str, without: Collection[str] = ()) -> Traced:
         """What each ranker makes of a task, as if the skills `without` were not in the pool."""
@@ -144,24 +147,33 @@ class Router:
 
 def _over(index: Index, models: dict[str, Any]) -> _Opened:
     """The rankers over an index; `models` are not opened again, and get those that are."""
-    check_systems([index.system])
-    parts: dict[str, Ranker] = {}
-    for key, config in _parts(index.system).items():
-        stored, ids = index.parts.get(key), [*index.skills]
-        if isinstance(stored, BM25Index):
-            parts[key] = Lexical(ids, stored)
-            continue
-        if key not in models:
-            models[key] = config.encoders() if isinstance(config, DenseConfig | ApiConfig) else config.open(())
-        is_kept = isinstance(stored, ChunkVectors)
-        parts[key] = VectorRanker(ids, stored, _remembered(models[key])) if is_kept else models[key].over(index.skills)
+    parts = _parts(index.system, index.skills, index.parts, models)
     return _Opened(index.system, index.skills, index.pool, parts, models, index)
 
 
-def _parts(system: SystemConfig) -> dict[str, Any]:
-    """The rankers by `key_of`, those that others are made of one by one."""
-    made = FuseConfig | ExpandConfig
-    return {key_of(part): part for part in parts_of(system.rankers) if not isinstance(part, made)}
+def _parts(
+    system: SystemConfig, skills: Mapping[str, Skill], stored: Mapping[str, Part], models: dict[str, Any]
+) -> dict[str, Ranker]:
+    """The rankers over a pool by `key_of`, those that others are made of one by one; of an index, over what it holds.
+
+    `models` get what has to be opened.
+    """
+    check_rankers(system)
+    parts, ids = dict[str, Ranker](), [*skills]
+    for config in parts_of(system.rankers):
+        key = key_of(config)
+        kept = stored.get(key)
+        if isinstance(config, LexicalConfig):
+            parts[key] = Lexical(ids, kept) if isinstance(kept, BM25Index) else config.open([*skills.values()])
+        elif isinstance(config, DenseConfig | ApiConfig):
+            encoders = open_model(config, models)
+            chunks = kept if isinstance(kept, ChunkVectors) else encoders.skills([*skills.values()])
+            parts[key] = VectorRanker(ids, chunks, _remembered(encoders))
+        elif isinstance(config, LateConfig):
+            parts[key] = open_model(config, models).over(skills, kept if isinstance(kept, TokenVectors) else None)
+        elif not isinstance(config, FuseConfig | ExpandConfig):
+            parts[key] = open_model(config, models).over(skills)
+    return parts
 
 
 def _remembered(encoders: Encoders) -> Callable[[Sequence[str]], Float32[np.ndarray, "query dim"]]:
@@ -214,13 +226,16 @@ def _routed(now: _Opened, query: Query, traced: Traced, rank: int, probability: 
             number, place = ranker.best_chunk(query.text, skill_id), now.models[key].window
             window = None if number is None or place is None else place(skill, number)
     why = Why(traced.placed(skill_id), tuple(terms), window)
-    path = skill_file(now.pool, skill_id) if now.pool else None
-    # Screened here, because the flags beside a stranger's pool may be anything.
-    return RoutedSkill(
-        rank, skill_id, skill.name, skill.description, path, score, probability, why, _flags(skill, path)
-    )  # fmt: skip
+    path, flags = _screened(now, skill)
+    return RoutedSkill(rank, skill_id, skill.name, skill.description, path, score, probability, why, flags)
+
+
+def _screened(now: _Opened, skill: Skill) -> tuple[Path | None, tuple[Flag, ...]]:
+    """(a skill's SKILL.md, what is found in it and beside it: flags beside a stranger's pool may be anything)."""
+    path = skill_file(now.pool, skill.skill_id) if now.pool else None
+    return path, _flags(skill, path and path.parent)
 
 
 @lru_cache(_SCREENED)
-def _flags(skill: Skill, path: Path | None) -> tuple[Flag, ...]:
-    return tuple(screen(skill, path and path.parent))
+def _flags(skill: Skill, folder: Path | None) -> tuple[Flag, ...]:
+    return tuple(screen(skill, folder))

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
+import uvicorn
+import watchfiles
 from anyio.to_thread import run_sync
 
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError, reason_of
+from skilltrain.routing.http_server import LOOPBACK, new_http_app
+from skilltrain.routing.mcp_server import new_mcp_server
 from skilltrain.routing.service import Service
 from skilltrain.terminal import say
 from skilltrain.texts import clean_text
@@ -26,18 +30,12 @@ _LOG_EVERY = 30  # looks between two writes of the log
 
 def serve_stdio(service: Service, watched: Path | None) -> None:
     """Serve MCP on stdin and stdout until stdin ends."""
-    from skilltrain.routing.mcp_server import new_mcp_server
-
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the log is written
     anyio.run(_beside_watch, service, watched, new_mcp_server(service).run_stdio_async)
 
 
 def serve_http(service: Service, watched: Path | None, host: str, port: int) -> None:
     """Serve MCP and HTTP until Ctrl-C or SIGTERM. Raises SkilltrainError where the port is taken."""
-    import uvicorn
-
-    from skilltrain.routing.http_server import LOOPBACK, new_http_app
-
     try:
         place = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
@@ -77,10 +75,8 @@ async def _refresh(service: Service) -> None:
 
 async def _watch(service: Service, watched: Path) -> None:
     """Update the router for what has changed below `watched`, at first for what changed while nobody watched."""
-    from watchfiles import awatch
-
     is_current = False
-    async for changes in awatch(watched, yield_on_timeout=True):  # what failed is tried again when it wakes
+    async for changes in watchfiles.awatch(watched, yield_on_timeout=True):  # what failed is tried again when it wakes
         if changes or not is_current:
             is_current = await _try(service, "update", update_from, service.router, watched)
 
