@@ -29,8 +29,8 @@ from typing import Any
 from pydantic import Field
 
 from skilltrain.config import Config, apply_overrides, parse_yaml, validate
-from skilltrain.data.name_leak import names_skill
 from skilltrain.data.pool.skill_file import skill_from_row
+from skilltrain.data.query_texts import names_skill
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_jsonl, staged_folder
 from skilltrain.records import Dropped, Skill

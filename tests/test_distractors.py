@@ -8,20 +8,23 @@ import pytest
 
 from llm_server import KEY, LLMServer, Reply, llm_server
 from skilltrain.config import validate
-from skilltrain.data.distractor_prompt import STRATEGIES, WantedDistractor, read_draft
 from skilltrain.data.distractors import (
+    STRATEGIES,
+    Distractor,
     DistractorsConfig,
-    copy_fault,
+    check_length,
+    check_no_copy,
     gold_skills,
-    length_fault,
     plan_distractors,
+    read_draft,
     run_distractors,
     wanted_distractors,
 )
 from skilltrain.data.pool.skill_sources import read_source
+from skilltrain.data.query_texts import AnswerError
 from skilltrain.data.trigrams import word_trigrams
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Dropped, Skill
+from skilltrain.records import Skill
 from skilltrain.tables import DROPPED, FLAGS, SKILLS, read_table, rows_of, write_table
 
 FIRST, SECOND, THIRD = STRATEGIES
@@ -168,31 +171,40 @@ def test_distractors_are_no_copies_of_each_other(benchmark: Path) -> None:
 def test_likeness_by_hand() -> None:
     body, other = "a b c d e f g h", "a b c d x y z"  # six trigrams and five
     known = [(Skill("g", "gold", "", body), word_trigrams(body)), (Skill("d", "Own", "", other), word_trigrams(other))]
-    assert copy_fault(Skill("s", "other", "", "A b, c d"), known, 1) is None  # 2 of 6
-    gold = copy_fault(Skill("s", "other", "", body + " i"), known, 1)  # 6 of 7
-    assert gold == Dropped("", "s", "near_copy", "its body is nearly that of g", 0.8571, other_id="g")
-    copy = copy_fault(Skill("s", "other", "", other), known, 1)
-    assert copy == Dropped("", "s", "duplicate", "its body is nearly that of d", 1.0, other_id="d")
-    same = copy_fault(Skill("s", "own", "", body), known, 1)
-    assert same == Dropped("", "s", "same_name", "it has the name of d", other_id="d")
+
+    def refusal(name: str, text: str) -> tuple[Any, ...]:
+        with pytest.raises(AnswerError) as caught:
+            check_no_copy(Skill("s", name, "", text), known, 1)
+        return caught.value.kind, caught.value.value, caught.value.other_id
+
+    check_no_copy(Skill("s", "other", "", "A b, c d"), known, 1)  # 2 of 6
+    assert refusal("other", body + " i") == ("near_copy", 0.8571, "g")  # 6 of 7
+    assert refusal("other", other) == ("duplicate", 1.0, "d")
+    assert refusal("own", body) == ("same_name", None, "d")
 
 
 @pytest.mark.parametrize(("count", "fault"), [(149, "too_short"), (150, None), (2400, None), (2401, "too_long")])
 def test_words_are_counted_at_the_limits(count: int, fault: str | None) -> None:
-    found = length_fault(Skill("s", "n", "", words(1, count)))
-    assert (found.filter, found.value) == (fault, count) if found else fault is None
+    try:
+        check_length(Skill("s", "n", "", words(1, count)))
+        assert fault is None
+    except AnswerError as error:
+        assert (error.kind, error.value) == (fault, count)
 
 
-WANTED = WantedDistractor("d", Skill("g", "gold", "", "", "office", "en"), (), FIRST, 1, 1)
+WANTED = Distractor(Skill("g", "gold", "", "", "office", "en"), (), FIRST, 1, 1)
 
 
 def drafted(answer: str) -> tuple[str, str, str] | str:
     """Name, description and body in an answer, or why there is none."""
-    found = read_draft(WANTED, answer, "test")
-    if isinstance(found, Dropped):
-        assert found.filter == "malformed" and len(found.reason) < 200
-        return found.reason
-    assert (found.skill_id, found.category, found.lang, found.source) == ("d", "office", "en", "test")
+    try:
+        found = read_draft(WANTED, answer, "test")
+    except ValueError as error:
+        assert len(str(error)) < 200
+        return str(error)
+    assert (found.skill_id, found.category, found.lang, found.source) == (
+        f"distractor/g/{FIRST}", "office", "en", "test",
+    )  # fmt: skip
     return found.name, found.description, found.body
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from llm_server import ASK, LLMServer, Reply, ask, open_client
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import LLM, Budget, BudgetConfig, CompletionError, OpenAIConfig, Prices, Request, Usage, prices_of
-from skilltrain.llm.budget import estimate_tokens, most_of
+from skilltrain.llm.answers import estimate_tokens
+from skilltrain.llm.budget import most_of
 
 MAX_TOKENS = 26
 MOST = 100  # of "Say hello.", 10 bytes: 10 + 32 + 32 tokens read, 26 written

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skilltrain.data.name_leak import names_program, names_skill, programs_of
+from skilltrain.data.query_texts import names_program, names_skill, programs_of
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skilltrain.data.name_leak import names_skill, without_name
 from skilltrain.data.own_text import MAX_WORDS, MIN_WORDS, own_queries
 from skilltrain.data.pool.skill_sources import read_source
+from skilltrain.data.query_texts import names_skill, without_name
 from skilltrain.records import Skill
 from skilltrain.texts import num_words
 

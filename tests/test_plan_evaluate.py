@@ -8,7 +8,7 @@ import pytest
 from benchmark_folders import write_ours, write_pool
 from llm_server import LLMServer, Reply, embeddings, llm_server
 from skilltrain.config import validate
-from skilltrain.llm.budget import estimate_tokens
+from skilltrain.llm.answers import estimate_tokens
 from skilltrain.records import Skill
 from skilltrain.routing.candidates import CandidatesConfig
 from skilltrain.routing.evaluate import EvaluateConfig, run_evaluate

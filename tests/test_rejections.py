@@ -11,10 +11,11 @@ import pytest
 
 from llm_server import LLMServer, Reply
 from skilltrain.data.draws import split_groups
-from skilltrain.data.rejection_prompt import Group, read_group
+from skilltrain.data.judging import Group, read_request, wanted_verdicts
+from skilltrain.data.query_texts import AnswerError
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.bootstrap import agreement, cohens_kappa
-from skilltrain.records import Dropped, Reason, Skill
+from skilltrain.records import Reason, Skill
 from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, SKILLS, read_table, rows_of, write_table
 from small_library import skilltrain, succeeds
 
@@ -140,7 +141,7 @@ def test_a_second_judge_sees_no_verdict_and_agreement_is_measured(asked, server:
     assert {(r["query_id"], r["skill_id"]) for r in found} < {(r["query_id"], r["skill_id"]) for r in judgements}
 
 
-GROUP = Group("g", "en", tuple(POOL[:3]), 0)
+GROUP = wanted_verdicts(Group("g", "en", tuple(POOL[:3])), words=30, seed=0)
 GOOD = {"request": "put the report on my desk", "verdicts": [
     {"skill": 1, "verdict": "required"}, {"skill": 2, "verdict": "required"},
     {"skill": 3, "verdict": "rejected", "reason": "low_quality", "why": "so poor"},
@@ -170,14 +171,15 @@ def judged(*rows: tuple[Any, ...]) -> list[dict[str, Any]]:
     ],
 )
 def test_answers_that_cannot_be_used_say_why(changed: dict[str, Any], kind: str, reason: str):
-    found = read_group(set(), 30, GROUP, json.dumps(GOOD | changed))
-    assert isinstance(found, Dropped) and found.filter == kind and reason in found.reason
-    assert "\n" not in found.reason
+    with pytest.raises((AnswerError, ValueError)) as caught:
+        read_request(set(), 30, GROUP, json.dumps(GOOD | changed))
+    assert getattr(caught.value, "kind", "malformed") == kind
+    assert reason in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_good_answer_may_stand_in_a_fenced_block():
-    found = read_group(set(), 30, GROUP, f"Here it is:\n```json\n{json.dumps(GOOD)}\n```")
-    assert not isinstance(found, Dropped) and found.verdicts[2].reason is Reason.LOW_QUALITY
+    found = read_request(set(), 30, GROUP, f"Here it is:\n```json\n{json.dumps(GOOD)}\n```")
+    assert found.verdicts[2].reason is Reason.LOW_QUALITY
 
 
 @pytest.mark.parametrize(
@@ -244,10 +246,6 @@ def test_rewritten_queries_keep_their_judgements(rewritten, server: LLMServer, t
     assert all(q["text"].startswith("desk, report") for q in after[0])
     names = [skill.name for skill in POOL]
     assert all(any(name in r["messages"][0]["content"] for name in names) for r in server.requests)
-    succeeds(*rewritten, "style=paraphrase", "keep=true", f"out={tmp_path}/both")
-    queries, judgements, _ = tables(tmp_path / "both")
-    assert {q["query_id"] for q in queries} == {q["query_id"] + end for q in before[0] for end in ("", "~paraphrase")}
-    assert len(judgements) == 2 * len(before[1])
     plan = json.loads(succeeds(*rewritten, "style=typed", "--dry-run").out)["plan"]
     assert (plan["num_asked"], plan["num_requests"]) == (4, 4)
 

@@ -11,7 +11,7 @@ import pytest
 from llm_server import LLMServer, Reply, llm_server
 from skilltrain.config import validate
 from skilltrain.llm import Message, cost_of
-from skilltrain.llm.budget import estimate_prompt
+from skilltrain.llm.answers import estimate_prompt
 from skilltrain.records import Dropped, Query, Rankings, Skill
 from skilltrain.retrieval.cascade import SystemConfig, run_systems
 from skilltrain.retrieval.expand import Expand, ExpandConfig, joined, read_queries

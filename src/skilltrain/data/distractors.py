@@ -1,39 +1,43 @@
 """Stage `distractors`: what makes an Easy tier Hard (SkillRouter, section 3 and appendix B).
 
 The paper has GPT-4o-mini write 780 skills that resemble gold skills and are functionally distinct. The table made
-here is one more source for the stage `pool`: Hard = Easy + distractors.
+here is one more source for the stage `pool`: Hard = Easy + distractors. Three things differ on purpose: one request
+asks for one distractor, so that what fails is asked for again alone and no answer is cut off; the other gold skills of
+the same tasks are named as what must not be written either, for a "different problem of the same domain" is often just
+what another gold skill of the task solves; and no query is shown, so that the benchmark's words do not leak into the
+pool.
 """
 
 import math
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from skilltrain.config import Config, InputPath, Seed
-from skilltrain.data.distractor_prompt import (
-    ASKED_WORDS,
-    STRATEGIES,
-    WantedDistractor,
-    distractor_request,
-    read_draft,
-)
-from skilltrain.data.draws import stable_number
+from skilltrain.data.asking import PROMPTS, Line, Wanted, ask, counted, language_named, prompt, questions_of
+from skilltrain.data.pool.skill_file import split_header
+from skilltrain.data.query_texts import AnswerError
 from skilltrain.data.screening import count_flagged, screen, write_flags
 from skilltrain.data.trigrams import Trigrams, jaccard, word_trigrams
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.load import load_benchmark
-from skilltrain.llm import LLMConfig, Questions, Request, ask_until, cost_of, open_llm
-from skilltrain.records import Dropped, Skill
+from skilltrain.llm import LLMConfig, Questions, cost_of, read_object
+from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
+from skilltrain.records import Skill
 from skilltrain.tables import DROPPED, SKILLS, read_table, rows_of, skills_from_table, write_table
-from skilltrain.texts import name_key, num_words
+from skilltrain.texts import clean_text, name_key, num_words
 
+STRATEGIES: Final[dict[str, str]] = PROMPTS["distractor"]["strategies"]
+ASKED_WORDS: Final = 400, 1200
 ACCEPTED_WORDS: Final = 150, 2400  # of a body
 MAX_JACCARD: Final = 0.6  # of a body's trigrams with those of a gold body or another distractor, as in stage `filter`
 # Of the longest answer asked for, as a JSON string: 1.3 a word in English prose, more in code and other scripts.
 NUM_TOKENS: Final = math.ceil(ASKED_WORDS[1] * 1.6) + 100
+_MAX_SIBLINGS = 12
 
 
 class DistractorsConfig(Config):
@@ -65,15 +69,33 @@ class DistractorsConfig(Config):
         return self
 
 
+@dataclass(frozen=True, slots=True)
+class Distractor:
+    """One distractor to be written: the `number`-th of a strategy's `total` for a gold skill.
+
+    `siblings` are the other gold skills of the queries that need the gold skill.
+    """
+
+    gold: Skill
+    siblings: tuple[Skill, ...]
+    strategy: str
+    number: int
+    total: int
+
+    @property
+    def skill_id(self) -> str:
+        """The name of the gold skill and the strategy."""
+        return f"distractor/{self.gold.skill_id}/{self.strategy}" + (f"-{self.number}" if self.number > 1 else "")
+
+
 def run_distractors(config: DistractorsConfig, out: Path) -> dict[str, Any]:
     """Write SKILLS, DROPPED and FLAGS into `out`; an id says which gold skill it was made after, and how.
 
     Every distractor asked for is in SKILLS or, with its last fault, in DROPPED. A flag of the safety screening is
-    a note and drops nothing. Interrupted runs lose nothing: answers are cached, and a new run finds them there.
+    a note and drops nothing.
     """
     questions = _questions(config)
-    cost_of(questions)
-    asked = ask_until(questions)
+    asked = ask(questions)
     skills = [skill for _, skill in asked.values]
     flags = {skill.skill_id: found for skill in skills if (found := screen(skill))}
     write_table(rows_of(skills), SKILLS, out)
@@ -81,7 +103,7 @@ def run_distractors(config: DistractorsConfig, out: Path) -> dict[str, Any]:
     write_table([row.row() for row in asked.dropped], DROPPED, out)
     return _num_asked(questions) | {
         "num_distractors": len(skills), "num_dropped": len(asked.dropped),
-        "dropped": dict(sorted(Counter(row.filter for row in asked.dropped).items())),
+        "dropped": counted(row.filter for row in asked.dropped),
         "num_flagged_skills": len(flags), "flagged": count_flagged(flags), **asked.used,
     }  # fmt: skip
 
@@ -95,31 +117,27 @@ def plan_distractors(config: DistractorsConfig) -> dict[str, Any]:
     return _num_asked(questions) | cost_of(questions)
 
 
-def _num_asked(questions: Questions[WantedDistractor, Skill]) -> dict[str, Any]:
-    num_golds = len({wanted.gold.skill_id for wanted in questions.asked})
+def _num_asked(questions: Questions[Wanted[Distractor], Skill]) -> dict[str, Any]:
+    num_golds = len({wanted.about.gold.skill_id for wanted in questions.asked})
     return {"num_gold_skills": num_golds, "num_asked": len(questions.asked)}
 
 
-def _questions(config: DistractorsConfig) -> Questions[WantedDistractor, Skill]:
-    siblings, llm = gold_skills(config), open_llm(config.llm)
-    known = [(gold, word_trigrams(gold.body)) for gold, _ in siblings]
-    num_golds = len(known)
+def _questions(config: DistractorsConfig) -> Questions[Wanted[Distractor], Skill]:
+    golds = gold_skills(config)
+    wanted = [
+        Wanted("", one.skill_id, one, partial(_prompt, one, config.body_chars), (config.seed, one.skill_id))
+        for one in wanted_distractors(golds, config.num_distractors)
+    ]
+    known = [(gold, word_trigrams(gold.body)) for gold, _ in golds]
 
-    def request(wanted: WantedDistractor, attempt: int, fault: Dropped | None) -> Request:
-        seed = stable_number(config.seed, wanted.skill_id, attempt) >> 33  # servers take seeds below 2**31
-        return distractor_request(wanted, config.body_chars, seed, fault)
+    def read(one: Wanted[Distractor], answer: str) -> Skill:
+        skill = read_draft(one.about, answer, f"distractors:{config.llm.model}")
+        check_length(skill)
+        check_no_copy(skill, known, len(golds))
+        known.append((skill, word_trigrams(skill.body)))
+        return skill
 
-    def check(wanted: WantedDistractor, answer: str) -> Skill | Dropped:
-        found = read_draft(wanted, answer, f"distractors:{llm.model}")
-        if isinstance(found, Dropped):
-            return found
-        fault = length_fault(found) or copy_fault(found, known, num_golds)
-        if fault is None:
-            known.append((found, word_trigrams(found.body)))
-        return fault or found
-
-    asked = wanted_distractors(siblings, config.num_distractors)
-    return Questions(llm, asked, request, check, config.max_attempts, NUM_TOKENS, "writing distractors")
+    return questions_of(config.llm, wanted, read, NUM_TOKENS, "writing distractors", config.max_attempts)
 
 
 def gold_skills(config: DistractorsConfig) -> list[tuple[Skill, tuple[Skill, ...]]]:
@@ -143,44 +161,68 @@ def gold_skills(config: DistractorsConfig) -> list[tuple[Skill, tuple[Skill, ...
     return [(known[i], tuple(known[other] for other in others)) for i, others in siblings.items()]
 
 
-def wanted_distractors(
-    golds: Sequence[tuple[Skill, tuple[Skill, ...]]], num_distractors: int
-) -> list[WantedDistractor]:
-    """Each gold skill's distractors, in the strategies by turns; their ids name the gold skill and the strategy."""
-    strategies = list(STRATEGIES)
-    wanted: list[WantedDistractor] = []
+def wanted_distractors(golds: Sequence[tuple[Skill, tuple[Skill, ...]]], num_distractors: int) -> list[Distractor]:
+    """Each gold skill's distractors, in the strategies by turns."""
+    order = [*STRATEGIES]
+    wanted: list[Distractor] = []
     for gold, siblings in golds:
         for place in range(num_distractors):
-            turn, which = divmod(place, len(strategies))
-            skill_id = f"distractor/{gold.skill_id}/{strategies[which]}" + (f"-{turn + 1}" if turn else "")
-            total = len(range(which, num_distractors, len(strategies)))
-            wanted.append(WantedDistractor(skill_id, gold, siblings, strategies[which], turn + 1, total))
+            turn, which = divmod(place, len(order))
+            total = len(range(which, num_distractors, len(order)))
+            wanted.append(Distractor(gold, siblings, order[which], turn + 1, total))
     return wanted
 
 
-def length_fault(skill: Skill) -> Dropped | None:
-    """Why a body is too short or too long; None where it is neither."""
+def _prompt(wanted: Distractor, body_chars: int) -> tuple[str, str]:
+    """What a chat model is told, so that it writes a skill that resembles the gold skill in a search and is wrong."""
+    gold = wanted.gold
+    lines = [f"Category: {untrusted_line(gold.category or 'none given')}", untrusted_skill(gold, 500, body_chars)]
+    siblings = [f"- {untrusted_line(one.name)}: {untrusted_line(one.description, 160)}" for one in wanted.siblings]
+    lines += ["Not these either:", *(siblings[:_MAX_SIBLINGS] or ["(none)"])]
+    low, high = ASKED_WORDS
+    return prompt(
+        "distractor", "\n".join(lines), strategy=STRATEGIES[wanted.strategy], number=wanted.number,
+        total=wanted.total, low=low, high=high, language=language_named(gold.lang, "the reference"),
+    )  # fmt: skip
+
+
+class _Draft(BaseModel):
+    """What an answer must hold: texts, and no other kind of value; keys that were not asked for are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    name: Annotated[Line, Field(min_length=1, max_length=100, pattern=r"\w")]
+    description: Annotated[Line, Field(min_length=1, max_length=1500)]
+    body: Annotated[str, AfterValidator(lambda text: split_header(clean_text(text))[1].strip()), Field(min_length=1)]
+
+
+def read_draft(wanted: Distractor, answer: str, source: str) -> Skill:
+    """The skill in the one JSON object of an answer, bare or in a fenced block, its texts cleaned; or ValueError."""
+    draft, gold = read_object(answer, _Draft), wanted.gold
+    return Skill(wanted.skill_id, draft.name, draft.description, draft.body, gold.category, gold.lang, source)
+
+
+def check_length(skill: Skill) -> None:
+    """Raise AnswerError where a body is too short or too long."""
     count, (fewest, most) = num_words(skill.body), ACCEPTED_WORDS
-    if fewest <= count <= most:
-        return None
-    kind, limit = ("too_short", f"fewer than {fewest}") if count < fewest else ("too_long", f"more than {most}")
-    return Dropped("", skill.skill_id, kind, f"its body has {count} words, {limit}", count)
+    if not fewest <= count <= most:
+        kind, limit = ("too_short", f"fewer than {fewest}") if count < fewest else ("too_long", f"more than {most}")
+        raise AnswerError(kind, f"its body has {count} words, {limit}", count)
 
 
-def copy_fault(skill: Skill, known: Sequence[tuple[Skill, Trigrams]], num_golds: int) -> Dropped | None:
-    """Why `skill` is a copy of one that is known, the first `num_golds` of which are gold skills; None where it is not.
+def check_no_copy(skill: Skill, known: Sequence[tuple[Skill, Trigrams]], num_golds: int) -> None:
+    """Raise AnswerError where `skill` is a copy of one that is known, the first `num_golds` of which are gold skills.
 
     A copy of a gold skill would be a right answer counted as wrong.
     """
     name, trigrams = name_key(skill.name), word_trigrams(skill.body)
     for other, _ in known:
         if name == name_key(other.name):
-            reason = f"it has the name of {other.skill_id}"
-            return Dropped("", skill.skill_id, "same_name", reason, other_id=other.skill_id)
+            raise AnswerError("same_name", f"it has the name of {other.skill_id}", other_id=other.skill_id)
     for place, (other, others) in enumerate(known):
-        likeness = jaccard(trigrams, others)
-        if likeness > MAX_JACCARD:
-            kind = "near_copy" if place < num_golds else "duplicate"
-            reason = f"its body is nearly that of {other.skill_id}"
-            return Dropped("", skill.skill_id, kind, reason, round(likeness, 4), other_id=other.skill_id)
-    return None
+        if (likeness := jaccard(trigrams, others)) > MAX_JACCARD:
+            kind, reason = (
+                "near_copy" if place < num_golds else "duplicate",
+                f"its body is nearly that of {other.skill_id}",
+            )
+            raise AnswerError(kind, reason, round(likeness, 4), other.skill_id)

@@ -16,6 +16,11 @@ def stable_number(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()[:8])
 
 
+def is_drawn(share: float, *parts: object) -> bool:
+    """Whether a draw that `parts` decide falls into the first `share` of all."""
+    return stable_number(*parts) < share * 2**64
+
+
 def draw(allowed: Int64[np.ndarray, " position"], count: int, key: str) -> Int64[np.ndarray, " drawn"]:
     """`count` of `allowed` (all where there are fewer), uniform, in no order and without repetition."""
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
@@ -42,21 +47,15 @@ def split_groups(groups: Mapping[str, Collection[str]], share: float, seed: int)
 
     About `share` of the groups are dev; what hangs together and would exceed that is train.
     """
-    root: dict[str, str] = {}
+    from scipy.cluster.hierarchy import DisjointSet
 
-    def root_of(skill_id: str) -> str:
-        while (parent := root.setdefault(skill_id, skill_id)) != skill_id:
-            root[skill_id] = skill_id = root[parent]
-        return skill_id
-
-    for skill_ids in groups.values():
-        for skill_id in skill_ids:
-            root[root_of(skill_id)] = root_of(min(skill_ids))
-    joined: dict[str, list[str]] = defaultdict(list)
+    linked = DisjointSet(groups)
+    first: dict[str, str] = {}
     for name, skill_ids in groups.items():
-        joined[root_of(min(skill_ids))].append(name)
+        for skill_id in skill_ids:
+            linked.merge(first.setdefault(skill_id, name), name)
     room, split = round(share * len(groups)), dict.fromkeys(groups, "train")
-    for names in sorted(joined.values(), key=lambda names: stable_number(seed, "split", min(names))):
+    for names in sorted(linked.subsets(), key=lambda names: stable_number(seed, "split", min(names))):
         if len(names) <= room:
             room -= len(names)
             split |= dict.fromkeys(names, "dev")

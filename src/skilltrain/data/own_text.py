@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Literal
 
 from skilltrain.data.draws import stable_number
-from skilltrain.data.name_leak import names_skill, without_name
+from skilltrain.data.query_texts import names_skill, without_name
 from skilltrain.records import Skill
 from skilltrain.texts import num_words
 

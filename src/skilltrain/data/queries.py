@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from skilltrain.config import Config, InputPath
 from skilltrain.data.pool.skill_file import as_text
 from skilltrain.data.query_files import read_rows
-from skilltrain.data.query_profile import query_profile
+from skilltrain.data.query_texts import query_profile
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import POSITIVE, Dropped, Query, Reason, Verdict
 from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, SKILLS, read_table, rows_of, table_path, write_table

@@ -5,8 +5,7 @@ retrieved together. How its groups are drawn is not public; the four kinds and t
 """
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import cycle, islice, product
@@ -18,20 +17,28 @@ from jaxtyping import Bool
 from pydantic import Field
 
 from skilltrain.config import Config, InputPath, Seed
+from skilltrain.data.asking import TOKENS_PER_WORD, Wanted, ask, counted, questions_of
 from skilltrain.data.draws import draw, split_groups, stable_number
-from skilltrain.data.rejection_prompt import Group, Judged, JudgedRequest, group_request, read_group, read_second
+from skilltrain.data.judging import (
+    Group,
+    JudgedRequest,
+    Judgements,
+    judged_rows,
+    read_request,
+    read_verdicts,
+    wanted_verdicts,
+)
 from skilltrain.data.screening import flags_to_leave_out
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.bootstrap import agreement
-from skilltrain.llm import LLMConfig, Questions, ask_until, cost_of, open_llm
-from skilltrain.records import Dropped, Query, Skill, Verdict
+from skilltrain.llm import LLMConfig, Questions, cost_of
+from skilltrain.records import Dropped, Query, Skill
 from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
 from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, SKILLS, read_table, rows_of, skills_from_table, write_table
 from skilltrain.texts import name_key
 
 Kind = Literal["neighbours", "category", "across", "languages"]
 Language = Literal["en", "zh"]
-_ATTEMPTS = 3
 _TOKENS_PER_VERDICT = 40  # of an answer, a reason and its 20 words among them
 _NEAR = 3  # neighbours are drawn from so many times as many as are wanted
 
@@ -67,24 +74,23 @@ def run_rejections(config: RejectionsConfig, out: Path) -> dict[str, Any]:
     """Write QUERIES, JUDGEMENTS and DROPPED; every group asked for is in one of the first and last.
 
     A refusal of a whole group is one, too: a request that needs the anchor alone, for which all others are rejected.
-    Interrupted runs lose nothing: answers are cached. Raises SkilltrainError where no group could be used.
+    Raises SkilltrainError where no group could be used.
     """
     groups, dropped = _groups(config)
-    questions = _questions(config, config.llm, groups, partial(read_group, set(), 2 * config.num_words))
-    cost_of(questions)
-    asked = ask_until(questions)
+    asked = ask(_questions(config, groups))
     dropped += asked.dropped
     if not asked.values:
         raise SkilltrainError(f"made no request for {len(groups)} groups; the first reason: {dropped[-1].reason}")
-    judge = f"llm:{questions.llm.model}"
-    members = {group.group_id: [skill.skill_id for skill in group.skills] for group, _ in asked.values}
+    made = [(one.about, found) for one, found in asked.values]
+    judge = f"llm:{config.llm.model}"
+    members = {group.group_id: [skill.skill_id for skill in group.skills] for group, _ in made}
     split = split_groups(members, config.dev_share, config.seed)
     queries = [
         Query(group.group_id, found.request, "single" if found.refusal else "multi", judge, split[group.group_id])
-        for group, found in asked.values
+        for group, found in made
     ]
-    rows = [row for group, found in asked.values for row in _rows(group, found.verdicts, judge)]
-    second = _judged_twice(config, asked.values, out)
+    rows = [row for group, found in made for row in judged_rows(group, found.verdicts, judge)]
+    second = _judged_twice(config, made, rows, out)
     write_table(rows_of(queries), QUERIES, out)
     write_table(rows, JUDGEMENTS, out)
     write_table([row.row() for row in dropped], DROPPED, out)
@@ -92,39 +98,66 @@ def run_rejections(config: RejectionsConfig, out: Path) -> dict[str, Any]:
         "num_groups": len(groups), "num_queries": len(queries),
         "num_refusals": sum(query.kind == "single" for query in queries),
         "num_dev": sum(query.split == "dev" for query in queries),
-        "by_direction": _counts(f"{group.lang}2{group.skills[0].lang}" for group, _ in asked.values),
-        "by_verdict": _counts(row["verdict"] for row in rows),
-        "by_reason": _counts(row["reason"] for row in rows if row["reason"]),
-        "dropped": _counts(row.filter for row in dropped), **second, **asked.used,
+        "by_direction": counted(f"{group.lang}2{group.skills[0].lang}" for group, _ in made),
+        "by_verdict": counted(row["verdict"] for row in rows),
+        "by_reason": counted(row["reason"] for row in rows if row["reason"]),
+        "dropped": counted(row.filter for row in dropped), **second, **asked.used,
     }  # fmt: skip
 
 
 def plan_rejections(config: RejectionsConfig) -> dict[str, Any]:
     """What a run would ask for and about what it would cost, found without asking anybody (`--dry-run`)."""
     groups, dropped = _groups(config)
-    plan = {"num_groups": len(groups), "dropped": _counts(row.filter for row in dropped)}
-    plan |= cost_of(_questions(config, config.llm, groups, read_group))
+    plan = {"num_groups": len(groups), "dropped": counted(row.filter for row in dropped)}
+    plan |= cost_of(_questions(config, groups))
     if config.second_judge is not None:
         made_up = [replace(group, request="word " * config.num_words) for group in groups[: config.num_judged_twice]]
-        plan["second_judge"] = cost_of(_questions(config, config.second_judge, made_up, read_second))
+        plan["second_judge"] = cost_of(_second_questions(config, config.second_judge, made_up))
     return plan
+
+
+def _questions(config: RejectionsConfig, groups: Sequence[Group]) -> Questions[Wanted[Group], JudgedRequest]:
+    wanted = [wanted_verdicts(group, config.num_words, config.seed) for group in groups]
+    tokens = _TOKENS_PER_VERDICT * config.group_size + round(TOKENS_PER_WORD * config.num_words)
+    return questions_of(
+        config.llm, wanted, partial(read_request, set(), 2 * config.num_words), tokens, "judging groups"
+    )
+
+
+def _second_questions(
+    config: RejectionsConfig, llm: LLMConfig, groups: Sequence[Group]
+) -> Questions[Wanted[Group], Judgements]:
+    wanted = [wanted_verdicts(group, config.num_words, config.seed) for group in groups]
+    return questions_of(llm, wanted, read_verdicts, _TOKENS_PER_VERDICT * config.group_size, "judging groups again")
+
+
+def _judged_twice(
+    config: RejectionsConfig, made: Sequence[tuple[Group, JudgedRequest]], rows: Sequence[dict[str, Any]], out: Path
+) -> dict[str, Any]:
+    """Kappa of both judges over a sample of groups; the second one's JUDGEMENTS and DROPPED go to second/.
+
+    The second sees the skills in another order, so that agreement does not come from their places.
+    """
+    if config.second_judge is None:
+        return {}
+    sample = sorted(made, key=lambda pair: stable_number(config.seed, "second", pair[0].group_id))
+    groups: list[Group] = []
+    for group, found in sample[: config.num_judged_twice]:
+        turned = sorted(group.skills, key=lambda skill: stable_number(config.seed, group.group_id, skill.skill_id))
+        groups.append(replace(group, skills=tuple(turned), request=found.request))
+    asked = ask(_second_questions(config, config.second_judge, groups))
+    judged = [judged_rows(one.about, found.verdicts, f"llm:{config.second_judge.model}") for one, found in asked.values]
+    verdict_of = {(row["group"], row["skill_id"]): row["verdict"] for row in rows}
+    pairs = [[(verdict_of[row["group"], row["skill_id"]], row["verdict"]) for row in of_group] for of_group in judged]
+    write_table([row for of_group in judged for row in of_group], JUDGEMENTS, out / "second")
+    write_table([row.row() for row in asked.dropped], DROPPED, out / "second")
+    kappa = asdict(agreement(pairs, seed=config.seed))
+    return {"kappa": kappa, "second_judge": {"num_groups": len(judged), **asked.used}}
 
 
 def _groups(config: RejectionsConfig) -> tuple[list[Group], list[Dropped]]:
     """The groups to ask for, by turns of every direction and kind; and the skills and groups that are left out."""
-    pool, flags = skills_from_table(read_table(config.pool, SKILLS)), flags_to_leave_out(config.pool)
-    skills, dropped = list[Skill](), list[Dropped]()
-    for skill in pool:
-        if skill.skill_id in flags:
-            dropped.append(Dropped("", skill.skill_id, "flagged", "the safety screening flagged the skill"))
-        elif skill.lang in config.languages:
-            skills.append(skill)
-        else:
-            reason = f"its language, {skill.lang or 'unknown'}, is none of {', '.join(config.languages)}"
-            dropped.append(Dropped("", skill.skill_id, "language", reason))
-    if missing := sorted(set(config.languages) - {skill.lang for skill in skills}):
-        fix = "name the pool's languages in languages"
-        raise SkilltrainError(f"the pool holds no skill of language {missing[0]}", where=config.pool, fix=fix)
+    skills, dropped = _usable(config)
     order = sorted(range(len(skills)), key=lambda at: stable_number(config.seed, "anchor", skills[at].skill_id))
     anchors = {lang: cycle([at for at in order if skills[at].lang == lang]) for lang in config.languages}
     decide = {"seed", "kinds", "languages", "group_size", "num_words"}  # of two runs, whether their groups are the same
@@ -134,13 +167,31 @@ def _groups(config: RejectionsConfig) -> tuple[list[Group], list[Dropped]]:
     for number, ((asked, of), kind) in enumerate(turns):
         group_id, anchor = f"{kind}-{run[:6]}-{number:05}", next(anchors[of])
         if found := mates.of(anchor, kind, group_id):
-            groups.append(Group(group_id, asked, tuple(skills[at] for at in (anchor, *found)), config.seed))
+            groups.append(Group(group_id, asked, tuple(skills[at] for at in (anchor, *found))))
         else:
             reason = f"no other skill can stand with it in a group of kind {kind}"
             dropped.append(Dropped(group_id, skills[anchor].skill_id, "group_of_one", reason))
     if not groups:
         raise SkilltrainError("every group would hold one skill alone", where=config.pool, fix="give a larger pool")
     return groups, dropped
+
+
+def _usable(config: RejectionsConfig) -> tuple[list[Skill], list[Dropped]]:
+    """The skills that may be in a group, and why others may not. SkilltrainError: a language has none."""
+    pool, flags = skills_from_table(read_table(config.pool, SKILLS)), flags_to_leave_out(config.pool)
+    dropped: list[Dropped] = []
+    for skill in pool:
+        if skill.skill_id in flags:
+            dropped.append(Dropped("", skill.skill_id, "flagged", "the safety screening flagged the skill"))
+        elif skill.lang not in config.languages:
+            reason = f"its language, {skill.lang or 'unknown'}, is none of {', '.join(config.languages)}"
+            dropped.append(Dropped("", skill.skill_id, "language", reason))
+    left_out = {row.skill_id for row in dropped}
+    skills = [skill for skill in pool if skill.skill_id not in left_out]
+    if missing := sorted(set(config.languages) - {skill.lang for skill in skills}):
+        fix = "name the pool's languages in languages"
+        raise SkilltrainError(f"the pool holds no skill of language {missing[0]}", where=config.pool, fix=fix)
+    return skills, dropped
 
 
 class _Mates:
@@ -173,51 +224,3 @@ class _Mates:
 
     def _drawn(self, allowed: Bool[np.ndarray, " skill"], count: int, key: str) -> list[int]:
         return draw(np.flatnonzero(allowed), count, f"{self.seed}/{key}").tolist() if allowed.any() else []
-
-
-def _questions(config: RejectionsConfig, llm: LLMConfig, groups: Sequence[Group], check: Any) -> Questions[Group, Any]:
-    """What a judge is asked: the first one's groups have no request yet."""
-    tokens = _TOKENS_PER_VERDICT * config.group_size + (0 if groups[0].request else round(1.5 * config.num_words))
-    request = partial(group_request, config.num_words)
-    return Questions(open_llm(llm), groups, request, check, _ATTEMPTS, tokens, "judging groups")
-
-
-def _judged_twice(config: RejectionsConfig, values: Sequence[tuple[Group, JudgedRequest]], out: Path) -> dict[str, Any]:
-    """Kappa of both judges over a sample of groups; the second one's JUDGEMENTS and DROPPED go to second/.
-
-    The second sees the skills in another order, so that agreement does not come from their places.
-    """
-    if config.second_judge is None:
-        return {}
-    sample = sorted(values, key=lambda value: stable_number(config.seed, "second", value[0].group_id))
-    groups: list[Group] = []
-    verdict_of: dict[tuple[str, str], str] = {}
-    for group, found in sample[: config.num_judged_twice]:
-        turned = sorted(group.skills, key=lambda skill: stable_number(config.seed, group.group_id, skill.skill_id))
-        groups.append(replace(group, skills=tuple(turned), request=found.request))
-        verdict_of |= {(row["group"], row["skill_id"]): row["verdict"] for row in _rows(group, found.verdicts, "")}
-    questions = _questions(config, config.second_judge, groups, read_second)
-    cost_of(questions)
-    asked = ask_until(questions)
-    judged = [_rows(group, found.verdicts, f"llm:{questions.llm.model}") for group, found in asked.values]
-    pairs = [[(verdict_of[row["group"], row["skill_id"]], row["verdict"]) for row in rows] for rows in judged]
-    write_table([row for rows in judged for row in rows], JUDGEMENTS, out / "second")
-    write_table([row.row() for row in asked.dropped], DROPPED, out / "second")
-    kappa = asdict(agreement(pairs, seed=config.seed))
-    return {"kappa": kappa, "second_judge": {"num_groups": len(judged), **asked.used}}
-
-
-def _rows(group: Group, verdicts: Iterable[Judged], judge: str) -> list[dict[str, Any]]:
-    """The rows of JUDGEMENTS of a group; only a rejection has a reason."""
-    return [
-        {
-            "query_id": group.group_id, "skill_id": group.skills[one.skill - 1].skill_id, "verdict": str(one.verdict),
-            "reason": str(one.reason) if one.verdict is Verdict.REJECTED else None, "why": one.why,
-            "group": group.group_id, "judge": judge,
-        }
-        for one in verdicts
-    ]  # fmt: skip
-
-
-def _counts(values: Iterable[str]) -> dict[str, int]:
-    return dict(sorted(Counter(values).items()))

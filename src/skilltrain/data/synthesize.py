@@ -5,22 +5,23 @@ chat model does, or, without one, they are passages of the skills' own texts (ow
 """
 
 import hashlib
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath, Seed
-from skilltrain.data.draws import sample_skills, stable_number
+from skilltrain.data.asking import PROMPTS, TOKENS_PER_WORD, Wanted, ask, counted, language_named, prompt, questions_of
+from skilltrain.data.draws import is_drawn, sample_skills, stable_number
 from skilltrain.data.own_text import own_queries
-from skilltrain.data.query_profile import query_profile
-from skilltrain.data.query_prompt import PromptName, WantedQuery, query_request, read_query
+from skilltrain.data.query_texts import MAX_TERSE_WORDS, fit_query, query_profile
 from skilltrain.data.screening import flags_to_leave_out, read_flags, write_flags
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import LLMConfig, OpenAIConfig, Questions, SmolLM2Config, ask_until, cost_of, open_llm
+from skilltrain.llm import LLMConfig, OpenAIConfig, Questions, SmolLM2Config, cost_of
+from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
 from skilltrain.records import OWN_TEXT, Dropped, Query, Skill, Verdict
 from skilltrain.tables import (
     CLUSTERS,
@@ -35,8 +36,7 @@ from skilltrain.tables import (
 )
 from skilltrain.texts import num_words
 
-_TOKENS_PER_WORD = 1.5  # of an answer, in the mean of English (1.3) and languages that take more
-Written = list[tuple[WantedQuery, str]]
+TERSE: Final = PROMPTS["rewrite"]["styles"]["terse"].removeprefix("in ")
 
 
 class OwnTextConfig(Config):
@@ -58,7 +58,7 @@ class SynthesizeConfig(Config):
     )
     num_queries_per_skill: int = Field(default=1, ge=1, le=1000, description="queries asked for each skill")
     max_skills: int | None = Field(default=None, ge=1, description="sample this many, stratified by category and lang")
-    prompt: PromptName = Field(
+    prompt: Literal["styles", "skillrouter"] = Field(
         default="styles",
         description="styles: a style for each query; skillrouter: after the paper's table 2, with the skill's category",
     )
@@ -90,21 +90,25 @@ class SynthesizeConfig(Config):
             raise ValueError("style is for a chat model and prompt: styles")
         return self
 
+    @property
+    def origin(self) -> str:
+        """Who writes, as the tables name it."""
+        if isinstance(self.llm, OwnTextConfig):
+            return OWN_TEXT
+        return f"llm:{self.llm.model}" + (f", {self.style}" if self.style else "")
+
 
 def run_synthesize(config: SynthesizeConfig, out: Path) -> dict[str, Any]:
     """Write QUERIES, JUDGEMENTS and DROPPED into `out`; every query asked for is in one of the first and last.
 
-    Interrupted runs lose nothing: a model's answers are cached, and a new run finds them there. Raises SkilltrainError
-    where no query was made at all.
+    Raises SkilltrainError where no query was made at all.
     """
-    pool, flagged, wanted = _read_pool(config)
+    wanted, flagged = _wanted(config)
     used: dict[str, Any] = {}
     if isinstance(config.llm, OwnTextConfig):
-        written, dropped = _from_own_text(config, pool, wanted, out)
+        written, dropped = _from_own_text(config, wanted, out)
     else:
-        questions = _questions(config, config.llm, wanted)
-        cost_of(questions)
-        asked = ask_until(questions)
+        asked = ask(_questions(config, config.llm, wanted))
         written, dropped, used = asked.values, asked.dropped, asked.used
     num_skills = len(wanted) // config.num_queries_per_skill
     if not written:
@@ -112,18 +116,17 @@ def run_synthesize(config: SynthesizeConfig, out: Path) -> dict[str, Any]:
         fix = "answers are kept in llm.cache; set another seed to have others asked for" if used else ""
         raise SkilltrainError(f"made no query for {num_skills} skills; the first reason: {first}", fix=fix)
 
-    origin, split_of = _origin(config), _splits(config)
-    queries = [Query(ask.query_id, text, "single", origin, split_of(ask.skill_id)) for ask, text in written]
+    origin, split_of, dropped = config.origin, _splits(config), flagged + dropped
+    queries = [Query(one.query_id, text, "single", origin, split_of(one.skill_id)) for one, text in written]
     required = {"verdict": str(Verdict.REQUIRED), "judge": origin}
-    judgements = [{"query_id": ask.query_id, "skill_id": ask.skill_id} | required for ask, _ in written]
-    dropped = [Dropped("", i, "flagged", "the safety screening flagged the skill") for i in flagged] + dropped
+    judgements = [{"query_id": one.query_id, "skill_id": one.skill_id} | required for one, _ in written]
     write_table(rows_of(queries), QUERIES, out)
     write_table(judgements, JUDGEMENTS, out)
     write_table([row.row() for row in dropped], DROPPED, out)
     return {
         "num_skills": num_skills, "num_asked": len(wanted),
         "num_queries": len(queries), "num_dropped": len(dropped),
-        "dropped": dict(sorted(Counter(row.filter for row in dropped).items())),
+        "dropped": counted(row.filter for row in dropped),
         "num_dev": sum(query.split == "dev" for query in queries),
         "mean_words": round(sum(num_words(text) for _, text in written) / len(written), 1), "origin": origin, **used,
         "profile": query_profile([query.text for query in queries]),
@@ -132,76 +135,96 @@ def run_synthesize(config: SynthesizeConfig, out: Path) -> dict[str, Any]:
 
 def plan_synthesize(config: SynthesizeConfig) -> dict[str, Any]:
     """What a run would ask for and about what it would cost, found without asking anybody (`--dry-run`)."""
-    _, flagged, wanted = _read_pool(config)
+    wanted, flagged = _wanted(config)
     num_skills = len(wanted) // config.num_queries_per_skill
-    counts = {"num_skills": num_skills, "num_flagged": len(flagged), "num_asked": len(wanted)}
     cost = {} if isinstance(config.llm, OwnTextConfig) else cost_of(_questions(config, config.llm, wanted))
-    return counts | {"origin": _origin(config)} | cost
+    counts = {"num_skills": num_skills, "num_flagged": len(flagged), "num_asked": len(wanted)}
+    return counts | {"origin": config.origin} | cost
 
 
-def _read_pool(config: SynthesizeConfig) -> tuple[list[Skill], list[str], list[WantedQuery]]:
-    """(the pool, the ids left out because they are flagged, the queries to be made of the others)."""
+@dataclass(frozen=True, slots=True)
+class WantedQuery:
+    """The `number`-th query of a skill; `is_terse`, in few words."""
+
+    skill: Skill
+    number: int
+    is_terse: bool
+
+
+def _wanted(config: SynthesizeConfig) -> tuple[list[Wanted[WantedQuery]], list[Dropped]]:
+    """The queries to be made, skill by skill, and the skills left out because they are flagged."""
     pool = skills_from_table(read_table(config.pool, SKILLS))
     if not pool:
         raise SkilltrainError("the pool holds no skill", where=config.pool)
-    left_out = flags_to_leave_out(config.pool) if config.flagged == "leave_out" else {}
-    usable = [skill for skill in pool if skill.skill_id not in left_out]
-    flagged = [skill.skill_id for skill in pool if skill.skill_id in left_out]
+    flags = flags_to_leave_out(config.pool) if config.flagged == "leave_out" else {}
+    why = "the safety screening flagged the skill"
+    flagged = [Dropped("", skill.skill_id, "flagged", why) for skill in pool if skill.skill_id in flags]
+    usable = [skill for skill in pool if skill.skill_id not in flags]
     # Six digits for all that tells one run's queries from another's of the same skills, so that both can be merged.
-    parts = _origin(config), config.seed, config.num_words, config.terse_share, config.body_chars
+    parts = config.origin, config.seed, config.num_words, config.terse_share, config.body_chars
     parts += (config.prompt, config.style) if (config.prompt, config.style) != ("styles", None) else ()
-    run, total = hashlib.sha256(repr(parts).encode()).hexdigest()[:6], config.num_queries_per_skill
-    wanted = [
-        WantedQuery(f"{skill.skill_id}#{run}-{number}", skill, number, total, config.seed, is_terse, config.style or "")
-        for skill in sample_skills(usable, config.max_skills, config.seed)
-        for number in range(1, total + 1)
-        for is_terse in [stable_number(config.seed, "terse", skill.skill_id, number) < config.terse_share * 2**64]
-    ]
-    return pool, flagged, wanted
+    run = hashlib.sha256(repr(parts).encode()).hexdigest()[:6]
+    wanted: list[Wanted[WantedQuery]] = []
+    for skill in sample_skills(usable, config.max_skills, config.seed):
+        for number in range(1, config.num_queries_per_skill + 1):
+            is_terse = is_drawn(config.terse_share, config.seed, "terse", skill.skill_id, number)
+            query, seed = WantedQuery(skill, number, is_terse), (config.seed, f"{skill.skill_id}#{number}")
+            query_id = f"{skill.skill_id}#{run}-{number}"
+            wanted.append(Wanted(query_id, skill.skill_id, query, partial(query_prompt, config, query), seed))
+    return wanted, flagged
 
 
-def _origin(config: SynthesizeConfig) -> str:
-    """Who writes, as the tables name it."""
-    if isinstance(config.llm, OwnTextConfig):
-        return OWN_TEXT
-    return f"llm:{open_llm(config.llm).model}" + (f", {config.style}" if config.style else "")
+def query_prompt(config: SynthesizeConfig, wanted: WantedQuery) -> tuple[str, str]:
+    """What a chat model is told, so that it writes a query. Its style is the same in every attempt."""
+    skill = wanted.skill
+    styles, place = PROMPTS["styles"]["drawn"], f"{skill.skill_id}#{wanted.number}"
+    drawn = styles[stable_number(config.seed, "style", place) % len(styles)]
+    material = untrusted_skill(skill, 500, config.body_chars)
+    if config.prompt == "skillrouter":
+        material = f"Category: {untrusted_line(skill.category or 'unknown')}\n{material}"
+    return prompt(
+        config.prompt, material, number=wanted.number, total=config.num_queries_per_skill,
+        length=TERSE if wanted.is_terse else f"about {config.num_words} words",
+        language=language_named(skill.lang or "en", "the material"),
+        style="terse" if wanted.is_terse else config.style or drawn,
+    )  # fmt: skip
 
 
-def _questions(config: SynthesizeConfig, llm: LLMConfig, wanted: list[WantedQuery]) -> Questions[WantedQuery, str]:
+def _questions(
+    config: SynthesizeConfig, llm: LLMConfig, wanted: Sequence[Wanted[WantedQuery]]
+) -> Questions[Wanted[WantedQuery], str]:
     """What a chat model is asked."""
-    return Questions(
-        llm=open_llm(llm),
-        asked=wanted,
-        request=partial(query_request, config.prompt, config.num_words, config.body_chars),
-        check=partial(read_query, set(), config.max_words),
-        attempts=config.max_attempts,
-        answer_tokens=round(config.num_words * _TOKENS_PER_WORD),
-        description="writing queries",
-    )
+    seen: set[str] = set()
+
+    def read(one: Wanted[WantedQuery], answer: str) -> str:
+        return fit_query(answer, seen, MAX_TERSE_WORDS if one.about.is_terse else config.max_words, [one.about.skill])
+
+    tokens = round(config.num_words * TOKENS_PER_WORD)
+    return questions_of(llm, wanted, read, tokens, "writing queries", config.max_attempts)
 
 
 def _from_own_text(
-    config: SynthesizeConfig, pool: list[Skill], wanted: list[WantedQuery], out: Path
-) -> tuple[Written, list[Dropped]]:
+    config: SynthesizeConfig, wanted: Sequence[Wanted[WantedQuery]], out: Path
+) -> tuple[list[tuple[Wanted[WantedQuery], str]], list[Dropped]]:
     """Queries from the skills' own texts; SKILLS in `out` has the pool without the passages that they are."""
-    written: Written = []
+    written: list[tuple[Wanted[WantedQuery], str]] = []
     dropped: list[Dropped] = []
-    rest = {skill.skill_id: skill for skill in pool}
+    rest = {skill.skill_id: skill for skill in skills_from_table(read_table(config.pool, SKILLS))}
     texts: list[str] = []
     first: dict[str, str] = {}
-    for ask in wanted:
-        if ask.number == 1:
-            texts, rest[ask.skill_id] = own_queries(ask.skill, ask.total, config.seed)
-        if ask.number > len(texts):
+    for one in wanted:
+        if one.about.number == 1:
+            texts, rest[one.skill_id] = own_queries(one.about.skill, config.num_queries_per_skill, config.seed)
+        if not texts:
             reason = "its own text holds no further passage that can be a query"
-            dropped.append(Dropped(ask.query_id, ask.skill_id, "empty", reason))
+            dropped.append(Dropped(one.query_id, one.skill_id, "empty", reason))
             continue
-        text = texts[ask.number - 1]
-        if (other_id := first.setdefault(text.casefold(), ask.skill_id)) != ask.skill_id:
+        text = texts.pop(0)
+        if (other_id := first.setdefault(text.casefold(), one.skill_id)) != one.skill_id:
             reason = "another skill has the same passage"
-            dropped.append(Dropped(ask.query_id, ask.skill_id, "duplicate", reason, other_id=other_id))
+            dropped.append(Dropped(one.query_id, one.skill_id, "duplicate", reason, other_id=other_id))
         else:
-            written.append((ask, text))
+            written.append((one, text))
     write_table(rows_of(rest.values()), SKILLS, out)
     if (flags := read_flags(config.pool)) is not None:
         write_flags(flags, out)
@@ -220,7 +243,7 @@ def _splits(config: SynthesizeConfig) -> Callable[[str], str]:
             group_of[row["skill_id"]] = lowest.setdefault(row["cluster"], row["skill_id"])
 
     def split_of(skill_id: str) -> str:
-        number = stable_number(config.seed, "split", group_of.get(skill_id, skill_id))
-        return "dev" if number < config.dev_share * 2**64 else "train"
+        is_dev = is_drawn(config.dev_share, config.seed, "split", group_of.get(skill_id, skill_id))
+        return "dev" if is_dev else "train"
 
     return split_of

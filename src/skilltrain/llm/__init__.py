@@ -3,7 +3,7 @@
 Answers are kept on disk, and a run never takes more tokens or dollars than its budget holds.
 """
 
-from skilltrain.llm.answers import Answers
+from skilltrain.llm.answers import Answer, Answers, Completion, CompletionError, Message, Request, Usage
 from skilltrain.llm.ask import (
     Asked,
     Question,
@@ -16,8 +16,7 @@ from skilltrain.llm.ask import (
 )
 from skilltrain.llm.batch import BatchLLM
 from skilltrain.llm.budget import Budget, prices_of
-from skilltrain.llm.client import LLM, LiveLLM
-from skilltrain.llm.protocol import Answer, Completion, CompletionError, Message, Request, Usage
+from skilltrain.llm.client import LLM, LiveLLM, SmolLM2
 from skilltrain.llm.settings import BudgetConfig, LLMConfig, OpenAIConfig, Prices, SmolLM2Config
 
 __all__ = [
@@ -33,8 +32,6 @@ def open_llm(config: OpenAIConfig | SmolLM2Config) -> LLM:
     parameters = {"kind", "model", "base_url", "temperature", "max_tokens"}
     answers = Answers(config.cache, config.model_dump(mode="json", include=parameters))
     if isinstance(config, SmolLM2Config):
-        from skilltrain.llm.local import SmolLM2
-
         return SmolLM2(config, answers, Budget(BudgetConfig(), Prices(prompt=0, completion=0)))
     client = LiveLLM if config.mode == "live" else BatchLLM
     return client(config, answers, Budget(config.budget, prices_of(config)))

@@ -1,18 +1,25 @@
-"""Answers and unfinished batches on disk, so that a run which was killed pays for nothing a second time."""
+"""What a chat model is asked and what it answers: here, on the wire, and kept on disk so that nobody pays twice.
+
+A fault that every further request would meet (no key, no such model, no server) is a SkilltrainError and ends the run.
+A fault of one request is a CompletionError, which the caller accounts for.
+"""
 
 import hashlib
 import json
+import re
 import sqlite3
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm.protocol import Answer, Completion, CompletionError, Request
+from skilltrain.llm.settings import OpenAIConfig
 
 DATABASE = "answers.sqlite"
+_THOUGHTS = re.compile(r"\A\s*<think>.*?</think>", re.S)
+_UNPAIRED = re.compile("[\ud800-\udfff]")  # surrogates, which no file takes
 _TABLES = """
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = NORMAL;
@@ -20,6 +27,119 @@ CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL) 
 CREATE TABLE IF NOT EXISTS batches (base_url TEXT, file_id TEXT, batch_id TEXT, keys TEXT,
                                     PRIMARY KEY (base_url, file_id));
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One question; another seed asks for another answer."""
+
+    messages: tuple[Message, ...]
+    seed: int
+
+    def rows(self) -> list[dict[str, str]]:
+        """The messages as a server and a tokenizer take them."""
+        return [asdict(message) for message in self.messages]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens read and written, of one request or of many."""
+
+    prompt: int = 0
+    completion: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.completion
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(self.prompt + other.prompt, self.completion + other.completion)
+
+    def __sub__(self, other: "Usage") -> "Usage":
+        return Usage(self.prompt - other.prompt, self.completion - other.completion)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A model's answer. `finish_reason` is stop, length or refusal."""
+
+    text: str
+    finish_reason: str = "stop"
+    num_prompt_tokens: int = 0
+    num_completion_tokens: int = 0
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.num_prompt_tokens, self.num_completion_tokens)
+
+
+class CompletionError(Exception):
+    """One request brought no answer.
+
+    `kind` is `failed` (no answer after all retries), `malformed` (the reply is no completion; it is kept like an
+    answer), `expired` (its batch ended before its turn) or `budget` (it was not sent).
+    """
+
+    def __init__(self, kind: Literal["failed", "malformed", "expired", "budget"], reason: str) -> None:
+        self.kind, self.reason = kind, reason
+        super().__init__(f"{kind}: {reason}")
+
+
+Answer = Completion | CompletionError
+
+
+def estimate_tokens(text: str) -> int:
+    """About how many tokens a text has: one for four ASCII letters, three for four Chinese characters."""
+    num_bytes = len(text.encode(errors="replace"))
+    num_ascii = len(text.encode("ascii", "ignore"))
+    return -(-num_ascii // 4) - (num_ascii - num_bytes) // 4
+
+
+def estimate_prompt(messages: Sequence[Message]) -> int:
+    """About how many tokens a server reads; a role and its separators are four in OpenAI's chat format."""
+    return sum(estimate_tokens(message.content) + 4 for message in messages)
+
+
+def body_of(request: Request, config: OpenAIConfig) -> dict[str, Any]:
+    """The body of a request to the chat completions."""
+    limit = "max_completion_tokens" if config.is_openai else "max_tokens"
+    body = {"model": config.model, "messages": request.rows(), "seed": request.seed, limit: config.max_tokens}
+    return body if config.temperature is None else body | {"temperature": config.temperature}
+
+
+def read_answer(text: str, num_prompt_tokens: int) -> Completion:
+    """A reply's body as a Completion. Raises CompletionError where it is none.
+
+    A `<think>` block before the answer is paid for and left out of the text. `num_prompt_tokens` is our estimate, for
+    servers that report none.
+    """
+    try:
+        body = json.loads(text)
+        choice = body["choices"][0]
+        content, refusal = choice["message"].get("content"), choice["message"].get("refusal")
+        finish_reason, usage = choice.get("finish_reason") or "stop", body.get("usage")
+        if refusal or finish_reason == "content_filter":
+            finish_reason, content = "refusal", refusal or content
+        written = _UNPAIRED.sub("\ufffd", content or "")
+    except (ValueError, RecursionError, KeyError, TypeError, IndexError, AttributeError):
+        raise CompletionError("malformed", "the server's reply is no chat completion") from None
+    reported = usage if isinstance(usage, dict) else {}
+    num_prompt = reported_tokens(reported.get("prompt_tokens"), num_prompt_tokens)
+    num_completion = reported_tokens(reported.get("completion_tokens"), estimate_tokens(written))
+    return Completion(_THOUGHTS.sub("", written), str(finish_reason), num_prompt, num_completion)
+
+
+def reported_tokens(count: object, estimate: int) -> int:
+    """The server's count of tokens; our estimate where the server gives none."""
+    return count if isinstance(count, int) and count > 0 and not isinstance(count, bool) else estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +152,10 @@ class BatchNote:
 
 
 class Answers:
-    """The kept answers of one model under one set of parameters, in a SQLite file; without a folder, none."""
+    """The kept answers of one model under one set of parameters, and batches under way, in a SQLite file.
+
+    Without a folder nothing is kept.
+    """
 
     def __init__(self, folder: Path | None, parameters: Mapping[str, Any]) -> None:
         self._parameters = dict(parameters)
@@ -47,37 +170,32 @@ class Answers:
 
     def get(self, key: str) -> Answer | None:
         """The answer kept under `key`, if any."""
-        rows = self._run("SELECT answer FROM answers WHERE key = ?", (key,))
-        if not rows:
-            return None
-        values = json.loads(rows[0][0])
-        return CompletionError("malformed", values["malformed"]) if "malformed" in values else Completion(**values)
+        for (kept,) in self._run("SELECT answer FROM answers WHERE key = ?", key):
+            values = json.loads(kept)
+            return CompletionError("malformed", values["malformed"]) if "malformed" in values else Completion(**values)
+        return None
 
     def put(self, key: str, answer: Answer) -> None:
         """Keep an answer, or a reply that was malformed; other failures are not kept."""
-        if isinstance(answer, Completion):
-            values = asdict(answer)
-        elif answer.kind == "malformed":
-            values = {"malformed": answer.reason}
-        else:
-            return
-        self._run("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, json.dumps(values)))
+        if isinstance(answer, Completion) or answer.kind == "malformed":
+            values = asdict(answer) if isinstance(answer, Completion) else {"malformed": answer.reason}
+            self._run("INSERT OR REPLACE INTO answers VALUES (?, ?)", key, json.dumps(values))
 
     def batches(self, base_url: str) -> list[BatchNote]:
         """The batches under way on one server."""
-        rows = self._run("SELECT file_id, keys, batch_id FROM batches WHERE base_url = ?", (base_url,))
+        rows = self._run("SELECT file_id, keys, batch_id FROM batches WHERE base_url = ?", base_url)
         return [BatchNote(file_id, tuple(json.loads(keys)), batch_id) for file_id, keys, batch_id in rows]
 
     def note_batch(self, base_url: str, note: BatchNote) -> None:
         """Keep a batch under way, before anything is waited for."""
         row = (base_url, note.file_id, note.batch_id, json.dumps(note.keys))
-        self._run("INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?)", row)
+        self._run("INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?)", *row)
 
     def forget_batch(self, base_url: str, note: BatchNote) -> None:
         """Remove a batch whose answers are kept."""
-        self._run("DELETE FROM batches WHERE base_url = ? AND file_id = ?", (base_url, note.file_id))
+        self._run("DELETE FROM batches WHERE base_url = ? AND file_id = ?", base_url, note.file_id)
 
-    def _run(self, statement: str, values: Sequence[str | None]) -> list[Any]:
+    def _run(self, statement: str, *values: str | None) -> Sequence[Any]:
         """The rows of one statement. Raises SkilltrainError where the disk refuses it, or the file is damaged."""
         if self._folder is None:
             return []

@@ -10,9 +10,9 @@ from typing import Any, Generic, Protocol, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm.budget import Budget, estimate_prompt
+from skilltrain.llm.answers import Answer, CompletionError, Request, Usage, estimate_prompt
+from skilltrain.llm.budget import Budget
 from skilltrain.llm.client import LLM
-from skilltrain.llm.protocol import Answer, CompletionError, Request, Usage
 from skilltrain.records import Dropped
 from skilltrain.terminal import say, track
 
@@ -137,28 +137,23 @@ def ask_until(questions: Questions[QuestionT, ValueT]) -> Asked[QuestionT, Value
 
     Raises SkilltrainError where no further request can succeed; what was answered until then is in the cache.
     """
-    values: dict[int, tuple[QuestionT, ValueT]] = {}
     faults: dict[int, Dropped] = {}
+    values: dict[int, tuple[QuestionT, ValueT]] = {}
     pending = list(range(len(questions.asked)))
     for attempt in range(questions.attempts):
         requests = (questions.request(questions.asked[place], attempt, faults.get(place)) for place in pending)
         name = questions.description + (f", attempt {attempt + 1}" if attempt else "")
         answers = dict(track(questions.llm.complete_all(requests), name, len(pending)) if pending else ())
-        again: list[int] = []
         for position, place in enumerate(pending):
-            question = questions.asked[place]
-            checked = _checked(questions, question, answers[position])
-            if not isinstance(checked, Dropped):
-                values[place] = question, checked
-                faults.pop(place, None)
-                continue
-            faults[place] = checked
-            if checked.filter not in LASTING:
-                again.append(place)
-        pending = again
+            checked = _checked(questions, questions.asked[place], answers[position])
+            if isinstance(checked, Dropped):
+                faults[place] = checked
+            else:
+                values[place] = questions.asked[place], checked
+        pending = [place for place in pending if place not in values and faults[place].filter not in LASTING]
+    dropped = [faults[place] for place in sorted(faults.keys() - values.keys())]
     budget = questions.llm.budget
-    in_order = [values[place] for place in sorted(values)], [faults[place] for place in sorted(faults)]
-    return Asked(*in_order, budget.account(budget.used))
+    return Asked([values[place] for place in sorted(values)], dropped, budget.account(budget.used))
 
 
 def ask_while_up(questions: Questions[QuestionT, ValueT]) -> Asked[QuestionT, ValueT]:

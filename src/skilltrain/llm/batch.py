@@ -13,10 +13,19 @@ from typing import Any, TypeVar
 import openai
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm.answers import DATABASE, Answers, BatchNote
-from skilltrain.llm.budget import Budget, most_of
-from skilltrain.llm.client import LLM, Server, body_of, is_passing, over_budget, read_answer, usage_of
-from skilltrain.llm.protocol import Answer, CompletionError, Request, Usage
+from skilltrain.llm.answers import (
+    DATABASE,
+    Answer,
+    Answers,
+    BatchNote,
+    CompletionError,
+    Request,
+    Usage,
+    body_of,
+    read_answer,
+)
+from skilltrain.llm.budget import Budget, most_of, over_budget, usage_of
+from skilltrain.llm.client import LLM, Server, is_passing
 from skilltrain.llm.settings import OpenAIConfig
 from skilltrain.terminal import say
 
@@ -24,7 +33,6 @@ ReplyT = TypeVar("ReplyT")
 
 ENDPOINT = "/v1/chat/completions"
 _MAX_FILE_BYTES = 190_000_000  # OpenAI takes 200 MB
-_FAULTS = (openai.OpenAIError, ValueError, AttributeError)  # the last two: a reply of another shape
 _ENDED = ("completed", "failed", "expired", "cancelled")
 
 
@@ -45,10 +53,11 @@ class BatchLLM(LLM):
             raise SkilltrainError("llm.mode=batch notes its batches in the cache's folder", fix="set llm.cache")
         super().__init__(config, answers, budget)
         self._config, self._server = config, Server(config, budget)
+        self._url = config.base_url
 
     def complete_all(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
         """See LLM. A batch that an earlier run left under way is waited for as soon as one of its requests comes."""
-        left_behind = {key: note for note in self.answers.batches(self._config.base_url) for key in note.keys}
+        left_behind = {key: note for note in self.answers.batches(self._url) for key in note.keys}
         chunk: dict[str, _Wanted] = {}
         num_bytes = 0
         for position, request in enumerate(requests):
@@ -78,11 +87,11 @@ class BatchLLM(LLM):
         """Submit a batch; its answers when it has ended, every request of it accounted for."""
         if not chunk:
             return
-        lines, files = b"".join(wanted.line for wanted in chunk.values()), self._server.client.files
-        file = ("skilltrain.jsonl", lines)
-        file_id = self._ask("upload a batch", lambda: _text(files.create(file=file, purpose="batch"), "id"))
-        note = BatchNote(file_id, tuple(chunk))
-        self.answers.note_batch(self._config.base_url, note)
+        file = "skilltrain.jsonl", b"".join(wanted.line for wanted in chunk.values())
+        upload = self._server.client.files.create
+        sent = self._call("upload a batch", lambda: _with_text(upload(file=file, purpose="batch"), "id"))
+        note = BatchNote(sent.id, tuple(chunk))
+        self.answers.note_batch(self._url, note)
         for key, answer in self._fetch(note).items():
             for position in chunk[key].positions:
                 self.budget.settle(chunk[key].most, usage_of(answer, chunk[key].most))
@@ -92,7 +101,7 @@ class BatchLLM(LLM):
         """What became of every request of a batch, when it has ended; the cache then has the answers."""
         batch = self._ended(note)
         if batch.status == "failed":
-            self.answers.forget_batch(self._config.base_url, note)
+            self.answers.forget_batch(self._url, note)
             raise self._refusal(batch)
         without = CompletionError("expired", f"its batch is {batch.status}; a new run asks for such requests again")
         if batch.status == "completed":
@@ -100,25 +109,18 @@ class BatchLLM(LLM):
         found: dict[str, Answer] = dict.fromkeys(note.keys, without)
         for file_id in filter(None, (batch.output_file_id, batch.error_file_id)):
             for record in self._records(file_id):
-                key = str(record.get("custom_id"))
-                if key in found:
+                if (key := str(record.get("custom_id"))) in found:
                     found[key] = _answer_of(record)
                     self.answers.put(key, found[key])
-        self.answers.forget_batch(self._config.base_url, note)
+        self.answers.forget_batch(self._url, note)
         return found
 
     def _ended(self, note: BatchNote) -> Any:
         """A batch, when it has ended; each change of its state is said. One that is not created yet is created."""
-        batches, shown = self._server.client.batches, ""
-        batch_id = note.batch_id or self._create(note)
-
-        def look() -> Any:
-            batch = batches.retrieve(batch_id)
-            _text(batch, "status")
-            return batch
-
+        batch_id, shown = note.batch_id or self._create(note), ""
+        retrieve = self._server.client.batches.retrieve
         while True:
-            batch = self._ask("look at a batch", look)
+            batch = self._call("look at a batch", lambda: _with_text(retrieve(batch_id), "status"))
             counts = batch.request_counts
             num_done = (counts.completed or 0) + (counts.failed or 0) if counts else 0
             now = f"batch {batch_id}: {batch.status}, {num_done:,} of {len(note.keys):,}"
@@ -138,21 +140,18 @@ class BatchLLM(LLM):
                 if batch.input_file_id == note.file_id:
                     return batch.id
             made = batches.create(input_file_id=note.file_id, endpoint=ENDPOINT, completion_window="24h")
-            return _text(made, "id")
+            return _with_text(made, "id").id
 
-        try:
-            batch_id = self._server.ask(lambda: (create(), Usage()), Usage())
-        except _FAULTS as error:
-            if isinstance(error, openai.APIStatusError) and not is_passing(error):
-                self.answers.forget_batch(self._config.base_url, note)
-            raise self._fault("create a batch", error) from None
-        self.answers.note_batch(self._config.base_url, replace(note, batch_id=batch_id))
+        def refused() -> None:
+            self.answers.forget_batch(self._url, note)
+
+        batch_id = self._call("create a batch", create, refused)
+        self.answers.note_batch(self._url, replace(note, batch_id=batch_id))
         return batch_id
 
     def _records(self, file_id: str) -> Iterator[dict[str, Any]]:
         """The readable lines of an output or an error file."""
-        files = self._server.client.files
-        content = self._ask("fetch a batch's answers", lambda: files.content(file_id).read())
+        content = self._call("fetch a batch's answers", lambda: self._server.client.files.content(file_id).read())
         for line in self._server.blot(content.decode(errors="replace")).split("\n"):
             try:
                 record = json.loads(line)
@@ -167,33 +166,33 @@ class BatchLLM(LLM):
         if faults := (batch.errors.data if batch.errors else None):
             reason = f"{faults[0].message or faults[0].code}" + (f" (line {faults[0].line})" if faults[0].line else "")
         what = f"the server refused batch {batch.id}: {self._server.blot(reason)}"
-        fix = "for a limit on queued tokens, lower llm.batch.max_requests"
-        return SkilltrainError(what, where=self._config.base_url, fix=fix)
+        return SkilltrainError(what, where=self._url, fix="for a limit on queued tokens, lower llm.batch.max_requests")
 
-    def _ask(self, what: str, call: Callable[[], ReplyT]) -> ReplyT:
-        """The server's reply to a call that may be repeated. Raises SkilltrainError where there is none."""
+    def _call(self, what: str, call: Callable[[], ReplyT], refused: Callable[[], None] = lambda: None) -> ReplyT:
+        """The server's reply to a call that may be repeated. Raises SkilltrainError where there is none.
+
+        `refused` is called where the server refuses it for good.
+        """
         try:
             return self._server.ask(lambda: (call(), Usage()), Usage())
-        except _FAULTS as error:
-            raise self._fault(what, error) from None
-
-    def _fault(self, what: str, error: Exception) -> SkilltrainError:
-        fix = "run again: batches under way are taken up, none is submitted twice"
-        if isinstance(error, openai.NotFoundError):
-            fix = f"no Batch API: llm.mode=live; a batch that is gone: delete {DATABASE} in llm.cache"
-            failure = CompletionError("failed", self._server.blot(str(error)))
-        else:
+        except (openai.OpenAIError, ValueError, AttributeError) as error:  # the last two: a reply of another shape
+            if isinstance(error, openai.APIStatusError) and not is_passing(error):
+                refused()
+            fix = "run again: batches under way are taken up, none is submitted twice"
             failure = self._server.explain(error)
-        if isinstance(failure, SkilltrainError):
-            return failure
-        return SkilltrainError(f"cannot {what}: {failure.reason}", where=self._config.base_url, fix=fix)
+            if isinstance(error, openai.NotFoundError):
+                fix = f"no Batch API: llm.mode=live; a batch that is gone: delete {DATABASE} in llm.cache"
+                failure = CompletionError("failed", self._server.blot(str(error)))
+        if isinstance(failure, CompletionError):
+            failure = SkilltrainError(f"cannot {what}: {failure.reason}", where=self._url, fix=fix)
+        raise failure
 
 
-def _text(reply: Any, name: str) -> str:
-    """A field of a reply that is a text. Raises ValueError where the reply has none."""
-    if not isinstance(found := getattr(reply, name, None), str):
+def _with_text(reply: ReplyT, name: str) -> ReplyT:
+    """`reply` itself. Raises ValueError where its field `name` holds no text."""
+    if not isinstance(getattr(reply, name, None), str):
         raise ValueError(f"the reply holds no {name}")
-    return found
+    return reply
 
 
 def _answer_of(record: dict[str, Any]) -> Answer:

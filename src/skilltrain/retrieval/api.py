@@ -11,10 +11,10 @@ from jaxtyping import Float32
 from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
+from skilltrain.llm.answers import CompletionError, Usage, estimate_tokens, reported_tokens
 from skilltrain.llm.ask import cost_in_words
-from skilltrain.llm.budget import Budget, estimate_tokens, reported_tokens
-from skilltrain.llm.client import Server, in_threads, over_budget
-from skilltrain.llm.protocol import CompletionError, Usage
+from skilltrain.llm.budget import Budget, over_budget
+from skilltrain.llm.client import Server, in_threads
 from skilltrain.llm.settings import Prices, ServerConfig
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.nearest import ChunkVectors, Encoders, VectorRanker

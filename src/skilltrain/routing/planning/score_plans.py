@@ -20,7 +20,7 @@ from skilltrain.evaluation.comparison import Comparison, SystemResult, compare, 
 from skilltrain.evaluation.plan_measures import MEANINGS, measure_names, plan_values
 from skilltrain.evaluation.slices import means_by_slice, shown
 from skilltrain.files import write_json, write_text
-from skilltrain.llm.budget import estimate_tokens
+from skilltrain.llm.answers import estimate_tokens
 from skilltrain.records import Query, Ranker, Ranking, Skill
 from skilltrain.report.page import markdown
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems

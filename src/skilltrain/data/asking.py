@@ -1,0 +1,112 @@
+"""What the stages that ask a chat model share: what is wanted of it, and how answers are refused and asked for again.
+
+What it is told is in prompts.yaml.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Annotated, Any, Final, Generic, TypeVar
+
+import jinja2
+import yaml
+from pydantic import AfterValidator
+
+from skilltrain.data.draws import stable_number
+from skilltrain.data.query_texts import AnswerError
+from skilltrain.llm import Asked, LLMConfig, Message, Questions, Request, ask_until, cost_of, open_llm
+from skilltrain.llm.untrusted import fenced, untrusted_line
+from skilltrain.records import Dropped
+from skilltrain.texts import clean_text, one_line
+
+AboutT = TypeVar("AboutT")
+ValueT = TypeVar("ValueT")
+
+PROMPTS: Final[dict[str, Any]] = yaml.safe_load((files("skilltrain.data") / "prompts.yaml").read_text(encoding="utf-8"))
+ATTEMPTS = 3
+TOKENS_PER_WORD = 1.5  # of an answer, in the mean of English (1.3) and languages that take more
+_LANGUAGES = {"en": "English", "zh": "Chinese"}
+_LANGUAGE_CODE = re.compile(r"[A-Za-z]{2,3}(?:-[A-Za-z0-9]{2,8}){0,2}")
+
+Line = Annotated[str, AfterValidator(lambda text: one_line(clean_text(text)))]
+"""A text in an answer that shall stand on one line."""
+
+
+@cache
+def _template(name: str, role: str) -> jinja2.Template:
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)  # what is filled in is text, never a template
+    return environment.from_string(PROMPTS[name][role])
+
+
+def prompt(name: str, untrusted: str, **values: object) -> tuple[str, str]:
+    """The messages of the system and of the user, with `untrusted` texts between two lines that hold a mark."""
+    values["fenced"] = fenced(untrusted)
+    return _template(name, "system").render(values), _template(name, "user").render(values)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted(Generic[AboutT]):
+    """One thing that a chat model shall write: its ids in DROPPED, what it is about, and what decides its seed.
+
+    `prompt` gives the message of the system and that of the user.
+    """
+
+    query_id: str
+    skill_id: str
+    about: AboutT
+    prompt: Callable[[], tuple[str, str]]
+    seed: tuple[object, ...]
+
+    def request(self, attempt: int, fault: Dropped | None) -> Request:
+        """What the model is asked: in each attempt with another seed, and with the `fault` of the last answer."""
+        system, user = self.prompt()
+        if fault:
+            reason = untrusted_line(fault.reason)
+            user += f"\nAn earlier answer was turned down: {reason}. Write another one."
+        seed = stable_number(*self.seed, attempt) >> 33  # servers take seeds below 2**31
+        return Request((Message("system", system), Message("user", user)), seed)
+
+
+def questions_of(
+    llm: LLMConfig,
+    wanted: Sequence[Wanted[AboutT]],
+    read: Callable[[Wanted[AboutT], str], ValueT],
+    answer_tokens: int,
+    description: str,
+    attempts: int = ATTEMPTS,
+) -> Questions[Wanted[AboutT], ValueT]:
+    """What a model is asked. `read` gives the value in an answer, or raises AnswerError, or ValueError for its form."""
+
+    def check(one: Wanted[AboutT], answer: str) -> ValueT | Dropped:
+        try:
+            return read(one, answer)
+        except AnswerError as why:
+            return Dropped(one.query_id, one.skill_id, why.kind, why.reason, why.value, other_id=why.other_id)
+        except ValueError as error:
+            return Dropped(one.query_id, one.skill_id, "malformed", str(error))
+
+    return Questions(open_llm(llm), wanted, Wanted.request, check, attempts, answer_tokens, description)
+
+
+def ask(questions: Questions[Wanted[AboutT], ValueT]) -> Asked[Wanted[AboutT], ValueT]:
+    """The answers, once their cost is said. Interrupted runs lose nothing: a new run finds what was answered."""
+    cost_of(questions)
+    return ask_until(questions)
+
+
+def language_named(lang: str | None, text: str) -> str:
+    """A skill's language as a prompt names it; that of `text` where it names none, or something that is no code.
+
+    A skill's own word for its language is untrusted, and this is outside the fence.
+    """
+    if lang is None or not _LANGUAGE_CODE.fullmatch(lang):
+        return f"the language of {text}"
+    return _LANGUAGES.get(lang, f"the language with the code {lang}")
+
+
+def counted(values: Iterable[str]) -> dict[str, int]:
+    """How often each value occurs, in their order."""
+    return dict(sorted(Counter(values).items()))

@@ -1,0 +1,116 @@
+"""A chat model's verdicts on numbered skills: for a request of its own that needs some of them, or for a given one.
+
+R3 keeps what a language model rejects while it writes queries. Its prompts are not public: the words in prompts.yaml
+are ours, and so are the meanings of its eight reasons.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict
+
+from skilltrain.data.asking import Line, Wanted, language_named, prompt
+from skilltrain.data.query_texts import AnswerError, fit_query
+from skilltrain.llm import read_object
+from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
+from skilltrain.records import Reason, Skill, Verdict
+from skilltrain.texts import language_of
+
+_BODY_CHARS: Final = 1000  # shown of each skill
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Skills that are judged for one request: a given one, or one that the model writes in `lang` for the first."""
+
+    group_id: str
+    lang: str
+    skills: tuple[Skill, ...]
+    request: str = ""
+
+
+class Judged(BaseModel):
+    """What an answer says of one skill, by its number from 1."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    skill: int
+    verdict: Verdict
+    reason: Reason | None = None
+    why: Line | None = None
+
+
+class Judgements(BaseModel):
+    """The answer where the request is given."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    verdicts: tuple[Judged, ...] = ()
+
+
+class JudgedRequest(Judgements):
+    """The answer where it is not: a request with verdicts, or one that needs the first skill alone, with a refusal."""
+
+    request: Line
+    refusal: Reason | None = None
+    why: Line | None = None
+
+
+def wanted_verdicts(group: Group, words: int, seed: int) -> Wanted[Group]:
+    """A group to be judged, by a request of about so many `words`."""
+    prompt_of = partial(_prompt, group, words)
+    return Wanted(group.group_id, group.skills[0].skill_id, group, prompt_of, (seed, group.group_id))
+
+
+def _prompt(group: Group, words: int) -> tuple[str, str]:
+    parts = [f"Capability {n}\n{untrusted_skill(one, 300, _BODY_CHARS)}" for n, one in enumerate(group.skills, 1)]
+    if group.request:
+        parts.insert(0, f"Request: {untrusted_line(group.request, 4000)}")
+    language = language_named(group.lang, "the capabilities")
+    return prompt("group", "\n\n".join(parts), given=bool(group.request), language=language, words=words)
+
+
+def read_request(seen: set[str], max_words: int, wanted: Wanted[Group], answer: str) -> JudgedRequest:
+    """The request and one verdict for each skill, a refusal written out. Raises AnswerError or ValueError."""
+    found, skills, lang = read_object(answer, JudgedRequest), wanted.about.skills, wanted.about.lang
+    if found.refusal is not None:
+        others = range(2, len(skills) + 1)
+        turned = (Judged(skill=n, verdict=Verdict.REJECTED, reason=found.refusal, why=found.why) for n in others)
+        found = found.model_copy(update={"verdicts": (Judged(skill=1, verdict=Verdict.REQUIRED), *turned)})
+    _check_verdicts(found.verdicts, skills)
+    num_required = sum(one.verdict is Verdict.REQUIRED for one in found.verdicts)
+    if num_required < 1 + (found.refusal is None):
+        raise ValueError(f"{num_required} capabilities are required, two or more are wanted, or a refusal")
+    if language_of(found.request) not in (lang, None):
+        raise AnswerError("language", f"the request is not in {language_named(lang, 'the capabilities')}")
+    return found.model_copy(update={"request": fit_query(found.request, seen, max_words, skills)})
+
+
+def read_verdicts(wanted: Wanted[Group], answer: str) -> Judgements:
+    """One verdict for each skill. Raises ValueError where they are not there."""
+    found = read_object(answer, Judgements)
+    _check_verdicts(found.verdicts, wanted.about.skills)
+    return found
+
+
+def _check_verdicts(verdicts: Sequence[Judged], skills: Sequence[Skill]) -> None:
+    """Raise ValueError where a skill has no verdict or two, or was rejected without a reason."""
+    numbers = [one.skill for one in verdicts]
+    if twice := sorted({number for number in numbers if numbers.count(number) > 1}):
+        raise ValueError(f"capability {twice[0]} is judged twice")
+    if sorted(numbers) != list(range(1, len(skills) + 1)):
+        raise ValueError(f"the capabilities judged are {sorted(numbers)}, not 1 to {len(skills)}")
+    if without := [one.skill for one in verdicts if one.verdict is Verdict.REJECTED and one.reason is None]:
+        raise ValueError(f"capability {without[0]} is rejected without a reason")
+
+
+def judged_rows(group: Group, verdicts: Iterable[Judged], judge: str) -> list[dict[str, Any]]:
+    """The rows of JUDGEMENTS of a group; only a rejection has a reason."""
+    return [
+        {
+            "query_id": group.group_id, "skill_id": group.skills[one.skill - 1].skill_id, "verdict": str(one.verdict),
+            "reason": str(one.reason) if one.verdict is Verdict.REJECTED else None, "why": one.why,
+            "group": group.group_id, "judge": judge,
+        }
+        for one in verdicts
+    ]  # fmt: skip
