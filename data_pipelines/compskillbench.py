@@ -17,10 +17,8 @@ A step's words say what kind of work it is. They never name the gold skill, whic
 speaks of that work: many others would do, so look at categories (CatR@k) rather than at skills (R@k).
 """
 
-import json
 import random
 import re
-import sys
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
@@ -28,11 +26,12 @@ from typing import Any
 
 from pydantic import Field
 
-from skilltrain.config import Config, apply_overrides, parse_yaml, validate
+from skilltrain.config import Config, parse_yaml
 from skilltrain.data.pool.skill_file import skill_from_row
 from skilltrain.data.query_texts import names_skill
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_jsonl, staged_folder
+from skilltrain.recipe import run_pipeline
 from skilltrain.records import Dropped, Skill
 from skilltrain.tables import DROPPED, JUDGEMENTS, PLANS, QUERIES, SKILLS, rows_of, write_table
 from skilltrain.texts import name_key
@@ -185,9 +184,4 @@ def run(pipeline: Pipeline) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    settings = [argument for argument in sys.argv[1:] if "=" in argument]
-    places = [argument for argument in sys.argv[1:] if "=" not in argument]
-    if len(places) != 2:
-        sys.exit(__doc__)
-    named: dict[str, str] = dict(zip(("servers", "out"), places, strict=True))
-    print(json.dumps(run(validate(Pipeline, apply_overrides(named, settings), __file__)), indent=1))
+    run_pipeline(Pipeline, run, __doc__)

@@ -9,35 +9,44 @@ the rankings of all folds: `weights` of a fuse ranker whose encoder is trained o
 on where it was: give the same line again. Why: fitted on queries of its training, an encoder is trusted too far.
 """
 
-import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from pydantic import Field
 
-from skilltrain.config import load_recipe
+from skilltrain.config import Config, load_recipe
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.load import load_benchmark
+from skilltrain.recipe import run_pipeline
 from skilltrain.routing.fusion import folds_of
-from skilltrain.runs import run_state
 from skilltrain.stages import parse_recipe, run_recipe
 from skilltrain.tables import JUDGEMENTS, LISTS, QUERIES, read_table, write_table
 
 Recipe = dict[str, Any]
 
 
-def run(recipe: Path, out: Path, num_folds: int, overrides: Sequence[str]) -> dict[str, Any]:
+class Pipeline(Config):
+    """What this pipeline can be told beside the recipe's settings."""
+
+    recipe: Path
+    out: Path
+    folds: int = Field(default=3, ge=2)
+    settings: list[str] = Field(default=[], description="further settings of the recipe, key=value")
+
+
+def run(pipeline: Pipeline) -> dict[str, Any]:
     """Train and rank fold by fold, then fit; the summaries of both fits. Raises SkilltrainError as the stages do."""
-    training = load_recipe(recipe, overrides)
-    config = parse_recipe(training, recipe)
+    out, training = pipeline.out, load_recipe(pipeline.recipe, pipeline.settings)
+    config = parse_recipe(training, pipeline.recipe)
     if config.stage != "train_encoder" or not isinstance(config.data.lists, Path):
-        raise SkilltrainError("the recipe must train an encoder on one folder of lists", where=recipe)
+        raise SkilltrainError("the recipe must train an encoder on one folder of lists", where=pipeline.recipe)
     lists, pool, vectors = config.data.lists, str(config.data.pool), str(out / "vectors")
     tasks = load_benchmark((lists,), None).tasks
-    _, folds = folds_of(tasks, num_folds, config.training.seed)
+    _, folds = folds_of(tasks, pipeline.folds, config.training.seed)
     lexical, late = {"kind": "lexical"}, config.late_interaction is not None
-    for number in range(num_folds):
+    for number in range(pipeline.folds):
         held = {task.query.query_id for task, fold in zip(tasks, folds.tolist(), strict=True) if fold == number}
         part = out / f"fold{number + 1}"
         _cut(lists, held, part)
@@ -50,7 +59,7 @@ def run(recipe: Path, out: Path, num_folds: int, overrides: Sequence[str]) -> di
             systems.append({"name": "late", "rankers": [find, {"kind": "late", "source": encoder}]})
         _run({"stage": "evaluate", "pool": pool, "benchmark": str(part / "held"), "depth": 100, "systems": systems,
               "out": str(part / "ranked")})  # fmt: skip
-    ranked = [str(out / f"fold{number + 1}" / "ranked") for number in range(num_folds)]
+    ranked = [str(out / f"fold{number + 1}" / "ranked") for number in range(pipeline.folds)]
     saved = [{"kind": "saved", "rankings": ranked, "stage": name} for name in ("dense", "late")]
     find = {"kind": "fuse", "of": [lexical, saved[0]]}
     fits: dict[str, list[Recipe]] = {"weights_find": [find]}
@@ -73,16 +82,8 @@ def _cut(lists: Path, held: Collection[str], part: Path) -> None:
 
 
 def _run(values: Recipe) -> dict[str, Any]:
-    config = parse_recipe(values, __file__)
-    return run_recipe(config, resume=run_state(config.out) == "begun")
+    return run_recipe(parse_recipe(values, __file__), resume=None)
 
 
 if __name__ == "__main__":
-    settings = [argument for argument in sys.argv[1:] if "=" in argument]
-    places = [Path(argument) for argument in sys.argv[1:] if "=" not in argument]
-    asked = [setting.removeprefix("folds=") for setting in settings if setting.startswith("folds=")]
-    if len(places) != 2 or not all(number.isdecimal() for number in asked):
-        sys.exit(__doc__)
-    others = [setting for setting in settings if not setting.startswith("folds=")]
-    for name, summary in run(places[0], places[1], int((asked or ["3"])[-1]), others).items():
-        print(name, summary["weights"], summary["cross_validated"])
+    run_pipeline(Pipeline, run, __doc__)

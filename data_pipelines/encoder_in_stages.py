@@ -10,16 +10,14 @@ trained on passages of so many skills of its pool, against these skills without 
 al., 2021, but between trainings). Give the same line again after a stop; it prints where each encoder lies.
 """
 
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from skilltrain.config import Config, load_recipe, validate
+from skilltrain.config import Config, load_recipe
 from skilltrain.errors import SkilltrainError
-from skilltrain.runs import run_state
+from skilltrain.recipe import run_pipeline
 from skilltrain.stages import parse_recipe, run_recipe
 
 Recipe = dict[str, Any]
@@ -34,11 +32,12 @@ class Pipeline(Config):
     out: Path
     free_pairs: int = Field(default=0, ge=0, description="skills whose own text is trained on first")
     rounds: int = Field(default=1, ge=0, description="trainings on negatives mined anew")
+    settings: list[str] = Field(default=[], description="further settings of the recipe, key=value")
 
 
-def run(pipeline: Pipeline, overrides: Sequence[str]) -> list[Path]:
+def run(pipeline: Pipeline) -> list[Path]:
     """The folder of each stage's encoder, in their order. Raises SkilltrainError as the stages do."""
-    out, training = pipeline.out, load_recipe(pipeline.recipe, overrides)
+    out, training = pipeline.out, load_recipe(pipeline.recipe, pipeline.settings)
     config = parse_recipe(training, pipeline.recipe)
     if config.stage != "train_encoder" or not isinstance(config.data.lists, Path):
         raise SkilltrainError("the recipe must train an encoder on one folder of lists", where=pipeline.recipe)
@@ -82,15 +81,8 @@ def _new_lists(place: Path, asked: Recipe, miner: str, base: str, quotas: dict[s
 
 def _run(values: Recipe) -> None:
     config = parse_recipe(values, __file__)
-    print(config.out, run_recipe(config, resume=run_state(config.out) == "begun"))
+    print(config.out, run_recipe(config, resume=None))
 
 
 if __name__ == "__main__":
-    settings = [argument for argument in sys.argv[1:] if "=" in argument]
-    places = [argument for argument in sys.argv[1:] if "=" not in argument]
-    if len(places) != 2:
-        sys.exit(__doc__)
-    own = {"free_pairs", "rounds"}
-    given = {key: int(value) for key, _, value in (one.partition("=") for one in settings) if key in own}
-    named = {"recipe": places[0], "out": places[1], **given}
-    print(*run(validate(Pipeline, named, __file__), [one for one in settings if one.partition("=")[0] not in own]))
+    run_pipeline(Pipeline, run, __doc__)

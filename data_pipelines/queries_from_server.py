@@ -10,7 +10,6 @@ The key of OpenAI is read from OPENAI_API_KEY. The estimate is shown first; noth
 that stops, for whatever reason, goes on where it was: give the same line again.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from pydantic import Field
 
 from skilltrain.config import Config, apply_overrides
 from skilltrain.data.synthesize import plan_synthesize
+from skilltrain.errors import SkilltrainError
+from skilltrain.recipe import run_pipeline
 from skilltrain.stages import parse_recipe, run_recipe
 
 
@@ -28,24 +29,19 @@ class Pipeline(Config):
     out: Path
     model: str
     base_url: str = "https://api.openai.com/v1"
-    overrides: list[str] = Field(default=[], description="further settings of stage synthesize, key=value")
+    settings: list[str] = Field(default=[], description="further settings of stage synthesize, key=value")
 
 
-def run(pipeline: Pipeline) -> None:
+def run(pipeline: Pipeline) -> dict[str, Any]:
     """The estimate, a question, the queries."""
     llm = {"kind": "openai", "model": pipeline.model, "base_url": pipeline.base_url, "concurrency": 32}
     values: dict[str, Any] = {"stage": "synthesize", "pool": pipeline.pool, "llm": llm, "out": pipeline.out}
-    config = parse_recipe(apply_overrides(values, pipeline.overrides), __file__)
+    config = parse_recipe(apply_overrides(values, pipeline.settings), __file__)
     print(plan_synthesize(config))
     if input("Go ahead? [y/N] ").strip().lower() not in ("y", "yes"):
-        sys.exit("nothing was asked")
-    print(run_recipe(config, resume=False))
+        raise SkilltrainError("nothing was asked")
+    return run_recipe(config, resume=None)
 
 
 if __name__ == "__main__":
-    overrides = [argument for argument in sys.argv[1:] if "=" in argument]
-    words = [argument for argument in sys.argv[1:] if "=" not in argument]
-    if len(words) not in (3, 4):
-        sys.exit(__doc__)
-    named = dict(zip(("pool", "out", "model", "base_url"), words, strict=False))
-    run(Pipeline.model_validate({**named, "overrides": overrides}))
+    run_pipeline(Pipeline, run, __doc__)

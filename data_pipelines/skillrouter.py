@@ -10,13 +10,13 @@ OPENAI_API_KEY: look at `skilltrain synthesize --help` for another server, a loc
 `Pipeline` below is an option: llm, base, quotas, …
 """
 
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
-from skilltrain.config import Config, apply_overrides, validate
+from skilltrain.config import Config
+from skilltrain.recipe import run_pipeline
 from skilltrain.stages import parse_recipe, run_recipe
 
 INSTRUCTION = (
@@ -90,9 +90,4 @@ def run(pipeline: Pipeline) -> None:
 
 
 if __name__ == "__main__":
-    settings = [argument for argument in sys.argv[1:] if "=" in argument]
-    places = [argument for argument in sys.argv[1:] if "=" not in argument]
-    if len(places) not in (2, 3):
-        sys.exit(__doc__)
-    named: dict[str, str] = dict(zip(("skills", "out", "trained"), places, strict=False))
-    run(validate(Pipeline, apply_overrides(named, settings), __file__))
+    run_pipeline(Pipeline, run, __doc__)

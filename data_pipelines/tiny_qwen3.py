@@ -1,12 +1,11 @@
 """Qwen3's two models in miniature, with random weights: what the recipes in recipes/tiny/ train.
 
-python data_pipelines/tiny_qwen3.py OUT [--tokenizer FOLDER]
+python data_pipelines/tiny_qwen3.py OUT [tokenizer=FOLDER]
 
 OUT/encoder and OUT/reranker take the same paths through the code as Qwen3-Embedding and Qwen3-Reranker. The tokenizer
-is a byte-level BPE learnt from the sample library, or, with --tokenizer, the tokenizer.json of a Qwen3 model.
+is a byte-level BPE learnt from the sample library, or, with `tokenizer`, the tokenizer.json of a Qwen3 model.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM,
 from transformers.utils import logging
 
 from skilltrain.config import Config
+from skilltrain.recipe import run_pipeline
 
 END = "<|endoftext|>"
 LIBRARY = Path(__file__).parents[1] / "examples" / "skill_library" / "skills"
@@ -67,7 +67,4 @@ def run(pipeline: Pipeline) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--tokenizer", type=Path)
-    run(Pipeline(**vars(parser.parse_args())))
+    run_pipeline(Pipeline, run, __doc__)

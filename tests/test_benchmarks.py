@@ -1,86 +1,110 @@
+"""Benchmarks in our tables and in each published form, from files written here in the published layout."""
+
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmark_folders import write_ours, write_skillrouter
+from benchmark_folders import jsonl, write_ours
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import check_pool
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, check_pool, joined
 from skilltrain.evaluation.benchmarks.load import load_benchmark
-from skilltrain.evaluation.metrics import Relevance
+from skilltrain.evaluation.bootstrap import Interval
+from skilltrain.evaluation.comparison import SystemResult
+from skilltrain.evaluation.metrics import Relevance, parse_measures, per_query
+from skilltrain.evaluation.slices import labels_of, means_by_slice
 from skilltrain.records import Query, Skill
 
-T, T1, T2, T3 = ((task_id, f"do {task_id}") for task_id in ("t", "t1", "t2", "t3"))
+Files = dict[str, Any]
+"""Name → text, rows of JSON Lines, or a JSON value; None leaves a file out."""
 
 
-def entry(*gold: str, **more: Any) -> dict[str, Any]:
-    return {"gt_skill_ids": list(gold), "relevance": dict.fromkeys(gold, 3), "core_gt_ids": list(gold),
+def write(folder: Path, files: Files) -> Path:
+    """`folder` with these files."""
+    for name, content in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, list) and name.endswith(".jsonl"):
+            file.write_text(jsonl(*content), encoding="utf-8")
+        elif content is not None:
+            file.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def ids(benchmark: Benchmark) -> list[str]:
+    return [task.query.query_id for task in benchmark.tasks]
+
+
+def gold(*skill_ids: str, **alternatives: str) -> Relevance:
+    return Relevance(frozenset(skill_ids), dict.fromkeys(skill_ids, 1.0), alternatives)
+
+
+QRELS = "query-id\tcorpus-id\tscore\n"
+BEIR: Files = {
+    "queries.jsonl": [{"_id": f"q{n}", "text": text, "metadata": {}} for n, text in enumerate(("one", "two", "x"), 1)],
+    "corpus.jsonl": [{"_id": f"d{n}", "title": f"T{n}", "text": f"body {n}"} for n in (1, 2, 3)],
+    "qrels/test.tsv": f"{QRELS}q1\td1\t2\nq1\td2\t1\nq1\td3\t0\nq2\td3\t1\n",
+}
+SKILLRET: Files = {
+    f"{kind}/{split}.jsonl": [row]
+    for split in ("test", "train")
+    for kind, row in {
+        "skills": {"id": f"s-{split}", "name": "N", "namespace": "x", "description": "D", "stars": 3, "license": None,
+                   "repo": "a/b", "major": "Software", "body": "B", "skill_md": "---\nname: N\n---\nB"},
+        "queries": {"id": f"q-{split}", "query": "do", "skill_ids": [f"s-{split}"], "k": 1, "generator_model": "m"},
+        "qrels": {"query_id": f"q-{split}", "skill_id": f"s-{split}", "relevance": 1},
+    }.items()
+}  # fmt: skip
+R3: Files = {
+    "skills_test.jsonl": [
+        {"id": "skill-0", "text": "pdf | Reads PDF | Step 1 | Step 2"},
+        {"id": "skill-1", "text": "only a name"},
+    ],
+    "test.jsonl": [
+        {"query": "read", "skill_ids": ["skill-0"]},
+        {"query": "读 PDF", "skill_ids": ["skill-1", "skill-0"], "lang": "zh2en"},
+    ],
+}
+
+
+def group(group_id: str, required: list[str], **more: Any) -> dict[str, Any]:
+    rejected = [{"skill_id": "x", "reason": "scope_mismatch", "why": "too broad"}]
+    return {"group_id": group_id, "anchor": "a", "query": f"do {group_id}", "required": required,
+            "rejected": rejected, "irrelevant": ["y"], **more}  # fmt: skip
+
+
+def mcp_tool(skill_id: str, **more: Any) -> dict[str, Any]:
+    server, _, name = skill_id.partition("/")
+    return {"skill_id": skill_id, "server": server, "server_description": f"all about {server}", "name": name,
+            "description": f"does {name}", "parameters": ["path"], "category": "Office", **more}  # fmt: skip
+
+
+def mcp_task(task_id: str, *candidates: list[str], **more: Any) -> dict[str, Any]:
+    tools = [found[0].partition("/")[2] if found else "gone" for found in candidates]
+    return {"task_id": task_id, "query": f"do {task_id}", "steps": [], "tools": tools,
+            "tool_skill_ids": list(candidates), **more}  # fmt: skip
+
+
+def live(*tasks: dict[str, Any]) -> Files:
+    tools = [mcp_tool("disk/write"), mcp_tool("cloud/write"), mcp_tool("web/fetch", parameters=[])]
+    return {"tools.jsonl": tools, "tasks.jsonl": list(tasks)}
+
+
+def entry(*gold_ids: str, **more: Any) -> dict[str, Any]:
+    return {"gt_skill_ids": list(gold_ids), "relevance": dict.fromkeys(gold_ids, 3), "core_gt_ids": list(gold_ids),
             "auxiliary_gt_ids": [], "task_type": "clean", **more}  # fmt: skip
 
 
-def test_skillrouter_folder_scores_what_relevance_json_says(tmp_path: Path):
-    """Excluded tasks are scored, a generic_only one is not; gold are core_gt_ids, a degraded copy only gains."""
-    relevance = {
-        "t2": entry("g/b", "g/a", core_gt_ids=None),  # then gt_skill_ids stand in
-        "t1": entry("g/a", "g/aux", core_gt_ids=["g/a"], relevance={"g/a": 3, "g/aux": 1, "copy": 1}),
-        "t3": entry("g/generic", core_gt_ids=[], task_type="generic_only"),
-    }
-    skill = {"skill_id": "g/a", "name": "A", "description": "does a", "body": "# A", "stars": 3}
-    folder = write_skillrouter(tmp_path / "bench", [T1, T2, T3], relevance, [skill])
-    benchmark = load_benchmark(folder)
-    assert benchmark.name == "bench"
-    assert benchmark.notes == ("1 of 3 tasks want generic skills alone and are not scored",)  # 12 of the published 87
-    assert benchmark.gold_skills == (Skill("g/a", "A", "does a", "# A"),)
-    first, second = benchmark.tasks
-    assert first.query == Query("t1", "do t1", "single", "skillsbench", "test")
-    assert first.relevance == Relevance(frozenset({"g/a"}), {"g/a": 3.0, "g/aux": 1.0, "copy": 1.0})
-    assert (first.labels["kind"], second.labels["kind"], second.query.kind) == ("single", "multi", "multi")
-    assert (second.query.query_id, second.relevance.gold) == ("t2", {"g/a", "g/b"})
-    assert load_benchmark(folder, split="test") == benchmark
-    with pytest.raises(SkilltrainError, match=r"gold skill 'g/b' of query 't2' is not among the 2 .* in all: 1"):
-        check_pool(benchmark, ["g/a", "x"])
+def router(task_ids: str, relevance: Any) -> Files:
+    """SkillRouter's form: one task for each letter."""
+    rows = [{"task_id": one, "instruction_text": f"do {one}", "difficulty": "medium", "excluded": True}
+            for one in task_ids]  # fmt: skip
+    return {"tasks.jsonl": rows, "relevance.json": relevance}
 
 
-@pytest.mark.parametrize(
-    ("tasks", "relevance", "message"),
-    [
-        ([T], {}, "relevance.json lacks task 't'"),
-        ([T], {"t": entry("g"), "u": entry("g")}, "tasks.jsonl lacks task 'u'"),
-        ([T, T], {"t": entry("g")}, "tasks.jsonl, line 2: task 't' appears twice"),
-        ([T], [], "relevance.json: expected a map"),
-        ([T], {"t": entry()}, "relevance.json: query 't': no skill is gold"),
-        ([T], {"t": entry("g", relevance={"g": 0})}, "query 't': gold skill 'g' has no positive gain"),
-        ([T], {"t": entry("g", relevance={"g": float("nan")})}, "query 't': the gain of skill 'g' is nan"),
-        ([T], {"t": entry("g", gt_skill_ids="g")}, "relevance.json, task t: gt_skill_ids: "),
-        ([T], {"t": entry("g", task_type="generic_only")}, "holds no query to score"),
-    ],
-)
-def test_malformed_skillrouter_folders_name_file_and_task(tmp_path: Path, tasks: Any, relevance: Any, message: str):
-    with pytest.raises(SkilltrainError, match=message):
-        load_benchmark(write_skillrouter(tmp_path, tasks, relevance))
-
-
-def test_what_is_no_benchmark_is_told(tmp_path: Path):
-    with pytest.raises(SkilltrainError, match="nowhere: no such folder"):
-        load_benchmark(tmp_path / "nowhere")
-    with pytest.raises(SkilltrainError, match=r"is not a benchmark \(a benchmark holds queries.parquet"):
-        load_benchmark(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"t": %s, "t": %s}', r"relevance\.json: 't' appears twice"),
-        ('{"t": {"gt_skill_ids": ["g"], "relevance": {"g": 3, "g": 1}, "task_type": "clean"}}', "'g' appears twice"),
-        ("[" * 100_000, r"relevance\.json: is not JSON: maximum recursion depth"),
-    ],
-)
-def test_a_key_that_stands_twice_and_endless_nesting_are_refused(tmp_path: Path, text: str, message: str):
-    write_skillrouter(tmp_path, [T], {})
-    (tmp_path / "relevance.json").write_text(text.replace("%s", json.dumps(entry("g"))))
-    with pytest.raises(SkilltrainError, match=message):
-        load_benchmark(tmp_path)
+# Each form -----------------------------------------------------------------------------------------------------------
 
 
 def test_our_tables_required_is_gold_useful_gains_half(tmp_path: Path):
@@ -91,10 +115,254 @@ def test_our_tables_required_is_gold_useful_gains_half(tmp_path: Path):
     }
     folder = write_ours(tmp_path / "ours", queries, judged)
     (only,) = load_benchmark(folder, split="test").tasks  # q3 awaits its judgements, but is not asked for
-    assert only.relevance == Relevance(frozenset("a"), {"a": 1.0, "b": 0.5})
-    assert only.query.text == "do q1"
+    assert (only.relevance, only.query.text) == (Relevance(frozenset("a"), {"a": 1.0, "b": 0.5}), "do q1")
     (dev,) = load_benchmark(folder, split="dev").tasks
     assert dev.labels["kind"] == "multi"
+
+
+def test_beir_scores_are_gains_and_the_corpus_is_the_pool(tmp_path: Path):
+    folder = write(tmp_path / "bench", BEIR)
+    benchmark = load_benchmark(folder)
+    first, second = benchmark.tasks
+    assert first.query == Query("q1", "one", "multi", "bench", "test") and second.labels["kind"] == "single"
+    assert first.relevance == Relevance(frozenset({"d1", "d2"}), {"d1": 2.0, "d2": 1.0})
+    assert benchmark.pool == benchmark.gold_skills and benchmark.unscored == {"q3"}
+    assert benchmark.pool[0] == Skill("d1", name="T1", description="", body="body 1")
+    assert check_pool(benchmark, ["d1", "d2", "d3"]) == benchmark
+    # Splits are files; without a corpus it is about a pool that is given.
+    write(folder, {"qrels/train.tsv": f"{QRELS}q3\td1\t1\n"})
+    assert ids(load_benchmark(folder)) == ["q1", "q2", "q3"] and ids(load_benchmark(folder, "train")) == ["q3"]
+    (folder / "corpus.jsonl").unlink()
+    assert load_benchmark(folder).pool == ()
+    with pytest.raises(SkilltrainError, match="gold skill 'd3' of query 'q2' is not among the 2 skills"):
+        check_pool(load_benchmark(folder), ["d1", "d2"])
+
+
+def test_beir_with_windows_line_ends_a_byte_order_mark_and_negative_scores(tmp_path: Path):
+    folder = write(tmp_path, BEIR)
+    text = b"\xef\xbb\xbfquery-id\tcorpus-id\tscore\r\nq1\td1\t1\r\nq1\td2\t-2\r\n\r\n"
+    (folder / "qrels" / "test.tsv").write_bytes(text)
+    assert [task.relevance for task in load_benchmark(folder).tasks] == [gold("d1")]
+
+
+def test_skillret_has_a_pool_for_each_split(tmp_path: Path):
+    folder = write(tmp_path / "bench" / "data", SKILLRET)
+    benchmark, both = load_benchmark(folder, "test"), load_benchmark(folder)
+    assert benchmark.name == "bench"  # the folder is called data
+    assert benchmark.tasks[0].query == Query("q-test", "do", "single", "skillret", "test")
+    assert (benchmark.unscored, benchmark.tasks[0].relevance) == ({"q-train"}, gold("s-test"))
+    body = "---\nname: N\n---\nB"
+    assert benchmark.pool == (Skill("s-test", "N", "D", body, category="Software", source="a/b"),)
+    assert (ids(both), [skill.skill_id for skill in both.pool]) == (["q-test", "q-train"], ["s-test", "s-train"])
+
+
+def test_r3_skill_calls_queries_by_their_line_and_takes_texts_apart(tmp_path: Path):
+    benchmark = load_benchmark(write(tmp_path, R3))
+    one, two = benchmark.tasks
+    assert two.query == Query("test-2", "读 PDF", "multi", "r3", "test") and two.labels["direction"] == "zh2en"
+    assert (two.relevance, one.labels) == (
+        gold("skill-0", "skill-1"), {"kind": "single", "origin": "r3", "split": "test"},
+    )  # fmt: skip
+    assert benchmark.pool == (
+        Skill("skill-0", name="pdf", description="Reads PDF", body="Step 1 | Step 2", source="r3"),
+        Skill("skill-1", name="only a name", description="", body="", source="r3"),
+    )
+
+
+def test_groups_of_judgements_required_is_gold(tmp_path: Path):
+    rejected = [{"skill_id": s, "reason": r} for s, r in (("x", "low_quality"), ("z", 7.5))]
+    rows = [group("g1", ["a", "b"]), group("g2", ["c"], rejected=rejected)]
+    benchmark = load_benchmark(write(tmp_path, {"judgements.jsonl": rows}))
+    first, second = benchmark.tasks
+    assert first.query == Query("g1", "do g1", "multi", "r3", "test")
+    assert (first.relevance, benchmark.pool) == (gold("a", "b"), ())
+    assert second.labels == {"kind": "single", "origin": "r3", "split": "test", "reason": ("low_quality",)}
+
+
+def test_livemcpbench_any_candidate_meets_a_need(tmp_path: Path):
+    both = mcp_task("t1", ["disk/write", "cloud/write"], ["web/fetch"], [], steps=["save", "send"])
+    found = load_benchmark(write(tmp_path, live(both, mcp_task("t2", ["web/fetch"]), mcp_task("t3", []))))
+    first, second = found.tasks
+    assert (ids(found), first.labels["kind"], second.labels["kind"]) == (["t1", "t2"], "multi", "single")
+    assert first.relevance == gold("disk/write", "web/fetch", **{"cloud/write": "disk/write"})
+    assert [step.text for step in first.steps] == ["save", "send"]
+    assert found.pool[0] == Skill(
+        "disk/write", "write", "does write (disk: all about disk)", "Parameters: path", "Office", source="livemcpbench"
+    )
+    assert found.pool[2].body == "Takes no parameters." and found.gold_skills == found.pool  # with alternatives
+    assert found.notes == (
+        "2 of 5 needed tools (2 tasks) have no candidate and are no gold",
+        "1 of 3 tasks have no gold and are not scored: t3",
+    )
+    relevances = {task.query.query_id: task.relevance for task in found.tasks}
+    rankings = {"t1": ["cloud/write", "web/fetch"], "t2": ["disk/write", "web/fetch"]}
+    assert per_query(rankings, relevances, parse_measures(["FC@2"])) == {"t1": {"FC@2": 1.0}, "t2": {"FC@2": 1.0}}
+    # A pool with one of the candidates is enough.
+    (checked, _) = check_pool(found, ["cloud/write", "web/fetch"]).tasks
+    values = per_query({"t1": ["cloud/write"]}, {"t1": checked.relevance}, parse_measures(["Hit@1"]))
+    assert values == {"t1": {"Hit@1": 1.0}}
+    with pytest.raises(SkilltrainError, match="gold skill 'disk/write' of query 't1' is not among the 1 skills"):
+        check_pool(found, ["web/fetch"])
+
+
+def clone(tools: str, steps: str = "") -> Files:
+    """The two files of a clone of the published repository that are read."""
+    offered = {"name": "write", "description": "writes", "inputSchema": {"properties": {"path": {}, "data": {}}}}
+    servers = [
+        {"name": "Disk", "description": "files", "category": "File", "tools": {"disk": {"tools": [offered]}}},
+        {"name": "Cloud", "tools": {"cloud": {"tools": [offered, {"name": "fetch", "description": None}]}}},
+    ]
+    about = {"Tools": tools, "Steps": steps}
+    task = {"task_id": "t1", "Question": "save it", "answers": "", "Annotator Metadata": about}
+    return {"tools/LiveMCPTool/tools.json": servers, "annotated_data/all_annotations.json": json.dumps([task])}
+
+
+@pytest.mark.parametrize(("steps", "texts"), [("1. one\n2. two", ["one", "two"]), ("just one", ["just one"]), ("", [])])
+def test_livemcpbench_as_published_finds_tools_by_name(tmp_path: Path, steps: str, texts: list[str]):
+    benchmark = load_benchmark(write(tmp_path, clone("1. write\n2. fetch \n3. lost", steps)))
+    assert benchmark.tasks[0].relevance == gold("disk/write", "cloud/fetch", **{"cloud/write": "disk/write"})
+    assert [step.text for step in benchmark.tasks[0].steps] == texts
+    assert benchmark.pool[0] == Skill(
+        "disk/write", "write", "writes (Disk: files)", "Parameters: data, path", "File", source="livemcpbench"
+    )
+    assert benchmark.pool[2] == Skill("cloud/fetch", "fetch", "(Cloud)", "Takes no parameters.", source="livemcpbench")
+    assert benchmark.notes == ("1 of 3 needed tools (1 tasks) have no candidate and are no gold",)
+
+
+def test_skillrouter_folder_scores_what_relevance_json_says(tmp_path: Path):
+    """Excluded tasks are scored, a generic_only one is not; gold are core_gt_ids, a degraded copy only gains."""
+    relevance = {
+        "b": entry("g/b", "g/a", core_gt_ids=None),  # then gt_skill_ids stand in
+        "a": entry("g/a", "g/aux", core_gt_ids=["g/a"], relevance={"g/a": 3, "g/aux": 1, "copy": 1}),
+        "c": entry("g/generic", core_gt_ids=[], task_type="generic_only"),
+    }
+    skill = {"skill_id": "g/a", "name": "A", "description": "does a", "body": "# A", "stars": 3}
+    benchmark = load_benchmark(write(tmp_path / "bench", router("abc", relevance) | {"gold_skills.jsonl": [skill]}))
+    assert benchmark.name == "bench"
+    assert benchmark.notes == ("1 of 3 tasks want generic skills alone and are not scored",)  # 12 of the published 87
+    assert benchmark.gold_skills == (Skill("g/a", "A", "does a", "# A"),)
+    first, second = benchmark.tasks
+    assert first.query == Query("a", "do a", "single", "skillsbench", "test")
+    assert first.relevance == Relevance(frozenset({"g/a"}), {"g/a": 3.0, "g/aux": 1.0, "copy": 1.0})
+    assert (second.query.query_id, second.query.kind, second.relevance.gold) == ("b", "multi", {"g/a", "g/b"})
+    with pytest.raises(SkilltrainError, match=r"gold skill 'g/b' of query 'b' is not among the 2 .* in all: 1"):
+        check_pool(benchmark, ["g/a", "x"])
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Path:
+    """Two tasks over two pools; easy lacks the degraded copy, and task u is judged generic_only."""
+    known = entry("gt/a", relevance={"gt/a": 3, "deg/a": 1})
+    folder = write(tmp_path / "data", router("tu", {"t": known, "u": known | {"task_type": "generic_only"}}))
+    skills = [{"skill_id": i, "name": i, "description": "d", "body": i} for i in ("gt/a", "other", "deg/a")]
+    for tier, rows in {"easy": skills[:2], "hard": skills}.items():
+        (folder / tier).mkdir()
+        for number, row in enumerate(rows):
+            with gzip.open(folder / tier / f"part-{number}.jsonl.gz", "wt") as file:
+                file.write(jsonl(row))
+    return folder
+
+
+def test_a_tier_is_a_pool_of_the_tasks_beside_it(tiers: Path):
+    """Easy lacks the degraded copy: it is no part of the best order there, and it is in hard."""
+    alone, gains = load_benchmark(tiers), {}
+    for tier in ("easy", "hard"):
+        benchmark = load_benchmark(tiers / tier)
+        assert (benchmark.name, benchmark.tasks, benchmark.unscored) == (tier, alone.tasks, {"u"})
+        gains[tier] = check_pool(benchmark, [skill.skill_id for skill in benchmark.pool]).tasks[0].relevance.gains
+    assert gains == {"easy": {"gt/a": 3.0}, "hard": {"gt/a": 3.0, "deg/a": 1.0}}
+    assert load_benchmark([tiers / "easy"]) == load_benchmark(tiers / "easy")
+    (tiers / "none").mkdir()
+    with pytest.raises(SkilltrainError, match=r"none: holds no \.jsonl or \.jsonl\.gz file with"):
+        load_benchmark(tiers / "none")
+
+
+def test_tiers_are_ranked_apart_and_scored_together(tiers: Path):
+    """Hit@1 of a system that errs in hard alone is a half, over two queries that are one task."""
+    benchmark = load_benchmark([tiers / "easy", tiers / "hard"])
+    assert (benchmark.name, benchmark.pool, benchmark.unscored) == ("easy + hard", (), {"u@easy", "u@hard"})
+    assert [(ids(tier), len(tier.pool)) for tier in benchmark.tiers] == [(["t@easy"], 2), (["t@hard"], 3)]
+    assert benchmark.clusters == {"t@easy": "t", "t@hard": "t"}
+    checked = joined([check_pool(tier, [skill.skill_id for skill in tier.pool]) for tier in benchmark.tiers])
+    assert [len(task.relevance.gains) for task in checked.tasks] == [1, 2]
+    relevances = {task.query.query_id: task.relevance for task in checked.tasks}
+    values = per_query({"t@easy": ["gt/a"], "t@hard": ["deg/a", "gt/a"]}, relevances, parse_measures(["Hit@1"]))
+    results, labels = [SystemResult("one", values, {})], labels_of(checked.tasks, {})
+    found = means_by_slice(results, labels, ["Hit@1"], seed=0, clusters=checked.clusters)
+    means = {part.value: part.means["one"]["Hit@1"] for part in found if part.label in ("all", "tier")}
+    assert means == {"all": Interval(0.5, 0.5, 0.5, 2), "easy": Interval(1, 1, 1, 1), "hard": Interval(0, 0, 0, 1)}
+    with pytest.raises(SkilltrainError, match="two tiers are named 'easy'"):
+        load_benchmark([tiers / "easy", tiers / "easy"])
+
+
+def test_labels_of_beir_never_replace_our_own(tmp_path: Path):
+    row = {"_id": "q1", "text": "first", "metadata": {"kind": "odd", "style": "terse", "votes": 3}}
+    rows = [row, {"_id": "q2", "text": "b", "metadata": None}]
+    labels = [task.labels for task in load_benchmark(write(tmp_path / "bench", BEIR | {"queries.jsonl": rows})).tasks]
+    every = {"origin": "bench", "split": "test"}
+    assert labels == [{"kind": "multi", "style": "terse", **every}, {"kind": "single", **every}]
+
+
+# Faults --------------------------------------------------------------------------------------------------------------
+
+
+def qrels(rows: str) -> Files:
+    return BEIR | {"qrels/test.tsv": QRELS + rows}
+
+
+def groups(*rows: dict[str, Any]) -> Files:
+    return {"judgements.jsonl": list(rows)}
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (qrels("q9\td1\t1\n"), r"test\.tsv, line 2: query 'q9' is not among the queries"),
+        (qrels("q1\td1\t1\nq1\td9\t1\n"), r"test\.tsv, line 3: skill 'd9' of query 'q1' is not among the"),
+        (qrels("q1\td1\tgood\n"), r"test\.tsv, line 2: score: "),
+        (qrels("q1\td1\tnan\n"), r"test\.tsv: query 'q1': the gain of skill 'd1' is nan"),
+        (qrels("q1\td1\t1\nq1\td1\t1\n"), r"test\.tsv, line 3: query 'q1' and skill 'd1' appear together twice"),
+        (qrels("q1\td1\t1\nq2\td"), r"test\.tsv, line 3: score: "),
+        (qrels("q1\td1\t1\nq2\td2\t0\n"), r"test\.tsv: query 'q2': no skill is gold"),
+        (qrels(""), r"holds no query to score"),
+        (BEIR | {"qrels/dev.tsv": f"{QRELS}q1\td1\t1\n"}, r"query 'q1' has two splits \(give the split"),
+        (BEIR | {"qrels/test.tsv": "q2\td1\t1\nq2\td2\t1\n"}, r"test\.tsv, line 2: query_id: Field required"),
+        (BEIR | {"queries.jsonl": '{"_id": "q2", "te'}, r"queries\.jsonl, line 1: is not JSON Lines"),
+        (BEIR | {"queries.jsonl": [{"_id": 7, "text": "a"}]}, r"queries\.jsonl, line 1: _id: "),
+        (SKILLRET | {"qrels/test.jsonl": ""}, r"qrels/test\.jsonl: query 'q-test': no skill is gold"),
+        (R3 | {"test.jsonl": [{"query": "a", "skill_ids": []}]}, r"line 1: query 'test-1': no skill is gold"),
+        (R3 | {"test.jsonl": [{"query": "a", "skill_ids": ["s-9"]}]}, r"line 1: skill 's-9' is not in skills_"),
+        (groups(group("g1", [])), r"judgements\.jsonl, line 1: query 'g1': no skill is gold"),
+        (groups(group("g1", ["a"]), group("g1", ["b"])), r"judgements\.jsonl, line 2: group 'g1' appears twice"),
+        (groups(group("g1", ["a", "x"])), "line 1: skill 'x' of group 'g1' is judged twice"),
+        (groups(group("g1", ["a"], rejected=["x"])), r"line 1: rejected\.0: "),
+        (groups(group("g", ["a"], rejected=[], irrelevant=[])), "line 1: group 'g' holds 1 skill"),
+        (groups(group("g", ["a"], rejected=[{"skill_id": "b", "reason": "too blue"}])), "'too blue' is no reason; ch"),
+        (live(mcp_task("t", ["a/b"])), r"tasks\.jsonl, line 1: skill 'a/b' of task 't' is not among"),
+        (live(*[mcp_task("t", ["web/fetch"])] * 2), r"tasks\.jsonl, line 2: task 't' appears twice"),
+        (live(mcp_task("t", ["web/fetch"], tools=[])), "line 1: task 't' has 0 tools and 1 lists of candidates"),
+        (live(mcp_task("t", ["disk/write", "web/fetch"], ["disk/write"])), "'disk/write' of task 't' is a candidate f"),
+        (clone("write"), r"entry 1: .*expected a numbered list of tools, found 'write'"),
+        (router("t", {}), "relevance.json lacks task 't'"),
+        (router("t", {"t": entry("g"), "u": entry("g")}), "tasks.jsonl lacks task 'u'"),
+        (router("tt", {"t": entry("g")}), "tasks.jsonl, line 2: task 't' appears twice"),
+        (router("t", []), "relevance.json: expected a map"),
+        (router("t", {"t": entry()}), "relevance.json: query 't': no skill is gold"),
+        (router("t", {"t": entry("g", relevance={"g": 0})}), "query 't': gold skill 'g' has no positive gain"),
+        (router("t", {"t": entry("g", relevance={"g": float("nan")})}), "query 't': the gain of skill 'g' is nan"),
+        (router("t", {"t": entry("g", gt_skill_ids="g")}), "relevance.json, task t: gt_skill_ids: "),
+        (router("t", {"t": entry("g", task_type="generic_only")}), "holds no query to score"),
+        (router("t", '{"t": {}, "t": {}}'), r"relevance\.json: 't' appears twice"),
+        (router("t", '{"t": {"relevance": {"g": 3, "g": 1}}}'), "'g' appears twice"),
+        (router("t", "[" * 100_000), r"relevance\.json: is not JSON: maximum recursion depth"),
+        ({}, r"is not a benchmark \(a benchmark holds queries.parquet"),
+    ],
+)
+def test_faults_are_named_in_one_line(tmp_path: Path, files: Files, message: str):
+    """By file, line and id; all forms read their rows by the same functions."""
+    with pytest.raises(SkilltrainError, match=message) as fault:
+        load_benchmark(write(tmp_path, files))
+    assert "\n" not in str(fault.value)
 
 
 @pytest.mark.parametrize(
@@ -111,3 +379,26 @@ def test_faults_in_our_tables_are_named(tmp_path: Path, judged: Any, split: str 
     folder = write_ours(tmp_path / "ours", [("q1", "do q1", "test"), ("q2", "do q2", "dev")], judged)
     with pytest.raises(SkilltrainError, match=message):
         load_benchmark(folder, split)
+
+
+@pytest.mark.parametrize(
+    ("files", "split", "message"),
+    [
+        (BEIR, "dev", r"qrels: holds no split 'dev' \(its splits are test\)"),
+        (R3, "dev", r"no query of split 'dev' \(its splits are test \(2\)\)"),
+    ],
+)
+def test_splits_that_are_not_there(tmp_path: Path, files: Files, split: str, message: str):
+    with pytest.raises(SkilltrainError, match=message):
+        load_benchmark(write(tmp_path, files), split)
+    with pytest.raises(SkilltrainError, match="nowhere: no such folder"):
+        load_benchmark(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["tasks.jsonl", "relevance.json", "gold_skills.jsonl", "queries.parquet"])
+def test_pipes_and_devices_in_place_of_files_are_refused(tiers: Path, tmp_path: Path, name: str):
+    folder = tmp_path if name.endswith("parquet") else tiers
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("/dev/zero")
+    with pytest.raises(SkilltrainError, match=rf"{name}: is not a regular file"):
+        load_benchmark(folder)

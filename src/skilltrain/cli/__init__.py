@@ -4,7 +4,7 @@ import atexit
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
@@ -15,12 +15,20 @@ from skilltrain.errors import SkilltrainError, StoppedError, reason_of
 from skilltrain.terminal import print_line
 from skilltrain.texts import one_line
 
-__all__ = ["app", "evaluation", "main", "routing", "stages"]
+__all__ = ["app", "as_program", "evaluation", "main", "routing", "stages"]
 _FAULT, _INTERRUPTED, _SIGNALS = 2, 130, 128
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line. Every fault is one line on stderr and exit code 2, a traceback only with --debug.
+    """Run the command line as a program (`as_program`)."""
+    command = typer.main.get_command(app)
+    as_program(
+        lambda given: command.main(given or ["--help"], prog_name="skilltrain", standalone_mode=False), arguments
+    )
+
+
+def as_program(run: Callable[[list[str]], Any], arguments: Sequence[str] | None = None) -> None:
+    """Run a program with its arguments. Every fault is one line on stderr and exit code 2, a traceback with --debug.
 
     Ctrl-C ends it with 130, SIGTERM in a training with 143.
     """
@@ -28,10 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):  # a terminal may lack letters of a skill
             stream.reconfigure(errors="backslashreplace")
     given = list(sys.argv[1:] if arguments is None else arguments)
-    kept = [argument for argument in given if argument != "--debug"] or ["--help"]
     code: Any = 0
     try:
-        code = typer.main.get_command(app).main(kept, prog_name="skilltrain", standalone_mode=False) or 0
+        code = run([argument for argument in given if argument != "--debug"]) or 0
         if code == _INTERRUPTED:  # what typer makes of Ctrl-C
             raise KeyboardInterrupt
     except (KeyboardInterrupt, Exception) as error:
