@@ -1,9 +1,24 @@
+"""Skills and queries as vectors: each text once, in micro-batches of one length, and through the cache."""
+
 import numpy as np
+import pytest
 import torch
 
+from skilltrain.models.cpu_linear import pack_linear_layers
 from skilltrain.records import Skill
-from skilltrain.retrieval.dense import EncoderSource, _identity, encode_queries, encode_skills, open_encoder
+from skilltrain.retrieval import dense
+from skilltrain.retrieval.dense import (
+    EncoderSource,
+    EncodingCount,
+    encode_queries,
+    encode_skills,
+    encode_texts,
+    even_groups,
+    open_encoder,
+)
+from skilltrain.retrieval.vectors import OrderedTexts, text_keys
 from skilltrain.templates import EncoderTemplate
+from tiny_models import WORDS
 
 LENGTHS = {"pods": 3, "chart": 60, "clip": 1, "audio": 20, "pdf": 9, "table": 0}
 SKILLS = [Skill(f"id of {name}", name, f"find the {name}", "task " * length) for name, length in LENGTHS.items()]
@@ -38,13 +53,6 @@ def counted(encoder, monkeypatch):
     return seen
 
 
-def test_equal_texts_are_encoded_once(model_folders, monkeypatch):
-    encoder = open_encoder(source(model_folders))
-    seen = counted(encoder, monkeypatch)
-    vectors = encode_skills(encoder, [SKILLS[0], SKILLS[1], SKILLS[0]])
-    assert len(seen) == 2 and (vectors[0] == vectors[2]).all()
-
-
 def test_the_cache_is_asked_first_and_never_mixes_models_or_settings(model_folders, tmp_path, monkeypatch):
     first = open_encoder(source(model_folders, cache=tmp_path))
     vectors = encode_skills(first, SKILLS[:4])
@@ -65,7 +73,7 @@ def test_the_cache_is_asked_first_and_never_mixes_models_or_settings(model_folde
 
 def test_changed_weights_are_another_model(model_folders, tmp_path, open_encoder_of):
     model = open_encoder_of("bert")
-    before = _identity(model)
+    before = dense._identity(model)
     assert open_encoder(source(model_folders, cache=tmp_path)).identity == before
     for weights in (
         model.backbone.embeddings.word_embeddings.weight,
@@ -73,8 +81,8 @@ def test_changed_weights_are_another_model(model_folders, tmp_path, open_encoder
     ):
         with torch.no_grad():
             weights.flatten()[5] += 1e-3
-        assert _identity(model) != before
-        before = _identity(model)
+        assert dense._identity(model) != before
+        before = dense._identity(model)
 
 
 def test_repeats_known_and_new_texts_come_in_order(model_folders, tmp_path, monkeypatch):
@@ -97,3 +105,79 @@ def test_without_bodies_skills_that_differ_only_there_are_one(model_folders):
     np.testing.assert_array_equal(full, plain)
     bare = [Skill(skill.skill_id, skill.name, skill.description, "") for skill in TWO]
     np.testing.assert_allclose(nd, encode_skills(open_encoder(source(model_folders)), bare), atol=1e-6)
+
+
+# Micro-batches --------------------------------------------------------------------------------------------------------
+
+
+def test_keys_tell_texts_and_limits_apart_and_no_more():
+    texts = ["pods", "", "pods ", "日本", "pods"]
+    keys, lengths = text_keys(texts, 32)
+    assert lengths.tolist() == [4, 0, 5, 2, 4]
+    assert keys[0] == keys[4] and len(set(keys.tolist())) == 4
+    assert not set(keys.tolist()) & set(text_keys(texts, 33)[0].tolist())
+    assert [len(part) for part in text_keys([], 32)] == [0, 0]
+
+
+def test_groups_by_hand():
+    lengths = [4, 2, 4, 4, 3, 2]
+    # Three texts of four tokens are enough for themselves; the others share what they pad to.
+    assert even_groups(lengths, 12, enough=12) == [[0, 2, 3], [4, 1, 5]]
+    assert even_groups(lengths, 8, enough=8) == [[0, 2], [3, 4], [1, 5]]
+    assert even_groups(lengths, 8, enough=1) == [[0, 2], [3], [4], [1, 5]]
+    assert even_groups([50, 0], 8, enough=8) == [[0], [1]]
+    assert even_groups([], 8, enough=8) == []
+
+
+@pytest.mark.parametrize("enough", [1, 40, 10**6])
+def test_every_text_is_in_one_group_within_the_budget(enough):
+    lengths = np.random.default_rng(0).integers(1, 60, size=500).tolist()
+    groups = even_groups(lengths, 100, enough)
+    assert sorted(position for group in groups for position in group) == list(range(500))
+    for group in groups:
+        longest = max(lengths[position] for position in group)
+        assert longest * len(group) <= 100 and lengths[group[0]] == longest
+    assert [lengths[group[0]] for group in groups] == sorted((lengths[group[0]] for group in groups), reverse=True)
+
+
+def work_of(num):
+    generator = np.random.default_rng(1)
+    texts = sorted((" ".join(generator.choice(WORDS, size=n % 23 + 1)) for n in range(num)), key=len, reverse=True)
+    return OrderedTexts(texts, text_keys(texts, 24)[0], np.arange(num), 24, "encoding")
+
+
+@pytest.mark.parametrize("name", ["bert", "qwen3"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_blocks_groups_and_packed_layers_give_each_texts_own_vector(open_encoder_of, monkeypatch, name, packed):
+    model, work = open_encoder_of(name), work_of(50)
+    with torch.inference_mode():
+        alone = torch.cat([model([ids]) for ids in model.tokenize(work.texts, 24)]).numpy()
+    monkeypatch.setattr(dense, "_BLOCK", 16)
+    monkeypatch.setattr(dense, "_TOKENIZED_AT_ONCE", 5)
+    monkeypatch.setattr(dense, "_ENOUGH_TOKENS", 40)
+    if packed:
+        pack_linear_layers(model.backbone, 64)
+    found, count = np.full_like(alone, np.nan), EncodingCount()
+    for part, vectors in encode_texts(model, work, 64, count):
+        assert len(part) <= 16
+        found[part] = vectors
+    np.testing.assert_allclose(found, alone, atol=1e-6)
+    tokens = sum(map(len, model.tokenize(work.texts, 24)))
+    assert (count.texts, count.tokens) == (50, tokens) and tokens <= count.slots < 1.3 * tokens
+
+
+def test_a_slow_models_vectors_come_before_the_block_is_done(open_encoder_of, monkeypatch):
+    monkeypatch.setattr(dense, "_SAVE_SECONDS", 0)
+    parts = [part for part, _ in encode_texts(open_encoder_of("bert"), work_of(30), 48, EncodingCount())]
+    assert len(parts) > 5 and sorted(np.concatenate(parts).tolist()) == list(range(30))
+
+
+def test_tokenising_ahead_gives_the_same(open_encoder_of, monkeypatch):
+    model, work = open_encoder_of("bert"), work_of(30)
+    monkeypatch.setattr(dense, "_BLOCK", 8)
+
+    here = list(dense._tokenized(model, work))
+    monkeypatch.setattr(type(model), "device", torch.device("meta"))  # as if beside a GPU
+    there = list(dense._tokenized(model, work))
+    assert [start for start, _ in there] == [0, 8, 16, 24]
+    assert [[ids.tolist() for ids in block] for _, block in there] == [[i.tolist() for i in block] for _, block in here]

@@ -2,11 +2,6 @@
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +14,9 @@ from llm_server import KEY, LLMServer, Reply, embeddings, llm_server, vector_of,
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import BudgetConfig, Usage
-from skilltrain.records import Skill
+from skilltrain.records import Query, Skill
 from skilltrain.retrieval.api import ApiConfig, ApiEncoder, open_encoder
+from skilltrain.retrieval.cascade import SystemConfig, run_systems
 from skilltrain.templates import SkillTemplate
 
 SKILLS = [Skill(f"id of {n}", f"skill-{n}", "Sorts.", "Sorts by month. " * n) for n in range(10)]
@@ -47,6 +43,20 @@ def expected(texts: Sequence[str], num_dimensions: int = 4) -> np.ndarray:
 def sent(server: LLMServer) -> list[str]:
     """Every text that came in, as often as it did."""
     return [text for request in server.requests for text in request["input"]]
+
+
+def test_a_system_ranks_by_the_cosines_of_what_the_server_answers(server: LLMServer, tmp_path: Path) -> None:
+    api = source(server, tmp_path, query_prompt="query: ")
+    queries = [Query(f"q{n}", text, "single", "test", "test") for n, text in enumerate(("month", "sorts skills", "x"))]
+    system = SystemConfig(name="api", rankers=(api,))
+    found, again = (run_systems([system], queries, SKILLS, 5)["api"][-1].rankings for _ in range(2))
+    assert again == found and len(sent(server)) == len(SKILLS) + 3, "all vectors are kept"
+    skills = expected([api.render_skill(skill) for skill in SKILLS])
+    cosines = expected([f"query: {query.text}" for query in queries]) @ skills.T
+    for query, row in zip(queries, cosines, strict=True):
+        best = np.argsort(-row)[:5]
+        assert [skill_id for skill_id, _ in found[query.query_id]] == [SKILLS[place].skill_id for place in best]
+        np.testing.assert_allclose([score for _, score in found[query.query_id]], row[best], atol=1e-6)
 
 
 def test_texts_become_unit_vectors_in_their_order_whatever_the_answers_order(server: LLMServer) -> None:
@@ -218,47 +228,3 @@ def test_faults_of_every_text_end_the_run_and_never_show_the_key(server: LLMServ
     with pytest.raises(SkilltrainError, match=message) as failure:
         open_api(server).encode_queries(["one"])
     assert KEY not in str(failure.value)
-
-
-PROGRAM = """
-import signal, sys
-from pathlib import Path
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background passes on that it is ignored
-from skilltrain.retrieval.api import ApiConfig, open_encoder
-source = ApiConfig(model="m", base_url=sys.argv[1], cache=Path(sys.argv[2]), batch_size=4, concurrency=2)
-open_encoder(source).encode_queries([f"query {number}" for number in range(40)])
-"""
-
-
-def test_after_kill_9_only_what_was_never_answered_is_paid(server: LLMServer, tmp_path: Path) -> None:
-    # After five batches the server falls silent: the kill finds two requests without an answer.
-    first = stop_program(server, tmp_path, signal.SIGKILL)
-    assert_nothing_is_paid_twice(server, tmp_path, first)
-
-
-def stop_program(server: LLMServer, tmp_path: Path, number: signal.Signals) -> list[str]:
-    """What was sent until the program was stopped, with five batches answered and two under way."""
-    server.otherwise = lambda request: Reply(raw=embeddings(request).raw, delay=0 if len(server.requests) <= 5 else 60)
-    environment = os.environ | {"OPENAI_API_KEY": KEY, "OPENAI_LOG": "debug"}
-    command = [sys.executable, "-c", PROGRAM, server.base_url, str(tmp_path / "cache")]
-    log = (tmp_path / "log").open("wb")
-    process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-    end = time.monotonic() + 120
-    while len(list(tmp_path.rglob("*.parquet"))) < 5 or len(server.requests) < 7:
-        assert time.monotonic() < end and process.poll() is None, (tmp_path / "log").read_text()
-        time.sleep(0.02)
-    process.send_signal(number)
-    assert process.wait(timeout=20) != 0
-    return sent(server)
-
-
-def assert_nothing_is_paid_twice(server: LLMServer, tmp_path: Path, first: Sequence[str]) -> None:
-    server.otherwise = embeddings
-    texts = [f"query {number}" for number in range(40)]
-    vectors = open_api(server, tmp_path / "cache").encode_queries(texts)
-    np.testing.assert_allclose(vectors, expected(texts), atol=1e-7)
-    answered = Counter(text for request in server.answered for text in request["input"])
-    assert len(answered) == 40 and set(answered.values()) == {1}
-    assert len(first) == 5 * 4 + 2 * 4 and len(sent(server)) == len(first) + 20
-    for file in tmp_path.rglob("*"):
-        assert file.is_dir() or KEY.encode() not in file.read_bytes(), file

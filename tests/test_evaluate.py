@@ -1,5 +1,8 @@
+"""The stage evaluate: systems and predictions side by side, its analyses, and what it refuses before it ranks."""
+
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -7,7 +10,10 @@ from benchmark_folders import jsonl, write_ours, write_pool, write_skillrouter
 from llm_server import Reply, llm_server
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Skill
+from skilltrain.evaluation.benchmarks.benchmark import Benchmark, task_of
+from skilltrain.evaluation.metrics import Relevance
+from skilltrain.records import Query, Skill
+from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs
 from skilltrain.routing.evaluate import EvaluateConfig, run_evaluate
 from skilltrain.stages import dry_run
 from skilltrain.tables import CLUSTERS, RANKINGS, read_table, rows_of, write_table
@@ -36,7 +42,7 @@ def predict(folder: Path, values: object, name: str = "mine") -> str:
 
 
 def evaluate(folder: Path, **settings):
-    values = {"stage": "evaluate", "benchmark": str(folder / "bench"), "out": str(folder / "out"), **settings}
+    values = {"stage": "evaluate", "benchmark": folder / "bench", "out": folder / "out", **settings}
     return run_evaluate(validate(EvaluateConfig, values, "test"), folder / "out")
 
 
@@ -47,17 +53,6 @@ def means(folder: Path, section: str = "metrics") -> dict[str, dict[str, float]]
         for one in systems
         if section in one
     }
-
-
-def test_predictions_by_hand(folder):
-    ranked = {"q1": ["s3", "s0"], "q2": ["s1", "s3", "s2"], "q3": []}
-    summary = evaluate(folder, predictions=predict(folder, ranked), measures=["Hit@1", "MRR@10", "Recall@2", "FC@3"])
-    # q1: first gold at rank 2; q2: at rank 1, both gold within 3, one within 2; q3: nothing.
-    expected = {"Hit@1": 1 / 3, "MRR@10": (0.5 + 1) / 3, "Recall@2": (1 + 0.5) / 3, "FC@3": 2 / 3}
-    assert means(folder)["mine"] == pytest.approx(expected)
-    assert means(folder, "single")["mine"] == pytest.approx({"Hit@1": 0, "MRR@10": 0.25, "Recall@2": 0.5, "FC@3": 0.5})
-    assert means(folder, "multi")["mine"] == pytest.approx({"Hit@1": 1, "MRR@10": 1, "Recall@2": 0.5, "FC@3": 1})
-    assert summary["systems"] == {"mine": {name: round(v, 4) for name, v in expected.items()}}
 
 
 def test_systems_and_predictions_side_by_side_with_their_rankings(folder):
@@ -193,3 +188,157 @@ def test_tiers_are_ranked_over_their_own_pools_and_scored_together(folder):
     assert {row["query_id"]: row["skill_id"] for row in rows if row["rank"] == 1} == {"t@easy": "s0", "t@hard": "copy"}
     with pytest.raises(SkilltrainError, match="systems need a pool to rank"):
         evaluate(folder, benchmark=[str(folder), *tiers], systems=[BM25])
+
+
+def test_a_benchmark_with_a_pool_of_its_own_needs_no_other(tmp_path):
+    """BEIR: the corpus is the pool; predictions are held to it as well."""
+    bench = tmp_path / "bench"
+    (bench / "qrels").mkdir(parents=True)
+    (tmp_path / "out").mkdir()
+    corpus = [{"_id": skill.skill_id, "title": skill.name, "text": skill.body} for skill in POOL]
+    (bench / "corpus.jsonl").write_text(jsonl(*corpus))
+    (bench / "queries.jsonl").write_text(json.dumps({"_id": "q1", "text": "the chart report"}) + "\n")
+    (bench / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\ts3\t1\n")
+    summary = evaluate(tmp_path, systems=[BM25], measures=["Hit@1"], analysis={"structure": True})
+    assert summary["num_queries"] == 1 and summary["systems"] == {"bm25": {"Hit@1": 1.0}}
+    with pytest.raises(SkilltrainError, match="1 of 1 predicted skills are not in the pool, first 'elsewhere'"):
+        evaluate(tmp_path, predictions=predict(tmp_path, {"q1": ["elsewhere"]}))
+
+
+# Analyses ------------------------------------------------------------------------------------------------------------
+
+TOPICS = ["deploy", "pods", "kubernetes", "chart", "table", "pdf", "text", "audio", "video", "clip"]
+POOL = [
+    Skill(f"s{i}", f"{word} skill", "how to " * (i + 1), f"# Find\n\n- the {word} in files\n- the report\n")
+    for i, word in enumerate(TOPICS)
+]
+NUM_QUERIES = 8
+
+
+@pytest.fixture
+def topics(tmp_path):
+    """bench (query i wants skill i), pool and out."""
+    queries = [(f"q{i}", f"the {TOPICS[i]} report", "test") for i in range(NUM_QUERIES)]
+    write_ours(tmp_path / "bench", queries, {f"q{i}": {f"s{i}": "required"} for i in range(NUM_QUERIES)})
+    write_pool(tmp_path / "pool", POOL)
+    (tmp_path / "out").mkdir()
+    return tmp_path
+
+
+def reranked(source: object, name: str = "reranked") -> dict[str, Any]:
+    reranker = {"kind": "rerank", "source": str(source), "precision": "float32", "keep": 3}
+    return {"name": name, "rankers": [{"kind": "lexical"}, reranker]}
+
+
+def test_every_analysis_stands_in_json_markdown_and_on_the_page(topics, model_folders):
+    """The two rerankers of one source are one model."""
+    source = str(model_folders["bert_reranker"])
+    analysis = {"num_timed": 3, "num_attention": 4, "truncation": True, "structure": True}
+    evaluate(topics, pool=topics / "pool", systems=[BM25, reranked(source), reranked(source, "again")],
+             analysis=analysis, depth=5)  # fmt: skip
+    saved = json.loads((topics / "out" / "metrics.json").read_text())
+    found = saved["analysis"]
+    both = [(name, stage) for name in ("reranked", "again") for stage in ("1 lexical", "2 rerank", "total")]
+    assert [(row["system"], row["stage"], row["num"]) for row in found["latencies"]] == [
+        (*row, 3) for row in (("bm25", "1 lexical"), ("bm25", "total"), *both)
+    ]
+    assert [(row["system"], row["stage"], row["num_passed"]) for row in found["stages"]] == [
+        (name, *stage) for name in ("reranked", "again") for stage in (("1 lexical", 3), ("2 rerank", 10))
+    ]
+    recalls = [row["means"]["Recall@10"]["mean"] for row in found["stages"]]
+    assert recalls == [1.0] * 4, "the word of each query stands in its skill alone"
+    assert [(row["model"], row["num_skills"]) for row in found["truncation"]] == [(source, 10)]
+    (attention,) = found["attention"]
+    assert (attention["model"], len(attention["layers"])) == (source, 2)
+    assert [pair["query_id"] for pair in attention["pairs"]] == ["q0", "q1", "q2", "q3"]
+    assert all(sum(layer.values()) == pytest.approx(1) for layer in [*attention["layers"], attention["tokens"]])
+    assert {(row["num_gold"], row["num_others"]) for row in found["structure"]} == {(8, 2)}
+    pairs = [(row["baseline"], row["system"]) for row in found["outcomes"]]
+    assert pairs == [("bm25", "reranked"), ("reranked", "again")]
+    again = found["outcomes"][1]
+    assert again["fixed"] == again["broken"] == [], "one reranker scores alike under two names"
+    # Descriptions grow with the skill's number: two queries in each quartile.
+    parts = [part for part in saved["slices"] if part["label"] == "description length"]
+    lengths = [len(POOL[i].description.split()) for i in range(NUM_QUERIES)]
+    assert [(part["value"], part["num_queries"]) for part in parts] == [
+        (f"Q{n}, {lengths[i]}–{lengths[i + 1]} words", 2) for n, i in enumerate((0, 2, 4, 6), 1)
+    ]
+    assert [(gap["baseline"], gap["system"], gap["value"][:2]) for gap in saved["gaps"]] == [
+        (*pair, f"Q{n}") for pair in pairs for n in (1, 2, 3, 4)
+    ]
+    assert {gap["difference"]["mean"] for gap in saved["gaps"][4:]} == {0}
+    assert found["pass_rates"] == [], "the agents' pass rates are known for SkillsBench's tasks alone"
+    markdown, page = ((topics / "out" / name).read_text() for name in ("report.md", "report.html"))
+    for title in ("Fixed and broken\n", "Stage by stage\n", "Skills that a model sees whole\n", "Latency\n",
+                  "Description length: Q1", "Structure of gold skills (n = 8) and others (n = 2)"):  # fmt: skip
+        assert f"## {title}" in markdown
+    assert "(n = 4 pairs)" in markdown
+    assert "<dt>Pool</dt><dd>pool, 10 skills</dd>" in page and "with skilltrain 0" in page
+    for part in ("flows", "stages", "truncation", "speed", "slices", "attention", "structure"):
+        assert f'<section id="{part}">' in page
+
+
+def test_nothing_more_is_analysed_than_was_asked_for(folder):
+    evaluate(folder, pool=folder / "pool", systems=[BM25], measures=["Recall@3"])
+    found = json.loads((folder / "out" / "metrics.json").read_text())["analysis"]
+    assert {name for name, rows in found.items() if rows} == set(), "without Hit@1 there is no right and wrong"
+
+
+def test_an_alternative_stands_in_for_a_gold_skill_that_the_pool_lacks():
+    """The gold skill `gone` is met by s9, so its description and body are what is looked at."""
+    relevance = Relevance(frozenset({"gone", "s0"}), {"gone": 1.0, "s0": 1.0}, {"s9": "gone", "absent": "gone"})
+    task = task_of(Query("q", "text", "", "t", "test"), relevance, {})
+    benchmark, skills = Benchmark("b", (task,), ()), {skill.skill_id: skill for skill in POOL}
+    inputs = analyse_inputs(AnalysisConfig(structure=True), [], benchmark, skills)
+    assert {(row["num_gold"], row["num_others"]) for row in inputs["structure"]} == {(2, 8)}
+
+
+def test_queries_that_no_skill_serves_are_told_from_the_others_by_the_best_score(topics):
+    rows = [{"query": "bake bread at dawn"}, {"query": f"the {TOPICS[0]} report"}]  # the second is served, in truth
+    (topics / "none.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluate(topics, pool=topics / "pool", systems=[BM25], analysis={"unserved": str(topics / "none.jsonl")})
+    told = json.loads((topics / "out" / "metrics.json").read_text())["analysis"]["unserved"]["bm25"]
+    # All eight find more than the first, and the second finds what one of the eight finds: (8 + .5 ± 7 ties or less).
+    assert 0.5 < told["mean"] <= 1 and told["low"] <= told["mean"] <= told["high"] and told["n"] == 10
+    assert "(n = 8 and 2)" in (topics / "out" / "report.md").read_text()
+    ranked = read_table(topics / "out", RANKINGS).column("query_id").to_pylist()
+    assert set(ranked) == {f"q{i}" for i in range(NUM_QUERIES)}
+    (topics / "none.jsonl").write_text("{}\n")
+    with pytest.raises(SkilltrainError, match=r"line 1: has no text under the key 'query'"):
+        evaluate(topics, pool=topics / "pool", systems=[BM25], analysis={"unserved": str(topics / "none.jsonl")})
+
+
+# Refused before any query is ranked -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"predictions": "bad"}, "1 of 1 predicted skills are not in the pool, first 'nowhere'"),
+        ({"predictions": "counting"}, "another system is called 'counting' as well"),
+        ({"analysis": {"num_attention": 1}}, "analysis.num_attention: is measured in rerankers, and no system has one"),
+        ({"systems": [reranked("bench")]}, "bench: is no model folder"),
+        ({"systems": [{"name": "e", "rankers": [{"kind": "dense", "source": "./nothing"}]}]}, "./nothing: no such"),
+        ({"measures": ["Hit@1", "MRR@tenn"]}, "MRR@tenn"),
+    ],
+)
+def test_faults_are_found_before_ranking(folder, monkeypatch, settings, message):
+    """The first system cannot rank unnoticed: every text that it encodes is asked of a server."""
+    monkeypatch.chdir(folder)
+    for name, skill_id in (("bad", "nowhere"), ("counting", "s0")):
+        predict(folder, {"q1": [skill_id]}, name)
+    files = {"predictions": f"{settings['predictions']}.json"} if "predictions" in settings else {}
+    with llm_server() as server:
+        api = {"kind": "api", "model": "scripted", "base_url": server.base_url, "cache": None, "max_retries": 0}
+        systems = [{"name": "counting", "rankers": [api]}, *settings.get("systems", [])]
+        with pytest.raises(SkilltrainError, match=message):
+            evaluate(folder, pool="pool", **(settings | files | {"systems": systems}))
+        assert server.requests == []
+
+
+def test_an_analysis_without_what_it_needs_is_refused(folder):
+    mine = predict(folder, {"q1": ["s0"]})
+    with pytest.raises(SkilltrainError, match=r"analysis.structure: needs the skills' texts \(give pool=…\)"):
+        evaluate(folder, predictions=mine, analysis={"structure": True})
+    with pytest.raises(SkilltrainError, match=r"analysis\.num_timed: there are no systems to time"):
+        evaluate(folder, predictions=mine, analysis={"num_timed": 3})

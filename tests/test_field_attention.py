@@ -50,12 +50,12 @@ def save_gqa_qwen3(folder, **options):
     return folder
 
 
-def save_deep_bert(folder):
+def save_deep_bert(folder, num_layers=3):
     torch.manual_seed(1)
     tokenizer = bert_tokenizer()
     config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64,
-        initializer_range=0.3, num_labels=1,
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=num_layers, num_attention_heads=4,
+        intermediate_size=64, initializer_range=0.3, num_labels=1,
     )  # fmt: skip
     BertForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -191,14 +191,6 @@ def test_a_skill_without_description_and_a_template_without_body(open_reranker_o
     assert field_attention(nd, [(asked("pods"), skill)], "nd")["overall"] == {"name": 1, "description": 0, "body": 0}
 
 
-def test_field_spans_worked_by_hand():
-    template = SkillTemplate(description_chars=5, body_chars=4)
-    assert template.render(Skill("a", " 运行 ", "abcdefg", "🚀x  yz")) == "运行 | abcde | 🚀x"
-    spans = field_spans(template, Skill("a", " 运行 ", "abcdefg", "🚀x  yz"))
-    assert spans == {"name": (0, 2), "description": (5, 10), "body": (13, 15)}
-    assert field_spans(template, Skill("a", "", "", "")) == {}
-
-
 def test_a_verbatim_template_has_its_separators_around_empty_fields():
     template = SkillTemplate(verbatim=True)
     assert template.render(Skill("a", "n", "", " b")) == "n |  |  b"
@@ -207,14 +199,7 @@ def test_a_verbatim_template_has_its_separators_around_empty_fields():
 
 def test_layers_are_grouped_in_a_quarter_a_half_and_a_quarter(tmp_path):
     """Of 28 layers 0–6, 7–20 and 21–27 (SkillRouter, appendix F); of eight 0–1, 2–5 and 6–7."""
-    tokenizer = bert_tokenizer()
-    config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=8, num_hidden_layers=8, num_attention_heads=2, intermediate_size=8,
-        initializer_range=0.5, num_labels=1,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    BertForSequenceClassification(config).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    save_deep_bert(tmp_path, num_layers=8)
     found = field_attention(load_reranker(RerankerConfig(source=str(tmp_path)), CPU), PAIRS[:1], "eight")
     layers = table(found["layers"])
     assert [*found["groups"]] == ["early", "middle", "late"]

@@ -7,8 +7,7 @@ import numpy as np
 
 from skilltrain.report.lists import inspect_lists, numbers_of
 from skilltrain.report.material import Material, run_checks
-from skilltrain.report.page import percent
-from skilltrain.report.plots import histograms
+from skilltrain.report.page import histograms, percent
 from skilltrain.tables import CLUSTERS, DROPPED, FLAGS, LISTS, QUERIES, RANKINGS, SKILLS, TableSpec, write_table
 from skilltrain.texts import visible
 from small_library import skilltrain, succeeds

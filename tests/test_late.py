@@ -12,9 +12,9 @@ from skilltrain.models.max_sim import max_sim
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval import late
 from skilltrain.retrieval.cascade import SystemConfig, run_systems
-from skilltrain.retrieval.fuse import fuse
 from skilltrain.retrieval.late import LateConfig, TokenVectors
 from skilltrain.retrieval.rankers import FuseConfig, open_ranker
+from skilltrain.retrieval.rankings import fuse
 from skilltrain.training.scores import encoder_scores
 from skilltrain.training.settings import TrainEncoderConfig
 from skilltrain.training.steps import EncoderStep, StepSettings

@@ -8,9 +8,8 @@ from pydantic import ValidationError
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
-from skilltrain.retrieval.fuse import fuse
 from skilltrain.retrieval.rankers import FuseConfig, Weighted, open_ranker
-from skilltrain.retrieval.saved import SavedConfig
+from skilltrain.retrieval.rankings import SavedConfig, fuse
 from skilltrain.tables import RANKINGS, write_table
 
 ONE = [("a", 4.0), ("b", 2.0), ("c", 0.0)]

@@ -242,10 +242,3 @@ def test_every_slice_stands_in_json_markdown_and_page():
     assert "## Tier: easy (n = 1)" in report_markdown(report)
     page = report_page(report)
     assert "<h3>Tier</h3>" in page and "easy, n = 1" in page and "<img" not in page
-
-
-def test_the_same_seed_writes_the_same_bytes(tmp_path: Path):
-    for name in ("one", "two"):
-        write_report(report_of(BASE, BETTER), tmp_path / name)
-    for file in ("metrics.json", "report.md", "report.html", "per_query.jsonl"):
-        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()

@@ -13,8 +13,7 @@ from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.evaluation.metrics import parse_measures
 from skilltrain.records import Skill
 from skilltrain.report.evaluation import Report
-from skilltrain.report.page import duration, number, p_equals, p_value, plain, signed
-from skilltrain.report.plots import axis_around, axis_of, axis_over
+from skilltrain.report.page import axis_around, axis_of, axis_over, duration, number, p_equals, p_value, plain, signed
 from skilltrain.report.write import report_markdown, report_page, write_report
 from skilltrain.routing.field_attention import FIELDS
 from skilltrain.texts import visible

@@ -8,9 +8,9 @@ import yaml
 from skilltrain.config import input_paths, to_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill, Verdict
-from skilltrain.retrieval.fuse import fuse
 from skilltrain.retrieval.lexical import BM25Index, LexicalConfig
 from skilltrain.retrieval.rankers import LEG_KEEP
+from skilltrain.retrieval.rankings import fuse
 from skilltrain.tables import CLUSTERS, JUDGEMENTS, LISTS, QUERIES, SKILLS, rows_of, write_table
 from skilltrain.training.training_set import ListsSource, lexical_scores, load_training_set
 from training_data import words

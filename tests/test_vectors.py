@@ -2,7 +2,6 @@ import multiprocessing
 import resource
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from skilltrain.errors import SkilltrainError
@@ -60,13 +59,6 @@ def test_keys_of_any_bytes_are_told_apart(tmp_path):
         assert cache.missing(np.array(some, KEY)).tolist() == [*range(number + 1, 6)]
     found = {int(place): rows[0, 1] for (place,), rows in opened(tmp_path).read(np.array(some, KEY))}
     assert found == {0: 0.5, 1: 1.5, 2: 2.5, 3: 3.5, 4: 4.5}
-
-
-def test_a_file_is_a_table_that_others_can_read(tmp_path):
-    filled(tmp_path, 1, 2)
-    table = pq.read_table(files(tmp_path)[0])
-    assert table.column("key").to_pylist() == [number.to_bytes(16, "big") for number in (1, 2)]
-    assert table.column("vector").to_pylist() == vectors(1, 2).tolist()
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "vector", "key"])

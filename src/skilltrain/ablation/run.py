@@ -20,9 +20,8 @@ from skilltrain.errors import SkilltrainError, StoppedError
 from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES, Interval, interval
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare, holm, same_queries
 from skilltrain.files import read_jsonl, write_json, write_text
-from skilltrain.report.page import html_page
+from skilltrain.report.page import SHARES, axis_around, html_page
 from skilltrain.report.page import markdown as markdown_of
-from skilltrain.report.plots import SHARES, axis_around
 from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, run_state
 from skilltrain.stages import run_recipe
 from skilltrain.terminal import progress, say

@@ -192,7 +192,7 @@ def provision_skills(
 
     Example: skilltrain provision runs/report --stage cascade --pool runs/pool --out runs/agent_skills
     """
-    from skilltrain.retrieval.saved import read_rankings
+    from skilltrain.retrieval.rankings import read_rankings
     from skilltrain.routing.provision import NAMES_FILE, provision
 
     found = read_rankings(rankings, stage)

@@ -13,8 +13,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.files import write_text
 from skilltrain.records import Dropped
 from skilltrain.report.material import SHORT_BODY, Material, codes, rows_of, run_checks
-from skilltrain.report.page import html_page
-from skilltrain.report.plots import histograms
+from skilltrain.report.page import histograms, html_page
 from skilltrain.tables import DROPPED
 from skilltrain.texts import num_words, visible
 

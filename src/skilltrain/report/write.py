@@ -15,8 +15,7 @@ from skilltrain.evaluation.metrics import COPIES, MEANINGS, Measure
 from skilltrain.evaluation.slices import ALL, KIND, LENGTH, Row, SliceMeans, shown
 from skilltrain.files import write_json, write_text
 from skilltrain.report.evaluation import ANALYSES, Report
-from skilltrain.report.page import html_page, markdown
-from skilltrain.report.plots import SHARES, Axis, axis_around, axis_over
+from skilltrain.report.page import SHARES, Axis, axis_around, axis_over, html_page, markdown
 from skilltrain.templates import FIELDS_SEEN
 from skilltrain.texts import printable
 

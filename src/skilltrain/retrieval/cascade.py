@@ -28,7 +28,7 @@ from skilltrain.retrieval.rankers import (
     open_ranker,
     parts_of,
 )
-from skilltrain.retrieval.saved import SavedConfig
+from skilltrain.retrieval.rankings import SavedConfig
 from skilltrain.tables import RANKINGS, table_from_rows
 from skilltrain.terminal import say, without_bars
 
@@ -64,10 +64,9 @@ class RankedStage:
     """What one ranker of a system answered.
 
     `name` is the system's for its last ranker, `<system>/<number> <kind>` for those before. `seconds` are those of a
-    query when all were ranked together, `alone` those of each query that was asked alone. `counts` is what a ranker
-    that asks a chat model has to tell. The ranker after it sees the first `num_passed` skills, or all (None).
-    `gpu_bytes` is the most that lay on the GPU, models included, while queries were asked alone; 0 for a ranker that
-    put nothing there.
+    query when all were ranked together, `alone` those of each query that was asked alone, while at most `gpu_bytes` lay
+    on the GPU, models included (0 for a ranker that put nothing there). `counts` is what a ranker that asks a chat
+    model has to tell. The ranker after it sees the first `num_passed` skills, or all (None).
     """
 
     name: str
@@ -145,19 +144,19 @@ class Cascade:
 
     def _answer(self, system: SystemConfig, keeps: Sequence[int], number: int, before: Rankings | None) -> RankedStage:
         """What the first `number` rankers of `system` make of the queries, given what all but the last did."""
-        rankers, keep = system.rankers[:number], keeps[number - 1]
+        rankers, kind = system.rankers[:number], system.rankers[number - 1].kind
         key = repr([ranker.model_copy(update={"keep": n}) for ranker, n in zip(rankers, keeps, strict=False)])
         if key in self._answers:
             return self._answers[key]
         ranker = open_ranker(rankers[-1], self.skills, self._opened)
         started = time.perf_counter()
-        rankings = ranker.rank(self.queries, before, keep)
+        rankings = ranker.rank(self.queries, before, keeps[number - 1])
         seconds = (time.perf_counter() - started) / len(self.queries)
         if not all(math.isfinite(score) for ranking in rankings.values() for _, score in ranking):
-            raise SkilltrainError(f"ranker {number}, {rankers[-1].kind}, gave scores that are no numbers",
-                                  where=f"system {system.name}")  # fmt: skip
+            what = f"ranker {number}, {kind}, gave scores that are no numbers"
+            raise SkilltrainError(what, where=f"system {system.name}")
         counts = ranker.counts if isinstance(ranker, Asking) else {}
-        answer = RankedStage(system.name, rankers[-1].kind, rankings, seconds, (), counts)
+        answer = RankedStage(system.name, kind, rankings, seconds, (), counts)
         if not any(is_own(ranker) for ranker in rankers):
             self._answers[key] = answer
         return answer
@@ -165,9 +164,8 @@ class Cascade:
     def _times_alone(self, system: SystemConfig, keeps: Sequence[int], num: int) -> list[list[tuple[float, int]]]:
         """Seconds and bytes on the GPU of each ranker for each of `num` queries, asked alone.
 
-        The first is asked once more before, to warm up.
-        Rankers from the first on that asks a server or reads a file are left out. Queries have ids of their own, so
-        that no score that is remembered of them helps.
+        The first is asked once more before, to warm up. Rankers from the first on that asks a server or reads a file
+        are left out. Queries have ids of their own, so that no score that is remembered of them helps.
         """
         if not num:
             return []

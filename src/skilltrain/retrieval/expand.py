@@ -20,9 +20,9 @@ from skilltrain.llm.untrusted import fenced, untrusted_line, untrusted_text
 from skilltrain.records import Dropped, Query, Ranker, Ranking, Rankings, Skill
 from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.dense import DenseConfig
-from skilltrain.retrieval.fuse import fuse
 from skilltrain.retrieval.late import LateConfig
 from skilltrain.retrieval.lexical import LexicalConfig
+from skilltrain.retrieval.rankings import fuse
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.retrieval.select import AskConfig, Choice
 

@@ -18,11 +18,10 @@ from skilltrain.records import Query, Ranker, Ranking, Rankings, Skill
 from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.expand import Expand, ExpandConfig
-from skilltrain.retrieval.fuse import Method, fuse
 from skilltrain.retrieval.late import LateConfig
 from skilltrain.retrieval.lexical import LexicalConfig
+from skilltrain.retrieval.rankings import Method, SavedConfig, fuse
 from skilltrain.retrieval.rerank import RerankConfig, with_rest
-from skilltrain.retrieval.saved import SavedConfig
 from skilltrain.retrieval.select import AdmitConfig, Select, SelectConfig
 
 OWN = "self"

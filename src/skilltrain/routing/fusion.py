@@ -30,7 +30,6 @@ from skilltrain.evaluation.metrics import Relevance, parse_measures, per_query
 from skilltrain.files import write_json
 from skilltrain.records import Query, Ranker, Ranking, Rankings, Skill
 from skilltrain.retrieval.cascade import SystemConfig, check_systems, keeps_of
-from skilltrain.retrieval.fuse import comparable_scores, weighted
 from skilltrain.retrieval.rankers import (
     LEG_KEEP,
     WEIGHTS_FILE,
@@ -41,6 +40,7 @@ from skilltrain.retrieval.rankers import (
     leg_name,
     open_ranker,
 )
+from skilltrain.retrieval.rankings import comparable_scores, weighted
 from skilltrain.routing.candidates import plan_ranking
 from skilltrain.runs import input_fingerprint
 from skilltrain.terminal import say

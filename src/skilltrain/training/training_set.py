@@ -15,10 +15,10 @@ from skilltrain.data.near_duplicates import near_duplicate_clusters, read_cluste
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.encoder import EncoderSettings
 from skilltrain.records import POSITIVE, Query, Skill, Verdict
-from skilltrain.retrieval.fuse import fuse
 from skilltrain.retrieval.lexical import BM25Index, LexicalConfig
 from skilltrain.retrieval.nearest import starts_of
 from skilltrain.retrieval.rankers import LEG_KEEP
+from skilltrain.retrieval.rankings import fuse
 from skilltrain.tables import (
     JUDGEMENTS,
     LISTS,

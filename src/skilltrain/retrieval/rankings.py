@@ -1,17 +1,60 @@
-"""A RANKINGS table on disk as a ranker: rankings made before, or by others, beside live systems."""
+"""Rankings as values: several fused into one, and those on disk as a ranker beside live ones."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from jaxtyping import Float64
 from pydantic import Field, field_validator
 
 from skilltrain.config import Config, InputPath
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Query, Rankings, Skill
+from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.tables import RANKINGS, read_table, table_path
 from skilltrain.terminal import say
+
+Method = Literal["z", "rrf"]
+
+
+def fuse(legs: Sequence[Ranking], weights: Sequence[float], method: Method, rrf_k: int) -> Ranking:
+    """All skills that the `legs` found, best first; equal scores stand in the order in which they were found.
+
+    `z` adds each leg's scores, made z-scores over the skills that any leg found, times the leg's weight. A skill that a
+    leg did not find gets the lowest score that this leg gave. `rrf` adds weight / (rrf_k + rank); a leg adds nothing to
+    a skill that it did not find (Cormack et al., 2009).
+    """
+    return weighted(*comparable_scores(legs, method, rrf_k), weights)
+
+
+def comparable_scores(
+    legs: Sequence[Ranking], method: Method, rrf_k: int
+) -> tuple[list[str], Float64[np.ndarray, "leg skill"]]:
+    """All skills that the `legs` found, in the order in which they were found, and what each leg says of each."""
+    skill_ids = list(dict.fromkeys(skill_id for leg in legs for skill_id, _ in leg))
+    if not skill_ids:
+        return [], np.zeros((len(legs), 0))
+    comparable = np.zeros((len(legs), len(skill_ids)))
+    for row, leg in zip(comparable, legs, strict=True):
+        scores, lowest = dict(leg), min((score for _, score in leg), default=0.0)
+        if method == "rrf":
+            scores, lowest = {skill_id: 1 / (rrf_k + rank) for rank, (skill_id, _) in enumerate(leg, 1)}, 0.0
+        row[:] = [scores.get(skill_id, lowest) for skill_id in skill_ids]
+        if method == "z" and np.ptp(row) <= 1e-12 * np.abs(row).max():
+            row[:] = 0.0  # all are alike: they tell nothing apart
+        elif method == "z":
+            row[:] = (row - row.mean()) / row.std()
+    return skill_ids, comparable
+
+
+def weighted(skill_ids: list[str], comparable: Float64[np.ndarray, "leg skill"], weights: Sequence[float]) -> Ranking:
+    """The skills by the weighted sum of what the legs say, best first; equal sums keep their order."""
+    total = np.zeros(len(skill_ids))
+    for row, weight in zip(comparable, weights, strict=True):  # a matrix product may round equal columns unequally
+        total += weight * row
+    order = np.argsort(-total, kind="stable")
+    return [(skill_ids[place], float(total[place])) for place in order]
 
 
 class SavedConfig(Config):
@@ -85,8 +128,8 @@ def read_rankings(path: Path, stage: str | None) -> Rankings:
     if stage not in (stages if len(stages) != 1 else [*stages, None]):
         what = f"holds no rankings of stage '{stage}'" if stage else f"holds rankings of {len(stages)} stages"
         raise SkilltrainError(what, where=path, fix=f"give stage=… as one of {', '.join(stages[:8])}")
-    rows = [row for row in table.to_pylist() if stage in (None, row["stage"])]
     rankings: Rankings = {}
-    for row in sorted(rows, key=lambda row: row["rank"]):
-        rankings.setdefault(row["query_id"], []).append((row["skill_id"], row["score"]))
+    for row in sorted(table.to_pylist(), key=lambda row: row["rank"]):
+        if stage in (None, row["stage"]):
+            rankings.setdefault(row["query_id"], []).append((row["skill_id"], row["score"]))
     return rankings
