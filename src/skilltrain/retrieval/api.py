@@ -121,8 +121,9 @@ class ApiEncoder:
         say(f"{len(work.texts):,} texts to {self.config.model}, {cost}")
         num_done = 0
         with progress(work.description, len(work.texts), 0) as show:
-            batches = self._reserved(work.texts)
-            asked = in_threads(lambda batch: self._ask(*batch, name_of), batches, self.config.concurrency)
+            asked = in_threads(
+                lambda batch: self._ask(*batch, name_of), self._reserved(work.texts), self.config.concurrency
+            )
             for start, vectors in asked:
                 num_done += len(vectors)
                 show(num_done, f"{self.budget.used.total:,} tokens")
@@ -149,17 +150,20 @@ class ApiEncoder:
         except CompletionError as fault:
             raise self._fault(fault) from None
         except openai.OpenAIError as error:
-            if isinstance(error, openai.APIStatusError) and error.status_code in _TOO_MUCH:
-                raise self._refused(texts, error, name_of(start)) from None
-            raise self._fault(self._server.explain(error)) from None
+            if not isinstance(error, openai.APIStatusError) or error.status_code not in _TOO_MUCH:
+                raise self._fault(self._server.explain(error)) from None
+            reason, section = " ".join(self._server.blot(str(error)).split())[:300], self.config.section
+            what = f"{self.config.base_url} refused {len(texts)} texts, the longest of {len(texts[0]):,} characters"
+            fix = f"lower {section}.skill.body_chars, {section}.query_chars or {section}.batch_size"
+            raise SkilltrainError(f"{what}: {reason}", where=name_of(start), fix=fix) from None
         return start, self._unit(vectors, start, name_of)
 
     def _send(self, texts: Sequence[str]) -> tuple[Vectors, Usage]:
         """The vectors of `texts` from one try, and what it took. Raises CompletionError where there are none."""
         dimensions = {} if self.config.dimensions is None else {"dimensions": self.config.dimensions}
-        embeddings = self._server.client.embeddings
+        create = self._server.client.embeddings.create
         try:
-            reply = embeddings.create(model=self.config.model, input=list(texts), extra_body=dimensions)
+            reply = create(model=self.config.model, input=list(texts), extra_body=dimensions)
             data = sorted(reply.data, key=lambda item: item.index)
             vectors = np.array([item.embedding for item in data], dtype=np.float32)
         except (ValueError, TypeError, AttributeError) as error:
@@ -191,38 +195,25 @@ class ApiEncoder:
         """A fault as the end of the run."""
         if isinstance(fault, SkilltrainError):
             return fault
-        fix = "vectors so far are kept; run again later"
-        if fault.kind == "budget":
-            fix = f"raise {self.config.section}.budget; vectors so far are kept"
+        fix = f"raise {self.config.section}.budget" if fault.kind == "budget" else "run again later"
         what = f"gave no vectors: {fault.reason}" if fault.kind == "failed" else fault.reason
-        return SkilltrainError(what, where=self.config.base_url, fix=fix)
-
-    def _refused(self, texts: Sequence[str], error: Exception, where: str) -> SkilltrainError:
-        reason, section = " ".join(self._server.blot(str(error)).split())[:300], self.config.section
-        what = (
-            f"{self.config.base_url} refused {len(texts)} texts, the longest of {len(texts[0]):,} characters: {reason}"
-        )
-        fix = f"lower {section}.skill.body_chars, {section}.query_chars or {section}.batch_size"
-        return SkilltrainError(what, where=where, fix=fix)
+        return SkilltrainError(what, where=self.config.base_url, fix=f"{fix}; vectors so far are kept")
 
 
 def open_encoder(config: ApiConfig) -> ApiEncoder:
     """The server with its cache. A pool whose vectors are all kept needs no server."""
-    if config.cache is None:
-        return ApiEncoder(config)
-    folder = _folder(config, config.cache)
-    return ApiEncoder(config, VectorCache.open(folder.parent, folder.name))
+    folder = _folder(config)
+    return ApiEncoder(config, folder and VectorCache.open(folder.parent, folder.name))
 
 
 def plan_encoding(config: ApiConfig, skills: Sequence[Skill], queries: Sequence[Query]) -> dict[str, Any]:
     """About what encoding will cost, for `--dry-run`; asks nobody and writes nothing."""
-    budget = ApiEncoder(config).budget
-    cache = VectorCache(_folder(config, config.cache)) if config.cache else None
+    folder, budget = _folder(config), ApiEncoder(config).budget
     num_requests, num_tokens, num_texts, num_kept = 0, 0, 0, 0
     rendered = [config.render_skill(skill) for skill in skills], [config.render_query(query.text) for query in queries]
     for texts in rendered:
         keys, first = np.unique(text_keys(texts, _ANY_LENGTH)[0], return_index=True)
-        new = first[cache.missing(keys)] if cache else first
+        new = first[VectorCache(folder).missing(keys)] if folder else first
         num_texts, num_kept = num_texts + len(new), num_kept + len(first) - len(new)
         num_requests += -(-len(new) // config.batch_size)
         num_tokens += sum(estimate_tokens(texts[place]) for place in new)
@@ -230,10 +221,12 @@ def plan_encoding(config: ApiConfig, skills: Sequence[Skill], queries: Sequence[
     return counts | budget.account(Usage(num_tokens, 0)) | {"budget": str(budget) or None}
 
 
-def _folder(config: ApiConfig, cache: Path) -> Path:
-    """Where the cache keeps this model's vectors: named after all that decides a vector, besides the text."""
+def _folder(config: ApiConfig) -> Path | None:
+    """Where the cache, if any, keeps this model's vectors: named after all that decides one, besides the text."""
+    if config.cache is None:
+        return None
     identity = config.model_dump(mode="json", include={"base_url", "model", "dimensions"})
-    return cache.expanduser() / hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
+    return config.cache.expanduser() / hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def _most_of(texts: Sequence[str]) -> Usage:
