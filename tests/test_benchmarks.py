@@ -355,7 +355,7 @@ def groups(*rows: dict[str, Any]) -> Files:
         (router("t", '{"t": {}, "t": {}}'), r"relevance\.json: 't' appears twice"),
         (router("t", '{"t": {"relevance": {"g": 3, "g": 1}}}'), "'g' appears twice"),
         (router("t", "[" * 100_000), r"relevance\.json: is not JSON: maximum recursion depth"),
-        ({}, r"is not a benchmark \(a benchmark holds queries.parquet"),
+        ({}, r"is not a benchmark \(one holds tasks.jsonl and tools.jsonl"),
     ],
 )
 def test_faults_are_named_in_one_line(tmp_path: Path, files: Files, message: str):

@@ -1,13 +1,13 @@
 """Tasks become steps, steps find skills, skills are chosen and put in order; what a model gets wrong costs no plan."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llm_server import LLMServer, Reply, llm_server
+from llm_server import Reply, llm_server
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import GoldStep, Task
@@ -24,7 +24,7 @@ from skilltrain.routing.planning.compose import (
     plan_mermaid,
 )
 from skilltrain.routing.planning.decompose import Ask, read_steps
-from skilltrain.routing.planning.planner import HintsConfig, Planner, PlannerConfig, refine
+from skilltrain.routing.planning.planner import Planner, PlannerConfig
 from skilltrain.routing.planning.rules import Draft, dependencies, draft_by_rules, levels_of
 from small_library import skilltrain, succeeds, write_library
 
@@ -138,124 +138,85 @@ def test_a_step_that_nothing_fits_has_no_skill() -> None:
     assert [(step.skill_id, len(step.candidates)) for step in steps] == [(None, 0), (None, 0), ("mail", 1)]
 
 
-def _refined(config: HintsConfig, found: Mapping[str, str], answers: Sequence[str]) -> tuple[Round, ...]:
-    """One task's rounds: `found` has what each step finds, letter by letter; `answers` are the model's later steps."""
-    left = iter(answers)
-
-    def find(texts: Sequence[str], keep: int) -> list[Ranking]:
-        return [[(letter, 1.0) for letter in found[text]][:keep] for text in texts]
-
-    def redraft(tasks: Sequence[Query], hints: Mapping[str, Sequence[str]]) -> dict[str, Draft]:
-        texts = next(left)
-        return {tasks[0].query_id: Draft(tuple(texts.split("+")))} if texts else {}
-
-    return refine(config, [query("x")], {"q": Draft(("one", "two"))}, redraft, find)["q"]
-
-
-def test_every_round_is_kept_with_its_hints_and_how_much_they_changed() -> None:
-    found = {"one": "abc", "two": "dbe", "three": "abd", "four": "xyz"}
-    config = HintsConfig(count=4, rounds=2, stop_above=0.8)
-    rounds = _refined(config, found, ["three", "four"])
-    assert [(one.draft.texts, "".join(one.hints)) for one in rounds] == [
-        (("one", "two"), "adbc"),  # every step's first before any step's second
-        (("three",), "abd"), (("four",), "xyz"),
-    ]  # fmt: skip
-    assert [one.jaccard for one in rounds] == [None, 3 / 4, 0.0]
-    stopped = _refined(HintsConfig(count=4, rounds=2), found, ["three", "four"])
-    assert len(stopped) == 2  # 3/4 is above .6
-
-
-@pytest.mark.parametrize(
-    ("found", "answers", "num"),
-    [({"one": "", "two": ""}, [], 1), ({"one": "a", "two": "b"}, [""], 1), ({"one": "a", "two": "b"}, ["two"], 2)],
-    ids=["no hints", "no usable answer", "one round"],
-)
-def test_the_last_usable_round_stands(found: dict[str, str], answers: list[str], num: int) -> None:
-    assert len(_refined(HintsConfig(rounds=1), found, answers)) == num
-
-
 def _find(texts: Sequence[str], keep: int) -> list[Ranking]:
-    """Skills whose description shares a word with the text."""
-    return [
-        [(s.skill_id, float(n)) for s in SKILLS.values() if (n := len({*text.split()} & {*s.description.split()}))]
-        for text in texts
-    ]
+    """The skills that a text names by their ids, the first best."""
+    return [[(word, 1 / n) for n, word in enumerate(text.split(), 1) if word in SKILLS][:keep] for text in texts]
 
 
 def _plan(
-    server: LLMServer, text: str = "export the rows, then send letters", lenient: bool = False, **config: Any
-) -> Plan:
-    """One task planned by the server's model."""
-    hints = config.pop("hints", {"rounds": 0})
-    llm = {"kind": "openai", "model": "m", "base_url": server.base_url, "cache": None, "max_retries": 0}
-    values = {"decomposer": {"kind": "llm", "llm": llm, "max_retries": 1, **config}, "hints": hints}
-    steps = GoldStep("one"), GoldStep("two")
-    known = Task(query(text), Relevance(frozenset({"mail"}), {"mail": 1.0}), steps=steps)
-    planner = Planner(validate(PlannerConfig, values, "test"), SKILLS, _find, {"q": known}, lenient)
-    return planner.plan([query(text)])[0]
+    *answers: str, text: str = "save csv, then send mail", lenient: bool = False, **decomposer: Any
+) -> tuple[Plan, list[str]]:
+    """(one task as it is planned by a model that gives these answers, what the model saw each time)."""
+    hints = decomposer.pop("hints", {"rounds": 0})
+    with llm_server() as server:
+        server.script = [Reply(answer) for answer in answers]
+        url = server.base_url if answers else "http://127.0.0.1:9/v1"  # nothing listens there
+        llm = {"kind": "openai", "model": "m", "base_url": url, "cache": None, "max_retries": 0}
+        values = {"decomposer": {"kind": "llm", "llm": llm, "max_retries": 1, **decomposer}, "hints": hints}
+        steps = GoldStep("one"), GoldStep("two")
+        known = Task(query(text), Relevance(frozenset({"mail"}), {"mail": 1.0}), steps=steps)
+        planner = Planner(validate(PlannerConfig, values, "test"), SKILLS, _find, {"q": known}, lenient)
+        (plan,) = planner.plan([query(text)])
+        assert server.script == []
+        return plan, [request["messages"][1]["content"] for request in server.requests]
 
 
-def _prompts(server: LLMServer) -> list[str]:
-    return [request["messages"][1]["content"] for request in server.requests]
+@pytest.mark.parametrize(
+    ("hints", "answers", "rounds"),
+    [
+        # Every step's first skill comes before any step's second; 2/3 is above .6.
+        ({"rounds": 2}, ['["csv plot", "mail plot"]', '["csv mail"]'], [("csv mail plot", None), ("csv mail", 2 / 3)]),
+        ({"rounds": 2, "stop_above": 0.8, "count": 2}, ['["csv plot", "mail"]', '["csv"]', '["x"]'],
+         [("csv mail", None), ("csv", 1 / 2), ("", 0.0)]),
+        ({"rounds": 1}, ['["x"]'], [("", None)]),
+        ({"rounds": 1}, ['["csv"]', "no list", "no list"], [("csv", None)]),
+    ],
+    ids=["alike", "all rounds", "no hints", "no usable answer"],
+)  # fmt: skip
+def test_every_round_is_kept_with_its_hints_and_how_much_they_changed(
+    hints: dict[str, Any], answers: list[str], rounds: list[tuple[str, float | None]]
+) -> None:
+    plan, _ = _plan(*answers, hints=hints)
+    assert [(" ".join(one.hints), one.jaccard) for one in plan.rounds] == rounds
+    assert (plan.made_by, plan.notes) == ("llm", ())
 
 
 def test_a_model_writes_steps_and_sees_hints_in_the_next_round() -> None:
-    with llm_server() as server:
-        server.script = [Reply("no list"), Reply('["export rows as csv."]'), Reply('["export rows", "send letters."]')]
-        plan = _plan(server, hints={"rounds": 1, "count": 2})
-        first, again, hinted = _prompts(server)
-        server.script = [Reply('["export rows as csv."]')] * 2
-        _plan(server, hints={"show": "described", "description_chars": 7})
-        assert "may help\ncsv-tool: Exports\n" in _prompts(server)[-1]
-    assert "export the rows, then send letters" in first and "holds no JSON array" in again and "-tool" not in again
+    plan, (first, again, hinted) = _plan("no list", '["csv"]', '["csv", "mail"]', hints={"rounds": 1})
+    assert "save csv, then send mail" in first and "holds no JSON array" in again and "-tool" not in again
     assert "skills that exist and may help\ncsv-tool\n" in hinted
-    assert [len(one.draft.texts) for one in plan.rounds] == [1, 2] and not plan.notes and plan.made_by == "llm"
     assert [step.skill_id for step in plan.steps] == ["csv", "mail"]
+    _, prompts = _plan('["csv"]', '["csv"]', hints={"show": "described", "description_chars": 7})
+    assert "may help\ncsv-tool: Exports\n" in prompts[-1]
+    assert "Write exactly 2 steps." in _plan('["a"]', true_count=True)[1][0]
 
 
 @pytest.mark.parametrize("answer", ["no list", json.dumps(["do it"] * 50), '["a", {}]'])
 def test_without_a_usable_answer_rules_plan_and_a_note_says_so(answer: str) -> None:
-    with llm_server() as server:
-        server.script = [Reply(answer)] * 2
-        plan = _plan(server)
-    assert [step.text for step in plan.steps] == ["export the rows", "send letters"]
+    plan, _ = _plan(answer, answer)
+    assert [step.text for step in plan.steps] == ["save csv", "send mail"]
     assert plan.made_by == "rules" and "no answer of the model was usable" in plan.notes[0]
 
 
 def test_a_model_that_is_down_ends_an_evaluation_and_not_a_users_plan() -> None:
-    with llm_server() as server:
-        pass
     with pytest.raises(SkilltrainError, match="no server answers"):
-        _plan(server)
-    plan = _plan(server, lenient=True)
+        _plan()
+    plan, _ = _plan(lenient=True)
     assert len(plan.steps) == 2 and "the model cannot be asked" in plan.notes[0]
 
 
-def test_the_true_count_is_told_where_it_is_asked_for() -> None:
-    with llm_server() as server:
-        server.script = [Reply('["a", "b"]')]
-        _plan(server, true_count=True)
-        assert "Write exactly 2 steps." in _prompts(server)[0]
-
-
 def test_llm_direct_chooses_by_number_from_a_list_that_holds_the_gold_skills() -> None:
-    with llm_server() as server:
-        server.script = [Reply("[9]"), Reply("[2, 1]")]
-        plan = _plan(server, "export rows as csv.", kind="direct", shown=2)
-        assert "1. csv-tool\n2. mail-tool" in _prompts(server)[0]
+    plan, prompts = _plan("[9]", "[2, 1]", text="save as csv", kind="direct", shown=2)
+    assert "1. csv-tool\n2. mail-tool" in prompts[0]
     assert [(step.skill_id, step.text) for step in plan.steps] == [("mail", "mail-tool"), ("csv", "csv-tool")]
 
 
 def test_react_searches_until_it_is_done() -> None:
-    with llm_server() as server:
-        server.script = [Reply('{"thought": "t", "search": "rows as csv."}'), Reply('{"search": "letters."}'),
-                         Reply('{"done": true}')]  # fmt: skip
-        plan = _plan(server, kind="react", shown=1)
-        assert "so far\nsearch: rows as csv.\ncsv-tool: Exports rows as csv." in _prompts(server)[1]
-    assert [step.text for step in plan.steps] == ["rows as csv.", "letters."]
-    with llm_server() as server:
-        server.script = [Reply('{"done": true}')]
-        assert "looked for nothing" in _plan(server, kind="react").notes[0]
+    answers = '{"thought": "t", "search": "a csv"}', '{"search": "mail"}', '{"done": true}'
+    plan, prompts = _plan(*answers, kind="react", shown=1)
+    assert "so far\nsearch: a csv\ncsv-tool: Exports rows as csv." in prompts[1]
+    assert [step.text for step in plan.steps] == ["a csv", "mail"]
+    assert "looked for nothing" in _plan('{"done": true}', kind="react")[0].notes[0]
 
 
 def test_a_plan_is_shown_as_lines_json_and_mermaid() -> None:

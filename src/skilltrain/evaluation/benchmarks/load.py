@@ -78,23 +78,17 @@ def _steps(folder: Path, query_ids: Collection[str]) -> dict[str, list[GoldStep]
     return steps
 
 
-# The file that tells a form, and what reads it; the first that is there decides.
-_READERS: tuple[tuple[str, Callable[[Path, str | None], Benchmark]], ...] = (
-    ("tools.jsonl", read_livemcpbench),
-    (ANNOTATIONS, read_livemcpbench),
-    ("tasks.jsonl", read_skillrouter),
-    ("judgements.jsonl", read_r3_groups),
-    ("skills_test.jsonl", read_r3_skill),
-    ("queries.jsonl", read_beir),
-    ("queries.parquet", read_tables),
-    ("queries", read_skillret),
-    ("../relevance.json", read_skillrouter_tier),
-)
-_FORMS = (
-    "a benchmark holds queries.parquet and judgements.parquet (ours), tasks.jsonl and relevance.json "
-    "(SkillRouter), queries.jsonl and qrels/*.tsv (BEIR), queries/, skills/ and qrels/*.jsonl (SkillRet's data), "
-    "test.jsonl and skills_test.jsonl (R3-Skill's data), judgements.jsonl (groups), "
-    "tasks.jsonl and tools.jsonl, or a clone (LiveMCPBench), or the pool of a tier beside relevance.json (SkillRouter)"
+# The file that tells a form, what reads it, and the form in words; the first that is there decides.
+_FORMS: tuple[tuple[str, Callable[[Path, str | None], Benchmark], str], ...] = (
+    ("tools.jsonl", read_livemcpbench, "tasks.jsonl and tools.jsonl (LiveMCPBench)"),
+    (ANNOTATIONS, read_livemcpbench, "a clone (LiveMCPBench)"),
+    ("tasks.jsonl", read_skillrouter, "tasks.jsonl and relevance.json (SkillRouter)"),
+    ("judgements.jsonl", read_r3_groups, "judgements.jsonl (groups)"),
+    ("skills_test.jsonl", read_r3_skill, "test.jsonl and skills_test.jsonl (R3-Skill's data)"),
+    ("queries.jsonl", read_beir, "queries.jsonl and qrels/*.tsv (BEIR)"),
+    ("queries.parquet", read_tables, "queries.parquet and judgements.parquet (ours)"),
+    ("queries", read_skillret, "queries/, skills/ and qrels/*.jsonl (SkillRet's data)"),
+    ("../relevance.json", read_skillrouter_tier, "the pool of a tier beside relevance.json (SkillRouter)"),
 )
 
 
@@ -115,7 +109,9 @@ def load_benchmark(path: Path | Sequence[Path], split: str | None = None) -> Ben
 def _load(path: Path, split: str | None) -> Benchmark:
     if not path.is_dir():
         raise SkilltrainError("no such folder; a benchmark is a folder", where=path)
-    reader = next((reader for marker, reader in _READERS if (path / marker).exists()), None)
-    if reader is None:
-        raise SkilltrainError("is not a benchmark", where=path, fix=_FORMS)
-    return reader(path, split)
+    for marker, reader, _ in _FORMS:
+        if (path / marker).exists():
+            return reader(path, split)
+    raise SkilltrainError(
+        "is not a benchmark", where=path, fix=f"one holds {', or '.join(form for *_, form in _FORMS)}"
+    )

@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from skilltrain.config import Config, Seed
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import LLM, LLMConfig, Message, Request
+from skilltrain.llm import LLM, Message, Request
 from skilltrain.llm.ask import Questions
 from skilltrain.llm.untrusted import framed, untrusted_line, untrusted_text
 from skilltrain.records import Dropped, Query, Skill
+from skilltrain.retrieval.select import AskConfig
 from skilltrain.routing.planning.rules import Draft, levels_of
 
 _RULE = """
@@ -32,16 +32,14 @@ REACT = """You work on a task by looking for one skill after the other. Answer w
 whole task have been found."""
 _AGAIN = "\nAn earlier answer could not be used: {reason}."
 _KEYS = ("step", "task", "subtask", "sub_task", "text", "description", "action")  # under which models write a step
-_TASK_CHARS, _STEP_CHARS = 4000, 500
+_STEP_CHARS = 500
 
 
-class ModelConfig(Config):
-    """What all ways to plan by a chat model have in common."""
+class ModelConfig(AskConfig):
+    """What all ways to plan by a chat model have in common; the paper's temperature is 0.1."""
 
-    llm: LLMConfig = Field(description="who plans, kind openai or smollm2; the paper's temperature is 0.1")
-    max_retries: int = Field(default=2, ge=0, description="times it is asked again, with another seed")
+    query_chars: int = Field(default=4000, ge=1, description="how much of a task it sees")
     max_steps: int = Field(default=20, ge=1, description="an answer with more steps is refused")
-    seed: Seed = Field(default=0, description="decides the model's seeds")
 
 
 class StepsConfig(ModelConfig):
@@ -88,15 +86,15 @@ def questions_of(
     config: ModelConfig, llm: LLM, asks: Sequence[Ask], system: str, read: Callable[[int, Ask, str], Any]
 ) -> Questions[Ask, Any]:
     """What the model is asked for `asks`; `read` is one of the readers below."""
-    request, check = partial(_request, config.seed, system + _RULE), partial(read, config.max_steps)
+    request, check = partial(_request, config, system + _RULE), partial(read, config.max_steps)
     return Questions(llm, asks, request, check, config.max_retries + 1, answer_tokens=120, description="planning")
 
 
-def _request(seed: int, system: str, ask: Ask, attempt: int, fault: Dropped | None) -> Request:
-    mark, parts = framed([("task", untrusted_text(ask.task.text, _TASK_CHARS)), *ask.parts], "end")
+def _request(config: ModelConfig, system: str, ask: Ask, attempt: int, fault: Dropped | None) -> Request:
+    mark, parts = framed([("task", untrusted_text(ask.task.text, config.query_chars)), *ask.parts], "end")
     again = _AGAIN.format(reason=fault.reason) if fault else ""
     messages = Message("system", system.format(mark=mark)), Message("user", parts + ask.order + again)
-    return Request(messages, seed + attempt)
+    return Request(messages, config.seed + attempt)
 
 
 def read_steps(max_steps: int, ask: Ask, answer: str) -> Draft | Dropped:

@@ -96,7 +96,6 @@ class Planner:
     ) -> tuple[dict[str, tuple[Round, ...]], dict[str, str]]:
         """(query_id → the rounds of those tasks that the model has steps for, why others have none)."""
         llm = open_llm(config.llm)  # once, for it keeps to one budget
-        hints = self.config.hints
         if isinstance(config, StepsConfig):
             drafts, dropped = self._written(config, llm, tasks, {})
         elif isinstance(config, ReactConfig):
@@ -106,9 +105,37 @@ class Planner:
             drafts, dropped = self._chosen(config, llm, tasks)
         notes = {task.query_id: "the model looked for nothing" for task in tasks if task.query_id not in drafts}
         notes |= {fault.query_id: f"no answer of the model was usable: {fault.reason}" for fault in dropped}
-        if isinstance(config, StepsConfig) and hints.rounds:
-            return refine(hints, tasks, drafts, lambda *asked: self._written(config, llm, *asked)[0], self.find), notes
+        if isinstance(config, StepsConfig) and self.config.hints.rounds:
+            return self._refined(config, llm, tasks, drafts), notes
         return {query_id: (Round(draft),) for query_id, draft in drafts.items()}, notes
+
+    def _refined(
+        self, config: StepsConfig, llm: LLM, tasks: Sequence[Query], first: Mapping[str, Draft]
+    ) -> dict[str, tuple[Round, ...]]:
+        """query_id → every round, the last one to be used; a task for which the model fails keeps the steps it has."""
+        settings = self.config.hints
+        rounds = {query_id: [Round(draft)] for query_id, draft in first.items()}
+        active = [task for task in tasks if task.query_id in first]
+        for number in range(settings.rounds + 1):
+            going: dict[str, tuple[str, ...]] = {}
+            found = find_each(self.find, [rounds[task.query_id][-1] for task in active], settings.count)
+            for task, rankings in zip(active, found, strict=True):
+                own = rounds[task.query_id]
+                # Every step's first skill comes before any step's second.
+                by_rank = [row[place][0] for place in range(settings.count) for row in rankings if place < len(row)]
+                hints = tuple(dict.fromkeys(by_rank))[: settings.count]
+                before = {*own[-2].hints} if number else set[str]()
+                alike = len({*hints} & before) / len({*hints} | before) if number else None
+                own[-1] = replace(own[-1], hints=hints, jaccard=alike)
+                if hints and (alike is None or alike <= settings.stop_above):
+                    going[task.query_id] = hints
+            if number == settings.rounds or not going:
+                break
+            drafts, _ = self._written(config, llm, [task for task in active if task.query_id in going], going)
+            active = [task for task in active if task.query_id in drafts]
+            for task in active:
+                rounds[task.query_id].append(Round(drafts[task.query_id]))
+        return {query_id: tuple(own) for query_id, own in rounds.items()}
 
     def _written(
         self, config: StepsConfig, llm: LLM, tasks: Sequence[Query], hints: Mapping[str, Sequence[str]]
@@ -176,44 +203,6 @@ def find_each(find: Find, rounds: Sequence[Round], keep: int) -> list[list[Ranki
     texts = [text for one in rounds for text in one.draft.texts]
     found = iter(find(texts, keep) if texts else ())
     return [[next(found) for _ in one.draft.texts] for one in rounds]
-
-
-def refine(
-    config: HintsConfig,
-    tasks: Sequence[Query],
-    first: Mapping[str, Draft],
-    redraft: Callable[[Sequence[Query], Mapping[str, Sequence[str]]], Mapping[str, Draft]],
-    find: Find,
-) -> dict[str, tuple[Round, ...]]:
-    """query_id → every round, the last one to be used.
-
-    `redraft` plans tasks anew with hints (query_id → skill ids); a task that it gives no steps for keeps those it has.
-    """
-    rounds = {query_id: [Round(draft)] for query_id, draft in first.items()}
-    active = [task for task in tasks if task.query_id in first]
-    for number in range(config.rounds + 1):
-        going: list[Query] = []
-        found = find_each(find, [rounds[task.query_id][-1] for task in active], config.count)
-        for task, rankings in zip(active, found, strict=True):
-            own = rounds[task.query_id]
-            # Every step's first skill comes before any step's second.
-            by_rank = [row[place][0] for place in range(config.count) for row in rankings if place < len(row)]
-            hints = tuple(dict.fromkeys(by_rank))[: config.count]
-            alike = jaccard(hints, own[-2].hints) if number else None
-            own[-1] = replace(own[-1], hints=hints, jaccard=alike)
-            going += [task] if hints and (alike is None or alike <= config.stop_above) else []
-        if number == config.rounds or not going:
-            break
-        drafts = redraft(going, {task.query_id: rounds[task.query_id][-1].hints for task in going})
-        active = [task for task in going if task.query_id in drafts]
-        for task in active:
-            rounds[task.query_id].append(Round(drafts[task.query_id]))
-    return {query_id: tuple(own) for query_id, own in rounds.items()}
-
-
-def jaccard(one: Sequence[str], other: Sequence[str]) -> float:
-    """How much two sets have in common, from 0 to 1; two empty ones are 0."""
-    return len({*one} & {*other}) / max(1, len({*one} | {*other}))
 
 
 def plan_cost(config: PlannerConfig, tasks: Sequence[Query]) -> dict[str, Any]:
