@@ -20,7 +20,7 @@ from skilltrain.data.distractors import (
     run_distractors,
     wanted_distractors,
 )
-from skilltrain.data.pool.skill_sources import read_source
+from skilltrain.data.pool.read import read_source
 from skilltrain.data.query_texts import AnswerError
 from skilltrain.data.trigrams import word_trigrams
 from skilltrain.errors import SkilltrainError

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skilltrain.data.own_text import MAX_WORDS, MIN_WORDS, own_queries
-from skilltrain.data.pool.skill_sources import read_source
+from skilltrain.data.pool.read import read_source
 from skilltrain.data.query_texts import names_skill, without_name
 from skilltrain.records import Skill
 from skilltrain.texts import num_words

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from skilltrain.data.pool.read import read_source
 from skilltrain.data.pool.skill_file import MAX_HEADER_CHARS
 from skilltrain.data.pool.skill_pool import PoolConfig, run_pool
-from skilltrain.data.pool.skill_sources import read_source
 from skilltrain.files import write_text
 from skilltrain.records import Dropped, Skill
 from skilltrain.runs import RUN_FILE

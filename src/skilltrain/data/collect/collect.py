@@ -1,9 +1,9 @@
 """The stage `collect`: skills of a registry, fetched politely over hours or days.
 
-A sync reads the whole listing, then fetches what is new or changed. All that is known lives in the folder `state`,
-which outlives the run: a run that is stopped or killed goes on where it was, a later run (with another `out`) asks
-only for what changed. `out` is made from the state at the end: skills.parquet, which the stage `pool` reads, and
-dropped.parquet. Archives are read in memory; the state keeps them as they came.
+A sync is one pass: it reads the whole listing, then fetches what is new or changed. All that is known lives in the
+folder `state`, which outlives the run: a run that is stopped or killed goes on where it was, a later run (with another
+`out`) asks only for what changed. `out` is made from the state at the end: skills.parquet,
+which the stage `pool` reads, and dropped.parquet. Archives are read in memory; the state keeps them as they came.
 """
 
 import hashlib
@@ -66,12 +66,12 @@ def run_collect(config: CollectConfig, out: Path) -> dict[str, Any]:
         closing(RegistryClient(registry.base_url, registry.allow_hosts, token, config.http)) as client,
     ):
         listed, dropped = read_listing(registry, state, client)
-        num_fetched, refused = fetch_all(listed, config, state, client)
-        skills, left_out = read_skills(listed, str(urlsplit(registry.base_url).hostname), state)
+        num_fetched, refused = _fetch_all(listed, config, state, client)
+        skills, left_out = _read_skills(listed, str(urlsplit(registry.base_url).hostname), state)
         gone = sorted(state.outcomes.keys() - {skill.skill_id for skill in listed})
         why = "was collected before and is no longer listed"
-        unlisted = [Dropped("", one, "unlisted", why) for one in gone if state.outcomes[one].sha256]
-        dropped += [*refused, *left_out, *unlisted]
+        dropped += [*refused, *left_out]
+        dropped += [Dropped("", one, "unlisted", why) for one in gone if not state.outcomes[one].refusal]
         if not skills:
             why = f"the first of {len(dropped)} dropped rows: {dropped[0].reason}" if dropped else ""
             raise SkilltrainError(f"no skill is left of {len(listed):,} listed", where=registry.base_url, fix=why)
@@ -95,7 +95,7 @@ def _token(variable: str | None) -> str:
     return token
 
 
-def fetch_all(
+def _fetch_all(
     listed: Sequence[Listed], config: CollectConfig, state: SyncState, client: RegistryClient
 ) -> tuple[int, list[Dropped]]:
     """(number of new files, skills that the next run asks for again); files and what is refused for good: in `state`.
@@ -106,25 +106,22 @@ def fetch_all(
     dropped: list[Dropped] = []
     num_fetched = num_failures = 0
     for skill in track(due, "collecting", len(due)):
-        known = state.outcomes.get(skill.skill_id)
         try:
-            outcome, is_new = _fetch(skill, known, state, client)
+            num_fetched += _fetch(skill, state, client)
+            num_failures = 0
         except RefusalError as error:
             if error.filter in ("gone", "too_big"):
-                final = Outcome(skill.skill_id, state.sync, skill.version, error.filter, error.reason, error.value)
-                state.record(final)
+                why = {"refusal": error.filter, "reason": error.reason, "value": error.value}
+                state.record(Outcome(skill.skill_id, state.sync, skill.version, **why), None)
                 continue
-            kept = "; the version of before is kept" if known and known.sha256 else ""
+            known = state.outcomes.get(skill.skill_id)
+            kept = "; the version of before is kept" if known and not known.refusal else ""
             dropped.append(Dropped("", skill.skill_id, error.filter, error.reason + kept, error.value))
             num_failures += error.filter == "failed"
             if num_failures == MAX_FAILURES_IN_ROW:
                 what = f"{num_failures} skills in a row could not be fetched; the last: {error.reason}"
                 fix = "what was collected is kept: run again later"
                 raise SkilltrainError(what, where=config.registry.base_url, fix=fix) from error
-            continue
-        num_failures = 0
-        num_fetched += is_new
-        state.record(outcome)
     return num_fetched, dropped
 
 
@@ -135,21 +132,22 @@ def _is_due(skill: Listed, config: CollectConfig, state: SyncState) -> bool:
         return True
     if known.refusal:
         return known.value is not None and known.refusal == "too_big" and known.value < config.http.max_download_bytes
-    return not state.download_path(known.sha256).is_file() or (not skill.version and known.sync != state.sync)
+    return not skill.version and known.sync != state.sync
 
 
-def _fetch(skill: Listed, known: Outcome | None, state: SyncState, client: RegistryClient) -> tuple[Outcome, bool]:
-    """(a skill's download, whether it is not the one that is `known`). Raises RefusalError."""
-    headers = {"Accept-Encoding": "identity"}
+def _fetch(skill: Listed, state: SyncState, client: RegistryClient) -> bool:
+    """Whether a skill's download is another than the one that is known; it is in `state`. Raises RefusalError."""
+    headers, known = {"Accept-Encoding": "identity"}, state.outcomes.get(skill.skill_id)
     # Under another version its URL may lead to another file, whose ETag may be the same.
-    if known and known.version == skill.version and known.sha256 and state.download_path(known.sha256).is_file():
+    if known and known.version == skill.version and not known.refusal:
         headers |= {"If-None-Match": known.etag, "If-Modified-Since": known.modified}
     content, given = client.fetch(skill.url, headers, partial(_checked, digest=skill.digest))
-    if content is None:  # not modified
-        assert known is not None
-        return replace(known, sync=state.sync), False
-    found, validators = state.keep_download(content), (given.get("ETag", ""), given.get("Last-Modified", ""))
-    return Outcome(skill.skill_id, state.sync, skill.version, "", "", None, found, *validators), True
+    if content is None and known:  # not modified
+        state.record(replace(known, sync=state.sync), state.download(skill.skill_id))
+        return False
+    validators = given.get("ETag", ""), given.get("Last-Modified", "")
+    state.record(Outcome(skill.skill_id, state.sync, skill.version, *validators), content)
+    return True
 
 
 def _checked(content: bytes, digest: str) -> bytes:
@@ -169,7 +167,7 @@ def _checked(content: bytes, digest: str) -> bytes:
     return content
 
 
-def read_skills(listed: Sequence[Listed], source: str, state: SyncState) -> tuple[list[Skill], list[Dropped]]:
+def _read_skills(listed: Sequence[Listed], source: str, state: SyncState) -> tuple[list[Skill], list[Dropped]]:
     """(the skills in order of id, what was left out).
 
     A broken archive is asked for again in the next run.
@@ -179,10 +177,10 @@ def read_skills(listed: Sequence[Listed], source: str, state: SyncState) -> tupl
         outcome = state.outcomes.get(skill.skill_id)
         if outcome and outcome.refusal:
             dropped.append(Dropped("", skill.skill_id, outcome.refusal, outcome.reason, outcome.value))
-        if not outcome or not (file := state.download_path(outcome.sha256)).is_file():
+        if (content := state.download(skill.skill_id)) is None:
             continue
         try:
-            for found in _read_archive(file.read_bytes(), skill, source):
+            for found in _read_archive(content, skill, source):
                 if isinstance(found, Dropped):
                     dropped.append(found)
                 else:
@@ -190,7 +188,7 @@ def read_skills(listed: Sequence[Listed], source: str, state: SyncState) -> tupl
         except RefusalError as error:
             dropped.append(error.row(skill.skill_id))
             if error.filter == "broken_archive":
-                state.forget(outcome)
+                state.forget(skill.skill_id)
     skills, repeated = merge_sources([own, inner], drop_duplicates=False)
     return sorted(skills, key=lambda skill: skill.skill_id), dropped + repeated
 

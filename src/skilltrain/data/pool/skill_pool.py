@@ -11,8 +11,15 @@ from jaxtyping import Float32
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from skilltrain.config import Config, InputPath, parse_yaml, validate
-from skilltrain.data.pool.read import CUT, MAX_BODY_CHARS, count_words, find_skill_file, merge_sources, read_sources
-from skilltrain.data.pool.skill_sources import HF_PREFIX
+from skilltrain.data.pool.read import (
+    CUT,
+    HF_PREFIX,
+    MAX_BODY_CHARS,
+    count_words,
+    find_skill_file,
+    merge_sources,
+    read_sources,
+)
 from skilltrain.data.screening import count_flagged, screen_pool, write_flags
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
 
-from skilltrain.data.screening import commands, hidden, lures, secret_keys
+from skilltrain.data.screening import hidden, lures, secret_keys
 from skilltrain.data.screening.bundled import BundledFile, bundled_files
 from skilltrain.data.screening.reading import Find, Flag, Reading, Rule, load_rules, read_text
 from skilltrain.records import Skill
@@ -20,7 +20,7 @@ from skilltrain.tables import FLAGS, SKILLS, read_table, table_path, write_table
 from skilltrain.terminal import say
 from skilltrain.workers import WorkersConfig, map_blocks
 
-_PLAIN = (commands.piped_through_decoder, lures.outside_addresses, lures.paste_links, lures.locked_archives,
+_PLAIN = (lures.piped_through_decoder, lures.outside_addresses, lures.paste_links, lures.locked_archives,
           lures.outside_programs, lures.setup_links, hidden.stuffed, hidden.disguised_words)  # fmt: skip
 _WRITTEN = (hidden.hidden_characters, secret_keys.secret_keys, secret_keys.database_passwords)
 RULES: tuple[Rule, ...] = load_rules(
