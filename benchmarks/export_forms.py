@@ -23,7 +23,7 @@ import torch
 from skilltrain.data.pool.read import read_pool
 from skilltrain.evaluation.bootstrap import interval, paired_differences
 from skilltrain.evaluation.metrics import Relevance, parse_measures, per_query
-from skilltrain.export.folder import save_encoder
+from skilltrain.export.folder import save_model
 from skilltrain.export.forms import ONNX, ONNX_INT8, OPENVINO, write_form
 from skilltrain.files import read_jsonl
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
@@ -119,7 +119,7 @@ def main() -> None:
     print(f"| --- | ---: | ---: |{' ---: |' * len(MEASURES)}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
-        save_encoder(encoder, folder, given.model)
+        save_model(encoder, folder, given.model)
         with redirect_stdout(sys.stderr):
             write_form(folder, "onnx")
             write_form(folder, "openvino")

@@ -216,7 +216,7 @@ def _write_qwen3(case: Case, folder: Path, tokenizer_folder: Path) -> None:
 def _export(case: Case, base: Path, folder: Path) -> None:
     import torch
 
-    from skilltrain.export.folder import save_encoder, save_reranker
+    from skilltrain.export.folder import save_model
     from skilltrain.models.encoder import EncoderConfig, load_encoder
     from skilltrain.models.reranker import RerankerConfig, load_reranker
     from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate
@@ -225,8 +225,8 @@ def _export(case: Case, base: Path, folder: Path) -> None:
     skill = SkillTemplate(description_chars=case.description_chars, body_chars=case.body_chars)
     if case.kind == "encoder":
         settings = EncoderConfig(source=str(base), max_tokens=case.max_tokens, template=EncoderTemplate(skill=skill))
-        save_encoder(load_encoder(settings, torch.device("cpu")), folder, str(base))
+        save_model(load_encoder(settings, torch.device("cpu")), folder, str(base))
     else:
         template = RerankerTemplate(form="pair" if case.model == "minilm" else "yes_no", skill=skill)
         rerank = RerankerConfig(source=str(base), max_tokens=case.max_tokens, template=template)
-        save_reranker(load_reranker(rerank, torch.device("cpu")), folder, str(base))
+        save_model(load_reranker(rerank, torch.device("cpu")), folder, str(base))

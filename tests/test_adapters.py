@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModel, Qwen3Config, Qwen3Model
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.export.folder import save_encoder, save_reranker
+from skilltrain.export.folder import save_model
 from skilltrain.models.adapters import AdapterConfig, add_adapter, is_adapted, loading_options, merge_adapter
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.reranker import RerankerConfig, load_reranker
@@ -77,7 +77,7 @@ def check(model, network, outputs, tolerance):
 def test_encoder_trained_merged_saved_and_read_again(open_encoder_of, name, tmp_path):
     encoder = open_encoder_of(name)
     trained = check(encoder, encoder.backbone, encoder_outputs, 2e-6)
-    save_encoder(encoder, tmp_path, "base")
+    save_model(encoder, tmp_path, "base")
     again = load_encoder(EncoderConfig(source=str(tmp_path)), torch.device("cpu"))
     with torch.no_grad():
         torch.testing.assert_close(encoder_outputs(again), trained, atol=2e-6, rtol=0)
@@ -87,7 +87,7 @@ def test_encoder_trained_merged_saved_and_read_again(open_encoder_of, name, tmp_
 def test_reranker_trained_merged_saved_and_read_again(open_reranker_of, form, tmp_path):
     reranker = reranker_of(open_reranker_of, form)
     trained = check(reranker, reranker.network, reranker_outputs, 2e-6)
-    save_reranker(reranker, tmp_path, "base")
+    save_model(reranker, tmp_path, "base")
     again = load_reranker(RerankerConfig(source=str(tmp_path)), torch.device("cpu"))
     with torch.no_grad():
         torch.testing.assert_close(reranker_outputs(again), trained, atol=1e-5, rtol=1e-5)
@@ -153,7 +153,7 @@ def test_unmerged_model_is_not_saved(open_encoder_of, tmp_path):
     encoder = open_encoder_of("bert")
     add_adapter(encoder.backbone, SMALL)
     with pytest.raises(SkilltrainError, match="not merged"):
-        save_encoder(encoder, tmp_path, "base")
+        save_model(encoder, tmp_path, "base")
 
 
 def test_bad_input_is_named(open_encoder_of):

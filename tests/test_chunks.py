@@ -14,7 +14,7 @@ from skilltrain.data.filter_layers import Candidates, CeilingLayer, FilterPool
 from skilltrain.data.mine import MineConfig, _nearest
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import RunRecord, model_card
-from skilltrain.export.folder import save_encoder
+from skilltrain.export.folder import save_model
 from skilltrain.losses import InfoNCE
 from skilltrain.models.encoder import EncoderConfig, EncoderSettings, load_encoder
 from skilltrain.models.tokens import tokenized
@@ -150,7 +150,7 @@ def test_windows_that_make_no_sense_are_one_line(model_folders, settings, messag
 def test_a_saved_model_keeps_its_windows_and_its_card_tells_them(model_folders, tmp_path):
     given = EncoderConfig(source=str(model_folders["bert"]), **FIFTY, chunks=Chunks(windows=3, overlap=5))
     encoder = load_encoder(given, torch.device("cpu"))
-    save_encoder(encoder, tmp_path, base="owner/base")
+    save_model(encoder, tmp_path, base="owner/base")
     again = load_encoder(EncoderConfig(source=str(tmp_path)), torch.device("cpu"))
     assert again.settings == encoder.settings and again.settings.chunks.windows == 3
     card = model_card(RunRecord(encoder.settings, "owner/base", {}, {}))

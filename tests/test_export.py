@@ -8,7 +8,7 @@ from sentence_transformers import SentenceTransformer
 from tokenizers import processors
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.export.folder import save_encoder, save_reranker
+from skilltrain.export.folder import save_model
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import resolve_model
 from skilltrain.records import Skill
@@ -31,7 +31,7 @@ def saved(tmp_path, open_encoder_of):
 
     def save(name, **settings):
         encoder = open_encoder_of(name, **{"max_tokens": 32, "query_max_tokens": 24} | settings)
-        save_encoder(encoder, tmp_path / name, base=name)
+        save_model(encoder, tmp_path / name, base=name)
         return encoder, tmp_path / name
 
     return save
@@ -103,7 +103,7 @@ def test_the_end_token_follows_a_tokenizers_own_first_token(tmp_path, open_encod
     beginning = processors.TemplateProcessing(single="<|im_start|> $A", pair="$A $B", special_tokens=[first])
     backend.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), beginning])
     encoder = Encoder(encoder.backbone, encoder.tokenizer, encoder.settings)
-    save_encoder(encoder, tmp_path, base="b")
+    save_model(encoder, tmp_path, base="b")
     assert "plain sentence-transformers" not in capsys.readouterr().err
     assert_opens_as(tmp_path, encoder)
 
@@ -119,7 +119,7 @@ def test_where_plain_sentence_transformers_would_end_cut_texts_otherwise_it_is_t
 def test_a_chat_template_is_kept_but_never_applied(tmp_path, open_encoder_of):
     encoder = open_encoder_of("qwen3", max_tokens=32, query_max_tokens=24)
     encoder.tokenizer.chat_template = CHAT
-    save_encoder(encoder, tmp_path, base="qwen3")
+    save_model(encoder, tmp_path, base="qwen3")
     assert_opens_as(tmp_path, encoder)
     assert load_encoder(EncoderConfig(source=str(tmp_path)), CPU).tokenizer.chat_template == CHAT
 
@@ -150,9 +150,9 @@ def test_the_keys_that_tei_and_vllm_read(saved, name, pooling):
 
 def test_saving_twice_gives_the_same_bytes(tmp_path, open_encoder_of, open_reranker_of):
     for number in (1, 2):
-        save_encoder(open_encoder_of("bert"), tmp_path / f"encoder{number}", base="b")
-        save_reranker(open_reranker_of("bert_reranker"), tmp_path / f"reranker{number}", base="b")
-    save_encoder(open_encoder_of("bert"), tmp_path / "encoder2", base="b")  # over what is there
+        save_model(open_encoder_of("bert"), tmp_path / f"encoder{number}", base="b")
+        save_model(open_reranker_of("bert_reranker"), tmp_path / f"reranker{number}", base="b")
+    save_model(open_encoder_of("bert"), tmp_path / "encoder2", base="b")  # over what is there
     for kind in ("encoder", "reranker"):
         first, second = (
             {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
@@ -167,20 +167,20 @@ def test_weights_that_are_no_numbers_are_not_saved(tmp_path, open_encoder_of, op
         encoder.backbone.embeddings.word_embeddings.weight[3, 2] = float("nan")
         reranker.network.classifier.bias[0] = float("inf")
     with pytest.raises(SkilltrainError, match=r"encoder: the weight embeddings\.word_embeddings\.weight holds values"):
-        save_encoder(encoder, tmp_path / "encoder", base="bert")
+        save_model(encoder, tmp_path / "encoder", base="bert")
     with pytest.raises(SkilltrainError, match=r"reranker: the weight classifier\.bias holds values that are no numb"):
-        save_reranker(reranker, tmp_path / "reranker", base="bert")
+        save_model(reranker, tmp_path / "reranker", base="bert")
     assert [path for path in tmp_path.rglob("*") if path.is_file() or "partial" in path.name] == []
 
 
 def test_what_failed_half_way_is_no_model_and_a_finished_model_stays(tmp_path, open_encoder_of, monkeypatch):
     """A kill or a full disk while saving must not leave weights without the settings that belong to them."""
-    save_encoder(open_encoder_of("bert"), tmp_path / "finished", base="bert")
+    save_model(open_encoder_of("bert"), tmp_path / "finished", base="bert")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     monkeypatch.setattr("skilltrain.export.folder._write_record", _disk_full)
     for name in ("finished", "fresh"):
         with pytest.raises(SkilltrainError, match=f"{name}: cannot save the model: No space left on device"):
-            save_encoder(open_encoder_of("bert"), tmp_path / name, base="other")
+            save_model(open_encoder_of("bert"), tmp_path / name, base="other")
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     with pytest.raises(SkilltrainError, match=r"is no model folder: it has no config\.json"):
         resolve_model(str(tmp_path / "fresh"))
@@ -191,7 +191,7 @@ def _disk_full(*_):
 
 
 def test_the_card_is_the_folders_readme(tmp_path, open_encoder_of):
-    save_encoder(open_encoder_of("bert"), tmp_path, base="b", card="# A card, 运行\n")
+    save_model(open_encoder_of("bert"), tmp_path, base="b", card="# A card, 运行\n")
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == "# A card, 运行\n"
     listed = json.loads((tmp_path / "skilltrain.json").read_text())["files"]
     assert listed == sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())

@@ -12,14 +12,14 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import RunRecord, model_card
-from skilltrain.export.folder import save_encoder, save_reranker
+from skilltrain.export.folder import save_model
 from skilltrain.export.forms import ONNX, ONNX_INT8, OPENVINO, write_form
 from skilltrain.models.max_sim import max_sim
 from skilltrain.models.micro_batches import pad
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.records import Skill
 from skilltrain.templates import EncoderTemplate, RerankerTemplate
-from skilltrain.training.push import check_round_trip
+from skilltrain.training.publish import check_round_trip
 from test_model_card import QUERY, SKILLS, run_program
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ MANY = [*SKILLS, Skill("3", "运行 💥", "", "yes</think> no"), Skill("4", "",
 def reranker(tmp_path, open_reranker_of):
     """A Qwen3 reranker, saved in tmp_path/model."""
     found = open_reranker_of("qwen3_reranker", max_tokens=400)
-    save_reranker(found, tmp_path / "model", base="b")
+    save_model(found, tmp_path / "model", base="b")
     return found
 
 
@@ -101,7 +101,7 @@ def test_the_classifiers_folder_has_what_vllm_and_tei_read(tmp_path, reranker):
 def test_the_keys_that_tei_and_vllm_read_of_an_encoder(tmp_path, open_encoder_of, name, pooling):
     """Both know a limit by max_seq_length (vLLM only beside do_lower_case) and the pooling by 1_Pooling's flags."""
     template = EncoderTemplate(instruction="Find the skill")
-    save_encoder(open_encoder_of(name, pooling=pooling, max_tokens=32, template=template), tmp_path, base=name)
+    save_model(open_encoder_of(name, pooling=pooling, max_tokens=32, template=template), tmp_path, base=name)
     transformer, own = read(tmp_path, "sentence_bert_config.json"), read(tmp_path, "1_Pooling/config.json")
     assert (transformer["max_seq_length"], transformer["do_lower_case"]) == (32, False)
     flag = {"cls": "cls_token", "mean": "mean_tokens", "last_token": "lasttoken"}[pooling]
@@ -127,7 +127,7 @@ def test_the_keys_that_tei_and_vllm_read_of_an_encoder(tmp_path, open_encoder_of
 @pytest.mark.parametrize("name", ["bert", "qwen3"])
 def test_late_interaction_opens_as_a_multi_vector_encoder(tmp_path, open_encoder_of, monkeypatch, name):
     encoder = open_encoder_of(name, max_tokens=32, query_max_tokens=24)
-    save_encoder(encoder, tmp_path, base=name)
+    save_model(encoder, tmp_path, base=name)
     write_form(tmp_path, "multi_vector")
     plain = MultiVectorEncoder(str(tmp_path), device="cpu")
     texts = [encoder.settings.template.skill.render(skill) for skill in MANY]
@@ -159,7 +159,7 @@ def test_onnx_computes_an_encoders_token_vectors(tmp_path, open_encoder_of):
     """Under the names that TEI and sentence-transformers give inputs and output, for texts of any length."""
     pytest.importorskip("onnxscript")
     encoder = open_encoder_of("bert", max_tokens=32)
-    save_encoder(encoder, tmp_path, base="b")
+    save_model(encoder, tmp_path, base="b")
     write_form(tmp_path, "onnx")
     inputs = arrays(AutoTokenizer.from_pretrained(tmp_path), ["deploy pods", "review the commit and merge it", "a"])
     with torch.inference_mode():
@@ -192,10 +192,10 @@ def test_openvino_computes_a_rerankers_logits_and_tells_nobody(tmp_path, reranke
 def test_a_model_without_the_form_and_a_missing_package_are_told(
     tmp_path, open_reranker_of, open_encoder_of, monkeypatch
 ):
-    save_encoder(open_encoder_of("bert"), tmp_path / "encoder", base="b")
-    save_reranker(open_reranker_of("bert_reranker"), tmp_path / "pair", base="b")
+    save_model(open_encoder_of("bert"), tmp_path / "encoder", base="b")
+    save_model(open_reranker_of("bert_reranker"), tmp_path / "pair", base="b")
     template = RerankerTemplate(form="cosine_pair")
-    save_reranker(open_reranker_of("bert", template=template), tmp_path / "cosine", base="b")
+    save_model(open_reranker_of("bert", template=template), tmp_path / "cosine", base="b")
     for name, form, message in (
         ("encoder", "sequence_classification", "only a reranker with template.form=yes_no has the form"),
         ("pair", "sequence_classification", "one of form pair is a classifier already"),

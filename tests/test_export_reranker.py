@@ -6,8 +6,7 @@ import pytest
 import torch
 from sentence_transformers import CrossEncoder
 
-from skilltrain.export.folder import save_reranker
-from skilltrain.export.tokenizer import yes_no_chat_template
+from skilltrain.export.folder import save_model, yes_no_chat_template
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.records import Skill
 from skilltrain.templates import RerankerTemplate, SkillTemplate
@@ -36,7 +35,7 @@ def plain_scores(plain, reranker, query, skills):
 @pytest.mark.parametrize("name", ["bert_reranker", "qwen3_reranker"])
 def test_our_own_reader_gets_the_same_reranker_back(tmp_path, open_reranker_of, name):
     reranker = open_reranker_of(name, max_tokens=400)
-    save_reranker(reranker, tmp_path, base=name)
+    save_model(reranker, tmp_path, base=name)
     again = load_reranker(RerankerConfig(source=str(tmp_path)), CPU)
     assert again.settings == reranker.settings
     pairs = reranker.tokenize(QUERIES[0], [*SKILLS, CONTROLS])
@@ -51,7 +50,7 @@ def test_our_own_reader_gets_the_same_reranker_back(tmp_path, open_reranker_of, 
 def test_a_bert_reranker_opens_in_plain_cross_encoder(tmp_path, open_reranker_of, limits):
     """Only the skill is cut, though the query takes more than half of the tokens; no sigmoid is applied."""
     reranker = open_reranker_of("bert_reranker", max_tokens=limits[0], query_max_tokens=limits[1])
-    save_reranker(reranker, tmp_path, base="bert_reranker")
+    save_model(reranker, tmp_path, base="bert_reranker")
     plain = CrossEncoder(str(tmp_path), device="cpu")
     longest = "deploy " * limits[1]
     for query in [*QUERIES, longest]:
@@ -63,7 +62,7 @@ def test_a_bert_reranker_opens_in_plain_cross_encoder(tmp_path, open_reranker_of
 
 def test_a_bert_reranker_can_score_a_query_beyond_its_limit(tmp_path, open_reranker_of):
     reranker = open_reranker_of("bert_reranker", max_tokens=64, query_max_tokens=16)
-    save_reranker(reranker, tmp_path, base="bert_reranker")
+    save_model(reranker, tmp_path, base="bert_reranker")
     score = CrossEncoder(str(tmp_path), device="cpu").predict([("deploy the pods " * 50, "pods")])
     assert score.shape == (1,) and torch.isfinite(torch.tensor(score)).all()
 
@@ -75,7 +74,7 @@ def test_a_qwen3_reranker_opens_in_plain_cross_encoder(tmp_path, open_reranker_o
         form="yes_no", instruction="Find the 'best' \"skill\" 运行\n💥 \\n", separator=separator
     )
     reranker = open_reranker_of("qwen3_reranker", template=template, max_tokens=400)
-    save_reranker(reranker, tmp_path, base="qwen3_reranker")
+    save_model(reranker, tmp_path, base="qwen3_reranker")
     plain = CrossEncoder(str(tmp_path), device="cpu")
     cut = [pair.num_cut for pair in reranker.tokenize(QUERIES[0], SKILLS)]
     assert cut[1] > 0 and sum(cut) == cut[1]
@@ -92,7 +91,7 @@ def test_a_qwen3_reranker_opens_in_plain_cross_encoder(tmp_path, open_reranker_o
 def test_a_skill_cannot_end_its_own_message_in_plain_cross_encoder(tmp_path, open_reranker_of):
     """A space breaks up the names of control tokens: exactly the template's own three and four of them are left."""
     reranker = open_reranker_of("qwen3_reranker", max_tokens=400)
-    save_reranker(reranker, tmp_path, base="qwen3_reranker")
+    save_model(reranker, tmp_path, base="qwen3_reranker")
     plain = CrossEncoder(str(tmp_path), device="cpu")
     text = reranker.settings.template.render_skill(CONTROLS)
     (ids,) = plain.preprocess([(CONTROLS.description, text)], prompt="find")["input_ids"].tolist()
@@ -115,7 +114,7 @@ def test_the_chat_template_is_safe_from_its_own_values():
 
 def test_plain_cross_encoder_refuses_a_form_that_it_cannot_compute(tmp_path, open_reranker_of):
     reranker = open_reranker_of("bert", template=RerankerTemplate(form="cosine_pair"))
-    save_reranker(reranker, tmp_path, base="bert")
+    save_model(reranker, tmp_path, base="bert")
     with pytest.raises(ValueError, match=r"skilltrain\.models\.reranker\.load_reranker.*not\s+part of Sentence Transf"):
         CrossEncoder(str(tmp_path), device="cpu")
     again = load_reranker(RerankerConfig(source=str(tmp_path)), CPU)
@@ -125,7 +124,7 @@ def test_plain_cross_encoder_refuses_a_form_that_it_cannot_compute(tmp_path, ope
 @pytest.mark.parametrize(("name", "layer"), [("bert_reranker", "classifier"), ("qwen3_reranker", "lm_head")])
 def test_half_precision_weights_give_scores_in_float32(tmp_path, open_reranker_of, name, layer):
     reranker = open_reranker_of(name, precision="bfloat16", max_tokens=400)
-    save_reranker(reranker, tmp_path, base=name)
+    save_model(reranker, tmp_path, base=name)
     plain = CrossEncoder(str(tmp_path), device="cpu")
     assert plain.keep_in_fp32_modules == [f"0.model.{layer}"]
     ours = scores_of(reranker, QUERIES[0], SKILLS)

@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 from skilltrain.config import to_yaml
 from skilltrain.errors import SkilltrainError
-from skilltrain.export.published import Published
+from skilltrain.export.card import Published
 from skilltrain.models.adapters import AdapterConfig
 from skilltrain.models.encoder import EncoderConfig
 from skilltrain.models.loading import resolve_model
@@ -21,7 +21,7 @@ from skilltrain.models.reranker import Reranker, RerankerConfig
 from skilltrain.records import Skill
 from skilltrain.tables import SKILLS, rows_of, write_table
 from skilltrain.templates import RerankerTemplate
-from skilltrain.training.export_run import export_adapter, export_run, save_trained
+from skilltrain.training.publish import export_adapter, export_run, save_trained
 from skilltrain.training.settings import TrainEncoderConfig, TrainRerankerConfig, load_model
 from skilltrain.training.training_set import ListsSource
 

@@ -18,7 +18,7 @@ from skilltrain.losses import InfoNCE
 from skilltrain.models.adapters import AdapterConfig, merge_adapter
 from skilltrain.models.encoder import Encoder, EncoderConfig
 from skilltrain.training.checkpoint import load_weights
-from skilltrain.training.export_run import export_run
+from skilltrain.training.publish import export_run
 from skilltrain.training.settings import TrainEncoderConfig, load_model
 from skilltrain.training.steps import EncoderStep, StepSettings
 from skilltrain.training.training_set import ListsSource

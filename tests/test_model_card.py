@@ -9,9 +9,8 @@ import pytest
 import torch
 import yaml
 
-from skilltrain.export.card import RunRecord, model_card, shareable
-from skilltrain.export.folder import save_encoder, save_reranker
-from skilltrain.export.published import Published, data_steps
+from skilltrain.export.card import Published, RunRecord, data_steps, model_card, shareable
+from skilltrain.export.folder import save_model
 from skilltrain.models.encoder import EncoderSettings
 from skilltrain.models.pairs import RerankerSettings
 from skilltrain.records import Skill
@@ -51,7 +50,7 @@ def test_the_encoders_program_gives_our_scores(tmp_path, open_encoder_of, monkey
     skill = SkillTemplate(description_chars=12, body_chars=20, separator=" \n| ")
     encoder = open_encoder_of(name, template=EncoderTemplate(instruction="Find", query_chars=15, skill=skill))
     card = model_card(record(encoder.settings))
-    save_encoder(encoder, tmp_path, base=name, card=card)
+    save_model(encoder, tmp_path, base=name, card=card)
     texts = [encoder.settings.template.skill.render(skill) for skill in SKILLS]
     with torch.inference_mode():
         vectors = encoder(encoder.tokenize(texts, encoder.settings.max_tokens))
@@ -70,7 +69,7 @@ def test_the_encoders_program_gives_our_scores(tmp_path, open_encoder_of, monkey
 )
 def test_the_rerankers_program_gives_our_scores(tmp_path, open_reranker_of, monkeypatch, name, template):
     reranker = open_reranker_of(name, template=template)
-    save_reranker(reranker, tmp_path, base=name, card=model_card(record(reranker.settings)))
+    save_model(reranker, tmp_path, base=name, card=model_card(record(reranker.settings)))
     with torch.inference_mode():
         ours = reranker(reranker.tokenize(QUERY, SKILLS)).numpy()
     found = run_program((tmp_path / "README.md").read_text(encoding="utf-8"), tmp_path, monkeypatch)
@@ -125,7 +124,7 @@ def test_the_card_tells_how_the_data_were_made(tmp_path):
     lists = write_record(tmp_path / "lists", "lists", {"by_source": {"gold": 80}}, queries=queries, rankings=filtered)
     run = write_record(tmp_path / "run", "train_encoder", {}, pool=pool, lists=lists)
     steps = data_steps(run)
-    assert [(step.stage, step.counts) for step in steps] == [
+    assert [(step["stage"], step["counts"]) for step in steps] == [
         ("pool", "num_skills 1,234; num_found: b\\|c 1,234"),
         ("queries", "num_queries 80"),
         ("filter", "dropped_by_layer: name 3, jaccard 5"),

@@ -12,7 +12,7 @@ from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
 from safetensors.torch import load_file, save_file
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.export.folder import copy_model, save_encoder
+from skilltrain.export.folder import copy_model, save_model
 from skilltrain.models import loading
 from skilltrain.models.encoder import EncoderConfig, EncoderSettings, load_encoder
 from skilltrain.models.loading import resolve_model
@@ -69,7 +69,7 @@ def told(monkeypatch):
 
 def test_an_encoder_from_the_hub_keeps_what_training_saved(tmp_path, open_encoder_of, publish, told):
     encoder = open_encoder_of("bert", pooling="cls", max_tokens=64, query_max_tokens=32, template=TEMPLATE)
-    save_encoder(encoder, tmp_path / "enc", base="bert")
+    save_model(encoder, tmp_path / "enc", base="bert")
     found = load_encoder(EncoderConfig(source=publish(tmp_path / "enc")), CPU)
     assert found.settings == encoder.settings and told == []
     queries = ["extract pdf text"]

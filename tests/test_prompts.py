@@ -10,7 +10,7 @@ from sentence_transformers import SentenceTransformer
 
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.export.folder import save_encoder
+from skilltrain.export.folder import save_model
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
@@ -106,7 +106,7 @@ def test_what_a_recipe_says_of_prompts_goes_before_what_the_folder_says(foreign,
 
 def test_prompts_go_with_a_trained_model_and_into_what_it_exports(tmp_path, foreign):
     encoder = load_encoder(EncoderConfig(source=foreign(E5)), CPU)
-    save_encoder(encoder, tmp_path / "saved", base="bert")
+    save_model(encoder, tmp_path / "saved", base="bert")
     assert load_encoder(EncoderConfig(source=str(tmp_path / "saved")), CPU).settings == encoder.settings
     plain = SentenceTransformer(str(tmp_path / "saved"), device="cpu")
     assert plain.prompts == E5

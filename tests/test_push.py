@@ -9,11 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from hub_server import TOKEN, Repository, hub_server
 from skilltrain.errors import SkilltrainError
-from skilltrain.export.folder import save_encoder, save_reranker
-from skilltrain.export.published import Published
+from skilltrain.export.card import Published
+from skilltrain.export.folder import save_model
 from skilltrain.templates import RerankerTemplate
-from skilltrain.training.export_run import export_run, save_trained
-from skilltrain.training.push import check_round_trip, push_model
+from skilltrain.training.publish import check_round_trip, export_run, push_model, save_trained
 from small_library import skilltrain
 from test_export_run import DATA, DEV, add_checkpoint, config_of, write_run
 
@@ -121,14 +120,14 @@ def test_what_is_refused_before_anything_is_sent(hub, trained, damage, message):
 
 def test_other_scores_in_plain_sentence_transformers_are_refused(tmp_path, open_encoder_of, open_reranker_of):
     encoder = open_encoder_of("bert", max_tokens=32, query_max_tokens=24)
-    save_encoder(encoder, tmp_path / "encoder", base="b")
+    save_model(encoder, tmp_path / "encoder", base="b")
     check_round_trip(tmp_path / "encoder")
     pooling = tmp_path / "encoder" / "1_Pooling" / "config.json"
     pooling.write_text(pooling.read_text().replace('"pooling_mode": "mean"', '"pooling_mode": "cls"'))
     with pytest.raises(SkilltrainError, match=r"gives other scores: they differ by up to \d"):
         check_round_trip(tmp_path / "encoder")
     cosine = open_reranker_of("bert", template=RerankerTemplate(form="cosine_pair"))
-    save_reranker(cosine, tmp_path / "cosine", base="b")
+    save_model(cosine, tmp_path / "cosine", base="b")
     with pytest.raises(SkilltrainError, match="plain sentence-transformers cannot open it"):
         check_round_trip(tmp_path / "cosine")
 

@@ -219,9 +219,9 @@ def test_scores_equal_plain_code_with_left_padding(reranker):
 def test_scores_equal_plain_sentence_transformers(reranker, tmp_path):
     from sentence_transformers import CrossEncoder
 
-    from skilltrain.export.folder import save_reranker
+    from skilltrain.export.folder import save_model
 
-    save_reranker(reranker, tmp_path, base="qwen3")
+    save_model(reranker, tmp_path, base="qwen3")
     plain = CrossEncoder(str(tmp_path), device="cpu")
     texts = [reranker.settings.template.render_skill(skill) for skill in SKILLS]
     with torch.inference_mode():

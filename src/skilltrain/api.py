@@ -155,8 +155,8 @@ def export_model(
 
     >>> export_model("runs/encoder", "models/encoder", checkpoint="best", interpolate=0.7)
     """
-    from skilltrain.export.published import Published
-    from skilltrain.training.export_run import export_run
+    from skilltrain.export.card import Published
+    from skilltrain.training.publish import export_run
 
     published = Published(repo, license_id, [] if report is None else [Path(report)])
     return export_run(Path(training), Path(out), checkpoint, interpolate, published)

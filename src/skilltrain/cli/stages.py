@@ -116,8 +116,8 @@ def export(
 
     Example: skilltrain export runs/full/sr_rank_0.6b --form sequence_classification --out models/sr_rank_vllm
     """
-    from skilltrain.export.published import Published
-    from skilltrain.training.export_run import export_adapter, export_run
+    from skilltrain.export.card import Published
+    from skilltrain.training.publish import export_adapter, export_run
 
     if adapter:
         if any(given is not None for given in (interpolate, form, reports, repo, license_id)):
@@ -147,8 +147,8 @@ def push(
 
     Example: skilltrain push runs/encoder --repo our-team/sr-emb --license apache-2.0 --dry-run
     """
-    from skilltrain.export.published import Published
-    from skilltrain.training.push import push_model
+    from skilltrain.export.card import Published
+    from skilltrain.training.publish import push_model
 
     found = quietly(push_model, run, Published(repo, license_id, reports or ()), form, public, only_plan)
     if only_plan and not as_json:

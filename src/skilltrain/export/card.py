@@ -1,32 +1,48 @@
-"""The README.md of a saved model, written from its run: what it is, how to use it, what it was trained on."""
+"""The README.md of a saved model, written from its run: what it is, how to use it, what it was trained on.
+
+What lies elsewhere is read from there: the data's history, the base's licence, and evaluations.
+"""
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from skilltrain import __version__
-from skilltrain.export.published import (
-    Published,
-    Results,
-    base_license,
-    data_sets,
-    data_steps,
-    is_on_hub,
-    languages,
-    read_results,
-)
+from skilltrain.errors import SkilltrainError
+from skilltrain.files import read_json
 from skilltrain.models.encoder import EncoderSettings
+from skilltrain.models.loading import resolve_model
 from skilltrain.models.reranker import RerankerSettings
+from skilltrain.runs import RUN_FILE
+from skilltrain.tables import SKILLS, read_table, table_path
 from skilltrain.templates import FIELDS_SEEN
 
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_HUB_SOURCE = re.compile(r"hf:([^:]+)")
+_LEAST_SHARE = 0.01  # of the pool's skills, for a language to be named
 _SECRET_KEY = re.compile(r"(^|_)(key|token|secret|password|credentials)$", re.IGNORECASE)
 _SECRET = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|AKIA)[\w-]{10,}|(?<=://)[^/\s@]+@")
 _HOMES = ("home", "Users")
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a run cannot know of its model: its name on the Hub, its licence, the reports of evaluations of the run."""
+
+    repo: str | None = None
+    license: str | None = None
+    reports: Sequence[Path] = ()
+
+    def check(self) -> None:
+        """Raise SkilltrainError for a name that is none."""
+        if self.repo is not None and HUB_ID.fullmatch(self.repo) is None:
+            raise SkilltrainError("is no name of a model on the Hub", where=self.repo, fix="write OWNER/NAME")
 
 
 @dataclass(frozen=True)
@@ -49,7 +65,15 @@ class RunRecord:
     run: Path | None = None
 
 
-def model_card(record: RunRecord, published: Published = Published()) -> str:  # noqa: B008
+class Results(NamedTuple):
+    """A report's figures: `rows` maps a system to its measures, `own` are the systems that use the model."""
+
+    benchmark: str
+    rows: Mapping[str, Mapping[str, Mapping[str, float]]]
+    own: Sequence[str]
+
+
+def model_card(record: RunRecord, published: Published = Published()) -> str:
     """Markdown with YAML front matter, for the Hub and for whoever opens the folder.
 
     It shows only the last part of local paths, nothing that looks like a key, and no text of the training data. Raises
@@ -61,30 +85,23 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:  #
         loader=PackageLoader("skilltrain.export"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True,
     )  # fmt: skip
-    environment.filters["number"] = _number
-    template = record.settings.template
+    environment.filters |= {"number": _number, "quoted": repr}
     results = [read_results(report, record.run or Path()) for report in published.reports]
+    values = vars(record) | {
+        "base": shareable(record.base).removeprefix("package:"),
+        "recipe": yaml.safe_dump(shareable(record.recipe), sort_keys=False, allow_unicode=True),
+    }
     return environment.get_template("card.md.j2").render(
+        **values,
         front_matter=_front_matter(record, published, results),
         kind=_kind(record),
-        form=None if isinstance(record.settings, EncoderSettings) else record.settings.template.form,
-        exported_form=record.form,
-        base=shareable(record.base).removeprefix("package:"),
+        seen=FIELDS_SEEN[record.settings.template.skill.fields],
         base_license=base_license(record.base),
         base_is_on_hub=is_on_hub(record.base),
         published=published,
         results=results,
         steps=data_steps(record.run) if record.run else [],
         version=__version__,
-        exported=record.exported,
-        interpolate=record.interpolate,
-        settings=record.settings,
-        skill=template.skill,
-        seen=FIELDS_SEEN[template.skill.fields],
-        separator=repr(template.skill.separator),
-        query_chars=template.query_chars,
-        summary=record.summary,
-        recipe=yaml.safe_dump(shareable(record.recipe), sort_keys=False, allow_unicode=True),
     )
 
 
@@ -128,6 +145,88 @@ def _number(value: Any) -> str:
     if isinstance(value, float) and math.isfinite(value):
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value).replace("|", "\\|")
+
+
+def read_results(report: Path, run: Path) -> Results:
+    """The figures of an evaluation in which the model of `run` took part; SkilltrainError if it did not."""
+    found, recipe = read_json(report / "metrics.json"), read_json(report / RUN_FILE)["recipe"]
+    own = [system["name"] for system in recipe["systems"] if _uses(system, run.resolve())]
+    if not own:
+        raise SkilltrainError(f"no system of this report uses {run}", where=report, fix="evaluate it first")
+    return Results(found["benchmark"], {system["name"]: system["metrics"] for system in found["systems"]}, own)
+
+
+def _uses(value: Any, run: Path) -> bool:
+    if isinstance(value, Mapping):
+        source = value.get("source")
+        return (isinstance(source, str) and Path(source).resolve() == run) or _uses([*value.values()], run)
+    return isinstance(value, list) and any(_uses(item, run) for item in value)
+
+
+def data_steps(run: Path) -> list[dict[str, str]]:
+    """The stages that what `run` read went through, the first one first, as far as their folders still exist."""
+    steps: dict[str, dict[str, str]] = {}
+    for step in _steps(run):
+        steps.pop(step["sha256"], None)  # where it was met last, everything that it was made for stands before it
+        steps[step["sha256"]] = step
+    return [*steps.values()][::-1]
+
+
+def _steps(run: Path) -> Iterator[dict[str, str]]:
+    record = _record(run)
+    for key, sha256 in record.get("inputs", {}).items():
+        folder: Any = record["recipe"]
+        for part in key.split("."):
+            folder = folder[int(part)] if isinstance(folder, list) else folder[part]
+        if inner := _record(folder := Path(folder)):
+            counts = _counts(inner.get("summary", {}))
+            yield {"stage": inner["recipe"]["stage"], "name": folder.name, "sha256": sha256, "counts": counts}
+            yield from _steps(folder)
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    return read_json(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else {}
+
+
+def _counts(summary: Mapping[str, Any]) -> str:
+    """Counts in words, such as `num_kept 320; dropped_by_layer: name 3, jaccard 5`; paths shortened to their names."""
+    parts = []
+    for key, value in summary.items():
+        if isinstance(value, int):
+            parts.append(f"{key} {value:,}")
+        elif isinstance(value, Mapping) and value and all(isinstance(count, int) for count in value.values()):
+            parts.append(f"{key}: " + ", ".join(f"{str(name).rsplit('/')[-1]} {n:,}" for name, n in value.items()))
+    return "; ".join(parts).replace("|", "\\|")
+
+
+def is_on_hub(source: str) -> bool:
+    """Whether a model's source names one of the Hub, and no folder here."""
+    return HUB_ID.fullmatch(source) is not None and not Path(source).expanduser().exists()
+
+
+def base_license(source: str) -> str | None:
+    """The licence that the card beside a base model's weights states; None for one of the Hub: its page knows."""
+    from huggingface_hub import ModelCard
+
+    try:
+        card = None if is_on_hub(source) else resolve_model(source, weights=False) / "README.md"
+        return ModelCard.load(card).data.get("license") if card and card.is_file() else None
+    except (SkilltrainError, ValueError):  # it is gone, or its card is none
+        return None
+
+
+def languages(pool: Path) -> list[str] | None:
+    """Those of the skills, the most frequent first; None where the pool is not there any more."""
+    if not table_path(pool, SKILLS).is_file():
+        return None
+    counts = Counter(filter(None, read_table(pool, SKILLS).column("lang").to_pylist()))
+    return [lang for lang, count in counts.most_common() if count >= _LEAST_SHARE * counts.total()] or None
+
+
+def data_sets(pool: Path) -> list[str] | None:
+    """Names on the Hub of the data sets that the pool was made from."""
+    found = [_HUB_SOURCE.match(str(source)) for source in _record(pool).get("recipe", {}).get("sources", ())]
+    return [match[1] for match in found if match] or None
 
 
 def shareable(value: Any) -> Any:

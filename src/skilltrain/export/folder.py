@@ -1,8 +1,9 @@
 """Model folders, written whole or not at all: skilltrain reads them, and plain sentence-transformers scores alike."""
 
 import copy
+import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,59 +15,40 @@ from skilltrain import __version__
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.export.card import shareable
 from skilltrain.export.modules import encoder_layout, reranker_layout
-from skilltrain.export.tokenizer import (
-    append_token,
-    control_tokens,
-    reading_names_as_text,
-    write_tokenizer,
-    yes_no_chat_template,
-)
 from skilltrain.files import inside, read_json, write_json, write_text
 from skilltrain.models.adapters import adapter_files
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import CHECKPOINT_FILE, load_pretrained
 from skilltrain.models.reranker import Reranker
+from skilltrain.models.tokens import TextTokenizer, as_special
+from skilltrain.templates import QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX, RerankerTemplate
 from skilltrain.terminal import say
 
 _PROBES = ("a", "a " * 5, "a " * 30)
 _PROBE_TOKENS = 12
+_CHAT_TEMPLATE = Path(__file__).parent / "templates" / "yes_no_chat.j2"
 
 
-def save_encoder(
-    encoder: Encoder, folder: Path, base: str, card: str | None = None, interpolate: float | None = None
+def save_model(
+    model: Encoder | Reranker, folder: Path, base: str, card: str | None = None, interpolate: float | None = None
 ) -> None:
-    """Write what `SentenceTransformer(folder)` needs to give our vectors, skilltrain.json and the model card.
+    """Write what `SentenceTransformer(folder)` or `CrossEncoder(folder)` needs to give our vectors or scores.
 
-    `interpolate` is the share of trained weights in a mean with those of the base, if it is one.
-
-    Raises SkilltrainError for weights that must not be saved, and where the folder cannot be written.
+    With skilltrain.json and the model card; `interpolate` is the share of trained weights in a mean with those of the
+    base, if it is one. CrossEncoder refuses a reranker of the form `cosine_pair`. Raises SkilltrainError for weights
+    that must not be saved, and where the folder cannot be written.
     """
     with _written_aside(folder) as aside:
-        write_weights(encoder.backbone, aside, folder)
-        write_tokenizer(_tokenizer_of(encoder), encoder.settings.max_tokens, aside)
-        _warn_of_other_ids(encoder, aside)
-        encoder_layout(encoder).write(aside)
-        _write_record(aside, encoder, base, card, interpolate)
-
-
-def save_reranker(
-    reranker: Reranker, folder: Path, base: str, card: str | None = None, interpolate: float | None = None
-) -> None:
-    """Write what `CrossEncoder(folder)` needs to give our scores, skilltrain.json and the model card.
-
-    CrossEncoder refuses a reranker of the form `cosine_pair`. For the rest see `save_encoder`.
-    """
-    settings = reranker.settings
-    with _written_aside(folder) as aside:
-        write_weights(reranker.network, aside, folder)
-        if settings.template.form == "yes_no":
-            tokenizer = copy.copy(reranker.tokenizer)
-            tokenizer.chat_template = yes_no_chat_template(settings.template, control_tokens(tokenizer))
+        write_weights(network_of(model), aside, folder)
+        tokenizer = _tokenizer_of(model)
+        tokenizer.model_max_length = model.settings.max_tokens
+        tokenizer.save_pretrained(str(aside))
+        if isinstance(model, Encoder):
+            _warn_of_other_ids(model, aside)
+            encoder_layout(model).write(aside)
         else:
-            tokenizer = reading_names_as_text(reranker.tokenizer)
-        write_tokenizer(tokenizer, settings.max_tokens, aside)
-        reranker_layout(reranker).write(aside)
-        _write_record(aside, reranker, base, card, interpolate)
+            reranker_layout(model).write(aside)
+        _write_record(aside, model, base, card, interpolate)
 
 
 def save_adapter(model: Encoder | Reranker, folder: Path, base: str) -> None:
@@ -74,12 +56,16 @@ def save_adapter(model: Encoder | Reranker, folder: Path, base: str) -> None:
 
     skilltrain.json beside it says what that network is fed with.
     """
-    network = model.backbone if isinstance(model, Encoder) else model.network
-    config, weights = adapter_files(network, shareable(base))
+    config, weights = adapter_files(network_of(model), shareable(base))
     with _written_aside(folder) as aside:
         config.save_pretrained(aside)
         save_file(weights, aside / "adapter_model.safetensors", metadata={"format": "pt"})
         _write_record(aside, model, base, None, None)
+
+
+def network_of(model: Encoder | Reranker) -> Any:
+    """The network of transformers in a model."""
+    return model.backbone if isinstance(model, Encoder) else model.network
 
 
 def copy_model(source: Path, target: Path) -> None:
@@ -161,14 +147,16 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     write_json(folder / CHECKPOINT_FILE, {**record, "files": sorted(files | {CHECKPOINT_FILE})})
 
 
-def _tokenizer_of(encoder: Encoder) -> Any:
-    """A copy of the encoder's tokenizer that makes of a text what `Encoder.tokenize` does.
-
-    With last-token pooling it appends the end token itself, as Qwen3-Embedding's does and base Qwen3's does not.
-    """
-    tokenizer = reading_names_as_text(encoder.tokenizer)
-    if encoder.settings.pooling == "last_token" and tokenizer("a")["input_ids"][-1] != tokenizer.pad_token_id:
-        append_token(tokenizer, tokenizer.pad_token)
+def _tokenizer_of(model: Encoder | Reranker) -> Any:
+    """A copy of the model's tokenizer that by itself makes of a text what the model does."""
+    if isinstance(model, Reranker) and model.settings.template.form == "yes_no":
+        tokenizer = copy.copy(model.tokenizer)
+        tokenizer.chat_template = yes_no_chat_template(model.settings.template, control_tokens(tokenizer))
+        return tokenizer
+    tokenizer = _reading_names_as_text(model.tokenizer)
+    ends = isinstance(model, Encoder) and model.settings.pooling == "last_token"
+    if ends and tokenizer("a")["input_ids"][-1] != tokenizer.pad_token_id:  # base Qwen3's appends no end itself
+        _append_token(tokenizer, tokenizer.pad_token)
     return tokenizer
 
 
@@ -183,3 +171,49 @@ def _warn_of_other_ids(encoder: Encoder, aside: Path) -> None:
     ours = encoder.tokenize(_PROBES, _PROBE_TOKENS)
     if any([*one] != [*other] for one, other in zip(cut, ours, strict=True)):
         say(f"plain sentence-transformers will not end all texts with {saved.pad_token!r} as skilltrain does")
+
+
+def control_tokens(tokenizer: Any) -> list[str]:
+    """The tokens that our models never see in a text: their names in it are read as the letters they are."""
+    added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
+    ids = TextTokenizer(tokenizer).ids([*added.values()])
+    return sorted(name for (number, name), own in zip(added.items(), ids, strict=True) if number not in own)
+
+
+def _reading_names_as_text(tokenizer: Any) -> Any:
+    """A copy of a tokenizer that reads the names of control tokens in texts as text, as `TextTokenizer` does."""
+    names = control_tokens(tokenizer)
+    known = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.backend_tokenizer.add_special_tokens([as_special(known[name]) for name in names])
+    tokenizer.init_kwargs["split_special_tokens"] = tokenizer.split_special_tokens = True
+    return tokenizer
+
+
+def _append_token(tokenizer: Any, end: str) -> None:
+    """Make `tokenizer` append the token `end` to what it makes of a text already, in place."""
+    from tokenizers import processors
+
+    number = tokenizer.convert_tokens_to_ids(end)
+    ending = processors.TemplateProcessing(single=f"$A {end}", pair=f"$A $B {end}", special_tokens=[(end, number)])
+    backend = tokenizer.backend_tokenizer
+    own = [backend.post_processor] if backend.post_processor is not None else []
+    backend.post_processor = processors.Sequence([*own, ending])
+
+
+def yes_no_chat_template(template: RerankerTemplate, control_tokens: Sequence[str]) -> str:
+    """Qwen3-Reranker's chat form for the roles system (another instruction), query and document.
+
+    The query is cut to the template's characters. The name of a control token inside query or document is broken up
+    by a space: untrusted text must not end its own message (skilltrain reads such names as plain text, without it).
+    """
+    values = {
+        "CONTROL_TOKENS": [*control_tokens],
+        "INSTRUCTION": template.instruction,
+        "PREFIX": QWEN3_RERANKER_PREFIX,
+        "SUFFIX": QWEN3_RERANKER_SUFFIX,
+        "SEPARATOR": template.separator,
+        "QUERY_CHARS": template.query_chars or 10**9,  # null: all of it
+    }
+    lines = [f"{{%- set {name} = {json.dumps(value, ensure_ascii=False)} -%}}" for name, value in values.items()]
+    return "\n".join([*lines, _CHAT_TEMPLATE.read_text(encoding="utf-8")]).strip() + "\n"

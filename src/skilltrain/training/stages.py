@@ -14,11 +14,11 @@ from skilltrain.models.loading import default_device
 from skilltrain.terminal import is_main_process, say
 from skilltrain.training.dev import open_dev
 from skilltrain.training.engine import launched_ranks, new_accelerator, shards_weights, shares_state
-from skilltrain.training.export_run import save_trained
 from skilltrain.training.held_out import check_held_out
 from skilltrain.training.loop import Run, num_steps, step_batches, train
 from skilltrain.training.memory import check_fits, held_bytes, planned_activations
 from skilltrain.training.planned_time import planned_seconds
+from skilltrain.training.publish import save_trained
 from skilltrain.training.scores import check_teacher_scores
 from skilltrain.training.settings import (
     TrainConfig,
