@@ -11,8 +11,8 @@ from skilltrain.losses import InfoNCE, ListwiseCE
 from skilltrain.models.activations import checkpoint_layers, layer_bytes
 from skilltrain.models.adapters import AdapterConfig, add_adapter
 from skilltrain.templates import EncoderTemplate
-from skilltrain.training.memory import planned_activations
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
+from skilltrain.training.training_plan import planned_activations
 from test_plan import NAME_ONLY, lists_by_hand
 from training_data import training_set
 

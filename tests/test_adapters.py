@@ -9,7 +9,7 @@ from transformers import AutoModel, Qwen3Config, Qwen3Model
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.folder import save_model
-from skilltrain.models.adapters import AdapterConfig, add_adapter, is_adapted, loading_options, merge_adapter
+from skilltrain.models.adapters import AdapterConfig, add_adapter, is_adapted, merge_adapter, quantizing_options
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.records import Skill
@@ -173,10 +173,10 @@ def test_bad_input_is_named(open_encoder_of):
 
 
 def test_four_bits_without_bitsandbytes(monkeypatch):
-    assert loading_options(None) == loading_options(SMALL) == {}
+    assert quantizing_options(None) == quantizing_options(SMALL) == {}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SkilltrainError, match=r"pip install 'skilltrain\[qlora\]'"):
-        loading_options(AdapterConfig(quantize="nf4"))
+        quantizing_options(AdapterConfig(quantize="nf4"))
 
 
 class TestFourBits:
@@ -201,7 +201,7 @@ class TestFourBits:
 
     def load(self, folder):
         """The model with 4-bit weights."""
-        return AutoModel.from_pretrained(folder, dtype=torch.float32, **loading_options(self.ADAPTER)).eval()
+        return AutoModel.from_pretrained(folder, dtype=torch.float32, **quantizing_options(self.ADAPTER)).eval()
 
     def hidden(self, network):
         """Directions of the last position."""

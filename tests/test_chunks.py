@@ -209,7 +209,7 @@ def test_another_window_of_a_query_s_skill_is_no_negative():
 
 
 def test_the_model_in_training_ranks_by_the_best_windows():
-    asked = tokenized(["q"], ["q"], lambda texts: [[0]], "", None)
+    asked = tokenized(["q"], ["q"], lambda texts: [[0]])
     own = OwnEncoder(asked, {"a": [[1], [2], [3]], "b": [[4]]}, "top2")
     own.model = lambda inputs: torch.tensor([[1.0, 0], [0.5, 0], [0, 1], [1, 0], [0.625, 0]])
     assert own.rank([Query("q", "find", "", "", "")], None, 2) == {"q": [("a", 0.75), ("b", 0.625)]}

@@ -5,7 +5,7 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 
-from skilltrain.losses import InfoNCE, ListwiseCE
+from skilltrain.losses import ListwiseCE
 from skilltrain.models import cpu_linear
 from skilltrain.models.adapters import AdapterConfig, add_adapter
 from skilltrain.models.cpu_linear import OneDnnLinear, pack_linear_layers, train_with_onednn
@@ -15,8 +15,8 @@ from training_data import training_set
 from training_runs import new_step, run
 
 SHAPES = [
-    ((7, 5), 3, True), ((0, 5), 3, True), ((1, 5), 3, False), ((1, 1), 1, True), ((2, 9, 16), 33, True),
-    ((2, 0, 16), 4, True), ((130, 257), 65, False), ((3, 2, 4, 8), 8, True), ((600, 48), 96, True), ((12,), 5, True),
+    ((0, 5), 3, True), ((1, 5), 3, False), ((2, 9, 16), 33, True), ((2, 0, 16), 4, True), ((130, 257), 65, False),
+    ((3, 2, 4, 8), 8, True), ((12,), 5, True),
 ]  # fmt: skip
 
 
@@ -119,45 +119,27 @@ def test_equal_inputs_give_equal_bits():
         assert all(torch.equal(one, other) for one, other in zip(again, first, strict=True))
 
 
-def step_gradients(model, step, data):
-    model.zero_grad()
-    loss = step.train()(data.lists)
-    loss.backward()
-    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same_step(model, make_step):
-    """A training step's loss and gradients, plain and by oneDNN; no name changes."""
-    data = training_set(6)
-    names = list(model.state_dict())
-    plain_loss, plain = step_gradients(model, make_step(model, data), data)
-    train_with_onednn(model)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["bert", "qwen3", "bert_reranker", "qwen3_reranker", "qwen3 with an adapter"])
+def test_a_training_step_is_the_plain_one_and_no_name_changes(open_encoder_of, open_reranker_of, name, recompute):
+    is_reranker, data = name.endswith("reranker"), training_set(6)
+    model = (open_reranker_of if is_reranker else open_encoder_of)(name.split()[0])
+    if name.endswith("adapter"):
+        add_adapter(model.network, AdapterConfig(rank=4, alpha=8))
+    settings, names, results = StepSettings(400, recompute), list(model.state_dict()), []
+    for speed_up in (lambda _: None, train_with_onednn):
+        speed_up(model)
+        step = (RerankerStep if is_reranker else EncoderStep)(model, ListwiseCE(), data, settings).train()
+        model.zero_grad()
+        loss = step(data.lists)
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        results.append((loss.item(), gradients))
+    (plain_loss, plain), (loss, got) = results
     assert any(type(module) is OneDnnLinear for module in model.modules()) and list(model.state_dict()) == names
-    loss, got = step_gradients(model, make_step(model, data), data)
-    assert loss == pytest.approx(plain_loss, rel=1e-5)
-    assert got.keys() == plain.keys()
+    assert loss == pytest.approx(plain_loss, rel=1e-5) and got.keys() == plain.keys()
     largest = max(value.abs().max().item() for value in plain.values())
     assert max((got[name] - plain[name]).abs().max().item() for name in plain) <= 1e-5 * largest
-
-
-@pytest.mark.parametrize("name", ["bert", "qwen3"])
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("adapter", [None, AdapterConfig(rank=4, alpha=8)], ids=["full", "lora"])
-def test_an_encoders_step_is_the_plain_one(open_encoder_of, name, recompute, adapter):
-    encoder = open_encoder_of(name)
-    if adapter:
-        encoder.requires_grad_(False)
-        add_adapter(encoder.backbone, adapter)
-    assert_same_step(encoder, lambda model, data: EncoderStep(model, InfoNCE(), data, StepSettings(150, recompute)))
-
-
-@pytest.mark.parametrize("name", ["bert_reranker", "qwen3_reranker"])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_rerankers_step_is_the_plain_one(open_reranker_of, name, recompute):
-    reranker = open_reranker_of(name)
-    assert_same_step(
-        reranker, lambda model, data: RerankerStep(model, ListwiseCE(), data, StepSettings(400, recompute))
-    )
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -9,8 +9,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
 from skilltrain.stages import parse_recipe, run_recipe
 from skilltrain.tables import CLUSTERS, DROPPED, JUDGEMENTS, LISTS, QUERIES, SKILLS, read_table, rows_of, write_table
-from skilltrain.training.held_out import check_held_out
-from skilltrain.training.stages import TrainEncoderConfig
+from skilltrain.training.stages import TrainEncoderConfig, check_held_out
 from skilltrain.training.training_set import load_training_set
 from small_library import skilltrain
 

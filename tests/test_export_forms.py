@@ -14,8 +14,8 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import RunRecord, model_card
 from skilltrain.export.folder import save_model
 from skilltrain.export.forms import ONNX, ONNX_INT8, OPENVINO, write_form
-from skilltrain.models.max_sim import max_sim
 from skilltrain.models.micro_batches import pad
+from skilltrain.models.pooling import max_sim
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.records import Skill
 from skilltrain.templates import EncoderTemplate, RerankerTemplate

@@ -8,7 +8,7 @@ import torch
 from pydantic import ValidationError
 
 from skilltrain.losses import InfoNCE, LateInteraction
-from skilltrain.models.max_sim import max_sim
+from skilltrain.models.pooling import max_sim
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval import late
 from skilltrain.retrieval.cascade import SystemConfig, run_systems

@@ -15,9 +15,10 @@ from skilltrain.models.adapters import AdapterConfig
 from skilltrain.models.encoder import Encoder, EncoderConfig
 from skilltrain.training import loop
 from skilltrain.training.engine import new_accelerator
-from skilltrain.training.memory import check_fits, out_of_memory_in_one_line
+from skilltrain.training.memory import out_of_memory_in_one_line
 from skilltrain.training.settings import TrainEncoderConfig, TrainingConfig, load_model
 from skilltrain.training.steps import EncoderStep, StepSettings
+from skilltrain.training.training_plan import check_fits
 from skilltrain.training.training_set import ListsSource
 from training_data import training_set
 from training_runs import CONFIG, new_step, run

@@ -5,25 +5,15 @@ from rich.console import Console
 
 from skilltrain import terminal
 from skilltrain.terminal import progress, say
-from skilltrain.training.log import StepResult, note_of
-
-
-def result(seconds=1.0, queries=8, tokens=900, slots=1000, loss=0.5):
-    return StepResult(loss, 2e-5, 2.31, queries, tokens, slots, seconds)
-
-
-def test_the_figures_of_a_step_by_hand():
-    figures = result(seconds=2.0).figures(epoch=1.5)
-    rates = {"queries_per_second": 4.0, "tokens_per_second": 450.0, "padding_share": 0.1}
-    assert figures == pytest.approx({"epoch": 1.5, "loss": 0.5, "learning_rate": 2e-5, "grad_norm": 2.31} | rates)
-    assert result(tokens=0, slots=0, seconds=0.0).figures(1.0)["padding_share"] == 0
+from skilltrain.training.log import note_of
 
 
 def test_the_line_for_the_terminal():
-    figures = StepResult(0.12344, 1.9e-5, 2.314, 37, 16_800, 17_320, 3.0).figures(0.1)
-    assert note_of(figures) == "loss 0.1234  lr 1.9e-05  |g| 2.31  12.3 queries/s  5,600 tokens/s  padding 3%"
-    figures = StepResult(0.1, 1e-5, 2.0, 3000, 2_500_000, 2_500_000, 1.0).figures(0.2)
-    assert "3,000.0 queries/s  2,500,000 tokens/s" in note_of(figures)
+    figures = {"loss": 0.12344, "learning_rate": 1.9e-5, "grad_norm": 2.314, "padding_share": 0.03}
+    line = "loss 0.1234  lr 1.9e-05  |g| 2.31  12.3 queries/s  5,600 tokens/s  padding 3%"
+    assert note_of(figures | {"queries_per_second": 12.33, "tokens_per_second": 5600}) == line
+    many = {"queries_per_second": 3000, "tokens_per_second": 2_500_000, "peak_gib": 7.96}
+    assert note_of(figures | many).endswith("3,000.0 queries/s  2,500,000 tokens/s  padding 3%  peak 8.0 GiB")
 
 
 @pytest.fixture

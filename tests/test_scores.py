@@ -8,7 +8,6 @@ from skilltrain.losses import KL, InfoNCE, ListwiseCE, MarginMSE, Matryoshka, Ra
 from skilltrain.records import Skill
 from skilltrain.training.scores import (
     ScoreContext,
-    candidate_labels,
     check_teacher_scores,
     encoder_scores,
     in_batch_negatives,
@@ -22,7 +21,10 @@ SKILLS = {
 }
 ONE = TrainingList("q1", "pods", ("a", "b"), (1.0, 0.0), frozenset("a"))
 TWO = TrainingList("q2", "clips", ("c", "e"), (0.5, 0.0), frozenset("cb"))
-DATA = TrainingSet((ONE, TWO), SKILLS)
+AGAIN = TrainingList("q3", "pods", ("e", "b"), (1.0, 0.0), frozenset("e"))
+TWIN = TrainingList("q", "pods", ("a", "d"), (1.0, 0.0), frozenset("a"))
+FAR = TrainingList("q", "pods", ("a", "b"), (1.0, 0.0), frozenset({"a", "never seen"}))
+THREE = TrainingList("q3", "tables", ("e", "d"), (1.0, 0.5), frozenset("ed"))
 ALL_SIDES = InfoNCE(directions=("query_to_skill", "skill_to_query", "query_to_query", "skill_to_skill"))
 ONE_WAY = InfoNCE()
 SYMMETRIC = InfoNCE(directions=("query_to_skill", "skill_to_query"), partition="per_direction")
@@ -40,12 +42,34 @@ def unit(rows, seed, dim=8):
 # Who may be a negative -----------------------------------------------------------------------------------------------
 
 
-def test_known_positives_and_twins_by_name_are_no_in_batch_negatives():
-    gains, valid = candidate_labels([ONE, TWO], "abcde", context(ONE, TWO))
-    assert gains.tolist() == [[1, 0, 0, 0, 0], [0, 0, 0.5, 0, 0]]
-    # q1: d bears a's name. q2: b is known to answer it, though it is no candidate of its list.
-    assert valid.tolist() == [[True, True, True, False, True], [True, False, True, True, True]]
-    # The own lists, (a, b) and (c, e), are not negatives from the batch.
+@pytest.mark.parametrize(
+    ("lists", "skill_ids", "of", "expected"),
+    [
+        # q1: d bears a's name. q2: b is known to answer it, though it is no candidate of its list.
+        ([ONE, TWO], "abcde", context(ONE, TWO), ["YYY.Y", "Y.YYY"]),
+        # q1 loses e, its positive's duplicate. q2 keeps a: its own negative e is a's duplicate, no positive.
+        ([ONE, TWO], "abcde", context(ONE, TWO, clusters={"a": 7, "e": 7, "d": 3, "x": 3}), ["YYY..", "Y.YYY"]),
+        # d bears a's name and is a duplicate of e; that does not make e a positive of q1.
+        ([ONE], "abcde", context(ONE, clusters={"d": 1, "e": 1}), ["YYY.Y"]),
+        # Queries of the same text share their positives, whether or not the other list is in the batch.
+        ([ONE, TWO], "abcde", context(ONE, TWO, AGAIN), ["YYY..", "Y.YYY"]),
+        ([ONE], "abcde", context(ONE, TWO, AGAIN), ["YYY.."]),
+        ([ONE, TWO], "abcde", context(ONE, TWO, in_batch=False), ["YY...", "..Y.Y"]),
+        # A list's own candidate counts even with a positive's name, and in its cluster.
+        ([TWIN], "abd", context(TWIN, clusters={"a": 1, "d": 1}), ["YYY"]),
+        # Positives outside the training set count by their cluster alone.
+        ([FAR], "abc", context(FAR), ["YYY"]),
+        ([FAR], "abc", context(FAR, clusters={"never seen": 4, "c": 4}), ["YY."]),
+    ],
+)
+def test_who_counts_for_a_query(lists, skill_ids, of, expected):
+    found = encoder_scores(lists, lists, unit(len(lists), 0), None, skill_ids, unit(len(skill_ids), 1), of)
+    assert ["".join(".Y"[counts] for counts in row) for row in found.valid.tolist()] == expected
+
+
+def test_gains_stand_at_their_skills_and_the_own_list_is_no_in_batch_negative():
+    found = encoder_scores([ONE, TWO], [ONE, TWO], unit(2, 0), None, "abcde", unit(5, 1), context(ONE, TWO))
+    assert found.gains.tolist() == [[1, 0, 0, 0, 0], [0, 0, 0.5, 0, 0]]
     negatives = in_batch_negatives([ONE, TWO], "abcde", context(ONE, TWO))
     assert negatives.tolist() == [[False, False, True, False, True], [True, False, False, True, False]]
 
@@ -60,65 +84,19 @@ def test_positives_are_those_of_the_lists_own_verdicts():
     assert window.is_positive == (True, False)
 
 
-def test_near_duplicates_of_a_positive_are_no_in_batch_negatives():
-    of = context(ONE, TWO, clusters={"a": 7, "e": 7, "d": 3, "x": 3})
-    _, valid = candidate_labels([ONE, TWO], "abcde", of)
-    # q1 loses e, its positive's duplicate. q2 keeps a: its own negative e is a's duplicate, no positive.
-    assert valid.tolist() == [[True, True, True, False, False], [True, False, True, True, True]]
-
-
-def test_twins_are_not_passed_on():
-    # d bears a's name and is a duplicate of e; that does not make e a positive of q1.
-    _, valid = candidate_labels([ONE], "abcde", context(ONE, clusters={"d": 1, "e": 1}))
-    assert valid.tolist() == [[True, True, True, False, True]]
-
-
-def test_queries_of_the_same_text_share_their_positives():
-    again = TrainingList("q3", "pods", ("e", "b"), (1.0, 0.0), frozenset("e"))
-    for lists in ([ONE, TWO], [ONE]):  # whether or not the other list is in the batch
-        _, valid = candidate_labels(lists, "abcde", context(ONE, TWO, again))
-        assert valid[0].tolist() == [True, True, True, False, False]
-
-
-def test_without_in_batch_negatives_only_the_own_list_counts():
-    _, valid = candidate_labels([ONE, TWO], "abcde", context(ONE, TWO, in_batch=False))
-    assert valid.tolist() == [[True, True, False, False, False], [False, False, True, False, True]]
-
-
-def test_a_lists_own_candidate_counts_even_with_a_positives_name():
-    own = TrainingList("q", "pods", ("a", "d"), (1.0, 0.0), frozenset("a"))
-    _, valid = candidate_labels([own], "abd", context(own, clusters={"a": 1, "d": 1}))
-    assert valid.tolist() == [[True, True, True]]
-
-
-def test_positives_outside_the_training_set_count_by_their_cluster_alone():
-    far = TrainingList("q", "pods", ("a", "b"), (1.0, 0.0), frozenset({"a", "never seen"}))
-    assert candidate_labels([far], "abc", context(far))[1].all()
-    of = context(far, clusters={"never seen": 4, "c": 4})
-    assert candidate_labels([far], "abc", of)[1].tolist() == [[True, True, False]]
-
-
 def test_skills_without_a_name_are_not_twins():
     skills = {skill_id: Skill(skill_id, "--", "", "") for skill_id in "ab"}
     one = TrainingList("q", "pods", ("a",), (1.0,), frozenset("a"))
     of = ScoreContext.of(TrainingSet((one,), skills), InfoNCE(), in_batch=True)
-    assert candidate_labels([one], "ab", of)[1].all()
+    assert in_batch_negatives([one], "ab", of).tolist() == [[False, True]]
 
 
 # Scores --------------------------------------------------------------------------------------------------------------
 
 
-def test_scores_are_cosines_of_own_queries_with_all_skills():
-    queries, skills = unit(2, 0), unit(5, 1)
-    batch = encoder_scores([ONE, TWO], [ONE, TWO], queries, None, "abcde", skills, context(ONE, TWO))
-    assert torch.equal(batch.scores, queries @ skills.T)
-    assert batch.teacher_scores is None and batch.sides is None
-
-
 def test_sides_by_hand():
-    three = TrainingList("q3", "tables", ("e", "d"), (1.0, 0.5), frozenset("ed"))
-    of = context(ONE, TWO, three, loss=ALL_SIDES)
-    lists = [ONE, TWO, three]
+    of = context(ONE, TWO, THREE, loss=ALL_SIDES)
+    lists = [ONE, TWO, THREE]
     sides = encoder_scores(lists, lists, unit(3, 0), unit(3, 0), "abcde", unit(5, 1), of).sides
     assert sides is not None
     # q1's a and q3's d are twins by name, so the two queries are no negatives of each other.
@@ -168,8 +146,7 @@ def test_lexical_scores_stand_at_their_queries_and_skills():
     [ALL_SIDES, SYMMETRIC, InfoNCE(), RESIDUAL, *(Matryoshka(loss=one, dims=(3, 8)) for one in (ALL_SIDES, RESIDUAL))],
 )
 def test_ranks_add_up_to_one_process(loss):
-    three = TrainingList("q3", "tables", ("e", "d"), (1.0, 0.5), frozenset("ed"))
-    lists, queries, skills = [ONE, TWO, three], unit(3, 0), unit(5, 1)
+    lists, queries, skills = [ONE, TWO, THREE], unit(3, 0), unit(5, 1)
     of = replace(context(*lists, loss=loss), lexical=LEXICAL)
     whole = loss(encoder_scores(lists, lists, queries, queries, "abcde", skills, of))
     parts = [
@@ -199,8 +176,7 @@ def test_all_directions_by_hand():
 
 @pytest.mark.parametrize("loss", [ALL_SIDES, SYMMETRIC, InfoNCE(directions=SYMMETRIC.directions)])
 def test_gradients_through_sides_equal_finite_differences(loss):
-    three = TrainingList("q3", "tables", ("e", "d"), (1.0, 0.5), frozenset("ed"))
-    lists = [ONE, TWO, three]
+    lists = [ONE, TWO, THREE]
     of = context(*lists, loss=loss)
 
     def value(queries, skills):

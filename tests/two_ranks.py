@@ -166,7 +166,7 @@ def order(file: Path, rank: int) -> str:
 def dev_figure(root: Path, rank: int) -> float:
     """MRR of a dev evaluation in which a last bit orders the skills differently on the second rank."""
     queries, skill_ids = [Query("q", "find", "single", "test", "dev")], ["s0", "s1"]
-    asked = tokenized(["q"], ["q"], lambda texts: [[0]], "", None)
+    asked = tokenized(["q"], ["q"], lambda texts: [[0]])
     own = OwnEncoder(asked, {skill_id: [[0]] for skill_id in skill_ids})
     relevances = {"q": Relevance(frozenset({"s0"}), {"s0": 1.0})}
     dev = Dev(DevConfig(benchmark=root), relevances, Cascade(queries, [], 20, own), own)

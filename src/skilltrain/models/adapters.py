@@ -35,7 +35,7 @@ class AdapterConfig(Config):
     )
 
 
-def loading_options(adapter: AdapterConfig | None) -> dict[str, Any]:
+def quantizing_options(adapter: AdapterConfig | None) -> dict[str, Any]:
     """What `from_pretrained` needs beside the usual: NF4 with double quantisation, computing in bfloat16, or nothing.
 
     Raises SkilltrainError where 4 bits are asked for and bitsandbytes is not installed.

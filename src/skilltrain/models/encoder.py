@@ -15,13 +15,11 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.models import shared_prompt
 from skilltrain.models.loading import (
     ModelConfig,
-    backbone_options,
     load_network,
     load_pretrained,
     load_tokenizer,
+    loading_options,
     num_positions,
-    placing_options,
-    resolve_dtype,
     resolve_model,
     stored_settings,
 )
@@ -88,6 +86,11 @@ class Encoder(nn.Module):
         return next(self.backbone.parameters()).device
 
     @property
+    def network(self) -> Any:
+        """The backbone, under the name that a reranker's has."""
+        return self.backbone
+
+    @property
     def dim(self) -> int:
         """Length of a vector."""
         return self.backbone.config.hidden_size
@@ -111,6 +114,11 @@ class Encoder(nn.Module):
         rendered = [self.settings.template.render_query(text) for text in texts]
         return self.tokenize(rendered, self.settings.query_max_tokens)
 
+    def tokenize_skills(self, skills: Sequence[Skill]) -> list[TokenIds]:
+        """Token ids of the skills' texts, rendered and capped as the template says."""
+        texts = [self.settings.template.render_skill(skill) for skill in skills]
+        return self.tokenize(texts, self.settings.max_tokens)
+
     def attend_by_length(self) -> None:
         """From now on, the texts of a micro-batch stand in one row: no padding, and flash attention on a GPU.
 
@@ -123,13 +131,13 @@ class Encoder(nn.Module):
         shared_prompt.enable(self.backbone)
         self.is_packed = True
 
-    def micro_batches(self, lengths: Sequence[int], token_budget: int) -> Groups:
-        """Positions of texts of these lengths, in groups to encode together; see `micro_batches.micro_batches`."""
-        return micro_batches(lengths, token_budget, 0 if self.is_packed else None)
+    def micro_batches(self, texts: Sequence[Sized], token_budget: int) -> Groups:
+        """Positions of the texts, in groups to encode together; see `micro_batches.micro_batches`."""
+        return micro_batches([*map(len, texts)], token_budget, 0 if self.is_packed else None)
 
-    def num_slots(self, lengths: Sequence[int]) -> int:
-        """Tokens that `forward` computes for texts of these lengths, padding included."""
-        return sum(lengths) if self.is_packed else max(lengths) * len(lengths)
+    def num_slots(self, texts: Sequence[Sized]) -> int:
+        """Tokens that `forward` computes for these texts, padding included."""
+        return sum(map(len, texts)) if self.is_packed else max(map(len, texts)) * len(texts)
 
     def embed(self, texts: Sequence[TokenIds]) -> list[Float[Tensor, "_ width"]]:
         """What `forward` takes for the texts in place of their ids where it runs in several micro-batches."""
@@ -188,9 +196,7 @@ def load_encoder(
     tokenizer = load_tokenizer(folder)
     if tokenizer.pad_token_id is None:
         raise SkilltrainError("the tokenizer has no pad token", where=config.source)
-    dtype = resolve_dtype(config.precision, device)
-    given = {"dtype": dtype, **backbone_options(model_config), **options, **placing_options(device)}
-    backbone = load_network(AutoModel, folder, tokenizer, given)
+    backbone = load_network(AutoModel, folder, tokenizer, {**loading_options(config, model_config, device), **options})
     backbone.config.use_cache = False  # keys and values of texts that are never continued
     return Encoder(backbone.to(device).eval(), tokenizer, settings)
 

@@ -196,10 +196,8 @@ def load_network(
     folder has on the backbone and the network has not are left out. Raises SkilltrainError for any other difference
     between the weights and config.json.
     """
-    network, found = load_pretrained(
-        auto_class, folder, "weights", use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True,
-        **options,
-    )  # fmt: skip
+    checks = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    network, found = load_pretrained(auto_class, folder, "weights", **checks, **options)
     backbone, prefix = network.base_model, f"{network.base_model_prefix}."
     parts = {name.partition(".")[0] for name, _ in backbone.named_parameters()}
     lacking = {*found["missing_keys"]}
@@ -224,6 +222,16 @@ def load_network(
     return network
 
 
+def loading_options(config: ModelConfig, model_config: Any, device: torch.device) -> dict[str, Any]:
+    """How `from_pretrained` is to make a network.
+
+    On a GPU at once, so that ranks hold no copy of it in the machine's memory first; on the device meta without its
+    weights being read.
+    """
+    placed = {"device_map": device} if device.type in ("cuda", "meta") else {}
+    return {"dtype": resolve_dtype(config.precision, device), **backbone_options(model_config), **placed}
+
+
 def backbone_options(model_config: Any) -> dict[str, Any]:
     """Options for BERT-like backbones: no unused pooler (it breaks DDP's second step), and no attention dropout,
     which would put PyTorch's attention on its slow path on CPU.
@@ -238,13 +246,6 @@ def backbone_options(model_config: Any) -> dict[str, Any]:
     if classes and all("add_pooling_layer" in inspect.signature(one).parameters for one in classes):
         options["add_pooling_layer"] = False
     return options
-
-
-def placing_options(device: torch.device) -> dict[str, Any]:
-    """Options by which a network is made on a GPU at once, so that ranks hold no copy of it in the machine's memory
-    first; and on the device meta, without its weights being read.
-    """
-    return {"device_map": device} if device.type in ("cuda", "meta") else {}
 
 
 def heads(network: Any) -> list[nn.Module]:

@@ -1,11 +1,12 @@
-"""From a text's token vectors to its one vector; and what sentence-transformers' files say of that and of prompts."""
+"""From token vectors to a text's one vector, or to MaxSim; and what sentence-transformers' files say of a model."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from skilltrain.config import Config, validate
@@ -41,20 +42,39 @@ def at_least_float32(values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-class _Limits(Config):
-    """The token limits in sentence-transformers' files: of any text, and of each kind of text."""
+def max_sim(
+    queries: Sequence[Float[Tensor, "_ dim"]], skills: Sequence[Float[Tensor, "_ dim"]]
+) -> Float[Tensor, "query skill"]:
+    """The mean over a query's tokens of the largest cosine with one of the skill's tokens.
+
+    Takes the unit vectors of each text's tokens, in float32 or wider; there is a skill, and every text has a token.
+    One skill at a time, for `max` keeps for its gradient only where the largest cosines were, not all of them.
+    Source: Khattab and Zaharia 2020 (ColBERT), equation 3, which sums where this takes the mean.
+    """
+    tokens = torch.cat([skills[0][:0], *queries])  # a rank may have no query
+    with torch.autocast(tokens.device.type, enabled=False):  # bfloat16 would round cosines to 1/256
+        best = torch.stack([(tokens @ skill.T).max(1).values for skill in skills], 1)
+    return torch.stack([part.mean(0) for part in best.split([*map(len, queries)])]) if queries else best
+
+
+class _Foreign(Config):
+    """Settings of another program, of which some are read."""
 
     model_config = ConfigDict(extra="ignore")
 
+
+class _Module(_Foreign):
+    type: str
+    path: str
+
+
+class _Limits(_Foreign):
     max_seq_length: int | None = Field(default=None, ge=8)
     document_length: int | None = Field(default=None, ge=8)
     query_length: int | None = Field(default=None, ge=8)
 
 
-class _Prompts(Config):
-    """The texts that sentence-transformers puts before others, by name; `default_prompt_name` is for neither kind."""
-
-    model_config = ConfigDict(extra="ignore")
+class _Prompts(_Foreign):
     prompts: dict[str, str | None] = Field(default={})
 
 
@@ -87,26 +107,25 @@ def module_settings(folder: Path, model_config: Any, pooling_is_given: bool, lea
     if not (folder / "modules.json").is_file():
         return {}
     places = _places(folder)
-    settings: dict[str, Any] = {}
-    if "Pooling" in places and not pooling_is_given:
-        settings["pooling"] = _pooling(folder, places["Pooling"])
-    return settings | _token_limits(folder, places.get("Transformer", folder), model_config, least_query_tokens)
+    limits = _token_limits(folder, places.get("Transformer", folder), model_config, least_query_tokens)
+    pooling = {"pooling": _pooling(folder, places["Pooling"])} if "Pooling" in places and not pooling_is_given else {}
+    return pooling | limits
 
 
 def _places(folder: Path) -> dict[str, Path]:
     """Kind of module → its folder inside the model's."""
-    modules = read_json(folder / "modules.json")
-    is_list = isinstance(modules, list) and all(isinstance(module, dict) for module in modules)
-    if not is_list or not all({"type", "path"} <= module.keys() for module in modules):
-        raise SkilltrainError("its modules.json is no list of modules", where=folder)
+    listed = read_json(folder / "modules.json")
+    try:
+        modules = TypeAdapter(list[_Module]).validate_python(listed)
+    except ValidationError as error:
+        raise SkilltrainError("its modules.json is no list of modules", where=folder) from error
     places: dict[str, Path] = {}
     for module in modules:
-        name = str(module["type"])
-        package, kind = name.split(".")[0], name.split(".")[-1]
+        package, kind = module.type.split(".")[0], module.type.split(".")[-1]
         if package != "sentence_transformers" or kind not in _COMPUTED:
-            what = f"its modules.json asks for {name}, which an encoder here does not compute"
+            what = f"its modules.json asks for {module.type}, which an encoder here does not compute"
             raise SkilltrainError(what, where=folder, fix=f"choose a model of {', '.join(_COMPUTED)} alone")
-        places[kind] = inside(folder, str(module["path"]), folder / "modules.json")
+        places[kind] = inside(folder, module.path, folder / "modules.json")
     return places
 
 
@@ -132,18 +151,16 @@ def _token_limits(folder: Path, place: Path, model_config: Any, least_query_toke
     queries are cut by characters first, and their ends hold what is asked.
     """
     names = ("sentence_bert_config.json", f"sentence_{model_config.model_type}_config.json")
-    values = next(filter(None, (_read_map(place / name) for name in names)), {})
-    if values.get("max_seq_length") is None:
+    given = validate(_Limits, next(filter(None, (_read_map(place / name) for name in names)), {}), folder)
+    most = given.max_seq_length
+    if most is None:
         tokenizers = _read_map(place / "tokenizer_config.json").get("model_max_length")
-        values["max_seq_length"] = tokenizers if isinstance(tokenizers, int) and tokenizers < _ENDLESS else None
-    given = validate(_Limits, values, folder)
-    most = _least(given.max_seq_length, num_positions(model_config))
+        most = tokenizers if isinstance(tokenizers, int) and tokenizers < _ENDLESS else None
+    most = _least(most, num_positions(model_config))
     query_most = most if most is None or given.query_length else max(most, least_query_tokens)
-    limits = {
-        "max_tokens": _least(given.document_length, most),
-        "query_max_tokens": _least(given.query_length, query_most),
-    }
-    return {name: limit for name, limit in limits.items() if limit is not None}
+    limits = _least(given.document_length, most), _least(given.query_length, query_most)
+    named = zip(("max_tokens", "query_max_tokens"), limits, strict=True)
+    return {name: limit for name, limit in named if limit is not None}
 
 
 def _least(*limits: int | None) -> int | None:

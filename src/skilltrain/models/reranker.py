@@ -15,16 +15,14 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.models import shared_prompt
 from skilltrain.models.loading import (
     ModelConfig,
-    backbone_options,
     heads,
     in_own_dtype,
     is_encoder,
     load_network,
     load_pretrained,
     load_tokenizer,
+    loading_options,
     num_positions,
-    placing_options,
-    resolve_dtype,
     resolve_model,
     stored_settings,
 )
@@ -192,10 +190,9 @@ def load_reranker(
     tokenizer = load_tokenizer(folder)
     settings = _fitting(settings, tokenizer, model_config, config.source)
     settings = settings.model_copy(update={"template": with_fields(settings.template, config.fields)})
-    dtype = resolve_dtype(config.precision, device)
-    loading = {"dtype": dtype, **backbone_options(model_config), **options, **placing_options(device)}
     kind = "causal" if causal and settings.template.form == "yes_no" else settings.template.form
-    network = _network(folder, kind, tokenizer, loading, new_head)
+    given = {**loading_options(config, model_config, device), **options}
+    network = _network(folder, kind, tokenizer, given, new_head)
     return Reranker(network.to(device).eval(), tokenizer, settings)
 
 

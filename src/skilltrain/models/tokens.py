@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Int32
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import atomic_path
@@ -21,6 +21,8 @@ _CONTROL_SHAPE = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 _BLOCK = 2000  # texts tokenised between two movements of the progress bar
 _DIGEST_BYTES = 32
 TextT = TypeVar("TextT", bound=Hashable)
+TokensOf = dict[str, np.ndarray]
+"""Token ids by key, views of one flat int32 array: 4 bytes per token, where lists of Python numbers take 40."""
 
 
 def as_special(token: Any) -> Any:
@@ -84,22 +86,13 @@ class TextTokenizer:
         return [number for number, framing in marks if framing or number not in self._control_ids]
 
 
-class TokenStore(dict[str, np.ndarray]):
-    """Token ids by key, views of one flat int32 array: 4 bytes per token, where lists of Python numbers take 40."""
-
-    @property
-    def lengths(self) -> Int64[np.ndarray, "key"]:
-        """Tokens of each key's text, in the order of the keys."""
-        return np.array([len(ids) for ids in self.values()], dtype=np.int64)
-
-
 def tokenized(
     keys: Sequence[str],
     texts: Sequence[TextT],
     tokenize: Callable[[list[TextT]], Sequence[TokenIds]],
-    identity: str,
-    cache: Path | None,
-) -> TokenStore:
+    identity: str = "",
+    cache: Path | None = None,
+) -> TokensOf:
     """The token ids of each key's text, each distinct text tokenised once, or read from a file in the folder `cache`.
 
     `texts` are strings, or whatever `tokenize` makes one text each of, that `repr` tells apart. The file is named
@@ -115,7 +108,7 @@ def tokenized(
             _write(path, values)
     lengths, ids = np.split(values, [len(distinct)])
     ids_of = dict(zip(distinct, np.split(ids, np.cumsum(lengths, dtype=np.int64)[:-1]), strict=False))
-    return TokenStore((key, ids_of[text]) for key, text in zip(keys, texts, strict=True))
+    return {key: ids_of[text] for key, text in zip(keys, texts, strict=True)}
 
 
 def tokenizer_identity(tokenizer: Any) -> str:
@@ -140,12 +133,9 @@ def _tokenize(
     texts: list[TextT], tokenize: Callable[[list[TextT]], Sequence[TokenIds]]
 ) -> Int32[np.ndarray, "length_or_token"]:
     """How many ids each text has, then the ids of all texts."""
-    blocks = [texts[start : start + _BLOCK] for start in range(0, len(texts), _BLOCK)]
-    found = [
-        np.asarray(ids, dtype=np.int32) for block in track(blocks, "tokenizing", len(blocks)) for ids in tokenize(block)
-    ]
-    if len(found) != len(texts):
-        raise ValueError(f"tokenize gave {len(found)} texts for {len(texts)}")
+    starts = range(0, len(texts), _BLOCK)
+    blocks = (tokenize(texts[start : start + _BLOCK]) for start in track(starts, "tokenizing", len(starts)))
+    found = [np.asarray(ids, dtype=np.int32) for block in blocks for ids in block]
     return np.concatenate([np.array([len(ids) for ids in found], dtype=np.int32), *found])
 
 
@@ -161,8 +151,7 @@ def _read(path: Path) -> Int32[np.ndarray, "length_or_token"] | None:
 
 def _write(path: Path, values: Int32[np.ndarray, "length_or_token"]) -> None:
     try:
-        with atomic_path(path) as temporary, temporary.open("wb") as file:
-            file.write(hashlib.sha256(values.data).digest())
-            file.write(values.data)
+        with atomic_path(path) as temporary:
+            temporary.write_bytes(hashlib.sha256(values.data).digest() + values.tobytes())
     except SkilltrainError as error:
         say(f"token ids are not kept for later runs: {error}")

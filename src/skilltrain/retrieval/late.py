@@ -13,8 +13,8 @@ from torch import Tensor
 
 from skilltrain.models.encoder import Encoder, EncoderConfig
 from skilltrain.models.loading import Precision, resolve_model, stored_settings
-from skilltrain.models.max_sim import max_sim
 from skilltrain.models.micro_batches import TokenIds, micro_batches
+from skilltrain.models.pooling import max_sim
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.dense import EncoderSource, open_encoder
 from skilltrain.retrieval.nearest import starts_of

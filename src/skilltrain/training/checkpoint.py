@@ -65,9 +65,9 @@ class Position:
     seconds: float = 0.0
     best: Best = field(default_factory=Best)
 
-    def advance(self, loss: float, queries: int, tokens: int, seconds: float) -> None:
-        """Count one more optimiser step; `seconds` are those of the whole training so far."""
-        self.step, self.loss, self.seconds = self.step + 1, loss, seconds
+    def advance(self, loss: float, queries: int, tokens: int) -> None:
+        """Count one more optimiser step."""
+        self.step, self.loss = self.step + 1, loss
         self.queries, self.tokens = self.queries + queries, self.tokens + tokens
 
 
@@ -99,7 +99,7 @@ def save_checkpoint(
     try:
         _save_states(accelerator, model, optimizer, partial)
         if accelerator.is_main_process:
-            _write_weights(weights, cast(nn.Module, accelerator.unwrap_model(model)), partial / WEIGHTS_FILE)
+            save_file(weights, partial / WEIGHTS_FILE, metadata={"format": "pt"})
             state = _State(written_by=launch_of(accelerator), position=position)
             write_json(partial / STATE_FILE, state.model_dump(mode="json"))
     except (OSError, SafetensorError) as error:  # a full disk is either
@@ -188,20 +188,22 @@ def load_weights(step_part: nn.Module, name: str, checkpoint: Path) -> None:
         raise SkilltrainError(f"the checkpoint does not fit the recipe's model: {unfit[0]}", where=checkpoint)
 
 
-def _weights(accelerator: Accelerator, model: nn.Module) -> Mapping[str, Tensor]:
-    """The state dict, whole on the first rank; all ranks must call it. FSDP2's frozen weights are not gathered."""
-    if accelerator.distributed_type == DistributedType.FSDP:
+def _weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
+    """What trains, and buffers, whole on the first rank, tied weights once; nothing on others, which must call it too.
+
+    Gathered shards no longer tell which of them are tied: that is asked of the model.
+    """
+    if accelerator.distributed_type == DistributedType.FSDP:  # frozen weights are not even gathered
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-        return cast(Mapping[str, Tensor], get_model_state_dict(model, options=options))
-    return cast(Mapping[str, Tensor], accelerator.get_state_dict(model))
-
-
-def _write_weights(weights: Mapping[str, Tensor], module: nn.Module, file: Path) -> None:
-    """What trains, and buffers; tied weights once, for gathered shards no longer tell that they are one."""
+        weights: Any = get_model_state_dict(model, options=options)
+    else:
+        weights = accelerator.get_state_dict(model)
+    if not accelerator.is_main_process:
+        return {}
+    module = cast(nn.Module, accelerator.unwrap_model(model))
     names = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     names |= {name for name, _ in module.named_buffers()}
-    kept = {name: value.detach().cpu().contiguous() for name, value in weights.items() if name in names}
-    save_file(kept, file, metadata={"format": "pt"})
+    return {name: value.detach().cpu().contiguous() for name, value in weights.items() if name in names}
 
 
 def _read_state(checkpoint: Path) -> _State:
@@ -219,52 +221,51 @@ def _sync(path: Path) -> None:
 
 def _save_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path) -> None:
     """Write this process's random states and optimiser into `folder`; all ranks must call it."""
-    random_file, optimizer_file = _files(accelerator, folder)
     states, device = {"cpu": torch.get_rng_state()}, accelerator.device
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state()
-    save_file(states, random_file)
+    save_file(states, _random_file(accelerator, folder))
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         model.save_checkpoint(str(folder), _DEEPSPEED, save_latest=False, exclude_frozen_parameters=True)  # type: ignore[operator]
     elif accelerator.is_main_process or shards_weights(accelerator):
-        save_file(_moments(optimizer), optimizer_file)
+        moments = {
+            f"{number}.{name}": (value.to_local() if isinstance(value, DTensor) else value).cpu().contiguous()
+            for number, state in optimizer.state_dict()["state"].items()
+            for name, value in state.items()
+        }
+        save_file(moments, _optimizer_file(accelerator, folder))
 
 
 def _load_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path) -> None:
     """Restore what `_save_states` wrote; under DeepSpeed the weights too. Random states come last: loading may draw."""
-    random_file, optimizer_file = _files(accelerator, folder)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         with _plain_data_only():
             path, _ = model.load_checkpoint(str(folder), _DEEPSPEED, load_module_strict=False)  # type: ignore[operator]
         if path is None:
             raise SkilltrainError("no such folder", where=folder / _DEEPSPEED)
     else:
-        _restore_moments(optimizer, load_file(optimizer_file))
+        _restore_moments(optimizer, load_file(_optimizer_file(accelerator, folder)))
+    random_file, device = _random_file(accelerator, folder), accelerator.device
     if accelerator.process_index and not random_file.is_file() and not shards_weights(accelerator):
         return  # a rank that the run did not have before: it draws as at the start
-    states, device = load_file(random_file), accelerator.device
+    states = load_file(random_file)
     torch.set_rng_state(states["cpu"])
     if device.type != "cpu":
         torch.get_device_module(device).set_rng_state(states[device.type])
 
 
-def _files(accelerator: Accelerator, folder: Path) -> tuple[Path, Path]:
-    """Where this process's random states are, and its part of the optimiser: one file where all hold the same."""
-    rank = accelerator.process_index
-    optimizer = f"optimizer_{rank}.safetensors" if shards_weights(accelerator) else "optimizer.safetensors"
-    return folder / f"random_{rank}.safetensors", folder / optimizer
+def _random_file(accelerator: Accelerator, folder: Path) -> Path:
+    return folder / f"random_{accelerator.process_index}.safetensors"
 
 
-def _moments(optimizer: Any) -> dict[str, Tensor]:
-    """`<number of the parameter>.<name>` → this rank's part of the optimiser's tensors."""
-    return {
-        f"{number}.{name}": (value.to_local() if isinstance(value, DTensor) else value).cpu().contiguous()
-        for number, state in optimizer.state_dict()["state"].items()
-        for name, value in state.items()
-    }
+def _optimizer_file(accelerator: Accelerator, folder: Path) -> Path:
+    """This process's part of the optimiser; one file where all hold the same."""
+    rank = f"_{accelerator.process_index}" if shards_weights(accelerator) else ""
+    return folder / f"optimizer{rank}.safetensors"
 
 
 def _restore_moments(optimizer: Any, moments: dict[str, Tensor]) -> None:
+    """`<number of the parameter>.<name>` → this rank's part of the optimiser's tensors."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states: dict[int, dict[str, Tensor]] = {}
     for key, value in moments.items():
@@ -281,10 +282,8 @@ def _as_shard(value: Tensor, parameter: Tensor) -> Tensor:
         raise ValueError(f"the optimiser holds {tuple(value.shape)} for a weight of {tuple(own.shape)}")
     if not isinstance(parameter, DTensor):
         return value
-    return DTensor.from_local(
-        value.to(own.device), parameter.device_mesh, parameter.placements, shape=parameter.shape,
-        stride=parameter.stride(),
-    )  # fmt: skip
+    mesh, places, shape, stride = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+    return DTensor.from_local(value.to(own.device), mesh, places, shape=shape, stride=stride)
 
 
 @contextmanager

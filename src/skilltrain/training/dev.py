@@ -20,7 +20,7 @@ from skilltrain.evaluation.metrics import Relevance, parse_measures, per_query
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import TokenIds
 from skilltrain.models.reranker import PairIds, Reranker
-from skilltrain.models.tokens import TokenStore, tokenized
+from skilltrain.models.tokens import TokensOf, tokenized
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems, keeps_of
 from skilltrain.retrieval.nearest import ChunkVectors, VectorRanker, starts_of
@@ -42,7 +42,7 @@ class OwnEncoder:
     `model` is the step module, wrapped for the launch, at each evaluation.
     """
 
-    query_tokens: TokenStore
+    query_tokens: TokensOf
     skill_tokens: Mapping[str, Sequence[TokenIds]]  # of each chunk
     pool: ChunkPool = "max"
     model: Any = None
@@ -142,25 +142,24 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
     others = [skill_id for skill_id in pool if skill_id not in judged]
     room = None if config.max_skills is None else max(0, config.max_skills - len(judged))
     kept = judged.union(_sample(others, room, config.seed))
-    skills = [skill for skill in pool.values() if skill.skill_id in kept]
+    skills = {skill_id: skill for skill_id, skill in pool.items() if skill_id in kept}
     say(f"dev: {len(tasks):,} queries of {config.benchmark}, ranked over {len(skills):,} of {len(pool):,} skills")
-    if isinstance(model, Encoder):
-        texts, settings = [query.text for query in queries], model.settings
-        chunks = {skill.skill_id: settings.chunk_texts(skill) for skill in skills}
-        each = list(dict.fromkeys(text for of_skill in chunks.values() for text in of_skill))
-        tokens = tokenized(each, each, lambda some: model.tokenize(some, settings.max_tokens), "", None)
-        own = OwnEncoder(
-            tokenized([query.query_id for query in queries], texts, model.tokenize_queries, "", None),
-            {skill_id: [tokens[text] for text in of_skill] for skill_id, of_skill in chunks.items()},
-            settings.chunks.pool,
-        )
-    else:
-        own = OwnReranker(model, {skill.skill_id: skill for skill in skills})
+    own = _own_encoder(model, queries, skills) if isinstance(model, Encoder) else OwnReranker(model, skills)
     keeps = [ranker.keep for ranker in config.rankers if ranker.keep]
-    cascade = Cascade(queries, skills, max(depth_of(config.metric), *keeps, 1), own)
+    cascade = Cascade(queries, [*skills.values()], max(depth_of(config.metric), *keeps, 1), own)
     _say_missed(tasks, pool, _before_own(config, cascade), path)
     relevances = {task.query.query_id: _within(task.relevance, pool) for task in tasks}
     return Dev(config, relevances, cascade, own)
+
+
+def _own_encoder(model: Encoder, queries: Sequence[Query], skills: Mapping[str, Skill]) -> OwnEncoder:
+    settings = model.settings
+    chunks = {skill_id: settings.chunk_texts(skill) for skill_id, skill in skills.items()}
+    each = list(dict.fromkeys(text for of_skill in chunks.values() for text in of_skill))
+    tokens = tokenized(each, each, lambda some: model.tokenize(some, settings.max_tokens))
+    asked = tokenized([query.query_id for query in queries], [q.text for q in queries], model.tokenize_queries)
+    of_skills = {skill_id: [tokens[text] for text in of_skill] for skill_id, of_skill in chunks.items()}
+    return OwnEncoder(asked, of_skills, settings.chunks.pool)
 
 
 def _sample(items: Sequence[ItemT], num: int | None, seed: int) -> list[ItemT]:

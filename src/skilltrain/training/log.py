@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,35 +17,6 @@ from skilltrain.files import write_text
 
 TrackerName = Literal["wandb", "tensorboard"]
 _SHOWN = ("stage", "loss", "adapter", "training")  # of a recipe, in wandb; paths in the others tell of the machine
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """One optimiser step: its loss and gradient norm before clipping, and the work of all ranks in `seconds`.
-
-    `num_tokens` are the texts' own tokens, `num_slots` those that the model computed, padding included.
-    """
-
-    loss: float
-    learning_rate: float
-    grad_norm: float
-    num_queries: int
-    num_tokens: int
-    num_slots: int
-    seconds: float
-
-    def figures(self, epoch: float) -> dict[str, float]:
-        """What is kept of the step, which ends at `epoch`."""
-        seconds = self.seconds or math.inf
-        return {
-            "epoch": epoch,
-            "loss": self.loss,
-            "learning_rate": self.learning_rate,
-            "grad_norm": self.grad_norm,
-            "queries_per_second": self.num_queries / seconds,
-            "tokens_per_second": self.num_tokens / seconds,
-            "padding_share": 1 - self.num_tokens / self.num_slots if self.num_slots else 0.0,
-        }
 
 
 def note_of(figures: Mapping[str, float]) -> str:

@@ -24,7 +24,7 @@ from skilltrain.terminal import progress, say
 from skilltrain.training.checkpoint import Position, best_checkpoint, checkpoints, load_checkpoint, save_checkpoint
 from skilltrain.training.dev import Dev
 from skilltrain.training.engine import check_shared, shards_weights
-from skilltrain.training.log import StepResult, TrainingLog, note_of, open_trackers
+from skilltrain.training.log import TrainingLog, note_of, open_trackers
 from skilltrain.training.memory import can_probe, out_of_memory_in_one_line, peak_memory, probe_memory
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import StepModule, TokenCount
@@ -133,9 +133,9 @@ def train(
                 continue
             for group in optimizer.param_groups:  # a rate that follows from the step alone needs no state to resume
                 group["lr"] = config.learning_rate * schedule(number, total, config.warmup_share)
-            result = _optimiser_step(accelerator, model, optimizer, step_module, batches, config)
-            position.advance(result.loss, result.num_queries, result.num_tokens, time.monotonic() - started)
-            figures = result.figures(position.step / per_epoch) | peak_memory(accelerator.device)
+            figures = _optimiser_step(accelerator, model, optimizer, step_module, batches, config, position)
+            position.seconds = time.monotonic() - started
+            figures = {"epoch": position.step / per_epoch} | figures | peak_memory(accelerator.device)
             log.write(position.step, figures)
             show(position.step, note_of(figures))
             is_last, improved = position.step == total, False
@@ -175,15 +175,16 @@ def _optimiser_step(
     step_module: StepModule,
     batches: list[list[TrainingList]],
     config: TrainingConfig,
-) -> StepResult:
-    """One step, in which every query weighs the same."""
+    position: Position,
+) -> dict[str, float]:
+    """One step, in which every query weighs the same: its figures, its gradient's norm before clipping among them."""
     started = time.monotonic()
     # There a rank keeps its part of the gradient only: putting off the exchange would make it keep all of it.
     shares_gradients = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
-    count = sum(len(batch) for batch in batches)
+    count = sum(map(len, batches))
     total = torch.zeros((), device=accelerator.device)
-    for position, batch in enumerate(batches):
-        is_last = position == len(batches) - 1
+    for batch in batches:
+        is_last = batch is batches[-1]
         accelerator.sync_gradients = is_last  # DeepSpeed steps in the backward pass that it is told is the last
         with nullcontext() if is_last or shares_gradients else accelerator.no_sync(model):
             loss = model(batch) * (accelerator.num_processes / count)
@@ -198,18 +199,26 @@ def _optimiser_step(
     both = torch.tensor([step_module.count.tokens, step_module.count.slots], device=accelerator.device)
     tokens, slots = _summed(accelerator, both).tolist()
     step_module.count = TokenCount()
-    return StepResult(mean, optimizer.param_groups[0]["lr"], norm, count, tokens, slots, time.monotonic() - started)
+    position.advance(mean, count, tokens)
+    seconds = time.monotonic() - started
+    return {
+        "loss": mean,
+        "learning_rate": optimizer.param_groups[0]["lr"],
+        "grad_norm": norm,
+        "queries_per_second": count / seconds,
+        "tokens_per_second": tokens / seconds,
+        "padding_share": 1 - tokens / slots,
+    }
 
 
 def _check_step(loss: float, norm: float, batches: list[list[TrainingList]], highest_norm: float) -> None:
     """Raises SkilltrainError, naming the step's queries, before a bad gradient reaches the weights."""
-    if not math.isfinite(loss):
-        what = "the loss is not a finite number"
-    elif not math.isfinite(norm):
-        what = "the gradient is not a finite number"
+    what = ""
+    if not math.isfinite(loss + norm):
+        what = f"the {'gradient' if math.isfinite(loss) else 'loss'} is not a finite number"
     elif norm > highest_norm:
         what = f"the gradient norm {norm:.3g} exceeds training.stop_grad_norm {highest_norm:.3g}"
-    else:
+    if not what:
         return
     queries = [one.query_id for batch in batches for one in batch]
     more = f", … ({len(queries)} in all)" if len(queries) > 8 else ""

@@ -26,7 +26,7 @@ from skilltrain.files import read_json, staged_folder, write_text
 from skilltrain.models.adapters import merge_adapter
 from skilltrain.models.encoder import Encoder, EncoderSettings
 from skilltrain.models.loading import CHECKPOINT_FILE, stored_settings
-from skilltrain.models.max_sim import max_sim
+from skilltrain.models.pooling import max_sim
 from skilltrain.models.reranker import Reranker, RerankerSettings
 from skilltrain.records import Skill
 from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, RUN_FILE

@@ -1,11 +1,13 @@
 """What a loss sees of a step: scores from vectors, gains, and who may be a negative of whom."""
 
 import math
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import chain
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from skilltrain.errors import SkilltrainError
@@ -34,8 +36,7 @@ class ScoreContext:
 
     @classmethod
     def of(cls, data: TrainingSet, loss: EncoderLoss, in_batch: bool) -> "ScoreContext":
-        """The context of a training. Raises SkilltrainError as `check_teacher_scores` does."""
-        check_teacher_scores(data, loss)
+        """The context of a training."""
         numbers: dict[tuple[str, str | int], int] = {}
 
         def groups_of(key: str) -> tuple[int, ...]:
@@ -64,39 +65,42 @@ def check_teacher_scores(data: TrainingSet, loss: EncoderLoss | RerankerLoss) ->
         raise SkilltrainError(f"{what} (query {without[0]!r})", where="data.lists", fix=fix)
 
 
+class _Cells:
+    """Where the candidates of lists stand in a table that has a row for each list."""
+
+    def __init__(self, columns: Sequence[Sequence[int]], width: int) -> None:
+        rows = np.repeat(np.arange(len(columns)), [*map(len, columns)])
+        self.own = rows.astype(int), np.fromiter(chain.from_iterable(columns), int)
+        self.shape = len(columns), width
+
+    @classmethod
+    def among(cls, lists: Sequence[TrainingList], skill_ids: Sequence[str]) -> "_Cells":
+        """The lists' candidates among all skills of a batch."""
+        place = {skill_id: number for number, skill_id in enumerate(skill_ids)}
+        return cls([[place[skill_id] for skill_id in one.skill_ids] for one in lists], len(skill_ids))
+
+    def table(self, values: Iterable[Iterable[float]], empty: float | bool) -> Shaped[np.ndarray, "query skill"]:
+        """The lists' values in their cells, `empty` elsewhere; booleans where that is one."""
+        table = np.full(self.shape, empty, bool if isinstance(empty, bool) else np.float32)
+        table[self.own] = [*chain.from_iterable(values)]
+        return table
+
+    def mask(self) -> Bool[np.ndarray, "query skill"]:
+        """Which cells are the lists' own."""
+        mask = np.zeros(self.shape, bool)
+        mask[self.own] = True
+        return mask
+
+
 def in_batch_negatives(
     lists: Sequence[TrainingList], skill_ids: Sequence[str], context: ScoreContext
-) -> Bool[Tensor, "query skill"]:
+) -> Bool[np.ndarray, "query skill"]:
     """Which skills of other lists count against each query: all but those known to answer it, or queries of the same
     text, and their twins by name and by near-duplicate cluster.
     """
     answers = [context.answers[one.query] for one in lists]
-    negative = ~_share_a_group(answers, [context.groups[skill_id] for skill_id in skill_ids])
-    negative[_own_cells(lists, skill_ids)] = False
-    return negative
-
-
-def candidate_labels(
-    lists: Sequence[TrainingList], skill_ids: Sequence[str], context: ScoreContext
-) -> tuple[Float[Tensor, "query skill"], Bool[Tensor, "query skill"]]:
-    """(gains, valid) of every skill of a batch for each query: its own list always, and in-batch negatives if asked."""
-    cells = _own_cells(lists, skill_ids)
-    gains = torch.zeros(len(lists), len(skill_ids))
-    gains[cells] = torch.tensor([gain for one in lists for gain in one.gains], dtype=gains.dtype)
-    if context.in_batch:
-        valid = in_batch_negatives(lists, skill_ids, context)
-    else:
-        valid = torch.zeros(len(lists), len(skill_ids), dtype=torch.bool)
-    valid[cells] = True
-    return gains, valid
-
-
-def positive_labels(lists: Sequence[TrainingList], skill_ids: Sequence[str]) -> Bool[Tensor, "query skill"]:
-    """Which skills of a batch are positives of each query, by their verdicts in its own list."""
-    positive = torch.zeros(len(lists), len(skill_ids), dtype=torch.bool)
-    found = [is_positive for one in lists for is_positive in one.is_positive]
-    positive[_own_cells(lists, skill_ids)] = torch.tensor(found, dtype=torch.bool)
-    return positive
+    known = _share_a_group(answers, [context.groups[skill_id] for skill_id in skill_ids])
+    return ~(known | _Cells.among(lists, skill_ids).mask())
 
 
 def encoder_scores(
@@ -114,77 +118,80 @@ def encoder_scores(
     in float32 or wider, also under autocast, which would round them to 1/256. For a loss that learns from a teacher
     only the candidates that the teacher scored are valid, so in-batch negatives play no part.
     """
-    device, teacher, negatives = skill_vectors.device, None, None
-    gains, valid = candidate_labels(own, skill_ids, context)
-    positive = positive_labels(own, skill_ids)
-    if context.needs_teacher_scores:
-        cells = _own_cells(own, skill_ids)
-        teacher = torch.full_like(gains, torch.nan)
-        teacher[cells] = torch.tensor(_teacher_scores(own), dtype=gains.dtype)
-        valid &= ~teacher.isnan()
-        teacher = on_device(teacher, device)
+    device, negatives = skill_vectors.device, None
     if all_queries is not None:
         negatives = [on_device(part, device) for part in _side_negatives(own, batch, skill_ids, context)]
-    gains, valid, positive = (on_device(part, device) for part in (gains, valid, positive))
-    lexical = on_device(_lexical_scores(own, skill_ids, context), device) if context.lexical else None
 
-    def scored(dim: int | None = None) -> ScoredBatch:
-        """The batch by the whole vectors, or by their first `dim` coordinates, made unit vectors again."""
+    def scored(dim: int | None = None) -> tuple[Float[Tensor, "own skill"], SideScores | None]:
+        """The cosines of the whole vectors, or of their first `dim` coordinates, made unit vectors again."""
         queries, skills = _first(query_vectors, dim), _first(skill_vectors, dim)
-        scores, sides = _cosines(queries, skills), None
-        if negatives is not None and all_queries is not None:
-            asked = _first(all_queries, dim)
-            column, query_to_query, skill_to_query, skill_to_skill = negatives
-            positives = skills[column]
-            sides = SideScores(
-                SideTerm(_cosines(queries, asked), query_to_query),
-                SideTerm(_cosines(positives, asked), skill_to_query),
-                SideTerm(_cosines(positives, skills), skill_to_skill),
-            )
-        return ScoredBatch(scores, gains.to(scores.dtype), valid, teacher, sides, lexical, scored, positive)
+        scores = _cosines(queries, skills)
+        if negatives is None or all_queries is None:
+            return scores, None
+        asked, (column, *masks) = _first(all_queries, dim), negatives
+        positives = skills[column]
+        pairs = (queries, asked), (positives, asked), (positives, skills)
+        return scores, SideScores(*(SideTerm(_cosines(*pair), mask) for pair, mask in zip(pairs, masks, strict=True)))
 
-    return scored()
+    def truncated(dim: int) -> ScoredBatch:
+        scores, sides = scored(dim)
+        return replace(whole, scores=scores, sides=sides)
+
+    cells = _Cells.among(own, skill_ids)
+    valid = cells.mask() | in_batch_negatives(own, skill_ids, context) if context.in_batch else cells.mask()
+    scores, sides = scored()
+    whole = _labelled(own, cells, valid, scores, context.needs_teacher_scores)
+    lexical = on_device(_lexical_scores(own, skill_ids, context), device) if context.lexical else None
+    whole = replace(whole, sides=sides, lexical_scores=lexical, truncated=truncated)
+    return whole
 
 
 def list_scores(lists: Sequence[TrainingList], flat: Float[Tensor, "pair"], needs_teacher_scores: bool) -> ScoredBatch:
     """What the reranker's loss sees: the scores of the lists' pairs, one list after the other, as one table."""
-    sizes = torch.tensor([len(one.gains) for one in lists])
-    cells = on_device(torch.arange(int(sizes.max())) < sizes[:, None], flat.device)
-    scores = flat.new_zeros(cells.shape).masked_scatter(cells, flat)
-    given = torch.tensor([gain for one in lists for gain in one.gains], dtype=flat.dtype)
-    gains = torch.zeros_like(scores).masked_scatter(cells, on_device(given, flat.device))
-    named = torch.tensor([found for one in lists for found in one.is_positive], dtype=torch.bool)
-    positive = torch.zeros_like(cells).masked_scatter(cells, on_device(named, flat.device))
-    if not needs_teacher_scores:
-        return ScoredBatch(scores, gains, cells, positive=positive)
-    given = torch.tensor(_teacher_scores(lists), dtype=flat.dtype)
-    teacher = torch.full_like(scores, torch.nan).masked_scatter(cells, on_device(given, flat.device))
-    return ScoredBatch(scores, gains, cells & ~teacher.isnan(), teacher, positive=positive)
+    sizes = [len(one.gains) for one in lists]
+    scores = torch.nn.utils.rnn.pad_sequence([*flat.split(sizes)], batch_first=True)
+    cells = _Cells([range(size) for size in sizes], max(sizes))
+    return _labelled(lists, cells, cells.mask(), scores, needs_teacher_scores)
+
+
+def _labelled(
+    lists: Sequence[TrainingList],
+    cells: _Cells,
+    valid: Bool[np.ndarray, "query skill"],
+    scores: Float[Tensor, "query skill"],
+    needs_teacher: bool,
+) -> ScoredBatch:
+    """The scores with what the lists say: gains, positives by their verdicts, and the teacher's scores."""
+    gains = on_device(cells.table((one.gains for one in lists), 0.0), scores.device).to(scores.dtype)
+    positive = on_device(cells.table((one.is_positive for one in lists), False), scores.device)
+    if not needs_teacher:
+        return ScoredBatch(scores, gains, on_device(valid, scores.device), positive=positive)
+    teacher = cells.table((one.teacher_scores or () for one in lists), math.nan)
+    taught = on_device(valid & ~np.isnan(teacher), scores.device)
+    return ScoredBatch(scores, gains, taught, on_device(teacher, scores.device), positive=positive)
 
 
 def _side_negatives(
     own: Sequence[TrainingList], batch: Sequence[TrainingList], skill_ids: Sequence[str], context: ScoreContext
 ) -> tuple[
-    Int[Tensor, "positive"], Bool[Tensor, "own all"], Bool[Tensor, "positive all"], Bool[Tensor, "positive skill"]
+    Int[np.ndarray, "positive"],
+    Bool[np.ndarray, "own all"],
+    Bool[np.ndarray, "positive all"],
+    Bool[np.ndarray, "positive skill"],
 ]:
     """(columns of this rank's positives, and who is a negative: query to query, skill to query, skill to skill).
 
     A query's negatives among queries share no answer with it; a positive's among queries are those for which it
     is a negative or of lower gain; among skills those of other lists that are no false negatives of its query.
     """
-    gains, _ = candidate_labels(own, skill_ids, context)
-    row, column = positive_labels(own, skill_ids).nonzero(as_tuple=True)
-    all_gains, _ = candidate_labels(batch, skill_ids, context)
-    counts = in_batch_negatives(batch, skill_ids, context)
-    counts[_own_cells(batch, skill_ids)] = True
-    is_lower = gains[row, column].unsqueeze(1) > all_gains[:, column].T
-    own_answers, all_answers = ([context.answers[one.query] for one in lists] for lists in (own, batch))
-    return (
-        column,
-        ~_share_a_group(own_answers, all_answers),
-        counts[:, column].T & is_lower,
-        in_batch_negatives(own, skill_ids, context)[row],
-    )
+    cells, of_all = _Cells.among(own, skill_ids), _Cells.among(batch, skill_ids)
+    row, column = cells.table((one.is_positive for one in own), False).nonzero()
+    gains, all_gains = (part.table((one.gains for one in some), 0.0) for part, some in ((cells, own), (of_all, batch)))
+    counts = in_batch_negatives(batch, skill_ids, context) | of_all.mask()
+    is_lower = gains[row, column][:, None] > all_gains[:, column].T
+    answers, all_answers = ([context.answers[one.query] for one in lists] for lists in (own, batch))
+    to_skills = in_batch_negatives(own, skill_ids, context)[row]
+    return column, ~_share_a_group(answers, all_answers), counts[:, column].T & is_lower, to_skills
 
 
 def _cosines(left: Float[Tensor, "left dim"], right: Float[Tensor, "right dim"]) -> Float[Tensor, "left right"]:
@@ -202,43 +209,24 @@ def _first(vectors: Float[Tensor, "text dim"], dim: int | None) -> Float[Tensor,
         return torch.nn.functional.normalize(vectors[:, :dim].to(wide), dim=1)
 
 
-def _own_cells(
-    lists: Sequence[TrainingList], skill_ids: Sequence[str]
-) -> tuple[Int[Tensor, "candidate"], Int[Tensor, "candidate"]]:
-    """(row, column) of each list's own candidates, list by list."""
-    column = {skill_id: position for position, skill_id in enumerate(skill_ids)}
-    sizes = torch.tensor([len(one.skill_ids) for one in lists], dtype=torch.long)
-    rows = torch.arange(len(lists)).repeat_interleave(sizes)
-    return rows, torch.tensor([column[skill_id] for one in lists for skill_id in one.skill_ids], dtype=torch.long)
-
-
 def _lexical_scores(
     lists: Sequence[TrainingList], skill_ids: Sequence[str], context: ScoreContext
-) -> Float[Tensor, "query skill"]:
+) -> Float[np.ndarray, "query skill"]:
     """What BM25 says of every skill of a batch for each query; 0 for what it did not find."""
-    column = {skill_id: place for place, skill_id in enumerate(skill_ids)}
-    scores = torch.zeros(len(lists), len(skill_ids))
-    for row, one in enumerate(lists):
-        found = {column[s]: score for s, score in context.lexical[one.query].items() if s in column}
-        scores[row, [*found]] = torch.tensor([*found.values()])
-    return scores
-
-
-def _teacher_scores(lists: Sequence[TrainingList]) -> list[float]:
-    """One list after the other; `check_teacher_scores` has seen to it that all have some."""
-    return [score for one in lists for score in one.teacher_scores or ()]
+    scores = [context.lexical[one.query] for one in lists]
+    rows = [[of_query.get(skill_id, 0.0) for skill_id in skill_ids] for of_query in scores]
+    return np.array(rows, np.float32).reshape(len(lists), len(skill_ids))
 
 
 def _share_a_group(
     rows: Sequence[Set[int]], columns: Sequence[tuple[int, ...] | Set[int]]
-) -> Bool[Tensor, "row column"]:
+) -> Bool[np.ndarray, "row column"]:
     """Whether a row's groups and a column's groups have one in common."""
     holders: dict[int, list[int]] = {}
     for place, groups in enumerate(columns):
         for group in groups:
             holders.setdefault(group, []).append(place)
-    cells = [(row, place) for row, groups in enumerate(rows) for group in groups for place in holders.get(group, ())]
-    row, column = torch.tensor(cells, dtype=torch.long).reshape(-1, 2).T
-    shared = torch.zeros(len(rows), len(columns), dtype=torch.bool)
-    shared[row, column] = True
+    shared = np.zeros((len(rows), len(columns)), bool)
+    for row, groups in enumerate(rows):
+        shared[row, [place for group in groups for place in holders.get(group, ())]] = True
     return shared

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import torch
 from accelerate.utils import set_seed
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.errors import SkilltrainError
@@ -19,7 +19,7 @@ from skilltrain.losses import (
     RerankerLoss,
     infonce_in,
 )
-from skilltrain.models.adapters import AdapterConfig, add_adapter, loading_options
+from skilltrain.models.adapters import AdapterConfig, add_adapter, quantizing_options
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision, resolve_dtype
 from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
@@ -99,7 +99,7 @@ class DevConfig(Config):
         """Raises ValueError where a ranker that is the model in training is of another kind."""
         parts = [part for part in parts_of(self.rankers) if isinstance(part, DenseConfig | LateConfig | RerankConfig)]
         if not all(isinstance(part, kind) for part in parts if part.source == OWN):
-            raise ValueError(f"rankers: {example}")
+            raise ValueError(f"dev.rankers: {example}")
 
 
 class TrainingConfig(Config):
@@ -166,22 +166,13 @@ class TrainEncoderConfig(Config):
     dev: DevConfig | None = Field(default=None, description="what to evaluate on while training")
     out: Path = Field(description="folder to write the model to")
 
-    @field_validator("dev")
-    @classmethod
-    def _evaluates_an_encoder(cls, dev: DevConfig | None) -> DevConfig | None:
-        if dev is not None:
-            dev.check_own(DenseConfig, "an encoder in training is {kind: dense, source: self}")
-        return dev
-
     @model_validator(mode="after")
-    def _has_rejections_to_push(self) -> "TrainEncoderConfig":
+    def _can_be_trained(self) -> "TrainEncoderConfig":
         gains = self.data.gains
+        if self.dev is not None:
+            self.dev.check_own(DenseConfig, "an encoder in training is {kind: dense, source: self}")
         if infonce_in(self.loss).push_share and gains[Verdict.REJECTED] >= gains[Verdict.IRRELEVANT]:
             raise ValueError("loss.push_share needs data.gains that put rejected below irrelevant")
-        return self
-
-    @model_validator(mode="after")
-    def _has_token_vectors(self) -> "TrainEncoderConfig":
         if self.late_interaction is not None and self.training.varlen:
             raise ValueError("late_interaction needs all tokens' vectors, and training.varlen computes the last alone")
         return self
@@ -201,32 +192,26 @@ class TrainRerankerConfig(Config):
     dev: DevConfig | None = Field(default=None, description="what to evaluate on while training")
     out: Path = Field(description="folder to write the model to")
 
-    @field_validator("loss")
-    @classmethod
-    def _sees_lists_only(cls, loss: RerankerLoss) -> RerankerLoss:
-        if infonce_in(loss).needs_sides:
-            raise ValueError("a reranker compares skills with its own query only: directions must be query_to_skill")
-        if infonce_in(loss).lexical_weight:
-            raise ValueError("lexical_weight is for an encoder; a reranker can be fused with BM25")
-        return loss
-
-    @field_validator("training")
-    @classmethod
-    def _never_pads(cls, training: TrainingConfig) -> TrainingConfig:
-        if training.varlen:
-            raise ValueError("varlen is for encoders; a causal reranker never pads")
-        return training
-
-    @field_validator("dev")
-    @classmethod
-    def _evaluates_a_reranker(cls, dev: DevConfig | None) -> DevConfig | None:
-        if dev is not None:
+    @model_validator(mode="after")
+    def _can_be_trained(self) -> "TrainRerankerConfig":
+        if infonce_in(self.loss).needs_sides:
+            raise ValueError("loss: a reranker compares skills with its own query only: directions: [query_to_skill]")
+        if infonce_in(self.loss).lexical_weight:
+            raise ValueError("loss: lexical_weight is for an encoder; a reranker can be fused with BM25")
+        if self.training.varlen:
+            raise ValueError("training: varlen is for encoders; a causal reranker never pads")
+        if self.dev is not None:
             example = "[{kind: saved, rankings: FOLDER}, {kind: rerank, source: self, keep: 20}]"
-            dev.check_own(RerankConfig, f"a reranker in training orders the candidates of others: {example}")
-        return dev
+            self.dev.check_own(RerankConfig, f"a reranker in training orders the candidates of others: {example}")
+        return self
 
 
 TrainConfig = TrainEncoderConfig | TrainRerankerConfig
+
+
+def is_quantized(config: TrainConfig) -> bool:
+    """Whether the frozen weights are in 4 bits."""
+    return config.adapter is not None and config.adapter.quantize != "none"
 
 
 def load_model(config: TrainConfig, device: torch.device, new_head: bool = True) -> Encoder | Reranker:
@@ -240,14 +225,12 @@ def load_model(config: TrainConfig, device: torch.device, new_head: bool = True)
         source = config.model.model_copy(update={"precision": "float32"})
         config = config.model_copy(update={"model": source})
     if isinstance(config, TrainEncoderConfig):
-        model = load_encoder(config.model, device, loading_options(config.adapter))
-        network = model.backbone
+        model = load_encoder(config.model, device, quantizing_options(config.adapter))
         if isinstance(config.loss, Matryoshka) and max(config.loss.dims) > model.dim:
             what = f"{max(config.loss.dims)} is more than the encoder's {model.dim}"
             raise SkilltrainError(what, where="loss.dims")
     else:
-        model = load_reranker(config.model, device, loading_options(config.adapter), new_head)
-        network = model.network
+        model = load_reranker(config.model, device, quantizing_options(config.adapter), new_head)
     if config.adapter is not None:
-        add_adapter(network, config.adapter)
+        add_adapter(model.network, config.adapter)
     return model

@@ -1,55 +1,58 @@
 """The stages `train_encoder` and `train_reranker`: from LISTS to a model folder; and what they would do."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from itertools import chain
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from skilltrain.data.contamination import GROUNDS, BenchmarkIndex, HeldOut, open_benchmarks
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.files import cache_folder
 from skilltrain.losses import infonce_in
-from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import default_device
+from skilltrain.models.reranker import Reranker
+from skilltrain.records import Dropped
 from skilltrain.terminal import is_main_process, say
 from skilltrain.training.dev import open_dev
-from skilltrain.training.engine import launched_ranks, new_accelerator, shards_weights, shares_state
-from skilltrain.training.held_out import check_held_out
-from skilltrain.training.loop import Run, num_steps, step_batches, train
-from skilltrain.training.memory import check_fits, held_bytes, planned_activations
-from skilltrain.training.planned_time import planned_seconds
+from skilltrain.training.engine import new_accelerator, shards_weights
+from skilltrain.training.loop import Run, train
 from skilltrain.training.publish import save_trained
 from skilltrain.training.scores import check_teacher_scores
 from skilltrain.training.settings import (
+    DevConfig,
     TrainConfig,
     TrainEncoderConfig,
-    TrainingConfig,
     TrainRerankerConfig,
+    is_quantized,
     load_model,
 )
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepModule, StepSettings
-from skilltrain.training.training_set import TrainingSet, load_training_set, on_best_windows
+from skilltrain.training.training_plan import check_fits, counts_of, cut_share, plan_of
+from skilltrain.training.training_set import ListsSource, TrainingSet, load_training_set, on_best_windows
 
 __all__ = ["TrainEncoderConfig", "TrainRerankerConfig", "plan_training", "run_training"]
 
 
 def run_training(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]:
     """Train and save the model; the summary counts what was trained on."""
-    quantized = config.adapter is not None and config.adapter.quantize != "none"
-    accelerator = new_accelerator(config.training, quantized)  # first, for it refuses launches that cannot work
+    accelerator = new_accelerator(config.training, is_quantized(config))  # first: it refuses what cannot work
     check_fits(config, accelerator)
     data = load_data(config)
     contaminated = check_held_out(config.data, config.dev, data)
     step = open_step(config, data, default_device(), cache_folder("tokens"), shards_weights(accelerator))
     data = step.data
-    if share := _cut_share(step, data):
+    if share := cut_share(step, data):
         limit = step.model.settings.max_tokens
         say(f"warning: {share:.1%} of the positives are longer than model.max_tokens={limit}, and cut there")
     dev = open_dev(config.dev, step.model, config.data.pool) if config.dev else None
     summary: dict[str, Any] = counts_of(step, data) | contaminated  # before the launcher shards the weights
-    result = train(
-        accelerator, step, data.lists, config.training, Run(out, resume, config.model_dump(mode="json"), dev)
-    )
+    run = Run(out, resume, config.model_dump(mode="json"), dev)
+    result = train(accelerator, step, data.lists, config.training, run)
     position, best = result.position, result.position.best
     summary |= {
         "num_steps": position.step,
@@ -72,16 +75,17 @@ def plan_training(config: TrainConfig) -> dict[str, Any]:
     """What training would do, found without the model's weights and touching nothing (`--dry-run`)."""
     data = load_data(config)
     check_held_out(config.data, config.dev, data)
-    quantized = config.adapter is not None and config.adapter.quantize != "none"  # 4-bit layers are made as they load
-    step = open_step(config, data, default_device() if quantized else torch.device("meta"))
+    # 4-bit layers are made as they load
+    step = open_step(config, data, default_device() if is_quantized(config) else torch.device("meta"))
     return plan_of(step, step.data, config.training)
 
 
 def load_data(config: TrainConfig) -> TrainingSet:
+    """The lists, checked; what their loss needs beside them is found now."""
     is_encoder = isinstance(config, TrainEncoderConfig)
     clusters = config.near_duplicates if is_encoder and config.in_batch_negatives else None
     data = load_training_set(config.data, clusters, infonce_in(config.loss).lexical_weight > 0)
-    check_teacher_scores(data, config.loss)  # before any work is done
+    check_teacher_scores(data, config.loss)
     return data
 
 
@@ -92,63 +96,71 @@ def open_step(
     token_cache: Path | None = None,
     is_sharded: bool = False,
 ) -> StepModule:
+    """The model that training starts from, in the module that computes its loss on the lists of `data`."""
     model, training = load_model(config, device), config.training
-    in_batch = isinstance(config, TrainEncoderConfig) and config.in_batch_negatives
-    budget = training.token_budget_on(default_device())
-    settings = StepSettings(budget, training.recompute, in_batch, token_cache, training.varlen, is_sharded)
-    if isinstance(model, Encoder):
-        assert isinstance(config, TrainEncoderConfig)
-        settings = replace(settings, late_interaction=config.late_interaction)
-        return EncoderStep(model, config.loss, on_best_windows(data, model.settings), settings)
-    assert isinstance(config, TrainRerankerConfig)
-    return RerankerStep(model, config.loss, data, settings)
+    settings = StepSettings(
+        training.token_budget_on(default_device()),
+        training.recompute,
+        token_cache=token_cache,
+        varlen=training.varlen,
+        is_sharded=is_sharded,
+    )
+    if isinstance(model, Reranker):
+        assert isinstance(config, TrainRerankerConfig)
+        return RerankerStep(model, config.loss, data, settings)
+    assert isinstance(config, TrainEncoderConfig)
+    own = {"in_batch": config.in_batch_negatives, "late_interaction": config.late_interaction}
+    return EncoderStep(model, config.loss, on_best_windows(data, model.settings), replace(settings, **own))
 
 
-def counts_of(step: StepModule, data: TrainingSet) -> dict[str, int]:
-    """How much there is to train on, and how many parameters train; before a launcher shards them."""
-    # A byte holds two 4-bit weights.
-    sizes = [(p.numel() * (2 if p.dtype == torch.uint8 else 1), p.requires_grad) for p in step.parameters()]
-    return {
-        "num_lists": len(data.lists),
-        "num_skills": len({skill.skill_id for skill in data.skills.values()}),
-        "num_pairs": sum(len(one.skill_ids) for one in data.lists),
-        "num_positives": sum(sum(one.is_positive) for one in data.lists),
-        "num_parameters": sum(size for size, _ in sizes),
-        "num_trained_parameters": sum(size for size, is_trained in sizes if is_trained),
-    }
+def check_held_out(source: ListsSource, dev: DevConfig | None, data: TrainingSet) -> dict[str, int]:
+    """How many lists are contaminated, by summary key; a key is there where its benchmark was compared.
+
+    With the benchmarks of `held_out` queries and positives are compared, with the dev benchmark queries alone: a dev
+    set measures the skills that are trained on, by other queries. Raises SkilltrainError where a list is contaminated,
+    unless the recipe allows it; then it is said.
+    """
+    limits, counts = source.contamination_limits, dict[str, int]()
+    if source.held_out:
+        benchmarks = open_benchmarks(source.held_out, source.pool, limits.compares_skills)
+        fix = _decontaminate(source, source.held_out)
+        counts["num_contaminated_lists"] = _num_contaminated(benchmarks, data, source, fix)
+    if dev is not None and limits.query_overlap is not None:
+        benchmark = load_benchmark(dev.benchmark, dev.split)
+        asked = [HeldOut(benchmark.name, benchmark.tasks, ())]
+        clean = _decontaminate(source, [dev.benchmark], "limits.name=false limits.jaccard=null ")
+        fix = f"choose another dev.split, or {clean}"
+        counts["num_lists_of_dev_queries"] = _num_contaminated(asked, data, source, fix)
+    return counts
 
 
-def plan_of(step: StepModule, data: TrainingSet, config: TrainingConfig) -> dict[str, Any]:
-    """All figures of the plan: `list_tokens` of all lists one by one, of which a step computes what is shared once;
-    `memory_mib` of each rank, with `activation_mib` for the largest batch (`planned_activations`); and `hours`, about,
-    but for 4-bit weights (`planned_seconds`)."""
-    batches, ranks = [*chain.from_iterable(step_batches(data.lists, config))], launched_ranks()
-    device, time = default_device(), {}
-    if all(parameter.dtype != torch.uint8 for parameter in step.parameters()):
-        seconds = planned_seconds(step, batches, config.dtype_on(device), device) / ranks
-        words = f"one layer timed on this {device.type}, times layers and tokens; AdamW, exchange and dev come on top"
-        time = {"hours": float(f"{seconds / 3600:.2g}"), "hours_from": words}
-    activations = planned_activations(step, batches, config.dtype_on(device)) / ranks
-    held = held_bytes(step) / (ranks if shares_state() else 1)
-    most = step.model.settings.max_tokens
-    tokens = sum(min(length, most) for one in data.lists for length in step.lengths(one))
-    if isinstance(step, EncoderStep):
-        tokens += sum(len(step.query_ids[one.query]) for one in data.lists)
-    return counts_of(step, data) | {
-        "num_queries": len({one.query for one in data.lists}),
-        "num_steps": num_steps(data.lists, config),
-        "positives_cut_share": _cut_share(step, data),
-        "list_tokens": tokens,
-        "activation_mib": round(activations / 2**20, 1),
-        "memory_mib": round((held + activations) / 2**20, 1),
-        "num_ranks": ranks,
-        **time,
-    }
+def _decontaminate(source: ListsSource, benchmarks: Sequence[Path], limits: str = "") -> str:
+    """What to run for lists that training accepts."""
+    folders = ", ".join(map(str, benchmarks))
+    queries = source.lists if isinstance(source.lists, Path) else "FOLDER"  # of each in turn
+    command = f"skilltrain decontaminate pool={source.pool} queries={queries} 'benchmarks=[{folders}]'"
+    return f"run `{command} {limits}out=…` and train on what it writes"
 
 
-def _cut_share(step: StepModule, data: TrainingSet) -> float:
-    """The share of positives that are cut. An encoder's text that reaches its limit counts: the rest is gone."""
-    longest = step.model.settings.max_tokens - isinstance(step, EncoderStep)
-    rows = [zip(one.is_positive, step.lengths(one), strict=True) for one in data.lists]
-    cut = [length > longest for row in rows for is_positive, length in row if is_positive]
-    return round(sum(cut) / len(cut), 4)
+def _num_contaminated(benchmarks: Sequence[HeldOut], data: TrainingSet, source: ListsSource, fix: str) -> int:
+    """The number of contaminated lists. Raises SkilltrainError if there is one, unless the recipe allows it."""
+    index = BenchmarkIndex(benchmarks, source.contamination_limits)
+    matches = cache(lambda skill_id: index.skill_matches(data.skills[skill_id]))
+    found: list[Dropped] = []
+    for one in data.lists:
+        positives = [skill_id for skill_id, counts in zip(one.skill_ids, one.is_positive, strict=True) if counts]
+        of_skills = [match for skill_id in positives for match in matches(skill_id)]
+        found += index.contaminations(one.query_id, one.query, of_skills)
+    if not found:
+        return 0
+    num_lists = len({one.query_id for one in found})
+    grounds = Counter(ground for _, ground in {(one.query_id, one.filter) for one in found})
+    by_ground = ", ".join(f"{ground} {grounds[ground]:,}" for ground in GROUNDS if grounds[ground])
+    first = found[0]
+    who = f"query {first.query_id}" + (f", positive {first.skill_id}" if first.skill_id else "")
+    what = f"{num_lists:,} list(s) are contaminated ({by_ground}); the first, {who}: {first.reason}"
+    if source.contamination == "refuse":
+        where = ", ".join(map(str, source.folders))
+        raise SkilltrainError(what, where=where, fix=f"{fix}, or set data.contamination=allow")
+    say(f"warning: {what}; figures on that benchmark will be too high (data.contamination: allow)")
+    return num_lists
