@@ -90,31 +90,33 @@ CHAINS = {
 }
 
 
-def bench(root: Path, chains: dict[str, tuple[str, list[str]]] | None = None) -> Path:
-    chains = CHAINS if chains is None else chains
-    verdicts = {one: dict.fromkeys(ids, "required") for one, (_, ids) in chains.items()}
-    folder = write_ours(root / "bench", [(one, text, "test") for one, (text, _) in chains.items()], verdicts)
+@pytest.fixture
+def bench(tmp_path: Path) -> Path:
+    """A folder with CHAINS as the benchmark `bench` and POOL as `pool`."""
+    verdicts = {one: dict.fromkeys(ids, "required") for one, (_, ids) in CHAINS.items()}
+    folder = write_ours(tmp_path / "bench", [(one, text, "test") for one, (text, _) in CHAINS.items()], verdicts)
     words = {skill.skill_id: skill.description for skill in POOL}
-    steps = [(one, skill_id) for one, (_, ids) in chains.items() for skill_id in ids]
-    rows = [{"query_id": one, "step_id": str(number), "text": words.get(skill_id, "x"), "depends_on": [],
-             "skill_id": skill_id} for number, (one, skill_id) in enumerate(steps)]  # fmt: skip
+    steps = [(one, skill_id) for one, (_, ids) in CHAINS.items() for skill_id in ids]
+    rows = [{"query_id": one, "step_id": str(number), "text": words[skill_id], "depends_on": [], "skill_id": skill_id}
+            for number, (one, skill_id) in enumerate(steps)]  # fmt: skip
     write_table(rows, PLANS, folder)
-    write_pool(root / "pool", POOL)
-    return folder
+    write_pool(tmp_path / "pool", POOL)
+    return tmp_path
 
 
-BM25 = ["system.name=bm25", "system.rankers=[{kind: lexical}]"]
+def arguments(root: Path, *settings: str) -> list[str]:
+    bm25 = ["system.name=bm25", "system.rankers=[{kind: lexical}]"]
+    return ["plans", f"benchmark={root / 'bench'}", f"pool={root / 'pool'}", *bm25, *settings, f"out={root / 'out'}"]
 
 
 def run(root: Path, *settings: str) -> dict[str, Any]:
-    succeeds("plans", f"benchmark={root / 'bench'}", f"pool={root / 'pool'}", *BM25, *settings, f"out={root / 'out'}")
+    succeeds(*arguments(root, *settings))
     return json.loads((root / "out" / "metrics.json").read_text())
 
 
-def test_the_stage_scores_ways_to_plan_side_by_side(tmp_path: Path) -> None:
-    bench(tmp_path)
+def test_the_stage_scores_ways_to_plan_side_by_side(bench: Path) -> None:
     planners = "planners=[{name: first}, {name: one step, decomposer: {kind: rules, max_steps: 1}}]"
-    found = run(tmp_path, planners, "compare=[DA, CatR@1]")
+    found = run(bench, planners, "compare=[DA, CatR@1]")
     every = found["planners"]["first"][0]["means"]
     assert (every["DA"]["mean"], every["Oracle R@1"]["mean"]) == (pytest.approx(2 / 3), 1.0)
     assert every["CatR@1"]["mean"] == pytest.approx((1 + 1 + 0.5) / 3)
@@ -124,16 +126,15 @@ def test_the_stage_scores_ways_to_plan_side_by_side(tmp_path: Path) -> None:
     da, cat = found["comparisons"]
     assert (da["system"], da["difference"]["mean"]) == ("one step", pytest.approx(-2 / 3))
     assert da["wilcoxon_p_above"] == 1.0 and cat["baseline"] == "first"
-    report = (tmp_path / "out" / "report.md").read_text()
+    report = (bench / "out" / "report.md").read_text()
     assert "| DA | .667 [.00, 1.00] | .000 [.00, .00] |" in report and "| one step | first | DA |" in report
-    plans = [json.loads(line) for line in (tmp_path / "out" / "plans.jsonl").read_text().splitlines()]
+    plans = [json.loads(line) for line in (bench / "out" / "plans.jsonl").read_text().splitlines()]
     assert [len(plan["steps"]) for plan in plans] == [2, 2, 1, 1, 1, 1]
 
 
-def test_what_is_held_out_is_not_found_and_still_has_its_category(tmp_path: Path) -> None:
-    bench(tmp_path)
-    write_pool(tmp_path / "away", POOL[:1])
-    every = run(tmp_path, f"held_out={tmp_path / 'away'}")["planners"]["rules"][0]["means"]
+def test_what_is_held_out_is_not_found_and_still_has_its_category(bench: Path) -> None:
+    write_pool(bench / "away", POOL[:1])
+    every = run(bench, f"held_out={bench / 'away'}")["planners"]["rules"][0]["means"]
     assert every["Oracle R@1"]["mean"] == pytest.approx((1 + 1 + 0.5) / 3)
     assert every["Oracle CatR@1"]["mean"] == 1.0  # the other skill of documents is found in its place
 
@@ -147,38 +148,33 @@ def test_what_is_held_out_is_not_found_and_still_has_its_category(tmp_path: Path
         ("split=dev", "dev"),
     ],
 )
-def test_settings_that_cannot_be(tmp_path: Path, setting: str, fault: str) -> None:
-    benchmark = bench(tmp_path)
-    arguments = [f"benchmark={benchmark}", f"pool={tmp_path / 'pool'}", *BM25, setting, f"out={tmp_path / 'out'}"]
-    assert fault in skilltrain("plans", *arguments).error_line
+def test_settings_that_cannot_be(bench: Path, setting: str, fault: str) -> None:
+    assert fault in skilltrain(*arguments(bench, setting)).error_line
 
 
-def test_benchmarks_that_have_no_plans_to_score(tmp_path: Path) -> None:
-    benchmark = bench(tmp_path, {"q1": ("Do it", ["gone"])})
-    arguments = ["plans", f"benchmark={benchmark}", f"pool={tmp_path / 'pool'}", *BM25, f"out={tmp_path / 'out'}"]
-    assert "gold skill 'gone' of query 'q1' is not among the 4 skills" in skilltrain(*arguments).error_line
-    row = {"query_id": "q9", "step_id": "1", "text": "t", "depends_on": []}
-    write_table([row], PLANS, benchmark)
-    assert "a step is of query 'q9', which is not in queries.parquet" in skilltrain(*arguments).error_line
-    (benchmark / "plans.parquet").unlink()
-    assert "its tasks have no steps" in skilltrain(*arguments).error_line
+def test_benchmarks_that_have_no_plans_to_score(bench: Path) -> None:
+    write_pool(bench / "pool", POOL[1:])
+    assert "gold skill 'pdf' of query 'q3' is not among the 3 skills" in skilltrain(*arguments(bench)).error_line
+    write_table([{"query_id": "q9", "step_id": "1", "text": "t", "depends_on": []}], PLANS, bench / "bench")
+    assert "a step is of query 'q9', which is not in queries" in skilltrain(*arguments(bench)).error_line
+    (bench / "bench" / "plans.parquet").unlink()
+    assert "its tasks have no steps" in skilltrain(*arguments(bench)).error_line
 
 
-def test_alpha_is_swept_by_ablate(tmp_path: Path) -> None:
-    bench(tmp_path)
+def test_alpha_is_swept_by_ablate(bench: Path) -> None:
     grid = {
         "ablation": "alpha", "claim": "Compatibility helps.", "baseline": "similarity", "seeds": [1],
-        "compare": ["Chosen"], "out": str(tmp_path / "grid"),
+        "compare": ["Chosen"], "out": str(bench / "grid"),
         "variants": {"similarity": None, "compatibility": {"plan.planners.0.compose.alpha": 0.0}},
         "steps": {"plan": {
-            "stage": "plans", "benchmark": str(tmp_path / "bench"), "pool": str(tmp_path / "pool"),
+            "stage": "plans", "benchmark": str(bench / "bench"), "pool": str(bench / "pool"),
             "system": {"name": "bm25", "rankers": [{"kind": "lexical"}]},
             "planners": [{"name": "rules", "compose": {"alpha": 1.0}}],
         }},
     }  # fmt: skip
-    (tmp_path / "grid.yaml").write_text(json.dumps(grid))
-    succeeds("ablate", tmp_path / "grid.yaml")
-    (table,) = json.loads((tmp_path / "grid" / "ablation.json").read_text())["tables"]
+    (bench / "grid.yaml").write_text(json.dumps(grid))
+    succeeds("ablate", bench / "grid.yaml")
+    (table,) = json.loads((bench / "grid" / "ablation.json").read_text())["tables"]
     assert [one["variant"] for one in table["variants"]] == ["similarity", "compatibility"]
     assert table["differences"][0]["measure"] == "Chosen" and table["num_queries"] == 3
 

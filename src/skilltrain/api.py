@@ -5,14 +5,13 @@ command line does, and leaves a folder alone that already holds the same. All ra
 wrong with what they are given.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skilltrain.config import apply_overrides, load_recipe, parse_yaml, validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import read_json, write_text
+from skilltrain.files import read_json, write_jsonl
 from skilltrain.fitting import QUOTAS, FitConfig, list_steps, run_fit
 from skilltrain.records import Skill
 from skilltrain.stages import STAGES, parse_recipe, run_recipe
@@ -64,7 +63,7 @@ def build_lists(
     out = Path(out)
     if not isinstance(queries, Path | str):
         file = out / "queries.jsonl"
-        write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in _rows(queries)))
+        write_jsonl(file, _rows(queries))
         run({"stage": "queries", "files": file, "pool": pool, "split": "train", "out": out / "queries"})
         queries = out / "queries"
     model = {"source": encoder, "cache": out / "vectors"}

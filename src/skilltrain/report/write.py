@@ -1,6 +1,5 @@
 """The forms of an evaluation's report: JSON, Markdown, one HTML page with its figures, a table for the terminal."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES, compact
 from skilltrain.evaluation.comparison import ALPHA
 from skilltrain.evaluation.metrics import COPIES, MEANINGS, Measure
 from skilltrain.evaluation.slices import ALL, KIND, LENGTH, Row, SliceMeans, shown
-from skilltrain.files import write_json, write_text
+from skilltrain.files import write_json, write_jsonl, write_text
 from skilltrain.report.evaluation import ANALYSES, Report
 from skilltrain.report.page import SHARES, Axis, axis_around, axis_over, html_page, markdown
 from skilltrain.templates import FIELDS_SEEN
@@ -42,7 +41,7 @@ def write_per_query(report: Report, file: Path) -> None:
         for result in report.results
         for query_id, task in report.tasks.items()
     )
-    write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_jsonl(file, rows)
 
 
 def report_markdown(report: Report) -> str:

@@ -1,6 +1,5 @@
 """The stage `plans`: plan a benchmark's compound tasks in one or several ways, and score the plans."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,8 +17,8 @@ from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Labels, Task, 
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare, values_of, wilcoxon
 from skilltrain.evaluation.plan_measures import MEANINGS, measure_names, plan_values
-from skilltrain.evaluation.slices import means_by_slice, shown
-from skilltrain.files import write_json, write_text
+from skilltrain.evaluation.slices import SliceMeans, means_by_slice, shown
+from skilltrain.files import write_json, write_jsonl, write_text
 from skilltrain.llm.answers import estimate_tokens
 from skilltrain.records import Query, Ranker, Ranking, Skill
 from skilltrain.report.page import markdown
@@ -82,20 +81,16 @@ class PlansConfig(Config):
 def run_plans(config: PlansConfig, out: Path) -> dict[str, Any]:
     """Write the plans and what they are worth; the summary holds the means of all tasks."""
     benchmark, skills, pool = _opened(config)
-    tasks, find = {task.query.query_id: task for task in benchmark.tasks}, finder(config.system, pool)
-    planners = [Planner(planner, skills, find, tasks) for planner in config.planners]
-    plans = {p.config.name: p.plan([task.query for task in benchmark.tasks]) for p in planners}
-    results = _results(config, benchmark.tasks, plans, find, skills)
-    slices = {
-        result.name: shown(
-            means_by_slice(
-                [result], _labels(benchmark.tasks, result, skills), config.scored, seed=config.seed,
-                most_values=_MOST_VALUES,
-            )
-        )
-        for result in results
-    }  # fmt: skip
-    rounds = {name: _rounds(benchmark.tasks, own) for name, own in plans.items()}
+    tasks, find = benchmark.tasks, finder(config.system, pool)
+    known, queries = {task.query.query_id: task for task in tasks}, [task.query for task in tasks]
+    plans = {one.name: Planner(one, skills, find, known).plan(queries) for one in config.planners}
+    results = _results(config, tasks, plans, find, skills)
+    slices: dict[str, tuple[SliceMeans, ...]] = {}
+    for one in results:
+        labels = _labels(tasks, one, skills)
+        every = means_by_slice([one], labels, config.scored, seed=config.seed, most_values=_MOST_VALUES)
+        slices[one.name] = shown(every)
+    rounds = {name: _rounds(tasks, own) for name, own in plans.items()}
     compared, notes = _comparisons(config, results), [*benchmark.notes, *_notes(plans)]
     about = {"benchmark": benchmark.name, "num_tasks": len(tasks), "num_skills": len(pool), "notes": notes}
     values = {"slices": slices, "rounds": rounds, "comparisons": compared, "measures": config.scored}
@@ -107,13 +102,10 @@ def run_plans(config: PlansConfig, out: Path) -> dict[str, Any]:
     differences = [asdict(one) | {"wilcoxon_p_above": p} for one, p in compared]
     found = {"skilltrain": __version__, **about, "planners": by_slice, "rounds": rounds, "comparisons": differences}
     write_json(out / "metrics.json", found)
-    scores = ((result.name, *row) for result in results for row in result.per_query.items())
-    _write_rows(out / "per_query.jsonl", ({"system": name, "query_id": one, **row} for name, one, row in scores))
-    made = ((name, plan) for name, own in plans.items() for plan in own)
-    _write_rows(
-        out / "plans.jsonl",
-        ({"system": name, "query_id": plan.task.query_id, **plan_json(plan, skills)} for name, plan in made),
-    )
+    scores = [(one.name, *row) for one in results for row in one.per_query.items()]
+    write_jsonl(out / "per_query.jsonl", [{"system": name, "query_id": one, **row} for name, one, row in scores])
+    made = [(name, plan, plan_json(plan, skills)) for name, own in plans.items() for plan in own]
+    write_jsonl(out / "plans.jsonl", [{"system": name, "query_id": p.task.query_id, **row} for name, p, row in made])
     means = {name: {key: round(one.mean, 4) for key, one in own[0].means[name].items()} for name, own in slices.items()}
     return {"num_tasks": len(tasks), "num_skills": len(pool), "planners": means}
 
@@ -166,13 +158,10 @@ def _results(
     tokens = {one: estimate_tokens(f"{s.name} {s.description} {s.body}") for one, s in skills.items()}
     results: list[SystemResult] = []
     for name, own in plans.items():
-        values = {
-            task.query.query_id: plan_values(
-                task, [_ids(step.candidates) for step in plan.steps], [step.skill_id for step in plan.steps], known,
-                skills, tokens,
-            )
-            for task, plan, known in zip(tasks, own, oracle, strict=True)
-        }  # fmt: skip
+        values: dict[str, dict[str, float]] = {}
+        for task, plan, by_words in zip(tasks, own, oracle, strict=True):
+            found, chosen = [_ids(step.candidates) for step in plan.steps], [step.skill_id for step in plan.steps]
+            values[task.query.query_id] = plan_values(task, found, chosen, by_words, skills, tokens)
         results.append(SystemResult(name, values, {}))
     return results
 
@@ -181,24 +170,17 @@ def _ids(ranking: Iterable[tuple[str, float]]) -> list[str]:
     return [skill_id for skill_id, _ in ranking]
 
 
-def _write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
 def _labels(tasks: Sequence[Task], result: SystemResult, skills: Mapping[str, Skill]) -> dict[str, Labels]:
-    """query_id → its labels: difficulty, categories, and whether the number of steps is right (the DA-conditioned
-    table)."""
+    """query_id → difficulty, categories, and whether the number of steps is right (the DA-conditioned table)."""
     labels: dict[str, Labels] = {}
     for task in tasks:
         query_id, num = task.query.query_id, len(task.steps)
         over = result.per_query[query_id]["steps"] - num
-        labels[query_id] = {
-            **task.labels,
-            "difficulty": "easy" if num <= 2 else "medium" if num == 3 else "hard",
-            "steps planned": "as many as gold" if not over else "too many" if over > 0 else "too few",
-        }
-        if categories := tuple(dict.fromkeys(skills[s.skill_id].category or "none" for s in task.steps if s.skill_id)):
-            labels[query_id] = {**labels[query_id], "category": categories}
+        count = "as many as gold" if not over else "too many" if over > 0 else "too few"
+        difficulty = "easy" if num <= 2 else "medium" if num == 3 else "hard"
+        categories = tuple(dict.fromkeys(skills[s.skill_id].category or "none" for s in task.steps if s.skill_id))
+        found = {**task.labels, "difficulty": difficulty, "steps planned": count}
+        labels[query_id] = found | ({"category": categories} if categories else {})
     return labels
 
 
