@@ -84,24 +84,18 @@ def test_conditions_are_compared_with_the_first_and_with_the_ceiling(tmp_path: P
     [
         ([], "holds no trial"),
         ([row(), row()], "line 2: trial 0 of task 't1' stands there twice"),
-        ([row(passed=1)], "line 1"),
-        ([row(passed="yes")], "line 1"),
+        ([row(passed=1)], "line 1"), ([row(passed="yes")], "line 1"), ([row(cost=-1)], "cost"),
+        ([row(steps=float("nan"))], "steps"), ([row(condition="")], "condition"), ([row(retrieved="a")], "retrieved"),
         ([{"condition": "none", "task": "t1", "passed": True}], "trial"),
-        ([row(cost=-1)], "cost"),
-        ([row(steps=float("nan"))], "steps"),
-        ([row(condition="")], "condition"),
-        ([row(retrieved="a")], "retrieved"),
+        ([row(), row("gold", "t2")], "different query sets"),
     ],
-)
+)  # fmt: skip
 def test_rows_that_are_no_trials_are_refused(rows: list[dict[str, Any]], complaint: str, tmp_path: Path) -> None:
     file = tmp_path / "trials.jsonl"
     file.write_text(jsonl(*rows))
     assert complaint in skilltrain("agents", file).only_line
 
 
-def test_conditions_over_other_tasks_and_a_ceiling_that_is_none_are_refused() -> None:
-    trials = [Trial(**one) for one in (row(), row("gold", "t2"))]
-    with pytest.raises(SkilltrainError, match="different query sets"):
-        agent_results(trials, {}, None)
+def test_a_ceiling_that_is_no_condition_is_refused() -> None:
     with pytest.raises(SkilltrainError, match="no condition 'oracle'"):
-        agent_results(trials, {}, "oracle")
+        agent_results([Trial(**row())], {}, "oracle")
