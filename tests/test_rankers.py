@@ -45,13 +45,6 @@ def test_a_leg_that_tells_nothing_apart_changes_nothing():
     assert fuse([[], []], (1, 1), "z", 60) == []
 
 
-def test_normalised_scores_know_no_unit():
-    """Scores of a leg times 1,000, or of another zero, give the same order and, by z, the same scores."""
-    scaled = [(skill_id, 1000 * score - 7) for skill_id, score in ONE]
-    assert dict(fuse([scaled, TWO], (1, 1), "z", 60)) == pytest.approx(dict(fuse([ONE, TWO], (1, 1), "z", 60)))
-    assert fuse([scaled, TWO], (1, 1), "rrf", 60) == fuse([ONE, TWO], (1, 1), "rrf", 60)
-
-
 def test_the_sum_with_the_ranker_before_leaves_the_rest_behind():
     class Fixed:
         def rank(self, queries, candidates, keep):

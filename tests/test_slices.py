@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import task_of
@@ -165,17 +163,6 @@ def cut(lengths: list[float]) -> list[tuple[str, int]]:
 )
 def test_quartiles_are_cut_by_rank_and_equal_lengths_stay_together(lengths: list[float], parts: list[tuple[str, int]]):
     assert cut(lengths) == parts
-
-
-@given(st.dictionaries(st.text(max_size=3), st.integers(0, 9), min_size=1))
-def test_every_query_is_in_one_part_and_parts_do_not_overlap(lengths: dict[str, int]):
-    found = quartiles({query_id: float(length) for query_id, length in lengths.items()})
-    assert found.keys() == lengths.keys()
-    by_length = [found[query_id][:2] for query_id in sorted(lengths, key=lengths.__getitem__)]
-    assert by_length == sorted(by_length)
-    assert len(set(zip(lengths.values(), (found[query_id] for query_id in lengths), strict=True))) == len(
-        set(lengths.values())
-    )
 
 
 def test_gaps_are_means_of_differences_in_each_part_and_leave_out_what_has_no_value():

@@ -128,14 +128,13 @@ class Cascade:
         stages: list[RankedStage] = []
         for number, ranker in enumerate(system.rankers, 1):
             stage = self._answer(system, keeps, number, stages[-1].rankings if stages else None)
-            is_last = number == len(system.rankers)
-            name = system.name if is_last else f"{system.name}/{number} {ranker.kind}"
-            passed = None if is_last else num_read(system.rankers[number])
             own = [row[number - 1] for row in alone if len(row) >= number]
             times, gpu_bytes = tuple(seconds for seconds, _ in own), max((used for _, used in own), default=0)
-            stages.append(replace(stage, name=name, alone=times, num_passed=passed, gpu_bytes=gpu_bytes))
+            stage = replace(stage, name=f"{system.name}/{number} {ranker.kind}", alone=times, gpu_bytes=gpu_bytes)
+            passed = num_read(system.rankers[number]) if number < len(system.rankers) else None
+            stages.append(replace(stage, num_passed=passed))
         cut = {query_id: ranking[: self.depth] for query_id, ranking in stages[-1].rankings.items()}
-        return (*stages[:-1], replace(stages[-1], rankings=cut))
+        return (*stages[:-1], replace(stages[-1], name=system.name, rankings=cut))
 
     def release(self, later: Iterable[SystemConfig]) -> None:
         """Let go of all models and vectors that no `later` system needs."""
@@ -174,16 +173,17 @@ class Cascade:
             start = f", from {system.rankers[len(timed)].kind} on" if timed else ""
             say(f"{system.name}{start}: not timed, for it asks a server or reads rankings from a file")
         rankers = [open_ranker(ranker, self.skills, self._opened) for ranker in timed]
-        queries = [self.queries[0], *self.queries[:num]]
-        again = [replace(query, query_id=f"{system.name} {number}") for number, query in enumerate(queries)]
         times: list[list[tuple[float, int]]] = []
         with without_bars():
-            for query in again:
+            for number, query in enumerate([self.queries[0], *self.queries[:num]]):
+                asked = replace(query, query_id=f"{system.name} {number}")
                 times.append([])
                 rankings: Rankings | None = None
                 for ranker, keep in zip(rankers, keeps, strict=False):
-                    before, started = _bytes_on_gpu(), time.perf_counter()
-                    rankings = ranker.rank([query], rankings, keep)
+                    if torch.cuda.is_available():
+                        torch.cuda.reset_peak_memory_stats()
+                    before, started = torch.cuda.memory_allocated(), time.perf_counter()
+                    rankings = ranker.rank([asked], rankings, keep)
                     seconds, peak = time.perf_counter() - started, torch.cuda.max_memory_allocated()
                     times[-1].append((seconds, peak if peak > before else 0))
         return times[1:]
@@ -191,13 +191,6 @@ class Cascade:
 
 def _is_local(ranker: RankerConfig) -> bool:
     return not any(isinstance(part, ApiConfig | AskingConfig | SavedConfig) for part in parts_of([ranker]))
-
-
-def _bytes_on_gpu() -> int:
-    """The bytes that lie on the GPU; from now on their peak is counted anew. 0 without a GPU."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
 
 
 def keeps_of(system: SystemConfig, depth: int) -> list[int]:

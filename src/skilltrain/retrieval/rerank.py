@@ -75,18 +75,15 @@ class Rerank:
         """The scores of `skill_ids`, and of what else is remembered for the query."""
         if len(self._scores) >= _REMEMBERED:
             self._scores.clear()
-        scores = self._scores.setdefault(query, {})
-        asked = [skill_id for skill_id in skill_ids if skill_id not in scores]
-        if not asked:
-            return scores
-        new = [skill_id for skill_id in asked if skill_id not in self._tokens]
-        for skill_id, ids in zip(new, self.reranker.pairs.skills([self.skills[s] for s in new]), strict=True):
-            self._tokens[skill_id] = np.array(ids, np.int32)
-        query_ids = self.reranker.pairs.query(query.text)
-        pairs = [self.reranker.pairs.join(query_ids, self._tokens[skill_id]) for skill_id in asked]
-        groups = self.reranker.micro_batches([pairs], self.token_budget)
-        values = run_micro_batches(self.reranker, pairs, groups).tolist()
-        scores.update(zip(asked, values, strict=True))
+        scores, texts = self._scores.setdefault(query, {}), self.reranker.pairs
+        if asked := [skill_id for skill_id in skill_ids if skill_id not in scores]:
+            new = [skill_id for skill_id in asked if skill_id not in self._tokens]
+            ids = [np.array(of_skill, np.int32) for of_skill in texts.skills([self.skills[s] for s in new])]
+            self._tokens.update(zip(new, ids, strict=True))
+            query_ids = texts.query(query.text)
+            pairs = [texts.join(query_ids, self._tokens[skill_id]) for skill_id in asked]
+            groups = self.reranker.micro_batches([pairs], self.token_budget)
+            scores.update(zip(asked, run_micro_batches(self.reranker, pairs, groups).tolist(), strict=True))
         return scores
 
 
