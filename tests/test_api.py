@@ -13,7 +13,7 @@ import pytest
 import skilltrain
 from skilltrain.errors import SkilltrainError
 from small_library import QUERIES, contents, forget_ranks, succeeds, write_library
-from small_library import skilltrain as command
+from small_library import skilltrain as skilltrain_command
 
 SKILL = {"name": "pdf-merge", "description": "Merge PDFs", "body": "Use pypdf to join files."}
 
@@ -27,20 +27,15 @@ def library(tmp_path_factory):
 def router(library, tmp_path_factory):
     """(the folder of a router that `fit` made with the library's own queries, what it answered)."""
     out = tmp_path_factory.mktemp("fit") / "router"
-    found = skilltrain.fit(
-        library / "skills", out, queries=[library / "queries" / "all.jsonl"], max_tokens=32
-    )  # fmt: skip
+    found = skilltrain.fit(library / "skills", out, queries=[library / "queries" / "all.jsonl"], max_tokens=32)
     forget_ranks()
     return out, found
 
 
-def test_every_name_is_there():
+def test_every_name_is_there_and_importing_it_does_not_import_torch():
     assert [name for name in skilltrain.__all__ if getattr(skilltrain, name) is None] == []
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         skilltrain.nothing  # noqa: B018
-
-
-def test_importing_it_does_not_import_torch():
     code = "import skilltrain, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -109,18 +104,16 @@ def test_fit_makes_a_router_and_the_recipes_of_it(router):
     assert succeeds("route", "merge these pdf files", "--router", out, "--top", 2).out.count("\n") == 6
 
 
-def test_fit_without_queries_makes_its_own(library, tmp_path):
-    found = json.loads(succeeds("fit", library / "skills", "--out", tmp_path / "router", "max_tokens=32", "--json").out)
-    forget_ranks()
-    assert {"bm25", "base encoder", "trained encoder", "router"} == found["Hit@1"].keys()
-    assert (tmp_path / "router" / "report" / "report.html").is_file()
-
-
-def test_a_dry_run_of_fit_writes_nothing(library, tmp_path):
-    plan = json.loads(succeeds("fit", library / "skills", "--out", tmp_path / "router", "--dry-run").out)["steps"]
+def test_fit_without_queries_makes_its_own_and_its_dry_run_writes_nothing(library, tmp_path):
+    command = ("fit", library / "skills", "--out", tmp_path / "router", "max_tokens=32")
+    plan = json.loads(succeeds(*command, "--dry-run").out)["steps"]
     assert [*plan] == ["pool", "queries", "mined", "filtered", "encoder_lists", "encoder", "report", "index"]
     assert {step["state"] for step in plan.values()} == {"to run"} and not (tmp_path / "router").exists()
-    assert "no such file or folder" in command("fit", tmp_path / "none", "--out", tmp_path / "x", "--dry-run").err
+    found = json.loads(succeeds(*command, "--json").out)
+    assert {"bm25", "base encoder", "trained encoder", "router"} == found["Hit@1"].keys()
+    assert (tmp_path / "router" / "report" / "report.html").is_file()
+    missing = skilltrain_command("fit", tmp_path / "none", "--out", tmp_path / "x", "--dry-run")
+    assert "no such file or folder" in missing.error_line
 
 
 def test_a_killed_fit_goes_on(library, tmp_path):

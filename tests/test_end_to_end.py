@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -57,10 +58,9 @@ def done(library, tmp_path_factory, model_folders):
     return runs, stages, [succeeds(*stage) for stage in stages]
 
 
-def metrics_of(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
-    return {
-        system["name"]: system["metrics"] for system in json.loads((folder / "metrics.json").read_text())["systems"]
-    }
+def metrics_of(folder: Path) -> dict[str, dict[str, Any]]:
+    systems = json.loads((folder / "metrics.json").read_text())["systems"]
+    return {system["name"]: system["metrics"] for system in systems}
 
 
 def test_every_stage_leaves_its_tables_and_says_where(done):
@@ -94,10 +94,6 @@ def test_both_trainings_changed_every_matrix_and_logged_every_step(done, model_f
     assert [name for name, value in after.items() if value.ndim > 1 and value.equal(before[name])] == []
     assert len((runs / "encoder" / "train_log.jsonl").read_text().splitlines()) == 6
     assert len((runs / "reranker" / "train_log.jsonl").read_text().splitlines()) == 3
-
-
-def test_the_reranker_learns_from_the_trained_encoders_candidates(done):
-    runs, _, _ = done
     lists = read_table(runs / "reranker_lists", LISTS).to_pylist()
     assert {source for row in lists for source in row["sources"]} <= {"trained", "gold"}
     assert all(len(row["skill_ids"]) == 8 and "required" in row["verdicts"] for row in lists)
@@ -110,38 +106,38 @@ def test_metrics_have_the_promised_shape(done):
     for name in SYSTEMS:
         assert set(metrics[name]) == {"Hit@1", "MRR@10", "nDCG@10", "Recall@10", "Recall@20", "Recall@50", "FC@10"}
         for value in metrics[name].values():
-            assert value.keys() == {"mean", "low", "high", "n", "normal"}
-            assert 0 <= value["low"] <= value["mean"] <= value["high"] <= 1 and value["n"] == 4
-            low, high = value["normal"]
-            assert 0 <= low <= value["mean"] <= high <= 1
+            assert value.keys() == {"mean", "low", "high", "n", "normal"} and value["n"] == 4
+            for low, high in ((value["low"], value["high"]), value["normal"]):
+                assert 0 <= low <= value["mean"] <= high <= 1
         assert metrics[name]["Recall@20"]["mean"] == 1  # the pool has 20 skills
     assert metrics["bm25"]["Hit@1"]["mean"] >= 0.75  # the queries share rare words with their skills
 
 
 def test_route_answers_in_json(done):
     runs, _, _ = done
-    answer = succeeds(
-        "route", "cut the laughter out of the audio", "--pool", runs / "pool", "--encoder", runs / "encoder",
-        "--reranker", runs / "reranker", "--top", 3, "--json",
-    )  # fmt: skip
-    found = json.loads(answer.out)
-    assert found["task"] == "cut the laughter out of the audio"
-    assert [skill["rank"] for skill in found["skills"]] == [1, 2, 3]
+    task, models = "cut the laughter out of the audio", ("--encoder", runs / "encoder", "--reranker", runs / "reranker")
+    found = json.loads(succeeds("route", task, "--pool", runs / "pool", *models, "--top", 3, "--json").out)
+    assert found["task"] == task and [skill["rank"] for skill in found["skills"]] == [1, 2, 3]
     scores = [skill["score"] for skill in found["skills"]]
     assert scores == sorted(scores, reverse=True)
     pool = {skill["skill_id"]: skill for skill in read_table(runs / "pool", SKILLS).to_pylist()}
     for skill in found["skills"]:
-        assert skill["name"] == pool[skill["skill_id"]]["name"]
-        assert skill["description"] == pool[skill["skill_id"]]["description"]
+        shown = pool[skill["skill_id"]]
+        assert (skill["name"], skill["description"]) == (shown["name"], shown["description"])
 
 
-def test_a_second_call_does_nothing_and_says_so(done):
+def test_a_dry_run_touches_nothing_and_a_second_call_does_nothing_and_says_so(done):
     runs, stages, outcomes = done
     before = contents(runs)
     for stage, first in zip(stages, outcomes, strict=True):
+        assert f"out: {runs}/" in succeeds(*stage, "--dry-run").err
         again = succeeds(*stage)
         assert "already holds this run; nothing to do" in again.err, stage
         assert again.out == first.out
+    plan = json.loads(succeeds("train", runs / "recipes" / "encoder.yaml", "--dry-run").out)["plan"]
+    assert plan["num_steps"] == 6 and plan["num_lists"] == 12
+    missing = skilltrain("train", runs / "recipes" / "encoder.yaml", "--dry-run", "data.lists=nowhere")
+    assert missing.error_line.startswith("error: nowhere: no such file or folder")
     assert contents(runs) == before
 
 
@@ -151,9 +147,7 @@ def test_another_folder_gets_the_same_bytes(done, library, model_folders, tmp_pa
         succeeds(*stage)
     texts = ("metrics.json", "per_query.jsonl", "report.html", "report.md", "skilltrain.json")
     paths = [path for path in tmp_path.rglob("*") if path.suffix in (".parquet", ".safetensors") or path.name in texts]
-    names = [
-        path.relative_to(tmp_path) for path in paths if "vectors" not in path.parts
-    ]  # a cache's files have any name
+    names = [path.relative_to(tmp_path) for path in paths if "vectors" not in path.parts]  # a cache's have any name
     assert len(names) > 20
     assert [str(name) for name in names if (runs / name).read_bytes() != (tmp_path / name).read_bytes()] == []
 
@@ -201,19 +195,6 @@ def test_queries_written_from_the_skills_themselves(done, model_folders, tmp_pat
     )
     assert report.out.startswith(f"{tmp_path}/report: {num_dev} queries; look at {tmp_path}/report/report.html")
     assert list(metrics_of(tmp_path / "report")) == ["bm25", f"encoder {tmp_path / 'encoder'}"]
-
-
-def test_a_dry_run_plans_and_touches_nothing(done, model_folders):
-    runs, stages, _ = done
-    before = contents(runs)
-    for stage in stages:
-        outcome = succeeds(*stage, "--dry-run")
-        assert f"out: {runs}/" in outcome.err
-    plan = json.loads(succeeds("train", runs / "recipes" / "encoder.yaml", "--dry-run").out)["plan"]
-    assert plan["num_steps"] == 6 and plan["num_lists"] == 12
-    assert contents(runs) == before
-    missing = skilltrain("train", runs / "recipes" / "encoder.yaml", "--dry-run", "data.lists=nowhere")
-    assert missing.error_line.startswith("error: nowhere: no such file or folder")
 
 
 def test_the_next_command_names_what_there_is(done, model_folders):

@@ -111,39 +111,16 @@ def test_every_layer_is_named_once():
         ("def f():\n    from skilltrain.data import mine", "line 2: imports skilltrain.data, but 'data' stands above"),
         ("from skilltrain import stages", "'stages' stands above 'models'"),
         ("from ..losses import InfoNCE", "'losses' stands beside 'models'"),
-        ("if TYPE_CHECKING:\n    from skilltrain.retrieval.dense import nearest", "'retrieval' stands above"),
         ("importlib.import_module('skilltrain.export.hub')", "'export' stands above 'models'"),
         ("from skilltrain.toolbox import saw", "skilltrain.toolbox, which has no layer"),
+        ("from skilltrain.models.pooling import pool\nfrom .pooling import pool\nfrom . import loading", None),
+        ("from skilltrain import __version__\nfrom skilltrain.templates import EncoderTemplate\nimport torch", None),
     ],
 )
-def test_an_import_that_does_not_point_down_is_found(source: str, complaint: str):
-    (found,) = violations(source, "skilltrain.models.made_up")
-    assert found.startswith("skilltrain.models.made_up, line ")
-    assert complaint in found
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from skilltrain.templates import EncoderTemplate",
-        "from skilltrain.models.pooling import pool",
-        "from .pooling import pool\nfrom . import loading",
-        "from skilltrain import __version__",
-        "import torch\nfrom transformers import AutoModel",
-    ],
-)
-def test_imports_that_point_down_or_stay_inside_pass(source: str):
-    assert violations(source, "skilltrain.models.made_up") == []
-
-
-def test_relative_imports_of_a_package_start_at_the_package():
-    assert violations("from .infonce import InfoNCE", "skilltrain.losses", is_package=True) == []
-    assert violations("from ..cli import main", "skilltrain.losses", is_package=True) != []
-
-
-def test_a_module_without_a_layer_is_named():
-    (found,) = violations("", "skilltrain.toolbox")
-    assert "add 'toolbox' to LAYERS" in found
+def test_imports_that_do_not_point_down_are_found(source: str, complaint: str | None):
+    found = violations(source, "skilltrain.models.made_up")
+    assert len(found) == (complaint is not None) and (complaint or "") in "".join(found)
+    assert "add 'toolbox' to LAYERS" in violations(source, "skilltrain.toolbox")[0]
 
 
 @pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)

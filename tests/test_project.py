@@ -29,11 +29,6 @@ DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def lines_of(path: Path) -> list[str]:
-    """Lines that are neither empty nor a comment."""
-    return [line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
-
-
 def code_in(markdown: str) -> list[str]:
     """Fenced blocks and inline code of a document."""
     fence = re.compile(r"^```.*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -53,30 +48,25 @@ def test_metadata_points_at_what_exists():
     assert script.value == PROJECT["scripts"]["skilltrain"] and callable(script.load())
 
 
-def test_every_pin_is_one_plain_release():
-    pins = lines_of(ROOT / "constraints.txt")
-    # Betas only where a dependency has nothing else: we ask for none ourselves (the next test).
-    assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\d.]+(b\d+)?", pin)] == []
-    names = [canonicalize_name(pin.partition("==")[0]) for pin in pins]
-    assert len(names) == len(set(names))
-    assert names == sorted(names)
+def pins() -> dict[str, str]:
+    """Package → its release in constraints.txt."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    # Betas only where a dependency has nothing else: we ask for none ourselves.
+    found = [re.fullmatch(r"([\w.-]+)==([\d.]+(?:b\d+)?)", line) for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(pin[1]): pin[2] for pin in found if pin} if all(found) else {}
+
+
+def test_pins_are_plain_releases_in_order():
+    assert [*pins()] == sorted(pins()) and pins()
 
 
 def test_every_dependency_has_a_lower_bound_and_a_pin_within_its_range():
-    pins = {
-        canonicalize_name(name): version
-        for name, version in (pin.split("==") for pin in lines_of(ROOT / "constraints.txt"))
-    }
-    extras = PROJECT["optional-dependencies"]
-    pinned = [
-        text
-        for name in ("dev", "quickstart", "deepspeed", "trackers", "qlora", "onnx", "openvino")
-        for text in extras[name]
-    ]
-    for text in (*PROJECT["dependencies"], *pinned):
+    pinned = ("dev", "quickstart", "deepspeed", "trackers", "qlora", "onnx", "openvino")
+    extras = [text for name in pinned for text in PROJECT["optional-dependencies"][name]]
+    for text in (*PROJECT["dependencies"], *extras):
         needed = Requirement(text)
         assert needed.specifier, f"{text} has no version range"
-        release = Version(pins[canonicalize_name(needed.name)])
+        release = Version(pins()[canonicalize_name(needed.name)])
         assert release in needed.specifier and not release.is_prerelease, text
 
 
@@ -215,15 +205,11 @@ def test_shell_scripts_are_valid():
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o100, ".ci/run must be executable"
 
 
-def test_the_slurm_script_says_how_to_start_it():
-    done = subprocess.run(["bash", str(ROOT / "launch" / "slurm.sh")], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("usage: sbatch launch/slurm.sh RECIPE.yaml")
-
-
 def test_a_slurm_job_has_time_to_save_when_it_is_told_to_stop(tmp_path: Path):
     """Slurm's signal reaches the launcher, as early as the launcher waits for its workers."""
     script = ROOT / "launch" / "slurm.sh"
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("usage: sbatch launch/slurm.sh RECIPE.yaml")
     (early,) = re.findall(r"^#SBATCH --signal=TERM@(\d+)$", script.read_text(encoding="utf-8"), re.MULTILINE)
     started = 'shift; echo srun $$; SLURM_NODEID=1 exec "$@"'
     for name, body in {"scontrol": "echo first", "srun": started, "accelerate": "env; echo $$ $*"}.items():
@@ -236,6 +222,53 @@ def test_a_slurm_job_has_time_to_save_when_it_is_told_to_stop(tmp_path: Path):
     assert f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={early}" in variables
     assert last.split()[0] == first.removeprefix("srun "), "the launcher is the process that Slurm signals"
     assert last.endswith("--num_processes 16 --machine_rank 1 --main_process_ip first --main_process_port 20007 r.yaml")
+
+
+# The Dockerfile, as far as it can be checked without Docker ---------------------------------------------------------
+
+
+def instructions() -> list[tuple[str, str, str]]:
+    """(stage, instruction, arguments), lines joined; what stands before the first FROM has the stage ''."""
+    text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    found, stage = [], ""
+    for line in re.sub(r"\\\n\s*", "", text).splitlines():
+        if line.strip():
+            name, _, arguments = line.partition(" ")
+            stage = arguments.split(" AS ")[-1] if name == "FROM" else stage
+            found.append((stage, name, arguments))
+    return found
+
+
+def of(name: str, stage: str | None = None) -> list[str]:
+    return [arguments for where, what, arguments in instructions() if what == name and stage in (None, where)]
+
+
+def test_both_targets_come_from_one_pinned_base():
+    assert of("FROM") == ["${BASE} AS base", "base AS cpu", "base AS cuda"]
+    (image,) = of("ARG", "")
+    (version,) = re.findall(r"^BASE=python:(\d+\.\d+\.\d+)-slim-\w+$", image)
+    assert version in Requirement(f"python{PROJECT['requires-python']}").specifier
+    known = {"ARG", "FROM", "ENV", "WORKDIR", "RUN", "COPY", "CMD", "USER"}  # no ADD: it takes addresses
+    assert {what for _, what, _ in instructions()} == known
+
+
+def test_targets_end_as_a_user_without_rights_and_the_cpu_target_first_asks_for_its_index():
+    for stage in ("cpu", "cuda"):
+        last = [(what, arguments) for where, what, arguments in instructions() if where == stage][-1]
+        assert last == ("USER", "skilltrain")
+    assert any("useradd" in line and line.endswith("chown skilltrain runs") for line in of("RUN", "base"))
+    first, *_ = of("RUN", "cpu")
+    assert first.startswith('test -n "$TORCH_INDEX" ||') and "exit 2" in first
+
+
+def test_what_is_copied_exists_and_what_is_installed_is_pinned():
+    sources = [source for line in of("COPY") for source in line.split()[:-1]]
+    assert sources and [source for source in sources if not (ROOT / source).exists()] == []
+    installs = [line for line in of("RUN") if "pip install" in line]
+    assert len(installs) == 3 and all("-c constraints.txt" in line for line in installs)
+    assert re.findall(r"torch==([\d.]+)\+cpu", " ".join(installs)) == [pins()["torch"]]
+    for extras in (value.partition("=")[2] for value in of("ARG") if value.startswith("EXTRAS=")):
+        assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()
 
 
 # Documents -----------------------------------------------------------------------------------------------------------

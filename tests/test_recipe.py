@@ -12,19 +12,12 @@ from safetensors import SafetensorError
 
 from skilltrain import __version__
 from skilltrain.config import load_recipe, sections_of
+from skilltrain.data.pool import skill_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.recipe import run
 from skilltrain.runs import FREE_TO_CHANGE, input_fingerprint
 from skilltrain.stages import STAGES, list_recipes, parse_recipe, run_recipe, schema_of
-from small_library import (
-    contents,
-    encoder_recipe,
-    forget_ranks,
-    skilltrain,
-    succeeds,
-    write_library,
-    write_recipe,
-)
+from small_library import contents, encoder_recipe, forget_ranks, skilltrain, succeeds, write_library, write_recipe
 
 
 @pytest.fixture
@@ -40,18 +33,14 @@ def record_of(folder):
     return json.loads((folder / "run.json").read_text())
 
 
-# Recipes that run themselves -----------------------------------------------------------------------------------------
+# Recipes -------------------------------------------------------------------------------------------------------------
 
 
-def test_run_does_nothing_unless_the_file_is_the_program(tmp_path):
+def test_a_recipe_runs_only_as_the_program_and_with_overrides(runs, tmp_path, model_folders):
     run("__mp_main__", "no such file")  # what a spawned worker calls itself
-    recipe = write_recipe(tmp_path / "r.yaml", "stage: nonsense")
+    recipe = write_recipe(tmp_path / "r.yaml", encoder_recipe(runs, model_folders["bert"]))
     runpy.run_path(str(recipe), run_name="anything")
     assert list(tmp_path.iterdir()) == [recipe]
-
-
-def test_run_trains_what_the_file_says_with_overrides(runs, tmp_path, model_folders):
-    recipe = write_recipe(tmp_path / "r.yaml", encoder_recipe(runs, model_folders["bert"]))
     run("__main__", str(recipe), ["training.epochs=1", f"out={tmp_path}/out"])
     forget_ranks()
     found = record_of(tmp_path / "out")
@@ -59,9 +48,8 @@ def test_run_trains_what_the_file_says_with_overrides(runs, tmp_path, model_fold
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_every_stage_has_settings_with_descriptions(name):
-    config_class = STAGES[name].config
-    waiting, bare, seen = [config_class], list[str](), set[type]()
+def test_every_stage_has_settings_with_descriptions_and_a_schema(name):
+    waiting, bare, seen = [STAGES[name].config], list[str](), set[type]()
     while waiting:
         section = waiting.pop()
         seen.add(section)
@@ -70,10 +58,6 @@ def test_every_stage_has_settings_with_descriptions(name):
             bare += [f"{section.__name__}.{key}"] if not (is_tag or field.description) else []
             waiting += [inner for inner in sections_of(field.annotation) if inner not in seen]
     assert bare == []
-
-
-@pytest.mark.parametrize("name", STAGES)
-def test_the_schema_of_a_stage_names_its_settings_and_the_line_of_python(name):
     schema = json.loads(json.dumps(schema_of([name])))
     assert schema["properties"].keys() == {"recipe", *STAGES[name].config.model_fields}
     assert schema["additionalProperties"] is False
@@ -106,35 +90,34 @@ def test_the_record_holds_settings_inputs_and_summary(runs):
     assert found["inputs"] == {key: input_fingerprint(path) for key, path in places.items()}
 
 
-def test_the_resolved_recipe_runs_to_the_same_tables(runs, tmp_path):
-    for name, stage in (("pool", "pool"), ("mined", "mine"), ("encoder_lists", "lists")):
-        resolved = runs / name / "recipe.yaml"
-        assert load_recipe(resolved)["out"] == str(runs / name)
-        assert "nothing to do" in succeeds(stage, resolved).err
-        succeeds(stage, resolved, f"out={tmp_path}/{name}")
-        for table in (runs / name).glob("*.parquet"):
-            assert table.read_bytes() == (tmp_path / name / table.name).read_bytes()
-        again = yaml.safe_load((tmp_path / name / "recipe.yaml").read_text())
-        assert again | {"out": str(runs / name)} == yaml.safe_load(resolved.read_text())
-
-
-def test_the_resolved_recipe_of_a_training_gives_the_same_model(runs, tmp_path):
-    assert "nothing to do" in succeeds("train", runs / "encoder" / "recipe.yaml").err
-    succeeds("train", runs / "encoder" / "recipe.yaml", f"out={tmp_path}/encoder")
-    for name in ("model.safetensors", "skilltrain.json", "config.json", "tokenizer.json"):
-        assert (runs / "encoder" / name).read_bytes() == (tmp_path / "encoder" / name).read_bytes()
+@pytest.mark.parametrize(("name", "command"), [("mined", "mine"), ("encoder_lists", "lists"), ("encoder", "train")])
+def test_the_resolved_recipe_gives_the_same_again(runs, tmp_path, name, command):
+    resolved = runs / name / "recipe.yaml"
+    assert "nothing to do" in succeeds(command, resolved).err
+    succeeds(command, resolved, f"out={tmp_path}/out")
+    made = [path for path in (runs / name).iterdir() if path.suffix in (".parquet", ".safetensors", ".json")]
+    assert [path.name for path in made if path.read_bytes() != (tmp_path / "out" / path.name).read_bytes()] in (
+        ["run.json"],
+        [],
+    )
+    again = yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())
+    assert again | {"out": str(runs / name)} == yaml.safe_load(resolved.read_text())
 
 
 # The folder ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_empty_folder_is_taken_and_its_parents_are_made(library, tmp_path):
+def test_an_empty_folder_is_taken_its_parents_are_made_and_what_a_kill_left_is_made_anew(library, tmp_path):
     (tmp_path / "empty").mkdir()
+    (tmp_path / ".empty.partial").mkdir()
+    (tmp_path / ".empty.partial" / "skills.parquet").write_text("half")
     for out in (tmp_path / "empty", tmp_path / "a" / "b" / "c"):
-        assert run_recipe(pool_config(library, out), resume=False)["num_skills"] == 20
+        assert run_recipe(pool_config(library, out))["num_skills"] == 20
         assert sorted(path.name for path in out.iterdir()) == [
             "dropped.parquet", "flags.parquet", "recipe.yaml", "run.json", "skills.parquet",
         ]  # fmt: skip
+        assert (out / "skills.parquet").stat().st_size > 100
+    assert not (tmp_path / ".empty.partial").exists()
 
 
 @pytest.mark.parametrize("out", [".", "..", "/"])
@@ -142,29 +125,20 @@ def test_a_folder_without_a_name_is_refused(library, tmp_path, monkeypatch, out)
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     with pytest.raises(SkilltrainError, match="is no name for an output folder"):
-        run_recipe(pool_config(library, out), resume=False)
+        run_recipe(pool_config(library, out))
 
 
-@pytest.mark.parametrize(
-    "fault", [SkilltrainError("bad"), BlockingIOError("bad"), KeyboardInterrupt(), ValueError("bad")]
-)
+@pytest.mark.parametrize("fault", [SkilltrainError("bad"), KeyboardInterrupt("bad"), ValueError("bad")], ids=repr)
 def test_a_stage_that_fails_leaves_no_output(library, tmp_path, monkeypatch, fault):
     def half(config, out):
         (out / "half.parquet").write_text("")
         raise fault
 
-    monkeypatch.setattr("skilltrain.data.pool.skill_pool.run_pool", half)
+    monkeypatch.setattr(skill_pool, "run_pool", half)
     before = contents(tmp_path)
-    with pytest.raises(type(fault), match="bad" if fault.args else None):
-        run_recipe(pool_config(library, tmp_path / "out"), resume=False)
+    with pytest.raises(type(fault), match="bad"):
+        run_recipe(pool_config(library, tmp_path / "out"))
     assert contents(tmp_path) == before
-
-
-def test_what_a_kill_left_half_is_made_anew(library, tmp_path):
-    (tmp_path / ".out.partial").mkdir()
-    (tmp_path / ".out.partial" / "skills.parquet").write_text("half")
-    run_recipe(pool_config(library, tmp_path / "out"), resume=False)
-    assert not (tmp_path / ".out.partial").exists() and (tmp_path / "out" / "skills.parquet").stat().st_size > 100
 
 
 def test_what_a_kill_left_of_a_training_does_not_block_the_next_one(runs, tmp_path, model_folders):
@@ -192,51 +166,41 @@ def test_a_full_disk_leaves_no_training_behind(runs, tmp_path, model_folders, mo
 
 
 def test_two_runs_do_not_write_one_folder(library, tmp_path, monkeypatch):
-    from skilltrain.data.pool import skill_pool
-
     def at_once(config, out):
         with pytest.raises(SkilltrainError, match=r"/out: another process is writing this very folder"):
-            run_recipe(config, resume=False)
+            run_recipe(config)
         return whole(config, out)
 
     whole = skill_pool.run_pool
-    monkeypatch.setattr("skilltrain.data.pool.skill_pool.run_pool", at_once)
-    run_recipe(pool_config(library, tmp_path / "out"), resume=False)
+    monkeypatch.setattr(skill_pool, "run_pool", at_once)
+    run_recipe(pool_config(library, tmp_path / "out"))
     assert (tmp_path / "out" / "skills.parquet").is_file() and not (tmp_path / ".out.partial").exists()
 
 
 def test_changed_settings_and_changed_inputs_are_another_run(library, tmp_path):
     out = tmp_path / "out"
-    run_recipe(pool_config(library, out), resume=False)
+    run_recipe(pool_config(library, out))
     before = contents(out)
     with pytest.raises(SkilltrainError, match=r"out: the output folder holds another run: max_body_chars differs"):
-        run_recipe(pool_config(library, out, max_body_chars=50), resume=False)
+        run_recipe(pool_config(library, out, max_body_chars=50))
     (library / "skills" / "data" / "csv-repair" / "SKILL.md").write_text("# Another\nAnother body.\n")
     with pytest.raises(SkilltrainError, match=r"holds another run: the content of sources\.0 differs"):
-        run_recipe(pool_config(library, out), resume=False)
+        run_recipe(pool_config(library, out))
     assert contents(out) == before
 
 
-def test_a_changed_model_is_another_run(runs, tmp_path):
+def test_a_changed_model_is_another_run_and_its_checkpoints_are_no_part_of_it(runs, tmp_path):
     """A model trained anew in the same place must not pass for the one that ranked."""
     shutil.copytree(runs / "encoder", tmp_path / "encoder")
     command = ("candidates", f"pool={runs}/pool", f"queries={runs}/queries", "system.name=e",
                f"system.rankers=[{{kind: dense, source: {tmp_path}/encoder}}]", f"out={tmp_path}/out")  # fmt: skip
     succeeds(*command)
+    shutil.rmtree(tmp_path / "encoder" / "checkpoints")
     assert "nothing to do" in succeeds(*command).err
     shutil.rmtree(tmp_path / "encoder")
     shutil.copytree(runs / "reranker", tmp_path / "encoder")
     line = skilltrain(*command).only_line
     assert "holds another run: the content of system.rankers.0.source differs" in line
-
-
-def test_a_models_checkpoints_are_no_part_of_it(runs, tmp_path):
-    assert (runs / "encoder" / "checkpoints").is_dir()
-    shutil.copytree(runs / "encoder", tmp_path / "encoder")
-    shutil.rmtree(tmp_path / "encoder" / "checkpoints")
-    assert input_fingerprint(tmp_path / "encoder") == input_fingerprint(runs / "encoder")
-    (tmp_path / "encoder" / "model.safetensors").write_bytes(b"other")
-    assert input_fingerprint(tmp_path / "encoder") != input_fingerprint(runs / "encoder")
 
 
 def test_what_no_update_depends_on_may_change_in_a_run(runs):
@@ -257,10 +221,10 @@ def test_what_no_update_depends_on_may_change_in_a_run(runs):
 def test_a_second_rank_leaves_records_to_the_first(runs, library, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SkilltrainError, match="the stage pool runs in one process"):
-        run_recipe(pool_config(library, tmp_path / "out"), resume=False)
+        run_recipe(pool_config(library, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
     # Where the first finds the run finished it returns at once: the second must not wait for it in a training.
     before = contents(runs)
     config = parse_recipe(load_recipe(runs / "recipes" / "encoder.yaml"), "here")
-    assert run_recipe(config, resume=False) == record_of(runs / "encoder")["summary"]
+    assert run_recipe(config) == record_of(runs / "encoder")["summary"]
     assert contents(runs) == before

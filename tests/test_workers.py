@@ -72,17 +72,13 @@ def on_ray() -> Iterator[WorkersConfig]:
     ray.shutdown()
 
 
+@pytest.mark.slow
 def test_ray_gives_what_processes_give(on_ray: WorkersConfig) -> None:
     blocks = [range(10 * start, 10 * start + 3) for start in range(6)]
     here = list(map_blocks(partial(shifted_squares, 7), blocks, WorkersConfig(num=1), "squares"))
     assert list(map_blocks(partial(shifted_squares, 7), blocks, on_ray, "squares")) == here
     with pytest.raises(SkilltrainError, match=r"^block 2: is odd \(leave it out\)$"):
         list(map_blocks(refuse_third, range(4), on_ray, "x"))
-    assert list(map_blocks(refuse_third, [], on_ray, "x")) == []
-
-
-@pytest.mark.slow
-def test_near_duplicates_are_the_same_on_ray(on_ray: WorkersConfig) -> None:
     bodies = [f"restart the pods of service {n // 2} and wait until all of them are ready again" for n in range(40)]
     here = TrigramSets.of(bodies, ENGINES[0])
     there = TrigramSets.of(bodies, on_ray)
