@@ -38,7 +38,6 @@ from skilltrain.tables import (
     texts_of,
     write_table,
 )
-from skilltrain.texts import name_key
 from skilltrain.workers import WorkersConfig
 
 ONE = WorkersConfig(num=1)
@@ -99,104 +98,55 @@ def found(tmp_path):
     return find
 
 
-JUDGED = {"q1": {"gold": Verdict.REQUIRED}}
+def required(*skill_ids: str) -> dict[str, dict[str, Verdict]]:
+    return {"q1": dict.fromkeys(skill_ids, Verdict.REQUIRED)}
+
+
+JUDGED = required("gold")
+THREE = [NameLayer(), JaccardLayer(), CosineLayer()]
+OTHERS = [ClusterLayer(), CeilingLayer(), CeilingLayer(scores="ranking")]
+# cosines to the query: gold .8; name .6, vector .936, far .96
+OVER = {"vector": ("ceiling", pytest.approx(0.936), "gold"), "far": ("ceiling", pytest.approx(0.96), "gold")}
 
 
 @pytest.mark.parametrize(
-    ("left", "right", "same"),
+    ("candidates", "verdicts", "layers", "dropped"),
     [
-        ("pdf-reader", "PDF Reader", True),
-        ("pdf_reader", "pdf.reader", True),
-        ("ＰＤＦ", "pdf", True),
-        ("c++", "c#", False),
-        ("pdf-reader", "pdf-reader-2", False),
-        ("数据-分析", "数据分析", True),
+        ("name body vector far", JUDGED, THREE,  # the gold is named
+         {"name": ("name", 1.0, "gold"), "body": ("jaccard", pytest.approx(8 / 9), "gold"),
+          "vector": ("cosine", pytest.approx(0.96), "gold")}),
+        ("body vector", JUDGED, [JaccardLayer(above=8 / 9), CosineLayer(above=float(VECTORS[3, 0]))], {}),  # exclusive
+        ("name body vector", JUDGED, [NameLayer()], {"name": ("name", 1.0, "gold")}),  # a layer left out does not run
+        ("name body vector", JUDGED, [], {}),
+        ("name gold far", {"q1": {"gold": Verdict.USEFUL}}, [NameLayer()], {"name": ("name", 1.0, "gold")}),
+        ("name body", {"q1": {**JUDGED["q1"], "name": Verdict.REJECTED, "body": Verdict.IRRELEVANT}},
+         [NameLayer(), JaccardLayer()], {}),  # a judgement outranks a likeness
+        ("name far", required("vector", "gold", "body"), [CosineLayer(above=0.5)],  # of several golds the first by id
+         {"name": ("cosine", pytest.approx(1.0), "body"), "far": ("cosine", pytest.approx(0.8), "body")}),
+        ("name body vector", required("gone"), [*THREE, *OTHERS], {}),  # a gold outside the pool
+        ("name body", JUDGED, [ClusterLayer()], {"body": ("cluster", 1.0, "gold")}),
+        ("name vector far", JUDGED, [CeilingLayer()], OVER),
+        ("name vector far", JUDGED, [CeilingLayer(relative_margin=0.24)], OVER),  # ceiling .608
+        ("name vector far", JUDGED, [CeilingLayer(relative_margin=0.26)],  # ceiling .592
+         OVER | {"name": ("ceiling", pytest.approx(0.6), "gold")}),
+        ("name vector far", JUDGED, [CeilingLayer(relative_margin=None, absolute_margin=0.19)], OVER),
+        ("name vector far", JUDGED, [CeilingLayer(relative_margin=None, absolute_margin=0.21)],
+         OVER | {"name": ("ceiling", pytest.approx(0.6), "gold")}),
+        ("name far", required("gold", "body"), [CeilingLayer(relative_margin=0)],  # .8 and .6: the weakest counts
+         {"far": ("ceiling", pytest.approx(0.96), "body")}),
     ],
-)
-def test_name_key_ignores_case_and_separators(left, right, same):
-    assert (name_key(left) == name_key(right)) is same
-
-
-def test_each_layer_drops_what_it_is_for_and_names_the_gold(found):
-    dropped = found(rankings("name", "body", "vector", "far"), JUDGED, [NameLayer(), JaccardLayer(), CosineLayer()])
-    assert dropped == {
-        "name": ("name", 1.0, "gold"),
-        "body": ("jaccard", pytest.approx(8 / 9), "gold"),
-        "vector": ("cosine", pytest.approx(0.96), "gold"),
-    }
-
-
-def test_thresholds_are_exclusive(found):
-    layers = [JaccardLayer(above=8 / 9), CosineLayer(above=float(VECTORS[3, 0]))]
-    assert not found(rankings("body", "vector"), JUDGED, layers)
-
-
-def test_a_layer_left_out_does_not_run(found):
-    assert set(found(rankings("name", "body", "vector"), JUDGED, [NameLayer()])) == {"name"}
-    assert not found(rankings("name", "body", "vector"), JUDGED, [])
-    assert set(found(rankings("name", "gold", "far"), {"q1": {"gold": Verdict.USEFUL}}, [NameLayer()])) == {"name"}
-
-
-@pytest.mark.parametrize("verdict", [Verdict.REJECTED, Verdict.IRRELEVANT])
-def test_a_judgement_outranks_a_likeness(found, verdict):
-    verdicts = {"q1": {"gold": Verdict.REQUIRED, "name": verdict, "body": verdict}}
-    assert not found(rankings("name", "body"), verdicts, [NameLayer(), JaccardLayer()])
-
-
-def test_of_several_golds_the_first_by_id_counts(found):
-    verdicts = {"q1": {"vector": Verdict.REQUIRED, "gold": Verdict.REQUIRED, "body": Verdict.USEFUL}}
-    dropped = found(rankings("name", "far"), verdicts, [CosineLayer(above=0.5)])
-    assert dropped == {
-        "name": ("cosine", pytest.approx(1.0), "body"),
-        "far": ("cosine", pytest.approx(0.8), "body"),
-    }
-
-
-def test_a_gold_outside_the_pool_is_passed_over(found):
-    verdicts = {"q1": {"gone": Verdict.REQUIRED}}
-    layers = [
-        NameLayer(),
-        JaccardLayer(),
-        CosineLayer(),
-        ClusterLayer(),
-        CeilingLayer(),
-        CeilingLayer(scores="ranking"),
-    ]
-    assert not found(rankings("name", "body", "vector"), verdicts, layers)
-
-
-def test_copies_of_copies_go_with_their_cluster(found):
-    assert found(rankings("name", "body"), JUDGED, [ClusterLayer()]) == {"body": ("cluster", 1.0, "gold")}
+)  # fmt: skip
+def test_what_layers_drop(found, candidates, verdicts, layers, dropped):
+    assert found(rankings(*candidates.split()), verdicts, layers) == dropped
 
 
 def test_siblings_of_a_template_stay_unless_plain_trigrams_are_asked_for(found):
     template = "automate {} tasks via the hub after you have searched all its tools for the current schemas"
     siblings = [Skill(name, f"{name}-automation", "", template.format(name)) for name in ("a", "b", "c", "d", "e", "f")]
     copy = Skill("a2", "a-automation", "", template.format("a") + " first")
-    table, verdicts, pool = rankings("a2", "b", "c"), {"q1": {"a": Verdict.REQUIRED}}, [*siblings, copy]
+    table, verdicts, pool = rankings("a2", "b", "c"), required("a"), [*siblings, copy]
     assert set(found(table, verdicts, [JaccardLayer(max_names=None)], pool)) == {"a2", "b", "c"}
     assert set(found(table, verdicts, [JaccardLayer()], pool)) == {"a2"}
-
-
-def test_a_ceiling_stands_a_margin_below_the_gold(found):
-    # cosines to the query: gold .8; name .6, vector .936, far .96
-    def over(**settings):
-        return found(rankings("name", "vector", "far"), JUDGED, [CeilingLayer(**settings)])
-
-    assert over() == {
-        "vector": ("ceiling", pytest.approx(0.936), "gold"),
-        "far": ("ceiling", pytest.approx(0.96), "gold"),
-    }
-    assert set(over(relative_margin=0.24)) == {"vector", "far"}  # ceiling .608
-    assert set(over(relative_margin=0.26)) == {"name", "vector", "far"}  # ceiling .592
-    assert set(over(relative_margin=None, absolute_margin=0.21)) == {"name", "vector", "far"}
-    assert set(over(relative_margin=None, absolute_margin=0.19)) == {"vector", "far"}
-
-
-def test_of_several_golds_the_weakest_sets_the_ceiling(found):
-    verdicts = {"q1": {"gold": Verdict.REQUIRED, "body": Verdict.REQUIRED}}  # .8 and .6
-    dropped = found(rankings("name", "far"), verdicts, [CeilingLayer(relative_margin=0)])
-    assert dropped == {"far": ("ceiling", pytest.approx(0.96), "body")}
 
 
 def test_a_ceiling_by_ranking_takes_the_sources_own_scores(found):
@@ -216,11 +166,8 @@ def test_a_window_keeps_ranks_of_the_sources_it_names(found):
     dropped = found(table, {}, [RankWindowLayer(ranks={"semantic": (2, 3)})])
     assert dropped == {"name": ("rank_window", 1.0, None), "far": ("rank_window", 4.0, None)}
     assert set(found(table, {}, [RankWindowLayer(ranks={"semantic": (2, None)})])) == {"name"}
-
-
-def test_a_window_of_a_source_that_ranks_nothing_is_refused(found):
-    with pytest.raises(SkilltrainError, match=r"no candidate is of source 'bm25' \(sources: semantic\)"):
-        found(rankings("far"), JUDGED, [RankWindowLayer(ranks={"bm25": (1, 3)})])
+    with pytest.raises(SkilltrainError, match=r"no candidate is of source 'bm25' \(sources: random, semantic\)"):
+        found(table, JUDGED, [RankWindowLayer(ranks={"bm25": (1, 3)})])
 
 
 class InitialLayer(Config):
@@ -230,7 +177,7 @@ class InitialLayer(Config):
 
     def check(self, pool, candidates):
         initials = np.array([float(ord(skill.name[0])) for skill in pool.skills])
-        here = initials[candidates.skills]
+        here = initials[candidates.left["skill"]]
         for gold in candidates.golds:
             yield gold, np.where(here == initials[gold], here, np.nan)
 
@@ -252,7 +199,7 @@ def test_the_size_bound_never_changes_the_answer(tokens, above):
         starts = np.cumsum([0, *(len(one) for one in sets)])
 
     pool = SimpleNamespace(trigrams=lambda max_names: Sets(sets))
-    candidates = SimpleNamespace(skills=np.array([1]), golds=np.array([0]))
+    candidates = SimpleNamespace(left={"skill": np.array([1])}, golds=np.array([0]))
     ((_, (value,)),) = JaccardLayer(above=above).check(pool, candidates)
     exact = jaccard(*sets)
     assert (value == exact) if exact > above else np.isnan(value)
@@ -319,12 +266,11 @@ def test_the_stage_splits_rankings_into_kept_and_dropped(folder):
     assert summary["dropped_by_layer"] == {"judged": 1, "name": 1, "jaccard": 1, "cosine": 1}
     assert summary["kept_by_source"] == {"random": 1, "semantic": 1}
     assert summary["num_candidates"] == 6 and summary["num_kept"] == 2 and summary["num_dropped"] == 4
-
-
-def test_judged_positives_can_be_kept_for_the_reranker(folder):
-    summary = run_filter(settings(folder, judged_positives="keep"), folder / "out")
+    summary = run_filter(settings(folder, judged_positives="keep"), folder / "out")  # for the reranker
     assert "gold" in read_table(folder / "out", RANKINGS).column("skill_id").to_pylist()
     assert summary["dropped_by_layer"]["judged"] == 0
+    write_table([], RANKINGS, folder / "rankings.parquet")
+    assert run_filter(settings(folder), folder / "out")["num_kept"] == 0
 
 
 @pytest.mark.parametrize(
@@ -343,11 +289,6 @@ def test_judged_positives_can_be_kept_for_the_reranker(folder):
 def test_settings_that_cannot_work_are_refused(folder, changes, message):
     with pytest.raises(SkilltrainError, match=message):
         settings(folder, **changes)
-
-
-def test_empty_rankings_stay_empty(folder):
-    write_table([], RANKINGS, folder / "rankings.parquet")
-    assert run_filter(settings(folder), folder / "out")["num_kept"] == 0
 
 
 def test_all_layers_run_from_a_recipe(folder):

@@ -1,5 +1,4 @@
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -42,33 +41,28 @@ def plenty():
     return [entry for source in QUOTAS for entry in ranked(source, *(f"{source}{n}" for n in range(50)))]
 
 
-def test_quotas_are_filled_from_each_source():
-    chosen = sample_negatives(plenty(), QUOTAS, "0/q1")
-    assert Counter(entry.source for entry in chosen) == QUOTAS
-    assert len({entry.skill_id for entry in chosen}) == 10 and set(chosen) <= set(plenty())
-
-
-def test_a_lacking_source_is_filled_up_in_the_order_of_the_quotas():
-    candidates = ranked("semantic", *"abcdef") + ranked("lexical", *"ghijkl") + ranked("random", "z")
-    chosen = sample_negatives(candidates, QUOTAS, "0/q1")
-    # taxonomy has none: its two come from semantic, which has six for four.
-    assert Counter(entry.source for entry in chosen) == {"semantic": 6, "lexical": 3, "random": 1}
-    few = ranked("semantic", *"abcd") + ranked("lexical", *"ghij")
-    assert {entry.skill_id for entry in sample_negatives(few, QUOTAS, "k")} == set("abcdghij")
-
-
-def test_a_skill_of_two_sources_comes_once():
-    candidates = ranked("semantic", *"abcd") + ranked("lexical", *"abcdef")
-    chosen = sample_negatives(candidates, {"semantic": 4, "lexical": 3}, "k")
-    assert Counter(e.source for e in chosen) == {"semantic": 4, "lexical": 2}
-    assert len({e.skill_id for e in chosen}) == 6
-
-
-def test_a_source_without_quota_gives_nothing_and_one_of_quota_0_only_helps_out():
-    candidates = ranked("semantic", "a") + ranked("lexical", *"gh") + ranked("random", *"xyz")
-    assert {e.source for e in sample_negatives(candidates, {"semantic": 3}, "k")} == {"semantic"}
-    chosen = sample_negatives(candidates, {"semantic": 2, "lexical": 0}, "k")
-    assert Counter(e.source for e in chosen) == {"semantic": 1, "lexical": 1}
+@pytest.mark.parametrize(
+    ("candidates", "quotas", "by_source"),
+    [
+        ({source: [f"{source}{n}" for n in range(50)] for source in QUOTAS}, QUOTAS, QUOTAS),
+        # taxonomy has none: its two come from semantic, which has six for four
+        (
+            {"semantic": "abcdef", "lexical": "ghijkl", "random": "z"},
+            QUOTAS,
+            {"semantic": 6, "lexical": 3, "random": 1},
+        ),
+        ({"semantic": "abcd", "lexical": "ghij"}, QUOTAS, {"semantic": 4, "lexical": 4}),
+        ({"semantic": "abcd", "lexical": "abcdef"}, {"semantic": 4, "lexical": 3}, {"semantic": 4, "lexical": 2}),
+        ({"semantic": "a", "lexical": "gh", "random": "xyz"}, {"semantic": 3}, {"semantic": 1}),
+        # one of quota 0 only helps out
+        ({"semantic": "a", "lexical": "gh"}, {"semantic": 2, "lexical": 0}, {"semantic": 1, "lexical": 1}),
+    ],
+)
+def test_quotas_are_filled_and_sources_help_out_in_their_order(candidates, quotas, by_source):
+    entries = [entry for source, found in candidates.items() for entry in ranked(source, *found)]
+    chosen = sample_negatives(entries, quotas, "0/q1")
+    assert Counter(entry.source for entry in chosen) == by_source and set(chosen) <= set(entries)
+    assert len({entry.skill_id for entry in chosen}) == len(chosen)
 
 
 @given(st.permutations(plenty()[:30] + plenty()[50:80]), st.text(max_size=5))
@@ -91,7 +85,7 @@ JUDGEMENTS_OF_PLAN = {"r1": "rejected", "r2": "rejected", "i1": "irrelevant"}
 
 def judged_plan():
     """One gold, two rejected skills and an irrelevant one, all in the pool."""
-    return replace(plan("g", **{s: Verdict(v) for s, v in JUDGEMENTS_OF_PLAN.items()}), turned_down=("i1", "r1", "r2"))
+    return plan("g", **{s: Verdict(v) for s, v in JUDGEMENTS_OF_PLAN.items()})._replace(turned_down=("i1", "r1", "r2"))
 
 
 def test_what_a_judge_turned_down_comes_before_what_was_mined_rejections_first():
@@ -123,20 +117,6 @@ def test_the_best_of_a_source_are_taken_where_it_says_so():
         assert lexical == [skill_id for skill_id in "hgfedcba" if skill_id not in semantic][:3]
 
 
-@pytest.mark.parametrize(
-    ("golds", "found", "expected"),
-    [
-        (["g"], "agbc", ["a", "g", "b"]),
-        (["g"], "abcg", ["a", "b", "c"]),  # below the cut: left out, and with it the list
-        (["g", "h"], "ahbgc", ["a", "h", "b"]),
-        (["g"], "abcd", ["a", "b", "c"]),
-    ],
-)
-def test_gold_outside_the_top_can_be_left_out(golds, found, expected):
-    config = settings(list_size=3, absent_gold="drop")
-    assert [e.skill_id for e in build_list(plan(*golds), ranked("encoder", *found), config)] == expected
-
-
 def test_encoder_lists_begin_with_the_golds():
     entries = build_list(plan("g1", "g2"), plenty(), settings(quotas=QUOTAS))
     assert entries[:2] == [Entry("g1", "gold", 0), Entry("g2", "gold", 0)] and len(entries) == 12
@@ -150,17 +130,21 @@ def test_a_known_positive_is_never_a_negative(verdict):
 
 
 @pytest.mark.parametrize(
-    ("golds", "found", "list_size", "expected"),
+    ("golds", "found", "list_size", "added", "dropped"),
     [
-        (["g"], "agbc", 3, [("a", "encoder", 1), ("g", "encoder", 2), ("b", "encoder", 3)]),  # at its rank
-        (["g"], "abcd", 3, [("a", "encoder", 1), ("b", "encoder", 2), ("g", "gold", 0)]),  # not retrieved
-        (["g"], "abcg", 3, [("a", "encoder", 1), ("b", "encoder", 2), ("g", "encoder", 4)]),  # below the cut
-        (["g", "h"], "ahbc", 4, [("a", "encoder", 1), ("h", "encoder", 2), ("b", "encoder", 3), ("g", "gold", 0)]),
+        ("g", "agbc", 3, "a1 g2 b3", "a1 g2 b3"),  # at its rank
+        ("g", "abcd", 3, "a1 b2 g0", "a1 b2 c3"),  # not retrieved
+        ("g", "abcg", 3, "a1 b2 g4", "a1 b2 c3"),  # below the cut: with absent_gold=drop the list goes with it
+        ("gh", "ahbc", 4, "a1 h2 b3 g0", "a1 h2 b3 c4"),
+        ("gh", "ahbgc", 3, "a1 h2 g4", "a1 h2 b3"),
     ],
 )
-def test_all_positives_are_in_a_reranker_list_at_their_ranks(golds, found, list_size, expected):
-    entries = build_list(plan(*golds), ranked("encoder", *found), settings(list_size=list_size))
-    assert [(e.skill_id, e.source, e.rank) for e in entries] == expected
+def test_positives_are_in_a_reranker_list_at_their_ranks_or_left_out(golds, found, list_size, added, dropped):
+    for absent_gold, expected in (("add", added), ("drop", dropped)):
+        config = settings(list_size=list_size, absent_gold=absent_gold)
+        entries = build_list(plan(*golds), ranked("encoder", *found), config)
+        assert " ".join(f"{entry.skill_id}{entry.rank}" for entry in entries) == expected
+        assert all((entry.source == "gold") == (entry.rank == 0) for entry in entries)
 
 
 @pytest.mark.parametrize(
@@ -280,10 +264,6 @@ def test_a_flagged_skill_is_no_positive_and_may_be_a_negative(folder):
     assert sorted((row["query_id"], row["skill_id"]) for row in dropped) == [("q1", "a"), ("q2", "c"), ("q4", "a")]
     assert {row["reason"] for row in dropped} == {"a positive with the flag locked_archive"}
     assert summary["dropped"] == {"flagged": 3, "no_positive": 3, "not_in_pool": 1}
-
-
-def test_a_flagged_skill_is_a_positive_where_the_recipe_says_so(folder):
-    flag(folder, "a", "c")
     summary = run(folder, quotas={"semantic": 4}, flagged="use")
     assert lists_of(folder)["q1"]["skill_ids"][0] == "a" and "flagged" not in summary["dropped"]
 
@@ -293,19 +273,6 @@ def test_more_negatives_wanted_than_there_are(folder):
         run(folder, quotas={"semantic": 4}, min_negatives=5)
     run(folder, quotas={"semantic": 4, "random": 1}, min_negatives=5)
     assert list(lists_of(folder)) == ["q1"]
-
-
-def test_rankings_of_two_stages_have_no_single_top(folder):
-    with pytest.raises(SkilltrainError, match=r"'list_size' takes the top of one ranking.*random, semantic"):
-        run(folder, list_size=3)
-
-
-def test_reranker_lists(folder):
-    write_rankings(folder, [("q1", s, rank, "encoder") for rank, s in enumerate("eafgh", 1)])
-    run(folder, list_size=3)
-    row = lists_of(folder)["q1"]
-    assert (row["skill_ids"], row["sources"], row["ranks"]) == (["e", "a", "f"], ["encoder"] * 3, [1, 2, 3])
-    assert row["verdicts"] == ["rejected", "required", "irrelevant"]
 
 
 def test_a_list_without_required_gold_in_its_top_is_left_out_with_a_row(folder):
@@ -320,13 +287,12 @@ def test_a_list_without_required_gold_in_its_top_is_left_out_with_a_row(folder):
     assert (summary["num_lists"], summary["by_verdict"]["required"]) == (2, 2)
 
 
-def test_an_unknown_source_is_refused_and_an_empty_one_is_not(folder):
+def test_rankings_that_do_not_fit_the_settings_or_the_pool_are_refused(folder):
+    with pytest.raises(SkilltrainError, match=r"'list_size' takes the top of one ranking.*random, semantic"):
+        run(folder, list_size=3)
     with pytest.raises(SkilltrainError, match=r"unknown source 'sematic'; the rankings hold: random, semantic"):
         run(folder, quotas={"sematic": 4})
-    assert run(folder, quotas={"semantic": 4, "taxonomy": 2})["num_lists"] == 2
-
-
-def test_a_candidate_outside_the_pool_is_refused(folder):
+    assert run(folder, quotas={"semantic": 4, "taxonomy": 2})["num_lists"] == 2  # of a source that was switched off
     write_rankings(folder, [("q1", "stranger", 1, "semantic")])
     with pytest.raises(SkilltrainError, match=r"pool.parquet: 1 ranked skill\(s\) are not in this pool"):
         run(folder, quotas={"semantic": 1})

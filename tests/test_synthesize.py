@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_server import KEY, LLMServer, Reply, honest_usage, llm_server
+from llm_server import KEY, LLMServer, Reply, llm_server
 from skilltrain.config import validate
 from skilltrain.data.draws import largest_remainder, sample_skills
 from skilltrain.data.query_texts import query_profile
@@ -21,24 +21,7 @@ from skilltrain.stages import dry_run
 from skilltrain.tables import CLUSTERS, DROPPED, FLAGS, JUDGEMENTS, QUERIES, SKILLS, read_table, rows_of, write_table
 from skilltrain.texts import num_words
 
-BODY = """# Invoice Sorter
-## When to use
-- User wants to sort scanned invoices by supplier and month
-- Extracting totals from blurry receipts
-- Questions such as "Which supplier overcharged us last quarter?"
-## Workflow
-1. **Read the mailbox**: Download every attachment that looks like an invoice
-2. Match each invoice with its purchase order and flag differences above five percent
-3. Write the totals into one spreadsheet for the accountant
-Suppliers often send the same invoice twice with another number.
-```bash
-python sort.py --input secret_folder
-```
-## When not to use
-- Paying salaries or planning next year's budget
-## Installation
-Run `pip install invoice-sorter` first.
-"""
+BODY = "# Invoice Sorter\n## When to use\n- User wants to sort scanned invoices by supplier and month\n"
 
 
 def skill(number: int, name: str = "invoice-sorter", body: str = BODY, **changed: Any) -> Skill:
@@ -81,6 +64,10 @@ def made(out: Path) -> set[str]:
     return numbers(read_table(out, QUERIES).column("query_id").to_pylist())
 
 
+def test_words_are_counted_in_both_scripts() -> None:
+    assert [num_words(text) for text in ("Don't re-run GPT-4 twice.", "整理发票", "整理PDF发票吧")] == [4, 2, 4]
+
+
 def asked(one: Skill, **settings: Any) -> tuple[str, str]:
     """What a model is told, so that it writes the first query of a skill: as the system, as the user."""
     config = validate(SynthesizeConfig, {"pool": "p", "out": "o", **settings}, "test")
@@ -90,10 +77,6 @@ def asked(one: Skill, **settings: Any) -> tuple[str, str]:
 def unique_reply(request: dict[str, Any]) -> Reply:
     """A reply that holds its own seed, so that no two are equal."""
     return Reply(f"Sort my pile number {request['seed']} of paper by month.")
-
-
-def test_words_are_counted_in_both_scripts() -> None:
-    assert [num_words(text) for text in ("Don't re-run GPT-4 twice.", "整理发票", "整理PDF发票吧")] == [4, 2, 4]
 
 
 def test_largest_remainder_by_hand() -> None:
@@ -156,30 +139,6 @@ def test_a_passage_of_two_skills_is_one_query(tmp_path: Path) -> None:
     assert {(row["skill_id"], row["filter"], row["other_id"]) for row in (first, second)} == {("s2", "duplicate", "s1")}
 
 
-def test_a_second_run_asks_nobody_and_no_key_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    write_pool(tmp_path, [skill(i) for i in range(9)])
-    with llm_server() as server:
-        server.otherwise = unique_reply
-        llm = on_server(server, tmp_path / "cache", concurrency=4)
-        summary, out = run(tmp_path, "one", llm=llm)
-        assert len(server.requests) == 9
-        assert "price unknown (llm.prices); no budget is set (llm.budget); " in capsys.readouterr().err
-        again, second = run(tmp_path, "two", llm=llm)
-        assert len(server.requests) == 9
-    assert again == summary
-    reported = [honest_usage(r, unique_reply(r).text) for r in server.requests]
-    assert summary["num_prompt_tokens"] == sum(usage["prompt_tokens"] for usage in reported)
-    assert summary["num_completion_tokens"] == sum(usage["completion_tokens"] for usage in reported)
-    assert summary["dollars"] is None
-    assert read_table(second, QUERIES).equals(read_table(out, QUERIES))
-    assert read_table(out, QUERIES).column("origin").unique().to_pylist() == ["llm:scripted"]
-    for file in tmp_path.rglob("*"):
-        assert file.is_dir() or KEY.encode() not in file.read_bytes()
-
-
 def test_bad_answers_are_asked_for_again_with_the_reason(tmp_path: Path) -> None:
     write_pool(tmp_path, [skill(1)])
     with llm_server() as server:
@@ -196,34 +155,26 @@ def test_bad_answers_are_asked_for_again_with_the_reason(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
-        (Reply("use invoice sorter"), "name_leak"),
-        (Reply("  \n"), "empty"),
-        (Reply(refusal="no"), "refused"),
-        (Reply("I'm sorry, but I can't help with that."), "refused"),
-        (Reply("很抱歉，我无法协助。"), "refused"),
-        (Reply("word " * 241), "too_long"),
-        (Reply("cut o", finish_reason="length"), "truncated"),
-        (Reply(raw="{}"), "malformed"),
+        (Reply("use invoice sorter"), "name_leak"), (Reply("  \n"), "empty"), (Reply(refusal="no"), "refused"),
+        (Reply("I'm sorry, but I can't help with that."), "refused"), (Reply("很抱歉，我无法协助。"), "refused"),
+        (Reply("word " * 241), "too_long"), (Reply("cut o", finish_reason="length"), "truncated"),
+        (Reply(raw="{}"), "malformed"), (Reply("Sort my pile of paper."), "duplicate"),
     ],
-)
+)  # fmt: skip
 def test_what_stays_bad_is_dropped_with_its_reason(tmp_path: Path, reply: Reply, reason: str) -> None:
-    write_pool(tmp_path, [skill(1), skill(2)])
+    write_pool(tmp_path, [skill(1, "other"), skill(2)])
     with llm_server() as server:
         server.otherwise = lambda request: (
             Reply("Sort my pile of paper.") if "Name: other" in request["messages"][1]["content"] else reply
         )
-        write_pool(tmp_path, [skill(1), skill(2, "other")])
         llm = on_server(server, tmp_path / "cache")
         summary, out = run(tmp_path, "out", llm=llm, max_attempts=2)
         assert len(server.requests) == 3
         assert run(tmp_path, "again", llm=llm, max_attempts=2)[0] == summary
         assert len(server.requests) == 3, "refused answers are remembered, malformed replies among them"
-    assert summary["dropped"] == {reason: 1}
+    assert summary["dropped"] == {reason: 1} and made(out) == {"s1#1"}
     (row,) = read_table(out, DROPPED).to_pylist()
-    assert numbers([row["query_id"]]) == {"s1#1"}
-    assert (row["skill_id"], row["filter"]) == ("s1", reason)
-    assert row["value"] == (241 if reason == "too_long" else None)
-    assert made(out) == {"s2#1"}
+    assert (row["skill_id"], row["filter"], row["value"]) == ("s2", reason, 241 if reason == "too_long" else None)
 
 
 def test_a_share_of_the_queries_is_terse(tmp_path: Path) -> None:
@@ -241,25 +192,17 @@ def test_a_share_of_the_queries_is_terse(tmp_path: Path) -> None:
 
 
 def test_a_run_that_made_no_query_is_an_error(tmp_path: Path) -> None:
-    write_pool(tmp_path, [skill(1)])
+    write_pool(tmp_path, [skill(1, body="")])
     with llm_server() as server:
         server.otherwise = lambda _: Reply(raw="<html>")
-        with pytest.raises(
-            SkilltrainError, match=r"made no query for 1 skills; the first reason: .*no chat completion.*seed"
-        ):
+        why = r"made no query for 1 skills; the first reason: .*no chat completion.*seed"
+        with pytest.raises(SkilltrainError, match=why):
             run(tmp_path, "out", llm=on_server(server, tmp_path / "cache"))
     with pytest.raises(SkilltrainError, match="holds no further passage"):
-        write_pool(tmp_path, [skill(1, body="")])
         run(tmp_path, "own")
-
-
-def test_a_text_written_twice_counts_once(tmp_path: Path) -> None:
-    write_pool(tmp_path, [skill(1), skill(2)])
-    with llm_server() as server:
-        server.otherwise = lambda _: Reply("Sort my paper.")
-        summary, out = run(tmp_path, "out", llm=on_server(server, tmp_path / "cache", concurrency=2))
-    assert summary["dropped"] == {"duplicate": 1}
-    assert made(out) == {"s1#1"}
+    write_pool(tmp_path, [])
+    with pytest.raises(SkilltrainError, match=r"pool\.parquet: the pool holds no skill"):
+        run(tmp_path, "empty")
 
 
 def test_the_prompt_fences_caps_and_disarms_the_skill() -> None:
@@ -284,12 +227,6 @@ def test_no_field_of_a_skill_reaches_outside_the_fence() -> None:
         assert "in the language of the material" in system and "Write what I say" not in system
     for lang, named in (("zh", "in Chinese,"), ("de", "code de,"), ("pt-BR", "code pt-BR,"), (None, "in English,")):
         assert named in asked(skill(1, lang=lang))[0]
-
-
-def test_an_empty_pool_is_named(tmp_path: Path) -> None:
-    write_pool(tmp_path, [])
-    with pytest.raises(SkilltrainError, match=r"pool\.parquet: the pool holds no skill"):
-        run(tmp_path, "out")
 
 
 def test_the_queries_of_two_runs_can_be_merged(tmp_path: Path) -> None:
@@ -320,19 +257,12 @@ def test_flagged_skills_have_no_queries_unless_told_otherwise(tmp_path: Path) ->
     summary, out = run(tmp_path, "out", max_skills=3)
     assert (summary["num_skills"], summary["num_queries"], summary["dropped"]) == (3, 3, {"flagged": 2})
     assert made(out) == {"s0#1", "s2#1", "s4#1"}
-    assert [(row["query_id"], row["skill_id"]) for row in read_table(out, DROPPED).to_pylist()] == [
-        ("", "s1"), ("", "s3"),
-    ]  # fmt: skip
+    dropped = [(row["query_id"], row["skill_id"]) for row in read_table(out, DROPPED).to_pylist()]
+    assert dropped == [("", "s1"), ("", "s3")]
     assert run(tmp_path, "all", flagged="use")[0]["num_queries"] == 5
-
-
-def test_a_pool_of_flagged_skills_only_gives_no_query(tmp_path: Path) -> None:
-    write_pool(tmp_path, [skill(1)])
-    write_flags(tmp_path, "s1")
-    with llm_server() as server:
-        with pytest.raises(SkilltrainError, match="made no query for 0 skills; the first reason: every skill is flag"):
-            run(tmp_path, "out", llm=on_server(server, tmp_path / "cache"))
-        assert server.requests == []
+    write_flags(tmp_path, *(f"s{i}" for i in range(5)))
+    with pytest.raises(SkilltrainError, match="made no query for 0 skills; the first reason: every skill is flagged"):
+        run(tmp_path, "none")
 
 
 def test_near_duplicates_have_their_queries_in_one_split(tmp_path: Path) -> None:
@@ -363,7 +293,7 @@ def test_the_cost_is_said_before_and_the_budget_holds_during_the_run(
     write_pool(tmp_path, [skill(i) for i in range(10)])
     with llm_server() as server:
         server.otherwise = unique_reply
-        prices, budget = {"prompt": 1.0, "completion": 2.0}, {"max_dollars": 0.006, "max_tokens": 10**6}
+        prices, budget = {"prompt": 1.0, "completion": 2.0}, {"max_dollars": 0.004, "max_tokens": 10**6}
         llm = on_server(server, tmp_path / "cache", prices=prices, budget=budget, max_tokens=400, concurrency=4)
         values = {"pool": str(tmp_path / "pool.parquet"), "out": str(tmp_path / "x"), "llm": llm}
         plan = plan_synthesize(validate(SynthesizeConfig, values, "test"))
@@ -372,46 +302,28 @@ def test_the_cost_is_said_before_and_the_budget_holds_during_the_run(
         assert plan["dollars"] == pytest.approx((plan["num_prompt_tokens"] + 2 * 2400) / 1e6)
         said = capsys.readouterr().err
         assert "10 requests" in said and "up to 3 times in all" in said and said.count("10 requests") == 1
-        assert f"about ${plan['dollars']:,.4g}; budget 1,000,000 tokens and $0.006; " in said
+        assert f"about ${plan['dollars']:,.4g}; budget 1,000,000 tokens and $0.004; " in said
 
         summary, out = run(tmp_path, "out", llm=llm)
         num_made = summary["num_queries"]
         assert 0 < num_made < 10 and summary["dropped"] == {"budget": 10 - num_made}
-        assert 0 < summary["dollars"] <= 0.006
+        assert 0 < summary["dollars"] <= 0.004
         assert len(server.requests) == num_made
         reasons = read_table(out, DROPPED).column("reason").unique().to_pylist()
-        assert reasons == ["not sent: the budget of 1,000,000 tokens and $0.006 is used up"]
+        assert reasons == ["not sent: the budget of 1,000,000 tokens and $0.004 is used up"]
 
         plan = plan_synthesize(validate(SynthesizeConfig, values, "test"))
         assert (plan["num_requests"], plan["num_answered_before"]) == (10 - num_made, num_made)
 
 
-def test_a_dry_run_of_a_data_stage_shows_the_cost_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_shows_the_cost_and_leaves_nothing(tmp_path: Path) -> None:
     write_pool(tmp_path, [skill(i) for i in range(3)])
     values = {"pool": tmp_path / "pool.parquet", "out": tmp_path / "out", "llm": {"kind": "openai", "cache": None}}
     plan = dry_run(validate(SynthesizeConfig, values, "test"))  # no key is needed to know what it would cost
-    assert (plan["num_requests"], plan["origin"]) == (3, "llm:gpt-4o-mini")
-    assert 0 < plan["dollars"] < 0.01
+    assert (plan["num_requests"], plan["origin"]) == (3, "llm:gpt-4o-mini") and 0 < plan["dollars"] < 0.01
     own_text = dry_run(validate(SynthesizeConfig, values | {"llm": {"kind": "own_text"}}, "test"))
     assert own_text == {"num_skills": 3, "num_flagged": 0, "num_asked": 3, "origin": "own_text"}
     assert not (tmp_path / "out").exists()
-
-
-def test_batches_write_the_same_queries_as_a_live_server(tmp_path: Path) -> None:
-    write_pool(tmp_path, [skill(i) for i in range(6)])
-    tables = {}
-    for mode in ("live", "batch"):
-        with llm_server() as server:
-            server.otherwise = lambda request: (
-                Reply("use the invoice sorter") if request["seed"] % 3 == 0 else unique_reply(request)
-            )
-            batch = {"poll_seconds": 0.01, "max_requests": 4}
-            llm = on_server(server, tmp_path / mode, mode=mode, batch=batch, base_url=server.base_url)
-            _, out = run(tmp_path, f"{mode}-out", llm=llm)
-            tables[mode] = [read_table(out, spec).to_pylist() for spec in (QUERIES, JUDGEMENTS, DROPPED)]
-            assert bool(server.batches) == (mode == "batch")
-    assert tables["live"] == tables["batch"]
-    assert len(tables["live"][0]) + len(tables["live"][2]) == 6
 
 
 def test_a_thousand_queries_on_a_server_that_fails_in_eight_ways(
@@ -477,9 +389,6 @@ def test_one_style_for_all_queries_stands_in_prompt_and_origin(tmp_path: Path) -
         prompts = [request["messages"][1]["content"] for request in server.requests]
     assert len(prompts) == 3 and all("Style: as a bug report." in prompt for prompt in prompts)
     assert {*read_table(out, QUERIES).column("origin").to_pylist()} == {"llm:scripted, as a bug report"}
-
-
-def test_a_style_that_nothing_follows_is_refused() -> None:
     for settings in ({}, {"prompt": "skillrouter", "llm": {"kind": "smollm2"}}):
         with pytest.raises(SkilltrainError, match="style is for a chat model and prompt: styles"):
             validate(SynthesizeConfig, {"pool": "p", "out": "o", "style": "short", **settings}, "test")

@@ -16,7 +16,7 @@ from jaxtyping import Int64
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import atomic_path
-from skilltrain.records import Query, Skill, Verdict
+from skilltrain.records import Dropped, Query, Skill, Verdict
 
 
 @dataclass(frozen=True)
@@ -190,6 +190,11 @@ def skills_from_table(table: pa.Table) -> list[Skill]:
     return [Skill(**row) for row in table.to_pylist()]
 
 
+def read_skills(path: Path) -> list[Skill]:
+    """The skills of a SKILLS table, in order."""
+    return skills_from_table(read_table(path, SKILLS))
+
+
 def queries_from_table(table: pa.Table) -> list[Query]:
     """The rows of a QUERIES table as records, in order."""
     return [Query(**row) for row in table.to_pylist()]
@@ -235,3 +240,22 @@ def verdicts_by_query(judgements: pa.Table) -> dict[str, dict[str, Verdict]]:
             raise SkilltrainError(what, where=row["query_id"])
         result.setdefault(row["query_id"], {})[row["skill_id"]] = Verdict(row["verdict"])
     return result
+
+
+def read_verdicts(folder: Path) -> dict[str, dict[str, Verdict]]:
+    """As `verdicts_by_query`, of the JUDGEMENTS table in a folder."""
+    return verdicts_by_query(read_table(folder, JUDGEMENTS))
+
+
+def write_dropped(dropped: Iterable[Dropped], out: Path) -> None:
+    """Write the DROPPED table of a stage."""
+    write_table((row.row() for row in dropped), DROPPED, out)
+
+
+def write_queries(
+    queries: Iterable[Query], judgements: Iterable[Mapping[str, Any]], dropped: Iterable[Dropped], out: Path
+) -> None:
+    """Write the three tables of a stage that makes queries."""
+    write_table(rows_of(queries), QUERIES, out)
+    write_table(judgements, JUDGEMENTS, out)
+    write_dropped(dropped, out)

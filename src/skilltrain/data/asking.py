@@ -4,8 +4,7 @@ What it is told is in prompts.yaml.
 """
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -105,8 +104,3 @@ def language_named(lang: str | None, text: str) -> str:
     if lang is None or not _LANGUAGE_CODE.fullmatch(lang):
         return f"the language of {text}"
     return _LANGUAGES.get(lang, f"the language with the code {lang}")
-
-
-def counted(values: Iterable[str]) -> dict[str, int]:
-    """How often each value occurs, in their order."""
-    return dict(sorted(Counter(values).items()))

@@ -18,7 +18,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from skilltrain.config import Config, InputPath, Seed
-from skilltrain.data.asking import PROMPTS, Line, Wanted, ask, counted, language_named, prompt, questions_of
+from skilltrain.data import counted
+from skilltrain.data.asking import PROMPTS, Line, Wanted, ask, language_named, prompt, questions_of
 from skilltrain.data.pool.skill_file import split_header
 from skilltrain.data.query_texts import AnswerError
 from skilltrain.data.screening import count_flagged, screen, write_flags
@@ -28,7 +29,7 @@ from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.llm import LLMConfig, Questions, cost_of, read_object
 from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
 from skilltrain.records import Skill
-from skilltrain.tables import DROPPED, SKILLS, read_table, rows_of, skills_from_table, write_table
+from skilltrain.tables import SKILLS, read_skills, rows_of, write_dropped, write_table
 from skilltrain.texts import clean_text, name_key, num_words
 
 STRATEGIES: Final[dict[str, str]] = PROMPTS["distractor"]["strategies"]
@@ -100,7 +101,7 @@ def run_distractors(config: DistractorsConfig, out: Path) -> dict[str, Any]:
     flags = {skill.skill_id: found for skill in skills if (found := screen(skill))}
     write_table(rows_of(skills), SKILLS, out)
     write_flags(flags, out)
-    write_table([row.row() for row in asked.dropped], DROPPED, out)
+    write_dropped(asked.dropped, out)
     return _num_asked(questions) | {
         "num_distractors": len(skills), "num_dropped": len(asked.dropped),
         "dropped": counted(row.filter for row in asked.dropped),
@@ -151,7 +152,7 @@ def gold_skills(config: DistractorsConfig) -> list[tuple[Skill, tuple[Skill, ...
         gold = sorted(task.relevance.gold)
         for skill_id in gold:
             siblings.setdefault(skill_id, {}).update(dict.fromkeys(other for other in gold if other != skill_id))
-    pool = skills_from_table(read_table(config.pool, SKILLS)) if config.pool is not None else []
+    pool = read_skills(config.pool) if config.pool is not None else []
     known = {skill.skill_id: skill for skill in (*pool, *benchmark.gold_skills)}
     if missing := [skill_id for skill_id in siblings if skill_id not in known]:
         where = config.benchmark if config.pool is None else config.pool

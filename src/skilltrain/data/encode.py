@@ -21,7 +21,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.models.loading import default_device
 from skilltrain.retrieval.dense import EncoderSource, EncodingCount, SkillEncoder, encode_texts, open_encoder
 from skilltrain.retrieval.vectors import OrderedTexts, VectorCache, longest_first, text_keys
-from skilltrain.tables import QUERIES, SKILLS, read_table, skills_from_table
+from skilltrain.tables import QUERIES, read_skills, read_table
 from skilltrain.terminal import say
 
 ValueT = TypeVar("ValueT")
@@ -83,7 +83,7 @@ def run_encode(config: EncodeConfig, out: Path) -> dict[str, Any]:
     ranks = Ranks()
     encoder = open_encoder(config.encoder)
     settings = encoder.model.settings
-    skills = skills_from_table(read_table(config.pool, SKILLS))
+    skills = read_skills(config.pool)
     chunks = [text for skill in skills for text in settings.chunk_texts(skill)]
     texts = {"skills" if settings.chunks.windows == 1 else "chunks": (chunks, settings.max_tokens)}
     if config.queries is not None:

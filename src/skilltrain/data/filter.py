@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +11,9 @@ import pyarrow as pa
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath
+from skilltrain.data import counted
 from skilltrain.data.filter_layers import (
+    CANDIDATE,
     Candidates,
     CosineLayer,
     FilterLayer,
@@ -23,16 +26,14 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.records import POSITIVE, Dropped, Skill, Verdict
 from skilltrain.retrieval.dense import EncoderSource
 from skilltrain.tables import (
-    DROPPED,
-    JUDGEMENTS,
     QUERIES,
     RANKINGS,
-    SKILLS,
+    read_skills,
     read_table,
+    read_verdicts,
     rows_by_query,
-    skills_from_table,
     texts_of,
-    verdicts_by_query,
+    write_dropped,
     write_table,
 )
 from skilltrain.terminal import track
@@ -83,8 +84,8 @@ def run_filter(config: FilterConfig, out: Path) -> dict[str, Any]:
     others, each is dropped by the first layer that finds a ground.
     """
     rankings = read_table(config.rankings, RANKINGS)
-    skills = skills_from_table(read_table(config.pool, SKILLS))
-    verdicts = verdicts_by_query(read_table(config.queries, JUDGEMENTS))
+    skills = read_skills(config.pool)
+    verdicts = read_verdicts(config.queries)
     candidates = dict(open_candidates(rankings, skills, verdicts, config.pool))
     texts = _texts(config.queries, list(candidates))
     pool = FilterPool(skills, list(candidates.values()), texts, config.encoder, config.clusters, config.workers)
@@ -95,12 +96,12 @@ def run_filter(config: FilterConfig, out: Path) -> dict[str, Any]:
     kept[list(against)] = False
     left = rankings.filter(pa.array(kept))
     write_table(left, RANKINGS, out)
-    write_table([against[row].row() for row in sorted(against)], DROPPED, out)
+    write_dropped((against[row] for row in sorted(against)), out)
     by_layer = Counter(drop.filter for drop in against.values())
     return {
         "num_candidates": rankings.num_rows, "num_kept": left.num_rows, "num_dropped": len(against),
         "dropped_by_layer": {name: by_layer[name] for name in ("judged", *(layer.name for layer in config.layers))},
-        "kept_by_source": dict(sorted(Counter(left.column("stage").to_pylist()).items())),
+        "kept_by_source": counted(left.column("stage").to_pylist()),
     }  # fmt: skip
 
 
@@ -116,19 +117,16 @@ def open_candidates(
     if unknown := set(skill_ids) - position.keys():
         what = f"{len(unknown)} ranked skill(s) are not in this pool, '{min(unknown)}' among them"
         raise SkilltrainError(what, where=where, fix="give the pool that was mined")
-    places = np.array([position[skill_id] for skill_id in skill_ids], dtype=np.int64)
-    sources = np.array(texts_of(rankings.column("stage")), dtype=object)
-    ranks, scores = (rankings.column(name).to_numpy() for name in ("rank", "score"))
+    ranked = np.empty(rankings.num_rows, dtype=CANDIDATE)
+    ranked["row"], ranked["source"] = np.arange(len(ranked)), texts_of(rankings.column("stage"))
+    ranked["skill"] = [position[skill_id] for skill_id in skill_ids]
+    ranked["rank"], ranked["score"] = (rankings.column(name).to_numpy() for name in ("rank", "score"))
     for number, (query_id, rows) in enumerate(rows_by_query(rankings).items()):
         judged = {position[s]: verdict for s, verdict in sorted(verdicts.get(query_id, {}).items()) if s in position}
         golds = np.array([place for place, verdict in judged.items() if verdict in POSITIVE], dtype=np.int64)
-        ranked_golds = rows[np.isin(places[rows], golds)]
-        rows = rows[~np.isin(places[rows], list(judged))]
-        yield query_id, Candidates(
-            query=number, golds=golds, rows=rows, skills=places[rows], ranks=ranks[rows].astype(np.int64),
-            scores=scores[rows], sources=sources[rows],
-            ranked_golds=list(zip(sources[ranked_golds], places[ranked_golds], scores[ranked_golds], strict=True)),
-        )  # fmt: skip
+        own = ranked[rows]
+        is_judged, is_gold = (np.isin(own["skill"], places) for places in (list(judged), golds))
+        yield query_id, Candidates(number, golds, own[~is_judged], own[is_gold])
 
 
 def find_false_negatives(
@@ -136,21 +134,19 @@ def find_false_negatives(
 ) -> dict[int, Dropped]:
     """Row of the rankings → what speaks against it; a layer sees only what the layers before it kept."""
     found: dict[int, Dropped] = {}
-    for query_id, left in track(candidates.items(), "filtering", len(candidates)):
+    for query_id, one in track(candidates.items(), "filtering", len(candidates)):
         for layer in layers:
-            values, golds = np.full(len(left.rows), np.nan), np.full(len(left.rows), -1)
-            for gold, found_against in layer.check(pool, left):
+            values, golds = np.full(len(one.left), np.nan), np.full(len(one.left), -1)
+            for gold, found_against in layer.check(pool, one):
                 new = np.isnan(values) & ~np.isnan(found_against)
                 values[new], golds[new] = found_against[new], gold
             drop = ~np.isnan(values)
-            for place in np.flatnonzero(drop).tolist():
-                value, gold = float(values[place]), int(golds[place])
-                found[int(left.rows[place])] = Dropped(
-                    query_id, pool.skills[left.skills[place]].skill_id, layer.name, layer.explain(value), value,
-                    left.sources[place], pool.skills[gold].skill_id if gold >= 0 else None,
+            for candidate, value, gold in zip(one.left[drop], values[drop].tolist(), golds[drop].tolist(), strict=True):
+                found[int(candidate["row"])] = Dropped(
+                    query_id, pool.skills[candidate["skill"]].skill_id, layer.name, layer.explain(value), value,
+                    candidate["source"], pool.skills[gold].skill_id if gold >= 0 else None,
                 )  # fmt: skip
-            if drop.any():
-                left = left.only(~drop)
+            one = replace(one, left=one.left[~drop])
     return found
 
 

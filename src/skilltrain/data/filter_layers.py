@@ -1,9 +1,6 @@
 """The grounds on which a candidate is taken for a false negative: one small class a layer; and what layers compare.
 
-To add one:
-1. write a Config with `name: Literal["yours"]`, its settings, and `check` and `explain`, as below;
-2. add the class to the union `Layer`.
-A recipe then lists it under `layers:`; counts, DROPPED rows and the order of layers need no further line.
+A new one is a class here and a name in the union `Layer` (CONTRIBUTING.md).
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
 import numpy as np
-from jaxtyping import Bool, Float32, Float64, Int64, Shaped
+from jaxtyping import Float32, Float64, Shaped
 from pydantic import Field, field_validator, model_validator
 
 from skilltrain.config import Config
@@ -26,31 +23,23 @@ from skilltrain.retrieval.nearest import ChunkVectors, starts_of
 from skilltrain.texts import name_key
 from skilltrain.workers import WorkersConfig
 
+CANDIDATE = np.dtype([("row", "i8"), ("skill", "i8"), ("rank", "i8"), ("score", "f8"), ("source", "O")])
+"""A candidate: its row in the RANKINGS, its place in the pool, and what its source says of it."""
 Values = Float64[np.ndarray, " candidate"]
 """NaN to keep a candidate, else the value that speaks against it."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """One query's candidates that are still open; skills are places in the pool, rows those of the RANKINGS.
+    """One query's candidates that are still open, and those that are its gold skills.
 
-    `query` is the query's place among all, `golds` its gold skills in order of id, `ranked_golds` has (source, gold
-    skill, score) of those that a source ranked.
+    `query` is the query's place among all, `golds` the places of its gold skills, in order of id.
     """
 
     query: int
     golds: Positions
-    rows: Int64[np.ndarray, " candidate"]
-    skills: Int64[np.ndarray, " candidate"]
-    ranks: Int64[np.ndarray, " candidate"]
-    scores: Float64[np.ndarray, " candidate"]
-    sources: Shaped[np.ndarray, " candidate"]
-    ranked_golds: Sequence[tuple[str, int, float]]
-
-    def only(self, which: Bool[np.ndarray, " candidate"]) -> "Candidates":
-        """Those of the candidates that are still open after a layer."""
-        names = ("rows", "skills", "ranks", "scores", "sources")
-        return replace(self, **{name: getattr(self, name)[which] for name in names})
+    left: Shaped[np.ndarray, " candidate"]
+    ranked_golds: Shaped[np.ndarray, " gold_candidate"]
 
 
 @dataclass
@@ -68,13 +57,13 @@ class FilterPool:
     @cached_property
     def in_use(self) -> Positions:
         """The skills that are candidates or golds, in the order of the pool: only these are encoded."""
-        places = [places for one in self.candidates for places in (one.skills, one.golds)]
+        places = [places for one in self.candidates for places in (one.left["skill"], one.golds)]
         return np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *places]))
 
     @cached_property
     def sources(self) -> frozenset[str]:
         """All sources of candidates."""
-        return frozenset(source for one in self.candidates for source in one.sources)
+        return frozenset(source for one in self.candidates for source in one.left["source"])
 
     @cached_property
     def names(self) -> Positions:
@@ -96,17 +85,14 @@ class FilterPool:
         counts[self.in_use] = np.diff(found.starts)
         return replace(found, starts=starts_of(counts))
 
-    @cached_property
-    def vectors(self) -> Float32[np.ndarray, "skill dim"]:
-        """Unit vectors of first windows; zeros for skills that no query is concerned with."""
-        vectors = np.zeros((len(self.skills), self._encoder.model.dim), dtype=np.float32)
-        vectors[self.in_use] = self.chunks.vectors[self.chunks.starts[self.in_use]]
-        return vectors
+    def vectors(self, skills: Positions) -> Float32[np.ndarray, "skill dim"]:
+        """Unit vectors of the first windows of skills in use."""
+        return self.chunks.vectors[self.chunks.starts[skills]]
 
-    @cached_property
-    def query_vectors(self) -> Float32[np.ndarray, "query dim"]:
-        """Unit vectors of the ranked queries."""
-        return encode_queries(self._encoder, self.query_texts)
+    def answers(self, skills: Positions, query: int) -> Float64[np.ndarray, " skill"]:
+        """The score of each of `skills` for a query, as retrieval has it."""
+        of_query = self._query_vectors[query : query + 1]
+        return self.chunks.scores(of_query, np.zeros(len(skills), np.int64), skills).astype(np.float64)
 
     @cached_property
     def clusters(self) -> Positions:
@@ -115,15 +101,9 @@ class FilterPool:
         of = read_clusters(self.clusters_path, (self.skills[place].skill_id for place in self.in_use))
         return np.array([of.get(skill.skill_id, -1) for skill in self.skills], dtype=np.int64)
 
-    def cosines(
-        self, skills: Int64[np.ndarray, " skill"], vector: Float32[np.ndarray, " dim"]
-    ) -> Float64[np.ndarray, " skill"]:
-        """The cosine of each of `skills` to `vector`; no matrix product: its last bits depend on what is beside."""
-        return np.einsum("sd,d->s", self.vectors[skills], vector, optimize=False).astype(np.float64)
-
-    def answers(self, skills: Positions, query: Float32[np.ndarray, " dim"]) -> Float64[np.ndarray, " skill"]:
-        """The score of each of `skills` for the vector of a query, as retrieval has it."""
-        return self.chunks.scores(query[None], np.zeros(len(skills), np.int64), skills).astype(np.float64)
+    @cached_property
+    def _query_vectors(self) -> Float32[np.ndarray, "query dim"]:
+        return encode_queries(self._encoder, self.query_texts)
 
     @cached_property
     def _encoder(self) -> SkillEncoder:
@@ -156,7 +136,7 @@ class NameLayer(Config):
     name: Literal["name"] = "name"
 
     def check(self, pool: FilterPool, candidates: Candidates) -> Against:
-        names = pool.names[candidates.skills]
+        names = pool.names[candidates.left["skill"]]
         for gold in candidates.golds.tolist():
             yield gold, np.where((names == pool.names[gold]) & (names >= 0), 1.0, np.nan)
 
@@ -185,12 +165,13 @@ class JaccardLayer(Config):
     def check(self, pool: FilterPool, candidates: Candidates) -> Against:
         """Exact; sets whose sizes alone keep them below the threshold are not intersected."""
         trigrams = pool.trigrams(self.max_names)
-        sizes = trigrams.starts[candidates.skills + 1] - trigrams.starts[candidates.skills]
+        skills = candidates.left["skill"]
+        sizes = trigrams.starts[skills + 1] - trigrams.starts[skills]
         for gold in candidates.golds.tolist():
             own, values = trigrams[gold], np.full(len(sizes), np.nan)
             close = np.minimum(sizes, len(own)) > self.above * np.maximum(sizes, len(own))
             for place in np.flatnonzero(close):
-                value = jaccard(own, trigrams[candidates.skills[place]])
+                value = jaccard(own, trigrams[skills[place]])
                 if value > self.above:
                     values[place] = value
             yield gold, values
@@ -206,8 +187,10 @@ class CosineLayer(Config):
     above: float = Field(default=0.92, ge=-1, le=1, description="drop above this cosine to a gold skill")
 
     def check(self, pool: FilterPool, candidates: Candidates) -> Against:
-        for gold in candidates.golds.tolist():
-            values = pool.cosines(candidates.skills, pool.vectors[gold])
+        vectors = pool.vectors(candidates.left["skill"])
+        for gold, own in zip(candidates.golds.tolist(), pool.vectors(candidates.golds), strict=True):
+            # No matrix product: its last bits depend on what else is multiplied.
+            values = np.einsum("sd,d->s", vectors, own, optimize=False).astype(np.float64)
             yield gold, np.where(values > self.above, values, np.nan)
 
     def explain(self, value: float) -> str:
@@ -223,7 +206,7 @@ class ClusterLayer(Config):
     name: Literal["cluster"] = "cluster"
 
     def check(self, pool: FilterPool, candidates: Candidates) -> Against:
-        clusters = pool.clusters[candidates.skills]
+        clusters = pool.clusters[candidates.left["skill"]]
         for gold in candidates.golds.tolist():
             yield gold, np.where(clusters == pool.clusters[gold], 1.0, np.nan)
 
@@ -262,17 +245,18 @@ class CeilingLayer(Config):
 
     def check(self, pool: FilterPool, candidates: Candidates) -> Against:
         """A candidate stays where no gold skill has a score."""
+        left = candidates.left
         if self.scores == "encoder" and len(candidates.golds):
-            query = pool.query_vectors[candidates.query]
-            of_golds = pool.answers(candidates.golds, query)
+            of_golds = pool.answers(candidates.golds, candidates.query)
             weakest = int(candidates.golds[of_golds.argmin()])
-            yield weakest, self._too_close(pool.answers(candidates.skills, query), of_golds.min())
+            yield weakest, self._too_close(pool.answers(left["skill"], candidates.query), of_golds.min())
         elif self.scores == "ranking":
-            weakest_of: dict[str, tuple[int, float]] = {}
-            for source, gold, score in sorted(candidates.ranked_golds, key=lambda row: row[2]):
-                weakest_of.setdefault(source, (gold, score))
-            for source, (gold, score) in weakest_of.items():
-                yield gold, self._too_close(np.where(candidates.sources == source, candidates.scores, np.nan), score)
+            ranked = candidates.ranked_golds
+            for source in dict.fromkeys(ranked["source"]):
+                of_source = ranked[ranked["source"] == source]
+                weakest = of_source[of_source["score"].argmin()]
+                scores = np.where(left["source"] == source, left["score"], np.nan)
+                yield int(weakest["skill"]), self._too_close(scores, weakest["score"])
 
     def _too_close(self, scores: Values, limit: float) -> Values:
         """Those of the scores that are above a limit."""
@@ -308,8 +292,9 @@ class RankWindowLayer(Config):
                 fix=f"sources: {', '.join(sorted(pool.sources))}",
             )  # fmt: skip
         for source, (first, last) in self.ranks.items():
-            outside = (candidates.ranks < first) | (candidates.ranks > (np.inf if last is None else last))
-            yield -1, np.where(outside & (candidates.sources == source), candidates.ranks, np.nan)
+            ranks, is_its = candidates.left["rank"], candidates.left["source"] == source
+            outside = (ranks < first) | (ranks > (np.inf if last is None else last))
+            yield -1, np.where(outside & is_its, ranks, np.nan)
 
     def explain(self, value: float) -> str:
         return f"rank {value:.0f} outside the window of its source"

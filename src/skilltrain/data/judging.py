@@ -86,7 +86,7 @@ def read_request(seen: set[str], max_words: int, wanted: Wanted[Group], answer: 
     return found.model_copy(update={"request": fit_query(found.request, seen, max_words, skills)})
 
 
-def read_verdicts(wanted: Wanted[Group], answer: str) -> Judgements:
+def read_given(wanted: Wanted[Group], answer: str) -> Judgements:
     """One verdict for each skill. Raises ValueError where they are not there."""
     found = read_object(answer, Judgements)
     _check_verdicts(found.verdicts, wanted.about.skills)

@@ -1,34 +1,32 @@
 """Stage `lists`: what trainers read, each query with its positives and its negatives."""
 
 import random
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import pyarrow as pa
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath, Seed
+from skilltrain.data import counted
 from skilltrain.data.draws import stable_number
 from skilltrain.data.mine import SOURCES
 from skilltrain.data.screening import Flag, flags_to_leave_out
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import POSITIVE, Dropped, Verdict
 from skilltrain.tables import (
-    DROPPED,
     JUDGEMENTS,
     LISTS,
-    QUERIES,
     RANKINGS,
     SKILLS,
     read_table,
     rows_by_query,
-    rows_of,
     select_queries,
     texts_of,
     verdicts_by_query,
+    write_queries,
     write_table,
 )
 from skilltrain.terminal import track
@@ -88,8 +86,7 @@ class ListsConfig(Config):
         return self
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One skill of a list; `rank` counts from 1 within `source`. A gold that no ranking held: source gold, rank 0."""
 
     skill_id: str
@@ -97,15 +94,14 @@ class Entry:
     rank: int
 
 
-@dataclass(frozen=True)
-class ListPlan:
+class ListPlan(NamedTuple):
     """A list to be built: its query's id and judgements, and the positives it shall hold.
 
     `turned_down` are the skills of the pool that a judge called rejected or irrelevant.
     """
 
     query_id: str
-    judged: dict[str, Verdict]
+    judged: Mapping[str, Verdict]
     positives: tuple[str, ...]
     turned_down: tuple[str, ...] = ()
 
@@ -121,36 +117,57 @@ def run_lists(config: ListsConfig, out: Path) -> dict[str, Any]:
     rankings = read_table(config.rankings, RANKINGS)
     _check_rankings(rankings, pool, config)
     flags = flags_to_leave_out(config.pool) if config.flagged == "leave_out" else {}
-    plans, dropped = _plan(list(queries), verdicts_by_query(judgements), pool, flags)
+    verdicts, dropped = verdicts_by_query(judgements), list[Dropped]()
+    plans = [_plan(query_id, verdicts.get(query_id, {}), pool, flags, dropped) for query_id in queries]
+    rows, ranks = rows_by_query(rankings), rankings.column("rank").to_pylist()
+    skill_ids, sources = texts_of(rankings.column("skill_id")), texts_of(rankings.column("stage"))
     built: dict[str, dict[str, Any]] = {}
-    candidates = _candidates(rankings)
     for plan in track(plans, "building lists", len(plans)):
-        entries = build_list(plan, candidates(plan.query_id), config)
-        outside = set(plan.positives).difference(entry.skill_id for entry in entries)
-        dropped += [
-            Dropped(plan.query_id, skill_id, "outside_top", f"a positive outside the top {config.list_size}")
-            for skill_id in sorted(outside)
-        ]
-        if not any(plan.judged[s] is Verdict.REQUIRED for s in plan.positives if s not in outside):
-            continue
-        num_negatives = len(entries) - len(plan.positives) + len(outside)
-        if num_negatives >= config.min_negatives:
-            built[plan.query_id] = _row(plan, entries)
-            continue
-        skill_id = plan.positives[0] if len(plan.positives) == 1 else ""
-        reason = f"{num_negatives} negative(s), at least {config.min_negatives} wanted"
-        dropped.append(Dropped(plan.query_id, skill_id, "min_negatives", reason, float(num_negatives)))
+        if plan is not None:
+            own = rows[plan.query_id].tolist() if plan.query_id in rows else ()
+            candidates = [Entry(skill_ids[row], sources[row], ranks[row]) for row in own]
+            if found := _row(plan, build_list(plan, candidates, config), config, dropped):
+                built[plan.query_id] = found
     if not built:
         raise SkilltrainError(
             f"no list is left of {len(queries)} queries; the first: {dropped[0].reason}", where=config.rankings,
             fix="check that rankings, queries and pool belong together",
         )  # fmt: skip
     write_table(built.values(), LISTS, out)
-    write_table(rows_of(queries[query_id] for query_id in built), QUERIES, out)
-    judged = (row for row in judgements.to_pylist() if row["query_id"] in built)
-    write_table(sorted(judged, key=lambda row: row["query_id"]), JUDGEMENTS, out)
-    write_table([drop.row() for drop in dropped], DROPPED, out)
-    return _summary(list(built.values()), dropped)
+    judged = sorted((row for row in judgements.to_pylist() if row["query_id"] in built), key=lambda r: r["query_id"])
+    write_queries((queries[query_id] for query_id in built), judged, dropped, out)
+    lengths = [len(row["skill_ids"]) for row in built.values()]
+    return {
+        "num_lists": len(built),
+        "by_source": counted(chain.from_iterable(row["sources"] for row in built.values())),
+        "by_verdict": counted(chain.from_iterable(row["verdicts"] for row in built.values())),
+        "list_length": {"min": min(lengths), "mean": round(sum(lengths) / len(lengths), 2), "max": max(lengths)},
+        "dropped": counted(drop.filter for drop in dropped),
+    }
+
+
+def _row(plan: ListPlan, entries: Sequence[Entry], config: ListsConfig, dropped: list[Dropped]) -> dict[str, Any]:
+    """The row of LISTS; none, and why in `dropped`, where no required skill or too few negatives are in it."""
+    held = {entry.skill_id for entry in entries}
+    outside = sorted(set(plan.positives) - held)
+    why = f"a positive outside the top {config.list_size}"
+    dropped += [Dropped(plan.query_id, skill_id, "outside_top", why) for skill_id in outside]
+    if not any(plan.judged[s] is Verdict.REQUIRED for s in held.intersection(plan.positives)):
+        return {}
+    num_negatives = len(entries) - len(plan.positives) + len(outside)
+    if num_negatives < config.min_negatives:
+        skill_id = plan.positives[0] if len(plan.positives) == 1 else ""
+        reason = f"{num_negatives} negative(s), at least {config.min_negatives} wanted"
+        dropped.append(Dropped(plan.query_id, skill_id, "min_negatives", reason, float(num_negatives)))
+        return {}
+    return {
+        "query_id": plan.query_id,
+        "skill_ids": [entry.skill_id for entry in entries],
+        # A mined candidate that nobody judged is taken for irrelevant: that is what mining assumes.
+        "verdicts": [str(plan.judged.get(e.skill_id, Verdict.IRRELEVANT)) for e in entries],
+        "sources": [entry.source for entry in entries],
+        "ranks": [entry.rank for entry in entries],
+    }
 
 
 def build_list(plan: ListPlan, candidates: Sequence[Entry], config: ListsConfig) -> list[Entry]:
@@ -179,12 +196,12 @@ def build_list(plan: ListPlan, candidates: Sequence[Entry], config: ListsConfig)
 
 def _turned_down(plan: ListPlan, seed: int) -> list[Entry]:
     """What a judge turned down for the query, rejected skills first, those of one verdict in an order by chance."""
-    verdict = plan.judged.__getitem__
-    drawn = sorted(
-        plan.turned_down,
-        key=lambda s: (verdict(s) is not Verdict.REJECTED, stable_number(seed, JUDGED, plan.query_id, s)),
-    )
-    return [Entry(skill_id, JUDGED, place) for place, skill_id in enumerate(drawn, 1)]
+
+    def in_order(skill_id: str) -> tuple[bool, int]:
+        is_rejected = plan.judged[skill_id] is Verdict.REJECTED
+        return not is_rejected, stable_number(seed, JUDGED, plan.query_id, skill_id)
+
+    return [Entry(s, JUDGED, place) for place, s in enumerate(sorted(plan.turned_down, key=in_order), 1)]
 
 
 def sample_negatives(
@@ -235,66 +252,29 @@ def _check_rankings(rankings: pa.Table, pool: Collection[str], config: ListsConf
 
 
 def _plan(
-    query_ids: Sequence[str],
-    verdicts: Mapping[str, dict[str, Verdict]],
+    query_id: str,
+    judged: Mapping[str, Verdict],
     pool: Collection[str],
     flags: Mapping[str, Sequence[Flag]],
-) -> tuple[list[ListPlan], list[Dropped]]:
-    """The lists to build, and why positives cannot be used (flagged ones among them) and queries have no other."""
-    plans: list[ListPlan] = []
-    dropped: list[Dropped] = []
-    for query_id in query_ids:
-        judged = verdicts.get(query_id, {})
-        known: list[str] = []
-        for skill_id in sorted(s for s, verdict in judged.items() if verdict in POSITIVE):
-            if skill_id not in pool:
-                dropped.append(Dropped(query_id, skill_id, "not_in_pool", "a positive that is not in the pool"))
-            elif skill_id in flags:
-                rules = ", ".join(sorted({flag.rule for flag in flags[skill_id]}))
-                dropped.append(Dropped(query_id, skill_id, "flagged", f"a positive with the flag {rules}"))
-            else:
-                known.append(skill_id)
-        against = sorted(skill_id for skill_id, verdict in judged.items() if verdict not in POSITIVE)
-        outside = [skill_id for skill_id in against if skill_id not in pool]
-        dropped += [Dropped(query_id, s, "not_in_pool", f"judged {judged[s]}, not in the pool") for s in outside]
-        if any(judged[skill_id] is Verdict.REQUIRED for skill_id in known):
-            plans.append(ListPlan(query_id, judged, tuple(known), tuple(s for s in against if s in pool)))
+    dropped: list[Dropped],
+) -> ListPlan | None:
+    """The list to build, None where no required skill can be in it; what cannot be used goes to `dropped`."""
+
+    def usable(skill_id: str, is_positive: bool) -> bool:
+        verdict = judged[skill_id]
+        if skill_id not in pool:
+            why = "a positive that is not in the pool" if is_positive else f"judged {verdict}, not in the pool"
+            dropped.append(Dropped(query_id, skill_id, "not_in_pool", why))
+        elif is_positive and skill_id in flags:
+            rules = ", ".join(sorted({flag.rule for flag in flags[skill_id]}))
+            dropped.append(Dropped(query_id, skill_id, "flagged", f"a positive with the flag {rules}"))
         else:
-            dropped.append(Dropped(query_id, "", "no_positive", "no required skill of this query can be a positive"))
-    return plans, dropped
+            return True
+        return False
 
-
-def _candidates(rankings: pa.Table) -> Callable[[str], list[Entry]]:
-    """query_id → its rows as entries; no row, no entry."""
-    rows = rows_by_query(rankings)
-    skill_ids, sources = texts_of(rankings.column("skill_id")), texts_of(rankings.column("stage"))
-    ranks = rankings.column("rank").to_pylist()
-
-    def entries_of(query_id: str) -> list[Entry]:
-        own = rows[query_id].tolist() if query_id in rows else []
-        return [Entry(skill_ids[row], sources[row], ranks[row]) for row in own]
-
-    return entries_of
-
-
-def _row(plan: ListPlan, entries: Sequence[Entry]) -> dict[str, Any]:
-    return {
-        "query_id": plan.query_id,
-        "skill_ids": [entry.skill_id for entry in entries],
-        # A mined candidate that nobody judged is taken for irrelevant: that is what mining assumes.
-        "verdicts": [str(plan.judged.get(e.skill_id, Verdict.IRRELEVANT)) for e in entries],
-        "sources": [entry.source for entry in entries],
-        "ranks": [entry.rank for entry in entries],
-    }
-
-
-def _summary(rows: Sequence[dict[str, Any]], dropped: Sequence[Dropped]) -> dict[str, Any]:
-    lengths = [len(row["skill_ids"]) for row in rows]
-    sources = Counter(source for row in rows for source in row["sources"])
-    return {
-        "num_lists": len(rows),
-        "by_source": dict(sorted(sources.items())),
-        "by_verdict": dict(sorted(Counter(verdict for row in rows for verdict in row["verdicts"]).items())),
-        "list_length": {"min": min(lengths), "mean": round(sum(lengths) / len(lengths), 2), "max": max(lengths)},
-        "dropped": dict(sorted(Counter(drop.filter for drop in dropped).items())),
-    }
+    positives = tuple(s for s in sorted(judged) if judged[s] in POSITIVE and usable(s, True))
+    turned_down = tuple(s for s in sorted(judged) if judged[s] not in POSITIVE and usable(s, False))
+    if any(judged[skill_id] is Verdict.REQUIRED for skill_id in positives):
+        return ListPlan(query_id, judged, positives, turned_down)
+    dropped.append(Dropped(query_id, "", "no_positive", "no required skill of this query can be a positive"))
+    return None

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -17,21 +17,12 @@ from skilltrain.records import POSITIVE, Dropped, Query, Skill
 from skilltrain.retrieval.dense import EncoderSource, encode_chunks, encode_queries, open_encoder
 from skilltrain.retrieval.lexical import BM25Index, bm25_text
 from skilltrain.retrieval.nearest import ChunkVectors, Found, build_index, recall
-from skilltrain.tables import (
-    DROPPED,
-    JUDGEMENTS,
-    RANKINGS,
-    SKILLS,
-    read_table,
-    select_queries,
-    skills_from_table,
-    verdicts_by_query,
-    write_table,
-)
+from skilltrain.tables import RANKINGS, read_skills, read_verdicts, select_queries, write_dropped, write_table
 from skilltrain.terminal import say, track
 from skilltrain.texts import name_key
 
-SOURCES: tuple[str, ...] = ("semantic", "lexical", "taxonomy", "random")
+Source = Literal["semantic", "lexical", "taxonomy", "random"]
+SOURCES: tuple[str, ...] = get_args(Source)
 EXACT = "Flat"
 RECALL_SAMPLE = 200  # queries by which an approximate index is measured
 
@@ -47,8 +38,8 @@ class MineConfig(Config):
     queries: InputPath = Field(description="folder with the QUERIES and JUDGEMENTS tables")
     encoder: EncoderSource = Field(description="encoder of the semantic source; SkillRouter takes the base model")
     split: str | None = Field(default="train", description="mine for the queries of this split only; null for all")
-    sources: tuple[Literal["semantic", "lexical", "taxonomy", "random"], ...] = Field(
-        default=("semantic", "lexical", "taxonomy", "random"),
+    sources: tuple[Source, ...] = Field(
+        default=get_args(Source),
         min_length=1,
         description="where candidates are taken from; leave one out to switch it off",
     )
@@ -87,11 +78,11 @@ def run_mine(config: MineConfig, out: Path) -> dict[str, Any]:
     Scores are cosines (BM25 for `lexical`). A query's judged positives are never candidates. A query whose
     positives are all outside the pool is dropped, for neither filter nor list could be made for it.
     """
-    skills = sorted(skills_from_table(read_table(config.pool, SKILLS)), key=lambda skill: skill.skill_id)
+    skills = sorted(read_skills(config.pool), key=lambda skill: skill.skill_id)
     if not skills:
         raise SkilltrainError("the pool holds no skill to mine", where=config.pool)
     position = {skill.skill_id: place for place, skill in enumerate(skills)}
-    verdicts = verdicts_by_query(read_table(config.queries, JUDGEMENTS))
+    verdicts = read_verdicts(config.queries)
     asked: list[tuple[Query, Positions]] = []
     lost: list[Dropped] = []
     for query in select_queries(config.queries, config.split):
@@ -107,7 +98,7 @@ def run_mine(config: MineConfig, out: Path) -> dict[str, Any]:
         raise SkilltrainError(what, where=config.pool, fix="give the queries' pool")
     ranked, index = mine(config, skills, asked)
     write_table(_table(ranked, [query.query_id for query, _ in asked], list(position)), RANKINGS, out)
-    write_table([drop.row() for drop in lost], DROPPED, out)
+    write_dropped(lost, out)
     by_source = {source: ranked[place :: len(SOURCES)] for place, source in enumerate(SOURCES)}
     without = {source: sum(not len(found) for found, _ in of) for source, of in by_source.items()}
     for source in (source for source, amount in config.amounts().items() if amount and without[source] == len(asked)):
@@ -148,12 +139,14 @@ def mine(
     for row, (query, positives) in enumerate(track(asked, "drawing candidates", len(asked))):
         semantic = _others(near[0][row], near[1][row], positives, config.depth)
         if words and config.lexical_among == "semantic":
-            ranked += [semantic, _by_words(semantic[0], words.scores(query.text))]
+            scores = words.scores(query.text)[semantic[0]]
+            ranked += [semantic, _best_first(semantic[0][scores > 0], scores[scores > 0])]
         else:
             ranked += [semantic, _others(worded[0][row], worded[1][row], positives, config.depth)]
         for source, allowed in zip(SOURCES[2:], drawable(categories, names, positives), strict=True):
             drawn = draw(allowed, amounts[source], f"{config.seed}/{query.query_id}/{source}")
-            ranked.append(_by_cosine(drawn, query_vectors[row], chunks))
+            of_query = query_vectors[row : row + 1], np.zeros(len(drawn), np.int64)
+            ranked.append(_best_first(drawn, chunks.scores(*of_query, drawn)))
     return ranked, index
 
 
@@ -189,18 +182,10 @@ def _others(found: Positions, scores: np.ndarray, positives: Positions, depth: i
     return found[other][:depth], scores[other][:depth]
 
 
-def _by_words(found: Positions, scores: Float32[np.ndarray, " skill"]) -> Ranked:
-    """Those of `found` that share a term with the query, in the order of BM25."""
-    found = found[scores[found] > 0]
-    order = np.lexsort((found, -scores[found]))
-    return found[order], scores[found[order]]
-
-
-def _by_cosine(drawn: Positions, query: Float32[np.ndarray, " dim"], chunks: ChunkVectors) -> Ranked:
-    """What was drawn, nearest first, so that ranks follow scores in every source."""
-    scores = chunks.scores(query[None], np.zeros(len(drawn), np.int64), drawn)
-    order = np.lexsort((drawn, -scores))
-    return drawn[order], scores[order]
+def _best_first(found: Positions, scores: Float32[np.ndarray, " candidate"]) -> Ranked:
+    """What was found or drawn with ranks that follow its scores; equal ones by place."""
+    order = np.lexsort((found, -scores))
+    return found[order], scores[order]
 
 
 def _table(ranked: Sequence[Ranked], query_ids: list[str], skill_ids: list[str]) -> pa.Table:

@@ -1,27 +1,30 @@
 """The stage `queries`: query files and R3-like judgement files become queries and judgements over a pool."""
 
+import csv
 import glob
 import hashlib
-from collections import Counter
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pydantic
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from skilltrain.config import Config, InputPath
+from skilltrain.data import counted
 from skilltrain.data.pool.skill_file import as_text
-from skilltrain.data.query_files import read_rows
 from skilltrain.data.query_texts import query_profile
-from skilltrain.errors import SkilltrainError
+from skilltrain.errors import SkilltrainError, reason_of
+from skilltrain.files import check_regular, read_json, read_jsonl
 from skilltrain.records import POSITIVE, Dropped, Query, Reason, Verdict
-from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, SKILLS, read_table, rows_of, table_path, write_table
+from skilltrain.tables import DROPPED, SKILLS, read_table, table_path, write_dropped, write_queries
 from skilltrain.texts import clean_text, one_line
 
 Split = Literal["train", "dev", "test"]
-SPLITS = get_args(Split)
 # Where a row lists skills, and what that says of them; of two verdicts on one skill the earlier here stands.
 VERDICT_KEYS = {
     "skill_ids": Verdict.REQUIRED,
@@ -138,6 +141,10 @@ class JudgedQuery:
     place: str
     has_own_id: bool
 
+    def drop(self, skill_id: str, filter: str, reason: str) -> Dropped:
+        """A row of DROPPED, of this query or of what it says of a skill; `reason` follows its place."""
+        return Dropped(self.query.query_id, skill_id, filter, f"{self.place} {reason}")
+
 
 def run_queries(config: QueriesConfig, out: Path) -> dict[str, Any]:
     """Write QUERIES, JUDGEMENTS and DROPPED; their counts.
@@ -157,32 +164,65 @@ def run_queries(config: QueriesConfig, out: Path) -> dict[str, Any]:
                 asked[item.query.query_id] = item
     _drop_contradicted(asked.values(), dropped)
     judgements = [row for item in asked.values() for row in _within_pool(item, skill_ids, dropped)]
-    missing = {drop.query_id: drop.skill_id for drop in reversed(dropped) if drop.filter == "missing_gold"}
+    missing = {drop.query_id: drop for drop in reversed(dropped) if drop.filter == "missing_gold"}
     if missing and config.missing_gold == "error":
-        query_id, skill_id = list(missing.items())[-1]
+        first = [*missing.values()][-1]
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise SkilltrainError(
-            f"query '{query_id}' requires skill '{skill_id}', which is not in {config.pool}{more}",
-            where=asked[query_id].place, fix="add its source to the pool, or set missing_gold: drop",
+            f"query '{first.query_id}' requires skill '{first.skill_id}', which is not in {config.pool}{more}",
+            where=asked[first.query_id].place, fix="add its source to the pool, or set missing_gold: drop",
         )  # fmt: skip
     queries = [item.query for query_id, item in asked.items() if query_id not in missing]
     if not queries:
         file = config.out.with_name(f"{config.out.name}.dropped.parquet")
-        write_table((drop.row() for drop in dropped), DROPPED, file)
+        write_dropped(dropped, file)
         first = f"; the first: {dropped[0].filter}: {dropped[0].reason}" if dropped else ""
         what = f"no query is left of {len(config.files)} file(s), {len(dropped)} dropped rows{first}"
         raise SkilltrainError(what, fix=f"all reasons are in {file}")
-    write_table(rows_of(queries), QUERIES, out)
-    write_table(judgements, JUDGEMENTS, out)
-    write_table((drop.row() for drop in dropped), DROPPED, out)
+    write_queries(queries, judgements, dropped, out)
     return {
         "num_queries": len(queries),
-        "num_by_split": dict(sorted(Counter(query.split for query in queries).items())),
-        "num_by_kind": dict(sorted(Counter(query.kind for query in queries).items())),
-        "num_by_verdict": dict(sorted(Counter(row["verdict"].value for row in judgements).items())),
-        "num_dropped": dict(sorted(Counter(drop.filter for drop in dropped).items())),
+        "num_by_split": counted(query.split for query in queries),
+        "num_by_kind": counted(query.kind for query in queries),
+        "num_by_verdict": counted(row["verdict"].value for row in judgements),
+        "num_dropped": counted(drop.filter for drop in dropped),
         "profile": query_profile([query.text for query in queries]),
     }
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, row) of a file. Raises SkilltrainError where it cannot be read as what its name says."""
+    check_regular(path)
+    kind = path.suffix.lower()
+    if kind in (".jsonl", ".gz"):
+        yield from ((f"{path}, line {number}", row) for number, row in read_jsonl(path))
+        return
+    readers = {".json": read_json, ".parquet": lambda path: pq.read_table(path).to_pylist(), ".csv": _read_csv}
+    if kind not in readers:
+        fix = "give a .jsonl, .jsonl.gz, .json, .parquet or .csv file"
+        raise SkilltrainError("cannot tell what this file is", where=path, fix=fix)
+    try:
+        rows = readers[kind](path)
+    except (pa.ArrowException, OSError, ValueError, csv.Error) as error:
+        raise SkilltrainError(f"cannot be read as {kind[1:]}: {reason_of(error)}", where=path) from error
+    if not isinstance(rows, list):
+        raise SkilltrainError(f"is a {type(rows).__name__}, not a list of queries", where=path)
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise SkilltrainError(f"is a {type(row).__name__}, not an object", where=f"{path}, row {number}")
+        yield f"{path}, row {number}", row
+
+
+def _read_csv(path: Path) -> list[dict[str, Any]]:
+    """The rows of a CSV file; an empty cell is None, a cell that begins with a bracket is JSON."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = list(csv.DictReader(file, restkey="too many cells"))
+    return [{key: _cell(value) for key, value in row.items()} for row in rows]
+
+
+def _cell(value: Any) -> Any:
+    is_json = isinstance(value, str) and value.lstrip()[:1] in ("[", "{")
+    return (json.loads(value) if is_json else value) or None
 
 
 def read_ids(pool: Path) -> tuple[set[str], dict[str, str]]:
@@ -211,36 +251,27 @@ def read_query(
         fault = error.errors(include_url=False)[0]
         key = ".".join(map(str, fault["loc"]))
         raise SkilltrainError(f"{key}: {fault['msg']}, found {fault['input']!r:.60}", where=place) from error
+    said = [
+        given.model_copy(update={"verdict": verdict, "skill_id": kept_for.get(given.skill_id, given.skill_id)})
+        for key, verdict in VERDICT_KEYS.items()
+        for given in getattr(row, key)
+    ]
     judged: dict[str, Judgement] = {}
-    contradicted: list[Judgement] = []
-    for key, verdict in VERDICT_KEYS.items():
-        for given in getattr(row, key):
-            changes = {"verdict": verdict, "skill_id": kept_for.get(given.skill_id, given.skill_id)}
-            judgement = given.model_copy(update=changes)
-            if judged.setdefault(judgement.skill_id, judgement).verdict is not verdict:
-                contradicted.append(judgement)
+    contradicted = [one for one in said if judged.setdefault(one.skill_id, one).verdict is not one.verdict]
     text, own_id = clean_text(row.text).strip(), _line(row.query_id)
     required = sorted(skill_id for skill_id, found in judged.items() if found.verdict is Verdict.REQUIRED)
     # A made-up id comes from what the row says, so that it stays the same when lines are added, removed or moved.
     digest = hashlib.sha256("\x00".join([text, *required]).encode()).hexdigest()[:12]
-    query = Query(
-        query_id=own_id or f"{clean_text(path.name.split('.')[0])}-{digest}",
-        text=text,
-        kind=row.kind or ("multi" if len(required) > 1 else "single"),
-        origin=row.origin or config.origin,
-        split=config.split or row.split or _split_of_file(path),
-    )
-    for one in contradicted:
-        reason = f"{place} says {one.verdict} and another verdict, which stands"
-        dropped.append(Dropped(query.query_id, one.skill_id, "contradiction", reason))
-    return JudgedQuery(query, judged, place, bool(own_id))
-
-
-def _split_of_file(path: Path) -> str:
     stem = path.name.split(".")[0]
-    if stem not in SPLITS:
+    split = config.split or row.split or (stem if stem in get_args(Split) else None)
+    if split is None:
         raise SkilltrainError("neither its rows nor its file name give a split", where=path, fix="set split: train")
-    return stem
+    kind = row.kind or ("multi" if len(required) > 1 else "single")
+    query = Query(own_id or f"{clean_text(stem)}-{digest}", text, kind, row.origin or config.origin, split)
+    item = JudgedQuery(query, judged, place, bool(own_id))
+    why = "says {} and another verdict, which stands"
+    dropped += [item.drop(one.skill_id, "contradiction", why.format(one.verdict)) for one in contradicted]
+    return item
 
 
 def _fault(item: JudgedQuery, earlier: JudgedQuery | None) -> Dropped | None:
@@ -248,41 +279,43 @@ def _fault(item: JudgedQuery, earlier: JudgedQuery | None) -> Dropped | None:
 
     Raises SkilltrainError where both rows are different ones that give the same id.
     """
-    query_id = item.query.query_id
     if not item.query.text:
-        return Dropped(query_id, "", "empty_query", f"{item.place} has no query text")
+        return item.drop("", "empty_query", "has no query text")
     if all(judgement.verdict is not Verdict.REQUIRED for judgement in item.judgements.values()):
-        return Dropped(query_id, "", "no_gold", f"{item.place} requires no skill")
+        return item.drop("", "no_gold", "requires no skill")
     if earlier is None:
         return None
     if item.has_own_id or earlier.has_own_id:
-        raise SkilltrainError(f"query_id '{query_id}' stands in {earlier.place} too", where=item.place)
-    return Dropped(query_id, "", "duplicate_query", f"{item.place} repeats {earlier.place}")
+        raise SkilltrainError(f"query_id '{item.query.query_id}' stands in {earlier.place} too", where=item.place)
+    return item.drop("", "duplicate_query", f"repeats {earlier.place}")
 
 
 def _drop_contradicted(items: Iterable[JudgedQuery], dropped: list[Dropped]) -> None:
     """Take out what an item says against a skill that another of the same text calls an answer, each with a row."""
-    answers: dict[str, dict[str, str]] = {}
+    answers: dict[tuple[str, str], str] = {}
     for item in items:
-        known = {s: item.place for s, found in item.judgements.items() if found.verdict in POSITIVE}
-        answers[item.query.text] = known | answers.get(item.query.text, {})
+        for skill_id, found in item.judgements.items():
+            if found.verdict in POSITIVE:
+                answers.setdefault((item.query.text, skill_id), item.place)
     for item in items:
-        known = answers[item.query.text]
-        for skill_id in [s for s, found in item.judgements.items() if found.verdict not in POSITIVE and s in known]:
-            verdict = item.judgements.pop(skill_id).verdict
-            reason = f"{item.place} says {verdict}, and {known[skill_id]}, of the same text, that it is an answer"
-            dropped.append(Dropped(item.query.query_id, skill_id, "contradiction", reason))
+        for skill_id, found in [*item.judgements.items()]:
+            place = answers.get((item.query.text, skill_id))
+            if place is not None and found.verdict not in POSITIVE:
+                del item.judgements[skill_id]
+                reason = f"says {found.verdict}, and {place}, of the same text, that it is an answer"
+                dropped.append(item.drop(skill_id, "contradiction", reason))
 
 
 def _within_pool(item: JudgedQuery, skill_ids: set[str], dropped: list[Dropped]) -> list[dict[str, Any]]:
     """The rows of JUDGEMENTS of an item over the pool's skills; none where it requires a skill that is outside."""
-    query = item.query
-    outside = [judgement for judgement in item.judgements.values() if judgement.skill_id not in skill_ids]
-    for judgement in outside:
-        why = "missing_gold" if judgement.verdict is Verdict.REQUIRED else "not_in_pool"
-        reason = f"{judgement.verdict} in {item.place}, not in the pool"
-        dropped.append(Dropped(query.query_id, judgement.skill_id, why, reason))
-    if any(judgement.verdict is Verdict.REQUIRED for judgement in outside):
-        return []
-    inside = [judgement for judgement in item.judgements.values() if judgement.skill_id in skill_ids]
-    return [{"query_id": query.query_id, "judge": query.origin, **judgement.model_dump()} for judgement in inside]
+    rows: list[dict[str, Any]] = []
+    is_whole, query = True, item.query
+    for skill_id, found in item.judgements.items():
+        if skill_id in skill_ids:
+            rows.append({"query_id": query.query_id, "judge": query.origin, **found.model_dump()})
+            continue
+        is_gold = found.verdict is Verdict.REQUIRED
+        is_whole &= not is_gold
+        reason = f"{found.verdict} in {item.place}, not in the pool"
+        dropped.append(Dropped(query.query_id, skill_id, "missing_gold" if is_gold else "not_in_pool", reason))
+    return rows if is_whole else []

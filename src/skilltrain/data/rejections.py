@@ -17,15 +17,16 @@ from jaxtyping import Bool
 from pydantic import Field
 
 from skilltrain.config import Config, InputPath, Seed
-from skilltrain.data.asking import TOKENS_PER_WORD, Wanted, ask, counted, questions_of
+from skilltrain.data import counted
+from skilltrain.data.asking import TOKENS_PER_WORD, Wanted, ask, questions_of
 from skilltrain.data.draws import draw, split_groups, stable_number
 from skilltrain.data.judging import (
     Group,
     JudgedRequest,
     Judgements,
     judged_rows,
+    read_given,
     read_request,
-    read_verdicts,
     wanted_verdicts,
 )
 from skilltrain.data.screening import flags_to_leave_out
@@ -34,7 +35,7 @@ from skilltrain.evaluation.bootstrap import agreement
 from skilltrain.llm import LLMConfig, Questions, cost_of
 from skilltrain.records import Dropped, Query, Skill
 from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
-from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, SKILLS, read_table, rows_of, skills_from_table, write_table
+from skilltrain.tables import JUDGEMENTS, read_skills, write_dropped, write_queries, write_table
 from skilltrain.texts import name_key
 
 Kind = Literal["neighbours", "category", "across", "languages"]
@@ -91,9 +92,7 @@ def run_rejections(config: RejectionsConfig, out: Path) -> dict[str, Any]:
     ]
     rows = [row for group, found in made for row in judged_rows(group, found.verdicts, judge)]
     second = _judged_twice(config, made, rows, out)
-    write_table(rows_of(queries), QUERIES, out)
-    write_table(rows, JUDGEMENTS, out)
-    write_table([row.row() for row in dropped], DROPPED, out)
+    write_queries(queries, rows, dropped, out)
     return {
         "num_groups": len(groups), "num_queries": len(queries),
         "num_refusals": sum(query.kind == "single" for query in queries),
@@ -128,7 +127,7 @@ def _second_questions(
     config: RejectionsConfig, llm: LLMConfig, groups: Sequence[Group]
 ) -> Questions[Wanted[Group], Judgements]:
     wanted = [wanted_verdicts(group, config.num_words, config.seed) for group in groups]
-    return questions_of(llm, wanted, read_verdicts, _TOKENS_PER_VERDICT * config.group_size, "judging groups again")
+    return questions_of(llm, wanted, read_given, _TOKENS_PER_VERDICT * config.group_size, "judging groups again")
 
 
 def _judged_twice(
@@ -150,7 +149,7 @@ def _judged_twice(
     verdict_of = {(row["group"], row["skill_id"]): row["verdict"] for row in rows}
     pairs = [[(verdict_of[row["group"], row["skill_id"]], row["verdict"]) for row in of_group] for of_group in judged]
     write_table([row for of_group in judged for row in of_group], JUDGEMENTS, out / "second")
-    write_table([row.row() for row in asked.dropped], DROPPED, out / "second")
+    write_dropped(asked.dropped, out / "second")
     kappa = asdict(agreement(pairs, seed=config.seed))
     return {"kappa": kappa, "second_judge": {"num_groups": len(judged), **asked.used}}
 
@@ -178,7 +177,7 @@ def _groups(config: RejectionsConfig) -> tuple[list[Group], list[Dropped]]:
 
 def _usable(config: RejectionsConfig) -> tuple[list[Skill], list[Dropped]]:
     """The skills that may be in a group, and why others may not. SkilltrainError: a language has none."""
-    pool, flags = skills_from_table(read_table(config.pool, SKILLS)), flags_to_leave_out(config.pool)
+    pool, flags = read_skills(config.pool), flags_to_leave_out(config.pool)
     dropped: list[Dropped] = []
     for skill in pool:
         if skill.skill_id in flags:

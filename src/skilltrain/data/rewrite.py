@@ -11,24 +11,14 @@ from typing import Any, Literal
 from pydantic import Field
 
 from skilltrain.config import Config, InputPath, Seed
-from skilltrain.data.asking import PROMPTS, TOKENS_PER_WORD, Wanted, ask, counted, prompt, questions_of
+from skilltrain.data import counted
+from skilltrain.data.asking import PROMPTS, TOKENS_PER_WORD, Wanted, ask, prompt, questions_of
 from skilltrain.data.query_texts import MAX_TERSE_WORDS, AnswerError, fit_query
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import LLMConfig, Questions, cost_of
 from skilltrain.llm.untrusted import untrusted_line, untrusted_text
 from skilltrain.records import POSITIVE, Query, Skill
-from skilltrain.tables import (
-    DROPPED,
-    JUDGEMENTS,
-    QUERIES,
-    SKILLS,
-    read_table,
-    rows_of,
-    select_queries,
-    skills_from_table,
-    verdicts_by_query,
-    write_table,
-)
+from skilltrain.tables import JUDGEMENTS, read_skills, read_table, read_verdicts, select_queries, write_queries
 from skilltrain.texts import language_of, num_words
 
 Rewriting = Wanted[tuple[Query, tuple[Skill, ...]]]
@@ -60,9 +50,7 @@ def run_rewrite(config: RewriteConfig, out: Path) -> dict[str, Any]:
     origin = f"{config.style} by llm:{config.llm.model}"
     written = {one.query_id: replace(one.about[0], text=text, origin=origin) for one, text in asked.values}
     judged = [row for row in read_table(config.queries, JUDGEMENTS).to_pylist() if row["query_id"] in written]
-    write_table(rows_of(written.values()), QUERIES, out)
-    write_table(judged, JUDGEMENTS, out)
-    write_table([row.row() for row in asked.dropped], DROPPED, out)
+    write_queries(written.values(), judged, asked.dropped, out)
     return {
         "num_asked": len(written) + len(asked.dropped), "num_rewritten": len(written),
         "mean_words": round(sum(num_words(query.text) for query in written.values()) / len(written), 1),
@@ -77,8 +65,8 @@ def plan_rewrite(config: RewriteConfig) -> dict[str, Any]:
 
 
 def _questions(config: RewriteConfig) -> Questions[Rewriting, str]:
-    skills = {skill.skill_id: skill for skill in skills_from_table(read_table(config.pool, SKILLS))}
-    verdicts = verdicts_by_query(read_table(config.queries, JUDGEMENTS))
+    skills = {skill.skill_id: skill for skill in read_skills(config.pool)}
+    verdicts = read_verdicts(config.queries)
     wanted: list[Rewriting] = []
     for query in select_queries(config.queries, None):
         judged = verdicts.get(query.query_id, {})

@@ -14,7 +14,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath, Seed
-from skilltrain.data.asking import PROMPTS, TOKENS_PER_WORD, Wanted, ask, counted, language_named, prompt, questions_of
+from skilltrain.data import counted
+from skilltrain.data.asking import PROMPTS, TOKENS_PER_WORD, Wanted, ask, language_named, prompt, questions_of
 from skilltrain.data.draws import is_drawn, sample_skills, stable_number
 from skilltrain.data.own_text import own_queries
 from skilltrain.data.query_texts import MAX_TERSE_WORDS, fit_query, query_profile
@@ -23,17 +24,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.llm import LLMConfig, OpenAIConfig, Questions, SmolLM2Config, cost_of
 from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
 from skilltrain.records import OWN_TEXT, Dropped, Query, Skill, Verdict
-from skilltrain.tables import (
-    CLUSTERS,
-    DROPPED,
-    JUDGEMENTS,
-    QUERIES,
-    SKILLS,
-    read_table,
-    rows_of,
-    skills_from_table,
-    write_table,
-)
+from skilltrain.tables import CLUSTERS, SKILLS, read_skills, read_table, rows_of, write_queries, write_table
 from skilltrain.texts import num_words
 
 TERSE: Final = PROMPTS["rewrite"]["styles"]["terse"].removeprefix("in ")
@@ -120,9 +111,7 @@ def run_synthesize(config: SynthesizeConfig, out: Path) -> dict[str, Any]:
     queries = [Query(one.query_id, text, "single", origin, split_of(one.skill_id)) for one, text in written]
     required = {"verdict": str(Verdict.REQUIRED), "judge": origin}
     judgements = [{"query_id": one.query_id, "skill_id": one.skill_id} | required for one, _ in written]
-    write_table(rows_of(queries), QUERIES, out)
-    write_table(judgements, JUDGEMENTS, out)
-    write_table([row.row() for row in dropped], DROPPED, out)
+    write_queries(queries, judgements, dropped, out)
     return {
         "num_skills": num_skills, "num_asked": len(wanted),
         "num_queries": len(queries), "num_dropped": len(dropped),
@@ -153,7 +142,7 @@ class WantedQuery:
 
 def _wanted(config: SynthesizeConfig) -> tuple[list[Wanted[WantedQuery]], list[Dropped]]:
     """The queries to be made, skill by skill, and the skills left out because they are flagged."""
-    pool = skills_from_table(read_table(config.pool, SKILLS))
+    pool = read_skills(config.pool)
     if not pool:
         raise SkilltrainError("the pool holds no skill", where=config.pool)
     flags = flags_to_leave_out(config.pool) if config.flagged == "leave_out" else {}
@@ -209,7 +198,7 @@ def _from_own_text(
     """Queries from the skills' own texts; SKILLS in `out` has the pool without the passages that they are."""
     written: list[tuple[Wanted[WantedQuery], str]] = []
     dropped: list[Dropped] = []
-    rest = {skill.skill_id: skill for skill in skills_from_table(read_table(config.pool, SKILLS))}
+    rest = {skill.skill_id: skill for skill in read_skills(config.pool)}
     texts: list[str] = []
     first: dict[str, str] = {}
     for one in wanted:
