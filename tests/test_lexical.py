@@ -1,4 +1,6 @@
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -96,3 +98,12 @@ def test_fields_are_searched_alone_and_a_skill_may_lack_them(fields, expected):
 def test_top_k_is_the_stable_sort(scores, k):
     k = min(k, len(scores))
     assert top_k(scores, k).tolist() == np.argsort(-scores, kind="stable")[:k].tolist()
+
+
+def test_bm25_starts_no_library_that_takes_a_gpu():
+    """bm25s imports JAX where it is installed, which takes three quarters of a GPU's memory at its start."""
+    script = (
+        "import sys; from skilltrain.retrieval.lexical import Vocabulary; Vocabulary(); print('bm25s' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"

@@ -1,9 +1,11 @@
 """Lexical search: BM25 over whole skills, for text that mixes Latin and CJK scripts."""
 
 import re
+import runpy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,15 +92,21 @@ def words_and_bigrams(text: str) -> list[str]:
     return [term for part in parts for term in part]
 
 
+def _stop_words() -> Iterable[str]:
+    """bm25s' English stop words, from their file: the package would start JAX, which takes most of a GPU's memory."""
+    package = find_spec("bm25s")
+    assert package is not None and package.origin is not None
+    return runpy.run_path(str(Path(package.origin).with_name("stopwords.py")))["STOPWORDS_EN_PLUS"]
+
+
 class Vocabulary:
     """Terms and their numbers: words in lower case, stemmed by Snowball's English rules, without stop words."""
 
     def __init__(self, stems: Iterable[str] = ()) -> None:
         import Stemmer
-        from bm25s.stopwords import STOPWORDS_EN_PLUS
 
         self.numbers = {stem: number for number, stem in enumerate(stems)}
-        stop_words = {part for word in STOPWORDS_EN_PLUS for part in word.lower().split("'")}
+        stop_words = {part for word in _stop_words() for part in word.lower().split("'")}
         stem_of = Stemmer.Stemmer("english").stemWord
         self._stem = lru_cache(_WORDS)(lambda word: "" if word in stop_words else stem_of(word))
 
