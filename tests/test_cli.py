@@ -131,7 +131,7 @@ FAULTS = {
         "llm.base_url: give a URL such as http://localhost:8000/v1"
        for url in ("http://127.0.0.1:abc/v1", "http://127.0.0.1:99999/v1", "http://[::1/v1")},
     # Evaluation and routing.
-    EVALUATE + "--predictions {tmp}/empty.json": "{tmp}/empty.json: holds no prediction",
+    EVALUATE + "--predictions {tmp}/empty.json": "{tmp}/empty.json: predictions are an object",
     EVALUATE + "--pool {tmp}/few": "gold skill 'media/photo-sort' of query 'q14' is not among the 10",
     "evaluate {tmp}/systems.yaml --encoder {bert}": "{tmp}/systems.yaml: the recipe lists systems already",
     "evaluate --benchmark {runs}/queries --predictions {tmp}/empty.json --json {tmp}/empty.json":
