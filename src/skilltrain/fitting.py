@@ -92,19 +92,14 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
         "trained encoder": [{"kind": "dense", **model, "source": str(out / "encoder")}],
         "router": _rankers(out),
     }
-    compare = {"systems": [{"name": name, "rankers": rankers} for name, rankers in systems.items()], "split": "dev"}
+    compare = [{"name": name, "rankers": rankers} for name, rankers in systems.items()]
+    report = {"stage": "evaluate", "pool": asked["pool"], "benchmark": queries, "split": "dev", "systems": compare}
     steps: dict[str, Recipe] = {
         "pool": {"stage": "pool", "sources": str(config.skills), "categories": "taxonomy", "encoder": model},
         "queries": ask | {"pool": pool},
         **list_steps(asked, model, out, QUOTAS, config.seed),
         "encoder": train,
-        "report": {
-            "stage": "evaluate",
-            "pool": asked["pool"],
-            "benchmark": queries,
-            "split": "dev",
-            "systems": compare,
-        },
+        "report": report,
         "index": {"stage": "index", "pool": pool, "rankers": _rankers(out), "out": str(out)},
     }
     return {step: {"out": str(out / step)} | values for step, values in steps.items()}
