@@ -13,6 +13,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import GoldStep, Task
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.records import Dropped, Query, Ranking, Skill
+from skilltrain.retrieval.select import Ask
 from skilltrain.routing.planning.compose import (
     ComposeConfig,
     Plan,
@@ -23,7 +24,7 @@ from skilltrain.routing.planning.compose import (
     plan_lines,
     plan_mermaid,
 )
-from skilltrain.routing.planning.decompose import Ask, read_steps
+from skilltrain.routing.planning.decompose import read_steps
 from skilltrain.routing.planning.planner import Planner, PlannerConfig
 from skilltrain.routing.planning.rules import Draft, dependencies, draft_by_rules, levels_of
 from small_library import skilltrain, succeeds, write_library

@@ -19,9 +19,15 @@ from skilltrain.llm import LLM, open_llm
 from skilltrain.llm.ask import ask_until, cost_of
 from skilltrain.llm.untrusted import untrusted_line
 from skilltrain.records import Dropped, Query, Ranking, Skill
-from skilltrain.routing.planning import decompose
+from skilltrain.retrieval.select import Ask
 from skilltrain.routing.planning.compose import ComposeConfig, Plan, Round, compose
-from skilltrain.routing.planning.decompose import Ask, DirectConfig, ModelConfig, ReactConfig, StepsConfig
+from skilltrain.routing.planning.decompose import (
+    DirectConfig,
+    ModelConfig,
+    ReactConfig,
+    StepsConfig,
+    planning_questions,
+)
 from skilltrain.routing.planning.rules import Draft, RulesConfig, WholeConfig, draft_by_rules
 from skilltrain.routing.router import Router
 from skilltrain.texts import one_line
@@ -101,7 +107,6 @@ class Planner:
         elif isinstance(config, ReactConfig):
             drafts, dropped = self._searched(config, llm, tasks)
         else:
-            assert isinstance(config, DirectConfig)
             drafts, dropped = self._chosen(config, llm, tasks)
         notes = {task.query_id: "the model looked for nothing" for task in tasks if task.query_id not in drafts}
         notes |= {fault.query_id: f"no answer of the model was usable: {fault.reason}" for fault in dropped}
@@ -146,8 +151,8 @@ class Planner:
             own = hints.get(task.query_id)
             parts = (("skills that exist and may help", self._hint(own)),) if own else ()
             num = len(self.known[task.query_id].steps) if config.true_count and task.query_id in self.known else 0
-            asks.append(Ask(task, parts, f"\nWrite exactly {num} steps." if num else ""))
-        asked = ask_until(decompose.questions_of(config, llm, asks, decompose.STEPS, decompose.read_steps))
+            asks.append(Ask(task, parts, order=f"Write exactly {num} steps." if num else ""))
+        asked = ask_until(planning_questions(config, llm, asks))
         return {ask.query_id: draft for ask, draft in asked.values}, asked.dropped
 
     def _hint(self, skill_ids: Sequence[str]) -> str:
@@ -169,7 +174,7 @@ class Planner:
             skills = tuple(self.skills[skill_id] for skill_id in sorted([*both][: config.shown]))
             lines = "\n".join(f"{number}. {untrusted_line(skill.name)}" for number, skill in enumerate(skills, 1))
             asks.append(Ask(task, (("skills that exist and may help", lines),), choices=skills))
-        asked = ask_until(decompose.questions_of(config, llm, asks, decompose.DIRECT, decompose.read_choices))
+        asked = ask_until(planning_questions(config, llm, asks))
         return {ask.query_id: draft for ask, draft in asked.values}, asked.dropped
 
     def _searched(self, config: ReactConfig, llm: LLM, tasks: Sequence[Query]) -> Drafts:
@@ -178,7 +183,7 @@ class Planner:
         faults: list[Dropped] = []
         asks = [Ask(task) for task in tasks]
         for _ in range(config.max_steps):
-            asked = ask_until(decompose.questions_of(config, llm, asks, decompose.REACT, decompose.read_search))
+            asked = ask_until(planning_questions(config, llm, asks))
             faults += [fault for fault in asked.dropped if fault.query_id not in searches]
             going, asks = [(ask, search) for ask, search in asked.values if search], list[Ask]()
             if not going:
@@ -211,7 +216,7 @@ def plan_cost(config: PlannerConfig, tasks: Sequence[Query]) -> dict[str, Any]:
     if not isinstance(model, ModelConfig):
         return {}
     asks = [Ask(task) for task in tasks]
-    return cost_of(decompose.questions_of(model, open_llm(model.llm), asks, decompose.STEPS, decompose.read_steps))
+    return cost_of(planning_questions(model, open_llm(model.llm), asks))
 
 
 def plan_task(config: PlannerConfig, text: str, router: Router) -> tuple[Plan, dict[str, tuple[Flag, ...]]]:
