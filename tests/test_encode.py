@@ -134,13 +134,6 @@ def test_vectors_that_are_no_numbers_are_never_kept(place, model_folders, monkey
     assert not list((place / "vectors").rglob("*.parquet")) and not (place / "encoded").exists()
 
 
-def test_the_recipe_runs_itself(place, monkeypatch, capsys):
-    recipe = place / "recipe.yaml"
-    monkeypatch.setattr(sys, "argv", [str(recipe), "--json"])
-    exec(compile(recipe.read_text(), recipe, "exec"), {"__name__": "__main__", "__file__": str(recipe)})
-    assert json.loads(capsys.readouterr().out)["num_skills_encoded"] == NUM_DISTINCT
-
-
 # Several processes ---------------------------------------------------------------------------------------------------
 
 LAUNCH = ("-m", "accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0", "--num_processes")

@@ -1,5 +1,5 @@
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -198,8 +198,8 @@ def test_the_size_bound_never_changes_the_answer(tokens, above):
     class Sets(list):
         starts = np.cumsum([0, *(len(one) for one in sets)])
 
-    pool = SimpleNamespace(trigrams=lambda max_names: Sets(sets))
-    candidates = SimpleNamespace(left={"skill": np.array([1])}, golds=np.array([0]))
+    pool: Any = SimpleNamespace(trigrams=lambda max_names: Sets(sets))
+    candidates: Any = SimpleNamespace(left={"skill": np.array([1])}, golds=np.array([0]))
     ((_, (value,)),) = JaccardLayer(above=above).check(pool, candidates)
     exact = jaccard(*sets)
     assert (value == exact) if exact > above else np.isnan(value)

@@ -12,29 +12,21 @@ from skilltrain.llm import LLM, Message, OpenAIConfig, Questions, Request, ask_u
 from skilltrain.records import Dropped
 
 
-def test_a_question_is_asked_once_for_each_model_prompt_and_seed(server: LLMServer, tmp_path: Path) -> None:
-    assert ask(open_client(server, tmp_path), 0) == ask(open_client(server, tmp_path), 0) == ["answer 0"]
-    assert len(server.requests) == 1
-    ask(open_client(server, tmp_path), 1)
-    ask(open_client(server, tmp_path, model="n"), 0)
-    list(open_client(server, tmp_path).complete_all([Request((*ASK, Message("user", "!")), 0)]))
-    assert len(server.requests) == 4
-    assert_no_key(tmp_path)
-
-
-@pytest.mark.parametrize("changed", [{"temperature": 0.5}, {"temperature": None}, {"max_tokens": 7}])
+@pytest.mark.parametrize("changed", [{"temperature": 0.5}, {"temperature": None}, {"max_tokens": 7}, {"model": "n"}])
 def test_whatever_decides_an_answer_asks_anew_and_nothing_else_does(
     server: LLMServer, tmp_path: Path, changed: dict[str, Any]
 ) -> None:
     others = {"requests_per_minute": 600, "budget": {"max_tokens": 10**6}, "batch": {"max_requests": 1}}
-    ask(open_client(server, tmp_path), 0)
-    ask(open_client(server, tmp_path, concurrency=3, timeout=7, **others), 0)
-    assert len(server.requests) == 1
+    one, other = open_client(server, tmp_path), open_client(server, tmp_path, concurrency=3, timeout=7, **others)
+    assert ask(one, 0) == ask(other, 0) == ["answer 0"] and len(server.requests) == 1
+    assert ask(other, 1) == ask(one, 1) and len(server.requests) == 2
+    list(one.complete_all([Request((*ASK, Message("user", "!")), 0)]))
     ask(open_client(server, tmp_path, **changed), 0)
-    assert len(server.requests) == 2
-    with llm_server() as other:
-        ask(open_client(other, tmp_path), 0)
-        assert len(other.requests) == 1
+    assert len(server.requests) == 4
+    with llm_server() as elsewhere:
+        ask(open_client(elsewhere, tmp_path), 0)
+        assert len(elsewhere.requests) == 1
+    assert_no_key(tmp_path)
 
 
 def test_failures_are_not_kept_and_malformed_replies_are(server: LLMServer, tmp_path: Path) -> None:
@@ -51,13 +43,6 @@ def test_answers_that_come_out_of_order_are_kept_each_under_its_own_question(ser
     for _ in range(2):
         assert ask(open_client(server, tmp_path, concurrency=8), *range(8)) == texts(*range(8))
     assert len(server.requests) == 8
-
-
-def test_two_at_once_share_their_answers(server: LLMServer, tmp_path: Path) -> None:
-    one, other = open_client(server, tmp_path), open_client(server, tmp_path)
-    assert ask(one, 0, 1) == ask(other, 0, 1)
-    assert ask(other, 2) == ask(one, 2)
-    assert len(server.requests) == 3
 
 
 def test_what_the_disk_refuses_ends_the_run(server: LLMServer, tmp_path: Path) -> None:

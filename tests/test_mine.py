@@ -130,11 +130,6 @@ def test_lexical_candidates_may_be_the_semantic_ones_in_the_order_of_bm25(worksh
     assert wider["lexical"] == alone["lexical"], "with the whole pool among them they are what BM25 finds alone"
 
 
-def test_semantic_candidates_that_are_not_mined_cannot_be_ordered(workshop):
-    with pytest.raises(ValueError, match="lexical_among: semantic needs both semantic and lexical"):
-        workshop.run(lexical_among="semantic", sources=["lexical"])
-
-
 def test_taxonomy_is_the_same_category_under_another_name(workshop):
     taxonomy = workshop.mined(["s0"], num_taxonomy=9)["taxonomy"]
     assert ids(taxonomy) == ["s2"] and taxonomy[0][1] == pytest.approx(0.6)
@@ -178,22 +173,10 @@ def test_a_pool_of_one_skill_has_no_candidate(workshop):
 # Draws ---------------------------------------------------------------------------------------------------------------
 
 
-def drawn(num_allowed, count, key):
-    return draw(np.arange(num_allowed), count, key).tolist()
-
-
 def test_draws_depend_on_the_key_only():
-    first = drawn(100, 10, "0/q1/random")
-    assert first == drawn(100, 10, "0/q1/random") != drawn(100, 10, "1/q1/random")
-    assert len(set(first)) == 10
-    assert sorted(drawn(3, 10, "k")) == [0, 1, 2]
-    assert drawn(0, 10, "k") == []
-
-
-def test_draws_are_uniform():
-    counts = np.bincount(np.concatenate([drawn(5, 2, str(n)) for n in range(2000)]), minlength=5)
-    # Binomial(2000, .4): mean 800, standard deviation 22.
-    assert abs(counts - 800).max() < 110
+    first, again, other = (draw(np.arange(100), 10, key).tolist() for key in ("0/q1", "0/q1", "1/q1"))
+    assert first == again != other and len(set(first)) == 10
+    assert sorted(draw(np.arange(3), 10, "k")) == [0, 1, 2] and not len(draw(np.arange(0), 10, "k"))
 
 
 @pytest.mark.parametrize(
@@ -260,21 +243,19 @@ def test_the_split_null_is_all_and_one_without_queries_is_refused_with_the_split
         select_queries(shop.folder / "queries", "test")
 
 
-def test_queries_of_another_pool_are_refused(shop):
-    shop.write_pool([skill("other", "other")], VECTORS[:1])
-    with pytest.raises(SkilltrainError, match="has a positive in the pool"):
-        shop.run()
-
-
-def test_no_source_is_no_setting(shop):
-    with pytest.raises(ValueError, match="sources"):
-        shop.run(sources=[])
-
-
-def test_an_empty_pool_is_refused(shop):
-    shop.write_pool([], [])
-    with pytest.raises(SkilltrainError, match="holds no skill"):
-        shop.run()
+@pytest.mark.parametrize(
+    ("pool", "settings", "message"),
+    [
+        ([skill("other", "other")], {}, "has a positive in the pool"),
+        ([], {}, "holds no skill"),
+        (POOL, {"sources": []}, "sources"),
+        (POOL, {"lexical_among": "semantic", "sources": ["lexical"]}, "needs both semantic and lexical"),
+    ],
+)
+def test_what_cannot_be_mined_is_refused(shop, pool, settings, message):
+    shop.write_pool(pool, VECTORS[: len(pool)])
+    with pytest.raises((SkilltrainError, ValueError), match=message):
+        shop.run(**settings)
 
 
 # Any company ---------------------------------------------------------------------------------------------------------
@@ -284,19 +265,13 @@ def large(workshop):
     """300 skills in 7 categories, some of them copies, and 90 queries with one to three positives."""
     generator = np.random.default_rng(0)
     words = [f"word{number}" for number in range(40)]
-    skills = [
-        skill(f"s{i:03}", f"name {i % 250}", f"c{i % 7}" if i % 11 else None, " ".join(generator.choice(words, 30)))
-        for i in range(300)
-    ]
+    text = lambda count: " ".join(generator.choice(words, count))  # noqa: E731
+    skills = [skill(f"s{i:03}", f"name {i % 250}", f"c{i % 7}" if i % 11 else None, text(30)) for i in range(300)]
     vectors = generator.normal(size=(390, 12)).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     vectors[50:90] = vectors[40]
-    queries = [query(f"q{i:03}", f"{i} " + " ".join(generator.choice(words, 12))) for i in range(90)]
-    judged = [
-        (q.query_id, f"s{(i * 17 + n * 5) % 300:03}", "required")
-        for i, q in enumerate(queries)
-        for n in range(1 + i % 3)
-    ]
+    queries = [query(f"q{i:03}", f"{i} {text(12)}") for i in range(90)]
+    judged = [(f"q{i:03}", f"s{(i * 17 + n * 5) % 300:03}", "required") for i in range(90) for n in range(1 + i % 3)]
     workshop.write_pool(skills, vectors[:300])
     workshop.write_queries(queries, judged, vectors[300:])
 
@@ -312,15 +287,3 @@ def test_a_query_alone_gets_what_it_gets_among_others(workshop, index):
     write_table([row | {"split": "train" if row["query_id"] == "q041" else "dev"} for row in rows], QUERIES, queries)
     workshop.run(depth=20, index=index)
     assert workshop.rows() == among_others
-
-
-def test_another_seed_draws_others_and_finds_the_same(workshop):
-    large(workshop)
-    found = []
-    for seed in (0, 1):
-        workshop.run(depth=5, seed=seed)
-        rows = workshop.rows()
-        found.append(
-            {stage: [row["skill_id"] for row in rows if row["stage"] == stage] for stage in ("semantic", "random")}
-        )
-    assert found[0]["semantic"] == found[1]["semantic"] and found[0]["random"] != found[1]["random"]

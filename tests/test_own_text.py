@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from skilltrain.data.own_text import MAX_WORDS, MIN_WORDS, own_queries
 from skilltrain.data.pool.read import read_source
-from skilltrain.data.query_texts import names_skill, without_name
+from skilltrain.data.query_texts import names_skill
 from skilltrain.records import Skill
 from skilltrain.texts import num_words
 
@@ -87,11 +87,3 @@ def test_nearly_every_real_skill_gives_the_queries_that_are_wanted(count: int) -
 def test_no_skill_breaks_it(text: str, name: str) -> None:
     queries, _ = own_queries(Skill("s", name, text, text), 3, 0)
     assert len(queries) <= 3 and not any(names_skill(query, name) for query in queries)
-
-
-def test_a_name_is_taken_out_however_it_is_written() -> None:
-    assert without_name("Use PDF-tools, pdf tools or PDFTools; pdf toolsets stay", "pdf-tools") == (
-        "Use , or ; pdf toolsets stay"
-    )
-    assert without_name("请用luma生成视频", "luma") == "请用 生成视频"
-    assert without_name("anything", "---") == "anything"

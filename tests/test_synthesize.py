@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 from llm_server import KEY, LLMServer, Reply, llm_server
 from skilltrain.config import validate
 from skilltrain.data.draws import largest_remainder, sample_skills
-from skilltrain.data.query_texts import query_profile
 from skilltrain.data.synthesize import SynthesizeConfig, WantedQuery, plan_synthesize, query_prompt, run_synthesize
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.stages import dry_run
 from skilltrain.tables import CLUSTERS, DROPPED, FLAGS, JUDGEMENTS, QUERIES, SKILLS, read_table, rows_of, write_table
-from skilltrain.texts import num_words
 
 BODY = "# Invoice Sorter\n## When to use\n- User wants to sort scanned invoices by supplier and month\n"
 
@@ -62,10 +60,6 @@ def numbers(query_ids: list[str]) -> set[str]:
 def made(out: Path) -> set[str]:
     """Skill and number of the queries that a run wrote."""
     return numbers(read_table(out, QUERIES).column("query_id").to_pylist())
-
-
-def test_words_are_counted_in_both_scripts() -> None:
-    assert [num_words(text) for text in ("Don't re-run GPT-4 twice.", "整理发票", "整理PDF发票吧")] == [4, 2, 4]
 
 
 def asked(one: Skill, **settings: Any) -> tuple[str, str]:
@@ -392,16 +386,3 @@ def test_one_style_for_all_queries_stands_in_prompt_and_origin(tmp_path: Path) -
     for settings in ({}, {"prompt": "skillrouter", "llm": {"kind": "smollm2"}}):
         with pytest.raises(SkilltrainError, match="style is for a chat model and prompt: styles"):
             validate(SynthesizeConfig, {"pool": "p", "out": "o", "style": "short", **settings}, "test")
-
-
-def test_the_profile_of_queries_by_hand() -> None:
-    texts = ["Sort my mail by day", "sort my mail by month now", "Sort my mail by day"]
-    assert query_profile(texts) == pytest.approx({
-        "median_words": 5,
-        "p90_words": 5.8,  # of 5, 5, 6
-        "distinct_texts": 0.6667,
-        "distinct_openings": 0.3333,
-        "distinct_words": 0.4375,  # sort my mail by day month now, of 16
-        "distinct_trigrams": 0.5,  # of 3 + 4 + 3: sort my mail, my mail by, mail by day, mail by month, by month now
-    })  # fmt: skip
-    assert query_profile([]) == {}

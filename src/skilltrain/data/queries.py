@@ -60,15 +60,14 @@ class QueriesConfig(Config):
     @classmethod
     def _listed(cls, value: Any) -> Any:
         """A single file as a list of one; a pattern as the files that it names, so that these are recorded."""
-        given = value if isinstance(value, list | tuple) else [value]
-        return [path for item in given for path in _matching(item)]
-
-
-def _matching(item: Any) -> list[Any]:
-    if not isinstance(item, str | Path) or not glob.has_magic(str(item)) or Path(item).exists():
-        return [item]
-    path = Path(item)
-    return sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor)))) or [item]
+        found: list[Any] = []
+        for item in value if isinstance(value, list | tuple) else [value]:
+            path = Path(item) if isinstance(item, str | Path) and glob.has_magic(str(item)) else None
+            if path is None or path.exists():
+                found.append(item)
+            else:
+                found += sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor)))) or [item]
+        return found
 
 
 def _line(value: Any) -> str | None:
@@ -193,11 +192,10 @@ def run_queries(config: QueriesConfig, out: Path) -> dict[str, Any]:
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, row) of a file. Raises SkilltrainError where it cannot be read as what its name says."""
     check_regular(path)
-    kind = path.suffix.lower()
-    if kind in (".jsonl", ".gz"):
+    readers = {".json": read_json, ".parquet": lambda path: pq.read_table(path).to_pylist(), ".csv": _read_csv}
+    if (kind := path.suffix.lower()) in (".jsonl", ".gz"):
         yield from ((f"{path}, line {number}", row) for number, row in read_jsonl(path))
         return
-    readers = {".json": read_json, ".parquet": lambda path: pq.read_table(path).to_pylist(), ".csv": _read_csv}
     if kind not in readers:
         fix = "give a .jsonl, .jsonl.gz, .json, .parquet or .csv file"
         raise SkilltrainError("cannot tell what this file is", where=path, fix=fix)
@@ -221,8 +219,7 @@ def _read_csv(path: Path) -> list[dict[str, Any]]:
 
 
 def _cell(value: Any) -> Any:
-    is_json = isinstance(value, str) and value.lstrip()[:1] in ("[", "{")
-    return (json.loads(value) if is_json else value) or None
+    return (json.loads(value) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else value) or None
 
 
 def read_ids(pool: Path) -> tuple[set[str], dict[str, str]]:
