@@ -69,10 +69,6 @@ class Page:
         named = "node.labels?.length || node.textContent.trim() || node.getAttribute('aria-label')"
         assert self.run(f"{controls}.filter(node => !({named})).length") == 0
 
-    def screenshot(self, whole: bool = False) -> str:
-        """A PNG in base64, of what is on the screen or of the whole page."""
-        return self._call("Page.captureScreenshot", captureBeyondViewport=whole)["data"]
-
     def close(self) -> None:
         """End the browser."""
         self._session = ""

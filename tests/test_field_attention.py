@@ -1,8 +1,6 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -15,7 +13,7 @@ from transformers import (
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.records import Query, Skill
-from skilltrain.routing.field_attention import FIELDS, field_attention, field_spans, token_fields
+from skilltrain.routing.field_attention import FIELDS, field_attention, token_fields
 from skilltrain.templates import RerankerTemplate, SkillTemplate
 from tiny_models import bert_tokenizer, qwen3_tokenizer
 
@@ -191,12 +189,6 @@ def test_a_skill_without_description_and_a_template_without_body(open_reranker_o
     assert field_attention(nd, [(asked("pods"), skill)], "nd")["overall"] == {"name": 1, "description": 0, "body": 0}
 
 
-def test_a_verbatim_template_has_its_separators_around_empty_fields():
-    template = SkillTemplate(verbatim=True)
-    assert template.render(Skill("a", "n", "", " b")) == "n |  |  b"
-    assert field_spans(template, Skill("a", "n", "", " b")) == {"name": (0, 1), "body": (7, 9)}
-
-
 def test_layers_are_grouped_in_a_quarter_a_half_and_a_quarter(tmp_path):
     """Of 28 layers 0–6, 7–20 and 21–27 (SkillRouter, appendix F); of eight 0–1, 2–5 and 6–7."""
     save_deep_bert(tmp_path, num_layers=8)
@@ -205,20 +197,6 @@ def test_layers_are_grouped_in_a_quarter_a_half_and_a_quarter(tmp_path):
     assert [*found["groups"]] == ["early", "middle", "late"]
     expected = [layers[:2].mean(0), layers[2:6].mean(0), layers[6:].mean(0)]
     assert table(found["groups"].values()) == pytest.approx(np.array(expected))
-
-
-@given(
-    st.text(max_size=8), st.text(max_size=8), st.text(max_size=8), st.sampled_from(["full", "nd"]),
-    st.sampled_from([" | ", "\n", ""]),
-)  # fmt: skip
-def test_spans_and_separators_make_up_the_rendered_text(name, description, body, fields, separator):
-    template = SkillTemplate(fields=fields, description_chars=5, body_chars=3, separator=separator)
-    skill = Skill("a", name, description, body)
-    text = template.render(skill)
-    parts = {field: text[start:end] for field, (start, end) in field_spans(template, skill).items()}
-    expected = {"name": name.strip(), "description": description[:5].strip(), "body": body[:3].strip()}
-    assert parts == {field: part for field, part in expected.items() if part and (field, fields) != ("body", "nd")}
-    assert separator.join(parts.values()) == text
 
 
 def test_what_cannot_be_read_is_refused_in_one_line(open_reranker_of):

@@ -5,10 +5,22 @@ from typing import Any
 
 import numpy as np
 
+from skilltrain.records import Query, Skill
 from skilltrain.report.lists import inspect_lists, numbers_of
 from skilltrain.report.material import Material, run_checks
 from skilltrain.report.page import histograms, percent
-from skilltrain.tables import CLUSTERS, DROPPED, FLAGS, LISTS, QUERIES, RANKINGS, SKILLS, TableSpec, write_table
+from skilltrain.tables import (
+    CLUSTERS,
+    DROPPED,
+    FLAGS,
+    LISTS,
+    QUERIES,
+    RANKINGS,
+    SKILLS,
+    TableSpec,
+    rows_of,
+    write_table,
+)
 from skilltrain.texts import visible
 from small_library import skilltrain, succeeds
 from test_report import check_safe
@@ -45,30 +57,18 @@ DROPS = [
 ]
 
 
-def write_run(folder: Path, recipe: dict[str, Any], *tables: tuple[TableSpec, list[dict[str, Any]]]) -> Path:
+def write_run(folder: Path, recipe: dict[str, Any], *tables: tuple[TableSpec, Any]) -> Path:
     for spec, rows in tables:
         write_table(rows, spec, folder)
     folder.mkdir(exist_ok=True)
-    (folder / "run.json").write_text(json.dumps({"recipe": {k: str(v) for k, v in recipe.items()} | {
-        "layers": recipe.get("layers"), "quotas": recipe.get("quotas")}, "finished": True, "summary": {}}))  # fmt: skip
+    (folder / "run.json").write_text(json.dumps({"recipe": recipe, "finished": True, "summary": {}}, default=str))
     return folder
-
-
-def pool_rows(pool: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
-    columns = ("name", "description", "body", "category", "lang", "source")
-    return [{"skill_id": key, **dict(zip(columns, row, strict=True))} for key, row in pool.items()]
-
-
-def query_rows(texts: dict[str, str]) -> list[dict[str, Any]]:
-    return [{"query_id": q, "text": t, "kind": "single", "origin": "llm", "split": "train"} for q, t in texts.items()]
 
 
 def list_rows(lists: dict[str, list[tuple[str, str, str, int]]]) -> list[dict[str, Any]]:
     names = ("skill_ids", "verdicts", "sources", "ranks")
-    return [
-        {"query_id": query_id, **{name: [row[place] for row in rows] for place, name in enumerate(names)}}
-        for query_id, rows in lists.items()
-    ]
+    columns = {q: {name: [row[n] for row in rows] for n, name in enumerate(names)} for q, rows in lists.items()}
+    return [{"query_id": query_id, **of_query} for query_id, of_query in columns.items()]
 
 
 def drop_rows(drops: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
@@ -76,19 +76,18 @@ def drop_rows(drops: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
 
 
 def ranking_rows(sizes: dict[str, int]) -> list[dict[str, Any]]:
-    return [
-        {"query_id": "q1", "skill_id": f"k{n}", "rank": n, "score": 0.5, "stage": stage}
-        for stage, size in sizes.items()
-        for n in range(1, size + 1)
-    ]
+    found = [(stage, n) for stage, size in sizes.items() for n in range(1, size + 1)]
+    return [{"query_id": "q1", "skill_id": f"k{n}", "rank": n, "score": 0.5, "stage": stage} for stage, n in found]
 
 
 def write_runs(root: Path, pool: Any = POOL, texts: Any = TEXTS, drops: Any = DROPS, lists: Any = ROWS) -> Path:
     """pool, queries, mined, filtered and lists in `root`, small enough to count by hand; the folder of lists."""
     paths = {"pool": root / "pool", "queries": root / "queries"}
-    write_run(paths["pool"], {"stage": "pool"}, (SKILLS, pool_rows(pool)), (DROPPED, drop_rows(
-        [("", "s/empty", "empty", None, "body is empty")])))  # fmt: skip
-    write_run(paths["queries"], {"stage": "queries"}, (QUERIES, query_rows(texts)), (DROPPED, []))
+    asked = [*rows_of(Query(query_id, text, "single", "llm", "train") for query_id, text in texts.items())]
+    skills = rows_of(Skill(skill_id, *row) for skill_id, row in pool.items())
+    empty = drop_rows([("", "s/empty", "empty", None, "body is empty")])
+    write_run(paths["pool"], {"stage": "pool"}, (SKILLS, skills), (DROPPED, empty))
+    write_run(paths["queries"], {"stage": "queries"}, (QUERIES, asked), (DROPPED, []))
     mined = write_run(root / "mined", {"stage": "mine", **paths}, (RANKINGS, ranking_rows(MINED)), (DROPPED, []))
     gone = Counter(drop[5] for drop in drops)
     kept = {source: size - gone[source] for source, size in MINED.items()}
@@ -100,7 +99,7 @@ def write_runs(root: Path, pool: Any = POOL, texts: Any = TEXTS, drops: Any = DR
     quotas = {"semantic": 2, "lexical": 2, "taxonomy": 1}
     return write_run(
         root / "lists", {"stage": "lists", **paths, "rankings": filtered, "quotas": quotas},
-        (LISTS, list_rows(lists)), (QUERIES, query_rows(texts)),
+        (LISTS, list_rows(lists)), (QUERIES, asked),
         (DROPPED, drop_rows([("q9", "", "no_positive", None, "no required skill of this query is in the pool")])),
     )  # fmt: skip
 
