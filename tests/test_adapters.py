@@ -1,6 +1,5 @@
 """Adapters: only they train, merging changes no score, and a saved model shows no trace of them."""
 
-import copy
 import importlib.util
 
 import pytest
@@ -10,33 +9,36 @@ from transformers import AutoModel, Qwen3Config, Qwen3Model
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.folder import save_model
 from skilltrain.models.adapters import AdapterConfig, add_adapter, is_adapted, merge_adapter, quantizing_options
-from skilltrain.models.encoder import EncoderConfig, load_encoder
+from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.records import Skill
 from skilltrain.templates import RerankerTemplate
-from tiny_models import map_micro_batches, qwen3_tokenizer
+from tiny_models import qwen3_tokenizer
 
 SMALL = AdapterConfig(rank=4, alpha=8)
 TEXTS = ["deploy pods", "extract text from pdf files", "translate the report and review it with care"]
 SKILLS = [Skill(f"s{i}", f"chart {i}", text, text * i) for i, text in enumerate(TEXTS)]
-ENCODERS = ["bert", "qwen3"]
-RERANKERS = ["pair", "cosine_pair", "yes_no"]
+RERANKERS = {"pair": "bert_reranker", "cosine_pair": "bert", "yes_no": "qwen3_reranker"}
+KINDS = ["bert", "qwen3", *RERANKERS]
 
 
-def reranker_of(open_reranker_of, form, **settings):
-    """A tiny reranker of each form."""
-    name = {"pair": "bert_reranker", "cosine_pair": "bert", "yes_no": "qwen3_reranker"}[form]
-    return open_reranker_of(name, template=RerankerTemplate(form=form), **settings)
+@pytest.fixture
+def opened(open_encoder_of, open_reranker_of):
+    """The name of an encoder or the form of a reranker, settings → a tiny one."""
+
+    def load(kind, **settings):
+        if kind not in RERANKERS:
+            return open_encoder_of(kind, **settings)
+        return open_reranker_of(RERANKERS[kind], template=RerankerTemplate(form=kind), **settings)
+
+    return load
 
 
-def encoder_outputs(encoder, token_budget=4096):
-    """Vectors of the queries TEXTS, in one micro-batch or more."""
-    return map_micro_batches(encoder, encoder.tokenize_queries(TEXTS), token_budget)
-
-
-def reranker_outputs(reranker):
-    """Scores of SKILLS for one query."""
-    return reranker(reranker.tokenize("review a commit", SKILLS))
+def outputs(model):
+    """Vectors of the queries TEXTS, or scores of SKILLS for one query."""
+    if isinstance(model, Encoder):
+        return model(model.tokenize_queries(TEXTS))
+    return model(model.tokenize("review a commit", SKILLS))
 
 
 def train_a_little(model, outputs):
@@ -50,8 +52,11 @@ def train_a_little(model, outputs):
         optimizer.zero_grad()
 
 
-def check(model, network, outputs, tolerance):
-    """Train an adapter; only it changes, and merged it computes the same. Returns the trained outputs."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_trained_merged_saved_and_read_again(opened, kind, tmp_path):
+    """Only the adapter changes, and merged the model computes the same."""
+    model = opened(kind)
+    network = model.network
     with torch.no_grad():
         plain_names, before = set(network.state_dict()), outputs(model)
     add_adapter(network, SMALL)
@@ -60,69 +65,40 @@ def check(model, network, outputs, tolerance):
     with torch.no_grad():
         assert torch.equal(outputs(model), before)  # B starts at zero
     train_a_little(model, outputs)
-    for name, parameter in network.named_parameters():
-        if name in frozen:
-            assert torch.equal(parameter, frozen[name]), name
+    assert all(torch.equal(p, frozen[name]) for name, p in network.named_parameters() if name in frozen)
     with torch.no_grad():
         trained = outputs(model)
         assert (trained - before).abs().max() > 1e-3
         assert merge_adapter(network) is network
-        assert (outputs(model) - trained).abs().max() <= tolerance * max(1, float(trained.abs().max()))
-    assert not is_adapted(network)
-    assert set(network.state_dict()) == plain_names
-    return trained
-
-
-@pytest.mark.parametrize("name", ENCODERS)
-def test_encoder_trained_merged_saved_and_read_again(open_encoder_of, name, tmp_path):
-    encoder = open_encoder_of(name)
-    trained = check(encoder, encoder.backbone, encoder_outputs, 2e-6)
-    save_model(encoder, tmp_path, "base")
-    again = load_encoder(EncoderConfig(source=str(tmp_path)), torch.device("cpu"))
+        assert (outputs(model) - trained).abs().max() <= 2e-6 * max(1, float(trained.abs().max()))
+    assert not is_adapted(network) and set(network.state_dict()) == plain_names
+    save_model(model, tmp_path, "base")
+    source, cpu = str(tmp_path), torch.device("cpu")
+    again = load_reranker(RerankerConfig(source=source), cpu) if kind in RERANKERS else None
     with torch.no_grad():
-        torch.testing.assert_close(encoder_outputs(again), trained, atol=2e-6, rtol=0)
+        found = outputs(again or load_encoder(EncoderConfig(source=source), cpu))
+        torch.testing.assert_close(found, trained, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bfloat16_base_has_a_float32_adapter(opened, kind):
+    model = opened(kind, precision="bfloat16")
+    add_adapter(model.network, SMALL)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    train_a_little(model, outputs)
+    with torch.no_grad():
+        trained = outputs(model)
+        merge_adapter(model.network)
+        torch.testing.assert_close(outputs(model), trained, atol=0.2, rtol=5e-2)
+    if kind not in RERANKERS:
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("form", RERANKERS)
-def test_reranker_trained_merged_saved_and_read_again(open_reranker_of, form, tmp_path):
-    reranker = reranker_of(open_reranker_of, form)
-    trained = check(reranker, reranker.network, reranker_outputs, 2e-6)
-    save_model(reranker, tmp_path, "base")
-    again = load_reranker(RerankerConfig(source=str(tmp_path)), torch.device("cpu"))
-    with torch.no_grad():
-        torch.testing.assert_close(reranker_outputs(again), trained, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", ENCODERS)
-def test_bfloat16_base_with_float32_adapter(open_encoder_of, name):
-    encoder = open_encoder_of(name, precision="bfloat16")
-    add_adapter(encoder.backbone, SMALL)
-    assert {p.dtype for p in encoder.parameters() if p.requires_grad} == {torch.float32}
-    train_a_little(encoder, encoder_outputs)
-    with torch.no_grad():
-        trained = encoder_outputs(encoder)
-        merge_adapter(encoder.backbone)
-        assert (encoder_outputs(encoder) * trained).sum(-1).min() > 1 - 1e-2
-    assert {p.dtype for p in encoder.parameters()} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("form", RERANKERS)
-def test_bfloat16_reranker_trains_in_float32(open_reranker_of, form):
-    reranker = reranker_of(open_reranker_of, form, precision="bfloat16")
-    add_adapter(reranker.network, SMALL)
-    assert {p.dtype for p in reranker.parameters() if p.requires_grad} == {torch.float32}
-    train_a_little(reranker, reranker_outputs)
-    with torch.no_grad():
-        trained = reranker_outputs(reranker)
-        merge_adapter(reranker.network)
-        torch.testing.assert_close(reranker_outputs(reranker), trained, atol=0.2, rtol=5e-2)
-
-
-@pytest.mark.parametrize("form", RERANKERS)
-def test_only_adapter_and_head_train(open_reranker_of, form):
-    reranker = reranker_of(open_reranker_of, form)
-    add_adapter(reranker.network, SMALL)
-    trained = {name for name, p in reranker.network.named_parameters() if p.requires_grad}
+def test_only_adapter_and_head_train(opened, form):
+    network = opened(form).network
+    add_adapter(network, SMALL)
+    trained = {name for name, p in network.named_parameters() if p.requires_grad}
     heads = {name for name in trained if ".lora_" not in name}
     bert_head = {f"{part}.{kind}" for part in ("classifier", "bert.pooler.dense") for kind in ("weight", "bias")}
     assert heads == (bert_head if form == "pair" else set())
@@ -180,7 +156,7 @@ def test_four_bits_without_bitsandbytes(monkeypatch):
 
 
 class TestFourBits:
-    """QLoRA, on the CPU."""
+    """QLoRA, on the CPU; it is trained, merged and saved in test_loop_qlora.py."""
 
     ADAPTER = AdapterConfig(rank=4, alpha=8, quantize="nf4")
 
@@ -202,34 +178,6 @@ class TestFourBits:
     def load(self, folder):
         """The model with 4-bit weights."""
         return AutoModel.from_pretrained(folder, dtype=torch.float32, **quantizing_options(self.ADAPTER)).eval()
-
-    def hidden(self, network):
-        """Directions of the last position."""
-        ids = torch.arange(5, 65).view(3, 20)
-        last = network(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[:, -1].float()
-        return torch.nn.functional.normalize(last, dim=-1)
-
-    def test_trained_merged_saved_and_read_again(self, tmp_path):
-        network = self.load(self.save(tmp_path / "base", 64))
-        with torch.no_grad():
-            before = self.hidden(network)  # on some CPUs this repacks the weights for inference
-        add_adapter(network, self.ADAPTER)
-        packed = {n: copy.deepcopy(p.data) for n, p in network.named_parameters() if p.dtype == torch.uint8}
-        assert len(packed) == 14
-        train_a_little(network.train(), self.hidden)
-        network.eval()
-        assert all(torch.equal(network.get_parameter(name), weight) for name, weight in packed.items())
-        with torch.no_grad():
-            trained = self.hidden(network)
-            assert (trained * before).sum(-1).max() < 0.98
-            merged = self.hidden(merge_adapter(network))
-        assert (trained * merged).sum(-1).min() > 1 - 1e-2
-        assert {p.dtype for p in network.parameters()} == {torch.float32}
-        network.save_pretrained(tmp_path / "merged")
-        again = AutoModel.from_pretrained(tmp_path / "merged").eval()
-        assert "quantization_config" not in again.config.to_dict()
-        with torch.no_grad():
-            torch.testing.assert_close(self.hidden(again), merged, atol=1e-6, rtol=0)
 
     def test_quantized_layers_without_an_adapter_become_plain_too(self, tmp_path):
         network = self.load(self.save(tmp_path, 64))

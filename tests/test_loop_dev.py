@@ -76,12 +76,6 @@ def test_the_best_step_is_kept_and_is_what_the_run_gives(model_folders, tmp_path
     assert [path.name for path in checkpoints(tmp_path / "out" / "checkpoints")] == ["step-2", "step-6"]
 
 
-def test_the_last_step_is_evaluated_too(model_folders, tmp_path):
-    dev = scripted_dev([3, 2], tmp_path, every=4)
-    run(new_step(model_folders["bert"]), tmp_path / "out", dev)
-    assert [step for step, _ in dev_rows(tmp_path / "out")] == [4, 6]
-
-
 def test_patience_ends_the_run_and_a_finished_run_is_not_taken_up_again(model_folders, tmp_path):
     dev = scripted_dev([2, 3, 4, 1, 1, 1], tmp_path, patience=2)
     result = run(new_step(model_folders["bert"]), tmp_path / "out", dev)
@@ -107,7 +101,8 @@ def test_a_resumed_run_knows_what_was_best(model_folders, tmp_path, stopped_in):
 
 def test_evaluating_changes_nothing_of_the_training(model_folders, tmp_path):
     with_dev, without = new_step(model_folders["bert_dropout"]), new_step(model_folders["bert_dropout"])
-    run(with_dev, tmp_path / "with", scripted_dev([1] * 6, tmp_path))
+    run(with_dev, tmp_path / "with", scripted_dev([1] * 6, tmp_path, every=4))
+    assert [step for step, _ in dev_rows(tmp_path / "with")] == [4, 6]  # the last step is evaluated too
     AcceleratorState._reset_state(reset_partial_state=True)
     run(without, tmp_path / "without", None)
     assert all(torch.equal(*both) for both in zip(with_dev.parameters(), without.parameters(), strict=True))

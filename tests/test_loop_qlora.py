@@ -68,11 +68,13 @@ def trained(parameters):
 
 @pytest.fixture(scope="module")
 def whole(base, tmp_path_factory):
-    """(settings, trained parameters, the step module) of an undisturbed run."""
+    """(settings, trained parameters, the step module) of an undisturbed run; 4-bit weights stay as they were."""
     config = config_of(base, tmp_path_factory.mktemp("whole"))
     step = new_step(config)
+    packed = {name: value.clone() for name, value in step.named_parameters() if value.dtype == torch.uint8}
     parameters = training_runs.run(step, config.out, resume=False)
     AcceleratorState._reset_state(reset_partial_state=True)
+    assert len(packed) == 14 and all(torch.equal(parameters[name], value) for name, value in packed.items())
     return config, trained(parameters), step
 
 

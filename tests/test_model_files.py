@@ -309,26 +309,36 @@ def test_pooling_is_as_the_folder_says(plain, config, expected):
     assert settings_of(folder, pooling="mean").pooling == "mean"
 
 
-def test_the_token_limit_is_as_the_folder_says_and_within_the_positions(plain):
-    cls = {"pooling_mode": "cls"}
-    folder = plain(pooling=cls, model={"max_seq_length": 384})
-    assert settings_of(folder) == EncoderSettings(pooling="cls", max_tokens=384, query_max_tokens=512)
-    assert settings_of(folder, max_tokens=40).max_tokens == 40
-    assert settings_of(plain(pooling=cls, model={"max_seq_length": 32768})).max_tokens == 512
-    assert settings_of(plain(pooling=cls, model={"max_seq_length": None}, tokenizer={"model_max_length": 100})) == (
-        EncoderSettings(pooling="cls", max_tokens=100)
-    )
-    assert settings_of(plain(pooling=cls, tokenizer={"model_max_length": 10**30})).max_tokens == 512
-    with pytest.raises(SkilltrainError, match="max_seq_length: must be greater than or equal to 8, found 0"):
-        settings_of(plain(pooling=cls, model={"max_seq_length": 0}))
-    with pytest.raises(SkilltrainError, match="max_tokens exceeds the model's 512 positions"):
-        settings_of(plain(pooling=cls, model={"max_seq_length": 384}), max_tokens=513)
+LONG = {"model_max_length": 131072}
 
 
-def test_a_long_limit_is_the_queries_too(plain):
-    """Qwen3-Embedding's folder gives no max_seq_length: its positions are the limit, and the template cuts texts."""
-    folder = plain(pooling={"pooling_mode_lasttoken": True}, tokenizer={"model_max_length": 131072}, name="qwen3")
-    assert settings_of(folder) == EncoderSettings(pooling="last_token", max_tokens=2048, query_max_tokens=2048)
+@pytest.mark.parametrize(
+    ("files", "given", "limits"),
+    [
+        ({"model": {"max_seq_length": 384}}, {}, (384, 512)),
+        ({"model": {"max_seq_length": 384}}, {"max_tokens": 40}, (40, 512)),
+        ({"model": {"max_seq_length": 32768}}, {}, (512, 512)),
+        ({"model": {"max_seq_length": None}, "tokenizer": {"model_max_length": 100}}, {}, (100, 512)),
+        ({"tokenizer": {"model_max_length": 10**30}}, {}, (512, 512)),
+        # Qwen3-Embedding's folder gives no max_seq_length: its positions are the limit, and the template cuts texts.
+        ({"tokenizer": LONG, "name": "qwen3"}, {}, (2048, 2048)),
+    ],
+)
+def test_the_token_limit_is_as_the_folder_says_and_within_the_positions(plain, files, given, limits):
+    found = settings_of(plain(pooling={"pooling_mode": "cls"}, **files), **given)
+    assert (found.max_tokens, found.query_max_tokens) == limits
+
+
+@pytest.mark.parametrize(
+    ("limit", "given", "message"),
+    [
+        (0, {}, "max_seq_length: must be greater than or equal to 8, found 0"),
+        (384, {"max_tokens": 513}, "max_tokens exceeds the model's 512 positions"),
+    ],
+)
+def test_a_token_limit_that_makes_no_sense_is_refused(plain, limit, given, message):
+    with pytest.raises(SkilltrainError, match=message):
+        settings_of(plain(pooling={"pooling_mode": "cls"}, model={"max_seq_length": limit}), **given)
 
 
 def test_folders_that_say_nothing_keep_the_defaults_and_skilltrains_own_record_wins(plain, model_folders):

@@ -214,17 +214,3 @@ def test_scores_equal_plain_code_with_left_padding(reranker):
         expected = logits[:, yes] - logits[:, no]
         ours = reranker(reranker.tokenize(TEXTS[0], SKILLS))
     assert torch.allclose(ours, expected, atol=1e-5 * max(1, float(expected.abs().max())))
-
-
-def test_scores_equal_plain_sentence_transformers(reranker, tmp_path):
-    from sentence_transformers import CrossEncoder
-
-    from skilltrain.export.folder import save_model
-
-    save_model(reranker, tmp_path, base="qwen3")
-    plain = CrossEncoder(str(tmp_path), device="cpu")
-    texts = [reranker.settings.template.render_skill(skill) for skill in SKILLS]
-    with torch.inference_mode():
-        ours = reranker(reranker.tokenize(TEXTS[0], SKILLS))
-    theirs = plain.predict([(TEXTS[0], text) for text in texts], convert_to_tensor=True)
-    assert torch.allclose(theirs, ours, atol=1e-5 * max(1, float(ours.abs().max())))

@@ -3,7 +3,7 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModel
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.loading import CHECKPOINT_FILE
@@ -73,17 +73,6 @@ def test_control_strings_in_a_skill_or_a_query_are_plain_text(open_reranker_of, 
     ]
     (text,) = open_encoder_of("qwen3").tokenize([trick], 400)
     assert [i for i in text if i in control] == [text[-1]]
-
-
-def test_bert_scores_equal_plain_transformers_code(open_reranker_of, model_folders):
-    reranker = open_reranker_of("bert_reranker", max_tokens=64, query_max_tokens=16)
-    model = AutoModelForSequenceClassification.from_pretrained(model_folders["bert_reranker"]).eval()
-    texts = [reranker.settings.template.render_skill(skill) for skill in SKILLS]
-    inputs = reranker.tokenizer(
-        [QUERY] * 4, texts, truncation="only_second", max_length=64, padding=True, return_tensors="pt"
-    )
-    with torch.inference_mode():
-        assert torch.allclose(reranker(reranker.tokenize(QUERY, SKILLS)), model(**inputs).logits[:, 0], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["bert_reranker", "qwen3_reranker"])

@@ -102,29 +102,6 @@ def test_float32_and_bfloat16_autocast_stay_close(folder):
         assert torch.allclose(rounded, alone, atol=0.05 * float(expected.abs().max()))
 
 
-def test_lora_layers_inside_the_network_are_trained_alike(folder):
-    from peft import LoraConfig, inject_adapter_in_model
-
-    reranker, network = opened(folder)
-    for one in (reranker.network, network):
-        torch.manual_seed(3)
-        inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False), one)
-        one.double()
-        for name, parameter in one.named_parameters():
-            parameter.requires_grad_("lora_" in name)
-    checkpoint_layers(reranker.network.train())
-    scores = run_micro_batches(reranker, PAIRS, GROUPINGS[1])
-    expected = plain_scores(reranker, network, PAIRS)
-    assert torch.allclose(scores, expected, rtol=0, atol=1e-12)
-    scores.sum().backward()
-    expected.sum().backward()
-    ours, theirs = (
-        {name: parameter.grad for name, parameter in one.named_parameters() if parameter.requires_grad}
-        for one in (reranker.network, network)
-    )
-    assert len(ours) == 2 * 2 * 2 and largest_deviation(ours, theirs) < 1e-7
-
-
 def causal(config_class, model_class, **options):
     """A tiny model of one of Qwen3's relatives, the same at every call."""
     torch.manual_seed(0)

@@ -1,7 +1,5 @@
 """Token ids: exactly those of the tokenizer, each text tokenised once, and a cache that is never trusted blindly."""
 
-import threading
-
 import numpy as np
 
 from skilltrain.models import tokens
@@ -73,17 +71,6 @@ class TestCache:
         assert self.run(blocked)[1] == ["ab", "c"]
         assert len(said) == 1
         assert "not kept" in said[0]
-
-    def test_many_ranks_at_once(self, tmp_path):
-        results = []
-        ranks = [threading.Thread(target=lambda: results.append(self.run(tmp_path)[0])) for _ in range(4)]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        assert results == [self.run(tmp_path)[0]] * 4
-        assert self.run(tmp_path)[1] == []
-        assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_identity_of_a_tokenizer():

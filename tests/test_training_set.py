@@ -63,12 +63,6 @@ def test_lists_come_with_gains_texts_and_all_known_positives(build):
     assert sorted(data.skills) == list(SKILL_IDS)
 
 
-def test_gains_are_the_recipes_preference(build):
-    gains = {"required": 3, "useful": 0, "irrelevant": 0, "rejected": 0}
-    (one, *_) = load_training_set(build(gains=gains)).lists
-    assert one.gains == (3.0, 0.0, 0.0) and one.positives == {"a"}
-
-
 def test_gains_count_from_that_of_an_irrelevant_skill_and_verdicts_name_the_positives(build):
     lists = [a_list("q1", a="required", b="useful", c="irrelevant", d="rejected")]
     gains = {"required": 3, "useful": 2, "irrelevant": 1, "rejected": -0.5}
@@ -80,9 +74,6 @@ def test_gains_count_from_that_of_an_irrelevant_skill_and_verdicts_name_the_posi
 
 
 def test_a_rejected_skill_that_another_list_of_the_same_text_calls_an_answer(build, tmp_path):
-    source = build(lists=[a_list("q1", a="required", b="rejected")], judgements=judged("q1", a="required"))
-    other = build(lists=[a_list("q2#1", b="required", c="irrelevant")], judgements=judged("q2#1", b="required"))
-    assert source == other  # one folder: both write the same tables
     twice = Query("q1", "same", "single", "t", "train"), Query("q2#1", "same", "single", "t", "train")
     lists = [a_list("q1", a="required", b="rejected"), a_list("q2#1", b="required", c="irrelevant")]
     source = build(lists=lists, judgements=[*judged("q1", a="required"), *judged("q2#1", b="required")])
@@ -90,11 +81,6 @@ def test_a_rejected_skill_that_another_list_of_the_same_text_calls_an_answer(bui
     write_table(rows_of(twice), QUERIES, tmp_path)
     with pytest.raises(SkilltrainError, match=r"the list of query 'q1': rejects skill 'b', which answers the same"):
         load_training_set(source)
-
-
-def test_only_the_first_lists_and_their_skills(build):
-    data = load_training_set(build(max_lists=1))
-    assert len(data.lists) == 1 and sorted(data.skills) == ["a", "b", "c"]
 
 
 def test_several_folders_of_lists_with_weights(build, tmp_path):
@@ -106,20 +92,6 @@ def test_several_folders_of_lists_with_weights(build, tmp_path):
     assert [one.weight for one in load_training_set(source).lists] == [1.0, 0.5, 0.5, 0.5]
     assert validate(ListsSource, yaml.safe_load(to_yaml(source)), "recipe") == source
     assert [*input_paths(source).values()] == [tmp_path, tmp_path, tmp_path.parent / "other"]
-
-
-@pytest.mark.parametrize(
-    ("lists", "message"),
-    [
-        ({"a": 1.0, "b": 0}, "lists: the weight of b must be > 0, found 0"),
-        ({"a": -0.5}, "lists: the weight of a must be > 0, found -0.5"),
-        ({}, "lists: no folder is named"),
-    ],
-)
-def test_weights_that_draw_nothing_are_refused_in_one_line(lists, message):
-    with pytest.raises(SkilltrainError) as error:
-        validate(ListsSource, {"pool": "p", "lists": lists}, "recipe")
-    assert str(error.value) == f"recipe: {message}"
 
 
 @pytest.mark.parametrize(
@@ -145,25 +117,26 @@ def test_a_list_that_cannot_be_trained_on_is_named(build, lists, message):
     assert message in str(error.value)
 
 
+SENSIBLE = {"required": 1, "useful": 0.5, "irrelevant": 0, "rejected": 0}
+NO_ORDER = "gains: required must be worth more than irrelevant and rejected"
+
+
 @pytest.mark.parametrize(
-    ("gains", "message"),
+    ("settings", "message"),
     [
-        ({"required": 1, "useful": 1, "irrelevant": 0}, "no value for 'rejected'"),
-        (dict.fromkeys(Verdict, 0), "required must be worth more than irrelevant and rejected"),
-        ({**dict.fromkeys(Verdict, 1), "rejected": -1}, "required must be worth more than irrelevant and rejected"),
+        ({"gains": {"required": 1, "useful": 1, "irrelevant": 0}}, "gains: no value for 'rejected'"),
+        ({"gains": dict.fromkeys(SENSIBLE, 0)}, NO_ORDER),
+        ({"gains": {**dict.fromkeys(SENSIBLE, 1), "rejected": -1}}, NO_ORDER),
+        ({"gains": SENSIBLE | {"rejected": math.nan}}, r"gains\.rejected: .*finite number"),
+        ({"gains": SENSIBLE | {"rejected": math.inf}}, r"gains\.rejected: .*finite number"),
+        ({"lists": {"a": 1.0, "b": 0}}, "lists: the weight of b must be > 0, found 0"),
+        ({"lists": {"a": -0.5}}, "lists: the weight of a must be > 0, found -0.5"),
+        ({"lists": {}}, "lists: no folder is named"),
     ],
 )
-def test_gains_that_make_no_sense_are_refused(build, gains, message):
-    gains = {str(verdict): gain for verdict, gain in gains.items()}
-    with pytest.raises(SkilltrainError, match=f"recipe: gains: {message}"):
-        build(gains=gains)
-
-
-@pytest.mark.parametrize("gain", [math.nan, math.inf])
-def test_a_gain_is_a_finite_number(build, gain):
-    gains = {"required": 1, "useful": 0.5, "irrelevant": 0, "rejected": gain}
-    with pytest.raises(SkilltrainError, match=r"recipe: gains\.rejected: .*finite number"):
-        build(gains=gains)
+def test_gains_and_weights_that_make_no_sense_are_refused_in_one_line(settings, message):
+    with pytest.raises(SkilltrainError, match=f"^recipe: {message}"):
+        validate(ListsSource, {"pool": "p", "lists": "l"} | settings, "recipe")
 
 
 def clustered(tmp_path, **clusters):
@@ -213,6 +186,7 @@ def test_lexical_scores_differ_from_those_of_a_fused_system_by_a_constant():
 
 def test_a_training_set_has_lexical_scores_of_the_whole_pool_where_they_are_asked_for(build):
     source = build(max_lists=1)
-    assert load_training_set(source).lexical == {}
+    data = load_training_set(source)
+    assert len(data.lists) == 1 and sorted(data.skills) == ["a", "b", "c"] and data.lexical == {}
     pool = [Skill(s, f"name {s}", "d", "b") for s in SKILL_IDS]
     assert load_training_set(source, with_lexical=True).lexical == lexical_scores(["text of q1"], pool)

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from skilltrain.evaluation.bootstrap import Interval, compact, intervals
 from skilltrain.evaluation.metrics import Relevance, parse_measures, per_query
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import TokenIds
-from skilltrain.models.reranker import PairIds, Reranker
+from skilltrain.models.reranker import Reranker
 from skilltrain.models.tokens import TokensOf, tokenized
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems, keeps_of
@@ -65,7 +65,6 @@ class OwnReranker:
     reranker: Reranker
     skills: Mapping[str, Skill]
     model: Any = None
-    _tokens: dict[str, TokenIds] = field(default_factory=dict)
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """The first `keep` candidates of each query by score, the others behind them in their order."""
@@ -73,20 +72,14 @@ class OwnReranker:
         assert candidates is not None, "a reranker needs candidates"
         asked = [query for query in queries if candidates[query.query_id]]
         firsts = [[skill_id for skill_id, _ in candidates[query.query_id][:keep]] for query in asked]
-        lists = [self._pairs(query, skill_ids) for query, skill_ids in zip(asked, firsts, strict=True)]
+        skills = [[self.skills[skill_id] for skill_id in of_query] for of_query in firsts]
+        lists = [self.reranker.tokenize(query.text, some) for query, some in zip(asked, skills, strict=True)]
         rows = _finite(self.model(Pairs(lists))).split([len(pairs) for pairs in lists])
         rankings: Rankings = {query.query_id: [] for query in queries}
         for query, skill_ids, row in zip(asked, firsts, rows, strict=True):
             scored = [*zip(skill_ids, row.tolist(), strict=True)]
             rankings[query.query_id] = with_rest(scored, candidates[query.query_id][keep:])
         return rankings
-
-    def _pairs(self, query: Query, skill_ids: Sequence[str]) -> list[PairIds]:
-        new = [skill_id for skill_id in skill_ids if skill_id not in self._tokens]
-        found = self.reranker.pairs.skills([self.skills[skill_id] for skill_id in new])
-        self._tokens |= {s: np.array(ids, np.int32) for s, ids in zip(new, found, strict=True)}
-        ids = self.reranker.pairs.query(query.text)
-        return [self.reranker.pairs.join(ids, self._tokens[skill_id]) for skill_id in skill_ids]
 
 
 def _finite(output: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
