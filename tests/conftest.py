@@ -74,6 +74,14 @@ def fresh_accelerate():
 
 
 @pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    """The folder of a small library: twenty SKILL.md files and sixteen queries."""
+    from small_library import write_library
+
+    return write_library(tmp_path_factory.mktemp("library"))
+
+
+@pytest.fixture(scope="session")
 def runs(tmp_path_factory, model_folders):
     """The folder of a small library's stages and of the trainings of both models."""
     from small_library import trained

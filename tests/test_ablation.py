@@ -19,32 +19,21 @@ from skilltrain.ablation.grid import make_plan
 from skilltrain.ablation.run import plan_ablation, run_ablation
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_json
-from small_library import contents, succeeds, write_library
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return write_library(tmp_path_factory.mktemp("library"))
+from small_library import contents, succeeds
+from test_ablation_grid import write_grid
 
 
 def lexical_grid(folder: Path, library: Path) -> Path:
     """BM25 with and without the body: three runs that are shared or not, no model."""
-    grid: dict[str, Any] = {
-        "ablation": "inputs",
-        "claim": "The body decides.",
-        "baseline": "full",
-        "steps": {
-            "pool": {"stage": "pool", "sources": str(library / "skills")},
-            "queries": {"stage": "queries", "files": str(library / "queries" / "*.jsonl"), "pool": "{pool}"},
-            "evaluate": {
-                "stage": "evaluate", "pool": "{pool}", "benchmark": "{queries}",
-                "systems": [{"name": "bm25", "rankers": [{"kind": "lexical", "fields": "full"}]}],
-            },
-        },
-        "variants": {"full": {}, "nd": {"evaluate.systems.0.rankers.0.fields": "nd"}},
-        "out": str(folder / "out"),
-    }  # fmt: skip
-    return write_grid(folder, grid)
+    bm25 = {"name": "bm25", "rankers": [{"kind": "lexical", "fields": "full"}]}
+    steps = {
+        "pool": {"stage": "pool", "sources": str(library / "skills")},
+        "queries": {"stage": "queries", "files": str(library / "queries" / "*.jsonl"), "pool": "{pool}"},
+        "evaluate": {"stage": "evaluate", "pool": "{pool}", "benchmark": "{queries}", "systems": [bm25]},
+    }
+    variants = {"full": {}, "nd": {"evaluate.systems.0.rankers.0.fields": "nd"}}
+    grid = {"ablation": "inputs", "claim": "The body decides.", "baseline": "full", "out": str(folder / "out")}
+    return write_grid(folder, grid | {"steps": steps, "variants": variants})
 
 
 def trained_grid(folder: Path, library: Path, model: Path) -> Path:
@@ -70,12 +59,6 @@ def trained_grid(folder: Path, library: Path, model: Path) -> Path:
     values |= {"baseline": "hard", "seeds": [1, 2]}
     values["variants"] = {"hard": {}, "random": {"lists.quotas": {"random": 3}}}
     return write_grid(folder, values)
-
-
-def write_grid(folder: Path, values: dict[str, Any]) -> Path:
-    file = folder / "grid.yaml"
-    file.write_text(yaml.safe_dump(values, sort_keys=False))
-    return file
 
 
 def folders_of(out: Path) -> Counter[str]:

@@ -12,15 +12,10 @@ import pytest
 
 import skilltrain
 from skilltrain.errors import SkilltrainError
-from small_library import QUERIES, contents, forget_ranks, succeeds, write_library
+from small_library import QUERIES, contents, forget_ranks, succeeds
 from small_library import skilltrain as skilltrain_command
 
 SKILL = {"name": "pdf-merge", "description": "Merge PDFs", "body": "Use pypdf to join files."}
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return write_library(tmp_path_factory.mktemp("library"))
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from small_library import (
     skilltrain,
     succeeds,
     training_stages,
-    write_library,
     write_recipe,
 )
 
@@ -43,11 +42,6 @@ out: {runs}/report_{encoder}
 
 def all_stages(runs: Path, library: Path, model: Path) -> list[tuple[str, ...]]:
     return [*list_stages(runs, library, model), *training_stages(runs, model), evaluation(runs, model)]
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return write_library(tmp_path_factory.mktemp("library"))
 
 
 @pytest.fixture(scope="module")

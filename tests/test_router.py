@@ -11,14 +11,9 @@ from skilltrain.retrieval.lexical import LexicalConfig
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.routing.router import Router
 from skilltrain.tables import rows_of
-from small_library import QUERIES, skilltrain, succeeds, write_library
+from small_library import QUERIES, skilltrain, succeeds
 
 BM25 = SystemConfig(name="route", rankers=(LexicalConfig(),))
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return write_library(tmp_path_factory.mktemp("library"))
 
 
 def test_a_folder_of_skill_files_is_a_pool(library):

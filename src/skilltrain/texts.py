@@ -108,17 +108,6 @@ def language_of(text: str) -> str | None:
     return "en" if num_english and num_english >= 0.01 * len(words) else None
 
 
-def printable(text: str, max_chars: int | None = None) -> str:
-    """Untrusted text on one line, without the characters by which it could steer a terminal or hide in it.
-
-    Control, format (bidirectional marks among them), surrogate and private characters become blanks, runs of blanks
-    one. A text longer than `max_chars` is cut and ends with an ellipsis.
-    """
-    shown = "".join(letter if letter.isprintable() else " " for letter in text)
-    shown = " ".join(shown.split())
-    return shown if max_chars is None or len(shown) <= max_chars else shown[: max_chars - 1] + "…"
-
-
 def visible(text: str) -> str:
     """`text` with every character that nobody sees (control, bidirectional, surrogate …) written out as `[U+202E]`."""
     if text.isprintable():
@@ -128,3 +117,9 @@ def visible(text: str) -> str:
         else f"[U+{ord(letter):04X}]"
         for letter in text.replace("\r\n", "\n")
     )  # fmt: skip
+
+
+def printable(text: str, max_chars: int | None = None) -> str:
+    """Untrusted text on one line as a terminal may show it (`visible`); one longer than `max_chars` is cut (…)."""
+    shown = one_line(visible(text))
+    return shown if max_chars is None or len(shown) <= max_chars else shown[: max_chars - 1] + "…"
