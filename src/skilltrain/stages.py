@@ -59,6 +59,13 @@ STAGES = {stage.name: stage for stage in (
         then="mine pool={pool} queries={out} encoder.source={base} out={near}/mined",
     ),
     Stage(
+        "equivalents", "data.equivalents",
+        about="Have a chat model say which candidates serve a query as well as its gold skill.",
+        example="queries=runs/queries pool=runs/pool rankings=runs/candidates llm.kind=openai out=runs/equivalent",
+        found="{num_equivalents} equivalents of {num_golds} gold skills; not judged: {dropped}",
+        then="evaluate --benchmark {out} --pool {pool}",
+    ),
+    Stage(
         "distractors", "data.distractors",
         about="Write skills that look like a benchmark's gold skills and do something else (SkillRouter's Hard tier).",
         example="benchmark=benchmark llm.kind=openai llm.max_tokens=3000 out=runs/distractors",

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from skilltrain.data.asking import Line, Wanted, language_named, prompt
 from skilltrain.data.query_texts import AnswerError, fit_query
-from skilltrain.llm import read_object
+from skilltrain.llm import read_list, read_object
 from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
 from skilltrain.records import Reason, Skill, Verdict
 from skilltrain.texts import language_of
@@ -56,18 +56,18 @@ class JudgedRequest(Judgements):
     why: Line | None = None
 
 
-def wanted_verdicts(group: Group, words: int, seed: int) -> Wanted[Group]:
-    """A group to be judged, by a request of about so many `words`."""
-    prompt_of = partial(_prompt, group, words)
+def wanted_verdicts(group: Group, words: int, seed: int, name: str = "group") -> Wanted[Group]:
+    """A group to be judged by the prompt of a `name`, by a request of about so many `words`."""
+    prompt_of = partial(_prompt, name, group, words)
     return Wanted(group.group_id, group.skills[0].skill_id, group, prompt_of, (seed, group.group_id))
 
 
-def _prompt(group: Group, words: int) -> tuple[str, str]:
+def _prompt(name: str, group: Group, words: int) -> tuple[str, str]:
     parts = [f"Capability {n}\n{untrusted_skill(one, 300, _BODY_CHARS)}" for n, one in enumerate(group.skills, 1)]
     if group.request:
         parts.insert(0, f"Request: {untrusted_line(group.request, 4000)}")
     language = language_named(group.lang, "the capabilities")
-    return prompt("group", "\n\n".join(parts), given=bool(group.request), language=language, words=words)
+    return prompt(name, "\n\n".join(parts), given=bool(group.request), language=language, words=words)
 
 
 def read_request(seen: set[str], max_words: int, wanted: Wanted[Group], answer: str) -> JudgedRequest:
@@ -91,6 +91,14 @@ def read_given(wanted: Wanted[Group], answer: str) -> Judgements:
     found = read_object(answer, Judgements)
     _check_verdicts(found.verdicts, wanted.about.skills)
     return found
+
+
+def read_equivalents(wanted: Wanted[Group], answer: str) -> list[Skill]:
+    """The skills whose numbers an answer lists. Raises ValueError where it is no list of numbers from 2."""
+    numbers, skills = read_list(answer), wanted.about.skills
+    if numbers is None or any(type(one) is not int or not 2 <= one <= len(skills) for one in numbers):
+        raise ValueError(f"it is not a JSON list of numbers from 2 to {len(skills)}")
+    return [skill for number, skill in enumerate(skills, 1) if number in numbers]
 
 
 def _check_verdicts(verdicts: Sequence[Judged], skills: Sequence[Skill]) -> None:

@@ -42,6 +42,8 @@ def read_unserved(file: Path) -> list[Query]:
 def read_tables(folder: Path, split: str | None) -> Benchmark:
     """The tasks of our queries.parquet and judgements.parquet: what is required is gold, gains are VERDICT_GAINS.
 
+    A required skill whose `group` is another required skill is an alternative to that one (stage `equivalents`).
+
     Where plans.parquet lies beside them, its rows are the steps of the tasks.
     """
     for spec in (QUERIES, JUDGEMENTS):
@@ -53,17 +55,24 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
         what = f"{len(unknown)} judged queries are not in queries.parquet, first '{unknown[0]}'"
         raise SkilltrainError(what, where=file)
     reasons: dict[str, dict[str, None]] = {}
-    for row in judgements.select(["query_id", "reason"]).to_pylist():
+    instead_of: dict[str, dict[str, str]] = {}
+    for row in judgements.select(["query_id", "skill_id", "reason", "group"]).to_pylist():
         if row["reason"]:
             reasons.setdefault(row["query_id"], {})[row["reason"]] = None
+        judged = verdicts[row["query_id"]]
+        is_other = row["group"] != row["skill_id"] and judged[row["skill_id"]] is Verdict.REQUIRED
+        if is_other and judged.get(row["group"]) is Verdict.REQUIRED:
+            instead_of.setdefault(row["query_id"], {})[row["skill_id"]] = row["group"]
     steps = _steps(folder, query_ids) if table_path(folder, PLANS).exists() else {}
     tasks: list[Task] = []
     for query in queries:
-        judged = verdicts.get(query.query_id, {})
-        gains = {skill_id: VERDICT_GAINS[verdict] for skill_id, verdict in judged.items() if verdict in VERDICT_GAINS}
-        gold = frozenset(skill_id for skill_id, verdict in judged.items() if verdict is Verdict.REQUIRED)
+        judged, others = verdicts.get(query.query_id, {}), instead_of.get(query.query_id, {})
+        gains = {
+            s: VERDICT_GAINS[verdict] for s, verdict in judged.items() if verdict in VERDICT_GAINS and s not in others
+        }
+        gold = frozenset(s for s, verdict in judged.items() if verdict is Verdict.REQUIRED and s not in others)
         labels = {"reason": tuple(reasons.get(query.query_id, ()))}
-        tasks.append(task_of(query, Relevance(gold, gains), labels, file, steps.get(query.query_id, ())))
+        tasks.append(task_of(query, Relevance(gold, gains, others), labels, file, steps.get(query.query_id, ())))
     return make_benchmark(folder, tasks, split)
 
 
