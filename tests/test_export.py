@@ -1,7 +1,5 @@
 """Saved folders: plain sentence-transformers computes our numbers, and a broken model is not saved."""
 
-import json
-
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
@@ -136,18 +134,6 @@ def test_our_own_reader_gets_the_same_encoder_back(saved, name):
     assert torch.equal(vectors_of(again, texts), vectors_of(encoder, texts))
 
 
-@pytest.mark.parametrize(("name", "pooling"), [("bert", "cls"), ("bert", "mean"), ("qwen3", "last_token")])
-def test_the_keys_that_tei_and_vllm_read(saved, name, pooling):
-    _, folder = saved(name, pooling=pooling)
-    transformer = json.loads((folder / "sentence_bert_config.json").read_text())
-    assert (transformer["max_seq_length"], transformer["do_lower_case"]) == (32, False)
-    written = json.loads((folder / "1_Pooling" / "config.json").read_text())
-    flags = [key.split("_")[2] for key, value in written.items() if key.startswith("pooling_mode_") and value]
-    assert flags == [{"cls": "cls", "mean": "mean", "last_token": "lasttoken"}[pooling]]
-    assert "word_embedding_dimension" not in written
-    assert {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()} == {0o644}
-
-
 def test_saving_twice_gives_the_same_bytes(tmp_path, open_encoder_of, open_reranker_of):
     for number in (1, 2):
         save_model(open_encoder_of("bert"), tmp_path / f"encoder{number}", base="b")
@@ -188,10 +174,3 @@ def test_what_failed_half_way_is_no_model_and_a_finished_model_stays(tmp_path, o
 
 def _disk_full(*_):
     raise OSError(28, "No space left on device")
-
-
-def test_the_card_is_the_folders_readme(tmp_path, open_encoder_of):
-    save_model(open_encoder_of("bert"), tmp_path, base="b", card="# A card, 运行\n")
-    assert (tmp_path / "README.md").read_text(encoding="utf-8") == "# A card, 运行\n"
-    listed = json.loads((tmp_path / "skilltrain.json").read_text())["files"]
-    assert listed == sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())

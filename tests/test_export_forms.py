@@ -122,6 +122,7 @@ def test_the_keys_that_tei_and_vllm_read_of_an_encoder(tmp_path, open_encoder_of
     if name == "qwen3":
         assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     assert (tmp_path / "tokenizer.json").is_file()
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()} == {0o644}
 
 
 @pytest.mark.parametrize("name", ["bert", "qwen3"])

@@ -60,13 +60,6 @@ def test_a_bert_reranker_opens_in_plain_cross_encoder(tmp_path, open_reranker_of
     assert plain.rank(QUERIES[0], ["pods", "chart"])[0]["score"] is not None
 
 
-def test_a_bert_reranker_can_score_a_query_beyond_its_limit(tmp_path, open_reranker_of):
-    reranker = open_reranker_of("bert_reranker", max_tokens=64, query_max_tokens=16)
-    save_model(reranker, tmp_path, base="bert_reranker")
-    score = CrossEncoder(str(tmp_path), device="cpu").predict([("deploy the pods " * 50, "pods")])
-    assert score.shape == (1,) and torch.isfinite(torch.tensor(score)).all()
-
-
 @pytest.mark.parametrize("separator", ["\n", "\n\n"])
 def test_a_qwen3_reranker_opens_in_plain_cross_encoder(tmp_path, open_reranker_of, separator):
     """Raw query and the skill's text go in; instruction, separator, chat form, limit and suffix are the folder's."""

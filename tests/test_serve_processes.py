@@ -18,6 +18,7 @@ pytest.importorskip("mcp", reason="needs skilltrain[serve]")
 
 from mcp import Client, StdioServerParameters
 
+from skilltrain.routing.router import Router
 from small_library import skilltrain, succeeds, write_library
 
 pytestmark = pytest.mark.slow
@@ -137,6 +138,27 @@ def test_a_kill_in_an_update_leaves_a_whole_router(places):
         # A file that was read half-written is left out until the next look.
         until(lambda: asked(port, "GET", "/health")["num_skills"] == 220)
     assert len([*router.glob("index-*")]) <= 2, "leftovers of killed updates go with the next"
+
+
+def test_a_kill_of_index_leaves_the_router_of_before_or_after(places):
+    """At moments from the first byte of the next generation on."""
+    router, skills = places
+    for number in range(ROUND):
+        for name in range(100):
+            write_skill(skills, f"thing-{name}", f"handle thing{name} round{number}")
+        process = subprocess.Popen([sys.executable, "-m", "skilltrain", "index", f"out={router}"])
+        while process.poll() is None and not [*router.glob(".index-*.partial")]:
+            time.sleep(0.001)
+        time.sleep(0.02 * number)
+        process.kill()
+        process.wait()
+        opened = Router.load(router)
+        assert len(opened.skills) in (20, 120)
+        assert opened.route("merge these pdf files into one document", 1).skills[0].skill_id == "documents/pdf-merge"
+    succeeds("index", f"out={router}")
+    found = Router.load(router).route(f"handle thing7 round{ROUND - 1}", 1).skills[0]
+    assert found.skill_id == "new/thing-7" and f"round{ROUND - 1}" in found.description
+    assert len([*router.glob("*index-*")]) == 1, "nothing is left of what was killed"
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,8 @@ def _sweep(router: Path) -> None:
         for folder, _ in _generations(router):
             if folder != used:
                 shutil.rmtree(folder, ignore_errors=True)
+        for lock in router.glob(".index-*.lock"):  # of writers that were killed
+            lock.unlink(missing_ok=True)
 
 
 def changes_of(before: Index | None, skills: Sequence[Skill]) -> tuple[dict[str, int], np.ndarray]:
