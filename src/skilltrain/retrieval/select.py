@@ -20,7 +20,7 @@ from pydantic import Field
 from skilltrain.config import Config, Seed
 from skilltrain.llm import LLM, LLMConfig, Message, Request, open_llm
 from skilltrain.llm.ask import Asked, Questions, ask_while_up, cost_of, read_list
-from skilltrain.llm.untrusted import framed, untrusted_skill, untrusted_text
+from skilltrain.llm.untrusted import framed, untrusted_line, untrusted_skill, untrusted_text
 from skilltrain.records import Dropped, Query, Ranking, Rankings, Skill
 from skilltrain.terminal import say
 
@@ -105,7 +105,7 @@ def questions_of(config: AskConfig, llm: LLM, prompt: Prompt, asks: Sequence[Ask
     def request(ask: Ask, attempt: int, fault: Dropped | None) -> Request:
         mark, parts = framed([("task", untrusted_text(ask.query.text, config.query_chars)), *ask.parts], "end")
         question = prompt.question.format(count=len(ask.choices)) + ask.order
-        again = f" An earlier reply could not be used: {fault.reason}." if fault else ""
+        again = f" An earlier reply could not be used: {untrusted_line(fault.reason)}." if fault else ""
         system = Message("system", prompt.system.format(mark=mark))
         return Request((system, Message("user", f"{parts}\n{question}{again}")), config.seed + attempt)
 
