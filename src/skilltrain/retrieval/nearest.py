@@ -108,7 +108,7 @@ class ChunkVectors:
         if self.is_one_each:
             import faiss
 
-            pool, metric = np.ascontiguousarray(self.vectors), faiss.METRIC_INNER_PRODUCT
+            pool, metric = np.ascontiguousarray(self.vectors, np.float32), faiss.METRIC_INNER_PRODUCT
             # The CPU build of faiss counts GPUs too, and always finds none.
             if faiss.get_num_gpus() and k <= _ON_GPU:
                 return faiss.knn_gpu(faiss.StandardGpuResources(), queries, pool, k, metric=metric)[1]
