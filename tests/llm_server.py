@@ -178,9 +178,15 @@ class LLMServer:
         batch["request_counts"] |= {"completed": len(output), "failed": len(errors)}
 
 
+def chat(server: LLMServer, cache: Path | None = None, **changed: Any) -> dict[str, Any]:
+    """The `llm:` section of a recipe that asks the server, one request after the other, and tries nothing again."""
+    return {"kind": "openai", "model": "scripted", "base_url": server.base_url, "cache": str(cache) if cache else None,
+            "max_retries": 0, "concurrency": 1, **changed}  # fmt: skip
+
+
 def open_client(server: LLMServer, cache: Path | None = None, **changed: Any) -> LLM:
     """A client of the server that tries nothing again."""
-    values = {"model": "m", "base_url": server.base_url, "cache": cache, "max_retries": 0, "timeout": 5.0, **changed}
+    values = chat(server, cache, **{"model": "m", "concurrency": 8, "timeout": 5.0, **changed})
     return open_llm(validate(OpenAIConfig, values, "test"))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llm_server import KEY, LLMServer, Reply, llm_server
+from llm_server import KEY, LLMServer, Reply, chat, llm_server
 from skilltrain.config import validate
 from skilltrain.data.distractors import (
     STRATEGIES,
@@ -58,11 +58,8 @@ def benchmark(tmp_path: Path) -> Path:
 
 
 def settings(benchmark: Path, server: LLMServer, llm: dict[str, Any] | None = None, **changed: Any):
-    chat = {
-        "kind": "openai", "model": "scripted", "base_url": server.base_url, "max_tokens": 3000,
-        "cache": str(benchmark.parent / "cache"), "max_retries": 0, "concurrency": 1, **(llm or {}),
-    }  # fmt: skip
-    values = {"benchmark": str(benchmark), "out": str(benchmark.parent / "out"), "llm": chat, **changed}
+    model = chat(server, benchmark.parent / "cache", **{"max_tokens": 3000, **(llm or {})})
+    values = {"benchmark": str(benchmark), "out": str(benchmark.parent / "out"), "llm": model, **changed}
     return validate(DistractorsConfig, values, "test")
 
 

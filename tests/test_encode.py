@@ -184,21 +184,6 @@ def test_kill_9_loses_a_block_at_most(place, model_folders, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks on the CPU, where there is no GPU")
-def test_two_ranks_fill_the_cache_of_one(place, model_folders, monkeypatch):
-    code, out, err = run(*LAUNCH, 2, "-m", "skilltrain", "encode", place / "recipe.yaml", "--json")
-    assert code == 0, err
-    summary = json.loads(out)  # one rank speaks
-    counts = {"num_skills_encoded": NUM_DISTINCT, "num_queries_encoded": 4, "num_ranks": 2}
-    assert counts.items() <= summary.items()
-    files = Path(summary["vectors"]).glob("*.parquet")
-    assert len(list(files)) == 4  # each rank's skills, each rank's queries
-    same(finds(place, model_folders["bert"], monkeypatch), plain(model_folders["bert"]))
-    again = json.loads(succeeds("encode", place / "recipe.yaml", "--json").out)
-    assert (again["num_skills_encoded"], again["num_queries_encoded"], again["num_ranks"]) == (0, 0, 1)
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="ranks on the CPU, where there is no GPU")
 def test_a_rank_that_dies_ends_the_run_and_three_others_go_on(place, model_folders, monkeypatch):
     (place / "dies.py").write_text(DIES)

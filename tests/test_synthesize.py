@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_server import KEY, LLMServer, Reply, llm_server
+from llm_server import KEY, Reply, chat, llm_server
 from skilltrain.config import validate
 from skilltrain.data.draws import largest_remainder, sample_skills
 from skilltrain.data.synthesize import SynthesizeConfig, WantedQuery, plan_synthesize, query_prompt, run_synthesize
@@ -43,13 +43,6 @@ def run(folder: Path, name: str, **settings: Any) -> tuple[dict[str, Any], Path]
     out.mkdir()
     config = validate(SynthesizeConfig, {"pool": str(folder / "pool.parquet"), "out": str(out), **settings}, "test")
     return run_synthesize(config, out), out
-
-
-def on_server(server: LLMServer, cache: Path, **changed: Any) -> dict[str, Any]:
-    return {
-        "kind": "openai", "model": "scripted", "base_url": server.base_url, "cache": str(cache),
-        "max_retries": 1, "concurrency": 1, **changed,
-    }  # fmt: skip
 
 
 def numbers(query_ids: list[str]) -> set[str]:
@@ -137,7 +130,7 @@ def test_bad_answers_are_asked_for_again_with_the_reason(tmp_path: Path) -> None
     write_pool(tmp_path, [skill(1)])
     with llm_server() as server:
         server.script = [Reply("Run the Invoice_Sorter now"), Reply(raw="{torn"), Reply('Request: "Sort my paper."')]
-        summary, out = run(tmp_path, "out", llm=on_server(server, tmp_path / "cache"))
+        summary, out = run(tmp_path, "out", llm=chat(server, tmp_path / "cache"))
         users = [request["messages"][1]["content"] for request in server.requests]
     assert summary["num_queries"] == 1 and summary["num_dropped"] == 0
     assert read_table(out, QUERIES).column("text").to_pylist() == ["Sort my paper."]
@@ -161,7 +154,7 @@ def test_what_stays_bad_is_dropped_with_its_reason(tmp_path: Path, reply: Reply,
         server.otherwise = lambda request: (
             Reply("Sort my pile of paper.") if "Name: other" in request["messages"][1]["content"] else reply
         )
-        llm = on_server(server, tmp_path / "cache")
+        llm = chat(server, tmp_path / "cache")
         summary, out = run(tmp_path, "out", llm=llm, max_attempts=2)
         assert len(server.requests) == 3
         assert run(tmp_path, "again", llm=llm, max_attempts=2)[0] == summary
@@ -175,7 +168,7 @@ def test_a_share_of_the_queries_is_terse(tmp_path: Path) -> None:
     write_pool(tmp_path, [unlike(i) for i in range(8)])
     with llm_server() as server:
         server.otherwise = unique_reply
-        llm = on_server(server, tmp_path / "cache")
+        llm = chat(server, tmp_path / "cache")
         run(tmp_path, "half", llm=llm, num_queries_per_skill=4, terse_share=0.5)
         systems = [request["messages"][0]["content"] for request in server.requests]
         assert 8 <= sum("4 to 14 words" in text for text in systems) <= 24
@@ -191,7 +184,7 @@ def test_a_run_that_made_no_query_is_an_error(tmp_path: Path) -> None:
         server.otherwise = lambda _: Reply(raw="<html>")
         why = r"made no query for 1 skills; the first reason: .*no chat completion.*seed"
         with pytest.raises(SkilltrainError, match=why):
-            run(tmp_path, "out", llm=on_server(server, tmp_path / "cache"))
+            run(tmp_path, "out", llm=chat(server, tmp_path / "cache"))
     with pytest.raises(SkilltrainError, match="holds no further passage"):
         run(tmp_path, "own")
     write_pool(tmp_path, [])
@@ -228,7 +221,7 @@ def test_the_queries_of_two_runs_can_be_merged(tmp_path: Path) -> None:
     ids = []
     with llm_server() as server:
         server.otherwise = unique_reply
-        llm = on_server(server, tmp_path / "cache")
+        llm = chat(server, tmp_path / "cache")
         settings: list[dict[str, Any]] = [
             {}, {"seed": 1}, {"llm": llm}, {"llm": llm, "num_words": 40}, {"llm": llm | {"model": "other"}},
         ]  # fmt: skip
@@ -288,7 +281,7 @@ def test_the_cost_is_said_before_and_the_budget_holds_during_the_run(
     with llm_server() as server:
         server.otherwise = unique_reply
         prices, budget = {"prompt": 1.0, "completion": 2.0}, {"max_dollars": 0.004, "max_tokens": 10**6}
-        llm = on_server(server, tmp_path / "cache", prices=prices, budget=budget, max_tokens=400, concurrency=4)
+        llm = chat(server, tmp_path / "cache", prices=prices, budget=budget, max_tokens=400, concurrency=4)
         values = {"pool": str(tmp_path / "pool.parquet"), "out": str(tmp_path / "x"), "llm": llm}
         plan = plan_synthesize(validate(SynthesizeConfig, values, "test"))
         assert server.requests == []
@@ -344,7 +337,7 @@ def test_a_thousand_queries_on_a_server_that_fails_in_eight_ways(
 
     with llm_server() as server:
         server.otherwise = reply
-        llm = on_server(server, tmp_path / "cache", concurrency=16, timeout=1, max_retries=2)
+        llm = chat(server, tmp_path / "cache", concurrency=16, timeout=1, max_retries=2)
         summary, out = run(tmp_path, "out", llm=llm)
         answered = Counter(request["seed"] for request in server.answered)
         num_requests = len(server.requests)
@@ -379,7 +372,7 @@ def test_one_style_for_all_queries_stands_in_prompt_and_origin(tmp_path: Path) -
     write_pool(tmp_path, [unlike(i) for i in range(3)])
     with llm_server() as server:
         server.otherwise = unique_reply
-        _, out = run(tmp_path, "out", llm=on_server(server, tmp_path / "cache"), style="as a bug report")
+        _, out = run(tmp_path, "out", llm=chat(server, tmp_path / "cache"), style="as a bug report")
         prompts = [request["messages"][1]["content"] for request in server.requests]
     assert len(prompts) == 3 and all("Style: as a bug report." in prompt for prompt in prompts)
     assert {*read_table(out, QUERIES).column("origin").to_pylist()} == {"llm:scripted, as a bug report"}

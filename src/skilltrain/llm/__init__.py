@@ -3,26 +3,17 @@
 Answers are kept on disk, and a run never takes more tokens or dollars than its budget holds.
 """
 
-from skilltrain.llm.answers import Answer, Answers, Completion, CompletionError, Message, Request, Usage
-from skilltrain.llm.ask import (
-    Asked,
-    Question,
-    Questions,
-    ask_until,
-    ask_while_up,
-    cost_of,
-    read_list,
-    read_object,
-)
+from skilltrain.llm.answers import Answers, Completion, CompletionError, Message, Request, Usage
+from skilltrain.llm.ask import Asked, Questions, ask_until, cost_of, read_list, read_object
 from skilltrain.llm.batch import BatchLLM
 from skilltrain.llm.budget import Budget, prices_of
 from skilltrain.llm.client import LLM, LiveLLM, SmolLM2
 from skilltrain.llm.settings import BudgetConfig, LLMConfig, OpenAIConfig, Prices, SmolLM2Config
 
 __all__ = [
-    "LLM", "Answer", "Answers", "Asked", "Budget", "BudgetConfig", "Completion", "CompletionError", "LLMConfig",
-    "Message", "OpenAIConfig", "Prices", "Question", "Questions", "Request", "SmolLM2Config", "Usage", "ask_until",
-    "ask_while_up", "cost_of", "open_llm", "prices_of", "read_list", "read_object",
+    "LLM", "Answers", "Asked", "Budget", "BudgetConfig", "Completion", "CompletionError", "LLMConfig", "Message",
+    "OpenAIConfig", "Prices", "Questions", "Request", "SmolLM2Config", "Usage", "ask_until", "cost_of", "open_llm",
+    "prices_of", "read_list", "read_object",
 ]  # fmt: skip
 
 
