@@ -31,7 +31,7 @@ LAYERS = (
     ("terminal",),
     ("config",),
     ("files",),
-    ("errors", "texts"),
+    ("errors", "texts", "version"),
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
@@ -49,8 +49,8 @@ def imported_modules(source: str, module: str, is_package: bool) -> Iterator[tup
             yield from ((node.lineno, alias.name) for alias in node.names if _is_ours(alias.name))
         elif isinstance(node, ast.ImportFrom):
             target = _target(node, module, is_package)
-            if target == PACKAGE:  # `from skilltrain import tables` imports a part, `… import __version__` none
-                names = (alias.name for alias in node.names if alias.name != "__version__")
+            if target == PACKAGE:  # `from skilltrain import tables` imports a part
+                names = (alias.name for alias in node.names)
                 yield from ((node.lineno, f"{PACKAGE}.{name}" if name in LEVEL else PACKAGE) for name in names)
             elif _is_ours(target):
                 yield node.lineno, target
@@ -114,7 +114,7 @@ def test_every_layer_is_named_once():
         ("importlib.import_module('skilltrain.export.hub')", "'export' stands above 'models'"),
         ("from skilltrain.toolbox import saw", "skilltrain.toolbox, which has no layer"),
         ("from skilltrain.models.pooling import pool\nfrom .pooling import pool\nfrom . import loading", None),
-        ("from skilltrain import __version__\nfrom skilltrain.templates import EncoderTemplate\nimport torch", None),
+        ("from skilltrain.version import __version__\nfrom skilltrain.templates import EncoderTemplate\nimport torch", None),
     ],
 )
 def test_imports_that_do_not_point_down_are_found(source: str, complaint: str | None):

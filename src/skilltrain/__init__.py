@@ -7,12 +7,13 @@ torch takes seconds.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from skilltrain.version import __version__
+
 if TYPE_CHECKING:
     from skilltrain.api import build_lists, evaluate, export_model, fit, read_pool, route, run, train
     from skilltrain.records import Query, Skill
     from skilltrain.routing.router import Router
 
-__version__ = "0.1.0"
 __all__ = [
     "Query", "Router", "Skill", "__version__", "build_lists", "evaluate", "export_model", "fit", "read_pool", "route",
     "run", "train",

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from skilltrain import __version__
 from skilltrain.config import Config, check_inputs, input_paths, to_yaml
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import (
@@ -23,6 +22,7 @@ from skilltrain.files import (
     write_text,
 )
 from skilltrain.terminal import is_main_process, say
+from skilltrain.version import __version__
 
 RUN_FILE, RECIPE_FILE, CHECKPOINTS = "run.json", "recipe.yaml", "checkpoints"
 # What may change between a training and its resumption, because no update of a weight depends on it.

@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from skilltrain import __version__
 from skilltrain.ablation.grid import Cell, Plan, StepRun, make_plan
 from skilltrain.errors import SkilltrainError, StoppedError
 from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES, Interval, interval
@@ -25,6 +24,7 @@ from skilltrain.report.page import markdown as markdown_of
 from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, run_state
 from skilltrain.stages import run_recipe
 from skilltrain.terminal import progress, say
+from skilltrain.version import __version__
 
 _SEED = 0  # of the bootstrap
 Failed = Mapping[tuple[str, int], str]

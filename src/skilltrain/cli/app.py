@@ -11,12 +11,12 @@ import typer
 from pydantic import BaseModel
 from typer.core import TyperCommand
 
-from skilltrain import __version__
 from skilltrain.config import apply_overrides, load_recipe, sections_of, tags_of
 from skilltrain.errors import SkilltrainError
 from skilltrain.stages import STAGES, closing_words, dry_run, run_recipe
 from skilltrain.terminal import is_main_process
 from skilltrain.texts import printable
+from skilltrain.version import __version__
 
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from skilltrain import __version__
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json
 from skilltrain.models.encoder import EncoderSettings
@@ -22,6 +21,7 @@ from skilltrain.models.reranker import RerankerSettings
 from skilltrain.runs import RUN_FILE
 from skilltrain.tables import SKILLS, read_table, table_path
 from skilltrain.templates import FIELDS_SEEN
+from skilltrain.version import __version__
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _HUB_SOURCE = re.compile(r"hf:([^:]+)")

@@ -11,7 +11,6 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from skilltrain import __version__
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.export.card import shareable
 from skilltrain.export.modules import encoder_layout, reranker_layout
@@ -23,6 +22,7 @@ from skilltrain.models.reranker import Reranker
 from skilltrain.models.tokens import TextTokenizer, as_special
 from skilltrain.templates import QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX, RerankerTemplate
 from skilltrain.terminal import say
+from skilltrain.version import __version__
 
 _PROBES = ("a", "a " * 5, "a " * 30)
 _PROBE_TOKENS = 12

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from skilltrain import __version__
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.near_duplicates import copies_of
 from skilltrain.data.pool.read import read_pool
@@ -37,6 +36,7 @@ from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs, analyse_r
 from skilltrain.routing.candidates import plan_ranking
 from skilltrain.tables import RANKINGS, write_table
 from skilltrain.terminal import console, say
+from skilltrain.version import __version__
 
 PREDICTION_MEASURES = (*DEFAULT_MEASURES, "COMP@10", "Set-Compat")
 

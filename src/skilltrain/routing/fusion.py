@@ -19,7 +19,6 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 from pydantic import Field, model_validator
 
-from skilltrain import __version__
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
@@ -44,6 +43,7 @@ from skilltrain.retrieval.rankings import comparable_scores, weighted
 from skilltrain.routing.candidates import plan_ranking
 from skilltrain.runs import input_fingerprint
 from skilltrain.terminal import say
+from skilltrain.version import __version__
 
 MEASURES = parse_measures(("Hit@1", "MRR@10"))
 FITTED, EQUAL = "fitted", "equal weights"

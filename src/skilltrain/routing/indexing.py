@@ -11,7 +11,6 @@ import numpy as np
 from pyarrow import feather
 from pydantic import Field
 
-from skilltrain import __version__
 from skilltrain.config import Config, InputPath, validate
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
@@ -39,6 +38,7 @@ from skilltrain.routing.index import (
     with_paths,
 )
 from skilltrain.tables import SKILLS, rows_of, table_from_rows
+from skilltrain.version import __version__
 
 CALIBRATION_FILE = "calibration.json"
 

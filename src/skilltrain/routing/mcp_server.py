@@ -15,9 +15,9 @@ from mcp.shared.exceptions import MCPError
 from mcp_types import INVALID_PARAMS, PaginatedRequestParams, RequestParams
 from pydantic import Field
 
-from skilltrain import __version__
 from skilltrain.errors import SkilltrainError
 from skilltrain.routing.service import MAX_SKILLS, PAGE, SCHEME, Service, entry_of, skill_text
+from skilltrain.version import __version__
 
 _INSTRUCTIONS = (
     "search_skills finds skills for a task in plain words; where it says that none fits, do without. "

@@ -15,10 +15,10 @@ import httpx2
 import tenacity
 from pydantic import Field
 
-from skilltrain import __version__
 from skilltrain.config import Config
 from skilltrain.data.collect import RefusalError
 from skilltrain.errors import SkilltrainError
+from skilltrain.version import __version__
 
 MAX_REDIRECTS = 5
 MAX_WAIT = 3600  # seconds; a longer Retry-After ends the run

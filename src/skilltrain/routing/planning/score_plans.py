@@ -9,7 +9,6 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from skilltrain import __version__
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
@@ -26,6 +25,7 @@ from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems
 from skilltrain.routing.planning.compose import Plan, Round, plan_json
 from skilltrain.routing.planning.planner import Find, Planner, PlannerConfig, find_each, plan_cost
 from skilltrain.routing.planning.rules import Draft
+from skilltrain.version import __version__
 
 _SLICED = ("DA", "CatR@1", "CatR@10", "Skill R@10", "Chosen")
 _MOST_VALUES = 50  # of a label: categories are many
