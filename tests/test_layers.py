@@ -114,7 +114,7 @@ def test_every_layer_is_named_once():
         ("importlib.import_module('skilltrain.export.hub')", "'export' stands above 'models'"),
         ("from skilltrain.toolbox import saw", "skilltrain.toolbox, which has no layer"),
         ("from skilltrain.models.pooling import pool\nfrom .pooling import pool\nfrom . import loading", None),
-        ("from skilltrain.version import __version__\nfrom skilltrain.templates import EncoderTemplate\nimport torch", None),
+        ("from skilltrain.version import __version__\nfrom skilltrain.templates import Skill\nimport torch", None),
     ],
 )
 def test_imports_that_do_not_point_down_are_found(source: str, complaint: str | None):
