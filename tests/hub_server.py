@@ -2,11 +2,11 @@
 
 import base64
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from loopback import Quiet, serving
 
 TOKEN = "token-of-the-test"
 
@@ -35,12 +35,7 @@ def hub_server() -> Iterator[Hub]:
     """A Hub that listens until the block ends."""
     hub = Hub()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Quiet."""
-
+    class Handler(Quiet):
         def answer(self, status: int, value: object) -> None:
             body = json.dumps({"error": value} if isinstance(value, str) else value).encode()
             self.send_response(status)
@@ -105,13 +100,5 @@ def hub_server() -> Iterator[Hub]:
             found.commits += 1
             self.answer(200, {"commitUrl": f"{hub.url}/{name}/commit/{'0' * 40}", "commitOid": "0" * 40})
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with serving(Handler) as hub.url:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

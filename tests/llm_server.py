@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.parser import BytesParser
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from loopback import Quiet, serving
 from skilltrain.config import validate
 from skilltrain.llm import LLM, Completion, Message, OpenAIConfig, Request, open_llm
 
@@ -219,9 +219,7 @@ def llm_server() -> Iterator[LLMServer]:
     """Yield a server that sends `script` reply by reply, and then whatever `otherwise` makes of a request."""
     state, lock = LLMServer(), threading.RLock()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(Quiet):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             endpoint = urlsplit(self.path).path.removeprefix("/v1")
@@ -292,23 +290,6 @@ def llm_server() -> Iterator[LLMServer]:
                 return False
             return not reply.cut
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    class Server(ThreadingHTTPServer):
-        request_queue_size = 256
-        daemon_threads = True
-
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            pass  # a client that was killed resets its connection
-
-    server = Server(("127.0.0.1", 0), Handler)
-    state.base_url = f"http://127.0.0.1:{server.server_port}/v1"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
+    with serving(Handler) as address:
+        state.base_url = f"{address}/v1"
         yield state
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -9,9 +9,10 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 from urllib.parse import parse_qs, urlsplit
+
+from loopback import Quiet, serving
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,7 @@ def registry_server() -> Iterator[Registry]:
     """Yield a registry below /api on a free port of loopback."""
     state, lock = Registry(), threading.Lock()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(Quiet):
         def do_GET(self) -> None:
             headers = {name.lower(): value for name, value in self.headers.items()}
             with lock:
@@ -135,12 +134,6 @@ def registry_server() -> Iterator[Registry]:
                 scripted = state.script.get(self.path, [])
                 reply = scripted.pop(0) if scripted else None
             reply = reply or state.before(self.path) or state.reply(self.path, headers)
-            try:
-                self._send(reply)
-            except (BrokenPipeError, ConnectionResetError):
-                self.close_connection = True  # the client went away, as it does when it has read enough
-
-        def _send(self, reply: Reply) -> None:
             self.send_response(reply.status)
             for name, value in reply.headers.items():
                 self.send_header(name, value)
@@ -152,17 +145,6 @@ def registry_server() -> Iterator[Registry]:
             self.end_headers()
             self.wfile.write(reply.body if reply.cut is None else reply.body[: reply.cut])
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    state.base_url = f"http://127.0.0.1:{server.server_port}/api"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
+    with serving(Handler) as address:
+        state.base_url = f"{address}/api"
         yield state
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

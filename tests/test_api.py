@@ -104,7 +104,9 @@ def test_fit_without_queries_makes_its_own_and_its_dry_run_writes_nothing(librar
     plan = json.loads(succeeds(*command, "--dry-run").out)["steps"]
     assert [*plan] == ["pool", "queries", "mined", "filtered", "encoder_lists", "encoder", "report", "index"]
     assert {step["state"] for step in plan.values()} == {"to run"} and not (tmp_path / "router").exists()
-    found = json.loads(succeeds(*command, "--json").out)
+    made = succeeds(*command, "--json")
+    assert "passages of the skills' own texts: they favour BM25" in " ".join(made.err.split())
+    found = json.loads(made.out)
     assert {"bm25", "base encoder", "trained encoder", "router"} == found["Hit@1"].keys()
     assert (tmp_path / "router" / "report" / "report.html").is_file()
     missing = skilltrain_command("fit", tmp_path / "none", "--out", tmp_path / "x", "--dry-run")

@@ -162,35 +162,6 @@ def test_qwen3_by_last_token_and_by_yes_or_no(done, model_folders):
     assert metrics["bm25"] == metrics_of(runs / "report_encoder")["bm25"]
 
 
-def test_queries_written_from_the_skills_themselves(done, model_folders, tmp_path):
-    runs, _, _ = done
-    pool, model = f"pool={runs}/pool", f"encoder.source={model_folders['bert']}"
-    stages = [
-        ("synthesize", pool, "llm.kind=own_text", "dev_share=0.3", f"out={tmp_path}/queries"),
-        ("mine", pool, f"queries={tmp_path}/queries", model, "depth=8", f"out={tmp_path}/mined"),
-        ("lists", pool, f"queries={tmp_path}/queries", f"rankings={tmp_path}/mined",
-         "quotas={semantic: 4, lexical: 3, taxonomy: 2, random: 1}", f"out={tmp_path}/lists"),
-    ]  # fmt: skip
-    for stage in stages:
-        succeeds(*stage)
-    queries, judgements = read_table(tmp_path / "queries", QUERIES), read_table(tmp_path / "queries", JUDGEMENTS)
-    dropped = read_table(tmp_path / "queries", DROPPED).num_rows
-    assert queries.num_rows == judgements.num_rows == 20 - dropped > 15
-    recipe = encoder_recipe(runs, model_folders["bert"])
-    file = write_recipe(tmp_path / "encoder.yaml", recipe)
-    succeeds("train", file, f"data.lists={tmp_path}/lists", f"out={tmp_path}/encoder")
-    report = succeeds(
-        "evaluate", "--benchmark", tmp_path / "queries", "--pool", runs / "pool", "--encoder", tmp_path / "encoder",
-        "split=dev", f"out={tmp_path}/report",
-    )  # fmt: skip
-    num_dev = queries.column("split").to_pylist().count("dev")
-    assert f"{num_dev} of {num_dev} queries are passages of the skills' own texts: they favour BM25" in " ".join(
-        report.err.split()
-    )
-    assert report.out.startswith(f"{tmp_path}/report: {num_dev} queries; look at {tmp_path}/report/report.html")
-    assert list(metrics_of(tmp_path / "report")) == ["bm25", f"encoder {tmp_path / 'encoder'}"]
-
-
 def test_the_next_command_names_what_there_is(done, model_folders):
     runs, _, outcomes = done
     pool, queries, mined = (outcome.out.splitlines() for outcome in outcomes[:3])

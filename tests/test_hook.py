@@ -1,15 +1,15 @@
 """The command for agents' hooks: it names skills, and whatever goes wrong it is silent and exits 0 soon."""
 
-import http.server
 import json
 import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import contextmanager
 
 import pytest
+
+from loopback import Quiet, serving
 
 SKILL = {"uri": "skill://pdf-merge/SKILL.md", "name": "pdf-merge", "description": "merge \x1b[31mpdf files"}
 SKILL |= {"flags": ["x: y"]}
@@ -21,23 +21,17 @@ def server(answer: bytes, code: int = 200, wait: float = 0.0):
     """A stub of `skilltrain serve`; yields its address and the bodies that it was sent."""
     bodies: list[dict] = []
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(Quiet):
         def do_POST(self):
             bodies.append({"path": self.path} | json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             time.sleep(wait)
             self.send_response(code)
+            self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
             self.wfile.write(answer)
 
-        def log_message(self, *_):
-            pass
-
-    stub = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=stub.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{stub.server_port}", bodies
-    finally:
-        stub.shutdown()
+    with serving(Handler) as address:
+        yield address, bodies
 
 
 def hook(address: str, given: str, seconds: float = 20.0) -> str:

@@ -90,16 +90,14 @@ def test_the_record_holds_settings_inputs_and_summary(runs):
     assert found["inputs"] == {key: input_fingerprint(path) for key, path in places.items()}
 
 
-@pytest.mark.parametrize(("name", "command"), [("mined", "mine"), ("encoder_lists", "lists"), ("encoder", "train")])
+@pytest.mark.parametrize(("name", "command"), [("mined", "mine"), ("encoder", "train")])
 def test_the_resolved_recipe_gives_the_same_again(runs, tmp_path, name, command):
     resolved = runs / name / "recipe.yaml"
     assert "nothing to do" in succeeds(command, resolved).err
     succeeds(command, resolved, f"out={tmp_path}/out")
     made = [path for path in (runs / name).iterdir() if path.suffix in (".parquet", ".safetensors", ".json")]
-    assert [path.name for path in made if path.read_bytes() != (tmp_path / "out" / path.name).read_bytes()] in (
-        ["run.json"],
-        [],
-    )
+    changed = {path.name for path in made if path.read_bytes() != (tmp_path / "out" / path.name).read_bytes()}
+    assert changed <= {"run.json"} and made  # which says how long it took
     again = yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())
     assert again | {"out": str(runs / name)} == yaml.safe_load(resolved.read_text())
 

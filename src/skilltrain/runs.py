@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 from skilltrain.config import Config, check_inputs, input_paths, to_yaml
@@ -53,24 +52,19 @@ class Stage:
 
     @property
     def config(self) -> type[Config]:
-        return getattr(self._module, f"{self.name.title().replace('_', '')}Config")
+        return self._member(f"{self.name.title().replace('_', '')}Config")
 
     @property
     def run(self) -> Callable[..., dict[str, Any]]:
-        return getattr(self._module, f"run_{self._verb}")
+        return self._member(f"run_{'training' if self.trains else self.name}")
 
     @property
     def plan(self) -> Callable[[Any], dict[str, Any]] | None:
         """What `--dry-run` adds to the resolved recipe."""
-        return getattr(self._module, f"plan_{self._verb}", None)
+        return self._member(f"plan_{'training' if self.trains else self.name}")
 
-    @property
-    def _module(self) -> ModuleType:
-        return importlib.import_module(f"skilltrain.{self.module}")
-
-    @property
-    def _verb(self) -> str:
-        return "training" if self.trains else self.name
+    def _member(self, name: str) -> Any:
+        return getattr(importlib.import_module(f"skilltrain.{self.module}"), name, None)
 
 
 def run_stage(stage: Stage, config: Any, resume: bool) -> dict[str, Any]:
