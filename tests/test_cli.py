@@ -279,16 +279,6 @@ def test_recipes_are_listed_and_their_schema_is_json():
     assert [one["properties"]["stage"]["const"] for one in any_stage["oneOf"]] == [*STAGES]
 
 
-def test_a_run_and_its_checkpoints_are_exported(runs, tmp_path):
-    for name, extra in (("kept", ()), ("last", ("--checkpoint", "step-6"))):
-        summary = json.loads(succeeds("export", runs / "encoder", "--out", tmp_path / name, *extra, "--json").out)
-        assert isinstance(summary, dict)
-        weights = load_file(tmp_path / name / "model.safetensors")
-        trained_weights = load_file(runs / "encoder" / "model.safetensors")
-        assert weights.keys() == trained_weights.keys()
-        assert all(torch.equal(value, trained_weights[key]) for key, value in weights.items())
-
-
 # Real processes ------------------------------------------------------------------------------------------------------
 
 

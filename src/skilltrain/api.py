@@ -118,13 +118,13 @@ def fit(skills: Path | str, out: Path | str, **settings: Any) -> dict[str, Any]:
     return run_fit(validate(FitConfig, {"skills": skills, "out": out, **settings}, "fit"))
 
 
-def open_router(pool: "Skills", rankers: Sequence[Mapping[str, Any]] | str, where: str = "rankers") -> "Router":
+def open_router(pool: "Skills", rankers: Sequence[Mapping[str, Any]] | str) -> "Router":
     """A router over a pool; `rankers` is a list as in a recipe, or its YAML. `Router.load` opens an index faster."""
     from skilltrain.retrieval.cascade import SystemConfig
     from skilltrain.routing.router import Router
 
-    given = parse_yaml(rankers, where) if isinstance(rankers, str) else [_plain(ranker) for ranker in rankers]
-    system = validate(SystemConfig, {"name": "route", "rankers": given}, where)
+    given = parse_yaml(rankers, "rankers") if isinstance(rankers, str) else [_plain(ranker) for ranker in rankers]
+    system = validate(SystemConfig, {"name": "route", "rankers": given}, "rankers")
     return Router(read_pool(pool), system, Path(pool) if isinstance(pool, Path | str) else None)
 
 

@@ -122,7 +122,7 @@ def plan(
 
     values = {"decomposer": {"kind": "llm", "llm": {"temperature": 0.1} | parse_yaml(llm, "--llm")}} if llm else {}
     config = validate(PlannerConfig, apply_overrides(values, only_settings(settings)), "skilltrain plan")
-    opened = quietly(_open, router, pool, "[{kind: lexical}]", "skilltrain plan")
+    opened = quietly(_open, router, pool, [{"kind": "lexical"}], "skilltrain plan")
     made, flags = quietly(plan_task, config, task, opened)
     if as_json:
         found = {skill_id: [asdict(flag) for flag in own] for skill_id, own in flags.items()}
@@ -131,7 +131,7 @@ def plan(
         typer.echo(plan_mermaid(made, opened.skills) if mermaid else "\n".join(plan_lines(made, opened.skills, flags)))
 
 
-def _open(router: Path | None, pool: Path | None, rankers: "list[dict[str, Any]] | str", where: str) -> "Router":
+def _open(router: Path | None, pool: Path | None, rankers: list[dict[str, Any]], where: str) -> "Router":
     """The router that is given, or one over the pool."""
     from skilltrain.api import open_router
     from skilltrain.routing.router import Router
@@ -140,7 +140,7 @@ def _open(router: Path | None, pool: Path | None, rankers: "list[dict[str, Any]]
         return Router.load(router)
     if pool is None or router is not None:
         raise SkilltrainError("give either --router or --pool", where=where)
-    return open_router(pool, rankers, "--rankers")
+    return open_router(pool, rankers)
 
 
 @app.command()
