@@ -207,14 +207,54 @@ def test_404_is_final_until_the_listing_shows_another_version_and_403_is_not(reg
     assert registry.downloads() == ["new0"]
 
 
-def test_5xx_is_tried_three_times_and_again_in_the_next_run(registry, tmp_path):
-    registry.script["/api/get/s1"] = [Reply(b"", 503)] * 3
-    registry.script["/api/get/s2"] = [Reply(b"", 500)] * 2
-    _, skills, dropped, rows = sync(registry, tmp_path)
-    assert dropped == {("s1", "failed")}
-    assert "HTTP 503 (tried 3 times)" in rows[0]["reason"]
-    assert "s2" in skills
-    assert (registry.downloads().count("s1"), registry.downloads().count("s2")) == (3, 3)
+WHOLE = zip_of({"SKILL.md": skill_md("one")})
+ZIPPED = {"Content-Encoding": "gzip"}
+
+
+@pytest.mark.parametrize(
+    ("replies", "left_out", "reason", "times", "again"),
+    [
+        ([Reply(b"", 503)] * 3, "failed", "HTTP 503 (tried 3 times)", 3, 1),
+        ([Reply(b"", 500)] * 2, "", "", 3, 0),
+        ([Reply(b"", 403)], "forbidden", "HTTP 403", 1, 1),
+        ([Reply(b"", 404)], "gone", "HTTP 404", 1, 0),
+        ([Reply(b"x" * 3_000_000, length=-1)], "too_big", "has more than 100,000 bytes", 1, 0),
+        ([Reply(b"x", length=10**12)], "too_big", "has more than 100,000 bytes", 1, 0),
+        ([Reply(gzip.compress(bytes(30_000_000)), headers=ZIPPED)], "too_big", "has more than 100,000 bytes", 1, 0),
+        ([Reply(WHOLE, cut=20)], "", "", 2, 0),
+        ([Reply(WHOLE[:-9], length=-1)], "", "", 2, 0),  # its digest tells
+        ([Reply(WHOLE + b"x")] * 3, "failed", "is not what the listing says (tried 3 times)", 3, 1),
+        ([Reply(gzip.compress(WHOLE), headers=ZIPPED)], "", "", 1, 0),
+        ([Reply(WHOLE, headers={"Content-Encoding": "br"})], "failed", "'br' was not asked for", 1, 1),
+        ([Reply(b"<!doctype html><html>Log in")], "", "", 2, 0),
+        ([Reply(b'{"error": "slow down"}')] * 3, "failed", "the answer is a JSON object (tried 3 times)", 3, 1),
+        ([Reply(b"", 301, {"Location": "/api/moved/s1"})], "", "", 1, 0),
+        ([Reply(b"", 302, {"Location": "http://169.254.169.254/"})], "host_not_allowed", "not in allow_hosts", 1, 1),
+        ([Reply(b"", 302, {"Location": "file:///etc/passwd"})], "host_not_allowed", "only http and https", 1, 1),
+        ([Reply(b"", 307, {"Location": "/api/get/s1"})] * 6, "failed", "more than 5 redirects", 6, 1),
+        ([Reply(b"", 302)], "failed", "HTTP 302", 1, 1),
+    ],
+)
+def test_what_the_server_answers_decides_what_is_kept_and_asked_again(
+    registry, tmp_path, replies, left_out, reason, times, again
+):
+    registry.skills = {"s0": registry.skills["s0"], "s1": Entry(WHOLE, digest=digest_of(WHOLE))}
+    registry.script["/api/get/s1"] = list(replies)
+    _, skills, dropped, rows = sync(registry, tmp_path, http__max_download_bytes=100_000)
+    assert dropped == ({("s1", left_out)} if left_out else set()) and set(skills) == {"s0", "s1"} - {
+        skill_id for skill_id, _ in dropped
+    }
+    assert all(reason in row["reason"] for row in rows) and registry.downloads().count("s1") == times
+    assert sync(registry, tmp_path, "b", http__max_download_bytes=100_000)[2] == (dropped if not again else set())
+    assert registry.downloads() == ["s1"] * again
+    if left_out == "too_big":  # a larger limit, and it is asked for
+        assert not sync(registry, tmp_path, "c")[2] and registry.downloads() == ["s1"]
+
+
+def test_an_archive_that_came_broken_is_asked_for_again_in_full(registry, tmp_path):
+    registry.skills["s1"].etag = '"1"'
+    registry.script["/api/get/s1"] = [Reply(registry.skills["s1"].body[:-30], length=-1, headers={"ETag": '"1"'})]
+    assert sync(registry, tmp_path)[2] == {("s1", "broken_archive")}
     assert not sync(registry, tmp_path, "b")[2]
     assert registry.downloads() == ["s1"]
 
@@ -239,62 +279,8 @@ def test_what_the_listing_cannot_tell_is_asked_for_with_the_etag(registry, tmp_p
     assert (summary["num_fetched"], len(registry.downloads())) == (1, 7)
     assert skills["s4"]["name"] == "four, changed"
     assert [asked.headers.get("if-none-match") for asked in registry.log if "get/s1" in asked.path] == ['"1"']
-
-
-def test_an_etag_of_another_url_is_not_used(registry, tmp_path):
-    registry.skills = {"s": Entry(skill_md("one"), etag='"1"')}
-    sync(registry, tmp_path)
-    registry.skills = {"s": Entry(skill_md("two"), etag='"1"', updated="2", url="get/s?v=2")}
-    assert sync(registry, tmp_path, "b")[1]["s"]["name"] == "two"
-
-
-def test_a_download_is_stopped_at_the_limit_whatever_its_length_says(registry, tmp_path):
-    big = Reply(b"x" * 3_000_000, length=-1)  # no Content-Length: ends with the connection
-    registry.script["/api/get/s1"] = [big]
-    registry.script["/api/get/s2"] = [Reply(b"x", length=10**12)]
-    registry.script["/api/get/s3"] = [Reply(gzip.compress(bytes(30_000_000)), headers={"Content-Encoding": "gzip"})]
-    _, _, dropped, rows = sync(registry, tmp_path, http__max_download_bytes=100_000, http__attempts=1)
-    assert dropped == {("s1", "too_big"), ("s2", "too_big"), ("s3", "too_big")}
-    assert {row["value"] for row in rows} == {100_000.0}
-    sync(registry, tmp_path, "b", http__max_download_bytes=100_000)
-    assert registry.downloads() == []
-    assert not sync(registry, tmp_path, "c")[2]
-    assert registry.downloads() == ["s1", "s2", "s3"]
-
-
-def test_a_cut_download_a_wrong_digest_and_an_unasked_encoding_are_not_taken(registry, tmp_path):
-    for skill_id in ("s1", "s2"):
-        registry.skills[skill_id].digest = digest_of(registry.skills[skill_id].body)
-    whole = registry.skills["s1"].body
-    registry.script["/api/get/s0"] = [Reply(whole, cut=20)]
-    registry.script["/api/get/s1"] = [Reply(whole[:-9], length=-1)]
-    registry.script["/api/get/s2"] = [Reply(whole)] * 3
-    registry.script["/api/get/s3"] = [Reply(gzip.compress(whole), headers={"Content-Encoding": "gzip"})]
-    registry.script["/api/get/s4"] = [Reply(whole, headers={"Content-Encoding": "br"})]
-    _, skills, dropped, rows = sync(registry, tmp_path)
-    assert dropped == {("s2", "failed"), ("s4", "failed")}
-    assert {"s0", "s1", "s3"} <= set(skills)
-    assert [registry.downloads().count(f"s{number}") for number in range(5)] == [2, 2, 3, 1, 1]
-    reasons = {row["skill_id"]: row["reason"] for row in rows}
-    assert "is not what the listing says" in reasons["s2"]
-    assert "'br' was not asked for" in reasons["s4"]
-
-
-def test_an_archive_that_came_broken_is_asked_for_again_in_full(registry, tmp_path):
-    registry.skills["s1"].etag = '"1"'
-    registry.script["/api/get/s1"] = [Reply(registry.skills["s1"].body[:-30], length=-1, headers={"ETag": '"1"'})]
-    assert sync(registry, tmp_path)[2] == {("s1", "broken_archive")}
-    assert not sync(registry, tmp_path, "b")[2]
-    assert registry.downloads() == ["s1"]
-
-
-def test_a_page_of_html_in_place_of_a_skill_is_asked_for_again(registry, tmp_path):
-    registry.script["/api/get/s1"] = [Reply(b"<!doctype html><html>Log in")]
-    registry.script["/api/get/s2"] = [Reply(b'{"error": "slow down"}')] * 3
-    _, _, dropped, rows = sync(registry, tmp_path)
-    assert dropped == {("s2", "failed")}
-    assert rows[0]["reason"] == "the answer is a JSON object (tried 3 times)"
-    assert not sync(registry, tmp_path, "b")[2]
+    registry.skills = {"s4": Entry(skill_md("two"), etag='"new"', updated="2", url="get/s4?v=2")}
+    assert sync(registry, tmp_path, "c")[1]["s4"]["name"] == "two"  # an ETag of another URL says nothing
 
 
 def test_the_run_stops_when_it_is_the_registry_that_fails(registry, tmp_path, monkeypatch):
@@ -344,24 +330,6 @@ def test_the_token_goes_to_the_registry_alone_and_is_never_written(registry, tmp
     assert not any(b"s3cret" in content for content in written)
 
 
-def test_redirects_stay_on_allowed_hosts_and_come_to_an_end(registry, tmp_path):
-    registry.script["/api/get/s1"] = [Reply(b"", 301, {"Location": "/api/moved"})]
-    registry.script["/api/moved"] = [Reply(skill_md("moved"))]
-    registry.script["/api/get/s2"] = [Reply(b"", 302, {"Location": "http://169.254.169.254/"})]
-    registry.script["/api/get/s3"] = [Reply(b"", 302, {"Location": "file:///etc/passwd"})]
-    registry.script["/api/get/s4"] = [Reply(b"", 307, {"Location": "/api/get/s4"})] * 99
-    registry.script["/api/get/s5"] = [Reply(b"", 302)]
-    _, skills, dropped, rows = sync(registry, tmp_path)
-    assert skills["s1"]["name"] == "moved"
-    assert dropped == {("s2", "host_not_allowed"), ("s3", "host_not_allowed"), ("s4", "failed"), ("s5", "failed")}
-    assert registry.downloads().count("s4") == 6
-    reasons = {row["skill_id"]: row["reason"] for row in rows}
-    assert "not in allow_hosts" in reasons["s2"]
-    assert "only http and https" in reasons["s3"]
-    assert "more than 5 redirects" in reasons["s4"]
-    assert "HTTP 302" in reasons["s5"]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -372,17 +340,13 @@ def test_redirects_stay_on_allowed_hosts_and_come_to_an_end(registry, tmp_path):
         ({"registry__token_env": "NOT_SET_ANYWHERE"}, "NOT_SET_ANYWHERE holds no token"),
         ({"registry__allow_hosts": ["*.example.org"]}, "give a host or host:port"),
         ({"registry__allow_hosts": ["http://h/"]}, "give a host or host:port"),
+        ({"registry__token_env": "TWO_LINES"}, "TWO_LINES holds no token"),
     ],
 )
-def test_wrong_settings_are_refused(registry, tmp_path, changes, message):
+def test_wrong_settings_are_refused(registry, tmp_path, monkeypatch, changes, message):
+    monkeypatch.setenv("TWO_LINES", "line\npw")
     said = failure(registry, tmp_path, **changes)
     assert message in said and "pw" not in said
-
-
-def test_a_state_inside_out_and_a_token_of_two_lines_are_refused(registry, tmp_path, monkeypatch):
-    assert "state must not lie in out" in failure(registry, tmp_path, state=tmp_path / "out" / "state")
-    monkeypatch.setenv("REGISTRY_TOKEN", "line\npw")
-    assert "pw" not in failure(registry, tmp_path, registry__token_env="REGISTRY_TOKEN")
 
 
 @pytest.mark.parametrize("style", ["number", "cursor"])
@@ -493,7 +457,6 @@ def test_a_steady_drip_is_cut_off(registry, tmp_path, time):
 
 RUN = """
 import sys, json
-from pathlib import Path
 from skilltrain.config import validate
 from skilltrain.data.collect.collect import CollectConfig, run_collect
 run_collect(validate(CollectConfig, json.loads(sys.argv[1]), "test"), Path(sys.argv[2]))
@@ -554,6 +517,7 @@ def test_a_stopped_run_goes_on_where_it_was_and_asks_for_nothing_twice(registry,
 
 
 def test_a_database_that_is_none_another_registry_and_another_collector_are_refused(registry, tmp_path):
+    assert "state must not lie in out" in failure(registry, tmp_path, state=tmp_path / "out" / "state")
     sync(registry, tmp_path)
     message = failure(registry, tmp_path, registry__base_url="http://localhost:1")
     assert "holds what was collected from http://127" in message

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from skilltrain.config import validate
 from skilltrain.data.contamination import (
     BenchmarkIndex,
     ContaminationLimits,
@@ -17,7 +16,6 @@ from skilltrain.data.contamination import (
     open_benchmarks,
 )
 from skilltrain.data.trigrams import jaccard, word_trigrams
-from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Task
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.records import Dropped, Query, Skill
@@ -37,11 +35,6 @@ def plainly(text):
 @example("\x00\x1c\x85 a\u00a0b\ufffd")
 def test_the_fast_way_to_words_finds_what_the_rule_says(text):
     assert words_of(text) == plainly(text)
-
-
-def test_ngrams_are_runs_and_a_short_text_is_one():
-    assert set(ngrams(list("abab"), 2)) == {("a", "b"), ("b", "a")}
-    assert ngrams(["a"], 3) == [("a",)] and ngrams([], 3) == []
 
 
 @given(
@@ -74,10 +67,9 @@ def test_the_same_words_are_the_same_query_however_they_are_written():
     assert [one[0] for one in overlaps(["a b", "x", "A, b"], "a b")] == ["t1", "t3"]
 
 
-@pytest.mark.parametrize("nothing", ["", "  ", "—", "\U0001f600"])
-def test_a_query_without_words_is_like_no_other(nothing):
-    assert overlaps([nothing, "merge these pdfs now"], nothing) == []
-    assert overlaps([nothing], "merge these pdfs now") == []
+def test_a_query_without_words_is_like_no_other():
+    assert overlaps(["", "—", "merge these pdfs now"], "\U0001f600") == []
+    assert overlaps(["—"], "merge these pdfs now") == []
 
 
 def test_the_share_of_the_benchmarks_ngrams_decides():
@@ -235,31 +227,9 @@ def test_queries_to_train_on_are_no_benchmark(bench, pool_of):
     (held_out,) = open_benchmarks([bench(splits=("train", "dev"))], pool_of(*BENCH.values()), need_golds=True)
     assert [one.query.query_id for one in held_out.tasks] == ["t2"]
     assert Counter(gold.task_ids for gold in held_out.golds) == {("t2",): 2}
-    with pytest.raises(SkilltrainError, match="all 2 queries are of split 'train': this is training data, not a bench"):
-        open_benchmarks([bench(splits=("train", "train"))], pool_of(), need_golds=False)
-
-
-def test_a_gold_skill_without_text_is_named(bench, pool_of):
-    with pytest.raises(SkilltrainError, match="bench: gold skill 'gt/log' of task t2 has no text in the benchmark or"):
-        open_benchmarks([bench()], pool_of(BENCH["gt/pdf"]), need_golds=True)
-    (held_out,) = open_benchmarks([bench()], pool_of(), need_golds=False)
-    assert held_out.golds == () and len(held_out.tasks) == 2
 
 
 def test_benchmarks_of_one_name_are_told_apart_by_their_paths(bench, tmp_path, pool_of):
     paths = [bench(name="a/queries"), bench(name="b/queries"), bench(name="c")]
     names = [one.name for one in open_benchmarks(paths, pool_of(), need_golds=False)]
     assert names == [str(tmp_path / "a/queries"), str(tmp_path / "b/queries"), "c"]
-
-
-@pytest.mark.parametrize(
-    ("limits", "message"),
-    [
-        ({"jaccard": 0}, "jaccard: must be greater than 0"),
-        ({"query_overlap": 1.5}, "query_overlap: must be less than or equal to 1"),
-        ({"ngram": 3}, "ngram: must be greater than or equal to 4"),
-    ],
-)
-def test_limits_that_make_no_sense_are_refused(limits, message):
-    with pytest.raises(SkilltrainError, match=message):
-        validate(ContaminationLimits, limits, "recipe")

@@ -3,11 +3,10 @@ from dataclasses import replace
 
 import pytest
 
-from skilltrain.config import load_recipe, validate
+from skilltrain.config import validate
 from skilltrain.data.decontaminate import DecontaminateConfig, run_decontaminate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
-from skilltrain.stages import parse_recipe, run_recipe
 from skilltrain.tables import CLUSTERS, DROPPED, JUDGEMENTS, LISTS, QUERIES, SKILLS, read_table, rows_of, write_table
 from skilltrain.training.stages import TrainEncoderConfig, check_held_out
 from skilltrain.training.training_set import load_training_set
@@ -153,28 +152,17 @@ def test_what_makes_no_sense_is_refused(folder, settings, message):
     assert message in str(error.value)
 
 
-def test_no_queries_and_no_query_left_are_errors(folder):
+def test_queries_and_pools_of_which_nothing_is_left_are_errors(folder):
     write_queries(folder / "queries", {key: QUERY_TEXTS[key] for key in ("q3", "q4")})
     with pytest.raises(SkilltrainError, match=r"queries: no query is left of 2; the first: body overlap 0\.850 with"):
         run(folder)
     write_queries(folder / "queries", {})
     with pytest.raises(SkilltrainError, match=r"no query of split .train. \(splits here: none, the table is empty\)"):
         run(folder)
-
-
-def test_a_pool_of_other_skills_is_refused(folder):
+    write_queries(folder / "queries", QUERY_TEXTS)
     write_table(rows_of([POOL[0]]), SKILLS, folder / "pool")
     with pytest.raises(SkilltrainError, match="pool: holds no positive of the queries"):
         run(folder)
-
-
-def test_the_stage_runs_as_a_recipe(folder, tmp_path):
-    file = tmp_path / "clean.yaml"
-    file.write_text(f"stage: decontaminate\npool: {folder}/pool\nqueries: {folder}/lists\n"
-                    f"benchmarks: [{folder}/bench]\nout: {folder}/clean\n")  # fmt: skip
-    summary = run_recipe(parse_recipe(load_recipe(file), file), resume=False)
-    record = json.loads((folder / "clean" / "run.json").read_text())
-    assert record["summary"] == summary and set(record["inputs"]) == {"pool", "queries", "benchmarks.0"}
 
 
 def training(folder, model, dev=None, lists="lists", **data):

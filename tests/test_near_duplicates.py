@@ -83,11 +83,6 @@ def test_all_pairs_that_exact_comparison_finds_are_found():
     assert link_near_duplicates(sets, 0.6, ONE) == exact
 
 
-def test_any_number_of_workers_finds_the_same():
-    sets = TrigramSets.of([edited(words(n % 60, 80), 0.05, n) for n in range(600)], ONE)
-    assert link_near_duplicates(sets, 0.6, ONE) == link_near_duplicates(sets, 0.6, WorkersConfig(num=2))
-
-
 def test_a_large_cluster_needs_few_comparisons(monkeypatch):
     compared = []
     monkeypatch.setattr(module, "jaccard", lambda *pair: compared.append(pair) or jaccard(*pair))
@@ -104,11 +99,10 @@ def test_empty_bodies_are_no_copies_of_each_other():
         "c": 1,
     }
     assert near_duplicate_clusters([], 0.6) == {}
-
-
-def test_equal_bodies_are_found_at_a_threshold_of_one():
     skills = [skill("a", words(1, 50)), skill("b", words(1, 50)), skill("c", words(1, 50) + " more")]
     assert near_duplicate_clusters(skills, 1.0) == {"a": 0, "b": 0, "c": 1}
+    with pytest.raises(SkilltrainError, match="near-duplicate threshold"):
+        near_duplicate_clusters([], 1.5)
 
 
 def test_a_body_of_20_mb_and_one_in_no_known_script_are_read():
@@ -124,12 +118,6 @@ def test_the_lsh_layout_finds_99_percent_at_the_threshold(threshold):
     bands, rows = bands_and_rows(threshold)
     assert bands * rows <= 160 and bands >= 2
     assert 1 - (1 - threshold**rows) ** bands >= 0.99
-
-
-@pytest.mark.parametrize("threshold", [0, -1, 1.5])
-def test_a_threshold_outside_its_range_is_refused(threshold):
-    with pytest.raises(SkilltrainError, match="near-duplicate threshold"):
-        near_duplicate_clusters([], threshold)
 
 
 # The stage -----------------------------------------------------------------------------------------------------------
@@ -164,6 +152,14 @@ def clusters_of(out):
     return dict(zip(table.column("skill_id").to_pylist(), table.column("cluster").to_pylist(), strict=True))
 
 
+def test_plain_trigrams_put_a_template_into_one_cluster_in_any_order_on_any_number_of_workers(settings, tmp_path):
+    assert run_clusters(settings(max_names=None), tmp_path / "out")["largest"] == {"rube/bench": 7, "a/pdf": 2}
+    expected = clusters_of(tmp_path / "out")
+    write_table(rows_of(POOL[::-1]), SKILLS, tmp_path / "pool.parquet")
+    run_clusters(settings(max_names=None, workers={"num": 2}), tmp_path / "out")
+    assert clusters_of(tmp_path / "out") == expected
+
+
 def test_copies_share_a_cluster_and_siblings_of_a_template_do_not(settings, tmp_path):
     summary = run_clusters(settings(), tmp_path / "out")
     clusters = clusters_of(tmp_path / "out")
@@ -174,16 +170,3 @@ def test_copies_share_a_cluster_and_siblings_of_a_template_do_not(settings, tmp_
         "num_skills": 11, "num_without_trigrams": 1, "num_clusters": 1, "num_skills_in_clusters": 2,
         "largest": {"a/pdf": 2},
     }  # fmt: skip
-
-
-def test_plain_trigrams_put_a_template_into_one_cluster(settings, tmp_path):
-    summary = run_clusters(settings(max_names=None), tmp_path / "out")
-    assert summary["largest"] == {"rube/bench": 7, "a/pdf": 2}
-
-
-def test_the_order_of_the_pool_and_the_workers_do_not_matter(settings, tmp_path):
-    run_clusters(settings(max_names=None), tmp_path / "out")
-    expected = clusters_of(tmp_path / "out")
-    write_table(rows_of(POOL[::-1]), SKILLS, tmp_path / "pool.parquet")
-    run_clusters(settings(max_names=None, workers={"num": 2}), tmp_path / "out")
-    assert clusters_of(tmp_path / "out") == expected

@@ -16,33 +16,21 @@ def sets(*texts):
     return [word_trigrams(text) for text in texts]
 
 
-def test_jaccard_of_word_trigrams_worked_by_hand():
-    # abc bcd cde / bcd cde def: 2 shared of 4.
-    left, right = sets("a b c d e", "b c d e f")
-    assert len(left) == len(right) == 3
-    assert jaccard(left, right) == 0.5
-
-
-def test_case_layout_width_and_punctuation_do_not_matter():
-    left, right = sets("# Read the\n\nPDF, twice!", "read THE ｐｄｆ twice")
-    assert jaccard(left, right) == 1.0
-
-
-def test_the_order_of_words_matters():
-    left, right = sets("a b c", "c b a")
-    assert jaccard(left, right) == 0.0
-    assert jaccard(*sets("a a b", "a b a")) == 0.0
-
-
-def test_cjk_characters_are_words():
-    left, right = sets("解析文件吧", "解析文件")
-    assert len(left) == 3 and jaccard(left, right) == pytest.approx(2 / 3)
-
-
-def test_short_bodies_compare_whole_and_empty_ones_resemble_nothing():
-    assert jaccard(*sets("run it", "Run it!")) == 1.0
-    assert jaccard(*sets("run it", "run")) == 0.0
-    assert jaccard(*sets("", "!!")) == 0.0
+@pytest.mark.parametrize(
+    ("left", "right", "value"),
+    [
+        ("a b c d e", "b c d e f", 0.5),  # abc bcd cde / bcd cde def: 2 shared of 4
+        ("# Read the\n\nPDF, twice!", "read THE ｐｄｆ twice", 1),
+        ("a b c", "c b a", 0),
+        ("a a b", "a b a", 0),
+        ("解析文件吧", "解析文件", 2 / 3),
+        ("run it", "Run it!", 1),
+        ("run it", "run", 0),
+        ("", "!!", 0),
+    ],
+)
+def test_jaccard_of_word_trigrams_worked_by_hand(left, right, value):
+    assert jaccard(*sets(left, right)) == pytest.approx(value)
 
 
 def test_trigrams_are_the_same_in_every_process():
@@ -92,11 +80,8 @@ def test_what_stands_under_many_names_is_left_out():
     assert distinct.sizes.tolist() == [2] * 6  # "tasks via the" and "via the hub" stand under five names
     assert jaccard(POOL[0], POOL[1]) == pytest.approx(2 / 6)
     assert jaccard(distinct[0], distinct[1]) == 0.0
-
-
-def test_copies_under_one_name_count_once():
     distinct = POOL.without_templates(NAMES, 5)
-    assert distinct.sizes.tolist() == [4] * 6  # six skills, five names
+    assert distinct.sizes.tolist() == [4] * 6  # six skills, five names: copies under one name count once
     assert jaccard(distinct[3], distinct[4]) == 1.0
 
 

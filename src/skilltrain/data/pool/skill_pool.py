@@ -90,11 +90,11 @@ def run_pool(config: PoolConfig, out: Path) -> dict[str, Any]:
     refused = Counter(drop.source for drop in dropped if drop.filter != CUT)
     merged, repeated = merge_sources(sources, config.drop_duplicates)
     dropped += repeated
-    skills = fill_categories(merged, config)
+    skills = _fill_categories(merged, config)
     num_own, num_known = (sum(skill.category is not None for skill in some) for some in (merged, skills))
     if not num_known:
-        fix = "give an encoder: encoder.source=…"
-        say(f"warning: no skill has a category, so mining will find no taxonomy negatives; {fix}")
+        say("warning: no skill has a category, so mining will find no taxonomy negatives; "
+            "give an encoder: encoder.source=…")  # fmt: skip
     places = [source for source in config.sources if isinstance(source, Path) and source.is_dir()]
     files = {skill.skill_id: find_skill_file(places, skill.skill_id) for skill in skills}
     flags = screen_pool(skills, config.workers, {own: file.parent for own, file in files.items() if file})
@@ -132,7 +132,7 @@ def audit(texts: Sequence[str]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def fill_categories(skills: Sequence[Skill], config: PoolConfig) -> Sequence[Skill]:
+def _fill_categories(skills: Sequence[Skill], config: PoolConfig) -> Sequence[Skill]:
     """`skills`, those without a category in the nearest one; as they are with `categories: keep`."""
     without = [skill for skill in skills if skill.category is None]
     if config.encoder is None or not without:
@@ -147,8 +147,9 @@ def fill_categories(skills: Sequence[Skill], config: PoolConfig) -> Sequence[Ski
         vectors = encode_skills(encoder, [Skill(entry.name, entry.name, entry.description, "") for entry in taxonomy])
     else:
         names, vectors = mean_vectors(encode_skills(encoder, members), [skill.category or "" for skill in members])
-    nearest = iter(assign_categories(encode_skills(encoder, without), vectors, names))
-    return [skill if skill.category is not None else replace(skill, category=next(nearest)) for skill in skills]
+    nearest = (encode_skills(encoder, without) @ vectors.T).argmax(axis=1)  # ties go to the earlier category
+    given = dict(zip((skill.skill_id for skill in without), nearest.tolist(), strict=True))
+    return [replace(one, category=names[given[one.skill_id]]) if one.skill_id in given else one for one in skills]
 
 
 Line = Annotated[str, AfterValidator(one_line), Field(pattern=r"\S")]
@@ -179,23 +180,12 @@ def load_taxonomy(path: Path) -> list[Category]:
     return taxonomy
 
 
-def assign_categories(
-    skill_vectors: Float32[np.ndarray, "skill dim"],
-    category_vectors: Float32[np.ndarray, "category dim"],
-    names: Sequence[str],
-) -> list[str]:
-    """The name of the nearest category for each skill, by inner product; ties go to the earlier category."""
-    nearest: list[int] = (skill_vectors @ category_vectors.T).argmax(axis=1).tolist()
-    return [names[place] for place in nearest]
-
-
 def mean_vectors(
     vectors: Float32[np.ndarray, "skill dim"], names: Sequence[str]
 ) -> tuple[list[str], Float32[np.ndarray, "category dim"]]:
     """The categories that skills already have, in order of name, and the unit mean vector of the members of each."""
-    categories = sorted(set(names))
-    place = {name: number for number, name in enumerate(categories)}
+    categories, places = np.unique(np.array(names), return_inverse=True)
     sums = np.zeros((len(categories), vectors.shape[1]))
-    np.add.at(sums, [place[name] for name in names], vectors)
+    np.add.at(sums, places, vectors)
     norms = np.linalg.norm(sums, axis=1, keepdims=True)
-    return categories, (sums / np.maximum(norms, 1e-12)).astype(np.float32)
+    return categories.tolist(), (sums / np.maximum(norms, 1e-12)).astype(np.float32)
