@@ -27,7 +27,7 @@ from skilltrain.data.screening import (
     write_flags,
 )
 from skilltrain.data.screening.bundled import BundledFile, bundled_files
-from skilltrain.data.screening.reading import Find, Rule, read_text
+from skilltrain.data.screening.reading import read_text
 from skilltrain.records import Skill
 from skilltrain.tables import FLAGS, read_table
 from skilltrain.workers import WorkersConfig
@@ -459,13 +459,6 @@ def test_rules_have_names_reasons_and_anchors_in_lower_case():
     assert (
         all(find.anchors == find.anchors.lower() for one in RULES for find in one.finds) and screening.MAX_SPAN == 400
     )
-
-
-def test_weak_rules_flag_together(monkeypatch: pytest.MonkeyPatch):
-    weak = tuple(Rule(f"weak_{word}", "why", (Find(word, word, cited=""),), 0.5) for word in ("otter", "beaver"))
-    monkeypatch.setattr(screening, "RULES", weak)
-    assert screen(skill("an otter, an otter")) == []
-    assert [flag.rule for flag in screen(skill("an otter", "a beaver"))] == ["weak_beaver", "weak_otter"]
 
 
 # Bundled files ------------------------------------------------------------------------------------------------------

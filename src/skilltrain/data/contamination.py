@@ -133,7 +133,7 @@ class NgramIndex:
 
     def shared(self, found: Iterable[Ngram]) -> list[tuple[int, int]]:
         """(text, how many distinct n-grams of `found` it has), of the texts that have any, in order."""
-        both = self._owners.keys() & found  # without a set of all the other text's n-grams
+        both = self._owners.keys() & found
         return sorted(Counter(at for ngram in both for at in self._owners[ngram]).items())
 
 
@@ -169,11 +169,9 @@ class BenchmarkIndex:
         for at, shared in self._queries.shared({tuple(words)}.union(*runs.values())):
             width, size = min(n, len(self._words[at])), self._queries.sizes[at]
             value = shared / (min(size, len(runs[n])) if len(words) >= 2 * n else size)
-            share = (
-                "the same words as" if words == self._words[at] else f"{value:.0%} of the {width}-grams in common with"
-            )
             if value >= limit:
-                benchmark, task_id = self._tasks[at]
+                (benchmark, task_id), is_same = self._tasks[at], words == self._words[at]
+                share = "the same words as" if is_same else f"{value:.0%} of the {width}-grams in common with"
                 reason = f"{share} task {task_id} of benchmark {benchmark}"
                 found.append(Dropped("", "", "query_overlap", reason, value, benchmark))
         return found
@@ -186,17 +184,12 @@ class BenchmarkIndex:
             namesakes = self._namesakes.get(name_key(skill.name), ())
             same += [(gold, f"same name as {gold}") for gold in namesakes if gold.skill.skill_id != skill.skill_id]
             found = [gold.against(skill, "name", 1.0, reason) for gold, reason in same]
-        words, limit = words_of(skill.body) if self._limits.jaccard else [], self._limits.jaccard or 1.0
-        # What is shared of a gold skill's trigrams bounds the Jaccard index from above.
-        shared = [
-            (self.golds[at], number, self._bodies.sizes[at]) for at, number in self._bodies.shared(ngrams(words, 3))
-        ]
-        close = [one for one in shared if one[1] / one[2] >= limit]
-        size = len(set(ngrams(words, 3))) if close else 0
-        for gold, number, of_gold in close:
-            value = number / (of_gold + size - number)
-            if value >= limit:
-                found.append(gold.against(skill, "jaccard", value, f"body overlap {value:.3f} with {gold}"))
+        if (limit := self._limits.jaccard) is not None:
+            trigrams = set(ngrams(words_of(skill.body), 3))
+            for at, shared in self._bodies.shared(trigrams):
+                gold, value = self.golds[at], shared / (self._bodies.sizes[at] + len(trigrams) - shared)
+                if value >= limit:
+                    found.append(gold.against(skill, "jaccard", value, f"body overlap {value:.3f} with {gold}"))
         return found
 
     def contaminations(self, query_id: str, text: str, skill_matches: Iterable[Dropped]) -> list[Dropped]:

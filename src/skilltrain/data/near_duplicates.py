@@ -101,11 +101,8 @@ def copies_of(skill_ids: Iterable[str], skills: Mapping[str, Skill], clusters: P
 
 
 def near_duplicate_clusters(skills: Sequence[Skill], threshold: float) -> dict[str, int]:
-    """skill_id → cluster, so that copies of a positive can be told from negatives.
-
-    Two skills are in one cluster where a chain of pairs with a body trigram Jaccard of at least `threshold` links
-    them. A skill without copies is a cluster of one. Clusters are numbered in the order of their lowest skill_id,
-    so the answer does not depend on the order of `skills`.
+    """skill_id → cluster; two skills are in one where a chain of pairs with a body trigram Jaccard of at least
+    `threshold` links them, and clusters are numbered in the order of their lowest skill_id.
     """
     workers = WorkersConfig(num=1)
     sets = TrigramSets.of([skill.body for skill in skills], workers)

@@ -14,14 +14,14 @@ from pathlib import Path
 
 from skilltrain.data.screening import hidden, lures, secret_keys
 from skilltrain.data.screening.bundled import BundledFile, bundled_files
-from skilltrain.data.screening.reading import Find, Flag, Reading, Rule, load_rules, read_text
+from skilltrain.data.screening.reading import Flag, Reading, Rule, load_rules, read_text
 from skilltrain.records import Skill
 from skilltrain.tables import FLAGS, SKILLS, read_table, table_path, write_table
 from skilltrain.terminal import say
 from skilltrain.workers import WorkersConfig, map_blocks
 
-_PLAIN = (lures.piped_through_decoder, lures.outside_addresses, lures.paste_links, lures.locked_archives,
-          lures.outside_programs, lures.setup_links, hidden.stuffed, hidden.disguised_words)  # fmt: skip
+_PLAIN = (lures.piped_through_decoder, lures.outside_addresses, lures.paste_links,
+          lures.outside_programs, hidden.stuffed, hidden.disguised_words)  # fmt: skip
 _WRITTEN = (hidden.hidden_characters, secret_keys.secret_keys, secret_keys.database_passwords)
 RULES: tuple[Rule, ...] = load_rules(
     {check.__name__: (check, False) for check in _PLAIN} | {check.__name__: (check, True) for check in _WRITTEN}
@@ -29,15 +29,14 @@ RULES: tuple[Rule, ...] = load_rules(
 FIELDS = ("name", "description", "body")
 MAX_FLAGS = 20  # of one rule in one field; more tell no more
 MAX_SPAN = 400  # characters
-THRESHOLD = 1.0  # the sum of the scores of rules from which a skill is flagged
 _BLOCK = 256  # skills that a worker screens at a time
 
 
 def screen(skill: Skill, folder: Path | None = None) -> list[Flag]:
     """What the rules find in a skill and, where its folder is given, in the files bundled there.
 
-    In the order of fields, rules and places; time grows linearly with the length. It is nothing where the scores of
-    the rules that find something add up to less than 1. The field of a find in a file is `./` and the file's path.
+    In the order of fields, rules and places; time grows linearly with the length. The field of a find in a file is
+    `./` and the file's path.
     """
     return screen_texts(skill, bundled_files(folder)[0] if folder else ())
 
@@ -46,16 +45,14 @@ def screen_texts(skill: Skill, files: Iterable[BundledFile]) -> list[Flag]:
     """As `screen`, of files that are read already."""
     texts = [(field, getattr(skill, field)) for field in FIELDS] + [(file.field, file.text) for file in files]
     readings = (read_text(text, field, skill) for field, text in texts)
-    found = [(rule, flag) for reading in readings for rule in RULES for flag in _find(rule, reading)]
-    score = sum({rule.name: rule.score for rule, _ in found}.values())
+    found = (flag for reading in readings for rule in RULES for flag in _find(rule, reading))
     # Names of files that are shown alike may hold the same.
-    flags = {(flag.rule, flag.field, flag.start): flag for _, flag in found}
-    return [*flags.values()] if score >= THRESHOLD else []
+    return [*{(flag.rule, flag.field, flag.start): flag for flag in found}.values()]
 
 
 def _find(rule: Rule, reading: Reading) -> Iterable[Flag]:
     """The first finds of a rule in a text; they do not overlap."""
-    places = {span for find in rule.finds for span in islice(_places(find, reading), 10 * MAX_FLAGS)}
+    places = {span for find in rule.finds for span in islice(find.places(reading), 10 * MAX_FLAGS)}
     done = 0
     for start, end in islice(sorted(places, key=lambda span: (span[0], -span[1])), MAX_FLAGS):
         if start >= done:
@@ -63,12 +60,6 @@ def _find(rule: Rule, reading: Reading) -> Iterable[Flag]:
             span = reading.text[start:done]
             shown = secret_keys.show_beginning(span) if rule.name == "embedded_secret" else span
             yield Flag(rule.name, reading.field, start, done, shown, rule.reason)
-
-
-def _places(find: Find, reading: Reading) -> Iterable[tuple[int, int]]:
-    """(start, end) in the text as written."""
-    spans = find.spans(reading)
-    return spans if find.written else (reading.place(*span) for span in spans)
 
 
 def screen_pool(

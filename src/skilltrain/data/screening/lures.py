@@ -127,41 +127,6 @@ def paste_links(reading: Reading) -> Spans:
             yield found.start() - (len(scheme[0]) if scheme else 0), found.end()
 
 
-_WORD = r"(?:pass(?:word|wd|phrase|code)?|解压码|密码|口令)"
-_VALUE = (
-    r"(?:[*_\s]{0,4}(?:is\s{1,2})?:?[*_\s]{0,4}[`\"'“「][\w!@#$%.-]{1,32}|[*_\s]{0,4}[:=][*_\s]{0,4}[\w!@#$%.-]{1,32})"
-)
-_ARCHIVE = r"\.(?:zip|rar|7z|exe|msi|dmg|pkg)\b|\barchive|\bexecutable|压缩|解压|可执行"
-_FETCHED = r"https?://|\bdownload|下载|releases/"
-_LOCKED = re.compile(
-    rf"(?:extract|unzip|unrar|unpack|decompress|archive|\.zip\b|\.rar\b|\.7z\b|解压|提取|压缩包)"
-    rf"[^\n|]{{0,60}}?(?<![a-z]){_WORD}{_VALUE}[`\"'”」]?"
-    r"|extract\s{1,2}(?:it\s)?(?:using|with)\s{0,2}:\s{0,2}[`\"'“]?\w{1,32}"
-    r"|(?:使用|用|输入)\s{0,2}(?:(?:密码|口令)\s{0,2}[`\"'“「]?[\w!@#$%.-]{1,32}[`\"'”」]?|`[\w!@#$%.-]{1,32}`)"
-    r"\s{0,2}(?:命令)?(?:来|进行)?解压"
-    rf"|{_WORD}{_VALUE}[`\"'”]?\s[^\n.]{{0,30}}?\b(?:to|for)\s"
-    r"(?:extract|unzip|unpack|open(?:ing)? the archive|decompress)"
-    r"|\b(?:it|file|archive|zip|rar|7z)\s(?:itself\s)?(?:is|comes)\s(?:\w{1,10}[- ])?(?:encrypted|protected|locked)\b"
-    r"[^\n]{0,40}?\b(?:code|key|pin|unlock|open|use|enter|with)\b[^\n`\"'“]{0,30}[`\"'“][\w!@#$%.-]{3,32}[`\"'”]"
-    r"|\b(?:7za?|unrar|unzip)\s(?:[\w./-]{1,40}\s){1,3}-p[\w!@#%.]{3,32}",
-    re.ASCII,
-)
-_OWN_ARCHIVE = re.compile(
-    r"(?:zip|rar|7za)\s{1,3}(?:-\w{1,3}\s{1,3}){0,3}-{1,2}p|zipfile|pyzipper|pwd\s{0,2}=|setpassword"
-)
-
-
-def locked_archives(reading: Reading) -> Spans:
-    for found in _LOCKED.finditer(reading.plain):
-        near = reading.plain[max(0, found.start() - 300) : found.end() + 300]
-        before_word = found[0][
-            : max(found[0].rfind(word) for word in ("pass", "密码", "口令", "解压", "cod", "unlock"))
-        ]
-        cited = reading.is_quoted(found.start()) or before_word.count('"') % 2
-        if re.search(_ARCHIVE, near) and re.search(_FETCHED, near) and not _OWN_ARCHIVE.search(found[0]) and not cited:
-            yield found.span()
-
-
 _PROGRAM = r"[^\n.!。|]{2,60}?"
 _NEEDED = re.compile(
     rf"(?:must|has to|have to|needs? to) (?:first )?be (?:installed|running|started|active)\b"
@@ -176,18 +141,8 @@ _BEFORE_USE = re.compile(
 )
 _LINK = re.compile(r"https?://(?P<host>[\w-]{1,63}(?:\.[\w-]{1,63}){1,5})(?P<path>/[^\s)\]`\"'<>]{0,200})?")
 _TO_FETCH = re.compile(r"\b(?:download|setup here|install (?:it )?from|visit|get it (?:here|from|at))|下载|访问")
-_SETUP_LINK = re.compile(
-    r"(?:^|\n)[^\n]{0,24}\b(?:set-?up|install(?:ation|er)?|download)\b[^\n]{0,16}(?:->|→|=>|➜|➡)\s{0,3}https?://[\w.-]{3,100}"
-)
 _PROGRAM_FILE = re.compile(r"/releases/[^\s]{1,160}\.(?:zip|exe|msi|dmg|pkg|rar|7z)\b|\.(?:exe|msi|dmg|pkg|scr|bat)$")
-# Where programs come from that others have looked at, or that are signed by who wrote them.
-_KNOWN_HOST = re.compile(
-    r"(?:^|\.)(?:python\.org|nodejs\.org|npmjs\.com|crates\.io|rubygems\.org|docker\.com|brew\.sh|astral\.sh|rustup\.rs"
-    r"|go\.dev|golang\.org|anaconda\.com|conda\.io|microsoft\.com|apple\.com|(?<!sites\.)(?<!drive\.)google\.com|mozilla\.org"
-    r"|gnu\.org|apache\.org|java\.com|oracle\.com|jetbrains\.com|git-scm\.com|ffmpeg\.org|amazon\.com|aws\.com|ubuntu\.com"
-    r"|cloudflare\.com|openai\.com|anthropic\.com|claude\.(?:ai|com)|salesforce\.com|obsidian\.md|readthedocs\.io"
-    r"|gitlab\.com|bitbucket\.org|sourceforge\.net|wikipedia\.org|youtube\.com|adspower\.(?:com|net))$"
-)
+_KNOWN_HOST = re.compile(rf"(?:^|\.){expand('<KNOWN_HOST>')}$")
 
 
 def outside_programs(reading: Reading) -> Spans:
@@ -203,13 +158,6 @@ def outside_programs(reading: Reading) -> Spans:
         if link and _TO_FETCH.search(rest[: link.end() + 80]) and _BEFORE_USE.search(near + rest[link.end() :]):
             done = found.end() + link.end()
             yield found.start(), done
-
-
-def setup_links(reading: Reading) -> Spans:
-    """Arrows from "setup" to a page that nobody knows."""
-    for found in _SETUP_LINK.finditer(reading.plain):
-        if not _KNOWN_HOST.search(found[0].rpartition("/")[2]) and "github.com" not in found[0]:
-            yield found.start() + (found[0][0] == "\n"), found.end()
 
 
 def _is_from_nowhere(link: re.Match[str]) -> bool:

@@ -169,8 +169,13 @@ class Find:
     reach: int = 400
     fields: tuple[str, ...] = ("name", "description", "body", "program")
 
+    def places(self, reading: Reading) -> Spans:
+        """The finds, as (start, end) in the text as written."""
+        spans = self.spans(reading)
+        return spans if self.written else (reading.place(*span) for span in spans)
+
     def spans(self, reading: Reading) -> Spans:
-        """The finds in a text."""
+        """The finds, as (start, end) in the plain text; of a `written` check in the text as written."""
         anchors = [anchor for anchor in self.anchors.split("|") if anchor in reading.plain]
         if reading.kind not in self.fields or not anchors:
             return
@@ -179,7 +184,7 @@ class Find:
             return
         for start, end in _windows(anchors, reading.plain, self.reach):
             for found in self._pattern.finditer(reading.plain, start, end):
-                at = found.end() - len(found[0].lstrip("。.!\n "))
+                at = found.end() - len(found[0].lstrip())
                 if self._holds(reading, at, found.end()):
                     yield at, found.end()
 
@@ -200,12 +205,11 @@ class Find:
 
 @dataclass(frozen=True)
 class Rule:
-    """A named check: why a find matters, and how much it weighs; a skill is flagged from 1 on."""
+    """A named check, and why a find matters."""
 
     name: str
     reason: str
     finds: tuple[Find, ...]
-    score: float = 1.0
 
 
 @cache
