@@ -189,24 +189,6 @@ def test_a_second_run_asks_only_for_what_is_new_or_changed(registry, tmp_path):
     assert summary["num_fetched"] == 2
 
 
-def test_404_is_final_until_the_listing_shows_another_version_and_403_is_not(registry, tmp_path, monkeypatch):
-    sync(registry, tmp_path, "first")
-    registry.skills["s1"].updated = "2027"
-    registry.skills |= {f"new{i}": Entry(skill_md(f"new{i}")) for i in range(3)}
-    registry.script["/api/get/new0"] = [Reply(b"", 404)]
-    registry.before = lambda path: Reply(b"", 403) if "/get/" in path else None
-    monkeypatch.setattr("skilltrain.data.collect.collect.MAX_FAILURES_IN_ROW", 1)
-    _, skills, dropped, _ = sync(registry, tmp_path)  # 403 says nothing about the registry
-    assert dropped == {("s1", "forbidden"), ("new0", "gone"), ("new1", "forbidden"), ("new2", "forbidden")}
-    assert "s1" in skills
-    registry.before = lambda path: None
-    assert sync(registry, tmp_path, "b")[2] == {("new0", "gone")}
-    assert registry.downloads() == ["new1", "new2", "s1"]
-    registry.skills["new0"].updated = "2027"
-    assert not sync(registry, tmp_path, "c")[2]
-    assert registry.downloads() == ["new0"]
-
-
 WHOLE = zip_of({"SKILL.md": skill_md("one")})
 ZIPPED = {"Content-Encoding": "gzip"}
 
@@ -249,6 +231,9 @@ def test_what_the_server_answers_decides_what_is_kept_and_asked_again(
     assert registry.downloads() == ["s1"] * again
     if left_out == "too_big":  # a larger limit, and it is asked for
         assert not sync(registry, tmp_path, "c")[2] and registry.downloads() == ["s1"]
+    if left_out == "gone":  # another version, and it is asked for
+        registry.skills["s1"].updated = "2027"
+        assert not sync(registry, tmp_path, "d")[2] and registry.downloads() == ["s1"]
 
 
 def test_an_archive_that_came_broken_is_asked_for_again_in_full(registry, tmp_path):
@@ -284,10 +269,10 @@ def test_what_the_listing_cannot_tell_is_asked_for_with_the_etag(registry, tmp_p
 
 
 def test_the_run_stops_when_it_is_the_registry_that_fails(registry, tmp_path, monkeypatch):
-    registry.before = lambda path: Reply(b"", 500) if "/get/" in path else None
-    monkeypatch.setattr("skilltrain.data.collect.collect.MAX_FAILURES_IN_ROW", 4)
+    registry.before = lambda path: Reply(b"", 500 if "s0" not in path else 403) if "/get/" in path else None
+    monkeypatch.setattr("skilltrain.data.collect.collect.MAX_FAILURES_IN_ROW", 4)  # 403 says nothing of the registry
     assert "4 skills in a row could not be fetched; the last: HTTP 500" in failure(registry, tmp_path)
-    assert len(registry.downloads()) == 12
+    assert len(registry.downloads()) == 13
     registry.before = lambda path: None
     assert len(sync(registry, tmp_path)[1]) == 7
     assert not any("skills?" in path for path in registry.paths)  # the listing was there already
