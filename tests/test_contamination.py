@@ -15,7 +15,7 @@ from skilltrain.data.contamination import (
     ngrams,
     open_benchmarks,
 )
-from skilltrain.data.trigrams import jaccard, word_trigrams
+from skilltrain.data.near_duplicates import jaccard, word_trigrams
 from skilltrain.evaluation.benchmarks.benchmark import Task
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.records import Dropped, Query, Skill

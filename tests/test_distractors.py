@@ -19,9 +19,9 @@ from skilltrain.data.distractors import (
     run_distractors,
     wanted_distractors,
 )
+from skilltrain.data.near_duplicates import word_trigrams
 from skilltrain.data.pool.read import read_source
 from skilltrain.data.query_texts import AnswerError
-from skilltrain.data.trigrams import word_trigrams
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.tables import DROPPED, FLAGS, SKILLS, read_table, rows_of, write_table

@@ -19,7 +19,7 @@ from skilltrain.data.filter_layers import (
     NameLayer,
     RankWindowLayer,
 )
-from skilltrain.data.trigrams import jaccard, word_trigrams
+from skilltrain.data.near_duplicates import jaccard, word_trigrams
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill, Verdict
 from skilltrain.retrieval.dense import EncoderSource

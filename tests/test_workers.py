@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skilltrain.data.near_duplicates import link_near_duplicates
-from skilltrain.data.trigrams import TrigramSets
+from skilltrain.data.near_duplicates import TrigramSets, link_near_duplicates
 from skilltrain.errors import SkilltrainError
 from skilltrain.workers import WorkersConfig, map_blocks
 

@@ -20,10 +20,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data import counted
 from skilltrain.data.asking import PROMPTS, Line, Wanted, ask, language_named, prompt, questions_of
+from skilltrain.data.near_duplicates import Trigrams, jaccard, word_trigrams
 from skilltrain.data.pool.skill_file import split_header
 from skilltrain.data.query_texts import AnswerError
 from skilltrain.data.screening import count_flagged, screen, write_flags
-from skilltrain.data.trigrams import Trigrams, jaccard, word_trigrams
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.llm import LLMConfig, Questions, cost_of, read_object

@@ -14,8 +14,7 @@ from jaxtyping import Float32, Float64, Shaped
 from pydantic import Field, field_validator, model_validator
 
 from skilltrain.config import Config
-from skilltrain.data.near_duplicates import read_clusters
-from skilltrain.data.trigrams import Positions, TrigramSets, jaccard, numbered
+from skilltrain.data.near_duplicates import Positions, TrigramSets, jaccard, numbered, read_clusters
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource, SkillEncoder, encode_chunks, encode_queries, open_encoder

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.draws import draw
-from skilltrain.data.trigrams import Positions, numbered
+from skilltrain.data.near_duplicates import Positions, numbered
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import POSITIVE, Dropped, Query, Skill
 from skilltrain.retrieval.dense import EncoderSource, encode_chunks, encode_queries, open_encoder
