@@ -20,7 +20,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Task
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.records import Dropped, Skill
-from skilltrain.tables import SKILLS, read_table, skills_from_table
+from skilltrain.tables import read_skills
 from skilltrain.texts import name_key, words_of
 
 GROUNDS: tuple[str, ...] = ("query_overlap", "name", "jaccard", "cluster", "cosine")
@@ -105,7 +105,7 @@ def _open(path: Path, name: str, pool: Path, need_golds: bool) -> HeldOut:
             asked.setdefault(skill_id, []).append(task.query.query_id)
     skills = {skill.skill_id: skill for skill in benchmark.gold_skills}
     if asked.keys() - skills.keys():
-        skills = {skill.skill_id: skill for skill in skills_from_table(read_table(pool, SKILLS))} | skills
+        skills = {skill.skill_id: skill for skill in read_skills(pool)} | skills
     for skill_id in [one for one in asked if one not in skills]:
         what = f"gold skill '{skill_id}' of task {asked[skill_id][0]} has no text in the benchmark or the pool"
         fix = "add the benchmark's skills to the pool, or compare queries only (limits name: false, jaccard: null)"

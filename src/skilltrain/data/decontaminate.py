@@ -23,16 +23,15 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.records import POSITIVE, Dropped, Skill
 from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
 from skilltrain.tables import (
-    DROPPED,
     JUDGEMENTS,
     LISTS,
     QUERIES,
-    SKILLS,
+    read_skills,
     read_table,
+    read_verdicts,
     select_queries,
-    skills_from_table,
     table_path,
-    verdicts_by_query,
+    write_dropped,
     write_table,
 )
 from skilltrain.terminal import say, track
@@ -73,7 +72,7 @@ def run_decontaminate(config: DecontaminateConfig, out: Path) -> dict[str, Any]:
     pool: `evaluate` counts them as gold where it is given the pool's clusters.
     """
     training = select_queries(config.queries, config.split)
-    verdicts = verdicts_by_query(read_table(config.queries, JUDGEMENTS))
+    verdicts = read_verdicts(config.queries)
     positives = {
         query.query_id: sorted(one for one, verdict in verdicts.get(query.query_id, {}).items() if verdict in POSITIVE)
         for query in training
@@ -90,7 +89,7 @@ def run_decontaminate(config: DecontaminateConfig, out: Path) -> dict[str, Any]:
         what = f"no query is left of {len(training)}; the first: {found[0].reason}"
         raise SkilltrainError(what, where=config.queries, fix="hold out other benchmarks, or set limits")
     counts = _write_kept(config.queries, dropped, out)
-    write_table([one.row() for one in found], DROPPED, out)
+    write_dropped(found, out)
     return {
         "num_queries": len(training),
         "num_kept": len(training) - len(dropped),
@@ -105,7 +104,7 @@ def _compare_pool(
     positives: Collection[str], index: BenchmarkIndex, config: DecontaminateConfig
 ) -> dict[str, list[Dropped]]:
     """skill_id → the gold skills that it matches, of `positives`."""
-    skills = skills_from_table(read_table(config.pool, SKILLS))
+    skills = read_skills(config.pool)
     known = [skill for skill in skills if skill.skill_id in positives]
     if positives and not known:
         fix = "give the pool that the queries were made for"

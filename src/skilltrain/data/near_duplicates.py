@@ -16,7 +16,7 @@ from pydantic import Field
 from skilltrain.config import Config, InputPath
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
-from skilltrain.tables import CLUSTERS, SKILLS, read_table, skills_from_table, write_table
+from skilltrain.tables import CLUSTERS, read_skills, read_table, write_table
 from skilltrain.terminal import track
 from skilltrain.texts import name_key, words_of
 from skilltrain.workers import WorkersConfig, map_blocks
@@ -157,7 +157,7 @@ class ClustersConfig(Config):
 
 def run_clusters(config: ClustersConfig, out: Path) -> dict[str, Any]:
     """Counts of clusters of two and more skills, and the largest by their lowest skill_id; writes CLUSTERS."""
-    skills = skills_from_table(read_table(config.pool, SKILLS))
+    skills = read_skills(config.pool)
     sets = TrigramSets.of([skill.body for skill in skills], config.workers)
     if config.max_names is not None:
         sets = sets.without_templates(numbered(name_key(skill.name) for skill in skills), config.max_names)

@@ -20,7 +20,7 @@ from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import bounded_lines, read_json
 from skilltrain.records import Dropped, Skill
 from skilltrain.runs import RUN_FILE
-from skilltrain.tables import SKILLS, read_table, skills_from_table, table_path
+from skilltrain.tables import SKILLS, read_skills, table_path
 from skilltrain.terminal import say, track
 from skilltrain.texts import clean_text, decode_text, language_of
 
@@ -41,7 +41,7 @@ def read_pool(path: Path | str) -> list[Skill]:
     """
     file = table_path(Path(path), SKILLS)
     if file.is_file() and file.name == f"{SKILLS.name}.parquet":
-        return skills_from_table(read_table(file, SKILLS))
+        return read_skills(file)
     sources, dropped = read_sources([path], MAX_BODY_CHARS)
     skills, repeated = merge_sources(sources, drop_duplicates=False)
     if dropped := [drop for drop in dropped + repeated if drop.filter != CUT]:

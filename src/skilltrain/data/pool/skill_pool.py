@@ -24,7 +24,7 @@ from skilltrain.data.screening import count_flagged, screen_pool, write_flags
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
-from skilltrain.tables import DROPPED, SKILLS, rows_of, write_table
+from skilltrain.tables import SKILLS, rows_of, write_dropped, write_table
 from skilltrain.terminal import say
 from skilltrain.texts import clean_text, num_words, one_line
 from skilltrain.workers import WorkersConfig
@@ -100,7 +100,7 @@ def run_pool(config: PoolConfig, out: Path) -> dict[str, Any]:
     flags = screen_pool(skills, config.workers, {own: file.parent for own, file in files.items() if file})
     write_table(rows_of(skills), SKILLS, out)
     write_flags(flags, out)
-    write_table((drop.row() for drop in dropped), DROPPED, out)
+    write_dropped(dropped, out)
     return {
         "num_skills": len(skills),
         "num_found": {
