@@ -93,7 +93,7 @@ def test_a_poolers_absence_is_not_reported(saved, capfd):
     assert "pooler" not in "".join(capfd.readouterr())
 
 
-def test_the_end_token_follows_a_tokenizers_own_first_token(tmp_path, open_encoder_of, capsys):
+def test_the_end_token_follows_a_tokenizers_own_first_token(tmp_path, open_encoder_of):
     """As with Mistral's or Llama's tokenizers, which begin every text with a token of their own."""
     encoder = open_encoder_of("qwen3_base_tokenizer", max_tokens=32, query_max_tokens=24)
     backend = encoder.tokenizer.backend_tokenizer
@@ -102,16 +102,7 @@ def test_the_end_token_follows_a_tokenizers_own_first_token(tmp_path, open_encod
     backend.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), beginning])
     encoder = Encoder(encoder.backbone, encoder.tokenizer, encoder.settings)
     save_model(encoder, tmp_path, base="b")
-    assert "plain sentence-transformers" not in capsys.readouterr().err
     assert_opens_as(tmp_path, encoder)
-
-
-def test_where_plain_sentence_transformers_would_end_cut_texts_otherwise_it_is_told(saved, capsys):
-    """The class BertTokenizer always ends a text with its own [SEP], whatever its folder says."""
-    encoder, folder = saved("bert", pooling="last_token")
-    assert "plain sentence-transformers will not end all texts with '[PAD]'" in capsys.readouterr().err
-    again = load_encoder(EncoderConfig(source=str(folder)), CPU)
-    assert torch.equal(vectors_of(again, QUERIES), vectors_of(encoder, QUERIES))
 
 
 def test_a_chat_template_is_kept_but_never_applied(tmp_path, open_encoder_of):

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from hub_server import TOKEN, Repository, hub_server
@@ -154,11 +154,3 @@ def test_what_the_hub_refuses_is_one_line(hub, trained, monkeypatch, change, mes
     with pytest.raises(SkilltrainError, match=message):
         push_model(trained, Published(REPO))
     assert sum(one.commits for one in hub.repositories.values()) == 0
-
-
-def test_a_cards_front_matter_is_what_the_hub_takes(trained, tmp_path):
-    export_run(trained, tmp_path / "out", published=Published(REPO, "mit"))
-    data = ModelCard.load(tmp_path / "out" / "README.md").data
-    assert data.model_name == REPO and data.license == "mit"
-    (result,) = data.eval_results
-    assert (result.metric_type, result.metric_value, result.task_type) == ("MRR@10", 0.5, "sentence-similarity")

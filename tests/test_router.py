@@ -24,10 +24,7 @@ def test_a_folder_of_skill_files_is_a_pool(library):
     assert router.skills["documents/pdf-merge"].body.startswith("# Pdf merge")
     assert [routed.rank for routed in found] == [1, 2, 3]
     assert found[0].score > found[1].score >= found[2].score
-
-
-def test_more_is_asked_for_than_there_is(library):
-    assert len(Router(read_pool(library / "skills"), BM25).route("pdf", k=1000).skills) == 20
+    assert len(router.route("pdf", k=1000).skills) == 20
 
 
 @pytest.mark.parametrize("request_text", ["", "  \n\t", "\x00", "\x1b\u202e\ud800"])
@@ -89,11 +86,6 @@ LURE = [
     ),
     Skill("a/good", "pdf split", "Split pdf files", "Cut the pages."),
 ]
-
-
-def test_answers_are_screened():
-    lure, good = Router(LURE, BM25).route("merge pdf files", k=2).skills
-    assert [flag.rule for flag in lure.flags] == ["bare_address", "locked_archive"] and good.flags == ()
 
 
 @pytest.mark.parametrize("has_table", [True, False])

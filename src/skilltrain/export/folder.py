@@ -17,15 +17,12 @@ from skilltrain.export.modules import encoder_layout, reranker_layout
 from skilltrain.files import inside, read_json, write_json, write_text
 from skilltrain.models.adapters import adapter_files
 from skilltrain.models.encoder import Encoder
-from skilltrain.models.loading import CHECKPOINT_FILE, load_pretrained
+from skilltrain.models.loading import CHECKPOINT_FILE
 from skilltrain.models.reranker import Reranker
 from skilltrain.models.tokens import TextTokenizer, as_special
 from skilltrain.templates import QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX, RerankerTemplate
-from skilltrain.terminal import say
 from skilltrain.version import __version__
 
-_PROBES = ("a", "a " * 5, "a " * 30)
-_PROBE_TOKENS = 12
 _CHAT_TEMPLATE = Path(__file__).parent / "templates" / "yes_no_chat.j2"
 
 
@@ -43,11 +40,7 @@ def save_model(
         tokenizer = _tokenizer_of(model)
         tokenizer.model_max_length = model.settings.max_tokens
         tokenizer.save_pretrained(str(aside))
-        if isinstance(model, Encoder):
-            _warn_of_other_ids(model, aside)
-            encoder_layout(model).write(aside)
-        else:
-            reranker_layout(model).write(aside)
+        (encoder_layout(model) if isinstance(model, Encoder) else reranker_layout(model)).write(aside)
         _write_record(aside, model, base, card, interpolate)
 
 
@@ -158,19 +151,6 @@ def _tokenizer_of(model: Encoder | Reranker) -> Any:
     if ends and tokenizer("a")["input_ids"][-1] != tokenizer.pad_token_id:  # base Qwen3's appends no end itself
         _append_token(tokenizer, tokenizer.pad_token)
     return tokenizer
-
-
-def _warn_of_other_ids(encoder: Encoder, aside: Path) -> None:
-    """Say so if the saved tokenizer cuts or ends texts otherwise than `Encoder.tokenize`: some classes of tokenizers
-    cannot be told to append a token. Then the folder is for skilltrain's reader only.
-    """
-    from transformers import AutoTokenizer
-
-    saved = load_pretrained(AutoTokenizer, aside, "tokenizer")
-    cut = saved([*_PROBES], truncation=True, max_length=_PROBE_TOKENS)["input_ids"]
-    ours = encoder.tokenize(_PROBES, _PROBE_TOKENS)
-    if any([*one] != [*other] for one, other in zip(cut, ours, strict=True)):
-        say(f"plain sentence-transformers will not end all texts with {saved.pad_token!r} as skilltrain does")
 
 
 def control_tokens(tokenizer: Any) -> list[str]:

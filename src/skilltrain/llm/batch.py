@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import openai
-
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm.answers import (
     DATABASE,
@@ -173,6 +171,8 @@ class BatchLLM(LLM):
 
         `refused` is called where the server refuses it for good.
         """
+        import openai
+
         try:
             return self._server.ask(lambda: (call(), Usage()), Usage())
         except (openai.OpenAIError, ValueError, AttributeError) as error:  # the last two: a reply of another shape

@@ -11,9 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
-
-import openai
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm.answers import (
@@ -29,6 +27,9 @@ from skilltrain.llm.answers import (
 )
 from skilltrain.llm.budget import Budget, most_of, over_budget, usage_of
 from skilltrain.llm.settings import OpenAIConfig, ServerConfig, SmolLM2Config
+
+if TYPE_CHECKING:
+    import openai  # takes half a second, which a router without a chat model need not spend
 
 ItemT = TypeVar("ItemT")
 ReplyT = TypeVar("ReplyT")
@@ -51,11 +52,13 @@ class Server:
         self._free_at = 0.0
 
     @cached_property
-    def client(self) -> openai.OpenAI:
+    def client(self) -> "openai.OpenAI":
         """openai's client. Raises SkilltrainError where the server is OpenAI's own and no key is set.
 
         It repeats nothing by itself: a try that broke off may have been charged, so each one is paid from the budget.
         """
+        import openai
+
         if self.config.is_openai and not self._key:
             fix = f"set {self.config.api_key_env}, or name another base_url"
             raise SkilltrainError(f"no key for {self.config.base_url}", fix=fix)
@@ -72,6 +75,8 @@ class Server:
         `most` is reserved for the first try. Raises CompletionError where the reply is malformed or the budget holds no
         further try, and the last try's openai error where all failed.
         """
+        import openai
+
         for num_tries in itertools.count(1):
             used = most  # until something else is known
             try:
@@ -99,6 +104,8 @@ class Server:
 
     def explain(self, error: Exception) -> SkilltrainError | CompletionError:
         """What to raise for a client's error: for all requests or for this one; the key is not in it."""
+        import openai
+
         reason = " ".join(self.blot(str(error) or "timed out").split())[:300]
         section = self.config.section
         if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
@@ -116,11 +123,15 @@ class Server:
 
 
 def _is_without_credit(error: Exception) -> bool:
+    import openai
+
     return isinstance(error, openai.RateLimitError) and error.code == "insufficient_quota"
 
 
 def is_passing(error: Exception) -> bool:
     """Whether the same request may succeed a little later."""
+    import openai
+
     if isinstance(error, openai.APIStatusError):
         return (error.status_code in (408, 409, 429) or error.status_code >= 500) and not _is_without_credit(error)
     return isinstance(error, openai.APIConnectionError)
@@ -128,6 +139,8 @@ def is_passing(error: Exception) -> bool:
 
 def _may_have_cost(error: Exception) -> bool:
     """Whether the server may have answered, and charged, without our seeing it: it was reached and gave no status."""
+    import openai
+
     was_reached = type(error.__cause__).__name__ not in ("ConnectError", "ConnectTimeout", "PoolTimeout")
     return isinstance(error, openai.APIConnectionError) and was_reached
 
@@ -231,6 +244,8 @@ class LiveLLM(LLM):
 
     def _ask(self, request: Request, most: Usage) -> Answer:
         """See LLM. Raises SkilltrainError for a fault of all requests, and for too many in a row."""
+        import openai
+
         try:
             answer = self._server.ask(lambda: self._send(request), most)
             self._num_failures = 0

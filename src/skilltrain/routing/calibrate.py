@@ -187,7 +187,6 @@ def _figures(cases: Sequence[Case], folds: Int64[np.ndarray, " case"], config: C
         "num_likely": float(sizes[served].mean()),
         "calibration_error": calibration_error(tops, right > 0),
         "risk_coverage": risk_coverage(tops, right > 0),
-        "risk_coverage_served": risk_coverage(tops[served], right[served] > 0),
     }
 
 

@@ -3,11 +3,11 @@
 import json
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 from anyio.to_thread import run_sync
 from prometheus_client import generate_latest
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -18,12 +18,15 @@ from starlette.routing import Route
 from skilltrain.config import Config, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
+from skilltrain.retrieval.nearest import VectorRanker
+from skilltrain.retrieval.rerank import Rerank
 from skilltrain.routing.mcp_server import new_mcp_server
 from skilltrain.routing.service import MAX_SKILLS, Service
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MAX_BODY, _MAX_TEXTS = 2**20, 128  # bytes of a request, and texts in one
 _FORBIDDEN, _TOO_MUCH, _NO_MODEL, _INVALID = 403, 413, 424, 422
+PartT = TypeVar("PartT")
 
 
 class RouteRequest(Config):
@@ -37,7 +40,7 @@ class RouteRequest(Config):
 class EmbedRequest(Config):
     """The body of POST /embed; texts are encoded as requests are."""
 
-    inputs: str | tuple[str, ...]
+    inputs: Annotated[tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)]
     normalize: bool = True
     truncate: bool = True
 
@@ -73,15 +76,8 @@ def new_http_app(service: Service, host: str) -> Starlette:
 
 def _handler(service: Service, name: str, form: type[Config], work: Callable[..., Any]) -> Callable[..., Any]:
     async def handle(request: Request) -> Response:
-        body = b""
         try:
-            if "origin" in request.headers:  # a page in the user's browser, which has no business here
-                raise HTTPException(_FORBIDDEN, "web pages are not answered")
-            async for part in request.stream():
-                body += part
-                if len(body) > _MAX_BODY:
-                    raise HTTPException(_TOO_MUCH, f"a request has at most {_MAX_BODY:,} bytes")
-            asked = validate(form, _read(body), f"/{name}")
+            asked = validate(form, await _body(request), f"/{name}")
             return JSONResponse(await run_sync(lambda: service.timed(name, work, service, asked)))
         except SkilltrainError as error:
             return JSONResponse({"error": str(error), "error_type": "Validation"}, _INVALID)
@@ -91,7 +87,15 @@ def _handler(service: Service, name: str, form: type[Config], work: Callable[...
     return handle
 
 
-def _read(body: bytes) -> dict[str, Any]:
+async def _body(request: Request) -> dict[str, Any]:
+    """The JSON object that a program sent."""
+    if "origin" in request.headers:  # a page in the user's browser, which has no business here
+        raise HTTPException(_FORBIDDEN, "web pages are not answered")
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > _MAX_BODY:
+            raise HTTPException(_TOO_MUCH, f"a request has at most {_MAX_BODY:,} bytes")
     try:
         values = json.loads(body)
     except (ValueError, RecursionError):
@@ -106,23 +110,11 @@ def _route(service: Service, asked: RouteRequest) -> dict[str, Any]:
 
 
 def _embed(service: Service, asked: EmbedRequest) -> list[list[float]]:
-    from skilltrain.retrieval.nearest import VectorRanker
-
-    texts = [asked.inputs] if isinstance(asked.inputs, str) else [*asked.inputs]
-    _check_number(len(texts))
-    encoder = next((part for part in service.router.parts.values() if isinstance(part, VectorRanker)), None)
-    if encoder is None:
-        raise HTTPException(_NO_MODEL, "this router has no encoder")
-    return encoder.encode(texts).tolist()
+    return _part(service, VectorRanker, "encoder", len(asked.inputs)).encode(asked.inputs).tolist()
 
 
 def _rerank(service: Service, asked: RerankRequest) -> list[dict[str, Any]]:
-    from skilltrain.retrieval.rerank import Rerank
-
-    _check_number(len(asked.texts))
-    reranker = next((part for part in service.router.parts.values() if isinstance(part, Rerank)), None)
-    if reranker is None:
-        raise HTTPException(_NO_MODEL, "this router has no reranker")
+    reranker = _part(service, Rerank, "reranker", len(asked.texts))
     skills = {str(number): Skill(str(number), "", "", text) for number, text in enumerate(asked.texts)}
     query, candidates = Query("asked", asked.query, "", "", ""), [(number, 0.0) for number in skills]
     ranking = reranker.over(skills).rank([query], {query.query_id: candidates}, len(skills))[query.query_id]
@@ -133,6 +125,11 @@ def _rerank(service: Service, asked: RerankRequest) -> list[dict[str, Any]]:
     ]
 
 
-def _check_number(count: int) -> None:
-    if not 0 < count <= _MAX_TEXTS:
-        raise HTTPException(_TOO_MUCH, f"{count:,} texts, which must be 1 to {_MAX_TEXTS}")
+def _part(service: Service, kind: type[PartT], name: str, num_texts: int) -> PartT:
+    """The router's own model of a kind, for so many texts."""
+    if not 0 < num_texts <= _MAX_TEXTS:
+        raise HTTPException(_TOO_MUCH, f"{num_texts:,} texts, which must be 1 to {_MAX_TEXTS}")
+    found = next((part for part in service.router.parts.values() if isinstance(part, kind)), None)
+    if found is None:
+        raise HTTPException(_NO_MODEL, f"this router has no {name}")
+    return found
