@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Annotated, Any, Final, Generic, TypeVar
 
 import jinja2
@@ -16,9 +17,11 @@ from pydantic import AfterValidator
 
 from skilltrain.data.draws import stable_number
 from skilltrain.data.query_texts import AnswerError
+from skilltrain.data.screening import flags_to_leave_out
 from skilltrain.llm import Asked, LLMConfig, Message, Questions, Request, ask_until, cost_of, open_llm
 from skilltrain.llm.untrusted import fenced, untrusted_line
-from skilltrain.records import Dropped
+from skilltrain.records import Dropped, Skill
+from skilltrain.tables import read_skills
 from skilltrain.texts import clean_text, one_line
 
 AboutT = TypeVar("AboutT")
@@ -37,6 +40,7 @@ Line = Annotated[str, AfterValidator(lambda text: one_line(clean_text(text)))]
 @cache
 def _template(name: str, role: str) -> jinja2.Template:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined)  # what is filled in is text, never a template
+    environment.filters["named"] = language_named
     return environment.from_string(PROMPTS[name][role])
 
 
@@ -94,6 +98,14 @@ def ask(questions: Questions[Wanted[AboutT], ValueT]) -> Asked[Wanted[AboutT], V
     """The answers, once their cost is said. Interrupted runs lose nothing: a new run finds what was answered."""
     cost_of(questions)
     return ask_until(questions)
+
+
+def unflagged_skills(pool: Path) -> tuple[list[Skill], list[Dropped]]:
+    """The skills of a pool that its safety screening has not flagged, and the rows of DROPPED of the others."""
+    skills, flags = read_skills(pool), flags_to_leave_out(pool)
+    why = "the safety screening flagged the skill"
+    dropped = [Dropped("", skill.skill_id, "flagged", why) for skill in skills if skill.skill_id in flags]
+    return [skill for skill in skills if skill.skill_id not in flags], dropped
 
 
 def language_named(lang: str | None, text: str) -> str:

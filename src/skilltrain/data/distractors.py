@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data import counted
-from skilltrain.data.asking import PROMPTS, Line, Wanted, ask, language_named, prompt, questions_of
+from skilltrain.data.asking import PROMPTS, Line, Wanted, ask, prompt, questions_of
 from skilltrain.data.near_duplicates import Trigrams, jaccard, word_trigrams
 from skilltrain.data.pool.skill_file import split_header
 from skilltrain.data.query_texts import AnswerError
@@ -183,7 +183,7 @@ def _prompt(wanted: Distractor, body_chars: int) -> tuple[str, str]:
     low, high = ASKED_WORDS
     return prompt(
         "distractor", "\n".join(lines), strategy=STRATEGIES[wanted.strategy], number=wanted.number,
-        total=wanted.total, low=low, high=high, language=language_named(gold.lang, "the reference"),
+        total=wanted.total, low=low, high=high, lang=gold.lang,
     )  # fmt: skip
 
 

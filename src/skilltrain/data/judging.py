@@ -66,8 +66,7 @@ def _prompt(name: str, group: Group, words: int) -> tuple[str, str]:
     parts = [f"Capability {n}\n{untrusted_skill(one, 300, _BODY_CHARS)}" for n, one in enumerate(group.skills, 1)]
     if group.request:
         parts.insert(0, f"Request: {untrusted_line(group.request, 4000)}")
-    language = language_named(group.lang, "the capabilities")
-    return prompt(name, "\n\n".join(parts), given=bool(group.request), language=language, words=words)
+    return prompt(name, "\n\n".join(parts), given=bool(group.request), lang=group.lang, words=words)
 
 
 def read_request(seen: set[str], max_words: int, wanted: Wanted[Group], answer: str) -> JudgedRequest:

@@ -18,24 +18,22 @@ from pydantic import Field
 
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data import counted
-from skilltrain.data.asking import TOKENS_PER_WORD, Wanted, ask, questions_of
+from skilltrain.data.asking import TOKENS_PER_WORD, ask, questions_of, unflagged_skills
 from skilltrain.data.draws import draw, split_groups, stable_number
 from skilltrain.data.judging import (
     Group,
     JudgedRequest,
-    Judgements,
     judged_rows,
     read_given,
     read_request,
     wanted_verdicts,
 )
-from skilltrain.data.screening import flags_to_leave_out
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.bootstrap import agreement
 from skilltrain.llm import LLMConfig, Questions, cost_of
 from skilltrain.records import Dropped, Query, Skill
 from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
-from skilltrain.tables import JUDGEMENTS, read_skills, write_dropped, write_queries, write_table
+from skilltrain.tables import JUDGEMENTS, write_dropped, write_queries, write_table
 from skilltrain.texts import name_key
 
 Kind = Literal["neighbours", "category", "across", "languages"]
@@ -78,7 +76,7 @@ def run_rejections(config: RejectionsConfig, out: Path) -> dict[str, Any]:
     Raises SkilltrainError where no group could be used.
     """
     groups, dropped = _groups(config)
-    asked = ask(_questions(config, groups))
+    asked = ask(_questions(config, config.llm, groups, partial(read_request, set(), 2 * config.num_words)))
     dropped += asked.dropped
     if not asked.values:
         raise SkilltrainError(f"made no request for {len(groups)} groups; the first reason: {dropped[-1].reason}")
@@ -108,26 +106,19 @@ def plan_rejections(config: RejectionsConfig) -> dict[str, Any]:
     """What a run would ask for and about what it would cost, found without asking anybody (`--dry-run`)."""
     groups, dropped = _groups(config)
     plan = {"num_groups": len(groups), "dropped": counted(row.filter for row in dropped)}
-    plan |= cost_of(_questions(config, groups))
+    plan |= cost_of(_questions(config, config.llm, groups, read_request))
     if config.second_judge is not None:
         made_up = [replace(group, request="word " * config.num_words) for group in groups[: config.num_judged_twice]]
-        plan["second_judge"] = cost_of(_second_questions(config, config.second_judge, made_up))
+        plan["second_judge"] = cost_of(_questions(config, config.second_judge, made_up, read_given))
     return plan
 
 
-def _questions(config: RejectionsConfig, groups: Sequence[Group]) -> Questions[Wanted[Group], JudgedRequest]:
+def _questions(config: RejectionsConfig, llm: LLMConfig, groups: Sequence[Group], read: Any) -> Questions[Any, Any]:
+    """What a judge is asked; where the request is given, its answer is shorter."""
+    tokens = _TOKENS_PER_VERDICT * config.group_size
+    tokens += 0 if groups[0].request else round(TOKENS_PER_WORD * config.num_words)
     wanted = [wanted_verdicts(group, config.num_words, config.seed) for group in groups]
-    tokens = _TOKENS_PER_VERDICT * config.group_size + round(TOKENS_PER_WORD * config.num_words)
-    return questions_of(
-        config.llm, wanted, partial(read_request, set(), 2 * config.num_words), tokens, "judging groups"
-    )
-
-
-def _second_questions(
-    config: RejectionsConfig, llm: LLMConfig, groups: Sequence[Group]
-) -> Questions[Wanted[Group], Judgements]:
-    wanted = [wanted_verdicts(group, config.num_words, config.seed) for group in groups]
-    return questions_of(llm, wanted, read_given, _TOKENS_PER_VERDICT * config.group_size, "judging groups again")
+    return questions_of(llm, wanted, read, tokens, "judging groups")
 
 
 def _judged_twice(
@@ -144,7 +135,7 @@ def _judged_twice(
     for group, found in sample[: config.num_judged_twice]:
         turned = sorted(group.skills, key=lambda skill: stable_number(config.seed, group.group_id, skill.skill_id))
         groups.append(replace(group, skills=tuple(turned), request=found.request))
-    asked = ask(_second_questions(config, config.second_judge, groups))
+    asked = ask(_questions(config, config.second_judge, groups, read_given))
     judged = [judged_rows(one.about, found.verdicts, f"llm:{config.second_judge.model}") for one, found in asked.values]
     verdict_of = {(row["group"], row["skill_id"]): row["verdict"] for row in rows}
     pairs = [[(verdict_of[row["group"], row["skill_id"]], row["verdict"]) for row in of_group] for of_group in judged]
@@ -177,16 +168,12 @@ def _groups(config: RejectionsConfig) -> tuple[list[Group], list[Dropped]]:
 
 def _usable(config: RejectionsConfig) -> tuple[list[Skill], list[Dropped]]:
     """The skills that may be in a group, and why others may not. SkilltrainError: a language has none."""
-    pool, flags = read_skills(config.pool), flags_to_leave_out(config.pool)
-    dropped: list[Dropped] = []
+    pool, dropped = unflagged_skills(config.pool)
+    skills = [skill for skill in pool if skill.lang in config.languages]
     for skill in pool:
-        if skill.skill_id in flags:
-            dropped.append(Dropped("", skill.skill_id, "flagged", "the safety screening flagged the skill"))
-        elif skill.lang not in config.languages:
+        if skill.lang not in config.languages:
             reason = f"its language, {skill.lang or 'unknown'}, is none of {', '.join(config.languages)}"
             dropped.append(Dropped("", skill.skill_id, "language", reason))
-    left_out = {row.skill_id for row in dropped}
-    skills = [skill for skill in pool if skill.skill_id not in left_out]
     if missing := sorted(set(config.languages) - {skill.lang for skill in skills}):
         fix = "name the pool's languages in languages"
         raise SkilltrainError(f"the pool holds no skill of language {missing[0]}", where=config.pool, fix=fix)

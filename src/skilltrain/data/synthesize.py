@@ -15,11 +15,11 @@ from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data import counted
-from skilltrain.data.asking import PROMPTS, TOKENS_PER_WORD, Wanted, ask, language_named, prompt, questions_of
+from skilltrain.data.asking import PROMPTS, TOKENS_PER_WORD, Wanted, ask, prompt, questions_of, unflagged_skills
 from skilltrain.data.draws import is_drawn, sample_skills, stable_number
 from skilltrain.data.own_text import own_queries
 from skilltrain.data.query_texts import MAX_TERSE_WORDS, fit_query, query_profile
-from skilltrain.data.screening import flags_to_leave_out, read_flags, write_flags
+from skilltrain.data.screening import read_flags, write_flags
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import LLMConfig, OpenAIConfig, Questions, SmolLM2Config, cost_of
 from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
@@ -142,13 +142,9 @@ class WantedQuery:
 
 def _wanted(config: SynthesizeConfig) -> tuple[list[Wanted[WantedQuery]], list[Dropped]]:
     """The queries to be made, skill by skill, and the skills left out because they are flagged."""
-    pool = read_skills(config.pool)
-    if not pool:
+    usable, flagged = unflagged_skills(config.pool) if config.flagged == "leave_out" else (read_skills(config.pool), [])
+    if not usable and not flagged:
         raise SkilltrainError("the pool holds no skill", where=config.pool)
-    flags = flags_to_leave_out(config.pool) if config.flagged == "leave_out" else {}
-    why = "the safety screening flagged the skill"
-    flagged = [Dropped("", skill.skill_id, "flagged", why) for skill in pool if skill.skill_id in flags]
-    usable = [skill for skill in pool if skill.skill_id not in flags]
     # Six digits for all that tells one run's queries from another's of the same skills, so that both can be merged.
     parts = config.origin, config.seed, config.num_words, config.terse_share, config.body_chars
     parts += (config.prompt, config.style) if (config.prompt, config.style) != ("styles", None) else ()
@@ -174,7 +170,7 @@ def query_prompt(config: SynthesizeConfig, wanted: WantedQuery) -> tuple[str, st
     return prompt(
         config.prompt, material, number=wanted.number, total=config.num_queries_per_skill,
         length=TERSE if wanted.is_terse else f"about {config.num_words} words",
-        language=language_named(skill.lang or "en", "the material"),
+        lang=skill.lang or "en",
         style="terse" if wanted.is_terse else config.style or drawn,
     )  # fmt: skip
 
