@@ -1,6 +1,5 @@
 """A model's own settings are found wherever it lies: in a folder, on the Hub, in sentence-transformers' form."""
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -18,6 +17,7 @@ from skilltrain.models.encoder import EncoderConfig, EncoderSettings, load_encod
 from skilltrain.models.loading import resolve_model
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate
+from tiny_models import qwen3_tokenizer
 
 CPU = torch.device("cpu")
 COMMIT = "a" * 40
@@ -141,6 +141,10 @@ def written(name, content):
     return lambda folder: (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
 
 
+def opened(folder):
+    return load_encoder(EncoderConfig(source=str(folder)), CPU)
+
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 NO_LETTER = "its tokenizer knows no letter: the tokenizer's files are missing or empty"
 
@@ -157,51 +161,59 @@ def lacking(part):
     return lambda weights: {name: value for name, value in weights.items() if part not in name}
 
 
+def foreign_tokenizer(folder):
+    qwen3_tokenizer(appends_end=True).save_pretrained(folder)
+
+
+def unchanged(folder):
+    pass
+
+
 @pytest.mark.parametrize(
     ("name", "change", "weights", "message"),
     [
         ("bert", without(*TOKENIZER_FILES), None, NO_LETTER),
+        ("bert", foreign_tokenizer, None, r"its tokenizer has \d+ tokens, but its weights have rows for \d+"),
         ("qwen3", without("tokenizer.json"), None, "cannot load the tokenizer: Couldn't instantiate the backend"),
-        ("bert", config_with(), renamed, r"do not fit its config\.json: \d+ are missing, such as embeddings\.Layer"),
-        ("bert", config_with(), shorter, r"1 are of another shape, such as embeddings\.word_embeddings\.weight"),
+        ("bert", unchanged, renamed, r"do not fit its config\.json: \d+ are missing, such as embeddings\.Layer"),
+        ("bert", unchanged, shorter, r"1 are of another shape, such as embeddings\.word_embeddings\.weight"),
         ("bert", config_with(num_hidden_layers=1), None, r"16 are unknown, such as encoder\.layer\.1\."),
         ("bert", config_with(num_hidden_layers="x"), None, "cannot load the model configuration"),
-        ("qwen3", config_with(), lacking("layers.0.self_attn.q_proj"), r"1 are missing, such as layers\.0\.self_attn"),
+        ("qwen3", unchanged, lacking("layers.0.self_attn.q_proj"), r"1 are missing, such as layers\.0\.self_attn"),
         ("bert", without("model.safetensors"), None, r"cannot load the weights: .*no file named model\.safetensors"),
         ("bert", written("adapter_config.json", {"base_model_name_or_path": ".."}), None, "holds an adapter, not a"),
-        ("bert_reranker", config_with(), None, "its model is of kind reranker, but encoder is needed here"),
+        ("bert_reranker", unchanged, None, "its model is of kind reranker, but encoder is needed here"),
+        (
+            "reranker bert",
+            unchanged,
+            None,
+            r"lack the head that gives the score: classifier\.bias is missing",
+        ),
+        (
+            "reranker bert_reranker",
+            unchanged,
+            lacking("classifier.weight"),
+            r"classifier\.weight is missing \(train it",
+        ),
+        (
+            "reranker bert_reranker",
+            config_with(num_hidden_layers=1),
+            None,
+            r"16 are unknown, such as bert\.enc",
+        ),
+        ("reranker qwen3", unchanged, None, r"the head that gives the score: score\.weight is missing"),
+        ("reranker qwen3_reranker", config_with(tie_word_embeddings=False), None, r"score: lm_head\.weight is missing"),
+        ("reranker bert", written("modules.json", [{"type": POOLING, "path": "1"}]), None, "of kind encoder, but rer"),
     ],
 )
-def test_a_broken_encoder_is_refused_by_name(broken, name, change, weights, message):
+def test_a_broken_model_is_refused_by_name(broken, name, change, weights, message):
+    kind, _, name = name.rpartition(" ")
     folder = broken(name, change, weights)
     with pytest.raises(SkilltrainError, match=f"^{folder}.*{message}"):
-        load_encoder(EncoderConfig(source=str(folder)), CPU)
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "weights", "message"),
-    [
-        ("bert", config_with(), None, r"lack the head that gives the score: classifier\.bias is missing \(train it"),
-        ("bert_reranker", config_with(), lacking("classifier.weight"), r"classifier\.weight is missing \(train it"),
-        ("bert_reranker", config_with(num_hidden_layers=1), None, r"16 are unknown, such as bert\.encoder\.layer\.1"),
-        ("qwen3", config_with(), None, r"the head that gives the score: score\.weight is missing"),
-        ("qwen3_reranker", config_with(tie_word_embeddings=False), None, r"the score: lm_head\.weight is missing"),
-        ("bert", written("modules.json", [{"type": POOLING, "path": "1"}]), None, "of kind encoder, but reranker is"),
-    ],
-)
-def test_a_broken_reranker_is_refused_by_name(broken, name, change, weights, message):
-    folder = broken(name, change, weights)
-    with pytest.raises(SkilltrainError, match=f"^{folder}.*{message}"):
-        load_reranker(RerankerConfig(source=str(folder)), CPU)
-
-
-def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(broken, model_folders):
-    def foreign(folder):
-        for name in TOKENIZER_FILES:
-            shutil.copy(model_folders["qwen3"] / name, folder / name)
-
-    with pytest.raises(SkilltrainError, match=r"its tokenizer has \d+ tokens, but its weights have rows for \d+"):
-        load_encoder(EncoderConfig(source=str(broken("bert", foreign))), CPU)
+        if kind:
+            load_reranker(RerankerConfig(source=str(folder)), CPU)
+        else:
+            opened(folder)
 
 
 def test_what_may_be_absent_or_too_much(broken, model_folders, told):
@@ -239,10 +251,6 @@ def shards_outside(folder):
 
 def run_with_files(folder):
     written("skilltrain.json", {"kind": "encoder", "settings": {}, "files": ["config.json", "../../x"]})(folder)
-
-
-def opened(folder):
-    return load_encoder(EncoderConfig(source=str(folder)), CPU)
 
 
 @pytest.mark.parametrize(
@@ -387,33 +395,3 @@ def test_a_modules_json_that_is_none_is_refused(plain):
         (Path(folder) / "modules.json").write_text(text)
         with pytest.raises(SkilltrainError, match=r"its modules\.json is no list of modules"):
             settings_of(folder)
-
-
-def test_skillrouters_pipeline_mines_with_the_papers_limit(tmp_path, monkeypatch):
-    path = Path(__file__).parents[1] / "data_pipelines" / "skillrouter.py"
-    spec = importlib.util.spec_from_file_location("skillrouter_pipeline", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    configs = []
-    monkeypatch.setattr(module, "run_recipe", lambda config, resume: configs.append(config))
-    module.run(module.Pipeline(skills=tmp_path, out=tmp_path / "out", trained=tmp_path / "trained"))
-    assert [config.max_skills for config in configs if config.stage == "synthesize"] == [None]
-    base = [config.encoder for config in configs if getattr(config, "encoder", None) is not None]
-    assert len(base) == 4  # pool, mine, filter, and the filter of the reranker's candidates
-    assert {(encoder.max_tokens, encoder.query_max_tokens) for encoder in base} == {(2048, 2048)}
-
-    configs.clear()
-    settings = {"skills": tmp_path, "out": tmp_path / "out", "trained": tmp_path / "trained", "variant": "paper"}
-    module.run(module.Pipeline(**settings, depth=20))
-    by_out = {config.out.name: config for config in configs}
-    asked = by_out["queries"]
-    assert (asked.prompt, asked.max_skills, asked.num_words, asked.dev_share) == ("skillrouter", 37_979, 160, 0)
-    assert by_out["mined"].lexical_among == "semantic" and by_out["mined"].depth == 50
-    for name in ("filtered", "candidates_filtered"):
-        assert [getattr(layer, "above", None) for layer in by_out[name].layers] == [None, 0.6, 0.92]
-        assert by_out[name].layers[1].max_names is None
-    lists, raw, ranked = (by_out[name] for name in ("encoder_lists", "encoder_lists_raw", "reranker_lists"))
-    assert (lists.best_of, lists.rankings, raw.rankings) == (("lexical",), by_out["filtered"].out, by_out["mined"].out)
-    assert raw.quotas == lists.quotas == {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
-    assert (ranked.absent_gold, ranked.list_size, by_out["candidates"].depth) == ("drop", 20, 20)

@@ -105,3 +105,28 @@ def test_a_fault_is_one_line_and_exit_code_2(name, arguments, fault, tmp_path, c
     assert leaving.value.code == 2 and said[-1].startswith("error: ") and fault in said[-1], said
     run_pipeline(module.Pipeline, module.run, module.__doc__, [])
     assert capsys.readouterr().out == f"{module.__doc__}\n"
+
+
+def test_skillrouters_pipeline_and_its_variant_of_the_paper(tmp_path, monkeypatch):
+    module, configs = program("skillrouter"), []
+    monkeypatch.setattr(module, "run_recipe", lambda config, resume: configs.append(config))
+    settings = {"skills": tmp_path, "out": tmp_path / "out", "trained": tmp_path / "trained"}
+    module.run(module.Pipeline(**settings))
+    assert [config.max_skills for config in configs if config.stage == "synthesize"] == [None]
+    base = [config.encoder for config in configs if getattr(config, "encoder", None) is not None]
+    assert len(base) == 4  # pool, mine, filter, and the filter of the reranker's candidates
+    assert {(encoder.max_tokens, encoder.query_max_tokens) for encoder in base} == {(2048, 2048)}
+
+    configs.clear()
+    module.run(module.Pipeline(**settings, variant="paper", depth=20))
+    by_out = {config.out.name: config for config in configs}
+    asked = by_out["queries"]
+    assert (asked.prompt, asked.max_skills, asked.num_words, asked.dev_share) == ("skillrouter", 37_979, 160, 0)
+    assert by_out["mined"].lexical_among == "semantic" and by_out["mined"].depth == 50
+    for name in ("filtered", "candidates_filtered"):
+        assert [getattr(layer, "above", None) for layer in by_out[name].layers] == [None, 0.6, 0.92]
+        assert by_out[name].layers[1].max_names is None
+    lists, raw, ranked = (by_out[name] for name in ("encoder_lists", "encoder_lists_raw", "reranker_lists"))
+    assert (lists.best_of, lists.rankings, raw.rankings) == (("lexical",), by_out["filtered"].out, by_out["mined"].out)
+    assert raw.quotas == lists.quotas == {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
+    assert (ranked.absent_gold, ranked.list_size, by_out["candidates"].depth) == ("drop", 20, 20)

@@ -204,12 +204,11 @@ def load_encoder(
 def _settings(folder: Path, config: EncoderConfig, stored: dict[str, Any], model_config: Any) -> EncoderSettings:
     """What the recipe says, else what training saved, else what a base model's own files say, else our defaults."""
     given = config.model_dump(exclude_none=True, include={*EncoderSettings.model_fields})
-    base: dict[str, Any] = {}
+    base: dict[str, Any] = {"pooling": "last_token"} if model_config.model_type.startswith("qwen") else {}
     if not stored:
-        base = {"pooling": "last_token"} if model_config.model_type.startswith("qwen") else {}
         least = EncoderSettings().query_max_tokens
         base |= module_settings(folder, model_config, "pooling" in given, least)
-    settings = EncoderSettings.model_validate(base | stored | given)
+    settings = EncoderSettings.model_validate((stored or base) | given)
     limit = num_positions(model_config)
     over = {name: limit for name in ("max_tokens", "query_max_tokens") if limit and getattr(settings, name) > limit}
     if any(name in stored | given for name in over):
