@@ -25,7 +25,13 @@ from skilltrain.training.checkpoint import Position, best_checkpoint, checkpoint
 from skilltrain.training.dev import Dev
 from skilltrain.training.engine import check_shared, shards_weights
 from skilltrain.training.log import TrainingLog, note_of, open_trackers
-from skilltrain.training.memory import can_probe, out_of_memory_in_one_line, peak_memory, probe_memory
+from skilltrain.training.memory import (
+    can_probe,
+    out_of_memory_in_one_line,
+    peak_memory,
+    probe_memory,
+    return_free_memory,
+)
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import StepModule, TokenCount
 from skilltrain.training.training_set import TrainingList
@@ -138,6 +144,7 @@ def train(
             figures = {"epoch": position.step / per_epoch} | figures | peak_memory(accelerator.device)
             log.write(position.step, figures)
             show(position.step, note_of(figures))
+            return_free_memory(position.step, accelerator.device)
             is_last, improved = position.step == total, False
             if dev is not None and (is_last or position.step % dev.config.every == 0):
                 improved = _improves(dev, model, step_module, log, position)

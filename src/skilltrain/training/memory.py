@@ -1,5 +1,7 @@
-"""A GPU's memory in a training: a probe before the first step, the peak, and one line where it runs out."""
+"""Memory in a training: a probe before the first step, the peak, what a heap gives back, one line where it runs out."""
 
+import ctypes
+import platform
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,6 +17,7 @@ from skilltrain.training.steps import StepModule, TokenCount
 from skilltrain.training.training_set import TrainingList
 
 GIB = 2**30
+_STEPS_KEPT = 10
 
 
 def largest_batch(step: StepModule, batches: Iterable[Sequence[TrainingList]]) -> Sequence[TrainingList]:
@@ -55,6 +58,16 @@ def probe_memory(
     if device.type == "cuda":
         peak, total = peak_memory(device)["peak_gib"], torch.cuda.get_device_properties(device).total_memory / GIB
         say(f"the largest batch takes {peak:.1f} of the GPU's {total:.1f} GiB")
+
+
+def return_free_memory(step: int, device: torch.device) -> None:
+    """On a CPU, every few steps, give back what glibc's heap holds free.
+
+    Tensors of ever other lengths fragment it: a training of whole batches held 2.1 GB after 35 steps where 0.6 were in
+    use, and went on growing.
+    """
+    if device.type == "cpu" and step % _STEPS_KEPT == 0 and platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager

@@ -14,8 +14,9 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.losses import EncoderLoss, RerankerLoss, infonce_in
 from skilltrain.losses.scored_batch import ScoredBatch, SideScores, SideTerm
 from skilltrain.models.micro_batches import on_device
+from skilltrain.models.pooling import at_least_float32
 from skilltrain.texts import name_key
-from skilltrain.training.training_set import TrainingList, TrainingSet
+from skilltrain.training.training_set import TrainingList, TrainingSet, skill_of
 
 
 @dataclass(frozen=True)
@@ -195,26 +196,24 @@ def _side_negatives(
 
 
 def _cosines(left: Float[Tensor, "left dim"], right: Float[Tensor, "right dim"]) -> Float[Tensor, "left right"]:
-    wide = torch.promote_types(left.dtype, torch.float32)
     with torch.autocast(left.device.type, enabled=False):  # bfloat16 would round cosines to 1/256
-        return left.to(wide) @ right.to(wide).T
+        return at_least_float32(left) @ at_least_float32(right).T
 
 
 def _first(vectors: Float[Tensor, "text dim"], dim: int | None) -> Float[Tensor, "text cut"]:
     """The first `dim` coordinates, made unit vectors again; the vectors themselves without `dim`."""
     if dim is None:
         return vectors
-    wide = torch.promote_types(vectors.dtype, torch.float32)
     with torch.autocast(vectors.device.type, enabled=False):
-        return torch.nn.functional.normalize(vectors[:, :dim].to(wide), dim=1)
+        return torch.nn.functional.normalize(at_least_float32(vectors[:, :dim]), dim=1)
 
 
 def _lexical_scores(
     lists: Sequence[TrainingList], skill_ids: Sequence[str], context: ScoreContext
 ) -> Float[np.ndarray, "query skill"]:
     """What BM25 says of every skill of a batch for each query; 0 for what it did not find."""
-    scores = [context.lexical[one.query] for one in lists]
-    rows = [[of_query.get(skill_id, 0.0) for skill_id in skill_ids] for of_query in scores]
+    found, skills = [context.lexical[one.query] for one in lists], [*map(skill_of, skill_ids)]
+    rows = [[of_query.get(skill_id, 0.0) for skill_id in skills] for of_query in found]
     return np.array(rows, np.float32).reshape(len(lists), len(skill_ids))
 
 

@@ -31,6 +31,13 @@ from skilltrain.tables import (
 from skilltrain.terminal import track
 from skilltrain.training.ranks import made_by_first_rank
 
+_NUL = "\0"  # no table holds one, so that what has it is no skill's id
+
+
+def skill_of(key: str) -> str:
+    """The id of the skill that a list names by one of its windows, or by itself."""
+    return key.partition(_NUL)[0]
+
 
 class ListsSource(Config):
     """What to train on, and what a verdict is worth."""
@@ -104,8 +111,8 @@ class TrainingList:
 
     @property
     def is_positive(self) -> tuple[bool, ...]:
-        """Which candidates are to be found: known answers, whatever others gain. A window's key begins with its id."""
-        known = (skill_id.partition("\0")[0] in self.positives for skill_id in self.skill_ids)
+        """Which candidates are to be found: known answers, whatever others gain."""
+        known = (skill_of(key) in self.positives for key in self.skill_ids)
         return tuple(answers and gain > 0 for answers, gain in zip(known, self.gains, strict=True))
 
 
@@ -114,7 +121,7 @@ class TrainingSet:
     """All lists, the skills they name, and the number of the near-duplicate cluster of those that are in one.
 
     `lexical` has the `lexical_scores` of every query's text, where the loss adds them. A list may name a skill by one
-    of its windows (`on_best_windows`): `skills` and `lexical` have these too, by keys of their own.
+    of its windows (`on_best_windows`): `skills` has these too, by keys of their own.
     """
 
     lists: tuple[TrainingList, ...]
@@ -193,17 +200,10 @@ def on_best_windows(data: TrainingSet, settings: EncoderSettings) -> TrainingSet
         for skill_id in one.skill_ids:
             start, of_skill = starts[skill_id], windows[skill_id]
             best = int(scores[start : start + len(of_skill)].argmax())
-            keys.append(f"{skill_id}\0{best}" if best else skill_id)  # no table holds a NUL, so this is no skill's id
+            keys.append(f"{skill_id}{_NUL}{best}" if best else skill_id)
             skills[keys[-1]] = of_skill[best]
         lists.append(replace(one, skill_ids=tuple(keys)))
-    keys_of: dict[str, list[str]] = {}
-    for key, skill in skills.items():
-        keys_of.setdefault(skill.skill_id, []).append(key)
-    lexical = {
-        text: {key: score for skill_id, score in found.items() for key in keys_of.get(skill_id, ())}
-        for text, found in data.lexical.items()
-    }
-    return replace(data, lists=tuple(lists), skills=skills, lexical=lexical)
+    return replace(data, lists=tuple(lists), skills=skills)
 
 
 def _clusters(source: ListsSource, skills: list[Skill], near_duplicates: float | None) -> dict[str, int]:
