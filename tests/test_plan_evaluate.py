@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from benchmark_folders import write_ours, write_pool
-from llm_server import LLMServer, Reply, embeddings, llm_server
+from llm_server import LLMServer, Reply, chat, embeddings, llm_server
 from skilltrain.config import validate
 from skilltrain.llm.answers import estimate_tokens
 from skilltrain.records import Skill
@@ -36,8 +36,8 @@ def config_of(folder: Path, *systems: dict[str, Any]) -> EvaluateConfig:
 
 
 def judged(server: LLMServer, cache: Path, **llm: Any) -> dict[str, Any]:
-    chat = {"kind": "openai", "model": "chat", "base_url": server.base_url, "cache": str(cache), **llm}
-    return {"name": "judged", "rankers": [{"kind": "lexical"}, {"kind": "select", "keep": 4, "llm": chat}]}
+    select = {"kind": "select", "keep": 4, "llm": chat(server, cache, concurrency=4, **llm)}
+    return {"name": "judged", "rankers": [{"kind": "lexical"}, select]}
 
 
 def api(server: LLMServer, cache: Path, name: str = "api", **changed: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llm_server import Reply, llm_server
+from llm_server import LLMServer, Reply, chat, llm_server
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import GoldStep, Task
@@ -151,8 +151,7 @@ def _plan(
     hints = decomposer.pop("hints", {"rounds": 0})
     with llm_server() as server:
         server.script = [Reply(answer) for answer in answers]
-        url = server.base_url if answers else "http://127.0.0.1:9/v1"  # nothing listens there
-        llm = {"kind": "openai", "model": "m", "base_url": url, "cache": None, "max_retries": 0}
+        llm = chat(server if answers else LLMServer("http://127.0.0.1:9/v1"))  # nothing listens there
         values = {"decomposer": {"kind": "llm", "llm": llm, "max_retries": 1, **decomposer}, "hints": hints}
         steps = GoldStep("one"), GoldStep("two")
         known = Task(query(text), Relevance(frozenset({"mail"}), {"mail": 1.0}), steps=steps)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llm_server import LLMServer, Reply, llm_server
+from llm_server import LLMServer, Reply, chat, llm_server
 from skilltrain.config import validate
 from skilltrain.llm import Message, cost_of
 from skilltrain.llm.answers import estimate_prompt
@@ -36,10 +36,7 @@ SKILLS = {letter: skill(letter) for letter in "abcdef"}
 TASK = Ask(Query("q", "task", "single", "t", "t"), choices=tuple(SKILLS[letter] for letter in "abc"))
 
 
-def llm_of(server: LLMServer | None, cache: Path | None = None, **changed: Any) -> dict[str, Any]:
-    url = server.base_url if server else "http://127.0.0.1:9/v1"  # nothing listens there
-    return {"kind": "openai", "model": "scripted", "base_url": url, "cache": str(cache) if cache else None,
-            "temperature": 0, "max_retries": 0, "concurrency": 1, **changed}  # fmt: skip
+DOWN = LLMServer("http://127.0.0.1:9/v1")  # nothing listens there
 
 
 def queries_of(**texts: str) -> list[Query]:
@@ -48,14 +45,14 @@ def queries_of(**texts: str) -> list[Query]:
 
 def chosen(
     config: type[SelectConfig | AdmitConfig],
-    server: LLMServer | None,
+    server: LLMServer,
     candidates: Mapping[str, Sequence[str]],
     skills: Sequence[Skill] = (),
     text: str = "Fill a form",
     **settings: Any,
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """(query → the ids that are left of its candidates, in order; what the ranker counts). Scores fall with rank."""
-    asked = validate(config, {"llm": llm_of(server), "max_retries": 1, **settings}, "test")
+    asked = validate(config, {"llm": chat(server), "max_retries": 1, **settings}, "test")
     ranker = Select(asked, SKILLS | {one.skill_id: one for one in skills})
     before: Rankings = {q: [(i, -float(n)) for n, i in enumerate(ids, 1)] for q, ids in candidates.items()}
     found = ranker.rank(queries_of(**dict.fromkeys(candidates, text)), before, asked.keep)
@@ -188,7 +185,7 @@ def test_a_query_without_a_usable_answer_keeps_its_order_and_is_counted(
 def test_the_cost_is_told_before_anybody_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
     with llm_server() as server:
         server.otherwise = lambda request: Reply("1")
-        llm = llm_of(server, prices={"prompt": 10.0, "completion": 100.0})
+        llm = chat(server, prices={"prompt": 10.0, "completion": 100.0})
         config = validate(SelectConfig, {"llm": llm, "keep": 4}, "test")
         asked = queries_of(**dict.fromkeys(("q1", "q2", "q3", "q4", "q5"), "Fill a form"))
         plan = cost_of(config.asks(asked, list(SKILLS.values())))
@@ -251,7 +248,7 @@ def test_without_a_usable_answer_the_first_candidates_stand(
 ) -> None:
     with llm_server() as server:
         server.otherwise = lambda request: reply or Reply()
-        found, counts = chosen(AdmitConfig, server if reply else None, {"q": "abcdef"}, specificity=True)
+        found, counts = chosen(AdmitConfig, server if reply else DOWN, {"q": "abcdef"}, specificity=True)
     assert found == {"q": "abcde"} and counts["unusable"] == {kind: 1}
     assert ("goes on without the chat model" in capsys.readouterr().err) == (kind == "down")
 
@@ -279,8 +276,8 @@ class Remembers:
                 for query in queries}  # fmt: skip
 
 
-def expanded(server: LLMServer | None, cache: Path | None = None, **settings: Any) -> tuple[Expand, Remembers]:
-    values = {"llm": llm_of(server, cache), "of": {"kind": "lexical", "keep": 2}, "max_retries": 1, **settings}
+def expanded(server: LLMServer, cache: Path | None = None, **settings: Any) -> tuple[Expand, Remembers]:
+    values = {"llm": chat(server, cache), "of": {"kind": "lexical", "keep": 2}, "max_retries": 1, **settings}
     ranker: Any = Remembers()
     return Expand(validate(ExpandConfig, values, "test"), ranker), ranker
 
@@ -356,8 +353,8 @@ def test_a_single_query_is_read_without_its_quotation_marks(answer: str) -> None
 # In a cascade ---------------------------------------------------------------------------------------------------------
 
 
-def cascade(server: LLMServer | None) -> SystemConfig:
-    llm = llm_of(server)
+def cascade(server: LLMServer) -> SystemConfig:
+    llm = chat(server)
     values = {"name": "cascade", "rankers": [
         {"kind": "expand", "llm": llm, "count": 2, "keep": 5, "of": {"kind": "lexical", "keep": 4}},
         {"kind": "lexical", "fields": "description", "keep": 4},
@@ -370,7 +367,7 @@ def test_a_cascade_goes_on_without_a_model_that_is_down_and_says_so(capsys: pyte
     skills, queries = list(SKILLS.values()), queries_of(q="topic bbb and body")
     rankers = [{"kind": "lexical", "keep": 4}, {"kind": "lexical", "fields": "description", "keep": 4}]
     plain = validate(SystemConfig, {"name": "plain", "rankers": rankers}, "test")
-    found = run_systems([cascade(None), plain], queries, skills, 10, num_timed=1)
+    found = run_systems([cascade(DOWN), plain], queries, skills, 10, num_timed=1)
     first, second, last = found["cascade"]
     assert last.rankings["q"] == found["plain"][-1].rankings["q"][:2]
     assert first.counts["unusable"] == last.counts["unusable"] == {"down": 1}
