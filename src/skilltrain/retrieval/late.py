@@ -108,7 +108,7 @@ class Late:
                 for skill_id, _ in candidates[queries[place].query_id]:
                     asking.setdefault(skill_id, []).append(place)
             vectors = {block[place]: found for place, found in self._vectors([ids[place] for place in block])}
-            for skill_id, tokens in self._skills(asking):
+            for skill_id, tokens in track(self._skills(asking), "late interaction", len(asking)):
                 found = max_sim([vectors[place] for place in asking[skill_id]], [tokens])[:, 0].tolist()
                 for place, score in zip(asking[skill_id], found, strict=True):
                     scores[place][skill_id] = score
@@ -123,7 +123,8 @@ class Late:
         """Write the vectors of the tokens of `skills`; those of skill i stand at place `at[i]` in `kept` if not -1."""
         counts: list[int] = []
         with (folder / "tokens.bin").open("wb") as file:
-            for start in range(0, len(skills), _TEXTS):
+            starts = range(0, len(skills), _TEXTS)
+            for start in track(starts, "encoding tokens", len(starts)):
                 some = [*zip(skills[start : start + _TEXTS], at[start : start + _TEXTS], strict=True)]
                 new = {skill.skill_id: skill for skill, place in some if kept is None or place < 0}
                 found = {skill_id: _as_rows(tokens) for skill_id, tokens in self.over(new)._skills(new)}
@@ -144,8 +145,7 @@ class Late:
                 tokens = torch.from_numpy(rows["values"] * rows["scale"][:, None])
                 yield skill_id, tokens.to(self.encoder.device)
         ordered = sorted(texts, key=lambda skill_id: -len(texts[skill_id]))
-        starts = range(0, len(ordered), _TEXTS)
-        for start in track(starts, "late interaction", len(starts)):
+        for start in range(0, len(ordered), _TEXTS):
             some = ordered[start : start + _TEXTS]
             ids = self.encoder.tokenize([texts[skill_id] for skill_id in some], settings.max_tokens)
             for place, vectors in self._vectors(ids):
