@@ -23,7 +23,7 @@ from skilltrain.llm.answers import (
     read_answer,
 )
 from skilltrain.llm.budget import Budget, most_of, over_budget, usage_of
-from skilltrain.llm.client import LLM, Server, is_passing
+from skilltrain.llm.client import LLM, Server, is_refused
 from skilltrain.llm.settings import OpenAIConfig
 from skilltrain.terminal import say
 
@@ -176,7 +176,7 @@ class BatchLLM(LLM):
         try:
             return self._server.ask(lambda: (call(), Usage()), Usage())
         except (openai.OpenAIError, ValueError, AttributeError) as error:  # the last two: a reply of another shape
-            if isinstance(error, openai.APIStatusError) and not is_passing(error):
+            if is_refused(error):
                 refused()
             fix = "run again: batches under way are taken up, none is submitted twice"
             failure = self._server.explain(error)

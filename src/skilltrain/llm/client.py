@@ -85,7 +85,7 @@ class Server:
                 return reply
             except openai.OpenAIError as error:
                 used = most if _may_have_cost(error) else Usage()
-                if num_tries > self.config.max_retries or not is_passing(error):
+                if num_tries > self.config.max_retries or is_refused(error):
                     raise
                 seconds = _wait_before_retry(error, num_tries)
             finally:
@@ -104,45 +104,42 @@ class Server:
 
     def explain(self, error: Exception) -> SkilltrainError | CompletionError:
         """What to raise for a client's error: for all requests or for this one; the key is not in it."""
-        import openai
-
         reason = " ".join(self.blot(str(error) or "timed out").split())[:300]
-        section = self.config.section
-        if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
+        section, status = self.config.section, _status(error)
+        if status in (401, 403):
             what, fix = f"the key was refused: {reason}", f"set {self.config.api_key_env} to a valid key"
-        elif isinstance(error, openai.NotFoundError):
+        elif status == 404:
             what = f"no model '{self.config.model}' here: {reason}"
             fix = f"check {section}.model and {section}.base_url"
         elif _is_without_credit(error):
             what, fix = "the account has no credit left", "top it up, then run again"
-        elif isinstance(error, openai.APIConnectionError) and not _may_have_cost(error):
+        elif status is None and not _may_have_cost(error):
             what, fix = f"no server answers: {reason}", f"start it, or correct {section}.base_url"
         else:
             return CompletionError("failed", reason)
         return SkilltrainError(what, where=self.config.base_url, fix=fix)
 
 
+def _status(error: Exception) -> int | None:
+    """The status with which a server answered; None where a connection broke or was never there."""
+    return getattr(error, "status_code", None)
+
+
 def _is_without_credit(error: Exception) -> bool:
-    import openai
-
-    return isinstance(error, openai.RateLimitError) and error.code == "insufficient_quota"
+    return _status(error) == 429 and getattr(error, "code", None) == "insufficient_quota"
 
 
-def is_passing(error: Exception) -> bool:
-    """Whether the same request may succeed a little later."""
-    import openai
-
-    if isinstance(error, openai.APIStatusError):
-        return (error.status_code in (408, 409, 429) or error.status_code >= 500) and not _is_without_credit(error)
-    return isinstance(error, openai.APIConnectionError)
+def is_refused(error: Exception) -> bool:
+    """Whether the server has answered so that the same request cannot succeed a little later."""
+    status = _status(error)
+    is_passing = status is None or status in (408, 409, 429) or status >= 500
+    return not is_passing or _is_without_credit(error)
 
 
 def _may_have_cost(error: Exception) -> bool:
     """Whether the server may have answered, and charged, without our seeing it: it was reached and gave no status."""
-    import openai
-
     was_reached = type(error.__cause__).__name__ not in ("ConnectError", "ConnectTimeout", "PoolTimeout")
-    return isinstance(error, openai.APIConnectionError) and was_reached
+    return _status(error) is None and was_reached
 
 
 def _wait_before_retry(error: Exception, num_tries: int) -> float:
