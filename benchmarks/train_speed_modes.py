@@ -114,12 +114,14 @@ def useful_flops(step: Any, batch: Sequence[Any]) -> float:
 
     In a causal reranker a list's common prompt counts once.
     """
-    if hasattr(step, "encoder"):
-        network, shared = step.model.backbone, [0]
+    from skilltrain.training.steps import EncoderStep
+
+    network, shared = step.model.network, [0]
+    if isinstance(step, EncoderStep):
         skill_ids = {skill_id for one in batch for skill_id in one.skill_ids}
         lists = [[step.query_ids[one.query] for one in batch] + [step.skill_ids[s] for s in skill_ids]]
     else:
-        network, lists = step.model.network, [[pair.ids for pair in step.pairs(one)] for one in batch]
+        lists = [[pair.ids for pair in step.pairs(one)] for one in batch]
         shared = [_num_shared(texts) if is_causal(network) else 0 for texts in lists]
     tokens = seen = 0.0
     for prompt, texts in zip(shared, lists, strict=True):
@@ -141,7 +143,7 @@ def _num_shared(texts: Sequence[Sequence[int]]) -> int:
 def _train_peer(case: Case, mode: PeerMode, folder: Path, what: Material, reporter: Reporter) -> None:
     """Train through the library's trainer, reporting each step; tokenising a batch is part of its step."""
     from sentence_transformers.base.losses.merged_forward import column_merging_disabled
-    from transformers import TrainerCallback
+    from transformers import PrinterCallback, TrainerCallback
 
     losses: list[float] = []
 
@@ -158,6 +160,7 @@ def _train_peer(case: Case, mode: PeerMode, folder: Path, what: Material, report
     trainer.loss.register_forward_hook(lambda _module, _inputs, loss: losses.append(float(loss.detach())))
     trainer.model[0].register_forward_pre_hook(count)
     trainer.add_callback(Reporting())
+    trainer.remove_callback(PrinterCallback)  # it would print into the tables
     with nullcontext() if mode.merged else column_merging_disabled():
         reporter.begin()
         trainer.train()

@@ -25,14 +25,12 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
     A kill, a full disk or an exception leaves the old file as it was.
     """
+    temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
-    except OSError as error:
-        raise SkilltrainError(f"cannot write: {reason_of(error)}", where=path) from error
-    os.close(handle)
-    temporary = Path(name)
-    try:
+        os.close(handle)
+        temporary = Path(name)
         yield temporary
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
@@ -41,7 +39,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise SkilltrainError(f"cannot write: {reason_of(error)}", where=path) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary:
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager
