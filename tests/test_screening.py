@@ -450,7 +450,7 @@ def test_a_file_that_pretends_to_be_no_text_is_read_all_the_same(disguise: bytes
 
 
 def test_names_that_are_shown_alike_do_not_break_the_table(tmp_path: Path):
-    names = ("a\nb", "a\tb", "a\x07b", "body")
+    names = ("a\nb", "a\tb", "body")
     files = [BundledFile(Path(name), b"http://45.140.17.2/a", False) for name in names]
     flags = screen_texts(skill("http://45.140.17.2/a"), files)
     assert [flag.field for flag in flags] == ["body", "./a b", "./body"]

@@ -20,12 +20,7 @@ from skilltrain.tables import FLAGS, SKILLS, read_table, table_path, write_table
 from skilltrain.terminal import say
 from skilltrain.workers import WorkersConfig, map_blocks
 
-_PLAIN = (lures.piped_through_decoder, lures.outside_addresses, lures.paste_links,
-          lures.outside_programs, hidden.stuffed, hidden.disguised_words)  # fmt: skip
-_WRITTEN = (hidden.hidden_characters, secret_keys.secret_keys, secret_keys.database_passwords)
-RULES: tuple[Rule, ...] = load_rules(
-    {check.__name__: (check, False) for check in _PLAIN} | {check.__name__: (check, True) for check in _WRITTEN}
-)
+RULES: tuple[Rule, ...] = load_rules({"lures": lures, "hidden": hidden, "secret_keys": secret_keys})
 FIELDS = ("name", "description", "body")
 MAX_FLAGS = 20  # of one rule in one field; more tell no more
 MAX_SPAN = 400  # characters

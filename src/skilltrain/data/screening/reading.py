@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
+from types import ModuleType
 from typing import Any, Literal
 
 import yaml
@@ -223,20 +224,23 @@ def expand(regex: str) -> str:
     return re.sub("<([A-Z_]+)>", lambda found: expand(fragments[found[1]]), "".join(regex.splitlines()))
 
 
-def load_rules(checks: Mapping[str, tuple[Callable[[Reading], Spans], bool]]) -> tuple[Rule, ...]:
-    """The rules of rules.yaml; `checks` are those in Python, each with whether it speaks of the text as written."""
+def load_rules(modules: Mapping[str, ModuleType]) -> tuple[Rule, ...]:
+    """The rules of rules.yaml; `modules` are those of the checks in Python, by name."""
     return tuple(
-        Rule(**{**rule, "finds": tuple(_find_of(find, checks) for find in rule["finds"])}) for rule in _table()["rules"]
+        Rule(rule["name"], rule["reason"], tuple(_find_of(find, modules) for find in rule["finds"]))
+        for rule in _table()["rules"]
     )
 
 
-def _find_of(row: dict[str, Any], checks: Mapping[str, tuple[Callable[[Reading], Spans], bool]]) -> Find:
+def _find_of(row: Mapping[str, Any], modules: Mapping[str, ModuleType]) -> Find:
     regex = row.get("regex", "")
-    row["regex"] = "|".join(map(expand, regex)) if isinstance(regex, list) else expand(regex)
-    row |= {key: expand(row[key]) for key in ("anchors", "unless") if key in row}
-    row |= {key: tuple(map(expand, row[key])) for key in ("needs", "fields") if key in row}
-    row["custom"], row["written"] = checks[row["custom"]] if "custom" in row else (None, False)
-    return Find(**row)
+    values: dict[str, Any] = {**row, "regex": "|".join(map(expand, regex if isinstance(regex, list) else [regex]))}
+    values |= {key: expand(row[key]) for key in ("anchors", "unless") if key in row}
+    values |= {key: tuple(map(expand, row[key])) for key in ("needs", "fields") if key in row}
+    if "custom" in row:
+        module, _, name = row["custom"].partition(".")
+        values["custom"] = getattr(modules[module], name)
+    return Find(**values)
 
 
 def _windows(anchors: list[str], plain: str, reach: int) -> Spans:
