@@ -205,17 +205,14 @@ def test_the_size_bound_never_changes_the_answer(tokens, above):
     assert (value == exact) if exact > above else np.isnan(value)
 
 
-def test_nameless_skills_do_not_share_a_name(found):
-    skills = [Skill("a", "--", "", ""), Skill("b", "_", "", "")]
-    assert not found(rankings("b"), {"q1": {"a": Verdict.REQUIRED}}, [NameLayer()], skills)
-
-
 def test_bodies_of_every_kind_are_compared(found):
     odd = ["", "word", "word", "\U00012000\U00012001\U00012002", "read it " * 2_000_000, "read it " * 2_000_001]
     skills = [Skill(str(n), f"name {n}", "", body) for n, body in enumerate(odd)]
     table = pa.concat_tables([rankings("2", "0", query_id="q1"), rankings("5", "3", query_id="q4")])
     verdicts = {"q1": {"1": Verdict.REQUIRED}, "q4": {"4": Verdict.REQUIRED}}
     assert set(found(table, verdicts, [JaccardLayer()], skills)) == {"2", "5"}
+    nameless = [Skill("a", "--", "", ""), Skill("b", "_", "", "")]
+    assert not found(rankings("b"), required("a"), [NameLayer()], nameless), "no name is no common name"
 
 
 def test_rows_by_query_keeps_row_order():

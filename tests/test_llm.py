@@ -2,7 +2,6 @@
 
 import json
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -94,22 +93,6 @@ def test_requests_keep_to_the_rate_and_to_the_concurrency(server: LLMServer) -> 
     assert server.times[-1] - server.times[0] >= 0.3
 
 
-def test_requests_are_taken_as_there_is_room_for_them(server: LLMServer) -> None:
-    num_taken = 0
-
-    def requests() -> Iterator[Request]:
-        nonlocal num_taken
-        for seed in range(100):
-            num_taken += 1
-            yield Request(ASK, seed)
-
-    server.otherwise = lambda _: Reply(delay=0.1)
-    answers = open_client(server, concurrency=2).complete_all(requests())
-    next(answers)
-    answers.close()
-    assert 1 <= num_taken < 10
-
-
 def test_many_failures_in_a_row_stop_the_run_but_what_is_under_way_is_kept(server: LLMServer, tmp_path: Path) -> None:
     slow = {0: Reply("kept", delay=0.5, until=lambda: len(server.requests) == 21)}
     server.otherwise = lambda request: slow.get(request["seed"], Reply(status=500))
@@ -133,21 +116,6 @@ def test_thoughts_before_an_answer_are_paid_for_and_left_out(server: LLMServer) 
     answers = [complete(llm, seed) for seed in range(3)]
     assert [answer.text.strip() for answer in answers] == ["3", "<think>cut", "half \ufffd of a pair"]
     assert answers[0].num_completion_tokens > 5
-
-
-def test_a_fault_of_the_requests_themselves_ends_the_run_and_what_is_under_way_is_kept(
-    server: LLMServer, tmp_path: Path
-) -> None:
-    def requests() -> Iterator[Request]:
-        yield from (Request(ASK, 0), Request(ASK, 1))
-        raise OSError("the pool cannot be read")  # in the moment in which the second is answered
-
-    slow = Reply("kept", delay=0.5)
-    server.otherwise = lambda request: Reply(until=lambda: len(server.requests) == 2) if request["seed"] else slow
-    with pytest.raises(OSError, match="cannot be read"):
-        list(open_client(server, tmp_path, concurrency=2).complete_all(requests()))
-    assert ask(open_client(server, tmp_path), 0) == ["kept"]
-    assert len(server.requests) == 2
 
 
 @pytest.mark.parametrize("raw", ["{not json", '{"choices": []}', '{"choices": null}', "[]", '"text"', '{"error": 1}'])
