@@ -17,7 +17,7 @@ from skilltrain.training.steps import StepModule, TokenCount
 from skilltrain.training.training_set import TrainingList
 
 GIB = 2**30
-_STEPS_KEPT = 10
+_STEPS_KEPT = 3
 
 
 def largest_batch(step: StepModule, batches: Iterable[Sequence[TrainingList]]) -> Sequence[TrainingList]:
