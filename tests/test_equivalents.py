@@ -44,3 +44,9 @@ def test_equivalents_are_judged_and_evaluated(server: LLMServer, tmp_path: Path)
     assert (relevance.gold, relevance.alternatives, relevance.gains) == ({"a"}, {"f": "a"}, {"a": 1.0})
     measures = [parse_measure("Hit@1"), parse_measure("Recall@2")]
     assert evaluate_query(["f", "a"], relevance, measures) == {"Hit@1": 1.0, "Recall@2": 1.0}
+    server.otherwise = lambda asked: Reply("[2]")
+    command[1], command[-1], command[-2] = f"queries={tmp_path}/out", f"out={tmp_path}/again", "depth=4"
+    again = json.loads(succeeds(*command, "--json").out)
+    assert (again["num_golds"], again["num_equivalents"]) == (2, 2), "what was found before is no gold skill"
+    relevance = load_benchmark(tmp_path / "again", None).tasks[0].relevance
+    assert (relevance.gold, relevance.alternatives) == ({"a"}, {"f": "a", "e": "a"})

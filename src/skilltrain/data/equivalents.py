@@ -63,11 +63,14 @@ def _questions(config: EquivalentsConfig) -> Questions[Wanted[Group], list[Skill
     skills = {skill.skill_id: skill for skill in read_skills(config.pool)}
     verdicts, rankings = read_verdicts(config.queries), read_table(config.rankings, RANKINGS)
     rows, ranked = rows_by_query(rankings), texts_of(rankings.column("skill_id"))
+    judged_rows = read_table(config.queries, JUDGEMENTS).to_pylist()
+    found_before = {(r["query_id"], r["skill_id"]) for r in judged_rows if r["group"] in verdicts[r["query_id"]]}
     wanted: list[Wanted[Group]] = []
     for query in select_queries(config.queries, None):
         judged, own = verdicts.get(query.query_id, {}), rows[query.query_id].tolist() if query.query_id in rows else []
         near = [s for s in dict.fromkeys(ranked[row] for row in own) if s in skills and s not in judged][: config.depth]
-        for gold in sorted(s for s, verdict in judged.items() if verdict is Verdict.REQUIRED and s in skills and near):
+        required = {s for s in judged if judged[s] is Verdict.REQUIRED and (query.query_id, s) not in found_before}
+        for gold in sorted(required & skills.keys() if near else ()):
             group = Group(query.query_id, "", tuple(skills[skill_id] for skill_id in (gold, *near)), query.text)
             wanted.append(wanted_verdicts(group, 0, config.seed, "equivalents"))
     return questions_of(config.llm, wanted, read_equivalents, 20, "judging candidates")
