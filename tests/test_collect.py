@@ -441,7 +441,8 @@ def test_a_steady_drip_is_cut_off(registry, tmp_path, time):
 
 
 RUN = """
-import sys, json
+import json, sys
+from pathlib import Path
 from skilltrain.config import validate
 from skilltrain.data.collect.collect import CollectConfig, run_collect
 run_collect(validate(CollectConfig, json.loads(sys.argv[1]), "test"), Path(sys.argv[2]))
