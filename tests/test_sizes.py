@@ -19,17 +19,17 @@ MAX_PARAMETERS = 7
 # twice: by 850 lines in all for trainers that hold on real GPUs, late interaction and what users of commands ran into;
 # and by 5,900 for four features that had no code at all (R3's rejections and their gradients; SkillFlow's cascade and
 # agents' trials; SkillWeaver's plans; the router's index, abstention, servers, export forms and the way to the Hub)
-# and SkillRouter's own variant. They were written side by side in three hours; what they share is yet to be found.
+# and SkillRouter's own variant. They were written side by side in three hours; a day later a wave over all parts found what they share.
 BUDGETS = {
     "(modules)": 1_900, "llm": 950, "losses": 700, "models": 1_400, "retrieval": 1_500, "evaluation": 1_800,
     "data": 4_400, "training": 2_300, "export": 800, "report": 1_000, "routing": 1_600, "ablation": 800, "cli": 500,
 }  # fmt: skip
 CEILINGS = {
-    "(modules)": 2_335, "llm": 1_275, "losses": 795, "models": 1_890, "retrieval": 2_435, "evaluation": 2_265,
-    "data": 6_075, "training": 3_085, "export": 885, "report": 1_210, "routing": 3_910, "cli": 905,
+    "(modules)": 2_330, "llm": 1_235, "models": 1_880, "retrieval": 2_375, "evaluation": 1_885, "data": 5_885,
+    "training": 2_990, "report": 1_125, "routing": 3_900, "cli": 880,
 }  # fmt: skip
 # The aims are 18,000 lines in 150 files, and 16,000 lines of tests; these too only ever fall.
-MAX_SOURCE_LINES, MAX_SOURCE_FILES, MAX_TEST_LINES = 27_600, 203, 26_560
+MAX_SOURCE_LINES, MAX_SOURCE_FILES, MAX_TEST_LINES = 26_400, 164, 24_300
 LEFTOVER = re.compile(r"\b(?:TODO|FIXME|XXX)\b")
 UNPICKLERS = {"pickle", "cloudpickle", "dill", "joblib", "torch"}
 
