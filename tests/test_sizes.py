@@ -19,7 +19,7 @@ MAX_PARAMETERS = 7
 # twice: by 850 lines in all for trainers that hold on real GPUs, late interaction and what users of commands ran into;
 # and by 5,900 for four features that had no code at all (R3's rejections and their gradients; SkillFlow's cascade and
 # agents' trials; SkillWeaver's plans; the router's index, abstention, servers, export forms and the way to the Hub)
-# and SkillRouter's own variant. They were written side by side in three hours; a day later a wave over all parts found what they share.
+# and SkillRouter's own variant. They were written side by side in three hours, and gone through as a whole a day later.
 BUDGETS = {
     "(modules)": 1_900, "llm": 950, "losses": 700, "models": 1_400, "retrieval": 1_500, "evaluation": 1_800,
     "data": 4_400, "training": 2_300, "export": 800, "report": 1_000, "routing": 1_600, "ablation": 800, "cli": 500,
