@@ -20,6 +20,7 @@ class Small(Config):
 class Large(Config):
     name: Literal["large"]
     depth: float = 0.5
+    large: bool = True  # a key that is also the section's tag
 
 
 class Inner(Config):
@@ -56,8 +57,8 @@ def refusal(values):
         ({"section": {"inner": {"rat": 1}}},
          "unknown key 'section.inner.rat', did you mean 'rate'? allowed here: label, mode, rate"),
         ({"zzz": 1}, "unknown key 'zzz'; allowed here: out, parts, section, shape, shapes, weights"),
-        ({"shape": {"name": "large", "dept": 1}},
-         "unknown key 'shape.dept', did you mean 'depth'? allowed here: depth, name"),
+        ({"shape": {"name": "large", "large": False, "dept": 1}},
+         "unknown key 'shape.dept', did you mean 'depth'? allowed here: depth, large, name"),
         ({"shapes": [{"name": "small"}, {"name": "small", "colour": 1}]},
          "unknown key 'shapes.1.colour'; allowed here: name, width"),
         ({"shape": {"name": "smal"}},

@@ -167,7 +167,7 @@ def validate(config_class: type[ConfigT], values: Mapping[str, Any], where: obje
 
 
 def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, Any]) -> str:
-    path = _key_path(fault, values)
+    path = _key_path(config_class, fault, values)
     key, kind, found = ".".join(path), fault["type"], _short(fault["input"])
     place = f"{key}: " if key else ""
     if kind == "extra_forbidden":
@@ -195,10 +195,12 @@ def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, An
     return f"{place}{message[:1].lower()}{message[1:]}{found}"
 
 
-def _key_path(fault: Any, values: Any) -> list[str]:
+def _key_path(config_class: type[BaseModel], fault: Any, values: Any) -> list[str]:
     """The keys that lead to a fault in `values`; pydantic's location also names the chosen members of unions."""
     path: list[str] = []
-    for part in fault["loc"]:
+    for depth, part in enumerate(fault["loc"]):
+        if _tagged(part, _classes_at(config_class, fault["loc"][:depth])):
+            continue
         inside_list = isinstance(values, Sequence) and isinstance(part, int)
         if inside_list or (isinstance(values, Mapping) and part in values):
             path.append(str(part))
@@ -221,9 +223,13 @@ def _classes_at(config_class: type[BaseModel], location: Sequence[Any]) -> list[
     current: list[type[BaseModel]] = [config_class]
     for part in location:
         inner = [m for c in current if part in c.model_fields for m in sections_of(c.model_fields[part].annotation)]
-        tagged = [c for c in current if part in tags_of(c).values()]
-        current = inner or tagged or current
+        current = _tagged(part, current) or inner or current
     return current
+
+
+def _tagged(part: Any, sections: list[type[BaseModel]]) -> list[type[BaseModel]]:
+    """Those of several sections that `part` selects as their tag, even where it is also a key of theirs."""
+    return [c for c in sections if part in tags_of(c).values()] if len(sections) > 1 else []
 
 
 def sections_of(annotation: Any) -> list[type[BaseModel]]:
