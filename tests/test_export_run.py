@@ -1,19 +1,26 @@
-"""Exporting a run: the finished model, or any checkpoint, with adapters merged; one clear line for every fault."""
+"""A run's model or any of its checkpoints as a folder, and pushed to a Hub on loopback: one clear line for every fault.
+
+What arrives is whole, opens elsewhere with the same scores, and tells only figures that are its own.
+"""
 
 import json
+import shutil
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from huggingface_hub import constants
 from peft import PeftModel
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from hub_server import TOKEN, Repository, hub_server
 from skilltrain.config import to_yaml
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import Published
+from skilltrain.export.folder import save_model
 from skilltrain.export.forms import open_model
 from skilltrain.models.adapters import AdapterConfig
 from skilltrain.models.encoder import EncoderConfig
@@ -22,14 +29,17 @@ from skilltrain.models.reranker import Reranker, RerankerConfig
 from skilltrain.records import Skill
 from skilltrain.tables import SKILLS, rows_of, write_table
 from skilltrain.templates import RerankerTemplate
-from skilltrain.training.publish import check_round_trip, export_adapter, export_run, save_trained
+from skilltrain.training.publish import check_round_trip, export_adapter, export_run, push_model, save_trained
 from skilltrain.training.settings import TrainEncoderConfig, TrainRerankerConfig, load_model
 from skilltrain.training.training_set import ListsSource
+from small_library import skilltrain, succeeds
 
-CPU = torch.device("cpu")
+CPU, REPO = torch.device("cpu"), "our-team/sr-emb"
 TEXTS = ["deploy pods", "", "review the commit and merge " * 20]
-DATA = {"num_lists": 7, "num_steps": 4, "seconds": 1.5, "last_loss": 0.25, "checkpoint": "step-4"}
-DEV = {"dev": {"MRR@10": {"mean": 0.5, "low": 0.25, "high": 0.75, "n": 8}}}
+SUMMARY = {
+    "num_lists": 7, "num_steps": 4, "seconds": 1.5, "last_loss": 0.25, "checkpoint": "step-4",
+    "dev": {"MRR@10": {"mean": 0.5, "low": 0.25, "high": 0.75, "n": 8}},
+}  # fmt: skip
 
 
 def config_of(folder, source, adapter=None, reranker=False):
@@ -42,7 +52,7 @@ def config_of(folder, source, adapter=None, reranker=False):
 
 
 def add_checkpoint(config, step, best=0):
-    """A checkpoint as training leaves it, its weights a little off the start; the model that holds them."""
+    """A checkpoint of a run as training leaves it, its weights a little off the start; the model that holds them."""
     model = load_model(config, CPU).eval()
     torch.manual_seed(step)
     with torch.no_grad():
@@ -56,14 +66,35 @@ def add_checkpoint(config, step, best=0):
     save_file(weights, folder / "model.safetensors")
     position = {"step": step, "loss": 0.1, "best": {"step": best}}
     (folder / "state.json").write_text(json.dumps({"written_by": "whole models on cpu", "position": position}))
+    write_run(config, finished=False)
     return model
 
 
-def write_run(config, finished, summary):
+def write_run(config, finished):
     config.out.mkdir(parents=True, exist_ok=True)
     (config.out / "recipe.yaml").write_text(to_yaml(config))
-    record = {"skilltrain": "0", "recipe": {}, "inputs": {}, "finished": finished}
-    (config.out / "run.json").write_text(json.dumps(record | ({"summary": summary} if finished else {})))
+    record = {"skilltrain": "0", "recipe": {}, "inputs": {}, "finished": finished, "summary": SUMMARY}
+    (config.out / "run.json").write_text(json.dumps(record))
+
+
+@pytest.fixture
+def unfinished(tmp_path, model_folders):
+    """(settings, models by step) of a run with three checkpoints, the second of them the best."""
+    config = config_of(tmp_path, model_folders["bert"])
+    return config, {step: add_checkpoint(config, step, best=4) for step in (2, 4, 10)}
+
+
+@pytest.fixture
+def finished(unfinished):
+    """The same of a finished run, whose pool is half English, half Chinese and comes from the Hub."""
+    config, models = unfinished
+    skills = [Skill(f"s{n}", "name", "what", "how", lang="en" if n else "zh") for n in range(3)]
+    write_table(rows_of(skills), SKILLS, config.data.pool)
+    (config.data.pool / "run.json").write_text(json.dumps({"recipe": {"sources": ["hf:owner/skills:train", "own"]}}))
+    write_run(config, finished=True)
+    save_trained(config, config.out / "checkpoints" / "step-4", config.out, SUMMARY)
+    (config.out / "train_log.jsonl").write_text("{}\n")
+    return config, models
 
 
 def assert_same_vectors(folder, encoder):
@@ -73,13 +104,11 @@ def assert_same_vectors(folder, encoder):
     assert torch.allclose(plain.encode(TEXTS, convert_to_tensor=True), ours, atol=1e-5)
 
 
-@pytest.fixture
-def unfinished(tmp_path, model_folders):
-    """(settings, models by step) of a run with three checkpoints, the second of them the best."""
-    config = config_of(tmp_path, model_folders["bert"])
-    models = {step: add_checkpoint(config, step, best=4) for step in (2, 4, 10)}
-    write_run(config, finished=False, summary={})
-    return config, models
+def files_in(folder):
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+# Export --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("checkpoint", "step"), [(None, 10), ("step-2", 2), ("best", 4)])
@@ -93,159 +122,68 @@ def test_any_checkpoint_of_an_unfinished_run_becomes_a_model(tmp_path, unfinishe
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("name", ["bert", "qwen3", "bert_reranker", "qwen3_reranker"])
-@pytest.mark.parametrize("adapter", [None, AdapterConfig(rank=2)], ids=["all weights", "LoRA"])
-def test_what_was_trained_is_what_others_open(tmp_path, model_folders, name, adapter):
-    """Also with an adapter, which is merged."""
-    config = config_of(tmp_path, model_folders[name], adapter, "reranker" in name)
-    model = add_checkpoint(config, 3)
-    write_run(config, finished=False, summary={})
-    export_run(config.out, tmp_path / "out")
-    check_round_trip(tmp_path / "out")
-    found, skill = open_model(tmp_path / "out"), Skill("s", "pods", "deploy pods", "to find the task")
-    with torch.inference_mode():
-        if isinstance(model, Reranker):
-            ours, theirs = (one(one.tokenize("deploy", [skill])) for one in (model, found))
-        else:
-            ours, theirs = (one(one.tokenize(TEXTS, 32)) for one in (model, found))
-    torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("name", ["bert", "qwen3", "bert_reranker", "qwen3_reranker"])
-def test_an_adapter_alone_is_read_by_peft(tmp_path, model_folders, name):
-    config = config_of(tmp_path, model_folders[name], AdapterConfig(rank=2, dropout=0.1), "reranker" in name)
-    model = add_checkpoint(config, 3)
-    write_run(config, finished=False, summary={})
-    assert export_adapter(config.out, tmp_path / "out")["checkpoint"] == "step-3"
-    kind: Any = AutoModel
-    if "reranker" in name:
-        kind = AutoModelForCausalLM if "qwen3" in name else AutoModelForSequenceClassification
-    peft = PeftModel.from_pretrained(kind.from_pretrained(model_folders[name]), str(tmp_path / "out")).eval()
-    ids = torch.tensor([[2, 9, 30, 12, 3]])
-    ours = model.network if isinstance(model, Reranker) else model.backbone
-    with torch.inference_mode():
-        torch.testing.assert_close(peft(input_ids=ids)[0], ours(input_ids=ids)[0], atol=1e-5, rtol=0)
-    with pytest.raises(SkilltrainError, match="holds an adapter, not a model of its own"):
-        resolve_model(str(tmp_path / "out"))
-
-
-def test_a_run_without_an_adapter_has_none_to_export(tmp_path, unfinished):
-    with pytest.raises(SkilltrainError, match=r"trained all weights, no adapter .export without --adapter"):
-        export_adapter(unfinished[0].out, tmp_path / "out")
-
-
-def test_a_finished_run_is_copied_without_its_logs(tmp_path, unfinished):
-    config, models = unfinished
-    save_trained(config, config.out / "checkpoints" / "step-4", config.out, DATA | DEV)
-    write_run(config, finished=True, summary=DATA | DEV)
-    (config.out / "train_log.jsonl").write_text("{}\n")
+def test_a_finished_run_is_copied_without_its_logs_and_only_its_own_card_has_its_figures(tmp_path, finished):
+    config, models = finished
     (tmp_path / "out").mkdir()  # an empty folder is no obstacle
     assert export_run(config.out, tmp_path / "out")["checkpoint"] == "step-4"
     assert_same_vectors(tmp_path / "out", models[4])
-    copied = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    copied = files_in(tmp_path / "out")
     assert copied.isdisjoint({"run.json", "recipe.yaml", "train_log.jsonl"}) and "1_Pooling/config.json" in copied
     for name in copied:
         assert (tmp_path / "out" / name).read_bytes() == (config.out / name).read_bytes()
-
-
-def test_a_checkpoints_card_has_only_the_figures_that_are_its_own(tmp_path, unfinished):
-    config, _ = unfinished
-    write_run(config, finished=True, summary=DATA | DEV)
     export_run(config.out, tmp_path / "chosen", "step-4")
     export_run(config.out, tmp_path / "other", "step-2")
-    chosen, other = ((tmp_path / name / "README.md").read_text() for name in ("chosen", "other"))
-    assert "| MRR@10 | 0.500 | 0.250 to 0.750 | 8 |" in chosen and "last loss" in chosen
-    assert "MRR@10 |" not in other and "last loss" not in other
+    cards = [(tmp_path / name / "README.md").read_text() for name in ("out", "chosen", "other")]
+    figures = ("| MRR@10 | 0.500 | 0.250 to 0.750 | 8 |", "last loss")
+    assert [[figure in card for figure in figures] for card in cards] == [[True, True], [True, True], [False, False]]
 
 
-@pytest.mark.parametrize("checkpoint", ["step-3", "../step-2"])
-def test_an_unknown_checkpoint_is_refused(tmp_path, unfinished, checkpoint):
-    with pytest.raises(SkilltrainError, match=rf"checkpoints: no checkpoint '{checkpoint}'; there are step-2, step-4"):
-        export_run(unfinished[0].out, tmp_path / "out", checkpoint)
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize("name", ["bert", "qwen3", "bert_reranker", "qwen3_reranker"])
+def test_an_adapter_is_merged_or_read_by_peft(tmp_path, model_folders, name):
+    config = config_of(tmp_path, model_folders[name], AdapterConfig(rank=2, dropout=0.1), "reranker" in name)
+    model, skill = add_checkpoint(config, 3), Skill("s", "pods", "deploy pods", "to find the task")
+    export_run(config.out, tmp_path / "merged")
+    check_round_trip(tmp_path / "merged")
+    with torch.inference_mode():
+        ours, theirs = (
+            one(one.tokenize("deploy", [skill]) if isinstance(one, Reranker) else one.tokenize(TEXTS, 32))
+            for one in (model, open_model(tmp_path / "merged"))
+        )
+    torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)
+    with pytest.raises(SkilltrainError, match=r"run: trained an adapter \(LoRA\), and only runs that trained all"):
+        export_run(config.out, tmp_path / "mixed", interpolate=0.5)
+
+    assert export_adapter(config.out, tmp_path / "adapter")["checkpoint"] == "step-3"
+    kind: Any = AutoModel
+    if "reranker" in name:
+        kind = AutoModelForCausalLM if "qwen3" in name else AutoModelForSequenceClassification
+    peft = PeftModel.from_pretrained(kind.from_pretrained(model_folders[name]), str(tmp_path / "adapter")).eval()
+    ids, network = torch.tensor([[2, 9, 30, 12, 3]]), model.network if "reranker" in name else model.backbone
+    with torch.inference_mode():
+        torch.testing.assert_close(peft(input_ids=ids)[0], network(input_ids=ids)[0], atol=1e-5, rtol=0)
+    with pytest.raises(SkilltrainError, match="holds an adapter, not a model of its own"):
+        resolve_model(str(tmp_path / "adapter"))
 
 
-def test_what_is_no_run_is_refused(tmp_path, model_folders):
-    config = config_of(tmp_path, model_folders["bert"])
-    with pytest.raises(SkilltrainError, match=r"nowhere: no such folder \(give the folder that a training wrote to"):
-        export_run(tmp_path / "nowhere", tmp_path / "out")
-    with pytest.raises(SkilltrainError, match=r"holds no run: it has no run\.json"):
-        export_run(model_folders["bert"], tmp_path / "out")
-    write_run(config, finished=False, summary={})
-    with pytest.raises(SkilltrainError, match=r"checkpoints: holds no checkpoint"):
-        export_run(config.out, tmp_path / "out")
-    (config.out / "recipe.yaml").write_text("stage: mine\n")
-    with pytest.raises(SkilltrainError, match="is a run of stage mine, which trains no model"):
-        export_run(config.out, tmp_path / "out")
-
-
-def test_a_folder_that_holds_something_is_left_alone(tmp_path, unfinished):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "mine.txt").write_text("kept")
-    with pytest.raises(SkilltrainError, match=r"out: the output exists, and is no empty folder \(choose another --out"):
-        export_run(unfinished[0].out, out)
-    with pytest.raises(SkilltrainError, match=r"mine\.txt: the output exists, and is no empty folder"):
-        export_run(unfinished[0].out, out / "mine.txt")
-    assert [path.name for path in out.iterdir()] == ["mine.txt"]
-    assert not (tmp_path / ".out.partial").exists()
-
-
-@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
-def test_weights_between_base_and_trained(tmp_path, unfinished, share):
-    config, models = unfinished
-    write_run(config, finished=True, summary=DATA | DEV)
-    found = export_run(config.out, tmp_path / "out", interpolate=share)
-    assert found["checkpoint"] == "step-4"  # what the run ended with
+def test_weights_between_base_and_trained(tmp_path, finished):
+    config, models = finished
+    assert export_run(config.out, tmp_path / "out", interpolate=0.25)["checkpoint"] == "step-4"  # the run's last word
     base, trained = load_model(config, CPU).state_dict(), models[4].state_dict()
     mixed = load_model(config_of(tmp_path, tmp_path / "out"), CPU).state_dict()
     for name, value in mixed.items():
-        assert torch.allclose(value, (1 - share) * base[name] + share * trained[name], atol=1e-6)
+        assert torch.allclose(value, 0.75 * base[name] + 0.25 * trained[name], atol=1e-6)
     card = (tmp_path / "out" / "README.md").read_text()
-    assert f"{1 - share:g} x those of the base + {share:g} x those of its checkpoint `step-4` (WiSE-FT)" in card
+    assert "0.75 x those of the base + 0.25 x those of its checkpoint `step-4` (WiSE-FT)" in card
     assert "MRR@10 |" not in card  # the run's figures are not these weights'
-    assert json.loads((tmp_path / "out" / "skilltrain.json").read_text())["interpolate"] == share
+    assert json.loads((tmp_path / "out" / "skilltrain.json").read_text())["interpolate"] == 0.25
 
 
 def test_tied_weights_are_mixed_once(tmp_path, model_folders):
     config = config_of(tmp_path, model_folders["qwen3_reranker"], reranker=True)
     base, trained = load_model(config, CPU).direction(), add_checkpoint(config, 3).direction()
-    write_run(config, finished=False, summary={})
     export_run(config.out, tmp_path / "out", interpolate=0.5)
-    out = config.model.model_copy(update={"source": str(tmp_path / "out")})
-    mixed = load_model(config.model_copy(update={"model": out}), CPU).direction()
+    mixed = open_model(tmp_path / "out").direction()
     assert torch.allclose(mixed, (base + trained) / 2, atol=1e-6)
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
-def test_a_share_outside_0_to_1_is_refused(tmp_path, unfinished, share):
-    with pytest.raises(SkilltrainError, match=rf"--interpolate: must be a share from 0 .* to 1 .*, found {share}"):
-        export_run(unfinished[0].out, tmp_path / "out", interpolate=share)
-
-
-def test_an_adapter_cannot_be_interpolated(tmp_path, model_folders):
-    config = config_of(tmp_path, model_folders["bert"], adapter=AdapterConfig(rank=2))
-    add_checkpoint(config, 3)
-    write_run(config, finished=False, summary={})
-    with pytest.raises(SkilltrainError, match=r"run: trained an adapter \(LoRA\), and only runs that trained all"):
-        export_run(config.out, tmp_path / "out", interpolate=0.5)
-
-
-def test_a_base_of_another_architecture_or_shape_is_refused(tmp_path, model_folders):
-    config = config_of(tmp_path, model_folders["bert"], reranker=True)  # a new head on an encoder
-    config = config.model_copy(update={"model": config.model.model_copy(update={"template": RerankerTemplate()})})
-    add_checkpoint(config, 3)
-    write_run(config, finished=False, summary={})
-    with pytest.raises(SkilltrainError, match=r"bert: its base has another architecture.*: its weights lack the head"):
-        export_run(config.out, tmp_path / "out", interpolate=0.5)
-    other = config_of(tmp_path, model_folders["qwen3"])
-    write_run(other, finished=False, summary={})
-    with pytest.raises(SkilltrainError, match=r"step-3: the checkpoint does not fit the recipe's model"):
-        export_run(other.out, tmp_path / "out", interpolate=0.5)
-    assert not (tmp_path / "out").exists()
-
-
-MEANS = {"Hit@1": {"mean": 0.5125, "low": 0.4, "high": 0.62, "n": 40}}
 
 
 def write_report(folder, source):
@@ -254,47 +192,197 @@ def write_report(folder, source):
     folder.mkdir()
     systems = [{"name": "bm25", "rankers": [{"kind": "lexical"}]}, dense]
     (folder / "run.json").write_text(json.dumps({"recipe": {"systems": systems}}))
-    rows = [{"name": system["name"], "metrics": MEANS} for system in systems]
+    means = {"Hit@1": {"mean": 0.5125, "low": 0.4, "high": 0.62, "n": 40}}
+    rows = [{"name": system["name"], "metrics": means} for system in systems]
     (folder / "metrics.json").write_text(json.dumps({"benchmark": "our requests", "systems": rows}))
     return folder
 
 
-@pytest.fixture
-def finished(tmp_path, model_folders):
-    """Settings of a finished run, whose pool is half English, half Chinese and comes from the Hub."""
-    config = config_of(tmp_path, model_folders["bert"])
-    add_checkpoint(config, 4)
-    write_run(config, finished=True, summary=DATA | DEV)
-    save_trained(config, config.out / "checkpoints" / "step-4", config.out, DATA | DEV)
-    skills = [Skill(f"s{n}", "name", "what", "how", lang="en" if n else "zh") for n in range(3)]
-    write_table(rows_of(skills), SKILLS, config.data.pool)
-    (config.data.pool / "run.json").write_text(json.dumps({"recipe": {"sources": ["hf:owner/skills:train", "own"]}}))
-    return config
-
-
 def test_the_card_of_an_export_can_be_published(tmp_path, finished):
-    report = write_report(tmp_path / "report", finished.out)
-    published = Published("our-team/sr-emb", "apache-2.0", [report])
-    export_run(finished.out, tmp_path / "out", published=published)
+    run = finished[0].out
+    published = Published(REPO, "apache-2.0", [write_report(tmp_path / "report", run)])
+    export_run(run, tmp_path / "out", published=published)
     card = (tmp_path / "out" / "README.md").read_text()
     front = yaml.safe_load(card.split("---")[1])
     assert (front["license"], front["language"], front["datasets"]) == ("apache-2.0", ["en", "zh"], ["owner/skills"])
     figures = {one["dataset"]["name"]: one["metrics"][0]["value"] for one in front["model-index"][0]["results"]}
     assert figures == {"development queries": 0.5, "our requests": 0.5125}
-    assert 'SentenceTransformer("our-team/sr-emb")' in card and "--encoder our-team/sr-emb\n" in card
-    assert '"."' not in card
+    assert f'SentenceTransformer("{REPO}")' in card and f"--encoder {REPO}\n" in card and '"."' not in card
     assert "On 40 queries of the benchmark “our requests”" in card and "| bm25 | 0.512 [0.40, 0.62] |" in card
     assert "| **hybrid \\| ours** | 0.512 [0.40, 0.62] |" in card
     assert "## Limits" in card.partition("our requests")[2]
-    assert not (tmp_path / "out" / "checkpoints").exists()
 
 
-def test_results_are_of_the_model_that_is_exported(tmp_path, finished):
-    other = Published(reports=[write_report(tmp_path / "report", tmp_path / "another")])
-    with pytest.raises(SkilltrainError, match="no system of this report uses"):
-        export_run(finished.out, tmp_path / "out", published=other)
-    with pytest.raises(SkilltrainError, match="a report is of the model that the run ended with"):
-        export_run(finished.out, tmp_path / "out", "step-4", published=other)
-    with pytest.raises(SkilltrainError, match="write OWNER/NAME"):
-        export_run(finished.out, tmp_path / "out", published=Published(repo="sr-emb"))
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *(({"checkpoint": name}, rf"checkpoints: no checkpoint '{name}'; there are step-2, step-4")
+          for name in ("step-3", "../step-2")),
+        *(({"interpolate": share}, rf"--interpolate: must be a share from 0 .* to 1 .*, found {share}")
+          for share in (-0.1, 1.5, float("nan"))),
+        ({"published": Published("sr-emb")}, "write OWNER/NAME"),
+        ({"reports": "another"}, "no system of this report uses"),
+        ({"reports": "run", "checkpoint": "step-4"}, "a report is of the model that the run ended with"),
+    ],
+)  # fmt: skip
+def test_what_a_run_cannot_give_is_refused(tmp_path, finished, arguments, message):
+    run = finished[0].out
+    if source := arguments.get("reports"):
+        report = write_report(tmp_path / "report", tmp_path / source)
+        arguments = {"published": Published(reports=[report]), "checkpoint": arguments.get("checkpoint")}
+    with pytest.raises(SkilltrainError, match=message):
+        export_run(run, tmp_path / "out", **arguments)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_run_of_this_kind_is_refused(tmp_path, model_folders):
+    config, out = config_of(tmp_path, model_folders["bert"]), tmp_path / "out"
+    with pytest.raises(SkilltrainError, match=r"nowhere: no such folder \(give the folder that a training wrote to"):
+        export_run(tmp_path / "nowhere", out)
+    with pytest.raises(SkilltrainError, match=r"holds no run: it has no run\.json"):
+        export_run(model_folders["bert"], out)
+    write_run(config, finished=False)
+    with pytest.raises(SkilltrainError, match=r"checkpoints: holds no checkpoint"):
+        export_run(config.out, out)
+    with pytest.raises(SkilltrainError, match=r"trained all weights, no adapter .export without --adapter"):
+        export_adapter(config.out, out)
+    (config.out / "recipe.yaml").write_text("stage: mine\n")
+    with pytest.raises(SkilltrainError, match="is a run of stage mine, which trains no model"):
+        export_run(config.out, out)
+    config = config_of(tmp_path, model_folders["bert"], reranker=True)  # a new head on an encoder
+    config = config.model_copy(update={"model": config.model.model_copy(update={"template": RerankerTemplate()})})
+    add_checkpoint(config, 3)
+    with pytest.raises(SkilltrainError, match=r"bert: its base has another architecture.*: its weights lack the head"):
+        export_run(config.out, out, interpolate=0.5)
+    write_run(config_of(tmp_path, model_folders["qwen3"]), finished=False)
+    with pytest.raises(SkilltrainError, match=r"step-3: the checkpoint does not fit the recipe's model"):
+        export_run(config.out, out, interpolate=0.5)
+    assert not out.exists()
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path, unfinished):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("kept")
+    for place in (out, out / "mine.txt"):
+        with pytest.raises(SkilltrainError, match=rf"{place.name}: the output exists, and is no empty folder"):
+            export_run(unfinished[0].out, place)
+    assert files_in(out) == {"mine.txt"} and not (tmp_path / ".out.partial").exists()
+
+
+# Push ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A Hub whose token the environment holds."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with hub_server() as running:
+        monkeypatch.setattr(constants, "ENDPOINT", running.url)
+        yield running
+
+
+def test_a_model_arrives_whole_in_a_private_repository(hub, finished):
+    run = finished[0].out
+    found = push_model(run, Published(REPO, "apache-2.0"))
+    repository = hub.repositories[REPO]
+    assert repository.private and repository.commits == 1 and found["url"].endswith(REPO)
+    assert {name: len(content) for name, content in repository.files.items()} == found["files"]
+    for name in ("model.safetensors", "1_Pooling/config.json", "tokenizer.json"):
+        assert repository.files[name] == (run / name).read_bytes()
+    card = repository.files["README.md"].decode()
+    assert card == found["card"] and f'SentenceTransformer("{REPO}")' in card and "license: apache-2.0" in card
+    assert not any("checkpoints" in name or name in ("run.json", "recipe.yaml") for name in repository.files)
+
+
+def test_a_second_push_leaves_nothing_of_the_first(hub, finished, tmp_path):
+    export_run(finished[0].out, tmp_path / "exported", published=Published(REPO))
+    hub.repositories[REPO] = Repository(files={"skilltrain.json": b"{}", "model-00001-of-00002.safetensors": b"old"})
+    found = push_model(tmp_path / "exported", Published(REPO))
+    assert hub.repositories[REPO].files.keys() == found["files"].keys()
+
+
+def test_a_public_repository_is_written_only_when_asked_for(hub, finished):
+    hub.repositories[REPO] = Repository(private=False)
+    with pytest.raises(SkilltrainError, match=r"our-team/sr-emb: the repository is public \(add --public"):
+        push_model(finished[0].out, Published(REPO))
+    assert hub.repositories[REPO].commits == 0
+    push_model(finished[0].out, Published("our-team/open"), public=True)
+    assert not hub.repositories["our-team/open"].private
+
+
+def test_a_dry_run_shows_files_and_card_and_asks_no_server(hub, finished):
+    command = ("push", finished[0].out, "--repo", REPO, "--dry-run")
+    shown, size = succeeds(*command).out, (finished[0].out / "model.safetensors").stat().st_size
+    assert f"{REPO}: would be pushed; nothing was sent" in shown
+    assert f"model.safetensors: {size:,} bytes\n" in shown and "## Limits" in shown
+    assert set(json.loads(skilltrain(*command, "--json").out)) == {"url", "files", "card"} and hub.log == []
+
+
+def add_secret(run):
+    file, key = run / "tokenizer_config.json", "AKIA" + "QX7ZP2LMVT9RDK4W"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"note": key}))
+
+
+def take_a_weight(run):
+    weights = load_file(run / "model.safetensors")
+    del weights["embeddings.LayerNorm.weight"]
+    save_file(weights, run / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda run: (run / "tokenizer.json").unlink(), r"tokenizer\.json: a file of the model is missing"),
+        (
+            lambda run: (run / "run.json").write_text('{"finished": false}'),
+            r"this training has not finished \(continue",
+        ),
+        (add_secret, r"tokenizer_config\.json: holds what looks like a secret: AKIAQX7Z… \(20 characters\)"),
+        (take_a_weight, r"its weights do not fit its config\.json: 1 are missing"),
+        (shutil.rmtree, r"run/skilltrain\.json: no such file"),
+    ],
+    ids=["half-written", "unfinished", "secret", "weights", "nothing"],
+)
+def test_what_is_refused_before_anything_is_sent(hub, finished, damage, message):
+    damage(finished[0].out)
+    with pytest.raises(SkilltrainError, match=message):
+        push_model(finished[0].out, Published(REPO))
+    assert hub.log == []
+
+
+def test_other_scores_in_plain_sentence_transformers_are_refused(tmp_path, open_encoder_of, open_reranker_of):
+    save_model(open_encoder_of("bert", max_tokens=32, query_max_tokens=24), tmp_path / "encoder", base="b")
+    check_round_trip(tmp_path / "encoder")
+    pooling = tmp_path / "encoder" / "1_Pooling" / "config.json"
+    pooling.write_text(pooling.read_text().replace('"pooling_mode": "mean"', '"pooling_mode": "cls"'))
+    with pytest.raises(SkilltrainError, match=r"gives other scores: they differ by up to \d"):
+        check_round_trip(tmp_path / "encoder")
+    save_model(open_reranker_of("bert", template=RerankerTemplate(form="cosine_pair")), tmp_path / "cosine", base="b")
+    with pytest.raises(SkilltrainError, match="plain sentence-transformers cannot open it"):
+        check_round_trip(tmp_path / "cosine")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"token": "another"},
+            r"cannot upload: .*Invalid credentials.* \(set HF_TOKEN to a token that may write there",
+        ),
+        ({"create": 403}, r"cannot upload: .*rights to create a model.* \(set HF_TOKEN to a token"),
+        ({"files": {"pytorch_model.bin": b"x"}}, r"the repository is taken: it holds something else .*another --repo"),
+        ({"offline": True}, r"cannot upload: .*offline"),
+    ],
+    ids=["token without rights", "namespace of others", "taken name", "offline"],
+)
+def test_what_the_hub_refuses_is_one_line(hub, finished, monkeypatch, change, message):
+    monkeypatch.setenv("HF_TOKEN", change.get("token", TOKEN))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", change.get("offline", False))
+    hub.status_of_create = change.get("create", 200)
+    if "files" in change:
+        hub.repositories[REPO] = Repository(files=change["files"])
+    with pytest.raises(SkilltrainError, match=message):
+        push_model(finished[0].out, Published(REPO))
+    assert sum(one.commits for one in hub.repositories.values()) == 0

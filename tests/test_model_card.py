@@ -29,15 +29,12 @@ SUMMARY = {
 }  # fmt: skip
 
 
-def program_in(card):
-    (program,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    return program
-
-
 def run_program(card, folder, monkeypatch):
+    """The scores that the program of a model's card computes in the model's folder."""
+    (program,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     monkeypatch.chdir(folder)
     names = {}
-    exec(program_in(card), names)
+    exec(program, names)
     return np.asarray(names["scores"])
 
 
@@ -45,66 +42,69 @@ def record(settings, **facts):
     return RunRecord(**{"settings": settings, "base": "owner/base", "recipe": {}, "summary": {}} | facts)
 
 
-@pytest.mark.parametrize("name", ["bert", "qwen3"])
-def test_the_encoders_program_gives_our_scores(tmp_path, open_encoder_of, monkeypatch, name):
-    skill = SkillTemplate(description_chars=12, body_chars=20, separator=" \n| ")
-    encoder = open_encoder_of(name, template=EncoderTemplate(instruction="Find", query_chars=15, skill=skill))
-    card = model_card(record(encoder.settings))
-    save_model(encoder, tmp_path, base=name, card=card)
-    texts = [encoder.settings.template.skill.render(skill) for skill in SKILLS]
-    with torch.inference_mode():
-        vectors = encoder(encoder.tokenize(texts, encoder.settings.max_tokens))
-        ours = encoder(encoder.tokenize_queries([QUERY])) @ vectors.T
-    found = run_program((tmp_path / "README.md").read_text(encoding="utf-8"), tmp_path, monkeypatch)
-    assert np.allclose(found, ours[0].numpy(), atol=1e-5)
+CUT = SkillTemplate(description_chars=12, body_chars=20, separator=" \n| ")
 
 
 @pytest.mark.parametrize(
     ("name", "template"),
     [
+        ("bert", EncoderTemplate(query_prompt="query: ", skill_prompt="passage: ")),
+        ("qwen3", EncoderTemplate(instruction="Find", query_chars=15, skill=CUT)),
         ("bert_reranker", RerankerTemplate(query_chars=9, skill=SkillTemplate(fields="description"))),
         ("bert", RerankerTemplate(form="cosine_pair")),
         ("qwen3_reranker", RerankerTemplate(form="yes_no", skill=SkillTemplate(fields="nd", description_chars=7))),
     ],
 )
-def test_the_rerankers_program_gives_our_scores(tmp_path, open_reranker_of, monkeypatch, name, template):
-    reranker = open_reranker_of(name, template=template)
-    save_model(reranker, tmp_path, base=name, card=model_card(record(reranker.settings)))
+def test_the_cards_program_gives_our_scores(tmp_path, open_encoder_of, open_reranker_of, monkeypatch, name, template):
+    is_encoder = isinstance(template, EncoderTemplate)
+    model = (open_encoder_of if is_encoder else open_reranker_of)(name, template=template)
+    save_model(model, tmp_path, base=name, card=model_card(record(model.settings)))
     with torch.inference_mode():
-        ours = reranker(reranker.tokenize(QUERY, SKILLS)).numpy()
+        if is_encoder:
+            texts = [template.render_skill(skill) for skill in SKILLS]
+            vectors = model(model.tokenize(texts, model.settings.max_tokens))
+            ours = (model(model.tokenize_queries([QUERY])) @ vectors.T)[0]
+        else:
+            ours = model(model.tokenize(QUERY, SKILLS))
     found = run_program((tmp_path / "README.md").read_text(encoding="utf-8"), tmp_path, monkeypatch)
-    assert np.allclose(found, ours, atol=1e-5)
+    assert np.allclose(found, ours.numpy(), atol=1e-5)
 
 
-def test_the_card_says_what_the_run_says():
+def front_of(card):
+    return yaml.safe_load(card.split("---")[1])
+
+
+def test_the_card_says_what_the_run_says(tmp_path):
     card = model_card(record(EncoderSettings(), recipe={"loss": {"name": "infonce"}}, summary=SUMMARY))
-    front = yaml.safe_load(card.split("---")[1])
+    front = front_of(card)
     assert front["library_name"] == "sentence-transformers" and front["base_model"] == "owner/base"
     assert front["pipeline_tag"] == "sentence-similarity" and "agent-skills" in front["tags"]
     for line in (
         "| lists | 32,283 |", "| distinct skills | 51,234 |", "| positive pairs | 37,979 |",
-        "| optimiser steps | 2,018 |",
-        "| tokens | 123,456,789 |", "| seconds | 3,725 |", "| last loss | 0.4124 |",
-        "| weights taken after | step-1900 |",
-        "| MRR@10 | 0.691 | 0.620 to 0.759 | 120 |", "loss:\n  name: infonce\n", "untrusted text", "--encoder .",
+        "| optimiser steps | 2,018 |", "| tokens | 123,456,789 |", "| seconds | 3,725 |", "| last loss | 0.4124 |",
+        "| weights taken after | step-1900 |", "| MRR@10 | 0.691 | 0.620 to 0.759 | 120 |",
+        "loss:\n  name: infonce\n", "untrusted text", "--encoder .",
     ):  # fmt: skip
         assert line in card
+    assert "How they were made" not in card and "see [its page](https://huggingface.co/owner/base)" in card
+    assert "{" not in re.sub(r"```.*?```", "", card, flags=re.DOTALL)  # nothing of the template is left
 
-
-def test_a_reranker_is_tagged_as_one_and_what_is_not_known_is_said():
     card = model_card(record(RerankerSettings(), exported="step-40", summary={"num_lists": 3}))
-    front = yaml.safe_load(card.split("---")[1])
-    assert front["pipeline_tag"] == "text-ranking" and "cross-encoder" in front["tags"]
+    assert front_of(card)["pipeline_tag"] == "text-ranking" and "cross-encoder" in front_of(card)["tags"]
     assert "Not evaluated" in card and "checkpoint `step-40`" in card and "| lists | 3 |" in card
     assert "this is a checkpoint of a training" in card  # its steps, tokens and seconds are not known
     assert "--reranker ." in card
 
 
 def test_a_local_base_is_named_by_its_last_part_and_is_no_model_of_the_hub(tmp_path):
-    base = tmp_path / "somebody" / "runs" / "first"
-    card = model_card(record(EncoderSettings(), base=str(base), recipe={"model": {"source": str(base)}}))
-    assert "base_model" not in yaml.safe_load(card.split("---")[1])
+    base = save_bert(tmp_path / "somebody" / "first", reranker=False)
+    facts = record(EncoderSettings(), base=str(base), recipe={"model": {"source": str(base)}})
+    card = model_card(facts)
+    assert "base_model" not in front_of(card)
     assert "`first`" in card and "source: first\n" in card and "somebody" not in card
+    assert "Licence: not stated; that of the base: not known." in card
+    (base / "README.md").write_text("---\nlicense: mit\n---\n# A base\n")
+    assert "Licence: apache-2.0; that of the base: mit." in model_card(facts, Published(license="apache-2.0"))
 
 
 def write_record(folder, stage, summary, **inputs):
@@ -133,17 +133,6 @@ def test_the_card_tells_how_the_data_were_made(tmp_path):
     card = model_card(record(EncoderSettings(), run=run))
     sha256 = hashlib.sha256(b"filtered").hexdigest()[:16]
     assert f"| filter | filtered | `{sha256}` | dropped_by_layer: name 3, jaccard 5 |\n| lists |" in card
-    assert "How they were made" not in model_card(record(EncoderSettings()))
-
-
-def test_licences_are_stated_or_said_to_be_unknown(tmp_path):
-    base = save_bert(tmp_path / "base", reranker=False)
-    assert "Licence: not stated; that of the base: not known." in model_card(record(EncoderSettings(), base=str(base)))
-    (base / "README.md").write_text("---\nlicense: mit\n---\n# A base\n")
-    card = model_card(record(EncoderSettings(), base=str(base)), Published(license="apache-2.0"))
-    assert "Licence: apache-2.0; that of the base: mit." in card
-    assert "see [its page](https://huggingface.co/owner/base)" in model_card(record(EncoderSettings()))
-    assert "{" not in re.sub(r"```.*?```", "", card, flags=re.DOTALL)  # nothing of the template is left
 
 
 def test_what_may_be_published():
