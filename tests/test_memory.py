@@ -1,5 +1,6 @@
-"""A GPU's memory: probed before the first step, and one line where it runs out. The rest is in test_gpu.py."""
+"""A GPU's memory: planned, probed before the first step, and one line where it runs out; more is in test_gpu.py."""
 
+import copy
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -8,18 +9,22 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from transformers import MPNetConfig, MPNetModel
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.losses import InfoNCE
-from skilltrain.models.adapters import AdapterConfig
+from skilltrain.models.activations import checkpoint_layers, layer_bytes
+from skilltrain.models.adapters import AdapterConfig, add_adapter
 from skilltrain.models.encoder import Encoder, EncoderConfig
+from skilltrain.templates import EncoderTemplate
 from skilltrain.training import loop
 from skilltrain.training.engine import new_accelerator
 from skilltrain.training.memory import out_of_memory_in_one_line
 from skilltrain.training.settings import TrainEncoderConfig, TrainingConfig, load_model
 from skilltrain.training.steps import EncoderStep, StepSettings
-from skilltrain.training.training_plan import check_fits
+from skilltrain.training.training_plan import check_fits, planned_activations
 from skilltrain.training.training_set import ListsSource
+from test_plan import NAME_ONLY, lists_by_hand
 from training_data import training_set
 from training_runs import CONFIG, new_step, run
 
@@ -82,7 +87,6 @@ def test_memory_that_runs_out_is_one_line_with_what_to_lower(model_folders, tmp_
     ("adapter", "launch", "num_processes", "bytes_each"),
     [
         (None, DistributedType.NO, 1, (16, 0)),
-        (None, DistributedType.MULTI_GPU, 4, (16, 0)),
         (None, DistributedType.FSDP, 4, (4, 0)),
         (AdapterConfig(), DistributedType.NO, 1, (4, 16)),
     ],
@@ -134,3 +138,50 @@ def test_whole_training_moves_the_weights_whatever_the_models_precision(
     assert {value.dtype for value in after.values()} == {torch.float32}
     moved = torch.cat([(after[name] != value).flatten() for name, value in before.items()])
     assert moved.float().mean() > 0.9
+
+
+def kept_in_truth(network, num_tokens, dtype):
+    """Bytes of all that autograd keeps in a forward pass of one text."""
+    kept = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    )
+    with hooks, torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        network(input_ids=torch.zeros(1, num_tokens, dtype=torch.long))
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+    return sum(storages.values())
+
+
+LORA = AdapterConfig(rank=4, dropout=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "adapter"),
+    [("bert_dropout", torch.float32, None), ("bert_dropout", torch.bfloat16, LORA), ("qwen3", torch.bfloat16, None),
+     ("qwen3", torch.float32, LORA)],
+)  # fmt: skip
+def test_the_bytes_of_a_layer_are_those_that_autograd_keeps(open_encoder_of, name, dtype, adapter):
+    network = open_encoder_of(name).backbone
+    if adapter:
+        add_adapter(network, adapter)
+    found = layer_bytes(network, dtype)
+    assert not network.training and layer_bytes(copy.deepcopy(network).to("meta"), dtype) == found
+    network.train()
+    expected = (kept_in_truth(network, 128, dtype) - kept_in_truth(network, 64, dtype)) / 64 / 2
+    assert found == pytest.approx(expected, rel=0.02)
+
+
+def test_the_largest_batch_by_hand(open_encoder_of):
+    encoder = open_encoder_of("bert", max_tokens=12, template=EncoderTemplate(skill=NAME_ONLY))
+    data, of_layer = lists_by_hand(), layer_bytes(encoder.backbone, torch.float32)
+    # Queries of 4 and 6 tokens; skills of 3, 5, 12 and 12: five of them padded to 12, the last alone.
+    for recompute, expected in ((False, 63 * 2 * of_layer), (True, 63 * 2 * 32 * 4 + 60 * of_layer)):
+        step = EncoderStep(encoder, InfoNCE(), data, StepSettings(64, recompute))
+        assert step.slots(data.lists) == [60, 3]
+        assert planned_activations(step, [data.lists[:1], data.lists], torch.float32) == expected
+
+
+def test_a_network_that_cannot_recompute_is_refused():
+    network = MPNetModel(MPNetConfig(vocab_size=10, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    with pytest.raises(SkilltrainError, match="MPNetModel cannot recompute its layers"):
+        checkpoint_layers(network)

@@ -9,13 +9,17 @@ import torch
 from huggingface_hub import constants
 from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
 from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
 
+from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.folder import copy_model, save_model
 from skilltrain.models import loading
 from skilltrain.models.encoder import EncoderConfig, EncoderSettings, load_encoder
 from skilltrain.models.loading import resolve_model
 from skilltrain.models.reranker import RerankerConfig, load_reranker
+from skilltrain.records import Skill
+from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
 from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate
 from tiny_models import qwen3_tokenizer
 
@@ -75,8 +79,6 @@ def test_an_encoder_from_the_hub_keeps_what_training_saved(tmp_path, open_encode
     queries = ["extract pdf text"]
     with torch.inference_mode():
         assert torch.equal(found(found.tokenize_queries(queries)), encoder(encoder.tokenize_queries(queries)))
-    with pytest.raises(SkilltrainError, match="its model is of kind encoder, but reranker is needed here"):
-        load_reranker(RerankerConfig(source="me/enc"), CPU)
 
 
 def test_a_cache_that_may_lack_files_is_told_once(model_folders, publish, told):
@@ -86,19 +88,36 @@ def test_a_cache_that_may_lack_files_is_told_once(model_folders, publish, told):
     assert [line.split(";")[0] for line in told] == [f"{name}: the Hub cannot be asked what files the model has"]
 
 
-def test_a_model_that_is_nowhere_or_in_part_is_one_clear_line(model_folders, publish):
+def test_a_model_of_which_the_cache_holds_a_part_is_one_clear_line(model_folders, publish):
     publish(model_folders["bert"])
     (weights,) = Path(constants.HF_HUB_CACHE).glob("*/snapshots/*/model.safetensors")
     weights.unlink()
     assert resolve_model("me/bert", weights=False).is_dir()
-    for name in ("me/nothing", "me/bert"):
-        for load in (load_encoder, load_reranker):
-            config = (EncoderConfig if load is load_encoder else RerankerConfig)(source=name)
-            message = f"{name}: cannot load the model, neither from the cache nor from the Hub: "
-            with pytest.raises(SkilltrainError, match=message):
-                load(config, CPU)
-    with pytest.raises(SkilltrainError, match="cannot load the model: this is no Hub id"):
-        load_encoder(EncoderConfig(source="me/no--thing"), CPU)
+    with pytest.raises(
+        SkilltrainError, match="me/bert: cannot load the model, neither from the cache nor from the Hub"
+    ):
+        load_reranker(RerankerConfig(source="me/bert"), CPU)
+
+
+NOWHERE = "no such model"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("no/such/folder", NOWHERE),
+        ("./nothing", NOWHERE),
+        ("one_word", NOWHERE),
+        ("me/no--thing", "cannot load the model: this is no Hub id"),
+        ("package:no_such_package_here", "no installed package holds this model"),
+        ("package:not a name", "no installed package holds this model"),
+        (str(Path(__file__).parent), r"is no model folder: it has no config\.json"),
+    ],
+)
+def test_a_model_that_is_not_there_is_one_clear_line(source, message):
+    with pytest.raises(SkilltrainError, match=message) as error:
+        load_encoder(EncoderConfig(source=source), CPU)
+    assert error.value.where == source
 
 
 # Broken folders ------------------------------------------------------------------------------------------------------
@@ -145,7 +164,6 @@ def opened(folder):
     return load_encoder(EncoderConfig(source=str(folder)), CPU)
 
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 NO_LETTER = "its tokenizer knows no letter: the tokenizer's files are missing or empty"
 
 
@@ -172,36 +190,16 @@ def unchanged(folder):
 @pytest.mark.parametrize(
     ("name", "change", "weights", "message"),
     [
-        ("bert", without(*TOKENIZER_FILES), None, NO_LETTER),
+        ("bert", without("tokenizer.json", "tokenizer_config.json"), None, NO_LETTER),
         ("bert", foreign_tokenizer, None, r"its tokenizer has \d+ tokens, but its weights have rows for \d+"),
-        ("qwen3", without("tokenizer.json"), None, "cannot load the tokenizer: Couldn't instantiate the backend"),
         ("bert", unchanged, renamed, r"do not fit its config\.json: \d+ are missing, such as embeddings\.Layer"),
         ("bert", unchanged, shorter, r"1 are of another shape, such as embeddings\.word_embeddings\.weight"),
         ("bert", config_with(num_hidden_layers=1), None, r"16 are unknown, such as encoder\.layer\.1\."),
-        ("bert", config_with(num_hidden_layers="x"), None, "cannot load the model configuration"),
-        ("qwen3", unchanged, lacking("layers.0.self_attn.q_proj"), r"1 are missing, such as layers\.0\.self_attn"),
         ("bert", without("model.safetensors"), None, r"cannot load the weights: .*no file named model\.safetensors"),
         ("bert", written("adapter_config.json", {"base_model_name_or_path": ".."}), None, "holds an adapter, not a"),
         ("bert_reranker", unchanged, None, "its model is of kind reranker, but encoder is needed here"),
-        (
-            "reranker bert",
-            unchanged,
-            None,
-            r"lack the head that gives the score: classifier\.bias is missing",
-        ),
-        (
-            "reranker bert_reranker",
-            unchanged,
-            lacking("classifier.weight"),
-            r"classifier\.weight is missing \(train it",
-        ),
-        (
-            "reranker bert_reranker",
-            config_with(num_hidden_layers=1),
-            None,
-            r"16 are unknown, such as bert\.enc",
-        ),
-        ("reranker qwen3", unchanged, None, r"the head that gives the score: score\.weight is missing"),
+        ("reranker bert", unchanged, None, r"lack the head that gives the score: classifier\.bias is missing"),
+        ("reranker bert_reranker", config_with(num_hidden_layers=1), None, r"16 are unknown, such as bert\.enc"),
         ("reranker qwen3_reranker", config_with(tie_word_embeddings=False), None, r"score: lm_head\.weight is missing"),
         ("reranker bert", written("modules.json", [{"type": POOLING, "path": "1"}]), None, "of kind encoder, but rer"),
     ],
@@ -257,11 +255,10 @@ def run_with_files(folder):
     ("change", "read"),
     [
         (written("modules.json", [{"type": TRANSFORMER, "path": "../../.."}]), opened),
-        (written("modules.json", [{"type": POOLING, "path": "/tmp"}]), opened),
         (shards_outside, opened),
         (run_with_files, lambda folder: copy_model(folder, folder / "copy")),
     ],
-    ids=["modules.json", "modules.json, absolute", "shards", "files of a run"],
+    ids=["modules.json", "shards", "files of a run"],
 )
 def test_no_path_that_is_read_leaves_its_folder(broken, change, read):
     folder = broken("bert", change)
@@ -337,18 +334,6 @@ def test_the_token_limit_is_as_the_folder_says_and_within_the_positions(plain, f
     assert (found.max_tokens, found.query_max_tokens) == limits
 
 
-@pytest.mark.parametrize(
-    ("limit", "given", "message"),
-    [
-        (0, {}, "max_seq_length: must be greater than or equal to 8, found 0"),
-        (384, {"max_tokens": 513}, "max_tokens exceeds the model's 512 positions"),
-    ],
-)
-def test_a_token_limit_that_makes_no_sense_is_refused(plain, limit, given, message):
-    with pytest.raises(SkilltrainError, match=message):
-        settings_of(plain(pooling={"pooling_mode": "cls"}, model={"max_seq_length": limit}), **given)
-
-
 def test_folders_that_say_nothing_keep_the_defaults_and_skilltrains_own_record_wins(plain, model_folders):
     assert settings_of(str(model_folders["bert"])) == EncoderSettings()
     assert settings_of(str(model_folders["qwen3"])) == EncoderSettings(pooling="last_token")
@@ -364,34 +349,127 @@ def test_minilm_is_what_it_was():
     assert found == EncoderSettings(pooling="mean", max_tokens=256, query_max_tokens=512)
 
 
+CLS, NO_MODULES = {"pooling": {"pooling_mode": "cls"}}, r"its modules\.json is no list of modules"
+DENSE_MODULE = r"asks for sentence_transformers\.models\.Dense, which an encoder here does not compute"
+TWO = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (
-            {"modules": (TRANSFORMER, POOLING, DENSE)},
-            r"its modules\.json asks for sentence_transformers\.models\.Dense, which an encoder here does not compute",
-        ),
+        ({"modules": (TRANSFORMER, POOLING, DENSE)}, DENSE_MODULE),
         ({"modules": ("custom_st.Transformer", POOLING)}, r"asks for custom_st\.Transformer"),
         ({"pooling": {"pooling_mode": "max"}}, "its pooling is max, which an encoder here does not compute"),
-        (
-            {"pooling": {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}},
-            r"its pooling is cls \+ mean",
-        ),
+        ({"pooling": TWO}, r"its pooling is cls \+ mean"),
         ({}, r"it has no 1_Pooling/config\.json, which its modules\.json names"),
+        (CLS | {"model": {"max_seq_length": 0}}, "max_seq_length: must be greater than or equal to 8, found 0"),
+        *((text, NO_MODULES) for text in ("{}", "[1]", '[{"type": "x"}]', "null")),
     ],
 )
 def test_what_an_encoder_here_does_not_compute_is_refused(plain, files, message):
-    folder = plain(**files)
+    folder = plain(**(CLS if isinstance(files, str) else files))
+    if isinstance(files, str):
+        (Path(folder) / "modules.json").write_text(files)
     with pytest.raises(SkilltrainError, match=message) as error:
         settings_of(folder)
     assert str(error.value.where) == folder
-    if "modules" not in files:  # a pooling, unlike a layer, is the recipe's to choose
+    if "pooling" in message.lower():  # unlike a layer, it is the recipe's to choose
         assert settings_of(folder, pooling="cls").pooling == "cls"
 
 
-def test_a_modules_json_that_is_none_is_refused(plain):
-    folder = plain(pooling={})
-    for text in ("{}", '{"a": 1}', "[1]", '[{"type": "x"}]', "3", "null"):
-        (Path(folder) / "modules.json").write_text(text)
-        with pytest.raises(SkilltrainError, match=r"its modules\.json is no list of modules"):
-            settings_of(folder)
+# Prompts, as BGE's, E5's and their like have them --------------------------------------------------------------------
+
+
+SKILLS = [Skill("a", "pods", "deploy pods", "to find the task"), Skill("b", "chart", "", "table of data")]
+QUERIES = ["deploy the pods", "a table"]
+NV_EMBED = "Instruct: find the task\nQuery: "
+E5 = {"query": "find ", "document": "the "}
+
+
+@pytest.fixture
+def foreign(plain):
+    """prompts, and settings of the pooling → a folder that sentence-transformers opens, with these prompts."""
+
+    def write(prompts, default=None, **pooling):
+        folder = plain(pooling={"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True} | pooling)
+        config = {"prompts": prompts, "default_prompt_name": default}
+        (Path(folder) / "config_sentence_transformers.json").write_text(json.dumps(config))
+        return folder
+
+    return write
+
+
+def texts_of(encoder):
+    return [encoder.settings.template.skill.render(skill) for skill in SKILLS]
+
+
+def vectors_of(encoder):
+    """(of the queries, of the skills), by the ways that training and retrieval go."""
+    skills = [text for skill in SKILLS for text in encoder.settings.chunk_texts(skill)]
+    ids = encoder.tokenize_queries(QUERIES), encoder.tokenize(skills, encoder.settings.max_tokens)
+    with torch.inference_mode():
+        return tuple(map(encoder, ids))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "default", "named"),
+    [
+        (E5, None, None),
+        ({"query": NV_EMBED}, "query", None),  # the default is for texts of neither kind
+        ({"query": None, "document": "the "}, None, None),
+        ({"query": "find ", "document": "", "passage": "the "}, None, None),
+        ({"query": "find ", "passage": "the "}, None, "passage"),  # 6.2 forgets it unless it is named
+        ({"other": "the "}, "other", None),
+    ],
+    ids=str,
+)
+def test_a_foreign_folders_prompts_give_the_vectors_of_sentence_transformers(foreign, prompts, default, named):
+    folder = foreign(prompts, default)
+    theirs, encoder = SentenceTransformer(folder, device="cpu"), load_encoder(EncoderConfig(source=folder), CPU)
+    queries, skills = vectors_of(encoder)
+    assert torch.allclose(queries, theirs.encode_query(QUERIES, convert_to_tensor=True), atol=1e-5)
+    options = {"convert_to_tensor": True, "prompt_name": named}
+    assert torch.allclose(skills, theirs.encode_document(texts_of(encoder), **options), atol=1e-5)
+    served = open_encoder(EncoderSource(source=folder, precision="float32", cache=None))
+    assert torch.allclose(torch.from_numpy(encode_skills(served, SKILLS)), skills, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("template", "query", "skill"),
+    [
+        ({"skill": {"body_chars": 9}}, "find ", "the "),
+        ({"query_prompt": "a "}, "a ", "the "),
+        ({"query_prompt": "", "skill_prompt": ""}, "", ""),
+        ({"instruction": "find the task"}, "Instruct: find the task\nQuery:", "the "),
+        ({"query_prompt": NV_EMBED, "skill_prompt": "to "}, NV_EMBED, "to "),
+    ],
+)
+def test_what_a_recipe_says_of_prompts_goes_before_what_the_folder_says(foreign, template, query, skill):
+    config = validate(EncoderConfig, {"source": foreign(E5), "template": template}, "test")
+    for given in (config, validate(EncoderConfig, config.model_dump(), "a run's own record")):
+        found = load_encoder(given, CPU).settings.template
+        assert (found.render_query("x"), found.skill_prompt or "") == (query + "x", skill)
+        assert found.render_skill(SKILLS[1]).startswith(skill + "chart")
+
+
+def test_prompts_go_with_a_trained_model_and_into_what_it_exports(tmp_path, foreign):
+    encoder = load_encoder(EncoderConfig(source=foreign(E5)), CPU)
+    save_model(encoder, tmp_path / "saved", base="bert")
+    assert settings_of(str(tmp_path / "saved")) == encoder.settings
+    theirs = SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    assert theirs.prompts == E5
+    assert torch.allclose(theirs.encode_document(texts_of(encoder), convert_to_tensor=True), vectors_of(encoder)[1])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "pooling", "message"),
+    [
+        (["query: "], {}, "prompts: must be a valid dictionary"),
+        ({"query": 3}, {}, "prompts.query: must be a valid string"),
+        (E5, {"include_prompt": False}, "its pooling leaves the prompt out"),
+    ],
+)
+def test_prompts_that_cannot_be_followed_are_one_line(foreign, prompts, pooling, message):
+    with pytest.raises(SkilltrainError, match=message):
+        settings_of(foreign(prompts, **pooling))
+    assert settings_of(foreign({}, include_prompt=False)).pooling == "mean"  # where there is no prompt to leave out
