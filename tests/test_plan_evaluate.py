@@ -82,21 +82,17 @@ def test_what_is_planned_is_what_is_asked(folder: Path, capsys: pytest.CaptureFi
     assert (kept["num_requests"], kept["num_texts"], kept["num_kept_texts"], kept["dollars"]) == (0, 0, 9, 0)
 
 
-def test_what_is_not_known_or_costs_nothing(folder: Path) -> None:
+def test_what_is_not_known_costs_nothing_or_finds_candidates(folder: Path) -> None:
+    cache = folder / "cache"
     with llm_server() as server:
-        limited = api(server, folder / "cache", budget={"max_tokens": 500})
-        plan = dry_run(config_of(folder, judged(server, folder / "cache"), limited))
-    assert plan["dollars"] is None and plan["asked"]["api"]["api"]["budget"] == "500 tokens"
-    assert dry_run(config_of(folder)) == {"num_queries": 3, "num_skills": 7, "num_systems": 1}
-
-
-def test_candidates_from_an_embeddings_api_are_planned(folder: Path) -> None:
-    with llm_server() as server:
+        plan = dry_run(config_of(folder, judged(server, cache), api(server, cache, budget={"max_tokens": 500})))
         values = {
             "stage": "candidates", "queries": str(folder / "bench"), "pool": str(folder / "pool"), "split": None,
-            "system": api(server, folder / "cache", price=2.0), "out": str(folder / "out"),
+            "system": api(server, cache, price=2.0), "out": str(folder / "out"),
         }  # fmt: skip
-        plan = dry_run(validate(CandidatesConfig, values, "test"))
+        found = dry_run(validate(CandidatesConfig, values, "test"))
         assert server.requests == [] and not (folder / "out").exists()
-    asked = plan["asked"]["api"]["api"]
-    assert (plan["num_systems"], asked["num_texts"]) == (1, 9) and plan["dollars"] == asked["dollars"] > 0
+    assert plan["dollars"] is None and plan["asked"]["api"]["api"]["budget"] == "500 tokens"
+    assert dry_run(config_of(folder)) == {"num_queries": 3, "num_skills": 7, "num_systems": 1}
+    asked = found["asked"]["api"]["api"]
+    assert (found["num_systems"], asked["num_texts"]) == (1, 9) and found["dollars"] == asked["dollars"] > 0
