@@ -1,25 +1,191 @@
+"""What a benchmark asks is found in training data, taken out with its ground, and refused by training."""
+
 import json
+import re
+import unicodedata
 from dataclasses import replace
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from skilltrain.config import validate
+from skilltrain.data.contamination import BenchmarkIndex, ContaminationLimits, Gold, HeldOut, open_benchmarks
 from skilltrain.data.decontaminate import DecontaminateConfig, run_decontaminate
+from skilltrain.data.near_duplicates import jaccard, word_trigrams
 from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.benchmarks.benchmark import Task
+from skilltrain.evaluation.metrics import Relevance
 from skilltrain.records import Query, Skill
 from skilltrain.tables import CLUSTERS, DROPPED, JUDGEMENTS, LISTS, QUERIES, SKILLS, read_table, rows_of, write_table
+from skilltrain.texts import CJK, words_of
 from skilltrain.training.stages import TrainEncoderConfig, check_held_out
 from skilltrain.training.training_set import load_training_set
 from small_library import skilltrain
 
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def plainly(text):
+    return re.findall(rf"[{CJK}]|[^\W_{CJK}]+", unicodedata.normalize("NFKC", text).lower())
+
+
+# Whether a capital sigma becomes a final one depends on what follows beyond the word: not compared.
+@given(st.text(st.characters(exclude_characters="Σ")) | st.text("aZ9_ -.é中文\u0301\u2028\uff21ß", max_size=30))
+@example("Read_PDF-file 2.0, naïve ﬁle…中文a字")
+@example("\x00\x1c\x85 a\u00a0b\ufffd")
+def test_the_fast_way_to_words_finds_what_the_rule_says(text):
+    assert words_of(text) == plainly(text)
+
+
+# Queries ------------------------------------------------------------------------------------------------------------
+
+
+def overlaps(asked, text, **limits):
+    """(task, value, reason) of what stands against `text`; tasks are numbered from 1."""
+    relevance = Relevance(frozenset({"g"}), {"g": 1.0})
+    tasks = (Task(Query(f"t{n}", one, "single", "test", "test"), relevance) for n, one in enumerate(asked, 1))
+    found = BenchmarkIndex([HeldOut("bench", tuple(tasks), ())], ContaminationLimits(**limits)).query_matches(text)
+    return [(match.reason.split()[-4], match.value, match.reason) for match in found]
+
+
+def words(letters):
+    """A query whose words are named by letters, so that n-grams can be counted by eye."""
+    return " ".join(f"w{letter}" for letter in letters)
+
+
+INSIDE = "hello, please merge these four pdfs for me today, thank you very much in advance dear friend"
+TWELVE, MORE = words("abcdefghijkl"), " and other words that follow"  # 5 of the 8-grams
+CHINESE = "请帮我把这些合同按日期整理成表格"  # 16 characters, 9 of the 8-grams
+
+
+@pytest.mark.parametrize(
+    ("asked", "text", "limit", "values"),
+    [
+        (["Merge: these PDFs!"], "merge these\npdfs", 0.5, {"t1": 1.0}),  # the same words, however they are written
+        (["a b", "x", "A, b"], "a b", 0.5, {"t1": 1.0, "t3": 1.0}),
+        (["", "—", "merge these pdfs now"], "\U0001f600", 0.5, {}),  # without words it is like no other
+        (["—"], "merge these pdfs now", 0.5, {}),
+        ([TWELVE], words("abcdefghij") + MORE, 0.5, {"t1": 3 / 5}),  # the share of the task's n-grams decides
+        ([TWELVE], words("abcdefghi") + MORE, 0.5, {}),  # 2 of them
+        ([TWELVE], words("abcdefghi") + MORE, 0.4, {"t1": 2 / 5}),
+        (["Merge these four PDFs"], INSIDE, 0.5, {"t1": 1.0}),  # a short query is one n-gram
+        (["Merge these PDFs"], INSIDE.replace("four ", ""), 0.5, {}),  # a very short one is compared whole
+        (["Merge these five PDFs"], INSIDE, 0.5, {}),
+        ([words(LETTERS)], words(LETTERS[5:21]), 0.5, {"t1": 1.0}),  # an excerpt: 16 words, all 9 of its 8-grams
+        ([words(LETTERS)], words(LETTERS[5:20]), 0.5, {}),  # a phrase: 15 words, 8 of the task's 19
+        ([words(LETTERS)], words(LETTERS[5:20]) + " y z", 0.5, {"t1": 0.8}),  # 8 of its own 10
+        ([words(LETTERS)], " ".join([words(LETTERS[:20])] * 20), 0.65, {"t1": 13 / 19}),  # its own 13 + 7 are more
+        ([CHINESE], "你好，请帮我把这些合同按日期整理", 0.5, {"t1": 6 / 9}),  # the first 13 characters
+        ([CHINESE], "请帮我把这些照片按地点整理成相册", 0.5, {}),
+        ([TWELVE], TWELVE, None, {}),
+    ],
+)
+def test_queries_are_one_where_they_share_enough(asked, text, limit, values):
+    assert {task_id: value for task_id, value, _ in overlaps(asked, text, query_overlap=limit)} == values
+
+
+@given(st.lists(st.sampled_from(["a", "b", "c", "中"]), max_size=24), st.integers(4, 8))
+def test_a_query_of_a_benchmark_is_always_found(letters, ngram):
+    text = " ".join(letters)
+    assert overlaps([text], text, ngram=ngram, query_overlap=1) or not letters
+
+
+# Skills -------------------------------------------------------------------------------------------------------------
+
+
+def skill(skill_id, name="", body=""):
+    return Skill(skill_id, name or skill_id, "d", body)
+
+
+# abcdefgh has 6 trigrams.
+GOLDS = [skill("gt/pdf", "PDF Tools", words("abcdefgh")), skill("gt/log", "log search", words("mnopqrst"))]
+COPY = skill("x", "x", words("abcdefgxy"))  # shares 5 of them and has 2 of its own
+
+
+@pytest.mark.parametrize(
+    ("one", "limits", "matches"),
+    [
+        (skill("x", "pdf_tools", "another body"), {}, [("name", 1.0, "gt/pdf")]),
+        (skill("x", "pdf", "another body"), {}, []),
+        (skill("x", "pdf tools", "another"), {"name": False}, []),
+        (skill("gt/log", "renamed", ""), {}, [("name", 1.0, "gt/log")]),  # the gold skill itself
+        (GOLDS[1], {}, [("name", 1.0, "gt/log"), ("jaccard", 1.0, "gt/log")]),
+        (COPY, {}, [("jaccard", 5 / 8, "gt/pdf")]),
+        (COPY, {"jaccard": 5 / 8}, [("jaccard", 5 / 8, "gt/pdf")]),
+        (COPY, {"jaccard": 0.63}, []),
+        (COPY, {"jaccard": None}, []),
+        (skill("x", "x", words("abc")), {"jaccard": 0.1}, [("jaccard", 1 / 6, "gt/pdf")]),
+        (skill("x", " - ", ""), {}, []),  # nor does a name without letters equal another, or an empty body
+    ],
+)
+def test_a_skill_is_a_gold_skill_by_id_name_or_body(one, limits, matches):
+    golds = [Gold(gold, "bench", ("t1",)) for gold in (*GOLDS, skill("gt/void", "--", ""))]
+    index = BenchmarkIndex([HeldOut("bench", (), tuple(golds))], ContaminationLimits(**limits))
+    assert [(match.filter, match.value, match.other_id) for match in index.skill_matches(one)] == matches
+
+
+@given(st.lists(st.text("abc ", max_size=30), min_size=1, max_size=5), st.text("abc ", max_size=30))
+def test_the_index_finds_what_comparing_every_pair_finds(bodies, body):
+    golds = [Gold(skill(f"g{at}", body=text), "bench", ("t",)) for at, text in enumerate(bodies)]
+    index = BenchmarkIndex([HeldOut("bench", (), tuple(golds))], ContaminationLimits(name=False))
+    found = {match.other_id: match.value for match in index.skill_matches(skill("x", body=body))}
+    own = word_trigrams(body)
+    values = {f"g{at}": jaccard(word_trigrams(text), own) for at, text in enumerate(bodies)}
+    assert found == {skill_id: value for skill_id, value in values.items() if value >= 0.6}
+
+
+def write_judgements(path, pairs):
+    rows = [{"query_id": q, "skill_id": s, "verdict": "required", "judge": "test"} for q, s in pairs]
+    write_table(rows, JUDGEMENTS, path)
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """(skills of each task's gold, split of each task, name) → folder of a benchmark in our own tables."""
+
+    def write(golds=(("gt/pdf",), ("gt/pdf", "gt/log")), splits=("test", "test"), name="bench"):
+        queries = [Query(f"t{n}", f"do the task number {n} now", "single", "test", s) for n, s in enumerate(splits, 1)]
+        write_table(rows_of(queries), QUERIES, tmp_path / name)
+        write_judgements(tmp_path / name, [(f"t{n}", s) for n, several in enumerate(golds, 1) for s in several])
+        write_table(rows_of(GOLDS), SKILLS, tmp_path / "pool")
+        return tmp_path / name
+
+    return write
+
+
+def test_of_each_benchmark_and_ground_the_strongest_stands(bench, tmp_path):
+    paths = [bench(name="one"), bench(golds=(("gt/log",), ("gt/log",)), name="two")]
+    index = BenchmarkIndex(open_benchmarks(paths, tmp_path / "pool", need_golds=True), ContaminationLimits())
+    positives = [skill("p1", "PDF tools", words("abcdefgxy")), skill("p2", "other", words("abcdefgh"))]
+    of_skills = [match for one in positives for match in index.skill_matches(one)]
+    found = index.contaminations("q", "Do the task number 2 now!", of_skills)
+    assert [(one.skill_id, one.filter, one.source, one.value) for one in found] == [
+        ("", "query_overlap", "one", 1.0), ("", "query_overlap", "two", 1.0),
+        ("p1", "name", "one", 1.0), ("p2", "jaccard", "one", 1.0),
+    ]  # fmt: skip
+    assert found[2].reason == "same name as gold skill gt/pdf of benchmark one (task t1 and 1 more)"
+    assert index.contaminations("q", "another one", []) == []
+
+
+def test_queries_to_train_on_are_no_benchmark_and_equal_names_are_told_apart_by_paths(bench, tmp_path):
+    paths = [bench(name="a/queries", splits=("train", "dev")), bench(name="b/queries"), bench(name="c")]
+    found = open_benchmarks(paths, tmp_path / "pool", need_golds=True)
+    assert [one.name for one in found] == [str(tmp_path / "a/queries"), str(tmp_path / "b/queries"), "c"]
+    assert [one.query.query_id for one in found[0].tasks] == ["t2"]
+    assert [gold.task_ids for gold in found[0].golds] == [("t2",), ("t2",)]
+
+
+# The stage ----------------------------------------------------------------------------------------------------------
+
 PDF = "open the file read each page in order and write the text of all pages to a new file"
 POOL = [
     Skill("bench/pdf", "PDF to text", "d", PDF),
-    Skill("copy/pdf", "extract", "d", PDF),
     Skill("near/pdf", "reader", "d", PDF + " then close it"),
     Skill("own/pdf-to-text", "pdf-to-text", "d", "nothing like the other body at all"),
     Skill("own/chart", "chart maker", "d", "draw one bar for each row of the table"),
     Skill("own/audio", "audio clip", "d", "cut the sound between two marks and fade both ends"),
+    Skill("own/none", "none", "d", "a body that answers no query of this test"),
 ]
 TASK = "Get the text of all nine reports in this folder and put it into one file, page by page"
 QUERY_TEXTS = {
@@ -32,54 +198,41 @@ QUERY_TEXTS = {
 }
 
 
-def judgements(rows):
-    return [{"query_id": q, "skill_id": s, "verdict": "required", "judge": "test"} for q, s in rows]
-
-
-def a_list(query_id, positive, negative="own/none"):
-    return {
-        "query_id": query_id, "skill_ids": [positive, negative], "verdicts": ["required", "irrelevant"],
-        "sources": ["gold", "random"], "ranks": [0, 1], "teacher_scores": None,
-    }  # fmt: skip
+def write_queries(path, texts):
+    queries = [Query(q, text, "single", "test", split) for q, (split, text, _) in texts.items()]
+    write_table(rows_of(queries), QUERIES, path)
+    write_judgements(path, [(q, row[2]) for q, row in texts.items()])
 
 
 @pytest.fixture
 def folder(tmp_path):
-    pool = [*POOL, Skill("own/none", "none", "d", "a body that answers no query of this test")]
-    write_table(rows_of(pool), SKILLS, tmp_path / "pool")
+    write_table(rows_of(POOL), SKILLS, tmp_path / "pool")
     write_table(rows_of([Query("t1", TASK, "single", "test", "test")]), QUERIES, tmp_path / "bench")
-    write_table(judgements([("t1", "bench/pdf")]), JUDGEMENTS, tmp_path / "bench")
+    write_judgements(tmp_path / "bench", [("t1", "bench/pdf")])
     write_queries(tmp_path / "queries", QUERY_TEXTS)
-    write_queries(tmp_path / "lists", {key: row for key, row in QUERY_TEXTS.items() if row[0] == "train"})
-    write_table([a_list(q, row[2]) for q, row in QUERY_TEXTS.items() if row[0] == "train"], LISTS, tmp_path / "lists")
+    of_train = {key: row for key, row in QUERY_TEXTS.items() if row[0] == "train"}
+    write_queries(tmp_path / "lists", of_train)
+    lists = [
+        {"query_id": query_id, "skill_ids": [row[2], "own/none"], "verdicts": ["required", "irrelevant"],
+         "sources": ["gold", "random"], "ranks": [0, 1], "teacher_scores": None}
+        for query_id, row in of_train.items()
+    ]  # fmt: skip
+    write_table(lists, LISTS, tmp_path / "lists")
     return tmp_path
 
 
-def write_queries(path, texts):
-    write_table(
-        rows_of(Query(q, text, "single", "test", split) for q, (split, text, _) in texts.items()), QUERIES, path
-    )
-    write_table(judgements([(q, row[2]) for q, row in texts.items()]), JUDGEMENTS, path)
-
-
-def config_of(folder, **settings):
+def run(folder, **settings):
+    """(the summary, the queries that are left, the rows of DROPPED)."""
     values = {"stage": "decontaminate", "pool": folder / "pool", "queries": folder / "queries",
               "benchmarks": [folder / "bench"], "out": folder / "out"}  # fmt: skip
-    return validate(DecontaminateConfig, values | settings, "recipe")
-
-
-def run(folder, **settings):
-    config = config_of(folder, **settings)
+    config = validate(DecontaminateConfig, values | settings, "recipe")
     summary = run_decontaminate(config, config.out)
-    return summary, ids(config.out, QUERIES), dropped(config.out)
+    rows = [tuple(row.values()) for row in read_table(config.out, DROPPED).to_pylist()]
+    return summary, ids(config.out, QUERIES), rows
 
 
 def ids(path, spec):
     return read_table(path, spec).column("query_id").to_pylist()
-
-
-def dropped(path):
-    return [tuple(row.values()) for row in read_table(path, DROPPED).to_pylist()]
 
 
 GOLD = "gold skill bench/pdf of benchmark bench (task t1)"
@@ -93,15 +246,12 @@ ROWS = [
 
 def test_what_the_benchmark_asks_for_is_dropped_with_its_ground(folder):
     summary, kept, rows = run(folder)
-    assert kept == ["q1", "q2", "q6"] == ids(folder / "out", JUDGEMENTS)
-    assert rows == ROWS
-    assert (summary["num_queries"], summary["num_kept"], summary["num_dropped"]) == (5, 2, 3)
-    assert summary["dropped_by_ground"] == {"query_overlap": 1, "name": 1, "jaccard": 1, "cluster": 0, "cosine": 0}
-    assert summary["dropped_by_benchmark"] == {"bench": 3}
-    assert not (folder / "out" / "lists.parquet").exists() and "num_lists_kept" not in summary
-
-
-def test_all_splits_and_lists_are_cleaned(folder):
+    assert kept == ["q1", "q2", "q6"] == ids(folder / "out", JUDGEMENTS) and rows == ROWS
+    assert summary == {
+        "num_queries": 5, "num_kept": 2, "num_dropped": 3, "dropped_by_benchmark": {"bench": 3},
+        "dropped_by_ground": {"query_overlap": 1, "name": 1, "jaccard": 1, "cluster": 0, "cosine": 0},
+    }  # fmt: skip
+    assert not (folder / "out" / "lists.parquet").exists()
     _, kept, rows = run(folder, split=None)
     assert kept == ["q1", "q2"]
     assert rows[-1] == ("q6", "", "query_overlap", 1.0, "the same words as task t1 of benchmark bench", "bench", None)
@@ -110,29 +260,28 @@ def test_all_splits_and_lists_are_cleaned(folder):
     assert (summary["num_lists_kept"], summary["num_lists_dropped"]) == (2, 3)
 
 
-def test_grounds_can_be_left_out_and_need_no_gold_texts_then(folder):
-    write_table(rows_of(POOL[3:]), SKILLS, folder / "pool")
+def test_grounds_can_be_left_out_and_need_no_gold_texts_then(folder, capsys):
+    write_table(rows_of(POOL[2:]), SKILLS, folder / "pool")
     with pytest.raises(SkilltrainError, match="gold skill 'bench/pdf' of task t1 has no text in the benchmark or the"):
         run(folder)
     _, kept, rows = run(folder, limits={"name": False, "jaccard": None})
     assert kept == ["q1", "q2", "q3", "q4", "q6"] and [row[0] for row in rows] == ["q5"]
-
-
-def test_a_positive_outside_the_pool_is_told(folder, capsys):
-    write_table(rows_of(skill for skill in POOL if skill.skill_id != "own/chart"), SKILLS, folder / "pool")
-    assert "q1" in run(folder)[1]
     assert "1 of 4 positives are not in" in " ".join(capsys.readouterr().err.split())
 
 
-def test_close_vectors_are_a_ground_of_their_own(folder, model_folders):
-    encoder = {"source": str(model_folders["bert"])}
-    off = {"name": False, "jaccard": None, "query_overlap": 1.0}
-    moved = [replace(skill, name="PDF to text", body=PDF) if skill.skill_id == "own/chart" else skill for skill in POOL]
+def test_clusters_and_close_vectors_are_grounds_of_their_own(folder, model_folders):
+    linked = ("bench/pdf", "own/audio")
+    rows = [{"skill_id": one.skill_id, "cluster": 0 if one.skill_id in linked else n} for n, one in enumerate(POOL, 1)]
+    write_table(rows, CLUSTERS, folder / "clusters")
+    moved = [replace(one, name="PDF to text", body=PDF) if one.skill_id == "own/chart" else one for one in POOL]
     write_table(rows_of(moved), SKILLS, folder / "pool")
-    summary, _, rows = run(folder, encoder=encoder, cosine=0.99999, limits=off)
-    assert summary["dropped_by_ground"]["cosine"] >= 1
+    off = {"name": False, "jaccard": None, "query_overlap": 1.0}
+    encoder = {"source": str(model_folders["bert"])}
+    summary, kept, rows = run(folder, clusters=folder / "clusters", encoder=encoder, cosine=0.99999, limits=off)
+    assert not {"q1", "q2"} & {*kept} and summary["dropped_by_ground"]["cluster"] == 2
     (row,) = [row for row in rows if row[1] == "own/chart"]
     assert row[2] == "cosine" and row[3] == pytest.approx(1, abs=1e-5) and row[4] == f"cosine 1.000 to {GOLD}"
+    assert ("q2", "own/audio", "cluster", 1.0, f"in one cluster with {GOLD}", "bench", "bench/pdf") in rows
 
 
 @pytest.mark.parametrize(
@@ -142,30 +291,25 @@ def test_close_vectors_are_a_ground_of_their_own(folder, model_folders):
         ({"benchmarks": "lists"}, "lists: all 5 queries are of split 'train': this is training data, not a benchmark"),
         ({"benchmarks": "pool"}, "pool: is not a benchmark"),
         ({"queries": "absent"}, "absent/queries.parquet: no queries table here"),
+        ({"queries": "none"}, "no query of split 'train' (splits here: none, the table is empty)"),
+        ({"queries": "all"}, "all: no query is left of 2; the first: body overlap 0.850 with"),
+        ({"pool": "other"}, "other: holds no positive of the queries"),
         ({"split": "test"}, "queries: no query of split 'test' (splits here: dev, train) (set split)"),
     ],
 )
 def test_what_makes_no_sense_is_refused(folder, settings, message):
-    placed = {key: value if key == "split" else folder / value for key, value in settings.items()}
+    write_queries(folder / "none", {})
+    write_queries(folder / "all", {key: QUERY_TEXTS[key] for key in ("q3", "q4")})
+    write_table(rows_of([POOL[0]]), SKILLS, folder / "other")
     with pytest.raises(SkilltrainError) as error:
-        run(folder, **placed)
+        run(folder, **{key: value if key == "split" else folder / value for key, value in settings.items()})
     assert message in str(error.value)
 
 
-def test_queries_and_pools_of_which_nothing_is_left_are_errors(folder):
-    write_queries(folder / "queries", {key: QUERY_TEXTS[key] for key in ("q3", "q4")})
-    with pytest.raises(SkilltrainError, match=r"queries: no query is left of 2; the first: body overlap 0\.850 with"):
-        run(folder)
-    write_queries(folder / "queries", {})
-    with pytest.raises(SkilltrainError, match=r"no query of split .train. \(splits here: none, the table is empty\)"):
-        run(folder)
-    write_queries(folder / "queries", QUERY_TEXTS)
-    write_table(rows_of([POOL[0]]), SKILLS, folder / "pool")
-    with pytest.raises(SkilltrainError, match="pool: holds no positive of the queries"):
-        run(folder)
+# Training -----------------------------------------------------------------------------------------------------------
 
 
-def training(folder, model, dev=None, lists="lists", **data):
+def training(folder, model="none", dev=None, lists="lists", **data):
     values = {
         "stage": "train_encoder", "model": {"source": str(model), "max_tokens": 32, "query_max_tokens": 32},
         "data": {"pool": folder / "pool", "lists": folder / lists} | data, "near_duplicates": None,
@@ -174,37 +318,34 @@ def training(folder, model, dev=None, lists="lists", **data):
     return validate(TrainEncoderConfig, values | ({"dev": dev} if dev else {}), "recipe")
 
 
-def checked(config):
+def checked(folder, **settings):
+    config = training(folder, **settings)
     return check_held_out(config.data, config.dev, load_training_set(config.data))
 
 
-def test_training_refuses_contaminated_lists_in_one_line(folder):
+def test_training_refuses_contaminated_lists_in_one_line_and_takes_what_decontaminate_writes(folder):
     with pytest.raises(SkilltrainError) as error:
-        checked(training(folder, "none", held_out=[folder / "bench"]))
+        checked(folder, held_out=[folder / "bench"])
     assert str(error.value) == (
         f"{folder}/lists: 3 list(s) are contaminated (query_overlap 1, name 1, jaccard 1); the first, query q3, "
         f"positive near/pdf: body overlap 0.850 with {GOLD} (run `skilltrain decontaminate pool={folder}/pool "
         f"queries={folder}/lists 'benchmarks=[{folder}/bench]' out=…` and train on what it writes, "
         "or set data.contamination=allow)"
     )
-
-
-def test_training_is_content_with_what_decontaminate_writes(folder):
     run(folder, queries=folder / "lists")
-    assert checked(training(folder, "none", held_out=folder / "bench", lists="out")) == {"num_contaminated_lists": 0}
+    assert checked(folder, held_out=folder / "bench", lists="out") == {"num_contaminated_lists": 0}
 
 
-def test_a_dev_set_may_share_skills_with_training_but_no_query(folder, capsys):
+def test_a_dev_set_may_share_skills_with_training_but_no_query(folder):
     dev = {"benchmark": folder / "queries", "split": "dev"}
     with pytest.raises(SkilltrainError) as error:
-        checked(training(folder, "none", dev=dev))
+        checked(folder, dev=dev)
     assert "1 list(s) are contaminated (query_overlap 1); the first, query q5: 100% of the 8-grams" in str(error.value)
     assert f"(choose another dev.split, or run `skilltrain decontaminate pool={folder}/pool" in str(error.value)
     assert "limits.name=false limits.jaccard=null out=…` and train on what it writes, or set data" in str(error.value)
-    assert checked(training(folder, "none", dev=dev, contamination="allow")) == {"num_lists_of_dev_queries": 1}
-    texts = dict(QUERY_TEXTS, q6=("dev", "another question about sound", "own/audio"))
-    write_queries(folder / "queries", texts)
-    assert checked(training(folder, "none", dev=dev)) == {"num_lists_of_dev_queries": 0}
+    assert checked(folder, dev=dev, contamination="allow") == {"num_lists_of_dev_queries": 1}
+    write_queries(folder / "queries", QUERY_TEXTS | {"q6": ("dev", "another question about sound", "own/audio")})
+    assert checked(folder, dev=dev) == {"num_lists_of_dev_queries": 0}
 
 
 def test_the_model_card_says_that_lists_were_contaminated(folder, model_folders):
@@ -215,12 +356,3 @@ def test_the_model_card_says_that_lists_were_contaminated(folder, model_folders)
     done = skilltrain("train", file, f"data.held_out=[{folder}/bench]", "data.contamination=allow", "--json")
     assert done.code == 0 and json.loads(done.out)["num_contaminated_lists"] == 3, done
     assert "| lists contaminated by held-out benchmarks | 3 |" in (folder / "model" / "README.md").read_text()
-
-
-def test_a_positive_linked_to_a_gold_skill_by_a_chain_of_copies_goes(folder):
-    linked = ("bench/pdf", "own/chart")
-    rows = [{"skill_id": one.skill_id, "cluster": 0 if one.skill_id in linked else n} for n, one in enumerate(POOL, 1)]
-    write_table(rows, CLUSTERS, folder / "clusters")
-    summary, kept, rows = run(folder, clusters=folder / "clusters")
-    assert summary["dropped_by_ground"]["cluster"] == 1 and "q1" not in kept
-    assert rows[0] == ("q1", "own/chart", "cluster", 1.0, f"in one cluster with {GOLD}", "bench", "bench/pdf")

@@ -1,5 +1,7 @@
+"""Which candidates are taken for false negatives, by which layer, and why."""
+
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -7,40 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skilltrain.config import Config, validate
+from benchmark_folders import write_ours, write_pool
+from skilltrain.config import validate
 from skilltrain.data import filter_layers as module
-from skilltrain.data.filter import FilterConfig, find_false_negatives, open_candidates, run_filter
-from skilltrain.data.filter_layers import (
-    CeilingLayer,
-    ClusterLayer,
-    CosineLayer,
-    FilterPool,
-    JaccardLayer,
-    NameLayer,
-    RankWindowLayer,
-)
+from skilltrain.data.filter import FilterConfig, run_filter
+from skilltrain.data.filter_layers import JaccardLayer
 from skilltrain.data.near_duplicates import jaccard, word_trigrams
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Skill, Verdict
-from skilltrain.retrieval.dense import EncoderSource
+from skilltrain.records import Skill
 from skilltrain.retrieval.nearest import ChunkVectors
-from skilltrain.tables import (
-    CLUSTERS,
-    DROPPED,
-    JUDGEMENTS,
-    QUERIES,
-    RANKINGS,
-    SKILLS,
-    read_table,
-    rows_by_query,
-    rows_of,
-    table_from_rows,
-    texts_of,
-    write_table,
-)
-from skilltrain.workers import WorkersConfig
+from skilltrain.tables import CLUSTERS, DROPPED, RANKINGS, read_table, rows_by_query, table_from_rows, write_table
 
-ONE = WorkersConfig(num=1)
 GOLD_BODY = "read the pages of a pdf file and print them"  # 10 words, 8 trigrams
 SKILLS_HERE = [
     Skill("gold", "pdf-reader", "", GOLD_BODY),
@@ -55,20 +34,6 @@ POSITION = {skill.skill_id: place for place, skill in enumerate(SKILLS_HERE)}
 CLUSTER_OF = {"gold": 3, "name": 0, "body": 3, "vector": 1, "far": 2}
 
 
-FAKE_ENCODER = SimpleNamespace(model=SimpleNamespace(dim=2))
-
-
-def known_chunks(_, skills):
-    return ChunkVectors.one_each(VECTORS[[POSITION[skill.skill_id] for skill in skills]])
-
-
-@pytest.fixture(autouse=True)
-def encoder(monkeypatch):
-    monkeypatch.setattr(module, "open_encoder", lambda source: FAKE_ENCODER)
-    monkeypatch.setattr(module, "encode_chunks", known_chunks)
-    monkeypatch.setattr(module, "encode_queries", lambda _, texts: np.tile(QUERY_VECTOR, (len(texts), 1)))
-
-
 def rankings(*rows, query_id="q1", stage="semantic", scores=None):
     return table_from_rows(
         [
@@ -79,121 +44,129 @@ def rankings(*rows, query_id="q1", stage="semantic", scores=None):
     )
 
 
+class Filter:
+    """The stage on tables in a folder, with vectors in place of a model."""
+
+    def __init__(self, folder):
+        self.folder, self.out = folder, folder / "out"
+        self.out.mkdir()
+        self.write(rankings("gold", "name", "body", "far"), rankings("vector", "far", stage="random"))
+        rows = [{"skill_id": skill_id, "cluster": cluster} for skill_id, cluster in CLUSTER_OF.items()]
+        write_table(rows, CLUSTERS, folder / "clusters")
+
+    def write(self, *tables, verdicts=None, skills=SKILLS_HERE):
+        """`verdicts`: query_id → skill_id → verdict."""
+        write_table(pa.concat_tables(tables), RANKINGS, self.folder / "rankings")
+        write_pool(self.folder / "pool", skills)
+        verdicts = {"q1": {"gold": "required"}} if verdicts is None else verdicts
+        write_ours(self.folder / "queries", [(f"q{n}", "print this pdf", "train") for n in (1, 2)], verdicts)
+
+    def run(self, **changes):
+        """(the summary, the rows of DROPPED)."""
+        paths = {name: self.folder / name for name in ("pool", "queries", "rankings", "clusters", "out")}
+        values = {"stage": "filter", **paths, "encoder": {"source": "x"}, "workers": {"num": 1}} | changes
+        summary = run_filter(validate(FilterConfig, values, "recipe"), self.out)
+        return summary, read_table(self.out, DROPPED).to_pylist()
+
+    def found(self, *layers):
+        """skill_id → (layer, value, gold skill or None)."""
+        _, rows = self.run(layers=list(layers), judged_positives="keep")
+        return {row["skill_id"]: (row["filter"], row["value"], row["other_id"]) for row in rows}
+
+
 @pytest.fixture
-def found(tmp_path):
-    """rankings, verdicts, layers → skill_id → (layer, value, gold skill or None)."""
+def stage(tmp_path, monkeypatch):
+    def known_chunks(_, skills):
+        return ChunkVectors.one_each(VECTORS[[POSITION[skill.skill_id] for skill in skills]])
 
-    def find(table, verdicts, layers, skills=SKILLS_HERE):
-        write_table(
-            [{"skill_id": s, "cluster": c} for s, c in CLUSTER_OF.items()], CLUSTERS, tmp_path / "clusters.parquet"
-        )
-        candidates = dict(open_candidates(table, skills, verdicts, "pool"))
-        pool = FilterPool(
-            skills, list(candidates.values()), list(candidates), EncoderSource(source="x"),
-            tmp_path / "clusters.parquet", ONE,
-        )  # fmt: skip
-        against = find_false_negatives(pool, candidates, layers)
-        return {drop.skill_id: (drop.filter, drop.value, drop.other_id) for drop in against.values()}
-
-    return find
+    monkeypatch.setattr(module, "open_encoder", lambda source: SimpleNamespace(model=SimpleNamespace(dim=2)))
+    monkeypatch.setattr(module, "encode_chunks", known_chunks)
+    monkeypatch.setattr(module, "encode_queries", lambda _, texts: np.tile(QUERY_VECTOR, (len(texts), 1)))
+    return Filter(tmp_path)
 
 
-def required(*skill_ids: str) -> dict[str, dict[str, Verdict]]:
-    return {"q1": dict.fromkeys(skill_ids, Verdict.REQUIRED)}
+def required(*skill_ids):
+    return {"q1": dict.fromkeys(skill_ids, "required")}
+
+
+def ceiling(**settings):
+    return {"name": "ceiling", **settings}
+
+
+def window(**ranks):
+    return {"name": "rank_window", "ranks": ranks}
 
 
 JUDGED = required("gold")
-THREE = [NameLayer(), JaccardLayer(), CosineLayer()]
-OTHERS = [ClusterLayer(), CeilingLayer(), CeilingLayer(scores="ranking")]
+NAME, JACCARD, COSINE, CLUSTER = ({"name": name} for name in ("name", "jaccard", "cosine", "cluster"))
+BY_NAME = {"name": ("name", 1.0, "gold")}
 # cosines to the query: gold .8; name .6, vector .936, far .96
 OVER = {"vector": ("ceiling", pytest.approx(0.936), "gold"), "far": ("ceiling", pytest.approx(0.96), "gold")}
+ALL_OVER = OVER | {"name": ("ceiling", pytest.approx(0.6), "gold")}
 
 
 @pytest.mark.parametrize(
     ("candidates", "verdicts", "layers", "dropped"),
     [
-        ("name body vector far", JUDGED, THREE,  # the gold is named
-         {"name": ("name", 1.0, "gold"), "body": ("jaccard", pytest.approx(8 / 9), "gold"),
+        ("name body vector far", JUDGED, [NAME, JACCARD, COSINE],  # the gold is named
+         {**BY_NAME, "body": ("jaccard", pytest.approx(8 / 9), "gold"),
           "vector": ("cosine", pytest.approx(0.96), "gold")}),
-        ("body vector", JUDGED, [JaccardLayer(above=8 / 9), CosineLayer(above=float(VECTORS[3, 0]))], {}),  # exclusive
-        ("name body vector", JUDGED, [NameLayer()], {"name": ("name", 1.0, "gold")}),  # a layer left out does not run
-        ("name body vector", JUDGED, [], {}),
-        ("name gold far", {"q1": {"gold": Verdict.USEFUL}}, [NameLayer()], {"name": ("name", 1.0, "gold")}),
-        ("name body", {"q1": {**JUDGED["q1"], "name": Verdict.REJECTED, "body": Verdict.IRRELEVANT}},
-         [NameLayer(), JaccardLayer()], {}),  # a judgement outranks a likeness
-        ("name far", required("vector", "gold", "body"), [CosineLayer(above=0.5)],  # of several golds the first by id
+        ("body", JUDGED, [JACCARD | {"above": 8 / 9}], {}),  # exclusive
+        ("vector", JUDGED, [COSINE | {"above": float(VECTORS[3, 0])}], {}),
+        ("name body vector", JUDGED, [NAME], BY_NAME),  # a layer left out does not run
+        ("name gold far", {"q1": {"gold": "useful"}}, [NAME], BY_NAME),
+        ("name body", {"q1": {"gold": "required", "name": "rejected", "body": "irrelevant"}}, [NAME, JACCARD], {}),
+        ("name far", required("vector", "gold", "body"), [COSINE | {"above": 0.5}],  # of several golds the first by id
          {"name": ("cosine", pytest.approx(1.0), "body"), "far": ("cosine", pytest.approx(0.8), "body")}),
-        ("name body vector", required("gone"), [*THREE, *OTHERS], {}),  # a gold outside the pool
-        ("name body", JUDGED, [ClusterLayer()], {"body": ("cluster", 1.0, "gold")}),
-        ("name vector far", JUDGED, [CeilingLayer()], OVER),
-        ("name vector far", JUDGED, [CeilingLayer(relative_margin=0.24)], OVER),  # ceiling .608
-        ("name vector far", JUDGED, [CeilingLayer(relative_margin=0.26)],  # ceiling .592
-         OVER | {"name": ("ceiling", pytest.approx(0.6), "gold")}),
-        ("name vector far", JUDGED, [CeilingLayer(relative_margin=None, absolute_margin=0.19)], OVER),
-        ("name vector far", JUDGED, [CeilingLayer(relative_margin=None, absolute_margin=0.21)],
-         OVER | {"name": ("ceiling", pytest.approx(0.6), "gold")}),
-        ("name far", required("gold", "body"), [CeilingLayer(relative_margin=0)],  # .8 and .6: the weakest counts
+        ("name body vector", required("gone"), [NAME, JACCARD, COSINE, CLUSTER, ceiling()], {}),  # outside the pool
+        ("name body", JUDGED, [CLUSTER], {"body": ("cluster", 1.0, "gold")}),
+        ("name vector far", JUDGED, [ceiling(relative_margin=0.24)], OVER),  # ceiling .608
+        ("name vector far", JUDGED, [ceiling(relative_margin=0.26)], ALL_OVER),  # ceiling .592
+        ("name vector far", JUDGED, [ceiling(relative_margin=None, absolute_margin=0.19)], OVER),
+        ("name vector far", JUDGED, [ceiling(relative_margin=None, absolute_margin=0.21)], ALL_OVER),
+        ("name far", required("gold", "body"), [ceiling(relative_margin=0)],  # .8 and .6: the weakest counts
          {"far": ("ceiling", pytest.approx(0.96), "body")}),
+        ("name body vector far", {}, [window(semantic=[2, 3])],
+         {"name": ("rank_window", 1.0, None), "far": ("rank_window", 4.0, None)}),
+        ("name body vector far", {}, [window(semantic=[2, None])], {"name": ("rank_window", 1.0, None)}),
     ],
 )  # fmt: skip
-def test_what_layers_drop(found, candidates, verdicts, layers, dropped):
-    assert found(rankings(*candidates.split()), verdicts, layers) == dropped
+def test_what_layers_drop(stage, candidates, verdicts, layers, dropped):
+    stage.write(rankings(*candidates.split()), rankings("gold", stage="random"), verdicts=verdicts)
+    assert stage.found(*layers) == dropped
 
 
-def test_siblings_of_a_template_stay_unless_plain_trigrams_are_asked_for(found):
-    template = "automate {} tasks via the hub after you have searched all its tools for the current schemas"
-    siblings = [Skill(name, f"{name}-automation", "", template.format(name)) for name in ("a", "b", "c", "d", "e", "f")]
-    copy = Skill("a2", "a-automation", "", template.format("a") + " first")
-    table, verdicts, pool = rankings("a2", "b", "c"), required("a"), [*siblings, copy]
-    assert set(found(table, verdicts, [JaccardLayer(max_names=None)], pool)) == {"a2", "b", "c"}
-    assert set(found(table, verdicts, [JaccardLayer()], pool)) == {"a2"}
-
-
-def test_a_ceiling_by_ranking_takes_the_sources_own_scores(found):
-    both = pa.concat_tables(
-        [
-            rankings("gold", "name", "body", scores=[10.0, 9.6, 9.4], stage="lexical"),
-            rankings("name", "far", scores=[0.9, 0.1]),  # ranked no gold: nothing to hold against
-            rankings("gold", "vector", scores=[-2.0, -2.05], stage="teacher"),
-        ]
+def test_a_ceiling_by_ranking_takes_the_sources_own_scores(stage):
+    stage.write(
+        rankings("gold", "name", "body", scores=[10.0, 9.6, 9.4], stage="lexical"),
+        rankings("name", "far", scores=[0.9, 0.1]),  # ranked no gold: nothing to hold against
+        rankings("gold", "vector", scores=[-2.0, -2.05], stage="teacher"),
     )
-    dropped = found(both, JUDGED, [CeilingLayer(scores="ranking")])
-    assert dropped == {"name": ("ceiling", 9.6, "gold"), "vector": ("ceiling", -2.05, "gold")}
+    dropped = {"name": ("ceiling", 9.6, "gold"), "vector": ("ceiling", -2.05, "gold")}
+    assert stage.found(ceiling(scores="ranking")) == dropped
 
 
-def test_a_window_keeps_ranks_of_the_sources_it_names(found):
-    table = pa.concat_tables([rankings("name", "body", "vector", "far"), rankings("gold", "far", stage="random")])
-    dropped = found(table, {}, [RankWindowLayer(ranks={"semantic": (2, 3)})])
-    assert dropped == {"name": ("rank_window", 1.0, None), "far": ("rank_window", 4.0, None)}
-    assert set(found(table, {}, [RankWindowLayer(ranks={"semantic": (2, None)})])) == {"name"}
-    with pytest.raises(SkilltrainError, match=r"no candidate is of source 'bm25' \(sources: random, semantic\)"):
-        found(table, JUDGED, [RankWindowLayer(ranks={"bm25": (1, 3)})])
+def test_siblings_of_a_template_stay_unless_plain_trigrams_are_asked_for(stage):
+    template = "automate {} tasks via the hub after you have searched all its tools for the current schemas"
+    siblings = [Skill(name, f"{name}-automation", "", template.format(name)) for name in "abcdef"]
+    copy = Skill("a2", "a-automation", "", template.format("a") + " first")
+    stage.write(rankings("a2", "b", "c"), verdicts=required("a"), skills=[*siblings, copy])
+    assert stage.found(JACCARD | {"max_names": None}).keys() == {"a2", "b", "c"}
+    assert stage.found(JACCARD).keys() == {"a2"}
 
 
-class InitialLayer(Config):
-    """A layer of one's own."""
-
-    name: Literal["initial"] = "initial"
-
-    def check(self, pool, candidates):
-        initials = np.array([float(ord(skill.name[0])) for skill in pool.skills])
-        here = initials[candidates.left["skill"]]
-        for gold in candidates.golds:
-            yield gold, np.where(here == initials[gold], here, np.nan)
-
-    def explain(self, value):
-        return f"begins with {chr(int(value))} as does"
-
-
-def test_a_new_layer_is_one_class(found):
-    dropped = found(rankings("name", "vector", "far"), JUDGED, [NameLayer(), InitialLayer()])
-    assert dropped == {"name": ("name", 1.0, "gold"), "vector": ("initial", float(ord("p")), "gold")}
+def test_bodies_of_every_kind_are_compared(stage):
+    odd = ["", "word", "word", "\U00012000\U00012001\U00012002", "read it " * 300_000, "read it " * 300_001]
+    skills = [Skill(str(n), "--", "", body) for n, body in enumerate(odd)]
+    verdicts = {"q1": {"1": "required"}, "q2": {"4": "required"}}
+    stage.write(rankings("2", "0"), rankings("5", "3", query_id="q2"), verdicts=verdicts, skills=skills)
+    assert stage.found(JACCARD).keys() == {"2", "5"}
+    assert stage.found(NAME) == {}, "no name is no common name"
 
 
 @given(st.lists(st.sampled_from("abcde"), min_size=1, max_size=20), st.floats(0, 1))
 def test_the_size_bound_never_changes_the_answer(tokens, above):
-    bodies = ["a b c d e a b c", " ".join(tokens)]
-    sets = [word_trigrams(body) for body in bodies]
+    sets = [word_trigrams(body) for body in ("a b c d e a b c", " ".join(tokens))]
 
     class Sets(list):
         starts = np.cumsum([0, *(len(one) for one in sets)])
@@ -205,114 +178,58 @@ def test_the_size_bound_never_changes_the_answer(tokens, above):
     assert (value == exact) if exact > above else np.isnan(value)
 
 
-def test_bodies_of_every_kind_are_compared(found):
-    odd = ["", "word", "word", "\U00012000\U00012001\U00012002", "read it " * 2_000_000, "read it " * 2_000_001]
-    skills = [Skill(str(n), f"name {n}", "", body) for n, body in enumerate(odd)]
-    table = pa.concat_tables([rankings("2", "0", query_id="q1"), rankings("5", "3", query_id="q4")])
-    verdicts = {"q1": {"1": Verdict.REQUIRED}, "q4": {"4": Verdict.REQUIRED}}
-    assert set(found(table, verdicts, [JaccardLayer()], skills)) == {"2", "5"}
-    nameless = [Skill("a", "--", "", ""), Skill("b", "_", "", "")]
-    assert not found(rankings("b"), required("a"), [NameLayer()], nameless), "no name is no common name"
-
-
 def test_rows_by_query_keeps_row_order():
     table = pa.concat_tables([rankings("a", query_id="z"), rankings("a", "b"), rankings("b", query_id="z")])
     assert {k: v.tolist() for k, v in rows_by_query(table).items()} == {"q1": [1, 2], "z": [0, 3]}
     assert rows_by_query(table.slice(0, 0)) == {}
-    assert texts_of(table.column("query_id")) == ["z", "q1", "q1", "z"]
 
 
-@pytest.fixture
-def folder(tmp_path):
-    write_table(rows_of(SKILLS_HERE), SKILLS, tmp_path / "pool.parquet")
-    (tmp_path / "queries").mkdir()
-    judged = {"query_id": "q1", "skill_id": "gold", "verdict": "required", "judge": "human"}
-    write_table([judged], JUDGEMENTS, tmp_path / "queries")
-    query = {"query_id": "q1", "text": "print this pdf", "kind": "single", "origin": "test", "split": "train"}
-    write_table([query], QUERIES, tmp_path / "queries")
-    write_table([{"skill_id": s, "cluster": c} for s, c in CLUSTER_OF.items()], CLUSTERS, tmp_path / "clusters.parquet")
-    both = pa.concat_tables([rankings("gold", "name", "body", "far"), rankings("vector", "far", stage="random")])
-    write_table(both, RANKINGS, tmp_path / "rankings.parquet")
-    (tmp_path / "out").mkdir()
-    return tmp_path
-
-
-def settings(folder, **changes):
-    values = {
-        "stage": "filter", "pool": folder / "pool.parquet", "queries": folder / "queries",
-        "rankings": folder / "rankings.parquet", "encoder": {"source": "x"}, "out": folder / "out",
-        "workers": {"num": 1},
-    }  # fmt: skip
-    return validate(FilterConfig, values | changes, "recipe")
-
-
-def test_the_stage_splits_rankings_into_kept_and_dropped(folder):
-    summary = run_filter(settings(folder), folder / "out")
-    kept = [(row["stage"], row["skill_id"], row["rank"]) for row in read_table(folder / "out", RANKINGS).to_pylist()]
+def test_the_stage_splits_rankings_into_kept_and_dropped(stage):
+    summary, rows = stage.run()
+    kept = [(row["stage"], row["skill_id"], row["rank"]) for row in read_table(stage.out, RANKINGS).to_pylist()]
     assert kept == [("semantic", "far", 4), ("random", "far", 2)]
-    dropped = read_table(folder / "out", DROPPED).to_pylist()
-    assert [row["skill_id"] for row in dropped] == ["gold", "name", "body", "vector"]
-    assert [(row["source"], row["other_id"], row["reason"]) for row in dropped] == [
-        ("semantic", None, "judged required for this query"),
-        ("semantic", "gold", "same name as a gold skill"),
-        ("semantic", "gold", "body overlap 0.889 > 0.6 with a gold skill"),
-        ("random", "gold", "cosine 0.960 > 0.92 to a gold skill"),
+    assert [(row["skill_id"], row["source"], row["other_id"], row["value"], row["reason"]) for row in rows] == [
+        ("gold", "semantic", None, None, "judged required for this query"),
+        ("name", "semantic", "gold", 1.0, "same name as a gold skill"),
+        ("body", "semantic", "gold", pytest.approx(8 / 9), "body overlap 0.889 > 0.6 with a gold skill"),
+        ("vector", "random", "gold", pytest.approx(0.96), "cosine 0.960 > 0.92 to a gold skill"),
     ]
-    assert dropped[0]["value"] is None and dropped[1]["value"] == 1.0
-    assert sorted(path.name for path in (folder / "out").iterdir()) == ["dropped.parquet", "rankings.parquet"]
-    assert summary["dropped_by_layer"] == {"judged": 1, "name": 1, "jaccard": 1, "cosine": 1}
-    assert summary["kept_by_source"] == {"random": 1, "semantic": 1}
-    assert summary["num_candidates"] == 6 and summary["num_kept"] == 2 and summary["num_dropped"] == 4
-    summary = run_filter(settings(folder, judged_positives="keep"), folder / "out")  # for the reranker
-    assert "gold" in read_table(folder / "out", RANKINGS).column("skill_id").to_pylist()
+    assert sorted(path.name for path in stage.out.iterdir()) == ["dropped.parquet", "rankings.parquet"]
+    assert summary == {
+        "num_candidates": 6, "num_kept": 2, "num_dropped": 4, "kept_by_source": {"random": 1, "semantic": 1},
+        "dropped_by_layer": {"judged": 1, "name": 1, "jaccard": 1, "cosine": 1},
+    }  # fmt: skip
+    summary, _ = stage.run(judged_positives="keep")  # for the reranker
+    assert "gold" in read_table(stage.out, RANKINGS).column("skill_id").to_pylist()
     assert summary["dropped_by_layer"]["judged"] == 0
-    write_table([], RANKINGS, folder / "rankings.parquet")
-    assert run_filter(settings(folder), folder / "out")["num_kept"] == 0
+    _, rows = stage.run(layers=[CLUSTER, ceiling(relative_margin=0.1)])
+    assert [row["reason"] for row in rows][1:3] == [
+        "in one near-duplicate cluster with a gold skill",
+        "score 0.960 for the query too close to that of a gold skill",
+    ]
+    stage.write(rankings())
+    assert stage.run()[0]["num_kept"] == 0
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"encoder": None}, "layer 'cosine' needs the section 'encoder'"),
-        ({"layers": [{"name": "name"}, {"name": "name"}]}, "a layer appears twice"),
-        ({"layers": [{"name": "nmae"}]}, "layers.0"),
-        ({"layers": [{"name": "jaccard", "above": 60}]}, "layers.0.above"),
-        ({"layers": [{"name": "ceiling"}], "encoder": None}, "layer 'ceiling' needs the section 'encoder'"),
-        ({"layers": [{"name": "cluster"}]}, "layer 'cluster' needs 'clusters'"),
-        ({"layers": [{"name": "ceiling", "relative_margin": None}]}, "needs relative_margin or absolute_margin"),
-        ({"layers": [{"name": "rank_window", "ranks": {"semantic": [9, 2]}}]}, "1 <= first <= last"),
+        ({"layers": [NAME, NAME]}, "a layer appears twice"),
+        ({"layers": [ceiling()], "encoder": None}, "layer 'ceiling' needs the section 'encoder'"),
+        ({"layers": [CLUSTER], "clusters": None}, "layer 'cluster' needs 'clusters'"),
+        ({"layers": [ceiling(relative_margin=None)]}, "needs relative_margin or absolute_margin"),
+        ({"layers": [window(semantic=[9, 2])]}, "1 <= first <= last"),
+        ({"layers": [window(bm25=[1, 3])]}, r"no candidate is of source 'bm25' \(sources: random, semantic\)"),
+        ({"pool": "other"}, r"other: 4 ranked skill\(s\) are not in this pool, 'body' among them"),
+        ({"queries": "other"}, "other: 1 ranked queries are not here, 'q1' among them"),
+        ({"clusters": "other", "layers": [CLUSTER]}, r"other.*: 4 skill\(s\) of the pool are in no cluster, 'body'"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(folder, changes, message):
+def test_settings_and_tables_that_cannot_work_are_refused(stage, changes, message):
+    other = stage.folder / "other"
+    write_pool(other, SKILLS_HERE[:1])
+    write_ours(other, [], {})
+    write_table([{"skill_id": "gold", "cluster": 0}], CLUSTERS, other)
     with pytest.raises(SkilltrainError, match=message):
-        settings(folder, **changes)
-
-
-def test_all_layers_run_from_a_recipe(folder):
-    layers = [
-        {"name": "cluster"},
-        {"name": "ceiling", "relative_margin": 0.1},
-        {"name": "rank_window", "ranks": {"semantic": [1, 2]}},
-    ]
-    summary = run_filter(settings(folder, layers=layers, clusters=folder / "clusters.parquet"), folder / "out")
-    assert summary["dropped_by_layer"] == {"judged": 1, "cluster": 1, "ceiling": 3, "rank_window": 0}
-    reasons = [row["reason"] for row in read_table(folder / "out", DROPPED).to_pylist()]
-    assert reasons[1] == "in one near-duplicate cluster with a gold skill"
-    assert reasons[2] == "score 0.960 for the query too close to that of a gold skill"
-
-
-@pytest.mark.parametrize(
-    ("spec", "path", "rows", "message"),
-    [
-        (RANKINGS, "rankings.parquet", rankings("stranger"),
-         r"pool.parquet: 1 ranked skill\(s\) are not in this pool, 'stranger'"),
-        (QUERIES, "queries", [], r"queries: 1 ranked queries are not here, 'q1' among them"),
-        (CLUSTERS, "clusters.parquet", [{"skill_id": "gold", "cluster": 0}],
-         r"clusters\.parquet: 4 skill\(s\) of the pool are in no cluster, 'body'"),
-    ],
-)  # fmt: skip
-def test_tables_that_do_not_belong_together_are_refused(folder, spec, path, rows, message):
-    write_table(rows, spec, folder / path)
-    config = settings(folder, layers=[{"name": "cluster"}], clusters=folder / "clusters.parquet")
-    with pytest.raises(SkilltrainError, match=message):
-        run_filter(config, folder / "out")
+        stage.run(**{key: other if value == "other" else value for key, value in changes.items()})

@@ -1,16 +1,45 @@
-"""The live client against a real server on loopback: retries, pace, clear errors, and a key that shows nowhere."""
+"""A chat model against a real server on loopback: retries, pace, budget and cache; errors are clear, no key shows."""
 
 import json
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llm_server import ASK, KEY, LLMServer, Reply, ask, assert_no_key, llm_server, open_client
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import LLM, Completion, CompletionError, Message, OpenAIConfig, Request, SmolLM2Config, open_llm
+from skilltrain.llm import (
+    LLM,
+    Budget,
+    BudgetConfig,
+    Completion,
+    CompletionError,
+    Message,
+    OpenAIConfig,
+    Prices,
+    Questions,
+    Request,
+    SmolLM2Config,
+    Usage,
+    ask_until,
+    cost_of,
+    open_llm,
+    prices_of,
+)
+from skilltrain.llm.answers import estimate_tokens
+from skilltrain.llm.budget import most_of
 from skilltrain.llm.client import in_threads
+from skilltrain.records import Dropped
+
+MAX_TOKENS = 26
+MOST = 100  # of "Say hello.", 10 bytes: 10 + 32 + 32 tokens read, 26 written
+SOON = {"Retry-After": "0.01"}
+THIRTY = {"prompt_tokens": 20, "completion_tokens": 10}
 
 
 def complete(llm: LLM, seed: int = 0, messages: tuple[Message, ...] = ASK) -> Completion:
@@ -21,12 +50,24 @@ def complete(llm: LLM, seed: int = 0, messages: tuple[Message, ...] = ASK) -> Co
     return answer
 
 
+def short(server: LLMServer, cache: Path | None = None, **changed: Any) -> LLM:
+    """A client whose requests take 100 tokens at most."""
+    return open_client(server, cache, max_tokens=MAX_TOKENS, **changed)
+
+
+def kinds(llm: LLM, num_requests: int, first: int = 0) -> str:
+    """One letter an answer, by position: the first of its text, or of what went wrong."""
+    return "".join(found[0] for found in ask(llm, *range(first, first + num_requests)))
+
+
+# One request --------------------------------------------------------------------------------------------------------
+
+
 def test_an_answer_holds_text_reason_and_counts(server: LLMServer) -> None:
     server.script = [Reply("Hello.", finish_reason="length")]
     answer = complete(open_client(server), 3, (Message("system", "Be brief."), Message("user", "Say hello.")))
-    assert (answer.text, answer.finish_reason) == ("Hello.", "length")
     # Three bytes a token and eight a message: ceil(9/3) + ceil(10/3) + 16 = 3 + 4 + 16; ceil(6/3).
-    assert (answer.num_prompt_tokens, answer.num_completion_tokens) == (23, 2)
+    assert answer == Completion("Hello.", "length", 23, 2)
     request = server.requests[0]
     assert request["messages"] == [
         {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hello."},
@@ -35,99 +76,49 @@ def test_an_answer_holds_text_reason_and_counts(server: LLMServer) -> None:
     assert server.authorizations == [f"Bearer {KEY}"]
 
 
-def test_429_waits_as_long_as_the_server_says_and_500_is_tried_again(server: LLMServer) -> None:
+def test_what_an_answer_says_is_cleaned_and_a_refusal_is_an_answer(server: LLMServer, tmp_path: Path) -> None:
     server.script = [
-        Reply(status=429, headers={"Retry-After": "1"}), Reply(status=500, headers={"Retry-After": "0.01"}),
-        Reply("ok"),
+        Reply(f"Your key is {KEY}."), Reply("<think>One\nor two?</think>\n3"), Reply("<think>cut"),
+        Reply(raw='{"choices": [{"message": {"content": "half \\ud83d of a pair"}}]}'),
+        Reply(refusal="I won't."), Reply("", finish_reason="content_filter"),
     ]  # fmt: skip
-    assert ask(open_client(server, max_retries=2), 0) == ["ok"] and len(server.requests) == 3
-    assert server.times[1] - server.times[0] >= 1.0
-
-
-@pytest.mark.parametrize(
-    ("reply", "num_requests"),
-    [(Reply(status=500, headers={"Retry-After": "inf"}), 3), (Reply(delay=0.6), 3), (Reply(status=400), 1),
-     (Reply(status=413), 1), (Reply(status=422), 1)],
-)  # fmt: skip
-def test_a_failure_is_one_requests_fault_and_only_a_passing_one_is_tried_again(
-    server: LLMServer, reply: Reply, num_requests: int
-) -> None:
-    server.otherwise = lambda _: reply
-    with pytest.raises(CompletionError, match=rf"scripted {reply.status}|timed out") as failure:
-        complete(open_client(server, max_retries=2, timeout=0.2))
-    assert failure.value.kind == "failed"
-    assert len(server.requests) == num_requests
-
-
-@pytest.mark.parametrize("broken", [Reply(cut=True), Reply(drop=True)])
-def test_broken_connections_are_tried_again(server: LLMServer, broken: Reply) -> None:
-    server.script = [broken, Reply("ok")]
-    assert ask(open_client(server, max_retries=1), 0) == ["ok"]
-    server.otherwise = lambda _: broken
-    assert ask(open_client(server), 1) == ["failed"]
-
-
-def test_work_in_threads_is_taken_in_order_and_an_error_stops_it() -> None:
-    begun: list[int] = []
-
-    def work(item: int) -> int:
-        begun.append(item)
-        if item == 5:
-            raise ValueError("five")
-        return item * item
-
-    done: list[int] = []
-    with pytest.raises(ValueError, match="five"):
-        done += in_threads(work, range(1000), 3)
-    found = in_threads(work, range(1000), 1)
-    assert [next(found) for _ in range(4)] == [0, 1, 4, 9]
-    assert len(begun) < 100 and sorted(in_threads(abs, range(50), 8)) == list(range(50))
-
-
-def test_requests_keep_to_the_rate_and_to_the_concurrency(server: LLMServer) -> None:
-    server.otherwise = lambda _: Reply(delay=0.05)
-    llm = open_client(server, concurrency=3, requests_per_minute=1200)
-    ask(llm, *range(12))
-    assert 1 <= server.most_busy <= 3
-    # 0.05 s between two, 0.55 s as sent; the first may arrive late.
-    assert server.times[-1] - server.times[0] >= 0.3
-
-
-def test_many_failures_in_a_row_stop_the_run_but_what_is_under_way_is_kept(server: LLMServer, tmp_path: Path) -> None:
-    slow = {0: Reply("kept", delay=0.5, until=lambda: len(server.requests) == 21)}
-    server.otherwise = lambda request: slow.get(request["seed"], Reply(status=500))
-    llm = open_client(server, tmp_path, concurrency=2)
-    with pytest.raises(SkilltrainError, match=r"20 requests in a row failed.*run again later"):
-        ask(llm, *range(50))
-    assert ask(open_client(server, tmp_path), 0) == ["kept"]
-    assert len(server.requests) == 21
-
-
-def test_a_key_that_the_server_sends_back_is_blotted_out(server: LLMServer, tmp_path: Path) -> None:
-    server.script = [Reply(f"Your key is {KEY}.")]
-    assert ask(open_client(server, tmp_path), 0) == ["Your key is [key]."]
+    llm = open_client(server, tmp_path)
+    answers = [complete(llm, seed) for seed in range(6)]
+    assert [(answer.text.strip(), answer.finish_reason) for answer in answers] == [
+        ("Your key is [key].", "stop"), ("3", "stop"), ("<think>cut", "stop"), ("half \ufffd of a pair", "stop"),
+        ("I won't.", "refusal"), ("", "refusal"),
+    ]  # fmt: skip
+    assert answers[1].num_completion_tokens > 5, "thoughts are paid for"
     assert_no_key(tmp_path)
 
 
-def test_thoughts_before_an_answer_are_paid_for_and_left_out(server: LLMServer) -> None:
-    server.script = [Reply("<think>One\nor two?</think>\n3"), Reply("<think>cut")]
-    server.script.append(Reply(raw='{"choices": [{"message": {"content": "half \\ud83d of a pair"}}]}'))
-    llm = open_client(server)
-    answers = [complete(llm, seed) for seed in range(3)]
-    assert [answer.text.strip() for answer in answers] == ["3", "<think>cut", "half \ufffd of a pair"]
-    assert answers[0].num_completion_tokens > 5
+def test_429_waits_as_long_as_the_server_says_and_500_is_tried_again(server: LLMServer) -> None:
+    server.script = [Reply(status=429, headers={"Retry-After": "0.6"}), Reply(status=500, headers=SOON), Reply("ok")]
+    assert ask(open_client(server, max_retries=2), 0) == ["ok"] and len(server.requests) == 3
+    assert server.times[1] - server.times[0] >= 0.6, "our own first wait is at most 0.5 s"
 
 
-@pytest.mark.parametrize("raw", ["{not json", '{"choices": []}', '{"choices": null}', "[]", '"text"', '{"error": 1}'])
-def test_replies_that_are_no_completion_are_malformed(server: LLMServer, raw: str) -> None:
-    server.otherwise = lambda _: Reply(raw=raw)
-    assert ask(open_client(server), 0) == ["malformed"]
-
-
-def test_refusals_and_content_filters_are_answers(server: LLMServer) -> None:
-    server.script = [Reply(refusal="I won't."), Reply("", finish_reason="content_filter")]
-    llm = open_client(server)
-    assert [complete(llm, seed).finish_reason for seed in (0, 1)] == ["refusal", "refusal"]
+@pytest.mark.parametrize(
+    ("reply", "kind", "num_requests", "used"),
+    [
+        (Reply(status=500, headers={"Retry-After": "inf"}), "failed", 2, 0),
+        (Reply(status=429, headers=SOON), "failed", 2, 0),
+        (Reply(status=400), "failed", 1, 0),
+        (Reply(status=413), "failed", 1, 0),
+        (Reply(delay=0.4), "failed", 2, 2 * MOST),  # timed out
+        (Reply(cut=True), "failed", 2, 2 * MOST),
+        (Reply(drop=True), "failed", 2, 2 * MOST),
+        *((Reply(raw=raw), "malformed", 1, MOST)
+          for raw in ("{torn", '{"choices": []}', '{"choices": null}', "[]", '"text"', '{"error": 1}')),
+    ],
+)  # fmt: skip
+def test_a_failure_is_one_requests_fault_tried_again_if_it_may_pass_and_paid_if_it_may_have_cost(
+    server: LLMServer, reply: Reply, kind: str, num_requests: int, used: int
+) -> None:
+    server.otherwise = lambda _: reply
+    llm = short(server, max_retries=1, timeout=0.2)
+    assert ask(llm, 0) == [kind] and len(server.requests) == num_requests
+    assert (llm.budget.used.total, llm.budget.reserved) == (used, Usage())
 
 
 @pytest.mark.parametrize(
@@ -145,26 +136,22 @@ def test_faults_of_every_request_end_the_run_and_never_show_the_key(
     server.otherwise = lambda _: reply
     with pytest.raises(SkilltrainError, match=message) as failure:
         complete(open_client(server))
-    assert KEY not in str(failure.value)
     assert KEY not in "".join(traceback.format_exception(failure.value))  # what --debug shows
-    assert failure.value.where == server.base_url
+    assert failure.value.where == server.base_url and len(server.requests) == 1
 
 
-def test_a_server_that_was_never_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with llm_server() as gone:
-        llm = open_client(gone)
-    with pytest.raises(SkilltrainError, match=r"no server answers.*llm\.base_url") as failure:
-        complete(llm)
-    assert failure.value.where == gone.base_url
-
-
-def test_only_openai_itself_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_was_never_there_is_named_and_only_openai_itself_needs_a_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(SkilltrainError, match="set OPENAI_API_KEY"):
         complete(open_llm(OpenAIConfig(model="m", cache=None)))
     with llm_server() as local:
-        assert ask(open_client(local), 0) == ["Please plan my week."]
+        llm = open_client(local)
+        assert ask(llm, 0) == ["Please plan my week."]
+    with pytest.raises(SkilltrainError, match=r"no server answers.*llm\.base_url") as failure:
+        complete(open_client(local))
+    assert failure.value.where == local.base_url
 
 
 @pytest.mark.parametrize("key", ["schlüssel-1234", "sk-1234\nsk-5678"])
@@ -175,14 +162,225 @@ def test_a_key_that_no_header_can_carry_is_refused(monkeypatch: pytest.MonkeyPat
     assert key not in str(failure.value)
 
 
-def test_keys_in_a_recipe_are_refused_without_being_shown() -> None:
-    for settings in ({"api_key_env": KEY}, {"api_key_env": "skabcdef"}, {"base_url": f"http://u:{KEY}@h/v1"}):
-        with pytest.raises(SkilltrainError) as failure:
-            validate(OpenAIConfig, {"model": "m", **settings}, "recipe.yaml")
-        assert KEY not in str(failure.value)
-        assert "skabcdef" not in str(failure.value)
-    with pytest.raises(SkilltrainError, match="base_url"):
-        validate(OpenAIConfig, {"model": "m", "base_url": "localhost:11434"}, "recipe.yaml")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"api_key_env": KEY}, "api_key_env"), ({"api_key_env": "skabcdef"}, "api_key_env"),
+        ({"base_url": f"http://u:{KEY}@h/v1"}, "base_url"), ({"base_url": "localhost:11434"}, "base_url"),
+    ],
+)  # fmt: skip
+def test_keys_in_a_recipe_and_broken_urls_are_refused_and_no_key_is_shown(
+    settings: dict[str, str], message: str
+) -> None:
+    with pytest.raises(SkilltrainError, match=message) as failure:
+        validate(OpenAIConfig, {"model": "m", **settings}, "recipe.yaml")
+    assert KEY not in str(failure.value) and "skabcdef" not in str(failure.value)
+
+
+# Many requests ------------------------------------------------------------------------------------------------------
+
+
+def test_work_in_threads_is_taken_in_order_and_an_error_stops_it() -> None:
+    begun: list[int] = []
+
+    def work(item: int) -> int:
+        begun.append(item)
+        if item == 5:
+            raise ValueError("five")
+        return item * item
+
+    with pytest.raises(ValueError, match="five"):
+        list(in_threads(work, range(1000), 3))
+    found = in_threads(work, range(1000), 1)
+    assert [next(found) for _ in range(4)] == [0, 1, 4, 9]
+    assert len(begun) < 100 and sorted(in_threads(abs, range(50), 8)) == list(range(50))
+
+
+def test_requests_keep_to_the_rate_and_to_the_concurrency(server: LLMServer) -> None:
+    server.otherwise = lambda _: Reply(delay=0.05)
+    ask(open_client(server, concurrency=3, requests_per_minute=1200), *range(12))
+    assert 1 <= server.most_busy <= 3
+    # 0.05 s between two, 0.55 s as sent; the first may arrive late.
+    assert server.times[-1] - server.times[0] >= 0.3
+
+
+def test_many_failures_in_a_row_stop_the_run_but_what_is_under_way_is_kept(server: LLMServer, tmp_path: Path) -> None:
+    slow = {0: Reply("kept", delay=0.2, until=lambda: len(server.requests) == 21)}
+    server.otherwise = lambda request: slow.get(request["seed"], Reply(status=500))
+    with pytest.raises(SkilltrainError, match=r"20 requests in a row failed.*run again later"):
+        ask(open_client(server, tmp_path, concurrency=2), *range(50))
+    assert ask(open_client(server, tmp_path), 0) == ["kept"]
+    assert len(server.requests) == 21
+
+
+# Tokens, dollars and the budget -------------------------------------------------------------------------------------
+
+
+def test_tokens_and_dollars_by_hand() -> None:
+    assert [estimate_tokens(text) for text in ("", "a", "abcd", "abcde", "整理", "整理PDF")] == [0, 1, 1, 2, 2, 3]
+    assert most_of(Request(ASK, 0), MAX_TOKENS) == Usage(74, 26)
+    assert Budget(BudgetConfig(), Prices(prompt=0.15, completion=0.60)).price(Usage(2_000_000, 500_000)) == (
+        pytest.approx(0.60)
+    )
+    assert Budget(BudgetConfig(), None).price(Usage(1, 1)) is None
+    assert prices_of(OpenAIConfig(model="gpt-4o-mini")) == Prices(prompt=0.15, completion=0.60)
+    assert prices_of(OpenAIConfig(model="gpt-4o-mini", mode="batch")) == Prices(prompt=0.075, completion=0.30)
+    assert prices_of(OpenAIConfig(model="gpt-4o-mini", base_url="http://localhost:8000/v1")) is None
+    assert prices_of(OpenAIConfig(model="gpt-99")) is None
+    own = Prices(prompt=1, completion=2)
+    assert prices_of(OpenAIConfig(model="gpt-4o-mini", mode="batch", prices=own)) == own
+
+
+@pytest.mark.parametrize("usage", [None, {}, 0, "much", {"prompt_tokens": 0, "completion_tokens": None},
+                                   {"prompt_tokens": -5, "completion_tokens": "7"}])  # fmt: skip
+def test_where_the_server_reports_no_tokens_our_estimate_counts(server: LLMServer, usage: Any) -> None:
+    server.otherwise = lambda _: Reply("answer text", usage=usage)
+    llm = short(server)
+    assert kinds(llm, 2) == "aa"
+    # 3 tokens and 4 of the chat format read, 3 written, twice.
+    assert llm.budget.used == Usage(14, 6)
+
+
+@given(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 100)), max_size=30), st.integers(1, 3000))
+def test_what_was_reserved_first_is_never_overshot(uses: list[tuple[int, int]], limit: int) -> None:
+    budget = Budget(BudgetConfig(max_tokens=limit, max_dollars=1), Prices(prompt=100, completion=500))
+    under_way: list[tuple[Usage, Usage]] = []
+    for prompt, completion in uses:
+        most = Usage(prompt, 100)
+        if budget.reserve(most):
+            under_way.append((most, Usage(prompt, completion)))
+        elif under_way:
+            budget.settle(*under_way.pop(0))
+        assert (budget.used + budget.reserved).total <= limit
+        assert (budget.price(budget.used + budget.reserved) or 0) <= 1
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_what_does_not_fit_is_not_sent_whatever_the_concurrency_and_what_was_answered_before(
+    server: LLMServer, tmp_path: Path, concurrency: int
+) -> None:
+    server.otherwise = lambda request: Reply("answer", usage=THIRTY, delay=0.02 * (request["seed"] % 3))
+    settings = {"budget": {"max_tokens": 250}, "concurrency": concurrency}
+    assert kinds(short(server, tmp_path, **settings), 3) == "aaa"
+    for _ in range(2):
+        llm = short(server, tmp_path, **settings)
+        # 30 each: before the sixth 150 are used, and 100 more fit; before the seventh 180 are, and they do not.
+        assert kinds(llm, 10) == "aaaaaabbbb" and kinds(llm, 2, first=20) == "bb"
+        assert llm.budget.used.total == 180 and len(server.requests) == 6
+
+
+def test_a_dollar_limit_holds_and_needs_prices(server: LLMServer) -> None:
+    server.otherwise = lambda _: Reply("answer", usage=THIRTY)
+    # $74 and $52 at most, $20 and $20 in fact: before the third $80 are used; 126 more fit into 210, into 205 not.
+    llm = short(server, budget={"max_dollars": 206.0}, prices={"prompt": 1e6, "completion": 2e6}, concurrency=1)
+    assert kinds(llm, 4) == "aaab"
+    assert llm.budget.price(llm.budget.used) == pytest.approx(120)
+    with pytest.raises(SkilltrainError, match=r"set llm\.prices"):
+        short(server, budget={"max_dollars": 1.0})
+
+
+def test_retries_are_paid_from_the_same_budget(server: LLMServer) -> None:
+    server.otherwise = lambda _: Reply(cut=True)
+    with pytest.raises(CompletionError, match="250 tokens") as failure:
+        complete(short(server, budget={"max_tokens": 250}, max_retries=9))
+    assert failure.value.kind == "budget" and len(server.requests) == 2
+
+
+# The cache ----------------------------------------------------------------------------------------------------------
+
+
+def test_whatever_decides_an_answer_asks_anew_and_nothing_else_does(server: LLMServer, tmp_path: Path) -> None:
+    others = {"requests_per_minute": 600, "budget": {"max_tokens": 10**6}, "batch": {"max_requests": 1}}
+    one, other = open_client(server, tmp_path), open_client(server, tmp_path, concurrency=3, timeout=7, **others)
+    assert ask(one, 0) == ask(other, 0) == ["answer 0"] and len(server.requests) == 1
+    assert ask(other, 1) == ask(one, 1) and len(server.requests) == 2
+    list(one.complete_all([Request((*ASK, Message("user", "!")), 0)]))
+    for number, changed in enumerate(({"temperature": 0.5}, {"temperature": None}, {"max_tokens": 7}, {"model": "n"})):
+        ask(open_client(server, tmp_path, **changed), 0)
+        assert len(server.requests) == 4 + number
+    with llm_server() as elsewhere:
+        ask(open_client(elsewhere, tmp_path), 0)
+        assert len(elsewhere.requests) == 1
+    assert_no_key(tmp_path)
+
+
+def test_failures_are_not_kept_and_malformed_replies_are(server: LLMServer, tmp_path: Path) -> None:
+    server.script = [Reply(status=500), Reply("answer 0"), Reply(raw="{torn")]
+    llm = open_client(server, tmp_path)
+    assert [ask(llm, 0), ask(llm, 0), ask(llm, 1)] == [["failed"], ["answer 0"], ["malformed"]]
+    again = open_client(server, tmp_path)
+    assert ask(again, 0, 1) == ["answer 0", "malformed"] and len(server.requests) == 3
+    assert again.budget.used == llm.budget.used
+
+
+def test_what_the_disk_refuses_ends_the_run(server: LLMServer, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    with pytest.raises(SkilltrainError, match="cannot use the cache of answers"):
+        ask(open_client(server, tmp_path / "cache"), 0)
+
+
+# Asking in rounds ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Number:
+    """A question of tests: an answer must hold its number."""
+
+    number: int
+    query_id: str = "q"
+    skill_id: str = "s"
+
+
+def questions(llm: LLM, count: int) -> Questions[Number, str]:
+    def check(question: Number, answer: str) -> str | Dropped:
+        return answer if str(question.number) in answer else Dropped("q", "s", "wrong", "another number")
+
+    def request(question: Number, attempt: int, fault: Dropped | None) -> Request:
+        return Request(ASK, question.number + 1000 * attempt)
+
+    return Questions(llm, [Number(n) for n in range(count)], request, check, 3, 100, "asking")
+
+
+def test_an_estimate_asks_nobody_and_knows_what_is_kept(
+    server: LLMServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = open_client(server, tmp_path / "kept")
+    ask(llm, 0, 1)
+    # "Say hello." has 10 letters: 3 tokens, and 4 of the chat format; three requests are new.
+    assert cost_of(questions(llm, 5)) == {
+        "model": "m", "num_requests": 3, "num_answered_before": 2, "num_prompt_tokens": 21,
+        "num_completion_tokens": 300, "dollars": None, "budget": None,
+    }  # fmt: skip
+    assert len(server.requests) == 2
+    monkeypatch.delenv("OPENAI_API_KEY")
+    found = cost_of(questions(open_llm(OpenAIConfig(cache=tmp_path / "none")), 1))
+    # 7 tokens at $0.15 and 100 at $0.60 a million.
+    assert found["dollars"] == round(7 * 0.15e-6 + 100 * 0.60e-6, 6) and not (tmp_path / "none").exists()
+
+
+def test_asking_goes_on_until_each_answer_passes_or_the_attempts_are_used_up(server: LLMServer, tmp_path: Path) -> None:
+    """The later a question, the sooner its answer comes."""
+    wrong = {2: Reply("no"), 1002: Reply(raw="{torn"), 3: Reply(""), 4: Reply(refusal="no"), 5: Reply(status=400)}
+    never = {7: Reply("no"), 1007: Reply("x", finish_reason="length"), 2007: Reply("no")}
+
+    def reply(request: dict[str, Any]) -> Reply:
+        number = request["seed"] % 1000
+        honest = Reply(f"answer {number}", delay=0.03 * (7 - number))
+        return (wrong | never).get(request["seed"], honest)
+
+    server.otherwise = reply
+    asked = ask_until(questions(open_client(server, tmp_path), 8))
+    assert [(question.number, text) for question, text in asked.values] == [
+        (number, f"answer {number}") for number in (0, 1, 2, 3, 4, 6)
+    ]
+    assert [fault.filter for fault in asked.dropped] == ["failed", "wrong"]
+    assert len(server.requests) == 8 + 4 + 2
+    # Over a finished cache only the failure is asked for again.
+    again = ask_until(questions(open_client(server, tmp_path), 8))
+    assert again.values == asked.values and len(server.requests) == 8 + 4 + 2 + 1
+
+
+# The local model ----------------------------------------------------------------------------------------------------
 
 
 def test_a_missing_local_model_names_the_install_commands(monkeypatch: pytest.MonkeyPatch) -> None:

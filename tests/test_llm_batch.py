@@ -113,33 +113,20 @@ def test_a_kill_while_a_batch_is_created_submits_it_once(server: LLMServer, tmp_
 
 
 def test_passing_faults_are_waited_off_and_make_no_second_batch(server: LLMServer, tmp_path: Path) -> None:
-    passing = [BUSY, Reply(drop=True)]
-    server.faults = {name: [*passing] for name in ("POST /files", "POST /batches", "GET /batches/id", "GET /files")}
+    server.faults = {name: [BUSY] for name in ("POST /files", "POST /batches", "GET /batches/id", "GET /files")}
+    server.faults["POST /batches"].append(Reply(drop=True))  # it has made the batch, and we do not know
     assert ask(client(server, tmp_path), 0, 1) == texts(0, 1)
     assert len(server.batches) == 1 and seeds_sent(server) == {0: 1, 1: 1}
 
 
-def test_a_batch_that_the_server_refuses_leaves_no_note(server: LLMServer, tmp_path: Path) -> None:
-    server.faults = {"POST /batches": [Reply(status=400)]}
-    with pytest.raises(SkilltrainError, match=r"cannot create a batch: .*scripted 400"):
-        ask(client(server, tmp_path), 0)
-    server.batch_steps = ["validating", "failed"]
-    with pytest.raises(SkilltrainError, match=r"refused batch batch-0: line is bad \(line 2\)"):
-        ask(client(server, tmp_path), 0)
-    assert notes(server, tmp_path) == []
-
-
-@pytest.mark.parametrize("fault", [Reply(raw="{torn"), Reply(raw='{"no": "batch"}'), Reply(raw="[]")])
-def test_a_reply_that_is_no_batch_is_named_and_the_batch_stays_noted(
-    server: LLMServer, tmp_path: Path, fault: Reply
-) -> None:
-    server.faults = {"GET /batches/id": [fault]}
-    with pytest.raises(SkilltrainError, match="cannot look at a batch"):
-        ask(client(server, tmp_path), 0)
-    assert ask(client(server, tmp_path), 0) == texts(0)
-    assert len(server.batches) == 1
+def test_a_reply_that_is_no_batch_is_named_and_the_batch_stays_noted(server: LLMServer, tmp_path: Path) -> None:
+    for seed, raw in enumerate(("{torn", '{"no": "batch"}', "[]")):
+        server.faults = {"GET /batches/id": [Reply(raw=raw)]}
+        with pytest.raises(SkilltrainError, match="cannot look at a batch"):
+            ask(client(server, tmp_path), seed)
+        assert ask(client(server, tmp_path), seed) == texts(seed) and len(server.batches) == seed + 1
     server.faults = {"GET /files": [Reply(raw='{"custom_id": "x"}\n{torn\n\n[]\n')]}  # an output file's lines
-    assert ask(client(server, tmp_path), 1, 2) == ["failed", "failed"]
+    assert ask(client(server, tmp_path), 8, 9) == ["failed", "failed"]
 
 
 def test_the_budget_holds_over_batches(server: LLMServer, tmp_path: Path) -> None:
@@ -153,13 +140,24 @@ def test_the_budget_holds_over_batches(server: LLMServer, tmp_path: Path) -> Non
     assert len(server.batched) == 6
 
 
-def test_faults_of_all_requests_are_explained(server: LLMServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "fault", "message"),
+    [
+        ("POST /files", Reply(status=401, raw=json.dumps({"error": {"message": f"bad {KEY}"}})), "the key was refused"),
+        ("POST /files", Reply(status=404), r"no Batch API: llm\.mode=live"),
+        ("POST /batches", Reply(status=400), r"cannot create a batch: .*scripted 400"),
+        (None, None, r"refused batch batch-0: line is bad \(line 2\)"),
+    ],
+)
+def test_what_the_server_refuses_is_explained_and_leaves_no_note(
+    server: LLMServer, tmp_path: Path, name: str | None, fault: Reply | None, message: str
+) -> None:
+    server.faults, server.batch_steps = ({name: [fault]} if name and fault else {}), ["validating", "failed"]
+    with pytest.raises(SkilltrainError, match=message) as failure:
+        ask(client(server, tmp_path), 0)
+    assert KEY not in str(failure.value) and notes(server, tmp_path) == []
+
+
+def test_a_batch_needs_a_folder_for_its_notes(server: LLMServer) -> None:
     with pytest.raises(SkilltrainError, match=r"set llm\.cache"):
         client(server, None)
-    server.faults = {"POST /files": [Reply(status=401, raw=json.dumps({"error": {"message": f"bad {KEY}"}}))]}
-    with pytest.raises(SkilltrainError, match="the key was refused") as failure:
-        ask(client(server, tmp_path), 0)
-    assert KEY not in str(failure.value)
-    server.faults = {"POST /files": [Reply(status=404)]}
-    with pytest.raises(SkilltrainError, match=r"no Batch API: llm\.mode=live"):
-        ask(client(server, tmp_path), 0)

@@ -1,3 +1,5 @@
+"""Candidates from four sources: which skills, in which order, the same for a query alone and among others."""
+
 from pathlib import Path
 
 import numpy as np
@@ -59,9 +61,9 @@ class Workshop:
     def chunks_of(self, skills):
         return ChunkVectors.one_each(np.stack([self.vectors[skill.skill_id] for skill in skills]))
 
-    def write_pool(self, skills, vectors):
+    def write_pool(self, skills, vectors=VECTORS):
         write_table(rows_of(skills), SKILLS, self.folder / "pool.parquet")
-        self.vectors = {s.skill_id: vector for s, vector in zip(skills, vectors, strict=True)}
+        self.vectors = {s.skill_id: vector for s, vector in zip(skills, vectors, strict=False)}
 
     def write_queries(self, queries, judged, vectors=None):
         """`judged`: (query_id, skill_id, verdict); without `vectors` every query's is (1, 0)."""
@@ -81,14 +83,14 @@ class Workshop:
     def rows(self):
         return read_table(self.out, RANKINGS).to_pylist()
 
-    def mined(self, positives, skills=POOL, vectors=VECTORS, **changes):
-        """source → [(skill_id, score)] of one query with these positives."""
-        self.write_pool(skills, vectors)
+    def mined(self, *positives, skills=POOL, **changes):
+        """source → {skill_id: score, best first} of one query with these positives."""
+        self.write_pool(skills)
         self.write_queries([query()], [("q1", skill_id, "required") for skill_id in positives])
         self.run(**changes)
         found = {}
         for row in self.rows():
-            found.setdefault(row["stage"], []).append((row["skill_id"], row["score"]))
+            found.setdefault(row["stage"], {})[row["skill_id"]] = row["score"]
         return found
 
 
@@ -97,80 +99,47 @@ def workshop(tmp_path, monkeypatch):
     return Workshop(tmp_path, monkeypatch)
 
 
-def ids(ranked):
-    return [skill_id for skill_id, _ in ranked]
-
-
 # The sources ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("index", ALL_INDEXES)
-def test_semantic_candidates_are_the_nearest_others_with_their_cosines(workshop, index):
-    semantic = workshop.mined(["s0"], depth=3, index=index)["semantic"]
-    assert ids(semantic) == ["s1", "s2", "s5"]
-    assert [score for _, score in semantic] == pytest.approx([0.8, 0.6, 0.28])
+def test_what_each_source_finds_for_one_positive(workshop, index):
+    """s1 has the positive's name, s5 no category, s4 shares a term with the query and is the last by cosine."""
+    found = workshop.mined("s0", depth=3, num_taxonomy=9, num_random=9, index=index)
+    assert list(found["semantic"]) == ["s1", "s2", "s5"], "the nearest but the positive, which costs no depth"
+    assert [*found["semantic"].values()] == pytest.approx([0.8, 0.6, 0.28])
+    assert found["lexical"].keys() == {"s1", "s4"} and all(score > 0 for score in found["lexical"].values())
+    assert found["taxonomy"] == {"s2": pytest.approx(0.6)}, "its category under another name"
+    assert list(found["random"]) == ["s5", "s3", "s4"], "other categories, the nearest first"
 
 
-def test_positives_are_no_candidates_of_any_source_and_cost_no_depth(workshop):
-    found = workshop.mined(["s0", "s2"], depth=3, num_taxonomy=9, num_random=9)
-    assert not {"s0", "s2"} & {skill_id for ranked in found.values() for skill_id in ids(ranked)}
-    assert ids(found["semantic"]) == ["s1", "s5", "s3"]
-
-
-def test_lexical_candidates_share_a_term(workshop):
-    assert set(ids(workshop.mined(["s0"])["lexical"])) == {"s1", "s4"}
+def test_positives_are_no_candidates_of_any_source(workshop):
+    found = workshop.mined("s0", "s2", depth=3, num_taxonomy=9, num_random=9)
+    assert not {"s0", "s2"} & {skill_id for ranked in found.values() for skill_id in ranked}
+    assert list(found["semantic"]) == ["s1", "s5", "s3"]
 
 
 def test_lexical_candidates_may_be_the_semantic_ones_in_the_order_of_bm25(workshop):
-    """s4 shares a term with the query, and is fourth by cosine."""
-    found = workshop.mined(["s0"], depth=3, lexical_among="semantic")
-    assert ids(found["semantic"]) == ["s1", "s2", "s5"] and ids(found["lexical"]) == ["s1"]
-    wider = workshop.mined(["s0"], depth=9, lexical_among="semantic")
-    alone = workshop.mined(["s0"], depth=9)
-    assert wider["lexical"] == alone["lexical"], "with the whole pool among them they are what BM25 finds alone"
-
-
-def test_taxonomy_is_the_same_category_under_another_name(workshop):
-    taxonomy = workshop.mined(["s0"], num_taxonomy=9)["taxonomy"]
-    assert ids(taxonomy) == ["s2"] and taxonomy[0][1] == pytest.approx(0.6)
-
-
-def test_a_source_that_gives_nothing_is_warned_of(workshop, capsys):
-    workshop.mined(["s5"], sources=["semantic", "taxonomy"])
-    (line,) = capsys.readouterr().err.splitlines()  # random is switched off, and no loss
-    assert line.startswith("warning: no query has a taxonomy candidate; give the pool categories")
+    found = workshop.mined("s0", depth=3, lexical_among="semantic")
+    assert list(found["semantic"]) == ["s1", "s2", "s5"] and list(found["lexical"]) == ["s1"]
+    wider, alone = (workshop.mined("s0", depth=9, lexical_among=among)["lexical"] for among in ("semantic", "pool"))
+    assert wider == alone and list(wider) == list(alone), "with the whole pool among them it is what BM25 finds alone"
 
 
 @pytest.mark.parametrize("category", [None, "", "  "])
-def test_a_positive_without_category_has_no_taxonomy_and_all_others_are_elsewhere(workshop, category):
-    skills = [*POOL[:5], skill("s5", "loose", category)]
-    found = workshop.mined(["s5"], skills=skills, num_random=9)
-    assert "taxonomy" not in found
-    assert set(ids(found["random"])) == {"s0", "s1", "s2", "s3", "s4"}
+def test_a_positive_without_category_has_no_taxonomy_and_all_others_are_elsewhere(workshop, category, capsys):
+    found = workshop.mined("s5", skills=[*POOL[:5], skill("s5", "loose", category)], num_random=9)
+    assert "taxonomy" not in found and found["random"].keys() == {"s0", "s1", "s2", "s3", "s4"}
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "taxonomy" in line]
+    assert warnings[0].startswith("warning: no query has a taxonomy candidate; give the pool categories")
 
 
-def test_random_candidates_are_of_other_categories_nearest_first(workshop):
-    assert ids(workshop.mined(["s0"], num_random=9)["random"]) == ["s5", "s3", "s4"]
-
-
-def test_a_source_can_be_switched_off(workshop):
-    assert workshop.mined(["s0"], depth=0, num_random=0).keys() == {"taxonomy"}
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_one_source_alone_gives_what_it_gives_among_all(workshop, source):
-    assert workshop.mined(["s0"], sources=[source]) == {source: workshop.mined(["s0"])[source]}
-
-
-def test_a_pool_of_one_skill_has_no_candidate(workshop):
-    workshop.write_pool(POOL[:1], VECTORS[:1])
-    workshop.write_queries([query()], [("q1", "s0", "required")])
-    summary = workshop.run()
-    assert workshop.rows() == [] and summary["num_queries"] == 1
-    assert set(summary["num_queries_without"].values()) == {1}
-
-
-# Draws ---------------------------------------------------------------------------------------------------------------
+def test_sources_can_be_switched_off_and_give_alone_what_they_give_among_all(workshop):
+    among_all = workshop.mined("s0")
+    for source in SOURCES:
+        assert workshop.mined("s0", sources=[source]) == {source: among_all[source]}
+    assert workshop.mined("s0", depth=0, num_random=0).keys() == {"taxonomy"}
+    assert workshop.mined("s0", skills=POOL[:1]) == {}, "a pool of one skill has no candidate"
 
 
 def test_draws_depend_on_the_key_only():
@@ -205,29 +174,21 @@ def shop(workshop):
     return workshop
 
 
-def test_the_stage_writes_rankings_by_source_and_names_lost_queries(shop):
-    summary = shop.run(depth=2)
+def test_the_stage_writes_rankings_by_source_and_names_lost_queries_whatever_the_pools_order(shop):
+    summary = shop.run(depth=6)
     assert {row["query_id"] for row in shop.rows()} == {"q1"}
     semantic = [(row["skill_id"], row["rank"]) for row in shop.rows() if row["stage"] == "semantic"]
-    assert semantic == [("s1", 1), ("s2", 2)]
-    assert summary["num_candidates"] == {"semantic": 2, "lexical": 2, "taxonomy": 1, "random": 3}
+    # s3 was turned down: it may be a negative.
+    assert semantic == [("s1", 1), ("s2", 2), ("s5", 3), ("s3", 4), ("s4", 5)]
+    assert summary["num_candidates"] == {"semantic": 5, "lexical": 2, "taxonomy": 1, "random": 3}
     assert summary["num_queries_dropped"] == 2 and summary["index"] == {"kind": "Flat"}
     dropped = {row["query_id"]: row for row in read_table(shop.out, DROPPED).to_pylist()}
     assert dropped["q2"]["skill_id"] == "gone" and "not" not in dropped["q2"]["reason"]
     assert dropped["q4"]["skill_id"] == "" and "no skill is judged" in dropped["q4"]["reason"]
     assert sorted(path.name for path in shop.out.iterdir()) == ["dropped.parquet", "rankings.parquet"]
-
-
-def test_judged_negatives_may_be_mined(shop):
-    shop.run(depth=6)
-    assert any(row["skill_id"] == "s3" for row in shop.rows())
-
-
-def test_the_order_of_the_pool_does_not_matter(shop):
-    shop.run()
     first = (shop.out / "rankings.parquet").read_bytes()
-    shop.write_pool(POOL, VECTORS)
-    shop.run()
+    shop.write_pool(POOL)
+    shop.run(depth=6)
     assert (shop.out / "rankings.parquet").read_bytes() == first
 
 
@@ -237,28 +198,20 @@ def test_the_recall_of_an_approximate_index_is_told(shop):
     assert shop.run(depth=3, index="HNSW32")["index"]["recall@3"] == 1
 
 
-def test_the_split_null_is_all_and_one_without_queries_is_refused_with_the_splits_there_are(shop):
-    assert [q.query_id for q in select_queries(shop.folder / "queries", None)] == ["q1", "q2", "q3", "q4"]
-    with pytest.raises(SkilltrainError, match=r"no query of split 'test' \(splits here: dev, train\)"):
-        select_queries(shop.folder / "queries", "test")
-
-
 @pytest.mark.parametrize(
     ("pool", "settings", "message"),
     [
         ([skill("other", "other")], {}, "has a positive in the pool"),
         ([], {}, "holds no skill"),
-        (POOL, {"sources": []}, "sources"),
+        (POOL, {"split": "test"}, r"no query of split 'test' \(splits here: dev, train\)"),
         (POOL, {"lexical_among": "semantic", "sources": ["lexical"]}, "needs both semantic and lexical"),
     ],
 )
 def test_what_cannot_be_mined_is_refused(shop, pool, settings, message):
-    shop.write_pool(pool, VECTORS[: len(pool)])
+    shop.write_pool(pool)
     with pytest.raises((SkilltrainError, ValueError), match=message):
         shop.run(**settings)
-
-
-# Any company ---------------------------------------------------------------------------------------------------------
+    assert [q.query_id for q in select_queries(shop.folder / "queries", None)] == ["q1", "q2", "q3", "q4"]
 
 
 def large(workshop):

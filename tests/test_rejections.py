@@ -1,4 +1,4 @@
-"""Every group asked for becomes judgements or is accounted for; two judges are compared; queries are rewritten."""
+"""A chat model's judgements: groups with what is rejected, a second judge, equivalents; and queries rewritten."""
 
 import json
 import re
@@ -14,9 +14,11 @@ from skilltrain.data.draws import split_groups
 from skilltrain.data.judging import Group, read_request, wanted_verdicts
 from skilltrain.data.query_texts import AnswerError
 from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.bootstrap import agreement, cohens_kappa
-from skilltrain.records import Reason, Skill
-from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, SKILLS, read_table, rows_of, write_table
+from skilltrain.evaluation.metrics import evaluate_query, parse_measure
+from skilltrain.records import Query, Skill
+from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_table, rows_of, write_table
 from small_library import skilltrain, succeeds
 
 TOPICS = ("pods", "charts", "tables", "audio")
@@ -41,17 +43,21 @@ def answer(request: dict[str, Any], verdicts: list[str] = VERDICTS, **changed: A
     return Reply(json.dumps({"request": text, "verdicts": judged} | changed))
 
 
+def model(server: LLMServer, folder: Path) -> list[str]:
+    """The arguments that name the server, which is asked one thing after the other."""
+    return ["llm.kind=openai", "llm.model=scripted", f"llm.base_url={server.base_url}", f"llm.cache={folder}/cache",
+            "llm.max_retries=0", "llm.concurrency=1"]  # fmt: skip
+
+
 @pytest.fixture
 def asked(server: LLMServer, tmp_path: Path, model_folders):
     """The arguments of a run over POOL and one French skill; the server is honest."""
     french = Skill("fr", "outil", "fait", "corps", lang="fr")
     write_table(rows_of([*POOL, french]), SKILLS, tmp_path / "pool")
     server.otherwise = answer
-    llm = ["llm.kind=openai", "llm.model=scripted", f"llm.base_url={server.base_url}", f"llm.cache={tmp_path}/cache",
-           "llm.max_retries=0", "llm.concurrency=1"]  # fmt: skip
     encoder = f"encoder.source={model_folders['bert']}"
-    return ["rejections", f"pool={tmp_path}/pool", encoder, *llm, "group_size=5", "num_words=12", "num_groups=16",
-            f"out={tmp_path}/out"]  # fmt: skip
+    return ["rejections", f"pool={tmp_path}/pool", encoder, *model(server, tmp_path), "group_size=5", "num_words=12",
+            "num_groups=16", f"out={tmp_path}/out"]  # fmt: skip
 
 
 def tables(folder: Path) -> tuple[list[dict], list[dict], list[dict]]:
@@ -59,36 +65,34 @@ def tables(folder: Path) -> tuple[list[dict], list[dict], list[dict]]:
 
 
 def test_every_group_becomes_a_query_and_a_verdict_for_each_skill(asked, server: LLMServer, tmp_path: Path):
-    outcome = succeeds(*asked, "dev_share=0.2", "--json")
+    server.script = [Reply("no JSON")]
+    summary = json.loads(succeeds(*asked, "dev_share=0.2", "--json").out)
+    again = server.requests[16]
+    assert "turned down: it is not one JSON object" in again["messages"][1]["content"]
     queries, judgements, dropped = tables(tmp_path / "out")
-    summary = json.loads(outcome.out)
     assert summary["by_direction"] == {"en2en": 4, "en2zh": 4, "zh2en": 4, "zh2zh": 4}
-    assert Counter(query["query_id"].split("-")[0] for query in queries) == dict.fromkeys(
-        ("neighbours", "category", "across", "languages"), 4
-    )
+    kind_of = {query["query_id"]: query["query_id"].split("-")[0] for query in queries}
+    assert Counter(kind_of.values()) == dict.fromkeys(("neighbours", "category", "across", "languages"), 4)
     assert [(row["skill_id"], row["filter"]) for row in dropped] == [("fr", "language")]
-    assert {query["kind"] for query in queries} == {"multi"} and {query["origin"] for query in queries} == {
-        "llm:scripted"
-    }
-    rejected = [row for row in judgements if row["verdict"] == "rejected"]
-    assert {(row["reason"], row["why"]) for row in rejected} == {("scope_mismatch", "too wide for it")}
-    assert {row["reason"] for row in judgements if row["verdict"] != "rejected"} == {None}
+    assert {(query["kind"], query["origin"]) for query in queries} == {("multi", "llm:scripted")}
+    reasons = {(row["verdict"] == "rejected", row["reason"], row["why"]) for row in judgements}
+    assert reasons == {(True, "scope_mismatch", "too wide for it"), (False, None, None)}
     lang, category = ({s.skill_id: getattr(s, name) for s in POOL} for name in ("lang", "category"))
-    for query in queries:
-        members = [row["skill_id"] for row in judgements if row["group"] == query["query_id"]]
-        assert len(set(members)) == len(members) and members[0] in lang
-        kind = query["query_id"].split("-")[0]
+    for query_id, kind in kind_of.items():
+        members = [row["skill_id"] for row in judgements if row["group"] == query_id]
+        assert len(set(members)) == len(members)
         langs, categories = {lang[s] for s in members}, Counter(category[s] for s in members)
         assert len(langs) == 1 + (kind == "languages")
         if kind == "category":
             assert len(members) == 4 and len(categories) == 1  # the four of one language and category
         elif kind == "across":
             assert categories[category[members[0]]] == 1
-    sides = {row["skill_id"]: set() for row in judgements}
     split = {query["query_id"]: query["split"] for query in queries}
-    for row in judgements:
-        sides[row["skill_id"]].add(split[row["query_id"]])
-    assert all(len(found) == 1 for found in sides.values()), "a skill is in train and in dev"
+    sides = {(row["skill_id"], split[row["query_id"]]) for row in judgements}
+    assert len(sides) == len({skill_id for skill_id, _ in sides}), "a skill is in train and in dev"
+    num_before = len(server.requests)
+    succeeds(*asked, "num_groups=18", f"out={tmp_path}/more")
+    assert len(server.requests) == num_before + 2, "more groups pay for what is new alone"
 
 
 def test_a_refusal_becomes_rejections_of_all_but_the_anchor(asked, server: LLMServer, tmp_path: Path):
@@ -99,17 +103,6 @@ def test_a_refusal_becomes_rejections_of_all_but_the_anchor(asked, server: LLMSe
     assert Counter((row["verdict"], row["reason"], row["why"]) for row in judgements) == {
         ("required", None, None): 4, ("rejected", "functional_overlap", "all do the same"): len(judgements) - 4,
     }  # fmt: skip
-
-
-def test_a_bad_answer_is_asked_again_and_no_answer_is_paid_twice(asked, server: LLMServer, tmp_path: Path):
-    server.script = [Reply("no JSON")]
-    succeeds(*asked, "num_groups=2")
-    first, _, again = server.requests
-    assert (
-        "turned down: it is not one JSON object" in again["messages"][1]["content"] and again["seed"] != first["seed"]
-    )
-    succeeds(*asked, "num_groups=3", f"out={tmp_path}/more")
-    assert len(server.requests) == 4, "more groups pay for what is new alone"
 
 
 def test_dry_run_counts_and_prices_and_asks_nobody(asked, server: LLMServer, tmp_path: Path):
@@ -146,22 +139,24 @@ GOOD = {"request": "put the report on my desk", "verdicts": [
 ]}  # fmt: skip
 
 
-def judged(*rows: tuple[Any, ...]) -> list[dict[str, Any]]:
-    return [dict(zip(("skill", "verdict", "reason"), row, strict=False)) for row in rows]
+NO_REASON = {"skill": 3, "verdict": "rejected"}
+
+
+def judged(*verdicts: str) -> list[dict[str, Any]]:
+    return [{"skill": n, "verdict": verdict} for n, verdict in enumerate(verdicts, 1)]
+
+
+TWO = judged("required", "required")
 
 
 @pytest.mark.parametrize(
     ("changed", "kind", "reason"),
     [
-        (
-            {"verdicts": judged((1, "required"), (1, "rejected", "low_quality"), (2, "required"))},
-            "malformed",
-            "1 is judged twice",
-        ),
-        ({"verdicts": judged((1, "required"), (2, "required"))}, "malformed", "not 1 to 3"),
-        ({"verdicts": judged((1, "required"), (2, "required"), (3, "rejected"))}, "malformed", "3 is rejected without"),
-        ({"verdicts": judged((1, "required"), (2, "required"), (3, "rejected", "blue"))}, "malformed", "'low_quality'"),
-        ({"verdicts": judged((1, "required"), (2, "useful"), (3, "irrelevant"))}, "malformed", "or a refusal"),
+        ({"verdicts": [*TWO, TWO[0]]}, "malformed", "1 is judged twice"),
+        ({"verdicts": TWO}, "malformed", "not 1 to 3"),
+        ({"verdicts": [*TWO, NO_REASON]}, "malformed", "3 is rejected without"),
+        ({"verdicts": [*TWO, NO_REASON | {"reason": "blue"}]}, "malformed", "'low_quality'"),
+        ({"verdicts": judged("required", "useful", "irrelevant")}, "malformed", "or a refusal"),
         ({"refusal": "blue"}, "malformed", "refusal"),
         ({"request": "把报告放到我的桌子上"}, "language", "not in English"),
         ({"request": "let tool en 1 do the work"}, "name_leak", "named"),
@@ -175,17 +170,11 @@ def test_answers_that_cannot_be_used_say_why(changed: dict[str, Any], kind: str,
     assert reason in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_good_answer_may_stand_in_a_fenced_block():
-    found = read_request(set(), 30, GROUP, f"Here it is:\n```json\n{json.dumps(GOOD)}\n```")
-    assert found.verdicts[2].reason is Reason.LOW_QUALITY
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         (["group_size=1"], "group_size: must be greater than or equal to 2"),
         (["languages=[en, fr]"], "languages.1: must be 'en' or 'zh'"),
-        (["kinds=[twins]"], "kinds.0: must be 'neighbours', 'category', 'across' or 'languages'"),
         (["pool={one}"], "every group would hold one skill alone"),
         (["pool={one}", "languages=[zh]"], "the pool holds no skill of language zh"),
     ],
@@ -194,6 +183,48 @@ def test_settings_and_pools_that_make_no_group(asked, tmp_path: Path, changed: l
     one = write_table(rows_of(POOL[:1]), SKILLS, tmp_path / "one" / "skills.parquet").parent
     settings = ["languages=[en]", *(part.format(one=one) for part in changed)]
     assert message in skilltrain(*asked, *settings).error_line
+
+
+# Equivalents ---------------------------------------------------------------------------------------------------------
+
+
+def test_equivalents_are_judged_and_evaluated(server: LLMServer, tmp_path: Path):
+    write_table(rows_of(Skill(s, f"name-{s}", "d", f"body of {s}") for s in "abcdef"), SKILLS, tmp_path / "pool")
+    queries = [Query(f"q{n}", f"text {n}", "single", "human", "test") for n in (1, 2, 3)]
+    write_table(rows_of(queries), QUERIES, tmp_path / "queries")
+    judged = [("q1", "a", "required"), ("q1", "d", "rejected"), ("q2", "b", "required"), ("q3", "c", "required")]
+    keys = ("query_id", "skill_id", "verdict")
+    rows = [dict(zip(keys, row, strict=True)) | {"judge": "human"} for row in judged]
+    write_table(rows, JUDGEMENTS, tmp_path / "queries")
+    ranked = [
+        {"query_id": query_id, "skill_id": s, "rank": rank, "score": -float(rank), "stage": "x"}
+        for query_id in ("q1", "q2") for rank, s in enumerate("fdeabc", 1)
+    ]  # fmt: skip
+    write_table(ranked, RANKINGS, tmp_path / "rankings")
+    server.otherwise = lambda asked: Reply("[2]" if "text 1" in asked["messages"][1]["content"] else "none of them")
+    command = [
+        "equivalents", f"queries={tmp_path}/queries", f"pool={tmp_path}/pool", f"rankings={tmp_path}/rankings",
+        *model(server, tmp_path), "depth=2", f"out={tmp_path}/out",
+    ]  # fmt: skip
+    plan = json.loads(succeeds(*command, "--dry-run").out)["plan"]
+    assert plan["num_requests"] == 2 and server.requests == [], "q3 has no candidate"
+    summary = json.loads(succeeds(*command, "--json").out)
+    assert (summary["num_golds"], summary["num_equivalents"], summary["dropped"]) == (2, 1, {"malformed": 1})
+    (shown,) = {text for r in server.requests if "text 1" in (text := r["messages"][1]["content"])}
+    assert [f"name-{s}" in shown for s in "abcdef"] == [True, False, False, False, True, True], "gold, then unjudged"
+    assert read_table(tmp_path / "out", DROPPED).column("skill_id").to_pylist() == ["b"]
+    found = [row for row in read_table(tmp_path / "out", JUDGEMENTS).to_pylist() if row["group"]]
+    assert [(r["query_id"], r["skill_id"], r["verdict"], r["group"]) for r in found] == [("q1", "f", "required", "a")]
+    relevance = load_benchmark(tmp_path / "out", None).tasks[0].relevance
+    assert (relevance.gold, relevance.alternatives, relevance.gains) == ({"a"}, {"f": "a"}, {"a": 1.0})
+    measures = [parse_measure("Hit@1"), parse_measure("Recall@2")]
+    assert evaluate_query(["f", "a"], relevance, measures) == {"Hit@1": 1.0, "Recall@2": 1.0}
+    server.otherwise = lambda asked: Reply("[2]")
+    command[1], command[-1], command[-2] = f"queries={tmp_path}/out", f"out={tmp_path}/again", "depth=4"
+    again = json.loads(succeeds(*command, "--json").out)
+    assert (again["num_golds"], again["num_equivalents"]) == (2, 2), "what was found before is no gold skill"
+    relevance = load_benchmark(tmp_path / "again", None).tasks[0].relevance
+    assert (relevance.gold, relevance.alternatives) == ({"a"}, {"f": "a", "e": "a"})
 
 
 # Agreement and split -------------------------------------------------------------------------------------------------
@@ -231,8 +262,8 @@ def rewritten(asked, server: LLMServer, tmp_path: Path):
     """The arguments of a rewriting of four judged queries."""
     succeeds(*asked, "num_groups=4", "languages=[en]", "kinds=[neighbours]")
     server.requests.clear()
-    llm = [part for part in asked if part.startswith("llm.")]
-    return ["rewrite", f"queries={tmp_path}/out", f"pool={tmp_path}/pool", *llm, f"out={tmp_path}/new"]
+    return ["rewrite", f"queries={tmp_path}/out", f"pool={tmp_path}/pool", *model(server, tmp_path),
+            f"out={tmp_path}/new"]  # fmt: skip
 
 
 def test_rewritten_queries_keep_their_judgements(rewritten, server: LLMServer, tmp_path: Path):
