@@ -51,7 +51,7 @@ def config_of(folder, source, adapter=None, reranker=False):
     return TrainEncoderConfig(stage="train_encoder", model=model, data=data, adapter=adapter, out=folder / "run")
 
 
-def add_checkpoint(config, step, best=0):
+def add_checkpoint(config, step, best=0) -> Any:
     """A checkpoint of a run as training leaves it, its weights a little off the start; the model that holds them."""
     model = load_model(config, CPU).eval()
     torch.manual_seed(step)
@@ -180,7 +180,8 @@ def test_weights_between_base_and_trained(tmp_path, finished):
 
 def test_tied_weights_are_mixed_once(tmp_path, model_folders):
     config = config_of(tmp_path, model_folders["qwen3_reranker"], reranker=True)
-    base, trained = load_model(config, CPU).direction(), add_checkpoint(config, 3).direction()
+    source: Any = load_model(config, CPU)
+    base, trained = source.direction(), add_checkpoint(config, 3).direction()
     export_run(config.out, tmp_path / "out", interpolate=0.5)
     mixed = open_model(tmp_path / "out").direction()
     assert torch.allclose(mixed, (base + trained) / 2, atol=1e-6)
