@@ -4,6 +4,7 @@ Every fault ends with exit code 2 and one line on stderr that begins with `error
 """
 
 import contextlib
+import inspect
 import io
 import json
 import os
@@ -12,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,8 @@ from skilltrain import __version__
 from skilltrain.cli import main
 from skilltrain.errors import StoppedError
 from skilltrain.stages import STAGES
-from skilltrain.tables import SKILLS, read_table, write_table
+from skilltrain.tables import SKILLS, read_table
+from skilltrain.training.log import TrainingLog
 from small_library import contents, encoder_recipe, skilltrain, succeeds, write_recipe
 from tiny_models import WORDS
 
@@ -36,9 +37,7 @@ RECIPES = {
     "reranker": BASE.replace("encoder", "reranker") + "out: {tmp}/out\n",
     "stage": "stage: trian_encoder\nout: {tmp}/out\n",
     "no_stage": "out: {tmp}/out\n",
-    "range": BASE + "training: {warmup_share: 1.5}\nout: {tmp}/out\n",
     "no_out": BASE,
-    "no_yaml": "stage: [\n",
     "systems": "stage: evaluate\nsystems: [{name: a, rankers: [{kind: lexical}]}]\nout: {tmp}/out\n",
 }
 
@@ -51,7 +50,7 @@ def places(runs, tmp_path_factory, model_folders):
     for name, text in RECIPES.items():
         write = write_recipe if name == "good" else Path.write_text
         write(tmp / f"{name}.yaml", fill(text, names))
-    for folder in ("empty", ".kept.partial", "foreign", "foreign_run", "unfinished/checkpoints", "few"):
+    for folder in ("empty", ".kept.partial", "foreign", "foreign_run", "unfinished/checkpoints"):
         (tmp / folder).mkdir(parents=True)
     (tmp / "empty.json").write_text("{}")
     (tmp / "file").write_text("a file")
@@ -59,7 +58,6 @@ def places(runs, tmp_path_factory, model_folders):
     (tmp / "foreign_run" / "run.json").write_text("[1, 2]")
     rows = [{"query": name, "skill_ids": [f"data/{name}"], "split": "train"} for name in ("csv-repair", "nothing")]
     (tmp / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_table(read_table(runs / "pool", SKILLS).slice(0, 10), SKILLS, tmp / "few")
     shutil.copytree(model_folders["bert"], tmp / "poisoned")  # a model whose vectors are no numbers
     weights = load_file(tmp / "poisoned" / "model.safetensors")
     weights["embeddings.LayerNorm.weight"][0] = float("nan")
@@ -81,7 +79,6 @@ def arguments(command: str, places) -> list[str]:
     return shlex.split(fill(command, places))
 
 
-EVALUATE = "evaluate --benchmark {runs}/queries split=test out={tmp}/out "
 TRAIN = "train {tmp}/good.yaml "
 # What a module says of bad input is tested with the module; here stands what only a command meets.
 FAULTS = {
@@ -95,7 +92,6 @@ FAULTS = {
         "{tmp}/.kept.partial: lies where the stage writes before it names the folder kept",
     # Models.
     TRAIN + "model.source=nowhere": "nowhere: no such model",
-    TRAIN + "model.source=nobody/no-such-model": "nobody/no-such-model: cannot load the",
     TRAIN + "model.source={tmp}/empty": "{tmp}/empty: is no model folder: it has no config.json",
     TRAIN + "model.source={tmp}/unfinished": "continue it with --resume",
     "train {tmp}/reranker.yaml model.source={runs}/encoder":
@@ -117,26 +113,19 @@ FAULTS = {
     # Recipes.
     "train {tmp}/stage.yaml": "{tmp}/stage.yaml: stage: unknown stage 'trian_encoder'; allowed: collect, pool,",
     "train {tmp}/no_stage.yaml": "{tmp}/no_stage.yaml: missing key 'stage'; allowed: collect, pool,",
-    "train {tmp}/range.yaml": "{tmp}/range.yaml: training.warmup_share: must be less than 1, found 1.5",
     "train {tmp}/no_out.yaml": "{tmp}/no_out.yaml: missing key 'out'",
-    "train {tmp}/no_yaml.yaml": "{tmp}/no_yaml.yaml, line 2: is not YAML",
     "mine {tmp}/good.yaml": "{tmp}/good.yaml: is a recipe of stage train_encoder, not mine",
     "train {runs}/pool/recipe.yaml": "{runs}/pool/recipe.yaml: is a recipe of stage pool (run: skilltrain pool",
     "pool {runs}/pool/recipe.yaml {tmp}/good.yaml": "more than one recipe: {runs}/pool/recipe.yaml {tmp}/good.yaml",
     "pool out={tmp}/out": "skilltrain pool: missing key 'sources'",
-    "mine sources=[] pool={runs}/pool queries={runs}/queries encoder.source={bert} out={tmp}/out":
-        "skilltrain mine: sources: must hold at least 1, found []",
     TRAIN + "training.seed=1180591620717411303424": "training.seed: must be less than 2147483648, found 11805916207174",
     **{f"synthesize pool={{runs}}/pool llm.kind=openai llm.base_url={url} out={{tmp}}/out":
         "llm.base_url: give a URL such as http://localhost:8000/v1"
        for url in ("http://127.0.0.1:abc/v1", "http://127.0.0.1:99999/v1", "http://[::1/v1")},
     # Evaluation and routing.
-    EVALUATE + "--predictions {tmp}/empty.json": "{tmp}/empty.json: predictions are an object",
-    EVALUATE + "--pool {tmp}/few": "gold skill 'media/photo-sort' of query 'q14' is not among the 10",
     "evaluate {tmp}/systems.yaml --encoder {bert}": "{tmp}/systems.yaml: the recipe lists systems already",
     "evaluate --benchmark {runs}/queries --predictions {tmp}/empty.json --json {tmp}/empty.json":
         "{tmp}/empty.json: --json would overwrite the predictions",
-    "route '' --pool {runs}/pool": "the request is empty",
     "route words --pool {tmp}/nowhere": "{tmp}/nowhere: no such file or folder",
     "route words --pool {runs}/pool --top 0": "Invalid value for '--top': ",
     "route words": "skilltrain route: give either --router or --pool",
@@ -222,31 +211,26 @@ def test_what_data_say_steers_no_terminal(tmp_path, runs):
     assert "\\u202elib" in shown and "\u202e" not in shown and str(folder) in json.loads(shown)["num_found"]
 
 
-def test_settings_may_be_written_as_options_everywhere(runs, tmp_path):
+def test_settings_may_be_written_as_options_and_a_recipes_path_may_hold_an_equals_sign(runs, tmp_path):
     train = ("train", runs / "recipes" / "encoder.yaml", "--training.epochs", "1", f"--out={tmp_path}/out", "--dry-run")
     assert json.loads(succeeds(*train).out)["plan"]["num_steps"] == 3
     inputs = "--pool", runs / "pool", "--queries", runs / "queries", "--rankings", runs / "candidates_filtered"
     lists = ("lists", *inputs, "--list-size", 4, "--out", tmp_path / "lists", "--json")
     assert json.loads(succeeds(*lists).out)["list_length"]["max"] == 4
+    (file := tmp_path / "seed=7" / "pool.yaml").parent.mkdir()
+    file.write_text(f"stage: pool\nsources: {runs}/pool\nout: {tmp_path}/pool\n")
+    assert "num_skills" in json.loads(succeeds("pool", file, "--json").out)
 
 
-def test_a_failed_training_can_be_corrected_in_the_same_folder(places, tmp_path):
-    """What fails before its first checkpoint leaves no folder that would refuse the corrected command."""
-    out = f"out={tmp_path}/out"
-    assert skilltrain(*arguments(TRAIN + "model.source=nowhere", places), out).code == 2
-    assert skilltrain(*arguments(TRAIN + "model.source={tmp}/poisoned", places), out).code == 2
-    assert not (tmp_path / "out").exists()
-    succeeds(*arguments(TRAIN, places), out)
-
-
-@pytest.mark.parametrize("command", [name for name, stage in STAGES.items() if not stage.trains])
-def test_help_lists_settings_and_an_example(command):
-    shown = succeeds(command, "--help").out
-    if command != "evaluate":  # its options stand beside the settings
-        assert [
-            key for key in STAGES[command].config.model_fields if key != "stage" and f"  {key}: " not in shown
-        ] == []
-    assert f"skilltrain {command} " in shown and f" {command} " in succeeds("--help").out
+def test_help_lists_commands_settings_and_an_example():
+    commands = succeeds("--help").out
+    for name, stage in STAGES.items():
+        command = "train" if stage.trains else name
+        shown = succeeds(command, "--help").out
+        assert f" {command} " in commands and f"skilltrain {command} " in shown
+        if name != "evaluate" and not stage.trains:  # their options stand beside the settings, or in their place
+            settings = stage.config.model_fields.keys() - {"stage"}
+            assert [key for key in settings if f"  {key}: " not in shown] == []
 
 
 def test_help_tells_the_settings_inside_sections_and_those_of_each_choice():
@@ -260,12 +244,6 @@ def test_help_tells_the_settings_inside_sections_and_those_of_each_choice():
     assert '  systems[].rankers[].template.skill.separator: what stands between the parts (default " | ")' in shown
     assert "  systems[].rankers[].template.skill.…: as systems[].rankers[].template.skill.…" in shown
     assert "evaluate" in succeeds().out and succeeds("--version").out.strip() == __version__
-
-
-def test_a_recipes_path_may_hold_an_equals_sign(runs, tmp_path):
-    (file := tmp_path / "seed=7" / "pool.yaml").parent.mkdir()
-    file.write_text(f"stage: pool\nsources: {runs}/pool\nout: {tmp_path}/out\n")
-    assert "num_skills" in json.loads(succeeds("pool", file, "--json").out)
 
 
 def test_recipes_are_listed_and_their_schema_is_json():
@@ -299,62 +277,59 @@ def finished(process: subprocess.Popen) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def wait_for_step(process: subprocess.Popen, log: Path, step: int) -> None:
-    deadline = time.monotonic() + 100
-    while not (log.is_file() and len(log.read_text().splitlines()) >= step):
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            pytest.fail(f"no step {step}: {process.communicate()}")
-        time.sleep(0.005)
+def signal_at(step, which):
+    """Have this process's next training send itself a signal as soon as it has logged a step; call it to end that."""
+
+    def logged(log, number, figures):
+        write(log, number, figures)
+        if number == step:
+            os.kill(os.getpid(), which)
+
+    write, TrainingLog.write = TrainingLog.write, logged
+    return lambda: setattr(TrainingLog, "write", write)
 
 
 @pytest.mark.slow
 def test_killed_then_interrupted_then_resumed_is_the_same_model(runs, model_folders, tmp_path):
     """kill -9 in `python recipe.yaml`, Ctrl-C in `skilltrain train --resume`, and resumed to the end."""
-    text = encoder_recipe(runs, model_folders["bert_dropout"]).replace("epochs: 2", "epochs: 60, save_every: 10")
+    text = encoder_recipe(runs, model_folders["bert_dropout"]).replace("epochs: 2", "epochs: 4, save_every: 2")
     recipe, out = write_recipe(tmp_path / "r.yaml", text), tmp_path / "out"
     succeeds("train", recipe, f"out={tmp_path}/undisturbed")
 
-    process = program("python", recipe, f"out={out}")
-    wait_for_step(process, out / "train_log.jsonl", 15)
-    process.send_signal(signal.SIGKILL)
-    assert finished(process)[0] == -signal.SIGKILL
-    kept = sorted(path.name for path in (out / "checkpoints").glob("step-*0"))
-    assert kept and not (out / "config.json").exists()
+    code = f"""
+import os, runpy, sys
+from skilltrain.training.log import TrainingLog
+{inspect.getsource(signal_at)}
+signal_at(5, {int(signal.SIGKILL)})
+runpy.run_path(sys.argv.pop(1), run_name="__main__")"""
+    assert finished(program("python -c", code, recipe, f"out={out}"))[0] == -signal.SIGKILL
+    assert (out / "checkpoints" / "step-4").is_dir() and not (out / "config.json").exists()
 
     refused = skilltrain("train", recipe, f"out={out}")
     assert refused.only_line == f"error: {out}: holds an unfinished run (add --resume, or delete the folder)"
     changed = skilltrain("train", recipe, f"out={out}", "training.seed=1", "--resume")
     assert "holds another run: training.seed differs" in changed.only_line
 
-    process = program("python -m skilltrain train", recipe, f"out={out}", "--resume")
-    wait_for_step(process, out / "train_log.jsonl", len((out / "train_log.jsonl").read_text().splitlines()) + 5)
-    process.send_signal(signal.SIGINT)
-    code, output, err = finished(process)
-    assert code == 130 and not output
-    errors = [line for line in err.splitlines() if not line.startswith("warning: ")]
-    assert len(errors) == 1 and errors[0].startswith(f"error: {out}: interrupted after step ")
-    assert err.endswith("of 180; a checkpoint is saved (run the same command with --resume to go on)\n")
-    step = int(err.split("after step ")[1].split()[0])
-    assert (out / "checkpoints" / f"step-{step}").is_dir()
+    undone = signal_at(9, signal.SIGINT)
+    stopped = skilltrain("train", recipe, f"out={out}", "--resume")
+    undone()
+    assert stopped.code == 130 and not stopped.out
+    assert [line for line in stopped.err.splitlines() if not line.startswith("warning: ")] == [
+        f"error: {out}: interrupted after step 9 of 12; a checkpoint is saved (run the same command with --resume to "
+        "go on)"
+    ]
+    assert (out / "checkpoints" / "step-9").is_dir()
 
     succeeds("train", recipe, f"out={out}", "--resume")
     for name in ("model.safetensors", "skilltrain.json", "config.json"):
         assert (out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
-    kept = {path.name for path in (out / "checkpoints").glob("step-*")}
-    assert "step-180" in kept  # any of them can be exported
-    log, whole = ([json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
-                  for folder in (out, tmp_path / "undisturbed"))  # fmt: skip
-    assert [(row["step"], row["loss"]) for row in log] == [(row["step"], row["loss"]) for row in whole]
+    assert (out / "checkpoints" / "step-12").is_dir()  # any of them can be exported
+    log, whole_log = ([json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
+                      for folder in (out, tmp_path / "undisturbed"))  # fmt: skip
+    assert [(row["step"], row["loss"]) for row in log] == [(row["step"], row["loss"]) for row in whole_log]
 
 
 TINY = ROOT / "recipes" / "tiny" / "sr_emb_8b_full.yaml"
-LAUNCHERS = {
-    "plain": "accelerate launch",
-    "config": f"accelerate launch --config_file {ROOT}/launch/cpu.yaml",
-    "torchrun": "torchrun --nproc_per_node 1",
-    "skilltrain": "skilltrain train",
-}
 
 
 def small_training(runs: Path, model: Path) -> list[str]:
@@ -364,36 +339,25 @@ def small_training(runs: Path, model: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_every_way_to_start_a_recipe_gives_the_same_model(runs, model_folders, tmp_path):
+def test_a_launcher_and_the_command_give_the_same_model(runs, model_folders, tmp_path):
     assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])  # comparisons of bytes rest on it
-    settings, models = small_training(runs, model_folders["qwen3"]), set()
-    for name, command in LAUNCHERS.items():
-        code, out, err = finished(program(command, TINY, *settings, f"out={tmp_path}/{name}", "--json", cwd=tmp_path))
-        assert code == 0, err
-        assert json.loads(out)["num_steps"] == 2
-        models.add((tmp_path / name / "model.safetensors").read_bytes())
-    assert len(models) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(LAUNCHERS)
-
-
-@pytest.mark.slow
-def test_a_dry_run_of_a_launcher_prints_the_plan_once_and_touches_nothing(runs, model_folders, tmp_path):
-    command = f"accelerate launch --config_file {ROOT}/launch/ddp.yaml --num_processes 2 --main_process_port 0"
-    before = contents(runs, ROOT / "recipes")
-    settings = [*small_training(runs, model_folders["qwen3"]), f"out={tmp_path}/out", "--dry-run"]
-    code, out, err = finished(program(command, TINY, *settings, cwd=tmp_path))
+    settings = small_training(runs, model_folders["qwen3"])
+    succeeds("train", TINY, *settings, f"out={tmp_path}/here")
+    (tmp_path / "elsewhere").mkdir()
+    launch = program("torchrun --nproc_per_node 1", TINY, *settings, f"out={tmp_path}/launched", "--json",
+                     cwd=tmp_path / "elsewhere")  # fmt: skip
+    code, out, err = finished(launch)
     assert code == 0, err
-    assert json.loads(out)["plan"]["num_steps"] == 2
-    assert err.count("stage: train_encoder") == 1 and f"out: {tmp_path}/out" in err
-    assert list(tmp_path.iterdir()) == [] and contents(runs, ROOT / "recipes") == before
+    assert json.loads(out)["num_steps"] == 2 and list((tmp_path / "elsewhere").iterdir()) == []
+    here, launched = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("here", "launched"))
+    assert here == launched
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks on the CPU, where there is no GPU")
 def test_two_ranks_train_to_the_parameters_of_one(runs, tmp_path):
-    launch = "accelerate launch --multi_gpu --num_processes 2 --main_process_port 0"
-    command = (launch, runs / "recipes" / "encoder.yaml", f"out={tmp_path}/out", "--json")
-    code, out, err = finished(program(*command))
+    launch = f"accelerate launch --config_file {ROOT}/launch/ddp.yaml --num_processes 2 --main_process_port 0"
+    code, out, err = finished(program(launch, runs / "recipes" / "encoder.yaml", f"out={tmp_path}/out", "--json"))
     assert code == 0, err
     one, two = (load_file(folder / "model.safetensors") for folder in (runs / "encoder", tmp_path / "out"))
     assert one.keys() == two.keys()
@@ -403,13 +367,8 @@ def test_two_ranks_train_to_the_parameters_of_one(runs, tmp_path):
     texts = [" ".join(WORDS[start : start + 9]) for start in range(0, len(WORDS), 3)]
     vectors = [SentenceTransformer(str(f), device="cpu").encode(texts) for f in (runs / "encoder", tmp_path / "out")]
     assert abs(vectors[0] - vectors[1]).max() < 1e-5
-    summary = json.loads(out)  # one rank speaks
-    assert summary["num_steps"] == 6
+    assert json.loads(out)["num_steps"] == 6  # one rank speaks
     assert len((tmp_path / "out" / "train_log.jsonl").read_text().splitlines()) == 6
-    before = contents(tmp_path)
-    code, again, err = finished(program(*command))
-    assert code == 0 and json.loads(again) == summary and "nothing to do" in err
-    assert contents(tmp_path) == before
 
 
 def test_show_prints_the_rows_of_a_table_that_fit(runs):

@@ -17,12 +17,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.recipe import run
 from skilltrain.runs import FREE_TO_CHANGE, input_fingerprint
 from skilltrain.stages import STAGES, list_recipes, parse_recipe, run_recipe, schema_of
-from small_library import contents, encoder_recipe, forget_ranks, skilltrain, succeeds, write_library, write_recipe
-
-
-@pytest.fixture
-def library(tmp_path):
-    return write_library(tmp_path / "library")
+from small_library import contents, encoder_recipe, forget_ranks, skilltrain, succeeds, write_recipe
 
 
 def pool_config(library, out, **settings):
@@ -47,9 +42,17 @@ def test_a_recipe_runs_only_as_the_program_and_with_overrides(runs, tmp_path, mo
     assert found["finished"] and found["recipe"]["training"]["epochs"] == 1 and found["summary"]["num_steps"] == 3
 
 
+@pytest.fixture(scope="module")
+def any_stage():
+    """The schema of a recipe of any stage."""
+    return schema_of([*STAGES])
+
+
 @pytest.mark.parametrize("name", STAGES)
-def test_every_stage_has_settings_with_descriptions_and_a_schema(name):
-    waiting, bare, seen = [STAGES[name].config], list[str](), set[type]()
+def test_every_stage_can_run_and_has_settings_with_descriptions_and_a_schema(name, any_stage):
+    stage = STAGES[name]
+    assert callable(stage.run) and (stage.plan is None or callable(stage.plan))
+    waiting, bare, seen = [stage.config], list[str](), set[type]()
     while waiting:
         section = waiting.pop()
         seen.add(section)
@@ -59,10 +62,10 @@ def test_every_stage_has_settings_with_descriptions_and_a_schema(name):
             waiting += [inner for inner in sections_of(field.annotation) if inner not in seen]
     assert bare == []
     schema = json.loads(json.dumps(schema_of([name])))
-    assert schema["properties"].keys() == {"recipe", *STAGES[name].config.model_fields}
+    assert schema["properties"].keys() == {"recipe", *stage.config.model_fields} >= {"stage", "out"}
     assert schema["additionalProperties"] is False
     assert "out" in schema["required"] and "recipe" not in schema["required"]
-    assert schema["$defs"].items() <= schema_of([*STAGES])["$defs"].items()
+    assert schema["$defs"].items() <= any_stage["$defs"].items()
 
 
 def test_recipes_are_listed_by_what_they_train(tmp_path):
@@ -176,7 +179,7 @@ def test_two_runs_do_not_write_one_folder(library, tmp_path, monkeypatch):
 
 
 def test_changed_settings_and_changed_inputs_are_another_run(library, tmp_path):
-    out = tmp_path / "out"
+    out, library = tmp_path / "out", shutil.copytree(library, tmp_path / "library")
     run_recipe(pool_config(library, out))
     before = contents(out)
     with pytest.raises(SkilltrainError, match=r"out: the output folder holds another run: max_body_chars differs"):
@@ -220,6 +223,7 @@ def test_a_second_rank_leaves_records_to_the_first(runs, library, tmp_path, monk
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SkilltrainError, match="the stage pool runs in one process"):
         run_recipe(pool_config(library, tmp_path / "out"))
+    assert succeeds("train", runs / "recipes" / "encoder.yaml", f"out={tmp_path}/out", "--dry-run").out == ""
     assert not (tmp_path / "out").exists()
     # Where the first finds the run finished it returns at once: the second must not wait for it in a training.
     before = contents(runs)
