@@ -12,10 +12,10 @@ from skilltrain.tables import (
     JUDGEMENTS,
     QUERIES,
     SKILLS,
-    queries_from_table,
+    read_queries,
+    read_skills,
     read_table,
     rows_of,
-    skills_from_table,
     verdicts_by_query,
     write_table,
 )
@@ -39,14 +39,14 @@ def encode_base(pool: Path, queries: Path, split: str, source: str, cache: Path)
     """The pool and the queries of `split` that have a positive in it, encoded; what `cache` holds is not again."""
     from skilltrain.retrieval.dense import EncoderSource, encode_queries, encode_skills, open_encoder
 
-    skills = skills_from_table(read_table(pool, SKILLS))
+    skills = read_skills(pool)
     known = {skill.skill_id for skill in skills}
     verdicts = verdicts_by_query(read_table(queries, JUDGEMENTS))
     positives = {
         query_id: sorted(s for s, verdict in judged.items() if verdict in POSITIVE and s in known)
         for query_id, judged in verdicts.items()
     }
-    asked = [q for q in queries_from_table(read_table(queries, QUERIES)) if q.split == split]
+    asked = [q for q in read_queries(queries) if q.split == split]
     asked = [q for q in asked if positives.get(q.query_id)]
     encoder = open_encoder(EncoderSource(source=source, cache=cache))
     vectors = encode_queries(encoder, [query.text for query in asked])

@@ -11,6 +11,7 @@ class Quiet(BaseHTTPRequestHandler):
     """Logs nothing, and keeps connections open."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or headers and body, written one after the other, come 40 ms apart
 
     def log_message(self, format: str, *args: object) -> None:
         pass

@@ -9,7 +9,6 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 from loopback import Quiet, serving
@@ -37,22 +36,13 @@ class Entry:
     url: str | None = None  # None: the registry's own
 
 
-class Asked(NamedTuple):
-    """One request as it came in."""
-
-    path: str
-    headers: dict[str, str]
-
-
 @dataclass
 class Registry:
     """The running registry: what it has, what it was asked, what it says instead."""
 
     base_url: str = ""
     skills: dict[str, Entry] = field(default_factory=dict)
-    page_size: int = 3
-    style: str = "number"
-    log: list[Asked] = field(default_factory=list)
+    log: list[tuple[str, dict[str, str]]] = field(default_factory=list)  # paths and headers of requests
     # path and query → replies that come first, or a function that makes one (None: the usual reply)
     script: dict[str, list[Reply]] = field(default_factory=dict)
     before: Callable[[str], Reply | None] = field(default=lambda path: None)
@@ -60,7 +50,7 @@ class Registry:
     @property
     def paths(self) -> list[str]:
         """What was asked for, in order."""
-        return [asked.path for asked in self.log]
+        return [path for path, _ in self.log]
 
     def downloads(self) -> list[str]:
         """Ids of the skills that were asked for, in order."""
@@ -78,7 +68,8 @@ class Registry:
         return Reply(b"" if is_known else entry.body, 304 if is_known else 200, {"ETag": entry.etag})
 
     def _page(self, query: dict[str, str]) -> Reply:
-        start = int(query.get("cursor", 0)) if self.style == "cursor" else (int(query["page"]) - 1) * self.page_size
+        """Three skills, by the number of the page or by a cursor."""
+        start = 3 * int(query["page"]) - 3 if "page" in query else int(query.get("cursor", 0))
         items = [
             {
                 "id": skill_id, "name": f"The {skill_id}", "updated_at": entry.updated, "digest": entry.digest,
@@ -86,8 +77,7 @@ class Registry:
             }
             for skill_id, entry in self.skills.items()
         ]  # fmt: skip
-        end = start + self.page_size
-        page = {"items": items[start:end], "next_cursor": str(end) if end < len(items) else None}
+        page = {"items": items[start : start + 3], "next_cursor": str(start + 3) if start + 3 < len(items) else None}
         return Reply(json.dumps(page).encode(), headers={"Content-Type": "application/json"})
 
 
@@ -130,7 +120,7 @@ def registry_server() -> Iterator[Registry]:
         def do_GET(self) -> None:
             headers = {name.lower(): value for name, value in self.headers.items()}
             with lock:
-                state.log.append(Asked(self.path, headers))
+                state.log.append((self.path, headers))
                 scripted = state.script.get(self.path, [])
                 reply = scripted.pop(0) if scripted else None
             reply = reply or state.before(self.path) or state.reply(self.path, headers)

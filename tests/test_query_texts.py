@@ -25,11 +25,10 @@ def test_a_name_is_found_in_whole_words_whatever_the_case_and_the_separators() -
                 assert names_skill(query, name) is is_named, (query, name)
 
 
-@given(
-    st.lists(st.text("abcxyz", min_size=1, max_size=4), min_size=1, max_size=4),
-    st.text(max_size=20),
-    st.text(max_size=20),
-)
+PARTS = st.lists(st.text("abcxyz", min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+@given(PARTS, st.text(max_size=20), st.text(max_size=20))
 def test_a_name_between_spaces_always_leaks(parts: list[str], before: str, after: str) -> None:
     assert names_skill(f"{before} {' '.join(parts).upper()} {after}", "-".join(parts))
 

@@ -1,4 +1,3 @@
-import time
 import tracemalloc
 
 import pytest
@@ -8,7 +7,6 @@ from hypothesis import strategies as st
 from skilltrain.data.pool.skill_file import (
     MAX_HEADER_CHARS,
     as_text,
-    first_paragraph,
     parse_skill_file,
     split_header,
 )
@@ -20,10 +18,10 @@ def parsed(text: str) -> Skill:
     return parse_skill_file(text, "some/id", "folder", "library")
 
 
-def test_clean_frontmatter_gives_every_field():
-    header = "name: pdf-fill\ndescription: Fill forms.\nlicense: MIT\nlang: zh-CN\nmetadata:\n  category: Documents\n"
-    assert parsed(f"---\n{header}---\n\n# Title\nDo it.\n") == Skill(
-        "some/id", "pdf-fill", "Fill forms.", "# Title\nDo it.", "Documents", "zh", "library", "MIT"
+def test_clean_frontmatter_gives_every_field_without_what_no_table_can_hold():
+    header = "name: pdf\x00-fill\ndescription: Fill\ud800 it.\nlicense: MIT\nlang: zh-CN\nmetadata:\n  category: Docs\n"
+    assert parsed(f"---\n{header}---\n\n# Title\nDo \x00\udfffit.\n") == Skill(
+        "some/id", "pdf-fill", "Fill it.", "# Title\nDo it.", "Docs", "zh", "library", "MIT"
     )
 
 
@@ -53,11 +51,6 @@ def test_descriptions_of_untidy_frontmatter(header: str, description: str):
     assert parsed(f"---\nname: n\n{header}\n---\nBody.").description == description
 
 
-def test_category_survives_frontmatter_that_is_not_yaml():
-    text = "---\nname: n\ndescription: Use when: x\nmetadata:\n  version: 1\n  category: Finance\n---\nBody."
-    assert parsed(text).category == "Finance"
-
-
 @pytest.mark.parametrize("mark", ["", "\ufeff", "\n\n", "<!-- made by a machine -->\n", "<!-- a --> <!-- b -->\n\n"])
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
 def test_marks_comments_and_line_ends_before_frontmatter(mark: str, newline: str):
@@ -66,16 +59,20 @@ def test_marks_comments_and_line_ends_before_frontmatter(mark: str, newline: str
     assert (skill.name, skill.description, skill.body) == ("n", "d", "One.\nTwo.")
 
 
-def test_without_frontmatter_name_is_the_folder_and_description_the_first_paragraph():
-    text = "# Heading\n\n![badge](x.png)\n\n```sh\nrun --it\n```\n\n> Sends mail\n> to people.\n\nMore."
+@pytest.mark.parametrize(
+    ("text", "description"),
+    [
+        ("# Heading\n\n![badge](x.png)\n\n```sh\nrun --it\n```\n\n> Sends mail\n> to people.\n\nMore.",
+         "Sends mail to people."),
+        ("word " * 1000, "word " * 200),
+        ("# only\n\n## headings\n```\ncode", ""),
+        ("---\nname: n\ndescription: d\n\n# Title\n\ntext", "name: n description: d"),  # never closed
+        ("---\nname: n\ndescription: d\n\n# Title\n\nsome prose\n\n---\n\nend", "name: n description: d"),
+    ],
+)  # fmt: skip
+def test_without_frontmatter_name_is_the_folder_and_description_the_first_paragraph(text: str, description: str):
     skill = parsed(text)
-    assert (skill.name, skill.description, skill.body) == ("folder", "Sends mail to people.", text)
-
-
-@pytest.mark.parametrize("body", ["\n\n# Title\n\ntext", "\n\n# Title\n\nsome prose\n\n---\n\nend"])
-def test_of_frontmatter_that_is_never_closed_no_text_is_lost(body: str):
-    skill = parsed(text := f"---\nname: n\ndescription: d{body}")
-    assert (skill.name, skill.description, skill.body) == ("folder", "name: n description: d", text)
+    assert (skill.name, skill.description, skill.body) == ("folder", description, text.strip())
 
 
 @pytest.mark.parametrize(
@@ -92,20 +89,12 @@ def test_of_frontmatter_that_is_never_closed_no_text_is_lost(body: str):
         "名称: x\nname: n\ndescription: d\ncategory: c\nnot: yaml: at all",
         "{name: n, description: d, category: c}",
         '{\n"name": "n",\n\n"description": "d", "category": "c"\n}',
+        "name: n\ndescription: d\nnot: yaml: at all\nmetadata:\n  version: 1\n  category: c",
     ],
 )
 def test_a_closed_block_with_a_name_is_frontmatter_however_it_is_written(header: str):
     skill = parsed(f"---\n{header}\n---\nBody.")
     assert (skill.name, skill.description, skill.body, skill.category) == ("n", "d", "Body.", "c")
-
-
-@pytest.mark.parametrize(
-    "prose", ["\nSome prose without keys.\n", "Note: this is prose\nmore prose", "Note: prose", "Warning: hot\n- item"]
-)
-def test_prose_between_breaks_stays_in_the_body(prose: str):
-    text = f"---\n{prose}\n---\nThe rest"
-    assert split_header(text) == ({}, text)
-    assert parsed(text).body == text
 
 
 @pytest.mark.parametrize(
@@ -115,37 +104,33 @@ def test_prose_between_breaks_stays_in_the_body(prose: str):
         ("title: What: a title\nlang: en", ["title", "lang"]),
         ("Category: c", ["category"]),
         ("", []),
+        *((prose, None) for prose in ("\nSome prose without keys.\n", "Note: this is prose\nmore prose", "Note: prose",
+                                      "Warning: hot\n- item")),
     ],
-)
-def test_a_block_of_keys_alone_is_frontmatter_without_a_name_too(header: str, keys: list[str]):
-    fields, body = split_header(f"---\n{header}\n---\nBody.")
-    assert (list(fields), body) == (keys, "\nBody.")
+)  # fmt: skip
+def test_a_block_of_our_keys_is_frontmatter_without_a_name_too_and_prose_is_body(header: str, keys: list[str] | None):
+    text = f"---\n{header}\n---\nBody."
+    fields, body = split_header(text)
+    assert (list(fields), body) == ((keys, "\nBody.") if keys is not None else ([], text))
 
 
-@pytest.mark.parametrize("bomb", ["x: " + "[" * 60_000, "x: " + "{a: " * 15_000, "x:\n" + "- " * 30_000])
+@pytest.mark.parametrize("bomb", ["x: " + "[" * 1_000, "x: " + "{a: " * 2_000, "x:\n" + "- " * 2_000])
 def test_hostile_nesting_is_read_line_by_line(bomb: str):
     assert parsed(f"---\nname: n\ndescription: d\n{bomb}\n---\nBody").name == "n"
 
 
-def test_yaml_aliases_do_not_multiply():
+@pytest.mark.parametrize(("text", "length"), [("A" * 40_000, MAX_HEADER_CHARS), ("\\0" * 3_000, len("folder"))])
+def test_yaml_aliases_do_not_multiply(text: str, length: int):
+    """A list of aliases is cut and never put together, also where nothing is left of its text when it is cleaned."""
     laughs = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefghijk", "bcdefghijkl"))  # noqa: B905
     assert parsed(f"---\nname: n\n{laughs}description: [*l, *k, y]\n---\nBody").description == "y"
-
-
-@pytest.mark.parametrize(
-    ("text", "times", "length"),
-    [("A" * 40_000, 8000, MAX_HEADER_CHARS), ("\\0" * 15_000, 8000, 6), ("", 8000, 6)],
-    ids=["long", "nothing when cleaned", "empty"],
-)
-def test_a_list_of_aliases_is_cut_and_never_put_together(text: str, times: int, length: int):
-    start = time.perf_counter()
-    header = f'x: &a "{text}"\nname: [{"*a," * times}]\ndescription: {{x: [*a, *a]}}'
+    header = f'x: &a "{text}"\nname: [{"*a," * 2000}]\ndescription: {{x: [*a, *a]}}'
     tracemalloc.start()
     skill = parsed(f"---\n{header}\n---\nBody")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (len(skill.name), skill.description, skill.body) == (length, "Body", "Body")
-    assert peak < 200e6 and time.perf_counter() - start < 60
+    assert peak < 40e6
 
 
 def test_lists_are_cut_and_what_is_no_number_is_nothing():
@@ -166,27 +151,13 @@ def test_lists_are_cut_and_what_is_no_number_is_nothing():
         ("用于处理表格和文档的技能，支持中文。", "gb18030"),
     ],
 )
-def test_encodings(text: str, encoding: str):
+def test_encodings_and_a_broken_byte_in_utf8(text: str, encoding: str):
     assert decode_text(text.encode(encoding)) == text
-
-
-def test_a_broken_byte_in_utf8_stays_one_broken_byte_and_binary_is_refused():
     data = "用于处理表格和文档的技能，支持中文。".encode()
     assert decode_text(data + b"\xff") == data.decode() + "\ufffd"
-    assert decode_text(bytes(range(256)) * 20) is None
 
 
-def test_nuls_and_lone_surrogates_go():
-    skill = parsed("---\nname: a\x00b\ndescription: c\ud800d\n---\nx\x00\udfffy")
-    assert (skill.name, skill.description, skill.body) == ("ab", "cd", "xy")
-
-
-def test_first_paragraph_is_capped_and_may_be_missing():
-    assert len(first_paragraph("word " * 1000)) == 1000
-    assert first_paragraph("# only\n\n## headings\n```\ncode") == ""
-
-
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100)
 @example("---\n: \n---")
 @example("---\n? a\n---\n")
 @example("---\na:\n\xa0- b\n...")

@@ -2,7 +2,6 @@
 
 import re
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,33 +28,21 @@ def test_a_text_that_holds_the_marks_of_other_texts_cannot_open_or_close_its_fen
     assert "\n".join(inside) == imitation and not any(first in line for line in inside)
 
 
-@pytest.mark.parametrize(
-    "turn",
-    [
+def test_signs_that_end_a_turn_are_broken_also_where_something_unseen_hides_them() -> None:
+    for turn in (
         "<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>", "</s>", "<s>", "<eos>", "[INST]", "[/INST]", "<<SYS>>",
         "<end_of_turn>", "</think>", "[SYSTEM_PROMPT]",
-    ],
-)  # fmt: skip
-def test_signs_that_end_a_turn_are_broken_also_where_something_unseen_hides_them(turn: str) -> None:
-    for unseen in ("", "\u200b", "\x00", "\U000e0041", "\ufe0f", "\u2060"):
-        assert untrusted_text(f"a {turn[:2]}{unseen}{turn[2:]} b", 100) != f"a {turn} b"
-        assert turn not in untrusted_text(f"{turn[:1]}{unseen}{turn[1:]}", 100)
+    ):  # fmt: skip
+        for unseen in ("", "\u200b", "\x00", "\U000e0041", "\ufe0f", "\u2060"):
+            assert untrusted_text(f"a {turn[:2]}{unseen}{turn[2:]} b", 100) != f"a {turn} b"
+            assert turn not in untrusted_text(f"{turn[:1]}{unseen}{turn[1:]}", 100)
 
 
-def test_what_no_reader_sees_is_taken_out() -> None:
+def test_what_no_reader_sees_is_taken_out_and_what_people_write_stays() -> None:
     assert untrusted_text("a\ufe0eb\u3164c\u034fd\U000e0041e\u202ef\xadg\x1bh\ud800i\ufeff", 100) == "abcdefghi"
-
-
-def test_what_people_write_stays() -> None:
-    for text in (
-        "Prüfe <b>das</b> & [Link](x)",
-        "整理发票。\n\n- 一\t二",
-        "a < b | c",
-        "ہم\u200cآہنگ",
-        "👩\u200d💻 ok",
-    ):
-        assert untrusted_text(text, 100) == text
     assert untrusted_text("a\r\nb\u2028c", 100) == "a\nb\nc"
+    for text in ("Prüfe <b>das</b> & [Link](x)", "整理。\n\n- 一\t二", "a < b | c", "ہم\u200cآہنگ", "👩\u200d💻"):
+        assert untrusted_text(text, 100) == text
 
 
 def test_a_name_and_a_description_are_lines_and_a_body_is_last() -> None:

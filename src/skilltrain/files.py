@@ -10,13 +10,15 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, AnyStr
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from skilltrain.errors import SkilltrainError, reason_of
 
 _MAX_LINE = 64 * 2**20
+_BLANK = b"\xef\xbb\xbf \t\r\n"  # a byte order mark, too
+BROKEN_LINES = (OSError, EOFError, ValueError, zlib.error)
 
 
 @contextmanager
@@ -160,32 +162,37 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     check_regular(path)
     number = 0
     try:
-        with _open_text(path) as lines:
-            for number, line in enumerate(bounded_lines(lines), 1):
-                if not line.strip():
-                    continue
-                value = json.loads(line)
-                if not isinstance(value, dict):
-                    raise ValueError(f"expected an object, found {type(value).__name__}")
-                yield number, value
+        for number, line in numbered_lines(path):
+            yield number, json_object(line)
     except FileNotFoundError as error:
         raise SkilltrainError("no such file", where=path) from error
-    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
+    except BROKEN_LINES as error:
         raise SkilltrainError(f"is not JSON Lines: {reason_of(error)}", where=f"{path}, line {number}") from error
 
 
-def bounded_lines(file: IO[AnyStr]) -> Iterator[AnyStr]:
-    """The lines of an open file. Raises ValueError for one of more than 64 MiB: a small .gz may hold gigabytes."""
-    while line := file.readline(_MAX_LINE + 1):
-        if len(line) > _MAX_LINE:
-            raise ValueError("a line has more than 64 MiB")
-        yield line
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file, plain or .gz, that are not blank, counted from 1; what is wrong with it is BROKEN_LINES.
+
+    A line of more than 64 MiB is refused: a small .gz may hold gigabytes.
+    """
+    opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
+    with opener(path, "rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE + 1), b""), 1):
+            if len(line) > _MAX_LINE:
+                raise ValueError("a line has more than 64 MiB")
+            if line.strip(_BLANK):
+                yield number, line
 
 
-def _open_text(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig")
-    return path.open(encoding="utf-8-sig")
+def json_object(line: bytes) -> dict[str, Any]:
+    """The JSON object in a line. Raises ValueError where it is none."""
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"expected an object, found {type(value).__name__}")
+    return value
 
 
 def cache_folder(name: str) -> Path:

@@ -1,9 +1,9 @@
 """What moves between stages when it is one thing and not a table."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 Ranking = list[tuple[str, float]]
 """(skill_id, score), best first."""
@@ -79,10 +79,6 @@ class Dropped:
     value: float | None = None
     source: str | None = None
     other_id: str | None = None
-
-    def row(self) -> dict[str, Any]:
-        """The row for `write_table(…, DROPPED, …)`."""
-        return asdict(self)
 
 
 class Ranker(Protocol):

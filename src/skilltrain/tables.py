@@ -185,24 +185,19 @@ def read_table(path: Path, spec: TableSpec) -> pa.Table:
     return check_table(table.replace_schema_metadata(None), spec, file)
 
 
-def skills_from_table(table: pa.Table) -> list[Skill]:
-    """The rows of a SKILLS table as records, in order."""
-    return [Skill(**row) for row in table.to_pylist()]
-
-
 def read_skills(path: Path) -> list[Skill]:
     """The skills of a SKILLS table, in order."""
-    return skills_from_table(read_table(path, SKILLS))
+    return [Skill(**row) for row in read_table(path, SKILLS).to_pylist()]
 
 
-def queries_from_table(table: pa.Table) -> list[Query]:
-    """The rows of a QUERIES table as records, in order."""
-    return [Query(**row) for row in table.to_pylist()]
+def read_queries(path: Path) -> list[Query]:
+    """The queries of a QUERIES table, in order."""
+    return [Query(**row) for row in read_table(path, QUERIES).to_pylist()]
 
 
 def select_queries(folder: Path, split: str | None) -> list[Query]:
     """The queries of `split` (all for None) in order of id. Raises SkilltrainError where there are none."""
-    queries = queries_from_table(read_table(folder, QUERIES))
+    queries = read_queries(folder)
     chosen = [query for query in queries if split in (None, query.split)]
     if not chosen:
         splits = ", ".join(sorted({query.split for query in queries})) or "none, the table is empty"
@@ -210,7 +205,7 @@ def select_queries(folder: Path, split: str | None) -> list[Query]:
     return sorted(chosen, key=lambda query: query.query_id)
 
 
-def rows_of(records: Iterable[Skill | Query]) -> list[dict[str, Any]]:
+def rows_of(records: Iterable[Skill | Query | Dropped]) -> list[dict[str, Any]]:
     """Records as table rows."""
     return [asdict(record) for record in records]
 
@@ -249,7 +244,7 @@ def read_verdicts(folder: Path) -> dict[str, dict[str, Verdict]]:
 
 def write_dropped(dropped: Iterable[Dropped], out: Path) -> None:
     """Write the DROPPED table of a stage."""
-    write_table((row.row() for row in dropped), DROPPED, out)
+    write_table(rows_of(dropped), DROPPED, out)
 
 
 def write_queries(

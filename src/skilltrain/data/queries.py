@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pydantic
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator
 
-from skilltrain.config import Config, InputPath
+from skilltrain.config import Config, InputPath, validate
 from skilltrain.data import counted
 from skilltrain.data.pool.skill_file import as_text
 from skilltrain.data.query_texts import query_profile
@@ -76,7 +76,7 @@ def _line(value: Any) -> str | None:
 
 def _entries(value: Any) -> list[Any]:
     """One id, a list of ids, or a list of maps with skill_id, reason, why and group, as maps."""
-    items = value if isinstance(value, list) else [value]
+    items = value if isinstance(value, list | tuple) else [value]
     return [item if isinstance(item, dict) else {"skill_id": item} for item in items]
 
 
@@ -99,11 +99,11 @@ class Rejection(Judgement, frozen=True):
     reason: Reason | None = None
 
 
-Entries = Annotated[list[Judgement], pydantic.BeforeValidator(_entries)]
-Rejections = Annotated[list[Rejection], pydantic.BeforeValidator(_entries)]
+Entries = Annotated[tuple[Judgement, ...], pydantic.BeforeValidator(_entries)]
+Rejections = Annotated[tuple[Rejection, ...], pydantic.BeforeValidator(_entries)]
 
 
-class QueryRow(BaseModel):
+class QueryRow(Config, extra="ignore"):
     """A row of a query file; keys of other names are not looked at."""
 
     text: str = ""
@@ -111,24 +111,25 @@ class QueryRow(BaseModel):
     origin: Line = None
     split: Split | None = None
     kind: Literal["single", "multi"] | None = None
-    skill_ids: Entries = []
-    skill_id: Entries = []
-    required: Entries = []
-    useful: Entries = []
-    rejected: Rejections = []
-    irrelevant: Entries = []
+    skill_ids: Entries = ()
+    skill_id: Entries = ()
+    required: Entries = ()
+    useful: Entries = ()
+    rejected: Rejections = ()
+    irrelevant: Entries = ()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _asks_and_answers(cls, row: dict[str, Any]) -> dict[str, Any]:
-        """The row without empty cells; the text may stand under query, the id under group_id."""
-        has_text = not {"query", "text"}.isdisjoint(row)
-        if not has_text or VERDICT_KEYS.keys().isdisjoint(row):
-            need = "skill_ids, skill_id or required" if has_text else "query or text"
-            raise SkilltrainError(f"is no query: no key {need} among {', '.join(map(str, list(row)[:8]))}")
-        row = {key: value for key, value in row.items() if value is not None}
-        names = {"query": "text", "group_id": "query_id"}
-        return row | {own: row[other] for other, own in names.items() if other in row and not row.get(own)}
+
+def _checked(row: Mapping[str, Any], place: str) -> QueryRow:
+    """A row without its empty cells; the text may stand under query, the id under group_id."""
+    has_text = not {"query", "text"}.isdisjoint(row)
+    if not has_text or VERDICT_KEYS.keys().isdisjoint(row):
+        need = "skill_ids, skill_id or required" if has_text else "query or text"
+        what = f"is no query: no key {need} among {', '.join(map(str, list(row)[:8]))}"
+        raise SkilltrainError(what, where=place)
+    said = {key: value for key, value in row.items() if value is not None}
+    names = {"query": "text", "group_id": "query_id"}
+    said |= {own: said[other] for other, own in names.items() if other in said and not said.get(own)}
+    return validate(QueryRow, said, place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,14 +241,7 @@ def read_query(
     Verdicts that another contradicts go to `dropped`. Raises SkilltrainError where the row has not the shape of a
     query.
     """
-    try:
-        row = QueryRow.model_validate(values)
-    except SkilltrainError as error:
-        raise SkilltrainError(error.what, where=place) from error
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        key = ".".join(map(str, fault["loc"]))
-        raise SkilltrainError(f"{key}: {fault['msg']}, found {fault['input']!r:.60}", where=place) from error
+    row = _checked(values, place)
     said = [
         given.model_copy(update={"verdict": verdict, "skill_id": kept_for.get(given.skill_id, given.skill_id)})
         for key, verdict in VERDICT_KEYS.items()

@@ -22,7 +22,7 @@ from skilltrain.tables import (
     LISTS,
     QUERIES,
     RANKINGS,
-    queries_from_table,
+    read_queries,
     read_table,
     select_queries,
     write_table,
@@ -109,7 +109,7 @@ def run_teacher(config: TeacherConfig, out: Path) -> dict[str, Any]:
     lists, skills = read_table(config.lists, LISTS), read_pool(config.pool)
     names = ("query_id", "skill_ids")
     members: dict[str, list[str]] = dict(zip(*(lists.column(name).to_pylist() for name in names), strict=True))
-    queries = {query.query_id: query for query in queries_from_table(read_table(config.lists, QUERIES))}
+    queries = {query.query_id: query for query in read_queries(config.lists)}
     if not members:
         raise SkilltrainError("holds no list to score", where=config.lists)
     if missing := [query_id for query_id in members if query_id not in queries]:

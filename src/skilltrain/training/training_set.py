@@ -23,9 +23,8 @@ from skilltrain.tables import (
     JUDGEMENTS,
     LISTS,
     QUERIES,
-    SKILLS,
+    read_skills,
     read_table,
-    skills_from_table,
     verdicts_by_query,
 )
 from skilltrain.terminal import track
@@ -138,7 +137,7 @@ def load_training_set(
 
     Raises SkilltrainError for a list that cannot be trained on, naming its query.
     """
-    skills = {skill.skill_id: skill for skill in skills_from_table(read_table(source.pool, SKILLS))}
+    skills = {skill.skill_id: skill for skill in read_skills(source.pool)}
     lists, used = list[TrainingList](), set[str]()
     for folder, weight in source.folders.items():
         found = _lists_in(folder, source, weight)

@@ -20,12 +20,13 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config
+from skilltrain.data import counted
 from skilltrain.data.collect import RefusalError
 from skilltrain.data.collect.archives import kind_of, read_skill_files
 from skilltrain.data.collect.registry import Listed, RegistryConfig, read_listing
 from skilltrain.data.collect.registry_client import HttpConfig, RegistryClient
 from skilltrain.data.collect.sync_state import Outcome, SyncState, open_state
-from skilltrain.data.pool.read import count_words, merge_sources
+from skilltrain.data.pool.read import merge_sources
 from skilltrain.data.pool.skill_file import parse_skill_file
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Dropped, Skill
@@ -82,7 +83,7 @@ def run_collect(config: CollectConfig, out: Path) -> dict[str, Any]:
         state.finish_sync()
     return {
         "num_listed": len(listed), "num_fetched": num_fetched, "num_requests": client.num_requests,
-        "num_skills": len(skills), "num_dropped": count_words(drop.filter for drop in dropped),
+        "num_skills": len(skills), "num_dropped": counted(drop.filter for drop in dropped),
     }  # fmt: skip
 
 

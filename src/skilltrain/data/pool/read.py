@@ -1,10 +1,7 @@
 """Skills of any sources in memory: SKILL.md files, JSON Lines, parquet and Hugging Face datasets, under unique ids."""
 
-import gzip
 import hashlib
-import json
 import os
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,10 +11,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from skilltrain.data import counted
 from skilltrain.data.pool.skill_file import BODY_COLUMNS, COLUMNS, ID_COLUMNS, parse_skill_file, skill_from_row
 from skilltrain.data.screening.bundled import SKILL_FILE
 from skilltrain.errors import SkilltrainError, reason_of
-from skilltrain.files import bounded_lines, read_json
+from skilltrain.files import BROKEN_LINES, json_object, numbered_lines, read_json
 from skilltrain.records import Dropped, Skill
 from skilltrain.runs import RUN_FILE
 from skilltrain.tables import SKILLS, read_skills, table_path
@@ -45,7 +43,7 @@ def read_pool(path: Path | str) -> list[Skill]:
     sources, dropped = read_sources([path], MAX_BODY_CHARS)
     skills, repeated = merge_sources(sources, drop_duplicates=False)
     if dropped := [drop for drop in dropped + repeated if drop.filter != CUT]:
-        why = ", ".join(f"{name} {num}" for name, num in count_words(drop.filter for drop in dropped).items())
+        why = ", ".join(f"{name} {num}" for name, num in counted(drop.filter for drop in dropped).items())
         num_all = len(skills) + len(dropped)
         say(f"{path}: {len(dropped)} of {num_all} left out ({why}); `skilltrain pool sources={path}` lists them")
     return skills
@@ -116,11 +114,6 @@ def _with_lang(skill: Skill) -> Skill:
 
 def _first_reason(dropped: Sequence[Dropped]) -> str:
     return f"the first of {len(dropped)} dropped rows: {dropped[0].reason}" if dropped else ""
-
-
-def count_words(words: Iterable[str]) -> dict[str, int]:
-    """word → how often, in the order of the words."""
-    return dict(sorted(Counter(words).items()))
 
 
 def merge_sources(sources: Sequence[Sequence[Skill]], drop_duplicates: bool) -> tuple[list[Skill], list[Dropped]]:
@@ -259,12 +252,9 @@ def _read_shards(shards: list[Path]) -> Found:
 def _read_jsonl(path: Path) -> Found:
     number, name = 0, clean_text(path.name)
     try:
-        opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
-        with opener(path, "rb") as lines:
-            for number, line in enumerate(bounded_lines(lines), 1):
-                if line.strip():
-                    yield _skill_of_line(line, f"{name}, line {number}", name)
-    except (OSError, EOFError, ValueError, zlib.error) as error:
+        for number, line in numbered_lines(path):
+            yield _skill_of_line(line, f"{name}, line {number}", name)
+    except BROKEN_LINES as error:
         if not number:
             raise SkilltrainError(f"cannot be read: {reason_of(error)}", where=path) from error
         yield Dropped("", "", "unreadable", f"{name} breaks off after line {number}: {reason_of(error)}")
@@ -272,11 +262,9 @@ def _read_jsonl(path: Path) -> Found:
 
 def _skill_of_line(line: bytes, place: str, source: str) -> Skill | Dropped:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        return Dropped("", "", "not_json", f"{place} is not JSON: {error}")
-    if not isinstance(row, dict):
-        return Dropped("", "", "not_json", f"{place} is a {type(row).__name__}, not an object")
+        row = json_object(line)
+    except ValueError as error:
+        return Dropped("", "", "not_json", f"{place} is no JSON object: {error}")
     return skill_from_row(row, place, source)
 
 

@@ -11,11 +11,11 @@ from jaxtyping import Float32
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from skilltrain.config import Config, InputPath, parse_yaml, validate
+from skilltrain.data import counted
 from skilltrain.data.pool.read import (
     CUT,
     HF_PREFIX,
     MAX_BODY_CHARS,
-    count_words,
     find_skill_file,
     merge_sources,
     read_sources,
@@ -107,9 +107,9 @@ def run_pool(config: PoolConfig, out: Path) -> dict[str, Any]:
             str(source): len(found) + refused[clean_text(str(source))]
             for source, found in zip(config.sources, sources, strict=True)
         },
-        "num_dropped": count_words(drop.filter for drop in dropped if drop.filter != CUT),
+        "num_dropped": counted(drop.filter for drop in dropped if drop.filter != CUT),
         "num_cut": sum(drop.filter == CUT for drop in dropped),
-        "num_by_lang": count_words(skill.lang or "unknown" for skill in skills),
+        "num_by_lang": counted(skill.lang or "unknown" for skill in skills),
         "num_with_own_category": num_own,
         "num_with_assigned_category": num_known - num_own,
         "num_categories": len({skill.category for skill in skills} - {None}),

@@ -20,7 +20,7 @@ from skilltrain.evaluation.benchmarks.skillrouter import read_skillrouter, read_
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.files import check_regular, read_jsonl
 from skilltrain.records import Query, Verdict
-from skilltrain.tables import JUDGEMENTS, PLANS, QUERIES, queries_from_table, read_table, table_path, verdicts_by_query
+from skilltrain.tables import JUDGEMENTS, PLANS, QUERIES, read_queries, read_table, table_path, verdicts_by_query
 
 # A fact of the benchmark, not a preference of a training recipe: both must mean the same to every reader of a report.
 VERDICT_GAINS = {Verdict.REQUIRED: 1.0, Verdict.USEFUL: 0.5}
@@ -48,7 +48,7 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
     """
     for spec in (QUERIES, JUDGEMENTS):
         check_regular(table_path(folder, spec))
-    queries, judgements = queries_from_table(read_table(folder, QUERIES)), read_table(folder, JUDGEMENTS)
+    queries, judgements = read_queries(folder), read_table(folder, JUDGEMENTS)
     file, query_ids = table_path(folder, JUDGEMENTS), {query.query_id for query in queries}
     verdicts = verdicts_by_query(judgements)
     if unknown := sorted(verdicts.keys() - query_ids):
