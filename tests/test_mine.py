@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from skilltrain.data import mine as mine_module
-from skilltrain.data.mine import SOURCES, MineConfig, draw, drawable, run_mine
+from skilltrain.data.mine import SOURCES, MineConfig, draw, run_mine
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.nearest import ChunkVectors
@@ -113,10 +113,12 @@ def test_what_each_source_finds_for_one_positive(workshop, index):
     assert list(found["random"]) == ["s5", "s3", "s4"], "other categories, the nearest first"
 
 
-def test_positives_are_no_candidates_of_any_source(workshop):
+def test_positives_are_no_candidates_of_any_source_and_their_categories_count_together(workshop):
     found = workshop.mined("s0", "s2", depth=3, num_taxonomy=9, num_random=9)
     assert not {"s0", "s2"} & {skill_id for ranked in found.values() for skill_id in ranked}
     assert list(found["semantic"]) == ["s1", "s5", "s3"]
+    found = workshop.mined("s0", "s3", num_taxonomy=9, num_random=9)
+    assert found["taxonomy"].keys() == {"s2", "s4"} and found["random"].keys() == {"s5"}, "of two categories"
 
 
 def test_lexical_candidates_may_be_the_semantic_ones_in_the_order_of_bm25(workshop):
@@ -146,20 +148,6 @@ def test_draws_depend_on_the_key_only():
     first, again, other = (draw(np.arange(100), 10, key).tolist() for key in ("0/q1", "0/q1", "1/q1"))
     assert first == again != other and len(set(first)) == 10
     assert sorted(draw(np.arange(3), 10, "k")) == [0, 1, 2] and not len(draw(np.arange(0), 10, "k"))
-
-
-@pytest.mark.parametrize(
-    ("positives", "alike", "elsewhere"),
-    [
-        ([0], [1], [2, 3, 5, 6]),  # 4 has its name
-        ([0, 2], [1], [3, 5, 6]),
-        ([3], [], [0, 1, 2, 4, 5, 6]),  # without a category
-    ],
-)
-def test_what_may_be_drawn_is_told_by_category_and_name(positives, alike, elsewhere):
-    categories, names = np.array([0, 0, 1, -1, 0, -1, 2]), np.array([7, 8, 7, 9, 7, 7, 8])
-    found = drawable(categories, names, np.array(positives))
-    assert [places.tolist() for places in found] == [alike, elsewhere]
 
 
 # The stage -----------------------------------------------------------------------------------------------------------

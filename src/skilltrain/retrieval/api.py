@@ -14,7 +14,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.llm.answers import CompletionError, Usage, estimate_tokens, reported_tokens
 from skilltrain.llm.ask import cost_in_words
 from skilltrain.llm.budget import Budget, over_budget
-from skilltrain.llm.client import Server, in_threads
+from skilltrain.llm.client import Server, ServerError, in_threads
 from skilltrain.llm.settings import Prices, ServerConfig
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.nearest import ChunkVectors, Encoders, VectorRanker
@@ -143,19 +143,15 @@ class ApiEncoder:
 
         Raises SkilltrainError where a text gets no vector.
         """
-        import openai
-
         try:
             vectors = self._server.ask(lambda: self._send(texts), _most_of(texts))
         except CompletionError as fault:
-            raise self._fault(fault) from None
-        except openai.OpenAIError as error:
-            if not isinstance(error, openai.APIStatusError) or error.status_code not in _TOO_MUCH:
-                raise self._fault(self._server.explain(error)) from None
-            reason, section = " ".join(self._server.blot(str(error)).split())[:300], self.config.section
+            if not isinstance(fault, ServerError) or fault.status not in _TOO_MUCH:
+                raise self._fault(fault) from None
+            section = self.config.section
             what = f"{self.config.base_url} refused {len(texts)} texts, the longest of {len(texts[0]):,} characters"
             fix = f"lower {section}.skill.body_chars, {section}.query_chars or {section}.batch_size"
-            raise SkilltrainError(f"{what}: {reason}", where=name_of(start), fix=fix) from None
+            raise SkilltrainError(f"{what}: {fault.reason}", where=name_of(start), fix=fix) from None
         return start, self._unit(vectors, start, name_of)
 
     def _send(self, texts: Sequence[str]) -> tuple[Vectors, Usage]:
@@ -191,10 +187,10 @@ class ApiEncoder:
             raise SkilltrainError(what, where=name_of(start + int(np.argmin(good))))
         return (vectors / lengths).astype(np.float32)
 
-    def _fault(self, fault: SkilltrainError | CompletionError) -> SkilltrainError:
+    def _fault(self, fault: CompletionError) -> SkilltrainError:
         """A fault as the end of the run."""
-        if isinstance(fault, SkilltrainError):
-            return fault
+        if isinstance(fault, ServerError) and fault.ends_run is not None:
+            return fault.ends_run
         fix = f"raise {self.config.section}.budget" if fault.kind == "budget" else "run again later"
         what = f"gave no vectors: {fault.reason}" if fault.kind == "failed" else fault.reason
         return SkilltrainError(what, where=self.config.base_url, fix=f"{fix}; vectors so far are kept")
