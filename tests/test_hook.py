@@ -11,8 +11,8 @@ import pytest
 
 from loopback import Quiet, serving
 
-SKILL = {"uri": "skill://pdf-merge/SKILL.md", "name": "pdf-merge", "description": "merge \x1b[31mpdf files"}
-SKILL |= {"flags": ["x: y"]}
+SKILL = {"uri": "skill://pdf-merge/SKILL.md", "name": "pdf-merge", "description": "merge \x1b[31mpdf files",
+         "flags": ["x: y"]}  # fmt: skip
 ANSWER = {"fits": True, "skills": [SKILL], "note": "n"}
 
 
@@ -47,6 +47,7 @@ def test_it_names_the_skills_of_a_prompt():
     with server(json.dumps(ANSWER).encode()) as (address, bodies):
         told = hook(address, json.dumps({"hook_event_name": "UserPromptSubmit", "prompt": "join these pdf files"}))
         assert told == hook(address, "join these pdf files")
+        assert hook(address, "") == hook(address, '{"prompt": null}') == ""
     assert bodies == [{"path": "/route", "query": "join these pdf files", "k": 3}] * 2
     first, line, last = told.splitlines()
     assert "untrusted" in first and "load_skill" in last
@@ -55,25 +56,17 @@ def test_it_names_the_skills_of_a_prompt():
 
 @pytest.mark.parametrize(
     "answer",
-    [
-        json.dumps({"fits": False, "skills": []}).encode(), b"", b"not json", b"[]", b"null", b'{"fits": true}',
-        b'{"fits": true, "skills": [7]}', b'{"fits": true, "skills": 7}',
-    ],
-)  # fmt: skip
-def test_no_skill_and_a_bad_answer_are_silent(answer):
-    with server(answer) as (address, _):
-        assert hook(address, "join these pdf files") == ""
+    [{"fits": False, "skills": []}, "not json", [], None, {"fits": True}, {"fits": True, "skills": [7]}, ANSWER],
+)
+def test_no_skill_a_bad_answer_and_an_error_are_silent(answer):
+    sent = answer if isinstance(answer, str) else json.dumps(answer)
+    with server(sent.encode(), 500 if answer is ANSWER else 200) as (address, bodies):
+        assert hook(address, "join these pdf files") == "" and len(bodies) == 1
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1", "nonsense", "http://[", "http://x:99999999"])
 def test_a_server_that_is_not_there_is_silent(address):
     assert hook(address, "join these pdf files") == ""
-
-
-def test_an_error_an_empty_prompt_and_odd_input_are_silent():
-    with server(json.dumps(ANSWER).encode(), code=500) as (address, bodies):
-        assert hook(address, "join") == hook(address, "") == hook(address, '{"prompt": null}') == ""
-    assert len(bodies) == 1
 
 
 def test_it_does_not_wait_for_a_slow_server():

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from skilltrain.models import tokens
 from skilltrain.models.tokens import tokenized, tokenizer_identity
 from tiny_models import bert_tokenizer, qwen3_tokenizer
 
@@ -28,49 +27,32 @@ def test_ids_and_lengths_by_hand():
     assert dict(tokenized([], [], letters)) == {}
 
 
-class TestCache:
-    """The file that later runs read."""
-
-    KEYS, TEXTS = ("x", "y", "z"), ("ab", "c", "ab")
-
-    def run(self, folder, texts=TEXTS, identity="letters"):
+def test_the_second_run_reads_what_the_first_wrote_and_trusts_no_byte(tmp_path):
+    def run(texts=("ab", "c", "ab"), identity="letters"):
         """(ids of every key, the texts that had to be tokenised)."""
         letters = Letters()
-        store = tokenized(self.KEYS, texts, letters, identity, folder)
-        return [store[key].tolist() for key in self.KEYS], letters.seen
+        store = tokenized("xyz", texts, letters, identity, tmp_path / "new")
+        return [store[key].tolist() for key in "xyz"], letters.seen
 
-    def test_the_second_run_tokenizes_nothing(self, tmp_path):
-        first, seen = self.run(tmp_path / "new")
-        assert seen == ["ab", "c"]
-        assert self.run(tmp_path / "new") == (first, [])
-        assert len(list((tmp_path / "new").iterdir())) == 1
+    expected, seen = run()
+    assert seen == ["ab", "c"] and run() == (expected, [])
+    (file,) = (tmp_path / "new").iterdir()
+    content = file.read_bytes()
+    for position in range(0, len(content), 13):
+        damaged = bytearray(content)
+        damaged[position] ^= 0x15
+        file.write_bytes(bytes(damaged))
+        assert run()[0] == expected
+    assert run() == (expected, [])
+    assert run(texts=("ab", "d", "ab"))[1] == ["ab", "d"]
+    assert run(texts=("a", "bc", "ab"))[1] == ["a", "bc", "ab"]  # no two lists run together
+    assert run(identity="other")[1] == ["ab", "c"] and run()[1] == []
 
-    def test_another_text_or_identity_is_another_file(self, tmp_path):
-        self.run(tmp_path)
-        assert self.run(tmp_path, texts=("ab", "d", "ab"))[1] == ["ab", "d"]
-        assert self.run(tmp_path, texts=("a", "bc", "ab"))[1] == ["a", "bc", "ab"]  # no two lists run together
-        assert self.run(tmp_path, identity="other")[1] == ["ab", "c"]
-        assert self.run(tmp_path)[1] == []
 
-    def test_every_damaged_byte_is_found(self, tmp_path):
-        expected, _ = self.run(tmp_path)
-        (file,) = tmp_path.iterdir()
-        content = file.read_bytes()
-        for position in range(0, len(content), 13):
-            damaged = bytearray(content)
-            damaged[position] ^= 0x15
-            file.write_bytes(bytes(damaged))
-            assert self.run(tmp_path)[0] == expected
-        assert self.run(tmp_path) == (expected, [])
-
-    def test_without_room_training_goes_on_and_says_so(self, tmp_path, monkeypatch):
-        said = []
-        monkeypatch.setattr(tokens, "say", said.append)
-        blocked = tmp_path / "file"
-        blocked.write_text("no folder")
-        assert self.run(blocked)[1] == ["ab", "c"]
-        assert len(said) == 1
-        assert "not kept" in said[0]
+def test_without_room_training_goes_on_and_says_so(tmp_path, capsys):
+    (tmp_path / "file").write_text("no folder")
+    assert tokenized("x", ["ab"], Letters(), "letters", tmp_path / "file")["x"].tolist() == [97, 98]
+    assert capsys.readouterr().err.count("not kept") == 1
 
 
 def test_identity_of_a_tokenizer():
