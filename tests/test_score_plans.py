@@ -1,6 +1,6 @@
 """Plans are scored against gold steps and skills, by hand; the benchmark is rebuilt from a list of servers."""
 
-import importlib.util
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -139,20 +139,14 @@ def test_what_is_held_out_is_not_found_and_still_has_its_category(bench: Path) -
     assert every["Oracle CatR@1"]["mean"] == 1.0  # the other skill of documents is found in its place
 
 
-@pytest.mark.parametrize(
-    ("setting", "fault"),
-    [
-        ("planners=[{name: a}, {name: a}]", "two planners have the same name"),
-        ("compare=[Hit@1]", "unknown measure 'Hit@1'; measures are DA, "),
-        ("planners=[{name: a, compose: {alpha: 2}}]", "planners.0.compose.alpha: must be less than or equal to 1"),
-        ("split=dev", "dev"),
-    ],
-)
-def test_settings_that_cannot_be(bench: Path, setting: str, fault: str) -> None:
-    assert fault in skilltrain(*arguments(bench, setting)).error_line
-
-
-def test_benchmarks_that_have_no_plans_to_score(bench: Path) -> None:
+def test_what_cannot_be_scored_is_refused(bench: Path) -> None:
+    for setting, fault in {
+        "planners=[{name: a}, {name: a}]": "two planners have the same name",
+        "compare=[Hit@1]": "unknown measure 'Hit@1'; measures are DA, ",
+        "planners=[{name: a, compose: {alpha: 2}}]": "planners.0.compose.alpha: must be less than or equal to 1",
+        "split=dev": "dev",
+    }.items():
+        assert fault in skilltrain(*arguments(bench, setting)).error_line
     write_pool(bench / "pool", POOL[1:])
     assert "gold skill 'pdf' of query 'q3' is not among the 3 skills" in skilltrain(*arguments(bench)).error_line
     write_table([{"query_id": "q9", "step_id": "1", "text": "t", "depends_on": []}], PLANS, bench / "bench")
@@ -193,16 +187,6 @@ def test_a_row_without_a_body_column_is_a_tool(tmp_path: Path) -> None:
     assert len(read_pool(tmp_path / "servers.jsonl")) == 3  # equal ones are kept there
 
 
-@pytest.fixture(scope="module")
-def pipeline() -> Any:
-    file = Path(__file__).parents[1] / "data_pipelines" / "compskillbench.py"
-    spec = importlib.util.spec_from_file_location("compskillbench", file)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 CATEGORIES_YAML = """
 tables:
   from: [Databases]
@@ -221,14 +205,9 @@ rare:
 """
 
 
-def make(pipeline: Any, root: Path, source: Path) -> dict[str, Any]:
-    (root / "groups.yaml").write_text(CATEGORIES_YAML)
-    values = {"servers": source, "out": root / "out", "categories": root / "groups.yaml", "sizes": {2: 6},
-              "held_out": ["pictures"], "min_skills": 3}  # fmt: skip
-    return pipeline.run(pipeline.Pipeline.model_validate(values))
-
-
-def test_compskillbench_is_rebuilt_from_a_list(pipeline: Any, tmp_path: Path) -> None:
+def test_compskillbench_is_rebuilt_from_a_list(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "data_pipelines")
+    pipeline: Any = importlib.import_module("compskillbench")
     rows = [{"name": f"db-{n}", "description": f"Serves rows of store {n}.", "category": "Databases"} for n in range(4)]
     rows += [{"name": f"art{n}", "description": "Shows a painting.", "category": "Art"} for n in range(3)]
     rows += [
@@ -240,7 +219,10 @@ def test_compskillbench_is_rebuilt_from_a_list(pipeline: Any, tmp_path: Path) ->
         {"name": "rare", "description": "A rare thing that stands alone.", "category": "Rare"},
     ]  # fmt: skip
     (tmp_path / "servers.jsonl").write_text(jsonl(*rows))
-    counts = make(pipeline, tmp_path, tmp_path / "servers.jsonl")
+    (tmp_path / "groups.yaml").write_text(CATEGORIES_YAML)
+    values = {"servers": tmp_path / "servers.jsonl", "out": tmp_path / "out", "categories": tmp_path / "groups.yaml",
+              "sizes": {2: 6}, "held_out": ["pictures"], "min_skills": 3}  # fmt: skip
+    counts = pipeline.run(pipeline.Pipeline.model_validate(values))
     assert counts == {
         "skills": 9, "dropped": 4, "tasks": 6, "transfer_category": {"tasks": 6, "held out": 4},
         "transfer_skill": {"tasks": counts["transfer_skill"]["tasks"], "held out": 2},
@@ -255,13 +237,9 @@ def test_compskillbench_is_rebuilt_from_a_list(pipeline: Any, tmp_path: Path) ->
         assert not any("db-0" in step.text and step.skill_id == "db-0" for one in tasks for step in one.steps)
     assert chains[0] == chains[1] == chains[2]
     assert all({skills[one].category for one in chain} == {"tables", "pictures"} for chain in chains[0])
-
-
-def test_markdown_lists_are_read_as_they_are_published(pipeline: Any, tmp_path: Path) -> None:
     (tmp_path / "lists").mkdir()
-    (tmp_path / "lists" / "db.md").write_text(
-        "## 🗄 Databases\n\nText.\n- [a/b](https://x.y): Serves rows.\n- no entry\n"
-    )
+    listed = "## 🗄 Databases\n\nText.\n- [a/b](https://x.y): Serves rows.\n- no entry\n"
+    (tmp_path / "lists" / "db.md").write_text(listed)
     (row,) = pipeline.rows_of_source(tmp_path / "lists")
     assert (row["name"], row["description"], row["category"]) == ("a/b", "Serves rows.", "Databases")
     with pytest.raises(SkilltrainError, match="neither a JSON Lines file nor a folder of Markdown lists"):
