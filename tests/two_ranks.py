@@ -1,4 +1,4 @@
-"""What runs on each of two gloo processes, and alone: five AdamW steps, and whole trainings, sharded ones too."""
+"""What runs on each of two gloo processes, and alone: whole trainings, with shards of the model too."""
 
 import importlib.util
 import os
@@ -7,7 +7,7 @@ import signal
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.metrics import Relevance
@@ -41,19 +39,35 @@ from training_data import training_set
 from training_runs import malicious_pickle, signal_in
 
 CPU = torch.device("cpu")
-BATCH_SIZES = (5, 3, 1, 4, 1)
 CONFIG = TrainingConfig(
-    epochs=2, batch_size=4, accumulation=2, learning_rate=1e-3, warmup_share=0.2, token_budget=150,
-    precision="float32", save_every=2, keep_checkpoints=9,
+    batch_size=2, accumulation=2, learning_rate=1e-3, warmup_share=0.2, token_budget=150, precision="float32",
+    save_every=2, keep_checkpoints=9,
 )  # fmt: skip
-SHARDED = {  # ways to share a model, each with one of the tiny models and how near two ranks come to one
-    "fsdp2 encoder": ("bert", 1e-9),
-    "fsdp2 reranker": ("qwen3_reranker", 1e-7),  # Qwen3's norms compute in float32
-    "zero2 encoder": ("qwen3", 1e-5),  # DeepSpeed computes in float32
-    "zero3 reranker": ("qwen3_reranker", 1e-4),
-    "fsdp2 reranker in bfloat16": ("qwen3_reranker", 0.02),  # of the losses, not of the weights
-    "zero2 encoder in bfloat16": ("qwen3", 0.02),
-    "zero3 reranker in bfloat16": ("qwen3_reranker", 0.02),
+LISTS_A_STEP = CONFIG.batch_size * CONFIG.accumulation
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to share a model, with one of the tiny models, and how near two ranks come to one.
+
+    Each step but the last has two batches; that has a single list, so that one of the ranks idles.
+    """
+
+    folder: str
+    tolerance: float
+    num_steps: int = 3
+    recompute: bool = False
+
+
+CASES = {
+    "ddp encoder": Case("bert", 1e-9, 5, recompute=True),
+    "ddp reranker": Case("bert_reranker", 1e-9, 5),
+    "fsdp2 encoder": Case("bert", 1e-9),
+    "fsdp2 reranker": Case("qwen3_reranker", 1e-7),  # Qwen3's norms compute in float32
+    "zero2 encoder": Case("qwen3", 1e-4),  # DeepSpeed computes in float32
+    "zero3 reranker": Case("qwen3_reranker", 1e-4),
+    "fsdp2 reranker in bfloat16": Case("qwen3_reranker", 0.02, recompute=True),  # of the losses, not of the weights
+    "zero3 reranker in bfloat16": Case("qwen3_reranker", 0.02, recompute=True),
 }
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 _FSDP = {
@@ -65,27 +79,21 @@ Step = EncoderStep | RerankerStep
 Weights = dict[str, torch.Tensor]
 
 
-def encoder_step(folder: Path, recompute: bool = False) -> EncoderStep:
-    """The encoder's step in float64 on fourteen lists, with BM25's part of the scores and late interaction."""
-    encoder, data = load_encoder(EncoderConfig(source=str(folder)), CPU).double(), training_set(14)
-    data = replace(data, lexical=lexical_scores((one.query for one in data.lists), list(data.skills.values())))
-    settings = StepSettings(150, recompute, late_interaction=LateInteraction(weight=0.5, temperature=0.1))
-    return EncoderStep(encoder, InfoNCE(lexical_weight=0.5), data, settings).train()
-
-
-def reranker_step(folder: Path, recompute: bool = False) -> RerankerStep:
-    """The reranker's step in float64 on the same lists."""
-    reranker = load_reranker(
-        RerankerConfig(source=str(folder), max_tokens=100 if "bert" in folder.name else 300), CPU
-    ).double()
-    return RerankerStep(reranker, ListwiseCE(), training_set(14), StepSettings(150, recompute)).train()
-
-
-def sharded_step(kind: str, folder: Path) -> Step:
-    """The step of a case of SHARDED."""
-    rounds = kind.endswith("bfloat16")
-    step = encoder_step(folder, rounds) if "encoder" in kind else reranker_step(folder, rounds)
-    return step if kind.startswith("fsdp2") and not rounds else step.float()
+def step_of(kind: str, folder: Path) -> Step:
+    """The step of a case, in float64 where it can be; the encoder with BM25's part and late interaction."""
+    case = CASES[kind]
+    data = training_set(LISTS_A_STEP * (case.num_steps - 1) + 1)
+    settings = StepSettings(150, case.recompute, is_sharded=not kind.startswith("ddp"))
+    if "encoder" in kind:
+        encoder = load_encoder(EncoderConfig(source=str(folder)), CPU)
+        data = replace(data, lexical=lexical_scores((one.query for one in data.lists), list(data.skills.values())))
+        settings = replace(settings, late_interaction=LateInteraction(weight=0.5, temperature=0.1))
+        step: Step = EncoderStep(encoder, InfoNCE(lexical_weight=0.5), data, settings)
+    else:
+        config = RerankerConfig(source=str(folder), max_tokens=100 if "bert" in folder.name else 300)
+        budget = replace(settings, token_budget=150 if "bert" in folder.name else 500)
+        step = RerankerStep(load_reranker(config, CPU), ListwiseCE(), data, budget)
+    return step.float() if "zero" in kind or precision_of(kind) == "bfloat16" else step.double()
 
 
 def weights_of(step: Step) -> Weights:
@@ -93,35 +101,20 @@ def weights_of(step: Step) -> Weights:
     return {name: value.detach().clone() for name, value in step.named_parameters()}
 
 
-def five_steps(step: Step, world: int) -> tuple[list[float], Weights]:
-    """(the losses over all ranks, the parameters) after five AdamW steps on batches that two does not divide."""
-    step.settings = replace(step.settings, is_sharded=False)
-    model: nn.Module = DistributedDataParallel(step) if world > 1 else step
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses, start = [], 0
-    for size in BATCH_SIZES:
-        batch = step.data.lists[start : start + size]
-        start += size
-        loss = model(batch) * (world / size)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        shown = loss.detach().clone()
-        if world > 1:
-            dist.all_reduce(shown)
-        losses.append(shown.item() / world)
-    return losses, weights_of(step)
-
-
 def training(step: Step, out: Path, resume: bool = False, precision: Precision = "float32") -> None:
-    """The loop over two epochs, launched as the environment says: four steps of two batches, the last one smaller."""
+    """The loop, launched as the environment says."""
     config = CONFIG.model_copy(update={"precision": precision})
     train(new_accelerator(config, quantized=False), step, step.data.lists, config, Run(out, resume, {}))
 
 
 def precision_of(kind: str) -> Precision:
-    """The number format that a case of SHARDED computes in."""
+    """The number format that a case computes in."""
     return "bfloat16" if kind.endswith("bfloat16") else "float32"
+
+
+def can_run(kind: str) -> bool:
+    """Whether what a case is launched by is installed."""
+    return HAS_DEEPSPEED or not kind.startswith("zero")
 
 
 def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
@@ -134,21 +127,15 @@ def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{root / 'store'}", rank=rank, world_size=2, timeout=timedelta(seconds=120)
     )
-    looped = encoder_step(folders["bert"])
     results = {
-        "encoder": five_steps(encoder_step(folders["bert"], recompute=True), 2),
-        "reranker": five_steps(reranker_step(folders["bert_reranker"]), 2),
         "figure": dev_figure(root, rank),
         "made": made_by_first_rank(lambda: f"by rank {rank}"),
         "order": order(root / "order", rank),
         "interrupted": interrupted(folders["bert"], root / "interrupted", rank),
         "unshared": [unshared(folders["bert"], root / "unshared", rank, resume) for resume in (False, True)],
     }
-    training(looped, root / "loop")
-    results["loop"] = weights_of(looped)
-    for kind, (folder, _) in SHARDED.items():
-        if kind.startswith("fsdp2") or HAS_DEEPSPEED:
-            sharded(kind, folders[folder], root / kind, rank)
+    for kind in filter(can_run, CASES):
+        both_trainings(kind, folders[CASES[kind].folder], root / kind, rank)
     if HAS_DEEPSPEED:
         results["malicious"] = malicious(folders["qwen3"], root / "zero2 encoder" / "resumed", rank)
     torch.save(results, root / f"rank{rank}.pt")
@@ -173,16 +160,18 @@ def dev_figure(root: Path, rank: int) -> float:
     return dev.evaluate(lambda _: torch.tensor([[1.0, 0], [1 - rank / 2, 0], [0.75, 0]]))["MRR@10"].mean
 
 
-def sharded(kind: str, folder: Path, out: Path, rank: int) -> None:
-    """A whole training with shards, and in `out`/resumed the same one from its second step of four on."""
-    resumed = out / "resumed"
-    for at, resume in ((out, False), (resumed, True)):
+def both_trainings(kind: str, folder: Path, out: Path, rank: int) -> None:
+    """A whole training, and in `out`/resumed the same one from its second step on; with DDP, each rank's weights."""
+    for at, resume in ((out, False), (out / "resumed", True)):
         if resume and rank == 0:
-            shutil.copytree(out / "checkpoints" / "step-2", resumed / "checkpoints" / "step-2")
+            shutil.copytree(out / "checkpoints" / "step-2", at / "checkpoints" / "step-2")
         dist.barrier()
         launch(kind)
         torch.manual_seed(rank)
-        training(sharded_step(kind, folder), at, resume, precision_of(kind))
+        step = step_of(kind, folder)
+        training(step, at, resume, precision_of(kind))
+        if kind.startswith("ddp"):
+            torch.save(weights_of(step), at / f"rank{rank}.pt")
 
 
 def malicious(folder: Path, out: Path, rank: int) -> str:
@@ -193,14 +182,14 @@ def malicious(folder: Path, out: Path, rank: int) -> str:
     dist.barrier()
     launch("zero2 encoder")
     try:
-        training(sharded_step("zero2 encoder", folder), out, resume=True)
+        training(step_of("zero2 encoder", folder), out, resume=True)
     except SkilltrainError as error:
         return error.what
     return "trained"
 
 
 def launch(kind: str) -> None:
-    """What the launcher would set for a case of SHARDED."""
+    """What the launcher would set for a case."""
     PartialState._reset_state()
     AcceleratorState._reset_state()
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
@@ -209,7 +198,7 @@ def launch(kind: str) -> None:
         os.environ |= _FSDP
         PartialState(cpu=True)  # on a CPU accelerate would quietly run DDP
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    else:
+    elif kind.startswith("zero"):
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # shared memory, which it would compile first
@@ -223,7 +212,7 @@ def last_checkpoint(out: Path) -> Path:
 
 def interrupted(bert: Path, out: Path, rank: int) -> str:
     """What the loop says when only one rank gets Ctrl-C, in the second step."""
-    step = encoder_step(bert)
+    step = step_of("ddp encoder", bert)
     if rank == 1:
         signal_in(step, 2, signal.SIGINT)
     try:
@@ -239,7 +228,7 @@ def unshared(bert: Path, root: Path, rank: int, resume: bool) -> str:
         (root / "0" / "checkpoints" / "step-2").mkdir(parents=True)
     try:
         with patch.object(engine, "_PATIENCE", 0.0):
-            training(encoder_step(bert), root / str(rank), resume)
+            training(step_of("ddp encoder", bert), root / str(rank), resume)
     except SkilltrainError as error:
         return str(error)
     return "trained"
