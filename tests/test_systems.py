@@ -1,20 +1,22 @@
-"""Systems: lists of rankers that share what they have in common, their intermediate rankings and their latency."""
+"""Systems: lists of rankers that share what they have in common, fused and saved rankings, latency, what is refused."""
 
+import math
 import time
 
 import pytest
-from pydantic import ValidationError
 
-from llm_server import llm_server
+from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval import cascade as module
-from skilltrain.retrieval import rankers, rerank
-from skilltrain.retrieval.api import ApiConfig
+from skilltrain.retrieval import rerank
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems, rankings_table, run_systems
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.lexical import LexicalConfig
+from skilltrain.retrieval.rankers import FuseConfig, Weighted, open_ranker
+from skilltrain.retrieval.rankings import SavedConfig, fuse
 from skilltrain.retrieval.rerank import RerankConfig
+from skilltrain.tables import RANKINGS, write_table
 from skilltrain.terminal import console
 from tiny_models import WORDS
 
@@ -59,16 +61,14 @@ def ids(ranking):
 
 def test_equal_scores_stand_in_the_order_of_the_pool(encoder, reranker):
     twins = [Skill(f"t{i}", "same", "same text", "the same body of data") for i in (3, 1, 2)]
-    both = rankers.FuseConfig(of=(LEXICAL, encoder))
-    systems = [BM25, system("dense", encoder), system("both", encoder, reranker), system("fused", both)]
+    systems = [BM25, system("dense", encoder), system("both", FuseConfig(of=(LEXICAL, encoder)), reranker)]
     for ranking in rank(systems, [Query("q", "same data", "", "", "")], twins, 3).values():
         assert ids(ranking["q"]) == ["t3", "t1", "t2"]
 
 
-@pytest.mark.parametrize("first", ["lexical", "dense", "fuse"])
-def test_the_top_is_reranked_and_the_rest_follows_as_it_was(encoder, reranker, first):
-    ranker = {"lexical": LEXICAL, "dense": encoder, "fuse": rankers.FuseConfig(of=(LEXICAL, encoder))}[first]
-    found = rank([system("first", ranker), system("both", ranker, kept(reranker, 5))])
+def test_the_top_is_reranked_and_the_rest_follows_as_it_was(encoder, reranker):
+    first = FuseConfig(of=(LEXICAL, encoder))
+    found = rank([system("first", first), system("both", first, kept(reranker, 5))])
     for query_id in ("q1", "q2"):
         before, after = found["first"][query_id], found["both"][query_id]
         assert len(before) == len(after) == 10
@@ -79,7 +79,7 @@ def test_the_top_is_reranked_and_the_rest_follows_as_it_was(encoder, reranker, f
     assert any(ids(found["both"][query_id]) != ids(found["first"][query_id]) for query_id in found["both"])
 
 
-def test_every_ranker_can_order_the_candidates_of_another(encoder, reranker):
+def test_every_ranker_can_order_the_candidates_of_another(encoder):
     """The second ranker's order is that of the same ranker over the whole pool, left to the candidates."""
     whole = rank([system("lexical", LEXICAL), system("dense", encoder)], depth=len(SKILLS))
     for first, second in ((LEXICAL, encoder), (encoder, LEXICAL)):
@@ -115,7 +115,7 @@ def test_what_systems_share_is_opened_once_and_they_rank_as_each_does_alone(enco
         system("of 3", encoder, kept(reranker, 3)),
         system("of 8", encoder, kept(reranker, 8)),
         system("sum of 8", encoder, kept(reranker, 8, first_weight=5)),
-        system("fused", rankers.FuseConfig(of=(LEXICAL, encoder))),
+        system("fused", FuseConfig(of=(LEXICAL, encoder))),
         system("nd of 3", encoder, kept(reranker, 3, fields="nd")),
         system("short", kept(encoder, None, max_tokens=8)),
     ]
@@ -142,9 +142,6 @@ def test_every_ranking_on_the_way_is_kept(encoder, reranker):
                 assert tuple(next(rows).values()) == (query_id, skill_id, rank, score, stage.name)
 
 
-# The model in training ------------------------------------------------------------------------------------------------
-
-
 class Own:
     """Ranks skills by the number in their id, plus `shift`; counts how often it is asked."""
 
@@ -161,7 +158,6 @@ class Own:
 
 def test_the_model_in_training_is_asked_anew_and_what_stands_before_it_is_not(monkeypatch):
     asked = []
-    open_ranker = module.open_ranker
     monkeypatch.setattr(
         module, "open_ranker", lambda config, *rest: asked.append(config.kind) or open_ranker(config, *rest)
     )
@@ -178,72 +174,128 @@ def test_the_model_in_training_is_asked_anew_and_what_stands_before_it_is_not(mo
         check_systems([both])
 
 
-# What is refused ------------------------------------------------------------------------------------------------------
+# Fused and saved rankings, by hand ------------------------------------------------------------------------------------
 
-
-def test_nothing_to_rank_is_refused():
-    with pytest.raises(SkilltrainError, match="the pool is empty"):
-        rank([BM25], skills=[])
-    with pytest.raises(SkilltrainError, match="there is no query to rank for"):
-        rank([BM25], [])
-    with pytest.raises(SkilltrainError, match="systems: two systems have the same name"):
-        rank([BM25, BM25])
-
-
-def test_scores_that_are_no_numbers_are_refused(monkeypatch):
-    class Bad:
-        def rank(self, queries, candidates, keep):
-            return {"q1": [("s1", float("nan"))], "q2": []}
-
-    monkeypatch.setattr(LexicalConfig, "open", lambda self, skills: Bad())
-    with pytest.raises(SkilltrainError, match="system bm25: ranker 1, lexical, gave scores that are no numbers"):
-        rank([BM25])
-
-
-def test_an_encoder_whose_vectors_are_no_numbers_is_refused(tmp_path, model_folders):
-    import torch
-    from transformers import AutoModel, AutoTokenizer
-
-    model = AutoModel.from_pretrained(model_folders["bert"])
-    torch.nn.init.constant_(model.encoder.layer[-1].output.LayerNorm.bias, float("nan"))
-    model.save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(model_folders["bert"]).save_pretrained(tmp_path)
-    with pytest.raises(SkilltrainError, match="the encoder gave vectors that are no numbers"):
-        rank([system("bad", DenseConfig(source=str(tmp_path), precision="float32"))])
+ONE = [("a", 4.0), ("b", 2.0), ("c", 0.0)]
+TWO = [("c", 0.9), ("a", 0.5)]  # finds no b, which gets .5 as well
+POOL = [Skill(name, name, "", name) for name in "abcd"]
+# One: 4, 2, 0 with mean 2 and deviation sqrt(8/3). Two, as a, b, c: .5, .5, .9, mean 19/30, deviation sqrt(8)/15.
+Z = math.sqrt(1.5)
+Z_TWO = (0.5 - 19 / 30) / (math.sqrt(8) / 15), (0.9 - 19 / 30) / (math.sqrt(8) / 15)
 
 
 @pytest.mark.parametrize(
-    ("ranker", "message"),
+    ("method", "weights", "expected"),
     [
-        (DenseConfig(source="./nothing"), "./nothing: no such model"),
-        (RerankConfig(source="package:nobody"), "package:nobody: no instal"),
-        (rankers.FuseConfig(of=(LEXICAL, DenseConfig(source="./nothing"))), "./nothing: no such model"),
+        ("z", (1, 2), {"c": -Z + 2 * Z_TWO[1], "a": Z + 2 * Z_TWO[0], "b": 2 * Z_TWO[0]}),
+        ("rrf", (1, 1), {"a": 1 / 61 + 1 / 62, "c": 1 / 63 + 1 / 61, "b": 1 / 62}),
+        ("rrf", (0, 1), {"c": 1 / 61, "a": 1 / 62, "b": 0}),
     ],
 )
-def test_a_model_that_is_not_there_is_told_before_another_ranks(ranker, message, monkeypatch):
-    monkeypatch.setattr(module, "open_ranker", lambda *_: pytest.fail("work had begun"))
-    with pytest.raises(SkilltrainError, match=message):
-        rank([BM25, system("gone", LEXICAL, ranker)])
+def test_fused_by_hand(method, weights, expected):
+    fused = fuse([ONE, TWO], weights, method, 60)
+    assert dict(fused) == pytest.approx(expected)
+    assert ids(fused) == sorted(expected, key=lambda skill_id: -expected[skill_id])
 
 
-def test_an_encoder_is_no_reranker(model_folders):
-    with pytest.raises(SkilltrainError, match="its model is of kind reranker"):
-        rank([BM25, system("x", DenseConfig(source=str(model_folders["bert_reranker"])))])
+def test_a_leg_that_tells_nothing_apart_changes_nothing():
+    flat = [("c", 0.1), ("b", 0.1), ("a", 0.1)]
+    assert ids(fuse([ONE, flat], (0.1, 10), "z", 60)) == ["a", "b", "c"]
+    assert fuse([flat, flat], (1, 1), "z", 60) == [("c", 0.0), ("b", 0.0), ("a", 0.0)], "ties stand as found"
+    assert fuse([ONE, []], (1, 1), "z", 60) == fuse([ONE], (1,), "z", 60)
+    assert fuse([[], []], (1, 1), "z", 60) == []
+
+
+def test_the_sum_with_the_ranker_before_leaves_the_rest_behind():
+    class Fixed:
+        def rank(self, queries, candidates, keep):
+            return {"q": [("b", 3.0), ("a", 1.0), ("c", 0.0)]}
+
+    found = Weighted(Fixed(), 10).rank([], {"q": [("a", 0.5), ("b", 0.25), ("c", 0.1)]}, 2)
+    assert found == {"q": [("a", 6.0), ("b", 5.5), ("c", 4.5)]}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Rankings of q1 by two stages and of q2 by one."""
+    rows = [("q1", "one", ONE), ("q1", "two", TWO), ("q2", "one", TWO)]
+    table = [
+        {"query_id": query_id, "skill_id": skill_id, "rank": rank, "score": score, "stage": stage}
+        for query_id, stage, ranking in rows
+        for rank, (skill_id, score) in enumerate(ranking, 1)
+    ]
+    return write_table(reversed(table), RANKINGS, tmp_path).parent
+
+
+def test_saved_rankings_rank_order_candidates_and_are_fused(saved, capsys):
+    one = SavedConfig(rankings=saved, stage="one").open(POOL)
+    assert one.rank(QUERIES, None, 2) == {"q1": ONE[:2], "q2": TWO}
+    given = {"q1": [("d", 9.0), ("c", 8.0), ("b", 7.0)], "q2": []}
+    assert one.rank(QUERIES, given, 5) == {"q1": [("b", 2.0), ("c", 0.0)], "q2": []}
+    assert SavedConfig(rankings=saved, stage="two").open(POOL).rank(QUERIES, None, 9) == {"q1": TWO, "q2": []}
+    assert "no ranking for 1 of 2 queries, first 'q2'; they score 0" in capsys.readouterr().err
+    legs = [{"kind": "saved", "rankings": str(saved), "stage": stage} for stage in ("one", "two")]
+    config = validate(FuseConfig, {"kind": "fuse", "of": legs, "method": "rrf", "weights": [1, 1]}, "test")
+    both = open_ranker(config, POOL, {})
+    assert both.rank(QUERIES[:1], None, 2) == {"q1": fuse([ONE, TWO], (1, 1), "rrf", 60)[:2]}
+    given = {"q1": [("b", 1.0), ("a", 1.0)]}
+    assert both.rank(QUERIES[:1], given, 9) == {"q1": fuse([ONE[:2], TWO[1:]], (1, 1), "rrf", 60)}
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+GONE, LEG, LAST = {"kind": "dense", "source": "./nothing"}, {"kind": "lexical"}, {"kind": "rerank", "source": "x"}
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"encoder": {"source": "e"}, "num_candidates": 8}, r"'encoder' is of the old form; write for example ranke"),
-        ({"rankers": []}, "at least 1 item"),
-        ({"rankers": [{"kind": "rerank", "source": "x"}]}, "the first ranker finds skills in the pool; rerank only"),
-        ({"rankers": [{"kind": "fuse", "of": [{"kind": "lexical"}, {"kind": "rerank", "source": "x"}]}]},
-         "the first ranker finds skills in the pool; rerank only"),
+        ({"rankers": []}, "must hold at least 1"),
+        ({"rankers": [LAST]}, "the first ranker finds skills in the pool; rerank only"),
+        ({"rankers": [{"kind": "fuse", "of": [LEG, LAST]}]}, "the first ranker finds skills in the pool; rerank only"),
+        ({"rankers": [{"kind": "fuse", "of": [LEG] * 2, "weights": [1] * 3}]}, "2 rankers are fused, and there are 3"),
+        ({"rankers": [{"kind": "fuse", "of": [LEG]}]}, "must hold at least 2"),
+        ({"rankers": [GONE]}, "./nothing: no such model"),
+        ({"rankers": [LEG, LAST | {"source": "package:nobody"}]}, "package:nobody: no instal"),
+        ({"rankers": [LEG, {"kind": "fuse", "of": [LEG, GONE]}]}, "./nothing: no such model"),
+        ({"rankers": [LEG, {"kind": "dense", "source": "bert_reranker"}]}, "its model is of kind reranker"),
+        ({"rankers": [{"kind": "saved", "rankings": "nowhere"}]}, "nowhere: no rankings table here"),
+        ({"rankers": [LEG], "name": "bm25"}, "systems: two systems have the same name"),
     ],
-)  # fmt: skip
-def test_systems_that_make_no_sense_are_refused(values, message):
-    with pytest.raises(ValidationError, match=message):
-        SystemConfig.model_validate({"name": "one"} | values)
+)
+def test_systems_that_make_no_sense_are_refused_before_another_ranks(model_folders, monkeypatch, values, message):
+    monkeypatch.setattr(module, "open_ranker", lambda *_: pytest.fail("work had begun"))
+    monkeypatch.chdir(model_folders["bert_reranker"].parent)
+    with pytest.raises(SkilltrainError, match=message):
+        rank([BM25, validate(SystemConfig, {"name": "one"} | values, "test")])
+
+
+@pytest.mark.parametrize(
+    ("settings", "pool", "message"),
+    [
+        ({}, POOL, r"holds rankings of 2 stages \(give stage=… as one of one, two\)"),
+        ({"stage": "three"}, POOL, "holds no rankings of stage 'three'"),
+        ({"stage": "one"}, POOL[:2], "1 of its . ranked skills are not in the pool, first 'c'"),
+    ],
+)
+def test_saved_rankings_that_do_not_fit_are_refused(saved, settings, pool, message):
+    with pytest.raises(SkilltrainError, match=message):
+        SavedConfig(rankings=saved, **settings).open(pool).rank(QUERIES, None, 9)
+
+
+def test_nothing_to_rank_and_scores_that_are_no_numbers_are_refused(monkeypatch):
+    class Bad:
+        def rank(self, queries, candidates, keep):
+            return {"q1": [("s1", float("nan"))], "q2": []}
+
+    with pytest.raises(SkilltrainError, match="the pool is empty"):
+        rank([BM25], skills=[])
+    with pytest.raises(SkilltrainError, match="there is no query to rank for"):
+        rank([BM25], [])
+    monkeypatch.setattr(LexicalConfig, "open", lambda self, skills: Bad())
+    with pytest.raises(SkilltrainError, match="system bm25: ranker 1, lexical, gave scores that are no numbers"):
+        rank([BM25])
 
 
 # Latency --------------------------------------------------------------------------------------------------------------
@@ -254,9 +306,8 @@ def test_every_ranker_is_timed_alone_with_the_warm_up_left_out(encoder, reranker
     cached = kept(encoder, None, cache=tmp_path / "vectors")
     systems = [system("one", cached, kept(reranker, 2)), system("two", LEXICAL, kept(reranker, 2))]
     plain = rank(systems)
-    for num_timed, num in ((1, 1), (99, len(QUERIES)), (0, 0)):
-        found = run_systems(systems, QUERIES, SKILLS, 10, num_timed)
-        for name, stages in found.items():
+    for num_timed, num in ((1, 1), (99, len(QUERIES))):
+        for name, stages in run_systems(systems, QUERIES, SKILLS, 10, num_timed).items():
             assert [len(stage.alone) for stage in stages] == [num, num]
             assert all(seconds > 1e-6 for stage in stages for seconds in stage.alone)
             assert {q: ids(ranking) for q, ranking in stages[-1].rankings.items()} == {
@@ -279,13 +330,3 @@ def test_the_clock_sees_the_ranker_alone_and_no_bar_is_drawn(monkeypatch):
     assert quiet == [True, True, True, False] and not console.quiet
     assert len({query_id for query_ids in asked for query_id in query_ids}) == 3 + len(QUERIES), "ids of their own"
     assert all(0.002 <= seconds < 0.02 for seconds in stage.alone) and len(stage.alone) == 2
-
-
-def test_systems_that_ask_a_server_are_not_timed(capsys):
-    with llm_server() as server:
-        api = ApiConfig(model="scripted", base_url=server.base_url, cache=None, max_retries=0)
-        found = run_systems([system("api", api), BM25], QUERIES, SKILLS, 5, num_timed=2)
-        texts = [text for request in server.requests for text in request["input"]]
-    assert [len(found[name][0].alone) for name in ("api", "bm25")] == [0, 2]
-    assert "api: not timed, for it asks a server" in capsys.readouterr().err
-    assert sorted(set(texts)) == sorted(texts), "a text that is timed would be sent, and paid for, again"
