@@ -5,7 +5,6 @@ import os
 import re
 import runpy
 import subprocess
-import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -23,9 +22,8 @@ from skilltrain.stages import STAGES, list_recipes, parse_recipe
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "ablations")
-LAUNCH_CONFIGS = sorted((ROOT / "launch").glob("*.yaml"))
 FULL_SIZE = [path.stem for path in sorted((ROOT / "recipes").glob("[rs][3r]_*.yaml"))]
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
+DOCUMENTS = ("README.md", "CONTRIBUTING.md")
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
@@ -56,11 +54,8 @@ def pins() -> dict[str, str]:
     return {canonicalize_name(pin[1]): pin[2] for pin in found if pin} if all(found) else {}
 
 
-def test_pins_are_plain_releases_in_order():
+def test_pins_are_plain_releases_in_order_and_every_dependency_has_one_within_its_range():
     assert [*pins()] == sorted(pins()) and pins()
-
-
-def test_every_dependency_has_a_lower_bound_and_a_pin_within_its_range():
     pinned = ("dev", "quickstart", "deepspeed", "trackers", "qlora", "onnx", "openvino")
     extras = [text for name in pinned for text in PROJECT["optional-dependencies"][name]]
     for text in (*PROJECT["dependencies"], *extras):
@@ -73,14 +68,6 @@ def test_every_dependency_has_a_lower_bound_and_a_pin_within_its_range():
 # The command line and the recipes ------------------------------------------------------------------------------------
 
 
-def test_help_names_every_stage():
-    shown = subprocess.run(
-        [sys.executable, "-m", "skilltrain", "--help"], capture_output=True, text=True, timeout=120, check=True
-    ).stdout
-    commands = {"train" if stage.trains else name for name, stage in STAGES.items()}
-    assert [name for name in commands if not re.search(rf"\b{name}\b", shown)] == []
-
-
 def test_there_are_recipes():
     wanted = {"sr_emb_0.6b", "sr_emb_8b", "sr_emb_8b_full", "sr_rank_0.6b", "sr_rank_8b", "sr_rank_0.6b_pointwise"}
     wanted |= {"r3_emb_0.6b", "r3_rank_0.6b"}
@@ -89,14 +76,14 @@ def test_there_are_recipes():
     assert {path.stem for path in RECIPES if path.parent.name == "tiny"} == wanted | more
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_recipe_is_valid_says_what_it_is_and_starts_nothing_when_imported(path: Path):
-    stage = STAGES[parse_recipe(load_recipe(path), path).stage]
-    (found,) = [one for one in list_recipes(path.parent) if one.path == path]
-    assert found.about.endswith(".") and 20 < len(found.about) < 140
-    assert len(found.facts) == (3 if stage.trains else 1)
-    if stage.trains:
-        assert "run" in runpy.run_path(str(path), run_name="imported")  # what a spawned worker does
+def test_recipes_are_valid_say_what_they_are_and_start_nothing_when_imported():
+    listed = {one.path: one for one in list_recipes(ROOT / "recipes")}
+    for path in RECIPES:
+        stage, found = STAGES[parse_recipe(load_recipe(path), path).stage], listed[path]
+        assert found.about.endswith(".") and 20 < len(found.about) < 140, path
+        assert len(found.facts) == (3 if stage.trains else 1), path
+        if stage.trains:
+            assert "run" in runpy.run_path(str(path), run_name="imported")  # what a spawned worker does
 
 
 def keys_of(values: Any, path: str = "") -> set[str]:
@@ -171,31 +158,24 @@ def test_the_cascade_has_skillflows_values_and_a_twin_of_the_same_systems():
 # Launch files --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", LAUNCH_CONFIGS, ids=lambda path: path.name)
-def test_accelerate_knows_every_key_of_a_launch_config(path: Path):
+def test_the_launch_configs_are_the_ones_we_promise_and_accelerate_knows_their_keys():
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import launch_command_parser
 
-    config = load_config_from_file(str(path))  # refuses unknown keys at the top
-    assert config.num_processes % config.num_machines == 0
-    assert config.mixed_precision is None, "precision is the recipe's"
     options = vars(launch_command_parser().parse_args(["train.py"]))
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    nested = {key for section in values.values() if isinstance(section, dict) for key in section}
-    assert nested <= options.keys()
-
-
-def test_the_launch_configs_are_the_ones_we_promise():
-    kinds = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))["distributed_type"] for path in LAUNCH_CONFIGS}
+    found: dict[str, Any] = {}
+    for path in sorted((ROOT / "launch").glob("*.yaml")):
+        config = load_config_from_file(str(path))  # refuses unknown keys at the top
+        assert config.num_processes % config.num_machines == 0
+        assert config.mixed_precision is None, "precision is the recipe's"
+        found[path.stem] = values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert {key for section in values.values() if isinstance(section, dict) for key in section} <= options.keys()
     one, ddp = {"cpu": "NO", "single_gpu": "NO"}, {"ddp": "MULTI_GPU", "multi_node": "MULTI_GPU"}
-    assert kinds == {**one, **ddp, "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
-
-
-@pytest.mark.parametrize("name", ["zero2", "zero3"])
-def test_deepspeed_on_several_machines_is_one_training(name: str):
-    """Accelerate's default (pdsh) starts a training of its own on each machine, and writes all keys into a file."""
-    values = yaml.safe_load((ROOT / "launch" / f"{name}.yaml").read_text(encoding="utf-8"))
-    assert values["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
+    kinds = {**one, **ddp, "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+    assert {name: values["distributed_type"] for name, values in found.items()} == kinds
+    # accelerate's default (pdsh) starts a training of its own on each machine, and writes all keys into a file
+    for name in ("zero2", "zero3"):
+        assert found[name]["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
 
 
 def test_shell_scripts_are_valid():
@@ -274,10 +254,9 @@ def test_what_is_copied_exists_and_what_is_installed_is_pinned():
 # Documents -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_make_target_and_file_in_a_document_exists(document: Path):
+def test_every_make_target_and_file_in_a_document_exists():
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    code = "\n".join(code_in(document.read_text(encoding="utf-8")))
+    code = "\n".join(part for name in DOCUMENTS for part in code_in((ROOT / name).read_text(encoding="utf-8")))
     assert set(re.findall(r"\bmake ([a-z][\w-]*)", code)) <= targets
     folders = "recipes|data_pipelines|launch|examples|src|tests|benchmarks"
     named = set(re.findall(rf"(?<![\w./-])(?:{folders})/[\w./-]*\w", code))
