@@ -15,6 +15,7 @@ from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import (
     LLM,
+    AnswerError,
     Budget,
     BudgetConfig,
     Completion,
@@ -207,6 +208,9 @@ def test_requests_keep_to_the_rate_and_to_the_concurrency(server: LLMServer) -> 
 def test_many_failures_in_a_row_stop_the_run_but_what_is_under_way_is_kept(server: LLMServer, tmp_path: Path) -> None:
     slow = {0: Reply("kept", delay=0.2, until=lambda: len(server.requests) == 21)}
     server.otherwise = lambda request: slow.get(request["seed"], Reply(status=500))
+    server.script = [*[Reply(status=500)] * 19, Reply("ok"), *[Reply(status=500)] * 19]
+    assert ask(open_client(server, concurrency=1), *range(39)).count("failed") == 38
+    server.requests.clear()
     with pytest.raises(SkilltrainError, match=r"20 requests in a row failed.*run again later"):
         ask(open_client(server, tmp_path, concurrency=2), *range(50))
     assert ask(open_client(server, tmp_path), 0) == ["kept"]
@@ -332,13 +336,15 @@ class Number:
 
 
 def questions(llm: LLM, count: int) -> Questions[Number, str]:
-    def check(question: Number, answer: str) -> str | Dropped:
-        return answer if str(question.number) in answer else Dropped("q", "s", "wrong", "another number")
+    def read(question: Number, answer: str) -> str:
+        if str(question.number) not in answer:
+            raise AnswerError("wrong", "another number")
+        return answer
 
     def request(question: Number, attempt: int, fault: Dropped | None) -> Request:
         return Request(ASK, question.number + 1000 * attempt)
 
-    return Questions(llm, [Number(n) for n in range(count)], request, check, 3, 100, "asking")
+    return Questions(llm, [Number(n) for n in range(count)], request, read, 3, 100, "asking")
 
 
 def test_an_estimate_asks_nobody_and_knows_what_is_kept(

@@ -12,11 +12,11 @@ import pytest
 from llm_server import LLMServer, Reply
 from skilltrain.data.draws import split_groups
 from skilltrain.data.judging import Group, read_request, wanted_verdicts
-from skilltrain.data.query_texts import AnswerError
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.bootstrap import agreement, cohens_kappa
 from skilltrain.evaluation.metrics import evaluate_query, parse_measure
+from skilltrain.llm import AnswerError
 from skilltrain.records import Query, Skill
 from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_table, rows_of, write_table
 from small_library import skilltrain, succeeds

@@ -16,7 +16,6 @@ import yaml
 from pydantic import AfterValidator
 
 from skilltrain.data.draws import stable_number
-from skilltrain.data.query_texts import AnswerError
 from skilltrain.data.screening import flags_to_leave_out
 from skilltrain.llm import Asked, LLMConfig, Message, Questions, Request, ask_until, cost_of, open_llm
 from skilltrain.llm.untrusted import fenced, untrusted_line
@@ -81,17 +80,8 @@ def questions_of(
     description: str,
     attempts: int = ATTEMPTS,
 ) -> Questions[Wanted[AboutT], ValueT]:
-    """What a model is asked. `read` gives the value in an answer, or raises AnswerError, or ValueError for its form."""
-
-    def check(one: Wanted[AboutT], answer: str) -> ValueT | Dropped:
-        try:
-            return read(one, answer)
-        except AnswerError as why:
-            return Dropped(one.query_id, one.skill_id, why.kind, why.reason, why.value, other_id=why.other_id)
-        except ValueError as error:
-            return Dropped(one.query_id, one.skill_id, "malformed", str(error))
-
-    return Questions(open_llm(llm), wanted, Wanted.request, check, attempts, answer_tokens, description)
+    """What a model is asked, and how its answers are read."""
+    return Questions(open_llm(llm), wanted, Wanted.request, read, attempts, answer_tokens, description)
 
 
 def ask(questions: Questions[Wanted[AboutT], ValueT]) -> Asked[Wanted[AboutT], ValueT]:

@@ -22,11 +22,10 @@ from skilltrain.data import counted
 from skilltrain.data.asking import PROMPTS, Line, Wanted, ask, prompt, questions_of
 from skilltrain.data.near_duplicates import Trigrams, jaccard, word_trigrams
 from skilltrain.data.pool.skill_file import split_header
-from skilltrain.data.query_texts import AnswerError
 from skilltrain.data.screening import count_flagged, screen, write_flags
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.load import load_benchmark
-from skilltrain.llm import LLMConfig, Questions, cost_of, read_object
+from skilltrain.llm import AnswerError, LLMConfig, Questions, cost_of, read_object
 from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
 from skilltrain.records import Skill
 from skilltrain.tables import SKILLS, read_skills, rows_of, write_dropped, write_table

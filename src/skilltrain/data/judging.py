@@ -12,8 +12,8 @@ from typing import Any, Final
 from pydantic import BaseModel, ConfigDict
 
 from skilltrain.data.asking import Line, Wanted, language_named, prompt
-from skilltrain.data.query_texts import AnswerError, fit_query
-from skilltrain.llm import read_list, read_object
+from skilltrain.data.query_texts import fit_query
+from skilltrain.llm import AnswerError, read_list, read_object
 from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
 from skilltrain.records import Reason, Skill, Verdict
 from skilltrain.texts import language_of

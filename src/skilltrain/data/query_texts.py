@@ -11,6 +11,7 @@ from itertools import accumulate
 import numpy as np
 
 from skilltrain.data.draws import stable_number
+from skilltrain.llm import AnswerError
 from skilltrain.records import Skill
 from skilltrain.texts import CJK, num_words, words_of
 
@@ -35,14 +36,6 @@ _ANYBODYS = frozenset(
         which while with xargs yarn zip"""
     )
 )
-
-
-class AnswerError(Exception):
-    """Why an answer cannot be used: the kind and the reason of its row in DROPPED, a value and another skill's id."""
-
-    def __init__(self, kind: str, reason: str, value: float | None = None, other_id: str | None = None) -> None:
-        super().__init__(kind, reason)
-        self.kind, self.reason, self.value, self.other_id = kind, reason, value, other_id
 
 
 def fit_query(answer: str, seen: set[str], most: int, skills: Iterable[Skill]) -> str:

@@ -13,9 +13,9 @@ from pydantic import Field
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data import counted
 from skilltrain.data.asking import PROMPTS, TOKENS_PER_WORD, Wanted, ask, prompt, questions_of
-from skilltrain.data.query_texts import MAX_TERSE_WORDS, AnswerError, fit_query
+from skilltrain.data.query_texts import MAX_TERSE_WORDS, fit_query
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import LLMConfig, Questions, cost_of
+from skilltrain.llm import AnswerError, LLMConfig, Questions, cost_of
 from skilltrain.llm.untrusted import untrusted_line, untrusted_text
 from skilltrain.records import POSITIVE, Query, Skill
 from skilltrain.tables import JUDGEMENTS, read_skills, read_table, read_verdicts, select_queries, write_queries

@@ -4,16 +4,16 @@ Answers are kept on disk, and a run never takes more tokens or dollars than its 
 """
 
 from skilltrain.llm.answers import Answers, Completion, CompletionError, Message, Request, Usage
-from skilltrain.llm.ask import Asked, Questions, ask_until, cost_of, read_list, read_object
+from skilltrain.llm.ask import AnswerError, Asked, Questions, ask_until, cost_of, read_list, read_object
 from skilltrain.llm.batch import BatchLLM
 from skilltrain.llm.budget import Budget, prices_of
 from skilltrain.llm.client import LLM, LiveLLM, SmolLM2
 from skilltrain.llm.settings import BudgetConfig, LLMConfig, OpenAIConfig, Prices, SmolLM2Config
 
 __all__ = [
-    "LLM", "Answers", "Asked", "Budget", "BudgetConfig", "Completion", "CompletionError", "LLMConfig", "Message",
-    "OpenAIConfig", "Prices", "Questions", "Request", "SmolLM2Config", "Usage", "ask_until", "cost_of", "open_llm",
-    "prices_of", "read_list", "read_object",
+    "LLM", "AnswerError", "Answers", "Asked", "Budget", "BudgetConfig", "Completion", "CompletionError",
+    "LLMConfig", "Message", "OpenAIConfig", "Prices", "Questions", "Request", "SmolLM2Config", "Usage", "ask_until",
+    "cost_of", "open_llm", "prices_of", "read_list", "read_object",
 ]  # fmt: skip
 
 

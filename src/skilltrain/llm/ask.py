@@ -21,6 +21,14 @@ LASTING = ("failed", "expired", "budget")
 """Faults that another answer would have again: asking for one is useless, or must not be paid for."""
 
 
+class AnswerError(Exception):
+    """Why an answer cannot be used: the kind and the reason of its row in DROPPED, a value and another skill's id."""
+
+    def __init__(self, kind: str, reason: str, value: float | None = None, other_id: str | None = None) -> None:
+        super().__init__(kind, reason)
+        self.kind, self.reason, self.value, self.other_id = kind, reason, value, other_id
+
+
 class Question(Protocol):
     """What an answer is wanted for; DROPPED names it by these two."""
 
@@ -41,15 +49,15 @@ class Questions(Generic[QuestionT, ValueT]):
     """Questions to a model, and how its answers are read.
 
     `request` makes the prompt of a question's attempt, counted from 0; it is given why the last answer was refused, and
-    must give each attempt another seed. `check` reads the text of an answer: the value in it, or why there is none.
-    Texts are checked in the order of the questions, so that the outcome depends on no server's speed. An answer has
-    about `answer_tokens` tokens.
+    must give each attempt another seed. `read` gives the value in the text of an answer, or raises AnswerError, or
+    ValueError for its form. Texts are read in the order of the questions, so that the outcome depends on no server's
+    speed. An answer has about `answer_tokens` tokens.
     """
 
     llm: LLM
     asked: Sequence[QuestionT]
     request: Callable[[QuestionT, int, Dropped | None], Request]
-    check: Callable[[QuestionT, str], ValueT | Dropped]
+    read: Callable[[QuestionT, str], ValueT]
     attempts: int
     answer_tokens: int
     description: str
@@ -133,7 +141,7 @@ def cost_in_words(usage: Usage, budget: Budget, price_setting: str) -> str:
 
 
 def ask_until(questions: Questions[QuestionT, ValueT]) -> Asked[QuestionT, ValueT]:
-    """Ask in rounds, each for what the last one left, until every answer passes `check` or the attempts are used up.
+    """Ask in rounds, each for what the last one left, until every answer can be read or the attempts are used up.
 
     Raises SkilltrainError where no further request can succeed; what was answered until then is in the cache.
     """
@@ -145,11 +153,14 @@ def ask_until(questions: Questions[QuestionT, ValueT]) -> Asked[QuestionT, Value
         name = questions.description + (f", attempt {attempt + 1}" if attempt else "")
         answers = dict(track(questions.llm.complete_all(requests), name, len(pending)) if pending else ())
         for position, place in enumerate(pending):
-            checked = _checked(questions, questions.asked[place], answers[position])
-            if isinstance(checked, Dropped):
-                faults[place] = checked
-            else:
-                values[place] = questions.asked[place], checked
+            question, answer = questions.asked[place], answers[position]
+            try:
+                values[place] = question, questions.read(question, _usable(answer))
+            except AnswerError as why:
+                ids = question.query_id, question.skill_id
+                faults[place] = Dropped(*ids, why.kind, why.reason, why.value, other_id=why.other_id)
+            except ValueError as error:
+                faults[place] = Dropped(question.query_id, question.skill_id, "malformed", str(error))
         pending = [place for place in pending if place not in values and faults[place].filter not in LASTING]
     dropped = [faults[place] for place in sorted(faults.keys() - values.keys())]
     budget = questions.llm.budget
@@ -166,16 +177,14 @@ def ask_while_up(questions: Questions[QuestionT, ValueT]) -> Asked[QuestionT, Va
         return Asked([], dropped, questions.llm.budget.account(questions.llm.budget.used))
 
 
-def _checked(questions: Questions[QuestionT, ValueT], question: QuestionT, answer: Answer) -> ValueT | Dropped:
-    """The value in an answer, or why there is none."""
+def _usable(answer: Answer) -> str:
+    """The text of an answer. Raises AnswerError where there is none, or not the whole."""
     if isinstance(answer, CompletionError):
-        fault = answer.kind, answer.reason
-    elif answer.finish_reason == "refusal":
-        fault = "refused", "the model declined to answer"
-    elif not answer.text.strip():
-        fault = "empty", "there was no text in the answer"
-    elif answer.finish_reason == "length":
-        fault = "truncated", "the answer was cut off at llm.max_tokens"
-    else:
-        return questions.check(question, answer.text)
-    return Dropped(question.query_id, question.skill_id, *fault)
+        raise AnswerError(answer.kind, answer.reason)
+    if answer.finish_reason == "refusal":
+        raise AnswerError("refused", "the model declined to answer")
+    if not answer.text.strip():
+        raise AnswerError("empty", "there was no text in the answer")
+    if answer.finish_reason == "length":
+        raise AnswerError("truncated", "the answer was cut off at llm.max_tokens")
+    return answer.text

@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from skilltrain.llm import LLM, open_llm
-from skilltrain.llm.ask import Questions, ask_while_up, cost_of, read_list
+from skilltrain.llm.ask import AnswerError, Questions, ask_while_up, cost_of, read_list
 from skilltrain.llm.untrusted import untrusted_line
-from skilltrain.records import Dropped, Query, Ranker, Ranking, Rankings, Skill
+from skilltrain.records import Query, Ranker, Ranking, Rankings, Skill
 from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.late import LateConfig
@@ -114,13 +114,13 @@ def _questions(config: ExpandConfig, llm: LLM, count: int, queries: Sequence[Que
     return questions_of(config, llm, prompt, [Ask(query) for query in queries])
 
 
-def read_queries(count: int, ask: Ask, answer: str) -> list[str] | Dropped:
-    """The queries of an answer, each once and `count` at most; or why there is none."""
+def read_queries(count: int, ask: Ask, answer: str) -> list[str]:
+    """The queries of an answer, each once and `count` at most. Raises AnswerError where there is none."""
     texts = [answer.strip("\"'`“” \n")] if count == 1 else read_list(answer)
     if texts is None or not all(isinstance(text, str) for text in texts):
-        return Dropped(ask.query_id, "", "no_list", "it was not a JSON list of strings")
+        raise AnswerError("no_list", "it was not a JSON list of strings")
     lines = dict.fromkeys(untrusted_line(text, _MAX_CHARS + 1) for text in texts)
     found = [line for line in lines if line][:count]
     if not found or max(map(len, found)) > _MAX_CHARS:
-        return Dropped(ask.query_id, "", "no_query", f"a query has 1 to {_MAX_CHARS} characters")
+        raise AnswerError("no_query", f"a query has 1 to {_MAX_CHARS} characters")
     return found

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from skilltrain.config import Config, Seed
 from skilltrain.llm import LLM, LLMConfig, Message, Request, open_llm
-from skilltrain.llm.ask import Asked, Questions, ask_while_up, cost_of, read_list
+from skilltrain.llm.ask import AnswerError, Asked, Questions, ask_while_up, cost_of, read_list
 from skilltrain.llm.untrusted import framed, untrusted_line, untrusted_skill, untrusted_text
 from skilltrain.records import Dropped, Query, Ranking, Rankings, Skill
 from skilltrain.terminal import say
@@ -226,30 +226,30 @@ def _chosen_first(ranking: Ranking, chosen: str | None) -> Ranking:
     return [(skill_id, -float(rank)) for rank, skill_id in enumerate(ordered, 1)]
 
 
-def read_choice(ask: Ask, answer: str) -> str | Dropped:
-    """The skill_id that an answer names, or why it names none.
+def read_choice(ask: Ask, answer: str) -> str:
+    """The skill_id that an answer names. Raises AnswerError where it names none.
 
     `3`, `[3]`, `3.`, `**3**`, `Skill 3` and `The best candidate is: 3` name one; `3 or 4`, `not 3` and `3.5` do not.
     """
     found = _NUMBER.fullmatch(answer.strip(" \t\r\n*_`\"'“”"))
     if found is None or not 1 <= int(found[1]) <= len(ask.choices):
-        return Dropped(ask.query_id, "", "no_number", f"it was not one number from 1 to {len(ask.choices)}")
+        raise AnswerError("no_number", f"it was not one number from 1 to {len(ask.choices)}")
     return ask.choices[int(found[1]) - 1].skill_id
 
 
-def read_relevant(ask: Ask, answer: str) -> list[Skill] | Dropped:
-    """The skills whose numbers an answer lists, in the order of the candidates; or why it is no such list."""
+def read_relevant(ask: Ask, answer: str) -> list[Skill]:
+    """The skills whose numbers an answer lists, in the order of the candidates. AnswerError: it is no such list."""
     numbers = read_list(answer)
     if numbers is None or any(type(one) is not int or not 1 <= one <= len(ask.choices) for one in numbers):
-        return Dropped(ask.query_id, "", "no_list", f"it was not a list of numbers from 1 to {len(ask.choices)}")
+        raise AnswerError("no_list", f"it was not a list of numbers from 1 to {len(ask.choices)}")
     return [skill for number, skill in enumerate(ask.choices, 1) if number in numbers]
 
 
-def read_verdict(ask: Ask, answer: str) -> bool | Dropped:
-    """Whether an answer says INJECT; or why it says neither that nor REJECT."""
+def read_verdict(ask: Ask, answer: str) -> bool:
+    """Whether an answer says INJECT. Raises AnswerError where it says neither that nor REJECT."""
     if found := _VERDICT.fullmatch(answer):
         return found[1].lower() == "inject"
-    return Dropped(ask.query_id, ask.skill_id, "no_verdict", "it was neither INJECT nor REJECT")
+    raise AnswerError("no_verdict", "it was neither INJECT nor REJECT")
 
 
 _PROMPTS = {

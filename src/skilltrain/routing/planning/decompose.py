@@ -11,10 +11,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import LLM
+from skilltrain.llm import LLM, AnswerError
 from skilltrain.llm.ask import Questions
 from skilltrain.llm.untrusted import untrusted_line
-from skilltrain.records import Dropped
 from skilltrain.retrieval.select import Ask, AskConfig, Prompt, questions_of
 from skilltrain.routing.planning.rules import Draft, levels_of
 
@@ -72,19 +71,19 @@ def planning_questions(config: ModelConfig, llm: LLM, asks: Sequence[Ask]) -> Qu
     return questions_of(config, llm, prompt, asks)
 
 
-def read_steps(max_steps: int, ask: Ask, answer: str) -> Draft | Dropped:
-    """The steps in an answer, or why it is refused.
+def read_steps(max_steps: int, ask: Ask, answer: str) -> Draft:
+    """The steps in an answer. Raises AnswerError where it is refused.
 
     An item is a text, or an object with one under a usual key; its `depends_on` counts steps from 1.
     """
     items = _json_in(answer, "[", "]")
     if not isinstance(items, list):
-        return Dropped(ask.query_id, "", "no_json", "it holds no JSON array")
+        raise AnswerError("no_json", "it holds no JSON array")
     texts = tuple(untrusted_line(_text_of(item), _STEP_CHARS) for item in items)
     if not texts or not all(texts):
-        return Dropped(ask.query_id, "", "no_step", "an item of the array is no step" if texts else "it holds no step")
+        raise AnswerError("no_step", "an item of the array is no step" if texts else "it holds no step")
     if len(texts) > max_steps:
-        return Dropped(ask.query_id, "", "too_many", f"{len(texts)} steps, at most {max_steps}")
+        raise AnswerError("too_many", f"{len(texts)} steps, at most {max_steps}")
     given = [item.get("depends_on") if isinstance(item, dict) else None for item in items]
     if not any(given):
         return Draft(texts)
@@ -94,32 +93,32 @@ def read_steps(max_steps: int, ask: Ask, answer: str) -> Draft | Dropped:
     try:
         levels_of(draft.after or ())
     except SkilltrainError as error:
-        return Dropped(ask.query_id, "", "cycle", error.what)
+        raise AnswerError("cycle", error.what) from None
     return draft
 
 
-def read_choices(max_steps: int, ask: Ask, answer: str) -> Draft | Dropped:
-    """The skills of `ask.choices` whose numbers an answer lists, one step each; or why it is refused."""
+def read_choices(max_steps: int, ask: Ask, answer: str) -> Draft:
+    """The skills of `ask.choices` whose numbers an answer lists, one step each. Raises AnswerError as well."""
     numbers: Any = _json_in(answer, "[", "]")
     num = len(ask.choices)
     if not isinstance(numbers, list) or not all(type(one) is int and 1 <= one <= num for one in numbers):
-        return Dropped(ask.query_id, "", "no_json", f"it is no JSON array of numbers from 1 to {num}")
+        raise AnswerError("no_json", f"it is no JSON array of numbers from 1 to {num}")
     skills = [ask.choices[number - 1] for number in dict.fromkeys(numbers)]
     if not 0 < len(skills) <= max_steps:
-        return Dropped(ask.query_id, "", "no_step", f"{len(skills)} skills, not 1 to {max_steps}")
+        raise AnswerError("no_step", f"{len(skills)} skills, not 1 to {max_steps}")
     texts = tuple(untrusted_line(skill.name) for skill in skills)
     return Draft(texts, chosen=tuple(skill.skill_id for skill in skills))
 
 
-def read_search(max_steps: int, ask: Ask, answer: str) -> str | Dropped:
-    """What to search for, "" where the model is done; or why the answer is neither."""
+def read_search(max_steps: int, ask: Ask, answer: str) -> str:
+    """What to search for, "" where the model is done. Raises AnswerError where the answer is neither."""
     value = _json_in(answer, "{", "}")
     search = value.get("search") if isinstance(value, dict) else None
     if isinstance(search, str) and search.strip():
         return untrusted_line(search, _STEP_CHARS)
     if isinstance(value, dict) and value.get("done"):
         return ""
-    return Dropped(ask.query_id, "", "no_json", "it is no JSON object with search or done")
+    raise AnswerError("no_json", "it is no JSON object with search or done")
 
 
 def _json_in(answer: str, opening: str, closing: str) -> Any:
