@@ -4,11 +4,11 @@ import hashlib
 import io
 import json
 import tarfile
-import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from email.message import Message
 from urllib.parse import parse_qs, urlsplit
 
 from loopback import Quiet, serving
@@ -42,7 +42,7 @@ class Registry:
 
     base_url: str = ""
     skills: dict[str, Entry] = field(default_factory=dict)
-    log: list[tuple[str, dict[str, str]]] = field(default_factory=list)  # paths and headers of requests
+    log: list[tuple[str, Message]] = field(default_factory=list)  # paths and headers of requests
     # path and query → replies that come first, or a function that makes one (None: the usual reply)
     script: dict[str, list[Reply]] = field(default_factory=dict)
     before: Callable[[str], Reply | None] = field(default=lambda path: None)
@@ -56,7 +56,7 @@ class Registry:
         """Ids of the skills that were asked for, in order."""
         return [path.rpartition("/")[2] for path in self.paths if path.startswith("/api/get/")]
 
-    def reply(self, path: str, headers: dict[str, str]) -> Reply:
+    def reply(self, path: str, headers: Mapping[str, str] | Message) -> Reply:
         """The usual reply: a page of the listing, or a skill."""
         parts = urlsplit(path)
         if parts.path == "/api/skills":
@@ -114,16 +114,13 @@ def digest_of(content: bytes) -> str:
 @contextmanager
 def registry_server() -> Iterator[Registry]:
     """Yield a registry below /api on a free port of loopback."""
-    state, lock = Registry(), threading.Lock()
+    state = Registry()
 
     class Handler(Quiet):
         def do_GET(self) -> None:
-            headers = {name.lower(): value for name, value in self.headers.items()}
-            with lock:
-                state.log.append((self.path, headers))
-                scripted = state.script.get(self.path, [])
-                reply = scripted.pop(0) if scripted else None
-            reply = reply or state.before(self.path) or state.reply(self.path, headers)
+            state.log.append((self.path, self.headers))
+            scripted = state.script.get(self.path)
+            reply = scripted.pop(0) if scripted else state.before(self.path) or state.reply(self.path, self.headers)
             self.send_response(reply.status)
             for name, value in reply.headers.items():
                 self.send_header(name, value)

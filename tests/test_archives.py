@@ -4,18 +4,15 @@ import gzip
 import io
 import random
 import stat
-import struct
 import tarfile
 import tracemalloc
 import zipfile
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from registry_server import skill_md, tar_of, zip_of
 from skilltrain.data.collect import RefusalError
-from skilltrain.data.collect.archives import kind_of, path_parts, read_skill_files
+from skilltrain.data.collect.archives import kind_of, read_skill_files
 
 SKILL = skill_md("saw")
 both_kinds = pytest.mark.parametrize("pack", [zip_of, tar_of], ids=["zip", "tar.gz"])
@@ -68,17 +65,6 @@ def test_a_name_that_leads_out_refuses_the_archive(pack):
         assert refusal(pack({"SKILL.md": SKILL, name: b"evil"})).filter == "unsafe_name", name
 
 
-@settings(max_examples=50)
-@given(st.text("ab/\\.:C \n\x00é", max_size=12))
-def test_a_name_leads_below_its_folder_or_is_refused(name):
-    try:
-        parts = path_parts(name)
-    except RefusalError:
-        return
-    assert not {"..", "", "."} & set(parts)
-    assert not any(char in part for part in parts for char in "/\\")
-
-
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_links_special_files_and_a_second_file_of_one_name_are_not_read():
     for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE):
@@ -117,7 +103,7 @@ def test_a_bomb_in_a_header_is_not_taken_into_memory(pack):
     tracemalloc.stop()
 
 
-def test_encryption_unknown_compression_and_a_giant_directory_are_refused():
+def test_encryption_and_unknown_compression_are_refused():
     content = bytearray(zip_of({"SKILL.md": SKILL, "secret": b"x"}))
     content[content.rfind(b"PK\x01\x02") + 8] |= 1
     error = refusal(bytes(content))
@@ -126,10 +112,6 @@ def test_encryption_unknown_compression_and_a_giant_directory_are_refused():
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_LZMA) as archive:
         archive.writestr("SKILL.md", SKILL)
     assert "method 14" in refusal(buffer.getvalue()).reason
-    content = zip_of({"SKILL.md": SKILL})
-    end = content.rfind(b"PK\x05\x06")
-    giant = content[: end + 12] + struct.pack("<L", 2**31) + content[end + 16 :]
-    assert refusal(giant).filter == "broken_archive"
 
 
 def test_a_wrong_crc_a_cut_a_negative_size_and_a_chain_of_headers_are_refused():
@@ -150,12 +132,6 @@ def test_a_wrong_crc_a_cut_a_negative_size_and_a_chain_of_headers_are_refused():
     assert refusal(long_name * 3000 + bytes(1024)).filter in ("broken_archive", "bomb")
 
 
-def test_a_long_path_in_a_pax_or_gnu_header_is_read():
-    name = "/".join(["folder"] * 25)
-    for form in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
-        assert name in read_skill_files(tar_with(tar_entry(f"{name}/SKILL.md"), format=form))
-
-
 def test_what_is_no_skill_is_refused():
     for content, kind, filter in (
         (b"7z\xbc\xaf\x27\x1c" + bytes(50), "other", "unknown_format"),
@@ -174,6 +150,7 @@ def test_any_damage_ends_in_skills_or_a_refusal():
     draw = random.Random(7)
     files = {"SKILL.md": SKILL, "sub/x.txt": b"text " * 50}
     long = tar_with(tar_entry("long/" * 22 + "SKILL.md"), tar_entry("link", tarfile.SYMTYPE, "SKILL.md"))
+    assert "/".join(["long"] * 22) in read_skill_files(long)
     for number in range(200):
         content = bytearray((zip_of(files), tar_of(files), tar_of(files, "w"), long)[number % 4])
         for _ in range(draw.randint(1, 4)):
