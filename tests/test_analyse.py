@@ -1,5 +1,6 @@
 """The analyses of an evaluation by hand: rankers one by one, changed queries, agents, the structure of skills."""
 
+import itertools
 import sys
 
 import pytest
@@ -163,32 +164,14 @@ def test_the_interval_is_turned_round_where_skills_harm():
 
 # Structure of skills -------------------------------------------------------------------------------------------------
 
-SKILL = """# Deploy pods
-
-Run `kubectl get pods`, then see [the guide](references/guide.md) and <https://example.com>.
-
-Checks
-------
-
-1. first
-2. second
-   - nested `one`
-   - nested two
-3) another list
-
-```bash
-# no heading
-python scripts/deploy.py
-- no item
-```
-
-* last
-"""
-
 
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
+        # `1.` and `a/b.py` count as one word and three; 14 of 75 characters are code.
+        ("# Run\n\n1. `x` <https://e.org>\n   - two\n\nChecks\n---\n```sh\n# no\n- a/b.py\n```\n",
+         {"words": 13, "headings": 2, "ordered items": 1, "unordered items": 1, "inline code per 100 words": 100 / 13,
+          "links": 1, "code blocks": 1, "code share": 14 / 75}),
         ("> ```\n> a\nb", {"code blocks": 1, "code share": 2 / 11}),  # a fence ends with the quote that holds it
         ("    ```\n    a\n    ```\n", {"code blocks": 0, "code share": 0}),  # four spaces: code by indentation
         ("#no\n\n####### no\n\n\\# no\n\n#\n\n  ## yes ##\n", {"headings": 2}),
@@ -201,51 +184,26 @@ python scripts/deploy.py
         ("postscripts/run.py, scripts/x and reference.md", {"mentions a script": 0, "mentions a reference file": 0}),
         ("script/x.ts, reference/y.yml", {"mentions a script": 1, "mentions a reference file": 1}),
     ],
-)
+)  # fmt: skip
 def test_bodies_are_read_as_commonmark(body, expected):
     found = structure_features(body)
     assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert structure_features(body.replace("\n", "\r\n")) == found
 
 
-def test_features_worked_by_hand():
-    code = "# no heading\npython scripts/deploy.py\n- no item\n"
-    assert structure_features(SKILL.replace("\n", "\r\n")) == structure_features(SKILL)
-    assert structure_features(SKILL) == {
-        "words": 39,  # `2.` and `scripts/deploy.py` count as one and three
-        "code share": len(code) / len(SKILL),
-        "code blocks": 1,
-        "headings": 2,
-        "ordered items": 3,
-        "unordered items": 3,
-        "inline code per 100 words": 200 / 39,
-        "links": 2,
-        "mentions a script": 1,
-        "mentions a reference file": 1,
-    }
-
-
-def num_calls(function, *arguments):
-    """How many functions ran: a measure of work that no busy machine disturbs."""
-    count = 0
-
-    def note(frame, event, argument):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        function(*arguments)
-    finally:
+def test_hostile_text_costs_work_in_proportion_to_its_length():
+    def num_calls(body):
+        """How many functions ran: a measure of work that no busy machine disturbs."""
+        count, before = itertools.count(), sys.getprofile()
+        sys.setprofile(lambda *_: next(count))
+        structure_features(body)
         sys.setprofile(before)
-    return count
+        return next(count)
 
-
-@pytest.mark.parametrize("unit", ["`", "` ", "[", "![", "[a](", "```\n", "> ", "- a\n", "1. ", "<a ", "[a]: b\n"])
-def test_hostile_text_costs_work_in_proportion_to_its_length(unit):
-    structure_features("a")  # the parser is built once
-    few, many = (num_calls(structure_features, unit * (length // len(unit))) for length in (600, 2_400))
-    assert many < 6 * few  # four times the text; quadratic would be 16
+    num_calls("a")  # the parser is built once
+    for unit in ("`", "` ", "[", "![", "[a](", "```\n", "> ", "- a\n", "1. ", "<a ", "[a]: b\n"):
+        few, many = (num_calls(unit * (length // len(unit))) for length in (600, 2_400))
+        assert many < 6 * few, unit  # four times the text; quadratic would be 16
 
 
 def test_comparison_worked_by_hand():

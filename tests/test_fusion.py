@@ -52,21 +52,6 @@ def test_weights_by_hand():
             fit_weights([lost])
 
 
-def test_no_other_weights_fit_better():
-    draw = np.random.default_rng(0)
-    golds = np.arange(6) < draw.integers(1, 6, size=(12, 1))
-    queries = [scored(draw.normal(size=(3, 6)) + np.outer([1, 0.5, -1], gold), gold) for gold in golds]
-
-    def loss(weights):
-        logits = [weights @ query.scores for query in queries]
-        parts = [np.log(np.exp(each).sum()) - each[gold].mean() for each, gold in zip(logits, golds, strict=True)]
-        return np.mean(parts) + 0.0005 * weights @ weights
-
-    weights = fit_weights(queries)
-    assert min(weights[:2]) > 0 == weights[2]
-    assert all(loss(weights) <= loss(np.maximum(weights + step, 0)) for step in draw.normal(size=(99, 3)) * 0.03)
-
-
 @given(st.lists(st.sets(st.integers(0, 30), min_size=1, max_size=3), min_size=1, max_size=40), st.integers(0, 5))
 def test_queries_of_one_skill_stand_in_one_fold(golds, seed):
     tasks = [Task(Query(str(n), "", "", "", ""), Relevance(frozenset(map(str, gold)), {})) for n, gold in
