@@ -83,23 +83,16 @@ def search(**arguments):
         ("docs/合并", "PDF Merge", "skill://docs/%E5%90%88%E5%B9%B6/SKILL.md"),  # no name of Agent Skills
     ],
 )
-def test_every_skill_has_an_address_of_its_own(skill_id, name, uri):
+def test_every_skill_has_an_address_of_its_own_and_another_is_nobodys(skill_id, name, uri):
     skill = Skill(skill_id, name, "d", "b")
     assert uri_of(skill) == uri
     assert skill_at(uri, {skill_id: skill}) is skill
-
-
-@pytest.mark.parametrize(
-    "uri",
-    [
-        "", "skill://", "skill:///SKILL.md", "skill://../../etc/passwd", "skill://documents/pdf-merge",
-        "skill://documents%2Fpdf-merge/SKILL.md", "skill://documents/../documents/pdf-merge/SKILL.md",
-        "file:///etc/passwd", "documents/pdf-merge", "skill://by-id/documents/pdf-merge/x/SKILL.md",
-        "skill://documents/pdf-merge/SKILL.md\x00", "skill://DOCUMENTS/pdf-merge/SKILL.md",
-    ],
-)  # fmt: skip
-def test_another_address_is_nobodys(uri):
-    assert skill_at(uri, POOL) is None
+    for other in (
+        "", "skill://", "skill:///SKILL.md", "skill://../../etc/passwd", "skill://docs%2Fpdf-merge/SKILL.md",
+        "skill://docs/../docs/pdf-merge/SKILL.md", "file:///etc/passwd", skill_id, f"{uri}\x00", uri[:-9], uri.upper(),
+        f"skill://by-id/{skill_id}/x/SKILL.md",
+    ):  # fmt: skip
+        assert skill_at(other, {skill_id: skill}) is None
 
 
 def test_an_entry_has_the_front_matter_of_what_is_served():
@@ -231,10 +224,8 @@ def test_programs_ask_over_http():
     ("path", "body", "code", "words"),
     [
         ("/route", b"{", 422, "the body is not a JSON object"),
-        ("/route", b"[1]", 422, "the body is not a JSON object"),
         ("/route", b"[" * 100_000, 422, "the body is not a JSON object"),
         ("/route", b'{"query": "' + b"x" * 2**20 + b'"}', 413, "at most 1,048,576 bytes"),
-        ("/route", b'{"query": "\\u0000\\n "}', 422, "the request is empty"),
         ("/route", b'{"query": "pdf", "k": 1000}', 422, "k: "),
         ("/route", b'{"query": "pdf", "depth": 3}', 422, "unknown key 'depth'"),
         ("/route", b'{"query": "pdf", "filters": {"colour": ["red"]}}', 422, "there is none by 'colour'"),
