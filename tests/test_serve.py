@@ -25,10 +25,9 @@ from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.lexical import LexicalConfig
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.routing import serve
-from skilltrain.routing.http_server import new_http_app
 from skilltrain.routing.indexing import write_index
-from skilltrain.routing.mcp_server import GetSkillParams, new_mcp_server
 from skilltrain.routing.router import Router
+from skilltrain.routing.servers import GetSkillParams, new_http_app, new_mcp_server
 from skilltrain.routing.service import PAGE, RouteLog, Service, entry_of, skill_at, skill_text, uri_of
 from skilltrain.tables import QUERIES, RANKINGS, read_table
 

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING
 import anyio
 import uvicorn
 import watchfiles
-from anyio.to_thread import run_sync
 
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError, reason_of
-from skilltrain.routing.http_server import LOOPBACK, new_http_app
-from skilltrain.routing.mcp_server import new_mcp_server
+from skilltrain.routing.servers import LOOPBACK, new_http_app, new_mcp_server
 from skilltrain.routing.service import Service
 from skilltrain.terminal import say
 from skilltrain.texts import clean_text
@@ -82,9 +80,9 @@ async def _watch(service: Service, watched: Path) -> None:
 
 
 async def _try(service: Service, name: str, work: Callable[..., object], *arguments: object) -> bool:
-    """Do it in a thread, counted as a request; after a fault, which is said once, the server goes on as it is."""
+    """Do it, counted as a request; after a fault, which is said once, the server goes on as it is."""
     try:
-        await run_sync(lambda: service.timed(name, work, *arguments))
+        await service.timed(name, work, *arguments)
         service.faults.pop(name, None)
     except Exception as error:
         if service.faults.get(name) != str(error):

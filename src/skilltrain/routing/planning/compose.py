@@ -37,7 +37,7 @@ class ComposeConfig(Config):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The steps of a round, the hints found for them, and their Jaccard with those of the round before (hints.py)."""
+    """The steps of a round, the hints found for them, and their Jaccard with those of the round before."""
 
     draft: Draft
     hints: tuple[str, ...] = ()
