@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from benchmark_folders import write_ours, write_pool
 from skilltrain.config import validate
 from skilltrain.data.contamination import BenchmarkIndex, ContaminationLimits, Gold, HeldOut, open_benchmarks
 from skilltrain.data.decontaminate import DecontaminateConfig, run_decontaminate
@@ -17,7 +18,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Task
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.records import Query, Skill
-from skilltrain.tables import CLUSTERS, DROPPED, JUDGEMENTS, LISTS, QUERIES, SKILLS, read_table, rows_of, write_table
+from skilltrain.tables import CLUSTERS, DROPPED, JUDGEMENTS, LISTS, QUERIES, read_table, write_table
 from skilltrain.texts import CJK, words_of
 from skilltrain.training.stages import TrainEncoderConfig, check_held_out
 from skilltrain.training.training_set import load_training_set
@@ -135,21 +136,15 @@ def test_the_index_finds_what_comparing_every_pair_finds(bodies, body):
     assert found == {skill_id: value for skill_id, value in values.items() if value >= 0.6}
 
 
-def write_judgements(path, pairs):
-    rows = [{"query_id": q, "skill_id": s, "verdict": "required", "judge": "test"} for q, s in pairs]
-    write_table(rows, JUDGEMENTS, path)
-
-
 @pytest.fixture
 def bench(tmp_path):
     """(skills of each task's gold, split of each task, name) → folder of a benchmark in our own tables."""
 
     def write(golds=(("gt/pdf",), ("gt/pdf", "gt/log")), splits=("test", "test"), name="bench"):
-        queries = [Query(f"t{n}", f"do the task number {n} now", "single", "test", s) for n, s in enumerate(splits, 1)]
-        write_table(rows_of(queries), QUERIES, tmp_path / name)
-        write_judgements(tmp_path / name, [(f"t{n}", s) for n, several in enumerate(golds, 1) for s in several])
-        write_table(rows_of(GOLDS), SKILLS, tmp_path / "pool")
-        return tmp_path / name
+        write_pool(tmp_path / "pool", GOLDS)
+        queries = [(f"t{n}", f"do the task number {n} now", split) for n, split in enumerate(splits, 1)]
+        verdicts = {f"t{n}": dict.fromkeys(several, "required") for n, several in enumerate(golds, 1)}
+        return write_ours(tmp_path / name, queries, verdicts)
 
     return write
 
@@ -199,16 +194,14 @@ QUERY_TEXTS = {
 
 
 def write_queries(path, texts):
-    queries = [Query(q, text, "single", "test", split) for q, (split, text, _) in texts.items()]
-    write_table(rows_of(queries), QUERIES, path)
-    write_judgements(path, [(q, row[2]) for q, row in texts.items()])
+    queries = [(query_id, text, split) for query_id, (split, text, _) in texts.items()]
+    write_ours(path, queries, {query_id: {gold: "required"} for query_id, (_, _, gold) in texts.items()})
 
 
 @pytest.fixture
 def folder(tmp_path):
-    write_table(rows_of(POOL), SKILLS, tmp_path / "pool")
-    write_table(rows_of([Query("t1", TASK, "single", "test", "test")]), QUERIES, tmp_path / "bench")
-    write_judgements(tmp_path / "bench", [("t1", "bench/pdf")])
+    write_pool(tmp_path / "pool", POOL)
+    write_ours(tmp_path / "bench", [("t1", TASK, "test")], {"t1": {"bench/pdf": "required"}})
     write_queries(tmp_path / "queries", QUERY_TEXTS)
     of_train = {key: row for key, row in QUERY_TEXTS.items() if row[0] == "train"}
     write_queries(tmp_path / "lists", of_train)
@@ -261,7 +254,7 @@ def test_what_the_benchmark_asks_for_is_dropped_with_its_ground(folder):
 
 
 def test_grounds_can_be_left_out_and_need_no_gold_texts_then(folder, capsys):
-    write_table(rows_of(POOL[2:]), SKILLS, folder / "pool")
+    write_pool(folder / "pool", POOL[2:])
     with pytest.raises(SkilltrainError, match="gold skill 'bench/pdf' of task t1 has no text in the benchmark or the"):
         run(folder)
     _, kept, rows = run(folder, limits={"name": False, "jaccard": None})
@@ -274,7 +267,7 @@ def test_clusters_and_close_vectors_are_grounds_of_their_own(folder, model_folde
     rows = [{"skill_id": one.skill_id, "cluster": 0 if one.skill_id in linked else n} for n, one in enumerate(POOL, 1)]
     write_table(rows, CLUSTERS, folder / "clusters")
     moved = [replace(one, name="PDF to text", body=PDF) if one.skill_id == "own/chart" else one for one in POOL]
-    write_table(rows_of(moved), SKILLS, folder / "pool")
+    write_pool(folder / "pool", moved)
     off = {"name": False, "jaccard": None, "query_overlap": 1.0}
     encoder = {"source": str(model_folders["bert"])}
     summary, kept, rows = run(folder, clusters=folder / "clusters", encoder=encoder, cosine=0.99999, limits=off)
@@ -300,7 +293,7 @@ def test_clusters_and_close_vectors_are_grounds_of_their_own(folder, model_folde
 def test_what_makes_no_sense_is_refused(folder, settings, message):
     write_queries(folder / "none", {})
     write_queries(folder / "all", {key: QUERY_TEXTS[key] for key in ("q3", "q4")})
-    write_table(rows_of([POOL[0]]), SKILLS, folder / "other")
+    write_pool(folder / "other", POOL[:1])
     with pytest.raises(SkilltrainError) as error:
         run(folder, **{key: value if key == "split" else folder / value for key, value in settings.items()})
     assert message in str(error.value)

@@ -233,6 +233,8 @@ def test_tokens_and_dollars_by_hand() -> None:
     assert prices_of(OpenAIConfig(model="gpt-99")) is None
     own = Prices(prompt=1, completion=2)
     assert prices_of(OpenAIConfig(model="gpt-4o-mini", mode="batch", prices=own)) == own
+    with pytest.raises(SkilltrainError, match=r"set llm\.prices"):
+        Budget(BudgetConfig(max_dollars=1.0), None)
 
 
 @pytest.mark.parametrize("usage", [None, {}, 0, "much", {"prompt_tokens": 0, "completion_tokens": None},
@@ -271,16 +273,6 @@ def test_what_does_not_fit_is_not_sent_whatever_the_concurrency_and_what_was_ans
         # 30 each: before the sixth 150 are used, and 100 more fit; before the seventh 180 are, and they do not.
         assert kinds(llm, 10) == "aaaaaabbbb" and kinds(llm, 2, first=20) == "bb"
         assert llm.budget.used.total == 180 and len(server.requests) == 6
-
-
-def test_a_dollar_limit_holds_and_needs_prices(server: LLMServer) -> None:
-    server.otherwise = lambda _: Reply("answer", usage=THIRTY)
-    # $74 and $52 at most, $20 and $20 in fact: before the third $80 are used; 126 more fit into 210, into 205 not.
-    llm = short(server, budget={"max_dollars": 206.0}, prices={"prompt": 1e6, "completion": 2e6}, concurrency=1)
-    assert kinds(llm, 4) == "aaab"
-    assert llm.budget.price(llm.budget.used) == pytest.approx(120)
-    with pytest.raises(SkilltrainError, match=r"set llm\.prices"):
-        short(server, budget={"max_dollars": 1.0})
 
 
 def test_retries_are_paid_from_the_same_budget(server: LLMServer) -> None:

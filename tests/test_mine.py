@@ -5,22 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmark_folders import write_ours, write_pool
 from skilltrain.data import mine as mine_module
 from skilltrain.data.mine import SOURCES, MineConfig, draw, run_mine
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Query, Skill
+from skilltrain.records import Skill
 from skilltrain.retrieval.nearest import ChunkVectors
-from skilltrain.tables import (
-    DROPPED,
-    JUDGEMENTS,
-    QUERIES,
-    RANKINGS,
-    SKILLS,
-    read_table,
-    rows_of,
-    select_queries,
-    write_table,
-)
+from skilltrain.tables import DROPPED, QUERIES, RANKINGS, read_table, select_queries, write_table
 
 
 def skill(skill_id, name, category=None, body="body"):
@@ -40,8 +31,7 @@ VECTORS = np.array([[1, 0], [0.8, 0.6], [0.6, 0.8], [0, 1], [-0.6, 0.8], [0.28, 
 ALL_INDEXES = ["Flat", "HNSW32 efSearch=256", "IVF2,Flat nprobe=2"]
 
 
-def query(query_id="q1", text="read a pdf", split="train"):
-    return Query(query_id, text, "single", "human", split)
+QUERY = ("q1", "read a pdf", "train")
 
 
 class Workshop:
@@ -62,21 +52,17 @@ class Workshop:
         return ChunkVectors.one_each(np.stack([self.vectors[skill.skill_id] for skill in skills]))
 
     def write_pool(self, skills, vectors=VECTORS):
-        write_table(rows_of(skills), SKILLS, self.folder / "pool.parquet")
+        write_pool(self.folder / "pool", skills)
         self.vectors = {s.skill_id: vector for s, vector in zip(skills, vectors, strict=False)}
 
-    def write_queries(self, queries, judged, vectors=None):
-        """`judged`: (query_id, skill_id, verdict); without `vectors` every query's is (1, 0)."""
-        (self.folder / "queries").mkdir(exist_ok=True)
-        write_table(rows_of(queries), QUERIES, self.folder / "queries")
-        columns = ("query_id", "skill_id", "verdict")
-        rows = [dict(zip(columns, row, strict=True)) | {"judge": "human"} for row in judged]
-        write_table(rows, JUDGEMENTS, self.folder / "queries")
+    def write_queries(self, queries, verdicts, vectors=None):
+        """`queries`: (id, text, split); `verdicts`: query → skill → verdict. Without `vectors` each is (1, 0)."""
+        write_ours(self.folder / "queries", queries, verdicts)
         vectors = np.array([[1, 0]] * len(queries), np.float32) if vectors is None else vectors
-        self.query_vectors = {query.text: vector for query, vector in zip(queries, vectors, strict=True)}
+        self.query_vectors = {text: vector for (_, text, _), vector in zip(queries, vectors, strict=True)}
 
     def run(self, **changes):
-        paths = {"pool": self.folder / "pool.parquet", "queries": self.folder / "queries", "out": self.out}
+        paths = {"pool": self.folder / "pool", "queries": self.folder / "queries", "out": self.out}
         values = {"stage": "mine", "encoder": {"source": "x"}, **paths, **changes}
         return run_mine(MineConfig.model_validate(values), self.out)
 
@@ -86,7 +72,7 @@ class Workshop:
     def mined(self, *positives, skills=POOL, **changes):
         """source → {skill_id: score, best first} of one query with these positives."""
         self.write_pool(skills)
-        self.write_queries([query()], [("q1", skill_id, "required") for skill_id in positives])
+        self.write_queries([QUERY], {"q1": dict.fromkeys(positives, "required")})
         self.run(**changes)
         found = {}
         for row in self.rows():
@@ -157,8 +143,9 @@ def test_draws_depend_on_the_key_only():
 def shop(workshop):
     """Two train queries (one without a gold in the pool), a dev query and one without any judgement."""
     workshop.write_pool(POOL[::-1], VECTORS[::-1])
-    judged = [("q1", "s0", "required"), ("q1", "s3", "rejected"), ("q2", "gone", "required"), ("q3", "s0", "required")]
-    workshop.write_queries([query("q2", "weather"), query("q1"), query("q3", split="dev"), query("q4")], judged)
+    queries = [("q2", "weather", "train"), QUERY, ("q3", "read a pdf", "dev"), ("q4", "read a pdf", "train")]
+    required = {"q2": {"gone": "required"}, "q3": {"s0": "required"}}
+    workshop.write_queries(queries, {"q1": {"s0": "required", "s3": "rejected"}, **required})
     return workshop
 
 
@@ -211,10 +198,11 @@ def large(workshop):
     vectors = generator.normal(size=(390, 12)).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     vectors[50:90] = vectors[40]
-    queries = [query(f"q{i:03}", f"{i} {text(12)}") for i in range(90)]
-    judged = [(f"q{i:03}", f"s{(i * 17 + n * 5) % 300:03}", "required") for i in range(90) for n in range(1 + i % 3)]
+    queries = [(f"q{i:03}", f"{i} {text(12)}", "train") for i in range(90)]
+    golds = {f"q{i:03}": [f"s{(i * 17 + n * 5) % 300:03}" for n in range(1 + i % 3)] for i in range(90)}
     workshop.write_pool(skills, vectors[:300])
-    workshop.write_queries(queries, judged, vectors[300:])
+    verdicts = {query_id: dict.fromkeys(several, "required") for query_id, several in golds.items()}
+    workshop.write_queries(queries, verdicts, vectors[300:])
 
 
 @pytest.mark.parametrize("index", ALL_INDEXES)

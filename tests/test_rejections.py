@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmark_folders import write_ours, write_pool
 from llm_server import LLMServer, Reply
 from skilltrain.data.draws import split_groups
 from skilltrain.data.judging import Group, read_request, wanted_verdicts
@@ -17,8 +18,8 @@ from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.bootstrap import agreement, cohens_kappa
 from skilltrain.evaluation.metrics import evaluate_query, parse_measure
 from skilltrain.llm import AnswerError
-from skilltrain.records import Query, Skill
-from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_table, rows_of, write_table
+from skilltrain.records import Skill
+from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, RANKINGS, read_table, write_table
 from small_library import skilltrain, succeeds
 
 TOPICS = ("pods", "charts", "tables", "audio")
@@ -53,7 +54,7 @@ def model(server: LLMServer, folder: Path) -> list[str]:
 def asked(server: LLMServer, tmp_path: Path, model_folders):
     """The arguments of a run over POOL and one French skill; the server is honest."""
     french = Skill("fr", "outil", "fait", "corps", lang="fr")
-    write_table(rows_of([*POOL, french]), SKILLS, tmp_path / "pool")
+    write_pool(tmp_path / "pool", [*POOL, french])
     server.otherwise = answer
     encoder = f"encoder.source={model_folders['bert']}"
     return ["rejections", f"pool={tmp_path}/pool", encoder, *model(server, tmp_path), "group_size=5", "num_words=12",
@@ -180,7 +181,7 @@ def test_answers_that_cannot_be_used_say_why(changed: dict[str, Any], kind: str,
     ],
 )
 def test_settings_and_pools_that_make_no_group(asked, tmp_path: Path, changed: list[str], message: str):
-    one = write_table(rows_of(POOL[:1]), SKILLS, tmp_path / "one" / "skills.parquet").parent
+    one = write_pool(tmp_path / "one", POOL[:1])
     settings = ["languages=[en]", *(part.format(one=one) for part in changed)]
     assert message in skilltrain(*asked, *settings).error_line
 
@@ -189,13 +190,9 @@ def test_settings_and_pools_that_make_no_group(asked, tmp_path: Path, changed: l
 
 
 def test_equivalents_are_judged_and_evaluated(server: LLMServer, tmp_path: Path):
-    write_table(rows_of(Skill(s, f"name-{s}", "d", f"body of {s}") for s in "abcdef"), SKILLS, tmp_path / "pool")
-    queries = [Query(f"q{n}", f"text {n}", "single", "human", "test") for n in (1, 2, 3)]
-    write_table(rows_of(queries), QUERIES, tmp_path / "queries")
-    judged = [("q1", "a", "required"), ("q1", "d", "rejected"), ("q2", "b", "required"), ("q3", "c", "required")]
-    keys = ("query_id", "skill_id", "verdict")
-    rows = [dict(zip(keys, row, strict=True)) | {"judge": "human"} for row in judged]
-    write_table(rows, JUDGEMENTS, tmp_path / "queries")
+    write_pool(tmp_path / "pool", [Skill(s, f"name-{s}", "d", f"body of {s}") for s in "abcdef"])
+    verdicts = {"q1": {"a": "required", "d": "rejected"}, "q2": {"b": "required"}, "q3": {"c": "required"}}
+    write_ours(tmp_path / "queries", [(f"q{n}", f"text {n}", "test") for n in (1, 2, 3)], verdicts)
     ranked = [
         {"query_id": query_id, "skill_id": s, "rank": rank, "score": -float(rank), "stage": "x"}
         for query_id in ("q1", "q2") for rank, s in enumerate("fdeabc", 1)

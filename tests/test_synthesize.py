@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from benchmark_folders import write_pool
 from llm_server import KEY, LLMServer, Reply, assert_no_key, chat
 from skilltrain.config import validate
 from skilltrain.data.draws import largest_remainder, sample_skills
@@ -53,12 +54,8 @@ def unlike(number: int, **changed: Any) -> Skill:
     return Skill(f"s{number}", "sorter", description, body, **{"lang": "en", "source": "test", **changed})
 
 
-def write_pool(folder: Path, skills: list[Skill]) -> Path:
-    return write_table(rows_of(skills), SKILLS, folder / "pool.parquet")
-
-
 def config_of(folder: Path, **settings: Any) -> SynthesizeConfig:
-    return validate(SynthesizeConfig, {"pool": folder / "pool.parquet", "out": folder / "out", **settings}, "test")
+    return validate(SynthesizeConfig, {"pool": folder / "pool", "out": folder / "out", **settings}, "test")
 
 
 def run(folder: Path, name: str, **settings: Any) -> tuple[dict[str, Any], Path]:
@@ -102,7 +99,7 @@ def test_a_sample_keeps_the_shares_and_ignores_the_pools_order() -> None:
 
 def test_own_text_accounts_for_every_query_and_leaves_the_skills_without_them(tmp_path: Path) -> None:
     few = Skill("s6", "x", "too short", "only few", lang="en")
-    write_pool(tmp_path, [*(unlike(i) for i in range(6)), few, replace(unlike(3), skill_id="s7")])
+    write_pool(tmp_path / "pool", [*(unlike(i) for i in range(6)), few, replace(unlike(3), skill_id="s7")])
     summary, out = run(tmp_path, "one", num_queries_per_skill=2, dev_share=0.4)
     queries, dropped = read_table(out, QUERIES).to_pylist(), read_table(out, DROPPED).to_pylist()
     judgements = read_table(out, JUDGEMENTS).to_pylist()
@@ -129,7 +126,7 @@ def test_own_text_accounts_for_every_query_and_leaves_the_skills_without_them(tm
 
 
 def test_bad_answers_are_asked_for_again_with_the_reason(server: LLMServer, tmp_path: Path) -> None:
-    write_pool(tmp_path, [skill(1)])
+    write_pool(tmp_path / "pool", [skill(1)])
     server.script = [Reply("Run the Invoice_Sorter now"), Reply(raw="{torn"), Reply('Request: "Sort my paper."')]
     summary, out = run(tmp_path, "out", llm=chat(server, tmp_path / "cache"))
     assert (summary["num_queries"], summary["num_dropped"]) == (1, 0)
@@ -147,7 +144,7 @@ def test_what_stays_bad_is_dropped_with_its_reason(server: LLMServer, tmp_path: 
         ("too_long", Reply("word " * 241)), ("truncated", Reply("cut o", finish_reason="length")),
         ("malformed", Reply(raw="{}")), ("duplicate", good),
     ]  # fmt: skip
-    write_pool(tmp_path, [skill(0, "other"), *(skill(n, body=f"Body {n}.") for n in range(1, 10))])
+    write_pool(tmp_path / "pool", [skill(0, "other"), *(skill(n, body=f"Body {n}.") for n in range(1, 10))])
 
     def reply(request: dict[str, Any]) -> Reply:
         number = re.search(r"Body: Body (\d)\.", request["messages"][1]["content"])
@@ -165,20 +162,20 @@ def test_what_stays_bad_is_dropped_with_its_reason(server: LLMServer, tmp_path: 
 
 
 def test_a_run_that_made_no_query_is_an_error(server: LLMServer, tmp_path: Path) -> None:
-    write_pool(tmp_path, [skill(1, body="")])
+    write_pool(tmp_path / "pool", [skill(1, body="")])
     server.otherwise = lambda _: Reply(raw="<html>")
     why = r"made no query for 1 skills; the first reason: .*no chat completion.*seed"
     with pytest.raises(SkilltrainError, match=why):
         run(tmp_path, "out", llm=chat(server, tmp_path / "cache"))
     with pytest.raises(SkilltrainError, match="holds no further passage"):
         run(tmp_path, "own")
-    write_pool(tmp_path, [])
-    with pytest.raises(SkilltrainError, match=r"pool\.parquet: the pool holds no skill"):
+    write_pool(tmp_path / "pool", [])
+    with pytest.raises(SkilltrainError, match=r"pool: the pool holds no skill"):
         run(tmp_path, "empty")
 
 
 def test_the_queries_of_two_runs_can_be_merged(honest: LLMServer, tmp_path: Path) -> None:
-    write_pool(tmp_path, [unlike(i) for i in range(3)])
+    write_pool(tmp_path / "pool", [unlike(i) for i in range(3)])
     llm, ids = chat(honest, tmp_path / "cache"), list[str]()
     settings: list[dict[str, Any]] = [
         {}, {"seed": 1}, {"llm": llm}, {"llm": llm, "num_words": 40}, {"llm": llm | {"model": "other"}},
@@ -191,9 +188,9 @@ def test_the_queries_of_two_runs_can_be_merged(honest: LLMServer, tmp_path: Path
 def test_flagged_skills_have_no_queries_unless_told_otherwise(tmp_path: Path) -> None:
     def flag(*skill_ids: str) -> None:
         of_rule = {"rule": "secret", "field": "body", "start": 0, "end": 3, "span": "abc", "reason": "a secret"}
-        write_table([{"skill_id": i, **of_rule} for i in skill_ids], FLAGS, tmp_path / "flags.parquet")
+        write_table([{"skill_id": i, **of_rule} for i in skill_ids], FLAGS, tmp_path / "pool")
 
-    write_pool(tmp_path, [unlike(i) for i in range(5)])
+    write_pool(tmp_path / "pool", [unlike(i) for i in range(5)])
     flag("s1", "s3")
     summary, out = run(tmp_path, "out", max_skills=3)
     assert (summary["num_skills"], summary["num_queries"], summary["dropped"]) == (3, 3, {"flagged": 2})
@@ -207,7 +204,7 @@ def test_flagged_skills_have_no_queries_unless_told_otherwise(tmp_path: Path) ->
 
 
 def test_near_duplicates_have_their_queries_in_one_split(tmp_path: Path) -> None:
-    write_pool(tmp_path, [unlike(i) for i in range(40)])
+    write_pool(tmp_path / "pool", [unlike(i) for i in range(40)])
     rows = [{"skill_id": f"s{i}", "cluster": i % 4} for i in range(40)]
     write_table(rows, CLUSTERS, tmp_path / "clusters.parquet")
 
@@ -255,14 +252,14 @@ def test_no_field_of_a_skill_reaches_outside_the_fence_and_all_are_capped_and_di
 
 
 def test_one_style_for_all_and_a_share_of_terse_queries(honest: LLMServer, tmp_path: Path) -> None:
-    write_pool(tmp_path, [unlike(i) for i in range(8)])
+    write_pool(tmp_path / "pool", [unlike(i) for i in range(4)])
     llm = chat(honest, tmp_path / "cache")
     settings = {"style": "as a bug report", "num_queries_per_skill": 4, "terse_share": 0.5}
     _, out = run(tmp_path, "out", llm=llm, **settings)
     assert {*read_table(out, QUERIES).column("origin").to_pylist()} == {"llm:scripted, as a bug report"}
     told = [[message["content"] for message in request["messages"]] for request in honest.requests]
     terse = ["4 to 14 words" in system for system, _ in told]
-    assert 8 <= sum(terse) <= 24
+    assert 4 <= sum(terse) <= 12
     for is_terse, (system, user) in zip(terse, told, strict=True):
         assert ("about 160 words" in system) != is_terse
         assert f"Style: {'terse' if is_terse else 'as a bug report'}." in user
@@ -280,7 +277,7 @@ def test_one_style_for_all_and_a_share_of_terse_queries(honest: LLMServer, tmp_p
 def test_the_cost_is_said_before_and_the_budget_holds_during_the_run(
     honest: LLMServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_pool(tmp_path, [skill(i) for i in range(10)])
+    write_pool(tmp_path / "pool", [skill(i) for i in range(10)])
     prices, budget = {"prompt": 1.0, "completion": 2.0}, {"max_dollars": 0.004, "max_tokens": 10**6}
     llm = chat(honest, tmp_path / "cache", prices=prices, budget=budget, max_tokens=400, concurrency=4)
     plan = plan_synthesize(config_of(tmp_path, llm=llm))
@@ -308,7 +305,7 @@ def test_the_cost_is_said_before_and_the_budget_holds_during_the_run(
 
 def test_a_thousand_queries_on_a_server_that_fails_in_eight_ways(server: LLMServer, tmp_path: Path) -> None:
     """None is lost, and none is paid twice: a seed is answered whole once, whatever came before."""
-    write_pool(tmp_path, [skill(i) for i in range(1000)])
+    write_pool(tmp_path / "pool", [skill(i) for i in range(1000)])
     wait = {"Retry-After": "0.01"}
     passing = [Reply(status=429, headers=wait), Reply(status=500, headers=wait), Reply(cut=True), Reply(drop=True)]
     lasting = [
@@ -348,9 +345,9 @@ class Killed:
 
     def __init__(self, server: LLMServer, folder: Path, *settings: str) -> None:
         self.cache, self.out = folder / "cache", folder / "out"
-        write_pool(folder, [skill(i) for i in range(NUM_SKILLS)])
+        write_pool(folder / "pool", [skill(i) for i in range(NUM_SKILLS)])
         self.command = [
-            "synthesize", f"pool={folder}/pool.parquet", f"out={self.out}", "llm.kind=openai", "llm.model=scripted",
+            "synthesize", f"pool={folder}/pool", f"out={self.out}", "llm.kind=openai", "llm.model=scripted",
             f"llm.base_url={server.base_url}", f"llm.cache={self.cache}", "llm.concurrency=4", *settings, "--json",
         ]  # fmt: skip
 

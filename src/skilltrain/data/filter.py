@@ -16,7 +16,6 @@ from skilltrain.data.filter_layers import (
     CANDIDATE,
     Candidates,
     CosineLayer,
-    FilterLayer,
     FilterPool,
     JaccardLayer,
     Layer,
@@ -130,7 +129,7 @@ def open_candidates(
 
 
 def find_false_negatives(
-    pool: FilterPool, candidates: Mapping[str, Candidates], layers: Sequence[FilterLayer]
+    pool: FilterPool, candidates: Mapping[str, Candidates], layers: Sequence[Layer]
 ) -> dict[int, Dropped]:
     """Row of the rankings → what speaks against it; a layer sees only what the layers before it kept."""
     found: dict[int, Dropped] = {}

@@ -1,13 +1,15 @@
 """The grounds on which a candidate is taken for a false negative: one small class a layer; and what layers compare.
 
-A new one is a class here and a name in the union `Layer` (CONTRIBUTING.md).
+`check` says what speaks against each candidate of one query, the same wherever it runs and whatever ran before;
+`explain` what a value means, as the reason in a DROPPED row. A new layer is a class here and a name in the union
+`Layer` (CONTRIBUTING.md).
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal
 
 import numpy as np
 from jaxtyping import Float32, Float64, Shaped
@@ -112,21 +114,6 @@ class FilterPool:
 
 Against = Iterator[tuple[int, Values]]
 """A gold skill (-1: none in particular), and what is held against the candidates beside it; the first value counts."""
-
-
-class FilterLayer(Protocol):
-    """One ground on which a candidate is dropped."""
-
-    @property
-    def name(self) -> str: ...
-
-    def check(self, pool: FilterPool, candidates: Candidates) -> Against:
-        """What speaks against each candidate of one query; the same wherever it runs and whatever ran before."""
-        ...
-
-    def explain(self, value: float) -> str:
-        """What `value` means, as the reason in a DROPPED row."""
-        ...
 
 
 class NameLayer(Config):
