@@ -24,38 +24,33 @@ SYSTEMS = (
     ("SR-Emb → SR-Rank", 0.74, {"encode query": 7.5, "search": 11.2, "rerank": 412.0}),
     ("SR-Emb → LLM judge (listwise, 10 candidates)", 0.72, {"encode query": 7.5, "search": 11.2, "judge": 2350.0}),
 )
-WORDS = (
-    "restart pods", "join two spreadsheets", "sign a PDF", "trace a slow query", "plan a trip", "resize images",
-    "تحويل الملفات", "write release notes", "scan for secrets", "draw a chart", "parse journaux d’été", "rotate keys",
-)  # fmt: skip
+WORDS = ("restart pods", "join two spreadsheets", "تحويل الملفات", "write release notes", "parse journaux d’été")
 MEASURES = (*parse_measures(DEFAULT_MEASURES), Measure(SET_COMPAT, 0))
 
 
-def invented(num_queries: int = 75, hostile: bool = False) -> Report:
-    """The report; `hostile` puts HTML, Markdown and bidirectional orders into every name and text."""
+def invented(num_queries: int) -> Report:
+    """The report; every name and text holds HTML, Markdown and bidirectional orders."""
     draw = random.Random(5)
-    evil = HOSTILE if hostile else ""
     gold = {
         f"task-{n:03}": frozenset(f"gold/{n}-{k}" for k in range(1 if n % 4 else 2 + n % 3)) for n in range(num_queries)
     }
     relevances = {q: Relevance(ids, dict.fromkeys(ids, 1.0)) for q, ids in gold.items()}
-    ease = {q: draw.gauss(0, 1) for q in gold}
     results = []
     for name, skill, _ in SYSTEMS:
-        ranked = {q: _ranking(draw, ids, skill, ease[q]) for q, ids in gold.items()}
+        ranked = {q: _ranking(draw, ids, skill) for q, ids in gold.items()}
         scores = per_query(ranked, relevances, MEASURES)
-        results.append(SystemResult(name + evil, scores, ranked))
+        results.append(SystemResult(name + HOSTILE, scores, ranked))
     found = [ranking for result in results for ranking in result.rankings.values()]
     ids = sorted(set().union(*found, *gold.values()))
-    names_of = {i: f"{WORDS[hash_of(i) % len(WORDS)].replace(' ', '-')}{evil}" for i in ids}
+    names_of = {i: f"{WORDS[hash_of(i) % len(WORDS)].replace(' ', '-')}{HOSTILE}" for i in ids}
     skills = {i: Skill(i, name, "word " * (3 + hash_of(i) % 90), "") for i, name in names_of.items()}
     tasks = tuple(
-        task_of(Query(q, f"{_request(draw, n)} {evil}", "", "invented", "test"), relevance,
-                {"difficulty": ("easy", "medium", "hard")[n % 3] + evil})
+        task_of(Query(q, f"{_request(draw, n)} {HOSTILE}", "", "invented", "test"), relevance,
+                {"difficulty": ("easy", "medium", "hard")[n % 3] + HOSTILE})
         for n, (q, relevance) in enumerate(relevances.items())
     )  # fmt: skip
-    benchmark = Benchmark(f"SkillRouter easy{evil}", tasks)
-    provenance = {"Benchmark": f"SkillRouter easy{evil}, split test", "Pool": "pool, 4,000 skills"}
+    benchmark = Benchmark(f"SkillRouter easy{HOSTILE}", tasks)
+    provenance = {"Benchmark": f"SkillRouter easy{HOSTILE}, split test", "Pool": "pool, 4,000 skills"}
     report = build_report(benchmark, results, MEASURES, 7, skills, provenance=provenance)
     return replace(report, analysis=_analysis(results))
 
@@ -70,18 +65,13 @@ def _request(draw: random.Random, number: int) -> str:
     return f"I need to {WORDS[number % len(WORDS)]}, then " + ", ".join(parts) + "."
 
 
-def _ranking(draw: random.Random, gold: frozenset[str], skill: float, ease: float) -> list[str]:
-    """Fifty places; the better the system and the easier the query, the sooner a gold skill is put down."""
-    places: dict[int, str] = {}
-    chance = 1 / (1 + math.exp(-3.4 * (skill - 0.5) - 1.3 * ease))
+def _ranking(draw: random.Random, gold: frozenset[str], skill: float) -> list[str]:
+    """Fifty places; the better the system, the sooner a gold skill is put down, if at all."""
+    ranking = [f"other/{draw.randrange(4_000)}-{n}" for n in range(50)]
     for skill_id in sorted(gold):
-        place = 0
-        while draw.random() > chance and place < 80:
-            place += 1 + round(0.8 * place)
-        while place in places:
-            place += 1
-        places[place] = skill_id
-    return [places[n] if n in places else f"other/{draw.randrange(4_000)}-{n}" for n in range(50)]
+        place = next((place for place in range(50) if draw.random() < skill / (1 + place / 4)), 50)
+        ranking.insert(place, skill_id)
+    return ranking[:50]
 
 
 def _analysis(results: Sequence[SystemResult]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from skilltrain.evaluation.benchmarks.benchmark import Benchmark, task_of
 from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.evaluation.metrics import DEFAULT_MEASURES, Measure, Relevance, parse_measures, per_query
 from skilltrain.records import Query, Skill
-from skilltrain.report.evaluation import Report, build_report
+from skilltrain.report.evaluation import ANALYSES, Report, build_report
 from skilltrain.report.page import axis_around, axis_of, axis_over, duration, number, p_equals, p_value, plain, signed
 from skilltrain.report.write import report_markdown, report_page, terminal_table, write_report
 from skilltrain.routing.field_attention import FIELDS
@@ -100,10 +100,9 @@ def test_each_system_is_compared_with_the_first_and_the_one_before_once():
     assert report_of(BASE).comparisons == ()
 
 
-@pytest.mark.parametrize("systems", [(BASE,), (BASE, BETTER)])
-def test_an_empty_slice_is_left_out_and_one_that_holds_all_is_shown_once(systems):
+def test_an_empty_slice_is_left_out_and_one_that_holds_all_is_shown_once():
     single = {query_id: Relevance(frozenset("a"), {"a": 1.0}) for query_id in RELEVANCES}
-    only = report_of(*systems, benchmark=benchmark_of(single))
+    only = report_of(BASE, BETTER, benchmark=benchmark_of(single))
     assert only.labels == {}
     found = only.to_json()["systems"][0]
     assert found["single"] == found["metrics"] and "multi" not in found
@@ -112,14 +111,13 @@ def test_an_empty_slice_is_left_out_and_one_that_holds_all_is_shown_once(systems
     assert "3 queries (all single)" in report_page(only)
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_terminal_table_keeps_names_and_intervals_at_any_width(width: int):
-    lines = terminal(report_of(BASE, BETTER, system("a much longer name of a system", q1="a")), width).splitlines()
-    assert max(map(len, lines)) <= width
-    text = "\n".join(lines)
-    for part in ("all, n = 3", "single, n = 2", "multi, n = 1", "FC@10", ".333", "[.00, 1.00]", "base", "better"):
-        assert part in text
-    assert "…" not in text and "\u202e" not in text
+def test_the_terminal_table_keeps_names_and_intervals_at_any_width():
+    for width in (60, 80, 120):
+        text = terminal(report_of(BASE, BETTER, system("a much longer name of a system", q1="a")), width)
+        assert max(map(len, text.splitlines())) <= width
+        for part in ("all, n = 3", "single, n = 2", "multi, n = 1", "FC@10", ".333", "[.00, 1.00]", "base", "better"):
+            assert part in text
+        assert "…" not in text
 
 
 def test_markdown_escapes_names_and_marks_the_best():
@@ -176,7 +174,7 @@ def check_safe(text: str, num_scripts: int) -> Tags:
     return page
 
 
-def test_html_lists_failures_first_and_then_the_queries_where_systems_differ():
+def test_html_plots_means_and_recall_and_lists_failures_before_the_queries_where_systems_differ():
     text = html_of(BASE, BETTER)
     assert text.count('<details class="query">') == 3
     failures, differing = text.split('id="failures"')[1].split('id="differing"')
@@ -186,6 +184,11 @@ def test_html_lists_failures_first_and_then_the_queries_where_systems_differ():
     assert '<span title="better"><i class="swatch c1"></i>2</span>' in failures
     assert "<b>q3</b>" not in differing
     assert differing.index("<b>q2</b>") < differing.index("<b>q1</b>")  # half found, found later
+    value = report_of(BASE, BETTER).every.means["better"]["Hit@1"]
+    assert f'cx="{value.mean:.2%}"' in text and f'x1="{value.low:.2%}" x2="{value.high:.2%}"' in text
+    curve = text.split('class="curve"')[1].split("</figure>")[0]
+    # base, all queries: recall at 1, 2, 3 is (0 + 1/2 + 0)/3, (1 + 1 + 0)/3, (1 + 1 + 0)/3; y runs down from 100
+    assert 'points="0.00,83.33 63.09,33.33 100.00,33.33"' in curve
 
 
 def test_an_alternative_counts_as_gold_on_the_page():
@@ -197,16 +200,6 @@ def test_an_alternative_counts_as_gold_on_the_page():
     ranking = report_page(report).split("<ol>")[1].split("</ol>")[0]
     assert ranking.count("gold") == 1
     assert 'class="gold" title="b"' in ranking
-
-
-def test_html_plots_mean_and_interval_in_percent_and_the_recall_curve():
-    report, text = report_of(BASE, BETTER), html_of(BASE, BETTER)
-    value = report.every.means["better"]["Hit@1"]
-    assert f'cx="{value.mean:.2%}"' in text
-    assert f'x1="{value.low:.2%}" x2="{value.high:.2%}"' in text
-    curve = text.split('class="curve"')[1].split("</figure>")[0]
-    # base, all queries: recall at 1, 2, 3 is (0 + 1/2 + 0)/3, (1 + 1 + 0)/3, (1 + 1 + 0)/3; y runs down from 100
-    assert 'points="0.00,83.33 63.09,33.33 100.00,33.33"' in curve
 
 
 def test_every_slice_stands_in_json_markdown_and_page():
@@ -232,13 +225,7 @@ PARTS = ("differences", "flows", "slices", "speed", "agents", "attention", "stru
 @pytest.fixture(scope="module")
 def small() -> Report:
     """Every section, of a few queries with hostile texts."""
-    return invented(12, hostile=True)
-
-
-@pytest.fixture(scope="module")
-def small_page(small: Report) -> str:
-    """Its page."""
-    return report_page(small)
+    return invented(12)
 
 
 def outcome(**cells: list[str]) -> dict[str, Any]:
@@ -252,18 +239,16 @@ def with_analysis(**parts: list[dict[str, Any]]) -> str:
     return report_page(report_of(BASE, BETTER, analysis=parts))
 
 
-def test_the_page_has_a_part_for_each_analysis_and_is_well_formed(small_page: str):
-    tags = check_safe(small_page, num_scripts=1)
+def test_the_page_has_a_part_for_each_analysis_and_words_for_every_picture(small: Report):
+    page = report_page(small)
+    tags = check_safe(page, num_scripts=1)
     assert [a["href"] for tag, a in tags.tags if tag == "a"] == [f"#{part}" for part in PARTS]
     assert [a["id"] for tag, a in tags.tags if tag == "section" and "id" in a] == list(PARTS)
-    assert not re.search("[\u202a-\u202e\u2066-\u2069\u200b]", small_page)
-    assert "[U+202E]evil[U+2066][U+200B]" in small_page
+    assert not re.search("[\u202a-\u202e\u2066-\u2069\u200b]", page)
+    assert "[U+202E]evil[U+2066][U+200B]" in page
     ids = [a["id"] for _, a in tags.tags if "id" in a]
     assert len(ids) == len(set(ids))
-
-
-def test_every_picture_has_words(small_page: str):
-    pictures = [a for tag, a in Tags(small_page).tags if tag == "svg" and "viewbox" not in a]
+    pictures = [a for tag, a in tags.tags if tag == "svg" and "viewbox" not in a]
     assert len(pictures) > 50
     assert all(a.get("aria-label") if a.get("role") == "img" else a.get("aria-hidden") == "true" for a in pictures)
 
@@ -271,27 +256,12 @@ def test_every_picture_has_words(small_page: str):
 def test_markdown_and_json_hold_the_same_analyses(small: Report, tmp_path: Path):
     write_report(small, tmp_path)
     saved = json.loads((tmp_path / "metrics.json").read_text())["analysis"]
-    assert list(saved) == [
-        "outcomes",
-        "pass_rates",
-        "stages",
-        "unserved",
-        "truncation",
-        "latencies",
-        "structure",
-        "attention",
-    ]
+    assert tuple(saved) == ANALYSES
     assert saved["outcomes"][0]["fixed"] == small.analysis["outcomes"][0]["fixed"]
     assert len(saved["attention"][1]["layers"]) == 28 and len(saved["attention"][1]["pairs"]) == 400
     markdown = report_markdown(small)
-    for title in (
-        "Fixed and broken",
-        "Latency",
-        "Gap by description length",
-        "Description length: Q1",
-        "Estimated pass rates",
-        "Structure of",
-    ):
+    for title in ("Fixed and broken", "Latency", "Gap by description length", "Description length: Q1",
+                  "Estimated pass rates", "Structure of"):  # fmt: skip
         assert f"## {title}" in markdown
     assert "| total | 4.56 ms | 4.10 ms | 6.56 ms | 220 | – | – | 75 |" in markdown
     assert "| code share of the body | .21 | .09 | .68 | <.0001 | more |" in markdown
@@ -304,14 +274,11 @@ def test_markdown_and_json_hold_the_same_analyses(small: Report, tmp_path: Path)
     assert len({line.replace("\\|", "").count("|") for line in rows}) == 1
 
 
-def test_fixed_and_broken_queries_are_counted_and_listed():
+def test_fixed_and_broken_queries_are_counted_and_listed_with_what_stood_on_top():
     shown = with_analysis(outcomes=[outcome(both=["q1"], fixed=["q3"], neither=["q2"])])
     assert '<rect class="fixed" x="33.33%" width="33.33%"' in shown
     assert "McNemar’s p = 1" in shown and "broken <b>0</b>" in shown
     assert re.findall(r"<summary>(\d.*?)</summary>", shown) == ["1 query fixed"]
-
-
-def test_a_changed_query_is_listed_with_what_stood_on_top():
     changed = {"outcomes": [outcome(fixed=["q1"], broken=["q2"], neither=["q3"])]}
     shown = report_page(report_of(BASE, BETTER, analysis=changed, skills={"x": Skill("x", "Ex", "", "")}))
     assert '<b>q1</b><p dir="auto">text of q1</p>' in shown
@@ -343,25 +310,16 @@ def report_with(measure: str, base: dict[str, float], better: dict[str, float], 
 
 def test_a_measure_without_values_for_some_queries_says_over_how_many_it_is():
     report = report_with("Set-Compat", {"q2": 1.0}, {"q2": 0.0})
-    markdown = report_markdown(report)
+    markdown, page = report_markdown(report), report_page(report)
     assert "| system | Hit@1 | Set-Compat (n = 1) |" in markdown
     assert "| Set-Compat (n = 0) |" in markdown.split("## Kind: single")[1]
     assert "Set-Compat is over the 1 queries that have a value of it" in markdown
-    content = report_page(report)
-    assert "Set-Compat <small>n = 1</small>" in content
-    assert "Over the 1 of 3 queries that have a value." in content
-    assert "Set-Compat@k" not in content
+    assert "Set-Compat <small>n = 1</small>" in page and "Set-Compat@k" not in page
+    assert "Over the 1 of 3 queries that have a value." in page
     assert "n = 1" in terminal(report, 80)
-
-
-def test_a_measure_that_no_query_has_a_value_of_is_a_dash_everywhere():
     report = report_with("Set-Compat", {}, {})
-    assert "<td>–</td>" in report_page(report)
-    assert "| base | .000 [.00, .00] | – |" in report_markdown(report)
+    assert "<td>–</td>" in report_page(report) and "| base | .000 [.00, .00] | – |" in report_markdown(report)
     assert report_with("Set-Compat", {}, {}, names=()).comparisons == ()
-
-
-def test_systems_are_compared_over_the_queries_that_have_a_value():
     (found,) = report_with("Set-Compat", {"q2": 0.5, "q3": 0.0}, {"q2": 1.0, "q3": 0.5}, names=()).comparisons
     assert (found.measure, found.difference.mean, found.difference.n) == ("Set-Compat", 0.5, 2)
 
@@ -383,10 +341,8 @@ def test_the_first_sentence_says_what_the_comparison_allows(small: Report):
     assert report_of(BASE, SAME).headline().startswith("All systems have the same Hit@1, .333")
     said = report_of(BASE, BETTER).headline()
     assert said.startswith("better has the highest Hit@1, .667 [.00, 1.00]: not told apart from base (difference .333")
-    assert [report_of(BASE).title(), report_of(BASE, BETTER).title()] == [
-        "base on 3 queries",
-        "base and better on 3 queries",
-    ]
+    titles = ["base on 3 queries", "base and better on 3 queries"]
+    assert [report_of(BASE).title(), report_of(BASE, BETTER).title()] == titles
     assert small.title() == "5 systems on 12 queries"
 
 
