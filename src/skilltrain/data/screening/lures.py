@@ -4,8 +4,12 @@ nowhere.
 A command that is only named ("blocks `base64 -d | bash`") has nothing to decode: it is no finding.
 """
 
+import base64
+import codecs
 import ipaddress
 import re
+import zlib
+from collections.abc import Iterator
 
 from skilltrain.data.screening.reading import WARNING, Reading, Spans, expand
 
@@ -15,9 +19,7 @@ _DECODED_TO_SHELL = re.compile(
 _SUBSTITUTION = re.compile(
     r"\b(?:eval\(?|exec\(?|source|(?:ba|z|da|k)?sh)\s{0,3}(?:-\w{1,3}\s{1,3}){0,2}[\"'<\s]{0,4}(?:\$\(|`|<\()", re.ASCII
 )
-_PAYLOAD = re.compile(
-    r"[a-z0-9+/=]{16}|\$[\w{]|(?:echo|printf)\s[\"'][^\n]{6}|\b(?:curl|wget|cat|tail|head|dd|xxd)\s", re.ASCII
-)
+_PAYLOAD = re.compile(expand("<PAYLOAD>"), re.ASCII)
 _OPERAND = re.compile(r"\s{0,3}<{0,3}\s{0,3}[\"'$]?[\w./~{-]{0,80}[\w}]")
 _COMMAND_START = re.compile(r"[`\n;(]|&&|\|\|")
 _LONGEST_PAYLOAD = 6_000
@@ -46,6 +48,43 @@ def piped_through_decoder(reading: Reading) -> Spans:
                 yield begin + at, found.end()
 
 
+_LITERAL = re.compile(expand("<BLOB>"))
+_COMMAND = re.compile(expand("<COMMAND>"))
+_TURNED = re.compile(r"\[::-1\]|\breverse(?:d)?\(|\|\s{0,3}rev\b|strrev|\[array\]::reverse")
+_SHIFTED = re.compile(r"rot_?13|n-za-m")
+
+
+def encoded_commands(reading: Reading) -> Spans:
+    """Literals of a program that hold commands once they are decoded; places in the text as written."""
+    text = reading.text
+    for found in _LITERAL.finditer(text):
+        if any(_COMMAND.search(decoded) for decoded in _decoded(found[0], found.lastgroup or "")):
+            yield found.span()
+    if _SHIFTED.search(reading.plain):
+        yield from (one.span() for one in _COMMAND.finditer(codecs.encode(text, "rot13")))
+    if _TURNED.search(reading.plain):
+        yield from ((len(text) - one.end(), len(text) - one.start()) for one in _COMMAND.finditer(text[::-1]))
+
+
+def _decoded(literal: str, kind: str, depth: int = 3) -> Iterator[str]:
+    """What a literal may stand for: its bytes, unpacked, and what these hold in the same way."""
+    try:
+        if kind == "numbers":
+            content = bytes(map(int, re.findall(r"\d{2,3}", literal)))
+        elif kind == "hex":
+            content = bytes.fromhex(re.sub(r"\\x|0x|[\s,]", "", literal))
+        else:
+            content = base64.b64decode(literal + "=" * (-len(literal) % 4), altchars=b"-_" if "-" in literal else None)
+        if content[:1] == b"\x78" or content[:2] == b"\x1f\x8b":
+            content = zlib.decompressobj(47).decompress(content, 65_536)
+    except (ValueError, zlib.error):
+        return
+    decoded = content.replace(b"\0", b"").decode("latin-1")
+    yield decoded
+    if depth and (inner := _LITERAL.match(decoded)):
+        yield from _decoded(inner[0], inner.lastgroup or "", depth - 1)
+
+
 def is_lesson(reading: Reading, start: int, end: int) -> bool:
     """Whether a skill on security shows a command as an attack: the section up to the end of its line says so."""
     section = max(reading.plain.rfind("\n#", max(0, start - 600), start), start - 600, 0)
@@ -62,14 +101,7 @@ def _has_operand(command: str) -> bool:
 
 _IP = r"\d{1,3}(?:\.\d{1,3}){3}"
 _AFTER_HOST = r"(?![\w-]|\.\w)"
-_ADDRESS = re.compile(
-    rf"(?:https?|ftp|wss?)://(?:[^\s/@\"'<>]{{1,64}}@)?(?:(?P<url>{_IP})|\[(?P<v6>[0-9a-f:]{{2,39}})\]"
-    rf"|(?P<number>0x[0-9a-f]{{8}}|\d{{8,10}})){_AFTER_HOST}[^\s\"'`<>)\]]{{0,80}}"
-    rf"|/dev/(?:tcp|udp)/(?P<device>{_IP})(?:/\d{{1,5}})?"
-    rf"|(?:curl|wget|ncat|nc(?<![a-z]nc)|telnet|irm|iwr)\s(?:[^\n|;&]{{0,80}}?\s)?[\"'`]?(?P<bare>{_IP})"
-    rf"(?=[:/\s\"'`]){_AFTER_HOST}",
-    re.ASCII,
-)
+_ADDRESS = re.compile(expand("<ADDRESS>"), re.ASCII)
 _EXAMPLES = ("1.2.3.4", "4.3.2.1", "5.6.7.8", "11.22.33.44", "12.34.56.78", "123.45.67.89", "1.0.0.1", "8.8.4.4")
 _DEMOS = ("20.102.90.50:2017/wiki17",)  # the index that DSPy's own manual shows
 
@@ -98,17 +130,9 @@ def outside_addresses(reading: Reading) -> Spans:
             yield found.start(), found.start() + len(found[0].rstrip(".,;:"))
 
 
-_PASTE_URL = re.compile(
-    r"(?:glot\.io/snippets|rentry\.(?:co|org)|pastebin\.com|paste\.ee|hastebin\.com|ghostbin\.\w{2,4}"
-    r"|dpaste\.(?:com|org)|ix\.io|sprunge\.us|paste\.rs|termbin\.com|0x0\.st|transfer\.sh|bpa\.st|controlc\.com"
-    r"|justpaste\.it|telegra\.ph|privatebin\.net|hackmd\.io|paste\.gg|pastes\.io|snippet\.host|anonfiles\.com|gofile\.io"
-    r"|gist\.githubusercontent\.com)/[\w~%./?=&-]{3,120}",
-    re.ASCII,
-)
+_PASTE_URL = re.compile(expand("<PASTE_URL>"), re.ASCII)
 _SCHEME = re.compile(r"(?:https?://)?(?:www\.)?$")
-_RUN_IT = re.compile(
-    r"\b(?:execute|run|paste|install(?:ation)?|terminal|powershell|command|script)\b|执行|运行|终端|安装|复制|粘贴"
-)
+_RUN_IT = re.compile(expand("<RUN_IT>"))
 _PIPED = re.compile(expand(r"[^\n|]{0,40}<PIPE><SHELL>|[\"')]{0,3}\s{0,2}\)?\s{0,3}\|\s{0,3}<SHELL>"))
 _SUBSTITUTED = re.compile(r"(?:\beval|\bsource|\bsh|\bbash|\biex)\b[^\n|;]{0,60}$")
 _VISIT = re.compile(r"\b(?:visit|open|go to|copy|get|from|see)\b|访问|打开|复制|前往|\]\($|\($|\[")
@@ -128,17 +152,8 @@ def paste_links(reading: Reading) -> Spans:
 
 
 _PROGRAM = r"[^\n.!。|]{2,60}?"
-_NEEDED = re.compile(
-    rf"(?:must|has to|have to|needs? to) (?:first )?be (?:installed|running|started|active)\b"
-    r"|is required for (?:the|this) skill\b"
-    rf"|requires?\s{_PROGRAM}\bto be (?:installed|running)\b|requires? the {_PROGRAM}\butility\b"
-    r"|skill will not work without\b|(?:必须|需要)[^\n。]{0,30}安装|安装[^\n。]{2,40}才能",
-    re.ASCII,
-)
-_BEFORE_USE = re.compile(
-    r"before (?:using|running|starting)|for (?:the|this) skill|this skill|to function|nothing[^.\n]{0,20} works"
-    r"|之前|本技能|(?:此|该)(?:技能|工具|功能)"
-)
+_NEEDED = re.compile(expand("<NEEDED>"), re.ASCII)
+_BEFORE_USE = re.compile(expand("<BEFORE_USE>"))
 _LINK = re.compile(r"https?://(?P<host>[\w-]{1,63}(?:\.[\w-]{1,63}){1,5})(?P<path>/[^\s)\]`\"'<>]{0,200})?")
 _TO_FETCH = re.compile(r"\b(?:download|setup here|install (?:it )?from|visit|get it (?:here|from|at))|下载|访问")
 _PROGRAM_FILE = re.compile(r"/releases/[^\s]{1,160}\.(?:zip|exe|msi|dmg|pkg|rar|7z)\b|\.(?:exe|msi|dmg|pkg|scr|bat)$")

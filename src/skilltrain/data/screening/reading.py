@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
+from itertools import islice
 from types import ModuleType
 from typing import Any, Literal
 
@@ -18,8 +19,23 @@ import yaml
 from skilltrain.records import Skill
 from skilltrain.texts import INVISIBLE
 
+
+@cache
+def _table() -> dict[str, Any]:
+    return yaml.safe_load((files("skilltrain.data.screening") / "rules.yaml").read_text(encoding="utf-8"))
+
+
+def expand(regex: str) -> str:
+    """`regex` in one line, each <NAME> replaced by that fragment of rules.yaml."""
+    fragments = _table()["fragments"]
+    return re.sub("<([A-Z_]+)>", lambda found: expand(fragments[found[1]]), "".join(regex.splitlines()))
+
+
 # HTML entities, broken shell lines, invisible characters.
 _DISGUISE = re.compile(rf"&(?:#\d{{1,7}}|#x[0-9a-f]{{1,6}}|[a-z]{{2,8}});|\\\n|[{INVISIBLE}]+")
+# What programs put between the letters of a word that nobody is to find ('cu' + 'rl', cu""rl, ${IFS}), and variables.
+_SPLIT = re.compile(_DISGUISE.pattern + expand("|<SPLIT>"))
+_ASSIGNED = re.compile(expand("<ASSIGNED>"))
 # Full-width and mathematical letters, and spaces of other widths, as the ASCII that they look like.
 _STYLED = re.compile("[\uff01-\uff5e\u3000\u00a0\u2002-\u200a\u202f\U0001d400-\U0001d7ff]")
 _STYLED_CODES = (0x3000, 0xA0, 0x202F, *range(0x2002, 0x200B), *range(0xFF01, 0xFF5F), *range(0x1D400, 0x1D800))
@@ -30,33 +46,16 @@ _LOOK_ALIKE = str.maketrans(_LETTERS, "abekmhopctyxijshdqwaeiopuv")
 _MIXED_WORD = re.compile("[a-z]{0,24}[авекмнорстухіјѕһԁԛԝαειορυν]{1,8}[a-zавекмнорстухіјѕһԁԛԝαειορυν]{0,24}")
 _OPENING_QUOTES = "\"'`“‘「『«"
 _PAIRS = (("“", "”"), ("「", "」"), ("『", "』"), ("«", "»"))
-_REPORTED = re.compile(
-    r"(?:\b(?:like|such as|including|say(?:s|ing)?|detect(?:s|ing|ion of)?|never|not|or)|e\.g\.,?|/scan"
-    r"|\b(?:ask|tell|instruct|order|trick|urge|attempt|tr[yi]|want|design|intend|need|request)[a-z]{0,4}"
-    r"(?: (?:you|it|them|the (?:agent|model|assistant|ai|llm)))?(?: to(?: [^.!?\n]{0,60})?)?"
-    r"|\binstructions? to(?: [^.!?\n]{0,60})?|例如|比如|诸如|试图|要求你?|尝试|检测)[\s:,]{0,3}$",
-    re.ASCII,
-)
-_OF_ATTACKS = re.compile(
-    r"attack|inject|malicious|jailbreak|block|detect|scan|\btr(?:y|ies)\b|threat|suspicious|adversarial|攻击|注入|恶意|检测"
-)
-WARNING = re.compile(
-    r"attack|inject|malicious|malware|exploit|\bpatterns?:|suspicious|vulnerab|dangerous|threat|adversar"
-    r"|red flag|\bscan|\bblock(?:s|ed|ing)?\b"
-    r"|\bnever\b|\bavoid|\bdetect(?:s|ion|ing)\b|look(?:s|ing)? for|signature|indicator|\bunsafe|exfiltrat|payload"
-    r"|backdoor"
-    r"|reverse.shell|pentest|penetration|\bpersist(?:s|ence)?\b|\bdon't\b|\bdo not (?:run|use|send)|forbid|prohibit"
-    r"|\bden(?:y|ied)\b"
-    r"|\bredteam|red team|❌|🚫|攻击|注入|恶意|检测|危险|禁止|风险|拦截|黑名单"
-)
+_REPORTED = re.compile(expand("<REPORTED>"), re.ASCII)
+_OF_ATTACKS = re.compile(expand("<OF_ATTACKS>"))
+WARNING = re.compile(expand("<WARNING>"))
+_LISTING = re.compile(r"(?:requirements|constraints)[\w.-]{0,40}\.txt$|cmakelists\.txt$")
 _PROSE = (".md", ".mdx", ".txt", ".rst", ".adoc")
-_PRINTED = re.compile(
-    r"(?:\bprint|\becho|\bputs|\bprintf|console\.log|stdout\.write)\s?\(?\s?[a-z]?[\"'`][^\"'`]{0,200}$"
-)
-_ON_SECURITY = re.compile(
-    r"securi|attack|malware|pentest|penetration|vulnerab|exploit|threat|inject|forensic|red.?team|hack|guard|\bctf\b"
-    r"|secret|vetter|scann|sandbox|safety|block|dangerous|malicious|hardening|安全|攻击|漏洞|渗透|恶意|风险"
-)
+_PRINTED = re.compile(expand("<PRINTED>"))
+_ON_SECURITY = re.compile(expand("<ON_SECURITY>"))
+_COMMENT = re.compile(r"(?:^|(?<=\n))[^\S\n]{0,40}(?:#|//|\*|--)[^\n]{0,400}")
+_ELEMENT = re.compile(expand("<ELEMENT>"))
+_SCANNER = re.compile(expand("<SCANNER>"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,8 @@ class Reading:
         """What rules take this for: name, description, body (as is any text for readers), or program."""
         if not self.field.startswith("./"):
             return self.field
-        return "body" if self.field.lower().endswith(_PROSE) else "program"
+        is_prose = self.field.lower().endswith(_PROSE) and not _LISTING.search(self.field.lower())
+        return "body" if is_prose else "program"
 
     def line_before(self, start: int, width: int) -> str:
         """What stands before `start` in its line, at most `width` characters."""
@@ -118,10 +118,13 @@ class Reading:
     def is_warned_of(self, start: int, end: int) -> bool:
         """Whether the text around a command says that it is an attack; quotes tell nothing: commands stand in code.
 
-        Comments of a program warn nobody, but those of a scanner.
+        Comments of a program warn nobody, but those of a scanner; any may list in quotes what it looks for.
         """
         if self.kind == "program" and not self.on_security():
-            return False
+            line = self.line_before(start, 300) + self.plain[start:end].lstrip()[:80]
+            code = _COMMENT.sub("", self.plain[max(0, start - 1500) : end + 300])
+            in_quotes = any(self.line_before(start, 300).count(quote) % 2 for quote in "\"'`/")
+            return (in_quotes or bool(_ELEMENT.match(line))) and bool(_SCANNER.search(code))
         line_end = self.plain.find("\n", end, end + 200)
         before = 1500 if self.on_security() else 300
         return bool(WARNING.search(self.plain[max(0, start - before) : line_end if line_end >= 0 else end + 200]))
@@ -177,8 +180,9 @@ class Find:
 
     def spans(self, reading: Reading) -> Spans:
         """The finds, as (start, end) in the plain text; of a `written` check in the text as written."""
-        anchors = [anchor for anchor in self.anchors.split("|") if anchor in reading.plain]
-        if reading.kind not in self.fields or not anchors:
+        tried = self.anchors.split("|") if reading.kind in self.fields else []
+        anchors = [anchor for anchor in tried if anchor in reading.plain]
+        if not anchors:
             return
         if self.custom is not None:
             yield from self.custom(reading)
@@ -211,17 +215,6 @@ class Rule:
     name: str
     reason: str
     finds: tuple[Find, ...]
-
-
-@cache
-def _table() -> dict[str, Any]:
-    return yaml.safe_load((files("skilltrain.data.screening") / "rules.yaml").read_text(encoding="utf-8"))
-
-
-def expand(regex: str) -> str:
-    """`regex` in one line, each <NAME> replaced by that fragment of rules.yaml."""
-    fragments = _table()["fragments"]
-    return re.sub("<([A-Z_]+)>", lambda found: expand(fragments[found[1]]), "".join(regex.splitlines()))
 
 
 def load_rules(modules: Mapping[str, ModuleType]) -> tuple[Rule, ...]:
@@ -270,13 +263,19 @@ def read_text(text: str, field: str = "body", skill: Skill | None = None) -> Rea
     if _STYLED.search(plain):
         plain = plain.translate(_TO_PLAIN)
     origins = None
-    if _DISGUISE.search(plain):
+    is_program = Reading(text, plain, None, (), field).kind == "program"
+    values = {one["name"]: one["value"] for one in islice(_ASSIGNED.finditer(plain), 2_000)} if is_program else {}
+    disguise = _SPLIT if is_program else _DISGUISE
+    if disguise.search(plain):
         parts: list[str] = []
         origins = array("l")
         done = 0
-        for found in _DISGUISE.finditer(plain):
+        for found in disguise.finditer(plain):
             shown = html.unescape(found[0]).lower() if found[0][0] == "&" else ""
-            if len(shown) > 1:
+            if found[0][0] == "$":
+                name = found[0].strip("${}")
+                shown = " " if name.startswith("ifs") else values.get(name, found[0])
+            elif len(shown) > 1:
                 continue  # no entity, or one that stands for two letters
             parts += (plain[done : found.start()], shown)
             origins.extend(range(done, found.start()))

@@ -7,26 +7,14 @@ import re
 from collections import Counter
 from itertools import pairwise
 
-from skilltrain.data.screening.reading import Reading, Spans
+from skilltrain.data.screening.reading import Reading, Spans, expand
 
-_KEY = re.compile(
-    r"(?:(?:AKIA|ASIA)[0-9A-Z]{16}|gh[pousr]_[A-Za-z0-9]{36}|github_pat_[A-Za-z0-9]{22}_[A-Za-z0-9]{59}"
-    r"|glpat-[\w-]{20}|sk-(?:proj-|ant-(?:api\d\d-)?|or-v1-|svcacct-)?[A-Za-z0-9_-]{32,200}|[sr]k_live_[A-Za-z0-9]{24,99}"
-    r"|xox[abeprs]-(?:\d{8,14}-){1,3}[A-Za-z0-9-]{16,64}|AIza[\w-]{35}|npm_[A-Za-z0-9]{36}|hf_[A-Za-z]{34}"
-    r"|SG\.[\w-]{22}\.[\w-]{43}|\d{8,10}:AA[\w-]{33}|pypi-AgEIcHlwaS5vcmc[\w-]{50,200}"
-    r"|dop_v1_[0-9a-f]{64}|shpat_[0-9a-f]{32})(?![A-Za-z0-9_])"
-    r"|https://hooks\.slack\.com/services/T[A-Z0-9]{8,12}/B[A-Z0-9]{8,12}/[A-Za-z0-9]{24}"
-    r"|https://(?:canary\.|ptb\.)?discord(?:app)?\.com/api/webhooks/\d{17,20}/[\w-]{60,80}"
-)
+_KEY = re.compile(expand("<KEY>"))
 _PRIVATE_KEY = re.compile(
     r"-----BEGIN (?:[A-Z]{2,9} ){0,2}PRIVATE KEY-----(?:\s|\\n){0,4}(?P<key>[A-Za-z0-9+/=\s\\]{64,4000})"
 )
 _WEB_TOKEN = re.compile(r"eyJ[\w-]{10,300}\.(?P<claims>eyJ[\w-]{10,2000})\.[\w-]{20,700}(?![\w-])")
-_PLACEHOLDER = re.compile(
-    r"x{4}|\*{3}|\.{3}|0{5}|your|example|placeholder|dummy|sample|fake|test|redact|mask|change|replace|insert|secret"
-    r"|demo|foobar|deadbeef|1234567|7654321|abcdef|qwerty|token_?here|(.)\1{4}",
-    re.IGNORECASE,
-)
+_PLACEHOLDER = re.compile(expand("<PLACEHOLDER>"), re.IGNORECASE)
 _KNOWN_CLAIMS = re.compile(
     rb"1234567890|\"role\"\s{0,4}:\s{0,4}\"anon\"|john|example|test|demo|\bfoo|user_?id\W{1,4}1\b|alice|bob",
     re.IGNORECASE,
