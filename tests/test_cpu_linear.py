@@ -2,17 +2,14 @@ import copy
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 
 from skilltrain.losses import ListwiseCE
 from skilltrain.models import cpu_linear
 from skilltrain.models.adapters import AdapterConfig, add_adapter
 from skilltrain.models.cpu_linear import OneDnnLinear, pack_linear_layers, train_with_onednn
-from skilltrain.training import loop
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
 from training_data import training_set
-from training_runs import new_step, run
 
 SHAPES = [
     ((0, 5), 3, True), ((1, 5), 3, False), ((2, 9, 16), 33, True), ((2, 0, 16), 4, True), ((130, 257), 65, False),
@@ -140,17 +137,6 @@ def test_a_training_step_is_the_plain_one_and_no_name_changes(open_encoder_of, o
     assert loss == pytest.approx(plain_loss, rel=1e-5) and got.keys() == plain.keys()
     largest = max(value.abs().max().item() for value in plain.values())
     assert max((got[name] - plain[name]).abs().max().item() for name in plain) <= 1e-5 * largest
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_training_uses_it_unless_weights_are_sharded(model_folders, monkeypatch, tmp_path, sharded):
-    monkeypatch.setattr(loop, "shards_weights", lambda _: sharded)
-    step = new_step(model_folders["bert_dropout"])
-    run(step, tmp_path, resume=False)
-    PartialState._reset_state()
-    AcceleratorState._reset_state()
-    linear = {type(module) for module in step.modules() if isinstance(module, nn.Linear)}
-    assert linear == ({nn.Linear} if sharded else {OneDnnLinear})
 
 
 def test_the_processor_decides(monkeypatch):

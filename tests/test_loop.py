@@ -1,24 +1,32 @@
+"""The loop: order, resuming, signals, bad gradients; with a dev benchmark the best step is kept."""
+
 import json
 import math
+import os
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing as multiprocessing
 
 import training_runs
-from skilltrain import runs
 from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.metrics import Relevance
 from skilltrain.files import locked
 from skilltrain.losses import InfoNCE
-from skilltrain.models.encoder import EncoderConfig
-from skilltrain.stages import STAGES
+from skilltrain.models import cpu_linear
+from skilltrain.records import Query
+from skilltrain.retrieval.cascade import Cascade
+from skilltrain.training import loop
+from skilltrain.training.checkpoint import best_checkpoint, checkpoints
+from skilltrain.training.dev import Dev
 from skilltrain.training.engine import new_accelerator
-from skilltrain.training.loop import Run, Stop, new_optimizer, num_steps, schedule, step_batches, train
-from skilltrain.training.settings import TrainEncoderConfig, TrainingConfig
-from skilltrain.training.steps import EncoderStep, StepSettings
-from skilltrain.training.training_set import ListsSource
+from skilltrain.training.loop import Run, Stop, new_optimizer, num_steps, step_batches, train
+from skilltrain.training.settings import DevConfig, TrainingConfig
+from skilltrain.training.steps import EncoderStep, StepSettings, Texts
+from small_library import forget_ranks, skilltrain
 from training_data import training_set
 from training_runs import CONFIG, NUM_LISTS, new_step, run, signal_in
 
@@ -67,14 +75,6 @@ def test_an_epoch_sees_a_list_as_often_as_its_weight_says():
     assert halves[0] != halves[1]
 
 
-def test_the_schedule_by_hand():
-    # Ten steps, a fifth of them warming up: 1/3 and 2/3 of the peak, then half a cosine over eight steps.
-    values = [schedule(step, 10, 0.2) for step in range(10)]
-    assert values[:3] == pytest.approx([1 / 3, 2 / 3, 1])
-    assert values[6] == pytest.approx(0.5) and values[9] == pytest.approx(0.5 * (1 + math.cos(7 * math.pi / 8)))
-    assert schedule(0, 10, 0.0) == 1 and schedule(10, 10, 0.2) == 0
-
-
 def test_only_matrices_decay():
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
     decayed, kept = new_optimizer(model, 1e-3, 0.01).param_groups
@@ -85,25 +85,27 @@ def test_only_matrices_decay():
 def test_the_log_holds_each_steps_figures(uninterrupted):
     rows = log_of(uninterrupted[0])
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    # One of six steps warms up, at half the peak; then half a cosine over five.
-    shares = [0.5, *(0.5 * (1 + math.cos(math.pi * step / 5)) for step in range(5))]
+    # Two of six steps warm up, at 1/3 and 2/3 of the peak; then half a cosine over four.
+    shares = [1 / 3, 2 / 3, *(0.5 * (1 + math.cos(math.pi * step / 4)) for step in range(4))]
     assert [row["learning_rate"] for row in rows] == pytest.approx([1e-3 * share for share in shares])
     assert all(row["loss"] > 0 and row["grad_norm"] > 0 for row in rows)
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
-@pytest.mark.parametrize("number", [1, 4])
-def test_ctrl_c_saves_a_checkpoint_and_the_resumed_run_is_bit_identical(uninterrupted, model_folders, tmp_path, number):
-    step = signal_in(new_step(model_folders["bert_dropout"]), number, signal.SIGINT)
+def test_ctrl_c_saves_a_checkpoint_and_the_resumed_run_is_bit_identical(uninterrupted, model_folders, tmp_path):
+    step = signal_in(new_step(model_folders["bert_dropout"]), 3, signal.SIGINT)
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(SkilltrainError) as error:
         run(step, tmp_path, resume=False)
     assert str(error.value) == (
-        f"{tmp_path}: interrupted after step {number} of 6; a checkpoint is saved "
+        f"{tmp_path}: interrupted after step 3 of 6; a checkpoint is saved "
         "(run the same command with --resume to go on)"
     )
     assert signal.getsignal(signal.SIGINT) is before
-    assert (tmp_path / "checkpoints" / f"step-{number}").is_dir()
+    assert (tmp_path / "checkpoints" / "step-3").is_dir()
+    with pytest.raises(SkilltrainError, match="checkpoints of an earlier run lie here"):
+        run(new_step(model_folders["bert_dropout"]), tmp_path, resume=False)
+    forget_ranks()
     torch.manual_seed(99)  # whatever the random state of the new process
     assert identical(run(new_step(model_folders["bert_dropout"]), tmp_path, resume=True), uninterrupted[1])
     assert log_of(tmp_path) == log_of(uninterrupted[0])
@@ -124,26 +126,34 @@ def test_a_run_killed_with_9_resumes_bit_identically(uninterrupted, model_folder
     assert log_of(tmp_path) == log_of(uninterrupted[0])
 
 
-def test_dropout_is_on_while_training(model_folders, tmp_path):
-    step, losses = new_step(model_folders["bert_dropout"]), []
+def test_the_probe_runs_the_largest_batch_and_changes_nothing(uninterrupted, model_folders, tmp_path, monkeypatch):
+    step, seen, losses = new_step(model_folders["bert_dropout"]), [], []
+    batches = [batch for of_step in step_batches(step.data.lists, CONFIG) for batch in of_step]
+    sizes = [sum(len(step.skill_ids[skill]) for one in batch for skill in one.skill_ids) for batch in batches]
     forward = step.forward
 
-    def twice(batch):
-        losses.extend(forward(batch).item() for _ in range(2))
+    def seeing(batch):
+        seen.append(batch)
+        if len(seen) == 1:  # within the probe, which puts random states back
+            losses.extend(forward(batch).item() for _ in range(2))
         return forward(batch)
 
-    step.forward = twice
-    result = train(training_runs.accelerator(), step, step.data.lists[:4], CONFIG, Run(tmp_path, False, {}))
-    assert losses[0] != losses[1]
-    assert (result.position.step, result.position.queries) == (2, 8)
-    assert result.checkpoint == tmp_path / "checkpoints" / "step-2"
+    step.forward = seeing
+    monkeypatch.setattr(loop, "can_probe", lambda _: True)
+    found = run(step, tmp_path, resume=False)
+    assert identical(found, uninterrupted[1]) and log_of(tmp_path) == log_of(uninterrupted[0])
+    assert seen[0] == batches[sizes.index(max(sizes))] and len(seen) == len(batches) + 1
+    assert losses[0] != losses[1], "dropout is on"
 
 
-def test_an_earlier_runs_checkpoints_are_not_overwritten(model_folders, tmp_path):
-    with pytest.raises(SkilltrainError, match="interrupted"):
-        run(signal_in(new_step(model_folders["bert"]), 1, signal.SIGINT), tmp_path, resume=False)
-    with pytest.raises(SkilltrainError, match="checkpoints of an earlier run lie here"):
-        run(new_step(model_folders["bert"]), tmp_path, resume=False)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_onednn_computes_unless_weights_are_sharded(model_folders, monkeypatch, tmp_path, sharded):
+    monkeypatch.setattr(cpu_linear, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(loop, "shards_weights", lambda _: sharded)
+    step = new_step(model_folders["bert"])
+    loop._prepare(training_runs.accelerator(), step, CONFIG, Run(tmp_path, False, {}))
+    linear = {type(module) for module in step.modules() if isinstance(module, torch.nn.Linear)}
+    assert linear == {torch.nn.Linear if sharded else cpu_linear.OneDnnLinear}
 
 
 SPOILED = {  # what is done to a step, and what is said of it
@@ -167,14 +177,13 @@ def test_a_bad_gradient_stops_before_the_step_and_names_its_queries(model_folder
 
 
 def test_accumulation_does_not_change_what_a_query_weighs(open_encoder_of, tmp_path):
-    """Twenty lists as 6 + 6 + 6 + 2 queries a step, in one batch or in pieces of 3, 2 or 1."""
+    """Eight lists as 6 + 2 queries a step, in one batch or in pieces of 3, 2 or 1."""
     results = []
-    for batch_size, accumulation in ((6, 1), (3, 2), (2, 3), (1, 6)):
-        encoder, data = open_encoder_of("bert").double(), training_set(NUM_LISTS)
+    for batch_size in (6, 3, 2, 1):
+        encoder, data = open_encoder_of("bert").double(), training_set(8)
         step = EncoderStep(encoder, InfoNCE(), data, StepSettings(200, in_batch=False))
-        config = TrainingConfig(
-            batch_size=batch_size, accumulation=accumulation, learning_rate=1e-3, precision="float32"
-        )
+        settings = {"batch_size": batch_size, "accumulation": 6 // batch_size, "learning_rate": 1e-3}
+        config = TrainingConfig.model_validate(settings)
         out = Run(tmp_path / str(batch_size), False, {})
         train(new_accelerator(config, quantized=False), step, data.lists, config, out)
         results.append(torch.cat([parameter.detach().flatten() for parameter in step.parameters()]))
@@ -195,12 +204,88 @@ def test_only_a_second_ctrl_c_stops_at_once():
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_two_trainings_on_one_out_are_kept_apart(tmp_path):
-    data = ListsSource(pool=tmp_path / "pool", lists=tmp_path / "lists")
-    config = TrainEncoderConfig(stage="train_encoder", model=EncoderConfig(source="m"), data=data, out=tmp_path / "out")
-    with (
-        locked(tmp_path / "out"),
-        pytest.raises(SkilltrainError, match=r"another process is writing"),
-    ):
-        runs._train(STAGES["train_encoder"], config, {}, True)
-    assert not (tmp_path / "out").exists()
+def test_two_trainings_on_one_out_are_kept_apart(runs, tmp_path):
+    with locked(tmp_path / "out"):
+        line = skilltrain("train", runs / "recipes" / "encoder.yaml", f"out={tmp_path}/out").error_line
+    assert "another process is writing" in line
+
+
+# With a dev benchmark ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ScriptedRanker:
+    """Ranks the gold skill at a place written down beforehand for each evaluation, whatever the model says."""
+
+    places: list[int]
+    signal_in: int = 0
+    seen: int = 0
+    model: Any = None
+
+    def rank(self, queries, candidates, keep):
+        vectors = self.model(Texts([[2, 9, 3], [2, 8, 3], [2, 7, 7, 3]]))
+        assert vectors.shape == (3, 32) and vectors.norm(dim=1).allclose(torch.ones(3))
+        place = self.places[self.seen]
+        self.seen += 1
+        if self.seen == self.signal_in:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {"q": [(name, -float(rank)) for rank, name in enumerate([*(f"s{i}" for i in range(place - 1)), "gold"])]}
+
+
+def scripted_dev(places, tmp_path, signal_in=0, **settings):
+    config = DevConfig(benchmark=tmp_path, **{"every": 1} | settings)
+    relevance = {"q": Relevance(gold=frozenset({"gold"}), gains={"gold": 1.0})}
+    own = ScriptedRanker(places, signal_in)
+    queries = [Query("q", "find", "single", "test", "dev")]
+    return Dev(config, relevance, Cascade(queries, [], 20, own), own)
+
+
+def run_with(dev, step, out, resume=False, **changes):
+    config = CONFIG.model_copy(update=changes)
+    return train(training_runs.accelerator(), step, step.data.lists, config, Run(out, resume, {}, dev))
+
+
+def dev_rows(out):
+    rows = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
+    return [(row["step"], row["dev"]["MRR@10"]["mean"]) for row in rows if "dev" in row]
+
+
+def test_the_best_step_is_kept_and_is_what_the_run_gives(model_folders, tmp_path):
+    dev = scripted_dev([5, 2, 4, 4, 3, 2], tmp_path)  # the second is best; the last is equal, not better
+    result = run_with(dev, new_step(model_folders["bert"]), tmp_path / "out", keep_checkpoints=1, save_every=100)
+    assert dev_rows(tmp_path / "out") == [(1, 0.2), (2, 0.5), (3, 0.25), (4, 0.25), (5, pytest.approx(1 / 3)), (6, 0.5)]
+    best = result.position.best
+    assert (result.checkpoint.name, best.figures["MRR@10"].mean, result.position.step) == ("step-2", 0.5, 6)
+    assert [path.name for path in checkpoints(tmp_path / "out" / "checkpoints")] == ["step-2", "step-6"]
+
+
+def test_patience_ends_the_run_and_a_finished_run_is_not_taken_up_again(model_folders, tmp_path):
+    results = []
+    for places in ([2, 3, 4, 1, 1, 1], []):
+        dev = scripted_dev(places, tmp_path, patience=2)
+        results.append(run_with(dev, new_step(model_folders["bert"]), tmp_path / "out", resume=not places))
+    assert [(one.position.step, one.checkpoint.name) for one in results] == [(3, "step-1")] * 2
+    assert results[0].position.best == results[1].position.best
+
+
+def test_a_resumed_run_knows_what_was_best(model_folders, tmp_path):
+    places = [3, 2, 4, 5, 6, 7]
+
+    def run_on(name, places, signal_in=0, resume=False):
+        dev = scripted_dev(places, tmp_path, signal_in, patience=3)
+        return run_with(dev, new_step(model_folders["bert"]), tmp_path / name, resume)
+
+    whole = run_on("whole", places)
+    with pytest.raises(SkilltrainError, match="interrupted after step 3 of 6; a checkpoint is saved"):
+        run_on("out", places, signal_in=3)
+    resumed = run_on("out", places[3:], resume=True)
+    assert whole.position.step == resumed.position.step == 5
+    assert resumed.checkpoint.name == whole.checkpoint.name == best_checkpoint(tmp_path / "out" / "checkpoints").name
+    assert dev_rows(tmp_path / "out") == dev_rows(tmp_path / "whole")
+
+
+def test_evaluating_changes_nothing_of_the_training(uninterrupted, model_folders, tmp_path):
+    step = new_step(model_folders["bert_dropout"])
+    run_with(scripted_dev([1] * 6, tmp_path, every=4), step, tmp_path)
+    assert [number for number, _ in dev_rows(tmp_path)] == [4, 6]  # the last step is evaluated too
+    assert identical(dict(step.named_parameters()), uninterrupted[1])

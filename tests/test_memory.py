@@ -1,7 +1,6 @@
 """A GPU's memory: planned, probed before the first step, and one line where it runs out; more is in test_gpu.py."""
 
 import copy
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,25 +40,6 @@ class OnGpu(Accelerator):
 
     def __init__(self, launch, num_processes):
         self.distributed_type, self.num_processes = launch, num_processes
-
-
-def losses(out):
-    return [json.loads(line)["loss"] for line in (out / "train_log.jsonl").read_text().splitlines()]
-
-
-def test_the_probe_runs_the_largest_batch_and_changes_nothing(model_folders, tmp_path, monkeypatch):
-    step = new_step(model_folders["bert_dropout"])
-    expected = run(step, tmp_path / "plain", resume=False)
-    batches = [batch for of_step in loop.step_batches(step.data.lists, CONFIG) for batch in of_step]
-    sizes = [sum(len(step.skill_ids[skill]) for one in batch for skill in one.skill_ids) for batch in batches]
-    monkeypatch.setattr(loop, "can_probe", lambda _: True)
-    probed, seen = new_step(model_folders["bert_dropout"]), []
-    forward = probed.forward
-    probed.forward = lambda batch: seen.append(batch) or forward(batch)
-    found = run(probed, tmp_path / "probed", resume=False)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert losses(tmp_path / "probed") == losses(tmp_path / "plain")
-    assert seen[0] == batches[sizes.index(max(sizes))] and len(seen) == len(batches) + 1
 
 
 def test_memory_that_runs_out_is_one_line_with_what_to_lower(model_folders, tmp_path):

@@ -18,7 +18,7 @@ from training_data import training_set
 
 CONFIG = TrainingConfig(
     epochs=2, batch_size=4, accumulation=2, learning_rate=1e-3, token_budget=150, precision="float32", save_every=2,
-    recompute=True,
+    recompute=True, warmup_share=0.3,
 )  # fmt: skip
 NUM_LISTS = 20  # three optimiser steps an epoch, the third of them half as large: steps 1 to 6
 CALLS_A_STEP = (2, 2, 1, 2, 2, 1)
