@@ -1,7 +1,5 @@
 """A step's loss and gradients: every saving of work against the plain way, each text of each list anew in one batch."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -10,21 +8,20 @@ from skilltrain.losses import InfoNCE, ListwiseCE
 from skilltrain.models.activations import checkpoint_layers
 from skilltrain.training import steps
 from skilltrain.training.steps import EncoderStep, Pairs, RerankerStep, StepSettings, Texts
-from skilltrain.training.training_set import lexical_scores
 from training_data import training_set
 
 # Token budgets: one text a micro-batch, a few, all together.
-SETTINGS = [StepSettings(8), StepSettings(150, recompute=True), StepSettings(150), StepSettings(10**6, recompute=True)]
+ALONE, FEW, ALL = StepSettings(8), StepSettings(150, recompute=True), StepSettings(10**6)
 # Qwen3's norms compute in float32 whatever the model's number format: float64 gradients agree to 1e-7.
 CASES = [
-    ("bert", torch.float64, 1e-12, 1e-9),
-    ("qwen3", torch.float64, 1e-12, 1e-7),
-    ("bert", torch.float32, 1e-5, 1e-5),
+    *(("bert", torch.float64, 1e-12, 1e-9, settings) for settings in (ALONE, FEW, ALL)),
+    ("qwen3", torch.float64, 1e-12, 1e-7, FEW),
+    ("bert", torch.float32, 1e-5, 1e-5, FEW),
 ]
 LIST_CASES = [
-    ("bert_reranker", torch.float64, 1e-12, 1e-9),
-    ("qwen3_reranker", torch.float64, 1e-12, 1e-7),
-    ("qwen3_reranker", torch.float32, 1e-5, 1e-5),
+    ("bert_reranker", torch.float64, 1e-12, 1e-9, FEW),
+    *(("qwen3_reranker", torch.float64, 1e-12, 1e-7, settings) for settings in (ALONE, FEW, ALL)),
+    ("qwen3_reranker", torch.float32, 1e-5, 1e-5, FEW),
 ]
 
 
@@ -65,8 +62,7 @@ def plain_encoder_loss(encoder, batch, data, temperature):
     return total
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize(("name", "dtype", "loss_tolerance", "gradient_tolerance"), CASES)
+@pytest.mark.parametrize(("name", "dtype", "loss_tolerance", "gradient_tolerance", "settings"), CASES)
 def test_the_encoders_step(open_encoder_of, name, dtype, loss_tolerance, gradient_tolerance, settings):
     encoder, data = open_encoder_of(name).to(dtype), training_set(8)
     plain = plain_encoder_loss(encoder, data.lists, data, InfoNCE().temperature)
@@ -90,8 +86,7 @@ def plain_reranker_scores(reranker, pairs):
     return last[:, yes] - last[:, no]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize(("name", "dtype", "loss_tolerance", "gradient_tolerance"), LIST_CASES)
+@pytest.mark.parametrize(("name", "dtype", "loss_tolerance", "gradient_tolerance", "settings"), LIST_CASES)
 def test_the_rerankers_step(open_reranker_of, name, dtype, loss_tolerance, gradient_tolerance, settings):
     reranker, data = open_reranker_of(name).to(dtype), training_set(5)
     plain = torch.zeros((), dtype=dtype)
@@ -104,6 +99,7 @@ def test_the_rerankers_step(open_reranker_of, name, dtype, loss_tolerance, gradi
             plain = plain - gains[place] / gains.sum() * torch.log_softmax(against, 0)[0]
     step = RerankerStep(reranker, ListwiseCE(), data, settings).train()
     assert_same(reranker, step(data.lists), plain, loss_tolerance, gradient_tolerance)
+    assert sum(step.slots(data.lists)) == step.count.slots
 
 
 def test_each_distinct_skill_is_encoded_once(open_encoder_of):
@@ -113,16 +109,7 @@ def test_each_distinct_skill_is_encoded_once(open_encoder_of):
     step(data.lists)
     distinct = {skill_id for one in data.lists for skill_id in one.skill_ids}
     assert len(seen) == len(distinct) + len(data.lists) < sum(len(one.skill_ids) for one in data.lists)
-    assert step.count.tokens == sum(map(len, seen)) <= step.count.slots
-
-
-def test_lexical_scores_move_the_loss_alike_whole_and_in_chunks(open_encoder_of):
-    encoder, data, loss = open_encoder_of("bert").double(), training_set(8), InfoNCE(lexical_weight=0.5)
-    data = replace(data, lexical=lexical_scores((one.query for one in data.lists), list(data.skills.values())))
-    whole = EncoderStep(encoder, loss, data, StepSettings(10**6))(data.lists)
-    assert whole.item() != pytest.approx(EncoderStep(encoder, InfoNCE(), data, StepSettings(120))(data.lists).item())
-    chunked = EncoderStep(encoder, loss, data, StepSettings(120, recompute=True)).train()(data.lists)
-    assert_same(encoder, chunked, whole, 1e-9, 1e-9)
+    assert step.count.tokens == sum(map(len, seen)) <= step.count.slots == sum(step.slots(data.lists))
 
 
 def test_without_padding_the_loss_and_its_gradients_are_the_same(open_encoder_of):
@@ -135,13 +122,6 @@ def test_without_padding_the_loss_and_its_gradients_are_the_same(open_encoder_of
     assert loss.item() == pytest.approx(expected[0], abs=1e-9)
     for name, got in gradients(encoder, loss).items():
         assert torch.allclose(got, expected[1][name], atol=1e-6)
-    texts = list(step.query_ids.values())
-    with torch.no_grad():
-        together = encoder(texts)
-        assert torch.allclose(together, torch.cat([encoder([text]) for text in texts]), atol=1e-9)
-
-
-def test_other_models_are_not_attended_by_length(open_encoder_of):
     with pytest.raises(SkilltrainError, match="varlen needs a causal encoder"):
         open_encoder_of("bert").attend_by_length()
 
@@ -157,39 +137,27 @@ def test_a_rank_without_any_text_still_takes_part(open_encoder_of, monkeypatch):
     assert all(parameter.grad is not None for parameter in encoder.parameters())
 
 
-def looked_up(network):
-    """A list that fills with the number of tokens of every embedding call of `network`."""
-    sizes = []
-    network.get_input_embeddings().register_forward_hook(lambda module, inputs, output: sizes.append(inputs[0].numel()))
-    return sizes
-
-
-def check_dev_lookups(step, network, batch, inputs):
-    """In the dev evaluation no lookup exceeds the budget of `step`; in training there is one for everything."""
-    sizes = looked_up(network)
-    step.eval()
-    expected = step(inputs).detach()  # with gradients: all tokens in one lookup
-    assert len(sizes) == 1
-    sizes.clear()
-    with torch.no_grad():
-        got = step(inputs)
-    assert len(sizes) > 4 and max(sizes) <= step.settings.token_budget < step.count.tokens
-    assert torch.allclose(got, expected, rtol=0, atol=1e-6)
-    for recompute in (False, True):
-        sizes.clear()
-        if recompute:
-            checkpoint_layers(network)
-        step.train()(batch).backward()
-        assert len(sizes) == 1 and sizes[0] > step.settings.token_budget
-
-
 @pytest.mark.parametrize("name", ["bert", "qwen3", "bert_reranker", "qwen3_reranker"])
 def test_a_dev_evaluation_embeds_one_micro_batch_at_a_time(open_encoder_of, open_reranker_of, name):
-    data = training_set(8)
+    """No lookup of embeddings exceeds the budget there; in training there is one for everything."""
+    data, sizes = training_set(6), list[int]()
     if name.endswith("reranker"):
         step = RerankerStep(open_reranker_of(name), ListwiseCE(), data, StepSettings(320))
         inputs = Pairs([step.pairs(one) for one in data.lists])
+        items = [pair for pairs in inputs.lists for pair in pairs]
     else:
         step = EncoderStep(open_encoder_of(name), InfoNCE(), data, StepSettings(256))
-        inputs = Texts(2 * [*step.query_ids.values(), *step.skill_ids.values()])
-    check_dev_lookups(step, step.model.network, data.lists, inputs)
+        inputs = Texts(items := 2 * [*step.query_ids.values(), *step.skill_ids.values()])
+    with torch.no_grad():
+        expected = torch.cat([step.model([item]) for item in items])
+    table = step.model.network.get_input_embeddings()
+    table.register_forward_hook(lambda module, inputs, output: sizes.append(inputs[0].numel()))
+    with torch.no_grad():
+        assert torch.allclose(step.eval()(inputs), expected, rtol=0, atol=1e-5)
+    assert len(sizes) > 3 and max(sizes) <= step.settings.token_budget < step.count.tokens
+    for recompute in (False, True):
+        sizes.clear()
+        if recompute:
+            checkpoint_layers(step.model.network)
+        step.train()(data.lists).backward()
+        assert len(sizes) == 1 and sizes[0] > step.settings.token_budget

@@ -20,14 +20,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from skilltrain.models.micro_batches import micro_batches, run_micro_batches
-
 logging.disable_progress_bar()
-
-
-def map_micro_batches(function, texts, token_budget):
-    """`function` over all `texts` in micro-batches of `token_budget` tokens, in the order of `texts`."""
-    return run_micro_batches(function, texts, micro_batches([len(text) for text in texts], token_budget))
 
 
 TEXT = (
