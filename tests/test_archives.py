@@ -67,7 +67,7 @@ def test_a_name_that_leads_out_refuses_the_archive(pack):
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_links_special_files_and_a_second_file_of_one_name_are_not_read():
-    for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE):
+    for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.GNUTYPE_SPARSE):
         assert read_skill_files(tar_with(tar_entry("trap/SKILL.md", kind, "/etc/passwd"))) == {"": SKILL}
     buffer = io.BytesIO(zip_of({"SKILL.md": SKILL}))
     with zipfile.ZipFile(buffer, "a") as archive:

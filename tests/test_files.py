@@ -20,7 +20,10 @@ def test_a_write_is_whole_or_leaves_the_old_file_and_an_impossible_place_is_one_
         raise RuntimeError
     with pytest.raises(SkilltrainError, match="cannot write: No space left on device"), atomic_path(file):
         raise OSError(28, os.strerror(28))
-    assert file.read_text() == "Fähre" and [path.name for path in file.parent.iterdir()] == ["a.txt"]
+    assert [path.name for path in file.parent.iterdir()] == ["a.txt"]
+    with file.open() as old:  # whoever has it open goes on reading what was there
+        write_text(file, "new")
+        assert (old.read(), file.read_text()) == ("Fähre", "new")
     for path in (file / "below.txt", file / "below" / "deep.txt"):
         with pytest.raises(SkilltrainError, match="cannot write") as error:
             write_text(path, "y")
