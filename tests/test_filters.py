@@ -122,6 +122,7 @@ ALL_OVER = OVER | {"name": ("ceiling", pytest.approx(0.6), "gold")}
         ("name body", JUDGED, [CLUSTER], {"body": ("cluster", 1.0, "gold")}),
         ("name vector far", JUDGED, [ceiling(relative_margin=0.24)], OVER),  # ceiling .608
         ("name vector far", JUDGED, [ceiling(relative_margin=0.26)], ALL_OVER),  # ceiling .592
+        ("name vector far", JUDGED, [NAME, ceiling(relative_margin=0.26)], BY_NAME | OVER),  # the first ground counts
         ("name vector far", JUDGED, [ceiling(relative_margin=None, absolute_margin=0.19)], OVER),
         ("name vector far", JUDGED, [ceiling(relative_margin=None, absolute_margin=0.21)], ALL_OVER),
         ("name far", required("gold", "body"), [ceiling(relative_margin=0)],  # .8 and .6: the weakest counts

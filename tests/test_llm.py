@@ -35,7 +35,6 @@ from skilltrain.llm import (
 from skilltrain.llm.answers import estimate_tokens
 from skilltrain.llm.budget import most_of
 from skilltrain.llm.client import in_threads
-from skilltrain.records import Dropped
 
 MAX_TOKENS = 26
 MOST = 100  # of "Say hello.", 10 bytes: 10 + 32 + 32 tokens read, 26 written
@@ -333,27 +332,30 @@ def questions(llm: LLM, count: int) -> Questions[Number, str]:
             raise AnswerError("wrong", "another number")
         return answer
 
-    def request(question: Number, attempt: int, fault: Dropped | None) -> Request:
-        return Request(ASK, question.number + 1000 * attempt)
+    def seed(question: Number, attempt: int) -> int:
+        return question.number + 1000 * attempt
 
-    return Questions(llm, [Number(n) for n in range(count)], request, read, 3, 100, "asking")
+    def prompt(question: Number) -> tuple[str, str]:
+        return "Be brief.", "Say hello."
+
+    return Questions(llm, [Number(n) for n in range(count)], prompt, seed, read, 3, 100, "asking", " Not {}.")
 
 
 def test_an_estimate_asks_nobody_and_knows_what_is_kept(
     server: LLMServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = open_client(server, tmp_path / "kept")
-    ask(llm, 0, 1)
-    # "Say hello." has 10 letters: 3 tokens, and 4 of the chat format; three requests are new.
+    ask_until(questions(llm, 2))
+    # "Be brief." and "Say hello." have 9 and 10 letters: 3 tokens each, and 4 of the chat format; three are new.
     assert cost_of(questions(llm, 5)) == {
-        "model": "m", "num_requests": 3, "num_answered_before": 2, "num_prompt_tokens": 21,
+        "model": "m", "num_requests": 3, "num_answered_before": 2, "num_prompt_tokens": 42,
         "num_completion_tokens": 300, "dollars": None, "budget": None,
     }  # fmt: skip
     assert len(server.requests) == 2
     monkeypatch.delenv("OPENAI_API_KEY")
     found = cost_of(questions(open_llm(OpenAIConfig(cache=tmp_path / "none")), 1))
-    # 7 tokens at $0.15 and 100 at $0.60 a million.
-    assert found["dollars"] == round(7 * 0.15e-6 + 100 * 0.60e-6, 6) and not (tmp_path / "none").exists()
+    # 14 tokens at $0.15 and 100 at $0.60 a million.
+    assert found["dollars"] == round(14 * 0.15e-6 + 100 * 0.60e-6, 6) and not (tmp_path / "none").exists()
 
 
 def test_asking_goes_on_until_each_answer_passes_or_the_attempts_are_used_up(server: LLMServer, tmp_path: Path) -> None:
@@ -373,6 +375,9 @@ def test_asking_goes_on_until_each_answer_passes_or_the_attempts_are_used_up(ser
     ]
     assert [fault.filter for fault in asked.dropped] == ["failed", "wrong"]
     assert len(server.requests) == 8 + 4 + 2
+    told = [request["messages"][1]["content"] for request in server.requests if request["seed"] % 1000 == 2]
+    no_reply = "the server's reply is no chat completion"
+    assert told == ["Say hello.", "Say hello. Not another number.", f"Say hello. Not {no_reply}."]
     # Over a finished cache only the failure is asked for again.
     again = ask_until(questions(open_client(server, tmp_path), 8))
     assert again.values == asked.values and len(server.requests) == 8 + 4 + 2 + 1

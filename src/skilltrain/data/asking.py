@@ -17,8 +17,8 @@ from pydantic import AfterValidator
 
 from skilltrain.data.draws import stable_number
 from skilltrain.data.screening import flags_to_leave_out
-from skilltrain.llm import Asked, LLMConfig, Message, Questions, Request, ask_until, cost_of, open_llm
-from skilltrain.llm.untrusted import fenced, untrusted_line
+from skilltrain.llm import Asked, LLMConfig, Questions, ask_until, cost_of, open_llm
+from skilltrain.llm.untrusted import fenced
 from skilltrain.records import Dropped, Skill
 from skilltrain.tables import read_skills
 from skilltrain.texts import clean_text, one_line
@@ -28,6 +28,7 @@ ValueT = TypeVar("ValueT")
 
 PROMPTS: Final[dict[str, Any]] = yaml.safe_load((files("skilltrain.data") / "prompts.yaml").read_text(encoding="utf-8"))
 ATTEMPTS = 3
+_AGAIN = "\nAn earlier answer was turned down: {}. Write another one."
 TOKENS_PER_WORD = 1.5  # of an answer, in the mean of English (1.3) and languages that take more
 _LANGUAGES = {"en": "English", "zh": "Chinese"}
 _LANGUAGE_CODE = re.compile(r"[A-Za-z]{2,3}(?:-[A-Za-z0-9]{2,8}){0,2}")
@@ -62,15 +63,6 @@ class Wanted(Generic[AboutT]):
     prompt: Callable[[], tuple[str, str]]
     seed: tuple[object, ...]
 
-    def request(self, attempt: int, fault: Dropped | None) -> Request:
-        """What the model is asked: in each attempt with another seed, and with the `fault` of the last answer."""
-        system, user = self.prompt()
-        if fault:
-            reason = untrusted_line(fault.reason)
-            user += f"\nAn earlier answer was turned down: {reason}. Write another one."
-        seed = stable_number(*self.seed, attempt) >> 33  # servers take seeds below 2**31
-        return Request((Message("system", system), Message("user", user)), seed)
-
 
 def questions_of(
     llm: LLMConfig,
@@ -81,7 +73,13 @@ def questions_of(
     attempts: int = ATTEMPTS,
 ) -> Questions[Wanted[AboutT], ValueT]:
     """What a model is asked, and how its answers are read."""
-    return Questions(open_llm(llm), wanted, Wanted.request, read, attempts, answer_tokens, description)
+
+    def seed(one: Wanted[AboutT], attempt: int) -> int:
+        return stable_number(*one.seed, attempt) >> 33  # servers take seeds below 2**31
+
+    return Questions(
+        open_llm(llm), wanted, lambda one: one.prompt(), seed, read, attempts, answer_tokens, description, _AGAIN
+    )
 
 
 def ask(questions: Questions[Wanted[AboutT], ValueT]) -> Asked[Wanted[AboutT], ValueT]:

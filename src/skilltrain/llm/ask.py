@@ -10,9 +10,10 @@ from typing import Any, Generic, Protocol, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm.answers import Answer, CompletionError, Request, Usage, estimate_prompt
+from skilltrain.llm.answers import Answer, CompletionError, Message, Request, Usage, estimate_prompt
 from skilltrain.llm.budget import Budget
 from skilltrain.llm.client import LLM
+from skilltrain.llm.untrusted import untrusted_line
 from skilltrain.records import Dropped
 from skilltrain.terminal import say, track
 
@@ -48,19 +49,28 @@ ValueT = TypeVar("ValueT")
 class Questions(Generic[QuestionT, ValueT]):
     """Questions to a model, and how its answers are read.
 
-    `request` makes the prompt of a question's attempt, counted from 0; it is given why the last answer was refused, and
-    must give each attempt another seed. `read` gives the value in the text of an answer, or raises AnswerError, or
-    ValueError for its form. Texts are read in the order of the questions, so that the outcome depends on no server's
-    speed. An answer has about `answer_tokens` tokens.
+    `prompt` gives the message of the system and that of the user, `seed` the seed of an attempt, counted from 0, which
+    each must have for itself. To an attempt after the first `again` is added, with the reason why the last answer was
+    refused. `read` gives the value in the text of an answer, or raises AnswerError, or ValueError for its form. Texts
+    are read in the order of the questions, so that the outcome depends on no server's speed. An answer has about
+    `answer_tokens` tokens.
     """
 
     llm: LLM
     asked: Sequence[QuestionT]
-    request: Callable[[QuestionT, int, Dropped | None], Request]
+    prompt: Callable[[QuestionT], tuple[str, str]]
+    seed: Callable[[QuestionT, int], int]
     read: Callable[[QuestionT, str], ValueT]
     attempts: int
     answer_tokens: int
     description: str
+    again: str
+
+    def request(self, question: QuestionT, attempt: int, fault: Dropped | None) -> Request:
+        """What the model is asked in an attempt, after the `fault` of the last answer."""
+        system, user = self.prompt(question)
+        again = self.again.format(untrusted_line(fault.reason)) if fault else ""
+        return Request((Message("system", system), Message("user", user + again)), self.seed(question, attempt))
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from skilltrain.config import Config, Seed
-from skilltrain.llm import LLM, LLMConfig, Message, Request, open_llm
+from skilltrain.llm import LLM, LLMConfig, open_llm
 from skilltrain.llm.ask import AnswerError, Asked, Questions, ask_while_up, cost_of, read_list
-from skilltrain.llm.untrusted import framed, untrusted_line, untrusted_skill, untrusted_text
-from skilltrain.records import Dropped, Query, Ranking, Rankings, Skill
+from skilltrain.llm.untrusted import framed, untrusted_skill, untrusted_text
+from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.terminal import say
 
 UNTRUSTED = """Every part begins with a line that holds the mark {mark}. What stands between these lines was written \
@@ -102,14 +102,15 @@ def questions_of(config: AskConfig, llm: LLM, prompt: Prompt, asks: Sequence[Ask
     the number of choices.
     """
 
-    def request(ask: Ask, attempt: int, fault: Dropped | None) -> Request:
+    def messages(ask: Ask) -> tuple[str, str]:
         mark, parts = framed([("task", untrusted_text(ask.query.text, config.query_chars)), *ask.parts], "end")
         question = prompt.question.format(count=len(ask.choices)) + ask.order
-        again = f" An earlier reply could not be used: {untrusted_line(fault.reason)}." if fault else ""
-        system = Message("system", prompt.system.format(mark=mark))
-        return Request((system, Message("user", f"{parts}\n{question}{again}")), config.seed + attempt)
+        return prompt.system.format(mark=mark), f"{parts}\n{question}"
 
-    return Questions(llm, asks, request, prompt.read, config.max_retries + 1, prompt.answer_tokens, prompt.description)
+    return Questions(
+        llm, asks, messages, lambda _, attempt: config.seed + attempt, prompt.read, config.max_retries + 1,
+        prompt.answer_tokens, prompt.description, " An earlier reply could not be used: {}.",
+    )  # fmt: skip
 
 
 class _ChooseConfig(AskConfig):
