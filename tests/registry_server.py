@@ -54,14 +54,14 @@ class Registry:
 
     def downloads(self) -> list[str]:
         """Ids of the skills that were asked for, in order."""
-        return [path.rpartition("/")[2] for path in self.paths if path.startswith("/api/get/")]
+        return [path.removeprefix("/api/get/") for path in self.paths if path.startswith("/api/get/")]
 
     def reply(self, path: str, headers: Mapping[str, str] | Message) -> Reply:
         """The usual reply: a page of the listing, or a skill."""
         parts = urlsplit(path)
         if parts.path == "/api/skills":
             return self._page({key: values[0] for key, values in parse_qs(parts.query).items()})
-        entry = self.skills.get(parts.path.rpartition("/")[2])
+        entry = self.skills.get(parts.path.split("/", 3)[-1])
         if entry is None:
             return Reply(b"no such skill", 404)
         is_known = bool(entry.etag) and headers.get("if-none-match") == entry.etag
