@@ -18,17 +18,18 @@ ANSWER = {"fits": True, "skills": [SKILL], "note": "n"}
 
 @contextmanager
 def server(answer: bytes, code: int = 200, wait: float = 0.0):
-    """A stub of `skilltrain serve`; yields its address and the bodies that it was sent."""
+    """A stub of `skilltrain serve` that waits behind each byte; yields its address and the bodies that it was sent."""
     bodies: list[dict] = []
 
     class Handler(Quiet):
         def do_POST(self):
             bodies.append({"path": self.path} | json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            time.sleep(wait)
             self.send_response(code)
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
-            self.wfile.write(answer)
+            for place in range(len(answer)):
+                self.wfile.write(answer[place : place + 1])
+                time.sleep(wait)
 
     with serving(Handler) as address:
         yield address, bodies
@@ -70,7 +71,7 @@ def test_a_server_that_is_not_there_is_silent(address):
 
 
 def test_it_does_not_wait_for_a_slow_server():
-    with server(json.dumps(ANSWER).encode(), wait=60) as (address, _):
+    with server(json.dumps(ANSWER).encode(), wait=0.1) as (address, _):
         assert hook(address, "join", seconds=0.5) == ""
     with socket.create_server(("127.0.0.1", 0)) as deaf:  # accepts, and never answers
         assert hook(f"http://127.0.0.1:{deaf.getsockname()[1]}", "join", seconds=0.5) == ""

@@ -41,7 +41,7 @@ def encoder_plan(encoder, data, **training):
     return plan_of(EncoderStep(encoder, InfoNCE(), data, StepSettings(64)), data, TrainingConfig(**training))
 
 
-def test_encoder_by_hand(open_encoder_of):
+def test_encoder_by_hand(open_encoder_of, monkeypatch):
     encoder = open_encoder_of("bert", max_tokens=12, template=EncoderTemplate(skill=NAME_ONLY))
     plan = encoder_plan(encoder, lists_by_hand(), batch_size=2, accumulation=1, token_budget=64, epochs=3)
     counts = [plan[f"num_{name}"] for name in ("lists", "queries", "skills", "pairs", "positives", "steps")]
@@ -50,6 +50,15 @@ def test_encoder_by_hand(open_encoder_of):
     assert plan["positives_cut_share"] == pytest.approx(2 / 3, abs=1e-4)
     # Queries 4 + 6, skills 3 + 5 + 12 and 12 + 3 + 12.
     assert plan["list_tokens"] == 57
+    timed, data = [], lists_by_hand()
+    step = EncoderStep(encoder, InfoNCE(), data, StepSettings(64))
+    monkeypatch.setattr(training_plan, "_layer_seconds", lambda network, ids, dtype: timed.append(ids.shape) or 2.0)
+    seconds = training_plan.planned_seconds(step, [data.lists] * 3, torch.float32, torch.device("cpu"))
+    # Texts of (3 + 5 + 12 + 12 + 3 + 12) / 6, about 8, tokens fill 64 in 8 rows. The batch pads six texts of 3, 4, 5,
+    # 6, 12 and 12 tokens to one micro-batch: 72 exceed 64, so that the longest two stand apart or pad less.
+    assert timed == [(8, 8)]
+    num_layers = encoder.backbone.config.num_hidden_layers
+    assert seconds == pytest.approx(3 * sum(step.slots(data.lists)) / 64 * num_layers * 2)
 
 
 def test_reranker_pair_by_hand(open_reranker_of):
@@ -93,21 +102,6 @@ def test_a_dry_run_loads_no_weights_and_prints_once_what_the_training_counts(nam
     same = {"num_lists", "num_skills", "num_pairs", "num_positives", "num_steps"}
     same |= set() if settings else {"num_parameters", "num_trained_parameters"}
     assert {key: plan[key] for key in same} == {key: summary[key] for key in same}
-
-
-def test_time_by_hand(open_encoder_of, monkeypatch):
-    encoder = open_encoder_of("bert", max_tokens=12, template=EncoderTemplate(skill=NAME_ONLY))
-    data = lists_by_hand()
-    step = EncoderStep(encoder, InfoNCE(), data, StepSettings(64))
-    timed = []
-    monkeypatch.setattr(training_plan, "_layer_seconds", lambda network, ids, dtype: timed.append(ids.shape) or 2.0)
-    seconds = training_plan.planned_seconds(step, [data.lists] * 3, torch.float32, torch.device("cpu"))
-    # Texts of (3 + 5 + 12 + 12 + 3 + 12) / 6, about 8, tokens fill 64 in 8 rows. The batch pads six texts of 3, 4, 5,
-    # 6, 12 and 12 tokens to one micro-batch: 72 exceed 64, so that the longest two stand apart or pad less.
-    assert timed == [(8, 8)]
-    assert seconds == pytest.approx(
-        3 * sum(step.slots(data.lists)) / 64 * encoder.backbone.config.num_hidden_layers * 2
-    )
 
 
 @pytest.mark.parametrize(("name", "recompute"), [("bert", False), ("qwen3", True)])

@@ -54,20 +54,6 @@ def model(model_folders, tmp_path):
     return shutil.copytree(model_folders["bert"], tmp_path / "model")
 
 
-@pytest.fixture
-def encoded(monkeypatch):
-    """The texts that encoders see, in order."""
-    seen = []
-    encode = dense.encode_texts
-
-    def watched(model, work, *rest):
-        seen.extend(work.texts)
-        return encode(model, work, *rest)
-
-    monkeypatch.setattr(dense, "encode_texts", watched)
-    return seen
-
-
 # Of a pool -----------------------------------------------------------------------------------------------------------
 
 
@@ -140,7 +126,11 @@ def test_an_index_answers_as_its_rankers_do_opened_anew(model, model_folders, tm
     assert {placed.ranker for placed in why.placed} >= {"lexical", "dense", "late"}
 
 
-def test_only_what_is_new_or_changed_is_encoded(model, tmp_path, encoded):
+def test_only_what_is_new_or_changed_is_encoded(model, tmp_path, monkeypatch):
+    encoded, encode = [], dense.encode_texts
+    monkeypatch.setattr(
+        dense, "encode_texts", lambda m, work, *more: encoded.extend(work.texts) or encode(m, work, *more)
+    )
     rankers = hybrid(model, cache=str(tmp_path / "vectors"))
     router = Router.load(made(tmp_path / "router", rankers=rankers))
     assert len(encoded) == 6
@@ -245,12 +235,14 @@ def test_what_is_not_whole_is_refused_and_made_again(tmp_path, harm, complaint):
 def test_an_index_of_another_model_is_refused(model, tmp_path):
     folder = made(tmp_path / "router", rankers=hybrid(model))
     (model / "README.md").write_text("no part of the model")
-    Router.load(folder)
+    reader = Router.load(folder)
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"layer_norm_eps": 1e-5}))
+    (model / "config.json").write_text(json.dumps(config | {"layer_norm_eps": 0.1}))
     with pytest.raises(SkilltrainError, match=r"is of another model: .*model has changed"):
         Router.load(folder)
-    Router.load(made(folder, rankers=hybrid(model)))
+    anew, before = Router.load(made(folder, rankers=hybrid(model))), reader.trace("join two tables").found["dense"]
+    assert reader.refresh() and before != reader.trace("join two tables").found["dense"]
+    assert reader.trace("join two tables").found["dense"] == anew.trace("join two tables").found["dense"]
 
 
 @pytest.mark.parametrize("last", ["staged_folder", "write_json", "np.save"])
