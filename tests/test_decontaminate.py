@@ -39,9 +39,6 @@ def test_the_fast_way_to_words_finds_what_the_rule_says(text):
     assert words_of(text) == plainly(text)
 
 
-# Queries ------------------------------------------------------------------------------------------------------------
-
-
 def overlaps(asked, text, **limits):
     """(task, value, reason) of what stands against `text`; tasks are numbered from 1."""
     relevance = Relevance(frozenset({"g"}), {"g": 1.0})

@@ -24,9 +24,6 @@ def ranked(source, *skill_ids):
     return [Entry(skill_id, source, rank) for rank, skill_id in enumerate(skill_ids, 1)]
 
 
-# One list -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("candidates", "quotas", "by_source"),
     [
@@ -116,9 +113,6 @@ def test_positives_are_in_a_reranker_list_at_their_ranks_or_left_out(golds, foun
         entries = build_list(plan(*golds), ranked("encoder", *found), config)
         assert " ".join(f"{entry.skill_id}{entry.rank}" for entry in entries) == expected
         assert all((entry.source == "gold") == (entry.rank == 0) for entry in entries)
-
-
-# The stage ----------------------------------------------------------------------------------------------------------
 
 
 def write_rankings(folder, rows):

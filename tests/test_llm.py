@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from llm_server import ASK, KEY, LLMServer, Reply, ask, assert_no_key, llm_server, open_client
 from skilltrain.config import validate
@@ -58,9 +56,6 @@ def short(server: LLMServer, cache: Path | None = None, **changed: Any) -> LLM:
 def kinds(llm: LLM, num_requests: int, first: int = 0) -> str:
     """One letter an answer, by position: the first of its text, or of what went wrong."""
     return "".join(found[0] for found in ask(llm, *range(first, first + num_requests)))
-
-
-# One request --------------------------------------------------------------------------------------------------------
 
 
 def test_an_answer_holds_text_reason_and_counts(server: LLMServer) -> None:
@@ -246,20 +241,6 @@ def test_where_the_server_reports_no_tokens_our_estimate_counts(server: LLMServe
     assert llm.budget.used == Usage(14, 6)
 
 
-@given(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 100)), max_size=30), st.integers(1, 3000))
-def test_what_was_reserved_first_is_never_overshot(uses: list[tuple[int, int]], limit: int) -> None:
-    budget = Budget(BudgetConfig(max_tokens=limit, max_dollars=1), Prices(prompt=100, completion=500))
-    under_way: list[tuple[Usage, Usage]] = []
-    for prompt, completion in uses:
-        most = Usage(prompt, 100)
-        if budget.reserve(most):
-            under_way.append((most, Usage(prompt, completion)))
-        elif under_way:
-            budget.settle(*under_way.pop(0))
-        assert (budget.used + budget.reserved).total <= limit
-        assert (budget.price(budget.used + budget.reserved) or 0) <= 1
-
-
 @pytest.mark.parametrize("concurrency", [1, 4])
 def test_what_does_not_fit_is_not_sent_whatever_the_concurrency_and_what_was_answered_before(
     server: LLMServer, tmp_path: Path, concurrency: int
@@ -279,9 +260,6 @@ def test_retries_are_paid_from_the_same_budget(server: LLMServer) -> None:
     with pytest.raises(CompletionError, match="250 tokens") as failure:
         complete(short(server, budget={"max_tokens": 250}, max_retries=9))
     assert failure.value.kind == "budget" and len(server.requests) == 2
-
-
-# The cache ----------------------------------------------------------------------------------------------------------
 
 
 def test_whatever_decides_an_answer_asks_anew_and_nothing_else_does(server: LLMServer, tmp_path: Path) -> None:
@@ -381,9 +359,6 @@ def test_asking_goes_on_until_each_answer_passes_or_the_attempts_are_used_up(ser
     # Over a finished cache only the failure is asked for again.
     again = ask_until(questions(open_client(server, tmp_path), 8))
     assert again.values == asked.values and len(server.requests) == 8 + 4 + 2 + 1
-
-
-# The local model ----------------------------------------------------------------------------------------------------
 
 
 def test_a_missing_local_model_names_the_install_commands(monkeypatch: pytest.MonkeyPatch) -> None:

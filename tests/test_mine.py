@@ -7,7 +7,7 @@ import pytest
 
 from benchmark_folders import write_ours, write_pool
 from skilltrain.data import mine as mine_module
-from skilltrain.data.mine import SOURCES, MineConfig, draw, run_mine
+from skilltrain.data.mine import SOURCES, MineConfig, run_mine
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.retrieval.nearest import ChunkVectors
@@ -85,9 +85,6 @@ def workshop(tmp_path, monkeypatch):
     return Workshop(tmp_path, monkeypatch)
 
 
-# The sources ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("index", ALL_INDEXES)
 def test_what_each_source_finds_for_one_positive(workshop, index):
     """s1 has the positive's name, s5 no category, s4 shares a term with the query and is the last by cosine."""
@@ -128,12 +125,6 @@ def test_sources_can_be_switched_off_and_give_alone_what_they_give_among_all(wor
         assert workshop.mined("s0", sources=[source]) == {source: among_all[source]}
     assert workshop.mined("s0", depth=0, num_random=0).keys() == {"taxonomy"}
     assert workshop.mined("s0", skills=POOL[:1]) == {}, "a pool of one skill has no candidate"
-
-
-def test_draws_depend_on_the_key_only():
-    first, again, other = (draw(np.arange(100), 10, key).tolist() for key in ("0/q1", "0/q1", "1/q1"))
-    assert first == again != other and len(set(first)) == 10
-    assert sorted(draw(np.arange(3), 10, "k")) == [0, 1, 2] and not len(draw(np.arange(0), 10, "k"))
 
 
 # The stage -----------------------------------------------------------------------------------------------------------

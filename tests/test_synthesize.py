@@ -3,13 +3,11 @@
 import os
 import re
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from skilltrain.config import validate
 from skilltrain.data.draws import largest_remainder, sample_skills
 from skilltrain.data.synthesize import SynthesizeConfig, WantedQuery, plan_synthesize, query_prompt, run_synthesize
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm.answers import DATABASE, Answers
+from skilltrain.llm.answers import Answers
 from skilltrain.records import Skill
 from skilltrain.stages import dry_run
 from skilltrain.tables import (
@@ -94,9 +92,6 @@ def test_a_sample_keeps_the_shares_and_ignores_the_pools_order() -> None:
     assert sample_skills(pool, 100, seed=3) == pool
 
 
-# What comes out -----------------------------------------------------------------------------------------------------
-
-
 def test_own_text_accounts_for_every_query_and_leaves_the_skills_without_them(tmp_path: Path) -> None:
     few = Skill("s6", "x", "too short", "only few", lang="en")
     write_pool(tmp_path / "pool", [*(unlike(i) for i in range(6)), few, replace(unlike(3), skill_id="s7")])
@@ -125,40 +120,36 @@ def test_own_text_accounts_for_every_query_and_leaves_the_skills_without_them(tm
     assert (second / "queries.parquet").read_bytes() == (out / "queries.parquet").read_bytes()
 
 
-def test_bad_answers_are_asked_for_again_with_the_reason(server: LLMServer, tmp_path: Path) -> None:
-    write_pool(tmp_path / "pool", [skill(1)])
-    server.script = [Reply("Run the Invoice_Sorter now"), Reply(raw="{torn"), Reply('Request: "Sort my paper."')]
-    summary, out = run(tmp_path, "out", llm=chat(server, tmp_path / "cache"))
-    assert (summary["num_queries"], summary["num_dropped"]) == (1, 0)
-    assert read_table(out, QUERIES).column("text").to_pylist() == ["Sort my paper."]
-    users = [request["messages"][1]["content"] for request in server.requests]
-    assert ["turned down: it named the capability" in user for user in users] == [False, True, False]
-    assert len({request["seed"] for request in server.requests}) == 3
-
-
-def test_what_stays_bad_is_dropped_with_its_reason(server: LLMServer, tmp_path: Path) -> None:
-    good = Reply("Sort my pile of paper.")
+def test_bad_answers_are_asked_for_again_with_the_reason_and_dropped_with_it_where_they_stay_bad(
+    server: LLMServer, tmp_path: Path
+) -> None:
+    """The first skill's answer is good, each of the next nine has a fault of its own, the last is mended."""
+    good, named = Reply("Sort my pile of paper."), Reply("Run the Invoice_Sorter now")
     bad = [
-        ("name_leak", Reply("use invoice sorter")), ("empty", Reply("  \n")), ("refused", Reply(refusal="no")),
+        ("name_leak", named), ("empty", Reply("  \n")), ("refused", Reply(refusal="no")),
         ("refused", Reply("I'm sorry, but I can't help with that.")), ("refused", Reply("很抱歉，我无法协助。")),
         ("too_long", Reply("word " * 241)), ("truncated", Reply("cut o", finish_reason="length")),
         ("malformed", Reply(raw="{}")), ("duplicate", good),
     ]  # fmt: skip
-    write_pool(tmp_path / "pool", [skill(0, "other"), *(skill(n, body=f"Body {n}.") for n in range(1, 10))])
+    write_pool(tmp_path / "pool", [skill(0, "other"), *(skill(n, body=f"Body {n}.") for n in range(1, 11))])
 
     def reply(request: dict[str, Any]) -> Reply:
-        number = re.search(r"Body: Body (\d)\.", request["messages"][1]["content"])
-        return bad[int(number[1]) - 1][1] if number else good
+        user = request["messages"][1]["content"]
+        number = next((n for n in range(1, 11) if f"Body: Body {n}." in user), 0)
+        last = Reply('Request: "Sort my mail."') if "turned down: it named the capability" in user else named
+        return [good, *(one for _, one in bad), last][number]
 
     server.otherwise = reply
     settings = {"llm": chat(server, tmp_path / "cache"), "max_attempts": 2}
     summary, out = run(tmp_path, "out", **settings)
-    assert made(out) == {"s0#1"} and len(server.requests) == 1 + 2 * 9
+    assert made(out) == {"s0#1", "s10#1"} and len(server.requests) == 11 + 10
+    assert read_table(out, QUERIES).column("text").to_pylist()[1] == "Sort my mail."
+    assert len({request["seed"] for request in server.requests}) == 21
     rows = read_table(out, DROPPED).to_pylist()
     assert [(row["skill_id"], row["filter"]) for row in rows] == [(f"s{n}", why) for n, (why, _) in enumerate(bad, 1)]
     assert [row["value"] for row in rows if row["value"] is not None] == [241]
     assert run(tmp_path, "again", **settings)[0] == summary
-    assert len(server.requests) == 19, "refused answers are remembered, malformed replies among them"
+    assert len(server.requests) == 21, "refused answers are remembered, malformed replies among them"
 
 
 def test_a_run_that_made_no_query_is_an_error(server: LLMServer, tmp_path: Path) -> None:
@@ -219,9 +210,6 @@ def test_near_duplicates_have_their_queries_in_one_split(tmp_path: Path) -> None
     assert together == {i: alone[lowest[i % 4]] for i in range(40)}
 
 
-# What a model is told -----------------------------------------------------------------------------------------------
-
-
 def asked(one: Skill, **settings: Any) -> tuple[str, str]:
     """What a model is told, so that it writes the first query of a skill: as the system, as the user."""
     config = validate(SynthesizeConfig, {"pool": "p", "out": "o", **settings}, "test")
@@ -271,9 +259,6 @@ def test_one_style_for_all_and_a_share_of_terse_queries(honest: LLMServer, tmp_p
             config_of(tmp_path, style="short", **settings)
 
 
-# What it costs ------------------------------------------------------------------------------------------------------
-
-
 def test_the_cost_is_said_before_and_the_budget_holds_during_the_run(
     honest: LLMServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -298,9 +283,6 @@ def test_the_cost_is_said_before_and_the_budget_holds_during_the_run(
     assert (plan["num_requests"], plan["num_answered_before"]) == (10 - num_made, num_made)
     own_text = {"num_skills": 10, "num_flagged": 0, "num_asked": 10, "origin": "own_text"}
     assert dry_run(config_of(tmp_path)) == own_text and not (tmp_path / "out").exists()
-
-
-# Servers that fail and runs that are killed -------------------------------------------------------------------------
 
 
 def test_a_thousand_queries_on_a_server_that_fails_in_eight_ways(server: LLMServer, tmp_path: Path) -> None:
@@ -371,22 +353,16 @@ class Killed:
         assert KEY not in said.out + said.err and len(made(self.out)) == NUM_SKILLS
         assert_no_key(self.cache.parent)
 
-    def num_kept(self) -> int:
-        if not (self.cache / DATABASE).exists():
-            return 0
-        with closing(sqlite3.connect(self.cache / DATABASE)) as database:
-            tables = database.execute("SELECT count(*) FROM sqlite_master WHERE name = 'answers'").fetchone()[0]
-            return database.execute("SELECT count(*) FROM answers").fetchone()[0] if tables else 0
-
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_stop_and_restart_never_asks_again_for_what_was_answered(
     server: LLMServer, tmp_path: Path, number: signal.Signals
 ) -> None:
-    # After a dozen answers the server falls silent, so that the kill finds four requests without an answer.
+    # After a dozen answers the server falls silent, so that the kill finds four requests without an answer. Each of
+    # the four threads asks for the next answer when the last is kept.
     server.otherwise = lambda request: replace(unique_reply(request), delay=0 if len(server.requests) <= 12 else 60)
     killed = Killed(server, tmp_path)
-    said = killed.stop_when(lambda: killed.num_kept() == 12 and len(server.requests) == 16, number)
+    said = killed.stop_when(lambda: len(server.requests) == 16, number)
     if number == signal.SIGINT:
         assert said.splitlines()[-1] == "error: interrupted; what was finished is kept"
         assert "Traceback" not in said and "Task was destroyed" not in said
