@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from sentence_transformers import CrossEncoder, MultiVectorEncoder
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -70,13 +71,8 @@ def test_one_output_in_place_of_a_vocabulary_gives_the_same_scores(tmp_path, rer
         scores_of(again, QUERY, MANY), scores_of(reranker, QUERY, MANY), atol=1e-5
     )
     check_round_trip(folder)
-
-
-def test_the_classifiers_folder_has_what_vllm_and_tei_read(tmp_path, reranker):
-    """config.json decides the task, the number of outputs, what follows the head, and how two texts become one."""
-    folder = tmp_path / "model"
-    write_form(folder, "sequence_classification")
-    config = read(folder, "config.json")
+    # What vLLM and TEI read: the task, the number of outputs, what follows the head, and how two texts become one.
+    config, record = read(folder, "config.json"), read(folder, "skilltrain.json")
     assert config["architectures"] == ["Qwen3ForSequenceClassification"]  # both: the task
     assert (config["id2label"], config["label2id"]) == ({"0": "LABEL_0"}, {"LABEL_0": 0})  # one label: a reranker
     assert config["pad_token_id"] == reranker.tokenizer.pad_token_id
@@ -84,17 +80,13 @@ def test_the_classifiers_folder_has_what_vllm_and_tei_read(tmp_path, reranker):
     assert config["sentence_transformers"]["activation_fn"] == "torch.nn.modules.linear.Identity"  # vLLM: no sigmoid
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     assert "{%- set INSTRUCTION" in (folder / "chat_template.jinja").read_text(encoding="utf-8")  # vLLM --chat-template
-    from safetensors import safe_open
-
-    with safe_open(folder / "model.safetensors", "pt") as weights:
-        names = [*weights.keys()]
-        assert weights.get_tensor("score.weight").shape == (1, 32)  # vLLM: a head named score, without bias
-    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
-    record = read(folder, "skilltrain.json")
-    assert record["form"] == "sequence_classification"
-    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert set(record["files"]) == files and not any("LogitScore" in name for name in files)
-    assert {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()} == {0o644}
+    weights = load_file(folder / "model.safetensors")
+    assert weights["score.weight"].shape == (1, 32)  # vLLM: a head named score, without bias
+    assert "model.embed_tokens.weight" in weights and "lm_head.weight" not in weights
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    assert record["form"] == "sequence_classification" and not any("LogitScore" in name for name in files)
+    assert set(record["files"]) == files.keys()
+    assert {path.stat().st_mode & 0o777 for path in files.values()} == {0o644}
 
 
 @pytest.mark.parametrize(("name", "pooling"), [("bert", "cls"), ("bert", "mean"), ("qwen3", "last_token")])
