@@ -201,12 +201,11 @@ def training_stages(runs: Path, model: Path) -> list[tuple[str, ...]]:
 
 
 @functools.cache
-def trained(root: Path, model: Path) -> Path:
-    """A folder `runs` in `root` in which all of these commands have run."""
+def trained(root: Path, model: Path) -> tuple[Path, list[tuple[str, ...]], list[Outcome]]:
+    """A folder `runs` in `root` in which all of these commands have run, the commands, and what they said."""
     library = write_library(root / "library")
-    for stage in [*list_stages(root / "runs", library, model), *training_stages(root / "runs", model)]:
-        succeeds(*stage)
-    return root / "runs"
+    stages = [*list_stages(root / "runs", library, model), *training_stages(root / "runs", model)]
+    return root / "runs", stages, [succeeds(*stage) for stage in stages]
 
 
 def contents(*folders: Path) -> dict[Path, tuple[int, int]]:

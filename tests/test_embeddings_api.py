@@ -45,12 +45,17 @@ def sent(server: LLMServer) -> list[str]:
     return [text for request in server.requests for text in request["input"]]
 
 
-def test_a_system_ranks_by_the_cosines_of_what_the_server_answers(server: LLMServer, tmp_path: Path) -> None:
+def test_a_system_ranks_by_the_cosines_of_what_the_server_answers(
+    server: LLMServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     api = source(server, tmp_path, query_prompt="query: ")
     queries = [Query(f"q{n}", text, "single", "test", "test") for n, text in enumerate(("month", "sorts skills", "x"))]
     system = SystemConfig(name="api", rankers=(api,))
-    found, again = (run_systems([system], queries, SKILLS, 5)["api"][-1].rankings for _ in range(2))
-    assert again == found and len(sent(server)) == len(SKILLS) + 3, "all vectors are kept"
+    (stage,) = run_systems([system], queries, SKILLS, 5, num_timed=2)["api"]
+    found, said = stage.rankings, capsys.readouterr().err
+    assert stage.alone == () and "api: not timed, for it asks a server" in said, "texts would be paid for again"
+    assert run_systems([system], queries, SKILLS, 5)["api"][-1].rankings == found
+    assert len(sent(server)) == len(SKILLS) + 3, "all vectors are kept"
     skills = expected([api.render_skill(skill) for skill in SKILLS])
     cosines = expected([f"query: {query.text}" for query in queries]) @ skills.T
     for query, row in zip(queries, cosines, strict=True):
@@ -108,53 +113,42 @@ def test_a_server_that_stays_broken_ends_the_run_in_one_line_and_what_came_is_ke
     assert sum(len(request["input"]) for request in server.requests[3:]) == 6
 
 
+ONE, NAN, INF = [1.0, 1, 1, 1], [1.0, math.nan, 0, 0], [math.inf, 0.0, 0, 0]
+NO_VECTORS = "does not hold one vector for each|holds no vectors"
+ZERO = "zero or holds no number"
+
+
+def told(text: str) -> str:
+    return json.dumps({"error": {"message": f"{text} {KEY}"}})
+
+
 @pytest.mark.parametrize(
-    "raw",
+    ("reply", "message", "where"),
     [
-        "{not json",
-        '{"data": null}',
-        vectors_body([[1.0, 1, 1, 1]], 1),
-        vectors_body([[1.0, 1, 1, 1]] * 2, 1).replace('"index": 1', '"index": 0'),
-        vectors_body([[1.0, 1, 1, 1], [1.0, 1, 1]], 1),
-        json.dumps({"data": [{"index": n, "embedding": [[1.0, 2.0]] * 4} for n in (0, 1)]}),
+        (Reply(raw="{not json"), NO_VECTORS, ""),
+        (Reply(raw='{"data": null}'), NO_VECTORS, ""),
+        (Reply(raw=vectors_body([ONE] * 2, 1)), NO_VECTORS, ""),
+        (Reply(raw=vectors_body([ONE] * 3, 1).replace('"index": 1', '"index": 0')), NO_VECTORS, ""),
+        (Reply(raw=vectors_body([ONE, ONE, ONE[1:]], 1)), NO_VECTORS, ""),
+        (Reply(raw=json.dumps({"data": [{"index": n, "embedding": [ONE] * 4} for n in range(3)]})), NO_VECTORS, ""),
+        *((Reply(raw=vectors_body([ONE, bad, ONE], 1, is_base64)), ZERO, "skill id of 1")  # longest first: 2, 1, 0
+          for bad in ([0.0] * 4, NAN, INF) for is_base64 in (True, False)),
+        (Reply(raw=vectors_body([ONE[1:]] * 3, 1)), r"3 numbers, not 4.*leave out embeddings\.dimensions", ""),
+        (Reply(status=400), "refused 3 texts, the longest of 50 characters: .*body_chars", "skill id of 2"),
+        (Reply(status=401, raw=told("bad key")), "set OPENAI_API_KEY", ""),
+        (Reply(status=404), r"no model 'm' here.*embeddings\.model and embeddings\.base_url", ""),
+        (Reply(status=429, code="insufficient_quota"), "no credit left", ""),
+        (Reply(status=422, raw=told("you sent")), r"you sent \[key\]", "skill id of 2"),
     ],
-)
-def test_answers_that_are_no_vectors_are_refused(server: LLMServer, raw: str) -> None:
-    server.script = [Reply(raw=raw)]
-    with pytest.raises(SkilltrainError, match=r"does not hold one vector for each|holds no vectors") as failure:
-        open_api(server, **FOUR).encode_queries(["one", "two"])
-    assert failure.value.where == server.base_url and "\n" not in str(failure.value)
-
-
-@pytest.mark.parametrize("bad", [[0.0, 0, 0, 0], [1.0, math.nan, 0, 0], [math.inf, 0.0, 0, 0]])
-@pytest.mark.parametrize("is_base64", [True, False])
-def test_a_vector_that_is_zero_or_no_number_is_refused_with_the_skill_named(
-    server: LLMServer, bad: list[float], is_base64: bool
+)  # fmt: skip
+def test_what_is_no_vector_ends_the_run_in_one_line_without_the_key(
+    server: LLMServer, reply: Reply, message: str, where: str
 ) -> None:
-    server.script = [Reply(raw=vectors_body([[1.0, 0, 0, 0], bad, [1.0, 0, 0, 0]], 1, is_base64))]
-    with pytest.raises(SkilltrainError, match="zero or holds no number") as failure:
-        open_api(server, **FOUR).encode_skills(SKILLS[:3])
-    assert failure.value.where == "skill id of 1"  # longest first: 2, 1, 0
-
-
-def test_vectors_of_another_length_are_refused(server: LLMServer, tmp_path: Path) -> None:
-    server.otherwise = lambda request: Reply(raw=vectors_body([[1.0, 2, 3]] * len(request["input"]), 1))
-    with pytest.raises(SkilltrainError, match=r"3 numbers, not 4.*leave out embeddings\.dimensions"):
-        open_api(server, **FOUR).encode_queries(["one"])
-    assert open_api(server, tmp_path).encode_queries(["two"]).shape == (1, 3)
-    server.otherwise = embeddings  # now of 4
-    with pytest.raises(SkilltrainError, match=r"4 numbers, not 3.*another cache folder"):
-        open_api(server, tmp_path).encode_queries(["one"])
-
-
-def test_the_longest_text_of_a_request_that_the_server_refuses_is_named(server: LLMServer) -> None:
-    server.otherwise = lambda _: Reply(status=400)
-    encoder = open_api(server, **FOUR, concurrency=1)
-    with pytest.raises(
-        SkilltrainError, match=r"refused 4 texts, the longest of 66 characters: .*body_chars"
-    ) as failure:
-        encoder.encode_skills(SKILLS[:4])
-    assert failure.value.where == "skill id of 3" and len(server.requests) == 1
+    server.otherwise = lambda _: reply
+    with pytest.raises(SkilltrainError, match=message) as failure:
+        open_api(server, **FOUR, concurrency=1).encode_skills(SKILLS[:3])
+    assert failure.value.where == (where or server.base_url) and len(server.requests) == 1
+    assert "\n" not in str(failure.value) and KEY not in str(failure.value)
 
 
 def test_an_empty_text_is_named_and_never_sent(server: LLMServer) -> None:
@@ -191,6 +185,9 @@ def test_only_what_is_new_to_the_cache_is_sent_and_models_and_fields_never_mix(
         before = len(sent(server))
         open_api(server, tmp_path, **changed).encode_skills(SKILLS)
         assert len(sent(server)) - before == 10
+    server.otherwise = lambda request: Reply(raw=vectors_body([[1.0, 2, 3]] * len(request["input"]), 1))
+    with pytest.raises(SkilltrainError, match=r"3 numbers, not 4.*another cache folder"):
+        open_api(server, tmp_path).encode_queries(["one"])
 
 
 def test_the_budget_is_never_overrun_and_what_it_paid_for_is_kept(server: LLMServer, tmp_path: Path) -> None:
@@ -212,19 +209,3 @@ def test_dollars_need_a_price(server: LLMServer) -> None:
     assert encoder.budget.price(encoder.budget.used) == pytest.approx(100 * 2.5e-6)
     own = ApiEncoder(ApiConfig(model="text-embedding-3-small", budget=BudgetConfig(max_dollars=1)))
     assert own.budget.price(Usage(500_000, 0)) == 0.01
-
-
-@pytest.mark.parametrize(
-    ("reply", "message"),
-    [
-        (Reply(status=401, raw=json.dumps({"error": {"message": f"bad key {KEY}"}})), "set OPENAI_API_KEY"),
-        (Reply(status=404), r"no model 'm' here.*embeddings\.model and embeddings\.base_url"),
-        (Reply(status=429, code="insufficient_quota"), "no credit left"),
-        (Reply(status=422, raw=json.dumps({"error": {"message": f"you sent {KEY}"}})), r"you sent \[key\]"),
-    ],
-)
-def test_faults_of_every_text_end_the_run_and_never_show_the_key(server: LLMServer, reply: Reply, message: str) -> None:
-    server.otherwise = lambda _: reply
-    with pytest.raises(SkilltrainError, match=message) as failure:
-        open_api(server).encode_queries(["one"])
-    assert KEY not in str(failure.value)

@@ -15,6 +15,7 @@ from small_library import (
     reranker_recipe,
     skilltrain,
     succeeds,
+    trained,
     training_stages,
     write_recipe,
 )
@@ -40,16 +41,13 @@ out: {runs}/report_{encoder}
     return "evaluate", str(write_recipe(runs / "recipes" / f"evaluate_{encoder}.yaml", recipe))
 
 
-def all_stages(runs: Path, library: Path, model: Path) -> list[tuple[str, ...]]:
-    return [*list_stages(runs, library, model), *training_stages(runs, model), evaluation(runs, model)]
-
-
 @pytest.fixture(scope="module")
-def done(library, tmp_path_factory, model_folders):
+def done(runs, model_folders):
     """(the folder of all runs, the commands that made it, what they said)."""
-    runs = tmp_path_factory.mktemp("runs")
-    stages = all_stages(runs, library, model_folders["bert"])
-    return runs, stages, [succeeds(*stage) for stage in stages]
+    model = model_folders["bert"]
+    _, stages, outcomes = trained(runs.parent, model)
+    last = evaluation(runs, model)
+    return runs, [*stages, last], [*outcomes, succeeds(*last)]
 
 
 def metrics_of(folder: Path) -> dict[str, dict[str, Any]]:
@@ -57,7 +55,7 @@ def metrics_of(folder: Path) -> dict[str, dict[str, Any]]:
     return {system["name"]: system["metrics"] for system in systems}
 
 
-def test_every_stage_leaves_its_tables_and_says_where(done):
+def test_every_stage_leaves_its_tables_and_says_where_and_what_is_next(done, model_folders):
     runs, stages, outcomes = done
     tables = {
         "pool": [SKILLS, DROPPED], "queries": [QUERIES, JUDGEMENTS, DROPPED], "mined": [RANKINGS, DROPPED],
@@ -77,6 +75,13 @@ def test_every_stage_leaves_its_tables_and_says_where(done):
         folder = Path(found.partition(": ")[0])
         assert folder.is_dir() and folder.parent == runs and "?" not in outcome.out, command
         assert [line.split()[:2] for line in then] == ([] if command == "evaluate" else [["next:", "skilltrain"]])
+    pool, queries, mined = (outcome.out.splitlines() for outcome in outcomes[:3])
+    assert pool[0] == f"{runs}/pool: 20 skills in 4 categories; left out: none; flagged: 0"
+    assert queries[0] == f"{runs}/queries: 16 queries (test 4, train 12); left out: none"
+    assert mined[1] == (
+        f"next: skilltrain filter pool={runs}/pool queries={runs}/queries rankings={runs}/mined "
+        f"encoder.source={model_folders['bert']} out={runs}/filtered"
+    )
     assert not [path for path in runs.rglob("*") if "partial" in path.name]
 
 
@@ -123,7 +128,8 @@ def test_route_answers_in_json(done):
 def test_a_dry_run_touches_nothing_and_a_second_call_does_nothing_and_says_so(done):
     runs, stages, outcomes = done
     before = contents(runs)
-    for stage, first in zip(stages, outcomes, strict=True):
+    one_of_each = {stage[0]: (stage, first) for stage, first in zip(stages, outcomes, strict=True)}
+    for stage, first in one_of_each.values():
         assert f"out: {runs}/" in succeeds(*stage, "--dry-run").err
         again = succeeds(*stage)
         assert "already holds this run; nothing to do" in again.err, stage
@@ -135,9 +141,14 @@ def test_a_dry_run_touches_nothing_and_a_second_call_does_nothing_and_says_so(do
     assert contents(runs) == before
 
 
-def test_another_folder_gets_the_same_bytes(done, library, model_folders, tmp_path):
+def test_another_folder_gets_the_same_bytes(done, model_folders, tmp_path):
     runs, _, _ = done
-    for stage in all_stages(tmp_path, library, model_folders["bert"]):
+    model, library = model_folders["bert"], runs.parent / "library"
+    for stage in (
+        *list_stages(tmp_path, library, model),
+        *training_stages(tmp_path, model),
+        evaluation(tmp_path, model),
+    ):
         succeeds(*stage)
     texts = ("metrics.json", "per_query.jsonl", "report.html", "report.md", "skilltrain.json")
     paths = [path for path in tmp_path.rglob("*") if path.suffix in (".parquet", ".safetensors") or path.name in texts]
@@ -160,17 +171,6 @@ def test_qwen3_by_last_token_and_by_yes_or_no(done, model_folders):
     metrics = metrics_of(runs / "report_qwen3_encoder")
     assert list(metrics) == SYSTEMS
     assert metrics["bm25"] == metrics_of(runs / "report_encoder")["bm25"]
-
-
-def test_the_next_command_names_what_there_is(done, model_folders):
-    runs, _, outcomes = done
-    pool, queries, mined = (outcome.out.splitlines() for outcome in outcomes[:3])
-    assert pool[0] == f"{runs}/pool: 20 skills in 4 categories; left out: none; flagged: 0"
-    assert queries[0] == f"{runs}/queries: 16 queries (test 4, train 12); left out: none"
-    assert mined[1] == (
-        f"next: skilltrain filter pool={runs}/pool queries={runs}/queries rankings={runs}/mined "
-        f"encoder.source={model_folders['bert']} out={runs}/filtered"
-    )
 
 
 OWN_LOSS = """

@@ -60,14 +60,10 @@ CUT = [name for name in MEANINGS if name != "Set-Compat"]  # the measures with a
 @pytest.mark.parametrize(
     ("measure", "ranking", "expected"),
     [
-        ("FC@3", "abc", 1.0),
         ("FC@3", "cabx", 1.0),
         ("FC@3", "abxc", 0.0),
-        ("FC@10", "abxc", 1.0),
         ("FC@2", "ab", 0.0),  # two places cannot hold three gold skills
         ("COMP@2", "ab", 1.0),  # but they can be filled with gold
-        ("COMP@2", "ax", 1 / 2),
-        ("COMP@3", "axc", 2 / 3),
         ("COMP@10", "wxyza", 1 / 3),
         ("Recall@2", "ab", 2 / 3),
         ("Precision@10", "abc", 3 / 10),
@@ -75,13 +71,9 @@ CUT = [name for name in MEANINGS if name != "Set-Compat"]  # the measures with a
         ("MRR@3", "xya", 1 / 3),
         ("Hit@1", "xa", 0.0),
         ("Hit@2", "xa", 1.0),
-        ("Hit@1", "", 0.0),
-        ("nDCG@10", "", 0.0),
-        ("Set-Compat", "abc", 1.0),
         ("Set-Compat", "cabx", 1.0),
         ("Set-Compat", "abxc", 0.0),  # a stranger among the first three
         ("Set-Compat", "ab", 0.0),
-        ("Set-Compat", "", 0.0),
     ],
 )
 def test_values_worked_by_hand(measure: str, ranking: str, expected: float):
@@ -112,8 +104,9 @@ THEIRS = {"Hit": Success(rel=3), "MRR": RR(rel=3), "nDCG": nDCG, "Recall": R(rel
 
 
 def assert_parity(ranking: list[str], gains: dict[str, int], cutoff: int):
-    """Gain 3 is gold. Each nDCG against pytrec_eval's linear one, over gains as they are, 2^gain - 1, or 0 and 1."""
-    gold = frozenset(skill_id for skill_id, gain in gains.items() if gain == 3)
+    """Gain 3 is gold. Each nDCG against pytrec_eval's linear one, over gains as they are, 2^gain - 1, or 0 and 1; what
+    ir_measures lacks against its definition, that of R3's released evaluation, written down here once more."""
+    gold, top = frozenset(skill_id for skill_id, gain in gains.items() if gain == 3), set(ranking[:cutoff])
     run = {"q": {skill_id: -float(rank) for rank, skill_id in enumerate(ranking)}}
     qrels = {
         "nDCG": gains,
@@ -122,10 +115,14 @@ def assert_parity(ranking: list[str], gains: dict[str, int], cutoff: int):
     }
     wanted = {f"{name}@{cutoff}": (measure @ cutoff, gains) for name, measure in THEIRS.items()}
     wanted |= {f"{name}@{cutoff}": (nDCG @ cutoff, judged) for name, judged in qrels.items()}
-    ours = evaluate_query(ranking, Relevance(gold, dict(gains)), [parse_measure(name) for name in wanted])
-    for name, (measure, judged) in wanted.items():
-        theirs = ir_measures.calc_aggregate([measure], {"q": judged}, run)
-        assert ours[name] == pytest.approx(theirs[measure], abs=1e-9), name
+    expected = {name: ir_measures.calc_aggregate([one], {"q": of}, run)[one] for name, (one, of) in wanted.items()}
+    expected |= {f"COMP@{cutoff}": len(gold & top) / min(len(gold), cutoff), f"FC@{cutoff}": float(gold <= top)}
+    if len(gold) > 1:
+        expected["Set-Compat"] = float(gold <= set(ranking[: len(gold)]))
+    measures = [*(Measure(name, cutoff) for name in CUT), Measure("Set-Compat", 0)]
+    ours = evaluate_query(ranking, Relevance(gold, dict(gains)), measures)
+    assert ours == pytest.approx(expected, abs=1e-9)
+    assert all(type(number) is float and 0 <= number <= 1 for number in ours.values())
 
 
 RANKED = st.lists(st.sampled_from(IDS), unique=True)
@@ -140,38 +137,8 @@ RANKED = st.lists(st.sampled_from(IDS), unique=True)
 @example(IDS, dict.fromkeys(IDS, 3), 3)  # more gold than places
 @example(["x", "y", "s0", "z"], {"s0": 3, "s1": 1}, 3)  # skills that nobody judged
 @example(["s1", "s2", "s0"], {"s0": 3, "s1": 0, "s2": 0}, 1)  # judged as worth nothing
-def test_agrees_with_ir_measures_on_random_and_degenerate_rankings(ranking, gains, cutoff):
+def test_agrees_with_ir_measures_and_r3_on_random_and_degenerate_rankings(ranking, gains, cutoff):
     assert_parity(ranking, gains | {"s0": 3}, cutoff)
-
-
-@given(ranking=st.permutations(IDS), num_gold=st.integers(1, 12), cutoff=st.integers(1, 15))
-def test_bounds_and_order_between_measures(ranking: list[str], num_gold: int, cutoff: int):
-    gold = frozenset(IDS[:num_gold])
-    relevance = Relevance(gold, dict.fromkeys(gold, 1.0))
-    values = evaluate_query(ranking, relevance, [Measure(name, cutoff) for name in CUT] + [Measure("Set-Compat", 0)])
-    assert all(type(number) is float and 0 <= number <= 1 for number in values.values())
-    names = {name: values[f"{name}@{cutoff}"] for name in CUT}
-    assert names["FC"] <= names["Recall"] <= names["COMP"] <= names["Hit"]
-    assert names["Precision"] <= names["COMP"]
-    assert names["MRR"] <= names["Hit"]
-    at_gold = evaluate_query(ranking, relevance, [Measure("FC", num_gold), Measure("Precision", num_gold)])
-    if num_gold > 1:
-        assert values["Set-Compat"] == at_gold[f"FC@{num_gold}"] == float(at_gold[f"Precision@{num_gold}"] == 1)
-    else:
-        assert "Set-Compat" not in values
-
-
-@given(RANKED, st.integers(1, 6), st.sampled_from([5, 10, 15]))
-def test_agrees_with_the_released_r3_evaluation(ranking: list[str], num_gold: int, cutoff: int):
-    """Its definitions, written down here once more: binary nDCG, comp, and the gold set as a subset of the top."""
-    gold, top = set(IDS[:num_gold]), ranking[:cutoff]
-    relevance = Relevance(frozenset(gold), dict.fromkeys(gold, 1.0))
-    gained = sum(1 / math.log2(place + 2) for place, skill_id in enumerate(top) if skill_id in gold)
-    ideal = sum(1 / math.log2(place + 2) for place in range(min(cutoff, num_gold)))
-    assert value(f"nDCG-bin@{cutoff}", ranking, relevance) == pytest.approx(gained / ideal)
-    assert value(f"COMP@{cutoff}", ranking, relevance) == len(gold & set(top)) / min(num_gold, cutoff)
-    if num_gold > 1:
-        assert value("Set-Compat", ranking, relevance) == float(gold <= set(ranking[:num_gold]))
 
 
 def test_a_measure_has_no_value_where_it_is_not_defined():
@@ -184,17 +151,21 @@ def test_a_measure_has_no_value_where_it_is_not_defined():
     assert per_query({}, {"multi": BINARY}, measures) == {"multi": {"Set-Compat": 0.0, "Hit@1": 0.0}}
 
 
-@given(ranking=st.lists(st.sampled_from("abcAaBx"), unique=True), cutoff=st.integers(1, 6))
-def test_alternatives_change_nothing_but_the_name(ranking: list[str], cutoff: int):
-    """Naming the first of each group like the gold skill, and every other copy like a stranger, scores the same."""
-    relevance = Relevance(frozenset("abc"), {"a": 3.0, "b": 1.0, "c": 1.0, "x": 1.0}, {"A": "a", "B": "b"})
-    plain = Relevance(relevance.gold, relevance.gains)
-    renamed: list[str] = []
-    for skill_id in ranking:
-        gold = relevance.alternatives.get(skill_id, skill_id)
-        renamed.append(f"copy of {gold}" if gold in renamed else gold)
-    measures = [*(Measure(name, cutoff) for name in CUT), Measure("Set-Compat", 0)]
-    assert evaluate_query(ranking, relevance, measures) == evaluate_query(renamed, plain, measures)
+@settings(max_examples=60)
+@given(ranking=st.lists(st.sampled_from("abcdeAaBx"), unique=True), cutoff=st.integers(1, 6))
+def test_alternatives_and_copies_change_nothing_but_the_name(ranking: list[str], cutoff: int):
+    """Naming the first of each group like the gold skill, and every other one like a stranger, scores the same."""
+    gains, alternatives, copies = {"a": 3.0, "b": 1.0, "c": 1.0, "x": 1.0}, {"A": "a", "B": "b"}, {"d": "a", "e": "c"}
+    relevance, plain = Relevance(frozenset("abc"), gains, alternatives, copies), Relevance(frozenset("abc"), gains)
+    strict, lenient = [[Measure(name, cutoff if name in CUT else 0, how) for name in MEANINGS] for how in (False, True)]
+    for measures, needs in ((strict, alternatives), (lenient, alternatives | copies)):
+        renamed: list[str] = []
+        for skill_id in ranking:
+            gold = needs.get(skill_id, skill_id)
+            renamed.append(f"copy of {gold} {skill_id}" if gold in renamed else gold)
+        assert evaluate_query(ranking, relevance, measures) == evaluate_query(renamed, plain, measures)
+    values = evaluate_query(ranking, relevance, strict + lenient)
+    assert all(values[f"{measure} (copies)"] >= values[str(measure)] for measure in strict)
 
 
 def test_a_copy_counts_as_its_gold_skill_once_and_in_measures_of_copies_alone():
@@ -207,16 +178,6 @@ def test_a_copy_counts_as_its_gold_skill_once_and_in_measures_of_copies_alone():
         "Hit@1 (copies)": 1, "Recall@3 (copies)": 1 / 2, "FC@3 (copies)": 0, "nDCG@3 (copies)": 1 / ideal,
     })  # fmt: skip
     assert evaluate_query(tuple("dxb"), relevance, measures[5:6]) == {"FC@3 (copies)": 1.0}
-
-
-@given(ranking=st.lists(st.sampled_from("abcdACx"), unique=True), cutoff=st.integers(1, 6))
-def test_copies_never_lower_a_measure(ranking: list[str], cutoff: int):
-    gains = {"a": 3.0, "b": 1.0, "x": 1.0}
-    relevance = Relevance(frozenset("ab"), gains, {"A": "a"}, copies={"c": "a", "C": "a", "d": "b"})
-    measures = with_copies([*(Measure(name, cutoff) for name in CUT), Measure("Set-Compat", 0)])
-    values = evaluate_query(ranking, relevance, measures)
-    for strict, lenient in zip(measures[::2], measures[1::2], strict=True):
-        assert values[str(lenient)] >= values[str(strict)]
 
 
 @pytest.mark.parametrize(
