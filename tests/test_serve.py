@@ -1,9 +1,19 @@
-"""What a router's server tells clients: over MCP with the package's own client, over HTTP, and in its log."""
+"""What a router's server tells clients, over MCP with the package's own client and over HTTP; then as a process."""
 
 import asyncio
+import functools
 import hashlib
+import http.client
+import json
 import math
+import os
 import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +22,7 @@ import yaml
 
 pytest.importorskip("mcp", reason="needs skilltrain[serve]")
 
-from mcp import Client
+from mcp import Client, StdioServerParameters
 from mcp.shared.exceptions import MCPError
 from mcp_types import INVALID_PARAMS, PaginatedRequestParams, Request
 from pydantic import TypeAdapter
@@ -30,6 +40,7 @@ from skilltrain.routing.router import Router
 from skilltrain.routing.servers import GetSkillParams, new_http_app, new_mcp_server
 from skilltrain.routing.service import PAGE, RouteLog, Service, entry_of, skill_at, skill_text, uri_of
 from skilltrain.tables import QUERIES, RANKINGS, read_table
+from small_library import skilltrain, succeeds, write_library
 
 PDF = Skill("documents/pdf-merge", "pdf-merge", "merge pdf files into one", "Use pypdf.", "documents", "en", "mine")
 CSV = Skill("data/csv-repair", "csv-repair", "repair broken csv files", "Quote fields.", "data", "en", "mine")
@@ -40,6 +51,7 @@ LURE = Skill(
 POOL = {skill.skill_id: skill for skill in (PDF, CSV, LURE)}
 BM25 = SystemConfig(name="router", rankers=(LexicalConfig(),))
 ANYTHING = TypeAdapter(dict)
+CLIENTS = 50
 
 
 def service_of(skills=POOL, flagged="mark", log=None):
@@ -314,3 +326,133 @@ def test_an_update_that_fails_is_tried_again_and_said_once(tmp_path, monkeypatch
     monkeypatch.setattr(serve, "update_from", update)
     asyncio.run(serve._watch(service_of(), tmp_path))
     assert outcomes == [] and capsys.readouterr().err.count("another process writes") == 1
+
+
+# As a process --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def places(tmp_path) -> tuple[Path, Path]:
+    """(a router of BM25 alone, the folder of skills that it was made of)."""
+    skills, router = write_library(tmp_path / "library") / "skills", tmp_path / "router"
+    succeeds("index", f"pool={skills}", "rankers=[{kind: lexical}]", f"out={router}")
+    return router, skills
+
+
+def write_skill(skills: Path, name: str, words: str) -> None:
+    place = skills / "new" / name / "SKILL.md"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(f"---\nname: {name}\ndescription: {words}\n---\nDo it: {words}.\n")
+
+
+def command(router: Path, *options: object) -> list[str]:
+    return [sys.executable, "-m", "skilltrain", "serve", str(router), *map(str, options)]
+
+
+def until(happens, seconds: float = 240) -> None:
+    last = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < last, "it has not happened"
+        time.sleep(0.1)
+
+
+def got(port: int, method: str, path: str, body: dict | None = None):
+    """The answer as a value, or None where nobody answers."""
+    server = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        server.request(method, path, json.dumps(body) if body else None)
+        answer = server.getresponse()
+        return json.loads(answer.read()) if answer.status == 200 else None
+    except OSError:
+        return None
+
+
+def first(port: int, query: str) -> str | None:
+    found = got(port, "POST", "/route", {"query": query, "k": 1})
+    return found["skills"][0]["skill_id"] if found and found["skills"] else None
+
+
+async def searched(client: Client, query: str) -> str:
+    found = (await client.call_tool("search_skills", {"query": query, "k": 1})).structured_content
+    uri = found["skills"][0]["uri"]
+    text = (await client.call_tool("load_skill", {"uri": uri})).content[0].text
+    assert "untrusted" in text or "not orders" in text
+    return uri
+
+
+@pytest.mark.slow
+def test_an_agent_starts_it_over_stdio(places):
+    start, *arguments = command(places[0])
+
+    async def ask():
+        async with Client(StdioServerParameters(command=start, args=arguments, env=dict(os.environ))) as client:
+            return await searched(client, "merge these pdf files into one document")
+
+    assert asyncio.run(ask()) == "skill://documents/pdf-merge/SKILL.md"
+
+
+@pytest.mark.slow
+def test_fifty_clients_are_answered_while_skills_change(places, monkeypatch):
+    monkeypatch.setattr("ssl.create_default_context", functools.cache(ssl.create_default_context))  # .1 s a client
+    router, skills = places
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = ("--mcp", "http", "--port", port, "--watch", skills, "--log", router.parent / "log")
+
+    async def one(number: int) -> str:
+        async with Client(f"http://127.0.0.1:{port}/mcp") as client:
+            if number % 25 == 0:
+                write_skill(skills, f"zebra-{number}", f"paint zebra number{number}")
+            return await searched(client, "merge these pdf files into one document")
+
+    async def all_of_them() -> list[str]:
+        return await asyncio.gather(*map(one, range(CLIENTS)))
+
+    with subprocess.Popen(command(router, *options)) as process:
+        try:
+            until(lambda: got(port, "GET", "/health") is not None or process.poll() is not None)
+            assert {*asyncio.run(all_of_them())} == {"skill://documents/pdf-merge/SKILL.md"}
+            for number in range(0, CLIENTS, 25):
+                until(lambda n=number: first(port, f"paint zebra number{n}") == f"new/zebra-{n}")
+            assert got(port, "GET", "/health")["num_skills"] == 20 + CLIENTS // 25
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+        finally:
+            process.kill()
+    assert [*(router.parent / "log").glob("*/queries.parquet")], "the log is written at the end"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("line", "kills"), [("index out={}", 3), ("serve {} --watch {}", 2)], ids=["index", "serve"])
+def test_a_kill_in_an_update_leaves_the_router_of_before_or_after(places, line, kills):
+    """At moments from the first byte of the next generation on."""
+    router, skills = places
+    for number in range(kills):
+        for name in range(100):
+            write_skill(skills, f"thing-{name}", f"handle thing{name} round{number}")
+        writer = [sys.executable, "-m", "skilltrain", *line.format(router, skills).split()]
+        with subprocess.Popen(writer, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+            while process.poll() is None and not [*router.glob(".index-*.partial")]:
+                time.sleep(0.001)
+            time.sleep(0.02 * number)
+            process.kill()
+        opened = Router.load(router)
+        assert len(opened.skills) in (20, 120)
+        assert opened.route("merge these pdf files into one document", 1).skills[0].skill_id == "documents/pdf-merge"
+    succeeds("index", f"out={router}")
+    found = Router.load(router).route(f"handle thing7 round{kills - 1}", 1).skills[0]
+    assert found.skill_id == "new/thing-7" and f"round{kills - 1}" in found.description
+    assert len([*router.glob("*index-*")]) == 1, "nothing is left of what was killed"
+
+
+def test_bad_settings_are_one_line(places):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for words, line in {
+            "holds no router": ("nowhere",),
+            "nowhere: no such folder": (places[0], "--watch", "nowhere"),
+            "smoke": (places[0], "--mcp", "smoke"),
+            "--port": (places[0], "--mcp", "http", "--port", 0),
+            f"127.0.0.1:{port}: cannot listen here": (places[0], "--mcp", "http", "--port", port),
+        }.items():
+            assert words in skilltrain("serve", *line).error_line
