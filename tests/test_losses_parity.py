@@ -85,7 +85,6 @@ GRADES = (1.0, 0.5, 0.5)
 CASES = [  # ours, the lists, their loss with its settings, its labels, and what theirs is to be multiplied by
     (ListNet(), lists((6, 4, 5), grades=GRADES), "ListNetLoss", {}, torch.log, 3),
     (ListwiseCE(), lists((6, 4)), "ListNetLoss", {}, torch.log, 2),
-    (RankNet(), lists((7,), grades=GRADES), "RankNetLoss", {"reduction_log": "natural"}, torch.clone, 1),
     (RankNet(temperature=0.25), lists((7,), grades=GRADES), "RankNetLoss", {"reduction_log": "natural", "sigma": 4},
      torch.clone, 1),
     (RankNet(), lists((5, 5, 5)), "RankNetLoss", {}, torch.clone, 3 * math.log(2)),
@@ -98,7 +97,7 @@ def test_a_reranker_s_loss(ours, batch, name, settings, labels, factor):
     assert_same(ours, batch, expected, factor)
 
 
-@pytest.mark.parametrize("mu", [0.0, 10.0, 3.0])
+@pytest.mark.parametrize("mu", [0.0, 3.0])
 def test_lambda_rank(mu):
     batch = lists((8, 5, 6), grades=GRADES)
     scheme = reranker_losses.NDCGLoss2PPScheme(mu) if mu else reranker_losses.LambdaRankScheme()
@@ -109,12 +108,8 @@ def test_lambda_rank(mu):
 
 def num_counted_pairs(batch):
     """Pairs over which their mean goes."""
-    count = 0
-    for scores, gains, valid in zip(batch.scores, batch.gains, batch.valid, strict=True):
-        order = [i for i in scores.argsort(descending=True).tolist() if valid[i]]
-        for i in order:
-            count += sum(bool(gains[i] > gains[j]) for j in order)
-    return count
+    gains, valid = batch.gains, batch.valid
+    return int(((gains[:, :, None] > gains[:, None]) & valid[:, :, None] & valid[:, None]).sum())
 
 
 def test_pointwise_on_one_list():
@@ -169,33 +164,25 @@ def ours_on(loss, queries, skills):
     return loss(encoder_scores(made, made, queries, queries, ids, skills, context))
 
 
+SYMMETRIC = ("query_to_skill", "skill_to_query")
+
+
 @pytest.mark.parametrize(
     ("directions", "partition"),
-    [
-        (("query_to_skill",), "joint"),
-        (("query_to_skill",), "per_direction"),
-        (("query_to_skill", "skill_to_query"), "per_direction"),
-        (("query_to_skill", "skill_to_query"), "joint"),
-        (("query_to_skill", "query_to_query"), "joint"),
-        (("query_to_skill", "skill_to_skill"), "joint"),
-        (GTE, "joint"),
-    ],
+    [*((directions, "joint") for directions in (SYMMETRIC, GTE[:2], GTE[::3], GTE)), (SYMMETRIC, "per_direction")],
 )
 def test_infonce_in_every_direction(directions, partition):
     queries, skills = vectors(4, 1), vectors(12, 2)
     names = tuple(THEIRS[direction] for direction in directions)
-    reference = encoder_losses.MultipleNegativesRankingLoss(
-        None, scale=10.0, directions=names, partition_mode=partition
-    )
+    settings = {"directions": names, "partition_mode": partition}
+    reference = encoder_losses.MultipleNegativesRankingLoss(None, scale=10.0, **settings)
     expected = 4 * reference.compute_loss_from_embeddings([queries, *skills.split(4)], torch.zeros(4))
     ours = ours_on(InfoNCE(temperature=0.1, directions=directions, partition=partition), queries, skills)
     assert ours.item() == pytest.approx(expected.item(), rel=1e-12)
-    theirs_by = torch.autograd.grad(expected, (queries, skills), retain_graph=True)
-    for got, wanted in zip(torch.autograd.grad(ours, (queries, skills)), theirs_by, strict=True):
+    got, wanted = (torch.autograd.grad(loss, (queries, skills), retain_graph=True) for loss in (ours, expected))
+    for one, other, of in zip(got, wanted, (queries, skills), strict=True):
         # Theirs goes through a normalisation: only the part of ours across the vector is comparable.
-        of = queries if len(got) == 4 else skills
-        across = got - (got * of).sum(1, keepdim=True) * of
-        assert torch.allclose(across, wanted, rtol=1e-9, atol=1e-12)
+        assert torch.allclose(one - (one * of).sum(1, keepdim=True) * of, other, rtol=1e-9, atol=1e-12)
 
 
 class Vectors(torch.nn.Module):
