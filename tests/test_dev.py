@@ -80,8 +80,7 @@ def pointing(*queries):
     rows = [*queries, *([axis] for axis in range(6))]
     vectors = torch.zeros(len(rows), 6)
     for row, axes in enumerate(rows):
-        for place, axis in enumerate(axes):
-            vectors[row, axis] = 1 / (place + 1)
+        vectors[row, list(axes)] = torch.tensor([1 / (place + 1) for place in range(len(axes))])
     return giving(torch.nn.functional.normalize(vectors, dim=1))
 
 
@@ -106,28 +105,19 @@ def test_an_encoders_figures_by_hand(folder, open_encoder_of):
     )
 
 
-def test_a_rerankers_figures_by_hand(folder, open_reranker_of):
-    write_candidates(folder, {"q1": ["s4", "s0", "s3"], "q2": ["s2", "s5"], "other": ["s1"]})
-    dev = reranker_dev(folder, open_reranker_of("bert_reranker"))
-    # q1: s0 and s3 tie after s4; q2: s2 falls behind s5, and s1 is no candidate; q3 has none at all.
-    model = giving(torch.tensor([3.0, 1, 1, 0, 2]))
+def test_a_rerankers_figures_by_hand(folder, open_reranker_of, capsys):
+    write_candidates(folder, {"q1": ["s4", "s0", "s3"], "q2": ["s2", "s5", "s4"], "other": ["s1"]})
+    dev = reranker_dev(folder, open_reranker_of("bert_reranker"), keep=2)
+    said = "2 of 4 gold skills (2 queries) are not among the candidates of the rankers before the model and count as"
+    assert said in capsys.readouterr().err
+    # q1: s0 ties with s4, its better, and s3 stays behind; q2: s2 falls behind s5, and s1 is no candidate; q3 has none.
+    model = giving(torch.tensor([3.0, 3, 0, 2]))
     figures = dev.evaluate(model)
-    assert [len(pairs) for pairs in model.asked[0].lists] == [3, 2]
+    assert [len(pairs) for pairs in model.asked[0].lists] == [2, 2]
     assert figures["MRR@10"].mean == pytest.approx((1 / 2 + 1 / 2 + 0) / 3)
     assert figures["Recall@10"].mean == pytest.approx((1 + 1 / 2 + 0) / 3)
     assert figures["Hit@1"].mean == 0
-    assert dev.evaluate(giving(torch.tensor([3.0, 4, 1, 0, 2])))["Hit@1"].mean == pytest.approx(1 / 3)
-
-
-def test_only_the_first_candidates_are_reranked(folder, open_reranker_of, capsys):
-    write_candidates(folder, {"q1": ["s4", "s3", "s0"], "q2": ["s1", "s3", "s4"], "q3": ["s5", "s0"]})
-    dev = reranker_dev(folder, open_reranker_of("bert_reranker"), keep=2)
-    said = "1 of 4 gold skills (1 queries) are not among the candidates of the rankers before the model and count as"
-    assert said in capsys.readouterr().err
-    model = giving(torch.tensor([0.0, 1, 0, 1, 0, 1]))
-    figures = dev.evaluate(model)
-    assert [len(pairs) for pairs in model.asked[0].lists] == [2, 2, 2]
-    assert figures["MRR@10"].mean == pytest.approx((1 / 3 + 1 / 2 + 1 / 2) / 3)  # s0 stays behind the two
+    assert dev.evaluate(giving(torch.tensor([3.0, 4, 0, 2])))["Hit@1"].mean == pytest.approx(1 / 3)
 
 
 def test_rankers_before_the_model_rank_once(folder, open_reranker_of):
@@ -159,15 +149,13 @@ def skills_of(dev):
 
 def test_samples_hold_what_is_judged_and_depend_on_the_seed(folder, open_encoder_of):
     encoder = open_encoder_of("bert")
-    dev = encoder_dev(folder, encoder, max_queries=2)
-    assert len(dev.relevances) == 2 and list(dev.relevances) == sorted(dev.relevances)
-    chosen = {tuple(encoder_dev(folder, encoder, max_queries=1, seed=seed).relevances) for seed in range(10)}
-    assert len(chosen) > 1
+    chosen = [[*encoder_dev(folder, encoder, max_queries=2, seed=seed).relevances] for seed in range(9)]
+    assert all(len(queries) == 2 and queries == sorted(queries) for queries in chosen)
+    assert len({tuple(queries) for queries in chosen}) > 1
     write_benchmark(folder / "bench", {"q1": {"s0": "required", "s3": "useful"}})
     pools = {tuple(skills_of(encoder_dev(folder, encoder, max_skills=3, seed=seed))) for seed in range(20)}
     assert pools == {tuple(sorted(["s0", "s3", other])) for other in ("s1", "s2", "s4", "s5")}
     assert skills_of(encoder_dev(folder, encoder, max_skills=1)) == ["s0", "s3"]  # what is judged always stays
-    assert len(skills_of(encoder_dev(folder, encoder, max_skills=99))) == 6
 
 
 def test_skillrouters_own_gold_skills_join_the_pool(folder, open_encoder_of):
@@ -183,11 +171,9 @@ def test_skillrouters_own_gold_skills_join_the_pool(folder, open_encoder_of):
     assert dev.evaluate(giving(torch.eye(8)[[7, *range(1, 8)]]))["Hit@1"].mean == 1.0
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_output_that_is_no_number_is_an_error(folder, open_encoder_of, bad):
-    dev = encoder_dev(folder, open_encoder_of("bert"))
+def test_output_that_is_no_number_is_an_error(folder, open_encoder_of):
     with pytest.raises(SkilltrainError, match="the model's output on the dev benchmark is no number"):
-        dev.evaluate(giving(torch.full((9, 2), bad)))
+        encoder_dev(folder, open_encoder_of("bert")).evaluate(giving(torch.full((9, 2), math.nan)))
 
 
 def test_a_pool_or_candidates_of_something_else_are_refused(folder, open_encoder_of, open_reranker_of):

@@ -6,6 +6,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     BertForSequenceClassification,
+    MPNetConfig,
+    MPNetForSequenceClassification,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -31,15 +33,15 @@ PAIRS = [
 ]
 
 
+QUERY, SKILL = PAIRS[0]
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "initializer_range": 0.3}
+
+
 def save_gqa_qwen3(folder, **options):
     """A Qwen3 of three layers with two query heads to a key head, and norms of queries and keys that matter."""
     torch.manual_seed(1)
-    tokenizer = qwen3_tokenizer(False)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, intermediate_size=64, max_position_embeddings=2048, initializer_range=0.3, **options,
-    )  # fmt: skip
-    network = Qwen3ForCausalLM(config)
+    tokenizer, more = qwen3_tokenizer(False), {"num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 3}
+    network = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **SIZES, **more, **options))
     for layer in network.model.layers:
         torch.nn.init.uniform_(layer.self_attn.q_norm.weight, 0.5, 2)
         torch.nn.init.uniform_(layer.self_attn.k_norm.weight, 0.5, 2)
@@ -48,20 +50,16 @@ def save_gqa_qwen3(folder, **options):
     return folder
 
 
-def save_deep_bert(folder, num_layers=3):
+def save_deep_bert(folder, model_class=BertForSequenceClassification, config_class=BertConfig, num_layers=3):
     torch.manual_seed(1)
     tokenizer = bert_tokenizer()
-    config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=num_layers, num_attention_heads=4,
-        intermediate_size=64, initializer_range=0.3, num_labels=1,
-    )  # fmt: skip
-    BertForSequenceClassification(config).save_pretrained(folder)
+    config = config_class(vocab_size=len(tokenizer), num_hidden_layers=num_layers, num_labels=1, **SIZES)
+    model_class(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
 SAVERS = {
-    "qwen3": save_gqa_qwen3,
     "qwen3_window": lambda folder: save_gqa_qwen3(
         folder, use_sliding_window=True, sliding_window=64, max_window_layers=1
     ),
@@ -98,7 +96,15 @@ def test_shares_are_those_of_the_eager_attention_matrices(opened):
         fields = token_fields(reranker, skill)
         sums = eager_rows(eager, pair, place)[:, pair.second_start :][:, : len(fields)].numpy() @ fields
         expected.append(sums / sums.sum(1, keepdims=True))
-    found = field_attention(reranker, PAIRS, "tiny")
+    implementation, (pair,) = reranker.network.config._attn_implementation, reranker.tokenize(QUERY.text, [SKILL])
+    with torch.inference_mode():
+        before = reranker([pair])
+        found = field_attention(reranker, PAIRS, "tiny")
+        assert torch.equal(reranker([pair]), before)
+        with pytest.raises(SkilltrainError, match="skill empty: the reranker sees no token of this"):
+            field_attention(reranker, [*PAIRS, (QUERY, Skill("empty", " ", "", "\n"))], "tiny")
+        assert torch.equal(reranker([pair]), before)
+    assert reranker.network.config._attn_implementation == implementation
     assert (found["model"], len(found["pairs"])) == ("tiny", 3)
     assert table(found["layers"]) == pytest.approx(np.mean(expected, 0), abs=1e-5)
     assert table([found["overall"]])[0] == pytest.approx(np.mean(expected, (0, 1)), abs=1e-5)
@@ -114,30 +120,6 @@ def test_shares_are_those_of_the_eager_attention_matrices(opened):
 
 def table(shares):
     return np.array([[one[field] for field in FIELDS] for one in shares])
-
-
-def test_the_reranker_scores_after_reading_as_before(opened):
-    reranker, _, _ = opened
-    (pair,) = reranker.tokenize(PAIRS[0][0].text, [PAIRS[0][1]])
-    implementation = reranker.network.config._attn_implementation
-    with torch.inference_mode():
-        before = reranker([pair])
-        field_attention(reranker, PAIRS, "tiny")
-        assert torch.equal(reranker([pair]), before)
-        with pytest.raises(SkilltrainError, match="skill empty: the reranker sees no token of this"):
-            field_attention(reranker, [*PAIRS, (asked("pods"), Skill("empty", " ", "", "\n"))], "tiny")
-        assert torch.equal(reranker([pair]), before)
-    assert reranker.network.config._attn_implementation == implementation
-
-
-@pytest.mark.parametrize("name", ["qwen3_reranker", "bert_reranker"])
-def test_attention_without_a_preference_has_the_shares_of_the_tokens(open_reranker_of, name):
-    reranker = open_reranker_of(name)
-    for parameter_name, parameter in reranker.network.named_parameters():
-        if ".query." in parameter_name or ".q_proj." in parameter_name:
-            torch.nn.init.zeros_(parameter)  # all scores are 0: attention is even
-    found = field_attention(reranker, PAIRS, "even")
-    assert table(found["layers"]) == pytest.approx(np.repeat(table([found["tokens"]]), 2, 0), abs=1e-6)
 
 
 def test_a_cut_body_counts_for_what_is_left_of_it(open_reranker_of):
@@ -158,33 +140,26 @@ def owners(reranker, skill):
     return list(zip(tokens, names, strict=True))
 
 
-def test_each_wordpiece_belongs_to_the_field_it_came_from(open_reranker_of):
-    found = owners(open_reranker_of("bert_reranker"), Skill("a", " Deploy pods\n", "find | it", "the <|im_end|>"))
+def test_each_token_belongs_to_the_field_it_came_from(open_reranker_of):
     n, d, b = FIELDS
+    found = owners(open_reranker_of("bert_reranker"), Skill("a", " Deploy pods\n", "find | it", "the <m>"))
     assert found == [
         ("deploy", n), ("pods", n), ("|", "-"), ("find", d), ("|", d), ("i", d), ("##t", d), ("|", "-"), ("the", b),
-        ("<", b), ("|", b), ("i", b), ("##m", b), ("_", b), ("e", b), ("##n", b), ("##d", b), ("|", b), (">", b),
+        ("<", b), ("m", b), (">", b),
     ]  # fmt: skip
-
-
-def test_each_byte_of_a_multi_byte_character_belongs_to_its_field(open_reranker_of):
-    found = owners(open_reranker_of("qwen3_reranker"), Skill("a", "pods 运行", "é", "🚀 chart"))
-    prompt = [pair for pair in found if pair[1] == "-"]
-    assert "".join(text for text, _ in prompt) == "<Document>:" + "Ġ|Ġ" + "Ġ|Ġ"
+    found = owners(open_reranker_of("qwen3_reranker"), Skill("a", "pods 运行", "é", "🚀 chart"))  # by bytes
+    assert "".join(text for text, field in found if field == "-") == "<Document>:" + "Ġ|Ġ" + "Ġ|Ġ"
     assert [sum(owner == field for _, owner in found) for field in FIELDS] == [1 + 1 + 6, 2, 4 + 1]
-    assert next(text for text, owner in found if owner == "name") == "Ġpods"  # the space before it is no field's
-    assert found[-1] == ("Ġchart", "body")
+    assert next(text for text, owner in found if owner == n) == "Ġpods"  # the space before it is no field's
+    assert found[-1] == ("Ġchart", b)
 
 
 def test_a_skill_without_description_and_a_template_without_body(open_reranker_of):
-    skill = Skill("a", "pods", "  ", "chart text")
+    skill, full = Skill("a", "pods", "  ", "chart text"), Skill("a", "pods", "deploy chart text", "body")
     assert [field for _, field in owners(open_reranker_of("bert_reranker"), skill)] == ["name", "-", "body", "body"]
     template = RerankerTemplate(skill=SkillTemplate(fields="nd"))
     nd = open_reranker_of("bert_reranker", template=template)
-    assert [field for _, field in owners(nd, skill)] == ["name"]
-    (found,) = field_attention(nd, [(asked("pods"), Skill("a", "pods", "deploy chart text", "body"))], "nd")["layers"][
-        1:
-    ]
+    found = field_attention(nd, [(asked("pods"), full)], "nd")["overall"]
     assert found["body"] == 0 and found["name"] > 0 and found["description"] > 0
     assert field_attention(nd, [(asked("pods"), skill)], "nd")["overall"] == {"name": 1, "description": 0, "body": 0}
 
@@ -193,22 +168,25 @@ def test_layers_are_grouped_in_a_quarter_a_half_and_a_quarter(tmp_path):
     """Of 28 layers 0–6, 7–20 and 21–27 (SkillRouter, appendix F); of eight 0–1, 2–5 and 6–7."""
     save_deep_bert(tmp_path, num_layers=8)
     found = field_attention(load_reranker(RerankerConfig(source=str(tmp_path)), CPU), PAIRS[:1], "eight")
-    layers = table(found["layers"])
-    assert [*found["groups"]] == ["early", "middle", "late"]
-    expected = [layers[:2].mean(0), layers[2:6].mean(0), layers[6:].mean(0)]
-    assert table(found["groups"].values()) == pytest.approx(np.array(expected))
+    layers, groups = table(found["layers"]), found["groups"]
+    expected = {"early": layers[:2].mean(0), "middle": layers[2:6].mean(0), "late": layers[6:].mean(0)}
+    assert [*groups] == [*expected]
+    assert table(groups.values()) == pytest.approx(np.array([*expected.values()]))
 
 
-def test_what_cannot_be_read_is_refused_in_one_line(open_reranker_of):
+def test_what_cannot_be_read_is_refused_in_one_line(open_reranker_of, tmp_path):
     cosine = open_reranker_of("bert", template=RerankerTemplate(form="cosine_pair"))
-    with pytest.raises(SkilltrainError, match="a cosine_pair reranker has no scoring position"):
-        field_attention(cosine, PAIRS, "cosine")
-    reranker = open_reranker_of("bert_reranker")
-    with pytest.raises(SkilltrainError, match=r"x: no \(query, skill\) pairs"):
-        field_attention(reranker, [], "x")
-    torch.nn.init.constant_(reranker.network.bert.encoder.layer[1].attention.self.key.weight, torch.nan)
-    with pytest.raises(SkilltrainError, match="x, skill a: layer 1 gives the skill's fields no attention"):
-        field_attention(reranker, PAIRS, "x")
-    reranker.network.config.classifier_pooling = "mean"
-    with pytest.raises(SkilltrainError, match="a classifier with mean pooling has no scoring position"):
-        field_attention(reranker, PAIRS, "x")
+    reranker, spoiled, mean = (open_reranker_of("bert_reranker") for _ in range(3))
+    torch.nn.init.constant_(spoiled.network.bert.encoder.layer[1].attention.self.key.weight, torch.nan)
+    mean.network.config.classifier_pooling = "mean"
+    save_deep_bert(tmp_path, MPNetForSequenceClassification, MPNetConfig)
+    mpnet = load_reranker(RerankerConfig(source=str(tmp_path)), CPU)
+    for model, pairs, message in (
+        (cosine, PAIRS, "a cosine_pair reranker has no scoring position"),
+        (reranker, [], r"x: no \(query, skill\) pairs"),
+        (spoiled, PAIRS, "x, skill a: layer 1 gives the skill's fields no attention"),
+        (mean, PAIRS, "a classifier with mean pooling has no scoring position"),
+        (mpnet, PAIRS, "MPNetForSequenceClassification can be read in 0 of its 3 layers only"),
+    ):
+        with pytest.raises(SkilltrainError, match=message):
+            field_attention(model, pairs, "x")

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from skilltrain.models.encoder import Encoder, EncoderConfig, EncoderSettings, load_encoder
+from skilltrain.models.encoder import Encoder, EncoderSettings
 from skilltrain.models.pairs import PairTokenizer, RerankerSettings
-from skilltrain.models.reranker import RerankerConfig, load_reranker, yes_no_ids
+from skilltrain.models.reranker import yes_no_ids
 from skilltrain.models.tokens import TextTokenizer
 from skilltrain.records import Skill
 from skilltrain.templates import QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX, EncoderTemplate, RerankerTemplate
@@ -20,8 +20,6 @@ from tiny_models import (
     as_embedding_tokenizer,
     qwen3_tokenizer,
     real_qwen3_tokenizer,
-    save_qwen3,
-    save_real_qwen3,
 )
 
 CPU = torch.device("cpu")
@@ -42,20 +40,6 @@ REAL = {"prefix": 39, "suffix": [151645, 198, 151644, 77091, 198, 151667, 271, 1
 @pytest.fixture(scope="module", params=["tiny", "real"])
 def tokenizer(request):
     return real_qwen3_tokenizer() if request.param == "real" else qwen3_tokenizer(appends_end=False)
-
-
-@pytest.fixture(scope="module", params=["tiny", "real"])
-def encoder(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("encoder")
-    (save_real_qwen3 if request.param == "real" else save_qwen3)(folder, reranker=False)
-    return load_encoder(EncoderConfig(source=str(folder)), CPU)
-
-
-@pytest.fixture(scope="module", params=["tiny", "real"])
-def reranker(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("reranker")
-    (save_real_qwen3 if request.param == "real" else save_qwen3)(folder, reranker=True)
-    return load_reranker(RerankerConfig(source=str(folder), max_tokens=600), CPU)
 
 
 @functools.cache
@@ -79,12 +63,14 @@ def official_ids(tokenizer, template, query, skill, max_tokens):
     return prefix + body[: max_tokens - len(prefix) - len(suffix)] + suffix
 
 
-def test_the_frame_of_the_real_tokenizer():
+def test_the_frame_of_the_real_tokenizer_which_cuts_no_query_of_the_papers():
     tokenizer = real_qwen3_tokenizer()
-    frame = PairTokenizer(tokenizer, RerankerSettings(template=RerankerTemplate(form="yes_no")))
+    frame = pair_tokenizer(tokenizer)
     assert (len(frame.before), frame.after, frame.between) == (REAL["prefix"], REAL["suffix"], [])
     assert yes_no_ids(tokenizer) == (9693, 2152)
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (REAL["end"], 151645)
+    scripts = ("运行技能，部署容器。", "a b ", "1 ", "é", "Ж ", "การ", "كتاب ", "🚀")
+    assert all(len(ids) <= 2048 for ids in frame.text.ids([(letters * 1500)[:1500] for letters in scripts]))
 
 
 @pytest.mark.parametrize("separator", ["\n", "\n\n"])
@@ -103,7 +89,7 @@ odd_letters = st.sampled_from([*"ab .,:<>|\n\r\t", "\u0301", "\u00a0", "\u2028",
 odd = st.text(odd_letters, max_size=12)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(odd, odd, st.sampled_from(["\n", "\n\n"]))
 @example("ends in a line break\r\n", "\u0301x", "\n")
 @example("ends in spaces   ", "", "\n\n")
@@ -114,7 +100,7 @@ def test_parts_tokenised_alone_are_the_ids_of_the_whole(tokenizer, query, body, 
     assert joined.ids == official_ids(tokenizer, pairs.template, query, skill, 4096)
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(st.text(odd_letters, max_size=60), st.sampled_from([8, 9, 20]))
 @example("👩‍👩‍👧" * 9, 8)
 @example("deploy   \n\n pods " * 9, 9)
@@ -131,13 +117,6 @@ def test_a_cut_query_keeps_its_frame(tokenizer, query, limit):
     assert len(ids) <= len(pairs.query("")) + limit + 1  # without a query, the space and the separator are one token
     if len(pair_tokenizer(tokenizer).query(query)) <= len(pairs.query("")) + limit - 2:
         assert kept == unicodedata.normalize("NFC", query)
-
-
-def test_the_queries_of_the_papers_are_never_cut():
-    pairs = pair_tokenizer(real_qwen3_tokenizer())
-    for letters in ("运行技能，部署容器。", "a b ", "1 ", "é", "Ж ", "การ", "كتاب ", "🚀"):
-        (ids,) = pairs.text.ids([(letters * 1500)[:1500]])
-        assert len(ids) <= pairs.settings.query_max_tokens
 
 
 def test_control_strings_become_letters(tokenizer):
@@ -190,25 +169,26 @@ def test_queries_of_the_encoder_have_the_official_form(tokenizer):
     assert encoder.tokenize([SKILLS[0].body], 99) == [tokenizer.encode("deploy pods<|endoftext|>")]
 
 
-def test_vectors_equal_plain_code_with_left_padding(encoder):
+def test_vectors_equal_plain_code_with_left_padding(open_encoder_of):
     """Qwen3-Embedding's model card: pad on the left, take the last position, divide by the norm."""
-    tokenizer = encoder.tokenizer
-    inputs = tokenizer(
-        TEXTS, padding=True, padding_side="left", truncation=True, max_length=100, return_tensors="pt"
-    )  # fmt: skip
-    assert (inputs["input_ids"][:, -1] == tokenizer.pad_token_id).all() and inputs["attention_mask"][:, -1].all()
+    encoder = open_encoder_of("qwen3")
+    settings = {"padding": True, "padding_side": "left", "truncation": True, "max_length": 100}
+    inputs = encoder.tokenizer(TEXTS, return_tensors="pt", **settings)
+    assert (inputs["input_ids"][:, -1] == encoder.tokenizer.pad_token_id).all() and inputs["attention_mask"][
+        :, -1
+    ].all()
     with torch.inference_mode():
         expected = torch.nn.functional.normalize(encoder.backbone(**inputs).last_hidden_state[:, -1], dim=1)
         assert torch.allclose(encoder(encoder.tokenize(TEXTS, 100)), expected, atol=1e-5)
 
 
-def test_scores_equal_plain_code_with_left_padding(reranker):
+def test_scores_equal_plain_code_with_left_padding(open_reranker_of):
     """Qwen3-Reranker's model card: pad on the left, compare the logits of yes and no at the last position."""
+    reranker = open_reranker_of("qwen3_reranker", max_tokens=600)
     model = AutoModelForCausalLM.from_pretrained(reranker.network.name_or_path).eval()
-    tokenizer, template = reranker.tokenizer, reranker.settings.template
-    ids = [official_ids(tokenizer, template, TEXTS[0], skill, 600) for skill in SKILLS]
-    inputs = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")
-    yes, no = yes_no_ids(tokenizer)
+    ids = [official_ids(reranker.tokenizer, reranker.settings.template, TEXTS[0], skill, 600) for skill in SKILLS]
+    inputs = reranker.tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")
+    yes, no = yes_no_ids(reranker.tokenizer)
     with torch.inference_mode():
         logits = model(**inputs, logits_to_keep=1).logits[:, -1]
         expected = logits[:, yes] - logits[:, no]

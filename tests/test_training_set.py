@@ -1,5 +1,4 @@
 import math
-import random
 import shutil
 
 import pytest
@@ -8,12 +7,9 @@ import yaml
 from skilltrain.config import input_paths, to_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill, Verdict
-from skilltrain.retrieval.lexical import BM25Index, LexicalConfig
-from skilltrain.retrieval.rankers import LEG_KEEP
-from skilltrain.retrieval.rankings import fuse
+from skilltrain.retrieval.lexical import BM25Index
 from skilltrain.tables import CLUSTERS, JUDGEMENTS, LISTS, QUERIES, SKILLS, rows_of, write_table
 from skilltrain.training.training_set import ListsSource, lexical_scores, load_training_set
-from training_data import words
 
 SKILL_IDS = "abcde"
 
@@ -171,17 +167,6 @@ def test_lexical_scores_by_hand():
     assert 0 < common < rare
     assert scores == pytest.approx({"a": common / deviation, "b": common / deviation, "c": rare / deviation})
     assert lexical_scores(["nothing shared"], pool) == {"nothing shared": {}}
-
-
-def test_lexical_scores_differ_from_those_of_a_fused_system_by_a_constant():
-    source = random.Random(0)
-    pool = [Skill(f"s{i}", words(source, 1, 3), "", words(source, 0, 20)) for i in range(120)]  # more than a leg finds
-    query = Query("q", "deploy pods and review the chart", "", "", "")
-    (ranking,) = LexicalConfig().open(pool).rank([query], None, LEG_KEEP).values()
-    z = dict(fuse([ranking, []], [1.0, 1.0], "z", 0))
-    (scores,) = lexical_scores([query.text], pool).values()
-    assert len(z) == LEG_KEEP > len(scores) > 0
-    assert z == pytest.approx({skill_id: min(z.values()) + scores.get(skill_id, 0.0) for skill_id in z})
 
 
 def test_a_training_set_has_lexical_scores_of_the_whole_pool_where_they_are_asked_for(build):

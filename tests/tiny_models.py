@@ -1,6 +1,7 @@
 """Models with random weights, small enough to build in a test: a BERT and a Qwen3, each as encoder and as reranker."""
 
 import copy
+import functools
 import os
 from pathlib import Path
 
@@ -100,6 +101,7 @@ def save_qwen3(folder: Path, reranker: bool, appends_end: bool = True) -> Path:
     return folder
 
 
+@functools.cache
 def real_qwen3_tokenizer():
     """Qwen3's own tokenizer, which is no part of the project; the test that asks for it is skipped where it is absent.
 
@@ -125,14 +127,3 @@ def as_embedding_tokenizer(tokenizer):
         ]
     )
     return tokenizer
-
-
-def save_real_qwen3(folder: Path, reranker: bool) -> Path:
-    """Like `save_qwen3`, with the real tokenizer's 151,669 rows of 16 numbers each."""
-    tokenizer = real_qwen3_tokenizer()
-    torch.manual_seed(0)
-    config = _qwen3_config(len(tokenizer))
-    config.hidden_size = 16
-    (Qwen3ForCausalLM if reranker else Qwen3Model)(config).save_pretrained(folder)
-    (tokenizer if reranker else as_embedding_tokenizer(tokenizer)).save_pretrained(folder)
-    return folder
