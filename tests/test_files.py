@@ -61,14 +61,8 @@ def test_json_lines_come_with_their_numbers_and_what_is_none_is_named(tmp_path, 
         assert str(error.value).startswith(f"{path}, line ")
     with pytest.raises(SkilltrainError, match="no such file"):
         list(read_jsonl(tmp_path / "none"))
-
-
-def test_truncated_and_corrupt_gzip_is_refused(tmp_path):
-    path = tmp_path / "rows.jsonl.gz"
-    whole = gzip.compress("\n".join(json.dumps({"a": i, "b": os.urandom(8).hex()}) for i in range(500)).encode())
-    corrupt = bytearray(whole)
-    corrupt[200:260] = bytes(60)
-    for broken in (whole[: len(whole) // 2], bytes(corrupt), b"not gzip"):
+    whole = gzip.compress("\n".join(json.dumps({"a": os.urandom(8).hex()}) for _ in range(500)).encode())
+    for broken in (whole[: len(whole) // 2], whole[:200] + bytes(60) + whole[260:], b"not gzip"):
         path.write_bytes(broken)
         with pytest.raises(SkilltrainError, match="is not JSON Lines"):
             list(read_jsonl(path))
