@@ -18,7 +18,7 @@ from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.cpu_linear import pack_linear_layers
-from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
+from skilltrain.models.encoder import Encoder, EncoderConfig, open_to_answer
 from skilltrain.models.loading import Precision, default_device, resolve_model, stored_settings
 from skilltrain.models.micro_batches import Groups, micro_batches, num_slots
 from skilltrain.records import Skill
@@ -81,7 +81,7 @@ def open_encoder(source: EncoderSource, opened: dict[str, Any] | None = None) ->
     key = repr(source.model_dump(include={*EncoderSource.model_fields} - {"cache"}))
     model, identity = opened.get(key, (None, ""))
     if model is None or (source.cache and not identity):
-        model = load_encoder(source, default_device()).requires_grad_(False)
+        model = open_to_answer(source, default_device())
         identity = _identity(model) if source.cache else ""
         pack_linear_layers(model.backbone, source.token_budget)
         opened[key] = (model, identity)
