@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmark_folders import write_pool, write_skillrouter
-from skilltrain.cli import main
 from skilltrain.records import Skill
+from small_library import Outcome, skilltrain, succeeds
 
 TASKS = {"t1": "find apples", "t2": "build bridges from candles", "t3": "drums"}
 RELEVANCE = {
@@ -24,25 +24,17 @@ def benchmark(tmp_path: Path) -> Path:
     return write_skillrouter(tmp_path / "bench", TASKS.items(), RELEVANCE)
 
 
-def evaluate(benchmark: Path, values: object, *more: str) -> None:
+def evaluate(benchmark: Path, values: object, *more: object) -> Outcome:
     file = benchmark.parent / "mine.json"
     file.write_text(values if isinstance(values, str) else json.dumps(values))
-    main(["evaluate", "--benchmark", str(benchmark), "--predictions", str(file), *more])
+    return skilltrain("evaluate", "--benchmark", benchmark, "--predictions", file, *more)
 
 
-def refused(capsys: pytest.CaptureFixture[str], benchmark: Path, values: object, *more: str) -> str:
-    """The one line on stderr of a command that must end with code 2."""
-    with pytest.raises(SystemExit) as ended:
-        evaluate(benchmark, values, *more)
-    assert ended.value.code == 2
-    return capsys.readouterr().err.strip().splitlines()[-1]
-
-
-def test_means_by_section_and_the_per_query_table_beside(benchmark, tmp_path, capsys):
+def test_means_by_section_and_the_per_query_table_beside(benchmark, tmp_path):
     """The released code of SkillRouter writes a ranking for every task, its generic ones, which are not scored, too."""
     out = tmp_path / "new" / "scores.json"
-    evaluate(benchmark, {"t1": ["copy/a", "gt/a"], "t2": ["gt/b", "x", "gt/c"], "t3": ["gt/d"]}, "--json", str(out))
-    scores = json.loads(out.read_text())
+    given = {"t1": ["copy/a", "gt/a"], "t2": ["gt/b", "x", "gt/c"], "t3": ["gt/d"]}
+    scores = json.loads(evaluate(benchmark, given, "--json", out).out)
     assert list(scores) == ["all", "single", "multi"]
     second = 1 / math.log2(3)  # the discount of the second place
     assert {name: value["mean"] for name, value in scores["single"].items()} == {
@@ -52,20 +44,19 @@ def test_means_by_section_and_the_per_query_table_beside(benchmark, tmp_path, ca
     assert scores["multi"]["Hit@1"] == {"mean": 1, "low": 1, "high": 1, "n": 1}
     assert scores["multi"]["Set-Compat"]["mean"] == 0  # b and x fill the first two places
     assert scores["all"]["MRR@10"]["mean"] == 0.75 and scores["all"]["Set-Compat"]["n"] == 1
-    assert json.loads(capsys.readouterr().out) == scores
+    assert json.loads(out.read_text()) == scores
     rows = [json.loads(line) for line in (out.parent / "scores.per_query.jsonl").read_text().splitlines()]
     found = [(row["query_id"], row["slice"], row["MRR@10"], row.get("Set-Compat")) for row in rows]
     assert found == [("t1", "single", 0.5, None), ("t2", "multi", 1, 0)]
 
 
-def test_chosen_measures_missing_tasks_and_a_dry_run_write_no_file(benchmark, tmp_path, capsys):
+def test_chosen_measures_missing_tasks_and_a_dry_run_write_no_file(benchmark, tmp_path):
     before = sorted(tmp_path.rglob("*"))
-    evaluate(benchmark, {"t1": ["gt/a"]}, "measures=[Precision@2]")
-    shown = capsys.readouterr()
+    shown = evaluate(benchmark, {"t1": ["gt/a"]}, "measures=[Precision@2]")
     assert json.loads(shown.out)["all"] == {"Precision@2": {"mean": 0.25, "low": 0, "high": 0.5, "n": 2}}
     assert "no prediction for 1 of 2 queries, first 't2'; they score 0" in shown.err
-    evaluate(benchmark, {"t1": ["gt/a"]}, "--dry-run", "--json", str(tmp_path / "scores.json"))
-    assert json.loads(capsys.readouterr().out)["plan"]["num_queries"] == 2
+    planned = evaluate(benchmark, {"t1": ["gt/a"]}, "--dry-run", "--json", tmp_path / "scores.json")
+    assert json.loads(planned.out)["plan"]["num_queries"] == 2
     assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "mine.json"])
 
 
@@ -81,32 +72,32 @@ def test_chosen_measures_missing_tasks_and_a_dry_run_write_no_file(benchmark, tm
         ('{"t1": ["gt/a"', "is not JSON"),
     ],
 )
-def test_bad_predictions_are_one_line(benchmark, capsys, values, message):
-    line = refused(capsys, benchmark, values)
+def test_bad_predictions_are_one_line(benchmark, values, message):
+    line = evaluate(benchmark, values).error_line
     assert message in line and "mine.json" in line
 
 
-def test_a_known_pool_checks_the_ids(benchmark, tmp_path, capsys):
+def test_a_known_pool_checks_the_ids(benchmark, tmp_path):
     skills = [Skill(skill_id, skill_id, "what it does", "how") for skill_id in ("gt/a", "gt/b", "gt/c", "other")]
     pool = write_pool(tmp_path / "pool", skills)
-    evaluate(benchmark, {"t1": ["other", "gt/a"], "t2": ["gt/b"]}, "--pool", str(pool))
-    scores = json.loads(capsys.readouterr().out)
+    scores = json.loads(evaluate(benchmark, {"t1": ["other", "gt/a"], "t2": ["gt/b"]}, "--pool", pool).out)
     assert scores["single"]["nDCG@10"]["mean"] == pytest.approx(1 / math.log2(3))  # no copy in this pool
-    line = refused(capsys, benchmark, {"t1": ["gt/a", "copy/a"]}, "--pool", str(pool))
+    line = evaluate(benchmark, {"t1": ["gt/a", "copy/a"]}, "--pool", pool).error_line
     assert "query t1: 1 of 2 predicted skills are not in the pool, first 'copy/a'" in line
 
 
-def test_several_files_and_analyses_are_for_a_report_and_json_is_not(benchmark, tmp_path, capsys):
+def test_several_files_and_analyses_are_for_a_report_and_json_is_not(benchmark, tmp_path):
     other, out = tmp_path / "other.json", f"out={tmp_path / 'run'}"
     other.write_text(json.dumps({"t1": ["gt/a"], "t2": ["gt/b", "gt/c"]}))
-    both = ["--predictions", str(other)]
-    line = refused(capsys, benchmark, {"t1": ["gt/a"]}, *both)
+    both = ("--predictions", other)
+    line = evaluate(benchmark, {"t1": ["gt/a"]}, *both).error_line
     assert "several predictions files are compared in a report (add out=… for its folder)" in line
-    assert "analysis: analyses are part of a report" in refused(capsys, benchmark, {"t1": []}, "analysis.num_timed=2")
-    line = refused(capsys, benchmark, {"t1": ["gt/a"]}, "--json", str(tmp_path / "s.json"), out)
+    assert (
+        "analysis: analyses are part of a report" in evaluate(benchmark, {"t1": []}, "analysis.num_timed=2").error_line
+    )
+    line = evaluate(benchmark, {"t1": ["gt/a"]}, "--json", tmp_path / "s.json", out).error_line
     assert "--json is for predictions alone" in line and not (tmp_path / "run").exists()
-    evaluate(benchmark, {"t1": ["gt/a"]}, *both, out)
-    assert f"look at {tmp_path}/run/report.html" in capsys.readouterr().out
+    assert f"look at {tmp_path}/run/report.html" in evaluate(benchmark, {"t1": ["gt/a"]}, *both, out).out
     systems = json.loads((tmp_path / "run" / "metrics.json").read_text())["systems"]
     assert {one["name"]: one["metrics"]["Hit@1"]["mean"] for one in systems} == {"mine": 0.5, "other": 1.0}
     assert not list((tmp_path / "run").glob("*.parquet"))
@@ -121,11 +112,10 @@ def test_several_files_and_analyses_are_for_a_report_and_json_is_not(benchmark, 
         ("--reranker three", ["bm25", "bm25 + reranker"]),
     ],
 )  # fmt: skip
-def test_models_of_the_command_line_are_systems_side_by_side(benchmark, tmp_path, capsys, options, names):
+def test_models_of_the_command_line_are_systems_side_by_side(benchmark, tmp_path, options, names):
     """BM25, each encoder, and the reranker on the last of them; a pool alone asks BM25."""
     pool = write_pool(tmp_path / "pool", (Skill(name, name, "d", "how") for name in ("gt/a", "gt/b", "gt/c")))
-    given = ["--benchmark", str(benchmark), "--pool", str(pool), f"out={tmp_path / 'run'}", *options.split()]
-    main(["evaluate", *given, "--dry-run"])
-    shown = capsys.readouterr()
+    given = ["--benchmark", benchmark, "--pool", pool, f"out={tmp_path / 'run'}", *options.split()]
+    shown = succeeds("evaluate", *given, "--dry-run")
     assert [line.split(": ")[1] for line in shown.err.splitlines() if line.startswith("- name: ")] == names
     assert json.loads(shown.out)["plan"]["num_systems"] == len(names)
