@@ -19,7 +19,7 @@ from skilltrain.models.encoder import EncoderConfig, EncoderSettings, load_encod
 from skilltrain.models.tokens import tokenized
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.dense import DenseConfig, EncoderSource, encode_chunks, encode_skills, open_encoder
-from skilltrain.retrieval.nearest import ChunkVectors, pooled, starts_of
+from skilltrain.retrieval.nearest import ChunkVectors, starts_of
 from skilltrain.tables import SKILLS, rows_of, write_table
 from skilltrain.templates import Chunks, EncoderTemplate, SkillTemplate
 from skilltrain.training.dev import OwnEncoder
@@ -58,30 +58,6 @@ def test_one_window_is_all_where_the_body_is_short_or_not_seen():
     assert SkillTemplate(body_chars=0).windows(SKILL, Chunks()) == [SKILL]
 
 
-def test_a_skills_score_by_hand():
-    scores = np.array([[0.5, 0.25, 0.75, 0.5, -0.5, 0.5, 0.5, 0.25]], dtype=np.float32)
-    starts = starts_of([1, 3, 1, 3])
-    assert pooled(scores, starts, "max").tolist() == [[0.5, 0.75, -0.5, 0.5]]
-    assert pooled(scores, starts, "top2").tolist() == [[0.5, 0.625, -0.5, 0.5]]  # alone: its own; level: both count
-
-
-@pytest.mark.parametrize("pool", ["max", "top2"])
-def test_nearest_skills_are_those_of_a_full_sort(pool):
-    generator = np.random.default_rng(0)
-    counts = generator.integers(1, 5, size=300)
-    vectors, queries = (generator.normal(size=(num, 8)).astype(np.float32) for num in (counts.sum(), 70))
-    chunks = ChunkVectors(vectors, starts_of(counts), pool)
-    products = queries.astype(np.float64) @ vectors.astype(np.float64).T
-    rows = [np.sort(row[a:b])[::-1] for row in products for a, b in zip(chunks.starts, chunks.starts[1:], strict=False)]
-    wanted = np.array([row[0] if pool == "max" else row[:2].mean() for row in rows]).reshape(70, 300)
-    positions, scores = chunks.nearest(queries, 7)
-    assert (positions == np.argsort(-wanted, axis=1, kind="stable")[:, :7]).all()
-    np.testing.assert_allclose(scores, np.take_along_axis(wanted, positions, 1), rtol=1e-5)
-    assert (chunks.scores(queries, np.repeat(np.arange(70), 7), positions.ravel()) == scores.ravel()).all()
-    assert chunks.nearest(queries[:0], 7)[0].shape == (0, 7) and chunks.nearest(queries, 0)[0].shape == (70, 0)
-    assert chunks.nearest(queries, 999)[0].shape == (70, 300)
-
-
 # The encoder ---------------------------------------------------------------------------------------------------------
 
 FIFTY = {"template": EncoderTemplate(skill=SkillTemplate(description_chars=20, body_chars=50))}
@@ -91,15 +67,11 @@ def source(model_folders, **settings):
     return EncoderSource(source=str(model_folders["bert"]), precision="float32", **FIFTY, **settings)
 
 
-def test_one_window_gives_the_vectors_of_a_skill(model_folders, tmp_path):
+def test_one_window_is_a_skills_vector_and_more_take_it_from_the_cache(model_folders, tmp_path, monkeypatch):
     encoder = open_encoder(source(model_folders, cache=tmp_path))
     chunks = encode_chunks(encoder, [LONG, SHORT])
     np.testing.assert_array_equal(chunks.vectors, encode_skills(encoder, [LONG, SHORT]))
     assert chunks.is_one_each and chunks.starts.tolist() == [0, 1, 2]
-
-
-def test_more_windows_take_the_first_from_the_cache(model_folders, tmp_path, monkeypatch):
-    encode_skills(open_encoder(source(model_folders, cache=tmp_path)), [LONG, SHORT])
     encoder = open_encoder(source(model_folders, cache=tmp_path, chunks={"windows": 3, "overlap": 10, "pool": "top2"}))
     seen, forward = [], encoder.model.forward
     monkeypatch.setattr(encoder.model, "forward", lambda texts: seen.extend(texts) or forward(texts))

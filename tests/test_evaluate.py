@@ -103,11 +103,13 @@ def test_copies_count_beside_the_strict_measures_everywhere(folder):
     assert all("Hit@1 (copies)" in page for page in pages) and pages[0].count("copy of gold") == 2
 
 
-def test_rankings_are_as_long_as_the_measures_look(folder):
+def test_rankings_are_as_long_as_the_measures_look_and_nothing_is_analysed_unasked(folder):
     evaluate(folder, pool=str(folder / "pool"), systems=[BM25], measures=["Recall@1", "Recall@3"], depth=1)
     rows = read_table(folder / "out", RANKINGS).to_pylist()
     assert max(row["rank"] for row in rows) == 3
     assert means(folder)["bm25"] == {"Recall@1": pytest.approx((1 + 0.5 + 1) / 3), "Recall@3": 1}
+    found = json.loads((folder / "out" / "metrics.json").read_text())["analysis"]
+    assert {name for name, rows in found.items() if rows} == set(), "without Hit@1 there is no right and wrong"
 
 
 def test_a_chat_model_that_chose_nothing_is_named_in_the_report(folder):
@@ -135,33 +137,6 @@ def test_a_benchmarks_own_gold_skills_join_the_pool(tmp_path):
     evaluate(tmp_path, pool=str(tmp_path / "pool"), systems=[BM25], measures=["Hit@1"])
     assert means(tmp_path)["bm25"] == {"Hit@1": 1}
     assert read_table(tmp_path / "out", RANKINGS).num_rows == 5
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, "there is nothing to evaluate"),
-        ({"systems": [BM25]}, r"systems need a pool to rank \(give pool=…\)"),
-        ({"systems": [BM25, BM25], "pool": "pool"}, "systems: two systems have the same name"),
-        ({"systems": [BM25], "pool": "pool", "measures": ["hit@1"]}, r"unknown measure 'hit@1', did you mean 'Hit@1'"),
-        ({"systems": [BM25], "pool": "pool", "split": "nowhere"}, r"no query of split 'nowhere' \(its splits are dev"),
-        ({"systems": [BM25], "pool": "none"}, "none: no such file or folder"),
-        ({"systems": [BM25], "pool": "pool", "measures": []}, "measures: "),
-        ({"systems": [BM25], "pool": "pool", "clusters": "clusters"}, r"1 skill\(s\) of the pool are in no cluster"),
-        ({"predictions": "mine.json", "clusters": "clusters"}, "copies are found by the skills' texts"),
-        ({"systems": [BM25], "pool": "pool", "measures": ["Hit@1 (copies)"]}, "counts near-duplicates of gold skills"),
-    ],
-)
-def test_what_cannot_be_evaluated_is_refused(folder, monkeypatch, settings, message):
-    monkeypatch.chdir(folder)
-    predict(folder, {"q1": ["s0"]})
-    write_table([{"skill_id": f"s{n}", "cluster": n} for n in range(3)], CLUSTERS, folder / "clusters")
-    with pytest.raises(SkilltrainError, match=message):
-        evaluate(folder, **settings)
-    values = {"stage": "evaluate", "benchmark": "bench", "out": "out", **settings}
-    if "same name" not in message:
-        with pytest.raises(SkilltrainError, match=message):
-            dry_run(validate(EvaluateConfig, values, "test"))
 
 
 def test_tiers_are_ranked_over_their_own_pools_and_scored_together(folder):
@@ -278,12 +253,6 @@ def test_every_analysis_stands_in_json_markdown_and_on_the_page(topics, model_fo
         assert f'<section id="{part}">' in page
 
 
-def test_nothing_more_is_analysed_than_was_asked_for(folder):
-    evaluate(folder, pool=folder / "pool", systems=[BM25], measures=["Recall@3"])
-    found = json.loads((folder / "out" / "metrics.json").read_text())["analysis"]
-    assert {name for name, rows in found.items() if rows} == set(), "without Hit@1 there is no right and wrong"
-
-
 def test_an_alternative_stands_in_for_a_gold_skill_that_the_pool_lacks():
     """The gold skill `gone` is met by s9, so its description and body are what is looked at."""
     relevance = Relevance(frozenset({"gone", "s0"}), {"gone": 1.0, "s0": 1.0}, {"s9": "gone", "absent": "gone"})
@@ -308,37 +277,47 @@ def test_queries_that_no_skill_serves_are_told_from_the_others_by_the_best_score
         evaluate(topics, pool=topics / "pool", systems=[BM25], analysis={"unserved": str(topics / "none.jsonl")})
 
 
-# Refused before any query is ranked -----------------------------------------------------------------------------------
+# Refused before any query is ranked ----------------------------------------------------------------------------------
+
+PREDICTIONS = {"pool": None, "systems": [], "predictions": "mine.json"}
+FAULTS_OF_INPUTS = [  # which a dry run tells as well
+    ({"pool": None, "systems": []}, "there is nothing to evaluate"),
+    ({"pool": None}, r"systems need a pool to rank \(give pool=…\)"),
+    ({"pool": "none"}, "none: no such file or folder"),
+    ({"split": "nowhere"}, r"no query of split 'nowhere' \(its splits are dev"),
+    ({"measures": []}, "measures: "),
+    ({"measures": ["hit@1"]}, r"unknown measure 'hit@1', did you mean 'Hit@1'"),
+    ({"measures": ["Hit@1 (copies)"]}, "counts near-duplicates of gold skills"),
+    ({"clusters": "clusters"}, r"1 skill\(s\) of the pool are in no cluster"),
+    (PREDICTIONS | {"clusters": "clusters"}, "copies are found by the skills' texts"),
+]
+FAULTS_OF_SYSTEMS = [
+    ({"systems": [BM25, BM25]}, "systems: two systems have the same name"),
+    ({"systems": [{"name": "e", "rankers": [{"kind": "dense", "source": "./nothing"}]}]}, "./nothing: no such"),
+    ({"systems": [reranked("bench")]}, "bench: is no model folder"),
+    ({"predictions": "bad.json"}, "1 of 1 predicted skills are not in the pool, first 'nowhere'"),
+    ({"predictions": "counting.json"}, "another system is called 'counting' as well"),
+    ({"analysis": {"num_attention": 1}}, "analysis.num_attention: is measured in rerankers, and no system has one"),
+    (PREDICTIONS | {"analysis": {"structure": True}}, r"analysis.structure: needs the skills' texts \(give pool=…\)"),
+    (PREDICTIONS | {"analysis": {"num_timed": 3}}, r"analysis\.num_timed: there are no systems to time"),
+]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"predictions": "bad"}, "1 of 1 predicted skills are not in the pool, first 'nowhere'"),
-        ({"predictions": "counting"}, "another system is called 'counting' as well"),
-        ({"analysis": {"num_attention": 1}}, "analysis.num_attention: is measured in rerankers, and no system has one"),
-        ({"systems": [reranked("bench")]}, "bench: is no model folder"),
-        ({"systems": [{"name": "e", "rankers": [{"kind": "dense", "source": "./nothing"}]}]}, "./nothing: no such"),
-        ({"measures": ["Hit@1", "MRR@tenn"]}, "MRR@tenn"),
-    ],
-)
-def test_faults_are_found_before_ranking(folder, monkeypatch, settings, message):
+@pytest.mark.parametrize(("settings", "message"), [*FAULTS_OF_INPUTS, *FAULTS_OF_SYSTEMS])
+def test_what_cannot_be_evaluated_is_refused(folder, monkeypatch, settings, message):
     """The first system cannot rank unnoticed: every text that it encodes is asked of a server."""
     monkeypatch.chdir(folder)
-    for name, skill_id in (("bad", "nowhere"), ("counting", "s0")):
+    for name, skill_id in (("mine", "s0"), ("bad", "nowhere"), ("counting", "s0")):
         predict(folder, {"q1": [skill_id]}, name)
-    files = {"predictions": f"{settings['predictions']}.json"} if "predictions" in settings else {}
+    write_table([{"skill_id": f"s{n}", "cluster": n} for n in range(3)], CLUSTERS, folder / "clusters")
     with llm_server() as server:
         api = {"kind": "api", "model": "scripted", "base_url": server.base_url, "cache": None, "max_retries": 0}
         systems = [{"name": "counting", "rankers": [api]}, *settings.get("systems", [])]
+        values = {"pool": "pool", **settings, "systems": systems if settings.get("systems") != [] else []}
         with pytest.raises(SkilltrainError, match=message):
-            evaluate(folder, pool="pool", **(settings | files | {"systems": systems}))
+            evaluate(folder, **values)
+        if (settings, message) in FAULTS_OF_INPUTS:
+            with pytest.raises(SkilltrainError, match=message):
+                values |= {"stage": "evaluate", "benchmark": "bench", "out": "out"}
+                dry_run(validate(EvaluateConfig, values, "test"))
         assert server.requests == []
-
-
-def test_an_analysis_without_what_it_needs_is_refused(folder):
-    mine = predict(folder, {"q1": ["s0"]})
-    with pytest.raises(SkilltrainError, match=r"analysis.structure: needs the skills' texts \(give pool=…\)"):
-        evaluate(folder, predictions=mine, analysis={"structure": True})
-    with pytest.raises(SkilltrainError, match=r"analysis\.num_timed: there are no systems to time"):
-        evaluate(folder, predictions=mine, analysis={"num_timed": 3})

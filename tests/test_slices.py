@@ -92,22 +92,15 @@ def test_every_category_of_the_taxonomy_is_in_one_super_domain():
     assert len(domains) == 8
 
 
-def test_a_label_of_many_values_makes_no_slices():
-    labels = {f"q{n}": {"tag": str(n), "month": str(n % 12)} for n in range(1, 14)}
-    found = means_by_slice([system("one", [1] * 13)], labels, ["Hit@1"], seed=0)
-    assert {part.label for part in found} == {"all", "month"}
-
-
-def test_two_pools_of_one_task_are_drawn_together():
-    """Four queries that are two tasks: the interval is that of two, so it is wider, and n still says four."""
-    one = system("one", [1, 1, 0, 0])
-    labels = {query_id: {} for query_id in one.per_query}
+def test_a_label_of_many_values_makes_no_slices_and_two_pools_of_one_task_are_drawn_together():
+    """Thirteen queries, the first four of which are two tasks: their interval is that of two, and n still says four."""
+    labels = {f"q{n}": {"tag": str(n), "month": str(n % 12), "first": str(n < 5)} for n in range(1, 14)}
     clusters = {"q1": "a", "q2": "a", "q3": "b", "q4": "b"}
-    (apart,) = means_by_slice([one], labels, ["Hit@1"], seed=0)
-    (together,) = means_by_slice([one], labels, ["Hit@1"], seed=0, clusters=clusters)
-    found, two = together.means["one"]["Hit@1"], interval([1, 0], seed=0)
-    assert (found.mean, found.low, found.high, found.n) == (0.5, two.low, two.high, 4)
-    assert apart.means["one"]["Hit@1"] == interval([1, 1, 0, 0], seed=0)
+    found = means_by_slice([system("one", [1, 1, *[0] * 11])], labels, ["Hit@1"], seed=0, clusters=clusters)
+    assert {part.label for part in found} == {"all", "month", "first"}
+    (four,) = (part.means["one"]["Hit@1"] for part in found if (part.label, part.value) == ("first", "True"))
+    two = interval([1, 0], seed=0)
+    assert (four.mean, four.low, four.high, four.n) == (0.5, two.low, two.high, 4)
 
 
 @pytest.mark.parametrize(
