@@ -285,14 +285,16 @@ def test_the_cost_is_said_before_and_the_budget_holds_during_the_run(
     assert dry_run(config_of(tmp_path)) == own_text and not (tmp_path / "out").exists()
 
 
-def test_a_thousand_queries_on_a_server_that_fails_in_eight_ways(server: LLMServer, tmp_path: Path) -> None:
+def test_a_thousand_queries_on_a_server_that_fails_in_eight_ways(
+    server: LLMServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """None is lost, and none is paid twice: a seed is answered whole once, whatever came before."""
+    monkeypatch.setattr("skilltrain.llm.client._wait_before_retry", lambda error, num_tries: 0.01)
     write_pool(tmp_path / "pool", [skill(i) for i in range(1000)])
-    wait = {"Retry-After": "0.01"}
-    passing = [Reply(status=429, headers=wait), Reply(status=500, headers=wait), Reply(cut=True), Reply(drop=True)]
+    passing = [Reply(status=429), Reply(status=500), Reply(cut=True), Reply(drop=True)]
     lasting = [
         Reply(status=400), Reply(raw="{torn"), Reply(refusal="no"), Reply("cut o", finish_reason="length"),
-        Reply("the Invoice Sorter"), Reply(f"say {KEY}", usage=None), Reply(delay=1.5), Reply(raw='"text"'),
+        Reply("the Invoice Sorter"), Reply(f"say {KEY}", usage=None), Reply(delay=4), Reply(raw='"text"'),
     ]  # fmt: skip
     num_tries: Counter[int] = Counter()
 
@@ -305,7 +307,7 @@ def test_a_thousand_queries_on_a_server_that_fails_in_eight_ways(server: LLMServ
         return lasting[seed // 50 % 8] if seed % 50 == 1 else unique_reply(request)
 
     server.otherwise = reply
-    llm = chat(server, tmp_path / "cache", concurrency=16, timeout=1, max_retries=2)
+    llm = chat(server, tmp_path / "cache", concurrency=8, timeout=3, max_retries=1)
     summary, out = run(tmp_path, "out", llm=llm)
     answered, num_requests = Counter(request["seed"] for request in server.answered), len(server.requests)
     assert set(answered.values()) == {1}
