@@ -246,11 +246,21 @@ def test_help_tells_the_settings_inside_sections_and_those_of_each_choice():
     assert "evaluate" in succeeds().out and succeeds("--version").out.strip() == __version__
 
 
-def test_recipes_are_listed_and_their_schema_is_json():
-    lines = succeeds("recipes", "--dir", ROOT / "recipes").out.splitlines()
-    (line,) = [line for line in lines if line.startswith(f"{ROOT}/recipes/sr_rank_0.6b_pointwise.yaml ")]
-    assert line.split()[1:] == ["train_reranker", "Qwen/Qwen3-Reranker-0.6B", "pointwise_bce"]
-    assert lines[lines.index(line) + 1].startswith("    The ablation")
+def test_recipes_are_listed_by_what_they_train_and_their_schema_is_json(tmp_path):
+    files = {
+        "below/encoder": "# An encoder.\nstage: train_encoder\nmodel: {source: owner/name}\n"
+        "data: {pool: a, lists: b}\nout: c\n",
+        "pool": "stage: pool\nsources: a\nout: b\n", "launch": "num_processes: 2\n", "list": "- stage: pool\n",
+        "odd": "stage: [pool]\n",
+    }  # fmt: skip
+    (tmp_path / "below").mkdir()
+    for name, text in files.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    listed = succeeds("recipes", "--dir", tmp_path).out.splitlines()
+    assert [line.rstrip() for line in listed] == [
+        f"{tmp_path}/pool.yaml  pool", "",
+        f"{tmp_path}/below/encoder.yaml  train_encoder  owner/name  infonce", "    An encoder.",
+    ]  # fmt: skip
     schema = json.loads(succeeds("recipes", "--schema", "train_reranker").out)
     assert schema["properties"]["stage"]["const"] == "train_reranker" and "ListwiseCE" in schema["$defs"]
     any_stage = json.loads(succeeds("recipes", "--schema").out)

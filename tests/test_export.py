@@ -167,15 +167,6 @@ def test_the_chat_template_is_safe_from_its_own_values():
     assert body in rendered
 
 
-def test_plain_cross_encoder_refuses_a_form_that_it_cannot_compute(tmp_path, open_reranker_of):
-    reranker = open_reranker_of("bert", template=RerankerTemplate(form="cosine_pair"))
-    save_model(reranker, tmp_path, base="bert")
-    with pytest.raises(ValueError, match=r"skilltrain\.models\.reranker\.load_reranker.*not\s+part of Sentence Transf"):
-        CrossEncoder(str(tmp_path), device="cpu")
-    again = load_reranker(RerankerConfig(source=str(tmp_path)), CPU)
-    assert torch.equal(scores_of(again, QUERIES[0], SKILLS), scores_of(reranker, QUERIES[0], SKILLS))
-
-
 @pytest.mark.parametrize(("name", "layer"), [("bert_reranker", "classifier"), ("qwen3_reranker", "lm_head")])
 def test_half_precision_weights_give_scores_in_float32(tmp_path, open_reranker_of, name, layer):
     reranker = open_reranker_of(name, precision="bfloat16", max_tokens=400)

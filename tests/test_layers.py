@@ -83,11 +83,6 @@ def test_every_import_points_down():
     assert not found, "imports that do not point down:\n" + "\n".join(found)
 
 
-def test_every_layer_is_named_once():
-    parts = [part for layer in LAYERS for part in layer]
-    assert len(parts) == len(set(parts))
-
-
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [

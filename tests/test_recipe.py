@@ -16,7 +16,7 @@ from skilltrain.data.pool import skill_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.recipe import run
 from skilltrain.runs import FREE_TO_CHANGE, input_fingerprint
-from skilltrain.stages import STAGES, list_recipes, parse_recipe, run_recipe, schema_of
+from skilltrain.stages import STAGES, parse_recipe, run_recipe, schema_of
 from small_library import contents, encoder_recipe, forget_ranks, skilltrain, succeeds, write_recipe
 
 
@@ -66,19 +66,6 @@ def test_every_stage_can_run_and_has_settings_with_descriptions_and_a_schema(nam
     assert schema["additionalProperties"] is False
     assert "out" in schema["required"] and "recipe" not in schema["required"]
     assert schema["$defs"].items() <= any_stage["$defs"].items()
-
-
-def test_recipes_are_listed_by_what_they_train(tmp_path):
-    text = "# An encoder.\nstage: train_encoder\nmodel: {source: owner/name}\ndata: {pool: a, lists: b}\nout: c\n"
-    write_recipe(tmp_path / "below" / "encoder.yaml", text)
-    (tmp_path / "pool.yaml").write_text("stage: pool\nsources: a\nout: b\n")
-    (tmp_path / "launch.yaml").write_text("num_processes: 2\n")
-    (tmp_path / "list.yaml").write_text("- stage: pool\n")
-    (tmp_path / "odd.yaml").write_text("stage: [pool]\n")
-    pool, encoder = list_recipes(tmp_path)
-    assert pool == (tmp_path / "pool.yaml", ["pool"], "")
-    facts = ["train_encoder", "owner/name", "infonce"]
-    assert encoder == (tmp_path / "below" / "encoder.yaml", facts, "An encoder.")
 
 
 # The record ----------------------------------------------------------------------------------------------------------
