@@ -82,6 +82,12 @@ def search(**arguments):
     return lambda client: client.call_tool("search_skills", arguments)
 
 
+def write_skill(folder: Path, name: str, words: str) -> None:
+    place = folder / name / "SKILL.md"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(f"---\nname: {place.parent.name}\ndescription: {words}\n---\nDo it: {words}.\n")
+
+
 # Addresses ---------------------------------------------------------------------------------------------------------
 
 
@@ -291,19 +297,14 @@ def test_the_log_is_tables_like_any_others(tmp_path):
 
 
 def test_a_watched_folder_replaces_its_own_skills_alone(tmp_path):
-    def write(name, body):
-        place = tmp_path / "mine" / name / "SKILL.md"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(f"---\nname: {place.parent.name}\ndescription: d\n---\n{body}\n")
-
     write_index(tmp_path / "router", BM25, [*POOL.values()], {}, tmp_path)
     router = Router.load(tmp_path / "router")
-    write("documents/pdf-merge", "another body")
-    write("new-one", "fresh")
+    for name in ("documents/pdf-merge", "new-one"):
+        write_skill(tmp_path / "mine", name, "another body")
     serve.update_from(router, tmp_path / "mine")
     assert [*router.skills] == ["evil", "documents/pdf-merge", "new-one"]  # csv-repair is gone, theirs stays
     changed, new = router.skills["documents/pdf-merge"], router.skills["new-one"]
-    assert (changed.body, changed.category, new.category) == ("another body", "documents", None)
+    assert (changed.body, changed.category, new.category) == ("Do it: another body.", "documents", None)
     (tmp_path / "mine" / "new-one" / "SKILL.md").unlink()
     (tmp_path / "mine" / "documents" / "pdf-merge" / "SKILL.md").unlink()
     with pytest.raises(SkilltrainError):
@@ -337,12 +338,6 @@ def places(tmp_path) -> tuple[Path, Path]:
     skills, router = write_library(tmp_path / "library") / "skills", tmp_path / "router"
     succeeds("index", f"pool={skills}", "rankers=[{kind: lexical}]", f"out={router}")
     return router, skills
-
-
-def write_skill(skills: Path, name: str, words: str) -> None:
-    place = skills / "new" / name / "SKILL.md"
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(f"---\nname: {name}\ndescription: {words}\n---\nDo it: {words}.\n")
 
 
 def command(router: Path, *options: object) -> list[str]:
@@ -402,7 +397,7 @@ def test_fifty_clients_are_answered_while_skills_change(places, monkeypatch):
     async def one(number: int) -> str:
         async with Client(f"http://127.0.0.1:{port}/mcp") as client:
             if number % 25 == 0:
-                write_skill(skills, f"zebra-{number}", f"paint zebra number{number}")
+                write_skill(skills / "new", f"zebra-{number}", f"paint zebra number{number}")
             return await searched(client, "merge these pdf files into one document")
 
     async def all_of_them() -> list[str]:
@@ -416,7 +411,7 @@ def test_fifty_clients_are_answered_while_skills_change(places, monkeypatch):
                 until(lambda n=number: first(port, f"paint zebra number{n}") == f"new/zebra-{n}")
             assert got(port, "GET", "/health")["num_skills"] == 20 + CLIENTS // 25
             process.send_signal(signal.SIGTERM)
-            process.wait(60)
+            process.wait(240)
         finally:
             process.kill()
     assert [*(router.parent / "log").glob("*/queries.parquet")], "the log is written at the end"
@@ -429,7 +424,7 @@ def test_a_kill_in_an_update_leaves_the_router_of_before_or_after(places, line, 
     router, skills = places
     for number in range(kills):
         for name in range(100):
-            write_skill(skills, f"thing-{name}", f"handle thing{name} round{number}")
+            write_skill(skills / "new", f"thing-{name}", f"handle thing{name} round{number}")
         writer = [sys.executable, "-m", "skilltrain", *line.format(router, skills).split()]
         with subprocess.Popen(writer, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
             while process.poll() is None and not [*router.glob(".index-*.partial")]:
