@@ -93,14 +93,15 @@ def test_every_category_of_the_taxonomy_is_in_one_super_domain():
 
 
 def test_a_label_of_many_values_makes_no_slices_and_two_pools_of_one_task_are_drawn_together():
-    """Thirteen queries, the first four of which are two tasks: their interval is that of two, and n still says four."""
-    labels = {f"q{n}": {"tag": str(n), "month": str(n % 12), "first": str(n < 5)} for n in range(1, 14)}
-    clusters = {"q1": "a", "q2": "a", "q3": "b", "q4": "b"}
-    found = means_by_slice([system("one", [1, 1, *[0] * 11])], labels, ["Hit@1"], seed=0, clusters=clusters)
-    assert {part.label for part in found} == {"all", "month", "first"}
-    (four,) = (part.means["one"]["Hit@1"] for part in found if (part.label, part.value) == ("first", "True"))
-    two = interval([1, 0], seed=0)
-    assert (four.mean, four.low, four.high, four.n) == (0.5, two.low, two.high, 4)
+    """Thirteen queries, twelve of which are four tasks: their interval is that of four, and n still says twelve."""
+    labels = {f"q{n}": {"tag": str(n), "month": str(n % 12), "task": str(n < 13)} for n in range(1, 14)}
+    clusters = {f"q{n}": f"task {(n - 1) // 3}" for n in range(1, 13)}
+    found = means_by_slice([system("one", [*[1] * 6, *[0] * 7])], labels, ["Hit@1"], seed=0, clusters=clusters)
+    assert {part.label for part in found} == {"all", "month", "task"}
+    (twelve,) = (part.means["one"]["Hit@1"] for part in found if (part.label, part.value) == ("task", "True"))
+    four, apart = interval([1, 1, 0, 0], seed=0), interval([*[1] * 6, *[0] * 6], seed=0)
+    assert (twelve.mean, twelve.low, twelve.high, twelve.n) == (0.5, four.low, four.high, 12)
+    assert apart.high - apart.low < four.high - four.low
 
 
 @pytest.mark.parametrize(
