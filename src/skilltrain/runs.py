@@ -88,7 +88,7 @@ def run_stage(stage: Stage, config: Any, resume: bool) -> dict[str, Any]:
     if (done := _finished_run(out, what_matters(identity), resume and stage.trains)) is not None:
         if stage.on_ranks:
             return stage.run(config, out)
-        say(f"{out}: already holds this run; nothing to do")
+        say(f"{out}: already holds this run; nothing to do (to run it again, delete the folder)")
         return done
     record = {"skilltrain": __version__, **identity}
     if stage.trains:
@@ -105,8 +105,7 @@ def _run_on_other_rank(stage: Stage, config: Any, resume: bool) -> dict[str, Any
     if not stage.trains:
         raise SkilltrainError(f"the stage {stage.name} runs in one process", fix="run it without accelerate launch")
     # The main process leaves a finished run as it is, or refuses it.
-    record = read_json(config.out / RUN_FILE) if (config.out / RUN_FILE).is_file() else None
-    if isinstance(record, dict) and record.get("finished"):
+    if (record := record_of(config.out)).get("finished"):
         return record["summary"]
     return stage.run(config, config.out, resume)
 
@@ -128,12 +127,16 @@ def _train(stage: Stage, config: Any, record: dict[str, Any], resume: bool) -> d
     return summary
 
 
+def record_of(folder: Path) -> dict[str, Any]:
+    """What the run in `folder` says of itself (recipe, inputs, finished, summary); empty where none has left a word."""
+    found = read_json(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else {}
+    return found if isinstance(found, dict) else {}
+
+
 def run_state(folder: Path) -> Literal["done", "begun", "to run"]:
     """How far the run in `folder` is; `begun` only for a training: other runs appear whole or not at all."""
-    record = folder / RUN_FILE
-    if not record.is_file():
-        return "to run"
-    return "done" if read_json(record)["finished"] else "begun"
+    record = record_of(folder)
+    return "to run" if not record else "done" if record.get("finished") else "begun"
 
 
 def paths_read(config: Config) -> dict[str, Path]:
@@ -182,8 +185,8 @@ def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str
         if resume:
             raise SkilltrainError("holds no run to resume", where=out, fix="leave --resume out")
         return None
-    found = read_json(out / RUN_FILE) if (out / RUN_FILE).is_file() else None
-    if not isinstance(found, dict) or not found.keys() >= {*identity, "finished"}:
+    found = record_of(out)
+    if not found.keys() >= {*identity, "finished"}:
         raise SkilltrainError("the output folder is not empty and holds no run", where=out, fix=_ANOTHER_FOLDER)
     if changed := _first_difference(what_matters({key: found[key] for key in identity}), identity):
         section, _, key = changed.partition(".")

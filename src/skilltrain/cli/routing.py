@@ -13,6 +13,11 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.files import cache_folder
 from skilltrain.texts import printable
 
+RouterFolder = Annotated[Path | None, typer.Option("--router", help="folder of `skilltrain fit` or `skilltrain index`")]
+PoolFolder = Annotated[
+    Path | None, typer.Option("--pool", help="without a router: the pool, or a folder of SKILL.md files")
+]
+
 if TYPE_CHECKING:
     from skilltrain.routing.answer import RoutedSkill
     from skilltrain.routing.router import Router
@@ -56,12 +61,12 @@ def fit(
 @app.command()
 def route(
     task: Annotated[str, typer.Argument(help="a task in plain words")],
-    router: Annotated[Path | None, typer.Option(help="folder of `skilltrain fit` or `skilltrain index`")] = None,
-    pool: Annotated[Path | None, typer.Option(help="without a router: the pool, or a folder of SKILL.md files")] = None,
+    router: RouterFolder = None,
+    pool: PoolFolder = None,
     encoder: Annotated[str | None, typer.Option(help="encoder; BM25 finds the candidates without one")] = None,
     reranker: Annotated[str | None, typer.Option(help="reranker for the first 20 candidates")] = None,
     top: Annotated[int, typer.Option(min=1, help="how many skills to show")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Find the skills for a task, those marked that the safety screening flags; or say that none fits.
 
@@ -102,8 +107,8 @@ def _print(routed: "RoutedSkill") -> None:
 @app.command(context_settings=AS_WRITTEN)
 def plan(
     task: Annotated[str, typer.Argument(help="a compound task in plain words")],
-    router: Annotated[Path | None, typer.Option(help="folder of `skilltrain fit` or `skilltrain index`")] = None,
-    pool: Annotated[Path | None, typer.Option(help="without a router: the pool, or a folder of SKILL.md files")] = None,
+    router: RouterFolder = None,
+    pool: PoolFolder = None,
     llm: Annotated[
         str | None, typer.Option(help="what cuts the task, e.g. '{kind: openai, model: …}'; else rules")
     ] = None,
@@ -111,7 +116,7 @@ def plan(
         list[str] | None, typer.Argument(help="key=value: hints.rounds, hints.show, compose.alpha, decomposer.kind, …")
     ] = None,
     mermaid: Annotated[bool, typer.Option("--mermaid", help="print a Mermaid flowchart")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Cut a compound task into steps, find a skill for each (without a router by BM25), and say which waits for which.
 

@@ -18,7 +18,7 @@ from skilltrain.files import read_json
 from skilltrain.models.encoder import EncoderSettings
 from skilltrain.models.loading import resolve_model
 from skilltrain.models.reranker import RerankerSettings
-from skilltrain.runs import RUN_FILE
+from skilltrain.runs import record_of
 from skilltrain.tables import SKILLS, read_table, table_path
 from skilltrain.templates import FIELDS_SEEN
 from skilltrain.version import __version__
@@ -149,8 +149,8 @@ def _number(value: Any) -> str:
 
 def read_results(report: Path, run: Path) -> Results:
     """The figures of an evaluation in which the model of `run` took part; SkilltrainError if it did not."""
-    found, recipe = read_json(report / "metrics.json"), read_json(report / RUN_FILE)["recipe"]
-    own = [system["name"] for system in recipe["systems"] if _uses(system, run.resolve())]
+    found, recipe = read_json(report / "metrics.json"), record_of(report).get("recipe", {})
+    own = [system["name"] for system in recipe.get("systems", ()) if _uses(system, run.resolve())]
     if not own:
         raise SkilltrainError(f"no system of this report uses {run}", where=report, fix="evaluate it first")
     return Results(found["benchmark"], {system["name"]: system["metrics"] for system in found["systems"]}, own)
@@ -173,19 +173,15 @@ def data_steps(run: Path) -> list[dict[str, str]]:
 
 
 def _steps(run: Path) -> Iterator[dict[str, str]]:
-    record = _record(run)
+    record = record_of(run)
     for key, sha256 in record.get("inputs", {}).items():
         folder: Any = record["recipe"]
         for part in key.split("."):
             folder = folder[int(part)] if isinstance(folder, list) else folder[part]
-        if inner := _record(folder := Path(folder)):
+        if inner := record_of(folder := Path(folder)):
             counts = _counts(inner.get("summary", {}))
             yield {"stage": inner["recipe"]["stage"], "name": folder.name, "sha256": sha256, "counts": counts}
             yield from _steps(folder)
-
-
-def _record(folder: Path) -> dict[str, Any]:
-    return read_json(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else {}
 
 
 def _counts(summary: Mapping[str, Any]) -> str:
@@ -225,7 +221,7 @@ def languages(pool: Path) -> list[str] | None:
 
 def data_sets(pool: Path) -> list[str] | None:
     """Names on the Hub of the data sets that the pool was made from."""
-    found = [_HUB_SOURCE.match(str(source)) for source in _record(pool).get("recipe", {}).get("sources", ())]
+    found = [_HUB_SOURCE.match(str(source)) for source in record_of(pool).get("recipe", {}).get("sources", ())]
     return [match[1] for match in found if match] or None
 
 

@@ -91,8 +91,6 @@ def _written_aside(folder: Path) -> Iterator[Path]:
         for path in sorted(aside.iterdir(), key=lambda path: path.name == "config.json"):
             if path.is_dir():
                 shutil.rmtree(folder / path.name, ignore_errors=True)
-            else:
-                path.chmod(0o644)  # safetensors writes its file for its owner alone
             path.replace(folder / path.name)
     except (OSError, SafetensorError) as error:  # a full disk is either
         raise SkilltrainError(f"cannot save the model: {reason_of(error)}", where=folder) from error
@@ -135,9 +133,11 @@ def _write_record(
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write skilltrain.json: `record`, and which files are the model's."""
-    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    write_json(folder / CHECKPOINT_FILE, {**record, "files": sorted(files | {CHECKPOINT_FILE})})
+    """Write skilltrain.json: `record`, and which files are the model's; everyone may read them."""
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    for path in files.values():
+        path.chmod(0o644)  # safetensors writes its file for its owner alone
+    write_json(folder / CHECKPOINT_FILE, {**record, "files": sorted({*files, CHECKPOINT_FILE})})
 
 
 def _tokenizer_of(model: Encoder | Reranker) -> Any:

@@ -74,8 +74,6 @@ def _as_classifier(folder: Path) -> None:
         path.unlink()
     shutil.rmtree(folder / "1_LogitScore", ignore_errors=True)
     write_weights(model.network, folder, folder)
-    for path in folder.glob("*.safetensors"):
-        path.chmod(0o644)
     reranker_layout(model).write(folder)
 
 

@@ -13,9 +13,8 @@ from jaxtyping import Bool, Int64
 
 from skilltrain.data.query_texts import names_program, names_skill
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import read_json
 from skilltrain.records import POSITIVE, Dropped, Skill
-from skilltrain.runs import RUN_FILE
+from skilltrain.runs import RUN_FILE, record_of
 from skilltrain.tables import (
     CLUSTERS,
     DROPPED,
@@ -63,11 +62,11 @@ class Trail:
         """Add the run of `folder` and those before it; a pool or queries that no stage wrote have no record."""
         if any(run.folder == folder for run in self.runs):
             return
-        if not (folder / RUN_FILE).is_file():
+        if not (record := record_of(folder)):
             if folder not in (*self.inputs["queries"], *self.inputs["pool"]):
                 self.missing.append(f"{folder}: no record of its run ({RUN_FILE})")
             return
-        recipe = read_json(folder / RUN_FILE)["recipe"]
+        recipe = record["recipe"]
         self.runs.append(Run(recipe["stage"], folder, recipe))
         for name in (name for name in _INPUTS if isinstance(recipe.get(name), str)):
             # as written, from every folder above the lists, or by its name beside them: runs move

@@ -29,7 +29,7 @@ from skilltrain.models.loading import CHECKPOINT_FILE, stored_settings
 from skilltrain.models.pooling import max_sim
 from skilltrain.models.reranker import Reranker, RerankerSettings
 from skilltrain.records import Skill
-from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, RUN_FILE
+from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, RUN_FILE, record_of
 from skilltrain.terminal import say
 from skilltrain.texts import printable
 from skilltrain.training.checkpoint import best_checkpoint, checkpoints, load_weights
@@ -156,10 +156,10 @@ def export_adapter(run: Path, out: Path, checkpoint: str | None = None) -> dict[
 
 def _read(run: Path) -> tuple[TrainConfig, Mapping[str, Any]]:
     """(settings, summary) of a run; the summary is empty while the run is not finished."""
-    if not (run / RUN_FILE).is_file():
+    if not (record := record_of(run)):
         what = f"holds no run: it has no {RUN_FILE}" if run.is_dir() else "no such folder"
         raise SkilltrainError(what, where=run, fix="give the folder that a training wrote to (its out=…)")
-    recipe, record = load_recipe(run / RECIPE_FILE), read_json(run / RUN_FILE)
+    recipe = load_recipe(run / RECIPE_FILE)
     if (stage := recipe.get("stage")) not in _CONFIGS:
         raise SkilltrainError(f"is a run of stage {stage}, which trains no model", where=run)
     return validate(_CONFIGS[stage], recipe, run / RECIPE_FILE), record["summary"] if record["finished"] else {}
@@ -210,14 +210,14 @@ def push_model(
 
 
 def _write_model(run: Path, folder: Path, published: Published, form: Form | None) -> None:
-    is_run = (run / RUN_FILE).is_file()
-    if is_run and not read_json(run / RUN_FILE).get("finished"):
+    record = record_of(run)
+    if record and not record.get("finished"):
         fix = "continue it with --resume, or export a checkpoint and push that"
         raise SkilltrainError("this training has not finished", where=run, fix=fix)
-    if not is_run and (form or published.license or published.reports):
+    if not record and (form or published.license or published.reports):
         fix = "give --form, --license and --report to `skilltrain export`"
         raise SkilltrainError("is no training's folder, and is pushed as it is", where=run, fix=fix)
-    if is_run:
+    if record:
         export_run(run, folder, published=published, form=form)
     else:
         folder.mkdir()

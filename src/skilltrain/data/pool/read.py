@@ -15,9 +15,9 @@ from skilltrain.data import counted
 from skilltrain.data.pool.skill_file import BODY_COLUMNS, COLUMNS, ID_COLUMNS, parse_skill_file, skill_from_row
 from skilltrain.data.screening.bundled import SKILL_FILE
 from skilltrain.errors import SkilltrainError, reason_of
-from skilltrain.files import BROKEN_LINES, json_object, numbered_lines, read_json
+from skilltrain.files import BROKEN_LINES, json_object, numbered_lines
 from skilltrain.records import Dropped, Skill
-from skilltrain.runs import RUN_FILE
+from skilltrain.runs import RUN_FILE, record_of
 from skilltrain.tables import SKILLS, read_skills, table_path
 from skilltrain.terminal import say, track
 from skilltrain.texts import clean_text, decode_text, language_of
@@ -51,8 +51,7 @@ def read_pool(path: Path | str) -> list[Skill]:
 
 def skill_file(pool: Path, skill_id: str) -> Path | None:
     """Where the SKILL.md of a skill lies, below `pool` or a source that the run in `pool` read; None if it is gone."""
-    record = read_json(pool / RUN_FILE) if (pool / RUN_FILE).is_file() else None
-    sources = record["recipe"].get("sources", ()) if isinstance(record, dict) else ()
+    sources = record_of(pool).get("recipe", {}).get("sources", ())
     return find_skill_file([pool, *(Path(source) for source in sources if isinstance(source, str))], skill_id)
 
 
