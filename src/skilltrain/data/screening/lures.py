@@ -85,6 +85,18 @@ def _decoded(literal: str, kind: str, depth: int = 3) -> Iterator[str]:
         yield from _decoded(inner[0], inner.lastgroup or "", depth - 1)
 
 
+_TORN = re.compile(expand("<TORN>"))
+_SEAM = re.compile(r"[\"'`]\s{0,12}[+.&,\"'`]|\\x|\d|\$\{?\w{1,30}\}?\$")
+
+
+def torn_words(reading: Reading) -> Spans:
+    """Words of power that a program puts together from pieces: honest ones write them out."""
+    for found in _TORN.finditer(reading.plain) if reading.origins is not None else ():
+        written = reading.text[slice(*reading.place(*found.span()))].lower()
+        if found[0] not in written and _SEAM.search(written):
+            yield found.span()
+
+
 def is_lesson(reading: Reading, start: int, end: int) -> bool:
     """Whether a skill on security shows a command as an attack: the section up to the end of its line says so."""
     section = max(reading.plain.rfind("\n#", max(0, start - 600), start), start - 600, 0)
@@ -121,12 +133,8 @@ def outside_addresses(reading: Reading) -> Spans:
         host = found["url"] or found["v6"] or found["device"] or found["bare"]
         if (number := found["number"]) and (number.startswith("0x") or not number.startswith("0")):
             host = str(ipaddress.IPv4Address(int(number, 0))) if int(number, 0) < 2**32 else ""
-        if (
-            host
-            and _is_outside(host)
-            and not any(demo in found[0] for demo in _DEMOS)
-            and not is_lesson(reading, *found.span())
-        ):
+        is_known = any(demo in found[0] for demo in _DEMOS) or is_lesson(reading, *found.span())
+        if host and _is_outside(host) and not is_known:
             yield found.start(), found.start() + len(found[0].rstrip(".,;:"))
 
 
@@ -165,10 +173,7 @@ def outside_programs(reading: Reading) -> Spans:
     for found in _NEEDED.finditer(plain):
         if found.start() < done:
             continue
-        near, rest = (
-            reading.plain[max(0, found.start() - 60) : found.end() + 60],
-            plain[found.end() : found.end() + 300],
-        )
+        near, rest = plain[max(0, found.start() - 60) : found.end() + 60], plain[found.end() : found.end() + 300]
         link = next((link for link in _LINK.finditer(rest) if _is_from_nowhere(link)), None)
         if link and _TO_FETCH.search(rest[: link.end() + 80]) and _BEFORE_USE.search(near + rest[link.end() :]):
             done = found.end() + link.end()

@@ -1,4 +1,4 @@
-"""What a rule is and what it reads: a text as a person or a shell would, disguises taken off, places known."""
+"""What rules read: a text as a person or a shell would, disguises taken off, programs put together, places known."""
 
 import dataclasses
 import html
@@ -6,13 +6,12 @@ import re
 import unicodedata
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from importlib.resources import files
 from itertools import islice
-from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -21,13 +20,13 @@ from skilltrain.texts import INVISIBLE
 
 
 @cache
-def _table() -> dict[str, Any]:
+def table() -> dict[str, Any]:
     return yaml.safe_load((files("skilltrain.data.screening") / "rules.yaml").read_text(encoding="utf-8"))
 
 
 def expand(regex: str) -> str:
     """`regex` in one line, each <NAME> replaced by that fragment of rules.yaml."""
-    fragments = _table()["fragments"]
+    fragments = table()["fragments"]
     return re.sub("<([A-Z_]+)>", lambda found: expand(fragments[found[1]]), "".join(regex.splitlines()))
 
 
@@ -44,6 +43,9 @@ _TO_PLAIN = {code: unicodedata.normalize("NFKC", chr(code)).lower() for code in 
 _LETTERS = "авекмнорстухіјѕһԁԛԝαειορυν"
 _LOOK_ALIKE = str.maketrans(_LETTERS, "abekmhopctyxijshdqwaeiopuv")
 _MIXED_WORD = re.compile("[a-z]{0,24}[авекмнорстухіјѕһԁԛԝαειορυν]{1,8}[a-zавекмнорстухіјѕһԁԛԝαειορυν]{0,24}")
+# What programs write in several literals, numbers or look-ups so that nobody finds it; other names for what they call.
+_PIECES, _ACCESS, _ALIAS = (re.compile(expand(name)) for name in ("<PIECES>", "<ACCESS>", "<ALIAS>"))
+_LITERAL = re.compile(expand("<PIECE>"))
 _OPENING_QUOTES = "\"'`“‘「『«"
 _PAIRS = (("“", "”"), ("「", "」"), ("『", "』"), ("«", "»"))
 _REPORTED = re.compile(expand("<REPORTED>"), re.ASCII)
@@ -136,8 +138,8 @@ class Reading:
         )
 
 
-Spans = Iterator[tuple[int, int]]
-"""(start, end) in the plain text."""
+Spans = Iterator[tuple[int, int]]  # (start, end) in the plain text
+Shown = Callable[[re.Match[str]], str | None]  # what stands for a match
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,139 +157,79 @@ class Flag:
     reason: str
 
 
-@dataclass(frozen=True)
-class Find:
-    """One way to break a rule: `regex` within `reach` of an anchor, or what `custom` yields; see rules.yaml.
-
-    Places are those of the plain text, of `written` checks those of the text as written.
-    """
-
-    anchors: str = ""
-    regex: str = ""
-    custom: Callable[[Reading], Spans] | None = None
-    written: bool = False
-    needs: tuple[str, ...] = ()
-    unless: str = ""
-    cited: Literal["warned", "quoted", ""] = "warned"
-    near: int = 160
-    reach: int = 400
-    fields: tuple[str, ...] = ("name", "description", "body", "program")
-
-    def places(self, reading: Reading) -> Spans:
-        """The finds, as (start, end) in the text as written."""
-        spans = self.spans(reading)
-        return spans if self.written else (reading.place(*span) for span in spans)
-
-    def spans(self, reading: Reading) -> Spans:
-        """The finds, as (start, end) in the plain text; of a `written` check in the text as written."""
-        tried = self.anchors.split("|") if reading.kind in self.fields else []
-        anchors = [anchor for anchor in tried if anchor in reading.plain]
-        if not anchors:
-            return
-        if self.custom is not None:
-            yield from self.custom(reading)
-            return
-        for start, end in _windows(anchors, reading.plain, self.reach):
-            for found in self._pattern.finditer(reading.plain, start, end):
-                at = found.end() - len(found[0].lstrip())
-                if self._holds(reading, at, found.end()):
-                    yield at, found.end()
-
-    @cached_property
-    def _pattern(self) -> re.Pattern[str]:
-        return re.compile(self.regex)
-
-    def _holds(self, reading: Reading, start: int, end: int) -> bool:
-        around = start - self.near, end + self.near
-        if not all(reading.stands_between(need, *around) for need in self.needs):
-            return False
-        if self.unless and reading.stands_between(self.unless, *around):
-            return False
-        if self.cited == "quoted":
-            return not reading.is_quoted(start)
-        return not (self.cited == "warned" and reading.is_warned_of(start, end))
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A named check, and why a find matters."""
-
-    name: str
-    reason: str
-    finds: tuple[Find, ...]
-
-
-def load_rules(modules: Mapping[str, ModuleType]) -> tuple[Rule, ...]:
-    """The rules of rules.yaml; `modules` are those of the checks in Python, by name."""
-    return tuple(
-        Rule(rule["name"], rule["reason"], tuple(_find_of(find, modules) for find in rule["finds"]))
-        for rule in _table()["rules"]
-    )
-
-
-def _find_of(row: Mapping[str, Any], modules: Mapping[str, ModuleType]) -> Find:
-    regex = row.get("regex", "")
-    values: dict[str, Any] = {**row, "regex": "|".join(map(expand, regex if isinstance(regex, list) else [regex]))}
-    values |= {key: expand(row[key]) for key in ("anchors", "unless") if key in row}
-    values |= {key: tuple(map(expand, row[key])) for key in ("needs", "fields") if key in row}
-    if "custom" in row:
-        module, _, name = row["custom"].partition(".")
-        values["custom"] = getattr(modules[module], name)
-    return Find(**values)
-
-
-def _windows(anchors: list[str], plain: str, reach: int) -> Spans:
-    """Stretches of `plain` within `reach` characters of an anchor, in order and never overlapping."""
-    places: list[int] = []
-    for anchor in anchors:
-        at = plain.find(anchor)
-        while at >= 0:
-            places.append(at)
-            at = plain.find(anchor, at + len(anchor))
-    start = end = -1
-    for at in sorted(places):
-        if at - reach > end:
-            if end > 0:
-                yield start, end
-            start = max(0, at - reach)
-        end = at + reach
-    if end > 0:
-        yield start, min(end, len(plain))
-
-
 def read_text(text: str, field: str = "body", skill: Skill | None = None) -> Reading:
     """`text` with its plain form, in time linear in its length."""
+    is_program = Reading(text, text, None, (), field).kind == "program"
+    return Reading(text, *plain_form(text, is_program), field, skill)
+
+
+def plain_form(text: str, is_program: bool) -> tuple[str, array | None, tuple[tuple[int, int], ...]]:
+    """(the plain form, where its letters stand or None for the same places, its words with letters of two scripts)."""
     plain = text.lower()
     if len(plain) != len(text):  # a letter that would become two stays
         plain = "".join(low if len(low := letter.lower()) == 1 else letter for letter in text)
     if _STYLED.search(plain):
         plain = plain.translate(_TO_PLAIN)
     origins = None
-    is_program = Reading(text, plain, None, (), field).kind == "program"
-    values = {one["name"]: one["value"] for one in islice(_ASSIGNED.finditer(plain), 2_000)} if is_program else {}
-    disguise = _SPLIT if is_program else _DISGUISE
-    if disguise.search(plain):
-        parts: list[str] = []
-        origins = array("l")
-        done = 0
-        for found in disguise.finditer(plain):
-            shown = html.unescape(found[0]).lower() if found[0][0] == "&" else ""
-            if found[0][0] == "$":
-                name = found[0].strip("${}")
-                shown = " " if name.startswith("ifs") else values.get(name, found[0])
-            elif len(shown) > 1:
-                continue  # no entity, or one that stands for two letters
-            parts += (plain[done : found.start()], shown)
-            origins.extend(range(done, found.start()))
-            origins.extend([found.start()] * len(shown))
-            done = found.end()
-        origins.extend(range(done, len(plain)))
-        plain = "".join([*parts, plain[done:]])
+    for regex, shown in _passes(plain) if is_program else ((_DISGUISE, _undisguised),):
+        if regex.search(plain):
+            plain, origins = _rewrite(plain, origins, regex, shown)
+    # What is called by another name (import x as y, p = process) under its own; twice, for names of names.
+    aliases = {b or c: a or d for a, b, c, d in _ALIAS.findall(plain)[:50]} if is_program else {}
+    names = re.compile(rf"(?<![\w.$\"'/-])(?:{'|'.join(aliases)})(?=\.\w|[(),])")
+    for _ in range(2 if aliases else 0):
+        plain, origins = _rewrite(plain, origins, names, lambda found: aliases[found[0]])
     foreign = not plain.isascii() and any(letter in plain for letter in _LETTERS)
     mixed = tuple(_mixed_words(plain)) if foreign else ()
     for start, end in mixed:
         plain = plain[:start] + plain[start:end].translate(_LOOK_ALIKE) + plain[end:]
-    return Reading(text, plain, origins, mixed, field, skill)
+    return plain, origins, mixed
+
+
+def _rewrite(plain: str, origins: array | None, regex: re.Pattern[str], shown: Shown) -> tuple[str, array]:
+    """`plain` with what `shown` says in place of each match (None: as it is), and where its letters stand."""
+    old = range(len(plain)) if origins is None else origins
+    parts: list[str] = []
+    new, done = array("l"), 0
+    for found in regex.finditer(plain):
+        if (instead := shown(found)) is None:
+            continue
+        start, end = found.span()
+        parts += (plain[done:start], instead)
+        new.extend(old[done:start])
+        new.extend(old[start + (end - start - 1) * at // max(1, len(instead) - 1)] for at in range(len(instead)))
+        done = end
+    new.extend(old[done:])
+    return "".join([*parts, plain[done:]]), new
+
+
+def _undisguised(found: re.Match[str]) -> str | None:
+    shown = html.unescape(found[0]).lower() if found[0][0] == "&" else ""
+    return shown if len(shown) < 2 else None  # no entity, or one that stands for two letters
+
+
+def _passes(plain: str) -> Iterator[tuple[re.Pattern[str], Shown]]:
+    """How a program is put together, one after the other."""
+    values = {one["name"]: one["value"] for one in islice(_ASSIGNED.finditer(plain), 2_000)}
+
+    def joined(found: re.Match[str]) -> str | None:
+        if found[0][0] != "$":
+            return _undisguised(found)
+        name = found[0].strip("${}")
+        return " " if name.startswith("ifs") else values.get(name)
+
+    yield _PIECES, _piece
+    yield _SPLIT, joined
+    yield _ACCESS, lambda found: ".".join(part for part in found.groups() if part)
+
+
+def _piece(found: re.Match[str]) -> str:
+    """The literal that a joined list or the number of a letter stands for."""
+    if code := found["code"]:
+        return f'"{chr(int(code, 16 if code[:2] == "0x" else 10) & 0x7F).lower()}"'
+    literals = [one[0][1:-1] for one in _LITERAL.finditer(found["list"] or found["args"] or "")]
+    glue = next((found[name] for name in ("glue", "before", "between") if found[name]), "")
+    return f'"{glue.join(found["words"].split() if found["words"] else literals)}"'
 
 
 def _mixed_words(plain: str) -> Spans:
