@@ -34,7 +34,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 test: export OMP_NUM_THREADS := 1
 test: export PATH := $(CURDIR)/$(BIN):$(PATH)
 test: lint ## lint, types and all tests; what CI runs
-	@$(BIN)/python -m pytest -n 2
+	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(INSTALLED) ## ruff (rules and format) and pyright, changing nothing
 	@$(BIN)/ruff check

@@ -103,15 +103,16 @@ def test_bad_input_is_one_line(place):
 
 
 def test_vectors_that_are_no_numbers_are_never_kept(place, model_folders, monkeypatch):
-    load = dense.load_encoder
+    load = dense.open_to_answer
 
     def broken(config, device):
         model = load(config, device)
         with torch.no_grad():
-            model.backbone.embeddings.word_embeddings.weight[model.tokenizer.convert_tokens_to_ids("pods")] = np.nan
+            words = model.backbone.get_parameter("embeddings.word_embeddings.weight")
+            words[model.text_tokenizer.ids(["pods"])[0]] = np.nan
         return model
 
-    monkeypatch.setattr(dense, "load_encoder", broken)
+    monkeypatch.setattr(dense, "open_to_answer", broken)
     line = skilltrain("encode", place / "recipe.yaml").error_line
     assert "vectors that are no numbers" in line and str(model_folders["bert"]) in line
     assert not list((place / "vectors").rglob("*.parquet")) and not (place / "encoded").exists()

@@ -16,20 +16,21 @@ MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 7
 # Lines of Python that each part shall have at most, those of what is planned included: whoever needs more argues for it
 # in the same commit. Some parts are still larger: CEILINGS holds their size of today, and only ever falls. It rose
-# twice: by 850 lines in all for trainers that hold on real GPUs, late interaction and what users of commands ran into;
-# and by 5,900 for four features that had no code at all (R3's rejections and their gradients; SkillFlow's cascade and
-# agents' trials; SkillWeaver's plans; the router's index, abstention, servers, export forms and the way to the Hub)
-# and SkillRouter's own variant. They were written side by side in three hours, and gone through as a whole a day later.
+# three times: by 850 lines in all for trainers that hold on real GPUs, late interaction and what users of commands ran
+# into; by 150 for a router that opens in two seconds, because it reads BERT itself; and by 5,900 for four features that
+# had no code at all (R3's rejections and their gradients; SkillFlow's cascade and agents' trials; SkillWeaver's plans;
+# the router's index, abstention, servers, export forms and the way to the Hub) and SkillRouter's own variant. These
+# were written side by side in three hours, and gone through as a whole a day later.
 BUDGETS = {
     "(modules)": 1_900, "llm": 950, "losses": 700, "models": 1_400, "retrieval": 1_500, "evaluation": 1_800,
     "data": 4_400, "training": 2_300, "export": 800, "report": 1_000, "routing": 1_600, "ablation": 800, "cli": 500,
 }  # fmt: skip
 CEILINGS = {
-    "(modules)": 2_335, "llm": 1_235, "models": 1_880, "retrieval": 2_375, "evaluation": 1_885, "data": 5_885,
-    "training": 2_990, "report": 1_125, "routing": 3_900, "cli": 880,
+    "(modules)": 2_340, "llm": 1_255, "models": 2_045, "retrieval": 2_375, "evaluation": 1_885, "data": 5_885,
+    "training": 2_990, "report": 1_125, "routing": 3_885, "cli": 885,
 }  # fmt: skip
 # The aims are 18,000 lines in 150 files, and 16,000 lines of tests; these too only ever fall.
-MAX_SOURCE_LINES, MAX_SOURCE_FILES, MAX_TEST_LINES = 26_400, 164, 24_300
+MAX_SOURCE_LINES, MAX_SOURCE_FILES, MAX_TEST_LINES = 26_560, 164, 21_200
 LEFTOVER = re.compile(r"\b(?:TODO|FIXME|XXX)\b")
 UNPICKLERS = {"pickle", "cloudpickle", "dill", "joblib", "torch"}
 

@@ -1,6 +1,7 @@
 """Blocks of work: the same results in the same order in this process, in several, and on Ray."""
 
 import os
+import signal
 from functools import partial
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def test_ray_gives_what_processes_give(monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))  # where Ray's workers find this file's functions
     bodies = [f"restart the pods of service {n // 2} and wait until all of them are ready again" for n in range(40)]
+    sigterm = signal.getsignal(signal.SIGTERM)
     try:
         check_order_and_fault(there)
         one, other = (TrigramSets.of(bodies, workers) for workers in (here, there))
@@ -61,3 +63,4 @@ def test_ray_gives_what_processes_give(monkeypatch: pytest.MonkeyPatch) -> None:
         assert link_near_duplicates(other, 0.9, there) == roots and len(set(roots)) == 20
     finally:
         ray.shutdown()
+        signal.signal(signal.SIGTERM, sigterm)  # Ray takes it and keeps it

@@ -109,7 +109,7 @@ def read_bert(folder: Path) -> tuple[Bert, BertTokenizer] | None:
         return None
     if spelling.get("tokenizer_class") != "BertTokenizer" or not _is_spelt(spelling, tokens["normalizer"]):
         return None
-    network = Bert(config)
+    network = Bert({**config, "name_or_path": str(folder)})
     weights = {name.removeprefix("bert."): value for name, value in load_file(folder / _FILES[3]).items()}
     shapes = {name: value.shape for name, value in network.state_dict().items()}
     used = {name: value for name, value in weights.items() if not name.startswith(_UNUSED)}
