@@ -21,6 +21,7 @@ from skilltrain.texts import INVISIBLE
 
 @cache
 def table() -> dict[str, Any]:
+    """What rules.yaml holds: `rules`, and `fragments` of their expressions by name."""
     return yaml.safe_load((files("skilltrain.data.screening") / "rules.yaml").read_text(encoding="utf-8"))
 
 
