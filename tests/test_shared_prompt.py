@@ -1,7 +1,6 @@
 import functools
 import itertools
 import random
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -139,30 +138,13 @@ def test_every_token_stands_once_in_the_packed_row_behind_the_longest_shared_beg
         assert packed.positions[0, first : end + 1].tolist() == [*range(shared, len(text))]
 
 
-def plain_varlen(query, key, value, query_starts, key_starts, longest_query, longest_key, *, scale, window_size):
-    """What flash attention computes for texts of unequal lengths, text by text."""
-    assert window_size == (-1, 0)
-    spans = [[*itertools.pairwise(starts.tolist())] for starts in (query_starts, key_starts)]
-    assert [max(stop - start for start, stop in span) for span in spans] == [longest_query, longest_key]
-    attended = []
-    for (first, last), (first_key, last_key) in zip(*spans, strict=True):
-        one, keys, values = (
-            part.transpose(0, 1) for part in (query[first:last], key[first_key:last_key], value[first_key:last_key])
-        )
-        mask = torch.ones(last - first, last_key - first_key, dtype=torch.bool).tril(keys.shape[1] - one.shape[1])
-        attended.append(torch.nn.functional.scaled_dot_product_attention(one, keys, values, mask, scale=scale))
-    return torch.cat(attended, 1).transpose(0, 1)
-
-
 @given(texts)
-def test_attention_by_lengths_is_attention_in_buckets(texts):
-    packed = shared_prompt.pack(texts, CPU)
-    query, key, value = torch.randn(3, 1, 2, packed.positions.shape[1], 4, generator=torch.Generator().manual_seed(0))
-    options = {"dropout": 0.0, "scaling": 0.5}
-    expected, _ = shared_prompt.shared_prompt_attention(None, query, key, value, None, packed, **options)
-    with patch("torch.nn.attention.varlen.varlen_attn", plain_varlen):
-        got = shared_prompt._attend_by_length(query, key, value, packed, 0.5)
-    assert torch.allclose(got, expected, atol=1e-6)
+def test_by_length_every_text_stands_whole_between_two_starts(texts):
+    packed = shared_prompt.pack(texts, CPU, varlen=True)
+    row = packed.ids[0].tolist()
+    starts, longest = packed.starts
+    found = [row[start:stop] for start, stop in itertools.pairwise(starts.tolist())]
+    assert found == [texts[number] for number in packed.order] and longest == max(map(len, texts))
 
 
 def test_groups_hold_pairs_of_one_list_within_the_budget(folder):

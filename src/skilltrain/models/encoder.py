@@ -148,7 +148,7 @@ class Encoder(nn.Module):
     def forward(self, texts: Sequence[TokenIds] | Sequence[Float[Tensor, "_ width"]]) -> Float[Tensor, "text dim"]:
         """Unit vectors of one micro-batch of token ids or embedded tokens, in float32 or wider."""
         if self.is_packed:
-            packed = shared_prompt.pack(texts, self.device)
+            packed = shared_prompt.pack(texts, self.device, varlen=True)
             rows = [text for text in texts if isinstance(text, Tensor)]
             last = shared_prompt.last_hidden(self.backbone, packed, rows or None)
             return nn.functional.normalize(at_least_float32(last), dim=-1)

@@ -7,8 +7,6 @@ attends to the prompt and to itself only. Scores and gradients are those of the 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -35,8 +33,9 @@ class PackedTexts:
     """Texts as one row: the prompt, then every continuation, longest first.
 
     `ends` is the place of each text's last token, in the order of the texts; `order` the texts' numbers in the order
-    of their continuations and `lengths` the tokens of each of these; `was_used` the attention function's proof that it
-    was asked. A plain class: FSDP2 with mixed precision would hand a copy of a dataclass or a tuple to the layers.
+    of their continuations; `starts` where each begins in the row, with the length of the longest, given where attention
+    is to go by them; `was_used` the attention function's proof that it was asked. A plain class: FSDP2 with mixed
+    precision would hand a copy of a dataclass or a tuple to the layers.
     """
 
     def __init__(
@@ -46,29 +45,12 @@ class PackedTexts:
         ends: Int[Tensor, " text"],
         order: list[int],
         num_shared: int,
-        lengths: list[int],
+        buckets: list[Bucket],
+        starts: tuple[Int[Tensor, " start"], int] | None,
     ) -> None:
         self.ids, self.positions, self.ends = ids, positions, ends
-        self.order, self.num_shared, self.lengths = order, num_shared, lengths
-        self.was_used = False
-
-    @cached_property
-    def buckets(self) -> list[Bucket]:
-        """The continuations in groups of similar length."""
-        return [*_buckets(self.lengths, self.num_shared, self.positions.device)]
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Tokens of the prompt, where there is one, and of each continuation."""
-        return [self.num_shared, *self.lengths] if self.num_shared else self.lengths
-
-    @cached_property
-    def starts(self) -> tuple[Int[Tensor, " start"], Int[Tensor, " start"]]:
-        """Where each of `sizes` begins in the row, and where if every continuation stood behind a prompt of its own."""
-        queries = np.cumsum([0, *self.sizes])
-        keys = queries + self.num_shared * np.maximum(np.arange(len(queries)) - 1, 0)
-        queries, keys = (on_device(starts.astype(np.int32), self.positions.device) for starts in (queries, keys))
-        return queries, keys
+        self.order, self.num_shared, self.buckets = order, num_shared, buckets
+        self.starts, self.was_used = starts, False
 
 
 def num_shared(texts: Sequence[TokenIds]) -> int:
@@ -84,13 +66,16 @@ def packed_size(shared: int, lengths: Sequence[int]) -> int:
     return shared + sum(length - shared for length in lengths)
 
 
-def pack(texts: Sequence[TokenIds] | Sequence[Float[Tensor, "_ width"]], device: torch.device) -> PackedTexts:
+def pack(
+    texts: Sequence[TokenIds] | Sequence[Float[Tensor, "_ width"]], device: torch.device, varlen: bool = False
+) -> PackedTexts:
     """The texts (none of them empty) as one row with what attention needs to keep them apart.
 
-    Texts that are embedded already share nothing.
+    Texts that are embedded already share nothing. With `varlen` none do, and in bfloat16 a GPU
+    attends by their lengths.
     """
     tokens = [text for text in texts if not isinstance(text, Tensor)]
-    shared = num_shared(tokens) if tokens else 0
+    shared = num_shared(tokens) if tokens and not varlen else 0
     order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
     lengths = [len(texts[number]) - shared for number in order]
     positions = [*range(shared)]
@@ -102,8 +87,16 @@ def pack(texts: Sequence[TokenIds] | Sequence[Float[Tensor, "_ width"]], device:
     if tokens:
         row = np.concatenate([tokens[0][:shared], *(tokens[number][shared:] for number in order)])
         ids = on_device(row.astype(np.int64)[None], device)
-    positions, ends = (on_device(torch.tensor(places), device) for places in ([positions], ends))
-    return PackedTexts(ids, positions, ends, order, shared, lengths)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return PackedTexts(
+        ids,
+        on_device(torch.tensor([positions]), device),
+        on_device(torch.tensor(ends), device),
+        order,
+        shared,
+        [*_buckets(lengths, shared, device)],
+        (on_device(starts, device), lengths[0]) if varlen else None,
+    )
 
 
 def _buckets(lengths: Sequence[int], shared: int, device: torch.device) -> Iterator[Bucket]:
@@ -186,7 +179,7 @@ def shared_prompt_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)  # as autocast would, once instead of once a bucket
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    if query.is_cuda and value.dtype == torch.bfloat16 and not options["dropout"]:
+    if packed.starts is not None and query.is_cuda and value.dtype == torch.bfloat16 and not options["dropout"]:
         return _attend_by_length(query, key, value, packed, options["scaling"]), None
     settings = {"dropout_p": options["dropout"], "scale": options["scaling"]}
     attend, shared = torch.nn.functional.scaled_dot_product_attention, packed.num_shared
@@ -212,28 +205,14 @@ def _attend_by_length(
     packed: PackedTexts,
     scale: float,
 ) -> Float[Tensor, "1 token head dim"]:
-    """The same by torch's flash attention over texts of unequal lengths: no padding, no mask.
+    """The same by torch's flash attention over texts of unequal lengths, which share nothing: no padding, no mask.
 
-    Only in bfloat16. A continuation's last token sees the last of its keys: prompt and continuation.
+    Only in bfloat16.
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    query = query[0].transpose(0, 1)
-    key, value = (_behind_prompts(part[0].transpose(0, 1), packed) for part in (key, value))
-    longest = packed.lengths[0]
-    longest_query, longest_key = max(longest, packed.num_shared), longest + packed.num_shared
-    attended: Any = varlen_attn(
-        query, key, value, *packed.starts, longest_query, longest_key, scale=scale, window_size=(-1, 0)
-    )
+    assert packed.starts is not None
+    starts, longest = packed.starts
+    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+    attended: Any = varlen_attn(query, key, value, starts, starts, longest, longest, scale=scale, window_size=(-1, 0))
     return attended[None]
-
-
-def _behind_prompts(
-    row: Float[Tensor, "token head dim"], packed: PackedTexts
-) -> Float[Tensor, "longer_token head dim"]:
-    """The prompt alone, then every continuation behind a prompt of its own."""
-    if not packed.num_shared:
-        return row
-    prompt, *own = row.split(packed.sizes)
-    prompts = prompt.expand(len(packed.sizes), -1, -1, -1).unbind()  # so that their gradients are added in float32
-    return torch.cat([prompts[0], *chain.from_iterable(zip(prompts[1:], own, strict=True))])

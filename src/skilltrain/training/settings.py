@@ -199,7 +199,7 @@ class TrainRerankerConfig(Config):
         if infonce_in(self.loss).lexical_weight:
             raise ValueError("loss: lexical_weight is for an encoder; a reranker can be fused with BM25")
         if self.training.varlen:
-            raise ValueError("training: varlen is for encoders; a causal reranker attends by length of itself")
+            raise ValueError("training: varlen is for encoders; a causal reranker never pads")
         if self.dev is not None:
             example = "[{kind: saved, rankings: FOLDER}, {kind: rerank, source: self, keep: 20}]"
             self.dev.check_own(RerankConfig, f"a reranker in training orders the candidates of others: {example}")
