@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from skilltrain.errors import SkilltrainError
 from skilltrain.models.bert import Bert, read_bert
 from skilltrain.models.encoder import EncoderConfig, load_encoder, open_to_answer
 from skilltrain.retrieval.dense import _identity
@@ -53,14 +54,40 @@ def without_a_weight(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
+def cut_short(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 2])
+
+    return change
+
+
+BROKEN = [
+    without_a_weight,
+    *map(cut_short, ("config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors")),
+    lambda folder: (folder / "config.json").write_text("[]"),
+    lambda folder: (folder / "tokenizer.json").write_text("{}"),
+    changed("config.json", num_hidden_layers=3000),
+    changed("config.json", hidden_size="wide"),
+    changed("config.json", vocab_size=10),
+]
+
+
+@pytest.mark.parametrize("change", BROKEN)
+def test_a_broken_folder_is_one_line(bert: str, tmp_path: Path, change: Callable[[Path], None]) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(bert, folder)
+    change(folder)
+    with pytest.raises(SkilltrainError):
+        open_to_answer(EncoderConfig(source=str(folder)), CPU)
+
+
 @pytest.mark.parametrize(
     "change",
     [
         lambda folder: (folder / "tokenizer.json").unlink(),
-        without_a_weight,
         changed("config.json", hidden_act="relu"),
         changed("config.json", hidden_size=16),
-        changed("config.json", vocab_size=10),
         changed("config.json", model_type="roberta"),
         changed("tokenizer_config.json", do_lower_case=False),
         changed("tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast"),

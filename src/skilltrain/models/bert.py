@@ -89,27 +89,33 @@ class BertTokenizer:
 
 
 def _table(rows: int, dim: int) -> nn.Embedding:
-    """An embedding that is not filled at random: that takes a tenth of a second, and on meta a second of imports."""
+    """An embedding that is not filled at random: on the device meta that imports a compiler, which takes a second."""
     return nn.Embedding(rows, dim, _weight=torch.empty(rows, dim))
 
 
 def read_bert(folder: Path) -> tuple[Bert, BertTokenizer] | None:
-    """The model of a folder; None where it is not plain BERT or anything about its files is unusual.
+    """The model of a folder; None where it is not plain BERT or anything about its files is unusual or broken.
 
     transformers reads such a folder too, and says what is wrong with it.
     """
-    from safetensors.torch import load_file
-
     if not all((folder / name).is_file() for name in _FILES):
         return None
+    try:
+        return _read(folder)
+    except Exception:  # a damaged file makes its reader raise anything
+        return None
+
+
+def _read(folder: Path) -> tuple[Bert, BertTokenizer] | None:
+    from safetensors.torch import load_file
+
     config, spelling, tokens = (read_json(folder / name) for name in _FILES[:3])
-    if config.get("model_type") != "bert" or any(
-        config.get(name, usual) != usual for name, usual in _AS_COMPUTED.items()
-    ):
+    as_computed = all(config.get(name, usual) == usual for name, usual in _AS_COMPUTED.items())
+    is_plain = as_computed and "model_type" in config and spelling.get("tokenizer_class") == "BertTokenizer"
+    if not is_plain or not _is_spelt(spelling, tokens["normalizer"]):
         return None
-    if spelling.get("tokenizer_class") != "BertTokenizer" or not _is_spelt(spelling, tokens["normalizer"]):
-        return None
-    network = Bert({**config, "name_or_path": str(folder)})
+    with torch.device("meta"):  # a config.json may ask for more than there is memory
+        network = Bert({**config, "name_or_path": str(folder)})
     weights = {name.removeprefix("bert."): value for name, value in load_file(folder / _FILES[3]).items()}
     shapes = {name: value.shape for name, value in network.state_dict().items()}
     used = {name: value for name, value in weights.items() if not name.startswith(_UNUSED)}
