@@ -59,8 +59,13 @@ def word_trigrams(text: str) -> Trigrams:
         # Multiplying by odd constants modulo 2^64 tells the order of the words apart; the shift spreads high bits.
         part = (numbers[offset : offset + len(mixed)] + np.uint64(offset)) * _MIX[offset]
         mixed = (mixed ^ (part ^ (part >> np.uint64(29)))) * _MIX[0]
-    mixed.sort()
-    return mixed[np.concatenate([[True], mixed[1:] != mixed[:-1]])]
+    return _distinct(mixed)
+
+
+def _distinct(numbers: np.ndarray) -> np.ndarray:
+    """The sorted distinct values; on millions of integers many times faster than numpy's `unique`."""
+    ordered = np.sort(numbers)
+    return ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])]
 
 
 def jaccard(left: Trigrams, right: Trigrams) -> float:
@@ -124,9 +129,10 @@ class TrigramSets:
         if len(frequent):
             numbers = np.minimum(np.searchsorted(frequent, self.trigrams), len(frequent) - 1)
             places = np.flatnonzero(frequent[numbers] == self.trigrams)
-            owners = names[np.searchsorted(self.starts, places, side="right") - 1]
-            pairs = np.unique(np.stack([numbers[places], owners]), axis=1)
-            is_template = np.bincount(pairs[0], minlength=len(frequent)) > max_names
+            owners = names[np.searchsorted(self.starts, places, side="right") - 1] + 1
+            num_owners = len(names) + 1
+            pairs = _distinct(numbers[places] * num_owners + owners)
+            is_template = np.bincount(pairs // num_owners, minlength=len(frequent)) > max_names
             result[places[is_template[numbers[places]]]] = True
         return result
 
