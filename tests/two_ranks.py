@@ -22,6 +22,7 @@ from skilltrain.evaluation.metrics import Relevance
 from skilltrain.losses import InfoNCE, LateInteraction, ListwiseCE
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision
+from skilltrain.models.ranks import first_rank_first, made_by_first_rank
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.models.tokens import tokenized
 from skilltrain.records import Query
@@ -31,7 +32,6 @@ from skilltrain.training.checkpoint import checkpoints
 from skilltrain.training.dev import Dev, OwnEncoder
 from skilltrain.training.engine import new_accelerator
 from skilltrain.training.loop import Run, train
-from skilltrain.training.ranks import first_rank_first, made_by_first_rank
 from skilltrain.training.settings import DevConfig, TrainingConfig
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
 from skilltrain.training.training_set import lexical_scores

@@ -19,6 +19,7 @@ from skilltrain.evaluation.bootstrap import Interval, compact, intervals
 from skilltrain.evaluation.metrics import Relevance, parse_measures, per_query
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import TokenIds
+from skilltrain.models.ranks import of_first_rank
 from skilltrain.models.reranker import Reranker
 from skilltrain.models.tokens import TokensOf, tokenized
 from skilltrain.records import Query, Rankings, Skill
@@ -28,7 +29,6 @@ from skilltrain.retrieval.rankers import is_own
 from skilltrain.retrieval.rerank import with_rest
 from skilltrain.templates import ChunkPool
 from skilltrain.terminal import say
-from skilltrain.training.ranks import of_first_rank
 from skilltrain.training.settings import DEV_MEASURES, DevConfig, depth_of
 from skilltrain.training.steps import Pairs, Texts
 

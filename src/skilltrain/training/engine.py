@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import write_text
 from skilltrain.models.loading import default_device
-from skilltrain.training.ranks import of_first_rank
+from skilltrain.models.ranks import of_first_rank
 from skilltrain.training.settings import TrainingConfig
 
 _SUPPORTED = {"NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED"}  # accelerate's names

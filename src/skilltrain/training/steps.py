@@ -14,10 +14,10 @@ from skilltrain.models.activations import checkpoint_layers
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import Groups, TokenIds, run_micro_batches, split_to
 from skilltrain.models.pooling import max_sim
+from skilltrain.models.ranks import first_rank_first, gather_rows, highest_on_any_rank, rank_and_world
 from skilltrain.models.reranker import PairIds, Reranker
 from skilltrain.models.tokens import TokensOf, tokenized, tokenizer_identity
 from skilltrain.records import Skill
-from skilltrain.training.ranks import first_rank_first, gather_rows, highest_on_any_rank, rank_and_world
 from skilltrain.training.scores import ScoreContext, encoder_scores, list_scores
 from skilltrain.training.training_set import TrainingList, TrainingSet
 

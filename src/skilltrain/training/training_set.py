@@ -14,6 +14,7 @@ from skilltrain.data.contamination import BenchmarkPaths, ContaminationLimits
 from skilltrain.data.near_duplicates import near_duplicate_clusters, read_clusters
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.encoder import EncoderSettings
+from skilltrain.models.ranks import made_by_first_rank
 from skilltrain.records import POSITIVE, Query, Skill, Verdict
 from skilltrain.retrieval.lexical import BM25Index, LexicalConfig
 from skilltrain.retrieval.nearest import starts_of
@@ -28,7 +29,6 @@ from skilltrain.tables import (
     verdicts_by_query,
 )
 from skilltrain.terminal import track
-from skilltrain.training.ranks import made_by_first_rank
 
 _NUL = "\0"  # no table holds one, so that what has it is no skill's id
 

@@ -46,7 +46,7 @@ def made_by_first_rank(make: Callable[[], ValueT]) -> ValueT:
 def first_rank_first() -> Iterator[None]:
     """Within, the first rank is done before the others begin, so that they can read what it keeps."""
     rank, world = rank_and_world()
-    if world > 1 and rank:
+    if rank:
         dist.barrier()
     yield
     if world > 1 and not rank:
