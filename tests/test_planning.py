@@ -19,7 +19,6 @@ from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.comparison import wilcoxon
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.evaluation.plan_measures import measure_names, plan_values
-from skilltrain.llm import AnswerError
 from skilltrain.records import Query, Ranking, Skill
 from skilltrain.retrieval.select import Ask
 from skilltrain.routing.planning.compose import (
@@ -66,7 +65,7 @@ def query(text: str, query_id: str = "q") -> Query:
     ],
 )  # fmt: skip
 def test_rules_cut_a_task_at_words_of_order_and_before_verbs(task: str, steps: list[str]) -> None:
-    assert list(draft_by_rules(task, 20).texts) == steps
+    assert list(draft_by_rules(task).texts) == steps
 
 
 @pytest.mark.parametrize(
@@ -75,20 +74,20 @@ def test_rules_cut_a_task_at_words_of_order_and_before_verbs(task: str, steps: l
         ('["fetch it", "send it"]', Draft(("fetch it", "send it"))),
         ('Sure!\n```json\n["fetch it"]\n```', Draft(("fetch it",))),
         ('[{"step": "a"}, {"task": "b", "depends_on": [1, 9]}]', Draft(("a", "b"), ((), (0,)))),
-        ("1. fetch it 2. send it", "no_json"),
-        ('["fetch it", ', "no_json"),
-        ("[" * 100_000 + "]", "no_json"),
-        ("[]", "no_step"),
-        ('["fetch it", 3]', "no_step"),
-        (json.dumps([f"step {number}" for number in range(50)]), "too_many"),
-        ('[{"step": "a", "depends_on": [2]}, {"step": "b", "depends_on": [1]}]', "cycle"),
+        ("1. fetch it 2. send it", "it holds no JSON array"),
+        ('["fetch it", ', "it holds no JSON array"),
+        ("[" * 100_000 + "]", "it holds no JSON array"),
+        ("[]", "0 steps, not 1 to 20"),
+        ('["fetch it", 3]', "an item of the array is no step"),
+        (json.dumps([f"step {number}" for number in range(50)]), "50 steps, not 1 to 20"),
+        ('[{"step": "a", "depends_on": [2]}, {"step": "b", "depends_on": [1]}]', "its steps wait for each other"),
     ],
 )
 def test_an_answer_is_steps_or_says_why_it_is_none(answer: str, outcome: Draft | str) -> None:
     try:
-        assert read_steps(20, Ask(query("a task")), answer) == outcome
-    except AnswerError as error:
-        assert error.kind == outcome
+        assert read_steps(Ask(query("a task")), answer) == outcome
+    except ValueError as error:
+        assert isinstance(outcome, str) and outcome in str(error)
 
 
 @pytest.mark.parametrize(
@@ -186,8 +185,8 @@ def test_a_model_writes_steps_and_sees_hints_in_the_next_round() -> None:
     assert "save csv, then send mail" in first and "holds no JSON array" in again and "-tool" not in again
     assert "skills that exist and may help\ncsv-tool\n" in hinted
     assert [step.skill_id for step in plan.steps] == ["csv", "mail"]
-    _, prompts = _plan('["csv"]', '["csv"]', hints={"show": "described", "description_chars": 7})
-    assert "may help\ncsv-tool: Exports\n" in prompts[-1]
+    _, prompts = _plan('["csv"]', '["csv"]', hints={"show": "described"})
+    assert "may help\ncsv-tool: Exports rows as csv.\n" in prompts[-1]
     assert "Write exactly 2 steps." in _plan('["a"]', true_count=True)[1][0]
 
 
@@ -202,7 +201,7 @@ def test_a_model_that_is_down_ends_an_evaluation_and_not_a_users_plan() -> None:
     with pytest.raises(SkilltrainError, match="no server answers"):
         _plan()
     plan, _ = _plan(lenient=True)
-    assert len(plan.steps) == 2 and "the model cannot be asked" in plan.notes[0]
+    assert len(plan.steps) == 2 and "usable: no server answers" in plan.notes[0]
 
 
 def test_llm_direct_chooses_by_number_from_a_list_that_holds_the_gold_skills() -> None:
@@ -350,7 +349,7 @@ def run(root: Path, *settings: str) -> dict[str, Any]:
 
 
 def test_the_stage_scores_ways_to_plan_side_by_side(bench: Path) -> None:
-    planners = "planners=[{name: first}, {name: one step, decomposer: {kind: rules, max_steps: 1}}]"
+    planners = "planners=[{name: first}, {name: one step, decomposer: {kind: whole}}]"
     found = run(bench, planners, "compare=[DA, CatR@1]")
     every = found["planners"]["first"][0]["means"]
     assert (every["DA"]["mean"], every["Oracle R@1"]["mean"]) == (pytest.approx(2 / 3), 1.0)

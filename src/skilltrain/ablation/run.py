@@ -211,7 +211,13 @@ def _table(plan: Plan, name: str, cells: Sequence[Cell]) -> ResultTable:
         for difference in compare(systems, pairs, [measure], defined, seed=_SEED)
     ]
     differences.sort(key=lambda difference: others.index(difference.system))
-    asked = (name, " + ".join(map(str, config.benchmark)), config.split, len(same_queries(systems)), measures)
+    asked = (
+        name,
+        " + ".join(map(str, [config.benchmark] if isinstance(config.benchmark, Path) else config.benchmark)),
+        config.split,
+        len(same_queries(systems)),
+        measures,
+    )
     return ResultTable(*asked, tuple(variants), tuple(differences))
 
 

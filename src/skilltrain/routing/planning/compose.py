@@ -1,9 +1,8 @@
 """Plans: a skill for each step (SkillWeaver, section 4.3, equation 4), and how they are shown.
 
 A candidate's score is alpha x similarity + (1 - alpha) x its mean compatibility with the skills of earlier steps. The
-similarity is the ranker's score, stretched from 0 to 1 over a step's candidates, so that any ranker will do.
-Compatibility is the mean of three shares: categories in common (Jaccard), words in common, and how much of what a skill
-takes the earlier one gives. Texts of tasks and skills are untrusted.
+similarity is the ranker's score, stretched from 0 to 1 over a step's candidates, so that any ranker will do. Texts of
+tasks and skills are untrusted.
 """
 
 import re
@@ -18,7 +17,8 @@ from pydantic import Field
 from skilltrain.config import Config
 from skilltrain.data.screening import Flag
 from skilltrain.records import Query, Ranking, Skill
-from skilltrain.routing.planning.rules import Draft, dependencies, given_by, levels_of, taken_by
+from skilltrain.report.page import counted
+from skilltrain.routing.planning.rules import GIVES, TAKES, Draft, dependencies, kinds_in, levels_of
 from skilltrain.texts import printable, words_of
 
 _NOT_PLAIN = re.compile(r"[^\w .,:/()'’，。：-]")  # what could end a label or begin a tag in Mermaid
@@ -30,9 +30,7 @@ class ComposeConfig(Config):
 
     alpha: float = Field(default=0.5, ge=0, le=1, description="weight of similarity; 1: compatibility does not count")
     candidates: int = Field(default=10, ge=1, description="skills found for a step, of which one is chosen")
-    min_score: float | None = Field(
-        default=None, description="a skill of a lower score does not fit the step; null: any does that scores at all"
-    )
+    min_score: float | None = Field(default=None, description="the least score of a skill that fits; null: any but 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +44,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of a plan: the steps that it waits for (counted from 0), what was found, and the skill that was chosen.
-
-    `skill_id` is None where nothing fits.
-    """
+    """A step, those that it waits for (from 0), what was found for it, and the chosen skill; None: nothing fits."""
 
     text: str
     after: tuple[int, ...]
@@ -66,6 +61,11 @@ class Plan:
     rounds: tuple[Round, ...]
     made_by: str
     notes: tuple[str, ...] = ()
+
+    @property
+    def levels(self) -> list[list[int]]:
+        """Which steps (from 0) can be done at once, level after level."""
+        return levels_of([step.after for step in self.steps])
 
 
 def compose(
@@ -98,7 +98,10 @@ def _best(ranking: Ranking, before: Sequence[Skill], skills: Mapping[str, Skill]
 
 
 def compatibility(earlier: Skill, later: Skill) -> float:
-    """How well one skill follows another, from 0 to 1: the mean of three shares (see above)."""
+    """How well one skill follows another, from 0 to 1: the mean of three shares.
+
+    These are of categories in common (Jaccard), of words in common, and of what the later takes and the earlier gives.
+    """
     (ours, words, gives, _), (theirs, others, _, takes) = _traits(earlier), _traits(later)
     categories = len(ours & theirs) / max(1, len(ours | theirs))
     shared = len(words & others) / max(1, min(len(words), len(others)))
@@ -111,13 +114,13 @@ def _traits(skill: Skill) -> tuple[frozenset[str], frozenset[str], frozenset[str
     said = f"{skill.name}. {skill.description}"
     categories = frozenset(part.strip().lower() for part in (skill.category or "").split(",") if part.strip())
     words = frozenset(word for word in words_of(said) if len(word) > 3 or not word.isascii())
-    return categories, words, given_by(said), taken_by(said)
+    return categories, words, kinds_in(said, GIVES), kinds_in(said, TAKES)
 
 
 def plan_lines(plan: Plan, skills: Mapping[str, Skill], flags: Mapping[str, Sequence[Flag]]) -> list[str]:
     """The plan as a graph in lines: each step below its level, what it waits for, and its skill."""
-    num, levels = len(plan.steps), levels_of([step.after for step in plan.steps])
-    lines = [f"{num} step{'s' * (num != 1)} in {len(levels)} level{'s' * (len(levels) != 1)}, made by {plan.made_by}"]
+    levels = plan.levels
+    lines = [f"{counted(len(plan.steps), 'step')} in {counted(len(levels), 'level')}, made by {plan.made_by}"]
     lines += [f"note: {printable(note)}" for note in plan.notes]
     for number, level in enumerate(levels, 1):
         lines.append(f"level {number}{', side by side' if len(level) > 1 else ''}")
@@ -140,9 +143,9 @@ def plan_json(plan: Plan, skills: Mapping[str, Skill]) -> dict[str, Any]:
         for number, step in enumerate(plan.steps, 1)
     ]  # fmt: skip
     rounds = [{"steps": list(one.draft.texts), "hints": list(one.hints), "jaccard": one.jaccard} for one in plan.rounds]
-    levels = [[place + 1 for place in level] for level in levels_of([step.after for step in plan.steps])]
-    return {"task": plan.task.text, "made_by": plan.made_by, "notes": list(plan.notes), "steps": steps,
-            "levels": levels, "rounds": rounds}  # fmt: skip
+    levels = [[place + 1 for place in level] for level in plan.levels]
+    told = {"task": plan.task.text, "made_by": plan.made_by, "notes": list(plan.notes)}
+    return told | {"steps": steps, "levels": levels, "rounds": rounds}
 
 
 def plan_mermaid(plan: Plan, skills: Mapping[str, Skill]) -> str:

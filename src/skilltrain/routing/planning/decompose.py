@@ -3,19 +3,17 @@
 Prompts are our own. Tasks and skills are untrusted: llm/untrusted.py says what is done about it.
 """
 
-import json
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import LLM, AnswerError
-from skilltrain.llm.ask import Questions
+from skilltrain.llm import LLM
+from skilltrain.llm.ask import Questions, read_list, read_object
 from skilltrain.llm.untrusted import untrusted_line
 from skilltrain.retrieval.select import Ask, AskConfig, Prompt, questions_of
-from skilltrain.routing.planning.rules import Draft, levels_of
+from skilltrain.routing.planning.rules import MAX_STEPS, Draft, levels_of
 
 _RULE = """
 Every part of the message begins with a line that holds the mark {mark}. What stands between these lines was written \
@@ -33,14 +31,11 @@ _STEP_CHARS = 500
 
 
 class _ModelConfig(AskConfig):
-    """What all ways to plan by a chat model have in common; the paper's temperature is 0.1."""
-
     query_chars: int = Field(default=4000, ge=1, description="how much of a task it sees")
-    max_steps: int = Field(default=20, ge=1, description="an answer with more steps is refused")
 
 
 class StepsConfig(_ModelConfig):
-    """A chat model that writes the steps as a JSON array."""
+    """A chat model that writes the steps as a JSON array; the paper's temperature is 0.1."""
 
     kind: Literal["llm"] = "llm"
     true_count: bool = Field(default=False, description="tell it how many steps the gold plan has (an upper bound)")
@@ -67,70 +62,61 @@ def planning_questions(config: ModelConfig, llm: LLM, asks: Sequence[Ask]) -> Qu
     """What the model is asked for tasks, and how its answers are read."""
     prompts = {"llm": (_STEPS, read_steps), "direct": (_DIRECT, read_choices), "react": (_REACT, read_search)}
     system, read = prompts[config.kind]
-    prompt = Prompt(system + _RULE, "", partial(read, config.max_steps), 120, "planning")
-    return questions_of(config, llm, prompt, asks)
+    return questions_of(config, llm, Prompt(system + _RULE, "", read, 120, "planning"), asks)
 
 
-def read_steps(max_steps: int, ask: Ask, answer: str) -> Draft:
-    """The steps in an answer. Raises AnswerError where it is refused.
+def read_steps(ask: Ask, answer: str) -> Draft:
+    """The steps in an answer: texts, or objects that hold one; `depends_on` of these counts steps from 1.
 
-    An item is a text, or an object with one under a usual key; its `depends_on` counts steps from 1.
+    Raises ValueError where an answer is refused.
     """
-    items = _json_in(answer, "[", "]")
-    if not isinstance(items, list):
-        raise AnswerError("no_json", "it holds no JSON array")
-    texts = tuple(untrusted_line(_text_of(item), _STEP_CHARS) for item in items)
-    if not texts or not all(texts):
-        raise AnswerError("no_step", "an item of the array is no step" if texts else "it holds no step")
-    if len(texts) > max_steps:
-        raise AnswerError("too_many", f"{len(texts)} steps, at most {max_steps}")
-    given = [item.get("depends_on") if isinstance(item, dict) else None for item in items]
+    items = _items(answer)
+    named = [item if isinstance(item, dict) else {"step": item} for item in items]
+    said = [next((item[key] for key in _KEYS if item.get(key)), "") for item in named]
+    texts = tuple(untrusted_line(text, _STEP_CHARS) if isinstance(text, str) else "" for text in said)
+    if not all(texts):
+        raise ValueError("an item of the array is no step")
+    given = [item.get("depends_on") for item in named]
     if not any(given):
         return Draft(texts)
     known = range(1, len(texts) + 1)
-    named = [{place - 1 for place in one if place in known} if isinstance(one, list) else () for one in given]
-    draft = Draft(texts, tuple(tuple(sorted(places)) for places in named))
+    after = [{one - 1 for one in own if one in known} if isinstance(own, list) else () for own in given]
+    draft = Draft(texts, tuple(tuple(sorted(places)) for places in after))
     try:
         levels_of(draft.after or ())
     except SkilltrainError as error:
-        raise AnswerError("cycle", error.what) from None
+        raise ValueError(error.what) from None
     return draft
 
 
-def read_choices(max_steps: int, ask: Ask, answer: str) -> Draft:
-    """The skills of `ask.choices` whose numbers an answer lists, one step each. Raises AnswerError as well."""
-    numbers: Any = _json_in(answer, "[", "]")
-    num = len(ask.choices)
-    if not isinstance(numbers, list) or not all(type(one) is int and 1 <= one <= num for one in numbers):
-        raise AnswerError("no_json", f"it is no JSON array of numbers from 1 to {num}")
+def read_choices(ask: Ask, answer: str) -> Draft:
+    """The skills of `ask.choices` whose numbers an answer lists, one step each. Raises ValueError as well."""
+    numbers, num = _items(answer), len(ask.choices)
+    if not all(type(one) is int and 1 <= one <= num for one in numbers):
+        raise ValueError(f"it is no JSON array of numbers from 1 to {num}")
     skills = [ask.choices[number - 1] for number in dict.fromkeys(numbers)]
-    if not 0 < len(skills) <= max_steps:
-        raise AnswerError("no_step", f"{len(skills)} skills, not 1 to {max_steps}")
     texts = tuple(untrusted_line(skill.name) for skill in skills)
     return Draft(texts, chosen=tuple(skill.skill_id for skill in skills))
 
 
-def read_search(max_steps: int, ask: Ask, answer: str) -> str:
-    """What to search for, "" where the model is done. Raises AnswerError where the answer is neither."""
-    value = _json_in(answer, "{", "}")
-    search = value.get("search") if isinstance(value, dict) else None
-    if isinstance(search, str) and search.strip():
-        return untrusted_line(search, _STEP_CHARS)
-    if isinstance(value, dict) and value.get("done"):
-        return ""
-    raise AnswerError("no_json", "it is no JSON object with search or done")
+def _items(answer: str) -> list[Any]:
+    items = read_list(answer)
+    if items is None:
+        raise ValueError("it holds no JSON array")
+    if not 0 < len(items) <= MAX_STEPS:
+        raise ValueError(f"{len(items)} steps, not 1 to {MAX_STEPS}")
+    return items
 
 
-def _json_in(answer: str, opening: str, closing: str) -> Any:
-    """The JSON value that begins at the first `opening` of an answer, in a code fence or not; None where none is."""
-    start = answer.find(opening)
-    try:
-        return json.loads(answer[start : answer.rindex(closing) + 1]) if start >= 0 else None
-    except (ValueError, RecursionError):
-        return None
+class _Turn(BaseModel):
+    search: str | None = None
+    done: bool = False
 
 
-def _text_of(item: Any) -> str:
-    if isinstance(item, dict):
-        item = next((item[key] for key in _KEYS if item.get(key)), "")
-    return item if isinstance(item, str) else ""
+def read_search(ask: Ask, answer: str) -> str:
+    """What to search for, "" where the model is done. Raises ValueError where the answer is neither."""
+    turn = read_object(answer, _Turn)
+    search = untrusted_line(turn.search or "", _STEP_CHARS)
+    if not search and not turn.done:
+        raise ValueError("it has neither search nor done")
+    return search

@@ -15,8 +15,8 @@ from skilltrain.config import Config
 from skilltrain.data.screening import Flag
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Task
-from skilltrain.llm import LLM, open_llm
-from skilltrain.llm.ask import ask_until, cost_of
+from skilltrain.llm import open_llm
+from skilltrain.llm.ask import Asked, ask_until, ask_while_up
 from skilltrain.llm.untrusted import untrusted_line
 from skilltrain.records import Dropped, Query, Ranking, Skill
 from skilltrain.retrieval.select import Ask
@@ -28,14 +28,27 @@ from skilltrain.routing.planning.decompose import (
     StepsConfig,
     planning_questions,
 )
-from skilltrain.routing.planning.rules import Draft, RulesConfig, WholeConfig, draft_by_rules
+from skilltrain.routing.planning.rules import MAX_STEPS, Draft, draft_by_rules
 from skilltrain.routing.router import Router
 from skilltrain.texts import one_line
 
 Find = Callable[[Sequence[str], int], list[Ranking]]
 """(texts, how many) → the skills that are found for each text."""
-Drafts = tuple[dict[str, Draft], list[Dropped]]
-"""(query_id → its steps, why other tasks have none)."""
+AskAll = Callable[[Sequence[Ask]], Asked[Ask, Any]]
+_DESCRIPTION_CHARS = 140
+_MAY_HELP = "skills that exist and may help"
+
+
+class RulesConfig(Config):
+    """Steps by rules of English and Chinese; no model."""
+
+    kind: Literal["rules"] = "rules"
+
+
+class WholeConfig(Config):
+    """The whole task as one step, to see what cutting it adds."""
+
+    kind: Literal["whole"] = "whole"
 
 
 class HintsConfig(Config):
@@ -45,7 +58,6 @@ class HintsConfig(Config):
     rounds: int = Field(default=1, ge=0, description="how often it plans anew at most (T); 0: without hints")
     stop_above: float = Field(default=0.6, ge=0, le=1, description="Jaccard of two rounds' hints that ends it (tau)")
     show: Literal["names", "described"] = Field(default="names", description="what the model sees of a hint")
-    description_chars: int = Field(default=140, ge=1, description="how much of a description, where it is shown")
 
 
 class PlannerConfig(Config):
@@ -64,7 +76,7 @@ class Planner:
     """Plans over the pool `skills`, in which `find` finds.
 
     `known` are a benchmark's tasks by query_id, of which a planner may be told gold skills and the number of steps.
-    `lenient`: where the model cannot be asked at all, rules plan and a note says so; else that is an error.
+    `lenient`: where the model is down, rules plan and a note says so; else that is an error.
     """
 
     config: PlannerConfig
@@ -76,51 +88,49 @@ class Planner:
     def plan(self, tasks: Sequence[Query]) -> list[Plan]:
         """One plan for each task, in order; where a model's answers are of no use, by rules, with a note."""
         decomposer = self.config.decomposer
-        rounds: dict[str, tuple[Round, ...]] = {}
-        notes: dict[str, str] = {}
-        if isinstance(decomposer, ModelConfig):
-            try:
-                rounds, notes = self._asked(decomposer, tasks)
-            except SkilltrainError as error:
-                if not self.lenient:
-                    raise
-                notes = {task.query_id: f"the model cannot be asked: {error}" for task in tasks}
+        asks_a_model = isinstance(decomposer, ModelConfig)
+        rounds, faults = self._asked(decomposer, tasks) if asks_a_model else ({}, {})
+        answered = frozenset(rounds)
         for task in tasks:
-            if task.query_id not in rounds:
-                rounds[task.query_id] = (Round(_drafted(decomposer, task.text)),)
+            if task.query_id not in answered:
+                is_whole = isinstance(decomposer, WholeConfig)
+                rounds[task.query_id] = [
+                    Round(Draft((one_line(task.text),)) if is_whole else draft_by_rules(task.text))
+                ]
         found = find_each(self.find, [rounds[task.query_id][-1] for task in tasks], self.config.compose.candidates)
         plans: list[Plan] = []
         for task, rankings in zip(tasks, found, strict=True):
-            own, note = rounds[task.query_id], notes.get(task.query_id)
+            own = tuple(rounds[task.query_id])
             steps = compose(task.text, own[-1].draft, rankings, self.skills, self.config.compose)
-            told = (f"planned by rules, for {note}",) if note else ()
-            plans.append(Plan(task, steps, own, "rules" if told else decomposer.kind, told))
+            why = faults.get(task.query_id, "the model looked for nothing")
+            notes = (f"planned by rules, for {why}",) if asks_a_model and task.query_id not in answered else ()
+            plans.append(Plan(task, steps, own, "rules" if notes else decomposer.kind, notes))
         return plans
 
-    def _asked(
-        self, config: ModelConfig, tasks: Sequence[Query]
-    ) -> tuple[dict[str, tuple[Round, ...]], dict[str, str]]:
+    def _asked(self, config: ModelConfig, tasks: Sequence[Query]) -> tuple[dict[str, list[Round]], dict[str, str]]:
         """(query_id → the rounds of those tasks that the model has steps for, why others have none)."""
         llm = open_llm(config.llm)  # once, for it keeps to one budget
-        if isinstance(config, StepsConfig):
-            drafts, dropped = self._written(config, llm, tasks, {})
-        elif isinstance(config, ReactConfig):
-            drafts, dropped = self._searched(config, llm, tasks)
-        else:
-            drafts, dropped = self._chosen(config, llm, tasks)
-        notes = {task.query_id: "the model looked for nothing" for task in tasks if task.query_id not in drafts}
-        notes |= {fault.query_id: f"no answer of the model was usable: {fault.reason}" for fault in dropped}
-        if isinstance(config, StepsConfig) and self.config.hints.rounds:
-            return self._refined(config, llm, tasks, drafts), notes
-        return {query_id: (Round(draft),) for query_id, draft in drafts.items()}, notes
 
-    def _refined(
-        self, config: StepsConfig, llm: LLM, tasks: Sequence[Query], first: Mapping[str, Draft]
-    ) -> dict[str, tuple[Round, ...]]:
-        """query_id → every round, the last one to be used; a task for which the model fails keeps the steps it has."""
+        def ask(asks: Sequence[Ask]) -> Asked[Ask, Any]:
+            return (ask_while_up if self.lenient else ask_until)(planning_questions(config, llm, asks))
+
+        if isinstance(config, ReactConfig):
+            drafts, dropped = self._searched(config, ask, tasks)
+        else:
+            asked = ask(
+                self._choices(config, tasks) if isinstance(config, DirectConfig) else self._steps(config, tasks)
+            )
+            drafts, dropped = {one.query_id: draft for one, draft in asked.values}, asked.dropped
+        rounds = {query_id: [Round(draft)] for query_id, draft in drafts.items()}
+        if isinstance(config, StepsConfig) and self.config.hints.rounds:
+            self._refine(config, ask, [task for task in tasks if task.query_id in rounds], rounds)
+        return rounds, {fault.query_id: f"no answer of the model was usable: {fault.reason}" for fault in dropped}
+
+    def _refine(
+        self, config: StepsConfig, ask: AskAll, active: Sequence[Query], rounds: dict[str, list[Round]]
+    ) -> None:
+        """Add to `rounds` all further ones; a task for which the model fails keeps the steps it has."""
         settings = self.config.hints
-        rounds = {query_id: [Round(draft)] for query_id, draft in first.items()}
-        active = [task for task in tasks if task.query_id in first]
         for number in range(settings.rounds + 1):
             going: dict[str, tuple[str, ...]] = {}
             found = find_each(self.find, [rounds[task.query_id][-1] for task in active], settings.count)
@@ -136,71 +146,61 @@ class Planner:
                     going[task.query_id] = hints
             if number == settings.rounds or not going:
                 break
-            drafts, _ = self._written(config, llm, [task for task in active if task.query_id in going], going)
-            active = [task for task in active if task.query_id in drafts]
-            for task in active:
-                rounds[task.query_id].append(Round(drafts[task.query_id]))
-        return {query_id: tuple(own) for query_id, own in rounds.items()}
+            asked = ask(self._steps(config, [task for task in active if task.query_id in going], going))
+            active = [one.query for one, _ in asked.values]
+            for one, draft in asked.values:
+                rounds[one.query_id].append(Round(draft))
 
-    def _written(
-        self, config: StepsConfig, llm: LLM, tasks: Sequence[Query], hints: Mapping[str, Sequence[str]]
-    ) -> Drafts:
-        """The steps that the model writes, with `hints` (query_id → skill ids) where there are some."""
+    def _steps(
+        self, config: StepsConfig, tasks: Sequence[Query], hints: Mapping[str, Sequence[str]] | None = None
+    ) -> list[Ask]:
+        """What the model sees that writes steps, with `hints` (query_id → skill ids) where there are some."""
         asks: list[Ask] = []
         for task in tasks:
-            own = hints.get(task.query_id)
-            parts = (("skills that exist and may help", self._hint(own)),) if own else ()
+            own = (hints or {}).get(task.query_id)
+            parts = ((_MAY_HELP, self._told(own, self.config.hints.show == "described")),) if own else ()
             num = len(self.known[task.query_id].steps) if config.true_count and task.query_id in self.known else 0
             asks.append(Ask(task, parts, order=f"Write exactly {num} steps." if num else ""))
-        asked = ask_until(planning_questions(config, llm, asks))
-        return {ask.query_id: draft for ask, draft in asked.values}, asked.dropped
+        return asks
 
-    def _hint(self, skill_ids: Sequence[str]) -> str:
-        """What the model sees of hints."""
-        if self.config.hints.show == "names":
-            return ", ".join(untrusted_line(self.skills[skill_id].name) for skill_id in skill_ids)
-        return self._described(skill_ids, self.config.hints.description_chars)
-
-    def _described(self, skill_ids: Sequence[str], max_chars: int = 140) -> str:
-        skills = [self.skills[skill_id] for skill_id in skill_ids]
-        return "\n".join(f"{untrusted_line(s.name)}: {untrusted_line(s.description, max_chars)}" for s in skills)
-
-    def _chosen(self, config: DirectConfig, llm: LLM, tasks: Sequence[Query]) -> Drafts:
-        """The skills that LLM-Direct chooses from a list, in order of id: no place tells the gold ones among them."""
+    def _choices(self, config: DirectConfig, tasks: Sequence[Query]) -> list[Ask]:
+        """What LLM-Direct sees: a list of skills in order of id, so that no place tells the gold ones among them."""
         asks: list[Ask] = []
         for task, ranking in zip(tasks, self.find([task.text for task in tasks], config.shown), strict=True):
             known = self.known.get(task.query_id)
             both = dict.fromkeys([*sorted(known.relevance.gold if known else ()), *(one for one, _ in ranking)])
             skills = tuple(self.skills[skill_id] for skill_id in sorted([*both][: config.shown]))
             lines = "\n".join(f"{number}. {untrusted_line(skill.name)}" for number, skill in enumerate(skills, 1))
-            asks.append(Ask(task, (("skills that exist and may help", lines),), choices=skills))
-        asked = ask_until(planning_questions(config, llm, asks))
-        return {ask.query_id: draft for ask, draft in asked.values}, asked.dropped
+            asks.append(Ask(task, ((_MAY_HELP, lines),), choices=skills))
+        return asks
 
-    def _searched(self, config: ReactConfig, llm: LLM, tasks: Sequence[Query]) -> Drafts:
-        """What ReAct searches for, one step a search."""
+    def _searched(
+        self, config: ReactConfig, ask: AskAll, tasks: Sequence[Query]
+    ) -> tuple[dict[str, Draft], list[Dropped]]:
+        """(what ReAct searches for, one step a search; why it has none)."""
         searches: dict[str, tuple[str, ...]] = {}
         faults: list[Dropped] = []
         asks = [Ask(task) for task in tasks]
-        for _ in range(config.max_steps):
-            asked = ask_until(planning_questions(config, llm, asks))
-            faults += [fault for fault in asked.dropped if fault.query_id not in searches]
-            going, asks = [(ask, search) for ask, search in asked.values if search], list[Ask]()
+        for _ in range(MAX_STEPS):
+            asked = ask(asks)
+            faults += asked.dropped
+            going, asks = [(one, search) for one, search in asked.values if search], list[Ask]()
             if not going:
                 break
             rankings = self.find([search for _, search in going], config.shown)
-            for (ask, search), ranking in zip(going, rankings, strict=True):
-                searches[ask.query_id] = (*searches.get(ask.query_id, ()), search)
-                turn = f"search: {untrusted_line(search)}\n{self._described([one for one, _ in ranking])}"
-                asks.append(replace(ask, parts=(*ask.parts, ("so far", turn.strip()))))
+            for (one, search), ranking in zip(going, rankings, strict=True):
+                searches[one.query_id] = (*searches.get(one.query_id, ()), search)
+                turn = f"search: {untrusted_line(search)}\n{self._told([one for one, _ in ranking], described=True)}"
+                asks.append(replace(one, parts=(*one.parts, ("so far", turn.strip()))))
         return {query_id: Draft(texts) for query_id, texts in searches.items()}, faults
 
-
-def _drafted(decomposer: RulesConfig | WholeConfig | ModelConfig, task: str) -> Draft:
-    """The steps of a task without a model; by rules, where the model that was to plan gave none."""
-    if isinstance(decomposer, WholeConfig):
-        return Draft((one_line(task),))
-    return draft_by_rules(task, (decomposer if isinstance(decomposer, RulesConfig) else RulesConfig()).max_steps)
+    def _told(self, skill_ids: Sequence[str], described: bool) -> str:
+        """What the model reads of skills: their names, or a line each with the beginning of the description."""
+        skills = [self.skills[skill_id] for skill_id in skill_ids]
+        if not described:
+            return ", ".join(untrusted_line(skill.name) for skill in skills)
+        told = (f"{untrusted_line(s.name)}: {untrusted_line(s.description, _DESCRIPTION_CHARS)}" for s in skills)
+        return "\n".join(told)
 
 
 def find_each(find: Find, rounds: Sequence[Round], keep: int) -> list[list[Ranking]]:
@@ -210,20 +210,11 @@ def find_each(find: Find, rounds: Sequence[Round], keep: int) -> list[list[Ranki
     return [[next(found) for _ in one.draft.texts] for one in rounds]
 
 
-def plan_cost(config: PlannerConfig, tasks: Sequence[Query]) -> dict[str, Any]:
-    """About what the first request for each task will take, said in one line too; asks nobody. {} without a model."""
-    model = config.decomposer
-    if not isinstance(model, ModelConfig):
-        return {}
-    asks = [Ask(task) for task in tasks]
-    return cost_of(planning_questions(model, open_llm(model.llm), asks))
-
-
 def plan_task(config: PlannerConfig, text: str, router: Router) -> tuple[Plan, dict[str, tuple[Flag, ...]]]:
     """(the plan for one task, what the safety screening found in the skills that are chosen).
 
-    Where the chat model cannot be asked, rules plan, and a note says so. A step that the router's calibration finds no
-    skill for has none. Raises SkilltrainError for an empty task.
+    Where the chat model is down, rules plan, and a note says so. A step that the router's calibration finds no skill
+    for has none. Raises SkilltrainError for an empty task.
     """
     if not text.strip():
         raise SkilltrainError("the task is empty")

@@ -9,11 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from typing import Literal
 
-from pydantic import Field
-
-from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 from skilltrain.texts import one_line
 
@@ -50,8 +46,10 @@ _ORDER = re.compile(
     rf"|[，,、]?\s*(?:然后|接着|随后|之后|并且|最后|同时|再(?={_ZH_VERB})|并(?={_ZH_VERB}))\s*[，,]?|[，,]\s*(?={_ZH_VERB})",
     re.I,
 )
-_AFTER = re.compile(r"^(?:after|once|when)\s+(.{8,}?),\s+(.{8,})$|^(.{8,}?)\s+after\s+(\w+ing\b.{4,})$", re.I)
-_BEFORE = re.compile(r"^(?:before)\s+(.{8,}?),\s+(.{8,})$|^(.{8,}?)\s+before\s+(\w+ing\b.{4,})$", re.I)
+# after X, Y | before X, Y | Y after doing X | Y before doing X
+_TWO = re.compile(
+    r"^(?:after|once|when|(before))\s+(.{8,}?),\s+(.{8,})$|^(.{8,}?)\s+(?:after|(before))\s+(\w+ing\b.{4,})$", re.I
+)
 _OPENING = re.compile(
     r"^(?:(?:first(?:ly)?|second(?:ly)?|third(?:ly)?|then|next|finally|lastly|also|and|now|please|so|start\s+by|"
     r"(?:can|could|would)\s+you(?:\s+please)?|i\s+(?:want|need|would\s+like|'d\s+like)\s+(?:you\s+)?to|help\s+me(?:\s+to)?|"
@@ -68,12 +66,12 @@ _KINDS = (
 )
 _HAN_KINDS = "图表|图片|报告|文档|文件|数据|视频|音频|邮件|网页|代码|论文|列表|表格|摘要"
 _KIND = re.compile(rf"\b({_KINDS})s?\b|({_HAN_KINDS})", re.I)
-_GIVES = re.compile(
+GIVES = re.compile(
     r"\b(?:build|compil|compos|creat|draft|draw|download|export|extract|fetch|find|gather|generat|get|into|mak|output|"
     r"plot|produc|render|return|retriev|sav|scrap|to|transcrib|writ)\w*\b(?:\W+\w+){0,6}|[生创写绘制下导提保获]\w{1,12}",
     re.I,
 )
-_TAKES = re.compile(
+TAKES = re.compile(
     r"\b(?:analy[sz]|attach|clean|convert|edit|email|from|import|load|of|pars|plot|process|publish|read|send|shar|"
     r"summari[sz]|transform|translat|upload|using|visuali[sz])\w*\b(?:\W+(?!(?:in)?to\b|and\b)\w+){0,6}|[读分转总翻发上]\w{1,12}",
     re.I,
@@ -86,13 +84,13 @@ _BACK = re.compile(
 _APART = re.compile(
     r"\b(?:meanwhile|in\s+parallel|at\s+the\s+same\s+time|separately|independently|also)\b|同时|另外|并行", re.I
 )
-
 _FETCHES = re.compile(
     r"(?:find|search|get|fetch|download|read|look|list|check|pull|query|retriev|collect|gather|scrap|load|open|monitor|"
     r"recommend|track|watch|book|locat|discover|identif|extract|view|browse|research)|[查搜找读]|获取|下载|检索|推荐|抓取|收集|提取",
     re.I,
 )
 
+MAX_STEPS = 20
 Waits = tuple[tuple[int, ...], ...]
 """For each step the earlier ones that it waits for, counted from 0."""
 
@@ -106,35 +104,20 @@ class Draft:
     chosen: tuple[str, ...] = ()
 
 
-class RulesConfig(Config):
-    """Steps by rules of English and Chinese; no model."""
-
-    kind: Literal["rules"] = "rules"
-    max_steps: int = Field(default=20, ge=1, description="later steps are left out")
-
-
-class WholeConfig(Config):
-    """The whole task as one step, to see what cutting it adds."""
-
-    kind: Literal["whole"] = "whole"
-
-
-def draft_by_rules(task: str, max_steps: int) -> Draft:
-    """The steps of `task` in order, at most `max_steps`; a task that no rule cuts is one step."""
+def draft_by_rules(task: str) -> Draft:
+    """The first 20 steps of `task` in order; a task that no rule cuts is one step."""
     clauses = [clause for sentence in _SENTENCE.split(task) if sentence for clause in _clauses(one_line(sentence))]
     steps = [clause for clause in clauses if _ACTS.search(clause)] or [one_line(task)]
-    return Draft(tuple(dict.fromkeys(steps))[:max_steps])
+    return Draft(tuple(dict.fromkeys(steps))[:MAX_STEPS])
 
 
 def _clauses(sentence: str) -> list[str]:
     """The clauses of one sentence, in the order in which they are done."""
     plain = _OPENING.sub("", sentence)
-    for pattern, order in ((_AFTER, (0, 1)), (_BEFORE, (1, 0))):
-        if found := pattern.match(plain):
-            parts = found.groups()
-            # "after X, Y" and "Y after X": X is done first.
-            pair = parts[:2] if parts[0] else parts[:1:-1]
-            return [clause for place in order for clause in _clauses(pair[place] or "")]
+    if found := _TWO.match(plain):
+        pair = (found[2], found[3]) if found[2] else (found[6], found[4])
+        in_order = reversed(pair) if found[1] or found[5] else pair
+        return [clause for part in in_order for clause in _clauses(part)]
     parts = [_OPENING.sub("", part).strip(" ,;:.!?，。") for part in _ORDER.split(plain)]
     return [part for part in parts if len(part) > 1]
 
@@ -154,19 +137,10 @@ def levels_of(after: Sequence[Sequence[int]]) -> list[list[int]]:
     return levels
 
 
-def given_by(text: str) -> frozenset[str]:
-    """The kinds of data that a text says something makes or brings: chart, report, csv …"""
-    return kinds_in(" ".join(_GIVES.findall(text)))
-
-
-def taken_by(text: str) -> frozenset[str]:
-    """The kinds of data that a text says something works on."""
-    return kinds_in(" ".join(_TAKES.findall(text)))
-
-
-def kinds_in(text: str) -> frozenset[str]:
-    """The kinds of data that a text names."""
-    return frozenset((latin or other).lower() for latin, other in _KIND.findall(text))
+def kinds_in(text: str, near: re.Pattern[str] | None = None) -> frozenset[str]:
+    """The kinds of data (chart, csv …) that a text names; `near` GIVES those it says are made, near TAKES worked on."""
+    said = " ".join(near.findall(text)) if near else text
+    return frozenset((latin or other).lower() for latin, other in _KIND.findall(said))
 
 
 def dependencies(task: str, texts: Sequence[str]) -> Waits:
@@ -186,7 +160,7 @@ def dependencies(task: str, texts: Sequence[str]) -> Waits:
         elif place and (_BACK.search(f"{between} {text}") or not _FETCHES.match(text)):
             waits |= {*range(place)} - {other for one in after for other in one}
         for kind in kinds_in(text):
-            makers = [earlier for earlier in range(place) if kind in given_by(texts[earlier])]
+            makers = [earlier for earlier in range(place) if kind in kinds_in(texts[earlier], GIVES)]
             waits |= {*makers[-1:]}
         after.append(tuple(sorted(waits)))
     return tuple(after)

@@ -1,13 +1,13 @@
 """The stage `plans`: plan a benchmark's compound tasks in one or several ways, and score the plans."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.pool.read import read_pool
@@ -18,12 +18,16 @@ from skilltrain.evaluation.comparison import Comparison, SystemResult, compare, 
 from skilltrain.evaluation.plan_measures import MEANINGS, measure_names, plan_values
 from skilltrain.evaluation.slices import SliceMeans, means_by_slice, shown
 from skilltrain.files import write_json, write_jsonl, write_text
+from skilltrain.llm import open_llm
 from skilltrain.llm.answers import estimate_tokens
+from skilltrain.llm.ask import cost_of
 from skilltrain.records import Query, Ranker, Ranking, Skill
 from skilltrain.report.page import markdown
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems
+from skilltrain.retrieval.select import Ask
 from skilltrain.routing.planning.compose import Plan, Round, plan_json
-from skilltrain.routing.planning.planner import Find, Planner, PlannerConfig, find_each, plan_cost
+from skilltrain.routing.planning.decompose import ModelConfig, planning_questions
+from skilltrain.routing.planning.planner import Find, Planner, PlannerConfig, find_each
 from skilltrain.routing.planning.rules import Draft
 from skilltrain.version import __version__
 
@@ -35,14 +39,10 @@ class PlansConfig(Config):
     """Plan compound tasks and score the plans against the gold steps and skills."""
 
     stage: Literal["plans"]
-    benchmark: tuple[InputPath, ...] = Field(
-        min_length=1, max_length=1, description="folder of a benchmark whose tasks have steps: ours, LiveMCPBench"
-    )
+    benchmark: InputPath = Field(description="folder of a benchmark whose tasks have steps: ours, LiveMCPBench")
     split: str | None = Field(default=None, description="score the queries of this split only; null for all")
     pool: InputPath | None = Field(default=None, description="the skills to find; null: the benchmark's own")
-    held_out: InputPath | None = Field(
-        default=None, description="skills that are not to be found, only their categories count (transfer)"
-    )
+    held_out: InputPath | None = Field(default=None, description="skills not to be found, only their categories count")
     system: SystemConfig = Field(description="what finds skills for a step, which is asked like a query")
     planners: tuple[PlannerConfig, ...] = Field(
         default=(PlannerConfig(name="rules"),), min_length=1, description="ways to plan; the first is the baseline"
@@ -53,15 +53,9 @@ class PlansConfig(Config):
     seed: Seed = Field(default=0, description="seed of the bootstrap")
     out: Path = Field(description="folder to write: metrics.json, report.md, per_query.jsonl, plans.jsonl")
 
-    @field_validator("benchmark", mode="before")
-    @classmethod
-    def _listed(cls, value: Any) -> Any:
-        return value if isinstance(value, list | tuple) else (value,)
-
     @model_validator(mode="after")
     def _names_differ(self) -> "PlansConfig":
-        names = [planner.name for planner in self.planners]
-        if len(set(names)) < len(names):
+        if len({planner.name for planner in self.planners}) < len(self.planners):
             raise ValueError("two planners have the same name")
         if unknown := sorted({*self.compare} - {*self.scored}):
             raise ValueError(f"compare: unknown measure '{unknown[0]}'; measures are {', '.join(self.scored)}")
@@ -82,7 +76,8 @@ def run_plans(config: PlansConfig, out: Path) -> dict[str, Any]:
     """Write the plans and what they are worth; the summary holds the means of all tasks."""
     benchmark, skills, pool = _opened(config)
     tasks, find = benchmark.tasks, finder(config.system, pool)
-    known, queries = {task.query.query_id: task for task in tasks}, [task.query for task in tasks]
+    known = {task.query.query_id: task for task in tasks}
+    queries = [task.query for task in tasks]
     plans = {one.name: Planner(one, skills, find, known).plan(queries) for one in config.planners}
     results = _results(config, tasks, plans, find, skills)
     slices: dict[str, tuple[SliceMeans, ...]] = {}
@@ -102,10 +97,11 @@ def run_plans(config: PlansConfig, out: Path) -> dict[str, Any]:
     differences = [asdict(one) | {"wilcoxon_p_above": p} for one, p in compared]
     found = {"skilltrain": __version__, **about, "planners": by_slice, "rounds": rounds, "comparisons": differences}
     write_json(out / "metrics.json", found)
-    scores = [(one.name, *row) for one in results for row in one.per_query.items()]
-    write_jsonl(out / "per_query.jsonl", [{"system": name, "query_id": one, **row} for name, one, row in scores])
-    made = [(name, plan, plan_json(plan, skills)) for name, own in plans.items() for plan in own]
-    write_jsonl(out / "plans.jsonl", [{"system": name, "query_id": p.task.query_id, **row} for name, p, row in made])
+    ids = [{"system": name, "query_id": query.query_id} for name in plans for query in queries]
+    scores = [row for one in results for row in one.per_query.values()]
+    made = [plan_json(plan, skills) for own in plans.values() for plan in own]
+    for file, rows in {"per_query.jsonl": scores, "plans.jsonl": made}.items():
+        write_jsonl(out / file, [{**about, **row} for about, row in zip(ids, rows, strict=True)])
     means = {name: {key: round(one.mean, 4) for key, one in own[0].means[name].items()} for name, own in slices.items()}
     return {"num_tasks": len(tasks), "num_skills": len(pool), "planners": means}
 
@@ -113,9 +109,12 @@ def run_plans(config: PlansConfig, out: Path) -> dict[str, Any]:
 def plan_plans(config: PlansConfig) -> dict[str, Any]:
     """How much would be planned, and about what each chat model's first request for every task will take."""
     benchmark, _, pool = _opened(config)
-    queries = [task.query for task in benchmark.tasks]
-    costs = {planner.name: plan_cost(planner, queries) for planner in config.planners}
-    return {"num_tasks": len(queries), "num_skills": len(pool), "asked": costs}
+    asks = [Ask(task.query) for task in benchmark.tasks]
+    costs: dict[str, Any] = {}
+    for planner in config.planners:
+        if isinstance(model := planner.decomposer, ModelConfig):
+            costs[planner.name] = cost_of(planning_questions(model, open_llm(model.llm), asks))
+    return {"num_tasks": len(asks), "num_skills": len(pool), "asked": costs}
 
 
 def finder(system: SystemConfig, skills: Sequence[Skill]) -> Find:
@@ -138,7 +137,7 @@ def _opened(config: PlansConfig) -> tuple[Benchmark, dict[str, Skill], list[Skil
     if not pool:
         raise SkilltrainError("plans need a pool to find skills in", fix="give pool=…")
     if not any(task.steps for task in benchmark.tasks):
-        raise SkilltrainError("its tasks have no steps", where=config.benchmark[0], fix="it needs plans.parquet")
+        raise SkilltrainError("its tasks have no steps", where=config.benchmark, fix="it needs plans.parquet")
     away = {skill.skill_id: skill for skill in (read_pool(config.held_out) if config.held_out else ())}
     every = {skill.skill_id: skill for skill in pool} | away
     return check_pool(benchmark, every), every, [skill for skill in pool if skill.skill_id not in away]
@@ -166,7 +165,7 @@ def _results(
     return results
 
 
-def _ids(ranking: Iterable[tuple[str, float]]) -> list[str]:
+def _ids(ranking: Sequence[tuple[str, float]]) -> list[str]:
     return [skill_id for skill_id, _ in ranking]
 
 
@@ -179,8 +178,8 @@ def _labels(tasks: Sequence[Task], result: SystemResult, skills: Mapping[str, Sk
         count = "as many as gold" if not over else "too many" if over > 0 else "too few"
         difficulty = "easy" if num <= 2 else "medium" if num == 3 else "hard"
         categories = tuple(dict.fromkeys(skills[s.skill_id].category or "none" for s in task.steps if s.skill_id))
-        found = {**task.labels, "difficulty": difficulty, "steps planned": count}
-        labels[query_id] = found | ({"category": categories} if categories else {})
+        of_gold = {"category": categories} if categories else {}
+        labels[query_id] = {**task.labels, "difficulty": difficulty, "steps planned": count, **of_gold}
     return labels
 
 
