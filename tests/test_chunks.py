@@ -87,7 +87,7 @@ def test_a_system_ranks_by_the_best_windows(model_folders, pool):
     chunks = Chunks(windows=3, pool=pool)
     ranker = DenseConfig(**settings, chunks=chunks).open([LONG, SHORT])
     query = Query("q", "deploy pods", "", "", "")
-    cosines = np.sort((ranker.encode([query.text]) @ ranker.chunks.vectors.T)[0, :3])
+    cosines = np.sort((ranker.index.encode([query.text]) @ ranker.index.chunks.vectors.T)[0, :3])
     long = cosines[-1] if pool == "max" else cosines[-2:].mean()
     found = ranker.rank([query], None, 2)["q"]
     assert dict(found)["long"] == pytest.approx(long, abs=1e-6)

@@ -145,7 +145,7 @@ def test_a_leg_of_fuse(model_folders, tmp_path):
     (bm25, of_late), ranking = fused.find(QUERIES, found), fused.rank(QUERIES, found, 5)
     for query_id in ("q1", "q2"):
         assert len(of_late[query_id]) == 8
-        assert ranking[query_id] == fuse([bm25[query_id], of_late[query_id]], (0.4, 0.6), "z", 60)[:5]
+        assert ranking[query_id] == fuse([bm25[query_id], of_late[query_id]], (0.4, 0.6), "z")[:5]
 
 
 def test_what_late_interaction_cannot_do_is_refused(model_folders):

@@ -13,7 +13,7 @@ from skilltrain.retrieval import rerank
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems, rankings_table, run_systems
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.lexical import LexicalConfig
-from skilltrain.retrieval.rankers import FuseConfig, Weighted, open_ranker
+from skilltrain.retrieval.rankers import FuseConfig, open_ranker
 from skilltrain.retrieval.rankings import SavedConfig, fuse
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.tables import RANKINGS, write_table
@@ -102,14 +102,14 @@ def test_the_reranker_sees_its_candidates_though_less_is_asked_for(encoder, rera
 
 def test_what_systems_share_is_opened_once_and_they_rank_as_each_does_alone(encoder, reranker, monkeypatch):
     opened, scored = [], []
-    open_dense, open_reranker, run_micro_batches = DenseConfig.open, rerank.open_reranker, rerank.run_micro_batches
+    open_dense, load_reranker, run_micro_batches = DenseConfig.open, rerank.load_reranker, rerank.run_micro_batches
 
     def counted_run(model, pairs, groups):
         scored.extend(pairs)
         return run_micro_batches(model, pairs, groups)
 
     monkeypatch.setattr(DenseConfig, "open", lambda self, skills: opened.append("dense") or open_dense(self, skills))
-    monkeypatch.setattr(rerank, "open_reranker", lambda config: opened.append("rerank") or open_reranker(config))
+    monkeypatch.setattr(rerank, "load_reranker", lambda *how: opened.append("rerank") or load_reranker(*how))
     monkeypatch.setattr(rerank, "run_micro_batches", counted_run)
     systems = [
         system("of 3", encoder, kept(reranker, 3)),
@@ -193,26 +193,23 @@ Z_TWO = (0.5 - 19 / 30) / (math.sqrt(8) / 15), (0.9 - 19 / 30) / (math.sqrt(8) /
     ],
 )
 def test_fused_by_hand(method, weights, expected):
-    fused = fuse([ONE, TWO], weights, method, 60)
+    fused = fuse([ONE, TWO], weights, method)
     assert dict(fused) == pytest.approx(expected)
     assert ids(fused) == sorted(expected, key=lambda skill_id: -expected[skill_id])
 
 
 def test_a_leg_that_tells_nothing_apart_changes_nothing():
     flat = [("c", 0.1), ("b", 0.1), ("a", 0.1)]
-    assert ids(fuse([ONE, flat], (0.1, 10), "z", 60)) == ["a", "b", "c"]
-    assert fuse([flat, flat], (1, 1), "z", 60) == [("c", 0.0), ("b", 0.0), ("a", 0.0)], "ties stand as found"
-    assert fuse([ONE, []], (1, 1), "z", 60) == fuse([ONE], (1,), "z", 60)
-    assert fuse([[], []], (1, 1), "z", 60) == []
+    assert ids(fuse([ONE, flat], (0.1, 10), "z")) == ["a", "b", "c"]
+    assert fuse([flat, flat], (1, 1), "z") == [("c", 0.0), ("b", 0.0), ("a", 0.0)], "ties stand as found"
+    assert fuse([ONE, []], (1, 1), "z") == fuse([ONE], (1,), "z")
+    assert fuse([[], []], (1, 1), "z") == []
 
 
 def test_the_sum_with_the_ranker_before_leaves_the_rest_behind():
-    class Fixed:
-        def rank(self, queries, candidates, keep):
-            return {"q": [("b", 3.0), ("a", 1.0), ("c", 0.0)]}
-
-    found = Weighted(Fixed(), 10).rank([], {"q": [("a", 0.5), ("b", 0.25), ("c", 0.1)]}, 2)
-    assert found == {"q": [("a", 6.0), ("b", 5.5), ("c", 4.5)]}
+    before = [("a", 0.5), ("b", 0.25), ("c", 0.1)]
+    found = rerank.reordered(before, 2, {"b": 3.0, "a": 1.0, "c": 9.0}, first_weight=10)
+    assert found == [("a", 6.0), ("b", 5.5), ("c", 4.5)]
 
 
 @pytest.fixture
@@ -237,9 +234,9 @@ def test_saved_rankings_rank_order_candidates_and_are_fused(saved, capsys):
     legs = [{"kind": "saved", "rankings": str(saved), "stage": stage} for stage in ("one", "two")]
     config = validate(FuseConfig, {"kind": "fuse", "of": legs, "method": "rrf", "weights": [1, 1]}, "test")
     both = open_ranker(config, POOL, {})
-    assert both.rank(QUERIES[:1], None, 2) == {"q1": fuse([ONE, TWO], (1, 1), "rrf", 60)[:2]}
+    assert both.rank(QUERIES[:1], None, 2) == {"q1": fuse([ONE, TWO], (1, 1), "rrf")[:2]}
     given = {"q1": [("b", 1.0), ("a", 1.0)]}
-    assert both.rank(QUERIES[:1], given, 9) == {"q1": fuse([ONE[:2], TWO[1:]], (1, 1), "rrf", 60)}
+    assert both.rank(QUERIES[:1], given, 9) == {"q1": fuse([ONE[:2], TWO[1:]], (1, 1), "rrf")}
 
 
 # What is refused ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from skilltrain.llm.budget import Budget, over_budget
 from skilltrain.llm.client import Server, ServerError, in_threads
 from skilltrain.llm.settings import Prices, ServerConfig
 from skilltrain.records import Query, Skill
-from skilltrain.retrieval.nearest import ChunkVectors, Encoders, VectorRanker
+from skilltrain.retrieval.nearest import ChunkVectors, Encoders, PoolRanker
 from skilltrain.retrieval.vectors import OrderedTexts, Parts, VectorCache, cached_vectors, text_keys
 from skilltrain.templates import SkillTemplate
 from skilltrain.terminal import progress, say
@@ -61,7 +61,7 @@ class ApiConfig(ServerConfig):
         """Raise SkilltrainError for settings that the server cannot have."""
         ApiEncoder(self)
 
-    def open(self, skills: Sequence[Skill]) -> VectorRanker:
+    def open(self, skills: Sequence[Skill]) -> PoolRanker:
         """The server with the vectors of the pool."""
         return self.encoders().over(skills)
 

@@ -47,7 +47,6 @@ class SystemConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _new_form(cls, values: Any) -> Any:
-        """`values` themselves. Raises ValueError for the form without rankers."""
         if isinstance(values, Mapping) and "rankers" not in values and (old := values.keys() & set(_OLD_KEYS)):
             raise ValueError(f"'{min(old)}' is of the old form; write for example {_NEW_FORM}")
         return values
@@ -124,13 +123,12 @@ class Cascade:
         `num_timed` queries are asked once more, alone, up to the first ranker that asks a server.
         """
         keeps = keeps_of(system, self.depth)
-        alone = self._times_alone(system, keeps, num_timed)
+        times = self._times_alone(system, keeps, num_timed)
         stages: list[RankedStage] = []
         for number, ranker in enumerate(system.rankers, 1):
             stage = self._answer(system, keeps, number, stages[-1].rankings if stages else None)
-            own = [row[number - 1] for row in alone if len(row) >= number]
-            times, gpu_bytes = tuple(seconds for seconds, _ in own), max((used for _, used in own), default=0)
-            stage = replace(stage, name=f"{system.name}/{number} {ranker.kind}", alone=times, gpu_bytes=gpu_bytes)
+            alone, gpu_bytes = times[number - 1] if number <= len(times) else ((), 0)
+            stage = replace(stage, name=f"{system.name}/{number} {ranker.kind}", alone=alone, gpu_bytes=gpu_bytes)
             passed = num_read(system.rankers[number]) if number < len(system.rankers) else None
             stages.append(replace(stage, num_passed=passed))
         cut = {query_id: ranking[: self.depth] for query_id, ranking in stages[-1].rankings.items()}
@@ -156,37 +154,35 @@ class Cascade:
             raise SkilltrainError(what, where=f"system {system.name}")
         counts = ranker.counts if isinstance(ranker, Asking) else {}
         answer = RankedStage(system.name, kind, rankings, seconds, (), counts)
-        if not any(is_own(ranker) for ranker in rankers):
+        if not any(map(is_own, rankers)):
             self._answers[key] = answer
         return answer
 
-    def _times_alone(self, system: SystemConfig, keeps: Sequence[int], num: int) -> list[list[tuple[float, int]]]:
-        """Seconds and bytes on the GPU of each ranker for each of `num` queries, asked alone.
+    def _times_alone(self, system: SystemConfig, keeps: Sequence[int], num: int) -> list[tuple[tuple[float, ...], int]]:
+        """(seconds, most bytes on the GPU) of each ranker, for each of `num` queries asked alone.
 
         The first is asked once more before, to warm up. Rankers from the first on that asks a server or reads a file
         are left out. Queries have ids of their own, so that no score that is remembered of them helps.
         """
-        if not num:
-            return []
-        timed = [*takewhile(_is_local, system.rankers)]
-        if len(timed) < len(system.rankers):
+        timed = [*takewhile(_is_local, system.rankers)] if num else []
+        if num and len(timed) < len(system.rankers):
             start = f", from {system.rankers[len(timed)].kind} on" if timed else ""
             say(f"{system.name}{start}: not timed, for it asks a server or reads rankings from a file")
         rankers = [open_ranker(ranker, self.skills, self._opened) for ranker in timed]
-        times: list[list[tuple[float, int]]] = []
+        seconds: list[list[float]] = [[] for _ in timed]
+        most = [0 for _ in timed]
         with without_bars():
             for number, query in enumerate([self.queries[0], *self.queries[:num]]):
-                asked = replace(query, query_id=f"{system.name} {number}")
-                times.append([])
                 rankings: Rankings | None = None
-                for ranker, keep in zip(rankers, keeps, strict=False):
+                for place, ranker in enumerate(rankers):
                     if torch.cuda.is_available():
                         torch.cuda.reset_peak_memory_stats()
                     before, started = torch.cuda.memory_allocated(), time.perf_counter()
-                    rankings = ranker.rank([asked], rankings, keep)
-                    seconds, peak = time.perf_counter() - started, torch.cuda.max_memory_allocated()
-                    times[-1].append((seconds, peak if peak > before else 0))
-        return times[1:]
+                    rankings = ranker.rank([replace(query, query_id=f"{system.name} {number}")], rankings, keeps[place])
+                    seconds[place].append(time.perf_counter() - started)
+                    peak = torch.cuda.max_memory_allocated()
+                    most[place] = max(most[place], peak if peak > before and number else 0)
+        return [(tuple(row[1:]), used) for row, used in zip(seconds, most, strict=True)]
 
 
 def _is_local(ranker: RankerConfig) -> bool:

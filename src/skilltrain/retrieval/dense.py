@@ -22,7 +22,7 @@ from skilltrain.models.encoder import Encoder, EncoderConfig, open_to_answer
 from skilltrain.models.loading import Precision, default_device, resolve_model, stored_settings
 from skilltrain.models.micro_batches import Groups, micro_batches, num_slots
 from skilltrain.records import Skill
-from skilltrain.retrieval.nearest import ChunkVectors, Encoders, VectorRanker, starts_of
+from skilltrain.retrieval.nearest import ChunkVectors, Encoders, PoolRanker, starts_of
 from skilltrain.retrieval.vectors import OrderedTexts, Parts, VectorCache, cached_vectors
 from skilltrain.terminal import progress
 
@@ -50,7 +50,7 @@ class DenseConfig(EncoderSource):
         """Raise SkilltrainError for a model that is not there or is no encoder; of a Hub model, fetches settings."""
         stored_settings(resolve_model(self.source, weights=False), "encoder")
 
-    def open(self, skills: Sequence[Skill]) -> VectorRanker:
+    def open(self, skills: Sequence[Skill]) -> PoolRanker:
         """The encoder with the vectors of the pool."""
         return self.encoders().over(skills)
 

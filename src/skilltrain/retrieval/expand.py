@@ -33,7 +33,6 @@ this one task."""
 _ONE = "Write one query for the technique or technology that matters most. Reply with the query alone."
 _SEVERAL = """Write {count} queries, each for another layer of the task: the problem domain, the programming language \
 or framework, the libraries, the tools around it. Reply with a JSON list of {count} strings, and with nothing else."""
-_RRF_K = 60
 _MAX_CHARS = 300  # of a written query
 
 
@@ -100,7 +99,7 @@ def joined(rankings: Sequence[Ranking], join: str) -> Ranking:
     rrf: the sum of 1 / (60 + rank).
     """
     if join == "rrf" and len(rankings) > 1:
-        return fuse(rankings, (1.0,) * len(rankings), "rrf", _RRF_K)
+        return fuse(rankings, (1.0,) * len(rankings), "rrf")
     is_mean = join == "mean"
     rows = [(dict(row), min(score for _, score in row) if is_mean else -math.inf) for row in rankings if row]
     of_skill = {skill_id: [row.get(skill_id, low) for row, low in rows] for row, _ in rows for skill_id in row}

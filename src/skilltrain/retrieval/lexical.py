@@ -3,8 +3,7 @@
 import re
 import runpy
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +15,8 @@ from pydantic import Field
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_json
-from skilltrain.records import Query, Rankings, Skill
-from skilltrain.retrieval.nearest import Found, ranking_of, starts_of
+from skilltrain.records import Skill
+from skilltrain.retrieval.nearest import Found, PoolRanker, Positions, starts_of
 from skilltrain.retrieval.vectors import places_in, text_keys
 from skilltrain.templates import FIELDS_SEEN, SEEN, SkillFields
 from skilltrain.terminal import track
@@ -43,35 +42,13 @@ class LexicalConfig(Config):
     def check(self) -> None:
         """There is nothing to check before the pool is read."""
 
-    def open(self, skills: Sequence[Skill], before: "BM25Index | None" = None) -> "Lexical":
+    def open(self, skills: Sequence[Skill]) -> PoolRanker:
+        """BM25 over the pool."""
+        return PoolRanker([skill.skill_id for skill in skills], self.index(skills))
+
+    def index(self, skills: Sequence[Skill], before: "BM25Index | None" = None) -> "BM25Index":
         """The index over the pool; texts that the index `before` holds are not read again."""
-        texts = [bm25_text(skill, self.fields) for skill in skills]
-        return Lexical([skill.skill_id for skill in skills], BM25Index(texts, before))
-
-
-@dataclass(frozen=True)
-class Lexical:
-    """A pool that BM25 ranks."""
-
-    skill_ids: Sequence[str]
-    index: "BM25Index"
-
-    def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """The `keep` best skills of each query, of its candidates alone where there are some."""
-        if candidates is None:
-            found = zip(queries, *self.index.search([query.text for query in queries], keep), strict=True)
-            return {query.query_id: ranking_of(self.skill_ids, *row) for query, *row in found}
-        rankings: Rankings = {}
-        for query in queries:
-            positions = np.array([self.places[skill_id] for skill_id, _ in candidates[query.query_id]], dtype=np.int64)
-            scores = self.index.scores(query.text)[positions]
-            rankings[query.query_id] = ranking_of(self.skill_ids, positions, scores)[:keep]
-        return rankings
-
-    @cached_property
-    def places(self) -> dict[str, int]:
-        """skill_id → its position in the pool."""
-        return {skill_id: place for place, skill_id in enumerate(self.skill_ids)}
+        return BM25Index([bm25_text(skill, self.fields) for skill in skills], before)
 
 
 def bm25_text(skill: Skill, fields: SkillFields = "full") -> str:
@@ -229,18 +206,22 @@ class BM25Index:
                 worth[number] = worth.get(number, 0.0) + float(self.weights[place])
         return [words[number] for number in sorted(worth, key=lambda number: -worth[number])]
 
-    def search(self, queries: Sequence[str], k: int) -> Found:
+    def search(self, texts: Sequence[str], k: int) -> Found:
         """Each query's `k` best texts (all of them where there are fewer); equal scores stand in the order of texts.
 
         A score of 0 means that the text shares no term with the query.
         """
         k = min(k, len(self.keys))
-        positions, best = np.empty((len(queries), k), np.int64), np.empty((len(queries), k), np.float32)
-        for row, query in enumerate(track(queries, "lexical search", len(queries))):
+        positions, best = np.empty((len(texts), k), np.int64), np.empty((len(texts), k), np.float32)
+        for row, query in enumerate(track(texts, "lexical search", len(texts))):
             scores = self.scores(query)
             positions[row] = top_k(scores, k)
             best[row] = scores[positions[row]]
         return positions, best
+
+    def among(self, texts: Sequence[str], positions: Sequence[Positions]) -> Iterable[np.ndarray]:
+        """Yield the scores of each query's own positions."""
+        return (self.scores(text)[some] for text, some in zip(texts, positions, strict=True))
 
 
 def _idf(num_texts: int, num_with: Int64[np.ndarray, " term"]) -> Float64[np.ndarray, " term"]:

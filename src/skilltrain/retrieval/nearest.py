@@ -1,21 +1,23 @@
 """The nearest skills of a query by inner product: exact, or by an index that looks at a part of the pool (faiss)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Float32, Int64
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_json
-from skilltrain.records import Query, Ranking, Rankings, Skill
+from skilltrain.records import Query, Rankings, Skill
 from skilltrain.templates import ChunkPool
 
 Found = tuple[Int64[np.ndarray, "query k"], Float32[np.ndarray, "query k"]]
 """Positions of skills in the pool and their scores, best first; where too few were found, -1 and NaN."""
+
+Positions = Int64[np.ndarray, " pair"]
 
 _SPARE = 16  # skills found beyond k, among which rounding may have put one in the wrong place
 _PAIRS = 4096  # pairs whose products are taken at once: 25 MB at 384 dimensions
@@ -63,10 +65,7 @@ class ChunkVectors:
         return len(self.vectors) == self.num_skills
 
     def scores(
-        self,
-        queries: Float32[np.ndarray, "query dim"],
-        rows: Int64[np.ndarray, " pair"],
-        positions: Int64[np.ndarray, " pair"],
+        self, queries: Float32[np.ndarray, "query dim"], rows: Positions, positions: Positions
     ) -> Float32[np.ndarray, " pair"]:
         """The score of each (row of `queries`, position of a skill), from products in double precision, then rounded.
 
@@ -109,8 +108,7 @@ class ChunkVectors:
             import faiss
 
             pool, metric = np.ascontiguousarray(self.vectors, np.float32), faiss.METRIC_INNER_PRODUCT
-            # The CPU build of faiss counts GPUs too, and always finds none.
-            if faiss.get_num_gpus() and k <= _ON_GPU:
+            if faiss.get_num_gpus() and k <= _ON_GPU:  # the CPU build counts GPUs too, and always finds none
                 return faiss.knn_gpu(faiss.StandardGpuResources(), queries, pool, k, metric=metric)[1]
             return faiss.knn(queries, pool, k, metric=metric)[1]
         found = np.empty((len(queries), k), dtype=np.int64)
@@ -164,48 +162,75 @@ def build_index(description: str, pool: Float32[np.ndarray, "skill dim"], seed: 
             faiss.ParameterSpace().set_index_parameters(index, setting)
         index.train(pool)
         index.add(pool)
+        return index
     except RuntimeError as error:
         raise SkilltrainError(f"faiss cannot build this index: {error}", where=f"index {description}") from error
     finally:
         faiss.omp_set_num_threads(threads)
-    return index
 
 
 def recall(found: Int64[np.ndarray, "query k"], exact: Int64[np.ndarray, "query k"]) -> float:
     """The share of the exact nearest that were found."""
-    hits: Sequence[int] = [len(np.intersect1d(*pair)) for pair in zip(found, exact, strict=True)]
-    return sum(hits) / max(1, exact.size)
+    return sum(len(np.intersect1d(*pair)) for pair in zip(found, exact, strict=True)) / max(1, exact.size)
+
+
+class PoolIndex(Protocol):
+    """What gives skills scores for a text, by their positions in the pool."""
+
+    def search(self, texts: Sequence[str], k: int) -> Found:
+        """Each text's `k` best, as many as there are."""
+        ...
+
+    def among(self, texts: Sequence[str], positions: Sequence[Positions]) -> Iterable[np.ndarray]:
+        """Yield the scores of each text's own positions."""
+        ...
 
 
 @dataclass(frozen=True)
-class VectorRanker:
-    """Ranks skills by the inner products of their chunks' vectors with a query's, which `encode` gives."""
+class PoolRanker:
+    """Ranks the skills of a pool, or candidates among them, by an index."""
 
     skill_ids: Sequence[str]
-    chunks: ChunkVectors
-    encode: Callable[[Sequence[str]], Float32[np.ndarray, "query dim"]]
-
-    def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """The `keep` nearest skills of each query, of its candidates alone where there are some."""
-        vectors = self.encode([query.text for query in queries])
-        if candidates is None:
-            found = zip(queries, *self.chunks.nearest(vectors, keep), strict=True)
-            return {query.query_id: ranking_of(self.skill_ids, *row) for query, *row in found}
-        rankings: Rankings = {}
-        for row, query in enumerate(queries):
-            positions = np.array([self.places[skill_id] for skill_id, _ in candidates[query.query_id]], dtype=np.int64)
-            scores = self.chunks.scores(vectors, np.full(len(positions), row), positions)
-            rankings[query.query_id] = ranking_of(self.skill_ids, positions, scores)[:keep]
-        return rankings
+    index: PoolIndex
 
     @cached_property
     def places(self) -> dict[str, int]:
         """skill_id → its position in the pool."""
         return {skill_id: place for place, skill_id in enumerate(self.skill_ids)}
 
-    def best_chunk(self, query: str, skill_id: str) -> int | None:
+    def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
+        """The `keep` best skills of each query, of its candidates alone where there are some; ties keep their order."""
+        texts = [query.text for query in queries]
+        if candidates is None:
+            found = zip(*self.index.search(texts, keep), strict=True)
+        else:
+            rows = ([self.places[skill_id] for skill_id, _ in candidates[query.query_id]] for query in queries)
+            positions = [np.array(row, dtype=np.int64) for row in rows]
+            found = zip(positions, self.index.among(texts, positions), strict=True)
+        rankings: Rankings = {}
+        for query, (some, scores) in zip(queries, found, strict=True):
+            pairs = [(self.skill_ids[int(place)], float(score)) for place, score in zip(some, scores, strict=True)]
+            rankings[query.query_id] = sorted(pairs, key=lambda pair: -pair[1])[:keep]
+        return rankings
+
+
+@dataclass(frozen=True)
+class VectorIndex:
+    """The vectors of a pool, and `encode`, which gives those of queries."""
+
+    chunks: ChunkVectors
+    encode: Callable[[Sequence[str]], Float32[np.ndarray, "query dim"]]
+
+    def search(self, texts: Sequence[str], k: int) -> Found:
+        return self.chunks.nearest(self.encode(texts), k)
+
+    def among(self, texts: Sequence[str], positions: Sequence[Positions]) -> Iterable[np.ndarray]:
+        vectors = self.encode(texts)
+        return (self.chunks.scores(vectors, np.full(len(some), row), some) for row, some in enumerate(positions))
+
+    def best_chunk(self, query: str, position: int) -> int | None:
         """The number of the skill's chunk that is nearest to a query; None where it has but one."""
-        first, end = self.chunks.starts[self.places[skill_id] :][:2].tolist()
+        first, end = self.chunks.starts[position : position + 2].tolist()
         if end - first < 2:
             return None
         return int((self.chunks.vectors[first:end] @ self.encode([query])[0]).argmax())
@@ -213,20 +238,15 @@ class VectorRanker:
 
 @dataclass(frozen=True)
 class Encoders:
-    """What gives skills and queries vectors, opened once for any pool. `window` says where a skill's chunk lies in its
-    body (start, end), by the chunk's number; None where a skill is one chunk.
+    """What gives skills and queries vectors, opened once for any pool.
+
+    `window` says where a skill's chunk lies in its body (start, end), by its number; None where a skill is one chunk.
     """
 
     skills: Callable[[Sequence[Skill]], ChunkVectors]
     queries: Callable[[Sequence[str]], Float32[np.ndarray, "query dim"]]
     window: Callable[[Skill, int], tuple[int, int]] | None = None
 
-    def over(self, skills: Sequence[Skill]) -> VectorRanker:
+    def over(self, skills: Sequence[Skill]) -> PoolRanker:
         """The ranker of a pool."""
-        return VectorRanker([skill.skill_id for skill in skills], self.skills(skills), self.queries)
-
-
-def ranking_of(skill_ids: Sequence[str], positions: np.ndarray, scores: np.ndarray) -> Ranking:
-    """The skills at `positions` of the pool, best first; equal scores keep their order."""
-    pairs = [(skill_ids[int(place)], float(score)) for place, score in zip(positions, scores, strict=True)]
-    return sorted(pairs, key=lambda pair: -pair[1])
+        return PoolRanker([skill.skill_id for skill in skills], VectorIndex(self.skills(skills), self.queries))

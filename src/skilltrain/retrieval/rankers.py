@@ -5,9 +5,9 @@ name stands in the union `RankerConfig`.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -20,8 +20,8 @@ from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.expand import Expand, ExpandConfig
 from skilltrain.retrieval.late import LateConfig
 from skilltrain.retrieval.lexical import LexicalConfig
-from skilltrain.retrieval.rankings import Method, SavedConfig, fuse
-from skilltrain.retrieval.rerank import RerankConfig, with_rest
+from skilltrain.retrieval.rankings import RRF_K, Method, SavedConfig, fuse
+from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.retrieval.select import AdmitConfig, Select, SelectConfig
 
 OWN = "self"
@@ -31,9 +31,8 @@ LEG_KEEP = 100
 WEIGHTS_FILE = "weights.json"
 
 
-LegConfig = Annotated[
-    LexicalConfig | DenseConfig | ApiConfig | SavedConfig | RerankConfig | LateConfig, Field(discriminator="kind")
-]
+_Leg = LexicalConfig | DenseConfig | ApiConfig | SavedConfig | RerankConfig | LateConfig
+LegConfig = Annotated[_Leg, Field(discriminator="kind")]
 
 
 class FittedWeights(Config):
@@ -44,7 +43,6 @@ class FittedWeights(Config):
 
     weights: tuple[Annotated[float, Field(ge=0)], ...]
     legs: tuple[LegConfig, ...]
-    normalisation: Literal["z"]
     num_queries: int
     num_without_gold: int
     folds: int
@@ -58,16 +56,11 @@ class FuseConfig(Config):
     """Rankings of several rankers as one: by their scores, made comparable, or by their ranks alone (see `fuse`)."""
 
     kind: Literal["fuse"] = "fuse"
-    of: tuple[LegConfig, ...] = Field(
-        min_length=2, description=f"the rankers; each finds {LEG_KEEP} skills where it has no keep"
-    )
-    method: Method = Field(
-        default="z", description="z: add scores, normalised for each query; rrf: add 1/(rrf_k + rank)"
-    )
+    of: tuple[LegConfig, ...] = Field(min_length=2, description=f"the rankers; without keep one finds {LEG_KEEP}")
+    method: Method = Field(default="z", description=f"z: add scores, normalised per query; rrf: add 1/({RRF_K} + rank)")
     weights: tuple[float, ...] | InputPath | None = Field(
         default=None, description="one per ranker, or the folder of the stage fusion; null: equal shares of 1"
     )
-    rrf_k: int = Field(default=60, ge=0, description="the larger, the less the first ranks stand out")
     keep: int | None = Field(default=None, ge=1, description="skills kept per query; null: as many as needed")
 
     @model_validator(mode="after")
@@ -92,10 +85,7 @@ class FuseConfig(Config):
 AskingConfig = SelectConfig | AdmitConfig | ExpandConfig
 """Rankers that ask a chat model; at work, they hold `counts` of what came of it."""
 Asking = Select | Expand
-RankerConfig = Annotated[
-    LexicalConfig | DenseConfig | ApiConfig | SavedConfig | RerankConfig | LateConfig | FuseConfig | AskingConfig,
-    Field(discriminator="kind"),
-]
+RankerConfig = Annotated[_Leg | FuseConfig | AskingConfig, Field(discriminator="kind")]
 
 
 def read_weights(path: Path, legs: Sequence[LegConfig]) -> tuple[float, ...]:
@@ -160,7 +150,7 @@ class Fuse:
 
     def join(self, legs: Sequence[Ranking]) -> Ranking:
         """What the legs found for a query as one ranking."""
-        return fuse(legs, self.weights, self.config.method, self.config.rrf_k)
+        return fuse(legs, self.weights, self.config.method)
 
     def find(self, queries: Sequence[Query], candidates: Rankings | None) -> list[Rankings]:
         """What each leg finds, or makes of the candidates."""
@@ -169,29 +159,7 @@ class Fuse:
         return [leg.rank(queries, candidates, count) for leg, count in zip(self.legs, keeps, strict=True)]
 
 
-@dataclass(frozen=True)
-class Weighted:
-    """A reranker to whose scores those of the ranker before are added, times `weight`.
-
-    With few lists to learn from, the two models err on different queries.
-    """
-
-    ranker: Ranker
-    weight: float
-
-    def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """The first `keep` candidates by the sum, the others behind them in their order."""
-        assert candidates is not None, "a reranker needs candidates"
-        reranked = self.ranker.rank(queries, candidates, keep)
-        rankings: Rankings = {}
-        for query_id, before in candidates.items():
-            scores = dict(reranked[query_id])
-            mixed = [(skill_id, scores[skill_id] + self.weight * score) for skill_id, score in before[:keep]]
-            rankings[query_id] = with_rest(mixed, before[keep:])
-        return rankings
-
-
-def open_ranker(config: RankerConfig, skills: Sequence[Skill], opened: dict[str, Ranker]) -> Ranker:
+def open_ranker(config: RankerConfig, skills: Sequence[Skill], opened: dict[str, Any]) -> Ranker:
     """The ranker over the pool `skills`; `opened` keeps it for all that differ from it by `keep` and weight alone.
 
     The model in training is found in `opened` under the name `OWN`.
@@ -204,7 +172,7 @@ def open_ranker(config: RankerConfig, skills: Sequence[Skill], opened: dict[str,
     if key not in opened:
         opened[key] = config.open(skills)
     if isinstance(config, RerankConfig) and config.first_weight:
-        return Weighted(opened[key], config.first_weight)
+        return replace(opened[key], first_weight=config.first_weight)
     return opened[key]
 
 

@@ -16,30 +16,28 @@ from skilltrain.tables import RANKINGS, read_table, table_path
 from skilltrain.terminal import say
 
 Method = Literal["z", "rrf"]
+RRF_K = 60
+"""Of reciprocal rank fusion; the larger, the less the first ranks stand out."""
 
 
-def fuse(legs: Sequence[Ranking], weights: Sequence[float], method: Method, rrf_k: int) -> Ranking:
+def fuse(legs: Sequence[Ranking], weights: Sequence[float], method: Method) -> Ranking:
     """All skills that the `legs` found, best first; equal scores stand in the order in which they were found.
 
     `z` adds each leg's scores, made z-scores over the skills that any leg found, times the leg's weight. A skill that a
-    leg did not find gets the lowest score that this leg gave. `rrf` adds weight / (rrf_k + rank); a leg adds nothing to
+    leg did not find gets the lowest score that this leg gave. `rrf` adds weight / (RRF_K + rank); a leg adds nothing to
     a skill that it did not find (Cormack et al., 2009).
     """
-    return weighted(*comparable_scores(legs, method, rrf_k), weights)
+    return weighted(*comparable_scores(legs, method), weights)
 
 
-def comparable_scores(
-    legs: Sequence[Ranking], method: Method, rrf_k: int
-) -> tuple[list[str], Float64[np.ndarray, "leg skill"]]:
+def comparable_scores(legs: Sequence[Ranking], method: Method) -> tuple[list[str], Float64[np.ndarray, "leg skill"]]:
     """All skills that the `legs` found, in the order in which they were found, and what each leg says of each."""
     skill_ids = list(dict.fromkeys(skill_id for leg in legs for skill_id, _ in leg))
-    if not skill_ids:
-        return [], np.zeros((len(legs), 0))
     comparable = np.zeros((len(legs), len(skill_ids)))
-    for row, leg in zip(comparable, legs, strict=True):
+    for row, leg in zip(comparable if skill_ids else (), legs, strict=False):
         scores, lowest = dict(leg), min((score for _, score in leg), default=0.0)
         if method == "rrf":
-            scores, lowest = {skill_id: 1 / (rrf_k + rank) for rank, (skill_id, _) in enumerate(leg, 1)}, 0.0
+            scores, lowest = {skill_id: 1 / (RRF_K + rank) for rank, (skill_id, _) in enumerate(leg, 1)}, 0.0
         row[:] = [scores.get(skill_id, lowest) for skill_id in skill_ids]
         if method == "z" and np.ptp(row) <= 1e-12 * np.abs(row).max():
             row[:] = 0.0  # all are alike: they tell nothing apart
@@ -62,7 +60,7 @@ class SavedConfig(Config):
 
     kind: Literal["saved"] = "saved"
     rankings: tuple[InputPath, ...] = Field(
-        min_length=1, description="RANKINGS table, or the folder that holds it; several, each with queries of its own"
+        min_length=1, description="table or its folder; several, each with queries of its own"
     )
     stage: str | None = Field(default=None, description="which of a table's rankings; null where it holds one")
     keep: int | None = Field(default=None, ge=1, description="skills kept per query; null: as many as needed")
@@ -104,11 +102,12 @@ class Saved:
         A query that was not ranked gets an empty ranking, with a warning. Raises SkilltrainError for a skill that the
         pool lacks.
         """
-        if missing := [query.query_id for query in queries if query.query_id not in self.rankings]:
-            count = f"{len(missing)} of {len(queries)}"
+        query_ids = [query.query_id for query in queries]
+        if missing := [query_id for query_id in query_ids if query_id not in self.rankings]:
+            count = f"{len(missing)} of {len(query_ids)}"
             say(f"warning: {self.path}: no ranking for {count} queries, first '{missing[0]}'; they score 0")
         found: Rankings = {}
-        for query_id in (query.query_id for query in queries):
+        for query_id in query_ids:
             ranking = self.rankings.get(query_id, [])
             if lost := [skill_id for skill_id, _ in ranking if skill_id not in self.pool]:
                 what = f"{len(lost)} of its {len(ranking)} ranked skills are not in the pool, first '{lost[0]}'"

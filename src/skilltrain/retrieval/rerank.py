@@ -35,15 +35,10 @@ class RerankConfig(RerankerConfig):
         stored_settings(resolve_model(self.source, weights=False), "reranker")
 
     def open(self, skills: Sequence[Skill]) -> "Rerank":
-        """The reranker ready to score, without `first_weight` (`Weighted`)."""
-        reranker = open_reranker(self)
+        """The reranker ready to score, without `first_weight`, so that systems share it whatever theirs is."""
+        reranker = load_reranker(self, default_device())
         pack_linear_layers(reranker.network.base_model, self.token_budget)
         return Rerank(reranker, {skill.skill_id: skill for skill in skills}, self.token_budget)
-
-
-def open_reranker(config: RerankConfig) -> Reranker:
-    """The reranker itself, on the GPU where there is one."""
-    return load_reranker(config, default_device())
 
 
 @dataclass(frozen=True)
@@ -53,6 +48,7 @@ class Rerank:
     reranker: Reranker
     skills: Mapping[str, Skill]
     token_budget: int
+    first_weight: float = 0.0
     _scores: dict[Query, dict[str, float]] = field(default_factory=dict)
     _tokens: dict[str, Int32[np.ndarray, " token"]] = field(default_factory=dict)
 
@@ -65,9 +61,9 @@ class Rerank:
         assert candidates is not None, "a reranker needs candidates"
         found: Rankings = {}
         for query in track(queries, "reranking", len(queries)):
-            ranking = candidates[query.query_id]
-            scores = self._scored(query, [skill_id for skill_id, _ in ranking[:keep]])
-            found[query.query_id] = with_rest([(s, scores[s]) for s, _ in ranking[:keep]], ranking[keep:])
+            before = candidates[query.query_id]
+            scores = self._scored(query, [skill_id for skill_id, _ in before[:keep]])
+            found[query.query_id] = reordered(before, keep, scores, self.first_weight)
         return found
 
     @torch.inference_mode()
@@ -87,11 +83,13 @@ class Rerank:
         return scores
 
 
-def with_rest(scored: Ranking, rest: Ranking) -> Ranking:
-    """`scored`, best first (ties keep their order), and the rest behind it in its order.
+def reordered(before: Ranking, keep: int, scores: Mapping[str, float], first_weight: float) -> Ranking:
+    """The first `keep` of a ranking, best first (ties keep their order), and the others behind them in their order.
 
-    The rest score below all others, so that scores fall with rank; their size means nothing.
+    Best by `scores`, to which the scores before are added, times `first_weight`: with few lists to learn from, two
+    models err on different queries. The others score below all these; their size means nothing.
     """
+    scored = [(skill_id, scores[skill_id] + first_weight * score) for skill_id, score in before[:keep]]
     top = sorted(scored, key=lambda pair: -pair[1])
     lowest = top[-1][1] if top else 0.0
-    return top + [(skill_id, lowest - place) for place, (skill_id, _) in enumerate(rest, 1)]
+    return top + [(skill_id, lowest - place) for place, (skill_id, _) in enumerate(before[keep:], 1)]

@@ -25,11 +25,12 @@ from skilltrain.evaluation.metrics import Measure, per_query
 from skilltrain.evaluation.slices import Row
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.loading import default_device
+from skilltrain.models.reranker import load_reranker
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.report.evaluation import Report
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig
 from skilltrain.retrieval.rankers import key_of, parts_of
-from skilltrain.retrieval.rerank import RerankConfig, open_reranker
+from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.routing.field_attention import field_attention
 from skilltrain.terminal import track
 from skilltrain.texts import words_of
@@ -112,7 +113,9 @@ def analyse_inputs(
         found["structure"] = compare_structure(gold.values(), others)
     if config.num_attention:
         pairs = [(query, skills[skill_ids[0]]) for query, skill_ids in wanted[: config.num_attention]]
-        found["attention"] = [field_attention(open_reranker(one), pairs, one.source) for one in rerankers]
+        found["attention"] = [
+            field_attention(load_reranker(one, default_device()), pairs, one.source) for one in rerankers
+        ]
     if config.truncation:
         models = [part for part in parts.values() if isinstance(part, EncoderConfig | RerankConfig)]
         found["truncation"] = [truncation(model, [*skills.values()]) for model in models]
@@ -247,7 +250,7 @@ def truncation(config: EncoderConfig | RerankConfig, skills: Sequence[Skill]) ->
     template's characters nor its tokens cut anything. Nothing is taken off a reranker's tokens for the query.
     """
     if isinstance(config, RerankConfig):
-        pairs = open_reranker(config).pairs
+        pairs = load_reranker(config, default_device()).pairs
         template, text, room = pairs.template.skill, pairs.text, pairs.settings.max_tokens - pairs.num_fixed
     else:
         encoder = load_encoder(config, default_device())

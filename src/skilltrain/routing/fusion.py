@@ -112,7 +112,6 @@ def run_fusion(config: FusionConfig, out: Path) -> dict[str, Any]:
     fitted = FittedWeights(
         weights=tuple(weights.tolist()),
         legs=tuple(legs),
-        normalisation="z",
         num_queries=len(scored),
         num_without_gold=num_without,
         folds=config.folds,
@@ -167,7 +166,7 @@ def scored_queries(tasks: Sequence[Task], names: Sequence[str], found: Sequence[
                 raise SkilltrainError(f"gives query '{query_id}' scores that are no numbers", where=f"leg {name}")
     scored: list[Scored] = []
     for task in tasks:
-        skill_ids, scores = comparable_scores([leg[task.query.query_id] for leg in found], "z", 0)
+        skill_ids, scores = comparable_scores([leg[task.query.query_id] for leg in found], "z")
         gold = np.array([skill_id in task.relevance.gold for skill_id in skill_ids])
         scored.append(Scored(skill_ids, scores, gold))
     for number, name in enumerate(names):

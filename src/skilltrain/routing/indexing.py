@@ -218,7 +218,7 @@ def _write_parts(
         (folder / name).mkdir()
         old = before.parts.get(key) if before else None
         if isinstance(config, LexicalConfig):
-            config.open(skills, old if isinstance(old, BM25Index) else None).index.save(folder / name)
+            config.index(skills, old if isinstance(old, BM25Index) else None).save(folder / name)
             continue
         model = open_model(config, models)
         if isinstance(config, LateConfig):

@@ -19,8 +19,8 @@ from skilltrain.retrieval.cascade import SystemConfig, keeps_of
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.expand import ExpandConfig
 from skilltrain.retrieval.late import LateConfig, TokenVectors
-from skilltrain.retrieval.lexical import BM25Index, Lexical, LexicalConfig
-from skilltrain.retrieval.nearest import ChunkVectors, Encoders, VectorRanker
+from skilltrain.retrieval.lexical import BM25Index, LexicalConfig
+from skilltrain.retrieval.nearest import ChunkVectors, Encoders, PoolRanker, VectorIndex
 from skilltrain.retrieval.rankers import Fuse, FuseConfig, key_of, leg_name, open_ranker, parts_of
 from skilltrain.routing.answer import Answer, RoutedSkill, Traced, Why
 from skilltrain.routing.index import Index, Part, generation
@@ -164,11 +164,11 @@ def _parts(
         key = key_of(config)
         kept = stored.get(key)
         if isinstance(config, LexicalConfig):
-            parts[key] = Lexical(ids, kept) if isinstance(kept, BM25Index) else config.open([*skills.values()])
+            parts[key] = PoolRanker(ids, kept) if isinstance(kept, BM25Index) else config.open([*skills.values()])
         elif isinstance(config, DenseConfig | ApiConfig):
             encoders = open_model(config, models)
             chunks = kept if isinstance(kept, ChunkVectors) else encoders.skills([*skills.values()])
-            parts[key] = VectorRanker(ids, chunks, _remembered(encoders))
+            parts[key] = PoolRanker(ids, VectorIndex(chunks, _remembered(encoders)))
         elif isinstance(config, LateConfig):
             parts[key] = open_model(config, models).over(skills, kept if isinstance(kept, TokenVectors) else None)
         elif not isinstance(config, FuseConfig | ExpandConfig):
@@ -205,8 +205,8 @@ def _trace(now: _Opened, query: Query, k: int, without: Collection[str]) -> Trac
         for key, leg in zip(keys, legs, strict=True):
             places.setdefault(now.names[key], leg)  # its places in the pool say more than those among a few candidates
         found = {query.query_id: ranking}
-    lexical = {key: part.index for key, part in now.parts.items() if isinstance(part, Lexical)}
-    most = {now.names[key]: index.most(query.text) for key, index in lexical.items()}
+    indexes = {now.names[key]: part.index for key, part in now.parts.items() if isinstance(part, PoolRanker)}
+    most = {name: index.most(query.text) for name, index in indexes.items() if isinstance(index, BM25Index)}
     return Traced(places, most, ranking)
 
 
@@ -220,10 +220,13 @@ def _routed(now: _Opened, query: Query, traced: Traced, rank: int, probability: 
     terms: list[str] = []
     window: tuple[int, int] | None = None
     for key, ranker in now.parts.items():
-        if isinstance(ranker, Lexical) and not terms:
-            terms = ranker.index.matched(query.text, ranker.places[skill_id])[:_MAX_TERMS]
-        elif isinstance(ranker, VectorRanker) and key in now.models and window is None:
-            number, place = ranker.best_chunk(query.text, skill_id), now.models[key].window
+        if not isinstance(ranker, PoolRanker):
+            continue
+        index, position = ranker.index, ranker.places[skill_id]
+        if isinstance(index, BM25Index) and not terms:
+            terms = index.matched(query.text, position)[:_MAX_TERMS]
+        elif isinstance(index, VectorIndex) and key in now.models and window is None:
+            number, place = index.best_chunk(query.text, position), now.models[key].window
             window = None if number is None or place is None else place(skill, number)
     why = Why(traced.placed(skill_id), tuple(terms), window)
     path, flags = _screened(now, skill)

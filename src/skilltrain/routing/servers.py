@@ -27,7 +27,7 @@ from starlette.routing import Route
 from skilltrain.config import Config, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
-from skilltrain.retrieval.nearest import VectorRanker
+from skilltrain.retrieval.nearest import PoolRanker, VectorIndex
 from skilltrain.retrieval.rerank import Rerank
 from skilltrain.routing.service import MAX_SKILLS, PAGE, SCHEME, Service, entry_of, skill_text
 from skilltrain.version import __version__
@@ -207,7 +207,7 @@ def _route(service: Service, asked: RouteRequest) -> dict[str, Any]:
 
 
 def _embed(service: Service, asked: EmbedRequest) -> list[list[float]]:
-    return _part(service, VectorRanker, "encoder", len(asked.inputs)).encode(asked.inputs).tolist()
+    return _part(service, VectorIndex, "encoder", len(asked.inputs)).encode(asked.inputs).tolist()
 
 
 def _rerank(service: Service, asked: RerankRequest) -> list[dict[str, Any]]:
@@ -226,7 +226,8 @@ def _part(service: Service, kind: type[PartT], name: str, num_texts: int) -> Par
     """The router's own model of a kind, for so many texts."""
     if not 0 < num_texts <= _MAX_TEXTS:
         raise HTTPException(_TOO_MUCH, f"{num_texts:,} texts, which must be 1 to {_MAX_TEXTS}")
-    found = next((part for part in service.router.parts.values() if isinstance(part, kind)), None)
+    parts = (part.index if isinstance(part, PoolRanker) else part for part in service.router.parts.values())
+    found = next((part for part in parts if isinstance(part, kind)), None)
     if found is None:
         raise HTTPException(_NO_MODEL, f"this router has no {name}")
     return found

@@ -24,9 +24,9 @@ from skilltrain.models.reranker import Reranker
 from skilltrain.models.tokens import TokensOf, tokenized
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems, keeps_of
-from skilltrain.retrieval.nearest import ChunkVectors, VectorRanker, starts_of
+from skilltrain.retrieval.nearest import ChunkVectors, PoolRanker, VectorIndex, starts_of
 from skilltrain.retrieval.rankers import is_own
-from skilltrain.retrieval.rerank import with_rest
+from skilltrain.retrieval.rerank import reordered
 from skilltrain.templates import ChunkPool
 from skilltrain.terminal import say
 from skilltrain.training.settings import DEV_MEASURES, DevConfig, depth_of
@@ -54,8 +54,8 @@ class OwnEncoder:
         vectors = _finite(self.model(Texts([*texts, *chunks]))).cpu().numpy()
         starts = starts_of([len(of_skill) for of_skill in self.skill_tokens.values()])
         pool = ChunkVectors(vectors[len(queries) :], starts, self.pool)
-        ranker = VectorRanker([*self.skill_tokens], pool, lambda _: vectors[: len(queries)])
-        return ranker.rank(queries, candidates, keep)
+        index = VectorIndex(pool, lambda _: vectors[: len(queries)])
+        return PoolRanker([*self.skill_tokens], index).rank(queries, candidates, keep)
 
 
 @dataclass
@@ -65,6 +65,7 @@ class OwnReranker:
     reranker: Reranker
     skills: Mapping[str, Skill]
     model: Any = None
+    first_weight: float = 0.0
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """The first `keep` candidates of each query by score, the others behind them in their order."""
@@ -77,8 +78,8 @@ class OwnReranker:
         rows = _finite(self.model(Pairs(lists))).split([len(pairs) for pairs in lists])
         rankings: Rankings = {query.query_id: [] for query in queries}
         for query, skill_ids, row in zip(asked, firsts, rows, strict=True):
-            scored = [*zip(skill_ids, row.tolist(), strict=True)]
-            rankings[query.query_id] = with_rest(scored, candidates[query.query_id][keep:])
+            scores = dict(zip(skill_ids, row.tolist(), strict=True))
+            rankings[query.query_id] = reordered(candidates[query.query_id], keep, scores, self.first_weight)
         return rankings
 
 

@@ -176,7 +176,7 @@ def lexical_scores(texts: Iterable[str], pool: Sequence[Skill]) -> dict[str, dic
     queries = [Query(text, text, "", "", "") for text in dict.fromkeys(texts)]
     scores: dict[str, dict[str, float]] = {}
     for text, best in LexicalConfig().open(pool).rank(queries, None, LEG_KEEP).items():
-        ranking = fuse([best], [1.0], "z", 0)
+        ranking = fuse([best], [1.0], "z")
         scores[text] = {skill_id: z - ranking[-1][1] for skill_id, z in ranking if z > ranking[-1][1]}
     return scores
 
