@@ -24,8 +24,8 @@ from skilltrain.data.collect.sync_state import DATABASE, open_state
 from skilltrain.errors import SkilltrainError
 from skilltrain.tables import DROPPED, SKILLS, read_table
 
+CLIENT = "skilltrain.data.collect.registry_client"
 CURSOR = {"param": "cursor", "cursor": "next_cursor"}
-FAST = {"requests_per_second": 1e6, "min_backoff": 0, "max_backoff": 0, "timeout": 10}
 SEVEN = {f"s{number}": zip_of({"SKILL.md": skill_md(f"skill {number}")}) for number in range(7)}
 one_ssl_context = functools.cache(ssl.create_default_context)
 
@@ -37,6 +37,8 @@ def loopback(monkeypatch):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
     monkeypatch.setattr(ssl, "create_default_context", one_ssl_context)
+    for name, value in (("MIN_BACKOFF", 0), ("MAX_BACKOFF", 0), ("TIMEOUT", 10)):
+        monkeypatch.setattr(f"{CLIENT}.{name}", value)
 
 
 @pytest.fixture
@@ -60,14 +62,13 @@ def sync(registry, tmp_path):
     """Settings → one run, whose requests alone are in the registry's log; those of sections have their name before."""
 
     def run(**changes):
-        sections = {"registry": {"base_url": registry.base_url}, "http": dict(FAST)}
         values = {"state": tmp_path / "state", "out": tmp_path / "out"}
-        for key, value in changes.items():
-            section, found, name = key.partition("__")
-            (sections[section] if found else values)[name or key] = value
+        values |= {name: value for name, value in changes.items() if "__" not in name}
+        of_registry = {"base_url": registry.base_url, "requests_per_second": 1e6}
+        of_registry |= {name[10:]: value for name, value in changes.items() if name.startswith("registry__")}
         registry.log.clear()
         folder = Path(tempfile.mkdtemp(prefix="out", dir=tmp_path))
-        summary = run_collect(validate(CollectConfig, values | sections, "test"), folder)
+        summary = run_collect(validate(CollectConfig, {**values, "registry": of_registry}, "test"), folder)
         skills, dropped = (read_table(folder, spec).to_pylist() for spec in (SKILLS, DROPPED))
         assert all(row["reason"] and "\n" not in row["reason"] for row in dropped)
         columns = ((skills, "name"), (dropped, "filter"), (dropped, "reason"))
@@ -108,7 +109,7 @@ class FakeTime:
 @pytest.fixture
 def time(monkeypatch):
     fake = FakeTime()
-    monkeypatch.setattr("skilltrain.data.collect.registry_client.time", fake)
+    monkeypatch.setattr(f"{CLIENT}.time", fake)
     return fake
 
 
@@ -136,15 +137,15 @@ def test_every_listed_skill_is_collected_and_a_second_run_asks_only_for_what_is_
 
 
 def test_keys_nested_lists_at_the_root_and_a_template_of_the_download(registry, sync, tmp_path):
-    page = {"data": {"list": [{"slug": "own er/ns", "meta": {"v": 3, "title": "T"}}]}}
+    page = {"data": {"list": [{"slug": "own er/ns", "meta": {"v": 3}}]}}
     registry.script["/api/skills?offset=0"] = [Reply(json.dumps(page).encode())]
     registry.script["/api/skills?offset=50"] = [Reply(b'{"data": {"list": []}}')]
     registry.script["/api/get/own%20er%2Fns"] = [Reply(b"# no header\nA body.")]
     found = sync(registry__download="get/{slug}",
         registry__pages={"param": "offset", "first": 0, "step": 50},
-        registry__keys={"items": "data.list", "id": "slug", "updated": "meta.v", "name": "meta.title"},
+        registry__keys={"items": "data.list", "id": "slug", "updated": "meta.v"},
     )  # fmt: skip
-    assert found.names == {"own er/ns": "T"}
+    assert found.names == {"own er/ns": "ns"}
     assert registry.paths == ["/api/skills?offset=0", "/api/skills?offset=50", "/api/get/own%20er%2Fns"]
     registry.script["/api/skills?page=1"] = [Reply(json.dumps([{"id": 5, "download_url": "get/s1"}]).encode())]
     registry.script["/api/skills?page=2"] = [Reply(b"[]")]
@@ -193,7 +194,8 @@ def test_an_id_that_comes_twice_is_one_skill_and_its_later_entry_counts(registry
     assert found.dropped == {"s6": "same_id"}  # its two entries led to different downloads
 
 
-def test_a_first_page_that_is_none_and_pages_that_repeat_themselves_are_one_clear_line(registry, failure):
+def test_a_first_page_that_is_none_and_pages_that_repeat_themselves_are_one_clear_line(registry, failure, monkeypatch):
+    monkeypatch.setattr(f"{CLIENT}.MAX_BYTES", 150_000)
     for reply, message in (
         (Reply(b"<html>Welcome"), "the answer is an HTML page (tried 3 times)"),
         (Reply(b'{"items": [{"id": 1'), "the answer is no JSON"),
@@ -206,10 +208,10 @@ def test_a_first_page_that_is_none_and_pages_that_repeat_themselves_are_one_clea
         (Reply(b"", 404), "HTTP 404 (check registry.base_url and listing)"),
         (Reply(b"", 502), "HTTP 502 (tried 3 times)"),
         (Reply(b"x" * 200_000), "has more than 150,000 bytes"),
-        (Reply(b"", 302, {"Location": "http://evil.example/"}), "name it in registry.allow_hosts"),
+        (Reply(b"", 302, {"Location": "http://evil.example/"}), "not in allow_hosts"),
     ):
         registry.before = lambda path, reply=reply: reply
-        assert message in failure(http__max_download_bytes=150_000)
+        assert message in failure()
         assert not registry.downloads()
     page = Reply(json.dumps({"items": [{"id": "s0", "download_url": "x"}], "next_cursor": "0"}).encode())
     registry.before = lambda path: page
@@ -239,10 +241,10 @@ ANSWERS = [
     ([Reply(gzip.compress(WHOLE), headers=ZIPPED)], None, "", 1, False),
     ([Reply(WHOLE, headers={"Content-Encoding": "br"})], "failed", "'br' was not asked for", 1, True),
     ([Reply(b"<!doctype html><html>Log in")], None, "", 2, False),
-    ([Reply(b'{"error": "slow down"}')] * 3, "failed", "the answer is a JSON object (tried 3 times)", 3, True),
+    ([Reply(b'{"error": "slow down"}')] * 3, "failed", "is not what the listing says (tried 3 times)", 3, True),
     ([Reply(b"", 301, {"Location": "/api/moved/s14"})], None, "", 1, False),
     ([Reply(b"", 302, {"Location": "http://169.254.169.254/"})], "host_not_allowed", "not in allow_hosts", 1, True),
-    ([Reply(b"", 302, {"Location": "file:///etc/passwd"})], "host_not_allowed", "only http and https", 1, True),
+    ([Reply(b"", 302, {"Location": "file:///etc/passwd"})], "host_not_allowed", "not in allow_hosts", 1, True),
     ([Reply(b"", 307, {"Location": "/api/get/s17"})] * 6, "failed", "more than 5 redirects", 6, True),
     ([Reply(b"", 302)], "failed", "HTTP 302", 1, True),
 ]
@@ -250,27 +252,30 @@ ANSWERS = [
 
 def test_what_the_server_answers_decides_what_is_kept_and_asked_again(registry, sync, monkeypatch):
     monkeypatch.setattr("skilltrain.data.collect.collect.MAX_FAILURES_IN_ROW", 3)  # but those here are not in a row
+    monkeypatch.setattr(f"{CLIENT}.MAX_BYTES", 100_000)
     answers = {f"s{number}": answer for number, answer in enumerate(ANSWERS)}
     registry.skills = {skill_id: Entry(WHOLE, digest=digest_of(WHOLE)) for skill_id in answers}
     registry.script |= {f"/api/get/{skill_id}": list(replies) for skill_id, (replies, *_) in answers.items()}
-    found = sync(http__max_download_bytes=100_000)
+    found = sync()
     assert found.dropped == {skill_id: answer[1] for skill_id, answer in answers.items() if answer[1]}
     assert found.names.keys() == answers.keys() - found.dropped.keys()
     assert all(answer[2] in found.reasons[skill_id] for skill_id, answer in answers.items() if answer[1])
     asked = registry.downloads()
     assert {skill_id: asked.count(skill_id) for skill_id in answers} == {one: row[3] for one, row in answers.items()}
     kept = {skill_id: word for skill_id, word in found.dropped.items() if word in ("gone", "too_big")}
-    assert sync(http__max_download_bytes=100_000).dropped == kept
+    assert sync().dropped == kept
     assert set(registry.downloads()) == {skill_id for skill_id, answer in answers.items() if answer[4]}
-    registry.skills["s3"].updated = "2027"  # another version of what was gone, and a larger limit
+    for skill_id in kept:
+        registry.skills[skill_id].updated = "2027"  # another version
     assert not sync().dropped
     assert set(registry.downloads()) == kept.keys()
 
 
 def test_an_archive_that_came_broken_is_asked_for_again_in_full_and_a_failed_update_keeps_the_old(registry, sync):
     registry.skills["s1"].etag = '"1"'
-    registry.script["/api/get/s1"] = [Reply(registry.skills["s1"].body[:-30], length=-1, headers={"ETag": '"1"'})]
-    assert sync().dropped == {"s1": "broken_archive"}
+    registry.script["/api/get/s1"] = [Reply(registry.skills["s1"].body[:-30], length=-1, headers={"ETag": '"1"'})] * 3
+    found = sync()
+    assert found.dropped == {"s1": "failed"} and "cannot be unpacked" in found.reasons["s1"]
     assert sync().names["s1"] == "skill 1" and registry.downloads() == ["s1"]
     registry.skills["s1"].updated = "2027"
     registry.script["/api/get/s1"] = [Reply(b"", 500)] * 3
@@ -360,18 +365,21 @@ def test_wrong_settings_are_refused_and_no_secret_is_shown(failure, tmp_path, mo
 # Pace, and going on --------------------------------------------------------------------------------------------------
 
 
-def test_requests_keep_the_pace_through_retries_and_redirects(registry, sync, tmp_path, time):
+def test_requests_keep_the_pace_through_retries_and_redirects(registry, sync, tmp_path, time, monkeypatch):
     at = []
     registry.before = lambda path: at.append(time.seconds)
     registry.script["/api/skills?page=2"] = [Reply(b"", 500)] * 2
-    found = sync(http__requests_per_second=1, http__min_backoff=1, http__max_backoff=10)
+    for name, value in (("MIN_BACKOFF", 1), ("MAX_BACKOFF", 10)):
+        monkeypatch.setattr(f"{CLIENT}.{name}", value)
+    found = sync(registry__requests_per_second=1)
     assert found.summary["num_requests"] == len(registry.log) == 13
     # 13 requests: 12 gaps of a second, but the back-off of 2 seconds before the third try is one second longer
     assert time.seconds - 1000 == pytest.approx(13)
     assert min(later - earlier for earlier, later in pairwise(at)) >= 1 - 1e-9
     registry.script["/api/get/s0"] = [Reply(b"", 500)] * 6
     time.slept.clear()
-    sync(http__min_backoff=1, http__max_backoff=10, http__attempts=6, state=tmp_path / "s")
+    monkeypatch.setattr(f"{CLIENT}.ATTEMPTS", 6)
+    sync(state=tmp_path / "s")
     assert [seconds for seconds in time.slept if seconds > 0.5] == pytest.approx([1, 2, 4, 8, 10], abs=1e-4)
 
 
@@ -427,7 +435,7 @@ def test_a_killed_run_goes_on_where_it_was_and_asks_for_nothing_twice(registry, 
             go_on.wait(60)
 
     registry.before = hold
-    settings = (f"registry.base_url={registry.base_url}", "http.requests_per_second=1e6", f"state={tmp_path}/state")
+    settings = (f"registry.base_url={registry.base_url}", "registry.requests_per_second=1e6", f"state={tmp_path}/state")
     command = [sys.executable, "-m", "skilltrain", "collect", *settings, f"out={tmp_path}/killed"]
     environment = {**os.environ, "NO_PROXY": "127.0.0.1"}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as process:

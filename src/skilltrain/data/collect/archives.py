@@ -12,6 +12,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import IO, Any, NamedTuple
 
 from skilltrain.data.collect import RefusalError
@@ -20,7 +21,6 @@ from skilltrain.texts import decode_text
 MAX_UNPACKED_BYTES, MAX_FILES = 200_000_000, 10_000  # of an archive, which is refused beyond
 MAX_SKILL_BYTES = 50_000_000  # a larger SKILL.md is not read
 MAX_HEADER_BYTES = 2**18  # of a tar header, which tarfile takes into memory as a whole
-SKILL_FILE = "skill.md"  # in any case
 _CHUNK = 2**16
 _BROKEN = (
     zipfile.BadZipFile, tarfile.TarError, zlib.error, struct.error, EOFError, RuntimeError,
@@ -37,35 +37,12 @@ class Member(NamedTuple):
     open: Callable[[], Any]
 
 
-def kind_of(content: bytes) -> str:
-    """zip, gzip, tar, html, json, text or other: what a file is by its content, whatever its name or a server says."""
-    if content.startswith((b"PK\x03\x04", b"PK\x05\x06")):
-        return "zip"
-    if content.startswith(b"\x1f\x8b"):
-        return "gzip"
-    if _is_tar(content):
-        return "tar"
-    text = (decode_text(content[:_CHUNK]) or "").strip("\ufeff \t\r\n")
-    if text[:100].lower().startswith(("<!doctype html", "<html")):
-        return "html"
-    if text.startswith("{") and text.endswith("}"):
-        return "json"
-    return "text" if text else "other"
-
-
-def _is_tar(content: bytes) -> bool:
-    try:
-        tarfile.TarInfo.frombuf(content[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
-    except (tarfile.HeaderError, ValueError):
-        return False
-    return True
-
-
 def read_skill_files(content: bytes) -> dict[str, bytes]:
     """Folder → its SKILL.md, of an archive (.zip, .tar, .tar.gz) or a single SKILL.md; the root's folder is empty.
 
     The one folder that wraps everything is taken off. Archives inside the archive stay packed. No more of a member is
-    ever read than it declares. Raises RefusalError.
+    ever read than it declares. Raises RefusalError; and ValueError for what may come right at another try: a broken
+    archive, or a message in place of one.
     """
     found: dict[tuple[str, ...], bytes] = {}
     tops: set[str] = set()
@@ -73,19 +50,18 @@ def read_skill_files(content: bytes) -> dict[str, bytes]:
     try:
         for number, member in enumerate(_members(content), 1):
             if number > MAX_FILES:
-                raise RefusalError("bomb", f"holds more than {MAX_FILES:,} files", float(number))
+                raise RefusalError("bomb", f"holds more than {MAX_FILES:,} files")
             num_bytes += member.num_bytes
             _check_size(num_bytes)
             parts = path_parts(member.name)
             if member.is_file and parts:
                 tops.add(parts[0] if parts[1:] else "")
-                is_new_skill = parts[-1].lower() == SKILL_FILE and parts[:-1] not in found
+                is_new_skill = parts[-1].lower() == "skill.md" and parts[:-1] not in found
                 if is_new_skill and member.num_bytes <= MAX_SKILL_BYTES:
                     with member.open() as file:
                         found[parts[:-1]] = file.read()
     except _BROKEN as error:
-        reason = ascii(str(error) or type(error).__name__)[1:200].rstrip("'\"")
-        raise RefusalError("broken_archive", f"cannot be unpacked: {reason}") from error
+        raise ValueError(f"cannot be unpacked: {str(error) or type(error).__name__!a:.200}") from error
     if not found:
         raise RefusalError("no_skill_file", f"holds no SKILL.md of at most {MAX_SKILL_BYTES:,} bytes")
     depth = int(len(tops) == 1 and "" not in tops)
@@ -94,32 +70,36 @@ def read_skill_files(content: bytes) -> dict[str, bytes]:
 
 def _check_size(num_bytes: int) -> None:
     if num_bytes > MAX_UNPACKED_BYTES:
-        raise RefusalError("bomb", f"unpacks to more than {MAX_UNPACKED_BYTES:,} bytes", float(num_bytes))
+        raise RefusalError("bomb", f"unpacks to more than {MAX_UNPACKED_BYTES:,} bytes")
 
 
 def _members(content: bytes) -> Iterator[Member]:
-    """The members of an archive; a text is the one member SKILL.md."""
-    kind = kind_of(content)
-    if kind == "zip":
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            for info in archive.infolist():
-                yield _zip_member(archive, info)
-    elif kind in ("tar", "gzip"):
-        packed = io.BytesIO(content)
-        yield from _tar_members(_Tape(gzip.GzipFile(fileobj=packed) if kind == "gzip" else packed))
-    elif kind == "text":
-        yield Member("SKILL.md", True, len(content), lambda: io.BytesIO(content))
+    """The members of an archive, told by its content whatever its name; a text is the one member SKILL.md."""
+    if content.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        yield from _zip_members(content)
+    elif content.startswith(b"\x1f\x8b"):
+        yield from _tar_members(_Tape(gzip.GzipFile(fileobj=io.BytesIO(content))))
+    elif content[257:262] == b"ustar":
+        yield from _tar_members(_Tape(io.BytesIO(content)))
     else:
-        what = {"html": "an HTML page", "json": "a JSON object"}.get(kind, "neither .zip, .tar, .tar.gz nor text")
-        raise RefusalError("unknown_format", f"is {what}")
+        text = (decode_text(content[:_CHUNK]) or "").strip("\ufeff \t\r\n")
+        if text[:100].lower().startswith(("<!doctype html", "<html")):
+            raise ValueError("it is an HTML page")
+        if text.startswith("{") and text.endswith("}"):
+            raise ValueError("it is a JSON object")
+        if not text:
+            raise RefusalError("unknown_format", "is neither .zip, .tar, .tar.gz nor text")
+        yield Member("SKILL.md", True, len(content), lambda: io.BytesIO(content))
 
 
-def _zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Member:
-    if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        what = "encrypted" if info.flag_bits & 1 else f"compressed by method {info.compress_type}"
-        raise RefusalError("unknown_format", f"{info.filename[:120]!a} is {what}")
-    is_file = not info.is_dir() and stat.S_IFMT(info.external_attr >> 16) in (0, stat.S_IFREG)
-    return Member(info.filename, is_file, info.file_size, lambda: archive.open(info))
+def _zip_members(content: bytes) -> Iterator[Member]:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        for info in archive.infolist():
+            if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                what = "encrypted" if info.flag_bits & 1 else f"compressed by method {info.compress_type}"
+                raise RefusalError("unknown_format", f"{info.filename[:120]!a} is {what}")
+            is_file = not info.is_dir() and stat.S_IFMT(info.external_attr >> 16) in (0, stat.S_IFREG)
+            yield Member(info.filename, is_file, info.file_size, partial(archive.open, info))
 
 
 class _Tape:
@@ -131,22 +111,19 @@ class _Tape:
 
     def read(self, num_bytes: int) -> bytes:
         if num_bytes > MAX_HEADER_BYTES:
-            raise RefusalError("bomb", f"holds a header of {num_bytes:,} bytes", float(num_bytes))
+            raise RefusalError("bomb", f"holds a header of {num_bytes:,} bytes")
         data = self._file.read(num_bytes)
         _check_size(self._file.tell())
         return data
 
 
 def _tar_members(tape: Any) -> Iterator[Member]:
-    if not _is_tar(tape.read(tarfile.BLOCKSIZE)):
-        raise RefusalError("unknown_format", "is compressed with gzip, but what is inside is no tar file")
-    tape.seek(0)
     with tarfile.open(fileobj=tape, mode="r:", encoding="utf-8") as archive:
         for info in archive:
             if info.size < 0:
                 raise tarfile.ReadError("declares a file of negative size")
             is_file = info.isreg() and not info.issparse()
-            yield Member(info.name, is_file, info.size, lambda info=info: archive.extractfile(info))
+            yield Member(info.name, is_file, info.size, partial(archive.extractfile, info))
     while tape.read(_CHUNK):  # to the end, where gzip's checksum stands
         pass
 

@@ -52,10 +52,9 @@ class ListingKeys(Config):
 
     items: str = Field(default="items", description="the list of skills; empty if the page is the list itself")
     id: str = Field(default="id", min_length=1, description="what the registry calls the skill; becomes its skill_id")
-    name: str = Field(default="name", description="for a SKILL.md that does not say its name")
     url: str = Field(default="download_url", description="where the skill is downloaded; not read if download is set")
     updated: str = Field(default="updated_at", description="date or version; the same one is not fetched again")
-    digest: str = Field(default="digest", description="SHA-256 or SHA-512 of the download, checked; counts as version")
+    digest: str = Field(default="digest", description="SHA-256 of the download, checked; counts as version")
 
 
 class Pages(Config):
@@ -65,9 +64,7 @@ class Pages(Config):
     first: int = Field(default=1, ge=0, description="number of the first page")
     step: int = Field(default=1, ge=1, description="from one page to the next")
     cursor: str | None = Field(
-        default=None,
-        min_length=1,
-        description="where the answer holds the cursor of the next page, empty on the last; null: pages have numbers",
+        default=None, min_length=1, description="key of the next page's cursor, empty on the last; null: numbers"
     )
 
 
@@ -80,33 +77,26 @@ class RegistryConfig(Config):
     pages: Pages = Field(default=Pages(), description="how the next page is asked for")
     keys: ListingKeys = Field(default=ListingKeys(), description="where a page says what")
     download: str | None = Field(
-        default=None,
-        description="path of a download with keys of the item in braces: skills/{slug}/zip; null: keys.url",
+        default=None, description="path of a download with keys of the item: skills/{slug}/zip; null: keys.url"
     )
     token_env: Variable | None = Field(
-        default=None, description="environment variable with a token, sent to the registry itself as a Bearer token"
+        default=None, description="environment variable with a Bearer token, sent to the registry alone"
     )
     allow_hosts: list[Host] = Field(
-        default_factory=list,
-        description="host or host:port, exactly: where else downloads and redirects may lead; private addresses too",
+        default_factory=list, description="host or host:port: where else downloads and redirects may lead"
     )
+    requests_per_second: float = Field(default=1.0, gt=0, description="retries and redirects count as requests")
     max_skills: int = Field(default=1_000_000, ge=1, description="stop listing here; to try a registry, say 100")
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One skill of a listing; what it does not say is empty."""
+    """One skill of a listing; what it does not say is empty. `version` changes when the skill does."""
 
     skill_id: str
-    name: str
-    updated: str
+    version: str
     digest: str
     url: str
-
-    @property
-    def version(self) -> str:
-        """What changes when the skill does; empty if the listing does not tell."""
-        return f"{self.updated} {self.digest}".strip()
 
 
 def read_listing(
@@ -126,8 +116,8 @@ def read_listing(
             if isinstance(found, Dropped):
                 dropped.append(found)
                 continue
-            earlier = without_query(skills.get(found.skill_id, found).url)
-            if earlier != without_query(found.url):
+            earlier, now = (one.url.partition("?")[0] for one in (skills.get(found.skill_id, found), found))
+            if earlier != now:  # but for a signature
                 reason = f"listed twice; the earlier entry led to {earlier}"
                 dropped.append(Dropped("", found.skill_id, "same_id", reason))
             if found.skill_id in skills or len(skills) < registry.max_skills:
@@ -157,12 +147,10 @@ def _pages(registry: RegistryConfig, state: SyncState, client: RegistryClient) -
             try:
                 page = client.fetch(url, {"Accept": "application/json"}, _read_json)[0]
             except RefusalError as error:
-                if number > 1 and pages.cursor is None and error.value == 404:
+                if number > 1 and pages.cursor is None and error.status == 404:
                     return  # some registries have no page behind the last
                 fix = "check registry.base_url and listing" if number == 1 else "the pages before are kept: run again"
-                if error.filter == "host_not_allowed":
-                    fix = "if you trust that host, name it in registry.allow_hosts"
-                elif number > 1 and pages.cursor and error.value is not None:
+                if number > 1 and pages.cursor and error.status is not None:
                     state.forget_pages()  # a registry may have forgotten a cursor
                     fix = "run again to read the listing anew"
                 raise SkilltrainError(f"cannot be fetched: {error.reason}", where=place, fix=fix) from error
@@ -191,19 +179,11 @@ def _read_json(content: bytes) -> Any:
 
 
 def join_url(base_url: str, path: str) -> str:
-    """`path` below `base_url`; a path that starts with a slash stands below its host, a whole URL for itself.
-
-    Empty where the two make no URL.
-    """
+    """`path` below `base_url`; one that starts with a slash, below its host; empty where the two make no URL."""
     try:
         return urljoin(base_url.rstrip("/") + "/", path)
     except ValueError:
         return ""
-
-
-def without_query(url: str) -> str:
-    """`url` without its query and fragment, which may hold a signature."""
-    return url.partition("?")[0].partition("#")[0]
 
 
 def _names(value: Mapping[str, Any]) -> str:
@@ -214,14 +194,13 @@ def _read_item(registry: RegistryConfig, item: Any, place: str) -> Listed | Drop
     keys = registry.keys
     if not isinstance(item, dict):
         return Dropped("", "", "not_json", f"{place} is a {type(item).__name__}, not an object")
-    skill_id, url = one_line(_text(value_at(item, keys.id))), _download_url(registry, item)
+    skill_id, updated, digest = (one_line(_text(value_at(item, key))) for key in (keys.id, keys.updated, keys.digest))
     if not skill_id or skill_id != str(value_at(item, keys.id)):  # with line breaks, say, or control characters
         return Dropped("", "", "no_id", f"{place} has no usable {keys.id} among its keys {_names(item)}")
-    if not url:
+    if not (url := _download_url(registry, item)):
         need = registry.download or keys.url
         return Dropped("", skill_id, "no_url", f"{place} has no usable {need} among its keys {_names(item)}")
-    name, updated, digest = (one_line(_text(value_at(item, key))) for key in (keys.name, keys.updated, keys.digest))
-    return Listed(skill_id, name, updated, digest, url)
+    return Listed(skill_id, f"{updated} {digest}".strip(), digest, url)
 
 
 def _download_url(registry: RegistryConfig, item: Mapping[str, Any]) -> str:

@@ -13,13 +13,16 @@ from typing import Any
 
 import httpx2
 import tenacity
-from pydantic import Field
 
-from skilltrain.config import Config
 from skilltrain.data.collect import RefusalError
 from skilltrain.errors import SkilltrainError
 from skilltrain.version import __version__
 
+# Pace, patience and size are SkillFlow's (appendix A.1).
+ATTEMPTS = 3  # of a request, on timeouts, 408, 429 and 5xx
+MIN_BACKOFF, MAX_BACKOFF = 1.0, 10.0  # seconds before the second try, doubled before each next, up to this
+TIMEOUT = 30.0  # seconds without a byte
+MAX_BYTES = 50_000_000  # of a download or a page, which is held in memory
 MAX_REDIRECTS = 5
 MAX_WAIT = 3600  # seconds; a longer Retry-After ends the run
 MAX_SECONDS = 600  # for one answer, however steadily it drips
@@ -30,28 +33,17 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 Answer = tuple[Any, httpx2.Headers]
 
 
-class HttpConfig(Config):
-    """How the registry is asked. The defaults of pace, patience and size are SkillFlow's (appendix A.1)."""
-
-    requests_per_second: float = Field(default=1.0, gt=0, description="retries and redirects count as requests")
-    attempts: int = Field(default=3, ge=1, description="tries of a request on timeouts, 408, 429 and 5xx")
-    min_backoff: float = Field(default=1.0, ge=0, description="seconds before the second try, doubled before each next")
-    max_backoff: float = Field(default=10.0, ge=0, description="most seconds between tries")
-    timeout: float = Field(default=30.0, gt=0, description="seconds without a byte")
-    max_download_bytes: int = Field(
-        default=50_000_000, ge=1, description="a larger skill or page is not taken; one is held in memory"
-    )
-
-
 class RegistryClient:
     """One registry, asked one request at a time; close it in the end."""
 
-    def __init__(self, base_url: str, allow_hosts: Sequence[str], token: str, config: HttpConfig) -> None:
-        self._home = _origin(httpx2.URL(base_url))
-        self._allowed = {_origin(httpx2.URL(f"{scheme}://{host}")) for host in allow_hosts for scheme in _DEFAULT_PORTS}
-        self._token, self._config = token, config
+    def __init__(self, base_url: str, allow_hosts: Sequence[str], token: str, requests_per_second: float) -> None:
+        self._home = scheme, host, port = _origin(httpx2.URL(base_url))
+        named = {_origin(httpx2.URL(f"{scheme}://{host}")) for host in allow_hosts for scheme in _DEFAULT_PORTS}
+        upgrade = {("https", host, 443)} if (scheme, port) == ("http", 80) else set()
+        self._allowed = {self._home, *named, *upgrade}
+        self._token, self._seconds_apart = token, 1 / requests_per_second
         no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
-        self._http = httpx2.Client(follow_redirects=False, timeout=config.timeout, cookies=no_cookies)
+        self._http = httpx2.Client(follow_redirects=False, timeout=TIMEOUT, cookies=no_cookies)
         self.num_requests, self._not_before = 0, 0.0
         self.close = self._http.close
 
@@ -60,13 +52,13 @@ class RegistryClient:
 
         It is asked for again where `read` raises ValueError.
 
-        Raises RefusalError: gone (404, 410, 451), forbidden (403), too_big, host_not_allowed (nothing was asked of
-        that host) or failed.
+        Raises RefusalError, as `read` may: gone (404, 410, 451), forbidden (403), too_big, host_not_allowed (nothing
+        was asked of that host) or failed.
         """
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type((ValueError, httpx2.HTTPError)),
-            stop=tenacity.stop_after_attempt(self._config.attempts),
-            wait=tenacity.wait_exponential(self._config.min_backoff, self._config.max_backoff),
+            stop=tenacity.stop_after_attempt(ATTEMPTS),
+            wait=tenacity.wait_exponential(MIN_BACKOFF, MAX_BACKOFF),
             sleep=lambda seconds: time.sleep(seconds),
             reraise=True,
         )
@@ -74,7 +66,7 @@ class RegistryClient:
             return retrying(self._ask, url, headers, read)
         except (ValueError, httpx2.HTTPError) as error:
             what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            raise RefusalError("failed", f"{what} (tried {self._config.attempts} times)") from error
+            raise RefusalError("failed", f"{what} (tried {ATTEMPTS} times)") from error
 
     def check(self, url: str) -> httpx2.URL:
         """`url`, parsed. Raises RefusalError where it is none, or its host is not the registry's or a named one."""
@@ -82,28 +74,26 @@ class RegistryClient:
             parsed = httpx2.URL(url)
         except (httpx2.InvalidURL, ValueError, TypeError) as error:
             raise RefusalError("host_not_allowed", f"is no URL: {error}") from error
-        scheme, host, port = _origin(parsed)
-        if scheme not in _DEFAULT_PORTS or not host:
-            raise RefusalError("host_not_allowed", f"{scheme or 'no scheme'}: only http and https URLs are followed")
-        if parsed.userinfo:
-            raise RefusalError("host_not_allowed", f"the URL for {host} holds a user or password")
-        is_upgrade = self._home == ("http", host, 80) and (scheme, port) == ("https", 443)
-        if (scheme, host, port) not in {self._home, *self._allowed} and not is_upgrade:
+        scheme, host, port = origin = _origin(parsed)
+        if origin not in self._allowed:
             reason = f"{scheme}://{host}:{port} is not the registry and not in allow_hosts"
             raise RefusalError("host_not_allowed", reason)
+        if parsed.userinfo:
+            raise RefusalError("host_not_allowed", f"the URL for {host} holds a user or password")
         return parsed
 
     def _ask(self, url: str, headers: Mapping[str, str], read: Callable[[bytes], Any]) -> Answer:
         """One attempt, through redirects. The token goes to the registry alone: httpx2 takes it off the others."""
+        parsed = self.check(url)
         named = {"User-Agent": f"skilltrain/{__version__}", "Accept-Encoding": "gzip", **headers}
-        if self._token and _origin(self.check(url)) == self._home:
+        if self._token and _origin(parsed) == self._home:
             named["Authorization"] = f"Bearer {self._token}"
         given = {name: value for name, value in named.items() if value}
-        request = self._http.build_request("GET", self.check(url), headers=given)
+        request = self._http.build_request("GET", parsed, headers=given)
         for _ in range(MAX_REDIRECTS + 1):
             self.check(str(request.url))
             time.sleep(max(0.0, self._not_before - time.monotonic()))
-            self._not_before = time.monotonic() + 1 / self._config.requests_per_second
+            self._not_before = time.monotonic() + self._seconds_apart
             self.num_requests += 1
             # Redirects are not left to httpx2, which reads their bodies into memory without a limit.
             with closing(self._http.send(request, stream=True)) as response:
@@ -117,7 +107,7 @@ class RegistryClient:
         status = response.status_code
         if status == 200:
             return read(self._body(response)), response.headers
-        if status == 304 and {"if-none-match", "if-modified-since"} & response.request.headers.keys():
+        if status == 304 and "if-none-match" in response.request.headers:
             return None, response.headers
         retry_after = response.headers.get("retry-after", "").strip()
         if status in _PASSING or status >= 500 or (status == 403 and retry_after):  # GitHub's 403 may pass, too
@@ -129,20 +119,20 @@ class RegistryClient:
             raise ValueError(f"HTTP {status}")
         filter = "gone" if status in _GONE else "forbidden" if status == 403 else "failed"
         fix = ": set token_env to a variable that holds a valid token" if status == 401 else ""
-        raise RefusalError(filter, f"HTTP {status}{fix}", float(status))
+        raise RefusalError(filter, f"HTTP {status}{fix}", status)
 
     def _body(self, response: httpx2.Response) -> bytes:
         """The decoded body; what is declared can only end it earlier."""
-        started, limit, body = time.monotonic(), self._config.max_download_bytes, bytearray()
-        too_big = RefusalError("too_big", f"has more than {limit:,} bytes", float(limit))
-        if int(response.headers.get("Content-Length", "0")) > limit:
+        started, body = time.monotonic(), bytearray()
+        too_big = RefusalError("too_big", f"has more than {MAX_BYTES:,} bytes")
+        if int(response.headers.get("Content-Length", "0")) > MAX_BYTES:
             raise too_big
         encoding = response.headers.get("Content-Encoding", "").strip().lower()
         if encoding not in ("", "identity", "gzip"):  # others make gigabytes of a received block
             raise RefusalError("failed", f"Content-Encoding {encoding!r} was not asked for")
         for chunk in response.iter_bytes():
             body += chunk
-            if len(body) > limit:
+            if len(body) > MAX_BYTES:
                 raise too_big
             if time.monotonic() - started > MAX_SECONDS:
                 raise ValueError(f"the answer took longer than {MAX_SECONDS} seconds")

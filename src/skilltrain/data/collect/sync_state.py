@@ -19,26 +19,25 @@ _TABLES = """
 PRAGMA journal_mode = WAL;
 CREATE TABLE IF NOT EXISTS sync (base_url TEXT, number INTEGER);
 CREATE TABLE IF NOT EXISTS pages (url TEXT PRIMARY KEY, page TEXT);
-CREATE TABLE IF NOT EXISTS skills (skill_id TEXT PRIMARY KEY, sync INTEGER, version TEXT, etag TEXT, modified TEXT,
-                                   refusal TEXT, reason TEXT, value REAL, content BLOB);
+CREATE TABLE IF NOT EXISTS downloads (skill_id TEXT PRIMARY KEY, sync INTEGER, version TEXT, files TEXT, etag TEXT,
+                                      refusal TEXT, reason TEXT);
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a download asked for in a sync and under a version of the listing came to: a file, or a refusal for good.
+    """What a download asked for in a sync and under a version of the listing came to: files, or a refusal for good.
 
-    `refusal` is empty, gone or too_big, with its reason and value.
+    `files` is a JSON object: folder → text of its SKILL.md, null for what is no text.
     """
 
     skill_id: str
     sync: int
     version: str
+    files: str = "{}"
     etag: str = ""
-    modified: str = ""
     refusal: str = ""
     reason: str = ""
-    value: float | None = None
 
 
 class SyncState:
@@ -53,8 +52,7 @@ class SyncState:
         home, self.sync = row
         if home != base_url:
             raise SkilltrainError(f"holds what was collected from {home}", where=folder, fix="set another state=…")
-        rows = self._run("SELECT skill_id, sync, version, etag, modified, refusal, reason, value FROM skills")
-        self.outcomes = {row[0]: Outcome(*row) for row in rows}
+        self.outcomes = {row[0]: Outcome(*row) for row in self._run("SELECT * FROM downloads")}
 
     def page(self, url: str) -> Any:
         """The page of the listing that came from `url` in this sync; None if none did."""
@@ -69,20 +67,10 @@ class SyncState:
         """Begin the listing anew. What is known of the skills stays."""
         self._run("DELETE FROM pages")
 
-    def download(self, skill_id: str) -> bytes | None:
-        """A skill's archive; None where it has none."""
-        row = self._run("SELECT content FROM skills WHERE skill_id = ?", [skill_id]).fetchone()
-        return row[0] if row else None
-
-    def record(self, outcome: Outcome, content: bytes | None) -> None:
+    def record(self, outcome: Outcome) -> None:
         """Keep what became of a skill."""
-        self._run("INSERT OR REPLACE INTO skills VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", [*astuple(outcome), content])
+        self._run("INSERT OR REPLACE INTO downloads VALUES (?, ?, ?, ?, ?, ?, ?)", astuple(outcome))
         self.outcomes[outcome.skill_id] = outcome
-
-    def forget(self, skill_id: str) -> None:
-        """Let the next run ask for a skill as if it were new."""
-        self._run("DELETE FROM skills WHERE skill_id = ?", [skill_id])
-        del self.outcomes[skill_id]
 
     def finish_sync(self) -> None:
         """The next run reads the listing anew."""
