@@ -17,11 +17,11 @@ from urllib.parse import parse_qs, urlsplit
 
 from loopback import Quiet, serving
 from skilltrain.config import validate
-from skilltrain.llm import LLM, Completion, Message, OpenAIConfig, Request, open_llm
+from skilltrain.llm import LLM, Completion, OpenAIConfig, Request, open_llm
 
 HONEST: Any = object()
 KEY = "sk-secret-0123456789"
-ASK = (Message("user", "Say hello."),)
+ASK = ("", "Say hello.")
 
 
 def honest_usage(request: dict[str, Any], text: str) -> dict[str, int]:
@@ -192,7 +192,7 @@ def open_client(server: LLMServer, cache: Path | None = None, **changed: Any) ->
 
 def ask(llm: LLM, *seeds: int) -> list[str]:
     """Texts, or what went wrong, of one request for each seed, by position."""
-    found = dict(llm.complete_all(Request(ASK, seed) for seed in seeds))
+    found = dict(llm.complete_all(Request(*ASK, seed) for seed in seeds))
     assert sorted(found) == list(range(len(seeds)))
     return [answer.text if isinstance(answer, Completion) else answer.kind for _, answer in sorted(found.items())]
 

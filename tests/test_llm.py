@@ -19,7 +19,6 @@ from skilltrain.llm import (
     BudgetConfig,
     Completion,
     CompletionError,
-    Message,
     OpenAIConfig,
     Prices,
     Questions,
@@ -41,9 +40,9 @@ SOON = {"Retry-After": "0.01"}
 THIRTY = {"prompt_tokens": 20, "completion_tokens": 10}
 
 
-def complete(llm: LLM, seed: int = 0, messages: tuple[Message, ...] = ASK) -> Completion:
+def complete(llm: LLM, seed: int = 0, said: tuple[str, str] = ASK) -> Completion:
     """The answer to one request; its failure is raised."""
-    ((_, answer),) = llm.complete_all([Request(messages, seed)])
+    ((_, answer),) = llm.complete_all([Request(*said, seed)])
     if isinstance(answer, CompletionError):
         raise answer
     return answer
@@ -61,7 +60,7 @@ def kinds(llm: LLM, num_requests: int, first: int = 0) -> str:
 
 def test_an_answer_holds_text_reason_and_counts(server: LLMServer) -> None:
     server.script = [Reply("Hello.", finish_reason="length")]
-    answer = complete(open_client(server), 3, (Message("system", "Be brief."), Message("user", "Say hello.")))
+    answer = complete(open_client(server), 3, ("Be brief.", "Say hello."))
     # Three bytes a token and eight a message: ceil(9/3) + ceil(10/3) + 16 = 3 + 4 + 16; ceil(6/3).
     assert answer == Completion("Hello.", "length", 23, 2)
     request = server.requests[0]
@@ -219,7 +218,7 @@ def test_many_failures_in_a_row_stop_the_run_but_what_is_under_way_is_kept(serve
 
 def test_tokens_and_dollars_by_hand() -> None:
     assert [estimate_tokens(text) for text in ("", "a", "abcd", "abcde", "整理", "整理PDF")] == [0, 1, 1, 2, 2, 3]
-    assert most_of(Request(ASK, 0), MAX_TOKENS) == Usage(74, 26)
+    assert most_of(Request(*ASK, 0), MAX_TOKENS) == Usage(74, 26)
     assert Budget(BudgetConfig(), Prices(prompt=0.15, completion=0.60)).price(Usage(2_000_000, 500_000)) == (
         pytest.approx(0.60)
     )
@@ -270,7 +269,7 @@ def test_whatever_decides_an_answer_asks_anew_and_nothing_else_does(server: LLMS
     one, other = open_client(server, tmp_path), open_client(server, tmp_path, concurrency=3, timeout=7, **others)
     assert ask(one, 0) == ask(other, 0) == ["answer 0"] and len(server.requests) == 1
     assert ask(other, 1) == ask(one, 1) and len(server.requests) == 2
-    list(one.complete_all([Request((*ASK, Message("user", "!")), 0)]))
+    list(one.complete_all([Request("", "Say hello. Now!", 0)]))
     for number, changed in enumerate(({"temperature": 0.5}, {"temperature": None}, {"max_tokens": 7}, {"model": "n"})):
         ask(open_client(server, tmp_path, **changed), 0)
         assert len(server.requests) == 4 + number

@@ -60,7 +60,7 @@ def test_partial_failures_are_each_requests_own(server: LLMServer, tmp_path: Pat
     server.otherwise = lambda request: replies.get(request["seed"], Reply(f"answer {request['seed']}"))
     server.leaves_out = lambda request: request["seed"] == 4
     llm = client(server, tmp_path)
-    found = dict(llm.complete_all(Request(ASK, seed) for seed in range(6)))
+    found = dict(llm.complete_all(Request(*ASK, seed) for seed in range(6)))
     assert [getattr(found[i], "kind", "") for i in range(6)] == ["", "failed", "malformed", "", "failed", ""]
     assert "scripted 500 (status 500)" in str(found[1])
     assert "hold no answer" in str(found[4])

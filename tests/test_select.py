@@ -10,8 +10,7 @@ import pytest
 
 from llm_server import LLMServer, Reply, chat, llm_server
 from skilltrain.config import validate
-from skilltrain.llm import AnswerError, Message, cost_of
-from skilltrain.llm.answers import estimate_prompt
+from skilltrain.llm import AnswerError, Request, cost_of
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import SystemConfig, run_systems
 from skilltrain.retrieval.expand import Expand, ExpandConfig, joined, read_queries
@@ -192,10 +191,10 @@ def test_the_cost_is_told_before_anybody_is_asked(capsys: pytest.CaptureFixture[
         plan = cost_of(config.asks(asked, list(SKILLS.values())))
         assert server.requests == [] and "5 requests to scripted, about" in capsys.readouterr().err
         chosen(SelectConfig, server, {query.query_id: "abcd" for query in asked})
-        messages = [Message(m["role"], m["content"]) for m in server.requests[0]["messages"]]
+        request = Request(*(one["content"] for one in server.requests[0]["messages"]), seed=0)
     assert (plan["num_requests"], plan["num_answered_before"], plan["model"]) == (5, 0, "scripted")
     # All skills are of one length, so that any four random ones cost the same.
-    assert plan["num_prompt_tokens"] == 5 * estimate_prompt(messages)
+    assert plan["num_prompt_tokens"] == 5 * request.num_tokens()
     assert plan["num_completion_tokens"] == 5 * 4
     assert plan["dollars"] == pytest.approx((plan["num_prompt_tokens"] * 10 + 20 * 100) / 1e6)
     assert "5 requests to scripted" in capsys.readouterr().err

@@ -1,10 +1,8 @@
-"""The declared tables between stages; a row that does not fit is refused, never bent.
-
-`pa.Table.from_pylist` drops unknown keys and lets nulls into non-null columns, so `write_table` checks both.
-"""
+"""The declared tables between stages; a row that does not fit is refused, for pyarrow alone would bend or drop it."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -80,22 +78,25 @@ def table_from_rows(rows: Iterable[Mapping[str, Any]], spec: TableSpec) -> pa.Ta
                 what = f"{fault} column {min(columns)!r} in a row for table {spec.name}"
                 raise SkilltrainError(what, where=f"row {position}")
     columns = [_column([row.get(field.name) for row in rows], field, spec) for field in spec.schema]
-    return check_table(pa.Table.from_arrays(columns, schema=spec.schema), spec, spec.name)
+    return _check_table(pa.Table.from_arrays(columns, schema=spec.schema), spec, spec.name)
 
 
 def _column(values: list[Any], field: pa.Field, spec: TableSpec) -> pa.Array:
+    def array(values: list[Any]) -> pa.Array:
+        if any(_bends(value, field.type) for value in values):
+            raise ValueError(f"{field.type} would change it")
+        return pa.array(values, field.type)
+
     try:
-        return _array(values, field.type)
-    except _MISFIT as error:
-        what = f"a value does not fit column '{field.name}' of table {spec.name}: {error}"
-        raise SkilltrainError(what, where=_first_misfit(values, field)) from error
-
-
-def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
-    for value in values:
-        if _bends(value, kind):
-            raise ValueError(f"{value!r} is not {kind}")
-    return pa.array(values, kind)
+        return array(values)
+    except _MISFIT:
+        for position, value in enumerate(values):
+            try:
+                array([value])
+            except _MISFIT as error:
+                what = f"a value does not fit column '{field.name}' of table {spec.name}: {error}"
+                raise SkilltrainError(what, where=f"row {position}") from error
+        raise
 
 
 def _bends(value: Any, kind: pa.DataType) -> bool:
@@ -105,49 +106,24 @@ def _bends(value: Any, kind: pa.DataType) -> bool:
     return pa.types.is_integer(kind) and isinstance(value, float)
 
 
-def _first_misfit(values: list[Any], field: pa.Field) -> str | None:
-    for position, value in enumerate(values):
-        try:
-            _array([value], field.type)
-        except _MISFIT:
-            return f"row {position}"
-    return None
-
-
-def check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
+def _check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
     """`table` itself if it is a `spec` table: the same columns, no null where none may be, unique keys."""
-    if not table.schema.equals(spec.schema):
-        raise SkilltrainError(f"is not a {spec.name} table: {_difference(table.schema, spec.schema)}", where=where)
-    for name in spec.schema.names:
-        field, column = spec.schema.field(name), table.column(name)
+    for pair in zip_longest(table.schema, spec.schema):
+        if type(pair[0]) is not type(pair[1]) or not pair[0].equals(pair[1]):
+            has, needs = ("nothing" if field is None else f"'{pa.schema([field])}'" for field in pair)
+            raise SkilltrainError(f"is not a {spec.name} table: it has {has} in the place of {needs}", where=where)
+    for field, column in zip(spec.schema, table.columns, strict=True):
         if not field.nullable and column.null_count:
-            raise SkilltrainError(f"column '{name}' of table {spec.name} holds a null", where=where)
+            raise SkilltrainError(f"column '{field.name}' of table {spec.name} holds a null", where=where)
         if pa.types.is_list(field.type) and pc.call_function("list_flatten", [column]).null_count:
-            raise SkilltrainError(f"a list in column '{name}' of table {spec.name} holds a null", where=where)
-    _check_key(table, spec, where)
+            raise SkilltrainError(f"a list in column '{field.name}' of table {spec.name} holds a null", where=where)
+    if spec.key:
+        counts = table.group_by(list(spec.key)).aggregate([([], "count_all")])
+        if counts.num_rows < table.num_rows:
+            repeated = counts.sort_by([("count_all", "descending")]).slice(0, 1).to_pylist()[0]
+            key = ", ".join(repr(repeated[name]) for name in spec.key)
+            raise SkilltrainError(f"table {spec.name} holds {key} more than once", where=where)
     return table
-
-
-def _difference(have: pa.Schema, need: pa.Schema) -> str:
-    """What tells two unlike schemas apart, in words."""
-    if missing := [name for name in need.names if name not in have.names]:
-        return f"it lacks column '{missing[0]}'"
-    if unknown := [name for name in have.names if name not in need.names]:
-        return f"its column '{unknown[0]}' is unknown; the columns are {', '.join(need.names)}"
-    for field in need:
-        if not (found := have.field(field.name)).equals(field):
-            return f"its column is '{pa.schema([found])}', not '{pa.schema([field])}'"
-    return f"the order of the columns is not {', '.join(need.names)}"
-
-
-def _check_key(table: pa.Table, spec: TableSpec, where: object) -> None:
-    if not spec.key or table.num_rows < 2:
-        return
-    counts = table.select(list(spec.key)).group_by(list(spec.key)).aggregate([([], "count_all")])
-    if counts.num_rows < table.num_rows:
-        repeated = counts.sort_by([("count_all", "descending")]).slice(0, 1).to_pylist()[0]
-        key = ", ".join(repr(repeated[name]) for name in spec.key)
-        raise SkilltrainError(f"table {spec.name} holds {key} more than once", where=where)
 
 
 def table_path(path: Path, spec: TableSpec) -> Path:
@@ -166,11 +142,10 @@ def write_table(rows: pa.Table | Iterable[Mapping[str, Any]], spec: TableSpec, p
 
 def _cast(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
     try:
-        if table.schema.names == spec.schema.names:
-            table = table.cast(spec.schema)
+        table = table.cast(spec.schema) if table.schema.names == spec.schema.names else table
     except (pa.ArrowException, ValueError) as error:
         raise SkilltrainError(f"a value does not fit table {spec.name}: {error}", where=where) from error
-    return check_table(table, spec, where)
+    return _check_table(table, spec, where)
 
 
 def read_table(path: Path, spec: TableSpec) -> pa.Table:
@@ -182,7 +157,7 @@ def read_table(path: Path, spec: TableSpec) -> pa.Table:
         raise SkilltrainError(f"no {spec.name} table here", where=file) from error
     except (pa.ArrowInvalid, OSError) as error:
         raise SkilltrainError(f"is not parquet: {error}", where=file) from error
-    return check_table(table.replace_schema_metadata(None), spec, file)
+    return _check_table(table.replace_schema_metadata(None), spec, file)
 
 
 def read_skills(path: Path) -> list[Skill]:

@@ -1,7 +1,4 @@
-"""Every string a model sees. Saved inside a checkpoint and read back by evaluate, export and route.
-
-Caps count characters (SkillRouter, section 4.2 and its released code), token limits come on top of them.
-"""
+"""Every string a model sees, saved inside a checkpoint. Caps count characters; token limits come on top of them."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,7 +25,6 @@ FIELDS_SEEN: Mapping[SkillFields, tuple[str, ...]] = {
 }
 SEEN = "full: name, description and body; nd: no body; or one of the three alone"
 ChunkPool = Literal["max", "top2"]
-"""How the scores of a skill's windows become one."""
 RELEASED = "skillrouter_released"
 """The template, by name, with which SkillRouter's released code evaluates; it trains with smaller caps."""
 SKILL_TASK = "Given a task description, retrieve the skills that an agent needs to complete it"
@@ -39,9 +35,7 @@ class Chunks(Config):
 
     windows: int = Field(default=1, ge=1, description="windows of a body at most, each of template.skill.body_chars")
     overlap: int = Field(default=0, ge=0, description="characters that a window shares with the one before it")
-    pool: ChunkPool = Field(
-        default="max", description="a skill's score for a query: max, its best window's; top2, the mean of its best two"
-    )
+    pool: ChunkPool = Field(default="max", description="a skill's score: its best window's; top2: mean of its best two")
 
 
 class SkillTemplate(Config):
@@ -51,11 +45,7 @@ class SkillTemplate(Config):
     description_chars: int = Field(default=300, ge=0, description="how much of a description")
     body_chars: int = Field(default=2500, ge=0, description="how much of a body")
     separator: str = Field(default=" | ", description="what stands between the parts")
-    verbatim: bool = Field(
-        default=False,
-        description="keep the spaces around a field, and the separators around one that is empty, as SkillRouter's "
-        "released code does",
-    )
+    verbatim: bool = Field(default=False, description="keep outer spaces and empty fields, as SkillRouter's code does")
 
     def parts(self, skill: Skill) -> dict[str, str]:
         """Field → what is shown of it, in order; a field that shows nothing is left out, unless `verbatim`."""
@@ -68,15 +58,11 @@ class SkillTemplate(Config):
         return self.separator.join(self.parts(skill).values())
 
     def windows(self, skill: Skill, chunks: Chunks) -> list[Skill]:
-        """The skill once for each window, its body beginning there; the first is the skill itself.
-
-        There are as many as it takes to reach the body's end, or `chunks.windows`. An overlap must be below
-        `body_chars` (the encoder's settings see to it).
-        """
+        """The skill once for each window, its body beginning there; the first is the skill itself."""
         return [replace(skill, body=skill.body[start:]) if start else skill for start in self.starts(skill, chunks)]
 
     def starts(self, skill: Skill, chunks: Chunks) -> range:
-        """Where in the body its windows begin."""
+        """Where in the body its windows begin: as many as reach its end, or `chunks.windows`."""
         rest = len(skill.body.rstrip()) - self.body_chars
         if chunks.windows == 1 or "body" not in FIELDS_SEEN[self.fields] or rest <= 0:
             return range(1)
@@ -90,19 +76,13 @@ def _released(**settings: Any) -> Any:
 
 
 class EncoderTemplate(Config):
-    """What the encoder sees of a query and of a skill.
-
-    A prompt that is null is the one in the model's own folder, if there is one; "" is none.
-    """
+    """What the encoder sees of a query and of a skill. A prompt that is null is the one in the model's own folder."""
 
     instruction: str | None = Field(default=None, description="task stated before a query, in Qwen3-Embedding's form")
-    query_prompt: str | None = Field(
-        default=None, description="text before a query, as it stands, in place of instruction: 'query: ' for E5"
-    )
-    skill_prompt: str | None = Field(default=None, description="text before a skill, as it stands: 'passage: ' for E5")
+    query_prompt: str | None = Field(default=None, description="or text before a query as it stands: 'query: ' for E5")
+    skill_prompt: str | None = Field(default=None, description="text before a skill as it stands: 'passage: ' for E5")
     query_chars: int = Field(default=1500, ge=1, description="how much of a query")
     skill: SkillTemplate = Field(default=SkillTemplate(), description="the text of a skill")
-
     _by_name = _released(
         instruction="Given a coding task description, retrieve the most relevant skill document that would help an "
         "agent complete the task",
@@ -138,9 +118,8 @@ class EncoderTemplate(Config):
 class RerankerTemplate(Config):
     """What the reranker sees of a (query, skill) pair.
 
-    `pair` is the two-segment input of BERT-like models, scored by a classification head. `cosine_pair` is the same
-    input, scored by the cosine of the two segments' mean vectors: it starts from what an encoder knows, where a new
-    head first has to learn what relevance is. `yes_no` is Qwen3-Reranker's chat form; it has two official separators.
+    `pair` is the two-segment input of BERT-like models with a classification head; `cosine_pair` the same, scored by
+    the cosine of the segments' mean vectors; `yes_no` Qwen3-Reranker's chat form, with two official separators.
     """
 
     form: Literal["pair", "cosine_pair", "yes_no"] = Field(
@@ -152,7 +131,6 @@ class RerankerTemplate(Config):
     skill: SkillTemplate = Field(
         default=SkillTemplate(description_chars=500, body_chars=2000), description="the text of a skill"
     )
-
     _by_name = _released(
         form="yes_no",
         instruction="Given a coding task description, judge whether the skill document is relevant and useful for "
@@ -186,6 +164,6 @@ TemplateT = TypeVar("TemplateT", EncoderTemplate, RerankerTemplate)
 
 
 def with_fields(template: TemplateT, fields: SkillFields | None) -> TemplateT:
-    """`template` that shows these fields of a skill, and is otherwise as it was; null changes nothing."""
+    """`template` that shows these fields of a skill; null changes nothing."""
     skill = template.skill if fields is None else template.skill.model_copy(update={"fields": fields})
     return template.model_copy(update={"skill": skill})

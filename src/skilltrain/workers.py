@@ -22,16 +22,12 @@ class WorkersConfig(Config):
     """Who computes. The results do not depend on it."""
 
     engine: Literal["processes", "ray"] = Field(
-        default="processes",
-        description="processes: of this machine; ray: Ray (pip install 'skilltrain[ray]'), on the cluster of "
-        "RAY_ADDRESS or on this machine",
+        default="processes", description="ray: on the cluster of RAY_ADDRESS, or on this machine; needs skilltrain[ray]"
     )
-    num: int | None = Field(
-        default=None, ge=1, description="workers; null: one per core; 1 with processes: this process alone"
-    )
+    num: int | None = Field(default=None, ge=1, description="workers; null: one per core; 1: this process alone")
 
 
-def num_cores() -> int:
+def _num_cores() -> int:
     """The cores that this process may use, which in a container are fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if "sched_getaffinity" in dir(os) else os.cpu_count() or 1
 
@@ -42,23 +38,20 @@ def map_blocks(
     """Yield `function(block)` for each block, in the order of `blocks`, under a progress bar.
 
     `function` is a top-level function (or a partial of one) that answers alike for the same block wherever it runs.
-    It is sent to workers together with each block. A SkilltrainError of a worker is raised here; so is one if a worker
-    dies.
+    A SkilltrainError of a worker is raised here; so is one if a worker dies.
     """
     if not blocks:
         return
-    num = min(workers.num or num_cores(), len(blocks))
-    if workers.engine == "ray":
-        results = _on_ray(function, blocks, workers.num)
-    else:
-        results = _in_processes(function, blocks, num) if num > 1 else map(function, blocks)
+    num = min(workers.num or _num_cores(), len(blocks))
+    in_turn = _in_processes(function, blocks, num) if num > 1 else map(function, blocks)
+    results = _on_ray(function, blocks, workers.num) if workers.engine == "ray" else in_turn
     yield from track(results, description, len(blocks))
 
 
 def _in_processes(
     function: Callable[[BlockT], ResultT], blocks: Sequence[BlockT], num_workers: int
 ) -> Iterator[ResultT]:
-    threads = max(1, num_cores() // num_workers)
+    threads = max(1, _num_cores() // num_workers)
     # Not forked: a fork of a process in which torch or faiss have started threads may hang.
     executor = ProcessPoolExecutor(num_workers, get_context("spawn"), _limit_threads, (threads,))
     try:
@@ -84,17 +77,17 @@ def _on_ray(function: Callable[[BlockT], ResultT], blocks: Sequence[BlockT], num
     except ImportError as error:
         raise SkilltrainError("workers.engine ray needs Ray", fix="pip install 'skilltrain[ray]'") from error
     if not ray.is_initialized():
-        cores = None if os.environ.get("RAY_ADDRESS") else num or num_cores()
+        cores = None if os.environ.get("RAY_ADDRESS") else num or _num_cores()
         ray.init(num_cpus=cores, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    task: Any = ray.remote(_call)
+
+    def call(block: Any) -> Any:  # for Ray takes no partial
+        return function(block)
+
+    task: Any = ray.remote(call)
     get: Any = ray.get
     try:
-        yield from map(get, [task.remote(function, block) for block in blocks])
+        yield from map(get, [task.remote(block) for block in blocks])
     except RayTaskError as error:
         raise error.cause if isinstance(error.cause, SkilltrainError) else error from error
     except RayError as error:
         raise SkilltrainError(f"Ray gave up: {' '.join(str(error).split())[:300]}") from error
-
-
-def _call(function: Callable[[BlockT], ResultT], block: BlockT) -> ResultT:
-    return function(block)

@@ -1,10 +1,9 @@
 """The stage `queries`: query files and R3-like judgement files become queries and judgements over a pool."""
 
 import csv
-import glob
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -42,14 +41,12 @@ class QueriesConfig(Config):
     stage: Literal["queries"] = "queries"
     files: list[InputPath] = Field(
         min_length=1,
-        description=".jsonl, .jsonl.gz, .json, .parquet or .csv files, or patterns like queries/*.jsonl; a row has "
-        "query or text, and skill_ids, skill_id or required; optional useful, rejected, irrelevant, query_id, origin, "
-        "split, kind; a list in a .csv file is written as JSON",
+        description=".jsonl, .jsonl.gz, .json, .parquet or .csv, or patterns like queries/*.jsonl; a row has query or "
+        "text, and skill_ids, skill_id or required; optional useful, rejected, irrelevant, query_id, origin, split, "
+        "kind; a list in a .csv file is written as JSON",
     )
     pool: InputPath = Field(description="folder of the stage pool, in which every required skill must be")
-    split: Split | None = Field(
-        default=None, description="split of all queries; else the row's own, else the file's name if it is a split"
-    )
+    split: Split | None = Field(default=None, description="of all queries; null: the row's own, or the file's name")
     origin: str = Field(default="unknown", min_length=1, description="who wrote the queries, where a row does not say")
     missing_gold: Literal["error", "drop"] = Field(
         default="error", description="what to do with a query that requires a skill which is not in the pool"
@@ -62,11 +59,8 @@ class QueriesConfig(Config):
         """A single file as a list of one; a pattern as the files that it names, so that these are recorded."""
         found: list[Any] = []
         for item in value if isinstance(value, list | tuple) else [value]:
-            path = Path(item) if isinstance(item, str | Path) and glob.has_magic(str(item)) else None
-            if path is None or path.exists():
-                found.append(item)
-            else:
-                found += sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor)))) or [item]
+            path = Path(item) if isinstance(item, str | Path) and not Path(item).exists() else None
+            found += (path and sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))) or [item]
         return found
 
 
@@ -100,7 +94,6 @@ class Rejection(Judgement, frozen=True):
 
 
 Entries = Annotated[tuple[Judgement, ...], pydantic.BeforeValidator(_entries)]
-Rejections = Annotated[tuple[Rejection, ...], pydantic.BeforeValidator(_entries)]
 
 
 class QueryRow(Config, extra="ignore"):
@@ -115,21 +108,8 @@ class QueryRow(Config, extra="ignore"):
     skill_id: Entries = ()
     required: Entries = ()
     useful: Entries = ()
-    rejected: Rejections = ()
+    rejected: Annotated[tuple[Rejection, ...], pydantic.BeforeValidator(_entries)] = ()
     irrelevant: Entries = ()
-
-
-def _checked(row: Mapping[str, Any], place: str) -> QueryRow:
-    """A row without its empty cells; the text may stand under query, the id under group_id."""
-    has_text = not {"query", "text"}.isdisjoint(row)
-    if not has_text or VERDICT_KEYS.keys().isdisjoint(row):
-        need = "skill_ids, skill_id or required" if has_text else "query or text"
-        what = f"is no query: no key {need} among {', '.join(map(str, list(row)[:8]))}"
-        raise SkilltrainError(what, where=place)
-    said = {key: value for key, value in row.items() if value is not None}
-    names = {"query": "text", "group_id": "query_id"}
-    said |= {own: said[other] for other, own in names.items() if other in said and not said.get(own)}
-    return validate(QueryRow, said, place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,25 +133,28 @@ def run_queries(config: QueriesConfig, out: Path) -> dict[str, Any]:
     not in the pool (with `missing_gold: error`), and where no query is left (DROPPED is written beside `out` then).
     """
     dropped: list[Dropped] = []
-    skill_ids, kept_for = read_ids(config.pool)
+    skill_ids, kept_for = _ids(config.pool)
     asked: dict[str, JudgedQuery] = {}
     for path in config.files:
-        for place, row in read_rows(path):
-            item = read_query(row, path, place, config, kept_for, dropped)
+        for place, row in _rows_of_file(path):
+            item = _read_query(row, path, place, config, kept_for, dropped)
             if fault := _fault(item, asked.get(item.query.query_id)):
                 dropped.append(fault)
             else:
                 asked[item.query.query_id] = item
-    _drop_contradicted(asked.values(), dropped)
-    judgements = [row for item in asked.values() for row in _within_pool(item, skill_ids, dropped)]
+    answers: dict[tuple[str, str], str] = {}
+    for item in asked.values():
+        for skill_id, found in item.judgements.items():
+            if found.verdict in POSITIVE:
+                answers.setdefault((item.query.text, skill_id), item.place)
+    judgements = [row for item in asked.values() for row in _usable(item, skill_ids, answers, dropped)]
     missing = {drop.query_id: drop for drop in reversed(dropped) if drop.filter == "missing_gold"}
     if missing and config.missing_gold == "error":
         first = [*missing.values()][-1]
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise SkilltrainError(
-            f"query '{first.query_id}' requires skill '{first.skill_id}', which is not in {config.pool}{more}",
-            where=asked[first.query_id].place, fix="add its source to the pool, or set missing_gold: drop",
-        )  # fmt: skip
+        what = f"query '{first.query_id}' requires skill '{first.skill_id}', which is not in {config.pool}{more}"
+        fix = "add its source to the pool, or set missing_gold: drop"
+        raise SkilltrainError(what, where=asked[first.query_id].place, fix=fix)
     queries = [item.query for query_id, item in asked.items() if query_id not in missing]
     if not queries:
         file = config.out.with_name(f"{config.out.name}.dropped.parquet")
@@ -190,7 +173,7 @@ def run_queries(config: QueriesConfig, out: Path) -> dict[str, Any]:
     }
 
 
-def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows_of_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, row) of a file. Raises SkilltrainError where it cannot be read as what its name says."""
     check_regular(path)
     readers = {".json": read_json, ".parquet": lambda path: pq.read_table(path).to_pylist(), ".csv": _read_csv}
@@ -214,16 +197,16 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _read_csv(path: Path) -> list[dict[str, Any]]:
     """The rows of a CSV file; an empty cell is None, a cell that begins with a bracket is JSON."""
+
+    def cell(value: Any) -> Any:
+        return (json.loads(value) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else value) or None
+
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = list(csv.DictReader(file, restkey="too many cells"))
-    return [{key: _cell(value) for key, value in row.items()} for row in rows]
+    return [{key: cell(value) for key, value in row.items()} for row in rows]
 
 
-def _cell(value: Any) -> Any:
-    return (json.loads(value) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else value) or None
-
-
-def read_ids(pool: Path) -> tuple[set[str], dict[str, str]]:
+def _ids(pool: Path) -> tuple[set[str], dict[str, str]]:
     """(the ids of a pool's skills, id of a dropped duplicate → id of the skill kept in its place)."""
     skill_ids = set(read_table(pool, SKILLS).column("skill_id").to_pylist())
     file = table_path(pool, SKILLS).with_name(f"{DROPPED.name}.parquet")
@@ -232,14 +215,26 @@ def read_ids(pool: Path) -> tuple[set[str], dict[str, str]]:
     return skill_ids, {own: kept for own, kept in duplicates.items() if own not in skill_ids}
 
 
-def read_query(
+def _checked(row: Mapping[str, Any], place: str) -> QueryRow:
+    """A row without its empty cells; the text may stand under query, the id under group_id."""
+    has_text = not {"query", "text"}.isdisjoint(row)
+    if not has_text or VERDICT_KEYS.keys().isdisjoint(row):
+        need = "skill_ids, skill_id or required" if has_text else "query or text"
+        what = f"is no query: no key {need} among {', '.join(map(str, list(row)[:8]))}"
+        raise SkilltrainError(what, where=place)
+    said = {key: value for key, value in row.items() if value is not None}
+    names = {"query": "text", "group_id": "query_id"}
+    said |= {own: said[other] for other, own in names.items() if other in said and not said.get(own)}
+    return validate(QueryRow, said, place)
+
+
+def _read_query(
     values: dict[str, Any], path: Path, place: str, config: QueriesConfig, kept_for: Mapping[str, str],
     dropped: list[Dropped],
 ) -> JudgedQuery:  # fmt: skip
     """The query of one row, with one verdict a skill; a dropped duplicate's goes to the skill kept in its place.
 
-    Verdicts that another contradicts go to `dropped`. Raises SkilltrainError where the row has not the shape of a
-    query.
+    Verdicts that another contradicts go to `dropped`.
     """
     row = _checked(values, place)
     said = [
@@ -274,39 +269,30 @@ def _fault(item: JudgedQuery, earlier: JudgedQuery | None) -> Dropped | None:
         return item.drop("", "empty_query", "has no query text")
     if all(judgement.verdict is not Verdict.REQUIRED for judgement in item.judgements.values()):
         return item.drop("", "no_gold", "requires no skill")
-    if earlier is None:
-        return None
-    if item.has_own_id or earlier.has_own_id:
+    if earlier and (item.has_own_id or earlier.has_own_id):
         raise SkilltrainError(f"query_id '{item.query.query_id}' stands in {earlier.place} too", where=item.place)
-    return item.drop("", "duplicate_query", f"repeats {earlier.place}")
+    return item.drop("", "duplicate_query", f"repeats {earlier.place}") if earlier else None
 
 
-def _drop_contradicted(items: Iterable[JudgedQuery], dropped: list[Dropped]) -> None:
-    """Take out what an item says against a skill that another of the same text calls an answer, each with a row."""
-    answers: dict[tuple[str, str], str] = {}
-    for item in items:
-        for skill_id, found in item.judgements.items():
-            if found.verdict in POSITIVE:
-                answers.setdefault((item.query.text, skill_id), item.place)
-    for item in items:
-        for skill_id, found in [*item.judgements.items()]:
-            place = answers.get((item.query.text, skill_id))
-            if place is not None and found.verdict not in POSITIVE:
-                del item.judgements[skill_id]
-                reason = f"says {found.verdict}, and {place}, of the same text, that it is an answer"
-                dropped.append(item.drop(skill_id, "contradiction", reason))
+def _usable(
+    item: JudgedQuery, skill_ids: set[str], answers: Mapping[tuple[str, str], str], dropped: list[Dropped]
+) -> list[dict[str, Any]]:
+    """The rows of JUDGEMENTS of an item; none where it requires a skill that is not in the pool.
 
-
-def _within_pool(item: JudgedQuery, skill_ids: set[str], dropped: list[Dropped]) -> list[dict[str, Any]]:
-    """The rows of JUDGEMENTS of an item over the pool's skills; none where it requires a skill that is outside."""
+    What it says against one of the `answers` to the same text goes too: (text, skill_id) → who calls it an answer.
+    """
     rows: list[dict[str, Any]] = []
     is_whole, query = True, item.query
     for skill_id, found in item.judgements.items():
-        if skill_id in skill_ids:
+        place = answers.get((query.text, skill_id))
+        if place is not None and found.verdict not in POSITIVE:
+            reason = f"says {found.verdict}, and {place}, of the same text, that it is an answer"
+            dropped.append(item.drop(skill_id, "contradiction", reason))
+        elif skill_id in skill_ids:
             rows.append({"query_id": query.query_id, "judge": query.origin, **found.model_dump()})
-            continue
-        is_gold = found.verdict is Verdict.REQUIRED
-        is_whole &= not is_gold
-        reason = f"{found.verdict} in {item.place}, not in the pool"
-        dropped.append(Dropped(query.query_id, skill_id, "missing_gold" if is_gold else "not_in_pool", reason))
+        else:
+            is_gold = found.verdict is Verdict.REQUIRED
+            is_whole &= not is_gold
+            reason = f"{found.verdict} in {item.place}, not in the pool"
+            dropped.append(Dropped(query.query_id, skill_id, "missing_gold" if is_gold else "not_in_pool", reason))
     return rows if is_whole else []

@@ -1,9 +1,6 @@
-"""Chat models behind one protocol: an OpenAI-compatible server, live or in batches, or a small local model.
+"""Chat models: an OpenAI-compatible server, live or in batches, or a small local model; answers kept, budgets held."""
 
-Answers are kept on disk, and a run never takes more tokens or dollars than its budget holds.
-"""
-
-from skilltrain.llm.answers import Answers, Completion, CompletionError, Message, Request, Usage
+from skilltrain.llm.answers import Answers, Completion, CompletionError, Request, Usage
 from skilltrain.llm.ask import AnswerError, Asked, Questions, ask_until, cost_of, read_list, read_object
 from skilltrain.llm.batch import BatchLLM
 from skilltrain.llm.budget import Budget, prices_of
@@ -12,13 +9,13 @@ from skilltrain.llm.settings import BudgetConfig, LLMConfig, OpenAIConfig, Price
 
 __all__ = [
     "LLM", "AnswerError", "Answers", "Asked", "Budget", "BudgetConfig", "Completion", "CompletionError",
-    "LLMConfig", "Message", "OpenAIConfig", "Prices", "Questions", "Request", "SmolLM2Config", "Usage", "ask_until",
+    "LLMConfig", "OpenAIConfig", "Prices", "Questions", "Request", "SmolLM2Config", "Usage", "ask_until",
     "cost_of", "open_llm", "prices_of", "read_list", "read_object",
 ]  # fmt: skip
 
 
 def open_llm(config: OpenAIConfig | SmolLM2Config) -> LLM:
-    """The model of a recipe's `llm:` section, ready to be asked. SkilltrainError: a package or a setting is missing."""
+    """The model of a recipe's `llm:` section. SkilltrainError: a package or a setting is missing."""
     # What decides an answer; neither the mode, nor the budget, nor the pace does.
     parameters = {"kind", "model", "base_url", "temperature", "max_tokens"}
     answers = Answers(config.cache, config.model_dump(mode="json", include=parameters))

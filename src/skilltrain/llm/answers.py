@@ -1,7 +1,6 @@
 """What a chat model is asked and what it answers: here, on the wire, and kept on disk so that nobody pays twice.
 
-A fault that every further request would meet (no key, no such model, no server) is a SkilltrainError and ends the run.
-A fault of one request is a CompletionError, which the caller accounts for.
+A fault that every further request would meet is a SkilltrainError and ends the run; that of one is a CompletionError.
 """
 
 import hashlib
@@ -30,28 +29,32 @@ CREATE TABLE IF NOT EXISTS batches (base_url TEXT, file_id TEXT, batch_id TEXT, 
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """One turn of a conversation."""
-
-    role: Literal["system", "user", "assistant"]
-    content: str
-
-
-@dataclass(frozen=True, slots=True)
 class Request:
-    """One question; another seed asks for another answer."""
+    """One question: what the system says, if anything, and the user; another seed asks for another answer."""
 
-    messages: tuple[Message, ...]
+    system: str
+    user: str
     seed: int
 
-    def rows(self) -> list[dict[str, str]]:
-        """The messages as a server and a tokenizer take them."""
-        return [asdict(message) for message in self.messages]
+    def messages(self) -> list[dict[str, str]]:
+        """As a server and a tokenizer take them."""
+        said = {"system": self.system, "user": self.user}
+        return [{"role": role, "content": text} for role, text in said.items() if text]
+
+    def num_tokens(self) -> int:
+        """About how many tokens a server reads; a role and its separators are four in OpenAI's chat format."""
+        return sum(estimate_tokens(message["content"]) + 4 for message in self.messages())
+
+    def body(self, config: OpenAIConfig) -> dict[str, Any]:
+        """As the chat completions take it."""
+        limit = "max_completion_tokens" if config.is_openai else "max_tokens"
+        body = {"model": config.model, "messages": self.messages(), "seed": self.seed, limit: config.max_tokens}
+        return body if config.temperature is None else body | {"temperature": config.temperature}
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens read and written, of one request or of many."""
+    """Tokens read and written."""
 
     prompt: int = 0
     completion: int = 0
@@ -76,16 +79,10 @@ class Completion:
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
 
-    @property
-    def usage(self) -> Usage:
-        return Usage(self.num_prompt_tokens, self.num_completion_tokens)
-
 
 class CompletionError(Exception):
-    """One request brought no answer.
-
-    `kind` is `failed` (no answer after all retries), `malformed` (the reply is no completion; it is kept like an
-    answer), `expired` (its batch ended before its turn) or `budget` (it was not sent).
+    """One request brought no answer: after all retries, or its reply is no completion (which is kept like an answer),
+    or its batch ended before its turn, or the budget did not hold it.
     """
 
     def __init__(self, kind: Literal["failed", "malformed", "expired", "budget"], reason: str) -> None:
@@ -103,23 +100,10 @@ def estimate_tokens(text: str) -> int:
     return -(-num_ascii // 4) - (num_ascii - num_bytes) // 4
 
 
-def estimate_prompt(messages: Sequence[Message]) -> int:
-    """About how many tokens a server reads; a role and its separators are four in OpenAI's chat format."""
-    return sum(estimate_tokens(message.content) + 4 for message in messages)
-
-
-def body_of(request: Request, config: OpenAIConfig) -> dict[str, Any]:
-    """The body of a request to the chat completions."""
-    limit = "max_completion_tokens" if config.is_openai else "max_tokens"
-    body = {"model": config.model, "messages": request.rows(), "seed": request.seed, limit: config.max_tokens}
-    return body if config.temperature is None else body | {"temperature": config.temperature}
-
-
 def read_answer(text: str, num_prompt_tokens: int) -> Completion:
-    """A reply's body as a Completion. Raises CompletionError where it is none.
+    """A reply's body as a Completion, without a `<think>` block; or CompletionError.
 
-    A `<think>` block before the answer is paid for and left out of the text. `num_prompt_tokens` is our estimate, for
-    servers that report none.
+    `num_prompt_tokens` is our estimate, for servers that report none.
     """
     try:
         body = json.loads(text)
@@ -129,7 +113,7 @@ def read_answer(text: str, num_prompt_tokens: int) -> Completion:
         if refusal or finish_reason == "content_filter":
             finish_reason, content = "refusal", refusal or content
         written = _UNPAIRED.sub("\ufffd", content or "")
-    except (ValueError, RecursionError, KeyError, TypeError, IndexError, AttributeError):
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         raise CompletionError("malformed", "the server's reply is no chat completion") from None
     reported = usage if isinstance(usage, dict) else {}
     num_prompt = reported_tokens(reported.get("prompt_tokens"), num_prompt_tokens)
@@ -152,10 +136,7 @@ class BatchNote:
 
 
 class Answers:
-    """The kept answers of one model under one set of parameters, and batches under way, in a SQLite file.
-
-    Without a folder nothing is kept.
-    """
+    """The answers of a model under one set of parameters, and batches under way, in SQLite; none without a folder."""
 
     def __init__(self, folder: Path | None, parameters: Mapping[str, Any]) -> None:
         self._parameters = dict(parameters)
@@ -164,8 +145,8 @@ class Answers:
         self._database: sqlite3.Connection | None = None
 
     def key(self, request: Request) -> str:
-        """SHA-256 over parameters, messages and seed, as hexadecimal digits; no secret goes into it."""
-        question = {"parameters": self._parameters, "messages": request.rows(), "seed": request.seed}
+        """SHA-256 over parameters, messages and seed; no secret goes into it."""
+        question = {"parameters": self._parameters, "messages": request.messages(), "seed": request.seed}
         return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
 
     def get(self, key: str) -> Answer | None:
@@ -187,19 +168,17 @@ class Answers:
         return [BatchNote(file_id, tuple(json.loads(keys)), batch_id) for file_id, keys, batch_id in rows]
 
     def note_batch(self, base_url: str, note: BatchNote) -> None:
-        """Keep a batch under way, before anything is waited for."""
+        """Keep a batch under way."""
         row = (base_url, note.file_id, note.batch_id, json.dumps(note.keys))
         self._run("INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?)", *row)
 
     def forget_batch(self, base_url: str, note: BatchNote) -> None:
-        """Remove a batch whose answers are kept."""
+        """Remove a batch."""
         self._run("DELETE FROM batches WHERE base_url = ? AND file_id = ?", base_url, note.file_id)
 
     def _run(self, statement: str, *values: str | None) -> Sequence[Any]:
         """The rows of one statement. Raises SkilltrainError where the disk refuses it, or the file is damaged."""
-        if self._folder is None:
-            return []
-        if statement.startswith("SELECT") and not (self._folder / DATABASE).exists():
+        if self._folder is None or (statement.startswith("SELECT") and not (self._folder / DATABASE).exists()):
             return []  # a dry run leaves no file behind
         try:
             with self._lock:

@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm.answers import Answer, CompletionError, Message, Request, Usage, estimate_prompt
+from skilltrain.llm.answers import Answer, CompletionError, Request, Usage
 from skilltrain.llm.budget import Budget
 from skilltrain.llm.client import LLM
 from skilltrain.llm.untrusted import untrusted_line
@@ -49,11 +49,10 @@ ValueT = TypeVar("ValueT")
 class Questions(Generic[QuestionT, ValueT]):
     """Questions to a model, and how its answers are read.
 
-    `prompt` gives the message of the system and that of the user, `seed` the seed of an attempt, counted from 0, which
-    each must have for itself. To an attempt after the first `again` is added, with the reason why the last answer was
-    refused. `read` gives the value in the text of an answer, or raises AnswerError, or ValueError for its form. Texts
-    are read in the order of the questions, so that the outcome depends on no server's speed. An answer has about
-    `answer_tokens` tokens.
+    `prompt` gives what the system says and the user, `seed` the seed of an attempt, counted from 0, each another. To an
+    attempt after the first `again` is added, with the fault of the last answer. `read` gives the value in an answer, or
+    raises AnswerError, or ValueError for its form; answers are read in the order of the questions, so that the outcome
+    depends on no server's speed. An answer has about `answer_tokens` tokens.
     """
 
     llm: LLM
@@ -70,30 +69,26 @@ class Questions(Generic[QuestionT, ValueT]):
         """What the model is asked in an attempt, after the `fault` of the last answer."""
         system, user = self.prompt(question)
         again = self.again.format(untrusted_line(fault.reason)) if fault else ""
-        return Request((Message("system", system), Message("user", user + again)), self.seed(question, attempt))
+        return Request(system, user + again, self.seed(question, attempt))
 
 
 @dataclass(frozen=True)
 class Asked(Generic[QuestionT, ValueT]):
-    """What came of questions.
-
-    `values` are (question, value) of those with a usable answer, and `dropped` says why the others have none, both in
-    the order of the questions. `used` has the tokens and dollars.
-    """
+    """What came of questions, in their order: the usable values, why the others have none, tokens and dollars."""
 
     values: list[tuple[QuestionT, ValueT]]
     dropped: list[Dropped]
     used: dict[str, Any]
 
     def counts(self) -> dict[str, Any]:
-        """How many questions there were, how many have no usable answer, and why, and what all of it took."""
+        """How many questions there were, how many have no usable answer, why, and what all of it took."""
         why = dict(sorted(Counter(fault.filter for fault in self.dropped).items()))
         num = len(self.dropped)
         return {"num_asked": len(self.values) + num, "num_unusable": num, "unusable": why, **self.used}
 
 
 def read_object(answer: str, kind: type[ModelT]) -> ModelT:
-    """The one JSON object of an answer, bare or in a fenced block. Raises ValueError, which says what is wrong."""
+    """The one JSON object of an answer, bare or in a fenced block; or ValueError, which says what is wrong."""
     try:
         return kind.model_validate(_read_json(answer, "{"))
     except ValidationError as error:
@@ -120,15 +115,12 @@ def _read_json(answer: str, opening: str) -> Any:
 
 
 def cost_of(questions: Questions[Any, Any]) -> dict[str, Any]:
-    """What the first round would take, said in one line too; asks nobody.
-
-    Questions answered before cost nothing now; dollars are None where no price is known.
-    """
+    """What the first round would take, said in one line too; asks nobody. What was answered before costs nothing."""
     llm, num_answered, num_prompt_tokens = questions.llm, 0, 0
     for question in questions.asked:
         request = questions.request(question, 0, None)
         if llm.answers.get(llm.answers.key(request)) is None:
-            num_prompt_tokens += estimate_prompt(request.messages)
+            num_prompt_tokens += request.num_tokens()
         else:
             num_answered += 1
     num_requests = len(questions.asked) - num_answered

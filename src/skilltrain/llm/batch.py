@@ -1,7 +1,6 @@
 """The Batch API: requests go up in a file and their answers come back within a day, at half the price.
 
-A batch is noted on disk before it is waited for, with the id of its file even before it is created. A run that was
-killed finds the note, waits for that batch, and submits none of its requests again.
+A batch is noted on disk before it is created: a run that was killed finds the note and submits no request again.
 """
 
 import json
@@ -11,17 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm.answers import (
-    DATABASE,
-    Answer,
-    Answers,
-    BatchNote,
-    CompletionError,
-    Request,
-    Usage,
-    body_of,
-    read_answer,
-)
+from skilltrain.llm.answers import DATABASE, Answer, Answers, BatchNote, CompletionError, Request, Usage, read_answer
 from skilltrain.llm.budget import Budget, most_of, over_budget, usage_of
 from skilltrain.llm.client import LLM, Server, ServerError
 from skilltrain.llm.settings import OpenAIConfig
@@ -50,8 +39,7 @@ class BatchLLM(LLM):
         if config.cache is None:
             raise SkilltrainError("llm.mode=batch notes its batches in the cache's folder", fix="set llm.cache")
         super().__init__(config, answers, budget)
-        self._config, self._server = config, Server(config, budget)
-        self._url = config.base_url
+        self._config, self._server, self._url = config, Server(config, budget), config.base_url
 
     def complete_all(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
         """See LLM. A batch that an earlier run left under way is waited for as soon as one of its requests comes."""
@@ -76,7 +64,7 @@ class BatchLLM(LLM):
             elif key in chunk:
                 chunk[key].positions.append(position)
             else:
-                line = {"custom_id": key, "method": "POST", "url": ENDPOINT, "body": body_of(request, self._config)}
+                line = {"custom_id": key, "method": "POST", "url": ENDPOINT, "body": request.body(self._config)}
                 chunk[key] = _Wanted((json.dumps(line, ensure_ascii=False) + "\n").encode(), [position], most)
                 num_bytes += len(chunk[key].line)
         yield from self._complete(chunk)
@@ -87,8 +75,8 @@ class BatchLLM(LLM):
             return
         file = "skilltrain.jsonl", b"".join(wanted.line for wanted in chunk.values())
         upload = self._server.client.files.create
-        sent = self._call("upload a batch", lambda: _with_text(upload(file=file, purpose="batch"), "id"))
-        note = BatchNote(sent.id, tuple(chunk))
+        file_id = self._call("upload a batch", lambda: _text(upload(file=file, purpose="batch"), "id"))
+        note = BatchNote(file_id, tuple(chunk))
         self.answers.note_batch(self._url, note)
         for key, answer in self._fetch(note).items():
             for position in chunk[key].positions:
@@ -100,14 +88,26 @@ class BatchLLM(LLM):
         batch = self._ended(note)
         if batch.status == "failed":
             self.answers.forget_batch(self._url, note)
-            raise self._refusal(batch)
+            reason = "no reason given"
+            if faults := (batch.errors.data if batch.errors else None):
+                line = f" (line {faults[0].line})" if faults[0].line else ""
+                reason = f"{faults[0].message or faults[0].code}{line}"
+            what = f"the server refused batch {batch.id}: {self._server.blot(reason)}"
+            fix = "for a limit on queued tokens, lower llm.batch.max_requests"
+            raise SkilltrainError(what, where=self._url, fix=fix)
         without = CompletionError("expired", f"its batch is {batch.status}; a new run asks for such requests again")
         if batch.status == "completed":
             without = CompletionError("failed", "the batch's files hold no answer to it")
         found: dict[str, Answer] = dict.fromkeys(note.keys, without)
+        content = self._server.client.files.content
         for file_id in filter(None, (batch.output_file_id, batch.error_file_id)):
-            for record in self._records(file_id):
-                if (key := str(record.get("custom_id"))) in found:
+            lines = self._call("fetch a batch's answers", lambda file_id=file_id: content(file_id).read())
+            for line in self._server.blot(lines.decode(errors="replace")).split("\n"):
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    continue  # the request that it answers is then one without an answer
+                if isinstance(record, dict) and (key := str(record.get("custom_id"))) in found:
                     found[key] = _answer_of(record)
                     self.answers.put(key, found[key])
         self.answers.forget_batch(self._url, note)
@@ -117,14 +117,19 @@ class BatchLLM(LLM):
         """A batch, when it has ended; each change of its state is said. One that is not created yet is created."""
         batch_id, shown = note.batch_id or self._create(note), ""
         retrieve = self._server.client.batches.retrieve
+
+        def look() -> tuple[Any, str]:
+            batch = retrieve(batch_id)
+            return batch, _text(batch, "status")
+
         while True:
-            batch = self._call("look at a batch", lambda: _with_text(retrieve(batch_id), "status"))
+            batch, status = self._call("look at a batch", look)
             counts = batch.request_counts
             num_done = (counts.completed or 0) + (counts.failed or 0) if counts else 0
-            now = f"batch {batch_id}: {batch.status}, {num_done:,} of {len(note.keys):,}"
+            now = f"batch {batch_id}: {status}, {num_done:,} of {len(note.keys):,}"
             if now != shown:
                 say(now)
-            if batch.status in _ENDED:
+            if status in _ENDED:
                 return batch
             shown = now
             time.sleep(self._config.batch.poll_seconds)
@@ -137,34 +142,11 @@ class BatchLLM(LLM):
             for batch in batches.list(limit=100):  # a try that broke off may have made it
                 if batch.input_file_id == note.file_id:
                     return batch.id
-            made = batches.create(input_file_id=note.file_id, endpoint=ENDPOINT, completion_window="24h")
-            return _with_text(made, "id").id
+            return _text(batches.create(input_file_id=note.file_id, endpoint=ENDPOINT, completion_window="24h"), "id")
 
-        def refused() -> None:
-            self.answers.forget_batch(self._url, note)
-
-        batch_id = self._call("create a batch", create, refused)
+        batch_id = self._call("create a batch", create, lambda: self.answers.forget_batch(self._url, note))
         self.answers.note_batch(self._url, replace(note, batch_id=batch_id))
         return batch_id
-
-    def _records(self, file_id: str) -> Iterator[dict[str, Any]]:
-        """The readable lines of an output or an error file."""
-        content = self._call("fetch a batch's answers", lambda: self._server.client.files.content(file_id).read())
-        for line in self._server.blot(content.decode(errors="replace")).split("\n"):
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue  # the request that it answers is then one without an answer
-            if isinstance(record, dict):
-                yield record
-
-    def _refusal(self, batch: Any) -> SkilltrainError:
-        """Why the server took no request of a batch."""
-        reason = "no reason given"
-        if faults := (batch.errors.data if batch.errors else None):
-            reason = f"{faults[0].message or faults[0].code}" + (f" (line {faults[0].line})" if faults[0].line else "")
-        what = f"the server refused batch {batch.id}: {self._server.blot(reason)}"
-        return SkilltrainError(what, where=self._url, fix="for a limit on queued tokens, lower llm.batch.max_requests")
 
     def _call(self, what: str, call: Callable[[], ReplyT], refused: Callable[[], None] = lambda: None) -> ReplyT:
         """The server's reply to a call that may be repeated. Raises SkilltrainError where there is none.
@@ -187,11 +169,11 @@ class BatchLLM(LLM):
         raise SkilltrainError(f"cannot {what}: {reason}", where=self._url, fix=fix)
 
 
-def _with_text(reply: ReplyT, name: str) -> ReplyT:
-    """`reply` itself. Raises ValueError where its field `name` holds no text."""
-    if not isinstance(getattr(reply, name, None), str):
+def _text(reply: object, name: str) -> str:
+    """The text in a field of a reply. Raises ValueError where there is none."""
+    if not isinstance(text := getattr(reply, name, None), str):
         raise ValueError(f"the reply holds no {name}")
-    return reply
+    return text
 
 
 def _answer_of(record: dict[str, Any]) -> Answer:

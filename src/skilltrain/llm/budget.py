@@ -1,8 +1,4 @@
-"""What requests cost, before they are sent and after: tokens, dollars, and the most that a run may use.
-
-Before a request is sent, the most that it can take is reserved; what it did take is booked when it is answered. So a
-run never uses more than its budget. A text has at most one token per UTF-8 byte, in every tokenizer in use.
-"""
+"""What requests cost, and the most that a run may use: that is reserved before a request, what it took booked after."""
 
 import threading
 from typing import Any
@@ -29,8 +25,8 @@ def prices_of(config: OpenAIConfig) -> Prices | None:
 
 
 def most_of(request: Request, max_tokens: int) -> Usage:
-    """The most that one try of `request` can take: one token per byte read, and the longest answer written."""
-    num_bytes = sum(len(m.content.encode(errors="replace")) + _MOST_PER_MESSAGE for m in request.messages)
+    """The most that one try of `request` can take: a token per byte read, as in every tokenizer, and all that fits."""
+    num_bytes = sum(len(one["content"].encode(errors="replace")) + _MOST_PER_MESSAGE for one in request.messages())
     return Usage(num_bytes + _MOST_PER_MESSAGE, max_tokens)
 
 
@@ -42,11 +38,10 @@ def usage_of(answer: Answer, most: Usage) -> Usage:
 
 
 class Budget:
-    """Tokens used and reserved, counted over all threads.
+    """Tokens used and reserved, counted over all threads; `section` is the recipe's, for messages.
 
-    Requests must reserve in a fixed order, for the first one that does not fit ends the run. Then the outcome depends
-    on no server's speed: a request is sent if what those before it have used, plus the most that it can take itself, is
-    within the limits. `section` is the recipe's section, for messages.
+    Requests must reserve in a fixed order, for the first one that does not fit ends the run: then what is sent depends
+    on no server's speed.
     """
 
     def __init__(self, limits: BudgetConfig, prices: Prices | None, section: str = "llm") -> None:
@@ -86,9 +81,8 @@ class Budget:
 
     def price(self, usage: Usage) -> float | None:
         """Dollars for so many tokens; None where no price is known."""
-        if self._prices is None:
-            return None
-        return (usage.prompt * self._prices.prompt + usage.completion * self._prices.completion) / 1e6
+        prices = self._prices
+        return prices and (usage.prompt * prices.prompt + usage.completion * prices.completion) / 1e6
 
     def account(self, usage: Usage) -> dict[str, Any]:
         """Tokens and dollars as a stage's summary shows them."""
@@ -102,9 +96,8 @@ class Budget:
         return (max_tokens is None or usage.total <= max_tokens) and within_dollars
 
     def __str__(self) -> str:
-        limits = [f"{self._limits.max_tokens:,} tokens" if self._limits.max_tokens is not None else ""]
-        limits += [f"${self._limits.max_dollars:,g}" if self._limits.max_dollars is not None else ""]
-        return " and ".join(filter(None, limits))
+        shown = ("{:,} tokens", self._limits.max_tokens), ("${:,g}", self._limits.max_dollars)
+        return " and ".join(words.format(limit) for words, limit in shown if limit is not None)
 
 
 def over_budget(budget: Budget) -> CompletionError:

@@ -15,17 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm.answers import (
-    Answer,
-    Answers,
-    Completion,
-    CompletionError,
-    Request,
-    Usage,
-    body_of,
-    estimate_prompt,
-    read_answer,
-)
+from skilltrain.llm.answers import Answer, Answers, Completion, CompletionError, Request, Usage, read_answer
 from skilltrain.llm.budget import Budget, most_of, over_budget, usage_of
 from skilltrain.llm.settings import OpenAIConfig, ServerConfig, SmolLM2Config
 
@@ -54,10 +44,7 @@ class Server:
 
     @cached_property
     def client(self) -> "openai.OpenAI":
-        """openai's client. Raises SkilltrainError where the server is OpenAI's own and no key is set.
-
-        It repeats nothing by itself: a try that broke off may have been charged, so each one is paid from the budget.
-        """
+        """openai's client, or SkilltrainError; it repeats nothing itself, for each try is paid from the budget."""
         import openai
 
         if self.config.is_openai and not self._key:
@@ -73,15 +60,18 @@ class Server:
     def ask(self, send: Callable[[], tuple[ReplyT, Usage]], most: Usage) -> ReplyT:
         """The reply that `send` gives, with what it took, after as many tries as the settings allow.
 
-        `most` is reserved for the first try. Raises CompletionError where the reply is malformed or the budget holds no
-        further try, and ServerError where all failed.
+        `most` is reserved for the first. Raises CompletionError for a malformed reply or where the budget holds no
+        further try, ServerError where all failed.
         """
         import openai
 
         for num_tries in itertools.count(1):
             used = most  # until something else is known
             try:
-                self._take_turn()
+                with self._pace:
+                    start = max(time.monotonic(), self._free_at)
+                    self._free_at = start + 60 / (self.config.requests_per_minute or float("inf"))
+                time.sleep(max(0.0, start - time.monotonic()))
                 reply, used = send()
                 return reply
             except openai.OpenAIError as error:
@@ -96,17 +86,10 @@ class Server:
                 raise over_budget(self.budget)
         raise AssertionError
 
-    def _take_turn(self) -> None:
-        """Wait until the next request may go out."""
-        with self._pace:
-            start = max(time.monotonic(), self._free_at)
-            self._free_at = start + 60 / (self.config.requests_per_minute or float("inf"))
-        time.sleep(max(0.0, start - time.monotonic()))
-
     def _fault(self, error: Exception) -> "ServerError":
         """What an error of openai's client means; the key is not in it."""
         reason = " ".join(self.blot(str(error) or "timed out").split())[:300]
-        section, status = self.config.section, _status(error)
+        section, status = self.config.section, getattr(error, "status_code", None)
         what = fix = ""
         if status in (401, 403):
             what, fix = f"the key was refused: {reason}", f"set {self.config.api_key_env} to a valid key"
@@ -123,7 +106,7 @@ class Server:
 
 
 class ServerError(CompletionError):
-    """A request that the server did not answer, or answered with a `status` that is a failure, after all tries.
+    """A request without an answer, after all tries; `status` is None where a connection broke or was never there.
 
     `is_refused`: the same request cannot succeed a little later. `ends_run` is what to raise where no other can either.
     """
@@ -133,15 +116,10 @@ class ServerError(CompletionError):
         self.status, self.is_refused, self.ends_run = status, is_refused, ends_run
 
 
-def _status(error: Exception) -> int | None:
-    """The status with which a server answered; None where a connection broke or was never there."""
-    return getattr(error, "status_code", None)
-
-
 def _may_have_cost(error: Exception) -> bool:
     """Whether the server may have answered, and charged, without our seeing it: it was reached and gave no status."""
     was_reached = type(error.__cause__).__name__ not in ("ConnectError", "ConnectTimeout", "PoolTimeout")
-    return _status(error) is None and was_reached
+    return was_reached and getattr(error, "status_code", None) is None
 
 
 def _wait_before_retry(error: Exception, num_tries: int) -> float:
@@ -155,8 +133,8 @@ def _wait_before_retry(error: Exception, num_tries: int) -> float:
 def in_threads(work: Callable[[ItemT], ReplyT], items: Iterable[ItemT], num_threads: int) -> Iterator[ReplyT]:
     """Yield `work(item)` of each item as it is done; items are taken one by one, in their order.
 
-    After an error no item is begun; those under way come to their end and are yielded, then the error is raised.
-    Threads are daemons, unlike those of ThreadPoolExecutor, so that Ctrl-C need not wait for a silent server.
+    After an error no item is begun; those under way are yielded, then the error is raised. Threads are daemons, unlike
+    those of ThreadPoolExecutor, so that Ctrl-C need not wait for a silent server.
     """
     todo, turn, stopped = iter(items), threading.Lock(), threading.Event()
     done: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()  # (True, a reply) or (False, how a thread ended)
@@ -189,10 +167,7 @@ def in_threads(work: Callable[[ItemT], ReplyT], items: Iterable[ItemT], num_thre
 
 
 class LLM(ABC):
-    """A chat model, with the answers that it has given before and what it has used and may use.
-
-    An answer from the cache counts what it took when it was made.
-    """
+    """A chat model, the answers that it has given before (they count what they took) and its budget."""
 
     def __init__(self, config: OpenAIConfig | SmolLM2Config, answers: Answers, budget: Budget) -> None:
         self.model, self.max_tokens = config.model, config.max_tokens
@@ -200,10 +175,9 @@ class LLM(ABC):
 
     @abstractmethod
     def complete_all(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
-        """Yield (position, answer) of every request as it comes; positions count from 0.
+        """Yield (position, answer) of every request as it comes; requests are taken in order, as there is room.
 
-        Requests are taken and sent one by one, in order, as there is room for them. Raises SkilltrainError where no
-        further request can succeed; what was answered until then is in the cache.
+        Raises SkilltrainError where no further request can succeed; what was answered until then is in the cache.
         """
 
     def _one_by_one(
@@ -212,7 +186,6 @@ class LLM(ABC):
         """The answers that are kept, or else the model's. `ask` gets what is reserved, and books what it took."""
 
         def reserved() -> Iterator[tuple[int, Request, Usage | None]]:
-            """(position, request, what is reserved for it; None where the budget does not hold it), in turn."""
             for position, request in enumerate(requests):
                 most = most_of(request, self.max_tokens)
                 yield position, request, most if self.budget.wait_to_reserve(most) else None
@@ -222,8 +195,7 @@ class LLM(ABC):
             if most is None:
                 return position, over_budget(self.budget)
             key = self.answers.key(request)
-            known = self.answers.get(key)
-            if known is not None:
+            if (known := self.answers.get(key)) is not None:
                 self.budget.settle(most, usage_of(known, most))
                 return position, known
             found = ask(request, most)
@@ -241,7 +213,7 @@ class LiveLLM(LLM):
         self._config, self._server, self._num_failures = config, Server(config, budget), 0
 
     def complete_all(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
-        """See LLM. Too many failures in a row end the run too."""
+        """See LLM. Too many failures in a row end the run, too."""
         return self._one_by_one(requests, self._ask, self._config.concurrency)
 
     def _ask(self, request: Request, most: Usage) -> Answer:
@@ -262,17 +234,13 @@ class LiveLLM(LLM):
     def _send(self, request: Request) -> tuple[Completion, Usage]:
         """The server's reply to one try, and what it took. Raises CompletionError where it is no completion."""
         completions = self._server.client.chat.completions.with_raw_response
-        reply = completions.create(**body_of(request, self._config))
-        completion = read_answer(self._server.blot(reply.text), estimate_prompt(request.messages))
-        return completion, completion.usage
+        reply = completions.create(**request.body(self._config))
+        completion = read_answer(self._server.blot(reply.text), request.num_tokens())
+        return completion, usage_of(completion, Usage())
 
 
 class SmolLM2(LLM):
-    """SmolLM2-135M-Instruct, which comes as a Python package and runs on a CPU; loaded when it is first asked.
-
-    The package is found and never imported: its own code needs llama.cpp. Raises SkilltrainError, naming the install
-    commands, if it is missing.
-    """
+    """SmolLM2-135M-Instruct from its package, which is never imported (its code needs llama.cpp), on the CPU."""
 
     def __init__(self, config: SmolLM2Config, answers: Answers, budget: Budget) -> None:
         super().__init__(config, answers, budget)
@@ -283,7 +251,7 @@ class SmolLM2(LLM):
         self._temperature, self._folder = config.temperature, Path(package.submodule_search_locations[0])
 
     def complete_all(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
-        """See LLM. The same seed gives the same answer."""
+        """See LLM."""
         return self._one_by_one(requests, self._ask, 1)
 
     def _ask(self, request: Request, most: Usage) -> Answer:
@@ -293,7 +261,7 @@ class SmolLM2(LLM):
         with torch.random.fork_rng(), torch.inference_mode():
             torch.manual_seed(request.seed)
             prompt = tokenizer.apply_chat_template(
-                request.rows(), add_generation_prompt=True, return_tensors="pt", return_dict=True
+                request.messages(), add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
             sampling = {"do_sample": True, "temperature": self._temperature} if self._temperature else {}
             tokens = model.generate(**prompt, max_new_tokens=self.max_tokens, **sampling)[0]
@@ -301,7 +269,7 @@ class SmolLM2(LLM):
         text = tokenizer.decode(tokens[num_prompt:], skip_special_tokens=True)
         finish_reason = "stop" if int(tokens[-1]) == tokenizer.eos_token_id else "length"
         answer = Completion(text, finish_reason, num_prompt, len(tokens) - num_prompt)
-        self.budget.settle(most, answer.usage)
+        self.budget.settle(most, usage_of(answer, most))
         return answer
 
     @cached_property

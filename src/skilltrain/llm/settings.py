@@ -10,9 +10,7 @@ from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 
 _CACHE_FIELD = Field(
-    default=Path("~/.cache/skilltrain/llm"),
-    description="folder of answers already given, shared by all runs; null: none. Two runs that ask the same question "
-    "at the same time both pay for it",
+    default=Path("~/.cache/skilltrain/llm"), description="folder of answers given, for all runs; null: none"
 )
 
 
@@ -38,11 +36,9 @@ class BatchConfig(Config):
 
 
 class ServerConfig(Config):
-    """An OpenAI-compatible server and how fast it may be asked; chat models and embeddings have this in common."""
+    """An OpenAI-compatible server and how fast it may be asked; `section` is its section's name, for messages."""
 
     section: ClassVar[str]
-    """The section's name in a recipe, for messages."""
-
     model: str = Field(min_length=1, description="the server's name of the model")
     base_url: str = Field(default="https://api.openai.com/v1", description="e.g. http://localhost:11434/v1 (Ollama)")
     api_key_env: str = Field(default="OPENAI_API_KEY", description="environment variable that holds the key")
@@ -54,7 +50,7 @@ class ServerConfig(Config):
 
     @property
     def is_openai(self) -> bool:
-        """Whether this is OpenAI's own server, which needs a key and has prices that we know."""
+        """Whether this is OpenAI's own server."""
         return urllib.parse.urlsplit(self.base_url).hostname == "api.openai.com"
 
     @field_validator("api_key_env")
@@ -85,15 +81,11 @@ class OpenAIConfig(ServerConfig):
 
     section: ClassVar[str] = "llm"
     kind: Literal["openai"] = "openai"
-    mode: Literal["live", "batch"] = Field(
-        default="live", description="live: answers now; batch: the Batch API, half the price, up to a day"
-    )
+    mode: Literal["live", "batch"] = Field(default="live", description="batch: the Batch API, half the price, a day")
     model: str = Field(default="gpt-4o-mini", min_length=1, description="the server's name of the model")
     temperature: float | None = Field(default=1.0, ge=0, le=2, description="null: the server's own")
     max_tokens: int = Field(default=1024, ge=1, description="longest answer, in tokens")
-    prices: Prices | None = Field(
-        default=None, description="of the chosen mode; null: OpenAI's own where we know them, else no dollars are shown"
-    )
+    prices: Prices | None = Field(default=None, description="of the chosen mode; null: OpenAI's own, if we know them")
     batch: BatchConfig = Field(default=BatchConfig(), description="how the Batch API is used")
     cache: Path | None = _CACHE_FIELD
 
