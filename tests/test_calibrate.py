@@ -133,7 +133,7 @@ def test_a_calibration_of_other_rankers_is_refused_or_dropped(folders, tmp_path)
     ("settings", "complaint"),
     [
         (["folds=99"], "cannot be cut into 99 folds"),
-        (["unserved={tmp}/text.jsonl"], "text.jsonl, line 1: has no text under the key 'query'"),
+        (["unserved={tmp}/text.jsonl"], "text.jsonl, line 1: query: "),
         (["answered=1.5"], "answered: must be less than 1"),
         (["split=nowhere"], "holds no query of split 'nowhere'"),
         (["router={tmp}"], "holds no router"),

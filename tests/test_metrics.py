@@ -38,10 +38,10 @@ def test_a_measure_is_read_and_printed_back():
     ("text", "message"),
     [
         ("ndcg@10", "unknown measure 'ndcg@10', did you mean 'nDCG@10'?"),
-        ("MRR", "measure 'MRR' needs a whole cutoff from 1, like MRR@10"),
-        ("Hit@0", "needs a whole cutoff from 1"),
-        ("Hit@" + "9" * 5000, "needs a whole cutoff from 1"),
-        ("Set-Compat@3", "measure 'Set-Compat@3' takes no cutoff"),
+        ("MRR", "unknown measure 'MRR', did you mean 'MRR@10'?"),
+        ("Hit@0", "did you mean 'Hit@10'?"),
+        ("Hit@" + "9" * 5000, "did you mean 'Hit@10'?"),
+        ("Set-Compat@3", "did you mean 'Set-Compat'?"),
         ("ndcg", "did you mean 'nDCG@10'?"),
         ("R@20", "did you mean 'Recall@20'?"),  # ir_measures' name
         ("", "unknown measure ''"),
@@ -51,7 +51,7 @@ def test_what_names_no_measure_is_told_the_nearest_and_all_allowed(text: str, me
     with pytest.raises(SkilltrainError) as error:
         parse_measure(text)
     assert message in str(error.value)
-    assert "Set-Compat@" in text or "measures are Hit@k, MRR@k, nDCG@k" in str(error.value)
+    assert "measures are Hit@k, MRR@k, nDCG@k" in str(error.value)
 
 
 CUT = [name for name in MEANINGS if name != "Set-Compat"]  # the measures with a cutoff

@@ -384,7 +384,9 @@ def test_what_cannot_be_scored_is_refused(bench: Path) -> None:
     write_pool(bench / "pool", POOL[1:])
     assert "gold skill 'pdf' of query 'q3' is not among the 3 skills" in skilltrain(*arguments(bench)).error_line
     write_table([{"query_id": "q9", "step_id": "1", "text": "t", "depends_on": []}], PLANS, bench / "bench")
-    assert "a step is of query 'q9', which is not in queries" in skilltrain(*arguments(bench)).error_line
+    assert (
+        "1 judged or planned queries are not in queries.parquet, first 'q9'" in skilltrain(*arguments(bench)).error_line
+    )
     (bench / "bench" / "plans.parquet").unlink()
     assert "its tasks have no steps" in skilltrain(*arguments(bench)).error_line
 

@@ -111,7 +111,7 @@ def test_a_label_of_many_values_makes_no_slices_and_two_pools_of_one_task_are_dr
         ([ONE], [], "needs at least one system, one query and one measure"),
         ([ONE, ONE], ["Hit@1"], "two systems are named 'one'"),
         ([ONE, system("b", [1, 1])], ["Hit@1"], "system b: .*first 'q3'"),
-        ([ONE, system("b", [1, 1, 1])], ["Set-Compat"], "system b: 1 queries have no value of .*, first 'q2'"),
+        ([ONE, system("b", [1, 1, 1])], ["Set-Compat"], "system b: 1 values are missing or .*Set-Compat of query 'q2'"),
     ],
 )
 def test_systems_that_do_not_fit_together_are_refused(results: list[SystemResult], measures: list[str], message: str):

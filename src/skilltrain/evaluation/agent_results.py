@@ -72,9 +72,10 @@ def agent_results(trials: Sequence[Trial], gold: Mapping[str, Relevance], ceilin
     if ceiling is not None and ceiling not in rows:
         raise SkilltrainError(f"there is no condition '{ceiling}'", fix=f"give one of {', '.join(rows)}")
     least = min(len(row) for tasks in rows.values() for row in tasks.values())
-    values = {name: {task: task_values(row, least, gold.get(task)) for task, row in one.items()}
-              for name, one in rows.items()}  # fmt: skip
-    results = [SystemResult(name, of_task, {}) for name, of_task in values.items()]
+    results: list[SystemResult] = []
+    for name, of_task in rows.items():
+        values = {task: task_values(row, least, gold.get(task)) for task, row in of_task.items()}
+        results.append(SystemResult(name, values, {}))
     tasks, means = same_queries(results), dict[str, Mapping[str, Interval]]()
     for result in results:  # each by itself: a condition without skills has no use rate
         measures = [*dict.fromkeys(measure for row in result.per_query.values() for measure in row)]

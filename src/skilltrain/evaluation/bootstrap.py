@@ -1,8 +1,8 @@
 """How far a mean over queries can be trusted: percentile bootstrap intervals (Efron, 1979), 95 percent.
 
-Queries are drawn with replacement, so an interval tells what another sample of queries would have given; it says
-nothing about another training run. Where one task is ranked over several pools, its queries are a cluster, drawn
-together: they are no independent evidence. Intervals of the same number of queries and seed share their draws.
+Queries are drawn with replacement, so an interval tells what other queries would have given, not another training run.
+Where one task is ranked over several pools, its queries are a cluster, drawn together: they are no independent
+evidence. Intervals of the same number of queries and seed share their draws.
 """
 
 import math
@@ -17,7 +17,7 @@ from skilltrain.errors import SkilltrainError
 RESAMPLES = 10_000
 _KAPPAS = 2_000  # draws of `agreement`
 LEVEL = 0.95
-Z = 1.96  # standard errors on either side of the mean: 95 percent
+_ENDS = (1 - LEVEL) / 2, (1 + LEVEL) / 2
 _CELLS_AT_ONCE = 2_000_000  # drawn queries held in memory: 16 MB of indices and 16 MB of counts
 _ZERO = 1e-12  # a mean of differences nearer to 0 than this is 0 but for rounding
 
@@ -51,10 +51,7 @@ def interval(values: Sequence[float], *, seed: int) -> Interval:
 
 
 def share(values: Sequence[bool] | Float[np.ndarray, " query"]) -> Interval:
-    """The share of `values` that are 1, with Wilson's interval (1927), which is no point at 0 and 1.
-
-    Raises SkilltrainError where there is no value.
-    """
+    """The share of `values` that are 1, with Wilson's interval (1927), which is no point at 0 and 1."""
     from scipy.stats import binomtest
 
     if not len(values):
@@ -65,15 +62,12 @@ def share(values: Sequence[bool] | Float[np.ndarray, " query"]) -> Interval:
 
 
 def separation(above: Sequence[float], below: Sequence[float], *, seed: int) -> Interval:
-    """The chance that a value of `above` is larger than one of `below` (AUROC; equal values count half), n = all.
-
-    Both are drawn anew for the interval.
-    """
+    """The chance that a value of `above` is larger than one of `below` (AUROC; equal values count half), n = all."""
     larger = np.greater.outer(above, below) + 0.5 * np.equal.outer(above, below)
     source = np.random.default_rng(seed)
     rows, columns = (source.multinomial(size, np.full(size, 1 / size), RESAMPLES) for size in larger.shape)
     drawn = np.einsum("da,ab,db->d", rows, larger, columns, optimize=True) / larger.size
-    low, high = np.quantile(drawn, ((1 - LEVEL) / 2, (1 + LEVEL) / 2)).tolist()
+    low, high = np.quantile(drawn, _ENDS).tolist()
     return Interval(float(larger.mean()), low, high, sum(larger.shape))
 
 
@@ -95,9 +89,8 @@ def paired_differences(
     queries, 7% of 24 and 6% of 75. The exact tests (comparison.py) keep to 5%.
     """
     means = resampled_means(differences, seed=seed, clusters=clusters)
-    num_below = np.count_nonzero(means <= _ZERO, axis=0)
-    num_above = np.count_nonzero(means >= -_ZERO, axis=0)
-    tails = np.minimum(2 * (1 + np.minimum(num_below, num_above)) / (RESAMPLES + 1), 1.0)
+    smaller = np.minimum(np.count_nonzero(means <= _ZERO, axis=0), np.count_nonzero(means >= -_ZERO, axis=0))
+    tails = np.minimum(2 * (1 + smaller) / (RESAMPLES + 1), 1.0)
     return list(zip(_intervals(differences, means), tails.tolist(), strict=True))
 
 
@@ -132,8 +125,8 @@ def cluster_sums(
     """The sum of each cluster's values and how many they are; without clusters each query is one, in its place."""
     if clusters is None or len(set(clusters)) == len(values):
         return values, np.ones(len(values))
-    places = {name: place for place, name in enumerate(dict.fromkeys(clusters))}
-    member = np.array([places[name] for name in clusters])
+    places: dict[str, int] = {}
+    member = np.array([places.setdefault(name, len(places)) for name in clusters])
     sums = np.zeros((len(places), values.shape[1]))
     np.add.at(sums, member, values)
     return sums, np.bincount(member).astype(np.float64)
@@ -142,24 +135,22 @@ def cluster_sums(
 def _intervals(
     values: Float[np.ndarray, "query column"], means: Float[np.ndarray, "resample column"]
 ) -> tuple[Interval, ...]:
-    rows = np.vstack([values.mean(axis=0), np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)])
+    rows = np.vstack([values.mean(axis=0), np.quantile(means, _ENDS, axis=0)])
     rows = np.clip(rows, values.min(axis=0), values.max(axis=0))  # rounding must not leave the range of the values
     return tuple(Interval(float(mean), float(low), float(high), len(values)) for mean, low, high in rows.T)
 
 
 def normal_interval(values: Sequence[float]) -> Interval:
-    """The mean and mean ± 1.96 standard errors: the 95% interval that papers print without resampling.
+    """The mean ± 1.96 standard errors, clipped to [0, 1]: what papers print without resampling.
 
     For values of 0 and 1 with mean p the standard error is √(p(1 − p) / n), as in SkillRouter, appendix E; for others
-    s / √n (n − 1 in s), clipped to [0, 1]. Values count as independent: the paper's 150 are 75 queries over two pools.
+    s / √n (n − 1 in s). Values count as independent: the paper's 150 are 75 queries over two pools.
     """
     array = np.asarray(values, dtype=np.float64)
     mean, num = float(array.mean()), len(array)
-    if is_binary(array):
-        error = math.sqrt(mean * (1 - mean) / num)
-    else:
-        error = float(array.std(ddof=1)) / math.sqrt(num) if array.min() < array.max() else 0.0
-    return Interval(mean, max(mean - Z * error, 0.0), min(mean + Z * error, 1.0), num)
+    spread = float(array.std(ddof=min(1, num - 1))) / math.sqrt(num)
+    margin = 1.96 * (math.sqrt(mean * (1 - mean) / num) if is_binary(array) else spread)
+    return Interval(mean, max(mean - margin, 0.0), min(mean + margin, 1.0), num)
 
 
 def is_binary(values: Float[np.ndarray, "*axes"]) -> bool:
@@ -182,7 +173,7 @@ def agreement(groups: Sequence[Sequence[tuple[str, str]]], *, seed: int) -> Inte
         for first, second in group:
             counts[number, labels.index(first), labels.index(second)] += 1
     drawn = np.random.default_rng(seed).multinomial(len(groups), np.full(len(groups), 1 / len(groups)), _KAPPAS)
-    low, high = np.quantile(cohens_kappa(np.tensordot(drawn, counts, 1)), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = np.quantile(cohens_kappa(np.tensordot(drawn, counts, 1)), _ENDS)
     return Interval(float(cohens_kappa(counts.sum(0)[None])[0]), float(low), float(high), len(pairs))
 
 

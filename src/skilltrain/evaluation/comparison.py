@@ -51,17 +51,12 @@ def values_of(
     system: SystemResult, query_ids: Sequence[str], measures: Sequence[str]
 ) -> Float[np.ndarray, "query measure"]:
     """The system's values in the orders asked for. Raises SkilltrainError for one that is missing or not finite."""
-    values = np.empty((len(query_ids), len(measures)))
-    for column, measure in enumerate(measures):
-        found = [system.per_query[query_id].get(measure) for query_id in query_ids]
-        if absent := [query_id for query_id, value in zip(query_ids, found, strict=True) if value is None]:
-            what = f"{len(absent)} queries have no value of measure '{measure}', first '{absent[0]}'"
-            raise SkilltrainError(what, where=f"system {system.name}")
-        values[:, column] = found
+    rows = [system.per_query[query_id] for query_id in query_ids]
+    values = np.array([row.get(name, math.nan) for row in rows for name in measures]).reshape(len(rows), len(measures))
     if len(bad := np.argwhere(~np.isfinite(values))):
         row, column = bad[0]
-        what = f"{len(bad)} values are not finite numbers, first {measures[column]} = {values[row, column]}"
-        raise SkilltrainError(f"{what} of query '{query_ids[row]}'", where=f"system {system.name}")
+        what = f"{len(bad)} values are missing or not finite, first {measures[column]} of query '{query_ids[row]}'"
+        raise SkilltrainError(what, where=f"system {system.name}")
     return values
 
 
@@ -109,7 +104,7 @@ def compare(
     """
     same_queries(results)
     values = {system.name: values_of(system, query_ids, measures) for system in results}
-    cases = [(baseline, system, column) for baseline, system in pairs for column in range(len(measures))]
+    cases = [(baseline, system, at) for baseline, system in pairs for at in range(len(measures))]
     if not cases:
         return ()
     names = [(clusters or {}).get(query_id, query_id) for query_id in query_ids]
@@ -119,22 +114,20 @@ def compare(
     sums, sizes = cluster_sums(differences, names)
     comparisons: list[Comparison] = []
     for place, (baseline, system, at) in enumerate(cases):
-        before, after = values[baseline][:, at], values[system][:, at]
-        is_share = is_binary(before) and is_binary(after)
-        tests = wilcoxon(sums[:, place] / sizes), mcnemar(sums[:, place]) if is_share else None
-        effect = cohens_h(float(after.mean()), float(before.mean())) if is_share else None
-        about = (system, baseline, measures[at])
-        comparisons.append(Comparison(*about, *found[place], adjusted[place], *tests, effect))
+        before, after, p_mcnemar, effect = values[baseline][:, at], values[system][:, at], None, None
+        if is_binary(before) and is_binary(after):
+            p_mcnemar, effect = mcnemar(sums[:, place]), cohens_h(float(after.mean()), float(before.mean()))
+        about, p_wilcoxon = (system, baseline, measures[at]), wilcoxon(sums[:, place] / sizes)
+        comparisons.append(Comparison(*about, *found[place], adjusted[place], p_wilcoxon, p_mcnemar, effect))
     return tuple(comparisons)
 
 
 def wilcoxon(differences: Float[np.ndarray, " query"], above: bool = False) -> float:
     """The two-sided p of Wilcoxon's signed-rank test: are the differences symmetric about 0?
 
-    With `above` the one-sided p: could they be as far above 0 by chance?
-    Queries on which both are equal are left out; equal amounts share their mean rank. Up to 200 differing queries p is
-    exact, ties or not (scipy counts ties exactly for 13), so that for values of 0 and 1 it is McNemar's p. Beyond, it
-    is the normal approximation with the variance corrected for ties. No difference at all gives 1.
+    With `above` the one-sided p: could they be as far above 0 by chance? Queries on which both are equal are left out;
+    equal amounts share their mean rank. Up to 200 differing queries p is exact, ties or not (scipy counts ties exactly
+    for 13); beyond, it is the normal approximation corrected for ties. No difference at all gives 1.
     """
     from scipy import stats
 
@@ -144,8 +137,7 @@ def wilcoxon(differences: Float[np.ndarray, " query"], above: bool = False) -> f
         ranks = np.rint(2 * stats.rankdata(np.abs(differing)))  # doubled, because ties have halves
         return _sign_flip_p((ranks * np.sign(differing)).astype(np.int64), above)
     side = "greater" if above else "two-sided"
-    found = stats.wilcoxon(differing, correction=False, alternative=side, method="asymptotic")
-    return float(found[1])  # type: ignore[arg-type]
+    return float(stats.wilcoxon(differing, alternative=side, method="asymptotic")[1])  # type: ignore[arg-type]
 
 
 def mcnemar(differences: Float[np.ndarray, " query"]) -> float:
@@ -158,10 +150,7 @@ def mcnemar(differences: Float[np.ndarray, " query"]) -> float:
 
 
 def _sign_flip_p(differences: Int[np.ndarray, " query"], above: bool = False) -> float:
-    """The chance of a sum of positive differences as large as the one found, each sign the toss of a coin.
-
-    Two-sided it is twice the chance of one as far out.
-    """
+    """The chance of a sum of positive differences as far out (or as far `above`), each sign the toss of a coin."""
     amounts = np.abs(differences)
     chances = np.zeros(amounts.sum() + 1)
     chances[0] = 1.0

@@ -6,14 +6,14 @@ and Set-Compat, as in its released evaluation (whose nDCG is nDCG-bin). What Ski
 
 What is decided once, for all callers:
 - A ranking is a list, so its order decides. Where scores tie, whoever made it has put first the skill that stands first
-  in the pool (retrieval) or stood first before (reranking): no order by id, no chance.
+  in the pool (retrieval) or stood first before (reranking).
 - A query that the rankings leave out scores 0; SkillRouter's released evaluation leaves it out of the mean.
 - Gold outside the pool is refused (benchmarks/benchmark.py, check_pool), where the released evaluation shrinks the
   gold. Gold outside the ranking counts as missed. A ranked skill that nobody judged gains nothing.
 - A measure called `… (copies)` also takes `Relevance.copies` for gold, the first of each gold skill in the ranking; a
-  second one gains nothing and keeps its place. So it is never below the measure without copies.
+  second one gains nothing and keeps its place.
 - A measure that is not defined for a query (Set-Compat, where one skill is gold) gives it no value: the key is absent
-  from `per_query`, for every system alike, and the mean and its n run over the queries that have the key.
+  from `per_query`, and the mean and its n run over the queries that have the key.
 """
 
 import difflib
@@ -42,7 +42,6 @@ MEANINGS = {
     "COMP": "gold skills in the top k, divided by the smaller of their number and k",
     SET_COMPAT: "over queries with two or more gold skills: 1 if these, and no others, fill the first places",
 }
-_THEIR_NAMES = {"r": "Recall", "p": "Precision", "rr": "MRR", "success": "Hit"}  # what ir_measures calls them
 _HIGHEST_GAIN = 1000.0  # so that no sum of 2^gain leaves the range of a float
 
 
@@ -120,21 +119,15 @@ def parse_measure(text: str) -> Measure:
 
     Raises SkilltrainError with the nearest name and all allowed ones.
     """
-    if text.endswith(COPIES):
-        return replace(parse_measure(text.removesuffix(COPIES)), copies=True)
-    name, _, cutoff = text.partition("@")
-    allowed = f"measures are {', '.join(_example(known, 'k') for known in MEANINGS)}"
-    if name not in MEANINGS:
-        lower = {known.lower(): known for known in MEANINGS} | _THEIR_NAMES
-        near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.4)
-        hint = f", did you mean '{_example(lower[near[0]], cutoff or '10')}'?" if near else ""
-        raise SkilltrainError(f"unknown measure '{text}'{hint}", fix=allowed)
-    if name == SET_COMPAT and text != name:
-        what = f"measure '{text}' takes no cutoff: it looks at as many places as a query has gold skills"
-        raise SkilltrainError(what, fix=f"write {SET_COMPAT}")
-    if name != SET_COMPAT and not re.fullmatch("[1-9][0-9]{0,8}", cutoff):
-        raise SkilltrainError(f"measure '{text}' needs a whole cutoff from 1, like {name}@10", fix=allowed)
-    return Measure(name, int(cutoff or 0))
+    parts = re.fullmatch(r"(.*?)(?:@([1-9][0-9]{0,8}))?( \(copies\))?", text, re.DOTALL)
+    name, cutoff, copies = parts.groups() if parts else (text, None, None)
+    if name in MEANINGS and (name == SET_COMPAT) != bool(cutoff):
+        return Measure(name, int(cutoff or 0), bool(copies))
+    known = {"r": "Recall", "p": "Precision"} | {one.lower(): one for one in MEANINGS}
+    near = [known[one] for one in difflib.get_close_matches(name.partition("@")[0].lower(), known, n=1, cutoff=0.4)]
+    hint = "".join(f", did you mean '{_example(one, cutoff or '10')}'?" for one in near)
+    allowed = ", ".join(_example(one, "k") for one in MEANINGS)
+    raise SkilltrainError(f"unknown measure '{text}'{hint}", fix=f"measures are {allowed}, with a whole k from 1")
 
 
 def _example(name: str, cutoff: str) -> str:
@@ -179,7 +172,7 @@ def per_query(
 
 
 def evaluate_query(ranking: Sequence[str], relevance: Relevance, measures: Sequence[Measure]) -> dict[str, float]:
-    """Measure name → value for one query's ranking (skill ids, best first), where it is defined (`Measure.applies_to`).
+    """Measure name → value for one query's ranking (skill ids, best first), where it is defined.
 
     Raises SkilltrainError for a skill that appears twice in the ranking, and as `check_relevance` does.
     """

@@ -5,7 +5,7 @@ step without one is missed. Where a benchmark does not say which skill does whic
 defined, and their keys are absent. Everything is a share of one task's steps or skills first, then a mean over tasks.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from statistics import fmean
 
@@ -66,21 +66,17 @@ def plan_values(
     gold = [step.skill_id for step in task.steps]
     if not gold or not all(gold):
         return values
-    kinds = [skills[one].category for one in gold]
-
-    def of_kind(ids: Iterable[str]) -> list[str | None]:
-        return [skills[one].category for one in ids]
-
+    kinds = {one: skill.category for one, skill in skills.items()}
+    picked = [[one] if one else [] for one in chosen]
     for k in CUTOFFS:
-        values[f"R@{k}"] = _by_place(gold, [own[:k] for own in found])
-        values[f"CatR@{k}"] = _by_place(kinds, [of_kind(own[:k]) for own in found])
-    share = _by_place(kinds, [of_kind([one] if one else []) for one in chosen])
+        values |= {f"R@{k}": _by_place(gold, found, k), f"CatR@{k}": _by_place(gold, found, k, kinds)}
+    share = _by_place(gold, picked, 1, kinds)
     return values | {
         "Chain exact": float([*chosen] == gold),
         "Chain category (share)": share,
         "Chain category (all)": float(share == 1 and num == num_gold),
-        "Oracle R@1": _by_place(gold, [own[:1] for own in oracle]),
-        "Oracle CatR@1": _by_place(kinds, [of_kind(own[:1]) for own in oracle]),
+        "Oracle R@1": _by_place(gold, oracle, 1),
+        "Oracle CatR@1": _by_place(gold, oracle, 1, kinds),
     }
 
 
@@ -90,17 +86,17 @@ def _of_needs(task: Task, found: Found, chosen: Sequence[str | None], oracle: Fo
     for skill_id, need in task.relevance.alternatives.items():
         needs[need].add(skill_id)
 
-    def share(ids: set[str] | set[str | None], without: Iterable[set[str] | set[str | None]] = ()) -> float:
+    def share(ids: set[str], *without: set[str]) -> float:
         """Of the needs, those that `ids` meet and nothing of `without` does."""
         return fmean(bool(need & ids) and not any(need & other for other in without) for need in needs.values())
 
-    picked, seen, by_oracle = {*chosen}, _seen(found, None), _seen(oracle, None)
+    picked, seen, by_oracle = {one for one in chosen if one}, _seen(found, None), _seen(oracle, None)
     values = {f"Skill R@{k}": share(_seen(found, k)) for k in CUTOFFS}
-    values |= {"Chosen": share(picked), "Lost in composition": share(seen, [picked])}
+    values |= {"Chosen": share(picked), "Lost in composition": share(seen, picked)}
     if task.steps:
         values["Oracle Skill R@10"] = share(_seen(oracle, 10))
-        values["Lost in decomposition"] = share(by_oracle, [picked, seen])
-        values["Lost in retrieval"] = fmean(not need & {*picked, *seen, *by_oracle} for need in needs.values())
+        values["Lost in decomposition"] = share(by_oracle, picked, seen)
+        values["Lost in retrieval"] = share({*chain(*needs.values())}, picked, seen, by_oracle)
     return values
 
 
@@ -108,7 +104,9 @@ def _seen(found: Found, k: int | None) -> set[str]:
     return {skill_id for own in found for skill_id in own[:k]}
 
 
-def _by_place(wanted: Sequence[str | None], found: Sequence[Sequence[str | None]]) -> float:
-    """The share of `wanted` that stand in what was found at their place."""
-    hits = sum(one is not None and one in own for one, own in zip(wanted, found, strict=False))
-    return hits / len(wanted)
+def _by_place(gold: Sequence[str], found: Found, k: int, kinds: Mapping[str, str | None] | None = None) -> float:
+    """The share of `gold` among the first `k` found at their place; with `kinds`, of their categories."""
+    hits = 0
+    for one, own in zip(gold, found, strict=False):
+        hits += one in own[:k] if kinds is None else kinds[one] in {kinds[other] for other in own[:k]} - {None}
+    return hits / len(gold)

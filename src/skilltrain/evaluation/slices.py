@@ -28,9 +28,9 @@ _ORDER = ("single", "multi", "easy", "medium", "hard", "terse", "long")  # all o
 
 @dataclass(frozen=True, slots=True)
 class SliceMeans:
-    """What the systems score on the queries whose `label` has this `value`; all queries are label and value `all`.
+    """What systems score (`means`: system → measure → mean) on the queries whose `label` has this `value`.
 
-    `means` maps system → measure → mean of the queries that have a value of it (its `n`); left out where none has.
+    All queries are label and value `all`. A mean is over the `n` queries that have a value; left out where none has.
     """
 
     label: str
@@ -72,12 +72,42 @@ def means_by_slice(
     if not results or not labels or not measures:
         raise SkilltrainError("a report needs at least one system, one query and one measure")
     same_queries(results)
-    rows = [row for result in results for row in result.per_query.items()]
-    held = {name: frozenset(query_id for query_id, values in rows if name in values) for name in measures}
-    parts = _slices(labels, most_values)
+    parts: dict[str, dict[str, list[str]]] = {ALL: {ALL: [*labels]}}
+    for query_id, known in labels.items():
+        for label, value in known.items():
+            for one in (value,) if isinstance(value, str) else value:
+                parts.setdefault(label, {}).setdefault(one, []).append(query_id)
+    shown_parts = {
+        (label, value): tuple(values[value])
+        for label, values in parts.items()
+        if len(values) <= most_values
+        for value in sorted(values, key=lambda value: (_ORDER.index(value) if value in _ORDER else len(_ORDER), value))
+    }
     # of many a label one value holds all queries
-    means = {ids: _means(results, ids, held, seed, clusters or {}) for ids in dict.fromkeys(parts.values())}
-    return tuple(SliceMeans(label, value, ids, means[ids]) for (label, value), ids in parts.items())
+    means = {ids: _means(results, ids, measures, seed, clusters or {}) for ids in dict.fromkeys(shown_parts.values())}
+    return tuple(SliceMeans(label, value, ids, means[ids]) for (label, value), ids in shown_parts.items())
+
+
+def _means(
+    results: Sequence[SystemResult],
+    query_ids: Sequence[str],
+    measures: Sequence[str],
+    seed: int,
+    clusters: Mapping[str, str],
+) -> dict[str, dict[str, Interval]]:
+    """System → measure → mean. Measures of the same queries share draws; one of no query is left out."""
+    together: dict[tuple[str, ...], list[str]] = {}
+    for measure in measures:
+        if having := tuple(q for q in query_ids if any(measure in result.per_query[q] for result in results)):
+            together.setdefault(having, []).append(measure)
+    found: dict[str, dict[str, Interval]] = {result.name: {} for result in results}
+    for having, of_these in together.items():
+        columns = np.concatenate([values_of(result, having, of_these) for result in results], axis=1)
+        drawn = [clusters.get(query_id, query_id) for query_id in having]
+        means = iter(intervals(columns, seed=seed, clusters=drawn))
+        for result in results:
+            found[result.name] |= {measure: next(means) for measure in of_these}
+    return {name: {measure: row[measure] for measure in measures if measure in row} for name, row in found.items()}
 
 
 def gaps(
@@ -116,27 +146,21 @@ def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, L
 
     `direction` is from the query's language to those of its gold skills (`zh2en`), `domain` the super-domains of their
     categories. `query length` counts words, a CJK character as one. `description length` is one of four parts of the
-    tasks by the mean words of their gold skills' descriptions in the pool `skills`, left out where its texts are
-    not known.
+    tasks by the mean words of their gold skills' descriptions in the pool `skills`, left out where these are unknown.
     """
-    lengths: dict[str, float] = {}
-    of_gold: dict[str, dict[str, tuple[str, ...]]] = {}
+    golds = {task.query.query_id: [skills[s] for s in wanted_skills(task.relevance, skills)] for task in tasks}
+    words = {q: fmean(num_words(skill.description) for skill in wanted) for q, wanted in golds.items() if wanted}
+    parts, labels = quartiles(words), dict[str, Labels]()
     for task in tasks:
-        query_id, wanted = task.query.query_id, [skills[s] for s in wanted_skills(task.relevance, skills)]
-        if wanted:
-            lengths[query_id] = fmean(num_words(skill.description) for skill in wanted)
-            asked = language_of(task.query.text) or ("en" if task.query.text.isascii() else None)
-            directions = {f"{asked}2{skill.lang}" for skill in wanted if asked and skill.lang}
-            domains = {_domains()[skill.category] for skill in wanted if skill.category in _domains()}
-            found = {"direction": tuple(sorted(directions)), "domain": tuple(sorted(domains))}
-            of_gold[query_id] = {label: values for label, values in found.items() if values}
-    parts = quartiles(lengths)
-    labels: dict[str, Labels] = {}
-    for task in tasks:
-        query_id = task.query.query_id
-        length = "terse" if len(words_of(task.query.text)) <= MOST_TERSE else "long"
-        of_pool = {DESCRIPTION: parts[query_id]} if query_id in parts else {}
-        labels[query_id] = {**of_gold.get(query_id, {}), **task.labels, LENGTH: length, **of_pool}
+        query_id, text = task.query.query_id, task.query.text
+        asked = language_of(text) or ("en" if text.isascii() else None)
+        computed = {
+            "direction": {f"{asked}2{skill.lang}" for skill in golds[query_id] if asked and skill.lang},
+            "domain": {_domains()[skill.category] for skill in golds[query_id] if skill.category in _domains()},
+        }
+        found: dict[str, str | tuple[str, ...]] = {name: tuple(sorted(some)) for name, some in computed.items() if some}
+        found |= {**task.labels, LENGTH: "terse" if len(words_of(text)) <= MOST_TERSE else "long"}
+        labels[query_id] = found | ({DESCRIPTION: parts[query_id]} if query_id in parts else {})
     return labels
 
 
@@ -163,40 +187,3 @@ def quartiles(lengths: Mapping[str, float]) -> dict[str, str]:
         own = [lengths[query_id] for query_id in part]
         names |= dict.fromkeys(part, f"Q{number}, {min(own):.0f}–{max(own):.0f} words")
     return names
-
-
-def _slices(labels: Mapping[str, Labels], most_values: int) -> dict[tuple[str, str], tuple[str, ...]]:
-    """(label, value) → the queries that have it, all queries first."""
-    values: dict[str, dict[str, list[str]]] = {}
-    for query_id, known in labels.items():
-        for label, value in known.items():
-            for one in (value,) if isinstance(value, str) else value:
-                values.setdefault(label, {}).setdefault(one, []).append(query_id)
-    found = {(ALL, ALL): tuple(labels)}
-    for label, parts in values.items():
-        if len(parts) <= most_values:
-            ordered = [*(value for value in _ORDER if value in parts), *sorted(parts.keys() - {*_ORDER})]
-            found |= {(label, value): tuple(parts[value]) for value in ordered}
-    return found
-
-
-def _means(
-    results: Sequence[SystemResult],
-    query_ids: Sequence[str],
-    held: Mapping[str, frozenset[str]],
-    seed: int,
-    clusters: Mapping[str, str],
-) -> dict[str, dict[str, Interval]]:
-    """System → measure → mean. Measures of the same queries share draws; one of no query is left out."""
-    together: dict[tuple[str, ...], list[str]] = {}
-    for measure, known in held.items():
-        if having := tuple(query_id for query_id in query_ids if query_id in known):
-            together.setdefault(having, []).append(measure)
-    found: dict[str, dict[str, Interval]] = {result.name: {} for result in results}
-    for having, measures in together.items():
-        columns = np.concatenate([values_of(result, having, measures) for result in results], axis=1)
-        drawn = [clusters.get(query_id, query_id) for query_id in having]
-        means = iter(intervals(columns, seed=seed, clusters=drawn))
-        for result in results:
-            found[result.name] |= {measure: next(means) for measure in measures}
-    return {name: {measure: row[measure] for measure in held if measure in row} for name, row in found.items()}

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 
 from skilltrain.errors import SkilltrainError
@@ -26,8 +25,7 @@ class GoldStep:
 class Task:
     """One query of a benchmark; `cluster` names the query that it repeats over another pool, "" for none.
 
-    `steps` are those of a compound task, in order, where the benchmark knows them. `where` is the place that a fault in
-    it is told to be at.
+    `steps` are those of a compound task, in order, where known; `where` is the place that a fault in it is told to be.
     """
 
     query: Query
@@ -42,9 +40,9 @@ class Task:
 class Benchmark:
     """Tasks in the order of their file, and the skills that came with them.
 
-    `gold_skills` are to be added to a pool; `pool` is the one that the benchmark was published with, empty where it has
-    none. `notes` say what of the files is not scored, `unscored` are such queries: those of other splits, and those
-    without known gold. `tiers` are the benchmarks that this one joins, each with a pool of its own (`joined`), else ().
+    `gold_skills` are to be added to a pool; `pool` is the benchmark's own, empty where it has none. `notes` say what of
+    the files is not scored, `unscored` are such queries: those of other splits, and those without known gold. `tiers`
+    are the benchmarks that this one joins, each with a pool of its own (`joined`), else ().
     """
 
     name: str
@@ -91,7 +89,7 @@ def make_benchmark(
     """The benchmark in `folder`: the tasks of a split, or all.
 
     `query_ids` are queries of its files that may be no tasks; `gold_skills` are those of the pool that can be gold,
-    unless they are given. Raises SkilltrainError, naming the query and where it stands, for a relevance by which no
+    unless they are given. Raises SkilltrainError for no task, a query in two splits, and a relevance by which no
     ranking could score.
     """
     splits = Counter(task.query.split for task in tasks)
@@ -100,25 +98,23 @@ def make_benchmark(
     if split not in (None, *splits):
         fix = f"its splits are {', '.join(f'{name} ({count})' for name, count in sorted(splits.items()))}"
         raise SkilltrainError(f"holds no query of split '{split}'", where=folder, fix=fix)
-    every = Counter(dict.fromkeys(query_ids, 0))
-    every.update(task.query.query_id for task in tasks)
-    query_id, count = every.most_common(1)[0]
-    if count > 1:
-        raise SkilltrainError(f"query '{query_id}' has two splits", where=folder, fix="give the split to score")
-    scored = tuple(task for task in tasks if split in (None, task.query.split))
-    for task in scored:
+    scored: dict[str, Task] = {}
+    for task in (task for task in tasks if split in (None, task.query.split)):
+        query_id = task.query.query_id
+        if scored.setdefault(query_id, task) is not task:
+            raise SkilltrainError(f"query '{query_id}' has two splits", where=folder, fix="give the split to score")
         try:
             check_relevance(task.relevance)
         except SkilltrainError as error:
-            raise SkilltrainError(f"query '{task.query.query_id}': {error.what}", where=task.where) from error
+            raise SkilltrainError(f"query '{query_id}': {error.what}", where=task.where) from error
     if gold_skills is None:
-        wanted = {skill_id for task in scored for skill_id in (*task.relevance.gold, *task.relevance.alternatives)}
+        wanted = {one for task in scored.values() for one in (*task.relevance.gold, *task.relevance.alternatives)}
         gold_skills = [skill for skill in pool if skill.skill_id in wanted]
-    if num_own := sum(task.query.origin == OWN_TEXT for task in scored):
+    if num_own := sum(task.query.origin == OWN_TEXT for task in scored.values()):
         what = f"{num_own} of {len(scored)} queries are passages of the skills' own texts"
         notes = [*notes, f"{what}: they favour BM25, which finds the same words"]
-    unscored = frozenset(every.keys() - {task.query.query_id for task in scored})
-    return Benchmark(name_of(folder), scored, tuple(gold_skills), tuple(pool), tuple(notes), unscored)
+    unscored = frozenset({*query_ids, *(task.query.query_id for task in tasks)} - scored.keys())
+    return Benchmark(name_of(folder), tuple(scored.values()), tuple(gold_skills), tuple(pool), tuple(notes), unscored)
 
 
 def name_of(folder: Path) -> str:
@@ -129,12 +125,12 @@ def name_of(folder: Path) -> str:
 
 def as_tier(benchmark: Benchmark) -> Benchmark:
     """`benchmark` with its name as its queries' label `tier`, and at the end of their ids: `sum-columns@easy`."""
-    tasks: list[Task] = []
+    tier, tasks = benchmark.name, list[Task]()
     for task in benchmark.tasks:
-        query = replace(task.query, query_id=f"{task.query.query_id}@{benchmark.name}")
-        labels = {**task.labels, "tier": benchmark.name}
-        tasks.append(Task(query, task.relevance, labels, cluster=task.query.query_id))
-    unscored = frozenset(f"{query_id}@{benchmark.name}" for query_id in benchmark.unscored)
+        query_id = task.query.query_id
+        query, labels = replace(task.query, query_id=f"{query_id}@{tier}"), {**task.labels, "tier": tier}
+        tasks.append(replace(task, query=query, labels=labels, cluster=query_id))
+    unscored = frozenset(f"{query_id}@{tier}" for query_id in benchmark.unscored)
     return replace(benchmark, tasks=tuple(tasks), unscored=unscored)
 
 
@@ -142,14 +138,13 @@ def joined(tiers: Sequence[Benchmark]) -> Benchmark:
     """Tiers (`as_tier`) as one benchmark, without a pool of its own: each is ranked over its own, all are scored."""
     if len(tiers) == 1:
         return tiers[0]
-    names = [tier.name for tier in tiers]
-    twice = max(names, key=names.count)
-    if names.count(twice) > 1:
+    (twice, count), *_ = Counter(tier.name for tier in tiers).most_common()
+    if count > 1:
         fix = "give each folder a name of its own"
         raise SkilltrainError(f"two tiers are named '{twice}'", where="benchmark", fix=fix)
     return Benchmark(
-        name=" + ".join(names),
-        tasks=tuple(chain.from_iterable(tier.tasks for tier in tiers)),
+        name=" + ".join(tier.name for tier in tiers),
+        tasks=tuple(task for tier in tiers for task in tier.tasks),
         notes=tuple(f"{tier.name}: {note}" for tier in tiers for note in tier.notes),
         unscored=frozenset().union(*(tier.unscored for tier in tiers)),
         tiers=tuple(tiers),
@@ -170,9 +165,7 @@ def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
     of a skill that is not gold and not in the pool (SkillRouter's easy pool lacks the degraded copies) is left out, so
     that a perfect ranking has nDCG 1, as in the released evaluation.
     """
-    pool = frozenset(skill_ids)
-    missing: list[str] = []
-    tasks: list[Task] = []
+    pool, missing, tasks = frozenset(skill_ids), list[str](), list[Task]()
     for task in benchmark.tasks:
         gold, gains, alternatives = task.relevance.gold, task.relevance.gains, task.relevance.alternatives
         met = pool.union(need for skill_id, need in alternatives.items() if skill_id in pool)
@@ -189,8 +182,8 @@ def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
 def knowing_copies(benchmark: Benchmark, copies: Mapping[str, Collection[str]]) -> Benchmark:
     """`benchmark` whose tasks know the copies of what they want; `copies` maps skill_id → its copies.
 
-    A skill that the benchmark wants or gives a gain of its own is no copy: its judgement knows more. A copy of two gold
-    skills is that of the first by id. A note says how many queries have copies.
+    A skill that the benchmark wants or gives a gain is no copy: its judgement knows more. A copy of two gold skills is
+    that of the first by id. A note says how many queries have copies.
     """
     tasks: list[Task] = []
     for task in benchmark.tasks:

@@ -1,18 +1,17 @@
 """LiveMCPBench (Mo et al., 2025): tasks with the MCP tools that an annotator used, over the tools of 70 servers.
 
 A task names its tools without their servers, so a name that several servers offer has several candidates. Any of them
-is taken to do: the first is gold, the others are its alternatives (Relevance.alternatives). A needed tool that is not
-among the tools cannot be gold, and a task with no other is not scored; the benchmark's `notes` count both.
+is taken to do: the first is gold, the others are its alternatives (Relevance.alternatives). A tool that no server
+offers cannot be gold, and a task with no other is not scored; the benchmark's `notes` count both.
 """
 
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AliasChoices, AliasPath, BeforeValidator, Field
 
-from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, GoldStep, Task, make_benchmark, task_of
 from skilltrain.evaluation.benchmarks.rows import Label, NamedRow, Text, parse_row, read_rows, unique
 from skilltrain.evaluation.metrics import Relevance
@@ -63,7 +62,6 @@ class _TaskRow(NamedRow):
     tools: Annotated[list[Text], BeforeValidator(_listed)] = Field(
         validation_alias=AliasChoices("tools", AliasPath("Annotator Metadata", "Tools"))
     )
-    tool_skill_ids: list[list[Text]] | None = None  # for each tool those that could be meant; None: all of its name
     category: Label = ""
     steps: Annotated[list[Text], BeforeValidator(_in_steps)] = Field(
         default=[], validation_alias=AliasChoices("steps", AliasPath("Annotator Metadata", "Steps"))
@@ -80,20 +78,26 @@ def read_livemcpbench(folder: Path, split: str | None) -> Benchmark:
         entries = enumerate(read_json(file), 1)
         asked = (parse_row(_TaskRow, values, f"{file}, entry {number}") for number, values in entries)
     pool, rows = unique("skill", tools), unique("task", asked)
+    by_name: dict[str, list[str]] = {}
+    for skill_id, tool in pool.items():
+        by_name.setdefault(tool.name, []).append(skill_id)
     tasks: list[Task] = []
-    without: list[str] = []  # the task of each tool that has no candidate
     for task_id, row in rows.items():
-        candidates = _candidates(row, pool)
-        without += [task_id for skill_ids in candidates if not skill_ids]
-        relevance = _relevance(row, candidates, pool)
-        if relevance.gold:
+        gold, alternatives = dict[str, float](), dict[str, str]()
+        for first, *others in (by_name[name] for name in row.tools if name in by_name):
+            gold[first] = 1.0
+            alternatives |= dict.fromkeys(others, first)
+        if gold:
             query = Query(task_id, row.query, kind="", origin=_ORIGIN, split="test")
+            relevance = Relevance(frozenset(gold), gold, alternatives)
             tasks.append(task_of(query, relevance, {"category": row.category}, row.where, map(GoldStep, row.steps)))
     notes: list[str] = []
-    if without:
-        missing = f"{len(without)} of {sum(len(row.tools) for row in rows.values())} needed tools"
-        notes.append(f"{missing} ({len(set(without))} tasks) have no candidate and are no gold")
-    if left_out := sorted(rows.keys() - {task.query.query_id for task in tasks}, key=[*rows].index):
+    needed = [(task_id, name in by_name) for task_id, row in rows.items() for name in row.tools]
+    if without := [task_id for task_id, is_known in needed if not is_known]:
+        missing = f"{len(without)} of {len(needed)} needed tools ({len({*without})} tasks)"
+        notes.append(f"{missing} have no candidate and are no gold")
+    scored = {task.query.query_id for task in tasks}
+    if left_out := [task_id for task_id in rows if task_id not in scored]:
         notes.append(f"{len(left_out)} of {len(rows)} tasks have no gold and are not scored: {', '.join(left_out[:3])}")
     return make_benchmark(folder, tasks, split, rows, [tool.skill() for tool in pool.values()], notes=notes)
 
@@ -112,27 +116,3 @@ def _tools_of(servers: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
                     "parameters": sorted((tool.get("inputSchema") or {}).get("properties") or {}),
                     "category": server.get("category"),
                 }
-
-
-def _candidates(row: _TaskRow, pool: Mapping[str, _ToolRow]) -> list[list[str]]:
-    """For each tool of a task the ids that could be meant."""
-    if row.tool_skill_ids is None:
-        return [[skill_id for skill_id, tool in pool.items() if tool.name == name] for name in row.tools]
-    if len(row.tools) != len(row.tool_skill_ids):
-        what = f"task '{row.row_id}' has {len(row.tools)} tools and {len(row.tool_skill_ids)} lists of candidates"
-        raise SkilltrainError(what, where=row.where)
-    return row.tool_skill_ids
-
-
-def _relevance(row: _TaskRow, candidates: Sequence[Sequence[str]], pool: Container[str]) -> Relevance:
-    """What a task asks for; nothing, where none of its tools has a candidate."""
-    needs: dict[str, str] = {}  # candidate → the first one of its tool
-    for group in dict.fromkeys(tuple(skill_ids) for skill_ids in candidates):
-        for skill_id in group:
-            if skill_id in needs or skill_id not in pool:
-                fault = "is a candidate for two tools" if skill_id in needs else "is not among the benchmark's own"
-                raise SkilltrainError(f"skill '{skill_id}' of task '{row.row_id}' {fault}", where=row.where)
-            needs[skill_id] = group[0]
-    gold = {skill_id: 1.0 for skill_id, first in needs.items() if skill_id == first}
-    alternatives = {skill_id: first for skill_id, first in needs.items() if skill_id != first}
-    return Relevance(frozenset(gold), gold, alternatives)
