@@ -269,7 +269,7 @@ def test_runs_over_different_queries_and_what_is_not_there_are_named():
          r".* holds 30, this one 28\), first 'q0'"),  # also where the asked ones stand in all
         (SYSTEMS, ["Hit@3"], IDS, "30 values are missing or not finite, first Hit@3 of query 'q0'"),
         (SYSTEMS, MEASURES, [], "no values"),
-        ([BM25, odd, TRAINED], MEASURES, IDS, r"system base: 1 values are missing or not .*, first Hit@1 of query 'q4'"),
+        ([BM25, odd, TRAINED], MEASURES, IDS, r"system base: 1 values are missing or .*, first Hit@1 of query 'q4'"),
     ):  # fmt: skip
         with pytest.raises(SkilltrainError, match=message):
             compare(systems, PAIRS, measures, ids, seed=0)
