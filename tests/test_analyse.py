@@ -18,9 +18,7 @@ from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.routing.analyse import (
     AVERAGE,
-    Agent,
     compare_structure,
-    estimate,
     latencies,
     outcomes,
     pass_rates,
@@ -155,11 +153,6 @@ def test_tables_15_and_16_of_skillrouter():
     gain = last["with_gold"] - last["without_skills"]
     low, high = (last["without_skills"] + end * gain for end in (0.440, 0.740))
     assert last["estimates"]["FC@10"] == Interval(pytest.approx((2 * low + high) / 3), low, high, 150)
-
-
-def test_the_interval_is_turned_round_where_skills_harm():
-    harmed = estimate(Agent("harmed by skills", 0.6, 0.2), Interval(0.5, 0.25, 0.5, 9))
-    assert [harmed.mean, harmed.low, harmed.high] == pytest.approx([0.4, 0.4, 0.5])
 
 
 # Structure of skills -------------------------------------------------------------------------------------------------

@@ -106,16 +106,18 @@ def test_several_files_and_analyses_are_for_a_report_and_json_is_not(benchmark, 
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        ("", ["bm25"]),
-        ("--encoder one --encoder two --reranker three",
-         ["bm25", "encoder one", "encoder two", "encoder two + reranker"]),
-        ("--reranker three", ["bm25", "bm25 + reranker"]),
+        ([], ["bm25"]),
+        (["--encoder", "bert", "--encoder", "qwen3", "--reranker", "bert_reranker"],
+         ["bm25", "encoder {bert}", "encoder {qwen3}", "encoder {qwen3} + reranker"]),
+        (["--reranker", "bert_reranker"], ["bm25", "bm25 + reranker"]),
     ],
 )  # fmt: skip
-def test_models_of_the_command_line_are_systems_side_by_side(benchmark, tmp_path, options, names):
+def test_models_of_the_command_line_are_systems_side_by_side(benchmark, tmp_path, model_folders, options, names):
     """BM25, each encoder, and the reranker on the last of them; a pool alone asks BM25."""
     pool = write_pool(tmp_path / "pool", (Skill(name, name, "d", "how") for name in ("gt/a", "gt/b", "gt/c")))
-    given = ["--benchmark", benchmark, "--pool", pool, f"out={tmp_path / 'run'}", *options.split()]
+    models = [str(model_folders.get(option, option)) for option in options]
+    given = ["--benchmark", benchmark, "--pool", pool, f"out={tmp_path / 'run'}", *models]
     shown = succeeds("evaluate", *given, "--dry-run")
-    assert [line.split(": ")[1] for line in shown.err.splitlines() if line.startswith("- name: ")] == names
+    found = [line.split(": ")[1] for line in shown.err.splitlines() if line.startswith("- name: ")]
+    assert found == [name.format(**model_folders) for name in names]
     assert json.loads(shown.out)["plan"]["num_systems"] == len(names)

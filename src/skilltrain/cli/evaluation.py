@@ -26,6 +26,7 @@ from skilltrain.cli.app import (
     show,
 )
 from skilltrain.errors import SkilltrainError, reason_of
+from skilltrain.files import write_json
 from skilltrain.stages import parse_recipe
 from skilltrain.terminal import console
 from skilltrain.texts import printable
@@ -105,11 +106,11 @@ def agents(
 
 
 def _score_predictions(values: dict[str, Any], scores: Path | None, only_plan: bool) -> None:
-    """Score one predictions file without a run folder; `values` are settings of the stage evaluate."""
-    from skilltrain.report.write import terminal_table
-    from skilltrain.routing.evaluate import plan_evaluate, score_predictions, write_scores
+    """Print the means of one predictions file, by section; with `scores` they go there too, and each query's beside."""
+    from skilltrain.report.write import terminal_table, write_per_query
+    from skilltrain.routing.evaluate import PREDICTION_MEASURES, plan_evaluate, score_predictions
 
-    config = parse_recipe(values | {"out": "."}, "skilltrain evaluate")
+    config = parse_recipe({"measures": PREDICTION_MEASURES} | values | {"out": "."}, "skilltrain evaluate")
     if len(config.predictions) > 1:
         raise SkilltrainError("several predictions files are compared in a report", fix="add out=… for its folder")
     if "analysis" in values:
@@ -119,9 +120,11 @@ def _score_predictions(values: dict[str, Any], scores: Path | None, only_plan: b
         return
     report = quietly(score_predictions, config)
     console.print(terminal_table(report, console.width))
+    sections = report.sections(report.systems[0])
     if scores is not None:
-        write_scores(report, scores)
-    show(report.sections(report.systems[0]))
+        write_json(scores, sections)
+        write_per_query(report, scores.with_name(f"{scores.stem}.per_query.jsonl"))
+    show(sections)
 
 
 def _systems(encoders: Sequence[str], reranker: str | None) -> list[dict[str, Any]]:

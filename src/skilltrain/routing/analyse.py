@@ -1,6 +1,4 @@
-"""The analyses of an evaluation, each a list of rows that stands in metrics.json and that the report's templates draw:
-of its models and skills, before they are asked, and of what they answered.
-"""
+"""The analyses of an evaluation, each a list of rows in metrics.json, of its models and skills and of their answers."""
 
 import math
 import re
@@ -9,10 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Float
 from pydantic import Field
 
 from skilltrain.config import Config, InputPath
@@ -50,43 +47,29 @@ _MENTIONS = {
 }
 
 
+# The shares of tasks that an agent passes without skills and with the gold ones: SkillsBench's leaderboard (84 tasks,
+# 5 trials each) as SkillRouter prints it, appendix H, table 16.
+AGENTS = {
+    "Gemini CLI (Flash)": (0.313, 0.487),
+    "Claude Code (Opus 4.5)": (0.220, 0.453),
+    "Codex (GPT-5.2)": (0.306, 0.447),
+    "Claude Code (Opus 4.6)": (0.306, 0.445),
+    "Gemini CLI (Pro)": (0.276, 0.412),
+    "Claude Code (Sonnet 4.5)": (0.173, 0.318),
+    "Claude Code (Haiku 4.5)": (0.110, 0.277),
+}
+
+
 class AnalysisConfig(Config):
     """What an evaluation looks at beside its measures; all of it costs little but what asks models again."""
 
-    num_timed: int = Field(
-        default=0,
-        ge=0,
-        description="queries asked once more, alone, to time each stage; not of systems that ask a server",
-    )
-    num_attention: int = Field(
-        default=0, ge=0, description="queries with a gold skill in which each reranker's attention by field is measured"
-    )
+    num_timed: int = Field(default=0, ge=0, description="queries asked once more, alone, to time what asks no server")
+    num_attention: int = Field(default=0, ge=0, description="queries for which rerankers' attention is measured")
     unserved: InputPath | None = Field(
-        default=None,
-        description="JSON Lines file of queries (key `query`) that no skill serves: does a system's best score tell?",
+        default=None, description="JSON Lines of queries (key `query`) that no skill serves: does the best score tell?"
     )
     truncation: bool = Field(default=False, description="how many skills each model sees whole; reads the whole pool")
     structure: bool = Field(default=False, description="compare the structure of gold skills with the rest of the pool")
-
-
-class Agent(NamedTuple):
-    """The shares of tasks that an agent passes without skills, and with the gold skills."""
-
-    name: str
-    without_skills: float
-    with_gold: float
-
-
-# SkillsBench's leaderboard (84 tasks, 5 trials each) as SkillRouter prints it: appendix H, table 16.
-AGENTS = (
-    Agent("Gemini CLI (Flash)", 0.313, 0.487),
-    Agent("Claude Code (Opus 4.5)", 0.220, 0.453),
-    Agent("Codex (GPT-5.2)", 0.306, 0.447),
-    Agent("Claude Code (Opus 4.6)", 0.306, 0.445),
-    Agent("Gemini CLI (Pro)", 0.276, 0.412),
-    Agent("Claude Code (Sonnet 4.5)", 0.173, 0.318),
-    Agent("Claude Code (Haiku 4.5)", 0.110, 0.277),
-)
 
 
 def analyse_inputs(
@@ -101,10 +84,6 @@ def analyse_inputs(
     rerankers = [part for part in parts.values() if isinstance(part, RerankConfig)]
     if config.num_attention and not rerankers:
         raise SkilltrainError("is measured in rerankers, and no system has one", where="analysis.num_attention")
-    if config.num_timed and not systems:
-        raise SkilltrainError("there are no systems to time", where="analysis.num_timed")
-    if config.structure and not skills:
-        raise SkilltrainError("needs the skills' texts", where="analysis.structure", fix="give pool=…")
     found: dict[str, list[Row]] = {}
     wanted = [(task.query, wanted_skills(task.relevance, skills)) for task in benchmark.tasks]
     if config.structure:
@@ -149,37 +128,29 @@ def outcomes(
     before, after = (values_of(result, query_ids, [measure])[:, 0] for result in (baseline, system))
     names = [(clusters or {}).get(query_id, query_id) for query_id in query_ids]
     net, _ = cluster_sums((after - before)[:, np.newaxis], names)
-    cells = {"both": (1, 1), "fixed": (0, 1), "broken": (1, 0), "neither": (0, 0)}
-    row: Row = {"baseline": baseline.name, "system": system.name, "measure": measure}
-    for cell, (was_right, is_right) in cells.items():
+    row: Row = {"baseline": baseline.name, "system": system.name, "measure": measure, "p": mcnemar(net[:, 0])}
+    for cell, was_right, is_right in (("both", 1, 1), ("fixed", 0, 1), ("broken", 1, 0), ("neither", 0, 0)):
         row[cell] = np.array(query_ids)[(before == was_right) & (after == is_right)].tolist()
-    return row | {"p": mcnemar(net[:, 0])}
+    return row
 
 
-def pass_rates(means: Mapping[str, Mapping[str, Interval]], agents: Sequence[Agent] = AGENTS) -> list[Row]:
+def pass_rates(means: Mapping[str, Mapping[str, Interval]]) -> list[Row]:
     """The share of tasks that each agent, and their average, may pass with each system of `means` (system → measure →
-    mean), for each of COVERAGES, if the skills found were used.
+    mean): without skills + coverage x (with gold - without), for each of COVERAGES.
     """
+    average = {AVERAGE: tuple(map(fmean, zip(*AGENTS.values(), strict=True)))}
     found: list[Row] = []
     for system, row in means.items():
         coverages = {name: row[name] for name in COVERAGES if name in row}
-        for agent in (*agents, average(agents)) if coverages else ():
-            estimates = {name: estimate(agent, value) for name, value in coverages.items()}
-            rates = {"without_skills": agent.without_skills, "with_gold": agent.with_gold}
-            found.append({"system": system, "agent": agent.name, **rates, "estimates": estimates})
+        for agent, (without, with_gold) in (AGENTS | average).items() if coverages else ():
+            gain = with_gold - without
+            estimates = {
+                name: Interval(without + c.mean * gain, without + c.low * gain, without + c.high * gain, c.n)
+                for name, c in coverages.items()
+            }
+            rates = {"without_skills": without, "with_gold": with_gold}
+            found.append({"system": system, "agent": agent, **rates, "estimates": estimates})
     return found
-
-
-def average(agents: Sequence[Agent]) -> Agent:
-    """The agent whose pass rates, and so whose estimates, are the means of all."""
-    return Agent(AVERAGE, fmean(agent.without_skills for agent in agents), fmean(agent.with_gold for agent in agents))
-
-
-def estimate(agent: Agent, coverage: Interval) -> Interval:
-    """Without skills + coverage x (with gold - without), at the mean and the ends (turned round if skills harm)."""
-    gain = agent.with_gold - agent.without_skills
-    mean, low, high = (agent.without_skills + share * gain for share in (coverage.mean, coverage.low, coverage.high))
-    return Interval(mean, min(low, high), max(low, high), coverage.n)
 
 
 def tell_unserved(
@@ -224,22 +195,19 @@ def latencies(stages: Mapping[str, Sequence[RankedStage]]) -> list[Row]:
     """Seconds that a query asked alone waits for each ranker of the systems that were timed, and for all (`total`).
 
     `gpu_gib` is the most memory in use on the GPU, `gpu_seconds` are those of 1,000 queries for which a ranker holds
-    it; both are None for rankers that use none. Percentiles are between the two nearest of the `num` measurements
-    (numpy's default); with few queries p95 says little.
+    it; both are None for rankers that use none. With few queries p95 says little.
     """
     found: list[Row] = []
     for system, ranked in stages.items():
-        rows = {f"{number} {stage.kind}": [stage] for number, stage in enumerate(ranked, 1)}
-        if all(stage.alone for stage in ranked):
+        rows = {f"{number} {stage.kind}": [stage] for number, stage in enumerate(ranked, 1) if stage.alone}
+        if len(rows) == len(ranked):
             rows["total"] = [*ranked]
-        for name, stages_of in rows.items():
-            seconds = np.sum([stage.alone for stage in stages_of], axis=0)
-            if not seconds.size:
-                continue
+        for name, own in rows.items():
+            seconds = np.sum([stage.alone for stage in own], axis=0)
             mean, (p50, p95) = float(seconds.mean()), np.quantile(seconds, (0.5, 0.95)).tolist()
-            num_bytes = max(stage.gpu_bytes for stage in stages_of)
-            held = sum(float(np.mean(stage.alone)) for stage in stages_of if stage.gpu_bytes)
-            gpu = {"gpu_gib": num_bytes / 2**30 or None, "gpu_seconds": 1000 * held if num_bytes else None}
+            num_bytes = max(stage.gpu_bytes for stage in own)
+            held = sum(float(np.mean(stage.alone)) for stage in own if stage.gpu_bytes)
+            gpu = {"gpu_gib": num_bytes / 2**30 or None, "gpu_seconds": 1000 * held or None}
             times = {"mean": mean, "p50": p50, "p95": p95, "qps": 1 / mean}
             found.append({"system": system, "stage": name, **times, **gpu, "num": len(seconds)})
     return found
@@ -268,27 +236,26 @@ def compare_structure(gold_bodies: Iterable[str], other_bodies: Iterable[str]) -
     """Every feature of gold skills' bodies against those of others, which should not hold the gold ones: medians
     (shares where it is 0 or 1) and a Mann-Whitney test, whose `p` is Holm's over all features.
 
-    `effect` is how likely a random gold skill has more than a random other, ties half.
+    `effect` is how likely a random gold skill has more than a random other, ties half. Raises SkilltrainError where
+    one side has no skill.
     """
     from scipy.stats import mannwhitneyu
 
-    gold, others = _features(gold_bodies, "gold"), _features(other_bodies, "other")
-    tests = [mannwhitneyu(values, others[name], alternative="two-sided") for name, values in gold.items()]
+    rows = {"gold": [structure_features(body) for body in gold_bodies]}
+    rows["other"] = [structure_features(body) for body in track(other_bodies, "structure of skills", None)]
+    for side, own in rows.items():
+        if not own:
+            raise SkilltrainError(f"no {side} skills, whose structure could be compared", where="analysis.structure")
     compared: list[Row] = []
-    for (name, values), test, p in zip(gold.items(), tests, holm([float(one.pvalue) for one in tests]), strict=True):
+    for name in rows["gold"][0]:
+        gold, others = (np.array([row[name] for row in own], dtype=np.float64) for own in rows.values())
         middle = np.mean if name in _MENTIONS else np.median
-        nums = {"num_gold": len(values), "num_others": len(others[name])}
-        row = {"feature": name, "gold": float(middle(values)), "others": float(middle(others[name]))}
-        compared.append(row | {"effect": float(test.statistic) / math.prod(nums.values()), "p": p, **nums})
-    return compared
-
-
-def _features(bodies: Iterable[str], kind: str) -> dict[str, Float[np.ndarray, " skill"]]:
-    """Feature → its value in each body. Raises SkilltrainError for no bodies."""
-    rows = [structure_features(body) for body in track(bodies, f"structure of {kind} skills", None)]
-    if not rows:
-        raise SkilltrainError(f"no {kind} skills, whose structure could be compared")
-    return {name: np.array([row[name] for row in rows], dtype=np.float64) for name in rows[0]}
+        test = mannwhitneyu(gold, others, alternative="two-sided")
+        found = {"feature": name, "gold": float(middle(gold)), "others": float(middle(others)), "p": float(test.pvalue)}
+        effect = float(test.statistic) / (len(gold) * len(others))
+        compared.append(found | {"effect": effect, "num_gold": len(gold), "num_others": len(others)})
+    adjusted = holm([row["p"] for row in compared])
+    return [row | {"p": p} for row, p in zip(compared, adjusted, strict=True)]
 
 
 def structure_features(body: str) -> dict[str, float]:

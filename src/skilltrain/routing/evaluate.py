@@ -1,7 +1,7 @@
 """Stage `evaluate`: systems side by side on a benchmark, with intervals; and predictions of others, scored alone."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from itertools import chain
@@ -26,11 +26,11 @@ from skilltrain.evaluation.metrics import (
     per_query,
     with_copies,
 )
-from skilltrain.files import read_json, write_json
+from skilltrain.files import read_json
 from skilltrain.records import Query, Skill
 from skilltrain.report.evaluation import Report, build_report
-from skilltrain.report.write import terminal_table, write_per_query, write_report
-from skilltrain.retrieval.cascade import RankedStage, SystemConfig, rankings_table, run_systems
+from skilltrain.report.write import terminal_table, write_report
+from skilltrain.retrieval.cascade import RankedStage, SystemConfig, check_systems, rankings_table, run_systems
 from skilltrain.retrieval.rankers import AskingConfig, parts_of
 from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs, analyse_results, tell_unserved
 from skilltrain.routing.candidates import plan_ranking
@@ -39,6 +39,8 @@ from skilltrain.terminal import console, say
 from skilltrain.version import __version__
 
 PREDICTION_MEASURES = (*DEFAULT_MEASURES, "COMP@10", "Set-Compat")
+Predicted = dict[str, dict[str, list[str]]]
+"""File's name → query_id → ranked skill ids."""
 
 
 class EvaluateConfig(Config):
@@ -49,26 +51,18 @@ class EvaluateConfig(Config):
         default=None, description="SKILLS table, or whatever the stage pool reads; null: the benchmark's own, if any"
     )
     benchmark: tuple[InputPath, ...] = Field(
-        min_length=1,
-        description="folder of a benchmark, in a published format or in our tables; several are tiers, each ranked "
-        "over its own pool and scored together ([data/easy, data/hard])",
+        min_length=1, description="folder of a benchmark, published or ours; several are tiers: [data/easy, data/hard]"
     )
     split: str | None = Field(default=None, description="score the queries of this split only; null for all")
     systems: tuple[SystemConfig, ...] = Field(default=(), description="what to compare")
-    predictions: tuple[InputPath, ...] = Field(
-        default=(), description="JSON files {query_id: [skill_id, …]} to score as well"
-    )
+    predictions: tuple[InputPath, ...] = Field(default=(), description="JSON files {query_id: [skill_id, …]} to score")
     clusters: InputPath | None = Field(
-        default=None,
-        description="CLUSTERS of the pool (stage clusters): each measure stands a second time, as `Hit@1 (copies)`, "
-        "where near-duplicates of a gold skill count as gold; null: strict measures alone",
+        default=None, description="CLUSTERS of the pool: adds `Hit@1 (copies)` …, where near-duplicates count as gold"
     )
     measures: MeasureNames = Field(
         default=DEFAULT_MEASURES, min_length=1, description="e.g. Hit@1, nDCG@10, FC@10, Set-Compat"
     )
-    depth: int = Field(
-        default=50, ge=1, description="length of the rankings; they are longer where a measure looks further"
-    )
+    depth: int = Field(default=50, ge=1, description="length of the rankings, unless a measure looks further")
     analysis: AnalysisConfig = Field(default=AnalysisConfig(), description="what to look at beside the measures")
     seed: Seed = Field(default=0, description="seed of the bootstrap")
     out: Path = Field(description="folder to write: metrics.json, report.html, report.md, per-query values, RANKINGS")
@@ -96,17 +90,11 @@ class EvaluateConfig(Config):
         """How many systems and files of predictions are compared."""
         return len(self.systems) + len(self.predictions)
 
-    @property
-    def ranked_depth(self) -> int:
-        """How many skills of a query are ranked, so that no Recall@100 is counted over 50."""
-        return max(self.depth, *(measure.cutoff for measure in self.scored))
-
 
 def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
     """Write the report and the rankings; the table goes to the terminal, the summary holds the means."""
-    benchmark, pools = _opened(config)
+    benchmark, pools, predicted = _opened(config)
     by_id = {skill.skill_id: skill for skills in pools for skill in skills}
-    predicted = _predicted(config, benchmark, by_id)
     analysis: dict[str, Any] = {**analyse_inputs(config.analysis, config.systems, benchmark, by_id)}
     unserved = read_unserved(config.analysis.unserved) if config.analysis.unserved else []
     stages, asked = _ranked(config, benchmark, pools, unserved)
@@ -124,8 +112,7 @@ def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
     if stages:
         write_table(rankings_table(chain(*stages.values())), RANKINGS, out)
     rankings = {name: ranked[-1].skill_ids() for name, ranked in stages.items()} | predicted
-    provenance = _provenance(config, len(by_id))
-    report = _report(config, benchmark, rankings, by_id, notes, provenance)
+    report = _report(config, benchmark, rankings, by_id, notes, _provenance(config, len(by_id)))
     report = replace(report, analysis=analysis | analyse_results(report, stages))
     write_report(report, out)
     console.print(terminal_table(report, console.width))
@@ -140,29 +127,14 @@ def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
 
 def plan_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     """How much would be ranked, and about what chat models and embeddings servers would take (`plan_ranking`)."""
-    benchmark, pools = _opened(config)
+    benchmark, pools, _ = _opened(config)
     return plan_ranking(config.systems, [task.query for task in benchmark.tasks], list(chain.from_iterable(pools)))
 
 
 def score_predictions(config: EvaluateConfig) -> Report:
-    """The report of one predictions file, without models; with a pool its ids are checked against it.
-
-    Raises SkilltrainError for predictions and benchmarks that do not fit together.
-    """
-    if "measures" not in config.model_fields_set:
-        config = config.model_copy(update={"measures": PREDICTION_MEASURES})
-    benchmark, pools = _opened(config)
-    skill_ids = {skill.skill_id for skills in pools for skill in skills}
-    return _report(config, benchmark, _predicted(config, benchmark, skill_ids), {}, benchmark.notes)
-
-
-def write_scores(report: Report, file: Path) -> None:
-    """Write the means of the report's one system as JSON, and the values of each query beside it.
-
-    `{"all" | "single" | "multi": {measure: {"mean", "low", "high", "n"}}}`; a section without queries is left out.
-    """
-    write_json(file, report.sections(report.systems[0]))
-    write_per_query(report, file.with_name(f"{file.stem}.per_query.jsonl"))
+    """The report of predictions, without models; with a pool their ids are checked against it."""
+    benchmark, _, predicted = _opened(config)
+    return _report(config, benchmark, predicted, {}, benchmark.notes, {})
 
 
 def skills_of(pool: Path | None, benchmark: Benchmark) -> list[Skill]:
@@ -177,27 +149,34 @@ def skills_of(pool: Path | None, benchmark: Benchmark) -> list[Skill]:
     return skills + [skill for skill in benchmark.gold_skills if skill.skill_id not in known]
 
 
-def _opened(config: EvaluateConfig) -> tuple[Benchmark, list[list[Skill]]]:
-    """The benchmark as each of its parts can be scored over its pool, and these pools; an empty one limits nothing.
+def _opened(config: EvaluateConfig) -> tuple[Benchmark, list[list[Skill]], Predicted]:
+    """(the benchmark as each of its parts can be scored over its pool, these pools, predictions by their file's name).
 
-    Raises SkilltrainError where there is nothing to score, no pool to rank, or a gold skill that the pool lacks.
+    An empty pool limits nothing. Raises SkilltrainError for whatever can be known to be wrong before anything is
+    ranked: nothing to score, no pool to rank, a gold skill that the pool lacks, models and predictions that do not fit.
     """
     benchmark = load_benchmark(config.benchmark, config.split)
     if not config.systems and not config.predictions:
         raise SkilltrainError("there is nothing to evaluate: give systems or predictions")
     if config.systems and config.pool is None and not all(part.pool for part in benchmark.parts):
         raise SkilltrainError("systems need a pool to rank", fix="give pool=…")
+    check_systems(config.systems)
     pools = [skills_of(config.pool, part) for part in benchmark.parts]
     parts = zip(benchmark.parts, pools, strict=True)
     benchmark = joined([check_pool(part, {s.skill_id for s in pool}) if pool else part for part, pool in parts])
-    if config.clusters is None:
-        return benchmark, pools
-    if not any(pools):
-        raise SkilltrainError("copies are found by the skills' texts", where="clusters", fix="give pool=…")
     by_id = {skill.skill_id: skill for pool in pools for skill in pool}
-    relevances = [task.relevance for task in benchmark.tasks]
-    wanted = (skill_id for one in relevances for skill_id in (*one.gold, *one.alternatives))
-    return knowing_copies(benchmark, copies_of(wanted, by_id, config.clusters)), pools
+    predicted: Predicted = {}
+    for file in config.predictions:
+        if file.stem in [*predicted, *(system.name for system in config.systems)]:
+            raise SkilltrainError(f"another system is called '{file.stem}' as well", where=file, fix="rename it")
+        predicted[file.stem] = _predictions(file, benchmark, by_id)
+    if config.clusters is not None:
+        if not by_id:
+            raise SkilltrainError("copies are found by the skills' texts", where="clusters", fix="give pool=…")
+        relevances = [task.relevance for task in benchmark.tasks]
+        wanted = (skill_id for one in relevances for skill_id in (*one.gold, *one.alternatives))
+        benchmark = knowing_copies(benchmark, copies_of(wanted, by_id, config.clusters))
+    return benchmark, pools, predicted
 
 
 def _ranked(
@@ -205,13 +184,14 @@ def _ranked(
 ) -> tuple[dict[str, list[RankedStage]], dict[str, Mapping[str, Any]]]:
     """(system → what each of its rankers answers, the queries of each part over its pool; ranker → what it asked).
 
-    The `unserved` queries are asked over the first pool.
+    The `unserved` queries are asked over the first pool. No Recall@100 is counted over rankings of 50.
     """
     found: dict[str, list[RankedStage]] = {}
     asked: dict[str, Mapping[str, Any]] = {}
+    depth = max(config.depth, *(measure.cutoff for measure in config.scored))
     for part, pool in zip(benchmark.parts, pools, strict=True):
         queries = [*(task.query for task in part.tasks), *(() if found else unserved)]
-        ranked = run_systems(config.systems, queries, pool, config.ranked_depth, config.analysis.num_timed)
+        ranked = run_systems(config.systems, queries, pool, depth, config.analysis.num_timed)
         for system, stages in ranked.items():
             tier = f", {part.name}" if benchmark.tiers else ""
             asked |= {f"{stage.name}{tier}": stage.counts for stage in stages if stage.counts}
@@ -220,17 +200,7 @@ def _ranked(
     return found, asked
 
 
-def _predicted(config: EvaluateConfig, benchmark: Benchmark, pool: Collection[str]) -> dict[str, dict[str, list[str]]]:
-    """The rankings of the predictions files, each called by its file's name."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for file in config.predictions:
-        if file.stem in found or any(system.name == file.stem for system in config.systems):
-            raise SkilltrainError(f"another system is called '{file.stem}' as well", where=file, fix="rename it")
-        found[file.stem] = _predictions(file, benchmark, pool)
-    return found
-
-
-def _predictions(file: Path, benchmark: Benchmark, pool: Collection[str]) -> dict[str, list[str]]:
+def _predictions(file: Path, benchmark: Benchmark, pool: Container[str]) -> dict[str, list[str]]:
     """query_id → ranked skill ids, of the tasks that are scored, from a JSON object.
 
     Raises SkilltrainError, naming the query, for any other shape, an id that appears twice, a task that the benchmark
@@ -253,8 +223,7 @@ def _predictions(file: Path, benchmark: Benchmark, pool: Collection[str]) -> dic
     if unknown := [query_id for query_id in values if query_id not in benchmark.unscored.union(known)]:
         what = f"{len(unknown)} of {len(values)} predicted queries are not in the benchmark, first '{unknown[0]}'"
         raise SkilltrainError(what, where=file, fix=f"its query ids look like '{known[0]}'")
-    scored = {query_id: ranking for query_id, ranking in values.items() if query_id in known}
-    if not scored:
+    if not (scored := {query_id: values[query_id] for query_id in known if query_id in values}):
         raise SkilltrainError("all its predictions are for queries that are not scored here", where=file)
     if missing := [query_id for query_id in known if query_id not in scored]:
         count = f"{len(missing)} of {len(known)}"
@@ -268,11 +237,11 @@ def _report(
     rankings: Mapping[str, Mapping[str, Sequence[str]]],
     skills: Mapping[str, Skill],
     notes: Sequence[str],
-    provenance: Mapping[str, str] | None = None,
+    provenance: Mapping[str, str],
 ) -> Report:
     relevances = {task.query.query_id: task.relevance for task in benchmark.tasks}
-    scores = {name: per_query(found, relevances, config.scored) for name, found in rankings.items()}
-    results = [SystemResult(name, scores[name], found) for name, found in rankings.items()]
+    rows = {name: per_query(found, relevances, config.scored) for name, found in rankings.items()}
+    results = [SystemResult(name, rows[name], found) for name, found in rankings.items()]
     return build_report(benchmark, results, config.scored, config.seed, skills, notes, provenance)
 
 

@@ -13,7 +13,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.slices import Row
 from skilltrain.models.reranker import PairIds, Reranker
 from skilltrain.records import Query, Skill
-from skilltrain.templates import FIELDS_SEEN, SkillTemplate
+from skilltrain.templates import FIELDS_SEEN
 from skilltrain.terminal import track
 
 FIELDS = FIELDS_SEEN["full"]
@@ -56,12 +56,11 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], mo
             found = {"overall": _named(shares[-1].mean(0)), "tokens": _named(tokens[-1]), "num_cut": pair.num_cut}
             rows.append(ids | found)
     layers, quarter = np.mean(shares, axis=0), reranker.network.config.num_hidden_layers // 4
-    groups = {"early": layers[:quarter], "middle": layers[quarter : len(layers) - quarter]}
-    groups["late"] = layers[len(layers) - quarter :]
+    parts = dict(zip(("early", "middle", "late"), np.split(layers, [quarter, len(layers) - quarter]), strict=True))
     return {
         "model": model,
         "layers": [_named(layer) for layer in layers],
-        "groups": {name: _named(part.mean(0)) for name, part in groups.items() if len(part)},
+        "groups": {name: _named(part.mean(0)) for name, part in parts.items() if len(part)},
         "overall": _named(layers.mean(0)),
         "tokens": _named(np.mean(tokens, axis=0)),
         "pairs": rows,
@@ -116,16 +115,6 @@ def attention_rows(reranker: Reranker, pair: PairIds) -> Float[np.ndarray, "laye
     return np.stack(rows)
 
 
-def field_spans(template: SkillTemplate, skill: Skill) -> dict[str, tuple[int, int]]:
-    """The characters [start, end) of each field in `template.render(skill)`; a field without any is left out."""
-    spans, start = {}, 0
-    for field, text in template.parts(skill).items():
-        if text:
-            spans[field] = (start, start + len(text))
-        start += len(text) + len(template.separator)
-    return spans
-
-
 def token_fields(reranker: Reranker, skill: Skill) -> Bool[np.ndarray, "token field"]:
     """Which field each token of `reranker.pairs.skills([skill])` belongs to, at most one.
 
@@ -141,11 +130,12 @@ def token_fields(reranker: Reranker, skill: Skill) -> Bool[np.ndarray, "token fi
     num_before = len(ids) - len(own)
     if ids[num_before:] != own:
         raise RuntimeError("a skill's tokens and its characters do not match")
-    borders = np.array(spans[num_before:], dtype=np.int64).reshape(-1, 2) - len(lead)
-    starts, ends = borders.T
+    starts, ends = (np.array(spans[num_before:], dtype=np.int64).reshape(-1, 2) - len(lead)).T
     starts = np.minimum(starts, ends - 1)  # a run of spaces may be told as the empty span at its end
-    shared = np.zeros((len(own), len(FIELDS)), dtype=np.int64)
-    for field, (first, last) in field_spans(template.skill, skill).items():
+    shared, first = np.zeros((len(own), len(FIELDS)), dtype=np.int64), 0
+    for field, text in template.skill.parts(skill).items():
+        last = first + len(text)
         shared[:, FIELDS.index(field)] = np.minimum(ends, last) - np.maximum(starts, first)
+        first = last + len(template.skill.separator)
     best = np.arange(len(FIELDS)) == shared.argmax(1)[:, None]
     return best & (shared > 0)
