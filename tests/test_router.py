@@ -82,7 +82,7 @@ def test_the_file_of_a_skill_is_found_by_its_pool(library, tmp_path):
     assert lines[0].split()[0] == "1" and float(lines[0].split()[1]) > 0 and lines[3].split()[0] == "2"
     assert lines[0].endswith(f"  pdf-merge  ({file})")
     assert lines[1].strip() == "How to merge pdf files into one document."
-    assert lines[2].strip() == "ranks: lexical 1; words: merge pdf files"
+    assert lines[2].strip() == "ranks: lexical 1; words: merge, pdf, files"
     assert "give either --router or --pool" in skilltrain("route", "x").error_line
 
 

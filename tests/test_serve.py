@@ -36,9 +36,10 @@ from skilltrain.retrieval.lexical import LexicalConfig
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.routing import serve
 from skilltrain.routing.indexing import write_index
+from skilltrain.routing.provision import skill_text
 from skilltrain.routing.router import Router
 from skilltrain.routing.servers import GetSkillParams, new_http_app, new_mcp_server
-from skilltrain.routing.service import PAGE, RouteLog, Service, entry_of, skill_at, skill_text, uri_of
+from skilltrain.routing.service import PAGE, RouteLog, Service, entry_of, skill_at, uri_of
 from skilltrain.tables import QUERIES, RANKINGS, read_table
 from small_library import skilltrain, succeeds, write_library
 
@@ -162,7 +163,7 @@ def test_what_cannot_be_is_refused():
         lambda client: client.read_resource("skill://%2Fetc%2Fpasswd"): "",
         search(query=""): "the request is empty",
         search(query="pdf", k=0): "greater than or equal to 1",
-        search(query="pdf", filters={"colour": ["red"]}): "filters: there is none by 'colour'",
+        search(query="pdf", filters={"colour": ["red"]}): "filters.colour",
     }
     for found, words in zip(asked(service_of(), *faults), faults.values(), strict=True):
         is_refused = found.is_error if hasattr(found, "is_error") else found.code == INVALID_PARAMS
@@ -245,7 +246,7 @@ def test_programs_ask_over_http():
         ("/route", b'{"query": "' + b"x" * 2**20 + b'"}', 413, "at most 1,048,576 bytes"),
         ("/route", b'{"query": "pdf", "k": 1000}', 422, "k: "),
         ("/route", b'{"query": "pdf", "depth": 3}', 422, "unknown key 'depth'"),
-        ("/route", b'{"query": "pdf", "filters": {"colour": ["red"]}}', 422, "there is none by 'colour'"),
+        ("/route", b'{"query": "pdf", "filters": {"colour": ["red"]}}', 422, "filters.colour"),
         ("/embed", b'{"inputs": "pdf"}', 424, "this router has no encoder"),
         ("/embed", b'{"inputs": []}', 413, "0 texts, which must be 1 to 128"),
         ("/rerank", b'{"query": "pdf", "texts": ["a"]}', 424, "this router has no reranker"),

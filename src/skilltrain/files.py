@@ -85,9 +85,13 @@ def remove_leftovers(folder: Path) -> None:
 def staged_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder beside `folder`; it takes the name `folder` only if the block succeeds.
 
-    `folder` must be free: absent or empty. What a killed process left behind is removed first. Raises
-    SkilltrainError where another process writes the same folder.
+    What a killed process left behind is removed first. Raises SkilltrainError where `folder` is neither absent nor
+    empty, or another process writes it.
     """
+    if folder.name in ("", ".."):
+        raise SkilltrainError("is no name for an output folder", where=folder)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise SkilltrainError("exists, and is no empty folder", where=folder, fix="name another, or delete it")
     staged = staged_name(folder)
     with locked(folder):
         try:

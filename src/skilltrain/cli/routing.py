@@ -13,11 +13,10 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.files import cache_folder
 from skilltrain.texts import printable
 
-RouterFolder = Annotated[Path | None, typer.Option("--router", help="folder of `skilltrain fit` or `skilltrain index`")]
-PoolFolder = Annotated[
-    Path | None, typer.Option("--pool", help="without a router: the pool, or a folder of SKILL.md files")
-]
+RouterFolder = Annotated[Path | None, typer.Option(help="folder of `skilltrain fit` or `skilltrain index`")]
+PoolFolder = Annotated[Path | None, typer.Option(help="without a router: the pool, or a folder of SKILL.md files")]
 
+Task = Annotated[str, typer.Argument(help="a task in plain words")]
 if TYPE_CHECKING:
     from skilltrain.routing.answer import RoutedSkill
     from skilltrain.routing.router import Router
@@ -28,9 +27,7 @@ def fit(
     skills: Annotated[Path, typer.Argument(help="a folder of SKILL.md files, or another source of the stage pool")],
     out: Annotated[Path, typer.Option(help="folder of the router, and of what it is made of")],
     queries: Annotated[list[Path] | None, typer.Option(help="a file of queries; may be repeated")] = None,
-    llm: Annotated[
-        str | None, typer.Option(help="what writes queries if none are given, e.g. '{kind: openai, model: …}'")
-    ] = None,
+    llm: Annotated[str | None, typer.Option(help="what writes queries if none are given: '{kind: openai, …}'")] = None,
     settings: Annotated[list[str] | None, typer.Argument(help="key=value: base, max_tokens, epochs, seed, …")] = None,
     only_plan: DryRun = False,
     as_json: AsJson = False,
@@ -60,7 +57,7 @@ def fit(
 
 @app.command()
 def route(
-    task: Annotated[str, typer.Argument(help="a task in plain words")],
+    task: Task,
     router: RouterFolder = None,
     pool: PoolFolder = None,
     encoder: Annotated[str | None, typer.Option(help="encoder; BM25 finds the candidates without one")] = None,
@@ -74,11 +71,14 @@ def route(
 
     Example: skilltrain route "merge these PDFs" --pool runs/pool --encoder runs/encoder
     """
-    answer = quietly(lambda: _open(router, pool, _rankers(encoder, reranker), "skilltrain route").route(task, top))
+    rankers: list[dict[str, Any]] = [{"kind": "lexical"}]
+    if encoder:  # its vectors are kept for the next task
+        rankers = [{"kind": "dense", "source": encoder, "cache": str(cache_folder("vectors"))}]
+    rankers += [{"kind": "rerank", "source": reranker}] if reranker else []
+    answer = quietly(lambda: _open(router, pool, rankers, "skilltrain route").route(task, top))
     if as_json:
         rows = [asdict(routed) | {"path": routed.path and str(routed.path)} for routed in answer.skills]
-        found = {"task": task, "fits": answer.fits, "num_likely": answer.num_likely, "skills": rows}
-        typer.echo(json_text(found))
+        typer.echo(json_text({"task": task, "fits": answer.fits, "num_likely": answer.num_likely, "skills": rows}))
         return
     if not answer.fits:
         typer.echo("No skill fits, as far as the router can tell. The nearest:")
@@ -86,35 +86,23 @@ def route(
         _print(routed)
 
 
-def _rankers(encoder: str | None, reranker: str | None) -> list[dict[str, Any]]:
-    """BM25 or the encoder, whose vectors are kept for the next task, and the reranker."""
-    dense = {"kind": "dense", "source": encoder, "cache": str(cache_folder("vectors"))}
-    return [dense if encoder else {"kind": "lexical"}, *([{"kind": "rerank", "source": reranker}] if reranker else [])]
-
-
 def _print(routed: "RoutedSkill") -> None:
     name, place = printable(routed.name, 90), printable(str(routed.path or routed.skill_id))
     sure = "" if routed.probability is None else f"  {routed.probability:.0%}"
     typer.echo(f"{routed.rank:>2}  {routed.score:8.4f}{sure}  {name}  ({place})")
     typer.echo(f"                {printable(routed.description, 90)}")
-    ranks = ", ".join(f"{placed.ranker} {placed.rank}" for placed in routed.why.placed)
-    words = f"; words: {printable(' '.join(routed.why.terms), 60)}" if routed.why.terms else ""
-    typer.echo(f"                ranks: {ranks}{words}")
+    typer.echo(f"                {printable(str(routed.why), 120)}")
     for flag in reversed({flag.rule: flag for flag in reversed(routed.flags)}.values()):  # one for each rule
         typer.echo(f"    !! FLAGGED {flag.rule}: {flag.reason}; in its {flag.field}: {printable(flag.span, 120)}")
 
 
 @app.command(context_settings=AS_WRITTEN)
 def plan(
-    task: Annotated[str, typer.Argument(help="a compound task in plain words")],
+    task: Task,
     router: RouterFolder = None,
     pool: PoolFolder = None,
-    llm: Annotated[
-        str | None, typer.Option(help="what cuts the task, e.g. '{kind: openai, model: …}'; else rules")
-    ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Argument(help="key=value: hints.rounds, hints.show, compose.alpha, decomposer.kind, …")
-    ] = None,
+    llm: Annotated[str | None, typer.Option(help="what cuts the task: '{kind: openai, …}'; else rules")] = None,
+    settings: Annotated[list[str] | None, typer.Argument(help="key=value: hints.rounds, compose.alpha, …")] = None,
     mermaid: Annotated[bool, typer.Option("--mermaid", help="print a Mermaid flowchart")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -153,9 +141,7 @@ def serve(
     router: Annotated[Path, typer.Argument(help="folder that `skilltrain fit` or `skilltrain index` wrote")],
     mcp: Annotated[Literal["stdio", "http"], typer.Option(help="stdio: for one agent that starts it")] = "stdio",
     watch: Annotated[Path | None, typer.Option(help="folder of SKILL.md files: changes go into the router")] = None,
-    flagged: Annotated[
-        Literal["mark", "withhold"], typer.Option(help="what to do with skills that the safety screening flags")
-    ] = "mark",
+    flagged: Annotated[Literal["mark", "withhold"], typer.Option(help="for skills that screening flags")] = "mark",
     log: Annotated[Path | None, typer.Option(help="folder for requests and answers, as QUERIES and RANKINGS")] = None,
     host: Annotated[str, typer.Option(help="address to listen on (http)")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="port to listen on (http)")] = 8765,
@@ -187,10 +173,7 @@ def provision_skills(
     out: Annotated[Path, typer.Option(help="folder to write: a folder for each query, in it one for each skill")],
     stage: Annotated[str | None, typer.Option(help="whose ranking, where the table holds several")] = None,
     top: Annotated[int, typer.Option(min=1, help="skills of a query at most")] = 5,
-    flagged: Annotated[
-        Literal["leave_out", "use"],
-        typer.Option(help="skills with a find of the safety screening in text or files"),
-    ] = "leave_out",
+    flagged: Annotated[Literal["leave_out", "use"], typer.Option(help="for skills that screening flags")] = "leave_out",
     as_json: AsJson = False,
 ) -> None:
     """Write the skills that a system chose for each query into folders, as agents read them.

@@ -39,13 +39,16 @@ class Why:
     terms: tuple[str, ...]
     window: tuple[int, int] | None
 
+    def __str__(self) -> str:
+        ranks = ", ".join(f"{placed.ranker} {placed.rank}" for placed in self.placed)
+        return f"ranks: {ranks}" + (f"; words: {', '.join(self.terms)}" if self.terms else "")
+
 
 @dataclass(frozen=True)
 class RoutedSkill:
-    """One skill of an answer; its texts are untrusted.
+    """One skill of an answer; its texts are untrusted, and `flags` are what the safety screening finds in them.
 
-    `path` is its SKILL.md if that is found, `probability` that it serves the task, None where the router is not
-    calibrated. `flags` are what the safety screening finds in it.
+    `path` is its SKILL.md if that is found, `probability` that it serves the task, None without a calibration.
     """
 
     rank: int
@@ -98,10 +101,9 @@ class Traced:
     def rows(self, rankers: Sequence[str]) -> Float64[np.ndarray, "skill feature"]:
         """For each ranked skill its score, its lead over the best of the others, and the tops of `rankers`."""
         scores = np.array([score for _, score in self.ranking])
-        if not len(scores):
-            return np.empty((0, 2 + len(rankers)))
-        rival = np.where(np.arange(len(scores)) == 0, scores[min(1, len(scores) - 1)], scores[0])
-        return np.column_stack([scores, scores - rival, np.tile(self.tops(rankers), (len(scores), 1))])
+        leads = scores - scores[:1]
+        leads[:1] = -leads[1:2].sum()  # the first one's over the second, 0 where there is none
+        return np.column_stack([scores, leads, np.tile(self.tops(rankers), (len(scores), 1))])
 
 
 class Calibrator(Config):

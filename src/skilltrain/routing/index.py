@@ -6,7 +6,9 @@ keeps it: its files stay mapped after they are removed.
 """
 
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,18 +27,14 @@ from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.late import TokenVectors
 from skilltrain.retrieval.lexical import BM25Index
 from skilltrain.retrieval.nearest import ChunkVectors
-from skilltrain.retrieval.rankers import RankerConfig, key_of, parts_of
+from skilltrain.retrieval.rankers import FuseConfig, RankerConfig, key_of, parts_of
 from skilltrain.routing.answer import Calibration
+from skilltrain.version import __version__
 
-Part = BM25Index | ChunkVectors | TokenVectors
-_PARTS: dict[str, type[Part]] = {
-    "lexical": BM25Index, "dense": ChunkVectors, "api": ChunkVectors, "late": TokenVectors,
-}  # fmt: skip
-POINTER, RECORD, SKILLS_FILE = "router.json", "index.json", "skills.arrow"
-NAME = re.compile(r"\.?index-(\d{1,9})(?:\.partial)?")
-"""Of a generation, and of what becomes one."""
-AGAIN = "run skilltrain index again"
-_TRIES = 20  # a writer may remove a generation while it is opened, but hardly so often
+_PARTS = {"lexical": BM25Index, "dense": ChunkVectors, "api": ChunkVectors, "late": TokenVectors}
+POINTER, RECORD, SKILLS_FILE, KEYS_FILE = "router.json", "index.json", "skills.arrow", "keys.npy"
+_NAME = re.compile(r"\.?index-(\d{1,9})(?:\.partial)?")  # of a generation, and of what becomes one
+_AGAIN = "run skilltrain index again"
 
 
 class IndexRecord(Config):
@@ -50,9 +48,26 @@ class IndexRecord(Config):
     files: dict[str, int]
     skilltrain: str
 
+    @classmethod
+    def of(
+        cls, router: Path, system: SystemConfig, num_skills: int, pool: Path, calibration: Calibration | None
+    ) -> "IndexRecord":
+        """What the next generation says of itself, but for its files; with the calibration if that applies."""
+        stored = partial(_stored, router)
+        rankers: list[dict[str, Any]] = []
+        for ranker in system.rankers:
+            weights = {"weights": list(ranker.leg_weights())} if isinstance(ranker, FuseConfig) else {}
+            rankers.append(_with_paths(ranker.model_dump(mode="json"), stored) | weights)
+        sources = {source for part in parts_of(system.rankers) if (source := getattr(part, "source", None))}
+        models = {stored(source): model_fingerprint(source) for source in sorted(sources)}
+        if calibration and (calibration.system, calibration.models) != (rankers, models):
+            calibration = None
+        values = {"pool": stored(str(pool)), "rankers": rankers, "models": models, "calibration": calibration}
+        return cls(**values, num_skills=num_skills, files={}, skilltrain=__version__)
+
     def system(self, router: Path) -> SystemConfig:
         """What ranks, where the router lies in the folder `router`."""
-        rankers = with_paths(self.rankers, partial(_placed, router))
+        rankers = _with_paths(self.rankers, partial(_placed, router))
         return validate(SystemConfig, {"name": "router", "rankers": rankers}, router)
 
 
@@ -75,8 +90,8 @@ class StoredSkills(Mapping[str, Skill]):
 
 @dataclass(frozen=True)
 class Index:
-    """A generation, opened. `keys` tell the skills apart by content; `parts` is what each ranker holds of the pool, by
-    `key_of`, memory-mapped.
+    """A generation, opened. `keys` tell the skills apart by content; `parts` has by `key_of` what a ranker holds of the
+    pool, memory-mapped.
     """
 
     folder: Path
@@ -84,12 +99,12 @@ class Index:
     system: SystemConfig
     skills: Mapping[str, Skill]
     keys: np.ndarray
-    parts: Mapping[str, Part]
+    parts: Mapping[str, Any]
 
     @classmethod
     def open(cls, router: Path) -> "Index":
         """The generation that the folder `router` points to. Raises SkilltrainError where it is not whole."""
-        for _ in range(_TRIES):
+        while True:
             folder = generation(router)
             try:
                 return _open(folder)
@@ -99,8 +114,7 @@ class Index:
                 if isinstance(error, SkilltrainError):
                     raise
                 what = f"is half-written or damaged: {reason_of(error)}"
-                raise SkilltrainError(what, where=folder, fix=AGAIN) from error
-        raise SkilltrainError("changes faster than it can be opened", where=router)
+                raise SkilltrainError(what, where=folder, fix=_AGAIN) from error
 
     @property
     def pool(self) -> Path:
@@ -111,19 +125,29 @@ class Index:
         """Raise SkilltrainError where a model is not the one that the index was made with."""
         for source, known in self.record.models.items():
             if model_fingerprint(_placed(self.folder.parent, source)) != known:
-                raise SkilltrainError(f"is of another model: {source} has changed", where=self.folder, fix=AGAIN)
+                raise SkilltrainError(f"is of another model: {source} has changed", where=self.folder, fix=_AGAIN)
 
 
 def generation(router: Path) -> Path:
     """The folder of the generation that is in use. Raises SkilltrainError where there is no router."""
     if not (router / POINTER).is_file():
-        fix = "make one with skilltrain fit or skilltrain index"
-        raise SkilltrainError("holds no router", where=router, fix=fix)
+        raise SkilltrainError("holds no router", where=router, fix="make one with skilltrain fit or skilltrain index")
     pointer = read_json(router / POINTER)
-    name = pointer.get("index") if isinstance(pointer, dict) else None
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise SkilltrainError("names no index", where=router / POINTER, fix=AGAIN)
+    name = str(pointer.get("index")) if isinstance(pointer, dict) else ""
+    if not _NAME.fullmatch(name):
+        raise SkilltrainError("names no index", where=router / POINTER, fix=_AGAIN)
     return router / name
+
+
+def sweep(router: Path) -> Path:
+    """Remove generations that are not in use; the folder of the next one. What is still held open goes next time."""
+    found = {folder: int(name[1]) for folder in router.iterdir() if (name := _NAME.fullmatch(folder.name))}
+    with suppress(SkilltrainError):
+        for folder in found.keys() - {generation(router)}:
+            shutil.rmtree(folder, ignore_errors=True)
+        for lock in router.glob(".index-*.lock"):  # of writers that were killed
+            lock.unlink(missing_ok=True)
+    return router / f"index-{1 + max(found.values(), default=0)}"
 
 
 def _open(folder: Path) -> Index:
@@ -137,10 +161,8 @@ def _open(folder: Path) -> Index:
             raise OSError(f"{name} is not there, or not of {size} bytes")
     system = record.system(folder.parent)
     skills = StoredSkills(feather.read_table(folder / SKILLS_FILE, memory_map=True))
-    keys = np.load(folder / "keys.npy", mmap_mode="r")
-    parts: dict[str, Part] = {}
-    for (key, config), name in kept_parts(system).items():
-        parts[key] = _PARTS[config.kind].load(folder / name)
+    keys = np.load(folder / KEYS_FILE, mmap_mode="r")
+    parts = {key: _PARTS[part.kind].load(folder / name) for (key, part), name in kept_parts(system).items()}
     if {len(skills), len(keys), *(part.num_skills for part in parts.values())} != {record.num_skills}:
         raise ValueError("its parts are of different pools")
     return Index(folder, record, system, skills, keys, parts)
@@ -152,16 +174,24 @@ def kept_parts(system: SystemConfig) -> dict[tuple[str, RankerConfig], str]:
     return {pair: f"part-{number}" for number, pair in enumerate(parts.items(), 1)}
 
 
-def with_paths(value: Any, change: Callable[[str], str]) -> Any:
+def _with_paths(value: Any, change: Callable[[str], str]) -> Any:
     """Settings of rankers with the paths in them changed."""
     if isinstance(value, list):
-        return [with_paths(item, change) for item in value]
+        return [_with_paths(item, change) for item in value]
     if not isinstance(value, dict):
         return value
     return {
-        key: change(item) if key in ("source", "cache") and isinstance(item, str) else with_paths(item, change)
+        key: change(item) if key in ("source", "cache") and isinstance(item, str) else _with_paths(item, change)
         for key, item in value.items()
     }
+
+
+def _stored(router: Path, name: str) -> str:
+    """A path below the router's folder as `./…`, so that it may be moved; another one as a whole path."""
+    path, root = Path(name).expanduser().resolve(), router.resolve()
+    if not path.exists():
+        return name
+    return f"./{path.relative_to(root)}" if path.is_relative_to(root) else str(path)
 
 
 def _placed(router: Path, name: str) -> str:

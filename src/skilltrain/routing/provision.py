@@ -3,9 +3,10 @@
 import re
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 
@@ -33,20 +34,18 @@ def provision(rankings: Rankings, pool: Path, top: int, out: Path, flagged: Flag
     and where `out` is not free.
     """
     skills = {skill.skill_id: skill for skill in read_pool(pool)}
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise SkilltrainError("is not an empty folder", where=out, fix="name another, or remove it")
-    for query_id, ranking in rankings.items():
-        if missing := [skill_id for skill_id, _ in ranking[:top] if skill_id not in skills]:
-            raise SkilltrainError(f"skill '{missing[0]}' is not in the pool", where=f"query {query_id}")
-    wanted = dict.fromkeys(skill_id for ranking in rankings.values() for skill_id, _ in ranking[:top])
-    files = {skill_id: _files_of(skills[skill_id], pool, flagged) for skill_id in wanted}
+    chosen = {query_id: [skill_id for skill_id, _ in ranking[:top]] for query_id, ranking in rankings.items()}
+    wanted = [(skill_id, query_id) for query_id, skill_ids in chosen.items() for skill_id in skill_ids]
+    if missing := [pair for pair in wanted if pair[0] not in skills]:
+        raise SkilltrainError(f"skill '{missing[0][0]}' is not in the pool", where=f"query {missing[0][1]}")
+    files = {skill_id: _files_of(skills[skill_id], pool, flagged) for skill_id in dict(wanted)}
     names: dict[str, dict[str, str]] = {}
     with staged_folder(out) as folder:
-        for query_id, ranking in rankings.items():
+        for query_id, skill_ids in chosen.items():
             task = folder / free_name(query_id, folder)
             task.mkdir()
             written = names[query_id] = dict[str, str]()
-            for skill_id, _ in ranking[:top]:
+            for skill_id in skill_ids:
                 if (own := files[skill_id]) is not None:
                     place = task / free_name(skills[skill_id].name, task)
                     write_skill(skills[skill_id], place, own)
@@ -85,7 +84,16 @@ def write_skill(skill: Skill, folder: Path, files: Sequence[BundledFile]) -> Non
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(file.content)
         copy.chmod(0o755 if file.is_executable else 0o644)
-    header = {"name": folder.name, "description": skill.description}
-    header |= {"license": skill.license} if skill.license else {}
-    front = yaml.safe_dump(header, allow_unicode=True, sort_keys=False, width=10**6)
-    (folder / SKILL_FILE).write_text(f"---\n{front}---\n\n{skill.body}\n", encoding="utf-8")
+    (folder / SKILL_FILE).write_text(skill_text(replace(skill, name=folder.name)), encoding="utf-8")
+
+
+def skill_text(skill: Skill) -> str:
+    """The SKILL.md of a skill."""
+    header = yaml.safe_dump(front_matter(skill), allow_unicode=True, sort_keys=False, width=10**6)
+    return f"---\n{header}---\n\n{skill.body}\n"
+
+
+def front_matter(skill: Skill) -> dict[str, Any]:
+    """What stands above the text of a SKILL.md."""
+    header = {"name": skill.name, "description": skill.description}
+    return header | ({"license": skill.license} if skill.license else {})

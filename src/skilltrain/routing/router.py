@@ -18,17 +18,16 @@ from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.cascade import SystemConfig, keeps_of
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.expand import ExpandConfig
-from skilltrain.retrieval.late import LateConfig, TokenVectors
+from skilltrain.retrieval.late import LateConfig
 from skilltrain.retrieval.lexical import BM25Index, LexicalConfig
-from skilltrain.retrieval.nearest import ChunkVectors, Encoders, PoolRanker, VectorIndex
+from skilltrain.retrieval.nearest import Encoders, PoolRanker, VectorIndex
 from skilltrain.retrieval.rankers import Fuse, FuseConfig, key_of, leg_name, open_ranker, parts_of
 from skilltrain.routing.answer import Answer, RoutedSkill, Traced, Why
-from skilltrain.routing.index import Index, Part, generation
+from skilltrain.routing.index import Index, generation
 from skilltrain.routing.indexing import check_rankers, open_model, write_index
 from skilltrain.texts import clean_text
 
-MAX_CHARS = 10_000
-"""Characters of a task that are read."""
+_MAX_CHARS = 10_000  # of a task that are read
 _DEPTH = 20  # skills that are ranked at least, so that a probability does not depend on how many are asked for
 _SCREENED, _ASKED = 4096, 64  # skills and tasks that are remembered: flags of the one, vectors of the other
 _MAX_TERMS = 8
@@ -43,22 +42,68 @@ class _Opened:
     pool: Path | None
     parts: dict[str, Ranker]
     models: dict[str, Any]
-    index: Index | None = None
+    index: Index | None
 
     @cached_property
     def rankers(self) -> list[Ranker]:
-        """One for each ranker of the system."""
         return [open_ranker(ranker, (), self.parts) for ranker in self.system.rankers]
+
+    @cached_property
+    def pools(self) -> dict[str, PoolRanker]:
+        return {key: part for key, part in self.parts.items() if isinstance(part, PoolRanker)}
 
     @cached_property
     def names(self) -> dict[str, str]:
         """Key of a ranker → its name, with a number from the second of one name."""
         names, counts = dict[str, str](), Counter[str]()
-        named = {key_of(part): leg_name(part) for part in parts_of(self.system.rankers) if part.kind != "fuse"}
-        for key, name in named.items():
-            counts[name] += 1
-            names[key] = f"{name} {counts[name]}".removesuffix(" 1")
+        for part in parts_of(self.system.rankers):
+            if part.kind != "fuse" and key_of(part) not in names:
+                name = leg_name(part)
+                counts[name] += 1
+                names[key_of(part)] = f"{name} {counts[name]}".removesuffix(" 1")
         return names
+
+    def trace(self, query: Query, k: int, without: Collection[str] = ()) -> Traced:
+        """What the rankers make of a query; skills `without` are left out before a ranker keeps any."""
+        places: dict[str, Ranking] = {}
+        found: Rankings | None = None
+        ranking: Ranking = []
+        keeps = keeps_of(self.system, max(k, _DEPTH))
+        for config, ranker, keep in zip(self.system.rankers, self.rankers, keeps, strict=True):
+            if isinstance(ranker, Fuse):
+                legs = [_without(leg[query.query_id], without) for leg in ranker.find([query], found)]
+                ranking, keys = ranker.join(legs)[:keep], [key_of(leg) for leg in ranker.config.of]
+            else:
+                more = len(without) if found is None else 0
+                ranking = _without(ranker.rank([query], found, keep + more)[query.query_id], without)[:keep]
+                legs, keys = [ranking], [key_of(config)]
+            for key, leg in zip(keys, legs, strict=True):
+                places.setdefault(self.names[key], leg)  # places in the pool say more than those among a few candidates
+            found = {query.query_id: ranking}
+        indexes = {self.names[key]: part.index for key, part in self.pools.items()}
+        most = {name: index.most(query.text) for name, index in indexes.items() if isinstance(index, BM25Index)}
+        return Traced(places, most, ranking)
+
+    def routed(self, query: Query, traced: Traced, rank: int, probability: float | None) -> RoutedSkill:
+        """The skill that came out at a rank, and why."""
+        skill_id, score = traced.ranking[rank - 1]
+        skill = self.skills[skill_id]
+        terms, window = list[str](), None
+        for key, part in self.pools.items():
+            index, position = part.index, part.places[skill_id]
+            if isinstance(index, BM25Index) and not terms:
+                terms = index.matched(query.text, position)[:_MAX_TERMS]
+            elif isinstance(index, VectorIndex) and key in self.models and window is None:
+                number, place = index.best_chunk(query.text, position), self.models[key].window
+                window = None if number is None or place is None else place(skill, number)
+        why = Why(traced.placed(skill_id), tuple(terms), window)
+        path, flags = self.screened(skill)
+        return RoutedSkill(rank, skill_id, skill.name, skill.description, path, score, probability, why, flags)
+
+    def screened(self, skill: Skill) -> tuple[Path | None, tuple[Flag, ...]]:
+        """(a skill's SKILL.md, what is found in it and beside it: flags beside a stranger's pool may be anything)."""
+        path = skill_file(self.pool, skill.skill_id) if self.pool else None
+        return path, _flags(skill, path and path.parent)
 
 
 class Router:
@@ -71,8 +116,7 @@ class Router:
         """
         if not skills:
             raise SkilltrainError("the pool is empty")
-        by_id, models = {skill.skill_id: skill for skill in skills}, dict[str, Any]()
-        self._now = _Opened(system, by_id, pool, _parts(system, by_id, {}, models), models)
+        self._now = _open(system, {skill.skill_id: skill for skill in skills}, pool, {}, None)
 
     @classmethod
     def load(cls, folder: Path | str) -> "Router":
@@ -82,7 +126,7 @@ class Router:
         """
         router, index = cls.__new__(cls), Index.open(Path(folder))
         index.check_models()
-        router._now = _over(index, {})
+        router._now = _open(index.system, index.skills, index.pool, {}, index)
         return router
 
     @property
@@ -97,7 +141,7 @@ class Router:
 
     def flags(self, skill: Skill) -> tuple[Flag, ...]:
         """What the safety screening finds in one of the skills."""
-        return _screened(self._now, skill)[1]
+        return self._now.screened(skill)[1]
 
     def route(self, task: str, k: int = 5) -> Answer:
         """The `k` best skills for `task`, of which the first 10,000 characters are read.
@@ -105,19 +149,18 @@ class Router:
         Raises SkilltrainError for a task without a visible character.
         """
         now, query = self._now, _query(task)
-        traced = _trace(now, query, k, ())
+        traced = now.trace(query, k)
         calibration = now.index.record.calibration if now.index else None
         calibrator = calibration and calibration.calibrator
         found = calibrator.probabilities(traced).tolist() if calibrator else [None] * len(traced.ranking)
-        answers = zip(traced.ranking[:k], found, strict=False)
-        skills = tuple(_routed(now, query, traced, rank, sure) for rank, (_, sure) in enumerate(answers, 1))
+        skills = tuple(now.routed(query, traced, rank, sure) for rank, sure in enumerate(found[:k], 1))
         if calibrator is None:
             return Answer(skills, bool(skills), None)
         return Answer(skills, calibrator.fits(traced), calibrator.num_likely(traced))
 
     def trace(self, task: str, without: Collection[str] = ()) -> Traced:
         """What each ranker makes of a task, as if the skills `without` were not in the pool."""
-        return _trace(self._now, _query(task), _DEPTH, without)
+        return self._now.trace(_query(task), _DEPTH, without)
 
     def update(self, skills: Sequence[Skill]) -> dict[str, int]:
         """Answer with these skills from now on, as will whoever opens the folder; how many are new, changed and gone.
@@ -138,42 +181,33 @@ class Router:
         if index is None or generation(index.folder.parent) == index.folder:
             return False
         newer = Index.open(index.folder.parent)
-        if newer.record.models != index.record.models or newer.record.rankers != index.record.rankers:
+        if newer.record.models != index.record.models:
             newer.check_models()
             models = {}
-        self._now = _over(newer, models)
+        self._now = _open(newer.system, newer.skills, newer.pool, models, newer)
         return True
 
 
-def _over(index: Index, models: dict[str, Any]) -> _Opened:
-    """The rankers over an index; `models` are not opened again, and get those that are."""
-    parts = _parts(index.system, index.skills, index.parts, models)
-    return _Opened(index.system, index.skills, index.pool, parts, models, index)
-
-
-def _parts(
-    system: SystemConfig, skills: Mapping[str, Skill], stored: Mapping[str, Part], models: dict[str, Any]
-) -> dict[str, Ranker]:
-    """The rankers over a pool by `key_of`, those that others are made of one by one; of an index, over what it holds.
-
-    `models` get what has to be opened.
-    """
+def _open(
+    system: SystemConfig, skills: Mapping[str, Skill], pool: Path | None, models: dict[str, Any], index: Index | None
+) -> _Opened:
+    """The rankers over a pool, and over what an index holds of it; `models` get what has to be opened."""
     check_rankers(system)
-    parts, ids = dict[str, Ranker](), [*skills]
+    parts, ids, stored = dict[str, Ranker](), [*skills], index.parts if index else {}
     for config in parts_of(system.rankers):
         key = key_of(config)
         kept = stored.get(key)
         if isinstance(config, LexicalConfig):
-            parts[key] = PoolRanker(ids, kept) if isinstance(kept, BM25Index) else config.open([*skills.values()])
+            parts[key] = PoolRanker(ids, kept or config.index([*skills.values()]))
         elif isinstance(config, DenseConfig | ApiConfig):
             encoders = open_model(config, models)
-            chunks = kept if isinstance(kept, ChunkVectors) else encoders.skills([*skills.values()])
+            chunks = kept or encoders.skills([*skills.values()])
             parts[key] = PoolRanker(ids, VectorIndex(chunks, _remembered(encoders)))
         elif isinstance(config, LateConfig):
-            parts[key] = open_model(config, models).over(skills, kept if isinstance(kept, TokenVectors) else None)
+            parts[key] = open_model(config, models).over(skills, kept)
         elif not isinstance(config, FuseConfig | ExpandConfig):
             parts[key] = open_model(config, models).over(skills)
-    return parts
+    return _Opened(system, skills, pool, parts, models, index)
 
 
 def _remembered(encoders: Encoders) -> Callable[[Sequence[str]], Float32[np.ndarray, "query dim"]]:
@@ -183,60 +217,14 @@ def _remembered(encoders: Encoders) -> Callable[[Sequence[str]], Float32[np.ndar
 
 
 def _query(task: str) -> Query:
-    text = clean_text(task[:MAX_CHARS])
+    text = clean_text(task[:_MAX_CHARS])
     if not any(letter.isprintable() and not letter.isspace() for letter in text):
         raise SkilltrainError("the request is empty")
     return Query("request", text, kind="", origin="", split="")
 
 
-def _trace(now: _Opened, query: Query, k: int, without: Collection[str]) -> Traced:
-    """What the rankers make of a query; skills `without` are left out before a ranker keeps any."""
-    places: dict[str, Ranking] = {}
-    found: Rankings | None = None
-    ranking: Ranking = []
-    for config, ranker, keep in zip(now.system.rankers, now.rankers, keeps_of(now.system, max(k, _DEPTH)), strict=True):
-        if isinstance(ranker, Fuse):
-            legs = [_without(leg[query.query_id], without) for leg in ranker.find([query], found)]
-            ranking, keys = ranker.join(legs)[:keep], [key_of(leg) for leg in ranker.config.of]
-        else:
-            more = len(without) if found is None else 0
-            ranking = _without(ranker.rank([query], found, keep + more)[query.query_id], without)[:keep]
-            legs, keys = [ranking], [key_of(config)]
-        for key, leg in zip(keys, legs, strict=True):
-            places.setdefault(now.names[key], leg)  # its places in the pool say more than those among a few candidates
-        found = {query.query_id: ranking}
-    indexes = {now.names[key]: part.index for key, part in now.parts.items() if isinstance(part, PoolRanker)}
-    most = {name: index.most(query.text) for name, index in indexes.items() if isinstance(index, BM25Index)}
-    return Traced(places, most, ranking)
-
-
 def _without(ranking: Ranking, left_out: Collection[str]) -> Ranking:
     return [pair for pair in ranking if pair[0] not in left_out] if left_out else ranking
-
-
-def _routed(now: _Opened, query: Query, traced: Traced, rank: int, probability: float | None) -> RoutedSkill:
-    skill_id, score = traced.ranking[rank - 1]
-    skill = now.skills[skill_id]
-    terms: list[str] = []
-    window: tuple[int, int] | None = None
-    for key, ranker in now.parts.items():
-        if not isinstance(ranker, PoolRanker):
-            continue
-        index, position = ranker.index, ranker.places[skill_id]
-        if isinstance(index, BM25Index) and not terms:
-            terms = index.matched(query.text, position)[:_MAX_TERMS]
-        elif isinstance(index, VectorIndex) and key in now.models and window is None:
-            number, place = index.best_chunk(query.text, position), now.models[key].window
-            window = None if number is None or place is None else place(skill, number)
-    why = Why(traced.placed(skill_id), tuple(terms), window)
-    path, flags = _screened(now, skill)
-    return RoutedSkill(rank, skill_id, skill.name, skill.description, path, score, probability, why, flags)
-
-
-def _screened(now: _Opened, skill: Skill) -> tuple[Path | None, tuple[Flag, ...]]:
-    """(a skill's SKILL.md, what is found in it and beside it: flags beside a stranger's pool may be anything)."""
-    path = skill_file(now.pool, skill.skill_id) if now.pool else None
-    return path, _flags(skill, path and path.parent)
 
 
 @lru_cache(_SCREENED)

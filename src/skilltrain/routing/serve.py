@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import anyio
 import uvicorn
@@ -14,16 +13,13 @@ import watchfiles
 
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError, reason_of
+from skilltrain.routing.router import Router
 from skilltrain.routing.servers import LOOPBACK, new_http_app, new_mcp_server
 from skilltrain.routing.service import Service
 from skilltrain.terminal import say
 from skilltrain.texts import clean_text
 
-if TYPE_CHECKING:
-    from skilltrain.routing.router import Router
-
-_EVERY = 2.0  # seconds between looks at what another process has written
-_LOG_EVERY = 30  # looks between two writes of the log
+_LOOK, _WRITE = 2.0, 60.0  # seconds between looks at what another process has written, and between writes of the log
 
 
 def serve_stdio(service: Service, watched: Path | None) -> None:
@@ -49,7 +45,9 @@ def serve_http(service: Service, watched: Path | None, host: str, port: int) -> 
 async def _beside_watch(service: Service, watched: Path | None, serve: Callable[[], Awaitable[None]]) -> None:
     """Serve while the skills are kept current; at the end what is logged is written."""
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_refresh, service)
+        tasks.start_soon(_again_and_again, service, _LOOK, "refresh", service.router.refresh)
+        if service.log is not None:
+            tasks.start_soon(_again_and_again, service, _WRITE, "log", service.log.flush)
         if watched is not None:
             tasks.start_soon(_watch, service, watched)
         try:
@@ -60,15 +58,10 @@ async def _beside_watch(service: Service, watched: Path | None, serve: Callable[
                 service.log.flush()
 
 
-async def _refresh(service: Service) -> None:
-    """Take up what other processes write into the router's folder; write the log now and then."""
-    looks = 0
+async def _again_and_again(service: Service, seconds: float, name: str, work: Callable[[], object]) -> None:
     while True:
-        await anyio.sleep(_EVERY)
-        await _try(service, "refresh", service.router.refresh)
-        looks += 1
-        if service.log is not None and looks % _LOG_EVERY == 0:
-            await _try(service, "log", service.log.flush)
+        await anyio.sleep(seconds)
+        await _try(service, name, work)
 
 
 async def _watch(service: Service, watched: Path) -> None:
@@ -81,17 +74,18 @@ async def _watch(service: Service, watched: Path) -> None:
 
 async def _try(service: Service, name: str, work: Callable[..., object], *arguments: object) -> bool:
     """Do it, counted as a request; after a fault, which is said once, the server goes on as it is."""
+    fault = ""
     try:
         await service.timed(name, work, *arguments)
-        service.faults.pop(name, None)
     except Exception as error:
-        if service.faults.get(name) != str(error):
-            say(f"{name}: {error}")
-        service.faults[name] = str(error)
-    return name not in service.faults
+        fault = f"{name}: {error}"
+    if fault and fault != service.faults.get(name):
+        say(fault)
+    service.faults[name] = fault
+    return not fault
 
 
-def update_from(router: "Router", watched: Path) -> dict[str, int]:
+def update_from(router: Router, watched: Path) -> dict[str, int]:
     """Let the router answer with the skills that `watched` holds now; those of other sources stay as they are.
 
     A skill keeps its category. Raises SkilltrainError where nothing can be read, or where another process writes.
