@@ -34,14 +34,9 @@ POSITION = {skill.skill_id: place for place, skill in enumerate(SKILLS_HERE)}
 CLUSTER_OF = {"gold": 3, "name": 0, "body": 3, "vector": 1, "far": 2}
 
 
-def rankings(*rows, query_id="q1", stage="semantic", scores=None):
-    return table_from_rows(
-        [
-            {"query_id": query_id, "skill_id": skill_id, "rank": rank, "score": score, "stage": stage}
-            for rank, (skill_id, score) in enumerate(zip(rows, scores or [0.5] * len(rows), strict=True), 1)
-        ],
-        RANKINGS,
-    )
+def rankings(*rows, query_id="q1", stage="semantic"):
+    same = {"query_id": query_id, "score": 0.5, "stage": stage}
+    return table_from_rows([{"skill_id": one, "rank": rank, **same} for rank, one in enumerate(rows, 1)], RANKINGS)
 
 
 class Filter:
@@ -135,16 +130,6 @@ ALL_OVER = OVER | {"name": ("ceiling", pytest.approx(0.6), "gold")}
 def test_what_layers_drop(stage, candidates, verdicts, layers, dropped):
     stage.write(rankings(*candidates.split()), rankings("gold", stage="random"), verdicts=verdicts)
     assert stage.found(*layers) == dropped
-
-
-def test_a_ceiling_by_ranking_takes_the_sources_own_scores(stage):
-    stage.write(
-        rankings("gold", "name", "body", scores=[10.0, 9.6, 9.4], stage="lexical"),
-        rankings("name", "far", scores=[0.9, 0.1]),  # ranked no gold: nothing to hold against
-        rankings("gold", "vector", scores=[-2.0, -2.05], stage="teacher"),
-    )
-    dropped = {"name": ("ceiling", 9.6, "gold"), "vector": ("ceiling", -2.05, "gold")}
-    assert stage.found(ceiling(scores="ranking")) == dropped
 
 
 def test_siblings_of_a_template_stay_unless_plain_trigrams_are_asked_for(stage):

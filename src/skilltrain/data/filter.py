@@ -25,8 +25,8 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.records import POSITIVE, Dropped, Skill, Verdict
 from skilltrain.retrieval.dense import EncoderSource
 from skilltrain.tables import (
-    QUERIES,
     RANKINGS,
+    read_queries,
     read_skills,
     read_table,
     read_verdicts,
@@ -50,13 +50,10 @@ class FilterConfig(Config):
     clusters: InputPath | None = Field(default=None, description="CLUSTERS of the pool, for the layer 'cluster'")
     layers: tuple[Layer, ...] = Field(
         default=(NameLayer(), JaccardLayer(), CosineLayer()),
-        description="layers in order (name, jaccard, cosine, cluster, ceiling, rank_window); leave one out to "
-        "switch it off",
+        description="layers in order: name, jaccard, cosine, cluster, ceiling, rank_window",
     )
     judged_positives: Literal["drop", "keep"] = Field(
-        default="drop",
-        description="what to do with a query's own positives; keep them in a reranker's candidates, so that "
-        "its lists know at which rank they were found",
+        default="drop", description="a query's own positives: keep them for a reranker's lists, which hold their ranks"
     )
     workers: WorkersConfig = Field(default=WorkersConfig(), description="who computes")
     out: Path = Field(description="folder to write: RANKINGS kept, DROPPED")
@@ -66,11 +63,9 @@ class FilterConfig(Config):
         names = [layer.name for layer in self.layers]
         if len(set(names)) < len(names):
             raise ValueError("a layer appears twice in 'layers'")
-        encoding = [layer.name for layer in self.layers if layer.name == "cosine"]
-        encoding += [layer.name for layer in self.layers if layer.name == "ceiling" and layer.scores == "encoder"]
-        if encoding and self.encoder is None:
-            what = f"the layer '{encoding[0]}' needs the section 'encoder'"
-            raise ValueError(f"{what} (or leave the layer out of 'layers')")
+        for name in names:
+            if name in ("cosine", "ceiling") and self.encoder is None:
+                raise ValueError(f"the layer '{name}' needs the section 'encoder' (or leave the layer out of 'layers')")
         if "cluster" in names and self.clusters is None:
             raise ValueError("the layer 'cluster' needs 'clusters', the output of the stage clusters")
         return self
@@ -83,14 +78,16 @@ def run_filter(config: FilterConfig, out: Path) -> dict[str, Any]:
     others, each is dropped by the first layer that finds a ground.
     """
     rankings = read_table(config.rankings, RANKINGS)
-    skills = read_skills(config.pool)
-    verdicts = read_verdicts(config.queries)
+    skills, verdicts = read_skills(config.pool), read_verdicts(config.queries)
     candidates = dict(open_candidates(rankings, skills, verdicts, config.pool))
     texts = _texts(config.queries, list(candidates))
     pool = FilterPool(skills, list(candidates.values()), texts, config.encoder, config.clusters, config.workers)
     against = find_false_negatives(pool, candidates, config.layers)
-    if config.judged_positives == "drop":
-        against |= _judged_positives(rankings, verdicts)
+    for query_id, one in candidates.items() if config.judged_positives == "drop" else ():
+        for gold in one.ranked_golds:
+            skill_id = skills[gold["skill"]].skill_id
+            reason = f"judged {verdicts[query_id][skill_id]} for this query"
+            against[int(gold["row"])] = Dropped(query_id, skill_id, "judged", reason, source=gold["source"])
     kept = np.ones(rankings.num_rows, dtype=bool)
     kept[list(against)] = False
     left = rankings.filter(pa.array(kept))
@@ -118,8 +115,7 @@ def open_candidates(
         raise SkilltrainError(what, where=where, fix="give the pool that was mined")
     ranked = np.empty(rankings.num_rows, dtype=CANDIDATE)
     ranked["row"], ranked["source"] = np.arange(len(ranked)), texts_of(rankings.column("stage"))
-    ranked["skill"] = [position[skill_id] for skill_id in skill_ids]
-    ranked["rank"], ranked["score"] = (rankings.column(name).to_numpy() for name in ("rank", "score"))
+    ranked["skill"], ranked["rank"] = [position[skill_id] for skill_id in skill_ids], rankings.column("rank").to_numpy()
     for number, (query_id, rows) in enumerate(rows_by_query(rankings).items()):
         judged = {position[s]: verdict for s, verdict in sorted(verdicts.get(query_id, {}).items()) if s in position}
         golds = np.array([place for place, verdict in judged.items() if verdict in POSITIVE], dtype=np.int64)
@@ -142,26 +138,17 @@ def find_false_negatives(
             drop = ~np.isnan(values)
             for candidate, value, gold in zip(one.left[drop], values[drop].tolist(), golds[drop].tolist(), strict=True):
                 found[int(candidate["row"])] = Dropped(
-                    query_id, pool.skills[candidate["skill"]].skill_id, layer.name, layer.explain(value), value,
+                    query_id, pool.skills[candidate["skill"]].skill_id, layer.name,
+                    layer.reason.format(value=value, layer=layer), value,
                     candidate["source"], pool.skills[gold].skill_id if gold >= 0 else None,
                 )  # fmt: skip
             one = replace(one, left=one.left[~drop])
     return found
 
 
-def _judged_positives(rankings: pa.Table, verdicts: Mapping[str, Mapping[str, Verdict]]) -> dict[int, Dropped]:
-    """Row → why it goes, where a judge called the skill a positive of the query."""
-    found: dict[int, Dropped] = {}
-    rows = zip(*(texts_of(rankings.column(name)) for name in ("query_id", "skill_id", "stage")), strict=True)
-    for row, (query_id, skill_id, source) in enumerate(rows):
-        if (verdict := verdicts.get(query_id, {}).get(skill_id)) in POSITIVE:
-            found[row] = Dropped(query_id, skill_id, "judged", f"judged {verdict} for this query", source=source)
-    return found
-
-
 def _texts(folder: Path, query_ids: Sequence[str]) -> list[str]:
     """The texts of ranked queries. Raises SkilltrainError for one that is not in the QUERIES table."""
-    texts = {row["query_id"]: row["text"] for row in read_table(folder, QUERIES).to_pylist()}
+    texts = {query.query_id: query.text for query in read_queries(folder)}
     if missing := [query_id for query_id in query_ids if query_id not in texts]:
         what = f"{len(missing)} ranked queries are not here, '{missing[0]}' among them"
         raise SkilltrainError(what, where=folder, fix="give the queries that were mined for")

@@ -1,22 +1,30 @@
 """The grounds on which a candidate is taken for a false negative: one small class a layer; and what layers compare.
 
 `check` says what speaks against each candidate of one query, the same wherever it runs and whatever ran before;
-`explain` what a value means, as the reason in a DROPPED row. A new layer is a class here and a name in the union
-`Layer` (CONTRIBUTING.md).
+`reason` what a value means, in a DROPPED row. A new layer is a class here and a name in `Layer` (CONTRIBUTING.md).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from jaxtyping import Float32, Float64, Shaped
 from pydantic import Field, field_validator, model_validator
 
 from skilltrain.config import Config
-from skilltrain.data.near_duplicates import Positions, TrigramSets, jaccard, numbered, read_clusters
+from skilltrain.data.near_duplicates import (
+    MAX_NAMES,
+    MaxNames,
+    Positions,
+    TrigramSets,
+    jaccard,
+    numbered,
+    read_clusters,
+    trigram_sets,
+)
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource, SkillEncoder, encode_chunks, encode_queries, open_encoder
@@ -24,17 +32,17 @@ from skilltrain.retrieval.nearest import ChunkVectors, starts_of
 from skilltrain.texts import name_key
 from skilltrain.workers import WorkersConfig
 
-CANDIDATE = np.dtype([("row", "i8"), ("skill", "i8"), ("rank", "i8"), ("score", "f8"), ("source", "O")])
-"""A candidate: its row in the RANKINGS, its place in the pool, and what its source says of it."""
+CANDIDATE = np.dtype([("row", "i8"), ("skill", "i8"), ("rank", "i8"), ("source", "O")])
+"""A candidate: its row in the RANKINGS, its place in the pool, its rank in its source."""
 Values = Float64[np.ndarray, " candidate"]
 """NaN to keep a candidate, else the value that speaks against it."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """One query's candidates that are still open, and those that are its gold skills.
+    """One query's candidates that are `left`, and those that are its gold skills, whose places in the pool are `golds`.
 
-    `query` is the query's place among all, `golds` the places of its gold skills, in order of id.
+    `query` is the query's place among all.
     """
 
     query: int
@@ -53,7 +61,7 @@ class FilterPool:
     encoder_source: EncoderSource | None
     clusters_path: Path | None
     workers: WorkersConfig
-    _trigrams: dict[int | None, TrigramSets] = field(default_factory=dict)
+    _trigrams: TrigramSets | None = None
 
     @cached_property
     def in_use(self) -> Positions:
@@ -72,11 +80,10 @@ class FilterPool:
         return numbered(name_key(skill.name) for skill in self.skills)
 
     def trigrams(self, max_names: int | None) -> TrigramSets:
-        """Body trigrams, without those that stand under more than `max_names` names."""
-        if max_names not in self._trigrams:
-            sets = TrigramSets.of([skill.body for skill in self.skills], self.workers)
-            self._trigrams[max_names] = sets if max_names is None else sets.without_templates(self.names, max_names)
-        return self._trigrams[max_names]
+        """Body trigrams, as the one layer that compares them wants them."""
+        if self._trigrams is None:
+            self._trigrams = trigram_sets(self.skills, max_names, self.workers)
+        return self._trigrams
 
     @cached_property
     def chunks(self) -> ChunkVectors:
@@ -120,14 +127,12 @@ class NameLayer(Config):
     """Drops a candidate that bears a gold skill's name (SkillRouter, section 4.2, layer 1); the value is 1."""
 
     name: Literal["name"] = "name"
+    reason: ClassVar = "same name as a gold skill"
 
     def check(self, pool: FilterPool, candidates: Candidates) -> Against:
         names = pool.names[candidates.left["skill"]]
         for gold in candidates.golds.tolist():
             yield gold, np.where((names == pool.names[gold]) & (names >= 0), 1.0, np.nan)
-
-    def explain(self, value: float) -> str:
-        return "same name as a gold skill"
 
 
 class JaccardLayer(Config):
@@ -140,13 +145,8 @@ class JaccardLayer(Config):
 
     name: Literal["jaccard"] = "jaccard"
     above: float = Field(default=0.6, ge=0, le=1, description="drop above this Jaccard index of body trigrams")
-    max_names: int | None = Field(
-        default=5,
-        ge=1,
-        description="leave out trigrams that occur under more than this many skill names: what a template "
-        "gives to a hundred skills of different function makes no two of them copies; null: plain trigrams, as "
-        "SkillRouter",
-    )
+    max_names: MaxNames = Field(default=5, description=f"{MAX_NAMES} (SkillRouter)")
+    reason: ClassVar = "body overlap {value:.3f} > {layer.above:g} with a gold skill"
 
     def check(self, pool: FilterPool, candidates: Candidates) -> Against:
         """Exact; sets whose sizes alone keep them below the threshold are not intersected."""
@@ -162,15 +162,13 @@ class JaccardLayer(Config):
                     values[place] = value
             yield gold, values
 
-    def explain(self, value: float) -> str:
-        return f"body overlap {value:.3f} > {self.above:g} with a gold skill"
-
 
 class CosineLayer(Config):
     """Drops a candidate whose vector is all but a gold skill's (layer 3); the encoder is the stage's `encoder`."""
 
     name: Literal["cosine"] = "cosine"
     above: float = Field(default=0.92, ge=-1, le=1, description="drop above this cosine to a gold skill")
+    reason: ClassVar = "cosine {value:.3f} > {layer.above:g} to a gold skill"
 
     def check(self, pool: FilterPool, candidates: Candidates) -> Against:
         vectors = pool.vectors(candidates.left["skill"])
@@ -178,9 +176,6 @@ class CosineLayer(Config):
             # No matrix product: its last bits depend on what else is multiplied.
             values = np.einsum("sd,d->s", vectors, own, optimize=False).astype(np.float64)
             yield gold, np.where(values > self.above, values, np.nan)
-
-    def explain(self, value: float) -> str:
-        return f"cosine {value:.3f} > {self.above:g} to a gold skill"
 
 
 class ClusterLayer(Config):
@@ -190,18 +185,16 @@ class ClusterLayer(Config):
     """
 
     name: Literal["cluster"] = "cluster"
+    reason: ClassVar = "in one near-duplicate cluster with a gold skill"
 
     def check(self, pool: FilterPool, candidates: Candidates) -> Against:
         clusters = pool.clusters[candidates.left["skill"]]
         for gold in candidates.golds.tolist():
             yield gold, np.where(clusters == pool.clusters[gold], 1.0, np.nan)
 
-    def explain(self, value: float) -> str:
-        return "in one near-duplicate cluster with a gold skill"
-
 
 class CeilingLayer(Config):
-    """Drops a candidate that answers the query about as well as a gold skill, or better; the value is its score.
+    """Drops a candidate that the encoder finds about as near to the query as a gold skill; the value is its score.
 
     NV-Retriever (Moreira et al. 2024) calls the relative margin TopK-PercPos (its 95% is a `relative_margin` of .05)
     and the absolute one TopK-MarginPos. Both margins mean what they do in sentence-transformers' mine_hard_negatives:
@@ -211,17 +204,13 @@ class CeilingLayer(Config):
     """
 
     name: Literal["ceiling"] = "ceiling"
-    scores: Literal["encoder", "ranking"] = Field(
-        default="encoder",
-        description="encoder: cosines of the stage's `encoder` to the query, for candidates of all sources; ranking: "
-        "the source's own scores (a teacher's, a reranker's), where it has ranked a gold skill too",
-    )
     relative_margin: float | None = Field(
         default=0.05, ge=0, description="drop above the gold skill's score minus this share of it; null: no such limit"
     )
     absolute_margin: float | None = Field(
         default=None, ge=0, description="drop above the gold skill's score minus this much; null: no such limit"
     )
+    reason: ClassVar = "score {value:.3f} for the query too close to that of a gold skill"
 
     @model_validator(mode="after")
     def _limits_something(self) -> "CeilingLayer":
@@ -230,28 +219,12 @@ class CeilingLayer(Config):
         return self
 
     def check(self, pool: FilterPool, candidates: Candidates) -> Against:
-        """A candidate stays where no gold skill has a score."""
-        left = candidates.left
-        if self.scores == "encoder" and len(candidates.golds):
+        if len(candidates.golds):
             of_golds = pool.answers(candidates.golds, candidates.query)
-            weakest = int(candidates.golds[of_golds.argmin()])
-            yield weakest, self._too_close(pool.answers(left["skill"], candidates.query), of_golds.min())
-        elif self.scores == "ranking":
-            ranked = candidates.ranked_golds
-            for source in dict.fromkeys(ranked["source"]):
-                of_source = ranked[ranked["source"] == source]
-                weakest = of_source[of_source["score"].argmin()]
-                scores = np.where(left["source"] == source, left["score"], np.nan)
-                yield int(weakest["skill"]), self._too_close(scores, weakest["score"])
-
-    def _too_close(self, scores: Values, limit: float) -> Values:
-        """Those of the scores that are above a limit."""
-        margins = self.absolute_margin, self.relative_margin and self.relative_margin * abs(limit)
-        lowest = limit - max(margin for margin in margins if margin is not None)
-        return np.where(scores > lowest, scores, np.nan)
-
-    def explain(self, value: float) -> str:
-        return f"score {value:.3f} for the query too close to that of a gold skill"
+            scores, least = pool.answers(candidates.left["skill"], candidates.query), of_golds.min()
+            margins = self.absolute_margin, self.relative_margin and self.relative_margin * abs(least)
+            limit = least - max(margin for margin in margins if margin is not None)
+            yield int(candidates.golds[of_golds.argmin()]), np.where(scores > limit, scores, np.nan)
 
 
 class RankWindowLayer(Config):
@@ -261,6 +234,7 @@ class RankWindowLayer(Config):
     ranks: dict[str, tuple[int, int | None]] = Field(
         description="source: [first, last] rank to keep, counted from 1; last null: to the end"
     )
+    reason: ClassVar = "rank {value:.0f} outside the window of its source"
 
     @field_validator("ranks")
     @classmethod
@@ -273,17 +247,14 @@ class RankWindowLayer(Config):
     def check(self, pool: FilterPool, candidates: Candidates) -> Against:
         """Ranks are the source's own, before any layer. Raises SkilltrainError for a source that ranks nothing here."""
         if unknown := sorted(self.ranks.keys() - pool.sources):
+            fix = f"sources: {', '.join(sorted(pool.sources))}"
             raise SkilltrainError(
-                f"no candidate is of source '{unknown[0]}'", where="layers.rank_window.ranks",
-                fix=f"sources: {', '.join(sorted(pool.sources))}",
-            )  # fmt: skip
+                f"no candidate is of source '{unknown[0]}'", where="layers.rank_window.ranks", fix=fix
+            )
         for source, (first, last) in self.ranks.items():
             ranks, is_its = candidates.left["rank"], candidates.left["source"] == source
             outside = (ranks < first) | (ranks > (np.inf if last is None else last))
             yield -1, np.where(outside & is_its, ranks, np.nan)
-
-    def explain(self, value: float) -> str:
-        return f"rank {value:.0f} outside the window of its source"
 
 
 Layer = Annotated[

@@ -1,16 +1,16 @@
 """Stage `clusters`: which skills of a pool are copies of one another, by the word trigrams of their bodies."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import numpy as np
-from jaxtyping import Bool, Int64, UInt64
+from jaxtyping import Int64, UInt64
 from pydantic import Field
 
 from skilltrain.config import Config, InputPath
@@ -29,7 +29,10 @@ MIN_RECALL = 0.99
 SAME_NAME_OVERLAP = 0.3  # Jaccard index from which a skill of the same name is a copy
 _BLOCK = 512  # bodies or skills that a worker reads at once
 _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], dtype=np.uint64)
+_ALONE = WorkersConfig(num=1)
 
+MaxNames = Annotated[int | None, Field(ge=1)]
+MAX_NAMES = "trigrams under more skill names than this are a template's, and left out; null: none are"
 Trigrams = UInt64[np.ndarray, " trigram"]
 Positions = Int64[np.ndarray, " position"]
 
@@ -41,13 +44,10 @@ def _word_hash(word: str) -> int:
 
 
 def word_trigrams(text: str) -> Trigrams:
-    """The sorted distinct word trigrams of `text`, as 64-bit hashes.
+    """The sorted distinct word trigrams of `text`, as 64-bit hashes; a text of one or two words is one "trigram".
 
-    SkillRouter (section 4.2) says "trigram" and not of what. Words, because character trigrams of a language are
-    few and shared by all long texts in it (two unrelated 10,000-character bodies already reach a third), which
-    would make the threshold depend on length; words also survive a change of layout. Text is NFKC-normalised and
-    lower-cased, everything but letters and digits separates words. A text of one or two words is one "trigram".
-    Among 10^8 trigrams of a pool a collision is possible, within two bodies it is not in practice (10^-11).
+    SkillRouter (section 4.2) says "trigram" and not of what. Words, because all long texts of a language share its few
+    character trigrams (two unrelated bodies of 10,000 characters a third), and because words survive another layout.
     """
     words = words_of(text)
     numbers = np.fromiter(map(_word_hash, words), dtype=np.uint64, count=len(words))
@@ -69,7 +69,7 @@ def _distinct(numbers: np.ndarray) -> np.ndarray:
 
 
 def jaccard(left: Trigrams, right: Trigrams) -> float:
-    """Shared over all trigrams of two sets, between 0 and 1; 0 where one is empty, for nothing shows a likeness."""
+    """Shared over all trigrams of two sets; 0 where one is empty."""
     if not len(left) or not len(right):
         return 0.0
     both = np.concatenate([left, right])
@@ -118,23 +118,18 @@ class TrigramSets:
         and not their function. Copies of one skill share as much, but under one name, or under few. So a trigram is
         counted by the distinct `names` (one number per skill) of the skills that hold it.
         """
-        keep = ~self._of_templates(names, max_names)
-        kept_before = np.concatenate([[0], np.cumsum(keep)])
-        return TrigramSets(self.trigrams[keep], kept_before[self.starts])
-
-    def _of_templates(self, names: Positions, max_names: int) -> Bool[np.ndarray, " trigram"]:
-        result = np.zeros(len(self.trigrams), dtype=bool)
         ordered = np.sort(self.trigrams)  # only a trigram of many skills can stand under many names
         frequent = np.unique(ordered[max_names:][ordered[max_names:] == ordered[: len(ordered) - max_names]])
-        if len(frequent):
-            numbers = np.minimum(np.searchsorted(frequent, self.trigrams), len(frequent) - 1)
-            places = np.flatnonzero(frequent[numbers] == self.trigrams)
-            owners = names[np.searchsorted(self.starts, places, side="right") - 1] + 1
-            num_owners = len(names) + 1
-            pairs = _distinct(numbers[places] * num_owners + owners)
-            is_template = np.bincount(pairs // num_owners, minlength=len(frequent)) > max_names
-            result[places[is_template[numbers[places]]]] = True
-        return result
+        if not len(frequent):
+            return self
+        numbers = np.minimum(np.searchsorted(frequent, self.trigrams), len(frequent) - 1)
+        places = np.flatnonzero(frequent[numbers] == self.trigrams)
+        owners = names[np.searchsorted(self.starts, places, side="right") - 1]
+        pairs = np.unique(np.stack([numbers[places], owners]), axis=1)
+        is_template = np.bincount(pairs[0], minlength=len(frequent)) > max_names
+        keep = np.ones(len(self.trigrams), dtype=bool)
+        keep[places] = ~is_template[numbers[places]]
+        return TrigramSets(self.trigrams[keep], np.concatenate([[0], np.cumsum(keep)])[self.starts])
 
 
 def _read_block(bodies: Sequence[str]) -> tuple[Positions, Trigrams]:
@@ -143,20 +138,21 @@ def _read_block(bodies: Sequence[str]) -> tuple[Positions, Trigrams]:
     return np.array([len(one) for one in sets], dtype=np.int64), np.concatenate(sets)
 
 
+def trigram_sets(skills: Sequence[Skill], max_names: int | None, workers: WorkersConfig) -> TrigramSets:
+    """The sets of the skills' bodies, without the trigrams of templates unless `max_names` is None."""
+    sets = TrigramSets.of([skill.body for skill in skills], workers)
+    if max_names is None:
+        return sets
+    return sets.without_templates(numbered(name_key(skill.name) for skill in skills), max_names)
+
+
 class ClustersConfig(Config):
-    """Find the near-duplicate clusters of a pool, for filters, the in-batch mask and measures with copies."""
+    """Find a pool's near-duplicate clusters, for filters, the in-batch mask and measures with copies."""
 
     stage: Literal["clusters"]
     pool: InputPath = Field(description="SKILLS table (file or folder)")
-    threshold: float = Field(
-        default=0.6, gt=0, le=1, description="Jaccard index of body trigrams that links two skills"
-    )
-    max_names: int | None = Field(
-        default=5,
-        ge=1,
-        description="leave out trigrams that occur under more than this many skill names, for they are a "
-        "template's and not a skill's; null: plain trigrams",
-    )
+    threshold: float = Field(default=0.6, gt=0, le=1, description="Jaccard index of body trigrams that links skills")
+    max_names: MaxNames = Field(default=5, description=MAX_NAMES)
     workers: WorkersConfig = Field(default=WorkersConfig(), description="who computes")
     out: Path = Field(description="folder to write: CLUSTERS, one row per skill")
 
@@ -164,17 +160,13 @@ class ClustersConfig(Config):
 def run_clusters(config: ClustersConfig, out: Path) -> dict[str, Any]:
     """Counts of clusters of two and more skills, and the largest by their lowest skill_id; writes CLUSTERS."""
     skills = read_skills(config.pool)
-    sets = TrigramSets.of([skill.body for skill in skills], config.workers)
-    if config.max_names is not None:
-        sets = sets.without_templates(numbered(name_key(skill.name) for skill in skills), config.max_names)
-    clusters = _number_clusters(skills, link_near_duplicates(sets, config.threshold, config.workers))
+    clusters = near_duplicate_clusters(skills, config.threshold, config.max_names, config.workers)
     write_table([{"skill_id": skill_id, "cluster": cluster} for skill_id, cluster in clusters.items()], CLUSTERS, out)
     sizes = Counter(clusters.values())
     first = {cluster: skill_id for skill_id, cluster in reversed(clusters.items())}
     copies = [size for size in sizes.values() if size > 1]
     return {
-        "num_skills": len(skills), "num_without_trigrams": int(np.count_nonzero(sets.sizes == 0)),
-        "num_clusters": len(copies), "num_skills_in_clusters": sum(copies),
+        "num_skills": len(skills), "num_clusters": len(copies), "num_skills_in_clusters": sum(copies),
         "largest": {first[cluster]: size for cluster, size in sizes.most_common(5) if size > 1},
     }  # fmt: skip
 
@@ -191,41 +183,35 @@ def read_clusters(path: Path, skill_ids: Iterable[str]) -> dict[str, int]:
 def copies_of(skill_ids: Iterable[str], skills: Mapping[str, Skill], clusters: Path) -> dict[str, list[str]]:
     """skill_id → the other skills of the pool `skills` that do the same job, for those of `skill_ids` that have any.
 
-    The rule: two skills are copies where they stand in one near-duplicate cluster of the table `clusters` (stage
-    `clusters`: a chain of body trigram Jaccard indices from .6, without the trigrams of templates), or where their
-    names are one (`name_key`) and the Jaccard index of their plain body trigrams is at least .3. Later versions and
-    translations of a skill share its name, its commands and less than .6 of its words.
-    Raises SkilltrainError for a skill of `skill_ids` that is in no cluster.
+    Two skills are copies where they stand in one cluster of the table `clusters`, or where their names are one
+    (`name_key`) and the Jaccard index of their plain body trigrams is at least .3: later versions and translations
+    share a skill's name, its commands and less than .6 of its words. Raises SkilltrainError for one in no cluster.
     """
     wanted = sorted({skill_id for skill_id in skill_ids if skill_id in skills})
     cluster_of = read_clusters(clusters, wanted)
     names = {skill_id: name_key(skill.name) for skill_id, skill in skills.items()}
-    alike: dict[int | str, list[str]] = {}  # cluster, or name → its skills
+    alike: defaultdict[int | str, list[str]] = defaultdict(list)  # cluster, or name → its skills
     for skill_id, name in names.items():
-        for key in (cluster_of.get(skill_id), name or None):
-            if key is not None:
-                alike.setdefault(key, []).append(skill_id)
+        alike[name].append(skill_id)
+        alike[cluster_of.get(skill_id, -1)].append(skill_id)
     trigrams = cache(lambda skill_id: word_trigrams(skills[skill_id].body))
     found: dict[str, list[str]] = {}
     for own in wanted:
-        named = alike.get(names[own], [])
+        named = alike[names[own]] if names[own] else []
         near = [other for other in named if jaccard(trigrams(own), trigrams(other)) >= SAME_NAME_OVERLAP]
         if copies := {*alike[cluster_of[own]], *near} - {own}:
             found[own] = sorted(copies)
     return found
 
 
-def near_duplicate_clusters(skills: Sequence[Skill], threshold: float) -> dict[str, int]:
-    """skill_id → cluster; two skills are in one where a chain of pairs with a body trigram Jaccard of at least
-    `threshold` links them, and clusters are numbered in the order of their lowest skill_id.
+def near_duplicate_clusters(
+    skills: Sequence[Skill], threshold: float, max_names: int | None = None, workers: WorkersConfig = _ALONE
+) -> dict[str, int]:
+    """skill_id → cluster, in order of id; two skills are in one where a chain of pairs with a body trigram Jaccard of
+    at least `threshold` links them, and clusters are numbered in the order of their lowest skill_id.
     """
-    workers = WorkersConfig(num=1)
-    sets = TrigramSets.of([skill.body for skill in skills], workers)
-    return _number_clusters(skills, link_near_duplicates(sets, threshold, workers))
-
-
-def _number_clusters(skills: Sequence[Skill], roots: Sequence[int]) -> dict[str, int]:
-    """skill_id → cluster, in order of id."""
+    sets = trigram_sets(skills, max_names, workers)
+    roots = link_near_duplicates(sets, threshold, workers)
     numbers: dict[int, int] = {}
     pairs = sorted((skill.skill_id, root) for skill, root in zip(skills, roots, strict=True))
     return {skill_id: numbers.setdefault(root, len(numbers)) for skill_id, root in pairs}
@@ -234,14 +220,12 @@ def _number_clusters(skills: Sequence[Skill], roots: Sequence[int]) -> dict[str,
 def link_near_duplicates(sets: TrigramSets, threshold: float, workers: WorkersConfig) -> list[int]:
     """For each skill the lowest position in its cluster.
 
-    MinHash (Broder 1997) and banding propose pairs and find at least 99% of those at the threshold, more above it;
-    exact Jaccard confirms them. Of a pair that is linked already nothing is compared.
+    MinHash (Broder 1997) and banding propose at least 99% of the pairs at the threshold, more above it; exact Jaccard
+    confirms them. Of a pair that is linked already nothing is compared.
     """
     from datasketch import MinHashLSH
     from scipy.cluster.hierarchy import DisjointSet
 
-    if not 0 < threshold <= 1:
-        raise SkilltrainError(f"the near-duplicate threshold lies above 0 and at most at 1, found {threshold}")
     bands, rows = bands_and_rows(threshold)
     blocks = [[sets[i] for i in range(start, min(start + _BLOCK, len(sets)))] for start in range(0, len(sets), _BLOCK)]
     sketches = chain.from_iterable(map_blocks(partial(_sketch_block, bands * rows), blocks, workers, "sketching"))
