@@ -266,14 +266,19 @@ def to_yaml(config: BaseModel) -> str:
 
 
 class _Input:
-    """Marks a path that a stage reads, so that its fingerprint can be kept beside the output."""
+    """Marks what a stage reads, so that its fingerprint can be kept beside the output."""
 
 
 InputPath = typing.Annotated[Path, _Input()]
+ModelSource = typing.Annotated[str, _Input()]
+"""A model's folder, Hub id or package; the last two keep to one content by their names."""
 
 
 def input_paths(config: BaseModel) -> dict[str, Path]:
-    """Key → path of every set field annotated `InputPath`, or a list or map of them; sections and lists included."""
+    """Key → path of every set field annotated `InputPath`, or a list or map of them, and of each model's folder.
+
+    Sections and lists are included.
+    """
     found: dict[str, Path] = {}
     for name, field in type(config).model_fields.items():
         is_input = any(isinstance(mark, _Input) for mark in field.metadata) or "_Input" in repr(field.annotation)
@@ -286,6 +291,8 @@ def input_paths(config: BaseModel) -> dict[str, Path]:
                 found |= {f"{place}.{key}": path for key, path in input_paths(item).items()}
             elif is_input and isinstance(item, Path):
                 found[place] = item
+            elif is_input and isinstance(item, str) and (folder := Path(item).expanduser()).is_dir():
+                found[place] = folder
     return found
 
 

@@ -79,7 +79,7 @@ def run_stage(stage: Stage, config: Any, resume: bool) -> dict[str, Any]:
     check_inputs(config)
     if stage.in_place:
         return stage.run(config, out)
-    read = paths_read(config)
+    read = input_paths(config)
     _check_place(out, read.values())
     inputs = {key: input_fingerprint(path) for key, path in read.items()}
     identity = {"recipe": config.model_dump(mode="json", exclude={"out"}), "inputs": inputs}
@@ -137,24 +137,6 @@ def run_state(folder: Path) -> Literal["done", "begun", "to run"]:
     """How far the run in `folder` is; `begun` only for a training: other runs appear whole or not at all."""
     record = record_of(folder)
     return "to run" if not record else "done" if record.get("finished") else "begun"
-
-
-def paths_read(config: Config) -> dict[str, Path]:
-    """Key path → what the stage reads: its input paths, and the model folders that its settings name."""
-    return input_paths(config) | _model_folders(config.model_dump(mode="json"))
-
-
-def _model_folders(values: Any, path: str = "") -> dict[str, Path]:
-    """Key path → every folder under a key `source` of settings; Hub ids and packages keep to one content by name."""
-    found: dict[str, Path] = {}
-    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
-    for key, value in items:
-        place = f"{path}.{key}" if path else str(key)
-        if key == "source" and isinstance(value, str):
-            found |= {place: folder} if (folder := Path(value).expanduser()).is_dir() else {}
-        else:
-            found |= _model_folders(value, place)
-    return found
 
 
 def input_fingerprint(path: Path) -> str:

@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from skilltrain.config import Config, Seed, apply_overrides, laid_over, load_recipe, set_value, validate
+from skilltrain.config import Config, Seed, apply_overrides, input_paths, laid_over, load_recipe, set_value, validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.runs import input_fingerprint, paths_read, run_state, what_matters
+from skilltrain.runs import input_fingerprint, run_state, what_matters
 from skilltrain.stages import parse_recipe
 
 EVALUATIONS = ("evaluate", "plans")
@@ -207,7 +207,7 @@ def _runs(
             needs = tuple(Path(places[name]) for name in sorted(places_in(recipe) - {_SEED}))
             elsewhere = {
                 key: fingerprint_of(path)
-                for key, path in paths_read(config).items()
+                for key, path in input_paths(config).items()
                 if not any(path.is_relative_to(folder) for folder in needs)  # these have their hash in their names
             }
         identity = what_matters({"recipe": config.model_dump(mode="json", exclude={"out"}), "inputs": elsewhere})

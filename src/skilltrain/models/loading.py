@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from skilltrain.config import Config
+from skilltrain.config import Config, ModelSource
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import fingerprint, read_json
 from skilltrain.templates import SEEN, SkillFields
@@ -39,7 +39,7 @@ _ROBERTA_LIKE = (  # their positions are counted from the padding's id + 1
 class ModelConfig(Config):
     """What names any model."""
 
-    source: str = Field(description="folder, Hub id owner/name, or package:NAME (a package that ships a model)")
+    source: ModelSource = Field(description="folder, Hub id owner/name, or package:NAME (a package that ships a model)")
     fields: SkillFields | None = Field(
         default=None, description=f"what it sees, whatever its template says; {SEEN}; null: as the template says"
     )
