@@ -180,9 +180,6 @@ def test_checks_on_flags_clusters_teacher_language_and_repeated_queries(tmp_path
     assert found["same_query"] == [("q1", "s/join"), ("q3", "s/chart")]
     assert found["unknown_skill"] == [("q2", "gone")]
     inspect_lists(lists, tmp_path / "page.html", None, 10)
-    page = (tmp_path / "page.html").read_text()
-    assert "2 skills of the pool are flagged; 1 of them are a positive of a list and 1 a negative." in page
-    assert "&lt;/script&gt;&lt;script&gt;alert(1)" in page
     data = data_of(tmp_path / "page.html")
     skills = {row["id"]: row for row in data["skills"]}
     assert skills["z/tu"]["flags"] == ["shell"]

@@ -19,7 +19,7 @@ from skilltrain.errors import SkilltrainError, StoppedError
 from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES, Interval, interval
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare, holm, same_queries
 from skilltrain.files import read_jsonl, write_json, write_text
-from skilltrain.report.page import SHARES, axis_around, html_page
+from skilltrain.report.page import SHARES, axis_around, ends_of, html_page
 from skilltrain.report.page import markdown as markdown_of
 from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, run_state
 from skilltrain.stages import run_recipe
@@ -96,7 +96,7 @@ class Results:
         """The ablation as one HTML page."""
         differences = [c.difference for table in self.tables for c in table.differences]
         values = {"results": self, "grid": self.plan.grid, "recipe_file": RECIPE_FILE, "shares": SHARES}
-        axis = axis_around(0, [end for value in differences for end in (value.low, value.high)] or [0])
+        axis = axis_around(0, ends_of(differences) or [0])
         return html_page("ablation.html.j2", (), **values, axis=axis, level=f"{LEVEL:.0%}", version=__version__)
 
 

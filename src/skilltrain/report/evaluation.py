@@ -24,9 +24,8 @@ class Report:
     """Means, intervals, paired comparisons, and the values behind them.
 
     `skills` maps skill_id → skill; ids stand in for names that it lacks. The first of `slices` are all queries.
-    `comparisons` are over all queries that have a value, `gaps` over parts of them. `notes` are sentences that a reader
-    must know, `provenance` says what was evaluated (title → words). `analysis` has, by a name of ANALYSES, the rows of
-    what was asked for and could be computed (of `unserved` a mapping, see routing/analyse.py).
+    `notes` are sentences that a reader must know, `provenance` says what was evaluated (title → words). `analysis` has,
+    by a name of ANALYSES, the rows of what was asked for and could be computed (of `unserved` a mapping).
     """
 
     benchmark: Benchmark
@@ -55,9 +54,8 @@ class Report:
     def labels(self) -> dict[str, list[SliceMeans]]:
         """Every label that tells queries apart, the kind first, with its slices."""
         found: dict[str, list[SliceMeans]] = {}
-        for part in sorted(shown(self.slices), key=lambda part: part.label != KIND):
-            if part.label != ALL:
-                found.setdefault(part.label, []).append(part)
+        for part in sorted(shown(self.slices)[1:], key=lambda part: part.label != KIND):
+            found.setdefault(part.label, []).append(part)
         return found
 
     @property
@@ -121,9 +119,9 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values, without the values of single queries.
 
-        Beside each interval of all queries and of a kind stands `normal`, the ends of the normal approximation that
-        papers print.
+        Beside each interval of all queries and of a kind stands `normal`, the ends of the normal approximation.
         """
+        analysis = {key: [] for key in ANALYSES} | {"unserved": {}} | dict(self.analysis)
         return {
             "benchmark": self.benchmark.name,
             "seed": self.seed,
@@ -136,7 +134,7 @@ class Report:
             ],
             "differences": [_difference(c) for c in self.comparisons],
             "gaps": plain(self.gaps),
-            "analysis": {name: plain(self.analysis.get(name, {} if name == "unserved" else [])) for name in ANALYSES},
+            "analysis": plain(analysis),
             "notes": list(self.notes),
         }  # fmt: skip
 
@@ -177,8 +175,7 @@ def build_report(
     """The systems' means with 95% intervals, for all queries and each slice, and the differences between systems.
 
     Each system is compared with the first and with the one before it, by Hit@1, strict and with copies, and MRR@10 (by
-    the first measure, where none was asked for). A measure may be undefined for a query: then it is so in every system,
-    and means and differences run over the other queries.
+    the first measure, where none was asked for), over the queries that have a value.
     Raises SkilltrainError where a system does not hold exactly these queries, or a measure where another does.
     """
     names = tuple(map(str, measures))

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,15 +18,14 @@ from skilltrain.tables import DROPPED
 from skilltrain.texts import num_words, visible
 
 NUM_HUBS, NUM_SHARES = 20, 30  # rows of the tables of recurring negatives and of categories
-NUM_FLAGGED = 50  # flagged skills listed; those in lists first
 NUM_PER_CHECK = 50  # lists that a check points at and that are shown besides the sample
 NUM_PER_FILTER = 60  # dropped pairs shown of each filter
 QUERY_CHARS, DESCRIPTION_CHARS = 2_000, 400
 BODY_CHARS, PAGE_CHARS = 1_500, 12_000_000  # of a body: so many, or its part of the page
 UNKNOWN, NO_VALUE = "unknown", "none"
 ItemT = TypeVar("ItemT")
-Pairs = dict[str, dict[tuple[str, str, str], list[Dropped]]]
-"""Filter → (query, candidate, the skill it resembles) → the drops that say so: sources may share a pair."""
+Pairs = dict[tuple[str, str, str, str | None], list[Dropped]]
+"""(Filter, query, candidate, the skill it resembles) → the drops that say so: sources may share a pair."""
 
 
 def inspect_lists(lists: Path, out: Path | None, pool: Path | None, max_lists: int) -> dict[str, Any]:
@@ -44,8 +43,7 @@ def inspect_lists(lists: Path, out: Path | None, pool: Path | None, max_lists: i
     found = {key: len(np.unique(material.in_list[entries])) for key, entries in checks.items() if len(entries)}
     pairs: Pairs = {}
     for drop in material.drops:
-        pair = (drop.query_id, drop.skill_id, drop.other_id or "")
-        pairs.setdefault(drop.filter, {}).setdefault(pair, []).append(drop)
+        pairs.setdefault((drop.filter, drop.query_id, drop.skill_id, drop.other_id), []).append(drop)
     data = page_data(material, {key: checks[key] for key in found}, max_lists, pairs)
     content = html_page(
         "lists.html.j2",
@@ -55,8 +53,7 @@ def inspect_lists(lists: Path, out: Path | None, pool: Path | None, max_lists: i
         found=found,
         passed=[key for key in checks if key not in found],
         short_body=SHORT_BODY,
-        num_flagged=NUM_FLAGGED,
-        pairs={name: len(by_pair) for name, by_pair in pairs.items()},
+        pairs=Counter(name for name, *_ in pairs),
         data=data,
         **numbers_of(material),
     )
@@ -107,7 +104,6 @@ def numbers_of(m: Material) -> dict[str, Any]:
         "shares": _shares(m) if m.num_pool is not None else {},
         "serves": serves,
         "hubs": [(m.skills[place], serves[place].tolist()) for place in most[:NUM_HUBS] if serves[place].any()],
-        "flags": None if m.flags is None else _flags(m, m.flags),
     }  # fmt: skip
 
 
@@ -126,17 +122,6 @@ def _shares(m: Material) -> dict[str, dict[str, Any]]:
             "same": int(m.like_a_positive(numbers).sum()),
         }
     return found
-
-
-def _flags(m: Material, findings: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The findings of the screening with how often lists want, and refuse, the skill; the most wanted first."""
-    counts = {"wanted": m.num_lists(positive=True), "serves": m.num_lists(positive=False)}
-    rows: list[dict[str, Any]] = []
-    for row in findings:
-        place = m.position.get(row["skill_id"])
-        used = {name: 0 if place is None else int(of_skill[place]) for name, of_skill in counts.items()}
-        rows.append({**row, **used})
-    return sorted(rows, key=lambda row: (-row["wanted"], -row["serves"]))
 
 
 def page_data(m: Material, checks: Mapping[str, Int64[np.ndarray, " found"]], max_lists: int, pairs: Pairs) -> Any:
@@ -165,19 +150,18 @@ def page_data(m: Material, checks: Mapping[str, Int64[np.ndarray, " found"]], ma
     ]
     first = {m.query_ids[m.in_list[entry]]: int(m.skill[entry]) for entry in np.flatnonzero(m.positive)[::-1]}
     drops: list[dict[str, Any]] = []
-    for name, by_pair in pairs.items():
-        chosen = _sample(by_pair.values(), NUM_PER_FILTER, name)
+    for name in dict.fromkeys(name for name, *_ in pairs):
+        chosen = _sample([each for key, each in pairs.items() if key[0] == name], NUM_PER_FILTER, name)
         chosen.sort(key=lambda drops: drops[0].value or 0.0)  # close calls first
         drops += [_drop(m, each, shown, first) for each in chosen]
     named = {"sources": [visible(source) for source in m.sources], "verdicts": m.verdicts, "checks": list(checks)}
     return named | {"lists": rows, "drops": drops, "skills": _skills(m, shown)}
 
 
-def _sample(items: Iterable[ItemT], count: int, key: str) -> list[ItemT]:
+def _sample(items: Sequence[ItemT], count: int, key: str) -> list[ItemT]:
     """Up to `count` of `items`, drawn by key, in their order."""
-    given = list(items)
-    places = random.Random(f"0/{key}").sample(range(len(given)), min(count, len(given)))
-    return [given[place] for place in sorted(places)]
+    places = random.Random(f"0/{key}").sample(range(len(items)), min(count, len(items)))
+    return [items[place] for place in sorted(places)]
 
 
 def cut(text: str, num_chars: int) -> str:
@@ -206,13 +190,13 @@ def _drop(m: Material, drops: list[Dropped], shown: dict[int, int], positives: M
     }
 
 
-def _skills(m: Material, shown: Iterable[int]) -> list[dict[str, Any]]:
+def _skills(m: Material, places: Iterable[int]) -> list[dict[str, Any]]:
     """The skills of the page in order; `chars` of the body is -1 where the pool lacks the skill."""
     rules: dict[str, set[str]] = {}
     for row in m.flags or ():
         rules.setdefault(row["skill_id"], set()).add(row["rule"])
-    places = list(shown)
-    serves, num_chars = m.num_lists(positive=False), min(BODY_CHARS, PAGE_CHARS // max(1, len(places)))
+    skills = [(place, m.skills[place]) for place in places]
+    serves, num_chars = m.num_lists(positive=False), min(BODY_CHARS, PAGE_CHARS // max(1, len(skills)))
     return [
         {
             "id": visible(skill.skill_id),
@@ -226,5 +210,5 @@ def _skills(m: Material, shown: Iterable[int]) -> list[dict[str, Any]]:
             "serves": int(serves[place]),
             "flags": sorted(rules.get(skill.skill_id, ())),
         }
-        for place, skill in ((place, m.skills[place]) for place in places)
+        for place, skill in skills
     ]

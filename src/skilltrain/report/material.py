@@ -4,6 +4,7 @@ entries that break an assumption of training.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,16 +96,12 @@ class Material:
 
     Of each entry: the place of its list (`in_list`), and of its `skill`, `source` and `verdict` in `skills`, `sources`
     and `verdicts`; its `rank`; the `score` of a teacher (NaN where none scored); whether it is `positive`. `texts` has
-    the query of each list, empty where it was not found; `body_chars` is of each skill. `num_pool` is None without a
-    pool, `mined` and `kept` (candidates by source) where their run was not found, `flags` where the pool was not
-    screened, `clusters` (of each skill, -1 for none) where there are none.
+    the query of each list, empty where it was not found. What no run tells is None: `num_pool`, `mined` and `kept`
+    (candidates by source), `flags`, `clusters` (of each skill, -1 for none).
     """
 
     def __init__(self, lists: Path, pool: Path | None) -> None:
-        """Read the folder `lists`; `pool` stands in for the pool that the runs name.
-
-        Raises SkilltrainError where `lists` holds no lists or `pool` no skills; all else may be missing.
-        """
+        """Read them; say what is missing. Raises SkilltrainError where `lists` holds no lists or `pool` no skills."""
         if (rows := rows_of(lists, LISTS)) is None:
             what = "holds no lists" if lists.is_dir() else "no such folder"
             raise SkilltrainError(what, where=lists, fix="give the folder that `skilltrain lists` wrote")
@@ -114,22 +111,19 @@ class Material:
         pool = pool or trail.first("pool")
         mined = next((run for run in trail.runs if run.ranks(of_others=False)), None)
         self.mined, self.kept = _by_source(mined), _by_source(trail.filters[0] if trail.filters else mined)
-        dropped = (rows_of(run.folder, DROPPED) or () for run in reversed(trail.filters))
-        self.drops = [Dropped(**row) for of_run in dropped for row in of_run]
+        dropped = [rows_of(run.folder, DROPPED) or () for run in reversed(trail.filters)]
+        self.drops = [Dropped(**row) for row in chain(*dropped)]
         self._read_skills(pool, {skill_id for row in rows for skill_id in row["skill_ids"]})
         self.query_ids = [row["query_id"] for row in rows]
-        found = (rows_of(path, QUERIES) or () for path in (*trail.inputs["queries"], trail.folder))
-        self.query_texts = {
-            row["query_id"]: row["text"] for of in found for row in of
-        }  # drops name queries without list
+        found = [rows_of(path, QUERIES) or () for path in (*trail.inputs["queries"], trail.folder)]
+        self.query_texts = {row["query_id"]: row["text"] for row in chain(*found)}  # drops name queries without list
         if not self.query_texts:
             trail.missing.append("queries: lists are shown without their query's text")
         self.texts = [self.query_texts.get(query_id, "") for query_id in self.query_ids]
         self.flags = rows_of(pool.parent if pool and pool.is_file() else pool, FLAGS)
-        clustered = rows_of(trail.first("clusters") or pool, CLUSTERS)
-        clusters = {row["skill_id"]: row["cluster"] for row in clustered or ()}
         self.clusters = None
-        if clustered is not None:
+        if (clustered := rows_of(trail.first("clusters") or pool, CLUSTERS)) is not None:
+            clusters = {row["skill_id"]: row["cluster"] for row in clustered}
             self.clusters = np.array([clusters.get(skill.skill_id, -1) for skill in self.skills])
         self._read_entries(rows)
 
@@ -194,7 +188,9 @@ def run_checks(m: Material) -> dict[str, Int64[np.ndarray, " found"]]:
         _, names = codes(name_key(skill.name) for skill in m.skills)
         _, bodies = codes(skill.body.strip() for skill in m.skills)
         _, descriptions = codes(skill.description.strip().casefold() for skill in m.skills)
-        found["leak"], found["program_leak"] = _leaks(m)
+        pairs = [(m.texts[m.in_list[n]], m.skills[m.skill[n]], m.positive[n] and known[n]) for n in range(len(known))]
+        found["leak"] = _where(fits and names_skill(text, skill.name) for text, skill, fits in pairs)
+        found["program_leak"] = _where(fits and names_program(text, skill.body) for text, skill, fits in pairs)
         found["same_name"] = m.like_a_positive(names) & known
         found["same_text"] = m.like_a_positive(bodies) | m.like_a_positive(descriptions)
         asked = np.array([language_of(text[:4000]) or "" for text in m.texts], dtype=object)[m.in_list]
@@ -211,7 +207,7 @@ def run_checks(m: Material) -> dict[str, Int64[np.ndarray, " found"]]:
         found["teacher"] = ~m.positive & (m.score > lowest[m.in_list])
     if m.flags is not None:
         flagged = {row["skill_id"] for row in m.flags}
-        found["flagged_positive"] = m.positive & np.array([s.skill_id in flagged for s in m.skills], bool)[m.skill]
+        found["flagged_positive"] = m.positive & _where(s.skill_id in flagged for s in m.skills)[m.skill]
     first = np.diff(m.in_list, prepend=-1) > 0
     texts, own = codes(" ".join(words_of(text)) for text in m.texts)
     repeated = (own >= 0) & (np.bincount(own[own >= 0], minlength=len(texts) + 1) > 1)[own]
@@ -221,11 +217,5 @@ def run_checks(m: Material) -> dict[str, Int64[np.ndarray, " found"]]:
     return {key: np.flatnonzero(mask) for key, mask in found.items()}
 
 
-def _leaks(m: Material) -> tuple[Entries, Entries]:
-    """(positives that their query names, positives of whose programs it names one)."""
-    named, program_named = np.zeros(len(m.in_list), dtype=bool), np.zeros(len(m.in_list), dtype=bool)
-    for place in np.flatnonzero(m.positive & m.known[m.skill]).tolist():
-        text, skill = m.texts[m.in_list[place]], m.skills[m.skill[place]]
-        named[place] = bool(text and skill.name) and names_skill(text, skill.name)
-        program_named[place] = bool(text) and names_program(text, skill.body)
-    return named, program_named
+def _where(values: Iterable[Any]) -> Bool[np.ndarray, " value"]:
+    return np.array([bool(value) for value in values], dtype=bool)

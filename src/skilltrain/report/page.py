@@ -9,7 +9,7 @@ import base64
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -151,27 +151,13 @@ def counted(num: int, noun: str) -> str:
     return f"{num:,} {noun if num == 1 else plural}"
 
 
-_FORMATS = (
-    compact,
-    counted,
-    duration,
-    number,
-    p_equals,
-    p_value,
-    percent,
-    feature_reading,
-    share,
-    signed,
-    signed_interval,
-)
+_FORMATS = (compact, counted, duration, number, p_equals, p_value, percent, feature_reading, share)
+_FORMATS += (signed, signed_interval)
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A stretch of numbers laid over 100 percent of a plot's width, and the round numbers that mark it.
-
-    Marks stand in percent, so that a plot fits any screen undistorted.
-    """
+    """A stretch of numbers laid over 100 percent of a plot's width, and the round numbers that mark it."""
 
     ticks: tuple[float, ...]
     low: float
@@ -194,6 +180,11 @@ def axis_of(ticks: Sequence[float], logarithmic: bool = False) -> Axis:
 SHARES = axis_of((0, 0.25, 0.5, 0.75, 1))
 
 
+def ends_of(values: Iterable[Interval]) -> list[float]:
+    """The ends of intervals, for the axis that holds them."""
+    return [end for value in values for end in (value.low, value.high)]
+
+
 def axis_around(middle: float, values: Sequence[float]) -> Axis:
     """The axis with `middle` in its middle, as wide as the values ask for, up to 1 on either side."""
     largest = max(abs(value - middle) for value in values)
@@ -210,9 +201,8 @@ def round_numbers(low: float, high: float, logarithmic: bool = False) -> list[fl
     """About six round numbers, from the last one up to `low` to the first one from `high` on."""
     if logarithmic:
         steps = (1, 2, 5) if high / low < 50 else (1,)
-        every = [
-            s * 10.0**p for p in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 2) for s in steps
-        ]
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 2)
+        every = [step * 10.0**power for power in powers for step in steps]
         first = max(n for n, tick in enumerate(every) if tick <= low)
         last = next(n for n, tick in enumerate(every) if tick >= high and n > first)
         return every[first : last + 1]
@@ -249,9 +239,8 @@ def histograms(groups: Mapping[str, Int64[np.ndarray, " value"]]) -> dict[str, A
         bars = []
         for left, right, count in zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True):
             if count:
-                place = axis.place(left)
-                width, height = axis.place(right) - place, count / counts.max()
-                bars.append((place, width, height, int(left + 0.5), int(right - 0.5), count))
+                place, height = axis.place(left), count / counts.max()
+                bars.append((place, axis.place(right) - place, height, int(left + 0.5), int(right - 0.5), count))
         percentiles = [round(value) for value in np.percentile(each, [5, 50, 95])] if len(each) else []
         rows.append({"name": name, "bars": bars, "total": len(each), "percentiles": percentiles})
     return {"axis": axis, "rows": rows}

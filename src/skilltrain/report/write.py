@@ -1,7 +1,7 @@
 """The forms of an evaluation's report: JSON, Markdown, one HTML page with its figures, a table for the terminal."""
 
-import math
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Group
@@ -14,19 +14,19 @@ from skilltrain.evaluation.metrics import COPIES, MEANINGS, Measure
 from skilltrain.evaluation.slices import ALL, KIND, LENGTH, Row, SliceMeans, shown
 from skilltrain.files import write_json, write_jsonl, write_text
 from skilltrain.report.evaluation import ANALYSES, Report
-from skilltrain.report.page import SHARES, Axis, axis_around, axis_over, html_page, markdown
+from skilltrain.report.page import SHARES, Axis, axis_around, axis_of, axis_over, ends_of, html_page, markdown
 from skilltrain.templates import FIELDS_SEEN
 from skilltrain.texts import printable
 
 CURVE = (*range(1, 11), 12, 15, 20, 25, 30, 40, 50)  # cutoffs of the recall curve
 MARKED = (1, 2, 5, 10, 20, 50)  # of them, those with a number
 NUM_CASES = 100  # fixed (and broken) queries listed of a pair of systems
-NUM_QUERIES = 500  # queries listed of failures, and of differences; a larger page is slow to search
+NUM_QUERIES = 500  # queries listed; a larger page is slow to search
 _NAME, _CELL = 11, 21  # widths of the terminal's first column and of a mean with its interval
 
 
 def write_report(report: Report, folder: Path) -> None:
-    """Write metrics.json, report.md, report.html and per_query.jsonl (one row per system and query) into `folder`."""
+    """Write metrics.json, report.md, report.html and per_query.jsonl into `folder`."""
     write_json(folder / "metrics.json", report.to_json())
     write_text(folder / "report.md", report_markdown(report))
     write_text(folder / "report.html", report_page(report))
@@ -34,7 +34,7 @@ def write_report(report: Report, folder: Path) -> None:
 
 
 def write_per_query(report: Report, file: Path) -> None:
-    """Write one row per system and query: the query's slice, and its value of each measure that it has one of."""
+    """Write one row per system and query: the query's kind, and its value of each measure that it has one of."""
     rows = (
         {"system": result.name, "query_id": query_id, "slice": task.labels["kind"]}
         | {name: value for name, value in result.per_query[query_id].items() if name in report.measures}
@@ -50,14 +50,15 @@ def report_markdown(report: Report) -> str:
 
 
 def report_page(report: Report) -> str:
-    """The report as one HTML page."""
-    missed, differing = _listed(report)
+    """The report as one HTML page; queries that no system begins with a gold skill stand first."""
+    ranks = {query_id: [found[query_id] for found in report.first_ranks.values()] for query_id in report.tasks}
+    found = {query_id: sum(1 / rank for rank in row if rank) for query_id, row in ranks.items()}
     return html_page(
         "evaluation.html.j2",
         ("evaluation.js",),
         **_values(report),
-        missed=missed,
-        differing=differing,
+        num_failures=sum(1 not in row for row in ranks.values()),
+        hardest_first=sorted(ranks, key=lambda query_id: (1 in ranks[query_id], found[query_id], query_id)),
         curve=_recall_curve(report),
         trade=_trade(report),
         axes=_axes(report),
@@ -89,12 +90,12 @@ def _recall_curve(report: Report) -> dict[str, Any] | None:
     cutoffs = [k for k in CURVE if k <= longest]
     if len(cutoffs) < 2:
         return None
-    axis = Axis(tuple(sorted({k for k in MARKED if k < cutoffs[-1]} | {cutoffs[-1]})), 1, cutoffs[-1], logarithmic=True)
+    axis = axis_of([*(k for k in MARKED if k < cutoffs[-1]), cutoffs[-1]], logarithmic=True)
     lines, last = dict[str, list[tuple[float, float]]](), dict[str, float]()
     for result in report.results:
         rankings = [(result.rankings.get(query_id, ()), query_id) for query_id in report.tasks]
         found = [(ranking, report.found(query_id, ranking)) for ranking, query_id in rankings]
-        means = [math.fsum(Measure("Recall", k)(*pair) for pair in found) / len(found) for k in cutoffs]
+        means = [fmean(Measure("Recall", k)(*pair) for pair in found) for k in cutoffs]
         lines[result.name] = [(axis.place(k), 100 * mean) for k, mean in zip(cutoffs, means, strict=True)]
         last[result.name] = means[-1]
     return {"axis": axis, "lines": lines, "last": last}
@@ -109,15 +110,14 @@ def _trade(report: Report) -> dict[str, Any] | None:
     if not points:
         return None
     across = axis_over([1000 * row["p50"] for row, _ in points.values()], logarithmic=True)
-    up = axis_over([end for _, mean in points.values() for end in (mean.low, mean.high)])
-    return {"across": across, "up": up, "points": points}
+    return {"across": across, "up": axis_over(ends_of(mean for _, mean in points.values())), "points": points}
 
 
 def _axes(report: Report) -> dict[str, Axis]:
     """The axes of shares and, where they are drawn, of differences, agents' pass rates and effects of structure."""
     analysis, found = report.analysis, {"shares": SHARES}
-    if differences := [c.difference for c in report.comparisons]:
-        found["differences"] = axis_around(0, [end for value in differences for end in (value.low, value.high)])
+    if report.comparisons:
+        found["differences"] = axis_around(0, ends_of(c.difference for c in report.comparisons))
     if rates := analysis.get("pass_rates"):
         ends = [rate[key] for rate in rates for key in ("without_skills", "with_gold")]
         found["agents"] = axis_over([*ends, *(value.mean for rate in rates for value in rate["estimates"].values())])
@@ -127,49 +127,20 @@ def _axes(report: Report) -> dict[str, Axis]:
 
 
 def _layers(model: Row) -> dict[str, Any]:
-    """Field → its line over the layers, and the places of about eight of their `numbers`, the first and the last too.
-
-    A single layer runs over the whole width.
-    """
-    count = len(model["layers"])
-    every = model["layers"] * (1 if count > 1 else 2)
-    step = max(1, -(-count // 8))
-    named = [*range(0, count - step // 2 - 1, step), count - 1] if count > 1 else [0]
+    """Field → its line over the layers, and the places of five of their `numbers`; one layer fills the whole width."""
+    layers = model["layers"] * (2 if len(model["layers"]) == 1 else 1)
+    step = 100 / (len(layers) - 1)
     lines: dict[str, Any] = {
-        name: [(100 * n / (len(every) - 1), 100 * one[name]) for n, one in enumerate(every)]
-        for name in FIELDS_SEEN["full"]
+        name: [(step * n, 100 * one[name]) for n, one in enumerate(layers)] for name in FIELDS_SEEN["full"]
     }
-    return lines | {"numbers": [(100 * n / max(1, count - 1), n + 1) for n in named]}
-
-
-def _listed(report: Report) -> tuple[list[str], list[str]]:
-    """The queries for which no ranking begins with a gold skill, those whose gold stands lowest first; and the others
-    on which systems differ (of one system: that are not perfect), the largest difference first.
-    """
-    lowest, spread = dict[str, float](), dict[str, float]()
-    for query_id in report.tasks:
-        ranks = [found[query_id] for found in report.first_ranks.values()]
-        if 1 not in ranks:
-            lowest[query_id] = sum(1 / rank for rank in ranks if rank)
-        elif (found := _spread(report, query_id)) > 0:
-            spread[query_id] = -found
-    missed, differing = (sorted(found, key=lambda query_id: (found[query_id], query_id)) for found in (lowest, spread))
-    return missed, differing
-
-
-def _spread(report: Report, query_id: str) -> float:
-    """How far the systems lie apart, summed over measures; with one system, how far it is from perfect."""
-    held = [result.per_query[query_id] for result in report.results]
-    columns = [[values[name] for values in held] for name in report.measures if name in held[0]]
-    best = (1.0 if len(held) == 1 else max(column) for column in columns)
-    return sum(top - min(column) for top, column in zip(best, columns, strict=True))
+    named = sorted({n * (len(model["layers"]) - 1) // 4 for n in range(5)})
+    return lines | {"numbers": [(step * n, n + 1) for n in named]}
 
 
 def terminal_table(report: Report, width: int) -> Group:
     """The means over all queries, each kind, and terse and long ones, for a terminal of `width` columns.
 
     Measures are rows; systems are columns, as many as fit, block by block, so that names and intervals are never cut.
-    The best mean stands out; below are the headline and what else must be known.
     """
     parts = [part for part in shown(report.slices) if part.label in (ALL, KIND, LENGTH)]
     columns = [[(part, name) for name in report.systems] for part in parts]
