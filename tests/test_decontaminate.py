@@ -83,10 +83,10 @@ def test_queries_are_one_where_they_share_enough(asked, text, limit, values):
     assert {task_id: value for task_id, value, _ in overlaps(asked, text, query_overlap=limit)} == values
 
 
-@given(st.lists(st.sampled_from(["a", "b", "c", "中"]), max_size=24), st.integers(4, 8))
-def test_a_query_of_a_benchmark_is_always_found(letters, ngram):
+@given(st.lists(st.sampled_from(["a", "b", "c", "中"]), max_size=24))
+def test_a_query_of_a_benchmark_is_always_found(letters):
     text = " ".join(letters)
-    assert overlaps([text], text, ngram=ngram, query_overlap=1) or not letters
+    assert overlaps([text], text, query_overlap=1) or not letters
 
 
 # Skills -------------------------------------------------------------------------------------------------------------

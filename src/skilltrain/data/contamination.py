@@ -1,14 +1,13 @@
 """Whether training data hold what a benchmark asks: the grounds on which they do, and the comparison.
 
-Grounds, of which the first speaks of queries and the others of skills, a query's positives against the benchmark's
-gold skills: `query_overlap` (the same words, or many n-grams of words in common), `name` (the same skill, or one
-that bears its name), `jaccard` (bodies with most word trigrams in common), `cluster` (linked by a chain of
-near-duplicates) and `cosine` (vectors all but the same).
+`query_overlap` speaks of queries (the same words, or many n-grams of words in common), the other grounds of a query's
+positives against the benchmark's gold skills: `name` (the same skill, or one that bears its name), `jaccard` (bodies
+with most word trigrams in common), `cluster` (a chain of near-duplicates) and `cosine` (vectors all but the same).
 A query that says the same in other words is found by none of them, unless it asks for a gold skill.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -25,6 +24,7 @@ from skilltrain.texts import name_key, words_of
 
 GROUNDS: tuple[str, ...] = ("query_overlap", "name", "jaccard", "cluster", "cosine")
 TRAIN = "train"
+_NGRAM = 8  # words; a CJK character is a word
 _FEWEST_WORDS = 4  # shorter queries stand within many others by chance; they are compared as a whole
 
 BenchmarkPaths = Annotated[
@@ -36,16 +36,12 @@ Ngram = tuple[str, ...]
 class ContaminationLimits(Config):
     """What counts as contaminated, as far as texts alone tell."""
 
-    ngram: int = Field(default=8, ge=4, le=50, description="words of a query's n-grams; a CJK character is a word")
     query_overlap: float | None = Field(
-        default=0.5, gt=0, le=1, description="share of a benchmark query's n-grams that makes a training query its copy"
+        default=0.5, gt=0, le=1, description="share of a benchmark query's 8-grams that makes a training query its copy"
     )
     name: bool = Field(default=True, description="a positive with a gold skill's name contaminates")
     jaccard: float | None = Field(
-        default=0.6,
-        gt=0,
-        le=1,
-        description="Jaccard index of body trigrams that makes a positive a gold skill's copy",
+        default=0.6, gt=0, le=1, description="Jaccard index of body trigrams that makes a positive a gold skill's copy"
     )
 
     @property
@@ -138,12 +134,13 @@ class NgramIndex:
 
 
 class BenchmarkIndex:
-    """The queries and gold skills of benchmarks, to be looked for in training data."""
+    """The queries and gold skills of benchmarks, to be looked for in training data; `clusters` are those of skills."""
 
-    def __init__(self, benchmarks: Sequence[HeldOut], limits: ContaminationLimits) -> None:
-        self.names = [one.name for one in benchmarks]
+    def __init__(
+        self, benchmarks: Sequence[HeldOut], limits: ContaminationLimits, clusters: Mapping[str, int] | None = None
+    ) -> None:
         self.golds = [gold for one in benchmarks for gold in one.golds]
-        self._limits = limits
+        self._limits, self._clusters = limits, clusters or {}
         self._namesakes: dict[str, list[Gold]] = {}
         for gold in self.golds:
             self._namesakes.setdefault(name_key(gold.skill.name), []).append(gold)
@@ -151,24 +148,24 @@ class BenchmarkIndex:
         self._bodies = NgramIndex([words_of(gold.skill.body) for gold in self.golds], 3)
         self._tasks = [(one.name, task.query.query_id) for one in benchmarks for task in one.tasks]
         self._words = [words_of(task.query.text) for one in benchmarks for task in one.tasks]
-        self._widths = {limits.ngram} | {len(one) for one in self._words if _FEWEST_WORDS <= len(one) < limits.ngram}
-        self._queries = NgramIndex(self._words, limits.ngram)
+        self._widths = {_NGRAM} | {len(one) for one in self._words if _FEWEST_WORDS <= len(one) < _NGRAM}
+        self._queries = NgramIndex(self._words, _NGRAM)
 
     def query_matches(self, text: str) -> list[Dropped]:
         """The tasks that a training query holds or is part of: rows without query_id.
 
         The value is the share of the task's n-grams that stand in `text`; where `text` is the shorter of two long
-        ones (twice `ngram` words and more), of its own, so that an excerpt is found as well. A task's query of fewer
-        than `ngram` words is one n-gram, one of fewer than four is compared whole.
+        ones (16 words and more), of its own, so that an excerpt is found as well. A task's query of fewer than eight
+        words is one n-gram, one of fewer than four is compared whole.
         """
-        words, n, limit = words_of(text), self._limits.ngram, self._limits.query_overlap
+        words, limit = words_of(text), self._limits.query_overlap
         if limit is None:
             return []
         runs = {width: set(ngrams(words, width)) for width in self._widths}
         found: list[Dropped] = []
         for at, shared in self._queries.shared({tuple(words)}.union(*runs.values())):
-            width, size = min(n, len(self._words[at])), self._queries.sizes[at]
-            value = shared / (min(size, len(runs[n])) if len(words) >= 2 * n else size)
+            width, size = min(_NGRAM, len(self._words[at])), self._queries.sizes[at]
+            value = shared / (min(size, len(runs[_NGRAM])) if len(words) >= 2 * _NGRAM else size)
             if value >= limit:
                 (benchmark, task_id), is_same = self._tasks[at], words == self._words[at]
                 share = "the same words as" if is_same else f"{value:.0%} of the {width}-grams in common with"
@@ -177,12 +174,15 @@ class BenchmarkIndex:
         return found
 
     def skill_matches(self, skill: Skill) -> list[Dropped]:
-        """The gold skills that `skill` is, is named like, or whose body it repeats: rows without query_id."""
-        found: list[Dropped] = []
+        """The gold skills that `skill` is, is named like, whose body it repeats or whose cluster it shares.
+
+        They are rows without query_id.
+        """
+        own, found = skill.skill_id, list[Dropped]()
         if self._limits.name:
-            same = [(gold, f"is {gold}") for gold in self.golds if gold.skill.skill_id == skill.skill_id]
+            same = [(gold, f"is {gold}") for gold in self.golds if gold.skill.skill_id == own]
             namesakes = self._namesakes.get(name_key(skill.name), ())
-            same += [(gold, f"same name as {gold}") for gold in namesakes if gold.skill.skill_id != skill.skill_id]
+            same += [(gold, f"same name as {gold}") for gold in namesakes if gold.skill.skill_id != own]
             found = [gold.against(skill, "name", 1.0, reason) for gold, reason in same]
         if (limit := self._limits.jaccard) is not None:
             trigrams = set(ngrams(words_of(skill.body), 3))
@@ -190,6 +190,9 @@ class BenchmarkIndex:
                 gold, value = self.golds[at], shared / (self._bodies.sizes[at] + len(trigrams) - shared)
                 if value >= limit:
                     found.append(gold.against(skill, "jaccard", value, f"body overlap {value:.3f} with {gold}"))
+        for gold in self.golds if own in self._clusters else ():
+            if gold.skill.skill_id != own and self._clusters.get(gold.skill.skill_id) == self._clusters[own]:
+                found.append(gold.against(skill, "cluster", 1.0, f"in one cluster with {gold}"))
         return found
 
     def contaminations(self, query_id: str, text: str, skill_matches: Iterable[Dropped]) -> list[Dropped]:

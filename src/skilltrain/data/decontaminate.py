@@ -1,6 +1,6 @@
 """Stage `decontaminate`: takes out of training data what a benchmark asks, and says of each query why it went."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,6 @@ from skilltrain.data.contamination import (
     BenchmarkIndex,
     BenchmarkPaths,
     ContaminationLimits,
-    Gold,
     open_benchmarks,
 )
 from skilltrain.data.near_duplicates import read_clusters
@@ -42,24 +41,14 @@ class DecontaminateConfig(Config):
 
     stage: Literal["decontaminate"]
     pool: InputPath = Field(description="SKILLS table (file or folder)")
-    queries: InputPath = Field(
-        description="folder with the QUERIES and JUDGEMENTS tables; where it holds LISTS, they are cleaned too"
-    )
-    benchmarks: BenchmarkPaths = Field(
-        min_length=1, description="folders of benchmarks; their queries of split train do not count"
-    )
-    split: str | None = Field(
-        default=TRAIN, description="clean the queries of this split, keep the others as they are; null: clean all"
-    )
+    queries: InputPath = Field(description="folder with QUERIES and JUDGEMENTS, and LISTS to be cleaned with them")
+    benchmarks: BenchmarkPaths = Field(min_length=1, description="folders of benchmarks; queries of split train aside")
+    split: str | None = Field(default=TRAIN, description="clean the queries of this split alone; null: all")
     limits: ContaminationLimits = Field(default=ContaminationLimits(), description="what counts as contaminated")
     clusters: InputPath | None = Field(
-        default=None,
-        description="CLUSTERS of the pool (stage clusters): a positive in one cluster with a gold skill contaminates; "
-        "null: not compared",
+        default=None, description="CLUSTERS of the pool: a positive in a gold skill's cluster contaminates"
     )
-    encoder: EncoderSource | None = Field(
-        default=None, description="compares positives with gold skills by cosine too; null: by text alone"
-    )
+    encoder: EncoderSource | None = Field(default=None, description="compares positives with gold skills by cosine too")
     cosine: float = Field(default=0.92, gt=0, le=1, description="cosine from which a positive contaminates")
     out: Path = Field(description="folder to write: QUERIES, JUDGEMENTS (LISTS), DROPPED")
 
@@ -77,9 +66,19 @@ def run_decontaminate(config: DecontaminateConfig, out: Path) -> dict[str, Any]:
         query.query_id: sorted(one for one, verdict in verdicts.get(query.query_id, {}).items() if verdict in POSITIVE)
         for query in training
     }
+    skills = _known(config.pool, {one for several in positives.values() for one in several})
     needs_golds = config.limits.compares_skills or config.clusters is not None or config.encoder is not None
-    index = BenchmarkIndex(open_benchmarks(config.benchmarks, config.pool, needs_golds), config.limits)
-    matches = _compare_pool({one for several in positives.values() for one in several}, index, config)
+    clusters = read_clusters(config.clusters, (skill.skill_id for skill in skills)) if config.clusters else None
+    benchmarks = open_benchmarks(config.benchmarks, config.pool, needs_golds)
+    index = BenchmarkIndex(benchmarks, config.limits, clusters)
+    matches = {skill.skill_id: index.skill_matches(skill) for skill in track(skills, "comparing skills", len(skills))}
+    if config.encoder is not None:
+        encoder = open_encoder(config.encoder)
+        gold_vectors = encode_skills(encoder, [gold.skill for gold in index.golds])
+        cosines = encode_skills(encoder, skills) @ gold_vectors.T
+        for at, gold_at in np.argwhere(cosines >= config.cosine).tolist():
+            skill, gold, value = skills[at], index.golds[gold_at], float(cosines[at, gold_at])
+            matches[skill.skill_id].append(gold.against(skill, "cosine", value, f"cosine {value:.3f} to {gold}"))
     found: list[Dropped] = []
     for query in track(training, "comparing queries", len(training)):
         of_skills = [match for one in positives[query.query_id] for match in matches.get(one, ())]
@@ -91,55 +90,25 @@ def run_decontaminate(config: DecontaminateConfig, out: Path) -> dict[str, Any]:
     counts = _write_kept(config.queries, dropped, out)
     write_dropped(found, out)
     return {
-        "num_queries": len(training),
-        "num_kept": len(training) - len(dropped),
-        "num_dropped": len(dropped),
-        **counts,
+        "num_queries": len(training), "num_kept": len(training) - len(dropped), "num_dropped": len(dropped), **counts,
         "dropped_by_ground": {key: len({one.query_id for one in found if one.filter == key}) for key in GROUNDS},
-        "dropped_by_benchmark": {key: len({one.query_id for one in found if one.source == key}) for key in index.names},
-    }
+        "dropped_by_benchmark": {
+            held_out.name: len({one.query_id for one in found if one.source == held_out.name})
+            for held_out in benchmarks
+        },
+    }  # fmt: skip
 
 
-def _compare_pool(
-    positives: Collection[str], index: BenchmarkIndex, config: DecontaminateConfig
-) -> dict[str, list[Dropped]]:
-    """skill_id → the gold skills that it matches, of `positives`."""
-    skills = read_skills(config.pool)
-    known = [skill for skill in skills if skill.skill_id in positives]
+def _known(pool: Path, positives: Collection[str]) -> list[Skill]:
+    """Those of `positives` that are in the pool. Raises SkilltrainError where none is."""
+    known = [skill for skill in read_skills(pool) if skill.skill_id in positives]
     if positives and not known:
         fix = "give the pool that the queries were made for"
-        raise SkilltrainError("holds no positive of the queries", where=config.pool, fix=fix)
+        raise SkilltrainError("holds no positive of the queries", where=pool, fix=fix)
     if len(known) < len(positives):
-        say(f"warning: {len(positives) - len(known):,} of {len(positives):,} positives are not in {config.pool}, "
+        say(f"warning: {len(positives) - len(known):,} of {len(positives):,} positives are not in {pool}, "
             "so they were compared with no gold skill")  # fmt: skip
-    matches = {one.skill_id: index.skill_matches(one) for one in track(known, "comparing skills", len(known))}
-    if config.clusters is not None:
-        for match in _same_cluster(known, index.golds, config.clusters):
-            matches[match.skill_id].append(match)
-    if config.encoder is not None:
-        for match in _close_vectors(known, index.golds, config.encoder, config.cosine):
-            matches[match.skill_id].append(match)
-    return matches
-
-
-def _same_cluster(skills: list[Skill], golds: list[Gold], clusters: Path) -> Iterator[Dropped]:
-    """Yield a match where a chain of near-duplicates links a skill to a gold skill of the pool."""
-    cluster_of = read_clusters(clusters, (skill.skill_id for skill in skills))
-    for skill in skills:
-        for gold in golds:
-            own, other = skill.skill_id, gold.skill.skill_id
-            if own != other and cluster_of.get(other) == cluster_of[own]:
-                yield gold.against(skill, "cluster", 1.0, f"in one cluster with {gold}")
-
-
-def _close_vectors(skills: list[Skill], golds: list[Gold], source: EncoderSource, limit: float) -> Iterator[Dropped]:
-    """Yield a match where a skill's vector is all but a gold skill's."""
-    encoder = open_encoder(source)
-    gold_vectors = encode_skills(encoder, [gold.skill for gold in golds])
-    cosines = encode_skills(encoder, skills) @ gold_vectors.T
-    for at, gold_at in np.argwhere(cosines >= limit).tolist():
-        gold, value = golds[gold_at], float(cosines[at, gold_at])
-        yield gold.against(skills[at], "cosine", value, f"cosine {value:.3f} to {gold}")
+    return known
 
 
 def _write_kept(source: Path, dropped: Collection[str], out: Path) -> dict[str, int]:

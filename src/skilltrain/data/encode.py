@@ -10,7 +10,7 @@ import os
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -19,12 +19,12 @@ from pydantic import Field, model_validator
 from skilltrain.config import Config, InputPath
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.loading import default_device
+from skilltrain.models.ranks import made_by_first_rank, of_first_rank, rank_and_world
 from skilltrain.retrieval.dense import EncoderSource, EncodingCount, SkillEncoder, encode_texts, open_encoder
 from skilltrain.retrieval.vectors import OrderedTexts, VectorCache, longest_first, text_keys
 from skilltrain.tables import QUERIES, read_skills, read_table
 from skilltrain.terminal import say
 
-ValueT = TypeVar("ValueT")
 _SHOWN_WITHIN = 90  # seconds until a file that another machine wrote is seen; NFS keeps a folder's listing for 60
 _PATIENCE = timedelta(hours=24)  # ranks wait for the slowest; one that has ended is noticed at once
 
@@ -45,42 +45,13 @@ class EncodeConfig(Config):
         return self
 
 
-class Ranks:
-    """This process among those that `accelerate launch` started; they talk over gloo, on GPUs too: it is little."""
-
-    def __init__(self) -> None:
-        self.number, self.total = 0, 1
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            is_cpu = default_device().type == "cpu"
-            if is_cpu:
-                os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would say on stdout that it had to look
-            from accelerate import PartialState
-
-            state = PartialState(cpu=is_cpu, backend="gloo", timeout=_PATIENCE)
-            self.number, self.total = state.process_index, state.num_processes
-
-    def from_first(self, value: ValueT) -> ValueT:
-        """The first rank's `value`."""
-        values = [value]
-        if self.total > 1:
-            torch.distributed.broadcast_object_list(values, 0)
-        return values[0]
-
-    def sums(self, *numbers: int) -> list[int]:
-        """Each number summed over the ranks; all have come here when this returns."""
-        sums = torch.tensor(numbers, dtype=torch.int64)
-        if self.total > 1:
-            torch.distributed.all_reduce(sums)
-        return sums.tolist()
-
-
 def run_encode(config: EncodeConfig, out: Path) -> dict[str, Any]:
     """Counts of texts, of those that were encoded now, and of tokens; writes vectors into the cache, and nothing else.
 
     All ranks call it. They take every n-th of the missing texts in order of length, so that all have equal work,
     whatever an earlier run on more or fewer ranks has left. Equal texts are encoded once.
     """
-    ranks = Ranks()
+    _join_ranks()
     encoder = open_encoder(config.encoder)
     settings = encoder.model.settings
     skills = read_skills(config.pool)
@@ -92,42 +63,58 @@ def run_encode(config: EncodeConfig, out: Path) -> dict[str, Any]:
     started, count = monotonic(), EncodingCount()
     found: dict[str, Any] = {}
     for kind, (of_kind, max_tokens) in texts.items():
-        found |= _encode(encoder, kind, of_kind, max_tokens, ranks, count)
-    num_texts, tokens, slots = ranks.sums(count.texts, count.tokens, count.slots)
+        found |= _encode(encoder, kind, of_kind, max_tokens, count)
+    num_texts, tokens, slots = _sums(count.texts, count.tokens, count.slots)
     if num_texts:
         seconds = monotonic() - started
         say(f"encoded {num_texts:,} texts, {tokens:,} tokens in {seconds:,.0f} s ({tokens / seconds:,.0f} tokens/s)")
     return found | {
-        "num_tokens": tokens,
-        "padding": round(1 - tokens / slots, 4) if slots else 0.0,
-        "num_ranks": ranks.total,
-        "dim": encoder.model.dim,
-        "vectors": str(_cache(encoder).folder),
-    }
+        "num_tokens": tokens, "padding": round(1 - tokens / slots, 4) if slots else 0.0,
+        "num_ranks": rank_and_world()[1], "dim": encoder.model.dim, "vectors": str(_cache(encoder).folder),
+    }  # fmt: skip
+
+
+def _join_ranks() -> None:
+    """Have the processes that `accelerate launch` started talk: over gloo, on GPUs too, for it is little."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        is_cpu = default_device().type == "cpu"
+        if is_cpu:
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would say on stdout that it had to look
+        from accelerate import PartialState
+
+        PartialState(cpu=is_cpu, backend="gloo", timeout=_PATIENCE)
+
+
+def _sums(*numbers: int) -> list[int]:
+    """Each number summed over the ranks; all have come here when this returns."""
+    sums = torch.tensor(numbers, dtype=torch.int64)
+    if rank_and_world()[1] > 1:
+        torch.distributed.all_reduce(sums)
+    return sums.tolist()
 
 
 def _encode(
-    encoder: SkillEncoder, kind: str, texts: list[str], max_tokens: int, ranks: Ranks, count: EncodingCount
+    encoder: SkillEncoder, kind: str, texts: list[str], max_tokens: int, count: EncodingCount
 ) -> dict[str, int]:
     """Encode this rank's share of the texts that the cache lacks; the counts are over all ranks."""
-    cache = _cache(encoder)
+    cache, (rank, world) = _cache(encoder), rank_and_world()
     keys, lengths = text_keys(texts, max_tokens)
     digest = hashlib.sha256(encoder.identity.encode() + keys.tobytes()).digest()
-    if ranks.from_first(digest) != digest:
-        what = f"rank {ranks.number} has other weights, another number format or other {kind} than the first"
+    if of_first_rank(digest) != digest:
+        what = f"rank {rank} has other weights, another number format or other {kind} than the first"
         raise SkilltrainError(what, where=encoder.source, fix="give all machines the same files and set precision")
     _, first = np.unique(keys, return_index=True)
     # What the first rank lacks: the others' view of the folder may be older.
-    missing = first[ranks.from_first(cache.missing(keys[first]) if ranks.number == 0 else first[:0])]
+    missing = first[made_by_first_rank(lambda: cache.missing(keys[first]))]
     missing = missing[longest_first(lengths[missing])]
-    share = missing[ranks.number :: ranks.total]
-    before, part_of = count.texts, f" (rank 0 of {ranks.total})" if ranks.total > 1 else ""
+    share = missing[rank::world]
+    before, part_of = count.texts, f" (rank 0 of {world})" if world > 1 else ""
     mine = [texts[place] for place in share.tolist()]
     work = OrderedTexts(mine, keys[share], share, max_tokens, f"encoding {kind}{part_of}")
     for part, vectors in encode_texts(encoder.model, work, encoder.token_budget, count):
         cache.add(work.keys[part], vectors)
-    [encoded] = ranks.sums(count.texts - before)
-    if ranks.number == 0:
+    [encoded] = _sums(count.texts - before)
+    if rank == 0:
         _wait_for(cache, keys[missing])
     return {f"num_{kind}": len(keys), f"num_{kind}_distinct": len(first), f"num_{kind}_encoded": encoded}
 
