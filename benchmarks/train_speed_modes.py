@@ -82,7 +82,7 @@ def _train_ours(case: Case, mode: OurMode, folder: Path, what: Material, reporte
         torch.nn.utils.clip_grad_norm_(step.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        reporter.real, reporter.slots = step.count.tokens, step.count.slots
+        reporter.real, reporter.slots = step.count["tokens"], step.count["slots"]
         reporter.end(float(loss.detach()), flops[number])
 
 

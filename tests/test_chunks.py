@@ -16,7 +16,6 @@ from skilltrain.export.card import RunRecord, model_card
 from skilltrain.export.folder import save_model
 from skilltrain.losses import InfoNCE
 from skilltrain.models.encoder import EncoderConfig, EncoderSettings, load_encoder
-from skilltrain.models.tokens import tokenized
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.dense import DenseConfig, EncoderSource, encode_chunks, encode_skills, open_encoder
 from skilltrain.retrieval.nearest import ChunkVectors, starts_of
@@ -172,9 +171,11 @@ def test_another_window_of_a_query_s_skill_is_no_negative():
     ]
 
 
-def test_the_model_in_training_ranks_by_the_best_windows():
-    asked = tokenized(["q"], ["q"], lambda texts: [[0]])
-    own = OwnEncoder(asked, {"a": [[1], [2], [3]], "b": [[4]]}, "top2")
+def test_the_model_in_training_ranks_by_the_best_windows(open_encoder_of):
+    skills = [Skill("a", "a", "d", "three words here"), Skill("b", "b", "d", "one")]
+    template = EncoderTemplate(skill=SkillTemplate(body_chars=6))
+    encoder = open_encoder_of("bert", template=template, chunks=Chunks(windows=3, overlap=0, pool="top2"))
+    own = OwnEncoder(encoder, [Query("q", "find", "", "", "")], skills)
     own.model = lambda inputs: torch.tensor([[1.0, 0], [0.5, 0], [0, 1], [1, 0], [0.625, 0]])
     assert own.rank([Query("q", "find", "", "", "")], None, 2) == {"q": [("a", 0.75), ("b", 0.625)]}
 

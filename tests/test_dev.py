@@ -134,27 +134,14 @@ def test_the_encoder_can_be_one_of_several_rankers(folder, open_encoder_of):
     assert dev.evaluate(pointing([3], [4], [3]))["Hit@1"].mean == 0.0
 
 
-def test_gold_outside_the_pool_is_counted_and_missed(folder, open_encoder_of, capsys):
-    write_benchmark(folder / "bench", {"q1": {"s0": "required", "gone": "required", "lost": "useful"}})
-    dev = encoder_dev(folder, open_encoder_of("bert"))
-    assert "1 of 2 gold skills (1 queries) are not among the pool and count as missed" in capsys.readouterr().err
-    figures = dev.evaluate(pointing([0]))
-    assert figures["Recall@10"].mean == 0.5
-    assert figures["nDCG@10"].mean == pytest.approx(1 / (1 + 1 / math.log2(3)))  # the lost useful skill is left out
-
-
 def skills_of(dev):
     return [skill.skill_id for skill in dev.cascade.skills]
 
 
-def test_samples_hold_what_is_judged_and_depend_on_the_seed(folder, open_encoder_of):
+def test_a_sample_of_the_pool_holds_what_is_judged(folder, open_encoder_of):
     encoder = open_encoder_of("bert")
-    chosen = [[*encoder_dev(folder, encoder, max_queries=2, seed=seed).relevances] for seed in range(9)]
-    assert all(len(queries) == 2 and queries == sorted(queries) for queries in chosen)
-    assert len({tuple(queries) for queries in chosen}) > 1
-    write_benchmark(folder / "bench", {"q1": {"s0": "required", "s3": "useful"}})
-    pools = {tuple(skills_of(encoder_dev(folder, encoder, max_skills=3, seed=seed))) for seed in range(20)}
-    assert pools == {tuple(sorted(["s0", "s3", other])) for other in ("s1", "s2", "s4", "s5")}
+    write_benchmark(folder / "bench", {"q1": {"s0": "required", "s3": "useful", "lost": "useful"}})
+    assert skills_of(encoder_dev(folder, encoder, max_skills=3)) == ["s0", "s3", "s5"]
     assert skills_of(encoder_dev(folder, encoder, max_skills=1)) == ["s0", "s3"]  # what is judged always stays
 
 
@@ -178,7 +165,7 @@ def test_output_that_is_no_number_is_an_error(folder, open_encoder_of):
 
 def test_a_pool_or_candidates_of_something_else_are_refused(folder, open_encoder_of, open_reranker_of):
     write_benchmark(folder / "bench", {"q1": {"gone": "required"}})
-    with pytest.raises(SkilltrainError, match=r"pool: no gold skill of the 1 dev queries is among the pool \(check"):
+    with pytest.raises(SkilltrainError, match="gold skill 'gone' of query 'q1' is not among the 6 skills of the pool"):
         encoder_dev(folder, open_encoder_of("bert"))
     reranker = open_reranker_of("bert_reranker")
     write_benchmark(folder / "bench", {"q1": {"s0": "required"}})

@@ -24,8 +24,8 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def opened(name, folder, active=True):
-    return open_trackers([name], "project", folder, RECIPE, active)
+def opened(name, folder):
+    return open_trackers([name], folder, RECIPE)
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ class Recorder(GeneralTracker):
 
 def test_a_line_a_step_and_one_an_evaluation(tmp_path):
     path, tracker = tmp_path / "out" / "train_log.jsonl", Recorder()
-    with TrainingLog(path, 0, True, [tracker]) as log:
+    with TrainingLog(path, 0, [tracker]) as log:
         log.write(1, {"loss": 0.123456789, "grad_norm": math.inf})
         log.write_dev(1, DEV)
         assert len(rows(path)) == 2  # at once, not at the end
@@ -69,27 +69,28 @@ def test_a_line_a_step_and_one_an_evaluation(tmp_path):
 
 def test_resuming_drops_all_lines_after_the_step_and_torn_ones(tmp_path):
     path = tmp_path / "train_log.jsonl"
-    with TrainingLog(path, 0, True, []) as log:
+    with TrainingLog(path, 0, []) as log:
         for step in (1, 2, 3):
             log.write(step, FIGURES)
             log.write_dev(step, DEV)
     with path.open("a") as file:
         file.write('{"step": 1, "lo\n[3]\n')
         file.write('{"step": 2, "loss": 0.')
-    with TrainingLog(path, 2, True, []) as log:
+    with TrainingLog(path, 2, []) as log:
         assert [(row["step"], "dev" in row) for row in rows(path)] == [(1, False), (1, True), (2, False), (2, True)]
         log.write(3, FIGURES)
     assert [row["step"] for row in rows(path)] == [1, 1, 2, 2, 3]
-    with TrainingLog(path, 0, True, []):
+    with TrainingLog(path, 0, []):
         assert rows(path) == []
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
-def test_only_the_main_process_writes(tmp_path):
+def test_only_the_main_process_writes(tmp_path, monkeypatch):
     tracker = Recorder()
-    assert opened("tensorboard", tmp_path, active=False) == []
     assert [one.name for one in opened("tensorboard", tmp_path / "shown")] == ["tensorboard"]
-    with TrainingLog(tmp_path / "log.jsonl", 0, False, [tracker]) as log:
+    monkeypatch.setenv("RANK", "1")
+    assert opened("tensorboard", tmp_path) == []
+    with TrainingLog(tmp_path / "log.jsonl", 0, [tracker]) as log:
         log.write(1, FIGURES)
         log.write_dev(1, DEV)
     assert not (tmp_path / "log.jsonl").exists() and not tracker.told
@@ -98,9 +99,10 @@ def test_only_the_main_process_writes(tmp_path):
 def test_a_missing_package_is_named_before_training(tmp_path, monkeypatch):
     for found in (None, ModuleSpec("wandb", None)):  # nothing, and a folder of runs
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=found: found)
-        for active in (True, False):
+        for rank in ("0", "1"):
+            monkeypatch.setenv("RANK", rank)
             with pytest.raises(SkilltrainError, match=r"^wandb is not installed \(.*skilltrain\[trackers\]'\)$"):
-                opened("wandb", tmp_path, active=active)
+                opened("wandb", tmp_path)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
@@ -109,7 +111,7 @@ def test_wandb_offline_needs_neither_key_nor_network(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     # A real name may be so short that random bytes hold it.
     monkeypatch.setattr(socket, "gethostname", lambda: "name-of-this-machine")
-    with TrainingLog(tmp_path / "log.jsonl", 0, True, opened("wandb", tmp_path)) as log:
+    with TrainingLog(tmp_path / "log.jsonl", 0, opened("wandb", tmp_path)) as log:
         log.write(1, FIGURES)
         log.write_dev(1, DEV)
     files = [*tmp_path.glob("wandb/offline-run-*/run-*.wandb")]

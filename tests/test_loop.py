@@ -251,8 +251,8 @@ def test_the_best_step_is_kept_and_is_what_the_run_gives(model_folders, tmp_path
     dev = scripted_dev([5, 2, 4, 4, 3, 2], tmp_path)  # the second is best; the last is equal, not better
     result = run_with(dev, new_step(model_folders["bert"]), tmp_path / "out", keep_checkpoints=1, save_every=100)
     assert dev_rows(tmp_path / "out") == [(1, 0.2), (2, 0.5), (3, 0.25), (4, 0.25), (5, pytest.approx(1 / 3)), (6, 0.5)]
-    best = result.position.best
-    assert (result.checkpoint.name, best.figures["MRR@10"].mean, result.position.step) == ("step-2", 0.5, 6)
+    best = result[0].best
+    assert (result[1].name, best.figures["MRR@10"].mean, result[0].step) == ("step-2", 0.5, 6)
     assert [path.name for path in checkpoints(tmp_path / "out" / "checkpoints")] == ["step-2", "step-6"]
 
 
@@ -261,8 +261,8 @@ def test_patience_ends_the_run_and_a_finished_run_is_not_taken_up_again(model_fo
     for places in ([2, 3, 4, 1, 1, 1], []):
         dev = scripted_dev(places, tmp_path, patience=2)
         results.append(run_with(dev, new_step(model_folders["bert"]), tmp_path / "out", resume=not places))
-    assert [(one.position.step, one.checkpoint.name) for one in results] == [(3, "step-1")] * 2
-    assert results[0].position.best == results[1].position.best
+    assert [(position.step, checkpoint.name) for position, checkpoint in results] == [(3, "step-1")] * 2
+    assert results[0][0].best == results[1][0].best
 
 
 def test_a_resumed_run_knows_what_was_best(model_folders, tmp_path):
@@ -276,8 +276,8 @@ def test_a_resumed_run_knows_what_was_best(model_folders, tmp_path):
     with pytest.raises(SkilltrainError, match="interrupted after step 3 of 6; a checkpoint is saved"):
         run_on("out", places, signal_in=3)
     resumed = run_on("out", places[3:], resume=True)
-    assert whole.position.step == resumed.position.step == 5
-    assert resumed.checkpoint.name == whole.checkpoint.name == best_checkpoint(tmp_path / "out" / "checkpoints").name
+    assert whole[0].step == resumed[0].step == 5
+    assert resumed[1].name == whole[1].name == best_checkpoint(tmp_path / "out" / "checkpoints").name
     assert dev_rows(tmp_path / "out") == dev_rows(tmp_path / "whole")
 
 

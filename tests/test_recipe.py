@@ -193,7 +193,7 @@ def test_a_changed_model_is_another_run_and_its_checkpoints_are_no_part_of_it(ru
 
 def test_what_no_update_depends_on_may_change_in_a_run(runs):
     recipe, before = runs / "recipes" / "encoder.yaml", contents(runs)
-    free = {"save_every": 7, "keep_checkpoints": 9, "stop_grad_norm": 50, "trackers": "[]", "project": "other"}
+    free = {"save_every": 7, "keep_checkpoints": 9, "stop_grad_norm": 50, "trackers": "[]"}
     assert set(free) == set(FREE_TO_CHANGE)
     changes = [f"training.{key}={value}" for key, value in free.items()]
     assert "nothing to do" in succeeds("train", recipe, *changes).err

@@ -99,7 +99,7 @@ def test_the_rerankers_step(open_reranker_of, name, dtype, loss_tolerance, gradi
             plain = plain - gains[place] / gains.sum() * torch.log_softmax(against, 0)[0]
     step = RerankerStep(reranker, ListwiseCE(), data, settings).train()
     assert_same(reranker, step(data.lists), plain, loss_tolerance, gradient_tolerance)
-    assert sum(step.slots(data.lists)) == step.count.slots
+    assert sum(step.slots(data.lists)) == step.count["slots"]
 
 
 def test_each_distinct_skill_is_encoded_once(open_encoder_of):
@@ -109,7 +109,7 @@ def test_each_distinct_skill_is_encoded_once(open_encoder_of):
     step(data.lists)
     distinct = {skill_id for one in data.lists for skill_id in one.skill_ids}
     assert len(seen) == len(distinct) + len(data.lists) < sum(len(one.skill_ids) for one in data.lists)
-    assert step.count.tokens == sum(map(len, seen)) <= step.count.slots == sum(step.slots(data.lists))
+    assert step.count["tokens"] == sum(map(len, seen)) <= step.count["slots"] == sum(step.slots(data.lists))
 
 
 def test_without_padding_the_loss_and_its_gradients_are_the_same(open_encoder_of):
@@ -118,7 +118,7 @@ def test_without_padding_the_loss_and_its_gradients_are_the_same(open_encoder_of
     expected = padded.item(), gradients(encoder, padded)
     step = EncoderStep(encoder, InfoNCE(), data, StepSettings(300, recompute=True, varlen=True)).train()
     loss = step(data.lists)
-    assert step.count.slots == step.count.tokens == sum(step.slots(data.lists))
+    assert step.count["slots"] == step.count["tokens"] == sum(step.slots(data.lists))
     assert loss.item() == pytest.approx(expected[0], abs=1e-9)
     for name, got in gradients(encoder, loss).items():
         assert torch.allclose(got, expected[1][name], atol=1e-6)
@@ -154,7 +154,7 @@ def test_a_dev_evaluation_embeds_one_micro_batch_at_a_time(open_encoder_of, open
     table.register_forward_hook(lambda module, inputs, output: sizes.append(inputs[0].numel()))
     with torch.no_grad():
         assert torch.allclose(step.eval()(inputs), expected, rtol=0, atol=1e-5)
-    assert len(sizes) > 3 and max(sizes) <= step.settings.token_budget < step.count.tokens
+    assert len(sizes) > 3 and max(sizes) <= step.settings.token_budget < step.count["tokens"]
     for recompute in (False, True):
         sizes.clear()
         if recompute:

@@ -24,8 +24,7 @@ from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision
 from skilltrain.models.ranks import first_rank_first, made_by_first_rank
 from skilltrain.models.reranker import RerankerConfig, load_reranker
-from skilltrain.models.tokens import tokenized
-from skilltrain.records import Query
+from skilltrain.records import Query, Skill
 from skilltrain.retrieval.cascade import Cascade
 from skilltrain.training import engine
 from skilltrain.training.checkpoint import checkpoints
@@ -128,7 +127,7 @@ def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
         "gloo", init_method=f"file://{root / 'store'}", rank=rank, world_size=2, timeout=timedelta(seconds=120)
     )
     results = {
-        "figure": dev_figure(root, rank),
+        "figure": dev_figure(folders["bert"], root, rank),
         "made": made_by_first_rank(lambda: f"by rank {rank}"),
         "order": order(root / "order", rank),
         "interrupted": interrupted(folders["bert"], root / "interrupted", rank),
@@ -150,12 +149,14 @@ def order(file: Path, rank: int) -> str:
         return file.read_text()
 
 
-def dev_figure(root: Path, rank: int) -> float:
+def dev_figure(bert: Path, root: Path, rank: int) -> float:
     """MRR of a dev evaluation in which a last bit orders the skills differently on the second rank."""
-    queries, skill_ids = [Query("q", "find", "single", "test", "dev")], ["s0", "s1"]
-    asked = tokenized(["q"], ["q"], lambda texts: [[0]])
-    own = OwnEncoder(asked, {skill_id: [[0]] for skill_id in skill_ids})
-    relevances = {"q": Relevance(frozenset({"s0"}), {"s0": 1.0})}
+    queries, skills = (
+        [Query("q", "find", "single", "test", "dev")],
+        [Skill(name, name, "", "") for name in "ab"],
+    )
+    own = OwnEncoder(load_encoder(EncoderConfig(source=str(bert)), CPU), queries, skills)
+    relevances = {"q": Relevance(frozenset("a"), {"a": 1.0})}
     dev = Dev(DevConfig(benchmark=root), relevances, Cascade(queries, [], 20, own), own)
     return dev.evaluate(lambda _: torch.tensor([[1.0, 0], [1 - rank / 2, 0], [0.75, 0]]))["MRR@10"].mean
 

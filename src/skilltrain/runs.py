@@ -25,7 +25,7 @@ from skilltrain.version import __version__
 
 RUN_FILE, RECIPE_FILE, CHECKPOINTS = "run.json", "recipe.yaml", "checkpoints"
 # What may change between a training and its resumption, because no update of a weight depends on it.
-FREE_TO_CHANGE = ("save_every", "keep_checkpoints", "stop_grad_norm", "trackers", "project")
+FREE_TO_CHANGE = ("save_every", "keep_checkpoints", "stop_grad_norm", "trackers")
 _ANOTHER_FOLDER = "choose another out=…, or delete the folder"
 
 

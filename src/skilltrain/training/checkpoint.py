@@ -65,11 +65,6 @@ class Position:
     seconds: float = 0.0
     best: Best = field(default_factory=Best)
 
-    def advance(self, loss: float, queries: int, tokens: int) -> None:
-        """Count one more optimiser step."""
-        self.step, self.loss = self.step + 1, loss
-        self.queries, self.tokens = self.queries + queries, self.tokens + tokens
-
 
 class _State(Config):
     """state.json: the launch that wrote the checkpoint, and the training's position."""
@@ -112,10 +107,8 @@ def save_checkpoint(
             _sync(path)
         partial.rename(final)
         _sync(folder)
-        best = best_checkpoint(folder)
-        for old in checkpoints(folder)[:-keep]:
-            if old != best:
-                shutil.rmtree(old)
+        for old in {*checkpoints(folder)[:-keep]} - {best_checkpoint(folder)}:
+            shutil.rmtree(old)
     accelerator.wait_for_everyone()
 
 
@@ -164,12 +157,10 @@ def load_weights(step_part: nn.Module, name: str, checkpoint: Path) -> None:
     An empty name stands for the step module itself, whose ranks may hold shards. Frozen weights stay as they are.
     """
     file = checkpoint / WEIGHTS_FILE
-    if not file.is_file():
-        raise SkilltrainError("the checkpoint holds no weights", where=file)
     try:
         whole = {key.removeprefix(f"{name}."): value for key, value in load_file(file).items()}
-    except SafetensorError as error:
-        raise SkilltrainError(f"is no safetensors file: {error}", where=file) from error
+    except (OSError, SafetensorError) as error:
+        raise SkilltrainError(f"cannot read the checkpoint's weights: {reason_of(error)}", where=file) from error
     held = step_part.state_dict(keep_vars=True)
     frozen = {key for key, own in held.items() if isinstance(own, nn.Parameter) and not own.requires_grad}
     whole = {key: value for key, value in whole.items() if key not in frozen}
@@ -265,25 +256,23 @@ def _optimizer_file(accelerator: Accelerator, folder: Path) -> Path:
 
 
 def _restore_moments(optimizer: Any, moments: dict[str, Tensor]) -> None:
-    """`<number of the parameter>.<name>` → this rank's part of the optimiser's tensors."""
+    """`<number of the parameter>.<name>` → this rank's part of the optimiser's tensors.
+
+    Raises ValueError for moments of another shape than their weight.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states: dict[int, dict[str, Tensor]] = {}
     for key, value in moments.items():
         number, _, name = key.partition(".")
-        parameter = parameters[int(number)]
-        states.setdefault(int(number), {})[name] = _as_shard(value, parameter) if value.ndim else value
+        if value.ndim:
+            whole = torch.zeros_like(parameters[int(number)])
+            own = whole.to_local() if isinstance(whole, DTensor) else whole
+            if value.shape != own.shape:
+                raise ValueError(f"the optimiser holds {tuple(value.shape)} for a weight of {tuple(own.shape)}")
+            own.copy_(value)
+            value = whole
+        states.setdefault(int(number), {})[name] = value
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _as_shard(value: Tensor, parameter: Tensor) -> Tensor:
-    """`value` as this rank's part of a tensor that is shared as `parameter` is. Raises ValueError for other shapes."""
-    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    if value.shape != own.shape:
-        raise ValueError(f"the optimiser holds {tuple(value.shape)} for a weight of {tuple(own.shape)}")
-    if not isinstance(parameter, DTensor):
-        return value
-    mesh, places, shape, stride = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
-    return DTensor.from_local(value.to(own.device), mesh, places, shape=shape, stride=stride)
 
 
 @contextmanager

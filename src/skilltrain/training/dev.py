@@ -1,10 +1,11 @@
 """How good the model is while it trains: a dev benchmark, ranked every so many steps by a list of rankers."""
 
 import random
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,15 +14,15 @@ from torch import Tensor
 
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Task
+from skilltrain.evaluation.benchmarks.benchmark import Task, check_pool
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.bootstrap import Interval, compact, intervals
-from skilltrain.evaluation.metrics import Relevance, parse_measures, per_query
+from skilltrain.evaluation.metrics import Relevance, per_query
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import TokenIds
 from skilltrain.models.ranks import of_first_rank
 from skilltrain.models.reranker import Reranker
-from skilltrain.models.tokens import TokensOf, tokenized
+from skilltrain.models.tokens import tokenized
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems, keeps_of
 from skilltrain.retrieval.nearest import ChunkVectors, PoolRanker, VectorIndex, starts_of
@@ -29,33 +30,36 @@ from skilltrain.retrieval.rankers import is_own
 from skilltrain.retrieval.rerank import reordered
 from skilltrain.templates import ChunkPool
 from skilltrain.terminal import say
-from skilltrain.training.settings import DEV_MEASURES, DevConfig, depth_of
+from skilltrain.training.settings import DevConfig
 from skilltrain.training.steps import Pairs, Texts
 
-ItemT = TypeVar("ItemT")
 
-
-@dataclass
 class OwnEncoder:
     """The encoder in training as a ranker: all ranks together encode the pool anew each time that they are asked.
 
     `model` is the step module, wrapped for the launch, at each evaluation.
     """
 
-    query_tokens: TokensOf
-    skill_tokens: Mapping[str, Sequence[TokenIds]]  # of each chunk
-    pool: ChunkPool = "max"
-    model: Any = None
+    def __init__(self, encoder: Encoder, queries: Sequence[Query], skills: Sequence[Skill]) -> None:
+        settings = encoder.settings
+        chunks = [settings.chunk_texts(skill) for skill in skills]
+        texts = [*chain.from_iterable(chunks)]
+        tokens = tokenized(texts, texts, lambda some: encoder.tokenize(some, settings.max_tokens))
+        self.chunk_tokens: list[TokenIds] = [tokens[text] for text in texts]
+        ids, asked = [query.query_id for query in queries], [query.text for query in queries]
+        self.query_tokens = tokenized(ids, asked, encoder.tokenize_queries)
+        self.skill_ids = [skill.skill_id for skill in skills]
+        self.starts = starts_of([*map(len, chunks)])
+        self.pool: ChunkPool = settings.chunks.pool
+        self.model: Any = None
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """The `keep` nearest skills of each query, of its candidates alone where there are some."""
-        texts: list[TokenIds] = [self.query_tokens[query.query_id] for query in queries]
-        chunks = [ids for of_skill in self.skill_tokens.values() for ids in of_skill]
-        vectors = _finite(self.model(Texts([*texts, *chunks]))).cpu().numpy()
-        starts = starts_of([len(of_skill) for of_skill in self.skill_tokens.values()])
-        pool = ChunkVectors(vectors[len(queries) :], starts, self.pool)
+        asked: list[TokenIds] = [self.query_tokens[query.query_id] for query in queries]
+        vectors = _finite(self.model(Texts([*asked, *self.chunk_tokens]))).cpu().numpy()
+        pool = ChunkVectors(vectors[len(queries) :], self.starts, self.pool)
         index = VectorIndex(pool, lambda _: vectors[: len(queries)])
-        return PoolRanker([*self.skill_tokens], index).rank(queries, candidates, keep)
+        return PoolRanker(self.skill_ids, index).rank(queries, candidates, keep)
 
 
 @dataclass
@@ -106,12 +110,11 @@ class Dev:
         """
         self.own.model = model
         stages = self.cascade.run(self.config.system)
-        rankings = {query_id: [s for s, _ in ranking] for query_id, ranking in stages[-1].rankings.items()}
-        measures = parse_measures([*DEV_MEASURES, self.config.metric])
-        values = per_query(rankings, self.relevances, measures)
+        measures = self.config.measures
+        values = per_query(stages[-1].skill_ids(), self.relevances, measures)
         table = np.array([[row[str(measure)] for measure in measures] for row in values.values()])
         # The first rank's figures on every rank: a last bit that differs must not let one rank stop alone.
-        found = of_first_rank(intervals(table, seed=self.config.seed))
+        found = of_first_rank(intervals(table, seed=0))
         return {str(measure): figure for measure, figure in zip(measures, found, strict=True)}
 
     def line(self, figures: Mapping[str, Interval]) -> str:
@@ -123,72 +126,48 @@ class Dev:
 def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) -> Dev:
     """The dev benchmark for a model in training; what the rankers before it find is found now, and once.
 
-    Raises SkilltrainError for a benchmark without a query to score, and where no gold skill can be found at all.
+    Raises SkilltrainError for a benchmark without a query to score, and for gold skills that cannot be found.
     """
     check_systems([config.system], has_own=True)
     benchmark = load_benchmark(config.benchmark, config.split)
-    tasks = _sample(benchmark.tasks, config.max_queries, config.seed)
-    path = config.pool or training_pool
-    pool = {skill.skill_id: skill for skill in read_pool(path)}
+    pool = {skill.skill_id: skill for skill in read_pool(config.pool or training_pool)}
     pool |= {skill.skill_id: skill for skill in benchmark.gold_skills if skill.skill_id not in pool}
+    tasks = check_pool(benchmark, pool.keys()).tasks
     queries = [task.query for task in tasks]
-    judged = {skill_id for task in tasks for skill_id in task.relevance.gains if skill_id in pool}
-    others = [skill_id for skill_id in pool if skill_id not in judged]
-    room = None if config.max_skills is None else max(0, config.max_skills - len(judged))
-    kept = judged.union(_sample(others, room, config.seed))
+    judged = chain.from_iterable((*task.relevance.gains, *task.relevance.alternatives) for task in tasks)
+    kept = pool.keys() & judged
+    others = [skill_id for skill_id in pool if skill_id not in kept]
+    if config.max_skills is not None:
+        others = random.Random(0).sample(others, min(len(others), max(0, config.max_skills - len(kept))))
+    kept.update(others)
     skills = {skill_id: skill for skill_id, skill in pool.items() if skill_id in kept}
     say(f"dev: {len(tasks):,} queries of {config.benchmark}, ranked over {len(skills):,} of {len(pool):,} skills")
-    own = _own_encoder(model, queries, skills) if isinstance(model, Encoder) else OwnReranker(model, skills)
-    keeps = [ranker.keep for ranker in config.rankers if ranker.keep]
-    cascade = Cascade(queries, [*skills.values()], max(depth_of(config.metric), *keeps, 1), own)
-    _say_missed(tasks, pool, _before_own(config, cascade), path)
-    relevances = {task.query.query_id: _within(task.relevance, pool) for task in tasks}
-    return Dev(config, relevances, cascade, own)
+    is_encoder = isinstance(model, Encoder)
+    own = OwnEncoder(model, queries, [*skills.values()]) if is_encoder else OwnReranker(model, skills)
+    depth = max(measure.cutoff for measure in config.measures)
+    cascade = Cascade(queries, [*skills.values()], max([depth, *(ranker.keep or 0 for ranker in config.rankers)]), own)
+    _check_candidates(config, cascade, tasks)
+    return Dev(config, {task.query.query_id: task.relevance for task in tasks}, cascade, own)
 
 
-def _own_encoder(model: Encoder, queries: Sequence[Query], skills: Mapping[str, Skill]) -> OwnEncoder:
-    settings = model.settings
-    chunks = {skill_id: settings.chunk_texts(skill) for skill_id, skill in skills.items()}
-    each = list(dict.fromkeys(text for of_skill in chunks.values() for text in of_skill))
-    tokens = tokenized(each, each, lambda some: model.tokenize(some, settings.max_tokens))
-    asked = tokenized([query.query_id for query in queries], [q.text for q in queries], model.tokenize_queries)
-    of_skills = {skill_id: [tokens[text] for text in of_skill] for skill_id, of_skill in chunks.items()}
-    return OwnEncoder(asked, of_skills, settings.chunks.pool)
+def _check_candidates(config: DevConfig, cascade: Cascade, tasks: Sequence[Task]) -> None:
+    """Say how much gold the rankers before the model do not find. Raises SkilltrainError where that is all of it.
 
-
-def _sample(items: Sequence[ItemT], num: int | None, seed: int) -> list[ItemT]:
-    """`num` of the items drawn by `seed`, in their order; all without `num`."""
-    chosen = random.Random(seed).sample(range(len(items)), min(len(items) if num is None else num, len(items)))
-    return [items[position] for position in sorted(chosen)]
-
-
-def _before_own(config: DevConfig, cascade: Cascade) -> Rankings | None:
-    """What the rankers before the model find, which the cascade remembers; None where the model ranks the pool."""
+    The cascade remembers what they find, and lets go of their models.
+    """
     number = next(number for number, ranker in enumerate(config.rankers) if is_own(ranker))
     if not number:
-        return None
+        return
     keeps = keeps_of(config.system, cascade.depth)
     before = [one.model_copy(update={"keep": k}) for one, k in zip(config.rankers[:number], keeps, strict=False)]
-    found = cascade.run(SystemConfig(name="dev", rankers=tuple(before)))[-1].rankings
+    found = cascade.run(SystemConfig(name="dev", rankers=tuple(before)))[-1].skill_ids()
     cascade.release([config.system.model_copy(update={"rankers": config.rankers[number:]})])
-    return found
-
-
-def _within(relevance: Relevance, pool: Collection[str]) -> Relevance:
-    """`relevance` without the gains of skills that are neither gold nor in the pool, as the stage evaluate scores."""
-    gains = {s: gain for s, gain in relevance.gains.items() if s in pool or s in relevance.gold}
-    return replace(relevance, gains=gains)
-
-
-def _say_missed(tasks: Sequence[Task], pool: Collection[str], found: Rankings | None, path: Path) -> None:
-    """Say how much gold no ranking can hold. Raises SkilltrainError where that is all of it."""
-    place = "the pool" if found is None else "the candidates of the rankers before the model"
     golds = [(task.query.query_id, skill_id) for task in tasks for skill_id in task.relevance.gold]
-    missed = [(q, s) for q, s in golds if s not in (pool if found is None else dict(found[q]))]
+    missed = [query_id for query_id, skill_id in golds if skill_id not in found[query_id]]
+    place = "among the candidates of the rankers before the model"
     if len(missed) == len(golds):
-        what = f"no gold skill of the {len(tasks)} dev queries is among {place}"
-        raise SkilltrainError(what, where=path, fix="check that benchmark, split, pool and rankers belong together")
+        what, fix = f"no gold skill of the {len(tasks)} dev queries is {place}", "choose others, of this benchmark"
+        raise SkilltrainError(what, where="dev.rankers", fix=fix)
     if missed:
-        num_queries = len({query_id for query_id, _ in missed})
-        what = f"dev: {len(missed):,} of {len(golds):,} gold skills ({num_queries:,} queries) are not among {place}"
+        what = f"dev: {len(missed):,} of {len(golds):,} gold skills ({len(set(missed)):,} queries) are not {place}"
         say(f"{what} and count as missed")

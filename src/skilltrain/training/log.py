@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.evaluation.bootstrap import Interval
 from skilltrain.files import write_text
+from skilltrain.terminal import is_main_process
 
 TrackerName = Literal["wandb", "tensorboard"]
 _SHOWN = ("stage", "loss", "adapter", "training")  # of a recipe, in wandb; paths in the others tell of the machine
@@ -30,15 +32,14 @@ def note_of(figures: Mapping[str, float]) -> str:
 
 
 class TrainingLog:
-    """Keeps figures in a file and in trackers, on the main process only (`active`).
+    """Keeps figures in a file and in trackers, which it closes; on processes but the first it keeps nothing.
 
-    Lines after the step that a run resumes from are dropped first, torn ones too: their steps are done again. The log
-    closes its trackers.
+    Lines after the step that a run resumes from are dropped first, torn ones too: their steps are done again.
     """
 
-    def __init__(self, path: Path, resumed_step: int, active: bool, trackers: Sequence[GeneralTracker]) -> None:
-        self.path, self.active, self.trackers = path, active, trackers
-        if active:
+    def __init__(self, path: Path, resumed_step: int, trackers: Sequence[GeneralTracker]) -> None:
+        self.path, self.active, self.trackers = path, is_main_process(), trackers
+        if self.active:
             kept = _kept_lines(path, resumed_step) if resumed_step and path.is_file() else ()
             write_text(path, "".join(f"{line}\n" for line in kept))
             self.file = path.open("a", encoding="utf-8", buffering=1)
@@ -64,7 +65,6 @@ class TrainingLog:
         self._keep(step, {"dev": {name: _rounded(asdict(one)) | {"n": one.n} for name, one in figures.items()}}, shown)
 
     def _keep(self, step: int, row: Mapping[str, Any], shown: dict[str, float]) -> None:
-        """Append `row` to the file, and tell the trackers what is to be `shown`."""
         if not self.active:
             return
         try:
@@ -75,20 +75,20 @@ class TrainingLog:
             tracker.log(shown, step=step)
 
 
-def open_trackers(
-    names: Sequence[TrackerName], project: str, folder: Path, recipe: Mapping[str, Any], active: bool
-) -> list[GeneralTracker]:
-    """accelerate's trackers of a run, whose files lie in its `folder`; none where this process does not log.
+def open_trackers(names: Sequence[TrackerName], folder: Path, recipe: Mapping[str, Any]) -> list[GeneralTracker]:
+    """accelerate's trackers of a run, whose files lie in its `folder`; none on processes but the first.
 
     wandb is told the figures and how it is trained, but no console output, source code, git state, packages or host
-    name. Raises SkilltrainError, on every process, where a tracker's package is not installed.
+    name; WANDB_PROJECT names the project. Raises SkilltrainError where a tracker's package is not installed.
     """
     for name in names:
         found = importlib.util.find_spec(name)
         if found is None or found.origin is None:  # a folder `wandb` that runs have left is no package
             raise SkilltrainError(f"{name} is not installed", fix="pip install 'skilltrain[trackers]'")
     trackers = list[GeneralTracker]()
-    if active and "wandb" in names:
+    if not is_main_process():
+        return trackers
+    if "wandb" in names:
         import wandb  # pyright: ignore[reportMissingImports]  # an extra
 
         settings = wandb.Settings(
@@ -96,9 +96,9 @@ def open_trackers(
             x_save_requirements=False,
         )  # fmt: skip
         shown = {key: recipe[key] for key in _SHOWN if key in recipe}
-        name = folder.resolve().name
+        project, name = os.environ.get("WANDB_PROJECT", "skilltrain"), folder.resolve().name
         trackers.append(WandBTracker(project, name=name, dir=str(folder), config=shown, settings=settings))
-    if active and "tensorboard" in names:
+    if "tensorboard" in names:
         trackers.append(TensorBoardTracker("tensorboard", folder))
     for tracker in trackers:
         tracker.start()

@@ -33,7 +33,7 @@ from skilltrain.training.memory import (
     return_free_memory,
 )
 from skilltrain.training.settings import TrainingConfig
-from skilltrain.training.steps import StepModule, TokenCount
+from skilltrain.training.steps import StepModule
 from skilltrain.training.training_set import TrainingList
 
 
@@ -50,14 +50,6 @@ class Run:
     def checkpoints(self) -> Path:
         """The folder of its checkpoints."""
         return self.folder / "checkpoints"
-
-
-@dataclass(frozen=True)
-class TrainingResult:
-    """Where a finished training stands, and the checkpoint that counts: the best on the dev benchmark, or the last."""
-
-    position: Position
-    checkpoint: Path
 
 
 def drawn(lists: Sequence[TrainingList], generator: np.random.Generator) -> list[TrainingList]:
@@ -112,22 +104,23 @@ def schedule(step: int, total: int, warmup_share: float) -> float:
 
 def train(
     accelerator: Accelerator, step_module: StepModule, lists: Sequence[TrainingList], config: TrainingConfig, run: Run
-) -> TrainingResult:
+) -> tuple[Position, Path]:
     """Train the model inside `step_module`; checkpoints and train_log.jsonl go to the run's folder.
 
-    `step_module(batch)` gives the loss summed over this rank's queries of the batch. Raises SkilltrainError when the
-    loss or the gradient is not finite or explodes (naming the step's queries), and on Ctrl-C or SIGTERM, after saving
-    a checkpoint. What is trained is in the result's checkpoint: the best on the dev benchmark, or the last.
+    `step_module(batch)` gives the loss summed over this rank's queries of the batch. Returns where the training ended,
+    and the checkpoint that counts: the best on the dev benchmark, or the last. Raises SkilltrainError when the loss or
+    the gradient is not finite or explodes (naming the step's queries), and on Ctrl-C or SIGTERM, after saving a
+    checkpoint.
     """
     set_seed(config.seed)
     model, optimizer, position = _prepare(accelerator, step_module, config, run)
-    total, is_main, dev = num_steps(lists, config), accelerator.is_main_process, run.dev
+    total, dev, device = num_steps(lists, config), run.dev, accelerator.device
     patience = dev.config.patience if dev is not None and dev.config.patience else math.inf
     started, per_epoch = time.monotonic() - position.seconds, math.ceil(total / config.epochs)
-    trackers = open_trackers(config.trackers, config.project, run.folder, run.recipe, is_main)
+    trackers = open_trackers(config.trackers, run.folder, run.recipe)
     with (
         out_of_memory_in_one_line(config, step_module),
-        TrainingLog(run.folder / "train_log.jsonl", position.step, is_main, trackers) as log,
+        TrainingLog(run.folder / "train_log.jsonl", position.step, trackers) as log,
         Stop() as stop,
         progress("training", total, position.step) as show,
     ):
@@ -141,23 +134,23 @@ def train(
                 group["lr"] = config.learning_rate * schedule(number, total, config.warmup_share)
             figures = _optimiser_step(accelerator, model, optimizer, step_module, batches, config, position)
             position.seconds = time.monotonic() - started
-            figures = {"epoch": position.step / per_epoch} | figures | peak_memory(accelerator.device)
+            figures = {"epoch": position.step / per_epoch} | figures | peak_memory(device)
             log.write(position.step, figures)
             show(position.step, note_of(figures))
-            return_free_memory(position.step, accelerator.device)
+            return_free_memory(position.step, device)
             is_last, improved = position.step == total, False
             if dev is not None and (is_last or position.step % dev.config.every == 0):
                 improved = _improves(dev, model, step_module, log, position)
             ending = is_last or position.best.num_bad >= patience
             # A signal reaches the ranks in different steps, and all must save together.
-            stopping = bool(_summed(accelerator, torch.tensor(float(stop.asked), device=accelerator.device)) > 0)
+            stopping = bool(_summed(accelerator, torch.tensor(float(stop.asked), device=device)) > 0)
             if stopping or ending or improved or position.step % config.save_every == 0:
                 save_checkpoint(accelerator, model, optimizer, run.checkpoints, position, config.keep_checkpoints)
             if stopping and not ending:
                 what = f"interrupted after step {position.step} of {total}; a checkpoint is saved"
                 fix = "run the same command with --resume to go on"
                 raise StoppedError(what, where=run.folder, fix=fix, number=stop.asked or signal.SIGTERM)
-    return TrainingResult(position, best_checkpoint(run.checkpoints) or checkpoints(run.checkpoints)[-1])
+    return position, best_checkpoint(run.checkpoints) or checkpoints(run.checkpoints)[-1]
 
 
 def _prepare(
@@ -165,13 +158,13 @@ def _prepare(
 ) -> tuple[nn.Module, torch.optim.Optimizer, Position]:
     """Everything in place, and as the newest checkpoint left it if the run is resumed."""
     check_shared(accelerator, run.checkpoints)
+    if not run.resume and (found := checkpoints(run.checkpoints)):
+        raise SkilltrainError("checkpoints of an earlier run lie here", where=found[-1], fix="--resume, or another out")
     if accelerator.device.type == "cpu" and not shards_weights(accelerator):
         train_with_onednn(step_module)
     optimizer = new_optimizer(step_module, config.learning_rate, config.weight_decay)
     model, optimizer = accelerator.prepare(step_module.train(), optimizer)
     position = load_checkpoint(accelerator, model, optimizer, run.checkpoints) if run.resume else None
-    if not run.resume and (found := checkpoints(run.checkpoints)):
-        raise SkilltrainError("checkpoints of an earlier run lie here", where=found[-1], fix="--resume, or another out")
     return model, optimizer, position or Position()
 
 
@@ -203,10 +196,11 @@ def _optimiser_step(
     _check_step(mean, norm, batches, config.stop_grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    both = torch.tensor([step_module.count.tokens, step_module.count.slots], device=accelerator.device)
+    both = torch.tensor([step_module.count["tokens"], step_module.count["slots"]], device=accelerator.device)
     tokens, slots = _summed(accelerator, both).tolist()
-    step_module.count = TokenCount()
-    position.advance(mean, count, tokens)
+    step_module.count.clear()
+    position.step, position.loss = position.step + 1, mean
+    position.queries, position.tokens = position.queries + count, position.tokens + tokens
     seconds = time.monotonic() - started
     return {
         "loss": mean,
@@ -220,19 +214,16 @@ def _optimiser_step(
 
 def _check_step(loss: float, norm: float, batches: list[list[TrainingList]], highest_norm: float) -> None:
     """Raises SkilltrainError, naming the step's queries, before a bad gradient reaches the weights."""
-    what = ""
     if not math.isfinite(loss + norm):
         what = f"the {'gradient' if math.isfinite(loss) else 'loss'} is not a finite number"
     elif norm > highest_norm:
         what = f"the gradient norm {norm:.3g} exceeds training.stop_grad_norm {highest_norm:.3g}"
-    if not what:
+    else:
         return
     queries = [one.query_id for batch in batches for one in batch]
     more = f", … ({len(queries)} in all)" if len(queries) > 8 else ""
-    raise SkilltrainError(
-        f"{what} in a step with queries {', '.join(queries[:8])}{more}",
-        fix="look at these lists; a lower learning_rate or precision=float32 may help",
-    )
+    what = f"{what} in a step with queries {', '.join(queries[:8])}{more}"
+    raise SkilltrainError(what, fix="look at these lists; a lower learning_rate or precision=float32 may help")
 
 
 def _improves(dev: Dev, model: nn.Module, step_module: StepModule, log: TrainingLog, position: Position) -> bool:
@@ -241,7 +232,7 @@ def _improves(dev: Dev, model: nn.Module, step_module: StepModule, log: Training
     with torch.no_grad():
         figures = dev.evaluate(model)
     model.train()
-    step_module.count = TokenCount()
+    step_module.count.clear()
     log.write_dev(position.step, figures)
     say(f"step {position.step}: {dev.line(figures)}")
     return position.best.update(position.step, dev.config.metric, figures)

@@ -13,7 +13,7 @@ from torch import nn
 from skilltrain.errors import SkilltrainError
 from skilltrain.terminal import say
 from skilltrain.training.settings import TrainingConfig
-from skilltrain.training.steps import StepModule, TokenCount
+from skilltrain.training.steps import StepModule
 from skilltrain.training.training_set import TrainingList
 
 GIB = 2**30
@@ -53,7 +53,7 @@ def probe_memory(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         accelerator.backward(model(largest_batch(step_module, batches)))
     optimizer.zero_grad(set_to_none=True)
-    step_module.count = TokenCount()
+    step_module.count.clear()
     del moments
     if device.type == "cuda":
         peak, total = peak_memory(device)["peak_gib"], torch.cuda.get_device_properties(device).total_memory / GIB

@@ -72,7 +72,8 @@ class _Cells:
     def __init__(self, columns: Sequence[Sequence[int]], width: int) -> None:
         rows = np.repeat(np.arange(len(columns)), [*map(len, columns)])
         self.own = rows.astype(int), np.fromiter(chain.from_iterable(columns), int)
-        self.shape = len(columns), width
+        self.mask = np.zeros((len(columns), width), bool)  # which cells are the lists' own
+        self.mask[self.own] = True
 
     @classmethod
     def among(cls, lists: Sequence[TrainingList], skill_ids: Sequence[str]) -> "_Cells":
@@ -82,15 +83,9 @@ class _Cells:
 
     def table(self, values: Iterable[Iterable[float]], empty: float | bool) -> Shaped[np.ndarray, "query skill"]:
         """The lists' values in their cells, `empty` elsewhere; booleans where that is one."""
-        table = np.full(self.shape, empty, bool if isinstance(empty, bool) else np.float32)
+        table = np.full(self.mask.shape, empty, bool if isinstance(empty, bool) else np.float32)
         table[self.own] = [*chain.from_iterable(values)]
         return table
-
-    def mask(self) -> Bool[np.ndarray, "query skill"]:
-        """Which cells are the lists' own."""
-        mask = np.zeros(self.shape, bool)
-        mask[self.own] = True
-        return mask
 
 
 def in_batch_negatives(
@@ -101,7 +96,7 @@ def in_batch_negatives(
     """
     answers = [context.answers[one.query] for one in lists]
     known = _share_a_group(answers, [context.groups[skill_id] for skill_id in skill_ids])
-    return ~(known | _Cells.among(lists, skill_ids).mask())
+    return ~(known | _Cells.among(lists, skill_ids).mask)
 
 
 def encoder_scores(
@@ -139,7 +134,7 @@ def encoder_scores(
         return replace(whole, scores=scores, sides=sides)
 
     cells = _Cells.among(own, skill_ids)
-    valid = cells.mask() | in_batch_negatives(own, skill_ids, context) if context.in_batch else cells.mask()
+    valid = cells.mask | in_batch_negatives(own, skill_ids, context) if context.in_batch else cells.mask
     scores, sides = scored()
     whole = _labelled(own, cells, valid, scores, context.needs_teacher_scores)
     lexical = on_device(_lexical_scores(own, skill_ids, context), device) if context.lexical else None
@@ -152,7 +147,7 @@ def list_scores(lists: Sequence[TrainingList], flat: Float[Tensor, "pair"], need
     sizes = [len(one.gains) for one in lists]
     scores = torch.nn.utils.rnn.pad_sequence([*flat.split(sizes)], batch_first=True)
     cells = _Cells([range(size) for size in sizes], max(sizes))
-    return _labelled(lists, cells, cells.mask(), scores, needs_teacher_scores)
+    return _labelled(lists, cells, cells.mask, scores, needs_teacher_scores)
 
 
 def _labelled(
@@ -188,7 +183,7 @@ def _side_negatives(
     cells, of_all = _Cells.among(own, skill_ids), _Cells.among(batch, skill_ids)
     row, column = cells.table((one.is_positive for one in own), False).nonzero()
     gains, all_gains = (part.table((one.gains for one in some), 0.0) for part, some in ((cells, own), (of_all, batch)))
-    counts = in_batch_negatives(batch, skill_ids, context) | of_all.mask()
+    counts = in_batch_negatives(batch, skill_ids, context) | of_all.mask
     is_lower = gains[row, column][:, None] > all_gains[:, column].T
     answers, all_answers = ([context.answers[one.query] for one in lists] for lists in (own, batch))
     to_skills = in_batch_negatives(own, skill_ids, context)[row]

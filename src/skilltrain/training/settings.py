@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.metrics import parse_measure, parse_measures
+from skilltrain.evaluation.metrics import Measure, parse_measure, parse_measures
 from skilltrain.losses import (
     EncoderLoss,
     InfoNCE,
@@ -27,7 +27,7 @@ from skilltrain.records import Verdict
 from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.late import LateConfig
-from skilltrain.retrieval.rankers import OWN, RankerConfig, is_own, needs_candidates, parts_of
+from skilltrain.retrieval.rankers import OWN, RankerConfig, needs_candidates, parts_of
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.training.log import TrackerName
 from skilltrain.training.training_set import ListsSource
@@ -46,11 +46,6 @@ def _known_measure(text: str) -> str:
     return str(measure)
 
 
-def depth_of(metric: str) -> int:
-    """How many skills per query the measures look at."""
-    return max(measure.cutoff for measure in parse_measures([*DEV_MEASURES, metric]))
-
-
 class DevConfig(Config):
     """Rank a pool for the queries of a benchmark while the model trains."""
 
@@ -58,48 +53,42 @@ class DevConfig(Config):
     split: str | None = Field(default=None, description="use the queries of this split only; null for all")
     pool: InputPath | None = Field(default=None, description="skills to rank; null for the pool of the training data")
     rankers: tuple[RankerConfig, ...] = Field(
-        default=(DenseConfig(source=OWN),),
-        min_length=1,
-        description="as in a system of the stage evaluate; source: self is the model in training",
+        default=(DenseConfig(source=OWN),), min_length=1, description="as in `evaluate`; source: self is this model"
     )
-    max_queries: int | None = Field(default=None, ge=1, description="sample this many queries; null for all")
     max_skills: int | None = Field(
-        default=None,
-        ge=1,
-        description="rank only this many skills, the judged ones and a sample: faster, with higher figures",
+        default=None, ge=1, description="rank this many skills, judged ones and a sample: faster, with higher figures"
     )
     every: int = Field(default=50, ge=1, description="optimiser steps between evaluations")
     metric: Annotated[str, AfterValidator(_known_measure)] = Field(
         default="MRR@10", description="what decides which step is best, e.g. nDCG@10"
     )
     patience: int | None = Field(
-        default=None, ge=1, description="evaluations without a new best after which training stops; null for never"
+        default=None, ge=1, description="stop after this many evaluations without a new best; null: never"
     )
-    seed: Seed = Field(default=0, description="seed of the samples and of the bootstrap")
-
-    @model_validator(mode="after")
-    def _can_be_ranked(self) -> "DevConfig":
-        measure, last = parse_measure(self.metric), self.rankers[-1]
-        if needs_candidates(self.rankers[0]):
-            raise ValueError("rankers: the first one finds skills, for instance {kind: saved, rankings: FOLDER}")
-        if not any(is_own(ranker) for ranker in self.rankers):
-            raise ValueError("rankers: none of them is the model in training (source: self)")
-        if isinstance(last, RerankConfig) and measure.name not in _ORDER_COUNTS:
-            keep = last.keep or depth_of(self.metric)
-            if measure.cutoff >= keep:
-                raise ValueError(f"metric: {self.metric} is the same for every order of {keep} candidates")
-        return self
 
     @property
     def system(self) -> SystemConfig:
         """The rankers as a system."""
         return SystemConfig(name="dev", rankers=self.rankers)
 
-    def check_own(self, kind: type[DenseConfig] | type[RerankConfig], example: str) -> None:
-        """Raises ValueError where a ranker that is the model in training is of another kind."""
+    @property
+    def measures(self) -> tuple[Measure, ...]:
+        """What is measured, the metric that decides among it."""
+        return parse_measures([*DEV_MEASURES, self.metric])
+
+    def check(self, kind: type[DenseConfig] | type[RerankConfig], example: str) -> None:
+        """Raises ValueError for rankers that cannot rank, or in which the model in training is not one of `kind`."""
+        measure, last = parse_measure(self.metric), self.rankers[-1]
         parts = [part for part in parts_of(self.rankers) if isinstance(part, DenseConfig | LateConfig | RerankConfig)]
-        if not all(isinstance(part, kind) for part in parts if part.source == OWN):
+        own = [part for part in parts if part.source == OWN]
+        if needs_candidates(self.rankers[0]):
+            raise ValueError("dev.rankers: the first one finds skills, for instance {kind: saved, rankings: FOLDER}")
+        if not own:
+            raise ValueError("dev.rankers: none of them is the model in training (source: self)")
+        if not all(isinstance(part, kind) for part in own):
             raise ValueError(f"dev.rankers: {example}")
+        if isinstance(last, RerankConfig) and measure.name not in _ORDER_COUNTS and measure.cutoff >= last.keep:
+            raise ValueError(f"dev.metric: {self.metric} is the same for every order of {last.keep} candidates")
 
 
 class TrainingConfig(Config):
@@ -116,23 +105,15 @@ class TrainingConfig(Config):
     token_budget: int | None = Field(
         default=None, ge=64, description="padded tokens per micro-batch; null: 16,384 on a GPU, 4,096 on a CPU"
     )
-    recompute: bool = Field(
-        default=False, description="keep only every layer's inputs and compute it twice: less memory, more time"
-    )
-    varlen: bool = Field(
-        default=False,
-        description="attend by the texts' lengths, without padding and masks, in flash attention: a causal encoder "
-        "with a GPU in bfloat16",
-    )
+    recompute: bool = Field(default=False, description="compute layers twice: less memory, more time")
+    varlen: bool = Field(default=False, description="flash attention without padding: a causal encoder on a GPU")
     precision: Precision | None = Field(
-        default=None,
-        description="bfloat16 computes mixed, auto where it is native; null: auto on a GPU, float32 on a CPU",
+        default=None, description="bfloat16: mixed; auto: where native; null: auto on a GPU, float32 on a CPU"
     )
     seed: Seed = Field(default=42, description="order of the lists, dropout, new layers")
     save_every: int = Field(default=50, ge=1, description="optimiser steps between checkpoints")
     keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept, in addition to the best")
     trackers: tuple[TrackerName, ...] = Field(default=(), description="beside train_log.jsonl")
-    project: str = Field(default="skilltrain", description="project name for wandb")
 
     def token_budget_on(self, device: torch.device) -> int:
         """The `token_budget`; without one, what keeps `device` busy: a GPU waits for its host below 16,384."""
@@ -152,15 +133,11 @@ class TrainEncoderConfig(Config):
     data: ListsSource = Field(description="what to train on")
     loss: EncoderLoss = Field(default=InfoNCE(), description="what to minimise")
     late_interaction: LateInteraction | None = Field(
-        default=None, description="train the tokens' vectors too, for rankers of kind late; null: the text's alone"
+        default=None, description="train the tokens' vectors too, for rankers of kind late"
     )
     in_batch_negatives: bool = Field(default=True, description="the other queries' skills are negatives too")
     near_duplicates: float | None = Field(
-        default=0.6,
-        gt=0,
-        le=1,
-        description="skills whose bodies reach this Jaccard index are no in-batch negatives; in a pool with families "
-        "made from one template, data.clusters tells them apart better",
+        default=0.6, gt=0, le=1, description="Jaccard of bodies from which skills are no in-batch negatives"
     )
     training: TrainingConfig = Field(default=TrainingConfig(), description="how to train")
     dev: DevConfig | None = Field(default=None, description="what to evaluate on while training")
@@ -170,7 +147,7 @@ class TrainEncoderConfig(Config):
     def _can_be_trained(self) -> "TrainEncoderConfig":
         gains = self.data.gains
         if self.dev is not None:
-            self.dev.check_own(DenseConfig, "an encoder in training is {kind: dense, source: self}")
+            self.dev.check(DenseConfig, "an encoder in training is {kind: dense, source: self}")
         if infonce_in(self.loss).push_share and gains[Verdict.REJECTED] >= gains[Verdict.IRRELEVANT]:
             raise ValueError("loss.push_share needs data.gains that put rejected below irrelevant")
         if self.late_interaction is not None and self.training.varlen:
@@ -202,7 +179,7 @@ class TrainRerankerConfig(Config):
             raise ValueError("training: varlen is for encoders; a causal reranker never pads")
         if self.dev is not None:
             example = "[{kind: saved, rankings: FOLDER}, {kind: rerank, source: self, keep: 20}]"
-            self.dev.check_own(RerankConfig, f"a reranker in training orders the candidates of others: {example}")
+            self.dev.check(RerankConfig, f"a reranker in training orders the candidates of others: {example}")
         return self
 
 

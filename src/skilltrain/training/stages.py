@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from skilltrain.data.contamination import GROUNDS, BenchmarkIndex, HeldOut, open_benchmarks
+from skilltrain.data.contamination import GROUNDS, BenchmarkIndex, ContaminationLimits, HeldOut, open_benchmarks
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.files import cache_folder
 from skilltrain.losses import infonce_in
+from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import default_device
 from skilltrain.models.reranker import Reranker
 from skilltrain.records import Dropped
@@ -45,27 +46,25 @@ def run_training(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]
     data = load_data(config)
     contaminated = check_held_out(config.data, config.dev, data)
     step = open_step(config, data, default_device(), cache_folder("tokens"), shards_weights(accelerator))
-    data = step.data
-    if share := cut_share(step, data):
+    if share := cut_share(step, step.data):
         limit = step.model.settings.max_tokens
         say(f"warning: {share:.1%} of the positives are longer than model.max_tokens={limit}, and cut there")
     dev = open_dev(config.dev, step.model, config.data.pool) if config.dev else None
-    summary: dict[str, Any] = counts_of(step, data) | contaminated  # before the launcher shards the weights
+    summary: dict[str, Any] = counts_of(step, step.data) | contaminated  # before the launcher shards the weights
     run = Run(out, resume, config.model_dump(mode="json"), dev)
-    result = train(accelerator, step, data.lists, config.training, run)
-    position, best = result.position, result.position.best
+    position, checkpoint = train(accelerator, step, step.data.lists, config.training, run)
     summary |= {
         "num_steps": position.step,
         "num_queries": position.queries,
         "num_tokens": position.tokens,
         "last_loss": round(position.loss, 5),
         "seconds": round(position.seconds, 1),
-        "checkpoint": result.checkpoint.name,
+        "checkpoint": checkpoint.name,
     }
-    if best.step:
-        summary["dev"] = {name: asdict(figure) for name, figure in best.figures.items()}
+    if position.best.step:
+        summary["dev"] = {name: asdict(figure) for name, figure in position.best.figures.items()}
     if is_main_process():
-        save_trained(config, result.checkpoint, out, summary)
+        save_trained(config, checkpoint, out, summary)
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return summary
@@ -90,27 +89,19 @@ def load_data(config: TrainConfig) -> TrainingSet:
 
 
 def open_step(
-    config: TrainConfig,
-    data: TrainingSet,
-    device: torch.device,
-    token_cache: Path | None = None,
-    is_sharded: bool = False,
+    config: TrainConfig, data: TrainingSet, device: torch.device, token_cache: Path | None = None, sharded: bool = False
 ) -> StepModule:
     """The model that training starts from, in the module that computes its loss on the lists of `data`."""
     model, training = load_model(config, device), config.training
+    budget = training.token_budget_on(default_device())
     settings = StepSettings(
-        training.token_budget_on(default_device()),
-        training.recompute,
-        token_cache=token_cache,
-        varlen=training.varlen,
-        is_sharded=is_sharded,
+        budget, training.recompute, token_cache=token_cache, varlen=training.varlen, is_sharded=sharded
     )
-    if isinstance(model, Reranker):
-        assert isinstance(config, TrainRerankerConfig)
-        return RerankerStep(model, config.loss, data, settings)
-    assert isinstance(config, TrainEncoderConfig)
-    own = {"in_batch": config.in_batch_negatives, "late_interaction": config.late_interaction}
-    return EncoderStep(model, config.loss, on_best_windows(data, model.settings), replace(settings, **own))
+    if isinstance(config, TrainEncoderConfig) and isinstance(model, Encoder):
+        own = {"in_batch": config.in_batch_negatives, "late_interaction": config.late_interaction}
+        return EncoderStep(model, config.loss, on_best_windows(data, model.settings), replace(settings, **own))
+    assert isinstance(config, TrainRerankerConfig) and isinstance(model, Reranker)
+    return RerankerStep(model, config.loss, data, settings)
 
 
 def check_held_out(source: ListsSource, dev: DevConfig | None, data: TrainingSet) -> dict[str, int]:
@@ -120,12 +111,12 @@ def check_held_out(source: ListsSource, dev: DevConfig | None, data: TrainingSet
     set measures the skills that are trained on, by other queries. Raises SkilltrainError where a list is contaminated,
     unless the recipe allows it; then it is said.
     """
-    limits, counts = source.contamination_limits, dict[str, int]()
+    counts = dict[str, int]()
     if source.held_out:
-        benchmarks = open_benchmarks(source.held_out, source.pool, limits.compares_skills)
+        benchmarks = open_benchmarks(source.held_out, source.pool, need_golds=True)
         fix = _decontaminate(source, source.held_out)
         counts["num_contaminated_lists"] = _num_contaminated(benchmarks, data, source, fix)
-    if dev is not None and limits.query_overlap is not None:
+    if dev is not None:
         benchmark = load_benchmark(dev.benchmark, dev.split)
         asked = [HeldOut(benchmark.name, benchmark.tasks, ())]
         clean = _decontaminate(source, [dev.benchmark], "limits.name=false limits.jaccard=null ")
@@ -144,7 +135,7 @@ def _decontaminate(source: ListsSource, benchmarks: Sequence[Path], limits: str 
 
 def _num_contaminated(benchmarks: Sequence[HeldOut], data: TrainingSet, source: ListsSource, fix: str) -> int:
     """The number of contaminated lists. Raises SkilltrainError if there is one, unless the recipe allows it."""
-    index = BenchmarkIndex(benchmarks, source.contamination_limits)
+    index = BenchmarkIndex(benchmarks, ContaminationLimits())
     matches = cache(lambda skill_id: index.skill_matches(data.skills[skill_id]))
     found: list[Dropped] = []
     for one in data.lists:
@@ -153,10 +144,9 @@ def _num_contaminated(benchmarks: Sequence[HeldOut], data: TrainingSet, source: 
         found += index.contaminations(one.query_id, one.query, of_skills)
     if not found:
         return 0
-    num_lists = len({one.query_id for one in found})
+    num_lists, first = len({one.query_id for one in found}), found[0]
     grounds = Counter(ground for _, ground in {(one.query_id, one.filter) for one in found})
     by_ground = ", ".join(f"{ground} {grounds[ground]:,}" for ground in GROUNDS if grounds[ground])
-    first = found[0]
     who = f"query {first.query_id}" + (f", positive {first.skill_id}" if first.skill_id else "")
     what = f"{num_lists:,} list(s) are contaminated ({by_ground}); the first, {who}: {first.reason}"
     if source.contamination == "refuse":

@@ -1,5 +1,6 @@
 """What one forward pass of training computes: micro-batches, gather, scores and loss, all inside the wrapped module."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,14 +36,6 @@ class StepSettings:
     late_interaction: LateInteraction | None = None
 
 
-@dataclass
-class TokenCount:
-    """Tokens that this rank's model has seen, without and with padding."""
-
-    tokens: int = 0
-    slots: int = 0
-
-
 @dataclass(frozen=True)
 class Texts:
     """Token ids of texts to encode, the same on every rank."""
@@ -74,7 +67,7 @@ class EncoderStep(nn.Module):
         cache, of_skills = settings.token_cache, encoder.tokenize_skills
         self.query_ids, self.skill_ids = _token_ids(encoder, data, cache, encoder.tokenize_queries, of_skills)
         self.context = ScoreContext.of(data, loss, settings.in_batch)
-        self.count = TokenCount()
+        self.count = Counter[str]()  # tokens that this rank's model has seen, and slots: with padding
 
     def forward(self, batch: Sequence[TrainingList] | Texts) -> Float[Tensor, "..."]:
         """The loss summed over this rank's queries of the global `batch`, or the vectors [text, dim] of all texts."""
@@ -120,7 +113,7 @@ class EncoderStep(nn.Module):
         model, used = self.model, texts or [any_text]
         groups = model.micro_batches(used, self.settings.token_budget)
         function = (lambda batch: model.with_tokens(batch, num_tokens).flatten(1)) if num_tokens else model
-        return _run(self, function, used, groups, is_counted=bool(texts))[: len(texts)]
+        return _run(self, function, used, groups, bool(texts))[: len(texts)]
 
 
 class RerankerStep(nn.Module):
@@ -136,17 +129,18 @@ class RerankerStep(nn.Module):
         self.query_ids, self.skill_ids = _token_ids(
             reranker, data, settings.token_cache, lambda texts: [*map(pairs.query, texts)], pairs.skills
         )
-        self.count = TokenCount()
+        self.count = Counter[str]()
 
     def forward(self, batch: Sequence[TrainingList] | Pairs) -> Float[Tensor, "..."]:
         """The loss summed over this rank's queries of the global `batch`, or the scores [pair] of all pairs."""
         rank, world = rank_and_world()
         if isinstance(batch, Pairs):
             return self._gathered_scores(batch.lists, rank, world)
-        own = batch[rank::world] or batch[:1]  # an idle rank still runs the model, with weight 0
-        flat = self._scores([self.pairs(one) for one in own], bool(batch[rank::world]))
+        is_idle = rank >= len(batch)
+        own = batch[:1] if is_idle else batch[rank::world]  # an idle rank still runs the model, with weight 0
+        flat = self._scores([self.pairs(one) for one in own], not is_idle)
         loss = self.loss(list_scores(own, flat, self.loss.needs_teacher_scores))
-        return loss if batch[rank::world] else loss * 0
+        return loss * 0 if is_idle else loss
 
     def pairs(self, one: TrainingList) -> list[PairIds]:
         """Token ids of a list's pairs."""
@@ -161,11 +155,8 @@ class RerankerStep(nn.Module):
     def slots(self, batch: Sequence[TrainingList]) -> list[int]:
         """Tokens of each micro-batch of a batch, padding included, where one process computes all of it."""
         lists = [self.pairs(one) for one in batch]
-        return _slots(
-            self.model,
-            [pair for pairs in lists for pair in pairs],
-            self.model.micro_batches(lists, self.settings.token_budget),
-        )
+        groups = self.model.micro_batches(lists, self.settings.token_budget)
+        return _slots(self.model, [pair for pairs in lists for pair in pairs], groups)
 
     def _gathered_scores(self, lists: Sequence[Sequence[PairIds]], rank: int, world: int) -> Float[Tensor, "pair"]:
         """Every rank scores its share of the lists, padded to the longest list on the wire."""
@@ -195,8 +186,7 @@ def _run(
         groups = split_to(groups, highest_on_any_rank(len(groups), model.device))
     if is_counted:
         slots = sum(_slots(model, items, groups))
-        step.count.slots += slots
-        step.count.tokens += slots if model.is_packed else sum(map(len, items))
+        step.count.update(slots=slots, tokens=slots if model.is_packed else sum(map(len, items)))
     return run_micro_batches(function, model.embed(items) if torch.is_grad_enabled() else items, groups)
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field, FiniteFloat, field_validator
 
 from skilltrain.config import Config, InputPath
-from skilltrain.data.contamination import BenchmarkPaths, ContaminationLimits
+from skilltrain.data.contamination import BenchmarkPaths
 from skilltrain.data.near_duplicates import near_duplicate_clusters, read_clusters
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.encoder import EncoderSettings
@@ -20,14 +20,7 @@ from skilltrain.retrieval.lexical import BM25Index, LexicalConfig
 from skilltrain.retrieval.nearest import starts_of
 from skilltrain.retrieval.rankers import LEG_KEEP
 from skilltrain.retrieval.rankings import fuse
-from skilltrain.tables import (
-    JUDGEMENTS,
-    LISTS,
-    QUERIES,
-    read_skills,
-    read_table,
-    verdicts_by_query,
-)
+from skilltrain.tables import LISTS, QUERIES, read_skills, read_table, read_verdicts
 from skilltrain.terminal import track
 
 _NUL = "\0"  # no table holds one, so that what has it is no skill's id
@@ -43,28 +36,21 @@ class ListsSource(Config):
 
     pool: InputPath = Field(description="folder with skills.parquet")
     lists: InputPath | dict[InputPath, float] = Field(
-        description="folder of the stage lists: lists, queries and judgements; or {FOLDER: how often an epoch sees "
-        "each of its lists}: with 0.5 every epoch draws half of them anew"
+        description="folder of the stage lists, or {FOLDER: how often an epoch sees each of its lists}"
     )
     gains: dict[Verdict, FiniteFloat] = Field(
         default={Verdict.REQUIRED: 1.0, Verdict.USEFUL: 0.5, Verdict.IRRELEVANT: 0.0, Verdict.REJECTED: 0.0},
-        description="gain of each verdict, any numbers: only how far they lie from that of irrelevant counts. Required "
-        "and, where it is worth more than irrelevant, useful are what a model is to find",
+        description="gain of each verdict: how far it lies from that of irrelevant counts",
     )
-    max_lists: int | None = Field(default=None, ge=1, description="use only the first lists of each folder, this many")
+    max_lists: int | None = Field(default=None, ge=1, description="use only so many first lists of each folder")
     clusters: InputPath | None = Field(
-        default=None,
-        description="CLUSTERS of the pool (stage clusters) for the in-batch mask of an encoder; null: they are found "
-        "at the start, by near_duplicates",
+        default=None, description="CLUSTERS of the pool, for near_duplicates; null: they are found at the start"
     )
     held_out: BenchmarkPaths = Field(
-        default=(), description="folders of benchmarks that no list may be contaminated by: queries and gold skills"
+        default=(), description="benchmarks whose queries and gold skills no list may hold"
     )
     contamination: Literal["refuse", "allow"] = Field(
         default="refuse", description="what to do with lists that held_out, or the queries of dev, contaminate"
-    )
-    contamination_limits: ContaminationLimits = Field(
-        default=ContaminationLimits(), description="what counts as contaminated"
     )
 
     @property
@@ -75,11 +61,11 @@ class ListsSource(Config):
     @field_validator("lists")
     @classmethod
     def _are_drawn(cls, lists: Path | dict[Path, float]) -> Path | dict[Path, float]:
-        weights = lists if isinstance(lists, dict) else {}
-        if isinstance(lists, dict) and not lists:
+        if lists == {}:
             raise ValueError("no folder is named")
-        if unfit := [folder for folder, weight in weights.items() if weight <= 0]:
-            raise ValueError(f"the weight of {unfit[0]} must be > 0, found {weights[unfit[0]]:g}")
+        for folder, weight in lists.items() if isinstance(lists, dict) else ():
+            if weight <= 0:
+                raise ValueError(f"the weight of {folder} must be > 0, found {weight:g}")
         return lists
 
     @field_validator("gains")
@@ -137,22 +123,18 @@ def load_training_set(
 
     Raises SkilltrainError for a list that cannot be trained on, naming its query.
     """
-    skills = {skill.skill_id: skill for skill in read_skills(source.pool)}
-    lists, used = list[TrainingList](), set[str]()
+    pool = {skill.skill_id: skill for skill in read_skills(source.pool)}
+    lists = list[TrainingList]()
     for folder, weight in source.folders.items():
-        found = _lists_in(folder, source, weight)
-        own = {skill_id for one in found for skill_id in one.skill_ids}
-        if missing := sorted(own - skills.keys()):
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise SkilltrainError(f"skill {missing[0]!r}{more} of {folder} is not in the pool", where=source.pool)
-        lists, used = [*lists, *found], used | own
+        lists += _lists_in(folder, source, weight, pool)
     _check_rejections(lists)
-    kept = {skill_id: skills[skill_id] for skill_id in sorted(used)}
-    clusters = made_by_first_rank(lambda: _clusters(source, list(kept.values()), near_duplicates))
+    used = sorted({skill_id for one in lists for skill_id in one.skill_ids})
+    skills = {skill_id: pool[skill_id] for skill_id in used}
+    clusters = made_by_first_rank(lambda: _clusters(source, skills, near_duplicates))
     lexical: dict[str, dict[str, float]] = {}
     if with_lexical:
-        lexical = made_by_first_rank(lambda: lexical_scores((one.query for one in lists), list(skills.values())))
-    return TrainingSet(tuple(lists), kept, clusters, lexical)
+        lexical = made_by_first_rank(lambda: lexical_scores((one.query for one in lists), [*pool.values()]))
+    return TrainingSet(tuple(lists), skills, clusters, lexical)
 
 
 def _check_rejections(lists: Sequence[TrainingList]) -> None:
@@ -205,37 +187,37 @@ def on_best_windows(data: TrainingSet, settings: EncoderSettings) -> TrainingSet
     return replace(data, lists=tuple(lists), skills=skills)
 
 
-def _clusters(source: ListsSource, skills: list[Skill], near_duplicates: float | None) -> dict[str, int]:
+def _clusters(source: ListsSource, skills: Mapping[str, Skill], near_duplicates: float | None) -> dict[str, int]:
     """skill_id → cluster of the skills that have near-duplicates among `skills`; empty where nobody asks for them."""
     if near_duplicates is None:
         return {}
     if source.clusters is None:
-        clusters = near_duplicate_clusters(skills, near_duplicates)
+        clusters = near_duplicate_clusters([*skills.values()], near_duplicates)
     else:
-        of = read_clusters(source.clusters, (skill.skill_id for skill in skills))
-        clusters = {skill.skill_id: of[skill.skill_id] for skill in skills}
-    sizes = Counter(clusters.values())
-    return {skill_id: cluster for skill_id, cluster in clusters.items() if sizes[cluster] > 1}
+        clusters = read_clusters(source.clusters, skills)
+    sizes = Counter(clusters[skill_id] for skill_id in skills)
+    return {skill_id: clusters[skill_id] for skill_id in skills if sizes[clusters[skill_id]] > 1}
 
 
-def _lists_in(folder: Path, source: ListsSource, weight: float) -> list[TrainingList]:
+def _lists_in(folder: Path, source: ListsSource, weight: float, pool: Mapping[str, Skill]) -> list[TrainingList]:
     texts = {row["query_id"]: row["text"] for row in read_table(folder, QUERIES).to_pylist()}
-    verdicts = verdicts_by_query(read_table(folder, JUDGEMENTS))
+    known = read_verdicts(folder)
     worth = {verdict: gain - source.gains[Verdict.IRRELEVANT] for verdict, gain in source.gains.items()}
     found = list[TrainingList]()
     for row in read_table(folder, LISTS).to_pylist()[: source.max_lists]:
-        query_id, skill_ids, scores = row["query_id"], tuple(row["skill_ids"]), row["teacher_scores"]
         for fault in _faults(row, texts, worth):
-            raise SkilltrainError(f"the list of query {query_id!r} {fault}", where=folder)
-        judged = tuple(map(Verdict, row["verdicts"]))
-        known = [*verdicts.get(query_id, {}).items(), *zip(skill_ids, judged, strict=True)]
-        positives = frozenset(skill_id for skill_id, verdict in known if verdict in POSITIVE and worth[verdict] > 0)
-        gains, teacher_scores = tuple(map(worth.__getitem__, judged)), None if scores is None else tuple(scores)
-        found.append(
-            TrainingList(query_id, texts[query_id], skill_ids, gains, positives, teacher_scores, weight, judged)
-        )
+            raise SkilltrainError(f"the list of query {row['query_id']!r} {fault}", where=folder)
+        query_id, skill_ids, scores = row["query_id"], tuple(row["skill_ids"]), row["teacher_scores"]
+        verdicts = tuple(map(Verdict, row["verdicts"]))
+        judged = [*known.get(query_id, {}).items(), *zip(skill_ids, verdicts, strict=True)]
+        positives = frozenset(skill_id for skill_id, verdict in judged if verdict in POSITIVE and worth[verdict] > 0)
+        gains, taught = tuple(worth[verdict] for verdict in verdicts), None if scores is None else tuple(scores)
+        found.append(TrainingList(query_id, texts[query_id], skill_ids, gains, positives, taught, weight, verdicts))
     if not found:
         raise SkilltrainError("holds no list to train on", where=folder)
+    if missing := sorted({skill_id for one in found for skill_id in one.skill_ids} - pool.keys()):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise SkilltrainError(f"skill {missing[0]!r}{more} of {folder} is not in the pool", where=source.pool)
     return found
 
 
