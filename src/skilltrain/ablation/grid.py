@@ -33,28 +33,20 @@ class AblationConfig(Config):
     ablation: str = Field(min_length=1, description="title of the tables")
     claim: str = Field(min_length=1, description="what is tested, in one sentence")
     baseline: str = Field(description="the variant that the others are compared with")
-    chain: Path | None = Field(
-        default=None,
-        description="YAML file of steps, relative to the grid's own folder; `steps` is laid over it, key by key",
-    )
+    chain: Path | None = Field(default=None, description="YAML file of steps beside the grid; `steps` is laid over it")
     steps: dict[str, Recipe] = Field(
         min_length=1,
         description="name: recipe of a stage, without out; '{NAME}' in a text is another step's folder, '{seed}' the "
         "seed, and {{ }} are plain braces. Every evaluation ranks with one system and gives one table",
     )
     variants: dict[str, dict[str, Any] | None] = Field(
-        min_length=2,
-        description="name: what differs from `steps`, 'step.key.key': value; an item of a list is named by its number "
-        "from 0",
+        min_length=2, description="name: what differs from `steps`, 'step.key.key': value; items of lists by number"
     )
     seeds: tuple[Seed, ...] = Field(default=(1, 2, 3), min_length=1, description="one cell for each variant and seed")
     compare: tuple[str, ...] = Field(
         default=("Hit@1", "MRR@10"), min_length=1, description="the measures by which variants are compared"
     )
-    runs: Path | None = Field(
-        default=None,
-        description="folder of the steps' runs; grids that name the same one share runs; null: steps in `out`",
-    )
+    runs: Path | None = Field(default=None, description="folder of the runs, shared by grids; null: steps in `out`")
     out: Path = Field(description="folder to write: ablation.json, ablation.md, ablation.html")
 
     @model_validator(mode="after")
@@ -103,8 +95,7 @@ class Cell:
         return {run.step: run.folder for run in self.runs if run.config.stage in EVALUATIONS}
 
     def missing(self) -> list[StepRun]:
-        """The runs that are to be done, but none that only a finished run has read: a model may be deleted once it is
-        evaluated."""
+        """The runs to be done; none that only a finished run has read: a model may be deleted once it is evaluated."""
         needed, found = set(self.evaluations.values()), list[StepRun]()
         for run in reversed(self.runs):
             if run.folder in needed and run_state(run.folder) != "done":
@@ -170,13 +161,14 @@ def _chain(grid: AblationConfig, variant: str) -> dict[str, Recipe]:
         if not dot or step not in recipes:
             raise SkilltrainError(f"is no 'step.key'; steps: {', '.join(recipes)}", where=where)
         set_value(recipes, key, copy.deepcopy(value), where)
-    needs = {name: places_in(recipe) for name, recipe in recipes.items()}
-    for name, found in needs.items():
-        if unknown := sorted(found - {*recipes, _SEED}):
+    needs: dict[str, set[str]] = {}
+    for name, recipe in recipes.items():
+        needs[name] = places_in(recipe) - {_SEED}
+        if unknown := sorted(needs[name] - recipes.keys()):
             what = f"'{{{unknown[0]}}}' is no step; steps: {', '.join(sorted(recipes))}"
             raise SkilltrainError(what, where=_place(name, variant), fix="plain braces are written {{ }}")
     try:
-        order = [*TopologicalSorter({name: sorted(found - {_SEED}) for name, found in needs.items()}).static_order()]
+        order = [*TopologicalSorter({name: sorted(found) for name, found in needs.items()}).static_order()]
     except CycleError as error:
         raise SkilltrainError(f"steps go in a circle: {' → '.join(error.args[1])}") from error
     used: set[str] = set()
@@ -202,8 +194,7 @@ def _runs(
         with _in_place(_place(step, variant)):
             if "out" in recipe:
                 raise SkilltrainError("names its own folder", fix="leave out out; the ablation gives it")
-            values = fill(recipe, places.__getitem__) | {"out": str(grid.runs_folder / step)}
-            config = parse_recipe(values, None)
+            config = parse_recipe(fill(recipe, places.__getitem__) | {"out": str(grid.runs_folder / step)}, None)
             needs = tuple(Path(places[name]) for name in sorted(places_in(recipe) - {_SEED}))
             elsewhere = {
                 key: fingerprint_of(path)
@@ -212,22 +203,19 @@ def _runs(
             }
         identity = what_matters({"recipe": config.model_dump(mode="json", exclude={"out"}), "inputs": elsewhere})
         digest = sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-        folder = grid.runs_folder / f"{step}-{digest[:12]}"
-        places[step] = str(folder)
-        runs.append(StepRun(step, config.model_copy(update={"out": folder}), needs))
+        places[step] = grid.runs_folder / f"{step}-{digest[:12]}"
+        runs.append(StepRun(step, config.model_copy(update={"out": places[step]}), needs))
     return tuple(runs)
 
 
 def fill(value: Any, place: Callable[[str], Any]) -> Any:
-    """`value` with `place(name)` for every `{name}` in its texts; a text that is nothing else becomes that itself."""
+    """`value` with `place(name)` for every `{name}` in its texts."""
     if isinstance(value, dict):
         return {key: fill(item, place) for key, item in value.items()}
     if isinstance(value, list):
         return [fill(item, place) for item in value]
     if not isinstance(value, str):
         return value
-    if (whole := _PLACE.fullmatch(value)) and whole[1] is not None:
-        return place(whole[1])
     return _PLACE.sub(lambda match: match[0][0] if match[1] is None else str(place(match[1])), value)
 
 

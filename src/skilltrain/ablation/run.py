@@ -1,7 +1,7 @@
 """The command `skilltrain ablate`: a grid of variants and seeds, run to its end however often it is stopped, compared.
 
-A query's value is its mean over the seeds; queries are then drawn with replacement, so an interval speaks of other
-queries and not of other trainings. How far the seeds lie apart stands beside it.
+A query's value is its mean over the seeds, so an interval speaks of other queries and not of other trainings. How far
+the seeds lie apart stands beside it.
 """
 
 import gc
@@ -16,8 +16,9 @@ from typing import Any
 
 from skilltrain.ablation.grid import Cell, Plan, StepRun, make_plan
 from skilltrain.errors import SkilltrainError, StoppedError
-from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES, Interval, interval
+from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES, Interval
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare, holm, same_queries
+from skilltrain.evaluation.slices import means_by_slice
 from skilltrain.files import read_jsonl, write_json, write_text
 from skilltrain.report.page import SHARES, axis_around, ends_of, html_page
 from skilltrain.report.page import markdown as markdown_of
@@ -27,6 +28,8 @@ from skilltrain.terminal import progress, say
 from skilltrain.version import __version__
 
 _SEED = 0  # of the bootstrap
+Scores = dict[str, float]
+"""Measure → value of a query."""
 Failed = Mapping[tuple[str, int], str]
 """(variant, seed) → the one-line error of its cell."""
 
@@ -72,21 +75,22 @@ class Results:
 
     def to_json(self) -> dict[str, Any]:
         """Everything as JSON values, with a verdict on each difference."""
-        grid = self.plan.grid
         cells = [
-            {"variant": cell.variant, "seed": cell.seed, "error": self.failed.get((cell.variant, cell.seed))}
-            | {"recipes": {run.step: str(run.folder / RECIPE_FILE) for run in cell.runs}}
+            {
+                "variant": cell.variant,
+                "seed": cell.seed,
+                "error": self.failed.get((cell.variant, cell.seed)),
+                "recipes": {run.step: str(run.folder / RECIPE_FILE) for run in cell.runs},
+            }
             for cell in self.plan.cells
         ]
         tables = [
             asdict(table) | {"differences": [asdict(c) | {"verdict": c.reading} for c in table.differences]}
             for table in self.tables
         ]
-        return {
-            "skilltrain": __version__, "ablation": grid.ablation, "claim": grid.claim, "baseline": grid.baseline,
-            "statistics": {"resamples": RESAMPLES, "seed": _SEED, "num_tests": self.num_tests},
-            "tables": tables, "cells": cells,
-        }  # fmt: skip
+        about = self.plan.grid.model_dump(include={"ablation", "claim", "baseline"})
+        statistics = {"resamples": RESAMPLES, "seed": _SEED, "num_tests": self.num_tests}
+        return {"skilltrain": __version__, **about, "statistics": statistics, "tables": tables, "cells": cells}
 
     def markdown(self) -> str:
         """The ablation as Markdown; names are escaped."""
@@ -162,11 +166,11 @@ def _run_step(run: StepRun) -> str:
     except StoppedError as error:
         fix = "run the same command to go on"
         raise StoppedError(error.what, where=run.folder, fix=fix, number=error.number) from error
+    except SkilltrainError as error:
+        return f"step {run.step}: {error}"
     except Exception as error:
-        if not isinstance(error, SkilltrainError):
-            say(traceback.format_exc())
-        first = (str(error).splitlines() or [""])[0]
-        return f"step {run.step}: {first if isinstance(error, SkilltrainError) else f'{type(error).__name__}: {first}'}"
+        say(traceback.format_exc())
+        return f"step {run.step}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     finally:  # memory is given back, and the next training of this process sets accelerate up anew
         AcceleratorState._reset_state(reset_partial_state=True)
         gc.collect()
@@ -189,57 +193,45 @@ def collect_results(plan: Plan, failed: Failed) -> Results:
 
 
 def _table(plan: Plan, name: str, cells: Sequence[Cell]) -> ResultTable:
+    """What the cells' evaluations called `name` say; a measure that is not defined for a query is left out of it."""
     grid, config = plan.grid, plan.runs[cells[0].evaluations[name]].config
-    measures = tuple(str(measure) for measure in config.scored)
-    systems: list[SystemResult] = []
-    variants: list[VariantScores] = []
+    measures = tuple(map(str, config.scored))
+    values: dict[str, dict[int, dict[str, Scores]]] = {}
     for variant in grid.variants:
         folders: dict[Path, int] = {}  # a run that several seeds share is one training
         for cell in cells:
             if cell.variant == variant:
                 folders.setdefault(cell.evaluations[name], cell.seed)
         if folders:
-            system, scores = _scores(variant, folders, measures)
-            systems.append(system)
-            variants.append(scores)
-    others = [system.name for system in systems if system.name != grid.baseline]
-    pairs = [(grid.baseline, other) for other in others] if len(others) < len(systems) else []
-    differences = [
-        difference
-        for measure in grid.compare
-        if (defined := [q for q, row in systems[0].per_query.items() if measure in row])
-        for difference in compare(systems, pairs, [measure], defined, seed=_SEED)
-    ]
-    differences.sort(key=lambda difference: others.index(difference.system))
-    asked = (
-        name,
-        " + ".join(map(str, [config.benchmark] if isinstance(config.benchmark, Path) else config.benchmark)),
-        config.split,
-        len(same_queries(systems)),
-        measures,
-    )
-    return ResultTable(*asked, tuple(variants), tuple(differences))
-
-
-def _scores(variant: str, folders: Mapping[Path, int], measures: Sequence[str]) -> tuple[SystemResult, VariantScores]:
-    """The variant as a system, each query's value its mean over the seeds, and its measures.
-
-    `folders` are its evaluations, each with its seed. A measure that is not defined for a query is left out.
-    """
-    of_seed = {
-        seed: {
-            row["query_id"]: {name: row[name] for name in measures if row.get(name) is not None}
-            for _, row in read_jsonl(folder / "per_query.jsonl")
+            values[variant] = {seed: _values(folder, measures) for folder, seed in folders.items()}
+    systems: list[SystemResult] = []
+    for variant, of_seed in values.items():
+        every = [*of_seed.values()]
+        mean = {q: {m: fmean(rows[q][m] for rows in every) for m in row} for q, row in every[0].items()}
+        systems.append(SystemResult(variant, mean, {}))
+    query_ids = same_queries(systems)
+    means = means_by_slice(systems, {query_id: {} for query_id in query_ids}, measures, seed=_SEED)[0].means
+    variants: list[VariantScores] = []
+    for variant, of_seed in values.items():
+        each = {
+            seed: {m: fmean(row[m] for row in rows.values() if m in row) for m in means[variant]}
+            for seed, rows in of_seed.items()
         }
-        for folder, seed in folders.items()
-    }
-    runs = [*of_seed.values()]
-    mean = {q: {name: fmean(values[q][name] for values in runs) for name in row} for q, row in runs[0].items()}
-    columns = {name: [row[name] for row in mean.values() if name in row] for name in measures}
-    metrics = {name: interval(column, seed=_SEED) for name, column in columns.items() if column}
-    means = {
-        seed: {name: fmean(row[name] for row in values.values() if name in row) for name in metrics}
-        for seed, values in of_seed.items()
-    }
-    spread = {name: stdev(row[name] for row in means.values()) if len(means) > 1 else None for name in metrics}
-    return SystemResult(variant, mean, {}), VariantScores(variant, metrics, means, spread)
+        spread = {m: stdev(row[m] for row in each.values()) if len(each) > 1 else None for m in means[variant]}
+        variants.append(VariantScores(variant, means[variant], each, spread))
+    others = [variant for variant in values if variant != grid.baseline]
+    pairs = [(grid.baseline, other) for other in others] if grid.baseline in values else []
+    differences: list[Comparison] = []
+    for measure in grid.compare:
+        if defined := [query_id for query_id in query_ids if measure in systems[0].per_query[query_id]]:
+            differences += compare(systems, pairs, [measure], defined, seed=_SEED)
+    differences.sort(key=lambda difference: others.index(difference.system))
+    benchmarks = [config.benchmark] if isinstance(config.benchmark, Path) else config.benchmark
+    about = (name, " + ".join(map(str, benchmarks)), config.split, len(query_ids), measures)
+    return ResultTable(*about, tuple(variants), tuple(differences))
+
+
+def _values(folder: Path, measures: Sequence[str]) -> dict[str, Scores]:
+    """query_id → its values in an evaluation."""
+    rows = (row for _, row in read_jsonl(folder / "per_query.jsonl"))
+    return {row["query_id"]: {name: row[name] for name in measures if row.get(name) is not None} for row in rows}
