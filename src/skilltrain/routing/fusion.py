@@ -4,9 +4,7 @@ A weighted sum of normalised scores beats fusing by ranks, and a few queries suf
 and Ingber 2022, An Analysis of Fusion Functions for Hybrid Retrieval). Weights are not negative: made-up queries never
 name their skill, so that a leg of names would be held against the skill that a real request names.
 
-A leg that was trained on the same queries looks better than it is. So fit on queries that no leg has seen; or train a
-model for each fold of the queries, rank each fold with the model that has not seen it, and give these RANKINGS as one
-leg `{kind: saved, rankings: [fold1, fold2, …]}`. Weights of a `saved` leg can then be used with the model itself.
+A leg that was trained on the same queries looks better than it is: data_pipelines/cross_fit.py fits out of fold.
 """
 
 from collections import Counter
@@ -99,15 +97,13 @@ def run_fusion(config: FusionConfig, out: Path) -> dict[str, Any]:
     num_without = sum(not query.gold.any() for query in scored)
     if num_without:
         say(f"{num_without} of {len(scored)} queries have no gold skill among what the legs found: not fitted on")
-    # each fold by weights that were fitted on the others
-    fits = [
-        fit_weights([query for query, own in zip(scored, folds, strict=True) if own != n]) for n in range(config.folds)
-    ]
-    equal = np.full(len(legs), 1 / len(legs))
     rankings = dict(zip(names, found, strict=True)) | {FITTED: {}, EQUAL: {}}
-    for task, query, fold in zip(tasks, scored, folds.tolist(), strict=True):
-        rankings[FITTED][task.query.query_id] = query.ranked(fits[fold])
-        rankings[EQUAL][task.query.query_id] = query.ranked(equal)
+    for fold in range(config.folds):
+        fitted_elsewhere = fit_weights([scored[place] for place in np.flatnonzero(folds != fold)])
+        for place in np.flatnonzero(folds == fold):
+            query_id = tasks[place].query.query_id
+            rankings[FITTED][query_id] = scored[place].ranked(fitted_elsewhere)
+            rankings[EQUAL][query_id] = scored[place].ranked(np.full(len(legs), 1 / len(legs)))
     figures = compare(rankings, {task.query.query_id: task.relevance for task in tasks}, clusters, config.seed)
     fitted = FittedWeights(
         weights=tuple(weights.tolist()),
@@ -156,19 +152,17 @@ def scored_queries(tasks: Sequence[Task], names: Sequence[str], found: Sequence[
     Raises SkilltrainError for a leg (by its name) that lacks queries, whose scores are no numbers, or whose scores
     tell no candidates of any query apart.
     """
-    query_ids = [task.query.query_id for task in tasks]
     for name, rankings in zip(names, found, strict=True):
-        if empty := [query_id for query_id in query_ids if not rankings[query_id]]:
-            what = f"ranks nothing for {len(empty)} of {len(query_ids)} queries, first '{empty[0]}'"
+        if empty := [task.query.query_id for task in tasks if not rankings[task.query.query_id]]:
+            what = f"ranks nothing for {len(empty)} of {len(tasks)} queries, first '{empty[0]}'"
             raise SkilltrainError(what, where=f"leg {name}", fix="all legs rank the same queries")
-        for query_id in query_ids:
-            if not np.isfinite([score for _, score in rankings[query_id]]).all():
+        for query_id, ranking in rankings.items():
+            if not np.isfinite([score for _, score in ranking]).all():
                 raise SkilltrainError(f"gives query '{query_id}' scores that are no numbers", where=f"leg {name}")
     scored: list[Scored] = []
     for task in tasks:
         skill_ids, scores = comparable_scores([leg[task.query.query_id] for leg in found], "z")
-        gold = np.array([skill_id in task.relevance.gold for skill_id in skill_ids])
-        scored.append(Scored(skill_ids, scores, gold))
+        scored.append(Scored(skill_ids, scores, np.array([one in task.relevance.gold for one in skill_ids])))
     for number, name in enumerate(names):
         if not any(query.scores[number].any() for query in scored):
             what = "gives all candidates of a query the same score, so that no weight can be found for it"
