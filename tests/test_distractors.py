@@ -103,7 +103,7 @@ def test_each_gold_skill_gets_one_distractor_a_strategy_and_a_flag_is_a_note(
 
 
 def test_what_comes_to_nothing_is_dropped_with_its_reason_and_no_copy_is_kept(
-    benchmark: Path, server: LLMServer
+    benchmark: Path, server: LLMServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first answer is good, and every other one has a fault of its own."""
     faults = [
@@ -122,7 +122,8 @@ def test_what_comes_to_nothing_is_dropped_with_its_reason_and_no_copy_is_kept(
         (Reply(status=500), "failed", None, None),
     ]
     server.script, server.otherwise = [Reply(draft(7)), *(reply for reply, *_ in faults)], good_reply
-    summary, out = run(settings(benchmark, server, num_distractors=7, max_attempts=1))
+    monkeypatch.setattr("skilltrain.data.asking.ATTEMPTS", 1)
+    summary, out = run(settings(benchmark, server, num_distractors=7))
     assert (summary["num_asked"], summary["num_distractors"], summary["num_dropped"]) == (14, 1, 13)
     rows = read_table(out, DROPPED).to_pylist()
     assert [(row["filter"], row["value"], row["other_id"]) for row in rows] == [tuple(fault) for _, *fault in faults]

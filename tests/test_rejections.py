@@ -12,7 +12,7 @@ import pytest
 from benchmark_folders import write_ours, write_pool
 from llm_server import LLMServer, Reply
 from skilltrain.data.draws import split_groups
-from skilltrain.data.judging import Group, read_request, wanted_verdicts
+from skilltrain.data.judging import Group, read_request
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.bootstrap import agreement, cohens_kappa
@@ -133,7 +133,7 @@ def test_a_second_judge_sees_no_verdict_and_agreement_is_measured(asked, server:
     assert {(r["query_id"], r["skill_id"]) for r in found} < {(r["query_id"], r["skill_id"]) for r in judgements}
 
 
-GROUP = wanted_verdicts(Group("g", "en", tuple(POOL[:3])), words=30, seed=0)
+GROUP = Group("g", "en", tuple(POOL[:3]))
 GOOD = {"request": "put the report on my desk", "verdicts": [
     {"skill": 1, "verdict": "required"}, {"skill": 2, "verdict": "required"},
     {"skill": 3, "verdict": "rejected", "reason": "low_quality", "why": "so poor"},
@@ -153,7 +153,7 @@ TWO = judged("required", "required")
 @pytest.mark.parametrize(
     ("changed", "kind", "reason"),
     [
-        ({"verdicts": [*TWO, TWO[0]]}, "malformed", "1 is judged twice"),
+        ({"verdicts": [*TWO, TWO[0]]}, "malformed", "[1, 1, 2], not 1 to 3, each once"),
         ({"verdicts": TWO}, "malformed", "not 1 to 3"),
         ({"verdicts": [*TWO, NO_REASON]}, "malformed", "3 is rejected without"),
         ({"verdicts": [*TWO, NO_REASON | {"reason": "blue"}]}, "malformed", "'low_quality'"),
@@ -275,7 +275,7 @@ def test_rewritten_queries_keep_their_judgements_and_what_cannot_be_rewritten_is
     names = [skill.name for skill in POOL]
     assert all(any(name in r["messages"][0]["content"] for name in names) for r in server.requests)
     plan = json.loads(succeeds(*rewritten, "style=typed", "--dry-run").out)["plan"]
-    assert (plan["num_asked"], plan["num_requests"]) == (4, 4)
+    assert plan["num_requests"] == 4
     faults = [
         ("typed", before[0][0]["text"], "the same text was written before"),
         ("terse", "report " * 30, "it had 30 words, more than 20"),

@@ -140,16 +140,18 @@ def test_bad_answers_are_asked_for_again_with_the_reason_and_dropped_with_it_whe
         return [good, *(one for _, one in bad), last][number]
 
     server.otherwise = reply
-    settings = {"llm": chat(server, tmp_path / "cache"), "max_attempts": 2}
+    settings = {
+        "llm": chat(server, tmp_path / "cache"),
+    }
     summary, out = run(tmp_path, "out", **settings)
-    assert made(out) == {"s0#1", "s10#1"} and len(server.requests) == 11 + 10
+    assert made(out) == {"s0#1", "s10#1"} and len(server.requests) == 11 + 10 + 9
     assert read_table(out, QUERIES).column("text").to_pylist()[1] == "Sort my mail."
-    assert len({request["seed"] for request in server.requests}) == 21
+    assert len({request["seed"] for request in server.requests}) == 30
     rows = read_table(out, DROPPED).to_pylist()
     assert [(row["skill_id"], row["filter"]) for row in rows] == [(f"s{n}", why) for n, (why, _) in enumerate(bad, 1)]
     assert [row["value"] for row in rows if row["value"] is not None] == [241]
     assert run(tmp_path, "again", **settings)[0] == summary
-    assert len(server.requests) == 21, "refused answers are remembered, malformed replies among them"
+    assert len(server.requests) == 30, "refused answers are remembered, malformed replies among them"
 
 
 def test_a_run_that_made_no_query_is_an_error(server: LLMServer, tmp_path: Path) -> None:
@@ -213,7 +215,7 @@ def test_near_duplicates_have_their_queries_in_one_split(tmp_path: Path) -> None
 def asked(one: Skill, **settings: Any) -> tuple[str, str]:
     """What a model is told, so that it writes the first query of a skill: as the system, as the user."""
     config = validate(SynthesizeConfig, {"pool": "p", "out": "o", **settings}, "test")
-    return query_prompt(config, WantedQuery(one, 1, is_terse=False))
+    return query_prompt(config, WantedQuery("q", one, 1, is_terse=False))
 
 
 def test_no_field_of_a_skill_reaches_outside_the_fence_and_all_are_capped_and_disarmed() -> None:

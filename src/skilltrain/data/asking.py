@@ -1,15 +1,11 @@
-"""What the stages that ask a chat model share: what is wanted of it, and how answers are refused and asked for again.
-
-What it is told is in prompts.yaml.
-"""
+"""What the stages that ask a chat model share: its prompts (prompts.yaml), seeds, and how often it is asked again."""
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Final, Generic, TypeVar
+from typing import Annotated, Any, Final
 
 import jinja2
 import yaml
@@ -18,17 +14,14 @@ from pydantic import AfterValidator
 from skilltrain.data.draws import stable_number
 from skilltrain.data.screening import flags_to_leave_out
 from skilltrain.llm import Asked, LLMConfig, Questions, ask_until, cost_of, open_llm
+from skilltrain.llm.ask import QuestionT, ValueT
 from skilltrain.llm.untrusted import fenced
 from skilltrain.records import Dropped, Skill
 from skilltrain.tables import read_skills
 from skilltrain.texts import clean_text, one_line
 
-AboutT = TypeVar("AboutT")
-ValueT = TypeVar("ValueT")
-
 PROMPTS: Final[dict[str, Any]] = yaml.safe_load((files("skilltrain.data") / "prompts.yaml").read_text(encoding="utf-8"))
-ATTEMPTS = 3
-_AGAIN = "\nAn earlier answer was turned down: {}. Write another one."
+ATTEMPTS = 3  # answers tried for one thing before it is dropped
 TOKENS_PER_WORD = 1.5  # of an answer, in the mean of English (1.3) and languages that take more
 _LANGUAGES = {"en": "English", "zh": "Chinese"}
 _LANGUAGE_CODE = re.compile(r"[A-Za-z]{2,3}(?:-[A-Za-z0-9]{2,8}){0,2}")
@@ -45,45 +38,31 @@ def _template(name: str, role: str) -> jinja2.Template:
 
 
 def prompt(name: str, untrusted: str, **values: object) -> tuple[str, str]:
-    """The messages of the system and of the user, with `untrusted` texts between two lines that hold a mark."""
+    """What the system says and the user, with `untrusted` texts between two lines that hold a mark."""
     values["fenced"] = fenced(untrusted)
     return _template(name, "system").render(values), _template(name, "user").render(values)
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted(Generic[AboutT]):
-    """One thing that a chat model shall write: its ids in DROPPED, what it is about, and what decides its seed.
-
-    `prompt` gives the message of the system and that of the user.
-    """
-
-    query_id: str
-    skill_id: str
-    about: AboutT
-    prompt: Callable[[], tuple[str, str]]
-    seed: tuple[object, ...]
-
-
 def questions_of(
     llm: LLMConfig,
-    wanted: Sequence[Wanted[AboutT]],
-    read: Callable[[Wanted[AboutT], str], ValueT],
+    asked: Sequence[QuestionT],
+    prompt: Callable[[QuestionT], tuple[str, str]],
+    seed: int,
+    read: Callable[[QuestionT, str], ValueT],
     answer_tokens: int,
     description: str,
-    attempts: int = ATTEMPTS,
-) -> Questions[Wanted[AboutT], ValueT]:
-    """What a model is asked, and how its answers are read."""
+) -> Questions[QuestionT, ValueT]:
+    """What a model is asked, and how its answers are read; each attempt has a seed of its own."""
 
-    def seed(one: Wanted[AboutT], attempt: int) -> int:
-        return stable_number(*one.seed, attempt) >> 33  # servers take seeds below 2**31
+    def seed_of(one: QuestionT, attempt: int) -> int:
+        return stable_number(seed, one.query_id, one.skill_id, attempt) >> 33  # servers take seeds below 2**31
 
-    return Questions(
-        open_llm(llm), wanted, lambda one: one.prompt(), seed, read, attempts, answer_tokens, description, _AGAIN
-    )
+    again = "\nAn earlier answer was turned down: {}. Write another one."
+    return Questions(open_llm(llm), asked, prompt, seed_of, read, ATTEMPTS, answer_tokens, description, again)
 
 
-def ask(questions: Questions[Wanted[AboutT], ValueT]) -> Asked[Wanted[AboutT], ValueT]:
-    """The answers, once their cost is said. Interrupted runs lose nothing: a new run finds what was answered."""
+def ask(questions: Questions[QuestionT, ValueT]) -> Asked[QuestionT, ValueT]:
+    """The answers, once their cost is said."""
     cost_of(questions)
     return ask_until(questions)
 

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data import counted
-from skilltrain.data.asking import PROMPTS, Line, Wanted, ask, prompt, questions_of
+from skilltrain.data.asking import PROMPTS, Line, ask, prompt, questions_of
 from skilltrain.data.near_duplicates import Trigrams, jaccard, word_trigrams
 from skilltrain.data.pool.skill_file import split_header
 from skilltrain.data.screening import count_flagged, screen, write_flags
@@ -55,7 +55,6 @@ class DistractorsConfig(Config):
         description="for each gold skill, one after the other in three strategies; the paper: 3-5",
     )  # fmt: skip
     body_chars: int = Field(default=4000, ge=1, description="how much of a gold body the model is shown")
-    max_attempts: int = Field(default=3, ge=1, description="answers tried for one distractor before it is dropped")
     seed: Seed = Field(default=0, description="decides the model's seeds")
     out: Path = Field(description="folder for skills, flags and dropped")
 
@@ -81,6 +80,7 @@ class Distractor:
     strategy: str
     number: int
     total: int
+    query_id: str = ""
 
     @property
     def skill_id(self) -> str:
@@ -117,27 +117,25 @@ def plan_distractors(config: DistractorsConfig) -> dict[str, Any]:
     return _num_asked(questions) | cost_of(questions)
 
 
-def _num_asked(questions: Questions[Wanted[Distractor], Skill]) -> dict[str, Any]:
-    num_golds = len({wanted.about.gold.skill_id for wanted in questions.asked})
+def _num_asked(questions: Questions[Distractor, Skill]) -> dict[str, Any]:
+    num_golds = len({wanted.gold.skill_id for wanted in questions.asked})
     return {"num_gold_skills": num_golds, "num_asked": len(questions.asked)}
 
 
-def _questions(config: DistractorsConfig) -> Questions[Wanted[Distractor], Skill]:
+def _questions(config: DistractorsConfig) -> Questions[Distractor, Skill]:
     golds = gold_skills(config)
-    wanted = [
-        Wanted("", one.skill_id, one, partial(_prompt, one, config.body_chars), (config.seed, one.skill_id))
-        for one in wanted_distractors(golds, config.num_distractors)
-    ]
+    wanted = wanted_distractors(golds, config.num_distractors)
     known = [(gold, word_trigrams(gold.body)) for gold, _ in golds]
 
-    def read(one: Wanted[Distractor], answer: str) -> Skill:
-        skill = read_draft(one.about, answer, f"distractors:{config.llm.model}")
+    def read(one: Distractor, answer: str) -> Skill:
+        skill = read_draft(one, answer, f"distractors:{config.llm.model}")
         check_length(skill)
         check_no_copy(skill, known, len(golds))
         known.append((skill, word_trigrams(skill.body)))
         return skill
 
-    return questions_of(config.llm, wanted, read, NUM_TOKENS, "writing distractors", config.max_attempts)
+    prompt_of = partial(_prompt, config.body_chars)
+    return questions_of(config.llm, wanted, prompt_of, config.seed, read, NUM_TOKENS, "writing distractors")
 
 
 def gold_skills(config: DistractorsConfig) -> list[tuple[Skill, tuple[Skill, ...]]]:
@@ -173,7 +171,7 @@ def wanted_distractors(golds: Sequence[tuple[Skill, tuple[Skill, ...]]], num_dis
     return wanted
 
 
-def _prompt(wanted: Distractor, body_chars: int) -> tuple[str, str]:
+def _prompt(body_chars: int, wanted: Distractor) -> tuple[str, str]:
     """What a chat model is told, so that it writes a skill that resembles the gold skill in a search and is wrong."""
     gold = wanted.gold
     lines = [f"Category: {untrusted_line(gold.category or 'none given')}", untrusted_skill(gold, 500, body_chars)]

@@ -4,6 +4,7 @@ Their rows of JUDGEMENTS are `required`, with the gold skill as `group`: `evalua
 puts first for that gold skill, and no training takes them for negatives. SkillRouter's supplement judges its pool so.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,8 +12,8 @@ from pydantic import Field
 
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data import counted
-from skilltrain.data.asking import Wanted, ask, questions_of
-from skilltrain.data.judging import Group, read_equivalents, wanted_verdicts
+from skilltrain.data.asking import ask, questions_of
+from skilltrain.data.judging import Group, group_prompt, read_equivalents
 from skilltrain.llm import LLMConfig, Questions, cost_of
 from skilltrain.records import Skill, Verdict
 from skilltrain.tables import (
@@ -59,18 +60,19 @@ def plan_equivalents(config: EquivalentsConfig) -> dict[str, Any]:
     return cost_of(_questions(config))
 
 
-def _questions(config: EquivalentsConfig) -> Questions[Wanted[Group], list[Skill]]:
+def _questions(config: EquivalentsConfig) -> Questions[Group, list[Skill]]:
     skills = {skill.skill_id: skill for skill in read_skills(config.pool)}
     verdicts, rankings = read_verdicts(config.queries), read_table(config.rankings, RANKINGS)
     rows, ranked = rows_by_query(rankings), texts_of(rankings.column("skill_id"))
     judged_rows = read_table(config.queries, JUDGEMENTS).to_pylist()
     found_before = {(r["query_id"], r["skill_id"]) for r in judged_rows if r["group"] in verdicts[r["query_id"]]}
-    wanted: list[Wanted[Group]] = []
+    groups: list[Group] = []
     for query in select_queries(config.queries, None):
         judged, own = verdicts.get(query.query_id, {}), rows[query.query_id].tolist() if query.query_id in rows else []
         near = [s for s in dict.fromkeys(ranked[row] for row in own) if s in skills and s not in judged][: config.depth]
         required = {s for s in judged if judged[s] is Verdict.REQUIRED and (query.query_id, s) not in found_before}
         for gold in sorted(required & skills.keys() if near else ()):
-            group = Group(query.query_id, "", tuple(skills[skill_id] for skill_id in (gold, *near)), query.text)
-            wanted.append(wanted_verdicts(group, 0, config.seed, "equivalents"))
-    return questions_of(config.llm, wanted, read_equivalents, 20, "judging candidates")
+            shown = tuple(skills[skill_id] for skill_id in (gold, *near))
+            groups.append(Group(query.query_id, "", shown, query.text))
+    prompt = partial(group_prompt, "equivalents", 0)
+    return questions_of(config.llm, groups, prompt, config.seed, read_equivalents, 20, "judging candidates")

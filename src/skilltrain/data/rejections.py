@@ -5,7 +5,7 @@ retrieved together. How its groups are drawn is not public; the four kinds and t
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import cycle, islice, product
@@ -20,17 +20,11 @@ from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data import counted
 from skilltrain.data.asking import TOKENS_PER_WORD, ask, questions_of, unflagged_skills
 from skilltrain.data.draws import draw, split_groups, stable_number
-from skilltrain.data.judging import (
-    Group,
-    JudgedRequest,
-    judged_rows,
-    read_given,
-    read_request,
-    wanted_verdicts,
-)
+from skilltrain.data.judging import Group, JudgedRequest, group_prompt, judged_rows, read_given, read_request
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.bootstrap import agreement
 from skilltrain.llm import LLMConfig, Questions, cost_of
+from skilltrain.llm.ask import ValueT
 from skilltrain.records import Dropped, Query, Skill
 from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
 from skilltrain.tables import JUDGEMENTS, write_dropped, write_queries, write_table
@@ -48,9 +42,7 @@ class RejectionsConfig(Config):
     stage: Literal["rejections"] = "rejections"
     pool: InputPath = Field(description="SKILLS table, or the folder that holds it; flagged skills are in no group")
     llm: LLMConfig = Field(description="who writes and judges, kind openai or smollm2")
-    second_judge: LLMConfig | None = Field(
-        default=None, description="who judges a sample again, without seeing the first verdicts; null: nobody"
-    )
+    second_judge: LLMConfig | None = Field(default=None, description="who judges a sample again; null: nobody")
     num_judged_twice: int = Field(default=100, ge=1, description="groups that the second judge sees")
     encoder: EncoderSource = Field(description="finds neighbours; across languages too, if it was trained for that")
     num_groups: int = Field(default=1000, ge=1, description="groups asked for, by turns of all directions and kinds")
@@ -80,22 +72,21 @@ def run_rejections(config: RejectionsConfig, out: Path) -> dict[str, Any]:
     dropped += asked.dropped
     if not asked.values:
         raise SkilltrainError(f"made no request for {len(groups)} groups; the first reason: {dropped[-1].reason}")
-    made = [(one.about, found) for one, found in asked.values]
     judge = f"llm:{config.llm.model}"
-    members = {group.group_id: [skill.skill_id for skill in group.skills] for group, _ in made}
+    members = {group.query_id: [skill.skill_id for skill in group.skills] for group, _ in asked.values}
     split = split_groups(members, config.dev_share, config.seed)
     queries = [
-        Query(group.group_id, found.request, "single" if found.refusal else "multi", judge, split[group.group_id])
-        for group, found in made
+        Query(group.query_id, found.request, "single" if found.refusal else "multi", judge, split[group.query_id])
+        for group, found in asked.values
     ]
-    rows = [row for group, found in made for row in judged_rows(group, found.verdicts, judge)]
-    second = _judged_twice(config, made, rows, out)
+    rows = [row for group, found in asked.values for row in judged_rows(group, found.verdicts, judge)]
+    second = _judged_twice(config, asked.values, rows, out)
     write_queries(queries, rows, dropped, out)
     return {
         "num_groups": len(groups), "num_queries": len(queries),
         "num_refusals": sum(query.kind == "single" for query in queries),
         "num_dev": sum(query.split == "dev" for query in queries),
-        "by_direction": counted(f"{group.lang}2{group.skills[0].lang}" for group, _ in made),
+        "by_direction": counted(f"{group.lang}2{group.skills[0].lang}" for group, _ in asked.values),
         "by_verdict": counted(row["verdict"] for row in rows),
         "by_reason": counted(row["reason"] for row in rows if row["reason"]),
         "dropped": counted(row.filter for row in dropped), **second, **asked.used,
@@ -106,19 +97,21 @@ def plan_rejections(config: RejectionsConfig) -> dict[str, Any]:
     """What a run would ask for and about what it would cost, found without asking anybody (`--dry-run`)."""
     groups, dropped = _groups(config)
     plan = {"num_groups": len(groups), "dropped": counted(row.filter for row in dropped)}
-    plan |= cost_of(_questions(config, config.llm, groups, read_request))
+    plan |= cost_of(_questions(config, config.llm, groups, read_given))
     if config.second_judge is not None:
         made_up = [replace(group, request="word " * config.num_words) for group in groups[: config.num_judged_twice]]
         plan["second_judge"] = cost_of(_questions(config, config.second_judge, made_up, read_given))
     return plan
 
 
-def _questions(config: RejectionsConfig, llm: LLMConfig, groups: Sequence[Group], read: Any) -> Questions[Any, Any]:
+def _questions(
+    config: RejectionsConfig, llm: LLMConfig, groups: Sequence[Group], read: Callable[[Group, str], ValueT]
+) -> Questions[Group, ValueT]:
     """What a judge is asked; where the request is given, its answer is shorter."""
     tokens = _TOKENS_PER_VERDICT * config.group_size
     tokens += 0 if groups[0].request else round(TOKENS_PER_WORD * config.num_words)
-    wanted = [wanted_verdicts(group, config.num_words, config.seed) for group in groups]
-    return questions_of(llm, wanted, read, tokens, "judging groups")
+    prompt = partial(group_prompt, "group", config.num_words)
+    return questions_of(llm, groups, prompt, config.seed, read, tokens, "judging groups")
 
 
 def _judged_twice(
@@ -130,13 +123,14 @@ def _judged_twice(
     """
     if config.second_judge is None:
         return {}
-    sample = sorted(made, key=lambda pair: stable_number(config.seed, "second", pair[0].group_id))
+    sample = sorted(made, key=lambda pair: stable_number(config.seed, "second", pair[0].query_id))
     groups: list[Group] = []
     for group, found in sample[: config.num_judged_twice]:
-        turned = sorted(group.skills, key=lambda skill: stable_number(config.seed, group.group_id, skill.skill_id))
+        turned = sorted(group.skills, key=lambda skill: stable_number(config.seed, group.query_id, skill.skill_id))
         groups.append(replace(group, skills=tuple(turned), request=found.request))
     asked = ask(_questions(config, config.second_judge, groups, read_given))
-    judged = [judged_rows(one.about, found.verdicts, f"llm:{config.second_judge.model}") for one, found in asked.values]
+    judge = f"llm:{config.second_judge.model}"
+    judged = [judged_rows(group, found.verdicts, judge) for group, found in asked.values]
     verdict_of = {(row["group"], row["skill_id"]): row["verdict"] for row in rows}
     pairs = [[(verdict_of[row["group"], row["skill_id"]], row["verdict"]) for row in of_group] for of_group in judged]
     write_table([row for of_group in judged for row in of_group], JUDGEMENTS, out / "second")
@@ -147,7 +141,15 @@ def _judged_twice(
 
 def _groups(config: RejectionsConfig) -> tuple[list[Group], list[Dropped]]:
     """The groups to ask for, by turns of every direction and kind; and the skills and groups that are left out."""
-    skills, dropped = _usable(config)
+    pool, dropped = unflagged_skills(config.pool)
+    skills = [skill for skill in pool if skill.lang in config.languages]
+    for skill in pool:
+        if skill.lang not in config.languages:
+            reason = f"its language, {skill.lang or 'unknown'}, is none of {', '.join(config.languages)}"
+            dropped.append(Dropped("", skill.skill_id, "language", reason))
+    if missing := sorted(set(config.languages) - {skill.lang for skill in skills}):
+        fix = "name the pool's languages in languages"
+        raise SkilltrainError(f"the pool holds no skill of language {missing[0]}", where=config.pool, fix=fix)
     order = sorted(range(len(skills)), key=lambda at: stable_number(config.seed, "anchor", skills[at].skill_id))
     anchors = {lang: cycle([at for at in order if skills[at].lang == lang]) for lang in config.languages}
     decide = {"seed", "kinds", "languages", "group_size", "num_words"}  # of two runs, whether their groups are the same
@@ -164,20 +166,6 @@ def _groups(config: RejectionsConfig) -> tuple[list[Group], list[Dropped]]:
     if not groups:
         raise SkilltrainError("every group would hold one skill alone", where=config.pool, fix="give a larger pool")
     return groups, dropped
-
-
-def _usable(config: RejectionsConfig) -> tuple[list[Skill], list[Dropped]]:
-    """The skills that may be in a group, and why others may not. SkilltrainError: a language has none."""
-    pool, dropped = unflagged_skills(config.pool)
-    skills = [skill for skill in pool if skill.lang in config.languages]
-    for skill in pool:
-        if skill.lang not in config.languages:
-            reason = f"its language, {skill.lang or 'unknown'}, is none of {', '.join(config.languages)}"
-            dropped.append(Dropped("", skill.skill_id, "language", reason))
-    if missing := sorted(set(config.languages) - {skill.lang for skill in skills}):
-        fix = "name the pool's languages in languages"
-        raise SkilltrainError(f"the pool holds no skill of language {missing[0]}", where=config.pool, fix=fix)
-    return skills, dropped
 
 
 class _Mates:

@@ -1,10 +1,6 @@
-"""Stage `rewrite`: queries in other words, as a person would type them, in terse form, or as a paraphrase.
+"""Stage `rewrite`: queries as a person would type them, tersely, or as a paraphrase; R3's prompt is not public."""
 
-R3 has an LLM rewrite its synthetic queries so that they read like users' requests; its prompt is not public.
-"""
-
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +8,7 @@ from pydantic import Field
 
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data import counted
-from skilltrain.data.asking import PROMPTS, TOKENS_PER_WORD, Wanted, ask, prompt, questions_of
+from skilltrain.data.asking import PROMPTS, TOKENS_PER_WORD, ask, prompt, questions_of
 from skilltrain.data.query_texts import MAX_TERSE_WORDS, fit_query
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import AnswerError, LLMConfig, Questions, cost_of
@@ -21,8 +17,19 @@ from skilltrain.records import POSITIVE, Query, Skill
 from skilltrain.tables import JUDGEMENTS, read_skills, read_table, read_verdicts, select_queries, write_queries
 from skilltrain.texts import language_of, num_words
 
-Rewriting = Wanted[tuple[Query, tuple[Skill, ...]]]
-"""A query, and the skills that answer it, which it must not name."""
+
+@dataclass(frozen=True, slots=True)
+class Rewriting:
+    """A query, and the skills that answer it, which it must not name."""
+
+    query: Query
+    golds: tuple[Skill, ...]
+    skill_id: str = ""
+
+    @property
+    def query_id(self) -> str:
+        """The query's."""
+        return self.query.query_id
 
 
 class RewriteConfig(Config):
@@ -32,23 +39,18 @@ class RewriteConfig(Config):
     queries: InputPath = Field(description="folder with the QUERIES and JUDGEMENTS tables")
     pool: InputPath = Field(description="SKILLS table: a query must not name a skill that answers it")
     llm: LLMConfig = Field(description="who rewrites, kind openai or smollm2")
-    style: Literal["typed", "paraphrase", "terse"] = Field(
-        default="typed", description="as a person types; in other words; or in 4 to 14 words"
-    )
+    style: Literal["typed", "paraphrase", "terse"] = Field(default="typed", description="terse: in 4 to 14 words")
     seed: Seed = Field(default=0, description="decides the model's seeds")
     out: Path = Field(description="folder for queries, judgements and dropped")
 
 
 def run_rewrite(config: RewriteConfig, out: Path) -> dict[str, Any]:
-    """Write QUERIES, JUDGEMENTS and DROPPED: a query that could not be rewritten is in the last.
-
-    Raises SkilltrainError where no query could be rewritten.
-    """
+    """Write QUERIES, JUDGEMENTS and DROPPED with what could not be rewritten. SkilltrainError: no query could."""
     asked = ask(_questions(config))
     if not asked.values:
         raise SkilltrainError(f"rewrote no query; the first reason: {asked.dropped[0].reason}", where=config.queries)
     origin = f"{config.style} by llm:{config.llm.model}"
-    written = {one.query_id: replace(one.about[0], text=text, origin=origin) for one, text in asked.values}
+    written = {one.query_id: replace(one.query, text=text, origin=origin) for one, text in asked.values}
     judged = [row for row in read_table(config.queries, JUDGEMENTS).to_pylist() if row["query_id"] in written]
     write_queries(written.values(), judged, asked.dropped, out)
     return {
@@ -60,8 +62,7 @@ def run_rewrite(config: RewriteConfig, out: Path) -> dict[str, Any]:
 
 def plan_rewrite(config: RewriteConfig) -> dict[str, Any]:
     """What a run would ask for and about what it would cost, found without asking anybody (`--dry-run`)."""
-    questions = _questions(config)
-    return {"num_asked": len(questions.asked)} | cost_of(questions)
+    return cost_of(_questions(config))
 
 
 def _questions(config: RewriteConfig) -> Questions[Rewriting, str]:
@@ -71,22 +72,19 @@ def _questions(config: RewriteConfig) -> Questions[Rewriting, str]:
     for query in select_queries(config.queries, None):
         judged = verdicts.get(query.query_id, {})
         golds = tuple(skills[s] for s in sorted(judged) if judged[s] in POSITIVE and s in skills)
-        seed = config.seed, query.query_id, config.style
-        wanted.append(Wanted(query.query_id, "", (query, golds), partial(_prompt, config.style, query, golds), seed))
-    seen = {one.about[0].text.casefold() for one in wanted}
-    tokens = round(TOKENS_PER_WORD * sum(num_words(one.about[0].text) for one in wanted) / len(wanted))
-    return questions_of(config.llm, wanted, partial(_read, config.style, seen), tokens, "rewriting queries")
+        wanted.append(Rewriting(query, golds))
+    seen = {one.query.text.casefold() for one in wanted}
+    style = PROMPTS["rewrite"]["styles"][config.style]
 
+    def prompt_of(one: Rewriting) -> tuple[str, str]:
+        names = "; ".join(untrusted_line(skill.name) for skill in one.golds) or "(none)"
+        return prompt("rewrite", untrusted_text(one.query.text, 4000), style=style, names=names)
 
-def _prompt(style: str, query: Query, golds: tuple[Skill, ...]) -> tuple[str, str]:
-    names = "; ".join(untrusted_line(skill.name) for skill in golds) or "(none)"
-    return prompt("rewrite", untrusted_text(query.text, 4000), style=PROMPTS["rewrite"]["styles"][style], names=names)
+    def read(one: Rewriting, answer: str) -> str:
+        most = MAX_TERSE_WORDS + (0 if config.style == "terse" else 2 * num_words(one.query.text))
+        if (was := language_of(one.query.text)) and language_of(answer) not in (was, None):
+            raise AnswerError("language", "it is in another language than the query")
+        return fit_query(answer, seen, most, one.golds)
 
-
-def _read(style: str, seen: set[str], wanted: Rewriting, answer: str) -> str:
-    """The rewritten text. Raises AnswerError where it cannot be used; a text that is as it was is none."""
-    query, golds = wanted.about
-    most = MAX_TERSE_WORDS if style == "terse" else 2 * num_words(query.text) + MAX_TERSE_WORDS
-    if (was := language_of(query.text)) and language_of(answer) not in (was, None):
-        raise AnswerError("language", "it is in another language than the query")
-    return fit_query(answer, seen, most, golds)
+    tokens = round(TOKENS_PER_WORD * sum(num_words(one.query.text) for one in wanted) / len(wanted))
+    return questions_of(config.llm, wanted, prompt_of, config.seed, read, tokens, "rewriting queries")

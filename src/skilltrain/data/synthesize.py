@@ -1,7 +1,6 @@
 """Stage `synthesize`: requests that need a skill of the pool and never name it (SkillRouter, section 4.1).
 
-The paper has GPT-4o-mini write them from metadata and body, stratified by category, 160 words in the mean; here any
-chat model does, or, without one, they are passages of the skills' own texts (own_text.py).
+The paper has GPT-4o-mini write them, 160 words in the mean; here any chat model does, or own_text.py without one.
 """
 
 import hashlib
@@ -15,7 +14,7 @@ from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data import counted
-from skilltrain.data.asking import PROMPTS, TOKENS_PER_WORD, Wanted, ask, prompt, questions_of, unflagged_skills
+from skilltrain.data.asking import PROMPTS, TOKENS_PER_WORD, ask, prompt, questions_of, unflagged_skills
 from skilltrain.data.draws import is_drawn, sample_skills, stable_number
 from skilltrain.data.own_text import own_queries
 from skilltrain.data.query_texts import MAX_TERSE_WORDS, fit_query, query_profile
@@ -44,36 +43,23 @@ class SynthesizeConfig(Config):
     llm: Annotated[OpenAIConfig | SmolLM2Config | OwnTextConfig, Field(discriminator="kind")] = Field(
         default=OwnTextConfig(), description="who writes: kind own_text (no model), openai or smollm2"
     )
-    flagged: Literal["leave_out", "use"] = Field(
-        default="leave_out", description="skills that the pool's safety screening flagged: no queries, or as any other"
-    )
+    flagged: Literal["leave_out", "use"] = Field(default="leave_out", description="skills that the screening flagged")
     num_queries_per_skill: int = Field(default=1, ge=1, le=1000, description="queries asked for each skill")
     max_skills: int | None = Field(default=None, ge=1, description="sample this many, stratified by category and lang")
     prompt: Literal["styles", "skillrouter"] = Field(
-        default="styles",
-        description="styles: a style for each query; skillrouter: after the paper's table 2, with the skill's category",
+        default="styles", description="a style for each query; or the paper's table 2, with the skill's category"
     )
     style: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=200,
-        description="style of all queries, in words; it stands in their origin, so that reports tell styles apart; "
-        "null: one of seven, drawn for each",
-    )
-    num_words: int = Field(default=160, ge=5, description="length a model is asked for (the paper's mean)")
-    max_words: int = Field(default=240, ge=5, description="longer answers are refused")
-    terse_share: float = Field(
-        default=0.0, ge=0, le=1, description="share of queries that a model writes in 4 to 14 words, as typed"
-    )
+        default=None, min_length=1, max_length=200,
+        description="of all queries, in words, which their origin names too; null: one of seven, drawn for each",
+    )  # fmt: skip
+    num_words: int = Field(default=160, ge=5, description="words asked for (the paper's mean); half more are refused")
+    terse_share: float = Field(default=0.0, ge=0, le=1, description="share of queries written in 4 to 14 words")
     body_chars: int = Field(default=4000, ge=1, description="how much of a body a model is shown")
-    max_attempts: int = Field(default=3, ge=1, description="answers tried for one query before it is dropped")
     dev_share: float = Field(default=0.05, ge=0, le=1, description="share of skills whose queries are split dev")
-    clusters: InputPath | None = Field(
-        default=None, description="CLUSTERS table: near-duplicate skills have their queries in one split"
-    )
+    clusters: InputPath | None = Field(default=None, description="CLUSTERS table: near-duplicates are in one split")
     seed: Seed = Field(default=0, description="decides sample, styles, split and the models' seeds")
-    out: Path = Field(description="folder for queries, judgements and dropped; with own_text also for the skills "
-                      "without the passages that became queries: the pool to train on")  # fmt: skip
+    out: Path = Field(description="folder for queries, judgements, dropped; of own_text also the pool without these")
 
     @model_validator(mode="after")
     def _style_is_used(self) -> "SynthesizeConfig":
@@ -135,12 +121,18 @@ def plan_synthesize(config: SynthesizeConfig) -> dict[str, Any]:
 class WantedQuery:
     """The `number`-th query of a skill; `is_terse`, in few words."""
 
+    query_id: str
     skill: Skill
     number: int
     is_terse: bool
 
+    @property
+    def skill_id(self) -> str:
+        """The skill's."""
+        return self.skill.skill_id
 
-def _wanted(config: SynthesizeConfig) -> tuple[list[Wanted[WantedQuery]], list[Dropped]]:
+
+def _wanted(config: SynthesizeConfig) -> tuple[list[WantedQuery], list[Dropped]]:
     """The queries to be made, skill by skill, and the skills left out because they are flagged."""
     usable, flagged = unflagged_skills(config.pool) if config.flagged == "leave_out" else (read_skills(config.pool), [])
     if not usable and not flagged:
@@ -149,21 +141,18 @@ def _wanted(config: SynthesizeConfig) -> tuple[list[Wanted[WantedQuery]], list[D
     parts = config.origin, config.seed, config.num_words, config.terse_share, config.body_chars
     parts += (config.prompt, config.style) if (config.prompt, config.style) != ("styles", None) else ()
     run = hashlib.sha256(repr(parts).encode()).hexdigest()[:6]
-    wanted: list[Wanted[WantedQuery]] = []
+    wanted: list[WantedQuery] = []
     for skill in sample_skills(usable, config.max_skills, config.seed):
         for number in range(1, config.num_queries_per_skill + 1):
             is_terse = is_drawn(config.terse_share, config.seed, "terse", skill.skill_id, number)
-            query, seed = WantedQuery(skill, number, is_terse), (config.seed, f"{skill.skill_id}#{number}")
-            query_id = f"{skill.skill_id}#{run}-{number}"
-            wanted.append(Wanted(query_id, skill.skill_id, query, partial(query_prompt, config, query), seed))
+            wanted.append(WantedQuery(f"{skill.skill_id}#{run}-{number}", skill, number, is_terse))
     return wanted, flagged
 
 
 def query_prompt(config: SynthesizeConfig, wanted: WantedQuery) -> tuple[str, str]:
     """What a chat model is told, so that it writes a query. Its style is the same in every attempt."""
-    skill = wanted.skill
-    styles, place = PROMPTS["styles"]["drawn"], f"{skill.skill_id}#{wanted.number}"
-    drawn = styles[stable_number(config.seed, "style", place) % len(styles)]
+    skill, styles = wanted.skill, PROMPTS["styles"]["drawn"]
+    drawn = styles[stable_number(config.seed, "style", f"{skill.skill_id}#{wanted.number}") % len(styles)]
     material = untrusted_skill(skill, 500, config.body_chars)
     if config.prompt == "skillrouter":
         material = f"Category: {untrusted_line(skill.category or 'unknown')}\n{material}"
@@ -175,31 +164,28 @@ def query_prompt(config: SynthesizeConfig, wanted: WantedQuery) -> tuple[str, st
     )  # fmt: skip
 
 
-def _questions(
-    config: SynthesizeConfig, llm: LLMConfig, wanted: Sequence[Wanted[WantedQuery]]
-) -> Questions[Wanted[WantedQuery], str]:
-    """What a chat model is asked."""
+def _questions(config: SynthesizeConfig, llm: LLMConfig, wanted: Sequence[WantedQuery]) -> Questions[WantedQuery, str]:
     seen: set[str] = set()
 
-    def read(one: Wanted[WantedQuery], answer: str) -> str:
-        return fit_query(answer, seen, MAX_TERSE_WORDS if one.about.is_terse else config.max_words, [one.about.skill])
+    def read(one: WantedQuery, answer: str) -> str:
+        return fit_query(answer, seen, MAX_TERSE_WORDS if one.is_terse else config.num_words * 3 // 2, [one.skill])
 
     tokens = round(config.num_words * TOKENS_PER_WORD)
-    return questions_of(llm, wanted, read, tokens, "writing queries", config.max_attempts)
+    return questions_of(llm, wanted, partial(query_prompt, config), config.seed, read, tokens, "writing queries")
 
 
 def _from_own_text(
-    config: SynthesizeConfig, wanted: Sequence[Wanted[WantedQuery]], out: Path
-) -> tuple[list[tuple[Wanted[WantedQuery], str]], list[Dropped]]:
+    config: SynthesizeConfig, wanted: Sequence[WantedQuery], out: Path
+) -> tuple[list[tuple[WantedQuery, str]], list[Dropped]]:
     """Queries from the skills' own texts; SKILLS in `out` has the pool without the passages that they are."""
-    written: list[tuple[Wanted[WantedQuery], str]] = []
+    written: list[tuple[WantedQuery, str]] = []
     dropped: list[Dropped] = []
     rest = {skill.skill_id: skill for skill in read_skills(config.pool)}
     texts: list[str] = []
     first: dict[str, str] = {}
     for one in wanted:
-        if one.about.number == 1:
-            texts, rest[one.skill_id] = own_queries(one.about.skill, config.num_queries_per_skill, config.seed)
+        if one.number == 1:
+            texts, rest[one.skill_id] = own_queries(one.skill, config.num_queries_per_skill, config.seed)
         if not texts:
             reason = "its own text holds no further passage that can be a query"
             dropped.append(Dropped(one.query_id, one.skill_id, "empty", reason))
@@ -221,11 +207,11 @@ def _splits(config: SynthesizeConfig) -> Callable[[str], str]:
 
     A cluster goes where its lowest skill_id goes, so that a grown pool seldom moves one.
     """
+    rows = read_table(config.clusters, CLUSTERS).to_pylist() if config.clusters is not None else []
     lowest: dict[int, str] = {}
     group_of: dict[str, str] = {}
-    if config.clusters is not None:
-        for row in sorted(read_table(config.clusters, CLUSTERS).to_pylist(), key=lambda row: row["skill_id"]):
-            group_of[row["skill_id"]] = lowest.setdefault(row["cluster"], row["skill_id"])
+    for row in sorted(rows, key=lambda row: row["skill_id"]):
+        group_of[row["skill_id"]] = lowest.setdefault(row["cluster"], row["skill_id"])
 
     def split_of(skill_id: str) -> str:
         is_dev = is_drawn(config.dev_share, config.seed, "split", group_of.get(skill_id, skill_id))
