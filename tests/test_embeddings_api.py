@@ -5,7 +5,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +14,11 @@ from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import BudgetConfig, Usage
 from skilltrain.records import Query, Skill
-from skilltrain.retrieval.api import ApiConfig, ApiEncoder, open_encoder
+from skilltrain.retrieval.api import ApiConfig, ApiEncoder
 from skilltrain.retrieval.cascade import SystemConfig, run_systems
 from skilltrain.templates import SkillTemplate
 
 SKILLS = [Skill(f"id of {n}", f"skill-{n}", "Sorts.", "Sorts by month. " * n) for n in range(10)]
-FOUR: dict[str, Any] = {"dimensions": 4}
 
 
 def source(server: LLMServer, cache: Path | None = None, **changed: object) -> ApiConfig:
@@ -31,12 +29,12 @@ def source(server: LLMServer, cache: Path | None = None, **changed: object) -> A
 
 
 def open_api(server: LLMServer, cache: Path | None = None, **changed: object) -> ApiEncoder:
-    return open_encoder(source(server, cache, **changed))
+    return ApiEncoder(source(server, cache, **changed))
 
 
-def expected(texts: Sequence[str], num_dimensions: int = 4) -> np.ndarray:
+def expected(texts: Sequence[str]) -> np.ndarray:
     """The honest server's vectors of these texts, divided by their lengths."""
-    vectors = np.array([vector_of(text, num_dimensions) for text in texts])
+    vectors = np.array([vector_of(text, 4) for text in texts])
     return (vectors / np.sqrt((vectors**2).sum(axis=1, keepdims=True))).astype(np.float32)
 
 
@@ -72,17 +70,17 @@ def test_texts_become_unit_vectors_in_their_order_whatever_the_answers_order(ser
     np.testing.assert_allclose(vectors, expected([SkillTemplate().render(skill) for skill in SKILLS]), atol=1e-7)
     assert 1 <= server.most_busy <= 3
     assert sorted(len(request["input"]) for request in server.requests) == [2, 4, 4]
-    assert server.requests[0]["model"] == "m" and "dimensions" not in server.requests[0]
+    assert server.requests[0]["model"] == "m"
     assert set(server.authorizations) == {f"Bearer {KEY}"}
 
 
 def test_vectors_by_hand_from_base64_and_from_numbers(server: LLMServer) -> None:
     for is_base64 in (True, False):
         server.script = [Reply(raw=vectors_body([[3, 4], [0, -2], [1e30, 0]], 9, is_base64))]
-        vectors = open_api(server, dimensions=2).encode_queries(["one", "four", "three"])
+        vectors = open_api(server).encode_queries(["one", "four", "three"])
         assert server.requests[-1]["input"] == ["three", "four", "one"]  # longest first
         np.testing.assert_allclose(vectors, [[1, 0], [0, -1], [0.6, 0.8]], atol=1e-7)
-        assert (server.requests[-1]["dimensions"], server.requests[-1]["encoding_format"]) == (2, "base64")
+        assert server.requests[-1]["encoding_format"] == "base64"
 
 
 def test_prompts_caps_and_fields_decide_what_is_sent(server: LLMServer) -> None:
@@ -93,9 +91,9 @@ def test_prompts_caps_and_fields_decide_what_is_sent(server: LLMServer) -> None:
         ({"fields": "nd"}, "S: pdf | Reads files."),
         ({"body_chars": 4, "description_chars": 5}, "S: pdf | Reads | Long"),
     ):
-        open_api(server, **FOUR, **changed, skill=template).encode_skills([skill])
+        open_api(server, **changed, skill=template).encode_skills([skill])
         assert server.requests[-1]["input"] == [text]
-    open_api(server, **FOUR, **changed).encode_queries(["merge these"])
+    open_api(server, **changed).encode_queries(["merge these"])
     assert server.requests[-1]["input"] == ["Q: merge"]
 
 
@@ -103,13 +101,13 @@ def test_a_server_that_stays_broken_ends_the_run_in_one_line_and_what_came_is_ke
     server: LLMServer, tmp_path: Path
 ) -> None:
     server.otherwise = lambda request: embeddings(request) if len(server.requests) <= 1 else Reply(status=500)
-    encoder = open_api(server, tmp_path, **FOUR, max_retries=1, concurrency=1)
+    encoder = open_api(server, tmp_path, max_retries=1, concurrency=1)
     with pytest.raises(SkilltrainError, match=r"gave no vectors: .*scripted 500.*vectors so far are kept") as failure:
         encoder.encode_skills(SKILLS)
     assert "\n" not in str(failure.value) and failure.value.where == server.base_url
     assert len(server.requests) == 1 + 2
     server.otherwise = embeddings
-    open_api(server, tmp_path, **FOUR).encode_skills(SKILLS)
+    open_api(server, tmp_path).encode_skills(SKILLS)
     assert sum(len(request["input"]) for request in server.requests[3:]) == 6
 
 
@@ -133,7 +131,6 @@ def told(text: str) -> str:
         (Reply(raw=json.dumps({"data": [{"index": n, "embedding": [ONE] * 4} for n in range(3)]})), NO_VECTORS, ""),
         *((Reply(raw=vectors_body([ONE, bad, ONE], 1, is_base64)), ZERO, "skill id of 1")  # longest first: 2, 1, 0
           for bad in ([0.0] * 4, NAN, INF) for is_base64 in (True, False)),
-        (Reply(raw=vectors_body([ONE[1:]] * 3, 1)), r"3 numbers, not 4.*leave out embeddings\.dimensions", ""),
         (Reply(status=400), "refused 3 texts, the longest of 50 characters: .*body_chars", "skill id of 2"),
         (Reply(status=401, raw=told("bad key")), "set OPENAI_API_KEY", ""),
         (Reply(status=404), r"no model 'm' here.*embeddings\.model and embeddings\.base_url", ""),
@@ -146,14 +143,14 @@ def test_what_is_no_vector_ends_the_run_in_one_line_without_the_key(
 ) -> None:
     server.otherwise = lambda _: reply
     with pytest.raises(SkilltrainError, match=message) as failure:
-        open_api(server, **FOUR, concurrency=1).encode_skills(SKILLS[:3])
+        open_api(server, concurrency=1).encode_skills(SKILLS[:3])
     assert failure.value.where == (where or server.base_url) and len(server.requests) == 1
     assert "\n" not in str(failure.value) and KEY not in str(failure.value)
 
 
 def test_an_empty_text_is_named_and_never_sent(server: LLMServer) -> None:
     with pytest.raises(SkilltrainError, match="query 3: has no text to embed"):  # before the first request is paid for
-        open_api(server, **FOUR, batch_size=1).encode_queries(["one", "two", "three", ""])
+        open_api(server, batch_size=1).encode_queries(["one", "two", "three", ""])
     assert server.requests == []
 
 
@@ -181,10 +178,8 @@ def test_only_what_is_new_to_the_cache_is_sent_and_models_and_fields_never_mix(
     assert sorted(sent(server)[10:]) == sorted(texts[1:])
     np.testing.assert_allclose(nd, expected(texts), atol=1e-7)
     assert (nd[0] == more[0]).all() and (nd[1:] != more[1:]).any(axis=1).all()
-    for changed in ({"model": "other"}, {"dimensions": 3}):
-        before = len(sent(server))
-        open_api(server, tmp_path, **changed).encode_skills(SKILLS)
-        assert len(sent(server)) - before == 10
+    open_api(server, tmp_path, model="other").encode_skills(SKILLS)
+    assert len(sent(server)) == 10 + 9 + 10
     server.otherwise = lambda request: Reply(raw=vectors_body([[1.0, 2, 3]] * len(request["input"]), 1))
     with pytest.raises(SkilltrainError, match=r"3 numbers, not 4.*another cache folder"):
         open_api(server, tmp_path).encode_queries(["one"])
@@ -192,19 +187,19 @@ def test_only_what_is_new_to_the_cache_is_sent_and_models_and_fields_never_mix(
 
 def test_the_budget_is_never_overrun_and_what_it_paid_for_is_kept(server: LLMServer, tmp_path: Path) -> None:
     texts = [f"{n} " * 60 for n in range(6)]  # 120 bytes: at most 152 tokens each, and 40 by the server's account
-    encoder = open_api(server, tmp_path, **FOUR, batch_size=1, budget={"max_tokens": 300})
+    encoder = open_api(server, tmp_path, batch_size=1, budget={"max_tokens": 300})
     with pytest.raises(SkilltrainError, match=r"budget of 300 tokens is used up.*raise embeddings\.budget"):
         encoder.encode_queries(texts)
     # 152 fits under 0, 40, 80 and 120 used; under 160 it does not.
     assert len(server.requests) == 4 and encoder.budget.used.total == 160
-    open_api(server, tmp_path, **FOUR).encode_queries(texts)
+    open_api(server, tmp_path).encode_queries(texts)
     assert Counter(sent(server)).most_common(1)[0][1] == 1
 
 
 def test_dollars_need_a_price(server: LLMServer) -> None:
     with pytest.raises(SkilltrainError, match=r"embeddings\.budget\.max_dollars .*set embeddings\.price"):
         open_api(server, budget={"max_dollars": 1})
-    encoder = open_api(server, **FOUR, budget={"max_dollars": 1}, price=2.5)
+    encoder = open_api(server, budget={"max_dollars": 1}, price=2.5)
     encoder.encode_queries(["a" * 300])
     assert encoder.budget.price(encoder.budget.used) == pytest.approx(100 * 2.5e-6)
     own = ApiEncoder(ApiConfig(model="text-embedding-3-small", budget=BudgetConfig(max_dollars=1)))

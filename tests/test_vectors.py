@@ -20,7 +20,7 @@ def vectors(*numbers):
 
 
 def opened(folder, model="model"):
-    return VectorCache.open(folder, model)
+    return VectorCache(folder / model)
 
 
 def filled(folder, *numbers):

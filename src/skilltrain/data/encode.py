@@ -98,7 +98,7 @@ def _encode(
 ) -> dict[str, int]:
     """Encode this rank's share of the texts that the cache lacks; the counts are over all ranks."""
     cache, (rank, world) = _cache(encoder), rank_and_world()
-    keys, lengths = text_keys(texts, max_tokens)
+    keys = text_keys(texts, max_tokens)
     digest = hashlib.sha256(encoder.identity.encode() + keys.tobytes()).digest()
     if of_first_rank(digest) != digest:
         what = f"rank {rank} has other weights, another number format or other {kind} than the first"
@@ -106,7 +106,7 @@ def _encode(
     _, first = np.unique(keys, return_index=True)
     # What the first rank lacks: the others' view of the folder may be older.
     missing = first[made_by_first_rank(lambda: cache.missing(keys[first]))]
-    missing = missing[longest_first(lengths[missing])]
+    missing = missing[longest_first([texts[place] for place in missing])]
     share = missing[rank::world]
     before, part_of = count.texts, f" (rank 0 of {world})" if world > 1 else ""
     mine = [texts[place] for place in share.tolist()]

@@ -20,23 +20,28 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.models.cpu_linear import pack_linear_layers
 from skilltrain.models.encoder import Encoder, EncoderConfig, open_to_answer
 from skilltrain.models.loading import Precision, default_device, resolve_model, stored_settings
-from skilltrain.models.micro_batches import Groups, micro_batches, num_slots
+from skilltrain.models.micro_batches import Groups, micro_batches
 from skilltrain.records import Skill
 from skilltrain.retrieval.nearest import ChunkVectors, Encoders, PoolRanker, starts_of
 from skilltrain.retrieval.vectors import OrderedTexts, Parts, VectorCache, cached_vectors
 from skilltrain.terminal import progress
 
-_BLOCK = 2048  # texts whose token ids are in memory at once
+_BLOCK = 2048  # texts whose token ids are in memory at once, and vectors that are given out together
 _TOKENIZED_AT_ONCE = 256  # the tokenizer needs about 100 bytes per token while it works
-_SAVE_SECONDS = 60  # a slow model's vectors are given out when a block takes longer than this
+_SAVE_SECONDS = 60  # a slow model's vectors are given out earlier
 _ENOUGH_TOKENS = 512  # on a CPU a micro-batch of so many tokens is as fast a token as a larger one
 
 
-class EncoderSource(EncoderConfig):
-    """An encoder to retrieve with."""
+class OpenConfig(EncoderConfig):
+    """An encoder to answer with."""
 
     precision: Precision = Field(default="auto", description="auto: bfloat16 where the hardware has it")
     token_budget: int = Field(default=4096, ge=64, description="padded tokens per micro-batch")
+
+
+class EncoderSource(OpenConfig):
+    """An encoder to retrieve with."""
+
     cache: Path | None = Field(default=None, description="folder that keeps vectors by content, for later runs")
 
 
@@ -72,20 +77,21 @@ class SkillEncoder:
     identity: str
 
 
-def open_encoder(source: EncoderSource, opened: dict[str, Any] | None = None) -> SkillEncoder:
+def open_encoder(source: OpenConfig, opened: dict[str, Any] | None = None) -> SkillEncoder:
     """The encoder ready to encode and no more to be trained, on the GPU where there is one.
 
     `opened` keeps the model for all sources that differ from this one by their cache alone.
     """
     opened = {} if opened is None else opened
-    key = repr(source.model_dump(include={*EncoderSource.model_fields} - {"cache"}))
+    key = repr(source.model_dump(include={*OpenConfig.model_fields}))
+    folder = source.cache if isinstance(source, EncoderSource) else None
     model, identity = opened.get(key, (None, ""))
-    if model is None or (source.cache and not identity):
+    if model is None or (folder and not identity):
         model = open_to_answer(source, default_device())
-        identity = _identity(model) if source.cache else ""
+        identity = _identity(model) if folder else ""
         pack_linear_layers(model.backbone, source.token_budget)
         opened[key] = (model, identity)
-    cache = VectorCache.open(source.cache, identity) if source.cache else None
+    cache = VectorCache(folder.expanduser() / identity) if folder else None
     return SkillEncoder(model, source.source, source.token_budget, cache, identity)
 
 
@@ -149,30 +155,31 @@ def encode_texts(model: Encoder, work: OrderedTexts, token_budget: int, count: E
     """
     if not work.texts:
         return
-    started, before = time.monotonic(), replace(count)
+    started = saved = time.monotonic()
     enough = _ENOUGH_TOKENS if model.device.type == "cpu" else token_budget
+    num_done, num_tokens = 0, 0
+    places: list[int] = []
+    vectors: list[torch.Tensor] = []
     with progress(work.description, len(work.texts), 0) as show:
         for start, ids in _tokenized(model, work):
-            lengths = [len(text) for text in ids]
-            groups = even_groups(lengths, token_budget, enough)
-            done: list[int] = []
-            vectors: list[torch.Tensor] = []
-            saved = time.monotonic()
-            for number, group in enumerate(groups, 1):
-                vectors.append(model([ids[position] for position in group]))
-                done += group
-                count.texts += len(group)
-                count.tokens += sum(lengths[position] for position in group)
-                count.slots += num_slots(lengths, [group])
-                rate = (count.tokens - before.tokens) / max(1e-9, time.monotonic() - started)
-                show(count.texts - before.texts, f"{rate:,.0f} tokens/s")
-                if number == len(groups) or time.monotonic() - saved > _SAVE_SECONDS:
-                    found = torch.cat(vectors).float().cpu().numpy()
-                    if not np.isfinite(found).all():
-                        source = model.backbone.config.name_or_path
-                        raise SkilltrainError("the encoder gave vectors that are no numbers", where=source)
-                    yield start + np.array(done), found
-                    done, vectors, saved = [], [], time.monotonic()
+            for group in even_groups([len(text) for text in ids], token_budget, enough):
+                texts = [ids[position] for position in group]
+                vectors.append(model(texts))
+                places += [start + position for position in group]
+                num_done, num_tokens = num_done + len(texts), num_tokens + sum(map(len, texts))
+                count.texts += len(texts)
+                count.tokens += sum(map(len, texts))
+                count.slots += model.num_slots(texts)
+                show(num_done, f"{num_tokens / max(1e-9, time.monotonic() - started):,.0f} tokens/s")
+                is_due = len(places) >= _BLOCK or time.monotonic() - saved > _SAVE_SECONDS
+                if num_done < len(work.texts) and not is_due:
+                    continue
+                found = torch.cat(vectors).float().cpu().numpy()
+                if not np.isfinite(found).all():
+                    source = model.backbone.config.name_or_path
+                    raise SkilltrainError("the encoder gave vectors that are no numbers", where=source)
+                yield np.array(places), found
+                places, vectors, saved = [], [], time.monotonic()
 
 
 def _tokenized(model: Encoder, work: OrderedTexts) -> Iterator[tuple[int, list[np.ndarray]]]:

@@ -13,18 +13,16 @@ import pyarrow.parquet as pq
 from jaxtyping import Float32, Int64
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import atomic_path, locked
+from skilltrain.files import atomic_path
 from skilltrain.terminal import say
 
 KEY = np.dtype("S16")
-_SMALL, _MANY = 512, 64  # so many files with fewer vectors than this are joined into one
+_SMALL, _MANY = 2**20, 64  # so many files of fewer bytes than this are joined into one
 _DAMAGED = (pa.ArrowException, OSError, ValueError)
 
 Positions = Int64[np.ndarray, " some"]
-Part = tuple[Positions, Float32[np.ndarray, "some dim"]]
-"""Positions in what was asked for, and the vectors there."""
-Parts = Iterator[Part]
-"""Part by part as they are found or made."""
+Parts = Iterator[tuple[Positions, Float32[np.ndarray, "some dim"]]]
+"""Positions in what was asked for, and the vectors there: part by part as they are found or made."""
 
 
 @dataclass(frozen=True)
@@ -36,26 +34,6 @@ class VectorCache:
     """
 
     folder: Path
-
-    @classmethod
-    def open(cls, folder: Path, model_identity: str) -> "VectorCache":
-        """The cache of one model in `folder`; made if it is not there."""
-        folder = folder.expanduser()
-        try:
-            (folder / model_identity).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            if not folder.is_dir():  # one that is there, but not ours to write to, can still be read
-                raise SkilltrainError(f"cannot make the vector cache: {error.strerror}", where=folder) from error
-        cache = cls(folder / model_identity)
-        cache._join_small_files()
-        return cache
-
-    def dim(self) -> int | None:
-        """The length of the vectors here; None where there is none."""
-        for path in self._paths():
-            with suppress(*_DAMAGED):
-                return pq.read_schema(path).field("vector").type.list_size
-        return None
 
     def read(self, keys: np.ndarray) -> Parts:
         """Yield (positions among the distinct `keys`, their vectors) of what each file has of them."""
@@ -75,12 +53,18 @@ class VectorCache:
 
     def add(self, keys: np.ndarray, vectors: Float32[np.ndarray, "key dim"]) -> None:
         """Keep `vectors`; they are in a file when this returns. Raises SkilltrainError if they cannot be written."""
-        if len(keys):
-            content = pa.py_buffer(np.asarray(keys, dtype=KEY).tobytes())
-            column = pa.Array.from_buffers(pa.binary(KEY.itemsize), len(keys), [None, content])
-            flat = pa.array(np.ascontiguousarray(vectors, dtype=np.float32).ravel())
-            lists = pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
-            self._write(pa.table({"key": column, "vector": lists}))
+        if not len(keys):
+            return
+        content = pa.py_buffer(np.asarray(keys, dtype=KEY).tobytes())
+        column = pa.Array.from_buffers(pa.binary(KEY.itemsize), len(keys), [None, content])
+        flat = pa.array(np.ascontiguousarray(vectors, dtype=np.float32).ravel())
+        self._write(pa.table({"key": column, "vector": pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])}))
+        with suppress(SkilltrainError, *_DAMAGED):  # whoever still reads a file that goes encodes its texts anew
+            small = [path for path in self._paths() if path.stat().st_size < _SMALL]
+            if len(small) >= _MANY:
+                self._write(pa.concat_tables([pq.read_table(one, page_checksum_verification=True) for one in small]))
+                for path in small:
+                    path.unlink(missing_ok=True)
 
     def _paths(self) -> list[Path]:
         return sorted(self.folder.glob("*.parquet"))
@@ -93,21 +77,8 @@ class VectorCache:
             fix = "what was written before is kept, and is not encoded again"
             raise SkilltrainError(f"vectors: {error.what}", where=self.folder, fix=fix) from error
 
-    def _join_small_files(self) -> None:
-        """One file for many small ones, which go when it is there; whoever still reads one of these encodes anew."""
-        small: list[Path] = []
-        for path in self._paths():
-            with suppress(*_DAMAGED):
-                small += [path] if pq.read_metadata(path).num_rows < _SMALL else []
-        if len(small) < _MANY:
-            return
-        with suppress(SkilltrainError, *_DAMAGED), locked(self.folder / ".joining"):  # else another process is at it
-            self._write(pa.concat_tables([pq.read_table(path, page_checksum_verification=True) for path in small]))
-            for path in small:
-                path.unlink()
 
-
-def _read_file(path: Path, keys: np.ndarray) -> Part:
+def _read_file(path: Path, keys: np.ndarray) -> tuple[Positions, Float32[np.ndarray, "some dim"]]:
     """(positions among `keys` of what the file holds of them, the vectors)."""
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
         places = places_in(keys, np.array(file.read(["key"]).column("key").to_pylist(), dtype=KEY))
@@ -119,7 +90,7 @@ def _read_file(path: Path, keys: np.ndarray) -> Part:
     return places[rows], np.concatenate(chunks).reshape(len(places), dim)[rows]
 
 
-def _others(num: int, parts: Iterable[Part]) -> Positions:
+def _others(num: int, parts: Iterable[tuple[Positions, np.ndarray]]) -> Positions:
     """The positions up to `num` that are in none of `parts`."""
     is_missing = np.ones(num, dtype=bool)
     for positions, _ in parts:
@@ -150,16 +121,19 @@ def cached_vectors(
 ) -> Float32[np.ndarray, "text dim"]:
     """The vector of each text, cut to `max_tokens`: from the cache, else from `encode`, and then kept in the cache.
 
-    Each distinct text is encoded once, in the order of `OrderedTexts`.
+    Each distinct text is encoded once, in the order of `OrderedTexts`. Raises SkilltrainError for vectors of another
+    length than those in the cache.
     """
-    keys, lengths = text_keys(texts, max_tokens)
-    distinct, first, which = np.unique(keys, return_index=True, return_inverse=True)
+    distinct, first, which = np.unique(text_keys(texts, max_tokens), return_index=True, return_inverse=True)
     parts = [*cache.read(distinct)] if cache else []
     missing = _others(len(distinct), parts)
-    missing = missing[longest_first(lengths[first[missing]])]
+    missing = missing[longest_first([texts[int(place)] for place in first[missing]])]
     places = first[missing]
     work = OrderedTexts([texts[int(place)] for place in places], distinct[missing], places, max_tokens, description)
     for part, vectors in encode(work) if len(missing) else ():
+        if parts and vectors.shape[1] != parts[0][1].shape[1]:
+            what = f"the model gives vectors of {vectors.shape[1]} numbers, not {parts[0][1].shape[1]}"
+            raise SkilltrainError(what, where=cache and cache.folder, fix="it has changed: name another cache folder")
         if cache:
             cache.add(work.keys[part], vectors)
         parts.append((missing[part], vectors))
@@ -171,11 +145,10 @@ def cached_vectors(
     return np.concatenate([vectors for _, vectors in parts])[rows[which]]
 
 
-def text_keys(texts: Sequence[str], max_tokens: int) -> tuple[np.ndarray, Int64[np.ndarray, " text"]]:
-    """(a key of each text's content and its token limit, its characters)."""
+def text_keys(texts: Sequence[str], max_tokens: int) -> np.ndarray:
+    """A key of each text's content and its token limit."""
     digests = [hashlib.sha256(f"{max_tokens} {text}".encode("utf-8", "replace")).digest() for text in texts]
-    keys = b"".join(digest[: KEY.itemsize] for digest in digests)
-    return np.frombuffer(keys, KEY), np.array([len(text) for text in texts], dtype=np.int64)
+    return np.frombuffer(b"".join(digest[: KEY.itemsize] for digest in digests), KEY)
 
 
 def places_in(keys: np.ndarray, wanted: np.ndarray) -> Positions:
@@ -185,6 +158,6 @@ def places_in(keys: np.ndarray, wanted: np.ndarray) -> Positions:
     return np.where(keys[places] == wanted, places, -1)
 
 
-def longest_first(lengths: Int64[np.ndarray, " text"]) -> Int64[np.ndarray, " text"]:
+def longest_first(texts: Sequence[str]) -> Int64[np.ndarray, " text"]:
     """Positions in the order of encoding."""
-    return np.argsort(-lengths, kind="stable")
+    return np.argsort([-len(text) for text in texts], kind="stable")

@@ -145,7 +145,7 @@ def _changes(before: Index | None, skills: Sequence[Skill]) -> tuple[dict[str, i
     """
     if not skills:
         raise SkilltrainError("the pool is empty")
-    keys = text_keys([repr(skill) for skill in skills], 0)[0]
+    keys = text_keys([repr(skill) for skill in skills], 0)
     old = dict(zip(before.skills, before.keys.tolist(), strict=True)) if before else {}
     new = dict(zip((skill.skill_id for skill in skills), keys.tolist(), strict=True))
     if len(new) < len(skills):
