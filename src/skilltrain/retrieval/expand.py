@@ -1,8 +1,7 @@
 """A ranker that is asked with search queries which a chat model writes for each task (SkillFlow, section A.2).
 
-One query names the technique that matters most; several cover the problem domain, the language or framework, libraries
-and tools, and what the ranker makes of each is joined. The prompts are our own. Answers are kept in `llm.cache`, so
-that settings which differ in the ranker or in how its answers are joined see the same queries.
+The prompts are our own. Answers are kept in `llm.cache`, so that settings which differ in the ranker or in how its
+answers are joined see the same queries.
 """
 
 import math
@@ -94,9 +93,8 @@ class Expand:
 def joined(rankings: Sequence[Ranking], join: str) -> Ranking:
     """The rankings of several queries as one, best first; equal scores stand in the order in which they were found.
 
-    union and max: the best score that a query gave; where each query ranks a pool to some depth, this is the union of
-    what they found. mean: over all queries, one that did not find a skill counting with its lowest score.
-    rrf: the sum of 1 / (60 + rank).
+    union and max: the best score that a query gave. mean: over all queries, one that did not find a skill counting
+    with its lowest score. rrf: see `fuse`.
     """
     if join == "rrf" and len(rankings) > 1:
         return fuse(rankings, (1.0,) * len(rankings), "rrf")

@@ -1,7 +1,8 @@
 """Late interaction: candidates in the order of MaxSim, between each token of a query and the tokens of a skill."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,12 +12,12 @@ from jaxtyping import Float, Int64
 from pydantic import Field
 from torch import Tensor
 
-from skilltrain.models.encoder import Encoder, EncoderConfig
-from skilltrain.models.loading import Precision, resolve_model, stored_settings
+from skilltrain.models.encoder import Encoder
+from skilltrain.models.loading import resolve_model, stored_settings
 from skilltrain.models.micro_batches import TokenIds, micro_batches
 from skilltrain.models.pooling import max_sim
 from skilltrain.records import Query, Rankings, Skill
-from skilltrain.retrieval.dense import EncoderSource, open_encoder
+from skilltrain.retrieval.dense import OpenConfig, open_encoder
 from skilltrain.retrieval.nearest import starts_of
 from skilltrain.terminal import track
 
@@ -24,12 +25,10 @@ _QUERY_TOKENS = 2**18  # of queries whose token vectors are in memory at once: 4
 _TEXTS = 512  # skills that are tokenised at once
 
 
-class LateConfig(EncoderConfig):
+class LateConfig(OpenConfig):
     """An encoder that orders the candidates of the ranker before it by their tokens' vectors."""
 
     kind: Literal["late"] = "late"
-    precision: Precision = Field(default="auto", description="auto: bfloat16 where the hardware has it")
-    token_budget: int = Field(default=4096, ge=64, description="padded tokens a micro-batch")
     keep: int | None = Field(default=None, ge=1, description="candidates per query that are kept; null: all needed")
 
     def check(self) -> None:
@@ -38,21 +37,19 @@ class LateConfig(EncoderConfig):
 
     def open(self, skills: Sequence[Skill], opened: dict[str, Any] | None = None) -> "Late":
         """The encoder ready to score; for `opened` see `open_encoder`."""
-        source = EncoderSource(**self.model_dump(exclude={"kind", "keep"}))
-        model = open_encoder(source, opened).model
-        return Late(model, {skill.skill_id: skill for skill in skills}, self.token_budget)
+        encoder = open_encoder(self, opened).model
+        return Late(encoder, {skill.skill_id: skill for skill in skills}, self.token_budget)
 
 
 @dataclass(frozen=True)
 class TokenVectors:
     """The unit vectors of skills' tokens, skill after skill, in 8 bits: a row is a scale (float32) and `dim` numbers.
 
-    A cosine is off by some 1e-3. `places` has a skill's place by its id; `starts` says where its tokens begin, and end.
+    A cosine is off by some 1e-3. `starts` says where each skill's tokens begin, and end.
     """
 
     rows: np.ndarray
     starts: Int64[np.ndarray, " skill_and_end"]
-    places: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def load(cls, folder: Path) -> "TokenVectors":
@@ -62,11 +59,10 @@ class TokenVectors:
 
     @property
     def num_skills(self) -> int:
-        """How many skills have vectors."""
         return len(self.starts) - 1
 
     def of(self, place: int) -> np.ndarray:
-        """The rows of the skill at a place."""
+        """The rows of a skill."""
         return self.rows[self.starts[place] : self.starts[place + 1]]
 
 
@@ -89,12 +85,15 @@ class Late:
     encoder: Encoder
     skills: Mapping[str, Skill]
     token_budget: int
-    stored: TokenVectors | None = None
+    stored: TokenVectors | None = None  # in the order of the skills
 
     def over(self, skills: Mapping[str, Skill], stored: TokenVectors | None = None) -> "Late":
         """The same encoder over another pool, whose tokens' vectors may be `stored` in its order."""
-        places = {skill_id: place for place, skill_id in enumerate(skills)}
-        return replace(self, skills=skills, stored=replace(stored, places=places) if stored else None)
+        return replace(self, skills=skills, stored=stored)
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {skill_id: place for place, skill_id in enumerate(self.skills)}
 
     @torch.inference_mode()
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
@@ -141,7 +140,7 @@ class Late:
             if self.stored is None:
                 texts[skill_id] = settings.template.render_skill(self.skills[skill_id])
             else:
-                rows = self.stored.of(self.stored.places[skill_id])
+                rows = self.stored.of(self._places[skill_id])
                 tokens = torch.from_numpy(rows["values"] * rows["scale"][:, None])
                 yield skill_id, tokens.to(self.encoder.device)
         ordered = sorted(texts, key=lambda skill_id: -len(texts[skill_id]))

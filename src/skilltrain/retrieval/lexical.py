@@ -57,10 +57,9 @@ def bm25_text(skill: Skill, fields: SkillFields = "full") -> str:
 
 
 def words_and_bigrams(text: str) -> list[str]:
-    """The words and numbers of `text`, and the character bigrams of its CJK runs.
+    """The words and numbers of `text`, and the character bigrams of its CJK runs, whose script marks no words.
 
-    A word ends at anything that is neither letter nor digit, so `read_pdf-file` gives three. A CJK run of one
-    character is a term by itself: overlapping bigrams stand in for the words that such a script does not mark.
+    A word ends at anything that is neither letter nor digit, so `read_pdf-file` gives three.
     """
     runs: list[str] = _TOKEN.findall(text)
     if not _CJK_RUN.search(text):
@@ -94,7 +93,7 @@ class Vocabulary:
                 yield word, stem
 
     def find(self, text: str) -> list[tuple[str, int]]:
-        """(word, its term's number) of `text`; terms without a number are left out, and get none."""
+        """(word, its term's number) of `text`; terms without a number are left out."""
         return [(word, self.numbers[stem]) for word, stem in self.stems(text) if stem in self.numbers]
 
     def add(self, text: str) -> list[int]:
@@ -124,7 +123,7 @@ class BM25Index:
 
         Raises SkilltrainError where there is no term.
         """
-        self.keys = text_keys(texts, 0)[0]
+        self.keys = text_keys(texts, 0)
         self.vocabulary = Vocabulary(before.vocabulary.numbers if before else ())
         counts = self._counted(texts, before)
         if not counts.nnz:
@@ -141,28 +140,24 @@ class BM25Index:
         """How often each term occurs in each text, as a sparse matrix [text, term]."""
         from scipy.sparse import csr_array, vstack
 
-        known = places_in(before.keys, self.keys) if before else np.full(len(texts), -1)
-        new = np.flatnonzero(known < 0)
+        places = places_in(before.keys, self.keys) if before else np.full(len(texts), -1)
+        new = np.flatnonzero(places < 0)
         added = (self.vocabulary.add(texts[int(place)]) for place in track(new, "reading terms", len(new)))
         terms = [np.array(of_text, np.int32) for of_text in added]
-        width = len(self.vocabulary.numbers)
-        row_starts = starts_of([len(of_text) for of_text in terms])
-        ones = np.ones(row_starts[-1], np.int32)
-        counts: Any = csr_array(
-            (ones, np.concatenate([*terms, np.empty(0, np.int32)]), row_starts), shape=(len(new), width)
-        )
+        width, row_starts = len(self.vocabulary.numbers), starts_of([len(of_text) for of_text in terms])
+        ones, columns = np.ones(row_starts[-1], np.int32), np.concatenate([*terms, np.empty(0, np.int32)])
+        counts: Any = csr_array((ones, columns, row_starts), shape=(len(new), width))
         counts.sum_duplicates()
         if before is None:
             return counts
         shape = len(before.starts) - 1, len(before.keys)
-        kept = csr_array((before.counts, before.texts, before.starts), shape=shape).T.tocsr()[known[known >= 0]]
-        kept.resize((kept.shape[0], width))
-        order = np.argsort(np.concatenate([np.flatnonzero(known >= 0), new]))
-        return vstack([kept, counts]).tocsr()[order]
+        kept = csr_array((before.counts, before.texts, before.starts), shape=shape).T.tocsr()
+        kept.resize((len(before.keys), width))
+        places[new] = len(before.keys) + np.arange(len(new))
+        return vstack([kept, counts]).tocsr()[places]
 
     @property
     def num_skills(self) -> int:
-        """How many texts are indexed."""
         return len(self.keys)
 
     def save(self, folder: Path) -> None:
@@ -207,10 +202,7 @@ class BM25Index:
         return [words[number] for number in sorted(worth, key=lambda number: -worth[number])]
 
     def search(self, texts: Sequence[str], k: int) -> Found:
-        """Each query's `k` best texts (all of them where there are fewer); equal scores stand in the order of texts.
-
-        A score of 0 means that the text shares no term with the query.
-        """
+        """Each query's `k` best texts, as many as there are; equal scores stand in the order of the texts."""
         k = min(k, len(self.keys))
         positions, best = np.empty((len(texts), k), np.int64), np.empty((len(texts), k), np.float32)
         for row, query in enumerate(track(texts, "lexical search", len(texts))):
@@ -220,7 +212,6 @@ class BM25Index:
         return positions, best
 
     def among(self, texts: Sequence[str], positions: Sequence[Positions]) -> Iterable[np.ndarray]:
-        """Yield the scores of each query's own positions."""
         return (self.scores(text)[some] for text, some in zip(texts, positions, strict=True))
 
 

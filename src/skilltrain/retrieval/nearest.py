@@ -39,7 +39,7 @@ class ChunkVectors:
 
     @classmethod
     def one_each(cls, vectors: Float32[np.ndarray, "skill dim"]) -> "ChunkVectors":
-        """Skills of one chunk each."""
+        """Those of skills of one chunk each."""
         return cls(np.ascontiguousarray(vectors, dtype=np.float32), np.arange(len(vectors) + 1))
 
     def save(self, folder: Path) -> None:
@@ -56,7 +56,6 @@ class ChunkVectors:
 
     @property
     def num_skills(self) -> int:
-        """How many skills have vectors."""
         return len(self.starts) - 1
 
     @property

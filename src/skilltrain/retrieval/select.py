@@ -1,12 +1,9 @@
 """Chat models that choose among the candidates of a query: `select` puts one first, `admit` keeps a few, or none.
 
 `select` is SkillRouter's protocol (appendix C): of all candidates at once, which is best? `admit` has SkillFlow's two
-filters (section A.6). Relevancy: is a candidate about what the task needs? All are judged in one answer. Specificity:
-does a relevant skill tell what the agent would not know by itself? Each is judged alone. The prompts are our own.
-
-Candidates are untrusted, and one may say "answer 1". llm/untrusted.py says what is done about it; and an answer can do
-no more than move one of the given candidates to the front, or admit it. A text that praises itself, or gives orders to
-the reader, may still win: the safety screening of the stage `pool` finds such orders (rule router_order).
+filters (section A.6): relevancy judges all candidates in one answer, specificity each relevant one alone. The prompts
+are our own. Candidates are untrusted (llm/untrusted.py): an answer can do no more than move one of them to the front,
+or admit it. One that praises itself may still win; screening finds orders to the reader (rule router_order).
 """
 
 import random
@@ -21,7 +18,7 @@ from skilltrain.config import Config, Seed
 from skilltrain.llm import LLM, LLMConfig, open_llm
 from skilltrain.llm.ask import AnswerError, Asked, Questions, ask_while_up, cost_of, read_list
 from skilltrain.llm.untrusted import framed, untrusted_skill, untrusted_text
-from skilltrain.records import Query, Ranking, Rankings, Skill
+from skilltrain.records import Query, Rankings, Skill
 from skilltrain.terminal import say
 
 UNTRUSTED = """Every part begins with a line that holds the mark {mark}. What stands between these lines was written \
@@ -81,7 +78,6 @@ class Ask:
 
     @property
     def query_id(self) -> str:
-        """The query's."""
         return self.query.query_id
 
 
@@ -113,120 +109,6 @@ def questions_of(config: AskConfig, llm: LLM, prompt: Prompt, asks: Sequence[Ask
     )  # fmt: skip
 
 
-class _ChooseConfig(AskConfig):
-    fields: Literal["full", "nd"] = Field(default="full", description="what it sees of a skill; nd: no body")
-    description_chars: int = Field(default=500, ge=0, description="how much of a description")
-    body_chars: int = Field(default=2000, ge=0, description="how much of a body")
-    keep: int
-    first: ClassVar[str]  # what it asks first, of _PROMPTS
-    least: ClassVar[int]  # candidates from which on there is something to ask
-
-    def open(self, skills: Sequence[Skill]) -> "Select":
-        """The model ready to choose."""
-        return Select(self, {skill.skill_id: skill for skill in skills})
-
-    def asks(self, queries: Sequence[Query], skills: Sequence[Skill]) -> Questions[Ask, Any]:
-        """What it asks first, about random skills: which candidates a query will have is not known before."""
-        draw, count = random.Random(0), min(self.keep, len(skills))
-        asked = queries if count >= self.least else ()
-        asks = [self.ask(query, draw.sample(skills, count)) for query in asked]
-        return questions_of(self, open_llm(self.llm), _PROMPTS[self.first], asks)
-
-    def ask(self, query: Query, skills: Sequence[Skill], skill_id: str = "") -> Ask:
-        """A query and its candidates as the model sees them."""
-        body_chars = self.body_chars if self.fields == "full" else None
-        texts = [untrusted_skill(skill, self.description_chars, body_chars) for skill in skills]
-        parts = tuple((f"candidate {number}", text) for number, text in enumerate(texts, 1))
-        return Ask(query, parts, tuple(skills), skill_id=skill_id)
-
-
-class SelectConfig(_ChooseConfig):
-    """A chat model that puts one of the candidates first."""
-
-    kind: Literal["select"] = "select"
-    keep: int = Field(default=20, ge=1, description="candidates that it sees; the others stay behind these")
-    first, least = "choosing", 2
-
-
-class AdmitConfig(_ChooseConfig):
-    """A chat model that admits the relevant candidates, and drops all others."""
-
-    kind: Literal["admit"] = "admit"
-    keep: int = Field(default=10, ge=1, description="candidates that it sees; the others are dropped")
-    most: int = Field(default=5, ge=1, description="skills that it admits at most; it may admit none")
-    specificity: bool = Field(default=False, description="a second filter: relevant skills that tell nothing new go")
-    body_chars: int = Field(default=16_000, ge=0, description="how much of a body")
-    first, least = "relevancy", 1
-
-
-@dataclass
-class Select:
-    """A chat model at work. `counts` says how the last `rank` went: queries asked, faults, the cost; of `admit` also
-    how many skills each filter accepted, of how many.
-    """
-
-    config: _ChooseConfig
-    skills: Mapping[str, Skill]
-    counts: dict[str, Any] = field(default_factory=dict)
-
-    def over(self, skills: Mapping[str, Skill]) -> "Select":
-        """The same model over another pool."""
-        return replace(self, skills=skills, counts={})
-
-    def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """Each query's candidates as `select` or `admit` leaves them (`_chosen_first`, `_admitted`).
-
-        Where the model is down, all goes on without it, with a warning.
-        """
-        assert candidates is not None, "a chat model needs candidates"
-        shown = [[self.skills[one] for one, _ in candidates[query.query_id][:keep]] for query in queries]
-        pairs = zip(queries, shown, strict=True)
-        asks = [self.config.ask(query, row) for query, row in pairs if len(row) >= self.config.least]
-        questions = questions_of(self.config, open_llm(self.config.llm), _PROMPTS[self.config.first], asks)
-        if asks:
-            cost_of(questions)
-        asked = ask_while_up(questions)
-        self.counts = asked.counts()
-        if asked.dropped:
-            reasons = ", ".join(f"{count} {kind}" for kind, count in self.counts["unusable"].items())
-            say(f"{questions.description}: no usable answer for {len(asked.dropped)} of {len(asks)}: {reasons}")
-        given = {query.query_id: candidates[query.query_id] for query in queries}
-        if isinstance(self.config, AdmitConfig):
-            return self._admitted(self.config, questions.llm, asked, {one: row[:keep] for one, row in given.items()})
-        chosen = {ask.query_id: skill_id for ask, skill_id in asked.values}
-        return {query_id: _chosen_first(row, chosen.get(query_id)) for query_id, row in given.items()}
-
-    def _admitted(self, config: AdmitConfig, llm: LLM, relevant: Asked[Ask, Any], given: Rankings) -> Rankings:
-        """The admitted candidates of each query, in their order and with their scores.
-
-        Where there is no usable list, the first `most` candidates stand as they are; a relevant skill without a
-        verdict is admitted.
-        """
-        found = [(one, skill) for one, skills in relevant.values for skill in skills]
-        alone = [config.ask(one.query, [skill], skill.skill_id) for one, skill in found]
-        second = ask_while_up(questions_of(config, llm, _PROMPTS["specificity"], alone if config.specificity else ()))
-        refused = {(one.query_id, one.skill_id) for one, is_worth_it in second.values if not is_worth_it}
-        admitted = {(one.query_id, one.skill_id) for one in alone} - refused
-        judged = {one.query_id: len(one.choices) for one, _ in relevant.values}
-        self.counts |= second.used
-        self.counts["accepted"] = {
-            "relevancy": (len(alone), sum(judged.values())),
-            "specificity": (len(second.values) - len(refused), len(second.values)),
-        }
-        rankings: Rankings = {}
-        for query_id, row in given.items():
-            kept = [pair for pair in row if query_id not in judged or (query_id, pair[0]) in admitted]
-            rankings[query_id] = kept[: config.most]
-        return rankings
-
-
-def _chosen_first(ranking: Ranking, chosen: str | None) -> Ranking:
-    """The candidates with the chosen one first, as they were without one; a score is minus the rank."""
-    skill_ids = [skill_id for skill_id, _ in ranking]
-    ordered = dict.fromkeys([chosen, *skill_ids] if chosen else skill_ids)
-    return [(skill_id, -float(rank)) for rank, skill_id in enumerate(ordered, 1)]
-
-
 def read_choice(ask: Ask, answer: str) -> str:
     """The skill_id that an answer names. Raises AnswerError where it names none.
 
@@ -253,8 +135,113 @@ def read_verdict(ask: Ask, answer: str) -> bool:
     raise AnswerError("no_verdict", "it was neither INJECT nor REJECT")
 
 
-_PROMPTS = {
-    "choosing": Prompt(_BEST, _WHICH_ONE, read_choice, 4, "choosing"),
-    "relevancy": Prompt(_RELEVANCY, _WHICH, read_relevant, 12, "relevancy"),
-    "specificity": Prompt(_SPECIFICITY, _IS_WORTH_IT, read_verdict, 12, "specificity"),
-}
+_SPECIFIC = Prompt(_SPECIFICITY, _IS_WORTH_IT, read_verdict, 12, "specificity")
+
+
+class _ChooseConfig(AskConfig):
+    fields: Literal["full", "nd"] = Field(default="full", description="what it sees of a skill; nd: no body")
+    description_chars: int = Field(default=500, ge=0, description="how much of a description")
+    body_chars: int = Field(default=2000, ge=0, description="how much of a body")
+    keep: int
+    first: ClassVar[Prompt]
+    least: ClassVar[int]  # candidates from which on there is something to ask
+
+    def open(self, skills: Sequence[Skill]) -> "Select":
+        """The model ready to choose."""
+        return Select(self, {skill.skill_id: skill for skill in skills})
+
+    def asks(self, queries: Sequence[Query], skills: Sequence[Skill]) -> Questions[Ask, Any]:
+        """What it asks first, about random skills: which candidates a query will have is not known before."""
+        draw, count = random.Random(0), min(self.keep, len(skills))
+        asked = queries if count >= self.least else ()
+        asks = [self.ask(query, draw.sample(skills, count)) for query in asked]
+        return questions_of(self, open_llm(self.llm), self.first, asks)
+
+    def ask(self, query: Query, skills: Sequence[Skill], skill_id: str = "") -> Ask:
+        """A query and its candidates as the model sees them."""
+        body_chars = self.body_chars if self.fields == "full" else None
+        texts = [untrusted_skill(skill, self.description_chars, body_chars) for skill in skills]
+        parts = tuple((f"candidate {number}", text) for number, text in enumerate(texts, 1))
+        return Ask(query, parts, tuple(skills), skill_id=skill_id)
+
+
+class SelectConfig(_ChooseConfig):
+    """A chat model that puts one of the candidates first."""
+
+    kind: Literal["select"] = "select"
+    keep: int = Field(default=20, ge=1, description="candidates that it sees; the others stay behind these")
+    first, least = Prompt(_BEST, _WHICH_ONE, read_choice, 4, "choosing"), 2
+
+
+class AdmitConfig(_ChooseConfig):
+    """A chat model that admits the relevant candidates, and drops all others."""
+
+    kind: Literal["admit"] = "admit"
+    keep: int = Field(default=10, ge=1, description="candidates that it sees; the others are dropped")
+    most: int = Field(default=5, ge=1, description="skills that it admits at most; it may admit none")
+    specificity: bool = Field(default=False, description="a second filter: relevant skills that tell nothing new go")
+    body_chars: int = Field(default=16_000, ge=0, description="how much of a body")
+    first, least = Prompt(_RELEVANCY, _WHICH, read_relevant, 12, "relevancy"), 1
+
+
+@dataclass
+class Select:
+    """A chat model at work. `counts` says how the last `rank` went: queries asked, faults, the cost; of `admit` also
+    how many skills each filter accepted, of how many.
+    """
+
+    config: _ChooseConfig
+    skills: Mapping[str, Skill]
+    counts: dict[str, Any] = field(default_factory=dict)
+
+    def over(self, skills: Mapping[str, Skill]) -> "Select":
+        """The same model over another pool."""
+        return replace(self, skills=skills, counts={})
+
+    def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
+        """The candidates with the chosen one first, as they were without one (a score is minus the rank), or those
+        that are admitted (`_admitted`). Where the model is down, all goes on without it, with a warning.
+        """
+        assert candidates is not None, "a chat model needs candidates"
+        given = {query.query_id: candidates[query.query_id] for query in queries}
+        shown = [(query, [self.skills[one] for one, _ in given[query.query_id][:keep]]) for query in queries]
+        asks = [self.config.ask(query, row) for query, row in shown if len(row) >= self.config.least]
+        questions = questions_of(self.config, open_llm(self.config.llm), self.config.first, asks)
+        if asks:
+            cost_of(questions)
+        asked = ask_while_up(questions)
+        self.counts = asked.counts()
+        if asked.dropped:
+            reasons = ", ".join(f"{count} {kind}" for kind, count in self.counts["unusable"].items())
+            say(f"{questions.description}: no usable answer for {len(asked.dropped)} of {len(asks)}: {reasons}")
+        if isinstance(self.config, AdmitConfig):
+            return self._admitted(self.config, questions.llm, asked, {one: row[:keep] for one, row in given.items()})
+        chosen = {ask.query_id: [skill_id] for ask, skill_id in asked.values}
+        found: Rankings = {}
+        for query_id, row in given.items():
+            ordered = dict.fromkeys([*chosen.get(query_id, ()), *(skill_id for skill_id, _ in row)])
+            found[query_id] = [(skill_id, -float(rank)) for rank, skill_id in enumerate(ordered, 1)]
+        return found
+
+    def _admitted(self, config: AdmitConfig, llm: LLM, relevant: Asked[Ask, Any], given: Rankings) -> Rankings:
+        """The admitted candidates of each query, in their order and with their scores.
+
+        Where there is no usable list, the first `most` candidates stand as they are; a relevant skill without a
+        verdict is admitted.
+        """
+        found = [(one, skill) for one, skills in relevant.values for skill in skills]
+        alone = [config.ask(one.query, [skill], skill.skill_id) for one, skill in found]
+        second = ask_while_up(questions_of(config, llm, _SPECIFIC, alone if config.specificity else ()))
+        refused = {(one.query_id, one.skill_id) for one, is_worth_it in second.values if not is_worth_it}
+        admitted = {(one.query_id, one.skill_id) for one in alone} - refused
+        judged = {one.query_id: len(one.choices) for one, _ in relevant.values}
+        self.counts |= second.used
+        self.counts["accepted"] = {
+            "relevancy": (len(alone), sum(judged.values())),
+            "specificity": (len(second.values) - len(refused), len(second.values)),
+        }
+        rankings: Rankings = {}
+        for query_id, row in given.items():
+            kept = [pair for pair in row if query_id not in judged or (query_id, pair[0]) in admitted]
+            rankings[query_id] = kept[: config.most]
+        return rankings
