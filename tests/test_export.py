@@ -211,7 +211,7 @@ def test_what_failed_half_way_is_no_model_and_a_finished_model_stays(tmp_path, o
 
     save_model(open_encoder_of("bert"), tmp_path / "finished", base="bert")
     before = bytes_in(tmp_path)
-    monkeypatch.setattr("skilltrain.export.folder._write_record", disk_full)
+    monkeypatch.setattr("skilltrain.export.folder.write_record", disk_full)
     for name in ("finished", "fresh"):
         with pytest.raises(SkilltrainError, match=f"{name}: cannot save the model: No space left on device"):
             save_model(open_encoder_of("bert"), tmp_path / name, base="other")

@@ -131,7 +131,7 @@ def test_late_interaction_opens_as_a_multi_vector_encoder(tmp_path, open_encoder
     found = plain.similarity(plain.encode_query(queries), plain.encode_document(texts))
     assert torch.allclose(found, max_sim(asked, skills), atol=1e-5)
     check_round_trip(tmp_path)
-    card = model_card(RunRecord(encoder.settings, name, {}, {}, form="multi_vector"))
+    card = model_card(RunRecord(encoder.settings, {"model": {"source": name}}, {}, form="multi_vector"))
     (tmp_path / "README.md").write_text(card, encoding="utf-8")
     ours = max_sim(asked[:1], skills[:2])[0]
     assert np.allclose(run_program(card, tmp_path, monkeypatch), ours.numpy(), atol=1e-5)

@@ -192,7 +192,8 @@ def write_report(folder, source):
     dense = {"name": "hybrid | ours", "rankers": [{"kind": "fuse", "of": [{"kind": "dense", "source": str(source)}]}]}
     folder.mkdir()
     systems = [{"name": "bm25", "rankers": [{"kind": "lexical"}]}, dense]
-    (folder / "run.json").write_text(json.dumps({"recipe": {"systems": systems}}))
+    inputs = {"systems.1.rankers.0.of.0.source": "sha256"}
+    (folder / "run.json").write_text(json.dumps({"recipe": {"systems": systems}, "inputs": inputs}))
     means = {"Hit@1": {"mean": 0.5125, "low": 0.4, "high": 0.62, "n": 40}}
     rows = [{"name": system["name"], "metrics": means} for system in systems]
     (folder / "metrics.json").write_text(json.dumps({"benchmark": "our requests", "systems": rows}))
@@ -221,7 +222,6 @@ def test_the_card_of_an_export_can_be_published(tmp_path, finished):
           for name in ("step-3", "../step-2")),
         *(({"interpolate": share}, rf"--interpolate: must be a share from 0 .* to 1 .*, found {share}")
           for share in (-0.1, 1.5, float("nan"))),
-        ({"published": Published("sr-emb")}, "write OWNER/NAME"),
         ({"reports": "another"}, "no system of this report uses"),
         ({"reports": "run", "checkpoint": "step-4"}, "a report is of the model that the run ended with"),
     ],
@@ -238,6 +238,8 @@ def test_what_a_run_cannot_give_is_refused(tmp_path, finished, arguments, messag
 
 def test_what_is_no_run_of_this_kind_is_refused(tmp_path, model_folders):
     config, out = config_of(tmp_path, model_folders["bert"]), tmp_path / "out"
+    with pytest.raises(SkilltrainError, match="write OWNER/NAME"):
+        Published("sr-emb")
     with pytest.raises(SkilltrainError, match=r"nowhere: no such folder \(give the folder that a training wrote to"):
         export_run(tmp_path / "nowhere", out)
     with pytest.raises(SkilltrainError, match=r"holds no run: it has no run\.json"):
@@ -266,7 +268,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path, unfinished):
     out.mkdir()
     (out / "mine.txt").write_text("kept")
     for place in (out, out / "mine.txt"):
-        with pytest.raises(SkilltrainError, match=rf"{place.name}: the output exists, and is no empty folder"):
+        with pytest.raises(SkilltrainError, match=rf"{place.name}: exists, and is no empty folder"):
             export_run(unfinished[0].out, place)
     assert files_in(out) == {"mine.txt"} and not (tmp_path / ".out.partial").exists()
 

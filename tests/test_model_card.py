@@ -39,7 +39,8 @@ def run_program(card, folder, monkeypatch):
 
 
 def record(settings, **facts):
-    return RunRecord(**{"settings": settings, "base": "owner/base", "recipe": {}, "summary": {}} | facts)
+    recipe = {"model": {"source": "owner/base"}} | facts.pop("recipe", {})
+    return RunRecord(**{"settings": settings, "recipe": recipe, "summary": {}} | facts)
 
 
 CUT = SkillTemplate(description_chars=12, body_chars=20, separator=" \n| ")
@@ -98,7 +99,7 @@ def test_the_card_says_what_the_run_says(tmp_path):
 
 def test_a_local_base_is_named_by_its_last_part_and_is_no_model_of_the_hub(tmp_path):
     base = save_bert(tmp_path / "somebody" / "first", reranker=False)
-    facts = record(EncoderSettings(), base=str(base), recipe={"model": {"source": str(base)}})
+    facts = record(EncoderSettings(), recipe={"model": {"source": str(base)}})
     card = model_card(facts)
     assert "base_model" not in front_of(card)
     assert "`first`" in card and "source: first\n" in card and "somebody" not in card

@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 from skilltrain.errors import SkilltrainError
+from skilltrain.export import Form
 from skilltrain.files import read_json
 from skilltrain.models.encoder import EncoderSettings
 from skilltrain.models.loading import resolve_model
@@ -23,7 +24,7 @@ from skilltrain.tables import SKILLS, read_table, table_path
 from skilltrain.templates import FIELDS_SEEN
 from skilltrain.version import __version__
 
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _HUB_SOURCE = re.compile(r"hf:([^:]+)")
 _LEAST_SHARE = 0.01  # of the pool's skills, for a language to be named
 _SECRET_KEY = re.compile(r"(^|_)(key|token|secret|password|credentials)$", re.IGNORECASE)
@@ -39,9 +40,8 @@ class Published:
     license: str | None = None
     reports: Sequence[Path] = ()
 
-    def check(self) -> None:
-        """Raise SkilltrainError for a name that is none."""
-        if self.repo is not None and HUB_ID.fullmatch(self.repo) is None:
+    def __post_init__(self) -> None:
+        if self.repo is not None and _HUB_ID.fullmatch(self.repo) is None:
             raise SkilltrainError("is no name of a model on the Hub", where=self.repo, fix="write OWNER/NAME")
 
 
@@ -51,26 +51,24 @@ class RunRecord:
 
     `recipe` is the resolved settings as plain values. `summary` is the run's own; its key `dev` maps a measure to
     mean, low, high (the 95% interval) and n. `exported` names the checkpoint, if it is not the run's chosen one;
-    `interpolate` is the share of its weights in a mean with those of the base; `form` one of `forms.Form`. `run` is
-    where the run lies.
+    `interpolate` is the share of its weights in a mean with those of the base. `run` is where the run lies.
     """
 
     settings: EncoderSettings | RerankerSettings
-    base: str
     recipe: Mapping[str, Any]
     summary: Mapping[str, Any]
     exported: str | None = None
     interpolate: float | None = None
-    form: str | None = None
+    form: Form | None = None
     run: Path | None = None
 
+    @property
+    def kind(self) -> str:
+        return "encoder" if isinstance(self.settings, EncoderSettings) else "reranker"
 
-class Results(NamedTuple):
-    """A report's figures: `rows` maps a system to its measures, `own` are the systems that use the model."""
-
-    benchmark: str
-    rows: Mapping[str, Mapping[str, Mapping[str, float]]]
-    own: Sequence[str]
+    @property
+    def base(self) -> str:
+        return self.recipe["model"]["source"]
 
 
 def model_card(record: RunRecord, published: Published = Published()) -> str:
@@ -81,46 +79,37 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    environment = Environment(
-        loader=PackageLoader("skilltrain.export"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )  # fmt: skip
+    files, undefined = PackageLoader("skilltrain.export"), StrictUndefined
+    environment = Environment(loader=files, undefined=undefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": _number, "quoted": repr}
-    results = [read_results(report, record.run or Path()) for report in published.reports]
-    values = vars(record) | {
+    results = [_read_results(report, record.run or Path()) for report in published.reports]
+    told = {
+        "kind": record.kind,
         "base": shareable(record.base).removeprefix("package:"),
         "recipe": yaml.safe_dump(shareable(record.recipe), sort_keys=False, allow_unicode=True),
+        "front_matter": _front_matter(record, published, results),
+        "seen": FIELDS_SEEN[record.settings.template.skill.fields],
+        "base_license": _base_license(record.base),
+        "base_is_on_hub": _is_on_hub(record.base),
+        "published": published,
+        "results": results,
+        "steps": data_steps(record.run) if record.run else [],
+        "version": __version__,
     }
-    return environment.get_template("card.md.j2").render(
-        **values,
-        front_matter=_front_matter(record, published, results),
-        kind=_kind(record),
-        seen=FIELDS_SEEN[record.settings.template.skill.fields],
-        base_license=base_license(record.base),
-        base_is_on_hub=is_on_hub(record.base),
-        published=published,
-        results=results,
-        steps=data_steps(record.run) if record.run else [],
-        version=__version__,
-    )
+    return environment.get_template("card.md.j2").render(vars(record) | told) + "\n"
 
 
-def _kind(record: RunRecord) -> str:
-    return "encoder" if isinstance(record.settings, EncoderSettings) else "reranker"
-
-
-def _front_matter(record: RunRecord, published: Published, results: Sequence[Results]) -> str:
+def _front_matter(record: RunRecord, published: Published, results: Sequence[Mapping[str, Any]]) -> str:
     from huggingface_hub import EvalResult, ModelCardData
 
-    is_encoder = isinstance(record.settings, EncoderSettings)
-    task = "sentence-similarity" if is_encoder else "text-ranking"
-    own = ["sentence-transformers", "feature-extraction"] if is_encoder else ["sentence-transformers", "cross-encoder"]
-    if record.form == "multi_vector":
+    task, own = "sentence-similarity", ["sentence-transformers", "feature-extraction"]
+    if isinstance(record.settings, RerankerSettings):
+        is_ours = record.settings.template.form == "cosine_pair"  # only skilltrain opens it
+        task, own = "text-ranking", [] if is_ours else ["sentence-transformers", "cross-encoder"]
+    elif record.form == "multi_vector":
         own = ["sentence-transformers", "multi-vector", "late-interaction"]
-    if isinstance(record.settings, RerankerSettings) and record.settings.template.form == "cosine_pair":
-        own = []  # only skilltrain opens it
     found = [("agent-skills-dev", "development queries", record.summary.get("dev", {}))]
-    found += [("agent-skills", one.benchmark, one.rows[one.own[0]]) for one in results]
+    found += [("agent-skills", one["benchmark"], one["rows"][one["own"][0]]) for one in results]
     figures = [
         EvalResult(task, kind, name, metric, round(value["mean"], 4), metric_name=metric)
         for kind, name, measures in found
@@ -131,11 +120,11 @@ def _front_matter(record: RunRecord, published: Published, results: Sequence[Res
         library_name="sentence-transformers" if own else "skilltrain",
         pipeline_tag=task,
         license=published.license,
-        language=languages(Path(pool)) if pool else None,
-        datasets=data_sets(Path(pool)) if pool else None,
-        base_model=record.base if is_on_hub(record.base) else None,
-        tags=[*own, *([] if is_encoder else ["reranker"]), "agent-skills", "skilltrain"],
-        model_name=(published.repo or f"agent skill {_kind(record)}") if figures else None,
+        language=_languages(Path(pool)) if pool else None,
+        datasets=_data_sets(Path(pool)) if pool else None,
+        base_model=record.base if _is_on_hub(record.base) else None,
+        tags=[*own, *(["reranker"] if record.kind == "reranker" else []), "agent-skills", "skilltrain"],
+        model_name=(published.repo or f"agent skill {record.kind}") if figures else None,
         eval_results=figures or None,
     )
     return data.to_yaml()
@@ -147,20 +136,19 @@ def _number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value).replace("|", "\\|")
 
 
-def read_results(report: Path, run: Path) -> Results:
-    """The figures of an evaluation in which the model of `run` took part; SkilltrainError if it did not."""
-    found, recipe = read_json(report / "metrics.json"), record_of(report).get("recipe", {})
-    own = [system["name"] for system in recipe.get("systems", ()) if _uses(system, run.resolve())]
+def _read_results(report: Path, run: Path) -> dict[str, Any]:
+    """The figures of an evaluation in which the model of `run` took part; SkilltrainError if it did not.
+
+    `rows` maps a system to its measures, `own` are the systems that use the model.
+    """
+    found, record = read_json(report / "metrics.json"), record_of(report)
+    uses = [key for key, folder, _ in _inputs(record) if folder.resolve() == run.resolve()]
+    systems = enumerate(record.get("recipe", {}).get("systems", ()))
+    own = [system["name"] for n, system in systems if any(key.startswith(f"systems.{n}.") for key in uses)]
     if not own:
         raise SkilltrainError(f"no system of this report uses {run}", where=report, fix="evaluate it first")
-    return Results(found["benchmark"], {system["name"]: system["metrics"] for system in found["systems"]}, own)
-
-
-def _uses(value: Any, run: Path) -> bool:
-    if isinstance(value, Mapping):
-        source = value.get("source")
-        return (isinstance(source, str) and Path(source).resolve() == run) or _uses([*value.values()], run)
-    return isinstance(value, list) and any(_uses(item, run) for item in value)
+    rows = {system["name"]: system["metrics"] for system in found["systems"]}
+    return {"benchmark": found["benchmark"], "rows": rows, "own": own}
 
 
 def data_steps(run: Path) -> list[dict[str, str]]:
@@ -173,15 +161,20 @@ def data_steps(run: Path) -> list[dict[str, str]]:
 
 
 def _steps(run: Path) -> Iterator[dict[str, str]]:
-    record = record_of(run)
-    for key, sha256 in record.get("inputs", {}).items():
-        folder: Any = record["recipe"]
-        for part in key.split("."):
-            folder = folder[int(part)] if isinstance(folder, list) else folder[part]
-        if inner := record_of(folder := Path(folder)):
+    for _, folder, sha256 in _inputs(record_of(run)):
+        if inner := record_of(folder):
             counts = _counts(inner.get("summary", {}))
             yield {"stage": inner["recipe"]["stage"], "name": folder.name, "sha256": sha256, "counts": counts}
             yield from _steps(folder)
+
+
+def _inputs(record: Mapping[str, Any]) -> Iterator[tuple[str, Path, str]]:
+    """Yield (key, path, SHA-256) of each input of a run."""
+    for key, sha256 in record.get("inputs", {}).items():
+        value: Any = record["recipe"]
+        for part in key.split("."):
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        yield key, Path(value), sha256
 
 
 def _counts(summary: Mapping[str, Any]) -> str:
@@ -195,23 +188,23 @@ def _counts(summary: Mapping[str, Any]) -> str:
     return "; ".join(parts).replace("|", "\\|")
 
 
-def is_on_hub(source: str) -> bool:
+def _is_on_hub(source: str) -> bool:
     """Whether a model's source names one of the Hub, and no folder here."""
-    return HUB_ID.fullmatch(source) is not None and not Path(source).expanduser().exists()
+    return _HUB_ID.fullmatch(source) is not None and not Path(source).expanduser().exists()
 
 
-def base_license(source: str) -> str | None:
+def _base_license(source: str) -> str | None:
     """The licence that the card beside a base model's weights states; None for one of the Hub: its page knows."""
     from huggingface_hub import ModelCard
 
     try:
-        card = None if is_on_hub(source) else resolve_model(source, weights=False) / "README.md"
+        card = None if _is_on_hub(source) else resolve_model(source, weights=False) / "README.md"
         return ModelCard.load(card).data.get("license") if card and card.is_file() else None
     except (SkilltrainError, ValueError):  # it is gone, or its card is none
         return None
 
 
-def languages(pool: Path) -> list[str] | None:
+def _languages(pool: Path) -> list[str] | None:
     """Those of the skills, the most frequent first; None where the pool is not there any more."""
     if not table_path(pool, SKILLS).is_file():
         return None
@@ -219,7 +212,7 @@ def languages(pool: Path) -> list[str] | None:
     return [lang for lang, count in counts.most_common() if count >= _LEAST_SHARE * counts.total()] or None
 
 
-def data_sets(pool: Path) -> list[str] | None:
+def _data_sets(pool: Path) -> list[str] | None:
     """Names on the Hub of the data sets that the pool was made from."""
     found = [_HUB_SOURCE.match(str(source)) for source in record_of(pool).get("recipe", {}).get("sources", ())]
     return [match[1] for match in found if match] or None
@@ -236,8 +229,6 @@ def shareable(value: Any) -> Any:
 
 def _shortened(text: str) -> str:
     path = PurePosixPath(text) if text.startswith(("/", "~")) else PureWindowsPath(text)
-    if not (path.is_absolute() or text.startswith("~")):
+    if not (path.is_absolute() or text.startswith("~")) or text == path.anchor:
         return text
-    if len(path.parts) == 1:
-        return "~" if text.startswith("~") else text
-    return "~" if path.parent.name in _HOMES else path.name
+    return "~" if len(path.parts) == 1 or path.parent.name in _HOMES else path.name

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.export.card import shareable
-from skilltrain.export.modules import encoder_layout, reranker_layout
+from skilltrain.export.modules import write_modules
 from skilltrain.files import inside, read_json, write_json, write_text
 from skilltrain.models.adapters import adapter_files
 from skilltrain.models.encoder import Encoder
@@ -40,8 +40,10 @@ def save_model(
         tokenizer = _tokenizer_of(model)
         tokenizer.model_max_length = model.settings.max_tokens
         tokenizer.save_pretrained(str(aside))
-        (encoder_layout(model) if isinstance(model, Encoder) else reranker_layout(model)).write(aside)
-        _write_record(aside, model, base, card, interpolate)
+        write_modules(model, aside)
+        if card is not None:
+            write_text(aside / "README.md", card)
+        _write_first_record(aside, model, base, {} if interpolate is None else {"interpolate": interpolate})
 
 
 def save_adapter(model: Encoder | Reranker, folder: Path, base: str) -> None:
@@ -53,7 +55,7 @@ def save_adapter(model: Encoder | Reranker, folder: Path, base: str) -> None:
     with _written_aside(folder) as aside:
         config.save_pretrained(aside)
         save_file(weights, aside / "adapter_model.safetensors", metadata={"format": "pt"})
-        _write_record(aside, model, base, None, None)
+        _write_first_record(aside, model, base, {})
 
 
 def network_of(model: Encoder | Reranker) -> Any:
@@ -116,20 +118,9 @@ def write_weights(network: Any, aside: Path, folder: Path) -> None:
     write_json(aside / "config.json", config)
 
 
-def _write_record(
-    aside: Path, model: Encoder | Reranker, base: str, card: str | None, interpolate: float | None
-) -> None:
-    """Write the model card where there is one, and skilltrain.json, which also lists the model's files."""
-    if card is not None:
-        write_text(aside / "README.md", card)
-    record = {
-        "kind": "encoder" if isinstance(model, Encoder) else "reranker",
-        "settings": model.settings.model_dump(mode="json"),
-        "base": shareable(base),
-        **({} if interpolate is None else {"interpolate": interpolate}),
-        "skilltrain": __version__,
-    }
-    write_record(aside, record)
+def _write_first_record(aside: Path, model: Encoder | Reranker, base: str, more: Mapping[str, Any]) -> None:
+    kind, settings = "encoder" if isinstance(model, Encoder) else "reranker", model.settings.model_dump(mode="json")
+    write_record(aside, {"kind": kind, "settings": settings, "base": shareable(base), **more})
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
@@ -137,16 +128,23 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     for path in files.values():
         path.chmod(0o644)  # safetensors writes its file for its owner alone
-    write_json(folder / CHECKPOINT_FILE, {**record, "files": sorted({*files, CHECKPOINT_FILE})})
+    own = {"skilltrain": __version__, "files": sorted({*files, CHECKPOINT_FILE})}
+    write_json(folder / CHECKPOINT_FILE, {**record, **own})
 
 
 def _tokenizer_of(model: Encoder | Reranker) -> Any:
-    """A copy of the model's tokenizer that by itself makes of a text what the model does."""
+    """A copy of the model's tokenizer that by itself makes of a text what the model does: names of control tokens in
+    texts are read as text, as `TextTokenizer` does.
+    """
+    names = control_tokens(model.tokenizer)
     if isinstance(model, Reranker) and model.settings.template.form == "yes_no":
         tokenizer = copy.copy(model.tokenizer)
-        tokenizer.chat_template = yes_no_chat_template(model.settings.template, control_tokens(tokenizer))
+        tokenizer.chat_template = yes_no_chat_template(model.settings.template, names)
         return tokenizer
-    tokenizer = _reading_names_as_text(model.tokenizer)
+    tokenizer = copy.deepcopy(model.tokenizer)
+    known = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
+    tokenizer.backend_tokenizer.add_special_tokens([as_special(known[name]) for name in names])
+    tokenizer.init_kwargs["split_special_tokens"] = tokenizer.split_special_tokens = True
     ends = isinstance(model, Encoder) and model.settings.pooling == "last_token"
     if ends and tokenizer("a")["input_ids"][-1] != tokenizer.pad_token_id:  # base Qwen3's appends no end itself
         _append_token(tokenizer, tokenizer.pad_token)
@@ -160,25 +158,13 @@ def control_tokens(tokenizer: Any) -> list[str]:
     return sorted(name for (number, name), own in zip(added.items(), ids, strict=True) if number not in own)
 
 
-def _reading_names_as_text(tokenizer: Any) -> Any:
-    """A copy of a tokenizer that reads the names of control tokens in texts as text, as `TextTokenizer` does."""
-    names = control_tokens(tokenizer)
-    known = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.backend_tokenizer.add_special_tokens([as_special(known[name]) for name in names])
-    tokenizer.init_kwargs["split_special_tokens"] = tokenizer.split_special_tokens = True
-    return tokenizer
-
-
 def _append_token(tokenizer: Any, end: str) -> None:
     """Make `tokenizer` append the token `end` to what it makes of a text already, in place."""
     from tokenizers import processors
 
-    number = tokenizer.convert_tokens_to_ids(end)
-    ending = processors.TemplateProcessing(single=f"$A {end}", pair=f"$A $B {end}", special_tokens=[(end, number)])
-    backend = tokenizer.backend_tokenizer
-    own = [backend.post_processor] if backend.post_processor is not None else []
-    backend.post_processor = processors.Sequence([*own, ending])
+    backend, special = tokenizer.backend_tokenizer, [(end, tokenizer.convert_tokens_to_ids(end))]
+    ending = processors.TemplateProcessing(single=f"$A {end}", pair=f"$A $B {end}", special_tokens=special)
+    backend.post_processor = processors.Sequence([*filter(None, [backend.post_processor]), ending])
 
 
 def yes_no_chat_template(template: RerankerTemplate, control_tokens: Sequence[str]) -> str:

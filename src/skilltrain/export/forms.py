@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.export import Form
-from skilltrain.export.folder import write_record, write_weights
-from skilltrain.export.modules import IDENTITY, multi_vector_layout, reranker_layout
+from skilltrain.export.folder import network_of, write_record, write_weights
+from skilltrain.export.modules import IDENTITY, write_modules
 from skilltrain.files import read_json
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import CHECKPOINT_FILE, heads
@@ -26,10 +26,10 @@ _MOST_IN_ONE_FILE = 2**30  # bytes; ONNX's own limit is 2 GiB
 
 def open_model(folder: Path, device: str = "cpu", precision: Literal["float32", "bfloat16"] = "float32") -> Any:
     """The `Encoder` or `Reranker` that was saved in `folder`. Raises SkilltrainError where there is none."""
-    record, source, place = read_json(folder / CHECKPOINT_FILE), str(folder), torch.device(device)
-    if record["kind"] == "encoder":
-        return load_encoder(EncoderConfig(source=source, precision=precision), place)
-    return load_reranker(RerankerConfig(source=source, precision=precision), place)
+    given: dict[str, Any] = {"source": str(folder), "precision": precision}
+    if read_json(folder / CHECKPOINT_FILE)["kind"] == "encoder":
+        return load_encoder(EncoderConfig(**given), torch.device(device))
+    return load_reranker(RerankerConfig(**given), torch.device(device))
 
 
 def write_form(folder: Path, form: Form) -> None:
@@ -40,14 +40,12 @@ def write_form(folder: Path, form: Form) -> None:
     8-bit weights and activations (dynamic quantisation). `openvino`: with 8-bit weights. Raises SkilltrainError for a
     model that has no such form, and for a package that is missing.
     """
-    if form == "multi_vector":
-        _as_multi_vector(folder)
-    elif form == "sequence_classification":
-        _as_classifier(folder)
+    change = {"multi_vector": _as_multi_vector, "sequence_classification": _as_classifier}.get(form)
+    if change:
+        change(folder)
     else:
         _add_graph(folder, form)
-    record = read_json(folder / CHECKPOINT_FILE)
-    write_record(folder, record | {"form": form})
+    write_record(folder, read_json(folder / CHECKPOINT_FILE) | {"form": form})
 
 
 def _as_multi_vector(folder: Path) -> None:
@@ -56,7 +54,7 @@ def _as_multi_vector(folder: Path) -> None:
         raise SkilltrainError("only an encoder has the form multi_vector", where=folder)
     for place in folder.glob("[0-9]_*"):
         shutil.rmtree(place)
-    multi_vector_layout(model).write(folder)
+    write_modules(model, folder, per_token=True)
 
 
 def _as_classifier(folder: Path) -> None:
@@ -67,14 +65,14 @@ def _as_classifier(folder: Path) -> None:
     stored = read_json(folder / "config.json").get("dtype")
     model = open_model(folder, precision="bfloat16" if stored == "bfloat16" else "float32")
     if not (isinstance(model, Reranker) and model.yes_no_ids is not None):
-        raise SkilltrainError("only a reranker with template.form=yes_no has the form sequence_classification; "
-                              "one of form pair is a classifier already", where=folder)  # fmt: skip
+        what = "only a reranker with template.form=yes_no has the form sequence_classification"
+        raise SkilltrainError(f"{what}; one of form pair is a classifier already", where=folder)
     model.network = _classifier(model)
     for path in folder.glob("*.safetensors*"):
         path.unlink()
     shutil.rmtree(folder / "1_LogitScore", ignore_errors=True)
     write_weights(model.network, folder, folder)
-    reranker_layout(model).write(folder)
+    write_modules(model, folder)
 
 
 def _classifier(model: Reranker) -> Any:
@@ -115,25 +113,24 @@ def _add_graph(folder: Path, form: Form) -> None:
     model = open_model(folder)
     if isinstance(model, Reranker) and model.settings.template.form == "cosine_pair":
         raise SkilltrainError(f"a reranker of form cosine_pair has no head to compute in {form}", where=folder)
-    network = model.backbone if isinstance(model, Encoder) else model.network
-    if isinstance(model, Reranker) and model.yes_no_ids is not None:
-        network = _classifier(model)
+    is_yes_no = isinstance(model, Reranker) and model.yes_no_ids is not None
+    network = _classifier(model) if is_yes_no else network_of(model)
     network.set_attn_implementation("sdpa")  # ours for packed texts is no part of a graph
     network.config.use_cache = network.base_model.config.use_cache = False
-    names = ["input_ids", "attention_mask"]
-    names += ["token_type_ids"] if (getattr(network.config, "type_vocab_size", None) or 0) > 1 else []
     ids, mask = torch.ones(2, 8, dtype=torch.long), torch.ones(2, 8, dtype=torch.long)
     mask[1, 5:] = 0  # a trace without padding would leave the mask out
-    example = (ids, mask, torch.zeros_like(ids))[: len(names)]
+    example = {"input_ids": ids, "attention_mask": mask}
+    if (getattr(network.config, "type_vocab_size", None) or 0) > 1:
+        example["token_type_ids"] = torch.zeros_like(ids)
     graph = _Graph(network).requires_grad_(False)
     try:
-        (_write_onnx if form == "onnx" else _write_openvino)(graph, example, names, folder)
+        (_write_onnx if form == "onnx" else _write_openvino)(graph, example, folder)
     except ImportError as error:
         fix = f"pip install 'skilltrain[{form}]'"
         raise SkilltrainError(f"this form needs the package {error.name}", where=form, fix=fix) from error
 
 
-def _write_onnx(graph: _Graph, example: tuple[Tensor, ...], names: list[str], folder: Path) -> None:
+def _write_onnx(graph: _Graph, example: dict[str, Tensor], folder: Path) -> None:
     import onnxscript  # noqa: F401  torch needs it
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
@@ -142,19 +139,21 @@ def _write_onnx(graph: _Graph, example: tuple[Tensor, ...], names: list[str], fo
     is_large = sum(value.numel() for value in graph.parameters()) * 4 > _MOST_IN_ONE_FILE
     axes = {0: torch.export.Dim("text"), 1: torch.export.Dim("token")}
     output = "logits" if heads(graph.network) else "last_hidden_state"
-    torch.onnx.export(graph, example, file, input_names=names, output_names=[output], external_data=is_large,
-                      dynamic_shapes=(axes,) * len(names), dynamo=True, verbose=False)  # fmt: skip
+    torch.onnx.export(
+        graph, (*example.values(),), file, input_names=[*example], output_names=[output], external_data=is_large,
+        dynamic_shapes=(axes,) * len(example), dynamo=True, verbose=False,
+    )  # fmt: skip
     quantize_dynamic(file, small, per_channel=True, weight_type=QuantType.QInt8, use_external_data_format=is_large)
 
 
-def _write_openvino(graph: _Graph, example: tuple[Tensor, ...], names: list[str], folder: Path) -> None:
+def _write_openvino(graph: _Graph, example: dict[str, Tensor], folder: Path) -> None:
     # Both send word of every conversion to their maker, unasked; without this package they run as well.
     sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
     import nncf
     import openvino
 
-    shapes = [(name, openvino.PartialShape([-1, -1]), openvino.Type.i64) for name in names]
-    converted = openvino.convert_model(graph, example_input=example, input=shapes)
+    shapes = [(name, openvino.PartialShape([-1, -1]), openvino.Type.i64) for name in example]
+    converted = openvino.convert_model(graph, example_input=(*example.values(),), input=shapes)
     compressed = nncf.compress_weights(converted, mode=nncf.CompressWeightsMode.INT8_ASYM)
     (folder / OPENVINO).parent.mkdir()
     openvino.save_model(compressed, folder / OPENVINO, compress_to_fp16=False)

@@ -14,21 +14,20 @@ from skilltrain.files import write_json
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import backbone_options, heads
 from skilltrain.models.pooling import Pooling
-from skilltrain.models.reranker import Reranker, RerankerSettings, yes_no_ids
+from skilltrain.models.reranker import Reranker, yes_no_ids
 
 _ST_VERSION = "6.2.0"  # the release of sentence-transformers whose folders these are; older ones warn
-_BASE = "sentence_transformers.base.modules"
-_TRANSFORMER = f"{_BASE}.transformer.Transformer"
-_NORMALIZE = f"{_BASE}.normalize.Normalize"
-_POOLING: dict[Pooling, tuple[str, str]] = {  # by its name, and by the flag that TEI reads
+_TRANSFORMER = "sentence_transformers.base.modules.transformer.Transformer"
+_NORMALIZE = "sentence_transformers.base.modules.normalize.Normalize"
+_POOLING = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"
+_MASK = "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask.MultiVectorMask"
+_LOGIT_SCORE = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
+_MODES: dict[Pooling, tuple[str, str]] = {  # by its name, and by the flag that TEI reads
     "mean": ("mean", "pooling_mode_mean_tokens"),
     "cls": ("cls", "pooling_mode_cls_token"),
     "last_token": ("lasttoken", "pooling_mode_lasttoken"),
 }
-_OLD_FLAGS = (
-    "pooling_mode_max_tokens",
-    "pooling_mode_mean_sqrt_len_tokens",
-)  # TEI's early releases refuse a folder without them
+_OLD_FLAGS = ("pooling_mode_max_tokens", "pooling_mode_mean_sqrt_len_tokens")  # early TEI refuses a folder without them
 IDENTITY = "torch.nn.modules.linear.Identity"
 
 
@@ -40,56 +39,37 @@ class Module(NamedTuple):
     settings: Mapping[str, Any]
 
 
-class Layout(NamedTuple):
-    """A model in sentence-transformers' words: its modules, and its prompts and the like."""
+def write_modules(model: Encoder | Reranker, folder: Path, per_token: bool = False) -> None:
+    """Write modules.json, config_sentence_transformers.json and each module's settings.
 
-    modules: Sequence[Module]
-    model: Mapping[str, Any]
-
-    def write(self, folder: Path) -> None:
-        """Write modules.json, config_sentence_transformers.json and each module's settings."""
-        listing = [
-            {"idx": number, "name": str(number), "path": module.folder, "type": module.class_path}
-            for number, module in enumerate(self.modules)
-        ]
-        write_json(folder / "modules.json", listing)
-        versioned = {"__version__": {"sentence_transformers": _ST_VERSION}, **self.model}
-        write_json(folder / "config_sentence_transformers.json", versioned)
-        for module in self.modules:
-            (folder / module.folder).mkdir(exist_ok=True)
-            file = "sentence_bert_config.json" if module.class_path == _TRANSFORMER else "config.json"
-            if module.settings:
-                write_json(folder / module.folder / file, module.settings)
-
-
-def encoder_layout(encoder: Encoder) -> Layout:
-    """For `SentenceTransformer`: one vector a text."""
-    mode, own_flag = _POOLING[encoder.settings.pooling]
-    pooling = {"embedding_dimension": encoder.dim, "pooling_mode": mode, "include_prompt": True}
-    pooling |= {flag: flag == own_flag for flag in (*(flag for _, flag in _POOLING.values()), *_OLD_FLAGS)}
-    package = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"
-    modules = [_token_vectors(encoder), Module(package, "1_Pooling", pooling), Module(_NORMALIZE, "2_Normalize", {})]
-    return Layout(modules, {"model_type": "SentenceTransformer", **_asks(encoder), "similarity_fn_name": "cosine"})
-
-
-def multi_vector_layout(encoder: Encoder) -> Layout:
-    """For `MultiVectorEncoder`: a vector a token, compared as `skilltrain.models.max_sim` does."""
-    mask = "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask.MultiVectorMask"
-    modules = [
-        _token_vectors(encoder),
-        Module(mask, "1_MultiVectorMask", {"skiplist_words": []}),
-        Module(_NORMALIZE, "2_Normalize", {"module_input_name": "token_embeddings"}),
+    For `SentenceTransformer`, or with a vector `per_token` for `MultiVectorEncoder`, whose scores are then those of
+    `skilltrain.models.max_sim`; for a reranker `CrossEncoder`.
+    """
+    if isinstance(model, Reranker):
+        modules, settings = _reranker_modules(model), _reranker_settings(model)
+    else:
+        modules, template = _encoder_modules(model, per_token), model.settings.template
+        settings = {
+            "model_type": "MultiVectorEncoder" if per_token else "SentenceTransformer",
+            "prompts": {"query": template.before_query(), "document": template.skill_prompt or ""},
+            "default_prompt_name": None,
+            "similarity_fn_name": "meanmaxsim" if per_token else "cosine",
+        }
+    listing = [
+        {"idx": number, "name": str(number), "path": module.folder, "type": module.class_path}
+        for number, module in enumerate(modules)
     ]
-    return Layout(modules, {"model_type": "MultiVectorEncoder", **_asks(encoder), "similarity_fn_name": "meanmaxsim"})
+    write_json(folder / "modules.json", listing)
+    versioned = {"__version__": {"sentence_transformers": _ST_VERSION}, **settings}
+    write_json(folder / "config_sentence_transformers.json", versioned)
+    for module in modules:
+        (folder / module.folder).mkdir(exist_ok=True)
+        if module.settings:
+            file = "sentence_bert_config.json" if module.class_path == _TRANSFORMER else "config.json"
+            write_json(folder / module.folder / file, module.settings)
 
 
-def _asks(encoder: Encoder) -> dict[str, Any]:
-    template = encoder.settings.template
-    prompts = {"query": template.before_query(), "document": template.skill_prompt or ""}
-    return {"prompts": prompts, "default_prompt_name": None}
-
-
-def _token_vectors(encoder: Encoder) -> Module:
+def _encoder_modules(encoder: Encoder, per_token: bool) -> Sequence[Module]:
     transformer: dict[str, Any] = {
         "transformer_task": "feature-extraction",
         # Without this entry, a tokenizer that has a chat template would wrap every text in it.
@@ -101,7 +81,14 @@ def _token_vectors(encoder: Encoder) -> Module:
     if "add_pooling_layer" in backbone_options(encoder.backbone.config):
         # Else every opening would report a pooler that is missing and that nothing uses.
         transformer["model_kwargs"] = {"add_pooling_layer": False}
-    return Module(_TRANSFORMER, "", transformer)
+    first = Module(_TRANSFORMER, "", transformer)
+    if per_token:
+        masked = Module(_MASK, "1_MultiVectorMask", {"skiplist_words": []})
+        return first, masked, Module(_NORMALIZE, "2_Normalize", {"module_input_name": "token_embeddings"})
+    mode, own_flag = _MODES[encoder.settings.pooling]
+    pooling = {"embedding_dimension": encoder.dim, "pooling_mode": mode, "include_prompt": True}
+    pooling |= {flag: flag == own_flag for flag in (*(flag for _, flag in _MODES.values()), *_OLD_FLAGS)}
+    return first, Module(_POOLING, "1_Pooling", pooling), Module(_NORMALIZE, "2_Normalize", {})
 
 
 def _limit(max_tokens: int) -> dict[str, Any]:
@@ -109,63 +96,47 @@ def _limit(max_tokens: int) -> dict[str, Any]:
     return {"max_seq_length": max_tokens, "do_lower_case": False}
 
 
-def reranker_layout(reranker: Reranker) -> Layout:
-    """For `CrossEncoder`, which refuses the form cosine_pair: none of its modules computes it, and this names ours."""
-    form, settings = reranker.settings.template.form, reranker.settings
-    prompts = {"instruction": settings.template.instruction} if form == "yes_no" else {}
+def _reranker_settings(reranker: Reranker) -> dict[str, Any]:
+    template = reranker.settings.template
+    prompts = {"instruction": template.instruction} if template.form == "yes_no" else {}
+    named = {"prompts": prompts, "default_prompt_name": next(iter(prompts), None)}
+    layer = _half_precision_head(reranker)
+    kept = {"keep_in_fp32_modules": [layer]} if layer else {}
+    return {"model_type": "CrossEncoder", **named, "activation_fn": IDENTITY, **kept}
+
+
+def _reranker_modules(reranker: Reranker) -> Sequence[Module]:
+    """One module for a classification head; for the chat form the network, and two rows of its vocabulary.
+
+    `CrossEncoder` refuses the form cosine_pair: none of its modules computes it, and this names ours.
+    """
+    form, limit = reranker.settings.template.form, _limit(reranker.settings.max_tokens)
     if form == "cosine_pair":
-        modules = [Module("skilltrain.models.reranker.load_reranker", "", {})]
-    elif form == "pair":
-        pair = _pair_settings(settings, reranker.tokenizer) | _limit(settings.max_tokens)
-        modules = [Module(_TRANSFORMER, "", pair)]
-    else:
-        modules = _yes_no_modules(reranker)
-    model: dict[str, Any] = {
-        "model_type": "CrossEncoder",
-        "prompts": prompts,
-        "default_prompt_name": next(iter(prompts), None),
-        "activation_fn": IDENTITY,
-    }
-    if float32_layer := _half_precision_head(reranker):
-        model["keep_in_fp32_modules"] = [float32_layer]
-    return Layout(modules, model)
-
-
-def _yes_no_modules(reranker: Reranker) -> list[Module]:
-    """The chat form, scored by two rows of the vocabulary or, for sequence classification, by their difference."""
+        return (Module("skilltrain.models.reranker.load_reranker", "", {}),)
     logits = {"method": "forward", "method_output_name": "logits"}
-    is_classifier = bool(heads(reranker.network))
-    output = "scores" if is_classifier else "causal_logits"
-    transformer = {
-        "transformer_task": "sequence-classification" if is_classifier else "text-generation",
-        "modality_config": {"text": logits, "message": logits | {"format": "flat"}},
-        "module_output_name": output,
-        **_limit(reranker.settings.max_tokens),
-    }
-    modules = [Module(_TRANSFORMER, "", transformer)]
-    if not is_classifier:
-        yes, no = yes_no_ids(reranker.tokenizer)
-        score = {"true_token_id": yes, "false_token_id": no, "module_input_name": output}
-        modules.append(
-            Module("sentence_transformers.cross_encoder.modules.logit_score.LogitScore", "1_LogitScore", score)
-        )
-    return modules
+    classifier = {"transformer_task": "sequence-classification", "module_output_name": "scores", **limit}
+    if form == "pair":
+        cut = {"processing_kwargs": {"text": {"truncation": _truncation(reranker)}}}
+        return (Module(_TRANSFORMER, "", classifier | {"modality_config": {"text": logits}} | cut),)
+    chat = {"modality_config": {"text": logits, "message": logits | {"format": "flat"}}}
+    if heads(reranker.network):
+        return (Module(_TRANSFORMER, "", classifier | chat),)
+    output = "causal_logits"
+    network = {"transformer_task": "text-generation", "module_output_name": output, **limit}
+    yes, no = yes_no_ids(reranker.tokenizer)
+    score = {"true_token_id": yes, "false_token_id": no, "module_input_name": output}
+    return Module(_TRANSFORMER, "", network | chat), Module(_LOGIT_SCORE, "1_LogitScore", score)
 
 
-def _pair_settings(settings: RerankerSettings, tokenizer: Any) -> dict[str, Any]:
-    """A classification head on the two segments, of which, as in our reranker, the skill alone is cut.
+def _truncation(reranker: Reranker) -> str:
+    """How a pair is cut: the skill alone, as by our reranker.
 
     `longest_first` does so as long as the query takes no more than half of the tokens, and it can cut a longer query;
     `only_second` always does so, but fails for a query that fills the whole pair.
     """
-    half = (settings.max_tokens - tokenizer.num_special_tokens_to_add(pair=True)) // 2
-    truncation = "longest_first" if settings.query_max_tokens <= half else "only_second"
-    return {
-        "transformer_task": "sequence-classification",
-        "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}},
-        "module_output_name": "scores",
-        "processing_kwargs": {"text": {"truncation": truncation}},
-    }
+    settings = reranker.settings
+    half = (settings.max_tokens - reranker.tokenizer.num_special_tokens_to_add(pair=True)) // 2
+    return "longest_first" if settings.query_max_tokens <= half else "only_second"
 
 
 def _half_precision_head(reranker: Reranker) -> str | None:

@@ -5,7 +5,6 @@ What others could not use is not sent.
 
 import tempfile
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,14 @@ from skilltrain.data.screening.secret_keys import database_passwords, secret_key
 from skilltrain.errors import SkilltrainError
 from skilltrain.export import Form
 from skilltrain.export.card import Published, RunRecord, model_card
-from skilltrain.export.folder import copy_model, save_adapter, save_model
+from skilltrain.export.folder import copy_model, network_of, save_adapter, save_model
 from skilltrain.export.forms import open_model, write_form
 from skilltrain.files import read_json, staged_folder, write_text
 from skilltrain.models.adapters import merge_adapter
-from skilltrain.models.encoder import Encoder, EncoderSettings
-from skilltrain.models.loading import CHECKPOINT_FILE, stored_settings
+from skilltrain.models.encoder import Encoder
+from skilltrain.models.loading import CHECKPOINT_FILE
 from skilltrain.models.pooling import max_sim
-from skilltrain.models.reranker import Reranker, RerankerSettings
+from skilltrain.models.reranker import Reranker
 from skilltrain.records import Skill
 from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, RUN_FILE, record_of
 from skilltrain.terminal import say
@@ -56,23 +55,20 @@ def save_trained(
     `exported` names a checkpoint that is not what the run ended with; `interpolate` is the share of its weights in a
     mean with those that training started from. On the CPU: the GPU may still hold the model.
     """
-    model = load_model(config, torch.device("cpu"))
-    load_weights(model, "model", checkpoint)
+    model = _model_at(config, checkpoint)
     if interpolate is not None:
         _mix_with_base(model, config, interpolate)
     if config.adapter is not None:
-        name = "backbone" if isinstance(model, Encoder) else "network"
-        setattr(model, name, merge_adapter(getattr(model, name)))
-    card = model_card(_facts(config, model.settings, summary, exported, interpolate))
+        merge_adapter(network_of(model))
+    recipe = config.model_dump(mode="json")
+    card = model_card(RunRecord(model.settings, recipe, summary, exported, interpolate, run=config.out))
     save_model(model.eval(), out, config.model.source, card, interpolate)
 
 
-def _facts(
-    config: TrainConfig, settings: EncoderSettings | RerankerSettings, summary: Mapping[str, Any],
-    exported: str | None, interpolate: float | None, form: Form | None = None,
-) -> RunRecord:  # fmt: skip
-    recipe = config.model_dump(mode="json")
-    return RunRecord(settings, config.model.source, recipe, summary, exported, interpolate, form, config.out)
+def _model_at(config: TrainConfig, checkpoint: Path) -> Encoder | Reranker:
+    model = load_model(config, torch.device("cpu"))
+    load_weights(model, "model", checkpoint)
+    return model
 
 
 def _mix_with_base(model: Encoder | Reranker, config: TrainConfig, share: float) -> None:
@@ -103,7 +99,6 @@ def export_run(
     interpolate with, no such form of the model, `out` is not empty, or a report that is `published` is of another
     model.
     """
-    published.check()
     config, summary = _read(run)
     if published.reports and not (summary and checkpoint is None and interpolate is None):
         what = "a report is of the model that the run ended with"
@@ -116,8 +111,7 @@ def export_run(
             what = "trained an adapter (LoRA), and only runs that trained all weights can be interpolated"
             raise SkilltrainError(what, where=run, fix="train without adapter, or export without --interpolate")
         checkpoint = checkpoint or summary.get("checkpoint")
-    found = None if summary and checkpoint is None else _checkpoint(run / CHECKPOINTS, checkpoint)
-    _check_free(out)
+    found = None if summary and checkpoint is None else _checkpoint(run, checkpoint)
     with staged_folder(out) as staged:
         exported = None
         if found is None:
@@ -128,11 +122,8 @@ def export_run(
             save_trained(config, found, staged, summary, exported, interpolate)
         if form is not None:
             write_form(staged, form)
-        kind, settings = (
-            ("encoder", EncoderSettings) if config.stage == "train_encoder" else ("reranker", RerankerSettings)
-        )
-        own = settings.model_validate(stored_settings(staged, kind))
-        facts = replace(_facts(config, own, summary, exported, interpolate, form), run=run)
+        settings = open_model(staged, "meta").settings
+        facts = RunRecord(settings, config.model_dump(mode="json"), summary, exported, interpolate, form, run)
         write_text(staged / "README.md", model_card(facts, published))
     return {"out": str(out), "stage": config.stage, "checkpoint": found.name if found else summary.get("checkpoint")}
 
@@ -145,12 +136,9 @@ def export_adapter(run: Path, out: Path, checkpoint: str | None = None) -> dict[
     config, summary = _read(run)
     if config.adapter is None:
         raise SkilltrainError("trained all weights, no adapter", where=run, fix="export without --adapter")
-    found = _checkpoint(run / CHECKPOINTS, checkpoint or summary.get("checkpoint"))
-    _check_free(out)
-    model = load_model(config, torch.device("cpu"))
-    load_weights(model, "model", found)
+    found = _checkpoint(run, checkpoint or summary.get("checkpoint"))
     with staged_folder(out) as staged:
-        save_adapter(model, staged, config.model.source)
+        save_adapter(_model_at(config, found), staged, config.model.source)
     return {"out": str(out), "stage": config.stage, "checkpoint": found.name}
 
 
@@ -165,8 +153,9 @@ def _read(run: Path) -> tuple[TrainConfig, Mapping[str, Any]]:
     return validate(_CONFIGS[stage], recipe, run / RECIPE_FILE), record["summary"] if record["finished"] else {}
 
 
-def _checkpoint(folder: Path, name: str | None) -> Path:
-    """The checkpoint of that name in `folder`; the newest without a name."""
+def _checkpoint(run: Path, name: str | None) -> Path:
+    """The checkpoint of that name, or best; the newest without a name."""
+    folder = run / CHECKPOINTS
     found = {path.name: path for path in checkpoints(folder)}
     if not found:
         raise SkilltrainError("holds no checkpoint", where=folder, fix="train for longer, or lower training.save_every")
@@ -175,14 +164,6 @@ def _checkpoint(folder: Path, name: str | None) -> Path:
         what = "no checkpoint was marked as best" if name == "best" else f"no checkpoint '{name}'"
         raise SkilltrainError(f"{what}; there are {', '.join(found)}", where=folder)
     return chosen
-
-
-def _check_free(out: Path) -> None:
-    if out.name in ("", ".."):
-        raise SkilltrainError("is no name for an output folder", where=out)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        fix = "choose another --out, or delete it"
-        raise SkilltrainError("the output exists, and is no empty folder", where=out, fix=fix)
 
 
 def push_model(
@@ -195,7 +176,6 @@ def push_model(
     which plain sentence-transformers gives other scores, a file that holds a key, a repository that is public without
     `public` or holds something else, and whatever the Hub refuses.
     """
-    published.check()
     assert published.repo is not None
     with tempfile.TemporaryDirectory(prefix="skilltrain-push-") as scratch:
         folder = Path(scratch) / "model"
