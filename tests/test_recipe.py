@@ -169,8 +169,8 @@ def test_changed_settings_and_changed_inputs_are_another_run(library, tmp_path):
     out, library = tmp_path / "out", shutil.copytree(library, tmp_path / "library")
     run_recipe(pool_config(library, out))
     before = contents(out)
-    with pytest.raises(SkilltrainError, match=r"out: the output folder holds another run: max_body_chars differs"):
-        run_recipe(pool_config(library, out, max_body_chars=50))
+    with pytest.raises(SkilltrainError, match=r"out: the output folder holds another run: drop_duplicates differs"):
+        run_recipe(pool_config(library, out, drop_duplicates=False))
     (library / "skills" / "data" / "csv-repair" / "SKILL.md").write_text("# Another\nAnother body.\n")
     with pytest.raises(SkilltrainError, match=r"holds another run: the content of sources\.0 differs"):
         run_recipe(pool_config(library, out))

@@ -77,7 +77,7 @@ def test_folder_of_skill_files_in_which_a_bad_one_costs_only_itself(tmp_path: Pa
         "a/SKILL.md": "# No frontmatter\n\nReads the news.", "a/data.jsonl": "{}",
         "b/lower/skill.md": "---\nname: low\n---\nlower case file name",
         "binary/SKILL.md": bytes(range(256)) * 20, "empty/SKILL.md": "---\nname: e\ndescription: d\n---\n  \n",
-        "long/SKILL.md": "x" * 1001, "locked/SKILL.md": "Body.", "pipe/SKILL.md": None,
+        "long/SKILL.md": "x" * 200_001, "locked/SKILL.md": "Body.", "pipe/SKILL.md": None,
     })  # fmt: skip
     whole_stat = Path.stat  # made to fail here: the tests may run as root, for whom chmod locks nothing
 
@@ -87,7 +87,7 @@ def test_folder_of_skill_files_in_which_a_bad_one_costs_only_itself(tmp_path: Pa
         return whole_stat(path, **options)
 
     monkeypatch.setattr(Path, "stat", stat)
-    skills, dropped, summary = make(tmp_path, root, max_body_chars=1000)
+    skills, dropped, summary = make(tmp_path, root)
     assert ids(skills) == ["a", "b/lower", "b/mail", "long"]
     assert [skill["name"] for skill in skills] == ["a", "low", "Mail", "long"]
     assert (skills[2]["category"], skills[2]["source"], skills[0]["description"]) == (
@@ -100,7 +100,7 @@ def test_folder_of_skill_files_in_which_a_bad_one_costs_only_itself(tmp_path: Pa
     assert all(told["query_id"] == "" and told["reason"] and told["source"] == str(root) for told in dropped)
     assert "locked/SKILL.md: Permission denied" in [told["reason"] for told in dropped]
     (cut,) = (told for told in dropped if told["filter"] == "body_too_long")
-    assert (len(skills[3]["body"]), cut["value"], "kept" in cut["reason"]) == (1000, 1001.0, True)
+    assert (len(skills[3]["body"]), cut["value"], "kept" in cut["reason"]) == (200_000, 200_001.0, True)
     assert (summary["num_found"], summary["num_skills"], summary["num_cut"]) == ({str(root): 8}, 4, 1)
     assert sum(summary["num_dropped"].values()) == 4
 

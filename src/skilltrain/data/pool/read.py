@@ -40,7 +40,7 @@ def read_pool(path: Path | str) -> list[Skill]:
     file = table_path(Path(path), SKILLS)
     if file.is_file() and file.name == f"{SKILLS.name}.parquet":
         return read_skills(file)
-    sources, dropped = read_sources([path], MAX_BODY_CHARS)
+    sources, dropped = read_sources([path])
     skills, repeated = merge_sources(sources, drop_duplicates=False)
     if dropped := [drop for drop in dropped + repeated if drop.filter != CUT]:
         why = ", ".join(f"{name} {num}" for name, num in counted(drop.filter for drop in dropped).items())
@@ -50,7 +50,7 @@ def read_pool(path: Path | str) -> list[Skill]:
 
 
 def skill_file(pool: Path, skill_id: str) -> Path | None:
-    """Where the SKILL.md of a skill lies, below `pool` or a source that the run in `pool` read; None if it is gone."""
+    """The SKILL.md of a skill, below `pool` or a source that the run in `pool` read; None if it is gone."""
     sources = record_of(pool).get("recipe", {}).get("sources", ())
     return find_skill_file([pool, *(Path(source) for source in sources if isinstance(source, str))], skill_id)
 
@@ -78,7 +78,7 @@ def skills_of_rows(rows: Iterable[Mapping[str, Any]]) -> list[Skill]:
     return merge_sources([[_with_lang(one) for one in found if isinstance(one, Skill)]], drop_duplicates=False)[0]
 
 
-def read_sources(sources: Sequence[Path | str], max_body_chars: int) -> tuple[list[list[Skill]], list[Dropped]]:
+def read_sources(sources: Sequence[Path | str]) -> tuple[list[list[Skill]], list[Dropped]]:
     """(the skills of each source, what was left out or cut).
 
     Raises SkilltrainError where a source cannot be read at all or where no skill is left.
@@ -91,11 +91,10 @@ def read_sources(sources: Sequence[Path | str], max_body_chars: int) -> tuple[li
             if isinstance(found, Dropped):
                 refused.append(found)
                 continue
-            num_chars = len(found.body)
-            if num_chars > max_body_chars:
-                reason = f"kept, its body cut from {num_chars:,} to {max_body_chars:,} characters"
+            if (num_chars := len(found.body)) > MAX_BODY_CHARS:
+                reason = f"kept, its body cut from {num_chars:,} to {MAX_BODY_CHARS:,} characters"
                 refused.append(Dropped("", found.skill_id, CUT, reason, float(num_chars)))
-            skills.append(_with_lang(replace(found, body=found.body[:max_body_chars].rstrip())))
+            skills.append(_with_lang(replace(found, body=found.body[:MAX_BODY_CHARS].rstrip())))
         read.append(skills)
         dropped += [replace(drop, source=clean_text(str(source))) for drop in refused]
         if not skills and len(sources) > 1:
@@ -127,8 +126,8 @@ def merge_sources(sources: Sequence[Sequence[Skill]], drop_duplicates: bool) -> 
     kept, dropped = list[Skill](), list[Dropped]()
     for skill in (skill for skills in sources for skill in sorted(skills, key=lambda skill: skill.skill_id)):
         own_id, content = skill.skill_id, _content_digest(skill)
-        if content in first_with and (drop_duplicates or (own_id, content) in seen):
-            first = first_with[content]
+        first = first_with.get(content)
+        if first is not None and (drop_duplicates or (own_id, content) in seen):
             reason = f"has the same name and body as {first}"
             dropped.append(Dropped("", own_id, "duplicate", reason, other_id=first))
             continue
@@ -182,15 +181,17 @@ def _read_folder(root: Path) -> Found:
         return
     skill_files, shards, refused = _walk(root)
     own_folders = {file.parent for file in skill_files} - {root}  # what lies in one is part of that skill
-    loose = [file for file in shards if file != table and own_folders.isdisjoint(file.parents)]
+    unread = [file for file in shards if file != table and own_folders.isdisjoint(file.parents)]
     if table.is_file():
         yield from _read_parquet(table)
-        unread = [*skill_files, *loose]
-    elif skill_files or shards:
+        unread = [*skill_files, *unread]
+    elif skill_files:
         yield from refused
         yield from (_read_skill_file(file, root) for file in skill_files)
-        yield from _read_shards(shards if not skill_files else [])
-        unread = loose if skill_files else []
+    elif shards:
+        yield from refused
+        yield from _read_shards(shards)
+        unread = []
     else:
         raise SkilltrainError("holds no SKILL.md, .jsonl, .jsonl.gz or .parquet file", where=root)
     if unread:
@@ -252,19 +253,17 @@ def _read_jsonl(path: Path) -> Found:
     number, name = 0, clean_text(path.name)
     try:
         for number, line in numbered_lines(path):
-            yield _skill_of_line(line, f"{name}, line {number}", name)
+            place = f"{name}, line {number}"
+            try:
+                row = json_object(line)
+            except ValueError as error:
+                yield Dropped("", "", "not_json", f"{place} is no JSON object: {error}")
+            else:
+                yield skill_from_row(row, place, name)
     except BROKEN_LINES as error:
         if not number:
             raise SkilltrainError(f"cannot be read: {reason_of(error)}", where=path) from error
         yield Dropped("", "", "unreadable", f"{name} breaks off after line {number}: {reason_of(error)}")
-
-
-def _skill_of_line(line: bytes, place: str, source: str) -> Skill | Dropped:
-    try:
-        row = json_object(line)
-    except ValueError as error:
-        return Dropped("", "", "not_json", f"{place} is no JSON object: {error}")
-    return skill_from_row(row, place, source)
 
 
 def _read_parquet(path: Path) -> Found:

@@ -12,14 +12,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from skilltrain.config import Config, InputPath, parse_yaml, validate
 from skilltrain.data import counted
-from skilltrain.data.pool.read import (
-    CUT,
-    HF_PREFIX,
-    MAX_BODY_CHARS,
-    find_skill_file,
-    merge_sources,
-    read_sources,
-)
+from skilltrain.data.pool.read import CUT, HF_PREFIX, find_skill_file, merge_sources, read_sources
 from skilltrain.data.screening import count_flagged, screen_pool, write_flags
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
@@ -41,18 +34,13 @@ class PoolConfig(Config):
         description="folders with SKILL.md files, .jsonl, .jsonl.gz or .parquet files or folders of them, "
         "hf:owner/name[:split]; the earlier source keeps an id that two share",
     )
-    max_body_chars: int = Field(
-        default=MAX_BODY_CHARS, ge=1, description="longer bodies are cut to this many characters"
-    )
     drop_duplicates: bool = Field(default=True, description="keep one of the skills with the same name and body")
     categories: Literal["keep", "taxonomy", "from_pool"] = Field(
         default="keep",
         description="skills without a category: keep leaves them so, taxonomy (the default where there is an encoder) "
         "gives the nearest of the taxonomy, from_pool the nearest of those that other skills have",
     )
-    taxonomy: InputPath | None = Field(
-        default=None, description="YAML list of name and description, for categories: taxonomy; else the packaged one"
-    )
+    taxonomy: InputPath | None = Field(default=None, description="YAML list of name and description; else our own")
     encoder: EncoderSource | None = Field(default=None, description="the encoder that finds the nearest category")
     workers: WorkersConfig = Field(default=WorkersConfig(), description="who screens the skills")
     out: Path = Field(description="folder to write skills.parquet, dropped.parquet and flags.parquet to")
@@ -82,11 +70,8 @@ class PoolConfig(Config):
 
 
 def run_pool(config: PoolConfig, out: Path) -> dict[str, Any]:
-    """Write SKILLS, DROPPED and FLAGS; the counts of what was found (kept or dropped), categorised and flagged.
-
-    Raises SkilltrainError where a source cannot be read at all or where no skill is left.
-    """
-    sources, dropped = read_sources(config.sources, config.max_body_chars)
+    """Write SKILLS, DROPPED and FLAGS; the counts of what was found (kept or dropped), categorised and flagged."""
+    sources, dropped = read_sources(config.sources)
     refused = Counter(drop.source for drop in dropped if drop.filter != CUT)
     merged, repeated = merge_sources(sources, config.drop_duplicates)
     dropped += repeated
@@ -120,16 +105,12 @@ def run_pool(config: PoolConfig, out: Path) -> dict[str, Any]:
 
 
 def audit(texts: Sequence[str]) -> dict[str, float]:
-    """What metadata are worth: the shares of empty texts and of those under 10 and 25 words; median and P90 of words.
-
-    SkillRouter's claim that descriptions do not suffice holds for a pool as far as its descriptions are short.
-    """
+    """What metadata are worth: the shares of empty texts and of those under 10 and 25 words; median and P90 words."""
     words = np.array([num_words(text) for text in texts])
-    limits = {"empty": 1, "under_10": 10, "under_25": 25}
     median, ninth = np.quantile(words, (0.5, 0.9)).tolist()
-    return {name: round(float((words < limit).mean()), 4) for name, limit in limits.items()} | {
-        "median": median, "p90": ninth,
-    }  # fmt: skip
+    limits = {"empty": 1, "under_10": 10, "under_25": 25}
+    shares = {name: round(float((words < limit).mean()), 4) for name, limit in limits.items()}
+    return shares | {"median": median, "p90": ninth}
 
 
 def _fill_categories(skills: Sequence[Skill], config: PoolConfig) -> Sequence[Skill]:
@@ -148,8 +129,8 @@ def _fill_categories(skills: Sequence[Skill], config: PoolConfig) -> Sequence[Sk
     else:
         names, vectors = mean_vectors(encode_skills(encoder, members), [skill.category or "" for skill in members])
     nearest = (encode_skills(encoder, without) @ vectors.T).argmax(axis=1)  # ties go to the earlier category
-    given = dict(zip((skill.skill_id for skill in without), nearest.tolist(), strict=True))
-    return [replace(one, category=names[given[one.skill_id]]) if one.skill_id in given else one for one in skills]
+    given = iter(nearest.tolist())
+    return [replace(one, category=names[next(given)]) if one.category is None else one for one in skills]
 
 
 Line = Annotated[str, AfterValidator(one_line), Field(pattern=r"\S")]
