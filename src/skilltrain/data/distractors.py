@@ -1,17 +1,15 @@
 """Stage `distractors`: what makes an Easy tier Hard (SkillRouter, section 3 and appendix B).
 
 The paper has GPT-4o-mini write 780 skills that resemble gold skills and are functionally distinct. The table made
-here is one more source for the stage `pool`: Hard = Easy + distractors. Three things differ on purpose: one request
-asks for one distractor, so that what fails is asked for again alone and no answer is cut off; the other gold skills of
-the same tasks are named as what must not be written either, for a "different problem of the same domain" is often just
-what another gold skill of the task solves; and no query is shown, so that the benchmark's words do not leak into the
-pool.
+here is one more source for the stage `pool`: Hard = Easy + distractors. Three things differ on purpose: a request asks
+for one distractor, so that what fails is asked for again alone; the other gold skills of the same tasks are named as
+what must not be written either, for they often solve the "different problem of the same domain"; and no query is
+shown, so that the benchmark's words do not leak into the pool.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -37,7 +35,7 @@ ACCEPTED_WORDS: Final = 150, 2400  # of a body
 MAX_JACCARD: Final = 0.6  # of a body's trigrams with those of a gold body or another distractor, as in stage `filter`
 # Of the longest answer asked for, as a JSON string: 1.3 a word in English prose, more in code and other scripts.
 NUM_TOKENS: Final = math.ceil(ASKED_WORDS[1] * 1.6) + 100
-_MAX_SIBLINGS = 12
+_MAX_SIBLINGS, _BODY_CHARS = 12, 4000  # that the model is shown
 
 
 class DistractorsConfig(Config):
@@ -46,25 +44,17 @@ class DistractorsConfig(Config):
     stage: Literal["distractors"] = "distractors"
     benchmark: InputPath = Field(description="benchmark folder whose gold skills are to be resembled")
     split: str | None = Field(default=None, description="only the gold skills of this split's queries; null: of all")
-    pool: InputPath | None = Field(
-        default=None, description="SKILLS table with the gold skills that the benchmark's own folder does not hold"
-    )
+    pool: InputPath | None = Field(default=None, description="SKILLS with the gold skills that the benchmark lacks")
     llm: LLMConfig = Field(description="who writes, kind openai or smollm2; needs a long llm.max_tokens, such as 3000")
-    num_distractors: int = Field(
-        default=3, ge=1, le=9,
-        description="for each gold skill, one after the other in three strategies; the paper: 3-5",
-    )  # fmt: skip
-    body_chars: int = Field(default=4000, ge=1, description="how much of a gold body the model is shown")
+    num_distractors: int = Field(default=3, ge=1, le=9, description="for each gold skill, in three strategies by turns")
     seed: Seed = Field(default=0, description="decides the model's seeds")
     out: Path = Field(description="folder for skills, flags and dropped")
 
     @model_validator(mode="after")
     def _enough_tokens(self) -> "DistractorsConfig":
         if self.llm.max_tokens < NUM_TOKENS:
-            raise ValueError(
-                f"llm.max_tokens is {self.llm.max_tokens}, but a body of {ASKED_WORDS[1]} words takes about "
-                f"{NUM_TOKENS} tokens; set llm.max_tokens={NUM_TOKENS} or more"
-            )
+            few = f"llm.max_tokens is {self.llm.max_tokens}, too few for a body of {ASKED_WORDS[1]} words"
+            raise ValueError(f"{few}; set llm.max_tokens={NUM_TOKENS} or more")
         return self
 
 
@@ -75,17 +65,13 @@ class Distractor:
     `siblings` are the other gold skills of the queries that need the gold skill.
     """
 
+    skill_id: str
     gold: Skill
     siblings: tuple[Skill, ...]
     strategy: str
     number: int
     total: int
     query_id: str = ""
-
-    @property
-    def skill_id(self) -> str:
-        """The name of the gold skill and the strategy."""
-        return f"distractor/{self.gold.skill_id}/{self.strategy}" + (f"-{self.number}" if self.number > 1 else "")
 
 
 def run_distractors(config: DistractorsConfig, out: Path) -> dict[str, Any]:
@@ -123,19 +109,24 @@ def _num_asked(questions: Questions[Distractor, Skill]) -> dict[str, Any]:
 
 
 def _questions(config: DistractorsConfig) -> Questions[Distractor, Skill]:
-    golds = gold_skills(config)
-    wanted = wanted_distractors(golds, config.num_distractors)
+    """For each gold skill its distractors, in the strategies by turns."""
+    golds, order, wanted = gold_skills(config), [*STRATEGIES], list[Distractor]()
+    for gold, siblings in golds:
+        for place in range(config.num_distractors):
+            turn, which = divmod(place, len(order))
+            total = len(range(which, config.num_distractors, len(order)))
+            skill_id = f"distractor/{gold.skill_id}/{order[which]}" + (f"-{turn + 1}" if turn else "")
+            wanted.append(Distractor(skill_id, gold, siblings, order[which], turn + 1, total))
     known = [(gold, word_trigrams(gold.body)) for gold, _ in golds]
 
     def read(one: Distractor, answer: str) -> Skill:
         skill = read_draft(one, answer, f"distractors:{config.llm.model}")
-        check_length(skill)
-        check_no_copy(skill, known, len(golds))
-        known.append((skill, word_trigrams(skill.body)))
+        trigrams = word_trigrams(skill.body)
+        _check(skill, trigrams, known, len(golds))
+        known.append((skill, trigrams))
         return skill
 
-    prompt_of = partial(_prompt, config.body_chars)
-    return questions_of(config.llm, wanted, prompt_of, config.seed, read, NUM_TOKENS, "writing distractors")
+    return questions_of(config.llm, wanted, _prompt, config.seed, read, NUM_TOKENS, "writing distractors")
 
 
 def gold_skills(config: DistractorsConfig) -> list[tuple[Skill, tuple[Skill, ...]]]:
@@ -159,22 +150,10 @@ def gold_skills(config: DistractorsConfig) -> list[tuple[Skill, tuple[Skill, ...
     return [(known[i], tuple(known[other] for other in others)) for i, others in siblings.items()]
 
 
-def wanted_distractors(golds: Sequence[tuple[Skill, tuple[Skill, ...]]], num_distractors: int) -> list[Distractor]:
-    """Each gold skill's distractors, in the strategies by turns."""
-    order = [*STRATEGIES]
-    wanted: list[Distractor] = []
-    for gold, siblings in golds:
-        for place in range(num_distractors):
-            turn, which = divmod(place, len(order))
-            total = len(range(which, num_distractors, len(order)))
-            wanted.append(Distractor(gold, siblings, order[which], turn + 1, total))
-    return wanted
-
-
-def _prompt(body_chars: int, wanted: Distractor) -> tuple[str, str]:
+def _prompt(wanted: Distractor) -> tuple[str, str]:
     """What a chat model is told, so that it writes a skill that resembles the gold skill in a search and is wrong."""
     gold = wanted.gold
-    lines = [f"Category: {untrusted_line(gold.category or 'none given')}", untrusted_skill(gold, 500, body_chars)]
+    lines = [f"Category: {untrusted_line(gold.category or 'none given')}", untrusted_skill(gold, 500, _BODY_CHARS)]
     siblings = [f"- {untrusted_line(one.name)}: {untrusted_line(one.description, 160)}" for one in wanted.siblings]
     lines += ["Not these either:", *(siblings[:_MAX_SIBLINGS] or ["(none)"])]
     low, high = ASKED_WORDS
@@ -200,27 +179,19 @@ def read_draft(wanted: Distractor, answer: str, source: str) -> Skill:
     return Skill(wanted.skill_id, draft.name, draft.description, draft.body, gold.category, gold.lang, source)
 
 
-def check_length(skill: Skill) -> None:
-    """Raise AnswerError where a body is too short or too long."""
-    count, (fewest, most) = num_words(skill.body), ACCEPTED_WORDS
-    if not fewest <= count <= most:
-        kind, limit = ("too_short", f"fewer than {fewest}") if count < fewest else ("too_long", f"more than {most}")
-        raise AnswerError(kind, f"its body has {count} words, {limit}", count)
-
-
-def check_no_copy(skill: Skill, known: Sequence[tuple[Skill, Trigrams]], num_golds: int) -> None:
-    """Raise AnswerError where `skill` is a copy of one that is known, the first `num_golds` of which are gold skills.
+def _check(skill: Skill, trigrams: Trigrams, known: Sequence[tuple[Skill, Trigrams]], num_golds: int) -> None:
+    """Raise AnswerError where a body is too short or too long, or a copy of a known one; gold skills are known first.
 
     A copy of a gold skill would be a right answer counted as wrong.
     """
-    name, trigrams = name_key(skill.name), word_trigrams(skill.body)
+    count, (fewest, most) = num_words(skill.body), ACCEPTED_WORDS
+    if not fewest <= count <= most:
+        kind = "too_short" if count < fewest else "too_long"
+        raise AnswerError(kind, f"its body has {count} words, {fewest} to {most} are wanted", count)
     for other, _ in known:
-        if name == name_key(other.name):
+        if name_key(skill.name) == name_key(other.name):
             raise AnswerError("same_name", f"it has the name of {other.skill_id}", other_id=other.skill_id)
     for place, (other, others) in enumerate(known):
         if (likeness := jaccard(trigrams, others)) > MAX_JACCARD:
-            kind, reason = (
-                "near_copy" if place < num_golds else "duplicate",
-                f"its body is nearly that of {other.skill_id}",
-            )
+            kind, reason = "near_copy" if place < num_golds else "duplicate", f"its body is nearly {other.skill_id}'s"
             raise AnswerError(kind, reason, round(likeness, 4), other.skill_id)
