@@ -132,10 +132,9 @@ def test_alpha_weighs_similarity_against_compatibility_with_earlier_steps() -> N
 
 
 def test_a_step_that_nothing_fits_has_no_skill() -> None:
-    draft = Draft(("zzz", "get rows", "send it"))
-    found: list[Ranking] = [[("csv", 0.0), ("mail", 0.0)], [("csv", 0.2)], [("mail", 0.6), ("csv", 0.1)]]
-    steps = compose("x", draft, found, SKILLS, ComposeConfig(min_score=0.3))
-    assert [(step.skill_id, len(step.candidates)) for step in steps] == [(None, 0), (None, 0), ("mail", 1)]
+    found: list[Ranking] = [[("csv", 0.0), ("mail", 0.0)], [], [("mail", 0.6), ("csv", 0.1)]]
+    steps = compose("x", Draft(("zzz", "get rows", "send it")), found, SKILLS, ComposeConfig())
+    assert [(step.skill_id, len(step.candidates)) for step in steps] == [(None, 0), (None, 0), ("mail", 2)]
 
 
 def _find(texts: Sequence[str], keep: int) -> list[Ranking]:

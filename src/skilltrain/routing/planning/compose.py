@@ -21,7 +21,7 @@ from skilltrain.report.page import counted
 from skilltrain.routing.planning.rules import GIVES, TAKES, Draft, dependencies, kinds_in, levels_of
 from skilltrain.texts import printable, words_of
 
-_NOT_PLAIN = re.compile(r"[^\w .,:/()'’，。：-]")  # what could end a label or begin a tag in Mermaid
+_NOT_PLAIN = re.compile(r"[^\w .,:/()'’，。：-]")  # what Mermaid could read as its own: written as a number
 _LABEL_CHARS = 80
 
 
@@ -30,7 +30,6 @@ class ComposeConfig(Config):
 
     alpha: float = Field(default=0.5, ge=0, le=1, description="weight of similarity; 1: compatibility does not count")
     candidates: int = Field(default=10, ge=1, description="skills found for a step, of which one is chosen")
-    min_score: float | None = Field(default=None, description="the least score of a skill that fits; null: any but 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,27 +73,24 @@ def compose(
     """A step for each text of a draft, with one of the skills that were `found` for it."""
     after = dependencies(task, draft.texts) if draft.after is None else draft.after
     steps: list[Step] = []
-    for place, (text, ranking) in enumerate(zip(draft.texts, found, strict=True)):
-        fitting = [pair for pair in ranking if config.min_score is None or pair[1] >= config.min_score]
-        if draft.chosen:
-            fitting = [(draft.chosen[place], 1.0)]
-        elif not any(score for _, score in fitting):  # BM25's answer to a text without a known word
-            fitting = []
+    for text, waits, ranking in zip(draft.texts, after, found, strict=True):
+        fits = any(score for _, score in ranking)  # BM25 scores 0 where it knows no word of a text
         before = [skills[step.skill_id] for step in steps if step.skill_id]
-        steps.append(Step(text, after[place], tuple(fitting), _best(fitting, before, skills, config.alpha)))
+        chosen = _best(ranking, before, skills, config.alpha) if fits else None
+        steps.append(Step(text, waits, tuple(ranking) if fits else (), chosen))
     return tuple(steps)
 
 
-def _best(ranking: Ranking, before: Sequence[Skill], skills: Mapping[str, Skill], alpha: float) -> str | None:
-    """The skill with the highest score, of equal ones the first; None where there is none."""
-    low = min((score for _, score in ranking), default=0.0)
-    width = max((score for _, score in ranking), default=0.0) - low
+def _best(ranking: Ranking, before: Sequence[Skill], skills: Mapping[str, Skill], alpha: float) -> str:
+    """The skill with the highest score, of equal ones the first."""
+    scores = [score for _, score in ranking]
+    low, width = min(scores), max(scores) - min(scores)
     total = {skill_id: (score - low) / width if width else 1.0 for skill_id, score in ranking}
     if before:
         for skill_id, similarity in total.items():
             fit = fmean(compatibility(one, skills[skill_id]) for one in before)
             total[skill_id] = alpha * similarity + (1 - alpha) * fit
-    return max(total, key=total.__getitem__, default=None)
+    return max(total, key=total.__getitem__)
 
 
 def compatibility(earlier: Skill, later: Skill) -> float:
@@ -150,14 +146,13 @@ def plan_json(plan: Plan, skills: Mapping[str, Skill]) -> dict[str, Any]:
 
 def plan_mermaid(plan: Plan, skills: Mapping[str, Skill]) -> str:
     """The plan as a Mermaid flowchart."""
+
+    def label(text: str) -> str:
+        return _NOT_PLAIN.sub(lambda found: f"#{ord(found[0])};", printable(text, _LABEL_CHARS))
+
     lines = ["flowchart TD"]
     for number, step in enumerate(plan.steps, 1):
-        skill = _label(skills[step.skill_id].name) if step.skill_id else "no skill fits"
-        lines.append(f'    s{number}["{number}. {_label(step.text)}<br/>{skill}"]')
+        skill = label(skills[step.skill_id].name) if step.skill_id else "no skill fits"
+        lines.append(f'    s{number}["{number}. {label(step.text)}<br/>{skill}"]')
         lines += [f"    s{place + 1} --> s{number}" for place in step.after]
     return "\n".join(lines)
-
-
-def _label(text: str) -> str:
-    """A text on one line, with all that Mermaid could read as its own written as numbers."""
-    return _NOT_PLAIN.sub(lambda found: f"#{ord(found[0])};", printable(text, _LABEL_CHARS))

@@ -90,21 +90,21 @@ class Planner:
         decomposer = self.config.decomposer
         asks_a_model = isinstance(decomposer, ModelConfig)
         rounds, faults = self._asked(decomposer, tasks) if asks_a_model else ({}, {})
-        answered = frozenset(rounds)
+        without = {task.query_id for task in tasks} - rounds.keys()
         for task in tasks:
-            if task.query_id not in answered:
+            if task.query_id in without:
                 is_whole = isinstance(decomposer, WholeConfig)
-                rounds[task.query_id] = [
-                    Round(Draft((one_line(task.text),)) if is_whole else draft_by_rules(task.text))
-                ]
+                draft = Draft((one_line(task.text),)) if is_whole else draft_by_rules(task.text)
+                rounds[task.query_id] = [Round(draft)]
         found = find_each(self.find, [rounds[task.query_id][-1] for task in tasks], self.config.compose.candidates)
         plans: list[Plan] = []
         for task, rankings in zip(tasks, found, strict=True):
-            own = tuple(rounds[task.query_id])
+            own, by_rules = tuple(rounds[task.query_id]), asks_a_model and task.query_id in without
+            rankings = [[(skill_id, 1.0)] for skill_id in own[-1].draft.chosen] or rankings
             steps = compose(task.text, own[-1].draft, rankings, self.skills, self.config.compose)
             why = faults.get(task.query_id, "the model looked for nothing")
-            notes = (f"planned by rules, for {why}",) if asks_a_model and task.query_id not in answered else ()
-            plans.append(Plan(task, steps, own, "rules" if notes else decomposer.kind, notes))
+            notes = (f"planned by rules, for {why}",) if by_rules else ()
+            plans.append(Plan(task, steps, own, "rules" if by_rules else decomposer.kind, notes))
         return plans
 
     def _asked(self, config: ModelConfig, tasks: Sequence[Query]) -> tuple[dict[str, list[Round]], dict[str, str]]:
@@ -117,9 +117,10 @@ class Planner:
         if isinstance(config, ReactConfig):
             drafts, dropped = self._searched(config, ask, tasks)
         else:
-            asked = ask(
-                self._choices(config, tasks) if isinstance(config, DirectConfig) else self._steps(config, tasks)
-            )
+            if isinstance(config, DirectConfig):
+                asked = ask(self._choices(config, tasks))
+            else:
+                asked = ask([self._steps(config, task) for task in tasks])
             drafts, dropped = {one.query_id: draft for one, draft in asked.values}, asked.dropped
         rounds = {query_id: [Round(draft)] for query_id, draft in drafts.items()}
         if isinstance(config, StepsConfig) and self.config.hints.rounds:
@@ -132,7 +133,7 @@ class Planner:
         """Add to `rounds` all further ones; a task for which the model fails keeps the steps it has."""
         settings = self.config.hints
         for number in range(settings.rounds + 1):
-            going: dict[str, tuple[str, ...]] = {}
+            asks: list[Ask] = []
             found = find_each(self.find, [rounds[task.query_id][-1] for task in active], settings.count)
             for task, rankings in zip(active, found, strict=True):
                 own = rounds[task.query_id]
@@ -143,33 +144,27 @@ class Planner:
                 alike = len({*hints} & before) / len({*hints} | before) if number else None
                 own[-1] = replace(own[-1], hints=hints, jaccard=alike)
                 if hints and (alike is None or alike <= settings.stop_above):
-                    going[task.query_id] = hints
-            if number == settings.rounds or not going:
+                    asks.append(self._steps(config, task, hints))
+            if number == settings.rounds or not asks:
                 break
-            asked = ask(self._steps(config, [task for task in active if task.query_id in going], going))
+            asked = ask(asks)
             active = [one.query for one, _ in asked.values]
             for one, draft in asked.values:
                 rounds[one.query_id].append(Round(draft))
 
-    def _steps(
-        self, config: StepsConfig, tasks: Sequence[Query], hints: Mapping[str, Sequence[str]] | None = None
-    ) -> list[Ask]:
-        """What the model sees that writes steps, with `hints` (query_id → skill ids) where there are some."""
-        asks: list[Ask] = []
-        for task in tasks:
-            own = (hints or {}).get(task.query_id)
-            parts = ((_MAY_HELP, self._told(own, self.config.hints.show == "described")),) if own else ()
-            num = len(self.known[task.query_id].steps) if config.true_count and task.query_id in self.known else 0
-            asks.append(Ask(task, parts, order=f"Write exactly {num} steps." if num else ""))
-        return asks
+    def _steps(self, config: StepsConfig, task: Query, hints: Sequence[str] = ()) -> Ask:
+        """What the model sees that writes steps."""
+        parts = ((_MAY_HELP, self._told(hints, self.config.hints.show == "described")),) if hints else ()
+        num = len(self.known[task.query_id].steps) if config.true_count and task.query_id in self.known else 0
+        return Ask(task, parts, order=f"Write exactly {num} steps." if num else "")
 
     def _choices(self, config: DirectConfig, tasks: Sequence[Query]) -> list[Ask]:
         """What LLM-Direct sees: a list of skills in order of id, so that no place tells the gold ones among them."""
         asks: list[Ask] = []
         for task, ranking in zip(tasks, self.find([task.text for task in tasks], config.shown), strict=True):
-            known = self.known.get(task.query_id)
-            both = dict.fromkeys([*sorted(known.relevance.gold if known else ()), *(one for one, _ in ranking)])
-            skills = tuple(self.skills[skill_id] for skill_id in sorted([*both][: config.shown]))
+            gold = self.known[task.query_id].relevance.gold if task.query_id in self.known else ()
+            both = [*dict.fromkeys([*sorted(gold), *(skill_id for skill_id, _ in ranking)])]
+            skills = tuple(self.skills[skill_id] for skill_id in sorted(both[: config.shown]))
             lines = "\n".join(f"{number}. {untrusted_line(skill.name)}" for number, skill in enumerate(skills, 1))
             asks.append(Ask(task, ((_MAY_HELP, lines),), choices=skills))
         return asks
