@@ -18,7 +18,6 @@ from skilltrain.cli.app import (
     Overrides,
     SettingsCommand,
     app,
-    conclude,
     execute,
     only_settings,
     quietly,
@@ -39,12 +38,9 @@ def evaluate(
     arguments: Overrides = None,
     encoder: Annotated[list[str] | None, typer.Option(help="an encoder to evaluate; may be repeated")] = None,
     reranker: Annotated[str | None, typer.Option(help="a reranker on top of the last encoder (or of BM25)")] = None,
-    predictions: Annotated[
-        list[Path] | None, typer.Option(help="JSON {query_id: \\[skill_id, …]} to score; may be repeated")
-    ] = None,
+    predictions: Annotated[list[Path] | None, typer.Option(help="JSON {query_id: \\[skill_id, …]} to score")] = None,
     scores: Annotated[
-        Path | None,
-        typer.Option("--json", help="file for the means of one predictions file; values per query go beside it"),
+        Path | None, typer.Option("--json", help="file for the means of one predictions file, with queries beside it")
     ] = None,
     only_plan: DryRun = False,
     help_all: HelpAll = False,
@@ -75,9 +71,7 @@ def evaluate(
 
 @app.command()
 def agents(
-    trials: Annotated[
-        Path, typer.Argument(help="JSON Lines: condition, task, trial, passed; used, retrieved, steps, …")
-    ],
+    trials: Annotated[Path, typer.Argument(help="JSON Lines: condition, task, trial, passed; used, retrieved, …")],
     benchmark: Annotated[Path | None, typer.Option(help="the tasks, to count gold skills among the retrieved")] = None,
     ceiling: Annotated[str | None, typer.Option(help="the condition in which agents had the gold skills")] = None,
     as_json: AsJson = False,
@@ -99,10 +93,11 @@ def agents(
     for measure in dict.fromkeys(measure for row in found.means.values() for measure in row):
         table.add_row(measure, *(str(row.get(measure, "–")) for row in found.means.values()))
     console.print(table)
-    lines = [f"{c.system} - {c.baseline}: {CHIEF} {signed_interval(c.difference)}, {p_equals(c.p_holm)} after Holm, "
-             f"{c.reading}" for c in found.comparisons]  # fmt: skip
-    lines += [f"{name}: {share:.1%} of {ceiling}'s {CHIEF}" for name, share in found.of_ceiling.items()]
-    conclude({}, lines, as_json)
+    for c in found.comparisons:
+        difference, p = signed_interval(c.difference), p_equals(c.p_holm)
+        typer.echo(printable(f"{c.system} - {c.baseline}: {CHIEF} {difference}, {p} after Holm, {c.reading}"))
+    for name, share in found.of_ceiling.items():
+        typer.echo(printable(f"{name}: {share:.1%} of {ceiling}'s {CHIEF}"))
 
 
 def _score_predictions(values: dict[str, Any], scores: Path | None, only_plan: bool) -> None:
@@ -143,9 +138,7 @@ def show_table(
     file: Annotated[Path, typer.Argument(help="a .parquet file of any stage")],
     where: Annotated[list[str] | None, typer.Argument(help="column=value: only rows whose column holds value")] = None,
     rows: Annotated[int, typer.Option(min=1, help="how many rows to show")] = 10,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="print all matching rows in full, one JSON object per line")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print all matching rows, one JSON object per line")] = False,
 ) -> None:
     """Show the columns and the first rows of a table, or those rows that hold certain values.
 
@@ -163,9 +156,8 @@ def show_table(
         raise SkilltrainError(f"cannot be read as parquet: {reason_of(error)}", where=file) from error
     wanted = dict(item.split("=", 1) for item in only_settings(where))
     if unknown := wanted.keys() - set(table.column_names):
-        raise SkilltrainError(
-            f"no column '{min(unknown)}'", where=file, fix=f"its columns: {', '.join(table.column_names)}"
-        )
+        fix = f"its columns: {', '.join(table.column_names)}"
+        raise SkilltrainError(f"no column '{min(unknown)}'", where=file, fix=fix)
     found = [row for batch in table.to_batches() for row in batch.to_pylist() if _fits(row, wanted)]
     if as_json:
         for row in found:

@@ -249,20 +249,16 @@ def _provenance(config: EvaluateConfig, num_skills: int) -> dict[str, str]:
     """What was evaluated, and when; folders by their name, so that a report is the same wherever it is made."""
     pool = "of the benchmark" if config.pool is None else config.pool.resolve().name
     split = f", split {config.split}" if config.split else ""
-    systems = {f"System {system.name}": ", ".join(_models_of(system)) for system in config.systems}
-    return {
+    found = {
         "Benchmark": " + ".join(path.resolve().name for path in config.benchmark) + split,
         "Pool": f"{pool}, {num_skills:,} skills",
-        **{name: models for name, models in systems.items() if models},
-        "Made": f"{date.today().isoformat()} with skilltrain {__version__}",
     }
-
-
-def _models_of(system: SystemConfig) -> list[str]:
-    """The models that a system's settings name, in their order; folders by their name."""
-    parts = (part.llm if isinstance(part, AskingConfig) else part for part in parts_of(system.rankers))
-    names = [getattr(part, key, None) for part in parts for key in ("source", "model")]
-    return [Path(name).name if Path(name).exists() else name for name in names if name]
+    for system in config.systems:
+        parts = [part.llm if isinstance(part, AskingConfig) else part for part in parts_of(system.rankers)]
+        models = filter(None, (getattr(part, key, None) for part in parts for key in ("source", "model")))
+        if named := [Path(name).name if Path(name).exists() else name for name in models]:
+            found[f"System {system.name}"] = ", ".join(named)
+    return found | {"Made": f"{date.today().isoformat()} with skilltrain {__version__}"}
 
 
 def _select_notes(asked: Mapping[str, Mapping[str, Any]]) -> list[str]:

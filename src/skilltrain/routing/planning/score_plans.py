@@ -6,7 +6,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath, Seed
@@ -153,20 +152,18 @@ def _results(
     """The measures of every plan; the oracle looks as deep for each gold step's own words as plans do for theirs."""
     depth = max(planner.compose.candidates for planner in config.planners)
     own_words = [Round(Draft(tuple(step.text for step in task.steps))) for task in tasks]
-    oracle = [[_ids(ranking) for ranking in own] for own in find_each(find, own_words, depth)]
+    found_by_words = find_each(find, own_words, depth)
     tokens = {one: estimate_tokens(f"{s.name} {s.description} {s.body}") for one, s in skills.items()}
     results: list[SystemResult] = []
     for name, own in plans.items():
         values: dict[str, dict[str, float]] = {}
-        for task, plan, by_words in zip(tasks, own, oracle, strict=True):
-            found, chosen = [_ids(step.candidates) for step in plan.steps], [step.skill_id for step in plan.steps]
-            values[task.query.query_id] = plan_values(task, found, chosen, by_words, skills, tokens)
+        for task, plan, by_words in zip(tasks, own, found_by_words, strict=True):
+            found = [[skill_id for skill_id, _ in step.candidates] for step in plan.steps]
+            oracle = [[skill_id for skill_id, _ in ranking] for ranking in by_words]
+            chosen = [step.skill_id for step in plan.steps]
+            values[task.query.query_id] = plan_values(task, found, chosen, oracle, skills, tokens)
         results.append(SystemResult(name, values, {}))
     return results
-
-
-def _ids(ranking: Sequence[tuple[str, float]]) -> list[str]:
-    return [skill_id for skill_id, _ in ranking]
 
 
 def _labels(tasks: Sequence[Task], result: SystemResult, skills: Mapping[str, Skill]) -> dict[str, Labels]:
@@ -208,12 +205,12 @@ def _comparisons(config: PlansConfig, results: Sequence[SystemResult]) -> list[t
     rows = results[0].per_query
     measures = [name for name in config.compare if any(name in row for row in rows.values())]
     query_ids = [one for one, row in rows.items() if all(name in row for name in measures)]
-    by_name = {result.name: result for result in results}
+    values = {result.name: values_of(result, query_ids, measures) for result in results}
     found: list[tuple[Comparison, float]] = []
     pairs = [(results[0].name, other.name) for other in results[1:]]
     for made in compare(results, pairs, measures, query_ids, seed=config.seed):
-        after, before = (values_of(by_name[name], query_ids, [made.measure]) for name in (made.system, made.baseline))
-        found.append((made, wilcoxon(np.subtract(after, before)[:, 0], above=True)))
+        above = (values[made.system] - values[made.baseline])[:, measures.index(made.measure)]
+        found.append((made, wilcoxon(above, above=True)))
     return found
 
 
