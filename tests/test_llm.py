@@ -18,7 +18,6 @@ from skilltrain.llm import (
     Budget,
     BudgetConfig,
     Completion,
-    CompletionError,
     OpenAIConfig,
     Prices,
     Questions,
@@ -43,7 +42,7 @@ THIRTY = {"prompt_tokens": 20, "completion_tokens": 10}
 def complete(llm: LLM, seed: int = 0, said: tuple[str, str] = ASK) -> Completion:
     """The answer to one request; its failure is raised."""
     ((_, answer),) = llm.complete_all([Request(*said, seed)])
-    if isinstance(answer, CompletionError):
+    if isinstance(answer, AnswerError):
         raise answer
     return answer
 
@@ -259,7 +258,7 @@ def test_what_does_not_fit_is_not_sent_whatever_the_concurrency_and_what_was_ans
 
 def test_retries_are_paid_from_the_same_budget(server: LLMServer) -> None:
     server.otherwise = lambda _: Reply(cut=True)
-    with pytest.raises(CompletionError, match="250 tokens") as failure:
+    with pytest.raises(AnswerError, match="250 tokens") as failure:
         complete(short(server, budget={"max_tokens": 250}, max_retries=9))
     assert failure.value.kind == "budget" and len(server.requests) == 2
 

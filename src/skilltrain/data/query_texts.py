@@ -1,7 +1,6 @@
 """Texts of queries: which answers of a model are one, how varied a set of them is, and whether one names its skill.
 
-A query that names its skill, or a program that it runs, teaches a model to match names, not needs (SkillRouter,
-section 4.1).
+A query that names its skill teaches a model to match names, not needs (SkillRouter, section 4.1).
 """
 
 import re
@@ -23,26 +22,10 @@ _REFUSAL = re.compile(
     r"|as an ai\b|很?抱歉|对不起|我(?:无法|不能)(?:协助|提供|帮助|生成|满足))", re.I)  # fmt: skip
 _LABEL = re.compile(r"^(?:(?:user )?(?:request|query|task)(?: \d+)?|请求|用户请求)\s*[:：]\s*", re.I)
 _IS_LATIN = re.compile(rf"[^{CJK}]")
-_SHELL = re.compile(r"^```(?:bash|sh|shell|zsh|console)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL | re.IGNORECASE)
-_PROGRAM = re.compile(r"^[ \t]{0,8}(?:[$>] )?(?:sudo )?([a-z][\w-]{1,40})(?= (?![=(])|$)", re.MULTILINE)
-# Words of the shell and of code that is written by it, and programs that tell nothing of what a skill is for.
-_ANYBODYS = frozenset(
-    words_of(
-        """alias apt awk bash break brew bun case cat cd chmod chown class cmd command conda const continue cp curl cut
-        data date def deno diff do done echo elif else env esac eval exec exit export false fi find for from
-        function git go grep head if import in install jq kill less let ln local ls make mkdir mv node npm npx
-        open pip pip3 pipx pnpm printf process ps pwd python python3 read return rm run sed set sh sleep sort
-        source ssh sudo tail tar tee test then time touch trap true uniq unset until uv uvx var wait wc wget
-        which while with xargs yarn zip"""
-    )
-)
 
 
 def fit_query(answer: str, seen: set[str], most: int, skills: Iterable[Skill]) -> str:
-    """The query in an answer, which `seen` then holds. Raises AnswerError where it is none.
-
-    It has at most so many words, names none of `skills`, and nobody has written it before.
-    """
+    """The query in an answer, which `seen` then holds. AnswerError: it is none, too long, leaks a name or is seen."""
     text = _LABEL.sub("", " ".join(answer.strip().strip("`").split()))
     if len(text) > 1 and text[0] + text[-1] in ('""', "“”", "「」", "''"):
         text = text[1:-1].strip()
@@ -64,8 +47,8 @@ def fit_query(answer: str, seen: set[str], most: int, skills: Iterable[Skill]) -
 def query_profile(texts: Sequence[str]) -> dict[str, float]:
     """Words of a query (median, 90th percentile) and shares of what is distinct; nothing for no query.
 
-    Of whole queries and of their first three words over all; of words and runs of three (distinct-1 and distinct-3 of
-    Li et al., arXiv 1510.03055) over the same 1,000 queries at most, so that sets of different size compare.
+    Words and runs of three (distinct-1 and -3 of Li et al., arXiv 1510.03055) are of 1,000 queries at most, so that
+    sets of different size compare.
     """
     if not texts:
         return {}
@@ -81,23 +64,11 @@ def query_profile(texts: Sequence[str]) -> dict[str, float]:
     return {"median_words": median, "p90_words": ninth, **shares}
 
 
-def programs_of(body: str) -> frozenset[str]:
-    """The programs that the shell blocks of a skill's body start, but for those that every other skill starts too."""
-    found = (program for block in _SHELL.findall(body) for program in _PROGRAM.findall(block))
-    return frozenset(found) - _ANYBODYS
-
-
-def names_program(query: str, body: str) -> bool:
-    """Whether `query` has the name of a program of the skill as a word: "with ffmpeg" tells which skill is wanted."""
-    return any(names_skill(query, program) for program in programs_of(body))
-
-
 def names_skill(query: str, name: str) -> bool:
     """Whether whole consecutive words of `query` spell `name`, whatever the case and the separators.
 
-    `web-scraper` is named by "Web Scraper", "web_scraper", "WebScraper" and "webscraper", but not by
-    "webscrapers" or "scrape the web"; `pdf` is named by "a PDF", not by "pdfs". Single-word names count like any
-    other, common or not.
+    `web-scraper` is named by "Web Scraper", "web_scraper", "WebScraper" and "webscraper", but not by "webscrapers" or
+    "scrape the web". Single-word names count like any other, common or not.
     """
     spelled = "".join(words_of(name))
     if not spelled:

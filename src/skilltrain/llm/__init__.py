@@ -1,14 +1,14 @@
 """Chat models: an OpenAI-compatible server, live or in batches, or a small local model; answers kept, budgets held."""
 
-from skilltrain.llm.answers import Answers, Completion, CompletionError, Request, Usage
-from skilltrain.llm.ask import AnswerError, Asked, Questions, ask_until, cost_of, read_list, read_object
+from skilltrain.llm.answers import AnswerError, Answers, Completion, Request, Usage
+from skilltrain.llm.ask import Asked, Questions, ask_until, cost_of, read_list, read_object
 from skilltrain.llm.batch import BatchLLM
 from skilltrain.llm.budget import Budget, prices_of
 from skilltrain.llm.client import LLM, LiveLLM, SmolLM2
 from skilltrain.llm.settings import BudgetConfig, LLMConfig, OpenAIConfig, Prices, SmolLM2Config
 
 __all__ = [
-    "LLM", "AnswerError", "Answers", "Asked", "Budget", "BudgetConfig", "Completion", "CompletionError",
+    "LLM", "AnswerError", "Answers", "Asked", "Budget", "BudgetConfig", "Completion",
     "LLMConfig", "OpenAIConfig", "Prices", "Questions", "Request", "SmolLM2Config", "Usage", "ask_until",
     "cost_of", "open_llm", "prices_of", "read_list", "read_object",
 ]  # fmt: skip

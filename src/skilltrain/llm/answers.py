@@ -1,6 +1,6 @@
 """What a chat model is asked and what it answers: here, on the wire, and kept on disk so that nobody pays twice.
 
-A fault that every further request would meet is a SkilltrainError and ends the run; that of one is a CompletionError.
+A fault that every further request would meet is a SkilltrainError and ends the run; that of one is an AnswerError.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm.settings import OpenAIConfig
@@ -80,17 +80,19 @@ class Completion:
     num_completion_tokens: int = 0
 
 
-class CompletionError(Exception):
-    """One request brought no answer: after all retries, or its reply is no completion (which is kept like an answer),
-    or its batch ended before its turn, or the budget did not hold it.
+class AnswerError(Exception):
+    """Why a request has no answer that can be used: kind, reason, a value and another skill's id, as DROPPED has them.
+
+    Without any answer the kind is `failed` (after all retries), `malformed` (the reply is no completion; that is kept
+    like an answer), `expired` (its batch ended before its turn) or `budget` (it was not sent).
     """
 
-    def __init__(self, kind: Literal["failed", "malformed", "expired", "budget"], reason: str) -> None:
-        self.kind, self.reason = kind, reason
+    def __init__(self, kind: str, reason: str, value: float | None = None, other_id: str | None = None) -> None:
         super().__init__(f"{kind}: {reason}")
+        self.kind, self.reason, self.value, self.other_id = kind, reason, value, other_id
 
 
-Answer = Completion | CompletionError
+Answer = Completion | AnswerError
 
 
 def estimate_tokens(text: str) -> int:
@@ -101,7 +103,7 @@ def estimate_tokens(text: str) -> int:
 
 
 def read_answer(text: str, num_prompt_tokens: int) -> Completion:
-    """A reply's body as a Completion, without a `<think>` block; or CompletionError.
+    """A reply's body as a Completion, without a `<think>` block; or AnswerError.
 
     `num_prompt_tokens` is our estimate, for servers that report none.
     """
@@ -114,7 +116,7 @@ def read_answer(text: str, num_prompt_tokens: int) -> Completion:
             finish_reason, content = "refusal", refusal or content
         written = _UNPAIRED.sub("\ufffd", content or "")
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
-        raise CompletionError("malformed", "the server's reply is no chat completion") from None
+        raise AnswerError("malformed", "the server's reply is no chat completion") from None
     reported = usage if isinstance(usage, dict) else {}
     num_prompt = reported_tokens(reported.get("prompt_tokens"), num_prompt_tokens)
     num_completion = reported_tokens(reported.get("completion_tokens"), estimate_tokens(written))
@@ -153,7 +155,7 @@ class Answers:
         """The answer kept under `key`, if any."""
         for (kept,) in self._run("SELECT answer FROM answers WHERE key = ?", key):
             values = json.loads(kept)
-            return CompletionError("malformed", values["malformed"]) if "malformed" in values else Completion(**values)
+            return AnswerError("malformed", values["malformed"]) if "malformed" in values else Completion(**values)
         return None
 
     def put(self, key: str, answer: Answer) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm.answers import Answer, CompletionError, Request, Usage
+from skilltrain.llm.answers import Answer, AnswerError, Request, Usage
 from skilltrain.llm.budget import Budget
 from skilltrain.llm.client import LLM
 from skilltrain.llm.untrusted import untrusted_line
@@ -20,14 +20,6 @@ from skilltrain.terminal import say, track
 _FENCED = re.compile(r"^```(?:json)?[ \t]*\n(.*)\n[ \t]*```[ \t]*$", re.S | re.M | re.I)
 LASTING = ("failed", "expired", "budget")
 """Faults that another answer would have again: asking for one is useless, or must not be paid for."""
-
-
-class AnswerError(Exception):
-    """Why an answer cannot be used: the kind and the reason of its row in DROPPED, a value and another skill's id."""
-
-    def __init__(self, kind: str, reason: str, value: float | None = None, other_id: str | None = None) -> None:
-        super().__init__(kind, reason)
-        self.kind, self.reason, self.value, self.other_id = kind, reason, value, other_id
 
 
 class Question(Protocol):
@@ -116,20 +108,15 @@ def _read_json(answer: str, opening: str) -> Any:
 
 def cost_of(questions: Questions[Any, Any]) -> dict[str, Any]:
     """What the first round would take, said in one line too; asks nobody. What was answered before costs nothing."""
-    llm, num_answered, num_prompt_tokens = questions.llm, 0, 0
-    for question in questions.asked:
-        request = questions.request(question, 0, None)
-        if llm.answers.get(llm.answers.key(request)) is None:
-            num_prompt_tokens += request.num_tokens()
-        else:
-            num_answered += 1
-    num_requests = len(questions.asked) - num_answered
-    usage = Usage(num_prompt_tokens, num_requests * questions.answer_tokens)
-    counts = {"model": llm.model, "num_requests": num_requests, "num_answered_before": num_answered}
+    llm = questions.llm
+    requests = (questions.request(question, 0, None) for question in questions.asked)
+    new = [one.num_tokens() for one in requests if llm.answers.get(llm.answers.key(one)) is None]
+    num_answered = len(questions.asked) - len(new)
+    usage = Usage(sum(new), len(new) * questions.answer_tokens)
+    counts = {"model": llm.model, "num_requests": len(new), "num_answered_before": num_answered}
     kept = f" ({num_answered:,} more are in the cache)" if num_answered else ""
     again = f"answers that cannot be used are asked for again, up to {questions.attempts} times in all"
-    price = cost_in_words(usage, llm.budget, "llm.prices")
-    say(f"{num_requests:,} requests to {llm.model}{kept}, {price}; {again}")
+    say(f"{len(new):,} requests to {llm.model}{kept}, {cost_in_words(usage, llm.budget, 'llm.prices')}; {again}")
     return counts | llm.budget.account(usage) | {"budget": str(llm.budget) or None}
 
 
@@ -158,11 +145,10 @@ def ask_until(questions: Questions[QuestionT, ValueT]) -> Asked[QuestionT, Value
             question, answer = questions.asked[place], answers[position]
             try:
                 values[place] = question, questions.read(question, _usable(answer))
-            except AnswerError as why:
+            except (AnswerError, ValueError) as error:
+                why = error if isinstance(error, AnswerError) else AnswerError("malformed", str(error))
                 ids = question.query_id, question.skill_id
                 faults[place] = Dropped(*ids, why.kind, why.reason, why.value, other_id=why.other_id)
-            except ValueError as error:
-                faults[place] = Dropped(question.query_id, question.skill_id, "malformed", str(error))
         pending = [place for place in pending if place not in values and faults[place].filter not in LASTING]
     dropped = [faults[place] for place in sorted(faults.keys() - values.keys())]
     budget = questions.llm.budget
@@ -181,8 +167,8 @@ def ask_while_up(questions: Questions[QuestionT, ValueT]) -> Asked[QuestionT, Va
 
 def _usable(answer: Answer) -> str:
     """The text of an answer. Raises AnswerError where there is none, or not the whole."""
-    if isinstance(answer, CompletionError):
-        raise AnswerError(answer.kind, answer.reason)
+    if isinstance(answer, AnswerError):
+        raise answer
     if answer.finish_reason == "refusal":
         raise AnswerError("refused", "the model declined to answer")
     if not answer.text.strip():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm.answers import DATABASE, Answer, Answers, BatchNote, CompletionError, Request, Usage, read_answer
+from skilltrain.llm.answers import DATABASE, Answer, AnswerError, Answers, BatchNote, Request, Usage, read_answer
 from skilltrain.llm.budget import Budget, most_of, over_budget, usage_of
 from skilltrain.llm.client import LLM, Server, ServerError
 from skilltrain.llm.settings import OpenAIConfig
@@ -95,9 +95,9 @@ class BatchLLM(LLM):
             what = f"the server refused batch {batch.id}: {self._server.blot(reason)}"
             fix = "for a limit on queued tokens, lower llm.batch.max_requests"
             raise SkilltrainError(what, where=self._url, fix=fix)
-        without = CompletionError("expired", f"its batch is {batch.status}; a new run asks for such requests again")
+        without = AnswerError("expired", f"its batch is {batch.status}; a new run asks for such requests again")
         if batch.status == "completed":
-            without = CompletionError("failed", "the batch's files hold no answer to it")
+            without = AnswerError("failed", "the batch's files hold no answer to it")
         found: dict[str, Answer] = dict.fromkeys(note.keys, without)
         content = self._server.client.files.content
         for file_id in filter(None, (batch.output_file_id, batch.error_file_id)):
@@ -183,10 +183,10 @@ def _answer_of(record: dict[str, Any]) -> Answer:
     if error is None and status == 200:
         try:
             return read_answer(json.dumps(body), 0)
-        except CompletionError as malformed:
+        except AnswerError as malformed:
             return malformed
     error = error or (body.get("error") if isinstance(body, dict) else None)
     error = error if isinstance(error, dict) else {"message": str(error or "no reason given")}
     reason = " ".join(str(error.get("message") or error.get("code")).split())[:300]
     kind = "expired" if error.get("code") == "batch_expired" else "failed"
-    return CompletionError(kind, reason if status is None else f"{reason} (status {status})")
+    return AnswerError(kind, reason if status is None else f"{reason} (status {status})")

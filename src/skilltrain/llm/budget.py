@@ -4,7 +4,7 @@ import threading
 from typing import Any
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm.answers import Answer, Completion, CompletionError, Request, Usage
+from skilltrain.llm.answers import Answer, AnswerError, Completion, Request, Usage
 from skilltrain.llm.settings import BudgetConfig, OpenAIConfig, Prices
 
 # OpenAI's list prices in dollars per million tokens, as published in 2025; a batch costs half.
@@ -100,6 +100,6 @@ class Budget:
         return " and ".join(words.format(limit) for words, limit in shown if limit is not None)
 
 
-def over_budget(budget: Budget) -> CompletionError:
+def over_budget(budget: Budget) -> AnswerError:
     """What becomes of a request that the budget does not hold."""
-    return CompletionError("budget", f"not sent: the budget of {budget} is used up")
+    return AnswerError("budget", f"not sent: the budget of {budget} is used up")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm.answers import Answer, Answers, Completion, CompletionError, Request, Usage, read_answer
+from skilltrain.llm.answers import Answer, AnswerError, Answers, Completion, Request, Usage, read_answer
 from skilltrain.llm.budget import Budget, most_of, over_budget, usage_of
 from skilltrain.llm.settings import OpenAIConfig, ServerConfig, SmolLM2Config
 
@@ -60,7 +60,7 @@ class Server:
     def ask(self, send: Callable[[], tuple[ReplyT, Usage]], most: Usage) -> ReplyT:
         """The reply that `send` gives, with what it took, after as many tries as the settings allow.
 
-        `most` is reserved for the first. Raises CompletionError for a malformed reply or where the budget holds no
+        `most` is reserved for the first. Raises AnswerError for a malformed reply or where the budget holds no
         further try, ServerError where all failed.
         """
         import openai
@@ -105,7 +105,7 @@ class Server:
         return ServerError(reason, status, not is_passing or (status == 429 and ends_run is not None), ends_run)
 
 
-class ServerError(CompletionError):
+class ServerError(AnswerError):
     """A request without an answer, after all tries; `status` is None where a connection broke or was never there.
 
     `is_refused`: the same request cannot succeed a little later. `ends_run` is what to raise where no other can either.
@@ -228,11 +228,11 @@ class LiveLLM(LLM):
             what = f"{self._num_failures} requests in a row failed, the last with: {fault.reason}"
             fix = "answers so far are cached; run again later"
             raise fault.ends_run or SkilltrainError(what, where=self._config.base_url, fix=fix) from None
-        except CompletionError as fault:
+        except AnswerError as fault:
             return fault
 
     def _send(self, request: Request) -> tuple[Completion, Usage]:
-        """The server's reply to one try, and what it took. Raises CompletionError where it is no completion."""
+        """The server's reply to one try, and what it took. Raises AnswerError where it is no completion."""
         completions = self._server.client.chat.completions.with_raw_response
         reply = completions.create(**request.body(self._config))
         completion = read_answer(self._server.blot(reply.text), request.num_tokens())

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from jaxtyping import Bool, Int64
 
-from skilltrain.data.query_texts import names_program, names_skill
+from skilltrain.data.query_texts import names_skill
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import POSITIVE, Dropped, Skill
 from skilltrain.runs import RUN_FILE, record_of
@@ -190,7 +190,6 @@ def run_checks(m: Material) -> dict[str, Int64[np.ndarray, " found"]]:
         _, descriptions = codes(skill.description.strip().casefold() for skill in m.skills)
         pairs = [(m.texts[m.in_list[n]], m.skills[m.skill[n]], m.positive[n] and known[n]) for n in range(len(known))]
         found["leak"] = _where(fits and names_skill(text, skill.name) for text, skill, fits in pairs)
-        found["program_leak"] = _where(fits and names_program(text, skill.body) for text, skill, fits in pairs)
         found["same_name"] = m.like_a_positive(names) & known
         found["same_text"] = m.like_a_positive(bodies) | m.like_a_positive(descriptions)
         asked = np.array([language_of(text[:4000]) or "" for text in m.texts], dtype=object)[m.in_list]

@@ -12,7 +12,7 @@ from jaxtyping import Float32
 from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm.answers import CompletionError, Usage, estimate_tokens, reported_tokens
+from skilltrain.llm.answers import AnswerError, Usage, estimate_tokens, reported_tokens
 from skilltrain.llm.ask import cost_in_words
 from skilltrain.llm.budget import Budget, over_budget
 from skilltrain.llm.client import Server, ServerError, in_threads
@@ -135,7 +135,7 @@ class ApiEncoder:
         start, texts = batch
         try:
             vectors = self._server.ask(lambda: self._send(texts), _most_of(texts))
-        except CompletionError as fault:
+        except AnswerError as fault:
             raise self._fault(fault, texts, names[start]) from None
         lengths = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
         good = np.isfinite(lengths) & (lengths > 0)
@@ -145,21 +145,21 @@ class ApiEncoder:
         return start + np.arange(len(texts)), (vectors / lengths).astype(np.float32)
 
     def _send(self, texts: Sequence[str]) -> tuple[Vectors, Usage]:
-        """The vectors of `texts` from one try, and what it took. Raises CompletionError where there are none."""
+        """The vectors of `texts` from one try, and what it took. Raises AnswerError where there are none."""
         create = self._server.client.embeddings.create
         try:
             reply = create(model=self.config.model, input=list(texts))
             data = sorted(reply.data, key=lambda item: item.index)
             vectors = np.array([item.embedding for item in data], dtype=np.float32)
         except (ValueError, TypeError, AttributeError) as error:
-            raise CompletionError("malformed", f"the server's reply holds no vectors: {error}") from None
+            raise AnswerError("malformed", f"the server's reply holds no vectors: {error}") from None
         if [item.index for item in data] != list(range(len(texts))) or vectors.ndim != 2 or not vectors.size:
             what = f"the server's reply does not hold one vector for each of {len(texts)} texts"
-            raise CompletionError("malformed", what)
+            raise AnswerError("malformed", what)
         reported = getattr(reply.usage, "prompt_tokens", None)
         return vectors, Usage(reported_tokens(reported, sum(map(estimate_tokens, texts))), 0)
 
-    def _fault(self, fault: CompletionError, texts: Sequence[str], name: str) -> SkilltrainError:
+    def _fault(self, fault: AnswerError, texts: Sequence[str], name: str) -> SkilltrainError:
         """A fault as the end of the run; the first of the texts, which is the longest, is called `name`."""
         section, url = self.config.section, self.config.base_url
         if isinstance(fault, ServerError) and fault.ends_run is not None:
