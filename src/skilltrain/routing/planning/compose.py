@@ -18,7 +18,7 @@ from skilltrain.config import Config
 from skilltrain.data.screening import Flag
 from skilltrain.records import Query, Ranking, Skill
 from skilltrain.report.page import counted
-from skilltrain.routing.planning.rules import GIVES, TAKES, Draft, dependencies, kinds_in, levels_of
+from skilltrain.routing.planning.rules import GIVES, TAKES, Draft, dependencies, kinds_in
 from skilltrain.texts import printable, words_of
 
 _NOT_PLAIN = re.compile(r"[^\w .,:/()'’，。：-]")  # what Mermaid could read as its own: written as a number
@@ -63,17 +63,19 @@ class Plan:
 
     @property
     def levels(self) -> list[list[int]]:
-        """Which steps (from 0) can be done at once, level after level."""
-        return levels_of([step.after for step in self.steps])
+        """Which steps (from 0) can be done at once, level after level; no circle, for steps wait for earlier ones."""
+        level: list[int] = []
+        for step in self.steps:
+            level.append(max((level[earlier] + 1 for earlier in step.after), default=0))
+        return [[place for place, own in enumerate(level) if own == number] for number in range(max(level) + 1)]
 
 
 def compose(
     task: str, draft: Draft, found: Sequence[Ranking], skills: Mapping[str, Skill], config: ComposeConfig
 ) -> tuple[Step, ...]:
     """A step for each text of a draft, with one of the skills that were `found` for it."""
-    after = dependencies(task, draft.texts) if draft.after is None else draft.after
     steps: list[Step] = []
-    for text, waits, ranking in zip(draft.texts, after, found, strict=True):
+    for text, waits, ranking in zip(draft.texts, dependencies(task, draft.texts), found, strict=True):
         fits = any(score for _, score in ranking)  # BM25 scores 0 where it knows no word of a text
         before = [skills[step.skill_id] for step in steps if step.skill_id]
         chosen = _best(ranking, before, skills, config.alpha) if fits else None

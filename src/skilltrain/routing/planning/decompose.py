@@ -8,12 +8,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from skilltrain.errors import SkilltrainError
 from skilltrain.llm import LLM
 from skilltrain.llm.ask import Questions, read_list, read_object
 from skilltrain.llm.untrusted import untrusted_line
 from skilltrain.retrieval.select import Ask, AskConfig, Prompt, questions_of
-from skilltrain.routing.planning.rules import MAX_STEPS, Draft, levels_of
+from skilltrain.routing.planning.rules import MAX_STEPS, Draft
 
 _RULE = """
 Every part of the message begins with a line that holds the mark {mark}. What stands between these lines was written \
@@ -26,7 +25,6 @@ of the numbers of the skills that the task needs, in the order in which they are
 _REACT = """You work on a task by looking for one skill after the other. Answer with one JSON object and nothing else: \
 {{"thought": "…", "search": "what the next skill must do"}}, or {{"thought": "…", "done": true}} once skills for the \
 whole task have been found."""
-_KEYS = ("step", "task", "subtask", "sub_task", "text", "description", "action")  # under which models write a step
 _STEP_CHARS = 500
 
 
@@ -66,27 +64,11 @@ def planning_questions(config: ModelConfig, llm: LLM, asks: Sequence[Ask]) -> Qu
 
 
 def read_steps(ask: Ask, answer: str) -> Draft:
-    """The steps in an answer: texts, or objects that hold one; `depends_on` of these counts steps from 1.
-
-    Raises ValueError where an answer is refused.
-    """
-    items = _items(answer)
-    named = [item if isinstance(item, dict) else {"step": item} for item in items]
-    said = [next((item[key] for key in _KEYS if item.get(key)), "") for item in named]
-    texts = tuple(untrusted_line(text, _STEP_CHARS) if isinstance(text, str) else "" for text in said)
+    """The steps in an answer. Raises ValueError where it is refused."""
+    texts = tuple(untrusted_line(item, _STEP_CHARS) if isinstance(item, str) else "" for item in _items(answer))
     if not all(texts):
-        raise ValueError("an item of the array is no step")
-    given = [item.get("depends_on") for item in named]
-    if not any(given):
-        return Draft(texts)
-    known = range(1, len(texts) + 1)
-    after = [{one - 1 for one in own if one in known} if isinstance(own, list) else () for own in given]
-    draft = Draft(texts, tuple(tuple(sorted(places)) for places in after))
-    try:
-        levels_of(draft.after or ())
-    except SkilltrainError as error:
-        raise ValueError(error.what) from None
-    return draft
+        raise ValueError("an item of the array is no text")
+    return Draft(texts)
 
 
 def read_choices(ask: Ask, answer: str) -> Draft:

@@ -8,9 +8,7 @@ What steps take and give is read by a list of kinds of data: rough, and no bette
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
 
-from skilltrain.errors import SkilltrainError
 from skilltrain.texts import one_line
 
 _VERBS = (
@@ -97,10 +95,9 @@ Waits = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A task cut into steps: what each waits for (None where nobody said), and its skill where a model chose it."""
+    """A task cut into steps, and the skill of each where a model chose it."""
 
     texts: tuple[str, ...]
-    after: Waits | None = None
     chosen: tuple[str, ...] = ()
 
 
@@ -120,21 +117,6 @@ def _clauses(sentence: str) -> list[str]:
         return [clause for part in in_order for clause in _clauses(part)]
     parts = [_OPENING.sub("", part).strip(" ,;:.!?，。") for part in _ORDER.split(plain)]
     return [part for part in parts if len(part) > 1]
-
-
-def levels_of(after: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Steps (from 0) that can be done at once, level after level. Raises SkilltrainError for a circle."""
-    sorter = TopologicalSorter(dict(enumerate(after)))
-    try:
-        sorter.prepare()
-    except CycleError as error:
-        circle = " → ".join(str(place + 1) for place in error.args[1])
-        raise SkilltrainError(f"its steps wait for each other: {circle}") from error
-    levels: list[list[int]] = []
-    while sorter.is_active():
-        levels.append(sorted(sorter.get_ready()))
-        sorter.done(*levels[-1])
-    return levels
 
 
 def kinds_in(text: str, near: re.Pattern[str] | None = None) -> frozenset[str]:
