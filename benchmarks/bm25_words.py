@@ -61,7 +61,7 @@ def cells(skills: list[Skill], text_of: Callable[[Skill], str], cut: Cut, benchm
         rankings[task.query.query_id] = [ids[int(place)] for place in best if scores[place] > 0]
     relevances = {task.query.query_id: task.relevance for task in benchmark.tasks}
     values = per_query(rankings, relevances, parse_measures(MEASURES))
-    return " | ".join(str(interval([found[name] for found in values.values()], seed=0)) for name in MEASURES)
+    return " | ".join(str(interval([found[name] for found in values.values()])) for name in MEASURES)
 
 
 def main() -> None:

@@ -137,9 +137,9 @@ def main() -> None:
             found = per_query(rankings, relevances, parse_measures(MEASURES))
             values[name] = np.array([[row[measure] for measure in MEASURES] for row in found.values()])
             size = sum(path.stat().st_size for path in (folder / file).parent.glob(f"{Path(file).stem}.*")) / 2**20
-            cells = [str(interval(column, seed=0)) for column in values[name].T]
+            cells = [str(interval(column)) for column in values[name].T]
             if len(values) > 1:
-                lost = paired_differences(values[name] - next(iter(values.values())), seed=0)
+                lost = paired_differences(values[name] - next(iter(values.values())))
                 cells = [f"{cell}; {loss}" for cell, (loss, _) in zip(cells, lost, strict=True)]
             print(f"| {name} | {size:.0f} | {len(ids) / seconds:.0f} | {' | '.join(cells)} |", flush=True)
             print(f"{name}: {num_tokens / seconds:,.0f} tokens/s", file=sys.stderr)

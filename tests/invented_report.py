@@ -51,7 +51,7 @@ def invented(num_queries: int) -> Report:
     )  # fmt: skip
     benchmark = Benchmark(f"SkillRouter easy{HOSTILE}", tasks)
     provenance = {"Benchmark": f"SkillRouter easy{HOSTILE}, split test", "Pool": "pool, 4,000 skills"}
-    report = build_report(benchmark, results, MEASURES, 7, skills, provenance=provenance)
+    report = build_report(benchmark, results, MEASURES, skills, provenance=provenance)
     return replace(report, analysis=_analysis(results))
 
 
@@ -76,7 +76,7 @@ def _ranking(draw: random.Random, gold: frozenset[str], skill: float) -> list[st
 
 def _analysis(results: Sequence[SystemResult]) -> dict[str, Any]:
     emb, rank = results[2], results[3]
-    coverage = {r.name: {m: interval([v[m] for v in r.per_query.values()], seed=1) for m in COVERAGES} for r in results}
+    coverage = {r.name: {m: interval([v[m] for v in r.per_query.values()]) for m in COVERAGES} for r in results}
     names = ("feature", "gold", "others", "effect", "p")
     features = [
         ("code share of the body", 0.21, 0.09, 0.68, 0.00004), ("headings", 11, 8, 0.61, 0.0021),

@@ -47,7 +47,7 @@ def test_recall_passes_from_ranker_to_ranker():
         "one": (stage("lexical", None, q1="a", q2="b"),),
         "none": (stage("dense", 50, q1="ab", q2="ab"), stage("admit", None, q1="", q2="")),
     }
-    rows = stage_recalls(stages, Benchmark("b", tuple(tasks)), seed=0)
+    rows = stage_recalls(stages, Benchmark("b", tuple(tasks)))
     assert [(row["system"], row["stage"], row["num_passed"]) for row in rows] == [
         ("two", "1 dense", 2), ("two", "2 admit", 2), ("none", "1 dense", 2), ("none", "2 admit", 1),
     ]  # fmt: skip

@@ -24,47 +24,47 @@ from skilltrain.evaluation.bootstrap import (
 from skilltrain.evaluation.comparison import Comparison, SystemResult, cohens_h, compare, holm, mcnemar, wilcoxon
 
 
-def paired_difference(a: list[float], b: list[float], seed: int) -> tuple[Interval, float]:
-    return paired_differences(np.subtract(a, b)[:, None], seed=seed)[0]
+def paired_difference(a: list[float], b: list[float]) -> tuple[Interval, float]:
+    return paired_differences(np.subtract(a, b)[:, None])[0]
 
 
 def test_agrees_with_the_binomial():
     """Of 100 queries 60 hit: resampled means are Binomial(100, .6) / 100."""
-    found = interval([1.0] * 60 + [0.0] * 40, seed=0)
+    found = interval([1.0] * 60 + [0.0] * 40)
     exact = scipy.stats.binom.ppf([0.025, 0.975], 100, 0.6) / 100
     assert [found.low, found.high] == pytest.approx(exact, abs=0.0101)
 
 
 @settings(max_examples=25)
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=30), st.integers(0, 2**32))
-def test_the_interval_lies_within_the_values_and_is_repeatable(values: list[float], seed: int):
-    found = interval(values, seed=seed)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
+def test_the_interval_lies_within_the_values_and_is_repeatable(values: list[float]):
+    found = interval(values)
     assert min(values) <= found.low <= found.high <= max(values)
-    assert found == interval(values, seed=seed)
+    assert found == interval(values)
 
 
 def test_a_paired_difference_has_its_own_sign_width_and_p():
     """b always lies .1 above a: paired, this is certain, however far the queries spread. Of four queries, one lost and
     three won, draws at or below 0 are Binomial(4, 3/4) <= 2, which is 67/256."""
     a = np.random.default_rng(0).random(60)
-    found, p = paired_difference(a.tolist(), (a + 0.1).tolist(), seed=0)
+    found, p = paired_difference(a.tolist(), (a + 0.1).tolist())
     assert found.mean == pytest.approx(-0.1) and found.high - found.low < 1e-9
     assert p == pytest.approx(2 / 10_001)
-    found, p = paired_difference([1, 1, 1, 0], [0, 0, 0, 1], seed=0)
+    found, p = paired_difference([1, 1, 1, 0], [0, 0, 0, 1])
     assert found.mean == 0.5 and p == pytest.approx(2 * 67 / 256, abs=0.02)
-    assert paired_difference([1, 0], [0, 1], seed=0)[1] == 1.0
+    assert paired_difference([1, 0], [0, 1])[1] == 1.0
 
 
 def test_clusters_are_drawn_whole():
     """Clusters of equal size: their means, drawn; of sizes 1 and 3 a draw is (1, 1), (1, 3), (3, 1) or (3, 3)."""
     values = np.random.default_rng(3).random((20, 2))
     names = [str(place % 10) for place in range(20)]
-    together = intervals(values, seed=1, clusters=names)
-    of_means = intervals((values[:10] + values[10:]) / 2, seed=1)
+    together = intervals(values, clusters=names)
+    of_means = intervals((values[:10] + values[10:]) / 2)
     for found, expected in zip(together, of_means, strict=True):
         assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
         assert (found.mean, found.n) == (pytest.approx(expected.mean), 20)
-    means = resampled_means(np.array([[1.0], [0.0], [0.0], [0.0]]), seed=0, clusters=["a", "b", "b", "b"])
+    means = resampled_means(np.array([[1.0], [0.0], [0.0], [0.0]]), clusters=["a", "b", "b", "b"])
     assert set(means[:, 0]) == {1.0, 0.25, 0.0}
     assert np.mean(means == 0.25) == pytest.approx(0.5, abs=0.02)
 
@@ -75,9 +75,9 @@ def test_clusters_are_drawn_whole():
 )
 def test_bad_values_are_refused(values: list[float], message: str):
     with pytest.raises(SkilltrainError, match=message):
-        interval(values, seed=0)
+        interval(values)
     with pytest.raises(SkilltrainError, match=message):
-        paired_difference(values, [0.0] * len(values), seed=0)
+        paired_difference(values, [0.0] * len(values))
 
 
 @pytest.mark.parametrize(
@@ -91,13 +91,13 @@ def test_compact_prints_shares_as_papers_do(value: float, places: int, text: str
 
 
 def test_separation_is_the_share_of_pairs_in_the_right_order():
-    found = separation([3.0, 2.0], [2.0, 1.0, -np.inf], seed=0)
+    found = separation([3.0, 2.0], [2.0, 1.0, -np.inf])
     assert (found.mean, found.n) == (pytest.approx(5.5 / 6), 5)
-    assert separation([2.0] * 3, [1.0] * 2, seed=0) == Interval(1, 1, 1, 5)
-    assert separation([1.0] * 3, [1.0] * 2, seed=0) == Interval(0.5, 0.5, 0.5, 5)
+    assert separation([2.0] * 3, [1.0] * 2) == Interval(1, 1, 1, 5)
+    assert separation([1.0] * 3, [1.0] * 2) == Interval(0.5, 0.5, 0.5, 5)
     source = np.random.default_rng(1)
     above, below = source.normal(1, 1, 60).tolist(), source.normal(0, 1, 50).tolist()
-    found = separation(above, below, seed=0)
+    found = separation(above, below)
     assert found.mean == pytest.approx(scipy.stats.mannwhitneyu(above, below).statistic / 3000)
     assert 0.05 < found.mean - found.low < 0.15 and 0.03 < found.high - found.mean < 0.15
 
@@ -217,14 +217,14 @@ PAIRS = (("bm25", "trained"), ("base", "trained"))
 
 
 def test_a_comparison_is_what_its_parts_say():
-    found = compare(SYSTEMS, PAIRS, MEASURES, IDS, seed=5)
+    found = compare(SYSTEMS, PAIRS, MEASURES, IDS)
     assert [(c.baseline, c.system, c.measure) for c in found] == [
         (*pair, measure) for pair in PAIRS for measure in MEASURES
     ]
     for comparison, baseline in zip(found, (BM25, BM25, BASE, BASE), strict=True):
         after, before = column(TRAINED, comparison.measure), column(baseline, comparison.measure)
         differences = np.subtract(after, before)
-        ((alone, p),) = paired_differences(differences[:, None], seed=5)
+        ((alone, p),) = paired_differences(differences[:, None])
         assert comparison.difference.mean == pytest.approx(np.mean(after) - np.mean(before))
         assert comparison.difference.bounds() == alone.bounds()
         assert comparison.p == p
@@ -234,7 +234,7 @@ def test_a_comparison_is_what_its_parts_say():
         expected = cohens_h(float(np.mean(after)), float(np.mean(before))) if binary else None
         assert comparison.cohens_h == expected
     assert [c.p_holm for c in found] == holm([c.p for c in found])  # the family is every pair and measure
-    (alone,) = compare(SYSTEMS, PAIRS[:1], MEASURES[:1], IDS, seed=5)
+    (alone,) = compare(SYSTEMS, PAIRS[:1], MEASURES[:1], IDS)
     assert alone == replace(found[0], p_holm=found[0].p)
 
 
@@ -242,7 +242,7 @@ def test_equal_systems_differ_in_nothing():
     """Also where all values are equal: no width, no p below 1."""
     for values in ([1.0, 0.0, 1.0], [0.25] * 4, [0.0] * 3):
         (found,) = compare([one_measure("a", values), one_measure("b", values)], [("a", "b")], ["m"],
-                           [f"q{i}" for i in range(len(values))], seed=0)  # fmt: skip
+                           [f"q{i}" for i in range(len(values))])  # fmt: skip
         binary = values[0] in (0, 1)
         effect, p = (0.0, 1.0) if binary else (None, None)
         assert found == Comparison("b", "a", "m", Interval(0, 0, 0, len(values)), 1, 1, 1, p, effect)
@@ -254,10 +254,10 @@ def test_a_cluster_counts_once():
     once = [one_measure(name, hits[:, side].tolist()) for side, name in enumerate("ab")]
     twice = [one_measure(name, np.repeat(hits[:, side], 2).tolist()) for side, name in enumerate("ab")]
     clusters = {f"q{place}": f"task {place // 2}" for place in range(30)}
-    (alone,) = compare(once, [("a", "b")], ["m"], IDS[:15], seed=0)
-    (found,) = compare(twice, [("a", "b")], ["m"], IDS, seed=0, clusters=clusters)
+    (alone,) = compare(once, [("a", "b")], ["m"], IDS[:15])
+    (found,) = compare(twice, [("a", "b")], ["m"], IDS, clusters=clusters)
     assert found == replace(alone, difference=replace(alone.difference, n=30))
-    (apart,) = compare(twice, [("a", "b")], ["m"], IDS, seed=0)
+    (apart,) = compare(twice, [("a", "b")], ["m"], IDS)
     assert apart.difference.high - apart.difference.low < found.difference.high - found.difference.low
 
 
@@ -272,4 +272,4 @@ def test_runs_over_different_queries_and_what_is_not_there_are_named():
         ([BM25, odd, TRAINED], MEASURES, IDS, r"system base: 1 values are missing or .*, first Hit@1 of query 'q4'"),
     ):  # fmt: skip
         with pytest.raises(SkilltrainError, match=message):
-            compare(systems, PAIRS, measures, ids, seed=0)
+            compare(systems, PAIRS, measures, ids)

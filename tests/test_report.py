@@ -51,7 +51,7 @@ def report_of(
     **more: Any,
 ) -> Report:
     """`more`: notes, provenance, analysis."""
-    report = build_report(benchmark or benchmark_of(RELEVANCES), systems, measures, 7, skills or {})
+    report = build_report(benchmark or benchmark_of(RELEVANCES), systems, measures, skills or {})
     return replace(report, **more)
 
 

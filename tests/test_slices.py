@@ -37,7 +37,7 @@ ONE, TWO = system("one", [1, 0, 0], q2={"Set-Compat": 1.0}), system("two", [1, 1
 
 def test_a_slice_holds_the_queries_of_one_value():
     """Single before multi, easy before hard; a query with two reasons is in the slices of both."""
-    found = means_by_slice([ONE, TWO], LABELS, ["Hit@1", "Set-Compat"], seed=3)
+    found = means_by_slice([ONE, TWO], LABELS, ["Hit@1", "Set-Compat"])
     assert {(part.label, part.value): part.query_ids for part in found} == {
         ("all", "all"): ("q1", "q2", "q3"),
         ("kind", "single"): ("q1", "q3"),
@@ -51,8 +51,8 @@ def test_a_slice_holds_the_queries_of_one_value():
     }
     assert [part.label for part in shown(found)].count("origin") == 0  # it is all queries once more
     every, single, multi = found[:3]
-    assert every.means["two"]["Hit@1"] == interval([1, 1, 0], seed=3)
-    assert single.means["one"] == {"Hit@1": interval([1, 0], seed=3)}  # Set-Compat is defined for none of them
+    assert every.means["two"]["Hit@1"] == interval([1, 1, 0])
+    assert single.means["one"] == {"Hit@1": interval([1, 0])}  # Set-Compat is defined for none of them
     assert every.partial() == {"Set-Compat": 1} and multi.partial() == {}
     assert every.best("Hit@1") == {"two"} and single.best("Hit@1") == frozenset()
     assert every.best("Set-Compat") == {"one"}
@@ -96,10 +96,10 @@ def test_a_label_of_many_values_makes_no_slices_and_two_pools_of_one_task_are_dr
     """Thirteen queries, twelve of which are four tasks: their interval is that of four, and n still says twelve."""
     labels = {f"q{n}": {"tag": str(n), "month": str(n % 12), "task": str(n < 13)} for n in range(1, 14)}
     clusters = {f"q{n}": f"task {(n - 1) // 3}" for n in range(1, 13)}
-    found = means_by_slice([system("one", [*[1] * 6, *[0] * 7])], labels, ["Hit@1"], seed=0, clusters=clusters)
+    found = means_by_slice([system("one", [*[1] * 6, *[0] * 7])], labels, ["Hit@1"], clusters=clusters)
     assert {part.label for part in found} == {"all", "month", "task"}
     (twelve,) = (part.means["one"]["Hit@1"] for part in found if (part.label, part.value) == ("task", "True"))
-    four, apart = interval([1, 1, 0, 0], seed=0), interval([*[1] * 6, *[0] * 6], seed=0)
+    four, apart = interval([1, 1, 0, 0]), interval([*[1] * 6, *[0] * 6])
     assert (twelve.mean, twelve.low, twelve.high, twelve.n) == (0.5, four.low, four.high, 12)
     assert apart.high - apart.low < four.high - four.low
 
@@ -116,7 +116,7 @@ def test_a_label_of_many_values_makes_no_slices_and_two_pools_of_one_task_are_dr
 )
 def test_systems_that_do_not_fit_together_are_refused(results: list[SystemResult], measures: list[str], message: str):
     with pytest.raises(SkilltrainError, match=message):
-        means_by_slice(results, LABELS, measures, seed=0)
+        means_by_slice(results, LABELS, measures)
 
 
 # ---- computed labels
@@ -168,8 +168,8 @@ def test_gaps_are_means_of_differences_in_each_part_and_leave_out_what_has_no_va
         SliceMeans("description length", "Q1, 1–9 words", ("a", "b"), {}),
         SliceMeans("description length", "Q2, 10–20 words", ("c", "d"), {}),
     ]
-    one, two = gaps([nd, full], parts, "m", seed=0)
+    one, two = gaps([nd, full], parts, "m")
     assert tuple(one[key] for key in ("baseline", "system", "measure", "value")) == ("nd", "full", "m", "Q1, 1–9 words")
     assert one["difference"] == Interval(0.5, 0, 1, 2)
     assert (two["value"], two["difference"].mean, two["difference"].n) == ("Q2, 10–20 words", 1, 1)
-    assert gaps([nd], parts, "m", seed=0) == ()
+    assert gaps([nd], parts, "m") == ()

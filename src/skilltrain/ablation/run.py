@@ -16,7 +16,7 @@ from typing import Any
 
 from skilltrain.ablation.grid import Cell, Plan, StepRun, make_plan
 from skilltrain.errors import SkilltrainError, StoppedError
-from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES, Interval
+from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES, SEED, Interval
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare, holm, same_queries
 from skilltrain.evaluation.slices import means_by_slice
 from skilltrain.files import read_jsonl, write_json, write_text
@@ -27,7 +27,6 @@ from skilltrain.stages import run_recipe
 from skilltrain.terminal import progress, say
 from skilltrain.version import __version__
 
-_SEED = 0  # of the bootstrap
 Scores = dict[str, float]
 """Measure → value of a query."""
 Failed = Mapping[tuple[str, int], str]
@@ -89,7 +88,7 @@ class Results:
             for table in self.tables
         ]
         about = self.plan.grid.model_dump(include={"ablation", "claim", "baseline"})
-        statistics = {"resamples": RESAMPLES, "seed": _SEED, "num_tests": self.num_tests}
+        statistics = {"resamples": RESAMPLES, "seed": SEED, "num_tests": self.num_tests}
         return {"skilltrain": __version__, **about, "statistics": statistics, "tables": tables, "cells": cells}
 
     def markdown(self) -> str:
@@ -210,7 +209,7 @@ def _table(plan: Plan, name: str, cells: Sequence[Cell]) -> ResultTable:
         mean = {q: {m: fmean(rows[q][m] for rows in every) for m in row} for q, row in every[0].items()}
         systems.append(SystemResult(variant, mean, {}))
     query_ids = same_queries(systems)
-    means = means_by_slice(systems, {query_id: {} for query_id in query_ids}, measures, seed=_SEED)[0].means
+    means = means_by_slice(systems, {query_id: {} for query_id in query_ids}, measures)[0].means
     variants: list[VariantScores] = []
     for variant, of_seed in values.items():
         each = {
@@ -224,7 +223,7 @@ def _table(plan: Plan, name: str, cells: Sequence[Cell]) -> ResultTable:
     differences: list[Comparison] = []
     for measure in grid.compare:
         if defined := [query_id for query_id in query_ids if measure in systems[0].per_query[query_id]]:
-            differences += compare(systems, pairs, [measure], defined, seed=_SEED)
+            differences += compare(systems, pairs, [measure], defined)
     differences.sort(key=lambda difference: others.index(difference.system))
     benchmarks = [config.benchmark] if isinstance(config.benchmark, Path) else config.benchmark
     about = (name, " + ".join(map(str, benchmarks)), config.split, len(query_ids), measures)

@@ -135,7 +135,7 @@ def _judged_twice(
     pairs = [[(verdict_of[row["group"], row["skill_id"]], row["verdict"]) for row in of_group] for of_group in judged]
     write_table([row for of_group in judged for row in of_group], JUDGEMENTS, out / "second")
     write_dropped(asked.dropped, out / "second")
-    kappa = asdict(agreement(pairs, seed=config.seed))
+    kappa = asdict(agreement(pairs))
     return {"kappa": kappa, "second_judge": {"num_groups": len(judged), **asked.used}}
 
 

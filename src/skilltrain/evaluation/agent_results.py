@@ -79,11 +79,11 @@ def agent_results(trials: Sequence[Trial], gold: Mapping[str, Relevance], ceilin
     tasks, means = same_queries(results), dict[str, Mapping[str, Interval]]()
     for result in results:  # each by itself: a condition without skills has no use rate
         measures = [*dict.fromkeys(measure for row in result.per_query.values() for measure in row)]
-        means |= means_by_slice([result], {task: {} for task in tasks}, measures, seed=0)[0].means
+        means |= means_by_slice([result], {task: {} for task in tasks}, measures)[0].means
     pairs = [(results[0].name, result.name) for result in results[1:]]
     best = means[ceiling][CHIEF].mean if ceiling else 0.0
     shares = {name: row[CHIEF].mean / best for name, row in means.items()} if best else {}
-    return AgentResults(means, compare(results, pairs, [CHIEF], tasks, seed=0), shares)
+    return AgentResults(means, compare(results, pairs, [CHIEF], tasks), shares)
 
 
 def task_values(trials: Sequence[Trial], most: int, gold: Relevance | None) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 Queries are drawn with replacement, so an interval tells what other queries would have given, not another training run.
 Where one task is ranked over several pools, its queries are a cluster, drawn together: they are no independent
-evidence. Intervals of the same number of queries and seed share their draws.
+evidence. Intervals of the same number of queries share their draws, which are the same in every run.
 """
 
 import math
@@ -14,7 +14,7 @@ from jaxtyping import Float
 
 from skilltrain.errors import SkilltrainError
 
-RESAMPLES = 10_000
+RESAMPLES, SEED = 10_000, 0
 _KAPPAS = 2_000  # draws of `agreement`
 LEVEL = 0.95
 _ENDS = (1 - LEVEL) / 2, (1 + LEVEL) / 2
@@ -45,9 +45,9 @@ def compact(value: float, places: int) -> str:
     return text.replace("0.", ".", 1) if text.removeprefix("-").startswith("0.") else text
 
 
-def interval(values: Sequence[float], *, seed: int) -> Interval:
+def interval(values: Sequence[float]) -> Interval:
     """The mean of per-query values and its 95% interval; one value, or equal values, give low = mean = high."""
-    return intervals(np.asarray(values, dtype=np.float64)[:, None], seed=seed)[0]
+    return intervals(np.asarray(values, dtype=np.float64)[:, None])[0]
 
 
 def share(values: Sequence[bool] | Float[np.ndarray, " query"]) -> Interval:
@@ -61,25 +61,23 @@ def share(values: Sequence[bool] | Float[np.ndarray, " query"]) -> Interval:
     return Interval(float(found.statistic), float(low), float(high), len(values))
 
 
-def separation(above: Sequence[float], below: Sequence[float], *, seed: int) -> Interval:
+def separation(above: Sequence[float], below: Sequence[float]) -> Interval:
     """The chance that a value of `above` is larger than one of `below` (AUROC; equal values count half), n = all."""
     larger = np.greater.outer(above, below) + 0.5 * np.equal.outer(above, below)
-    source = np.random.default_rng(seed)
+    source = np.random.default_rng(SEED)
     rows, columns = (source.multinomial(size, np.full(size, 1 / size), RESAMPLES) for size in larger.shape)
     drawn = np.einsum("da,ab,db->d", rows, larger, columns, optimize=True) / larger.size
     low, high = np.quantile(drawn, _ENDS).tolist()
     return Interval(float(larger.mean()), low, high, sum(larger.shape))
 
 
-def intervals(
-    values: Float[np.ndarray, "query column"], *, seed: int, clusters: Sequence[str] | None = None
-) -> tuple[Interval, ...]:
+def intervals(values: Float[np.ndarray, "query column"], clusters: Sequence[str] | None = None) -> tuple[Interval, ...]:
     """One interval for each column, all from the same draws; queries of one name in `clusters` are drawn together."""
-    return _intervals(values, resampled_means(values, seed=seed, clusters=clusters))
+    return _intervals(values, resampled_means(values, clusters))
 
 
 def paired_differences(
-    differences: Float[np.ndarray, "query column"], *, seed: int, clusters: Sequence[str] | None = None
+    differences: Float[np.ndarray, "query column"], clusters: Sequence[str] | None = None
 ) -> list[tuple[Interval, float]]:
     """For each column of two systems' differences a − b, query by query: the mean with its interval, and a p.
 
@@ -88,14 +86,14 @@ def paired_differences(
     With few queries p errs to the small side: where only chance differs, p ≤ .05 comes up in 15% of the draws of 6
     queries, 7% of 24 and 6% of 75. The exact tests (comparison.py) keep to 5%.
     """
-    means = resampled_means(differences, seed=seed, clusters=clusters)
+    means = resampled_means(differences, clusters)
     smaller = np.minimum(np.count_nonzero(means <= _ZERO, axis=0), np.count_nonzero(means >= -_ZERO, axis=0))
     tails = np.minimum(2 * (1 + smaller) / (RESAMPLES + 1), 1.0)
     return list(zip(_intervals(differences, means), tails.tolist(), strict=True))
 
 
 def resampled_means(
-    values: Float[np.ndarray, "query column"], *, seed: int, clusters: Sequence[str] | None = None
+    values: Float[np.ndarray, "query column"], clusters: Sequence[str] | None = None
 ) -> Float[np.ndarray, "resample column"]:
     """The column means of 10,000 draws of as many queries (of as many clusters), with replacement.
 
@@ -107,7 +105,7 @@ def resampled_means(
     if len(bad := np.argwhere(~np.isfinite(values))):
         raise SkilltrainError("a value is not a finite number", where=f"value {bad[0][0]}")
     sums, sizes = cluster_sums(values, clusters)
-    generator, num = np.random.default_rng(seed), len(sums)
+    generator, num = np.random.default_rng(SEED), len(sums)
     means = np.empty((RESAMPLES, values.shape[1]))
     step = max(1, _CELLS_AT_ONCE // num)
     for start in range(0, RESAMPLES, step):
@@ -158,7 +156,7 @@ def is_binary(values: Float[np.ndarray, "*axes"]) -> bool:
     return bool(((values == 0) | (values == 1)).all())
 
 
-def agreement(groups: Sequence[Sequence[tuple[str, str]]], *, seed: int) -> Interval:
+def agreement(groups: Sequence[Sequence[tuple[str, str]]]) -> Interval:
     """Cohen's kappa over all pairs of verdicts, the first judge's and the second's: how far they agree beyond chance.
 
     Its interval draws whole groups: what one request makes a judge think of its skills is no independent evidence.
@@ -172,7 +170,7 @@ def agreement(groups: Sequence[Sequence[tuple[str, str]]], *, seed: int) -> Inte
     for number, group in enumerate(groups):
         for first, second in group:
             counts[number, labels.index(first), labels.index(second)] += 1
-    drawn = np.random.default_rng(seed).multinomial(len(groups), np.full(len(groups), 1 / len(groups)), _KAPPAS)
+    drawn = np.random.default_rng(SEED).multinomial(len(groups), np.full(len(groups), 1 / len(groups)), _KAPPAS)
     low, high = np.quantile(cohens_kappa(np.tensordot(drawn, counts, 1)), _ENDS)
     return Interval(float(cohens_kappa(counts.sum(0)[None])[0]), float(low), float(high), len(pairs))
 

@@ -91,8 +91,6 @@ def compare(
     pairs: Sequence[tuple[str, str]],
     measures: Sequence[str],
     query_ids: Sequence[str],
-    *,
-    seed: int,
     clusters: Mapping[str, str] | None = None,
 ) -> tuple[Comparison, ...]:
     """One comparison for each pair of names (baseline, system) and each measure, in this order, over `query_ids`.
@@ -109,7 +107,7 @@ def compare(
         return ()
     names = [(clusters or {}).get(query_id, query_id) for query_id in query_ids]
     differences = np.stack([values[system][:, at] - values[baseline][:, at] for baseline, system, at in cases], axis=1)
-    found = paired_differences(differences, seed=seed, clusters=names)
+    found = paired_differences(differences, names)
     adjusted = holm([p for _, p in found])
     sums, sizes = cluster_sums(differences, names)
     comparisons: list[Comparison] = []

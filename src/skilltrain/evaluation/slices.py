@@ -58,8 +58,6 @@ def means_by_slice(
     results: Sequence[SystemResult],
     labels: Mapping[str, Labels],
     measures: Sequence[str],
-    *,
-    seed: int,
     clusters: Mapping[str, str] | None = None,
     most_values: int = MOST_VALUES,
 ) -> tuple[SliceMeans, ...]:
@@ -84,7 +82,7 @@ def means_by_slice(
         for value in sorted(values, key=lambda value: (_ORDER.index(value) if value in _ORDER else len(_ORDER), value))
     }
     # of many a label one value holds all queries
-    means = {ids: _means(results, ids, measures, seed, clusters or {}) for ids in dict.fromkeys(shown_parts.values())}
+    means = {ids: _means(results, ids, measures, clusters or {}) for ids in dict.fromkeys(shown_parts.values())}
     return tuple(SliceMeans(label, value, ids, means[ids]) for (label, value), ids in shown_parts.items())
 
 
@@ -92,7 +90,6 @@ def _means(
     results: Sequence[SystemResult],
     query_ids: Sequence[str],
     measures: Sequence[str],
-    seed: int,
     clusters: Mapping[str, str],
 ) -> dict[str, dict[str, Interval]]:
     """System → measure → mean. Measures of the same queries share draws; one of no query is left out."""
@@ -104,7 +101,7 @@ def _means(
     for having, of_these in together.items():
         columns = np.concatenate([values_of(result, having, of_these) for result in results], axis=1)
         drawn = [clusters.get(query_id, query_id) for query_id in having]
-        means = iter(intervals(columns, seed=seed, clusters=drawn))
+        means = iter(intervals(columns, drawn))
         for result in results:
             found[result.name] |= {measure: next(means) for measure in of_these}
     return {name: {measure: row[measure] for measure in measures if measure in row} for name, row in found.items()}
@@ -114,8 +111,6 @@ def gaps(
     results: Sequence[SystemResult],
     slices: Sequence[SliceMeans],
     measure: str,
-    *,
-    seed: int,
     clusters: Mapping[str, str] | None = None,
 ) -> tuple[Row, ...]:
     """How far each system is above the one before it in each part of `description length`.
@@ -129,7 +124,7 @@ def gaps(
             if having := [query_id for query_id in part.query_ids if measure in before.per_query[query_id]]:
                 difference = values_of(after, having, [measure]) - values_of(before, having, [measure])
                 drawn = [(clusters or {}).get(query_id, query_id) for query_id in having]
-                (gap,) = intervals(difference, seed=seed, clusters=drawn)
+                (gap,) = intervals(difference, drawn)
                 names = {"baseline": before.name, "system": after.name, "measure": measure}
                 found.append(names | {"value": part.value, "difference": gap})
     return tuple(found)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task
-from skilltrain.evaluation.bootstrap import RESAMPLES, Interval, normal_interval
+from skilltrain.evaluation.bootstrap import RESAMPLES, SEED, Interval, normal_interval
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare
 from skilltrain.evaluation.metrics import COPIES, Measure, Relevance, as_found
 from skilltrain.evaluation.slices import ALL, KIND, Row, SliceMeans, gaps, labels_of, means_by_slice, shown
@@ -30,7 +30,6 @@ class Report:
 
     benchmark: Benchmark
     skills: Mapping[str, Skill]
-    seed: int
     measures: tuple[str, ...]
     results: tuple[SystemResult, ...]
     slices: tuple[SliceMeans, ...]
@@ -124,7 +123,7 @@ class Report:
         analysis = {key: [] for key in ANALYSES} | {"unserved": {}} | dict(self.analysis)
         return {
             "benchmark": self.benchmark.name,
-            "seed": self.seed,
+            "seed": SEED,
             "resamples": RESAMPLES,
             "systems": [self._system(result) for result in self.results],
             "slices": [
@@ -167,7 +166,6 @@ def build_report(
     benchmark: Benchmark,
     results: Sequence[SystemResult],
     measures: Sequence[Measure],
-    seed: int,
     skills: Mapping[str, Skill],
     notes: Sequence[str] = (),
     provenance: Mapping[str, str] | None = None,
@@ -180,7 +178,7 @@ def build_report(
     """
     names = tuple(map(str, measures))
     labels, clusters = labels_of(benchmark.tasks, skills), benchmark.clusters
-    slices = means_by_slice(results, labels, names, seed=seed, clusters=clusters)
+    slices = means_by_slice(results, labels, names, clusters)
     systems = [result.name for result in results]
     pairs = list(dict.fromkeys([*((systems[0], system) for system in systems[1:]), *pairwise(systems)]))
     compared = [name for name in names if name in COMPARED] or [names[0]]
@@ -189,12 +187,11 @@ def build_report(
     return Report(
         benchmark,
         skills,
-        seed,
         names,
         tuple(results),
         slices,
-        comparisons=compare(results, pairs, compared, together, seed=seed, clusters=clusters) if together else (),
-        gaps=gaps(results, slices, compared[0], seed=seed, clusters=clusters),
+        comparisons=compare(results, pairs, compared, together, clusters) if together else (),
+        gaps=gaps(results, slices, compared[0], clusters),
         notes=tuple(notes),
         provenance=provenance or {},
     )

@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES, compact
+from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES, SEED, compact
 from skilltrain.evaluation.comparison import ALPHA
 from skilltrain.evaluation.metrics import COPIES, MEANINGS, Measure
 from skilltrain.evaluation.slices import ALL, KIND, LENGTH, Row, SliceMeans, shown
@@ -77,6 +77,7 @@ def _values(report: Report) -> dict[str, Any]:
         "meanings": {name: MEANINGS[name] for name in used},
         "level": f"{LEVEL:.0%}",
         "resamples": RESAMPLES,
+        "seed": SEED,
         "alpha": ALPHA,
     }
 

@@ -112,7 +112,7 @@ def analyse_results(report: Report, stages: Mapping[str, Sequence[RankedStage]])
     return {
         "outcomes": [outcomes(before, after, _DECIDES, benchmark.clusters) for before, after in pairs],
         "pass_rates": pass_rates(report.every.means) if known else [],
-        "stages": stage_recalls(stages, benchmark, report.seed),
+        "stages": stage_recalls(stages, benchmark),
         "latencies": latencies(stages),
     }
 
@@ -154,7 +154,7 @@ def pass_rates(means: Mapping[str, Mapping[str, Interval]]) -> list[Row]:
 
 
 def tell_unserved(
-    ranked: Mapping[str, Rankings], query_ids: Sequence[str], unserved: Sequence[Query], seed: int
+    ranked: Mapping[str, Rankings], query_ids: Sequence[str], unserved: Sequence[Query]
 ) -> dict[str, Interval]:
     """System → the chance that its best score for a query is above that for one of the `unserved`; -inf for no skill.
 
@@ -165,10 +165,10 @@ def tell_unserved(
         return [rankings[query_id][0][1] if rankings[query_id] else -math.inf for query_id in ids]
 
     others = [query.query_id for query in unserved]
-    return {name: separation(tops(row, query_ids), tops(row, others), seed=seed) for name, row in ranked.items()}
+    return {name: separation(tops(row, query_ids), tops(row, others)) for name, row in ranked.items()}
 
 
-def stage_recalls(stages: Mapping[str, Sequence[RankedStage]], benchmark: Benchmark, seed: int) -> list[Row]:
+def stage_recalls(stages: Mapping[str, Sequence[RankedStage]], benchmark: Benchmark) -> list[Row]:
     """What each ranker of the systems of several finds (SkillFlow, table 3): the means of measures with cutoffs up to
     its longest ranking, and how many skills it passes on (`num_passed`).
 
@@ -186,7 +186,7 @@ def stage_recalls(stages: Mapping[str, Sequence[RankedStage]], benchmark: Benchm
             measures += [Measure("MRR", longest), Measure("Hit", passed)]
             rows = per_query(stage.skill_ids(), relevances, measures).values()
             columns = np.array([[row[str(measure)] for measure in measures] for row in rows])
-            means = dict(zip(map(str, measures), intervals(columns, seed=seed, clusters=clusters), strict=True))
+            means = dict(zip(map(str, measures), intervals(columns, clusters), strict=True))
             found.append({"system": system, "stage": f"{number} {stage.kind}", "num_passed": passed, "means": means})
     return found
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from skilltrain.config import Config, InputPath, Seed
+from skilltrain.config import Config, InputPath
 from skilltrain.data.near_duplicates import copies_of
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
@@ -64,7 +64,6 @@ class EvaluateConfig(Config):
     )
     depth: int = Field(default=50, ge=1, description="length of the rankings, unless a measure looks further")
     analysis: AnalysisConfig = Field(default=AnalysisConfig(), description="what to look at beside the measures")
-    seed: Seed = Field(default=0, description="seed of the bootstrap")
     out: Path = Field(description="folder to write: metrics.json, report.html, report.md, per-query values, RANKINGS")
 
     @field_validator("benchmark", "predictions", mode="before")
@@ -102,7 +101,7 @@ def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
     query_ids = [task.query.query_id for task in benchmark.tasks]
     if unserved:
         last = {name: ranked[-1].rankings for name, ranked in stages.items()}
-        analysis["unserved"] = told = tell_unserved(last, query_ids, unserved, config.seed)
+        analysis["unserved"] = told = tell_unserved(last, query_ids, unserved)
         notes += [
             f"{name}: its best score for a query is above that for one that no skill serves with a chance of {value} "
             f"(n = {len(query_ids)} and {len(unserved)})."
@@ -242,7 +241,7 @@ def _report(
     relevances = {task.query.query_id: task.relevance for task in benchmark.tasks}
     rows = {name: per_query(found, relevances, config.scored) for name, found in rankings.items()}
     results = [SystemResult(name, rows[name], found) for name, found in rankings.items()]
-    return build_report(benchmark, results, config.scored, config.seed, skills, notes, provenance)
+    return build_report(benchmark, results, config.scored, skills, notes, provenance)
 
 
 def _provenance(config: EvaluateConfig, num_skills: int) -> dict[str, str]:

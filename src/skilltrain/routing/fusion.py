@@ -57,7 +57,7 @@ class FusionConfig(Config):
     split: str | None = Field(description="fit on the queries of this split, which no leg was trained on; null for all")
     system: SystemConfig = Field(description="what ranks; its last ranker is the fuse whose weights are fitted")
     folds: int = Field(default=5, ge=2, description="parts of the queries for cross-validation")
-    seed: Seed = Field(default=0, description="seed of the folds and of the bootstrap")
+    seed: Seed = Field(default=0, description="seed of the folds")
     out: Path = Field(description=f"folder to write: {WEIGHTS_FILE}, which `weights` of a fuse ranker reads")
 
     @model_validator(mode="after")
@@ -104,7 +104,7 @@ def run_fusion(config: FusionConfig, out: Path) -> dict[str, Any]:
             query_id = tasks[place].query.query_id
             rankings[FITTED][query_id] = scored[place].ranked(fitted_elsewhere)
             rankings[EQUAL][query_id] = scored[place].ranked(np.full(len(legs), 1 / len(legs)))
-    figures = compare(rankings, {task.query.query_id: task.relevance for task in tasks}, clusters, config.seed)
+    figures = compare(rankings, {task.query.query_id: task.relevance for task in tasks}, clusters)
     fitted = FittedWeights(
         weights=tuple(weights.tolist()),
         legs=tuple(legs),
@@ -232,7 +232,7 @@ def folds_of(tasks: Sequence[Task], num_folds: int, seed: int) -> tuple[list[str
 
 
 def compare(
-    rankings: Mapping[str, Rankings], relevances: Mapping[str, Relevance], clusters: Sequence[str], seed: int
+    rankings: Mapping[str, Rankings], relevances: Mapping[str, Relevance], clusters: Sequence[str]
 ) -> dict[str, dict[str, Interval]]:
     """System → measure → its mean; and `fitted - SYSTEM` → measure → the mean difference, query by query.
 
@@ -245,6 +245,5 @@ def compare(
         values[name] = np.array([[row[str(measure)] for measure in MEASURES] for row in rows])
     values |= {f"{FITTED} - {name}": values[FITTED] - table for name, table in values.items() if name != FITTED}
     return {
-        name: dict(zip(map(str, MEASURES), intervals(table, seed=seed, clusters=clusters), strict=True))
-        for name, table in values.items()
+        name: dict(zip(map(str, MEASURES), intervals(table, clusters), strict=True)) for name, table in values.items()
     }

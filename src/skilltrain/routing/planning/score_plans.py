@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from skilltrain.config import Config, InputPath, Seed
+from skilltrain.config import Config, InputPath
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Labels, Task, check_pool
@@ -49,7 +49,6 @@ class PlansConfig(Config):
     compare: tuple[str, ...] = Field(
         default=("DA", "DA±1", "CatR@1", "Skill R@10"), description="measures by which the others are compared to it"
     )
-    seed: Seed = Field(default=0, description="seed of the bootstrap")
     out: Path = Field(description="folder to write: metrics.json, report.md, per_query.jsonl, plans.jsonl")
 
     @model_validator(mode="after")
@@ -82,7 +81,7 @@ def run_plans(config: PlansConfig, out: Path) -> dict[str, Any]:
     slices: dict[str, tuple[SliceMeans, ...]] = {}
     for one in results:
         labels = _labels(tasks, one, skills)
-        every = means_by_slice([one], labels, config.scored, seed=config.seed, most_values=_MOST_VALUES)
+        every = means_by_slice([one], labels, config.scored, most_values=_MOST_VALUES)
         slices[one.name] = shown(every)
     rounds = {name: _rounds(tasks, own) for name, own in plans.items()}
     compared, notes = _comparisons(config, results), [*benchmark.notes, *_notes(plans)]
@@ -208,7 +207,7 @@ def _comparisons(config: PlansConfig, results: Sequence[SystemResult]) -> list[t
     values = {result.name: values_of(result, query_ids, measures) for result in results}
     found: list[tuple[Comparison, float]] = []
     pairs = [(results[0].name, other.name) for other in results[1:]]
-    for made in compare(results, pairs, measures, query_ids, seed=config.seed):
+    for made in compare(results, pairs, measures, query_ids):
         above = (values[made.system] - values[made.baseline])[:, measures.index(made.measure)]
         found.append((made, wilcoxon(above, above=True)))
     return found
