@@ -45,28 +45,22 @@ class ListsConfig(Config):
     quotas: dict[str, Annotated[int, Field(ge=0)]] | None = Field(
         default=None,
         description="negatives by source, sampled; SkillRouter: {semantic: 4, lexical: 3, taxonomy: 2, random: 1}. "
-        "Where a source has too few, the others fill up in the order written; one of quota 0 only fills up. The source "
-        "judged holds what a judge turned down, rejected skills first, and is drawn before the others",
+        "Where a source has too few, the others fill up in this order. The source judged holds what a judge turned "
+        "down, rejected skills first, and is drawn before the others",
     )
     list_size: int | None = Field(
-        default=None,
-        ge=2,
-        description="skills per list, from the top of one ranking, positives included; SkillRouter: 20. With "
-        "quotas={judged: 4}, so many of the skills that a judge turned down are among them",
-    )
+        default=None, ge=2, description="skills per list, from the top of one ranking, positives included; SkillRouter "
+        "20. With quotas={judged: 4}, so many of the skills that a judge turned down are among them",
+    )  # fmt: skip
     best_of: tuple[str, ...] = Field(
-        default=(),
-        description="sources of quotas whose best ranked negatives are taken instead of drawn; SkillRouter: [lexical]",
+        default=(), description="sources of quotas whose best are taken instead of drawn; SkillRouter: [lexical]"
     )
     absent_gold: Literal["add", "drop"] = Field(
-        default="add",
-        description="gold outside the top list_size: add puts it at the list's end; drop leaves it out, and the whole "
-        "list where no required skill is left, as SkillRouter",
-    )
+        default="add", description="gold outside the top list_size: add puts it at the list's end; drop leaves it out, "
+        "and the whole list where no required skill is left, as SkillRouter",
+    )  # fmt: skip
     flagged: Literal["leave_out", "use"] = Field(
-        default="leave_out",
-        description="skills with a flag of the safety screening: leave_out makes no positive of them, use does; "
-        "they may be negatives either way",
+        default="leave_out", description="may skills with a flag of the safety screening be positives (use), or not"
     )
     min_negatives: int = Field(default=1, ge=0, description="a list with fewer negatives is dropped")
     seed: Seed = Field(default=0, description="seed of the sampling")
@@ -95,10 +89,7 @@ class Entry(NamedTuple):
 
 
 class ListPlan(NamedTuple):
-    """A list to be built: its query's id and judgements, and the positives it shall hold.
-
-    `turned_down` are the skills of the pool that a judge called rejected or irrelevant.
-    """
+    """A list to be built: its query's id and judgements, its positives, and skills of the pool judged otherwise."""
 
     query_id: str
     judged: Mapping[str, Verdict]
@@ -118,21 +109,19 @@ def run_lists(config: ListsConfig, out: Path) -> dict[str, Any]:
     _check_rankings(rankings, pool, config)
     flags = flags_to_leave_out(config.pool) if config.flagged == "leave_out" else {}
     verdicts, dropped = verdicts_by_query(judgements), list[Dropped]()
-    plans = [_plan(query_id, verdicts.get(query_id, {}), pool, flags, dropped) for query_id in queries]
     rows, ranks = rows_by_query(rankings), rankings.column("rank").to_pylist()
     skill_ids, sources = texts_of(rankings.column("skill_id")), texts_of(rankings.column("stage"))
     built: dict[str, dict[str, Any]] = {}
-    for plan in track(plans, "building lists", len(plans)):
-        if plan is not None:
-            own = rows[plan.query_id].tolist() if plan.query_id in rows else ()
+    for query_id in track(queries, "building lists", len(queries)):
+        if plan := _plan(query_id, verdicts.get(query_id, {}), pool, flags, dropped):
+            own = rows[query_id].tolist() if query_id in rows else ()
             candidates = [Entry(skill_ids[row], sources[row], ranks[row]) for row in own]
             if found := _row(plan, build_list(plan, candidates, config), config, dropped):
-                built[plan.query_id] = found
+                built[query_id] = found
     if not built:
-        raise SkilltrainError(
-            f"no list is left of {len(queries)} queries; the first: {dropped[0].reason}", where=config.rankings,
-            fix="check that rankings, queries and pool belong together",
-        )  # fmt: skip
+        what = f"no list is left of {len(queries)} queries; the first: {dropped[0].reason}"
+        fix = "check that rankings, queries and pool belong together"
+        raise SkilltrainError(what, where=config.rankings, fix=fix)
     write_table(built.values(), LISTS, out)
     judged = sorted((row for row in judgements.to_pylist() if row["query_id"] in built), key=lambda r: r["query_id"])
     write_queries((queries[query_id] for query_id in built), judged, dropped, out)
@@ -144,6 +133,45 @@ def run_lists(config: ListsConfig, out: Path) -> dict[str, Any]:
         "list_length": {"min": min(lengths), "mean": round(sum(lengths) / len(lengths), 2), "max": max(lengths)},
         "dropped": counted(drop.filter for drop in dropped),
     }
+
+
+def _check_rankings(rankings: pa.Table, pool: Collection[str], config: ListsConfig) -> None:
+    """Raise SkilltrainError where rankings fit neither the pool nor the way lists are to be built."""
+    sources = sorted(rankings.column("stage").unique().to_pylist())
+    here = f"the rankings hold: {', '.join(sources) or 'nothing'}"
+    if config.list_size is not None and len(sources) > 1:
+        what = f"'list_size' takes the top of one ranking; {here}"
+        raise SkilltrainError(what, where=config.rankings, fix="set quotas instead")
+    if unknown := [source for source in config.quotas or {} if source not in {*sources, *SOURCES, JUDGED}]:
+        raise SkilltrainError(f"'quotas' names an unknown source '{unknown[0]}'; {here}", where=config.rankings)
+    if missing := set(rankings.column("skill_id").unique().to_pylist()).difference(pool):
+        what = f"{len(missing)} ranked skill(s) are not in this pool, '{min(missing)}' among them"
+        raise SkilltrainError(what, where=config.pool, fix="give the pool that was ranked")
+
+
+def _plan(
+    query_id: str,
+    judged: Mapping[str, Verdict],
+    pool: Collection[str],
+    flags: Mapping[str, Sequence[Flag]],
+    dropped: list[Dropped],
+) -> ListPlan | None:
+    """The list to build, None where no required skill can be in it; what cannot be used goes to `dropped`."""
+    positives, turned_down = list[str](), list[str]()
+    for skill_id, verdict in sorted(judged.items()):
+        if skill_id not in pool:
+            dropped.append(Dropped(query_id, skill_id, "not_in_pool", f"judged {verdict}, not in the pool"))
+        elif verdict not in POSITIVE:
+            turned_down.append(skill_id)
+        elif skill_id in flags:
+            rules = ", ".join(sorted({flag.rule for flag in flags[skill_id]}))
+            dropped.append(Dropped(query_id, skill_id, "flagged", f"a positive with the flag {rules}"))
+        else:
+            positives.append(skill_id)
+    if any(judged[skill_id] is Verdict.REQUIRED for skill_id in positives):
+        return ListPlan(query_id, judged, tuple(positives), tuple(turned_down))
+    dropped.append(Dropped(query_id, "", "no_positive", "no required skill of this query can be a positive"))
+    return None
 
 
 def _row(plan: ListPlan, entries: Sequence[Entry], config: ListsConfig, dropped: list[Dropped]) -> dict[str, Any]:
@@ -176,17 +204,15 @@ def build_list(plan: ListPlan, candidates: Sequence[Entry], config: ListsConfig)
     A known positive is never a negative, whatever the ranking says. Depends on the plan, the candidates as a set
     and the seed only.
     """
-    known = {skill_id for skill_id, verdict in plan.judged.items() if verdict in POSITIVE}
-    negatives = [entry for entry in candidates if entry.skill_id not in known]
+    negatives = [entry for entry in candidates if plan.judged.get(entry.skill_id) not in POSITIVE]
     judged, quotas = _turned_down(plan, config.seed), config.quotas or {}
+    golds = [Entry(skill_id, GOLD, 0) for skill_id in plan.positives]
     if config.list_size is None:
-        golds = [Entry(skill_id, GOLD, 0) for skill_id in plan.positives]
         return golds + sample_negatives([*judged, *negatives], quotas, f"{config.seed}/{plan.query_id}", config.best_of)
     if config.absent_gold == "drop":
         ranked = [entry for entry in candidates if entry.skill_id in plan.positives]
         return sorted([*ranked, *negatives], key=_in_order)[: config.list_size]
-    wanted = {skill_id: Entry(skill_id, GOLD, 0) for skill_id in plan.positives}
-    wanted |= {entry.skill_id: entry for entry in judged[: quotas.get(JUDGED, 0)]}
+    wanted = {entry.skill_id: entry for entry in (*golds, *judged[: quotas.get(JUDGED, 0)])}
     found = {entry.skill_id: entry for entry in candidates if entry.skill_id in wanted}
     absent = [entry for skill_id, entry in wanted.items() if skill_id not in found]
     room = max(0, config.list_size - len(wanted))
@@ -196,20 +222,16 @@ def build_list(plan: ListPlan, candidates: Sequence[Entry], config: ListsConfig)
 
 def _turned_down(plan: ListPlan, seed: int) -> list[Entry]:
     """What a judge turned down for the query, rejected skills first, those of one verdict in an order by chance."""
-
-    def in_order(skill_id: str) -> tuple[bool, int]:
-        is_rejected = plan.judged[skill_id] is Verdict.REJECTED
-        return not is_rejected, stable_number(seed, JUDGED, plan.query_id, skill_id)
-
-    return [Entry(s, JUDGED, place) for place, s in enumerate(sorted(plan.turned_down, key=in_order), 1)]
+    by_chance = sorted(plan.turned_down, key=lambda skill_id: stable_number(seed, JUDGED, plan.query_id, skill_id))
+    in_order = sorted(by_chance, key=lambda skill_id: plan.judged[skill_id] is not Verdict.REJECTED)
+    return [Entry(skill_id, JUDGED, place) for place, skill_id in enumerate(in_order, 1)]
 
 
 def sample_negatives(
     candidates: Sequence[Entry], quotas: dict[str, int], key: str, best_of: Collection[str] = ()
 ) -> list[Entry]:
-    """Each source's quota, drawn uniformly from its candidates without taking a skill twice; the same for one `key`.
-
-    Of the sources in `best_of` the best ranked are taken.
+    """Each source's quota, drawn uniformly from its candidates (of those in `best_of` the best) without taking a skill
+    twice; the same for one `key`.
 
     What a source could not give is drawn from what is left of the sources, in the order of `quotas`. Every source has
     draws of its own, so that a change of one quota leaves the sources before it as they were.
@@ -235,46 +257,3 @@ def _take(waiting: Sequence[Entry], count: int, chosen: dict[str, Entry]) -> Non
 
 def _in_order(entry: Entry) -> tuple[int, str]:
     return entry.rank, entry.skill_id
-
-
-def _check_rankings(rankings: pa.Table, pool: Collection[str], config: ListsConfig) -> None:
-    """Raise SkilltrainError where rankings fit neither the pool nor the way lists are to be built."""
-    sources = sorted(rankings.column("stage").unique().to_pylist())
-    here = f"the rankings hold: {', '.join(sources) or 'nothing'}"
-    if config.list_size is not None and len(sources) > 1:
-        what = f"'list_size' takes the top of one ranking; {here}"
-        raise SkilltrainError(what, where=config.rankings, fix="set quotas instead")
-    if unknown := [source for source in config.quotas or {} if source not in {*sources, *SOURCES, JUDGED}]:
-        raise SkilltrainError(f"'quotas' names an unknown source '{unknown[0]}'; {here}", where=config.rankings)
-    if missing := set(rankings.column("skill_id").unique().to_pylist()).difference(pool):
-        what = f"{len(missing)} ranked skill(s) are not in this pool, '{min(missing)}' among them"
-        raise SkilltrainError(what, where=config.pool, fix="give the pool that was ranked")
-
-
-def _plan(
-    query_id: str,
-    judged: Mapping[str, Verdict],
-    pool: Collection[str],
-    flags: Mapping[str, Sequence[Flag]],
-    dropped: list[Dropped],
-) -> ListPlan | None:
-    """The list to build, None where no required skill can be in it; what cannot be used goes to `dropped`."""
-
-    def usable(skill_id: str, is_positive: bool) -> bool:
-        verdict = judged[skill_id]
-        if skill_id not in pool:
-            why = "a positive that is not in the pool" if is_positive else f"judged {verdict}, not in the pool"
-            dropped.append(Dropped(query_id, skill_id, "not_in_pool", why))
-        elif is_positive and skill_id in flags:
-            rules = ", ".join(sorted({flag.rule for flag in flags[skill_id]}))
-            dropped.append(Dropped(query_id, skill_id, "flagged", f"a positive with the flag {rules}"))
-        else:
-            return True
-        return False
-
-    positives = tuple(s for s in sorted(judged) if judged[s] in POSITIVE and usable(s, True))
-    turned_down = tuple(s for s in sorted(judged) if judged[s] not in POSITIVE and usable(s, False))
-    if any(judged[skill_id] is Verdict.REQUIRED for skill_id in positives):
-        return ListPlan(query_id, judged, positives, turned_down)
-    dropped.append(Dropped(query_id, "", "no_positive", "no required skill of this query can be a positive"))
-    return None
