@@ -9,7 +9,7 @@ import torch
 
 from skilltrain.config import validate
 from skilltrain.data import filter_layers
-from skilltrain.data.filter_layers import CANDIDATE, Candidates, CeilingLayer, FilterPool
+from skilltrain.data.filter_layers import PAIR, CeilingLayer, FilterPool
 from skilltrain.data.mine import MineConfig, _nearest
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import RunRecord, model_card
@@ -200,12 +200,9 @@ def test_a_ceiling_is_by_the_best_window(monkeypatch):
     monkeypatch.setattr(filter_layers, "open_encoder", lambda _: None)
     monkeypatch.setattr(filter_layers, "encode_queries", lambda _, texts: QUERY)
     skills = [Skill(skill_id, "", "", "") for skill_id in "abcd"]  # c is in no list, and has no vector
-    left = np.zeros(2, dtype=CANDIDATE)
-    left["skill"] = [0, 1]
-    asked = Candidates(0, np.array([3]), left, left[:0])
-    pool = FilterPool(skills, [asked], ["q"], EncoderSource(source="x"), None, WorkersConfig())
-    [(gold, values)] = CeilingLayer(relative_margin=0.0).check(pool, asked)
-    np.testing.assert_allclose((gold, *values), [3, 1, np.nan], atol=1e-6)
+    pairs = np.array([(row, 0, row, 3, 1, "") for row in (0, 1)], dtype=PAIR)
+    pool = FilterPool(skills, pairs, ["q"], EncoderSource(source="x"), None, WorkersConfig())
+    np.testing.assert_allclose(CeilingLayer(relative_margin=0.0).check(pool, pairs), [1, np.nan], atol=1e-6)
 
 
 def test_the_stage_encode_encodes_all_windows(model_folders, tmp_path):

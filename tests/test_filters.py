@@ -13,13 +13,15 @@ from benchmark_folders import write_ours, write_pool
 from skilltrain.config import validate
 from skilltrain.data import filter_layers as module
 from skilltrain.data.filter import FilterConfig, run_filter
-from skilltrain.data.filter_layers import JaccardLayer
+from skilltrain.data.filter_layers import PAIR, JaccardLayer
 from skilltrain.data.near_duplicates import jaccard, word_trigrams
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.retrieval.nearest import ChunkVectors
 from skilltrain.tables import CLUSTERS, DROPPED, RANKINGS, read_table, rows_by_query, table_from_rows, write_table
+from skilltrain.workers import WorkersConfig
 
+ONE = WorkersConfig(num=1)
 GOLD_BODY = "read the pages of a pdf file and print them"  # 10 words, 8 trigrams
 SKILLS_HERE = [
     Skill("gold", "pdf-reader", "", GOLD_BODY),
@@ -152,15 +154,10 @@ def test_bodies_of_every_kind_are_compared(stage):
 
 @given(st.lists(st.sampled_from("abcde"), min_size=1, max_size=20), st.floats(0, 1))
 def test_the_size_bound_never_changes_the_answer(tokens, above):
-    sets = [word_trigrams(body) for body in ("a b c d e a b c", " ".join(tokens))]
-
-    class Sets(list):
-        starts = np.cumsum([0, *(len(one) for one in sets)])
-
-    pool: Any = SimpleNamespace(trigrams=lambda max_names: Sets(sets))
-    candidates: Any = SimpleNamespace(left={"skill": np.array([1])}, golds=np.array([0]))
-    ((_, (value,)),) = JaccardLayer(above=above).check(pool, candidates)
-    exact = jaccard(*sets)
+    bodies = "a b c d e a b c", " ".join(tokens)
+    pool: Any = SimpleNamespace(skills=[Skill(str(n), "", "", body) for n, body in enumerate(bodies)], workers=ONE)
+    (value,) = JaccardLayer(above=above).check(pool, np.array([(0, 0, 1, 0, 1, "")], dtype=PAIR))
+    exact = jaccard(*map(word_trigrams, bodies))
     assert (value == exact) if exact > above else np.isnan(value)
 
 

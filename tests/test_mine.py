@@ -150,7 +150,7 @@ def test_the_stage_writes_rankings_by_source_and_names_lost_queries_whatever_the
     assert summary["num_queries_dropped"] == 2 and summary["index"] == {"kind": "Flat"}
     dropped = {row["query_id"]: row for row in read_table(shop.out, DROPPED).to_pylist()}
     assert dropped["q2"]["skill_id"] == "gone" and "not" not in dropped["q2"]["reason"]
-    assert dropped["q4"]["skill_id"] == "" and "no skill is judged" in dropped["q4"]["reason"]
+    assert dropped["q4"]["skill_id"] == "" and "no positive skill" in dropped["q4"]["reason"]
     assert sorted(path.name for path in shop.out.iterdir()) == ["dropped.parquet", "rankings.parquet"]
     first = (shop.out / "rankings.parquet").read_bytes()
     shop.write_pool(POOL)

@@ -1,8 +1,7 @@
 """Stage `filter`: takes false negatives out of mined candidates, and says of each why. Its layers: filter_layers.py."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,15 +11,7 @@ from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath
 from skilltrain.data import counted
-from skilltrain.data.filter_layers import (
-    CANDIDATE,
-    Candidates,
-    CosineLayer,
-    FilterPool,
-    JaccardLayer,
-    Layer,
-    NameLayer,
-)
+from skilltrain.data.filter_layers import PAIR, CosineLayer, FilterPool, JaccardLayer, Layer, NameLayer, Pairs
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import POSITIVE, Dropped, Skill, Verdict
 from skilltrain.retrieval.dense import EncoderSource
@@ -35,7 +26,6 @@ from skilltrain.tables import (
     write_dropped,
     write_table,
 )
-from skilltrain.terminal import track
 from skilltrain.workers import WorkersConfig
 
 
@@ -79,15 +69,16 @@ def run_filter(config: FilterConfig, out: Path) -> dict[str, Any]:
     """
     rankings = read_table(config.rankings, RANKINGS)
     skills, verdicts = read_skills(config.pool), read_verdicts(config.queries)
-    candidates = dict(open_candidates(rankings, skills, verdicts, config.pool))
-    texts = _texts(config.queries, list(candidates))
-    pool = FilterPool(skills, list(candidates.values()), texts, config.encoder, config.clusters, config.workers)
-    against = find_false_negatives(pool, candidates, config.layers)
-    for query_id, one in candidates.items() if config.judged_positives == "drop" else ():
-        for gold in one.ranked_golds:
-            skill_id = skills[gold["skill"]].skill_id
-            reason = f"judged {verdicts[query_id][skill_id]} for this query"
-            against[int(gold["row"])] = Dropped(query_id, skill_id, "judged", reason, source=gold["source"])
+    pairs, judged = open_pairs(rankings, skills, verdicts, config.pool)
+    texts = {query.query_id: query.text for query in read_queries(config.queries)}
+    query_ids = sorted(set(texts_of(rankings.column("query_id"))))
+    if missing := [query_id for query_id in query_ids if query_id not in texts]:
+        what = f"{len(missing)} ranked queries are not here, '{missing[0]}' among them"
+        raise SkilltrainError(what, where=config.queries, fix="give the queries that were mined for")
+    query_texts = [texts[query_id] for query_id in query_ids]
+    pool = FilterPool(skills, pairs, query_texts, config.encoder, config.clusters, config.workers)
+    against = find_false_negatives(pool, query_ids, config.layers)
+    against |= judged if config.judged_positives == "drop" else {}
     kept = np.ones(rankings.num_rows, dtype=bool)
     kept[list(against)] = False
     left = rankings.filter(pa.array(kept))
@@ -101,55 +92,54 @@ def run_filter(config: FilterConfig, out: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def open_candidates(
+def open_pairs(
     rankings: pa.Table, skills: Sequence[Skill], verdicts: Mapping[str, Mapping[str, Verdict]], where: object
-) -> Iterator[tuple[str, Candidates]]:
-    """Yield each query's id, in order, with its candidates without a verdict: what a judge has seen is not for layers.
+) -> tuple[Pairs, dict[int, Dropped]]:
+    """(each candidate that no judge has seen with each gold skill of its query, row → judged positives).
 
-    Raises SkilltrainError for a ranked skill outside the pool, which `where` names.
+    The gold skills of a query stand in order of id. Raises SkilltrainError for a ranked skill outside the pool, which
+    `where` names.
     """
     position = {skill.skill_id: place for place, skill in enumerate(skills)}
     skill_ids = texts_of(rankings.column("skill_id"))
     if unknown := set(skill_ids) - position.keys():
         what = f"{len(unknown)} ranked skill(s) are not in this pool, '{min(unknown)}' among them"
         raise SkilltrainError(what, where=where, fix="give the pool that was mined")
-    ranked = np.empty(rankings.num_rows, dtype=CANDIDATE)
-    ranked["row"], ranked["source"] = np.arange(len(ranked)), texts_of(rankings.column("stage"))
+    ranked, sources = np.zeros(rankings.num_rows, dtype=PAIR), texts_of(rankings.column("stage"))
+    positives: dict[int, Dropped] = {}
+    ranked["row"], ranked["source"] = np.arange(len(ranked)), sources
     ranked["skill"], ranked["rank"] = [position[skill_id] for skill_id in skill_ids], rankings.column("rank").to_numpy()
-    for number, (query_id, rows) in enumerate(rows_by_query(rankings).items()):
+    rows, golds = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for number, (query_id, of_query) in enumerate(rows_by_query(rankings).items()):
+        ranked["query"][of_query] = number
         judged = {position[s]: verdict for s, verdict in sorted(verdicts.get(query_id, {}).items()) if s in position}
-        golds = np.array([place for place, verdict in judged.items() if verdict in POSITIVE], dtype=np.int64)
-        own = ranked[rows]
-        is_judged, is_gold = (np.isin(own["skill"], places) for places in (list(judged), golds))
-        yield query_id, Candidates(number, golds, own[~is_judged], own[is_gold])
+        of_golds = [place for place, verdict in judged.items() if verdict in POSITIVE]
+        left = of_query[~np.isin(ranked["skill"][of_query], list(judged))]
+        rows.append(np.repeat(left, max(1, len(of_golds))))
+        golds.append(np.tile(of_golds or [-1], len(left)))
+        for row in of_query[np.isin(ranked["skill"][of_query], of_golds)].tolist():
+            reason = f"judged {judged[position[skill_ids[row]]]} for this query"
+            positives[row] = Dropped(query_id, skill_ids[row], "judged", reason, source=sources[row])
+    pairs = ranked[np.concatenate(rows)]
+    pairs["gold"] = np.concatenate(golds)
+    return pairs, positives
 
 
-def find_false_negatives(
-    pool: FilterPool, candidates: Mapping[str, Candidates], layers: Sequence[Layer]
-) -> dict[int, Dropped]:
+def find_false_negatives(pool: FilterPool, query_ids: Sequence[str], layers: Sequence[Layer]) -> dict[int, Dropped]:
     """Row of the rankings → what speaks against it; a layer sees only what the layers before it kept."""
     found: dict[int, Dropped] = {}
-    for query_id, one in track(candidates.items(), "filtering", len(candidates)):
-        for layer in layers:
-            values, golds = np.full(len(one.left), np.nan), np.full(len(one.left), -1)
-            for gold, found_against in layer.check(pool, one):
-                new = np.isnan(values) & ~np.isnan(found_against)
-                values[new], golds[new] = found_against[new], gold
-            drop = ~np.isnan(values)
-            for candidate, value, gold in zip(one.left[drop], values[drop].tolist(), golds[drop].tolist(), strict=True):
-                found[int(candidate["row"])] = Dropped(
-                    query_id, pool.skills[candidate["skill"]].skill_id, layer.name,
-                    layer.reason.format(value=value, layer=layer), value,
-                    candidate["source"], pool.skills[gold].skill_id if gold >= 0 else None,
-                )  # fmt: skip
-            one = replace(one, left=one.left[~drop])
+    left = pool.pairs
+    for layer in layers:
+        of_rank = layer.name == "rank_window"  # the others compare with a gold skill
+        pairs = left if of_rank else left[left["gold"] >= 0]
+        values = layer.check(pool, pairs)
+        hits = np.flatnonzero(~np.isnan(values))
+        hits = hits[np.unique(pairs["row"][hits], return_index=True)[1]]  # the first gold skill counts
+        for pair, value in zip(pairs[hits], values[hits].tolist(), strict=True):
+            found[int(pair["row"])] = Dropped(
+                query_ids[int(pair["query"])], pool.skills[pair["skill"]].skill_id, layer.name,
+                layer.reason.format(value=value, layer=layer), value, pair["source"],
+                None if of_rank else pool.skills[pair["gold"]].skill_id,
+            )  # fmt: skip
+        left = left[~np.isin(left["row"], pairs["row"][hits])]
     return found
-
-
-def _texts(folder: Path, query_ids: Sequence[str]) -> list[str]:
-    """The texts of ranked queries. Raises SkilltrainError for one that is not in the QUERIES table."""
-    texts = {query.query_id: query.text for query in read_queries(folder)}
-    if missing := [query_id for query_id in query_ids if query_id not in texts]:
-        what = f"{len(missing)} ranked queries are not here, '{missing[0]}' among them"
-        raise SkilltrainError(what, where=folder, fix="give the queries that were mined for")
-    return [texts[query_id] for query_id in query_ids]

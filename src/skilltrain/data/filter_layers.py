@@ -1,10 +1,11 @@
 """The grounds on which a candidate is taken for a false negative: one small class a layer; and what layers compare.
 
-`check` says what speaks against each candidate of one query, the same wherever it runs and whatever ran before;
-`reason` what a value means, in a DROPPED row. A new layer is a class here and a name in `Layer` (CONTRIBUTING.md).
+`check` gives for each pair of a candidate and a gold skill of its query NaN to keep the candidate, else the value that
+speaks against it, whatever pairs stand beside it; `reason` says what a value means, in a DROPPED row. A new layer is a
+class here and a name in `Layer` (CONTRIBUTING.md).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +20,6 @@ from skilltrain.data.near_duplicates import (
     MAX_NAMES,
     MaxNames,
     Positions,
-    TrigramSets,
     jaccard,
     numbered,
     read_clusters,
@@ -29,26 +29,15 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource, SkillEncoder, encode_chunks, encode_queries, open_encoder
 from skilltrain.retrieval.nearest import ChunkVectors, starts_of
+from skilltrain.terminal import track
 from skilltrain.texts import name_key
 from skilltrain.workers import WorkersConfig
 
-CANDIDATE = np.dtype([("row", "i8"), ("skill", "i8"), ("rank", "i8"), ("source", "O")])
-"""A candidate: its row in the RANKINGS, its place in the pool, its rank in its source."""
-Values = Float64[np.ndarray, " candidate"]
-"""NaN to keep a candidate, else the value that speaks against it."""
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """One query's candidates that are `left`, and those that are its gold skills, whose places in the pool are `golds`.
-
-    `query` is the query's place among all.
-    """
-
-    query: int
-    golds: Positions
-    left: Shaped[np.ndarray, " candidate"]
-    ranked_golds: Shaped[np.ndarray, " gold_candidate"]
+PAIR = np.dtype([(name, "i4") for name in ("row", "query", "skill", "gold", "rank")] + [("source", "O")])
+"""A candidate (its row in the RANKINGS, places of query and skill, rank and source) and a gold skill's place, or -1."""
+Pairs = Shaped[np.ndarray, " pair"]
+Values = Float64[np.ndarray, " pair"]
+_BLOCK = 4096  # pairs whose vectors are multiplied at once
 
 
 @dataclass
@@ -56,34 +45,22 @@ class FilterPool:
     """What layers may ask of skills and queries; each fact is computed when a layer first asks for it."""
 
     skills: Sequence[Skill]
-    candidates: Sequence[Candidates]
+    pairs: Pairs
     query_texts: Sequence[str]
     encoder_source: EncoderSource | None
     clusters_path: Path | None
     workers: WorkersConfig
-    _trigrams: TrigramSets | None = None
 
     @cached_property
     def in_use(self) -> Positions:
         """The skills that are candidates or golds, in the order of the pool: only these are encoded."""
-        places = [places for one in self.candidates for places in (one.left["skill"], one.golds)]
-        return np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *places]))
-
-    @cached_property
-    def sources(self) -> frozenset[str]:
-        """All sources of candidates."""
-        return frozenset(source for one in self.candidates for source in one.left["source"])
+        used = np.unique(np.concatenate([self.pairs["skill"], self.pairs["gold"]]))
+        return used[used >= 0].astype(np.int64)
 
     @cached_property
     def names(self) -> Positions:
         """Equal numbers for names that `name_key` takes for one; -1 for a name of separators only."""
         return numbered(name_key(skill.name) for skill in self.skills)
-
-    def trigrams(self, max_names: int | None) -> TrigramSets:
-        """Body trigrams, as the one layer that compares them wants them."""
-        if self._trigrams is None:
-            self._trigrams = trigram_sets(self.skills, max_names, self.workers)
-        return self._trigrams
 
     @cached_property
     def chunks(self) -> ChunkVectors:
@@ -93,14 +70,9 @@ class FilterPool:
         counts[self.in_use] = np.diff(found.starts)
         return replace(found, starts=starts_of(counts))
 
-    def vectors(self, skills: Positions) -> Float32[np.ndarray, "skill dim"]:
-        """Unit vectors of the first windows of skills in use."""
-        return self.chunks.vectors[self.chunks.starts[skills]]
-
-    def answers(self, skills: Positions, query: int) -> Float64[np.ndarray, " skill"]:
-        """The score of each of `skills` for a query, as retrieval has it."""
-        of_query = self._query_vectors[query : query + 1]
-        return self.chunks.scores(of_query, np.zeros(len(skills), np.int64), skills).astype(np.float64)
+    def answers(self, queries: Positions, skills: Positions) -> Values:
+        """The score of each skill for the query beside it, as retrieval has it."""
+        return self.chunks.scores(self._query_vectors, queries, skills).astype(np.float64)
 
     @cached_property
     def clusters(self) -> Positions:
@@ -119,20 +91,15 @@ class FilterPool:
         return open_encoder(self.encoder_source)
 
 
-Against = Iterator[tuple[int, Values]]
-"""A gold skill (-1: none in particular), and what is held against the candidates beside it; the first value counts."""
-
-
 class NameLayer(Config):
     """Drops a candidate that bears a gold skill's name (SkillRouter, section 4.2, layer 1); the value is 1."""
 
     name: Literal["name"] = "name"
     reason: ClassVar = "same name as a gold skill"
 
-    def check(self, pool: FilterPool, candidates: Candidates) -> Against:
-        names = pool.names[candidates.left["skill"]]
-        for gold in candidates.golds.tolist():
-            yield gold, np.where((names == pool.names[gold]) & (names >= 0), 1.0, np.nan)
+    def check(self, pool: FilterPool, pairs: Pairs) -> Values:
+        names = pool.names[pairs["skill"]]
+        return np.where((names == pool.names[pairs["gold"]]) & (names >= 0), 1.0, np.nan)
 
 
 class JaccardLayer(Config):
@@ -148,19 +115,17 @@ class JaccardLayer(Config):
     max_names: MaxNames = Field(default=5, description=f"{MAX_NAMES} (SkillRouter)")
     reason: ClassVar = "body overlap {value:.3f} > {layer.above:g} with a gold skill"
 
-    def check(self, pool: FilterPool, candidates: Candidates) -> Against:
+    def check(self, pool: FilterPool, pairs: Pairs) -> Values:
         """Exact; sets whose sizes alone keep them below the threshold are not intersected."""
-        trigrams = pool.trigrams(self.max_names)
-        skills = candidates.left["skill"]
-        sizes = trigrams.starts[skills + 1] - trigrams.starts[skills]
-        for gold in candidates.golds.tolist():
-            own, values = trigrams[gold], np.full(len(sizes), np.nan)
-            close = np.minimum(sizes, len(own)) > self.above * np.maximum(sizes, len(own))
-            for place in np.flatnonzero(close):
-                value = jaccard(own, trigrams[skills[place]])
-                if value > self.above:
-                    values[place] = value
-            yield gold, values
+        trigrams = trigram_sets(pool.skills, self.max_names, pool.workers)
+        own, of_gold = trigrams.sizes[pairs["skill"]], trigrams.sizes[pairs["gold"]]
+        close = np.flatnonzero(np.minimum(own, of_gold) > self.above * np.maximum(own, of_gold))
+        values = np.full(len(pairs), np.nan)
+        for place in track(close.tolist(), "comparing bodies", len(close)):
+            value = jaccard(trigrams[pairs["skill"][place]], trigrams[pairs["gold"][place]])
+            if value > self.above:
+                values[place] = value
+        return values
 
 
 class CosineLayer(Config):
@@ -170,12 +135,15 @@ class CosineLayer(Config):
     above: float = Field(default=0.92, ge=-1, le=1, description="drop above this cosine to a gold skill")
     reason: ClassVar = "cosine {value:.3f} > {layer.above:g} to a gold skill"
 
-    def check(self, pool: FilterPool, candidates: Candidates) -> Against:
-        vectors = pool.vectors(candidates.left["skill"])
-        for gold, own in zip(candidates.golds.tolist(), pool.vectors(candidates.golds), strict=True):
+    def check(self, pool: FilterPool, pairs: Pairs) -> Values:
+        """By the vectors of first windows."""
+        vectors, first, values = pool.chunks.vectors, pool.chunks.starts, np.empty(len(pairs))
+        for start in range(0, len(pairs), _BLOCK):
+            part = pairs[start : start + _BLOCK]
+            skills, golds = (vectors[first[part[name]]] for name in ("skill", "gold"))
             # No matrix product: its last bits depend on what else is multiplied.
-            values = np.einsum("sd,d->s", vectors, own, optimize=False).astype(np.float64)
-            yield gold, np.where(values > self.above, values, np.nan)
+            values[start : start + _BLOCK] = np.einsum("pd,pd->p", skills, golds, optimize=False)
+        return np.where(values > self.above, values, np.nan)
 
 
 class ClusterLayer(Config):
@@ -187,10 +155,8 @@ class ClusterLayer(Config):
     name: Literal["cluster"] = "cluster"
     reason: ClassVar = "in one near-duplicate cluster with a gold skill"
 
-    def check(self, pool: FilterPool, candidates: Candidates) -> Against:
-        clusters = pool.clusters[candidates.left["skill"]]
-        for gold in candidates.golds.tolist():
-            yield gold, np.where(clusters == pool.clusters[gold], 1.0, np.nan)
+    def check(self, pool: FilterPool, pairs: Pairs) -> Values:
+        return np.where(pool.clusters[pairs["skill"]] == pool.clusters[pairs["gold"]], 1.0, np.nan)
 
 
 class CeilingLayer(Config):
@@ -218,13 +184,15 @@ class CeilingLayer(Config):
             raise ValueError("the layer 'ceiling' needs relative_margin or absolute_margin")
         return self
 
-    def check(self, pool: FilterPool, candidates: Candidates) -> Against:
-        if len(candidates.golds):
-            of_golds = pool.answers(candidates.golds, candidates.query)
-            scores, least = pool.answers(candidates.left["skill"], candidates.query), of_golds.min()
-            margins = self.absolute_margin, self.relative_margin and self.relative_margin * abs(least)
-            limit = least - max(margin for margin in margins if margin is not None)
-            yield int(candidates.golds[of_golds.argmin()]), np.where(scores > limit, scores, np.nan)
+    def check(self, pool: FilterPool, pairs: Pairs) -> Values:
+        queries = pairs["query"].astype(np.int64)
+        golds, which = np.unique(queries * len(pool.skills) + pairs["gold"], return_inverse=True)
+        of_golds = pool.answers(*np.divmod(golds, len(pool.skills)))[which]
+        least = np.full(len(pool.query_texts), np.inf)
+        np.minimum.at(least, queries, of_golds)
+        least, scores = least[queries], pool.answers(queries, pairs["skill"].astype(np.int64))
+        margin = np.maximum(self.absolute_margin or 0.0, (self.relative_margin or 0.0) * np.abs(least))
+        return np.where((of_golds == least) & (scores > least - margin), scores, np.nan)
 
 
 class RankWindowLayer(Config):
@@ -244,17 +212,17 @@ class RankWindowLayer(Config):
                 raise ValueError(f"the ranks of '{source}' must be [first, last] with 1 <= first <= last")
         return ranks
 
-    def check(self, pool: FilterPool, candidates: Candidates) -> Against:
+    def check(self, pool: FilterPool, pairs: Pairs) -> Values:
         """Ranks are the source's own, before any layer. Raises SkilltrainError for a source that ranks nothing here."""
-        if unknown := sorted(self.ranks.keys() - pool.sources):
-            fix = f"sources: {', '.join(sorted(pool.sources))}"
-            raise SkilltrainError(
-                f"no candidate is of source '{unknown[0]}'", where="layers.rank_window.ranks", fix=fix
-            )
+        sources = {*pool.pairs["source"]}
+        if unknown := sorted(self.ranks.keys() - sources):
+            what, fix = f"no candidate is of source '{unknown[0]}'", f"sources: {', '.join(sorted(sources))}"
+            raise SkilltrainError(what, where="layers.rank_window.ranks", fix=fix)
+        outside = np.zeros(len(pairs), dtype=bool)
         for source, (first, last) in self.ranks.items():
-            ranks, is_its = candidates.left["rank"], candidates.left["source"] == source
-            outside = (ranks < first) | (ranks > (np.inf if last is None else last))
-            yield -1, np.where(outside & is_its, ranks, np.nan)
+            beyond = (pairs["rank"] < first) | (pairs["rank"] > (np.inf if last is None else last))
+            outside |= beyond & (pairs["source"] == source)
+        return np.where(outside, pairs["rank"], np.nan)
 
 
 Layer = Annotated[

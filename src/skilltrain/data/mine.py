@@ -39,24 +39,18 @@ class MineConfig(Config):
     encoder: EncoderSource = Field(description="encoder of the semantic source; SkillRouter takes the base model")
     split: str | None = Field(default="train", description="mine for the queries of this split only; null for all")
     sources: tuple[Source, ...] = Field(
-        default=get_args(Source),
-        min_length=1,
-        description="where candidates are taken from; leave one out to switch it off",
+        default=get_args(Source), min_length=1, description="where candidates come from"
     )
     depth: int = Field(default=50, ge=0, description="semantic and lexical candidates per query, each")
     index: str = Field(
-        default=EXACT,
-        description="faiss index that finds the nearest: Flat looks at all skills; HNSW32 efSearch=256 or "
-        "IVF1024,Flat nprobe=64 at a part, and the summary reports the recall lost",
-    )
+        default=EXACT, description="faiss index: Flat looks at all skills; HNSW32 efSearch=256 or IVF1024,Flat "
+        "nprobe=64 at a part, and the summary reports the recall lost",
+    )  # fmt: skip
     lexical_among: Literal["pool", "semantic"] = Field(
-        default="pool",
-        description="what BM25 chooses from: the whole pool, or a query's semantic candidates alone, as SkillRouter",
+        default="pool", description="BM25 ranks the whole pool, or a query's semantic candidates alone, as SkillRouter"
     )
-    num_taxonomy: int = Field(
-        default=8, ge=0, description="candidates of a positive's category; more than will be used"
-    )
-    num_random: int = Field(default=4, ge=0, description="candidates of other categories; more than will be used")
+    num_taxonomy: int = Field(default=8, ge=0, description="candidates of a positive's category; more than are used")
+    num_random: int = Field(default=4, ge=0, description="candidates of other categories; more than are used")
     seed: Seed = Field(default=0, description="seed of the taxonomy and random draws, and of the index")
     out: Path = Field(description="folder to write: RANKINGS of four sources, DROPPED queries")
 
@@ -83,32 +77,28 @@ def run_mine(config: MineConfig, out: Path) -> dict[str, Any]:
         raise SkilltrainError("the pool holds no skill to mine", where=config.pool)
     position = {skill.skill_id: place for place, skill in enumerate(skills)}
     verdicts = read_verdicts(config.queries)
-    asked: list[tuple[Query, Positions]] = []
-    lost: list[Dropped] = []
+    asked, lost = list[tuple[Query, Positions]](), list[Dropped]()
     for query in select_queries(config.queries, config.split):
         golds = sorted(s for s, verdict in verdicts.get(query.query_id, {}).items() if verdict in POSITIVE)
         if known := [position[skill_id] for skill_id in golds if skill_id in position]:
             asked.append((query, np.array(known, dtype=np.int64)))
             continue
-        reason = f"none of its {len(golds)} positive skill(s) is in the pool"
-        reason = reason if golds else "no skill is judged a positive of this query"
-        lost.append(Dropped(query.query_id, min(golds, default=""), "no_positive", reason))
+        why = f"none of its {len(golds)} positive skill(s) is in the pool" if golds else "it has no positive skill"
+        lost.append(Dropped(query.query_id, min(golds, default=""), "no_positive", why))
     if not asked:
         what = f"no query of {config.queries} has a positive in the pool"
         raise SkilltrainError(what, where=config.pool, fix="give the queries' pool")
     ranked, index = mine(config, skills, asked)
     write_table(_table(ranked, [query.query_id for query, _ in asked], list(position)), RANKINGS, out)
     write_dropped(lost, out)
-    by_source = {source: ranked[place :: len(SOURCES)] for place, source in enumerate(SOURCES)}
-    without = {source: sum(not len(found) for found, _ in of) for source, of in by_source.items()}
-    for source in (source for source, amount in config.amounts().items() if amount and without[source] == len(asked)):
-        fix = "; give the pool categories: skilltrain pool categories=taxonomy" if source == "taxonomy" else ""
-        say(f"warning: no query has a {source} candidate{fix}")
+    counts = {s: sum(len(found) for found, _ in ranked[n :: len(SOURCES)]) for n, s in enumerate(SOURCES)}
+    for source, amount in config.amounts().items():
+        if amount and not counts[source]:
+            fix = "; give the pool categories: skilltrain pool categories=taxonomy" if source == "taxonomy" else ""
+            say(f"warning: no query has a {source} candidate{fix}")
     return {
         "num_queries": len(asked), "num_queries_dropped": len(lost), "num_skills": len(skills),
-        "num_candidates": {source: sum(len(found) for found, _ in of) for source, of in by_source.items()},
-        "num_queries_without": without,
-        "index": index,
+        "num_candidates": counts, "index": index,
     }  # fmt: skip
 
 
