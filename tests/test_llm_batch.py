@@ -10,7 +10,6 @@ import pytest
 from llm_server import ASK, KEY, LLMServer, Reply, ask, assert_no_key, open_client, texts
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import LLM, Answers, Request, Usage
-from skilltrain.llm.answers import BatchNote
 
 BUSY = Reply(status=500, headers={"Retry-After": "0.01"})
 
@@ -20,7 +19,7 @@ def client(server: LLMServer, cache: Path | None, batch: dict[str, Any] | None =
     return open_client(server, cache, **{"mode": "batch", "max_retries": 2, "batch": batch, **changed})
 
 
-def notes(server: LLMServer, cache: Path) -> list[BatchNote]:
+def notes(server: LLMServer, cache: Path) -> dict[str, list[str]]:
     return Answers(cache, {}).batches(server.base_url)
 
 
@@ -37,7 +36,7 @@ def test_a_batch_goes_up_is_waited_for_and_fetched(server: LLMServer, tmp_path: 
     line = json.loads(server.files["file-0"].splitlines()[0])
     assert (line["method"], line["url"], line["body"]["model"]) == ("POST", "/v1/chat/completions", "m")
     assert llm.budget.used.prompt > 0 and llm.budget.reserved == Usage()
-    assert notes(server, tmp_path) == []
+    assert notes(server, tmp_path) == {}
     assert_no_key(tmp_path)
 
 
@@ -84,26 +83,24 @@ def test_a_run_that_was_stopped_takes_its_batch_up_again(server: LLMServer, tmp_
     server.faults = {"GET /batches/id": [BUSY] * 3}
     with pytest.raises(SkilltrainError, match="none is submitted twice"):
         ask(client(server, tmp_path), 0, 1)
-    (note,) = notes(server, tmp_path)
-    assert note.batch_id == "batch-0"
+    assert [*notes(server, tmp_path)] == ["file-0"]
     # Another choice of requests: what is under way is waited for, what is new goes up.
     assert ask(client(server, tmp_path), 3, 1, 2, 0) == texts(3, 1, 2, 0)
     assert seeds_sent(server) == {0: 1, 1: 1, 2: 1, 3: 1}
-    assert notes(server, tmp_path) == []
+    assert notes(server, tmp_path) == {}
 
 
 @pytest.mark.parametrize("was_created", [True, False])
 def test_a_kill_while_a_batch_is_created_submits_it_once(server: LLMServer, tmp_path: Path, was_created: bool) -> None:
-    """The note knows the file but not the batch: what a kill between the server's answer and our note leaves."""
+    """The note knows the file: what a kill between the server's answers leaves."""
     for number in range(5):
         ask(client(server, tmp_path), 10 + number)  # the server's list has several pages
     server.faults = {"POST /batches": [BUSY] * 3}
     with pytest.raises(SkilltrainError, match="cannot create a batch"):
         ask(client(server, tmp_path), 0, 1)
-    (note,) = notes(server, tmp_path)
-    assert note.batch_id is None
+    (file_id,) = notes(server, tmp_path)
     if was_created:
-        server.create_batch({"input_file_id": note.file_id})
+        server.create_batch({"input_file_id": file_id})
         for _ in range(3):
             server.create_batch({"input_file_id": "file-0"})
     num_batches = len(server.batches)
@@ -155,7 +152,7 @@ def test_what_the_server_refuses_is_explained_and_leaves_no_note(
     server.faults, server.batch_steps = ({name: [fault]} if name and fault else {}), ["validating", "failed"]
     with pytest.raises(SkilltrainError, match=message) as failure:
         ask(client(server, tmp_path), 0)
-    assert KEY not in str(failure.value) and notes(server, tmp_path) == []
+    assert KEY not in str(failure.value) and notes(server, tmp_path) == {}
 
 
 def test_a_batch_needs_a_folder_for_its_notes(server: LLMServer) -> None:

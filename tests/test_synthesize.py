@@ -386,9 +386,9 @@ def test_kill_9_while_a_batch_is_under_way_and_restart_waits_for_that_batch(hone
     honest.batch_steps = ["in_progress"]
     killed.stop_when(lambda: honest.calls.count("GET /batches/id") > 2, signal.SIGKILL)
     answers = Answers(killed.cache, {})
-    assert [note.batch_id for note in answers.batches(honest.base_url)] == ["batch-0"]
+    assert [*answers.batches(honest.base_url)] == ["file-0"]
     honest.batch_steps = ["in_progress", "completed"]
     killed.finish()
     assert len(honest.batches) == 1
     assert honest.calls.count("POST /batches") == honest.calls.count("POST /files") == 1
-    assert len(honest.batched) == NUM_SKILLS and answers.batches(honest.base_url) == []
+    assert len(honest.batched) == NUM_SKILLS and answers.batches(honest.base_url) == {}

@@ -1,8 +1,7 @@
 """Queries from a skill's own text, without any model: a passage becomes a query, and the skill is left without it.
 
-Self-supervised pairs, after the inverse cloze task (Lee, Chang and Toutanova 2019, arXiv 1906.00300): the description
-is to find the body; a quoted request or a "when to use" line the rest of the skill; a heading or a sentence its
-surroundings. The skill's name is taken out of the query.
+Self-supervised pairs, after the inverse cloze task (Lee, Chang and Toutanova 2019, arXiv 1906.00300), of the
+description, quoted requests, "when to use" lines, headings and sentences. The skill's name is taken out of the query.
 """
 
 import random
@@ -22,8 +21,8 @@ Passage = tuple[Kind, str]  # as it is in the skill
 
 _BODY_CHARS = 20_000
 _CODE = re.compile(r"^\s*(```|~~~).*?(^\s*\1|\Z)", re.S | re.M)
-_LINE = re.compile(r"(?P<mark>#{1,6}|[-*+•]|\d+[.)、]|>)?\s*(?P<text>.*)")
-_QUOTED = re.compile('["“「](?P<text>[^"“”「」\n]{8,200})["”」]')
+_LINE = re.compile(r"(#{1,6}|[-*+•]|\d+[.)、]|>)?\s*(.*)")  # (mark, text)
+_QUOTED = re.compile('["“「]([^"“”「」\n]{8,200})["”」]')
 _MARKUP = (
     (re.compile(r"!?\[([^\]]*)\]\([^)]*\)"), r"\1"),
     (re.compile(r"[*`|]|<[^>]+>|(?<!\w)_|_(?!\w)"), ""),
@@ -59,15 +58,16 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
     queries: dict[str, str] = {}
     rest = skill
     while len(queries) < count and any(by_kind.values()):
-        for found in by_kind.values():
+        for kind, found in by_kind.items():
             query, used = _first_usable(found, skill.name)
-            if used is not None and query.casefold() not in queries and len(queries) < count:
+            if used and query.casefold() not in queries and len(queries) < count:
                 queries[query.casefold()] = query
-                rest = _without(rest, used)
+                description = "" if kind == "description" else rest.description.replace(used, "")
+                rest = replace(rest, description=description, body=rest.body.replace(used, ""))
     return list(queries.values()), rest
 
 
-def _first_usable(passages: list[Passage], name: str) -> tuple[str, Passage | None]:
+def _first_usable(passages: list[Passage], name: str) -> tuple[str, str]:
     """(query, passage) of the first passage that makes a query; it and those before it are taken off the list."""
     while passages:
         kind, text = passages.pop()
@@ -76,40 +76,31 @@ def _first_usable(passages: list[Passage], name: str) -> tuple[str, Passage | No
             query = without_name(query, name)
         unfit = kind != "description" and _UNFIT.search(query)
         if not unfit and MIN_WORDS <= num_words(query) <= MAX_WORDS and not names_skill(query, name):
-            return query, (kind, text)
-    return "", None
-
-
-def _without(skill: Skill, passage: Passage) -> Skill:
-    kind, text = passage
-    description = "" if kind == "description" else skill.description.replace(text, "")
-    return replace(skill, description=description, body=skill.body.replace(text, ""))
+            return query, text
+    return "", ""
 
 
 def _passages(skill: Skill) -> Iterator[Passage]:
     """Everything in a skill that may become a query."""
     yield "description", skill.description
-    yield from _quotes(skill.description)
+    for text in _QUOTED.findall(skill.description):
+        yield "quote", text
     heading = ""
     for line in _CODE.sub("\n", skill.body[:_BODY_CHARS]).splitlines():
-        found = _LINE.fullmatch(line.strip())
-        if found is None or not found["text"]:
+        mark, text = _LINE.findall(line.strip())[0]
+        heading = text if text and mark.startswith("#") else heading
+        if not text or _ASIDE.search(heading):
             continue
-        if (found["mark"] or "").startswith("#"):
-            heading = found["text"]
-            if not _USE.search(heading) and not _ASIDE.search(heading):
+        if mark.startswith("#"):
+            if not _USE.search(heading):
                 yield "heading", heading
-        elif _USE.search(heading) and not _ASIDE.search(heading):
-            quotes = list(_quotes(line))
-            yield from quotes or [("use", found["text"])]
-        elif not _ASIDE.search(heading):
-            for text in filter(None, _SENTENCE_END.split(found["text"])):
-                yield "sentence", text
-
-
-def _quotes(text: str) -> Iterator[Passage]:
-    for found in _QUOTED.finditer(text):
-        yield "quote", found["text"]
+        elif _USE.search(heading):
+            quotes = _QUOTED.findall(line)
+            for one in quotes or [text]:
+                yield ("quote" if quotes else "use"), one
+        else:
+            for one in filter(None, _SENTENCE_END.split(text)):
+                yield "sentence", one
 
 
 def _query_of(text: str) -> str:

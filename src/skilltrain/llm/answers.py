@@ -23,8 +23,7 @@ _TABLES = """
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = NORMAL;
 CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS batches (base_url TEXT, file_id TEXT, batch_id TEXT, keys TEXT,
-                                    PRIMARY KEY (base_url, file_id));
+CREATE TABLE IF NOT EXISTS batches (base_url TEXT, file_id TEXT, keys TEXT, PRIMARY KEY (base_url, file_id));
 """
 
 
@@ -128,15 +127,6 @@ def reported_tokens(count: object, estimate: int) -> int:
     return count if isinstance(count, int) and count > 0 and not isinstance(count, bool) else estimate
 
 
-@dataclass(frozen=True, slots=True)
-class BatchNote:
-    """A batch under way: its file, the requests in it (by key), and its id as soon as the server has given one."""
-
-    file_id: str
-    keys: tuple[str, ...]
-    batch_id: str | None = None
-
-
 class Answers:
     """The answers of a model under one set of parameters, and batches under way, in SQLite; none without a folder."""
 
@@ -164,21 +154,21 @@ class Answers:
             values = asdict(answer) if isinstance(answer, Completion) else {"malformed": answer.reason}
             self._run("INSERT OR REPLACE INTO answers VALUES (?, ?)", key, json.dumps(values))
 
-    def batches(self, base_url: str) -> list[BatchNote]:
-        """The batches under way on one server."""
-        rows = self._run("SELECT file_id, keys, batch_id FROM batches WHERE base_url = ?", base_url)
-        return [BatchNote(file_id, tuple(json.loads(keys)), batch_id) for file_id, keys, batch_id in rows]
+    def batches(self, base_url: str) -> dict[str, list[str]]:
+        """The batches under way on one server: id of the file → keys of the requests in it."""
+        rows = self._run("SELECT file_id, keys FROM batches WHERE base_url = ?", base_url)
+        return {file_id: json.loads(keys) for file_id, keys in rows}
 
-    def note_batch(self, base_url: str, note: BatchNote) -> None:
+    def note_batch(self, base_url: str, file_id: str, keys: Sequence[str]) -> None:
         """Keep a batch under way."""
-        row = (base_url, note.file_id, note.batch_id, json.dumps(note.keys))
-        self._run("INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?)", *row)
+        columns = "batches (base_url, file_id, keys)"
+        self._run(f"INSERT OR REPLACE INTO {columns} VALUES (?, ?, ?)", base_url, file_id, json.dumps([*keys]))
 
-    def forget_batch(self, base_url: str, note: BatchNote) -> None:
+    def forget_batch(self, base_url: str, file_id: str) -> None:
         """Remove a batch."""
-        self._run("DELETE FROM batches WHERE base_url = ? AND file_id = ?", base_url, note.file_id)
+        self._run("DELETE FROM batches WHERE base_url = ? AND file_id = ?", base_url, file_id)
 
-    def _run(self, statement: str, *values: str | None) -> Sequence[Any]:
+    def _run(self, statement: str, *values: str) -> Sequence[Any]:
         """The rows of one statement. Raises SkilltrainError where the disk refuses it, or the file is damaged."""
         if self._folder is None or (statement.startswith("SELECT") and not (self._folder / DATABASE).exists()):
             return []  # a dry run leaves no file behind

@@ -5,12 +5,12 @@ A batch is noted on disk before it is created: a run that was killed finds the n
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm.answers import DATABASE, Answer, AnswerError, Answers, BatchNote, Request, Usage, read_answer
+from skilltrain.llm.answers import Answer, AnswerError, Answers, Request, Usage, read_answer
 from skilltrain.llm.budget import Budget, most_of, over_budget, usage_of
 from skilltrain.llm.client import LLM, Server, ServerError
 from skilltrain.llm.settings import OpenAIConfig
@@ -43,7 +43,8 @@ class BatchLLM(LLM):
 
     def complete_all(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
         """See LLM. A batch that an earlier run left under way is waited for as soon as one of its requests comes."""
-        left_behind = {key: note for note in self.answers.batches(self._url) for key in note.keys}
+        left_behind = self.answers.batches(self._url)
+        file_of = {key: file_id for file_id, keys in left_behind.items() for key in keys}
         chunk: dict[str, _Wanted] = {}
         num_bytes = 0
         for position, request in enumerate(requests):
@@ -55,9 +56,8 @@ class BatchLLM(LLM):
                 if not self.budget.reserve(most):
                     yield position, over_budget(self.budget)
                     continue
-            if (note := left_behind.get(key)) is not None:
-                self._fetch(note)
-                left_behind = {key: other for key, other in left_behind.items() if other is not note}
+            if keys := left_behind.pop(file_of.get(key, ""), None):
+                self._fetch(file_of[key], keys)
             if (known := self.answers.get(key)) is not None:
                 self.budget.settle(most, usage_of(known, most))
                 yield position, known
@@ -76,18 +76,17 @@ class BatchLLM(LLM):
         file = "skilltrain.jsonl", b"".join(wanted.line for wanted in chunk.values())
         upload = self._server.client.files.create
         file_id = self._call("upload a batch", lambda: _text(upload(file=file, purpose="batch"), "id"))
-        note = BatchNote(file_id, tuple(chunk))
-        self.answers.note_batch(self._url, note)
-        for key, answer in self._fetch(note).items():
+        self.answers.note_batch(self._url, file_id, [*chunk])
+        for key, answer in self._fetch(file_id, [*chunk]).items():
             for position in chunk[key].positions:
                 self.budget.settle(chunk[key].most, usage_of(answer, chunk[key].most))
                 yield position, answer
 
-    def _fetch(self, note: BatchNote) -> dict[str, Answer]:
+    def _fetch(self, file_id: str, keys: Sequence[str]) -> dict[str, Answer]:
         """What became of every request of a batch, when it has ended; the cache then has the answers."""
-        batch = self._ended(note)
+        batch = self._ended(file_id, len(keys))
         if batch.status == "failed":
-            self.answers.forget_batch(self._url, note)
+            self.answers.forget_batch(self._url, file_id)
             reason = "no reason given"
             if faults := (batch.errors.data if batch.errors else None):
                 line = f" (line {faults[0].line})" if faults[0].line else ""
@@ -98,10 +97,10 @@ class BatchLLM(LLM):
         without = AnswerError("expired", f"its batch is {batch.status}; a new run asks for such requests again")
         if batch.status == "completed":
             without = AnswerError("failed", "the batch's files hold no answer to it")
-        found: dict[str, Answer] = dict.fromkeys(note.keys, without)
+        found: dict[str, Answer] = dict.fromkeys(keys, without)
         content = self._server.client.files.content
-        for file_id in filter(None, (batch.output_file_id, batch.error_file_id)):
-            lines = self._call("fetch a batch's answers", lambda file_id=file_id: content(file_id).read())
+        for file in filter(None, (batch.output_file_id, batch.error_file_id)):
+            lines = self._call("fetch a batch's answers", lambda file=file: content(file).read())
             for line in self._server.blot(lines.decode(errors="replace")).split("\n"):
                 try:
                     record = json.loads(line)
@@ -110,23 +109,30 @@ class BatchLLM(LLM):
                 if isinstance(record, dict) and (key := str(record.get("custom_id"))) in found:
                     found[key] = _answer_of(record)
                     self.answers.put(key, found[key])
-        self.answers.forget_batch(self._url, note)
+        self.answers.forget_batch(self._url, file_id)
         return found
 
-    def _ended(self, note: BatchNote) -> Any:
-        """A batch, when it has ended; each change of its state is said. One that is not created yet is created."""
-        batch_id, shown = note.batch_id or self._create(note), ""
-        retrieve = self._server.client.batches.retrieve
+    def _ended(self, file_id: str, num_requests: int) -> Any:
+        """The batch over a file, made if need be, when it has ended; one that is refused leaves no note behind."""
+        batches = self._server.client.batches
+
+        def begin() -> str:
+            for batch in batches.list(limit=100):  # an earlier run, or a try that broke off, may have made it
+                if batch.input_file_id == file_id:
+                    return batch.id
+            return _text(batches.create(input_file_id=file_id, endpoint=ENDPOINT, completion_window="24h"), "id")
 
         def look() -> tuple[Any, str]:
-            batch = retrieve(batch_id)
+            batch = batches.retrieve(batch_id)
             return batch, _text(batch, "status")
 
+        batch_id = self._call("create a batch", begin, lambda: self.answers.forget_batch(self._url, file_id))
+        shown = ""
         while True:
             batch, status = self._call("look at a batch", look)
             counts = batch.request_counts
             num_done = (counts.completed or 0) + (counts.failed or 0) if counts else 0
-            now = f"batch {batch_id}: {status}, {num_done:,} of {len(note.keys):,}"
+            now = f"batch {batch_id}: {status}, {num_done:,} of {num_requests:,}"
             if now != shown:
                 say(now)
             if status in _ENDED:
@@ -134,25 +140,8 @@ class BatchLLM(LLM):
             shown = now
             time.sleep(self._config.batch.poll_seconds)
 
-    def _create(self, note: BatchNote) -> str:
-        """The id of the batch over a file, which is noted; one that is refused leaves no note behind."""
-        batches = self._server.client.batches
-
-        def create() -> str:
-            for batch in batches.list(limit=100):  # a try that broke off may have made it
-                if batch.input_file_id == note.file_id:
-                    return batch.id
-            return _text(batches.create(input_file_id=note.file_id, endpoint=ENDPOINT, completion_window="24h"), "id")
-
-        batch_id = self._call("create a batch", create, lambda: self.answers.forget_batch(self._url, note))
-        self.answers.note_batch(self._url, replace(note, batch_id=batch_id))
-        return batch_id
-
     def _call(self, what: str, call: Callable[[], ReplyT], refused: Callable[[], None] = lambda: None) -> ReplyT:
-        """The server's reply to a call that may be repeated. Raises SkilltrainError where there is none.
-
-        `refused` is called where the server refuses it for good.
-        """
+        """The server's reply to a call that may be repeated, or SkilltrainError; `refused`: it never will be taken."""
         fix = "run again: batches under way are taken up, none is submitted twice"
         try:
             return self._server.ask(lambda: (call(), Usage()), Usage())
@@ -160,7 +149,7 @@ class BatchLLM(LLM):
             if fault.is_refused:
                 refused()
             if fault.status == 404:
-                fix = f"no Batch API: llm.mode=live; a batch that is gone: delete {DATABASE} in llm.cache"
+                fix = "no Batch API: llm.mode=live"
             elif fault.ends_run is not None:
                 raise fault.ends_run from None
             reason = fault.reason

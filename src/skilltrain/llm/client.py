@@ -1,7 +1,6 @@
 """Chat models asked live and within a budget: an OpenAI-compatible server, or SmolLM2 on the CPU."""
 
 import importlib.util
-import itertools
 import os
 import queue
 import random
@@ -65,8 +64,9 @@ class Server:
         """
         import openai
 
-        for num_tries in itertools.count(1):
-            used = most  # until something else is known
+        num_tries = 0
+        while True:
+            num_tries, used = num_tries + 1, most  # until something else is known
             try:
                 with self._pace:
                     start = max(time.monotonic(), self._free_at)
@@ -76,7 +76,7 @@ class Server:
                 return reply
             except openai.OpenAIError as error:
                 fault, seconds = self._fault(error), _wait_before_retry(error, num_tries)
-                used = most if _may_have_cost(error) else Usage()
+                used = most if fault.may_have_cost else Usage()
             finally:
                 self.budget.settle(most, used)
             if num_tries > self.config.max_retries or fault.is_refused:
@@ -84,12 +84,12 @@ class Server:
             time.sleep(seconds)
             if most != Usage() and not self.budget.wait_to_reserve(most):
                 raise over_budget(self.budget)
-        raise AssertionError
 
     def _fault(self, error: Exception) -> "ServerError":
         """What an error of openai's client means; the key is not in it."""
         reason = " ".join(self.blot(str(error) or "timed out").split())[:300]
         section, status = self.config.section, getattr(error, "status_code", None)
+        was_reached = type(error.__cause__).__name__ not in ("ConnectError", "ConnectTimeout", "PoolTimeout")
         what = fix = ""
         if status in (401, 403):
             what, fix = f"the key was refused: {reason}", f"set {self.config.api_key_env} to a valid key"
@@ -98,7 +98,7 @@ class Server:
             fix = f"check {section}.model and {section}.base_url"
         elif status == 429 and getattr(error, "code", None) == "insufficient_quota":
             what, fix = "the account has no credit left", "top it up, then run again"
-        elif status is None and not _may_have_cost(error):
+        elif status is None and not was_reached:
             what, fix = f"no server answers: {reason}", f"start it, or correct {section}.base_url"
         ends_run = SkilltrainError(what, where=self.config.base_url, fix=fix) if what else None
         is_passing = status is None or status in (408, 409, 429) or status >= 500
@@ -114,12 +114,7 @@ class ServerError(AnswerError):
     def __init__(self, reason: str, status: int | None, is_refused: bool, ends_run: SkilltrainError | None) -> None:
         super().__init__("failed", reason)
         self.status, self.is_refused, self.ends_run = status, is_refused, ends_run
-
-
-def _may_have_cost(error: Exception) -> bool:
-    """Whether the server may have answered, and charged, without our seeing it: it was reached and gave no status."""
-    was_reached = type(error.__cause__).__name__ not in ("ConnectError", "ConnectTimeout", "PoolTimeout")
-    return was_reached and getattr(error, "status_code", None) is None
+        self.may_have_cost = status is None and ends_run is None  # it was reached, and may have answered unseen
 
 
 def _wait_before_retry(error: Exception, num_tries: int) -> float:
