@@ -24,6 +24,7 @@ from skilltrain.data.screening import (
     screen_pool,
     screen_texts,
     secret_keys,
+    unfold,
     write_flags,
 )
 from skilltrain.data.screening.bundled import BundledFile, bundled_files
@@ -347,14 +348,15 @@ def test_places_in_the_plain_text_lead_back():
     assert [text[slice(*plain.place(i, i + 1))] for i in range(5)] == ["Ａ", "&", "b", "İ", "c"]
 
 
-RUNS = (hidden._RUN, reading._DISGUISE, reading._SPLIT)  # a run of one kind of letter, with nothing behind it
+RUNS = (hidden._RUN, reading._DISGUISE)  # a run of one kind of letter, with nothing behind it
 
 
 def patterns() -> list[re.Pattern]:
     """Every pattern of the package and of its table."""
-    modules = (hidden, lures, reading, secret_keys)
+    modules = (hidden, lures, reading, secret_keys, unfold)
     found = [value for module in modules for value in vars(module).values() if isinstance(value, re.Pattern)]
     finds = [find for rule in RULES for find in rule.finds]
+    found += [regex for regex, _ in unfold._STEPS]
     return found + [
         re.compile(one) for find in finds for one in (find.regex, find.unless, *find.needs, *dict(find.score)) if one
     ]

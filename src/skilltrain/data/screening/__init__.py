@@ -6,124 +6,20 @@ A flag is a finding in the text, not a verdict on its author: a skill that teach
 What to do with flagged skills is the recipe's choice; by default they are no positives, and routing shows the flag.
 """
 
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Literal
 
 from skilltrain.data.screening import hidden, lures, secret_keys
 from skilltrain.data.screening.bundled import BundledFile, bundled_files
-from skilltrain.data.screening.reading import Flag, Reading, Spans, expand, read_text, table
+from skilltrain.data.screening.reading import Flag, Reading, read_text
+from skilltrain.data.screening.rules import Rule, load_rules
 from skilltrain.records import Skill
 from skilltrain.tables import FLAGS, SKILLS, read_table, table_path, write_table
 from skilltrain.terminal import say
 from skilltrain.workers import WorkersConfig, map_blocks
-
-
-@dataclass(frozen=True)
-class Find:
-    """One way to break a rule: `regex` within `reach` of an anchor, or what `custom` yields; see rules.yaml.
-
-    Places are those of the plain text, of `written` checks those of the text as written.
-    """
-
-    anchors: str = ""
-    regex: str = ""
-    custom: Callable[[Reading], Spans] | None = None
-    written: bool = False
-    needs: tuple[str, ...] = ()
-    score: tuple[tuple[str, int], ...] = ()
-    least: int = 0
-    unless: str = ""
-    cited: Literal["warned", "quoted", ""] = "warned"
-    near: int = 160
-    reach: int = 400
-    fields: tuple[str, ...] = ("name", "description", "body", "program")
-
-    def places(self, reading: Reading) -> Spans:
-        """The finds, as (start, end) in the text as written."""
-        spans = self.spans(reading)
-        return spans if self.written else (reading.place(*span) for span in spans)
-
-    def spans(self, reading: Reading) -> Spans:
-        """The finds, as (start, end) in the plain text; of a `written` check in the text as written."""
-        tried = self.anchors.split("|") if reading.kind in self.fields else []
-        anchors = [anchor for anchor in tried if anchor in reading.plain]
-        if not anchors:
-            return
-        if self.custom is not None:
-            yield from self.custom(reading)
-            return
-        for start, end in _windows(anchors, reading.plain, self.reach):
-            for found in self._pattern.finditer(reading.plain, start, end):
-                at = found.end() - len(found[0].lstrip())
-                if self._holds(reading, at, found.end()):
-                    yield at, found.end()
-
-    @cached_property
-    def _pattern(self) -> re.Pattern[str]:
-        return re.compile(self.regex)
-
-    def _holds(self, reading: Reading, start: int, end: int) -> bool:
-        around = start - self.near, end + self.near
-        if not all(reading.stands_between(need, *around) for need in self.needs):
-            return False
-        if sum(points for notion, points in self.score if reading.stands_between(notion, *around)) < self.least:
-            return False
-        if self.unless and reading.stands_between(self.unless, *around):
-            return False
-        if self.cited == "quoted":
-            return not reading.is_quoted(start)
-        return not (self.cited == "warned" and reading.is_warned_of(start, end))
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A named check, and why a find matters."""
-
-    name: str
-    reason: str
-    finds: tuple[Find, ...]
-
-
-def load_rules(modules: Mapping[str, ModuleType]) -> tuple[Rule, ...]:
-    """The rules of rules.yaml; `modules` are those of the checks in Python, by name."""
-    return tuple(
-        Rule(rule["name"], rule["reason"], tuple(_find_of(find, modules) for find in rule["finds"]))
-        for rule in table()["rules"]
-    )
-
-
-def _find_of(row: Mapping[str, Any], modules: Mapping[str, ModuleType]) -> Find:
-    regex = row.get("regex", "")
-    values: dict[str, Any] = {**row, "regex": "|".join(map(expand, regex if isinstance(regex, list) else [regex]))}
-    values |= {key: expand(row[key]) for key in ("anchors", "unless") if key in row}
-    values |= {key: tuple(map(expand, row[key])) for key in ("needs", "fields") if key in row}
-    values["score"] = tuple((expand(notion), points) for notion, points in row.get("score", {}).items())
-    if "custom" in row:
-        module, _, name = row["custom"].partition(".")
-        values["custom"] = getattr(modules[module], name)
-    return Find(**values)
-
-
-def _windows(anchors: list[str], plain: str, reach: int) -> Spans:
-    """Stretches of `plain` within `reach` characters of an anchor, in order and never overlapping."""
-    places = [found.start() for anchor in anchors for found in re.finditer(re.escape(anchor), plain)]
-    start = end = -1
-    for at in sorted(places):
-        if at - reach > end:
-            if end > 0:
-                yield start, end
-            start = max(0, at - reach)
-        end = at + reach
-    if end > 0:
-        yield start, min(end, len(plain))
-
 
 RULES: tuple[Rule, ...] = load_rules({"lures": lures, "hidden": hidden, "secret_keys": secret_keys})
 FIELDS = ("name", "description", "body")

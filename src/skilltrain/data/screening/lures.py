@@ -11,7 +11,8 @@ import re
 import zlib
 from collections.abc import Iterator
 
-from skilltrain.data.screening.reading import WARNING, Reading, Spans, expand
+from skilltrain.data.screening.reading import WARNING, Reading
+from skilltrain.data.screening.rules import Spans, expand
 
 _DECODED_TO_SHELL = re.compile(
     expand(r"<DECODER>(?P<rest>[^\n|;&]{0,160}(?:\|(?!\s{0,4}<SHELL>)[^\n|;&]{0,80}){0,3}<PIPE><SHELL>)?"), re.ASCII
@@ -86,14 +87,15 @@ def _decoded(literal: str, kind: str, depth: int = 3) -> Iterator[str]:
 
 
 _TORN = re.compile(expand("<TORN>"))
-_SEAM = re.compile(r"[\"'`]\s{0,12}[+.&,\"'`]|\\x|\d|\$\{?\w{1,30}\}?\$")
+_NAMED = re.compile(r"[\s\"'`]{0,3}[$#%]?[({]?[\w.]{0,40}[)}%]?[\"'`]{0,3}$")  # a variable that holds the word as it is
 
 
 def torn_words(reading: Reading) -> Spans:
     """Words of power that a program puts together from pieces: honest ones write them out."""
     for found in _TORN.finditer(reading.plain) if reading.origins is not None else ():
-        written = reading.text[slice(*reading.place(*found.span()))].lower()
-        if found[0] not in written and _SEAM.search(written):
+        start, end = reading.place(*found.span())
+        near = reading.text[max(0, start - 40) : end + 40].lower()
+        if found[0] not in near and not _NAMED.match(reading.text, start, end):
             yield found.span()
 
 

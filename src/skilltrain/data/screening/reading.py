@@ -6,36 +6,15 @@ import re
 import unicodedata
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
-from itertools import islice
-from typing import Any
 
-import yaml
-
+from skilltrain.data.screening.rules import Spans, expand
+from skilltrain.data.screening.unfold import rewrite, unfold
 from skilltrain.records import Skill
 from skilltrain.texts import INVISIBLE
 
-
-@cache
-def table() -> dict[str, Any]:
-    """What rules.yaml holds: `rules`, and `fragments` of their expressions by name."""
-    return yaml.safe_load((files("skilltrain.data.screening") / "rules.yaml").read_text(encoding="utf-8"))
-
-
-def expand(regex: str) -> str:
-    """`regex` in one line, each <NAME> replaced by that fragment of rules.yaml."""
-    fragments = table()["fragments"]
-    return re.sub("<([A-Z_]+)>", lambda found: expand(fragments[found[1]]), "".join(regex.splitlines()))
-
-
 # HTML entities, broken shell lines, invisible characters.
 _DISGUISE = re.compile(rf"&(?:#\d{{1,7}}|#x[0-9a-f]{{1,6}}|[a-z]{{2,8}});|\\\n|[{INVISIBLE}]+")
-# What programs put between the letters of a word that nobody is to find ('cu' + 'rl', cu""rl, ${IFS}), and variables.
-_SPLIT = re.compile(_DISGUISE.pattern + expand("|<SPLIT>"))
-_ASSIGNED = re.compile(expand("<ASSIGNED>"))
 # Full-width and mathematical letters, and spaces of other widths, as the ASCII that they look like.
 _STYLED = re.compile("[\uff01-\uff5e\u3000\u00a0\u2002-\u200a\u202f\U0001d400-\U0001d7ff]")
 _STYLED_CODES = (0x3000, 0xA0, 0x202F, *range(0x2002, 0x200B), *range(0xFF01, 0xFF5F), *range(0x1D400, 0x1D800))
@@ -44,9 +23,8 @@ _TO_PLAIN = {code: unicodedata.normalize("NFKC", chr(code)).lower() for code in 
 _LETTERS = "авекмнорстухіјѕһԁԛԝαειορυν"
 _LOOK_ALIKE = str.maketrans(_LETTERS, "abekmhopctyxijshdqwaeiopuv")
 _MIXED_WORD = re.compile("[a-z]{0,24}[авекмнорстухіјѕһԁԛԝαειορυν]{1,8}[a-zавекмнорстухіјѕһԁԛԝαειορυν]{0,24}")
-# What programs write in several literals, numbers or look-ups so that nobody finds it; other names for what they call.
-_PIECES, _ACCESS, _ALIAS = (re.compile(expand(name)) for name in ("<PIECES>", "<ACCESS>", "<ALIAS>"))
-_LITERAL = re.compile(expand("<PIECE>"))
+# Other names for what a program calls (import x as y, p = process).
+_ALIAS = re.compile(expand("<ALIAS>"))
 _OPENING_QUOTES = "\"'`“‘「『«"
 _PAIRS = (("“", "”"), ("「", "」"), ("『", "』"), ("«", "»"))
 _REPORTED = re.compile(expand("<REPORTED>"), re.ASCII)
@@ -139,10 +117,6 @@ class Reading:
         )
 
 
-Spans = Iterator[tuple[int, int]]  # (start, end) in the plain text
-Shown = Callable[[re.Match[str]], str | None]  # what stands for a match
-
-
 @dataclass(frozen=True, slots=True)
 class Flag:
     """One finding: `text[start:end]` of the skill's `field` is what `rule` is about.
@@ -166,20 +140,18 @@ def read_text(text: str, field: str = "body", skill: Skill | None = None) -> Rea
 
 def plain_form(text: str, is_program: bool) -> tuple[str, array | None, tuple[tuple[int, int], ...]]:
     """(the plain form, where its letters stand or None for the same places, its words with letters of two scripts)."""
-    plain = text.lower()
-    if len(plain) != len(text):  # a letter that would become two stays
-        plain = "".join(low if len(low := letter.lower()) == 1 else letter for letter in text)
+    written, origins = unfold(text) if is_program else (text, None)
+    plain = written.lower()
+    if len(plain) != len(written):  # a letter that would become two stays
+        plain = "".join(low if len(low := letter.lower()) == 1 else letter for letter in written)
     if _STYLED.search(plain):
         plain = plain.translate(_TO_PLAIN)
-    origins = None
-    for regex, shown in _passes(plain) if is_program else ((_DISGUISE, _undisguised),):
-        if regex.search(plain):
-            plain, origins = _rewrite(plain, origins, regex, shown)
-    # What is called by another name (import x as y, p = process) under its own; twice, for names of names.
+    plain, origins = rewrite(plain, origins, _DISGUISE, _undisguised)
+    # What is called by another name under its own; twice, for names of names.
     aliases = {b or c: a or d for a, b, c, d in _ALIAS.findall(plain)[:50]} if is_program else {}
     names = re.compile(rf"(?<![\w.$\"'/-])(?:{'|'.join(aliases)})(?=\.\w|[(),])")
     for _ in range(2 if aliases else 0):
-        plain, origins = _rewrite(plain, origins, names, lambda found: aliases[found[0]])
+        plain, origins = rewrite(plain, origins, names, lambda found: aliases[found[0]])
     foreign = not plain.isascii() and any(letter in plain for letter in _LETTERS)
     mixed = tuple(_mixed_words(plain)) if foreign else ()
     for start, end in mixed:
@@ -187,50 +159,9 @@ def plain_form(text: str, is_program: bool) -> tuple[str, array | None, tuple[tu
     return plain, origins, mixed
 
 
-def _rewrite(plain: str, origins: array | None, regex: re.Pattern[str], shown: Shown) -> tuple[str, array]:
-    """`plain` with what `shown` says in place of each match (None: as it is), and where its letters stand."""
-    old = range(len(plain)) if origins is None else origins
-    parts: list[str] = []
-    new, done = array("l"), 0
-    for found in regex.finditer(plain):
-        if (instead := shown(found)) is None:
-            continue
-        start, end = found.span()
-        parts += (plain[done:start], instead)
-        new.extend(old[done:start])
-        new.extend(old[start + (end - start - 1) * at // max(1, len(instead) - 1)] for at in range(len(instead)))
-        done = end
-    new.extend(old[done:])
-    return "".join([*parts, plain[done:]]), new
-
-
 def _undisguised(found: re.Match[str]) -> str | None:
     shown = html.unescape(found[0]).lower() if found[0][0] == "&" else ""
     return shown if len(shown) < 2 else None  # no entity, or one that stands for two letters
-
-
-def _passes(plain: str) -> Iterator[tuple[re.Pattern[str], Shown]]:
-    """How a program is put together, one after the other."""
-    values = {one["name"]: one["value"] for one in islice(_ASSIGNED.finditer(plain), 2_000)}
-
-    def joined(found: re.Match[str]) -> str | None:
-        if found[0][0] != "$":
-            return _undisguised(found)
-        name = found[0].strip("${}")
-        return " " if name.startswith("ifs") else values.get(name)
-
-    yield _PIECES, _piece
-    yield _SPLIT, joined
-    yield _ACCESS, lambda found: ".".join(part for part in found.groups() if part)
-
-
-def _piece(found: re.Match[str]) -> str:
-    """The literal that a joined list or the number of a letter stands for."""
-    if code := found["code"]:
-        return f'"{chr(int(code, 16 if code[:2] == "0x" else 10) & 0x7F).lower()}"'
-    literals = [one[0][1:-1] for one in _LITERAL.finditer(found["list"] or found["args"] or "")]
-    glue = next((found[name] for name in ("glue", "before", "between") if found[name]), "")
-    return f'"{glue.join(found["words"].split() if found["words"] else literals)}"'
 
 
 def _mixed_words(plain: str) -> Spans:

@@ -7,7 +7,8 @@ import re
 from collections import Counter
 from itertools import pairwise
 
-from skilltrain.data.screening.reading import Reading, Spans, expand
+from skilltrain.data.screening.reading import Reading
+from skilltrain.data.screening.rules import Spans, expand
 
 _KEY = re.compile(expand("<KEY>"))
 _PRIVATE_KEY = re.compile(

@@ -1,0 +1,128 @@
+"""What a rule is: finds in rules.yaml, each a pattern near what must stand with it, or a check in Python."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.resources import files
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+
+if TYPE_CHECKING:
+    from skilltrain.data.screening.reading import Reading
+
+Spans = Iterator[tuple[int, int]]  # (start, end) in the plain text
+
+
+@cache
+def table() -> dict[str, Any]:
+    """What rules.yaml holds: `rules`, and `fragments` of their expressions by name."""
+    return yaml.safe_load((files("skilltrain.data.screening") / "rules.yaml").read_text(encoding="utf-8"))
+
+
+def expand(regex: str) -> str:
+    """`regex` in one line, each <NAME> replaced by that fragment of rules.yaml."""
+    fragments = table()["fragments"]
+    return re.sub("<([A-Z_]+)>", lambda found: expand(fragments[found[1]]), "".join(regex.splitlines()))
+
+
+@dataclass(frozen=True)
+class Find:
+    """One way to break a rule: `regex` within `reach` of an anchor, or what `custom` yields; see rules.yaml.
+
+    Places are those of the plain text, of `written` checks those of the text as written.
+    """
+
+    anchors: str = ""
+    regex: str = ""
+    custom: "Callable[[Reading], Spans] | None" = None
+    written: bool = False
+    needs: tuple[str, ...] = ()
+    score: tuple[tuple[str, int], ...] = ()
+    least: int = 0
+    unless: str = ""
+    cited: Literal["warned", "quoted", ""] = "warned"
+    near: int = 160
+    reach: int = 400
+    fields: tuple[str, ...] = ("name", "description", "body", "program")
+
+    def places(self, reading: "Reading") -> Spans:
+        """The finds, as (start, end) in the text as written."""
+        spans = self.spans(reading)
+        return spans if self.written else (reading.place(*span) for span in spans)
+
+    def spans(self, reading: "Reading") -> Spans:
+        """The finds, as (start, end) in the plain text; of a `written` check in the text as written."""
+        tried = self.anchors.split("|") if reading.kind in self.fields else []
+        anchors = [anchor for anchor in tried if anchor in reading.plain]
+        if not anchors:
+            return
+        if self.custom is not None:
+            yield from self.custom(reading)
+            return
+        for start, end in _windows(anchors, reading.plain, self.reach):
+            for found in self._pattern.finditer(reading.plain, start, end):
+                at = found.end() - len(found[0].lstrip())
+                if self._holds(reading, at, found.end()):
+                    yield at, found.end()
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile(self.regex)
+
+    def _holds(self, reading: "Reading", start: int, end: int) -> bool:
+        around = start - self.near, end + self.near
+        if not all(reading.stands_between(need, *around) for need in self.needs):
+            return False
+        if sum(points for notion, points in self.score if reading.stands_between(notion, *around)) < self.least:
+            return False
+        if self.unless and reading.stands_between(self.unless, *around):
+            return False
+        if self.cited == "quoted":
+            return not reading.is_quoted(start)
+        return not (self.cited == "warned" and reading.is_warned_of(start, end))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A named check, and why a find matters."""
+
+    name: str
+    reason: str
+    finds: tuple[Find, ...]
+
+
+def load_rules(modules: Mapping[str, ModuleType]) -> tuple[Rule, ...]:
+    """The rules of rules.yaml; `modules` are those of the checks in Python, by name."""
+    return tuple(
+        Rule(rule["name"], rule["reason"], tuple(_find_of(find, modules) for find in rule["finds"]))
+        for rule in table()["rules"]
+    )
+
+
+def _find_of(row: Mapping[str, Any], modules: Mapping[str, ModuleType]) -> Find:
+    regex = row.get("regex", "")
+    values: dict[str, Any] = {**row, "regex": "|".join(map(expand, regex if isinstance(regex, list) else [regex]))}
+    values |= {key: expand(row[key]) for key in ("anchors", "unless") if key in row}
+    values |= {key: tuple(map(expand, row[key])) for key in ("needs", "fields") if key in row}
+    values["score"] = tuple((expand(notion), points) for notion, points in row.get("score", {}).items())
+    if "custom" in row:
+        module, _, name = row["custom"].partition(".")
+        values["custom"] = getattr(modules[module], name)
+    return Find(**values)
+
+
+def _windows(anchors: list[str], plain: str, reach: int) -> Spans:
+    """Stretches of `plain` within `reach` characters of an anchor, in order and never overlapping."""
+    places = [found.start() for anchor in anchors for found in re.finditer(re.escape(anchor), plain)]
+    start = end = -1
+    for at in sorted(places):
+        if at - reach > end:
+            if end > 0:
+                yield start, end
+            start = max(0, at - reach)
+        end = at + reach
+    if end > 0:
+        yield start, min(end, len(plain))
