@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -51,7 +52,6 @@ def run_candidates(config: CandidatesConfig, out: Path) -> dict[str, Any]:
 
 
 def plan_candidates(config: CandidatesConfig) -> dict[str, Any]:
-    """What `plan_ranking` says of the system."""
     return plan_ranking([config.system], select_queries(config.queries, config.split), read_pool(config.pool))
 
 
@@ -85,9 +85,7 @@ class TeacherConfig(Config):
     pool: InputPath = Field(description="SKILLS table (file or folder)")
     lists: InputPath = Field(description="folder of the stage lists: lists, queries and judgements")
     rankers: tuple[RankerConfig, ...] = Field(
-        min_length=1,
-        description="as in a system, but each orders the skills of a list, all of them whatever its keep says; "
-        "the last one's scores are written: [{kind: rerank, source: runs/reranker}]",
+        min_length=1, description="as in a system, but each orders whole lists; the last one's scores are written"
     )
     out: Path = Field(description="folder to write: the same LISTS with teacher_scores, their QUERIES and JUDGEMENTS")
 
@@ -107,8 +105,7 @@ def run_teacher(config: TeacherConfig, out: Path) -> dict[str, Any]:
     for part in parts_of(config.rankers):
         part.check()
     lists, skills = read_table(config.lists, LISTS), read_pool(config.pool)
-    names = ("query_id", "skill_ids")
-    members: dict[str, list[str]] = dict(zip(*(lists.column(name).to_pylist() for name in names), strict=True))
+    members = {row["query_id"]: row["skill_ids"] for row in lists.select(["query_id", "skill_ids"]).to_pylist()}
     queries = {query.query_id: query for query in read_queries(config.lists)}
     if not members:
         raise SkilltrainError("holds no list to score", where=config.lists)
@@ -124,7 +121,7 @@ def run_teacher(config: TeacherConfig, out: Path) -> dict[str, Any]:
     for spec in (QUERIES, JUDGEMENTS):
         write_table(read_table(config.lists, spec), spec, out)
     every = [score for row in scores for score in row]
-    spread = {"min": min(every), "mean": sum(every) / len(every), "max": max(every)}
+    spread = {"min": min(every), "mean": fmean(every), "max": max(every)}
     score = {name: round(value, 4) for name, value in spread.items()}
     return {"num_lists": len(scores), "num_pairs": len(every), "score": score}
 
@@ -147,8 +144,8 @@ def member_scores(
     scores: list[list[float]] = []
     for query_id, row in members.items():
         given = dict(found[query_id])
-        scores.append([given.get(skill_id, math.nan) for skill_id in row])
-        if bad := [skill_id for skill_id, score in zip(row, scores[-1], strict=True) if not math.isfinite(score)]:
+        if bad := [skill_id for skill_id in row if not math.isfinite(given.get(skill_id, math.nan))]:
             what = f"gave skill {bad[0]!r} {given.get(bad[0], 'no score')}, and a teacher must give a number"
             raise SkilltrainError(what, where=f"ranker {len(rankers)}, {rankers[-1].kind}, query {query_id}")
+        scores.append([given[skill_id] for skill_id in row])
     return scores

@@ -82,11 +82,7 @@ class Scored:
 
 
 def run_fusion(config: FusionConfig, out: Path) -> dict[str, Any]:
-    """Write the fitted weights; these with the figures, cross-validated, of what they are compared with.
-
-    Raises SkilltrainError for a gold skill outside the pool, fewer groups of queries than folds, and legs that
-    `scored_queries` or `fit_weights` refuse.
-    """
+    """Write the fitted weights; these with the figures, cross-validated, of what they are compared with."""
     skills = read_pool(config.pool)
     tasks = check_pool(load_benchmark(config.queries, config.split), {skill.skill_id for skill in skills}).tasks
     clusters, folds = folds_of(tasks, config.folds, config.seed)
@@ -127,9 +123,8 @@ def run_fusion(config: FusionConfig, out: Path) -> dict[str, Any]:
 
 
 def plan_fusion(config: FusionConfig) -> dict[str, Any]:
-    """What `plan_ranking` says of the system."""
-    benchmark = load_benchmark(config.queries, config.split)
-    return plan_ranking([config.system], [task.query for task in benchmark.tasks], read_pool(config.pool))
+    tasks = load_benchmark(config.queries, config.split).tasks
+    return plan_ranking([config.system], [task.query for task in tasks], read_pool(config.pool))
 
 
 def found_by_legs(
@@ -149,8 +144,7 @@ def found_by_legs(
 def scored_queries(tasks: Sequence[Task], names: Sequence[str], found: Sequence[Rankings]) -> list[Scored]:
     """Each query's candidates, scored as `fuse` scores them.
 
-    Raises SkilltrainError for a leg (by its name) that lacks queries, whose scores are no numbers, or whose scores
-    tell no candidates of any query apart.
+    Raises SkilltrainError for a leg that lacks queries, or whose scores are no numbers or tell no candidates apart.
     """
     for name, rankings in zip(names, found, strict=True):
         if empty := [task.query.query_id for task in tasks if not rankings[task.query.query_id]]:
