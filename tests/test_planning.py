@@ -188,9 +188,8 @@ def test_a_model_writes_steps_and_sees_hints_in_the_next_round() -> None:
     assert "Write exactly 2 steps." in _plan('["a"]', true_count=True)[1][0]
 
 
-@pytest.mark.parametrize("answer", ["no list", json.dumps(["do it"] * 50), '["a", {}]'])
-def test_without_a_usable_answer_rules_plan_and_a_note_says_so(answer: str) -> None:
-    plan, _ = _plan(answer, answer)
+def test_without_a_usable_answer_rules_plan_and_a_note_says_so() -> None:
+    plan, _ = _plan("no list", '["a", {}]')
     assert [step.text for step in plan.steps] == ["save csv", "send mail"]
     assert plan.made_by == "rules" and "no answer of the model was usable" in plan.notes[0]
 
