@@ -255,7 +255,7 @@ def test_a_cluster_counts_once():
     twice = [one_measure(name, np.repeat(hits[:, side], 2).tolist()) for side, name in enumerate("ab")]
     clusters = {f"q{place}": f"task {place // 2}" for place in range(30)}
     (alone,) = compare(once, [("a", "b")], ["m"], IDS[:15])
-    (found,) = compare(twice, [("a", "b")], ["m"], IDS, clusters=clusters)
+    (found,) = compare([replace(one, clusters=clusters) for one in twice], [("a", "b")], ["m"], IDS)
     assert found == replace(alone, difference=replace(alone.difference, n=30))
     (apart,) = compare(twice, [("a", "b")], ["m"], IDS)
     assert apart.difference.high - apart.difference.low < found.difference.high - found.difference.low

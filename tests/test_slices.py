@@ -1,5 +1,6 @@
 """Results by slice: which queries a slice holds, means over them, and queries that are drawn together."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,7 +97,7 @@ def test_a_label_of_many_values_makes_no_slices_and_two_pools_of_one_task_are_dr
     """Thirteen queries, twelve of which are four tasks: their interval is that of four, and n still says twelve."""
     labels = {f"q{n}": {"tag": str(n), "month": str(n % 12), "task": str(n < 13)} for n in range(1, 14)}
     clusters = {f"q{n}": f"task {(n - 1) // 3}" for n in range(1, 13)}
-    found = means_by_slice([system("one", [*[1] * 6, *[0] * 7])], labels, ["Hit@1"], clusters=clusters)
+    found = means_by_slice([replace(system("one", [*[1] * 6, *[0] * 7]), clusters=clusters)], labels, ["Hit@1"])
     assert {part.label for part in found} == {"all", "month", "task"}
     (twelve,) = (part.means["one"]["Hit@1"] for part in found if (part.label, part.value) == ("task", "True"))
     four, apart = interval([1, 1, 0, 0]), interval([*[1] * 6, *[0] * 6])

@@ -6,7 +6,7 @@ several pools), one per cluster, because tests count independent evidence.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -21,11 +21,19 @@ _PLACES = 12  # differences are rounded to so many decimals, or rounding errors 
 
 @dataclass(frozen=True)
 class SystemResult:
-    """What one system scored: query_id → measure name → value (metrics.per_query), and its rankings of skill ids."""
+    """What one system scored: query_id → measure name → value (metrics.per_query), and its rankings of skill ids.
+
+    `clusters` maps a query to what it is drawn together with in a bootstrap (`Benchmark.clusters`), if anything.
+    """
 
     name: str
     per_query: Mapping[str, Mapping[str, float]]
     rankings: Mapping[str, Sequence[str]]
+    clusters: Mapping[str, str] = field(default_factory=dict)
+
+    def clusters_of(self, query_ids: Sequence[str]) -> list[str]:
+        """The cluster of each query; its own id where it has none."""
+        return [self.clusters.get(query_id, query_id) for query_id in query_ids]
 
 
 def same_queries(results: Sequence[SystemResult]) -> tuple[str, ...]:
@@ -87,25 +95,20 @@ class Comparison:
 
 
 def compare(
-    results: Sequence[SystemResult],
-    pairs: Sequence[tuple[str, str]],
-    measures: Sequence[str],
-    query_ids: Sequence[str],
-    clusters: Mapping[str, str] | None = None,
+    results: Sequence[SystemResult], pairs: Sequence[tuple[str, str]], measures: Sequence[str], query_ids: Sequence[str]
 ) -> tuple[Comparison, ...]:
     """One comparison for each pair of names (baseline, system) and each measure, in this order, over `query_ids`.
 
     The family of Holm's adjustment is all of them: ask for what you will conclude from, and no more. A bootstrap p is
     never below .0002, so that in a family of more than 250 none can fall below .05, and of few queries it is too small
-    (`paired_differences`); Wilcoxon's and McNemar's p have neither fault. `clusters` maps a query to the one that it
-    is drawn together with (`Benchmark.clusters`), and a cluster counts once in the tests.
+    (`paired_differences`); Wilcoxon's and McNemar's p have neither fault. A cluster counts once in the tests.
     """
     same_queries(results)
     values = {system.name: values_of(system, query_ids, measures) for system in results}
     cases = [(baseline, system, at) for baseline, system in pairs for at in range(len(measures))]
     if not cases:
         return ()
-    names = [(clusters or {}).get(query_id, query_id) for query_id in query_ids]
+    names = results[0].clusters_of(query_ids)
     differences = np.stack([values[system][:, at] - values[baseline][:, at] for baseline, system, at in cases], axis=1)
     found = paired_differences(differences, names)
     adjusted = holm([p for _, p in found])

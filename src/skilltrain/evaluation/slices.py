@@ -58,14 +58,13 @@ def means_by_slice(
     results: Sequence[SystemResult],
     labels: Mapping[str, Labels],
     measures: Sequence[str],
-    clusters: Mapping[str, str] | None = None,
     most_values: int = MOST_VALUES,
 ) -> tuple[SliceMeans, ...]:
     """The means of all queries, and then of every slice, by label and value; systems share their draws.
 
-    `labels` maps every query to what is known of it (`labels_of`), `clusters` as for `compare`; a label of more than
-    `most_values` values makes no slices. Raises SkilltrainError where systems hold different queries, or one lacks a
-    value of a measure where another has one.
+    `labels` maps every query to what is known of it (`labels_of`); a label of more than `most_values` values makes no
+    slices. Raises SkilltrainError where systems hold different queries, or one lacks a value of a measure where another
+    has one.
     """
     if not results or not labels or not measures:
         raise SkilltrainError("a report needs at least one system, one query and one measure")
@@ -82,15 +81,12 @@ def means_by_slice(
         for value in sorted(values, key=lambda value: (_ORDER.index(value) if value in _ORDER else len(_ORDER), value))
     }
     # of many a label one value holds all queries
-    means = {ids: _means(results, ids, measures, clusters or {}) for ids in dict.fromkeys(shown_parts.values())}
+    means = {ids: _means(results, ids, measures) for ids in dict.fromkeys(shown_parts.values())}
     return tuple(SliceMeans(label, value, ids, means[ids]) for (label, value), ids in shown_parts.items())
 
 
 def _means(
-    results: Sequence[SystemResult],
-    query_ids: Sequence[str],
-    measures: Sequence[str],
-    clusters: Mapping[str, str],
+    results: Sequence[SystemResult], query_ids: Sequence[str], measures: Sequence[str]
 ) -> dict[str, dict[str, Interval]]:
     """System → measure → mean. Measures of the same queries share draws; one of no query is left out."""
     together: dict[tuple[str, ...], list[str]] = {}
@@ -100,19 +96,13 @@ def _means(
     found: dict[str, dict[str, Interval]] = {result.name: {} for result in results}
     for having, of_these in together.items():
         columns = np.concatenate([values_of(result, having, of_these) for result in results], axis=1)
-        drawn = [clusters.get(query_id, query_id) for query_id in having]
-        means = iter(intervals(columns, drawn))
+        means = iter(intervals(columns, results[0].clusters_of(having)))
         for result in results:
             found[result.name] |= {measure: next(means) for measure in of_these}
     return {name: {measure: row[measure] for measure in measures if measure in row} for name, row in found.items()}
 
 
-def gaps(
-    results: Sequence[SystemResult],
-    slices: Sequence[SliceMeans],
-    measure: str,
-    clusters: Mapping[str, str] | None = None,
-) -> tuple[Row, ...]:
+def gaps(results: Sequence[SystemResult], slices: Sequence[SliceMeans], measure: str) -> tuple[Row, ...]:
     """How far each system is above the one before it in each part of `description length`.
 
     Of two systems that see name and description alone (nd) and all of a skill (full), in this order, these are
@@ -123,8 +113,7 @@ def gaps(
         for part in (part for part in slices if part.label == DESCRIPTION):
             if having := [query_id for query_id in part.query_ids if measure in before.per_query[query_id]]:
                 difference = values_of(after, having, [measure]) - values_of(before, having, [measure])
-                drawn = [(clusters or {}).get(query_id, query_id) for query_id in having]
-                (gap,) = intervals(difference, drawn)
+                (gap,) = intervals(difference, before.clusters_of(having))
                 names = {"baseline": before.name, "system": after.name, "measure": measure}
                 found.append(names | {"value": part.value, "difference": gap})
     return tuple(found)

@@ -177,8 +177,8 @@ def build_report(
     Raises SkilltrainError where a system does not hold exactly these queries, or a measure where another does.
     """
     names = tuple(map(str, measures))
-    labels, clusters = labels_of(benchmark.tasks, skills), benchmark.clusters
-    slices = means_by_slice(results, labels, names, clusters)
+    labels = labels_of(benchmark.tasks, skills)
+    slices = means_by_slice(results, labels, names)
     systems = [result.name for result in results]
     pairs = list(dict.fromkeys([*((systems[0], system) for system in systems[1:]), *pairwise(systems)]))
     compared = [name for name in names if name in COMPARED] or [names[0]]
@@ -190,8 +190,8 @@ def build_report(
         names,
         tuple(results),
         slices,
-        comparisons=compare(results, pairs, compared, together, clusters) if together else (),
-        gaps=gaps(results, slices, compared[0], clusters),
+        comparisons=compare(results, pairs, compared, together) if together else (),
+        gaps=gaps(results, slices, compared[0]),
         notes=tuple(notes),
         provenance=provenance or {},
     )

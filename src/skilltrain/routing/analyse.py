@@ -110,24 +110,20 @@ def analyse_results(report: Report, stages: Mapping[str, Sequence[RankedStage]])
     pairs = pairwise(results) if decides else ()
     known = all(task.query.origin == ORIGIN for task in benchmark.tasks)
     return {
-        "outcomes": [outcomes(before, after, _DECIDES, benchmark.clusters) for before, after in pairs],
+        "outcomes": [outcomes(before, after, _DECIDES) for before, after in pairs],
         "pass_rates": pass_rates(report.every.means) if known else [],
         "stages": stage_recalls(stages, benchmark),
         "latencies": latencies(stages),
     }
 
 
-def outcomes(
-    baseline: SystemResult, system: SystemResult, measure: str, clusters: Mapping[str, str] | None = None
-) -> Row:
+def outcomes(baseline: SystemResult, system: SystemResult, measure: str) -> Row:
     """What `system` changed (SkillRouter, section 5.5.1): the queries that are right by `measure`, which is 0 or 1, in
-    both, in `system` alone (fixed), in `baseline` alone (broken) and in neither; `p` is McNemar's, exact. `clusters` as
-    for `compare`.
+    both, in `system` alone (fixed), in `baseline` alone (broken) and in neither; `p` is McNemar's, exact.
     """
     query_ids = same_queries([baseline, system])
     before, after = (values_of(result, query_ids, [measure])[:, 0] for result in (baseline, system))
-    names = [(clusters or {}).get(query_id, query_id) for query_id in query_ids]
-    net, _ = cluster_sums((after - before)[:, np.newaxis], names)
+    net, _ = cluster_sums((after - before)[:, np.newaxis], baseline.clusters_of(query_ids))
     row: Row = {"baseline": baseline.name, "system": system.name, "measure": measure, "p": mcnemar(net[:, 0])}
     for cell, was_right, is_right in (("both", 1, 1), ("fixed", 0, 1), ("broken", 1, 0), ("neither", 0, 0)):
         row[cell] = np.array(query_ids)[(before == was_right) & (after == is_right)].tolist()

@@ -240,7 +240,7 @@ def _report(
 ) -> Report:
     relevances = {task.query.query_id: task.relevance for task in benchmark.tasks}
     rows = {name: per_query(found, relevances, config.scored) for name, found in rankings.items()}
-    results = [SystemResult(name, rows[name], found) for name, found in rankings.items()]
+    results = [SystemResult(name, rows[name], found, benchmark.clusters) for name, found in rankings.items()]
     return build_report(benchmark, results, config.scored, skills, notes, provenance)
 
 
