@@ -38,8 +38,8 @@ GIVE = "(give training.batch_size={} training.accumulation={}, {} queries per up
         ((DistributedType.MULTI_GPU, 4), {"batch_size": 1, "accumulation": 16}, False, GIVE.format(4, 4, 16)),
         ((DistributedType.MEGATRON_LM,), {}, False, "the launcher asks for MEGATRON_LM, which is not supported"),
         ((DistributedType.DEEPSPEED, 2, 0), {}, False, "DeepSpeed's ZeRO stage 0 shares nothing"),
-        ((DistributedType.FSDP,), {}, True, "4-bit weights (adapter.quantize) cannot be combined with FSDP2"),
-        ((DistributedType.DEEPSPEED, 2, 2), {}, True, "4-bit weights (adapter.quantize) cannot be combined with Deep"),
+        ((DistributedType.FSDP,), {}, True, "4-bit weights (adapter.quantize) cannot be combined with FSDP"),
+        ((DistributedType.DEEPSPEED, 2, 2), {}, True, "4-bit weights (adapter.quantize) cannot be combined with DEEP"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(launch, settings, quantized, message):

@@ -138,7 +138,7 @@ def trained(folder: Path, out: Path, resume: bool = False, **settings: object) -
     config = TrainingConfig.model_validate({"batch_size": 4, "accumulation": 1, "learning_rate": 1e-3} | settings)
     accelerator = new_accelerator(config, quantized=False)
     step = encoder_step(folder, accelerator.device)
-    train(accelerator, step, step.data.lists, config, Run(out, resume, {}))
+    train(accelerator, step, config, Run(out, resume, {}))
     return step
 
 
@@ -181,4 +181,4 @@ def test_memory_that_runs_out_is_one_line(model_folders: dict[str, Path], tmp_pa
     step = encoder_step(model_folders["bert"], accelerator.device)
     step.forward = lambda batch: torch.empty(2**42, device=accelerator.device)
     with pytest.raises(SkilltrainError, match=r"the GPU's memory has run out .*token_budget"):
-        train(accelerator, step, step.data.lists, config, Run(tmp_path, False, {}))
+        train(accelerator, step, config, Run(tmp_path, False, {}))

@@ -7,15 +7,12 @@ import pytest
 import torch
 
 from skilltrain.tables import JUDGEMENTS, LISTS, QUERIES, read_table, write_table
-from skilltrain.training.gradients import _mean, at_scores, at_vectors
+from skilltrain.training.gradients import at_scores, at_vectors, mean_of
 from small_library import skilltrain, succeeds, write_recipe
 
 
 def rows_by_part(rows):
-    found = {}
-    for (at, part), figures in rows:
-        found.setdefault((at, part), []).append(figures)
-    return found
+    return {key: figures.tolist() for key, figures in rows if len(figures)}
 
 
 def test_slopes_by_hand():
@@ -40,7 +37,7 @@ def test_parts_at_vectors_by_hand():
 
 def test_survival_is_that_of_all_rows_together():
     """A row of norm 3 of which 1/3 survives, and one of norm 0.1 that is reversed tenfold: 3 - 0.1 of 9 + 0.01."""
-    part = _mean("queries", "rejected", [(3.0, 0.6, 1.0, 3.0, 0.0), (0.1, 0.1, -1.0, -0.1, 0.0)])
+    part = mean_of("queries", "rejected", torch.tensor([[3.0, 0.6, 1.0, 3.0, 0.0], [0.1, 0.1, -1.0, -0.1, 0.0]]))
     assert part.survival == pytest.approx(2.9 / 9.01) and part.norm == pytest.approx(1.55) and part.num == 2
 
 

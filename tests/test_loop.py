@@ -168,7 +168,7 @@ def test_a_bad_gradient_stops_before_the_step_and_names_its_queries(model_folder
     config = CONFIG.model_copy(update={"stop_grad_norm": 1e-3 if "exceeds" in message else 1e4})
     first = [one.query_id for batch in next(iter(step_batches(step.data.lists, CONFIG))) for one in batch]
     with pytest.raises(SkilltrainError, match=f"^{message} in a step with queries {', '.join(first)} .look at these"):
-        train(training_runs.accelerator(), step, step.data.lists, config, Run(tmp_path, False, {}))
+        train(training_runs.accelerator(), step, config, Run(tmp_path, False, {}))
     assert all(one.equal(other) or one.isnan().all() for one, other in zip(step.parameters(), before, strict=True))
     assert not (tmp_path / "checkpoints").exists()
 
@@ -182,7 +182,7 @@ def test_accumulation_does_not_change_what_a_query_weighs(open_encoder_of, tmp_p
         settings = {"batch_size": batch_size, "accumulation": 6 // batch_size, "learning_rate": 1e-3}
         config = TrainingConfig.model_validate(settings)
         out = Run(tmp_path / str(batch_size), False, {})
-        train(new_accelerator(config, quantized=False), step, data.lists, config, out)
+        train(new_accelerator(config, quantized=False), step, config, out)
         results.append(torch.cat([parameter.detach().flatten() for parameter in step.parameters()]))
     for other in results[1:]:
         assert (other - results[0]).abs().max() < 1e-9
@@ -239,7 +239,7 @@ def scripted_dev(places, tmp_path, signal_in=0, **settings):
 
 def run_with(dev, step, out, resume=False, **changes):
     config = CONFIG.model_copy(update=changes)
-    return train(training_runs.accelerator(), step, step.data.lists, config, Run(out, resume, {}, dev))
+    return train(training_runs.accelerator(), step, config, Run(out, resume, {}, dev))
 
 
 def dev_rows(out):

@@ -2,12 +2,9 @@
 
 import copy
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from transformers import MPNetConfig, MPNetModel
 
 from skilltrain.errors import SkilltrainError
@@ -16,9 +13,9 @@ from skilltrain.models.activations import checkpoint_layers, layer_bytes
 from skilltrain.models.adapters import AdapterConfig, add_adapter
 from skilltrain.models.encoder import Encoder, EncoderConfig
 from skilltrain.templates import EncoderTemplate
-from skilltrain.training import loop
+from skilltrain.training import loop, training_plan
 from skilltrain.training.engine import new_accelerator
-from skilltrain.training.memory import out_of_memory_in_one_line
+from skilltrain.training.loop import out_of_memory_in_one_line
 from skilltrain.training.settings import TrainEncoderConfig, TrainingConfig, load_model
 from skilltrain.training.steps import EncoderStep, StepSettings
 from skilltrain.training.training_plan import check_fits, planned_activations
@@ -29,17 +26,6 @@ from training_runs import CONFIG, new_step, run
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 CPU = torch.device("cpu")
-
-
-class OnGpu(Accelerator):
-    """A launch on GPUs, as far as it is looked at."""
-
-    device: Any = torch.device("cuda")
-    distributed_type: Any = None
-    num_processes: Any = 1
-
-    def __init__(self, launch, num_processes):
-        self.distributed_type, self.num_processes = launch, num_processes
 
 
 def test_memory_that_runs_out_is_one_line_with_what_to_lower(model_folders, tmp_path):
@@ -66,9 +52,9 @@ def test_memory_that_runs_out_is_one_line_with_what_to_lower(model_folders, tmp_
 @pytest.mark.parametrize(
     ("adapter", "launch", "num_processes", "bytes_each"),
     [
-        (None, DistributedType.NO, 1, (16, 0)),
-        (None, DistributedType.FSDP, 4, (4, 0)),
-        (AdapterConfig(), DistributedType.NO, 1, (4, 16)),
+        (None, "NO", 1, (16, 0)),
+        (None, "FSDP", 4, (4, 0)),
+        (AdapterConfig(), "NO", 1, (4, 16)),
     ],
 )
 def test_a_model_that_cannot_fit_the_card_is_refused_before_it_is_loaded(
@@ -84,10 +70,13 @@ def test_a_model_that_cannot_fit_the_card_is_refused_before_it_is_loaded(
     least = bytes_each[0] * (sum(sizes.values()) - of_adapter) + bytes_each[1] * of_adapter
     properties = SimpleNamespace(total_memory=least)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    check_fits(config, OnGpu(launch, num_processes))
+    monkeypatch.setattr(training_plan, "default_device", lambda: torch.device("cuda"))
+    monkeypatch.setenv("WORLD_SIZE", str(num_processes))
+    monkeypatch.setenv(f"ACCELERATE_USE_{launch}", "true")
+    check_fits(config)
     properties.total_memory -= 1
     with pytest.raises(SkilltrainError, match=r"bert: its weights.* take 0\.0 GiB on each GPU, which has 0\.0 \("):
-        check_fits(config, OnGpu(launch, num_processes))
+        check_fits(config)
 
 
 def test_what_a_recipe_leaves_out_follows_from_the_device(monkeypatch):
@@ -109,7 +98,7 @@ def test_whole_training_moves_the_weights_whatever_the_models_precision(model_fo
     assert isinstance(encoder, Encoder)
     step = EncoderStep(encoder, InfoNCE(), lists, StepSettings(150))
     before = {name: value.detach().clone() for name, value in step.named_parameters() if "embeddings" not in name}
-    loop.train(new_accelerator(training, False), step, lists.lists, training, loop.Run(tmp_path, False, {}))
+    loop.train(new_accelerator(training, False), step, training, loop.Run(tmp_path, False, {}))
     after = dict(step.named_parameters())
     assert {value.dtype for value in after.values()} == {torch.float32}
     moved = torch.cat([(after[name] != value).flatten() for name, value in before.items()])

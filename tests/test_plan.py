@@ -38,7 +38,7 @@ def lists_by_hand():
 
 def encoder_plan(encoder, data, **training):
     """The plan of training `encoder`."""
-    return plan_of(EncoderStep(encoder, InfoNCE(), data, StepSettings(64)), data, TrainingConfig(**training))
+    return plan_of(EncoderStep(encoder, InfoNCE(), data, StepSettings(64)), TrainingConfig(**training))
 
 
 def test_encoder_by_hand(open_encoder_of, monkeypatch):
@@ -67,7 +67,7 @@ def test_reranker_pair_by_hand(open_reranker_of):
     data = lists_by_hand()
     long = TrainingSet(data.lists, {**data.skills, "d": skill("d", 40)})
     settings = TrainingConfig(batch_size=1, accumulation=2, token_budget=64)
-    plan = plan_of(RerankerStep(reranker, ListwiseCE(), long, StepSettings(64)), long, settings)
+    plan = plan_of(RerankerStep(reranker, ListwiseCE(), long, StepSettings(64)), settings)
     assert plan["num_steps"] == 1
     # [CLS] query [SEP] skill [SEP]: 3 + 2 + (1, 3, 10), 3 + 4 + (10, 1, 40), the last cut from 47 to 32.
     assert plan["positives_cut_share"] == round(1 / 3, 4)

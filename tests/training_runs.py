@@ -51,7 +51,7 @@ def accelerator():
 
 def run(step: EncoderStep, out: Path, resume: bool) -> dict[str, torch.Tensor]:
     """The parameters after training."""
-    train(accelerator(), step, step.data.lists, CONFIG, Run(out, resume, {}))
+    train(accelerator(), step, CONFIG, Run(out, resume, {}))
     return {name: value.detach().clone() for name, value in step.named_parameters()}
 
 

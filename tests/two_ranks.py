@@ -103,7 +103,7 @@ def weights_of(step: Step) -> Weights:
 def training(step: Step, out: Path, resume: bool = False, precision: Precision = "float32") -> None:
     """The loop, launched as the environment says."""
     config = CONFIG.model_copy(update={"precision": precision})
-    train(new_accelerator(config, quantized=False), step, step.data.lists, config, Run(out, resume, {}))
+    train(new_accelerator(config, quantized=False), step, config, Run(out, resume, {}))
 
 
 def precision_of(kind: str) -> Precision:

@@ -28,12 +28,18 @@ def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
 
     Raises SkilltrainError for a combination that cannot work, before anything is loaded.
     """
-    _refuse_from_environment()
     on_cpu, deepspeed = default_device().type == "cpu", _asks_for("DEEPSPEED")
+    if _asks_for("FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
+        raise SkilltrainError("FSDP version 1 is not supported", fix="set fsdp_version: 2, as launch/fsdp2.yaml does")
+    if deepspeed and importlib.util.find_spec("deepspeed") is None:
+        raise SkilltrainError("DeepSpeed is not installed", fix="pip install 'skilltrain[deepspeed]'")
     if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would say on stdout that it had to look
     else:
-        _set_up_gpu()
+        torch.set_float32_matmul_precision("high")  # TF32
+        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+            # Texts of unequal lengths do not fragment memory that grows in segments.
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     mixed = config.dtype_on(default_device()) == torch.bfloat16
     # An hour's patience: ranks wait for the first one while it saves a model. DeepSpeed must be told of gloo.
     group = InitProcessGroupKwargs(backend="gloo" if on_cpu and deepspeed else None, timeout=timedelta(hours=1))
@@ -56,18 +62,12 @@ def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
 
 def shards_weights(accelerator: Accelerator) -> bool:
     """Whether no rank holds the whole model (FSDP2, ZeRO-3)."""
-    return accelerator.distributed_type == DistributedType.FSDP or zero_stage(accelerator) == 3
-
-
-def zero_stage(accelerator: Accelerator) -> int:
-    """DeepSpeed's ZeRO stage; 0 without DeepSpeed."""
-    plugin = accelerator.state.deepspeed_plugin
-    return plugin.zero_stage if plugin is not None else 0
+    return accelerator.distributed_type == DistributedType.FSDP or _zero_stage(accelerator) == 3
 
 
 def launch_of(accelerator: Accelerator) -> str:
     """How the processes share the work; how many they are does not matter where each holds the whole model."""
-    stage, device = zero_stage(accelerator), accelerator.device.type
+    stage, device = _zero_stage(accelerator), accelerator.device.type
     if not stage and accelerator.distributed_type != DistributedType.FSDP:
         return f"whole models on {device}"
     return f"{accelerator.num_processes} x {f'DeepSpeed ZeRO-{stage}' if stage else 'FSDP'} on {device}"
@@ -96,16 +96,6 @@ def check_shared(accelerator: Accelerator, folder: Path) -> None:
         raise SkilltrainError(what, where=folder, fix="out must be a folder that all machines share")
 
 
-def _set_up_gpu() -> None:
-    """Let float32 products use TF32, and memory grow in segments, which texts of unequal lengths do not fragment.
-
-    Where the environment has settings for PyTorch's allocator, these hold.
-    """
-    torch.set_float32_matmul_precision("high")
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-
-
 def launched_ranks() -> int:
     """How many processes the launcher has started, known without an accelerator."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -120,36 +110,33 @@ def _asks_for(what: str) -> bool:
     return os.environ.get(f"ACCELERATE_USE_{what}", "false").lower() == "true"
 
 
-def _refuse_from_environment() -> None:
-    """Refuse what accelerate would silently run as something else."""
-    if _asks_for("FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
-        raise SkilltrainError("FSDP version 1 is not supported", fix="set fsdp_version: 2, as launch/fsdp2.yaml does")
-    if _asks_for("DEEPSPEED") and importlib.util.find_spec("deepspeed") is None:
-        raise SkilltrainError("DeepSpeed is not installed", fix="pip install 'skilltrain[deepspeed]'")
+def _zero_stage(accelerator: Accelerator) -> int:
+    """DeepSpeed's ZeRO stage; 0 without DeepSpeed."""
+    plugin = accelerator.state.deepspeed_plugin
+    return plugin.zero_stage if plugin is not None else 0
 
 
 def _refuse_unsupported(accelerator: Accelerator, config: TrainingConfig, quantized: bool) -> None:
     kind, world = accelerator.distributed_type, accelerator.num_processes
+    what, fix = "", ""
     if kind.value not in _SUPPORTED:
-        raise SkilltrainError(
-            f"the launcher asks for {kind.value}, which is not supported", fix="use a file of launch/"
-        )
-    if _asks_for("FSDP") and kind != DistributedType.FSDP:
+        what, fix = f"the launcher asks for {kind.value}, which is not supported", "use a file of launch/"
+    elif _asks_for("FSDP") and kind != DistributedType.FSDP:
         what = "accelerate would run FSDP on a CPU, or in one process, as plain DDP"
-        raise SkilltrainError(what, fix="use launch/ddp.yaml or launch/cpu.yaml there")
-    if kind == DistributedType.DEEPSPEED and not zero_stage(accelerator):
-        raise SkilltrainError("DeepSpeed's ZeRO stage 0 shares nothing", fix="use launch/ddp.yaml, or zero_stage: 2")
-    if config.batch_size % world:
+        fix = "use launch/ddp.yaml or launch/cpu.yaml there"
+    elif kind == DistributedType.DEEPSPEED and not _zero_stage(accelerator):
+        what, fix = "DeepSpeed's ZeRO stage 0 shares nothing", "use launch/ddp.yaml, or zero_stage: 2"
+    elif config.batch_size % world:
         what = f"training.batch_size {config.batch_size} cannot be shared equally by {world} processes"
         batch = world * math.ceil(config.batch_size / world)
         accumulation = max(1, round(config.batch_size * config.accumulation / batch))
         settings = f"training.batch_size={batch} training.accumulation={accumulation}"
         fix = f"give {settings}, {batch * accumulation} queries per update; or --num_processes 1 to accelerate launch"
+    elif quantized and kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        what = f"4-bit weights (adapter.quantize) cannot be combined with {kind.value}"
+        fix = "use launch/ddp.yaml, or adapter.quantize=none"
+    if what:
         raise SkilltrainError(what, fix=fix)
-    if quantized and (shards_weights(accelerator) or kind == DistributedType.DEEPSPEED):
-        engine = "DeepSpeed" if kind == DistributedType.DEEPSPEED else "FSDP2"
-        what = f"4-bit weights (adapter.quantize) cannot be combined with {engine}"
-        raise SkilltrainError(what, fix="use launch/ddp.yaml, or adapter.quantize=none")
 
 
 def _set_deepspeed(accelerator: Accelerator, config: TrainingConfig) -> None:

@@ -10,7 +10,7 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from skilltrain.errors import SkilltrainError
@@ -28,8 +28,9 @@ from skilltrain.training.steps import EncoderStep, Pairs, Texts
 from skilltrain.training.training_set import TrainingList
 
 IN_BATCH, DIRECTIONS = "in-batch", "other directions"
-Row = tuple[tuple[str, str], tuple[float, ...]]
-"""Where and which part; and of one query or skill norm, share, cosine, product with the whole, and slope."""
+Vectors = Float[Tensor, "row dim"]
+Rows = tuple[tuple[str, str], Float[Tensor, "row figure"]]
+"""Where and which part; of each query or skill norm, share, cosine, product with the whole, and slope."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +66,17 @@ def measure_gradients(config: TrainConfig, num_batches: int) -> list[PartOfGradi
     step = open_step(config, data, default_device()).eval()
     batches = [*islice(chain.from_iterable(step_batches(step.data.lists, config.training)), num_batches)]
     of_batch = _of_encoder if isinstance(step, EncoderStep) else _of_reranker
-    rows: dict[tuple[str, str], list[tuple[float, ...]]] = {}
+    found: dict[tuple[str, str], list[Tensor]] = {}
     for batch in track(batches, "taking gradients apart", len(batches)):
-        for key, row in of_batch(step, batch):
-            rows.setdefault(key, []).append(row)
-    return [_mean(*key, values) for key, values in rows.items()]
+        for key, rows in of_batch(step, batch):
+            found.setdefault(key, []).append(rows)
+    return [mean_of(*key, torch.cat(rows)) for key, rows in found.items() if any(map(len, rows))]
 
 
-def _mean(at: str, part: str, rows: Sequence[tuple[float, ...]]) -> PartOfGradient:
+def mean_of(at: str, part: str, rows: Float[Tensor, "row figure"]) -> PartOfGradient:
     """The means of a part's rows; survival is that of all rows together, for a single one may have next to no norm."""
-    norm, share, cosine, along, slope = torch.tensor(rows, dtype=torch.float64).mean(0).tolist()
-    squares = sum(row[0] ** 2 for row in rows) / len(rows)
+    norm, share, cosine, along, slope = rows.mean(0).tolist()
+    squares = float((rows[:, 0] ** 2).mean())
     return PartOfGradient(at, part, len(rows), norm, share, cosine, along / squares if squares else 1.0, slope)
 
 
@@ -90,7 +91,7 @@ def write_gradients(found: Sequence[PartOfGradient], config: TrainConfig, num_ba
         write_text(folder / "gradients.html", html_page("gradients.html.j2", (), **values))
 
 
-def _of_encoder(step: Any, batch: Sequence[TrainingList]) -> Iterator[Row]:
+def _of_encoder(step: Any, batch: Sequence[TrainingList]) -> Iterator[Rows]:
     skill_ids = sorted({skill_id for one in batch for skill_id in one.skill_ids})
     texts = [step.query_ids[one.query] for one in batch] + [step.skill_ids[skill_id] for skill_id in skill_ids]
     with torch.no_grad():
@@ -98,48 +99,48 @@ def _of_encoder(step: Any, batch: Sequence[TrainingList]) -> Iterator[Row]:
     queries, skills = (part.clone().requires_grad_() for part in vectors.split([len(batch), len(skill_ids)]))
     scored = encoder_scores(batch, batch, queries, queries, skill_ids, skills, step.context)
     slopes, *wholes = torch.autograd.grad(step.loss(scored), (scored.scores, queries, skills))
-    column = {skill_id: place for place, skill_id in enumerate(skill_ids)}
-    names = [["" if not counts else IN_BATCH for counts in row] for row in scored.valid.tolist()]
+    names = [[IN_BATCH if counts else "" for counts in row] for row in scored.valid.tolist()]
     for row, one in zip(names, batch, strict=True):
         for skill_id, verdict in zip(one.skill_ids, one.verdicts, strict=True):
-            row[column[skill_id]] = str(verdict)
+            row[skill_ids.index(skill_id)] = str(verdict)
     yield from at_scores(slopes, names)
     queries, skills = queries.detach(), skills.detach()
-    masks = {part: torch.tensor([[name == part for name in row] for row in names]) for part in _parts(names)}
-    cells = {part: torch.where(mask, slopes, 0.0) for part, mask in masks.items()}
+    cells = {part: torch.where(mask, slopes, 0.0) for part, mask in _masks(names).items()}
     yield from at_vectors("queries", {part: cell @ skills for part, cell in cells.items()}, wholes[0], queries)
     yield from at_vectors("skills", {part: cell.T @ queries for part, cell in cells.items()}, wholes[1], skills)
 
 
-def _of_reranker(step: Any, batch: Sequence[TrainingList]) -> Iterator[Row]:
+def _of_reranker(step: Any, batch: Sequence[TrainingList]) -> Iterator[Rows]:
     with torch.no_grad():
         flat = step(Pairs([step.pairs(one) for one in batch])).double().cpu()
     scored = list_scores(batch, flat.requires_grad_(), step.loss.needs_teacher_scores)
     (slopes,) = torch.autograd.grad(step.loss(scored), scored.scores)
-    empty = slopes.shape[1]
-    yield from at_scores(slopes, [[*map(str, one.verdicts), *[""] * (empty - len(one.verdicts))] for one in batch])
+    width = slopes.shape[1]
+    yield from at_scores(slopes, [[*map(str, one.verdicts), *[""] * (width - len(one.verdicts))] for one in batch])
 
 
-def at_scores(slopes: Float[Tensor, "query skill"], names: Sequence[Sequence[str]]) -> Iterator[Row]:
-    """For each query and part: the sum of its slopes' amounts, their share, and the mean slope.
+def _masks(names: Sequence[Sequence[str]]) -> dict[str, Bool[Tensor, "query skill"]]:
+    """Part → the cells of that name."""
+    parts = sorted({name for row in names for name in row} - {""})
+    return {part: torch.tensor([[name == part for name in row] for row in names]) for part in parts}
+
+
+def at_scores(slopes: Float[Tensor, "query skill"], names: Sequence[Sequence[str]]) -> Iterator[Rows]:
+    """For each part and query that has any: the sum of its slopes' amounts, their share, and the mean slope.
 
     `names` has the part that each cell is of, "" for none.
     """
-    for slope, row in zip(slopes.tolist(), names, strict=True):
-        own = {part: [one for one, name in zip(slope, row, strict=True) if name == part] for part in _parts([row])}
-        amounts = {part: sum(map(abs, found)) for part, found in own.items()}
-        for part, found in own.items():
-            share = amounts[part] / (sum(amounts.values()) or 1.0)
-            yield ("scores", part), (amounts[part], share, 1.0, amounts[part] ** 2, sum(found) / len(found))
+    masks = _masks(names)
+    amounts = {part: (slopes.abs() * mask).sum(1) for part, mask in masks.items()}
+    in_all = sum(amounts.values(), torch.zeros(len(slopes))).clamp(min=1e-300)
+    for part, mask in masks.items():
+        amount, slope = amounts[part], (slopes * mask).sum(1) / mask.sum(1)
+        figures = torch.stack([amount, amount / in_all, torch.ones_like(amount), amount**2, slope], 1)
+        yield ("scores", part), figures[mask.any(1)]
 
 
-def at_vectors(
-    at: str,
-    parts: Mapping[str, Float[Tensor, "row dim"]],
-    whole: Float[Tensor, "row dim"],
-    vectors: Float[Tensor, "row dim"],
-) -> Iterator[Row]:
-    """For each row that a part reaches: its gradient's norm and share, and its cosine and product with the `whole`.
+def at_vectors(at: str, parts: Mapping[str, Vectors], whole: Vectors, vectors: Vectors) -> Iterator[Rows]:
+    """For each part and row that it reaches: its gradient's norm and share, its cosine and product with the `whole`.
 
     What the parts do not add up to comes from a loss's other directions. All are cut to what turns the unit `vectors`:
     the part along a vector is lost where it is made a unit vector.
@@ -147,14 +148,9 @@ def at_vectors(
     every = {**parts, DIRECTIONS: whole - sum(parts.values(), torch.zeros_like(whole)), "": whole}
     turning = {part: rows - (rows * vectors).sum(1, keepdim=True) * vectors for part, rows in every.items()}
     whole = turning.pop("")
-    norms = {part: rows.norm(dim=1) for part, rows in turning.items()}
-    in_all = sum(norms.values(), torch.zeros(len(whole)))
+    in_all = sum((rows.norm(dim=1) for rows in turning.values()), torch.zeros(len(whole)))
     for part, rows in turning.items():
-        for number in (norms[part] > 1e-9 * in_all.max()).nonzero()[:, 0].tolist():
-            norm, along = norms[part][number], rows[number] @ whole[number]
-            cosine = along / (norm * whole[number].norm()).clamp(min=1e-300)
-            yield (at, part), (*map(float, (norm, norm / in_all[number], cosine, along)), 0.0)
-
-
-def _parts(names: Sequence[Sequence[str]]) -> list[str]:
-    return sorted({name for row in names for name in row} - {""})
+        norm, along = rows.norm(dim=1), (rows * whole).sum(1)
+        cosine = along / (norm * whole.norm(dim=1)).clamp(min=1e-300)
+        figures = torch.stack([norm, norm / in_all, cosine, along, torch.zeros_like(norm)], 1)
+        yield (at, part), figures[norm > 1e-9 * in_all.max()]

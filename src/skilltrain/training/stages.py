@@ -42,17 +42,17 @@ __all__ = ["TrainEncoderConfig", "TrainRerankerConfig", "plan_training", "run_tr
 def run_training(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]:
     """Train and save the model; the summary counts what was trained on."""
     accelerator = new_accelerator(config.training, is_quantized(config))  # first: it refuses what cannot work
-    check_fits(config, accelerator)
+    check_fits(config)
     data = load_data(config)
     contaminated = check_held_out(config.data, config.dev, data)
     step = open_step(config, data, default_device(), cache_folder("tokens"), shards_weights(accelerator))
-    if share := cut_share(step, step.data):
+    if share := cut_share(step):
         limit = step.model.settings.max_tokens
         say(f"warning: {share:.1%} of the positives are longer than model.max_tokens={limit}, and cut there")
     dev = open_dev(config.dev, step.model, config.data.pool) if config.dev else None
-    summary: dict[str, Any] = counts_of(step, step.data) | contaminated  # before the launcher shards the weights
+    summary: dict[str, Any] = counts_of(step) | contaminated  # before the launcher shards the weights
     run = Run(out, resume, config.model_dump(mode="json"), dev)
-    position, checkpoint = train(accelerator, step, step.data.lists, config.training, run)
+    position, checkpoint = train(accelerator, step, config.training, run)
     summary |= {
         "num_steps": position.step,
         "num_queries": position.queries,
@@ -76,7 +76,7 @@ def plan_training(config: TrainConfig) -> dict[str, Any]:
     check_held_out(config.data, config.dev, data)
     # 4-bit layers are made as they load
     step = open_step(config, data, default_device() if is_quantized(config) else torch.device("meta"))
-    return plan_of(step, step.data, config.training)
+    return plan_of(step, config.training)
 
 
 def load_data(config: TrainConfig) -> TrainingSet:

@@ -1,81 +1,77 @@
 """What a training would take, before anything is loaded: what there is to train on, memory, and time."""
 
 import copy
-import time
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from statistics import fmean
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import nn
+from torch.utils.benchmark import Timer
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.activations import layer_bytes
 from skilltrain.models.cpu_linear import train_with_onednn
 from skilltrain.models.loading import default_device
 from skilltrain.training.engine import launched_ranks, shares_state
-from skilltrain.training.loop import num_steps, step_batches
-from skilltrain.training.memory import GIB, largest_batch
+from skilltrain.training.loop import GIB, largest_batch, num_steps, step_batches
 from skilltrain.training.settings import TrainConfig, TrainingConfig, is_quantized, load_model
 from skilltrain.training.steps import EncoderStep, StepModule
-from skilltrain.training.training_set import TrainingList, TrainingSet
+from skilltrain.training.training_set import TrainingList
 
 _ADAMW_BYTES = 8  # two float32 moments a trained parameter
 _SAMPLED = 100  # batches whose tokens are counted with their padding
 _TOKENS_ON_CPU = 1024  # of the timed micro-batch at most: a large layer takes seconds
 
 
-def plan_of(step: StepModule, data: TrainingSet, config: TrainingConfig) -> dict[str, Any]:
-    """All figures of the plan: `list_tokens` of all lists one by one, of which a step computes what is shared once;
-    `memory_mib` of each rank, with `activation_mib` for the largest batch (`planned_activations`); and `hours`, about,
-    but for 4-bit weights (`planned_seconds`)."""
-    batches, ranks = [*chain.from_iterable(step_batches(data.lists, config))], launched_ranks()
-    device, hours = default_device(), dict[str, Any]()
-    if all(parameter.dtype != torch.uint8 for parameter in step.parameters()):
-        seconds = planned_seconds(step, batches, config.dtype_on(device), device) / ranks
-        words = f"one layer timed on this {device.type}, times layers and tokens; AdamW, exchange and dev come on top"
-        hours = {"hours": float(f"{seconds / 3600:.2g}"), "hours_from": words}
-    activations = planned_activations(step, batches, config.dtype_on(device)) / ranks
-    held = held_bytes(step) / (ranks if shares_state() else 1)
+def plan_of(step: StepModule, config: TrainingConfig) -> dict[str, Any]:
+    """All figures of the plan; `memory_mib` of each rank, with `activation_mib` for the largest batch.
+
+    `list_tokens` are those of all lists one by one, of which a step computes what is shared once. 4-bit weights have no
+    `hours`.
+    """
+    lists, ranks, device = step.data.lists, launched_ranks(), default_device()
+    batches, dtype = [*chain.from_iterable(step_batches(lists, config))], config.dtype_on(device)
+    activations = planned_activations(step, batches, dtype) / ranks
+    held = held_bytes(step) / _num_shares()
     most = step.model.settings.max_tokens
-    tokens = sum(min(length, most) for one in data.lists for length in step.lengths(one))
+    tokens = sum(min(length, most) for one in lists for length in step.lengths(one))
     if isinstance(step, EncoderStep):
-        tokens += sum(len(step.query_ids[one.query]) for one in data.lists)
-    return counts_of(step, data) | {
-        "num_queries": len({one.query for one in data.lists}),
-        "num_steps": num_steps(data.lists, config),
-        "positives_cut_share": cut_share(step, data),
+        tokens += sum(len(step.query_ids[one.query]) for one in lists)
+    plan = counts_of(step) | {
+        "num_queries": len({one.query for one in lists}),
+        "num_steps": num_steps(lists, config),
+        "positives_cut_share": cut_share(step),
         "list_tokens": tokens,
         "activation_mib": round(activations / 2**20, 1),
         "memory_mib": round((held + activations) / 2**20, 1),
         "num_ranks": ranks,
-        **hours,
     }
+    if all(parameter.dtype != torch.uint8 for parameter in step.parameters()):
+        plan["hours"] = float(f"{planned_seconds(step, batches, dtype, device) / ranks / 3600:.2g}")
+    return plan
 
 
-def counts_of(step: StepModule, data: TrainingSet) -> dict[str, int]:
+def counts_of(step: StepModule) -> dict[str, int]:
     """How much there is to train on, and how many parameters train; before a launcher shards them."""
-    # A byte holds two 4-bit weights.
-    sizes = [(p.numel() * (2 if p.dtype == torch.uint8 else 1), p.requires_grad) for p in step.parameters()]
+    lists = step.data.lists
+    sizes = {p: p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in step.parameters()}  # two 4-bit weights a byte
     return {
-        "num_lists": len(data.lists),
-        "num_skills": len({skill.skill_id for skill in data.skills.values()}),
-        "num_pairs": sum(len(one.skill_ids) for one in data.lists),
-        "num_positives": sum(sum(one.is_positive) for one in data.lists),
-        "num_parameters": sum(size for size, _ in sizes),
-        "num_trained_parameters": sum(size for size, is_trained in sizes if is_trained),
+        "num_lists": len(lists),
+        "num_skills": len({skill.skill_id for skill in step.data.skills.values()}),
+        "num_pairs": sum(len(one.skill_ids) for one in lists),
+        "num_positives": sum(sum(one.is_positive) for one in lists),
+        "num_parameters": sum(sizes.values()),
+        "num_trained_parameters": sum(size for parameter, size in sizes.items() if parameter.requires_grad),
     }
 
 
-def cut_share(step: StepModule, data: TrainingSet) -> float:
+def cut_share(step: StepModule) -> float:
     """The share of positives that are cut. An encoder's text that reaches its limit counts: the rest is gone."""
     longest = step.model.settings.max_tokens - isinstance(step, EncoderStep)
-    rows = [zip(one.is_positive, step.lengths(one), strict=True) for one in data.lists]
-    cut = [length > longest for row in rows for is_positive, length in row if is_positive]
-    return round(fmean(cut), 4)
+    rows = [zip(one.is_positive, step.lengths(one), strict=True) for one in step.data.lists]
+    return round(fmean(length > longest for row in rows for is_positive, length in row if is_positive), 4)
 
 
 def planned_activations(step: StepModule, batches: Iterable[Sequence[TrainingList]], dtype: torch.dtype) -> int:
@@ -91,6 +87,11 @@ def planned_activations(step: StepModule, batches: Iterable[Sequence[TrainingLis
     return round(sum(slots) * num_layers * of_input + max(slots) * of_layer)
 
 
+def _num_shares() -> int:
+    """In how many parts, one on each rank, lies what training holds."""
+    return launched_ranks() if shares_state() else 1
+
+
 def held_bytes(module: nn.Module) -> int:
     """Bytes of all weights, and of the gradients and AdamW's two moments of those that train."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -98,17 +99,17 @@ def held_bytes(module: nn.Module) -> int:
     return weights + _ADAMW_BYTES * sum(parameter.numel() for parameter in trained)
 
 
-def check_fits(config: TrainConfig, accelerator: Accelerator) -> None:
+def check_fits(config: TrainConfig) -> None:
     """Raise SkilltrainError, before any weight is read, where what training holds of each exceeds the GPU.
 
-    A rank holds its part under FSDP2 and DeepSpeed. Activations come on top, so a training that passes may still not
-    fit; of 4-bit weights, which are made as they load, nothing is known yet.
+    Activations come on top, so a training that passes may still not fit; of 4-bit weights, which are made as they load,
+    nothing is known yet.
     """
-    if accelerator.device.type != "cuda" or is_quantized(config):
+    device = default_device()
+    if device.type != "cuda" or is_quantized(config):
         return
-    is_shared = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
-    held = held_bytes(load_model(config, torch.device("meta"))) / (accelerator.num_processes if is_shared else 1)
-    total = torch.cuda.get_device_properties(accelerator.device).total_memory
+    held = held_bytes(load_model(config, torch.device("meta"))) / _num_shares()
+    total = torch.cuda.get_device_properties(device).total_memory
     if held > total:
         what = f"its weights, gradients and AdamW's moments take {held / GIB:.1f} GiB on each GPU"
         lighter = "train an adapter (LoRA)" if config.adapter is None else "set adapter.quantize=nf4"
@@ -121,8 +122,8 @@ def planned_seconds(
 ) -> float:
     """About how long all forward and backward passes take on one process: a layer's time, times layers and tokens.
 
-    The layer has random weights and computes a micro-batch of texts of the mean length. The optimiser's step, the
-    exchange between ranks and evaluations are not in it.
+    It computes a micro-batch of texts of the mean length. The optimiser's step, the exchange between ranks and
+    evaluations come on top.
     """
     sample = batches[:: max(1, len(batches) // _SAMPLED)]
     slots = len(batches) * fmean(sum(step.slots(batch)) for batch in sample)
@@ -134,8 +135,8 @@ def planned_seconds(
 
 
 def _layer_seconds(network: Any, ids: torch.Tensor, dtype: torch.dtype) -> float:
-    """Seconds of the network's first layer, forward and backward, on token ids [text, token]."""
-    body, count = copy.deepcopy(network.base_model), network.config.num_hidden_layers
+    """Seconds of the network's first layer with random weights, forward and backward, on token ids [text, token]."""
+    body, count, device = copy.deepcopy(network.base_model), network.config.num_hidden_layers, ids.device.type
     for part in body.modules():
         if isinstance(part, nn.ModuleList) and len(part) == count:
             del part[1:]
@@ -144,15 +145,13 @@ def _layer_seconds(network: Any, ids: torch.Tensor, dtype: torch.dtype) -> float
     body.to_empty(device=ids.device).train()
     for tensor in (*body.parameters(), *body.buffers()):  # what memory held before may be slow to compute with
         tensor.data.zero_() if not tensor.is_floating_point() else tensor.data.normal_(std=0.02)
-    if ids.device.type == "cpu":
+    if device == "cpu":
         train_with_onednn(body)
-    taken = list[float]()
-    while len(taken) < 3 or sum(taken) < 1:  # the first one warms up; what else runs here slows some of them
-        started = time.monotonic()
-        with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+
+    def once() -> None:
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             hidden = body(ids)[0]
         hidden.float().sum().backward()
-        if ids.device.type == "cuda":
-            torch.cuda.synchronize(ids.device)
-        taken.append(time.monotonic() - started)
-    return min(taken[1:])
+
+    timer = Timer("once()", globals={"once": once}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=1).median
