@@ -12,7 +12,7 @@ import pytest
 from benchmark_folders import write_ours, write_pool
 from llm_server import LLMServer, Reply
 from skilltrain.data.draws import split_groups
-from skilltrain.data.judging import Group, read_request
+from skilltrain.data.rejections import Group, read_request
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.bootstrap import agreement, cohens_kappa

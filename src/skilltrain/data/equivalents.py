@@ -13,8 +13,8 @@ from pydantic import Field
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data import counted
 from skilltrain.data.asking import ask, questions_of
-from skilltrain.data.judging import Group, group_prompt, read_equivalents
-from skilltrain.llm import LLMConfig, Questions, cost_of
+from skilltrain.data.rejections import Group, group_prompt
+from skilltrain.llm import LLMConfig, Questions, cost_of, read_list
 from skilltrain.records import Skill, Verdict
 from skilltrain.tables import (
     JUDGEMENTS,
@@ -75,4 +75,12 @@ def _questions(config: EquivalentsConfig) -> Questions[Group, list[Skill]]:
             shown = tuple(skills[skill_id] for skill_id in (gold, *near))
             groups.append(Group(query.query_id, "", shown, query.text))
     prompt = partial(group_prompt, "equivalents", 0)
-    return questions_of(config.llm, groups, prompt, config.seed, read_equivalents, 20, "judging candidates")
+    return questions_of(config.llm, groups, prompt, config.seed, _read, 20, "judging candidates")
+
+
+def _read(group: Group, answer: str) -> list[Skill]:
+    """The skills whose numbers an answer lists. Raises ValueError where it is no list of numbers from 2."""
+    numbers, skills = read_list(answer), group.skills
+    if numbers is None or any(type(one) is not int or not 2 <= one <= len(skills) for one in numbers):
+        raise ValueError(f"it is not a JSON list of numbers from 2 to {len(skills)}")
+    return [skill for number, skill in enumerate(skills, 1) if number in numbers]

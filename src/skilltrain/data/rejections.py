@@ -1,12 +1,12 @@
 """Stage `rejections`: requests for groups of skills, with what a chat model turns down and why (R3).
 
 R3's abstracts say that a language model's rejections, which pipelines throw away, tell which skills must not be
-retrieved together. How its groups are drawn is not public; the four kinds and the balance of directions here are ours.
+retrieved together. How its groups are drawn and its prompts are not public; kinds, directions and words here are ours.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import cycle, islice, product
 from pathlib import Path
@@ -14,25 +14,27 @@ from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Bool
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data import counted
-from skilltrain.data.asking import TOKENS_PER_WORD, ask, questions_of, unflagged_skills
+from skilltrain.data.asking import TOKENS_PER_WORD, Line, ask, language_named, prompt, questions_of, unflagged_skills
 from skilltrain.data.draws import draw, split_groups, stable_number
-from skilltrain.data.judging import Group, JudgedRequest, group_prompt, judged_rows, read_given, read_request
+from skilltrain.data.query_texts import fit_query
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.bootstrap import agreement
-from skilltrain.llm import LLMConfig, Questions, cost_of
+from skilltrain.llm import AnswerError, LLMConfig, Questions, cost_of, read_object
 from skilltrain.llm.ask import ValueT
-from skilltrain.records import Dropped, Query, Skill
+from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
+from skilltrain.records import Dropped, Query, Reason, Skill, Verdict
 from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
 from skilltrain.tables import JUDGEMENTS, write_dropped, write_queries, write_table
-from skilltrain.texts import name_key
+from skilltrain.texts import language_of, name_key
 
 Kind = Literal["neighbours", "category", "across", "languages"]
 Language = Literal["en", "zh"]
 _TOKENS_PER_VERDICT = 40  # of an answer, a reason and its 20 words among them
+_BODY_CHARS = 1000  # shown of each skill
 _NEAR = 3  # neighbours are drawn from so many times as many as are wanted
 
 
@@ -59,6 +61,44 @@ class RejectionsConfig(Config):
     dev_share: float = Field(default=0.1, ge=0, le=1, description="share of groups of split dev; no skill is in both")
     seed: Seed = Field(default=0, description="decides groups, split and the model's seeds")
     out: Path = Field(description="folder for queries, judgements and dropped; second/ has the second judge's")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Skills that are judged for one request: a given one, or one that the model writes in `lang` for the first."""
+
+    query_id: str
+    lang: str
+    skills: tuple[Skill, ...]
+    request: str = ""
+
+    @property
+    def skill_id(self) -> str:
+        """The first one's."""
+        return self.skills[0].skill_id
+
+
+class Judged(BaseModel, frozen=True):
+    """What an answer says of one skill, by its number from 1."""
+
+    skill: int
+    verdict: Verdict
+    reason: Reason | None = None
+    why: Line | None = None
+
+
+class Judgements(BaseModel, frozen=True):
+    """The answer where the request is given."""
+
+    verdicts: tuple[Judged, ...] = ()
+
+
+class JudgedRequest(Judgements, frozen=True):
+    """The answer where it is not: a request with verdicts, or one that needs the first skill alone, with a refusal."""
+
+    request: Line
+    refusal: Reason | None = None
+    why: Line | None = None
 
 
 def run_rejections(config: RejectionsConfig, out: Path) -> dict[str, Any]:
@@ -110,8 +150,60 @@ def _questions(
     """What a judge is asked; where the request is given, its answer is shorter."""
     tokens = _TOKENS_PER_VERDICT * config.group_size
     tokens += 0 if groups[0].request else round(TOKENS_PER_WORD * config.num_words)
-    prompt = partial(group_prompt, "group", config.num_words)
-    return questions_of(llm, groups, prompt, config.seed, read, tokens, "judging groups")
+    told = partial(group_prompt, "group", config.num_words)
+    return questions_of(llm, groups, told, config.seed, read, tokens, "judging groups")
+
+
+def group_prompt(name: str, words: int, group: Group) -> tuple[str, str]:
+    """What a judge is told by the prompt of a `name`; a request that it writes has about so many `words`."""
+    parts = [f"Capability {n}\n{untrusted_skill(one, 300, _BODY_CHARS)}" for n, one in enumerate(group.skills, 1)]
+    if group.request:
+        parts.insert(0, f"Request: {untrusted_line(group.request, 4000)}")
+    return prompt(name, "\n\n".join(parts), given=bool(group.request), lang=group.lang, words=words)
+
+
+def read_request(seen: set[str], max_words: int, group: Group, answer: str) -> JudgedRequest:
+    """The request and one verdict for each skill, a refusal written out. Raises AnswerError or ValueError."""
+    found, skills, lang = read_object(answer, JudgedRequest), group.skills, group.lang
+    if found.refusal is not None:
+        others = range(2, len(skills) + 1)
+        turned = (Judged(skill=n, verdict=Verdict.REJECTED, reason=found.refusal, why=found.why) for n in others)
+        found = found.model_copy(update={"verdicts": (Judged(skill=1, verdict=Verdict.REQUIRED), *turned)})
+    _check_verdicts(found.verdicts, skills)
+    num_required = sum(one.verdict is Verdict.REQUIRED for one in found.verdicts)
+    if num_required < 1 + (found.refusal is None):
+        raise ValueError(f"{num_required} capabilities are required, two or more are wanted, or a refusal")
+    if language_of(found.request) not in (lang, None):
+        raise AnswerError("language", f"the request is not in {language_named(lang, 'the capabilities')}")
+    return found.model_copy(update={"request": fit_query(found.request, seen, max_words, skills)})
+
+
+def read_given(group: Group, answer: str) -> Judgements:
+    """One verdict for each skill. Raises ValueError where they are not there."""
+    found = read_object(answer, Judgements)
+    _check_verdicts(found.verdicts, group.skills)
+    return found
+
+
+def _check_verdicts(verdicts: Sequence[Judged], skills: Sequence[Skill]) -> None:
+    """Raise ValueError where a skill has no verdict or two, or was rejected without a reason."""
+    numbers = sorted(one.skill for one in verdicts)
+    if numbers != list(range(1, len(skills) + 1)):
+        raise ValueError(f"the capabilities judged are {numbers}, not 1 to {len(skills)}, each once")
+    if without := [one.skill for one in verdicts if one.verdict is Verdict.REJECTED and one.reason is None]:
+        raise ValueError(f"capability {without[0]} is rejected without a reason")
+
+
+def judged_rows(group: Group, verdicts: Iterable[Judged], judge: str) -> list[dict[str, Any]]:
+    """The rows of JUDGEMENTS of a group; only a rejection has a reason."""
+    return [
+        {
+            "query_id": group.query_id, "skill_id": group.skills[one.skill - 1].skill_id, "verdict": str(one.verdict),
+            "reason": str(one.reason) if one.verdict is Verdict.REJECTED else None, "why": one.why,
+            "group": group.query_id, "judge": judge,
+        }
+        for one in verdicts
+    ]  # fmt: skip
 
 
 def _judged_twice(
