@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from skilltrain.config import validate
 from skilltrain.data.draws import largest_remainder, sample_skills
 from skilltrain.data.synthesize import SynthesizeConfig, WantedQuery, plan_synthesize, query_prompt, run_synthesize
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm.answers import Answers
 from skilltrain.records import Skill
 from skilltrain.stages import dry_run
 from skilltrain.tables import (
@@ -323,72 +321,41 @@ def test_a_thousand_queries_on_a_server_that_fails_in_eight_ways(
     assert_no_key(tmp_path)
 
 
-NUM_SKILLS = 30
-
-
-class Killed:
-    """A run of thirty queries in a process of its own, to be stopped, and a run here that comes to its end."""
-
-    def __init__(self, server: LLMServer, folder: Path, *settings: str) -> None:
-        self.cache, self.out = folder / "cache", folder / "out"
-        write_pool(folder / "pool", [skill(i) for i in range(NUM_SKILLS)])
-        self.command = [
-            "synthesize", f"pool={folder}/pool", f"out={self.out}", "llm.kind=openai", "llm.model=scripted",
-            f"llm.base_url={server.base_url}", f"llm.cache={self.cache}", "llm.concurrency=4", *settings, "--json",
-        ]  # fmt: skip
-
-    def stop_when(self, condition: Callable[[], bool], number: signal.Signals) -> str:
-        """What a run said that gets a signal as soon as it is so far; the key is not in it."""
-        called = [sys.executable, "-m", "skilltrain", *self.command]
-        hear_ctrl_c = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731  # what a shell takes away
-        environment, end = os.environ | {"OPENAI_LOG": "debug"}, time.monotonic() + 120
-        process = subprocess.Popen(called, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c)
-        while not condition():
-            assert time.monotonic() < end and process.poll() is None, "it never came to that"
-            time.sleep(0.02)
-        process.send_signal(number)
-        said = process.communicate(timeout=20)[1]
-        assert process.returncode != 0 and KEY not in said and not self.out.exists()
-        return said
-
-    def finish(self) -> None:
-        """Run to the end."""
-        said = succeeds(*self.command)
-        assert KEY not in said.out + said.err and len(made(self.out)) == NUM_SKILLS
-        assert_no_key(self.cache.parent)
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_stop_and_restart_never_asks_again_for_what_was_answered(
     server: LLMServer, tmp_path: Path, number: signal.Signals
 ) -> None:
-    # After a dozen answers the server falls silent, so that the kill finds four requests without an answer. Each of
+    # After a dozen answers the server falls silent, so that the signal finds four requests without an answer. Each of
     # the four threads asks for the next answer when the last is kept.
     server.otherwise = lambda request: replace(unique_reply(request), delay=0 if len(server.requests) <= 12 else 60)
-    killed = Killed(server, tmp_path)
-    said = killed.stop_when(lambda: len(server.requests) == 16, number)
+    write_pool(tmp_path / "pool", [skill(i) for i in range(30)])
+    command = [
+        "synthesize", f"pool={tmp_path}/pool", f"out={tmp_path}/out", "llm.kind=openai", "llm.model=scripted",
+        f"llm.base_url={server.base_url}", f"llm.cache={tmp_path}/cache", "llm.concurrency=4", "--json",
+    ]  # fmt: skip
+    hear_ctrl_c = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731  # what a shell takes away
+    process = subprocess.Popen(
+        [sys.executable, "-m", "skilltrain", *command], env=os.environ | {"OPENAI_LOG": "debug"},
+        stderr=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c,
+    )  # fmt: skip
+    end = time.monotonic() + 120
+    while len(server.requests) < 16:
+        assert time.monotonic() < end and process.poll() is None, "it never came to that"
+        time.sleep(0.02)
+    process.send_signal(number)
+    said = process.communicate(timeout=20)[1]
+    assert process.returncode != 0 and KEY not in said and not (tmp_path / "out").exists()
     if number == signal.SIGINT:
         assert said.splitlines()[-1] == "error: interrupted; what was finished is kept"
         assert "Traceback" not in said and "Task was destroyed" not in said
     first = [*server.answered]
     assert len(first) == 12
     server.otherwise = unique_reply
-    killed.finish()
+    found = succeeds(*command)
+    assert KEY not in found.out + found.err and len(made(tmp_path / "out")) == 30
+    assert_no_key(tmp_path)
     answered = Counter(request["seed"] for request in server.answered)
-    assert len(answered) == NUM_SKILLS and set(answered.values()) == {1}
+    assert len(answered) == 30 and set(answered.values()) == {1}
     sent = Counter(request["seed"] for request in server.requests)
     assert sum(count > 1 for count in sent.values()) == 4, "only what was never answered was sent a second time"
     assert all(sent[request["seed"]] == 1 for request in first)
-
-
-def test_kill_9_while_a_batch_is_under_way_and_restart_waits_for_that_batch(honest: LLMServer, tmp_path: Path) -> None:
-    killed = Killed(honest, tmp_path, "llm.mode=batch", "llm.batch.poll_seconds=0.05")
-    honest.batch_steps = ["in_progress"]
-    killed.stop_when(lambda: honest.calls.count("GET /batches/id") > 2, signal.SIGKILL)
-    answers = Answers(killed.cache, {})
-    assert [*answers.batches(honest.base_url)] == ["file-0"]
-    honest.batch_steps = ["in_progress", "completed"]
-    killed.finish()
-    assert len(honest.batches) == 1
-    assert honest.calls.count("POST /batches") == honest.calls.count("POST /files") == 1
-    assert len(honest.batched) == NUM_SKILLS and answers.batches(honest.base_url) == {}

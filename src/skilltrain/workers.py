@@ -37,8 +37,7 @@ def map_blocks(
 ) -> Iterator[ResultT]:
     """Yield `function(block)` for each block, in the order of `blocks`, under a progress bar.
 
-    `function` is a top-level function (or a partial of one) that answers alike for the same block wherever it runs.
-    A SkilltrainError of a worker is raised here; so is one if a worker dies.
+    `function` is a top-level function (or a partial of one). A SkilltrainError of a worker is raised here.
     """
     if not blocks:
         return

@@ -43,10 +43,9 @@ _LEAD = re.compile(
 
 
 def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
-    """(at most `count` queries, the skill without the passages that they were made of).
+    """(at most `count` queries, the skill without their passages); each kind gives one before any gives a second.
 
-    Each kind of passage gives one query before any gives a second. In half of the skills quoted requests and "when to
-    use" lines come before the description, so that not every skill loses its description.
+    In half of the skills quotes and "when to use" lines come first, so that not every skill loses its description.
     """
     chance = random.Random(stable_number(seed, "passages", skill.skill_id))
     first: list[Kind] = ["description", "quote", "use"] if chance.random() < 0.5 else ["quote", "use", "description"]

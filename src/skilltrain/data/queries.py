@@ -127,11 +127,7 @@ class JudgedQuery:
 
 
 def run_queries(config: QueriesConfig, out: Path) -> dict[str, Any]:
-    """Write QUERIES, JUDGEMENTS and DROPPED; their counts.
-
-    Raises SkilltrainError for a row that is no query, for an id that appears twice, for a required skill that is
-    not in the pool (with `missing_gold: error`), and where no query is left (DROPPED is written beside `out` then).
-    """
+    """Write QUERIES, JUDGEMENTS and DROPPED (beside `out` where no query is left, which is an error); their counts."""
     dropped: list[Dropped] = []
     skill_ids, kept_for = _ids(config.pool)
     asked: dict[str, JudgedQuery] = {}
@@ -216,7 +212,7 @@ def _ids(pool: Path) -> tuple[set[str], dict[str, str]]:
 
 
 def _checked(row: Mapping[str, Any], place: str) -> QueryRow:
-    """A row without its empty cells; the text may stand under query, the id under group_id."""
+    """A row without empty cells; the text may stand under query, the id under group_id."""
     has_text = not {"query", "text"}.isdisjoint(row)
     if not has_text or VERDICT_KEYS.keys().isdisjoint(row):
         need = "skill_ids, skill_id or required" if has_text else "query or text"
@@ -232,10 +228,7 @@ def _read_query(
     values: dict[str, Any], path: Path, place: str, config: QueriesConfig, kept_for: Mapping[str, str],
     dropped: list[Dropped],
 ) -> JudgedQuery:  # fmt: skip
-    """The query of one row, with one verdict a skill; a dropped duplicate's goes to the skill kept in its place.
-
-    Verdicts that another contradicts go to `dropped`.
-    """
+    """The query of a row, one verdict a skill (a dropped duplicate's for the skill kept); contradicted ones go out."""
     row = _checked(values, place)
     said = [
         given.model_copy(update={"verdict": verdict, "skill_id": kept_for.get(given.skill_id, given.skill_id)})
@@ -261,10 +254,7 @@ def _read_query(
 
 
 def _fault(item: JudgedQuery, earlier: JudgedQuery | None) -> Dropped | None:
-    """Why an item is left out: it asks nothing, requires nothing, or repeats an `earlier` one of its id.
-
-    Raises SkilltrainError where both rows are different ones that give the same id.
-    """
+    """Why an item is left out: it asks or requires nothing, or repeats an `earlier` one of its id (or an error)."""
     if not item.query.text:
         return item.drop("", "empty_query", "has no query text")
     if all(judgement.verdict is not Verdict.REQUIRED for judgement in item.judgements.values()):
@@ -279,7 +269,7 @@ def _usable(
 ) -> list[dict[str, Any]]:
     """The rows of JUDGEMENTS of an item; none where it requires a skill that is not in the pool.
 
-    What it says against one of the `answers` to the same text goes too: (text, skill_id) → who calls it an answer.
+    `answers`: (text, skill_id) → who calls the skill an answer to it; what the item says against that goes, too.
     """
     rows: list[dict[str, Any]] = []
     is_whole, query = True, item.query

@@ -105,7 +105,6 @@ def run_rejections(config: RejectionsConfig, out: Path) -> dict[str, Any]:
     """Write QUERIES, JUDGEMENTS and DROPPED; every group asked for is in one of the first and last.
 
     A refusal of a whole group is one, too: a request that needs the anchor alone, for which all others are rejected.
-    Raises SkilltrainError where no group could be used.
     """
     groups, dropped = _groups(config)
     asked = ask(_questions(config, config.llm, groups, partial(read_request, set(), 2 * config.num_words)))
@@ -209,9 +208,9 @@ def judged_rows(group: Group, verdicts: Iterable[Judged], judge: str) -> list[di
 def _judged_twice(
     config: RejectionsConfig, made: Sequence[tuple[Group, JudgedRequest]], rows: Sequence[dict[str, Any]], out: Path
 ) -> dict[str, Any]:
-    """Kappa of both judges over a sample of groups; the second one's JUDGEMENTS and DROPPED go to second/.
+    """Kappa of both judges over a sample of groups, of which the second sees the skills in another order.
 
-    The second sees the skills in another order, so that agreement does not come from their places.
+    The second one's JUDGEMENTS and DROPPED go to second/.
     """
     if config.second_judge is None:
         return {}

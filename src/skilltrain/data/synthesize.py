@@ -76,10 +76,7 @@ class SynthesizeConfig(Config):
 
 
 def run_synthesize(config: SynthesizeConfig, out: Path) -> dict[str, Any]:
-    """Write QUERIES, JUDGEMENTS and DROPPED into `out`; every query asked for is in one of the first and last.
-
-    Raises SkilltrainError where no query was made at all.
-    """
+    """Write QUERIES, JUDGEMENTS and DROPPED; every query asked for is in one of the first and last."""
     wanted, flagged = _wanted(config)
     used: dict[str, Any] = {}
     if isinstance(config.llm, OwnTextConfig):
@@ -178,11 +175,9 @@ def _from_own_text(
     config: SynthesizeConfig, wanted: Sequence[WantedQuery], out: Path
 ) -> tuple[list[tuple[WantedQuery, str]], list[Dropped]]:
     """Queries from the skills' own texts; SKILLS in `out` has the pool without the passages that they are."""
-    written: list[tuple[WantedQuery, str]] = []
-    dropped: list[Dropped] = []
+    written, dropped = list[tuple[WantedQuery, str]](), list[Dropped]()
     rest = {skill.skill_id: skill for skill in read_skills(config.pool)}
-    texts: list[str] = []
-    first: dict[str, str] = {}
+    texts, first = list[str](), dict[str, str]()
     for one in wanted:
         if one.number == 1:
             texts, rest[one.skill_id] = own_queries(one.skill, config.num_queries_per_skill, config.seed)
@@ -203,10 +198,7 @@ def _from_own_text(
 
 
 def _splits(config: SynthesizeConfig) -> Callable[[str], str]:
-    """skill_id → `dev` or `train`. All queries of a skill and of its near-duplicates stay together.
-
-    A cluster goes where its lowest skill_id goes, so that a grown pool seldom moves one.
-    """
+    """skill_id → `dev` or `train`; a cluster goes where its lowest skill_id goes, so a grown pool seldom moves one."""
     rows = read_table(config.clusters, CLUSTERS).to_pylist() if config.clusters is not None else []
     lowest: dict[int, str] = {}
     group_of: dict[str, str] = {}
