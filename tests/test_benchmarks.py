@@ -66,12 +66,6 @@ R3: Files = {
 }
 
 
-def group(group_id: str, required: list[str], **more: Any) -> dict[str, Any]:
-    rejected = [{"skill_id": "x", "reason": "scope_mismatch", "why": "too broad"}]
-    return {"group_id": group_id, "anchor": "a", "query": f"do {group_id}", "required": required,
-            "rejected": rejected, "irrelevant": ["y"], **more}  # fmt: skip
-
-
 def mcp_tool(skill_id: str, **more: Any) -> dict[str, Any]:
     server, _, name = skill_id.partition("/")
     return {"skill_id": skill_id, "server": server, "server_description": f"all about {server}", "name": name,
@@ -164,16 +158,6 @@ def test_r3_skill_calls_queries_by_their_line_and_takes_texts_apart(tmp_path: Pa
         Skill("skill-0", name="pdf", description="Reads PDF", body="Step 1 | Step 2", source="r3"),
         Skill("skill-1", name="only a name", description="", body="", source="r3"),
     )
-
-
-def test_groups_of_judgements_required_is_gold(tmp_path: Path):
-    rejected = [{"skill_id": s, "reason": r} for s, r in (("x", "low_quality"), ("z", 7.5))]
-    rows = [group("g1", ["a", "b"]), group("g2", ["c"], rejected=rejected)]
-    benchmark = load_benchmark(write(tmp_path, {"judgements.jsonl": rows}))
-    first, second = benchmark.tasks
-    assert first.query == Query("g1", "do g1", "multi", "r3", "test")
-    assert (first.relevance, benchmark.pool) == (gold("a", "b"), ())
-    assert second.labels == {"kind": "single", "origin": "r3", "split": "test", "reason": ("low_quality",)}
 
 
 def test_livemcpbench_any_candidate_meets_a_need(tmp_path: Path):
@@ -288,10 +272,6 @@ def qrels(rows: str) -> Files:
     return BEIR | {"qrels/test.tsv": QRELS + rows}
 
 
-def groups(*rows: dict[str, Any]) -> Files:
-    return {"judgements.jsonl": list(rows)}
-
-
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -306,10 +286,6 @@ def groups(*rows: dict[str, Any]) -> Files:
         (BEIR | {"queries.jsonl": '{"_id": "q2", "te'}, r"queries\.jsonl, line 1: is not JSON Lines"),
         (BEIR | {"queries.jsonl": [{"_id": 7, "text": "a"}]}, r"queries\.jsonl, line 1: _id: "),
         (R3 | {"test.jsonl": [{"query": "a", "skill_ids": []}]}, r"line 1: query 'test-1': no skill is gold"),
-        (groups(group("g1", [])), r"judgements\.jsonl, line 1: query 'g1': no skill is gold"),
-        (groups(group("g1", ["a", "x"])), "line 1: skill 'x' of group 'g1' is judged twice"),
-        (groups(group("g1", ["a"], rejected=["x"])), r"line 1: rejected\.0: "),
-        (groups(group("g", ["a"], rejected=[{"skill_id": "b", "reason": "too blue"}])), "'too blue' is no reason; ch"),
         (clone("write"), r"entry 1: .*expected a numbered list of tools, found 'write'"),
         (router("t", {}), "relevance.json lacks task 't'"),
         (router("t", {"t": entry("g"), "u": entry("g")}), "tasks.jsonl lacks task 'u'"),

@@ -62,7 +62,7 @@ class AgentResults:
 
 
 def agent_results(trials: Sequence[Trial], gold: Mapping[str, Relevance], ceiling: str | None) -> AgentResults:
-    """What trials come to; `gold` has what tasks ask for, `ceiling` names the condition with gold skills, if known.
+    """What trials come to; `gold` is what tasks ask for, `ceiling` the condition with gold skills, if known.
 
     Raises SkilltrainError where conditions hold different tasks, and for a ceiling that is none of them.
     """

@@ -37,10 +37,7 @@ class SystemResult:
 
 
 def same_queries(results: Sequence[SystemResult]) -> tuple[str, ...]:
-    """The ids of the queries that every system was scored on, in the first system's order; () for no systems.
-
-    Raises SkilltrainError where two systems share a name or hold different queries.
-    """
+    """The ids of all systems' queries, in the first one's order. SkilltrainError: a name twice, other queries."""
     if not results:
         return ()
     first, names = results[0], [system.name for system in results]

@@ -62,10 +62,7 @@ class Relevance:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A measure and the number of places it looks at (0 for Set-Compat: as many as the query has gold skills).
-
-    With `copies` it takes copies of gold skills for gold.
-    """
+    """A measure and how many places it looks at (0: as many as there is gold); with `copies` these count as gold."""
 
     name: str
     cutoff: int
@@ -115,10 +112,7 @@ def _discounted(gains: Sequence[float]) -> float:
 
 
 def parse_measure(text: str) -> Measure:
-    """The measure a text like `nDCG@10` or `Hit@1 (copies)` names.
-
-    Raises SkilltrainError with the nearest name and all allowed ones.
-    """
+    """The measure a text like `nDCG@10` or `Hit@1 (copies)` names. Raises SkilltrainError with the nearest, and all."""
     parts = re.fullmatch(r"(.*?)(?:@([1-9][0-9]{0,8}))?( \(copies\))?", text, re.DOTALL)
     name, cutoff, copies = parts.groups() if parts else (text, None, None)
     if name in MEANINGS and (name == SET_COMPAT) != bool(cutoff):
@@ -172,10 +166,7 @@ def per_query(
 
 
 def evaluate_query(ranking: Sequence[str], relevance: Relevance, measures: Sequence[Measure]) -> dict[str, float]:
-    """Measure name → value for one query's ranking (skill ids, best first), where it is defined.
-
-    Raises SkilltrainError for a skill that appears twice in the ranking, and as `check_relevance` does.
-    """
+    """Measure → value of one ranking (skill ids, best first), where defined. SkilltrainError: a skill stands twice."""
     check_relevance(relevance)
     if len(set(ranking)) < len(ranking):
         at = next(at for at, skill_id in enumerate(ranking) if skill_id in ranking[:at])
@@ -206,10 +197,7 @@ def check_relevance(relevance: Relevance) -> None:
 
 
 def as_found(ranking: Sequence[str], relevance: Relevance, copies: bool = False) -> Relevance:
-    """`relevance` without alternatives: gold is, for each need, the skill that meets it first in `ranking`.
-
-    With `copies` a copy of a gold skill meets its need, too.
-    """
+    """`relevance` without alternatives: gold is what meets each need first in `ranking`; with `copies`, copies too."""
     needs = {**relevance.copies, **relevance.alternatives} if copies else relevance.alternatives
     if not needs:
         return relevance

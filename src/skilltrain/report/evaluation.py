@@ -116,10 +116,7 @@ class Report:
         return {part.value: part.to_json(system) for part in self.slices if part.label in (ALL, KIND)}
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON values, without the values of single queries.
-
-        Beside each interval of all queries and of a kind stands `normal`, the ends of the normal approximation.
-        """
+        """The report as JSON values, without single queries; `normal` is the normal approximation of an interval."""
         analysis = {key: [] for key in ANALYSES} | {"unserved": {}} | dict(self.analysis)
         return {
             "benchmark": self.benchmark.name,

@@ -127,7 +127,7 @@ def _shares(m: Material) -> dict[str, dict[str, Any]]:
 def page_data(m: Material, checks: Mapping[str, Int64[np.ndarray, " found"]], max_lists: int, pairs: Pairs) -> Any:
     """What the page's script shows and searches: `max_lists` lists and some of each check's, and dropped pairs.
 
-    All samples are drawn by seed. Entries are (skill, source, rank, verdict, teacher's score if any), a list's findings
+    Samples are drawn by seed. Entries are (skill, source, rank, verdict, teacher's score if any), a list's findings
     (check, places of its entries).
     """
     lists = set(_sample(range(len(m.query_ids)), max_lists, "lists"))

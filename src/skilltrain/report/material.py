@@ -178,10 +178,7 @@ def _by_source(run: Run | None) -> Counter[str] | None:
 
 
 def run_checks(m: Material) -> dict[str, Int64[np.ndarray, " found"]]:
-    """Check → the places of the entries that it found, for all checks that the material allows.
-
-    What each means stands in the page's template.
-    """
+    """Check → the places of the entries that it found; what each means stands in the page's template."""
     found: dict[str, Entries] = {}
     if m.num_pool is not None:
         known = m.known[m.skill]

@@ -139,10 +139,7 @@ def _layers(model: Row) -> dict[str, Any]:
 
 
 def terminal_table(report: Report, width: int) -> Group:
-    """The means over all queries, each kind, and terse and long ones, for a terminal of `width` columns.
-
-    Measures are rows; systems are columns, as many as fit, block by block, so that names and intervals are never cut.
-    """
+    """The means for a terminal of `width` columns: measures are rows, systems columns, block by block, never cut."""
     parts = [part for part in shown(report.slices) if part.label in (ALL, KIND, LENGTH)]
     columns = [[(part, name) for name in report.systems] for part in parts]
     if len(report.systems) == 1:

@@ -33,10 +33,7 @@ Found = Iterator[Skill | Dropped]
 
 
 def read_pool(path: Path | str) -> list[Skill]:
-    """The skills of a SKILLS table, or of any source that the stage `pool` reads, duplicates kept.
-
-    Raises SkilltrainError where `path` holds no skill.
-    """
+    """The skills of a SKILLS table, or of any source of the stage `pool`, duplicates kept. SkilltrainError: none."""
     file = table_path(Path(path), SKILLS)
     if file.is_file() and file.name == f"{SKILLS.name}.parquet":
         return read_skills(file)
@@ -56,10 +53,7 @@ def skill_file(pool: Path, skill_id: str) -> Path | None:
 
 
 def find_skill_file(folders: Iterable[Path], skill_id: str) -> Path | None:
-    """The SKILL.md of a skill in the first of `folders` that has it.
-
-    An id that leads out of these folders, by itself or by a link, has none.
-    """
+    """The SKILL.md of a skill in the first of `folders` that has it; none where id or link lead out of the folder."""
     for folder in folders:
         for place in (folder / skill_id, folder):
             file = place / SKILL_FILE
@@ -79,10 +73,7 @@ def skills_of_rows(rows: Iterable[Mapping[str, Any]]) -> list[Skill]:
 
 
 def read_sources(sources: Sequence[Path | str]) -> tuple[list[list[Skill]], list[Dropped]]:
-    """(the skills of each source, what was left out or cut).
-
-    Raises SkilltrainError where a source cannot be read at all or where no skill is left.
-    """
+    """(the skills of each source, what was left out or cut). Raises SkilltrainError where no skill is left."""
     read: list[list[Skill]] = []
     dropped: list[Dropped] = []
     for source in sources:
@@ -118,7 +109,7 @@ def merge_sources(sources: Sequence[Sequence[Skill]], drop_duplicates: bool) -> 
     """(the skills of all sources under unique ids, duplicates), source after source, those of one in order of id.
 
     The same id with the same name and body is one skill. With another content the later skill is called `~2`, `~3`,
-    …, passing over names that some source itself uses, so that no id given by a source changes its meaning.
+    …, passing over names that a source itself uses, so that no id given by a source changes its meaning.
     """
     given = {skill.skill_id for skills in sources for skill in skills}
     first_with, seen, taken = dict[bytes, str](), set[tuple[str, bytes]](), set[str]()
@@ -151,7 +142,7 @@ def _content_digest(skill: Skill) -> bytes:
 def read_source(source: Path | str) -> Found:
     """The skills of one source, and what in it is none; a text is `hf:` and a dataset's name or folder.
 
-    Raises SkilltrainError where the source itself is missing, is not what its name says, or has no skills' columns.
+    Raises SkilltrainError where the source is missing, is not what its name says, or has no skills' columns.
     """
     if isinstance(source, str) and source.startswith(HF_PREFIX):
         return _read_dataset(source.removeprefix(HF_PREFIX))
@@ -163,13 +154,11 @@ def read_source(source: Path | str) -> Found:
         return _read_folder(path.resolve())
     if not path.is_file():
         raise SkilltrainError("is a pipe or a device, not a file", where=path)
-    if name.endswith((".jsonl", ".jsonl.gz")):
-        return _read_jsonl(path)
-    if name.endswith(".parquet"):
-        return _read_parquet(path)
     if name == "skill.md":
         return iter([_read_skill_file(path.resolve(), path.resolve().parent)])
-    fix = "give a SKILL.md, .jsonl, .jsonl.gz or .parquet file"
+    if name.endswith(_SHARDS):
+        return _read_parquet(path) if name.endswith(".parquet") else _read_jsonl(path)
+    fix = f"give a SKILL.md, {' or '.join(_SHARDS)} file"
     raise SkilltrainError("cannot tell what this file is", where=path, fix=fix)
 
 

@@ -30,10 +30,7 @@ _LANG = re.compile(r"[a-z]{2}")
 
 
 def parse_skill_file(text: str, skill_id: str, fallback_name: str, source: str = "") -> Skill:
-    """The skill in a SKILL.md: its fields from the frontmatter where it has them, its body maybe empty.
-
-    Without a name the skill is called `fallback_name`, without a description its first paragraph stands in.
-    """
+    """The skill in a SKILL.md; `fallback_name` and the first paragraph stand in for a missing name and description."""
     fields, body = split_header(clean_text(text))
     metadata = fields["metadata"] if isinstance(fields.get("metadata"), dict) else {}
     said = {key: one_line(as_text(fields.get(key))) for key in ("name", "description", "category", "lang", "license")}
@@ -55,7 +52,6 @@ def skill_from_row(row: Mapping[str, Any], place: str, source: str) -> Skill | D
 
     `content` and `skill_md` may hold a whole SKILL.md, whose frontmatter then fills what the row leaves out. A row that
     has a description and no column for a body is a tool (MCP servers are listed so): its body stays empty.
-    Name and description are cut where a frontmatter's would be, at MAX_HEADER_CHARS.
     """
     values = {key: _cell(row.get(key)) for key in COLUMNS}
     name, description = (values[key][:MAX_HEADER_CHARS] for key in ("name", "description"))
@@ -92,10 +88,7 @@ def _cell(value: Any) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A field's value as text: a list becomes its items joined by commas, a map, NaN or nothing becomes empty.
-
-    What a list says is cut to MAX_HEADER_CHARS; lists in it are left out.
-    """
+    """A field's value as text, cut to MAX_HEADER_CHARS: a list's items joined by commas; empty for a map, NaN, None."""
     if isinstance(value, str):
         return "" if value in ("~", "null") else clean_text(value)
     if isinstance(value, list):

@@ -150,10 +150,7 @@ class Taxonomy(Config):
 
 
 def load_taxonomy(path: Path) -> list[Category]:
-    """The categories of a YAML file, a list of `- name: …` with `description: …`, in its order.
-
-    Raises SkilltrainError naming the entry that is not of this form or whose name appears twice.
-    """
+    """The categories of a YAML file, in order. Raises SkilltrainError for a wrong entry or a name that stands twice."""
     taxonomy = validate(Taxonomy, {"entries": parse_yaml(path.read_text(encoding="utf-8-sig"), path)}, path).entries
     names = [category.name for category in taxonomy]
     if repeated := next((name for name in names if names.count(name) > 1), None):

@@ -18,7 +18,7 @@ from skilltrain.evaluation.benchmarks.benchmark import (
 )
 from skilltrain.evaluation.benchmarks.livemcpbench import ANNOTATIONS, read_livemcpbench
 from skilltrain.evaluation.benchmarks.qrels import read_beir, read_skillret
-from skilltrain.evaluation.benchmarks.r3 import read_r3_groups, read_r3_skill
+from skilltrain.evaluation.benchmarks.r3 import read_r3_skill
 from skilltrain.evaluation.benchmarks.rows import Row, Text, read_rows
 from skilltrain.evaluation.benchmarks.skillrouter import read_skillrouter, read_skillrouter_tier
 from skilltrain.evaluation.metrics import Relevance
@@ -84,7 +84,6 @@ _FORMS: tuple[tuple[str, Callable[[Path, str | None], Benchmark], str], ...] = (
     ("tools.jsonl", read_livemcpbench, "tasks.jsonl and tools.jsonl (LiveMCPBench)"),
     (ANNOTATIONS, read_livemcpbench, "a clone (LiveMCPBench)"),
     ("tasks.jsonl", read_skillrouter, "tasks.jsonl and relevance.json (SkillRouter)"),
-    ("judgements.jsonl", read_r3_groups, "judgements.jsonl (groups)"),
     ("skills_test.jsonl", read_r3_skill, "test.jsonl and skills_test.jsonl (R3-Skill's data)"),
     ("queries.jsonl", read_beir, "queries.jsonl and qrels/*.tsv (BEIR)"),
     ("queries.parquet", read_tables, "queries.parquet and judgements.parquet (ours)"),
