@@ -131,8 +131,7 @@ def test_only_what_is_new_or_changed_is_encoded(model, tmp_path, monkeypatch):
     monkeypatch.setattr(
         dense, "encode_texts", lambda m, work, *more: encoded.extend(work.texts) or encode(m, work, *more)
     )
-    rankers = hybrid(model, cache=str(tmp_path / "vectors"))
-    router = Router.load(made(tmp_path / "router", rankers=rankers))
+    router = Router.load(made(tmp_path / "router", rankers=hybrid(model)))
     assert len(encoded) == 6
     encoded.clear()
     changed = Skill("s1", "table pivot", "How to pivot a table", "turn rows into columns")
@@ -270,7 +269,7 @@ def test_a_router_may_be_moved_with_what_lies_in_it_and_do_without_late_interact
     folder = tmp_path / "router"
     shutil.copytree(model, folder / "encoder")
     (folder / "pool").mkdir()
-    record = Index.open(made(folder, rankers=hybrid(folder / "encoder", cache=str(folder / "vectors")))).record
+    record = Index.open(made(folder, rankers=hybrid(folder / "encoder"))).record
     assert set(record.models) == {"./encoder"} and record.pool == "./pool"
     folder = shutil.move(folder, tmp_path / "moved")
     router = Router.load(folder)

@@ -34,12 +34,11 @@ from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.lexical import LexicalConfig
 from skilltrain.retrieval.rerank import RerankConfig
-from skilltrain.routing import serve
 from skilltrain.routing.indexing import write_index
 from skilltrain.routing.provision import skill_text
 from skilltrain.routing.router import Router
 from skilltrain.routing.servers import GetSkillParams, new_http_app, new_mcp_server
-from skilltrain.routing.service import PAGE, RouteLog, Service, entry_of, skill_at, uri_of
+from skilltrain.routing.service import PAGE, RouteLog, Service, entry_of, skill_at, update_from, uri_of
 from skilltrain.tables import QUERIES, RANKINGS, read_table
 from small_library import skilltrain, succeeds, write_library
 
@@ -302,14 +301,14 @@ def test_a_watched_folder_replaces_its_own_skills_alone(tmp_path):
     router = Router.load(tmp_path / "router")
     for name in ("documents/pdf-merge", "new-one"):
         write_skill(tmp_path / "mine", name, "another body")
-    serve.update_from(router, tmp_path / "mine")
+    update_from(router, tmp_path / "mine")
     assert [*router.skills] == ["evil", "documents/pdf-merge", "new-one"]  # csv-repair is gone, theirs stays
     changed, new = router.skills["documents/pdf-merge"], router.skills["new-one"]
     assert (changed.body, changed.category, new.category) == ("Do it: another body.", "documents", None)
     (tmp_path / "mine" / "new-one" / "SKILL.md").unlink()
     (tmp_path / "mine" / "documents" / "pdf-merge" / "SKILL.md").unlink()
     with pytest.raises(SkilltrainError):
-        serve.update_from(router, tmp_path / "mine")
+        update_from(router, tmp_path / "mine")
     assert len(router.skills) == 3, "an empty folder empties no router"
 
 
@@ -325,8 +324,8 @@ def test_an_update_that_fails_is_tried_again_and_said_once(tmp_path, monkeypatch
             raise outcome
 
     monkeypatch.setattr("watchfiles.awatch", looks)
-    monkeypatch.setattr(serve, "update_from", update)
-    asyncio.run(serve._watch(service_of(), tmp_path))
+    monkeypatch.setattr("skilltrain.routing.service.update_from", update)
+    asyncio.run(service_of().watch(tmp_path))
     assert outcomes == [] and capsys.readouterr().err.count("another process writes") == 1
 
 

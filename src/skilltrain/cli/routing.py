@@ -15,7 +15,6 @@ from skilltrain.texts import printable
 
 RouterFolder = Annotated[Path | None, typer.Option(help="folder of `skilltrain fit` or `skilltrain index`")]
 PoolFolder = Annotated[Path | None, typer.Option(help="without a router: the pool, or a folder of SKILL.md files")]
-
 Task = Annotated[str, typer.Argument(help="a task in plain words")]
 if TYPE_CHECKING:
     from skilltrain.routing.answer import RoutedSkill
@@ -153,7 +152,7 @@ def serve(
     from skilltrain.routing.router import Router
 
     try:
-        from skilltrain.routing.serve import serve_http, serve_stdio
+        from skilltrain.routing.servers import serve_http, serve_stdio
         from skilltrain.routing.service import RouteLog, Service
     except ModuleNotFoundError as error:
         raise SkilltrainError(f"{error.name} is not installed", fix="pip install 'skilltrain[serve]'") from error

@@ -1,7 +1,4 @@
-"""The README.md of a saved model, written from its run: what it is, how to use it, what it was trained on.
-
-What lies elsewhere is read from there: the data's history, the base's licence, and evaluations.
-"""
+"""The README.md of a saved model, from its run, the data's history, the base's licence, and evaluations."""
 
 import math
 import re
@@ -47,11 +44,10 @@ class Published:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run has to say of its model.
+    """What a run, in the folder `run`, has to say of its model.
 
-    `recipe` is the resolved settings as plain values. `summary` is the run's own; its key `dev` maps a measure to
-    mean, low, high (the 95% interval) and n. `exported` names the checkpoint, if it is not the run's chosen one;
-    `interpolate` is the share of its weights in a mean with those of the base. `run` is where the run lies.
+    `summary` is the run's own; its key `dev` maps a measure to mean, low, high (the 95% interval) and n. `exported`
+    names the checkpoint, if it is not the run's chosen one; `interpolate` is its share in a mean with the base.
     """
 
     settings: EncoderSettings | RerankerSettings
@@ -74,13 +70,12 @@ class RunRecord:
 def model_card(record: RunRecord, published: Published = Published()) -> str:
     """Markdown with YAML front matter, for the Hub and for whoever opens the folder.
 
-    It shows only the last part of local paths, nothing that looks like a key, and no text of the training data. Raises
-    SkilltrainError for a report in which no system uses the run.
+    It shows only the last part of local paths, nothing that looks like a key, and no text of the training data.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    files, undefined = PackageLoader("skilltrain.export"), StrictUndefined
-    environment = Environment(loader=files, undefined=undefined, trim_blocks=True, lstrip_blocks=True)
+    files = PackageLoader("skilltrain.export")
+    environment = Environment(loader=files, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": _number, "quoted": repr}
     results = [_read_results(report, record.run or Path()) for report in published.reports]
     told = {
@@ -120,12 +115,11 @@ def _front_matter(record: RunRecord, published: Published, results: Sequence[Map
         library_name="sentence-transformers" if own else "skilltrain",
         pipeline_tag=task,
         license=published.license,
-        language=_languages(Path(pool)) if pool else None,
-        datasets=_data_sets(Path(pool)) if pool else None,
         base_model=record.base if _is_on_hub(record.base) else None,
         tags=[*own, *(["reranker"] if record.kind == "reranker" else []), "agent-skills", "skilltrain"],
         model_name=(published.repo or f"agent skill {record.kind}") if figures else None,
         eval_results=figures or None,
+        **(_pool_facts(Path(pool)) if pool else {}),
     )
     return data.to_yaml()
 
@@ -137,10 +131,7 @@ def _number(value: Any) -> str:
 
 
 def _read_results(report: Path, run: Path) -> dict[str, Any]:
-    """The figures of an evaluation in which the model of `run` took part; SkilltrainError if it did not.
-
-    `rows` maps a system to its measures, `own` are the systems that use the model.
-    """
+    """An evaluation's measures by system (`rows`), and which systems use the model of `run` (`own`), at least one."""
     found, record = read_json(report / "metrics.json"), record_of(report)
     uses = [key for key, folder, _ in _inputs(record) if folder.resolve() == run.resolve()]
     systems = enumerate(record.get("recipe", {}).get("systems", ()))
@@ -154,18 +145,12 @@ def _read_results(report: Path, run: Path) -> dict[str, Any]:
 def data_steps(run: Path) -> list[dict[str, str]]:
     """The stages that what `run` read went through, the first one first, as far as their folders still exist."""
     steps: dict[str, dict[str, str]] = {}
-    for step in _steps(run):
-        steps.pop(step["sha256"], None)  # where it was met last, everything that it was made for stands before it
-        steps[step["sha256"]] = step
-    return [*steps.values()][::-1]
-
-
-def _steps(run: Path) -> Iterator[dict[str, str]]:
-    for _, folder, sha256 in _inputs(record_of(run)):
+    for _, folder, sha256 in reversed([*_inputs(record_of(run))]):
         if inner := record_of(folder):
-            counts = _counts(inner.get("summary", {}))
-            yield {"stage": inner["recipe"]["stage"], "name": folder.name, "sha256": sha256, "counts": counts}
-            yield from _steps(folder)
+            facts = {"stage": inner["recipe"]["stage"], "counts": _counts(inner.get("summary", {}))}
+            for step in (*data_steps(folder), {**facts, "name": folder.name, "sha256": sha256}):
+                steps.setdefault(step["sha256"], step)
+    return [*steps.values()]
 
 
 def _inputs(record: Mapping[str, Any]) -> Iterator[tuple[str, Path, str]]:
@@ -178,7 +163,7 @@ def _inputs(record: Mapping[str, Any]) -> Iterator[tuple[str, Path, str]]:
 
 
 def _counts(summary: Mapping[str, Any]) -> str:
-    """Counts in words, such as `num_kept 320; dropped_by_layer: name 3, jaccard 5`; paths shortened to their names."""
+    """Counts in words: `num_kept 320; dropped_by_layer: name 3, jaccard 5`."""
     parts = []
     for key, value in summary.items():
         if isinstance(value, int):
@@ -204,18 +189,14 @@ def _base_license(source: str) -> str | None:
         return None
 
 
-def _languages(pool: Path) -> list[str] | None:
-    """Those of the skills, the most frequent first; None where the pool is not there any more."""
-    if not table_path(pool, SKILLS).is_file():
-        return None
-    counts = Counter(filter(None, read_table(pool, SKILLS).column("lang").to_pylist()))
-    return [lang for lang, count in counts.most_common() if count >= _LEAST_SHARE * counts.total()] or None
-
-
-def _data_sets(pool: Path) -> list[str] | None:
-    """Names on the Hub of the data sets that the pool was made from."""
+def _pool_facts(pool: Path) -> dict[str, Any]:
+    """The languages of the skills, most frequent first, and the Hub's data sets that the pool was made from."""
+    counts: Counter[str] = Counter()
+    if table_path(pool, SKILLS).is_file():
+        counts.update(filter(None, read_table(pool, SKILLS).column("lang").to_pylist()))
+    languages = [lang for lang, count in counts.most_common() if count >= _LEAST_SHARE * counts.total()]
     found = [_HUB_SOURCE.match(str(source)) for source in record_of(pool).get("recipe", {}).get("sources", ())]
-    return [match[1] for match in found if match] or None
+    return {"language": languages or None, "datasets": [match[1] for match in found if match] or None}
 
 
 def shareable(value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from tokenizers import processors
 
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.export.card import shareable
@@ -31,9 +32,7 @@ def save_model(
 ) -> None:
     """Write what `SentenceTransformer(folder)` or `CrossEncoder(folder)` needs to give our vectors or scores.
 
-    With skilltrain.json and the model card; `interpolate` is the share of trained weights in a mean with those of the
-    base, if it is one. CrossEncoder refuses a reranker of the form `cosine_pair`. Raises SkilltrainError for weights
-    that must not be saved, and where the folder cannot be written.
+    With skilltrain.json and the model card; `interpolate` is the share of trained weights in a mean with the base's.
     """
     with _written_aside(folder) as aside:
         write_weights(network_of(model), aside, folder)
@@ -47,10 +46,7 @@ def save_model(
 
 
 def save_adapter(model: Encoder | Reranker, folder: Path, base: str) -> None:
-    """Write a model's adapter alone: `PeftModel.from_pretrained(network, folder)` adds it to the network of `base`.
-
-    skilltrain.json beside it says what that network is fed with.
-    """
+    """Write a model's adapter alone: `PeftModel.from_pretrained(network, folder)` adds it to the network of `base`."""
     config, weights = adapter_files(network_of(model), shareable(base))
     with _written_aside(folder) as aside:
         config.save_pretrained(aside)
@@ -66,8 +62,7 @@ def network_of(model: Encoder | Reranker) -> Any:
 def copy_model(source: Path, target: Path) -> None:
     """Copy the files of a model, and no others that lie beside them. Raises SkilltrainError where one is missing."""
     record = source / CHECKPOINT_FILE
-    files = [inside(source, str(name), record) for name in read_json(record)["files"]]
-    for file in files:
+    for file in [inside(source, str(name), record) for name in read_json(record)["files"]]:
         if not file.is_file():
             raise SkilltrainError("a file of the model is missing", where=file)
         copied = target / file.relative_to(source)
@@ -101,9 +96,7 @@ def _written_aside(folder: Path) -> Iterator[Path]:
 
 
 def write_weights(network: Any, aside: Path, folder: Path) -> None:
-    """Write config.json and the safetensors. Raises SkilltrainError for an adapter that is not merged, and for a
-    weight that is no number.
-    """
+    """Write config.json and the safetensors. Raises SkilltrainError for weights that must not be saved."""
     weights = network.state_dict()
     if adapted := [name for name in weights if "lora_" in name or "base_layer" in name]:
         raise SkilltrainError(f"the adapter is not merged: {adapted[0]}", where=folder)
@@ -133,45 +126,34 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def _tokenizer_of(model: Encoder | Reranker) -> Any:
-    """A copy of the model's tokenizer that by itself makes of a text what the model does: names of control tokens in
-    texts are read as text, as `TextTokenizer` does.
+    """A copy of the model's tokenizer that by itself makes of a text what the model does.
+
+    The names of control tokens in texts are read as the letters they are, as `TextTokenizer` does.
     """
-    names = control_tokens(model.tokenizer)
+    added = model.tokenizer.added_tokens_decoder
+    read = TextTokenizer(model.tokenizer).ids([token.content for token in added.values()])
+    controls = [token for (number, token), ids in zip(added.items(), read, strict=True) if number not in ids]
     if isinstance(model, Reranker) and model.settings.template.form == "yes_no":
-        tokenizer = copy.copy(model.tokenizer)
+        tokenizer, names = copy.copy(model.tokenizer), sorted(token.content for token in controls)
         tokenizer.chat_template = yes_no_chat_template(model.settings.template, names)
         return tokenizer
     tokenizer = copy.deepcopy(model.tokenizer)
-    known = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
-    tokenizer.backend_tokenizer.add_special_tokens([as_special(known[name]) for name in names])
+    backend = tokenizer.backend_tokenizer
+    backend.add_special_tokens([as_special(token) for token in sorted(controls, key=lambda token: token.content)])
     tokenizer.init_kwargs["split_special_tokens"] = tokenizer.split_special_tokens = True
     ends = isinstance(model, Encoder) and model.settings.pooling == "last_token"
     if ends and tokenizer("a")["input_ids"][-1] != tokenizer.pad_token_id:  # base Qwen3's appends no end itself
-        _append_token(tokenizer, tokenizer.pad_token)
+        end, special = tokenizer.pad_token, [(tokenizer.pad_token, tokenizer.pad_token_id)]
+        ending = processors.TemplateProcessing(single=f"$A {end}", pair=f"$A $B {end}", special_tokens=special)
+        backend.post_processor = processors.Sequence([*filter(None, [backend.post_processor]), ending])
     return tokenizer
-
-
-def control_tokens(tokenizer: Any) -> list[str]:
-    """The tokens that our models never see in a text: their names in it are read as the letters they are."""
-    added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
-    ids = TextTokenizer(tokenizer).ids([*added.values()])
-    return sorted(name for (number, name), own in zip(added.items(), ids, strict=True) if number not in own)
-
-
-def _append_token(tokenizer: Any, end: str) -> None:
-    """Make `tokenizer` append the token `end` to what it makes of a text already, in place."""
-    from tokenizers import processors
-
-    backend, special = tokenizer.backend_tokenizer, [(end, tokenizer.convert_tokens_to_ids(end))]
-    ending = processors.TemplateProcessing(single=f"$A {end}", pair=f"$A $B {end}", special_tokens=special)
-    backend.post_processor = processors.Sequence([*filter(None, [backend.post_processor]), ending])
 
 
 def yes_no_chat_template(template: RerankerTemplate, control_tokens: Sequence[str]) -> str:
     """Qwen3-Reranker's chat form for the roles system (another instruction), query and document.
 
-    The query is cut to the template's characters. The name of a control token inside query or document is broken up
-    by a space: untrusted text must not end its own message (skilltrain reads such names as plain text, without it).
+    The name of a control token inside query or document is broken up by a space: untrusted text must not end its own
+    message (skilltrain reads such names as plain text, without it).
     """
     values = {
         "CONTROL_TOKENS": [*control_tokens],

@@ -3,6 +3,7 @@
 import copy
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,15 +37,11 @@ def write_form(folder: Path, form: Form) -> None:
     """Bring the saved model in `folder`, in place, into a form, or add that form's files.
 
     `sequence_classification`: a Qwen3-like reranker with one output, yes - no. `multi_vector`: an encoder as
-    `MultiVectorEncoder` opens it, for late interaction. `onnx`: beside the weights, the network in float32 and with
-    8-bit weights and activations (dynamic quantisation). `openvino`: with 8-bit weights. Raises SkilltrainError for a
-    model that has no such form, and for a package that is missing.
+    `MultiVectorEncoder` opens it. `onnx`: beside the weights, the network in float32 and with 8-bit weights and
+    activations (dynamic quantisation). `openvino`: with 8-bit weights.
     """
-    change = {"multi_vector": _as_multi_vector, "sequence_classification": _as_classifier}.get(form)
-    if change:
-        change(folder)
-    else:
-        _add_graph(folder, form)
+    into = {"multi_vector": _as_multi_vector, "sequence_classification": _as_classifier}
+    into.get(form, partial(_add_graph, form=form))(folder)
     write_record(folder, read_json(folder / CHECKPOINT_FILE) | {"form": form})
 
 
@@ -58,10 +55,7 @@ def _as_multi_vector(folder: Path) -> None:
 
 
 def _as_classifier(folder: Path) -> None:
-    """Put one row in the place of the vocabulary's: the score is the same, and no logits of a vocabulary are computed.
-
-    vLLM joins query and document as the chat template says (`--chat-template`), without a separator of its own.
-    """
+    """Put one row in the place of the vocabulary's: the same score, and no logits of a vocabulary are computed."""
     stored = read_json(folder / "config.json").get("dtype")
     model = open_model(folder, precision="bfloat16" if stored == "bfloat16" else "float32")
     if not (isinstance(model, Reranker) and model.yes_no_ids is not None):
@@ -81,9 +75,9 @@ def _classifier(model: Reranker) -> Any:
 
     config, direction = copy.deepcopy(model.network.config), model.direction()
     assert direction is not None
-    # use_pad_token is the older name of use_sep_token in vLLM.
-    config.update({"num_labels": 1, "pad_token_id": model.tokenizer.pad_token_id, "use_sep_token": False,
-                   "use_pad_token": False, "sentence_transformers": {"activation_fn": IDENTITY}})  # fmt: skip
+    config.update({"num_labels": 1, "pad_token_id": model.tokenizer.pad_token_id})
+    config.update({"use_sep_token": False, "use_pad_token": False})  # vLLM's name, and its older one
+    config.update({"sentence_transformers": {"activation_fn": IDENTITY}})
     with torch.device("meta"):
         network = AutoModelForSequenceClassification.from_config(config)
     setattr(network, network.base_model_prefix, model.network.base_model)

@@ -42,8 +42,7 @@ class Module(NamedTuple):
 def write_modules(model: Encoder | Reranker, folder: Path, per_token: bool = False) -> None:
     """Write modules.json, config_sentence_transformers.json and each module's settings.
 
-    For `SentenceTransformer`, or with a vector `per_token` for `MultiVectorEncoder`, whose scores are then those of
-    `skilltrain.models.max_sim`; for a reranker `CrossEncoder`.
+    They are for `CrossEncoder`, `SentenceTransformer` or, with a vector `per_token`, `MultiVectorEncoder`.
     """
     if isinstance(model, Reranker):
         modules, settings = _reranker_modules(model), _reranker_settings(model)
@@ -131,8 +130,8 @@ def _reranker_modules(reranker: Reranker) -> Sequence[Module]:
 def _truncation(reranker: Reranker) -> str:
     """How a pair is cut: the skill alone, as by our reranker.
 
-    `longest_first` does so as long as the query takes no more than half of the tokens, and it can cut a longer query;
-    `only_second` always does so, but fails for a query that fills the whole pair.
+    `longest_first` does so while the query takes at most half of the tokens; `only_second` always, but fails for a
+    query that fills the whole pair.
     """
     settings = reranker.settings
     half = (settings.max_tokens - reranker.tokenizer.num_special_tokens_to_add(pair=True)) // 2
@@ -140,14 +139,11 @@ def _truncation(reranker: Reranker) -> str:
 
 
 def _half_precision_head(reranker: Reranker) -> str | None:
-    """Where the layer lies that gives the score, if weights are of 16 bits: like ours it then computes in float32.
-
-    Logits in bfloat16 are steps of up to 1/8, in which close candidates tie.
-    """
+    """The layer that gives the score, if weights are of 16 bits: in float32, as in ours, close candidates differ."""
     network = reranker.network
     if network.dtype.itemsize > 2 or reranker.settings.template.form == "cosine_pair":
         return None
-    layers = [*network.children()] if heads(network) else [network.get_output_embeddings()]
-    names = (name for name, module in network.named_modules() if any(module is layer for layer in layers))
-    found = [name for name in names if type(network.get_submodule(name)) is torch.nn.Linear]
+    layers = heads(network) or [network.get_output_embeddings()]
+    named = [(name, module) for name, module in network.named_modules() if module in layers]
+    found = [name for name, module in named if type(module) is torch.nn.Linear]
     return f"0.model.{found[-1]}" if found else None

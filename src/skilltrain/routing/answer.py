@@ -30,9 +30,8 @@ class Placed:
 class Why:
     """Why a skill was answered.
 
-    `placed` is by ranker, over the pool where the ranker looks at all of it; `terms` are words of the task that the
-    skill holds, those that count most first; `window` is the part of its body (start and end in characters) that an
-    encoder with several windows finds nearest to the task.
+    `placed` is by ranker, over the pool where it looks at all of it; `terms` are words of the task that the skill
+    holds, those that count most first; `window` is the part of its body (start, end) that is nearest to the task.
     """
 
     placed: tuple[Placed, ...]
@@ -46,10 +45,7 @@ class Why:
 
 @dataclass(frozen=True)
 class RoutedSkill:
-    """One skill of an answer; its texts are untrusted, and `flags` are what the safety screening finds in them.
-
-    `path` is its SKILL.md if that is found, `probability` that it serves the task, None without a calibration.
-    """
+    """One skill of an answer; its texts are untrusted, and `flags` are what the safety screening finds in them."""
 
     rank: int
     skill_id: str
@@ -64,11 +60,10 @@ class RoutedSkill:
 
 @dataclass(frozen=True)
 class Answer:
-    """The best skills for a task, best first.
+    """The best skills for a task, and whether any `fits`, as far as a calibrated router can tell.
 
-    `fits` is False where no skill serves the task, as far as a calibrated router can tell. `num_likely` is how many of
-    the first skills hold one that does, with the chance that the calibration was asked for (conformal prediction): it
-    may be more than there are in `skills`, and is None where the router is not calibrated.
+    `num_likely` of the first skills hold one that serves the task, with the chance that the calibration was asked for
+    (conformal prediction); it may be more than there are in `skills`, and is None without a calibration.
     """
 
     skills: tuple[RoutedSkill, ...]
@@ -80,8 +75,7 @@ class Answer:
 class Traced:
     """What each ranker made of a task, by its name (those that are fused, one by one), and the last ranking.
 
-    `most` is the score that a ranker gives at most, where that depends on the task: so BM25's scores of long and short
-    tasks can be compared.
+    `most` is the score that a ranker gives at most, where that depends on the task, as BM25's does on its length.
     """
 
     found: Mapping[str, Ranking]
@@ -137,10 +131,7 @@ class Calibrator(Config):
 
 
 class Calibration(Config):
-    """What the stage calibrate writes, and an index holds: a calibrator and the rankers and models that it is for.
-
-    `figures` say what calibrators are worth that were fitted in the same way to a part of the queries.
-    """
+    """What the stage calibrate writes, and an index holds: a calibrator, and the rankers and models that it is for."""
 
     system: list[dict[str, Any]]
     models: dict[str, str]

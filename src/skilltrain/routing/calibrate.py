@@ -5,10 +5,10 @@ so that whatever is answered then is wrong. All figures are by cross-validation 
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from math import floor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
@@ -20,7 +20,6 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import check_pool, knowing_copies
 from skilltrain.evaluation.benchmarks.load import load_benchmark, read_unserved
 from skilltrain.evaluation.bootstrap import share
-from skilltrain.evaluation.metrics import Relevance
 from skilltrain.files import write_json
 from skilltrain.routing.answer import Calibration, Calibrator, Traced
 from skilltrain.routing.fusion import folds_of
@@ -42,25 +41,16 @@ class CalibrateConfig(Config):
     router: InputPath = Field(description="folder of the router")
     queries: InputPath = Field(description="folder with the QUERIES and JUDGEMENTS tables, or of a benchmark")
     split: str | None = Field(default="dev", description="queries that no model was trained on; null for all")
-    clusters: InputPath | None = Field(
-        default=None, description="CLUSTERS of the pool: copies of a gold skill count as right, and go with it"
-    )
-    unserved: InputPath | None = Field(
-        default=None, description="JSON Lines file of queries (key `query`) that no skill serves, to be measured on"
-    )
-    answered: float = Field(
-        default=0.9, gt=0, lt=1, description="share of the tasks that a skill serves to be answered; sets the threshold"
-    )
-    contained: float = Field(
-        default=0.9, gt=0, lt=1, description="share of these tasks whose likely set is to hold a right skill"
-    )
+    clusters: InputPath | None = Field(default=None, description="CLUSTERS of the pool: copies of gold count as right")
+    unserved: InputPath | None = Field(default=None, description="JSON Lines of queries that no skill serves (`query`)")
+    answered: float = Field(default=0.9, gt=0, lt=1, description="share of served tasks to answer: sets the threshold")
+    contained: float = Field(default=0.9, gt=0, lt=1, description="share whose likely set is to hold a right skill")
     folds: int = Field(default=5, ge=2, description="parts of the queries for cross-validation")
     seed: Seed = Field(default=0, description="seed of the folds")
     out: Path = Field(description=f"folder to write: {CALIBRATION_FILE}, which the stage index takes in")
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """What a router made of a query, which of the ranked skills are right, and whether the pool holds any."""
 
     traced: Traced
@@ -69,11 +59,7 @@ class Case:
 
 
 def run_calibrate(config: CalibrateConfig, out: Path) -> dict[str, Any]:
-    """Write the calibration; its figures.
-
-    Raises SkilltrainError for a gold skill that the router does not hold, for fewer groups of queries than folds, and
-    for a router whose first skills are never right.
-    """
+    """Write the calibration; its figures."""
     router, record = Router.load(config.router), Index.open(config.router).record
     benchmark = check_pool(load_benchmark(config.queries, config.split), router.skills.keys())
     if config.clusters is not None:
@@ -82,7 +68,9 @@ def run_calibrate(config: CalibrateConfig, out: Path) -> dict[str, Any]:
     _, folds = folds_of(benchmark.tasks, config.folds, config.seed)
     cases: list[Case] = []
     for task in track(benchmark.tasks, "routing", len(benchmark.tasks)):
-        right = _right(task.relevance)
+        relevance = task.relevance
+        gains = (skill_id for skill_id, gain in relevance.gains.items() if gain > 0)
+        right = frozenset([*relevance.gold, *relevance.alternatives, *relevance.copies, *gains])
         for without in ((), right):
             traced = router.trace(task.query.text, without)
             cases.append(Case(traced, tuple(skill_id in right for skill_id, _ in traced.ranking), not without))
@@ -91,25 +79,14 @@ def run_calibrate(config: CalibrateConfig, out: Path) -> dict[str, Any]:
     if config.unserved is not None:
         unserved = read_unserved(config.unserved)
         figures["unserved"] = asdict(share([calibrator.fits(router.trace(query.text)) for query in unserved]))
-    calibration = Calibration(
-        system=record.rankers, models=record.models, calibrator=calibrator, num_queries=len(benchmark.tasks),
-        figures=figures,
-    )  # fmt: skip
+    found = {"system": record.rankers, "models": record.models, "calibrator": calibrator, "figures": figures}
+    calibration = Calibration(**found, num_queries=len(benchmark.tasks))
     write_json(out / CALIBRATION_FILE, calibration.model_dump(mode="json"))
     return {"num_queries": len(benchmark.tasks), **figures}
 
 
-def _right(relevance: Relevance) -> frozenset[str]:
-    """Every skill that does some good to a query."""
-    gains = (skill_id for skill_id, gain in relevance.gains.items() if gain > 0)
-    return frozenset([*relevance.gold, *relevance.alternatives, *relevance.copies, *gains])
-
-
 def fit_calibrator(cases: Sequence[Case], answered: float, contained: float) -> Calibrator:
-    """Probabilities by the first skills of all cases; threshold and likely set by the cases that a skill serves.
-
-    Raises SkilltrainError where the first skill is never right.
-    """
+    """Probabilities by the first skills of all cases; threshold and likely set by the cases that a skill serves."""
     if not any(case.right[:1] == (True,) for case in cases):
         raise SkilltrainError("the router's first skill is never right, so there is nothing to calibrate")
     rankers = tuple(cases[0].traced.found)
@@ -154,8 +131,7 @@ def fit_logistic(
 def bound(values: Float64[np.ndarray, " query"], level: float, lowest: float = 0.0) -> float:
     """What the value of a new query reaches with a chance of at least `level`; `lowest` where too few tell.
 
-    The (n + 1)(1 - level)-th lowest of n values: split conformal prediction (Vovk et al. 2005; Angelopoulos and Bates
-    2021, section 1).
+    The (n + 1)(1 - level)-th lowest of n: split conformal prediction (Angelopoulos and Bates 2021, section 1).
     """
     place = floor((len(values) + 1) * (1 - level) + 1e-9)  # .1 · 10 is a little less than 1
     return float(np.sort(values)[place - 1]) if place else lowest
@@ -164,29 +140,28 @@ def bound(values: Float64[np.ndarray, " query"], level: float, lowest: float = 0
 def _figures(cases: Sequence[Case], folds: Int64[np.ndarray, " case"], config: CalibrateConfig) -> dict[str, Any]:
     """What calibrators are worth that were fitted on the cases of other folds.
 
-    `answered`, `contained` and `num_likely` are over the queries as they are, `falsely_answered` over those whose
-    skills were taken away; `calibration_error` and `risk_coverage` are over both, in equal parts.
+    Calibration error, risk and coverage are over the queries with and without their skills, in equal parts.
     """
-    tops, right, fits, contains, sizes = (np.zeros(len(cases)) for _ in range(5))
-    for fold in range(folds.max() + 1):
+    fitted: list[Calibrator] = []
+    for fold in range(config.folds):
         others = [case for case, own in zip(cases, folds, strict=True) if own != fold]
-        calibrator = fit_calibrator(others, config.answered, config.contained)
-        for place in np.flatnonzero(folds == fold).tolist():
-            case = cases[place]
-            found = calibrator.probabilities(case.traced)
-            tops[place], right[place] = max(found, default=0.0), any(case.right[:1])
-            fits[place], sizes[place] = calibrator.fits(case.traced), calibrator.num_likely(case.traced)
-            contains[place] = any(case.right[: int(sizes[place])])
-    served = np.array([case.is_served for case in cases])
+        fitted.append(fit_calibrator(others, config.answered, config.contained))
+    rows: list[list[float]] = []
+    for case, fold in zip(cases, folds.tolist(), strict=True):
+        traced, right, calibrator = case.traced, case.right, fitted[fold]
+        top, size = max(calibrator.probabilities(traced), default=0.0), calibrator.num_likely(traced)
+        rows.append([top, size, any(right[:1]), calibrator.fits(traced), any(right[:size]), case.is_served])
+    tops, sizes, *facts = np.array(rows, dtype=np.float64).T
+    right, fits, contains, served = (fact > 0 for fact in facts)
     return {
         "right": asdict(share(right[served])),
         "answered": asdict(share(fits[served])),
-        "right_if_answered": asdict(share(right[served & (fits > 0)])),
+        "right_if_answered": asdict(share(right[served & fits])),
         "falsely_answered": asdict(share(fits[~served])),
         "contained": asdict(share(contains[served])),
         "num_likely": float(sizes[served].mean()),
-        "calibration_error": calibration_error(tops, right > 0),
-        "risk_coverage": risk_coverage(tops, right > 0),
+        "calibration_error": calibration_error(tops, right),
+        "risk_coverage": risk_coverage(tops, right),
     }
 
 

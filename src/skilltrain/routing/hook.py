@@ -2,10 +2,9 @@
 
     skilltrain-hook [http://127.0.0.1:8765] < prompt        (or the address in SKILLTRAIN_ROUTER)
 
-The prompt is plain text, or the JSON that Claude Code gives its hooks. It asks a running `skilltrain serve` and prints
-lines that the agent adds to its context. It fails open: without a server, without a fitting skill and after a quarter
-of a second it prints nothing, and it always exits 0. It runs before every prompt, and so imports next to nothing:
-http.client alone would take longer than the rest.
+The prompt is plain text, or the JSON that Claude Code gives its hooks. Without a server, without a fitting skill and
+after a quarter of a second it prints nothing, and it always exits 0. It runs before every prompt, and so imports next
+to nothing: http.client alone would take longer than the rest.
 """
 
 import json
@@ -31,8 +30,8 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_REAL, _SECONDS)
     address = sys.argv[1] if len(sys.argv) > 1 else os.environ.get("SKILLTRAIN_ROUTER", "http://127.0.0.1:8765")
     try:
-        lines = lines_for(_prompt(sys.stdin.buffer.read().decode("utf-8", "replace")), address)
-        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        text = sys.stdin.buffer.read().decode("utf-8", "replace")
+        sys.stdout.write("".join(f"{line}\n" for line in lines_for(_prompt(text), address)))
         sys.stdout.flush()
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         os._exit(0)

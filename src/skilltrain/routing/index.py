@@ -90,9 +90,7 @@ class StoredSkills(Mapping[str, Skill]):
 
 @dataclass(frozen=True)
 class Index:
-    """A generation, opened. `keys` tell the skills apart by content; `parts` has by `key_of` what a ranker holds of the
-    pool, memory-mapped.
-    """
+    """A generation, opened: a key of each skill's content, and by `key_of` what each ranker holds of the pool."""
 
     folder: Path
     record: IndexRecord
@@ -103,7 +101,7 @@ class Index:
 
     @classmethod
     def open(cls, router: Path) -> "Index":
-        """The generation that the folder `router` points to. Raises SkilltrainError where it is not whole."""
+        """The generation that the folder `router` points to, which must be whole."""
         while True:
             folder = generation(router)
             try:
@@ -151,7 +149,6 @@ def sweep(router: Path) -> Path:
 
 
 def _open(folder: Path) -> Index:
-    """The generation in a folder. Raises OSError, ValueError or Arrow's errors where it is not whole."""
     if not (folder / RECORD).is_file():
         raise OSError(f"it lacks {RECORD}")
     record = validate(IndexRecord, read_json(folder / RECORD), folder / RECORD)

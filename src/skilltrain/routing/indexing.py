@@ -17,10 +17,9 @@ from skilltrain.records import Skill
 from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.cascade import SystemConfig, check_systems
 from skilltrain.retrieval.dense import DenseConfig
-from skilltrain.retrieval.expand import ExpandConfig
 from skilltrain.retrieval.late import LateConfig
 from skilltrain.retrieval.lexical import LexicalConfig
-from skilltrain.retrieval.rankers import FuseConfig, RankerConfig, key_of, parts_of
+from skilltrain.retrieval.rankers import RankerConfig, key_of, parts_of
 from skilltrain.retrieval.vectors import text_keys
 from skilltrain.routing.answer import Calibration
 from skilltrain.routing.index import KEYS_FILE, POINTER, RECORD, SKILLS_FILE, Index, IndexRecord, kept_parts, sweep
@@ -33,22 +32,14 @@ class IndexConfig(Config):
     """Make a router, or bring one up to date: only skills that are new or changed are encoded."""
 
     stage: Literal["index"]
-    pool: InputPath | None = Field(
-        default=None, description="SKILLS table, or whatever the stage pool reads; null: the router's own, read again"
-    )
-    rankers: tuple[RankerConfig, ...] | None = Field(
-        default=None, min_length=1, description="what ranks, as in a system; null: as the router has them"
-    )
+    pool: InputPath | None = Field(default=None, description="whatever the stage pool reads; null: the router's own")
+    rankers: tuple[RankerConfig, ...] | None = Field(None, min_length=1, description="null: as the router has them")
     calibration: InputPath | None = Field(default=None, description="folder of the stage calibrate; null: as it has it")
     out: Path = Field(description="folder of the router; whatever else lies in it is left alone")
 
 
 def run_index(config: IndexConfig, out: Path) -> dict[str, Any]:
-    """Write the router's next generation; the counts of skills that are new, changed and gone.
-
-    Raises SkilltrainError for a pool or rankers that neither the settings nor the router name, for rankers that cannot
-    answer a new task, and for a calibration of other rankers or models.
-    """
+    """Write the router's next generation; the counts of skills that are new, changed and gone."""
     _, system, pool, skills = _wanted(config)
     calibration = None
     if config.calibration is not None:
@@ -72,8 +63,7 @@ def _wanted(config: IndexConfig) -> tuple[Index | None, SystemConfig, Path, list
         if config.pool is None or config.rankers is None:
             raise SkilltrainError(error.what, where=error.where, fix="give pool=… and rankers=…") from error
     if config.rankers is not None:
-        rankers = tuple(_with_cache(ranker, config.out / "vectors") for ranker in config.rankers)
-        system = SystemConfig(name="router", rankers=rankers)
+        system = SystemConfig(name="router", rankers=config.rankers)
     else:
         assert before is not None
         system = before.system
@@ -89,24 +79,14 @@ def check_rankers(system: SystemConfig) -> None:
     check_systems([system])
 
 
-def _with_cache(ranker: RankerConfig, cache: Path) -> Any:
-    """`ranker` whose encoders keep their vectors, those in `cache` that have no cache yet."""
-    if isinstance(ranker, FuseConfig):
-        return ranker.model_copy(update={"of": tuple(_with_cache(leg, cache) for leg in ranker.of)})
-    if isinstance(ranker, ExpandConfig):
-        return ranker.model_copy(update={"of": _with_cache(ranker.of, cache)})
-    return ranker.model_copy(update={"cache": ranker.cache or cache}) if isinstance(ranker, DenseConfig) else ranker
-
-
 def write_index(
     router: Path, system: SystemConfig, skills: Sequence[Skill], models: dict[str, Any], pool: Path,
     calibration: Calibration | None = None,
 ) -> dict[str, int]:  # fmt: skip
     """Make the folder `router` answer with `skills` from now on; how many of them are new, changed and gone.
 
-    `models` holds the encoders that are open, by `key_of`. Only new texts are encoded, and read for BM25. A calibration
-    that the router has is kept where it still applies. Nothing is written where nothing has changed. Raises
-    SkilltrainError for an empty pool, for a calibration of other rankers or models, and where another process writes.
+    `models` holds the encoders that are open, by `key_of`. Only new texts are encoded, and read for BM25. Without
+    another calibration the router keeps its own where that still applies. Nothing is written where nothing changes.
     """
     with locked(router):
         router.mkdir(parents=True, exist_ok=True)
@@ -115,9 +95,6 @@ def write_index(
             before = Index.open(router)
         folder = sweep(router)
         counts, keys = _changes(before, skills)
-        for part in parts_of(system.rankers):
-            if isinstance(part, DenseConfig) and part.cache:
-                part.cache.expanduser().mkdir(parents=True, exist_ok=True)
         known = calibration or (before and before.record.calibration)
         record = IndexRecord.of(router, system, len(skills), pool, known)
         if calibration and record.calibration is None:
@@ -139,10 +116,7 @@ def write_index(
 
 
 def _changes(before: Index | None, skills: Sequence[Skill]) -> tuple[dict[str, int], np.ndarray]:
-    """(how many skills are new, changed and gone, a key of each skill's content).
-
-    Raises SkilltrainError for an empty pool and for an id that appears twice.
-    """
+    """(how many skills are new, changed and gone, a key of each skill's content)."""
     if not skills:
         raise SkilltrainError("the pool is empty")
     keys = text_keys([repr(skill) for skill in skills], 0)
@@ -150,10 +124,9 @@ def _changes(before: Index | None, skills: Sequence[Skill]) -> tuple[dict[str, i
     new = dict(zip((skill.skill_id for skill in skills), keys.tolist(), strict=True))
     if len(new) < len(skills):
         raise SkilltrainError(f"{len(skills)} skills have {len(new)} different ids", where="pool")
-    kept = old.keys() & new.keys()
-    num_changed = sum(old[skill_id] != new[skill_id] for skill_id in kept)
-    counts = {"num_skills": len(new), "num_new": len(new) - len(kept), "num_changed": num_changed}
-    return counts | {"num_gone": len(old) - len(kept)}, keys
+    changed = [skill_id for skill_id in old.keys() & new.keys() if old[skill_id] != new[skill_id]]
+    gone = {"num_changed": len(changed), "num_gone": len(old.keys() - new.keys())}
+    return {"num_skills": len(new), "num_new": len(new.keys() - old.keys()), **gone}, keys
 
 
 def _write_parts(
@@ -169,17 +142,21 @@ def _write_parts(
             config.index(skills, old).save(folder / name)
         elif isinstance(config, LateConfig):
             at = [places.get(key, -1) for key in keys.tolist()]
-            open_model(config, models).save_tokens(folder / name, skills, old, at)
+            open_model(config, models, folder.parent).save_tokens(folder / name, skills, old, at)
         else:
-            open_model(config, models).skills(skills).save(folder / name)
+            open_model(config, models, folder.parent).skills(skills).save(folder / name)
 
 
-def open_model(config: Any, models: dict[str, Any]) -> Any:
-    """What a ranker needs for any pool; `models` keeps it by `key_of`, and an encoder for all that need the same."""
+def open_model(config: Any, models: dict[str, Any], router: Path | None) -> Any:
+    """What a ranker needs for any pool; `models` keeps it by `key_of`, and an encoder for all that need the same.
+
+    An encoder without a cache of its own keeps its vectors in the folder `router`, where there is one.
+    """
     key = key_of(config)
     if key not in models:
         if isinstance(config, DenseConfig):
-            models[key] = config.encoders(models)
+            cache = config.cache or (router and router / "vectors")
+            models[key] = config.model_copy(update={"cache": cache}).encoders(models)
         elif isinstance(config, LateConfig):
             models[key] = config.open((), models)
         else:

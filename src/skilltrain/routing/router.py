@@ -49,10 +49,6 @@ class _Opened:
         return [open_ranker(ranker, (), self.parts) for ranker in self.system.rankers]
 
     @cached_property
-    def pools(self) -> dict[str, PoolRanker]:
-        return {key: part for key, part in self.parts.items() if isinstance(part, PoolRanker)}
-
-    @cached_property
     def names(self) -> dict[str, str]:
         """Key of a ranker → its name, with a number from the second of one name."""
         names, counts = dict[str, str](), Counter[str]()
@@ -80,7 +76,7 @@ class _Opened:
             for key, leg in zip(keys, legs, strict=True):
                 places.setdefault(self.names[key], leg)  # places in the pool say more than those among a few candidates
             found = {query.query_id: ranking}
-        indexes = {self.names[key]: part.index for key, part in self.pools.items()}
+        indexes = {self.names[key]: part.index for key, part in self.parts.items() if isinstance(part, PoolRanker)}
         most = {name: index.most(query.text) for name, index in indexes.items() if isinstance(index, BM25Index)}
         return Traced(places, most, ranking)
 
@@ -89,11 +85,13 @@ class _Opened:
         skill_id, score = traced.ranking[rank - 1]
         skill = self.skills[skill_id]
         terms, window = list[str](), None
-        for key, part in self.pools.items():
+        for key, part in self.parts.items():
+            if not isinstance(part, PoolRanker):
+                continue
             index, position = part.index, part.places[skill_id]
             if isinstance(index, BM25Index) and not terms:
                 terms = index.matched(query.text, position)[:_MAX_TERMS]
-            elif isinstance(index, VectorIndex) and key in self.models and window is None:
+            elif isinstance(index, VectorIndex) and window is None:
                 number, place = index.best_chunk(query.text, position), self.models[key].window
                 window = None if number is None or place is None else place(skill, number)
         why = Why(traced.placed(skill_id), tuple(terms), window)
@@ -110,20 +108,14 @@ class Router:
     """Answers tasks over one pool; its models stay open, and any number of threads may ask it."""
 
     def __init__(self, skills: Sequence[Skill], system: SystemConfig, pool: Path | None = None) -> None:
-        """Open the rankers of `system` over `skills`, whose files are looked for in the folder `pool`.
-
-        Raises SkilltrainError for an empty pool and for a model that is missing.
-        """
+        """Open the rankers of `system` over `skills`, whose files are looked for in the folder `pool`."""
         if not skills:
             raise SkilltrainError("the pool is empty")
         self._now = _open(system, {skill.skill_id: skill for skill in skills}, pool, {}, None)
 
     @classmethod
     def load(cls, folder: Path | str) -> "Router":
-        """The router that `skilltrain fit` or `skilltrain index` wrote into `folder`.
-
-        Raises SkilltrainError where there is none, where it is not whole, and where one of its models has changed.
-        """
+        """The router that `fit` or `index` wrote into `folder`, which must be whole, its models unchanged."""
         router, index = cls.__new__(cls), Index.open(Path(folder))
         index.check_models()
         router._now = _open(index.system, index.skills, index.pool, {}, index)
@@ -144,10 +136,7 @@ class Router:
         return self._now.screened(skill)[1]
 
     def route(self, task: str, k: int = 5) -> Answer:
-        """The `k` best skills for `task`, of which the first 10,000 characters are read.
-
-        Raises SkilltrainError for a task without a visible character.
-        """
+        """The `k` best skills for `task`, of which the first 10,000 characters are read."""
         now, query = self._now, _query(task)
         traced = now.trace(query, k)
         calibration = now.index.record.calibration if now.index else None
@@ -165,8 +154,7 @@ class Router:
     def update(self, skills: Sequence[Skill]) -> dict[str, int]:
         """Answer with these skills from now on, as will whoever opens the folder; how many are new, changed and gone.
 
-        Only new texts are encoded. Until it is done, tasks are answered with the skills before. Raises SkilltrainError
-        for a router without a folder, and where another process writes it.
+        Only new texts are encoded. Raises SkilltrainError for a router in no folder, and where another process writes.
         """
         index = self._now.index
         if index is None:
@@ -193,20 +181,21 @@ def _open(
 ) -> _Opened:
     """The rankers over a pool, and over what an index holds of it; `models` get what has to be opened."""
     check_rankers(system)
-    parts, ids, stored = dict[str, Ranker](), [*skills], index.parts if index else {}
+    parts, ids = dict[str, Ranker](), [*skills]
+    stored, router = (index.parts, index.folder.parent) if index else ({}, None)
     for config in parts_of(system.rankers):
         key = key_of(config)
         kept = stored.get(key)
         if isinstance(config, LexicalConfig):
             parts[key] = PoolRanker(ids, kept or config.index([*skills.values()]))
         elif isinstance(config, DenseConfig | ApiConfig):
-            encoders = open_model(config, models)
+            encoders = open_model(config, models, router)
             chunks = kept or encoders.skills([*skills.values()])
             parts[key] = PoolRanker(ids, VectorIndex(chunks, _remembered(encoders)))
         elif isinstance(config, LateConfig):
-            parts[key] = open_model(config, models).over(skills, kept)
+            parts[key] = open_model(config, models, router).over(skills, kept)
         elif not isinstance(config, FuseConfig | ExpandConfig):
-            parts[key] = open_model(config, models).over(skills)
+            parts[key] = open_model(config, models, router).over(skills)
     return _Opened(system, skills, pool, parts, models, index)
 
 

@@ -2,24 +2,28 @@
 
 Every text of a skill is untrusted: names and descriptions are one line without invisible characters, a body stands
 between marks. For clients a skill is what the MCP Skills extension (SEP-2640) makes of it: a skill:// address, an entry
-and the SKILL.md behind it, made of what the router holds, which is what was indexed and screened. An address that a
-client gives is compared with those of the router's skills and never opened as a path.
+and the SKILL.md behind it, made of what was indexed and screened. An address is compared with those of the router's
+skills, and never opened as a path.
 """
 
 import hashlib
 import os
 import re
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote, unquote
 
+import anyio
+import watchfiles
 from anyio.to_thread import run_sync
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
+from skilltrain.data.pool.read import read_pool
 from skilltrain.data.screening import Flag
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm.untrusted import fenced, untrusted_line, untrusted_text
@@ -28,6 +32,7 @@ from skilltrain.routing.answer import RoutedSkill
 from skilltrain.routing.provision import front_matter, skill_text
 from skilltrain.routing.router import Router
 from skilltrain.tables import QUERIES, RANKINGS, write_table
+from skilltrain.terminal import say
 from skilltrain.texts import clean_text
 
 Flagged = Literal["mark", "withhold"]
@@ -43,6 +48,7 @@ _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")  # of Agent Skills, up to 64 chara
 _BY_ID = "by-id/"  # begins the address of a skill whose id does not end in its name
 _SHOWN = 400  # characters of a description
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)  # seconds
+_LOOK, _WRITE = 2.0, 60.0  # seconds between looks at what another process has written, and between writes of the log
 ResultT = TypeVar("ResultT")
 
 
@@ -51,26 +57,26 @@ class RouteLog:
 
     def __init__(self, folder: Path) -> None:
         self._start = folder / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
-        self._lock, self._number = threading.Lock(), 0
-        self._queries: list[dict[str, Any]] = []
-        self._rankings: list[dict[str, Any]] = []
+        self._answers, self._number = SimpleQueue[tuple[str, Sequence[Mapping[str, Any]]]](), 0
 
     def add(self, query: str, skills: Sequence[Mapping[str, Any]]) -> None:
         """Keep an answer."""
-        with self._lock:
-            self._number += 1
-            query_id, own = f"{self._start.name}-{self._number}", {"origin": "served", "split": "test"}
-            self._queries.append({"query_id": query_id, "text": clean_text(query), "kind": "single", **own})
-            for rank, skill in enumerate(skills, 1):
-                found = {"skill_id": skill["skill_id"], "rank": rank, "score": skill["score"], "stage": "served"}
-                self._rankings.append({"query_id": query_id, **found})
+        self._answers.put((clean_text(query), skills))
 
     def flush(self) -> None:
         """Write what is held."""
-        with self._lock:
-            (queries, self._queries), (rankings, self._rankings) = (self._queries, []), (self._rankings, [])
-            place = self._start.with_name(f"{self._start.name}-{self._number:06}")
+        queries: list[dict[str, Any]] = []
+        rankings: list[dict[str, Any]] = []
+        while not self._answers.empty():
+            text, skills = self._answers.get()
+            self._number += 1
+            own = {"query_id": f"{self._start.name}-{self._number}"}
+            queries.append(own | {"text": text, "kind": "single", "origin": "served", "split": "test"})
+            for rank, skill in enumerate(skills, 1):
+                found = {"skill_id": skill["skill_id"], "rank": rank, "score": skill["score"], "stage": "served"}
+                rankings.append(own | found)
         if queries:
+            place = self._start.with_name(f"{self._start.name}-{self._number:06}")
             write_table(rankings, RANKINGS, place)
             write_table(queries, QUERIES, place)
 
@@ -80,32 +86,64 @@ class Service:
 
     def __init__(self, router: Router, flagged: Flagged, log: RouteLog | None) -> None:
         self.router, self.flagged, self.log, self.registry = router, flagged, log, CollectorRegistry()
-        self.faults: dict[str, str] = {}
+        self._faults: dict[str, str] = {}
         skills = Gauge("skilltrain_skills", "Skills of the router", registry=self.registry)
         skills.set_function(lambda: len(self.router.skills))
-        kinds, registry = ("request", "outcome"), self.registry
-        self._seconds = Histogram(
-            "skilltrain_request_seconds", "By outcome", kinds, registry=registry, buckets=_BUCKETS
-        )
+        told = ("request", "outcome")
+        self._seconds = Histogram("skilltrain_request_seconds", "Time", told, registry=self.registry, buckets=_BUCKETS)
 
     async def timed(self, name: str, work: Callable[..., ResultT], *arguments: object) -> ResultT:
         """What `work` returns, done in a thread beside others, and counted as the request `name`."""
-        started, outcome = time.monotonic(), "failed"
+        started, outcome = time.monotonic(), "answered"
         try:
-            result = await run_sync(work, *arguments)
-            outcome = "answered"
-            return result
-        except SkilltrainError:
-            outcome = "refused"
+            return await run_sync(work, *arguments)
+        except BaseException as error:
+            outcome = "refused" if isinstance(error, SkilltrainError) else "failed"
             raise
         finally:
             self._seconds.labels(name, outcome).observe(time.monotonic() - started)
 
-    def search(self, query: str, k: int, filters: Filters | None) -> dict[str, Any]:
-        """The `k` best skills for a task, whether any `fits`, and a note that their texts are untrusted.
+    async def run(self, serve: Callable[[], Awaitable[None]], watched: Path | None) -> None:
+        """Serve while the skills are kept current; at the end what is logged is written."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._repeat, _LOOK, "refresh", self.router.refresh)
+            if self.log is not None:
+                tasks.start_soon(self._repeat, _WRITE, "log", self.log.flush)
+            if watched is not None:
+                tasks.start_soon(self.watch, watched)
+            try:
+                await serve()
+            finally:
+                tasks.cancel_scope.cancel()
+                if self.log is not None:
+                    self.log.flush()
 
-        Raises SkilltrainError for an empty task.
-        """
+    async def _repeat(self, seconds: float, name: str, work: Callable[[], object]) -> None:
+        while True:
+            await anyio.sleep(seconds)
+            await self._try(name, work)
+
+    async def watch(self, watched: Path) -> None:
+        """Update the router for what has changed below `watched`, at first for what changed while nobody watched."""
+        is_current = False
+        async for changes in watchfiles.awatch(watched, yield_on_timeout=True):  # tries again what failed
+            if changes or not is_current:
+                is_current = await self._try("update", update_from, self.router, watched)
+
+    async def _try(self, name: str, work: Callable[..., object], *arguments: object) -> bool:
+        """Do it, counted as a request; after a fault, which is said once, the server goes on as it is."""
+        fault = ""
+        try:
+            await self.timed(name, work, *arguments)
+        except Exception as error:
+            fault = f"{name}: {error}"
+        if fault and fault != self._faults.get(name):
+            say(fault)
+        self._faults[name] = fault
+        return not fault
+
+    def search(self, query: str, k: int, filters: Filters | None) -> dict[str, Any]:
+        """The `k` best skills for a task, whether any `fits`, and a note that their texts are untrusted."""
         answer = self.router.route(query, MAX_SKILLS if filters or self.flagged == "withhold" else k)
         pool, found = self.router.skills, list[dict[str, Any]]()
         for routed in answer.skills if answer.fits else ():
@@ -126,7 +164,7 @@ class Service:
         return skill
 
     def text(self, uri: str) -> str:
-        """All of a skill's text for a model. Raises SkilltrainError as `skill` does."""
+        """All of a skill's text for a model."""
         skill = self.skill(uri)
         flags = "".join(f"\nFLAGGED {flag}" for flag in _in_words(self.router.flags(skill)))
         text = f"{skill.name}\n{skill.description}\n\n{skill.body}"
@@ -141,6 +179,16 @@ class Service:
 
     def _is_withheld(self, skill: Skill) -> bool:
         return self.flagged == "withhold" and bool(self.router.flags(skill))
+
+
+def update_from(router: Router, watched: Path) -> dict[str, int]:
+    """Let the router answer with what `watched` holds now; skills of other sources stay, and categories are kept."""
+    before, source = router.skills, clean_text(watched.resolve().name)
+    others = [skill for skill in before.values() if skill.source != source]
+    taken = {skill.skill_id for skill in others}
+    read = [skill for skill in read_pool(watched) if skill.skill_id not in taken]
+    known = {skill.skill_id: before[skill.skill_id].category for skill in read if skill.skill_id in before}
+    return router.update([*others, *(replace(skill, category=known.get(skill.skill_id)) for skill in read)])
 
 
 def _row(routed: RoutedSkill, skill: Skill) -> dict[str, Any]:

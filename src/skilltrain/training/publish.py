@@ -1,7 +1,4 @@
-"""From a training run to a model folder, at its end and later from any checkpoint, and on to the Hugging Face Hub.
-
-What others could not use is not sent.
-"""
+"""From a training run to a model folder, at its end and later from any checkpoint, and on to the Hugging Face Hub."""
 
 import tempfile
 from collections.abc import Collection, Mapping
@@ -50,10 +47,10 @@ def save_trained(
     config: TrainConfig, checkpoint: Path, out: Path, summary: Mapping[str, Any], exported: str | None = None,
     interpolate: float | None = None,
 ) -> None:  # fmt: skip
-    """Load the model as training did, with the checkpoint's weights, and save it with its card, its adapter merged.
+    """Save the model of a checkpoint with its card, its adapter merged. On the CPU: the GPU may still hold the model.
 
-    `exported` names a checkpoint that is not what the run ended with; `interpolate` is the share of its weights in a
-    mean with those that training started from. On the CPU: the GPU may still hold the model.
+    `exported` names a checkpoint that is not what the run ended with; `interpolate` is its share in a mean with the
+    base.
     """
     model = _model_at(config, checkpoint)
     if interpolate is not None:
@@ -72,11 +69,7 @@ def _model_at(config: TrainConfig, checkpoint: Path) -> Encoder | Reranker:
 
 
 def _mix_with_base(model: Encoder | Reranker, config: TrainConfig, share: float) -> None:
-    """Make the trained weights of `model` (1 - share) x those that training started from + share x themselves.
-
-    What continued training forgets comes back, at little cost to what it learnt: WiSE-FT, Wortsman et al. 2022,
-    equation 1. Raises SkilltrainError for a base that lacks the reranker's head.
-    """
+    """Make the weights of `model` (1 - share) x its base's + share x themselves (WiSE-FT, Wortsman et al. 2022)."""
     try:
         base = load_model(config, torch.device("cpu"), new_head=False).state_dict()
     except SkilltrainError as error:
@@ -95,9 +88,7 @@ def export_run(
 
     `checkpoint` is step-N or best; without it a finished run's own model is copied, and an unfinished run's newest
     checkpoint is used. With `interpolate` the model lies between its base and the checkpoint (WiSE-FT). `form` is
-    another than the one that training saves. Raises SkilltrainError if there is no such run or checkpoint, nothing to
-    interpolate with, no such form of the model, `out` is not empty, or a report that is `published` is of another
-    model.
+    another than the one that training saves. Raises SkilltrainError for what the run cannot give.
     """
     config, summary = _read(run)
     if published.reports and not (summary and checkpoint is None and interpolate is None):
@@ -129,10 +120,7 @@ def export_run(
 
 
 def export_adapter(run: Path, out: Path, checkpoint: str | None = None) -> dict[str, Any]:
-    """Write the adapter (LoRA) of the training in the folder `run`, not merged, to the folder `out`; see `export_run`.
-
-    Without `checkpoint` it is that of the run's model, or of an unfinished run's newest checkpoint.
-    """
+    """Write the adapter (LoRA) of a checkpoint, by default the run's own, not merged, to the folder `out`."""
     config, summary = _read(run)
     if config.adapter is None:
         raise SkilltrainError("trained all weights, no adapter", where=run, fix="export without --adapter")
@@ -171,25 +159,10 @@ def push_model(
 ) -> dict[str, Any]:
     """Upload the model of `run`, or of a folder that `export_run` wrote, to the repository `published.repo`.
 
-    The repository becomes what the folder holds; with `only_plan` nothing is sent. Returns `url`, `files` (sizes in
-    bytes by name) and `card`. Raises SkilltrainError for a run that has not finished or a damaged folder, a model to
-    which plain sentence-transformers gives other scores, a file that holds a key, a repository that is public without
-    `public` or holds something else, and whatever the Hub refuses.
+    The repository becomes what the folder holds; with `only_plan` nothing is sent. Returns `url`, `files` (sizes by
+    name) and `card`. Raises SkilltrainError for what others could not use or should not see.
     """
     assert published.repo is not None
-    with tempfile.TemporaryDirectory(prefix="skilltrain-push-") as scratch:
-        folder = Path(scratch) / "model"
-        _write_model(run, folder, published, form)
-        check_round_trip(folder)
-        files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-        check_no_secret(files)
-        sizes = {name: path.stat().st_size for name, path in files.items()}
-        card = files["README.md"].read_text(encoding="utf-8")
-        url = None if only_plan else _upload(folder, sizes, published.repo, public)
-    return {"url": url, "files": sizes, "card": card}
-
-
-def _write_model(run: Path, folder: Path, published: Published, form: Form | None) -> None:
     record = record_of(run)
     if record and not record.get("finished"):
         fix = "continue it with --resume, or export a checkpoint and push that"
@@ -197,11 +170,19 @@ def _write_model(run: Path, folder: Path, published: Published, form: Form | Non
     if not record and (form or published.license or published.reports):
         fix = "give --form, --license and --report to `skilltrain export`"
         raise SkilltrainError("is no training's folder, and is pushed as it is", where=run, fix=fix)
-    if record:
-        export_run(run, folder, published=published, form=form)
-    else:
-        folder.mkdir()
-        copy_model(run, folder)
+    with tempfile.TemporaryDirectory(prefix="skilltrain-push-") as scratch:
+        folder = Path(scratch) / "model"
+        if record:
+            export_run(run, folder, published=published, form=form)
+        else:
+            copy_model(run, folder)
+        check_round_trip(folder)
+        files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        _check_no_secret(files)
+        sizes = {name: path.stat().st_size for name, path in files.items()}
+        card = files["README.md"].read_text(encoding="utf-8")
+        url = None if only_plan else _upload(folder, sizes, published.repo, public)
+    return {"url": url, "files": sizes, "card": card}
 
 
 def check_round_trip(folder: Path) -> None:
@@ -242,7 +223,7 @@ def _plain_scores(model: Encoder | Reranker, place: str, is_late: bool) -> Float
     return plain.similarity(plain.encode_query([*_QUERIES]), plain.encode_document(texts))
 
 
-def check_no_secret(files: Mapping[str, Path]) -> None:
+def _check_no_secret(files: Mapping[str, Path]) -> None:
     """Raise SkilltrainError for a text file that holds what looks like a real key or a database's password."""
     for name, path in files.items():
         text = path.read_text(encoding="utf-8") if path.suffix in _TEXT else ""
@@ -253,10 +234,7 @@ def check_no_secret(files: Mapping[str, Path]) -> None:
 
 
 def _upload(folder: Path, names: Collection[str], repo: str, public: bool) -> str:
-    """Make the repository where need be, and one commit of all files; its address.
-
-    Raises SkilltrainError for a repository whose content is not skilltrain's, or that more people may read than asked.
-    """
+    """Make the repository where need be, and one commit of all files; its address."""
     import httpx2
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
@@ -278,9 +256,8 @@ def _upload(folder: Path, names: Collection[str], repo: str, public: bool) -> st
         changes += [CommitOperationDelete(name) for name in sorted(old - {*names})]
         api.create_commit(repo, changes, commit_message="Upload a model of skilltrain")
     except (OSError, ValueError, httpx2.HTTPError) as error:
-        is_refusal = isinstance(error, LocalTokenNotFoundError) or (
-            isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403)
-        )
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
+        is_refusal = isinstance(error, LocalTokenNotFoundError) or status in (401, 403)
         fix = "set HF_TOKEN to a token that may write there" if is_refusal else "try again: nothing is half-written"
         raise SkilltrainError(f"cannot upload: {printable(str(error), 200)}", where=repo, fix=fix) from error
     return str(url)
