@@ -15,7 +15,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import RunRecord, model_card
 from skilltrain.export.folder import save_model
 from skilltrain.export.forms import ONNX, ONNX_INT8, OPENVINO, write_form
-from skilltrain.models.micro_batches import pad
+from skilltrain.models.micro_batches import model_inputs
 from skilltrain.models.pooling import max_sim
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.records import Skill
@@ -175,8 +175,9 @@ def test_openvino_computes_a_rerankers_logits_and_tells_nobody(tmp_path, reranke
     assert not any(module for name, module in sys.modules.items() if name.startswith("openvino_telemetry"))
     import openvino
 
-    ids, mask = pad([pair.ids for pair in reranker.tokenize(QUERY, MANY)], reranker.tokenizer.pad_token_id, CPU)
-    inputs = {"input_ids": ids.numpy(), "attention_mask": mask.numpy()}
+    pairs = [pair.ids for pair in reranker.tokenize(QUERY, MANY)]
+    padded, mask = model_inputs(pairs, reranker.tokenizer.pad_token_id, CPU)
+    inputs = {"input_ids": padded["input_ids"].numpy(), "attention_mask": mask.numpy()}
     found = openvino.Core().compile_model(tmp_path / "model" / OPENVINO, "CPU")(inputs)[0]
     assert found.shape == (4, 1)
     assert np.allclose(found[:, 0], scores_of(reranker, QUERY, MANY).numpy(), rtol=0.05, atol=0.1)

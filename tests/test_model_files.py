@@ -349,7 +349,7 @@ def test_minilm_is_what_it_was():
     assert found == EncoderSettings(pooling="mean", max_tokens=256, query_max_tokens=512)
 
 
-CLS, NO_MODULES = {"pooling": {"pooling_mode": "cls"}}, r"its modules\.json is no list of modules"
+CLS, NO_MODULES = {"pooling": {"pooling_mode": "cls"}}, "key 'modules.0.path'|modules.*: must be"
 DENSE_MODULE = r"asks for sentence_transformers\.models\.Dense, which an encoder here does not compute"
 TWO = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}
 

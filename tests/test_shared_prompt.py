@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mi
 
 from skilltrain.models import shared_prompt
 from skilltrain.models.activations import checkpoint_layers
-from skilltrain.models.micro_batches import pad, run_micro_batches
+from skilltrain.models.micro_batches import model_inputs, run_micro_batches
 from skilltrain.models.pairs import PairIds
 from skilltrain.models.reranker import Reranker, RerankerSettings, load_reranker
 from skilltrain.models.reranker import RerankerConfig as Source
@@ -49,8 +49,8 @@ def opened(folder):
 
 def plain_scores(reranker, network, pairs):
     """Scores by a padded batch with all logits."""
-    ids, mask = pad([pair.ids for pair in pairs], 0, CPU)
-    logits = network(input_ids=ids, attention_mask=mask).logits[torch.arange(len(pairs)), mask.sum(1) - 1]
+    inputs, mask = model_inputs([pair.ids for pair in pairs], 0, CPU)
+    logits = network(**inputs, attention_mask=mask).logits[torch.arange(len(pairs)), mask.sum(1) - 1]
     yes, no = reranker.yes_no_ids
     return logits[:, yes] - logits[:, no]
 
@@ -129,7 +129,7 @@ def test_every_token_stands_once_in_the_packed_row_behind_the_longest_shared_beg
     shared, row = packed.num_shared, packed.ids[0].tolist()
     assert all(len(text) > shared and text[:shared] == texts[0][:shared] for text in texts)
     assert any(len(text) == shared + 1 or text[: shared + 1] != texts[0][: shared + 1] for text in texts)
-    assert len(row) == shared_prompt.packed_size(shared, [*map(len, texts)]) == packed.positions.shape[1]
+    assert len(row) == sum(map(len, texts)) - shared * (len(texts) - 1) == packed.positions.shape[1]
     used = [place for bucket in packed.buckets for place in bucket.tokens.flatten()[bucket.kept].tolist()]
     assert used == [*range(shared, len(row))]
     for text, end in zip(texts, packed.ends.tolist(), strict=True):

@@ -15,8 +15,7 @@ _TOKENS = 64
 def checkpoint_layers(network: Any) -> None:
     """Let every layer keep only its inputs while the network trains, and compute the rest again when it is needed.
 
-    Chen et al. 2016 (arXiv 1604.06174). Loss and gradients stay the same, dropout included. Raises SkilltrainError
-    for a network whose transformers code cannot do so.
+    Chen et al. 2016 (arXiv 1604.06174); dropout is the same. Raises SkilltrainError for a network that cannot do so.
     """
     try:
         network.activation_checkpointing_enable({"use_reentrant": False})
@@ -52,11 +51,8 @@ def layer_bytes(network: Any, dtype: torch.dtype) -> float:
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         own = [*body.named_parameters(), *body.named_buffers()]
-        weights = {  # autocast knows no device meta
-            name: torch.empty_like(value, device=device).requires_grad_(value.requires_grad)
-            for name, value in own
-            if value.is_meta
-        }
+        meta = {name: value for name, value in own if value.is_meta}  # autocast knows no device meta
+        weights = {name: torch.empty_like(v, device=device).requires_grad_(v.requires_grad) for name, v in meta.items()}
         one, two, three = (kept(number * _TOKENS) for number in (1, 2, 3))
     square = (three - 2 * two + one) / 2  # of masks, which transformers builds only where it cannot look at values
     network.train(was_training)

@@ -16,7 +16,6 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.models.loading import heads, in_own_dtype
 
 _NAME = "default"  # peft's name for a model's only adapter
-_MARK = f".lora_A.{_NAME}."
 # Kept out of 4 bits by name: heads, which are trained or read as they are, and the pooler, which is part of a head.
 _HEADS = ("lm_head", "score", "classifier", "classifier.dense", "classifier.out_proj", "head.dense", "pooler.dense")
 
@@ -36,10 +35,7 @@ class AdapterConfig(Config):
 
 
 def quantizing_options(adapter: AdapterConfig | None) -> dict[str, Any]:
-    """What `from_pretrained` needs beside the usual: NF4 with double quantisation, computing in bfloat16, or nothing.
-
-    Raises SkilltrainError where 4 bits are asked for and bitsandbytes is not installed.
-    """
+    """What `from_pretrained` needs beside the usual. Raises SkilltrainError where bitsandbytes is missing."""
     if adapter is None or adapter.quantize == "none":
         return {}
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -48,29 +44,19 @@ def quantizing_options(adapter: AdapterConfig | None) -> dict[str, Any]:
     from transformers import BitsAndBytesConfig
 
     config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-        llm_int8_skip_modules=[*_HEADS],
-    )
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16, llm_int8_skip_modules=[*_HEADS],
+    )  # fmt: skip
     return {"quantization_config": config}
-
-
-def is_adapted(network: nn.Module) -> bool:
-    """Whether an adapter lies in `network`, not merged yet."""
-    return any(_MARK in name for name, _ in network.named_parameters())
 
 
 def add_adapter(network: Any, adapter: AdapterConfig) -> None:
     """Put an adapter into `network` in place: it keeps its class and methods, and at first its outputs.
 
     Only the adapter trains, in float32, and the classification head (with BERT's pooler) of a model that has one.
-    A is random: every rank must come here with the same seed. Raises SkilltrainError for a model that already has an
-    adapter, and for a target that no linear layer's name ends with.
+    A is random: every rank must come here with the same seed. Raises SkilltrainError for a rank above all widths, and
+    for a target that no linear layer's name ends with.
     """
-    if is_adapted(network):
-        raise SkilltrainError("the model already has an adapter", where="adapter", fix="merge it first")
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = _target_names(network, adapter)
@@ -106,11 +92,8 @@ def adapter_files(network: Any, base: str) -> tuple[Any, dict[str, torch.Tensor]
 def merge_adapter(network: Any) -> Any:
     """`network` with its adapter added into plain linear layers: W + (alpha / rank) B A.
 
-    4-bit weights come back in the number format that they were loaded in (float32 or bfloat16). Every parameter must
-    be whole, on this process. Raises SkilltrainError where there is no adapter.
+    4-bit weights come back in the number format that they were loaded in. Every parameter must be whole, here.
     """
-    if not is_adapted(network):
-        raise SkilltrainError("the model has no adapter to merge", where="adapter")
     from peft.tuners.lora import LoraLayer
 
     if getattr(network, "is_quantized", False):
@@ -128,8 +111,8 @@ def merge_adapter(network: Any) -> Any:
 def _prepare_for_cpu(name: str, linear: Any) -> None:
     """What bitsandbytes 0.50 needs on CPU. Raises SkilltrainError for a layer that it would compute wrongly.
 
-    Its kernel takes a scale a row, so that rows must be whole blocks of 64 weights. And where the CPU multiplies
-    bfloat16, it repacks the weights at the first evaluation, after which no gradient passes them; state_dict() unpacks.
+    Its kernel wants rows of whole blocks of 64 weights. And where the CPU multiplies bfloat16, it repacks the weights
+    at the first evaluation, after which no gradient passes them; state_dict() unpacks.
     """
     if linear.weight.device.type != "cpu":
         return
@@ -141,12 +124,10 @@ def _prepare_for_cpu(name: str, linear: Any) -> None:
 
 
 def _target_names(network: Any, adapter: AdapterConfig) -> list[str]:
-    """Full names of the linear layers to adapt."""
     in_heads = {id(module) for head in _heads(network) for module in head.modules()}
     in_heads.add(id(network.get_output_embeddings()))
-    names = [
-        name for name, module in network.named_modules() if isinstance(module, nn.Linear) and id(module) not in in_heads
-    ]
+    linear = ((name, module) for name, module in network.named_modules() if isinstance(module, nn.Linear))
+    names = [name for name, module in linear if id(module) not in in_heads]
     if adapter.targets == "all_linear":
         return names
     chosen = {target: [n for n in names if f".{n}".endswith(f".{target}")] for target in adapter.targets}

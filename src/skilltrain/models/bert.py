@@ -15,7 +15,8 @@ from skilltrain.files import read_json
 _FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors")
 _AS_COMPUTED = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False}
 _UNUSED = ("pooler.", "embeddings.position_ids")
-_PROBE = "a b c d e"
+PROBE = "a b c d e"
+"""Letters that any tokenizer knows whose files are whole."""
 
 
 class Bert(nn.Module):
@@ -82,11 +83,6 @@ class BertTokenizer:
         self.pad_token_id = self.backend_tokenizer.token_to_id("[PAD]")
         self.unk_token_id = self.backend_tokenizer.token_to_id("[UNK]")
 
-    @property
-    def reads_letters(self) -> bool:
-        """Whether the tokenizer's files hold a vocabulary."""
-        return not {*self.backend_tokenizer.encode(_PROBE, add_special_tokens=False).ids} <= {self.unk_token_id}
-
 
 def _table(rows: int, dim: int) -> nn.Embedding:
     """An embedding that is not filled at random: on the device meta that imports a compiler, which takes a second."""
@@ -122,7 +118,9 @@ def _read(folder: Path) -> tuple[Bert, BertTokenizer] | None:
     if {name: value.shape for name, value in used.items()} != shapes:
         return None
     tokenizer = BertTokenizer(folder / _FILES[2])
-    if not tokenizer.reads_letters or tokenizer.backend_tokenizer.get_vocab_size() > config["vocab_size"]:
+    backend = tokenizer.backend_tokenizer
+    read = {*backend.encode(PROBE, add_special_tokens=False).ids} - {tokenizer.unk_token_id}
+    if not read or backend.get_vocab_size() > config["vocab_size"]:
         return None
     network.load_state_dict(used, assign=True)
     return network, tokenizer

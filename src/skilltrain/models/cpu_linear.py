@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 class PackedLinear(nn.Module):
     """A linear layer without gradient, with weights laid out for oneDNN once; MiniLM as a whole is 1.9 times as fast.
 
-    This is what torch.compile puts in place of a frozen linear layer, without the compiler.
+    This is what torch.compile puts in place of a frozen linear layer.
     """
 
     def __init__(self, linear: nn.Linear, num_rows: int) -> None:
@@ -24,15 +24,13 @@ class PackedLinear(nn.Module):
         self.bias = None if linear.bias is None else linear.bias.detach()
 
     def forward(self, values: Float[Tensor, "*rows inner"]) -> Float[Tensor, "*rows outer"]:
-        """The layer's outputs."""
         return torch.ops.mkldnn._linear_pointwise(values, self.packed, self.bias, "none", [], "")
 
 
 def pack_linear_layers(network: nn.Module, num_rows: int) -> None:
     """Replace the float32 linear layers of a network on a CPU, which is only used for inference from then on.
 
-    `num_rows` is how many tokens they will mostly see at once. Other layers, and a PyTorch that was built without
-    oneDNN, stay as they are.
+    `num_rows` is how many tokens they will mostly see at once. A PyTorch without oneDNN stays as it is.
     """
     if not torch.backends.mkldnn.is_available():
         return
@@ -47,12 +45,10 @@ def pack_linear_layers(network: nn.Module, num_rows: int) -> None:
 class OneDnnLinear(nn.Linear):
     """A linear layer to train, whose three float32 products (outputs and both gradients) oneDNN computes on a CPU.
 
-    Parameters, hooks and state dict are those of the nn.Linear that it was. Whatever is not plain float32 on a CPU
-    (another number format, autocast, a GPU, no rows) is computed as nn.Linear does.
+    Parameters, hooks and state dict are those of the nn.Linear that it was, and so is all but plain float32 on a CPU.
     """
 
     def forward(self, input: Float[Tensor, "*rows inner"]) -> Float[Tensor, "*rows outer"]:
-        """The layer's outputs."""
         weight = self.weight
         plain = input.dtype == weight.dtype == torch.float32 and input.device.type == weight.device.type == "cpu"
         if not plain or input.numel() == 0 or torch.is_autocast_enabled("cpu"):
@@ -64,8 +60,7 @@ class OneDnnLinear(nn.Linear):
 def train_with_onednn(network: nn.Module) -> None:
     """Let oneDNN compute the linear layers of a network in training, in place, where it is faster than MKL.
 
-    The processor decides, not a measurement: the same run on the same machine gives the same bits. For networks whose
-    weights lie whole on this process.
+    The processor decides, not a measurement, so that a run gives the same bits again. Weights must lie whole here.
     """
     if not onednn_is_faster():
         return
@@ -91,15 +86,11 @@ class _OneDnnProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # type: ignore[override]  # once_differentiable hides its names
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (gradient,), (rows, weight) = gradients, ctx.saved_tensors
-        return (
-            None if weight is None else _product(gradient, weight.t()),
-            None if rows is None else _product(gradient.t(), rows.t()),
-            gradient.sum(0) if ctx.needs_input_grad[2] else None,
-        )
+        of_rows = None if weight is None else _product(gradient, weight.t())
+        of_weight = None if rows is None else _product(gradient.t(), rows.t())
+        return of_rows, of_weight, gradient.sum(0) if ctx.needs_input_grad[2] else None
 
 
 def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:

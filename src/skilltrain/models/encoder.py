@@ -26,11 +26,13 @@ from skilltrain.models.loading import (
     stored_settings,
 )
 from skilltrain.models.micro_batches import Groups, TokenIds, embed_together, micro_batches, model_inputs
-from skilltrain.models.pooling import Pooling, at_least_float32, module_settings, pool, stored_prompts
+from skilltrain.models.pooling import Pooling, at_least_float32, foreign_settings, pool
 from skilltrain.models.tokens import TextTokenizer
 from skilltrain.records import Skill
 from skilltrain.templates import FIELDS_SEEN, Chunks, EncoderTemplate, with_fields
 
+Texts = Sequence[TokenIds] | Sequence[Float[Tensor, "_ width"]]
+"""The texts of a micro-batch, as token ids or as embedded tokens."""
 _MOST_CHARS = 5  # of a token, in the long run; English prose has between 4 and 5, Markdown and code fewer
 
 
@@ -57,18 +59,12 @@ class EncoderConfig(ModelConfig):
     """Which encoder to load. What is left out comes from the model's own folder."""
 
     pooling: Pooling | None = Field(default=None, description="mean, last_token or cls; else as the folder says")
-    max_tokens: int | None = Field(
-        default=None, ge=8, description="token limit of a skill's text; else as the folder says, or 256"
-    )
-    query_max_tokens: int | None = Field(
-        default=None, ge=8, description="token limit of a query's text; else as the folder says, at least 512"
-    )
+    max_tokens: int | None = Field(default=None, ge=8, description="token limit of a skill; else the folder's, or 256")
+    query_max_tokens: int | None = Field(default=None, ge=8, description="of a query; else the folder's, at least 512")
     template: EncoderTemplate | None = Field(
         default=None, description="the texts the model sees; skillrouter_released: those of its code"
     )
-    chunks: Chunks | None = Field(
-        default=None, description="windows of a body that are encoded; else as the folder says, or one"
-    )
+    chunks: Chunks | None = Field(default=None, description="windows of a body; else as the folder says, or one")
 
 
 class Encoder(nn.Module):
@@ -84,7 +80,6 @@ class Encoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie."""
         return next(self.backbone.parameters()).device
 
     @property
@@ -94,14 +89,12 @@ class Encoder(nn.Module):
 
     @property
     def dim(self) -> int:
-        """Length of a vector."""
         return self.backbone.config.hidden_size
 
     def tokenize(self, texts: Sequence[str], max_tokens: int) -> list[TokenIds]:
         """Token ids of each text, cut to `max_tokens`, special tokens included; none of these stems from the text.
 
-        With last-token pooling every text ends with the pad token exactly once, whether or not the tokenizer
-        appends it itself (Qwen3-Embedding's does, the base model's does not).
+        With last-token pooling every text ends with the pad token once, whether or not the tokenizer appends it itself.
         """
         if not texts:  # transformers' tokenizers fail on an empty batch
             return []
@@ -113,13 +106,11 @@ class Encoder(nn.Module):
 
     def tokenize_queries(self, texts: Sequence[str]) -> list[TokenIds]:
         """Token ids of raw queries, rendered and capped as the template says."""
-        rendered = [self.settings.template.render_query(text) for text in texts]
-        return self.tokenize(rendered, self.settings.query_max_tokens)
+        return self.tokenize([*map(self.settings.template.render_query, texts)], self.settings.query_max_tokens)
 
     def tokenize_skills(self, skills: Sequence[Skill]) -> list[TokenIds]:
         """Token ids of the skills' texts, rendered and capped as the template says."""
-        texts = [self.settings.template.render_skill(skill) for skill in skills]
-        return self.tokenize(texts, self.settings.max_tokens)
+        return self.tokenize([*map(self.settings.template.render_skill, skills)], self.settings.max_tokens)
 
     def attend_by_length(self) -> None:
         """From now on, the texts of a micro-batch stand in one row: no padding, and flash attention on a GPU.
@@ -145,7 +136,7 @@ class Encoder(nn.Module):
         """What `forward` takes for the texts in place of their ids where it runs in several micro-batches."""
         return embed_together(self.backbone, texts)
 
-    def forward(self, texts: Sequence[TokenIds] | Sequence[Float[Tensor, "_ width"]]) -> Float[Tensor, "text dim"]:
+    def forward(self, texts: Texts) -> Float[Tensor, "text dim"]:
         """Unit vectors of one micro-batch of token ids or embedded tokens, in float32 or wider."""
         if self.is_packed:
             packed = shared_prompt.pack(texts, self.device, varlen=True)
@@ -154,9 +145,7 @@ class Encoder(nn.Module):
             return nn.functional.normalize(at_least_float32(last), dim=-1)
         return nn.functional.normalize(pool(*self._hidden(texts), self.settings.pooling), dim=-1)
 
-    def with_tokens(
-        self, texts: Sequence[TokenIds] | Sequence[Float[Tensor, "_ width"]], num_tokens: int
-    ) -> Float[Tensor, "text row dim"]:
+    def with_tokens(self, texts: Texts, num_tokens: int) -> Float[Tensor, "text row dim"]:
         """What `forward` gives, and behind each text's vector those of its tokens: zeros after its end, `num_tokens`.
 
         All are unit vectors. Of an encoder that attends by length, they would not be the same.
@@ -165,20 +154,12 @@ class Encoder(nn.Module):
         rows = torch.cat([pool(hidden, mask, self.settings.pooling)[:, None], hidden * mask[:, :, None]], 1)
         return nn.functional.pad(nn.functional.normalize(rows, dim=-1), (0, 0, 0, 1 + num_tokens - rows.shape[1]))
 
-    def _hidden(
-        self, texts: Sequence[TokenIds] | Sequence[Float[Tensor, "_ width"]]
-    ) -> tuple[Float[Tensor, "text token dim"], Int[Tensor, "text token"]]:
+    def _hidden(self, texts: Texts) -> tuple[Float[Tensor, "text token dim"], Int[Tensor, "text token"]]:
         """(the last hidden states in float32 or wider, which of them are tokens)."""
         inputs, mask = model_inputs(texts, self.tokenizer.pad_token_id, self.device)
-        hidden = self.backbone(**inputs, attention_mask=self._mask_needed(texts, mask)).last_hidden_state
-        return at_least_float32(hidden), mask
-
-    def _mask_needed(self, texts: Sequence[Sized], mask: Int[Tensor, "text token"]) -> Int[Tensor, "text token"] | None:
-        """`mask`, or None where attention without it, which is faster, gives the same vectors.
-
-        That is where nothing is padded, and in a causal network: its tokens never see the padding that follows them.
-        """
-        return None if self._is_causal or len({len(text) for text in texts}) == 1 else mask
+        # Without padding, and in a causal network, whose tokens never see what follows, attention needs no mask.
+        needed = None if self._is_causal or len({len(text) for text in texts}) == 1 else mask
+        return at_least_float32(self.backbone(**inputs, attention_mask=needed).last_hidden_state), mask
 
 
 def load_encoder(
@@ -217,34 +198,33 @@ def open_to_answer(config: EncoderConfig, device: torch.device) -> Encoder:
 
 
 def _settings(folder: Path, config: EncoderConfig, stored: dict[str, Any], model_config: Any) -> EncoderSettings:
-    """What the recipe says, else what training saved, else what a base model's own files say, else our defaults."""
+    """What the recipe says, else what training saved, else what a base model's own files say, else our defaults.
+
+    Raises SkilltrainError for more tokens than the model has positions, for windows that do not move on through a body,
+    and for chunks that the model would cut.
+    """
     given = config.model_dump(exclude_none=True, include={*EncoderSettings.model_fields})
     base: dict[str, Any] = {"pooling": "last_token"} if model_config.model_type.startswith("qwen") else {}
+    prompts = "", ""
     if not stored:
         least = EncoderSettings().query_max_tokens
-        base |= module_settings(folder, model_config, "pooling" in given, least)
+        found, prompts = foreign_settings(folder, model_config, config.pooling, least)
+        base |= found
     settings = EncoderSettings.model_validate((stored or base) | given)
     limit = num_positions(model_config)
     over = {name: limit for name in ("max_tokens", "query_max_tokens") if limit and getattr(settings, name) > limit}
     if any(name in stored | given for name in over):
         raise SkilltrainError(f"max_tokens exceeds the model's {limit} positions", where=config.source)
-    template = with_fields(settings.template, config.fields)
-    if not stored:
-        template = template.with_prompts(*stored_prompts(folder))
+    template = with_fields(settings.template, config.fields).with_prompts(*prompts)
     settings = settings.model_copy(update={**over, "template": template})  # a default adapts to the model's positions
-    _check_chunks(settings, config.source)
-    return settings
-
-
-def _check_chunks(settings: EncoderSettings, source: str) -> None:
-    """Raise SkilltrainError for windows that do not move on through a body, and for chunks that the model would cut."""
-    skill, chunks, most = settings.template.skill, settings.chunks, settings.max_tokens
+    skill, chunks, most = template.skill, settings.chunks, settings.max_tokens
     if chunks.windows == 1 or "body" not in FIELDS_SEEN[skill.fields]:
-        return
+        return settings
     if chunks.overlap >= skill.body_chars:
         what = f"chunks.overlap {chunks.overlap} is not below the window, template.skill.body_chars {skill.body_chars}"
-        raise SkilltrainError(what, where=source)
+        raise SkilltrainError(what, where=config.source)
     if skill.description_chars + skill.body_chars > _MOST_CHARS * most:
         what = f"chunks of {skill.description_chars} + {skill.body_chars} characters are longer than {most} tokens"
         fix = f"template.skill.body_chars: about {max(1, 4 * most - skill.description_chars)}, or a larger max_tokens"
-        raise SkilltrainError(what, where=source, fix=fix)
+        raise SkilltrainError(what, where=config.source, fix=fix)
+    return settings

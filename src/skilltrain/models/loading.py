@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from skilltrain.config import Config, ModelSource
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import fingerprint, read_json
+from skilltrain.models.bert import PROBE
 from skilltrain.templates import SEEN, SkillFields
 from skilltrain.terminal import say
 from skilltrain.texts import printable
@@ -27,9 +28,7 @@ Precision = Literal["auto", "float32", "bfloat16"]
 _INDEX_FILE = "model.safetensors.index.json"
 _SETTINGS = ["*.json", "*.txt", "*.model", "*.jinja"]
 _MODEL_FILES, _NO_MODEL = (".safetensors", ".json", ".txt", ".model"), ("run.json",)
-_UNFINISHED = "training that has not finished leaves only checkpoints; continue it with --resume"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_PROBE = "a b c d e"
 _ROBERTA_LIKE = (  # their positions are counted from the padding's id + 1
     "camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm",
     "xlm-roberta", "xlm-roberta-xl", "xmod",
@@ -40,9 +39,7 @@ class ModelConfig(Config):
     """What names any model."""
 
     source: ModelSource = Field(description="folder, Hub id owner/name, or package:NAME (a package that ships a model)")
-    fields: SkillFields | None = Field(
-        default=None, description=f"what it sees, whatever its template says; {SEEN}; null: as the template says"
-    )
+    fields: SkillFields | None = Field(default=None, description=f"what it sees, in place of its template's; {SEEN}")
     precision: Precision = Field(default="float32", description="number format of the weights")
 
 
@@ -86,8 +83,7 @@ def _package_folder(source: str) -> Path:
 def _from_hub(source: str, weights: bool) -> Path:
     """The cached folder of a Hub model.
 
-    Where the Hub cannot be asked, a cache that was not filled by us may lack files. A line says so: settings that are
-    only out of reach would change every result.
+    A line says where the Hub cannot be asked and the cache may lack files: without settings every result would change.
     """
     import httpx2
     from huggingface_hub import get_cached_repo_tree, snapshot_download
@@ -112,12 +108,12 @@ def _from_hub(source: str, weights: bool) -> Path:
 
 
 def _check_files(folder: Path, source: str) -> None:
-    """Raise SkilltrainError for a folder without config.json, an adapter without its model, and shards elsewhere."""
     if (folder / "adapter_config.json").is_file():
         fix = "merge it into its model first (peft's merge_and_unload)"
         raise SkilltrainError("holds an adapter, not a model of its own", where=source, fix=fix)
     if not (folder / "config.json").is_file():
-        raise SkilltrainError("is no model folder: it has no config.json", where=source, fix=_UNFINISHED)
+        fix = "training that has not finished leaves only checkpoints; continue it with --resume"
+        raise SkilltrainError("is no model folder: it has no config.json", where=source, fix=fix)
     if (folder / _INDEX_FILE).is_file():
         index = read_json(folder / _INDEX_FILE)
         shards = index.get("weight_map") if isinstance(index, dict) else None
@@ -128,10 +124,7 @@ def _check_files(folder: Path, source: str) -> None:
 
 
 def stored_settings(folder: Path, kind: Kind) -> dict[str, Any]:
-    """The settings that training saved in a model folder; empty for a model that was not trained here.
-
-    Raises SkilltrainError if the folder holds the other kind of model.
-    """
+    """The settings that training saved in a model folder, if any. Raises SkilltrainError for the other kind."""
     found, settings = _record(folder)
     if found not in (kind, None):
         fix = "set template.form to train a reranker from an encoder" if kind == "reranker" else ""
@@ -181,7 +174,7 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = load_pretrained(AutoTokenizer, folder, "tokenizer", padding_side="right")
-    if {*tokenizer.encode(_PROBE, add_special_tokens=False)} <= {tokenizer.unk_token_id}:
+    if {*tokenizer.encode(PROBE, add_special_tokens=False)} <= {tokenizer.unk_token_id}:
         what = "its tokenizer knows no letter: the tokenizer's files are missing or empty"
         raise SkilltrainError(what, where=folder, fix="copy them from the model that it was trained from")
     return tokenizer
@@ -192,9 +185,8 @@ def load_network(
 ) -> Any:
     """A network of which every weight lies in the folder, and whose vocabulary is the tokenizer's.
 
-    Its pooler may be absent, and with `new_head` the layers on its backbone: they are then random. Layers that the
-    folder has on the backbone and the network has not are left out. Raises SkilltrainError for any other difference
-    between the weights and config.json.
+    Its pooler may be absent, and with `new_head` the layers on its backbone: they are then random. Layers beyond the
+    network's are left out. Raises SkilltrainError for any other difference between the weights and config.json.
     """
     checks = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     network, found = load_pretrained(auto_class, folder, "weights", **checks, **options)
@@ -223,19 +215,13 @@ def load_network(
 
 
 def loading_options(config: ModelConfig, model_config: Any, device: torch.device) -> dict[str, Any]:
-    """How `from_pretrained` is to make a network.
-
-    On a GPU at once, so that ranks hold no copy of it in the machine's memory first; on the device meta without its
-    weights being read.
-    """
+    """How `from_pretrained` is to make a network: on a GPU or meta at once, so that no copy lies in memory first."""
     placed = {"device_map": device} if device.type in ("cuda", "meta") else {}
     return {"dtype": resolve_dtype(config.precision, device), **backbone_options(model_config), **placed}
 
 
 def backbone_options(model_config: Any) -> dict[str, Any]:
-    """Options for BERT-like backbones: no unused pooler (it breaks DDP's second step), and no attention dropout,
-    which would put PyTorch's attention on its slow path on CPU.
-    """
+    """For BERT-like backbones: no unused pooler (it breaks DDP's second step), no attention dropout (slow on CPU)."""
     from transformers import MODEL_MAPPING
 
     options: dict[str, Any] = {}
@@ -270,10 +256,7 @@ def num_positions(model_config: Any) -> int | None:
 
 
 def resolve_dtype(precision: Precision, device: torch.device) -> torch.dtype:
-    """The number format to compute in; `auto` is bfloat16 where the hardware multiplies it natively.
-
-    The device meta stands for the one that would be used.
-    """
+    """The number format to compute in; `auto` is bfloat16 where the hardware multiplies it natively."""
     if precision != "auto":
         return torch.bfloat16 if precision == "bfloat16" else torch.float32
     device = default_device() if device.type == "meta" else device
@@ -285,7 +268,7 @@ def resolve_dtype(precision: Precision, device: torch.device) -> torch.dtype:
 
 
 def default_device() -> torch.device:
-    """The GPU where there is one, else the CPU; also the CPU where accelerate's launcher was told so (cpu.yaml)."""
+    """The GPU where there is one, unless accelerate's launcher was told to use the CPU (cpu.yaml)."""
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "y", "yes", "t", "true", "on"):
         return torch.device("cpu")
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -34,11 +34,6 @@ def micro_batches(lengths: Sequence[int], token_budget: int, shared: int | None 
     return groups
 
 
-def num_slots(lengths: Sequence[int], groups: Groups) -> int:
-    """Tokens that the groups cost, padding included."""
-    return sum(max(lengths[position] for position in group) * len(group) for group in groups if group)
-
-
 def split_to(groups: Groups, count: int) -> Groups:
     """The same texts in `count` groups or more: the fullest groups are halved, in place of their order.
 
@@ -75,37 +70,24 @@ def on_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def pad(
-    texts: Sequence[TokenIds], pad_id: int, device: torch.device
-) -> tuple[Int[Tensor, "text token"], Int[Tensor, "text token"]]:
-    """(token ids, attention mask), padded on the right to the longest text."""
-    lengths = np.array([len(text) for text in texts])
-    ids = np.full((len(texts), lengths.max()), pad_id, dtype=np.int64)
-    mask = np.arange(ids.shape[1]) < lengths[:, None]
-    ids[mask] = np.concatenate([np.asarray(text, dtype=np.int64) for text in texts])
-    return on_device(ids, device), on_device(mask.astype(np.int64), device)
-
-
 def model_inputs(
     texts: Sequence[TokenIds] | Sequence[Float[Tensor, "_ dim"]], pad_id: int, device: torch.device
 ) -> tuple[dict[str, Tensor], Int[Tensor, "text token"]]:
-    """(token ids or embedded tokens under the name that transformers gives them, attention mask); see `pad`."""
-    rows = [text for text in texts if isinstance(text, Tensor)]
-    if not rows:
-        ids, mask = pad([text for text in texts if not isinstance(text, Tensor)], pad_id, device)
-        return {"input_ids": ids}, mask
-    embeddings = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    lengths = on_device(np.array([len(text) for text in rows]), embeddings.device)
-    mask = (torch.arange(embeddings.shape[1], device=embeddings.device) < lengths[:, None]).long()
-    return {"inputs_embeds": embeddings}, mask
+    """(token ids or embedded tokens under transformers' name, attention mask), padded on the right to the longest."""
+    lengths = np.array([len(text) for text in texts])
+    is_token = np.arange(lengths.max()) < lengths[:, None]
+    mask = on_device(is_token.astype(np.int64), device)
+    if rows := [text for text in texts if isinstance(text, Tensor)]:
+        return {"inputs_embeds": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)}, mask
+    ids = np.full(is_token.shape, pad_id, dtype=np.int64)
+    ids[is_token] = np.concatenate([np.asarray(text, dtype=np.int64) for text in texts])
+    return {"input_ids": on_device(ids, device)}, mask
 
 
 def embed_together(network: Any, texts: Sequence[TokenIds]) -> list[Float[Tensor, "_ dim"]]:
-    """Each text's token embeddings, all looked up at once.
+    """Each text's token embeddings, all looked up at once; without gradients nothing is won, and models take token ids.
 
     The gradient of a lookup is as large as the vocabulary's whole table: one for all texts, not one per micro-batch.
-    Without gradients nothing is won, and all texts' embeddings, not a micro-batch's, would lie in memory: models take
-    token ids there.
     """
     table = network.get_input_embeddings()
     ids = np.concatenate([np.asarray(text, dtype=np.int64) for text in texts])

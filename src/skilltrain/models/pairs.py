@@ -20,8 +20,8 @@ LEAST_SKILL_TOKENS = 8
 class RerankerSettings(Config):
     """What, beside its weights, makes a reranker; saved in its folder.
 
-    The yes_no form starts from SkillRouter's 4,096 tokens, half of them for the query at most, which 1,500 characters
-    of Latin, Chinese, Cyrillic, Arabic or Thai text stay within. The two-segment forms start from a BERT's 512.
+    yes_no starts from SkillRouter's 4,096 tokens, half of them for the query at most (1,500 characters in any script
+    need fewer), the two-segment forms from a BERT's 512.
     """
 
     template: RerankerTemplate = RerankerTemplate()
@@ -48,9 +48,8 @@ class PairIds:
 class PairTokenizer:
     """Turns queries and skills into pairs of token ids, as a reranker's settings say.
 
-    In the yes_no form the parts meet before `<Document>: `, right after a line break. No tokenizer joins a line break
-    with a `<` that follows it, so that the ids are those of the whole text: each part is tokenised with a little of
-    its neighbour, whose tokens are then dropped.
+    In the yes_no form the parts meet between a line break and `<Document>: `, which no tokenizer joins: the ids are
+    those of the whole text, where each part is tokenised with a little of its neighbour, whose tokens are then dropped.
     """
 
     def __init__(self, tokenizer: Any, settings: RerankerSettings) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from skilltrain.config import Config, validate
@@ -18,17 +18,14 @@ Pooling = Literal["mean", "last_token", "cls"]
 _ENDLESS = 10**9  # transformers writes 1e30 for "no limit"
 _COMPUTED = ("Transformer", "Pooling", "Normalize")
 _POOLING: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
-_OF_SKILLS, _KEPT = ("document", "passage", "corpus"), "include_prompt"
+_OF_SKILLS = ("document", "passage", "corpus")
 _FLAG = "pooling_mode_"  # sentence-transformers before version 6: one switch for each mode
 
 
 def pool(
     hidden: Float[Tensor, "text token dim"], mask: Int[Tensor, "text token"], how: Pooling
 ) -> Float[Tensor, "text dim"]:
-    """One vector a text; `mask` is 1 on real tokens, which stand on the left.
-
-    `last_token` takes the last real position (Qwen3-Embedding), found by length and never by pad id.
-    """
+    """One vector per text; `mask` is 1 on its tokens, which stand on the left (the last is found by length alone)."""
     if how == "cls":
         return hidden[:, 0]
     if how == "last_token":
@@ -45,9 +42,8 @@ def at_least_float32(values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 def max_sim(
     queries: Sequence[Float[Tensor, "_ dim"]], skills: Sequence[Float[Tensor, "_ dim"]]
 ) -> Float[Tensor, "query skill"]:
-    """The mean over a query's tokens of the largest cosine with one of the skill's tokens.
+    """The mean over a query's tokens of the largest cosine with one of the skill's tokens, given as unit vectors.
 
-    Takes the unit vectors of each text's tokens, in float32 or wider; there is a skill, and every text has a token.
     One skill at a time, for `max` keeps for its gradient only where the largest cosines were, not all of them.
     Source: Khattab and Zaharia 2020 (ColBERT), equation 3, which sums where this takes the mean.
     """
@@ -68,72 +64,52 @@ class _Module(_Foreign):
     path: str
 
 
-class _Limits(_Foreign):
+class _Files(_Foreign):
+    modules: list[_Module] = Field(default=[])
+    prompts: dict[str, str | None] = Field(default={})
     max_seq_length: int | None = Field(default=None, ge=8)
     document_length: int | None = Field(default=None, ge=8)
     query_length: int | None = Field(default=None, ge=8)
 
 
-class _Prompts(_Foreign):
-    prompts: dict[str, str | None] = Field(default={})
+def foreign_settings(
+    folder: Path, model_config: Any, pooling: Pooling | None, least_query_tokens: int
+) -> tuple[dict[str, Any], tuple[str, str]]:
+    """(`pooling`, `max_tokens` and `query_max_tokens`, the prompts of a query and a skill), as sentence-transformers'
+    files say them, but for a `pooling` that is given; empty without modules.json.
 
-
-def stored_prompts(folder: Path) -> tuple[str, str]:
-    """What a model's folder says stands before a query and before a skill, as sentence-transformers reads it.
-
-    `encode_query` takes the prompt `query`, `encode_document` the first of `document`, `passage` and `corpus`: so it is
-    documented, though release 6.2 overlooks the last two unless they are named in the call. Raises SkilltrainError for
-    prompts that are no texts by name, and for a pooling that leaves a prompt's tokens out.
+    Raises SkilltrainError for modules, a pooling or prompts that an encoder here does not compute: other vectors than
+    the model's would be wrong without a word.
     """
     if not (folder / "modules.json").is_file():
-        return "", ""
-    file = folder / "config_sentence_transformers.json"
-    given = validate(_Prompts, _read_map(file), file).prompts
-    prompts = {name: text for name, text in given.items() if text is not None}
-    found = prompts.get("query", ""), next((prompts[name] for name in _OF_SKILLS if name in prompts), "")
-    pooling = _read_map(_places(folder).get("Pooling", folder) / "config.json") if any(found) else {}
-    if pooling.get(_KEPT) is False:
-        what = f"its pooling leaves the prompt out ({_KEPT}: false), which an encoder here does not compute"
-        raise SkilltrainError(what, where=folder, fix="choose another model")
-    return found
-
-
-def module_settings(folder: Path, model_config: Any, pooling_is_given: bool, least_query_tokens: int) -> dict[str, Any]:
-    """`pooling`, `max_tokens` and `query_max_tokens` as the model's files say; empty for one without modules.json.
-
-    Raises SkilltrainError for modules that an encoder here does not compute, and, unless `pooling_is_given`, for such
-    a pooling: other vectors than the model's would be wrong without a word.
-    """
-    if not (folder / "modules.json").is_file():
-        return {}
-    places = _places(folder)
-    limits = _token_limits(folder, places.get("Transformer", folder), model_config, least_query_tokens)
-    pooling = {"pooling": _pooling(folder, places["Pooling"])} if "Pooling" in places and not pooling_is_given else {}
-    return pooling | limits
-
-
-def _places(folder: Path) -> dict[str, Path]:
-    """Kind of module → its folder inside the model's."""
-    listed = read_json(folder / "modules.json")
-    try:
-        modules = TypeAdapter(list[_Module]).validate_python(listed)
-    except ValidationError as error:
-        raise SkilltrainError("its modules.json is no list of modules", where=folder) from error
+        return {}, ("", "")
+    files = _read_map(folder / "config_sentence_transformers.json") | {"modules": read_json(folder / "modules.json")}
+    found = validate(_Files, files, folder)
     places: dict[str, Path] = {}
-    for module in modules:
+    for module in found.modules:
         package, kind = module.type.split(".")[0], module.type.split(".")[-1]
         if package != "sentence_transformers" or kind not in _COMPUTED:
             what = f"its modules.json asks for {module.type}, which an encoder here does not compute"
             raise SkilltrainError(what, where=folder, fix=f"choose a model of {', '.join(_COMPUTED)} alone")
         places[kind] = inside(folder, module.path, folder / "modules.json")
-    return places
+    settings: dict[str, Any] = {}
+    # encode_document is documented so, though release 6.2 overlooks the last two names unless they are in the call.
+    prompts = {name: text for name, text in found.prompts.items() if text is not None}
+    used = prompts.get("query", ""), next((prompts[name] for name in _OF_SKILLS if name in prompts), "")
+    if "Pooling" in places:
+        config = _read_map(places["Pooling"] / "config.json")
+        settings["pooling"] = pooling or _pooling(folder, places["Pooling"], config)
+        if any(used) and config.get("include_prompt") is False:
+            what = "its pooling leaves the prompt out (include_prompt: false), which an encoder here does not compute"
+            raise SkilltrainError(what, where=folder, fix="choose another model")
+    limits = _token_limits(folder, places.get("Transformer", folder), model_config, least_query_tokens)
+    return settings | limits, used
 
 
-def _pooling(folder: Path, place: Path) -> Pooling:
-    if not (place / "config.json").is_file():
+def _pooling(folder: Path, place: Path, config: dict[str, Any]) -> Pooling:
+    if not config:
         what = f"it has no {place.name}/config.json, which its modules.json names"
         raise SkilltrainError(what, where=folder, fix="give pooling")
-    config = _read_map(place / "config.json")
     switched = [flag.removeprefix(_FLAG) for flag, is_on in config.items() if flag.startswith(_FLAG) and is_on]
     modes = config.get("pooling_mode") or [mode.removesuffix("s").removesuffix("_token") for mode in switched] or "mean"
     modes = [modes] if isinstance(modes, str) else [*modes]
@@ -144,19 +120,16 @@ def _pooling(folder: Path, place: Path) -> Pooling:
 
 
 def _token_limits(folder: Path, place: Path, model_config: Any, least_query_tokens: int) -> dict[str, int]:
-    """The token limits that sentence-transformers would use, within the model's positions.
+    """The token limits that sentence-transformers would use (else the tokenizer's own), within the model's positions.
 
-    Without any that is the tokenizer's own limit. Of tens of thousands (Qwen3-Embedding's) texts use what they need:
-    the template has cut their characters before. One limit for both kinds of text leaves a query `least_query_tokens`:
-    queries are cut by characters first, and their ends hold what is asked.
+    One limit for both kinds of text leaves a query `least_query_tokens`: queries are cut by characters first, and their
+    ends hold what is asked.
     """
     names = ("sentence_bert_config.json", f"sentence_{model_config.model_type}_config.json")
-    given = validate(_Limits, next(filter(None, (_read_map(place / name) for name in names)), {}), folder)
-    most = given.max_seq_length
-    if most is None:
-        tokenizers = _read_map(place / "tokenizer_config.json").get("model_max_length")
-        most = tokenizers if isinstance(tokenizers, int) and tokenizers < _ENDLESS else None
-    most = _least(most, num_positions(model_config))
+    given = validate(_Files, next(filter(None, (_read_map(place / name) for name in names)), {}), folder)
+    own = _read_map(place / "tokenizer_config.json").get("model_max_length")
+    own = own if isinstance(own, int) and own < _ENDLESS else None
+    most = _least(own if given.max_seq_length is None else given.max_seq_length, num_positions(model_config))
     query_most = most if most is None or given.query_length else max(most, least_query_tokens)
     limits = _least(given.document_length, most), _least(given.query_length, query_most)
     named = zip(("max_tokens", "query_max_tokens"), limits, strict=True)

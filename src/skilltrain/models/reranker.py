@@ -58,7 +58,6 @@ class Reranker(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie."""
         return next(self.network.parameters()).device
 
     def tokenize(self, query: str, skills: Sequence[Skill]) -> list[PairIds]:
@@ -67,10 +66,9 @@ class Reranker(nn.Module):
         return [self.pairs.join(query_ids, skill_ids) for skill_ids in self.pairs.skills(skills)]
 
     def micro_batches(self, lists: Sequence[Sequence[PairIds]], token_budget: int) -> Groups:
-        """Positions of the pairs of all lists, one after the other, in groups to score together.
+        """Positions of the pairs of all lists, one after the other, in groups to score together (see `micro_batches`).
 
-        A packed group is of one list and, its prompt counted once, stays within `token_budget` tokens; a pair longer
-        than that forms a group of its own. Other groups are of pairs of similar length (`micro_batches.micro_batches`).
+        A packed group is of one list, and its prompt counts once.
         """
         if not self.is_packed:
             return micro_batches([len(pair) for pairs in lists for pair in pairs], token_budget)
@@ -86,7 +84,7 @@ class Reranker(nn.Module):
         """Tokens that `forward` computes for these pairs, padding included."""
         if self.is_packed:
             shared = shared_prompt.num_shared([pair.ids for pair in pairs])
-            return shared_prompt.packed_size(shared, [len(pair) for pair in pairs])
+            return sum(map(len, pairs)) - shared * (len(pairs) - 1)
         return max(map(len, pairs)) * len(pairs)
 
     def embed(self, pairs: Sequence[PairIds]) -> list[PairIds]:
@@ -121,22 +119,17 @@ class Reranker(nn.Module):
         inputs, mask = self._inputs(pairs)
         starts = on_device(torch.tensor([pair.second_start for pair in pairs]), mask.device)
         segments = (torch.arange(mask.shape[1], device=mask.device) >= starts[:, None]).long() * mask
-        if self.settings.template.form == "cosine_pair":
-            return self._cosines(inputs, mask, segments)
+        if self.settings.template.form == "cosine_pair":  # of mean vectors, each token having attended to both
+            hidden = at_least_float32(self.network(**inputs, attention_mask=mask).last_hidden_state)
+            query, skill = pool(hidden, mask - segments, "mean"), pool(hidden, segments, "mean")
+            return nn.functional.cosine_similarity(query, skill, dim=-1)
         if (getattr(self.network.config, "type_vocab_size", None) or 0) > 1:  # XLM-R's table of segments has one row
             inputs["token_type_ids"] = segments
-        logits = self.network(**inputs, attention_mask=mask).logits
-        return at_least_float32(logits[:, 0])
+        return at_least_float32(self.network(**inputs, attention_mask=mask).logits[:, 0])
 
     def _inputs(self, pairs: Sequence[PairIds]) -> tuple[dict[str, Tensor], Int[Tensor, "pair token"]]:
         rows = [pair.rows for pair in pairs if pair.rows is not None]
         return model_inputs(rows or [pair.ids for pair in pairs], self.tokenizer.pad_token_id, self.device)
-
-    def _cosines(self, inputs: dict[str, Tensor], mask: Tensor, segments: Tensor) -> Float[Tensor, "pair"]:
-        """Cosine of the mean vectors of query and skill, each token having attended to both."""
-        hidden = at_least_float32(self.network(**inputs, attention_mask=mask).last_hidden_state)
-        query, skill = pool(hidden, mask - segments, "mean"), pool(hidden, segments, "mean")
-        return nn.functional.cosine_similarity(query, skill, dim=-1)
 
     def _last_hidden(self, pairs: Sequence[PairIds]) -> Float[Tensor, "pair dim"]:
         """The hidden state of each pair's last token; no vocabulary logits are computed."""
@@ -146,8 +139,7 @@ class Reranker(nn.Module):
             rows = [pair.rows for pair in pairs if pair.rows is not None]
             return shared_prompt.last_hidden(decoder, packed, rows or None)
         inputs, mask = self._inputs(pairs)
-        hidden = decoder(**inputs, attention_mask=mask, use_cache=False).last_hidden_state
-        return pool(hidden, mask, "last_token")
+        return pool(decoder(**inputs, attention_mask=mask, use_cache=False).last_hidden_state, mask, "last_token")
 
 
 def yes_no_ids(tokenizer: Any) -> tuple[int, int]:
@@ -166,11 +158,10 @@ def load_reranker(
 ) -> Reranker:
     """The reranker that `config` names, in evaluation mode on `device`; `options` go to `from_pretrained`.
 
-    On the device meta it has shapes alone, and no weight is read.
-    Causal language models score by yes/no logits, others by a classification head with one output. An encoder may be
-    the start of a reranker where `config` chooses the form cosine_pair; with `new_head`, as training says, also that
-    of one whose head is new (and random). Raises SkilltrainError if there is no such model, it is an encoder, or its
-    folder does not hold all of it.
+    On the device meta it has shapes alone, and no weight is read. Causal language models score by yes/no logits, others
+    by a classification head with one output. An encoder may be the start of a reranker where `config` chooses the form
+    cosine_pair; with `new_head`, as training says, also of one whose head is new (and random). Raises SkilltrainError
+    if there is no such model, it is an encoder, or its folder does not hold all of it.
     """
     from transformers import AutoConfig
 

@@ -61,18 +61,12 @@ def num_shared(texts: Sequence[TokenIds]) -> int:
     return min(same, min(map(len, lists)) - 1)
 
 
-def packed_size(shared: int, lengths: Sequence[int]) -> int:
-    """Tokens of texts of these lengths as one row, their common beginning once."""
-    return shared + sum(length - shared for length in lengths)
-
-
 def pack(
     texts: Sequence[TokenIds] | Sequence[Float[Tensor, "_ width"]], device: torch.device, varlen: bool = False
 ) -> PackedTexts:
     """The texts (none of them empty) as one row with what attention needs to keep them apart.
 
-    Texts that are embedded already share nothing. With `varlen` none do, and in bfloat16 a GPU
-    attends by their lengths.
+    Texts that are embedded already share nothing. With `varlen` none do, and in bfloat16 a GPU attends by lengths.
     """
     tokens = [text for text in texts if not isinstance(text, Tensor)]
     shared = num_shared(tokens) if tokens and not varlen else 0
@@ -118,10 +112,7 @@ def _buckets(lengths: Sequence[int], shared: int, device: torch.device) -> Itera
 def last_hidden(
     decoder: Any, packed: PackedTexts, rows: Sequence[Float[Tensor, "_ width"]] | None = None
 ) -> Float[Tensor, "text dim"]:
-    """The hidden state of each text's last token, from its token ids or from its embedded tokens `rows`.
-
-    `decoder` must have been given to `enable` before.
-    """
+    """The hidden state of each text's last token, from ids or embedded tokens `rows`; `enable` comes before."""
     if rows is None:
         inputs = {"input_ids": packed.ids}
     else:
@@ -169,7 +160,7 @@ def shared_prompt_attention(
 ) -> tuple[Float[Tensor, "row token head dim"], None]:
     """What every token attended to: the prompt causally to itself, a continuation to the prompt and itself.
 
-    An attention function in the sense of transformers' AttentionInterface, which sets the arguments.
+    An attention function of transformers' AttentionInterface, which sets the arguments.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -205,10 +196,7 @@ def _attend_by_length(
     packed: PackedTexts,
     scale: float,
 ) -> Float[Tensor, "1 token head dim"]:
-    """The same by torch's flash attention over texts of unequal lengths, which share nothing: no padding, no mask.
-
-    Only in bfloat16.
-    """
+    """The same by torch's flash attention over texts of unequal lengths, which share nothing; only in bfloat16."""
     from torch.nn.attention.varlen import varlen_attn
 
     assert packed.starts is not None

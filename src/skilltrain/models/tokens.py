@@ -19,7 +19,6 @@ from skilltrain.terminal import say, track
 # Qwen3 lists <think>, <tool_call> and others as ordinary added tokens; runs of spaces may be added tokens too.
 _CONTROL_SHAPE = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 _BLOCK = 2000  # texts tokenised between two movements of the progress bar
-_DIGEST_BYTES = 32
 TextT = TypeVar("TextT", bound=Hashable)
 TokensOf = dict[str, np.ndarray]
 """Token ids by key, views of one flat int32 array: 4 bytes per token, where lists of Python numbers take 40."""
@@ -38,9 +37,8 @@ def as_special(token: Any) -> Any:
 class TextTokenizer:
     """A copy of a tokenizer that reads `<|im_end|>`, `<think>` or `[SEP]` in a text as the letters they are.
 
-    For texts without such strings its ids are the tokenizer's own. `split_special_tokens=True` of transformers spares
-    only tokens marked as special, and those that stand in a Unigram vocabulary (`</s>` of XLM-R) it does not.
-    Raises SkilltrainError for a tokenizer that has no fast implementation.
+    `split_special_tokens=True` of transformers spares only tokens marked as special, and not those that stand in a
+    Unigram vocabulary (`</s>` of XLM-R). Raises SkilltrainError for a tokenizer that has no fast implementation.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -95,9 +93,8 @@ def tokenized(
 ) -> TokensOf:
     """The token ids of each key's text, each distinct text tokenised once, or read from a file in the folder `cache`.
 
-    `texts` are strings, or whatever `tokenize` makes one text each of, that `repr` tells apart. The file is named
-    after them and `identity`, which must tell everything else that the ids depend on. A file that is damaged is written
-    anew; one that cannot be written is done without.
+    `texts` are whatever `tokenize` takes and `repr` tells apart. The file is named after them and `identity`, which
+    must tell everything else that the ids depend on. One that is damaged is written anew, or done without.
     """
     distinct = list(dict.fromkeys(texts))
     path = None if cache is None else cache / f"{_fingerprint(distinct, identity)}.tokens"
@@ -140,12 +137,12 @@ def _tokenize(
 
 
 def _read(path: Path) -> Int32[np.ndarray, "length_or_token"] | None:
-    """What `_write` kept; None where the file is not there, or its bytes are not those of its digest."""
+    """What `_write` kept, behind its digest; None where the file is not there or damaged."""
     try:
         content = path.read_bytes()
     except OSError:
         return None
-    digest, values = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    digest, values = content[:32], content[32:]
     return np.frombuffer(values, dtype=np.int32) if hashlib.sha256(values).digest() == digest else None
 
 
