@@ -250,14 +250,14 @@ def two_seeds(folder: Path, **changes: Any) -> Plan:
 
 def test_a_query_is_averaged_over_seeds_before_queries_are(tmp_path):
     (table,) = collect_results(two_seeds(tmp_path), {}).tables
-    clean, raw = table.variants
-    assert (table.evaluation, table.split, table.num_queries) == ("evaluate", "test", 8)
-    assert clean.metrics["Hit@1"].mean == 3 / 8 and clean.metrics["Hit@1"].n == 8
-    assert clean.metrics["MRR@10"].mean == pytest.approx(3 / 7 / 2) and clean.metrics["MRR@10"].n == 7
-    assert clean.seed_means == {1: {"Hit@1": 0.25, "MRR@10": 1 / 7}, 2: {"Hit@1": 0.5, "MRR@10": 2 / 7}}
-    assert clean.seed_sd["Hit@1"] == pytest.approx(0.25 / sqrt(2))  # the deviation of two values
-    assert raw.metrics["Hit@1"].mean == raw.metrics["Hit@1"].low == 1 and raw.seed_sd["Hit@1"] == 0
-    hit, mrr = table.differences
+    clean, raw = table["variants"]
+    assert (table["evaluation"], table["split"], table["num_queries"]) == ("evaluate", "test", 8)
+    assert clean["metrics"]["Hit@1"].mean == 3 / 8 and clean["metrics"]["Hit@1"].n == 8
+    assert clean["metrics"]["MRR@10"].mean == pytest.approx(3 / 7 / 2) and clean["metrics"]["MRR@10"].n == 7
+    assert clean["seed_means"] == {1: {"Hit@1": 0.25, "MRR@10": 1 / 7}, 2: {"Hit@1": 0.5, "MRR@10": 2 / 7}}
+    assert clean["seed_sd"]["Hit@1"] == pytest.approx(0.25 / sqrt(2))  # the deviation of two values
+    assert raw["metrics"]["Hit@1"].mean == raw["metrics"]["Hit@1"].low == 1 and raw["seed_sd"]["Hit@1"] == 0
+    hit, mrr = table["differences"]
     assert (hit.system, hit.baseline, hit.measure) == ("raw *new*", "clean", "Hit@1")
     assert hit.difference.mean == 5 / 8 and hit.difference.n == 8
     assert mrr.difference.mean == pytest.approx((1 - 3 / 7) / 2) and mrr.difference.n == 7
@@ -270,14 +270,14 @@ def test_one_seed_is_tested_by_mcnemar_too_and_a_variant_without_it_is_one_train
     plan = plan_of(tmp_path, variants=VARIANTS, seeds=[1])
     write_values(plan, {("clean", 1): "11000000", ("raw *new*", 1): "01111111"})
     (table,) = collect_results(plan, {}).tables
-    assert table.differences[0].mcnemar_p == pytest.approx(2 * (1 + 7) / 2**7)  # 6 fixed, 1 broken
-    assert table.variants[0].seed_sd["Hit@1"] is None
+    assert table["differences"][0].mcnemar_p == pytest.approx(2 * (1 + 7) / 2**7)  # 6 fixed, 1 broken
+    assert table["variants"][0]["seed_sd"]["Hit@1"] is None
     untrained = {"evaluate.systems.0.rankers.0.source": "some/model"}
     plan = plan_of(tmp_path, variants={"clean": {}, "untrained": untrained})
     write_values(plan, {("clean", 1): "11000000", ("clean", 2): "11110000", ("untrained", 1): "11100000"})
     (table,) = collect_results(plan, {}).tables
-    assert [len(scores.seed_means) for scores in table.variants] == [2, 1]
-    assert table.variants[1].seed_sd["Hit@1"] is None and table.differences[0].difference.mean == 0
+    assert [len(scores["seed_means"]) for scores in table["variants"]] == [2, 1]
+    assert table["variants"][1]["seed_sd"]["Hit@1"] is None and table["differences"][0].difference.mean == 0
 
 
 def test_holm_corrects_over_all_tables(tmp_path):
@@ -287,8 +287,8 @@ def test_holm_corrects_over_all_tables(tmp_path):
     hits = {("clean", 1): "10101010", ("clean", 2): "01010101"}
     write_values(plan, hits | dict.fromkeys([("raw *new*", 1), ("raw *new*", 2)], "11110000"), "tasks")
     results = collect_results(plan, {})
-    assert [table.evaluation for table in results.tables] == ["evaluate", "tasks"] and results.num_tests == 4
-    found = [c for table in results.tables for c in table.differences]
+    assert [table["evaluation"] for table in results.tables] == ["evaluate", "tasks"] and results.num_tests == 4
+    found = [c for table in results.tables for c in table["differences"]]
     assert [c.p_holm for c in found] == holm([c.p for c in found])
     verdicts = [[row["verdict"] for row in table["differences"]] for table in results.to_json()["tables"]]
     assert verdicts == [["above", "above"], ["not told apart", "not told apart"]]
@@ -301,10 +301,10 @@ def test_what_failed_is_left_out_and_named(tmp_path):
     assert list(raw["seed_means"]) == [1] and raw["seed_sd"] == {"Hit@1": None, "MRR@10": None}
     assert [cell["error"] for cell in results.to_json()["cells"]] == [None, None, None, "step train: out of memory"]
     without = collect_results(plan, {("clean", 1): "x", ("clean", 2): "x"})
-    assert [scores.variant for scores in without.tables[0].variants] == ["raw *new*"]
-    assert not without.tables[0].differences and "x" in without.markdown()
+    assert [scores["variant"] for scores in without.tables[0]["variants"]] == ["raw *new*"]
+    assert not without.tables[0]["differences"] and "x" in without.markdown()
     nothing = collect_results(plan, {(cell.variant, cell.seed): "x" for cell in plan.cells})
-    assert nothing.tables == () and "## Cells" in nothing.markdown()
+    assert nothing.tables == [] and "## Cells" in nothing.markdown()
 
 
 def test_the_tables_and_the_page_name_variants_verdicts_and_recipes(tmp_path):

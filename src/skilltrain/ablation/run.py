@@ -16,10 +16,11 @@ from typing import Any
 
 from skilltrain.ablation.grid import Cell, Plan, StepRun, make_plan
 from skilltrain.errors import SkilltrainError, StoppedError
-from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES, SEED, Interval
+from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES, SEED
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare, holm, same_queries
-from skilltrain.evaluation.slices import means_by_slice
+from skilltrain.evaluation.slices import Row, means_by_slice
 from skilltrain.files import read_jsonl, write_json, write_text
+from skilltrain.report.evaluation import plain
 from skilltrain.report.page import SHARES, axis_around, ends_of, html_page
 from skilltrain.report.page import markdown as markdown_of
 from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, run_state
@@ -34,43 +35,17 @@ Failed = Mapping[tuple[str, int], str]
 
 
 @dataclass(frozen=True)
-class VariantScores:
-    """A variant's measures: the interval over queries, the mean of each seed, and the deviation (n − 1) of these.
-
-    A variant that does not use the seed has one training, which stands for all seeds, and no deviation.
-    """
-
-    variant: str
-    metrics: Mapping[str, Interval]
-    seed_means: Mapping[int, Mapping[str, float]]
-    seed_sd: Mapping[str, float | None]
-
-
-@dataclass(frozen=True)
-class ResultTable:
-    """One evaluation: its variants' scores, in the grid's order, and the differences to the baseline."""
-
-    evaluation: str
-    benchmark: str
-    split: str | None
-    num_queries: int
-    measures: tuple[str, ...]
-    variants: tuple[VariantScores, ...]
-    differences: tuple[Comparison, ...]
-
-
-@dataclass(frozen=True)
 class Results:
-    """All tables of an ablation, and the cells that failed."""
+    """The tables of an ablation, one an evaluation (`_table`), and the cells that failed."""
 
     plan: Plan
-    tables: tuple[ResultTable, ...]
+    tables: Sequence[Row]
     failed: Failed
 
     @property
     def num_tests(self) -> int:
         """The family of Holm's correction: all comparisons of all tables."""
-        return sum(len(table.differences) for table in self.tables)
+        return sum(len(table["differences"]) for table in self.tables)
 
     def to_json(self) -> dict[str, Any]:
         """Everything as JSON values, with a verdict on each difference."""
@@ -84,7 +59,7 @@ class Results:
             for cell in self.plan.cells
         ]
         tables = [
-            asdict(table) | {"differences": [asdict(c) | {"verdict": c.reading} for c in table.differences]}
+            plain(table) | {"differences": [asdict(c) | {"verdict": c.reading} for c in table["differences"]]}
             for table in self.tables
         ]
         about = self.plan.grid.model_dump(include={"ablation", "claim", "baseline"})
@@ -97,7 +72,7 @@ class Results:
 
     def page(self) -> str:
         """The ablation as one HTML page."""
-        differences = [c.difference for table in self.tables for c in table.differences]
+        differences = [c.difference for table in self.tables for c in table["differences"]]
         values = {"results": self, "grid": self.plan.grid, "recipe_file": RECIPE_FILE, "shares": SHARES}
         axis = axis_around(0, ends_of(differences) or [0])
         return html_page("ablation.html.j2", (), **values, axis=axis, level=f"{LEVEL:.0%}", version=__version__)
@@ -183,18 +158,20 @@ def collect_results(plan: Plan, failed: Failed) -> Results:
     """The tables of all cells that did not fail; none where all did."""
     done = [cell for cell in plan.cells if (cell.variant, cell.seed) not in failed]
     tables = [_table(plan, name, done) for name in (done[0].evaluations if done else ())]
-    adjusted = iter(holm([c.p for table in tables for c in table.differences]))
-    corrected = [
-        replace(table, differences=tuple(replace(c, p_holm=next(adjusted)) for c in table.differences))
-        for table in tables
-    ]
-    return Results(plan, tuple(corrected), failed)
+    adjusted = iter(holm([c.p for table in tables for c in table["differences"]]))
+    for table in tables:
+        table["differences"] = [replace(c, p_holm=next(adjusted)) for c in table["differences"]]
+    return Results(plan, tables, failed)
 
 
-def _table(plan: Plan, name: str, cells: Sequence[Cell]) -> ResultTable:
-    """What the cells' evaluations called `name` say; a measure that is not defined for a query is left out of it."""
+def _table(plan: Plan, name: str, cells: Sequence[Cell]) -> Row:
+    """What the cells' evaluations called `name` say: the scores of each variant, and the differences to the baseline.
+
+    `metrics` are intervals over queries, `seed_means` the means of each seed, `seed_sd` their deviation (n − 1): none
+    for a variant that does not use the seed, and so has one training.
+    """
     grid, config = plan.grid, plan.runs[cells[0].evaluations[name]].config
-    measures = tuple(map(str, config.scored))
+    measures = [str(measure) for measure in config.scored]
     values: dict[str, dict[int, dict[str, Scores]]] = {}
     for variant in grid.variants:
         folders: dict[Path, int] = {}  # a run that several seeds share is one training
@@ -210,24 +187,24 @@ def _table(plan: Plan, name: str, cells: Sequence[Cell]) -> ResultTable:
         systems.append(SystemResult(variant, mean, {}))
     query_ids = same_queries(systems)
     means = means_by_slice(systems, {query_id: {} for query_id in query_ids}, measures)[0].means
-    variants: list[VariantScores] = []
+    variants: list[Row] = []
     for variant, of_seed in values.items():
+        metrics = means[variant]
         each = {
-            seed: {m: fmean(row[m] for row in rows.values() if m in row) for m in means[variant]}
+            seed: {m: fmean(row[m] for row in rows.values() if m in row) for m in metrics}
             for seed, rows in of_seed.items()
         }
-        spread = {m: stdev(row[m] for row in each.values()) if len(each) > 1 else None for m in means[variant]}
-        variants.append(VariantScores(variant, means[variant], each, spread))
-    others = [variant for variant in values if variant != grid.baseline]
-    pairs = [(grid.baseline, other) for other in others] if grid.baseline in values else []
+        spread = {m: stdev(row[m] for row in each.values()) if len(each) > 1 else None for m in metrics}
+        variants.append({"variant": variant, "metrics": metrics, "seed_means": each, "seed_sd": spread})
     differences: list[Comparison] = []
-    for measure in grid.compare:
-        if defined := [query_id for query_id in query_ids if measure in systems[0].per_query[query_id]]:
-            differences += compare(systems, pairs, [measure], defined)
-    differences.sort(key=lambda difference: others.index(difference.system))
+    for pair in [(grid.baseline, other) for other in values if other != grid.baseline and grid.baseline in values]:
+        for measure in grid.compare:
+            if defined := [query_id for query_id in query_ids if measure in systems[0].per_query[query_id]]:
+                differences += compare(systems, [pair], [measure], defined)
     benchmarks = [config.benchmark] if isinstance(config.benchmark, Path) else config.benchmark
-    about = (name, " + ".join(map(str, benchmarks)), config.split, len(query_ids), measures)
-    return ResultTable(*about, tuple(variants), tuple(differences))
+    about: Row = {"evaluation": name, "benchmark": " + ".join(map(str, benchmarks)), "split": config.split}
+    about |= {"num_queries": len(query_ids), "measures": measures}
+    return about | {"variants": variants, "differences": differences}
 
 
 def _values(folder: Path, measures: Sequence[str]) -> dict[str, Scores]:
