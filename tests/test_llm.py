@@ -12,26 +12,12 @@ import pytest
 from llm_server import ASK, KEY, LLMServer, Reply, ask, assert_no_key, llm_server, open_client
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import (
-    LLM,
-    AnswerError,
-    Budget,
-    BudgetConfig,
-    Completion,
-    OpenAIConfig,
-    Prices,
-    Questions,
-    Request,
-    SmolLM2Config,
-    Usage,
-    ask_until,
-    cost_of,
-    open_llm,
-    prices_of,
-)
-from skilltrain.llm.answers import estimate_tokens
-from skilltrain.llm.budget import most_of
-from skilltrain.llm.client import in_threads
+from skilltrain.llm import open_llm
+from skilltrain.llm.answers import AnswerError, Completion, Request, Usage, estimate_tokens
+from skilltrain.llm.ask import Questions, ask_until, cost_of
+from skilltrain.llm.budget import Budget, most_of, prices_of
+from skilltrain.llm.client import LLM, in_threads
+from skilltrain.llm.settings import BudgetConfig, OpenAIConfig, Prices, SmolLM2Config
 
 MAX_TOKENS = 26
 MOST = 100  # of "Say hello.", 10 bytes: 10 + 32 + 32 tokens read, 26 written
