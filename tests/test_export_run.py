@@ -42,13 +42,13 @@ SUMMARY = {
 }  # fmt: skip
 
 
-def config_of(folder, source, adapter=None, reranker=False):
-    data = ListsSource(pool=folder / "pool", lists=folder / "lists")
+def config_of(folder, source, reranker=False, **more):
+    more |= {"data": ListsSource(pool=folder / "pool", lists=folder / "lists"), "out": folder / "run"}
     if reranker:
-        model = RerankerConfig(source=str(source), max_tokens=400, query_max_tokens=100)
-        return TrainRerankerConfig(stage="train_reranker", model=model, data=data, adapter=adapter, out=folder / "run")
+        model = RerankerConfig(source=str(source), max_tokens=400, query_max_tokens=100, **more.pop("model", {}))
+        return TrainRerankerConfig(stage="train_reranker", model=model, **more)
     model = EncoderConfig(source=str(source), max_tokens=32, query_max_tokens=32)
-    return TrainEncoderConfig(stage="train_encoder", model=model, data=data, adapter=adapter, out=folder / "run")
+    return TrainEncoderConfig(stage="train_encoder", model=model, **more)
 
 
 def add_checkpoint(config, step, best=0) -> Any:
@@ -104,6 +104,11 @@ def assert_same_vectors(folder, encoder):
     assert torch.allclose(plain.encode(TEXTS, convert_to_tensor=True), ours, atol=1e-5)
 
 
+def refuses(message, work, *given, **named):
+    with pytest.raises(SkilltrainError, match=message):
+        work(*given, **named)
+
+
 def files_in(folder):
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
@@ -140,7 +145,7 @@ def test_a_finished_run_is_copied_without_its_logs_and_only_its_own_card_has_its
 
 @pytest.mark.parametrize("name", ["bert", "qwen3", "bert_reranker", "qwen3_reranker"])
 def test_an_adapter_is_merged_or_read_by_peft(tmp_path, model_folders, name):
-    config = config_of(tmp_path, model_folders[name], AdapterConfig(rank=2, dropout=0.1), "reranker" in name)
+    config = config_of(tmp_path, model_folders[name], "reranker" in name, adapter=AdapterConfig(rank=2, dropout=0.1))
     model, skill = add_checkpoint(config, 3), Skill("s", "pods", "deploy pods", "to find the task")
     export_run(config.out, tmp_path / "merged")
     check_round_trip(tmp_path / "merged")
@@ -161,8 +166,7 @@ def test_an_adapter_is_merged_or_read_by_peft(tmp_path, model_folders, name):
     ids, network = torch.tensor([[2, 9, 30, 12, 3]]), model.network if "reranker" in name else model.backbone
     with torch.inference_mode():
         torch.testing.assert_close(peft(input_ids=ids)[0], network(input_ids=ids)[0], atol=1e-5, rtol=0)
-    with pytest.raises(SkilltrainError, match="holds an adapter, not a model of its own"):
-        resolve_model(str(tmp_path / "adapter"))
+    refuses("holds an adapter, not a model of its own", resolve_model, str(tmp_path / "adapter"))
 
 
 def test_weights_between_base_and_trained(tmp_path, finished):
@@ -231,46 +235,37 @@ def test_what_a_run_cannot_give_is_refused(tmp_path, finished, arguments, messag
     if source := arguments.get("reports"):
         report = write_report(tmp_path / "report", tmp_path / source)
         arguments = {"published": Published(reports=[report]), "checkpoint": arguments.get("checkpoint")}
-    with pytest.raises(SkilltrainError, match=message):
-        export_run(run, tmp_path / "out", **arguments)
+    refuses(message, export_run, run, tmp_path / "out", **arguments)
     assert not (tmp_path / "out").exists()
 
 
 def test_what_is_no_run_of_this_kind_is_refused(tmp_path, model_folders):
     config, out = config_of(tmp_path, model_folders["bert"]), tmp_path / "out"
-    with pytest.raises(SkilltrainError, match="write OWNER/NAME"):
-        Published("sr-emb")
+    refuses("write OWNER/NAME", Published, "sr-emb")
     with pytest.raises(SkilltrainError, match=r"nowhere: no such folder \(give the folder that a training wrote to"):
         export_run(tmp_path / "nowhere", out)
-    with pytest.raises(SkilltrainError, match=r"holds no run: it has no run\.json"):
-        export_run(model_folders["bert"], out)
+    refuses(r"holds no run: it has no run\.json", export_run, model_folders["bert"], out)
     write_run(config, finished=False)
-    with pytest.raises(SkilltrainError, match=r"checkpoints: holds no checkpoint"):
-        export_run(config.out, out)
-    with pytest.raises(SkilltrainError, match=r"trained all weights, no adapter .export without --adapter"):
-        export_adapter(config.out, out)
+    refuses(r"checkpoints: holds no checkpoint", export_run, config.out, out)
+    refuses(r"trained all weights, no adapter .export without --adapter", export_adapter, config.out, out)
     (config.out / "recipe.yaml").write_text("stage: mine\n")
-    with pytest.raises(SkilltrainError, match="is a run of stage mine, which trains no model"):
-        export_run(config.out, out)
-    config = config_of(tmp_path, model_folders["bert"], reranker=True)  # a new head on an encoder
-    config = config.model_copy(update={"model": config.model.model_copy(update={"template": RerankerTemplate()})})
+    refuses("is a run of stage mine, which trains no model", export_run, config.out, out)
+    config = config_of(tmp_path, model_folders["bert"], True, model={"template": RerankerTemplate()})  # a new head
     add_checkpoint(config, 3)
     with pytest.raises(SkilltrainError, match=r"bert: its base has another architecture.*: its weights lack the head"):
         export_run(config.out, out, interpolate=0.5)
     write_run(config_of(tmp_path, model_folders["qwen3"]), finished=False)
-    with pytest.raises(SkilltrainError, match=r"step-3: the checkpoint does not fit the recipe's model"):
-        export_run(config.out, out, interpolate=0.5)
+    refuses(r"step-3: the checkpoint does not fit the recipe's model", export_run, config.out, out, interpolate=0.5)
     assert not out.exists()
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path, unfinished):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "mine.txt").write_text("kept")
-    for place in (out, out / "mine.txt"):
-        with pytest.raises(SkilltrainError, match=rf"{place.name}: exists, and is no empty folder"):
-            export_run(unfinished[0].out, place)
-    assert files_in(out) == {"mine.txt"} and not (tmp_path / ".out.partial").exists()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("kept")
+    for name in ("out", "out/mine.txt"):
+        with pytest.raises(SkilltrainError, match=rf"{name}: exists, and is no empty folder"):
+            export_run(unfinished[0].out, tmp_path / name)
+    assert files_in(tmp_path / "out") == {"mine.txt"} and not (tmp_path / ".out.partial").exists()
 
 
 # Push ----------------------------------------------------------------------------------------------------------------
@@ -308,8 +303,7 @@ def test_a_second_push_leaves_nothing_of_the_first(hub, finished, tmp_path):
 
 def test_a_public_repository_is_written_only_when_asked_for(hub, finished):
     hub.repositories[REPO] = Repository(private=False)
-    with pytest.raises(SkilltrainError, match=r"our-team/sr-emb: the repository is public \(add --public"):
-        push_model(finished[0].out, Published(REPO))
+    refuses(r"our-team/sr-emb: the repository is public \(add --public", push_model, finished[0].out, Published(REPO))
     assert hub.repositories[REPO].commits == 0
     push_model(finished[0].out, Published("our-team/open"), public=True)
     assert not hub.repositories["our-team/open"].private
@@ -338,20 +332,15 @@ def take_a_weight(run):
     ("damage", "message"),
     [
         (lambda run: (run / "tokenizer.json").unlink(), r"tokenizer\.json: a file of the model is missing"),
-        (
-            lambda run: (run / "run.json").write_text('{"finished": false}'),
-            r"this training has not finished \(continue",
-        ),
+        (lambda run: (run / "run.json").write_text('{"finished": false}'), r"has not finished \(continue"),
         (add_secret, r"tokenizer_config\.json: holds what looks like a secret: AKIAQX7Z… \(20 characters\)"),
         (take_a_weight, r"its weights do not fit its config\.json: 1 are missing"),
         (shutil.rmtree, r"run/skilltrain\.json: no such file"),
     ],
-    ids=["half-written", "unfinished", "secret", "weights", "nothing"],
 )
 def test_what_is_refused_before_anything_is_sent(hub, finished, damage, message):
     damage(finished[0].out)
-    with pytest.raises(SkilltrainError, match=message):
-        push_model(finished[0].out, Published(REPO))
+    refuses(message, push_model, finished[0].out, Published(REPO))
     assert hub.log == []
 
 
@@ -360,25 +349,19 @@ def test_other_scores_in_plain_sentence_transformers_are_refused(tmp_path, open_
     check_round_trip(tmp_path / "encoder")
     pooling = tmp_path / "encoder" / "1_Pooling" / "config.json"
     pooling.write_text(pooling.read_text().replace('"pooling_mode": "mean"', '"pooling_mode": "cls"'))
-    with pytest.raises(SkilltrainError, match=r"gives other scores: they differ by up to \d"):
-        check_round_trip(tmp_path / "encoder")
+    refuses(r"gives other scores: they differ by up to \d", check_round_trip, tmp_path / "encoder")
     save_model(open_reranker_of("bert", template=RerankerTemplate(form="cosine_pair")), tmp_path / "cosine", base="b")
-    with pytest.raises(SkilltrainError, match=r"cannot open it: .*skilltrain\.models\.reranker\.load_reranker"):
-        check_round_trip(tmp_path / "cosine")
+    refuses(r"cannot open it: .*skilltrain\.models\.reranker\.load_reranker", check_round_trip, tmp_path / "cosine")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"token": "another"},
-            r"cannot upload: .*Invalid credentials.* \(set HF_TOKEN to a token that may write there",
-        ),
+        ({"token": "another"}, r"cannot upload: .*Invalid credentials.* \(set HF_TOKEN to a token that may write"),
         ({"create": 403}, r"cannot upload: .*rights to create a model.* \(set HF_TOKEN to a token"),
         ({"files": {"pytorch_model.bin": b"x"}}, r"the repository is taken: it holds something else .*another --repo"),
         ({"offline": True}, r"cannot upload: .*offline"),
     ],
-    ids=["token without rights", "namespace of others", "taken name", "offline"],
 )
 def test_what_the_hub_refuses_is_one_line(hub, finished, monkeypatch, change, message):
     monkeypatch.setenv("HF_TOKEN", change.get("token", TOKEN))
@@ -386,6 +369,5 @@ def test_what_the_hub_refuses_is_one_line(hub, finished, monkeypatch, change, me
     hub.status_of_create = change.get("create", 200)
     if "files" in change:
         hub.repositories[REPO] = Repository(files=change["files"])
-    with pytest.raises(SkilltrainError, match=message):
-        push_model(finished[0].out, Published(REPO))
+    refuses(message, push_model, finished[0].out, Published(REPO))
     assert sum(one.commits for one in hub.repositories.values()) == 0

@@ -91,7 +91,7 @@ def _print(routed: "RoutedSkill") -> None:
     typer.echo(f"{routed.rank:>2}  {routed.score:8.4f}{sure}  {name}  ({place})")
     typer.echo(f"                {printable(routed.description, 90)}")
     typer.echo(f"                {printable(str(routed.why), 120)}")
-    for flag in reversed({flag.rule: flag for flag in reversed(routed.flags)}.values()):  # one for each rule
+    for flag in routed.flags:
         typer.echo(f"    !! FLAGGED {flag.rule}: {flag.reason}; in its {flag.field}: {printable(flag.span, 120)}")
 
 

@@ -45,7 +45,7 @@ class Why:
 
 @dataclass(frozen=True)
 class RoutedSkill:
-    """One skill of an answer; its texts are untrusted, and `flags` are what the safety screening finds in them."""
+    """One skill of an answer. Its texts are untrusted; `flags` has the first find of each rule of the screening."""
 
     rank: int
     skill_id: str

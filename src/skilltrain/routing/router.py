@@ -218,4 +218,8 @@ def _without(ranking: Ranking, left_out: Collection[str]) -> Ranking:
 
 @lru_cache(_SCREENED)
 def _flags(skill: Skill, folder: Path | None) -> tuple[Flag, ...]:
-    return tuple(screen(skill, folder))
+    """The first flag of each rule."""
+    flags: dict[str, Flag] = {}
+    for flag in screen(skill, folder):
+        flags.setdefault(flag.rule, flag)
+    return tuple(flags.values())

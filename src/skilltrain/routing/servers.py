@@ -1,7 +1,7 @@
 """What clients ask a router: MCP (two tools, the Skills extension of SEP-2640, skill:// resources), and HTTP beside it.
 
-The extension has no search, so that is a tool. HTTP has /route, /embed and /rerank in the form of Text Embeddings
-Inference, /health and /metrics. It needs the package mcp (`pip install 'skilltrain[serve]'`).
+The extension has no search, so that is a tool. /embed and /rerank have the form of Text Embeddings Inference. It needs
+the package mcp (`pip install 'skilltrain[serve]'`).
 """
 
 import math

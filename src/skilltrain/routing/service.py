@@ -1,9 +1,8 @@
 """What a router's server does, whatever it speaks: answers, skills' texts, counts of requests, and a log where asked.
 
 Every text of a skill is untrusted: names and descriptions are one line without invisible characters, a body stands
-between marks. For clients a skill is what the MCP Skills extension (SEP-2640) makes of it: a skill:// address, an entry
-and the SKILL.md behind it, made of what was indexed and screened. An address is compared with those of the router's
-skills, and never opened as a path.
+between marks. A skill's address, entry and SKILL.md are those of the MCP Skills extension (SEP-2640), made of what was
+indexed and screened. An address is compared with those of the router's skills, and never opened as a path.
 """
 
 import hashlib
@@ -202,8 +201,7 @@ def _row(routed: RoutedSkill, skill: Skill) -> dict[str, Any]:
 
 
 def _in_words(flags: Sequence[Flag]) -> list[str]:
-    """What the screening says of a skill, each rule once."""
-    return [*dict.fromkeys(f"{flag.rule}: {flag.reason}" for flag in flags)]
+    return [f"{flag.rule}: {flag.reason}" for flag in flags]
 
 
 def uri_of(skill: Skill) -> str:
