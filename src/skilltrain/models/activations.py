@@ -13,10 +13,7 @@ _TOKENS = 64
 
 
 def checkpoint_layers(network: Any) -> None:
-    """Let every layer keep only its inputs while the network trains, and compute the rest again when it is needed.
-
-    Chen et al. 2016 (arXiv 1604.06174); dropout is the same. Raises SkilltrainError for a network that cannot do so.
-    """
+    """Recompute layers in the backward pass (Chen et al. 2016, arXiv 1604.06174). SkilltrainError: it cannot do so."""
     try:
         network.activation_checkpointing_enable({"use_reentrant": False})
     except ValueError as error:
@@ -25,10 +22,9 @@ def checkpoint_layers(network: Any) -> None:
 
 
 def layer_bytes(network: Any, dtype: torch.dtype) -> float:
-    """Bytes that a layer keeps of a token when it computes in `dtype`; its weights, whatever their format, not counted.
+    """Bytes that a layer keeps of a token when it computes in `dtype`, besides its weights; switches recomputation off.
 
     Nothing is computed: the network runs on tensors without data, of three lengths, which tell tokens from the rest.
-    Its layers are not recomputed from then on.
     """
     body, was_training = network.base_model, network.training
     device = next(body.parameters()).device

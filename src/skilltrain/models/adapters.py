@@ -1,8 +1,4 @@
-"""LoRA and QLoRA adapters: a small trainable addition to frozen linear layers, merged away before the model is saved.
-
-Hu et al. 2021 (arXiv 2106.09685): y = W x + (alpha / rank) B A x, with only A and B trained. Dettmers et al. 2023
-(arXiv 2305.14314) keep W in the 4-bit number format NF4.
-"""
+"""LoRA (Hu et al. 2021: y = W x + (alpha / rank) B A x, W frozen) and QLoRA (Dettmers et al. 2023: W in NF4)."""
 
 import importlib.util
 from typing import Annotated, Any, Literal
@@ -53,9 +49,8 @@ def quantizing_options(adapter: AdapterConfig | None) -> dict[str, Any]:
 def add_adapter(network: Any, adapter: AdapterConfig) -> None:
     """Put an adapter into `network` in place: it keeps its class and methods, and at first its outputs.
 
-    Only the adapter trains, in float32, and the classification head (with BERT's pooler) of a model that has one.
-    A is random: every rank must come here with the same seed. Raises SkilltrainError for a rank above all widths, and
-    for a target that no linear layer's name ends with.
+    It trains in float32, as does the classification head (with BERT's pooler) of a model that has one. A is random:
+    all ranks must come here with the same seed. Raises SkilltrainError for a rank or targets that no layers have.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -90,10 +85,7 @@ def adapter_files(network: Any, base: str) -> tuple[Any, dict[str, torch.Tensor]
 
 
 def merge_adapter(network: Any) -> Any:
-    """`network` with its adapter added into plain linear layers: W + (alpha / rank) B A.
-
-    4-bit weights come back in the number format that they were loaded in. Every parameter must be whole, here.
-    """
+    """`network` with its adapter added into plain linear layers; all its weights must lie on this process."""
     from peft.tuners.lora import LoraLayer
 
     if getattr(network, "is_quantized", False):
@@ -109,10 +101,9 @@ def merge_adapter(network: Any) -> Any:
 
 
 def _prepare_for_cpu(name: str, linear: Any) -> None:
-    """What bitsandbytes 0.50 needs on CPU. Raises SkilltrainError for a layer that it would compute wrongly.
+    """What bitsandbytes 0.50 needs on CPU: rows of whole blocks of 64 weights (else SkilltrainError), and no repacking.
 
-    Its kernel wants rows of whole blocks of 64 weights. And where the CPU multiplies bfloat16, it repacks the weights
-    at the first evaluation, after which no gradient passes them; state_dict() unpacks.
+    Where the CPU multiplies bfloat16 it repacks at the first evaluation, and no gradient passes; state_dict() unpacks.
     """
     if linear.weight.device.type != "cpu":
         return

@@ -90,10 +90,7 @@ def _table(rows: int, dim: int) -> nn.Embedding:
 
 
 def read_bert(folder: Path) -> tuple[Bert, BertTokenizer] | None:
-    """The model of a folder; None where it is not plain BERT or anything about its files is unusual or broken.
-
-    transformers reads such a folder too, and says what is wrong with it.
-    """
+    """The model of a folder; None where it is not plain, whole BERT: transformers reads it, or says what is wrong."""
     if not all((folder / name).is_file() for name in _FILES):
         return None
     try:

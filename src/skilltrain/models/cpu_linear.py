@@ -13,10 +13,7 @@ from torch.autograd.function import once_differentiable
 
 
 class PackedLinear(nn.Module):
-    """A linear layer without gradient, with weights laid out for oneDNN once; MiniLM as a whole is 1.9 times as fast.
-
-    This is what torch.compile puts in place of a frozen linear layer.
-    """
+    """A frozen linear layer with weights laid out for oneDNN once, as torch.compile does: MiniLM 1.9 times as fast."""
 
     def __init__(self, linear: nn.Linear, num_rows: int) -> None:
         super().__init__()
@@ -28,10 +25,7 @@ class PackedLinear(nn.Module):
 
 
 def pack_linear_layers(network: nn.Module, num_rows: int) -> None:
-    """Replace the float32 linear layers of a network on a CPU, which is only used for inference from then on.
-
-    `num_rows` is how many tokens they will mostly see at once. A PyTorch without oneDNN stays as it is.
-    """
+    """Replace the float32 linear layers of a network on a CPU, for inference alone, on some `num_rows` tokens."""
     if not torch.backends.mkldnn.is_available():
         return
     for name in [name for name, _ in network.named_modules()]:  # no list of layers: it would keep their weights too
@@ -43,10 +37,7 @@ def pack_linear_layers(network: nn.Module, num_rows: int) -> None:
 
 
 class OneDnnLinear(nn.Linear):
-    """A linear layer to train, whose three float32 products (outputs and both gradients) oneDNN computes on a CPU.
-
-    Parameters, hooks and state dict are those of the nn.Linear that it was, and so is all but plain float32 on a CPU.
-    """
+    """A linear layer to train, whose three float32 products on a CPU oneDNN computes; in all else it is nn.Linear."""
 
     def forward(self, input: Float[Tensor, "*rows inner"]) -> Float[Tensor, "*rows outer"]:
         weight = self.weight

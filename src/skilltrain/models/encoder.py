@@ -68,8 +68,6 @@ class EncoderConfig(ModelConfig):
 
 
 class Encoder(nn.Module):
-    """A backbone with pooling and L2 normalisation."""
-
     def __init__(self, backbone: Any, tokenizer: Any, settings: EncoderSettings) -> None:
         super().__init__()
         self.backbone: Any = backbone
@@ -94,7 +92,7 @@ class Encoder(nn.Module):
     def tokenize(self, texts: Sequence[str], max_tokens: int) -> list[TokenIds]:
         """Token ids of each text, cut to `max_tokens`, special tokens included; none of these stems from the text.
 
-        With last-token pooling every text ends with the pad token once, whether or not the tokenizer appends it itself.
+        With last-token pooling each ends with the pad token once, whether or not the tokenizer appends it.
         """
         if not texts:  # transformers' tokenizers fail on an empty batch
             return []
@@ -105,18 +103,13 @@ class Encoder(nn.Module):
         return [text if text and text[-1] == end else [*text[: max_tokens - 1], end] for text in ids]
 
     def tokenize_queries(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Token ids of raw queries, rendered and capped as the template says."""
         return self.tokenize([*map(self.settings.template.render_query, texts)], self.settings.query_max_tokens)
 
     def tokenize_skills(self, skills: Sequence[Skill]) -> list[TokenIds]:
-        """Token ids of the skills' texts, rendered and capped as the template says."""
         return self.tokenize([*map(self.settings.template.render_skill, skills)], self.settings.max_tokens)
 
     def attend_by_length(self) -> None:
-        """From now on, the texts of a micro-batch stand in one row: no padding, and flash attention on a GPU.
-
-        Raises SkilltrainError for an encoder whose vectors would not be the same.
-        """
+        """Let a micro-batch's texts stand in one row, not padded. Raises SkilltrainError where vectors would change."""
         last = self._is_causal and self.settings.pooling == "last_token"
         if not last or not shared_prompt.can_share(self.backbone):
             what = "varlen needs a causal encoder with last_token pooling whose layers all see the whole text"
@@ -125,11 +118,9 @@ class Encoder(nn.Module):
         self.is_packed = True
 
     def micro_batches(self, texts: Sequence[Sized], token_budget: int) -> Groups:
-        """Positions of the texts, in groups to encode together; see `micro_batches.micro_batches`."""
         return micro_batches([*map(len, texts)], token_budget, 0 if self.is_packed else None)
 
     def num_slots(self, texts: Sequence[Sized]) -> int:
-        """Tokens that `forward` computes for these texts, padding included."""
         return sum(map(len, texts)) if self.is_packed else max(map(len, texts)) * len(texts)
 
     def embed(self, texts: Sequence[TokenIds]) -> list[Float[Tensor, "_ width"]]:
@@ -146,16 +137,12 @@ class Encoder(nn.Module):
         return nn.functional.normalize(pool(*self._hidden(texts), self.settings.pooling), dim=-1)
 
     def with_tokens(self, texts: Texts, num_tokens: int) -> Float[Tensor, "text row dim"]:
-        """What `forward` gives, and behind each text's vector those of its tokens: zeros after its end, `num_tokens`.
-
-        All are unit vectors. Of an encoder that attends by length, they would not be the same.
-        """
+        """What `forward` gives, behind each vector the unit vectors of its tokens, and zeros up to `num_tokens`."""
         hidden, mask = self._hidden(texts)
         rows = torch.cat([pool(hidden, mask, self.settings.pooling)[:, None], hidden * mask[:, :, None]], 1)
         return nn.functional.pad(nn.functional.normalize(rows, dim=-1), (0, 0, 0, 1 + num_tokens - rows.shape[1]))
 
     def _hidden(self, texts: Texts) -> tuple[Float[Tensor, "text token dim"], Int[Tensor, "text token"]]:
-        """(the last hidden states in float32 or wider, which of them are tokens)."""
         inputs, mask = model_inputs(texts, self.tokenizer.pad_token_id, self.device)
         # Without padding, and in a causal network, whose tokens never see what follows, attention needs no mask.
         needed = None if self._is_causal or len({len(text) for text in texts}) == 1 else mask
@@ -165,10 +152,9 @@ class Encoder(nn.Module):
 def load_encoder(
     config: EncoderConfig, device: torch.device, options: Mapping[str, Any] = MappingProxyType({})
 ) -> Encoder:
-    """The encoder that `config` names, in evaluation mode on `device`; `options` go to `from_pretrained`.
+    """The encoder that `config` names, in evaluation mode (device meta: shapes); `options` go to `from_pretrained`.
 
-    On the device meta it has shapes alone, and no weight is read. Raises SkilltrainError if there is no such model, it
-    is a reranker, or its folder does not hold all of it.
+    Raises SkilltrainError if there is no such model, it is a reranker, or its folder does not hold all of it.
     """
     from transformers import AutoConfig, AutoModel
 
@@ -200,8 +186,7 @@ def open_to_answer(config: EncoderConfig, device: torch.device) -> Encoder:
 def _settings(folder: Path, config: EncoderConfig, stored: dict[str, Any], model_config: Any) -> EncoderSettings:
     """What the recipe says, else what training saved, else what a base model's own files say, else our defaults.
 
-    Raises SkilltrainError for more tokens than the model has positions, for windows that do not move on through a body,
-    and for chunks that the model would cut.
+    Raises SkilltrainError for limits beyond the model's positions, and windows that do not move on or would be cut.
     """
     given = config.model_dump(exclude_none=True, include={*EncoderSettings.model_fields})
     base: dict[str, Any] = {"pooling": "last_token"} if model_config.model_type.startswith("qwen") else {}

@@ -46,8 +46,7 @@ class ModelConfig(Config):
 def resolve_model(source: str, weights: bool = True) -> Path:
     """The folder of a model, fetched from the Hub where need be; without its weights if they are not wanted.
 
-    `package:NAME` is the folder `model` of an installed package (found without importing it).
-    Raises SkilltrainError where there is no such model, and for a folder that is none.
+    `package:NAME` is the folder `model` of an installed package. Raises SkilltrainError for what is no whole model.
     """
     folder = _package_folder(source) if source.startswith("package:") else Path(source).expanduser()
     if not folder.is_dir():
@@ -81,10 +80,7 @@ def _package_folder(source: str) -> Path:
 
 @functools.cache
 def _from_hub(source: str, weights: bool) -> Path:
-    """The cached folder of a Hub model.
-
-    A line says where the Hub cannot be asked and the cache may lack files: without settings every result would change.
-    """
+    """The cached folder of a Hub model. Says where the cache may lack files: without settings, results would change."""
     import httpx2
     from huggingface_hub import get_cached_repo_tree, snapshot_download
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, HFValidationError
@@ -138,7 +134,6 @@ def is_encoder(folder: Path) -> bool:
 
 
 def _record(folder: Path) -> tuple[str | None, dict[str, Any]]:
-    """(the kind of a model, its settings), as far as its files say."""
     file = folder / CHECKPOINT_FILE
     if file.is_file():
         stored = read_json(file)

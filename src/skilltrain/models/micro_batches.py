@@ -14,11 +14,10 @@ Groups = list[list[int]]
 
 
 def micro_batches(lengths: Sequence[int], token_budget: int, shared: int | None = None) -> Groups:
-    """Positions of the texts, longest first, in groups whose size stays within `token_budget` tokens.
+    """Positions of the texts, longest first, in groups within `token_budget` tokens; a longer text stands alone.
 
-    A group's texts are padded to the longest; with `shared`, they stand in one row, and that many first tokens, which
-    are the same in all, once. A text longer than the budget forms a group of its own. Longest first, so that memory
-    peaks at the start.
+    A group's texts are padded to the longest; with `shared`, they stand in one row, and so many first tokens, which are
+    the same in all, once. Longest first, so that memory peaks at the start.
     """
     groups: Groups = []
     size = 0
@@ -35,10 +34,10 @@ def micro_batches(lengths: Sequence[int], token_budget: int, shared: int | None 
 
 
 def split_to(groups: Groups, count: int) -> Groups:
-    """The same texts in `count` groups or more: the fullest groups are halved, in place of their order.
+    """The same texts in `count` groups or more: the fullest are halved, in place; empty groups fill up.
 
-    Ranks that shard their weights (FSDP2, ZeRO-3) must run the model equally often. Where every group is down to one
-    text, empty groups fill up; `run_micro_batches` runs the model on a text for each of them and uses nothing of it.
+    Ranks that shard weights (FSDP2, ZeRO-3) must run the model equally often: for an empty group it runs on some text,
+    of which `run_micro_batches` uses nothing.
     """
     groups = [*groups]
     while len(groups) < count:

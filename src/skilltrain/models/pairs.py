@@ -18,11 +18,7 @@ LEAST_SKILL_TOKENS = 8
 
 
 class RerankerSettings(Config):
-    """What, beside its weights, makes a reranker; saved in its folder.
-
-    yes_no starts from SkillRouter's 4,096 tokens, half of them for the query at most (1,500 characters in any script
-    need fewer), the two-segment forms from a BERT's 512.
-    """
+    """What, beside its weights, makes a reranker; saved in its folder. yes_no: SkillRouter's limits; else a BERT's."""
 
     template: RerankerTemplate = RerankerTemplate()
     max_tokens: int = Field(default_factory=lambda chosen: 4096 if chosen["template"].form == "yes_no" else 512, ge=32)
@@ -101,7 +97,6 @@ def _as_list(ids: TokenIds) -> list[int]:
 
 
 def _num_before(border: int, spans: Sequence[tuple[int, int]]) -> int:
-    """How many tokens begin before the character at `border`."""
     return next((number for number, (start, _) in enumerate(spans) if start >= border), len(spans))
 
 

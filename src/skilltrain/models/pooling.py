@@ -42,10 +42,9 @@ def at_least_float32(values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 def max_sim(
     queries: Sequence[Float[Tensor, "_ dim"]], skills: Sequence[Float[Tensor, "_ dim"]]
 ) -> Float[Tensor, "query skill"]:
-    """The mean over a query's tokens of the largest cosine with one of the skill's tokens, given as unit vectors.
+    """The mean over a query's tokens of the largest cosine with a skill's, all unit vectors (ColBERT, eq. 3: sum).
 
     One skill at a time, for `max` keeps for its gradient only where the largest cosines were, not all of them.
-    Source: Khattab and Zaharia 2020 (ColBERT), equation 3, which sums where this takes the mean.
     """
     tokens = torch.cat([skills[0][:0], *queries])  # a rank may have no query
     with torch.autocast(tokens.device.type, enabled=False):  # bfloat16 would round cosines to 1/256
@@ -75,8 +74,7 @@ class _Files(_Foreign):
 def foreign_settings(
     folder: Path, model_config: Any, pooling: Pooling | None, least_query_tokens: int
 ) -> tuple[dict[str, Any], tuple[str, str]]:
-    """(`pooling`, `max_tokens` and `query_max_tokens`, the prompts of a query and a skill), as sentence-transformers'
-    files say them, but for a `pooling` that is given; empty without modules.json.
+    """(`pooling` if not given, `max_tokens`, `query_max_tokens`; prompts of query and skill), as a folder's files say.
 
     Raises SkilltrainError for modules, a pooling or prompts that an encoder here does not compute: other vectors than
     the model's would be wrong without a word.
@@ -120,10 +118,8 @@ def _pooling(folder: Path, place: Path, config: dict[str, Any]) -> Pooling:
 
 
 def _token_limits(folder: Path, place: Path, model_config: Any, least_query_tokens: int) -> dict[str, int]:
-    """The token limits that sentence-transformers would use (else the tokenizer's own), within the model's positions.
-
-    One limit for both kinds of text leaves a query `least_query_tokens`: queries are cut by characters first, and their
-    ends hold what is asked.
+    """The limits of sentence-transformers, else the tokenizer's, within the positions; of queries `least_query_tokens`:
+    they are cut by characters first, and their ends hold what is asked.
     """
     names = ("sentence_bert_config.json", f"sentence_{model_config.model_type}_config.json")
     given = validate(_Files, next(filter(None, (_read_map(place / name) for name in names)), {}), folder)
@@ -141,7 +137,6 @@ def _least(*limits: int | None) -> int | None:
 
 
 def _read_map(file: Path) -> dict[str, Any]:
-    """The settings in a JSON file; empty where there is no such file."""
     config = read_json(file) if file.is_file() else {}
     if not isinstance(config, dict):
         raise SkilltrainError("is no map of settings", where=file)

@@ -66,10 +66,7 @@ class Reranker(nn.Module):
         return [self.pairs.join(query_ids, skill_ids) for skill_ids in self.pairs.skills(skills)]
 
     def micro_batches(self, lists: Sequence[Sequence[PairIds]], token_budget: int) -> Groups:
-        """Positions of the pairs of all lists, one after the other, in groups to score together (see `micro_batches`).
-
-        A packed group is of one list, and its prompt counts once.
-        """
+        """Positions of all lists' pairs in groups; a packed one is of one list, and its prompt counts once."""
         if not self.is_packed:
             return micro_batches([len(pair) for pairs in lists for pair in pairs], token_budget)
         groups, first = [], 0
@@ -81,7 +78,6 @@ class Reranker(nn.Module):
         return groups
 
     def num_slots(self, pairs: Sequence[PairIds]) -> int:
-        """Tokens that `forward` computes for these pairs, padding included."""
         if self.is_packed:
             shared = shared_prompt.num_shared([pair.ids for pair in pairs])
             return sum(map(len, pairs)) - shared * (len(pairs) - 1)
@@ -93,10 +89,9 @@ class Reranker(nn.Module):
         return [replace(pair, rows=row) for pair, row in zip(pairs, rows, strict=True)]
 
     def direction(self) -> Float[Tensor, "dim"] | None:
-        """The head's row of `yes` less its row of `no`, in float32 or wider; None for the other forms.
+        """The head's row of `yes` less its row of `no`, or its only row; None for the other forms. In float32 or wider.
 
-        Read once per step: its gradient is as large as the vocabulary's whole table. A model that was exported for
-        sequence classification has this difference as its only row.
+        Read once per step: its gradient is as large as the vocabulary's whole table.
         """
         if self.yes_no_ids is None:
             return None
@@ -111,7 +106,6 @@ class Reranker(nn.Module):
         return self.score(pairs, self.direction())
 
     def score(self, pairs: Sequence[PairIds], direction: Float[Tensor, "dim"] | None) -> Float[Tensor, "pair"]:
-        """`forward`, given what `direction()` says."""
         if direction is not None:
             last = self._last_hidden(pairs)
             with torch.autocast(last.device.type, enabled=False):  # bfloat16 would round the score itself
@@ -132,7 +126,6 @@ class Reranker(nn.Module):
         return model_inputs(rows or [pair.ids for pair in pairs], self.tokenizer.pad_token_id, self.device)
 
     def _last_hidden(self, pairs: Sequence[PairIds]) -> Float[Tensor, "pair dim"]:
-        """The hidden state of each pair's last token; no vocabulary logits are computed."""
         decoder = self.network.get_decoder()
         if self.is_packed:
             packed = shared_prompt.pack([pair.ids for pair in pairs], self.device)
@@ -156,11 +149,10 @@ def load_reranker(
     options: Mapping[str, Any] = MappingProxyType({}),
     new_head: bool = False,
 ) -> Reranker:
-    """The reranker that `config` names, in evaluation mode on `device`; `options` go to `from_pretrained`.
+    """The reranker that `config` names, in evaluation mode (on the device meta: shapes); `options` as `load_encoder`.
 
-    On the device meta it has shapes alone, and no weight is read. Causal language models score by yes/no logits, others
-    by a classification head with one output. An encoder may be the start of a reranker where `config` chooses the form
-    cosine_pair; with `new_head`, as training says, also of one whose head is new (and random). Raises SkilltrainError
+    Causal language models score by yes/no logits, others by a classification head with one output. The form cosine_pair
+    grows from an encoder; with `new_head`, as training says, so do forms whose head is then new. Raises SkilltrainError
     if there is no such model, it is an encoder, or its folder does not hold all of it.
     """
     from transformers import AutoConfig
@@ -188,10 +180,7 @@ def load_reranker(
 
 
 def _fitting(settings: RerankerSettings, tokenizer: Any, model_config: Any, where: str) -> RerankerSettings:
-    """`settings` whose pairs fit the model's positions and whose queries leave room for a skill.
-
-    A default adapts, a chosen limit must fit.
-    """
+    """`settings` within the model's positions and with room for a skill: a default adapts, a chosen limit must fit."""
     chosen = {name: getattr(settings, name) for name in settings.model_fields_set}
     limit = num_positions(model_config)
     if limit is not None and settings.max_tokens > limit:

@@ -32,10 +32,9 @@ class Bucket:
 class PackedTexts:
     """Texts as one row: the prompt, then every continuation, longest first.
 
-    `ends` is the place of each text's last token, in the order of the texts; `order` the texts' numbers in the order
-    of their continuations; `starts` where each begins in the row, with the length of the longest, given where attention
-    is to go by them; `was_used` the attention function's proof that it was asked. A plain class: FSDP2 with mixed
-    precision would hand a copy of a dataclass or a tuple to the layers.
+    `ends` is the place of each text's last token, `order` the texts' numbers in the order of continuations; `starts`
+    where each begins, and the longest length, if attention goes by them; `was_used` proves that attention was asked. No
+    dataclass: FSDP2 with mixed precision would hand a copy to the layers.
     """
 
     def __init__(
@@ -64,10 +63,7 @@ def num_shared(texts: Sequence[TokenIds]) -> int:
 def pack(
     texts: Sequence[TokenIds] | Sequence[Float[Tensor, "_ width"]], device: torch.device, varlen: bool = False
 ) -> PackedTexts:
-    """The texts (none of them empty) as one row with what attention needs to keep them apart.
-
-    Texts that are embedded already share nothing. With `varlen` none do, and in bfloat16 a GPU attends by lengths.
-    """
+    """The texts (none empty) as one row; embedded ones share nothing, nor do any with `varlen`."""
     tokens = [text for text in texts if not isinstance(text, Tensor)]
     shared = num_shared(tokens) if tokens and not varlen else 0
     order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
@@ -94,7 +90,6 @@ def pack(
 
 
 def _buckets(lengths: Sequence[int], shared: int, device: torch.device) -> Iterator[Bucket]:
-    """Buckets of consecutive continuations; `lengths` fall."""
     start, number = shared, 0
     while number < len(lengths):
         longest = lengths[number]
@@ -158,10 +153,7 @@ def shared_prompt_attention(
     packed: PackedTexts | None = None,
     **options: Any,
 ) -> tuple[Float[Tensor, "row token head dim"], None]:
-    """What every token attended to: the prompt causally to itself, a continuation to the prompt and itself.
-
-    An attention function of transformers' AttentionInterface, which sets the arguments.
-    """
+    """What every token attended to: the prompt causally to itself, a continuation to both. For AttentionInterface."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if packed is None:

@@ -129,7 +129,6 @@ def _fingerprint(texts: Iterable[Any], identity: str) -> str:
 def _tokenize(
     texts: list[TextT], tokenize: Callable[[list[TextT]], Sequence[TokenIds]]
 ) -> Int32[np.ndarray, "length_or_token"]:
-    """How many ids each text has, then the ids of all texts."""
     starts = range(0, len(texts), _BLOCK)
     blocks = (tokenize(texts[start : start + _BLOCK]) for start in track(starts, "tokenizing", len(starts)))
     found = [np.asarray(ids, dtype=np.int32) for block in blocks for ids in block]
@@ -137,7 +136,6 @@ def _tokenize(
 
 
 def _read(path: Path) -> Int32[np.ndarray, "length_or_token"] | None:
-    """What `_write` kept, behind its digest; None where the file is not there or damaged."""
     try:
         content = path.read_bytes()
     except OSError:

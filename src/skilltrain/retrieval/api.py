@@ -49,32 +49,24 @@ class ApiConfig(ServerConfig):
     )
 
     def check(self) -> None:
-        """Raise SkilltrainError for settings that the server cannot have."""
         ApiEncoder(self)
 
     def open(self, skills: Sequence[Skill]) -> PoolRanker:
-        """The server with the vectors of the pool."""
         return self.encoders().over(skills)
 
     def encoders(self) -> Encoders:
-        """The server for any pool."""
         encoder = ApiEncoder(self)
         return Encoders(lambda skills: ChunkVectors.one_each(encoder.encode_skills(skills)), encoder.encode_queries)
 
     def render_skill(self, skill: Skill) -> str:
-        """The text that is sent of a skill."""
         return self.skill_prompt + self.skill.render(skill)
 
     def render_query(self, text: str) -> str:
-        """The text that is sent of a query."""
         return self.query_prompt + text[: self.query_chars]
 
 
 class ApiEncoder:
-    """An embeddings server with its cache, by which a pool whose vectors are all kept needs no server.
-
-    `budget` counts what it has used. Nobody is asked before there is a text to encode.
-    """
+    """An embeddings server with its cache and `budget`; nobody is asked before there is a new text to encode."""
 
     def __init__(self, config: ApiConfig) -> None:
         price = config.price if config.price is not None or not config.is_openai else LIST_PRICES.get(config.model)
@@ -87,10 +79,7 @@ class ApiEncoder:
             self.cache = VectorCache(config.cache.expanduser() / hashlib.sha256(identity.encode()).hexdigest()[:24])
 
     def encode_skills(self, skills: Sequence[Skill]) -> Float32[np.ndarray, "skill dim"]:
-        """One unit vector per skill; equal texts are sent once, texts in the cache not at all.
-
-        Raises SkilltrainError, with the skill named, where one gets no vector. Those before it are kept.
-        """
+        """One unit vector per skill; equal and cached texts are not sent. SkilltrainError names a skill without one."""
         texts = [self.config.render_skill(skill) for skill in skills]
         return self._encode(texts, "embedding skills", [f"skill {skill.skill_id}" for skill in skills])
 
@@ -103,11 +92,7 @@ class ApiEncoder:
         return cached_vectors(texts, _ANY_LENGTH, description, self.cache, partial(self._embed, names))
 
     def _embed(self, names: Sequence[str], work: OrderedTexts) -> Parts:
-        """Yield vectors as the server gives them; requests start in the order of the texts.
-
-        `names` say which text is meant, for messages. Requests under way when one fails come to their end, and their
-        vectors are yielded before.
-        """
+        """Yield vectors as the server gives them, those of requests that are under way also after one failed."""
         names = [names[int(place)] for place in work.positions]
         if not work.texts[-1]:  # the shortest
             raise SkilltrainError("has no text to embed", where=names[-1])
@@ -189,5 +174,4 @@ def plan_encoding(config: ApiConfig, skills: Sequence[Skill], queries: Sequence[
 
 
 def _most_of(texts: Sequence[str]) -> Usage:
-    """The most that one try can take: one token per byte."""
     return Usage(sum(len(text.encode(errors="replace")) + _MOST_PER_TEXT for text in texts), 0)

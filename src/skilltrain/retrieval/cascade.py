@@ -78,11 +78,9 @@ class RankedStage:
     gpu_bytes: int = 0
 
     def skill_ids(self) -> dict[str, list[str]]:
-        """query_id → its ranked skills."""
         return {query_id: [skill_id for skill_id, _ in ranking] for query_id, ranking in self.rankings.items()}
 
     def only(self, query_ids: Iterable[str]) -> "RankedStage":
-        """The answers to some queries."""
         return replace(self, rankings={query_id: self.rankings[query_id] for query_id in query_ids})
 
     def joined(self, other: "RankedStage") -> "RankedStage":
@@ -96,9 +94,7 @@ class RankedStage:
 class Cascade:
     """Runs systems for the same queries over one pool; what two systems begin with in common runs once.
 
-    `own` is the model in training, which a ranker with `source: self` stands for. What it is part of runs anew each
-    time, so that a trainer can ask again after some more steps. `opened` keeps models open for a later cascade over the
-    same pool.
+    `own` is the model in training (`source: self`); what it is part of runs anew each time. `opened` keeps models.
     """
 
     def __init__(
@@ -118,10 +114,7 @@ class Cascade:
         self._answers: dict[str, RankedStage] = {}
 
     def run(self, system: SystemConfig, num_timed: int = 0) -> tuple[RankedStage, ...]:
-        """What each ranker of `system` answers; the last one's rankings are cut at the depth.
-
-        `num_timed` queries are asked once more, alone, up to the first ranker that asks a server.
-        """
+        """What each ranker answers, the last cut at the depth; `num_timed` queries are asked again, alone."""
         keeps = keeps_of(system, self.depth)
         times = self._times_alone(system, keeps, num_timed)
         stages: list[RankedStage] = []
@@ -140,7 +133,6 @@ class Cascade:
         self._opened = {key: ranker for key, ranker in self._opened.items() if key in needed}
 
     def _answer(self, system: SystemConfig, keeps: Sequence[int], number: int, before: Rankings | None) -> RankedStage:
-        """What the first `number` rankers of `system` make of the queries, given what all but the last did."""
         rankers, kind = system.rankers[:number], system.rankers[number - 1].kind
         key = repr([ranker.model_copy(update={"keep": n}) for ranker, n in zip(rankers, keeps, strict=False)])
         if key in self._answers:
@@ -159,10 +151,10 @@ class Cascade:
         return answer
 
     def _times_alone(self, system: SystemConfig, keeps: Sequence[int], num: int) -> list[tuple[tuple[float, ...], int]]:
-        """(seconds, most bytes on the GPU) of each ranker, for each of `num` queries asked alone.
+        """(seconds, most bytes on the GPU) of each ranker, for each of `num` queries asked alone, after one to warm up.
 
-        The first is asked once more before, to warm up. Rankers from the first on that asks a server or reads a file
-        are left out. Queries have ids of their own, so that no score that is remembered of them helps.
+        Rankers from the first that asks a server or reads a file are left out. Queries have ids of their own, so that
+        no score that is remembered of them helps.
         """
         timed = [*takewhile(_is_local, system.rankers)] if num else []
         if num and len(timed) < len(system.rankers):
@@ -202,8 +194,7 @@ def run_systems(
 ) -> dict[str, tuple[RankedStage, ...]]:
     """System name → what each of its rankers answers, the last one with the `depth` best skills of each query.
 
-    Raises SkilltrainError, before any work, for two systems of one name, a model that is not there and a server whose
-    settings do not do.
+    Raises SkilltrainError as `check_systems` does, and for an empty pool, before any work.
     """
     check_systems(systems)
     if systems and not skills:
@@ -218,10 +209,7 @@ def run_systems(
 
 
 def check_systems(systems: Sequence[SystemConfig], has_own: bool = False) -> None:
-    """Raise SkilltrainError for what can be known of systems without loading a model or asking a server.
-
-    `has_own`: there is a model in training that `source: self` can stand for.
-    """
+    """Raise SkilltrainError for what can be known before work; `has_own`: `source: self` is a model in training."""
     names = [system.name for system in systems]
     if len(set(names)) < len(names):
         raise SkilltrainError("two systems have the same name", where="systems")

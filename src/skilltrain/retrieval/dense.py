@@ -38,6 +38,10 @@ class OpenConfig(EncoderConfig):
     precision: Precision = Field(default="auto", description="auto: bfloat16 where the hardware has it")
     token_budget: int = Field(default=4096, ge=64, description="padded tokens per micro-batch")
 
+    def check(self) -> None:
+        """Raise SkilltrainError for a model that is not there or is no encoder; of a Hub model, fetches settings."""
+        stored_settings(resolve_model(self.source, weights=False), "encoder")
+
 
 class EncoderSource(OpenConfig):
     """An encoder to retrieve with."""
@@ -51,12 +55,7 @@ class DenseConfig(EncoderSource):
     kind: Literal["dense"] = "dense"
     keep: int | None = Field(default=None, ge=1, description="skills kept per query; null: as many as needed")
 
-    def check(self) -> None:
-        """Raise SkilltrainError for a model that is not there or is no encoder; of a Hub model, fetches settings."""
-        stored_settings(resolve_model(self.source, weights=False), "encoder")
-
     def open(self, skills: Sequence[Skill]) -> PoolRanker:
-        """The encoder with the vectors of the pool."""
         return self.encoders().over(skills)
 
     def encoders(self, opened: dict[str, Any] | None = None) -> Encoders:
@@ -78,10 +77,7 @@ class SkillEncoder:
 
 
 def open_encoder(source: OpenConfig, opened: dict[str, Any] | None = None) -> SkillEncoder:
-    """The encoder ready to encode and no more to be trained, on the GPU where there is one.
-
-    `opened` keeps the model for all sources that differ from this one by their cache alone.
-    """
+    """The encoder ready to encode, never to be trained; `opened` keeps the model for sources of another cache."""
     opened = {} if opened is None else opened
     key = repr(source.model_dump(include={*OpenConfig.model_fields}))
     folder = source.cache if isinstance(source, EncoderSource) else None
@@ -96,10 +92,7 @@ def open_encoder(source: OpenConfig, opened: dict[str, Any] | None = None) -> Sk
 
 
 def _identity(model: Encoder) -> str:
-    """A hash over the weights and all that shapes a text's vector, so that a cache never mixes two models.
-
-    Into how many texts a skill is cut does not: windows that are in the cache already are not encoded again.
-    """
+    """A hash over the weights and all that shapes a text's vector (chunks' number does not): caches never mix."""
     settings = model.settings.model_dump(mode="json", exclude={"chunks"})
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     digest.update(model.tokenizer.__class__.__name__.encode())
@@ -140,8 +133,6 @@ def _vectors(encoder: SkillEncoder, texts: Sequence[str], max_tokens: int, descr
 
 @dataclass
 class EncodingCount:
-    """What was encoded: texts, tokens, and tokens with padding."""
-
     texts: int = 0
     tokens: int = 0
     slots: int = 0
@@ -149,10 +140,7 @@ class EncodingCount:
 
 @torch.inference_mode()
 def encode_texts(model: Encoder, work: OrderedTexts, token_budget: int, count: EncodingCount) -> Parts:
-    """Yield (places in `work`, their unit vectors) as they are done; `count` grows with them.
-
-    Raises SkilltrainError for vectors that are no numbers.
-    """
+    """Yield (places in `work`, their unit vectors); `count` grows with them. SkilltrainError: they are no numbers."""
     if not work.texts:
         return
     started = saved = time.monotonic()
@@ -183,10 +171,7 @@ def encode_texts(model: Encoder, work: OrderedTexts, token_budget: int, count: E
 
 
 def _tokenized(model: Encoder, work: OrderedTexts) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """Yield (where a block starts, its texts' token ids).
-
-    Beside a GPU the next block is tokenised while the model works; on a CPU the two would compete for the cores.
-    """
+    """Yield (where a block starts, its texts' token ids); beside a GPU, tokenised while the model works."""
 
     def tokenize(start: int) -> list[np.ndarray]:
         block = work.texts[start : start + _BLOCK]
@@ -207,8 +192,7 @@ def _tokenized(model: Encoder, work: OrderedTexts) -> Iterator[tuple[int, list[n
 def even_groups(lengths: Sequence[int], token_budget: int, enough: int) -> Groups:
     """Positions in micro-batches of at most `token_budget` padded tokens, longest first.
 
-    Texts of one length are among themselves where they have `enough` tokens together: without padding there is no
-    mask, and attention is faster by 10 to 20%.
+    Where texts of one length have `enough` tokens together they stay among themselves: no mask, 10 to 20% faster.
     """
     of_length: dict[int, list[int]] = {}
     for position, length in enumerate(lengths):

@@ -1,8 +1,4 @@
-"""A ranker that is asked with search queries which a chat model writes for each task (SkillFlow, section A.2).
-
-The prompts are our own. Answers are kept in `llm.cache`, so that settings which differ in the ranker or in how its
-answers are joined see the same queries.
-"""
+"""A ranker that is asked with search queries which a chat model writes for each task (SkillFlow, A.2; own prompts)."""
 
 import math
 from collections.abc import Sequence

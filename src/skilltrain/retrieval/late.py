@@ -13,7 +13,6 @@ from pydantic import Field
 from torch import Tensor
 
 from skilltrain.models.encoder import Encoder
-from skilltrain.models.loading import resolve_model, stored_settings
 from skilltrain.models.micro_batches import TokenIds, micro_batches
 from skilltrain.models.pooling import max_sim
 from skilltrain.records import Query, Rankings, Skill
@@ -31,29 +30,20 @@ class LateConfig(OpenConfig):
     kind: Literal["late"] = "late"
     keep: int | None = Field(default=None, ge=1, description="candidates per query that are kept; null: all needed")
 
-    def check(self) -> None:
-        """Raise SkilltrainError for a model that is not there or is no encoder; of a Hub model, fetches settings."""
-        stored_settings(resolve_model(self.source, weights=False), "encoder")
-
     def open(self, skills: Sequence[Skill], opened: dict[str, Any] | None = None) -> "Late":
-        """The encoder ready to score; for `opened` see `open_encoder`."""
         encoder = open_encoder(self, opened).model
         return Late(encoder, {skill.skill_id: skill for skill in skills}, self.token_budget)
 
 
 @dataclass(frozen=True)
 class TokenVectors:
-    """The unit vectors of skills' tokens, skill after skill, in 8 bits: a row is a scale (float32) and `dim` numbers.
-
-    A cosine is off by some 1e-3. `starts` says where each skill's tokens begin, and end.
-    """
+    """Unit vectors of skills' tokens in 8 bits (scale, numbers; cosines off by 1e-3); skill i's from starts[i]."""
 
     rows: np.ndarray
     starts: Int64[np.ndarray, " skill_and_end"]
 
     @classmethod
     def load(cls, folder: Path) -> "TokenVectors":
-        """What `Late.save_tokens` wrote into `folder`, memory-mapped."""
         starts, file = np.load(folder / "starts.npy"), folder / "tokens.bin"
         return cls(np.memmap(file, _rows_of(file.stat().st_size // starts[-1] - 4), "r"), starts)
 
@@ -62,7 +52,6 @@ class TokenVectors:
         return len(self.starts) - 1
 
     def of(self, place: int) -> np.ndarray:
-        """The rows of a skill."""
         return self.rows[self.starts[place] : self.starts[place + 1]]
 
 
@@ -88,7 +77,6 @@ class Late:
     stored: TokenVectors | None = None  # in the order of the skills
 
     def over(self, skills: Mapping[str, Skill], stored: TokenVectors | None = None) -> "Late":
-        """The same encoder over another pool, whose tokens' vectors may be `stored` in its order."""
         return replace(self, skills=skills, stored=stored)
 
     @cached_property
@@ -151,7 +139,6 @@ class Late:
                 yield some[place], vectors
 
     def _vectors(self, texts: Sequence[TokenIds]) -> Iterator[tuple[int, Float[Tensor, "token dim"]]]:
-        """Yield (a text's place, its tokens' unit vectors)."""
         for group in micro_batches([len(text) for text in texts], self.token_budget):
             batch = [texts[place] for place in group]
             rows = self.encoder.with_tokens(batch, max(map(len, batch)))

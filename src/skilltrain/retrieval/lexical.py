@@ -43,7 +43,6 @@ class LexicalConfig(Config):
         """There is nothing to check before the pool is read."""
 
     def open(self, skills: Sequence[Skill]) -> PoolRanker:
-        """BM25 over the pool."""
         return PoolRanker([skill.skill_id for skill in skills], self.index(skills))
 
     def index(self, skills: Sequence[Skill], before: "BM25Index | None" = None) -> "BM25Index":
@@ -57,10 +56,7 @@ def bm25_text(skill: Skill, fields: SkillFields = "full") -> str:
 
 
 def words_and_bigrams(text: str) -> list[str]:
-    """The words and numbers of `text`, and the character bigrams of its CJK runs, whose script marks no words.
-
-    A word ends at anything that is neither letter nor digit, so `read_pdf-file` gives three.
-    """
+    """The words and numbers of `text` (`read_pdf-file` has three), and the character bigrams of its CJK runs."""
     runs: list[str] = _TOKEN.findall(text)
     if not _CJK_RUN.search(text):
         return runs
@@ -87,7 +83,6 @@ class Vocabulary:
         self._stem = lru_cache(_WORDS)(lambda word: "" if word in stop_words else stem_of(word))
 
     def stems(self, text: str) -> Iterator[tuple[str, str]]:
-        """Yield (word, its stem) of `text`, in order."""
         for word in words_and_bigrams(text.lower()):
             if stem := self._stem(word):
                 yield word, stem
@@ -103,11 +98,10 @@ class Vocabulary:
 
 
 class BM25Index:
-    """Texts by term, scored by Lucene's BM25 formula.
+    """Texts by term, scored by Lucene's BM25 formula; the arrays may be memory-mapped.
 
-    `keys` tell the texts apart by content. `counts` and `weights` are of the same postings, how often a term occurs in
-    a text and what that scores; those of term t stand from starts[t] to starts[t + 1], and `texts` has the positions of
-    their texts, which rise. The arrays may be memory-mapped.
+    `keys` tell the texts apart by content. `counts` and `weights` are how often a term occurs in a text and what that
+    scores; those of term t stand from starts[t] to starts[t + 1], and `texts` has their texts' positions, which rise.
     """
 
     _ARRAYS = ("keys", "counts", "weights", "texts", "starts")
@@ -119,10 +113,7 @@ class BM25Index:
     vocabulary: Vocabulary
 
     def __init__(self, texts: Sequence[str], before: "BM25Index | None" = None) -> None:
-        """Index `texts`; a result's index is a position in them. Those that `before` holds are not read again.
-
-        Raises SkilltrainError where there is no term.
-        """
+        """Index `texts`; those that `before` holds are not read again. SkilltrainError: there is no term."""
         self.keys = text_keys(texts, 0)
         self.vocabulary = Vocabulary(before.vocabulary.numbers if before else ())
         counts = self._counted(texts, before)
@@ -137,7 +128,6 @@ class BM25Index:
         self.weights = (np.repeat(_idf(len(texts), num_with), num_with) * shares).astype(np.float32)
 
     def _counted(self, texts: Sequence[str], before: "BM25Index | None") -> Any:
-        """How often each term occurs in each text, as a sparse matrix [text, term]."""
         from scipy.sparse import csr_array, vstack
 
         places = places_in(before.keys, self.keys) if before else np.full(len(texts), -1)
@@ -161,7 +151,6 @@ class BM25Index:
         return len(self.keys)
 
     def save(self, folder: Path) -> None:
-        """Write the index into `folder`."""
         for name in self._ARRAYS:
             np.save(folder / f"{name}.npy", getattr(self, name))
         write_json(folder / "stems.json", [*self.vocabulary.numbers])

@@ -39,11 +39,9 @@ class ChunkVectors:
 
     @classmethod
     def one_each(cls, vectors: Float32[np.ndarray, "skill dim"]) -> "ChunkVectors":
-        """Those of skills of one chunk each."""
         return cls(np.ascontiguousarray(vectors, dtype=np.float32), np.arange(len(vectors) + 1))
 
     def save(self, folder: Path) -> None:
-        """Write them into `folder`."""
         np.save(folder / "vectors.npy", self.vectors)
         np.save(folder / "starts.npy", self.starts)
         write_json(folder / "pool.json", self.pool)
@@ -60,16 +58,12 @@ class ChunkVectors:
 
     @property
     def is_one_each(self) -> bool:
-        """Whether no skill has a second chunk."""
         return len(self.vectors) == self.num_skills
 
     def scores(
         self, queries: Float32[np.ndarray, "query dim"], rows: Positions, positions: Positions
     ) -> Float32[np.ndarray, " pair"]:
-        """The score of each (row of `queries`, position of a skill), from products in double precision, then rounded.
-
-        It does not depend on the pairs beside it, which cannot be said of a matrix product.
-        """
+        """The score of each (row of `queries`, position of a skill), from products in double precision."""
         counts = np.diff(self.starts)[positions]
         starts = starts_of(counts)
         pairs = np.repeat(np.arange(len(positions)), counts)
@@ -83,10 +77,10 @@ class ChunkVectors:
         return pooled(cosines[None], starts, self.pool)[0]
 
     def nearest(self, queries: Float32[np.ndarray, "query dim"], k: int, index: Any = None) -> Found:
-        """The `k` skills of the highest score for each query; ties go to the lower position.
+        """The `k` best skills of each query, exact unless an `index` finds them; ties go to the lower position.
 
-        Exact, unless an `index` finds them. Products in single precision depend in their last bits on the number of
-        queries, the threads and the hardware. So they only choose k and a few more, which `scores` then orders.
+        The last bits of single-precision products depend on what else is multiplied. So they only choose k and a few
+        more, which `scores` then orders.
         """
         k, width = min(k, self.num_skills), min(k + _SPARE, self.num_skills)
         if k == 0 or not len(queries):
@@ -169,7 +163,6 @@ def build_index(description: str, pool: Float32[np.ndarray, "skill dim"], seed: 
 
 
 def recall(found: Int64[np.ndarray, "query k"], exact: Int64[np.ndarray, "query k"]) -> float:
-    """The share of the exact nearest that were found."""
     return sum(len(np.intersect1d(*pair)) for pair in zip(found, exact, strict=True)) / max(1, exact.size)
 
 
@@ -194,7 +187,6 @@ class PoolRanker:
 
     @cached_property
     def places(self) -> dict[str, int]:
-        """skill_id → its position in the pool."""
         return {skill_id: place for place, skill_id in enumerate(self.skill_ids)}
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
@@ -237,15 +229,11 @@ class VectorIndex:
 
 @dataclass(frozen=True)
 class Encoders:
-    """What gives skills and queries vectors, opened once for any pool.
-
-    `window` says where a skill's chunk lies in its body (start, end), by its number; None where a skill is one chunk.
-    """
+    """What gives skills and queries vectors, for any pool; `window` says where a chunk lies in its body."""
 
     skills: Callable[[Sequence[Skill]], ChunkVectors]
     queries: Callable[[Sequence[str]], Float32[np.ndarray, "query dim"]]
     window: Callable[[Skill, int], tuple[int, int]] | None = None
 
     def over(self, skills: Sequence[Skill]) -> PoolRanker:
-        """The ranker of a pool."""
         return PoolRanker([skill.skill_id for skill in skills], VectorIndex(self.skills(skills), self.queries))

@@ -36,10 +36,7 @@ LegConfig = Annotated[_Leg, Field(discriminator="kind")]
 
 
 class FittedWeights(Config):
-    """What the stage fusion writes: weights of normalised scores, the legs that they are for, and what they are worth.
-
-    `figures` has system → measure → mean, low, high and n, by cross-validation.
-    """
+    """What the stage fusion writes; `figures` has system → measure → mean, low, high and n, by cross-validation."""
 
     weights: tuple[Annotated[float, Field(ge=0)], ...]
     legs: tuple[LegConfig, ...]
@@ -72,7 +69,6 @@ class FuseConfig(Config):
         return self
 
     def check(self) -> None:
-        """Raise SkilltrainError for fitted weights that are not there or are for other rankers."""
         self.leg_weights()
 
     def leg_weights(self) -> tuple[float, ...]:
@@ -89,10 +85,9 @@ RankerConfig = Annotated[_Leg | FuseConfig | AskingConfig, Field(discriminator="
 
 
 def read_weights(path: Path, legs: Sequence[LegConfig]) -> tuple[float, ...]:
-    """The weights in a folder of the stage fusion, or in its file, for `legs`.
+    """The weights in a folder of the stage fusion, or in its file. SkilltrainError: they are not for `legs`.
 
-    Raises SkilltrainError for a file that does not hold fitted weights, and for weights of other legs. Weights that
-    were fitted on saved rankings are for any.
+    Weights that were fitted on saved rankings are for any.
     """
     file = path / WEIGHTS_FILE if path.is_dir() else path
     fitted = validate(FittedWeights, read_json(file), file)
@@ -149,7 +144,6 @@ class Fuse:
         return {query.query_id: self.join([leg[query.query_id] for leg in found])[:keep] for query in queries}
 
     def join(self, legs: Sequence[Ranking]) -> Ranking:
-        """What the legs found for a query as one ranking."""
         return fuse(legs, self.weights, self.config.method)
 
     def find(self, queries: Sequence[Query], candidates: Rankings | None) -> list[Rankings]:
@@ -160,10 +154,7 @@ class Fuse:
 
 
 def open_ranker(config: RankerConfig, skills: Sequence[Skill], opened: dict[str, Any]) -> Ranker:
-    """The ranker over the pool `skills`; `opened` keeps it for all that differ from it by `keep` and weight alone.
-
-    The model in training is found in `opened` under the name `OWN`.
-    """
+    """The ranker over the pool; `opened` keeps it for any `keep` and weight, the model in training as `OWN`."""
     if isinstance(config, FuseConfig):
         return Fuse(config, [open_ranker(leg, skills, opened) for leg in config.of], config.leg_weights())
     if isinstance(config, ExpandConfig):
@@ -177,6 +168,5 @@ def open_ranker(config: RankerConfig, skills: Sequence[Skill], opened: dict[str,
 
 
 def key_of(config: RankerConfig) -> str:
-    """What tells an opened ranker from others."""
     shared = {"keep": 1, "first_weight": 0.0} if isinstance(config, RerankConfig) else {"keep": 1}
     return OWN if is_own(config) else repr(config.model_copy(update=shared))

@@ -68,11 +68,9 @@ class SavedConfig(Config):
     @field_validator("rankings", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
-        """A single table as a list of one."""
         return [value] if isinstance(value, str | Path) else value
 
     def check(self) -> None:
-        """Raise SkilltrainError where a table is not there."""
         for path in self.rankings:
             if not table_path(path, RANKINGS).is_file():
                 raise SkilltrainError("no rankings table here", where=path)
@@ -99,8 +97,7 @@ class Saved:
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """The first `keep` saved skills of each query, of the candidates alone where there are some.
 
-        A query that was not ranked gets an empty ranking, with a warning. Raises SkilltrainError for a skill that the
-        pool lacks.
+        One that was not ranked gets none, with a warning. Raises SkilltrainError for a skill that the pool lacks.
         """
         query_ids = [query.query_id for query in queries]
         if missing := [query_id for query_id in query_ids if query_id not in self.rankings]:
@@ -118,10 +115,7 @@ class Saved:
 
 
 def read_rankings(path: Path, stage: str | None) -> Rankings:
-    """The rankings of one stage of a RANKINGS table, by query and best first.
-
-    Raises SkilltrainError where the table does not hold `stage`, or holds several and none is named.
-    """
+    """query_id → ranking, of a RANKINGS table. SkilltrainError: it lacks `stage`, or has several and none is named."""
     table = read_table(path, RANKINGS)
     stages = sorted(set(table.column("stage").to_pylist()))
     if stage not in (stages if len(stages) != 1 else [*stages, None]):

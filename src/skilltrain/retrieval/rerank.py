@@ -31,7 +31,6 @@ class RerankConfig(RerankerConfig):
     )
 
     def check(self) -> None:
-        """Raise SkilltrainError for a model that is not there or is no reranker; of a Hub model, fetches settings."""
         stored_settings(resolve_model(self.source, weights=False), "reranker")
 
     def open(self, skills: Sequence[Skill]) -> "Rerank":
@@ -53,7 +52,6 @@ class Rerank:
     _tokens: dict[str, Int32[np.ndarray, " token"]] = field(default_factory=dict)
 
     def over(self, skills: Mapping[str, Skill]) -> "Rerank":
-        """The same reranker over another pool."""
         return replace(self, skills=skills, _scores={}, _tokens={})
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
@@ -68,7 +66,6 @@ class Rerank:
 
     @torch.inference_mode()
     def _scored(self, query: Query, skill_ids: Sequence[str]) -> Mapping[str, float]:
-        """The scores of `skill_ids`, and of what else is remembered for the query."""
         if len(self._scores) >= _REMEMBERED:
             self._scores.clear()
         scores, texts = self._scores.setdefault(query, {}), self.reranker.pairs

@@ -59,13 +59,12 @@ class AskConfig(Config):
     seed: Seed = Field(default=0, description="decides the model's seeds")
 
     def check(self) -> None:
-        """Raise SkilltrainError for settings that the model's server cannot have."""
         open_llm(self.llm)
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A query, and what a model sees of it: untrusted `parts` (title, text), and an `order` of ours behind them.
+    """A query and what a model sees of it: untrusted `parts` (title, text), then an `order` of ours.
 
     `choices` are skills among the parts, numbered from 1; `skill_id` is the one that is judged alone.
     """
@@ -92,11 +91,7 @@ class Prompt(NamedTuple):
 
 
 def questions_of(config: AskConfig, llm: LLM, prompt: Prompt, asks: Sequence[Ask]) -> Questions[Ask, Any]:
-    """What the model is asked, and how its answers are read; each attempt has a seed of its own.
-
-    In `prompt.system`, `{mark}` becomes what the lines between the parts begin with; in the question, `{count}` becomes
-    the number of choices.
-    """
+    """What the model is asked, `{mark}` (what begins lines between parts) and `{count}` (of choices) filled in."""
 
     def messages(ask: Ask) -> tuple[str, str]:
         mark, parts = framed([("task", untrusted_text(ask.query.text, config.query_chars)), *ask.parts], "end")
@@ -147,7 +142,6 @@ class _ChooseConfig(AskConfig):
     least: ClassVar[int]  # candidates from which on there is something to ask
 
     def open(self, skills: Sequence[Skill]) -> "Select":
-        """The model ready to choose."""
         return Select(self, {skill.skill_id: skill for skill in skills})
 
     def asks(self, queries: Sequence[Query], skills: Sequence[Skill]) -> Questions[Ask, Any]:
@@ -158,7 +152,6 @@ class _ChooseConfig(AskConfig):
         return questions_of(self, open_llm(self.llm), self.first, asks)
 
     def ask(self, query: Query, skills: Sequence[Skill], skill_id: str = "") -> Ask:
-        """A query and its candidates as the model sees them."""
         body_chars = self.body_chars if self.fields == "full" else None
         texts = [untrusted_skill(skill, self.description_chars, body_chars) for skill in skills]
         parts = tuple((f"candidate {number}", text) for number, text in enumerate(texts, 1))
@@ -195,7 +188,6 @@ class Select:
     counts: dict[str, Any] = field(default_factory=dict)
 
     def over(self, skills: Mapping[str, Skill]) -> "Select":
-        """The same model over another pool."""
         return replace(self, skills=skills, counts={})
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
@@ -224,11 +216,7 @@ class Select:
         return found
 
     def _admitted(self, config: AdmitConfig, llm: LLM, relevant: Asked[Ask, Any], given: Rankings) -> Rankings:
-        """The admitted candidates of each query, in their order and with their scores.
-
-        Where there is no usable list, the first `most` candidates stand as they are; a relevant skill without a
-        verdict is admitted.
-        """
+        """The admitted candidates; without a usable list the first `most`, without a verdict the relevant."""
         found = [(one, skill) for one, skills in relevant.values for skill in skills]
         alone = [config.ask(one.query, [skill], skill.skill_id) for one, skill in found]
         second = ask_while_up(questions_of(config, llm, _SPECIFIC, alone if config.specificity else ()))

@@ -48,7 +48,6 @@ class VectorCache:
             yield part
 
     def missing(self, keys: np.ndarray) -> Positions:
-        """Positions of those of the distinct `keys` that have no vector here."""
         return _others(len(keys), self.read(keys))
 
     def add(self, keys: np.ndarray, vectors: Float32[np.ndarray, "key dim"]) -> None:
@@ -79,7 +78,6 @@ class VectorCache:
 
 
 def _read_file(path: Path, keys: np.ndarray) -> tuple[Positions, Float32[np.ndarray, "some dim"]]:
-    """(positions among `keys` of what the file holds of them, the vectors)."""
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
         places = places_in(keys, np.array(file.read(["key"]).column("key").to_pylist(), dtype=KEY))
         rows = np.flatnonzero(places >= 0)
@@ -91,7 +89,6 @@ def _read_file(path: Path, keys: np.ndarray) -> tuple[Positions, Float32[np.ndar
 
 
 def _others(num: int, parts: Iterable[tuple[Positions, np.ndarray]]) -> Positions:
-    """The positions up to `num` that are in none of `parts`."""
     is_missing = np.ones(num, dtype=bool)
     for positions, _ in parts:
         is_missing[positions] = False
@@ -100,10 +97,7 @@ def _others(num: int, parts: Iterable[tuple[Positions, np.ndarray]]) -> Position
 
 @dataclass(frozen=True)
 class OrderedTexts:
-    """Distinct texts to encode, longest first: memory peaks at the start, and texts of like length stand together.
-
-    `keys` are as `text_keys` gives them; `positions` say where each text stands among all that were given.
-    """
+    """Distinct texts, longest first, so that memory peaks at the start; `positions` are among all that were given."""
 
     texts: Sequence[str]
     keys: np.ndarray
@@ -119,10 +113,9 @@ def cached_vectors(
     cache: VectorCache | None,
     encode: Callable[[OrderedTexts], Parts],
 ) -> Float32[np.ndarray, "text dim"]:
-    """The vector of each text, cut to `max_tokens`: from the cache, else from `encode`, and then kept in the cache.
+    """The vector of each text, cut to `max_tokens`: from the cache, else from `encode`, and then kept.
 
-    Each distinct text is encoded once, in the order of `OrderedTexts`. Raises SkilltrainError for vectors of another
-    length than those in the cache.
+    Raises SkilltrainError for vectors of another length than those in the cache.
     """
     distinct, first, which = np.unique(text_keys(texts, max_tokens), return_index=True, return_inverse=True)
     parts = [*cache.read(distinct)] if cache else []
