@@ -152,19 +152,12 @@ def test_checks_point_at_the_entries_that_break_an_assumption(tmp_path: Path):
         "same_name": [("q1", "t/join")],
         "same_text": [("q2", "t/pods")],
         "short_positive": [("q2", "s/pods")],
-        "short_list": [("q3", "s/chart")],
     }
 
 
-def test_checks_on_flags_clusters_teacher_language_and_repeated_queries(tmp_path: Path):
-    rows = {
-        "q1": ROWS["q1"],
-        "q2": [("z/tu", "required", "gold", 0), *ROWS["q2"][1:3], ("gone", "irrelevant", "lexical", 9)],
-        "q3": ROWS["q3"],
-    }
-    texts = {"q1": "I need the tables of this week as one", "q2": "please restart the pods for me", "q3": ""}
-    texts["q3"] = texts["q1"].upper() + " "
-    lists = write_runs(tmp_path, texts=texts, lists=rows)
+def test_checks_on_clusters_and_language_and_what_is_known_of_skills_and_entries(tmp_path: Path):
+    rows = ROWS | {"q2": [("z/tu", "required", "gold", 0), *ROWS["q2"][1:3], ("gone", "irrelevant", "lexical", 9)]}
+    lists = write_runs(tmp_path, texts=TEXTS | {"q2": "please restart the pods for me"}, lists=rows)
     scored = [row | {"teacher_scores": [0.5, 0.6, *[0.1] * (len(row["skill_ids"]) - 2)]} for row in list_rows(rows)]
     write_table(scored, LISTS, lists)
     write_table(
@@ -173,12 +166,8 @@ def test_checks_on_flags_clusters_teacher_language_and_repeated_queries(tmp_path
     flag = {"rule": "shell", "field": "body", "start": 0, "end": 4, "span": EVIL, "reason": "pipes into a shell"}
     write_table([flag | {"skill_id": "z/tu"}, flag | {"skill_id": "unused"}], tables.FLAGS, tmp_path / "pool")
     found = found_by(lists)
-    assert found["flagged_positive"] == [("q2", "z/tu")]
     assert found["cluster"] == [("q1", "s/chart"), ("q3", "s/join")]
-    assert found["teacher"] == [("q1", "t/join"), ("q2", "t/pods"), ("q3", "s/join")]
     assert found["other_language"] == [("q2", "z/tu")]
-    assert found["same_query"] == [("q1", "s/join"), ("q3", "s/chart")]
-    assert found["unknown_skill"] == [("q2", "gone")]
     inspect_lists(lists, tmp_path / "page.html", None, 10)
     data = data_of(tmp_path / "page.html")
     skills = {row["id"]: row for row in data["skills"]}
@@ -244,7 +233,7 @@ def test_a_sample_is_the_same_each_time_and_holds_what_a_check_points_at(tmp_pat
     inspect_lists(lists, tmp_path / "two.html", None, 1)
     assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
     assert shown["num_lists"] == 3
-    assert {"q1", "q2", "q3"} == {row["id"] for row in data_of(tmp_path / "one.html")["lists"]}  # each breaks something
+    assert {"q1", "q2"} <= {row["id"] for row in data_of(tmp_path / "one.html")["lists"]}  # both break something
     assert "All 3 lists." in (tmp_path / "one.html").read_text()
 
 

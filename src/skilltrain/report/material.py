@@ -28,7 +28,7 @@ from skilltrain.tables import (
     read_table,
     table_path,
 )
-from skilltrain.texts import language_of, name_key, words_of
+from skilltrain.texts import language_of, name_key
 
 SHORT_BODY = 200  # characters; too few to teach what a skill does
 _INPUTS = ("lists", "rankings", "queries", "pool", "clusters")  # the settings by which a stage names runs before it
@@ -70,9 +70,8 @@ class Trail:
         recipe = record["recipe"]
         self.runs.append(Run(recipe["stage"], folder, recipe))
         for name in (name for name in _INPUTS if isinstance(recipe.get(name), str)):
-            # as written, from every folder above the lists, or by its name beside them: runs move
             written = Path(recipe[name]).expanduser()
-            places = [written, *(parent / written for parent in self.folder.parents), self.folder.parent / written.name]
+            places = (written, self.folder.parent / written.name)  # as written, or beside the lists: runs move
             if found := next((place.resolve() for place in places if place.exists()), None):
                 self.inputs[name].append(found)
                 self._follow(found if found.is_dir() else found.parent)
@@ -185,33 +184,14 @@ def run_checks(m: Material) -> dict[str, Int64[np.ndarray, " found"]]:
         _, names = codes(name_key(skill.name) for skill in m.skills)
         _, bodies = codes(skill.body.strip() for skill in m.skills)
         _, descriptions = codes(skill.description.strip().casefold() for skill in m.skills)
-        pairs = [(m.texts[m.in_list[n]], m.skills[m.skill[n]], m.positive[n] and known[n]) for n in range(len(known))]
-        found["leak"] = _where(fits and names_skill(text, skill.name) for text, skill, fits in pairs)
+        asked = [(n, m.texts[m.in_list[n]], m.skills[m.skill[n]]) for n in np.flatnonzero(m.positive & known).tolist()]
+        places = np.arange(len(m.in_list))
+        found["leak"] = np.isin(places, [n for n, text, skill in asked if names_skill(text, skill.name)])
         found["same_name"] = m.like_a_positive(names) & known
         found["same_text"] = m.like_a_positive(bodies) | m.like_a_positive(descriptions)
-        asked = np.array([language_of(text[:4000]) or "" for text in m.texts], dtype=object)[m.in_list]
-        given = np.array([skill.lang or "" for skill in m.skills], dtype=object)[m.skill]
-        found["other_language"] = m.positive & (asked != "") & (given != "") & (asked != given)
+        languages = [(n, language_of(text[:4000]), skill.lang) for n, text, skill in asked]
+        found["other_language"] = np.isin(places, [n for n, one, other in languages if one and other and one != other])
         found["short_positive"] = m.positive & known & (m.body_chars[m.skill] < SHORT_BODY)
-        found["unknown_skill"] = ~known
     if m.clusters is not None:
         found["cluster"] = m.like_a_positive(m.clusters)
-    if not np.isnan(m.score).all():
-        lowest = np.full(len(m.query_ids), np.inf)  # of a list's positives
-        scored = m.positive & ~np.isnan(m.score)
-        np.minimum.at(lowest, m.in_list[scored], m.score[scored])
-        found["teacher"] = ~m.positive & (m.score > lowest[m.in_list])
-    if m.flags is not None:
-        flagged = {row["skill_id"] for row in m.flags}
-        found["flagged_positive"] = m.positive & _where(s.skill_id in flagged for s in m.skills)[m.skill]
-    first = np.diff(m.in_list, prepend=-1) > 0
-    texts, own = codes(" ".join(words_of(text)) for text in m.texts)
-    repeated = (own >= 0) & (np.bincount(own[own >= 0], minlength=len(texts) + 1) > 1)[own]
-    found["same_query"] = first & repeated[m.in_list]
-    sizes = np.bincount(m.in_list, minlength=len(m.query_ids))
-    found["short_list"] = first & (sizes < np.argmax(np.bincount(sizes, minlength=1)))[m.in_list]
     return {key: np.flatnonzero(mask) for key, mask in found.items()}
-
-
-def _where(values: Iterable[Any]) -> Bool[np.ndarray, " value"]:
-    return np.array([bool(value) for value in values], dtype=bool)
