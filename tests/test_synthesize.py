@@ -213,7 +213,7 @@ def test_near_duplicates_have_their_queries_in_one_split(tmp_path: Path) -> None
 def asked(one: Skill, **settings: Any) -> tuple[str, str]:
     """What a model is told, so that it writes the first query of a skill: as the system, as the user."""
     config = validate(SynthesizeConfig, {"pool": "p", "out": "o", **settings}, "test")
-    return query_prompt(config, WantedQuery("q", one, 1, is_terse=False))
+    return query_prompt(config, WantedQuery("q", "s", one, 1, is_terse=False))
 
 
 def test_no_field_of_a_skill_reaches_outside_the_fence_and_all_are_capped_and_disarmed() -> None:

@@ -76,10 +76,7 @@ def unflagged_skills(pool: Path) -> tuple[list[Skill], list[Dropped]]:
 
 
 def language_named(lang: str | None, text: str) -> str:
-    """A skill's language as a prompt names it; that of `text` where it names none, or something that is no code.
-
-    A skill's own word for its language is untrusted, and this is outside the fence.
-    """
+    """A skill's language outside the fence: only a code is believed, for all else it is `the language of {text}`."""
     if lang is None or not _LANGUAGE_CODE.fullmatch(lang):
         return f"the language of {text}"
     return _LANGUAGES.get(lang, f"the language with the code {lang}")

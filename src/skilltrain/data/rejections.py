@@ -208,10 +208,7 @@ def judged_rows(group: Group, verdicts: Iterable[Judged], judge: str) -> list[di
 def _judged_twice(
     config: RejectionsConfig, made: Sequence[tuple[Group, JudgedRequest]], rows: Sequence[dict[str, Any]], out: Path
 ) -> dict[str, Any]:
-    """Kappa of both judges over a sample of groups, of which the second sees the skills in another order.
-
-    The second one's JUDGEMENTS and DROPPED go to second/.
-    """
+    """Kappa of both judges over a sample of groups, of which the second sees the skills in another order."""
     if config.second_judge is None:
         return {}
     sample = sorted(made, key=lambda pair: stable_number(config.seed, "second", pair[0].query_id))

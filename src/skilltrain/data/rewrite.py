@@ -22,14 +22,10 @@ from skilltrain.texts import language_of, num_words
 class Rewriting:
     """A query, and the skills that answer it, which it must not name."""
 
+    query_id: str
     query: Query
     golds: tuple[Skill, ...]
     skill_id: str = ""
-
-    @property
-    def query_id(self) -> str:
-        """The query's."""
-        return self.query.query_id
 
 
 class RewriteConfig(Config):
@@ -72,7 +68,7 @@ def _questions(config: RewriteConfig) -> Questions[Rewriting, str]:
     for query in select_queries(config.queries, None):
         judged = verdicts.get(query.query_id, {})
         golds = tuple(skills[s] for s in sorted(judged) if judged[s] in POSITIVE and s in skills)
-        wanted.append(Rewriting(query, golds))
+        wanted.append(Rewriting(query.query_id, query, golds))
     seen = {one.query.text.casefold() for one in wanted}
     style = PROMPTS["rewrite"]["styles"][config.style]
 

@@ -119,14 +119,10 @@ class WantedQuery:
     """The `number`-th query of a skill; `is_terse`, in few words."""
 
     query_id: str
+    skill_id: str
     skill: Skill
     number: int
     is_terse: bool
-
-    @property
-    def skill_id(self) -> str:
-        """The skill's."""
-        return self.skill.skill_id
 
 
 def _wanted(config: SynthesizeConfig) -> tuple[list[WantedQuery], list[Dropped]]:
@@ -142,7 +138,8 @@ def _wanted(config: SynthesizeConfig) -> tuple[list[WantedQuery], list[Dropped]]
     for skill in sample_skills(usable, config.max_skills, config.seed):
         for number in range(1, config.num_queries_per_skill + 1):
             is_terse = is_drawn(config.terse_share, config.seed, "terse", skill.skill_id, number)
-            wanted.append(WantedQuery(f"{skill.skill_id}#{run}-{number}", skill, number, is_terse))
+            query_id = f"{skill.skill_id}#{run}-{number}"
+            wanted.append(WantedQuery(query_id, skill.skill_id, skill, number, is_terse))
     return wanted, flagged
 
 

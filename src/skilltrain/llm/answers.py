@@ -102,10 +102,7 @@ def estimate_tokens(text: str) -> int:
 
 
 def read_answer(text: str, num_prompt_tokens: int) -> Completion:
-    """A reply's body as a Completion, without a `<think>` block; or AnswerError.
-
-    `num_prompt_tokens` is our estimate, for servers that report none.
-    """
+    """A reply's body as a Completion, without a `<think>` block; `num_prompt_tokens`: where it reports none."""
     try:
         body = json.loads(text)
         choice = body["choices"][0]

@@ -57,10 +57,9 @@ class Server:
         return text.replace(self._key, "[key]") if len(self._key) >= _SECRET_CHARS else text
 
     def ask(self, send: Callable[[], tuple[ReplyT, Usage]], most: Usage) -> ReplyT:
-        """The reply that `send` gives, with what it took, after as many tries as the settings allow.
+        """The reply that `send` gives, with what it took; `most` is reserved for the first of its tries.
 
-        `most` is reserved for the first. Raises AnswerError for a malformed reply or where the budget holds no
-        further try, ServerError where all failed.
+        Raises AnswerError for a malformed reply or where the budget holds no further try, ServerError where all failed.
         """
         import openai
 

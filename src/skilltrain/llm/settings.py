@@ -10,7 +10,8 @@ from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 
 _CACHE_FIELD = Field(
-    default=Path("~/.cache/skilltrain/llm"), description="folder of answers given, for all runs; null: none"
+    default=Path("~/.cache/skilltrain/llm"),
+    description="answers given, for all runs (two at once may pay twice); null: none",
 )
 
 

@@ -1,8 +1,7 @@
 """Untrusted texts in a prompt, and what keeps them from steering the model (prompt injection).
 
-Each part of a prompt is between lines with a mark made of a digest of all its texts, so no text can hold the mark,
-close its part or open a false one. Tokens by which chat templates end a turn are broken, invisible characters are
-removed, and the model is told that these texts are data and no instructions. A model may still believe what it reads.
+Each part is between lines with a mark made of a digest of all texts, so that no text can hold the mark, close its part
+or open a false one; tokens that end a turn are broken. A model may still believe what it reads.
 """
 
 import hashlib
