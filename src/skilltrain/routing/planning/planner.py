@@ -88,27 +88,24 @@ class Planner:
     def plan(self, tasks: Sequence[Query]) -> list[Plan]:
         """One plan for each task, in order; where a model's answers are of no use, by rules, with a note."""
         decomposer = self.config.decomposer
-        asks_a_model = isinstance(decomposer, ModelConfig)
-        rounds, faults = self._asked(decomposer, tasks) if asks_a_model else ({}, {})
-        without = {task.query_id for task in tasks} - rounds.keys()
+        rounds, faults = self._asked(decomposer, tasks) if isinstance(decomposer, ModelConfig) else ({}, {})
         for task in tasks:
-            if task.query_id in without:
+            if task.query_id not in rounds:
                 is_whole = isinstance(decomposer, WholeConfig)
                 draft = Draft((one_line(task.text),)) if is_whole else draft_by_rules(task.text)
                 rounds[task.query_id] = [Round(draft)]
         found = find_each(self.find, [rounds[task.query_id][-1] for task in tasks], self.config.compose.candidates)
         plans: list[Plan] = []
         for task, rankings in zip(tasks, found, strict=True):
-            own, by_rules = tuple(rounds[task.query_id]), asks_a_model and task.query_id in without
+            own, fault = tuple(rounds[task.query_id]), faults.get(task.query_id)
             rankings = [[(skill_id, 1.0)] for skill_id in own[-1].draft.chosen] or rankings
             steps = compose(task.text, own[-1].draft, rankings, self.skills, self.config.compose)
-            why = faults.get(task.query_id, "the model looked for nothing")
-            notes = (f"planned by rules, for {why}",) if by_rules else ()
-            plans.append(Plan(task, steps, own, "rules" if by_rules else decomposer.kind, notes))
+            notes = (f"planned by rules, for {fault}",) if fault else ()
+            plans.append(Plan(task, steps, own, "rules" if fault else decomposer.kind, notes))
         return plans
 
     def _asked(self, config: ModelConfig, tasks: Sequence[Query]) -> tuple[dict[str, list[Round]], dict[str, str]]:
-        """(query_id → the rounds of those tasks that the model has steps for, why others have none)."""
+        """(query_id → the rounds of those tasks that the model has steps for, query_id → why others have none)."""
         llm = open_llm(config.llm)  # once, for it keeps to one budget
 
         def ask(asks: Sequence[Ask]) -> Asked[Ask, Any]:
@@ -125,7 +122,9 @@ class Planner:
         rounds = {query_id: [Round(draft)] for query_id, draft in drafts.items()}
         if isinstance(config, StepsConfig) and self.config.hints.rounds:
             self._refine(config, ask, [task for task in tasks if task.query_id in rounds], rounds)
-        return rounds, {fault.query_id: f"no answer of the model was usable: {fault.reason}" for fault in dropped}
+        why = {fault.query_id: f"no answer of the model was usable: {fault.reason}" for fault in dropped}
+        without = (task.query_id for task in tasks if task.query_id not in rounds)
+        return rounds, {query_id: why.get(query_id, "the model looked for nothing") for query_id in without}
 
     def _refine(
         self, config: StepsConfig, ask: AskAll, active: Sequence[Query], rounds: dict[str, list[Round]]
