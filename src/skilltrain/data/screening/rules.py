@@ -55,14 +55,14 @@ class Find:
 
     def spans(self, reading: "Reading") -> Spans:
         """The finds, as (start, end) in the plain text; of a `written` check in the text as written."""
-        tried = self.anchors.split("|") if reading.kind in self.fields else []
-        anchors = [anchor for anchor in tried if anchor in reading.plain]
-        if not anchors:
+        anchors = [anchor for anchor in self.anchors.split("|") if anchor in reading.plain]
+        if not anchors or reading.kind not in self.fields:
             return
         if self.custom is not None:
             yield from self.custom(reading)
             return
-        for start, end in _windows(anchors, reading.plain, self.reach):
+        windows = _windows(anchors, reading.plain, self.reach) if self.anchors else [(0, len(reading.plain))]
+        for start, end in windows:
             for found in self._pattern.finditer(reading.plain, start, end):
                 at = found.end() - len(found[0].lstrip())
                 if self._holds(reading, at, found.end()):
