@@ -4,9 +4,8 @@ import csv
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -112,38 +111,21 @@ class QueryRow(Config, extra="ignore"):
     irrelevant: Entries = ()
 
 
-@dataclass(frozen=True, slots=True)
-class JudgedQuery:
+class JudgedQuery(NamedTuple):
     """A query with what its row says of skills; `place` is its file and row."""
 
     query: Query
     judgements: dict[str, Judgement]
     place: str
-    has_own_id: bool
-
-    def drop(self, skill_id: str, filter: str, reason: str) -> Dropped:
-        """A row of DROPPED, of this query or of what it says of a skill; `reason` follows its place."""
-        return Dropped(self.query.query_id, skill_id, filter, f"{self.place} {reason}")
 
 
 def run_queries(config: QueriesConfig, out: Path) -> dict[str, Any]:
     """Write QUERIES, JUDGEMENTS and DROPPED (beside `out` where no query is left, which is an error); their counts."""
-    dropped: list[Dropped] = []
-    skill_ids, kept_for = _ids(config.pool)
-    asked: dict[str, JudgedQuery] = {}
+    reader = _Reader(config)
     for path in config.files:
         for place, row in _rows_of_file(path):
-            item = _read_query(row, path, place, config, kept_for, dropped)
-            if fault := _fault(item, asked.get(item.query.query_id)):
-                dropped.append(fault)
-            else:
-                asked[item.query.query_id] = item
-    answers: dict[tuple[str, str], str] = {}
-    for item in asked.values():
-        for skill_id, found in item.judgements.items():
-            if found.verdict in POSITIVE:
-                answers.setdefault((item.query.text, skill_id), item.place)
-    judgements = [row for item in asked.values() for row in _usable(item, skill_ids, answers, dropped)]
+            reader.read(row, path, place)
+    asked, dropped, judgements = reader.asked, reader.dropped, reader.judgements()
     missing = {drop.query_id: drop for drop in reversed(dropped) if drop.filter == "missing_gold"}
     if missing and config.missing_gold == "error":
         first = [*missing.values()][-1]
@@ -167,6 +149,78 @@ def run_queries(config: QueriesConfig, out: Path) -> dict[str, Any]:
         "num_dropped": counted(drop.filter for drop in dropped),
         "profile": query_profile([query.text for query in queries]),
     }
+
+
+class _Reader:
+    """The queries read so far, by id, and what is left out of their rows."""
+
+    def __init__(self, config: QueriesConfig) -> None:
+        self.config, self.asked, self.dropped = config, dict[str, JudgedQuery](), list[Dropped]()
+        self.skill_ids, self.kept_for = _ids(config.pool)
+
+    def read(self, values: dict[str, Any], path: Path, place: str) -> None:
+        """Take a row, with one verdict a skill; a dropped duplicate's goes to the skill kept in its place."""
+        row = _checked(values, place)
+        said = [
+            given.model_copy(update={"verdict": verdict, "skill_id": self.kept_for.get(given.skill_id, given.skill_id)})
+            for key, verdict in VERDICT_KEYS.items()
+            for given in getattr(row, key)
+        ]
+        judged: dict[str, Judgement] = {}
+        contradicted = [one for one in said if judged.setdefault(one.skill_id, one).verdict is not one.verdict]
+        text, own_id = clean_text(row.text).strip(), _line(row.query_id)
+        required = sorted(skill_id for skill_id, found in judged.items() if found.verdict is Verdict.REQUIRED)
+        # A made-up id comes from what the row says, so that it stays the same when lines are added, removed or moved.
+        digest = hashlib.sha256("\x00".join([text, *required]).encode()).hexdigest()[:12]
+        stem = path.name.split(".")[0]
+        split = self.config.split or row.split or (stem if stem in get_args(Split) else None)
+        if split is None:
+            raise SkilltrainError("neither its rows nor its file name give a split", where=path, fix="set split: train")
+        kind = row.kind or ("multi" if len(required) > 1 else "single")
+        query_id = own_id or f"{clean_text(stem)}-{digest}"
+        item = JudgedQuery(Query(query_id, text, kind, row.origin or self.config.origin, split), judged, place)
+        for one in contradicted:
+            self._drop(item, one.skill_id, "contradiction", f"says {one.verdict} and another verdict, which stands")
+        if not text:
+            self._drop(item, "", "empty_query", "has no query text")
+        elif not required:
+            self._drop(item, "", "no_gold", "requires no skill")
+        elif (earlier := self.asked.setdefault(query_id, item)) is not item:
+            if own_id:
+                raise SkilltrainError(f"query_id '{query_id}' stands in {earlier.place} too", where=place)
+            self._drop(item, "", "duplicate_query", f"repeats {earlier.place}")
+
+    def judgements(self) -> list[dict[str, Any]]:
+        """The rows of JUDGEMENTS; none of a query that requires a skill which is not in the pool.
+
+        What one says against a skill that another of the same text calls an answer is left out, too.
+        """
+        answers: dict[tuple[str, str], str] = {}
+        for item in self.asked.values():
+            for skill_id, found in item.judgements.items():
+                if found.verdict in POSITIVE:
+                    answers.setdefault((item.query.text, skill_id), item.place)
+        return [row for item in self.asked.values() for row in self._rows(item, answers)]
+
+    def _rows(self, item: JudgedQuery, answers: Mapping[tuple[str, str], str]) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        is_whole, query = True, item.query
+        for skill_id, found in item.judgements.items():
+            place = answers.get((query.text, skill_id))
+            if place is not None and found.verdict not in POSITIVE:
+                reason = f"says {found.verdict}, and {place}, of the same text, that it is an answer"
+                self._drop(item, skill_id, "contradiction", reason)
+            elif skill_id in self.skill_ids:
+                rows.append({"query_id": query.query_id, "judge": query.origin, **found.model_dump()})
+            else:
+                is_gold = found.verdict is Verdict.REQUIRED
+                is_whole &= not is_gold
+                why = f"says {found.verdict} of a skill that is not in the pool"
+                self._drop(item, skill_id, "missing_gold" if is_gold else "not_in_pool", why)
+        return rows if is_whole else []
+
+    def _drop(self, item: JudgedQuery, skill_id: str, filter: str, reason: str) -> None:
+        self.dropped.append(Dropped(item.query.query_id, skill_id, filter, f"{item.place} {reason}"))
 
 
 def _rows_of_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -222,67 +276,3 @@ def _checked(row: Mapping[str, Any], place: str) -> QueryRow:
     names = {"query": "text", "group_id": "query_id"}
     said |= {own: said[other] for other, own in names.items() if other in said and not said.get(own)}
     return validate(QueryRow, said, place)
-
-
-def _read_query(
-    values: dict[str, Any], path: Path, place: str, config: QueriesConfig, kept_for: Mapping[str, str],
-    dropped: list[Dropped],
-) -> JudgedQuery:  # fmt: skip
-    """The query of a row, one verdict a skill (a dropped duplicate's for the skill kept); contradicted ones go out."""
-    row = _checked(values, place)
-    said = [
-        given.model_copy(update={"verdict": verdict, "skill_id": kept_for.get(given.skill_id, given.skill_id)})
-        for key, verdict in VERDICT_KEYS.items()
-        for given in getattr(row, key)
-    ]
-    judged: dict[str, Judgement] = {}
-    contradicted = [one for one in said if judged.setdefault(one.skill_id, one).verdict is not one.verdict]
-    text, own_id = clean_text(row.text).strip(), _line(row.query_id)
-    required = sorted(skill_id for skill_id, found in judged.items() if found.verdict is Verdict.REQUIRED)
-    # A made-up id comes from what the row says, so that it stays the same when lines are added, removed or moved.
-    digest = hashlib.sha256("\x00".join([text, *required]).encode()).hexdigest()[:12]
-    stem = path.name.split(".")[0]
-    split = config.split or row.split or (stem if stem in get_args(Split) else None)
-    if split is None:
-        raise SkilltrainError("neither its rows nor its file name give a split", where=path, fix="set split: train")
-    kind = row.kind or ("multi" if len(required) > 1 else "single")
-    query = Query(own_id or f"{clean_text(stem)}-{digest}", text, kind, row.origin or config.origin, split)
-    item = JudgedQuery(query, judged, place, bool(own_id))
-    why = "says {} and another verdict, which stands"
-    dropped += [item.drop(one.skill_id, "contradiction", why.format(one.verdict)) for one in contradicted]
-    return item
-
-
-def _fault(item: JudgedQuery, earlier: JudgedQuery | None) -> Dropped | None:
-    """Why an item is left out: it asks or requires nothing, or repeats an `earlier` one of its id (or an error)."""
-    if not item.query.text:
-        return item.drop("", "empty_query", "has no query text")
-    if all(judgement.verdict is not Verdict.REQUIRED for judgement in item.judgements.values()):
-        return item.drop("", "no_gold", "requires no skill")
-    if earlier and (item.has_own_id or earlier.has_own_id):
-        raise SkilltrainError(f"query_id '{item.query.query_id}' stands in {earlier.place} too", where=item.place)
-    return item.drop("", "duplicate_query", f"repeats {earlier.place}") if earlier else None
-
-
-def _usable(
-    item: JudgedQuery, skill_ids: set[str], answers: Mapping[tuple[str, str], str], dropped: list[Dropped]
-) -> list[dict[str, Any]]:
-    """The rows of JUDGEMENTS of an item; none where it requires a skill that is not in the pool.
-
-    `answers`: (text, skill_id) → who calls the skill an answer to it; what the item says against that goes, too.
-    """
-    rows: list[dict[str, Any]] = []
-    is_whole, query = True, item.query
-    for skill_id, found in item.judgements.items():
-        place = answers.get((query.text, skill_id))
-        if place is not None and found.verdict not in POSITIVE:
-            reason = f"says {found.verdict}, and {place}, of the same text, that it is an answer"
-            dropped.append(item.drop(skill_id, "contradiction", reason))
-        elif skill_id in skill_ids:
-            rows.append({"query_id": query.query_id, "judge": query.origin, **found.model_dump()})
-        else:
-            is_gold = found.verdict is Verdict.REQUIRED
-            is_whole &= not is_gold
-            reason = f"{found.verdict} in {item.place}, not in the pool"
-            dropped.append(Dropped(query.query_id, skill_id, "missing_gold" if is_gold else "not_in_pool", reason))
-    return rows if is_whole else []
