@@ -234,7 +234,7 @@ def test_a_sample_is_the_same_each_time_and_holds_what_a_check_points_at(tmp_pat
     assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
     assert shown["num_lists"] == 3
     assert {"q1", "q2"} <= {row["id"] for row in data_of(tmp_path / "one.html")["lists"]}  # both break something
-    assert "All 3 lists." in (tmp_path / "one.html").read_text()
+    assert "1 of 3 lists, drawn by seed, and 1 more that a check points at" in (tmp_path / "one.html").read_text()
 
 
 def test_of_many_lists_a_sample_is_shown_and_what_a_check_points_at(tmp_path: Path):

@@ -71,10 +71,6 @@ class Measure:
     def __str__(self) -> str:
         return (f"{self.name}@{self.cutoff}" if self.cutoff else self.name) + COPIES * self.copies
 
-    def applies_to(self, relevance: Relevance) -> bool:
-        """Whether the measure is defined for the query, whatever the ranking."""
-        return self.name != SET_COMPAT or len(relevance.gold) > 1
-
     def __call__(self, ranking: Sequence[str], relevance: Relevance) -> float:
         """The value for one query, in [0, 1]; inputs are trusted and alternatives resolved (see `evaluate_query`)."""
         num_gold = len(relevance.gold)
@@ -117,15 +113,12 @@ def parse_measure(text: str) -> Measure:
     name, cutoff, copies = parts.groups() if parts else (text, None, None)
     if name in MEANINGS and (name == SET_COMPAT) != bool(cutoff):
         return Measure(name, int(cutoff or 0), bool(copies))
+    forms = {one: one if one == SET_COMPAT else f"{one}@k" for one in MEANINGS}
     known = {"r": "Recall", "p": "Precision"} | {one.lower(): one for one in MEANINGS}
-    near = [known[one] for one in difflib.get_close_matches(name.partition("@")[0].lower(), known, n=1, cutoff=0.4)]
-    hint = "".join(f", did you mean '{_example(one, cutoff or '10')}'?" for one in near)
-    allowed = ", ".join(_example(one, "k") for one in MEANINGS)
-    raise SkilltrainError(f"unknown measure '{text}'{hint}", fix=f"measures are {allowed}, with a whole k from 1")
-
-
-def _example(name: str, cutoff: str) -> str:
-    return name if name == SET_COMPAT else f"{name}@{cutoff}"
+    near = difflib.get_close_matches(name.partition("@")[0].lower(), known, n=1, cutoff=0.4)
+    hint = "".join(f", did you mean '{forms[known[one]].replace('@k', f'@{cutoff or 10}')}'?" for one in near)
+    fix = f"measures are {', '.join(forms.values())}, with a whole k from 1"
+    raise SkilltrainError(f"unknown measure '{text}'{hint}", fix=fix)
 
 
 def parse_measures(texts: Sequence[str]) -> tuple[Measure, ...]:
@@ -171,10 +164,9 @@ def evaluate_query(ranking: Sequence[str], relevance: Relevance, measures: Seque
     if len(set(ranking)) < len(ranking):
         at = next(at for at, skill_id in enumerate(ranking) if skill_id in ranking[:at])
         raise SkilltrainError(f"skill '{ranking[at]}' appears twice in the ranking, again at rank {at + 1}")
-    found = {copies: as_found(ranking, relevance, copies) for copies in {measure.copies for measure in measures}}
-    return {
-        str(measure): measure(ranking, found[measure.copies]) for measure in measures if measure.applies_to(relevance)
-    }
+    defined = [measure for measure in measures if measure.name != SET_COMPAT or len(relevance.gold) > 1]
+    found = {copies: as_found(ranking, relevance, copies) for copies in {measure.copies for measure in defined}}
+    return {str(measure): measure(ranking, found[measure.copies]) for measure in defined}
 
 
 def check_relevance(relevance: Relevance) -> None:

@@ -188,11 +188,9 @@ def knowing_copies(benchmark: Benchmark, copies: Mapping[str, Collection[str]]) 
     tasks: list[Task] = []
     for task in benchmark.tasks:
         gold, gains, alternatives = task.relevance.gold, task.relevance.gains, task.relevance.alternatives
-        found: dict[str, str] = {}
-        for skill_id, need in sorted({**{one: one for one in gold}, **alternatives}.items()):
-            for copy in copies.get(skill_id, ()):
-                if copy not in gains and copy not in alternatives:
-                    found.setdefault(copy, need)
+        needs = sorted({**{one: one for one in gold}, **alternatives}.items(), reverse=True)
+        found = {copy: need for skill_id, need in needs for copy in copies.get(skill_id, ())}
+        found = {copy: need for copy, need in found.items() if copy not in gains and copy not in alternatives}
         tasks.append(replace(task, relevance=replace(task.relevance, copies=found)))
     num = sum(bool(task.relevance.copies) for task in tasks)
     note = f"(copies): near-duplicates of a gold skill count as gold too; {num} of {len(tasks)} queries have any."
