@@ -56,7 +56,8 @@ def official_ids(tokenizer, template, query, skill, max_tokens):
         tokenizer(text, add_special_tokens=False)["input_ids"]
         for text in (
             QWEN3_RERANKER_PREFIX,
-            template.render_query(query) + template.render_skill(skill),
+            f"<Instruct>: {template.instruction}{template.separator}<Query>: {query[: template.query_chars]}"
+            f"{template.separator}<Document>: {template.render_skill(skill)}",
             QWEN3_RERANKER_SUFFIX,
         )
     )

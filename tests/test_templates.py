@@ -45,19 +45,16 @@ def test_skillrouters_released_templates_by_name():
     assert encoder.render_query("q" * 3000).startswith("Instruct: Given a coding task description, retrieve ")
     assert encoder.render_query("q" * 3000).endswith("task\nQuery:" + "q" * 2000)
     assert reranker.render_skill(bare) == f"n  |  | {'b' * 2000}"
-    assert "\n\n<Query>: " + "q" * 3000 + "\n\n<Document>: " in reranker.render_query("q" * 3000)
+    assert (reranker.form, reranker.separator, reranker.query_chars) == ("yes_no", "\n\n", None)
+    assert reranker.query_prompt().startswith("<Instruct>: Given a coding task description, judge whether ")
     with pytest.raises(SkilltrainError, match=r"template: must be a section of keys \(.*found 'skillrouter'"):
         validate(EncoderConfig, {"source": "x", "template": "skillrouter"}, "test")
 
 
-@pytest.mark.parametrize("separator", ["\n", "\n\n"])
-def test_the_yes_no_form(separator):
-    template = RerankerTemplate(form="yes_no", instruction="Judge it", separator=separator, query_chars=6)
-    text = template.render_query("deploy pods") + template.render_skill(SKILL)
-    parts = ["<Instruct>: Judge it", "<Query>: deploy", "<Document>: " + SkillTemplate().render(SKILL)]
-    assert text == separator.join(parts)
-
-
-def test_the_pair_form_adds_nothing():
-    assert RerankerTemplate().render_query("deploy pods") == "deploy pods"
-    assert RerankerTemplate().render_skill(Skill("s", "n", "d" * 600, "b" * 3000)) == f"n | {'d' * 500} | {'b' * 2000}"
+def test_the_yes_no_form_frames_query_and_skill_and_the_pair_form_adds_nothing():
+    template = RerankerTemplate(form="yes_no", instruction="Judge it", separator="\n")
+    frame = template.query_prompt(), template.query_end(), template.skill_prompt()
+    assert frame == ("<Instruct>: Judge it\n<Query>: ", "\n", "<Document>: ")
+    pair = RerankerTemplate()
+    assert (pair.query_prompt(), pair.query_end(), pair.skill_prompt()) == ("", "", "")
+    assert pair.render_skill(Skill("s", "n", "d" * 600, "b" * 3000)) == f"n | {'d' * 500} | {'b' * 2000}"

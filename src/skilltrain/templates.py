@@ -151,10 +151,6 @@ class RerankerTemplate(Config):
         """What precedes the skill's own text."""
         return "<Document>: " if self.form == "yes_no" else ""
 
-    def render_query(self, text: str) -> str:
-        """Everything before the skill's text (without the chat prefix)."""
-        return self.query_prompt() + text[: self.query_chars] + self.query_end() + self.skill_prompt()
-
     def render_skill(self, skill: Skill) -> str:
         """The text that alone may be truncated."""
         return self.skill.render(skill)
