@@ -310,7 +310,7 @@ def training(folder, model="none", dev=None, lists="lists", **data):
 
 def checked(folder, **settings):
     config = training(folder, **settings)
-    return check_held_out(config.data, config.dev, load_training_set(config.data))
+    return check_held_out(config, load_training_set(config.data))
 
 
 def test_training_refuses_contaminated_lists_in_one_line_and_takes_what_decontaminate_writes(folder):

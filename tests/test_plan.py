@@ -10,10 +10,10 @@ from skilltrain.models.activations import checkpoint_layers
 from skilltrain.models.adapters import AdapterConfig, add_adapter
 from skilltrain.records import Skill
 from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate
-from skilltrain.training import training_plan
+from skilltrain.training import stages
 from skilltrain.training.settings import TrainingConfig
+from skilltrain.training.stages import plan_of
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
-from skilltrain.training.training_plan import plan_of
 from skilltrain.training.training_set import TrainingList, TrainingSet
 from small_library import succeeds
 from training_data import training_set
@@ -52,8 +52,8 @@ def test_encoder_by_hand(open_encoder_of, monkeypatch):
     assert plan["list_tokens"] == 57
     timed, data = [], lists_by_hand()
     step = EncoderStep(encoder, InfoNCE(), data, StepSettings(64))
-    monkeypatch.setattr(training_plan, "_layer_seconds", lambda network, ids, dtype: timed.append(ids.shape) or 2.0)
-    seconds = training_plan.planned_seconds(step, [data.lists] * 3, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(stages, "_layer_seconds", lambda network, ids, dtype: timed.append(ids.shape) or 2.0)
+    seconds = stages.planned_seconds(step, [data.lists] * 3, torch.float32, torch.device("cpu"))
     # Texts of (3 + 5 + 12 + 12 + 3 + 12) / 6, about 8, tokens fill 64 in 8 rows. The batch pads six texts of 3, 4, 5,
     # 6, 12 and 12 tokens to one micro-batch: 72 exceed 64, so that the longest two stand apart or pad less.
     assert timed == [(8, 8)]
@@ -111,14 +111,14 @@ def test_a_layer_is_timed_and_the_network_stays_as_it_was(open_encoder_of, name,
     if recompute:
         checkpoint_layers(network)
     names = [key for key, _ in network.named_parameters()]
-    taken = training_plan._layer_seconds(network, torch.zeros(2, 8, dtype=torch.long), torch.bfloat16)
+    taken = stages._layer_seconds(network, torch.zeros(2, 8, dtype=torch.long), torch.bfloat16)
     assert 0 < taken < 60
     assert [key for key, value in network.named_parameters() if value.is_meta] == names
 
 
 def test_ranks_share_time_and_activations_and_with_fsdp_the_rest(open_encoder_of, monkeypatch):
     encoder, data = open_encoder_of("bert"), training_set(5)
-    monkeypatch.setattr(training_plan, "_layer_seconds", lambda *_: 3600.0)
+    monkeypatch.setattr(stages, "_layer_seconds", lambda *_: 3600.0)
     alone = encoder_plan(encoder, data)
     monkeypatch.setenv("WORLD_SIZE", "2")
     together = encoder_plan(encoder, data)

@@ -37,7 +37,7 @@ def of_first_rank(value: ValueT) -> ValueT:
 
 
 def made_by_first_rank(make: Callable[[], ValueT]) -> ValueT:
-    """What `make` gives on the first rank, on every rank; the others wait and make nothing."""
+    """What `make` gives on the first rank, on every rank; the others make nothing."""
     value: Any = None if rank_and_world()[0] else make()
     return of_first_rank(value)
 

@@ -1,13 +1,11 @@
-"""What a checkpoint holds; it is whole or not there: written aside, synced, then renamed to step-N.
+"""Checkpoints: whole or not there, for they are written aside, synced, then renamed to step-N.
 
-model.safetensors has every weight that trains, state.json how far the training is, random_R.safetensors the random
-states of rank R, optimizer.safetensors AdamW's moments. A run folder may come from elsewhere, so nothing here is read
-in a way that could execute code; DeepSpeed's own files are opened as plain tensors and numbers.
+A run folder may come from elsewhere, so nothing here is read in a way that could execute code; DeepSpeed's own files
+are opened as plain tensors and numbers.
 """
 
 import os
 import pickle
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,13 +29,12 @@ from skilltrain.files import read_json, write_json
 from skilltrain.training.engine import launch_of, shards_weights
 
 WEIGHTS_FILE, STATE_FILE, _DEEPSPEED = "model.safetensors", "state.json", "deepspeed"
-_NAME = re.compile(r"step-(\d+)")
 _DAMAGED_FIX = "delete it, and resume from the one before it"
 
 
 @dataclass
 class Best:
-    """Which step did best on the dev benchmark, and for how many evaluations none has done better."""
+    """Which step did best on the dev benchmark, and how many evaluations since then did not do better."""
 
     step: int = 0
     value: float = -1.0  # below every measure
@@ -56,7 +53,7 @@ class Best:
 
 @dataclass
 class Position:
-    """How far a training is, and its best step so far: a resumed run goes on, and stops, as an uninterrupted one."""
+    """How far a training is, and its best step so far."""
 
     step: int = 0
     loss: float = 0.0
@@ -67,7 +64,7 @@ class Position:
 
 
 class _State(Config):
-    """state.json: the launch that wrote the checkpoint, and the training's position."""
+    """What state.json holds."""
 
     written_by: str
     position: Position
@@ -78,9 +75,8 @@ def save_checkpoint(
 ) -> None:
     """Save model, optimiser, position and every random state as `folder`/step-N; all ranks must call it.
 
-    The weights that train are always in one file, also where the ranks hold shards of them, so that any checkpoint can
-    be exported without the launcher that wrote it; the base model has the frozen ones.
-    All but the newest `keep` checkpoints and the best one are deleted.
+    The weights that train are in one file, also where ranks hold shards of them: any checkpoint can be exported. The
+    base model has the frozen ones. All but the newest `keep` checkpoints and the best one are deleted.
     """
     final = folder / f"step-{position.step}"
     if final.exists():
@@ -114,8 +110,8 @@ def save_checkpoint(
 
 def checkpoints(folder: Path) -> list[Path]:
     """The whole checkpoints in `folder`, oldest first."""
-    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    found = {path.name.removeprefix("step-"): path for path in folder.glob("step-*")}
+    return [found[number] for number in sorted(filter(str.isdecimal, found), key=int)]
 
 
 def best_checkpoint(folder: Path) -> Path | None:
@@ -152,9 +148,9 @@ def load_checkpoint(accelerator: Accelerator, model: nn.Module, optimizer: Any, 
 
 
 def load_weights(step_part: nn.Module, name: str, checkpoint: Path) -> None:
-    """Put a checkpoint's weights into the part `name` (encoder or reranker) of the step module that wrote it.
+    """Put a checkpoint's weights into the part `name` of a step module, or, without a name, into the module itself.
 
-    An empty name stands for the step module itself, whose ranks may hold shards. Frozen weights stay as they are.
+    Its ranks may hold shards. Frozen weights stay as they are.
     """
     file = checkpoint / WEIGHTS_FILE
     try:
@@ -180,10 +176,7 @@ def load_weights(step_part: nn.Module, name: str, checkpoint: Path) -> None:
 
 
 def _weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
-    """What trains, and buffers, whole on the first rank, tied weights once; nothing on others, which must call it too.
-
-    Gathered shards no longer tell which of them are tied: that is asked of the model.
-    """
+    """What trains, and buffers, whole on the first rank, tied weights once; all ranks must call it."""
     if accelerator.distributed_type == DistributedType.FSDP:  # frozen weights are not even gathered
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         weights: Any = get_model_state_dict(model, options=options)
@@ -192,6 +185,7 @@ def _weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
     if not accelerator.is_main_process:
         return {}
     module = cast(nn.Module, accelerator.unwrap_model(model))
+    # Gathered shards no longer tell which of them are tied: the model does.
     names = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     names |= {name for name, _ in module.named_buffers()}
     return {name: value.detach().cpu().contiguous() for name, value in weights.items() if name in names}
@@ -204,18 +198,16 @@ def _read_state(checkpoint: Path) -> _State:
 
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def _save_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path) -> None:
-    """Write this process's random states and optimiser into `folder`; all ranks must call it."""
+    """Write this process's random states and its part of the optimiser into `folder`."""
     states, device = {"cpu": torch.get_rng_state()}, accelerator.device
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state()
-    save_file(states, _random_file(accelerator, folder))
+    save_file(states, folder / _file_of(accelerator, "random"))
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         model.save_checkpoint(str(folder), _DEEPSPEED, save_latest=False, exclude_frozen_parameters=True)  # type: ignore[operator]
     elif accelerator.is_main_process or shards_weights(accelerator):
@@ -224,7 +216,7 @@ def _save_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, fol
             for number, state in optimizer.state_dict()["state"].items()
             for name, value in state.items()
         }
-        save_file(moments, _optimizer_file(accelerator, folder))
+        save_file(moments, folder / _file_of(accelerator, "optimizer"))
 
 
 def _load_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path) -> None:
@@ -235,8 +227,8 @@ def _load_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, fol
         if path is None:
             raise SkilltrainError("no such folder", where=folder / _DEEPSPEED)
     else:
-        _restore_moments(optimizer, load_file(_optimizer_file(accelerator, folder)))
-    random_file, device = _random_file(accelerator, folder), accelerator.device
+        _restore_moments(optimizer, load_file(folder / _file_of(accelerator, "optimizer")))
+    random_file, device = folder / _file_of(accelerator, "random"), accelerator.device
     if accelerator.process_index and not random_file.is_file() and not shards_weights(accelerator):
         return  # a rank that the run did not have before: it draws as at the start
     states = load_file(random_file)
@@ -245,14 +237,10 @@ def _load_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, fol
         torch.get_device_module(device).set_rng_state(states[device.type])
 
 
-def _random_file(accelerator: Accelerator, folder: Path) -> Path:
-    return folder / f"random_{accelerator.process_index}.safetensors"
-
-
-def _optimizer_file(accelerator: Accelerator, folder: Path) -> Path:
-    """This process's part of the optimiser; one file where all hold the same."""
-    rank = f"_{accelerator.process_index}" if shards_weights(accelerator) else ""
-    return folder / f"optimizer{rank}.safetensors"
+def _file_of(accelerator: Accelerator, what: str) -> str:
+    """This process's own file; of the optimiser there is one for all where all hold the same."""
+    own = what == "random" or shards_weights(accelerator)
+    return f"{what}_{accelerator.process_index}.safetensors" if own else f"{what}.safetensors"
 
 
 def _restore_moments(optimizer: Any, moments: dict[str, Tensor]) -> None:

@@ -35,10 +35,7 @@ from skilltrain.training.steps import Pairs, Texts
 
 
 class OwnEncoder:
-    """The encoder in training as a ranker: all ranks together encode the pool anew each time that they are asked.
-
-    `model` is the step module, wrapped for the launch, at each evaluation.
-    """
+    """The encoder in training as a ranker: all ranks together encode the pool, by the step module `model`."""
 
     def __init__(self, encoder: Encoder, queries: Sequence[Query], skills: Sequence[Skill]) -> None:
         settings = encoder.settings
@@ -104,10 +101,7 @@ class Dev:
     own: Any  # a Ranker whose `model` is set before each evaluation
 
     def evaluate(self, model: Any) -> dict[str, Interval]:
-        """Measure name → figure, the same on every rank; all ranks must call it.
-
-        `model` is the step module, wrapped for the launch. Raises SkilltrainError where its output is no number.
-        """
+        """Measure name → figure, the same on every rank; all ranks must call it, with the wrapped step module."""
         self.own.model = model
         stages = self.cascade.run(self.config.system)
         measures = self.config.measures
@@ -124,10 +118,7 @@ class Dev:
 
 
 def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) -> Dev:
-    """The dev benchmark for a model in training; what the rankers before it find is found now, and once.
-
-    Raises SkilltrainError for a benchmark without a query to score, and for gold skills that cannot be found.
-    """
+    """The dev benchmark for a model in training. Raises SkilltrainError for gold skills that cannot be found."""
     check_systems([config.system], has_own=True)
     benchmark = load_benchmark(config.benchmark, config.split)
     pool = {skill.skill_id: skill for skill in read_pool(config.pool or training_pool)}

@@ -23,9 +23,8 @@ from skilltrain.training.training_set import TrainingList, TrainingSet, skill_of
 class ScoreContext:
     """What stays the same over a training: what the loss needs, and which skills and queries belong together.
 
-    `groups` are the numbers of a skill's name and, if it is in one, its near-duplicate cluster: skills that share
-    one answer the same queries. `answers` are, for a query's text, the groups of every skill known to answer it,
-    gathered over all lists with that text. `lexical` are the BM25 scores that the loss adds, if it does.
+    `groups` are the numbers of a skill's name and near-duplicate cluster: skills that share one answer the same
+    queries. `answers` are, for a query's text, the groups of all its answers. `lexical` are BM25 scores, if any.
     """
 
     in_batch: bool
@@ -91,9 +90,7 @@ class _Cells:
 def in_batch_negatives(
     lists: Sequence[TrainingList], skill_ids: Sequence[str], context: ScoreContext
 ) -> Bool[np.ndarray, "query skill"]:
-    """Which skills of other lists count against each query: all but those known to answer it, or queries of the same
-    text, and their twins by name and by near-duplicate cluster.
-    """
+    """Which skills of other lists count against each query: all but known answers and their twins (`groups`)."""
     answers = [context.answers[one.query] for one in lists]
     known = _share_a_group(answers, [context.groups[skill_id] for skill_id in skill_ids])
     return ~(known | _Cells.among(lists, skill_ids).mask)
@@ -110,9 +107,8 @@ def encoder_scores(
 ) -> ScoredBatch:
     """What the encoder's loss sees of this rank's queries `own`, against all skills of the `batch`.
 
-    Vectors are unit vectors; `all_queries` are those of `batch`, given where the loss needs sides. Scores are cosines
-    in float32 or wider, also under autocast, which would round them to 1/256. For a loss that learns from a teacher
-    only the candidates that the teacher scored are valid, so in-batch negatives play no part.
+    Vectors are unit vectors; `all_queries` are those of `batch`, given where the loss needs sides. For a loss that
+    learns from a teacher only the candidates that the teacher scored are valid: no in-batch negatives.
     """
     device, negatives = skill_vectors.device, None
     if all_queries is not None:
@@ -136,8 +132,8 @@ def encoder_scores(
     cells = _Cells.among(own, skill_ids)
     valid = cells.mask | in_batch_negatives(own, skill_ids, context) if context.in_batch else cells.mask
     scores, sides = scored()
-    whole = _labelled(own, cells, valid, scores, context.needs_teacher_scores)
     lexical = on_device(_lexical_scores(own, skill_ids, context), device) if context.lexical else None
+    whole = _labelled(own, cells, valid, scores, context.needs_teacher_scores)
     whole = replace(whole, sides=sides, lexical_scores=lexical, truncated=truncated)
     return whole
 
@@ -177,8 +173,7 @@ def _side_negatives(
 ]:
     """(columns of this rank's positives, and who is a negative: query to query, skill to query, skill to skill).
 
-    A query's negatives among queries share no answer with it; a positive's among queries are those for which it
-    is a negative or of lower gain; among skills those of other lists that are no false negatives of its query.
+    Queries that share no answer; queries for which a positive is a negative or of lower gain; in-batch negatives.
     """
     cells, of_all = _Cells.among(own, skill_ids), _Cells.among(batch, skill_ids)
     row, column = cells.table((one.is_positive for one in own), False).nonzero()

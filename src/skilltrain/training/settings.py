@@ -46,6 +46,9 @@ def _known_measure(text: str) -> str:
     return str(measure)
 
 
+_MeasureName = Annotated[str, AfterValidator(_known_measure)]
+
+
 class DevConfig(Config):
     """Rank a pool for the queries of a benchmark while the model trains."""
 
@@ -55,16 +58,10 @@ class DevConfig(Config):
     rankers: tuple[RankerConfig, ...] = Field(
         default=(DenseConfig(source=OWN),), min_length=1, description="as in `evaluate`; source: self is this model"
     )
-    max_skills: int | None = Field(
-        default=None, ge=1, description="rank this many skills, judged ones and a sample: faster, with higher figures"
-    )
+    max_skills: int | None = Field(default=None, ge=1, description="rank so many: the judged and a sample; null: all")
     every: int = Field(default=50, ge=1, description="optimiser steps between evaluations")
-    metric: Annotated[str, AfterValidator(_known_measure)] = Field(
-        default="MRR@10", description="what decides which step is best, e.g. nDCG@10"
-    )
-    patience: int | None = Field(
-        default=None, ge=1, description="stop after this many evaluations without a new best; null: never"
-    )
+    metric: _MeasureName = Field(default="MRR@10", description="what decides which step is best, e.g. nDCG@10")
+    patience: int | None = Field(default=None, ge=1, description="evaluations without a new best until it stops")
 
     @property
     def system(self) -> SystemConfig:
@@ -102,14 +99,10 @@ class TrainingConfig(Config):
     weight_decay: float = Field(default=0.01, ge=0, description="AdamW's decay of matrices")
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are clipped to this norm")
     stop_grad_norm: float = Field(default=1e4, gt=0, description="a larger norm, before clipping, stops the run")
-    token_budget: int | None = Field(
-        default=None, ge=64, description="padded tokens per micro-batch; null: 16,384 on a GPU, 4,096 on a CPU"
-    )
+    token_budget: int | None = Field(default=None, ge=64, description="per micro-batch; null: 16,384 (CPU: 4,096)")
     recompute: bool = Field(default=False, description="compute layers twice: less memory, more time")
     varlen: bool = Field(default=False, description="flash attention without padding: a causal encoder on a GPU")
-    precision: Precision | None = Field(
-        default=None, description="bfloat16: mixed; auto: where native; null: auto on a GPU, float32 on a CPU"
-    )
+    precision: Precision | None = Field(default=None, description="null: auto on a GPU, float32 on a CPU")
     seed: Seed = Field(default=42, description="order of the lists, dropout, new layers")
     save_every: int = Field(default=50, ge=1, description="optimiser steps between checkpoints")
     keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept, in addition to the best")
@@ -132,9 +125,7 @@ class TrainEncoderConfig(Config):
     adapter: AdapterConfig | None = Field(default=None, description="train low-rank adapters (LoRA) instead of all")
     data: ListsSource = Field(description="what to train on")
     loss: EncoderLoss = Field(default=InfoNCE(), description="what to minimise")
-    late_interaction: LateInteraction | None = Field(
-        default=None, description="train the tokens' vectors too, for rankers of kind late"
-    )
+    late_interaction: LateInteraction | None = Field(default=None, description="train tokens' vectors too (kind late)")
     in_batch_negatives: bool = Field(default=True, description="the other queries' skills are negatives too")
     near_duplicates: float | None = Field(
         default=0.6, gt=0, le=1, description="Jaccard of bodies from which skills are no in-batch negatives"
@@ -194,11 +185,10 @@ def is_quantized(config: TrainConfig) -> bool:
 def load_model(config: TrainConfig, device: torch.device, new_head: bool = True) -> Encoder | Reranker:
     """The model that training starts from, with its adapter; new layers depend on the seed alone.
 
-    Without an adapter its weights are in float32, whatever `model.precision` says: `training.precision` computes mixed.
     Raises SkilltrainError for a reranker that lacks its head, unless that may be `new_head`.
     """
     set_seed(config.training.seed)
-    if config.adapter is None:  # most of AdamW's steps are too small to change a number in bfloat16
+    if config.adapter is None:  # float32: most of AdamW's steps are too small to change a number in bfloat16
         source = config.model.model_copy(update={"precision": "float32"})
         config = config.model_copy(update={"model": source})
     if isinstance(config, TrainEncoderConfig):

@@ -51,10 +51,7 @@ class Pairs:
 
 
 class EncoderStep(nn.Module):
-    """The encoder's loss on a batch of lists, with every skill of the batch as a candidate of every query.
-
-    Each distinct skill of the batch is encoded once, by one rank; every rank takes its share of the queries.
-    """
+    """The encoder's loss on a batch of lists; each distinct skill is encoded once, by one rank."""
 
     def __init__(self, encoder: Encoder, loss: EncoderLoss, data: TrainingSet, settings: StepSettings) -> None:
         super().__init__()
@@ -106,18 +103,15 @@ class EncoderStep(nn.Module):
     def _encode(
         self, texts: Sequence[TokenIds], any_text: TokenIds, num_tokens: int = 0
     ) -> Float[Tensor, "text width"]:
-        """Unit vectors of this rank's texts, and behind each those of as many tokens.
-
-        An idle rank still runs the model, for its part in the exchange.
-        """
-        model, used = self.model, texts or [any_text]
+        """Unit vectors of this rank's texts, and behind each those of as many tokens."""
+        model, used = self.model, texts or [any_text]  # an idle rank still runs the model, for its part in the exchange
         groups = model.micro_batches(used, self.settings.token_budget)
         function = (lambda batch: model.with_tokens(batch, num_tokens).flatten(1)) if num_tokens else model
         return _run(self, function, used, groups, bool(texts))[: len(texts)]
 
 
 class RerankerStep(nn.Module):
-    """The reranker's loss on a batch of lists; every rank takes its share of the lists."""
+    """The reranker's loss on a batch of lists."""
 
     def __init__(self, reranker: Reranker, loss: RerankerLoss, data: TrainingSet, settings: StepSettings) -> None:
         super().__init__()
@@ -180,7 +174,7 @@ StepModule = EncoderStep | RerankerStep
 def _run(
     step: StepModule, function: Callable[[list], Tensor], items: Sequence[Any], groups: Groups, is_counted: bool
 ) -> Float[Tensor, "item ..."]:
-    """`function`, which runs the step's model, over texts or pairs in micro-batches, counted unless this rank idles."""
+    """`function`, which runs the step's model, over texts or pairs in micro-batches."""
     model = step.model
     if step.settings.is_sharded:
         groups = split_to(groups, highest_on_any_rank(len(groups), model.device))

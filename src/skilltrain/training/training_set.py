@@ -1,4 +1,4 @@
-"""LISTS as a trainer sees them: tokens, gains, and which skills may serve as negatives for which query."""
+"""LISTS as a trainer sees them."""
 
 import math
 from collections import Counter
@@ -35,20 +35,14 @@ class ListsSource(Config):
     """What to train on, and what a verdict is worth."""
 
     pool: InputPath = Field(description="folder with skills.parquet")
-    lists: InputPath | dict[InputPath, float] = Field(
-        description="folder of the stage lists, or {FOLDER: how often an epoch sees each of its lists}"
-    )
+    lists: InputPath | dict[InputPath, float] = Field(description="folder of lists, or {FOLDER: times an epoch}")
     gains: dict[Verdict, FiniteFloat] = Field(
         default={Verdict.REQUIRED: 1.0, Verdict.USEFUL: 0.5, Verdict.IRRELEVANT: 0.0, Verdict.REJECTED: 0.0},
         description="gain of each verdict: how far it lies from that of irrelevant counts",
     )
     max_lists: int | None = Field(default=None, ge=1, description="use only so many first lists of each folder")
-    clusters: InputPath | None = Field(
-        default=None, description="CLUSTERS of the pool, for near_duplicates; null: they are found at the start"
-    )
-    held_out: BenchmarkPaths = Field(
-        default=(), description="benchmarks whose queries and gold skills no list may hold"
-    )
+    clusters: InputPath | None = Field(default=None, description="CLUSTERS of the pool; null: by near_duplicates")
+    held_out: BenchmarkPaths = Field(default=(), description="benchmarks whose queries and gold no list may hold")
     contamination: Literal["refuse", "allow"] = Field(
         default="refuse", description="what to do with lists that held_out, or the queries of dev, contaminate"
     )
@@ -82,7 +76,7 @@ class ListsSource(Config):
 class TrainingList:
     """One query with its candidates; `positives` are all skills known to answer it, in the list or not.
 
-    Gains count from that of an irrelevant skill, which has 0. An epoch sees it `weight` times, on average.
+    An irrelevant skill gains 0. An epoch sees the list `weight` times, on average.
     """
 
     query_id: str
@@ -103,10 +97,8 @@ class TrainingList:
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """All lists, the skills they name, and the number of the near-duplicate cluster of those that are in one.
-
-    `lexical` has the `lexical_scores` of every query's text, where the loss adds them. A list may name a skill by one
-    of its windows (`on_best_windows`): `skills` has these too, by keys of their own.
+    """All lists, the skills they name (windows too, by keys of their own: `on_best_windows`), the near-duplicate
+    clusters of those that are in one, and the `lexical_scores` of every query's text, where the loss adds them.
     """
 
     lists: tuple[TrainingList, ...]
@@ -119,9 +111,7 @@ def load_training_set(
     source: ListsSource, near_duplicates: float | None = None, with_lexical: bool = False
 ) -> TrainingSet:
     """Read and check the tables; skills whose bodies' Jaccard reaches `near_duplicates` share a cluster,
-    unless the source names a table of clusters; without `near_duplicates` there are none.
-
-    Raises SkilltrainError for a list that cannot be trained on, naming its query.
+    unless the source names a table of clusters. Raises SkilltrainError for a list that cannot be trained on.
     """
     pool = {skill.skill_id: skill for skill in read_skills(source.pool)}
     lists = list[TrainingList]()
@@ -166,8 +156,7 @@ def lexical_scores(texts: Iterable[str], pool: Sequence[Skill]) -> dict[str, dic
 def on_best_windows(data: TrainingSet, settings: EncoderSettings) -> TrainingSet:
     """`data` whose lists name each skill by the window of its body that BM25 likes best for the query.
 
-    So the encoder learns on the passage that matters. Equal windows: the first. Terms weigh as they do among the
-    windows of all skills of the lists.
+    Terms weigh as they do among the windows of all skills of the lists.
     """
     if settings.chunks.windows == 1:
         return data
@@ -188,7 +177,7 @@ def on_best_windows(data: TrainingSet, settings: EncoderSettings) -> TrainingSet
 
 
 def _clusters(source: ListsSource, skills: Mapping[str, Skill], near_duplicates: float | None) -> dict[str, int]:
-    """skill_id → cluster of the skills that have near-duplicates among `skills`; empty where nobody asks for them."""
+    """skill_id → cluster of the skills that have near-duplicates among `skills`."""
     if near_duplicates is None:
         return {}
     if source.clusters is None:
