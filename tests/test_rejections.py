@@ -106,23 +106,17 @@ def test_a_refusal_becomes_rejections_of_all_but_the_anchor(asked, server: LLMSe
     }  # fmt: skip
 
 
-def test_dry_run_counts_and_prices_and_asks_nobody(asked, server: LLMServer, tmp_path: Path):
-    llm = f"{{kind: openai, model: other, base_url: {server.base_url}, prices: {{prompt: 1, completion: 2}}}}"
-    prices = "llm.prices={prompt: 10, completion: 20}"
-    plan = json.loads(succeeds(*asked, prices, f"second_judge={llm}", "num_judged_twice=3", "--dry-run").out)["plan"]
-    assert (plan["num_groups"], plan["num_requests"], plan["second_judge"]["num_requests"]) == (16, 16, 3)
-    tokens = plan["num_prompt_tokens"], plan["num_completion_tokens"]
-    assert plan["dollars"] == pytest.approx((10 * tokens[0] + 20 * tokens[1]) / 1e6, abs=1e-6) and server.requests == []
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_second_judge_sees_no_verdict_and_agreement_is_measured(asked, server: LLMServer, tmp_path: Path):
+def test_a_second_judge_is_planned_sees_no_verdict_and_agreement_is_measured(asked, server: LLMServer, tmp_path: Path):
     def second(request: dict[str, Any]) -> Reply:
         return answer(request) if request["model"] == "scripted" else answer(request, ["irrelevant"] * 5)
 
     server.otherwise = second
     llm = f"{{kind: openai, model: other, base_url: {server.base_url}, cache: null, max_retries: 0}}"
-    summary = json.loads(succeeds(*asked, f"second_judge={llm}", "num_judged_twice=5", "--json").out)
+    command = [*asked, f"second_judge={llm}", "num_judged_twice=5"]
+    plan = json.loads(succeeds(*command, "--dry-run").out)["plan"]
+    assert (plan["num_groups"], plan["num_requests"], plan["second_judge"]["num_requests"]) == (16, 16, 5)
+    assert server.requests == [] and not (tmp_path / "out").exists()
+    summary = json.loads(succeeds(*command, "--json").out)
     texts = [r["messages"][1]["content"] for r in server.requests if r["model"] == "other"]
     assert len(texts) == 5 and all("Request: " in text and "scope_mismatch" not in text for text in texts)
     assert summary["second_judge"]["num_groups"] == 5
