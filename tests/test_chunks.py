@@ -200,8 +200,8 @@ def test_a_ceiling_is_by_the_best_window(monkeypatch):
     monkeypatch.setattr(filter_layers, "open_encoder", lambda _: None)
     monkeypatch.setattr(filter_layers, "encode_queries", lambda _, texts: QUERY)
     skills = [Skill(skill_id, "", "", "") for skill_id in "abcd"]  # c is in no list, and has no vector
-    pairs = np.array([(row, 0, row, 3, 1, "") for row in (0, 1)], dtype=PAIR)
-    pool = FilterPool(skills, pairs, ["q"], EncoderSource(source="x"), None, WorkersConfig())
+    pairs = np.array([(row, 0, row, 3, 1) for row in (0, 1)], dtype=PAIR)
+    pool = FilterPool(skills, pairs, [], ["q"], EncoderSource(source="x"), None, WorkersConfig())
     np.testing.assert_allclose(CeilingLayer(relative_margin=0.0).check(pool, pairs), [1, np.nan], atol=1e-6)
 
 

@@ -156,7 +156,7 @@ def test_bodies_of_every_kind_are_compared(stage):
 def test_the_size_bound_never_changes_the_answer(tokens, above):
     bodies = "a b c d e a b c", " ".join(tokens)
     pool: Any = SimpleNamespace(skills=[Skill(str(n), "", "", body) for n, body in enumerate(bodies)], workers=ONE)
-    (value,) = JaccardLayer(above=above).check(pool, np.array([(0, 0, 1, 0, 1, "")], dtype=PAIR))
+    (value,) = JaccardLayer(above=above).check(pool, np.array([(0, 0, 1, 0, 1)], dtype=PAIR))
     exact = jaccard(*map(word_trigrams, bodies))
     assert (value == exact) if exact > above else np.isnan(value)
 

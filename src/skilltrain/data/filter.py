@@ -76,7 +76,8 @@ def run_filter(config: FilterConfig, out: Path) -> dict[str, Any]:
         what = f"{len(missing)} ranked queries are not here, '{missing[0]}' among them"
         raise SkilltrainError(what, where=config.queries, fix="give the queries that were mined for")
     query_texts = [texts[query_id] for query_id in query_ids]
-    pool = FilterPool(skills, pairs, query_texts, config.encoder, config.clusters, config.workers)
+    sources = texts_of(rankings.column("stage"))
+    pool = FilterPool(skills, pairs, sources, query_texts, config.encoder, config.clusters, config.workers)
     against = find_false_negatives(pool, query_ids, config.layers)
     against |= judged if config.judged_positives == "drop" else {}
     kept = np.ones(rankings.num_rows, dtype=bool)
@@ -105,9 +106,8 @@ def open_pairs(
     if unknown := set(skill_ids) - position.keys():
         what = f"{len(unknown)} ranked skill(s) are not in this pool, '{min(unknown)}' among them"
         raise SkilltrainError(what, where=where, fix="give the pool that was mined")
-    ranked, sources = np.zeros(rankings.num_rows, dtype=PAIR), texts_of(rankings.column("stage"))
-    positives: dict[int, Dropped] = {}
-    ranked["row"], ranked["source"] = np.arange(len(ranked)), sources
+    ranked, positives = np.zeros(rankings.num_rows, dtype=PAIR), dict[int, Dropped]()
+    ranked["row"], sources = np.arange(len(ranked)), texts_of(rankings.column("stage"))
     ranked["skill"], ranked["rank"] = [position[skill_id] for skill_id in skill_ids], rankings.column("rank").to_numpy()
     rows, golds = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for number, (query_id, of_query) in enumerate(rows_by_query(rankings).items()):
@@ -138,7 +138,7 @@ def find_false_negatives(pool: FilterPool, query_ids: Sequence[str], layers: Seq
         for pair, value in zip(pairs[hits], values[hits].tolist(), strict=True):
             found[int(pair["row"])] = Dropped(
                 query_ids[int(pair["query"])], pool.skills[pair["skill"]].skill_id, layer.name,
-                layer.reason.format(value=value, layer=layer), value, pair["source"],
+                layer.reason.format(value=value, layer=layer), value, pool.sources[int(pair["row"])],
                 None if of_rank else pool.skills[pair["gold"]].skill_id,
             )  # fmt: skip
         left = left[~np.isin(left["row"], pairs["row"][hits])]

@@ -33,8 +33,8 @@ from skilltrain.terminal import track
 from skilltrain.texts import name_key
 from skilltrain.workers import WorkersConfig
 
-PAIR = np.dtype([(name, "i4") for name in ("row", "query", "skill", "gold", "rank")] + [("source", "O")])
-"""A candidate (its row in the RANKINGS, places of query and skill, rank and source) and a gold skill's place, or -1."""
+PAIR = np.dtype([(name, "i4") for name in ("row", "query", "skill", "gold", "rank")])
+"""A candidate (its row in the RANKINGS, the places of query and skill, its rank) and a gold skill's place, or -1."""
 Pairs = Shaped[np.ndarray, " pair"]
 Values = Float64[np.ndarray, " pair"]
 _BLOCK = 4096  # pairs whose vectors are multiplied at once
@@ -42,10 +42,14 @@ _BLOCK = 4096  # pairs whose vectors are multiplied at once
 
 @dataclass
 class FilterPool:
-    """What layers may ask of skills and queries; each fact is computed when a layer first asks for it."""
+    """What layers may ask of skills and queries; each fact is computed when a layer first asks for it.
+
+    `sources` are those of all rows of the RANKINGS.
+    """
 
     skills: Sequence[Skill]
     pairs: Pairs
+    sources: Sequence[str]
     query_texts: Sequence[str]
     encoder_source: EncoderSource | None
     clusters_path: Path | None
@@ -122,7 +126,7 @@ class JaccardLayer(Config):
         close = np.flatnonzero(np.minimum(own, of_gold) > self.above * np.maximum(own, of_gold))
         values = np.full(len(pairs), np.nan)
         for place in track(close.tolist(), "comparing bodies", len(close)):
-            value = jaccard(trigrams[pairs["skill"][place]], trigrams[pairs["gold"][place]])
+            value = jaccard(trigrams[pairs["gold"][place]], trigrams[pairs["skill"][place]])
             if value > self.above:
                 values[place] = value
         return values
@@ -214,14 +218,13 @@ class RankWindowLayer(Config):
 
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
         """Ranks are the source's own, before any layer. Raises SkilltrainError for a source that ranks nothing here."""
-        sources = {*pool.pairs["source"]}
-        if unknown := sorted(self.ranks.keys() - sources):
-            what, fix = f"no candidate is of source '{unknown[0]}'", f"sources: {', '.join(sorted(sources))}"
+        if unknown := sorted(self.ranks.keys() - {*pool.sources}):
+            what, fix = f"no candidate is of source '{unknown[0]}'", f"sources: {', '.join(sorted({*pool.sources}))}"
             raise SkilltrainError(what, where="layers.rank_window.ranks", fix=fix)
-        outside = np.zeros(len(pairs), dtype=bool)
+        sources, outside = np.array(pool.sources, dtype=object)[pairs["row"]], np.zeros(len(pairs), dtype=bool)
         for source, (first, last) in self.ranks.items():
             beyond = (pairs["rank"] < first) | (pairs["rank"] > (np.inf if last is None else last))
-            outside |= beyond & (pairs["source"] == source)
+            outside |= beyond & (sources == source)
         return np.where(outside, pairs["rank"], np.nan)
 
 
