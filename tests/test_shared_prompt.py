@@ -125,7 +125,7 @@ texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1
 
 @given(texts)
 def test_every_token_stands_once_in_the_packed_row_behind_the_longest_shared_beginning(texts):
-    packed = shared_prompt.pack(texts, CPU)
+    packed = shared_prompt.PackedTexts(texts, CPU)
     shared, row = packed.num_shared, packed.ids[0].tolist()
     assert all(len(text) > shared and text[:shared] == texts[0][:shared] for text in texts)
     assert any(len(text) == shared + 1 or text[: shared + 1] != texts[0][: shared + 1] for text in texts)
@@ -140,7 +140,7 @@ def test_every_token_stands_once_in_the_packed_row_behind_the_longest_shared_beg
 
 @given(texts)
 def test_by_length_every_text_stands_whole_between_two_starts(texts):
-    packed = shared_prompt.pack(texts, CPU, varlen=True)
+    packed = shared_prompt.PackedTexts(texts, CPU, varlen=True)
     row = packed.ids[0].tolist()
     starts, longest = packed.starts
     found = [row[start:stop] for start, stop in itertools.pairwise(starts.tolist())]

@@ -93,33 +93,28 @@ def read_bert(folder: Path) -> tuple[Bert, BertTokenizer] | None:
     """The model of a folder; None where it is not plain, whole BERT: transformers reads it, or says what is wrong."""
     if not all((folder / name).is_file() for name in _FILES):
         return None
-    try:
-        return _read(folder)
-    except Exception:  # a damaged file makes its reader raise anything
-        return None
-
-
-def _read(folder: Path) -> tuple[Bert, BertTokenizer] | None:
     from safetensors.torch import load_file
 
-    config, spelling, tokens = (read_json(folder / name) for name in _FILES[:3])
-    as_computed = all(config.get(name, usual) == usual for name, usual in _AS_COMPUTED.items())
-    is_plain = as_computed and "model_type" in config and spelling.get("tokenizer_class") == "BertTokenizer"
-    if not is_plain or not _is_spelt(spelling, tokens["normalizer"]):
+    try:
+        config, spelling, tokens = (read_json(folder / name) for name in _FILES[:3])
+        as_computed = all(config.get(name, usual) == usual for name, usual in _AS_COMPUTED.items())
+        is_plain = as_computed and "model_type" in config and spelling.get("tokenizer_class") == "BertTokenizer"
+        if not is_plain or not _is_spelt(spelling, tokens["normalizer"]):
+            return None
+        with torch.device("meta"):  # a config.json may ask for more than there is memory
+            network = Bert({**config, "name_or_path": str(folder)})
+        weights = {name.removeprefix("bert."): value for name, value in load_file(folder / _FILES[3]).items()}
+        shapes = {name: value.shape for name, value in network.state_dict().items()}
+        used = {name: value for name, value in weights.items() if not name.startswith(_UNUSED)}
+        tokenizer = BertTokenizer(folder / _FILES[2])
+        backend = tokenizer.backend_tokenizer
+        read = {*backend.encode(PROBE, add_special_tokens=False).ids} - {tokenizer.unk_token_id}
+        is_whole = {name: value.shape for name, value in used.items()} == shapes
+        if not is_whole or not read or backend.get_vocab_size() > config["vocab_size"]:
+            return None
+        network.load_state_dict(used, assign=True)
+    except Exception:  # a damaged file makes its reader raise anything
         return None
-    with torch.device("meta"):  # a config.json may ask for more than there is memory
-        network = Bert({**config, "name_or_path": str(folder)})
-    weights = {name.removeprefix("bert."): value for name, value in load_file(folder / _FILES[3]).items()}
-    shapes = {name: value.shape for name, value in network.state_dict().items()}
-    used = {name: value for name, value in weights.items() if not name.startswith(_UNUSED)}
-    if {name: value.shape for name, value in used.items()} != shapes:
-        return None
-    tokenizer = BertTokenizer(folder / _FILES[2])
-    backend = tokenizer.backend_tokenizer
-    read = {*backend.encode(PROBE, add_special_tokens=False).ids} - {tokenizer.unk_token_id}
-    if not read or backend.get_vocab_size() > config["vocab_size"]:
-        return None
-    network.load_state_dict(used, assign=True)
     return network, tokenizer
 
 

@@ -12,19 +12,8 @@ from torch import Tensor, nn
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
-from skilltrain.models import shared_prompt
+from skilltrain.models import loading, shared_prompt
 from skilltrain.models.bert import read_bert
-from skilltrain.models.loading import (
-    ModelConfig,
-    load_network,
-    load_pretrained,
-    load_tokenizer,
-    loading_options,
-    num_positions,
-    resolve_dtype,
-    resolve_model,
-    stored_settings,
-)
 from skilltrain.models.micro_batches import Groups, TokenIds, embed_together, micro_batches, model_inputs
 from skilltrain.models.pooling import Pooling, at_least_float32, foreign_settings, pool
 from skilltrain.models.tokens import TextTokenizer
@@ -55,7 +44,7 @@ class EncoderSettings(Config):
         return [self.template.render_skill(window) for window in self.template.skill.windows(skill, self.chunks)]
 
 
-class EncoderConfig(ModelConfig):
+class EncoderConfig(loading.ModelConfig):
     """Which encoder to load. What is left out comes from the model's own folder."""
 
     pooling: Pooling | None = Field(default=None, description="mean, last_token or cls; else as the folder says")
@@ -130,7 +119,7 @@ class Encoder(nn.Module):
     def forward(self, texts: Texts) -> Float[Tensor, "text dim"]:
         """Unit vectors of one micro-batch of token ids or embedded tokens, in float32 or wider."""
         if self.is_packed:
-            packed = shared_prompt.pack(texts, self.device, varlen=True)
+            packed = shared_prompt.PackedTexts(texts, self.device, varlen=True)
             rows = [text for text in texts if isinstance(text, Tensor)]
             last = shared_prompt.last_hidden(self.backbone, packed, rows or None)
             return nn.functional.normalize(at_least_float32(last), dim=-1)
@@ -158,28 +147,29 @@ def load_encoder(
     """
     from transformers import AutoConfig, AutoModel
 
-    folder = resolve_model(config.source)
-    stored = stored_settings(folder, "encoder")
-    model_config = load_pretrained(AutoConfig, folder, "model configuration")
+    folder = loading.resolve_model(config.source)
+    stored = loading.stored_settings(folder, "encoder")
+    model_config = loading.load_pretrained(AutoConfig, folder, "model configuration")
     settings = _settings(folder, config, stored, model_config)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = loading.load_tokenizer(folder)
     if tokenizer.pad_token_id is None:
         raise SkilltrainError("the tokenizer has no pad token", where=config.source)
-    backbone = load_network(AutoModel, folder, tokenizer, {**loading_options(config, model_config, device), **options})
+    given = {**loading.loading_options(config, model_config, device), **options}
+    backbone = loading.load_network(AutoModel, folder, tokenizer, given)
     backbone.config.use_cache = False  # keys and values of texts that are never continued
     return Encoder(backbone.to(device).eval(), tokenizer, settings)
 
 
 def open_to_answer(config: EncoderConfig, device: torch.device) -> Encoder:
     """As `load_encoder`, no more to be trained: on a CPU plain BERT is read without transformers, in half the time."""
-    folder = resolve_model(config.source)
-    stored = stored_settings(folder, "encoder")
+    folder = loading.resolve_model(config.source)
+    stored = loading.stored_settings(folder, "encoder")
     found = read_bert(folder) if device.type == "cpu" else None
     if found is None:
         return load_encoder(config, device).requires_grad_(False)
     network, tokenizer = found
     settings = _settings(folder, config, stored, network.config)
-    network = network.to(resolve_dtype(config.precision, device))
+    network = network.to(loading.resolve_dtype(config.precision, device))
     return Encoder(network.eval().requires_grad_(False), tokenizer, settings)
 
 
@@ -196,7 +186,7 @@ def _settings(folder: Path, config: EncoderConfig, stored: dict[str, Any], model
         found, prompts = foreign_settings(folder, model_config, config.pooling, least)
         base |= found
     settings = EncoderSettings.model_validate((stored or base) | given)
-    limit = num_positions(model_config)
+    limit = loading.num_positions(model_config)
     over = {name: limit for name in ("max_tokens", "query_max_tokens") if limit and getattr(settings, name) > limit}
     if any(name in stored | given for name in over):
         raise SkilltrainError(f"max_tokens exceeds the model's {limit} positions", where=config.source)

@@ -12,20 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.models import shared_prompt
-from skilltrain.models.loading import (
-    ModelConfig,
-    heads,
-    in_own_dtype,
-    is_encoder,
-    load_network,
-    load_pretrained,
-    load_tokenizer,
-    loading_options,
-    num_positions,
-    resolve_model,
-    stored_settings,
-)
+from skilltrain.models import loading, shared_prompt
 from skilltrain.models.micro_batches import Groups, embed_together, micro_batches, model_inputs, on_device
 from skilltrain.models.pairs import PairIds, PairTokenizer, RerankerSettings
 from skilltrain.models.pooling import at_least_float32, pool
@@ -33,7 +20,7 @@ from skilltrain.records import Skill
 from skilltrain.templates import RerankerTemplate, with_fields
 
 
-class RerankerConfig(ModelConfig):
+class RerankerConfig(loading.ModelConfig):
     """Which reranker to load. What is left out comes from the model's own folder."""
 
     max_tokens: int | None = Field(default=None, ge=32, description="token limit of a (query, skill) pair")
@@ -95,7 +82,7 @@ class Reranker(nn.Module):
         """
         if self.yes_no_ids is None:
             return None
-        if classifiers := heads(self.network):
+        if classifiers := loading.heads(self.network):
             return at_least_float32(next(classifiers[0].parameters())[0])
         head = self.network.get_output_embeddings().weight
         rows = at_least_float32(head[on_device(torch.tensor(self.yes_no_ids), head.device)])
@@ -128,7 +115,7 @@ class Reranker(nn.Module):
     def _last_hidden(self, pairs: Sequence[PairIds]) -> Float[Tensor, "pair dim"]:
         decoder = self.network.get_decoder()
         if self.is_packed:
-            packed = shared_prompt.pack([pair.ids for pair in pairs], self.device)
+            packed = shared_prompt.PackedTexts([pair.ids for pair in pairs], self.device)
             rows = [pair.rows for pair in pairs if pair.rows is not None]
             return shared_prompt.last_hidden(decoder, packed, rows or None)
         inputs, mask = self._inputs(pairs)
@@ -157,11 +144,11 @@ def load_reranker(
     """
     from transformers import AutoConfig
 
-    folder = resolve_model(config.source)
+    folder = loading.resolve_model(config.source)
     form = None if config.template is None else config.template.form
     grows = form == "cosine_pair" or (new_head and form is not None)
-    stored = {} if grows and is_encoder(folder) else stored_settings(folder, "reranker")
-    model_config = load_pretrained(AutoConfig, folder, "model configuration")
+    stored = {} if grows and loading.is_encoder(folder) else loading.stored_settings(folder, "reranker")
+    model_config = loading.load_pretrained(AutoConfig, folder, "model configuration")
     causal = any("CausalLM" in name for name in model_config.architectures or [])
     given = config.model_dump(exclude_none=True, include={*RerankerSettings.model_fields})
     if causal and "template" not in stored | given:
@@ -170,11 +157,11 @@ def load_reranker(
     was_causal = stored.get("template", {}).get("form") == "yes_no"
     if settings.template.form == "yes_no" and not (causal or was_causal):
         raise SkilltrainError("template.form=yes_no needs a causal language model", where=config.source)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = loading.load_tokenizer(folder)
     settings = _fitting(settings, tokenizer, model_config, config.source)
     settings = settings.model_copy(update={"template": with_fields(settings.template, config.fields)})
     kind = "causal" if causal and settings.template.form == "yes_no" else settings.template.form
-    given = {**loading_options(config, model_config, device), **options}
+    given = {**loading.loading_options(config, model_config, device), **options}
     network = _network(folder, kind, tokenizer, given, new_head)
     return Reranker(network.to(device).eval(), tokenizer, settings)
 
@@ -182,7 +169,7 @@ def load_reranker(
 def _fitting(settings: RerankerSettings, tokenizer: Any, model_config: Any, where: str) -> RerankerSettings:
     """`settings` within the model's positions and with room for a skill: a default adapts, a chosen limit must fit."""
     chosen = {name: getattr(settings, name) for name in settings.model_fields_set}
-    limit = num_positions(model_config)
+    limit = loading.num_positions(model_config)
     if limit is not None and settings.max_tokens > limit:
         if "max_tokens" in chosen:
             raise SkilltrainError(f"max_tokens exceeds the model's {limit} positions", where=where)
@@ -200,13 +187,13 @@ def _network(folder: Path, kind: str, tokenizer: Any, options: dict[str, Any], n
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     if kind == "cosine_pair":
-        return load_network(AutoModel, folder, tokenizer, options)
+        return loading.load_network(AutoModel, folder, tokenizer, options)
     options.pop("add_pooling_layer", None)  # where there is a head, the pooler is part of it
     if kind == "causal":
-        return load_network(AutoModelForCausalLM, folder, tokenizer, options)
+        return loading.load_network(AutoModelForCausalLM, folder, tokenizer, options)
     options["num_labels"] = 1
-    network = load_network(AutoModelForSequenceClassification, folder, tokenizer, options, new_head)
-    for head in heads(network):
+    network = loading.load_network(AutoModelForSequenceClassification, folder, tokenizer, options, new_head)
+    for head in loading.heads(network):
         head.float()  # logits in bfloat16 are steps of up to 1/32: close candidates would tie
-        head.register_forward_pre_hook(in_own_dtype)
+        head.register_forward_pre_hook(loading.in_own_dtype)
     return network

@@ -30,26 +30,33 @@ class Bucket:
 
 
 class PackedTexts:
-    """Texts as one row: the prompt, then every continuation, longest first.
+    """Texts (none empty) as one row: the prompt, then every continuation, longest first.
 
-    `ends` is the place of each text's last token, `order` the texts' numbers in the order of continuations; `starts`
-    where each begins, and the longest length, if attention goes by them; `was_used` proves that attention was asked. No
-    dataclass: FSDP2 with mixed precision would hand a copy to the layers.
+    Embedded texts share nothing, nor do any with `varlen`. `ends` is the place of each text's last token, `order` the
+    texts' numbers in the order of continuations; `starts` where each begins, and the longest length, if attention goes
+    by them; `was_used` proves that attention was asked. No dataclass: FSDP2 with mixed precision would copy it.
     """
 
     def __init__(
-        self,
-        ids: Int[Tensor, "1 token"] | None,
-        positions: Int[Tensor, "1 token"],
-        ends: Int[Tensor, " text"],
-        order: list[int],
-        num_shared: int,
-        buckets: list[Bucket],
-        starts: tuple[Int[Tensor, " start"], int] | None,
+        self, texts: Sequence[TokenIds] | Sequence[Float[Tensor, "_ width"]], device: torch.device, varlen: bool = False
     ) -> None:
-        self.ids, self.positions, self.ends = ids, positions, ends
-        self.order, self.num_shared, self.buckets = order, num_shared, buckets
-        self.starts, self.was_used = starts, False
+        tokens = [text for text in texts if not isinstance(text, Tensor)]
+        self.num_shared = shared = num_shared(tokens) if tokens and not varlen else 0
+        self.order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
+        lengths = [len(texts[number]) - shared for number in self.order]
+        positions, ends = [*range(shared)], [0] * len(texts)
+        for number, length in zip(self.order, lengths, strict=True):
+            positions += range(shared, shared + length)
+            ends[number] = len(positions) - 1
+        self.positions: Int[Tensor, "1 token"] = on_device(torch.tensor([positions]), device)
+        self.ends: Int[Tensor, " text"] = on_device(torch.tensor(ends), device)
+        self.ids: Int[Tensor, "1 token"] | None = None
+        if tokens:
+            row = np.concatenate([tokens[0][:shared], *(tokens[number][shared:] for number in self.order)])
+            self.ids = on_device(row.astype(np.int64)[None], device)
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        self.starts = (on_device(starts, device), lengths[0]) if varlen else None
+        self.buckets, self.was_used = [*_buckets(lengths, shared, device)], False
 
 
 def num_shared(texts: Sequence[TokenIds]) -> int:
@@ -58,35 +65,6 @@ def num_shared(texts: Sequence[TokenIds]) -> int:
     low, high = min(lists), max(lists)  # what the lexicographically first and last share, all share
     same = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
     return min(same, min(map(len, lists)) - 1)
-
-
-def pack(
-    texts: Sequence[TokenIds] | Sequence[Float[Tensor, "_ width"]], device: torch.device, varlen: bool = False
-) -> PackedTexts:
-    """The texts (none empty) as one row; embedded ones share nothing, nor do any with `varlen`."""
-    tokens = [text for text in texts if not isinstance(text, Tensor)]
-    shared = num_shared(tokens) if tokens and not varlen else 0
-    order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
-    lengths = [len(texts[number]) - shared for number in order]
-    positions = [*range(shared)]
-    ends = [0] * len(texts)
-    for number, length in zip(order, lengths, strict=True):
-        positions += range(shared, shared + length)
-        ends[number] = len(positions) - 1
-    ids = None
-    if tokens:
-        row = np.concatenate([tokens[0][:shared], *(tokens[number][shared:] for number in order)])
-        ids = on_device(row.astype(np.int64)[None], device)
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return PackedTexts(
-        ids,
-        on_device(torch.tensor([positions]), device),
-        on_device(torch.tensor(ends), device),
-        order,
-        shared,
-        [*_buckets(lengths, shared, device)],
-        (on_device(starts, device), lengths[0]) if varlen else None,
-    )
 
 
 def _buckets(lengths: Sequence[int], shared: int, device: torch.device) -> Iterator[Bucket]:
