@@ -45,22 +45,22 @@ def write_modules(model: Encoder | Reranker, folder: Path, per_token: bool = Fal
     They are for `CrossEncoder`, `SentenceTransformer` or, with a vector `per_token`, `MultiVectorEncoder`.
     """
     if isinstance(model, Reranker):
-        modules, settings = _reranker_modules(model), _reranker_settings(model)
+        modules, template = _reranker_modules(model), model.settings.template
+        prompts = {"instruction": template.instruction} if template.form == "yes_no" else {}
+        settings = {"model_type": "CrossEncoder", "default_prompt_name": next(iter(prompts), None)}
+        settings |= {"activation_fn": IDENTITY} | _half_precision_head(model)
     else:
         modules, template = _encoder_modules(model, per_token), model.settings.template
-        settings = {
-            "model_type": "MultiVectorEncoder" if per_token else "SentenceTransformer",
-            "prompts": {"query": template.before_query(), "document": template.skill_prompt or ""},
-            "default_prompt_name": None,
-            "similarity_fn_name": "meanmaxsim" if per_token else "cosine",
-        }
+        prompts = {"query": template.before_query(), "document": template.skill_prompt or ""}
+        settings = {"model_type": "SentenceTransformer", "similarity_fn_name": "cosine", "default_prompt_name": None}
+        settings |= {"model_type": "MultiVectorEncoder", "similarity_fn_name": "meanmaxsim"} if per_token else {}
     listing = [
         {"idx": number, "name": str(number), "path": module.folder, "type": module.class_path}
         for number, module in enumerate(modules)
     ]
     write_json(folder / "modules.json", listing)
-    versioned = {"__version__": {"sentence_transformers": _ST_VERSION}, **settings}
-    write_json(folder / "config_sentence_transformers.json", versioned)
+    settings |= {"__version__": {"sentence_transformers": _ST_VERSION}, "prompts": prompts}
+    write_json(folder / "config_sentence_transformers.json", settings)
     for module in modules:
         (folder / module.folder).mkdir(exist_ok=True)
         if module.settings:
@@ -95,15 +95,6 @@ def _limit(max_tokens: int) -> dict[str, Any]:
     return {"max_seq_length": max_tokens, "do_lower_case": False}
 
 
-def _reranker_settings(reranker: Reranker) -> dict[str, Any]:
-    template = reranker.settings.template
-    prompts = {"instruction": template.instruction} if template.form == "yes_no" else {}
-    named = {"prompts": prompts, "default_prompt_name": next(iter(prompts), None)}
-    layer = _half_precision_head(reranker)
-    kept = {"keep_in_fp32_modules": [layer]} if layer else {}
-    return {"model_type": "CrossEncoder", **named, "activation_fn": IDENTITY, **kept}
-
-
 def _reranker_modules(reranker: Reranker) -> Sequence[Module]:
     """One module for a classification head; for the chat form the network, and two rows of its vocabulary.
 
@@ -115,7 +106,11 @@ def _reranker_modules(reranker: Reranker) -> Sequence[Module]:
     logits = {"method": "forward", "method_output_name": "logits"}
     classifier = {"transformer_task": "sequence-classification", "module_output_name": "scores", **limit}
     if form == "pair":
-        cut = {"processing_kwargs": {"text": {"truncation": _truncation(reranker)}}}
+        # longest_first cuts the skill alone while the query takes at most half of the tokens; only_second always does,
+        # but fails for a query that fills the whole pair.
+        half = (limit["max_seq_length"] - reranker.tokenizer.num_special_tokens_to_add(pair=True)) // 2
+        truncation = "longest_first" if reranker.settings.query_max_tokens <= half else "only_second"
+        cut = {"processing_kwargs": {"text": {"truncation": truncation}}}
         return (Module(_TRANSFORMER, "", classifier | {"modality_config": {"text": logits}} | cut),)
     chat = {"modality_config": {"text": logits, "message": logits | {"format": "flat"}}}
     if heads(reranker.network):
@@ -127,23 +122,12 @@ def _reranker_modules(reranker: Reranker) -> Sequence[Module]:
     return Module(_TRANSFORMER, "", network | chat), Module(_LOGIT_SCORE, "1_LogitScore", score)
 
 
-def _truncation(reranker: Reranker) -> str:
-    """How a pair is cut: the skill alone, as by our reranker.
-
-    `longest_first` does so while the query takes at most half of the tokens; `only_second` always, but fails for a
-    query that fills the whole pair.
-    """
-    settings = reranker.settings
-    half = (settings.max_tokens - reranker.tokenizer.num_special_tokens_to_add(pair=True)) // 2
-    return "longest_first" if settings.query_max_tokens <= half else "only_second"
-
-
-def _half_precision_head(reranker: Reranker) -> str | None:
+def _half_precision_head(reranker: Reranker) -> dict[str, list[str]]:
     """The layer that gives the score, if weights are of 16 bits: in float32, as in ours, close candidates differ."""
     network = reranker.network
     if network.dtype.itemsize > 2 or reranker.settings.template.form == "cosine_pair":
-        return None
+        return {}
     layers = heads(network) or [network.get_output_embeddings()]
     named = [(name, module) for name, module in network.named_modules() if module in layers]
     found = [name for name, module in named if type(module) is torch.nn.Linear]
-    return f"0.model.{found[-1]}" if found else None
+    return {"keep_in_fp32_modules": [f"0.model.{found[-1]}"]} if found else {}

@@ -104,7 +104,17 @@ def write_index(
             return counts
         with staged_folder(folder) as staged:
             old = before if before and before.record.models == record.models else None
-            _write_parts(staged, record.system(router), skills, keys, models, old)
+            places = {key: place for place, key in enumerate(old.keys.tolist())} if old else {}
+            for (key, config), name in kept_parts(record.system(router)).items():
+                part, kept = staged / name, old.parts.get(key) if old else None
+                part.mkdir()
+                if isinstance(config, LexicalConfig):
+                    config.index(skills, kept).save(part)
+                elif isinstance(config, LateConfig):
+                    at = [places.get(key, -1) for key in keys.tolist()]
+                    open_model(config, models, router).save_tokens(part, skills, kept, at)
+                else:
+                    open_model(config, models, router).skills(skills).save(part)
             np.save(staged / KEYS_FILE, keys)
             table = table_from_rows(rows_of(skills), SKILLS)
             feather.write_feather(table, staged / SKILLS_FILE, compression="uncompressed")
@@ -127,24 +137,6 @@ def _changes(before: Index | None, skills: Sequence[Skill]) -> tuple[dict[str, i
     changed = [skill_id for skill_id in old.keys() & new.keys() if old[skill_id] != new[skill_id]]
     gone = {"num_changed": len(changed), "num_gone": len(old.keys() - new.keys())}
     return {"num_skills": len(new), "num_new": len(new.keys() - old.keys()), **gone}, keys
-
-
-def _write_parts(
-    folder: Path, system: SystemConfig, skills: Sequence[Skill], keys: np.ndarray, models: dict[str, Any],
-    before: Index | None,
-) -> None:  # fmt: skip
-    """What rankers hold of the pool, each in a folder of its own; what `before` holds of skills is taken from there."""
-    places = {key: place for place, key in enumerate(before.keys.tolist())} if before else {}
-    for (key, config), name in kept_parts(system).items():
-        (folder / name).mkdir()
-        old = before.parts.get(key) if before else None
-        if isinstance(config, LexicalConfig):
-            config.index(skills, old).save(folder / name)
-        elif isinstance(config, LateConfig):
-            at = [places.get(key, -1) for key in keys.tolist()]
-            open_model(config, models, folder.parent).save_tokens(folder / name, skills, old, at)
-        else:
-            open_model(config, models, folder.parent).skills(skills).save(folder / name)
 
 
 def open_model(config: Any, models: dict[str, Any], router: Path | None) -> Any:

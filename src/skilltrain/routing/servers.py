@@ -135,6 +135,9 @@ class RouteRequest(Config):
     k: NumSkills = 5
     filters: Filters | None = None
 
+    def answer(self, service: Service) -> dict[str, Any]:
+        return service.search(self.query, self.k, self.filters)
+
 
 class EmbedRequest(Config):
     """The body of POST /embed; texts are encoded as requests are."""
@@ -142,6 +145,9 @@ class EmbedRequest(Config):
     inputs: Annotated[tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)]
     normalize: Literal[True] = True
     truncate: bool = True
+
+    def answer(self, service: Service) -> list[list[float]]:
+        return _part(service, VectorIndex, "encoder", len(self.inputs)).encode(self.inputs).tolist()
 
 
 class RerankRequest(Config):
@@ -152,6 +158,20 @@ class RerankRequest(Config):
     raw_scores: bool = False
     return_text: bool = False
     truncate: bool = True
+
+    def answer(self, service: Service) -> list[dict[str, Any]]:
+        reranker = _part(service, Rerank, "reranker", len(self.texts))
+        skills = {str(number): Skill(str(number), "", "", text) for number, text in enumerate(self.texts)}
+        query, candidates = Query("asked", self.query, "", "", ""), [(number, 0.0) for number in skills]
+        ranking = reranker.over(skills).rank([query], {query.query_id: candidates}, len(skills))[query.query_id]
+        return [
+            {"index": int(number), "score": score if self.raw_scores else 0.5 * (1 + math.tanh(score / 2))}
+            | ({"text": self.texts[int(number)]} if self.return_text else {})
+            for number, score in ranking
+        ]
+
+
+_Posted = RouteRequest | EmbedRequest | RerankRequest
 
 
 def new_http_app(service: Service, host: str) -> Starlette:
@@ -165,18 +185,20 @@ def new_http_app(service: Service, host: str) -> Starlette:
         return PlainTextResponse(generate_latest(service.registry))
 
     app.router.routes += [Route("/health", health), Route("/metrics", metrics)]
-    for name, (form, work) in _POSTED.items():
-        app.router.routes.append(Route(f"/{name}", _handler(service, name, form, work), methods=["POST"]))
+    for name, form in {"route": RouteRequest, "embed": EmbedRequest, "rerank": RerankRequest}.items():
+        app.router.routes.append(Route(f"/{name}", _handler(service, name, form), methods=["POST"]))
     if host in _LOOPBACK:  # else a web page whose name is made to point here could ask too
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*_LOOPBACK, "[::1]"])
     return app
 
 
-def _handler(service: Service, name: str, form: type[Config], work: Callable[..., Any]) -> Callable[..., Any]:
+def _handler(
+    service: Service, name: str, form: type[RouteRequest | EmbedRequest | RerankRequest]
+) -> Callable[..., Any]:
     async def handle(request: Request) -> Response:
         try:
             asked = validate(form, await _body(request), f"/{name}")
-            return JSONResponse(await service.timed(name, work, service, asked))
+            return JSONResponse(await service.timed(name, asked.answer, service))
         except SkilltrainError as error:
             message, code = str(error), _INVALID
         except HTTPException as error:
@@ -199,29 +221,6 @@ async def _body(request: Request) -> dict[str, Any]:
         return json_object(body)
     except ValueError as error:
         raise SkilltrainError("the body is not a JSON object") from error
-
-
-def _route(service: Service, asked: RouteRequest) -> dict[str, Any]:
-    return service.search(asked.query, asked.k, asked.filters)
-
-
-def _embed(service: Service, asked: EmbedRequest) -> list[list[float]]:
-    return _part(service, VectorIndex, "encoder", len(asked.inputs)).encode(asked.inputs).tolist()
-
-
-def _rerank(service: Service, asked: RerankRequest) -> list[dict[str, Any]]:
-    reranker = _part(service, Rerank, "reranker", len(asked.texts))
-    skills = {str(number): Skill(str(number), "", "", text) for number, text in enumerate(asked.texts)}
-    query, candidates = Query("asked", asked.query, "", "", ""), [(number, 0.0) for number in skills]
-    ranking = reranker.over(skills).rank([query], {query.query_id: candidates}, len(skills))[query.query_id]
-    return [
-        {"index": int(number), "score": score if asked.raw_scores else 0.5 * (1 + math.tanh(score / 2))}
-        | ({"text": asked.texts[int(number)]} if asked.return_text else {})
-        for number, score in ranking
-    ]
-
-
-_POSTED = {"route": (RouteRequest, _route), "embed": (EmbedRequest, _embed), "rerank": (RerankRequest, _rerank)}
 
 
 def _part(service: Service, kind: type[PartT], name: str, num_texts: int) -> PartT:

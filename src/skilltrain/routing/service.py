@@ -88,8 +88,8 @@ class Service:
         self._faults: dict[str, str] = {}
         skills = Gauge("skilltrain_skills", "Skills of the router", registry=self.registry)
         skills.set_function(lambda: len(self.router.skills))
-        told = ("request", "outcome")
-        self._seconds = Histogram("skilltrain_request_seconds", "Time", told, registry=self.registry, buckets=_BUCKETS)
+        told = "skilltrain_request_seconds", "Seconds of a request", ("request", "outcome")
+        self._seconds = Histogram(*told, registry=self.registry, buckets=_BUCKETS)
 
     async def timed(self, name: str, work: Callable[..., ResultT], *arguments: object) -> ResultT:
         """What `work` returns, done in a thread beside others, and counted as the request `name`."""
