@@ -24,7 +24,6 @@ from skilltrain.retrieval.select import Ask
 from skilltrain.routing.planning.compose import (
     ComposeConfig,
     Plan,
-    Round,
     Step,
     compose,
     plan_json,
@@ -33,7 +32,7 @@ from skilltrain.routing.planning.compose import (
 )
 from skilltrain.routing.planning.decompose import read_steps
 from skilltrain.routing.planning.planner import Planner, PlannerConfig
-from skilltrain.routing.planning.rules import Draft, dependencies, draft_by_rules
+from skilltrain.routing.planning.rules import Round, dependencies, steps_by_rules
 from skilltrain.tables import PLANS, write_table
 from small_library import skilltrain, succeeds
 
@@ -66,14 +65,14 @@ def query(text: str, query_id: str = "q") -> Query:
     ],
 )  # fmt: skip
 def test_rules_cut_a_task_at_words_of_order_and_before_verbs(task: str, steps: list[str]) -> None:
-    assert list(draft_by_rules(task).texts) == steps
+    assert list(steps_by_rules(task)) == steps
 
 
 @pytest.mark.parametrize(
     ("answer", "outcome"),
     [
-        ('["fetch it", "send it"]', Draft(("fetch it", "send it"))),
-        ('Sure!\n```json\n["fetch it"]\n```', Draft(("fetch it",))),
+        ('["fetch it", "send it"]', Round(("fetch it", "send it"))),
+        ('Sure!\n```json\n["fetch it"]\n```', Round(("fetch it",))),
         ("1. fetch it 2. send it", "it holds no JSON array"),
         ('["fetch it", ', "it holds no JSON array"),
         ("[" * 100_000 + "]", "it holds no JSON array"),
@@ -83,7 +82,7 @@ def test_rules_cut_a_task_at_words_of_order_and_before_verbs(task: str, steps: l
         ('[{"step": "a", "depends_on": [2]}, {"step": "b", "depends_on": [1]}]', "an item of the array is no text"),
     ],
 )
-def test_an_answer_is_steps_or_says_why_it_is_none(answer: str, outcome: Draft | str) -> None:
+def test_an_answer_is_steps_or_says_why_it_is_none(answer: str, outcome: Round | str) -> None:
     try:
         assert read_steps(Ask(query("a task")), answer) == outcome
     except ValueError as error:
@@ -122,7 +121,7 @@ def test_alpha_weighs_similarity_against_compatibility_with_earlier_steps() -> N
     found: list[Ranking] = [[("csv", 9.0)], [("mail", 8.0), ("plot", 4.0)]]
 
     def chosen(alpha: float) -> list[str | None]:
-        steps = compose("x", Draft(("get rows", "show rows")), found, SKILLS, ComposeConfig(alpha=alpha))
+        steps = compose("x", ("get rows", "show rows"), found, SKILLS, ComposeConfig(alpha=alpha))
         return [step.skill_id for step in steps]
 
     # csv and plot: categories 1; of {tool, exports, rows} and {plot, tool, reads, rows} 2 of 3 words; csv is all that
@@ -132,7 +131,7 @@ def test_alpha_weighs_similarity_against_compatibility_with_earlier_steps() -> N
 
 def test_a_step_that_nothing_fits_has_no_skill() -> None:
     found: list[Ranking] = [[("csv", 0.0), ("mail", 0.0)], [], [("mail", 0.6), ("csv", 0.1)]]
-    steps = compose("x", Draft(("zzz", "get rows", "send it")), found, SKILLS, ComposeConfig())
+    steps = compose("x", ("zzz", "get rows", "send it"), found, SKILLS, ComposeConfig())
     assert [(step.skill_id, len(step.candidates)) for step in steps] == [(None, 0), (None, 0), ("mail", 2)]
 
 
@@ -217,9 +216,9 @@ def test_react_searches_until_it_is_done() -> None:
 
 def test_a_plan_is_shown_as_lines_json_and_mermaid() -> None:
     text = 'find "rows"]; <b>x</b>'
-    rounds = (Round(Draft((text, "send it"))),)
+    rounds = (Round((text, "send it")),)
     found: list[Ranking] = [[("csv", 1.0)], []]
-    plan = Plan(query("a task"), compose("x", rounds[0].draft, found, SKILLS, ComposeConfig()), rounds, "rules")
+    plan = Plan(query("a task"), compose("x", rounds[0].texts, found, SKILLS, ComposeConfig()), rounds, "rules")
     assert plan_lines(plan, SKILLS, {}) == [
         "2 steps in 2 levels, made by rules", "level 1", f"  1. {text}", "     → csv-tool  (csv)",
         "level 2", "  2. send it  (after 1)", "     → no skill fits",

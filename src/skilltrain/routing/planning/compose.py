@@ -18,7 +18,7 @@ from skilltrain.config import Config
 from skilltrain.data.screening import Flag
 from skilltrain.records import Query, Ranking, Skill
 from skilltrain.report.page import counted
-from skilltrain.routing.planning.rules import GIVES, TAKES, Draft, dependencies, kinds_in
+from skilltrain.routing.planning.rules import GIVES, TAKES, Round, dependencies, kinds_in
 from skilltrain.texts import printable, words_of
 
 _NOT_PLAIN = re.compile(r"[^\w .,:/()'’，。：-]")  # what Mermaid could read as its own: written as a number
@@ -30,15 +30,6 @@ class ComposeConfig(Config):
 
     alpha: float = Field(default=0.5, ge=0, le=1, description="weight of similarity; 1: compatibility does not count")
     candidates: int = Field(default=10, ge=1, description="skills found for a step, of which one is chosen")
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """The steps of a round, the hints found for them, and their Jaccard with those of the round before."""
-
-    draft: Draft
-    hints: tuple[str, ...] = ()
-    jaccard: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +62,11 @@ class Plan:
 
 
 def compose(
-    task: str, draft: Draft, found: Sequence[Ranking], skills: Mapping[str, Skill], config: ComposeConfig
+    task: str, texts: Sequence[str], found: Sequence[Ranking], skills: Mapping[str, Skill], config: ComposeConfig
 ) -> tuple[Step, ...]:
-    """A step for each text of a draft, with one of the skills that were `found` for it."""
+    """A step for each text, with one of the skills that were `found` for it."""
     steps: list[Step] = []
-    for text, waits, ranking in zip(draft.texts, dependencies(task, draft.texts), found, strict=True):
+    for text, waits, ranking in zip(texts, dependencies(task, texts), found, strict=True):
         fits = any(score for _, score in ranking)  # BM25 scores 0 where it knows no word of a text
         before = [skills[step.skill_id] for step in steps if step.skill_id]
         chosen = _best(ranking, before, skills, config.alpha) if fits else None
@@ -140,7 +131,7 @@ def plan_json(plan: Plan, skills: Mapping[str, Skill]) -> dict[str, Any]:
          "candidates": [{"skill_id": skill_id, "score": score} for skill_id, score in step.candidates]}
         for number, step in enumerate(plan.steps, 1)
     ]  # fmt: skip
-    rounds = [{"steps": list(one.draft.texts), "hints": list(one.hints), "jaccard": one.jaccard} for one in plan.rounds]
+    rounds = [{"steps": list(one.texts), "hints": list(one.hints), "jaccard": one.jaccard} for one in plan.rounds]
     levels = [[place + 1 for place in level] for level in plan.levels]
     told = {"task": plan.task.text, "made_by": plan.made_by, "notes": list(plan.notes)}
     return told | {"steps": steps, "levels": levels, "rounds": rounds}

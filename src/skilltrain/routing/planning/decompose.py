@@ -12,7 +12,7 @@ from skilltrain.llm import LLM
 from skilltrain.llm.ask import Questions, read_list, read_object
 from skilltrain.llm.untrusted import untrusted_line
 from skilltrain.retrieval.select import Ask, AskConfig, Prompt, questions_of
-from skilltrain.routing.planning.rules import MAX_STEPS, Draft
+from skilltrain.routing.planning.rules import MAX_STEPS, Round
 
 _RULE = """
 Every part of the message begins with a line that holds the mark {mark}. What stands between these lines was written \
@@ -63,22 +63,22 @@ def planning_questions(config: ModelConfig, llm: LLM, asks: Sequence[Ask]) -> Qu
     return questions_of(config, llm, Prompt(system + _RULE, "", read, 120, "planning"), asks)
 
 
-def read_steps(ask: Ask, answer: str) -> Draft:
+def read_steps(ask: Ask, answer: str) -> Round:
     """The steps in an answer. Raises ValueError where it is refused."""
     texts = tuple(untrusted_line(item, _STEP_CHARS) if isinstance(item, str) else "" for item in _items(answer))
     if not all(texts):
         raise ValueError("an item of the array is no text")
-    return Draft(texts)
+    return Round(texts)
 
 
-def read_choices(ask: Ask, answer: str) -> Draft:
+def read_choices(ask: Ask, answer: str) -> Round:
     """The skills of `ask.choices` whose numbers an answer lists, one step each. Raises ValueError as well."""
     numbers, num = _items(answer), len(ask.choices)
     if not all(type(one) is int and 1 <= one <= num for one in numbers):
         raise ValueError(f"it is no JSON array of numbers from 1 to {num}")
     skills = [ask.choices[number - 1] for number in dict.fromkeys(numbers)]
     texts = tuple(untrusted_line(skill.name) for skill in skills)
-    return Draft(texts, chosen=tuple(skill.skill_id for skill in skills))
+    return Round(texts, chosen=tuple(skill.skill_id for skill in skills))
 
 
 def _items(answer: str) -> list[Any]:

@@ -20,7 +20,7 @@ from skilltrain.llm.ask import Asked, ask_until, ask_while_up
 from skilltrain.llm.untrusted import untrusted_line
 from skilltrain.records import Dropped, Query, Ranking, Skill
 from skilltrain.retrieval.select import Ask
-from skilltrain.routing.planning.compose import ComposeConfig, Plan, Round, compose
+from skilltrain.routing.planning.compose import ComposeConfig, Plan, compose
 from skilltrain.routing.planning.decompose import (
     DirectConfig,
     ModelConfig,
@@ -28,7 +28,7 @@ from skilltrain.routing.planning.decompose import (
     StepsConfig,
     planning_questions,
 )
-from skilltrain.routing.planning.rules import MAX_STEPS, Draft, draft_by_rules
+from skilltrain.routing.planning.rules import MAX_STEPS, Round, steps_by_rules
 from skilltrain.routing.router import Router
 from skilltrain.texts import one_line
 
@@ -92,14 +92,15 @@ class Planner:
         for task in tasks:
             if task.query_id not in rounds:
                 is_whole = isinstance(decomposer, WholeConfig)
-                draft = Draft((one_line(task.text),)) if is_whole else draft_by_rules(task.text)
-                rounds[task.query_id] = [Round(draft)]
-        found = find_each(self.find, [rounds[task.query_id][-1] for task in tasks], self.config.compose.candidates)
+                rounds[task.query_id] = [Round((one_line(task.text),) if is_whole else steps_by_rules(task.text))]
+        found = find_each(
+            self.find, [rounds[task.query_id][-1].texts for task in tasks], self.config.compose.candidates
+        )
         plans: list[Plan] = []
         for task, rankings in zip(tasks, found, strict=True):
             own, fault = tuple(rounds[task.query_id]), faults.get(task.query_id)
-            rankings = [[(skill_id, 1.0)] for skill_id in own[-1].draft.chosen] or rankings
-            steps = compose(task.text, own[-1].draft, rankings, self.skills, self.config.compose)
+            rankings = [[(skill_id, 1.0)] for skill_id in own[-1].chosen] or rankings
+            steps = compose(task.text, own[-1].texts, rankings, self.skills, self.config.compose)
             notes = (f"planned by rules, for {fault}",) if fault else ()
             plans.append(Plan(task, steps, own, "rules" if fault else decomposer.kind, notes))
         return plans
@@ -119,7 +120,7 @@ class Planner:
             else:
                 asked = ask([self._steps(config, task) for task in tasks])
             drafts, dropped = {one.query_id: draft for one, draft in asked.values}, asked.dropped
-        rounds = {query_id: [Round(draft)] for query_id, draft in drafts.items()}
+        rounds = {query_id: [draft] for query_id, draft in drafts.items()}
         if isinstance(config, StepsConfig) and self.config.hints.rounds:
             self._refine(config, ask, [task for task in tasks if task.query_id in rounds], rounds)
         why = {fault.query_id: f"no answer of the model was usable: {fault.reason}" for fault in dropped}
@@ -133,7 +134,7 @@ class Planner:
         settings = self.config.hints
         for number in range(settings.rounds + 1):
             asks: list[Ask] = []
-            found = find_each(self.find, [rounds[task.query_id][-1] for task in active], settings.count)
+            found = find_each(self.find, [rounds[task.query_id][-1].texts for task in active], settings.count)
             for task, rankings in zip(active, found, strict=True):
                 own = rounds[task.query_id]
                 # Every step's first skill comes before any step's second.
@@ -149,7 +150,7 @@ class Planner:
             asked = ask(asks)
             active = [one.query for one, _ in asked.values]
             for one, draft in asked.values:
-                rounds[one.query_id].append(Round(draft))
+                rounds[one.query_id].append(draft)
 
     def _steps(self, config: StepsConfig, task: Query, hints: Sequence[str] = ()) -> Ask:
         """What the model sees that writes steps."""
@@ -170,7 +171,7 @@ class Planner:
 
     def _searched(
         self, config: ReactConfig, ask: AskAll, tasks: Sequence[Query]
-    ) -> tuple[dict[str, Draft], list[Dropped]]:
+    ) -> tuple[dict[str, Round], list[Dropped]]:
         """(what ReAct searches for, one step a search; why it has none)."""
         searches: dict[str, tuple[str, ...]] = {}
         faults: list[Dropped] = []
@@ -186,7 +187,7 @@ class Planner:
                 searches[one.query_id] = (*searches.get(one.query_id, ()), search)
                 turn = f"search: {untrusted_line(search)}\n{self._told([one for one, _ in ranking], described=True)}"
                 asks.append(replace(one, parts=(*one.parts, ("so far", turn.strip()))))
-        return {query_id: Draft(texts) for query_id, texts in searches.items()}, faults
+        return {query_id: Round(texts) for query_id, texts in searches.items()}, faults
 
     def _told(self, skill_ids: Sequence[str], described: bool) -> str:
         """What the model reads of skills: their names, or a line each with the beginning of the description."""
@@ -197,11 +198,11 @@ class Planner:
         return "\n".join(told)
 
 
-def find_each(find: Find, rounds: Sequence[Round], keep: int) -> list[list[Ranking]]:
-    """What is found for every step of every round, asked for at once."""
-    texts = [text for one in rounds for text in one.draft.texts]
+def find_each(find: Find, tasks: Sequence[Sequence[str]], keep: int) -> list[list[Ranking]]:
+    """What is found for every step of every task, asked for at once."""
+    texts = [text for steps in tasks for text in steps]
     found = iter(find(texts, keep) if texts else ())
-    return [[next(found) for _ in one.draft.texts] for one in rounds]
+    return [[next(found) for _ in steps] for steps in tasks]
 
 
 def plan_task(config: PlannerConfig, text: str, router: Router) -> tuple[Plan, dict[str, tuple[Flag, ...]]]:

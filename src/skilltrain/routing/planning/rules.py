@@ -94,18 +94,23 @@ Waits = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """A task cut into steps, and the skill of each where a model chose it."""
+class Round:
+    """A task cut into steps, the skill of each where a model chose it, and the hints that were found for them.
+
+    `jaccard` says how much these are the hints of the round before.
+    """
 
     texts: tuple[str, ...]
     chosen: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
+    jaccard: float | None = None
 
 
-def draft_by_rules(task: str) -> Draft:
+def steps_by_rules(task: str) -> tuple[str, ...]:
     """The first 20 steps of `task` in order; a task that no rule cuts is one step."""
     clauses = [clause for sentence in _SENTENCE.split(task) if sentence for clause in _clauses(one_line(sentence))]
     steps = [clause for clause in clauses if _ACTS.search(clause)] or [one_line(task)]
-    return Draft(tuple(dict.fromkeys(steps))[:MAX_STEPS])
+    return tuple(dict.fromkeys(steps))[:MAX_STEPS]
 
 
 def _clauses(sentence: str) -> list[str]:

@@ -24,10 +24,9 @@ from skilltrain.records import Query, Ranker, Ranking, Skill
 from skilltrain.report.page import markdown
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems
 from skilltrain.retrieval.select import Ask
-from skilltrain.routing.planning.compose import Plan, Round, plan_json
+from skilltrain.routing.planning.compose import Plan, plan_json
 from skilltrain.routing.planning.decompose import ModelConfig, planning_questions
 from skilltrain.routing.planning.planner import Find, Planner, PlannerConfig, find_each
-from skilltrain.routing.planning.rules import Draft
 from skilltrain.version import __version__
 
 _SLICED = ("DA", "CatR@1", "CatR@10", "Skill R@10", "Chosen")
@@ -150,7 +149,7 @@ def _results(
 ) -> list[SystemResult]:
     """The measures of every plan; the oracle looks as deep for each gold step's own words as plans do for theirs."""
     depth = max(planner.compose.candidates for planner in config.planners)
-    own_words = [Round(Draft(tuple(step.text for step in task.steps))) for task in tasks]
+    own_words = [[step.text for step in task.steps] for task in tasks]
     found_by_words = find_each(find, own_words, depth)
     tokens = {one: estimate_tokens(f"{s.name} {s.description} {s.body}") for one, s in skills.items()}
     results: list[SystemResult] = []
@@ -187,7 +186,7 @@ def _rounds(tasks: Sequence[Task], plans: Sequence[Plan]) -> list[dict[str, Any]
     rows: list[dict[str, Any]] = []
     for number in range(max(len(plan.rounds) for plan in plans)):
         own = [plan.rounds[min(number, len(plan.rounds) - 1)] for plan in plans]
-        counts = [len(one.draft.texts) for one in own]
+        counts = [len(one.texts) for one in own]
         alike = [one.jaccard for one in own if one.jaccard is not None] if number else []
         rows.append({
             "round": number,
