@@ -74,9 +74,9 @@ def read_livemcpbench(folder: Path, split: str | None) -> Benchmark:
         tools, asked = read_rows(_ToolRow, folder / "tools.jsonl"), read_rows(_TaskRow, folder / "tasks.jsonl")
     else:
         servers, file = folder / SERVERS, folder / ANNOTATIONS
-        tools = (parse_row(_ToolRow, values, str(servers)) for values in _tools_of(read_json(servers)))
-        entries = enumerate(read_json(file), 1)
-        asked = (parse_row(_TaskRow, values, f"{file}, entry {number}") for number, values in entries)
+        tools = ((f"{servers}", parse_row(_ToolRow, values, f"{servers}")) for values in _tools_of(read_json(servers)))
+        entries = {f"{file}, entry {number}": values for number, values in enumerate(read_json(file), 1)}
+        asked = ((where, parse_row(_TaskRow, values, where)) for where, values in entries.items())
     pool, rows = unique("skill", tools), unique("task", asked)
     by_name: dict[str, list[str]] = {}
     for skill_id, tool in pool.items():
@@ -90,7 +90,7 @@ def read_livemcpbench(folder: Path, split: str | None) -> Benchmark:
         if gold:
             query = Query(task_id, row.query, kind="", origin=_ORIGIN, split="test")
             relevance = Relevance(frozenset(gold), gold, alternatives)
-            tasks.append(task_of(query, relevance, {"category": row.category}, row.where, map(GoldStep, row.steps)))
+            tasks.append(task_of(query, relevance, {"category": row.category}, folder, map(GoldStep, row.steps)))
     notes: list[str] = []
     needed = [(task_id, name in by_name) for task_id, row in rows.items() for name in row.tools]
     if without := [task_id for task_id, is_known in needed if not is_known]:

@@ -38,7 +38,7 @@ class _UnservedRow(Row):
 def read_unserved(file: Path) -> list[Query]:
     """The queries of a JSON Lines file (key `query`) that no skill serves. Raises SkilltrainError for none."""
     rows = enumerate(read_rows(_UnservedRow, file), 1)
-    queries = [Query(f"{UNSERVED}{number}", row.query, "single", "", "") for number, row in rows]
+    queries = [Query(f"{UNSERVED}{number}", row.query, "single", "", "") for number, (_, row) in rows]
     if not queries:
         raise SkilltrainError("holds no query", where=file)
     return queries

@@ -86,7 +86,7 @@ def read_skillret(folder: Path, split: str | None) -> Benchmark:
         tasks += _tasks(file, read_rows(_Qrel, file), queries, "skillret")
         pool |= {skill_id: row.skill() for skill_id, row in skills.items()}
     of_all_splits = read_rows(_QueryRow, *sorted((folder / "queries").glob("*.jsonl")))
-    return make_benchmark(folder, tasks, split, [row.row_id for row in of_all_splits], list(pool.values()))
+    return make_benchmark(folder, tasks, split, [row.row_id for _, row in of_all_splits], list(pool.values()))
 
 
 def _split_files(folder: Path, suffix: str, split: str | None) -> list[Path]:
@@ -97,15 +97,17 @@ def _split_files(folder: Path, suffix: str, split: str | None) -> list[Path]:
     return [file for name, file in files.items() if split in (None, name)]
 
 
-def _tasks(file: Path, qrels: Iterable[_Qrel], queries: Mapping[str, _QueryRow], origin: str) -> Iterator[Task]:
+def _tasks(
+    file: Path, qrels: Iterable[tuple[str, _Qrel]], queries: Mapping[str, _QueryRow], origin: str
+) -> Iterator[Task]:
     """Yield the tasks of a split's `file`, in the order of `queries`."""
     scores: dict[str, dict[str, float]] = {}
-    for row in qrels:
+    for where, row in qrels:
         if row.query_id not in queries:
-            raise SkilltrainError(f"query '{row.query_id}' is not among the queries", where=row.where)
+            raise SkilltrainError(f"query '{row.query_id}' is not among the queries", where=where)
         if row.skill_id in scores.setdefault(row.query_id, {}):
             fault = f"query '{row.query_id}' and skill '{row.skill_id}' appear together twice"
-            raise SkilltrainError(fault, where=row.where)
+            raise SkilltrainError(fault, where=where)
         scores[row.query_id][row.skill_id] = row.score
     for query_id in (query_id for query_id in queries if query_id in scores):
         # NaN is kept here, and refused with the task
@@ -114,10 +116,11 @@ def _tasks(file: Path, qrels: Iterable[_Qrel], queries: Mapping[str, _QueryRow],
         yield task_of(query, Relevance(frozenset(gains), gains), queries[query_id].labels(), file)
 
 
-def _tsv_rows(file: Path) -> Iterator[_Qrel]:
-    """Yield the rows below the header `query-id corpus-id score`."""
+def _tsv_rows(file: Path) -> Iterator[tuple[str, _Qrel]]:
+    """Yield (file and line, row) of what stands below the header `query-id corpus-id score`."""
     check_regular(file)
     with file.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
         for values in reader:
-            yield parse_row(_Qrel, values, f"{file}, line {reader.line_num}")
+            where = f"{file}, line {reader.line_num}"
+            yield where, parse_row(_Qrel, values, where)

@@ -27,8 +27,8 @@ def read_r3_skill(folder: Path, split: str | None) -> Benchmark:
     """The benchmark of a folder with both files; a query has no id there and is called by its line, test-17."""
     skills = unique("skill", read_rows(_SkillRow, folder / "skills_test.jsonl"))
     tasks: list[Task] = []
-    for row in read_rows(_QueryRow, folder / "test.jsonl"):
-        query = Query(f"test-{row.where.rpartition(' ')[2]}", row.query, kind="", origin="r3", split="test")
+    for where, row in read_rows(_QueryRow, folder / "test.jsonl"):
+        query = Query(f"test-{where.rpartition(' ')[2]}", row.query, kind="", origin="r3", split="test")
         relevance = Relevance(frozenset(row.skill_ids), dict.fromkeys(row.skill_ids, 1.0))
-        tasks.append(task_of(query, relevance, {"direction": row.lang}, row.where))
+        tasks.append(task_of(query, relevance, {"direction": row.lang}, where))
     return make_benchmark(folder, tasks, split, pool=[row.skill() for row in skills.values()])

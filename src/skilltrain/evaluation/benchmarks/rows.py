@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_jsonl
@@ -18,12 +18,6 @@ class Row(BaseModel):
     """What we read of a foreign file; keys we do not need are allowed there."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
-    _where: str = PrivateAttr(default="")
-
-    @property
-    def where(self) -> str:
-        """The file and the line (or key) that it was read from."""
-        return self._where
 
 
 class NamedRow(Row):
@@ -39,27 +33,25 @@ NamedRowT = TypeVar("NamedRowT", bound=NamedRow)
 def parse_row(row_class: type[RowT], values: Any, where: str) -> RowT:
     """`values` as a row. Raises SkilltrainError naming `where` and the key at fault."""
     try:
-        row = row_class.model_validate(values)
+        return row_class.model_validate(values)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in fault["loc"])
         raise SkilltrainError(f"{key}: {fault['msg']}" if key else fault["msg"], where=where) from error
-    row._where = where
-    return row
 
 
-def read_rows(row_class: type[RowT], *files: Path) -> Iterator[RowT]:
-    """Yield the rows of JSON Lines files."""
+def read_rows(row_class: type[RowT], *files: Path) -> Iterator[tuple[str, RowT]]:
+    """Yield (file and line, row) of JSON Lines files."""
     for file in files:
         for line, values in read_jsonl(file):
-            yield parse_row(row_class, values, f"{file}, line {line}")
+            where = f"{file}, line {line}"
+            yield where, parse_row(row_class, values, where)
 
 
-def unique(what: str, rows: Iterable[NamedRowT]) -> dict[str, NamedRowT]:
+def unique(what: str, rows: Iterable[tuple[str, NamedRowT]]) -> dict[str, NamedRowT]:
     """id → row, in order. Raises SkilltrainError for an id that appears twice; `what` has it."""
     found: dict[str, NamedRowT] = {}
-    for row in rows:
-        if row.row_id in found:
-            raise SkilltrainError(f"{what} '{row.row_id}' appears twice", where=row.where)
-        found[row.row_id] = row
+    for where, row in rows:
+        if found.setdefault(row.row_id, row) is not row:
+            raise SkilltrainError(f"{what} '{row.row_id}' appears twice", where=where)
     return found
