@@ -93,11 +93,9 @@ class Planner:
             if task.query_id not in rounds:
                 is_whole = isinstance(decomposer, WholeConfig)
                 rounds[task.query_id] = [Round((one_line(task.text),) if is_whole else steps_by_rules(task.text))]
-        found = find_each(
-            self.find, [rounds[task.query_id][-1].texts for task in tasks], self.config.compose.candidates
-        )
+        texts = [rounds[task.query_id][-1].texts for task in tasks]
         plans: list[Plan] = []
-        for task, rankings in zip(tasks, found, strict=True):
+        for task, rankings in zip(tasks, find_each(self.find, texts, self.config.compose.candidates), strict=True):
             own, fault = tuple(rounds[task.query_id]), faults.get(task.query_id)
             rankings = [[(skill_id, 1.0)] for skill_id in own[-1].chosen] or rankings
             steps = compose(task.text, own[-1].texts, rankings, self.skills, self.config.compose)
@@ -113,14 +111,13 @@ class Planner:
             return (ask_while_up if self.lenient else ask_until)(planning_questions(config, llm, asks))
 
         if isinstance(config, ReactConfig):
-            drafts, dropped = self._searched(config, ask, tasks)
+            rounds, dropped = self._searched(config, ask, tasks)
         else:
             if isinstance(config, DirectConfig):
                 asked = ask(self._choices(config, tasks))
             else:
                 asked = ask([self._steps(config, task) for task in tasks])
-            drafts, dropped = {one.query_id: draft for one, draft in asked.values}, asked.dropped
-        rounds = {query_id: [draft] for query_id, draft in drafts.items()}
+            rounds, dropped = {one.query_id: [found] for one, found in asked.values}, asked.dropped
         if isinstance(config, StepsConfig) and self.config.hints.rounds:
             self._refine(config, ask, [task for task in tasks if task.query_id in rounds], rounds)
         why = {fault.query_id: f"no answer of the model was usable: {fault.reason}" for fault in dropped}
@@ -149,8 +146,8 @@ class Planner:
                 break
             asked = ask(asks)
             active = [one.query for one, _ in asked.values]
-            for one, draft in asked.values:
-                rounds[one.query_id].append(draft)
+            for one, again in asked.values:
+                rounds[one.query_id].append(again)
 
     def _steps(self, config: StepsConfig, task: Query, hints: Sequence[str] = ()) -> Ask:
         """What the model sees that writes steps."""
@@ -171,7 +168,7 @@ class Planner:
 
     def _searched(
         self, config: ReactConfig, ask: AskAll, tasks: Sequence[Query]
-    ) -> tuple[dict[str, Round], list[Dropped]]:
+    ) -> tuple[dict[str, list[Round]], list[Dropped]]:
         """(what ReAct searches for, one step a search; why it has none)."""
         searches: dict[str, tuple[str, ...]] = {}
         faults: list[Dropped] = []
@@ -187,7 +184,7 @@ class Planner:
                 searches[one.query_id] = (*searches.get(one.query_id, ()), search)
                 turn = f"search: {untrusted_line(search)}\n{self._told([one for one, _ in ranking], described=True)}"
                 asks.append(replace(one, parts=(*one.parts, ("so far", turn.strip()))))
-        return {query_id: Round(texts) for query_id, texts in searches.items()}, faults
+        return {query_id: [Round(texts)] for query_id, texts in searches.items()}, faults
 
     def _told(self, skill_ids: Sequence[str], described: bool) -> str:
         """What the model reads of skills: their names, or a line each with the beginning of the description."""
