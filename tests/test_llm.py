@@ -250,7 +250,7 @@ def test_retries_are_paid_from_the_same_budget(server: LLMServer) -> None:
 
 
 def test_whatever_decides_an_answer_asks_anew_and_nothing_else_does(server: LLMServer, tmp_path: Path) -> None:
-    others = {"requests_per_minute": 600, "budget": {"max_tokens": 10**6}, "batch": {"max_requests": 1}}
+    others = {"requests_per_minute": 600, "budget": {"max_tokens": 10**6}, "batch_size": 1}
     one, other = open_client(server, tmp_path), open_client(server, tmp_path, concurrency=3, timeout=7, **others)
     assert ask(one, 0) == ask(other, 0) == ["answer 0"] and len(server.requests) == 1
     assert ask(other, 1) == ask(one, 1) and len(server.requests) == 2

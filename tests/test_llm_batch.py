@@ -14,9 +14,8 @@ from skilltrain.llm import LLM, Answers, Request, Usage
 BUSY = Reply(status=500, headers={"Retry-After": "0.01"})
 
 
-def client(server: LLMServer, cache: Path | None, batch: dict[str, Any] | None = None, **changed: Any) -> LLM:
-    batch = {"poll_seconds": 0.01} | (batch or {})
-    return open_client(server, cache, **{"mode": "batch", "max_retries": 2, "batch": batch, **changed})
+def client(server: LLMServer, cache: Path | None, **changed: Any) -> LLM:
+    return open_client(server, cache, **{"mode": "batch", "max_retries": 2, "poll_seconds": 0.01, **changed})
 
 
 def notes(server: LLMServer, cache: Path) -> dict[str, list[str]]:
@@ -48,7 +47,7 @@ def test_live_and_batch_share_their_answers(server: LLMServer, tmp_path: Path) -
 
 
 def test_many_requests_go_in_several_batches_one_after_the_other(server: LLMServer, tmp_path: Path) -> None:
-    assert ask(client(server, tmp_path, {"max_requests": 3}), *range(10)) == texts(*range(10))
+    assert ask(client(server, tmp_path, batch_size=3), *range(10)) == texts(*range(10))
     assert [batch["request_counts"]["total"] for batch in server.batches.values()] == [3, 3, 3, 1]
     second = [i for i, call in enumerate(server.calls) if call == "POST /batches"][1]
     assert "GET /files" in server.calls[:second]

@@ -60,9 +60,7 @@ def test_what_is_missing_cut_or_another_table_is_refused(tmp_path):
     with pytest.raises(SkilltrainError, match=r"queries\.parquet: no queries table here"):
         read_table(tmp_path, QUERIES)
     file = write_table([QUERY], QUERIES, tmp_path)
-    with pytest.raises(
-        SkilltrainError, match="is not a skills table: it has 'query_id: string not null' in the place of 'skill_id"
-    ):
+    with pytest.raises(SkilltrainError, match="is not a skills table: it has 'query_id: .*' in the place of 'skill_id"):
         read_table(file, SKILLS)
     whole, table = file.read_bytes(), pq.read_table(file)
     number = pa.field("text", pa.int64(), nullable=False)
@@ -70,10 +68,7 @@ def test_what_is_missing_cut_or_another_table_is_refused(tmp_path):
         *((whole[:length], "is not parquet") for length in (0, 10, len(whole) - 5)),
         (table.append_column("extra", pa.array(["x"])), "it has 'extra: string' in the place of nothing"),
         (table.set_column(1, number, pa.array([5])), "'text: int64 not null' in the place of 'text: string not"),
-        (
-            table.select(["text", "query_id", "kind", "origin", "split"]),
-            "it has 'text: string not null' in the place of 'query_id",
-        ),
+        (table.select(["text", "query_id", "kind", "origin", "split"]), "'text: .*' in the place of 'query_id"),
         (pa.Table.from_pylist([QUERY]), "it has 'query_id: string' in the place of 'query_id: string not null'"),
         (pa.concat_tables([table, table]), "holds 'q1' more than once"),
     ):

@@ -49,7 +49,7 @@ class BatchLLM(LLM):
         num_bytes = 0
         for position, request in enumerate(requests):
             most, key = most_of(request, self.max_tokens), self.answers.key(request)
-            is_full = len(chunk) >= self._config.batch.max_requests or num_bytes > _MAX_FILE_BYTES
+            is_full = len(chunk) >= self._config.batch_size or num_bytes > _MAX_FILE_BYTES
             if is_full or not self.budget.reserve(most):
                 yield from self._complete(chunk)
                 chunk, num_bytes = {}, 0
@@ -92,7 +92,7 @@ class BatchLLM(LLM):
                 line = f" (line {faults[0].line})" if faults[0].line else ""
                 reason = f"{faults[0].message or faults[0].code}{line}"
             what = f"the server refused batch {batch.id}: {self._server.blot(reason)}"
-            fix = "for a limit on queued tokens, lower llm.batch.max_requests"
+            fix = "for a limit on queued tokens, lower llm.batch_size"
             raise SkilltrainError(what, where=self._url, fix=fix)
         without = AnswerError("expired", f"its batch is {batch.status}; a new run asks for such requests again")
         if batch.status == "completed":
@@ -138,7 +138,7 @@ class BatchLLM(LLM):
             if status in _ENDED:
                 return batch
             shown = now
-            time.sleep(self._config.batch.poll_seconds)
+            time.sleep(self._config.poll_seconds)
 
     def _call(self, what: str, call: Callable[[], ReplyT], refused: Callable[[], None] = lambda: None) -> ReplyT:
         """The server's reply to a call that may be repeated, or SkilltrainError; `refused`: it never will be taken."""

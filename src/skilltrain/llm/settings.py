@@ -29,13 +29,6 @@ class BudgetConfig(Config):
     max_dollars: float | None = Field(default=None, gt=0, description="dollars, by the known prices; null: no limit")
 
 
-class BatchConfig(Config):
-    """How the Batch API is used (llm.mode=batch)."""
-
-    max_requests: int = Field(default=50_000, ge=1, le=50_000, description="requests in one batch")
-    poll_seconds: float = Field(default=60.0, gt=0, description="seconds between two checks of a batch")
-
-
 class ServerConfig(Config):
     """An OpenAI-compatible server and how fast it may be asked; `section` is its section's name, for messages."""
 
@@ -87,7 +80,8 @@ class OpenAIConfig(ServerConfig):
     temperature: float | None = Field(default=1.0, ge=0, le=2, description="null: the server's own")
     max_tokens: int = Field(default=1024, ge=1, description="longest answer, in tokens")
     prices: Prices | None = Field(default=None, description="of the chosen mode; null: OpenAI's own, if we know them")
-    batch: BatchConfig = Field(default=BatchConfig(), description="how the Batch API is used")
+    batch_size: int = Field(default=50_000, ge=1, le=50_000, description="requests in one batch")
+    poll_seconds: float = Field(default=60.0, gt=0, description="seconds between two looks at a batch")
     cache: Path | None = _CACHE_FIELD
 
 
