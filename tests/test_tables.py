@@ -60,7 +60,7 @@ def test_what_is_missing_cut_or_another_table_is_refused(tmp_path):
     with pytest.raises(SkilltrainError, match=r"queries\.parquet: no queries table here"):
         read_table(tmp_path, QUERIES)
     file = write_table([QUERY], QUERIES, tmp_path)
-    with pytest.raises(SkilltrainError, match="is not a skills table: it has 'query_id: .*' in the place of 'skill_id"):
+    with pytest.raises(SkilltrainError, match=r"not a skills table: it has 'query_id: .*' in the place of 'skill_id"):
         read_table(file, SKILLS)
     whole, table = file.read_bytes(), pq.read_table(file)
     number = pa.field("text", pa.int64(), nullable=False)
