@@ -179,7 +179,6 @@ def test_weights_between_base_and_trained(tmp_path, finished):
     card = (tmp_path / "out" / "README.md").read_text()
     assert "0.75 x those of the base + 0.25 x those of its checkpoint `step-4` (WiSE-FT)" in card
     assert "MRR@10 |" not in card  # the run's figures are not these weights'
-    assert json.loads((tmp_path / "out" / "skilltrain.json").read_text())["interpolate"] == 0.25
 
 
 def test_tied_weights_are_mixed_once(tmp_path, model_folders):

@@ -27,13 +27,8 @@ from skilltrain.version import __version__
 _CHAT_TEMPLATE = Path(__file__).parent / "templates" / "yes_no_chat.j2"
 
 
-def save_model(
-    model: Encoder | Reranker, folder: Path, base: str, card: str | None = None, interpolate: float | None = None
-) -> None:
-    """Write what `SentenceTransformer(folder)` or `CrossEncoder(folder)` needs to give our vectors or scores.
-
-    With skilltrain.json and the model card; `interpolate` is the share of trained weights in a mean with the base's.
-    """
+def save_model(model: Encoder | Reranker, folder: Path, base: str, card: str | None = None) -> None:
+    """Write what `SentenceTransformer(folder)` or `CrossEncoder(folder)` needs to give our vectors or scores."""
     with _written_aside(folder) as aside:
         write_weights(network_of(model), aside, folder)
         tokenizer = _tokenizer_of(model)
@@ -42,7 +37,7 @@ def save_model(
         write_modules(model, aside)
         if card is not None:
             write_text(aside / "README.md", card)
-        _write_first_record(aside, model, base, {} if interpolate is None else {"interpolate": interpolate})
+        _write_first_record(aside, model, base)
 
 
 def save_adapter(model: Encoder | Reranker, folder: Path, base: str) -> None:
@@ -51,7 +46,7 @@ def save_adapter(model: Encoder | Reranker, folder: Path, base: str) -> None:
     with _written_aside(folder) as aside:
         config.save_pretrained(aside)
         save_file(weights, aside / "adapter_model.safetensors", metadata={"format": "pt"})
-        _write_first_record(aside, model, base, {})
+        _write_first_record(aside, model, base)
 
 
 def network_of(model: Encoder | Reranker) -> Any:
@@ -111,9 +106,9 @@ def write_weights(network: Any, aside: Path, folder: Path) -> None:
     write_json(aside / "config.json", config)
 
 
-def _write_first_record(aside: Path, model: Encoder | Reranker, base: str, more: Mapping[str, Any]) -> None:
+def _write_first_record(aside: Path, model: Encoder | Reranker, base: str) -> None:
     kind, settings = "encoder" if isinstance(model, Encoder) else "reranker", model.settings.model_dump(mode="json")
-    write_record(aside, {"kind": kind, "settings": settings, "base": shareable(base), **more})
+    write_record(aside, {"kind": kind, "settings": settings, "base": shareable(base)})
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:

@@ -44,22 +44,19 @@ _TEXT = {".json", ".jinja", ".md", ".txt", ".xml"}
 
 
 def save_trained(
-    config: TrainConfig, checkpoint: Path, out: Path, summary: Mapping[str, Any], exported: str | None = None,
-    interpolate: float | None = None,
-) -> None:  # fmt: skip
+    config: TrainConfig, checkpoint: Path, out: Path, summary: Mapping[str, Any], interpolate: float | None = None
+) -> None:
     """Save the model of a checkpoint with its card, its adapter merged. On the CPU: the GPU may still hold the model.
 
-    `exported` names a checkpoint that is not what the run ended with; `interpolate` is its share in a mean with the
-    base.
+    `interpolate` is the share of its weights in a mean with the base's.
     """
     model = _model_at(config, checkpoint)
     if interpolate is not None:
         _mix_with_base(model, config, interpolate)
     if config.adapter is not None:
         merge_adapter(network_of(model))
-    recipe = config.model_dump(mode="json")
-    card = model_card(RunRecord(model.settings, recipe, summary, exported, interpolate, run=config.out))
-    save_model(model.eval(), out, config.model.source, card, interpolate)
+    card = model_card(RunRecord(model.settings, config.model_dump(mode="json"), summary, run=config.out))
+    save_model(model.eval(), out, config.model.source, card)
 
 
 def _model_at(config: TrainConfig, checkpoint: Path) -> Encoder | Reranker:
@@ -108,9 +105,9 @@ def export_run(
         if found is None:
             copy_model(run, staged)
         else:
+            save_trained(config, found, staged, summary, interpolate)
             if interpolate is not None or summary.get("checkpoint") != found.name:
                 summary, exported = {}, found.name  # its figures are not the run's
-            save_trained(config, found, staged, summary, exported, interpolate)
         if form is not None:
             write_form(staged, form)
         settings = open_model(staged, "meta").settings
