@@ -4,12 +4,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from itertools import pairwise
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 import numpy as np
+from markdown_it import MarkdownIt
 from pydantic import Field
 
 from skilltrain.config import Config, InputPath
@@ -32,14 +31,12 @@ from skilltrain.routing.field_attention import field_attention
 from skilltrain.terminal import track
 from skilltrain.texts import words_of
 
-if TYPE_CHECKING:
-    from markdown_it import MarkdownIt
-
 STAGE_CUTOFFS = (1, 5, 10, 50, 100, 500, 1000)
 COVERAGES = ("Hit@1", "Recall@10", "FC@10")  # an agent that takes the first, reads ten, or needs all among ten
 AVERAGE = "average"
 _DECIDES = "Hit@1"  # what is right and what is wrong in the analyses that need a yes or no
 _WHOLE = 10**9  # characters
+_MARKDOWN = MarkdownIt("commonmark").disable(["emphasis", "entity", "newline"])  # these decide nothing here
 # The bounds keep a text that repeats `scripts/` from costing more than its length.
 _MENTIONS = {
     "mentions a script": re.compile(r"(?<![\w-])scripts?/[\w./-]{0,100}\.(?:py|sh|bash|js|mjs|ts|rb|pl|ps1|R)\b"),
@@ -260,7 +257,7 @@ def structure_features(body: str) -> dict[str, float]:
     Nothing but words counts inside code. Mentions (0 or 1) stand in for SkillFlow's bundled files: no table has them.
     """
     text = body.replace("\r\n", "\n")
-    blocks = _parser().parse(text)
+    blocks = _MARKDOWN.parse(text)
     num_words = len(words_of(text))
     code = [block.content for block in blocks if block.type == "fence"]
     kinds = Counter(token.type for block in blocks for token in (block, *(block.children or ())))
@@ -276,10 +273,3 @@ def structure_features(body: str) -> dict[str, float]:
         "links": kinds["link_open"],
         **{name: float(pattern.search(text) is not None) for name, pattern in _MENTIONS.items()},
     }
-
-
-@cache
-def _parser() -> "MarkdownIt":
-    from markdown_it import MarkdownIt
-
-    return MarkdownIt("commonmark").disable(["emphasis", "entity", "newline"])  # they decide nothing here
