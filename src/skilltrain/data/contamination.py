@@ -77,7 +77,7 @@ class HeldOut:
     golds: tuple[Gold, ...]
 
 
-def open_benchmarks(paths: Sequence[Path], pool: Path, need_golds: bool) -> list[HeldOut]:
+def open_benchmarks(paths: Sequence[Path], pool: Path | None, need_golds: bool) -> list[HeldOut]:
     """The benchmarks in folders; a gold skill's text comes from the benchmark, else from the SKILLS table `pool`.
 
     Queries of split `train` are no benchmark's: one folder may hold what is trained on and what is held out.
@@ -89,7 +89,7 @@ def open_benchmarks(paths: Sequence[Path], pool: Path, need_golds: bool) -> list
     return [_open(path, name, pool, need_golds) for path, name in zip(paths, names, strict=True)]
 
 
-def _open(path: Path, name: str, pool: Path, need_golds: bool) -> HeldOut:
+def _open(path: Path, name: str, pool: Path | None, need_golds: bool) -> HeldOut:
     benchmark = load_benchmark(path)
     tasks = tuple(task for task in benchmark.tasks if task.query.split != TRAIN)
     if not tasks:
@@ -100,12 +100,11 @@ def _open(path: Path, name: str, pool: Path, need_golds: bool) -> HeldOut:
         for skill_id in sorted({*task.relevance.gold, *task.relevance.alternatives}):
             asked.setdefault(skill_id, []).append(task.query.query_id)
     skills = {skill.skill_id: skill for skill in benchmark.gold_skills}
-    if asked.keys() - skills.keys():
+    if pool is not None and asked.keys() - skills.keys():
         skills = {skill.skill_id: skill for skill in read_skills(pool)} | skills
-    for skill_id in [one for one in asked if one not in skills]:
-        what = f"gold skill '{skill_id}' of task {asked[skill_id][0]} has no text in the benchmark or the pool"
-        fix = "add the benchmark's skills to the pool, or compare queries only (limits name: false, jaccard: null)"
-        raise SkilltrainError(what, where=path, fix=fix)
+    if missing := [skill_id for skill_id in asked if skill_id not in skills]:
+        what = f"gold skill '{missing[0]}' of task {asked[missing[0]][0]} has no text in the benchmark or the pool"
+        raise SkilltrainError(what, where=path, fix="give a pool that holds the benchmark's skills")
     return HeldOut(name, tasks, tuple(Gold(skills[skill_id], name, tuple(ids)) for skill_id, ids in asked.items()))
 
 

@@ -18,15 +18,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data import counted
 from skilltrain.data.asking import PROMPTS, Line, ask, prompt, questions_of
+from skilltrain.data.contamination import open_benchmarks
 from skilltrain.data.near_duplicates import Trigrams, jaccard, word_trigrams
 from skilltrain.data.pool.skill_file import split_header
 from skilltrain.data.screening import count_flagged, screen, write_flags
-from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.llm import AnswerError, LLMConfig, Questions, cost_of, read_object
 from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
 from skilltrain.records import Skill
-from skilltrain.tables import SKILLS, read_skills, rows_of, write_dropped, write_table
+from skilltrain.tables import SKILLS, rows_of, write_dropped, write_table
 from skilltrain.texts import clean_text, name_key, num_words
 
 STRATEGIES: Final[dict[str, str]] = PROMPTS["distractor"]["strategies"]
@@ -42,8 +41,7 @@ class DistractorsConfig(Config):
     """Write skills that resemble the gold skills of a benchmark and do not do their work."""
 
     stage: Literal["distractors"] = "distractors"
-    benchmark: InputPath = Field(description="benchmark folder whose gold skills are to be resembled")
-    split: str | None = Field(default=None, description="only the gold skills of this split's queries; null: of all")
+    benchmark: InputPath = Field(description="benchmark whose gold skills are resembled; queries of split train aside")
     pool: InputPath | None = Field(default=None, description="SKILLS with the gold skills that the benchmark lacks")
     llm: LLMConfig = Field(description="who writes, kind openai or smollm2; needs a long llm.max_tokens, such as 3000")
     num_distractors: int = Field(default=3, ge=1, le=9, description="for each gold skill, in three strategies by turns")
@@ -95,10 +93,7 @@ def run_distractors(config: DistractorsConfig, out: Path) -> dict[str, Any]:
 
 
 def plan_distractors(config: DistractorsConfig) -> dict[str, Any]:
-    """What a run would ask for and what it would cost at most, found without asking anybody (`--dry-run`).
-
-    Answers are counted at the longest that is asked for.
-    """
+    """What a run would ask for and what it would cost at most, found without asking anybody (`--dry-run`)."""
     questions = _questions(config)
     return _num_asked(questions) | cost_of(questions)
 
@@ -130,23 +125,14 @@ def _questions(config: DistractorsConfig) -> Questions[Distractor, Skill]:
 
 
 def gold_skills(config: DistractorsConfig) -> list[tuple[Skill, tuple[Skill, ...]]]:
-    """The gold skills of the benchmark's queries, each with the other gold skills of its queries.
-
-    Raises SkilltrainError where neither the benchmark's folder nor the pool holds one.
-    """
-    benchmark = load_benchmark(config.benchmark, config.split)
+    """The gold skills of the benchmark's queries, each with the other gold skills of its queries."""
+    [benchmark] = open_benchmarks([config.benchmark], config.pool, need_golds=True)
+    known = {gold.skill.skill_id: gold.skill for gold in benchmark.golds}
     siblings: dict[str, dict[str, None]] = {}
     for task in benchmark.tasks:
         gold = sorted(task.relevance.gold)
         for skill_id in gold:
             siblings.setdefault(skill_id, {}).update(dict.fromkeys(other for other in gold if other != skill_id))
-    pool = read_skills(config.pool) if config.pool is not None else []
-    known = {skill.skill_id: skill for skill in (*pool, *benchmark.gold_skills)}
-    if missing := [skill_id for skill_id in siblings if skill_id not in known]:
-        where = config.benchmark if config.pool is None else config.pool
-        fix = "set pool to a SKILLS table that holds it" if config.pool is None else "choose the benchmark's own pool"
-        what = f"holds no text of gold skill '{missing[0]}'; missing in all: {len(missing)} of {len(siblings)}"
-        raise SkilltrainError(what, where=where, fix=fix)
     return [(known[i], tuple(known[other] for other in others)) for i, others in siblings.items()]
 
 
