@@ -156,7 +156,11 @@ class _Reader:
 
     def __init__(self, config: QueriesConfig) -> None:
         self.config, self.asked, self.dropped = config, dict[str, JudgedQuery](), list[Dropped]()
-        self.skill_ids, self.kept_for = _ids(config.pool)
+        self.skill_ids = set(read_table(config.pool, SKILLS).column("skill_id").to_pylist())
+        file = table_path(config.pool, SKILLS).with_name(f"{DROPPED.name}.parquet")
+        rows = read_table(file, DROPPED).to_pylist() if file.is_file() else []
+        rows = [row for row in rows if row["filter"] == "duplicate" and row["skill_id"] not in self.skill_ids]
+        self.kept_for = {row["skill_id"]: row["other_id"] for row in rows if row["other_id"]}
 
     def read(self, values: dict[str, Any], path: Path, place: str) -> None:
         """Take a row, with one verdict a skill; a dropped duplicate's goes to the skill kept in its place."""
@@ -254,15 +258,6 @@ def _read_csv(path: Path) -> list[dict[str, Any]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = list(csv.DictReader(file, restkey="too many cells"))
     return [{key: cell(value) for key, value in row.items()} for row in rows]
-
-
-def _ids(pool: Path) -> tuple[set[str], dict[str, str]]:
-    """(the ids of a pool's skills, id of a dropped duplicate → id of the skill kept in its place)."""
-    skill_ids = set(read_table(pool, SKILLS).column("skill_id").to_pylist())
-    file = table_path(pool, SKILLS).with_name(f"{DROPPED.name}.parquet")
-    rows = read_table(file, DROPPED).to_pylist() if file.is_file() else []
-    duplicates = {row["skill_id"]: row["other_id"] for row in rows if row["filter"] == "duplicate" and row["other_id"]}
-    return skill_ids, {own: kept for own, kept in duplicates.items() if own not in skill_ids}
 
 
 def _checked(row: Mapping[str, Any], place: str) -> QueryRow:

@@ -4,7 +4,7 @@ The paper has GPT-4o-mini write them, 160 words in the mean; here any chat model
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -90,8 +90,11 @@ def run_synthesize(config: SynthesizeConfig, out: Path) -> dict[str, Any]:
         fix = "answers are kept in llm.cache; set another seed to have others asked for" if used else ""
         raise SkilltrainError(f"made no query for {num_skills} skills; the first reason: {first}", fix=fix)
 
-    origin, split_of, dropped = config.origin, _splits(config), flagged + dropped
-    queries = [Query(one.query_id, text, "single", origin, split_of(one.skill_id)) for one, text in written]
+    origin, cluster_of, dropped = config.origin, _cluster_of(config.clusters), flagged + dropped
+    queries: list[Query] = []
+    for one, text in written:
+        is_dev = is_drawn(config.dev_share, config.seed, "split", cluster_of.get(one.skill_id, one.skill_id))
+        queries.append(Query(one.query_id, text, "single", origin, "dev" if is_dev else "train"))
     required = {"verdict": str(Verdict.REQUIRED), "judge": origin}
     judgements = [{"query_id": one.query_id, "skill_id": one.skill_id} | required for one, _ in written]
     write_queries(queries, judgements, dropped, out)
@@ -194,16 +197,9 @@ def _from_own_text(
     return written, dropped
 
 
-def _splits(config: SynthesizeConfig) -> Callable[[str], str]:
-    """skill_id → `dev` or `train`; a cluster goes where its lowest skill_id goes, so a grown pool seldom moves one."""
-    rows = read_table(config.clusters, CLUSTERS).to_pylist() if config.clusters is not None else []
+def _cluster_of(clusters: Path | None) -> dict[str, str]:
+    """skill_id → the lowest one of its cluster, which decides the split: a grown pool seldom moves a cluster."""
+    rows = read_table(clusters, CLUSTERS).to_pylist() if clusters is not None else []
     lowest: dict[int, str] = {}
-    group_of: dict[str, str] = {}
-    for row in sorted(rows, key=lambda row: row["skill_id"]):
-        group_of[row["skill_id"]] = lowest.setdefault(row["cluster"], row["skill_id"])
-
-    def split_of(skill_id: str) -> str:
-        is_dev = is_drawn(config.dev_share, config.seed, "split", group_of.get(skill_id, skill_id))
-        return "dev" if is_dev else "train"
-
-    return split_of
+    rows.sort(key=lambda row: row["skill_id"])
+    return {row["skill_id"]: lowest.setdefault(row["cluster"], row["skill_id"]) for row in rows}

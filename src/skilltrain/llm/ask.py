@@ -18,8 +18,7 @@ from skilltrain.records import Dropped
 from skilltrain.terminal import say, track
 
 _FENCED = re.compile(r"^```(?:json)?[ \t]*\n(.*)\n[ \t]*```[ \t]*$", re.S | re.M | re.I)
-LASTING = ("failed", "expired", "budget")
-"""Faults that another answer would have again: asking for one is useless, or must not be paid for."""
+_LASTING = ("failed", "expired", "budget")  # faults that another answer would have again
 
 
 class Question(Protocol):
@@ -149,7 +148,7 @@ def ask_until(questions: Questions[QuestionT, ValueT]) -> Asked[QuestionT, Value
                 why = error if isinstance(error, AnswerError) else AnswerError("malformed", str(error))
                 ids = question.query_id, question.skill_id
                 faults[place] = Dropped(*ids, why.kind, why.reason, why.value, other_id=why.other_id)
-        pending = [place for place in pending if place not in values and faults[place].filter not in LASTING]
+        pending = [place for place in pending if place not in values and faults[place].filter not in _LASTING]
     dropped = [faults[place] for place in sorted(faults.keys() - values.keys())]
     budget = questions.llm.budget
     return Asked([values[place] for place in sorted(values)], dropped, budget.account(budget.used))
