@@ -95,7 +95,8 @@ def torn_words(reading: Reading) -> Spans:
     for found in _TORN.finditer(reading.plain) if reading.origins is not None else ():
         start, end = reading.place(*found.span())
         near = reading.text[max(0, start - 40) : end + 40].lower()
-        if found[0] not in near and not _NAMED.match(reading.text, start, end):
+        is_named = found[0] in near or _NAMED.match(reading.text, start, end)
+        if not is_named and not reading.is_warned_of(*found.span()):
             yield found.span()
 
 

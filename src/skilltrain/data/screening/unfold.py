@@ -92,6 +92,7 @@ def _inners(literals: str | None) -> list[str]:
 _TELLING = re.compile(rf"[./]\w|{expand('<TORN>')}", re.I)
 _EACH_TEXT, _EACH_NUMBER = (re.compile(expand(name), re.I) for name in ("<TEXT>", "<NUMBER>"))
 _ASSIGNMENT, _USE, _OPERAND = (re.compile(expand(name), re.I) for name in ("<ASSIGN>", "<USES>", "<TEXT>|<OPERAND>"))
+_EACH_PART = re.compile(expand(r"<TEXT>|[\w.]{1,40}"), re.I)
 
 
 def _escapes(found: re.Match[str], _: Values) -> str | None:
@@ -128,6 +129,8 @@ def decode(literal: str, how: str) -> str | None:
     try:
         if "rot" in how or re.search("a-z|n-z", how):
             return codecs.encode(literal, "rot13")
+        if how.startswith("tr -d"):
+            return literal.replace(how.strip("\"' ")[-1], "")
         if re.search(r"\brev", how) or "strrev" in how:
             return literal[::-1]
         if "unquote" in how or "uri" in how or "urldecode" in how:
@@ -174,8 +177,8 @@ def _formatted(found: re.Match[str], _: Values) -> str | None:
     ]
     ordered = iter(values)
     shown = re.sub(
-        r"\{(\d?)\}|%[sd]",
-        lambda one: values[int(one[1])] if one[1] and int(one[1]) < len(values) else next(ordered, "?"),
+        r"\{(\d?)\}|%[sdc]",
+        lambda one: chr(int(next(ordered, "63"))) if one[0] == "%c" else values[int(one[1])] if one[1] and int(one[1]) < len(values) else next(ordered, "?"),
         _inner(found["form"]),
     )
     return _quote(shown) if shown != _inner(found["form"]) else None
@@ -230,6 +233,13 @@ def _used(found: re.Match[str], values: Values) -> str | None:
     return value
 
 
+def _listed(found: re.Match[str], _: Values) -> str:
+    """A command as a list, as a shell would read it."""
+    texts = [one[0] if one[0][-1] not in "\"'`" else _inner(one[0]) for one in _EACH_PART.finditer(found["list"])]
+    opening = found[0][: found.start("list") - found.start()].rstrip().rstrip("[")
+    return f'{opening}"{" ".join(texts)}"'
+
+
 def _word(found: re.Match[str], _: Values) -> str:
     """A word that quotes tear apart: cu""rl, c'u'rl."""
     return found["inside"] or found["last"] or ""
@@ -239,7 +249,7 @@ def _accessed(found: re.Match[str], values: Values) -> str | None:
     """What is looked up by its name, as it is usually written."""
     of, name = next((found[f"of{i}"] or "", found[f"name{i}"]) for i in range(1, 6) if found[f"name{i}"])
     of = "" if found["name4"] else of
-    name = _inner(name) if name[-1] in "\"'" else values.get(name.lower(), name) if found["name1"] else name
+    name = _inner(name) if name[-1] in "\"'" else values.get(name.lower(), "") if found["name1"] else name
     return f"{of}.{name}".lstrip(".") if re.fullmatch(r"[\w.:/-]{1,40}", name) else None
 
 
