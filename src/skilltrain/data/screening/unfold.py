@@ -151,7 +151,7 @@ def decode(literal: str, how: str) -> str | None:
 def _replaced(found: re.Match[str], _: Values) -> str | None:
     texts = _inners(found[0]) if found["where"] is None else [_inner(found["where"]), *_inners(found["by"])]
     if found["php"]:
-        texts = [texts[2], *texts[:2]]
+        texts = [texts[-1], *texts[:2]]
     text, old, new = (texts[0], texts[1], texts[2] if len(texts) > 2 else "") if len(texts) > 1 else ("", "", "")
     return _quote(text.replace(old, new)) if old else None
 
@@ -176,11 +176,12 @@ def _formatted(found: re.Match[str], _: Values) -> str | None:
         str(_number(one)) for one in re.findall(r"0x[0-9a-f]{2}|\d{1,3}", found["args"], re.I)
     ]
     ordered = iter(values)
-    shown = re.sub(
-        r"\{(\d?)\}|%[sdc]",
-        lambda one: chr(int(next(ordered, "63"))) if one[0] == "%c" else values[int(one[1])] if one[1] and int(one[1]) < len(values) else next(ordered, "?"),
-        _inner(found["form"]),
-    )
+
+    def filled(one: re.Match[str]) -> str:
+        value = values[int(one[1])] if one[1] and int(one[1]) < len(values) else next(ordered, "?")
+        return chr(int(value)) if one[0] == "%c" and value.isdecimal() and int(value) < 127 else value
+
+    shown = re.sub(r"\{(\d?)\}|%[sdc]", filled, _inner(found["form"]))
     return _quote(shown) if shown != _inner(found["form"]) else None
 
 
