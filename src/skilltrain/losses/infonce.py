@@ -45,18 +45,8 @@ class InfoNCE(Loss):
     partition: Literal["joint", "per_direction"] = Field(
         default="joint", description="one denominator for all directions, or the mean of one loss for each"
     )
-    lexical_weight: float = Field(
-        default=0.0,
-        ge=0,
-        description="BM25's score times this is added to each logit: an encoder fused with BM25 learns the rest",
-    )
-    push_share: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="share of the loss that pushes rejected skills away, where gains put them below irrelevant ones; "
-        "0: they stand among the other negatives",
-    )
+    lexical_weight: float = Field(default=0.0, ge=0, description="BM25's score times this is added to each logit")
+    push_share: float = Field(default=0.0, ge=0, lt=1, description="share of the loss that pushes rejected skills away")
 
     @property
     def needs_sides(self) -> bool:

@@ -25,9 +25,7 @@ class AdapterConfig(Config):
     targets: Literal["all_linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         default="all_linear", description="all linear layers but heads, or names' endings, such as [q_proj, v_proj]"
     )
-    quantize: Literal["none", "nf4"] = Field(
-        default="none", description="nf4 loads the frozen weights in 4 bits (QLoRA; pip install 'skilltrain[qlora]')"
-    )
+    quantize: Literal["none", "nf4"] = Field(default="none", description="nf4: the frozen weights in 4 bits (QLoRA)")
 
 
 def quantizing_options(adapter: AdapterConfig | None) -> dict[str, Any]:

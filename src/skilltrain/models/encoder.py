@@ -50,9 +50,7 @@ class EncoderConfig(loading.ModelConfig):
     pooling: Pooling | None = Field(default=None, description="mean, last_token or cls; else as the folder says")
     max_tokens: int | None = Field(default=None, ge=8, description="token limit of a skill; else the folder's, or 256")
     query_max_tokens: int | None = Field(default=None, ge=8, description="of a query; else the folder's, at least 512")
-    template: EncoderTemplate | None = Field(
-        default=None, description="the texts the model sees; skillrouter_released: those of its code"
-    )
+    template: EncoderTemplate | None = Field(default=None, description="the texts it sees, or skillrouter_released")
     chunks: Chunks | None = Field(default=None, description="windows of a body; else as the folder says, or one")
 
 

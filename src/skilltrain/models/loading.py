@@ -113,10 +113,9 @@ def _check_files(folder: Path, source: str) -> None:
     if (folder / _INDEX_FILE).is_file():
         index = read_json(folder / _INDEX_FILE)
         shards = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(shards, dict):
-            raise SkilltrainError("is no index of weights", where=folder / _INDEX_FILE)
-        if outside := [name for name in map(str, shards.values()) if PurePath(name).name != name]:
-            raise SkilltrainError(f"the path {outside[0]!r} leaves its folder", where=folder / _INDEX_FILE)
+        for name in map(str, shards.values() if isinstance(shards, dict) else ()):
+            if PurePath(name).name != name:
+                raise SkilltrainError(f"the path {name!r} leaves its folder", where=folder / _INDEX_FILE)
 
 
 def stored_settings(folder: Path, kind: Kind) -> dict[str, Any]:

@@ -25,9 +25,7 @@ class RerankerConfig(loading.ModelConfig):
 
     max_tokens: int | None = Field(default=None, ge=32, description="token limit of a (query, skill) pair")
     query_max_tokens: int | None = Field(default=None, ge=8, description="token limit of the query inside a pair")
-    template: RerankerTemplate | None = Field(
-        default=None, description="the texts the model sees; skillrouter_released: those of its code"
-    )
+    template: RerankerTemplate | None = Field(default=None, description="the texts it sees, or skillrouter_released")
 
 
 class Reranker(nn.Module):

@@ -100,7 +100,10 @@ def tokenized(
     path = None if cache is None else cache / f"{_fingerprint(distinct, identity)}.tokens"
     values = _read(path) if path else None
     if values is None:
-        values = _tokenize(distinct, tokenize)
+        starts = range(0, len(distinct), _BLOCK)
+        blocks = (tokenize(distinct[start : start + _BLOCK]) for start in track(starts, "tokenizing", len(starts)))
+        found = [np.asarray(ids, dtype=np.int32) for block in blocks for ids in block]
+        values = np.concatenate([np.array([len(ids) for ids in found], dtype=np.int32), *found])
         if path:
             _write(path, values)
     lengths, ids = np.split(values, [len(distinct)])
@@ -126,16 +129,8 @@ def _fingerprint(texts: Iterable[Any], identity: str) -> str:
     return digest.hexdigest()
 
 
-def _tokenize(
-    texts: list[TextT], tokenize: Callable[[list[TextT]], Sequence[TokenIds]]
-) -> Int32[np.ndarray, "length_or_token"]:
-    starts = range(0, len(texts), _BLOCK)
-    blocks = (tokenize(texts[start : start + _BLOCK]) for start in track(starts, "tokenizing", len(starts)))
-    found = [np.asarray(ids, dtype=np.int32) for block in blocks for ids in block]
-    return np.concatenate([np.array([len(ids) for ids in found], dtype=np.int32), *found])
-
-
 def _read(path: Path) -> Int32[np.ndarray, "length_or_token"] | None:
+    """How many ids each text has, then the ids of all texts; None where `_write` left no whole file."""
     try:
         content = path.read_bytes()
     except OSError:

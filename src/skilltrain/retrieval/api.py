@@ -25,6 +25,7 @@ from skilltrain.terminal import progress, say
 
 # OpenAI's list prices in dollars per million tokens, as published in 2025.
 LIST_PRICES = {"text-embedding-3-small": 0.02, "text-embedding-3-large": 0.13, "text-embedding-ada-002": 0.10}
+_CACHE = Path("~/.cache/skilltrain/embeddings")
 _ANY_LENGTH = 0  # the server limits tokens; characters are capped here
 _MOST_PER_TEXT = 32  # tokens that a server may put around a text
 _TOO_MUCH = (400, 413, 422)  # how servers refuse a text that is too long, or too many at once
@@ -44,9 +45,7 @@ class ApiConfig(ServerConfig):
     skill_prompt: str = Field(default="", description="text before a skill, such as 'search_document: '")
     query_chars: int = Field(default=1500, ge=1, description="characters of a query that are sent")
     skill: SkillTemplate = Field(default=SkillTemplate(), description="what is sent of a skill")
-    cache: Path | None = Field(
-        default=Path("~/.cache/skilltrain/embeddings"), description="folder that keeps vectors by content; null: none"
-    )
+    cache: Path | None = Field(default=_CACHE, description="folder that keeps vectors by content; null: none")
 
     def check(self) -> None:
         ApiEncoder(self)

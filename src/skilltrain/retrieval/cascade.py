@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Any
 
 import pyarrow as pa
@@ -156,7 +155,9 @@ class Cascade:
         Rankers from the first that asks a server or reads a file are left out. Queries have ids of their own, so that
         no score that is remembered of them helps.
         """
-        timed = [*takewhile(_is_local, system.rankers)] if num else []
+        away = ApiConfig | AskingConfig | SavedConfig
+        is_local = [not any(isinstance(part, away) for part in parts_of([ranker])) for ranker in system.rankers]
+        timed = system.rankers[: [*is_local, False].index(False)] if num else ()
         if num and len(timed) < len(system.rankers):
             start = f", from {system.rankers[len(timed)].kind} on" if timed else ""
             say(f"{system.name}{start}: not timed, for it asks a server or reads rankings from a file")
@@ -175,10 +176,6 @@ class Cascade:
                     peak = torch.cuda.max_memory_allocated()
                     most[place] = max(most[place], peak if peak > before and number else 0)
         return [(tuple(row[1:]), used) for row, used in zip(seconds, most, strict=True)]
-
-
-def _is_local(ranker: RankerConfig) -> bool:
-    return not any(isinstance(part, ApiConfig | AskingConfig | SavedConfig) for part in parts_of([ranker]))
 
 
 def keeps_of(system: SystemConfig, depth: int) -> list[int]:

@@ -55,9 +55,7 @@ class FuseConfig(Config):
     kind: Literal["fuse"] = "fuse"
     of: tuple[LegConfig, ...] = Field(min_length=2, description=f"the rankers; without keep one finds {LEG_KEEP}")
     method: Method = Field(default="z", description=f"z: add scores, normalised per query; rrf: add 1/({RRF_K} + rank)")
-    weights: tuple[float, ...] | InputPath | None = Field(
-        default=None, description="one per ranker, or the folder of the stage fusion; null: equal shares of 1"
-    )
+    weights: tuple[float, ...] | InputPath | None = Field(default=None, description="one each, or a fusion's folder")
     keep: int | None = Field(default=None, ge=1, description="skills kept per query; null: as many as needed")
 
     @model_validator(mode="after")

@@ -59,9 +59,7 @@ class SavedConfig(Config):
     """Rankings that a stage has written (mine, filter, candidates, evaluate)."""
 
     kind: Literal["saved"] = "saved"
-    rankings: tuple[InputPath, ...] = Field(
-        min_length=1, description="table or its folder; several, each with queries of its own"
-    )
+    rankings: tuple[InputPath, ...] = Field(min_length=1, description="tables or folders, each of its own queries")
     stage: str | None = Field(default=None, description="which of a table's rankings; null where it holds one")
     keep: int | None = Field(default=None, ge=1, description="skills kept per query; null: as many as needed")
 

@@ -26,9 +26,7 @@ class RerankConfig(RerankerConfig):
     precision: Precision = Field(default="auto", description="auto: bfloat16 where the hardware has it")
     token_budget: int = Field(default=4096, ge=64, description="tokens per micro-batch, padding included")
     keep: int = Field(default=20, ge=1, description="candidates that it orders; the others stay behind these")
-    first_weight: float = Field(
-        default=0.0, ge=0, description="order by reranker + first_weight x the score before; SkillRouter: 0"
-    )
+    first_weight: float = Field(default=0.0, ge=0, description="of the score before, which is added; SkillRouter: 0")
 
     def check(self) -> None:
         stored_settings(resolve_model(self.source, weights=False), "reranker")
