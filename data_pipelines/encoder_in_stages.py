@@ -10,18 +10,17 @@ trained on passages of so many skills of its pool, against these skills without 
 al., 2021, but between trainings). Give the same line again after a stop; it prints where each encoder lies.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 
 from skilltrain.config import Config, load_recipe
 from skilltrain.errors import SkilltrainError
+from skilltrain.fitting import QUOTAS, Recipe, list_steps
 from skilltrain.recipe import run_pipeline
 from skilltrain.stages import parse_recipe, run_recipe
 
-Recipe = dict[str, Any]
-QUOTAS = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
 WRONG_TOP = 10
 
 
@@ -67,16 +66,16 @@ def run(pipeline: Pipeline) -> list[Path]:
     return encoders
 
 
-def _new_lists(place: Path, asked: Recipe, miner: str, base: str, quotas: dict[str, int]) -> str:
+def _new_lists(place: Path, asked: Recipe, miner: str, base: str, quotas: Mapping[str, int]) -> str:
     """Lists with negatives that `miner` finds, filtered by `base`, whose cosines the filter's limits are made for."""
-    cache = str(place.parent / "vectors")
-    depth = {} if len(quotas) > 2 else {"depth": WRONG_TOP, "sources": [*quotas]}
-    mined, filtered, lists = (str(place / name) for name in ("mined", "filtered", "lists"))
-    _run({"stage": "mine", **asked, "encoder": {"source": miner, "cache": cache}, **depth, "out": mined})
-    encoder = {"source": base, "cache": cache}
-    _run({"stage": "filter", **asked, "rankings": mined, "encoder": encoder, "out": filtered})
-    _run({"stage": "lists", **asked, "rankings": filtered, "quotas": quotas, "out": lists})
-    return lists
+    model = {"source": base, "cache": str(place.parent / "vectors")}
+    steps = list_steps(asked, model, place, quotas, seed=0)
+    steps["mined"]["encoder"] = model | {"source": miner}
+    if len(quotas) == 2:
+        steps["mined"] |= {"depth": WRONG_TOP, "sources": [*quotas]}
+    for step, values in steps.items():
+        _run(values | {"out": str(place / step)})
+    return str(place / "encoder_lists")
 
 
 def _run(values: Recipe) -> None:

@@ -79,8 +79,8 @@ def test_an_encoder_in_stages_goes_on_from_the_stage_before(runs, recipe, model_
     assert [recipe["model"]["source"] for recipe in recipes] == [base, str(encoders[0]), str(encoders[1])]
     assert {recipe["training"]["learning_rate"] for recipe in recipes} == {1e-4} and filtered_by == [base, base]
     pairs, asked = out / "free_pairs" / "pairs", runs / "encoder_lists"
-    assert column(out / "free_pairs" / "lists", LISTS, "query_id") <= column(pairs, JUDGEMENTS, "query_id")
-    assert column(out / "round1" / "lists", LISTS, "query_id") <= column(asked, LISTS, "query_id")
+    assert column(out / "free_pairs" / "encoder_lists", LISTS, "query_id") <= column(pairs, JUDGEMENTS, "query_id")
+    assert column(out / "round1" / "encoder_lists", LISTS, "query_id") <= column(asked, LISTS, "query_id")
     wrong = read_table(out / "round1" / "mined", RANKINGS)
     assert set(wrong.column("stage").to_pylist()) == {"semantic", "lexical"}
     assert max(wrong.column("rank").to_pylist()) <= module.WRONG_TOP
@@ -94,7 +94,6 @@ def test_an_encoder_in_stages_goes_on_from_the_stage_before(runs, recipe, model_
         ("skillrouter", ["none", "OUT", "quota=1"], "unknown key 'quota', did you mean 'quotas'?"),
         ("skillrouter", ["none", "OUT"], "none: no such file or folder"),
         ("compskillbench", ["none", "OUT"], "none: is neither a JSON Lines file nor a folder of Markdown lists"),
-        ("queries_from_server", ["POOL", "OUT", "--base-url", "x", "temp=1"], "missing key 'model'"),
         ("tiny_qwen3", ["OUT", "--tokenizer", "none"], "No such file or directory"),
     ],
 )

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import shutil
 import signal
-import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from skilltrain.evaluation.metrics import Relevance
 from skilltrain.losses import InfoNCE, LateInteraction, ListwiseCE
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision
-from skilltrain.models.ranks import first_rank_first, made_by_first_rank
+from skilltrain.models.ranks import made_by_first_rank
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.cascade import Cascade
@@ -129,7 +128,6 @@ def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
     results = {
         "figure": dev_figure(folders["bert"], root, rank),
         "made": made_by_first_rank(lambda: f"by rank {rank}"),
-        "order": order(root / "order", rank),
         "interrupted": interrupted(folders["bert"], root / "interrupted", rank),
         "unshared": [unshared(folders["bert"], root / "unshared", rank, resume) for resume in (False, True)],
     }
@@ -138,15 +136,6 @@ def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
     if HAS_DEEPSPEED:
         results["malicious"] = malicious(folders["qwen3"], root / "zero2 encoder" / "resumed", rank)
     torch.save(results, root / f"rank{rank}.pt")
-
-
-def order(file: Path, rank: int) -> str:
-    """What a file that all ranks write to holds after this one has."""
-    with first_rank_first():
-        if rank == 0:
-            time.sleep(0.5)
-        file.write_text((file.read_text() if file.exists() else "") + str(rank))
-        return file.read_text()
 
 
 def dev_figure(bert: Path, root: Path, rank: int) -> float:

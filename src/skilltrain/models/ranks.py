@@ -1,7 +1,6 @@
 """What the processes of a run tell each other."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -40,17 +39,6 @@ def made_by_first_rank(make: Callable[[], ValueT]) -> ValueT:
     """What `make` gives on the first rank, on every rank; the others make nothing."""
     value: Any = None if rank_and_world()[0] else make()
     return of_first_rank(value)
-
-
-@contextmanager
-def first_rank_first() -> Iterator[None]:
-    """Within, the first rank is done before the others begin, so that they can read what it keeps."""
-    rank, world = rank_and_world()
-    if rank:
-        dist.barrier()
-    yield
-    if world > 1 and not rank:
-        dist.barrier()
 
 
 def gather_rows(rows: Float[Tensor, "own dim"], total: int) -> Float[Tensor, "total dim"]:

@@ -23,31 +23,28 @@ from skilltrain.training.training_set import TrainingList, TrainingSet, skill_of
 class ScoreContext:
     """What stays the same over a training: what the loss needs, and which skills and queries belong together.
 
-    `groups` are the numbers of a skill's name and near-duplicate cluster: skills that share one answer the same
+    `groups` are a skill's name and near-duplicate cluster: skills that share one answer the same
     queries. `answers` are, for a query's text, the groups of all its answers. `lexical` are BM25 scores, if any.
     """
 
     in_batch: bool
     needs_sides: bool
     needs_teacher_scores: bool
-    groups: Mapping[str, tuple[int, ...]]
-    answers: Mapping[str, Set[int]]
+    groups: Mapping[str, tuple[str, ...]]
+    answers: Mapping[str, Set[str]]
     lexical: Mapping[str, Mapping[str, float]]
 
     @classmethod
     def of(cls, data: TrainingSet, loss: EncoderLoss, in_batch: bool) -> "ScoreContext":
         """The context of a training."""
-        numbers: dict[tuple[str, str | int], int] = {}
 
-        def groups_of(key: str) -> tuple[int, ...]:
+        def groups_of(key: str) -> tuple[str, ...]:
             skill = data.skills.get(key)
             skill_id, name = (skill.skill_id, name_key(skill.name)) if skill else (key, "")
-            keys: list[tuple[str, str | int]] = [("name", name) if name else ("id", skill_id)]
-            if skill_id in data.clusters:
-                keys.append(("cluster", data.clusters[skill_id]))
-            return tuple(numbers.setdefault(key, len(numbers)) for key in keys)
+            own = f"name {name}" if name else f"id {skill_id}"
+            return (own, f"cluster {data.clusters[skill_id]}") if skill_id in data.clusters else (own,)
 
-        answers: dict[str, set[int]] = {}
+        answers: dict[str, set[str]] = {}
         for one in data.lists:
             answers.setdefault(one.query, set()).update(g for skill_id in one.positives for g in groups_of(skill_id))
         groups = {skill_id: groups_of(skill_id) for skill_id in data.skills}
@@ -132,7 +129,11 @@ def encoder_scores(
     cells = _Cells.among(own, skill_ids)
     valid = cells.mask | in_batch_negatives(own, skill_ids, context) if context.in_batch else cells.mask
     scores, sides = scored()
-    lexical = on_device(_lexical_scores(own, skill_ids, context), device) if context.lexical else None
+    lexical = None
+    if context.lexical:  # 0 for what BM25 did not find
+        of_queries, ids = [context.lexical[one.query] for one in own], [*map(skill_of, skill_ids)]
+        rows = [[of_query.get(skill_id, 0.0) for skill_id in ids] for of_query in of_queries]
+        lexical = on_device(np.array(rows, np.float32).reshape(len(own), len(ids)), device)
     whole = _labelled(own, cells, valid, scores, context.needs_teacher_scores)
     whole = replace(whole, sides=sides, lexical_scores=lexical, truncated=truncated)
     return whole
@@ -198,20 +199,11 @@ def _first(vectors: Float[Tensor, "text dim"], dim: int | None) -> Float[Tensor,
         return torch.nn.functional.normalize(at_least_float32(vectors[:, :dim]), dim=1)
 
 
-def _lexical_scores(
-    lists: Sequence[TrainingList], skill_ids: Sequence[str], context: ScoreContext
-) -> Float[np.ndarray, "query skill"]:
-    """What BM25 says of every skill of a batch for each query; 0 for what it did not find."""
-    found, skills = [context.lexical[one.query] for one in lists], [*map(skill_of, skill_ids)]
-    rows = [[of_query.get(skill_id, 0.0) for skill_id in skills] for of_query in found]
-    return np.array(rows, np.float32).reshape(len(lists), len(skill_ids))
-
-
 def _share_a_group(
-    rows: Sequence[Set[int]], columns: Sequence[tuple[int, ...] | Set[int]]
+    rows: Sequence[Set[str]], columns: Sequence[tuple[str, ...] | Set[str]]
 ) -> Bool[np.ndarray, "row column"]:
     """Whether a row's groups and a column's groups have one in common."""
-    holders: dict[int, list[int]] = {}
+    holders: dict[str, list[int]] = {}
     for place, groups in enumerate(columns):
         for group in groups:
             holders.setdefault(group, []).append(place)

@@ -15,7 +15,7 @@ from skilltrain.models.activations import checkpoint_layers
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import Groups, TokenIds, run_micro_batches, split_to
 from skilltrain.models.pooling import max_sim
-from skilltrain.models.ranks import first_rank_first, gather_rows, highest_on_any_rank, rank_and_world
+from skilltrain.models.ranks import gather_rows, highest_on_any_rank, made_by_first_rank, rank_and_world
 from skilltrain.models.reranker import PairIds, Reranker
 from skilltrain.models.tokens import TokensOf, tokenized, tokenizer_identity
 from skilltrain.records import Skill
@@ -129,7 +129,13 @@ class RerankerStep(nn.Module):
         """The loss summed over this rank's queries of the global `batch`, or the scores [pair] of all pairs."""
         rank, world = rank_and_world()
         if isinstance(batch, Pairs):
-            return self._gathered_scores(batch.lists, rank, world)
+            lists, share = batch.lists, batch.lists[rank::world]
+            flat = self._scores(share or lists[:1], bool(share))
+            rows = flat.new_zeros(len(share), max(map(len, lists)))  # padded to the longest list on the wire
+            for row, scores in enumerate(flat.split([*map(len, share)]) if share else ()):
+                rows[row, : len(scores)] = scores
+            gathered = zip(gather_rows(rows, len(lists)), lists, strict=True)
+            return torch.cat([row[: len(pairs)] for row, pairs in gathered])
         is_idle = rank >= len(batch)
         own = batch[:1] if is_idle else batch[rank::world]  # an idle rank still runs the model, with weight 0
         flat = self._scores([self.pairs(one) for one in own], not is_idle)
@@ -151,16 +157,6 @@ class RerankerStep(nn.Module):
         lists = [self.pairs(one) for one in batch]
         groups = self.model.micro_batches(lists, self.settings.token_budget)
         return _slots(self.model, [pair for pairs in lists for pair in pairs], groups)
-
-    def _gathered_scores(self, lists: Sequence[Sequence[PairIds]], rank: int, world: int) -> Float[Tensor, "pair"]:
-        """Every rank scores its share of the lists, padded to the longest list on the wire."""
-        own = lists[rank::world]
-        flat = self._scores(own or lists[:1], bool(own))
-        rows = flat.new_zeros(len(own), max(map(len, lists)))
-        for row, scores in enumerate(flat.split([*map(len, own)]) if own else ()):
-            rows[row, : len(scores)] = scores
-        gathered = gather_rows(rows, len(lists))
-        return torch.cat([row[: len(pairs)] for row, pairs in zip(gathered, lists, strict=True)])
 
     def _scores(self, lists: Sequence[Sequence[PairIds]], is_counted: bool) -> Float[Tensor, "pair"]:
         model, pairs = self.model, [pair for one in lists for pair in one]
@@ -212,8 +208,10 @@ def _token_ids(
     """Token ids of the queries, or their part of a pair, by text, and of the skills by id."""
     identity = f"{tokenizer_identity(model.tokenizer)} {model.settings.model_dump_json()}"
     queries = list(dict.fromkeys(one.query for one in data.lists))
-    with first_rank_first():
-        return (
+    skill_ids, skills = [*data.skills], [*data.skills.values()]
+    return made_by_first_rank(
+        lambda: (
             tokenized(queries, queries, of_queries, identity, cache),
-            tokenized([*data.skills], [*data.skills.values()], of_skills, identity, cache),
+            tokenized(skill_ids, skills, of_skills, identity, cache),
         )
+    )
