@@ -193,24 +193,20 @@ def axis_around(middle: float, values: Sequence[float]) -> Axis:
 
 
 def axis_over(values: Sequence[float], logarithmic: bool = False) -> Axis:
-    """The axis with round ends that holds all values; above 0, if it is logarithmic."""
-    return axis_of(round_numbers(min(values), max(values), logarithmic), logarithmic)
-
-
-def round_numbers(low: float, high: float, logarithmic: bool = False) -> list[float]:
-    """About six round numbers, from the last one up to `low` to the first one from `high` on."""
+    """The axis of about six round numbers that holds all values; above 0, if it is logarithmic."""
+    low, high = min(values), max(values)
     if logarithmic:
         steps = (1, 2, 5) if high / low < 50 else (1,)
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 2)
         every = [step * 10.0**power for power in powers for step in steps]
         first = max(n for n, tick in enumerate(every) if tick <= low)
         last = next(n for n, tick in enumerate(every) if tick >= high and n > first)
-        return every[first : last + 1]
+        return axis_of(every[first : last + 1], logarithmic)
     power = 10.0 ** math.floor(math.log10(max((high - low) / 6, 0.01)))
     step = next(size * power for size in (1, 2, 5, 10) if size * power * 6 >= high - low)
     first = math.floor(low / step + 1e-9)
     last = max(first + 1, math.ceil(high / step - 1e-9))
-    return [round(n * step, 9) for n in range(first, last + 1)]
+    return axis_of([round(n * step, 9) for n in range(first, last + 1)])
 
 
 def histograms(groups: Mapping[str, Int64[np.ndarray, " value"]]) -> dict[str, Any] | None:
@@ -230,7 +226,7 @@ def histograms(groups: Mapping[str, Int64[np.ndarray, " value"]]) -> dict[str, A
         step = math.ceil((high - low + 1) / NUM_BINS)
         edges = np.arange(low, high + step + 1, step) - 0.5
     ends = (float(edges[0]), float(edges[-1]))
-    ticks = round_numbers(low, max(high, low + 1), logarithmic)
+    ticks = axis_over([low, max(high, low + 1)], logarithmic).ticks
     axis = Axis(tuple(t for t in ticks if ends[0] <= t <= ends[1] and t == int(t)), *ends, logarithmic)
     rows: list[dict[str, Any]] = []
     for name, group in groups.items():

@@ -53,7 +53,8 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
     for spec in (QUERIES, JUDGEMENTS):
         check_regular(table_path(folder, spec))
     queries, judgements, file = read_queries(folder), read_table(folder, JUDGEMENTS), table_path(folder, JUDGEMENTS)
-    verdicts, rows_of = verdicts_by_query(judgements), _by_query(judgements)
+    verdicts = verdicts_by_query(judgements)
+    rows_of = _by_query(judgements.select(["query_id", "skill_id", "reason", "group"]))
     steps_of = _by_query(read_table(folder, PLANS)) if table_path(folder, PLANS).exists() else {}
     if unknown := sorted({*verdicts, *steps_of} - {query.query_id for query in queries}):
         what = f"{len(unknown)} judged or planned queries are not in queries.parquet, first '{unknown[0]}'"
