@@ -197,9 +197,9 @@ def test_the_budget_is_never_overrun_and_what_it_paid_for_is_kept(server: LLMSer
 
 
 def test_dollars_need_a_price(server: LLMServer) -> None:
-    with pytest.raises(SkilltrainError, match=r"embeddings\.budget\.max_dollars .*set embeddings\.price"):
+    with pytest.raises(SkilltrainError, match=r"embeddings\.budget\.max_dollars .*set embeddings\.prices"):
         open_api(server, budget={"max_dollars": 1})
-    encoder = open_api(server, budget={"max_dollars": 1}, price=2.5)
+    encoder = open_api(server, budget={"max_dollars": 1}, prices={"prompt": 2.5, "completion": 0})
     encoder.encode_queries(["a" * 300])
     assert encoder.budget.price(encoder.budget.used) == pytest.approx(100 * 2.5e-6)
     own = ApiEncoder(ApiConfig(model="text-embedding-3-small", budget=BudgetConfig(max_dollars=1)))

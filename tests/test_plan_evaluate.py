@@ -51,8 +51,8 @@ def test_what_is_planned_is_what_is_asked(folder: Path, capsys: pytest.CaptureFi
         server.otherwise = lambda request: embeddings(request) if "input" in request else Reply("1")
         prices = {"prompt": 3.0, "completion": 5.0}
         config = config_of(
-            folder, judged(server, cache, prices=prices), api(server, cache, price=2.0),
-            api(server, cache, "same again", price=2.0),
+            folder, judged(server, cache, prices=prices), api(server, cache, prices={"prompt": 2, "completion": 0}),
+            api(server, cache, "same again", prices={"prompt": 2, "completion": 0}),
         )  # fmt: skip
         plan = dry_run(config)
         assert server.requests == [] and not cache.exists() and not (folder / "out").exists()
@@ -88,7 +88,7 @@ def test_what_is_not_known_costs_nothing_or_finds_candidates(folder: Path) -> No
         plan = dry_run(config_of(folder, judged(server, cache), api(server, cache, budget={"max_tokens": 500})))
         values = {
             "stage": "candidates", "queries": str(folder / "bench"), "pool": str(folder / "pool"), "split": None,
-            "system": api(server, cache, price=2.0), "out": str(folder / "out"),
+            "system": api(server, cache, prices={"prompt": 2, "completion": 0}), "out": str(folder / "out"),
         }  # fmt: skip
         found = dry_run(validate(CandidatesConfig, values, "test"))
         assert server.requests == [] and not (folder / "out").exists()

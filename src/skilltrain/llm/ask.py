@@ -115,16 +115,16 @@ def cost_of(questions: Questions[Any, Any]) -> dict[str, Any]:
     counts = {"model": llm.model, "num_requests": len(new), "num_answered_before": num_answered}
     kept = f" ({num_answered:,} more are in the cache)" if num_answered else ""
     again = f"answers that cannot be used are asked for again, up to {questions.attempts} times in all"
-    say(f"{len(new):,} requests to {llm.model}{kept}, {cost_in_words(usage, llm.budget, 'llm.prices')}; {again}")
+    say(f"{len(new):,} requests to {llm.model}{kept}, {cost_in_words(usage, llm.budget)}; {again}")
     return counts | llm.budget.account(usage) | {"budget": str(llm.budget) or None}
 
 
-def cost_in_words(usage: Usage, budget: Budget, price_setting: str) -> str:
-    """Tokens, price and budget; `price_setting` is where a recipe says what tokens cost."""
+def cost_in_words(usage: Usage, budget: Budget) -> str:
+    """Tokens, price and budget."""
     dollars = budget.price(usage)
-    price = f"price unknown ({price_setting})" if dollars is None else f"about ${dollars:,.4g}"
+    price = f"price unknown ({budget.section}.prices)" if dollars is None else f"about ${dollars:,.4g}"
     written = f" and {usage.completion:,} written" if usage.completion else ""
-    limit = f"budget {budget}" if str(budget) else f"no budget is set ({price_setting.split('.')[0]}.budget)"
+    limit = f"budget {budget}" if str(budget) else f"no budget is set ({budget.section}.budget)"
     return f"about {usage.prompt:,} tokens read{written}, {price}; {limit}"
 
 

@@ -5,22 +5,23 @@ from typing import Any
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm.answers import Answer, AnswerError, Completion, Request, Usage
-from skilltrain.llm.settings import BudgetConfig, OpenAIConfig, Prices
+from skilltrain.llm.settings import BudgetConfig, OpenAIConfig, Prices, ServerConfig
 
 # OpenAI's list prices in dollars per million tokens, as published in 2025; a batch costs half.
 LIST_PRICES = {
     "gpt-4o-mini": (0.15, 0.60), "gpt-4o": (2.50, 10.00),
     "gpt-4.1": (2.00, 8.00), "gpt-4.1-mini": (0.40, 1.60), "gpt-4.1-nano": (0.10, 0.40),
+    "text-embedding-3-small": (0.02, 0), "text-embedding-3-large": (0.13, 0), "text-embedding-ada-002": (0.10, 0),
 }  # fmt: skip
 _MOST_PER_MESSAGE = 32
 
 
-def prices_of(config: OpenAIConfig) -> Prices | None:
-    """Dollars per million tokens in the mode of `config`; None where neither the recipe nor we know them."""
+def prices_of(config: ServerConfig) -> Prices | None:
+    """Dollars per million tokens; None where neither the recipe nor we know them."""
     if config.prices is not None or not config.is_openai or config.model not in LIST_PRICES:
         return config.prices
     prompt, completion = LIST_PRICES[config.model]
-    share = 1.0 if config.mode == "live" else 0.5
+    share = 0.5 if isinstance(config, OpenAIConfig) and config.mode == "batch" else 1.0
     return Prices(prompt=prompt * share, completion=completion * share)
 
 
@@ -46,10 +47,9 @@ class Budget:
 
     def __init__(self, limits: BudgetConfig, prices: Prices | None, section: str = "llm") -> None:
         if limits.max_dollars is not None and prices is None:
-            key = "price" if section == "embeddings" else "prices"
             what = f"{section}.budget.max_dollars needs the price of a token"
-            raise SkilltrainError(what, fix=f"set {section}.{key}, dollars per million tokens")
-        self._limits, self._prices = limits, prices
+            raise SkilltrainError(what, fix=f"set {section}.prices, dollars per million tokens")
+        self._limits, self._prices, self.section = limits, prices, section
         self._changed = threading.Condition()
         self.used, self.reserved = Usage(), Usage()
         self.is_spent = False

@@ -19,7 +19,7 @@ class Prices(Config):
     """Dollars per million tokens."""
 
     prompt: float = Field(ge=0, description="dollars per million tokens read")
-    completion: float = Field(ge=0, description="dollars per million tokens written")
+    completion: float = Field(ge=0, description="dollars per million tokens written, 0 for embeddings")
 
 
 class BudgetConfig(Config):
@@ -40,6 +40,7 @@ class ServerConfig(Config):
     max_retries: int = Field(default=5, ge=0, description="tries after the first, on 408, 409, 429, 5xx and timeouts")
     concurrency: int = Field(default=8, ge=1, description="requests under way at once")
     requests_per_minute: float | None = Field(default=None, gt=0, description="sent at most; null: no limit")
+    prices: Prices | None = Field(default=None, description="what tokens cost; null: OpenAI's own, if we know them")
     budget: BudgetConfig = Field(default=BudgetConfig(), description="the most that a run may use")
 
     @property
@@ -79,7 +80,6 @@ class OpenAIConfig(ServerConfig):
     model: str = Field(default="gpt-4o-mini", min_length=1, description="the server's name of the model")
     temperature: float | None = Field(default=1.0, ge=0, le=2, description="null: the server's own")
     max_tokens: int = Field(default=1024, ge=1, description="longest answer, in tokens")
-    prices: Prices | None = Field(default=None, description="of the chosen mode; null: OpenAI's own, if we know them")
     batch_size: int = Field(default=50_000, ge=1, le=50_000, description="requests in one batch")
     poll_seconds: float = Field(default=60.0, gt=0, description="seconds between two looks at a batch")
     cache: Path | None = _CACHE_FIELD

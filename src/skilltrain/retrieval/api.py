@@ -14,17 +14,15 @@ from pydantic import Field
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm.answers import AnswerError, Usage, estimate_tokens, reported_tokens
 from skilltrain.llm.ask import cost_in_words
-from skilltrain.llm.budget import Budget, over_budget
+from skilltrain.llm.budget import Budget, over_budget, prices_of
 from skilltrain.llm.client import Server, ServerError, in_threads
-from skilltrain.llm.settings import Prices, ServerConfig
+from skilltrain.llm.settings import ServerConfig
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.nearest import ChunkVectors, Encoders, PoolRanker
 from skilltrain.retrieval.vectors import OrderedTexts, Parts, VectorCache, cached_vectors, text_keys
 from skilltrain.templates import SkillTemplate
 from skilltrain.terminal import progress, say
 
-# OpenAI's list prices in dollars per million tokens, as published in 2025.
-LIST_PRICES = {"text-embedding-3-small": 0.02, "text-embedding-3-large": 0.13, "text-embedding-ada-002": 0.10}
 _CACHE = Path("~/.cache/skilltrain/embeddings")
 _ANY_LENGTH = 0  # the server limits tokens; characters are capped here
 _MOST_PER_TEXT = 32  # tokens that a server may put around a text
@@ -40,7 +38,6 @@ class ApiConfig(ServerConfig):
     kind: Literal["api"] = "api"
     keep: int | None = Field(default=None, ge=1, description="skills kept per query; null: as many as needed")
     batch_size: int = Field(default=32, ge=1, le=2048, description="texts in one request; some servers take no more")
-    price: float | None = Field(default=None, ge=0, description="dollars per million tokens; null: OpenAI's, if known")
     query_prompt: str = Field(default="", description="text before a query, such as 'search_query: '")
     skill_prompt: str = Field(default="", description="text before a skill, such as 'search_document: '")
     query_chars: int = Field(default=1500, ge=1, description="characters of a query that are sent")
@@ -68,9 +65,7 @@ class ApiEncoder:
     """An embeddings server with its cache and `budget`; nobody is asked before there is a new text to encode."""
 
     def __init__(self, config: ApiConfig) -> None:
-        price = config.price if config.price is not None or not config.is_openai else LIST_PRICES.get(config.model)
-        prices = None if price is None else Prices(prompt=price, completion=0)
-        self.config, self.budget = config, Budget(config.budget, prices, config.section)
+        self.config, self.budget = config, Budget(config.budget, prices_of(config), config.section)
         self.cache: VectorCache | None = None
         self._server = Server(config, self.budget)
         if config.cache is not None:  # in a folder named after all that decides a vector, besides the text
@@ -95,7 +90,7 @@ class ApiEncoder:
         names = [names[int(place)] for place in work.positions]
         if not work.texts[-1]:  # the shortest
             raise SkilltrainError("has no text to embed", where=names[-1])
-        cost = cost_in_words(Usage(sum(map(estimate_tokens, work.texts)), 0), self.budget, "embeddings.price")
+        cost = cost_in_words(Usage(sum(map(estimate_tokens, work.texts)), 0), self.budget)
         say(f"{len(work.texts):,} texts to {self.config.model}, {cost}")
         num_done = 0
         with progress(work.description, len(work.texts), 0) as show:
