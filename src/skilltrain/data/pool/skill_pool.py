@@ -30,15 +30,11 @@ class PoolConfig(Config):
 
     stage: Literal["pool"] = "pool"
     sources: list[InputPath | str] = Field(
-        min_length=1,
-        description="folders with SKILL.md files, .jsonl, .jsonl.gz or .parquet files or folders of them, "
-        "hf:owner/name[:split]; the earlier source keeps an id that two share",
+        min_length=1, description="folders of SKILL.md files, .jsonl(.gz), .parquet, folders of these, hf:NAME[:split]"
     )
     drop_duplicates: bool = Field(default=True, description="keep one of the skills with the same name and body")
     categories: Literal["keep", "taxonomy", "from_pool"] = Field(
-        default="keep",
-        description="skills without a category: keep leaves them so, taxonomy (the default where there is an encoder) "
-        "gives the nearest of the taxonomy, from_pool the nearest of those that other skills have",
+        default="keep", description="of skills without one: none, or the nearest of the taxonomy or of other skills"
     )
     taxonomy: InputPath | None = Field(default=None, description="YAML list of name and description; else our own")
     encoder: EncoderSource | None = Field(default=None, description="the encoder that finds the nearest category")
@@ -50,13 +46,12 @@ class PoolConfig(Config):
     def _listed(cls, value: Any) -> Any:
         """A single source as a list of one; what does not start with `hf:` as a path."""
         sources = value if isinstance(value, list | tuple) else [value]
-        local = [isinstance(source, str) and not source.startswith(HF_PREFIX) for source in sources]
-        return [Path(source) if is_local else source for source, is_local in zip(sources, local, strict=True)]
+        return [Path(one) if isinstance(one, str) and not one.startswith(HF_PREFIX) else one for one in sources]
 
     @model_validator(mode="before")
     @classmethod
     def _by_taxonomy(cls, values: Any) -> Any:
-        """With an encoder, categories are given unless something else is asked for."""
+        """With an encoder, categories are those of the taxonomy unless something else is asked for."""
         has_encoder = isinstance(values, dict) and values.get("encoder") is not None
         return {"categories": "taxonomy"} | values if has_encoder else values
 
