@@ -303,7 +303,7 @@ def questions(llm: LLM, count: int) -> Questions[Number, str]:
     def prompt(question: Number) -> tuple[str, str]:
         return "Be brief.", "Say hello."
 
-    return Questions(llm, [Number(n) for n in range(count)], prompt, seed, read, 3, 100, "asking", " Not {}.")
+    return Questions(llm, [Number(n) for n in range(count)], prompt, seed, read, 3, 100, "asking")
 
 
 def test_an_estimate_asks_nobody_and_knows_what_is_kept(
@@ -341,8 +341,9 @@ def test_asking_goes_on_until_each_answer_passes_or_the_attempts_are_used_up(ser
     assert [fault.filter for fault in asked.dropped] == ["failed", "wrong"]
     assert len(server.requests) == 8 + 4 + 2
     told = [request["messages"][1]["content"] for request in server.requests if request["seed"] % 1000 == 2]
-    no_reply = "the server's reply is no chat completion"
-    assert told == ["Say hello.", "Say hello. Not another number.", f"Say hello. Not {no_reply}."]
+    again = "Say hello.\nAn earlier answer was turned down: {}. Write another one."
+    reasons = "another number", "the server's reply is no chat completion"
+    assert told == ["Say hello.", *(again.format(reason) for reason in reasons)]
     # Over a finished cache only the failure is asked for again.
     again = ask_until(questions(open_client(server, tmp_path), 8))
     assert again.values == asked.values and len(server.requests) == 8 + 4 + 2 + 1

@@ -179,7 +179,7 @@ def test_a_query_without_a_usable_answer_keeps_its_order_and_is_counted(
     assert (counts["num_asked"], counts["num_unusable"], counts["unusable"]) == (2, 1, {kind: 1})
     assert f"no usable answer for 1 of 2: 1 {kind}" in capsys.readouterr().err
     assert len(asked) == num_requests == len({request["seed"] for request in asked})
-    assert ["earlier reply" in user_text(request) for request in asked] == [False, True, True][:num_requests]
+    assert ["turned down: " in user_text(request) for request in asked] == [False, True, True][:num_requests]
 
 
 def test_the_cost_is_told_before_anybody_is_asked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,8 +57,7 @@ def questions_of(
     def seed_of(one: QuestionT, attempt: int) -> int:
         return stable_number(seed, one.query_id, one.skill_id, attempt) >> 33  # servers take seeds below 2**31
 
-    again = "\nAn earlier answer was turned down: {}. Write another one."
-    return Questions(open_llm(llm), asked, prompt, seed_of, read, ATTEMPTS, answer_tokens, description, again)
+    return Questions(open_llm(llm), asked, prompt, seed_of, read, ATTEMPTS, answer_tokens, description)
 
 
 def ask(questions: Questions[QuestionT, ValueT]) -> Asked[QuestionT, ValueT]:

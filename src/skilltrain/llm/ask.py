@@ -40,10 +40,9 @@ ValueT = TypeVar("ValueT")
 class Questions(Generic[QuestionT, ValueT]):
     """Questions to a model, and how its answers are read.
 
-    `prompt` gives what the system says and the user, `seed` the seed of an attempt, counted from 0, each another. To an
-    attempt after the first `again` is added, with the fault of the last answer. `read` gives the value in an answer, or
-    raises AnswerError, or ValueError for its form; answers are read in the order of the questions, so that the outcome
-    depends on no server's speed. An answer has about `answer_tokens` tokens.
+    `prompt` gives what the system says and the user, `seed` the seed of an attempt, counted from 0, each another.
+    `read` gives the value in an answer, or raises AnswerError, or ValueError for its form; answers are read in the
+    order of the questions, so that the outcome depends on no server's speed. One has about `answer_tokens` tokens.
     """
 
     llm: LLM
@@ -54,13 +53,13 @@ class Questions(Generic[QuestionT, ValueT]):
     attempts: int
     answer_tokens: int
     description: str
-    again: str
 
     def request(self, question: QuestionT, attempt: int, fault: Dropped | None) -> Request:
         """What the model is asked in an attempt, after the `fault` of the last answer."""
         system, user = self.prompt(question)
-        again = self.again.format(untrusted_line(fault.reason)) if fault else ""
-        return Request(system, user + again, self.seed(question, attempt))
+        if fault:
+            user += f"\nAn earlier answer was turned down: {untrusted_line(fault.reason)}. Write another one."
+        return Request(system, user, self.seed(question, attempt))
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def questions_of(config: AskConfig, llm: LLM, prompt: Prompt, asks: Sequence[Ask
 
     return Questions(
         llm, asks, messages, lambda _, attempt: config.seed + attempt, prompt.read, config.max_retries + 1,
-        prompt.answer_tokens, prompt.description, " An earlier reply could not be used: {}.",
+        prompt.answer_tokens, prompt.description,
     )  # fmt: skip
 
 
