@@ -74,15 +74,15 @@ def means_by_slice(
         for label, value in known.items():
             for one in (value,) if isinstance(value, str) else value:
                 parts.setdefault(label, {}).setdefault(one, []).append(query_id)
-    shown_parts = {
+    kept = {
         (label, value): tuple(values[value])
         for label, values in parts.items()
         if len(values) <= most_values
         for value in sorted(values, key=lambda value: (_ORDER.index(value) if value in _ORDER else len(_ORDER), value))
     }
     # of many a label one value holds all queries
-    means = {ids: _means(results, ids, measures) for ids in dict.fromkeys(shown_parts.values())}
-    return tuple(SliceMeans(label, value, ids, means[ids]) for (label, value), ids in shown_parts.items())
+    means = {ids: _means(results, ids, measures) for ids in dict.fromkeys(kept.values())}
+    return tuple(SliceMeans(label, value, ids, means[ids]) for (label, value), ids in kept.items())
 
 
 def _means(

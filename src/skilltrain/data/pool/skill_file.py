@@ -53,22 +53,19 @@ def skill_from_row(row: Mapping[str, Any], place: str, source: str) -> Skill | D
     `content` and `skill_md` may hold a whole SKILL.md, whose frontmatter then fills what the row leaves out. A row that
     has a description and no column for a body is a tool (MCP servers are listed so): its body stays empty.
     """
-    values = {key: _cell(row.get(key)) for key in COLUMNS}
+    values = {key: as_text(row.get(key)) for key in COLUMNS}
     name, description = (values[key][:MAX_HEADER_CHARS] for key in ("name", "description"))
     skill_id = one_line(values["skill_id"] or values["id"] or name)
     body_key = next((key for key in BODY_COLUMNS if values[key]), "")
     if not skill_id:
         return Dropped("", "", "no_id", f"{place} has neither skill_id nor name")
     is_tool = bool(description.strip()) and row.keys().isdisjoint(BODY_COLUMNS)
-    if not body_key and not is_tool:
-        return Dropped("", skill_id, "empty_body", f"{place} has no body")
     if body_key and not isinstance(row[body_key], str | bytes):
         reason = f"{place}: {body_key} is a {type(row[body_key]).__name__}, not text"
         return Dropped("", skill_id, "not_text", reason)
     fallback_name = one_line(name or skill_id.rsplit("/", 1)[-1])
-    if body_key in ("body", ""):
-        inner = Skill(skill_id, fallback_name, "", values["body"].strip())
-    else:
+    inner = Skill(skill_id, fallback_name, "", values["body"].strip())
+    if body_key not in ("body", ""):
         inner = parse_skill_file(values[body_key], skill_id, fallback_name)
     if not inner.body and not is_tool:
         return Dropped("", skill_id, "empty_body", f"{place} has no body")
@@ -83,12 +80,10 @@ def skill_from_row(row: Mapping[str, Any], place: str, source: str) -> Skill | D
     )
 
 
-def _cell(value: Any) -> str:
-    return clean_text(value.decode("utf-8", "replace")) if isinstance(value, bytes) else as_text(value)
-
-
 def as_text(value: Any) -> str:
     """A field's value as text, cut to MAX_HEADER_CHARS: a list's items joined by commas; empty for a map, NaN, None."""
+    if isinstance(value, bytes):
+        return clean_text(value.decode("utf-8", "replace"))
     if isinstance(value, str):
         return "" if value in ("~", "null") else clean_text(value)
     if isinstance(value, list):
