@@ -21,7 +21,6 @@ from skilltrain.data.asking import PROMPTS, Line, ask, prompt, questions_of
 from skilltrain.data.contamination import open_benchmarks
 from skilltrain.data.near_duplicates import Trigrams, jaccard, word_trigrams
 from skilltrain.data.pool.skill_file import split_header
-from skilltrain.data.screening import count_flagged, screen, write_flags
 from skilltrain.llm import AnswerError, LLMConfig, Questions, cost_of, read_object
 from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
 from skilltrain.records import Skill
@@ -46,7 +45,7 @@ class DistractorsConfig(Config):
     llm: LLMConfig = Field(description="who writes, kind openai or smollm2; needs a long llm.max_tokens, such as 3000")
     num_distractors: int = Field(default=3, ge=1, le=9, description="for each gold skill, in three strategies by turns")
     seed: Seed = Field(default=0, description="decides the model's seeds")
-    out: Path = Field(description="folder for skills, flags and dropped")
+    out: Path = Field(description="folder for skills and dropped")
 
     @model_validator(mode="after")
     def _enough_tokens(self) -> "DistractorsConfig":
@@ -73,22 +72,18 @@ class Distractor:
 
 
 def run_distractors(config: DistractorsConfig, out: Path) -> dict[str, Any]:
-    """Write SKILLS, DROPPED and FLAGS into `out`; an id says which gold skill it was made after, and how.
+    """Write SKILLS and DROPPED into `out`; an id says which gold skill it was made after, and how.
 
-    Every distractor asked for is in SKILLS or, with its last fault, in DROPPED. A flag of the safety screening is
-    a note and drops nothing.
+    Every distractor asked for is in SKILLS or, with its last fault, in DROPPED. The stage `pool` screens them.
     """
     questions = _questions(config)
     asked = ask(questions)
     skills = [skill for _, skill in asked.values]
-    flags = {skill.skill_id: found for skill in skills if (found := screen(skill))}
     write_table(rows_of(skills), SKILLS, out)
-    write_flags(flags, out)
     write_dropped(asked.dropped, out)
     return _num_asked(questions) | {
         "num_distractors": len(skills), "num_dropped": len(asked.dropped),
-        "dropped": counted(row.filter for row in asked.dropped),
-        "num_flagged_skills": len(flags), "flagged": count_flagged(flags), **asked.used,
+        "dropped": counted(row.filter for row in asked.dropped), **asked.used,
     }  # fmt: skip
 
 

@@ -7,7 +7,6 @@ which the stage `pool` reads, and dropped.parquet. Archives are read in memory; 
 """
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -122,7 +121,7 @@ def _fetch_all(
             continue
         num_fetched += not found.refusal and found.files != (known and known.files)
         num_failures = 0
-        state.record(found)
+        state.record(skill.skill_id, found)
     return num_fetched, dropped
 
 
@@ -144,13 +143,13 @@ def _fetch(skill: Listed, known: Outcome | None, sync: int, client: RegistryClie
     except RefusalError as error:
         if error.filter in _PASSING:
             raise
-        return Outcome(skill.skill_id, sync, skill.version, refusal=error.filter, reason=error.reason)
+        return Outcome(sync, skill.version, refusal=error.filter, reason=error.reason)
     if known and not files:  # not modified
         return replace(known, sync=sync)
-    return Outcome(skill.skill_id, sync, skill.version, files, given.get("ETag", ""))
+    return Outcome(sync, skill.version, files, given.get("ETag", ""))
 
 
-def _read_download(content: bytes, digest: str) -> str:
+def _read_download(content: bytes, digest: str) -> dict[str, str | None]:
     """The files of an Outcome. Raises RefusalError; ValueError where it is broken, or not what `digest` says.
 
     A digest is `sha256:` and hexadecimal digits, or these alone; one in another form is not looked at.
@@ -158,7 +157,7 @@ def _read_download(content: bytes, digest: str) -> str:
     expected = digest.lower().removeprefix("sha256:")
     if re.fullmatch("[0-9a-f]{64}", expected) and expected != hashlib.sha256(content).hexdigest():
         raise ValueError(f"the SHA-256 of {len(content):,} bytes is not what the listing says")
-    return json.dumps({folder: decode_text(file) for folder, file in read_skill_files(content).items()})
+    return {folder: decode_text(file) for folder, file in read_skill_files(content).items()}
 
 
 def _read_skills(listed: Sequence[Listed], source: str, state: SyncState) -> tuple[list[Skill], list[Dropped]]:
@@ -167,17 +166,17 @@ def _read_skills(listed: Sequence[Listed], source: str, state: SyncState) -> tup
     The only SKILL.md of an archive is the listed skill, wherever it lies; of several each has its path behind the id.
     """
     own, inner, dropped = list[Skill](), list[Skill](), list[Dropped]()
-    for outcome in (state.outcomes[skill.skill_id] for skill in listed if skill.skill_id in state.outcomes):
+    for skill_id in (skill.skill_id for skill in listed if skill.skill_id in state.outcomes):
+        outcome = state.outcomes[skill_id]
         if outcome.refusal:
-            dropped.append(Dropped("", outcome.skill_id, outcome.refusal, outcome.reason))
-        files = json.loads(outcome.files)
-        for folder, text in files.items():
+            dropped.append(Dropped("", skill_id, outcome.refusal, outcome.reason))
+        for folder, text in outcome.files.items():
             path = one_line(clean_text(folder))
-            skill_id = f"{outcome.skill_id}/{path}" if path and len(files) > 1 else outcome.skill_id
+            own_id = f"{skill_id}/{path}" if path and len(outcome.files) > 1 else skill_id
             if text is None:
-                dropped.append(Dropped("", skill_id, "not_text", "its SKILL.md is not text"))
+                dropped.append(Dropped("", own_id, "not_text", "its SKILL.md is not text"))
                 continue
-            name = (path or outcome.skill_id).rpartition("/")[2]
-            (own if skill_id == outcome.skill_id else inner).append(parse_skill_file(text, skill_id, name, source))
+            name = (path or skill_id).rpartition("/")[2]
+            (own if own_id == skill_id else inner).append(parse_skill_file(text, own_id, name, source))
     skills, repeated = merge_sources([own, inner], drop_duplicates=False)
     return sorted(skills, key=lambda skill: skill.skill_id), dropped + repeated

@@ -142,7 +142,7 @@ def _pages(registry: RegistryConfig, state: SyncState, client: RegistryClient) -
     for number in itertools.count(1):
         params = registry.params if position is None else {**registry.params, pages.param: str(position)}
         url, place = str(httpx2.URL(start).copy_merge_params(params)), f"page {number} of {start}"
-        page = state.page(url)
+        page = state.pages.get(url)
         if is_new := page is None:
             try:
                 page = client.fetch(url, {"Accept": "application/json"}, _read_json)[0]

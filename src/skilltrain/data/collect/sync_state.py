@@ -7,7 +7,7 @@ import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,67 +15,63 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.files import locked
 
 DATABASE = "registry.sqlite"
-_TABLES = """
-PRAGMA journal_mode = WAL;
-CREATE TABLE IF NOT EXISTS sync (base_url TEXT, number INTEGER);
-CREATE TABLE IF NOT EXISTS pages (url TEXT PRIMARY KEY, page TEXT);
-CREATE TABLE IF NOT EXISTS downloads (skill_id TEXT PRIMARY KEY, sync INTEGER, version TEXT, files TEXT, etag TEXT,
-                                      refusal TEXT, reason TEXT);
-"""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a download asked for in a sync and under a version of the listing came to: files, or a refusal for good.
 
-    `files` is a JSON object: folder → text of its SKILL.md, null for what is no text.
+    `files` is folder → text of its SKILL.md, None for what is no text.
     """
 
-    skill_id: str
     sync: int
     version: str
-    files: str = "{}"
+    files: dict[str, str | None] = field(default_factory=dict)
     etag: str = ""
     refusal: str = ""
     reason: str = ""
 
 
 class SyncState:
-    """The state of one registry; open it with `open_state`."""
+    """The state of one registry; open it with `open_state`. `pages` are those of this sync, by URL; skills have ids."""
 
     def __init__(self, folder: Path, database: sqlite3.Connection, base_url: str) -> None:
         self._run = database.execute
-        database.executescript(_TABLES)
-        if not (row := self._run("SELECT base_url, number FROM sync").fetchone()):
-            row = (base_url, 1)
-            self._run("INSERT INTO sync VALUES (?, ?)", row)
-        home, self.sync = row
-        if home != base_url:
-            raise SkilltrainError(f"holds what was collected from {home}", where=folder, fix="set another state=…")
-        self.outcomes = {row[0]: Outcome(*row) for row in self._run("SELECT * FROM downloads")}
+        self._run("PRAGMA journal_mode = WAL")
+        self._run("CREATE TABLE IF NOT EXISTS facts (kind TEXT, name TEXT, value TEXT, PRIMARY KEY (kind, name))")
+        [(self._home, self.sync)] = self._read("sync").items() or {base_url: 1}.items()
+        if self._home != base_url:
+            raise SkilltrainError(
+                f"holds what was collected from {self._home}", where=folder, fix="set another state=…"
+            )
+        self._keep("sync", base_url, self.sync)
+        self.pages = self._read("page")
+        self.outcomes = {skill_id: Outcome(**value) for skill_id, value in self._read("skill").items()}
 
-    def page(self, url: str) -> Any:
-        """The page of the listing that came from `url` in this sync; None if none did."""
-        row = self._run("SELECT page FROM pages WHERE url = ?", [url]).fetchone()
-        return json.loads(row[0]) if row else None
+    def _read(self, kind: str) -> dict[str, Any]:
+        rows = self._run("SELECT name, value FROM facts WHERE kind = ?", [kind])
+        return {name: json.loads(value) for name, value in rows}
+
+    def _keep(self, kind: str, name: str, value: Any) -> None:
+        self._run("INSERT OR REPLACE INTO facts VALUES (?, ?, ?)", [kind, name, json.dumps(value)])
 
     def keep_page(self, url: str, page: Any) -> None:
         """Keep a page: the next run does not ask for it."""
-        self._run("INSERT OR REPLACE INTO pages VALUES (?, ?)", [url, json.dumps(page)])
+        self._keep("page", url, page)
 
     def forget_pages(self) -> None:
         """Begin the listing anew. What is known of the skills stays."""
-        self._run("DELETE FROM pages")
+        self._run("DELETE FROM facts WHERE kind = 'page'")
 
-    def record(self, outcome: Outcome) -> None:
+    def record(self, skill_id: str, outcome: Outcome) -> None:
         """Keep what became of a skill."""
-        self._run("INSERT OR REPLACE INTO downloads VALUES (?, ?, ?, ?, ?, ?, ?)", astuple(outcome))
-        self.outcomes[outcome.skill_id] = outcome
+        self._keep("skill", skill_id, asdict(outcome))
+        self.outcomes[skill_id] = outcome
 
     def finish_sync(self) -> None:
         """The next run reads the listing anew."""
         self.forget_pages()
-        self._run("UPDATE sync SET number = number + 1")
+        self._keep("sync", self._home, self.sync + 1)
 
 
 @contextmanager
