@@ -8,6 +8,7 @@ import pytest
 from benchmark_folders import write_ours, write_pool
 from llm_server import LLMServer, Reply, chat, embeddings, llm_server
 from skilltrain.config import validate
+from skilltrain.errors import SkilltrainError
 from skilltrain.llm.answers import estimate_tokens
 from skilltrain.records import Skill
 from skilltrain.routing.candidates import CandidatesConfig
@@ -91,6 +92,9 @@ def test_what_is_not_known_costs_nothing_or_finds_candidates(folder: Path) -> No
             "system": api(server, cache, prices={"prompt": 2, "completion": 0}), "out": str(folder / "out"),
         }  # fmt: skip
         found = dry_run(validate(CandidatesConfig, values, "test"))
+        missing = {"system": {"name": "x", "rankers": [{"kind": "dense", "source": "./nothing"}]}}
+        with pytest.raises(SkilltrainError, match="./nothing: no such model"):
+            dry_run(validate(CandidatesConfig, values | missing, "test"))
         assert server.requests == [] and not (folder / "out").exists()
     assert plan["dollars"] is None and plan["asked"]["api"]["api"]["budget"] == "500 tokens"
     assert dry_run(config_of(folder)) == {"num_queries": 3, "num_skills": 7, "num_systems": 1}

@@ -15,7 +15,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.llm.ask import cost_of
 from skilltrain.records import Query, Ranker, Rankings, Skill
 from skilltrain.retrieval.api import ApiConfig, plan_encoding
-from skilltrain.retrieval.cascade import SystemConfig, rankings_table, run_systems
+from skilltrain.retrieval.cascade import SystemConfig, check_systems, rankings_table, run_systems
 from skilltrain.retrieval.rankers import AskingConfig, FuseConfig, RankerConfig, key_of, open_ranker, parts_of
 from skilltrain.retrieval.select import AdmitConfig, SelectConfig
 from skilltrain.tables import (
@@ -58,8 +58,10 @@ def plan_candidates(config: CandidatesConfig) -> dict[str, Any]:
 def plan_ranking(systems: Sequence[SystemConfig], queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any]:
     """How much would be ranked, and about what chat models and embeddings servers would take, by system (`--dry-run`).
 
-    Asks nobody. `dollars` are those of all together, None where a price is not known.
+    Asks nobody. `dollars` are those of all together, None where a price is not known. Raises SkilltrainError for
+    systems that cannot run, as a run does.
     """
+    check_systems(systems)
     counts = {"num_queries": len(queries), "num_skills": len(skills), "num_systems": len(systems)}
     asked: dict[str, dict[str, Any]] = {}
     seen: set[str] = set()

@@ -93,6 +93,7 @@ class EvaluateConfig(Config):
 def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
     """Write the report and the rankings; the table goes to the terminal, the summary holds the means."""
     benchmark, pools, predicted = _opened(config)
+    check_systems(config.systems)  # before what an analysis takes
     by_id = {skill.skill_id: skill for skills in pools for skill in skills}
     analysis: dict[str, Any] = {**analyse_inputs(config.analysis, config.systems, benchmark, by_id)}
     unserved = read_unserved(config.analysis.unserved) if config.analysis.unserved else []
@@ -152,14 +153,13 @@ def _opened(config: EvaluateConfig) -> tuple[Benchmark, list[list[Skill]], Predi
     """(the benchmark as each of its parts can be scored over its pool, these pools, predictions by their file's name).
 
     An empty pool limits nothing. Raises SkilltrainError for whatever can be known to be wrong before anything is
-    ranked: nothing to score, no pool to rank, a gold skill that the pool lacks, models and predictions that do not fit.
+    ranked: nothing to score, no pool to rank, a gold skill that the pool lacks, predictions that do not fit.
     """
     benchmark = load_benchmark(config.benchmark, config.split)
     if not config.systems and not config.predictions:
         raise SkilltrainError("there is nothing to evaluate: give systems or predictions")
     if config.systems and config.pool is None and not all(part.pool for part in benchmark.parts):
         raise SkilltrainError("systems need a pool to rank", fix="give pool=…")
-    check_systems(config.systems)
     pools = [skills_of(config.pool, part) for part in benchmark.parts]
     parts = zip(benchmark.parts, pools, strict=True)
     benchmark = joined([check_pool(part, {s.skill_id for s in pool}) if pool else part for part, pool in parts])

@@ -115,8 +115,7 @@ def plan_plans(config: PlansConfig) -> dict[str, Any]:
 
 
 def finder(system: SystemConfig, skills: Sequence[Skill]) -> Find:
-    """What finds skills for steps by `system`, whose models stay open. SkilltrainError: a model that is not there."""
-    check_systems([system])
+    """What finds skills for steps by `system`, whose models stay open."""
     opened: dict[str, Ranker] = {}
 
     def find(texts: Sequence[str], keep: int) -> list[Ranking]:
@@ -128,7 +127,11 @@ def finder(system: SystemConfig, skills: Sequence[Skill]) -> Find:
 
 
 def _opened(config: PlansConfig) -> tuple[Benchmark, dict[str, Skill], list[Skill]]:
-    """(the benchmark, all its skills by id, those that can be found). SkilltrainError: no steps, no pool, no gold."""
+    """(the benchmark, all its skills by id, those that can be found).
+
+    Raises SkilltrainError for a model that is not there, and where there are no steps, no pool or no gold.
+    """
+    check_systems([config.system])
     benchmark = load_benchmark(config.benchmark, config.split)
     pool = list(benchmark.pool) if config.pool is None else read_pool(config.pool)
     if not pool:
