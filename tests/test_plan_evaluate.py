@@ -93,7 +93,7 @@ def test_what_is_not_known_costs_nothing_or_finds_candidates(folder: Path) -> No
         }  # fmt: skip
         found = dry_run(validate(CandidatesConfig, values, "test"))
         missing = {"system": {"name": "x", "rankers": [{"kind": "dense", "source": "./nothing"}]}}
-        with pytest.raises(SkilltrainError, match="./nothing: no such model"):
+        with pytest.raises(SkilltrainError, match=r"\./nothing: no such model"):
             dry_run(validate(CandidatesConfig, values | missing, "test"))
         assert server.requests == [] and not (folder / "out").exists()
     assert plan["dollars"] is None and plan["asked"]["api"]["api"]["budget"] == "500 tokens"
