@@ -58,10 +58,12 @@ class SyncState:
     def keep_page(self, url: str, page: Any) -> None:
         """Keep a page: the next run does not ask for it."""
         self._keep("page", url, page)
+        self.pages[url] = page
 
     def forget_pages(self) -> None:
         """Begin the listing anew. What is known of the skills stays."""
         self._run("DELETE FROM facts WHERE kind = 'page'")
+        self.pages.clear()
 
     def record(self, skill_id: str, outcome: Outcome) -> None:
         """Keep what became of a skill."""
