@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 
 from benchmark_folders import write_ours, write_pool
 from skilltrain.config import validate
-from skilltrain.data.contamination import BenchmarkIndex, ContaminationLimits, Gold, HeldOut, open_benchmarks
-from skilltrain.data.decontaminate import DecontaminateConfig, run_decontaminate
+from skilltrain.data.contamination import (
+    BenchmarkIndex,
+    ContaminationLimits,
+    DecontaminateConfig,
+    Gold,
+    HeldOut,
+    open_benchmarks,
+    run_decontaminate,
+)
 from skilltrain.data.near_duplicates import jaccard, word_trigrams
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Task

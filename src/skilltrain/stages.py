@@ -111,7 +111,7 @@ STAGES = {stage.name: stage for stage in (
         then="inspect {out}  # then skilltrain train RECIPE data.pool={pool} data.lists={out}",
     ),
     Stage(
-        "decontaminate", "data.decontaminate",
+        "decontaminate", "data.contamination",
         about="Drop training queries that a benchmark asks.",
         example="pool=runs/pool queries=runs/encoder_lists benchmarks='[benchmark]' out=runs/clean_lists",
         found="{num_kept} of {num_queries} queries kept; dropped: {dropped_by_ground}",
