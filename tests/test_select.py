@@ -134,11 +134,17 @@ def test_the_chosen_one_goes_first_and_the_others_keep_their_order() -> None:
     [
         "3", " 3\n", "3.", "[3]", "(3)", "#3", "**3**", "`3`", '"3"', "Skill 3", "skill #3.", "Candidate [3]",
         "Answer: 3", "The answer is 3", "The best skill is: 3", "The most relevant skill is number 3.", "03", "３",
-        "“3”", "Option 3。",
+        "“3”", "Option 3。", "INJECT", "inject", " **Reject** ", '"REJECT".', '"pdf forms in Python"',
+        "“pdf forms in Python”\n", "pdf forms in Python",
     ],
 )  # fmt: skip
-def test_one_number_is_read_however_it_is_dressed(text: str) -> None:
-    assert read_choice(TASK, text) == "c"
+def test_an_answer_is_read_however_it_is_dressed(text: str) -> None:
+    if "ject" in text.lower():
+        assert read_verdict(TASK, text) is ("inject" in text.lower())
+    elif "pdf" in text:
+        assert read_queries(1, TASK, text) == ["pdf forms in Python"]
+    else:
+        assert read_choice(TASK, text) == "c"
 
 
 @pytest.mark.parametrize(
@@ -253,11 +259,6 @@ def test_without_a_usable_answer_the_first_candidates_stand(
     assert ("goes on without the chat model" in capsys.readouterr().err) == (kind == "down")
 
 
-@pytest.mark.parametrize("text", ["INJECT", "inject", " **Reject** ", '"REJECT".'])
-def test_a_verdict_is_read_however_it_is_dressed(text: str) -> None:
-    assert read_verdict(TASK, text) is ("inject" in text.lower())
-
-
 # Written queries ------------------------------------------------------------------------------------------------------
 
 
@@ -343,11 +344,6 @@ def test_what_cannot_be_used_is_asked_for_again_then_one_query_then_the_task(
         assert server.script == []
     assert [text for _, text in inner.asked] == asked
     assert ranker.counts.items() >= counts.items()
-
-
-@pytest.mark.parametrize("answer", ['"pdf forms in Python"', "“pdf forms in Python”\n", "pdf forms in Python"])
-def test_a_single_query_is_read_without_its_quotation_marks(answer: str) -> None:
-    assert read_queries(1, TASK, answer) == ["pdf forms in Python"]
 
 
 # In a cascade ---------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -140,7 +139,7 @@ def load_reranker(
     grows from an encoder; with `new_head`, as training says, so do forms whose head is then new. Raises SkilltrainError
     if there is no such model, it is an encoder, or its folder does not hold all of it.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     folder = loading.resolve_model(config.source)
     form = None if config.template is None else config.template.form
@@ -158,9 +157,18 @@ def load_reranker(
     tokenizer = loading.load_tokenizer(folder)
     settings = _fitting(settings, tokenizer, model_config, config.source)
     settings = settings.model_copy(update={"template": with_fields(settings.template, config.fields)})
-    kind = "causal" if causal and settings.template.form == "yes_no" else settings.template.form
     given = {**loading.loading_options(config, model_config, device), **options}
-    network = _network(folder, kind, tokenizer, given, new_head)
+    auto_class: Any = AutoModel
+    if settings.template.form != "cosine_pair":
+        given.pop("add_pooling_layer", None)  # where there is a head, the pooler is part of it
+        is_decoder = causal and settings.template.form == "yes_no"
+        auto_class = AutoModelForCausalLM if is_decoder else AutoModelForSequenceClassification
+        given |= {} if is_decoder else {"num_labels": 1}
+    new_head &= auto_class is AutoModelForSequenceClassification
+    network = loading.load_network(auto_class, folder, tokenizer, given, new_head)
+    for head in loading.heads(network):
+        head.float()  # logits in bfloat16 are steps of up to 1/32: close candidates would tie
+        head.register_forward_pre_hook(loading.in_own_dtype)
     return Reranker(network.to(device).eval(), tokenizer, settings)
 
 
@@ -179,19 +187,3 @@ def _fitting(settings: RerankerSettings, tokenizer: Any, model_config: Any, wher
         what = f"query_max_tokens ({settings.query_max_tokens}) leaves no room for a skill in max_tokens"
         raise SkilltrainError(f"{what} ({settings.max_tokens})", where=where)
     return settings.model_copy(update={"query_max_tokens": room})
-
-
-def _network(folder: Path, kind: str, tokenizer: Any, options: dict[str, Any], new_head: bool) -> Any:
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    if kind == "cosine_pair":
-        return loading.load_network(AutoModel, folder, tokenizer, options)
-    options.pop("add_pooling_layer", None)  # where there is a head, the pooler is part of it
-    if kind == "causal":
-        return loading.load_network(AutoModelForCausalLM, folder, tokenizer, options)
-    options["num_labels"] = 1
-    network = loading.load_network(AutoModelForSequenceClassification, folder, tokenizer, options, new_head)
-    for head in loading.heads(network):
-        head.float()  # logits in bfloat16 are steps of up to 1/32: close candidates would tie
-        head.register_forward_pre_hook(loading.in_own_dtype)
-    return network
