@@ -1,10 +1,16 @@
-"""What a rule is: finds in rules.yaml, each a pattern near what must stand with it, or a check in Python."""
+"""What a rule is: a name, the reason that a flag shows, and finds, all in rules.yaml.
+
+`finds` are tried in texts and in bundled files, `programs` in files that are no text for readers. A program's find is
+mostly a pair: what it does (RUNS_TEXT, FETCHES, POSTS, FOREIGN, … are lists of names over all languages) near what else
+it does; each alone is harmless work.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
+from itertools import chain
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +24,7 @@ Spans = Iterator[tuple[int, int]]  # (start, end) in the plain text
 
 @cache
 def table() -> dict[str, Any]:
-    """What rules.yaml holds: `rules`, and `fragments` of their expressions by name."""
+    """What rules.yaml holds: `rules`, `steps` of `unfold`, and `fragments` of their expressions by name."""
     return yaml.safe_load((files("skilltrain.data.screening") / "rules.yaml").read_text(encoding="utf-8"))
 
 
@@ -30,20 +36,17 @@ def expand(regex: str) -> str:
 
 @dataclass(frozen=True)
 class Find:
-    """One way to break a rule: `regex` within `reach` of an anchor, or what `custom` yields; see rules.yaml.
+    """One way to break a rule, as places in the plain text (of a `written` check in the text as written)."""
 
-    Places are those of the plain text, of `written` checks those of the text as written.
-    """
-
-    anchors: str = ""
+    anchors: str = ""  # lower-case texts with | between: `regex` is tried within `reach` of one; everywhere without
     regex: str = ""
-    custom: "Callable[[Reading], Spans] | None" = None
+    custom: "Callable[[Reading], Spans] | None" = None  # a check in Python instead: its module and name
     written: bool = False
-    needs: tuple[str, ...] = ()
-    score: tuple[tuple[str, int], ...] = ()
+    needs: tuple[str, ...] = ()  # all must stand within `near` letters of a find
+    score: tuple[tuple[str, int], ...] = ()  # points of what may stand there, of which `least` come together
     least: int = 0
-    unless: str = ""
-    cited: Literal["warned", "quoted", ""] = "warned"
+    unless: str = ""  # must not stand there
+    cited: Literal["warned", "quoted", ""] = "warned"  # no find: a command warned of, an order quoted, or neither
     near: int = 160
     reach: int = 400
     fields: tuple[str, ...] = ("name", "description", "body", "program")
@@ -96,10 +99,12 @@ class Rule:
 
 def load_rules(modules: Mapping[str, ModuleType]) -> tuple[Rule, ...]:
     """The rules of rules.yaml; `modules` are those of the checks in Python, by name."""
-    return tuple(
-        Rule(rule["name"], rule["reason"], tuple(_find_of(find, modules) for find in rule["finds"]))
-        for rule in table()["rules"]
-    )
+    rules = []
+    for rule in table()["rules"]:
+        programs = ({**row, "fields": ["program"]} for row in rule.get("programs", ()))
+        rows = chain(rule.get("finds", ()), programs)
+        rules.append(Rule(rule["name"], rule["reason"], tuple(_find_of(row, modules) for row in rows)))
+    return tuple(rules)
 
 
 def _find_of(row: Mapping[str, Any], modules: Mapping[str, ModuleType]) -> Find:

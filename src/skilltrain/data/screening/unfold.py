@@ -105,7 +105,8 @@ def _codes(found: re.Match[str], _: Values) -> str | None:
     numbers = [_number(one[0]) for one in _EACH_NUMBER.finditer(found[0])]
     shown = "".join(map(chr, numbers)) if all(9 <= number < 127 for number in numbers) else ""
     alike = found["call"] or re.search(r"[a-z]{4}|[a-z]{2}[./]|/\w", shown, re.I)
-    return _quote(re.sub(r"\s", " ", shown)) if alike else None
+    literal = _quote(re.sub(r"\s", " ", shown)) if alike else None
+    return literal if found["call"] or literal is None else f"{found[0][0]}{literal}{found[0][-1]}"
 
 
 def _number(written: str) -> int:
@@ -211,7 +212,7 @@ def _variable(found: re.Match[str], values: Values) -> str | None:
     shown = _USE.sub(lambda use: _used(use, values) or use[0], written)
     value = _inner(shown) if found["value"] else shown
     values[name] = value
-    if len(value) > _LONGEST or "$" in value:
+    if not value or len(value) > _LONGEST or "$" in value:
         del values[name]
     return (
         f"{found[0][: -len(written)]}{shown if found['value'] or name not in values else _quote(value)}"
