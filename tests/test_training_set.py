@@ -139,12 +139,9 @@ def clustered(tmp_path, **clusters):
     return write_table([{"skill_id": s, "cluster": c} for s, c in clusters.items()], CLUSTERS, tmp_path)
 
 
-def test_clusters_are_found_at_the_start_where_they_are_asked_for(build):
+def test_clusters_are_found_at_the_start_or_read_from_a_table_where_they_are_asked_for(build, tmp_path):
     assert load_training_set(build()).clusters == {}
     assert load_training_set(build(), 0.6).clusters == dict.fromkeys(SKILL_IDS, 0)  # all bodies are one word
-
-
-def test_clusters_can_be_read_from_a_table(build, tmp_path):
     source = build(clusters=clustered(tmp_path, a=7, b=3, c=7, d=4, e=5, x=4))
     assert load_training_set(source, 0.6).clusters == {"a": 7, "c": 7}  # x is no skill of the lists
     assert load_training_set(source).clusters == {}
