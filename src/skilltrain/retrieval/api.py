@@ -75,15 +75,14 @@ class ApiEncoder:
     def encode_skills(self, skills: Sequence[Skill]) -> Float32[np.ndarray, "skill dim"]:
         """One unit vector per skill; equal and cached texts are not sent. SkilltrainError names a skill without one."""
         texts = [self.config.render_skill(skill) for skill in skills]
-        return self._encode(texts, "embedding skills", [f"skill {skill.skill_id}" for skill in skills])
+        embed = partial(self._embed, [f"skill {skill.skill_id}" for skill in skills])
+        return cached_vectors(texts, _ANY_LENGTH, "embedding skills", self.cache, embed)
 
     def encode_queries(self, texts: Sequence[str]) -> Float32[np.ndarray, "query dim"]:
         """One unit vector per raw query; prompt and cap are applied here. Errors count queries from 0."""
         rendered = [self.config.render_query(text) for text in texts]
-        return self._encode(rendered, "embedding queries", [f"query {place}" for place in range(len(texts))])
-
-    def _encode(self, texts: Sequence[str], description: str, names: Sequence[str]) -> Vectors:
-        return cached_vectors(texts, _ANY_LENGTH, description, self.cache, partial(self._embed, names))
+        embed = partial(self._embed, [f"query {place}" for place in range(len(texts))])
+        return cached_vectors(rendered, _ANY_LENGTH, "embedding queries", self.cache, embed)
 
     def _embed(self, names: Sequence[str], work: OrderedTexts) -> Parts:
         """Yield vectors as the server gives them, those of requests that are under way also after one failed."""
