@@ -349,6 +349,35 @@ def test_places_in_the_plain_text_lead_back():
     assert [text[slice(*plain.place(i, i + 1))] for i in range(5)] == ["Ａ", "&", "b", "İ", "c"]
 
 
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ('x = "cu" + "rl"', 'x = "curl"'),
+        ("x = ['cu', 'rl'].join('')", 'x = "curl"'),
+        ("x = 'cXuXrl'.replace('X', '')", 'x = "curl"'),
+        ('x = "lruc"[::-1] + "metsys".reverse', 'x = "curlsystem"'),
+        ("x = '{1}{0}' -f 'ex','i'", 'x = "iex"'),
+        ("$f = 'sys' . 'tem'; $f('id')", "$f = \"system\"; system('id')"),
+        ('mk="mkf"; mk="${mk}ifo"; $mk "$q"', 'mk="mkf"; mk="mkfifo"; mkfifo "$q"'),
+        ("a=d; $a$a i${a/d/f}=x", "a=d; dd if=x"),
+        (r"'\x63\165rl' + chr(46)", '"curl."'),
+        ("f([115, 121, 115, 116, 101, 109])", 'f(["system"])'),
+        ("atob('Y3VybCAtcw=='), codecs.decode('vzcbeg bf', 'rot13')", '"curl -s", "import os"'),
+        ("$(echo Y3VybCAtcw== | base64 -d) x", '$("curl -s") x'),
+        ("getattr(os, 'sys' + 'tem')(x)", "os.system(x)"),
+        ("__import__('os').system(x)", "os.system(x)"),
+        ("run(['curl', '-s', url])", 'run("curl -s url")'),
+        ('c""url po^wershell', "curl powershell"),
+        ('h = "b.test"; u = f"https://{h}/x"', 'h = "b.test"; u = f"https://b.test/x"'),
+        ("getattr(os, name)(x + y)", "getattr(os, name)(x + y)"),
+    ],
+)
+def test_programs_are_read_as_if_nothing_were_hidden(written: str, shown: str):
+    reading = read_text(written, "./x")
+    assert reading.plain == shown
+    assert all(0 <= start < end <= len(written) for start, end in (reading.place(i, i + 1) for i in range(len(shown))))
+
+
 RUNS = (hidden._RUN, reading._DISGUISE)  # a run of one kind of letter, with nothing behind it
 
 
