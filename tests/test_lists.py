@@ -166,7 +166,7 @@ def test_together_gives_one_list_a_query_with_verdicts_from_judgements_and_reaso
         "dropped": {"min_negatives": 1, "no_positive": 1, "not_in_pool": 1},
     }
     assert {(row["query_id"], row["skill_id"], row["filter"]) for row in rows} == {
-        ("q3", "gone", "not_in_pool"), ("q3", "", "no_positive"), ("q4", "a", "min_negatives"),
+        ("q3", "gone", "not_in_pool"), ("q3", "", "no_positive"), ("q4", "", "min_negatives"),
     }  # fmt: skip
     assert [row["reason"] for row in rows if row["query_id"] == "q4"] == ["0 negative(s), at least 1 wanted"]
     assert list(run(folder, quotas={"semantic": 4, "random": 1}, min_negatives=5)[1]) == ["q1"]

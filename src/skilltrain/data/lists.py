@@ -184,18 +184,14 @@ def _row(plan: ListPlan, entries: Sequence[Entry], config: ListsConfig, dropped:
         return {}
     num_negatives = len(entries) - len(plan.positives) + len(outside)
     if num_negatives < config.min_negatives:
-        skill_id = plan.positives[0] if len(plan.positives) == 1 else ""
         reason = f"{num_negatives} negative(s), at least {config.min_negatives} wanted"
-        dropped.append(Dropped(plan.query_id, skill_id, "min_negatives", reason, float(num_negatives)))
+        dropped.append(Dropped(plan.query_id, "", "min_negatives", reason, float(num_negatives)))
         return {}
-    return {
-        "query_id": plan.query_id,
-        "skill_ids": [entry.skill_id for entry in entries],
-        # A mined candidate that nobody judged is taken for irrelevant: that is what mining assumes.
-        "verdicts": [str(plan.judged.get(e.skill_id, Verdict.IRRELEVANT)) for e in entries],
-        "sources": [entry.source for entry in entries],
-        "ranks": [entry.rank for entry in entries],
-    }
+    skill_ids, sources, ranks = (list(column) for column in zip(*entries, strict=True))
+    # A mined candidate that nobody judged is taken for irrelevant: that is what mining assumes.
+    verdicts = [str(plan.judged.get(skill_id, Verdict.IRRELEVANT)) for skill_id in skill_ids]
+    columns = {"skill_ids": skill_ids, "verdicts": verdicts, "sources": sources, "ranks": ranks}
+    return {"query_id": plan.query_id, **columns}
 
 
 def build_list(plan: ListPlan, candidates: Sequence[Entry], config: ListsConfig) -> list[Entry]:

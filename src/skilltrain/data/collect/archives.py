@@ -13,7 +13,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from skilltrain.data.collect import RefusalError
 from skilltrain.texts import decode_text
@@ -26,15 +26,8 @@ _BROKEN = (
     zipfile.BadZipFile, tarfile.TarError, zlib.error, struct.error, EOFError, RuntimeError,
     ValueError, OverflowError, OSError,
 )  # fmt: skip
-
-
-class Member(NamedTuple):
-    """One entry of an archive; `open` reads a file."""
-
-    name: str
-    is_file: bool
-    num_bytes: int
-    open: Callable[[], Any]
+Member = tuple[str, int, Callable[[], Any] | None]
+"""Name and declared bytes of an entry, and what opens it; None where it is no plain file."""
 
 
 def read_skill_files(content: bytes) -> dict[str, bytes]:
@@ -48,17 +41,17 @@ def read_skill_files(content: bytes) -> dict[str, bytes]:
     tops: set[str] = set()
     num_bytes = 0
     try:
-        for number, member in enumerate(_members(content), 1):
+        for number, (name, size, open_file) in enumerate(_members(content), 1):
             if number > MAX_FILES:
                 raise RefusalError("bomb", f"holds more than {MAX_FILES:,} files")
-            num_bytes += member.num_bytes
+            num_bytes += size
             _check_size(num_bytes)
-            parts = path_parts(member.name)
-            if member.is_file and parts:
+            parts = path_parts(name)
+            if open_file and parts:
                 tops.add(parts[0] if parts[1:] else "")
                 is_new_skill = parts[-1].lower() == "skill.md" and parts[:-1] not in found
-                if is_new_skill and member.num_bytes <= MAX_SKILL_BYTES:
-                    with member.open() as file:
+                if is_new_skill and size <= MAX_SKILL_BYTES:
+                    with open_file() as file:
                         found[parts[:-1]] = file.read()
     except _BROKEN as error:
         raise ValueError(f"cannot be unpacked: {str(error) or type(error).__name__!a:.200}") from error
@@ -89,7 +82,7 @@ def _members(content: bytes) -> Iterator[Member]:
             raise ValueError("it is a JSON object")
         if not text:
             raise RefusalError("unknown_format", "is neither .zip, .tar, .tar.gz nor text")
-        yield Member("SKILL.md", True, len(content), lambda: io.BytesIO(content))
+        yield "SKILL.md", len(content), lambda: io.BytesIO(content)
 
 
 def _zip_members(content: bytes) -> Iterator[Member]:
@@ -99,7 +92,7 @@ def _zip_members(content: bytes) -> Iterator[Member]:
                 what = "encrypted" if info.flag_bits & 1 else f"compressed by method {info.compress_type}"
                 raise RefusalError("unknown_format", f"{info.filename[:120]!a} is {what}")
             is_file = not info.is_dir() and stat.S_IFMT(info.external_attr >> 16) in (0, stat.S_IFREG)
-            yield Member(info.filename, is_file, info.file_size, partial(archive.open, info))
+            yield info.filename, info.file_size, partial(archive.open, info) if is_file else None
 
 
 class _Tape:
@@ -123,7 +116,7 @@ def _tar_members(tape: Any) -> Iterator[Member]:
             if info.size < 0:
                 raise tarfile.ReadError("declares a file of negative size")
             is_file = info.isreg() and not info.issparse()
-            yield Member(info.name, is_file, info.size, partial(archive.extractfile, info))
+            yield info.name, info.size, partial(archive.extractfile, info) if is_file else None
     while tape.read(_CHUNK):  # to the end, where gzip's checksum stands
         pass
 
