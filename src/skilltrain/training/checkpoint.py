@@ -125,8 +125,8 @@ def best_checkpoint(folder: Path) -> Path | None:
 def load_checkpoint(accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path) -> Position | None:
     """Restore the newest checkpoint of `folder` and give its position; None if there is none.
 
-    Raises SkilltrainError if another way of sharing the model wrote it (another number of processes is one, unless each
-    holds the whole model), and where a part of it is missing, damaged, or would execute code.
+    Raises SkilltrainError if another launch wrote it (`launch_of`), and where a part of it is missing, damaged, or
+    would execute code.
     """
     if not (found := checkpoints(folder)):
         return None
@@ -244,10 +244,7 @@ def _file_of(accelerator: Accelerator, what: str) -> str:
 
 
 def _restore_moments(optimizer: Any, moments: dict[str, Tensor]) -> None:
-    """`<number of the parameter>.<name>` → this rank's part of the optimiser's tensors.
-
-    Raises ValueError for moments of another shape than their weight.
-    """
+    """Take up `<number of the parameter>.<name>` → this rank's part of it. Raises ValueError for another shape."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states: dict[int, dict[str, Tensor]] = {}
     for key, value in moments.items():

@@ -76,8 +76,7 @@ def launch_of(accelerator: Accelerator) -> str:
 def check_shared(accelerator: Accelerator, folder: Path) -> None:
     """Raise SkilltrainError, on every rank, unless all ranks see one `folder`; all must call it before any uses it.
 
-    Otherwise machines would each keep a part of every checkpoint, and some would resume from other weights. A rank
-    that finds process 0's file in a listing of `folder` has a listing new enough to hold every checkpoint too.
+    A rank that finds process 0's file in a listing has one that is new enough to hold every checkpoint too.
     """
     if accelerator.num_processes == 1:
         return
@@ -142,12 +141,11 @@ def _refuse_unsupported(accelerator: Accelerator, config: TrainingConfig, quanti
 def _set_deepspeed(accelerator: Accelerator, config: TrainingConfig) -> None:
     """Settings that DeepSpeed keeps in its own configuration; its defaults would clip, or fail to save, unasked.
 
-    Accumulation is ours: accelerate tells the engine at each backward pass whether a step follows. transformers must
-    not know of ZeRO-3: it would load empty weights, also where rank 0 loads the trained model to save it.
+    Accumulation is ours: accelerate tells the engine at each backward pass whether a step follows.
     """
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    unset_hf_deepspeed_config()
+    unset_hf_deepspeed_config()  # transformers would load empty weights under ZeRO-3
     plugin = accelerator.state.deepspeed_plugin
     assert plugin is not None
     plugin.deepspeed_config |= {

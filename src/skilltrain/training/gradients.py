@@ -37,9 +37,9 @@ Rows = tuple[tuple[str, str], Float[Tensor, "row figure"]]
 class PartOfGradient:
     """What one part of a loss does at the scores, the queries' vectors or the skills' vectors: means over `num` rows.
 
-    `norm` is that of its gradient, `share` its part of the sum of all parts' norms. `cosine` is to the gradient of the
-    whole loss there. `survival` is how far the whole goes along this part's own gradient, in lengths of it: 1 is all of
-    it, 0 nothing, below 0 the reverse. At the scores `slope` is d loss / d score, and nothing is in a part's way there.
+    `norm` is that of its gradient, `share` its part of all parts' norms, `cosine` that to the whole loss's gradient.
+    `survival` is how far the whole goes along this part's own gradient, in lengths of it: 1 is all of it, below 0 the
+    reverse. `slope` is d loss / d score.
     """
 
     at: str
@@ -53,10 +53,7 @@ class PartOfGradient:
 
 
 def measure_gradients(config: TrainConfig, num_batches: int) -> list[PartOfGradient]:
-    """The parts over the first batches of a training, by the model that it starts from; nothing is trained.
-
-    Raises SkilltrainError for a loss that does not see one table of scores, and lists without a rejected skill.
-    """
+    """The parts over the first batches of a training, by the model that it starts from; nothing is trained."""
     is_late = isinstance(config, TrainEncoderConfig) and config.late_interaction is not None
     if is_late or isinstance(config.loss, Matryoshka):
         raise SkilltrainError("gradients are taken apart for a plain loss alone", where="loss", fix="name one")
@@ -142,8 +139,7 @@ def at_scores(slopes: Float[Tensor, "query skill"], names: Sequence[Sequence[str
 def at_vectors(at: str, parts: Mapping[str, Vectors], whole: Vectors, vectors: Vectors) -> Iterator[Rows]:
     """For each part and row that it reaches: its gradient's norm and share, its cosine and product with the `whole`.
 
-    What the parts do not add up to comes from a loss's other directions. All are cut to what turns the unit `vectors`:
-    the part along a vector is lost where it is made a unit vector.
+    What the parts do not add up to comes from a loss's other directions. All are cut to what turns the unit `vectors`.
     """
     every = {**parts, DIRECTIONS: whole - sum(parts.values(), torch.zeros_like(whole)), "": whole}
     turning = {part: rows - (rows * vectors).sum(1, keepdim=True) * vectors for part, rows in every.items()}

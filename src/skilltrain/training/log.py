@@ -32,10 +32,7 @@ def note_of(figures: Mapping[str, float]) -> str:
 
 
 class TrainingLog:
-    """Keeps figures in a file and in trackers, which it closes; on processes but the first it keeps nothing.
-
-    Lines after the step that a run resumes from are dropped first, torn ones too: their steps are done again.
-    """
+    """Keeps figures in a file and in trackers, which it closes; on processes but the first it keeps nothing."""
 
     def __init__(self, path: Path, resumed_step: int, trackers: Sequence[GeneralTracker]) -> None:
         self.path, self.active, self.trackers = path, is_main_process(), trackers
@@ -106,7 +103,7 @@ def open_trackers(names: Sequence[TrackerName], folder: Path, recipe: Mapping[st
 
 
 def _kept_lines(path: Path, resumed_step: int) -> Iterator[str]:
-    """The whole lines of an earlier part of the run, up to the step that it resumes from."""
+    """The whole lines of a run up to the step that it resumes from; later steps are done again."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(ValueError):
             row = json.loads(line)

@@ -238,8 +238,7 @@ def held_bytes(module: nn.Module) -> int:
 def check_fits(config: TrainConfig) -> None:
     """Raise SkilltrainError, before any weight is read, where what training holds of each exceeds the GPU.
 
-    Activations come on top, so a training that passes may still not fit; of 4-bit weights, which are made as they load,
-    nothing is known yet.
+    Activations come on top; of 4-bit weights, which are made as they load, nothing is known yet.
     """
     device = default_device()
     if device.type != "cuda" or is_quantized(config):
@@ -254,11 +253,7 @@ def check_fits(config: TrainConfig) -> None:
 
 
 def planned_seconds(step: StepModule, batches: Sequence[Batch], dtype: torch.dtype, device: torch.device) -> float:
-    """About how long all forward and backward passes take on one process: a layer's time, times layers and tokens.
-
-    It computes a micro-batch of texts of the mean length. The optimiser's step, the exchange between ranks and
-    evaluations come on top.
-    """
+    """About how long all forward and backward passes take on one process: a layer's time, times layers and tokens."""
     sample = batches[:: max(1, len(batches) // _SAMPLED)]
     slots = len(batches) * fmean(sum(step.slots(batch)) for batch in sample)
     most, budget = step.model.settings.max_tokens, step.settings.token_budget

@@ -142,8 +142,7 @@ def _check_rejections(lists: Sequence[TrainingList]) -> None:
 def lexical_scores(texts: Iterable[str], pool: Sequence[Skill]) -> dict[str, dict[str, float]]:
     """Query text → skill_id → (BM25 - lowest) / standard deviation, both those of the query's 100 best of the `pool`.
 
-    A skill that is not among these has 0, as the last of them has. Up to a constant a query, which no softmax sees,
-    these are the z-scores that a `fuse` of the ranker `lexical` adds.
+    Up to a constant per query, which no softmax sees, these are the z-scores that a `fuse` of `lexical` adds.
     """
     queries = [Query(text, text, "", "", "") for text in dict.fromkeys(texts)]
     scores: dict[str, dict[str, float]] = {}
