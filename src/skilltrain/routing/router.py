@@ -40,6 +40,7 @@ class _Opened:
     system: SystemConfig
     skills: Mapping[str, Skill]
     pool: Path | None
+    names: Mapping[str, str]
     parts: dict[str, Ranker]
     models: dict[str, Any]
     index: Index | None
@@ -47,17 +48,6 @@ class _Opened:
     @cached_property
     def rankers(self) -> list[Ranker]:
         return [open_ranker(ranker, (), self.parts) for ranker in self.system.rankers]
-
-    @cached_property
-    def names(self) -> dict[str, str]:
-        """Key of a ranker → its name, with a number from the second of one name."""
-        names, counts = dict[str, str](), Counter[str]()
-        for part in parts_of(self.system.rankers):
-            if part.kind != "fuse" and key_of(part) not in names:
-                name = leg_name(part)
-                counts[name] += 1
-                names[key_of(part)] = f"{name} {counts[name]}".removesuffix(" 1")
-        return names
 
     def trace(self, query: Query, k: int, without: Collection[str] = ()) -> Traced:
         """What the rankers make of a query; skills `without` are left out before a ranker keeps any."""
@@ -181,10 +171,15 @@ def _open(
 ) -> _Opened:
     """The rankers over a pool, and over what an index holds of it; `models` get what has to be opened."""
     check_rankers(system)
-    parts, ids = dict[str, Ranker](), [*skills]
+    names, parts, ids = dict[str, str](), dict[str, Ranker](), [*skills]
     stored, router = (index.parts, index.folder.parent) if index else ({}, None)
+    counts: Counter[str] = Counter()
     for config in parts_of(system.rankers):
-        key = key_of(config)
+        key, name = key_of(config), leg_name(config)
+        if isinstance(config, FuseConfig) or key in names:
+            continue
+        counts[name] += 1
+        names[key] = f"{name} {counts[name]}".removesuffix(" 1")
         kept = stored.get(key)
         if isinstance(config, LexicalConfig):
             parts[key] = PoolRanker(ids, kept or config.index([*skills.values()]))
@@ -194,9 +189,9 @@ def _open(
             parts[key] = PoolRanker(ids, VectorIndex(chunks, _remembered(encoders)))
         elif isinstance(config, LateConfig):
             parts[key] = open_model(config, models, router).over(skills, kept)
-        elif not isinstance(config, FuseConfig | ExpandConfig):
+        elif not isinstance(config, ExpandConfig):
             parts[key] = open_model(config, models, router).over(skills)
-    return _Opened(system, skills, pool, parts, models, index)
+    return _Opened(system, skills, pool, names, parts, models, index)
 
 
 def _remembered(encoders: Encoders) -> Callable[[Sequence[str]], Float32[np.ndarray, "query dim"]]:
