@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from skilltrain.data.own_text import MAX_WORDS, MIN_WORDS, own_queries
 from skilltrain.data.pool.read import read_source
-from skilltrain.data.query_texts import names_skill, query_profile, without_name
+from skilltrain.data.query_texts import names_program, names_skill, programs_of, query_profile, without_name
 from skilltrain.records import Skill
 from skilltrain.texts import num_words
 
@@ -43,6 +43,31 @@ def test_a_name_is_taken_out_however_it_is_written() -> None:
     assert without_name(text, "pdf-tools") == "Use , or ; pdf toolsets stay"
     assert without_name("请用luma生成视频", "luma") == "请用 生成视频"
     assert without_name("anything", "---") == "anything"
+
+
+CLIPS = """# Cut clips
+```bash
+$ sudo ffmpeg -i in.mp4 out.mp4
+cd clips && ls
+whisper-cli --model small out.mp4
+# then
+python cut.py
+```
+Use `sox` for the rest.
+```python
+import ffmpegio
+```
+"""
+
+
+def test_programs_are_what_shell_blocks_start_and_not_everybody_does() -> None:
+    assert programs_of(CLIPS) == {"ffmpeg", "whisper-cli"} and programs_of("ffmpeg -i a") == frozenset()
+    console = "```console\n$ gh pr list\n> kubectl get pods\n$ git push\npapers = [1]\n```"
+    assert programs_of(console) == {"gh", "kubectl"}
+    for query in ("cut it with FFmpeg", "run whisper cli on it"):
+        assert names_program(query, CLIPS)
+    for query in ("cut the clip", "use ffmpegio"):
+        assert not names_program(query, CLIPS)
 
 
 def test_words_are_counted_in_both_scripts() -> None:

@@ -1,6 +1,7 @@
 """Texts of queries: which answers of a model are one, how varied a set of them is, and whether one names its skill.
 
-A query that names its skill teaches a model to match names, not needs (SkillRouter, section 4.1).
+A query that names its skill, or a program that it runs, teaches a model to match names, not needs (SkillRouter,
+section 4.1).
 """
 
 import re
@@ -22,6 +23,19 @@ _REFUSAL = re.compile(
     r"|as an ai\b|很?抱歉|对不起|我(?:无法|不能)(?:协助|提供|帮助|生成|满足))", re.I)  # fmt: skip
 _LABEL = re.compile(r"^(?:(?:user )?(?:request|query|task)(?: \d+)?|请求|用户请求)\s*[:：]\s*", re.I)
 _IS_LATIN = re.compile(rf"[^{CJK}]")
+_SHELL = re.compile(r"^```(?:bash|sh|shell|zsh|console)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL | re.IGNORECASE)
+_PROGRAM = re.compile(r"^[ \t]{0,8}(?:[$>] )?(?:sudo )?([a-z][\w-]{1,40})(?= (?![=(])|$)", re.MULTILINE)
+# Words of the shell and of code that is written by it, and programs that tell nothing of what a skill is for.
+_ANYBODYS = frozenset(
+    words_of(
+        """alias apt awk bash break brew bun case cat cd chmod chown class cmd command conda const continue cp curl cut
+        data date def deno diff do done echo elif else env esac eval exec exit export false fi find for from
+        function git go grep head if import in install jq kill less let ln local ls make mkdir mv node npm npx
+        open pip pip3 pipx pnpm printf process ps pwd python python3 read return rm run sed set sh sleep sort
+        source ssh sudo tail tar tee test then time touch trap true uniq unset until uv uvx var wait wc wget
+        which while with xargs yarn zip"""
+    )
+)
 
 
 def fit_query(answer: str, seen: set[str], most: int, skills: Iterable[Skill]) -> str:
@@ -62,6 +76,17 @@ def query_profile(texts: Sequence[str]) -> dict[str, float]:
     median, ninth = np.quantile([num_words(text) for text in texts], (0.5, 0.9)).tolist()
     shares = {f"distinct_{name}": round(len({*found}) / max(1, len(found)), 4) for name, found in distinct.items()}
     return {"median_words": median, "p90_words": ninth, **shares}
+
+
+def programs_of(body: str) -> frozenset[str]:
+    """The programs that the shell blocks of a skill's body start, but for those that every other skill starts too."""
+    found = (program for block in _SHELL.findall(body) for program in _PROGRAM.findall(block))
+    return frozenset(found) - _ANYBODYS
+
+
+def names_program(query: str, body: str) -> bool:
+    """Whether `query` has the name of a program of the skill as a word: "with ffmpeg" tells which skill is wanted."""
+    return any(names_skill(query, program) for program in programs_of(body))
 
 
 def names_skill(query: str, name: str) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from jaxtyping import Bool, Int64
 
-from skilltrain.data.query_texts import names_skill
+from skilltrain.data.query_texts import names_program, names_skill
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import POSITIVE, Dropped, Skill
 from skilltrain.runs import RUN_FILE, record_of
@@ -187,6 +187,7 @@ def run_checks(m: Material) -> dict[str, Int64[np.ndarray, " found"]]:
         asked = [(n, m.texts[m.in_list[n]], m.skills[m.skill[n]]) for n in np.flatnonzero(m.positive & known).tolist()]
         places = np.arange(len(m.in_list))
         found["leak"] = np.isin(places, [n for n, text, skill in asked if names_skill(text, skill.name)])
+        found["program_leak"] = np.isin(places, [n for n, text, skill in asked if names_program(text, skill.body)])
         found["same_name"] = m.like_a_positive(names) & known
         found["same_text"] = m.like_a_positive(bodies) | m.like_a_positive(descriptions)
         languages = [(n, language_of(text[:4000]), skill.lang) for n, text, skill in asked]
