@@ -113,4 +113,5 @@ def _load(path: Path, split: str | None) -> Benchmark:
         if (path / marker).exists():
             return reader(path, split)
     forms = ", or ".join(form for *_, form in _FORMS)
-    raise SkilltrainError("is not a benchmark", where=path, fix=f"one holds {forms}")
+    fix = f"one holds {forms}; `skilltrain queries` makes one of files of your own"
+    raise SkilltrainError("is not a benchmark", where=path, fix=fix)
