@@ -14,14 +14,12 @@ from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 from skilltrain.models import loading, shared_prompt
 from skilltrain.models.bert import read_bert
-from skilltrain.models.micro_batches import Groups, TokenIds, embed_together, micro_batches, model_inputs
+from skilltrain.models.micro_batches import Groups, Texts, TokenIds, embed_together, micro_batches, model_inputs
 from skilltrain.models.pooling import Pooling, at_least_float32, foreign_settings, pool
 from skilltrain.models.tokens import TextTokenizer
 from skilltrain.records import Skill
 from skilltrain.templates import FIELDS_SEEN, Chunks, EncoderTemplate, with_fields
 
-Texts = Sequence[TokenIds] | Sequence[Float[Tensor, "_ width"]]
-"""The texts of a micro-batch, as token ids or as embedded tokens."""
 _MOST_CHARS = 5  # of a token, in the long run; English prose has between 4 and 5, Markdown and code fewer
 
 

@@ -9,6 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 TokenIds = Sequence[int] | np.ndarray
+Texts = Sequence[TokenIds] | Sequence[Float[Tensor, "_ width"]]
+"""The texts of a micro-batch, as token ids or as embedded tokens."""
 TextT = TypeVar("TextT", bound=Sized)
 Groups = list[list[int]]
 
@@ -70,7 +72,7 @@ def on_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
 
 
 def model_inputs(
-    texts: Sequence[TokenIds] | Sequence[Float[Tensor, "_ dim"]], pad_id: int, device: torch.device
+    texts: Texts, pad_id: int, device: torch.device
 ) -> tuple[dict[str, Tensor], Int[Tensor, "text token"]]:
     """(token ids or embedded tokens under transformers' name, attention mask), padded on the right to the longest."""
     lengths = np.array([len(text) for text in texts])

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from skilltrain.models.micro_batches import TokenIds, on_device
+from skilltrain.models.micro_batches import Texts, TokenIds, on_device
 
 _NAME = "skilltrain_shared_prompt"
 _LEAST_FILL = 0.8  # continuations at least this long, relative to the longest, share one attention call
@@ -37,9 +37,7 @@ class PackedTexts:
     by them; `was_used` proves that attention was asked. No dataclass: FSDP2 with mixed precision would copy it.
     """
 
-    def __init__(
-        self, texts: Sequence[TokenIds] | Sequence[Float[Tensor, "_ width"]], device: torch.device, varlen: bool = False
-    ) -> None:
+    def __init__(self, texts: Texts, device: torch.device, varlen: bool = False) -> None:
         tokens = [text for text in texts if not isinstance(text, Tensor)]
         self.num_shared = shared = num_shared(tokens) if tokens and not varlen else 0
         self.order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
