@@ -366,7 +366,7 @@ def test_places_in_the_plain_text_lead_back():
         ("$(echo Y3VybCAtcw== | base64 -d) x", '$("curl -s") x'),
         ("getattr(os, 'sys' + 'tem')(x)", "os.system(x)"),
         ("__import__('os').system(x)", "os.system(x)"),
-        ("run(['curl', '-s', url])", 'run("curl -s url")'),
+        ("run(['curl', '-s', url])", 'run("curl -s $url")'),
         ('c""url po^wershell', "curl powershell"),
         ('h = "b.test"; u = f"https://{h}/x"', 'h = "b.test"; u = f"https://b.test/x"'),
         ("getattr(os, name)(x + y)", "getattr(os, name)(x + y)"),

@@ -92,7 +92,7 @@ def _inners(literals: str | None) -> list[str]:
 _TELLING = re.compile(rf"[./]\w|{expand('<TORN>')}", re.I)
 _EACH_TEXT, _EACH_NUMBER = (re.compile(expand(name), re.I) for name in ("<TEXT>", "<NUMBER>"))
 _ASSIGNMENT, _USE, _OPERAND = (re.compile(expand(name), re.I) for name in ("<ASSIGN>", "<USES>", "<TEXT>|<OPERAND>"))
-_EACH_PART = re.compile(expand(r"<TEXT>|[\w.]{1,40}"), re.I)
+_EACH_PART = re.compile(expand(r"<TEXT>|\$?[\w.]{1,40}(?:\{\w{1,12}\})?"), re.I)
 
 
 def _escapes(found: re.Match[str], _: Values) -> str | None:
@@ -237,7 +237,8 @@ def _used(found: re.Match[str], values: Values) -> str | None:
 
 def _listed(found: re.Match[str], _: Values) -> str:
     """A command as a list, as a shell would read it."""
-    texts = [one[0] if one[0][-1] not in "\"'`" else _inner(one[0]) for one in _EACH_PART.finditer(found["list"])]
+    parts = (one[0] for one in _EACH_PART.finditer(found["list"]))
+    texts = [_inner(part) if part[-1] in "\"'`" else f"${part.lstrip('$')}" for part in parts]
     opening = found[0][: found.start("list") - found.start()].rstrip().rstrip("[")
     return f'{opening}"{" ".join(texts)}"'
 
