@@ -51,7 +51,7 @@ def rewrite(
     for found in regex.finditer(plain):
         if (instead := shown(found)) is None:
             continue
-        same = _num_same(found[0], instead)
+        same = min(_num_same(found[0], instead), len(found[0]) - 1)
         start, end, instead = found.start() + same, found.end(), instead[same:]
         same = min(_num_same(plain[start:end][::-1], instead[::-1]), end - start - 1, len(instead) - 1)
         if same > 0:
