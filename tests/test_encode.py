@@ -96,7 +96,7 @@ def test_bad_input_is_one_line(place):
     recipe = place / "recipe.yaml"
     assert "encoder.cache is missing" in skilltrain("encode", recipe, "encoder.cache=null").only_line
     (place / "file").write_text("x")
-    assert "vectors: cannot write" in skilltrain("encode", recipe, f"encoder.cache={place}/file").error_line
+    assert "cannot make the vector cache: " in skilltrain("encode", recipe, f"encoder.cache={place}/file").error_line
     assert "no skills table here" in skilltrain("encode", recipe, f"pool={place}").error_line
     assert "is a recipe of stage encode" in skilltrain("train", recipe).only_line
     assert not (place / "encoded").exists()

@@ -73,6 +73,7 @@ def test_rules_cut_a_task_at_words_of_order_and_before_verbs(task: str, steps: l
     [
         ('["fetch it", "send it"]', Round(("fetch it", "send it"))),
         ('Sure!\n```json\n["fetch it"]\n```', Round(("fetch it",))),
+        ('The steps: ["fetch it"]. Shall I begin?', Round(("fetch it",))),
         ("1. fetch it 2. send it", "it holds no JSON array"),
         ('["fetch it", ', "it holds no JSON array"),
         ("[" * 100_000 + "]", "it holds no JSON array"),
@@ -130,9 +131,10 @@ def test_alpha_weighs_similarity_against_compatibility_with_earlier_steps() -> N
 
 
 def test_a_step_that_nothing_fits_has_no_skill() -> None:
-    found: list[Ranking] = [[("csv", 0.0), ("mail", 0.0)], [], [("mail", 0.6), ("csv", 0.1)]]
-    steps = compose("x", ("zzz", "get rows", "send it"), found, SKILLS, ComposeConfig())
-    assert [(step.skill_id, len(step.candidates)) for step in steps] == [(None, 0), (None, 0), ("mail", 2)]
+    found: list[Ranking] = [[("csv", 0.0), ("mail", 0.0)], [("csv", 0.2)], [("mail", 0.6), ("csv", 0.1)]]
+    for min_score, expected in ((0.3, [None, None, "mail"]), (None, [None, "csv", "mail"])):
+        steps = compose("x", ("zzz", "get rows", "send it"), found, SKILLS, ComposeConfig(min_score=min_score))
+        assert [step.skill_id for step in steps] == expected
 
 
 def _find(texts: Sequence[str], keep: int) -> list[Ranking]:

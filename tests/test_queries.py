@@ -176,6 +176,7 @@ def test_files_that_are_not_what_they_say(tmp_path: Path, name: str, content: st
         ({"query": "x", "skill_ids": "a", "split": "valid"}, "split: .*'train', 'dev' or 'test', found 'valid'"),
         ({"query": "x", "skill_ids": "a", "kind": ["x"]}, "kind: .*'single' or 'multi'"),
         ({"query_id": "q", "query": "y", "skill_ids": "a"}, "query_id 'q' stands in .*line 1 too"),
+        ({"group_id": "g", "query": "y", "required": ["a"]}, r"group 'g' holds 1 skill\(s\): a group is judged"),
     ],
 )  # fmt: skip
 def test_wrong_rows_name_file_and_line(tmp_path: Path, row: dict[str, Any], message: str) -> None:

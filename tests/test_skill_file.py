@@ -89,6 +89,7 @@ def test_without_frontmatter_name_is_the_folder_and_description_the_first_paragr
         "名称: x\nname: n\ndescription: d\ncategory: c\nnot: yaml: at all",
         "{name: n, description: d, category: c}",
         '{\n"name": "n",\n\n"description": "d", "category": "c"\n}',
+        "name: n\ndescription: d\nnot: yaml: at all\nmetadata:\n  version: 1\n  category: c",
     ],
 )
 def test_a_closed_block_with_a_name_is_frontmatter_however_it_is_written(header: str):

@@ -235,6 +235,8 @@ def test_saved_rankings_rank_order_candidates_and_are_fused(saved, capsys):
     config = validate(FuseConfig, {"kind": "fuse", "of": legs, "method": "rrf", "weights": [1, 1]}, "test")
     both = open_ranker(config, POOL, {})
     assert both.rank(QUERIES[:1], None, 2) == {"q1": fuse([ONE, TWO], (1, 1), "rrf")[:2]}
+    flat = open_ranker(config.model_copy(update={"rrf_k": 0}), POOL, {})
+    assert flat.rank(QUERIES[:1], None, 2) == {"q1": fuse([ONE, TWO], (1, 1), "rrf", 0)[:2]}
     given = {"q1": [("b", 1.0), ("a", 1.0)]}
     assert both.rank(QUERIES[:1], given, 9) == {"q1": fuse([ONE[:2], TWO[1:]], (1, 1), "rrf")}
 

@@ -120,7 +120,10 @@ def _questions(config: DistractorsConfig) -> Questions[Distractor, Skill]:
 
 
 def gold_skills(config: DistractorsConfig) -> list[tuple[Skill, tuple[Skill, ...]]]:
-    """The gold skills of the benchmark's queries, each with the other gold skills of its queries."""
+    """The gold skills of the benchmark's queries, each with the other gold skills of its queries.
+
+    Raises SkilltrainError where neither the benchmark's folder nor the pool holds one.
+    """
     [benchmark] = open_benchmarks([config.benchmark], config.pool, need_golds=True)
     known = {gold.skill.skill_id: gold.skill for gold in benchmark.golds}
     siblings: dict[str, dict[str, None]] = {}

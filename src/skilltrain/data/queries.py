@@ -120,7 +120,11 @@ class JudgedQuery(NamedTuple):
 
 
 def run_queries(config: QueriesConfig, out: Path) -> dict[str, Any]:
-    """Write QUERIES, JUDGEMENTS and DROPPED (beside `out` where no query is left, which is an error); their counts."""
+    """Write QUERIES, JUDGEMENTS and DROPPED (beside `out` where no query is left, which is an error); their counts.
+
+    Raises SkilltrainError for a row that is no query, for an id that appears twice, for a required skill that is not in
+    the pool (with `missing_gold: error`), and where no query is left (DROPPED is written beside `out` then).
+    """
     reader = _Reader(config)
     for path in config.files:
         for place, row in _rows_of_file(path):
@@ -173,6 +177,9 @@ class _Reader:
         judged: dict[str, Judgement] = {}
         contradicted = [one for one in said if judged.setdefault(one.skill_id, one).verdict is not one.verdict]
         text, own_id = clean_text(row.text).strip(), _line(row.query_id)
+        if "group_id" in values and len(judged) < 2:
+            what = f"group '{own_id}' holds {len(judged)} skill(s): a group is judged against one another"
+            raise SkilltrainError(what, where=place)
         required = sorted(skill_id for skill_id, found in judged.items() if found.verdict is Verdict.REQUIRED)
         # A made-up id comes from what the row says, so that it stays the same when lines are added, removed or moved.
         digest = hashlib.sha256("\x00".join([text, *required]).encode()).hexdigest()[:12]

@@ -105,6 +105,7 @@ def run_rejections(config: RejectionsConfig, out: Path) -> dict[str, Any]:
     """Write QUERIES, JUDGEMENTS and DROPPED; every group asked for is in one of the first and last.
 
     A refusal of a whole group is one, too: a request that needs the anchor alone, for which all others are rejected.
+    Raises SkilltrainError where no group could be used.
     """
     groups, dropped = _groups(config)
     asked = ask(_questions(config, config.llm, groups, partial(read_request, set(), 2 * config.num_words)))

@@ -76,7 +76,10 @@ class SynthesizeConfig(Config):
 
 
 def run_synthesize(config: SynthesizeConfig, out: Path) -> dict[str, Any]:
-    """Write QUERIES, JUDGEMENTS and DROPPED; every query asked for is in one of the first and last."""
+    """Write QUERIES, JUDGEMENTS and DROPPED; every query asked for is in one of the first and last.
+
+    Raises SkilltrainError where no query was made at all.
+    """
     wanted, flagged = _wanted(config)
     used: dict[str, Any] = {}
     if isinstance(config.llm, OwnTextConfig):

@@ -51,7 +51,10 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def share(values: Sequence[bool] | Float[np.ndarray, " query"]) -> Interval:
-    """The share of `values` that are 1, with Wilson's interval (1927), which is no point at 0 and 1."""
+    """The share of `values` that are 1, with Wilson's interval (1927), which is no point at 0 and 1.
+
+    Raises SkilltrainError where there is no value.
+    """
     from scipy.stats import binomtest
 
     if not len(values):

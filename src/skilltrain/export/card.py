@@ -71,6 +71,7 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
     """Markdown with YAML front matter, for the Hub and for whoever opens the folder.
 
     It shows only the last part of local paths, nothing that looks like a key, and no text of the training data.
+    Raises SkilltrainError for a report in which no system uses the run.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 

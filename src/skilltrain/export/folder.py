@@ -28,7 +28,10 @@ _CHAT_TEMPLATE = Path(__file__).parent / "templates" / "yes_no_chat.j2"
 
 
 def save_model(model: Encoder | Reranker, folder: Path, base: str, card: str | None = None) -> None:
-    """Write what `SentenceTransformer(folder)` or `CrossEncoder(folder)` needs to give our vectors or scores."""
+    """Write what `SentenceTransformer(folder)` or `CrossEncoder(folder)` needs to give our vectors or scores.
+
+    Raises SkilltrainError for weights that must not be saved, and where the folder cannot be written.
+    """
     with _written_aside(folder) as aside:
         write_weights(network_of(model), aside, folder)
         tokenizer = _tokenizer_of(model)

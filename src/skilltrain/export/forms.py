@@ -39,6 +39,7 @@ def write_form(folder: Path, form: Form) -> None:
     `sequence_classification`: a Qwen3-like reranker with one output, yes - no. `multi_vector`: an encoder as
     `MultiVectorEncoder` opens it. `onnx`: beside the weights, the network in float32 and with 8-bit weights and
     activations (dynamic quantisation). `openvino`: with 8-bit weights.
+    Raises SkilltrainError for a model that has no such form, and for a package that is missing.
     """
     into = {"multi_vector": _as_multi_vector, "sequence_classification": _as_classifier}
     into.get(form, partial(_add_graph, form=form))(folder)

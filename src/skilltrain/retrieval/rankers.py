@@ -54,7 +54,8 @@ class FuseConfig(Config):
 
     kind: Literal["fuse"] = "fuse"
     of: tuple[LegConfig, ...] = Field(min_length=2, description=f"the rankers; without keep one finds {LEG_KEEP}")
-    method: Method = Field(default="z", description=f"z: add scores, normalised per query; rrf: add 1/({RRF_K} + rank)")
+    method: Method = Field(default="z", description="z: add scores, normalised per query; rrf: add 1/(rrf_k + rank)")
+    rrf_k: int = Field(default=RRF_K, ge=0, description="the larger, the less the first ranks stand out")
     weights: tuple[float, ...] | InputPath | None = Field(default=None, description="one each, or a fusion's folder")
     keep: int | None = Field(default=None, ge=1, description="skills kept per query; null: as many as needed")
 
@@ -142,7 +143,7 @@ class Fuse:
         return {query.query_id: self.join([leg[query.query_id] for leg in found])[:keep] for query in queries}
 
     def join(self, legs: Sequence[Ranking]) -> Ranking:
-        return fuse(legs, self.weights, self.config.method)
+        return fuse(legs, self.weights, self.config.method, self.config.rrf_k)
 
     def find(self, queries: Sequence[Query], candidates: Rankings | None) -> list[Rankings]:
         """What each leg finds, or makes of the candidates."""

@@ -17,27 +17,29 @@ from skilltrain.terminal import say
 
 Method = Literal["z", "rrf"]
 RRF_K = 60
-"""Of reciprocal rank fusion; the larger, the less the first ranks stand out."""
+"""Of reciprocal rank fusion where a recipe says nothing (Cormack et al., 2009)."""
 
 
-def fuse(legs: Sequence[Ranking], weights: Sequence[float], method: Method) -> Ranking:
+def fuse(legs: Sequence[Ranking], weights: Sequence[float], method: Method, rrf_k: int = RRF_K) -> Ranking:
     """All skills that the `legs` found, best first; equal scores stand in the order in which they were found.
 
     `z` adds each leg's scores, made z-scores over the skills that any leg found, times the leg's weight. A skill that a
-    leg did not find gets the lowest score that this leg gave. `rrf` adds weight / (RRF_K + rank); a leg adds nothing to
+    leg did not find gets the lowest score that this leg gave. `rrf` adds weight / (rrf_k + rank); a leg adds nothing to
     a skill that it did not find (Cormack et al., 2009).
     """
-    return weighted(*comparable_scores(legs, method), weights)
+    return weighted(*comparable_scores(legs, method, rrf_k), weights)
 
 
-def comparable_scores(legs: Sequence[Ranking], method: Method) -> tuple[list[str], Float64[np.ndarray, "leg skill"]]:
+def comparable_scores(
+    legs: Sequence[Ranking], method: Method, rrf_k: int = RRF_K
+) -> tuple[list[str], Float64[np.ndarray, "leg skill"]]:
     """All skills that the `legs` found, in the order in which they were found, and what each leg says of each."""
     skill_ids = list(dict.fromkeys(skill_id for leg in legs for skill_id, _ in leg))
     comparable = np.zeros((len(legs), len(skill_ids)))
     for row, leg in zip(comparable if skill_ids else (), legs, strict=False):
         scores, lowest = dict(leg), min((score for _, score in leg), default=0.0)
         if method == "rrf":
-            scores, lowest = {skill_id: 1 / (RRF_K + rank) for rank, (skill_id, _) in enumerate(leg, 1)}, 0.0
+            scores, lowest = {skill_id: 1 / (rrf_k + rank) for rank, (skill_id, _) in enumerate(leg, 1)}, 0.0
         row[:] = [scores.get(skill_id, lowest) for skill_id in skill_ids]
         if method == "z" and np.ptp(row) <= 1e-12 * np.abs(row).max():
             row[:] = 0.0  # all are alike: they tell nothing apart

@@ -35,6 +35,17 @@ class VectorCache:
 
     folder: Path
 
+    @classmethod
+    def open(cls, folder: Path, identity: str) -> "VectorCache":
+        """The cache of one model below `folder`, made if it is not there: nobody encodes for one that cannot be."""
+        own = folder.expanduser() / identity
+        try:
+            own.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if not folder.expanduser().is_dir():  # one that is there, but not ours to write to, can still be read
+                raise SkilltrainError(f"cannot make the vector cache: {error.strerror}", where=folder) from error
+        return cls(own)
+
     def read(self, keys: np.ndarray) -> Parts:
         """Yield (positions among the distinct `keys`, their vectors) of what each file has of them."""
         for path in self._paths() if len(keys) else ():

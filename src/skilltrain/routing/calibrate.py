@@ -59,7 +59,11 @@ class Case(NamedTuple):
 
 
 def run_calibrate(config: CalibrateConfig, out: Path) -> dict[str, Any]:
-    """Write the calibration; its figures."""
+    """Write the calibration; its figures.
+
+    Raises SkilltrainError for a gold skill that the router does not hold, for fewer groups of queries than folds, and
+    for a router whose first skills are never right.
+    """
     router, record = Router.load(config.router), Index.open(config.router).record
     benchmark = check_pool(load_benchmark(config.queries, config.split), router.skills.keys())
     if config.clusters is not None:
@@ -86,7 +90,10 @@ def run_calibrate(config: CalibrateConfig, out: Path) -> dict[str, Any]:
 
 
 def fit_calibrator(cases: Sequence[Case], answered: float, contained: float) -> Calibrator:
-    """Probabilities by the first skills of all cases; threshold and likely set by the cases that a skill serves."""
+    """Probabilities by the first skills of all cases; threshold and likely set by the cases that a skill serves.
+
+    Raises SkilltrainError where the first skill is never right.
+    """
     if not any(case.right[:1] == (True,) for case in cases):
         raise SkilltrainError("the router's first skill is never right, so there is nothing to calibrate")
     rankers = tuple(cases[0].traced.found)

@@ -132,7 +132,10 @@ def plan_evaluate(config: EvaluateConfig) -> dict[str, Any]:
 
 
 def score_predictions(config: EvaluateConfig) -> Report:
-    """The report of predictions, without models; with a pool their ids are checked against it."""
+    """The report of predictions, without models; with a pool their ids are checked against it.
+
+    Raises SkilltrainError for predictions and benchmarks that do not fit together.
+    """
     benchmark, _, predicted = _opened(config)
     return _report(config, benchmark, predicted, {}, benchmark.notes, {})
 

@@ -82,7 +82,11 @@ class Scored:
 
 
 def run_fusion(config: FusionConfig, out: Path) -> dict[str, Any]:
-    """Write the fitted weights; these with the figures, cross-validated, of what they are compared with."""
+    """Write the fitted weights; these with the figures, cross-validated, of what they are compared with.
+
+    Raises SkilltrainError for a gold skill outside the pool, fewer groups of queries than folds, and legs that
+    `scored_queries` or `fit_weights` refuse.
+    """
     skills = read_pool(config.pool)
     tasks = check_pool(load_benchmark(config.queries, config.split), {skill.skill_id for skill in skills}).tasks
     clusters, folds = folds_of(tasks, config.folds, config.seed)

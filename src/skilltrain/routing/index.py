@@ -101,7 +101,10 @@ class Index:
 
     @classmethod
     def open(cls, router: Path) -> "Index":
-        """The generation that the folder `router` points to, which must be whole."""
+        """The generation that the folder `router` points to, which must be whole.
+
+        Raises SkilltrainError where it is not whole.
+        """
         while True:
             folder = generation(router)
             try:

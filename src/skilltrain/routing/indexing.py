@@ -39,7 +39,11 @@ class IndexConfig(Config):
 
 
 def run_index(config: IndexConfig, out: Path) -> dict[str, Any]:
-    """Write the router's next generation; the counts of skills that are new, changed and gone."""
+    """Write the router's next generation; the counts of skills that are new, changed and gone.
+
+    Raises SkilltrainError for a pool or rankers that neither the settings nor the router name, for rankers that cannot
+    answer a new task, and for a calibration of other rankers or models.
+    """
     _, system, pool, skills = _wanted(config)
     calibration = None
     if config.calibration is not None:
@@ -87,6 +91,8 @@ def write_index(
 
     `models` holds the encoders that are open, by `key_of`. Only new texts are encoded, and read for BM25. Without
     another calibration the router keeps its own where that still applies. Nothing is written where nothing changes.
+    Raises SkilltrainError for an empty pool, for a calibration of other rankers or models, and where another process
+    writes.
     """
     with locked(router):
         router.mkdir(parents=True, exist_ok=True)

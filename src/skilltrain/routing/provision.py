@@ -31,6 +31,7 @@ def provision(rankings: Rankings, pool: Path, top: int, out: Path, flagged: Flag
     Every skill is screened with the files that go with it, as they are now, and left out where something is found,
     unless `flagged` is use. Folders are named after query and skill in letters, digits, `_` and `-`, so that no name
     leads elsewhere; `provisioned.json` says which is which.
+    Raises SkilltrainError for a skill that the pool lacks, and where `out` is not free.
     """
     skills = {skill.skill_id: skill for skill in read_pool(pool)}
     chosen = {query_id: [skill_id for skill_id, _ in ranking[:top]] for query_id, ranking in rankings.items()}

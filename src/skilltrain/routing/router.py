@@ -98,14 +98,20 @@ class Router:
     """Answers tasks over one pool; its models stay open, and any number of threads may ask it."""
 
     def __init__(self, skills: Sequence[Skill], system: SystemConfig, pool: Path | None = None) -> None:
-        """Open the rankers of `system` over `skills`, whose files are looked for in the folder `pool`."""
+        """Open the rankers of `system` over `skills`, whose files are looked for in the folder `pool`.
+
+        Raises SkilltrainError for an empty pool and for a model that is missing.
+        """
         if not skills:
             raise SkilltrainError("the pool is empty")
         self._now = _open(system, {skill.skill_id: skill for skill in skills}, pool, {}, None)
 
     @classmethod
     def load(cls, folder: Path | str) -> "Router":
-        """The router that `fit` or `index` wrote into `folder`, which must be whole, its models unchanged."""
+        """The router that `fit` or `index` wrote into `folder`, which must be whole, its models unchanged.
+
+        Raises SkilltrainError where there is none, where it is not whole, and where one of its models has changed.
+        """
         router, index = cls.__new__(cls), Index.open(Path(folder))
         index.check_models()
         router._now = _open(index.system, index.skills, index.pool, {}, index)
@@ -126,7 +132,10 @@ class Router:
         return self._now.screened(skill)[1]
 
     def route(self, task: str, k: int = 5) -> Answer:
-        """The `k` best skills for `task`, of which the first 10,000 characters are read."""
+        """The `k` best skills for `task`, of which the first 10,000 characters are read.
+
+        Raises SkilltrainError for a task without a visible character.
+        """
         now, query = self._now, _query(task)
         traced = now.trace(query, k)
         calibration = now.index.record.calibration if now.index else None

@@ -142,7 +142,11 @@ class Service:
         return not fault
 
     def search(self, query: str, k: int, filters: Filters | None) -> dict[str, Any]:
-        """The `k` best skills for a task, whether any `fits`, and a note that their texts are untrusted."""
+        """The `k` best skills for a task, whether any `fits`, and a note that their texts are untrusted.
+
+        `filters` maps category, lang, source or license to the values that it may have. Raises SkilltrainError for an
+        empty task and an unknown filter.
+        """
         answer = self.router.route(query, MAX_SKILLS if filters or self.flagged == "withhold" else k)
         pool, found = self.router.skills, list[dict[str, Any]]()
         for routed in answer.skills if answer.fits else ():
@@ -181,7 +185,10 @@ class Service:
 
 
 def update_from(router: Router, watched: Path) -> dict[str, int]:
-    """Let the router answer with what `watched` holds now; skills of other sources stay, and categories are kept."""
+    """Let the router answer with what `watched` holds now; skills of other sources stay, and categories are kept.
+
+    Raises SkilltrainError where nothing can be read, or where another process writes.
+    """
     before, source = router.skills, clean_text(watched.resolve().name)
     others = [skill for skill in before.values() if skill.source != source]
     taken = {skill.skill_id for skill in others}

@@ -101,7 +101,10 @@ class Dev:
     own: Any  # a Ranker whose `model` is set before each evaluation
 
     def evaluate(self, model: Any) -> dict[str, Interval]:
-        """Measure name → figure, the same on every rank; all ranks must call it, with the wrapped step module."""
+        """Measure name → figure, the same on every rank; all ranks must call it, with the wrapped step module.
+
+        Raises SkilltrainError where its output is no number.
+        """
         self.own.model = model
         stages = self.cascade.run(self.config.system)
         measures = self.config.measures

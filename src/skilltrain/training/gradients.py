@@ -53,7 +53,10 @@ class PartOfGradient:
 
 
 def measure_gradients(config: TrainConfig, num_batches: int) -> list[PartOfGradient]:
-    """The parts over the first batches of a training, by the model that it starts from; nothing is trained."""
+    """The parts over the first batches of a training, by the model that it starts from; nothing is trained.
+
+    Raises SkilltrainError for a loss that does not see one table of scores, and lists without a rejected skill.
+    """
     is_late = isinstance(config, TrainEncoderConfig) and config.late_interaction is not None
     if is_late or isinstance(config.loss, Matryoshka):
         raise SkilltrainError("gradients are taken apart for a plain loss alone", where="loss", fix="name one")

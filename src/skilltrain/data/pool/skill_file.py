@@ -139,7 +139,11 @@ def _read_lines(lines: list[str]) -> dict[str, Any]:
             parts[key] = [found[2].strip()]
         elif key and line.strip():
             parts[key].append(line.strip())
-    return {key: _join(values) for key, values in parts.items()}
+    fields: dict[str, Any] = {key: _join(values) for key, values in parts.items()}
+    if "metadata" in parts:
+        inner = (_KEY.match(line) for line in parts["metadata"])
+        fields["metadata"] = {found[1].lower(): _join([found[2]]) for found in inner if found}
+    return fields
 
 
 def _join(values: list[str]) -> str:

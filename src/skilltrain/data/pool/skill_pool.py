@@ -65,7 +65,10 @@ class PoolConfig(Config):
 
 
 def run_pool(config: PoolConfig, out: Path) -> dict[str, Any]:
-    """Write SKILLS, DROPPED and FLAGS; the counts of what was found (kept or dropped), categorised and flagged."""
+    """Write SKILLS, DROPPED and FLAGS; the counts of what was found (kept or dropped), categorised and flagged.
+
+    Raises SkilltrainError where a source cannot be read at all or where no skill is left.
+    """
     sources, dropped = read_sources(config.sources)
     refused = Counter(drop.source for drop in dropped if drop.filter != CUT)
     merged, repeated = merge_sources(sources, config.drop_duplicates)

@@ -30,6 +30,7 @@ class ComposeConfig(Config):
 
     alpha: float = Field(default=0.5, ge=0, le=1, description="weight of similarity; 1: compatibility does not count")
     candidates: int = Field(default=10, ge=1, description="skills found for a step, of which one is chosen")
+    min_score: float | None = Field(default=None, description="the least score of a skill that fits; null: any but 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,12 @@ def compose(
     """A step for each text, with one of the skills that were `found` for it."""
     steps: list[Step] = []
     for text, waits, ranking in zip(texts, dependencies(task, texts), found, strict=True):
-        fits = any(score for _, score in ranking)  # BM25 scores 0 where it knows no word of a text
+        fitting = [pair for pair in ranking if config.min_score is None or pair[1] >= config.min_score]
+        if not any(score for _, score in fitting):  # BM25 scores 0 where it knows no word of a text
+            fitting = []
         before = [skills[step.skill_id] for step in steps if step.skill_id]
-        chosen = _best(ranking, before, skills, config.alpha) if fits else None
-        steps.append(Step(text, waits, tuple(ranking) if fits else (), chosen))
+        chosen = _best(fitting, before, skills, config.alpha) if fitting else None
+        steps.append(Step(text, waits, tuple(fitting), chosen))
     return tuple(steps)
 
 

@@ -82,7 +82,7 @@ def read_choices(ask: Ask, answer: str) -> Round:
 
 
 def _items(answer: str) -> list[Any]:
-    items = read_list(answer)
+    items = read_list(answer[answer.find("[") : answer.rfind("]") + 1])  # some models say a word before it
     if items is None:
         raise ValueError("it holds no JSON array")
     if not 0 < len(items) <= MAX_STEPS:
