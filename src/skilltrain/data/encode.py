@@ -105,6 +105,7 @@ def _encode(
         raise SkilltrainError(what, where=encoder.source, fix="give all machines the same files and set precision")
     _, first = np.unique(keys, return_index=True)
     # What the first rank lacks: the others' view of the folder may be older.
+    cache.make()
     missing = first[made_by_first_rank(lambda: cache.missing(keys[first]))]
     missing = missing[longest_first([texts[place] for place in missing])]
     share = missing[rank::world]

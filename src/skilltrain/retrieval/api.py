@@ -70,7 +70,7 @@ class ApiEncoder:
         self._server = Server(config, self.budget)
         if config.cache is not None:  # in a folder named after all that decides a vector, besides the text
             identity = json.dumps([config.base_url, config.model])
-            self.cache = VectorCache.open(config.cache, hashlib.sha256(identity.encode()).hexdigest()[:24])
+            self.cache = VectorCache(config.cache.expanduser() / hashlib.sha256(identity.encode()).hexdigest()[:24])
 
     def encode_skills(self, skills: Sequence[Skill]) -> Float32[np.ndarray, "skill dim"]:
         """One unit vector per skill; equal and cached texts are not sent. SkilltrainError names a skill without one."""

@@ -87,7 +87,7 @@ def open_encoder(source: OpenConfig, opened: dict[str, Any] | None = None) -> Sk
         identity = _identity(model) if folder else ""
         pack_linear_layers(model.backbone, source.token_budget)
         opened[key] = (model, identity)
-    cache = VectorCache.open(folder, identity) if folder else None
+    cache = VectorCache(folder.expanduser() / identity) if folder else None
     return SkillEncoder(model, source.source, source.token_budget, cache, identity)
 
 

@@ -35,16 +35,12 @@ class VectorCache:
 
     folder: Path
 
-    @classmethod
-    def open(cls, folder: Path, identity: str) -> "VectorCache":
-        """The cache of one model below `folder`, made if it is not there: nobody encodes for one that cannot be."""
-        own = folder.expanduser() / identity
+    def make(self) -> None:
+        """Make the folder if it is not there, before anything is encoded, or paid, for it."""
         try:
-            own.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            if not folder.expanduser().is_dir():  # one that is there, but not ours to write to, can still be read
-                raise SkilltrainError(f"cannot make the vector cache: {error.strerror}", where=folder) from error
-        return cls(own)
+            raise SkilltrainError(f"cannot make the vector cache: {error.strerror}", where=self.folder) from error
 
     def read(self, keys: np.ndarray) -> Parts:
         """Yield (positions among the distinct `keys`, their vectors) of what each file has of them."""
@@ -134,6 +130,8 @@ def cached_vectors(
     missing = missing[longest_first([texts[int(place)] for place in first[missing]])]
     places = first[missing]
     work = OrderedTexts([texts[int(place)] for place in places], distinct[missing], places, max_tokens, description)
+    if cache and len(missing):
+        cache.make()
     for part, vectors in encode(work) if len(missing) else ():
         if parts and vectors.shape[1] != parts[0][1].shape[1]:
             what = f"the model gives vectors of {vectors.shape[1]} numbers, not {parts[0][1].shape[1]}"
