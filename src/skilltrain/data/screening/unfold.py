@@ -110,7 +110,7 @@ def _codes(found: re.Match[str], _: Values) -> str | None:
 
 
 def _number(written: str) -> int:
-    first, sign, second = re.fullmatch(r"(\w+)\s?([-+^]?)\s?(\w*)", written).groups()  # type: ignore[union-attr]
+    [(first, sign, second)] = re.findall(r"^(\w+)\s?([-+^]?)\s?(\w*)$", written)
     left, right = (int(one or "0", 16 if one[:2].lower() == "0x" else 10) for one in (first, second))
     return left ^ right if sign == "^" else left - right if sign == "-" else left + right
 
