@@ -11,7 +11,7 @@ import re
 import zlib
 from collections.abc import Iterator
 
-from skilltrain.data.screening.reading import WARNING, Reading
+from skilltrain.data.screening.reading import Reading
 from skilltrain.data.screening.rules import Spans, expand
 
 _DECODED_TO_SHELL = re.compile(
@@ -39,13 +39,13 @@ def piped_through_decoder(reading: Reading) -> Spans:
         rest = plain[found.start() : found.end() + (0 if found["rest"] else 100)]
         source = before.rstrip(" \\|")
         if not before.rstrip(" \\").endswith("|"):
-            if _has_operand(rest) and not is_lesson(reading, *found.span()):
+            if _has_operand(rest) and not reading.is_sample(*found.span()):
                 yield begin + substituted.start() if substituted else found.start(), found.end()
         else:
             ends = [one.end() for one in _COMMAND_START.finditer(source)]
             at = substituted.start() if substituted else ends[-1] if ends else 0
             at += 0 if substituted else len(source[at:]) - len(source[at:].lstrip(" >$*-"))
-            if _PAYLOAD.search(source, at) and not is_lesson(reading, begin + at, found.end()):
+            if _PAYLOAD.search(source, at) and not reading.is_sample(begin + at, found.end()):
                 yield begin + at, found.end()
 
 
@@ -100,14 +100,6 @@ def torn_words(reading: Reading) -> Spans:
             yield found.span()
 
 
-def is_lesson(reading: Reading, start: int, end: int) -> bool:
-    """Whether a skill on security shows a command as an attack: the section up to the end of its line says so."""
-    section = max(reading.plain.rfind("\n#", max(0, start - 600), start), start - 600, 0)
-    line_end = reading.plain.find("\n", end, end + 120)
-    until = line_end if line_end >= 0 else end + 120
-    return reading.on_security() and bool(WARNING.search(reading.plain, section, until))
-
-
 def _has_operand(command: str) -> bool:
     """Whether a decoder reads a file or a here-string, and so has something to decode."""
     flag, _, rest = command.partition(" ")[2].lstrip().partition(" ")
@@ -136,7 +128,7 @@ def outside_addresses(reading: Reading) -> Spans:
         host = found["url"] or found["v6"] or found["device"] or found["bare"]
         if (number := found["number"]) and (number.startswith("0x") or not number.startswith("0")):
             host = str(ipaddress.IPv4Address(int(number, 0))) if int(number, 0) < 2**32 else ""
-        is_known = any(demo in found[0] for demo in _DEMOS) or is_lesson(reading, *found.span())
+        is_known = any(demo in found[0] for demo in _DEMOS) or reading.is_sample(*found.span())
         if host and _is_outside(host) and not is_known:
             yield found.start(), found.start() + len(found[0].rstrip(".,;:"))
 

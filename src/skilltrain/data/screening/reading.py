@@ -29,10 +29,12 @@ _OPENING_QUOTES = "\"'`“‘「『«"
 _PAIRS = (("“", "”"), ("「", "」"), ("『", "』"), ("«", "»"))
 _REPORTED = re.compile(expand("<REPORTED>"), re.ASCII)
 _OF_ATTACKS = re.compile(expand("<OF_ATTACKS>"))
-WARNING = re.compile(expand("<WARNING>"))
+_WARNING = re.compile(expand("<WARNING>"))
 _LISTING = re.compile(r"(?:requirements|constraints)[\w.-]{0,40}\.txt$|cmakelists\.txt$")
 _PROSE = (".md", ".mdx", ".txt", ".rst", ".adoc")
 _PRINTED = re.compile(expand("<PRINTED>"))
+_TITLE = re.compile(r"[^\n:]{1,60}:\*{0,2}\s{0,3}\n\s{0,8}[-*]\s")
+_SCANNER_TEST = re.compile(expand("<SCANNER_TEST>"))
 _ON_SECURITY = re.compile(expand("<ON_SECURITY>"))
 _COMMENT = re.compile(r"(?:^|(?<=\n))[^\S\n]{0,40}(?:#|//|\*|--)[^\n]{0,400}")
 _ELEMENT = re.compile(expand("<ELEMENT>"))
@@ -81,7 +83,8 @@ class Reading:
         return self.plain[max(self.plain.rfind("\n", max(0, start - width), start) + 1, start - width, 0) : start]
 
     def is_quoted(self, start: int) -> bool:
-        """Whether a phrase at `start` of the plain text is cited, not said: in quotes or code, or after "such as".
+        """Whether a phrase at `start` of the plain text is cited, not said: in quotes or code, after "such as", or, in
+        a skill on security, as the title of a list.
 
         It is how a skill that warns of an attack differs from the attack; an attacker who quotes his own order hides it
         from this check, and from many models too.
@@ -94,7 +97,8 @@ class Reading:
         parts = self.plain[max(0, start - 500) : start].split("```")
         in_sample = len(parts) % 2 == 0 and bool(_OF_ATTACKS.search(parts[-2][-200:]))
         in_pair = any(before.count(left) > before.count(right) for left, right in _PAIRS)
-        return in_sample or in_pair or bool(_REPORTED.search(before))
+        is_title = self.on_security() and not before.strip(" *_-#") and bool(_TITLE.match(self.plain, start))
+        return in_sample or in_pair or is_title or bool(_REPORTED.search(before))
 
     def is_warned_of(self, start: int, end: int) -> bool:
         """Whether the text around a command says that it is an attack; quotes tell nothing: commands stand in code.
@@ -108,7 +112,18 @@ class Reading:
             return (in_quotes or bool(_ELEMENT.match(line))) and bool(_SCANNER.search(code))
         line_end = self.plain.find("\n", end, end + 200)
         before = 1500 if self.on_security() else 300
-        return bool(WARNING.search(self.plain[max(0, start - before) : line_end if line_end >= 0 else end + 200]))
+        return bool(_WARNING.search(self.plain[max(0, start - before) : line_end if line_end >= 0 else end + 200]))
+
+    def is_sample(self, start: int, end: int) -> bool:
+        """Whether a skill shows a text as an attack: one on security says so in the section up to the end of the line,
+        a test of a scanner in its first words.
+        """
+        section = max(self.plain.rfind("\n#", max(0, start - 600), start), start - 600, 0)
+        line_end = self.plain.find("\n", end, end + 120)
+        until = line_end if line_end >= 0 else end + 120
+        first_words = f"{self.skill.description}\n{self.skill.body[:300]}" if self.skill else ""
+        is_test = bool(_SCANNER_TEST.search(first_words.lower()))
+        return is_test or (self.on_security() and bool(_WARNING.search(self.plain, section, until)))
 
     def on_security(self) -> bool:
         """Whether name or description say that the skill is about attacks: it may show some."""
