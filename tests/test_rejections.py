@@ -200,7 +200,7 @@ def test_equivalents_are_judged_and_evaluated(server: LLMServer, tmp_path: Path)
     plan = json.loads(succeeds(*command, "--dry-run").out)["plan"]
     assert plan["num_requests"] == 2 and server.requests == [], "q3 has no candidate"
     summary = json.loads(succeeds(*command, "--json").out)
-    assert (summary["num_golds"], summary["num_equivalents"], summary["dropped"]) == (2, 1, {"malformed": 1})
+    assert (summary["num_golds"], summary["num_equivalents"], summary["dropped"]) == (2, 1, {"no_list": 1})
     (shown,) = {text for r in server.requests if "text 1" in (text := r["messages"][1]["content"])}
     assert [f"name-{s}" in shown for s in "abcdef"] == [True, False, False, False, True, True], "gold, then unjudged"
     assert read_table(tmp_path / "out", DROPPED).column("skill_id").to_pylist() == ["b"]

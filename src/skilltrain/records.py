@@ -1,6 +1,6 @@
 """What moves between stages when it is one thing and not a table."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -35,6 +35,13 @@ class Reason(StrEnum):
 
 POSITIVE = frozenset({Verdict.REQUIRED, Verdict.USEFUL})
 """The verdicts of skills that a model is to find."""
+
+
+def positives_of(judged: Mapping[str, Verdict]) -> list[str]:
+    """The skills that a model is to find, in order of id."""
+    return sorted(skill_id for skill_id, verdict in judged.items() if verdict in POSITIVE)
+
+
 OWN_TEXT = "own_text"
 """The origin of queries that are passages of the skills' own texts."""
 

@@ -180,6 +180,12 @@ def select_queries(folder: Path, split: str | None) -> list[Query]:
     return sorted(chosen, key=lambda query: query.query_id)
 
 
+def select_judged(folder: Path, split: str | None) -> list[tuple[Query, dict[str, Verdict]]]:
+    """The same, each with what is judged for it: skill_id → verdict."""
+    queries, verdicts = select_queries(folder, split), read_verdicts(folder)
+    return [(query, verdicts.get(query.query_id, {})) for query in queries]
+
+
 def rows_of(records: Iterable[Skill | Query | Dropped]) -> list[dict[str, Any]]:
     """Records as table rows."""
     return [asdict(record) for record in records]

@@ -21,7 +21,7 @@ from skilltrain.data.near_duplicates import read_clusters
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Task
 from skilltrain.evaluation.benchmarks.load import load_benchmark
-from skilltrain.records import POSITIVE, Dropped, Skill
+from skilltrain.records import Dropped, Skill, positives_of
 from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
 from skilltrain.tables import (
     JUDGEMENTS,
@@ -29,8 +29,7 @@ from skilltrain.tables import (
     QUERIES,
     read_skills,
     read_table,
-    read_verdicts,
-    select_queries,
+    select_judged,
     table_path,
     write_dropped,
     write_table,
@@ -156,10 +155,7 @@ class BenchmarkIndex:
     ) -> None:
         self.golds = [gold for one in benchmarks for gold in one.golds]
         self._limits, self._clusters = limits, clusters or {}
-        self._namesakes: dict[str, list[Gold]] = {}
-        for gold in self.golds:
-            self._namesakes.setdefault(name_key(gold.skill.name), []).append(gold)
-        self._namesakes.pop("", None)  # a name of separators only equals nothing
+        self._names = [name_key(gold.skill.name) for gold in self.golds]
         self._bodies = NgramIndex([words_of(gold.skill.body) for gold in self.golds], 3)
         self._tasks = [(one.name, task.query.query_id) for one in benchmarks for task in one.tasks]
         self._words = [words_of(task.query.text) for one in benchmarks for task in one.tasks]
@@ -193,11 +189,11 @@ class BenchmarkIndex:
 
         They are rows without query_id.
         """
-        own, found = skill.skill_id, list[Dropped]()
+        own, name, found = skill.skill_id, name_key(skill.name), list[Dropped]()
         if self._limits.name:
+            alike = [gold for gold, other in zip(self.golds, self._names, strict=True) if name and name == other]
             same = [(gold, f"is {gold}") for gold in self.golds if gold.skill.skill_id == own]
-            namesakes = self._namesakes.get(name_key(skill.name), ())
-            same += [(gold, f"same name as {gold}") for gold in namesakes if gold.skill.skill_id != own]
+            same += [(gold, f"same name as {gold}") for gold in alike if gold.skill.skill_id != own]
             found = [gold.against(skill, "name", 1.0, reason) for gold, reason in same]
         if (limit := self._limits.jaccard) is not None:
             trigrams = set(ngrams(words_of(skill.body), 3))
@@ -247,13 +243,8 @@ def run_decontaminate(config: DecontaminateConfig, out: Path) -> dict[str, Any]:
     another; the counts by ground therefore add up to more than the queries dropped. Copies of gold skills stay in the
     pool: `evaluate` counts them as gold where it is given the pool's clusters.
     """
-    training = select_queries(config.queries, config.split)
-    verdicts = read_verdicts(config.queries)
-    positives = {
-        query.query_id: sorted(one for one, verdict in verdicts.get(query.query_id, {}).items() if verdict in POSITIVE)
-        for query in training
-    }
-    skills = _known(config.pool, {one for several in positives.values() for one in several})
+    training = [(query, positives_of(judged)) for query, judged in select_judged(config.queries, config.split)]
+    skills = _known(config.pool, {skill_id for _, positives in training for skill_id in positives})
     needs_golds = config.limits.compares_skills or config.clusters is not None or config.encoder is not None
     clusters = read_clusters(config.clusters, (skill.skill_id for skill in skills)) if config.clusters else None
     benchmarks = open_benchmarks(config.benchmarks, config.pool, needs_golds)
@@ -267,8 +258,8 @@ def run_decontaminate(config: DecontaminateConfig, out: Path) -> dict[str, Any]:
             skill, gold, value = skills[at], index.golds[gold_at], float(cosines[at, gold_at])
             matches[skill.skill_id].append(gold.against(skill, "cosine", value, f"cosine {value:.3f} to {gold}"))
     found: list[Dropped] = []
-    for query in track(training, "comparing queries", len(training)):
-        of_skills = [match for one in positives[query.query_id] for match in matches.get(one, ())]
+    for query, positives in track(training, "comparing queries", len(training)):
+        of_skills = [match for skill_id in positives for match in matches.get(skill_id, ())]
         found += index.contaminations(query.query_id, query.text, of_skills)
     dropped = {one.query_id for one in found}
     if len(dropped) == len(training):

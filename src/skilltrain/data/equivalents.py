@@ -14,15 +14,15 @@ from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data import counted
 from skilltrain.data.asking import ask, questions_of
 from skilltrain.data.rejections import Group, group_prompt
-from skilltrain.llm import LLMConfig, Questions, cost_of, read_list
+from skilltrain.llm import LLMConfig, Questions, cost_of, read_numbers
 from skilltrain.records import Skill, Verdict
 from skilltrain.tables import (
     JUDGEMENTS,
     RANKINGS,
     read_skills,
     read_table,
-    read_verdicts,
     rows_by_query,
+    select_judged,
     select_queries,
     texts_of,
     write_queries,
@@ -62,15 +62,15 @@ def plan_equivalents(config: EquivalentsConfig) -> dict[str, Any]:
 
 def _questions(config: EquivalentsConfig) -> Questions[Group, list[Skill]]:
     skills = {skill.skill_id: skill for skill in read_skills(config.pool)}
-    verdicts, rankings = read_verdicts(config.queries), read_table(config.rankings, RANKINGS)
+    rankings, judgements = read_table(config.rankings, RANKINGS), read_table(config.queries, JUDGEMENTS)
     rows, ranked = rows_by_query(rankings), texts_of(rankings.column("skill_id"))
-    judged_rows = read_table(config.queries, JUDGEMENTS).to_pylist()
-    found_before = {(r["query_id"], r["skill_id"]) for r in judged_rows if r["group"] in verdicts[r["query_id"]]}
+    gold_of = {(row["query_id"], row["skill_id"]): row["group"] for row in judgements.to_pylist()}
     groups: list[Group] = []
-    for query in select_queries(config.queries, None):
-        judged, own = verdicts.get(query.query_id, {}), rows[query.query_id].tolist() if query.query_id in rows else []
-        near = [s for s in dict.fromkeys(ranked[row] for row in own) if s in skills and s not in judged][: config.depth]
-        required = {s for s in judged if judged[s] is Verdict.REQUIRED and (query.query_id, s) not in found_before}
+    for query, judged in select_judged(config.queries, None):
+        found = dict.fromkeys(ranked[row] for row in rows.get(query.query_id, ()))
+        near = [s for s in found if s in skills and s not in judged][: config.depth]
+        # A required skill whose group is another one was found before: it is no gold skill.
+        required = {s for s in judged if judged[s] is Verdict.REQUIRED and gold_of[query.query_id, s] not in judged}
         for gold in sorted(required & skills.keys() if near else ()):
             shown = tuple(skills[skill_id] for skill_id in (gold, *near))
             groups.append(Group(query.query_id, "", shown, query.text))
@@ -79,8 +79,6 @@ def _questions(config: EquivalentsConfig) -> Questions[Group, list[Skill]]:
 
 
 def _read(group: Group, answer: str) -> list[Skill]:
-    """The skills whose numbers an answer lists. Raises ValueError where it is no list of numbers from 2."""
-    numbers, skills = read_list(answer), group.skills
-    if numbers is None or any(type(one) is not int or not 2 <= one <= len(skills) for one in numbers):
-        raise ValueError(f"it is not a JSON list of numbers from 2 to {len(skills)}")
-    return [skill for number, skill in enumerate(skills, 1) if number in numbers]
+    """The skills whose numbers an answer lists. Raises AnswerError where it is no list of numbers from 2."""
+    numbers = read_numbers(answer, range(2, len(group.skills) + 1))
+    return [skill for number, skill in enumerate(group.skills, 1) if number in numbers]

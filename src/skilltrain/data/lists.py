@@ -114,8 +114,7 @@ def run_lists(config: ListsConfig, out: Path) -> dict[str, Any]:
     built: dict[str, dict[str, Any]] = {}
     for query_id in track(queries, "building lists", len(queries)):
         if plan := _plan(query_id, verdicts.get(query_id, {}), pool, flags, dropped):
-            own = rows[query_id].tolist() if query_id in rows else ()
-            candidates = [Entry(skill_ids[row], sources[row], ranks[row]) for row in own]
+            candidates = [Entry(skill_ids[row], sources[row], ranks[row]) for row in rows.get(query_id, ())]
             if found := _row(plan, build_list(plan, candidates, config), config, dropped):
                 built[query_id] = found
     if not built:

@@ -13,11 +13,11 @@ from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.draws import draw
 from skilltrain.data.near_duplicates import Positions, numbered
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import POSITIVE, Dropped, Query, Skill
+from skilltrain.records import Dropped, Query, Skill, positives_of
 from skilltrain.retrieval.dense import EncoderSource, encode_chunks, encode_queries, open_encoder
 from skilltrain.retrieval.lexical import BM25Index, bm25_text
 from skilltrain.retrieval.nearest import ChunkVectors, Found, build_index, recall
-from skilltrain.tables import RANKINGS, read_skills, read_verdicts, select_queries, write_dropped, write_table
+from skilltrain.tables import RANKINGS, read_skills, select_judged, write_dropped, write_table
 from skilltrain.terminal import say, track
 from skilltrain.texts import name_key
 
@@ -76,10 +76,9 @@ def run_mine(config: MineConfig, out: Path) -> dict[str, Any]:
     if not skills:
         raise SkilltrainError("the pool holds no skill to mine", where=config.pool)
     position = {skill.skill_id: place for place, skill in enumerate(skills)}
-    verdicts = read_verdicts(config.queries)
     asked, lost = list[tuple[Query, Positions]](), list[Dropped]()
-    for query in select_queries(config.queries, config.split):
-        golds = sorted(s for s, verdict in verdicts.get(query.query_id, {}).items() if verdict in POSITIVE)
+    for query, judged in select_judged(config.queries, config.split):
+        golds = positives_of(judged)
         if known := [position[skill_id] for skill_id in golds if skill_id in position]:
             asked.append((query, np.array(known, dtype=np.int64)))
             continue

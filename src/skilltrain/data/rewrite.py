@@ -13,8 +13,8 @@ from skilltrain.data.query_texts import MAX_TERSE_WORDS, fit_query
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import AnswerError, LLMConfig, Questions, cost_of
 from skilltrain.llm.untrusted import untrusted_line, untrusted_text
-from skilltrain.records import POSITIVE, Query, Skill
-from skilltrain.tables import JUDGEMENTS, read_skills, read_table, read_verdicts, select_queries, write_queries
+from skilltrain.records import Query, Skill, positives_of
+from skilltrain.tables import JUDGEMENTS, read_skills, read_table, select_judged, write_queries
 from skilltrain.texts import language_of, num_words
 
 
@@ -63,11 +63,9 @@ def plan_rewrite(config: RewriteConfig) -> dict[str, Any]:
 
 def _questions(config: RewriteConfig) -> Questions[Rewriting, str]:
     skills = {skill.skill_id: skill for skill in read_skills(config.pool)}
-    verdicts = read_verdicts(config.queries)
     wanted: list[Rewriting] = []
-    for query in select_queries(config.queries, None):
-        judged = verdicts.get(query.query_id, {})
-        golds = tuple(skills[s] for s in sorted(judged) if judged[s] in POSITIVE and s in skills)
+    for query, judged in select_judged(config.queries, None):
+        golds = tuple(skills[skill_id] for skill_id in positives_of(judged) if skill_id in skills)
         wanted.append(Rewriting(query.query_id, query, golds))
     seen = {one.query.text.casefold() for one in wanted}
     style = PROMPTS["rewrite"]["styles"][config.style]

@@ -1,7 +1,7 @@
 """Chat models: an OpenAI-compatible server, live or in batches, or a small local model; answers kept, budgets held."""
 
 from skilltrain.llm.answers import AnswerError, Answers, Completion, Request, Usage
-from skilltrain.llm.ask import Asked, Questions, ask_until, cost_of, read_list, read_object
+from skilltrain.llm.ask import Asked, Questions, ask_until, cost_of, read_numbers, read_object
 from skilltrain.llm.batch import BatchLLM
 from skilltrain.llm.budget import Budget, prices_of
 from skilltrain.llm.client import LLM, LiveLLM, SmolLM2
@@ -10,7 +10,7 @@ from skilltrain.llm.settings import BudgetConfig, LLMConfig, OpenAIConfig, Price
 __all__ = [
     "LLM", "AnswerError", "Answers", "Asked", "Budget", "BudgetConfig", "Completion",
     "LLMConfig", "OpenAIConfig", "Prices", "Questions", "Request", "SmolLM2Config", "Usage", "ask_until",
-    "cost_of", "open_llm", "prices_of", "read_list", "read_object",
+    "cost_of", "open_llm", "prices_of", "read_numbers", "read_object",
 ]  # fmt: skip
 
 

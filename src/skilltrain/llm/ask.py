@@ -88,13 +88,25 @@ def read_object(answer: str, kind: type[ModelT]) -> ModelT:
         raise ValueError(f"it is not one JSON object with {', '.join(kind.model_fields)}: {error}") from error
 
 
-def read_list(answer: str) -> list[Any] | None:
-    """The one JSON list of an answer, bare or in a fenced block; None where it is anything else."""
+def read_texts(answer: str) -> list[str]:
+    """The one JSON list of texts in an answer, bare or in a fenced block. Raises AnswerError where it is none."""
+    return _read_list(answer, lambda item: isinstance(item, str), "strings")
+
+
+def read_numbers(answer: str, allowed: range) -> list[int]:
+    """The one JSON list of numbers in an answer, as `read_texts`; each is one of `allowed`."""
+    wanted = f"numbers from {allowed.start} to {allowed.stop - 1}"
+    return _read_list(answer, lambda item: type(item) is int and item in allowed, wanted)
+
+
+def _read_list(answer: str, fits: Callable[[Any], bool], wanted: str) -> list[Any]:
     try:
-        value = _read_json(answer, "[")
+        items = _read_json(answer, "[")
     except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, list) else None
+        items = None
+    if not isinstance(items, list) or not all(map(fits, items)):
+        raise AnswerError("no_list", f"it was not a JSON list of {wanted}")
+    return items
 
 
 def _read_json(answer: str, opening: str) -> Any:

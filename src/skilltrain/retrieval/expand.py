@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from skilltrain.llm import LLM, open_llm
-from skilltrain.llm.ask import AnswerError, Questions, ask_while_up, cost_of, read_list
+from skilltrain.llm.ask import AnswerError, Questions, ask_while_up, cost_of, read_texts
 from skilltrain.llm.untrusted import untrusted_line
 from skilltrain.records import Query, Ranker, Ranking, Rankings, Skill
 from skilltrain.retrieval.api import ApiConfig
@@ -109,9 +109,7 @@ def _questions(config: ExpandConfig, llm: LLM, count: int, queries: Sequence[Que
 
 def read_queries(count: int, ask: Ask, answer: str) -> list[str]:
     """The queries of an answer, each once and `count` at most. Raises AnswerError where there is none."""
-    texts = [answer.strip("\"'`“” \n")] if count == 1 else read_list(answer)
-    if texts is None or not all(isinstance(text, str) for text in texts):
-        raise AnswerError("no_list", "it was not a JSON list of strings")
+    texts = [answer.strip("\"'`“” \n")] if count == 1 else read_texts(answer)
     lines = dict.fromkeys(untrusted_line(text, _MAX_CHARS + 1) for text in texts)
     found = [line for line in lines if line][:count]
     if not found or max(map(len, found)) > _MAX_CHARS:

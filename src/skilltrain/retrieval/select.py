@@ -16,7 +16,7 @@ from pydantic import Field
 
 from skilltrain.config import Config, Seed
 from skilltrain.llm import LLM, LLMConfig, open_llm
-from skilltrain.llm.ask import AnswerError, Asked, Questions, ask_while_up, cost_of, read_list
+from skilltrain.llm.ask import AnswerError, Asked, Questions, ask_while_up, cost_of, read_numbers
 from skilltrain.llm.untrusted import framed, untrusted_skill, untrusted_text
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.terminal import say
@@ -117,9 +117,7 @@ def read_choice(ask: Ask, answer: str) -> str:
 
 def read_relevant(ask: Ask, answer: str) -> list[Skill]:
     """The skills whose numbers an answer lists, in the order of the candidates. AnswerError: it is no such list."""
-    numbers = read_list(answer)
-    if numbers is None or any(type(one) is not int or not 1 <= one <= len(ask.choices) for one in numbers):
-        raise AnswerError("no_list", f"it was not a list of numbers from 1 to {len(ask.choices)}")
+    numbers = read_numbers(answer, range(1, len(ask.choices) + 1))
     return [skill for number, skill in enumerate(ask.choices, 1) if number in numbers]
 
 

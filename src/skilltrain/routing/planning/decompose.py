@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from skilltrain.llm import LLM
-from skilltrain.llm.ask import Questions, read_list, read_object
+from skilltrain.llm.ask import Questions, read_numbers, read_object, read_texts
 from skilltrain.llm.untrusted import untrusted_line
 from skilltrain.retrieval.select import Ask, AskConfig, Prompt, questions_of
 from skilltrain.routing.planning.rules import MAX_STEPS, Round
@@ -64,30 +64,30 @@ def planning_questions(config: ModelConfig, llm: LLM, asks: Sequence[Ask]) -> Qu
 
 
 def read_steps(ask: Ask, answer: str) -> Round:
-    """The steps in an answer. Raises ValueError where it is refused."""
-    texts = tuple(untrusted_line(item, _STEP_CHARS) if isinstance(item, str) else "" for item in _items(answer))
+    """The steps in an answer. Raises AnswerError or ValueError where it is refused."""
+    texts = tuple(untrusted_line(text, _STEP_CHARS) for text in read_texts(_array_in(answer)))
     if not all(texts):
-        raise ValueError("an item of the array is no text")
+        raise ValueError("a text of the array is empty")
+    _check_count(texts)
     return Round(texts)
 
 
 def read_choices(ask: Ask, answer: str) -> Round:
-    """The skills of `ask.choices` whose numbers an answer lists, one step each. Raises ValueError as well."""
-    numbers, num = _items(answer), len(ask.choices)
-    if not all(type(one) is int and 1 <= one <= num for one in numbers):
-        raise ValueError(f"it is no JSON array of numbers from 1 to {num}")
+    """The skills of `ask.choices` whose numbers an answer lists, one step each. Raises the same."""
+    numbers = read_numbers(_array_in(answer), range(1, len(ask.choices) + 1))
+    _check_count(numbers)
     skills = [ask.choices[number - 1] for number in dict.fromkeys(numbers)]
     texts = tuple(untrusted_line(skill.name) for skill in skills)
     return Round(texts, chosen=tuple(skill.skill_id for skill in skills))
 
 
-def _items(answer: str) -> list[Any]:
-    items = read_list(answer[answer.find("[") : answer.rfind("]") + 1])  # some models say a word before it
-    if items is None:
-        raise ValueError("it holds no JSON array")
-    if not 0 < len(items) <= MAX_STEPS:
-        raise ValueError(f"{len(items)} steps, not 1 to {MAX_STEPS}")
-    return items
+def _array_in(answer: str) -> str:
+    return answer[answer.find("[") : answer.rfind("]") + 1]  # some models say a word before it
+
+
+def _check_count(steps: Sequence[object]) -> None:
+    if not 0 < len(steps) <= MAX_STEPS:
+        raise ValueError(f"{len(steps)} steps, not 1 to {MAX_STEPS}")
 
 
 class _Turn(BaseModel):
