@@ -222,14 +222,14 @@ def test_a_plan_is_shown_as_lines_json_and_mermaid() -> None:
     rounds = (Round((text, "send it")),)
     found: list[Ranking] = [[("csv", 1.0)], []]
     plan = Plan(query("a task"), compose("x", rounds[0].texts, found, SKILLS, ComposeConfig()), rounds, "rules")
-    assert plan_lines(plan, SKILLS, {}) == [
+    assert plan_lines(plan, {}) == [
         "2 steps in 2 levels, made by rules", "level 1", f"  1. {text}", "     → csv-tool  (csv)",
         "level 2", "  2. send it  (after 1)", "     → no skill fits",
     ]  # fmt: skip
-    shown = plan_json(plan, SKILLS)
+    shown = plan_json(plan)
     assert shown["levels"] == [[1], [2]] and shown["steps"][1]["depends_on"] == [1]
     assert shown["steps"][0]["candidates"] == [{"skill_id": "csv", "score": 1.0}]
-    chart = plan_mermaid(plan, SKILLS).splitlines()
+    chart = plan_mermaid(plan).splitlines()
     assert chart[1] == '    s1["1. find #34;rows#34;#93;#59; #60;b#62;x#60;/b#62;<br/>csv-tool"]'
     assert chart[3] == "    s1 --> s2"
 

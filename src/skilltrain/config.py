@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import check_regular
@@ -270,6 +270,15 @@ class _Input:
 
 
 InputPath = typing.Annotated[Path, _Input()]
+
+
+def _several(value: Any) -> Any:
+    """A single path as a list of one."""
+    return () if value is None else value if isinstance(value, list | tuple) else (value,)
+
+
+InputPaths = typing.Annotated[tuple[InputPath, ...], BeforeValidator(_several)]
+"""A path, or a list of them."""
 ModelSource = typing.Annotated[str, _Input()]
 """A model's folder, Hub id or package; the last two keep to one content by their names."""
 

@@ -118,9 +118,9 @@ def plan(
     made, flags = quietly(plan_task, config, task, opened)
     if as_json:
         found = {skill_id: [asdict(flag) for flag in own] for skill_id, own in flags.items()}
-        typer.echo(json_text(plan_json(made, opened.skills) | {"flags": found}))
+        typer.echo(json_text(plan_json(made) | {"flags": found}))
     else:
-        typer.echo(plan_mermaid(made, opened.skills) if mermaid else "\n".join(plan_lines(made, opened.skills, flags)))
+        typer.echo(plan_mermaid(made) if mermaid else "\n".join(plan_lines(made, flags)))
 
 
 def _open(router: Path | None, pool: Path | None, rankers: list[dict[str, Any]], where: str) -> "Router":

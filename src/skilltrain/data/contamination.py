@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from skilltrain.config import Config, InputPath
+from skilltrain.config import Config, InputPath, InputPaths
 from skilltrain.data.near_duplicates import read_clusters
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Task
@@ -42,9 +42,6 @@ TRAIN = "train"
 _NGRAM = 8  # words; a CJK character is a word
 _FEWEST_WORDS = 4  # shorter queries stand within many others by chance; they are compared as a whole
 
-BenchmarkPaths = Annotated[
-    tuple[InputPath, ...], BeforeValidator(lambda value: value if isinstance(value, list | tuple) else [value])
-]
 Ngram = tuple[str, ...]
 
 
@@ -225,7 +222,7 @@ class DecontaminateConfig(Config):
     stage: Literal["decontaminate"]
     pool: InputPath = Field(description="SKILLS table (file or folder)")
     queries: InputPath = Field(description="folder with QUERIES and JUDGEMENTS, and LISTS to be cleaned with them")
-    benchmarks: BenchmarkPaths = Field(min_length=1, description="folders of benchmarks; queries of split train aside")
+    benchmarks: InputPaths = Field(min_length=1, description="folders of benchmarks; queries of split train aside")
     split: str | None = Field(default=TRAIN, description="clean the queries of this split alone; null: all")
     limits: ContaminationLimits = Field(default=ContaminationLimits(), description="what counts as contaminated")
     clusters: InputPath | None = Field(

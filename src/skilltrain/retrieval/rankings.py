@@ -3,13 +3,13 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float64
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from skilltrain.config import Config, InputPath
+from skilltrain.config import Config, InputPaths
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.tables import RANKINGS, read_table, table_path
@@ -61,14 +61,9 @@ class SavedConfig(Config):
     """Rankings that a stage has written (mine, filter, candidates, evaluate)."""
 
     kind: Literal["saved"] = "saved"
-    rankings: tuple[InputPath, ...] = Field(min_length=1, description="tables or folders, each of its own queries")
+    rankings: InputPaths = Field(min_length=1, description="tables or folders, each of its own queries")
     stage: str | None = Field(default=None, description="which of a table's rankings; null where it holds one")
     keep: int | None = Field(default=None, ge=1, description="skills kept per query; null: as many as needed")
-
-    @field_validator("rankings", mode="before")
-    @classmethod
-    def _listed(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str | Path) else value
 
     def check(self) -> None:
         for path in self.rankings:

@@ -8,9 +8,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from skilltrain.config import Config, InputPath
+from skilltrain.config import Config, InputPath, InputPaths
 from skilltrain.data.near_duplicates import copies_of
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
@@ -50,12 +50,12 @@ class EvaluateConfig(Config):
     pool: InputPath | None = Field(
         default=None, description="SKILLS table, or whatever the stage pool reads; null: the benchmark's own, if any"
     )
-    benchmark: tuple[InputPath, ...] = Field(
+    benchmark: InputPaths = Field(
         min_length=1, description="folder of a benchmark, published or ours; several are tiers: [data/easy, data/hard]"
     )
     split: str | None = Field(default=None, description="score the queries of this split only; null for all")
     systems: tuple[SystemConfig, ...] = Field(default=(), description="what to compare")
-    predictions: tuple[InputPath, ...] = Field(default=(), description="JSON files {query_id: [skill_id, …]} to score")
+    predictions: InputPaths = Field(default=(), description="JSON files {query_id: [skill_id, …]} to score")
     clusters: InputPath | None = Field(
         default=None, description="CLUSTERS of the pool: adds `Hit@1 (copies)` …, where near-duplicates count as gold"
     )
@@ -65,12 +65,6 @@ class EvaluateConfig(Config):
     depth: int = Field(default=50, ge=1, description="length of the rankings, unless a measure looks further")
     analysis: AnalysisConfig = Field(default=AnalysisConfig(), description="what to look at beside the measures")
     out: Path = Field(description="folder to write: metrics.json, report.html, report.md, per-query values, RANKINGS")
-
-    @field_validator("benchmark", "predictions", mode="before")
-    @classmethod
-    def _listed(cls, value: Any) -> Any:
-        """A single file as a list of one."""
-        return () if value is None else value if isinstance(value, list | tuple) else (value,)
 
     @model_validator(mode="after")
     def _knows_copies(self) -> "EvaluateConfig":

@@ -162,16 +162,16 @@ def _open(folder: Path) -> Index:
     system = record.system(folder.parent)
     skills = StoredSkills(feather.read_table(folder / SKILLS_FILE, memory_map=True))
     keys = np.load(folder / KEYS_FILE, mmap_mode="r")
-    parts = {key: _PARTS[part.kind].load(folder / name) for (key, part), name in kept_parts(system).items()}
+    parts = {key_of(part): _PARTS[part.kind].load(folder / name) for name, part in kept_parts(system).items()}
     if {len(skills), len(keys), *(part.num_skills for part in parts.values())} != {record.num_skills}:
         raise ValueError("its parts are of different pools")
     return Index(folder, record, system, skills, keys, parts)
 
 
-def kept_parts(system: SystemConfig) -> dict[tuple[str, RankerConfig], str]:
-    """(key, ranker) → folder, of each ranker that holds something of the pool."""
+def kept_parts(system: SystemConfig) -> dict[str, RankerConfig]:
+    """Folder → ranker, of each that holds something of the pool."""
     parts = {key_of(part): part for part in parts_of(system.rankers) if part.kind in _PARTS}
-    return {pair: f"part-{number}" for number, pair in enumerate(parts.items(), 1)}
+    return {f"part-{number}": part for number, part in enumerate(parts.values(), 1)}
 
 
 def _with_paths(value: Any, change: Callable[[str], str]) -> Any:

@@ -1,7 +1,6 @@
 """Stage `index`: a router in a folder, made of a pool and rankers; run again, it takes up what has changed."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +43,7 @@ def run_index(config: IndexConfig, out: Path) -> dict[str, Any]:
     Raises SkilltrainError for a pool or rankers that neither the settings nor the router name, for rankers that cannot
     answer a new task, and for a calibration of other rankers or models.
     """
-    _, system, pool, skills = _wanted(config)
+    system, pool, skills = _wanted(config)
     calibration = None
     if config.calibration is not None:
         file = config.calibration / CALIBRATION_FILE
@@ -54,26 +53,29 @@ def run_index(config: IndexConfig, out: Path) -> dict[str, Any]:
 
 def plan_index(config: IndexConfig) -> dict[str, Any]:
     """The counts of skills that are new, changed and gone (`--dry-run`)."""
-    before, _, _, skills = _wanted(config)
-    return _changes(before, skills)[0]
+    return _changes(_before(config.out), _wanted(config)[-1])[0]
 
 
-def _wanted(config: IndexConfig) -> tuple[Index | None, SystemConfig, Path, list[Skill]]:
-    """(the index before, what ranks, the pool and its skills)."""
-    before = None
-    try:
-        before = Index.open(config.out)
-    except SkilltrainError as error:
-        if config.pool is None or config.rankers is None:
+def _wanted(config: IndexConfig) -> tuple[SystemConfig, Path, list[Skill]]:
+    """(what ranks, the pool and its skills): those of the router where the settings do not say."""
+    pool, rankers = config.pool, config.rankers
+    if pool is None or rankers is None:
+        try:
+            before = Index.open(config.out)
+        except SkilltrainError as error:
             raise SkilltrainError(error.what, where=error.where, fix="give pool=… and rankers=…") from error
-    if config.rankers is not None:
-        system = SystemConfig(name="router", rankers=config.rankers)
-    else:
-        assert before is not None
-        system = before.system
-    pool = config.pool or (before.pool if before else Path())
+        pool, rankers = pool or before.pool, rankers or before.system.rankers
+    system = SystemConfig(name="router", rankers=rankers)
     check_rankers(system)
-    return before, system, pool, read_pool(pool)
+    return system, pool, read_pool(pool)
+
+
+def _before(router: Path) -> Index | None:
+    """The router as it is, if it is whole."""
+    try:
+        return Index.open(router)
+    except SkilltrainError:
+        return None
 
 
 def check_rankers(system: SystemConfig) -> None:
@@ -96,10 +98,7 @@ def write_index(
     """
     with locked(router):
         router.mkdir(parents=True, exist_ok=True)
-        before = None
-        with suppress(SkilltrainError):
-            before = Index.open(router)
-        folder = sweep(router)
+        before, folder = _before(router), sweep(router)
         counts, keys = _changes(before, skills)
         known = calibration or (before and before.record.calibration)
         record = IndexRecord.of(router, system, len(skills), pool, known)
@@ -111,8 +110,8 @@ def write_index(
         with staged_folder(folder) as staged:
             old = before if before and before.record.models == record.models else None
             places = {key: place for place, key in enumerate(old.keys.tolist())} if old else {}
-            for (key, config), name in kept_parts(record.system(router)).items():
-                part, kept = staged / name, old.parts.get(key) if old else None
+            for name, config in kept_parts(record.system(router)).items():
+                part, kept = staged / name, old.parts.get(key_of(config)) if old else None
                 part.mkdir()
                 if isinstance(config, LexicalConfig):
                     config.index(skills, kept).save(part)

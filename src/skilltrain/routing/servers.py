@@ -192,9 +192,7 @@ def new_http_app(service: Service, host: str) -> Starlette:
     return app
 
 
-def _handler(
-    service: Service, name: str, form: type[RouteRequest | EmbedRequest | RerankRequest]
-) -> Callable[..., Any]:
+def _handler(service: Service, name: str, form: type[_Posted]) -> Callable[..., Any]:
     async def handle(request: Request) -> Response:
         try:
             asked = validate(form, await _body(request), f"/{name}")

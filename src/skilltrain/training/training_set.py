@@ -9,8 +9,7 @@ from typing import Literal
 
 from pydantic import Field, FiniteFloat, field_validator
 
-from skilltrain.config import Config, InputPath
-from skilltrain.data.contamination import BenchmarkPaths
+from skilltrain.config import Config, InputPath, InputPaths
 from skilltrain.data.near_duplicates import near_duplicate_clusters, read_clusters
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.encoder import EncoderSettings
@@ -42,7 +41,7 @@ class ListsSource(Config):
     )
     max_lists: int | None = Field(default=None, ge=1, description="use only so many first lists of each folder")
     clusters: InputPath | None = Field(default=None, description="CLUSTERS of the pool; null: by near_duplicates")
-    held_out: BenchmarkPaths = Field(default=(), description="benchmarks whose queries and gold no list may hold")
+    held_out: InputPaths = Field(default=(), description="benchmarks whose queries and gold no list may hold")
     contamination: Literal["refuse", "allow"] = Field(
         default="refuse", description="what to do with lists that held_out, or the queries of dev, contaminate"
     )

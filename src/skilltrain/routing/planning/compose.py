@@ -40,7 +40,11 @@ class Step:
     text: str
     after: tuple[int, ...]
     candidates: tuple[tuple[str, float], ...]
-    skill_id: str | None
+    skill: Skill | None
+
+    @property
+    def skill_id(self) -> str | None:
+        return self.skill and self.skill.skill_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +75,8 @@ def compose(
         fitting = [pair for pair in ranking if config.min_score is None or pair[1] >= config.min_score]
         if not any(score for _, score in fitting):  # BM25 scores 0 where it knows no word of a text
             fitting = []
-        before = [skills[step.skill_id] for step in steps if step.skill_id]
-        chosen = _best(fitting, before, skills, config.alpha) if fitting else None
+        before = [step.skill for step in steps if step.skill]
+        chosen = skills[_best(fitting, before, skills, config.alpha)] if fitting else None
         steps.append(Step(text, waits, tuple(fitting), chosen))
     return tuple(steps)
 
@@ -109,7 +113,7 @@ def _traits(skill: Skill) -> tuple[frozenset[str], frozenset[str], frozenset[str
     return categories, words, kinds_in(said, GIVES), kinds_in(said, TAKES)
 
 
-def plan_lines(plan: Plan, skills: Mapping[str, Skill], flags: Mapping[str, Sequence[Flag]]) -> list[str]:
+def plan_lines(plan: Plan, flags: Mapping[str, Sequence[Flag]]) -> list[str]:
     """The plan as a graph in lines: each step below its level, what it waits for, and its skill."""
     levels = plan.levels
     lines = [f"{counted(len(plan.steps), 'step')} in {counted(len(levels), 'level')}, made by {plan.made_by}"]
@@ -117,20 +121,19 @@ def plan_lines(plan: Plan, skills: Mapping[str, Skill], flags: Mapping[str, Sequ
     for number, level in enumerate(levels, 1):
         lines.append(f"level {number}{', side by side' if len(level) > 1 else ''}")
         for place in level:
-            step = plan.steps[place]
+            step, skill = plan.steps[place], plan.steps[place].skill
             waits = f"  (after {', '.join(str(other + 1) for other in step.after)})" if step.after else ""
-            skill = skills[step.skill_id] if step.skill_id else None
             named = f"{printable(skill.name, 60)}  ({printable(skill.skill_id)})" if skill else "no skill fits"
             lines += [f"  {place + 1}. {printable(step.text, 100)}{waits}", f"     → {named}"]
             lines += [f"     !! FLAGGED {flag.rule}: {flag.reason}" for flag in flags.get(step.skill_id or "", ())]
     return lines
 
 
-def plan_json(plan: Plan, skills: Mapping[str, Skill]) -> dict[str, Any]:
+def plan_json(plan: Plan) -> dict[str, Any]:
     """The plan as JSON values; steps count from 1."""
     steps = [
         {"step": number, "text": step.text, "depends_on": [place + 1 for place in step.after],
-         "skill_id": step.skill_id, "name": skills[step.skill_id].name if step.skill_id else None,
+         "skill_id": step.skill_id, "name": step.skill and step.skill.name,
          "candidates": [{"skill_id": skill_id, "score": score} for skill_id, score in step.candidates]}
         for number, step in enumerate(plan.steps, 1)
     ]  # fmt: skip
@@ -140,7 +143,7 @@ def plan_json(plan: Plan, skills: Mapping[str, Skill]) -> dict[str, Any]:
     return told | {"steps": steps, "levels": levels, "rounds": rounds}
 
 
-def plan_mermaid(plan: Plan, skills: Mapping[str, Skill]) -> str:
+def plan_mermaid(plan: Plan) -> str:
     """The plan as a Mermaid flowchart."""
 
     def label(text: str) -> str:
@@ -148,7 +151,7 @@ def plan_mermaid(plan: Plan, skills: Mapping[str, Skill]) -> str:
 
     lines = ["flowchart TD"]
     for number, step in enumerate(plan.steps, 1):
-        skill = label(skills[step.skill_id].name) if step.skill_id else "no skill fits"
+        skill = label(step.skill.name) if step.skill else "no skill fits"
         lines.append(f'    s{number}["{number}. {label(step.text)}<br/>{skill}"]')
         lines += [f"    s{place + 1} --> s{number}" for place in step.after]
     return "\n".join(lines)

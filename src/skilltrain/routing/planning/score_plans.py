@@ -96,7 +96,7 @@ def run_plans(config: PlansConfig, out: Path) -> dict[str, Any]:
     write_json(out / "metrics.json", found)
     ids = [{"system": name, "query_id": query.query_id} for name in plans for query in queries]
     scores = [row for one in results for row in one.per_query.values()]
-    made = [plan_json(plan, skills) for own in plans.values() for plan in own]
+    made = [plan_json(plan) for own in plans.values() for plan in own]
     for file, rows in {"per_query.jsonl": scores, "plans.jsonl": made}.items():
         write_jsonl(out / file, [{**about, **row} for about, row in zip(ids, rows, strict=True)])
     means = {name: {key: round(one.mean, 4) for key, one in own[0].means[name].items()} for name, own in slices.items()}
