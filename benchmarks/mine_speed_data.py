@@ -15,7 +15,6 @@ from skilltrain.tables import (
     read_queries,
     read_skills,
     read_table,
-    rows_of,
     verdicts_by_query,
     write_table,
 )
@@ -66,9 +65,7 @@ def write_case(base: Base, num_skills: int, num_queries: int, folder: Path) -> N
     if num_skills < is_gold.sum():
         raise SystemExit(f"mine_speed: {is_gold.sum()} skills are positives; ask for more than {num_skills}")
     places = [(int(order[n % len(order)]), n // len(order)) for n in range(num_skills)]
-    write_table(
-        rows_of([_skill_copy(base.skills[place], copy, choice) for place, copy in places]), SKILLS, folder / "pool"
-    )
+    write_table([_skill_copy(base.skills[place], copy, choice) for place, copy in places], SKILLS, folder / "pool")
     np.save(folder / "skills.npy", _drifted(base.skill_vectors, places, chosen))
     asked = [(n % len(base.queries), n // len(base.queries)) for n in range(num_queries)]
     queries = [_query_copy(base.queries[place], copy, choice) for place, copy in asked]
@@ -77,7 +74,7 @@ def write_case(base: Base, num_skills: int, num_queries: int, folder: Path) -> N
         for query, (place, _) in zip(queries, asked, strict=True)
         for skill_id in base.positives[base.queries[place].query_id]
     ]
-    write_table(rows_of(queries), QUERIES, folder / "queries")
+    write_table(queries, QUERIES, folder / "queries")
     write_table(judged, JUDGEMENTS, folder / "queries")
     np.save(folder / "queries.npy", _drifted(base.query_vectors, asked, chosen))
 

@@ -33,7 +33,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_jsonl, staged_folder
 from skilltrain.recipe import run_pipeline
 from skilltrain.records import Dropped, Skill
-from skilltrain.tables import JUDGEMENTS, PLANS, QUERIES, SKILLS, rows_of, write_dropped, write_table
+from skilltrain.tables import DROPPED, JUDGEMENTS, PLANS, QUERIES, SKILLS, write_table
 from skilltrain.texts import name_key
 
 _ENTRY = re.compile(r"^- \[(?P<name>[^\]]+)\]\((?P<url>[^)]*)\)\s*[:–-]?\s*(?P<description>.*)$")
@@ -170,15 +170,15 @@ def run(pipeline: Pipeline) -> dict[str, Any]:
     }
     counts: dict[str, Any] = {"skills": len(skills), "dropped": len(dropped), "tasks": len(chains)}
     with staged_folder(pipeline.out) as out:
-        write_table(rows_of(skills), SKILLS, out / "pool")
-        write_dropped(dropped, out / "pool")
+        write_table(skills, SKILLS, out / "pool")
+        write_table(dropped, DROPPED, out / "pool")
         for style in STYLES:
             write_tasks(out / style, style, chains)
         for name, held in away.items():
             ids = {skill.skill_id for skill in held}
             hit = {n: chain for n, chain in chains.items() if any(skill.skill_id in ids for _, skill in chain)}
             write_tasks(out / name, "template", hit)
-            write_table(rows_of(held), SKILLS, out / name / "held_out")
+            write_table(held, SKILLS, out / name / "held_out")
             counts[name] = {"tasks": len(hit), "held out": len(held)}
     return counts
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from skilltrain.records import Query, Skill
-from skilltrain.tables import JUDGEMENTS, QUERIES, SKILLS, rows_of, write_table
+from skilltrain.tables import JUDGEMENTS, QUERIES, SKILLS, write_table
 
 
 def jsonl(*rows: Any) -> str:
@@ -18,7 +18,7 @@ def write_ours(
 ) -> Path:
     """Our tables from (query_id, text, split) and query_id → skill_id → verdict."""
     asked = [Query(query_id, text, "single", "test", split) for query_id, text, split in queries]
-    write_table(rows_of(asked), QUERIES, folder)
+    write_table(asked, QUERIES, folder)
     judged = ((query_id, *pair) for query_id, row in verdicts.items() for pair in row.items())
     names = ("query_id", "skill_id", "verdict", "judge")
     write_table([dict(zip(names, (*row, "test"), strict=True)) for row in judged], JUDGEMENTS, folder)
@@ -26,7 +26,7 @@ def write_ours(
 
 
 def write_pool(folder: Path, skills: Iterable[Skill]) -> Path:
-    write_table(rows_of(skills), SKILLS, folder)
+    write_table(skills, SKILLS, folder)
     return folder
 
 

@@ -19,7 +19,7 @@ from skilltrain.models.encoder import EncoderConfig, EncoderSettings, load_encod
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.dense import DenseConfig, EncoderSource, encode_chunks, encode_skills, open_encoder
 from skilltrain.retrieval.nearest import ChunkVectors, starts_of
-from skilltrain.tables import SKILLS, rows_of, write_table
+from skilltrain.tables import SKILLS, write_table
 from skilltrain.templates import Chunks, EncoderTemplate, SkillTemplate
 from skilltrain.training.dev import OwnEncoder
 from skilltrain.training.scores import ScoreContext, encoder_scores, in_batch_negatives
@@ -206,7 +206,7 @@ def test_a_ceiling_is_by_the_best_window(monkeypatch):
 
 
 def test_the_stage_encode_encodes_all_windows(model_folders, tmp_path):
-    write_table(rows_of([LONG, SHORT]), SKILLS, tmp_path / "pool")
+    write_table([LONG, SHORT], SKILLS, tmp_path / "pool")
     encoder = source(model_folders, cache=tmp_path / "vectors", chunks={"windows": 9})
     recipe = {"stage": "encode", "pool": str(tmp_path / "pool"), "out": str(tmp_path / "out")}
     recipe["encoder"] = encoder.model_dump(mode="json")

@@ -7,7 +7,7 @@ import torch
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
-from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, rows_of, write_table
+from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, write_table
 from skilltrain.training.dev import open_dev
 from skilltrain.training.settings import DevConfig, TrainEncoderConfig, TrainRerankerConfig
 
@@ -21,7 +21,7 @@ def write_benchmark(folder, judged, split="dev"):
     queries = [Query(query_id, f"find {query_id}", "single", "test", split) for query_id in judged]
     rows = [{"query_id": q, "skill_id": s, "verdict": v, "judge": "test"} for q, row in judged.items()
             for s, v in row.items()]  # fmt: skip
-    write_table(rows_of(queries), QUERIES, folder)
+    write_table(queries, QUERIES, folder)
     write_table(rows, JUDGEMENTS, folder)
 
 
@@ -34,7 +34,7 @@ def folder(tmp_path):
         "q3": {"s5": "required"},
     })  # fmt: skip
     (tmp_path / "pool").mkdir()
-    write_table(rows_of(SKILLS_OF_POOL), SKILLS, tmp_path / "pool")
+    write_table(SKILLS_OF_POOL, SKILLS, tmp_path / "pool")
     return tmp_path
 
 

@@ -1,6 +1,7 @@
 """Every distractor asked for is made or accounted for; none is a gold skill's copy; nothing is paid twice."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from skilltrain.data.distractors import (
 from skilltrain.data.pool.read import read_source
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
-from skilltrain.tables import DROPPED, SKILLS, read_table, rows_of, write_table
+from skilltrain.tables import DROPPED, SKILLS, read_table, write_table
 
 FIRST = next(iter(STRATEGIES))
 
@@ -51,7 +52,7 @@ def write_tasks(folder: Path, golds: list[Skill] | None) -> Path:
         for task, gold in TASKS.items()
     }
     return write_skillrouter(
-        folder, [(task, f"Secret wording of {task}") for task in TASKS], relevance, golds and rows_of(golds)
+        folder, [(task, f"Secret wording of {task}") for task in TASKS], relevance, golds and map(asdict, golds)
     )
 
 
@@ -92,7 +93,7 @@ def test_each_gold_skill_gets_one_distractor_a_strategy(benchmark: Path, server:
     ]
     assert [(row["category"], row["lang"]) for row in skills] == [("media", "en")] * 3 + [("office", "en")] * 3
     assert {row["source"] for row in skills} == {"distractors:scripted"}
-    assert rows_of(one for one in read_source(out) if isinstance(one, Skill)) == skills  # the stage pool reads them
+    assert [asdict(one) for one in read_source(out) if isinstance(one, Skill)] == skills  # the stage pool reads them
     assert (summary["num_gold_skills"], summary["num_asked"], summary["num_distractors"]) == (2, 6, 6)
     assert (summary["num_dropped"], summary["dollars"]) == (0, None)
     assert_no_key(benchmark.parent)
@@ -185,7 +186,7 @@ def test_the_prompt_fences_the_gold_skill_and_names_what_must_not_be_written_eit
 
 def test_gold_skills_may_stand_in_a_pool_and_must_be_found(benchmark: Path, server: LLMServer) -> None:
     write_tasks(benchmark, GOLDS[:1])
-    pool = write_table(rows_of([*GOLDS[1:], Skill("p", "p", "", "p")]), SKILLS, benchmark.parent / "pool.parquet")
+    pool = write_table([*GOLDS[1:], Skill("p", "p", "", "p")], SKILLS, benchmark.parent / "pool.parquet")
     found = gold_skills(settings(benchmark, server, pool=str(pool)))
     assert [gold for gold, _ in found] == [GOLDS[1], GOLDS[0]]
     assert [[sibling.name for sibling in siblings] for _, siblings in found] == [["sort-invoices"], ["Read Audio"]]

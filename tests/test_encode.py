@@ -16,7 +16,7 @@ from skilltrain.records import Query, Skill
 from skilltrain.retrieval import dense
 from skilltrain.retrieval.dense import EncoderSource, encode_queries, encode_skills, open_encoder
 from skilltrain.retrieval.vectors import VectorCache
-from skilltrain.tables import QUERIES, SKILLS, rows_of, write_table
+from skilltrain.tables import QUERIES, SKILLS, write_table
 from small_library import skilltrain, succeeds, write_recipe
 from tiny_models import WORDS
 
@@ -38,9 +38,9 @@ REQUESTS = ["deploy pods", "chart of a table", "merge review", "chart of a table
 @pytest.fixture
 def place(tmp_path, model_folders):
     """A folder with pool, queries, and recipe.yaml that runs itself."""
-    write_table(rows_of(SKILL_LIST), SKILLS, tmp_path / "pool")
+    write_table(SKILL_LIST, SKILLS, tmp_path / "pool")
     queries = [Query(f"q{n}", text, "single", "test", "train") for n, text in enumerate(REQUESTS)]
-    write_table(rows_of(queries), QUERIES, tmp_path / "queries")
+    write_table(queries, QUERIES, tmp_path / "queries")
     recipe = f"""
 stage: encode
 pool: {tmp_path}/pool

@@ -1,6 +1,7 @@
 """The stage evaluate: systems and predictions side by side, its analyses, and what it refuses before it ranks."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from skilltrain.records import Query, Skill
 from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs
 from skilltrain.routing.evaluate import EvaluateConfig, run_evaluate
 from skilltrain.stages import dry_run
-from skilltrain.tables import CLUSTERS, RANKINGS, read_table, rows_of, write_table
+from skilltrain.tables import CLUSTERS, RANKINGS, read_table, write_table
 
 SKILLS_OF_POOL = [Skill(f"s{i}", f"name {i}", f"about {word}", f"the body says {word}") for i, word in
                   enumerate(["apples", "bridges", "candles", "drums"])]  # fmt: skip
@@ -146,7 +147,7 @@ def test_tiers_are_ranked_over_their_own_pools_and_scored_together(folder):
     copy = Skill("copy", "apples", "apples", "apples")
     for tier, skills in {"easy": SKILLS_OF_POOL, "hard": [*SKILLS_OF_POOL, copy]}.items():
         (folder / tier).mkdir()
-        rows = ({key: value for key, value in row.items() if value is not None} for row in rows_of(skills))
+        rows = ({key: value for key, value in asdict(one).items() if value is not None} for one in skills)
         (folder / tier / "part.jsonl").write_text(jsonl(*rows))
     predicted = predict(folder, {"t@easy": ["s0"], "t@hard": ["s0"]})
     tiers = [str(folder / "easy"), str(folder / "hard")]

@@ -27,7 +27,7 @@ from skilltrain.models.encoder import EncoderConfig
 from skilltrain.models.loading import resolve_model
 from skilltrain.models.reranker import Reranker, RerankerConfig
 from skilltrain.records import Skill
-from skilltrain.tables import SKILLS, rows_of, write_table
+from skilltrain.tables import SKILLS, write_table
 from skilltrain.templates import RerankerTemplate
 from skilltrain.training.publish import check_round_trip, export_adapter, export_run, push_model, save_trained
 from skilltrain.training.settings import TrainEncoderConfig, TrainRerankerConfig, load_model
@@ -89,7 +89,7 @@ def finished(unfinished):
     """The same of a finished run, whose pool is half English, half Chinese and comes from the Hub."""
     config, models = unfinished
     skills = [Skill(f"s{n}", "name", "what", "how", lang="en" if n else "zh") for n in range(3)]
-    write_table(rows_of(skills), SKILLS, config.data.pool)
+    write_table(skills, SKILLS, config.data.pool)
     (config.data.pool / "run.json").write_text(json.dumps({"recipe": {"sources": ["hf:owner/skills:train", "own"]}}))
     write_run(config, finished=True)
     save_trained(config, config.out / "checkpoints" / "step-4", config.out, SUMMARY)

@@ -12,7 +12,7 @@ from skilltrain.records import Query, Skill
 from skilltrain.report.lists import inspect_lists, numbers_of
 from skilltrain.report.material import Material, run_checks
 from skilltrain.report.page import histograms, percent
-from skilltrain.tables import DROPPED, LISTS, QUERIES, RANKINGS, SKILLS, rows_of, write_table
+from skilltrain.tables import DROPPED, LISTS, QUERIES, RANKINGS, SKILLS, write_table
 from skilltrain.texts import visible
 from small_library import skilltrain, succeeds
 from test_report import check_safe
@@ -75,8 +75,8 @@ def ranking_rows(sizes: dict[str, int]) -> list[dict[str, Any]]:
 def write_runs(root: Path, pool: Any = POOL, texts: Any = TEXTS, drops: Any = DROPS, lists: Any = ROWS) -> Path:
     """pool, queries, mined, filtered and lists in `root`, small enough to count by hand; the folder of lists."""
     paths = {"pool": root / "pool", "queries": root / "queries"}
-    asked = [*rows_of(Query(query_id, text, "single", "llm", "train") for query_id, text in texts.items())]
-    skills = rows_of(Skill(skill_id, *row) for skill_id, row in pool.items())
+    asked = [Query(query_id, text, "single", "llm", "train") for query_id, text in texts.items()]
+    skills = [Skill(skill_id, *row) for skill_id, row in pool.items()]
     empty = drop_rows([("", "s/empty", "empty", None, "body is empty")])
     write_run(paths["pool"], {"stage": "pool"}, (SKILLS, skills), (DROPPED, empty))
     write_run(paths["queries"], {"stage": "queries"}, (QUERIES, asked), (DROPPED, []))

@@ -22,7 +22,7 @@ from skilltrain.data.near_duplicates import (
     word_trigrams,
 )
 from skilltrain.records import Skill
-from skilltrain.tables import CLUSTERS, SKILLS, read_table, rows_of, write_table
+from skilltrain.tables import CLUSTERS, SKILLS, read_table, write_table
 from skilltrain.workers import WorkersConfig
 
 ONE = WorkersConfig(num=1)
@@ -167,7 +167,7 @@ def test_the_stage_clusters_copies_in_any_order_on_any_number_of_workers(tmp_pat
     """Siblings of a template are copies by plain trigrams alone."""
 
     def run(pool=POOL, **changes):
-        write_table(rows_of(pool), SKILLS, tmp_path / "pool.parquet")
+        write_table(pool, SKILLS, tmp_path / "pool.parquet")
         values = {"stage": "clusters", "pool": tmp_path / "pool.parquet", "out": tmp_path, "workers": {"num": 1}}
         summary = run_clusters(validate(ClustersConfig, values | changes, "recipe"), tmp_path)
         return summary, {row["skill_id"]: row["cluster"] for row in read_table(tmp_path, CLUSTERS).to_pylist()}

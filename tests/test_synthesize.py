@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from skilltrain.tables import (
     SKILLS,
     TableSpec,
     read_table,
-    rows_of,
     write_table,
 )
 from small_library import succeeds
@@ -112,7 +111,7 @@ def test_own_text_accounts_for_every_query_and_leaves_the_skills_without_them(tm
     }  # fmt: skip
     rest = {row["skill_id"]: row for row in read_table(out, SKILLS).to_pylist()}
     assert rest["s3"]["description"] == "" and rest["s3"]["body"] == "# Sorter\n## When to use\n- \n"
-    assert rest["s6"] == rows_of([few])[0]
+    assert rest["s6"] == asdict(few)
     again, second = run(tmp_path, "two", num_queries_per_skill=2, dev_share=0.4)
     assert again == summary
     assert (second / "queries.parquet").read_bytes() == (out / "queries.parquet").read_bytes()

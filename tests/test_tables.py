@@ -14,7 +14,6 @@ from skilltrain.tables import (
     read_queries,
     read_skills,
     read_table,
-    rows_of,
     table_from_rows,
     verdicts_by_query,
     write_table,
@@ -96,8 +95,8 @@ def test_what_is_written_is_read_back(tmp_path):
     ]  # fmt: skip
     skills = [Skill("a", "n", "d", "b"), Skill("b", "n", "", "", "c", "en", "s", "MIT")]
     queries = [Query("q", "t", "multi", "test", "dev")]
-    assert read_skills(write_table(rows_of(skills), SKILLS, tmp_path)) == skills
-    assert read_queries(write_table(rows_of(queries), QUERIES, tmp_path)) == queries
+    assert read_skills(write_table(skills, SKILLS, tmp_path)) == skills
+    assert read_queries(write_table(queries, QUERIES, tmp_path)) == queries
 
 
 def test_verdicts_are_read_by_query():

@@ -8,7 +8,7 @@ from skilltrain.config import input_paths, to_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill, Verdict
 from skilltrain.retrieval.lexical import BM25Index
-from skilltrain.tables import CLUSTERS, JUDGEMENTS, LISTS, QUERIES, SKILLS, rows_of, write_table
+from skilltrain.tables import CLUSTERS, JUDGEMENTS, LISTS, QUERIES, SKILLS, write_table
 from skilltrain.training.training_set import ListsSource, lexical_scores, load_training_set
 
 SKILL_IDS = "abcde"
@@ -41,10 +41,10 @@ JUDGEMENTS_OF_TEST = [
 def build(tmp_path):
     def write(lists=LISTS_OF_TEST, judgements=JUDGEMENTS_OF_TEST, queries=("q1", "q2#1", "q2#2"), **settings):
         pool = [Skill(s, f"name {s}", "d", "b") for s in SKILL_IDS]
-        write_table(rows_of(pool), SKILLS, tmp_path)
+        write_table(pool, SKILLS, tmp_path)
         write_table(lists, LISTS, tmp_path)
         write_table(judgements, JUDGEMENTS, tmp_path)
-        write_table(rows_of(Query(q, f"text of {q}", "single", "test", "train") for q in queries), QUERIES, tmp_path)
+        write_table((Query(q, f"text of {q}", "single", "test", "train") for q in queries), QUERIES, tmp_path)
         return validate(ListsSource, {"pool": tmp_path, "lists": tmp_path} | settings, "recipe")
 
     return write
@@ -74,7 +74,7 @@ def test_a_rejected_skill_that_another_list_of_the_same_text_calls_an_answer(bui
     lists = [a_list("q1", a="required", b="rejected"), a_list("q2#1", b="required", c="irrelevant")]
     source = build(lists=lists, judgements=[*judged("q1", a="required"), *judged("q2#1", b="required")])
     assert len(load_training_set(source).lists) == 2  # of two texts
-    write_table(rows_of(twice), QUERIES, tmp_path)
+    write_table(twice, QUERIES, tmp_path)
     with pytest.raises(SkilltrainError, match=r"the list of query 'q1': rejects skill 'b', which answers the same"):
         load_training_set(source)
 

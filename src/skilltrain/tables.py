@@ -26,6 +26,8 @@ class TableSpec:
     key: tuple[str, ...]
 
 
+Rows = Iterable[Mapping[str, Any] | Skill | Query | Dropped]
+"""What a table is made of: mappings, or records."""
 _MISFIT = (pa.ArrowException, TypeError, ValueError, OverflowError)
 _PLAIN = {"text": pa.string(), "int": pa.int32(), "float": pa.float64()}
 _LISTS = {f"{name}s": pa.list_(pa.field("item", kind, nullable=False)) for name, kind in _PLAIN.items()}
@@ -68,9 +70,9 @@ FLAGS = _spec(
 )  # fmt: skip
 
 
-def table_from_rows(rows: Iterable[Mapping[str, Any]], spec: TableSpec) -> pa.Table:
+def table_from_rows(rows: Rows, spec: TableSpec) -> pa.Table:
     """`rows` as a checked table. Raises SkilltrainError for an unknown, missing, null or ill-typed value."""
-    rows = list(rows)
+    rows = [row if isinstance(row, Mapping) else asdict(row) for row in rows]
     required = {field.name for field in spec.schema if not field.nullable}
     for position, row in enumerate(rows):
         for fault, columns in (("unknown", row.keys() - {*spec.schema.names}), ("missing", required - row.keys())):
@@ -131,7 +133,7 @@ def table_path(path: Path, spec: TableSpec) -> Path:
     return path / f"{spec.name}.parquet" if path.is_dir() or not path.suffix else path
 
 
-def write_table(rows: pa.Table | Iterable[Mapping[str, Any]], spec: TableSpec, path: Path) -> Path:
+def write_table(rows: pa.Table | Rows, spec: TableSpec, path: Path) -> Path:
     """Write `rows` as a checked parquet table, atomically; returns the file's path."""
     table = _cast(rows, spec, path) if isinstance(rows, pa.Table) else table_from_rows(rows, spec)
     file = table_path(path, spec)
@@ -186,11 +188,6 @@ def select_judged(folder: Path, split: str | None) -> list[tuple[Query, dict[str
     return [(query, verdicts.get(query.query_id, {})) for query in queries]
 
 
-def rows_of(records: Iterable[Skill | Query | Dropped]) -> list[dict[str, Any]]:
-    """Records as table rows."""
-    return [asdict(record) for record in records]
-
-
 def rows_by_query(rankings: pa.Table) -> dict[str, Int64[np.ndarray, " row"]]:
     """query_id → the positions of its rows in `rankings`, in order; the queries in order of id."""
     encoded = rankings.column("query_id").combine_chunks().dictionary_encode()
@@ -223,15 +220,10 @@ def read_verdicts(folder: Path) -> dict[str, dict[str, Verdict]]:
     return verdicts_by_query(read_table(folder, JUDGEMENTS))
 
 
-def write_dropped(dropped: Iterable[Dropped], out: Path) -> None:
-    """Write the DROPPED table of a stage."""
-    write_table(rows_of(dropped), DROPPED, out)
-
-
 def write_queries(
     queries: Iterable[Query], judgements: Iterable[Mapping[str, Any]], dropped: Iterable[Dropped], out: Path
 ) -> None:
     """Write the three tables of a stage that makes queries."""
-    write_table(rows_of(queries), QUERIES, out)
+    write_table(queries, QUERIES, out)
     write_table(judgements, JUDGEMENTS, out)
-    write_dropped(dropped, out)
+    write_table(dropped, DROPPED, out)

@@ -24,6 +24,7 @@ from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.records import Dropped, Skill, positives_of
 from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
 from skilltrain.tables import (
+    DROPPED,
     JUDGEMENTS,
     LISTS,
     QUERIES,
@@ -31,7 +32,6 @@ from skilltrain.tables import (
     read_table,
     select_judged,
     table_path,
-    write_dropped,
     write_table,
 )
 from skilltrain.terminal import say, track
@@ -263,7 +263,7 @@ def run_decontaminate(config: DecontaminateConfig, out: Path) -> dict[str, Any]:
         what = f"no query is left of {len(training)}; the first: {found[0].reason}"
         raise SkilltrainError(what, where=config.queries, fix="hold out other benchmarks, or set limits")
     counts = _write_kept(config.queries, dropped, out)
-    write_dropped(found, out)
+    write_table(found, DROPPED, out)
     return {
         "num_queries": len(training), "num_kept": len(training) - len(dropped), "num_dropped": len(dropped), **counts,
         "dropped_by_ground": {key: len({one.query_id for one in found if one.filter == key}) for key in GROUNDS},

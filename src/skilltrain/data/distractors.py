@@ -24,7 +24,7 @@ from skilltrain.data.pool.skill_file import split_header
 from skilltrain.llm import AnswerError, LLMConfig, Questions, cost_of, read_object
 from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
 from skilltrain.records import Skill
-from skilltrain.tables import SKILLS, rows_of, write_dropped, write_table
+from skilltrain.tables import DROPPED, SKILLS, write_table
 from skilltrain.texts import clean_text, name_key, num_words
 
 STRATEGIES: Final[dict[str, str]] = PROMPTS["distractor"]["strategies"]
@@ -79,8 +79,8 @@ def run_distractors(config: DistractorsConfig, out: Path) -> dict[str, Any]:
     questions = _questions(config)
     asked = ask(questions)
     skills = [skill for _, skill in asked.values]
-    write_table(rows_of(skills), SKILLS, out)
-    write_dropped(asked.dropped, out)
+    write_table(skills, SKILLS, out)
+    write_table(asked.dropped, DROPPED, out)
     return _num_asked(questions) | {
         "num_distractors": len(skills), "num_dropped": len(asked.dropped),
         "dropped": counted(row.filter for row in asked.dropped), **asked.used,

@@ -16,6 +16,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.records import POSITIVE, Dropped, Skill, Verdict
 from skilltrain.retrieval.dense import EncoderSource
 from skilltrain.tables import (
+    DROPPED,
     RANKINGS,
     read_queries,
     read_skills,
@@ -23,7 +24,6 @@ from skilltrain.tables import (
     read_verdicts,
     rows_by_query,
     texts_of,
-    write_dropped,
     write_table,
 )
 from skilltrain.workers import WorkersConfig
@@ -84,7 +84,7 @@ def run_filter(config: FilterConfig, out: Path) -> dict[str, Any]:
     kept[list(against)] = False
     left = rankings.filter(pa.array(kept))
     write_table(left, RANKINGS, out)
-    write_dropped((against[row] for row in sorted(against)), out)
+    write_table((against[row] for row in sorted(against)), DROPPED, out)
     by_layer = Counter(drop.filter for drop in against.values())
     return {
         "num_candidates": rankings.num_rows, "num_kept": left.num_rows, "num_dropped": len(against),

@@ -17,7 +17,7 @@ from skilltrain.records import Dropped, Query, Skill, positives_of
 from skilltrain.retrieval.dense import EncoderSource, encode_chunks, encode_queries, open_encoder
 from skilltrain.retrieval.lexical import BM25Index, bm25_text
 from skilltrain.retrieval.nearest import ChunkVectors, Found, build_index, recall
-from skilltrain.tables import RANKINGS, read_skills, select_judged, write_dropped, write_table
+from skilltrain.tables import DROPPED, RANKINGS, read_skills, select_judged, write_table
 from skilltrain.terminal import say, track
 from skilltrain.texts import name_key
 
@@ -89,7 +89,7 @@ def run_mine(config: MineConfig, out: Path) -> dict[str, Any]:
         raise SkilltrainError(what, where=config.pool, fix="give the queries' pool")
     ranked, index = mine(config, skills, asked)
     write_table(_table(ranked, [query.query_id for query, _ in asked], list(position)), RANKINGS, out)
-    write_dropped(lost, out)
+    write_table(lost, DROPPED, out)
     counts = {s: sum(len(found) for found, _ in ranked[n :: len(SOURCES)]) for n, s in enumerate(SOURCES)}
     for source, amount in config.amounts().items():
         if amount and not counts[source]:

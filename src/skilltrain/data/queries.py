@@ -19,7 +19,7 @@ from skilltrain.data.query_texts import query_profile
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import check_regular, read_json, read_jsonl
 from skilltrain.records import POSITIVE, Dropped, Query, Reason, Verdict
-from skilltrain.tables import DROPPED, SKILLS, read_table, table_path, write_dropped, write_queries
+from skilltrain.tables import DROPPED, SKILLS, read_table, table_path, write_queries, write_table
 from skilltrain.texts import clean_text, one_line
 
 Split = Literal["train", "dev", "test"]
@@ -140,7 +140,7 @@ def run_queries(config: QueriesConfig, out: Path) -> dict[str, Any]:
     queries = [item.query for query_id, item in asked.items() if query_id not in missing]
     if not queries:
         file = config.out.with_name(f"{config.out.name}.dropped.parquet")
-        write_dropped(dropped, file)
+        write_table(dropped, DROPPED, file)
         first = f"; the first: {dropped[0].filter}: {dropped[0].reason}" if dropped else ""
         what = f"no query is left of {len(config.files)} file(s), {len(dropped)} dropped rows{first}"
         raise SkilltrainError(what, fix=f"all reasons are in {file}")

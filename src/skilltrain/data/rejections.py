@@ -28,7 +28,7 @@ from skilltrain.llm.ask import ValueT
 from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
 from skilltrain.records import Dropped, Query, Reason, Skill, Verdict
 from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
-from skilltrain.tables import JUDGEMENTS, write_dropped, write_queries, write_table
+from skilltrain.tables import DROPPED, JUDGEMENTS, write_queries, write_table
 from skilltrain.texts import language_of, name_key
 
 Kind = Literal["neighbours", "category", "across", "languages"]
@@ -223,7 +223,7 @@ def _judged_twice(
     verdict_of = {(row["group"], row["skill_id"]): row["verdict"] for row in rows}
     pairs = [[(verdict_of[row["group"], row["skill_id"]], row["verdict"]) for row in of_group] for of_group in judged]
     write_table([row for of_group in judged for row in of_group], JUDGEMENTS, out / "second")
-    write_dropped(asked.dropped, out / "second")
+    write_table(asked.dropped, DROPPED, out / "second")
     kappa = asdict(agreement(pairs))
     return {"kappa": kappa, "second_judge": {"num_groups": len(judged), **asked.used}}
 

@@ -23,7 +23,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.llm import LLMConfig, OpenAIConfig, Questions, SmolLM2Config, cost_of
 from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
 from skilltrain.records import OWN_TEXT, Dropped, Query, Skill, Verdict
-from skilltrain.tables import CLUSTERS, SKILLS, read_skills, read_table, rows_of, write_queries, write_table
+from skilltrain.tables import CLUSTERS, SKILLS, read_skills, read_table, write_queries, write_table
 from skilltrain.texts import num_words
 
 TERSE: Final = PROMPTS["rewrite"]["styles"]["terse"].removeprefix("in ")
@@ -194,7 +194,7 @@ def _from_own_text(
             dropped.append(Dropped(one.query_id, one.skill_id, "duplicate", reason, other_id=other_id))
         else:
             written.append((one, text))
-    write_table(rows_of(rest.values()), SKILLS, out)
+    write_table(rest.values(), SKILLS, out)
     if (flags := read_flags(config.pool)) is not None:
         write_flags(flags, out)
     return written, dropped

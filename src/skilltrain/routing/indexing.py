@@ -22,7 +22,7 @@ from skilltrain.retrieval.rankers import RankerConfig, key_of, parts_of
 from skilltrain.retrieval.vectors import text_keys
 from skilltrain.routing.answer import Calibration
 from skilltrain.routing.index import KEYS_FILE, POINTER, RECORD, SKILLS_FILE, Index, IndexRecord, kept_parts, sweep
-from skilltrain.tables import SKILLS, rows_of, table_from_rows
+from skilltrain.tables import SKILLS, table_from_rows
 
 CALIBRATION_FILE = "calibration.json"
 
@@ -121,7 +121,7 @@ def write_index(
                 else:
                     open_model(config, models, router).skills(skills).save(part)
             np.save(staged / KEYS_FILE, keys)
-            table = table_from_rows(rows_of(skills), SKILLS)
+            table = table_from_rows(skills, SKILLS)
             feather.write_feather(table, staged / SKILLS_FILE, compression="uncompressed")
             files = {str(file.relative_to(staged)): file.stat().st_size for file in staged.rglob("*.*")}
             write_json(staged / RECORD, record.model_copy(update={"files": files}).model_dump(mode="json"))

@@ -30,7 +30,7 @@ from skilltrain.data.pool.read import merge_sources
 from skilltrain.data.pool.skill_file import parse_skill_file
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Dropped, Skill
-from skilltrain.tables import SKILLS, rows_of, write_dropped, write_table
+from skilltrain.tables import DROPPED, SKILLS, write_table
 from skilltrain.terminal import track
 from skilltrain.texts import clean_text, decode_text, one_line
 
@@ -76,10 +76,10 @@ def run_collect(config: CollectConfig, out: Path) -> dict[str, Any]:
         if not skills:
             why = f"the first of {len(dropped)} dropped rows: {dropped[0].reason}" if dropped else ""
             raise SkilltrainError(f"no skill is left of {len(listed):,} listed", where=registry.base_url, fix=why)
-        write_table(rows_of(skills), SKILLS, out)
+        write_table(skills, SKILLS, out)
         # A reason may quote a stranger: it stands on one line, without what no table can hold.
         short = (replace(drop, reason=one_line(clean_text(drop.reason))[:_MAX_REASON_CHARS]) for drop in dropped)
-        write_dropped(short, out)
+        write_table(short, DROPPED, out)
         state.finish_sync()
     return {
         "num_listed": len(listed), "num_fetched": num_fetched, "num_requests": client.num_requests,

@@ -17,7 +17,7 @@ from skilltrain.data.screening import count_flagged, screen_pool, write_flags
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
-from skilltrain.tables import SKILLS, rows_of, write_dropped, write_table
+from skilltrain.tables import DROPPED, SKILLS, write_table
 from skilltrain.terminal import say
 from skilltrain.texts import clean_text, num_words, one_line
 from skilltrain.workers import WorkersConfig
@@ -81,9 +81,9 @@ def run_pool(config: PoolConfig, out: Path) -> dict[str, Any]:
     places = [source for source in config.sources if isinstance(source, Path) and source.is_dir()]
     files = {skill.skill_id: find_skill_file(places, skill.skill_id) for skill in skills}
     flags = screen_pool(skills, config.workers, {own: file.parent for own, file in files.items() if file})
-    write_table(rows_of(skills), SKILLS, out)
+    write_table(skills, SKILLS, out)
     write_flags(flags, out)
-    write_dropped(dropped, out)
+    write_table(dropped, DROPPED, out)
     return {
         "num_skills": len(skills),
         "num_found": {
