@@ -118,17 +118,19 @@ class TrigramSets:
         and not their function. Copies of one skill share as much, but under one name, or under few. So a trigram is
         counted by the distinct `names` (one number per skill) of the skills that hold it.
         """
-        ordered = np.sort(self.trigrams)  # only a trigram of many skills can stand under many names
-        frequent = np.unique(ordered[max_names:][ordered[max_names:] == ordered[: len(ordered) - max_names]])
-        if not len(frequent):
+        order = np.argsort(self.trigrams)
+        ordered = self.trigrams[order]
+        counts = np.diff(np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1], [True]])))
+        frequent = counts > max_names  # only a trigram of many skills can stand under many names
+        if not frequent.any():
             return self
-        numbers = np.minimum(np.searchsorted(frequent, self.trigrams), len(frequent) - 1)
-        places = np.flatnonzero(frequent[numbers] == self.trigrams)
-        owners = names[np.searchsorted(self.starts, places, side="right") - 1]
-        pairs = np.unique(np.stack([numbers[places], owners]), axis=1)
-        is_template = np.bincount(pairs[0], minlength=len(frequent)) > max_names
+        places = order[np.repeat(frequent, counts)]
+        numbers = np.repeat(np.arange(np.count_nonzero(frequent)), counts[frequent])
+        owners = np.repeat(names, self.sizes)[places] + 1  # without a name: -1
+        pairs = _distinct(numbers * (len(names) + 1) + owners)
+        is_template = np.bincount(pairs // (len(names) + 1)) > max_names
         keep = np.ones(len(self.trigrams), dtype=bool)
-        keep[places] = ~is_template[numbers[places]]
+        keep[places] = ~is_template[numbers]
         return TrigramSets(self.trigrams[keep], np.concatenate([[0], np.cumsum(keep)])[self.starts])
 
 
