@@ -105,7 +105,7 @@ def _ours(mode: Mode, skills: tuple[Skill, ...], folder: Path, slots: list[int])
     encoder.model.backbone.register_forward_pre_hook(
         lambda _module, _inputs, given: slots.append(given["input_ids"].numel()), with_kwargs=True
     )
-    return lambda: dense.encode_skills(encoder, skills)
+    return lambda: encoder.encode_skills(skills)
 
 
 def _peer(mode: Mode, skills: tuple[Skill, ...], folder: Path, slots: list[int]) -> Callable[[], np.ndarray]:

@@ -36,7 +36,7 @@ class Base:
 
 def encode_base(pool: Path, queries: Path, split: str, source: str, cache: Path) -> Base:
     """The pool and the queries of `split` that have a positive in it, encoded; what `cache` holds is not again."""
-    from skilltrain.retrieval.dense import EncoderSource, encode_queries, encode_skills, open_encoder
+    from skilltrain.retrieval.dense import EncoderSource, open_encoder
 
     skills = read_skills(pool)
     known = {skill.skill_id for skill in skills}
@@ -48,8 +48,8 @@ def encode_base(pool: Path, queries: Path, split: str, source: str, cache: Path)
     asked = [q for q in read_queries(queries) if q.split == split]
     asked = [q for q in asked if positives.get(q.query_id)]
     encoder = open_encoder(EncoderSource(source=source, cache=cache))
-    vectors = encode_queries(encoder, [query.text for query in asked])
-    return Base(skills, encode_skills(encoder, skills), asked, vectors, positives)
+    vectors = encoder.encode_queries([query.text for query in asked])
+    return Base(skills, encoder.encode_skills(skills), asked, vectors, positives)
 
 
 def write_case(base: Base, num_skills: int, num_queries: int, folder: Path) -> None:

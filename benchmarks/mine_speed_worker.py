@@ -8,7 +8,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,14 +33,11 @@ class KnownVectors:
         texts = read_table(folder / "queries", QUERIES).column("text").to_pylist()
         self.skill_rows = {skill_id: row for row, skill_id in enumerate(ids)}
         self.query_rows = {text: row for row, text in enumerate(texts)}
-        self.model = SimpleNamespace(dim=self.skills.shape[1])  # all that the stages ask of an encoder's model
 
-    def encode_chunks(self, _: Any, skills: list[Skill]) -> ChunkVectors:
-        """In place of skilltrain.retrieval.dense.encode_chunks."""
+    def encode_chunks(self, skills: list[Skill]) -> ChunkVectors:
         return ChunkVectors.one_each(self.skills[[self.skill_rows[skill.skill_id] for skill in skills]])
 
-    def encode_queries(self, _: Any, texts: list[str]) -> np.ndarray:
-        """In place of skilltrain.retrieval.dense.encode_queries."""
+    def encode_queries(self, texts: list[str]) -> np.ndarray:
         return self.queries[[self.query_rows[text] for text in texts]]
 
 
@@ -53,7 +49,6 @@ def measure_ours(mode: str, folder: Path, threads: int) -> dict[str, Any]:
     vectors = KnownVectors(folder)
     for module in (mine, filter_layers):
         module.open_encoder = lambda source: vectors
-        module.encode_chunks, module.encode_queries = vectors.encode_chunks, vectors.encode_queries
     paths = {"pool": folder / "pool", "queries": folder / "queries"}
     settings = {"stage": "mine", "depth": DEPTH, "encoder": {"source": "known"}, "index": INDEXES[mode]}
     settings |= {} if mode == "ours" else {"sources": ["semantic"]}

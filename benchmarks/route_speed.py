@@ -132,7 +132,7 @@ def prepare(pool: Path, out: Path) -> None:
     import bm25s
 
     import skilltrain
-    from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
+    from skilltrain.retrieval.dense import EncoderSource, open_encoder
     from skilltrain.retrieval.lexical import K1, B, bm25_text
     from skilltrain.tables import pa, pq
 
@@ -150,7 +150,7 @@ def prepare(pool: Path, out: Path) -> None:
     index.index((ids, words.get_vocab_dict()), show_progress=False)
     index.save(out / "peer" / "bm25", show_progress=False)
     words.save_vocab(out / "peer" / "bm25")
-    np.save(out / "peer" / "vectors.npy", encode_skills(encoder, skills))
+    np.save(out / "peer" / "vectors.npy", encoder.encode_skills(skills))
     texts = [encoder.model.settings.template.skill.render(skill) for skill in skills]
     table = pa.table({"skill_id": [skill.skill_id for skill in skills], "text": texts})
     pq.write_table(table, out / "peer" / "texts.parquet")

@@ -105,7 +105,7 @@ def test_opening_imports_neither_transformers_nor_a_compiler(bert: str) -> None:
     code = f"""
 import sys, torch
 from skilltrain.retrieval.dense import DenseConfig
-DenseConfig(source={bert!r}).encoders()
+DenseConfig(source={bert!r}).open()
 print([name for name in ("transformers", "torch._dynamo") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from skilltrain.export.folder import save_model
 from skilltrain.losses import InfoNCE
 from skilltrain.models.encoder import EncoderConfig, EncoderSettings, load_encoder
 from skilltrain.records import Query, Skill
-from skilltrain.retrieval.dense import DenseConfig, EncoderSource, encode_chunks, encode_skills, open_encoder
+from skilltrain.retrieval.dense import DenseConfig, EncoderSource, open_encoder
 from skilltrain.retrieval.nearest import ChunkVectors, starts_of
 from skilltrain.tables import SKILLS, write_table
 from skilltrain.templates import Chunks, EncoderTemplate, SkillTemplate
@@ -68,23 +69,23 @@ def source(model_folders, **settings):
 
 def test_one_window_is_a_skills_vector_and_more_take_it_from_the_cache(model_folders, tmp_path, monkeypatch):
     encoder = open_encoder(source(model_folders, cache=tmp_path))
-    chunks = encode_chunks(encoder, [LONG, SHORT])
-    np.testing.assert_array_equal(chunks.vectors, encode_skills(encoder, [LONG, SHORT]))
+    chunks = encoder.encode_chunks([LONG, SHORT])
+    np.testing.assert_array_equal(chunks.vectors, encoder.encode_skills([LONG, SHORT]))
     assert chunks.is_one_each and chunks.starts.tolist() == [0, 1, 2]
     encoder = open_encoder(source(model_folders, cache=tmp_path, chunks={"windows": 3, "overlap": 10, "pool": "top2"}))
     seen, forward = [], encoder.model.forward
     monkeypatch.setattr(encoder.model, "forward", lambda texts: seen.extend(texts) or forward(texts))
-    chunks = encode_chunks(encoder, [LONG, SHORT])
+    chunks = encoder.encode_chunks([LONG, SHORT])
     assert len(seen) == 2 and chunks.starts.tolist() == [0, 3, 4] and chunks.pool == "top2"
     alone = [Skill("x", "clip", "find the clip", LONG.body[start : start + 50]) for start in (0, 40, 80)]
-    np.testing.assert_allclose(chunks.vectors[:3], encode_skills(encoder, alone), atol=1e-6)
+    np.testing.assert_allclose(chunks.vectors[:3], encoder.encode_skills(alone), atol=1e-6)
 
 
 @pytest.mark.parametrize("pool", ["max", "top2"])
 def test_a_system_ranks_by_the_best_windows(model_folders, pool):
     settings = {"source": str(model_folders["bert"]), "precision": "float32", **FIFTY}
     chunks = Chunks(windows=3, pool=pool)
-    ranker = DenseConfig(**settings, chunks=chunks).open([LONG, SHORT])
+    ranker = DenseConfig(**settings, chunks=chunks).open().over({"long": LONG, "short": SHORT})
     query = Query("q", "deploy pods", "", "", "")
     cosines = np.sort((ranker.index.encode([query.text]) @ ranker.index.chunks.vectors.T)[0, :3])
     long = cosines[-1] if pool == "max" else cosines[-2:].mean()
@@ -196,9 +197,8 @@ def test_mining_ranks_by_the_best_window_and_by_an_exact_index_only(tmp_path):
 
 
 def test_a_ceiling_is_by_the_best_window(monkeypatch):
-    monkeypatch.setattr(filter_layers, "encode_chunks", lambda _, skills: TWO_WINDOWS)
-    monkeypatch.setattr(filter_layers, "open_encoder", lambda _: None)
-    monkeypatch.setattr(filter_layers, "encode_queries", lambda _, texts: QUERY)
+    known = SimpleNamespace(encode_chunks=lambda skills: TWO_WINDOWS, encode_queries=lambda texts: QUERY)
+    monkeypatch.setattr(filter_layers, "open_encoder", lambda _: known)
     skills = [Skill(skill_id, "", "", "") for skill_id in "abcd"]  # c is in no list, and has no vector
     pairs = np.array([(row, 0, row, 3, 1) for row in (0, 1)], dtype=PAIR)
     pool = FilterPool(skills, pairs, [], ["q"], EncoderSource(source="x"), None, WorkersConfig())

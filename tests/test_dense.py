@@ -10,13 +10,11 @@ from skilltrain.retrieval import dense
 from skilltrain.retrieval.dense import (
     EncoderSource,
     EncodingCount,
-    encode_queries,
-    encode_skills,
-    encode_texts,
+    SkillEncoder,
     even_groups,
     open_encoder,
 )
-from skilltrain.retrieval.vectors import OrderedTexts, text_keys
+from skilltrain.retrieval.vectors import text_keys
 from skilltrain.templates import EncoderTemplate
 from tiny_models import WORDS
 
@@ -30,7 +28,7 @@ def source(model_folders, name="bert", **settings):
 
 def test_skills_and_queries_become_unit_vectors(model_folders):
     encoder = open_encoder(source(model_folders, token_budget=64))
-    skills, queries = encode_skills(encoder, SKILLS), encode_queries(encoder, ["deploy pods", "chart"])
+    skills, queries = encoder.encode_skills(SKILLS), encoder.encode_queries(["deploy pods", "chart"])
     assert skills.shape == (6, 32) and queries.shape == (2, 32) and skills.dtype == np.float32
     np.testing.assert_allclose(np.linalg.norm(np.vstack([skills, queries]), axis=1), 1, atol=1e-6)
     texts = [encoder.model.settings.template.skill.render(skill) for skill in SKILLS]
@@ -42,8 +40,8 @@ def test_skills_and_queries_become_unit_vectors(model_folders):
 def test_the_query_prompt_is_applied_here(model_folders):
     plain = open_encoder(source(model_folders, "qwen3"))
     prompted = open_encoder(source(model_folders, "qwen3", template=EncoderTemplate(instruction="find the skill")))
-    by_hand = encode_queries(plain, ["Instruct: find the skill\nQuery:deploy pods"])
-    np.testing.assert_allclose(encode_queries(prompted, ["deploy pods"]), by_hand, atol=1e-6)
+    by_hand = plain.encode_queries(["Instruct: find the skill\nQuery:deploy pods"])
+    np.testing.assert_allclose(prompted.encode_queries(["deploy pods"]), by_hand, atol=1e-6)
 
 
 def counted(encoder, monkeypatch):
@@ -54,12 +52,12 @@ def counted(encoder, monkeypatch):
 
 
 def test_the_cache_is_asked_first_and_never_mixes_models_or_settings(model_folders, tmp_path, monkeypatch):
-    plain = encode_skills(open_encoder(source(model_folders)), SKILLS)
-    encode_skills(open_encoder(source(model_folders, cache=tmp_path)), SKILLS[2:4])
+    plain = open_encoder(source(model_folders)).encode_skills(SKILLS)
+    open_encoder(source(model_folders, cache=tmp_path)).encode_skills(SKILLS[2:4])
     again = open_encoder(source(model_folders, cache=tmp_path))
     seen = counted(again, monkeypatch)
     order = [5, 2, 0, 3, 5, 0, 1]  # repeats, known and new texts
-    np.testing.assert_allclose(encode_skills(again, [SKILLS[n] for n in order]), plain[order], atol=1e-6)
+    np.testing.assert_allclose(again.encode_skills([SKILLS[n] for n in order]), plain[order], atol=1e-6)
     assert len(seen) == 3
     for other in (
         source(model_folders, "qwen3", cache=tmp_path),
@@ -68,7 +66,7 @@ def test_the_cache_is_asked_first_and_never_mixes_models_or_settings(model_folde
     ):
         encoder = open_encoder(other)
         seen = counted(encoder, monkeypatch)
-        encode_skills(encoder, SKILLS)
+        encoder.encode_skills(SKILLS)
         assert len(seen) == len(SKILLS)
 
 
@@ -90,10 +88,10 @@ TWO = [Skill("a", "pdf", "find text", "deploy pods"), Skill("b", "pdf", "find te
 
 
 def test_without_bodies_skills_that_differ_only_there_are_one(model_folders):
-    full, nd = (encode_skills(open_encoder(source(model_folders, fields=fields)), TWO) for fields in ("full", "nd"))
+    full, nd = (open_encoder(source(model_folders, fields=fields)).encode_skills(TWO) for fields in ("full", "nd"))
     assert (nd[0] == nd[1]).all() and not np.allclose(full[0], full[1])
     bare = [Skill(skill.skill_id, skill.name, skill.description, "") for skill in TWO]
-    np.testing.assert_allclose(nd, encode_skills(open_encoder(source(model_folders)), bare), atol=1e-6)
+    np.testing.assert_allclose(nd, open_encoder(source(model_folders)).encode_skills(bare), atol=1e-6)
 
 
 # Micro-batches --------------------------------------------------------------------------------------------------------
@@ -125,42 +123,45 @@ def test_every_text_is_in_one_group_within_the_budget():
     assert [lengths[group[0]] for group in groups] == sorted((lengths[group[0]] for group in groups), reverse=True)
 
 
-def work_of(num):
+def texts_of(num):
     generator = np.random.default_rng(1)
-    texts = sorted((" ".join(generator.choice(WORDS, size=n % 23 + 1)) for n in range(num)), key=len, reverse=True)
-    return OrderedTexts(texts, text_keys(texts, 24), np.arange(num), 24, "encoding")
+    return sorted((" ".join(generator.choice(WORDS, size=n % 23 + 1)) for n in range(num)), key=len, reverse=True)
+
+
+def encoded(model, texts, token_budget, count):
+    encoder = SkillEncoder(model, "", token_budget, None, "")
+    return encoder.encode_texts(texts, 24, "encoding", count)
 
 
 @pytest.mark.parametrize(("name", "packed"), [("bert", True), ("qwen3", False)])
 def test_blocks_groups_and_packed_layers_give_each_texts_own_vector(open_encoder_of, monkeypatch, name, packed):
-    model, work = open_encoder_of(name), work_of(50)
+    model, texts = open_encoder_of(name), texts_of(50)
     with torch.inference_mode():
-        alone = torch.cat([model([ids]) for ids in model.tokenize(work.texts, 24)]).numpy()
+        alone = torch.cat([model([ids]) for ids in model.tokenize(texts, 24)]).numpy()
     monkeypatch.setattr(dense, "_BLOCK", 16)
     monkeypatch.setattr(dense, "_TOKENIZED_AT_ONCE", 5)
     monkeypatch.setattr(dense, "_ENOUGH_TOKENS", 40)
     if packed:
         pack_linear_layers(model.backbone, 64)
     found, count = np.full_like(alone, np.nan), EncodingCount()
-    for part, vectors in encode_texts(model, work, 64, count):
+    for part, vectors in encoded(model, texts, 64, count):
         found[part] = vectors
     np.testing.assert_allclose(found, alone, atol=1e-6)
-    tokens = sum(map(len, model.tokenize(work.texts, 24)))
+    tokens = sum(map(len, model.tokenize(texts, 24)))
     assert (count.texts, count.tokens) == (50, tokens) and tokens <= count.slots < 1.3 * tokens
 
 
 def test_a_slow_models_vectors_come_before_the_block_is_done(open_encoder_of, monkeypatch):
     monkeypatch.setattr(dense, "_SAVE_SECONDS", 0)
-    parts = [part for part, _ in encode_texts(open_encoder_of("bert"), work_of(30), 48, EncodingCount())]
+    parts = [part for part, _ in encoded(open_encoder_of("bert"), texts_of(30), 48, EncodingCount())]
     assert len(parts) > 5 and sorted(np.concatenate(parts).tolist()) == list(range(30))
 
 
 def test_tokenising_ahead_gives_the_same(open_encoder_of, monkeypatch):
-    model, work = open_encoder_of("bert"), work_of(30)
+    model, texts = open_encoder_of("bert"), texts_of(30)
     monkeypatch.setattr(dense, "_BLOCK", 8)
-
-    here = list(dense._tokenized(model, work))
+    here = list(dense._tokenized(model, texts, 24))
     monkeypatch.setattr(type(model), "device", torch.device("meta"))  # as if beside a GPU
-    there = list(dense._tokenized(model, work))
+    there = list(dense._tokenized(model, texts, 24))
     assert [start for start, _ in there] == [0, 8, 16, 24]
     assert [[ids.tolist() for ids in block] for _, block in there] == [[i.tolist() for i in block] for _, block in here]

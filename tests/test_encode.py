@@ -14,7 +14,7 @@ from processes import run_apart, run_ranks
 from skilltrain.cli import main
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval import dense
-from skilltrain.retrieval.dense import EncoderSource, encode_queries, encode_skills, open_encoder
+from skilltrain.retrieval.dense import EncoderSource, open_encoder
 from skilltrain.retrieval.vectors import VectorCache
 from skilltrain.tables import QUERIES, SKILLS, write_table
 from small_library import skilltrain, succeeds, write_recipe
@@ -63,9 +63,9 @@ def check_cache(place, model, monkeypatch):
         open_encoder(EncoderSource(source=str(model), precision="float32", cache=cache))
         for cache in (None, place / "vectors")
     )
-    wanted = encode_skills(plain, SKILL_LIST), encode_queries(plain, REQUESTS)
+    wanted = plain.encode_skills(SKILL_LIST), plain.encode_queries(REQUESTS)
     monkeypatch.setattr(encoder.model, "forward", None)
-    for one, other in zip((encode_skills(encoder, SKILL_LIST), encode_queries(encoder, REQUESTS)), wanted, strict=True):
+    for one, other in zip((encoder.encode_skills(SKILL_LIST), encoder.encode_queries(REQUESTS)), wanted, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 

@@ -73,12 +73,14 @@ class Filter:
 
 @pytest.fixture
 def stage(tmp_path, monkeypatch):
-    def known_chunks(_, skills):
+    def known_chunks(skills):
         return ChunkVectors.one_each(VECTORS[[POSITION[skill.skill_id] for skill in skills]])
 
-    monkeypatch.setattr(module, "open_encoder", lambda source: SimpleNamespace(model=SimpleNamespace(dim=2)))
-    monkeypatch.setattr(module, "encode_chunks", known_chunks)
-    monkeypatch.setattr(module, "encode_queries", lambda _, texts: np.tile(QUERY_VECTOR, (len(texts), 1)))
+    def known_queries(texts):
+        return np.tile(QUERY_VECTOR, (len(texts), 1))
+
+    known = SimpleNamespace(encode_chunks=known_chunks, encode_queries=known_queries)
+    monkeypatch.setattr(module, "open_encoder", lambda source: known)
     return Filter(tmp_path)
 
 

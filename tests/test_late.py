@@ -84,7 +84,7 @@ def sourced(model_folders, **settings):
 
 @pytest.fixture
 def ranker(model_folders):
-    return LateConfig(**sourced(model_folders, token_budget=64)).open(SKILLS)
+    return open_ranker(LateConfig(**sourced(model_folders, token_budget=64)), SKILLS, {})
 
 
 def candidates(*numbers):
@@ -114,7 +114,7 @@ def test_late_orders_candidates_by_max_sim(ranker, open_encoder_of, model_folder
     for query_id, ranking in ranker.rank(QUERIES, given, 9).items():
         assert dict(ranking) == pytest.approx(dict(found[query_id]), abs=1e-6)
     assert ranker.rank(QUERIES, {"q1": [], "q2": []}, 9) == {"q1": [], "q2": []}
-    twins = LateConfig(**sourced(model_folders)).open([Skill(f"t{i}", "same", "same text", "") for i in range(3)])
+    twins = ranker.over({f"t{i}": Skill(f"t{i}", "same", "same text", "") for i in range(3)})
     given = {"q2": [("t2", 0.0), ("t0", 0.0), ("t1", 0.0)]}
     assert [skill_id for skill_id, _ in twins.rank(QUERIES[1:], given, 3)["q2"]] == ["t2", "t0", "t1"]
 

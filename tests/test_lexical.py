@@ -10,6 +10,7 @@ from hypothesis.extra import numpy as npst
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.lexical import K1, B, BM25Index, LexicalConfig, Vocabulary, top_k
+from skilltrain.retrieval.rankers import open_ranker
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_search_ranks_and_breaks_ties_by_position():
 def test_fields_are_searched_alone_and_a_skill_may_lack_them(fields, expected):
     pool = [Skill("a", "cat", "dog", ""), Skill("b", "", "cat", "dog"), Skill("c", "dog", "", ""),
             Skill("d", "dog", "", "cat cat cat")]  # fmt: skip
-    found = LexicalConfig(fields=fields).open(pool).rank([Query("q", "cats", "", "", "")], None, 4)["q"]
+    found = open_ranker(LexicalConfig(fields=fields), pool, {}).rank([Query("q", "cats", "", "", "")], None, 4)["q"]
     assert "".join(skill_id for skill_id, _ in found) == expected
 
 

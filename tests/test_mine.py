@@ -42,13 +42,12 @@ class Workshop:
         self.vectors: dict[str, np.ndarray] = {}
         self.query_vectors: dict[str, np.ndarray] = {}
         self.out.mkdir()
-        monkeypatch.setattr(mine_module, "open_encoder", lambda source: None)
-        monkeypatch.setattr(mine_module, "encode_chunks", lambda _, skills: self.chunks_of(skills))
-        monkeypatch.setattr(
-            mine_module, "encode_queries", lambda _, texts: np.stack([self.query_vectors[text] for text in texts])
-        )
+        monkeypatch.setattr(mine_module, "open_encoder", lambda source: self)
 
-    def chunks_of(self, skills):
+    def encode_queries(self, texts):
+        return np.stack([self.query_vectors[text] for text in texts])
+
+    def encode_chunks(self, skills):
         return ChunkVectors.one_each(np.stack([self.vectors[skill.skill_id] for skill in skills]))
 
     def write_pool(self, skills, vectors=VECTORS):

@@ -19,7 +19,7 @@ from skilltrain.models.encoder import EncoderConfig, EncoderSettings, load_encod
 from skilltrain.models.loading import resolve_model
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.records import Skill
-from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
+from skilltrain.retrieval.dense import EncoderSource, open_encoder
 from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate
 from tiny_models import qwen3_tokenizer
 
@@ -431,7 +431,7 @@ def test_a_foreign_folders_prompts_give_the_vectors_of_sentence_transformers(for
     options = {"convert_to_tensor": True, "prompt_name": named}
     assert torch.allclose(skills, theirs.encode_document(texts_of(encoder), **options), atol=1e-5)
     served = open_encoder(EncoderSource(source=folder, precision="float32", cache=None))
-    assert torch.allclose(torch.from_numpy(encode_skills(served, SKILLS)), skills, atol=1e-5)
+    assert torch.allclose(torch.from_numpy(served.encode_skills(SKILLS)), skills, atol=1e-5)
 
 
 @pytest.mark.parametrize(

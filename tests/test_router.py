@@ -13,8 +13,8 @@ from skilltrain.data.pool.read import read_pool, skill_file
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import locked
 from skilltrain.records import Skill
-from skilltrain.retrieval import dense
 from skilltrain.retrieval.cascade import SystemConfig
+from skilltrain.retrieval.dense import SkillEncoder
 from skilltrain.routing import indexing
 from skilltrain.routing.index import Index
 from skilltrain.routing.indexing import write_index
@@ -126,9 +126,9 @@ def test_an_index_answers_as_its_rankers_do_opened_anew(model, model_folders, tm
 
 
 def test_only_what_is_new_or_changed_is_encoded(model, tmp_path, monkeypatch):
-    encoded, encode = [], dense.encode_texts
+    encoded, encode = [], SkillEncoder.encode_texts
     monkeypatch.setattr(
-        dense, "encode_texts", lambda m, work, *more: encoded.extend(work.texts) or encode(m, work, *more)
+        SkillEncoder, "encode_texts", lambda self, texts, *more: encoded.extend(texts) or encode(self, texts, *more)
     )
     router = Router.load(made(tmp_path / "router", rankers=hybrid(model)))
     assert len(encoded) == 6

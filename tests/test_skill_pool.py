@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -346,13 +347,13 @@ def test_settings(tmp_path: Path):
 def test_skills_without_a_category_get_the_nearest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def vectors(_: object, skills: list[Skill]) -> np.ndarray:
+    def vectors(skills: list[Skill]) -> np.ndarray:
         """How much a skill bakes and how much it charts."""
         texts = [f"{skill.description} {skill.body}".lower() for skill in skills]
         return np.array([[text.count("bak"), text.count("table")] for text in texts], dtype=np.float32)
 
-    monkeypatch.setattr("skilltrain.data.pool.skill_pool.open_encoder", lambda source: source)
-    monkeypatch.setattr("skilltrain.data.pool.skill_pool.encode_skills", vectors)
+    encoder = SimpleNamespace(encode_skills=vectors)
+    monkeypatch.setattr("skilltrain.data.pool.skill_pool.open_encoder", lambda source: encoder)
     write(tmp_path, {
         "s.jsonl": [row("chart", "Draw a table."), row("own", "Bake bread.", category="baking"),
                     row("cake", "Bake a cake."), row("plot", "Plot a table.", category="charts")],

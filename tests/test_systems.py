@@ -108,7 +108,7 @@ def test_what_systems_share_is_opened_once_and_they_rank_as_each_does_alone(enco
         scored.extend(pairs)
         return run_micro_batches(model, pairs, groups)
 
-    monkeypatch.setattr(DenseConfig, "open", lambda self, skills: opened.append("dense") or open_dense(self, skills))
+    monkeypatch.setattr(DenseConfig, "open", lambda self: opened.append("dense") or open_dense(self))
     monkeypatch.setattr(rerank, "load_reranker", lambda *how: opened.append("rerank") or load_reranker(*how))
     monkeypatch.setattr(rerank, "run_micro_batches", counted_run)
     systems = [
@@ -225,11 +225,11 @@ def saved(tmp_path):
 
 
 def test_saved_rankings_rank_order_candidates_and_are_fused(saved, capsys):
-    one = SavedConfig(rankings=saved, stage="one").open(POOL)
+    one, two = (open_ranker(SavedConfig(rankings=saved, stage=stage), POOL, {}) for stage in ("one", "two"))
     assert one.rank(QUERIES, None, 2) == {"q1": ONE[:2], "q2": TWO}
     given = {"q1": [("d", 9.0), ("c", 8.0), ("b", 7.0)], "q2": []}
     assert one.rank(QUERIES, given, 5) == {"q1": [("b", 2.0), ("c", 0.0)], "q2": []}
-    assert SavedConfig(rankings=saved, stage="two").open(POOL).rank(QUERIES, None, 9) == {"q1": TWO, "q2": []}
+    assert two.rank(QUERIES, None, 9) == {"q1": TWO, "q2": []}
     assert "no ranking for 1 of 2 queries, first 'q2'; they score 0" in capsys.readouterr().err
     legs = [{"kind": "saved", "rankings": str(saved), "stage": stage} for stage in ("one", "two")]
     config = validate(FuseConfig, {"kind": "fuse", "of": legs, "method": "rrf", "weights": [1, 1]}, "test")
@@ -280,7 +280,7 @@ def test_systems_that_make_no_sense_are_refused_before_another_ranks(model_folde
 )
 def test_saved_rankings_that_do_not_fit_are_refused(saved, settings, pool, message):
     with pytest.raises(SkilltrainError, match=message):
-        SavedConfig(rankings=saved, **settings).open(pool).rank(QUERIES, None, 9)
+        open_ranker(SavedConfig(rankings=saved, **settings), pool, {}).rank(QUERIES, None, 9)
 
 
 def test_nothing_to_rank_and_scores_that_are_no_numbers_are_refused(monkeypatch):
@@ -292,7 +292,7 @@ def test_nothing_to_rank_and_scores_that_are_no_numbers_are_refused(monkeypatch)
         rank([BM25], skills=[])
     with pytest.raises(SkilltrainError, match="there is no query to rank for"):
         rank([BM25], [])
-    monkeypatch.setattr(LexicalConfig, "open", lambda self, skills: Bad())
+    monkeypatch.setattr(LexicalConfig, "over", lambda self, skills: Bad())
     with pytest.raises(SkilltrainError, match="system bm25: ranker 1, lexical, gave scores that are no numbers"):
         rank([BM25])
 
@@ -324,7 +324,7 @@ def test_the_clock_sees_the_ranker_alone_and_no_bar_is_drawn(monkeypatch):
             time.sleep(0.02 if len(asked) == 1 else 0.002)  # the first is slow, as first calls are
             return {query.query_id: [("s1", 1.0)] for query in queries}
 
-    monkeypatch.setattr(LexicalConfig, "open", lambda self, skills: Slow())
+    monkeypatch.setattr(LexicalConfig, "over", lambda self, skills: Slow())
     (stage,) = run_systems([BM25], QUERIES, SKILLS, 1, num_timed=2)["bm25"]
     assert quiet == [True, True, True, False] and not console.quiet
     assert len({query_id for query_ids in asked for query_id in query_ids}) == 3 + len(QUERIES), "ids of their own"

@@ -53,7 +53,7 @@ def scores_in(folder):
 
 def test_every_member_gets_its_score_and_all_else_stays(folder):
     summary = run(folder, LEXICAL)
-    index = LexicalConfig().open(SKILLS).index
+    index = LexicalConfig().index(SKILLS)
     for query_id, scores in scores_in(folder).items():
         places = [int(skill_id[1:]) for skill_id in MEMBERS[query_id]]
         assert scores == pytest.approx(index.scores(TEXTS[query_id])[places].tolist())

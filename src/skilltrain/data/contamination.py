@@ -22,7 +22,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Task
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.records import Dropped, Skill, positives_of
-from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
+from skilltrain.retrieval.dense import EncoderSource, open_encoder
 from skilltrain.tables import (
     DROPPED,
     JUDGEMENTS,
@@ -249,8 +249,8 @@ def run_decontaminate(config: DecontaminateConfig, out: Path) -> dict[str, Any]:
     matches = {skill.skill_id: index.skill_matches(skill) for skill in track(skills, "comparing skills", len(skills))}
     if config.encoder is not None:
         encoder = open_encoder(config.encoder)
-        gold_vectors = encode_skills(encoder, [gold.skill for gold in index.golds])
-        cosines = encode_skills(encoder, skills) @ gold_vectors.T
+        gold_vectors = encoder.encode_skills([gold.skill for gold in index.golds])
+        cosines = encoder.encode_skills(skills) @ gold_vectors.T
         for at, gold_at in np.argwhere(cosines >= config.cosine).tolist():
             skill, gold, value = skills[at], index.golds[gold_at], float(cosines[at, gold_at])
             matches[skill.skill_id].append(gold.against(skill, "cosine", value, f"cosine {value:.3f} to {gold}"))

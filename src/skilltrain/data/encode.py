@@ -7,6 +7,7 @@ them there; queries are found by mine and filter, for systems encode theirs anew
 
 import hashlib
 import os
+from dataclasses import astuple
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic, sleep
@@ -20,8 +21,8 @@ from skilltrain.config import Config, InputPath
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.loading import default_device
 from skilltrain.models.ranks import made_by_first_rank, of_first_rank, rank_and_world
-from skilltrain.retrieval.dense import EncoderSource, EncodingCount, SkillEncoder, encode_texts, open_encoder
-from skilltrain.retrieval.vectors import OrderedTexts, VectorCache, longest_first, text_keys
+from skilltrain.retrieval.dense import EncoderSource, EncodingCount, SkillEncoder, open_encoder
+from skilltrain.retrieval.vectors import VectorCache, longest_first, text_keys
 from skilltrain.tables import QUERIES, read_skills, read_table
 from skilltrain.terminal import say
 
@@ -60,11 +61,11 @@ def run_encode(config: EncodeConfig, out: Path) -> dict[str, Any]:
     if config.queries is not None:
         requests = read_table(config.queries, QUERIES).column("text").to_pylist()
         texts["queries"] = list(map(settings.template.render_query, requests)), settings.query_max_tokens
-    started, count = monotonic(), EncodingCount()
-    found: dict[str, Any] = {}
-    for kind, (of_kind, max_tokens) in texts.items():
+    started, found = monotonic(), dict[str, Any]()
+    counts = [EncodingCount() for _ in texts]
+    for (kind, (of_kind, max_tokens)), count in zip(texts.items(), counts, strict=True):
         found |= _encode(encoder, kind, of_kind, max_tokens, count)
-    num_texts, tokens, slots = _sums(count.texts, count.tokens, count.slots)
+    num_texts, tokens, slots = _sums(*np.sum([astuple(count) for count in counts], axis=0).tolist())
     if num_texts:
         seconds = monotonic() - started
         say(f"encoded {num_texts:,} texts, {tokens:,} tokens in {seconds:,.0f} s ({tokens / seconds:,.0f} tokens/s)")
@@ -109,12 +110,11 @@ def _encode(
     missing = first[made_by_first_rank(lambda: cache.missing(keys[first]))]
     missing = missing[longest_first([texts[place] for place in missing])]
     share = missing[rank::world]
-    before, part_of = count.texts, f" (rank 0 of {world})" if world > 1 else ""
+    description = f"encoding {kind}" + (f" (rank 0 of {world})" if world > 1 else "")
     mine = [texts[place] for place in share.tolist()]
-    work = OrderedTexts(mine, keys[share], share, max_tokens, f"encoding {kind}{part_of}")
-    for part, vectors in encode_texts(encoder.model, work, encoder.token_budget, count):
-        cache.add(work.keys[part], vectors)
-    [encoded] = _sums(count.texts - before)
+    for part, vectors in encoder.encode_texts(mine, max_tokens, description, count):
+        cache.add(keys[share[part]], vectors)
+    [encoded] = _sums(count.texts)
     if rank == 0:
         _wait_for(cache, keys[missing])
     return {f"num_{kind}": len(keys), f"num_{kind}_distinct": len(first), f"num_{kind}_encoded": encoded}

@@ -27,7 +27,7 @@ from skilltrain.data.near_duplicates import (
 )
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
-from skilltrain.retrieval.dense import EncoderSource, SkillEncoder, encode_chunks, encode_queries, open_encoder
+from skilltrain.retrieval.dense import EncoderSource, SkillEncoder, open_encoder
 from skilltrain.retrieval.nearest import ChunkVectors, starts_of
 from skilltrain.terminal import track
 from skilltrain.texts import name_key
@@ -69,7 +69,7 @@ class FilterPool:
     @cached_property
     def chunks(self) -> ChunkVectors:
         """Unit vectors of the skills' chunks; skills that no query is concerned with have none."""
-        found = encode_chunks(self._encoder, [self.skills[place] for place in self.in_use])
+        found = self._encoder.encode_chunks([self.skills[place] for place in self.in_use])
         counts = np.zeros(len(self.skills), dtype=np.int64)
         counts[self.in_use] = np.diff(found.starts)
         return replace(found, starts=starts_of(counts))
@@ -87,7 +87,7 @@ class FilterPool:
 
     @cached_property
     def _query_vectors(self) -> Float32[np.ndarray, "query dim"]:
-        return encode_queries(self._encoder, self.query_texts)
+        return self._encoder.encode_queries(self.query_texts)
 
     @cached_property
     def _encoder(self) -> SkillEncoder:

@@ -14,7 +14,7 @@ from skilltrain.data.draws import draw
 from skilltrain.data.near_duplicates import Positions, numbered
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Dropped, Query, Skill, positives_of
-from skilltrain.retrieval.dense import EncoderSource, encode_chunks, encode_queries, open_encoder
+from skilltrain.retrieval.dense import EncoderSource, open_encoder
 from skilltrain.retrieval.lexical import BM25Index, bm25_text
 from skilltrain.retrieval.nearest import ChunkVectors, Found, build_index, recall
 from skilltrain.tables import DROPPED, RANKINGS, read_skills, select_judged, write_table
@@ -110,7 +110,7 @@ def mine(
     """
     texts, amounts = [query.text for query, _ in asked], config.amounts()
     encoder = open_encoder(config.encoder)
-    query_vectors, chunks = encode_queries(encoder, texts), encode_chunks(encoder, skills)
+    query_vectors, chunks = encoder.encode_queries(texts), encoder.encode_chunks(skills)
     del encoder  # its memory is free again
     num_searched = config.depth + max(len(positives) for _, positives in asked)  # positives are left out
     near = worded = np.empty((len(asked), 0), np.int64), np.empty((len(asked), 0), np.float32)

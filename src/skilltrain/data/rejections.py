@@ -27,7 +27,7 @@ from skilltrain.llm import AnswerError, LLMConfig, Questions, cost_of, read_obje
 from skilltrain.llm.ask import ValueT
 from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
 from skilltrain.records import Dropped, Query, Reason, Skill, Verdict
-from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
+from skilltrain.retrieval.dense import EncoderSource, open_encoder
 from skilltrain.tables import DROPPED, JUDGEMENTS, write_queries, write_table
 from skilltrain.texts import language_of, name_key
 
@@ -262,7 +262,7 @@ class _Mates:
 
     def __init__(self, config: RejectionsConfig, skills: Sequence[Skill]) -> None:
         self.wanted, self.seed = config.group_size - 1, config.seed
-        self.vectors = encode_skills(open_encoder(config.encoder), skills)
+        self.vectors = open_encoder(config.encoder).encode_skills(skills)
         self.names = np.array([name_key(skill.name) for skill in skills])
         self.langs = np.array([skill.lang for skill in skills])
         self.categories = np.array([skill.category or "" for skill in skills])

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -18,8 +18,8 @@ from skilltrain.llm.budget import Budget, over_budget, prices_of
 from skilltrain.llm.client import Server, ServerError, in_threads
 from skilltrain.llm.settings import ServerConfig
 from skilltrain.records import Query, Skill
-from skilltrain.retrieval.nearest import ChunkVectors, Encoders, PoolRanker
-from skilltrain.retrieval.vectors import OrderedTexts, Parts, VectorCache, cached_vectors, text_keys
+from skilltrain.retrieval.nearest import ChunkVectors, PoolRanker, VectorIndex
+from skilltrain.retrieval.vectors import Parts, Positions, VectorCache, cached_vectors, text_keys
 from skilltrain.templates import SkillTemplate
 from skilltrain.terminal import progress, say
 
@@ -47,12 +47,8 @@ class ApiConfig(ServerConfig):
     def check(self) -> None:
         ApiEncoder(self)
 
-    def open(self, skills: Sequence[Skill]) -> PoolRanker:
-        return self.encoders().over(skills)
-
-    def encoders(self) -> Encoders:
-        encoder = ApiEncoder(self)
-        return Encoders(lambda skills: ChunkVectors.one_each(encoder.encode_skills(skills)), encoder.encode_queries)
+    def open(self) -> "ApiEncoder":
+        return ApiEncoder(self)
 
     def render_skill(self, skill: Skill) -> str:
         return self.skill_prompt + self.skill.render(skill)
@@ -72,32 +68,40 @@ class ApiEncoder:
             identity = json.dumps([config.base_url, config.model])
             self.cache = VectorCache(config.cache.expanduser() / hashlib.sha256(identity.encode()).hexdigest()[:24])
 
+    def over(self, skills: Mapping[str, Skill], kept: ChunkVectors | None = None) -> PoolRanker:
+        """The ranker of a pool, of which `kept` has the vectors."""
+        chunks = kept or self.encode_chunks([*skills.values()])
+        return PoolRanker([*skills], VectorIndex(chunks, self.encode_queries))
+
+    def encode_chunks(self, skills: Sequence[Skill]) -> ChunkVectors:
+        return ChunkVectors.one_each(self.encode_skills(skills))
+
     def encode_skills(self, skills: Sequence[Skill]) -> Float32[np.ndarray, "skill dim"]:
         """One unit vector per skill; equal and cached texts are not sent. SkilltrainError names a skill without one."""
         texts = [self.config.render_skill(skill) for skill in skills]
-        embed = partial(self._embed, [f"skill {skill.skill_id}" for skill in skills])
-        return cached_vectors(texts, _ANY_LENGTH, "embedding skills", self.cache, embed)
+        embed = partial(self._embed, "embedding skills", [f"skill {skill.skill_id}" for skill in skills])
+        return cached_vectors(texts, _ANY_LENGTH, self.cache, embed)
 
     def encode_queries(self, texts: Sequence[str]) -> Float32[np.ndarray, "query dim"]:
         """One unit vector per raw query; prompt and cap are applied here. Errors count queries from 0."""
         rendered = [self.config.render_query(text) for text in texts]
-        embed = partial(self._embed, [f"query {place}" for place in range(len(texts))])
-        return cached_vectors(rendered, _ANY_LENGTH, "embedding queries", self.cache, embed)
+        embed = partial(self._embed, "embedding queries", [f"query {place}" for place in range(len(texts))])
+        return cached_vectors(rendered, _ANY_LENGTH, self.cache, embed)
 
-    def _embed(self, names: Sequence[str], work: OrderedTexts) -> Parts:
+    def _embed(self, description: str, names: Sequence[str], texts: list[str], positions: Positions) -> Parts:
         """Yield vectors as the server gives them, those of requests that are under way also after one failed."""
-        names = [names[int(place)] for place in work.positions]
-        if not work.texts[-1]:  # the shortest
+        names = [names[int(place)] for place in positions]
+        if not texts[-1]:  # the shortest
             raise SkilltrainError("has no text to embed", where=names[-1])
-        cost = cost_in_words(Usage(sum(map(estimate_tokens, work.texts)), 0), self.budget)
-        say(f"{len(work.texts):,} texts to {self.config.model}, {cost}")
+        cost = cost_in_words(Usage(sum(map(estimate_tokens, texts)), 0), self.budget)
+        say(f"{len(texts):,} texts to {self.config.model}, {cost}")
         num_done = 0
-        with progress(work.description, len(work.texts), 0) as show:
+        with progress(description, len(texts), 0) as show:
             ask = partial(self._ask, names)
-            for positions, vectors in in_threads(ask, self._reserved(work.texts), self.config.concurrency):
+            for places, vectors in in_threads(ask, self._reserved(texts), self.config.concurrency):
                 num_done += len(vectors)
                 show(num_done, f"{self.budget.used.total:,} tokens")
-                yield positions, vectors
+                yield places, vectors
 
     def _reserved(self, texts: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
         """(position of the first, texts) of each request, as soon as the budget holds it."""
@@ -109,7 +113,7 @@ class ApiEncoder:
             yield start, batch
 
     def _ask(self, names: Sequence[str], batch: tuple[int, list[str]]) -> tuple[np.ndarray, Vectors]:
-        """(positions, unit vectors) of texts, the longest first. Raises SkilltrainError where one gets no vector."""
+        """(places, unit vectors) of texts, the longest first. Raises SkilltrainError where one gets no vector."""
         start, texts = batch
         try:
             vectors = self._server.ask(lambda: self._send(texts), _most_of(texts))

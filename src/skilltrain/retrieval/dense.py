@@ -3,10 +3,9 @@
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -22,8 +21,8 @@ from skilltrain.models.encoder import Encoder, EncoderConfig, open_to_answer
 from skilltrain.models.loading import Precision, default_device, resolve_model, stored_settings
 from skilltrain.models.micro_batches import Groups, micro_batches
 from skilltrain.records import Skill
-from skilltrain.retrieval.nearest import ChunkVectors, Encoders, PoolRanker, starts_of
-from skilltrain.retrieval.vectors import OrderedTexts, Parts, VectorCache, cached_vectors
+from skilltrain.retrieval.nearest import ChunkVectors, PoolRanker, VectorIndex, starts_of
+from skilltrain.retrieval.vectors import Parts, Positions, VectorCache, cached_vectors
 from skilltrain.terminal import progress
 
 _BLOCK = 2048  # texts whose token ids are in memory at once, and vectors that are given out together
@@ -55,14 +54,17 @@ class DenseConfig(EncoderSource):
     kind: Literal["dense"] = "dense"
     keep: int | None = Field(default=None, ge=1, description="skills kept per query; null: as many as needed")
 
-    def open(self, skills: Sequence[Skill]) -> PoolRanker:
-        return self.encoders().over(skills)
+    def open(self, opened: dict[str, Any] | None = None) -> "SkillEncoder":
+        return open_encoder(self, opened)
 
-    def encoders(self, opened: dict[str, Any] | None = None) -> Encoders:
-        """The encoder for any pool. Vectors of queries are not kept, so that they can be timed."""
-        encoder = open_encoder(self, opened)
-        queries = partial(encode_queries, replace(encoder, cache=None))
-        return Encoders(partial(encode_chunks, encoder), queries, encoder.model.settings.window)
+
+@dataclass
+class EncodingCount:
+    """Texts, their tokens, and the slots that these took, padding included."""
+
+    texts: int = 0
+    tokens: int = 0
+    slots: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,69 @@ class SkillEncoder:
     token_budget: int
     cache: VectorCache | None
     identity: str
+
+    def over(self, skills: Mapping[str, Skill], kept: ChunkVectors | None = None) -> PoolRanker:
+        """The ranker of a pool, of which `kept` has the vectors; queries go into no cache, so that it can be timed."""
+        chunks = kept or self.encode_chunks([*skills.values()])
+        return PoolRanker([*skills], VectorIndex(chunks, replace(self, cache=None).encode_queries))
+
+    def encode_skills(self, skills: Sequence[Skill]) -> Float32[np.ndarray, "skill dim"]:
+        """One unit vector per skill, of its first window; equal texts are encoded once, cached texts not at all."""
+        settings = self.model.settings
+        texts = [settings.template.render_skill(skill) for skill in skills]
+        return self._vectors(texts, settings.max_tokens, "encoding skills")
+
+    def encode_chunks(self, skills: Sequence[Skill]) -> ChunkVectors:
+        """The unit vectors of all windows of each skill, by which queries find it; for repeats see `encode_skills`."""
+        settings = self.model.settings
+        texts = [settings.chunk_texts(skill) for skill in skills]
+        vectors = self._vectors([*chain.from_iterable(texts)], settings.max_tokens, "encoding skills")
+        return ChunkVectors(vectors, starts_of([len(of_skill) for of_skill in texts]), settings.chunks.pool)
+
+    def encode_queries(self, texts: Sequence[str]) -> Float32[np.ndarray, "query dim"]:
+        """One unit vector per raw query; the template's prompt and cap are applied here."""
+        settings = self.model.settings
+        rendered = [settings.template.render_query(text) for text in texts]
+        return self._vectors(rendered, settings.query_max_tokens, "encoding queries")
+
+    def _vectors(self, texts: Sequence[str], max_tokens: int, description: str) -> np.ndarray:
+        def encode(some: list[str], _: Positions) -> Parts:
+            return self.encode_texts(some, max_tokens, description, EncodingCount())
+
+        return cached_vectors(texts, max_tokens, self.cache, encode)
+
+    @torch.inference_mode()
+    def encode_texts(self, texts: Sequence[str], max_tokens: int, description: str, count: EncodingCount) -> Parts:
+        """Yield (places in `texts`, which come longest first, and their unit vectors); `count` starts at 0 and grows.
+
+        Raises SkilltrainError where a vector is no number.
+        """
+        if not texts:
+            return
+        model = self.model
+        started = saved = time.monotonic()
+        enough = _ENOUGH_TOKENS if model.device.type == "cpu" else self.token_budget
+        places: list[int] = []
+        vectors: list[torch.Tensor] = []
+        with progress(description, len(texts), 0) as show:
+            for start, ids in _tokenized(model, texts, max_tokens):
+                for group in even_groups([len(text) for text in ids], self.token_budget, enough):
+                    batch = [ids[position] for position in group]
+                    vectors.append(model(batch))
+                    places += [start + position for position in group]
+                    count.texts += len(batch)
+                    count.tokens += sum(map(len, batch))
+                    count.slots += model.num_slots(batch)
+                    show(count.texts, f"{count.tokens / max(1e-9, time.monotonic() - started):,.0f} tokens/s")
+                    is_due = len(places) >= _BLOCK or time.monotonic() - saved > _SAVE_SECONDS
+                    if count.texts < len(texts) and not is_due:
+                        continue
+                    found = torch.cat(vectors).float().cpu().numpy()
+                    if not np.isfinite(found).all():
+                        source = model.backbone.config.name_or_path
+                        raise SkilltrainError("the encoder gave vectors that are no numbers", where=source)
+                    yield np.array(places), found
+                    places, vectors, saved = [], [], time.monotonic()
 
 
 def open_encoder(source: OpenConfig, opened: dict[str, Any] | None = None) -> SkillEncoder:
@@ -102,83 +167,15 @@ def _identity(model: Encoder) -> str:
     return digest.hexdigest()[:24]
 
 
-def encode_skills(encoder: SkillEncoder, skills: Sequence[Skill]) -> Float32[np.ndarray, "skill dim"]:
-    """One unit vector per skill, of its first window; equal texts are encoded once, cached texts not at all."""
-    settings = encoder.model.settings
-    texts = [settings.template.render_skill(skill) for skill in skills]
-    return _vectors(encoder, texts, settings.max_tokens, "encoding skills")
-
-
-def encode_chunks(encoder: SkillEncoder, skills: Sequence[Skill]) -> ChunkVectors:
-    """The unit vectors of all windows of each skill, by which queries find it; for repeats see `encode_skills`."""
-    settings = encoder.model.settings
-    texts = [settings.chunk_texts(skill) for skill in skills]
-    vectors = _vectors(encoder, [*chain.from_iterable(texts)], settings.max_tokens, "encoding skills")
-    return ChunkVectors(vectors, starts_of([len(of_skill) for of_skill in texts]), settings.chunks.pool)
-
-
-def encode_queries(encoder: SkillEncoder, texts: Sequence[str]) -> Float32[np.ndarray, "query dim"]:
-    """One unit vector per raw query; the template's prompt and cap are applied here."""
-    settings = encoder.model.settings
-    rendered = [settings.template.render_query(text) for text in texts]
-    return _vectors(encoder, rendered, settings.query_max_tokens, "encoding queries")
-
-
-def _vectors(encoder: SkillEncoder, texts: Sequence[str], max_tokens: int, description: str) -> np.ndarray:
-    def encode(work: OrderedTexts) -> Parts:
-        return encode_texts(encoder.model, work, encoder.token_budget, EncodingCount())
-
-    return cached_vectors(texts, max_tokens, description, encoder.cache, encode)
-
-
-@dataclass
-class EncodingCount:
-    texts: int = 0
-    tokens: int = 0
-    slots: int = 0
-
-
-@torch.inference_mode()
-def encode_texts(model: Encoder, work: OrderedTexts, token_budget: int, count: EncodingCount) -> Parts:
-    """Yield (places in `work`, their unit vectors); `count` grows with them. SkilltrainError: they are no numbers."""
-    if not work.texts:
-        return
-    started = saved = time.monotonic()
-    enough = _ENOUGH_TOKENS if model.device.type == "cpu" else token_budget
-    num_done, num_tokens = 0, 0
-    places: list[int] = []
-    vectors: list[torch.Tensor] = []
-    with progress(work.description, len(work.texts), 0) as show:
-        for start, ids in _tokenized(model, work):
-            for group in even_groups([len(text) for text in ids], token_budget, enough):
-                texts = [ids[position] for position in group]
-                vectors.append(model(texts))
-                places += [start + position for position in group]
-                num_done, num_tokens = num_done + len(texts), num_tokens + sum(map(len, texts))
-                count.texts += len(texts)
-                count.tokens += sum(map(len, texts))
-                count.slots += model.num_slots(texts)
-                show(num_done, f"{num_tokens / max(1e-9, time.monotonic() - started):,.0f} tokens/s")
-                is_due = len(places) >= _BLOCK or time.monotonic() - saved > _SAVE_SECONDS
-                if num_done < len(work.texts) and not is_due:
-                    continue
-                found = torch.cat(vectors).float().cpu().numpy()
-                if not np.isfinite(found).all():
-                    source = model.backbone.config.name_or_path
-                    raise SkilltrainError("the encoder gave vectors that are no numbers", where=source)
-                yield np.array(places), found
-                places, vectors, saved = [], [], time.monotonic()
-
-
-def _tokenized(model: Encoder, work: OrderedTexts) -> Iterator[tuple[int, list[np.ndarray]]]:
+def _tokenized(model: Encoder, texts: Sequence[str], max_tokens: int) -> Iterator[tuple[int, list[np.ndarray]]]:
     """Yield (where a block starts, its texts' token ids); beside a GPU, tokenised while the model works."""
 
     def tokenize(start: int) -> list[np.ndarray]:
-        block = work.texts[start : start + _BLOCK]
+        block = texts[start : start + _BLOCK]
         parts = (block[first : first + _TOKENIZED_AT_ONCE] for first in range(0, len(block), _TOKENIZED_AT_ONCE))
-        return [np.asarray(ids, dtype=np.int32) for some in parts for ids in model.tokenize(some, work.max_tokens)]
+        return [np.asarray(ids, dtype=np.int32) for some in parts for ids in model.tokenize(some, max_tokens)]
 
-    starts = range(0, len(work.texts), _BLOCK)
+    starts = range(0, len(texts), _BLOCK)
     if model.device.type == "cpu":
         yield from zip(starts, map(tokenize, starts), strict=True)
         return

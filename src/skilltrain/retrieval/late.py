@@ -30,9 +30,8 @@ class LateConfig(OpenConfig):
     kind: Literal["late"] = "late"
     keep: int | None = Field(default=None, ge=1, description="candidates per query that are kept; null: all needed")
 
-    def open(self, skills: Sequence[Skill], opened: dict[str, Any] | None = None) -> "Late":
-        encoder = open_encoder(self, opened).model
-        return Late(encoder, {skill.skill_id: skill for skill in skills}, self.token_budget)
+    def open(self, opened: dict[str, Any] | None = None) -> "Late":
+        return Late(open_encoder(self, opened).model, {}, self.token_budget)
 
 
 @dataclass(frozen=True)

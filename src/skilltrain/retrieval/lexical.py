@@ -2,11 +2,11 @@
 
 import re
 import runpy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from jaxtyping import Float32, Float64, Int32, Int64
@@ -42,8 +42,12 @@ class LexicalConfig(Config):
     def check(self) -> None:
         """There is nothing to check before the pool is read."""
 
-    def open(self, skills: Sequence[Skill]) -> PoolRanker:
-        return PoolRanker([skill.skill_id for skill in skills], self.index(skills))
+    def open(self) -> Self:
+        return self
+
+    def over(self, skills: Mapping[str, Skill], kept: "BM25Index | None" = None) -> PoolRanker:
+        """The ranker of a pool, of which `kept` is the index."""
+        return PoolRanker([*skills], kept or self.index([*skills.values()]))
 
     def index(self, skills: Sequence[Skill], before: "BM25Index | None" = None) -> "BM25Index":
         """The index over the pool; texts that the index `before` holds are not read again."""

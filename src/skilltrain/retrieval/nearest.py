@@ -11,7 +11,7 @@ from jaxtyping import Float32, Int64
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_json
-from skilltrain.records import Query, Rankings, Skill
+from skilltrain.records import Query, Rankings
 from skilltrain.templates import ChunkPool
 
 Found = tuple[Int64[np.ndarray, "query k"], Float32[np.ndarray, "query k"]]
@@ -225,15 +225,3 @@ class VectorIndex:
         if end - first < 2:
             return None
         return int((self.chunks.vectors[first:end] @ self.encode([query])[0]).argmax())
-
-
-@dataclass(frozen=True)
-class Encoders:
-    """What gives skills and queries vectors, for any pool; `window` says where a chunk lies in its body."""
-
-    skills: Callable[[Sequence[Skill]], ChunkVectors]
-    queries: Callable[[Sequence[str]], Float32[np.ndarray, "query dim"]]
-    window: Callable[[Skill, int], tuple[int, int]] | None = None
-
-    def over(self, skills: Sequence[Skill]) -> PoolRanker:
-        return PoolRanker([skill.skill_id for skill in skills], VectorIndex(self.skills(skills), self.queries))

@@ -1,7 +1,7 @@
 """What ranks: the protocol, the kinds that a recipe can name, and the two that are made of others.
 
-A kind is a file of this folder with a Config (`kind`, `keep`, `check`, `open`) and a class with `rank`; its Config's
-name stands in the union `RankerConfig`.
+A kind is a file of this folder with a Config (`kind`, `keep`, `check`); its `open` reads the model, whose `over` gives
+what can `rank` the skills of a pool. The Config's name stands in the union `RankerConfig`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -160,7 +160,7 @@ def open_ranker(config: RankerConfig, skills: Sequence[Skill], opened: dict[str,
         return Expand(config, open_ranker(config.of, skills, opened))
     key = key_of(config)
     if key not in opened:
-        opened[key] = config.open(skills)
+        opened[key] = config.open().over({skill.skill_id: skill for skill in skills})
     if isinstance(config, RerankConfig) and config.first_weight:
         return replace(opened[key], first_weight=config.first_weight)
     return opened[key]

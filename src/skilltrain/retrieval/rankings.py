@@ -1,7 +1,7 @@
 """Rankings as values: several fused into one, and those on disk as a ranker beside live ones."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -70,7 +70,7 @@ class SavedConfig(Config):
             if not table_path(path, RANKINGS).is_file():
                 raise SkilltrainError("no rankings table here", where=path)
 
-    def open(self, skills: Sequence[Skill]) -> "Saved":
+    def open(self) -> "Saved":
         """The rankings. Raises SkilltrainError for a stage that is not there and a query that two tables rank."""
         rankings: Rankings = {}
         for path in self.rankings:
@@ -78,7 +78,7 @@ class SavedConfig(Config):
             if twice := rankings.keys() & found.keys():
                 raise SkilltrainError(f"query '{min(twice)}' is ranked in an earlier table as well", where=path)
             rankings |= found
-        return Saved(self.rankings[0], rankings, frozenset(skill.skill_id for skill in skills))
+        return Saved(self.rankings[0], rankings, ())
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,9 @@ class Saved:
     path: Path
     rankings: Rankings
     pool: Collection[str]
+
+    def over(self, skills: Mapping[str, Skill]) -> "Saved":
+        return replace(self, pool=skills.keys())
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """The first `keep` saved skills of each query, of the candidates alone where there are some.

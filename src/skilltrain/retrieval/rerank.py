@@ -31,11 +31,11 @@ class RerankConfig(RerankerConfig):
     def check(self) -> None:
         stored_settings(resolve_model(self.source, weights=False), "reranker")
 
-    def open(self, skills: Sequence[Skill]) -> "Rerank":
+    def open(self) -> "Rerank":
         """The reranker ready to score, without `first_weight`, so that systems share it whatever theirs is."""
         reranker = load_reranker(self, default_device())
         pack_linear_layers(reranker.network.base_model, self.token_budget)
-        return Rerank(reranker, {skill.skill_id: skill for skill in skills}, self.token_budget)
+        return Rerank(reranker, {}, self.token_budget)
 
 
 @dataclass(frozen=True)

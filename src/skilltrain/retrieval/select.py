@@ -139,8 +139,8 @@ class _ChooseConfig(AskConfig):
     first: ClassVar[Prompt]
     least: ClassVar[int]  # candidates from which on there is something to ask
 
-    def open(self, skills: Sequence[Skill]) -> "Select":
-        return Select(self, {skill.skill_id: skill for skill in skills})
+    def open(self) -> "Select":
+        return Select(self, {})
 
     def asks(self, queries: Sequence[Query], skills: Sequence[Skill]) -> Questions[Ask, Any]:
         """What it asks first, about random skills: which candidates a query will have is not known before."""

@@ -102,42 +102,30 @@ def _others(num: int, parts: Iterable[tuple[Positions, np.ndarray]]) -> Position
     return np.flatnonzero(is_missing)
 
 
-@dataclass(frozen=True)
-class OrderedTexts:
-    """Distinct texts, longest first, so that memory peaks at the start; `positions` are among all that were given."""
-
-    texts: Sequence[str]
-    keys: np.ndarray
-    positions: Int64[np.ndarray, " text"]
-    max_tokens: int
-    description: str
-
-
 def cached_vectors(
     texts: Sequence[str],
     max_tokens: int,
-    description: str,
     cache: VectorCache | None,
-    encode: Callable[[OrderedTexts], Parts],
+    encode: Callable[[list[str], Positions], Parts],
 ) -> Float32[np.ndarray, "text dim"]:
     """The vector of each text, cut to `max_tokens`: from the cache, else from `encode`, and then kept.
 
+    `encode` gets distinct texts, longest first, so that memory peaks at the start, and their positions among all.
     Raises SkilltrainError for vectors of another length than those in the cache.
     """
     distinct, first, which = np.unique(text_keys(texts, max_tokens), return_index=True, return_inverse=True)
     parts = [*cache.read(distinct)] if cache else []
     missing = _others(len(distinct), parts)
     missing = missing[longest_first([texts[int(place)] for place in first[missing]])]
-    places = first[missing]
-    work = OrderedTexts([texts[int(place)] for place in places], distinct[missing], places, max_tokens, description)
-    if cache and len(missing):
+    new = [texts[int(place)] for place in first[missing]]
+    if cache and new:
         cache.make()
-    for part, vectors in encode(work) if len(missing) else ():
+    for part, vectors in encode(new, first[missing]) if new else ():
         if parts and vectors.shape[1] != parts[0][1].shape[1]:
             what = f"the model gives vectors of {vectors.shape[1]} numbers, not {parts[0][1].shape[1]}"
             raise SkilltrainError(what, where=cache and cache.folder, fix="it has changed: name another cache folder")
         if cache:
-            cache.add(work.keys[part], vectors)
+            cache.add(distinct[missing[part]], vectors)
         parts.append((missing[part], vectors))
     if not parts:
         return np.empty((0, 0), dtype=np.float32)

@@ -13,7 +13,6 @@ from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import locked, read_json, staged_folder, write_json
 from skilltrain.records import Skill
-from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.cascade import SystemConfig, check_systems
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.late import LateConfig
@@ -119,7 +118,7 @@ def write_index(
                     at = [places.get(key, -1) for key in keys.tolist()]
                     open_model(config, models, router).save_tokens(part, skills, kept, at)
                 else:
-                    open_model(config, models, router).skills(skills).save(part)
+                    open_model(config, models, router).encode_chunks(skills).save(part)
             np.save(staged / KEYS_FILE, keys)
             table = table_from_rows(skills, SKILLS)
             feather.write_feather(table, staged / SKILLS_FILE, compression="uncompressed")
@@ -152,10 +151,6 @@ def open_model(config: Any, models: dict[str, Any], router: Path | None) -> Any:
     key = key_of(config)
     if key not in models:
         if isinstance(config, DenseConfig):
-            cache = config.cache or (router and router / "vectors")
-            models[key] = config.model_copy(update={"cache": cache}).encoders(models)
-        elif isinstance(config, LateConfig):
-            models[key] = config.open((), models)
-        else:
-            models[key] = config.encoders() if isinstance(config, ApiConfig) else config.open(())
+            config = config.model_copy(update={"cache": config.cache or (router and router / "vectors")})
+        models[key] = config.open(models) if isinstance(config, DenseConfig | LateConfig) else config.open()
     return models[key]

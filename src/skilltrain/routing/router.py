@@ -1,26 +1,22 @@
 """A router: a pool and a list of rankers, opened once, that answers tasks in plain words with skills, or with none."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32
 
 from skilltrain.data.pool.read import skill_file
 from skilltrain.data.screening import Flag, screen
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Ranker, Ranking, Rankings, Skill
-from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.cascade import SystemConfig, keeps_of
-from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.expand import ExpandConfig
-from skilltrain.retrieval.late import LateConfig
-from skilltrain.retrieval.lexical import BM25Index, LexicalConfig
-from skilltrain.retrieval.nearest import Encoders, PoolRanker, VectorIndex
+from skilltrain.retrieval.lexical import BM25Index
+from skilltrain.retrieval.nearest import PoolRanker, VectorIndex
 from skilltrain.retrieval.rankers import Fuse, FuseConfig, key_of, leg_name, open_ranker, parts_of
 from skilltrain.routing.answer import Answer, RoutedSkill, Traced, Why
 from skilltrain.routing.index import Index, generation
@@ -82,8 +78,8 @@ class _Opened:
             if isinstance(index, BM25Index) and not terms:
                 terms = index.matched(query.text, position)[:_MAX_TERMS]
             elif isinstance(index, VectorIndex) and window is None:
-                number, place = index.best_chunk(query.text, position), self.models[key].window
-                window = None if number is None or place is None else place(skill, number)
+                number = index.best_chunk(query.text, position)
+                window = None if number is None else self.models[key].model.settings.window(skill, number)
         why = Why(traced.placed(skill_id), tuple(terms), window)
         path, flags = self.screened(skill)
         return RoutedSkill(rank, skill_id, skill.name, skill.description, path, score, probability, why, flags)
@@ -180,7 +176,7 @@ def _open(
 ) -> _Opened:
     """The rankers over a pool, and over what an index holds of it; `models` get what has to be opened."""
     check_rankers(system)
-    names, parts, ids = dict[str, str](), dict[str, Ranker](), [*skills]
+    names, parts = dict[str, str](), dict[str, Ranker]()
     stored, router = (index.parts, index.folder.parent) if index else ({}, None)
     counts: Counter[str] = Counter()
     for config in parts_of(system.rankers):
@@ -189,24 +185,19 @@ def _open(
             continue
         counts[name] += 1
         names[key] = f"{name} {counts[name]}".removesuffix(" 1")
-        kept = stored.get(key)
-        if isinstance(config, LexicalConfig):
-            parts[key] = PoolRanker(ids, kept or config.index([*skills.values()]))
-        elif isinstance(config, DenseConfig | ApiConfig):
-            encoders = open_model(config, models, router)
-            chunks = kept or encoders.skills([*skills.values()])
-            parts[key] = PoolRanker(ids, VectorIndex(chunks, _remembered(encoders)))
-        elif isinstance(config, LateConfig):
-            parts[key] = open_model(config, models, router).over(skills, kept)
-        elif not isinstance(config, ExpandConfig):
-            parts[key] = open_model(config, models, router).over(skills)
+        if not isinstance(config, ExpandConfig):
+            kept = [stored[key]] if key in stored else []
+            parts[key] = _remembering(open_model(config, models, router).over(skills, *kept))
     return _Opened(system, skills, pool, names, parts, models, index)
 
 
-def _remembered(encoders: Encoders) -> Callable[[Sequence[str]], Float32[np.ndarray, "query dim"]]:
-    """Vectors of tasks, the last ones kept: several rankers of a router may ask for the same."""
-    one = lru_cache(_ASKED)(lambda text: encoders.queries([text])[0])
-    return lambda texts: np.stack([one(text) for text in texts])
+def _remembering(ranker: Any) -> Ranker:
+    """The same ranker, which keeps the last tasks' vectors if it makes any: they are asked for again, to say why."""
+    if not isinstance(ranker, PoolRanker) or not isinstance(ranker.index, VectorIndex):
+        return ranker
+    encode = ranker.index.encode
+    one = lru_cache(_ASKED)(lambda text: encode([text])[0])
+    return replace(ranker, index=replace(ranker.index, encode=lambda texts: np.stack([one(text) for text in texts])))
 
 
 def _query(task: str) -> Query:

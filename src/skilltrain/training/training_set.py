@@ -17,7 +17,7 @@ from skilltrain.models.ranks import made_by_first_rank
 from skilltrain.records import POSITIVE, Query, Skill, Verdict
 from skilltrain.retrieval.lexical import BM25Index, LexicalConfig
 from skilltrain.retrieval.nearest import starts_of
-from skilltrain.retrieval.rankers import LEG_KEEP
+from skilltrain.retrieval.rankers import LEG_KEEP, open_ranker
 from skilltrain.retrieval.rankings import fuse
 from skilltrain.tables import LISTS, QUERIES, read_skills, read_table, read_verdicts
 from skilltrain.terminal import track
@@ -145,7 +145,7 @@ def lexical_scores(texts: Iterable[str], pool: Sequence[Skill]) -> dict[str, dic
     """
     queries = [Query(text, text, "", "", "") for text in dict.fromkeys(texts)]
     scores: dict[str, dict[str, float]] = {}
-    for text, best in LexicalConfig().open(pool).rank(queries, None, LEG_KEEP).items():
+    for text, best in open_ranker(LexicalConfig(), pool, {}).rank(queries, None, LEG_KEEP).items():
         ranking = fuse([best], [1.0], "z")
         scores[text] = {skill_id: z - ranking[-1][1] for skill_id, z in ranking if z > ranking[-1][1]}
     return scores

@@ -16,7 +16,7 @@ from skilltrain.data.pool.read import CUT, HF_PREFIX, find_skill_file, merge_sou
 from skilltrain.data.screening import count_flagged, screen_pool, write_flags
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
-from skilltrain.retrieval.dense import EncoderSource, encode_skills, open_encoder
+from skilltrain.retrieval.dense import EncoderSource, open_encoder
 from skilltrain.tables import DROPPED, SKILLS, write_table
 from skilltrain.terminal import say
 from skilltrain.texts import clean_text, num_words, one_line
@@ -123,10 +123,10 @@ def _fill_categories(skills: Sequence[Skill], config: PoolConfig) -> Sequence[Sk
     if config.categories == "taxonomy":
         taxonomy = load_taxonomy(config.taxonomy or DEFAULT_TAXONOMY)
         names = [category.name for category in taxonomy]
-        vectors = encode_skills(encoder, [Skill(entry.name, entry.name, entry.description, "") for entry in taxonomy])
+        vectors = encoder.encode_skills([Skill(entry.name, entry.name, entry.description, "") for entry in taxonomy])
     else:
-        names, vectors = mean_vectors(encode_skills(encoder, members), [skill.category or "" for skill in members])
-    nearest = (encode_skills(encoder, without) @ vectors.T).argmax(axis=1)  # ties go to the earlier category
+        names, vectors = mean_vectors(encoder.encode_skills(members), [skill.category or "" for skill in members])
+    nearest = (encoder.encode_skills(without) @ vectors.T).argmax(axis=1)  # ties go to the earlier category
     given = iter(nearest.tolist())
     return [replace(one, category=names[next(given)]) if one.category is None else one for one in skills]
 
