@@ -5,8 +5,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from skilltrain.records import Query, Skill
-from skilltrain.tables import JUDGEMENTS, QUERIES, SKILLS, write_table
+from skilltrain.records import Query, Rankings, Skill
+from skilltrain.retrieval.rankings import rankings_table
+from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, write_table
 
 
 def jsonl(*rows: Any) -> str:
@@ -22,6 +23,12 @@ def write_ours(
     judged = ((query_id, *pair) for query_id, row in verdicts.items() for pair in row.items())
     names = ("query_id", "skill_id", "verdict", "judge")
     write_table([dict(zip(names, (*row, "test"), strict=True)) for row in judged], JUDGEMENTS, folder)
+    return folder
+
+
+def write_rankings(folder: Path, by_stage: Mapping[str, Rankings]) -> Path:
+    """A RANKINGS table of stage → query_id → (skill_id, score), best first; its rows stand in no order."""
+    write_table(rankings_table(by_stage).to_pylist()[::-1], RANKINGS, folder)
     return folder
 
 

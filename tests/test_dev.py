@@ -4,10 +4,10 @@ import math
 import pytest
 import torch
 
+from benchmark_folders import write_ours, write_pool, write_rankings
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Query, Skill
-from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, write_table
+from skilltrain.records import Skill
 from skilltrain.training.dev import open_dev
 from skilltrain.training.settings import DevConfig, TrainEncoderConfig, TrainRerankerConfig
 
@@ -17,12 +17,7 @@ SKILLS_OF_POOL = [Skill(f"s{i}", f"name {word}", f"about {word}", f"the body {wo
 
 def write_benchmark(folder, judged, split="dev"):
     """A benchmark from query_id → {skill_id: verdict}."""
-    folder.mkdir(exist_ok=True)
-    queries = [Query(query_id, f"find {query_id}", "single", "test", split) for query_id in judged]
-    rows = [{"query_id": q, "skill_id": s, "verdict": v, "judge": "test"} for q, row in judged.items()
-            for s, v in row.items()]  # fmt: skip
-    write_table(queries, QUERIES, folder)
-    write_table(rows, JUDGEMENTS, folder)
+    write_ours(folder, [(query_id, f"find {query_id}", split) for query_id in judged], judged)
 
 
 @pytest.fixture
@@ -33,19 +28,13 @@ def folder(tmp_path):
         "q2": {"s1": "required", "s2": "required", "s3": "useful"},
         "q3": {"s5": "required"},
     })  # fmt: skip
-    (tmp_path / "pool").mkdir()
-    write_table(SKILLS_OF_POOL, SKILLS, tmp_path / "pool")
+    write_pool(tmp_path / "pool", SKILLS_OF_POOL)
     return tmp_path
 
 
 def write_candidates(folder, ranked, stage="bm25", name="candidates"):
-    (folder / name).mkdir(exist_ok=True)
-    rows = [
-        {"query_id": q, "skill_id": s, "rank": rank, "score": -float(rank), "stage": stage}
-        for q, skill_ids in ranked.items()
-        for rank, s in enumerate(skill_ids, 1)
-    ]
-    write_table(reversed(rows), RANKINGS, folder / name)
+    rankings = {q: [(s, -float(rank)) for rank, s in enumerate(skill_ids, 1)] for q, skill_ids in ranked.items()}
+    write_rankings(folder / name, {stage: rankings})
 
 
 def encoder_dev(folder, encoder, **settings):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmark_folders import write_ours, write_pool
+from benchmark_folders import write_ours, write_pool, write_rankings
 from skilltrain.api import evaluate, run
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
@@ -19,7 +19,6 @@ from skilltrain.retrieval.cascade import SystemConfig, check_systems
 from skilltrain.retrieval.rankers import WEIGHTS_FILE, FuseConfig, open_ranker
 from skilltrain.routing.fusion import Scored, fit_weights, folds_of
 from skilltrain.routing.router import Router
-from skilltrain.tables import RANKINGS, write_table
 
 FIELDS = ("full", "name", "description", "body")
 POOL = [
@@ -75,20 +74,15 @@ def folder(tmp_path_factory):
     asked = [(query_id, text, "train") for query_id, (text, _) in TEXTS.items()]
     write_ours(folder / "queries", asked, {query_id: {gold: "required"} for query_id, (_, gold) in TEXTS.items()})
     legs = {
-        "lacking": {query_id: {"s1": 1.0, "s2": 0.0} for query_id in list(TEXTS)[1:]},
-        "constant": {query_id: {"s1": 2.0, "s2": 2.0} for query_id in TEXTS},
-        "infinite": {query_id: {"s1": math.inf, "s2": 0.0} for query_id in TEXTS},
-        "foreign": {query_id: {"elsewhere": 1.0, "s2": 0.0} for query_id in TEXTS},
-        "one": {query_id: {gold: 1.0, "s5": 0.5, "s6": 0.1} for query_id, (_, gold) in list(TEXTS.items())[:3]},
-        "two": {query_id: {gold: 9.0, "s1": 0.5, "s2": 0.1} for query_id, (_, gold) in list(TEXTS.items())[3:]},
+        "lacking": {query_id: [("s1", 1.0), ("s2", 0.0)] for query_id in list(TEXTS)[1:]},
+        "constant": {query_id: [("s1", 2.0), ("s2", 2.0)] for query_id in TEXTS},
+        "infinite": {query_id: [("s1", math.inf), ("s2", 0.0)] for query_id in TEXTS},
+        "foreign": {query_id: [("elsewhere", 1.0), ("s2", 0.0)] for query_id in TEXTS},
+        "one": {query_id: [(gold, 1.0), ("s5", 0.5), ("s6", 0.1)] for query_id, (_, gold) in [*TEXTS.items()][:3]},
+        "two": {query_id: [(gold, 9.0), ("s1", 0.5), ("s2", 0.1)] for query_id, (_, gold) in [*TEXTS.items()][3:]},
     }
     for name, rankings in legs.items():
-        table = [
-            {"query_id": query_id, "skill_id": skill_id, "rank": rank, "score": score, "stage": name}
-            for query_id, ranking in rankings.items()
-            for rank, (skill_id, score) in enumerate(ranking.items(), 1)
-        ]
-        write_table(table, RANKINGS, folder / name)
+        write_rankings(folder / name, {name: rankings})
     return folder
 
 

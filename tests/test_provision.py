@@ -5,19 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmark_folders import write_pool
+from benchmark_folders import write_pool, write_rankings
 from skilltrain.data.pool.skill_file import parse_skill_file
 from skilltrain.records import Skill
 from skilltrain.routing.provision import free_name, write_skill
-from skilltrain.tables import RANKINGS, write_table
 from small_library import skilltrain, succeeds
 
 
-def ranked(folder: Path, **skills: list[str]) -> Path:
-    """A RANKINGS table of one stage; `_` in a query's id stands for a slash."""
-    names = ("query_id", "rank", "skill_id", "score", "stage")
-    rows = [(q.replace("_", "/"), *pair, 0.0, "s") for q, found in skills.items() for pair in enumerate(found, 1)]
-    return write_table([dict(zip(names, row, strict=True)) for row in rows], RANKINGS, folder)
+def ranked(folder: Path, skills: dict[str, list[str]]) -> Path:
+    """A RANKINGS table of one stage, from query_id → skill ids."""
+    rankings = {query_id: [(skill_id, 0.0) for skill_id in found] for query_id, found in skills.items()}
+    return write_rankings(folder, {"s": rankings})
 
 
 def files_in(folder: Path) -> set[str]:
@@ -57,7 +55,7 @@ def test_a_skill_comes_with_the_files_of_its_own_folder_and_a_flagged_one_not_at
     (one / "link").symlink_to(tmp_path / "secret" / "key")
     (one / "linked").symlink_to(tmp_path / "secret")
     succeeds("pool", f"sources={tmp_path}/library", f"out={tmp_path}/pool")
-    rankings = ranked(tmp_path, q1=["docs/forms", "docs/forms/inner"], q_2=["docs/forms"])
+    rankings = ranked(tmp_path, {"q1": ["docs/forms", "docs/forms/inner"], "q/2": ["docs/forms"]})
     given = ("provision", rankings, "--pool", tmp_path / "pool", "--top", "2", "--json", "--out")
     told = succeeds(*given, tmp_path / "out")
     assert json.loads(told.out)["num_skills"] == 3
@@ -89,7 +87,7 @@ def test_names_and_ids_from_data_stay_in_the_folder(tmp_path: Path) -> None:
     names = [str(outside), "../outside", "a/../../outside", "link", "CON", "con", "/"]
     write_pool(pool, [Skill(name, name, "d", "body") for name in names])
     (pool / "link").symlink_to(outside)
-    rankings = ranked(tmp_path, **{"..": names})
+    rankings = ranked(tmp_path, {"..": names})
     succeeds("provision", rankings, "--pool", pool, "--out", tmp_path / "out", "--top", "9")
     written = files_in(tmp_path / "out") - {"provisioned.json"}
     assert len(written) == len(names) and {path.rsplit("/", 1)[1] for path in written} == {"SKILL.md"}
@@ -100,7 +98,7 @@ def test_names_and_ids_from_data_stay_in_the_folder(tmp_path: Path) -> None:
 
 def test_what_cannot_be_provisioned_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     pool = write_pool(tmp_path / "pool", [Skill("a", "a", "d", "body")])
-    given = ("provision", ranked(tmp_path, q=["a", "b"]), "--pool", pool, "--out")
+    given = ("provision", ranked(tmp_path, {"q": ["a", "b"]}), "--pool", pool, "--out")
     assert "query q: skill 'b' is not in the pool" in skilltrain(*given, tmp_path / "out").only_line
     assert not (tmp_path / "out").exists()
     assert "exists, and is no empty folder" in skilltrain(*given, pool, "--top", "1").only_line

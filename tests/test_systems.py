@@ -5,18 +5,18 @@ import time
 
 import pytest
 
+from benchmark_folders import write_rankings
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval import cascade as module
 from skilltrain.retrieval import rerank
-from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems, rankings_table, run_systems
+from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems, run_systems
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.lexical import LexicalConfig
 from skilltrain.retrieval.rankers import FuseConfig, open_ranker
-from skilltrain.retrieval.rankings import SavedConfig, fuse
+from skilltrain.retrieval.rankings import SavedConfig, fuse, rankings_table
 from skilltrain.retrieval.rerank import RerankConfig
-from skilltrain.tables import RANKINGS, write_table
 from skilltrain.terminal import console
 from tiny_models import WORDS
 
@@ -135,7 +135,7 @@ def test_every_ranking_on_the_way_is_kept(encoder, reranker):
     assert [stage.name for stage in stages] == ["all/1 dense", "all/2 lexical", "all"]
     assert [len(stage.rankings["q1"]) for stage in stages] == [6, 4, 3]
     assert all(stage.seconds > 0 and stage.alone == () for stage in stages)
-    rows = iter(rankings_table(stages).to_pylist())
+    rows = iter(rankings_table({stage.name: stage.rankings for stage in stages}).to_pylist())
     for stage in stages:
         for query_id, ranking in stage.rankings.items():
             for rank, (skill_id, score) in enumerate(ranking, 1):
@@ -215,13 +215,7 @@ def test_the_sum_with_the_ranker_before_leaves_the_rest_behind():
 @pytest.fixture
 def saved(tmp_path):
     """Rankings of q1 by two stages and of q2 by one."""
-    rows = [("q1", "one", ONE), ("q1", "two", TWO), ("q2", "one", TWO)]
-    table = [
-        {"query_id": query_id, "skill_id": skill_id, "rank": rank, "score": score, "stage": stage}
-        for query_id, stage, ranking in rows
-        for rank, (skill_id, score) in enumerate(ranking, 1)
-    ]
-    return write_table(reversed(table), RANKINGS, tmp_path).parent
+    return write_rankings(tmp_path, {"one": {"q1": ONE, "q2": TWO}, "two": {"q1": TWO}})
 
 
 def test_saved_rankings_rank_order_candidates_and_are_fused(saved, capsys):

@@ -5,7 +5,7 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from benchmark_folders import write_ours, write_pool
+from benchmark_folders import write_ours, write_pool, write_rankings
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.losses import KL
@@ -13,7 +13,7 @@ from skilltrain.records import Query, Skill
 from skilltrain.retrieval.lexical import LexicalConfig
 from skilltrain.routing import candidates
 from skilltrain.routing.candidates import TeacherConfig, run_teacher
-from skilltrain.tables import JUDGEMENTS, LISTS, QUERIES, RANKINGS, read_table, write_table
+from skilltrain.tables import JUDGEMENTS, LISTS, QUERIES, read_table, write_table
 from skilltrain.training.scores import check_teacher_scores
 from skilltrain.training.training_set import ListsSource, load_training_set
 from tiny_models import WORDS
@@ -87,9 +87,8 @@ def test_a_reranker_scores_every_member_whatever_its_keep_says(folder, model_fol
 
 
 def test_a_member_that_saved_rankings_lack_is_named(folder):
-    ranked = [("q1", "s3", 1), ("q1", "s0", 2), ("q1", "s11", 3), ("q2", "s4", 1), ("q2", "s2", 2)]
-    names = ("query_id", "skill_id", "rank", "score", "stage")
-    write_table([dict(zip(names, (*row, 0.5, "x"), strict=True)) for row in ranked], RANKINGS, folder / "saved")
+    ranked = {"q1": [("s3", 0.5), ("s0", 0.5), ("s11", 0.5)], "q2": [("s4", 0.5), ("s2", 0.5)]}
+    write_rankings(folder / "saved", {"x": ranked})
     with pytest.raises(SkilltrainError, match=r"ranker 1, saved, query q1: gave skill 's1' no score, and a teacher"):
         run(folder, {"kind": "saved", "rankings": str(folder / "saved")})
     assert not any((folder / "out").iterdir())

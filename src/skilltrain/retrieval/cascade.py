@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pyarrow as pa
 import torch
 from pydantic import Field, model_validator
 
@@ -28,7 +27,6 @@ from skilltrain.retrieval.rankers import (
     parts_of,
 )
 from skilltrain.retrieval.rankings import SavedConfig
-from skilltrain.tables import RANKINGS, table_from_rows
 from skilltrain.terminal import say, without_bars
 
 _OLD_KEYS = ("lexical", "encoder", "embeddings", "reranker", "judge")
@@ -217,16 +215,3 @@ def check_systems(systems: Sequence[SystemConfig], has_own: bool = False) -> Non
             elif not has_own:
                 what = f"source {OWN} is the model in training, and nothing is trained here"
                 raise SkilltrainError(what, where=f"system {system.name}")
-
-
-def rankings_table(stages: Iterable[RankedStage]) -> pa.Table:
-    """The rankings of stages as a RANKINGS table; ranks count from 1."""
-    return table_from_rows(
-        (
-            {"query_id": query_id, "skill_id": skill_id, "rank": rank, "score": score, "stage": stage.name}
-            for stage in stages
-            for query_id, ranking in stage.rankings.items()
-            for rank, (skill_id, score) in enumerate(ranking, 1)
-        ),
-        RANKINGS,
-    )

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import pyarrow as pa
 from jaxtyping import Float64
 from pydantic import Field
 
 from skilltrain.config import Config, InputPaths
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Ranking, Rankings, Skill
-from skilltrain.tables import RANKINGS, read_table, table_path
+from skilltrain.tables import RANKINGS, read_table, table_from_rows, table_path
 from skilltrain.terminal import say
 
 Method = Literal["z", "rrf"]
@@ -124,3 +125,14 @@ def read_rankings(path: Path, stage: str | None) -> Rankings:
         if stage in (None, row["stage"]):
             rankings.setdefault(row["query_id"], []).append((row["skill_id"], row["score"]))
     return rankings
+
+
+def rankings_table(by_stage: Mapping[str, Rankings]) -> pa.Table:
+    """Rankings by stage as a RANKINGS table; ranks count from 1."""
+    rows = (
+        {"query_id": query_id, "skill_id": skill_id, "rank": rank, "score": score, "stage": stage}
+        for stage, rankings in by_stage.items()
+        for query_id, ranking in rankings.items()
+        for rank, (skill_id, score) in enumerate(ranking, 1)
+    )
+    return table_from_rows(rows, RANKINGS)

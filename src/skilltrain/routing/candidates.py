@@ -15,8 +15,9 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.llm.ask import cost_of
 from skilltrain.records import Query, Ranker, Rankings, Skill
 from skilltrain.retrieval.api import ApiConfig, plan_encoding
-from skilltrain.retrieval.cascade import SystemConfig, check_systems, rankings_table, run_systems
+from skilltrain.retrieval.cascade import SystemConfig, check_systems, run_systems
 from skilltrain.retrieval.rankers import AskingConfig, FuseConfig, RankerConfig, key_of, open_ranker, parts_of
+from skilltrain.retrieval.rankings import rankings_table
 from skilltrain.retrieval.select import AdmitConfig, SelectConfig
 from skilltrain.tables import (
     JUDGEMENTS,
@@ -46,7 +47,7 @@ def run_candidates(config: CandidatesConfig, out: Path) -> dict[str, Any]:
     """Write RANKINGS; the counts of queries and rows."""
     queries = select_queries(config.queries, config.split)
     stages = run_systems([config.system], queries, read_pool(config.pool), config.depth)[config.system.name]
-    table = rankings_table(stages[-1:])
+    table = rankings_table({stages[-1].name: stages[-1].rankings})
     write_table(table, RANKINGS, out)
     return {"num_queries": len(queries), "num_candidates": table.num_rows}
 

@@ -30,8 +30,9 @@ from skilltrain.files import read_json
 from skilltrain.records import Query, Skill
 from skilltrain.report.evaluation import Report, build_report
 from skilltrain.report.write import terminal_table, write_report
-from skilltrain.retrieval.cascade import RankedStage, SystemConfig, check_systems, rankings_table, run_systems
+from skilltrain.retrieval.cascade import RankedStage, SystemConfig, check_systems, run_systems
 from skilltrain.retrieval.rankers import AskingConfig, parts_of
+from skilltrain.retrieval.rankings import rankings_table
 from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs, analyse_results, tell_unserved
 from skilltrain.routing.candidates import plan_ranking
 from skilltrain.tables import RANKINGS, write_table
@@ -104,7 +105,8 @@ def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
         ]
     stages = {name: [stage.only(query_ids) for stage in ranked] for name, ranked in stages.items()}
     if stages:
-        write_table(rankings_table(chain(*stages.values())), RANKINGS, out)
+        found = {stage.name: stage.rankings for ranked in stages.values() for stage in ranked}
+        write_table(rankings_table(found), RANKINGS, out)
     rankings = {name: ranked[-1].skill_ids() for name, ranked in stages.items()} | predicted
     report = _report(config, benchmark, rankings, by_id, notes, _provenance(config, len(by_id)))
     report = replace(report, analysis=analysis | analyse_results(report, stages))

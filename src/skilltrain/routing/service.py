@@ -26,7 +26,8 @@ from skilltrain.data.pool.read import read_pool
 from skilltrain.data.screening import Flag
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm.untrusted import fenced, untrusted_line, untrusted_text
-from skilltrain.records import Skill
+from skilltrain.records import Query, Ranking, Rankings, Skill
+from skilltrain.retrieval.rankings import rankings_table
 from skilltrain.routing.answer import RoutedSkill
 from skilltrain.routing.provision import front_matter, skill_text
 from skilltrain.routing.router import Router
@@ -56,27 +57,25 @@ class RouteLog:
 
     def __init__(self, folder: Path) -> None:
         self._start = folder / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
-        self._answers, self._number = SimpleQueue[tuple[str, Sequence[Mapping[str, Any]]]](), 0
+        self._answers, self._number = SimpleQueue[tuple[str, Ranking]](), 0
 
-    def add(self, query: str, skills: Sequence[Mapping[str, Any]]) -> None:
+    def add(self, query: str, ranking: Ranking) -> None:
         """Keep an answer."""
-        self._answers.put((clean_text(query), skills))
+        self._answers.put((clean_text(query), ranking))
 
     def flush(self) -> None:
         """Write what is held."""
-        queries: list[dict[str, Any]] = []
-        rankings: list[dict[str, Any]] = []
+        queries: list[Query] = []
+        rankings: Rankings = {}
         while not self._answers.empty():
-            text, skills = self._answers.get()
+            text, ranking = self._answers.get()
             self._number += 1
-            own = {"query_id": f"{self._start.name}-{self._number}"}
-            queries.append(own | {"text": text, "kind": "single", "origin": "served", "split": "test"})
-            for rank, skill in enumerate(skills, 1):
-                found = {"skill_id": skill["skill_id"], "rank": rank, "score": skill["score"], "stage": "served"}
-                rankings.append(own | found)
+            query_id = f"{self._start.name}-{self._number}"
+            queries.append(Query(query_id, text, kind="single", origin="served", split="test"))
+            rankings[query_id] = ranking
         if queries:
             place = self._start.with_name(f"{self._start.name}-{self._number:06}")
-            write_table(rankings, RANKINGS, place)
+            write_table(rankings_table({"served": rankings}), RANKINGS, place)
             write_table(queries, QUERIES, place)
 
 
@@ -156,7 +155,7 @@ class Service:
             if all(getattr(skill, key) in values for key, values in (filters or {}).items()):
                 found.append(_row(routed, skill))
         if self.log is not None:
-            self.log.add(query, found[:k])
+            self.log.add(query, [(skill["skill_id"], skill["score"]) for skill in found[:k]])
         return {"fits": bool(found), "skills": found[:k], "note": WARNING}
 
     def skill(self, uri: str) -> Skill:
