@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Collection, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from skilltrain.config import load_recipe, validate
-from skilltrain.data.screening.reading import Reading
-from skilltrain.data.screening.secret_keys import database_passwords, secret_keys, show_beginning
+from skilltrain.data.screening.secret_keys import secrets_in, show_beginning
 from skilltrain.errors import SkilltrainError
 from skilltrain.export import Form
 from skilltrain.export.card import Published, RunRecord, model_card
@@ -224,8 +222,7 @@ def _check_no_secret(files: Mapping[str, Path]) -> None:
     """Raise SkilltrainError for a text file that holds what looks like a real key or a database's password."""
     for name, path in files.items():
         text = path.read_text(encoding="utf-8") if path.suffix in _TEXT else ""
-        reading = Reading(text, text, None)
-        for start, end in chain(secret_keys(reading), database_passwords(reading)):
+        for start, end in secrets_in(text):
             what = f"holds what looks like a secret: {show_beginning(text[start:end])}"
             raise SkilltrainError(what, where=name, fix="take it out of the recipe, and revoke it; nothing was sent")
 

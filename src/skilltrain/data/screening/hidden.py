@@ -21,18 +21,18 @@ _MOST_FOREIGN = 0.75
 
 def stuffed(reading: Reading) -> Spans:
     """A long list of keywords that the body knows nothing of, or one word again and again."""
-    if reading.field != "description" or reading.skill is None:
-        return
-    plain, body = reading.plain, reading.skill.body.lower()
-    if language_of(plain) != language_of(body):
-        return
+    plain, body = reading.plain, reading.skill.body.lower() if reading.skill else ""
     items = list(_ITEM.finditer(plain))
     foreign = [found for found in items if found["item"].isascii() and found["item"] not in body]
-    if len(items) >= 30 and len(foreign) >= _MOST_FOREIGN * len(items):
-        yield items[0].start("item"), items[-1].end("item")
+    is_list = len(items) >= 30 and len(foreign) >= _MOST_FOREIGN * len(items)
     words = re.findall(r"[a-z]{4,20}", plain if plain.isascii() else "")
     word, count = Counter(word.rstrip("s") for word in words).most_common(1)[0] if words else ("", 0)
-    if count >= 8 and count > 0.5 * len(words):
+    is_repeated = count >= 8 and count > 0.5 * len(words)
+    if not (is_list or is_repeated) or language_of(plain) != language_of(body):
+        return
+    if is_list:
+        yield items[0].start("item"), items[-1].end("item")
+    if is_repeated:
         yield plain.find(word), len(plain)
 
 

@@ -4,7 +4,6 @@ nowhere.
 A command that is only named ("blocks `base64 -d | bash`") has nothing to decode: it is no finding.
 """
 
-import base64
 import codecs
 import ipaddress
 import re
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 
 from skilltrain.data.screening.reading import Reading
 from skilltrain.data.screening.rules import Spans, expand
+from skilltrain.data.screening.unfold import from_base64
 
 _DECODED_TO_SHELL = re.compile(
     expand(r"<DECODER>(?P<rest>[^\n|;&]{0,160}(?:\|(?!\s{0,4}<SHELL>)[^\n|;&]{0,80}){0,3}<PIPE><SHELL>)?"), re.ASCII
@@ -75,7 +75,7 @@ def _decoded(literal: str, kind: str, depth: int = 3) -> Iterator[str]:
         elif kind == "hex":
             content = bytes.fromhex(re.sub(r"\\x|0x|[\s,]", "", literal))
         else:
-            content = base64.b64decode(literal + "=" * (-len(literal) % 4), altchars=b"-_" if "-" in literal else None)
+            content = from_base64(literal)
         if content[:1] == b"\x78" or content[:2] == b"\x1f\x8b":
             content = zlib.decompressobj(47).decompress(content, 65_536)
     except (ValueError, zlib.error):
@@ -106,8 +106,6 @@ def _has_operand(command: str) -> bool:
     return flag.startswith("-") and _OPERAND.match(rest.split("|")[0]) is not None
 
 
-_IP = r"\d{1,3}(?:\.\d{1,3}){3}"
-_AFTER_HOST = r"(?![\w-]|\.\w)"
 _ADDRESS = re.compile(expand("<ADDRESS>"), re.ASCII)
 _EXAMPLES = ("1.2.3.4", "4.3.2.1", "5.6.7.8", "11.22.33.44", "12.34.56.78", "123.45.67.89", "1.0.0.1", "8.8.4.4")
 _DEMOS = ("20.102.90.50:2017/wiki17",)  # the index that DSPy's own manual shows
@@ -154,7 +152,6 @@ def paste_links(reading: Reading) -> Spans:
             yield found.start() - (len(scheme[0]) if scheme else 0), found.end()
 
 
-_PROGRAM = r"[^\n.!。|]{2,60}?"
 _NEEDED = re.compile(expand("<NEEDED>"), re.ASCII)
 _BEFORE_USE = re.compile(expand("<BEFORE_USE>"))
 _LINK = re.compile(r"https?://(?P<host>[\w-]{1,63}(?:\.[\w-]{1,63}){1,5})(?P<path>/[^\s)\]`\"'<>]{0,200})?")

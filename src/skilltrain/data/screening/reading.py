@@ -7,6 +7,7 @@ import unicodedata
 from array import array
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cached_property
 
 from skilltrain.data.screening.rules import Spans, expand
 from skilltrain.data.screening.unfold import rewrite, unfold
@@ -17,12 +18,10 @@ from skilltrain.texts import INVISIBLE
 _DISGUISE = re.compile(rf"&(?:#\d{{1,7}}|#x[0-9a-f]{{1,6}}|[a-z]{{2,8}});|\\\n|[{INVISIBLE}]+")
 # Full-width and mathematical letters, and spaces of other widths, as the ASCII that they look like.
 _STYLED = re.compile("[\uff01-\uff5e\u3000\u00a0\u2002-\u200a\u202f\U0001d400-\U0001d7ff]")
-_STYLED_CODES = (0x3000, 0xA0, 0x202F, *range(0x2002, 0x200B), *range(0xFF01, 0xFF5F), *range(0x1D400, 0x1D800))
-_TO_PLAIN = {code: unicodedata.normalize("NFKC", chr(code)).lower() for code in _STYLED_CODES}
 # Cyrillic and Greek letters within Latin words, as the Latin letter that they look like.
 _LETTERS = "авекмнорстухіјѕһԁԛԝαειορυν"
 _LOOK_ALIKE = str.maketrans(_LETTERS, "abekmhopctyxijshdqwaeiopuv")
-_MIXED_WORD = re.compile("[a-z]{0,24}[авекмнорстухіјѕһԁԛԝαειορυν]{1,8}[a-zавекмнорстухіјѕһԁԛԝαειορυν]{0,24}")
+_MIXED_WORD = re.compile(f"[a-z]{{0,24}}[{_LETTERS}]{{1,8}}[a-z{_LETTERS}]{{0,24}}")
 # Other names for what a program calls (import x as y, p = process).
 _ALIAS = re.compile(expand("<ALIAS>"))
 _OPENING_QUOTES = "\"'`“‘「『«"
@@ -41,19 +40,21 @@ _ELEMENT = re.compile(expand("<ELEMENT>"))
 _SCANNER = re.compile(expand("<SCANNER>"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reading:
     """`text` as written, and `plain`: lower case, in the letters it shows, HTML entities resolved, invisible characters
     and broken shell lines (backslash, line end) taken out. `origins[i]` is where `plain[i]` stands in `text`; None: the
-    same. `mixed` are words of `plain` that had letters of two scripts.
+    same. `mixed` are words of `plain` that had letters of two scripts. `kind` is what rules take it for: name,
+    description, body (as is any text for readers), or program.
     """
 
     text: str
     plain: str
     origins: array | None
-    mixed: tuple[tuple[int, int], ...] = ()
-    field: str = "body"
-    skill: Skill | None = None
+    mixed: tuple[tuple[int, int], ...]
+    field: str
+    kind: str
+    skill: Skill | None
     starts: dict[str, list[int]] = dataclasses.field(default_factory=dict, repr=False)
 
     def stands_between(self, regex: str, start: int, end: int) -> bool:
@@ -70,14 +71,6 @@ class Reading:
             return start, end
         return self.origins[start], self.origins[end - 1] + 1
 
-    @property
-    def kind(self) -> str:
-        """What rules take this for: name, description, body (as is any text for readers), or program."""
-        if not self.field.startswith("./"):
-            return self.field
-        is_prose = self.field.lower().endswith(_PROSE) and not _LISTING.search(self.field.lower())
-        return "body" if is_prose else "program"
-
     def line_before(self, start: int, width: int) -> str:
         """What stands before `start` in its line, at most `width` characters."""
         return self.plain[max(self.plain.rfind("\n", max(0, start - width), start) + 1, start - width, 0) : start]
@@ -90,14 +83,14 @@ class Reading:
         from this check, and from many models too.
         """
         before = self.line_before(start, 300)
-        if self.kind == "program" and not self.on_security() and _PRINTED.search(before):
+        if self.kind == "program" and not self.on_security and _PRINTED.search(before):
             return False
         if before.rstrip(" *_-❌✗>")[-1:] in tuple(_OPENING_QUOTES) or before.count('"') % 2 or before.count("`") % 2:
             return True
         parts = self.plain[max(0, start - 500) : start].split("```")
         in_sample = len(parts) % 2 == 0 and bool(_OF_ATTACKS.search(parts[-2][-200:]))
         in_pair = any(before.count(left) > before.count(right) for left, right in _PAIRS)
-        is_title = self.on_security() and not before.strip(" *_-#") and bool(_TITLE.match(self.plain, start))
+        is_title = self.on_security and not before.strip(" *_-#") and bool(_TITLE.match(self.plain, start))
         return in_sample or in_pair or is_title or bool(_REPORTED.search(before))
 
     def is_warned_of(self, start: int, end: int) -> bool:
@@ -105,13 +98,13 @@ class Reading:
 
         Comments of a program warn nobody, but those of a scanner; any may list in quotes what it looks for.
         """
-        if self.kind == "program" and not self.on_security():
+        if self.kind == "program" and not self.on_security:
             line = self.line_before(start, 300) + self.plain[start:end].lstrip()[:80]
             code = _COMMENT.sub("", self.plain[max(0, start - 1500) : end + 300])
             in_quotes = any(self.line_before(start, 300).count(quote) % 2 for quote in "\"'`/")
             return (in_quotes or bool(_ELEMENT.match(line))) and bool(_SCANNER.search(code))
         line_end = self.plain.find("\n", end, end + 200)
-        before = 1500 if self.on_security() else 300
+        before = 1500 if self.on_security else 300
         return bool(_WARNING.search(self.plain[max(0, start - before) : line_end if line_end >= 0 else end + 200]))
 
     def is_sample(self, start: int, end: int) -> bool:
@@ -123,8 +116,9 @@ class Reading:
         until = line_end if line_end >= 0 else end + 120
         first_words = f"{self.skill.description}\n{self.skill.body[:300]}" if self.skill else ""
         is_test = bool(_SCANNER_TEST.search(first_words.lower()))
-        return is_test or (self.on_security() and bool(_WARNING.search(self.plain, section, until)))
+        return is_test or (self.on_security and bool(_WARNING.search(self.plain, section, until)))
 
+    @cached_property
     def on_security(self) -> bool:
         """Whether name or description say that the skill is about attacks: it may show some."""
         return self.skill is not None and bool(
@@ -149,29 +143,27 @@ class Flag:
 
 def read_text(text: str, field: str = "body", skill: Skill | None = None) -> Reading:
     """`text` with its plain form, in time linear in its length."""
-    is_program = Reading(text, text, None, (), field).kind == "program"
-    return Reading(text, *plain_form(text, is_program), field, skill)
-
-
-def plain_form(text: str, is_program: bool) -> tuple[str, array | None, tuple[tuple[int, int], ...]]:
-    """(the plain form, where its letters stand or None for the same places, its words with letters of two scripts)."""
-    written, origins = unfold(text) if is_program else (text, None)
-    plain = written.lower()
-    if len(plain) != len(written):  # a letter that would become two stays
-        plain = "".join(low if len(low := letter.lower()) == 1 else letter for letter in written)
-    if _STYLED.search(plain):
-        plain = plain.translate(_TO_PLAIN)
+    kind = _kind_of(field)
+    written, origins = unfold(text) if kind == "program" else (text, None)
+    plain = "İ".join(part.lower() for part in written.split("İ"))  # its lower case would be two letters
+    plain = _STYLED.sub(lambda found: unicodedata.normalize("NFKC", found[0]).lower(), plain)
     plain, origins = rewrite(plain, origins, _DISGUISE, _undisguised)
     # What is called by another name under its own; twice, for names of names.
-    aliases = {b or c: a or d for a, b, c, d in _ALIAS.findall(plain)[:50]} if is_program else {}
+    aliases = {b or c: a or d for a, b, c, d in _ALIAS.findall(plain)[:50]} if kind == "program" else {}
     names = re.compile(rf"(?<![\w.$\"'/-])(?:{'|'.join(aliases)})(?=\.\w|[(),])")
     for _ in range(2 if aliases else 0):
         plain, origins = rewrite(plain, origins, names, lambda found: aliases[found[0]])
-    foreign = not plain.isascii() and any(letter in plain for letter in _LETTERS)
-    mixed = tuple(_mixed_words(plain)) if foreign else ()
+    mixed = tuple(_mixed_words(plain))
     for start, end in mixed:
         plain = plain[:start] + plain[start:end].translate(_LOOK_ALIKE) + plain[end:]
-    return plain, origins, mixed
+    return Reading(text, plain, origins, mixed, field, kind, skill)
+
+
+def _kind_of(field: str) -> str:
+    if not field.startswith("./"):
+        return field
+    is_prose = field.lower().endswith(_PROSE) and not _LISTING.search(field.lower())
+    return "body" if is_prose else "program"
 
 
 def _undisguised(found: re.Match[str]) -> str | None:
@@ -181,7 +173,8 @@ def _undisguised(found: re.Match[str]) -> str | None:
 
 def _mixed_words(plain: str) -> Spans:
     """Words of Latin letters with look-alikes of another script among them, and of no other letters."""
-    for found in _MIXED_WORD.finditer(plain):
+    is_foreign = not plain.isascii() and any(letter in plain for letter in _LETTERS)
+    for found in _MIXED_WORD.finditer(plain) if is_foreign else ():
         outside = plain[max(0, found.start() - 1) : found.start()] + plain[found.end() : found.end() + 1]
         if re.search("[a-z]{2}|[a-z].+[a-z]", found[0]) and not any(letter.isalpha() for letter in outside):
             yield found.span()

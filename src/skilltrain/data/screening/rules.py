@@ -6,7 +6,7 @@ it does; each alone is harmless work.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
@@ -38,7 +38,7 @@ def expand(regex: str) -> str:
 class Find:
     """One way to break a rule, as places in the plain text (of a `written` check in the text as written)."""
 
-    anchors: str = ""  # lower-case texts with | between: `regex` is tried within `reach` of one; everywhere without
+    anchors: tuple[str, ...] = ()  # texts in lower case: it is tried within `reach` of one; everywhere without
     regex: str = ""
     custom: "Callable[[Reading], Spans] | None" = None  # a check in Python instead: its module and name
     written: bool = False
@@ -53,18 +53,16 @@ class Find:
 
     def places(self, reading: "Reading") -> Spans:
         """The finds, as (start, end) in the text as written."""
-        spans = self.spans(reading)
-        return spans if self.written else (reading.place(*span) for span in spans)
+        if reading.kind not in self.fields:
+            return
+        anchors = [anchor for anchor in self.anchors if anchor in reading.plain]
+        if self.anchors and not anchors:
+            return
+        spans = self.custom(reading) if self.custom else self._matches(reading, anchors)
+        yield from spans if self.written else (reading.place(*span) for span in spans)
 
-    def spans(self, reading: "Reading") -> Spans:
-        """The finds, as (start, end) in the plain text; of a `written` check in the text as written."""
-        anchors = [anchor for anchor in self.anchors.split("|") if anchor in reading.plain]
-        if not anchors or reading.kind not in self.fields:
-            return
-        if self.custom is not None:
-            yield from self.custom(reading)
-            return
-        windows = _windows(anchors, reading.plain, self.reach) if self.anchors else [(0, len(reading.plain))]
+    def _matches(self, reading: "Reading", anchors: Sequence[str]) -> Spans:
+        windows = _windows(anchors, reading.plain, self.reach) if anchors else [(0, len(reading.plain))]
         for start, end in windows:
             for found in self._pattern.finditer(reading.plain, start, end):
                 at = found.end() - len(found[0].lstrip())
@@ -110,7 +108,8 @@ def load_rules(modules: Mapping[str, ModuleType]) -> tuple[Rule, ...]:
 def _find_of(row: Mapping[str, Any], modules: Mapping[str, ModuleType]) -> Find:
     regex = row.get("regex", "")
     values: dict[str, Any] = {**row, "regex": "|".join(map(expand, regex if isinstance(regex, list) else [regex]))}
-    values |= {key: expand(row[key]) for key in ("anchors", "unless") if key in row}
+    values["anchors"] = tuple(filter(None, expand(row.get("anchors", "")).split("|")))
+    values["unless"] = expand(row.get("unless", ""))
     values |= {key: tuple(map(expand, row[key])) for key in ("needs", "fields") if key in row}
     values["score"] = tuple((expand(notion), points) for notion, points in row.get("score", {}).items())
     if "custom" in row:
@@ -119,7 +118,7 @@ def _find_of(row: Mapping[str, Any], modules: Mapping[str, ModuleType]) -> Find:
     return Find(**values)
 
 
-def _windows(anchors: list[str], plain: str, reach: int) -> Spans:
+def _windows(anchors: Sequence[str], plain: str, reach: int) -> Spans:
     """Stretches of `plain` within `reach` characters of an anchor, in order and never overlapping."""
     places = [found.start() for anchor in anchors for found in re.finditer(re.escape(anchor), plain)]
     start = end = -1

@@ -9,6 +9,9 @@ import codecs
 import re
 from array import array
 from collections.abc import Callable
+from functools import partial
+from itertools import takewhile
+from operator import eq
 from urllib.parse import unquote
 
 from skilltrain.data.screening.rules import expand, table
@@ -20,10 +23,10 @@ Step = Callable[[re.Match[str], Values], str | None]
 
 def unfold(text: str) -> tuple[str, array | None]:
     """(the program unfolded, where its letters stand in `text`, or None for the same places)."""
-    plain, origins, values, step = text, None, {}, _variable
+    plain, origins, values = text, None, {}
     left = max(20_000, len(text))  # letters that variables may still add
 
-    def shown(found: re.Match[str]) -> str | None:
+    def shown(step: Step, found: re.Match[str]) -> str | None:
         nonlocal left
         if (instead := step(found, values)) is None or instead == found[0]:
             return None
@@ -31,11 +34,11 @@ def unfold(text: str) -> tuple[str, array | None]:
         return instead if left > 0 else None
 
     for found in _ASSIGNMENT.finditer(text):
-        shown(found)
+        _variable(found, values)
     for _ in range(3):  # a text may be hidden in another
         before = plain
-        for regex, step in _STEPS:  # noqa: B007 - `shown` takes it
-            plain, origins = rewrite(plain, origins, regex, shown)
+        for regex, step in _STEPS:
+            plain, origins = rewrite(plain, origins, regex, partial(shown, step))
         if plain == before:
             break
     return plain, origins
@@ -68,10 +71,7 @@ def rewrite(
 
 def _num_same(left: str, right: str) -> int:
     """How many first letters two texts share."""
-    return next(
-        (at for at, (one, other) in enumerate(zip(left, right, strict=False)) if one != other),
-        min(len(left), len(right)),
-    )
+    return sum(takewhile(bool, map(eq, left, right)))
 
 
 def _quote(text: str | None) -> str | None:
@@ -118,14 +118,19 @@ def _number(written: str) -> int:
 def _decoded(found: re.Match[str], _: Values) -> str | None:
     """A call that decodes a literal, or a shell's pipe that does; what nothing names is base64."""
     if found["piped"]:
-        shown = decode(found["piped"].strip("\"' "), found["how"])
+        shown = _decode(found["piped"].strip("\"' "), found["how"])
     else:
         literal = found["of"] or found["own"]
-        shown = decode(_inner(literal), found[0].replace(literal, ""))
+        shown = _decode(_inner(literal), found[0].replace(literal, ""))
     return _quote(shown) if shown and _TELLING.search(shown) else None
 
 
-def decode(literal: str, how: str) -> str | None:
+def from_base64(literal: str) -> bytes:
+    """What is encoded, in either alphabet, padded or not. Raises ValueError."""
+    return base64.urlsafe_b64decode(literal + "=" * (-len(literal) % 4))
+
+
+def _decode(literal: str, how: str) -> str | None:
     how = how.lower()
     try:
         if "rot" in how or re.search("a-z|n-z", how):
@@ -143,7 +148,7 @@ def decode(literal: str, how: str) -> str | None:
         elif "85" in how:
             content = base64.b85decode(literal)
         else:
-            content = base64.b64decode(literal + "=" * (-len(literal) % 4), altchars=b"-_" if "-" in literal else None)
+            content = from_base64(literal)
         return content.replace(b"\0", b"").decode()
     except ValueError:
         return None
@@ -256,6 +261,18 @@ def _accessed(found: re.Match[str], values: Values) -> str | None:
     return f"{of}.{name}".lstrip(".") if re.fullmatch(r"[\w.:/-]{1,40}", name) else None
 
 
-_STEPS: tuple[tuple[re.Pattern[str], Step], ...] = tuple(
-    (re.compile(expand(regex), re.I), globals()[f"_{name}"]) for name, regex in table()["steps"].items()
-)
+_TAKEN: dict[str, Step] = {
+    "escapes": _escapes,
+    "codes": _codes,
+    "decoded": _decoded,
+    "cut": _cut,
+    "replaced": _replaced,
+    "joined": _joined,
+    "formatted": _formatted,
+    "listed": _listed,
+    "chained": _chained,
+    "word": _word,
+    "variable": _variable,
+    "accessed": _accessed,
+}
+_STEPS = [(re.compile(expand(regex), re.I), _TAKEN[name]) for name, regex in table()["steps"].items()]
