@@ -149,7 +149,7 @@ def test_onednn_computes_unless_weights_are_sharded(model_folders, monkeypatch, 
     monkeypatch.setattr(cpu_linear, "onednn_is_faster", lambda: True)
     monkeypatch.setattr(loop, "shards_weights", lambda _: sharded)
     step = new_step(model_folders["bert"])
-    loop._prepare(training_runs.accelerator(), step, CONFIG, Run(tmp_path, False, {}))
+    loop.Training(training_runs.accelerator(), step, CONFIG, Run(tmp_path, False, {}))
     linear = {type(module) for module in step.modules() if isinstance(module, torch.nn.Linear)}
     assert linear == {torch.nn.Linear if sharded else cpu_linear.OneDnnLinear}
 

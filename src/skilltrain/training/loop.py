@@ -104,105 +104,142 @@ def train(accelerator: Accelerator, step_module: StepModule, config: TrainingCon
     SkilltrainError when the loss or the gradient is not finite or explodes (naming the step's queries), and on Ctrl-C
     or SIGTERM, after saving a checkpoint.
     """
-    set_seed(config.seed)
-    model, optimizer, position = _prepare(accelerator, step_module, config, run)
-    lists, dev, device = step_module.data.lists, run.dev, accelerator.device
-    total, patience = num_steps(lists, config), (dev and dev.config.patience) or math.inf
-    started, per_epoch = time.monotonic() - position.seconds, math.ceil(total / config.epochs)
-    trackers = open_trackers(config.trackers, run.folder, run.recipe)
-    with (
-        out_of_memory_in_one_line(config, step_module),
-        TrainingLog(run.folder / "train_log.jsonl", position.step, trackers) as log,
-        Stop() as stop,
-        progress("training", total, position.step) as show,
-    ):
-        if can_probe(accelerator):
-            batches = chain.from_iterable(step_batches(lists, config))
-            probe_memory(accelerator, model, optimizer, step_module, largest_batch(step_module, batches))
-        for number, batches in enumerate(step_batches(lists, config)):
-            if number < position.step or position.best.num_bad >= patience:
-                continue
-            for group in optimizer.param_groups:  # a rate that follows from the step alone needs no state to resume
-                group["lr"] = config.learning_rate * schedule(number, total, config.warmup_share)
-            figures = _optimiser_step(accelerator, model, optimizer, step_module, batches, config, position)
-            position.seconds = time.monotonic() - started
-            figures = {"epoch": position.step / per_epoch} | figures
-            if device.type == "cuda":
-                figures["peak_gib"] = torch.cuda.max_memory_allocated(device) / GIB
-            log.write(position.step, figures)
-            show(position.step, note_of(figures))
-            return_free_memory(position.step, device)
-            is_last, improved = position.step == total, False
-            if dev is not None and (is_last or position.step % dev.config.every == 0):
-                improved = _improves(dev, model, step_module, log, position)
-            ending = is_last or position.best.num_bad >= patience
-            # A signal reaches the ranks in different steps, and all must save together.
-            stopping = bool(_summed(accelerator, torch.tensor(float(stop.asked), device=device)) > 0)
-            if stopping or ending or improved or position.step % config.save_every == 0:
-                save_checkpoint(accelerator, model, optimizer, run.checkpoints, position, config.keep_checkpoints)
-            if stopping and not ending:
-                what = f"interrupted after step {position.step} of {total}; a checkpoint is saved"
-                fix = "run the same command with --resume to go on"
-                raise StoppedError(what, where=run.folder, fix=fix, number=stop.asked or signal.SIGTERM)
-    return position, best_checkpoint(run.checkpoints) or checkpoints(run.checkpoints)[-1]
+    training = Training(accelerator, step_module, config, run)
+    training.go_on()
+    return training.position, best_checkpoint(run.checkpoints) or checkpoints(run.checkpoints)[-1]
 
 
-def _prepare(
-    accelerator: Accelerator, step_module: StepModule, config: TrainingConfig, run: Run
-) -> tuple[nn.Module, Optimizer, Position]:
-    """Everything in place, and as the newest checkpoint left it if the run is resumed."""
-    check_shared(accelerator, run.checkpoints)
-    if not run.resume and (found := checkpoints(run.checkpoints)):
-        raise SkilltrainError("checkpoints of an earlier run lie here", where=found[-1], fix="--resume, or another out")
-    if accelerator.device.type == "cpu" and not shards_weights(accelerator):
-        train_with_onednn(step_module)
-    optimizer = new_optimizer(step_module, config.learning_rate, config.weight_decay)
-    model, optimizer = accelerator.prepare(step_module.train(), optimizer)
-    position = load_checkpoint(accelerator, model, optimizer, run.checkpoints) if run.resume else None
-    return model, optimizer, position or Position()
+class Training:
+    """What a training works with: the step module, wrapped by the launcher as `model`, its optimiser, its position."""
 
+    def __init__(self, accelerator: Accelerator, step: StepModule, config: TrainingConfig, run: Run) -> None:
+        """Put everything in place, and as the newest checkpoint left it if the run is resumed."""
+        set_seed(config.seed)
+        check_shared(accelerator, run.checkpoints)
+        if not run.resume and (found := checkpoints(run.checkpoints)):
+            what = "checkpoints of an earlier run lie here"
+            raise SkilltrainError(what, where=found[-1], fix="--resume, or another out")
+        if accelerator.device.type == "cpu" and not shards_weights(accelerator):
+            train_with_onednn(step)
+        self.accelerator, self.step, self.config, self.run = accelerator, step, config, run
+        optimizer = new_optimizer(step, config.learning_rate, config.weight_decay)
+        self.model, self.optimizer = accelerator.prepare(step.train(), optimizer)
+        left = load_checkpoint(accelerator, self.model, self.optimizer, run.checkpoints) if run.resume else None
+        self.position = left or Position()
 
-def _optimiser_step(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: Optimizer,
-    step_module: StepModule,
-    batches: list[list[TrainingList]],
-    config: TrainingConfig,
-    position: Position,
-) -> dict[str, float]:
-    """One step, in which every query weighs the same: its figures, its gradient's norm before clipping among them."""
-    started = time.monotonic()
-    # There a rank keeps its part of the gradient only: putting off the exchange would make it keep all of it.
-    keeps_part, count = shares_state(), sum(map(len, batches))
-    total = torch.zeros((), device=accelerator.device)
-    for batch in batches:
-        is_last = batch is batches[-1]
-        accelerator.sync_gradients = is_last  # DeepSpeed steps in the backward pass that it is told is the last
-        with nullcontext() if is_last or keeps_part else accelerator.no_sync(model):
-            loss = model(batch) * (accelerator.num_processes / count)
-            accelerator.backward(loss)
-        total += loss.detach().float()
-    mean = float(_summed(accelerator, total)) / accelerator.num_processes
-    clipped: Any = accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-    norm = float(clipped.full_tensor() if isinstance(clipped, DTensor) else clipped)
-    _check_step(mean, norm, batches, config.stop_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    both = torch.tensor([step_module.count["tokens"], step_module.count["slots"]], device=accelerator.device)
-    tokens, slots = _summed(accelerator, both).tolist()
-    step_module.count.clear()
-    position.step, position.loss = position.step + 1, mean
-    position.queries, position.tokens = position.queries + count, position.tokens + tokens
-    seconds = time.monotonic() - started
-    return {
-        "loss": mean,
-        "learning_rate": optimizer.param_groups[0]["lr"],
-        "grad_norm": norm,
-        "queries_per_second": count / seconds,
-        "tokens_per_second": tokens / seconds,
-        "padding_share": 1 - tokens / slots,
-    }
+    def go_on(self) -> None:
+        """All steps that are left, each logged; some are followed by a dev evaluation or a checkpoint."""
+        config, run, position, dev = self.config, self.run, self.position, self.run.dev
+        lists, device = self.step.data.lists, self.accelerator.device
+        total, patience = num_steps(lists, config), (dev and dev.config.patience) or math.inf
+        started, per_epoch = time.monotonic() - position.seconds, math.ceil(total / config.epochs)
+        trackers = open_trackers(config.trackers, run.folder, run.recipe)
+        with (
+            out_of_memory_in_one_line(config, self.step),
+            TrainingLog(run.folder / "train_log.jsonl", position.step, trackers) as log,
+            Stop() as stop,
+            progress("training", total, position.step) as show,
+        ):
+            if can_probe(self.accelerator):
+                self._probe_memory()
+            for number, batches in enumerate(step_batches(lists, config)):
+                if number < position.step or position.best.num_bad >= patience:
+                    continue
+                for group in self.optimizer.param_groups:  # a rate that follows from the step alone needs no state
+                    group["lr"] = config.learning_rate * schedule(number, total, config.warmup_share)
+                figures = self._update(batches)
+                position.seconds = time.monotonic() - started
+                figures = {"epoch": position.step / per_epoch} | figures
+                if device.type == "cuda":
+                    figures["peak_gib"] = torch.cuda.max_memory_allocated(device) / GIB
+                log.write(position.step, figures)
+                show(position.step, note_of(figures))
+                return_free_memory(position.step, device)
+                is_last = position.step == total
+                improved = False
+                if dev is not None and (is_last or position.step % dev.config.every == 0):
+                    improved = self._improves(dev, log)
+                ending = is_last or position.best.num_bad >= patience
+                # A signal reaches the ranks in different steps, and all must save together.
+                stopping = bool(self._summed(float(stop.asked)) > 0)
+                if stopping or ending or improved or position.step % config.save_every == 0:
+                    self._save()
+                if stopping and not ending:
+                    what = f"interrupted after step {position.step} of {total}; a checkpoint is saved"
+                    fix = "run the same command with --resume to go on"
+                    raise StoppedError(what, where=run.folder, fix=fix, number=stop.asked or signal.SIGTERM)
+
+    def _update(self, batches: list[list[TrainingList]]) -> dict[str, float]:
+        """One step, in which every query weighs the same: its figures, its gradient's norm before clipping too."""
+        started, accelerator, position = time.monotonic(), self.accelerator, self.position
+        # There a rank keeps its part of the gradient only: putting off the exchange would make it keep all of it.
+        keeps_part, count = shares_state(), sum(map(len, batches))
+        total = torch.zeros((), device=accelerator.device)
+        for batch in batches:
+            is_last = batch is batches[-1]
+            accelerator.sync_gradients = is_last  # DeepSpeed steps in the backward pass that it is told is the last
+            with nullcontext() if is_last or keeps_part else accelerator.no_sync(self.model):
+                loss = self.model(batch) * (accelerator.num_processes / count)
+                accelerator.backward(loss)
+            total += loss.detach().float()
+        mean = float(self._summed(total)) / accelerator.num_processes
+        clipped: Any = accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        norm = float(clipped.full_tensor() if isinstance(clipped, DTensor) else clipped)
+        _check_step(mean, norm, batches, self.config.stop_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        tokens, slots = self._summed([self.step.count["tokens"], self.step.count["slots"]]).tolist()
+        self.step.count.clear()
+        position.step, position.loss = position.step + 1, mean
+        position.queries, position.tokens = position.queries + count, position.tokens + tokens
+        seconds = time.monotonic() - started
+        return {
+            "loss": mean,
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "grad_norm": norm,
+            "queries_per_second": count / seconds,
+            "tokens_per_second": tokens / seconds,
+            "padding_share": 1 - tokens / slots,
+        }
+
+    def _improves(self, dev: Dev, log: TrainingLog) -> bool:
+        """Whether the model does better than ever before on the dev benchmark; all ranks compute it together."""
+        self.model.eval()
+        with torch.no_grad():
+            figures = dev.evaluate(self.model)
+        self.model.train()
+        self.step.count.clear()
+        log.write_dev(self.position.step, figures)
+        say(f"step {self.position.step}: {dev.line(figures)}")
+        return self.position.best.update(self.position.step, dev.config.metric, figures)
+
+    def _save(self) -> None:
+        folder, keep = self.run.checkpoints, self.config.keep_checkpoints
+        save_checkpoint(self.accelerator, self.model, self.optimizer, folder, self.position, keep)
+
+    def _summed(self, values: Any) -> Tensor:
+        """The sum over all ranks."""
+        values = torch.as_tensor(values, device=self.accelerator.device)
+        return cast(Tensor, self.accelerator.reduce(values, "sum"))
+
+    def _probe_memory(self) -> None:
+        """Run the largest batch forward and backward once: what does not fit fails now, not after hours.
+
+        No weight moves, gradients are dropped and random states put back. AdamW's two moments, which come with the
+        first step, have their room taken meanwhile. All ranks must call it.
+        """
+        batches = chain.from_iterable(step_batches(self.step.data.lists, self.config))
+        batch, device = largest_batch(self.step, batches), self.accelerator.device
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        moments = [] if self.optimizer.state else [torch.empty_like(each) for each in trained for _ in range(2)]
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            self.accelerator.backward(self.model(batch))
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step.count.clear()
+        del moments
+        if device.type == "cuda":
+            peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+            say(f"the largest batch takes {peak / GIB:.1f} of the GPU's {total / GIB:.1f} GiB")
 
 
 def _check_step(loss: float, norm: float, batches: list[list[TrainingList]], highest_norm: float) -> None:
@@ -219,23 +256,6 @@ def _check_step(loss: float, norm: float, batches: list[list[TrainingList]], hig
     raise SkilltrainError(what, fix="look at these lists; a lower learning_rate or precision=float32 may help")
 
 
-def _improves(dev: Dev, model: nn.Module, step_module: StepModule, log: TrainingLog, position: Position) -> bool:
-    """Whether the model does better than ever before on the dev benchmark; all ranks compute it together."""
-    model.eval()
-    with torch.no_grad():
-        figures = dev.evaluate(model)
-    model.train()
-    step_module.count.clear()
-    log.write_dev(position.step, figures)
-    say(f"step {position.step}: {dev.line(figures)}")
-    return position.best.update(position.step, dev.config.metric, figures)
-
-
-def _summed(accelerator: Accelerator, values: Tensor) -> Tensor:
-    """The sum over all ranks."""
-    return cast(Tensor, accelerator.reduce(values, "sum"))
-
-
 def largest_batch(step: StepModule, batches: Iterable[Batch]) -> Batch:
     """The batch with the most tokens."""
     return max(batches, key=lambda batch: sum(sum(step.lengths(one)) for one in batch))
@@ -244,27 +264,6 @@ def largest_batch(step: StepModule, batches: Iterable[Batch]) -> Batch:
 def can_probe(accelerator: Accelerator) -> bool:
     """Whether memory can be probed, and run out: not on a CPU; DeepSpeed would step in the backward pass."""
     return accelerator.device.type == "cuda" and accelerator.distributed_type != DistributedType.DEEPSPEED
-
-
-def probe_memory(
-    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, step_module: StepModule, batch: Batch
-) -> None:
-    """Run the largest batch forward and backward once: what does not fit fails now, not after hours.
-
-    No weight moves, gradients are dropped and random states put back. AdamW's two moments, which come with the first
-    step, have their room taken meanwhile. All ranks must call it.
-    """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    moments = [] if optimizer.state else [torch.empty_like(parameter) for parameter in trained for _ in range(2)]
-    device = accelerator.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        accelerator.backward(model(batch))
-    optimizer.zero_grad(set_to_none=True)
-    step_module.count.clear()
-    del moments
-    if device.type == "cuda":
-        peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
-        say(f"the largest batch takes {peak / GIB:.1f} of the GPU's {total / GIB:.1f} GiB")
 
 
 def return_free_memory(step: int, device: torch.device) -> None:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -17,10 +17,12 @@ from skilltrain.models.micro_batches import Groups, TokenIds, run_micro_batches,
 from skilltrain.models.pooling import max_sim
 from skilltrain.models.ranks import gather_rows, highest_on_any_rank, made_by_first_rank, rank_and_world
 from skilltrain.models.reranker import PairIds, Reranker
-from skilltrain.models.tokens import TokensOf, tokenized, tokenizer_identity
+from skilltrain.models.tokens import tokenized, tokenizer_identity
 from skilltrain.records import Skill
 from skilltrain.training.scores import ScoreContext, encoder_scores, list_scores
 from skilltrain.training.training_set import TrainingList, TrainingSet
+
+ModelT = TypeVar("ModelT", Encoder, Reranker)
 
 
 @dataclass(frozen=True)
@@ -50,21 +52,57 @@ class Pairs:
     lists: Sequence[Sequence[PairIds]]
 
 
-class EncoderStep(nn.Module):
+class _Step(nn.Module, Generic[ModelT]):
+    """A model with its loss on batches of lists, as launchers wrap it: all that runs the model goes through `forward`.
+
+    `query_ids` are token ids of the queries, or of their part of a pair, by text; `skill_ids` those of skills by id.
+    """
+
+    def __init__(
+        self,
+        model: ModelT,
+        loss: EncoderLoss,
+        data: TrainingSet,
+        settings: StepSettings,
+        of_queries: Callable[[list[str]], Sequence[TokenIds]],
+        of_skills: Callable[[list[Skill]], Sequence[TokenIds]],
+    ) -> None:
+        super().__init__()
+        self.model, self.loss, self.data, self.settings = model, loss, data, settings
+        self.count = Counter[str]()  # tokens that this rank's model has seen, and slots: with padding
+        self._no_split_modules = _layer_classes(model.network)
+        if settings.recompute:
+            checkpoint_layers(model.network)
+        about = f"{tokenizer_identity(model.tokenizer)} {model.settings.model_dump_json()}", settings.token_cache
+        queries, skill_ids, skills = [one.query for one in data.lists], [*data.skills], [*data.skills.values()]
+        self.query_ids = made_by_first_rank(lambda: tokenized(queries, queries, of_queries, *about))
+        self.skill_ids = made_by_first_rank(lambda: tokenized(skill_ids, skills, of_skills, *about))
+
+    def run(
+        self, function: Callable[[list], Tensor], items: Sequence[Any], groups: Groups, is_counted: bool
+    ) -> Float[Tensor, "item ..."]:
+        """`function`, which runs the model, over texts or pairs in micro-batches."""
+        model = self.model
+        if self.settings.is_sharded:
+            groups = split_to(groups, highest_on_any_rank(len(groups), model.device))
+        if is_counted:
+            slots = sum(self.slots_of(items, groups))
+            self.count.update(slots=slots, tokens=slots if model.is_packed else sum(map(len, items)))
+        return run_micro_batches(function, model.embed(items) if torch.is_grad_enabled() else items, groups)
+
+    def slots_of(self, items: Sequence[Any], groups: Groups) -> list[int]:
+        """Tokens that the model computes for each group of texts or pairs, padding included."""
+        return [self.model.num_slots([items[position] for position in group]) for group in groups if group]
+
+
+class EncoderStep(_Step[Encoder]):
     """The encoder's loss on a batch of lists; each distinct skill is encoded once, by one rank."""
 
     def __init__(self, encoder: Encoder, loss: EncoderLoss, data: TrainingSet, settings: StepSettings) -> None:
-        super().__init__()
-        self.model, self.loss, self.data, self.settings = encoder, loss, data, settings
-        self._no_split_modules = _layer_classes(encoder.network)
-        if settings.recompute:
-            checkpoint_layers(encoder.network)
+        super().__init__(encoder, loss, data, settings, encoder.tokenize_queries, encoder.tokenize_skills)
         if settings.varlen:
             encoder.attend_by_length()
-        cache, of_skills = settings.token_cache, encoder.tokenize_skills
-        self.query_ids, self.skill_ids = _token_ids(encoder, data, cache, encoder.tokenize_queries, of_skills)
         self.context = ScoreContext.of(data, loss, settings.in_batch)
-        self.count = Counter[str]()  # tokens that this rank's model has seen, and slots: with padding
 
     def forward(self, batch: Sequence[TrainingList] | Texts) -> Float[Tensor, "..."]:
         """The loss summed over this rank's queries of the global `batch`, or the vectors [text, dim] of all texts."""
@@ -98,7 +136,7 @@ class EncoderStep(nn.Module):
         """Tokens of each micro-batch of a batch, padding included, where one process computes all of it."""
         texts = [self.query_ids[one.query] for one in batch]
         texts += [self.skill_ids[skill_id] for skill_id in {s for one in batch for s in one.skill_ids}]
-        return _slots(self.model, texts, self.model.micro_batches(texts, self.settings.token_budget))
+        return self.slots_of(texts, self.model.micro_batches(texts, self.settings.token_budget))
 
     def _encode(
         self, texts: Sequence[TokenIds], any_text: TokenIds, num_tokens: int = 0
@@ -107,23 +145,15 @@ class EncoderStep(nn.Module):
         model, used = self.model, texts or [any_text]  # an idle rank still runs the model, for its part in the exchange
         groups = model.micro_batches(used, self.settings.token_budget)
         function = (lambda batch: model.with_tokens(batch, num_tokens).flatten(1)) if num_tokens else model
-        return _run(self, function, used, groups, bool(texts))[: len(texts)]
+        return self.run(function, used, groups, bool(texts))[: len(texts)]
 
 
-class RerankerStep(nn.Module):
+class RerankerStep(_Step[Reranker]):
     """The reranker's loss on a batch of lists."""
 
     def __init__(self, reranker: Reranker, loss: RerankerLoss, data: TrainingSet, settings: StepSettings) -> None:
-        super().__init__()
-        self.model, self.loss, self.data, self.settings = reranker, loss, data, settings
-        self._no_split_modules = _layer_classes(reranker.network)
-        if settings.recompute:
-            checkpoint_layers(reranker.network)
         pairs = reranker.pairs
-        self.query_ids, self.skill_ids = _token_ids(
-            reranker, data, settings.token_cache, lambda texts: [*map(pairs.query, texts)], pairs.skills
-        )
-        self.count = Counter[str]()
+        super().__init__(reranker, loss, data, settings, lambda texts: [*map(pairs.query, texts)], pairs.skills)
 
     def forward(self, batch: Sequence[TrainingList] | Pairs) -> Float[Tensor, "..."]:
         """The loss summed over this rank's queries of the global `batch`, or the scores [pair] of all pairs."""
@@ -156,33 +186,15 @@ class RerankerStep(nn.Module):
         """Tokens of each micro-batch of a batch, padding included, where one process computes all of it."""
         lists = [self.pairs(one) for one in batch]
         groups = self.model.micro_batches(lists, self.settings.token_budget)
-        return _slots(self.model, [pair for pairs in lists for pair in pairs], groups)
+        return self.slots_of([pair for pairs in lists for pair in pairs], groups)
 
     def _scores(self, lists: Sequence[Sequence[PairIds]], is_counted: bool) -> Float[Tensor, "pair"]:
         model, pairs = self.model, [pair for one in lists for pair in one]
         groups, direction = model.micro_batches(lists, self.settings.token_budget), model.direction()
-        return _run(self, lambda group: model.score(group, direction), pairs, groups, is_counted)
+        return self.run(lambda group: model.score(group, direction), pairs, groups, is_counted)
 
 
 StepModule = EncoderStep | RerankerStep
-
-
-def _run(
-    step: StepModule, function: Callable[[list], Tensor], items: Sequence[Any], groups: Groups, is_counted: bool
-) -> Float[Tensor, "item ..."]:
-    """`function`, which runs the step's model, over texts or pairs in micro-batches."""
-    model = step.model
-    if step.settings.is_sharded:
-        groups = split_to(groups, highest_on_any_rank(len(groups), model.device))
-    if is_counted:
-        slots = sum(_slots(model, items, groups))
-        step.count.update(slots=slots, tokens=slots if model.is_packed else sum(map(len, items)))
-    return run_micro_batches(function, model.embed(items) if torch.is_grad_enabled() else items, groups)
-
-
-def _slots(model: Encoder | Reranker, items: Sequence[Any], groups: Groups) -> list[int]:
-    """Tokens that the model computes for each group of texts or pairs, padding included."""
-    return [model.num_slots([items[position] for position in group]) for group in groups if group]
 
 
 def _tokens(rows: Float[Tensor, "text width"], texts: Sequence[TokenIds], dim: int) -> list[Float[Tensor, "_ dim"]]:
@@ -196,22 +208,3 @@ def _layer_classes(network: Any) -> list[str]:
     table = network.get_input_embeddings()
     holders = {type(part).__name__ for part in network.modules() if any(child is table for child in part.modules())}
     return [name for name in network._no_split_modules if name not in holders]
-
-
-def _token_ids(
-    model: Encoder | Reranker,
-    data: TrainingSet,
-    cache: Path | None,
-    of_queries: Callable[[list[str]], Sequence[TokenIds]],
-    of_skills: Callable[[list[Skill]], Sequence[TokenIds]],
-) -> tuple[TokensOf, TokensOf]:
-    """Token ids of the queries, or their part of a pair, by text, and of the skills by id."""
-    identity = f"{tokenizer_identity(model.tokenizer)} {model.settings.model_dump_json()}"
-    queries = list(dict.fromkeys(one.query for one in data.lists))
-    skill_ids, skills = [*data.skills], [*data.skills.values()]
-    return made_by_first_rank(
-        lambda: (
-            tokenized(queries, queries, of_queries, identity, cache),
-            tokenized(skill_ids, skills, of_skills, identity, cache),
-        )
-    )
