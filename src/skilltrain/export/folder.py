@@ -32,29 +32,22 @@ def save_model(model: Encoder | Reranker, folder: Path, base: str, card: str | N
 
     Raises SkilltrainError for weights that must not be saved, and where the folder cannot be written.
     """
-    with _written_aside(folder) as aside:
-        write_weights(network_of(model), aside, folder)
+    with _written_aside(folder, model, base) as aside:
+        write_weights(model.network, aside, folder)
         tokenizer = _tokenizer_of(model)
         tokenizer.model_max_length = model.settings.max_tokens
         tokenizer.save_pretrained(str(aside))
         write_modules(model, aside)
         if card is not None:
             write_text(aside / "README.md", card)
-        _write_first_record(aside, model, base)
 
 
 def save_adapter(model: Encoder | Reranker, folder: Path, base: str) -> None:
     """Write a model's adapter alone: `PeftModel.from_pretrained(network, folder)` adds it to the network of `base`."""
-    config, weights = adapter_files(network_of(model), shareable(base))
-    with _written_aside(folder) as aside:
+    config, weights = adapter_files(model.network, shareable(base))
+    with _written_aside(folder, model, base) as aside:
         config.save_pretrained(aside)
         save_file(weights, aside / "adapter_model.safetensors", metadata={"format": "pt"})
-        _write_first_record(aside, model, base)
-
-
-def network_of(model: Encoder | Reranker) -> Any:
-    """The network of transformers in a model."""
-    return model.backbone if isinstance(model, Encoder) else model.network
 
 
 def copy_model(source: Path, target: Path) -> None:
@@ -72,16 +65,19 @@ def copy_model(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def _written_aside(folder: Path) -> Iterator[Path]:
+def _written_aside(folder: Path, model: Encoder | Reranker, base: str) -> Iterator[Path]:
     """A folder inside `folder`, which may hold a run's checkpoints; its files move out when the block succeeds.
 
-    config.json goes last: without it no reader takes `folder` for a model, so that none reads half of one.
+    A record says what they are. config.json goes last: without it no reader takes `folder` for a model, so that none
+    reads half of one.
     """
     aside = folder / ".model.partial"
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
         yield aside
+        kind, settings = "encoder" if isinstance(model, Encoder) else "reranker", model.settings.model_dump(mode="json")
+        write_record(aside, {"kind": kind, "settings": settings, "base": shareable(base)})
         (folder / "config.json").unlink(missing_ok=True)
         for path in sorted(aside.iterdir(), key=lambda path: path.name == "config.json"):
             if path.is_dir():
@@ -107,11 +103,6 @@ def write_weights(network: Any, aside: Path, folder: Path) -> None:
     if theta := (config.get("rope_parameters") or {}).get("rope_theta"):
         config["rope_theta"] = theta  # readers of transformers 4's time look here, and else compute with 10,000
     write_json(aside / "config.json", config)
-
-
-def _write_first_record(aside: Path, model: Encoder | Reranker, base: str) -> None:
-    kind, settings = "encoder" if isinstance(model, Encoder) else "reranker", model.settings.model_dump(mode="json")
-    write_record(aside, {"kind": kind, "settings": settings, "base": shareable(base)})
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:

@@ -3,7 +3,6 @@
 import copy
 import shutil
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.export import Form
-from skilltrain.export.folder import network_of, write_record, write_weights
+from skilltrain.export.folder import write_record, write_weights
 from skilltrain.export.modules import IDENTITY, write_modules
 from skilltrain.files import read_json
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
@@ -41,8 +40,12 @@ def write_form(folder: Path, form: Form) -> None:
     activations (dynamic quantisation). `openvino`: with 8-bit weights.
     Raises SkilltrainError for a model that has no such form, and for a package that is missing.
     """
-    into = {"multi_vector": _as_multi_vector, "sequence_classification": _as_classifier}
-    into.get(form, partial(_add_graph, form=form))(folder)
+    if form == "multi_vector":
+        _as_multi_vector(folder)
+    elif form == "sequence_classification":
+        _as_classifier(folder)
+    else:
+        _add_graph(folder, form)
     write_record(folder, read_json(folder / CHECKPOINT_FILE) | {"form": form})
 
 
@@ -109,7 +112,7 @@ def _add_graph(folder: Path, form: Form) -> None:
     if isinstance(model, Reranker) and model.settings.template.form == "cosine_pair":
         raise SkilltrainError(f"a reranker of form cosine_pair has no head to compute in {form}", where=folder)
     is_yes_no = isinstance(model, Reranker) and model.yes_no_ids is not None
-    network = _classifier(model) if is_yes_no else network_of(model)
+    network = _classifier(model) if is_yes_no else model.network
     network.set_attn_implementation("sdpa")  # ours for packed texts is no part of a graph
     network.config.use_cache = network.base_model.config.use_cache = False
     ids, mask = torch.ones(2, 8, dtype=torch.long), torch.ones(2, 8, dtype=torch.long)

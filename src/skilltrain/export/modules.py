@@ -77,7 +77,7 @@ def _encoder_modules(encoder: Encoder, per_token: bool) -> Sequence[Module]:
         "query_length": encoder.settings.query_max_tokens,
         **_limit(encoder.settings.max_tokens),
     }
-    if "add_pooling_layer" in backbone_options(encoder.backbone.config):
+    if "add_pooling_layer" in backbone_options(encoder.network.config):
         # Else every opening would report a pooler that is missing and that nothing uses.
         transformer["model_kwargs"] = {"add_pooling_layer": False}
     first = Module(_TRANSFORMER, "", transformer)

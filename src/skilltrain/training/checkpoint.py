@@ -79,8 +79,6 @@ def save_checkpoint(
     base model has the frozen ones. All but the newest `keep` checkpoints and the best one are deleted.
     """
     final = folder / f"step-{position.step}"
-    if final.exists():
-        return
     partial = folder / f"{final.name}.partial"
     if accelerator.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)

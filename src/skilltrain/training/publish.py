@@ -14,7 +14,7 @@ from skilltrain.data.screening.secret_keys import secrets_in, show_beginning
 from skilltrain.errors import SkilltrainError
 from skilltrain.export import Form
 from skilltrain.export.card import Published, RunRecord, model_card
-from skilltrain.export.folder import copy_model, network_of, save_adapter, save_model
+from skilltrain.export.folder import copy_model, save_adapter, save_model
 from skilltrain.export.forms import open_model, write_form
 from skilltrain.files import read_json, staged_folder, write_text
 from skilltrain.models.adapters import merge_adapter
@@ -52,7 +52,7 @@ def save_trained(
     if interpolate is not None:
         _mix_with_base(model, config, interpolate)
     if config.adapter is not None:
-        merge_adapter(network_of(model))
+        merge_adapter(model.network)
     card = model_card(RunRecord(model.settings, config.model_dump(mode="json"), summary, run=config.out))
     save_model(model.eval(), out, config.model.source, card)
 

@@ -107,36 +107,29 @@ def encoder_scores(
     Vectors are unit vectors; `all_queries` are those of `batch`, given where the loss needs sides. For a loss that
     learns from a teacher only the candidates that the teacher scored are valid: no in-batch negatives.
     """
-    device, negatives = skill_vectors.device, None
-    if all_queries is not None:
-        negatives = [on_device(part, device) for part in _side_negatives(own, batch, skill_ids, context)]
-
-    def scored(dim: int | None = None) -> tuple[Float[Tensor, "own skill"], SideScores | None]:
-        """The cosines of the whole vectors, or of their first `dim` coordinates, made unit vectors again."""
-        queries, skills = _first(query_vectors, dim), _first(skill_vectors, dim)
-        scores = _cosines(queries, skills)
-        if negatives is None or all_queries is None:
-            return scores, None
-        asked, (column, *masks) = _first(all_queries, dim), negatives
-        positives = skills[column]
-        pairs = (queries, asked), (positives, asked), (positives, skills)
-        return scores, SideScores(*(SideTerm(_cosines(*pair), mask) for pair, mask in zip(pairs, masks, strict=True)))
-
-    def truncated(dim: int) -> ScoredBatch:
-        scores, sides = scored(dim)
-        return replace(whole, scores=scores, sides=sides)
-
-    cells = _Cells.among(own, skill_ids)
+    device, cells = skill_vectors.device, _Cells.among(own, skill_ids)
     valid = cells.mask | in_batch_negatives(own, skill_ids, context) if context.in_batch else cells.mask
-    scores, sides = scored()
-    lexical = None
+    lexical, negatives = None, []
     if context.lexical:  # 0 for what BM25 did not find
         of_queries, ids = [context.lexical[one.query] for one in own], [*map(skill_of, skill_ids)]
         rows = [[of_query.get(skill_id, 0.0) for skill_id in ids] for of_query in of_queries]
         lexical = on_device(np.array(rows, np.float32).reshape(len(own), len(ids)), device)
-    whole = _labelled(own, cells, valid, scores, context.needs_teacher_scores)
-    whole = replace(whole, sides=sides, lexical_scores=lexical, truncated=truncated)
-    return whole
+    if all_queries is not None:
+        negatives = [on_device(part, device) for part in _side_negatives(own, batch, skill_ids, context)]
+
+    def scored(dim: int | None = None) -> ScoredBatch:
+        """By the cosines of the whole vectors, or of their first `dim` coordinates, made unit vectors again."""
+        queries, skills = _first(query_vectors, dim), _first(skill_vectors, dim)
+        scores, sides = _cosines(queries, skills), None
+        if all_queries is not None:
+            asked, (column, *masks) = _first(all_queries, dim), negatives
+            positives = skills[column]
+            pairs = (queries, asked), (positives, asked), (positives, skills)
+            sides = SideScores(*(SideTerm(_cosines(*pair), mask) for pair, mask in zip(pairs, masks, strict=True)))
+        found = _labelled(own, cells, valid, scores, context.needs_teacher_scores)
+        return replace(found, sides=sides, lexical_scores=lexical, truncated=scored)
+
+    return scored()
 
 
 def list_scores(lists: Sequence[TrainingList], flat: Float[Tensor, "pair"], needs_teacher_scores: bool) -> ScoredBatch:
