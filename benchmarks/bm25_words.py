@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import bm25s
+import numpy as np
 
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark
 from skilltrain.evaluation.benchmarks.load import load_benchmark
-from skilltrain.evaluation.bootstrap import interval
+from skilltrain.evaluation.bootstrap import intervals
 from skilltrain.evaluation.metrics import parse_measures, per_query
 from skilltrain.records import Skill
 from skilltrain.retrieval.lexical import Vocabulary, top_k
@@ -61,7 +62,8 @@ def cells(skills: list[Skill], text_of: Callable[[Skill], str], cut: Cut, benchm
         rankings[task.query.query_id] = [ids[int(place)] for place in best if scores[place] > 0]
     relevances = {task.query.query_id: task.relevance for task in benchmark.tasks}
     values = per_query(rankings, relevances, parse_measures(MEASURES))
-    return " | ".join(str(interval([found[name] for found in values.values()])) for name in MEASURES)
+    rows = np.array([[found[name] for name in MEASURES] for found in values.values()])
+    return " | ".join(map(str, intervals(rows)))
 
 
 def main() -> None:

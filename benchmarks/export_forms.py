@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from skilltrain.data.pool.read import read_pool
-from skilltrain.evaluation.bootstrap import interval, paired_differences
+from skilltrain.evaluation.bootstrap import intervals, paired_differences
 from skilltrain.evaluation.metrics import Relevance, parse_measures, per_query
 from skilltrain.export.folder import save_model
 from skilltrain.export.forms import ONNX, ONNX_INT8, OPENVINO, write_form
@@ -137,7 +137,7 @@ def main() -> None:
             found = per_query(rankings, relevances, parse_measures(MEASURES))
             values[name] = np.array([[row[measure] for measure in MEASURES] for row in found.values()])
             size = sum(path.stat().st_size for path in (folder / file).parent.glob(f"{Path(file).stem}.*")) / 2**20
-            cells = [str(interval(column)) for column in values[name].T]
+            cells = [str(mean) for mean in intervals(values[name])]
             if len(values) > 1:
                 lost = paired_differences(values[name] - next(iter(values.values())))
                 cells = [f"{cell}; {loss}" for cell, (loss, _) in zip(cells, lost, strict=True)]

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, task_of
-from skilltrain.evaluation.bootstrap import interval
+from skilltrain.evaluation.bootstrap import intervals
 from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.evaluation.metrics import DEFAULT_MEASURES, SET_COMPAT, Measure, Relevance, parse_measures, per_query
 from skilltrain.records import Query, Skill
@@ -76,7 +78,10 @@ def _ranking(draw: random.Random, gold: frozenset[str], skill: float) -> list[st
 
 def _analysis(results: Sequence[SystemResult]) -> dict[str, Any]:
     emb, rank = results[2], results[3]
-    coverage = {r.name: {m: interval([v[m] for v in r.per_query.values()]) for m in COVERAGES} for r in results}
+    values = {
+        result.name: np.array([[v[m] for m in COVERAGES] for v in result.per_query.values()]) for result in results
+    }
+    coverage = {name: dict(zip(COVERAGES, intervals(rows), strict=True)) for name, rows in values.items()}
     names = ("feature", "gold", "others", "effect", "p")
     features = [
         ("code share of the body", 0.21, 0.09, 0.68, 0.00004), ("headings", 11, 8, 0.61, 0.0021),

@@ -14,7 +14,6 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.bootstrap import (
     Interval,
     compact,
-    interval,
     intervals,
     normal_interval,
     paired_differences,
@@ -22,6 +21,10 @@ from skilltrain.evaluation.bootstrap import (
     separation,
 )
 from skilltrain.evaluation.comparison import Comparison, SystemResult, cohens_h, compare, holm, mcnemar, wilcoxon
+
+
+def interval(values: list[float]) -> Interval:
+    return intervals(np.array(values)[:, None])[0]
 
 
 def paired_difference(a: list[float], b: list[float]) -> tuple[Interval, float]:

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from skilltrain.config import Config, InputPath, apply_overrides, input_paths, load_recipe, to_yaml, validate
+from skilltrain.config import Config, InputPath, apply_overrides, load_recipe, to_yaml, validate
 from skilltrain.errors import SkilltrainError
+from skilltrain.runs import input_paths
 
 
 class Small(Config):

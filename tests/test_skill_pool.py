@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
-from skilltrain.config import input_paths
 from skilltrain.data.pool.read import merge_sources, read_pool
 from skilltrain.data.pool.skill_file import MAX_HEADER_CHARS
 from skilltrain.data.pool.skill_pool import (
@@ -28,7 +27,7 @@ from skilltrain.data.pool.skill_pool import (
 )
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
-from skilltrain.runs import RUN_FILE
+from skilltrain.runs import RUN_FILE, input_paths
 from skilltrain.tables import DROPPED, FLAGS, SKILLS, read_table
 from skilltrain.texts import language_of
 

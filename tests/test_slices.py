@@ -8,11 +8,12 @@ import yaml
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import task_of
-from skilltrain.evaluation.bootstrap import Interval, interval
+from skilltrain.evaluation.bootstrap import Interval
 from skilltrain.evaluation.comparison import SystemResult
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.evaluation.slices import SliceMeans, gaps, labels_of, means_by_slice, quartiles, shown
 from skilltrain.records import Query, Skill
+from test_comparison import interval
 
 SOURCE = Path(__file__).parents[1] / "src" / "skilltrain"
 LABELS = {

@@ -4,10 +4,11 @@ import shutil
 import pytest
 import yaml
 
-from skilltrain.config import input_paths, to_yaml, validate
+from skilltrain.config import to_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill, Verdict
 from skilltrain.retrieval.lexical import BM25Index
+from skilltrain.runs import input_paths
 from skilltrain.tables import CLUSTERS, JUDGEMENTS, LISTS, QUERIES, SKILLS, write_table
 from skilltrain.training.training_set import ListsSource, lexical_scores, load_training_set
 

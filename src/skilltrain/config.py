@@ -265,11 +265,11 @@ def to_yaml(config: BaseModel) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=readable)
 
 
-class _Input:
+class InputMark:
     """Marks what a stage reads, so that its fingerprint can be kept beside the output."""
 
 
-InputPath = typing.Annotated[Path, _Input()]
+InputPath = typing.Annotated[Path, InputMark()]
 
 
 def _several(value: Any) -> Any:
@@ -279,45 +279,5 @@ def _several(value: Any) -> Any:
 
 InputPaths = typing.Annotated[tuple[InputPath, ...], BeforeValidator(_several)]
 """A path, or a list of them."""
-ModelSource = typing.Annotated[str, _Input()]
+ModelSource = typing.Annotated[str, InputMark()]
 """A model's folder, Hub id or package; the last two keep to one content by their names."""
-
-
-def input_paths(config: BaseModel) -> dict[str, Path]:
-    """Key → path of every set field annotated `InputPath`, or a list or map of them, and of each model's folder.
-
-    Sections and lists are included.
-    """
-    found: dict[str, Path] = {}
-    for name, field in type(config).model_fields.items():
-        is_input = any(isinstance(mark, _Input) for mark in field.metadata) or "_Input" in repr(field.annotation)
-        value = getattr(config, name)
-        is_several = isinstance(value, list | tuple) or (is_input and isinstance(value, dict))
-        items = enumerate(value) if is_several else [(None, value)]
-        for number, item in items:
-            place = name if number is None else f"{name}.{number}"
-            if isinstance(item, BaseModel):
-                found |= {f"{place}.{key}": path for key, path in input_paths(item).items()}
-            elif is_input and isinstance(item, Path):
-                found[place] = item
-            elif is_input and isinstance(item, str) and (folder := Path(item).expanduser()).is_dir():
-                found[place] = folder
-    return found
-
-
-_MADE_BY = {
-    "pool": "pool",
-    "queries": "queries` or `skilltrain synthesize",
-    "rankings": "mine`, `skilltrain filter` or `skilltrain candidates",
-    "lists": "lists",
-    "clusters": "clusters",
-}
-
-
-def check_inputs(config: BaseModel) -> None:
-    """Raise SkilltrainError for the first input path that is not there, with the command that makes such a thing."""
-    for key, path in input_paths(config).items():
-        if not path.exists():
-            maker = _MADE_BY.get(key.rpartition(".")[2])
-            fix = f"made by `skilltrain {maker}`, or as the recipe's first lines say" if maker else ""
-            raise SkilltrainError("no such file or folder", where=path, fix=fix)

@@ -8,7 +8,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from skilltrain.config import Config, check_inputs, input_paths, to_yaml
+from pydantic import BaseModel
+
+from skilltrain.config import Config, InputMark, to_yaml
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import (
     fingerprint,
@@ -26,6 +28,13 @@ from skilltrain.version import __version__
 RUN_FILE, RECIPE_FILE, CHECKPOINTS = "run.json", "recipe.yaml", "checkpoints"
 # What may change between a training and its resumption, because no update of a weight depends on it.
 FREE_TO_CHANGE = ("save_every", "keep_checkpoints", "stop_grad_norm", "trackers")
+_MADE_BY = {
+    "pool": "pool",
+    "queries": "queries` or `skilltrain synthesize",
+    "rankings": "mine`, `skilltrain filter` or `skilltrain candidates",
+    "lists": "lists",
+    "clusters": "clusters",
+}
 _ANOTHER_FOLDER = "choose another out=…, or delete the folder"
 
 
@@ -148,6 +157,37 @@ def input_fingerprint(path: Path) -> str:
         return sha256(repr(sorted(parts.items())).encode()).hexdigest()
     except OSError as error:
         raise SkilltrainError(f"cannot be read: {error.strerror}", where=path) from error
+
+
+def input_paths(config: BaseModel) -> dict[str, Path]:
+    """Key → path of every set field annotated `InputPath`, or a list or map of them, and of each model's folder.
+
+    Sections and lists are included.
+    """
+    found: dict[str, Path] = {}
+    for name, field in type(config).model_fields.items():
+        is_input = InputMark.__name__ in repr((field.annotation, field.metadata))  # at any depth of its type
+        value = getattr(config, name)
+        is_several = isinstance(value, list | tuple) or (is_input and isinstance(value, dict))
+        items = enumerate(value) if is_several else [(None, value)]
+        for number, item in items:
+            place = name if number is None else f"{name}.{number}"
+            if isinstance(item, BaseModel):
+                found |= {f"{place}.{key}": path for key, path in input_paths(item).items()}
+            elif is_input and isinstance(item, Path):
+                found[place] = item
+            elif is_input and isinstance(item, str) and (folder := Path(item).expanduser()).is_dir():
+                found[place] = folder
+    return found
+
+
+def check_inputs(config: BaseModel) -> None:
+    """Raise SkilltrainError for the first input path that is not there, with the command that makes such a thing."""
+    for key, path in input_paths(config).items():
+        if not path.exists():
+            maker = _MADE_BY.get(key.rpartition(".")[2])
+            fix = f"made by `skilltrain {maker}`, or as the recipe's first lines say" if maker else ""
+            raise SkilltrainError("no such file or folder", where=path, fix=fix)
 
 
 def _check_place(out: Path, read: Iterable[Path]) -> None:

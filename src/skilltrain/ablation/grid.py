@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from skilltrain.config import Config, Seed, apply_overrides, input_paths, laid_over, load_recipe, set_value, validate
+from skilltrain.config import Config, Seed, apply_overrides, laid_over, load_recipe, set_value, validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.runs import input_fingerprint, run_state, what_matters
+from skilltrain.runs import input_fingerprint, input_paths, run_state, what_matters
 from skilltrain.stages import parse_recipe
 
 EVALUATIONS = ("evaluate", "plans")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from skilltrain.cli.app import AS_WRITTEN, AsJson, DryRun, app, conclude, json_text, only_settings, quietly, show
+from skilltrain.cli.app import AS_WRITTEN, AsJson, DryRun, app, conclude, only_settings, quietly, show
 from skilltrain.config import apply_overrides, parse_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import cache_folder
@@ -77,7 +77,7 @@ def route(
     answer = quietly(lambda: _open(router, pool, rankers, "skilltrain route").route(task, top))
     if as_json:
         rows = [asdict(routed) | {"path": routed.path and str(routed.path)} for routed in answer.skills]
-        typer.echo(json_text({"task": task, "fits": answer.fits, "num_likely": answer.num_likely, "skills": rows}))
+        show({"task": task, "fits": answer.fits, "num_likely": answer.num_likely, "skills": rows})
         return
     if not answer.fits:
         typer.echo("No skill fits, as far as the router can tell. The nearest:")
@@ -118,7 +118,7 @@ def plan(
     made, flags = quietly(plan_task, config, task, opened)
     if as_json:
         found = {skill_id: [asdict(flag) for flag in own] for skill_id, own in flags.items()}
-        typer.echo(json_text(plan_json(made) | {"flags": found}))
+        show(plan_json(made) | {"flags": found})
     else:
         typer.echo(plan_mermaid(made) if mermaid else "\n".join(plan_lines(made, flags)))
 

@@ -16,7 +16,6 @@ from skilltrain.cli.app import (
     app,
     conclude,
     execute,
-    json_text,
     only_settings,
     quietly,
     settings_of,
@@ -88,7 +87,7 @@ def recipes(
     if stage is not None and stage not in STAGES:
         raise SkilltrainError(f"unknown stage {stage!r}; allowed: {', '.join(STAGES)}", where="skilltrain recipes")
     if schema:
-        typer.echo(json_text(schema_of([stage] if stage else [*STAGES])))
+        show(schema_of([stage] if stage else [*STAGES]))
         return
     for found in list_recipes(folder):
         if stage in (None, found.facts[0]):

@@ -45,11 +45,6 @@ def compact(value: float, places: int) -> str:
     return text.replace("0.", ".", 1) if text.removeprefix("-").startswith("0.") else text
 
 
-def interval(values: Sequence[float]) -> Interval:
-    """The mean of per-query values and its 95% interval; one value, or equal values, give low = mean = high."""
-    return intervals(np.asarray(values, dtype=np.float64)[:, None])[0]
-
-
 def share(values: Sequence[bool] | Float[np.ndarray, " query"]) -> Interval:
     """The share of `values` that are 1, with Wilson's interval (1927), which is no point at 0 and 1.
 
@@ -75,7 +70,10 @@ def separation(above: Sequence[float], below: Sequence[float]) -> Interval:
 
 
 def intervals(values: Float[np.ndarray, "query column"], clusters: Sequence[str] | None = None) -> tuple[Interval, ...]:
-    """One interval for each column, all from the same draws; queries of one name in `clusters` are drawn together."""
+    """One interval for each column, all from the same draws; queries of one name in `clusters` are drawn together.
+
+    One value, or equal values, give low = mean = high.
+    """
     return _intervals(values, resampled_means(values, clusters))
 
 

@@ -38,8 +38,6 @@ class SystemResult:
 
 def same_queries(results: Sequence[SystemResult]) -> tuple[str, ...]:
     """The ids of all systems' queries, in the first one's order. SkilltrainError: a name twice, other queries."""
-    if not results:
-        return ()
     first, names = results[0], [system.name for system in results]
     for at, system in enumerate(results):
         if system.name in names[:at]:
