@@ -145,6 +145,7 @@ def test_signed_ranks_agree_with_all_choices_of_signs(differences: list[int]):
     below = np.mean([total <= found for total in sums])
     expected = min(1.0, 2 * min(above, below))
     assert wilcoxon(np.array(differences)) == pytest.approx(expected)
+    assert wilcoxon(np.array(differences), above=True) == pytest.approx(above)
 
 
 def test_rounding_makes_no_difference():
@@ -161,8 +162,9 @@ def test_many_ties_agree_with_scipys_normal_approximation():
         b[: num // 12] = 1.0
         kept = a != b
         assert (kept.sum() <= 200) == (num == 240)
-        theirs = scipy.stats.wilcoxon(a[kept] - b[kept], method="asymptotic")[1]
-        assert wilcoxon(a - b) == pytest.approx(theirs, abs=tolerance)
+        for side in ("two-sided", "greater"):
+            theirs = scipy.stats.wilcoxon(a[kept] - b[kept], alternative=side, method="asymptotic")[1]
+            assert wilcoxon(a - b, above=side == "greater") == pytest.approx(theirs, abs=tolerance)
 
 
 @settings(deadline=None, max_examples=30)

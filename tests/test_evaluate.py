@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from benchmark_folders import jsonl, write_ours, write_pool, write_skillrouter
-from llm_server import Reply, llm_server
+from llm_server import LLMServer, Reply, chat, embeddings, llm_server
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, task_of
 from skilltrain.evaluation.metrics import Relevance
+from skilltrain.llm.answers import estimate_tokens
 from skilltrain.records import Query, Skill
 from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs
+from skilltrain.routing.candidates import CandidatesConfig
 from skilltrain.routing.evaluate import EvaluateConfig, run_evaluate
 from skilltrain.stages import dry_run
 from skilltrain.tables import CLUSTERS, RANKINGS, read_table, write_table
@@ -42,9 +44,13 @@ def predict(folder: Path, values: object, name: str = "mine") -> str:
     return str(file)
 
 
-def evaluate(folder: Path, **settings):
+def config_of(folder: Path, **settings: Any) -> EvaluateConfig:
     values = {"stage": "evaluate", "benchmark": folder / "bench", "out": folder / "out", **settings}
-    return run_evaluate(validate(EvaluateConfig, values, "test"), folder / "out")
+    return validate(EvaluateConfig, values, "test")
+
+
+def evaluate(folder: Path, **settings: Any) -> dict[str, Any]:
+    return run_evaluate(config_of(folder, **settings), folder / "out")
 
 
 def means(folder: Path, section: str = "metrics") -> dict[str, dict[str, float]]:
@@ -278,6 +284,70 @@ def test_queries_that_no_skill_serves_are_told_from_the_others_by_the_best_score
         evaluate(topics, pool=topics / "pool", systems=[BM25], analysis={"unserved": str(topics / "none.jsonl")})
 
 
+# What judges and embeddings servers would take -----------------------------------------------------------------------
+
+
+def api(server: LLMServer, folder: Path, name: str = "api", **changed: Any) -> dict[str, Any]:
+    source = {"model": "vectors", "base_url": server.base_url, "cache": str(folder / "cache"), "batch_size": 3}
+    return {"name": name, "rankers": [{"kind": "api", **source, **changed}]}
+
+
+def judged(server: LLMServer, folder: Path, **llm: Any) -> dict[str, Any]:
+    select = {"kind": "select", "keep": 4, "llm": chat(server, folder / "cache", concurrency=4, **llm)}
+    return {"name": "judged", "rankers": [{"kind": "lexical"}, select]}
+
+
+def test_a_dry_run_says_what_is_asked_and_asks_and_writes_nothing(folder, capsys):
+    queries = {"q1": "sort my invoices", "q2": "整理发票", "q3": "sort my invoices"}
+    wanted = {query_id: {"s1": "required"} for query_id in queries}
+    write_ours(folder / "bench", [(*query, "test") for query in queries.items()], wanted)
+    with llm_server() as server:
+        server.otherwise = lambda request: embeddings(request) if "input" in request else Reply("1")
+        price = {"prices": {"prompt": 2, "completion": 0}}
+        systems = [judged(server, folder, prices={"prompt": 3.0, "completion": 5.0}), api(server, folder, **price),
+                   api(server, folder, "same again", **price)]  # fmt: skip
+        config = config_of(folder, pool=folder / "pool", measures=["Hit@1"], systems=[BM25, *systems])
+        plan = dry_run(config)
+        assert server.requests == [] and not (folder / "cache").exists() and not [*(folder / "out").iterdir()]
+        assert "3 requests to scripted, about" in capsys.readouterr().err
+        run_evaluate(config, folder / "out")
+        assert "4 texts to vectors, about" in (said := capsys.readouterr().err) and "2 texts to vectors, about" in said
+        chats = [request for request in server.requests if "messages" in request]
+        texts = [request["input"] for request in server.requests if "input" in request]
+        again = dry_run(config)["asked"]["api"]["api"]
+    assert (plan["num_queries"], plan["num_skills"], plan["num_systems"]) == (3, 4, 4)
+    assert plan["asked"].keys() == {"judged", "api"}  # the third asks what the second has asked
+    judge, encoding = plan["asked"]["judged"]["select"], plan["asked"]["api"]["api"]
+    read = sum(estimate_tokens(m["content"]) + 4 for request in chats for m in request["messages"])
+    assert (judge["num_requests"], judge["num_prompt_tokens"], judge["num_completion_tokens"]) == (3, read, 12)
+    # 4 skills in 2 requests, and 2 queries, for one is asked twice.
+    assert (encoding["num_requests"], encoding["num_texts"], encoding["num_kept_texts"]) == (2 + 1, 6, 0)
+    assert (len(chats), len(texts), sum(map(len, texts))) == (3, 3, 6)
+    assert encoding["num_prompt_tokens"] == sum(estimate_tokens(text) for some in texts for text in some)
+    assert plan["dollars"] == round((read * 3 + 12 * 5 + encoding["num_prompt_tokens"] * 2) / 1e6, 6)
+    assert (again["num_requests"], again["num_texts"], again["num_kept_texts"], again["dollars"]) == (0, 0, 6, 0)
+
+
+def test_a_price_that_is_not_known_makes_the_sum_unknown_and_candidates_are_planned_alike(folder):
+    with llm_server() as server:
+        systems = [judged(server, folder), api(server, folder, budget={"max_tokens": 500})]
+        plan = dry_run(config_of(folder, pool=folder / "pool", systems=systems))
+        values = {
+            "stage": "candidates", "queries": folder / "bench", "pool": folder / "pool", "split": None,
+            "system": api(server, folder, prices={"prompt": 2, "completion": 0}), "out": folder / "out",
+        }  # fmt: skip
+        found = dry_run(validate(CandidatesConfig, values, "test"))
+        missing = {"system": {"name": "x", "rankers": [{"kind": "dense", "source": "./nothing"}]}}
+        with pytest.raises(SkilltrainError, match=r"\./nothing: no such model"):
+            dry_run(validate(CandidatesConfig, values | missing, "test"))
+        assert server.requests == []
+    assert plan["dollars"] is None and plan["asked"]["api"]["api"]["budget"] == "500 tokens"
+    counts = {"num_queries": 3, "num_skills": 4, "num_systems": 1}
+    assert dry_run(config_of(folder, pool=folder / "pool", systems=[BM25])) == counts
+    asked = found["asked"]["api"]["api"]
+    assert (found["num_systems"], asked["num_texts"]) == (1, 7) and found["dollars"] == asked["dollars"] > 0
+
+
 # Refused before any query is ranked ----------------------------------------------------------------------------------
 
 PREDICTIONS = {"pool": None, "systems": [], "predictions": "mine.json"}
@@ -318,6 +388,5 @@ def test_what_cannot_be_evaluated_is_refused(folder, monkeypatch, settings, mess
             evaluate(folder, **values)
         if (settings, message) in FAULTS:
             with pytest.raises(SkilltrainError, match=message):
-                values |= {"stage": "evaluate", "benchmark": "bench", "out": "out"}
-                dry_run(validate(EvaluateConfig, values, "test"))
+                dry_run(config_of(folder, **values))
         assert server.requests == []

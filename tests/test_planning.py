@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmark_folders import jsonl, write_ours, write_pool
@@ -16,7 +15,6 @@ from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import GoldStep, Task
 from skilltrain.evaluation.benchmarks.load import load_benchmark
-from skilltrain.evaluation.comparison import wilcoxon
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.evaluation.plan_measures import measure_names, plan_values
 from skilltrain.llm import AnswerError
@@ -300,14 +298,6 @@ def test_without_a_skill_for_each_step_nothing_is_measured_by_place() -> None:
     assert not {"R@1", "CatR@1", "Chain exact", "Oracle R@1"} & found.keys()
     assert (found["Skill R@1"], found["DA"], found["Lost in decomposition"]) == (0.5, 0, 0.5)
     assert "DA" not in values(task(gold="a1"), ["a1"], "a1", [])
-
-
-def test_wilcoxon_of_one_side_by_hand() -> None:
-    three = np.array([1.0, 1, 1, 0])
-    assert wilcoxon(three, above=True) == 1 / 8 and wilcoxon(-three, above=True) == 1.0
-    assert wilcoxon(three) == 2 / 8
-    many = np.concatenate([np.ones(160), -np.ones(80)])
-    assert wilcoxon(many, above=True) == pytest.approx(wilcoxon(many) / 2)
 
 
 POOL = [
