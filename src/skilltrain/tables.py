@@ -164,7 +164,9 @@ def read_table(path: Path, spec: TableSpec) -> pa.Table:
 
 def read_skills(path: Path) -> list[Skill]:
     """The skills of a SKILLS table, in order."""
-    return [Skill(**row) for row in read_table(path, SKILLS).to_pylist()]
+    skills = [Skill(**row) for row in read_table(path, SKILLS).to_pylist()]
+    pa.default_memory_pool().release_unused()  # as much as the texts take; Arrow would keep it
+    return skills
 
 
 def read_queries(path: Path) -> list[Query]:

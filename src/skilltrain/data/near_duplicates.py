@@ -68,6 +68,15 @@ def _distinct(numbers: np.ndarray) -> np.ndarray:
     return ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])]
 
 
+def _repeated(values: np.ndarray, times: int) -> tuple[Positions, Positions]:
+    """(the places of the values that stand more than so many times in an array, a number for each such value)."""
+    order = np.argsort(values)
+    ordered = values[order]
+    counts = np.diff(np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1], [True]])))
+    often = counts > times
+    return order[np.flatnonzero(np.repeat(often, counts))], np.repeat(np.arange(np.count_nonzero(often)), counts[often])
+
+
 def jaccard(left: Trigrams, right: Trigrams) -> float:
     """Shared over all trigrams of two sets; 0 where one is empty."""
     if not len(left) or not len(right):
@@ -118,15 +127,11 @@ class TrigramSets:
         and not their function. Copies of one skill share as much, but under one name, or under few. So a trigram is
         counted by the distinct `names` (one number per skill) of the skills that hold it.
         """
-        order = np.argsort(self.trigrams)
-        ordered = self.trigrams[order]
-        counts = np.diff(np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1], [True]])))
-        frequent = counts > max_names  # only a trigram of many skills can stand under many names
-        if not frequent.any():
+        # Only a trigram of many skills can stand under many names.
+        places, numbers = _repeated(self.trigrams, max_names)
+        if not len(places):
             return self
-        places = order[np.repeat(frequent, counts)]
-        numbers = np.repeat(np.arange(np.count_nonzero(frequent)), counts[frequent])
-        owners = np.repeat(names, self.sizes)[places] + 1  # without a name: -1
+        owners = np.repeat(names, self.sizes)[places] + 1  # without a name: 0
         pairs = _distinct(numbers * (len(names) + 1) + owners)
         is_template = np.bincount(pairs // (len(names) + 1)) > max_names
         keep = np.ones(len(self.trigrams), dtype=bool)
