@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import Field
 
 from skilltrain.config import Config, load_recipe
@@ -74,11 +75,11 @@ def run(pipeline: Pipeline) -> dict[str, Any]:
 
 def _cut(lists: Path, held: Collection[str], part: Path) -> None:
     """Write the lists of all queries but the held ones, and the held queries with their judgements."""
-    for name, inside in (("lists", False), ("held", True)):
-        for spec in (QUERIES, JUDGEMENTS) if inside else (QUERIES, JUDGEMENTS, LISTS):
-            table = read_table(lists, spec)
-            kept = [(query_id in held) == inside for query_id in table.column("query_id").to_pylist()]
-            write_table(table.filter(pa.array(kept, pa.bool_())), spec, part / name)
+    is_held = pc.field("query_id").isin(pa.array(held, pa.string()))
+    for spec in (QUERIES, JUDGEMENTS, LISTS):
+        write_table(read_table(lists, spec).filter(~is_held), spec, part / "lists")
+    for spec in (QUERIES, JUDGEMENTS):
+        write_table(read_table(lists, spec).filter(is_held), spec, part / "held")
 
 
 def _run(values: Recipe) -> dict[str, Any]:

@@ -54,7 +54,8 @@ def run_encode(config: EncodeConfig, out: Path) -> dict[str, Any]:
     """
     _join_ranks()
     encoder = open_encoder(config.encoder)
-    settings = encoder.model.settings
+    settings, cache = encoder.model.settings, encoder.cache
+    assert cache is not None  # the settings see to it
     skills = read_skills(config.pool)
     chunks = [text for skill in skills for text in settings.chunk_texts(skill)]
     texts = {"skills" if settings.chunks.windows == 1 else "chunks": (chunks, settings.max_tokens)}
@@ -64,14 +65,14 @@ def run_encode(config: EncodeConfig, out: Path) -> dict[str, Any]:
     started, found = monotonic(), dict[str, Any]()
     counts = [EncodingCount() for _ in texts]
     for (kind, (of_kind, max_tokens)), count in zip(texts.items(), counts, strict=True):
-        found |= _encode(encoder, kind, of_kind, max_tokens, count)
+        found |= _encode(encoder, cache, kind, of_kind, max_tokens, count)
     num_texts, tokens, slots = _sums(*np.sum([astuple(count) for count in counts], axis=0).tolist())
     if num_texts:
         seconds = monotonic() - started
         say(f"encoded {num_texts:,} texts, {tokens:,} tokens in {seconds:,.0f} s ({tokens / seconds:,.0f} tokens/s)")
     return found | {
         "num_tokens": tokens, "padding": round(1 - tokens / slots, 4) if slots else 0.0,
-        "num_ranks": rank_and_world()[1], "dim": encoder.model.dim, "vectors": str(_cache(encoder).folder),
+        "num_ranks": rank_and_world()[1], "dim": encoder.model.dim, "vectors": str(cache.folder),
     }  # fmt: skip
 
 
@@ -95,11 +96,10 @@ def _sums(*numbers: int) -> list[int]:
 
 
 def _encode(
-    encoder: SkillEncoder, kind: str, texts: list[str], max_tokens: int, count: EncodingCount
+    encoder: SkillEncoder, cache: VectorCache, kind: str, texts: list[str], max_tokens: int, count: EncodingCount
 ) -> dict[str, int]:
     """Encode this rank's share of the texts that the cache lacks; the counts are over all ranks."""
-    cache, (rank, world) = _cache(encoder), rank_and_world()
-    keys = text_keys(texts, max_tokens)
+    (rank, world), keys = rank_and_world(), text_keys(texts, max_tokens)
     digest = hashlib.sha256(encoder.identity.encode() + keys.tobytes()).digest()
     if of_first_rank(digest) != digest:
         what = f"rank {rank} has other weights, another number format or other {kind} than the first"
@@ -128,8 +128,3 @@ def _wait_for(cache: VectorCache, keys: np.ndarray) -> None:
             what = f"{lost} vectors that other ranks have written are not here"
             raise SkilltrainError(what, where=cache.folder, fix="encoder.cache must be a folder all machines share")
         sleep(1)
-
-
-def _cache(encoder: SkillEncoder) -> VectorCache:
-    assert encoder.cache is not None  # the settings see to it
-    return encoder.cache

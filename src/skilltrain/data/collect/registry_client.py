@@ -68,7 +68,7 @@ class RegistryClient:
             what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise RefusalError("failed", f"{what} (tried {ATTEMPTS} times)") from error
 
-    def check(self, url: str) -> httpx2.URL:
+    def _checked(self, url: str) -> httpx2.URL:
         """`url`, parsed. Raises RefusalError where it is none, or its host is not the registry's or a named one."""
         try:
             parsed = httpx2.URL(url)
@@ -84,14 +84,13 @@ class RegistryClient:
 
     def _ask(self, url: str, headers: Mapping[str, str], read: Callable[[bytes], Any]) -> Answer:
         """One attempt, through redirects. The token goes to the registry alone: httpx2 takes it off the others."""
-        parsed = self.check(url)
+        parsed = self._checked(url)
         named = {"User-Agent": f"skilltrain/{__version__}", "Accept-Encoding": "gzip", **headers}
         if self._token and _origin(parsed) == self._home:
             named["Authorization"] = f"Bearer {self._token}"
         given = {name: value for name, value in named.items() if value}
         request = self._http.build_request("GET", parsed, headers=given)
         for _ in range(MAX_REDIRECTS + 1):
-            self.check(str(request.url))
             time.sleep(max(0.0, self._not_before - time.monotonic()))
             self._not_before = time.monotonic() + self._seconds_apart
             self.num_requests += 1
@@ -100,6 +99,7 @@ class RegistryClient:
                 if response.next_request is None:
                     return self._answer(response, read)
                 request = response.next_request
+                self._checked(str(request.url))
         raise RefusalError("failed", f"more than {MAX_REDIRECTS} redirects")
 
     def _answer(self, response: httpx2.Response, read: Callable[[bytes], Any]) -> Answer:
