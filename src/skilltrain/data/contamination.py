@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from pydantic import Field
 
 from skilltrain.config import Config, InputPath, InputPaths
-from skilltrain.data.near_duplicates import read_clusters
+from skilltrain.data.near_duplicates import read_clusters, word_trigrams
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Task
 from skilltrain.evaluation.benchmarks.load import load_benchmark
@@ -42,8 +42,6 @@ GROUNDS: tuple[str, ...] = ("query_overlap", "name", "jaccard", "cluster", "cosi
 TRAIN = "train"
 _NGRAM = 8  # words; a CJK character is a word
 _FEWEST_WORDS = 4  # shorter queries stand within many others by chance; they are compared as a whole
-
-Ngram = tuple[str, ...]
 
 
 class ContaminationLimits(Config):
@@ -121,26 +119,29 @@ def _open(path: Path, name: str, pool: Path | None, need_golds: bool) -> HeldOut
     return HeldOut(name, tasks, tuple(Gold(skills[skill_id], name, tuple(ids)) for skill_id, ids in asked.items()))
 
 
-def ngrams(words: Sequence[str], n: int) -> Iterable[Ngram]:
-    """The runs of `n` words; of a text with fewer, all its words as the only one; none of a text without."""
-    if len(words) < n:
-        return [tuple(words)] if words else []
-    return zip(*(words[offset:] for offset in range(n)), strict=False)
+def ngrams(words: Sequence[str], n: int) -> set[tuple[str, ...]]:
+    """The distinct runs of `n` words; of a text with fewer, all its words as the only one; none of a text without."""
+    width = min(n, len(words))
+    return set(zip(*(words[offset:] for offset in range(width)), strict=False))
+
+
+def _trigrams(skill: Skill) -> set[int]:
+    return set(word_trigrams(skill.body).tolist())
 
 
 class NgramIndex:
-    """The n-grams of a few texts, to be looked for in many; `sizes` says how many distinct ones each has."""
+    """The n-grams of a few texts, to be looked for in many; `sizes` says how many each has."""
 
-    def __init__(self, texts: Sequence[Sequence[str]], n: int) -> None:
-        sets = [set(ngrams(words, n)) for words in texts]
-        self.sizes = [len(one) for one in sets]
-        self._owners: dict[Ngram, list[int]] = {}
-        for at, one in enumerate(sets):
-            for ngram in one:
+    def __init__(self, texts: Iterable[set[Any]]) -> None:
+        self.sizes: list[int] = []
+        self._owners: dict[Any, list[int]] = {}
+        for at, found in enumerate(texts):
+            self.sizes.append(len(found))
+            for ngram in found:
                 self._owners.setdefault(ngram, []).append(at)
 
-    def shared(self, found: Iterable[Ngram]) -> list[tuple[int, int]]:
-        """(text, how many distinct n-grams of `found` it has), of the texts that have any, in order."""
+    def shared(self, found: set[Any]) -> list[tuple[int, int]]:
+        """(text, how many n-grams of `found` it has), of the texts that have any, in order."""
         both = self._owners.keys() & found
         return sorted(Counter(at for ngram in both for at in self._owners[ngram]).items())
 
@@ -154,11 +155,11 @@ class BenchmarkIndex:
         self.golds = [gold for one in benchmarks for gold in one.golds]
         self._limits, self._clusters = limits, clusters or {}
         self._names = [name_key(gold.skill.name) for gold in self.golds]
-        self._bodies = NgramIndex([words_of(gold.skill.body) for gold in self.golds], 3)
+        self._bodies = NgramIndex(_trigrams(gold.skill) for gold in self.golds)
         self._tasks = [(one.name, task.query.query_id) for one in benchmarks for task in one.tasks]
         self._words = [words_of(task.query.text) for one in benchmarks for task in one.tasks]
         self._widths = {_NGRAM} | {len(one) for one in self._words if _FEWEST_WORDS <= len(one) < _NGRAM}
-        self._queries = NgramIndex(self._words, _NGRAM)
+        self._queries = NgramIndex(ngrams(words, _NGRAM) for words in self._words)
 
     def query_matches(self, text: str) -> list[Dropped]:
         """The tasks that a training query holds or is part of: rows without query_id.
@@ -170,7 +171,7 @@ class BenchmarkIndex:
         words, limit = words_of(text), self._limits.query_overlap
         if limit is None:
             return []
-        runs = {width: set(ngrams(words, width)) for width in self._widths}
+        runs = {width: ngrams(words, width) for width in self._widths}
         found: list[Dropped] = []
         for at, shared in self._queries.shared({tuple(words)}.union(*runs.values())):
             width, size = min(_NGRAM, len(self._words[at])), self._queries.sizes[at]
@@ -194,7 +195,7 @@ class BenchmarkIndex:
             same += [(gold, f"same name as {gold}") for gold in alike if gold.skill.skill_id != own]
             found = [gold.against(skill, "name", 1.0, reason) for gold, reason in same]
         if (limit := self._limits.jaccard) is not None:
-            trigrams = set(ngrams(words_of(skill.body), 3))
+            trigrams = _trigrams(skill)
             for at, shared in self._bodies.shared(trigrams):
                 gold, value = self.golds[at], shared / (self._bodies.sizes[at] + len(trigrams) - shared)
                 if value >= limit:

@@ -154,7 +154,7 @@ def _pages(registry: RegistryConfig, state: SyncState, client: RegistryClient) -
                     state.forget_pages()  # a registry may have forgotten a cursor
                     fix = "run again to read the listing anew"
                 raise SkilltrainError(f"cannot be fetched: {error.reason}", where=place, fix=fix) from error
-        items = value_at(page, registry.keys.items) if registry.keys.items else page
+        items = value_at(page, registry.keys.items)
         if not isinstance(items, list):
             kind = f"an object with the keys {_names(page)}" if isinstance(page, dict) else f"a {type(page).__name__}"
             what = f"the answer holds no list under {registry.keys.items!r}; it is {kind}"
@@ -215,8 +215,8 @@ def _download_url(registry: RegistryConfig, item: Mapping[str, Any]) -> str:
 
 
 def value_at(value: Any, key: str) -> Any:
-    """What stands under a dotted key; None if nothing does."""
-    for part in key.split("."):
+    """What stands under a dotted key, None if nothing does; the value itself under an empty one."""
+    for part in key.split(".") if key else ():
         value = value.get(part) if isinstance(value, dict) else None
     return value
 
