@@ -1,6 +1,6 @@
 """The declared tables between stages; a row that does not fit is refused, for pyarrow alone would bend or drop it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -197,6 +197,13 @@ def rows_by_query(rankings: pa.Table) -> dict[str, Int64[np.ndarray, " row"]]:
     ends = np.cumsum(np.bincount(numbers, minlength=len(encoded.dictionary)))
     rows = np.split(np.argsort(numbers, kind="stable"), ends[:-1])
     return dict(sorted(zip(encoded.dictionary.to_pylist(), rows, strict=False)))
+
+
+def check_ranked(rankings: pa.Table, pool: Collection[str], where: object) -> None:
+    """Raise SkilltrainError where a ranked skill is not in `pool`, which `where` names."""
+    if unknown := set(rankings.column("skill_id").unique().to_pylist()).difference(pool):
+        what = f"{len(unknown)} ranked skill(s) are not in this pool, '{min(unknown)}' among them"
+        raise SkilltrainError(what, where=where, fix="give the pool that was ranked")
 
 
 def texts_of(column: pa.ChunkedArray) -> list[str]:

@@ -18,6 +18,7 @@ from skilltrain.retrieval.dense import EncoderSource
 from skilltrain.tables import (
     DROPPED,
     RANKINGS,
+    check_ranked,
     read_queries,
     read_skills,
     read_table,
@@ -69,7 +70,8 @@ def run_filter(config: FilterConfig, out: Path) -> dict[str, Any]:
     """
     rankings = read_table(config.rankings, RANKINGS)
     skills, verdicts = read_skills(config.pool), read_verdicts(config.queries)
-    pairs, judged = open_pairs(rankings, skills, verdicts, config.pool)
+    check_ranked(rankings, {skill.skill_id for skill in skills}, config.pool)
+    pairs, judged = open_pairs(rankings, skills, verdicts)
     texts = {query.query_id: query.text for query in read_queries(config.queries)}
     query_ids = sorted(set(texts_of(rankings.column("query_id"))))
     if missing := [query_id for query_id in query_ids if query_id not in texts]:
@@ -94,18 +96,14 @@ def run_filter(config: FilterConfig, out: Path) -> dict[str, Any]:
 
 
 def open_pairs(
-    rankings: pa.Table, skills: Sequence[Skill], verdicts: Mapping[str, Mapping[str, Verdict]], where: object
+    rankings: pa.Table, skills: Sequence[Skill], verdicts: Mapping[str, Mapping[str, Verdict]]
 ) -> tuple[Pairs, dict[int, Dropped]]:
     """(each candidate that no judge has seen with each gold skill of its query, row → judged positives).
 
-    The gold skills of a query stand in order of id. Raises SkilltrainError for a ranked skill outside the pool, which
-    `where` names.
+    The gold skills of a query stand in order of id.
     """
     position = {skill.skill_id: place for place, skill in enumerate(skills)}
     skill_ids = texts_of(rankings.column("skill_id"))
-    if unknown := set(skill_ids) - position.keys():
-        what = f"{len(unknown)} ranked skill(s) are not in this pool, '{min(unknown)}' among them"
-        raise SkilltrainError(what, where=where, fix="give the pool that was mined")
     ranked, positives = np.zeros(rankings.num_rows, dtype=PAIR), dict[int, Dropped]()
     ranked["row"], sources = np.arange(len(ranked)), texts_of(rankings.column("stage"))
     ranked["skill"], ranked["rank"] = [position[skill_id] for skill_id in skill_ids], rankings.column("rank").to_numpy()

@@ -21,6 +21,7 @@ from skilltrain.tables import (
     LISTS,
     RANKINGS,
     SKILLS,
+    check_ranked,
     read_table,
     rows_by_query,
     select_queries,
@@ -106,7 +107,8 @@ def run_lists(config: ListsConfig, out: Path) -> dict[str, Any]:
     judgements = read_table(config.queries, JUDGEMENTS)
     pool = set(read_table(config.pool, SKILLS).column("skill_id").to_pylist())
     rankings = read_table(config.rankings, RANKINGS)
-    _check_rankings(rankings, pool, config)
+    _check_sources(rankings, config)
+    check_ranked(rankings, pool, config.pool)
     flags = flags_to_leave_out(config.pool) if config.flagged == "leave_out" else {}
     verdicts, dropped = verdicts_by_query(judgements), list[Dropped]()
     rows, ranks = rows_by_query(rankings), rankings.column("rank").to_pylist()
@@ -134,8 +136,8 @@ def run_lists(config: ListsConfig, out: Path) -> dict[str, Any]:
     }
 
 
-def _check_rankings(rankings: pa.Table, pool: Collection[str], config: ListsConfig) -> None:
-    """Raise SkilltrainError where rankings fit neither the pool nor the way lists are to be built."""
+def _check_sources(rankings: pa.Table, config: ListsConfig) -> None:
+    """Raise SkilltrainError where the sources of the rankings do not fit the way lists are to be built."""
     sources = sorted(rankings.column("stage").unique().to_pylist())
     here = f"the rankings hold: {', '.join(sources) or 'nothing'}"
     if config.list_size is not None and len(sources) > 1:
@@ -143,9 +145,6 @@ def _check_rankings(rankings: pa.Table, pool: Collection[str], config: ListsConf
         raise SkilltrainError(what, where=config.rankings, fix="set quotas instead")
     if unknown := [source for source in config.quotas or {} if source not in {*sources, *SOURCES, JUDGED}]:
         raise SkilltrainError(f"'quotas' names an unknown source '{unknown[0]}'; {here}", where=config.rankings)
-    if missing := set(rankings.column("skill_id").unique().to_pylist()).difference(pool):
-        what = f"{len(missing)} ranked skill(s) are not in this pool, '{min(missing)}' among them"
-        raise SkilltrainError(what, where=config.pool, fix="give the pool that was ranked")
 
 
 def _plan(

@@ -17,7 +17,6 @@ from skilltrain.texts import num_words
 
 MIN_WORDS, MAX_WORDS = 4, 60
 Kind = Literal["description", "quote", "use", "heading", "sentence"]
-Passage = tuple[Kind, str]  # as it is in the skill
 
 _BODY_CHARS = 20_000
 _CODE = re.compile(r"^\s*(```|~~~).*?(^\s*\1|\Z)", re.S | re.M)
@@ -49,16 +48,16 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
     """
     chance = random.Random(stable_number(seed, "passages", skill.skill_id))
     first: list[Kind] = ["description", "quote", "use"] if chance.random() < 0.5 else ["quote", "use", "description"]
-    by_kind: dict[Kind, list[Passage]] = {kind: [] for kind in (*first, "heading", "sentence")}
-    for passage in _passages(skill):
-        by_kind[passage[0]].append(passage)
+    by_kind: dict[Kind, list[str]] = {kind: [] for kind in (*first, "heading", "sentence")}
+    for kind, text in _passages(skill):
+        by_kind[kind].append(text)
     for found in by_kind.values():
         chance.shuffle(found)
     queries: dict[str, str] = {}
     rest = skill
     while len(queries) < count and any(by_kind.values()):
         for kind, found in by_kind.items():
-            query, used = _first_usable(found, skill.name)
+            query, used = _first_usable(kind, found, skill.name)
             if used and query.casefold() not in queries and len(queries) < count:
                 queries[query.casefold()] = query
                 description = "" if kind == "description" else rest.description.replace(used, "")
@@ -66,10 +65,10 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
     return list(queries.values()), rest
 
 
-def _first_usable(passages: list[Passage], name: str) -> tuple[str, str]:
+def _first_usable(kind: Kind, passages: list[str], name: str) -> tuple[str, str]:
     """(query, passage) of the first passage that makes a query; it and those before it are taken off the list."""
     while passages:
-        kind, text = passages.pop()
+        text = passages.pop()
         query = _query_of(text)
         if names_skill(query, name):
             query = without_name(query, name)
@@ -79,8 +78,8 @@ def _first_usable(passages: list[Passage], name: str) -> tuple[str, str]:
     return "", ""
 
 
-def _passages(skill: Skill) -> Iterator[Passage]:
-    """Everything in a skill that may become a query."""
+def _passages(skill: Skill) -> Iterator[tuple[Kind, str]]:
+    """Everything in a skill that may become a query, as it stands there."""
     yield "description", skill.description
     for text in _QUOTED.findall(skill.description):
         yield "quote", text
