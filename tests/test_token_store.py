@@ -19,19 +19,19 @@ class Letters:
 
 def test_ids_and_lengths_by_hand():
     letters = Letters()
-    store = tokenized(["x", "y", "z", "empty"], ["ab", "c", "ab", ""], letters)
+    store = tokenized({"x": "ab", "y": "c", "z": "ab", "empty": ""}, letters)
     assert [store[key].tolist() for key in ("x", "y", "z", "empty")] == [[97, 98], [99], [97, 98], []]
     assert letters.seen == ["ab", "c", ""]  # the text of x and z once
     assert store["x"].dtype == np.int32
     assert np.shares_memory(store["x"], store["z"])
-    assert dict(tokenized([], [], letters)) == {}
+    assert tokenized({}, letters) == {}
 
 
 def test_the_second_run_reads_what_the_first_wrote_and_trusts_no_byte(tmp_path):
     def run(texts=("ab", "c", "ab"), identity="letters"):
         """(ids of every key, the texts that had to be tokenised)."""
         letters = Letters()
-        store = tokenized("xyz", texts, letters, identity, tmp_path / "new")
+        store = tokenized(dict(zip("xyz", texts, strict=True)), letters, identity, tmp_path / "new")
         return [store[key].tolist() for key in "xyz"], letters.seen
 
     expected, seen = run()
@@ -51,7 +51,7 @@ def test_the_second_run_reads_what_the_first_wrote_and_trusts_no_byte(tmp_path):
 
 def test_without_room_training_goes_on_and_says_so(tmp_path, capsys):
     (tmp_path / "file").write_text("no folder")
-    assert tokenized("x", ["ab"], Letters(), "letters", tmp_path / "file")["x"].tolist() == [97, 98]
+    assert tokenized({"x": "ab"}, Letters(), "letters", tmp_path / "file")["x"].tolist() == [97, 98]
     assert capsys.readouterr().err.count("not kept") == 1
 
 

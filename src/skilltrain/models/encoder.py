@@ -79,8 +79,6 @@ class Encoder(nn.Module):
 
         With last-token pooling each ends with the pad token once, whether or not the tokenizer appends it.
         """
-        if not texts:  # transformers' tokenizers fail on an empty batch
-            return []
         ids: list[TokenIds] = [*self.text_tokenizer.framed_ids(texts, max_tokens)]
         if self.settings.pooling != "last_token":
             return ids

@@ -4,7 +4,7 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,8 +20,6 @@ from skilltrain.terminal import say, track
 _CONTROL_SHAPE = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 _BLOCK = 2000  # texts tokenised between two movements of the progress bar
 TextT = TypeVar("TextT", bound=Hashable)
-TokensOf = dict[str, np.ndarray]
-"""Token ids by key, views of one flat int32 array: 4 bytes per token, where lists of Python numbers take 40."""
 
 
 def as_special(token: Any) -> Any:
@@ -85,18 +83,18 @@ class TextTokenizer:
 
 
 def tokenized(
-    keys: Sequence[str],
-    texts: Sequence[TextT],
+    texts: Mapping[str, TextT],
     tokenize: Callable[[list[TextT]], Sequence[TokenIds]],
     identity: str = "",
     cache: Path | None = None,
-) -> TokensOf:
+) -> dict[str, np.ndarray]:
     """The token ids of each key's text, each distinct text tokenised once, or read from a file in the folder `cache`.
 
     `texts` are whatever `tokenize` takes and `repr` tells apart. The file is named after them and `identity`, which
-    must tell everything else that the ids depend on. One that is damaged is written anew, or done without.
+    must tell everything else that the ids depend on. One that is damaged is written anew, or done without. The ids are
+    views of one flat int32 array: 4 bytes per token, where lists of Python numbers take 40.
     """
-    distinct = list(dict.fromkeys(texts))
+    distinct = list(dict.fromkeys(texts.values()))
     path = None if cache is None else cache / f"{_fingerprint(distinct, identity)}.tokens"
     values = _read(path) if path else None
     if values is None:
@@ -108,7 +106,7 @@ def tokenized(
             _write(path, values)
     lengths, ids = np.split(values, [len(distinct)])
     ids_of = dict(zip(distinct, np.split(ids, np.cumsum(lengths, dtype=np.int64)[:-1]), strict=False))
-    return {key: ids_of[text] for key, text in zip(keys, texts, strict=True)}
+    return {key: ids_of[text] for key, text in texts.items()}
 
 
 def tokenizer_identity(tokenizer: Any) -> str:

@@ -114,13 +114,12 @@ class Cascade:
         """What each ranker answers, the last cut at the depth; `num_timed` queries are asked again, alone."""
         keeps = keeps_of(system, self.depth)
         times = self._times_alone(system, keeps, num_timed)
+        passed = [*map(num_read, system.rankers[1:]), None]
         stages: list[RankedStage] = []
-        for number, ranker in enumerate(system.rankers, 1):
+        for number, ((alone, gpu_bytes), num_passed) in enumerate(zip(times, passed, strict=True), 1):
             stage = self._answer(system, keeps, number, stages[-1].rankings if stages else None)
-            alone, gpu_bytes = times[number - 1] if number <= len(times) else ((), 0)
-            stage = replace(stage, name=f"{system.name}/{number} {ranker.kind}", alone=alone, gpu_bytes=gpu_bytes)
-            passed = num_read(system.rankers[number]) if number < len(system.rankers) else None
-            stages.append(replace(stage, num_passed=passed))
+            name = f"{system.name}/{number} {stage.kind}"
+            stages.append(replace(stage, name=name, alone=alone, gpu_bytes=gpu_bytes, num_passed=num_passed))
         cut = {query_id: ranking[: self.depth] for query_id, ranking in stages[-1].rankings.items()}
         return (*stages[:-1], replace(stages[-1], name=system.name, rankings=cut))
 
@@ -150,7 +149,7 @@ class Cascade:
     def _times_alone(self, system: SystemConfig, keeps: Sequence[int], num: int) -> list[tuple[tuple[float, ...], int]]:
         """(seconds, most bytes on the GPU) of each ranker, for each of `num` queries asked alone, after one to warm up.
 
-        Rankers from the first that asks a server or reads a file are left out. Queries have ids of their own, so that
+        Rankers from the first that asks a server or reads a file are not timed. Queries have ids of their own, so that
         no score that is remembered of them helps.
         """
         away = ApiConfig | AskingConfig | SavedConfig
@@ -160,8 +159,7 @@ class Cascade:
             start = f", from {system.rankers[len(timed)].kind} on" if timed else ""
             say(f"{system.name}{start}: not timed, for it asks a server or reads rankings from a file")
         rankers = [open_ranker(ranker, self.skills, self._opened) for ranker in timed]
-        seconds: list[list[float]] = [[] for _ in timed]
-        most = [0 for _ in timed]
+        measured: list[list[tuple[float, int]]] = [[] for _ in system.rankers]
         with without_bars():
             for number, query in enumerate([self.queries[0], *self.queries[:num]]):
                 rankings: Rankings | None = None
@@ -170,10 +168,9 @@ class Cascade:
                         torch.cuda.reset_peak_memory_stats()
                     before, started = torch.cuda.memory_allocated(), time.perf_counter()
                     rankings = ranker.rank([replace(query, query_id=f"{system.name} {number}")], rankings, keeps[place])
-                    seconds[place].append(time.perf_counter() - started)
-                    peak = torch.cuda.max_memory_allocated()
-                    most[place] = max(most[place], peak if peak > before and number else 0)
-        return [(tuple(row[1:]), used) for row, used in zip(seconds, most, strict=True)]
+                    seconds, peak = time.perf_counter() - started, torch.cuda.max_memory_allocated()
+                    measured[place].append((seconds, peak if peak > before else 0))
+        return [(tuple(s for s, _ in row[1:]), max((used for _, used in row[1:]), default=0)) for row in measured]
 
 
 def keeps_of(system: SystemConfig, depth: int) -> list[int]:

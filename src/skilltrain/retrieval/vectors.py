@@ -129,10 +129,10 @@ def cached_vectors(
         parts.append((missing[part], vectors))
     if not parts:
         return np.empty((0, 0), dtype=np.float32)
-    rows = np.empty(len(distinct), dtype=np.int64)
-    found = np.concatenate([positions for positions, _ in parts])
-    rows[found] = np.arange(len(found))
-    return np.concatenate([vectors for _, vectors in parts])[rows[which]]
+    found = np.empty((len(distinct), parts[0][1].shape[1]), dtype=np.float32)
+    for positions, vectors in parts:
+        found[positions] = vectors
+    return found[which]
 
 
 def text_keys(texts: Sequence[str], max_tokens: int) -> np.ndarray:

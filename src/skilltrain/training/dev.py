@@ -41,10 +41,11 @@ class OwnEncoder:
         settings = encoder.settings
         chunks = [settings.chunk_texts(skill) for skill in skills]
         texts = [*chain.from_iterable(chunks)]
-        tokens = tokenized(texts, texts, lambda some: encoder.tokenize(some, settings.max_tokens))
+        tokens = tokenized(
+            dict(zip(texts, texts, strict=True)), lambda some: encoder.tokenize(some, settings.max_tokens)
+        )
         self.chunk_tokens: list[TokenIds] = [tokens[text] for text in texts]
-        ids, asked = [query.query_id for query in queries], [query.text for query in queries]
-        self.query_tokens = tokenized(ids, asked, encoder.tokenize_queries)
+        self.query_tokens = tokenized({query.query_id: query.text for query in queries}, encoder.tokenize_queries)
         self.skill_ids = [skill.skill_id for skill in skills]
         self.starts = starts_of([*map(len, chunks)])
         self.pool: ChunkPool = settings.chunks.pool

@@ -74,9 +74,9 @@ class _Step(nn.Module, Generic[ModelT]):
         if settings.recompute:
             checkpoint_layers(model.network)
         about = f"{tokenizer_identity(model.tokenizer)} {model.settings.model_dump_json()}", settings.token_cache
-        queries, skill_ids, skills = [one.query for one in data.lists], [*data.skills], [*data.skills.values()]
-        self.query_ids = made_by_first_rank(lambda: tokenized(queries, queries, of_queries, *about))
-        self.skill_ids = made_by_first_rank(lambda: tokenized(skill_ids, skills, of_skills, *about))
+        queries = {one.query: one.query for one in data.lists}
+        self.query_ids = made_by_first_rank(lambda: tokenized(queries, of_queries, *about))
+        self.skill_ids = made_by_first_rank(lambda: tokenized(data.skills, of_skills, *about))
 
     def run(
         self, function: Callable[[list], Tensor], items: Sequence[Any], groups: Groups, is_counted: bool
