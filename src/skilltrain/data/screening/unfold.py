@@ -10,7 +10,7 @@ import re
 from array import array
 from collections.abc import Callable
 from functools import partial
-from itertools import takewhile
+from itertools import groupby, takewhile
 from operator import eq
 from urllib.parse import unquote
 
@@ -131,12 +131,12 @@ def from_base64(literal: str) -> bytes:
 
 
 def _decode(literal: str, how: str) -> str | None:
-    how = how.lower()
+    deleted, how = how.strip("\"' ")[-1:], how.lower()
     try:
         if "rot" in how or re.search("a-z|n-z", how):
             return codecs.encode(literal, "rot13")
         if how.startswith("tr -d"):
-            return literal.replace(how.strip("\"' ")[-1], "")
+            return literal.replace(deleted, "")
         if re.search(r"\brev", how) or "strrev" in how:
             return literal[::-1]
         if "unquote" in how or "uri" in how or "urldecode" in how:
@@ -193,20 +193,15 @@ def _formatted(found: re.Match[str], _: Values) -> str | None:
 
 def _chained(found: re.Match[str], values: Values) -> str | None:
     """Literals and variables with a plus between, as far as they are known."""
+    operands = [one[0] for one in _OPERAND.finditer(found[0])]
+    texts = [_inner(one) if one[-1] in "\"'" else values.get(one.lower().lstrip("$")) for one in operands]
     shown: list[str] = []
-    known = False
-    for one in _OPERAND.finditer(found[0]):
-        literal = one[0][-1] in "\"'"
-        text = _inner(one[0]) if literal else values.get(one[0].lower().lstrip("$"))
-        if text is not None and known:
-            shown[-1] += text
+    for is_known, places in groupby(range(len(texts)), lambda place: texts[place] is not None):
+        if is_known:
+            shown.append(_quote("".join(texts[place] or "" for place in places)) or '""')
         else:
-            shown.append(one[0] if text is None else text)
-            shown[-1] = ("" if text is None else "\0") + shown[-1]
-        known = text is not None
-    if len(shown) == len(_OPERAND.findall(found[0])):
-        return None
-    return " + ".join(_quote(one[1:]) or '""' if one[0] == "\0" else one for one in shown)
+            shown += (operands[place] for place in places)
+    return " + ".join(shown) if len(shown) < len(operands) else None
 
 
 def _variable(found: re.Match[str], values: Values) -> str | None:
@@ -216,14 +211,12 @@ def _variable(found: re.Match[str], values: Values) -> str | None:
     name, written = found["name"].lower(), found["value"] or found["bare"]
     shown = _USE.sub(lambda use: _used(use, values) or use[0], written)
     value = _inner(shown) if found["value"] else shown
-    values[name] = value
-    if not value or len(value) > _LONGEST or "$" in value:
-        del values[name]
-    return (
-        f"{found[0][: -len(written)]}{shown if found['value'] or name not in values else _quote(value)}"
-        if "$" in written
-        else None
-    )
+    if is_known := 0 < len(value) <= _LONGEST and "$" not in value:
+        values[name] = value
+    else:
+        values.pop(name, None)
+    literal = _quote(value) if found["bare"] and is_known else None
+    return found[0].removesuffix(written) + (literal or shown) if "$" in written else None
 
 
 def _used(found: re.Match[str], values: Values) -> str | None:
@@ -261,7 +254,7 @@ def _accessed(found: re.Match[str], values: Values) -> str | None:
     return f"{of}.{name}".lstrip(".") if re.fullmatch(r"[\w.:/-]{1,40}", name) else None
 
 
-_TAKEN: dict[str, Step] = {
+_STEP_OF: dict[str, Step] = {
     "escapes": _escapes,
     "codes": _codes,
     "decoded": _decoded,
@@ -275,4 +268,4 @@ _TAKEN: dict[str, Step] = {
     "variable": _variable,
     "accessed": _accessed,
 }
-_STEPS = [(re.compile(expand(regex), re.I), _TAKEN[name]) for name, regex in table()["steps"].items()]
+_STEPS = [(re.compile(expand(regex), re.I), _STEP_OF[name]) for name, regex in table()["steps"].items()]
