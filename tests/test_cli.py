@@ -104,6 +104,8 @@ FAULTS = {
     "train {tmp}/reranker.yaml 'loss={name: infonce, lexical_weight: 1}'":
         "loss: lexical_weight is for an encoder; a reranker can be fused with BM25",
     TRAIN + "'loss={name: infonce, lexical_weight: -1}'": "loss.lexical_weight: must be greater than or equal to 0",
+    TRAIN + "'loss={name: matryoshka, dims: [16, 64]}'": "loss.dims: 64 is more than the encoder's 32",
+    "train {tmp}/reranker.yaml training.varlen=true": "varlen is for encoders; a causal reranker never pads",
     # The output folder.
     TRAIN + "out={tmp}/foreign": "{tmp}/foreign: the output folder is not empty and holds no run",
     "pool sources={runs}/pool out={tmp}/foreign_run": "{tmp}/foreign_run: the output folder is not empty and holds no",
@@ -351,14 +353,17 @@ def small_training(runs: Path, model: Path) -> list[str]:
 @pytest.mark.slow
 def test_a_launcher_and_the_command_give_the_same_model(runs, model_folders, tmp_path):
     assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])  # comparisons of bytes rest on it
-    settings = small_training(runs, model_folders["qwen3"])
+    dev = f"dev={{benchmark: {runs}/queries, split: test}}"
+    settings = [*small_training(runs, model_folders["qwen3"]), dev]
     succeeds("train", TINY, *settings, f"out={tmp_path}/here")
     (tmp_path / "elsewhere").mkdir()
     launch = program("torchrun --nproc_per_node 1", TINY, *settings, f"out={tmp_path}/launched", "--json",
                      cwd=tmp_path / "elsewhere")  # fmt: skip
     code, out, err = finished(launch)
     assert code == 0, err
-    assert json.loads(out)["num_steps"] == 2 and list((tmp_path / "elsewhere").iterdir()) == []
+    summary = json.loads(out)
+    assert summary["num_steps"] == 2 and summary["dev"]["MRR@10"]["n"] == 4
+    assert list((tmp_path / "elsewhere").iterdir()) == []
     here, launched = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("here", "launched"))
     assert here == launched
 

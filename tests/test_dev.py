@@ -174,6 +174,7 @@ COMMON = {"model": {"source": "m"}, "data": {"pool": "p", "lists": "l"}, "out": 
     ("stage", "changes", "message"),
     [
         (TrainEncoderConfig, {"metric": "MMR@10"}, r"dev.metric: unknown measure 'MMR@10', did you mean 'MRR@10'\?"),
+        (TrainEncoderConfig, {"metric": "Set-Compat"}, "dev.metric: no step can be chosen by Set-Compat"),
         (TrainRerankerConfig, {"metric": "Recall@20", "rankers": RERANK}, "is the same for every order of 20 candid"),
         (TrainRerankerConfig, {"rankers": RERANK[:1]}, r"none of them is the model in training \(source: self\)"),
         (TrainRerankerConfig, {"rankers": RERANK[1:]}, r"the first one finds skills, for instance {kind: saved, ra"),

@@ -18,6 +18,7 @@ from skilltrain.retrieval.dense import EncoderSource, open_encoder
 from skilltrain.retrieval.vectors import VectorCache
 from skilltrain.tables import QUERIES, SKILLS, write_table
 from small_library import skilltrain, succeeds, write_recipe
+from test_cli import ROOT, finished, program
 from tiny_models import WORDS
 
 NUM_SKILLS, NUM_DISTINCT, NUM_QUERIES = 60, 57, 5
@@ -148,6 +149,14 @@ def test_kill_9_loses_a_block_at_most(place, model_folders, monkeypatch):
     assert not (place / "encoded").exists()
     assert encode(place)["num_skills_encoded"] == NUM_DISTINCT - 3 * 8
     check_cache(place, model_folders["bert"], monkeypatch)
+
+
+@pytest.mark.slow
+def test_a_recipe_is_launched_as_a_program(place):
+    code, out, err = finished(program(f"accelerate launch --config_file {ROOT}/launch/cpu.yaml", place / "recipe.yaml"))
+    assert code == 0, err
+    assert out.startswith(f"{place}/encoded: vectors of ") and "already" not in err
+    assert encode(place)["num_skills_encoded"] == 0
 
 
 @on_cpu

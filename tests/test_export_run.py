@@ -294,10 +294,11 @@ def test_a_model_arrives_whole_in_a_private_repository(hub, finished):
 
 
 def test_a_second_push_leaves_nothing_of_the_first(hub, finished, tmp_path):
-    export_run(finished[0].out, tmp_path / "exported", published=Published(REPO))
+    export_run(finished[0].out, tmp_path / "exported", published=Published(REPO), form="multi_vector")
     hub.repositories[REPO] = Repository(files={"skilltrain.json": b"{}", "model-00001-of-00002.safetensors": b"old"})
     found = push_model(tmp_path / "exported", Published(REPO))
-    assert hub.repositories[REPO].files.keys() == found["files"].keys()
+    assert hub.repositories[REPO].files.keys() == found["files"].keys() and "MultiVectorEncoder(" in found["card"]
+    refuses("is pushed as it is", push_model, tmp_path / "exported", Published(REPO), form="onnx")
 
 
 def test_a_public_repository_is_written_only_when_asked_for(hub, finished):

@@ -91,6 +91,11 @@ def without_bars() -> Iterator[None]:
         console.quiet = before
 
 
+def launched_ranks() -> int:
+    """How many processes the launcher has started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def is_main_process() -> bool:
     """Whether this process speaks and writes for all ranks of a run; true outside a distributed run."""
     return os.environ.get("RANK", "0") == "0"

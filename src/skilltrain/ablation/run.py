@@ -5,7 +5,6 @@ the seeds lie apart stands beside it.
 """
 
 import gc
-import os
 import shutil
 import traceback
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from skilltrain.report.page import SHARES, axis_around, ends_of, html_page
 from skilltrain.report.page import markdown as markdown_of
 from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, run_state
 from skilltrain.stages import run_recipe
-from skilltrain.terminal import progress, say
+from skilltrain.terminal import launched_ranks, progress, say
 from skilltrain.version import __version__
 
 Scores = dict[str, float]
@@ -94,7 +93,7 @@ def run_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
     fails is noted and the others go on; SkilltrainError is raised at the end, when the tables are written. It is
     raised before any work for a fault in the file.
     """
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if launched_ranks() > 1:
         raise SkilltrainError("an ablation runs in one process", where=file, fix="leave accelerate launch out")
     plan = make_plan(file, overrides)
     failed, out = _run_cells(plan), plan.grid.out
@@ -172,14 +171,14 @@ def _table(plan: Plan, name: str, cells: Sequence[Cell]) -> Row:
     """
     grid, config = plan.grid, plan.runs[cells[0].evaluations[name]].config
     measures = [str(measure) for measure in config.scored]
-    values: dict[str, dict[int, dict[str, Scores]]] = {}
-    for variant in grid.variants:
-        folders: dict[Path, int] = {}  # a run that several seeds share is one training
-        for cell in cells:
-            if cell.variant == variant:
-                folders.setdefault(cell.evaluations[name], cell.seed)
-        if folders:
-            values[variant] = {seed: _values(folder, measures) for folder, seed in folders.items()}
+    folders: dict[str, dict[Path, int]] = {}
+    for cell in cells:  # a run that several seeds share is one training
+        folders.setdefault(cell.variant, {}).setdefault(cell.evaluations[name], cell.seed)
+    values = {
+        variant: {seed: _values(folder, measures) for folder, seed in folders[variant].items()}
+        for variant in grid.variants
+        if variant in folders
+    }
     systems: list[SystemResult] = []
     for variant, of_seed in values.items():
         every = [*of_seed.values()]

@@ -12,7 +12,7 @@ import typer
 from skilltrain.cli import evaluation, routing, stages
 from skilltrain.cli.app import app
 from skilltrain.errors import SkilltrainError, StoppedError, reason_of
-from skilltrain.terminal import print_line
+from skilltrain.terminal import launched_ranks, print_line
 from skilltrain.texts import one_line
 
 __all__ = ["app", "as_program", "evaluation", "main", "routing", "stages"]
@@ -70,7 +70,7 @@ def _exit(code: int) -> None:
     A rank leaves without the interpreter's own end: gloo's threads may still let go of a tensor then, which aborts the
     process (exit code -6) after all its work was done, and the launcher takes the whole run for failed.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launched_ranks() > 1:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

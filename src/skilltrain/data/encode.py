@@ -24,7 +24,7 @@ from skilltrain.models.ranks import made_by_first_rank, of_first_rank, rank_and_
 from skilltrain.retrieval.dense import EncoderSource, EncodingCount, SkillEncoder, open_encoder
 from skilltrain.retrieval.vectors import VectorCache, longest_first, text_keys
 from skilltrain.tables import QUERIES, read_skills, read_table
-from skilltrain.terminal import say
+from skilltrain.terminal import launched_ranks, say
 
 _SHOWN_WITHIN = 90  # seconds until a file that another machine wrote is seen; NFS keeps a folder's listing for 60
 _PATIENCE = timedelta(hours=24)  # ranks wait for the slowest; one that has ended is noticed at once
@@ -78,7 +78,7 @@ def run_encode(config: EncodeConfig, out: Path) -> dict[str, Any]:
 
 def _join_ranks() -> None:
     """Have the processes that `accelerate launch` started talk: over gloo, on GPUs too, for it is little."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launched_ranks() > 1:
         is_cpu = default_device().type == "cpu"
         if is_cpu:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would say on stdout that it had to look

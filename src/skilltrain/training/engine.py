@@ -17,6 +17,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.files import write_text
 from skilltrain.models.loading import default_device
 from skilltrain.models.ranks import of_first_rank
+from skilltrain.terminal import launched_ranks
 from skilltrain.training.settings import TrainingConfig
 
 _SUPPORTED = {"NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED"}  # accelerate's names
@@ -93,11 +94,6 @@ def check_shared(accelerator: Accelerator, folder: Path) -> None:
     if blind:
         what = f"process {blind[0]} does not see what process 0 writes here"
         raise SkilltrainError(what, where=folder, fix="out must be a folder that all machines share")
-
-
-def launched_ranks() -> int:
-    """How many processes the launcher has started, known without an accelerator."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def shares_state() -> bool:

@@ -23,6 +23,7 @@ from torch.optim import AdamW, Optimizer
 
 from skilltrain.errors import SkilltrainError, StoppedError
 from skilltrain.models.cpu_linear import train_with_onednn
+from skilltrain.runs import CHECKPOINTS
 from skilltrain.terminal import progress, say
 from skilltrain.training.checkpoint import Position, best_checkpoint, checkpoints, load_checkpoint, save_checkpoint
 from skilltrain.training.dev import Dev
@@ -48,7 +49,7 @@ class Run:
     @property
     def checkpoints(self) -> Path:
         """The folder of its checkpoints."""
-        return self.folder / "checkpoints"
+        return self.folder / CHECKPOINTS
 
 
 def drawn(lists: Sequence[TrainingList], generator: np.random.Generator) -> list[TrainingList]:

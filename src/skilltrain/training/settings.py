@@ -42,7 +42,7 @@ def _known_measure(text: str) -> str:
     except SkilltrainError as error:
         raise ValueError(str(error)) from error
     if not measure.cutoff:  # Set-Compat: queries with one gold skill have no value of it
-        raise ValueError(f"{text} is not defined for every query, so no step can be chosen by it")
+        raise ValueError(f"no step can be chosen by {text}, which is not defined for every query")
     return str(measure)
 
 

@@ -25,9 +25,9 @@ from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import default_device
 from skilltrain.models.reranker import Reranker
 from skilltrain.records import Dropped
-from skilltrain.terminal import is_main_process, say
+from skilltrain.terminal import is_main_process, launched_ranks, say
 from skilltrain.training.dev import open_dev
-from skilltrain.training.engine import launched_ranks, new_accelerator, shards_weights, shares_state
+from skilltrain.training.engine import new_accelerator, shards_weights, shares_state
 from skilltrain.training.loop import GIB, Batch, Run, largest_batch, num_steps, step_batches, train
 from skilltrain.training.publish import save_trained
 from skilltrain.training.scores import check_teacher_scores
