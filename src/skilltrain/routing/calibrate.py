@@ -23,7 +23,6 @@ from skilltrain.evaluation.bootstrap import share
 from skilltrain.files import write_json
 from skilltrain.routing.answer import Calibration, Calibrator, Traced
 from skilltrain.routing.fusion import folds_of
-from skilltrain.routing.index import Index
 from skilltrain.routing.indexing import CALIBRATION_FILE
 from skilltrain.routing.router import Router
 from skilltrain.terminal import track
@@ -64,7 +63,9 @@ def run_calibrate(config: CalibrateConfig, out: Path) -> dict[str, Any]:
     Raises SkilltrainError for a gold skill that the router does not hold, for fewer groups of queries than folds, and
     for a router whose first skills are never right.
     """
-    router, record = Router.load(config.router), Index.open(config.router).record
+    router = Router.load(config.router)
+    assert router.index is not None
+    record = router.index.record
     benchmark = check_pool(load_benchmark(config.queries, config.split), router.skills.keys())
     if config.clusters is not None:
         gold = {skill_id for task in benchmark.tasks for skill_id in task.relevance.gold}

@@ -89,13 +89,21 @@ class StoredSkills(Mapping[str, Skill]):
 
 
 @dataclass(frozen=True)
-class Index:
-    """A generation, opened: a key of each skill's content, and by `key_of` what each ranker holds of the pool."""
+class Held:
+    """What a router answers from: what ranks, the skills by id, and where these were read from."""
 
-    folder: Path
-    record: IndexRecord
     system: SystemConfig
     skills: Mapping[str, Skill]
+    pool: Path | None
+
+
+@dataclass(frozen=True)
+class Index(Held):
+    """A generation, opened: a key of each skill's content, and by `key_of` what each ranker holds of the pool."""
+
+    pool: Path
+    folder: Path
+    record: IndexRecord
     keys: np.ndarray
     parts: Mapping[str, Any]
 
@@ -116,11 +124,6 @@ class Index:
                     raise
                 what = f"is half-written or damaged: {reason_of(error)}"
                 raise SkilltrainError(what, where=folder, fix=_AGAIN) from error
-
-    @property
-    def pool(self) -> Path:
-        """Where the skills were read from."""
-        return Path(_placed(self.folder.parent, self.record.pool))
 
     def check_models(self) -> None:
         """Raise SkilltrainError where a model is not the one that the index was made with."""
@@ -165,7 +168,7 @@ def _open(folder: Path) -> Index:
     parts = {key_of(part): _PARTS[part.kind].load(folder / name) for name, part in kept_parts(system).items()}
     if {len(skills), len(keys), *(part.num_skills for part in parts.values())} != {record.num_skills}:
         raise ValueError("its parts are of different pools")
-    return Index(folder, record, system, skills, keys, parts)
+    return Index(system, skills, Path(_placed(folder.parent, record.pool)), folder, record, keys, parts)
 
 
 def kept_parts(system: SystemConfig) -> dict[str, RankerConfig]:

@@ -19,7 +19,7 @@ from skilltrain.retrieval.lexical import BM25Index
 from skilltrain.retrieval.nearest import PoolRanker, VectorIndex
 from skilltrain.retrieval.rankers import Fuse, FuseConfig, key_of, leg_name, open_ranker, parts_of
 from skilltrain.routing.answer import Answer, RoutedSkill, Traced, Why
-from skilltrain.routing.index import Index, generation
+from skilltrain.routing.index import Held, Index, generation
 from skilltrain.routing.indexing import check_rankers, open_model, write_index
 from skilltrain.texts import clean_text
 
@@ -33,25 +33,26 @@ _MAX_TERMS = 8
 class _Opened:
     """A pool and the rankers over it by `key_of`, which change together; `models` stay open when the pool changes."""
 
-    system: SystemConfig
-    skills: Mapping[str, Skill]
-    pool: Path | None
+    held: Held
     names: Mapping[str, str]
     parts: dict[str, Ranker]
     models: dict[str, Any]
-    index: Index | None
+
+    @property
+    def index(self) -> Index | None:
+        return self.held if isinstance(self.held, Index) else None
 
     @cached_property
     def rankers(self) -> list[Ranker]:
-        return [open_ranker(ranker, (), self.parts) for ranker in self.system.rankers]
+        return [open_ranker(ranker, (), self.parts) for ranker in self.held.system.rankers]
 
     def trace(self, query: Query, k: int, without: Collection[str] = ()) -> Traced:
         """What the rankers make of a query; skills `without` are left out before a ranker keeps any."""
         places: dict[str, Ranking] = {}
         found: Rankings | None = None
         ranking: Ranking = []
-        keeps = keeps_of(self.system, max(k, _DEPTH))
-        for config, ranker, keep in zip(self.system.rankers, self.rankers, keeps, strict=True):
+        keeps = keeps_of(self.held.system, max(k, _DEPTH))
+        for config, ranker, keep in zip(self.held.system.rankers, self.rankers, keeps, strict=True):
             if isinstance(ranker, Fuse):
                 legs = [_without(leg[query.query_id], without) for leg in ranker.find([query], found)]
                 ranking, keys = ranker.join(legs)[:keep], [key_of(leg) for leg in ranker.config.of]
@@ -69,7 +70,7 @@ class _Opened:
     def routed(self, query: Query, traced: Traced, rank: int, probability: float | None) -> RoutedSkill:
         """The skill that came out at a rank, and why."""
         skill_id, score = traced.ranking[rank - 1]
-        skill = self.skills[skill_id]
+        skill = self.held.skills[skill_id]
         terms, window = list[str](), None
         for key, part in self.parts.items():
             if not isinstance(part, PoolRanker):
@@ -86,7 +87,7 @@ class _Opened:
 
     def screened(self, skill: Skill) -> tuple[Path | None, tuple[Flag, ...]]:
         """(a skill's SKILL.md, what is found in it and beside it: flags beside a stranger's pool may be anything)."""
-        path = skill_file(self.pool, skill.skill_id) if self.pool else None
+        path = skill_file(self.held.pool, skill.skill_id) if self.held.pool else None
         return path, _flags(skill, path and path.parent)
 
 
@@ -100,7 +101,7 @@ class Router:
         """
         if not skills:
             raise SkilltrainError("the pool is empty")
-        self._now = _open(system, {skill.skill_id: skill for skill in skills}, pool, {}, None)
+        self._now = _open(Held(system, {skill.skill_id: skill for skill in skills}, pool), {})
 
     @classmethod
     def load(cls, folder: Path | str) -> "Router":
@@ -108,15 +109,19 @@ class Router:
 
         Raises SkilltrainError where there is none, where it is not whole, and where one of its models has changed.
         """
-        router, index = cls.__new__(cls), Index.open(Path(folder))
-        index.check_models()
-        router._now = _open(index.system, index.skills, index.pool, {}, index)
+        router = cls.__new__(cls)
+        router._now = _open(Index.open(Path(folder)), {})
         return router
 
     @property
     def skills(self) -> Mapping[str, Skill]:
         """skill_id → skill, in the order of the pool."""
-        return self._now.skills
+        return self._now.held.skills
+
+    @property
+    def index(self) -> Index | None:
+        """What lies in the router's folder; None for a router in no folder."""
+        return self._now.index
 
     @property
     def parts(self) -> Mapping[str, Ranker]:
@@ -134,7 +139,7 @@ class Router:
         """
         now, query = self._now, _query(task)
         traced = now.trace(query, k)
-        calibration = now.index.record.calibration if now.index else None
+        calibration = now.index and now.index.record.calibration
         calibrator = calibration and calibration.calibrator
         found = calibrator.probabilities(traced).tolist() if calibrator else [None] * len(traced.ranking)
         skills = tuple(now.routed(query, traced, rank, sure) for rank, sure in enumerate(found[:k], 1))
@@ -151,35 +156,32 @@ class Router:
 
         Only new texts are encoded. Raises SkilltrainError for a router in no folder, and where another process writes.
         """
-        index = self._now.index
-        if index is None:
+        now = self._now
+        if now.index is None:
             raise SkilltrainError("this router is in no folder", fix="make one with skilltrain index")
-        found = write_index(index.folder.parent, index.system, skills, self._now.models, index.pool)
+        found = write_index(now.index.folder.parent, now.index.system, skills, now.models, now.index.pool)
         self.refresh()
         return found
 
     def refresh(self) -> bool:
         """Take up what has been written into the router's folder since it was opened; whether there was anything."""
-        index, models = self._now.index, self._now.models
-        if index is None or generation(index.folder.parent) == index.folder:
+        now = self._now
+        if now.index is None or generation(now.index.folder.parent) == now.index.folder:
             return False
-        newer = Index.open(index.folder.parent)
-        if newer.record.models != index.record.models:
-            newer.check_models()
-            models = {}
-        self._now = _open(newer.system, newer.skills, newer.pool, models, newer)
+        newer = Index.open(now.index.folder.parent)
+        self._now = _open(newer, now.models if newer.record.models == now.index.record.models else {})
         return True
 
 
-def _open(
-    system: SystemConfig, skills: Mapping[str, Skill], pool: Path | None, models: dict[str, Any], index: Index | None
-) -> _Opened:
+def _open(held: Held, models: dict[str, Any]) -> _Opened:
     """The rankers over a pool, and over what an index holds of it; `models` get what has to be opened."""
-    check_rankers(system)
+    stored, router = (held.parts, held.folder.parent) if isinstance(held, Index) else ({}, None)
+    if isinstance(held, Index) and not models:
+        held.check_models()
+    check_rankers(held.system)
     names, parts = dict[str, str](), dict[str, Ranker]()
-    stored, router = (index.parts, index.folder.parent) if index else ({}, None)
     counts: Counter[str] = Counter()
-    for config in parts_of(system.rankers):
+    for config in parts_of(held.system.rankers):
         key, name = key_of(config), leg_name(config)
         if isinstance(config, FuseConfig) or key in names:
             continue
@@ -187,8 +189,8 @@ def _open(
         names[key] = f"{name} {counts[name]}".removesuffix(" 1")
         if not isinstance(config, ExpandConfig):
             kept = [stored[key]] if key in stored else []
-            parts[key] = _remembering(open_model(config, models, router).over(skills, *kept))
-    return _Opened(system, skills, pool, names, parts, models, index)
+            parts[key] = _remembering(open_model(config, models, router).over(held.skills, *kept))
+    return _Opened(held, names, parts, models)
 
 
 def _remembering(ranker: Any) -> Ranker:

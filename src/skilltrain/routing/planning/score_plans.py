@@ -80,8 +80,7 @@ def run_plans(config: PlansConfig, out: Path) -> dict[str, Any]:
     slices: dict[str, tuple[SliceMeans, ...]] = {}
     for one in results:
         labels = _labels(tasks, one, skills)
-        every = means_by_slice([one], labels, config.scored, most_values=_MOST_VALUES)
-        slices[one.name] = shown(every)
+        slices[one.name] = shown(means_by_slice([one], labels, config.scored, most_values=_MOST_VALUES))
     rounds = {name: _rounds(tasks, own) for name, own in plans.items()}
     compared, notes = _comparisons(config, results), [*benchmark.notes, *_notes(plans)]
     about = {"benchmark": benchmark.name, "num_tasks": len(tasks), "num_skills": len(pool), "notes": notes}
@@ -94,11 +93,10 @@ def run_plans(config: PlansConfig, out: Path) -> dict[str, Any]:
     differences = [asdict(one) | {"wilcoxon_p_above": p} for one, p in compared]
     found = {"skilltrain": __version__, **about, "planners": by_slice, "rounds": rounds, "comparisons": differences}
     write_json(out / "metrics.json", found)
-    ids = [{"system": name, "query_id": query.query_id} for name in plans for query in queries]
-    scores = [row for one in results for row in one.per_query.values()]
-    made = [plan_json(plan) for own in plans.values() for plan in own]
+    scores = ((one.name, query_id, row) for one in results for query_id, row in one.per_query.items())
+    made = ((name, plan.task.query_id, plan_json(plan)) for name, own in plans.items() for plan in own)
     for file, rows in {"per_query.jsonl": scores, "plans.jsonl": made}.items():
-        write_jsonl(out / file, [{**about, **row} for about, row in zip(ids, rows, strict=True)])
+        write_jsonl(out / file, ({"system": name, "query_id": query_id, **row} for name, query_id, row in rows))
     means = {name: {key: round(one.mean, 4) for key, one in own[0].means[name].items()} for name, own in slices.items()}
     return {"num_tasks": len(tasks), "num_skills": len(pool), "planners": means}
 
@@ -152,13 +150,12 @@ def _results(
 ) -> list[SystemResult]:
     """The measures of every plan; the oracle looks as deep for each gold step's own words as plans do for theirs."""
     depth = max(planner.compose.candidates for planner in config.planners)
-    own_words = [[step.text for step in task.steps] for task in tasks]
-    found_by_words = find_each(find, own_words, depth)
+    own_words = find_each(find, [[step.text for step in task.steps] for task in tasks], depth)
     tokens = {one: estimate_tokens(f"{s.name} {s.description} {s.body}") for one, s in skills.items()}
     results: list[SystemResult] = []
     for name, own in plans.items():
         values: dict[str, dict[str, float]] = {}
-        for task, plan, by_words in zip(tasks, own, found_by_words, strict=True):
+        for task, plan, by_words in zip(tasks, own, own_words, strict=True):
             found = [[skill_id for skill_id, _ in step.candidates] for step in plan.steps]
             oracle = [[skill_id for skill_id, _ in ranking] for ranking in by_words]
             chosen = [step.skill_id for step in plan.steps]
