@@ -49,7 +49,8 @@ def test_json_lines_come_with_their_numbers_and_what_is_none_is_named(tmp_path, 
     pack = gzip.compress if suffix.endswith("gz") else bytes
     path = tmp_path / f"rows{suffix}"
     path.write_bytes(pack('\ufeff{"a": 1}\n\n  \n{"a": "ü"}\r\n{"a": 3}'.encode()))
-    assert list(read_jsonl(path)) == [(1, {"a": 1}), (4, {"a": "ü"}), (5, {"a": 3})]
+    rows = {1: {"a": 1}, 4: {"a": "ü"}, 5: {"a": 3}}
+    assert dict(read_jsonl(path)) == {f"{path}, line {number}": row for number, row in rows.items()}
     for line, what in (
         (b'{"a": ', "is not JSON Lines"), (b"[1]", "expected an object, found list"),
         (b"[" * 100_000, "nested too deeply"), (b'{"a": "\xff"}', "is not JSON Lines"),

@@ -158,8 +158,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) of a .jsonl or .jsonl.gz file; blank lines are skipped.
+def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (file and line, object) of a .jsonl or .jsonl.gz file; blank lines are skipped.
 
     Raises SkilltrainError naming file and line where a line is not a JSON object.
     """
@@ -167,7 +167,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     number = 0
     try:
         for number, line in numbered_lines(path):
-            yield number, json_object(line)
+            yield f"{path}, line {number}", json_object(line)
     except FileNotFoundError as error:
         raise SkilltrainError("no such file", where=path) from error
     except BROKEN_LINES as error:

@@ -239,7 +239,7 @@ def _rows_of_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     check_regular(path)
     readers = {".json": read_json, ".parquet": lambda path: pq.read_table(path).to_pylist(), ".csv": _read_csv}
     if (kind := path.suffix.lower()) in (".jsonl", ".gz"):
-        yield from ((f"{path}, line {number}", row) for number, row in read_jsonl(path))
+        yield from read_jsonl(path)
         return
     if kind not in readers:
         fix = "give a .jsonl, .jsonl.gz, .json, .parquet or .csv file"

@@ -24,7 +24,7 @@ from skilltrain.files import read_jsonl
 CHIEF = "Pass@1"  # the measure by which conditions are compared
 
 
-class Trial(Config):
+class Trial(Config, extra="ignore"):
     """One run of an agent."""
 
     condition: str = Field(min_length=1)
@@ -40,9 +40,8 @@ class Trial(Config):
 def read_trials(path: Path) -> list[Trial]:
     """The trials of a file; other keys are ignored. Raises SkilltrainError for a row that is none, or stands twice."""
     trials: dict[tuple[str, str, int], Trial] = {}
-    for number, row in read_jsonl(path):
-        where = f"{path}, line {number}"
-        trial = validate(Trial, {key: value for key, value in row.items() if key in Trial.model_fields}, where)
+    for where, row in read_jsonl(path):
+        trial = validate(Trial, row, where)
         if trials.setdefault((trial.condition, trial.task, trial.trial), trial) is not trial:
             raise SkilltrainError(f"trial {trial.trial} of task '{trial.task}' stands there twice", where=where)
     if not trials:

@@ -43,8 +43,7 @@ def parse_row(row_class: type[RowT], values: Any, where: str) -> RowT:
 def read_rows(row_class: type[RowT], *files: Path) -> Iterator[tuple[str, RowT]]:
     """Yield (file and line, row) of JSON Lines files."""
     for file in files:
-        for line, values in read_jsonl(file):
-            where = f"{file}, line {line}"
+        for where, values in read_jsonl(file):
             yield where, parse_row(row_class, values, where)
 
 
