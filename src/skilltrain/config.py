@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import check_regular
+from skilltrain.texts import shortened
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
@@ -253,8 +254,7 @@ def tags_of(section: type[BaseModel]) -> dict[str, str]:
 
 
 def _short(value: Any) -> str:
-    text = "null" if value is None else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shortened("null" if value is None else repr(value), 60, "...")
 
 
 def to_yaml(config: BaseModel) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
 
@@ -166,7 +166,7 @@ def input_paths(config: BaseModel) -> dict[str, Path]:
     """
     found: dict[str, Path] = {}
     for name, field in type(config).model_fields.items():
-        is_input = InputMark.__name__ in repr((field.annotation, field.metadata))  # at any depth of its type
+        is_input = any(map(_is_marked, (field.annotation, *field.metadata)))
         value = getattr(config, name)
         is_several = isinstance(value, list | tuple) or (is_input and isinstance(value, dict))
         items = enumerate(value) if is_several else [(None, value)]
@@ -179,6 +179,11 @@ def input_paths(config: BaseModel) -> dict[str, Path]:
             elif is_input and isinstance(item, str) and (folder := Path(item).expanduser()).is_dir():
                 found[place] = folder
     return found
+
+
+def _is_marked(part: Any) -> bool:
+    """Whether a part of a setting's type, or one within it, is an InputMark."""
+    return isinstance(part, InputMark) or any(map(_is_marked, get_args(part)))
 
 
 def check_inputs(config: BaseModel) -> None:

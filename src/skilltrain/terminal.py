@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from skilltrain.texts import visible
+from skilltrain.texts import shortened, visible
 
 console = Console(stderr=True, highlight=False)
 if not console.is_terminal and "COLUMNS" not in os.environ:
@@ -112,7 +112,7 @@ def print_line(message: str, style: str = "") -> None:
 
     What it quotes of strangers steers no terminal (`visible`), and no line is without end.
     """
-    lines = [line if len(line) <= _MAX_CHARS else f"{line[: _MAX_CHARS - 1]}…" for line in visible(message).split("\n")]
+    lines = [shortened(line, _MAX_CHARS) for line in visible(message).split("\n")]
     if console.is_terminal:
         lines = [textwrap.fill(line, console.width, **_BETWEEN_WORDS) for line in lines]
     console.print("\n".join(lines), style=style, markup=False, emoji=False, soft_wrap=True)

@@ -122,4 +122,9 @@ def visible(text: str) -> str:
 def printable(text: str, max_chars: int | None = None) -> str:
     """Untrusted text on one line as a terminal may show it (`visible`); one longer than `max_chars` is cut (…)."""
     shown = one_line(visible(text))
-    return shown if max_chars is None or len(shown) <= max_chars else shown[: max_chars - 1] + "…"
+    return shown if max_chars is None else shortened(shown, max_chars)
+
+
+def shortened(text: str, max_chars: int, mark: str = "…") -> str:
+    """`text` within `max_chars`; a mark stands for what is cut off."""
+    return text if len(text) <= max_chars else text[: max_chars - len(mark)] + mark

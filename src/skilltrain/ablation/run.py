@@ -13,13 +13,14 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from skilltrain.ablation.grid import Cell, Plan, StepRun, make_plan
 from skilltrain.errors import SkilltrainError, StoppedError
 from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES, SEED
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare, holm, same_queries
 from skilltrain.evaluation.slices import Row, means_by_slice
 from skilltrain.files import read_jsonl, write_json, write_text
-from skilltrain.report.evaluation import plain
 from skilltrain.report.page import SHARES, axis_around, ends_of, html_page
 from skilltrain.report.page import markdown as markdown_of
 from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, run_state
@@ -58,12 +59,13 @@ class Results:
             for cell in self.plan.cells
         ]
         tables = [
-            plain(table) | {"differences": [asdict(c) | {"verdict": c.reading} for c in table["differences"]]}
+            table | {"differences": [asdict(c) | {"verdict": c.reading} for c in table["differences"]]}
             for table in self.tables
         ]
         about = self.plan.grid.model_dump(include={"ablation", "claim", "baseline"})
         statistics = {"resamples": RESAMPLES, "seed": SEED, "num_tests": self.num_tests}
-        return {"skilltrain": __version__, **about, "statistics": statistics, "tables": tables, "cells": cells}
+        found = {"skilltrain": __version__, **about, "statistics": statistics, "tables": tables, "cells": cells}
+        return to_jsonable_python(found)
 
     def markdown(self) -> str:
         """The ablation as Markdown; names are escaped."""

@@ -6,8 +6,10 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task
-from skilltrain.evaluation.bootstrap import RESAMPLES, SEED, Interval, normal_interval
+from skilltrain.evaluation.bootstrap import RESAMPLES, SEED, normal_interval
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare
 from skilltrain.evaluation.metrics import COPIES, Measure, Relevance, as_found
 from skilltrain.evaluation.slices import ALL, KIND, Row, SliceMeans, gaps, labels_of, means_by_slice, shown
@@ -118,21 +120,20 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values, without single queries; `normal` is the normal approximation of an interval."""
         analysis = {key: [] for key in ANALYSES} | {"unserved": {}} | dict(self.analysis)
-        return {
+        return to_jsonable_python({
             "benchmark": self.benchmark.name,
             "seed": SEED,
             "resamples": RESAMPLES,
             "systems": [self._system(result) for result in self.results],
             "slices": [
-                {"label": part.label, "value": part.value, "num_queries": len(part.query_ids),
-                 "systems": plain(part.means)}
+                {"label": part.label, "value": part.value, "num_queries": len(part.query_ids), "systems": part.means}
                 for part in self.slices
             ],
             "differences": [_difference(c) for c in self.comparisons],
-            "gaps": plain(self.gaps),
-            "analysis": plain(analysis),
-            "notes": list(self.notes),
-        }  # fmt: skip
+            "gaps": self.gaps,
+            "analysis": analysis,
+            "notes": self.notes,
+        })  # fmt: skip
 
     def _system(self, result: SystemResult) -> dict[str, Any]:
         row: dict[str, Any] = {"name": result.name}
@@ -148,15 +149,6 @@ class Report:
 def _difference(c: Comparison) -> Row:
     row: Row = asdict(c)
     return row | row.pop("difference") | {"reading": c.reading}
-
-
-def plain(value: Any) -> Any:
-    """JSON values, with each interval as {mean, low, high, n}."""
-    if isinstance(value, Mapping):
-        return {key: plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
-    return asdict(value) if isinstance(value, Interval) else value
 
 
 def build_report(
