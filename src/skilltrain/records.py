@@ -1,6 +1,7 @@
 """What moves between stages when it is one thing and not a table."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -72,6 +73,22 @@ class Query:
 
 
 @dataclass(frozen=True, slots=True)
+class Judgement:
+    """What a judge said of a skill for a query: one row of JUDGEMENTS.
+
+    `group` names what was judged together, or the gold skill that this one can stand for; `why` is in words.
+    """
+
+    query_id: str
+    skill_id: str
+    verdict: Verdict
+    judge: str
+    reason: str | None = None
+    why: str | None = None
+    group: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Dropped:
     """Why something was left out: one row of DROPPED.
 
@@ -86,6 +103,11 @@ class Dropped:
     value: float | None = None
     source: str | None = None
     other_id: str | None = None
+
+
+def counted(values: Iterable[str]) -> dict[str, int]:
+    """How often each value occurs, in their order: so stages count what they wrote and dropped."""
+    return dict(sorted(Counter(map(str, values)).items()))
 
 
 class Ranker(Protocol):

@@ -14,7 +14,7 @@ from jaxtyping import Int64
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import atomic_path
-from skilltrain.records import Dropped, Query, Skill, Verdict
+from skilltrain.records import Dropped, Judgement, Query, Skill, Verdict
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class TableSpec:
     key: tuple[str, ...]
 
 
-Rows = Iterable[Mapping[str, Any] | Skill | Query | Dropped]
+Rows = Iterable[Mapping[str, Any] | Skill | Query | Judgement | Dropped]
 """What a table is made of: mappings, or records."""
 _MISFIT = (pa.ArrowException, TypeError, ValueError, OverflowError)
 _PLAIN = {"text": pa.string(), "int": pa.int32(), "float": pa.float64()}
@@ -229,9 +229,7 @@ def read_verdicts(folder: Path) -> dict[str, dict[str, Verdict]]:
     return verdicts_by_query(read_table(folder, JUDGEMENTS))
 
 
-def write_queries(
-    queries: Iterable[Query], judgements: Iterable[Mapping[str, Any]], dropped: Iterable[Dropped], out: Path
-) -> None:
+def write_queries(queries: Iterable[Query], judgements: Rows, dropped: Iterable[Dropped], out: Path) -> None:
     """Write the three tables of a stage that makes queries."""
     write_table(queries, QUERIES, out)
     write_table(judgements, JUDGEMENTS, out)

@@ -16,14 +16,13 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from skilltrain.config import Config, InputPath, Seed
-from skilltrain.data import counted
 from skilltrain.data.asking import PROMPTS, Line, ask, prompt, questions_of
 from skilltrain.data.contamination import open_benchmarks
 from skilltrain.data.near_duplicates import Trigrams, jaccard, word_trigrams
 from skilltrain.data.pool.skill_file import split_header
 from skilltrain.llm import AnswerError, LLMConfig, Questions, cost_of, read_object
 from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
-from skilltrain.records import Skill
+from skilltrain.records import Skill, counted
 from skilltrain.tables import DROPPED, SKILLS, write_table
 from skilltrain.texts import clean_text, name_key, num_words
 

@@ -11,11 +11,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from skilltrain.config import Config, InputPath, Seed
-from skilltrain.data import counted
 from skilltrain.data.asking import ask, questions_of
 from skilltrain.data.rejections import Group, group_prompt
 from skilltrain.llm import LLMConfig, Questions, cost_of, read_numbers
-from skilltrain.records import Skill, Verdict
+from skilltrain.records import Judgement, Skill, Verdict, counted
 from skilltrain.tables import (
     JUDGEMENTS,
     RANKINGS,
@@ -45,14 +44,14 @@ class EquivalentsConfig(Config):
 def run_equivalents(config: EquivalentsConfig, out: Path) -> dict[str, Any]:
     """Write QUERIES, JUDGEMENTS with what was found, and DROPPED; gold skills that could not be judged are in that."""
     asked = ask(_questions(config))
-    gold_of = {(one.query_id, skill.skill_id): one.skill_id for one, found in asked.values for skill in found}
-    verdict = {"verdict": str(Verdict.REQUIRED), "judge": f"llm:{config.llm.model}"}
-    rows = [{"query_id": q, "skill_id": s, "group": gold, **verdict} for (q, s), gold in gold_of.items()]
+    gold_of = {(one.query_id, skill.skill_id): one.skill_id for one, skills in asked.values for skill in skills}
+    judge = f"llm:{config.llm.model}"
+    found = [Judgement(*ids, Verdict.REQUIRED, judge, group=gold) for ids, gold in gold_of.items()]
     judged = read_table(config.queries, JUDGEMENTS).to_pylist()
-    write_queries(select_queries(config.queries, None), [*judged, *rows], asked.dropped, out)
+    write_queries(select_queries(config.queries, None), [*judged, *found], asked.dropped, out)
     dropped = counted(row.filter for row in asked.dropped)
     num_asked = len(asked.values) + len(asked.dropped)
-    return {"num_golds": num_asked, "num_equivalents": len(rows), "dropped": dropped, **asked.used}
+    return {"num_golds": num_asked, "num_equivalents": len(found), "dropped": dropped, **asked.used}
 
 
 def plan_equivalents(config: EquivalentsConfig) -> dict[str, Any]:

@@ -10,10 +10,9 @@ import pyarrow as pa
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath
-from skilltrain.data import counted
 from skilltrain.data.filter_layers import PAIR, CosineLayer, FilterPool, JaccardLayer, Layer, NameLayer, Pairs
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import POSITIVE, Dropped, Skill, Verdict
+from skilltrain.records import POSITIVE, Dropped, Skill, Verdict, counted
 from skilltrain.retrieval.dense import EncoderSource
 from skilltrain.tables import (
     DROPPED,

@@ -13,12 +13,11 @@ import pydantic
 from pydantic import BaseModel, Field, field_validator
 
 from skilltrain.config import Config, InputPath, validate
-from skilltrain.data import counted
 from skilltrain.data.pool.skill_file import as_text
 from skilltrain.data.query_texts import query_profile
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import check_regular, read_json, read_jsonl
-from skilltrain.records import POSITIVE, Dropped, Query, Reason, Verdict
+from skilltrain.records import POSITIVE, Dropped, Judgement, Query, Reason, Verdict, counted
 from skilltrain.tables import DROPPED, SKILLS, read_table, table_path, write_queries, write_table
 from skilltrain.texts import clean_text, one_line
 
@@ -76,7 +75,7 @@ def _entries(value: Any) -> list[Any]:
 Line = Annotated[str | None, pydantic.BeforeValidator(_line)]
 
 
-class Judgement(BaseModel, frozen=True):
+class Said(BaseModel, frozen=True):
     """What a row says of one skill."""
 
     skill_id: Annotated[pydantic.StrictStr, pydantic.AfterValidator(one_line)]
@@ -86,13 +85,13 @@ class Judgement(BaseModel, frozen=True):
     group: Line = None
 
 
-class Rejection(Judgement, frozen=True):
+class SaidRejected(Said, frozen=True):
     """The same of a rejected skill, whose reason is one of eight."""
 
     reason: Reason | None = None
 
 
-Entries = Annotated[tuple[Judgement, ...], pydantic.BeforeValidator(_entries)]
+Entries = Annotated[tuple[Said, ...], pydantic.BeforeValidator(_entries)]
 
 
 class QueryRow(Config, extra="ignore"):
@@ -107,7 +106,7 @@ class QueryRow(Config, extra="ignore"):
     skill_id: Entries = ()
     required: Entries = ()
     useful: Entries = ()
-    rejected: Annotated[tuple[Rejection, ...], pydantic.BeforeValidator(_entries)] = ()
+    rejected: Annotated[tuple[SaidRejected, ...], pydantic.BeforeValidator(_entries)] = ()
     irrelevant: Entries = ()
 
 
@@ -115,7 +114,7 @@ class JudgedQuery(NamedTuple):
     """A query with what its row says of skills; `place` is its file and row."""
 
     query: Query
-    judgements: dict[str, Judgement]
+    judgements: dict[str, Said]
     place: str
 
 
@@ -149,7 +148,7 @@ def run_queries(config: QueriesConfig, out: Path) -> dict[str, Any]:
         "num_queries": len(queries),
         "num_by_split": counted(query.split for query in queries),
         "num_by_kind": counted(query.kind for query in queries),
-        "num_by_verdict": counted(row["verdict"].value for row in judgements),
+        "num_by_verdict": counted(one.verdict for one in judgements),
         "num_dropped": counted(drop.filter for drop in dropped),
         "profile": query_profile([query.text for query in queries]),
     }
@@ -174,7 +173,7 @@ class _Reader:
             for key, verdict in VERDICT_KEYS.items()
             for given in getattr(row, key)
         ]
-        judged: dict[str, Judgement] = {}
+        judged: dict[str, Said] = {}
         contradicted = [one for one in said if judged.setdefault(one.skill_id, one).verdict is not one.verdict]
         text, own_id = clean_text(row.text).strip(), _line(row.query_id)
         if "group_id" in values and len(judged) < 2:
@@ -201,8 +200,8 @@ class _Reader:
                 raise SkilltrainError(f"query_id '{query_id}' stands in {earlier.place} too", where=place)
             self._drop(item, "", "duplicate_query", f"repeats {earlier.place}")
 
-    def judgements(self) -> list[dict[str, Any]]:
-        """The rows of JUDGEMENTS; none of a query that requires a skill which is not in the pool.
+    def judgements(self) -> list[Judgement]:
+        """What the rows say; nothing of a query that requires a skill which is not in the pool.
 
         What one says against a skill that another of the same text calls an answer is left out, too.
         """
@@ -213,8 +212,8 @@ class _Reader:
                     answers.setdefault((item.query.text, skill_id), item.place)
         return [row for item in self.asked.values() for row in self._rows(item, answers)]
 
-    def _rows(self, item: JudgedQuery, answers: Mapping[tuple[str, str], str]) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = []
+    def _rows(self, item: JudgedQuery, answers: Mapping[tuple[str, str], str]) -> list[Judgement]:
+        rows: list[Judgement] = []
         is_whole, query = True, item.query
         for skill_id, found in item.judgements.items():
             place = answers.get((query.text, skill_id))
@@ -222,7 +221,7 @@ class _Reader:
                 reason = f"says {found.verdict}, and {place}, of the same text, that it is an answer"
                 self._drop(item, skill_id, "contradiction", reason)
             elif skill_id in self.skill_ids:
-                rows.append({"query_id": query.query_id, "judge": query.origin, **found.model_dump()})
+                rows.append(Judgement(query.query_id, judge=query.origin, **found.model_dump()))
             else:
                 is_gold = found.verdict is Verdict.REQUIRED
                 is_whole &= not is_gold

@@ -17,7 +17,6 @@ from jaxtyping import Bool
 from pydantic import BaseModel, Field
 
 from skilltrain.config import Config, InputPath, Seed
-from skilltrain.data import counted
 from skilltrain.data.asking import TOKENS_PER_WORD, Line, ask, language_named, prompt, questions_of, unflagged_skills
 from skilltrain.data.draws import draw, split_groups, stable_number
 from skilltrain.data.query_texts import fit_query
@@ -26,7 +25,7 @@ from skilltrain.evaluation.bootstrap import agreement
 from skilltrain.llm import AnswerError, LLMConfig, Questions, cost_of, read_object
 from skilltrain.llm.ask import ValueT
 from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
-from skilltrain.records import Dropped, Query, Reason, Skill, Verdict
+from skilltrain.records import Dropped, Judgement, Query, Reason, Skill, Verdict, counted
 from skilltrain.retrieval.dense import EncoderSource, open_encoder
 from skilltrain.tables import DROPPED, JUDGEMENTS, write_queries, write_table
 from skilltrain.texts import language_of, name_key
@@ -119,16 +118,16 @@ def run_rejections(config: RejectionsConfig, out: Path) -> dict[str, Any]:
         Query(group.query_id, found.request, "single" if found.refusal else "multi", judge, split[group.query_id])
         for group, found in asked.values
     ]
-    rows = [row for group, found in asked.values for row in judged_rows(group, found.verdicts, judge)]
-    second = _judged_twice(config, asked.values, rows, out)
-    write_queries(queries, rows, dropped, out)
+    judged = [one for group, found in asked.values for one in judgements_of(group, found.verdicts, judge)]
+    second = _judged_twice(config, asked.values, judged, out)
+    write_queries(queries, judged, dropped, out)
     return {
         "num_groups": len(groups), "num_queries": len(queries),
         "num_refusals": sum(query.kind == "single" for query in queries),
         "num_dev": sum(query.split == "dev" for query in queries),
         "by_direction": counted(f"{group.lang}2{group.skills[0].lang}" for group, _ in asked.values),
-        "by_verdict": counted(row["verdict"] for row in rows),
-        "by_reason": counted(row["reason"] for row in rows if row["reason"]),
+        "by_verdict": counted(one.verdict for one in judged),
+        "by_reason": counted(one.reason for one in judged if one.reason),
         "dropped": counted(row.filter for row in dropped), **second, **asked.used,
     }  # fmt: skip
 
@@ -194,20 +193,17 @@ def _check_verdicts(verdicts: Sequence[Judged], skills: Sequence[Skill]) -> None
         raise ValueError(f"capability {without[0]} is rejected without a reason")
 
 
-def judged_rows(group: Group, verdicts: Iterable[Judged], judge: str) -> list[dict[str, Any]]:
-    """The rows of JUDGEMENTS of a group; only a rejection has a reason."""
-    return [
-        {
-            "query_id": group.query_id, "skill_id": group.skills[one.skill - 1].skill_id, "verdict": str(one.verdict),
-            "reason": str(one.reason) if one.verdict is Verdict.REJECTED else None, "why": one.why,
-            "group": group.query_id, "judge": judge,
-        }
-        for one in verdicts
-    ]  # fmt: skip
+def judgements_of(group: Group, verdicts: Iterable[Judged], judge: str) -> list[Judgement]:
+    """The judgements of a group; only a rejection has a reason."""
+    found: list[Judgement] = []
+    for one in verdicts:
+        skill_id, reason = group.skills[one.skill - 1].skill_id, one.reason if one.verdict is Verdict.REJECTED else None
+        found.append(Judgement(group.query_id, skill_id, one.verdict, judge, reason, one.why, group.query_id))
+    return found
 
 
 def _judged_twice(
-    config: RejectionsConfig, made: Sequence[tuple[Group, JudgedRequest]], rows: Sequence[dict[str, Any]], out: Path
+    config: RejectionsConfig, made: Sequence[tuple[Group, JudgedRequest]], first: Sequence[Judgement], out: Path
 ) -> dict[str, Any]:
     """Kappa of both judges over a sample of groups, of which the second sees the skills in another order."""
     if config.second_judge is None:
@@ -219,10 +215,10 @@ def _judged_twice(
         groups.append(replace(group, skills=tuple(turned), request=found.request))
     asked = ask(_questions(config, config.second_judge, groups, read_given))
     judge = f"llm:{config.second_judge.model}"
-    judged = [judged_rows(group, found.verdicts, judge) for group, found in asked.values]
-    verdict_of = {(row["group"], row["skill_id"]): row["verdict"] for row in rows}
-    pairs = [[(verdict_of[row["group"], row["skill_id"]], row["verdict"]) for row in of_group] for of_group in judged]
-    write_table([row for of_group in judged for row in of_group], JUDGEMENTS, out / "second")
+    judged = [judgements_of(group, found.verdicts, judge) for group, found in asked.values]
+    verdict_of = {(one.query_id, one.skill_id): one.verdict for one in first}
+    pairs = [[(verdict_of[one.query_id, one.skill_id], one.verdict) for one in of_group] for of_group in judged]
+    write_table([one for of_group in judged for one in of_group], JUDGEMENTS, out / "second")
     write_table(asked.dropped, DROPPED, out / "second")
     kappa = asdict(agreement(pairs))
     return {"kappa": kappa, "second_judge": {"num_groups": len(judged), **asked.used}}

@@ -7,13 +7,12 @@ from typing import Any, Literal
 from pydantic import Field
 
 from skilltrain.config import Config, InputPath, Seed
-from skilltrain.data import counted
 from skilltrain.data.asking import PROMPTS, TOKENS_PER_WORD, ask, prompt, questions_of
 from skilltrain.data.query_texts import MAX_TERSE_WORDS, fit_query
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import AnswerError, LLMConfig, Questions, cost_of
 from skilltrain.llm.untrusted import untrusted_line, untrusted_text
-from skilltrain.records import Query, Skill, positives_of
+from skilltrain.records import Query, Skill, counted, positives_of
 from skilltrain.tables import JUDGEMENTS, read_skills, read_table, select_judged, write_queries
 from skilltrain.texts import language_of, num_words
 

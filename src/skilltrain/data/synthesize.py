@@ -13,17 +13,17 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath, Seed
-from skilltrain.data import counted
 from skilltrain.data.asking import PROMPTS, TOKENS_PER_WORD, ask, prompt, questions_of, unflagged_skills
 from skilltrain.data.draws import is_drawn, sample_skills, stable_number
+from skilltrain.data.near_duplicates import read_clusters
 from skilltrain.data.own_text import own_queries
 from skilltrain.data.query_texts import MAX_TERSE_WORDS, fit_query, query_profile
 from skilltrain.data.screening import read_flags, write_flags
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import LLMConfig, OpenAIConfig, Questions, SmolLM2Config, cost_of
 from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
-from skilltrain.records import OWN_TEXT, Dropped, Query, Skill, Verdict
-from skilltrain.tables import CLUSTERS, SKILLS, read_skills, read_table, write_queries, write_table
+from skilltrain.records import OWN_TEXT, Dropped, Judgement, Query, Skill, Verdict, counted
+from skilltrain.tables import SKILLS, read_skills, write_queries, write_table
 from skilltrain.texts import num_words
 
 TERSE: Final = PROMPTS["rewrite"]["styles"]["terse"].removeprefix("in ")
@@ -98,8 +98,7 @@ def run_synthesize(config: SynthesizeConfig, out: Path) -> dict[str, Any]:
     for one, text in written:
         is_dev = is_drawn(config.dev_share, config.seed, "split", cluster_of.get(one.skill_id, one.skill_id))
         queries.append(Query(one.query_id, text, "single", origin, "dev" if is_dev else "train"))
-    required = {"verdict": str(Verdict.REQUIRED), "judge": origin}
-    judgements = [{"query_id": one.query_id, "skill_id": one.skill_id} | required for one, _ in written]
+    judgements = [Judgement(one.query_id, one.skill_id, Verdict.REQUIRED, origin) for one, _ in written]
     write_queries(queries, judgements, dropped, out)
     return {
         "num_skills": num_skills, "num_asked": len(wanted),
@@ -202,7 +201,6 @@ def _from_own_text(
 
 def _cluster_of(clusters: Path | None) -> dict[str, str]:
     """skill_id → the lowest one of its cluster, which decides the split: a grown pool seldom moves a cluster."""
-    rows = read_table(clusters, CLUSTERS).to_pylist() if clusters is not None else []
+    found = read_clusters(clusters, ()) if clusters is not None else {}
     lowest: dict[int, str] = {}
-    rows.sort(key=lambda row: row["skill_id"])
-    return {row["skill_id"]: lowest.setdefault(row["cluster"], row["skill_id"]) for row in rows}
+    return {skill_id: lowest.setdefault(cluster, skill_id) for skill_id, cluster in sorted(found.items())}

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -14,7 +13,7 @@ from skilltrain.llm.answers import Answer, AnswerError, Request, Usage
 from skilltrain.llm.budget import Budget
 from skilltrain.llm.client import LLM
 from skilltrain.llm.untrusted import untrusted_line
-from skilltrain.records import Dropped
+from skilltrain.records import Dropped, counted
 from skilltrain.terminal import say, track
 
 _FENCED = re.compile(r"^```(?:json)?[ \t]*\n(.*)\n[ \t]*```[ \t]*$", re.S | re.M | re.I)
@@ -72,8 +71,7 @@ class Asked(Generic[QuestionT, ValueT]):
 
     def counts(self) -> dict[str, Any]:
         """How many questions there were, how many have no usable answer, why, and what all of it took."""
-        why = dict(sorted(Counter(fault.filter for fault in self.dropped).items()))
-        num = len(self.dropped)
+        num, why = len(self.dropped), counted(fault.filter for fault in self.dropped)
         return {"num_asked": len(self.values) + num, "num_unusable": num, "unusable": why, **self.used}
 
 

@@ -20,7 +20,6 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config
-from skilltrain.data import counted
 from skilltrain.data.collect import RefusalError
 from skilltrain.data.collect.archives import read_skill_files
 from skilltrain.data.collect.registry import Listed, RegistryConfig, read_listing
@@ -29,7 +28,7 @@ from skilltrain.data.collect.sync_state import Outcome, SyncState, open_state
 from skilltrain.data.pool.read import merge_sources
 from skilltrain.data.pool.skill_file import parse_skill_file
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Dropped, Skill
+from skilltrain.records import Dropped, Skill, counted
 from skilltrain.tables import DROPPED, SKILLS, write_table
 from skilltrain.terminal import track
 from skilltrain.texts import clean_text, decode_text, one_line

@@ -11,12 +11,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skilltrain.data import counted
 from skilltrain.data.pool.skill_file import BODY_COLUMNS, COLUMNS, ID_COLUMNS, parse_skill_file, skill_from_row
 from skilltrain.data.screening.bundled import SKILL_FILE
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import BROKEN_LINES, json_object, numbered_lines
-from skilltrain.records import Dropped, Skill
+from skilltrain.records import Dropped, Skill, counted
 from skilltrain.runs import RUN_FILE, record_of
 from skilltrain.tables import SKILLS, read_skills, table_path
 from skilltrain.terminal import say, track

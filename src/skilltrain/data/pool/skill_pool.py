@@ -11,11 +11,10 @@ from jaxtyping import Float32
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from skilltrain.config import Config, InputPath, parse_yaml, validate
-from skilltrain.data import counted
 from skilltrain.data.pool.read import CUT, HF_PREFIX, find_skill_file, merge_sources, read_sources
 from skilltrain.data.screening import count_flagged, screen_pool, write_flags
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Skill
+from skilltrain.records import Skill, counted
 from skilltrain.retrieval.dense import EncoderSource, open_encoder
 from skilltrain.tables import DROPPED, SKILLS, write_table
 from skilltrain.terminal import say

@@ -6,7 +6,6 @@ A flag is a finding in the text, not a verdict on its author: a skill that teach
 What to do with flagged skills is the recipe's choice; by default they are no positives, and routing shows the flag.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain, islice
@@ -16,7 +15,7 @@ from skilltrain.data.screening import hidden, lures, secret_keys
 from skilltrain.data.screening.bundled import BundledFile, bundled_files
 from skilltrain.data.screening.reading import Flag, Reading, read_text
 from skilltrain.data.screening.rules import Rule, load_rules
-from skilltrain.records import Skill
+from skilltrain.records import Skill, counted
 from skilltrain.tables import FLAGS, SKILLS, read_table, table_path, write_table
 from skilltrain.terminal import say
 from skilltrain.workers import WorkersConfig, map_blocks
@@ -75,7 +74,7 @@ def _screen_block(pairs: Sequence[tuple[Skill, Path | None]]) -> list[list[Flag]
 
 def count_flagged(flags: Mapping[str, Sequence[Flag]]) -> dict[str, int]:
     """Rule → number of skills that it flags, of the rules that flag any."""
-    return dict(sorted(Counter(rule for found in flags.values() for rule in {flag.rule for flag in found}).items()))
+    return counted(rule for found in flags.values() for rule in {flag.rule for flag in found})
 
 
 def write_flags(flags: Mapping[str, Sequence[Flag]], path: Path) -> Path:
